@@ -45,6 +45,7 @@ NO_LAYOUT = {
         ),
         _ONLY_WORDS,
     ),
+    "phi4mm": "transformers saves it as phi4_multimodal, without its adapters; tests/test_published_sound.py has folders",
     **dict.fromkeys(["kimi_vl", "llava_bunny", "mistral_large3", "phi4_siglip"], _LIKE_IT),
     "deepseek_v4_text": "transformers' names for it are not the published ones, and mlx-vlm knows those alone: refused by name",
     "deepseekocr": "transformers saves it as another type (unlimited_ocr) without its projector's settings: refused",

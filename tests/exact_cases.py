@@ -21,11 +21,12 @@ from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.towers import remember_features
 from vlm_batch.caches import Placement
 from vlm_batch.caches.quantisation import KVQuantisation
+from vlm_batch.engine.drafts import Drafts
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.shapes import FixedShapes, pads
 from vlm_batch.engine.trial import Asked, played
-from vlm_batch.loading.exactness import Joint, prove
+from vlm_batch.loading.exactness import SharedCallProofs, prove
 from vlm_batch.models import adapter_for
 from vlm_batch.runtime.device import Device, device
 from vlm_batch.store.budget import ByteBudget
@@ -123,18 +124,25 @@ def exact_of(
 def joined(exact: FixedShapes, name: str, precision: str, kv: KVQuantisation | None = None) -> FixedShapes:
     """The same with calls that hold several prompts or pictures."""
     adapter = adapter_of(name, precision)
-    exact = replace(exact, **JOINED, joint=Joint(adapter.with_products(dict(exact.products)), kv))
+    exact = replace(exact, **JOINED, joint=SharedCallProofs(adapter.with_products(dict(exact.products)), kv))
     return exact if pads(adapter, adapter.make_cache(kv)) else replace(exact, pad_to=0)
 
 
-def engine_of(adapter: Adapter, exact: FixedShapes, way: Way, kv: KVQuantisation | None = None) -> BatchGenerator:
+def engine_of(
+    adapter: Adapter,
+    exact: FixedShapes,
+    way: Way,
+    kv: KVQuantisation | None = None,
+    drafts: Drafts | None = None,
+) -> BatchGenerator:
     """A fresh reproducible engine."""
     config = {"max_rows": way.max_rows, "prefill_budget": way.budget, "idle_budget": way.budget}
     budget = ByteBudget(2**28 if way.keeps else 0)
     remember_features(adapter, FeatureStore(budget))
     prefix = PrefixCache(budget) if way.keeps and adapter.spec.no_prefix_reuse is None else None
     reuse = Reuse(adapter, prefix, shapes=exact)
-    return BatchGenerator(adapter, policy=settings_for(exact.layout, **config), reuse=reuse, shapes=exact, kv=kv)
+    policy = settings_for(exact.layout, **config)
+    return BatchGenerator(adapter, policy=policy, reuse=reuse, shapes=exact, kv=kv, drafts=drafts)
 
 
 def play(

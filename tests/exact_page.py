@@ -1,4 +1,4 @@
-"""The table of docs/exactness.md from ``vlm_batch/data/exact.json``: ``python -m tests.exact_page``."""
+"""The tables of docs/exactness.md and exactness-inside.md from ``vlm_batch/data/exact.json``: python -m tests.exact_page."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import Any
 from tests.exact_cases import PRECISIONS
 from tests.exact_table import DATA
 
-PAGE = Path(__file__).parent.parent / "docs/exactness.md"
-BEGIN, END = "<!-- table: written by scripts/exact_table -->", "<!-- end of table -->"
+PAGES = tuple(Path(__file__).parent.parent / "docs" / name for name in ("exactness.md", "exactness-inside.md"))
+TABLE = "<!-- table: written by scripts/exact_table -->", "<!-- end of table -->"
+SUMMARY = "<!-- summary: written by scripts/exact_table -->", "<!-- end of summary -->"
 
 
 def table(record: Mapping[str, Any]) -> str:
@@ -37,13 +38,32 @@ def table(record: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def summary(record: Mapping[str, Any]) -> str:
+    """A line for each device: how many models are the same in each precision, of those that can be run."""
+    lines = [f"| device | {' | '.join(PRECISIONS)} |", "|---" * (1 + len(PRECISIONS)) + "|"]
+    for device, found in sorted(record.items()):
+        columns = [[one[name] for one in found["cells"].values() if name in one] for name in PRECISIONS]
+        run = [[one for one in cells if "not served" not in one.get("said", {})] for cells in columns]
+        shown = [f"{sum(one['same'] for one in cells)} of {len(cells)}" if cells else "" for cells in run]
+        lines.append(f"| {device} | {' | '.join(shown)} |")
+    return "\n".join(lines)
+
+
+def render(page: str, record: Mapping[str, Any]) -> str:
+    """The page with whichever of the two tables it has as the record has them now."""
+    for (begin, end), make in ((TABLE, table), (SUMMARY, summary)):
+        if begin in page:
+            before, rest = page.split(begin)
+            _, after = rest.split(end)
+            page = f"{before}{begin}\n{make(record)}\n{end}{after}"
+    return page
+
+
 def main() -> None:
-    """Put the table in the place of the old one."""
-    page = PAGE.read_text(encoding="utf-8")
-    before, rest = page.split(BEGIN)
-    _, after = rest.split(END)
-    shown = table(json.loads(DATA.read_text(encoding="utf-8")))
-    PAGE.write_text(f"{before}{BEGIN}\n{shown}\n{END}{after}", encoding="utf-8")
+    """Put the tables in the place of the old ones."""
+    record = json.loads(DATA.read_text(encoding="utf-8"))
+    for page in PAGES:
+        page.write_text(render(page.read_text(encoding="utf-8"), record), encoding="utf-8")
 
 
 if __name__ == "__main__":

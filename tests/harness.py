@@ -23,6 +23,7 @@ from vlm_batch.adapters.towers import remember_features
 from vlm_batch.arrays import as_mlx
 from vlm_batch.caches import Placement
 from vlm_batch.engine.compiled import CompiledDecode
+from vlm_batch.engine.drafts import Drafts
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.sampling import SamplingRow, sample
@@ -47,7 +48,9 @@ KEEPS = os.environ.get("VLM_BATCH_PARITY_KEEPS") == "1"
 class Ask:
     """A request of a scenario: which one, when it arrives, and what happens to it."""
 
-    key: str  # "image:SEED:SIZE", "text:SEED:LENGTH", "two:SEED", "video:SEED:SIZE", "both:SEED"
+    key: (
+        str  # "image:SEED:SIZE", "text:SEED:LENGTH", "two:SEED", "video:SEED:SIZE", "both:SEED", "audio:SEED:SIZE", ...
+    )
     at: int = 0  # the step before which it is inserted
     tokens: int = NUM_TOKENS
     cancel_at: int | None = None
@@ -85,10 +88,12 @@ def inputs_of(name: str, key: str) -> Inputs:
         if tiny.two_images is None:
             pytest.skip(f"{name}: {tiny.no_two_images}")
         return tiny.two_images(*values)
-    if kind in ("video", "both"):
-        make = tiny.video if kind == "video" else tiny.picture_and_video
+    media = {"video": tiny.video, "both": tiny.picture_and_video}
+    media |= {"audio": tiny.audio, "sounds": tiny.two_audios, "heard": tiny.picture_and_audio}
+    if kind in media:
+        make: Any = media[kind]
         if make is None:
-            pytest.skip(f"{name} takes no videos")
+            pytest.skip(f"{name} takes no {kind}")
         return make(*values)
     return tiny.image(*values) if kind == "image" else tiny.text(*values)
 
@@ -113,25 +118,31 @@ def run(
     *,
     placement: Placement = Placement.ROWS,
     config: Mapping[str, Any] | None = None,
-    compile_decode: bool = False,
+    compile_decode: bool | None = False,
     generator: BatchGenerator | None = None,
+    drafts: Drafts | None = None,
 ) -> list[Answer]:
-    """Play a scenario to its end. ``generator`` continues a used one."""
+    """Play a scenario to its end. ``generator`` continues a used one. ``drafts`` say which are tried."""
     config = config or {"max_rows": 4}
     answers = [Answer(ask) for ask in asks]
-    recorded: dict[int, list[mx.array]] = {index: [] for index in range(len(asks))}
+    recorded: dict[int, dict[int, mx.array]] = {index: {} for index in range(len(asks))}
 
     def recording(logits: mx.array, rows: Sequence[SamplingRow]) -> Any:
         for place, row in enumerate(rows):
-            recorded[row.seed].append(logits[place] - mx.logsumexp(logits[place]))
+            recorded[row.seed][row.step] = logits[place] - mx.logsumexp(logits[place])  # the last: drafts may be wrong
         return sample(logits, rows)
 
-    batch = generator or BatchGenerator(
-        adapter, policy=settings_for(placement, **config), compile_decode=compile_decode, reuse=default_reuse(adapter)
-    )
-    batch.sampler = recording
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CompiledDecode, "USES_BEFORE_GRAPH", 0)
+        patch.setattr(CompiledDecode, "USES_BEFORE_UNFUSED", 0)
+        batch = generator or BatchGenerator(
+            adapter,
+            policy=settings_for(placement, **config),
+            compile_decode=compile_decode,
+            reuse=default_reuse(adapter),
+            drafts=drafts,
+        )
+        batch.sampler = recording
         step = 0
         while batch.has_work or step <= max(ask.at for ask in asks):
             for index, ask in enumerate(asks):
@@ -146,7 +157,7 @@ def run(
             step += 1
             assert step < 1000, "the scenario does not end"
     for index, answer in enumerate(answers):
-        answer.logprobs = [np.array(row) for row in recorded[index]]
+        answer.logprobs = [np.array(row) for _, row in sorted(recorded[index].items())]
     return answers
 
 

@@ -33,8 +33,12 @@ from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.towers import remember_features
 from vlm_batch.arrays import as_mlx
 from vlm_batch.caches import Placement, slab
+from vlm_batch.caches.drafted import DraftedRecurrent, DraftedRows, DraftedSlab
+from vlm_batch.caches.listed import parts_of
 from vlm_batch.caches.quantisation import KVQuantisation
+from vlm_batch.engine.batch import DecodeBatch
 from vlm_batch.engine.choosing import Flight
+from vlm_batch.engine.drafts import Drafts
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.loop import EngineLoop
 from vlm_batch.engine.memory import GROWTH, RowMemory, tokens
@@ -45,6 +49,7 @@ from vlm_batch.engine.sampling import Sampled, SamplingRow, sample
 from vlm_batch.engine.work import Part
 from vlm_batch.handle import Handle
 from vlm_batch.models import adapter_for
+from vlm_batch.records import DraftState
 from vlm_batch.store.budget import ByteBudget, footprint
 from vlm_batch.store.features import FeatureStore
 from vlm_batch.store.prefix import PrefixCache
@@ -99,7 +104,19 @@ class Later(Future[None]):
         return super().done()
 
 
-class Stairs:
+class Blind:
+    """A form that looks along nothing."""
+
+    ahead: tuple[int, ...] = ()
+
+    def look_ahead(self, tokens: Sequence[int]) -> Future[None]:
+        return Later(0)
+
+    def fill_ahead(self, at: int, bits: np.ndarray) -> None:
+        raise AssertionError("nothing is ahead")
+
+
+class Stairs(Blind):
     """A form: six tokens, the n-th of which leaves n modulo 3. Some of them take it longer than a step waits."""
 
     LENGTH = 6
@@ -111,7 +128,7 @@ class Stairs:
         for token in range(self.count % 3, PLAIN, 3):
             bits[token // 32] |= np.uint32(1 << (token % 32))
 
-    def follow(self, token: int) -> Future[None]:
+    def follow(self, token: int, most_ahead: int = 0) -> Future[None]:
         if token % 3 != self.count % 3:
             raise ValueError(f"{token} is not the form's")
         self.count += 1
@@ -149,6 +166,7 @@ class Prepared:
     form: Any = None
     image_sizes: tuple[tuple[int, int], ...] = ()
     video_sizes: tuple[tuple[int, int, int], ...] = ()
+    audio_seconds: tuple[float, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
     thinking: Any = None
     kept: Mapping[str, Any] | None = None
@@ -387,6 +405,49 @@ class FaultySampled(Sampled):
         return super().read()
 
 
+class Guessing:
+    """A model that drafts anything, for rows whose last hidden state it was given."""
+
+    context, bytes_per_token = 4, 0
+
+    def __init__(self) -> None:
+        self._draw = random.Random(7)
+
+    def propose(self, rows: Sequence[DraftState | None], layers: Sequence[Any], count: int) -> mx.array:
+        for row in rows:
+            assert row is None or len(row.tokens) == sum(one.count for one in row.hidden) > 0
+            mx.eval([] if row is None else [one.states[one.first : one.first + one.count] for one in row.hidden])
+        return mx.array([[self._draw.randrange(PLAIN) for _ in range(count)] for _ in rows])
+
+
+class DrawnDrafts(Drafts):
+    """Drafts of random lengths at random steps, of which most tokens are right, for rows without forms; else a model's."""
+
+    def __init__(self, history: History) -> None:
+        super().__init__(Guessing())
+        self.rates["model"] = 0.3
+        self._history = history
+        self._draw = random.Random(26)
+
+    def is_due(self, groups: Sequence[DecodeBatch]) -> bool:
+        return self._draw.random() < 0.6
+
+    def gain(self, rows: int, hoped: float, places: int, positions: int, drafting: float = 0.0) -> float:
+        return 2.0 + hoped
+
+    def draft(self, row: Row, form_seconds: Callable[[], float]) -> tuple[str, tuple[int, ...]]:
+        name, _, index = row.request_id.partition("[")
+        told, answer = self._history.told.get(name), row.answer
+        if told is None or answer.guide is not None or self._draw.random() < 0.2:
+            return "text", ()
+        answers = alone(self._history.family, told.asked, self._history.is_quantised)
+        right = answers[int(index.rstrip("]") or 0)].token_ids[answer.num_sampled :]
+        most = min(self._draw.randrange(1, 8), answer.max_tokens - answer.num_sampled - 1)
+        return "text", tuple(
+            token if self._draw.random() < 0.8 else self._draw.randrange(PLAIN) for token in right[: max(0, most)]
+        )
+
+
 class FaultyAdapter:
     """An adapter that fails as its history says."""
 
@@ -431,7 +492,12 @@ class FaultyAdapter:
 
     def decode(self, step: Any, call: Any) -> mx.array:
         history = self._history
-        group = next(group for group in history.generator.rows.batch.groups if group.layers is step.caches)
+        group, counts = next(
+            (group, counts)
+            for group in history.generator.rows.batch.groups
+            for counts in [_positions(group, step.caches)]
+            if counts is not None
+        )
         logits = self._adapter.decode(step, call)
         for row in group.rows:
             history.fail_by(row, "decode")
@@ -440,8 +506,24 @@ class FaultyAdapter:
                 raise Injected("an accident")
             if history.befalls("memory"):
                 raise RuntimeError(WANT)
-        bad = [row is not None and history.fails(row, "nan") for row in group.places]
+        bad = [
+            row is not None and history.fails(row, "nan")
+            for row, count in zip(group.places, counts, strict=True)
+            for _ in range(count)
+        ]
         return mx.where(mx.array(bad)[:, None], mx.nan, logits) if any(bad) else logits
+
+
+def _positions(group: DecodeBatch, caches: Sequence[Any]) -> list[int] | None:
+    """The positions of each place of a group in a forward over these caches; None for another group's."""
+    if group.layers is caches:
+        return [1] * len(group.places)
+    first = next(parts_of(caches[0]))
+    if not isinstance(first, (DraftedRows, DraftedSlab, DraftedRecurrent)):
+        return None
+    if not any(part is first._layer for layer in group.layers for part in parts_of(layer)):
+        return None
+    return [first.count] * len(group.places) if isinstance(first, DraftedSlab) else list(first._counts)
 
 
 class History:
@@ -456,6 +538,7 @@ class History:
         keeps: bool = True,
         most_rows: int | None = None,
         columns: int = COLUMNS[0],
+        drafts: bool = False,
     ) -> None:
         """``most_rows``: as many fit into memory at a time; of slabs, as many as have all of their places. ``columns``: slabs
         grow by so many."""
@@ -482,6 +565,7 @@ class History:
             reuse=Reuse(faulty, self.prefix, budget=self.budget),
             kv=_kv(is_quantised),
             sampler=self._sample,
+            drafts=DrawnDrafts(self) if drafts else None,
         )
         if most_rows is not None:
             self.generator.memory._at = _rows_of(family, placement, is_quantised)._at  # what would be learned in time
@@ -683,7 +767,7 @@ class History:
             for row in flight.waiting
             if row.answer.num_sampled >= row.answer.max_tokens and row not in placed
         ]
-        untold = [row for row, _, _ in generator._untold if row.status is Status.DECODE]
+        untold = [row for row, _, _ in generator.telling.untold if row.status is Status.DECODE]
         last += [row for row in untold if row.answer.num_sampled >= row.answer.max_tokens]
         everywhere = [*placed, *prefilling, *prepared, *unprepared, *forks, *last]
         assert len(set(everywhere)) == len(everywhere), "a row is at two places"
@@ -704,7 +788,7 @@ class History:
 
     def _check_bytes(self) -> None:
         budget, prefix = self.budget, self.prefix
-        held = {key: size for key, (size, _) in budget._held.items()}
+        held = {key: one.nbytes for key, one in budget._held.items()}
         assert budget.nbytes == sum(held.values()) <= budget.max_bytes
         features = {(id(self.features), key): value for key, value in self.features._features.items()}
         rows = {} if prefix is None else {(id(prefix), number): row for number, row in prefix._rows.items()}
@@ -934,7 +1018,8 @@ def play(seed: int, length: int = 120) -> Counter[str]:
     is_quantised = family in QUANTISED and draw.random() < 0.2
     keeps, most_rows = draw.random() < 0.8, draw.choice((None, None, 2, 4))
     columns = draw.choice(COLUMNS)
-    history = History(family, placement, is_quantised=is_quantised, keeps=keeps, most_rows=most_rows, columns=columns)
+    how: dict[str, Any] = {"keeps": keeps, "most_rows": most_rows, "columns": columns, "drafts": draw.random() < 0.5}
+    history = History(family, placement, is_quantised=is_quantised, **how)
     for _ in range(length):
         act(history, draw)
         history.counts["operations"] += 1
@@ -942,6 +1027,9 @@ def play(seed: int, length: int = 120) -> Counter[str]:
         history.finish()
     history.close()
     history.counts["recomputed"] += history.generator.retry.num_recomputed
+    if history.generator.drafts is not None:
+        history.counts["drafted"] += history.generator.drafts.num_drafted
+        history.counts["drafts held"] += history.generator.drafts.num_held
     return history.counts
 
 

@@ -1,4 +1,4 @@
-"""docs/models.md from the package's facts: ``python -m tests.models_page [LOG]``.
+"""docs/models.md and docs/models-details.md from the package's facts: ``python -m tests.models_page [LOG]``.
 
 LOG, if given, is the matrix's new outcome, and goes into ``vlm_batch/data/parity.json`` first: a model's cells are those of
 its last run. It holds one JSON line for each cell that passed, as the tests write them where ``VLM_BATCH_PARITY_LOG`` names a
@@ -8,12 +8,16 @@ file: {"family", "scenario", "placement", "difference"}, or {"family", "scenario
 from __future__ import annotations
 
 import json
+import re
 import sys
+import textwrap
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from tests import test_drafts, upstream_page
 from tests.harness import TOLERANCE
 from tests.zoo import FAMILIES
 from vlm_batch.cli import facts
@@ -22,50 +26,87 @@ from vlm_batch.models import families
 from vlm_batch.registry import ModelSpec
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs/models.md"
+PAGE, DETAILS_PAGE = ROOT / "docs/models.md", ROOT / "docs/models-details.md"
 RECORD = ROOT / "vlm_batch/data/parity.json"
 EXACT = ROOT / "vlm_batch/data/exact.json"
 #: What a GPU said before the present build; for what was not run since.
 FIRST_GPU = "gpu, H100, before calls of one shape"
 #: As they are called in EXACT, and on the page.
-PRECISIONS = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "8 bits": "8", "4 bits": "4"}
+PRECISIONS = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "8 bits": "8-bit", "4 bits": "4-bit"}
+#: Precisions that the table shows, and their columns.
+SHOWN = {"bfloat16": "exact in bf16", "4 bits": "in 4 bits"}
+#: Outcomes of a scenario in mlx-vlm's batch generator.
+OUTCOMES = ("right", "wrong", "NaN", "crash")
+SECOND = "second picture"
+#: Scenario -> what a family lacks that cannot run it.
+LIMITS = {
+    "prefix_hits": "prefix cache",
+    "kv_8_bits": "keys and values in few bits",
+    "prefix_from_disk": "prefix cache on disk",
+    "prefix_two_images": SECOND,
+}
+#: Brackets of a note that name files or lines.
+PLACES = re.compile(r"\s*\([^()]*(?:\.py\b|:\d+)[^()]*(?:\([^()]*\)[^()]*)*\)")
+
+#: Characters of a line of the table, and of other lines that this module breaks.
+LONGEST_ROW, WIDTH = 200, 120
 
 HEAD = """# Models
 
-The families that are batched: their abilities, the verified scenarios, and the outcome of the same scenarios in
-mlx-vlm's own batch generator. `vlm-batch families` prints a summary of these facts, and `vlm-batch families --json` all
-of them. `scripts/parity_table` writes this page.
+The {count} families that vlm_batch batches. A family's name leads to its limits and to what differs from mlx-vlm.
+`vlm-batch families` lists them, too, `vlm-batch families NAME` prints all about one, and `--json` is for programs.
+
+"""
+
+COLUMNS = """- **pictures, videos, audio**: media that a request may bring; `no` is refused at `submit`, with the reason.
+- **exact in bf16, in 4 bits**: devices on which `reproducible=True` was shown to give the request's own bits in that
+  precision: CPU, GPU or both. An empty cell was not shown or does not hold: [exactness](exactness.md) says which, and
+  the [details](models-details.md) have float32, float16 and 8 bits.
+- **drafts**: whether a row can check several drafted tokens in one step.
+- **prefix cache**: whether a request goes on from the keys and values of an earlier one that began alike.
+- **notes**: other values of `model_type` that load as this family; what it cannot do; how many defects of mlx-vlm it
+  mends.
 
 """
 
 VERIFIED = """## How it is verified
 
-A scenario is a set of requests, with the step at which each comes and goes. The tests run it on a tiny random model of
-the family, made of mlx-vlm's own classes, in float32 on a CPU. They compare every request with the same request alone.
-All tokens must be equal, and at every step no log-probability of the whole vocabulary may differ by more than
-{tolerance:g}. "Off by" is the largest difference seen, over both layouts of the decode state (own caches and slabs). It
-is rounding. A wrong position, mask or picture moves log-probabilities by more than 1e-2; `tests/test_mutations.py`
-shows that by breaking each on purpose. Recorded with mlx-vlm {mlx_vlm}.
+A scenario is a set of requests that come and go at given steps. The tests run up to {scenarios} scenarios on a tiny
+random model of each family, made of mlx-vlm's own classes, in float32 on a CPU, with both layouts of the decode state. They
+compare each request with the same request alone: every token is equal, and no log-probability of the whole vocabulary
+differs by more than {tolerance:g} at any step. The largest difference of a family ("off by" in the
+[details](models-details.md)) is rounding. A wrong position, mask or picture moves log-probabilities by more than
+1e-2: `tests/test_mutations.py` breaks each on purpose. Recorded with mlx-vlm {mlx_vlm}.
 
-On one H200 (CUDA, float32 without TF32) 140 cases of the first nine families and two relatives passed, slabs, own
-caches and compiled decode steps among them. The largest difference was 5e-5.
+On one H200 (CUDA, float32 without TF32) 140 cases of the first nine families and two relatives passed, compiled
+decode steps among them. The largest difference was 5e-5.
 
-"Alone" is mlx-vlm's own path for one request. Where that path is itself wrong, it is patched as [the notes](#notes) say. The
-evidence stands beside each oracle in `tests/zoo/`, and [each defect of mlx-vlm](upstream.md) has a reproduction.
-
-The scenarios: {scenarios}.
-
-"Same bits" are the precisions in which a reproducible engine gave every request, to the last bit of all its logits, what it
-gives the request alone, on a CPU and on a GPU (an H200, or an H100 with an earlier build where that was not run): f32, bf16
-and f16 are types, 8 and 4 are bits of bfloat16 models. What is missing cannot be run there, was not run, or differs:
-[exactness](exactness.md) says which.
+"Alone" is mlx-vlm's own path for one request. Where that path is wrong, the adapter mends it: the
+[details](models-details.md) say what, [each defect](upstream.md) has a reproduction, and the evidence stands beside
+each oracle in `tests/zoo/`.
 """
 
 UPSTREAM = """## The same scenarios in mlx-vlm
 
-Each cell has the outcome in mlx-vlm {version}'s batch generator, and the largest difference in this library. "Wrong,
-1e-5" means other tokens or log-probabilities there, and 1e-5 here. "Right" compares with mlx-vlm's own answer alone.
-Where that differs from the published model, the adapter patches it. Source: {source}.
+The outcome of {models} models in the batch generator of mlx-vlm {version}: **{clean} are right in every scenario**
+that was measured. "Right" compares with mlx-vlm's own answer alone, which can differ from the published model's. The
+[details](models-details.md) have each family's outcome.
+
+"""
+
+MEASURED = """
+
+How it was measured: `mlx_vlm.generate.ar.BatchGenerator`, fed as mlx-vlm's server feeds it, with tiny random models
+of mlx-vlm's classes, in float32 on a Linux CPU. The log-probabilities of 12 greedy tokens are compared with those of
+the same request in `generate_step`: right is at most 1e-3 apart. `gemma4_experts` was measured without its experts.
+"""
+
+DETAILS = """# Models in detail
+
+A section for each family of [the table](models.md): what a user of it must know. "Off by" is the largest difference
+of a log-probability from the same request alone, over all [verified scenarios](models.md#how-it-is-verified).
+"Reproducible" names the precisions in which `reproducible=True` was shown to give the request's own bits. "Mended"
+are defects of mlx-vlm, by the names of [their reproductions](upstream.md).
 
 """
 
@@ -96,47 +137,67 @@ def as_text(record: Mapping[str, Any]) -> str:
 
 
 def render(known: Sequence[FamilyFacts], record: Mapping[str, Any]) -> str:
-    """The page."""
-    scenarios = ", ".join(name.replace("_", " ") for name in known[0].scenarios)
-    said = {"mlx_vlm": record["mlx_vlm"], "tolerance": record["tolerance"], "scenarios": scenarios}
-    upstream = UPSTREAM.format(version=facts.upstream()["version"], source=facts.upstream()["source"])
+    """Return docs/models.md."""
+    there = facts.upstream()
+    clean = sum(set(cells.values()) == {"right"} for cells in there["models"].values())
+    verified = VERIFIED.format(
+        mlx_vlm=record["mlx_vlm"], tolerance=record["tolerance"], scenarios=len(known[0].scenarios)
+    )
+    upstream = UPSTREAM.format(version=there["version"], models=len(there["models"]), clean=clean)
     parts = [
-        HEAD + _abilities(known),
-        VERIFIED.format(**said),
-        upstream + _beside_upstream(known),
-        _notes(known),
-        _others(),
+        HEAD.format(count=len(known)) + _abilities(known),
+        COLUMNS,
+        _not_batched(),
+        verified,
+        upstream + _outcomes() + MEASURED,
     ]
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
 
+def render_details(known: Sequence[FamilyFacts]) -> str:
+    """Return docs/models-details.md."""
+    parts = [DETAILS.strip(), *(_section(one) for one in known)]
+    return "\n\n".join(parts) + "\n"
+
+
 def _abilities(known: Sequence[FamilyFacts]) -> str:
-    columns = (
-        "family",
-        "model types",
-        "pictures",
-        "video",
-        "prefill",
-        "prefix reuse",
-        "8-bit KV",
-        "verified",
-        "off by",
-        "same bits: CPU",
-        "CUDA",
-        "mlx-vlm",
-    )
-    exact = json.loads(EXACT.read_text(encoding="utf-8"))
+    columns = ("family", "pictures", "videos", "audio", *SHOWN.values(), "drafts", "prefix cache", "notes")
+    exact = _exact()
     rows = []
     for one in known:
         spec = one.spec
-        types = [f"`{name}`" for name in spec.model_types]
-        kept = (_short(one.cell(name)) for name in (facts.PREFIX_REUSE, facts.QUANTISED_KV))
-        video, prefill = "yes" if spec.video else "no", "chunks" if spec.chunked_prefill else "whole"
-        off = "" if one.largest is None else _number(one.largest)
-        bits = [_same_bits(one, _cells(exact, *devices)) for devices in (("cpu",), (FIRST_GPU, "gpu"))]
-        said = (one.pictures, video, prefill, *kept, len(one.verified), off, *bits, one.upstream)
-        rows.append((spec.family, ", ".join(types), *said))
+        name = f"[{spec.family}](models-details.md#{spec.family})"
+        media = (one.pictures, *("yes" if taken else "no" for taken in (spec.video, spec.audio)))
+        same = [[device for device, cells in exact.items() if _is_same(one, cells, kind)] for kind in SHOWN]
+        bits = ["both" if len(devices) == len(exact) else "".join(devices) for devices in same]
+        rows.append((name, *media, *bits, _drafts(one), _short(one.cell(facts.PREFIX_REUSE)), _short_notes(one)))
     return _table(columns, rows)
+
+
+def _drafts(one: FamilyFacts) -> str:
+    """Return whether a family's rows have drafts."""
+    return "no" if set(one.models) <= test_drafts.OTHERS else "yes"
+
+
+def _short_notes(one: FamilyFacts) -> str:
+    """Return what the table says of a family beside its columns."""
+    spec = one.spec
+    others = [f"`{name}`" for name in spec.model_types if name != spec.family]
+    mended = sum(spec.family in case.families for case in upstream_page.cases())
+    said = [
+        f"also {', '.join(others)}" if others else "",
+        "" if spec.chunked_prefill else "prompts in one piece",
+        "no KV in few bits" if _short(one.cell(facts.QUANTISED_KV)) == "no" else "",
+        "not on CUDA" if {name for name, _ in spec.not_on_cuda} >= set(spec.model_types) else "",
+        f"{mended} mended" if mended else "",
+    ]
+    return "; ".join(part for part in said if part)
+
+
+def _exact() -> dict[str, dict[str, dict[str, Any]]]:
+    """Return each kind of device's cells of data/exact.json, by model."""
+    record = json.loads(EXACT.read_text(encoding="utf-8"))
+    return {"CPU": _cells(record, "cpu"), "GPU": _cells(record, FIRST_GPU, "gpu")}
 
 
 def _cells(record: Mapping[str, Any], *devices: str) -> dict[str, dict[str, Any]]:
@@ -148,48 +209,86 @@ def _cells(record: Mapping[str, Any], *devices: str) -> dict[str, dict[str, Any]
     return found
 
 
-def _same_bits(one: FamilyFacts, cells: Mapping[str, Any]) -> str:
-    """The precisions in which all of a family's models were the same to the last bit."""
+def _is_same(one: FamilyFacts, cells: Mapping[str, Any], precision: str) -> bool:
+    """Return whether all of a family's models were the same to the last bit."""
     found = [cells.get(name, {}) for name in one.models]
-    same = [
-        short for name, short in PRECISIONS.items() if all(name in model and model[name]["same"] for model in found)
-    ]
-    return " ".join(same) or "-"
+    return all(precision in model and model[precision]["same"] for model in found)
 
 
-def _beside_upstream(known: Sequence[FamilyFacts]) -> str:
-    """A row for each tested model that mlx-vlm was measured with, or that has a scenario recorded here."""
+def _outcomes() -> str:
+    """Return a row for each scenario that mlx-vlm was measured with: how many models had which outcome."""
     there = facts.upstream()
     rows = []
-    for one in known:
-        for name in one.models or {one.spec.family: {}}:
-            measured = there["models"].get(name, {})
-            alone = FamilyFacts(one.spec, {name: one.models.get(name, {})}, one.scenarios)
-            cells = []
-            for scenario, ours in there["scenarios"].items():
-                here = alone.cell(*ours)
-                cells.append(f"{measured.get(scenario, '-')}, {_number(here) if isinstance(here, float) else '-'}")
-            rows.append((name, *cells))
-    return _table(("model", *there["scenarios"]), rows)
+    for scenario in there["scenarios"]:
+        found = Counter(cells[scenario] for cells in there["models"].values() if scenario in cells)
+        rows.append((scenario, *(found[outcome] for outcome in OUTCOMES)))
+    return _table(("scenario", *OUTCOMES), rows)
 
 
-def _notes(known: Sequence[FamilyFacts]) -> str:
-    lines = ["## Notes", "", "What the adapters patch in mlx-vlm, and further facts about each family:", ""]
-    for one in known:
-        not_verified = (
-            [] if one.spec.video or one.spec.no_video == ModelSpec.no_video else [f"no video: {one.spec.no_video}"]
+def _section(one: FamilyFacts) -> str:
+    """Return a family's section of the details."""
+    spec = one.spec
+    off = "" if one.largest is None else f", off by {_number(one.largest)}"
+    types = "" if spec.model_types == (spec.family,) else f"Model types {_types(spec.model_types)}. "
+    tests = f"{len(one.verified)} scenarios{off}. Reproducible: {_reproducible(one)}."
+    lines = [*_limits(one), *map(_plain, spec.notes), *_mended(one)]
+    head = f"{types}{tests} mlx-vlm's batch: {one.upstream}."
+    return "\n".join([f"## {spec.family}", "", head, "", *(f"- {line}" for line in lines)]).strip()
+
+
+def _reproducible(one: FamilyFacts) -> str:
+    """Return the precisions of each kind of device in which a family's bits were shown to be the request's own."""
+    same = {
+        device: [short for name, short in PRECISIONS.items() if _is_same(one, cells, name)]
+        for device, cells in _exact().items()
+    }
+    words = {
+        device: "all" if len(found) == len(PRECISIONS) else " ".join(found) or "none" for device, found in same.items()
+    }
+    return ", ".join(f"{device} {said}" for device, said in words.items())
+
+
+def _limits(one: FamilyFacts) -> list[str]:
+    """Return what a family does not do, each with its reason."""
+    spec = one.spec
+    reasons = {
+        LIMITS[name]: _plain(why.removeprefix("refused: "))
+        for name, why in one.explained.items()
+        if name in LIMITS and why != facts.NOT_RECORDED
+    }
+    if "prefix cache" in reasons:
+        reasons.pop("prefix cache on disk", None)
+    second = reasons.pop(SECOND, "")
+    found = [f"No {what}: {why[:1].lower()}{why[1:]}" for what, why in reasons.items()]
+    if not spec.images:
+        found.insert(0, "Text only.")
+    elif not spec.multi_image:
+        is_told = second and second not in reasons.values()
+        found.insert(
+            0, f"One picture a request: {second[:1].lower()}{second[1:]}" if is_told else "One picture a request."
         )
-        not_verified += [
-            f"{name.replace('_', ' ')}: {why}" for name, why in one.explained.items() if why != facts.NOT_RECORDED
-        ]
-        said = [
-            *one.spec.notes,
-            *not_verified,
-            *(f"refused on CUDA (`{name}`): {why}" for name, why in on_cuda(one.spec)),
-        ]
-        if said:
-            lines += [f"**{one.spec.family}**", "", *(f"- {note}" for note in said), ""]
-    return "\n".join(lines)
+    if not spec.chunked_prefill:
+        found.append("A prompt is prefilled in one piece.")
+    for word, is_taken, why, usual in (
+        ("videos", spec.video, spec.no_video, ModelSpec.no_video),
+        ("recordings", spec.audio, spec.no_audio, ModelSpec.no_audio),
+    ):
+        if not is_taken and why != usual:
+            found.append(f"No {word}: {_plain(why)[:1].lower()}{_plain(why)[1:]}")
+    found += [f"Refused on CUDA (`{names}`): {why}." for names, why in on_cuda(spec)]
+    return found
+
+
+def _plain(note: str) -> str:
+    """Return a note as a sentence, without places in files: those are in the registry and in docs/upstream.md."""
+    text = PLACES.sub("", note).strip()
+    return f"{text[:1].upper()}{text[1:]}".rstrip(".") + "."
+
+
+def _mended(one: FamilyFacts) -> list[str]:
+    """Return the names of the reproductions that are of a family."""
+    names = dict.fromkeys(f"`{case.name}`" for case in upstream_page.cases() if one.spec.family in case.families)
+    return [f"Mended: {', '.join(names)}."] if names else []
 
 
 def on_cuda(spec: ModelSpec) -> list[tuple[str, str]]:
@@ -200,18 +299,23 @@ def on_cuda(spec: ModelSpec) -> list[tuple[str, str]]:
     return [("`, `".join(names), why) for why, names in reasons.items()]
 
 
-def _others() -> str:
+def _not_batched() -> str:
     lines = ["## Not batched", "", "Refused when they are loaded:", ""]
-    lines += [f"- {why}: {_types(names)}" for why, names in facts.refused().items()]
+    lines += [_wrapped(f"- {why}: {_types(names)}") for why, names in facts.refused().items()]
     lines += [
         "",
         "Refused on CUDA, where they were seen to go wrong (`VLM_BATCH_ON_CUDA=NAME` serves one all the same):",
         "",
     ]
-    lines += [f"- `{names}`: {why}" for spec in families() for names, why in on_cuda(spec)]
-    lines += ["", "One row at a time, through mlx-vlm's own path, which is said once:", ""]
-    lines += [f"- {why}: {_types(names)}" for why, names in facts.one_at_a_time().items()]
+    lines += [_wrapped(f"- `{names}`: {why}") for spec in families() for names, why in on_cuda(spec)]
+    lines += ["", "One row at a time, through mlx-vlm's own path, with a warning:", ""]
+    lines += [_wrapped(f"- {why}: {_types(names)}") for why, names in facts.one_at_a_time().items()]
     return "\n".join(lines)
+
+
+def _wrapped(item: str) -> str:
+    """Return an item of a list in lines of ``WIDTH``."""
+    return textwrap.fill(item, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def _types(names: Sequence[str]) -> str:
@@ -243,6 +347,7 @@ def main(log: Path | None = None) -> None:
         RECORD.write_text(as_text(record), encoding="utf-8")
         facts.recorded.cache_clear()
     PAGE.write_text(render(facts.all_facts(), facts.recorded()), encoding="utf-8")
+    DETAILS_PAGE.write_text(render_details(facts.all_facts()), encoding="utf-8")
 
 
 if __name__ == "__main__":

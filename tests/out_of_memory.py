@@ -34,7 +34,7 @@ from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.errors import OutOfMemory
 from vlm_batch.loading import adapt
 from vlm_batch.loading.exactness import fixed_shapes
-from vlm_batch.runtime.memory import give_back
+from vlm_batch.runtime.memory import release_memory
 from vlm_batch.types import Result, SamplingParams
 
 MB = 1 << 20
@@ -145,7 +145,7 @@ class BallastProcess:
         say(f"  the other process: {said}")
 
     def leave(self, nbytes: int) -> None:
-        give_back()
+        release_memory()
         self._ask(f"leave {nbytes}")
 
     def release(self) -> None:
@@ -190,7 +190,7 @@ class PretendedBallast:
         return watched
 
     def leave(self, nbytes: int) -> None:
-        give_back()
+        release_memory()
         self.limit = _held() + nbytes
 
     def release(self) -> None:
@@ -297,11 +297,11 @@ def engine(load: Load) -> Engine:
 
 def measure(own: Engine, most: Callable[[], int]) -> tuple[int, int]:
     """Answer all without want: (bytes that the longest takes alone, and that all take together), beside the weights."""
-    give_back()
+    release_memory()
     weights, found = mx.get_active_memory(), []
     last = own.load.rows - 1
     for ask in (lambda: own.ask(f"r{last}", own.load.prompt + own.load.more * last, last), own.ask_rows):
-        give_back()
+        release_memory()
         mx.reset_peak_memory()
         ask()
         own.right = {name: result.token_ids for name, result in own.finish().items()}

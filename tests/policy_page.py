@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from vlm_batch.policy import SETTINGS
 from vlm_batch.runtime.device import Device
@@ -15,24 +16,23 @@ def render(page: str) -> str:
     """The page with the table as it is now."""
     head, rest = page.split(BEGIN)
     _, tail = rest.split(END)
-    return f"{head}{BEGIN}{_tables()}{END}{tail}"
+    return f"{head}{BEGIN}{_table()}{END}{tail}"
 
 
-def _tables() -> str:
+def _table() -> str:
     kinds = list(Device)
     lines = [
         "| setting | meaning | " + " | ".join(kind.value for kind in kinds) + " |",
         "|---" * (2 + len(kinds)) + "|",
     ]
     for name, setting in SETTINGS.items():
-        values = " | ".join(str(setting.values[kind][0]) for kind in kinds)
+        values = " | ".join(_value(*setting.values[kind]) for kind in kinds)
         lines.append(f"| `{name}` | {setting.meaning} | {values} |")
-    lines += ["", "Where the values come from:", "", "| setting | cpu | cuda | metal |", "|---|---|---|---|"]
-    lines += [
-        f"| `{name}` | " + " | ".join(setting.values[kind][1] for kind in kinds) + " |"
-        for name, setting in SETTINGS.items()
-    ]
     return "\n".join(lines) + "\n"
+
+
+def _value(value: Any, source: str) -> str:
+    return f"**{value}**" if source.startswith("measured") else str(value)
 
 
 if __name__ == "__main__":

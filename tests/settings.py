@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,17 @@ ORIGINAL_LENGTH = 24
 """Of the case with long factors: of the requests below some begin beyond it, and some pass it while they answer."""
 
 
+KEYS = ("text:5:40", "image:4:1")
+"""Requests by the harness' names: a text of 40 tokens, and a picture."""
+
+
 @dataclass(frozen=True)
 class Case:
     """A family, what its config.json says otherwise, by parts, and requests by the harness' names."""
 
     family: str
     change: Mapping[str, Any]
-    keys: tuple[str, ...] = ("text:5:40", "image:4:1")
+    keys: tuple[str, ...] = KEYS
 
 
 def factors(first: float, count: int) -> list[float]:
@@ -59,7 +64,7 @@ QWEN_SLIDES = {
 }
 
 #: Settings that are served as transformers has them.
-APPLIED = {
+APPLIED: dict[str, Case] = {
     "longrope": Case(
         "llava_onevision",
         {"text_config": {"rope_parameters": longrope(8), "max_position_embeddings": 512}},
@@ -77,6 +82,7 @@ APPLIED = {
     **{f"llama3_{name}": Case(name, LLAMA3) for name in ("llava", "smolvlm", "glm4v_moe")},
     **{f"window_{name}": Case(name, ALL_SLIDE) for name in ("idefics2", "llava_next", "pixtral", "mistral3")},
     **{f"window_{name}": Case(name, QWEN_SLIDES) for name in ("qwen2_vl", "qwen2_5_vl", "internvl", "llava_onevision")},
+    "no_full_blocks": Case("qwen2_5_vl", {"vision_config": {"fullatt_block_indexes": []}}),
     "projector_llava": Case("llava", {"projector_hidden_act": "relu"}),
     "projector_llava_onevision": Case("llava_onevision", {"projector_hidden_act": "silu"}),
     **{
@@ -102,9 +108,43 @@ def merged(config: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, An
     """A configuration with a change, part by part."""
     found = dict(config)
     for name, value in change.items():
-        is_part = name.endswith(("_config", "rope_parameters")) and isinstance(value, Mapping)
+        parts = ("_config", "rope_parameters", "full_attention", "sliding_attention")
+        is_part = name.endswith(parts) and isinstance(value, Mapping)
         found[name] = merged(found.get(name) or {}, value) if is_part else value
     return found
+
+
+# A check over all families
+# ---------------------------------------------------------------------------------------------------------------------
+
+#: Not compared, since the recipe of a family's reference replaces functions of transformers', or it gives no answer.
+NOT_SWEPT = frozenset({"hunyuan_vl", "molmo2", "qwen4_exp"})
+#: Settings whose effect transformers leaves out (record.py, ``logit_scale``), and what training reads or moves tensors.
+_UNSWEPT = re.compile(
+    r"_.*|logits?_scal(e|ing)|.*(drop|loss|initializer|init_std|init_range|jitter|_cache|dim|size|bias|ratio|depth).*|output_(att|hid).*"
+    r"|return_dict.*|tie_.*|is_.*|.*(_moe_block|clipped|standardize|use_head|attention_k_eq_v|double_wide|sampling)"
+)
+
+
+def swept(config: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Each activation, epsilon, yes or no, and base of a rotation, with other values."""
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            if name.endswith("_config") or name.startswith(("rope_parameters", "full_", "sliding_")):
+                yield from swept(value, (*path, name))
+        elif name.endswith(("hidden_act", "hidden_activation", "activation_function")):
+            yield from (((*path, name), other) for other in ("relu", "quick_gelu" if value != "quick_gelu" else "gelu"))
+        elif _UNSWEPT.fullmatch(name) or ("rope_parameters" in path and name != "rope_theta"):
+            continue
+        elif isinstance(value, bool):
+            yield (*path, name), not value
+        elif isinstance(value, float) and ("eps" in name or name == "rope_theta"):
+            yield (*path, name), value * (300 if "eps" in name else 3)
+
+
+def nested(path: Sequence[str], value: Any) -> dict[str, Any]:
+    """A change of one setting, by parts."""
+    return {path[0]: nested(path[1:], value) if len(path) > 1 else value}
 
 
 def write_case(folder: Path, case: Case) -> Path:

@@ -117,6 +117,26 @@ def test_the_first_of_its_size_goes_alone_and_then_as_many_as_fit() -> None:
     assert engine.process() == ["3"]
 
 
+def test_small_pictures_do_not_wait_for_large_ones_to_be_decoded() -> None:
+    engine = Waiting()
+    engine.add("known", FakeLoading(num_pixels=10, becomes=10))
+    engine.read()
+    assert engine.process() == ["known"]
+    engine.take_in("known")
+    engine.end("known")
+    for index in range(3):
+        engine.add(f"large {index}", FakeLoading(num_pixels=150, becomes=10))  # 900 bytes while it is decoded
+    engine.add("small", FakeLoading(num_pixels=10, becomes=10))
+    engine.read()
+    assert engine.process() == ["small", "large 0"]
+    engine.add("another", FakeLoading(num_pixels=10, becomes=10))
+    engine.read()
+    assert engine.process() == ["another"]
+    engine.take_in("large 0")
+    engine.end("large 0")
+    assert engine.process() == ["large 1"]  # though small ones are being decoded
+
+
 def test_one_that_is_larger_goes_alone_and_is_not_overtaken() -> None:
     engine = Waiting()
     for name, becomes in (("a", 100), ("large", 5000), ("b", 100)):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import io
 import json
 import shutil
 import threading
 import time
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -18,6 +20,8 @@ from typing import Any
 import mlx.core as mx
 import mlx_vlm
 import numpy as np
+import pandas
+import pyarrow
 import pytest
 from mlx_vlm.prompt_utils import apply_chat_template
 from mlx_vlm.utils import prepare_inputs
@@ -27,6 +31,8 @@ from tests.test_loaders import wait
 from vlm_batch import (
     BatcherClosed,
     Caches,
+    Handle,
+    InvalidAudio,
     InvalidCache,
     InvalidImage,
     InvalidParameters,
@@ -50,6 +56,7 @@ from vlm_batch.inputs.loaders import Loaders
 from vlm_batch.inputs.prepare import Lane, Preparer
 from vlm_batch.inputs.processing import Processing
 from vlm_batch.models import spec_for
+from vlm_batch.types import Event, failed_result
 
 CHECKPOINT = assets.default_checkpoint()
 IMAGES = Path(__file__).parent.parent / "fixtures" / "images"
@@ -134,7 +141,7 @@ def test_every_way_to_ask_is_the_same_question(batcher: VLMBatcher) -> None:
         batcher.submit([CIRCLE], messages=bare),
         batcher.submit(CIRCLE, messages=[{"role": "user", "content": DESCRIBE}]),
         batcher.submit(CIRCLE, rendered, template=None),
-        batcher.submit(inputs=inputs),
+        batcher.submit_request(Request(inputs=inputs)),
         batcher.submit(CIRCLE, token_ids=np.array(inputs["input_ids"])[0].tolist()),
     ]
     results = [handle.result(timeout=60) for handle in handles]
@@ -282,7 +289,97 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 def test_what_is_wrong_at_submit_is_raised_there(batcher: VLMBatcher, case: str) -> None:
     arguments, error, said = REFUSED[case]
     with pytest.raises(error, match=said):
-        batcher.submit(**arguments)
+        submitted(batcher, arguments)
+
+
+def submitted(batcher: VLMBatcher, arguments: dict[str, Any]) -> Any:
+    """As ``submit`` takes it; processed inputs come in a ``Request``."""
+    return batcher.submit_request(Request(**arguments)) if "inputs" in arguments else batcher.submit(**arguments)
+
+
+NO_REQUESTS: dict[str, tuple[Callable[[Handle], Any], str]] = {
+    "handle": (lambda handle: handle, "given: Handle; submit gives handles"),
+    "result": (lambda handle: handle.result(), "given: Result; submit gives handles"),
+    "table": (lambda handle: pandas.DataFrame({"prompt": ["a"]}), "given: DataFrame; map_table"),
+    "arrow": (lambda handle: pyarrow.table({"prompt": ["a"]}), "given: Table; map_table"),
+    "bytes": (lambda handle: CIRCLE.read_bytes(), "given: bytes; a picture goes with its question"),
+    "path": (lambda handle: CIRCLE, "given: PosixPath; a picture goes with its question"),
+    "picture": (lambda handle: Image.new("L", (4, 4)), "given: Image"),
+    "none": (lambda handle: None, "given: NoneType"),
+    "number": (lambda handle: 5, "given: int"),
+}
+
+
+@pytest.mark.parametrize("case", NO_REQUESTS)
+def test_what_are_no_requests_is_refused_as_a_whole(batcher: VLMBatcher, case: str) -> None:
+    """Rather than taken apart: a handle is its pieces, a table its columns' names, bytes are numbers."""
+    make, said = NO_REQUESTS[case]
+    given = make(batcher.submit(prompt="count to 2"))
+    for ask in (batcher.generate, lambda given: list(batcher.as_completed(given))):
+        with pytest.raises(InvalidRequest, match=f"requests must be Request objects.*{said}"):
+            ask(given)
+
+    async def one() -> Result | None:
+        return await anext(aiter(batcher.as_completed_async(given)), None)
+
+    with pytest.raises(InvalidRequest, match=said):
+        asyncio.run(one())
+
+
+def test_fields_that_no_request_has_and_names_of_pictures_for_prompts(batcher: VLMBatcher) -> None:
+    asked: list[Any] = [
+        {"image": str(CIRCLE), "prompt": "?"},
+        str(CIRCLE),
+        "https://x/y.JPG?size=1",
+        {"promt": "?"},
+        CIRCLE,
+    ]
+    errors = [result.error or "" for result in batcher.generate(asked)]
+    for error, said in zip(
+        errors, ("item 0 has no image ('images' is", "name of a picture", "name of a picture"), strict=False
+    ):
+        assert said in error
+    assert "item 3 has no promt ('prompt' is probably meant)" in errors[3] and "item 4 is a PosixPath" in errors[4]
+    for result in batcher.generate(["what is a.png, and why?", "a.b"]):
+        assert result.error is None
+
+
+@pytest.mark.parametrize(
+    ("images", "said"),
+    [
+        (np.array([str(CIRCLE)]), "ndarray is no path.*; several pictures go in a list"),
+        (np.array([Image.new("L", (4, 4)), None], object), "ndarray is no path.*; several pictures go in a list"),
+        (pandas.Series([str(CIRCLE)]), "Series is no path.*; several pictures go in a list"),
+        (pandas.DataFrame({"a": [0.1, 0.2]}), "DataFrame is no path"),
+        ([[str(CIRCLE)]], "list is no path.*; several pictures go in a list"),
+        ({"bytes": b"x"}, "dict is no path"),
+        ([None], "NoneType is no path"),
+        (Request(prompt="a"), "Request is no path"),
+        ({str(CIRCLE)}, "set is no path"),
+        (5, "int is no path"),
+        (io.StringIO("x"), "opened by 'rb'"),
+    ],
+    ids=lambda one: type(one).__name__,
+)
+def test_what_is_no_picture_is_refused_at_submit(batcher: VLMBatcher, images: Any, said: str) -> None:
+    with pytest.raises(InvalidImage, match=said):
+        batcher.submit(images, "what?")
+
+
+def test_keys_of_messages_that_hold_no_picture_are_nobodys_concern(batcher: VLMBatcher) -> None:
+    """Tables fill absent keys with null, and numbers are facts."""
+    parts = [
+        {"type": "image", "text": None, "image": CIRCLE, "image_url": None},
+        {"type": "text", "text": "a", "image": None},
+    ]
+    message = {"role": "user", "content": parts, "images": [], "image": None, "image_id": 5, "name": "x"}
+    assert batcher.submit(messages=[message], params={"max_tokens": 1}).result().error is None
+
+
+def test_a_schema_that_says_nothing_is_none() -> None:
+    with pytest.raises(InvalidParameters, match="which says nothing of an answer's form"):
+        SamplingParams(json_schema={"total": "string"})
+    assert SamplingParams(json_schema={}).form and SamplingParams(json_schema={"title": "anything"}).form
 
 
 def test_parameters_are_checked_where_they_are_made() -> None:
@@ -358,6 +455,67 @@ def test_an_id_in_use_is_refused_and_free_again_afterwards(batcher: VLMBatcher) 
     first.cancel()
     assert first.result(timeout=60).finish_reason == "cancelled"
     assert batcher.submit(None, "count to 3", request_id="mine").result(timeout=60).request_id == "mine"
+
+
+def test_tokens_wake_nobody_who_waits_for_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 50 tokens: a thread in ``result`` and a task that awaits look again at the end alone, a reader at each."""
+    handle, woken = Handle("one", lambda name: True), Counter[str]()
+    looks, change, futures = Handle.done, Handle._next_change, list[bool]()
+
+    def done(self: Handle) -> bool:
+        woken[threading.current_thread().name] += 1
+        return looks(self)
+
+    def counted(self: Handle, **how: Any) -> Any:
+        futures.append(True)
+        return change(self, **how)
+
+    monkeypatch.setattr(Handle, "done", done)
+    monkeypatch.setattr(Handle, "_next_change", counted)
+    waiting = threading.Thread(target=handle.result, name="result")
+    texts: list[str] = []
+    reading = threading.Thread(target=lambda: texts.extend(handle), name="reader")
+    awaiting = threading.Thread(target=lambda: asyncio.run(asyncio.wait_for(handle, 30)), name="task")
+    for thread in (waiting, reading, awaiting):
+        thread.start()
+    until = time.monotonic() + 60
+    while not (futures and woken["result"] and woken["reader"]):
+        assert time.monotonic() < until
+        time.sleep(0.001)
+    for count in range(50):
+        handle.push(Event("one", count, "a"))
+        while len(texts) <= count:  # the reader has it: wake-ups do not become one
+            assert time.monotonic() < until
+            time.sleep(0.001)
+    handle.push(Event("one", result=failed_result("one", RuntimeError("the end"))))
+    for thread in (waiting, reading, awaiting):
+        thread.join(30)
+    assert len(texts) == 50 and len(futures) == 1
+    assert woken["result"] < 25
+
+
+def test_a_stream_that_is_left_keeps_no_listener_and_misses_no_end() -> None:
+    """The end may come between the look at the events and the one whether the request has ended."""
+    handle = Handle("one", lambda name: True)
+    handle.push(Event("one", 0, "a"))
+
+    class Ending(list[Event]):
+        def __getitem__(self, place: Any) -> Any:
+            found = super().__getitem__(place)
+            if isinstance(place, slice) and not found:
+                handle.push(Event("one", result=failed_result("one", RuntimeError("the end"))))
+            return found
+
+    async def read() -> list[Event]:
+        for _ in range(10):
+            async for event in handle.events():
+                assert event.text == "a"
+                break
+        assert handle._listeners == []
+        handle._events = Ending(handle._events)
+        return [event async for event in handle.events()]
+
+    assert [event.result is None for event in asyncio.run(asyncio.wait_for(read(), 30))] == [True, False]
 
 
 def test_result_times_out(batcher: VLMBatcher) -> None:
@@ -801,7 +959,11 @@ def test_a_buffer_may_be_used_again_after_submit(batcher: VLMBatcher) -> None:
     inputs = {name: np.array(value) for name, value in prepare_inputs(processor, [decoded], prompts=rendered).items()}
     of_clip = batcher.submit(prompt=DESCRIBE, videos=clip.copy()).result(timeout=60).text
     busy = [batcher.submit(CIRCLE, DESCRIBE) for _ in range(24)]  # what follows is not loaded at once
-    handles = [batcher.submit(array, DESCRIBE), batcher.submit(decoded, DESCRIBE), batcher.submit(inputs=inputs)]
+    handles = [
+        batcher.submit(array, DESCRIBE),
+        batcher.submit(decoded, DESCRIBE),
+        batcher.submit_request(Request(inputs=inputs)),
+    ]
     filmed = batcher.submit(prompt=DESCRIBE, videos=clip)
     array[:], clip[:] = 255, 255
     decoded.paste((255, 255, 255), (0, 0, *decoded.size))
@@ -818,7 +980,8 @@ def chat(content: Any, role: Any = "user", **more: Any) -> dict[str, Any]:
 
 
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "audio": (chat([{"type": "input_audio", "input_audio": {}}]), InvalidPrompt, "'input_audio'; the types are text, "),
+    "a file": (chat([{"type": "input_file", "input_file": {}}]), InvalidPrompt, "'input_file'; the types are text, "),
+    "audio": (chat([{"type": "input_audio", "input_audio": {"data": ""}}]), InvalidAudio, "takes no recordings: "),
     "role": (chat("a", "bogus"), InvalidPrompt, "the role 'bogus'; the roles are system, developer, user"),
     "role_type": (chat("a", ["user"]), InvalidPrompt, r"the role \['user'\]"),
     "content": (chat(5), InvalidPrompt, "the content 5; text or a list of parts"),
@@ -832,6 +995,31 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         chat([{"type": "image", "image": CIRCLE, "max_pixels": 784}]),
         InvalidPrompt,
         "a picture part has max_pixels; .* the request's to say",
+    ),
+    "stray_images": (chat("what?", images=[CIRCLE]), InvalidPrompt, "a message has 'images', which no model would see"),
+    "stray_image_url": (chat("what?", image_url={"url": CIRCLE}), InvalidPrompt, "a message has 'image_url'"),
+    "stray_video": (chat("what?", video="a.mp4"), InvalidPrompt, "a message has 'video'"),
+    "stray_in_text": (
+        chat([{"type": "text", "text": "a", "image": CIRCLE}]),
+        InvalidPrompt,
+        "a part of type 'text' has 'image'; a picture or video is a part of its own",
+    ),
+    "misspelt_picture": (
+        chat([{"type": "image", "img": CIRCLE}]),
+        InvalidPrompt,
+        "a picture part does not know img; its picture is in image or image_url or url or path",
+    ),
+    "anthropic_picture": (chat([{"type": "image", "source": {"data": ""}}]), InvalidPrompt, "does not know source"),
+    "two_in_a_part": (
+        chat([{"type": "image", "image": CIRCLE, "image_url": SQUARE}]),
+        InvalidPrompt,
+        "image and image_url exclude each other",
+    ),
+    "another_picture_in_a_part": (chat([{"type": "image", "image": CIRCLE, "img": SQUARE}]), InvalidPrompt, "know img"),
+    "picture_without_url": (
+        chat([{"type": "image_url", "image_url": {"uri": CIRCLE}}]),
+        InvalidPrompt,
+        'image_url of a content part is a mapping without "url"; it has uri',
     ),
     "part": (chat([5]), InvalidPrompt, 'mapping with "type"'),
     "part_text": (chat([{"type": "text", "text": 5}]), InvalidPrompt, "the text 5; a string"),
@@ -876,7 +1064,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 def test_what_would_be_dropped_or_misread_is_refused_in_a_line(batcher: VLMBatcher, case: str) -> None:
     arguments, error, said = WRONG[case]
     started = time.monotonic()
-    for ask in (lambda: batcher.submit(**arguments), lambda: batcher.submit_request(Request(**arguments))):
+    for ask in (lambda: submitted(batcher, arguments), lambda: batcher.submit_request(Request(**arguments))):
         with pytest.raises(error, match=said) as found:
             ask()
         assert len(str(found.value)) < 400
@@ -1006,7 +1194,7 @@ def test_a_placeholder_without_a_picture_is_refused_at_submit(batcher: VLMBatche
     with pytest.raises(InvalidPrompt, match=said):
         batcher.submit(token_ids=ids)
     with pytest.raises(InvalidPrompt, match=said):
-        batcher.submit(inputs={"input_ids": np.array([ids])})
+        batcher.submit_request(Request(inputs={"input_ids": np.array([ids])}))
     with pytest.raises(InvalidPrompt, match="1 picture placeholders for 0 pictures"):
         batcher.submit(prompt=text, template=None)
 
@@ -1015,7 +1203,7 @@ def test_processed_inputs_that_do_not_fit_are_refused_at_submit(batcher: VLMBatc
     picture = Image.open(CIRCLE)
     processing = batcher.processing
     inputs = dict(processing.inputs(processing.render("describe the picture", 1), [picture]))
-    assert batcher.submit(inputs=inputs).result(timeout=60).ok
+    assert batcher.submit_request(Request(inputs=inputs)).result(timeout=60).ok
     ids = np.array(inputs["input_ids"])
     mark = int(batcher._preparer.processing.config.image_token_id)
     given = int((ids == mark).sum())
@@ -1029,4 +1217,4 @@ def test_processed_inputs_that_do_not_fit_are_refused_at_submit(batcher: VLMBatc
         with pytest.raises(
             InvalidPrompt, match=f"the pictures need {given} placeholder tokens; the prompt has {count}"
         ):
-            batcher.submit(inputs=wrong)
+            batcher.submit_request(Request(inputs=wrong))

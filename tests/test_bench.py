@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 from mlx.utils import tree_map
 
 from benchmarks.compare import __main__ as comparison
-from benchmarks.compare import measure, probe, report
+from benchmarks.compare import measure, probe, report, shapes
 from benchmarks.compare.__main__ import parse
 from benchmarks.compare.engines import ENGINES, WANTED, ThisLibrary
 from benchmarks.compare.recall import Contexts
@@ -63,6 +64,130 @@ def test_every_engine_gives_the_same_tokens(
     figures = measure.figures(workload, trace)
     assert figures["tokens_per_s"] > 0 and figures["peak_mb"] > 0
     assert figures["ttft_p50"] <= figures["ttft_p95"] <= trace.seconds
+
+
+#: Of each other family a shape as small as ``TINY``.
+OTHERS = (
+    shapes.gemma3_shape(
+        "gemma3",
+        shapes.sizes(64, 6, 96, 4, 2, 256, head_dim=16, sliding_window=16, mm_tokens_per_image=4),
+        shapes.tower_sizes(32, 2, 64, 2, 4, 16),
+        "float32",
+        1e-3,
+        shapes.TINY_SCALE,
+    ),
+    shapes.qwen3_5_shape(
+        "qwen3.5",
+        shapes.sizes(64, 4, 96, 4, 2, 256, **shapes.linear_heads(4, 16, 32)),
+        shapes.grid_tower_sizes(2, 32, 64, 2, 6),
+        "float32",
+        1e-3,
+        shapes.TINY_SCALE,
+    ),
+    shapes.llava_shape(
+        "llava",
+        shapes.sizes(64, 2, 128, 4, 2, 256),
+        shapes.tower_sizes(32, 2, 64, 2, 4, 16),
+        "float32",
+        1e-3,
+        shapes.TINY_SCALE,
+    ),
+)
+
+
+@pytest.mark.parametrize("shape", OTHERS, ids=[shape.name for shape in OTHERS])
+def test_shapes_of_other_families_do_their_work(shape: shapes.Shape, tmp_path: Path) -> None:
+    """The same tokens, but where mlx-vlm's own loop is no measure."""
+    model = build(shape)
+    for name in ("captions", "chat-8"):
+        workload = make_workload(name, shape, 7)
+        assert any(ask.has_picture for ask in workload.asks)
+        path = tmp_path / f"{name}.npz"
+        measure.reference(model, workload, path)
+        for engine in ("vlm_batch defaults", "mlx-vlm defaults", "mlx-vlm best"):
+            if (shape.family, name, engine) == ("gemma3", "chat-8", "mlx-vlm defaults"):
+                at_once = replace(workload, asks=[replace(ask, arrival=0.0) for ask in workload.asks])
+                with pytest.raises(ValueError, match="concatenate"):
+                    # Masks of prompts of several lengths (generate/ar.py), which the clock brings together or does not.
+                    measure.measure(ENGINES[engine], model, at_once, None)
+                continue
+            trace = measure.measure(ENGINES[engine], model, workload, None)
+            assert sum(map(len, trace.tokens.values())) == sum(ask.max_tokens for ask in workload.asks)
+            with np.load(path) as answers:
+                verdict = measure.compare(workload, trace.tokens, answers)
+            assert shape.unchecked or verdict.describe({}) == "same", (name, engine)
+
+
+def test_every_shape_has_a_twin_for_the_other_device_and_its_own_targets() -> None:
+    kinds = {shape.family: {one.dtype for one in SHAPES.values() if one.family == shape.family} for shape in OTHERS}
+    assert set(kinds) == {"gemma3", "qwen3_5", "llava"}
+    assert all(dtypes == {"float32", "bfloat16"} for dtypes in kinds.values())
+    args = parse(["--shape", "gemma3-small"])
+    assert args.unchecked and "churn-8" not in args.workloads
+    assert report.targets(True, "llava-1b") == report.OTHERS_TARGETS != report.targets(True, "3b")
+
+
+def test_what_is_known_is_written_down_as_it_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command that is ended before its last round leaves the rounds before."""
+    written: list[int] = []
+    keep = comparison.keep
+
+    def keeping(folder: Path, result: Any) -> None:
+        written.append(sum(len(runs) for entry in result["workloads"].values() for runs in entry["engines"].values()))
+        keep(folder, result)
+
+    monkeypatch.setattr(comparison, "keep", keeping)
+    words = [
+        "--shape",
+        "tiny",
+        "--workloads",
+        "captions",
+        "--engines",
+        "vlm_batch defaults",
+        "--unchecked",
+        "--no-probes",
+    ]
+    comparison.main([*words, "--rounds", "2", "--out", str(tmp_path)])
+    assert written == [1, 2, 2]
+    words = [
+        "--shape",
+        "tiny",
+        "--workloads",
+        "captions",
+        "--unchecked",
+        "--no-probes",
+        "--rounds",
+        "40",
+        "--seconds",
+        "15",
+    ]
+    late = comparison.main([*words, "--engines", "vlm_batch", "mlx-vlm best"])["workloads"]["captions"]["engines"]
+    assert late["vlm_batch"], "no engine takes the others' time"
+    found = json.loads((tmp_path / "compare.json").read_text(encoding="utf-8"))
+    assert [run["answers"] for run in found["workloads"]["captions"]["engines"]["vlm_batch defaults"]] == [
+        "not compared"
+    ] * 2
+
+
+def test_no_engine_takes_the_others_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has its share of the seconds, and one round at least before they are up."""
+    now = [0.0]
+
+    class Remote:
+        ready: dict[str, str] = {}
+
+        def ask(self, **command: Any) -> dict[str, Any]:
+            now[0] += 10.0
+            return {"seconds": 10.0}
+
+    words = ["--shape", "tiny", "--workloads", "captions", "--engines", "vlm_batch", "mlx-vlm best", "--unchecked"]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    args = parse([*words, "--rounds", "5", "--seconds", "45"])
+    run = comparison.Comparison(args, comparison.Console(quiet=True), tmp_path)
+    monkeypatch.setattr(run.remotes, "start", lambda engine: Remote())
+    run.run()
+    found = {engine: len(runs) for engine, runs in run.found["captions"].items() if runs}
+    assert found == {"vlm_batch": 3, "mlx-vlm best": 2}
 
 
 def test_other_tokens_are_wrong_unless_nearly_as_likely(answers: dict[str, dict[str, np.ndarray]]) -> None:
@@ -142,9 +267,9 @@ def test_tables_for_the_docs_have_medians_and_their_spread() -> None:
     kind = {"shape": "small", "device": "Device(cpu, 0)", "clock": "wall", "launches": "own"}
     first = {**kind, "workloads": {"chat-8": {"engines": {name: runs[:1] for name, runs in engines.items()}}}}
     rest = {**kind, "workloads": {"chat-8": {"engines": {name: runs[1:] for name, runs in engines.items()}}}}
-    found, is_gpu = report.merged([first, rest])
-    assert found == {"chat-8": engines} and not is_gpu
-    text = report.markdown(found, is_gpu)
+    found, wanted = report.merged([first, rest])
+    assert found == {"chat-8": engines} and wanted == report.targets(False, "tiny")
+    text = report.markdown(found, wanted)
     assert "| chat-8 | vlm_batch | 2.50 (2.00-3.00) | 0.50 / 1.00 | 20 / 200 |  | 100 (100-100) | same |" in text
     assert "| chat-8 | mlx-vlm best | 4.00 (4.00-4.00) |" in text and "WRONG: 1 of 4 rows" in text
     assert "| chat-8 | seconds | mlx-vlm best | 0.62 | 0.50 to 0.75, 2 rounds | 0.80: met |" in text

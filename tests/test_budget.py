@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ from vlm_batch.engine.reuse import Reuse
 from vlm_batch.errors import InvalidCache
 from vlm_batch.models import adapter_for
 from vlm_batch.records import PromptKey
-from vlm_batch.store.budget import ByteBudget
+from vlm_batch.store import budget as budget_module
+from vlm_batch.store.budget import DROPPED, LITTLE, ByteBudget
 from vlm_batch.store.directory import RowFiles
 from vlm_batch.store.features import FeatureStore
 from vlm_batch.store.files import FORMAT, VERSION, Identity, _seal, read_row
@@ -54,7 +56,7 @@ class Kept:
         assert (self.files.nbytes, len(self.files)) == (sum(on_disk), len(on_disk))
         assert self.files.nbytes <= self.files.max_bytes
         for row in self.rows.rows:
-            assert any(self.rows._rows[number] is row for number, _ in self.rows._index.alike(row.keys))
+            assert any(self.rows._rows[number] is row for number, _ in self.rows._index.candidates(row.keys))
 
 
 def row_of(ids: list[int], nbytes: int) -> SavedRow:
@@ -310,3 +312,115 @@ def test_what_is_kept_is_given_back_at_close() -> None:
     assert batcher.stats().cache_bytes == 0
     assert mx.get_active_memory() <= held - 0.9 * kept
     assert mx.get_cache_memory() == 0
+
+
+def kept_budget(keys: Iterable[int], budget: ByteBudget, nbytes: int = 1 << 20) -> set[int]:
+    """What is held after entries of ``nbytes`` were asked for, in this order, and added where they were not found."""
+    held: set[int] = getattr(budget, "test_held", set())
+    budget.test_held = held  # type: ignore[attr-defined]
+    for key in keys:
+        if key in held:
+            budget.touch(key)
+        else:
+            budget.add(key, nbytes, partial(held.discard, key))
+            held.add(key)
+    return held
+
+
+def test_memory_in_which_nothing_is_found_is_given_back() -> None:
+    """Thousands of different pictures leave little, and no more than the budget was ever held."""
+    budget = ByteBudget(2**30)
+    for first in range(0, 5000, 100):
+        kept_budget(range(first, first + 100), budget)
+        assert budget.nbytes <= budget.max_bytes
+    assert budget.room == LITTLE and LITTLE - 2**20 <= budget.nbytes <= LITTLE
+
+
+def test_a_beginning_that_all_share_keeps_no_more_than_itself() -> None:
+    """It is found at every request, just after it was used: that needs no room for what is never found."""
+    budget = ByteBudget(2**30)
+    for number in range(1, 5000):
+        held = kept_budget([0, number], budget)
+    assert 0 in held and budget.nbytes <= LITTLE
+
+
+def test_finds_let_it_grow_again() -> None:
+    """What comes back after ever more others is found, until the whole budget is used."""
+    budget = ByteBudget(2**30)
+    kept_budget(range(10_000, 15_000), budget)
+    assert budget.room == LITTLE
+    for _ in range(3):
+        kept_budget(range(100), budget)  # 100 MiB of 128
+    assert budget.room > 5 * LITTLE
+    for _ in range(3):
+        held = kept_budget(range(700), budget)
+    assert set(range(700)) <= held and budget.nbytes >= 700 << 20
+
+
+def test_a_job_that_begins_to_repeat_gets_its_room_back() -> None:
+    """500 MiB come again where thousands of others had shown that little is enough."""
+    budget = ByteBudget(2**30)
+    kept_budget(range(10_000, 15_000), budget)
+    assert budget.room == LITTLE
+    kept_budget(range(500), budget)
+    assert budget.nbytes <= LITTLE, "nothing has come again yet"
+    kept_budget(range(500), budget)
+    assert set(range(500)) <= kept_budget([], budget), "every second time finds them"
+    kept_budget(range(30_000, 35_000), budget)
+    assert budget.room == LITTLE, "and what earns nothing is given back again"
+
+
+def test_what_no_budget_would_have_held_earns_nothing() -> None:
+    """A job that goes through twice the budget again and again."""
+    budget = ByteBudget(2**30)
+    for _ in range(4):
+        kept_budget(range(2048), budget)
+    assert budget.room == LITTLE
+
+
+def test_names_of_dropped_entries_are_few() -> None:
+    budget = ByteBudget(2**20)
+    kept_budget(range(3 * DROPPED), budget, 2**10)
+    assert len(budget._dropped) == DROPPED
+    budget.clear()
+    assert not budget._dropped
+
+
+def test_a_few_large_rows_are_little() -> None:
+    """Three chats of 200 MiB, after thousands of pictures that were not found again."""
+    budget = ByteBudget(2**30)
+    kept_budget(range(10_000, 15_000), budget)
+    for _ in range(3):
+        held = kept_budget(range(3), budget, 200 << 20)
+    assert {0, 1, 2} <= held
+
+
+def test_pictures_of_a_job_that_begins_to_repeat_are_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through a batcher: the second time that they come again, whatever came before."""
+    monkeypatch.setattr(budget_module, "LITTLE", 2**17)
+    monkeypatch.setattr(budget_module, "ENTRIES", 32)
+    random = np.random.default_rng(5)
+    several = [random.integers(0, 256, (84, 84, 3), dtype=np.uint8) for _ in range(90)]
+    with VLMBatcher(default_checkpoint(), caches=Caches(max_bytes=2**23)) as batcher:
+        pictures = batcher._preparer._pictures
+        assert pictures is not None
+
+        def hits(images: Iterable[np.ndarray]) -> int:
+            before = pictures.num_hits
+            for image in images:
+                asked = batcher.submit(image, "describe the image", params=SamplingParams(max_tokens=1))
+                asked.result(timeout=60).raise_for_error()
+            return pictures.num_hits - before
+
+        assert hits(several) == 0
+        assert batcher._loop.generator.reuse.budget.room <= 2**20, "little, where nothing is found"
+        chat = several[:20]
+        assert hits(chat) == 0, "they were let go"
+        hits(chat)
+        assert hits(chat) >= len(chat)
+
+
+def test_a_small_budget_is_used_whole() -> None:
+    budget = ByteBudget(2**20)
+    kept_budget(range(5000), budget, 2**10)
+    assert budget.nbytes == 2**20

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from vlm_batch import Caches, KVQuantisation, Limits, families
 from vlm_batch.assets import default_checkpoint, sample_images
-from vlm_batch.cli import console, serve
+from vlm_batch.cli import facts, serve
 from vlm_batch.cli import main as cli
 from vlm_batch.inputs.images import load_image
 from vlm_batch.jobs.files import common_folder
@@ -89,10 +89,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_help_says_what_run_does_without_a_model(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["run", "--help"])
-    (said,) = re.findall(r"--model PATH\|HUB_ID\s+(the model.+?)--", capsys.readouterr().out, re.DOTALL)
-    assert " ".join(said.split()).startswith("the model (needed, but for the sample pictures")
-    assert cli.main(["run", "pictures"]) == 2
+    (said,) = re.findall(r"--model PATH\|HUB_ID\s+(a folder.+?)--", capsys.readouterr().out, re.DOTALL)
+    assert "(needed to keep answers;" in " ".join(said.split())
+    assert cli.main(["run", "pictures", "--sidecar", ".txt"]) == 2
     assert "name a model with --model PATH|HUB_ID" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["run", "serve"])
+def test_all_options_are_shown_where_a_pager_reads(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help-all"])
+    said = capsys.readouterr()
+    assert "--policy" in said.out and not said.err
 
 
 def test_run_asks_one_question_about_every_picture(
@@ -133,7 +141,7 @@ def test_videos_among_pictures(folder: Path, batcher: ScriptedBatcher) -> None:
     ]
     for options, expected in ((["--videos", "--fps", "0.5", "--max-frames", "9"], 4), ([], 3)):
         found = ScriptedBatcher()
-        cli.main(["run", "pictures", *options, "--json", "out.jsonl", "--overwrite"], open_batcher=found)
+        cli.main(["run", "pictures", *options, "--out", "out.jsonl", "--overwrite"], open_batcher=found)
         assert len(found.requests) == expected
         lines = [json.loads(line) for line in Path("out.jsonl").read_text().splitlines()]
         assert [line["videos"] for line in lines if line["videos"]] == [["pictures/film.MP4"]] * bool(options)
@@ -177,7 +185,7 @@ def test_named_files_that_are_no_pictures_are_skipped(
 def test_json_lines_go_to_standard_output_alone(
     folder: Path, batcher: ScriptedBatcher, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["run", "nowhere.png", "pictures/b.png", "--json", "-"], open_batcher=batcher) == 1
+    assert cli.main(["run", "nowhere.png", "pictures/b.png", "--out", "-"], open_batcher=batcher) == 1
     out, err = capsys.readouterr()
     failed, answered = [json.loads(line) for line in out.splitlines()]
     assert failed["error"] == "InvalidImage: there is no such file"
@@ -192,7 +200,7 @@ def test_json_lines_go_to_standard_output_alone(
 def test_an_interrupt_keeps_what_is_done(
     folder: Path, batcher: ScriptedBatcher, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = ["run", "pictures/b.png", "stop.png", "pictures/a.JPG", "--json", "out.jsonl"]
+    command = ["run", "pictures/b.png", "stop.png", "pictures/a.JPG", "--out", "out.jsonl"]
     assert cli.main(command, open_batcher=batcher) == 130
     assert batcher.closed
     assert [json.loads(line)["request_id"] for line in Path("out.jsonl").read_text().splitlines()] == ["pictures/b.png"]
@@ -229,13 +237,21 @@ def test_sampling_options_reach_every_request(folder: Path, batcher: ScriptedBat
         (["run", ".", "scans/*.pdf"], "nothing matches scans/*.pdf"),
         (["run", "x.png", "y.png"], "x.png does not exist"),
         (["run", "x.png", "--temperature", "-1"], "temperature is -1.0; it must be"),
-        (["run", "http://x/x.png", "--json", "no/such/folder/out.jsonl"], "cannot write no/such/folder/out.jsonl"),
+        (["run", "http://x/x.png", "--out", "no/such/folder/out.jsonl"], "cannot write no/such/folder/out.jsonl"),
         (["run", "x.png", "--json-schema", "no.json"], "cannot read no.json"),
         (["run", "x.png", "--regex", "a", "--choice", "b"], "exclude each other: an answer has one form"),
         (["run", "x.png", "--prompt", ""], "--prompt is empty"),
         (["run", "x.png", "--prompt", " \n"], "--prompt is empty"),
         (["run", "x.mp4", "--fps", "0"], "fps is 0.0; it must be"),
         (["run", "x.png", "--batch", "0"], "'0' is not a whole number of at least 1"),
+        (["run", "x.png", "--promt", "x"], "there is no --promt; --prompt is probably meant"),
+        (["run", "http://x/x.png", "--out", "-", "--format", "csv"], "--format csv needs a file"),
+        (["run", "http://x/x.png", "--format", "csv"], "name it with --out FILE"),
+        (
+            ["run", "http://x/x.png", "--out", "o", "--format", "openai-batch", "--columns", "text"],
+            "leave --columns out",
+        ),
+        (["report", "nothing.jsonl"], "there are no answers in nothing.jsonl"),
         (["run"], "required: PATH"),
         ([], "required: COMMAND"),
     ],
@@ -269,7 +285,7 @@ def test_answers_are_never_replaced_unasked(folder: Path, capsys: pytest.Capture
     kept = '{"request_id": "x"}\n' * 3000
     out = folder / "out.jsonl"
     out.write_text(kept)
-    again = ["run", "pictures", "--json", "out.jsonl"]
+    again = ["run", "pictures", "--out", "out.jsonl"]
     assert cli.main(again, open_batcher=ScriptedBatcher()) == 2
     assert "out.jsonl" in capsys.readouterr().err
     assert cli.main([*again, "--overwrite", "--model", "./typo"]) == 2
@@ -285,18 +301,18 @@ def test_names_that_are_no_utf8(folder: Path, batcher: ScriptedBatcher, capsys: 
         (folder / "pictures" / "b.png").rename(name)
     except OSError:
         pytest.skip("this file system takes UTF-8 only")
-    assert cli.main(["run", "pictures", "--json", "out.jsonl"], open_batcher=batcher) == 0
+    assert cli.main(["run", "pictures", "--out", "out.jsonl"], open_batcher=batcher) == 0
     lines = [json.loads(line) for line in (folder / "out.jsonl").read_text(encoding="utf-8").splitlines()]
     assert r"pictures/caf\xe9.png" in [line["request_id"] for line in lines]
     out, err = capsys.readouterr()
     assert "caf\\xe9.png" in out and "caf\\xe9.png" in err
-    assert cli.main(["run", name, "--json", "-"], open_batcher=ScriptedBatcher()) == 0
+    assert cli.main(["run", name, "--out", "-"], open_batcher=ScriptedBatcher()) == 0
     assert json.loads(capsys.readouterr().out)["images"] == [r"pictures/caf\xe9.png"]
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
 def test_a_full_disk_stops_cleanly(folder: Path, batcher: ScriptedBatcher, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["run", "pictures", "--json", "/dev/full"], open_batcher=batcher) == 1
+    assert cli.main(["run", "pictures", "--out", "/dev/full"], open_batcher=batcher) == 1
     assert "cannot write /dev/full: No space left on device" in capsys.readouterr().err
     assert batcher.closed
     command = [sys.executable, "-m", "vlm_batch", "families"]
@@ -345,16 +361,23 @@ def test_the_folder_that_is_left_out(paths: list[str], folder: str) -> None:
     assert common_folder(paths) == folder
 
 
-def test_a_file_in_two_spellings_is_asked_once(folder: Path, batcher: ScriptedBatcher) -> None:
+def test_a_file_in_two_spellings_is_asked_once(
+    folder: Path, batcher: ScriptedBatcher, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A link to it is a spelling; a link to a file elsewhere is a picture like others."""
+    Image.new("RGB", (24, 16)).save(folder / "elsewhere.png")
     (folder / "link").symlink_to("pictures")
-    (folder / "pictures" / "copy.png").symlink_to("b.png")  # another name, not another spelling
+    (folder / "pictures" / "a link.png").symlink_to("b.png")
+    (folder / "pictures" / "second.png").symlink_to(folder / "pictures" / "a link.png")
+    (folder / "pictures" / "far.png").symlink_to("../elsewhere.png")
     spellings = ["pictures/b.png", "./pictures/b.png", str(folder / "pictures/b.png"), "link/b.png", "pictures"]
     assert cli.main(["run", *spellings, "--no-recursive"], open_batcher=batcher) == 0
     assert [request.request_id for request in batcher.requests] == [
         "pictures/b.png",
         "pictures/a.JPG",
-        "pictures/copy.png",
+        "pictures/far.png",
     ]
+    assert "2 links to files that are there already" in capsys.readouterr().err
 
 
 def test_folders_have_what_pillow_reads(
@@ -412,14 +435,14 @@ def test_patterns_are_filled_in(folder: Path, batcher: ScriptedBatcher) -> None:
     assert [request.request_id for request in batcher.requests] == ["pictures/b.png", "pictures/inside/c.webp"]
 
 
-def test_without_a_model_the_test_piece_answers_for_samples_only(
+def test_without_a_model_the_sample_answers_and_nothing_is_kept(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["run", "pictures"]) == 2
+    assert cli.main(["run", "pictures", "--out", "answers.jsonl"]) == 2
     assert "name a model with --model" in capsys.readouterr().err
     assert cli.main(["run", str(sample_images()[0]), "--max-tokens", "3"]) == 0
     said = [line for line in capsys.readouterr().err.splitlines() if "no --model" in line]
-    assert len(said) == 1 and "test piece" in said[0]
+    assert len(said) == 1 and "no model for work" in said[0]
 
 
 def test_options_of_the_batcher_reach_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -502,7 +525,7 @@ def test_the_table_of_families_is_whole(
     columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every family and what is known of it on one line, on a terminal of that width."""
-    monkeypatch.setattr(console, "open_console", lambda out: Console(file=out, width=columns, highlight=False))
+    monkeypatch.setattr(facts, "open_console", lambda out: Console(file=out, width=columns, highlight=False))
     assert cli.main(["families"]) == 0
     shown = capsys.readouterr().out
     assert "…" not in shown

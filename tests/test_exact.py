@@ -56,7 +56,7 @@ from vlm_batch.engine.shapes import FixedShapes
 from vlm_batch.engine.trial import Trial
 from vlm_batch.errors import OutOfMemory
 from vlm_batch.loading import load_model
-from vlm_batch.loading.exactness import Joint, fixed_shapes, prove
+from vlm_batch.loading.exactness import SharedCallProofs, fixed_shapes, prove
 from vlm_batch.models import _kimi_k3
 from vlm_batch.policy import POLICIES, Policy
 from vlm_batch.records import Call, DecodeStep, Graphs, PromptKey
@@ -453,7 +453,7 @@ def test_a_proof_without_memory_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(fixed_shapes(adapter).counts) > 1
 
 
-class Always(Joint):
+class Always(SharedCallProofs):
     """A proof of everything."""
 
     def __init__(self) -> None:
@@ -715,7 +715,7 @@ def test_kernels_go_by_shapes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         spelled.append(queries.shape)
         return queries
 
-    monkeypatch.setattr(kernels, "attend_spelled_out", spell)
+    monkeypatch.setattr(kernels, "attend_unfused", spell)
     queries, keys = mx.zeros((1, 2, 5, 16)), mx.zeros((1, 2, 9, 16))
     kernels.attend(queries, keys, keys, 1.0, None)
     assert not spelled

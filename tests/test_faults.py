@@ -62,7 +62,7 @@ from vlm_batch.engine.trial import Trial
 from vlm_batch.errors import DoesNotFit, OutOfMemory
 from vlm_batch.inputs.processing import Processing
 from vlm_batch.loading import load_model
-from vlm_batch.policy import Policy
+from vlm_batch.policy import Policy, policy_of
 from vlm_batch.runtime import memory as memory_of_device
 from vlm_batch.runtime import threads, watchdog
 from vlm_batch.store.budget import ByteBudget
@@ -74,6 +74,12 @@ CIRCLE = Path(__file__).parent.parent / "fixtures" / "images" / "red_circle.png"
 DESCRIBE = "describe the picture"
 LONG = SamplingParams(max_tokens=1500, ignore_eos=True)
 FAMILY = "qwen2_vl"
+
+
+@pytest.fixture(autouse=True)
+def steps_without_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward that a test puts in the place of the adapter's is called in every step."""
+    monkeypatch.setattr("vlm_batch.engine.decoding.can_leave_unfused", lambda: False)
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +192,7 @@ def test_what_is_natural_is_taken(batcher: VLMBatcher) -> None:
     assert type(params.max_tokens) is int and type(params.temperature) is float
     result = batcher.submit(None, "count to 9", params={"max_tokens": 2}, priority=np.int32(3)).result(60)  # type: ignore[arg-type]
     assert len(result.token_ids) == 2
-    with pytest.raises(InvalidParameters, match=r"params has no max_token; it has .*max_tokens"):
+    with pytest.raises(InvalidParameters, match=r"params has no max_token .*; it has .*max_tokens"):
         batcher.submit(None, "count to 9", params={"max_token": 2})
 
 
@@ -231,8 +237,8 @@ DOORS: dict[str, Callable[[VLMBatcher, Any], Any]] = {
     "text": lambda batcher, value: batcher.submit(messages=chat_of({"type": "text", "text": value})),
     "token_ids": lambda batcher, value: batcher.submit(token_ids=value),
     "a token id": lambda batcher, value: batcher.submit(token_ids=[value]),
-    "inputs": lambda batcher, value: batcher.submit(inputs=value),
-    "input_ids": lambda batcher, value: batcher.submit(inputs={"input_ids": value}),
+    "inputs": lambda batcher, value: batcher.submit_request(Request(inputs=value)),
+    "input_ids": lambda batcher, value: batcher.submit_request(Request(inputs={"input_ids": value})),
     "cancel": lambda batcher, value: batcher.cancel(value),
     "timeout": lambda batcher, value: batcher.submit(prompt="count to 3").result(timeout=value),
     **{
@@ -297,7 +303,7 @@ def test_ids_that_no_embedding_has_are_refused(batcher: VLMBatcher, ids: list[li
     """MLX reads other memory for them: a wrong answer, or the end of the process."""
     if family == "embedded":
         with suppress(InvalidRequest):
-            result = batcher.submit(inputs={"input_ids": np.array(ids)}).result(timeout=60)
+            result = batcher.submit_request(Request(inputs={"input_ids": np.array(ids)})).result(timeout=60)
             assert "InvalidPrompt: token id" in str(result.error)
     else:
         with pytest.raises(InvalidRequest, match="token id"):
@@ -908,10 +914,10 @@ def test_a_long_row_that_joins_some_layers_leaves_all_of_them_as_wide(
 def test_for_want_of_memory_what_mlx_keeps_is_given_back_each_time(work: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of what the failed call had made, too, before anybody is tried again: MLX itself does not try without its cache first."""
     adapter, large, held = shared_adapter(FAMILY), 64_000_000, []
-    generator = BatchGenerator(adapter)
+    generator = BatchGenerator(adapter, policy=policy_of({"prefill_together": 1}))
     for name, key in FOUR.items():
         generator.insert(name, as_mlx(inputs_of(FAMILY, key)), SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True))
-    forward, give_back, wants = getattr(adapter, work), retry.give_back, 0
+    forward, release_memory, wants = getattr(adapter, work), retry.release_memory, 0
     base = mx.get_active_memory()
 
     def full(*given: Any) -> mx.array:
@@ -925,10 +931,10 @@ def test_for_want_of_memory_what_mlx_keeps_is_given_back_each_time(work: str, mo
 
     def watched() -> None:
         held.append(mx.get_active_memory() - base)
-        give_back()
+        release_memory()
 
     monkeypatch.setattr(adapter, work, full)
-    monkeypatch.setattr(retry, "give_back", watched)
+    monkeypatch.setattr(retry, "release_memory", watched)
     results = _finish(generator)
     assert len(held) == wants == 2 and max(held) < large
     assert not any(result.error for result in results.values())
@@ -1021,7 +1027,7 @@ def test_what_does_not_fit_the_bound_alone_is_refused_with_the_numbers(monkeypat
             {"prompt": "a" * 6400},
         ):
             with pytest.raises(DoesNotFit, match=numbers) as error:
-                own.submit(**known)  # type: ignore[arg-type]
+                own.submit_request(Request(**known))  # type: ignore[arg-type]
             most = int(re.search(numbers, str(error.value))[1])  # type: ignore[index]
         encoded: list[int] = []
         adapter = own._loop.generator.adapter
@@ -1210,7 +1216,8 @@ def test_answers_that_are_held_to_a_form_and_answers_to_one_prompt_begin_again_t
             )
             assert [each.text for each in other.others] == [each.text for each in one.others]
         cache = shaken[2].cache
-        assert cache is not None and cache.num_tokens == calm[2].cache.num_tokens  # type: ignore[union-attr]
+        # The token that ends an answer is in its caches if the next step was launched before it was read.
+        assert cache is not None and 0 <= calm[2].cache.num_tokens - cache.num_tokens <= 1  # type: ignore[union-attr]
         assert own.stats().recomputed == own._loop.generator.retry.num_recomputed
 
 
@@ -1494,12 +1501,77 @@ def test_a_child_says_that_the_batcher_is_another_processes_and_ends() -> None:
                 assert "MLX does not outlive a fork" in str(error)
             else:
                 raise AssertionError("the child may make one")
+            assert batcher.stats().finished == 1
             sys.exit(7)
         _, status = os.waitpid(child, 0)
         assert os.waitstatus_to_exitcode(status) == 7, status
         assert not running.done()
         running.cancel()
         assert batcher.submit(prompt="count to 3").result().text == "1 2 3"
+    """)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_child_frees_no_array_of_its_parents() -> None:
+    """MLX frees under a lock, which a thread of the parent's may hold at the fork: the child would wait for ever."""
+    done = python("""
+        import gc, os, warnings
+        warnings.simplefilter("ignore")
+        import mlx.core as mx
+        from vlm_batch import SamplingParams, VLMBatcher, assets
+        batcher = VLMBatcher(assets.default_checkpoint())
+        own = [mx.zeros((1000,)), mx.compile(lambda array: array + 1)]
+        mx.eval(own[0])
+        ended = batcher.submit(prompt="count to 3", return_cache=True)
+        ended.result()
+        running = batcher.submit(prompt="count to 9", params=SamplingParams(max_tokens=1500, ignore_eos=True))
+        next(iter(running))
+        child = os.fork()
+        if child == 0:
+            mx.clear_streams = lambda: os._exit(8)  # mlx-vlm calls it at the exit
+            before = mx.get_active_memory()
+            del batcher, own, ended, running
+            gc.collect()
+            assert mx.get_active_memory() == before, (mx.get_active_memory(), before)
+            sys.exit(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        running.cancel()
+        batcher.close()  # whose steps take and free memory, too
+        before = mx.get_active_memory()
+        del own
+        gc.collect()
+        assert mx.get_active_memory() < before
+    """)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_child_of_the_moment_in_which_an_answer_comes_does_not_wait_for_it() -> None:
+    """The engine holds the handle's lock then, and has the request no longer among the others."""
+    done = python("""
+        import os, signal, threading, types, warnings
+        warnings.simplefilter("ignore")
+        from vlm_batch import SamplingParams, VLMBatcher, assets, handle
+        comes, go = threading.Event(), threading.Event()
+        class Condition(threading.Condition):
+            def __enter__(self):
+                entered = super().__enter__()
+                if threading.current_thread() is not threading.main_thread():
+                    comes.set()
+                    go.wait()
+                return entered
+        batcher = VLMBatcher(assets.default_checkpoint())
+        handle.threading = types.SimpleNamespace(Condition=Condition, RLock=threading.RLock, TIMEOUT_MAX=threading.TIMEOUT_MAX)
+        asked = batcher.submit(prompt="count to 3", params=SamplingParams(max_tokens=1))
+        comes.wait()
+        child = os.fork()
+        if child == 0:
+            signal.alarm(30)
+            assert "made in another process" in asked.result().error
+            assert [event.result for event in asked.events()] == [asked.result()]
+            sys.exit(7)
+        go.set()
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        assert asked.result().text == "1"
     """)
     assert done.returncode == 0, done.stderr
 

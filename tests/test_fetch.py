@@ -6,6 +6,7 @@ import base64
 import contextlib
 import os
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -19,7 +20,8 @@ import pytest
 from PIL import Image
 
 from vlm_batch.errors import InvalidImage, InvalidVideo
-from vlm_batch.inputs import fetch as module
+from vlm_batch.inputs import download as module
+from vlm_batch.inputs.download import is_public
 from vlm_batch.inputs.fetch import (
     Cancelled,
     Fetched,
@@ -27,7 +29,6 @@ from vlm_batch.inputs.fetch import (
     Unreadable,
     fetch,
     fetch_to_file,
-    is_public,
 )
 from vlm_batch.inputs.images import load_image
 from vlm_batch.inputs.videos import load_video
@@ -397,7 +398,7 @@ def test_a_playlist_is_no_video(tmp_path: Path) -> None:
 
 
 def test_temporary_files_go_with_what_needed_them(site: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     held = fetch_to_file(f"{site}/good", HERE)
     assert held.path is not None
     assert held.path.read_bytes() == BODY

@@ -27,6 +27,12 @@ FAMILY = "qwen2_vl"
 TEXT, OTHER, IMAGE = "text:4:9", "text:5:26", "image:2:1"
 
 
+@pytest.fixture(autouse=True)
+def steps_without_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward that a test puts in the place of the adapter's is called in every step."""
+    monkeypatch.setattr("vlm_batch.engine.decoding.can_leave_unfused", lambda: False)
+
+
 def inputs(key: str) -> dict[str, Any]:
     return as_mlx(inputs_of(FAMILY, key))
 
@@ -339,9 +345,11 @@ def test_a_forcing_processor_forces_its_own_row() -> None:
 SAME = ("image:1:1", "image:2:1", "image:3:1")
 
 
-def together_and_apart(monkeypatch: pytest.MonkeyPatch, prefill: int, fails: bool = False) -> list[int]:
+def together_and_apart(
+    monkeypatch: pytest.MonkeyPatch, prefill: int, fails: bool = False, name: str = FAMILY
+) -> list[int]:
     """Three prompts of one length through an engine; how many rows each shared prefill had."""
-    adapter, shared = shared_adapter(FAMILY), []
+    adapter, shared = shared_adapter(name), []
     whole = adapter.prefill
 
     def watched(rows: Sequence[Any], *rest: Any) -> mx.array:
@@ -352,12 +360,19 @@ def together_and_apart(monkeypatch: pytest.MonkeyPatch, prefill: int, fails: boo
         return whole(rows, *rest)
 
     monkeypatch.setattr(adapter, "prefill", watched)
-    check(FAMILY, run_family(FAMILY, [Ask(key) for key in SAME], config={"prefill_together": prefill}))
+    check(name, run_family(name, [Ask(key) for key in SAME], config={"prefill_together": prefill}))
     return shared
 
 
 def test_prompts_of_one_length_are_prefilled_together(monkeypatch: pytest.MonkeyPatch) -> None:
     assert together_and_apart(monkeypatch, prefill=8) == [3]
+
+
+@pytest.mark.parametrize("name", ["lfm2_vl", "aya_vision", "llama4", "falcon_h1", "qwen3_5", "step3p7"])
+def test_prompts_of_one_length_share_windows_blocks_and_recurrent_states(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert together_and_apart(monkeypatch, prefill=8, name=name) == [3]
 
 
 def test_prefilling_together_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:

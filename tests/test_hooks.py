@@ -24,8 +24,8 @@ from tests.zoo import family
 from vlm_batch.adapters import kernels, rotary
 from vlm_batch.adapters.attention import HOOKS
 from vlm_batch.adapters.base import Adapter
-from vlm_batch.adapters.hooks import check_attention, current, hook, put_hooks, running
-from vlm_batch.adapters.rotary import APPLY, Turn
+from vlm_batch.adapters.hooks import check_attention, current, hook, install_hooks, running
+from vlm_batch.adapters.rotary import APPLY, Frequencies, StepRotation
 from vlm_batch.arrays import arrays_of, as_mlx
 from vlm_batch.caches import Placement
 from vlm_batch.errors import UnsupportedModel
@@ -149,16 +149,16 @@ def test_a_name_that_is_gone_refuses_the_family(file: ModuleType) -> None:
     vars(file)["attend"] = theirs
     both = {"attend": hook(theirs, theirs), "swiglu": hook(theirs, theirs)}
     with pytest.raises(UnsupportedModel, match=r"fake: .* fake_vlm.language has no swiglu to be replaced"):
-        put_hooks([file.__name__], both, family="fake", required=["attend", "swiglu"])
+        install_hooks([file.__name__], both, family="fake", required=["attend", "swiglu"])
 
 
 def test_a_name_that_is_another_function_refuses_the_family(file: ModuleType) -> None:
     vars(file)["attend"] = lambda x: "new"
     hooks = {"attend": hook(theirs, theirs)}
     with pytest.raises(UnsupportedModel, match=r"fake: .* fake_vlm.language.attend is not the function"):
-        put_hooks([file.__name__], hooks, family="fake")
+        install_hooks([file.__name__], hooks, family="fake")
     before = vars(file)["attend"]
-    put_hooks([file.__name__], hooks, family="fake", is_strict=False)
+    install_hooks([file.__name__], hooks, family="fake", is_strict=False)
     assert vars(file)["attend"] is before
 
 
@@ -166,11 +166,11 @@ def test_hooks_of_an_earlier_adapter_count(file: ModuleType) -> None:
     vars(file)["attend"] = theirs
     first, second = ({"attend": hook(theirs, lambda x: f"ours {x}")} for _ in range(2))
     for hooks in (first, second, first):
-        put_hooks([file.__name__], hooks, family="fake", required=["attend"])
+        install_hooks([file.__name__], hooks, family="fake", required=["attend"])
     assert vars(file)["attend"] is first["attend"].either
     vars(file)["attend"] = wraps(theirs)(lambda x: "somebody else's around it")
     with pytest.raises(UnsupportedModel, match="is not the function"):
-        put_hooks([file.__name__], first, family="fake")
+        install_hooks([file.__name__], first, family="fake")
 
 
 LAYER = """
@@ -205,7 +205,7 @@ REFUSED_LAYER = (
 def test_attention_past_the_hook_refuses_the_family(file: ModuleType, call: str, other_name: str, passes: bool) -> None:
     exec(LAYER.format(call=call, other_name=other_name), vars(file))
     layer = vars(file)["Attention"]()
-    put_hooks([file.__name__], HOOKS, family="fake")
+    install_hooks([file.__name__], HOOKS, family="fake")
     hooked = HOOKS["scaled_dot_product_attention"]
     if passes:
         check_attention(layer, hooked, family="fake")
@@ -287,9 +287,9 @@ def test_a_decode_steps_rotation_is_an_adapters_alone(monkeypatch: pytest.Monkey
     adapter_for("qwen2_vl")(family("qwen2_vl").build())
     apply = vars(sys.modules["mlx_vlm.models.qwen2_vl.language"])[APPLY]
     states = mx.ones((2, 1, 1, 4))
-    turn = Turn(mx.array([3, 5]), mx.array([1.0, 2.0]), is_traditional=False)
+    turn = StepRotation(mx.array([3, 5]), mx.array([1.0, 2.0]), Frequencies(mx.array([1.0, 0.5])), is_traditional=False)
     with running(Call()):
         queries, keys = apply(states, states, turn, None)
     assert mx.array_equal(queries, turn(states)) and mx.array_equal(keys, turn(states))
-    with pytest.raises((TypeError, AttributeError)):  # mlx-vlm's own function, which knows no Turn
+    with pytest.raises((TypeError, AttributeError)):  # mlx-vlm's own function, which knows no StepRotation
         apply(states, states, turn, None)

@@ -82,7 +82,7 @@ def test_imports_point_one_way(path: Path) -> None:
 
 
 #: Files of models/ that hold facts of many families.
-TABLES = {"_applied", "_fitting", "_layouts", "_refused", "_rules", "_settings"}
+TABLES = {"_applied", "_derived", "_fitting", "_layouts", "_reads", "_refused", "_rules", "_settings", "_tensors"}
 
 
 def belongs_to(stem: str, family: str) -> bool:

@@ -234,7 +234,7 @@ def test_what_the_engine_has_nothing_for_is_refused(engine: door.Engine) -> None
     for options in ({"typical_p": 0.5}, {"top_n_sigma": 1.0}):
         with pytest.raises(InvalidParameters, match=next(iter(options))):
             engine.generate(rendered("count to 3"), args=GenerationArguments(**options))
-    with pytest.raises(ValueError, match="audio"):
+    with pytest.raises(ValueError, match="recordings"):
         engine.generate(rendered("count to 3"), audio=["x.wav"])
     for settings in ({"draft_model_path": "x"}, {"kv_key_bits": 4}):
         with pytest.raises(ValueError, match="not supported"):

@@ -60,7 +60,7 @@ def test_pandas() -> None:
     assert list(frame.columns) == ["image", "kind"]
     check(found["caption"], found["caption_error"], found["caption_tokens"])
     empty = map_table(echo(), pd.DataFrame({"image": ["a.png", float("nan")]}), "?")
-    assert empty["answer_error"][1] == "row 1: column 'image' is empty"
+    assert empty["answer_error"][1] == "row 1: column 'image' is empty; leave the row out"
 
 
 def test_polars() -> None:
@@ -120,13 +120,24 @@ def test_streams_are_answered_while_they_are_read() -> None:
         ({"image": ["a"]}, {}, "has no column 'prompt'"),
         ({"image": ["a"]}, {"prompt": "?", "image": "picture"}, "no column 'picture'"),
         ({"image": ["a"], "answer": ["b"]}, {"prompt": "?"}, "has a column 'answer' already"),
-        ({"img": ["a"]}, {"prompt": "?"}, "no column of images, but 'img'"),
+        ({"img": ["a"]}, {"prompt": "?"}, "no column of images, but 'img': image='img' takes it for that"),
+        ({"image": ["a"], "image_path": ["a"]}, {"prompt": "?"}, "image= says which one holds the images"),
         ({"image": ["a"]}, {"prompt": " "}, "the prompt is empty"),
     ],
 )
 def test_tables_that_do_not_fit(table: dict[str, list[str]], options: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidJob, match=said):
         map_table(echo(), pa.table(table), **options)
+
+
+def test_rows_whose_pictures_nobody_would_see_are_errors() -> None:
+    """Unless it is said that rows are asked without."""
+    table = pa.table({"receipt": ["a.png", "words"]})
+    errors = map_table(echo(), table, "?")["answer_error"].to_pylist()
+    assert (
+        "the table has no column of images, but 'receipt': image='receipt' takes it" in errors[0] and errors[1] is None
+    )
+    assert map_table(echo(), table, "?", image="")["answer_error"].to_pylist() == [None, None]
 
 
 def test_something_that_is_no_table() -> None:

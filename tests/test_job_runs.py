@@ -7,6 +7,7 @@ import fcntl
 import io
 import json
 import os
+import pty
 import random
 import re
 import shutil
@@ -26,17 +27,18 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from openai.types.chat import ChatCompletion
 from PIL import Image
 
 from vlm_batch import VLMBatcher
 from vlm_batch.assets import default_checkpoint, sample_images
 from vlm_batch.cli import main as cli
 from vlm_batch.handle import Handle
-from vlm_batch.jobs import journal, map_table, order
-from vlm_batch.jobs.questions import Item
+from vlm_batch.jobs import journal, map_table, order, report
+from vlm_batch.jobs.questions import Item, Questions
 from vlm_batch.jobs.rows import InvalidJob, Row, Shard
 from vlm_batch.jobs.summary import MAX_REASON, Summary, stages_of
-from vlm_batch.many import in_turn
+from vlm_batch.many import as_completed
 from vlm_batch.types import Event, Request, Result, SamplingParams, Timings, TokenLogprobs, Usage
 
 ROOT = Path(__file__).parent.parent
@@ -194,7 +196,7 @@ def test_rows_in_another_spelling(folder: Path, capsys: pytest.CaptureFixture[st
 def test_pictures_that_have_changed_are_noticed(
     folder: Path, output: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By size and time, also those of an older file; what is gone or new since is not changed."""
+    """Whatever their times say; what is touched, copied, gone or new since is not changed."""
     (folder / "pics").mkdir()
     for name in "abcd":
         Image.new("RGB", (4, 4)).save(folder / "pics" / f"{name}.png")
@@ -203,6 +205,15 @@ def test_pictures_that_have_changed_are_noticed(
     (folder / "pics/d.png").unlink()
     Image.new("RGB", (4, 4)).save(folder / "pics/e.png")
     assert cli.main([*command, "--resume"], open_batcher=Echo()) == 0
+    shutil.copytree("pics", "copied")
+    shutil.rmtree("pics")
+    shutil.copytree("copied", "pics", copy_function=shutil.copyfile)
+    os.utime(folder / "pics/a.png", (1, 1))
+    unchanged = Echo()
+    assert cli.main([*command, "--resume"], open_batcher=unchanged) == 0 and not unchanged.opened
+    data = bytearray((folder / "pics/b.png").read_bytes())
+    data[-20] ^= 1  # of one size, and one bit other
+    (folder / "pics/b.png").write_bytes(data)
     os.utime(folder / "pics/b.png", (1, 1))
     Image.new("RGB", (90, 50)).save(folder / "pics/e.png")
     capsys.readouterr()
@@ -223,12 +234,41 @@ def test_weights_that_have_changed_are_noticed(folder: Path, capsys: pytest.Capt
     assert cli.main(command, open_batcher=Echo(stop_after=5)) == 130
     (folder / "model" / "README.md").write_text("other")
     assert cli.main(command, open_batcher=Echo(stop_after=5)) == 130
-    (folder / "model" / "model.safetensors").write_text("other")
+    os.utime(folder / "model" / "config.json", (1, 1))
+    assert cli.main(command, open_batcher=Echo(stop_after=2)) == 130
+    shutil.copytree("model", "elsewhere", copy_function=shutil.copyfile)
+    assert cli.main([*command, "--model", "elsewhere"], open_batcher=Echo(stop_after=2)) == 130
+    assert journal.read_header(folder / "out.jsonl")["model"] == str((folder / "elsewhere").resolve())  # type: ignore[index]
+    (folder / "elsewhere" / "added.json").write_text("{}")
+    for model in ("elsewhere", "model"):
+        Path(model, "added.json").write_text("{}")
+        assert cli.main([*command, "--model", model], open_batcher=Echo()) == 2
+        assert "the model's files have changed: added.json (new). Give the same ones" in capsys.readouterr().err
+        Path(model, "added.json").unlink()
+        (folder / "elsewhere" / "added.json").unlink(missing_ok=True)
+    assert cli.main(command, open_batcher=Echo(stop_after=2)) == 130
+    (folder / "elsewhere" / "config.json").write_text("[]")
+    assert cli.main([*command, "--model", "elsewhere"], open_batcher=Echo()) == 2
+    assert "model was" in capsys.readouterr().err
+    (folder / "model" / "model.safetensors").write_text("[]")
     refused = Echo()
     assert cli.main(command, open_batcher=refused) == 2 and not refused.opened
-    assert "the model's files have changed: model.safetensors. --force goes on" in capsys.readouterr().err
+    assert "the model's files have changed: model.safetensors. Give the same ones" in capsys.readouterr().err
     assert cli.main([*command, "--force"], open_batcher=Echo()) == 1
     assert cli.main(command, open_batcher=Echo()) == 1  # the header is that of the last run
+
+
+def test_a_bit_of_large_weights_is_seen_where_blocks_are_read(tmp_path: Path) -> None:
+    """Of a large file so many blocks are read, its beginning and its end among them; of others all."""
+    path, size = tmp_path / "model.safetensors", 3 * journal.BLOCK + 17
+    found = {journal.fingerprint(path)}
+    for place in (None, 0, size // 2, size - 1):
+        data = bytearray(size)
+        if place is not None:
+            data[place] = 1
+        path.write_bytes(data)
+        found |= {journal.fingerprint(path), "small" + journal.fingerprint(path, 2)}
+    assert len(found) == 1 + 4 + 3  # with two blocks the middle is not
 
 
 @pytest.mark.parametrize("out", OUTPUTS)
@@ -254,10 +294,28 @@ def test_other_settings_are_refused(folder: Path, capsys: pytest.CaptureFixture[
     assert cli.main([*other, "--force"], open_batcher=Echo()) == 1
     assert len(told("out.jsonl")) == 20
     (folder / "out.jsonl.job.json").unlink()
+    assert cli.main([*RUN, "--out", "out.jsonl"], open_batcher=Echo()) == 2
+    assert "out.jsonl is not empty, and nothing beside it says that a job wrote it" in capsys.readouterr().err
     assert cli.main([*RUN, "--out", "out.jsonl", "--resume"], open_batcher=Echo()) == 2
     assert "no header beside it" in capsys.readouterr().err
     (folder / "out.jsonl.job.json").write_text("{")
     assert cli.main([*RUN, "--out", "out.jsonl", "--resume"], open_batcher=Echo()) == 2
+
+
+def test_settings_of_an_earlier_version_are_the_same(tmp_path: Path) -> None:
+    """It kept defaults of schemas, and knew fewer parameters."""
+    schema = {"type": "object", "properties": {"kind": {"type": "string", "default": "x", "description": "d" * 90}}}
+    output = tmp_path / "out.jsonl"
+    now = Questions(params=SamplingParams(json_schema=schema)).settings()
+    assert "default" not in json.dumps(now["json_schema"])
+    before = {name: value for name, value in now.items() if name not in ("thinking_budget", "bad_words")}
+    journal.write_header(output, {**before, "json_schema": schema})
+    journal.check_same(output, now)
+    with pytest.raises(InvalidJob, match="thinking_budget was null and is 9"):
+        journal.check_same(output, {**now, "thinking_budget": 9})
+    other = json.loads(json.dumps(schema).replace('"d', '"other d'))
+    with pytest.raises(InvalidJob, match='"other d'):  # as far as it takes to see where they differ
+        journal.check_same(output, {**now, "json_schema": other})
 
 
 def test_a_table_whose_rows_have_moved_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -275,6 +333,65 @@ def test_a_table_whose_rows_have_moved_is_refused(folder: Path, capsys: pytest.C
     echo = Echo()
     assert cli.main([*run, "--resume"], open_batcher=echo) == 0
     assert echo.asked == ["new"]
+
+
+@pytest.mark.parametrize("first", [{"id": "a"}, {"custom_id": "a"}, {}], ids=str)
+def test_a_file_of_lines_may_grow_where_each_has_an_id(
+    folder: Path, first: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = json.dumps({**first, "image": "a.png"})
+    (folder / "t.jsonl").write_text(f"{line}\n")
+    run = ["run", "t.jsonl", "--out", "out.jsonl", "--quiet"]
+    cli.main(run, open_batcher=Echo())
+    new = json.dumps({"id": "new", "image": "new.png"})
+    (folder / "t.jsonl").write_text(f"{new}\nno JSON\n{line}\n")
+    echo = Echo()
+    status = cli.main([*run, "--resume"], open_batcher=echo)
+    if first:
+        assert (status, echo.asked) == (1, ["new"])  # 1, for the line that is none
+    else:
+        assert status == 2 and "tables was" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet", "batch.jsonl"])
+@pytest.mark.parametrize("empty", ["", " ", None])
+def test_rows_without_an_id_among_others_keep_their_answers(
+    folder: Path, kind: str, empty: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Their places stand for ids, so a table whose rows have moved is not gone on with."""
+    table = f"t.{kind}"
+
+    def write(*names: str) -> None:
+        ids = [name if name == "a" else empty for name in names]
+        rows = [{"id": one, "image": f"{name}.png"} for one, name in zip(ids, names, strict=True)]
+        if kind == "parquet":
+            pq.write_table(
+                pa.Table.from_pylist(rows, schema=pa.schema([("id", pa.string()), ("image", pa.string())])), table
+            )
+        elif kind == "csv":
+            Path(table).write_text("id,image\n" + "".join(f"{row['id'] or ''},{row['image']}\n" for row in rows))
+        else:
+            said = [{"custom_id": row["id"], "body": {"messages": chat}} for row in rows] if "batch" in kind else rows
+            Path(table).write_text("".join(json.dumps(row) + "\n" for row in said))
+
+    chat = [{"role": "user", "content": "x"}]
+    run = ["run", table, "--out", "out.jsonl", "--quiet"]
+    write("a", "b", "c")
+    cli.main(run, open_batcher=Echo())
+    assert len({row["id"] for row in answers("out.jsonl")}) == 3
+    assert cli.main([*run, "--resume"], open_batcher=Echo()) in (0, 1)
+    write("a", "new", "b", "c")
+    assert cli.main([*run, "--resume"], open_batcher=Echo()) == 2
+    assert "tables was" in capsys.readouterr().err
+
+
+def test_lines_without_ids_of_another_stream_are_asked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for lines, asked in (("a b", 2), ("a c", 1), ("a c", 0)):
+        text = "".join(json.dumps({"image": f"{name}.png"}) + "\n" for name in lines.split())
+        monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+        echo = Echo()
+        cli.main(["run", "-", "--out", "out.jsonl", "--quiet", "--resume"], open_batcher=echo)
+        assert len(echo.asked) == asked
 
 
 @pytest.mark.parametrize("torn", [b'{"id": "r1", "te', b"\0" * 700, b'{"id": "x"', "né".encode()[:2]])
@@ -300,7 +417,13 @@ def test_a_line_that_only_lacks_its_end_is_kept(folder: Path) -> None:
 def test_a_file_that_is_no_output_is_not_gone_on_with(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "out.jsonl").write_text('{"name": 1}\n{"name": 2}\n')
     assert cli.main([*RUN, "--out", "out.jsonl", "--resume", "--force"], open_batcher=Echo()) == 2
-    assert "out.jsonl is no output of a job" in capsys.readouterr().err
+    assert "out.jsonl is no output of a job: line 1 has no id; name the file" in capsys.readouterr().err
+    assert cli.main(["report", "out.jsonl"]) == 2
+    said = capsys.readouterr().err
+    assert "out.jsonl is no output of a job: line 1 has no id; name the file" in said and "--overwrite" not in said
+    (folder / "out.csv").write_text("name,kind\na,b\n")
+    assert cli.main(["report", "out.csv"]) == 2
+    assert "out.csv is no output of a job: it has no column id" in capsys.readouterr().err
     (folder / "out.jsonl").write_text('{"id": "a"}\nbroken\n{"id": "b"}\n')
     assert cli.main([*RUN, "--out", "out.jsonl", "--resume", "--force"], open_batcher=Echo()) == 2
     assert "out.jsonl, line 2 is not JSON" in capsys.readouterr().err
@@ -355,11 +478,12 @@ def test_a_process_that_comes_as_another_ends_keeps_the_output_to_itself(folder:
             "the prompt names {size}, which is no column of any row",
         ),
         (['{"id": "a", "image": "x.png"}'], ["--columns", "size"], "'size' is neither a column of any row nor a field"),
+        (['{"id": "a", "image": "x.png"}'], ["--columns", "finish_resaon"], "('finish_reason' is probably meant)"),
         ([], [], "there are no rows in rows.jsonl"),
         (
             ['{"id": "a", "image": "x.png"}'],
             ["--out", "no/out.csv"],
-            "cannot write no/out.csv: there is no such folder",
+            "cannot write no/out.csv: there is no folder no",
         ),
         (['{"id": "a", "image": "x.png"}'], ["--out", "."], "cannot write .: it is a folder"),
         (['{"id": "a", "image": "x.png"}'], ["--shard", "3/2"], "shard 3/2 is not one of 1/2 to 2/2"),
@@ -368,7 +492,7 @@ def test_a_process_that_comes_as_another_ends_keeps_the_output_to_itself(folder:
         (
             ['{"id": "a", "image": "x.png"}'],
             ["--report", "no/r.html"],
-            "cannot write no/r.html: there is no such folder",
+            "cannot write no/r.html: there is no folder no",
         ),
         (['{"id": "a", "image": "x.png"}'], ["--report", "rows.jsonl"], "give it a name that ends in .html"),
         (
@@ -433,7 +557,7 @@ class Through(Echo):
     """The same, with the batcher's own way of asking many requests."""
 
     def as_completed(self, requests: Iterable[Request]) -> Iterator[Result]:
-        return (result for _, result in in_turn(self.ask, requests, lambda: 3))
+        return (result for _, result in as_completed(self.ask, requests, lambda: 3))
 
     def ask(self, request: Request) -> Handle:
         handle = Handle(str(request.request_id), lambda request_id: False)
@@ -574,6 +698,50 @@ def test_answers_by_a_schema_become_columns(tmp_path: Path, capsys: pytest.Captu
     (tmp_path / "shape.json").write_text("{broken")
     assert cli.main(again, open_batcher=Echo()) == 2
     assert "json_schema is no JSON" in capsys.readouterr().err
+
+
+class Fields(Echo):
+    """Answers by a schema."""
+
+    def answer(self, request: Request) -> Result:
+        return replace(
+            super().answer(request), text='{"id": "p-id"}', parsed={"id": "p-id", "text": "p", "name": "p-name"}
+        )
+
+
+@pytest.mark.parametrize("out", OUTPUTS)
+def test_names_that_several_have_are_refused_and_can_be_told_apart(
+    folder: Path, out: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Fields of answers, of a schema's object and columns of rows hide none of each other."""
+    fields = {key: {"type": "string"} for key in ("id", "text", "name", "total")}
+    (folder / "s.json").write_text(json.dumps({"type": "object", "properties": fields}))
+    (folder / "t.csv").write_text("id,image,name,text,error\n1,a.png,c-name,c,c-error\n")
+    command = ["run", "t.csv", "--quiet", "--out", out, "--json-schema", "s.json", "--columns"]
+    for name, said in (
+        ("name", "'name' in --columns may be parsed.name or columns.name; write which"),
+        ("text", "may be answer.text or parsed.text or columns.text"),
+        ("id", "may be answer.id or parsed.id;"),
+        ("error", "may be answer.error or columns.error;"),
+        ("columns.total", "'columns.total' is neither"),
+    ):
+        echo = Fields()
+        assert cli.main([*command, f"total,{name}"], open_batcher=echo) == 2 and not echo.opened
+        assert said in capsys.readouterr().err
+    named = "answer.text,parsed.text,columns.text,parsed.id,parsed.name,columns.name,columns.error,completion_tokens"
+    assert cli.main([*command, named], open_batcher=Fields()) == 0
+    (row,) = answers(out)
+    expected = ['{"id": "p-id"}', "p", "c", "p-id", "p-name", "c-name", "c-error"]
+    assert [row["id"], *(row[name] for name in named.split(",")[:-1])] == ["1", *expected] and not row["error"]
+
+
+def test_names_of_a_stream_are_told_apart_before_it_is_read(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "s.json").write_text('{"type": "object", "properties": {"text": {"type": "string"}}}')
+    monkeypatch.setattr("sys.stdin", io.StringIO("a.png\n"))
+    assert cli.main(["run", "-", "--json-schema", "s.json", "--columns", "text"], open_batcher=Echo()) == 2
+    assert "'text' in --columns may be answer.text or parsed.text" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -813,8 +981,7 @@ def test_killed_with_a_model_and_resumed(tmp_path: Path, out: str) -> None:
             code, lambda enough=enough: written.exists() and written.read_bytes().count(b"\n") >= enough, *arguments
         )
     for name, more in ((out, ["--resume"]), ("whole" + Path(out).suffix, [])):
-        run = [sys.executable, "-c", code, *command, "--out", str(tmp_path / name), *more]
-        assert subprocess.run(run, env=here(), timeout=900, capture_output=True).returncode == 1
+        assert cli.main([*command, "--out", str(tmp_path / name), *more]) == 1
     assert told(tmp_path / out) == told(tmp_path / ("whole" + Path(out).suffix))
     assert sum(error is not None for _, error in told(tmp_path / out).values()) == (count + 92) // 100
 
@@ -888,13 +1055,14 @@ def test_a_dry_run_keeps_nothing(folder: Path, capsys: pytest.CaptureFixture[str
     out = capsys.readouterr().out
     assert "user: what k0?" in out and "system: Be brief." in out
     assert "20 rows, about 0 s" in out and "memory: " in out
-    assert len(echo.asked) == 8 and not Path("out.jsonl").exists()
+    assert len(echo.asked) == 20 and not Path("out.jsonl").exists()
 
 
 def test_a_dry_run_shows_what_the_model_is_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Rendered prompts, sizes, tokens of each, and what all would take in time and memory."""
     pictures = [str(path) for path in sample_images()[:2]]
-    assert cli.main(["run", *pictures, "--prompt", "describe {stem}", "--max-tokens", "4", "--dry-run"]) == 0
+    options = ["--model", str(default_checkpoint()), "--prompt", "describe {stem}", "--max-tokens", "4"]
+    assert cli.main(["run", *pictures, *options, "--dry-run"]) == 0
     out = capsys.readouterr().out
     with VLMBatcher(default_checkpoint()) as batcher:
         for path in sample_images()[:2]:
@@ -905,7 +1073,7 @@ def test_a_dry_run_shows_what_the_model_is_given(tmp_path: Path, capsys: pytest.
             ((wide, high),), usage = result.image_sizes, result.usage
             assert f"{wide}x{high}; processed to " in out
             assert f"{usage.prompt_tokens} prompt tokens, {usage.image_tokens} of them pictures; " in out
-    assert re.search(r"2 rows, about \d+ s at [\d.]+ s a row \(measured on 2,", out)
+    assert re.search(r"2 rows, about \d+ s and .* load the model: [\d.]+ s a row, measured on 2$", out, re.MULTILINE)
     assert re.search(r"memory: [\d.]+ GB so far; .* [\d.]+ GB more", out)
 
 
@@ -980,14 +1148,48 @@ def test_the_report_in_a_browser(folder: Path) -> None:
 def test_progress_in_plain_lines_and_figures(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("vlm_batch.cli.watching.PLAIN_SECONDS", 0.0)
-    cli.main(RUN, open_batcher=Echo())
+
+    class Slow(Echo):
+        def __call__(self, args: object) -> AbstractContextManager[Echo]:
+            time.sleep(0.3)
+            return super().__call__(args)
+
+        def answer(self, request: Request) -> Result:
+            time.sleep(1.0 if len(self.asked) == 19 else 0.0)
+            return super().answer(request)
+
+    monkeypatch.setattr("vlm_batch.cli.watching.PLAIN_SECONDS", 0.2)
+    cli.main(RUN, open_batcher=Slow())
     out, err = capsys.readouterr()
     lines = [line for line in err.splitlines() if line.startswith("[")]
-    assert len(lines) == 20
-    assert lines[-1].startswith("[20 of 20] 2 failed, 0 s left, 0 in flight") and "25% of prompts cached" in lines[-1]
+    assert lines[0] == "[loading the model]" and len(lines) >= 3  # also while one row takes long
+    assert lines[-1].startswith("[19 of 20] 2 failed, 0 s left, 1 in flight") and "25% of prompts cached" in lines[-1]
     assert "seconds a row" in out and "where a row's time goes" in out
     assert "InvalidImage" in out
+
+
+@pytest.mark.parametrize(
+    ("options", "source", "num_lines"),
+    [([], "many.jsonl", 1), (["--verbose"], "many.jsonl", 150), (["--quiet"], "many.jsonl", 0), ([], "-", 100)],
+)
+def test_a_long_job_has_no_line_a_row(
+    folder: Path,
+    options: list[str],
+    source: str,
+    num_lines: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """But for the first failure of each kind; of a stream nobody knows how long it is."""
+    names = [f"{'bad' if number in (20, 120, 130) else 'p'}{number}.png" for number in range(150)]
+    text = "".join(json.dumps({"id": str(number), "image": name}) + "\n" for number, name in enumerate(names))
+    Path("many.jsonl").write_text(text)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+    assert cli.main(["run", source, "--out", "out.jsonl", *options], open_batcher=Echo()) == 1
+    out, err = capsys.readouterr()
+    assert len([line for line in err.splitlines() if re.match(r"\d+: ", line)]) == num_lines
+    assert err.count("--verbose shows them all") == (not options)
+    assert "150 requests, 3 errors" in out and "status" not in out  # nor a table
 
 
 def test_memory_does_not_grow_with_the_rows(folder: Path) -> None:
@@ -1007,8 +1209,8 @@ def test_memory_does_not_grow_with_the_rows(folder: Path) -> None:
                 for number in range(count):
                     file.write(json.dumps({"id": f"row {number}", "image": "a.png", "text": "x" * 5000}) + "\\n")
             sources, _ = open_sources(["many.jsonl"])
-            echo = Forgets()
-            run(sources, open_sink(f"{count}.jsonl"), lambda: echo(None), questions=Questions(("?",)), carried=("text",))
+            echo, out = Forgets(), open_sink(f"{count}.jsonl")
+            run(sources, out, lambda: echo(None), questions=Questions(("?",)), carried=("columns.text",))
             print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
     """
     run = subprocess.run(
@@ -1165,21 +1367,176 @@ def test_keys_that_no_request_has_are_refused(
         ("image,promt", [], "t.csv has no column of prompts, but 'promt': --prompt-column promt takes it"),
         ("image,promt", ["--prompt", "what?"], None),
         ("img,kind", ["--image-column", "img"], None),
-        ("img,kind", ["--columns", "img"], None),
+        ("img,kind", ["--columns", "img"], "--image-column img takes it for that (a.png looks like one), and"),
+        ("img,kind", ["--columns", "img", "--image-column", ""], None),
         ("file_name,image_id", [], None),
-        ("review,kind", ["--prompt", "what is {review}?"], None),
+        ("image,scan_url", [], None),
+        (
+            "review,kind",
+            ["--prompt", "what is {review}?"],
+            "t.csv has no column of images, but 'review': --image-column",
+        ),
+        ("kind,image_id", [], "--image-column kind takes it for that (a.png looks like one)"),
     ],
 )
 @pytest.mark.parametrize("table", ["t.csv", "t.parquet"])
 def test_columns_that_are_probably_misspelt_are_refused(
     folder: Path, table: str, header: str, options: list[str], said: str | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Where nothing else holds the pictures or the prompts; the columns of a table are its own otherwise."""
+    """Where nothing else holds the pictures or the prompts; the columns of a table are its own otherwise. Naming a column of
+    pictures, to take it along or in a prompt, shows them to no model."""
     (folder / "t.csv").write_text(f"{header}\na.png,b\n")
     pq.write_table(pa.table(dict(zip(header.split(","), [["a.png"], ["b"]], strict=True))), "t.parquet")
     echo = Echo()
     assert cli.main(["run", table, "--quiet", *options], open_batcher=echo) == (0 if said is None else 2)
     assert (said or "").replace("t.csv", table) in capsys.readouterr().err and echo.opened == (said is None)
+
+
+def test_chats_of_a_table_that_are_not_read_are_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where they would be what is asked; a table with pictures that a prompt asks about may have any column."""
+    chats = [[{"role": "user", "content": "hello"}]]
+    pq.write_table(pa.table({"messages": chats, "image": ["a.png"]}), "a.parquet")
+    pq.write_table(pa.table({"messages": chats}), "b.parquet")
+    for command, status in (
+        (["a.parquet"], 2),
+        (["b.parquet", "--prompt", "?"], 2),
+        (["a.parquet", "--prompt", "?"], 0),
+    ):
+        assert cli.main(["run", *command, "--quiet"], open_batcher=Echo()) == status
+        assert not status or "has a column 'messages', and chats are read from JSON lines" in capsys.readouterr().err
+
+
+PNG = b"\x89PNG\r\n\x1a\n and more"
+
+
+@pytest.mark.parametrize(
+    ("columns", "said"),
+    [
+        ({"id": "1", "receipt": "scans/1.JPG"}, "receipt"),
+        ({"id": "1", "receipt": "my scans/a.png"}, None),  # words, unless there is such a file
+        ({"id": "1", "receipt": "there is/a.png"}, "receipt"),
+        ({"image_id": "17", "file_size": "100", "scan": "1.jpg"}, "scan"),
+        ({"photo_url": "https://x/y"}, "photo_url"),
+        ({"source": "https://x/y.webp?s=1"}, "source"),
+        ({"kind": "bill", "imageId": "17"}, "imageId"),
+        ({"kind": "bill", "thumbnail-size": "17", "Scan No": "17"}, "Scan No"),
+        ({"kind": "bill", "clip": "a.mp4"}, "clip"),
+        ({"kind": "bill", "data": "data:image/png;base64,iVBORw0"}, "data"),
+        ({"kind": "bill", "data": "/9j/4" + 80 * "A"}, "data"),
+        ({"kind": "bill", "file_size": "100", "page": "https://x/y", "mobile": "a.b"}, None),
+        ({"image": "a.png", "photo_url": "b.png", "picture_id": "1"}, None),
+        ({"file_name": "a.png", "thumbnail": "b.png"}, None),
+        ({"video": "a.mp4", "thumbnail": "b.png"}, None),
+    ],
+    ids=lambda one: ",".join(one) if isinstance(one, dict) else str(one),
+)
+@pytest.mark.parametrize("table", ["t.csv", "t.parquet", "t.jsonl"])
+def test_a_table_whose_pictures_nobody_would_see_is_refused(
+    folder: Path, table: str, columns: dict[str, str], said: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By what its cells hold, then by its columns' names; a line's keys must be named as columns anyway."""
+    (folder / "there is").mkdir()
+    (folder / "there is/a.png").write_bytes(PNG)
+    if table == "t.csv":
+        with open(table, "w", newline="") as file:
+            csv.writer(file).writerows([columns.keys(), columns.values()])
+    elif table == "t.parquet":
+        pq.write_table(pa.table({name: [value] for name, value in columns.items()}), table)
+    else:
+        Path(table).write_text(json.dumps(columns) + "\n")
+        said = None if said in ("imageId", "Scan No") else said
+    command = ["run", table, "--quiet", "--prompt", "what?", *(["--columns", ",".join(columns)] * (table == "t.jsonl"))]
+    echo = Echo()
+    assert cli.main(command, open_batcher=echo) == (0 if said is None else 2) and echo.opened == (said is None)
+    assert said is None or f"--image-column {said} takes it for that" in capsys.readouterr().err
+    assert cli.main([*command, "--image-column", ""], open_batcher=Echo()) == 0  # said to be asked without
+
+
+@pytest.mark.parametrize(
+    ("columns", "is_sure"),
+    [
+        ({"url": "https://x/page"}, False),
+        ({"url": "https://x/page.html?from=a.png"}, False),
+        ({"path": "/shop/shoes"}, False),
+        ({"file": "notes.txt"}, False),
+        ({"url": "https://x/a.png?s=1"}, True),
+        ({"path": "scans/a.JPG"}, True),
+        ({"file": "there is/a.png"}, True),
+        ({"url": "data:image/png;base64,iVBORw0"}, True),
+        ({"image_url": "https://x/page"}, True),
+        ({"file_name": "a"}, True),
+        ({"image": "a", "url": "https://x/page"}, True),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("table", ["t.csv", "t.parquet", "t.jsonl"])
+def test_columns_that_may_hold_anything_must_look_like_pictures(
+    folder: Path, table: str, columns: dict[str, str], is_sure: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A page's address is not fetched, nor a part of a path looked for, unless the column is named."""
+    (folder / "there is").mkdir()
+    (folder / "there is/a.png").write_bytes(PNG)
+    rows = {"id": ["1", "2"], **{name: [f"{table}.png", value] for name, value in columns.items()}}
+    pq.write_table(pa.table(rows), "t.parquet")
+    with open("t.csv", "w", newline="") as file:
+        csv.writer(file).writerows([rows, *zip(*rows.values(), strict=True)])
+    Path("t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pa.table(rows).to_pylist()))
+    command = ["run", table, "--quiet", "--prompt", "what?"]
+    command += ["--columns", "url"] if len(columns) == 2 else []
+    echo = Echo()
+    assert cli.main(command, open_batcher=echo) == (0 if is_sure else 2) and bool(echo.opened) == is_sure
+    said, name = capsys.readouterr().err, next(iter(columns))
+    assert is_sure or f"{table} has no column that surely holds images, but {name!r}: --image-column {name}" in said
+    assert cli.main([*command, "--image-column", name], open_batcher=Echo()) == 0
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"image": None, "prompt": "?"}, "column 'image' is empty"),
+        ({"image": None, "images": None, "video": None, "prompt": "?"}, "column 'image' is empty"),
+        ({"image_url": None}, "column 'image_url' is empty"),
+        ({"images": ["a.png", None]}, "number 2 of the list is empty"),
+        ({"images": ["a.png", ""]}, "number 2 of the list is empty"),
+        ({"image": "a.png", "image_url": "b.png"}, "image and image_url exclude each other"),
+        ({"video": "a.mp4", "video_url": "b.mp4"}, "video and video_url exclude each other"),
+        ({"images": [], "prompt": "?"}, None),
+        ({"image": None, "video": "a.mp4"}, None),
+        ({"image": None, "messages": [{"role": "user", "content": "?"}]}, None),
+    ],
+    ids=str,
+)
+def test_a_row_without_its_picture_is_an_error(folder: Path, row: dict[str, Any], said: str | None) -> None:
+    """Null is what is missing, and an empty list says that there is none."""
+    (folder / "rows.jsonl").write_text(json.dumps({"id": "0", "image": "b.png"}) + "\n" + json.dumps(row) + "\n")
+    assert cli.main(["run", "rows.jsonl", "--quiet", "--out", "o.jsonl"], open_batcher=Echo()) == (said is not None)
+    whole, found = sorted(answers("o.jsonl"), key=lambda answer: answer["id"] != "0")
+    assert whole["error"] is None and (found["error"] is None if said is None else said in found["error"])
+
+
+@pytest.mark.parametrize("table", ["t.csv", "t.parquet"])
+@pytest.mark.parametrize(
+    ("header", "said"),
+    [
+        ("image,image_path", "image and image_path exclude each other in t.csv: --image-column says which"),
+        ("file_name,url", "file_name and url exclude each other"),
+        ("video,video_path", "video and video_path exclude each other"),
+        ("image,url", None),
+    ],
+)
+def test_two_columns_of_pictures_are_refused(
+    folder: Path, table: str, header: str, said: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = header.split(",")
+    (folder / "t.csv").write_text(f"{header}\na.png,b.png\n")
+    pq.write_table(pa.table({name: [f"{name}.png"] for name in names}), "t.parquet")
+    assert cli.main(["run", table, "--quiet"], open_batcher=Echo()) == (0 if said is None else 2)
+    assert (said or "").replace("t.csv", table) in capsys.readouterr().err
+    option = "--video-column" if "video" in header else "--image-column"
+    assert cli.main(["run", table, "--quiet", option, names[1]], open_batcher=Echo()) == 0
+    pq.write_table(pa.table({"before": [PNG], "after": [PNG]}), "t.parquet")
+    assert cli.main(["run", "t.parquet", "--quiet"], open_batcher=Echo()) == 2
+    assert "before and after exclude each other" in capsys.readouterr().err
 
 
 def test_an_answer_that_is_cut_before_it_has_its_form_is_an_error(tmp_path: Path) -> None:
@@ -1202,6 +1559,17 @@ def test_an_answer_that_is_cut_before_it_has_its_form_is_an_error(tmp_path: Path
             assert row["text"] and row["finish_reason"] == "length"
         table = map_table(batcher, pa.table({"image": [picture]}), "?", params={"json_schema": shape, "max_tokens": 2})
         assert table.column("answer_error").to_pylist()[0].startswith(said)
+        for name, cut in (
+            ("regex", "a very long blue thing, (still going on)+!"),
+            ("grammar", 'start: "so many words"'),
+        ):
+            table = map_table(batcher, pa.table({"image": [picture]}), "?", params={name: cut, "max_tokens": 2})
+            assert table.column("answer_error").to_pylist()[0].startswith(f"{said} it had the form of its {name}")
+        assert map_table(batcher, pa.table({"image": [picture]}), "?", params={name: cut}).column(
+            "answer_error"
+        ).to_pylist() == [None]
+        table = map_table(batcher, pa.table({"image": [picture]}), "?", params={"regex": "[a-z ]*", "max_tokens": 2})
+        assert table.column("answer_error").to_pylist() == [None]  # it had its form wherever it ended
         table = map_table(batcher, pa.table({"image": [picture]}), "?", params={"json_schema": {"enum": [None]}})
         assert table.column("answer").to_pylist() == ["null"]
 
@@ -1216,4 +1584,157 @@ def test_an_output_of_an_unknown_form_is_refused(folder: Path, out: str, capsys:
         in capsys.readouterr().err
     )
     assert not echo.opened and not Path(out).exists()
-    assert cli.main([*RUN, "--json", out], open_batcher=Echo()) == 1 and Path(out).read_bytes().count(b"\n") == 20
+    assert (
+        cli.main([*RUN, "--out", out, "--format", "jsonl"], open_batcher=Echo()) == 1
+        and Path(out).read_bytes().count(b"\n") == 20
+    )
+
+
+@pytest.mark.parametrize("target", ["out.jsonl", "-"])
+def test_answers_in_the_form_of_openais_batches(folder: Path, target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its fields, each row once, and the output is gone on with as others are."""
+
+    class Several(Echo):
+        def answer(self, request: Request) -> Result:
+            result = super().answer(request)
+            steps = (TokenLogprobs(5, -0.5, ((5, -0.5), (7, -1.5))),)
+            return replace(result, logprobs=steps, others=(replace(result, text="another"),)) if result.ok else result
+
+    batch = [*RUN, "--model", "org/some-model", "--out", target, "--format", "openai-batch"]
+    if target == "-":
+        cli.main(batch, open_batcher=Several())
+        lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    else:
+        cli.main(batch, open_batcher=Several(stop_after=7))
+        assert cli.main([*batch[:-2], "--resume"], open_batcher=Several()) == 2
+        assert "format was" in capsys.readouterr().err
+        again = Several()
+        assert cli.main([*batch, "--retry-errors"], open_batcher=again) == 1
+        assert 13 <= len(again.asked) <= 15
+        lines = answers(target)
+    assert sorted(line["custom_id"] for line in lines) == sorted(f"r{number}" for number in range(20))
+    assert len({line["id"] for line in lines}) == 20 and all(line["id"].startswith("batch_req_") for line in lines)
+    for line in lines:
+        assert set(line) == {"id", "custom_id", "response", "error"}
+        if line["custom_id"] in ("r3", "r11"):
+            assert line["response"] is None
+            assert line["error"] == {"code": "InvalidImage", "message": f"bad{line['custom_id'][1:]}.png is bad"}
+            continue
+        assert line["error"] is None and line["response"]["status_code"] == 200 and line["response"]["request_id"]
+        body = ChatCompletion.model_validate(line["response"]["body"], strict=True)  # the client's own type
+        assert (body.object, body.model, len(body.choices)) == ("chat.completion", "some-model", 2)
+        assert abs(body.created - time.time()) < 600
+        assert [choice.message.content for choice in body.choices][1] == "another"
+        assert body.choices[0].finish_reason == "stop" and body.choices[0].message.role == "assistant"
+        assert body.choices[0].logprobs is not None and body.choices[0].logprobs.content is not None
+        assert [one.token for one in body.choices[0].logprobs.content[0].top_logprobs] == ["token_id:5", "token_id:7"]
+        assert body.usage is not None and (body.usage.prompt_tokens, body.usage.completion_tokens) == (4, 4)
+        assert body.usage.total_tokens == 8
+
+
+def test_a_report_never_takes_the_place_of_its_answers(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = [*RUN, "--out", "answers.html", "--format", "jsonl"]
+    assert cli.main([*run, "--report", "./answers.html"], open_batcher=Echo()) == 2
+    assert "--out names the same file" in capsys.readouterr().err
+    cli.main(run, open_batcher=Echo())
+    answers = Path("answers.html").read_bytes()
+    assert cli.main(["report", "answers.html"]) == 2
+    assert "give the page another name" in capsys.readouterr().err
+    assert Path("answers.html").read_bytes() == answers
+
+
+@pytest.mark.parametrize("out", [*OUTPUTS, "batch.jsonl", "lines.txt"])
+def test_the_report_of_all_runs(folder: Path, out: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a job that was cut short, and after its second run: every row of both counts, and its picture is shown."""
+    for number in range(20):
+        Image.new("RGB", (20, 10), "red").save(f"p{number}.png")
+    form = {"batch.jsonl": ["--format", "openai-batch"], "lines.txt": ["--format", "jsonl"]}.get(out, [])
+    run = [*RUN, "--out", out, *form]
+    assert cli.main(run, open_batcher=Echo(stop_after=7)) == 130
+    assert cli.main(["report", out]) == 0
+    assert cli.main([*run, "--resume"], open_batcher=Echo()) == 1
+    assert cli.main(["report", out, "--out", "page.html"]) == 0
+    assert "page.html: 18 answered, 2 failed" in capsys.readouterr().out
+    first, page = (Path(name).read_text() for name in (Path(out).with_suffix(".html"), "page.html"))
+    assert "<h1>7 rows answered" in first or "<h1>6 rows answered" in first
+    assert "<h1>18 rows answered" in page and "what {kind}?" in page and "bad3.png is bad" in page
+    assert page.count("<b>72</b>prompt tokens") == 1
+    is_timed = out in ("out.jsonl", "lines.txt")
+    assert ("rows a second" in page) == is_timed
+    if out in ("out.jsonl", "lines.txt"):
+        assert page.count("data:image/jpeg") == 18
+    assert cli.main(["report", out, "--out", "page.pdf"]) == 2
+    assert "a name that ends in .html" in capsys.readouterr().err
+
+
+def test_the_time_between_two_runs_is_no_time_of_the_job() -> None:
+    """Rows overlap, and one may span others; what counts is when any was under way."""
+    ends = [(10.0, 4.0), (10.5, 4.0), (12.0, 8.0), (1000.0, 3.0), (1001.0, 1.0), (1001.5, 0.0)]
+    rows = [
+        {
+            "id": str(number),
+            "text": "x",
+            "created": end,
+            "timings": {"total": seconds},
+            "usage": {"completion_tokens": 5},
+        }
+        for number, (end, seconds) in enumerate(ends)
+    ]
+    summary = report.summary_of(lambda: rows)
+    assert (summary.answered, summary.tokens) == (6, 30)
+    assert summary.seconds == pytest.approx(8.0 + 4.0, abs=1e-6)
+    assert report.summary_of(lambda: [{"id": "a", "error": "E: x"}]).failed == 1
+
+
+HUNG_UP = """
+import os, sys, time
+sys.path.insert(0, {root!r})
+from vlm_batch.cli import watching
+watching.PLAIN_SECONDS = 0.1
+from tests.test_job_runs import Echo
+from vlm_batch.cli import main as cli
+
+class Slow(Echo):
+    def answer(self, request):
+        time.sleep(0.2)
+        return super().answer(request)
+
+sys.exit(cli.main({command!r}, open_batcher=Slow()))
+"""
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["--out", "out.jsonl"], ["--out", "out.csv", "--quiet"], ["--sidecar", ".txt"], []],
+    ids=" ".join,
+)
+def test_a_job_outlives_its_terminal_if_its_answers_are_kept(folder: Path, options: list[str]) -> None:
+    """Its session's terminal is closed, as a window is, or an ssh connection that breaks."""
+    for number in range(10):
+        Image.new("RGB", (8, 8)).save(f"p{number}.png")
+    command = ["run", *(f"p{number}.png" for number in range(10)), *options]
+    code = HUNG_UP.format(root=str(ROOT), command=command)
+    mine, its = pty.openpty()
+    leads = (
+        "import fcntl, os, signal, sys, termios; signal.signal(signal.SIGHUP, signal.SIG_DFL); os.setsid(); "
+        "fcntl.ioctl(0, termios.TIOCSCTTY, 0); exec(sys.argv[1])"
+    )
+    process = subprocess.Popen([sys.executable, "-c", leads, code], stdin=its, stdout=its, stderr=its, env=here())
+    os.close(its)
+    said = b""
+    while b"answering" not in said and b"p0.png" not in said:  # it asks
+        said += os.read(mine, 1 << 16)
+    time.sleep(0.3)
+    os.close(mine)
+    if not options:
+        assert process.wait(60) == -signal.SIGHUP
+        return
+    assert process.wait(60) == 0
+    if "--sidecar" in options:
+        assert len(list(folder.glob("*.txt"))) == 10
+        return
+    assert len(answers(options[1])) == 10
+    log = Path(f"{options[1]}.log").read_text()
+    assert "10 requests, 0 errors" in log and "answers: out" in log and "\x1b" not in log
+    assert re.search(r"^\[\d of 10\] .* left, \d in flight", log, re.MULTILINE)
+    assert ("p9.png: describe" in log) == ("--quiet" not in options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 import os
@@ -71,6 +72,8 @@ def test_plain_json_lines(folder: Path) -> None:
     ("line", "said"),
     [
         ("{broken", "rows.jsonl:2: the line is not JSON"),
+        ('{"image": "a.png", "score": NaN}', "rows.jsonl:2: the line is not JSON: NaN is no number"),
+        ('{"image": "a.png", "score": 1e400}', "rows.jsonl:2: the line is not JSON: '1e400' is larger"),
         ("[1]", "rows.jsonl:2: the line is list, not an object"),
         ("[" * 100_000, "rows.jsonl:2: the line is"),
         ('{"image": 5}', "a picture is a path, URL, bytes or a list of these, not int"),
@@ -174,7 +177,7 @@ def test_lines_with_bytes_that_end_strings_and_lines(folder: Path) -> None:
     first, null, half, rest, last = rows_of("t.csv")
     assert (first.images, rest.images, last.images) == (("a.png",), ("d.png",), ("e.png",))
     assert null.images == ("b\0.png",) or "NUL" in (null.error or "")
-    assert half.error == "t.csv:4: 1 cells under 2 columns"
+    assert half.error == "t.csv:4: 1 cells under 2 columns; quote cells with separators"
 
 
 def test_ragged_lines_and_other_bytes(folder: Path) -> None:
@@ -183,13 +186,41 @@ def test_ragged_lines_and_other_bytes(folder: Path) -> None:
     assert rows[0].columns["kind"] == os.fsdecode(b"caf\xe9")
     assert [row.error for row in rows] == [
         None,
-        "t.csv:3: 1 cells under 2 columns",
-        "t.csv:4: 3 cells under 2 columns",
+        "t.csv:3: 1 cells under 2 columns; quote cells with separators",
+        "t.csv:4: 3 cells under 2 columns; quote cells with separators",
         None,
     ]
 
 
-@pytest.mark.parametrize(("text", "said"), [("", "no header"), ("a,a\n1,2", "'a' twice"), (",,\n1,2,3", "no header")])
+def test_tables_as_people_write_them(folder: Path) -> None:
+    """Excel's UTF-16, bars, blanks around paths, pictures in base64."""
+    (folder / "a.png").write_bytes(png())
+    text = "id,image\n1,a.png\n2, a.png \n"
+    (folder / "wide.csv").write_text(text, encoding="utf-16")
+    (folder / "bars.csv").write_text(text.replace(",", "|"))
+    for name in ("wide.csv", "bars.csv"):
+        assert [(row.id, row.images) for row in rows_of(name)] == [("1", ("a.png",)), ("2", ("a.png",))]
+    whole = base64.b64encode(png()).decode()
+    (folder / "inside.csv").write_text(f"image\n{whole}\n{whole[:-3]}\n")
+    first, second = rows_of("inside.csv")
+    assert first.images == (png(),) and "a picture in base64 of" in str(second.error)
+
+
+def test_lists_of_paths_are_said_how_to_be_read(folder: Path) -> None:
+    (folder / "list.txt").write_text("a.png\n")
+    with pytest.raises(InvalidJob, match=r"no picture in list.txt \(skipped: 1 .txt \(a list of paths .* run - < FILE"):
+        rows_of("list.txt")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "no header"),
+        ("a,a\n1,2", "'a' twice"),
+        (",,\n1,2,3", "no header"),
+        ("1,a.png\n2,b.png", r"no header: its first line names a picture \(a.png\)"),
+    ],
+)
 def test_tables_that_are_none(folder: Path, text: str, said: str) -> None:
     (folder / "t.csv").write_text(text)
     with pytest.raises(InvalidJob, match=said):
@@ -240,7 +271,7 @@ def test_parquet_with_paths_ids_and_empty_cells(folder: Path) -> None:
     pq.write_table(pa.table({"id": ["x", "y"], "image_path": ["a.png", None], "mask": [b"m", b"n"]}), "t.parquet")
     x, y = rows_of("t.parquet")
     assert (x.id, x.images, x.error) == ("x", ("a.png",), None)
-    assert y.error == "t.parquet:1: column 'image_path' is empty"
+    assert y.error == "t.parquet:1: column 'image_path' is empty; leave the row out"
 
 
 def test_a_parquet_file_that_is_none(folder: Path) -> None:

@@ -44,9 +44,9 @@ def test_spelled_out_attention_is_mlxs(length: int, columns: int, heads: int, ki
         "added": mx.random.normal((3, heads, length, columns)),
     }
     right = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=SCALE, mask=masks[kind])
-    assert largest(kernels.attend_spelled_out(queries, keys, values, SCALE, masks[kind]), right) < 2e-6
+    assert largest(kernels.attend_unfused(queries, keys, values, SCALE, masks[kind]), right) < 2e-6
     if kind in ("causal", "none"):
-        found = kernels.attend_in_blocks(queries, keys, values, SCALE, is_causal=kind == "causal")
+        found = kernels.attend_in_blocks(queries, keys, values, SCALE, masks[kind])
         assert largest(found, right) < 2e-6
     assert largest(kernels.attend(queries, keys, values, SCALE, masks[kind]), right) < 2e-6
 
@@ -297,6 +297,7 @@ def test_a_windows_kernel_goes_by_its_size_and_not_by_its_place(
 
 
 def test_what_is_made_of_a_mask_goes_with_it() -> None:
+    before = set(kernels._made)
     mask = mx.array([[True, False]])
     made = kernels.added(mask, mx.float32)
     assert kernels.added(mask, mx.float32) is made
@@ -304,5 +305,6 @@ def test_what_is_made_of_a_mask_goes_with_it() -> None:
     kept = kernels.added(other, mx.float16)
     del mask  # another has come since
     assert kernels.added(other, mx.float16) is kept
+    assert len(set(kernels._made) - before) == 1
     del other
-    assert not kernels._made
+    assert set(kernels._made) <= before

@@ -465,7 +465,7 @@ def test_slabs_and_rows_hold_the_same() -> None:
             twin.update_and_fetch(new[place : place + 1], 2 * new[place : place + 1])
     assert slab.lengths == (9, 0, 13)
     for place, twin in singles:
-        taken = slab.take(place)
+        taken = slab.extract(place)
         assert taken.offset == twin.offset
         for found, right in zip(taken.state, twin.state, strict=True):
             assert found.shape == right.shape

@@ -54,7 +54,7 @@ def test_every_reference_has_a_layout_or_a_reason() -> None:
 def test_every_rule_says_who_reads_what_it_makes() -> None:
     models = Path(mlx_vlm.__file__).parent / "models"
     for rule in RULES:
-        source = rule.source or f"{rule.types.split()[0]}/config.py"
+        source = rule.read_by or f"{rule.types.split()[0]}/config.py"
         assert rule.types in UNREADABLE or (models / source).is_file() or source.endswith(" of transformers"), rule
 
 
@@ -76,6 +76,23 @@ def test_an_older_folder_answers_as_transformers(name: str, tmp_path: Path) -> N
         for request, trace in answers(name, model, few=True).items():
             assert trace.tokens == recorded[f"{request}/tokens"].tolist(), request
             assert apart(trace.logprobs, recorded[f"{request}/logprobs"]) < TOLERANCE, request
+
+
+@pytest.mark.parametrize("name", ["aya_vision", "llava", "mistral3", "pixtral", "qwen3_vl"])
+@pytest.mark.parametrize("is_older", [False, True], ids=["newer", "older"])
+def test_a_null_for_the_width_of_heads_is_as_none(name: str, is_older: bool, tmp_path: Path) -> None:
+    """transformers computes it from ``hidden_size`` then."""
+    folder = write_checkpoint(tmp_path / name, name, is_older=is_older)
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    text = config["text_config"]
+    width = text["hidden_size"] // text["num_attention_heads"]
+    assert text.get("head_dim") in (None, width)
+    path.write_text(json.dumps(config | {"text_config": text | {"head_dim": width}}))
+    said = answers(name, loaded(folder), few=True)
+    path.write_text(json.dumps(config | {"text_config": text | {"head_dim": None}}))
+    again = answers(name, loaded(folder), few=True)
+    assert {key: trace.tokens for key, trace in said.items()} == {key: trace.tokens for key, trace in again.items()}
 
 
 @pytest.mark.parametrize("name", [*FROM_ONE, "falcon_h1", "gemma3", "qwen2_5_vl"])

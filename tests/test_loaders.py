@@ -34,7 +34,7 @@ from vlm_batch.inputs.fetch import Cancelled, OperationCancelled
 from vlm_batch.inputs.loaders import Loaders
 from vlm_batch.inputs.pool import Pool
 from vlm_batch.inputs.prepare import Lane, Prepared, Preparer, Question
-from vlm_batch.inputs.processors import Mould
+from vlm_batch.inputs.processors import ProcessorCopier
 from vlm_batch.loading import EngineOptions, load_model, make_engine
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
@@ -58,6 +58,25 @@ def wait(condition: Any, seconds: float = 20) -> bool:
     while not condition() and time.monotonic() < end:
         time.sleep(0.01)
     return bool(condition())
+
+
+def test_large_pictures_hold_up_no_other(hung: threading.Event) -> None:
+    """Whoever decodes 80 megapixels takes seconds, and clients may bring as many as there are threads."""
+
+    def prepare(question: Question, cancelled: Cancelled) -> Prepared:
+        if question.has_many_pixels:
+            hung.wait(60)
+        return prepared(question, cancelled)
+
+    loaders = Loaders(prepare, num_threads=2)
+    large = [loaders.start(Question(num_pixels=80_000_000, client=client)) for client in range(4)]
+    small = [loaders.start(Question(num_pixels=pixels, client=9)) for pixels in (0, 50_000, 12_000_000)]
+    assert wait(lambda: all(one.done() for one in small))
+    assert not any(one.done() for one in large)
+    assert {one.question.lane for one in large} == {Lane.PIXELS} != {one.question.lane for one in small}
+    hung.set()
+    assert wait(lambda: all(one.done() for one in large))
+    loaders.close()
 
 
 def test_a_pool_gives_up_what_hangs_and_goes_on(hung: threading.Event) -> None:
@@ -133,14 +152,14 @@ def test_idle_threads_go() -> None:
 
 def test_each_lane_goes_its_own_way(site: str, hung: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every thread for downloads and every thread for disks waits; texts and bytes in memory go on."""
-    read = module.fetch_image
+    read = module.fetch_medium
 
     def slow_disk(medium: Any, *args: Any) -> Any:
         if str(medium).startswith("/dead/"):
             hung.wait()
         return read(medium, *args)
 
-    monkeypatch.setattr(module, "fetch_image", slow_disk)
+    monkeypatch.setattr(module, "fetch_medium", slow_disk)
     policy = FetchPolicy(allow_private=True, seconds=30)
     loaders = Loaders(prepared)
     dead = [loaders.start(Question("?", images=(f"/dead/{at}.png",), fetch=policy)) for at in range(9)]
@@ -257,7 +276,8 @@ def test_threads_make_what_one_makes(family: str) -> None:
     for one, other in zip(alone * 3, together, strict=True):
         assert one.keys() == other.keys()
         assert all(np.array_equal(one[name], other[name]) for name in one)
-    kept = [one for _, one in preparer._copies._free]
+
+    kept = [one for _, one in preparer._processors._free]
     assert len(kept) <= 4 and len({id(one.processor) for one in kept}) == len(kept)
     assert all(one.processor is not preparer.processing.processor for one in kept)
     tokenizers = {id(one.tokenizer._tokenizer) for one in [*kept, preparer.processing]}
@@ -274,7 +294,7 @@ def test_what_a_processor_holds_is_any_threads() -> None:
     def used(number: int) -> tuple[Any, Any]:
         with pytest.raises(RuntimeError, match="no Stream"):
             late.tolist()
-        with preparer._copies.one() as copy:
+        with preparer._processors.acquire() as copy:
             return copy.processor.scale.tolist(), (copy.processor.image_processor.means[0] * number).tolist()
 
     preparer = make_engine(model, processor, EngineOptions()).preparer
@@ -297,8 +317,8 @@ def test_calls_of_a_shared_tokenizer_go_one_at_a_time() -> None:
                 inside -= 1
 
     words = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a"))
-    mould = Mould(Watched(tokenizer_object=words, unk_token="a"))
-    copies = [mould.copy() for _ in range(4)]
+    copier = ProcessorCopier(Watched(tokenizer_object=words, unk_token="a"))
+    copies = [copier.copy() for _ in range(4)]
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda copy: [copy("b")["input_ids"] for _ in range(10)], copies))
     assert found == [[[1]] * 10] * 4
@@ -312,7 +332,7 @@ def test_a_processor_that_cannot_be_copied_is_everybodys_in_turn() -> None:
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(preparer.prepare, questions))
     assert len({np.array(one.inputs["input_ids"]).tobytes() for one in found}) == 8
-    assert not preparer._copies._free
+    assert not preparer._processors._free
 
 
 # Through a batcher
@@ -364,7 +384,9 @@ def test_the_process_ends_while_downloads_hang(site: str, ending: str) -> None:
         [sys.executable, "-c", textwrap.dedent(script)], env=environment, capture_output=True, text=True, timeout=60
     )
     assert done.stdout.strip() == "1 2 3", done.stderr
-    assert done.returncode == (130 if "Interrupt" in ending else 0) or done.returncode == -2, done.stderr
+    # CPython exits with 1, and not by the signal, if another thread makes a dataclass (exec of a text) at that moment
+    assert done.returncode in ((130, -2, 1) if "Interrupt" in ending else (0,)), done.stderr
+    assert ("KeyboardInterrupt" in done.stderr) == ("Interrupt" in ending)
     assert time.monotonic() - started < 40
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from tests.harness import every_family, inputs_of, settings_for, shared_adapter
-from tests.histories import Later
+from tests.histories import Blind, Later
 from tests.recording import record
 from tests.zoo import END_OF_TEXT, VOCABULARY
 from vlm_batch.arrays import as_mlx
@@ -40,7 +40,7 @@ THINKS = Thinking((5,), (9, 11), is_open=True)
 
 
 @dataclass
-class Residues:
+class Residues(Blind):
     """A form: the n-th token's id leaves n's remainder when divided by three. It is whole after eight."""
 
     seen: list[int] = field(default_factory=list)
@@ -49,7 +49,7 @@ class Residues:
         for token in range(len(self.seen) % 3, min(VOCABULARY, 32 * len(bits)), 3):
             bits[token // 32] |= np.uint32(1 << (token % 32))
 
-    def follow(self, token: int) -> Future[None]:
+    def follow(self, token: int, most_ahead: int = 0) -> Future[None]:
         if token % 3 != len(self.seen) % 3:
             raise ValueError(f"{token} does not fit")
         self.seen.append(token)

@@ -28,6 +28,7 @@ from tests.zoo import family as tiny_family
 from vlm_batch.adapters import kernels
 from vlm_batch.arrays import as_mlx
 from vlm_batch.caches import Placement
+from vlm_batch.engine.compiled import CompiledDecode
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.models import families, spec_for
 from vlm_batch.records import Graphs
@@ -126,38 +127,81 @@ SCENARIOS: dict[str, tuple[Callable[[str], list[Ask]], Callable[[str], dict[str,
     "one_token": (lambda name: [Ask(IMAGES[0], tokens=1), Ask(TEXTS[0], tokens=1), Ask(IMAGES[1])], None),
 }
 
-#: The same for families with videos: one row of frames among the others.
-VIDEOS = ("video:1:0", "video:2:1", "video:3:2")
-VIDEO_SCENARIOS: dict[str, tuple[list[Ask], dict[str, Any] | None]] = {
-    "alone_video": (together(VIDEOS[1]), None),
-    "alone_picture_and_video": (together("both:6"), None),
-    "videos_together": (together(*VIDEOS), None),
-    "video_beside_pictures_and_text": (together(IMAGES[2], VIDEOS[1], TEXTS[0], "both:6"), None),
-    "videos_join": (
-        [Ask(TEXTS[0], tokens=12), Ask(IMAGES[0], at=1), Ask(VIDEOS[1], at=3), Ask("both:6", at=4)],
-        None,
-    ),
-    "others_join_a_video": (
-        [Ask(VIDEOS[2], tokens=14), Ask(TEXTS[1], at=2), Ask(IMAGES[1], at=4), Ask(VIDEOS[0], at=6)],
-        None,
-    ),
-    "videos_leave": (
-        [Ask(VIDEOS[0], tokens=2), Ask(IMAGES[2]), Ask(VIDEOS[2], cancel_at=4), Ask(TEXTS[1]), Ask(VIDEOS[1], at=5)],
-        None,
-    ),
-    "videos_in_chunks_of_3": (together(VIDEOS[1], "both:6", TEXTS[0]), chunked(3)),
-    "video_chunks_beside_decoding": (
-        [Ask(TEXTS[0], tokens=20), Ask(VIDEOS[2], at=2), Ask(IMAGES[0], at=3)],
-        chunked(5),
-    ),
-    "more_videos_than_places": (
-        [*together(*VIDEOS, TEXTS[0], IMAGES[0]), Ask(VIDEOS[0], tokens=3)],
-        {"max_rows": 2, "prefill_budget": 8},
-    ),
+#: Scenarios whose rows keep caches of their own in the layout rows. In the others rows of these lengths lie in one array there.
+APART = frozenset(
+    {
+        "texts_together",
+        "mixed_together",
+        "staggered_images",
+        "images_join_texts",
+        "chunks_beside_decoding",
+        "middle_row_ends",
+        "first_row_cancelled",
+        "more_rows_than_places",
+        "longer_than_the_window",
+        "equal_prompts_apart",
+        "videos_join",
+        "videos_leave",
+        "recordings_join",
+        "recordings_leave",
+    }
+)
+
+Scenarios = dict[str, tuple[list[Ask], dict[str, Any] | None]]
+
+
+def scenarios_of(noun: str, both: str, media: tuple[str, str, str]) -> Scenarios:
+    """The same for families with videos or recordings: one such row among the others. ``both`` has a picture, too."""
+    return {
+        f"alone_{noun}": (together(media[1]), None),
+        f"alone_picture_and_{noun}": (together(both), None),
+        f"{noun}s_together": (together(*media), None),
+        f"{noun}_beside_pictures_and_text": (together(IMAGES[2], media[1], TEXTS[0], both), None),
+        f"{noun}s_join": (
+            [Ask(TEXTS[0], tokens=12), Ask(IMAGES[0], at=1), Ask(media[1], at=3), Ask(both, at=4)],
+            None,
+        ),
+        f"others_join_a_{noun}": (
+            [Ask(media[2], tokens=14), Ask(TEXTS[1], at=2), Ask(IMAGES[1], at=4), Ask(media[0], at=6)],
+            None,
+        ),
+        f"{noun}s_leave": (
+            [
+                Ask(media[0], tokens=2),
+                Ask(IMAGES[2]),
+                Ask(media[2], cancel_at=4),
+                Ask(TEXTS[1]),
+                Ask(media[1], at=5),
+            ],
+            None,
+        ),
+        f"{noun}s_in_chunks_of_3": (together(media[1], both, TEXTS[0]), chunked(3)),
+        f"{noun}_chunks_beside_decoding": (
+            [Ask(TEXTS[0], tokens=20), Ask(media[2], at=2), Ask(IMAGES[0], at=3)],
+            chunked(5),
+        ),
+        f"more_{noun}s_than_places": (
+            [*together(*media, TEXTS[0], IMAGES[0]), Ask(media[0], tokens=3)],
+            {"max_rows": 2, "prefill_budget": 8},
+        ),
+    }
+
+
+VIDEO_SCENARIOS = scenarios_of("video", "both:6", ("video:1:0", "video:2:1", "video:3:2"))
+AUDIOS = ("audio:1:0", "audio:2:1", "audio:3:2")
+AUDIO_SCENARIOS: Scenarios = {
+    **scenarios_of("recording", "heard:6", AUDIOS),
+    "recordings_of_one_length": (together("audio:1:1", AUDIOS[1], "audio:3:1", TEXTS[0], "audio:1:1"), None),
+    "two_recordings_in_a_row": (together("sounds:7", AUDIOS[1], TEXTS[0], "sounds:8"), None),
 }
 
 both_placements = pytest.mark.parametrize("placement", list(Placement), ids=lambda placement: placement.value)
 all_families = pytest.mark.parametrize("name", every_family())
+
+
+def settings_in(scenario: str, placement: Placement, config: dict[str, Any] | None) -> dict[str, Any] | None:
+    is_apart = placement is Placement.ROWS and scenario in APART
+    return {"max_rows": 4, **(config or {}), "short_rows": 0} if is_apart else config
 
 
 def test_every_family_of_the_registry_is_in_the_matrix() -> None:
@@ -168,8 +212,9 @@ def test_every_family_of_the_registry_is_in_the_matrix() -> None:
 @pytest.mark.parametrize("scenario", SCENARIOS)
 @all_families
 def test_parity(name: str, scenario: str, placement: Placement) -> None:
-    asks, config = SCENARIOS[scenario]
-    answers = run_family(name, asks(name), placement=placement, config=config(name) if config else None)
+    asks, make = SCENARIOS[scenario]
+    config = settings_in(scenario, placement, make(name) if make else None)
+    answers = run_family(name, asks(name), placement=placement, config=config)
     record(name, scenario, placement, check(name, answers))
 
 
@@ -178,6 +223,7 @@ def test_parity(name: str, scenario: str, placement: Placement) -> None:
 @pytest.mark.parametrize("name", [name for name in every_family() if tiny_family(name).video is not None])
 def test_video_parity(name: str, scenario: str, placement: Placement) -> None:
     asks, config = VIDEO_SCENARIOS[scenario]
+    config = settings_in(scenario, placement, config)
     record(name, scenario, placement, check(name, run_family(name, asks, placement=placement, config=config)))
 
 
@@ -186,13 +232,52 @@ def test_every_family_with_videos_is_in_the_video_matrix() -> None:
     assert with_videos == {spec.family for spec in families() if spec.video}
 
 
+@both_placements
+@pytest.mark.parametrize("scenario", AUDIO_SCENARIOS)
+@pytest.mark.parametrize("name", [name for name in every_family() if tiny_family(name).audio is not None])
+def test_audio_parity(name: str, scenario: str, placement: Placement) -> None:
+    asks, config = AUDIO_SCENARIOS[scenario]
+    config = settings_in(scenario, placement, config)
+    record(name, scenario, placement, check(name, run_family(name, asks, placement=placement, config=config)))
+
+
+def test_every_family_that_hears_is_in_the_audio_matrix() -> None:
+    hear = {tiny_family(name).registered for name in every_family() if tiny_family(name).audio is not None}
+    assert hear == {spec.family for spec in families() if spec.audio}
+
+
 @all_families
 def test_parity_with_a_compiled_decode_step(name: str) -> None:
     """Slabs whose decode step is one compiled graph, as on CUDA. One scenario: on a CPU a C++ compiler builds each graph."""
-    if shared_adapter(name).graphs is Graphs.NEVER:
-        pytest.skip(f"{name} is not decoded by compiled graphs: its adapter does not declare it, and says why")
+    if shared_adapter(name).graphs in (Graphs.NEVER, Graphs.UNFUSED):
+        pytest.skip(f"{name} is not decoded by graphs that fuse: its adapter does not declare it")
     asks, _ = SCENARIOS["place_is_taken_again"]
     check(name, run_family(name, asks(name), placement=Placement.SLAB, compile_decode=True))
+
+
+#: Families with a layer whose cache is neither a slab nor a recurrent state.
+WITHOUT_GRAPHS = frozenset(
+    {"deepseek_v4", "deepseek_v41", "deepseek_v4_text", "falcon_perception", "florence2", "glm5_next", "minimax_m3_vl"}
+    | {"mllama", "molmo_point", "nemotron_parse", "qwen4_exp", "unlimited_ocr"}
+)
+
+
+@all_families
+def test_parity_with_graphs_that_fuse_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short rows in one array, whose decode steps are graphs on a CPU. One that waited for the device would be none."""
+    if shared_adapter(name).graphs is Graphs.NEVER:
+        pytest.skip(f"{name} is not decoded by graphs: its adapter says why")
+    graphs: list[CompiledDecode] = []
+    new = CompiledDecode._new
+
+    def watched(self: CompiledDecode, *given: Any) -> Any:
+        graphs.append(self)
+        return new(self, *given)
+
+    monkeypatch.setattr(CompiledDecode, "_new", watched)
+    asks, _ = SCENARIOS["place_is_taken_again"]
+    check(name, run_family(name, asks(name), placement=Placement.ROWS, compile_decode=None))
+    assert bool(graphs) == (name not in WITHOUT_GRAPHS) and all(one._is_graph for one in graphs)
 
 
 @all_families

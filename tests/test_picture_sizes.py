@@ -78,6 +78,6 @@ def test_bounds_that_are_none_are_refused(batcher: VLMBatcher, wrong: dict[str, 
 def test_a_family_without_bounds_refuses_by_name() -> None:
     with (
         VLMBatcher(Path(CHECKOUT) / "checkpoints" / "falcon_ocr") as batcher,
-        pytest.raises(InvalidImage, match="the processor of falcon_ocr has no such bounds"),
+        pytest.raises(InvalidImage, match="falcon_ocr's processor has no such bounds"),
     ):
         batcher.submit(CIRCLE, DESCRIBE, max_pixels=9000)

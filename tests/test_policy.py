@@ -56,7 +56,7 @@ def test_one_bound_of_the_rows_moves_the_other(said: Mapping[str, int], rows: tu
 def test_another_layout_comes_with_the_settings_that_fit_it() -> None:
     """But for what goes by how fast the device is."""
     slabs = policy_of({"placement": "slab"}, Device.CPU)
-    assert slabs == replace(POLICIES[Device.CUDA], idle_budget=CPU.idle_budget)
+    assert slabs == replace(POLICIES[Device.CUDA], idle_budget=CPU.idle_budget, draft=CPU.draft)
     rows = policy_of({"placement": "rows"}, Device.METAL)
     assert rows == replace(CPU, idle_budget=POLICIES[Device.METAL].idle_budget)
     assert policy_of({"placement": "slab"}, Device.METAL) == POLICIES[Device.METAL]
@@ -180,9 +180,9 @@ def test_the_command_says_nothing_where_nothing_was_measured(
 
 
 def test_the_command_line_says_a_policy() -> None:
-    given = {"max_chunk": 64, "placement": "slab", "encode_seconds": 0.1}
+    given = {"max_chunk": 64, "placement": "slab", "encode_seconds": 0.1, "wide_products": True}
     for command in (["bench"], ["run", "x.png"], ["serve"]):
-        text = "max_chunk=64, placement=slab,encode_seconds=0.1"
+        text = "max_chunk=64, placement=slab,encode_seconds=0.1,wide_products=true"
         assert cli.parser().parse_args([*command, "--policy", text]).policy == given
     assert check_policy(given) == given and check_policy(None) == {}
 

@@ -39,10 +39,10 @@ from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.reuse import Caches, Reuse
 from vlm_batch.engine.shapes import chunk_end
 from vlm_batch.records import PromptKey
-from vlm_batch.store.budget import ByteBudget
+from vlm_batch.store.budget import LITTLE, ByteBudget
 from vlm_batch.store.directory import RowFiles
 from vlm_batch.store.files import Identity, can_write, read_row
-from vlm_batch.store.index import BLOCK, BeginningIndex
+from vlm_batch.store.index import BLOCK, PrefixIndex
 from vlm_batch.store.prefix import MAX_SNAPSHOTS, PrefixCache, thin
 from vlm_batch.store.saved import SavedRow, Snapshot, common_length
 from vlm_batch.types import SamplingParams
@@ -385,7 +385,7 @@ def test_the_longest_beginning_is_found_and_spans_are_not_entered() -> None:
 def test_the_index_finds_what_a_search_through_all_finds() -> None:
     """Random rows over two ids with common beginnings of every length: no longer beginning is missed."""
     random = np.random.RandomState(0)
-    index: BeginningIndex[int] = BeginningIndex()
+    index: PrefixIndex[int] = PrefixIndex()
     rows: dict[int, np.ndarray] = {}
     trunk = random.randint(0, 2, 200)
     for number in range(300):
@@ -399,14 +399,14 @@ def test_the_index_finds_what_a_search_through_all_finds() -> None:
         keys = np.stack([ids, ids * 0, ids * 0], axis=1)
         shared = {number: common_length(row, keys) for number, row in rows.items()}
         best = max(shared.values())
-        offered = list(index.alike(keys))
+        offered = list(index.candidates(keys))
         assert all(least <= shared[number] for number, least in offered)
         assert len({number for number, _ in offered}) == len(offered)
         found = max((shared[number] for number, _ in offered), default=0)
         assert found // BLOCK == best // BLOCK if best >= BLOCK else not offered
     for number, row in rows.items():
         index.remove(number, row)
-    assert not list(index.alike(rows[0]))
+    assert not list(index.candidates(rows[0]))
 
 
 def test_what_was_used_longest_ago_goes_first() -> None:
@@ -430,6 +430,26 @@ def test_what_was_used_longest_ago_goes_first() -> None:
     cache.store(saved([4] * 9, nbytes=8000))  # larger than everything: nobody goes for it
     assert len(cache) == 3
     assert len(evicted) == 2
+
+
+def test_conversations_that_go_on_get_their_room_back() -> None:
+    """What was let go is known by whatever continues it, and not by the beginning that all share."""
+    budget, beginning = ByteBudget(2**30), list(range(64))
+    cache = PrefixCache(budget)
+
+    def turn(number: int, count: int) -> list[int]:
+        return [*beginning, *(1000 * number + place for place in range(count))]
+
+    for number in range(100, 5300):
+        cache.store(saved(turn(number, 20), nbytes=2**20))
+    assert budget.room == LITTLE
+    for tokens in (20, 30, 40):
+        for number in range(20):
+            found = cache.find(key(turn(number, tokens)))
+            is_found = found is not None and found.length > len(beginning)
+            assert is_found or tokens < 40
+            assert not is_found or tokens > 20
+            cache.store(saved(turn(number, tokens), nbytes=2**24))
 
 
 def test_a_budget_is_shared_by_its_owners() -> None:

@@ -153,14 +153,14 @@ def test_a_batch_gives_back_what_it_was_given(
             if not (place == 1 and step >= 3 and len(lengths) > 2):
                 twin.update_and_fetch(keys[place : place + 1], values[place : place + 1])
         if step == 2 and len(lengths) > 2:
-            taken_early = layer.take(1)
+            taken_early = layer.extract(1)
             layer.clear(1)
             for found, right in zip(in_order(taken_early), in_order(twins[1]), strict=True):
                 assert np.array_equal(found, right)
     for place, twin in enumerate(twins):
         if place == 1 and len(lengths) > 2:
             continue
-        taken = layer.take(place)
+        taken = layer.extract(place)
         assert type(taken) is type(twin)
         assert taken.offset == twin.offset
         for found, right in zip(in_order(taken), in_order(twin), strict=True):
@@ -256,7 +256,7 @@ def test_put_and_take_are_inverses_for_every_kind(kind: str, placement: Placemen
         right[place] = seen(given), _nones(given)
         layer.put(place, given)
     for place in places[::-1]:
-        taken = layer.take(place)
+        taken = layer.extract(place)
         assert type(taken) is type(make())
         assert _nones(taken) == right[place][1]
         found = seen(taken)
@@ -270,11 +270,11 @@ def test_an_unfilled_slot_stays_one_beside_filled_ones() -> None:
     layer.resize(3)
     for place, cache in enumerate((recurrent(4, 2), recurrent(4, None), recurrent(4, 2))):
         layer.put(place, cache)
-    assert [_nones(layer.take(place)) for place in range(3)] == [[False, False], [False, True], [False, False]]
+    assert [_nones(layer.extract(place)) for place in range(3)] == [[False, False], [False, True], [False, False]]
     layer.remove(0)
-    assert [_nones(layer.take(place)) for place in range(2)] == [[False, True], [False, False]]
+    assert [_nones(layer.extract(place)) for place in range(2)] == [[False, True], [False, False]]
     layer[1] = mx.ones((2, 3, 2))
-    assert _nones(layer.take(0)) == [False, False]
+    assert _nones(layer.extract(0)) == [False, False]
 
 
 def _nones(cache: object) -> list[bool]:
@@ -408,7 +408,7 @@ def test_a_new_kind_of_cache_needs_its_own_file_only(guides_cache: Any, placemen
     layer = kind_of(single).batched(placement, 2)
     layer.resize(1)
     layer.put(0, single)
-    taken = layer.take(0)
+    taken = layer.extract(0)
     assert not kind_of(taken).is_whole
     assert [type(part) for part in KVQuantisation(8, 32).caches([taken])[0].caches] == [QuantizedCache, guides_cache]
     PromptCache(save_row([taken], np.zeros((12, 3), dtype=np.int64), {}, 0), HERE).save(tmp_path / "a")

@@ -10,9 +10,14 @@ import pytest
 from mlx_vlm.models.cache import ArraysCache, CacheList, KVCache
 
 from tests.harness import inputs_of, settings_for, shared_adapter
+from tests.zoo import family
+from vlm_batch.adapters.recurrent import can_draft
+from vlm_batch.adapters.single import SingleRow
 from vlm_batch.arrays import as_mlx
 from vlm_batch.caches import ListedCache, Placement, RecurrentCache, RowsCache, SlabCache, kind_of
+from vlm_batch.caches.drafted import DraftedRecurrent, most_positions, rows_of
 from vlm_batch.engine.generator import BatchGenerator
+from vlm_batch.models.falcon_h1 import FalconH1
 from vlm_batch.types import SamplingParams
 
 
@@ -55,6 +60,25 @@ def test_a_slot_that_a_row_has_not_filled_begins_with_zeros() -> None:
     assert values(cache) == [[1, 2, 0], [0, 2, 0]]
     cache.put(2, row(3, second=False))
     assert values(cache) == [[1, 2, 3], [0, 2, 0]]
+
+
+def test_a_graph_takes_states_and_gives_them_back() -> None:
+    """What it wrote, rows had not filled; a step that could not be traced has written nothing."""
+    cache = RecurrentCache()
+    cache.resize(2)
+    cache.put(0, row(1))
+    cache.put(1, row(2, second=False))
+    key, slots = cache.graph_key(), cache.give()
+    assert cache.arrays() == [] and [len(slot) for slot in slots] == [1, 1]
+    cache.take(slots, 0)
+    assert cache.graph_key() == key and cache.extract(1)[1] is None
+    cache.trace(cache.give(), ())
+    cache[0], cache[1] = cache[0] + 1, cache[1] + 1
+    cache.take(cache.give(), 1)
+    assert values(cache) == [[2, 3], [2, 1]]
+    assert cache.extract(1)[1].tolist() == [[1] * 4]
+    cache.resize(1)
+    assert cache.graph_key() != key
 
 
 @pytest.mark.parametrize(("placement", "kind"), [(Placement.ROWS, RowsCache), (Placement.SLAB, SlabCache)])
@@ -129,3 +153,99 @@ def test_the_gated_delta_rule_of_qwen3_5_is_that_of_its_definition_in_float64(
         right = np.einsum("hvk,hk->hv", state, q[step])
         np.testing.assert_allclose(np.array(found[0, step]), right, atol=2e-5 * max(1.0, np.abs(right).max()))
     np.testing.assert_allclose(np.array(last[0]), state, atol=2e-5 * max(1.0, np.abs(state).max()))
+
+
+def drafted(counts: list[int], *, fixed: bool = False) -> RecurrentCache:
+    """Rows 1, 2, ... after a forward with so many positions of each: each position has added 10 to their states."""
+    cache = RecurrentCache()
+    cache.always_masked = fixed
+    cache.resize(len(counts))
+    for place in range(len(counts)):
+        cache.put(place, row(place + 1))
+    view = DraftedRecurrent(cache, counts)
+    x = mx.arange(sum(counts))
+    found = []
+    for number, step in enumerate(view.steps.each):
+        with view.step(number) as lent:
+            lent[0], lent[1] = lent[0] + 10, lent[1] + 10
+            found.append(rows_of(x, step.rows))
+            assert len(found[-1]) == len(step.places) == lent[0].shape[0]
+    assert rows_of(mx.concatenate(found), view.steps.order).tolist() == x.tolist()
+    return cache
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+@pytest.mark.parametrize("counts", [[1, 3, 2], [2, 2, 2], [4, 1, 4], [1, 1, 1], [5, 4, 3]], ids=str)
+def test_each_row_keeps_the_state_of_its_last_accepted_position(counts: list[int], fixed: bool) -> None:
+    for kept in ([1, 1, 1], counts, [max(1, count - 1) for count in counts]):
+        cache = drafted(counts, fixed=fixed)
+        for place, count in enumerate(kept):
+            cache.keep(place, count)
+        assert values(cache) == [[place + 1 + 10 * count for place, count in enumerate(kept)]] * 2
+        assert not cache._later and not cache._kept
+
+
+def test_rows_that_come_and_go_before_the_others_states_are_chosen() -> None:
+    """Joins, ends, cancellations and resizes lie between a forward and the reading of its tokens."""
+    cache = drafted([2, 3, 1, 4])
+    cache.clear(1)
+    cache.put(1, row(7))
+    cache.keep(3, 3)
+    cache.resize(5)
+    cache.put(4, row(8))
+    cache.keep(0, 2)
+    cache.keep(1, 1)
+    assert values(cache) == [[21, 7, 13, 34, 8]] * 2
+    cache = drafted([2, 3, 1, 4])
+    cache.keep(1, 3)
+    cache.remove(0)
+    assert values(cache) == [[32, 13, 14]] * 2
+    cache.keep(2, 4)  # the place has moved
+    assert values(cache) == [[32, 13, 44]] * 2
+    cache = drafted([2, 3, 1, 4])
+    cache.keep(3, 4)
+    cache.resize(2)
+    cache.keep(1, 2)
+    assert values(cache) == [[11, 22]] * 2
+    assert values_of(drafted([3]), 0, 3) == [31, 31]
+
+
+def values_of(cache: RecurrentCache, place: int, kept: int) -> list[float]:
+    """The states of a row that leaves with so many positions."""
+    cache.keep(place, kept)
+    return [float(np.array(state).ravel()[0]) for state in cache.extract(place).cache]
+
+
+def test_states_that_are_held_for_drafts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = drafted([1, 1])
+    assert cache.nbytes == 80 and most_positions([cache, cache]) > 16
+    for most, positions in ((160 * 3, 4), (160, 2), (159, 1)):
+        monkeypatch.setattr("vlm_batch.caches.drafted.MOST_STATE_BYTES", most)
+        assert most_positions([cache, cache]) == positions
+
+
+def test_an_empty_place_holds_no_states() -> None:
+    cache = drafted([2, 2])
+    cache.keep(0, 2)
+    assert cache[0].shape[0] == 2 and not cache._later
+    assert values(cache) == [[21, 12]] * 2
+
+
+def test_bytes_may_be_asked_for_by_another_thread() -> None:
+    """They change nothing of what the engine's thread is about to choose."""
+    cache = drafted([2])
+    cache.keep(0, 2)
+    assert cache.nbytes == 40 and cache._kept
+
+
+def test_a_model_whose_recurrent_modules_are_not_patched_has_no_drafts() -> None:
+    """A family of somebody else's; and rows that go through mlx-vlm's own path one at a time have none."""
+
+    class Unpatched(FalconH1):
+        @classmethod
+        def patches(cls) -> dict[type, type]:
+            return {}
+
+    assert all(can_draft(shared_adapter(name)) for name in ("qwen3_5", "falcon_h1", "qwen2_vl"))
+    assert not can_draft(Unpatched(family("falcon_h1").build()))
+    assert not can_draft(SingleRow(family("qwen2_vl").build()))

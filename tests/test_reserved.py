@@ -123,8 +123,8 @@ class Written:
         self.tokenizer = SimpleNamespace(added_tokens_decoder={})
         self.placeholder = placeholder
 
-    def render(self, prompt: Any, num_images: int, num_videos: int = 0) -> str:
-        if num_videos:
+    def render(self, prompt: Any, num_images: int = 0, *others: int) -> str:
+        if any(others):
             raise InvalidPrompt("no videos")
         marks = "".join(self.placeholder.format(index + 1) + "\n" for index in range(num_images))
         words = prompt if isinstance(prompt, str) else "".join(turn["content"] for turn in prompt)
@@ -265,7 +265,7 @@ class Unmade:
         self.processor: Any = object.__new__(bare)
         self.tokenizer = SimpleNamespace(added_tokens_decoder={})
 
-    def render(self, prompt: Any, num_images: int, num_videos: int = 0) -> str:
+    def render(self, prompt: Any, *counts: int) -> str:
         return prompt if isinstance(prompt, str) else "".join(turn["content"] for turn in prompt)
 
 

@@ -114,11 +114,17 @@ def test_waiting_lifts_a_row_over_any_priority() -> None:
 
 def test_clients_get_places_by_turns() -> None:
     """Whoever has the fewest is next, whatever others have asked for, and within a client the most urgent."""
+
+    def line(rows: list[tuple[int, float]], placed: dict[int, int]) -> list[int]:
+        return SCHEDULER.share_out([(client, when, when) for client, when in rows], placed)
+
     many = [(1, float(at)) for at in range(6)]
-    assert SCHEDULER.share_out([*many, (2, 50.0), (2, 40.0), (3, 60.0)], {}) == [0, 7, 8, 1, 6, 2, 3, 4, 5]
-    assert SCHEDULER.share_out([*many[:2], (2, 50.0)], {1: 2}) == [2, 0, 1]
-    assert SCHEDULER.share_out([(1, 3.0), (1, 1.0), (1, 1.0)], {1: 9}) == [1, 2, 0]  # alone: as it always was
-    assert SCHEDULER.share_out([], {1: 1}) == []
+    assert line([*many, (2, 50.0), (2, 40.0), (3, 60.0)], {}) == [0, 7, 8, 1, 6, 2, 3, 4, 5]
+    assert line([*many[:2], (2, 50.0)], {1: 2}) == [2, 0, 1]
+    assert line([(1, 3.0), (1, 1.0), (1, 1.0)], {1: 9}) == [1, 2, 0]  # alone: as it always was
+    assert line([], {1: 1}) == []
+    # of equals who was given a place longest ago, whatever goes first among a client's own
+    assert SCHEDULER.share_out([(1, 1.0, 9.0), (1, 0.0, 9.0), (2, 5.0, 5.0)], {}) == [2, 1, 0]
 
 
 def test_who_has_most_places_gives_them_up_until_they_are_even() -> None:

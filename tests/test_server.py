@@ -28,7 +28,7 @@ from vlm_batch import Request, SamplingParams, Video, VLMBatcher
 from vlm_batch.assets import default_checkpoint
 from vlm_batch.cli import main as cli
 from vlm_batch.cli import serve
-from vlm_batch.runtime.memory import usual_limit
+from vlm_batch.runtime.memory import default_limit
 from vlm_batch.server import edge
 from vlm_batch.server.config import InvalidConfig, Key, ServerConfig, read_keys
 from vlm_batch.server.openai import wire_messages
@@ -210,9 +210,10 @@ def test_models(client: openai.OpenAI) -> None:
     assert facts["max_model_len"] == 2048
     assert facts["vision"] is True
     assert facts["video"] is True
+    assert facts["audio"] is False
     assert facts["tools"] is False
     assert client.models.retrieve("qwen2_vl").id == "qwen2_vl"
-    with pytest.raises(openai.NotFoundError, match="this server's model is 'qwen2_vl'"):
+    with pytest.raises(openai.NotFoundError, match="this server's is 'qwen2_vl'"):
         client.models.retrieve("gpt-4o")
 
 
@@ -430,7 +431,8 @@ def test_clients_are_told_apart_by_their_networks() -> None:
         ({"seed": -(2**64)}, "seed"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, "role"),
-        ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "type"),
+        ({"messages": [{"role": "user", "content": [{"type": "input_file"}]}]}, "type"),
+        ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "input_audio"),
     ],
     ids=str,
 )
@@ -565,15 +567,77 @@ def test_errors_name_what_the_client_wrote(server: Running, client: openai.OpenA
     ):  # fmt: skip
         reply = server.ask("POST", "/v1/chat/completions", {"messages": [turn], **fields})
         assert (reply.status, reply.error["param"]) == (400, param), reply.body
+    for name, value in (
+        *((name, value) for name in ("max_tokens", "max_completion_tokens") for value in (0, -1, 2**63, 10**400)),
+        *(("chat_template_kwargs", {name: 1}) for name in ("nobody_reads_it", "enable_thinking", "messages")),
+    ):
+        reply = server.ask("POST", "/v1/chat/completions", {"messages": [turn], name: value})
+        assert (reply.status, reply.error["param"]) == (400, name), reply.body
     for path, body, field in (
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "word " * 5000}]}, "messages"),
         ("/v1/completions", {"prompt": "word " * 5000}, "prompt"),
     ):
         error = server.ask("POST", path, body).error
         assert (error["code"], error["param"]) == ("context_length_exceeded", field)
+    error = server.ask("POST", "/v1/completions", {"prompt": "x", "max_tokens": 0}).error
+    assert error["param"] == "max_tokens"
     with pytest.raises(openai.BadRequestError) as found:
         client.chat.completions.create(model="qwen2_vl", messages=[{"role": "user", "content": "word " * 5000}])
     assert (found.value.code, found.value.param) == ("context_length_exceeded", "messages")
+    for prompt in ([10**8], [[1], [600]], [-1], ""):
+        assert server.ask("POST", "/v1/completions", {"prompt": prompt}).error["param"] == "prompt", prompt
+    assert server.chat("<|im_end|>").error["param"] == "messages"
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"mesages": []}, "mesages: there is no field mesages (messages is probably meant)"),
+        ({"mesages": [], "x": 1}, "mesages: there is no field mesages (messages is probably meant)"),
+        ({"messages": []}, "messages: it is empty"),
+        ([], "the body: an object with fields is expected"),
+        ({"messages": [{"role": "usr"}]}, "messages[0]: 'role' is 'usr'; it must be one of 'system'"),
+        ({"messages": [{"role": "user", "content": "x"}], "model": "gpt"}, "there is no model 'gpt' here; this server's is"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_refusals_say_what_would_be_right(server: Running, body: Any, said: str) -> None:
+    error = server.ask("POST", "/v1/chat/completions", body).error
+    assert said in error["message"]
+    for url, option in (("http://x/a.png", "--allow-urls"), ("a.png", "--allow-dir")):
+        assert option in server.chat([{"type": "image_url", "image_url": {"url": url}}]).error["message"]
+
+
+def test_an_error_says_which_of_several_pictures_it_is_about(server: Running) -> None:
+    kinds = {"aGVsbG8=": "not a picture", "PHN2ZyAvPg==": "an SVG drawing", "JVBERi0xLjc=": "a PDF"}
+    for data, said in kinds.items():
+        urls = [data_uri("red_circle.png"), f"data:image/png;base64,{data}"]
+        parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+        assert f"picture 2 of 2: the data URI is {said}" in server.chat(parts).error["message"]
+        assert server.chat(parts[1:]).error["message"].startswith(f"the data URI is {said}")
+
+
+@pytest.mark.parametrize("word", ["NaN", "-Infinity", "1e400"])
+def test_numbers_that_json_does_not_have_are_refused_where_they_stand(server: Running, word: str) -> None:
+    schema = '{"type": "json_schema", "json_schema": {"schema": {"enum": [1, WORD]}}}'
+    for field, value, place in (
+        ("temperature", "WORD", "temperature"),
+        ("logit_bias", '{"5": WORD}', "logit_bias.5"),
+        ("response_format", schema, "response_format.json_schema.schema.enum[1]"),
+        ("chat_template_kwargs", '{"a": [[WORD]]}', "chat_template_kwargs.a[0][0]"),
+    ):
+        body = f'{{"messages": [{{"role": "user", "content": "x"}}], "{field}": {value.replace("WORD", word)}}}'
+        error = server.ask("POST", "/v1/chat/completions", body.encode()).error
+        assert (error["param"], error["code"]) == (place, "json_invalid"), error
+        assert word in error["message"]
+
+
+def test_numbers_of_a_schema_that_would_be_others_are_refused(server: Running) -> None:
+    form = {"type": "json_schema", "json_schema": {"schema": {"const": 2**53 + 1}}}
+    reply = server.chat("x", response_format=form)
+    assert (reply.status, reply.error["param"]) == (400, "response_format")
+    reply = server.chat("x", guided_grammar='start: %json {"minimum": 9007199254740993}')
+    assert (reply.status, reply.error["param"]) == (400, "guided_grammar")
 
 
 def test_every_error_has_the_envelope(server: Running) -> None:
@@ -814,7 +878,7 @@ def test_the_command_lines_flags_become_the_configuration(capsys: pytest.Capture
     ]
     args = cli.parser().parse_args(["serve", *flags])
     config = serve.config_of(args, {serve.API_KEY: "from the environment"})
-    assert config.name == "qwen2_vl"
+    assert config.name == "reader"
     assert config.api_key == "from the environment"
     assert (config.default_max_tokens, config.allow_urls, config.idle_unload, args.warm_up) == (9, True, 5.0, False)
     assert config.max_memory == 1.5 * 2**30
@@ -830,8 +894,8 @@ def test_the_memory_limit_is_the_devices_unless_it_is_said() -> None:
         said: serve.config_of(cli.parser().parse_args(["serve", *said.split()]), {}).max_memory
         for said in ("", "--max-memory-gb 0", "--max-memory-gb 2")
     }
-    assert limits == {"": usual_limit(), "--max-memory-gb 0": None, "--max-memory-gb 2": 2 << 30}
-    assert 2**28 < usual_limit() < 2**44
+    assert limits == {"": default_limit(), "--max-memory-gb 0": None, "--max-memory-gb 2": 2 << 30}
+    assert 2**28 < default_limit() < 2**44
 
 
 @pytest.mark.parametrize(("said", "most"), [("", None), ("--max-bytes 30MB", 30_000_000)])
@@ -844,7 +908,8 @@ def test_memory_for_keys_and_values_is_bounded_by_a_flag(said: str, most: int | 
 
 def test_sizes_of_pictures_are_bounded_by_flags() -> None:
     """--max-pixels is the batcher's own bound: pictures are seen no larger, and nobody may ask for more."""
-    args = cli.parser().parse_args(["serve", "--max-pixels", "1568", "--min-pixels", "784"])
+    flags = ["--model", str(default_checkpoint()), "--max-pixels", "1568", "--min-pixels", "784"]
+    args = cli.parser().parse_args(["serve", *flags])
     with serving(lambda: serve.load_batcher(args)) as small, serving() as usual:
         asked_of = [
             one.ask("POST", "/v1/chat/completions", {"messages": asked("receipt.jpg")}) for one in (small, usual)

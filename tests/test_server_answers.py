@@ -239,13 +239,23 @@ def test_mlx_vlm_has_what_is_used_of_it() -> None:
     assert len(registry.SPECS) >= 14
 
 
-@pytest.mark.parametrize("parser", ["json_tools", "gemma4"])
+NESTED, DIGITS = "[" * 5000 + "]" * 5000, "1" * 5000
+
+
+@pytest.mark.parametrize(
+    ("parser", "value"), [("json_tools", NESTED), ("gemma4", NESTED), ("json_tools", DIGITS), ("qwen3_coder", DIGITS)]
+)
 @pytest.mark.parametrize("piece", [100, 10**6])
-def test_a_call_that_python_has_no_room_for_is_said_to_be_unreadable(parser: str, piece: int) -> None:
-    module, value = load_tool_module(parser), "[" * 5000 + "]" * 5000
-    call = f"call:f{{x:{value}}}" if parser == "gemma4" else f'{{"name": "f", "arguments": {{"x": {value}}}}}'
+def test_a_call_that_python_has_no_room_for_is_said_to_be_unreadable(parser: str, value: str, piece: int) -> None:
+    module = load_tool_module(parser)
+    call = {
+        "gemma4": f"call:f{{x:{value}}}",
+        "json_tools": f'{{"name": "f", "arguments": {{"x": {value}}}}}',
+        "qwen3_coder": f"<function=f>\n<parameter=x>\n{value}\n</parameter>\n</function>",
+    }[parser]
     text = module.tool_call_start + call + module.tool_call_end
-    reader = AnswerReader(None, module, [{"type": "function", "function": {"name": "f", "parameters": {}}}])
+    tool = {"name": "f", "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}}}
+    reader = AnswerReader(None, module, [{"type": "function", "function": tool}])
     events = [Event("a", 1, text[at : at + piece]) for at in range(0, len(text), piece)]
     with pytest.raises(UnreadableCall):
         [*map(reader.feed, events), reader.finish()]

@@ -59,6 +59,6 @@ def test_every_flag_that_is_named_is_one() -> None:
     _, _, about = PAGE.partition("## Who may use it")
     about = about.partition("## mlx-vlm's own server")[0]
     parser = cli.parser()
-    help_text = parser._subparsers._group_actions[0].choices["serve"].format_help()  # type: ignore[union-attr,index]
+    help_text = parser._subparsers._group_actions[0].choices["serve"].format_everything()  # type: ignore[union-attr,index]
     for flag in set(re.findall(r"`(--[a-z-]+)", about)):
         assert flag in help_text, flag

@@ -1,4 +1,4 @@
-"""The page at / in a headless Chromium, on the embedded checkpoint.
+"""The page at / in a headless Chromium, on the test checkpoint and the sample.
 
 ``VLM_BATCH_SCREENSHOTS=docs/images`` writes the documentation's picture of it.
 """
@@ -15,6 +15,8 @@ import pytest
 
 from tests import chromium
 from tests.serving import Running, data_uri, serving
+from vlm_batch import VLMBatcher
+from vlm_batch.assets import sample_model
 
 BINARY = chromium.find()
 pytestmark = pytest.mark.skipif(
@@ -69,7 +71,7 @@ def answers(page: chromium.Browser) -> list[str]:
     return found
 
 
-def test_dropped_pictures_are_asked_about_in_several_streams(page: chromium.Browser, tmp_path: Path) -> None:
+def test_dropped_pictures_are_asked_about_in_several_streams(page: chromium.Browser) -> None:
     clear(page)
     names = (
         "red_circle.png",
@@ -88,13 +90,36 @@ def test_dropped_pictures_are_asked_about_in_several_streams(page: chromium.Brow
     ]
     facts = page.run("document.querySelector('.answer .facts').textContent")
     assert "first token after" in facts
-    assert "tokens/s" in facts
+    assert "tokens/s" not in facts  # of eight tokens
     page.wait("Number(document.getElementById('cache-now').textContent.replace(/\\D/g, '')) >= 0")
     page.wait("document.querySelectorAll('#speed rect').length > 0")
     assert page.run("document.getElementById('model').textContent") == "qwen2_vl: ready"
-    shot = Path(os.environ.get("VLM_BATCH_SCREENSHOTS", tmp_path)) / "server-page.png"
-    page.screenshot(shot)
-    assert shot.stat().st_size > 10_000
+
+
+def test_the_sample_reads_what_is_dropped(tmp_path: Path) -> None:
+    """As the documentation shows it."""
+    assert BINARY is not None
+    asked = {
+        "short_letter.png": ("Read the text.", "the parcel left on Monday"),
+        "supermarket_receipt.jpg": ("What is the total?", "16.45"),
+        "sales_by_city.png": ("Which bar is the highest?", "Rome"),
+    }
+    with (
+        serving(lambda: VLMBatcher(str(sample_model())), served_name="reader") as running,
+        chromium.browser(BINARY) as page,
+    ):
+        page.size(1200, 900)
+        page.open(running.url)
+        for number, (name, (question, right)) in enumerate(asked.items(), 1):
+            page.run("for (let one; (one = document.querySelector('#pictures button')); ) one.click()")
+            drop(page, name)
+            page.run(f"document.getElementById('question').value = {json.dumps(question)}")
+            page.run("document.getElementById('send').click()")
+            page.wait(f"document.querySelectorAll('.answer').length === {number}")
+            assert right in answers(page)[0], answers(page)
+        shot = Path(os.environ.get("VLM_BATCH_SCREENSHOTS", tmp_path)) / "server-page.png"
+        page.screenshot(shot)
+        assert shot.stat().st_size > 10_000
 
 
 def test_by_keyboard_alone(page: chromium.Browser) -> None:
@@ -144,11 +169,38 @@ def test_a_pasted_picture(page: chromium.Browser) -> None:
 
 def test_a_refusal_is_shown_in_words(page: chromium.Browser) -> None:
     clear(page)
-    page.run("pictures.push({ name: 'broken', url: 'data:image/png;base64,aGVsbG8=' })")
+    drop(page, "red_circle.png")
+    page.run("pictures.push({ name: 'broken $&.png', url: 'data:image/png;base64,aGVsbG8=' })")
+    for each in (False, True):
+        page.run(f"document.getElementById('each').checked = {json.dumps(each)}")
+        page.run("document.getElementById('send').click()")
+        answers(page)
+        said = page.run("document.getElementById('problem').textContent")
+        assert said == "broken $&.png is not a picture that Pillow can read"
+    page.run("pictures.length = 0")
+
+
+def test_files_that_are_no_pictures_are_refused_before_they_are_sent(page: chromium.Browser) -> None:
+    clear(page)
+    files = [
+        ["drawing.svg", "image/svg+xml", "<svg/>"],
+        ["notes.txt", "text/plain", "x"],
+        ["none.png", "image/png", ""],
+    ]
+    made = "(([name, type, text]) => new File([text], name, { type }))"
+    page.run(f"addFiles({json.dumps(files)}.map({made}))")
+    assert page.run("document.getElementById('problem').textContent") == (
+        "drawing.svg is an SVG drawing: save it as PNG first; notes.txt is not a picture; none.png is empty"
+    )
+    assert page.run("pictures.length") == 0
+
+
+def test_the_speed_of_long_answers_is_shown(page: chromium.Browser) -> None:
+    clear(page)
+    page.run("document.getElementById('question').value = 'count to 20'")
     page.run("document.getElementById('send').click()")
     answers(page)
-    assert "not a picture" in page.run("document.getElementById('problem').textContent")
-    page.run("pictures.length = 0")
+    assert "tokens/s" in page.run("document.querySelector('.answer .facts').textContent")
 
 
 def test_what_a_model_writes_is_text_and_never_markup(page: chromium.Browser) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import threading
@@ -11,13 +12,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
 from tests.serving import IMAGES, Reply, Running, serving, text, wait_until
-from vlm_batch.inputs import fetch
+from vlm_batch.inputs import download
 from vlm_batch.inputs.fetch import FetchPolicy
 from vlm_batch.inputs.grammar import Forms
 from vlm_batch.server import bodies, edge, run
@@ -137,7 +139,7 @@ def server() -> Iterator[Running]:
 @pytest.fixture
 def public(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes one address count as public."""
-    monkeypatch.setattr(fetch, "is_public", lambda address: address == PUBLIC)
+    monkeypatch.setattr(download, "is_public", lambda address: address == PUBLIC)
     for name in ("http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
     Hostile.seen.clear()
@@ -202,6 +204,14 @@ def test_size_and_time_are_bounded(server: Running, hostile: int, path: str) -> 
     began = time.monotonic()
     refused(describe(server, f"http://{PUBLIC}:{hostile}/{path}"))
     assert time.monotonic() - began < 9.5  # the slow ones take ten seconds
+
+
+@pytest.mark.usefixtures("public")
+def test_the_picture_that_cannot_be_fetched_is_named(server: Running, hostile: int) -> None:
+    urls = [f"http://{host}:{hostile}/picture" for host in (PUBLIC, "127.0.0.1", PUBLIC)]
+    reply = server.chat([*({"type": "image_url", "image_url": {"url": url}} for url in urls), text("what?")])
+    assert refused(reply).startswith("picture 2 of 3: its URL cannot be fetched")
+    assert refused(describe(server, urls[1])).startswith("the picture: its URL cannot be fetched")
 
 
 @pytest.mark.usefixtures("public")
@@ -298,6 +308,22 @@ def test_messages_for_strangers_have_no_paths() -> None:
     assert without_paths("[Errno 2] '/tmp/a b'") == "[Errno 2] '(a path) b'"
     assert without_paths("either/or at 1/2, http://example.org/a/b") == "either/or at 1/2, http://example.org/a/b"
     assert len(without_paths("x" * 10_000)) == 600
+
+
+@pytest.mark.parametrize(
+    "wrong", [r"\d\d\w+/[a-z", "/home/ann/é/x([a", r"(\\server\share|file:///etc/passwd[a", "a" * 60 + r"\b\c\d[z"]
+)
+def test_what_a_client_sent_comes_back_as_it_was(locked: Running, wrong: str) -> None:
+    said = locked.chat("x", guided_regex=wrong, headers=SESAME).error["message"]
+    assert "(a " not in said and wrong[-8:].replace("/", r"\/") in said, said
+    said = locked.chat("x", headers=SESAME, **{wrong: 1}).error["message"]
+    assert "(a " not in said and wrong[-8:] in said, said
+
+
+def test_paths_of_the_machine_do_not_come_back_beside_what_was_sent() -> None:
+    sent = rb'{"guided_regex": "\\d/home/ann/x"}'
+    said = r"\d/home/ann/x, which /home/ann/models/y and \d/home/ann say"
+    assert without_paths(said, sent) == r"\d/home/ann/x, which (a path) and \d/home/ann say"
 
 
 # Who may come in ---------------------------------------------------------------------------------------------------
@@ -533,19 +559,19 @@ def test_places_are_shared_out_by_address(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(run, "MAX_CONNECTIONS", 10)
     monkeypatch.setattr(run, "MAX_PER_ADDRESS", 6)
     monkeypatch.setattr(run, "RESERVED", 2)
-    places: Any = run.Places()
+    connections: Any = run.Connections()
     peers: list[Peer] = []
 
     def come(address: str, **how: Any) -> Peer:
         peers.append(Peer(address, **how))
-        places.add(peers[-1])
+        connections.add(peers[-1])
         for one in [one for one in peers if not one.is_open]:
-            places.remove(one)
+            connections.remove(one)
             peers.remove(one)
         return peers[-1]
 
     first = [come("a") for _ in range(6)]
-    places.note(first[0])
+    connections.touch(first[0])
     seventh = come("a")
     assert [one.is_open for one in (*first, seventh)] == [True, False, True, True, True, True, True]
     others = [come("b") for _ in range(4)]
@@ -555,7 +581,7 @@ def test_places_are_shared_out_by_address(monkeypatch: pytest.MonkeyPatch) -> No
     assert all(one.is_open for one in others)
     assert [come("d").is_open for _ in range(2)] == [True, True], "kept for those who ask whether it lives"
     last = Peer("d", is_waited_for=False)
-    places.add(last)
+    connections.add(last)
     assert not last.is_open
 
 
@@ -587,7 +613,7 @@ def test_a_slash_too_many_leads_nowhere(server: Running) -> None:
 
 def test_a_form_with_files_gets_its_hint(server: Running) -> None:
     kind = {"Content-Type": "multipart/form-data; boundary=x"}
-    for path, hint in (("/v1/audio/transcriptions", "no audio"), ("/v1/files", "data URIs")):
+    for path, hint in (("/v1/audio/transcriptions", "input_audio"), ("/v1/files", "data URIs")):
         reply = server.ask("POST", path, b"--x--", headers=kind)
         assert (reply.status, hint in reply.error["message"]) == (404, True)
     assert server.ask("POST", "/v1/chat/completions", b"--x--", headers=kind).status == 415
@@ -635,6 +661,24 @@ def count_errors(body: dict[str, Any]) -> int:
     except ValidationError as error:
         return error.error_count()
     return 0
+
+
+def test_the_thread_of_large_bodies_rests_for_as_long_as_each_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    rests: list[float] = []
+    monkeypatch.setattr(bodies, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=rests.append))
+
+    def take(seconds: float) -> None:
+        now[0] += seconds
+
+    async def read() -> None:
+        reader = bodies.Bodies()
+        for seconds in (2.0, 0.5, 0.0):
+            await reader.read(bodies.SMALL + 1, take, seconds)
+        reader.close()
+
+    asyncio.run(read())
+    assert rests == [0.0, 2.0, 0.5]
 
 
 def nested(depth: int) -> str:
@@ -747,14 +791,14 @@ def test_refusals_speak_the_language_of_the_wire(server: Running) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "obect"}}}
     large = "data:image/png;base64," + "A" * (2 << 20)
     asked: list[tuple[Any, dict[str, Any], str | None, str]] = [
-        ("a<|im_end|>b", {}, None, "leave it out"),
-        ("<|image_pad|>", {}, None, "/v1/completions"),
+        ("a<|im_end|>b", {}, "messages", "leave it out"),
+        ("<|image_pad|>", {}, "messages", "/v1/completions"),
         ("x", {"response_format": form}, "response_format", "response_format: "),
         ("x", {"response_format": form, "guided_regex": "a"}, "response_format", "response_format and guided_regex"),
         ("x", {"guided_choice": []}, "guided_choice", "guided_choice is empty"),
         ("x", {"guided_grammar": "start: ?"}, "guided_grammar", "guided_grammar: "),
         ("x", {"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", "chat_template_kwargs holds"),
-        ("x", {"chat_template_kwargs": {"zzz": True}}, None, "does not read"),
+        ("x", {"chat_template_kwargs": {"zzz": True}}, "chat_template_kwargs", "does not read"),
         ("x", {"allowed_token_ids": [99999]}, "allowed_token_ids", "this model has"),
         ("x", {"logit_bias": {"99999": 1}}, "logit_bias", "this model has"),
         ("word " * 5000, {}, "messages", "the model's context holds"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -14,12 +13,26 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_vlm.models import rope_utils
+from mlx_vlm.models.cache import RotatingKVCache, make_prompt_cache
 
-from tests.checkpoints import layout, names, older, write_checkpoint
+from tests.checkpoints import NO_OLDER, layout, names, older, write_checkpoint
 from tests.exact_cases import GRID, JOINED, Arrival, Way, engine_of
 from tests.exact_cases import play as play_exactly
 from tests.harness import TOLERANCE, Answer, Ask, inputs_of, run
-from tests.settings import ALL_SLIDE, APPLIED, NUM_TOKENS, REFUSED, SETTINGS, Case, factors, merged, write_case
+from tests.settings import (
+    ALL_SLIDE,
+    APPLIED,
+    KEYS,
+    NOT_SWEPT,
+    NUM_TOKENS,
+    REFUSED,
+    SETTINGS,
+    Case,
+    factors,
+    merged,
+    nested,
+    write_case,
+)
 from tests.zoo import apart
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.longrope import ROW_ROPES
@@ -30,7 +43,7 @@ from vlm_batch.engine.shapes import FixedShapes
 from vlm_batch.errors import UnsupportedModel
 from vlm_batch.loading import adapt
 from vlm_batch.loading.checkpoints import read_model
-from vlm_batch.loading.exactness import Joint, prove
+from vlm_batch.loading.exactness import SharedCallProofs, prove
 
 
 @cache
@@ -86,7 +99,7 @@ def test_reproducible_answers_with_long_factors(placement: Placement, joins: boo
     proof = prove(adapter, None, placement)
     exact = FixedShapes(proof.best(placement), placement, GRID, products=proof.products, widths=proof.widths)
     if joins:
-        exact = replace(exact, **JOINED, joint=Joint(adapter.with_products(dict(exact.products)), None))
+        exact = replace(exact, **JOINED, joint=SharedCallProofs(adapter.with_products(dict(exact.products)), None))
     arrivals = [Arrival(key, at, NUM_TOKENS) for at, key in enumerate(APPLIED["longrope"].keys)]
     right = [play_exactly(family, engine_of(adapter, exact, Way()), [replace(one, at=0)])[0] for one in arrivals]
     with np.load(SETTINGS / "longrope.npz") as recorded:
@@ -127,6 +140,38 @@ def test_older_folders_have_scaled_positions_too(name: str, tmp_path: Path) -> N
     check(name, answers)
 
 
+@cache
+def recorded_changes() -> dict[str, list[tuple[tuple[str, ...], Any, float, np.ndarray]]]:
+    """What transformers answers to each change of each family's settings: path, value, how far it moves, log-probabilities."""
+    found: dict[str, list[tuple[tuple[str, ...], Any, float, np.ndarray]]] = {}
+    with np.load(SETTINGS / "swept.npz") as recorded:
+        for key, right in recorded.items():
+            name, path, value, moved = json.loads(key)
+            found.setdefault(name, []).append((tuple(path), value, moved, right))
+    return found
+
+
+@pytest.mark.parametrize("name", sorted({*names()} - NOT_SWEPT))
+def test_every_setting_is_as_transformers_has_it_or_refused(name: str, tmp_path: Path) -> None:
+    """Each activation, epsilon, yes or no, and base of a rotation: another value moves the answer as there, or is refused."""
+    folder, wrong, compared = write_case(tmp_path, Case(name, {})), [], 0
+    written = json.loads((folder / "config.json").read_text())
+    for path, value, moved, right in recorded_changes()[name]:
+        (folder / "config.json").write_text(json.dumps(merged(written, nested(path, value))))
+        try:
+            adapter = adapt(read_model(folder, in_float32=True))
+        except (UnsupportedModel, ValueError):  # the latter for other tensors
+            continue
+        compared += 1
+        for answer in run(adapter, lambda key: inputs_of(name, key), [Ask(key, tokens=1) for key in KEYS]):
+            assert answer.result is not None and answer.result.error is None, (path, value)
+            distance = apart(answer.logprobs[0], right[KEYS.index(answer.ask.key)])
+            if distance > TOLERANCE + 0.01 * moved:  # values that no checkpoint has round more
+                wrong.append((".".join(path), value, answer.ask.key, moved, distance))
+    assert not wrong
+    assert compared or name == "florence2"  # which refuses all of its own
+
+
 def test_scaled_positions_of_a_class_that_spells_its_rotation_out_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match="has yarn positions, which mlx-vlm's class of it does not know"):
         read_model(write_case(tmp_path, Case("ernie4_5_moe_vl", APPLIED["yarn_glm4v"].change)), in_float32=True)
@@ -137,9 +182,16 @@ def test_settings_of_no_effect_are_not_refused(name: str, tmp_path: Path) -> Non
     """Words' ids, what training reads, and what is the default anyway."""
     common: dict[str, Any] = {"use_cache": False, "initializer_range": 0.5, "attention_dropout": 0.1}
     common |= {"pad_token_id": 3, "torch_dtype": "bfloat16", "architectures": ["Other"], "nobody_knows_this": 7}
+    common |= {"dtype": "bfloat16", "_name_or_path": "a/b", "transformers_version": "4.57.1", "return_dict": True}
+    common |= {"output_attentions": False, "output_hidden_states": False, "id2label": {"0": "a"}, "label2id": {"a": 0}}
+    common |= {
+        "is_encoder_decoder": False,
+        "chunk_size_feed_forward": 0,
+        "problem_type": None,
+        "_attn_implementation": "sdpa",
+    }
     config = layout(name)["files"]["config.json"]
-    inner = ("text_config", "vision_config") if name != "glm_ocr" else ()  # its class takes nothing else
-    parts = {part: common for part in inner if part in config}
+    parts = {part: common for part in ("text_config", "vision_config") if part in config}
     read_model(write_case(tmp_path, Case(name, {**common, **parts})), in_float32=True)
 
 
@@ -149,6 +201,14 @@ def test_where_some_layers_slide_the_window_bounds_prompt_and_answer(
     model = read_model(write_case(tmp_path, Case("paligemma2", ALL_SLIDE)), in_float32=True)
     assert "sliding_window of 9 tokens" in caplog.text
     assert adapt(model).max_context == 9
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl_moe", "qwen3_omni_moe", "mistral3_mistral4"])
+def test_a_window_that_no_model_of_transformers_reads_is_none(name: str, tmp_path: Path) -> None:
+    model = read_model(write_case(tmp_path, Case(name, ALL_SLIDE)), in_float32=True)
+    adapter = adapt(model)
+    assert adapter.max_context != 9
+    assert not any(isinstance(cache, RotatingKVCache) for cache in make_prompt_cache(adapter.language))
 
 
 LINEAR: dict[str, Any] = {"rope_type": "linear", "factor": 2.0}
@@ -177,15 +237,58 @@ def test_no_other_kind_of_rotation_is_known() -> None:
     assert kinds == {"EagerRoPE", "SuScaledRoPE", "Llama3RoPE", "YarnRoPE", "ProportionalRoPE", "MRoPERotaryEmbedding"}
 
 
-@pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl"])
-def test_settings_of_the_text_that_are_written_twice_are_one(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", [name for name in sorted(names()) if "text_config" in layout(name)["files"]["config.json"]]
+)
+@pytest.mark.parametrize("is_older", [False, True], ids=["newer", "older"])
+def test_settings_of_the_text_that_are_written_twice_are_one(tmp_path: Path, name: str, is_older: bool) -> None:
     """transformers 4.52 to 4.56 wrote them at the root and in text_config, of which mlx-vlm's classes read one."""
-    folder = tmp_path / name
-    shutil.copytree(Path(__file__).parent.parent / "fixtures/checkpoints" / name, folder)
-    config = json.loads((folder / "config.json").read_text())
-    root = {
-        key: value for key, value in config.items() if not key.endswith(("_config", "token_id")) and key != "model_type"
-    }
-    text = {**root, "model_type": f"{name}_text", **config.get("text_config", {})}
-    (folder / "config.json").write_text(json.dumps({**text, **config, "text_config": text}))
-    read_model(folder, in_float32=True)
+    if is_older and name in NO_OLDER:
+        return
+    written = layout(name)["files"]["config.json"]
+    config = older(written) if is_older else written
+    text = {key: value for key, value in config["text_config"].items() if key != "model_type"}
+    read_model(write_checkpoint(tmp_path, name, config={**text, **config}), in_float32=True)
+
+
+def test_a_factor_of_yarn_that_is_left_out_follows_as_in_transformers(tmp_path: Path) -> None:
+    """From the longest context and the original one: 64 and 16, which is the factor of 4 that was recorded."""
+    case = APPLIED["yarn_qwen2_5_vl"]
+    config = merged(layout(case.family)["files"]["config.json"], case.change)
+    config["text_config"]["rope_parameters"]["factor"] = None
+    model = read_model(write_checkpoint(tmp_path, case.family, config=config), in_float32=True)
+    check("yarn_qwen2_5_vl", run(adapt(model), lambda key: inputs_of(case.family, key), all_at_once("yarn_qwen2_5_vl")))
+
+
+@pytest.mark.parametrize("name", ["linear_qwen3_5", "llama3_llava"])
+def test_scaled_positions_without_their_factor_are_refused(name: str, tmp_path: Path) -> None:
+    case = APPLIED[name]
+    config = merged(layout(case.family)["files"]["config.json"], case.change)
+    config["text_config"]["rope_parameters"]["factor"] = None
+    with pytest.raises(UnsupportedModel, match="positions, and have no factor"):
+        read_model(write_checkpoint(tmp_path, case.family, config=config), in_float32=True)
+
+
+@pytest.mark.parametrize("name", ["aya_vision", "aya_vision_cohere2", "paligemma", "paligemma2"])
+def test_a_head_of_its_own_that_nothing_reads_is_refused(name: str, tmp_path: Path) -> None:
+    config = layout(name)["files"]["config.json"]
+    parts = {"tie_word_embeddings": False, "text_config": config["text_config"] | {"tie_word_embeddings": False}}
+    folder = write_checkpoint(tmp_path, name, config=parts)
+    tensors = mx.load(str(folder / "model.safetensors"))
+    assert isinstance(tensors, dict)
+    head = next(value for key, value in tensors.items() if key.endswith("embed_tokens.weight"))
+    mx.save_safetensors(
+        str(folder / "model.safetensors"), tensors | {"lm_head.weight": head}, metadata={"format": "pt"}
+    )
+    with pytest.raises(UnsupportedModel, match=r"tie_word_embeddings: false.* by the table of words alone"):
+        read_model(folder, in_float32=True)
+
+
+@pytest.mark.parametrize("place", ["rope_scaling", "rope_parameters"])
+def test_hunyuan_vl_without_sections_is_refused_by_name(place: str, tmp_path: Path) -> None:
+    config = layout("hunyuan_vl")["files"]["config.json"]
+    text = {key: value for key, value in config["text_config"].items() if key != "rope_parameters"}
+    with pytest.raises(UnsupportedModel, match="hunyuan_vl says no mrope_section"):
+        read_model(
+            write_checkpoint(tmp_path, "hunyuan_vl", config={"text_config": {**text, place: None}}), in_float32=True
+        )

@@ -17,6 +17,7 @@ from tests.harness import Ask, check, run_family, settings_for, shared_adapter
 from tests.zoo import family
 from vlm_batch.adapters import kernels
 from vlm_batch.caches import Placement, RingSlabCache, SlabCache
+from vlm_batch.caches.drafted import keep, with_positions
 from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.caches.quantized import QuantizedCache, QuantizedSlabCache
 from vlm_batch.engine.compiled import CompiledDecode
@@ -52,7 +53,7 @@ def row(kind: str, length: int) -> Any:
 
 def held(slab: SlabCache, place: int) -> list[mx.array]:
     """The arrays of the row at a place."""
-    state = slab.take(place).state
+    state = slab.extract(place).state
     return [part for states in state for part in (states.parts if hasattr(states, "parts") else [states])]
 
 
@@ -140,11 +141,12 @@ def test_steps_are_graphs_by_default_where_launches_decide(name: str, monkeypatc
     made: list[CompiledDecode] = []
     plain = CompiledDecode.__init__
 
-    def watched(self: CompiledDecode, decode: Any) -> None:
+    def watched(self: CompiledDecode, decode: Any, **how: Any) -> None:
         made.append(self)
-        plain(self, decode)
+        plain(self, decode, **how)
 
     monkeypatch.setattr(CompiledDecode, "__init__", watched)
+    monkeypatch.setattr("vlm_batch.engine.decoding.can_leave_unfused", lambda: False)
     engine = BatchGenerator(shared_adapter(name), policy=settings_for(Placement.SLAB, max_rows=4))
     asks = [Ask("text:4:250", tokens=12), Ask("image:2:1", at=2), Ask("text:5:9", at=5), Ask("text:6:14", at=6)]
     check(name, run_family(name, asks, generator=engine))
@@ -184,3 +186,54 @@ def test_a_compiled_step_that_fails_holds_no_slab() -> None:
     del slab
     gc.collect()
     assert held() is None
+
+
+@pytest.mark.parametrize("count", [2, 5, 8])
+@pytest.mark.parametrize("lengths", [(3, 0, 6), (8, 21, 0), (7, 15, 40), (2, 3, 4)], ids=str)
+def test_a_ring_after_a_forward_with_drafts_holds_what_single_steps_leave(lengths: tuple[int, ...], count: int) -> None:
+    """Each position sees what it sees in a step of its own; rejected positions have overwritten nothing."""
+    window = 8
+    mx.random.seed(count)
+    tokens = [mx.random.normal((1, HEADS, 64, DEPTH)) for _ in lengths]  # keys of each place; values are their doubles
+
+    def at(position: int) -> mx.array:  # of each place's sequence
+        return mx.concatenate(
+            [own[:, :, (n + position) % 64][:, :, None] for own, n in zip(tokens, lengths, strict=True)]
+        )
+
+    def ring() -> RingSlabCache:
+        slab = RingSlabCache(len(lengths), window)
+        for place, length in enumerate(lengths):
+            cache = RotatingKVCache(window)
+            for position in range(length):
+                one = tokens[place][:, :, position % 64][:, :, None]
+                cache.update_and_fetch(one, 2 * one)
+            if length:
+                slab.put(place, cache)
+        return slab
+
+    for kept in {1, count // 2 + 1, count}:
+        slab, single = ring(), ring()
+        view = with_positions([slab], [count] * len(lengths))[0]
+        new = mx.stack([at(position) for position in range(count)], axis=1).reshape(-1, HEADS, 1, DEPTH)
+        mask = view.make_mask(1)
+        states = view.update_and_fetch(new, 2 * new)
+        for position in range(count):
+            seen = single.make_mask(1)
+            keys, values = single.update_and_fetch(at(position), 2 * at(position))
+            if position == kept - 1:
+                done = {place: single.extract(place).state for place, length in enumerate(lengths) if length}
+            for place, length in enumerate(lengths):
+                row = mask[place * count + position, 0, 0]
+                right = mx.ones_like(row) if seen is None else seen[place, 0, 0]
+                if length:
+                    assert row[: right.size].tolist() == right.tolist() and not row[right.size :].any().item()
+                for half, other in zip(states, (keys, values), strict=True):
+                    mine = half.of(position)[place][:, : right.size]
+                    assert mx.array_equal(mine * right[:, None], other[place] * right[:, None]).item() or not length
+        for place, length in enumerate(lengths):
+            if length:
+                keep([slab], place, count, kept)
+                found = slab.extract(place)
+                assert found.offset == length + kept
+                assert all(mx.array_equal(*pair).item() for pair in zip(found.state, done[place] or (), strict=True))

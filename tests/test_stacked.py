@@ -53,7 +53,7 @@ def same(one: RowsCache, other: RowsCache) -> None:
     assert one.lengths == other.lengths
     for place, length in enumerate(one.lengths):
         if length:
-            for mine, theirs in zip(one.take(place).state, other.take(place).state, strict=True):
+            for mine, theirs in zip(one.extract(place).state, other.extract(place).state, strict=True):
                 assert np.array_equal(np.array(mine), np.array(theirs))
 
 
@@ -82,7 +82,7 @@ def test_neighbours_of_one_length_are_one_array_with_the_numbers_of_each() -> No
 def test_what_is_taken_is_its_own() -> None:
     layer = layer_of(True, (5, 5))
     step(layer, 0)
-    taken = layer.take(1)
+    taken = layer.extract(1)
     before = np.array(taken.state[0])
     step(layer, 1)
     assert type(taken) is KVCache and taken.offset == 6
@@ -121,7 +121,7 @@ def test_pictures_of_one_size_decode_as_one_array(name: str, monkeypatch: pytest
         return found
 
     monkeypatch.setattr(RowsCache, "update_and_fetch", watched)
-    config = {"max_rows": 4, "idle_budget": 512, "prefill_together": 4}
+    config = {"max_rows": 4, "idle_budget": 512, "prefill_together": 4, "short_rows": 0}
     engine = BatchGenerator(shared_adapter(name), policy=settings_for(Placement.ROWS, **config))
     asks = [Ask("text:4:14"), Ask("text:6:14", tokens=4), Ask("text:7:14"), Ask("text:5:26", at=2)]
     check(name, run_family(name, asks, generator=engine))
@@ -133,7 +133,7 @@ def test_the_bytes_of_rows_can_be_asked_for_while_rows_leave() -> None:
     """``stats`` is asked from other threads than the one that frees places."""
     batch = RowsCache()
     batch.places = [KVCache() for _ in range(3)]
-    runs = batch._runs()
+    runs = batch.runs()
     assert next(runs)[0] == 0
     del batch.places[1:]
     assert [first for first, _, _ in runs] == [1, 2]

@@ -18,7 +18,7 @@ import pydantic
 import pytest
 
 from tests.harness import inputs_of, settings_for, shared_adapter
-from tests.histories import Later
+from tests.histories import Blind, Later
 from tests.test_templates import with_template
 from vlm_batch import Request, SamplingParams, Template, VLMBatcher
 from vlm_batch.arrays import as_mlx
@@ -26,10 +26,15 @@ from vlm_batch.assets import default_checkpoint, sample_images
 from vlm_batch.caches import Placement
 from vlm_batch.engine.constraints import Guide
 from vlm_batch.engine.generator import BatchGenerator
+from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.row import Prompt, new_row
 from vlm_batch.engine.sampling import sample
 from vlm_batch.errors import InvalidParameters
 from vlm_batch.inputs import grammar
+from vlm_batch.inputs.fetch import Cancelled
+from vlm_batch.store.budget import ByteBudget
+from vlm_batch.store.prefix import PrefixCache
+from vlm_batch.store.saved import SavedRow
 from vlm_batch.types import LogitsProcessor
 
 CIRCLE = str(sample_images()[3])
@@ -150,6 +155,23 @@ def test_in_company_as_alone(batcher: VLMBatcher) -> None:
         ({"json_schema": {"type": "obect"}}, "json_schema: Invalid type: obect"),
         ({"json_schema": {"type": "object", "if": {}}}, "json_schema: .*if"),
         ({"regex": "([a"}, "regex: .*unclosed character class"),
+        ({"regex": "a?" * 5000}, "regex has 10,000 characters; at most 8,192 are compiled"),  # took seconds to compile
+        (
+            {"json_schema": {"type": "array", "items": {"type": "string", "pattern": "a?" * 5000}}},
+            "json_schema has regular expressions of 10,000 characters; at most 8,192 are compiled",
+        ),
+        (
+            {"json_schema": {"type": "object", "patternProperties": {"a?" * 5000: {"type": "string"}}}},
+            "json_schema has regular expressions of 10,000 characters",
+        ),
+        (
+            {"grammar": "start: A\nA: " + " ".join(f"/{'a?' * 1000}{n}/" for n in range(8))},
+            "grammar has regular expressions of 16,024 characters",
+        ),
+        (
+            {"grammar": 'start: %json {"type": "string", "pattern": "' + "a?" * 5000 + '"}'},
+            "grammar has regular expressions of 10,000 characters",
+        ),
         ({"grammar": "start: nothing"}, "grammar: .*nothing"),
     ],
     ids=str,
@@ -175,6 +197,186 @@ def test_a_form_that_is_none_is_refused_at_submit(batcher: VLMBatcher, wrong: di
 def test_forms_are_checked_where_they_are_made(wrong: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidParameters, match=said):
         SamplingParams(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("schema", "said"),
+    [
+        ({"const": 2**53 + 1}, "const 9007199254740993"),
+        ({"const": -(2**63)}, "const -9223372036854775808"),  # ended the process
+        ({"properties": {"a": {"items": {"enum": [1, {"maximum": [2**63 - 1]}]}}}}, "enum 9223372036854775807"),
+        ({"type": "integer", "minimum": 2**53 + 1}, "minimum 9007199254740993"),
+        ({"type": "integer", "exclusiveMinimum": 2**53, "maximum": 2**53 + 1}, "maximum 9007199254740993"),
+        ({"type": "integer", "minimum": -1e19, "maximum": -1e19}, "m -1e"),  # ended the process
+        ({"type": "integer", "multipleOf": 2**31}, "multipleOf"),  # did not come back
+        ({"type": "number", "allOf": [{"multipleOf": 1000}, {"multipleOf": 0.001}]}, "multipleOf"),
+        ('{"const": NaN}', "NaN is no number of JSON"),
+        ('{"const": 1e400}', "'1e400' is larger than any number"),
+        ({"const": float("-inf")}, "-Infinity is no number of JSON"),
+    ],
+    ids=str,
+)
+def test_numbers_that_would_be_others_are_refused(schema: Any, said: str) -> None:
+    """llguidance reads every number of a schema as a 64-bit float, and bounds as 64-bit integers."""
+    with pytest.raises(InvalidParameters, match=f"json_schema .*{said}"):
+        SamplingParams(json_schema=schema)
+
+
+LARGE: dict[str, Any] = {"const": 1234567890123456789}
+SLOW = {"type": "integer", "multipleOf": 2**31}
+
+
+@pytest.mark.parametrize("name", ["default", "example", "examples"])
+@pytest.mark.parametrize("inner", [LARGE, SLOW], ids=["large", "slow"])
+@pytest.mark.parametrize(
+    "schema",
+    [
+        '{"properties": {"NAME": INNER}}',
+        '{"patternProperties": {"NAME": INNER}}',
+        '{"$ref": "#/$defs/NAME", "$defs": {"NAME": INNER}}',
+        '{"$ref": "#/definitions/NAME", "definitions": {"NAME": INNER}}',
+        '{"properties": {"x": {"$ref": "#/NAME/q"}}, "NAME": {"q": INNER}}',
+        '{"properties": {"x": {"$ref": "#/NAME/0"}}, "NAME": [INNER]}',
+        '{"$ref": "#/%64efault", "default": INNER}',
+        '{"$ref": "#/x-own", "x-own": INNER}',
+        '{"$ref": "#/x-own/NAME", "x-own": {"NAME": INNER}}',
+        '{"$ref": "#/$defs", "$defs": {"properties": {"NAME": INNER}}}',
+        '{"$ref": "http://own/a#/NAME", "$id": "http://own/a", "NAME": INNER}',
+        '{"$ref": "#/const/NAME", "const": {"NAME": INNER}}',
+        '{"allOf": [{"$ref": "#/properties/NAME"}], "properties": {"NAME": {"items": INNER}}}',
+    ],
+)
+def test_what_a_schema_says_is_checked_wherever_it_stands(name: str, inner: dict[str, Any], schema: str) -> None:
+    """A property may have the name of a keyword, and a reference may lead anywhere."""
+    whole = schema.replace("NAME", name).replace("INNER", json.dumps(inner))
+    with pytest.raises(InvalidParameters, match=r"const 1234567890123456789|multipleOf"):
+        SamplingParams(json_schema=whole)
+
+
+@pytest.mark.parametrize("name", ["default", "example", "examples"])
+def test_what_is_only_spoken_of_may_be_any_number(name: str) -> None:
+    """llguidance reads no integer that is larger than 64 bits, wherever it stands."""
+    for schema in ({"type": "integer", name: 10**30}, {"properties": {name: {"type": "integer", name: [10**400]}}}):
+        params = SamplingParams(json_schema={**schema})
+        grammar.check_form(params)
+        assert ("properties" in schema) == (name in str(params.json_schema))  # a property of that name stays
+
+
+@pytest.mark.parametrize("name", ["default", "example", "examples"])
+def test_constants_have_no_annotations(name: str) -> None:
+    for schema in ({"const": {name: 2**53 + 1}}, {"enum": [[{name: 2**53 + 1}]]}):
+        with pytest.raises(InvalidParameters, match="9007199254740993"):
+            SamplingParams(json_schema=schema)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"allOf": [{"multipleOf": 50000}, {"multipleOf": 100000}]},  # were followed as 14,100
+        {"multipleOf": 50000, "$ref": "#/$defs/a", "$defs": {"a": {"multipleOf": 100000}}},
+        {"multipleOf": 50000, "$ref": "#own", "$defs": {"a": {"$anchor": "own", "multipleOf": 100000}}},
+        {"properties": {"a": {"multipleOf": 5}}, "patternProperties": {"a": {"multipleOf": 70001}}},
+        {"allOf": [{"properties": {"a": {"multipleOf": 50000}}}, {"properties": {"a": {"multipleOf": 100000}}}]},
+        {"multipleOf": 999983},
+        {"multipleOf": 86_400_000},
+        {"multipleOf": 0.100003},
+    ],
+    ids=str,
+)
+def test_multiples_that_are_slow_or_become_others_are_refused(schema: dict[str, Any]) -> None:
+    """llguidance follows some number by number, and multiplies those of one value in 32 bits."""
+    with pytest.raises(InvalidParameters, match="multipleOf"):
+        SamplingParams(json_schema={"type": "number", **schema})
+
+
+@pytest.mark.parametrize(
+    "multiples",
+    [(0.01, 3600), (1e-6, 15), (1e-8, 1), (1_000_000, 7), (100_000, 99_991)],
+    ids=str,
+)
+def test_multiples_of_unrelated_values_are_each_their_own(multiples: tuple[float, float]) -> None:
+    one, other = ({"type": "number", "multipleOf": number} for number in multiples)
+    money = {"description": "money", "$ref": "#/$defs/money"}
+    for schema in (
+        {"properties": {"x": one, "y": other}},
+        {"anyOf": [one, other], "title": "either"},
+        {"properties": {"x": money, "y": {"items": other}}, "$defs": {"money": one}},
+    ):
+        SamplingParams(json_schema=schema)
+
+
+@pytest.mark.parametrize(
+    "bounds",
+    [
+        {"minimum": -(2**63), "maximum": 2**63 - 1},
+        {"minimum": 0, "maximum": 2**64 - 1},
+        {"minimum": -9223372036854776000, "maximum": 9223372036854776000},
+        {"exclusiveMinimum": -1.7976931348623157e308, "maximum": 1.7976931348623157e308},
+        {"minimum": -3.4028234663852886e38, "exclusiveMaximum": 3.4028234663852886e38},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", ["integer", "number"])
+def test_the_limits_of_number_types_are_no_bounds(batcher: VLMBatcher, bounds: dict[str, Any], kind: str) -> None:
+    schema = {"properties": {"minimum": {"type": kind, **bounds}}, "required": ["minimum"]}
+    shape = {"type": "object", "additionalProperties": False, **schema}
+    params = SamplingParams(json_schema=shape, max_tokens=40, logits_processors=[forced(batcher, '{"minimum": 7}')])
+    result = batcher.submit(prompt="a", params=params).result(timeout=60)
+    assert result.parsed == {"minimum": 7}, result.error
+    with pytest.raises(InvalidParameters, match="numbers below 2"):
+        SamplingParams(json_schema={"type": kind, "minimum": 2**63 - 1, "maximum": -(2**63)})
+
+
+@pytest.mark.parametrize("name", ["int64", "decimal", "password", "byte", "uri-reference", "url"])
+def test_formats_that_nobody_knows_ask_nothing(batcher: VLMBatcher, name: str) -> None:
+    schema = {"enum": [{"format": name}]}
+    text = {"type": "string", "format": name, "maxLength": 5}
+    shape = {"type": "object", "properties": {"format": text, "const": text, "own": schema}, "required": ["own"]}
+    result = batcher.submit(prompt="a", params=SamplingParams(json_schema=shape, max_tokens=1)).result(timeout=60)
+    assert result.error is None
+    settled = SamplingParams(json_schema=shape).json_schema
+    assert isinstance(settled, dict)
+    plain = {"type": "string", "maxLength": 5}
+    assert settled["properties"] == {"format": plain, "const": plain, "own": schema}
+    dated = {"type": "string", "format": "date"}
+    assert SamplingParams(json_schema=dated).json_schema == dated
+    listed = {"type": "array", "uniqueItems": False}
+    assert SamplingParams(json_schema=listed).json_schema == {"type": "array"}
+
+
+def test_a_schema_within_a_grammar_is_a_schema(batcher: VLMBatcher) -> None:
+    with pytest.raises(InvalidParameters, match="grammar has const 9007199254740993"):
+        batcher.submit(prompt="a", params=SamplingParams(grammar='start: "n" %json {"const": 9007199254740993}'))
+    schema = json.dumps({"type": "object", "properties": {"example": SLOW}})
+    with pytest.raises(InvalidParameters, match="grammar has multipleOf 2147483648"):
+        batcher.submit(prompt="a", params=SamplingParams(grammar=f"start: %json {schema}"))
+
+
+@pytest.mark.parametrize("number", [2**53, -(2**53), 2**60, 0.1, 5])
+def test_other_numbers_are_written_as_they_are(batcher: VLMBatcher, number: float) -> None:
+    schema = {"const": number, "default": 2**53 + 1}
+    result = batcher.submit(prompt="a", params=SamplingParams(json_schema=schema, max_tokens=40)).result(timeout=60)
+    assert result.parsed == number, result.error
+    SamplingParams(json_schema={"type": "integer", "minimum": 0, "maximum": 2**63 - 1, "multipleOf": 60})
+
+
+DEEP = 1200
+CHAIN = {"properties": {"a": {"$ref": "NEXT"}}, "required": ["a"]}
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"json_schema": {"$defs": {str(at): json.loads(json.dumps(CHAIN).replace("NEXT", f"#/$defs/{at + 1}"))
+                                   for at in range(DEEP)} | {str(DEEP): {"const": 1}}, "$ref": "#/$defs/0"}},
+        {"grammar": "start: r0\n" + "".join(f"r{at}: ((((r{at + 1}))))\n" for at in range(DEEP)) + f'r{DEEP}: "a"'},
+    ],
+    ids=["schema", "grammar"],
+)  # fmt: skip
+def test_a_form_that_goes_deep_does_not_end_the_process(batcher: VLMBatcher, form: dict[str, Any]) -> None:
+    """A thread's usual stack ends before llguidance has gone from one to the last."""
+    result = batcher.submit(prompt="a", params=SamplingParams(max_tokens=3, **form)).result(timeout=60)
+    assert result.ok or isinstance(result.exception, InvalidParameters), result.error
 
 
 def test_submitting_waits_for_no_form_that_is_being_compiled(batcher: VLMBatcher) -> None:
@@ -455,7 +657,7 @@ def test_a_template_without_thinking_has_no_budget_for_it(batcher: VLMBatcher) -
         batcher.submit(prompt="a", params=SamplingParams(thinking_budget=3))
 
 
-class AnyForm:
+class AnyForm(Blind):
     """Lets everything through, and notes when it is asked."""
 
     is_whole = may_end = False
@@ -467,7 +669,7 @@ class AnyForm:
         self.noted.append("mask")
         bits[:] = 0xFFFFFFFF
 
-    def follow(self, token: int) -> Future[None]:
+    def follow(self, token: int, most_ahead: int = 0) -> Future[None]:
         self.noted.append("token")
         return Later(0)
 
@@ -505,7 +707,7 @@ class Stuck(AnyForm):
         super().__init__([])
         self.held: list[Future[None]] = []
 
-    def follow(self, token: int) -> Future[None]:
+    def follow(self, token: int, most_ahead: int = 0) -> Future[None]:
         super().follow(token)
         if len(self.noted) < 5:
             return Later(0)
@@ -537,3 +739,74 @@ def test_a_form_that_takes_long_holds_up_its_own_row_alone(placement: Placement)
             if form.held and len(order) == len(names) - 1:
                 form.held.pop().set_result(None)
         assert order[-1] == "stuck" and len(texts["stuck"]) == 12
+
+
+@pytest.mark.parametrize("placement", Placement)
+def test_the_caches_of_a_cancelled_row_are_kept_with_the_token_that_its_form_has(
+    placement: Placement, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter = shared_adapter("qwen2_vl")
+    reuse, stored = Reuse(adapter, PrefixCache(ByteBudget(2**28))), list[SavedRow]()
+    monkeypatch.setattr(reuse, "store", stored.append)
+    generator = BatchGenerator(adapter, policy=settings_for(placement, max_rows=2), reuse=reuse)
+    row = new_row("stuck", Prompt(inputs=as_mlx(inputs_of("qwen2_vl", "text:3:40"))), SamplingParams(max_tokens=12))
+    row.answer.guide, answer = Guide.of(row.params, form := Stuck(), None, ()), row.answer
+    generator.rows.add(row)
+    while not form.held:
+        generator.step()
+    assert answer.untold is not None
+    stored.clear()  # its prompt
+    assert generator.cancel("stuck")
+    generator.step()
+    assert [saved.length for saved in stored] == [40 + answer.num_fed], caplog.text
+    assert answer.num_fed == len(answer.token_ids) + 1  # or the case is another one
+
+
+def test_looking_ahead_leaves_the_beginning_to_all(batcher: VLMBatcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A form that looked along tokens before its first one has changed nothing of what other copies begin with."""
+    monkeypatch.setattr(grammar, "AHEAD_SECONDS", 1.0)
+    params = SamplingParams(regex="(ab|cd)e*")
+    start = batcher._preparer._forms.compiled(params, Cancelled()).result()
+    words = -(-batcher._preparer._forms._words().vocab_size // 32)
+    before, after = (np.zeros(words, dtype=np.uint32) for _ in range(2))
+    start.fill(before)
+    (first, second) = (batcher._preparer.processing.ids_of(text)[0] for text in "ab")
+    one = start.copy()
+    one.look_ahead([first, second]).result()
+    assert one.ahead == (first, second)
+    one.follow(first, 4).result()
+    assert one.ahead in ((), (second,))  # forgotten; what follows may be one token with what comes then
+    start.copy().fill(after)
+    assert (before == after).all() and before.any()
+
+
+def test_looking_ahead_along_a_token_beyond_the_limits_leaves_the_form_as_it_was(
+    batcher: VLMBatcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """llguidance keeps the error of a step that grew too large, which no rollback clears."""
+    monkeypatch.setattr(grammar, "AHEAD_SECONDS", 1.0)
+    letters = "ABCDEFGHIJKLMNOPQRST"
+    words = " | ".join(f"n {one} {two} {three}" for one in letters for two in letters for three in letters)
+    rules = "\n".join(f'{letter}: "{letter.lower()}"' for letter in letters)
+    text = f'start: s\ns: "z" | s "z" | s "!" t\nn: | "-"\nt: {words}\n{rules}\n'
+    form = batcher._preparer._forms.compiled(SamplingParams(grammar=text), Cancelled()).result().copy()
+    z, mark = (batcher._preparer.processing.ids_of(one)[0] for one in "z!")
+    form.follow(z).result()
+    form.look_ahead([mark]).result()
+    assert form.ahead == ()
+    form.follow(z).result()
+
+
+def test_a_look_ahead_that_fails_loses_the_draft_alone(batcher: VLMBatcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    form = batcher._preparer._forms.compiled(SamplingParams(regex="(ab|cd)e*"), Cancelled()).result().copy()
+    guide = Guide(form, None, None)
+    first = batcher._preparer.processing.ids_of("a")[0]
+
+    def fails(self: grammar.Form, tokens: Sequence[int]) -> None:
+        raise ValueError("looked too far")
+
+    monkeypatch.setattr(grammar.Form, "_look_ahead", fails)
+    guide.look_ahead([first], 30)
+    assert guide.ahead == ()
+    guide.feed(first)
+    guide.settle()

@@ -118,7 +118,7 @@ def test_the_last_turn_goes_on(rendered: Any, batcher: VLMBatcher) -> None:
         ({"tools": "weather"}, "tools is 'weather'; it must be a list"),
         ({"enable_thinking": "yes"}, "enable_thinking is 'yes'"),
         ({"reasoning_effort": 3}, "reasoning_effort is 3"),
-        ({"thinking": True}, "template has no thinking; it has add_generation_prompt, args"),
+        ({"thinking": True}, "template has no thinking .'enable_thinking' is probably meant.; it has add_gen"),
         ({"tools": [{"name": "<|im_end|>"}]}, "'<|im_end|>'"),
         ({"tools": [{"parameters": {"<|im_end|>": 1}}]}, "'<|im_end|>'"),
         ({"documents": [{"text": "<|image_pad|>"}]}, "video's place"),

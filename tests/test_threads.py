@@ -22,7 +22,7 @@ NAME = "engine-of-test-threads"
 
 @pytest.fixture(autouse=True)
 def no_idle_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "_idle", {True: [], False: []})
+    monkeypatch.setattr(threads, "_idle", {})
 
 
 def on_thread(work: Callable[[], None]) -> None:
@@ -149,7 +149,7 @@ def test_a_hook_that_raises_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch
 
 
 def test_join_on_the_thread_itself_returns() -> None:
-    held: list[threads.Running] = []
+    held: list[threads.ThreadTask] = []
     began = threading.Event()
 
     def work() -> None:
@@ -214,8 +214,8 @@ def test_waits_without_an_end_look_up_now_and_then(monkeypatch: pytest.MonkeyPat
 def test_a_look_is_repeated_until_it_finds_something_or_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "LOOK_SECONDS", 0.01)
     found = iter((None, None, "it"))
-    assert threads.look_until(lambda seconds: next(found)) == "it"
+    assert threads.wait_until_found(lambda seconds: next(found)) == "it"
     looks: list[float] = []
-    assert threads.look_until(looks.append, 0.03) is None
+    assert threads.wait_until_found(looks.append, 0.03) is None
     assert looks and all(0 <= seconds <= 0.01 for seconds in looks)
-    assert threads.look_until(lambda seconds: seconds, 0) == 0.0  # it is looked for once, whatever the time
+    assert threads.wait_until_found(lambda seconds: seconds, 0) == 0.0  # it is looked for once, whatever the time

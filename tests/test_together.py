@@ -13,7 +13,7 @@ import pytest
 from tests.harness import TOLERANCE, every_family, inputs_of, shared_adapter
 from tests.zoo import family as tiny_family
 from vlm_batch.adapters.base import Adapter
-from vlm_batch.adapters.joint import Looked
+from vlm_batch.adapters.joint import PrecomputedInputs
 from vlm_batch.adapters.modules import RememberingTower
 from vlm_batch.adapters.towers import remember_features, vision_towers
 from vlm_batch.arrays import arrays_of, as_mlx
@@ -110,7 +110,7 @@ def test_pictures_together_are_those_apart(name: str) -> None:
     assert max(farthest(one, other) for one, other in zip(together, apart, strict=True)) < TOLERANCE / 4
     if name in joined():
         assert len(calls) < alone
-        assert all(isinstance(inputs, Looked) for inputs in looked)
+        assert all(isinstance(inputs, PrecomputedInputs) for inputs in looked)
     else:
         assert len(calls) == alone
         assert all(new is old for new, old in zip(looked, requests, strict=True))
@@ -123,7 +123,7 @@ def test_what_is_not_finite_stays_in_its_own_request(name: str) -> None:
     requests[1] = with_nothing_finite(requests[1])
     alone = adapter.encode(right)
     looked = adapter.encode_together(requests)
-    assert isinstance(looked[0], Looked)
+    assert isinstance(looked[0], PrecomputedInputs)
     assert farthest(adapter.encode(looked[0]), alone) < TOLERANCE / 4
 
 
@@ -135,7 +135,7 @@ def test_a_call_that_fails_leaves_its_requests_to_themselves(name: str, monkeypa
     def fail(self: Any, calls: Any) -> Any:
         raise RuntimeError("out of memory, say")
 
-    monkeypatch.setattr(adapter.tower_class, "together", fail)
+    monkeypatch.setattr(adapter.tower_class, "run_joined", fail)
     looked = adapter.encode_together(requests)
     together = [adapter.encode(inputs) for inputs in looked]
     assert max(farthest(one, other) for one, other in zip(together, alone, strict=True)) < TOLERANCE / 4

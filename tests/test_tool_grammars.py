@@ -170,6 +170,13 @@ def test_forms_that_cannot_be_forced_say_so() -> None:
         with pytest.raises(CannotForce, match=parser):
             CallWriter(parser, {}).grammar(TOOLS, several=False)
     loose = [{"type": "function", "function": {"name": "a", "parameters": {"properties": {"b": {"anyOf": []}}}}}]
+    large = [{"function": {"name": "f", "parameters": {"properties": {"a": {"maximum": 2**53 + 1}}}}}]
+    with pytest.raises(CannotForce, match="parameters of 'f' has maximum 9007199254740993"):
+        CallWriter("json_tools", {}).grammar(large, several=False)
+    slow = {"properties": {"example": {"type": "integer", "multipleOf": 2**31}}}
+    named = [{"function": {"name": "f", "parameters": slow}}]
+    with pytest.raises(CannotForce, match="parameters of 'f' has multipleOf 2147483648"):
+        CallWriter("json_tools", {}).grammar(named, several=False)
     with pytest.raises(CannotForce, match="single type"):
         CallWriter("qwen3_coder", {}).grammar(loose, several=False)
 

@@ -20,7 +20,7 @@ from vlm_batch.adapters.products import products_of, shapes_of
 from vlm_batch.adapters.towers import vision_towers
 from vlm_batch.arrays import as_mlx
 from vlm_batch.models import adapter_for
-from vlm_batch.models._qwen2_5_vl import MOST_KEPT, Sides, layout_of
+from vlm_batch.models._qwen2_5_vl import MOST_KEPT, TowerSizes, layout_of
 
 #: Layers of an MLP that are narrowed: outputs of the first ones, inputs of the last.
 NARROWED = {"qwen2_5_vl": (("gate_proj", "up_proj"), "down_proj"), "qwen3_vl": (("linear_fc1",), "linear_fc2")}
@@ -126,7 +126,7 @@ def test_patches_are_embedded_as_by_the_convolution(name: str) -> None:
 
 
 def test_a_layout_is_made_once_for_a_size_and_holds_in_every_thread() -> None:
-    sides = Sides(merge=2, window=4, theta=10000.0, width=8)
+    sides = TowerSizes(merge=2, window=4, theta=10000.0, width=8)
     first = layout_of(((1, 12, 20), (2, 6, 4)), sides)
     assert layout_of(((1, 12, 20), (2, 6, 4)), sides) is first
     assert layout_of(((1, 20, 12), (2, 6, 4)), sides) is not first

@@ -24,7 +24,7 @@ from vlm_batch.adapters.base import Adapter
 from vlm_batch.loading import adapt
 
 CHECKPOINTS = Path(__file__).parent.parent / "fixtures" / "checkpoints"
-NOT_FAMILIES = {"common", "evaluate", "patches", "scenes", "tokenizer", "train"}
+NOT_FAMILIES = {"common", "evaluate", "heads", "hearing", "patches", "reader", "scenes", "tokenizer", "train"}
 FAMILIES = sorted({module.name for module in pkgutil.iter_modules(fixtures.training.__path__)} - NOT_FAMILIES)
 # The one without a picture first: mlx-vlm's models keep a picture's positions for the next call.
 KINDS = ("repeat", "describe", "digits", "one of two", "describe", "same", "is there")

@@ -27,6 +27,7 @@ from vlm_batch import (
     InvalidPrompt,
     InvalidVideo,
     Limits,
+    Request,
     RequestFailed,
     SamplingParams,
     Video,
@@ -401,7 +402,7 @@ def test_every_way_to_ask_is_the_same_question(batcher: VLMBatcher, film: Path) 
         batcher.submit(messages=[{"role": "user", "content": [openai, text]}]),
         batcher.submit(messages=[{"role": "user", "content": [{"type": "video"}, text]}], videos=video),
         batcher.submit(messages=[{"role": "user", "content": ASK}], videos=video),
-        batcher.submit(inputs=_processed(batcher, video)),
+        batcher.submit_request(Request(inputs=_processed(batcher, video))),
     ]
     results = [handle.result(timeout=60).raise_for_error() for handle in handles]
     assert {result.token_ids for result in results} == {results[0].token_ids}

@@ -77,7 +77,7 @@ def test_whichever_allocation_fails_every_answer_is_as_alone(
     monkeypatch.setattr("vlm_batch.caches.slab.CAPACITY_STEP", 8)
     monkeypatch.setattr("vlm_batch.caches.quantized.STEP", 8)
     monkeypatch.setattr("mlx_vlm.models.cache.KVCache.step", 8)
-    monkeypatch.setattr(retry, "give_back", lambda: None)  # it takes most of the time, and has tests of its own
+    monkeypatch.setattr(retry, "release_memory", lambda: None)  # it takes most of the time, and has tests of its own
     calm = Want()
     right, again = answers(family, placement, calm)
     assert calm.count > 9 and not again

@@ -22,7 +22,7 @@ from vlm_batch.caches import Placement
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.shapes import FreeShapes
-from vlm_batch.loading.exactness import Joint, fixed_shapes
+from vlm_batch.loading.exactness import SharedCallProofs, fixed_shapes
 from vlm_batch.policy import POLICIES
 from vlm_batch.runtime.device import Device
 from vlm_batch.store.budget import ByteBudget
@@ -95,7 +95,7 @@ def test_prompts_of_shapes_that_were_computed_attend_by_plans(monkeypatch: pytes
 
         monkeypatch.setattr(kernels, name, watched)
 
-    watch("attend_spelled_out")
+    watch("attend_unfused")
     watch("attend_before")
     asks = [ask for ask in ASKS if ask.key.startswith("text")]
     engine = BatchGenerator(adapter_of(FAMILY, "float32"), policy=settings_for(Placement.SLAB, **CONFIG))
@@ -118,7 +118,7 @@ def test_lengths_of_reproducible_prompts_are_proven_ahead(monkeypatch: pytest.Mo
     for _ in engine.warm_up():
         pass
     measured: list[int] = []
-    monkeypatch.setattr(Joint, "_of_prompts", lambda self, count, length: measured.append(length))
+    monkeypatch.setattr(SharedCallProofs, "_of_prompts", lambda self, count, length: measured.append(length))
     assert [exact.prompts(length) for length in (9, 25, 48, 64)] == [4, 2, 1, 1]
     assert not measured
 

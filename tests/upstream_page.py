@@ -21,6 +21,7 @@ FILES = (
     "chunks",
     "masks",
     "several_pictures",
+    "sound",
     "vision",
     "configured",
     "checkpoints",
@@ -43,6 +44,8 @@ NOT_SHOWN = {
     "another whole second where a file's frame rate is no whole number: read in both, and too rare to be worth a file here",
     "processing_llava_onevision.py:79": "llava_onevision refuses several videos of unequally many frames in one prompt: a "
     "limit, and nothing is answered wrongly",
+    "nemotron_h_nano_omni/audio.py:230": "nemotron_h_nano_omni's encoder gives zeros where nothing may be attended to, as NeMo "
+    "does: it is transformers that takes a mean there, of padding, too",
     "idefics2.py:66": "idefics2's resampler attends to padding as its tower does, which is shown",
     "idefics2.py:243": "idefics2 counts a patch of which a part is padding: tests/references holds transformers' answers to "
     "pictures of unequal size",
@@ -60,26 +63,30 @@ NOT_SHOWN = {
     "muse_spark/language.py:291": "muse_spark rounds activations to bfloat16 whatever the weights are: the same for a "
     "published checkpoint on a GPU",
     "muse_spark/language.py:429": "muse_spark, the same after the last norm",
+    "qwen3_omni_moe/language.py:330": "qwen3_omni_moe's positions in time, against transformers: tests/references holds them",
     "falcon_ocr.py:17": "falcon_ocr takes prompts whole: a limit, not a defect",
 }
 
 HEAD = """# Defects of mlx-vlm 0.7.10
 
-These are the defects of mlx-vlm that this library's adapters patch or avoid. Each has a reproduction that runs against
-mlx-vlm alone, with tiny random models. It prints what mlx-vlm does, what is right, and the place of the cause:
+{cases} defects of mlx-vlm in {families} families, which the adapters mend or avoid. Each has a reproduction that runs
+against mlx-vlm alone, with tiny random models. It prints what mlx-vlm does, what is right, and the place of the cause:
 
 ```sh
 python docs/upstream/merged_keywords.py
 ```
 
-The files share [tiny.py](upstream/tiny.py), which builds the models of [configs.json](upstream/configs.json).
-`tests/test_upstream.py` runs all of them. When mlx-vlm corrects one, its test fails, and the reproduction and the
-adapter's patch can go. Each says what is right. Where it does not, the right answer is the one that mlx-vlm itself gives
-to the same request alone. The evidence against transformers is in `tests/references`: recorded answers of the same
-weights, which `tests/test_zoo.py` compares.
+An entry names the families, the requests if it takes special ones ("Two texts:"), what mlx-vlm does, and what is
+right. Where it does not say, right is the answer that mlx-vlm itself gives to the same request alone. Evidence against
+transformers is in `tests/references`: recorded answers of the same weights, which `tests/test_zoo.py` compares.
 
-Places are file and line of 0.7.10. `python -m tests.upstream_page` writes this page from the files' docstrings.
+`tests/test_upstream.py` runs every reproduction. When mlx-vlm corrects a defect, its test fails, and the reproduction
+and the adapter's patch can go. Places are file and line of 0.7.10, in `mlx_vlm/models` or `mlx_vlm`. The files share
+[tiny.py](upstream/tiny.py), which builds the models of [configs.json](upstream/configs.json). This page is made of their
+docstrings: `python -m tests.upstream_page`.
+
 """
+ALIKE = re.compile(r"As (\w+)(?: \(.*\))?\.")
 
 
 @cache
@@ -104,21 +111,68 @@ def shows(found: Any, right: Any) -> bool:
 
 
 def render() -> str:
-    """The page."""
-    parts = [HEAD]
+    """Return the page."""
+    families = {family for one in cases() for family in one.families}
+    parts = [HEAD.format(cases=len(cases()), families=len(families)).rstrip(), "", *_causes()]
     for name, module in modules().items():
         title, _, rest = inspect.cleandoc(module.__doc__).partition("\n")
         parts += [f"## {title.rstrip('.')}", "", f"[{name}.py](upstream/{name}.py)", ""]
         parts += [rest.strip(), ""] if rest.strip() else []
-        for one in cases():
-            if one.run.__module__ == name:
-                places = ", ".join(f"`{place.removeprefix('models/')}`" for place in one.places)
-                words = " ".join(inspect.cleandoc(one.run.__doc__).split())
-                parts.append(f"- `{one.name}` ({', '.join(one.families)}; {places}): {words}")
-        parts.append("")
+        parts += [*_entries(_cases_of(name)), ""]
     parts += ["## Known, and not shown", ""]
-    parts += [f"- {why} (`{place}`)." for place, why in NOT_SHOWN.items()]
+    parts += [f"- {why}.\n  `{place}`" for place, why in NOT_SHOWN.items()]
     return re.sub(r"(?<!`)``(?!`)", "`", "\n".join(parts)) + "\n"
+
+
+def _causes() -> list[str]:
+    """Return the table of causes, each with a link to its section."""
+    rows = ["| cause | defects | families |", "|---|---|---|"]
+    for name, module in modules().items():
+        title = inspect.cleandoc(module.__doc__).partition("\n")[0].rstrip(".")
+        found = _cases_of(name)
+        families = {family for one in found for family in one.families}
+        rows.append(f"| [{title}](#{_anchor(title)}) | {len(found)} | {len(families)} |")
+    return [*rows, ""]
+
+
+def _anchor(title: str) -> str:
+    """Return the name under which a page is entered at a heading, on the site and on GitHub."""
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+
+
+def _cases_of(file: str) -> list[Any]:
+    return [one for one in cases() if one.run.__module__ == file]
+
+
+def _entries(found: list[Any]) -> list[str]:
+    """Return a file's list: families, words, then names and places. Cases with the same words stand together."""
+    groups: list[list[Any]] = []
+    for one in found:
+        alike = ALIKE.fullmatch(_words(one))
+        same = (group for group in groups if _words(group[0]) == _words(one))
+        like = (group for group in groups if alike and group[0].name.startswith(alike[1]))
+        first = next(same, None) or next(like, None)
+        if first is None:
+            groups.append([one])
+        else:
+            first.append(one)
+    return [_entry(group) for group in groups]
+
+
+def _entry(group: list[Any]) -> str:
+    families = dict.fromkeys(family for one in group for family in one.families)
+    shown = [f"`{one.name}` ({', '.join(f'`{_short(place)}`' for place in one.places)})" for one in group]
+    return f"- **{', '.join(families)}**: {_words(group[0])}\n  {', '.join(shown)}"
+
+
+def _words(one: Any) -> str:
+    """Return what a case says, on one line."""
+    return " ".join(inspect.cleandoc(one.run.__doc__).split())
+
+
+def _short(place: str) -> str:
+    found: str = place.removeprefix("models/")
+    return found
 
 
 def places_of_notes(notes: tuple[str, ...]) -> list[str]:

@@ -7,23 +7,25 @@
     with VLMBatcher("path or hub id") as batcher:
         print(batcher.submit("receipt.jpg", "What is the total?").result().text)
 
-Import this package before ``mlx.core``: on Linux it loads a fast BLAS for CPUs (``vlm_batch.runtime.blas``;
-``VLM_BATCH_NO_BLAS=1`` turns that off) and tells MLX's CUDA back end how to launch (``vlm_batch.runtime.launches``),
-which works only before. The engine itself is imported with its first use.
+Import this package before ``mlx.core``: on Linux it loads a fast BLAS (unless ``VLM_BATCH_NO_BLAS=1``) and sets the
+launches of MLX's CUDA back end.
 """
 
 from typing import TYPE_CHECKING, Any
 
 from vlm_batch.runtime.blas import preload_openblas
 from vlm_batch.runtime.launches import prefer_single_launches
+from vlm_batch.runtime.listing import list_models_quickly
 
 preload_openblas()
 prefer_single_launches()
+list_models_quickly()
 
 from vlm_batch._version import __version__  # noqa: E402
 from vlm_batch.errors import (  # noqa: E402
     BatcherClosed,
     DoesNotFit,
+    InvalidAudio,
     InvalidCache,
     InvalidImage,
     InvalidParameters,
@@ -38,6 +40,7 @@ from vlm_batch.errors import (  # noqa: E402
 )
 from vlm_batch.registry import ModelSpec  # noqa: E402
 from vlm_batch.types import (  # noqa: E402
+    Audio,
     FetchPolicy,
     Request,
     Result,
@@ -55,11 +58,13 @@ if TYPE_CHECKING:
     from vlm_batch.models import families, register
 
 __all__ = [
+    "Audio",
     "BatcherClosed",
     "Caches",
     "DoesNotFit",
     "FetchPolicy",
     "Handle",
+    "InvalidAudio",
     "InvalidCache",
     "InvalidImage",
     "InvalidParameters",
@@ -93,7 +98,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """``VLMBatcher`` and what it returns come with the engine, which takes seconds to import: when asked for. So do tables."""
+    """Import the engine, which takes seconds, with its first name."""
     if name in ("Caches", "Handle", "KVQuantisation", "Limits", "PromptCache", "Stats", "VLMBatcher"):
         from vlm_batch import batcher
 

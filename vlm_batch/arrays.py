@@ -1,23 +1,24 @@
-"""Arrays in trees (found, changed, split and joined), arrays that grow, and arrays carried between numpy, mlx and threads."""
+"""Arrays in trees, alone, and between numpy, mlx and threads."""
 
 from __future__ import annotations
 
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-#: Bytes of a processor's output that a row keeps until its end, in case it has to begin again: 40 megapixels or so. A row with
-#: more (a long video) ends with the error where others begin again.
+#: Most bytes of a processor's output, about 40 megapixels, that a row keeps to be recomputed from. A row with more, such as a
+#: long video, fails where others are recomputed.
 MOST_ON_HOST = 2**27
 
 # Trees of lists, tuples and mappings ----------------------------------------------------------------------------------
 
 
 def arrays_of(tree: Any) -> list[mx.array]:
-    """Every mlx array in a tree."""
+    """Return every mlx array in a tree."""
     if isinstance(tree, mx.array):
         return [tree]
     if isinstance(tree, Mapping):
@@ -27,11 +28,28 @@ def arrays_of(tree: Any) -> list[mx.array]:
     return [array for item in tree for array in arrays_of(item)]
 
 
+class Deferred(ABC):
+    """An array of ``nbytes``, made when needed."""
+
+    nbytes: int
+    shape: tuple[int, ...]
+
+    @abstractmethod
+    def array(self) -> mx.array:
+        """Make the array, unevaluated, on the caller's thread."""
+
+
+class Joined(tuple[Any, ...]):
+    """Arrays, some ``Deferred``, that are one along the first axis. Unread parts are never made."""
+
+    __slots__ = ()
+
+
 def map_arrays(tree: Any, change: Callable[[Any], Any]) -> Any:
-    """The same tree with every mlx or numpy array changed, mappings as dicts; everything else as it is."""
+    """Change every mlx or numpy array of a tree."""
     if isinstance(tree, (mx.array, np.ndarray)):
         return change(tree)
-    if type(tree) in (list, tuple):
+    if type(tree) in (list, tuple, Joined):
         return type(tree)(map_arrays(item, change) for item in tree)
     if isinstance(tree, Mapping):
         return {name: map_arrays(item, change) for name, item in tree.items()}
@@ -39,14 +57,14 @@ def map_arrays(tree: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def is_array_tree(tree: Any) -> bool:
-    """Whether something is an array, or lists and tuples of them (or of None)."""
+    """Return whether a tree holds only arrays or None."""
     if type(tree) in (list, tuple):
         return all(is_array_tree(item) for item in tree)
     return tree is None or isinstance(tree, mx.array)
 
 
 def split_rows(tree: Any, counts: Sequence[int]) -> list[Any] | None:
-    """One tree for each of ``counts``: its share of the first axis of every array, in proportion. None if that fails."""
+    """Split a tree's arrays along the first axis in proportion to ``counts``; None if impossible."""
     arrays = arrays_of(tree)
     total = sum(counts)
     if not is_array_tree(tree) or not arrays or any(array.ndim == 0 for array in arrays):
@@ -58,7 +76,7 @@ def split_rows(tree: Any, counts: Sequence[int]) -> list[Any] | None:
 
 
 def join_rows(trees: Sequence[Any]) -> Any:
-    """The inverse of ``split_rows``."""
+    """Invert ``split_rows``."""
     first = trees[0]
     if isinstance(first, mx.array):
         return mx.concatenate(list(trees))
@@ -74,15 +92,15 @@ def _share(array: mx.array, begin: int, end: int, total: int) -> mx.array:
 
 
 def own_array(array: mx.array) -> mx.array:
-    """The same values in an array of their own: a slice would hold on to all of what it was cut from.
+    """Copy an array, so that no slice keeps its base alive.
 
-    ``mx.contiguous`` shares a slice's memory if that is not more than 16 kB larger; ``mx.concatenate`` never does.
+    ``mx.contiguous`` shares memory up to 16 kB larger; ``mx.concatenate`` shares none.
     """
     return mx.concatenate([array, array[:0]]) if array.ndim else mx.contiguous(array)
 
 
 def launch(arrays: Sequence[mx.array]) -> None:
-    """Have arrays computed. On a GPU nobody waits for them: what is launched next follows without a gap."""
+    """Evaluate arrays, on a GPU without waiting."""
     if mx.default_device().type == mx.DeviceType.gpu:
         mx.async_eval(*arrays)
     else:
@@ -92,7 +110,7 @@ def launch(arrays: Sequence[mx.array]) -> None:
 def grown(
     array: mx.array | None, shape: Sequence[int], dtype: mx.Dtype, *, axis: int = 2, kept: int | None = None
 ) -> mx.array:
-    """Zeros of a shape that begin, along an axis, with an array's first ``kept`` columns (all that it has if None)."""
+    """Return an array's ``kept`` columns, then zeros, along ``axis``."""
     room = mx.zeros(shape, dtype)
     if array is not None:
         columns = (slice(None),) * axis + (slice(array.shape[axis] if kept is None else kept),)
@@ -101,12 +119,11 @@ def grown(
 
 
 def round_up(value: int, step: int) -> int:
-    """The least multiple of ``step`` that is not below a value."""
     return -(-value // step) * step
 
 
 def stack_logits(rows: Sequence[mx.array]) -> mx.array:
-    """Rows (R, V) of logits as one array; where they differ in V, the shorter ones get columns that are never chosen."""
+    """Stack logits (R, V), narrow ones padded with -inf."""
     widest = max(row.shape[-1] for row in rows)
     filled = [
         row if row.shape[-1] == widest else mx.pad(row, [(0, 0), (0, widest - row.shape[-1])], constant_values=-mx.inf)
@@ -119,18 +136,18 @@ def stack_logits(rows: Sequence[mx.array]) -> mx.array:
 
 
 def as_numpy(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Arrays as numpy, evaluated in the caller's thread: a lazy mlx array cannot be used from another."""
-    return map_arrays(inputs, _to_numpy)  # type: ignore[no-any-return]
+    """Return arrays as numpy: no other thread can use lazy mlx arrays."""
+    found = map_arrays({name: _whole(value) for name, value in inputs.items()}, _to_numpy)
+    return found  # type: ignore[no-any-return]
 
 
 def on_host(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Copies of arrays as numpy, where numpy has their type, so that no device holds them; ``as_mlx`` gives them back."""
+    """Copy arrays to numpy where it has their type. ``as_mlx`` undoes it."""
     return map_arrays(inputs, _to_host)  # type: ignore[no-any-return]
 
 
 def num_bytes(tree: Any) -> int:
-    """Bytes of every mlx and numpy array in a tree."""
-    if isinstance(tree, (mx.array, np.ndarray)):
+    if isinstance(tree, (mx.array, np.ndarray, Deferred)):
         return int(tree.nbytes)
     if isinstance(tree, Mapping):
         tree = tree.values()
@@ -140,18 +157,24 @@ def num_bytes(tree: Any) -> int:
 
 
 def as_mlx(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Numpy arrays as mlx arrays; everything else as it is."""
     return map_arrays(inputs, _to_mlx)  # type: ignore[no-any-return]
 
 
-def settled(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Arrays as mlx arrays that any thread may use: evaluated by the caller's, half-precision ones as float32."""
+def evaluated(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return evaluated mlx arrays for any thread; half precision becomes float32."""
     halves = (mx.bfloat16, mx.float16)
     found: dict[str, Any] = map_arrays(
         as_mlx(inputs), lambda array: array.astype(mx.float32) if array.dtype in halves else array
     )
     mx.eval(arrays_of(found))
     return found
+
+
+def _whole(value: Any) -> Any:
+    if not isinstance(value, Joined):
+        return value
+    parts = [part.array() if isinstance(part, Deferred) else _to_mlx(part) for part in value]
+    return mx.concatenate(parts)
 
 
 def _to_numpy(array: Any) -> np.ndarray:

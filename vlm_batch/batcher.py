@@ -1,4 +1,4 @@
-"""``VLMBatcher``: a model, one engine thread that owns MLX, and requests from anywhere."""
+"""``VLMBatcher``: one model, one engine thread, requests from anywhere."""
 
 from __future__ import annotations
 
@@ -22,13 +22,15 @@ from vlm_batch.handle import Handle
 from vlm_batch.inputs.prepare import Limits
 from vlm_batch.inputs.processing import Processing
 from vlm_batch.loading import EngineOptions, find_checkpoint, load_engine, make_engine
-from vlm_batch.many import Asked
-from vlm_batch.policy import check_policy, described, policy_of
+from vlm_batch.many import RequestLike
+from vlm_batch.policy import check_policy, describe_policy, policy_of
 from vlm_batch.progress import progress_bar
 from vlm_batch.registry import ModelSpec
+from vlm_batch.runtime import threads
 from vlm_batch.store.prompt import PromptCache
 from vlm_batch.types import (
     PLAIN_TEMPLATE,
+    AudioInput,
     FetchPolicy,
     ImageInput,
     Message,
@@ -47,37 +49,33 @@ DEFAULT_CACHES = Caches()
 
 
 class VLMBatcher:
-    """Answer requests about pictures and videos with one model, batched: each answer is what the request would get alone.
+    """Answers requests about media and text with one model, in a batch. Each request gets the answer that it gets
+    alone.
 
-    One thread owns MLX; every method is safe from any thread and inside a running event loop, in the process that made
-    the batcher. Leaving the ``with`` or ``async with`` block, or ``close``, ends what is still running with
-    ``finish_reason="cancelled"``.
+    All methods are safe from any thread and inside an event loop, in the process that made the batcher. ``with``,
+    ``async with`` and ``close`` cancel what still runs (``finish_reason="cancelled"``).
 
     Args:
         model: a path, a hub id, or a loaded mlx-vlm model.
         processor: the processor of a loaded model.
-        max_rows: requests that decode together at most. None lets their number follow what is measured: it grows while a
-            step becomes cheaper for each of them and memory allows, up to the device's most.
-        max_bytes: bytes of keys and values of the requests that decode or are prefilled. As many as fit go on together, the
-            last in line waits where they grow beyond it, and a request that does not fit alone is refused with DoesNotFit.
-            None takes four fifths of the device's memory without the weights and ``caches``.
-        limits: bounds on what a request may bring, as ``Limits``.
-        fetch: the paths and URLs that are read, how much of them and for how long, as ``FetchPolicy``.
-        caches: what is kept of requests, so that later ones with the same beginning or the same pictures start from there
-            (docs/caches.md), as ``Caches``; None keeps nothing.
-        kv_bits: store keys and values of full attention in so many bits, in groups of 64: 2, 3, 4, 5, 6 or 8.
-        kv: the same with all its settings, as ``KVQuantisation``.
-        reproducible: make an answer's tokens and log-probabilities, bit for bit, a function of its request, whoever else is
-            there (docs/exactness.md).
-        policy: settings of the engine in the place of the device's, by name: ``{"token_gap": 0.05}`` (docs/tuning.md).
-        warm_up: compute the shapes that requests will bring, lengths of prompts and numbers of rows, one by one while nothing
-            is asked. Worth it on a GPU, where the first call of a shape takes several times as long as the next one.
-        dtype: the type that the weights of a path or id are loaded in: "checkpoint" as they are stored, "float32",
-            "bfloat16", "float16", or "auto", which is the checkpoint's own but float32 on a CPU.
-        trust_remote_code: allow code that comes with the checkpoint.
+        max_rows: most requests in prefill or decoding at a time. None adapts the number to step times and memory.
+        max_bytes: bytes of keys and values of live requests. Others wait, also when answers outgrow it; one that never
+            fits ends with DoesNotFit. None takes four fifths of the device's memory, less weights and ``caches``.
+        limits: bounds on a request.
+        fetch: rules for reading paths and URLs.
+        caches: memory for repeated prefixes and pictures (docs/caches.md). None keeps nothing.
+        kv_bits: bits of full attention's keys and values: 2, 3, 4, 5, 6 or 8, in groups of 64. None does not quantise.
+        kv: all settings of quantised keys and values, instead of ``kv_bits``.
+        reproducible: tokens and log-probabilities depend on the request alone, bit for bit (docs/exactness.md).
+        policy: engine settings instead of the device's: ``{"token_gap": 0.05}`` (docs/tuning.md).
+        warm_up: compute usual shapes while idle; on a GPU a shape's first call takes several times as long.
+        dtype: type of the weights: "checkpoint", "float32", "bfloat16", "float16", or "auto" (the checkpoint's, but
+            float32 on a CPU). A loaded model keeps its own.
+        trust_remote_code: run code that comes with the checkpoint.
 
-    Raises UnsupportedModel for a model that cannot be run (with quantised keys and values, where those are asked for),
-    ValueError for an option out of range, and whatever the loader raises for a damaged checkpoint.
+    Raises:
+        UnsupportedModel: the model, or its quantised keys and values, cannot be run.
+        ValueError: an option is out of range.
     """
 
     def __init__(
@@ -98,6 +96,7 @@ class VLMBatcher:
         dtype: str = "auto",
         trust_remote_code: bool = False,
     ) -> None:
+        threads.check_not_forked()  # before anything of MLX is called
         if not isinstance(model, (str, Path, nn.Module)):
             raise ValueError(f"model is a {type(model).__name__}; it must be a path, a hub id or a loaded model")
         if isinstance(model, nn.Module) and processor is None:
@@ -108,9 +107,9 @@ class VLMBatcher:
             if kv is not None:
                 raise ValueError("kv_bits and kv exclude each other: the second has its bits")
             kv = KVQuantisation(kv_bits)
-        self._said = check_policy(policy)
+        self._policy_overrides = check_policy(policy)
         options = EngineOptions(
-            policy=policy_of({**self._said, "max_rows": max_rows, "max_bytes": max_bytes}),
+            policy=policy_of({**self._policy_overrides, "max_rows": max_rows, "max_bytes": max_bytes}),
             limits=Limits() if limits is None else limits,
             fetch=FetchPolicy() if fetch is None else fetch,
             caches=Caches(0) if caches is None else caches,
@@ -122,7 +121,7 @@ class VLMBatcher:
         self._lock = threading.Lock()
         self._closed = False
         self._ids = itertools.count()
-        if isinstance(model, nn.Module):  # its arrays belong to this thread until they are evaluated here
+        if isinstance(model, nn.Module):  # lazy arrays must be evaluated on the thread that made them
             made = make_engine(model, processor, options)
             engine, self._running = engine_loop.start(lambda look: made)
         else:
@@ -130,7 +129,7 @@ class VLMBatcher:
             load = partial(load_engine, folder, options, dtype=dtype, trust_remote_code=trust_remote_code)
             engine, self._running = engine_loop.start(load)
         self._loop, self._preparer = engine.loop, engine.preparer
-        weakref.finalize(self, self._loop.stop).atexit = False  # a forgotten batcher's thread ends, too
+        weakref.finalize(self, self._loop.stop).atexit = False  # ends the thread of a batcher that was not closed
 
     def submit(
         self,
@@ -138,9 +137,9 @@ class VLMBatcher:
         prompt: str | None = None,
         *,
         videos: VideoInput | list[VideoInput] | None = None,
+        audios: AudioInput | list[AudioInput] | None = None,
         messages: Sequence[Message] | None = None,
         token_ids: Sequence[int] | None = None,
-        inputs: Mapping[str, Any] | None = None,
         template: Template | Mapping[str, Any] | None = PLAIN_TEMPLATE,
         min_pixels: int | None = None,
         max_pixels: int | None = None,
@@ -150,19 +149,21 @@ class VLMBatcher:
         cache: PromptCache | None = None,
         return_cache: bool = False,
     ) -> Handle:
-        """Ask one question; returns at once. ``Request`` says what its fields mean.
+        """Submit a request; returns at once. ``Request`` describes the arguments. For its ``inputs``, ``client`` and
+        ``draft``, use ``submit_request``.
 
-        Raises InvalidRequest for what is wrong already now, BatcherClosed after ``close``. What turns out later ends that
-        request alone, with an error.
+        Raises:
+            InvalidRequest: it cannot be answered. Later errors end this request only.
+            BatcherClosed: the batcher is closed.
         """
         return self.submit_request(
             Request(
                 prompt=prompt,
                 messages=messages,
                 token_ids=token_ids,
-                inputs=inputs,
                 images=images,
                 videos=videos,
+                audios=audios,
                 template=template,  # type: ignore[arg-type]
                 min_pixels=min_pixels,
                 max_pixels=max_pixels,
@@ -175,8 +176,8 @@ class VLMBatcher:
         )
 
     def submit_request(self, request: Request) -> Handle:
-        """``submit`` for a ``Request`` object."""
-        self._loop.check_runs()  # before any lock: in a child process nobody would let go of it
+        """Submit a ``Request``, as ``submit``."""
+        self._loop.check_runs()  # before any lock, which a child process might find held
         question = self._preparer.check(request)
         self._loop.check_fits(question)
         request_id = request.request_id if request.request_id is not None else f"request-{next(self._ids)}"
@@ -192,20 +193,23 @@ class VLMBatcher:
         return handle
 
     def generate(
-        self, requests: Asked | Iterable[Asked], *, progress: bool = False, raise_on_error: bool = False
+        self, requests: RequestLike | Iterable[RequestLike], *, progress: bool = False, raise_on_error: bool = False
     ) -> list[Result]:
-        """Answer many requests, or one: each a ``Request``, a mapping of its fields, or a prompt. Results in their order.
-        ``requests`` may be a generator: it is read the policy's ``look_ahead`` ahead of those in the batch.
+        """Answer one or many requests.
 
-        A request that fails, at submit or later, gives a result with ``error`` set, and so does an item that is no
-        request. If ``requests`` itself raises, those before are answered and the last result says so. ``raise_on_error``
-        raises RequestFailed for the first one once all are done. ``progress`` shows a bar on stderr.
+        Args:
+            requests: ``Request`` objects, mappings of their fields, or prompts. An iterator is read as results come.
+            progress: show a progress bar on stderr.
+            raise_on_error: raise RequestFailed for the first failed request, once all are done.
+
+        Returns:
+            Results in order, failed ones with ``error``. If ``requests`` raises, the last result says so.
         """
         results: dict[int, Result] = {}
-        requests = many.several(requests)
+        requests = many.as_requests(requests)
         total = len(requests) if isinstance(requests, Sequence) else None
         with progress_bar(total, enabled=progress) as advance:
-            for index, result in many.in_turn(self.submit_request, requests, self._most_in_flight):
+            for index, result in many.as_completed(self.submit_request, requests, self._most_in_flight):
                 results[index] = result
                 advance(result)
         ordered = [results[index] for index in sorted(results)]
@@ -213,61 +217,66 @@ class VLMBatcher:
             result.raise_for_error()
         return ordered
 
-    def as_completed(self, requests: Asked | Iterable[Asked]) -> Iterator[Result]:
-        """The same requests' results as they end; match them by ``request_id``. Leaving the loop cancels the rest."""
-        for _, result in many.in_turn(self.submit_request, many.several(requests), self._most_in_flight):
+    def as_completed(self, requests: RequestLike | Iterable[RequestLike]) -> Iterator[Result]:
+        """Yield results as requests end; ``request_id`` matches them. Leaving the loop cancels the rest."""
+        for _, result in many.as_completed(self.submit_request, many.as_requests(requests), self._most_in_flight):
             yield result
 
     async def as_completed_async(
-        self, requests: Asked | Iterable[Asked] | AsyncIterable[Asked]
+        self, requests: RequestLike | Iterable[RequestLike] | AsyncIterable[RequestLike]
     ) -> AsyncIterator[Result]:
-        """``as_completed`` for ``async for``; ``requests`` may be an asynchronous iterator, too."""
-        async for _, result in many.in_turn_async(self.submit_request, many.several(requests), self._most_in_flight):
+        """Yield results for ``async for``. ``requests`` may be asynchronous."""
+        asked: Iterable[RequestLike] | AsyncIterable[RequestLike] = many.as_requests(requests, AsyncIterable)
+        async for _, result in many.as_completed_async(self.submit_request, asked, self._most_in_flight):
             yield result
 
     def _most_in_flight(self) -> int:
-        """Requests of one call that are alive at a time: as many as may live now, and those that are read ahead."""
         return self._loop.generator.scheduler.num_places + self._policy.look_ahead
 
     def rendered(self, request: Request) -> str | None:
-        """A request's prompt as the chat template makes it, one placeholder a picture; None if it is tokens already.
+        """Return the prompt from the chat template, with one placeholder per picture; None for tokens.
 
-        Raises InvalidRequest, as ``submit_request`` would.
+        Raises:
+            InvalidRequest: it cannot be answered.
         """
         return self._preparer.check(request).prompt
 
     def cancel(self, request_id: str) -> bool:
-        """End a request at whatever stage it is; False if none of that id is alive. Raises InvalidRequest for what is no id."""
+        """End a request at any stage. False if there is none.
+
+        Raises:
+            InvalidRequest: the id is not a string.
+        """
         if not isinstance(request_id, str):
             raise InvalidRequest(f"request_id is {shown(request_id)}; it must be a string: handle.request_id")
         return self._loop.cancel(request_id)
 
     @property
     def policy(self) -> dict[str, dict[str, Any]]:
-        """The settings that this batcher runs with, by name: each with its value and its source."""
-        return described(self._policy, self._said)
+        """Engine settings by name, with value and source."""
+        return describe_policy(self._policy, self._policy_overrides)
 
     @property
     def spec(self) -> ModelSpec:
-        """The facts about the model's family."""
+        """Facts about the model's family."""
         return self._preparer.spec
 
     @property
     def processing(self) -> Processing:
-        """The model's processor, tokenizer and chat template, for reading."""
+        """The model's processor, tokenizer and chat template."""
         return self._preparer.processing
 
     @property
     def max_context(self) -> int | None:
-        """The number of positions that the model was made for; None if it does not say."""
+        """The model's context in positions, if known."""
         return self._preparer.max_context
 
     def stats(self) -> Stats:
-        """Live counters; a moment's view, taken without stopping the engine."""
+        """Return live counters without stopping the engine."""
         return self._loop.stats()
 
     def close(self) -> None:
-        """End every request that is still alive as cancelled, and stop the engine. Idempotent."""
+        """Cancel all requests and stop the engine. May be called again."""
         if self._loop.is_gone:
             return
         with self._lock:

@@ -1,4 +1,4 @@
-"""One request as its submitter sees it: a stream of events and a result, from any thread and from asyncio."""
+"""One request as its submitter sees it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,12 @@ _log = logging.getLogger(__name__)
 
 
 class Handle:
-    """A submitted request: iterate it for pieces of text (``for``, ``async for``), ``await`` it or call ``result`` for its end.
+    """A submitted request.
 
-    ``events`` gives all that is known of each step. Every iteration begins with the first piece. Of several answers to one
-    prompt (``n``), the pieces are the first one's; ``events`` has all of them. The stream of a failed request just ends, and
-    ``result().error`` says why.
+    Iterate it (``for``, ``async for``) for all pieces of text; of several answers, the first one's. ``await`` it or
+    call ``result`` for the result. A failed request's stream just ends; ``result().error`` says why.
 
-    A timeout does not end the request: after ``asyncio.wait_for(handle, seconds)`` or ``result(seconds)`` has raised
-    TimeoutError, it goes on and can be waited for again. ``cancel`` ends it, for example in the ``except`` that follows.
+    A timeout (``asyncio.wait_for(handle, seconds)``) does not end the request; ``cancel`` does.
     """
 
     def __init__(
@@ -33,43 +31,47 @@ class Handle:
     ) -> None:
         self.request_id = request_id
         self._is_on_engine = is_on_engine
-        self._cancel: Callable[[str], bool] | None = cancel  # until the end: a handle that is kept holds no model
-        self._changed = threading.Condition()
+        self._cancel: Callable[[str], bool] | None = cancel  # None at the end, so that handles hold no model
+        self._new_conditions()
         self._events: list[Event] = []
         self._result: Result | None = None
-        self._listeners: list[
-            tuple[bool, Callable[[], None]]
-        ] = []  # called once: at the end (True), or at the next event
+        self._listeners: list[tuple[bool, Callable[[], None]]] = []  # (only at the end, call); each is called once
 
     def __repr__(self) -> str:
         state = "running" if self._result is None else self._result.finish_reason
         return f"<Handle {self.request_id}: {state}>"
 
     def done(self) -> bool:
-        """Whether the request has ended."""
+        """Return whether the request has ended."""
         return self._result is not None
 
     def result(self, timeout: float | None = None) -> Result:
-        """Wait for the request's result. Raises TimeoutError after ``timeout`` seconds; a failed request raises nothing."""
+        """Wait for the result, also of a failed request.
+
+        Args:
+            timeout: seconds; None waits until the end.
+
+        Raises:
+            TimeoutError: the request goes on.
+            RuntimeError: on the engine's thread, which would wait for itself.
+        """
         seconds = None if timeout is None else _checked_timeout(timeout)
         if self._result is None:
             self.check_can_wait()
-            with self._changed:
-                threads.look_until(
-                    lambda left: self._changed.wait_for(lambda: self._result is not None, left) or None, seconds
-                )
+            with self._ended:
+                threads.wait_until_found(lambda left: self._ended.wait_for(self.done, left) or None, seconds)
             if self._result is None:
                 raise TimeoutError(f"request {self.request_id} has not ended within {shown(timeout)} s")
         assert self._result is not None
         return self._result
 
     def cancel(self) -> bool:
-        """Ask the engine to end the request; False if it has ended already. Its result follows, with what was generated."""
+        """End the request; its result has the text so far. False if it has ended."""
         cancel = self._cancel
         return cancel is not None and cancel(self.request_id)
 
     def check_can_wait(self) -> None:
-        """Raise RuntimeError on the engine's own thread (in a listener or a logits processor), which would wait for itself."""
+        """Raise RuntimeError on the engine's thread."""
         if self._is_on_engine():
             raise RuntimeError(
                 f"request {self.request_id} is waited for on the engine's own thread (in a callback or a logits processor), "
@@ -77,8 +79,7 @@ class Handle:
             )
 
     def events(self) -> EventStream:
-        """Every ``Event`` of the request, by ``for`` or ``async for``: a token each, with the text that it completed (perhaps
-        none yet) and its log-probabilities; the last one has the result."""
+        """Return all events for ``for`` or ``async for``: one per token, the last with the result."""
         return EventStream(self)
 
     def __iter__(self) -> Iterator[str]:
@@ -96,13 +97,11 @@ class Handle:
 
     async def _wait(self) -> Result:
         while self._result is None:
-            change = self._next_change()
-            if self._result is None:
-                await change
+            await self._next_change(only_end=True)
         return self._result
 
-    def _next_change(self) -> asyncio.Future[None]:
-        """A future of the running loop that is set when anything is added. Ask before looking, or a change can be missed."""
+    def _next_change(self, *, only_end: bool = False) -> asyncio.Future[None]:
+        """Return a future of the next event, or of the end. A call after reading events can miss one."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[None] = loop.create_future()
 
@@ -111,21 +110,20 @@ class Handle:
                 loop.call_soon_threadsafe(_set, future)
 
         def forget(given_up: asyncio.Future[None]) -> None:
-            if given_up.cancelled():  # a timeout: many may come before anything is told
+            if given_up.cancelled():  # by a timeout; there may be many before the next event
                 with self._changed, contextlib.suppress(ValueError):
-                    self._listeners.remove((False, tell))
+                    self._listeners.remove((only_end, tell))
 
         future.add_done_callback(forget)
         with self._changed:
             if self._result is None:
-                self._listeners.append((False, tell))
+                self._listeners.append((only_end, tell))
             else:
                 future.set_result(None)
         return future
 
     def when_done(self, call: Callable[[], None]) -> None:
-        """Have ``call`` called once when the request has ended, on the engine's thread, or now if it has. An exception in
-        ``call`` on the engine's thread is logged."""
+        """Call ``call`` at the request's end on the engine's thread, or now if it has ended."""
         with self._changed:
             if self._result is None:
                 self._listeners.append((True, call))
@@ -133,7 +131,7 @@ class Handle:
         call()
 
     def push(self, event: Event) -> None:
-        """Add an event of the engine's. Nothing is added after the event with the result."""
+        """Add an event, unless the request has ended."""
         with self._changed:
             if self._result is not None:
                 return
@@ -144,21 +142,27 @@ class Handle:
             self._listeners = [] if is_end else [one for one in self._listeners if one[0]]
             if is_end:
                 self._cancel, self._is_on_engine = None, lambda: False
+                self._ended.notify_all()
             self._changed.notify_all()
         for tell in listeners:
             try:
                 tell()
-            except BaseException:  # whoever listens is no part of the engine, which has others to tell
+            except BaseException:  # a listener's error must not stop the engine
                 _log.exception("a listener of request %s raised", self.request_id)
 
     def renew_lock(self) -> None:
-        """Make a new lock in a child process, where the thread that holds the old one may not exist."""
-        self._changed = threading.Condition()
+        """Replace the lock in a child process: its holder may be gone."""
+        self._new_conditions()
         self._listeners = []
+
+    def _new_conditions(self) -> None:
+        lock = threading.RLock()
+        self._changed = threading.Condition(lock)
+        self._ended = threading.Condition(lock)  # a token wakes nobody who waits for the result
 
 
 class EventStream:
-    """A handle's events from the first to the last, as they come; it can be iterated again."""
+    """A handle's events, from the first on."""
 
     def __init__(self, handle: Handle) -> None:
         self._handle = handle
@@ -170,7 +174,7 @@ class EventStream:
                 if len(handle._events) == position:
                     handle.check_can_wait()
                 with handle._changed:
-                    threads.look_until(partial(self._wait, position))
+                    threads.wait_until_found(partial(self._wait, position))
             events = handle._events[position:]
             if not events:
                 return
@@ -178,19 +182,23 @@ class EventStream:
             position += len(events)
 
     def _wait(self, position: int, seconds: float) -> bool | None:
-        """True once there is more than so many events, or the end; None if there is not within so many seconds."""
+        """Return True after an event or the end, None after ``seconds``."""
         handle = self._handle
         return handle._changed.wait_for(lambda: len(handle._events) > position or handle.done(), seconds) or None
 
     async def __aiter__(self) -> AsyncIterator[Event]:
         handle, position = self._handle, 0
         while True:
-            change = handle._next_change()
+            is_done = handle.done()  # before the events: the last one comes with the end
             events = handle._events[position:]
             if not events:
-                if handle.done():
+                if is_done:
                     return
-                await change
+                change = handle._next_change()
+                if len(handle._events) == position:
+                    await change
+                else:
+                    change.cancel()
                 continue
             for event in events:
                 yield event
@@ -198,7 +206,7 @@ class EventStream:
 
 
 def _checked_timeout(timeout: float) -> float | None:
-    """``timeout`` as ``Condition.wait`` takes it: None, for ever, in place of a number beyond the system's limit."""
+    """Return a timeout for ``Condition.wait``, None beyond the system's limit."""
     if isinstance(timeout, bool) or not isinstance(timeout, Real) or timeout != timeout:
         raise ValueError(f"timeout is {shown(timeout)}; it must be a number of seconds, or None to wait for ever")
     return None if timeout > threading.TIMEOUT_MAX else float(max(timeout, 0))

@@ -1,4 +1,4 @@
-"""Many requests, a bounded number in flight: their results as they end, for loops and for asyncio."""
+"""Many requests, with a bounded number in flight."""
 
 from __future__ import annotations
 
@@ -6,33 +6,61 @@ import asyncio
 import queue
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Mapping
 from functools import partial
+from pathlib import PurePath
 from typing import Any, TypeAlias, TypeVar
 
+from vlm_batch.checks import is_table
 from vlm_batch.errors import BatcherClosed, InvalidRequest
 from vlm_batch.handle import Handle
 from vlm_batch.runtime import threads
-from vlm_batch.types import Request, Result, failed_result
+from vlm_batch.types import Request, Result, failed_result, record_of
 
 Submit: TypeAlias = Callable[[Request], Handle]
 #: A request, a mapping of its fields, or a prompt.
-Asked: TypeAlias = "Request | Mapping[str, Any] | str"
+RequestLike: TypeAlias = "Request | Mapping[str, Any] | str"
 
 Many = TypeVar("Many")
 
 
-def several(given: Asked | Many) -> tuple[Asked, ...] | Many:
-    """Requests as they are; one by itself in a tuple."""
-    return (given,) if isinstance(given, (Request, Mapping, str)) else given
+def as_requests(given: RequestLike | Many, *more: type) -> tuple[RequestLike, ...] | Many:
+    """Return requests; one becomes a tuple.
+
+    Args:
+        more: further types of iterables.
+
+    Raises:
+        InvalidRequest: these are no requests, such as bytes or a table.
+    """
+    if isinstance(given, (Request, Mapping, str)):
+        return (given,)
+    hints = (
+        (is_table(given), "; map_table(batcher, table, prompt) answers the rows of a table"),
+        (isinstance(given, (Handle, Result)), "; submit gives handles, and handle.result() their answers"),
+        (
+            isinstance(given, (bytes, bytearray, PurePath)),
+            "; a picture goes with its question: Request(images=..., prompt=...)",
+        ),
+        (not isinstance(given, (Iterable, *more)), ""),
+    )
+    for is_wrong, hint in hints:
+        if is_wrong:
+            said = "must be Request objects, mappings of their fields, or prompts: several, or one"
+            raise InvalidRequest(f"requests {said}; given: {type(given).__name__}{hint}")
+    return given
 
 
 _END: Any = object()  # marks the end of the requests: None could be an item
 
 
-def in_turn(submit: Submit, requests: Iterable[Asked], most: Callable[[], int]) -> Iterator[tuple[int, Result]]:
-    """(index, result) of each request as it ends, with at most ``most()`` in flight. Leaving the loop cancels the rest.
+def as_completed(
+    submit: Submit, requests: Iterable[RequestLike], most: Callable[[], int]
+) -> Iterator[tuple[int, Result]]:
+    """Yield (index, result) as requests end, with at most ``most()`` in flight. Leaving the loop cancels the rest.
 
-    An item that cannot be submitted has a result that says why; if reading ``requests`` raises, that is the last result.
-    Raises BatcherClosed if the batcher is closed from the beginning.
+    Refused items have results. If ``requests`` raises, that is the last result.
+
+    Raises:
+        BatcherClosed: the batcher was closed at the beginning.
     """
     ended: queue.SimpleQueue[tuple[int, Handle]] = queue.SimpleQueue()
     source, is_open, count = iter(requests), True, 0
@@ -50,7 +78,7 @@ def in_turn(submit: Submit, requests: Iterable[Asked], most: Callable[[], int]) 
                     is_open = False
                     yield index, failed_result(f"refused-{index}", error)
                     break
-                taken = submitted(submit, given, index)
+                taken = try_submit(submit, given, index)
                 if isinstance(taken, Result):
                     yield index, taken
                     continue
@@ -59,7 +87,7 @@ def in_turn(submit: Submit, requests: Iterable[Asked], most: Callable[[], int]) 
             if not alive:
                 return
             next(iter(alive.values())).check_can_wait()
-            found = threads.look_until(partial(_next, ended))
+            found = threads.wait_until_found(partial(_next, ended))
             assert found is not None
             index, handle = found
             del alive[index]
@@ -70,17 +98,16 @@ def in_turn(submit: Submit, requests: Iterable[Asked], most: Callable[[], int]) 
 
 
 def _next(ended: queue.SimpleQueue[tuple[int, Handle]], seconds: float) -> tuple[int, Handle] | None:
-    """One that has ended, waited for so many seconds."""
     try:
         return ended.get(timeout=seconds)
     except queue.Empty:
         return None
 
 
-async def in_turn_async(
-    submit: Submit, requests: Iterable[Asked] | AsyncIterable[Asked], most: Callable[[], int]
+async def as_completed_async(
+    submit: Submit, requests: Iterable[RequestLike] | AsyncIterable[RequestLike], most: Callable[[], int]
 ) -> AsyncIterator[tuple[int, Result]]:
-    """``in_turn`` for asyncio. While ``requests`` keep it waiting, results go on coming."""
+    """Yield as ``as_completed``, for asyncio."""
     source = _as_async(requests)
     waited: dict[asyncio.Future[Any], tuple[int, Handle]] = {}
     reading: asyncio.Future[Any] | None = None
@@ -105,7 +132,7 @@ async def in_turn_async(
                 elif (given := finished.result()) is _END:
                     is_open = False
                 else:
-                    taken = submitted(submit, given, index)
+                    taken = try_submit(submit, given, index)
                     if isinstance(taken, Result):
                         yield index, taken
                     else:
@@ -118,7 +145,7 @@ async def in_turn_async(
             reading.cancel()
 
 
-async def _as_async(requests: Iterable[Asked] | AsyncIterable[Asked]) -> AsyncIterator[Asked]:
+async def _as_async(requests: Iterable[RequestLike] | AsyncIterable[RequestLike]) -> AsyncIterator[RequestLike]:
     if isinstance(requests, AsyncIterable):
         async for request in requests:
             yield request
@@ -127,11 +154,12 @@ async def _as_async(requests: Iterable[Asked] | AsyncIterable[Asked]) -> AsyncIt
         yield request
 
 
-def submitted(submit: Submit, given: Any, index: int = 0) -> Handle | Result:
-    """A handle, or the result of what could not be submitted. Raises BatcherClosed if that was the first of many."""
+def try_submit(submit: Submit, given: Any, index: int = 0) -> Handle | Result:
+    """Submit an item. Returns its handle, or a refused one's result. Raises BatcherClosed for the first."""
     try:
         if isinstance(given, (Mapping, str)):
-            return submit(Request(prompt=given) if isinstance(given, str) else Request(**given))
+            named = {"prompt": given} if isinstance(given, str) else given
+            return submit(record_of(Request, f"item {index}", named, InvalidRequest))
         if not isinstance(given, Request):
             raise InvalidRequest(
                 f"item {index} is a {type(given).__name__}; it must be a Request, a mapping of its fields, or a prompt"
@@ -139,7 +167,7 @@ def submitted(submit: Submit, given: Any, index: int = 0) -> Handle | Result:
         return submit(given)
     except Exception as error:
         if isinstance(error, BatcherClosed) and index == 0:
-            raise  # nothing is lost by it
+            raise  # no result is lost
         name = given.get("request_id") if isinstance(given, Mapping) else None
         if isinstance(given, Request):
             name = given.request_id

@@ -1,8 +1,7 @@
-"""The settings that the engine reads, in one record: ``Policy``.
+"""Settings of the engine.
 
-Each setting is declared once, with its meaning, its check, and its value on each kind of device. Each value says where it
-comes from: measured, and where the figures stand, or assumed. ``policy_of`` makes a record from a device's values and the
-caller's words (``VLMBatcher(policy=)``). Answers are the same up to rounding, whatever the settings.
+Each is declared once, with meaning, check, and value by kind of device. Settings change speed; answers stay the same up
+to rounding.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from vlm_batch.checks import is_real, seconds_option, whole_option
@@ -18,21 +18,21 @@ from vlm_batch.records import Call
 from vlm_batch.runtime.device import Device, device
 
 PLACEMENTS = ("rows", "slab")
-#: How a decode step reads keys and values in few bits.
+#: Ways in which a decode step reads quantised keys and values.
 PACKED, UNPACKED, KERNEL = "packed", "unpacked", "kernel"
 
 _STATE = "measured: docs/architecture.md, decode state"
-_SET = "measured: docs/benchmarks.md, settings that were measured"
-_LAUNCHES = "measured: docs/benchmarks.md, where the time went"
-_ROWS = "measured: docs/benchmarks.md, rows by themselves"
-_TARGETS = "measured: docs/benchmarks.md, missed targets on a CPU"
-_FORWARD = "measured: a forward of 64 tokens takes as long as one of 1,024 (docs/benchmarks.md)"
+_SET = "measured: docs/log.md, settings that were measured"
+_LAUNCHES = "measured: docs/log.md, where the time went"
+_ROWS = "measured: docs/log.md, rows by themselves"
+_TARGETS = "measured: docs/log.md, missed targets on a CPU"
+_FORWARD = "measured: a forward of 64 tokens takes as long as one of 1,024 (docs/log.md)"
 _PROMISE = "the same everywhere"
 
 
 @dataclass(frozen=True)
 class Setting:
-    """The meaning of a setting, and for each kind of device its value and where that comes from."""
+    """A setting's meaning, and its (value, source) by kind of device."""
 
     meaning: str
     values: Mapping[Device, tuple[Any, str]]
@@ -45,6 +45,14 @@ def _word(name: str, value: Any, *, words: tuple[str, ...]) -> Any:
     if value not in words:
         raise ValueError(f"{name} is {shown(value)}; it must be one of {', '.join(words)}")
     return value
+
+
+def _draft(name: str, value: Any) -> str:
+    if not isinstance(value, str | Path) or not str(value).strip():
+        raise ValueError(
+            f"{name} is {shown(value)}; it must be auto, off, or the folder or hub id of a model that drafts"
+        )
+    return str(value)
 
 
 def _seconds(name: str, value: Any) -> Any:
@@ -60,6 +68,12 @@ def _grid(name: str, value: Any) -> int:
     return number
 
 
+def _yes_or_no(name: str, value: Any) -> Any:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} is {shown(value)}; it must be True or False")
+    return value
+
+
 _AT_LEAST_0, _AT_LEAST_1 = partial(whole_option, least=0), partial(whole_option, least=1)
 _OR_NONE = partial(whole_option, least=1, or_none=True)
 
@@ -72,7 +86,7 @@ def _setting(
     *,
     check: Check = _AT_LEAST_1,
 ) -> Any:
-    """A field of ``Policy``, a CPU's by default. One value is every device's; without Metal's own, CUDA's is assumed there."""
+    """Declare a field of ``Policy``. Default of ``cuda``: a CPU's value; of ``metal``: CUDA's."""
     if cuda is not None and metal is None:
         metal = (cuda[0], "assumed, as on CUDA")
     values = {Device.CPU: cpu, Device.CUDA: cuda or cpu, Device.METAL: metal or cpu}
@@ -80,17 +94,21 @@ def _setting(
 
 
 def _bound() -> Any:
-    """A field of ``Policy`` that callers bound by an option of its own; None leaves it open."""
+    """Declare a field set by another option."""
     return field(default=None, metadata={"check": _OR_NONE})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """The settings of one engine; by default those of a CPU. Raises ValueError for one out of range.
+    """Settings of one engine; the defaults are a CPU's.
 
-    Where ``max_rows`` is None, the number of rows that may live begins with ``first_rows`` and follows what steps take, up to
-    ``most_rows`` (``RowLimit``). ``max_bytes`` bounds the keys and values of the rows that have places, ``max_prompt_tokens``
-    a prompt: it is ``Limits.prompt_tokens``, of which the engine alone can count what pictures take.
+    Args:
+        max_rows: most live rows; None adapts the number from ``first_rows`` up to ``most_rows``.
+        max_bytes: bytes of keys and values of live rows.
+        max_prompt_tokens: most positions of a prompt.
+
+    Raises:
+        ValueError: a setting is out of range.
     """
 
     placement: str = _setting(
@@ -123,7 +141,7 @@ class Policy:
     idle_budget: int = _setting(
         "prompt tokens of a step in which nothing decodes",
         (2048, _TARGETS),
-        (16384, "measured: docs/benchmarks.md, captions on a GPU"),
+        (16384, "measured: docs/log.md, captions on a GPU"),
         (8192, "assumed"),
     )
     prefill_budget: int | None = _setting(
@@ -147,7 +165,7 @@ class Policy:
     )
     encode_together: int = _setting(
         "requests whose pictures go through the encoder in one call",
-        (1, "measured: no gain (docs/benchmarks.md)"),
+        (1, "measured: no gain"),
         (16, _LAUNCHES),
     )
     beside_decode: int = _setting(
@@ -175,6 +193,13 @@ class Policy:
         (64, _SET),
         check=_AT_LEAST_0,
     )
+    short_rows: int = _setting(
+        "tokens of rows that lie in one array in the layout rows, too, while they are about as long as each other: they attend "
+        "in one call; 0: never",
+        (1024, "assumed; up to 240 measured: docs/log.md, settings that were measured"),
+        (0, "takes no part: all rows do"),
+        check=_AT_LEAST_0,
+    )
     encode_ahead: int = _setting("rows that are encoded before they have a place", (2, "assumed"), check=_AT_LEAST_0)
     look_ahead: int = _setting(
         "requests whose pictures are read while they wait, beside a batch's worth", (16, _PROMISE)
@@ -186,6 +211,14 @@ class Policy:
     )
     ageing_seconds: float = _setting(
         "seconds of waiting that lift a row by one priority", (5.0, _PROMISE), check=seconds_option
+    )
+    draft: str = _setting(
+        "drafted tokens: auto, where they are measured to be faster, off, or the folder or hub id of a model that drafts, too "
+        "(docs/speculation.md)",
+        ("auto", "decided while it runs: docs/speculation.md"),
+        ("off", "not shown to be exact or faster: docs/speculation.md"),
+        ("auto", "assumed, as on a CPU"),
+        check=_draft,
     )
     grid: int = _setting(
         "prompt tokens between two cuts of reproducible answers",
@@ -208,6 +241,16 @@ class Policy:
         (0, "assumed, as on a CPU"),
         check=_AT_LEAST_0,
     )
+    wide_products: bool = _setting(
+        "whether layers of one input (queries, keys and values; a gate and what it gates) are one product",
+        (False, "measured: 0.97 to 1.07 of a step's time (docs/log.md)"),
+        (
+            False,
+            "measured: 0.82 to 0.93 of a compiled step's time, and weights held twice in the one run (docs/benchmarks.md)",
+        ),
+        (False, "not measured"),
+        check=_yes_or_no,
+    )
     max_rows: int | None = _bound()
     max_bytes: int | None = _bound()
     max_prompt_tokens: int | None = _bound()
@@ -219,7 +262,7 @@ class Policy:
             raise ValueError(f"first_rows is {self.first_rows}, above most_rows, which is {self.most_rows}")
 
 
-#: What stands in the table, by name, in its order.
+#: Settings with a value for each device, by name.
 SETTINGS: Mapping[str, Setting] = {
     one.name: one.metadata["setting"] for one in fields(Policy) if "setting" in one.metadata
 }
@@ -229,15 +272,15 @@ POLICIES: Mapping[Device, Policy] = {
 
 
 def policy_of(said: Mapping[str, Any], kind: Device | None = None) -> Policy:
-    """A device's settings with what was said in their places. Raises ValueError for a value out of range.
+    """Return a device's settings, some replaced by ``said``. Raises ValueError.
 
-    With another device's placement come its other settings, but ``idle_budget``, which goes by how fast the device is.
+    Another device's placement brings its other settings, except ``idle_budget`` and ``draft``.
     """
     own = POLICIES[kind or device()]
     policy = own
     if said.get("placement", own.placement) != own.placement:
         other = POLICIES[Device.CPU if said["placement"] == "rows" else Device.CUDA]
-        policy = replace(other, idle_budget=own.idle_budget)
+        policy = replace(other, idle_budget=own.idle_budget, draft=own.draft)
     checked = {one.name: one.metadata["check"](one.name, said[one.name]) for one in fields(Policy) if one.name in said}
     moved: dict[str, Any] = {}
     if "most_rows" in said:
@@ -245,12 +288,12 @@ def policy_of(said: Mapping[str, Any], kind: Device | None = None) -> Policy:
     elif "first_rows" in said:
         moved["most_rows"] = max(policy.most_rows, checked["first_rows"])
     if checked.get("prefill_budget") is not None:
-        moved["slack"] = 0  # whoever counts tokens wants no more of them
+        moved["slack"] = 0  # a budget in tokens is exact
     return replace(policy, **{**moved, **checked})
 
 
 def check_policy(given: Any) -> dict[str, Any]:
-    """A copy of the settings that a caller says, by name. Raises ValueError for what is none."""
+    """Return a copy of a caller's settings. Raises ValueError."""
     if given is None:
         return {}
     if not isinstance(given, Mapping):
@@ -261,8 +304,8 @@ def check_policy(given: Any) -> dict[str, Any]:
     return dict(given)
 
 
-def described(policy: Policy, said: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Every setting by name: its value, and where that comes from."""
+def describe_policy(policy: Policy, said: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return each setting's value and source."""
     kind = device()
     return {
         name: {

@@ -21,7 +21,7 @@ from vlm_batch.types import Result
 
 @contextmanager
 def progress_bar(total: int | None, *, enabled: bool) -> Iterator[Callable[[Result], None]]:
-    """A function to be called with each result. ``total`` None shows a count without an end."""
+    """Yield a function to call with each result. ``total`` None: no end is shown."""
     if not enabled:
         yield lambda result: None
         return

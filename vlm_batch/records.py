@@ -1,7 +1,8 @@
-"""Records that inputs, adapters, caches and the engine hand to each other. Users of the library do not meet them."""
+"""Records that inputs, adapters, caches and the engine exchange."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -9,162 +10,184 @@ from typing import Any
 
 
 class Graphs(Enum):
-    """The conditions under which a family's decode steps may be compiled."""
+    """Conditions under which a family's decode steps are compiled."""
 
     NEVER = "never"
-    #: A step is a function of its tokens, positions and caches alone, but for rows with extras.
+    #: Without extras, a step depends on tokens, positions and caches alone: on a CPU, where graphs fuse nothing.
+    UNFUSED = "unfused"
+    #: Fused graphs were verified, too.
     IF_ASKED = "if asked"
-    #: Launches decide here, and a traced step has no kernel that an untraced one has not, to be built beside rows that decode.
+    #: Launches dominate a step, and its graph needs no new kernels.
     BY_DEFAULT = "by default"
 
 
 @dataclass(frozen=True)
 class PositionState:
-    """A row's place in position space.
+    """A row's positions."""
 
-    ``prompt`` holds the prompt's positions, (1, L) or (axes, 1, L), or None for 0..L-1.
-    ``delta``: the position of the next token is the number of tokens in the row's cache plus this.
-    """
-
-    prompt: Any | None = None
-    delta: int = 0
+    prompt: Any | None = None  # (1, L) or (axes, 1, L); None for 0..L-1
+    delta: int = 0  # the next token's position, less the tokens in the cache
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """One row, ready for prefill.
+    """One row, ready for prefill."""
 
-    ``input_ids`` may hold ids below zero, with which some families mark their pictures' positions. ``prefill`` holds the
-    further arguments of the family's forward for the whole prompt; the adapter cuts each chunk's part out of them.
-    ``decode`` holds the arguments of every later step of this row. A chunk may not cut the ``atomic`` spans [start, end).
-    The first ``cached`` positions are in the row's caches already, and nobody reads what stands for them here.
-    ``vocabulary`` is the number of tokens that this row chooses from, where requests of one model differ in that.
-    """
-
-    input_ids: Any  # (1, L)
+    input_ids: Any  # (1, L); some families mark pictures with ids below 0
     inputs_embeds: Any  # (1, L, D)
     position: PositionState = PositionState()
+    #: Further arguments of the forward for the whole prompt; the adapter slices them for each chunk.
     prefill: Mapping[str, Any] = field(default_factory=dict)
+    #: Further arguments of each decode step.
     decode: Mapping[str, Any] = field(default_factory=dict)
-    atomic: tuple[tuple[int, int], ...] = ()
-    is_picture: Any = None  # (L,) bool, numpy: the positions that hold picture features; None for none
+    atomic: tuple[tuple[int, int], ...] = ()  # spans [start, end) that no chunk cuts
+    is_picture: Any = None  # (L,) bool, numpy: positions of picture features; None for none
     model_image_sizes: tuple[tuple[int, int], ...] = ()
-    cached: int = 0
-    vocabulary: int | None = None
+    cached: int = 0  # first positions that are in the caches already; their values here are not read
+    vocabulary: int | None = None  # tokens that this row chooses from; None: the model's
 
     @property
     def length(self) -> int:
-        """The number of prompt positions, pictures included."""
         return int(self.inputs_embeds.shape[1])
 
     @property
     def image_tokens(self) -> int:
-        """The number of prompt positions that hold picture features."""
         return 0 if self.is_picture is None else int(self.is_picture.sum())
 
     @property
     def is_plain(self) -> bool:
-        """Whether embeddings and positions are all that prefill takes: such prompts of one length can be one array."""
+        """Whether prefill takes only embeddings and positions, so that prompts may share an array."""
         return not self.prefill and not self.atomic
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture of a prompt: its features stand in [start, end), and ``inputs`` is its part of the processor's output.
-
-    ``seen`` says which of its tiles each position of the prompt sees, where the decoder looks at it in layers of their own.
-    """
+    """A picture at prompt positions [start, end)."""
 
     start: int
     end: int
-    inputs: Any
-    seen: Any | None = None  # (L, tiles) bool, numpy
+    inputs: Any  # its part of the processor's output
+    seen: Any | None = None  # (L, tiles) bool, numpy: tiles that each position cross-attends
 
 
 @dataclass(frozen=True)
 class PromptKey:
-    """The identity of a prompt, position by position: equal first rows of ``positions`` mean equal keys and values.
+    """Identity of a prompt: equal first rows of ``positions`` mean equal keys and values."""
 
-    A row of ``positions`` (L, 3) int64 is a token id and 128 bits of content: zero for text, for a picture's position
-    the digest of its processed pixels, size and layout. A row cannot go on from inside one of the ``spans``
-    [start, end). ``answer`` is the content of the tokens that follow the prompt.
-    """
-
-    positions: Any  # (L, 3) int64, numpy
-    spans: tuple[tuple[int, int], ...] = ()
+    #: (L, 3) int64, numpy: token id, and 128 bits of content. Content is 0 for text; for a picture's position it is the digest
+    #: of its processed pixels, size and layout.
+    positions: Any
+    spans: tuple[tuple[int, int], ...] = ()  # [start, end), within which no row continues
     pictures: tuple[tuple[int, int], ...] = ()
-    answer: Any = (0, 0)  # (2,) int64
+    answer: Any = (0, 0)  # (2,) int64, content of the tokens after the prompt
 
     @property
     def length(self) -> int:
         return len(self.positions)
 
     def mixed(self, contents: Any) -> PromptKey:
-        """The same where keys and values depend on more: ``contents`` of all positions (2,), or of each (L, 2)."""
+        """Return the key with ``contents`` mixed in, (2,) for all positions or (L, 2)."""
         positions = self.positions.copy()
         positions[:, 1:] ^= contents
         return replace(self, positions=positions, answer=contents if contents.ndim == 1 else contents[-1])
 
     def before_span(self, length: int) -> int:
-        """``length``, or the beginning of the span that it would cut."""
+        """Return ``length``, or the beginning of the span that it cuts."""
         return min([start for start, end in self.spans if start < length < end], default=length)
 
 
 @dataclass(frozen=True)
 class DecodeStep:
-    """One token for each place of the batch; an empty place has token 0, position 0 and no extras."""
+    """One token for each place. Empty places have token 0, position 0 and no extras."""
 
     tokens: Any  # (B, 1) int32
-    positions: Any  # (B,) int32, the position of each row's token: the tokens in its cache + its delta
-    caches: Sequence[Any]  # one LayerCache a layer
-    extras: Sequence[Mapping[str, Any]]  # each row's Encoded.decode
+    positions: Any  # (B,) int32: tokens in the row's cache + delta
+    caches: Sequence[Any]  # a LayerCache per layer
+    extras: Sequence[Mapping[str, Any]]  # Encoded.decode of each row
 
 
 @dataclass(frozen=True)
 class Call:
-    """The facts that a forward must know beside its arrays.
+    """A forward's facts beside its arrays, an argument of adapters.
 
-    An adapter's calls take it as an argument. mlx-vlm's signatures do not let it through: further down it is the mark of the
-    thread (``vlm_batch.adapters.hooks``).
+    mlx-vlm's functions do not take it; below them it is the thread's mark (``vlm_batch.adapters.hooks``).
     """
 
-    #: Prefill: where each row's own positions end; its logits are of the position before. None: at the call's end.
+    #: Prefill: end of each row's own positions; its logits are of the last one. None: the end of the call.
     ends: tuple[int, ...] | None = None
-    #: Prefill of one row: logits of every position.
+    #: Prefill of one row: return logits of every position.
     is_scored: bool = False
-    #: Kernels go by the shapes of this call alone, and not by what was called before.
+    #: Choose kernels by the shapes of this call alone, not by earlier calls.
     is_fixed: bool = False
-    #: Rows of a prefill attend in calls of the shape that each has alone.
+    #: Prefill: each row attends in a call of its own shape.
     attends_apart: bool = False
-    #: Encode: the prompt is made up, to try the model: a family that needs a picture does without.
+    #: Encode: the prompt is made up, so a family that needs a picture does without.
     is_made_up: bool = False
-    #: On CUDA a shape of attention has its plan at its first call.
+    #: CUDA: make a plan at the first call of an attention shape.
     makes_plans: bool = False
-    #: Encode: patches of several requests' pictures in one call of a tower.
+    #: Encode: most patches of several requests' pictures in a tower's call.
     most_patches: int = 8192
-    #: Encode: pictures, idle ones among them, in every call of a tower with one of such a call's shape; None: one alone where
-    #: kernels go by shapes, and as many as come otherwise.
+    #: Encode: number of pictures, idle ones included, in a tower's call of this shape. None: 1 if ``is_fixed``, else any.
     pictures: Callable[[Any], int] | None = None
 
-    # What the adapter adds while it runs.
-    #: Prefill: the position that the call begins at.
+    # Set by the adapter while it runs.
+    #: Prefill: first position of the call.
     begin: int = 0
-    #: Prefill: the length of each row's whole prompt.
+    #: Prefill: length of each row's whole prompt.
     lengths: tuple[int, ...] = ()
     #: Decode: each row's position (B,), the same on all axes.
     positions: Any = None
-    #: Encode: what towers answered when pictures of several requests were encoded together.
-    answers: Any = None
+    #: Weights of low-rank adapters, by name: of each row (R, 1, 1), or of all rows.
+    adapters: Mapping[str, Any] = field(default_factory=dict)
+    #: Encode: outputs of towers for pictures that were encoded together.
+    tower_outputs: Any = None
+    #: Prefill and decode: takes the final hidden states (B, L, D), if somebody drafts from them.
+    hidden: list[Any] | None = None
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """Final hidden states of a row's positions from ``begin``: rows [first, first + count) of ``states`` (N, D)."""
+
+    states: Any
+    first: int
+    begin: int
+    count: int = 1
+
+    @property
+    def end(self) -> int:
+        return self.begin + self.count
+
+
+@dataclass(eq=False)
+class DraftState:
+    """A drafting model's view of one row."""
+
+    #: The row's last hidden states that were not read yet.
+    hidden: deque[Hidden]
+    #: Caches of the drafting model's own.
+    caches: list[Any] = field(default_factory=list)
+    #: The tokens behind ``hidden``, one for each state. Set before each draft.
+    tokens: Sequence[int] = ()
+
+    def keep(self, count: int) -> None:
+        """Keep the first ``count`` positions of the last forward."""
+        self.hidden.append(replace(self.hidden.pop(), count=count))
+
+    def clear(self) -> None:
+        self.hidden.clear()
+        self.caches = []
+
+    def copy(self) -> DraftState:
+        """Return a state for another answer to the same prompt."""
+        return DraftState(self.hidden.copy())
 
 
 @dataclass(frozen=True)
 class Thinking:
-    """The token ids with which a model marks its thinking, and the state in which a prompt leaves it.
-
-    ``is_open``: the prompt ends within thinking. ``may_begin``: the answer's first token may begin it.
-    """
+    """Token ids that mark a model's thinking, and its state after the prompt."""
 
     start: tuple[int, ...]
     end: tuple[int, ...]
-    is_open: bool = False
-    may_begin: bool = False
+    is_open: bool = False  # the prompt ends within thinking
+    may_begin: bool = False  # the answer's first token may begin it

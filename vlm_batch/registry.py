@@ -1,28 +1,34 @@
-"""Facts about families: one frozen ``ModelSpec`` each, registered with the adapter that it belongs to."""
+"""Facts about families: one ``ModelSpec`` each, registered with its adapter."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import Any, TypeVar
 
-if TYPE_CHECKING:
-    from vlm_batch.adapters.base import Adapter
-
-AdapterType = TypeVar("AdapterType", bound="type[Adapter]")
+AdapterType = TypeVar("AdapterType", bound=type[Any])
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """The facts about one family.
+    """Facts about one family.
 
-    ``model_types`` are the values of ``config.json``'s ``model_type`` that it serves. ``package`` is the dotted name of the
-    module with the model's code, for a model type that mlx-vlm has no package for; it has what such a package has
-    (``Model``, ``ModelConfig``, ``LanguageModel``, ...). ``known_gaps`` names a parity scenario that fails and why, as data
-    for the tests (strict expected failures). ``notes`` say what the adapter patches, for a reader. ``video`` says whether
-    videos are verified; ``no_video`` why they are not. ``not_on_cuda`` has model types that are refused on CUDA, each with
-    what was seen there. ``no_prefix_reuse`` is the reason why a row cannot continue from another row's caches; None if it can.
-    ``max_rows`` may share a batch; None leaves it to the caller.
+    Attributes:
+        family: Its name.
+        model_types: Served values of ``model_type`` in ``config.json``.
+        package: Module of the model's code (``Model``, ``ModelConfig``, ...); None: mlx-vlm's.
+        images: It reads pictures.
+        multi_image: It reads several pictures in one request.
+        video: Videos are verified; ``no_video`` says why they are not.
+        audio: Recordings are verified; ``no_audio`` says why they are not.
+        audio_seconds: Longest recording that the published model hears; None: what its context holds.
+        chunked_prefill: Its prompts may be prefilled in chunks.
+        notes: Sentences for readers on what the adapter patches.
+        known_gaps: (parity scenario, reason) of each failure, which the tests strictly expect.
+        not_on_cuda: (model type, reason) of each type refused on CUDA.
+        no_prefix_reuse: Why a row cannot continue another row's caches; None if it can.
+        max_rows: Most rows in a batch; None leaves it to the caller.
+        adapter: The adapter's class; ``register`` fills it in.
     """
 
     family: str
@@ -32,13 +38,16 @@ class ModelSpec:
     multi_image: bool = True
     video: bool = False
     no_video: str = "mlx-vlm has no processor that makes inputs of its videos"
+    audio: bool = False
+    audio_seconds: float | None = None
+    no_audio: str = "its model has no part that hears"
     chunked_prefill: bool = True
     notes: tuple[str, ...] = ()
     known_gaps: tuple[tuple[str, str], ...] = ()
     not_on_cuda: tuple[tuple[str, str], ...] = ()
     no_prefix_reuse: str | None = None
     max_rows: int | None = None
-    adapter: type[Adapter] | None = None
+    adapter: type[Any] | None = None
 
 
 _SPECS: dict[str, ModelSpec] = {}
@@ -47,8 +56,10 @@ _SPECS: dict[str, ModelSpec] = {}
 def register(spec: ModelSpec) -> Callable[[AdapterType], AdapterType]:
     """Class decorator: make an adapter known under its spec.
 
-    A family and a model type can belong to one adapter only; the same class again (a notebook's cell that is run twice)
-    takes the place of what it was. Raises ValueError.
+    The same class again, as from a notebook's cell, replaces the earlier one.
+
+    Raises:
+        ValueError: The family or a model type belongs to another adapter.
     """
 
     def add(adapter: AdapterType) -> AdapterType:
@@ -68,7 +79,7 @@ def register(spec: ModelSpec) -> Callable[[AdapterType], AdapterType]:
             del _SPECS[family]
         bound = replace(spec, adapter=adapter)
         _SPECS[spec.family] = bound
-        adapter.spec = bound
+        adapter.spec = bound  # type: ignore[attr-defined]
         return adapter
 
     return add
@@ -83,5 +94,5 @@ def _place(adapter: type | None) -> str:
 
 
 def registered() -> tuple[ModelSpec, ...]:
-    """The families registered so far, by name; ``vlm_batch.families()`` imports the library's own first."""
+    """Return the families registered so far, by name; ``vlm_batch.families()`` imports the library's own first."""
     return tuple(_SPECS[name] for name in sorted(_SPECS))

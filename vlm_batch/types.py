@@ -1,4 +1,4 @@
-"""The nouns that users meet: a request, its parameters, its events and its result. Data, with its checks, and nothing else."""
+"""Types that users meet: requests, parameters, events, results."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, field, fields
+from difflib import get_close_matches
 from functools import partial
 from io import IOBase
 from pathlib import Path
@@ -22,14 +23,14 @@ from vlm_batch.checks import (
     is_whole,
     json_schema_of,
     non_empty_texts,
-    put_pixels,
+    set_pixel_bounds,
 )
 from vlm_batch.errors import InvalidParameters, InvalidPrompt, InvalidRequest, RequestFailed, describe, let_go, shown
 
 if TYPE_CHECKING:
     from vlm_batch.store.prompt import PromptCache
 
-#: ``(tokens so far (T,), logits (1, V)) -> logits (1, V)``, mlx-lm's convention; called on the engine thread.
+#: ``(tokens so far (T,), logits (1, V)) -> logits (1, V)``, as in mlx-lm; called on the engine's thread.
 LogitsProcessor: TypeAlias = Callable[[Any, Any], Any]
 
 #: A path, URL, data URI, ``bytes``, open file, PIL image, or array (H, W), (H, W, 3) or (H, W, 4) of uint8 or floats in 0..1.
@@ -38,18 +39,21 @@ ImageInput: TypeAlias = Any
 #: A ``Video``, or what its ``source`` can be.
 VideoInput: TypeAlias = Any
 
+#: An ``Audio``, or what its ``source`` can be but for an array.
+AudioInput: TypeAlias = Any
+
 Message: TypeAlias = Mapping[str, Any]
 
-Kind = TypeVar("Kind", "SamplingParams", "Template")
+Kind = TypeVar("Kind", "SamplingParams", "Template", "Request")
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
-#: The parameters that hold an answer to a form.
+#: Parameters that constrain the form of an answer.
 FORMS = ("json_schema", "regex", "grammar", "choice")
-#: Every token is looked for among a request's stop tokens, and every text for its stop strings, while others wait.
+#: Bounds on stop strings and stop tokens: each token is compared with them while other requests wait.
 _MOST_STOPS, _MOST_STOP_CHARACTERS, _MOST_STOP_TOKENS = 1024, 2**20, 2**14
-#: Bad words and choices; tokens that may come (more than any vocabulary); tokens with a bias.
+#: Bounds on bad words, allowed tokens (more than any vocabulary) and tokens with a bias.
 _MOST_WORDS, _MOST_ALLOWED, _MOST_BIASED = 1024, 2**20, 2**16
 _WHOLE_PARAMETERS = (
     ("max_tokens", 1, 2**63 - 1),
@@ -63,7 +67,7 @@ _WHOLE_PARAMETERS = (
     ("thinking_budget", 0, 2**63 - 1),
 )
 _MAY_BE_NONE = ("seed", "logprobs", "prompt_logprobs", "thinking_budget")
-#: Logits are divided by the temperature, and by or with the penalty, in float32 or less: what overflows there is refused.
+#: Bounds within which logits of float32 or less do not overflow.
 _REAL_PARAMETERS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("temperature", lambda x: x == 0 or 1e-6 <= x <= 1e6, "0 (greedy) or a number in 1e-6..1e6"),
     ("top_p", lambda x: 1e-30 <= x <= 1, "a number above 0 (1e-30) and at most 1 (1 is off)"),
@@ -76,43 +80,45 @@ _REAL_PARAMETERS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """Parameters for choosing the tokens of one request. Numbers of numpy are taken as Python's.
+    """Parameters for choosing one request's tokens.
+
+    An answer has at most one form: ``json_schema``, ``regex``, ``grammar`` or ``choice``. Thinking precedes it. An
+    answer that ends with "length" may be incomplete. A form excludes ``stop``, ``stop_token_ids`` and ``ignore_eos``.
 
     Args:
-        max_tokens: tokens of the answer at most.
-        temperature: 0 is greedy; the logits are divided by it.
+        max_tokens: most tokens of the answer.
+        temperature: divisor of the logits; 0 is greedy.
         top_p: keep the most likely tokens until their probabilities reach this; 1 is off.
-        top_k: keep so many of the most likely tokens; 0 is off.
-        min_p: drop tokens less likely than this times the most likely one; 0 is off.
-        repetition_penalty: divides positive and multiplies negative logits of recent tokens (Keskar et al. 2019); 1 is off.
-        repetition_context_size: how many tokens count as recent.
-        seed: makes a sampled request reproducible whatever shares its batch. None draws a fresh seed.
-        stop: strings that end the answer and are not part of it.
-        stop_token_ids: tokens that end it, beside the model's own end tokens.
+        top_k: keep this many most likely tokens; 0 is off.
+        min_p: drop tokens below this times the highest probability; 0 is off.
+        repetition_penalty: divides positive and multiplies negative logits of recent tokens (Keskar et al. 2019); 1 is
+            off.
+        repetition_context_size: number of recent tokens.
+        seed: makes sampling reproducible in any batch. None draws a fresh seed.
+        stop: strings that end the answer, which leaves them out.
+        stop_token_ids: tokens that end it, beside the model's own.
         ignore_eos: do not end at the model's own end tokens.
-        logprobs: report at each step the log-probabilities of the chosen token and of so many most likely tokens, taken after
-            the processors and before the temperature.
-        prompt_logprobs: report the same of each of the prompt's own tokens, as the model has them. Such a request takes
-            nothing from earlier ones.
-        logits_processors: functions ``(tokens, logits) -> logits``, mlx-lm's convention, with all tokens so far (prompt and
-            answer, shape (T,)) and logits of shape (1, V).
-        presence_penalty: subtracted from the logits of tokens that the answer has (OpenAI's definition).
-        frequency_penalty: subtracted as often as the answer has the token (OpenAI's definition).
-        logit_bias: numbers in -100..100 that are added to tokens' logits.
+        logprobs: report each step's log-probabilities of the chosen token and of this many most likely ones, after
+            processors and before the temperature.
+        prompt_logprobs: likewise for the prompt's tokens. The request then reuses nothing of earlier ones, and excludes
+            ``cache`` and ``return_cache``.
+        logits_processors: functions ``(tokens (T,), logits (1, V)) -> logits (1, V)`` of prompt and answer, as in
+            mlx-lm.
+        presence_penalty: subtracted from logits of the answer's tokens (OpenAI's definition).
+        frequency_penalty: subtracted per occurrence in the answer (OpenAI's definition).
+        logit_bias: numbers in -100..100 added to tokens' logits.
         allowed_token_ids: exclude all other tokens; None allows all.
-        bad_words: texts that do not come in the answer, spelled as the tokenizer spells them, with or without a space before.
-        min_tokens: how many tokens come before any end: end tokens do not, and stop strings do not count.
-        n: how many answers are sampled from one prompt, with the seeds ``seed``, ``seed + 1``, ...
-        thinking_budget: tokens after which the model's thinking is ended.
-        json_schema: a form of the answer: a schema as a mapping, as JSON text, or as a pydantic model's class.
-        regex: a form: a regular expression of the whole answer.
-        grammar: a form: a grammar in Lark's notation, as llguidance reads it.
-        choice: a form: texts to choose from.
+        bad_words: texts that may not occur, tokenized with or without a space before.
+        min_tokens: fewest tokens of the answer; stop strings do not count before.
+        n: number of answers, with the seeds ``seed``, ``seed + 1``, ...
+        thinking_budget: most tokens of thinking; None sets no bound.
+        json_schema: a mapping, JSON text or a pydantic model's class.
+        regex: regular expression of the whole answer.
+        grammar: Lark grammar, as llguidance reads it.
+        choice: texts to choose from.
 
-    An answer has one form at most. It begins after thinking, if the model thinks. The answer then has that form, or ends with
-    "length".
-
-    Raises InvalidParameters for a value out of range.
+    Raises:
+        InvalidParameters: a value is out of range.
     """
 
     max_tokens: int = 256
@@ -180,13 +186,12 @@ class SamplingParams:
         if not isinstance(self.ignore_eos, (bool, np.bool_)):
             raise InvalidParameters(f"ignore_eos is {shown(self.ignore_eos)}; it must be True or False")
 
-        self._take_rules(put)
-        self._take_form(put)
+        self._check_token_rules(put)
+        self._check_form(put)
         if self.min_tokens > self.max_tokens:
             raise InvalidParameters(f"min_tokens is {self.min_tokens}, above max_tokens, which is {self.max_tokens}")
 
-    def _take_rules(self, put: Callable[[str, Any], None]) -> None:
-        """Check and copy what concerns single tokens."""
+    def _check_token_rules(self, put: Callable[[str, Any], None]) -> None:
         bias = {} if self.logit_bias is None else self.logit_bias
         if not isinstance(bias, Mapping) or not all(
             is_whole(token) and 0 <= token <= MOST and is_real(value) and -100 <= value <= 100
@@ -212,8 +217,7 @@ class SamplingParams:
                 "together are looked for"
             )
 
-    def _take_form(self, put: Callable[[str, Any], None]) -> None:
-        """Check and copy the form that the answer is held to."""
+    def _check_form(self, put: Callable[[str, Any], None]) -> None:
         if self.choice is not None:
             put("choice", non_empty_texts("choice", self.choice))
             if not self.choice:
@@ -239,23 +243,25 @@ class SamplingParams:
 
     @property
     def form(self) -> str | None:
-        """The name of the parameter that holds the answer to a form; None if nothing does."""
+        """Name of the parameter that constrains the form, or None."""
         return next((name for name in FORMS if getattr(self, name) is not None), None)
 
 
 @dataclass(frozen=True)
 class Video:
-    """A video, and the choice of its frames.
+    """A video and the choice of its frames.
 
-    ``source`` is a file (path, URL, data URI or bytes), a sequence of frames (each whatever a picture can be, all of
-    one size), or an array (T, H, W, 3) of uint8.
+    Args:
+        source: a file (path, URL, data URI, bytes), pictures of one size, or an array (T, H, W, 3) of uint8.
+        fps: frames a second to sample from a file; the rate of given frames, which are all used. None: the family's
+            setting.
+        num_frames: frames to take evenly, instead of ``fps``. Excludes ``max_frames``.
+        max_frames: most frames, taken evenly if there are more.
+        max_pixels: most pixels of a frame; larger ones are scaled down.
+        sound: hear the file's sound, as a recording behind the video.
 
-    A file is sampled at ``fps`` frames a second, evenly from its first frame to its last, but at ``max_frames`` at
-    most; or it gives ``num_frames``. The family's published settings hold where none are given. Frames that are given one by
-    one are all used, and ``fps`` says how many a second they are; ``max_frames`` and ``num_frames`` thin them evenly.
-    Frames of more than ``max_pixels`` pixels are scaled down to that before the model's processor sees them.
-
-    Raises InvalidParameters for a value out of range.
+    Raises:
+        InvalidParameters: a value is out of range.
     """
 
     source: Any
@@ -264,8 +270,11 @@ class Video:
     num_frames: int | None = None
     max_frames: int | None = None
     max_pixels: int | None = None
+    sound: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.sound, bool):
+            raise InvalidParameters(f"sound is {shown(self.sound)}; it must be True or False")
         fps = self.fps
         if fps is not None and not (is_real(fps) and fps > 0):
             raise InvalidParameters(f"fps is {shown(fps)}; it must be a finite number above 0")
@@ -277,19 +286,49 @@ class Video:
             raise InvalidParameters("num_frames and max_frames exclude each other")
 
 
-#: The most seconds that reading one source may take: a day. Clocks and locks take no number that is much larger.
+@dataclass(frozen=True)
+class Audio:
+    """A recording.
+
+    Args:
+        source: a wav, flac, mp3 or ogg file (path, URL, data URI, bytes), an mp4, mov, mkv, webm or avi file with
+            sound, or an array (samples,) or (samples, channels) of floats in -1..1, int16, int32 or uint8.
+        rate: samples a second, for an array only, which needs it.
+
+    Raises:
+        InvalidParameters: the rate is out of range.
+    """
+
+    source: Any
+    _: KW_ONLY
+    rate: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.rate is not None and not (is_whole(self.rate) and 1_000 <= self.rate <= 768_000):
+            raise InvalidParameters(f"rate is {shown(self.rate)}; it must be an integer in 1,000..768,000")
+
+
+#: Most seconds for reading a source: a day. Clocks and locks take no much larger number.
 MAX_SECONDS = 86_400
 
 
 @dataclass(frozen=True, kw_only=True)
 class FetchPolicy:
-    """Rules for reading pictures and videos that requests name by path or URL.
+    """Rules for reading media by path or URL.
 
-    ``allow_http`` reads http and https URLs; ``allow_private`` also those on loopback, private, link-local and other
-    addresses that are not public. ``allow_files`` reads local paths, only below ``directories`` if any are named
-    (links are followed first). At most ``max_bytes`` are read of a URL, a data URI or a picture's file, within
-    ``seconds`` in all and over at most ``max_redirects``. A proxy that the environment names is used; it resolves names
-    for itself, so behind one the check of addresses is only as good as the names' answers here.
+    Addresses are checked as they resolve here; a proxy from the environment resolves names itself.
+
+    Args:
+        allow_http: read http and https URLs.
+        allow_private: also from loopback, private, link-local and other non-public addresses.
+        allow_files: read local paths.
+        directories: if any, only paths below these, with links resolved.
+        max_bytes: most bytes of a URL, a data URI, or a file of a picture or recording.
+        seconds: most seconds for one source.
+        max_redirects: most redirects of a URL.
+
+    Raises:
+        InvalidParameters: a value is out of range.
     """
 
     allow_http: bool = True
@@ -320,20 +359,21 @@ class FetchPolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class Template:
-    """A request's words for the model's chat template. One that this checkpoint's template does not read is an error.
+    """Arguments for the model's chat template. An unread one is refused.
 
     Args:
-        tools: functions that the model may call, in OpenAI's form.
+        tools: functions for the model to call, in OpenAI's form.
         documents: mappings, as the template reads them.
-        enable_thinking: whether a model that can think does so; None leaves it to the template.
-        reasoning_effort: how much it thinks, in the template's own words.
-        args: any other argument, by name.
+        enable_thinking: None leaves it to the template.
+        reasoning_effort: amount of thinking, in the template's words.
+        args: other arguments, by name.
         add_generation_prompt: begin the assistant's turn.
-        continue_final_message: leave the chat's last turn open, so that the answer goes on with it.
-        escape_special_tokens: read special tokens' spellings in the chat, such as ``<|im_end|>``, as plain text; else a chat
-            that holds one of a turn's or a picture's is refused.
+        continue_final_message: continue the last turn.
+        escape_special_tokens: read special tokens in the chat (``<|im_end|>``) as plain text. Else those of turns and
+            pictures are refused.
 
-    Raises InvalidPrompt for a value of another type, and for an argument that is given twice.
+    Raises:
+        InvalidPrompt: a value has another type, or an argument is given twice.
     """
 
     tools: Sequence[Mapping[str, Any]] | None = None
@@ -374,46 +414,52 @@ class Template:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """All that is said, by the template's names."""
+        """All arguments, by the template's names."""
         return {**self.args, **self._own}
 
     @property
     def said(self) -> list[str]:
-        """The names of what is not as by default."""
+        """Names of arguments that differ from the defaults."""
         turn = [] if self.add_generation_prompt or self.continue_final_message else ["add_generation_prompt=False"]
         return sorted(self.arguments) + turn + ["continue_final_message"] * bool(self.continue_final_message)
 
 
 PLAIN_TEMPLATE = Template()
-#: The largest priority of a request, above and below 0.
+#: Largest absolute value of a priority.
 MAX_PRIORITY = 1_000_000
+
+
+#: Values of ``Request.draft``.
+DRAFTS = ("auto", "off")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One question: exactly one of ``prompt``, ``messages``, ``token_ids`` or ``inputs``, with its pictures and videos.
+    """One request: exactly one of ``prompt``, ``messages``, ``token_ids`` or ``inputs``, with media.
 
     Args:
-        prompt: a single user's turn.
-        messages: a chat in OpenAI's form (``{"role": ..., "content": str | [parts]}``). Pictures and videos may stand in its
-            parts or in ``images`` and ``videos``, in order.
-        token_ids: final tokens, in which the pictures and videos have their placeholders already.
-        inputs: what ``mlx_vlm.utils.prepare_inputs`` returns: ``input_ids`` (1, L), ``pixel_values``, ...
-        images: a picture (path, URL, data URI, bytes, PIL image, array), or several.
-        videos: a video (path, URL, data URI, bytes, array (T, H, W, 3), or a ``Video``, which also holds frames), or several.
-        template: what the chat template is told, as a ``Template`` or a mapping of its fields; None for a prompt that is
-            final text, with its placeholders.
-        min_pixels: the least that the model sees of each picture, where the family's processor has such bounds. The sizes
-            are in ``Result.model_image_sizes``.
-        max_pixels: the most, likewise.
-        params: how tokens are chosen, as ``SamplingParams`` or a mapping of its fields.
-        request_id: the request's name; by default it is given one.
-        priority: a higher one goes first.
-        client: who asks, as a number. Rows are shared out evenly among clients; priorities order the requests of each.
-        cache: the state of a conversation that the prompt goes on with: only what is new is prefilled.
-        return_cache: ask for that state, of prompt and answer, in ``Result.cache``.
+        prompt: a single user turn.
+        messages: a chat in OpenAI's form (``{"role": ..., "content": str | [parts]}``). Media are parts, or in order in
+            ``images``, ``videos`` and ``audios``.
+        token_ids: final tokens, with placeholders for media.
+        inputs: output of ``mlx_vlm.utils.prepare_inputs``: ``input_ids`` (1, L), ``pixel_values``, ...
+        images: one or several: path, URL, data URI, bytes, PIL image or array.
+        videos: one or several: path, URL, data URI, bytes, array (T, H, W, 3) or ``Video``.
+        audios: one or several: path, URL, data URI, bytes or ``Audio``.
+        template: a ``Template``, or a mapping of its fields. None: ``prompt`` is final text with placeholders.
+        min_pixels: fewest pixels of a picture, if the family's processor has such bounds.
+        max_pixels: most pixels, likewise. ``Result.model_image_sizes`` has the sizes.
+        params: ``SamplingParams``, or a mapping of its fields.
+        request_id: unique name; by default a new one.
+        priority: higher goes first, among one client's requests.
+        client: number of the client. Clients share places evenly, whatever the priorities.
+        cache: state of a conversation that the prompt continues; only new tokens are prefilled.
+        return_cache: return prompt's and answer's state in ``Result.cache``.
+        draft: "auto" computes probable next tokens together where that is faster; "off" does not. Answers are the same
+            (docs/speculation.md).
 
-    Raises InvalidRequest.
+    Raises:
+        InvalidRequest: a value is out of range.
     """
 
     prompt: str | None = None
@@ -422,6 +468,7 @@ class Request:
     inputs: Mapping[str, Any] | None = None
     images: ImageInput | Sequence[ImageInput] = ()
     videos: VideoInput | Sequence[VideoInput] = ()
+    audios: AudioInput | Sequence[AudioInput] = ()
     template: Template | None = PLAIN_TEMPLATE
     min_pixels: int | None = None
     max_pixels: int | None = None
@@ -431,10 +478,13 @@ class Request:
     client: int = 0
     cache: PromptCache | None = None
     return_cache: bool = False
+    draft: str = "auto"
 
     def __post_init__(self) -> None:
-        for name in ("images", "videos"):
-            object.__setattr__(self, name, _together(getattr(self, name)))
+        if self.draft not in DRAFTS:
+            raise InvalidRequest(f"draft is {shown(self.draft)}; it must be one of {', '.join(DRAFTS)}")
+        for name in ("images", "videos", "audios"):
+            object.__setattr__(self, name, _as_media(getattr(self, name)))
         object.__setattr__(self, "params", params_of(self.params))
         if self.template is not None:
             object.__setattr__(self, "template", record_of(Template, "template", self.template, InvalidPrompt))
@@ -451,7 +501,7 @@ class Request:
             raise InvalidRequest(
                 f"request_id is {shown(called)}; it must be text, not empty and without null characters, or None"
             )
-        put_pixels(self, self.min_pixels, self.max_pixels)
+        set_pixel_bounds(self, self.min_pixels, self.max_pixels)
         if self.params.prompt_logprobs is not None and (self.cache is not None or self.return_cache):
             raise InvalidRequest("prompt_logprobs need every token prefilled; leave cache and return_cache out")
         if not isinstance(self.return_cache, (bool, np.bool_)):
@@ -460,7 +510,7 @@ class Request:
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """The log-probabilities of one step: the chosen token's, and the most likely tokens' in falling order."""
+    """Log-probabilities of one step: the chosen token's, and the most likely ones' in falling order."""
 
     token_id: int
     logprob: float
@@ -469,10 +519,12 @@ class TokenLogprobs:
 
 @dataclass(frozen=True)
 class Usage:
-    """Token counts of a request; ``image_tokens`` are the prompt positions that hold picture or video features.
+    """Token counts of a request.
 
-    ``cached_tokens`` of the prompt's positions were not prefilled, because an earlier request or the request's own
-    ``cache`` had left their keys and values.
+    Attributes:
+        prompt_tokens: positions of the prompt, media included.
+        image_tokens: prompt positions of pictures, videos or recordings.
+        cached_tokens: prompt positions taken from a cache.
     """
 
     prompt_tokens: int = 0
@@ -483,12 +535,17 @@ class Usage:
 
 @dataclass(frozen=True)
 class Timings:
-    """Seconds of a request's life: waiting for a place, being encoded (some are before they have one), from its place to its
-    first token, then to its end.
+    """Seconds of a request's life; prefill and decode share the device.
 
-    Within ``queue``, ``read`` is from the beginning of its reading until its files and URLs were in memory, and ``process``
-    their decoding and the processor. ``ttft`` is from submit to the first token. While it is prefilled and decodes, a
-    request shares the device.
+    Attributes:
+        queue: waiting for a place, without ``encode``.
+        encode: encoding its media.
+        prefill: from its place to its first token.
+        decode: from then to its end.
+        ttft: from submit to its first token.
+        total: from submit to its end.
+        read: within ``queue``, reading files and URLs.
+        process: within ``queue``, decoding media and running the processor.
     """
 
     queue: float = 0.0
@@ -503,16 +560,20 @@ class Timings:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """The end of a request, with its answer. ``error`` is set if and only if ``finish_reason`` is ``"error"``.
+    """A request's end and answer.
 
-    ``image_sizes`` are the pictures' (width, height) as they were read; ``model_image_sizes`` are what the processor
-    made of them where it says so (families with a patch grid). ``video_sizes`` are the videos' (frames, width,
-    height) as the processor was given them. ``parsed`` is the value of an answer that was held to a form: what its JSON
-    says, or its text; None if it ended before it had the form. ``stop_reason`` is the matched stop string or token id.
-    ``prompt_logprobs`` has an entry for each position of the prompt, pictures included: None for the first, for pictures'
-    positions and for tokens that the model sees before it would have to tell them.
-    ``others`` are the further answers of a request that asked for several (``n``), each with its own end and usage.
-    ``cache`` holds the conversation's state, where the request asked for it (``return_cache``).
+    Attributes:
+        stop_reason: the stop string or token id that matched.
+        image_sizes: (width, height) of the pictures as read.
+        model_image_sizes: the same after the processor, for families with a patch grid.
+        video_sizes: (frames, width, height) for the processor.
+        audio_seconds: lengths of the recordings.
+        prompt_logprobs: of each prompt position; None for the first, for media, and for tokens that the model sees
+            before predicting them.
+        parsed: an answer with a form: the value of its JSON, or its text. None if incomplete.
+        others: further answers (``n``), each with its own end and usage.
+        error: set if and only if ``finish_reason`` is "error".
+        cache: the conversation's state, with ``return_cache``.
     """
 
     request_id: str
@@ -525,6 +586,7 @@ class Result:
     image_sizes: tuple[tuple[int, int], ...] = ()
     model_image_sizes: tuple[tuple[int, int], ...] = ()
     video_sizes: tuple[tuple[int, int, int], ...] = ()
+    audio_seconds: tuple[float, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     parsed: Any = None
@@ -543,27 +605,29 @@ class Result:
 
     @property
     def ok(self) -> bool:
-        """Whether the answer is complete: ended by a stop or by its length."""
+        """Whether the answer ended by a stop or its length."""
         return self.finish_reason in ("stop", "length")
 
     def raise_for_error(self) -> Result:
-        """Return self, or raise RequestFailed with the request's error."""
+        """Return self, or raise RequestFailed."""
         if self.error is not None:
             raise RequestFailed(f"request {self.request_id}: {self.error}") from self.exception
         return self
 
 
 def failed_result(request_id: str, error: BaseException) -> Result:
-    """The end of a request of which nothing else is known."""
+    """Return a failed request's result."""
     return Result(request_id=request_id, finish_reason="error", error=describe(error), exception=let_go(error))
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One step of one request as the engine saw it: a token with the text that it completed, or an end, or both.
+    """One step of a request: a token and the text that it completes, an end, or both.
 
-    ``result`` is there if and only if the request ended with this event. Of a request with several answers, ``index``
-    says which of them it is about, and ``answer`` how that one ended.
+    Attributes:
+        result: set on the request's last event.
+        index: number of the answer.
+        answer: set at the end of that answer.
     """
 
     request_id: str
@@ -577,7 +641,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Stats:
-    """Counters of a batcher: its state now, and totals since it was made."""
+    """Counters of a batcher: present ones, and totals since its start."""
 
     queued: int
     waiting: int
@@ -589,39 +653,38 @@ class Stats:
     cancelled: int
     generated_tokens: int
     tokens_per_second: float = 0.0  # generated, over the last five seconds of work
-    cache_hits: int = 0  # requests that took a beginning from earlier ones
-    cached_tokens: int = 0  # prompt positions that they took
+    cache_hits: int = 0  # requests that reused a prefix
+    cached_tokens: int = 0  # prompt positions that they reused
     cache_bytes: int = 0  # kept for later requests
-    steps: int = 0  # that the engine has taken: while anything runs, this grows, or the engine hangs
-    recomputed: int = 0  # requests that began again, after a failed step or for want of memory: they say nothing twice
-    input_bytes: int = 0  # processors' outputs of requests that are alive, on the host
-    max_kv_bytes: int | None = None  # the bound on kv_bytes
-    mlx_bytes: int = 0  # all that MLX holds in this process: weights, and everything here but input_bytes
-    stalled: float = 0.0  # seconds that the engine has been in a step that does not end; 0 while it goes on
-    ahead_bytes: int = 0  # of what was read and prepared for requests that wait
-    most_rows: int = 0  # requests that may decode and be prefilled at a time now; max_rows=None lets it grow and shrink
-    busy_seconds: float = 0.0  # that the engine had requests to work on, and did not wait for their pictures
+    steps: int = 0  # of the engine: if it does not grow while requests run, the engine hangs
+    recomputed: int = 0  # requests recomputed after a failed step or a lack of memory; no token is told twice
+    input_bytes: int = 0  # processors' outputs of live requests, on the host
+    max_kv_bytes: int | None = None  # bound on kv_bytes
+    mlx_bytes: int = 0  # all of MLX's memory in this process: weights, and everything here but input_bytes
+    stalled: float = 0.0  # seconds in a step that does not end; 0 while steps go on
+    ahead_bytes: int = 0  # read and prepared for requests that wait
+    most_rows: int = 0  # requests that may have a place now; varies with max_rows=None
+    busy_seconds: float = 0.0  # with requests to compute; waiting for their media to be read does not count
+    drafted: int = 0  # tokens computed as drafts
+    drafts_held: int = 0  # accepted drafts: each saved its request a step
 
 
 def fresh_seed() -> int:
-    """A seed of 64 bits from the operating system, for a request that named none."""
     return int.from_bytes(os.urandom(8), "little")
 
 
-def _together(given: Any) -> tuple[Any, ...]:
-    """Pictures or videos of a request: several in a list, tuple or iterator, or one by itself, or None."""
+def _as_media(given: Any) -> tuple[Any, ...]:
     if isinstance(given, (list, tuple)) or (isinstance(given, Iterator) and not isinstance(given, IOBase)):
         return tuple(given)
     return () if given is None else (given,)
 
 
 def params_of(given: SamplingParams | Mapping[str, Any] | None) -> SamplingParams:
-    """Parameters from what people write: an object, a mapping of its fields, or None for the defaults."""
     return SamplingParams() if given is None else record_of(SamplingParams, "params", given, InvalidParameters)
 
 
 def record_of(kind: type[Kind], name: str, given: Any, error: type[InvalidRequest]) -> Kind:
-    """A record from what people write: itself, or a mapping of its fields. Raises ``error`` for anything else."""
+    """Return a record from itself or a mapping of fields. Raises ``error`` for anything else."""
     if isinstance(given, kind):
         return given
     if not isinstance(given, Mapping):
@@ -629,5 +692,6 @@ def record_of(kind: type[Kind], name: str, given: Any, error: type[InvalidReques
     known = {field.name for field in fields(kind)}
     unknown = sorted(str(one) for one in given if one not in known)
     if unknown:
-        raise error(f"{name} has no {', '.join(unknown)}; it has {', '.join(sorted(known))}")
+        likely = "".join(f" ({one!r} is probably meant)" for one in get_close_matches(unknown[0], known, 1))
+        raise error(f"{name} has no {', '.join(unknown)}{likely}; it has {', '.join(sorted(known))}")
     return kind(**given)

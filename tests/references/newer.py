@@ -13,6 +13,7 @@ import transformers
 from tests.references.towers import PIXTRAL, RENAME, joined_experts, text_of, vision_of
 from tests.zoo import Inputs
 from tests.zoo.muse_spark import PATCH, THETA
+from tests.zoo.nemotron_h_nano_omni import BANDS
 from tests.zoo.nemotron_h_nano_omni import PATCH as NEMOTRON_PATCH
 
 Weights = dict[str, np.ndarray]
@@ -51,13 +52,7 @@ def muse_spark(zoo: nn.Module) -> torch.nn.Module:
     config = transformers.MuseSparkConfig(
         text_config={**same(ours, *names), "rope_parameters": rope(THETA)},
         vision_config=same(vision, *seen),
-        audio_config={
-            "patch_sizes": [2],
-            "hidden_sizes": [8],
-            "depths": [1],
-            "num_hidden_layers": 1,
-            "out_hidden_size": 64,
-        },
+        audio_config=same(zoo.config.audio_config, "patch_sizes", "hidden_sizes", "depths", "out_hidden_size"),
         **same(
             zoo.config, "image_token_id", "video_token_id", "audio_token_id", "out_hidden_size", "projector_hidden_size"
         ),
@@ -133,7 +128,7 @@ def inkling(zoo: nn.Module) -> torch.nn.Module:
     config = transformers.InklingConfig(
         text_config=text,
         vision_config={**same(zoo.config.vision_config, "patch_size"), "num_hidden_layers": 2, "text_hidden_size": 64},
-        audio_config={"n_mel_bins": 4, "mel_vocab_size": 4, "text_hidden_size": 64},
+        audio_config=same(zoo.config.audio_config, "n_mel_bins", "mel_vocab_size", "text_hidden_size"),
         **same(zoo.config, "image_token_id", "audio_token_id"),
     )
     return transformers.InklingForConditionalGeneration(config)
@@ -519,6 +514,8 @@ def nemotron_h_nano_omni(zoo: nn.Module) -> torch.nn.Module:
     names += ["moe_shared_expert_intermediate_size", "n_routed_experts", "n_shared_experts", "num_experts_per_tok"]
     kinds = {"M": "linear_attention", "E": "moe", "*": "full_attention"}
     seen = ["hidden_size", "num_hidden_layers", "num_attention_heads", "patch_size", "image_size"]
+    heard = ["hidden_size", "num_attention_heads", "num_hidden_layers", "intermediate_size", "num_mel_bins"]
+    heard += ["subsampling_conv_channels", "projection_hidden_size", "projection_bias"]
     generator = zoo.vision_model.radio_model.model.patch_generator
     config = transformers.NemotronH_Omni_Reasoning_V3_Config(
         text_config={
@@ -533,6 +530,8 @@ def nemotron_h_nano_omni(zoo: nn.Module) -> torch.nn.Module:
             "num_registers": generator.num_registers,
             "torch_dtype": torch.float32,
         },
+        audio_config={**same(zoo.config.sound_config, *heard), "convolution_bias": False},
+        audio_token_id=zoo.config.sound_context_token_id,
         vision_hidden_size=zoo.config.vit_hidden_size,
         **same(zoo.config, "projector_hidden_size", "downsample_ratio"),
         image_token_id=zoo.config.img_context_token_id,
@@ -548,18 +547,27 @@ def nemotron_h_nano_omni_weights(weights: Weights) -> Weights:
 
 
 def nemotron_h_nano_omni_inputs(inputs: Inputs) -> dict[str, Any]:
-    """Patches of all pictures in rows, and each picture's grid."""
+    """Patches of all pictures in rows, and each picture's grid; spectrograms by transformers' own part."""
+    found: dict[str, Any] = {}
+    if "sound_clips" in inputs:
+        part = transformers.ParakeetFeatureExtractor(feature_size=BANDS)
+        made = part(inputs["sound_clips"], sampling_rate=16_000, return_tensors="pt")
+        found = {"input_features": made["input_features"], "input_features_mask": made["attention_mask"]}
     if "pixel_values" not in inputs:
-        return {}
+        return found
     number, channels, high, wide = inputs["pixel_values"].shape
     rows, columns = high // NEMOTRON_PATCH, wide // NEMOTRON_PATCH
     cells = inputs["pixel_values"].reshape(number, channels, rows, NEMOTRON_PATCH, columns, NEMOTRON_PATCH)
     patches = cells.transpose(0, 2, 4, 1, 3, 5).reshape(number * rows * columns, -1)
-    return {"pixel_values": torch.tensor(patches), "image_grid_hw": torch.tensor([[rows, columns]] * number)}
+    grids = torch.tensor([[rows, columns]] * number)
+    return {**found, "pixel_values": torch.tensor(patches), "image_grid_hw": grids}
 
 
 NEMOTRON_H_NANO_OMNI = (
     (r"^language_model\.backbone\.", "language_model.model."),
+    (r"^sound_encoder\.encoder\.", "audio_tower."),
+    (r"^sound_projection\.norm\.", "embed_audio.layer_norm."),
+    (r"^sound_projection\.linear(\d)\.", r"embed_audio.linear_\1."),
     (r"mixer\.switch_mlp\.fc1\.weight$", "mixer.experts.up_proj"),
     (r"mixer\.switch_mlp\.fc2\.weight$", "mixer.experts.down_proj"),
     (r"^vision_model\.radio_model\.model\.blocks\.", "vision_model.encoder.layer."),
@@ -614,10 +622,9 @@ NEWER: dict[str, dict[str, Any]] = {
     },
     "muse_spark": {
         "build": muse_spark,
-        "rename": ((r"^(vision_tower|vision_adapter|vision_projection)\.", r"model.\1."), *LANGUAGE),
+        "rename": ((r"^(audio_tower|vision_tower|vision_adapter|vision_projection)\.", r"model.\1."), *LANGUAGE),
         "regroup": muse_spark_weights,
         "inputs": muse_spark_inputs,
-        "absent": r"audio_tower",
         "less_one": r"(input|pre_feedforward|post_feedforward)_layernorm\.weight$|(pre|post)_expert_norm\.weight$",
     },
 }

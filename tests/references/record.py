@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.references.documents import DOCUMENTS
 from tests.references.newer import NEWER
 from tests.references.texts import TEXTS
-from tests.references.towers import TOWERS
+from tests.references.towers import TOWERS, times_last
 from tests.zoo import FAMILIES, Inputs, TinyFamily, inputs_hash, recorded_requests, weights_hash
 from tests.zoo._build import weights_of
 from tests.zoo.aya_vision import LOGIT_SCALE
@@ -247,8 +247,9 @@ def qwen3_omni_moe(zoo: nn.Module) -> torch.nn.Module:
     text |= {**experts(ours.text_config), "decoder_sparse_step": 2, "norm_topk_prob": True}
     text["rope_parameters"] = mrope([4, 2, 2], mrope_interleaved=True)
     audio = {"d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 16}
-    audio |= {"num_mel_bins": 16, "output_dim": 64, "downsample_hidden_size": 8}
+    audio |= {"num_mel_bins": 16, "output_dim": 64, "downsample_hidden_size": 8, "n_window_infer": 100}
     names = ["image_token_id", "video_token_id", "audio_token_id", "audio_start_token_id", "vision_start_token_id"]
+    names += ["position_id_per_seconds"]
     config = transformers.Qwen3OmniMoeThinkerConfig(
         text_config=text,
         vision_config=vision,
@@ -257,6 +258,17 @@ def qwen3_omni_moe(zoo: nn.Module) -> torch.nn.Module:
         **{name: getattr(ours, name) for name in names},
     )
     return transformers.Qwen3OmniMoeThinkerForConditionalGeneration(config)
+
+
+def heard_lengths(inputs: Inputs) -> dict[str, Any]:
+    """transformers counts positions of recordings from their lengths, which its processor gives by their mask."""
+    if "feature_attention_mask" not in inputs:
+        return {}
+    heard_in_video = {"use_audio_in_video": True} if "video_grid_thw" in inputs else {}
+    return {
+        "audio_feature_lengths": torch.tensor(inputs["feature_attention_mask"].sum(axis=1)),
+        **heard_in_video,
+    }
 
 
 def paddleocr_vl(zoo: nn.Module) -> torch.nn.Module:
@@ -431,6 +443,10 @@ class NoTower(torch.nn.Module):
     """In the place of a tower that no request calls."""
 
 
+GEMMA3N_SOUND = ["input_feat_size", "conf_num_attention_heads", "conf_num_hidden_layers", "sscp_conv_channel_size"]
+GEMMA3N_SOUND += ["conf_attention_chunk_size", "conf_attention_context_left"]
+
+
 def gemma3n(zoo: nn.Module) -> torch.nn.Module:
     ours = zoo.config.text_config
     text = {**TEXT, **HEADS, "num_hidden_layers": 5, "intermediate_size": [96] * 5, "head_dim": 16}
@@ -445,7 +461,10 @@ def gemma3n(zoo: nn.Module) -> torch.nn.Module:
         name: {"hidden_size": side.hidden_size, "vocab_size": side.vocab_size, "vocab_offset": side.vocab_offset}
         for name, side in [("vision_config", zoo.config.vision_config), ("audio_config", zoo.config.audio_config)]
     }
+    heard = {name: getattr(zoo.config.audio_config, name) for name in GEMMA3N_SOUND}
+    sides["audio_config"] |= heard
     config = transformers.Gemma3nConfig(
+        audio_soft_tokens_per_image=zoo.config.audio_soft_tokens_per_image,
         text_config=text,
         image_token_id=zoo.config.image_token_id,
         audio_token_id=zoo.config.audio_token_id,
@@ -455,7 +474,7 @@ def gemma3n(zoo: nn.Module) -> torch.nn.Module:
     from_config = transformers.AutoModel.from_config
 
     def towerless(part: Any, **more: Any) -> torch.nn.Module:
-        return from_config(part, **more) if part.model_type == "gemma3n_text" else NoTower()
+        return from_config(part, **more) if part.model_type in ("gemma3n_text", "gemma3n_audio") else NoTower()
 
     with mock.patch("transformers.models.gemma3n.modeling_gemma3n.AutoModel.from_config", towerless):
         return transformers.Gemma3nForConditionalGeneration(config)
@@ -626,10 +645,10 @@ RECIPES: dict[str, Recipe] = {
             (r"(merger[^.]*(?:\.\d)?)\.norm\.", r"\1.ln_q."),
             (r"(merger[^.]*(?:\.\d)?)\.linear_fc1\.", r"\1.mlp.0."),
             (r"(merger[^.]*(?:\.\d)?)\.linear_fc2\.", r"\1.mlp.2."),
+            (r"^audio_tower\.", "model.audio_tower."),
             *VISUAL,
         ),
-        unused="audio_tower",
-        absent="audio_tower",
+        heard_lengths,
     ),
     "paddleocr_vl": Recipe(
         paddleocr_vl,
@@ -692,8 +711,9 @@ RECIPES: dict[str, Recipe] = {
     ),
     "gemma3n": Recipe(
         gemma3n,
-        ((r"^embed_(vision|audio)\.", r"model.embed_\1."), *LANGUAGE),
+        ((r"^embed_(vision|audio)\.", r"model.embed_\1."), (r"^audio_tower\.", "model.audio_tower."), *LANGUAGE),
         ready_features,
+        convert=times_last,
         unused=r"layers\.[34]\.self_attn\.(k_proj|v_proj|k_norm)\.",
     ),
     "cohere_compass": Recipe(cohere_compass, VISUAL, token_types),

@@ -233,7 +233,12 @@ def gemma4_text(zoo: nn.Module) -> dict[str, Any]:
     return text_of(zoo, rope_parameters=ours.rope_parameters, **{name: getattr(ours, name) for name in names})
 
 
+GEMMA4_SOUND = ("hidden_size", "num_hidden_layers", "num_attention_heads", "subsampling_conv_channels")
+GEMMA4_SOUND += ("attention_chunk_size", "attention_context_left", "output_proj_dims", "use_clipped_linears")
+
+
 def gemma4(zoo: nn.Module) -> torch.nn.Module:
+    heard = vars(zoo.config.audio_config or zoo.config)
     vision = zoo.config.vision_config
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
     names += ("head_dim", "global_head_dim", "patch_size", "position_embedding_size", "pooling_kernel_size")
@@ -244,7 +249,7 @@ def gemma4(zoo: nn.Module) -> torch.nn.Module:
             "rope_parameters": rope(100.0),
             "use_clipped_linears": False,
         },
-        audio_config=None,
+        audio_config=None if zoo.config.audio_config is None else {name: heard[name] for name in GEMMA4_SOUND},
         image_token_id=zoo.config.image_token_id,
         audio_token_id=zoo.config.audio_token_id,
         video_token_id=zoo.config.video_token_id,
@@ -258,7 +263,7 @@ def gemma4_unified(zoo: nn.Module) -> torch.nn.Module:
     config = transformers.Gemma4UnifiedConfig(
         text_config=gemma4_text(zoo),
         vision_config={**vision, "patch_size": vision["model_patch_size"], "pooling_kernel_size": 1},
-        audio_config=None,
+        audio_config={"audio_embed_dim": zoo.config.audio_config.audio_embed_dim},
         image_token_id=zoo.config.image_token_id,
         audio_token_id=zoo.config.audio_token_id,
         video_token_id=zoo.config.video_token_id,
@@ -288,8 +293,8 @@ def as_patches(inputs: Inputs) -> dict[str, Any]:
 
 GEMMA4 = (
     (r"^language_model\.model\.", "model.language_model."),
-    (r"^embed_vision\.", "model.embed_vision."),
-    (r"^vision_tower\.", "model.vision_tower."),
+    (r"^embed_(vision|audio)\.", r"model.embed_\1."),
+    (r"^(vision|audio)_tower\.", r"model.\1_tower."),
 )
 
 
@@ -297,8 +302,14 @@ GEMMA4 = (
 GEMMA4_UNIFIED = (
     GEMMA4[0],
     (r"^embed_vision\.", "model.embed_vision.multimodal_embedder."),
+    (r"^embed_audio\.", "model.embed_audio."),
     (r"^vision_embedder\.", "model.embed_vision."),
 )
+
+
+def times_last(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Convolutions over time alone, which have their places last."""
+    return {name: value.movedim(-1, 1) if "depthwise_conv1d" in name else value for name, value in weights.items()}
 
 
 def gemma4_experts(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -546,7 +557,7 @@ TOWERS: dict[str, dict[str, Any]] = {
         "unused": r"vision_model\.head\.",
         "logit_scale": 0.5,
     },
-    "gemma4": {"build": gemma4, "rename": GEMMA4, "inputs": as_patches},
+    "gemma4": {"build": gemma4, "rename": GEMMA4, "inputs": as_patches, "convert": times_last},
     "gemma4_experts": {"build": gemma4, "rename": GEMMA4, "inputs": as_patches, "convert": gemma4_experts},
     "gemma4_unified": {"build": gemma4_unified, "rename": GEMMA4_UNIFIED, "inputs": as_patches},
     "granite4_vision": {

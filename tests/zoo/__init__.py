@@ -40,17 +40,34 @@ def requests_of(tiny: TinyFamily) -> dict[str, Inputs]:
         requests |= {f"video_{size}": tiny.video(5 + size, size) for size in range(2)}
     if tiny.picture_and_video is not None:
         requests["picture_and_video"] = tiny.picture_and_video(6)
+    if tiny.audio is not None:
+        requests |= {f"audio_{size}": tiny.audio(10 + size, size) for size in range(3)}
+    if tiny.two_audios is not None:
+        requests["two_audios"] = tiny.two_audios(11)
+    if tiny.picture_and_audio is not None:
+        requests["picture_and_audio"] = tiny.picture_and_audio(11)
     return requests | {name: make(4) for name, make in tiny.also.items()}
 
 
 def recorded_requests(tiny: TinyFamily) -> dict[str, Inputs]:
-    """Those for which transformers' answers are recorded: all, or the texts; or what published code answers, pictures."""
+    """Those for which transformers' answers are recorded: all, or texts and recordings where transformers has no tower for
+    pictures (MiMo-V2's recordings come as codes, and it has no place for them either); or what published code answers,
+    pictures."""
     requests = requests_of(tiny)
     if tiny.points is not None:  # tests/references/published.py: it answers no text without a picture
         return {name: inputs for name, inputs in requests.items() if "pixel_values" in inputs}
-    if not tiny.only_texts_recorded:
+    if not tiny.no_pictures_recorded:
         return requests
-    return {name: inputs for name, inputs in requests.items() if inputs.keys() == {"input_ids"}}
+    heard = (
+        "input_ids",
+        "input_features",
+        "input_audio",
+        "audio_feature",
+        "audio_bounds",
+        "audio_embed",
+        "audio_attention",
+    )
+    return {name: inputs for name, inputs in requests.items() if all(key.startswith(heard) for key in inputs)}
 
 
 __all__ = [

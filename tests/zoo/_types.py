@@ -68,12 +68,18 @@ class TinyFamily:
     """The registered family, where `name` is that of another kind of model in it."""
     no_reference: str = ""
     """Why transformers' answers are not recorded in tests/references, when they are not."""
-    only_texts_recorded: str = ""
-    """Why those of texts alone are, when they are."""
+    no_pictures_recorded: str = ""
+    """Why those of texts and recordings alone are, when they are."""
     video: Callable[[int, int], Inputs] | None = None
     """(seed, size) -> a request with one video, where the family takes them; of size 2 it has more time than width."""
     picture_and_video: Callable[[int], Inputs] | None = None
     """(seed) -> a request with a video between two pictures."""
+    audio: Callable[[int, int], Inputs] | None = None
+    """(seed, size) -> a request with one recording, where the family takes them; sizes differ in its length."""
+    two_audios: Callable[[int], Inputs] | None = None
+    """(seed) -> a request with two recordings of different lengths."""
+    picture_and_audio: Callable[[int], Inputs] | None = None
+    """(seed) -> a request with a picture and a recording."""
     also: Mapping[str, Callable[[int], Inputs]] = field(default_factory=dict)
     """Further requests by name, (seed) -> request, where the family has a case that the others do not show."""
     wrong_alone: tuple[str, ...] = ()

@@ -94,5 +94,5 @@ FAMILY = TinyFamily(
     "lies there may drop the picture), and neighbours of a head turned, as in DeepSeek's code and transformers "
     "(deepseek_vl_v2/language.py:150 turns halves); experts are chosen greedily, as in the two smaller published models.",
     wrong_alone=("text", "image_0"),
-    only_texts_recorded="transformers has the language model (DeepseekV2) and not the family, which is remote code",
+    no_pictures_recorded="transformers has the language model (DeepseekV2) and not the family, which is remote code",
 )

@@ -56,5 +56,5 @@ FAMILY = TinyFamily(
     two_images=two_images,
     greedy=generate_alone,
     oracle_note="mlx-vlm's generate_step.",
-    only_texts_recorded="transformers has the language model (Qwen2) and not the family, which is remote code",
+    no_pictures_recorded="transformers has the language model (Qwen2) and not the family, which is remote code",
 )

@@ -59,5 +59,5 @@ FAMILY = tiny(
     build,
     oracle_note="The whole sequence at each step over mlx-vlm's language model, features put in here; with one picture "
     "mlx-vlm's loop agrees (tests/test_zoo.py). The placeholder is a token here and -200 in the checkpoints.",
-    only_texts_recorded="transformers' class has another tower; mlx-vlm's loop with one picture stands in",
+    no_pictures_recorded="transformers' class has another tower; mlx-vlm's loop with one picture stands in",
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -24,12 +25,13 @@ ROPE_SLIDING, ROPE_FULL = 100.0, 1000.0
 
 # As in the real vocabulary: text, then the vision tower's hard tokens, then the audio tower's.
 VISION_OFFSET, AUDIO_OFFSET = PLAIN, PLAIN + 16
-END_OF_IMAGE, IMAGE, AUDIO = PLAIN, PLAIN + 1, PLAIN + 17
+END_OF_IMAGE, IMAGE, END_OF_AUDIO, AUDIO = PLAIN, PLAIN + 1, PLAIN + 16, PLAIN + 17
 FEATURES_PER_IMAGE = 6  # 256 in the real model, for pictures of any size
+FEATURES_PER_RECORDING, FRAMES_PER_FEATURE, BANDS = 6, 16, 16  # 188 for 30 s, and 128 bands, in the real model
 
 
 class _Nothing(nn.Module):
-    """In the place of a tower: the real ones (MobileNet V5, a conformer) cannot be made tiny."""
+    """In the place of the vision tower: the real one (MobileNet V5) cannot be made tiny."""
 
     def __init__(self, config: object) -> None:
         super().__init__()
@@ -44,6 +46,7 @@ def _config() -> upstream.ModelConfig:
         image_token_id=IMAGE,
         audio_token_id=AUDIO,
         vision_soft_tokens_per_image=FEATURES_PER_IMAGE,
+        audio_soft_tokens_per_image=FEATURES_PER_RECORDING,
         eos_token_id=[END_OF_TEXT],
         text_config=upstream.TextConfig(
             model_type="gemma3n_text",
@@ -66,13 +69,23 @@ def _config() -> upstream.ModelConfig:
             layer_types=LAYER_TYPES,
         ),
         vision_config=upstream.VisionConfig(hidden_size=32, vocab_size=16, vocab_offset=VISION_OFFSET),
-        audio_config=upstream.AudioConfig(hidden_size=32, vocab_size=8, vocab_offset=AUDIO_OFFSET),
+        audio_config=upstream.AudioConfig(
+            hidden_size=32,
+            vocab_size=VOCABULARY - AUDIO_OFFSET,  # its last id is what fills a short recording up
+            vocab_offset=AUDIO_OFFSET,
+            input_feat_size=BANDS,
+            conf_num_attention_heads=2,
+            conf_num_hidden_layers=2,
+            conf_attention_chunk_size=4,
+            conf_attention_context_left=5,
+            sscp_conv_channel_size=(8, 4),
+        ),
     )
 
 
 def build() -> nn.Module:
     """Five layers of 64; the last two, one of each kind, share the keys and values of the two before them."""
-    with mock.patch.multiple("mlx_vlm.models.gemma3n.gemma3n", VisionModel=_Nothing, AudioModel=_Nothing):
+    with mock.patch.multiple("mlx_vlm.models.gemma3n.gemma3n", VisionModel=_Nothing):
         model = upstream.Model(_config())
     embedding = "language_model.model.embed_tokens.weight"
     rules = [
@@ -86,6 +99,8 @@ def build() -> nn.Module:
         Rule(r"post_(attention_layer|feedforward_layer|per_layer_input_|laurel_)norm\.weight$", spread(0.1, 0.6)),
         Rule(r"correct_output_scale$", spread(0.3, 1.0)),
         Rule(r"(hard|soft)_embedding_norm\.weight$", spread(0.2, 1.0)),
+        Rule(r"audio_tower.*norm\.weight$", spread(0.2, 1.0)),
+        Rule(r"per_dim_scale$", spread(0.5)),
     ]
     enliven(model, seed=18, rules=rules, quiet=embedding)
     return model
@@ -119,6 +134,41 @@ def two_images(seed: int) -> Inputs:
     return _request(seed, 2, 4)
 
 
+def sound(seed: int, frames: Sequence[int]) -> Inputs:
+    """Spectrograms (recordings, longest, BANDS) and which frames of each are its own."""
+    random = np.random.RandomState(seed + 104729)
+    longest = max(frames)
+    values = random.standard_normal((len(frames), longest, BANDS)) + random.standard_normal((len(frames), 1, BANDS))
+    mask = np.arange(longest)[None] < np.array(frames)[:, None]
+    return {"input_features": values.astype(np.float32), "input_features_mask": mask}
+
+
+def _heard(seed: int, frames: Sequence[int], num_words: int) -> list[list[int]]:
+    parts = [words(seed, 2)]
+    for index in range(len(frames)):
+        parts += [[AUDIO] * FEATURES_PER_RECORDING, [END_OF_AUDIO], words(seed + 103 * (index + 1), num_words + index)]
+    return parts
+
+
+def audio(seed: int, size: int) -> Inputs:
+    """One recording of 3 to 6 features' length, always of six, and 4, 7 or 10 words after it."""
+    frames = [FRAMES_PER_FEATURE * (3 + size) - 7]
+    return {"input_ids": ids(*_heard(seed, frames, 4 + 3 * size)), **sound(seed, frames)}
+
+
+def two_audios(seed: int) -> Inputs:
+    """Two recordings, of which the second is the longer one."""
+    frames = [40, 90]
+    return {"input_ids": ids(*_heard(seed, frames, 4)), **sound(seed, frames)}
+
+
+def picture_and_audio(seed: int) -> Inputs:
+    """A picture, and then a recording."""
+    seen, frames = _request(seed, 1, 4), [70]
+    heard = ids(*_heard(seed + 7, frames, 5))
+    return {**seen, "input_ids": np.concatenate([seen["input_ids"], heard], axis=1), **sound(seed, frames)}
+
+
 def _embeddings(model: nn.Module, arrays: dict, tokens: mx.array) -> mx.array:
     """(1, L, D): words scaled by the root of the width; hard and soft tokens as the embedders of the towers give them.
 
@@ -126,16 +176,38 @@ def _embeddings(model: nn.Module, arrays: dict, tokens: mx.array) -> mx.array:
     and soft tokens in afterwards.
     """
     hidden = model.language_model.model.embed_tokens(tokens) * HIDDEN**0.5
-    if "pixel_values" not in arrays:
+    if not {"pixel_values", "input_features"} & arrays.keys():
         return hidden
-    hard = (tokens >= VISION_OFFSET) & (tokens < AUDIO_OFFSET)
-    embedder = model.embed_vision
-    looked_up = embedder.embedding(mx.where(hard, tokens - VISION_OFFSET, 0))
-    projected = embedder.embedding_projection(_rms(looked_up) * embedder.hard_embedding_norm.weight)
-    hidden = mx.where(hard[..., None], _rms(projected), hidden)
-    soft = np.flatnonzero(np.array(tokens[0]) == IMAGE)
-    hidden[:, mx.array(soft)] = arrays["cached_image_features"].reshape(1, -1, HIDDEN)
+    for embedder, first, end in (
+        (model.embed_vision, VISION_OFFSET, AUDIO_OFFSET),
+        (model.embed_audio, AUDIO_OFFSET, VOCABULARY),
+    ):
+        hard = (tokens >= first) & (tokens < end)
+        hidden = mx.where(hard[..., None], _hard(embedder, mx.where(hard, tokens - first, 0)), hidden)
+    if "pixel_values" in arrays:
+        soft = np.flatnonzero(np.array(tokens[0]) == IMAGE)
+        hidden[:, mx.array(soft)] = arrays["cached_image_features"].reshape(1, -1, HIDDEN)
+    if "input_features" in arrays:
+        soft = np.flatnonzero(np.array(tokens[0]) == AUDIO)
+        hidden[:, mx.array(soft)] = _recordings(model, arrays).reshape(1, -1, HIDDEN)
     return hidden
+
+
+def _hard(embedder: nn.Module, tokens: mx.array) -> mx.array:
+    """(1, L, D) of ids that count from the embedder's first."""
+    looked_up = _rms(embedder.embedding(tokens)) * embedder.hard_embedding_norm.weight
+    return _rms(embedder.embedding_projection(looked_up))
+
+
+def _recordings(model: nn.Module, arrays: dict) -> mx.array:
+    """(recordings, FEATURES_PER_RECORDING, D): what the tower hears, and the last hard token behind a recording's end."""
+    states, is_behind = model.audio_tower(arrays["input_features"], ~arrays["input_features_mask"])
+    embedder = model.embed_audio
+    features = _rms(embedder.embedding_projection(_rms(states) * embedder.soft_embedding_norm.weight))
+    filler = _hard(embedder, mx.array([[VOCABULARY - AUDIO_OFFSET - 1]]))
+    features = mx.where(is_behind[..., None], filler, features)
+    missing = FEATURES_PER_RECORDING - features.shape[1]
+    return mx.concatenate([features, mx.repeat(mx.repeat(filler, missing, axis=1), len(features), axis=0)], axis=1)
 
 
 def _rms(x: mx.array) -> mx.array:
@@ -241,6 +313,9 @@ FAMILY = TinyFamily(
     text=text_request,
     image=image,
     two_images=two_images,
+    audio=audio,
+    two_audios=two_audios,
+    picture_and_audio=picture_and_audio,
     window=WINDOW,
     greedy=greedy,
     oracle_note="The whole sequence at each step, attention and layers written out here over the model's own weights. "

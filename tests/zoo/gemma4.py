@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -10,8 +11,8 @@ import mlx.nn as nn
 import numpy as np
 from mlx_vlm.models import gemma4 as upstream
 
-from ._build import Rule, Shape, enliven, fan_in, pixels, spread, text_request
-from ._oracle import generate_alone, generate_by_recomputing, to_mx
+from ._build import Rule, Shape, constant, enliven, fan_in, pixels, spread, text_request
+from ._oracle import generate_alone, generate_by_recomputing, put_pictures, to_mx
 from ._pictures import prompt
 from ._types import END_OF_TEXT, PLAIN, VOCABULARY, Inputs, TinyFamily, Trace
 
@@ -44,6 +45,10 @@ RULES = [
     Rule(r"router\.proj\.weight$", fan_in(2.0)),
     Rule(r"embedding_projection\.weight$", fan_in(0.6)),
     Rule(r"norm\w*\.weight$", spread(0.2, 1.0)),
+    Rule(r"(input|output)_min$", constant(np.array(-2.5))),
+    Rule(r"(input|output)_max$", constant(np.array(2.5))),
+    Rule(r"per_dim_scale$", spread(0.5)),
+    Rule(r"depthwise_conv1d\.weight$", fan_in(1.3)),
 ]
 
 #: E2B and E4B.
@@ -87,8 +92,8 @@ def text_of(**more: Any) -> dict[str, Any]:
     }
 
 
-def build_with(seed: int, **text: Any) -> nn.Module:
-    """Four layers of 64, two vision layers of 32."""
+def build_with(seed: int, sound: Any = None, **text: Any) -> nn.Module:
+    """Four layers of 64, two vision layers of 32, and an encoder of sound, if there is one."""
     model = upstream.Model(
         upstream.ModelConfig(
             model_type="gemma4",
@@ -97,6 +102,7 @@ def build_with(seed: int, **text: Any) -> nn.Module:
             video_token_id=VIDEO,
             eos_token_id=[END_OF_TEXT],
             text_config=upstream.TextConfig(**text_of(**text)),
+            audio_config=sound,
             vision_config=upstream.VisionConfig(
                 hidden_size=32,
                 intermediate_size=64,
@@ -117,7 +123,16 @@ def build_with(seed: int, **text: Any) -> nn.Module:
 
 def build() -> nn.Module:
     """E2B's shape."""
-    return build_with(92, **SHARING)
+    sound = upstream.AudioConfig(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        subsampling_conv_channels=(128, 16),  # transformers takes the first for the number of bands
+        attention_chunk_size=4,
+        attention_context_left=5,
+        output_proj_dims=24,
+    )
+    return build_with(92, sound, **SHARING)
 
 
 def _request(seed: int, grids: list[tuple[int, int]]) -> Inputs:
@@ -181,6 +196,66 @@ def picture_and_video(seed: int) -> Inputs:
     return with_types(prompt(seed, [picture, tokens, picture]), {"pixel_values": pictures["pixel_values"], **more})
 
 
+BANDS, FRAMES = 128, (13, 22, 39)  # of a recording's spectrogram; four frames are a placeholder
+
+
+def heard(seed: int, counts: Sequence[int], pieces: Sequence[int], width: int) -> Inputs:
+    """Recordings of so many frames, padded to the longest, with so many placeholders each."""
+    random = np.random.RandomState(seed + 104729)
+    longest = max(counts)
+    values = random.standard_normal((len(counts), longest, width)) + random.standard_normal((len(counts), 1, width))
+    mask = np.arange(longest)[None] < np.array(counts)[:, None]
+    ids = prompt(seed, [[START, *[AUDIO] * count, END] for count in pieces])
+    features = (values * mask[..., None]).astype(np.float32)
+    return {"input_ids": ids, "input_features": features, "input_features_mask": mask}
+
+
+def sounds(seed: int, counts: Sequence[int]) -> Inputs:
+    """Spectrograms of so many frames, of which the last of each pair, and of each pair of pairs, may be missing."""
+    return heard(seed, counts, [-(-count // 4) for count in counts], BANDS)
+
+
+def audio(seed: int, size: int) -> Inputs:
+    """One recording of 4, 6 or 10 placeholders, the last more than the window."""
+    return sounds(seed, [FRAMES[size]])
+
+
+def two_audios(seed: int) -> Inputs:
+    """Two recordings, of which the first is the shorter one."""
+    return sounds(seed, [FRAMES[1], FRAMES[2]])
+
+
+def with_picture(seen: Inputs, heard: Inputs) -> Inputs:
+    """A request with the media of two, one after the other."""
+    ids = np.concatenate([seen["input_ids"], heard["input_ids"]], axis=1)
+    types = (ids == IMAGE).astype(np.int32)
+    return {**heard, **seen, "input_ids": ids, "mm_token_type_ids": types}
+
+
+def picture_and_audio(seed: int) -> Inputs:
+    """A picture, and then a recording."""
+    return with_picture(image(seed, 1), audio(seed + 1, 1))
+
+
+def greedy_hearing(model: nn.Module, inputs: Inputs, num_tokens: int) -> Trace:
+    """mlx-vlm's loop, given recordings' features without those behind an end: it puts all of them in."""
+    if "input_features" not in inputs:
+        return generate_alone(model, inputs, num_tokens)
+    features, mask = inputs["input_features"], inputs["input_features_mask"]
+    states, is_behind = model.audio_tower(mx.array(features), ~mx.array(mask))
+    embedded = model.embed_audio(states).reshape(-1, HIDDEN)[mx.array(np.flatnonzero(~np.array(is_behind)))]
+    rest = {name: value for name, value in inputs.items() if not name.startswith("input_features")}
+    embed, ids = model.get_input_embeddings, to_mx(inputs)["input_ids"]
+
+    def with_sound(input_ids: mx.array, *args: Any, **kwargs: Any) -> Any:
+        found = embed(input_ids, *args, **kwargs)
+        found.inputs_embeds = put_pictures(found.inputs_embeds, ids, AUDIO, embedded)
+        return found
+
+    with mock.patch.object(model, "get_input_embeddings", with_sound):
+        return generate_alone(model, rest, num_tokens)
+
+
 def _masks(tokens: np.ndarray) -> tuple[mx.array, mx.array]:
     """(L, L) bools of a full and of a sliding layer: causal, and in the latter whatever lies in the same picture.
 
@@ -222,6 +297,12 @@ FACTS: dict[str, Any] = {
     "greedy": generate_alone,
     "oracle_note": "mlx-vlm's generate_step; transformers agrees (tests/references).",
 }
+HEARS: dict[str, Any] = {
+    "audio": audio,
+    "two_audios": two_audios,
+    "picture_and_audio": picture_and_audio,
+    "greedy": greedy_hearing,
+}
 
 BOTH_WAYS: dict[str, Any] = {
     **FACTS,
@@ -230,4 +311,4 @@ BOTH_WAYS: dict[str, Any] = {
     "full layers too. transformers agrees with what is here (tests/references).",
 }
 
-FAMILY = TinyFamily(name="gemma4", build=build, **FACTS)
+FAMILY = TinyFamily(name="gemma4", build=build, **{**FACTS, **HEARS})

@@ -11,9 +11,26 @@ from mlx_vlm.models import gemma4_unified as upstream
 from ._build import asks, enliven, pixels
 from ._pictures import prompt
 from ._types import END_OF_TEXT, Inputs, TinyFamily
-from .gemma4 import AUDIO, EMBEDDING, END, FACTS, IMAGE, RULES, START, VIDEO, frames, text_of, with_types
+from .gemma4 import (
+    AUDIO,
+    EMBEDDING,
+    END,
+    FACTS,
+    IMAGE,
+    RULES,
+    START,
+    VIDEO,
+    frames,
+    heard,
+    text_of,
+    with_picture,
+    with_types,
+)
 
 PATCH = 4
+SAMPLES = (
+    640  # of a recording's piece, which is one token; transformers saves another width under no name that mlx-vlm reads
+)
 #: The last has more tokens than the window.
 GRIDS = ((2, 2), (2, 3), (2, 5))
 
@@ -26,7 +43,7 @@ def build() -> nn.Module:
             image_token_id=IMAGE,
             audio_token_id=AUDIO,
             video_token_id=VIDEO,
-            audio_config=None,
+            audio_config=upstream.AudioConfig(audio_embed_dim=SAMPLES, hidden_size=SAMPLES, output_proj_dims=SAMPLES),
             eos_token_id=[END_OF_TEXT],
             text_config=upstream.TextConfig(**text_of(**text)),
             vision_config=upstream.VisionConfig(
@@ -80,5 +97,22 @@ def picture_and_video(seed: int) -> Inputs:
     return with_types(prompt(seed, [first, tokens, last]), {**pixels_of, **flat(more)})
 
 
+def audio(seed: int, size: int) -> Inputs:
+    """One recording of 4, 6 or 11 pieces, the last more than the window."""
+    count = (4, 6, 11)[size]
+    return heard(seed, [count], [count], SAMPLES)
+
+
+def two_audios(seed: int) -> Inputs:
+    """Two recordings, of which the first is the shorter one."""
+    return heard(seed, [4, 7], [4, 7], SAMPLES)
+
+
+def picture_and_audio(seed: int) -> Inputs:
+    """A picture, and then a recording."""
+    return with_picture(image(seed, 1), audio(seed + 1, 1))
+
+
 OWN = {"image": image, "two_images": two_images, "video": video, "picture_and_video": picture_and_video}
+OWN |= {"audio": audio, "two_audios": two_audios, "picture_and_audio": picture_and_audio}
 FAMILY = TinyFamily(name="gemma4_unified", build=build, **{**FACTS, **OWN})

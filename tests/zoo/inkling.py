@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import mlx.nn as nn
+import numpy as np
 from mlx_vlm.models import inkling as upstream
 from mlx_vlm.models.inkling.config import AudioConfig
 
 from ._build import Rule, asks, enliven, fan_in, ids, pixels, spread, text_request, words
 from ._oracle import generate_alone
+from ._pictures import both, prompt
 from ._types import END_OF_TEXT, PLAIN, VOCABULARY, Inputs, TinyFamily
 
 WINDOW = 8
 PATCH = 4
-IMAGE, AUDIO = PLAIN, PLAIN + 1
+IMAGE, AUDIO, AUDIO_START = PLAIN, PLAIN + 1, PLAIN + 2
+BANDS, LEVELS = 80, 16  # of a frame of sound, which is one token
 NUM_PATCHES = (2, 4, 9)
 
 
@@ -51,7 +56,7 @@ def build() -> nn.Module:
                 route_scale=2.0,
             ),
             vision_config=upstream.VisionConfig(patch_size=PATCH, n_layers=2),
-            audio_config=AudioConfig(n_mel_bins=4, mel_vocab_size=4),
+            audio_config=AudioConfig(n_mel_bins=BANDS, mel_vocab_size=LEVELS),
         )
     )
     head = "language_model.lm_head.weight"
@@ -79,12 +84,39 @@ def request(seed: int, patches: list[int]) -> Inputs:
 image, two_images = asks(request, NUM_PATCHES, (4, 2))
 
 
+def heard(seed: int, counts: Sequence[int]) -> Inputs:
+    """Recordings of so many frames behind their marker, padded to the longest, and words after each."""
+    random = np.random.RandomState(seed + 104729)
+    mask = np.arange(max(counts)) < np.array(counts)[:, None]
+    levels = random.randint(0, LEVELS, (*mask.shape, BANDS)).astype(np.int32) * mask[..., None]
+    ids = prompt(seed, [[AUDIO_START, *[AUDIO] * count] for count in counts])
+    return {"input_ids": ids, "audio_input_ids": levels.astype(np.int32), "audio_input_ids_mask": mask}
+
+
+def audio(seed: int, size: int) -> Inputs:
+    """One recording of 4, 6 or 11 frames, the last more than the window."""
+    return heard(seed, [(4, 6, 11)[size]])
+
+
+def two_audios(seed: int) -> Inputs:
+    """Two recordings, of which the first is the shorter one."""
+    return heard(seed, [4, 7])
+
+
+def picture_and_audio(seed: int) -> Inputs:
+    """A picture, and then a recording."""
+    return both(image(seed, 1), audio(seed + 1, 1))
+
+
 FAMILY = TinyFamily(
     name="inkling",
     build=build,
     text=text_request,
     image=image,
     two_images=two_images,
+    audio=audio,
+    two_audios=two_audios,
+    picture_and_audio=picture_and_audio,
     window=WINDOW,
     greedy=generate_alone,
     oracle_note="mlx-vlm's generate_step; transformers agrees (tests/references).",

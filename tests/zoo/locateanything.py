@@ -57,5 +57,5 @@ FAMILY = TinyFamily(
     greedy=_kimi.greedy,
     oracle_note="mlx-vlm's generate_step with positions resized by PyTorch's rule.",
     wrong_alone=("image_2",),
-    only_texts_recorded="transformers has the language model (Qwen2) and not the family; its tower is Kimi-VL's",
+    no_pictures_recorded="transformers has the language model (Qwen2) and not the family; its tower is Kimi-VL's",
 )

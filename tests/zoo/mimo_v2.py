@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import mlx.nn as nn
+import numpy as np
 from mlx_vlm.models import mimo_v2 as upstream
 from mlx_vlm.models.mimo_v2.config import AudioConfig
 
@@ -10,20 +13,27 @@ from . import _qwen
 from ._build import Rule, enliven, fan_in, spread, text_request
 from ._deepseek import heads
 from ._oracle import generate_alone
+from ._pictures import both, prompt
 from ._qwen import image, two_images
-from ._types import END_OF_TEXT, VOCABULARY, TinyFamily
+from ._types import END_OF_TEXT, VOCABULARY, Inputs, TinyFamily
 
 WINDOW = 8
+AUDIO, AUDIO_START, AUDIO_END = (_qwen.VIDEO + at for at in (1, 2, 3))
+CHANNELS, CODES, GROUP = (
+    20,
+    8,
+    4,
+)  # of a frame of sound: quantisers that a codec has, and each one's codes; frames a token
 
 
 def build() -> nn.Module:
-    """Four layers of 64, two vision layers of 32; an audio tower that nothing reaches."""
+    """Four layers of 64, two vision layers of 32, and one of 16 for each group of a recording's frames."""
     model = upstream.Model(
         upstream.ModelConfig(
             vocab_size=VOCABULARY,
             image_token_id=_qwen.IMAGE,
             video_token_id=_qwen.VIDEO,
-            audio_token_id=_qwen.VIDEO + 1,
+            audio_token_id=AUDIO,
             vision_start_token_id=_qwen.VISION_START,
             vision_end_token_id=_qwen.VISION_END,
             eos_token_id=END_OF_TEXT,
@@ -74,7 +84,7 @@ def build() -> nn.Module:
                 input_local_intermediate_size=16,
                 input_local_layers=1,
                 projection_layers=1,
-                speech_vocab_size=8,
+                speech_vocab_size=CODES,
                 speech_zeroemb_idx=4,
             ),
         )
@@ -82,7 +92,6 @@ def build() -> nn.Module:
     head = "language_model.lm_head.weight"
     rules = [
         Rule(head, fan_in(3.0)),
-        Rule(r"^(audio_encoder|speech_embeddings)", spread(0.1)),
         Rule(r"switch_mlp\.", heads),
         Rule(r"\.gate\.weight$", fan_in(1.3)),
         Rule(r"e_score_correction_bias$", spread(0.2)),
@@ -92,14 +101,43 @@ def build() -> nn.Module:
     return model
 
 
+def heard(seed: int, lengths: Sequence[int]) -> Inputs:
+    """Recordings of so many frames of codes between their markers, and words after each."""
+    random = np.random.RandomState(seed + 104729)
+    marked = [[AUDIO_START, *[AUDIO] * -(-length // GROUP), AUDIO_END] for length in lengths]
+    return {
+        "input_ids": prompt(seed, marked),
+        "audio_codes": random.randint(0, CODES, (sum(lengths), CHANNELS)).astype(np.int32),
+        "audio_code_lengths": list(lengths),
+    }
+
+
+def audio(seed: int, size: int) -> Inputs:
+    """One recording of 4, 6 or 11 placeholders, the last more than the window."""
+    return heard(seed, [(13, 24, 42)[size]])
+
+
+def two_audios(seed: int) -> Inputs:
+    """Two recordings, of which the first is the shorter one."""
+    return heard(seed, [15, 29])
+
+
+def picture_and_audio(seed: int) -> Inputs:
+    """A picture, and then a recording."""
+    return both(image(seed, 1), audio(seed + 1, 1))
+
+
 FAMILY = TinyFamily(
     name="mimo_v2",
     build=build,
     text=text_request,
     image=image,
     two_images=two_images,
+    audio=audio,
+    two_audios=two_audios,
+    picture_and_audio=picture_and_audio,
     window=WINDOW,
     greedy=generate_alone,
     oracle_note="mlx-vlm's generate_step.",
-    only_texts_recorded="transformers has the text model alone (MiMoV2Flash, of which MiMo-V2's is unchanged)",
+    no_pictures_recorded="transformers has the text model alone (MiMoV2Flash, of which MiMo-V2's is unchanged)",
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -9,9 +11,11 @@ from mlx_vlm.models import muse_spark as upstream
 
 from ._build import Rule, Shape, asks, enliven, fan_in, ids, pixels, spread, text_request, words
 from ._oracle import generate_by_recomputing, to_mx
+from ._pictures import both, prompt
 from ._types import END_OF_TEXT, PLAIN, VOCABULARY, Inputs, TinyFamily, Trace
 
-IMAGE, VIDEO, AUDIO = PLAIN, PLAIN + 1, PLAIN + 2
+IMAGE, VIDEO, AUDIO, AUDIO_START, AUDIO_END = range(PLAIN, PLAIN + 5)
+SAMPLES = 1920  # of a recording's piece, which is one token
 WINDOW, PATCH, MERGE = 8, 4, 2
 GRIDS = ((4, 4), (4, 6), (6, 8))
 THETA = 100.0
@@ -64,6 +68,7 @@ def build() -> nn.Module:
                 pos_emb_width=4,
                 layer_types=["window_attention", "full_attention"],
             ),
+            audio_config=upstream.AudioConfig(hidden_sizes=(8, 8, 8, 16), depths=(1, 1, 1, 1), out_hidden_size=64),
         )
     )
     head = "language_model.lm_head.weight"
@@ -95,6 +100,35 @@ def request(seed: int, grids: list[tuple[int, int]]) -> Inputs:
 
 # One picture of 4, 6 or 12 placeholders. Two pictures of one size: they come as a list.
 image, two_images = asks(request, GRIDS, (GRIDS[1], GRIDS[1]))
+
+
+def heard(seed: int, counts: Sequence[int]) -> Inputs:
+    """Recordings of so many pieces between their markers, half of the last one missing, and words after each."""
+    random = np.random.RandomState(seed + 104729)
+    lengths = np.array(counts) * SAMPLES - SAMPLES // 2
+    mask = (np.arange(max(counts) * SAMPLES) < lengths[:, None]).astype(np.int32)
+    values = random.standard_normal(mask.shape) + random.standard_normal((len(counts), 1))
+    marked = [[AUDIO_START, *[AUDIO] * count, AUDIO_END] for count in counts]
+    return {
+        "input_ids": prompt(seed, marked),
+        "input_values": (values * mask).astype(np.float32),
+        "input_values_mask": mask,
+    }
+
+
+def audio(seed: int, size: int) -> Inputs:
+    """One recording of 4, 6 or 11 pieces, the last more than the window."""
+    return heard(seed, [(4, 6, 11)[size]])
+
+
+def two_audios(seed: int) -> Inputs:
+    """Two recordings, of which the first is the shorter one."""
+    return heard(seed, [4, 7])
+
+
+def picture_and_audio(seed: int) -> Inputs:
+    """A picture, and then a recording."""
+    return both(image(seed, 1), audio(seed + 1, 1))
 
 
 def greedy(model: nn.Module, inputs: Inputs, num_tokens: int) -> Trace:
@@ -166,6 +200,9 @@ FAMILY = TinyFamily(
     text=text_request,
     image=image,
     two_images=two_images,
+    audio=audio,
+    two_audios=two_audios,
+    picture_and_audio=picture_and_audio,
     window=WINDOW,
     greedy=greedy,
     oracle_note="the whole sequence by transformers' definition, which agrees (tests/references): mlx-vlm's own text model "

@@ -94,5 +94,5 @@ FAMILY = TinyFamily(
     greedy=generate_alone,
     oracle_note="mlx-vlm's generate_step, its prompt in one chunk. The tower is a linear stand-in: the real one's sizes "
     "are constants of its class. The merging of features and the whole language side are the real ones.",
-    only_texts_recorded="transformers has the language model (Phi3) and not the family, which is remote code",
+    no_pictures_recorded="transformers has the language model (Phi3) and not the family, which is remote code",
 )

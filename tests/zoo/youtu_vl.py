@@ -77,5 +77,5 @@ FAMILY = TinyFamily(
     two_images=two_images,
     greedy=generate_alone,
     oracle_note="mlx-vlm's generate_step.",
-    only_texts_recorded="transformers has the language model (Youtu) and not the family",
+    no_pictures_recorded="transformers has the language model (Youtu) and not the family",
 )

@@ -1,5 +1,4 @@
-"""Attention that mlx-vlm's modules call in an adapter: over rows that keep their own caches, quantised rows, and by the cheaper
-kernels."""
+"""Attention for mlx-vlm's modules, over every kind of cache."""
 
 from __future__ import annotations
 
@@ -12,18 +11,19 @@ import mlx.nn as nn
 from mlx_vlm.models import base as upstream
 
 from vlm_batch.adapters import few_bits, kernels
-from vlm_batch.adapters.hooks import hook
+from vlm_batch.adapters.hooks import current, hook
+from vlm_batch.caches.drafted import DraftedStates, attend_drafted
 from vlm_batch.caches.quantized import QuantizedStates, SlabStates, attend_quantized, unpacked
 from vlm_batch.caches.rows import RowsCache, RowStates, attend_rows
 from vlm_batch.caches.turbo import TurboStates
 
-#: mlx-vlm's, whatever its name is bound to later.
+#: mlx-vlm's own function, kept before any hook.
 SCALED_DOT_PRODUCT_ATTENTION = upstream.scaled_dot_product_attention
 
 
 @dataclass(frozen=True)
 class SealedMask:
-    """A mask that the model's code hands on unread to the hooked attention."""
+    """A mask that the model's code passes on unread."""
 
     mask: mx.array
 
@@ -37,13 +37,16 @@ def attention(
     mask: Any = None,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """mlx-vlm's ``scaled_dot_product_attention``, and the same over rows that keep their own caches."""
+    """Compute mlx-vlm's ``scaled_dot_product_attention`` over any cache."""
     if isinstance(mask, SealedMask):
         mask = mask.mask
     if isinstance(keys, RowStates):
         return attend_rows(attention, queries, keys, values, scale, mask, sinks)
+    if isinstance(keys, DraftedStates):
+        fixed = current().is_fixed
+        return attend_drafted(attention, queries, keys, values, cache, scale, mask, sinks, is_fixed=fixed)
     if isinstance(keys, QuantizedStates):
-        if queries.shape[2] > 1 and sinks is None:  # several queries are worth unpacking the numbers once for all
+        if queries.shape[2] > 1 and sinks is None:  # several queries share one dequantisation
             return kernels.attend(queries, keys.dequantized(), values.dequantized(), scale, mask)
         if sinks is None and kernels.takes_codes(queries, keys, mask):
             return kernels.attend_codes(queries, keys, values, scale)
@@ -55,13 +58,13 @@ def attention(
         keys, values = unpacked(keys, values)
     if isinstance(keys, TurboStates):
         cache = keys.cache
-    elif sinks is None and isinstance(keys, mx.array) and not hasattr(cache, "bits"):  # whole arrays, none of few bits
+    elif sinks is None and isinstance(keys, mx.array) and not hasattr(cache, "bits"):  # not quantised
         return kernels.attend(queries, keys, values, scale, mask)
     return SCALED_DOT_PRODUCT_ATTENTION(queries, keys, values, cache, scale=scale, mask=mask, sinks=sinks)
 
 
-#: The functions that a language model's files call within an adapter. Most of mlx-vlm's models call a module-level
-#: ``scaled_dot_product_attention``; with that one name replaced, attention runs a row at a time on unmodified model code.
+#: Functions that replace mlx-vlm's in a language model's files. Most models call a module-level
+#: ``scaled_dot_product_attention``, so their code runs unmodified.
 HOOKS = {
     "scaled_dot_product_attention": hook(SCALED_DOT_PRODUCT_ATTENTION, attention),
     "swiglu": hook(kernels.SWIGLU, kernels.swiglu),
@@ -69,15 +72,10 @@ HOOKS = {
 
 
 def row_by_row(attention_class: type[nn.Module]) -> type[nn.Module]:
-    """The same attention, called once for each live row of a batch with the row's own cache.
-
-    For classes that do more with a cache than one attention call can hold apart (selected positions, pools). What else a
-    layer does, its experts above all, stays one call for all rows. Empty places answer zeros.
-    """
+    """Subclass an attention to run once per live row, on the row's own cache."""
 
     class RowByRow(attention_class):  # type: ignore[misc,valid-type]
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            """Any arguments, arrays of which have the rows along their first axis; arrays, or tuples of them."""
             rows = next((value for value in (*args, *kwargs.values()) if isinstance(value, RowsCache)), None)
             if rows is None:
                 return super().__call__(*args, **kwargs)
@@ -87,10 +85,9 @@ def row_by_row(attention_class: type[nn.Module]) -> type[nn.Module]:
 
 
 def each_row(function: Callable[..., Any], rows: RowsCache, *args: Any, **kwargs: Any) -> Any:
-    """Call a function once for each live row of ``rows``; its arrays, or tuples of them, joined along the first axis.
+    """Call a function per live row, at least once; join its arrays or tuples of arrays.
 
-    Arrays among the arguments are cut to the row, (B, ...) to (1, ...), and of a batch's layer the row's own cache is given.
-    Empty places answer zeros; one row at least is live.
+    Arrays are cut from (B, ...) to (1, ...). Empty places get zeros.
     """
     answers = {
         place: function(
@@ -115,10 +112,9 @@ def _of_row(value: Any, place: int) -> Any:
 
 
 def fused_attention(module: Any, project: Any, output: Any, x: mx.array, mask: Any, cache: Any) -> mx.array:
-    """The attention of a module with one projection for queries, keys and values: (B, L, D) -> (B, L, D).
+    """Run attention (B, L, D) with one projection for queries, keys and values.
 
-    For families that call ``mx.fast`` themselves, past the hook. ``module`` has ``n_heads``, ``n_kv_heads``,
-    ``head_dim``, ``scale`` and ``rope``.
+    ``module`` has ``n_heads``, ``n_kv_heads``, ``head_dim``, ``scale`` and ``rope``.
     """
     batch, length, _ = x.shape
     heads, kv_heads = module.n_heads, module.n_kv_heads
@@ -130,29 +126,23 @@ def fused_attention(module: Any, project: Any, output: Any, x: mx.array, mask: A
 
 
 def fuse_rows(attention_class: type[nn.Module], project: str, output: str) -> type[nn.Module]:
-    """The same attention by ``fused_attention``, for classes that call ``mx.fast`` past the hook, which knows no rows.
-
-    ``project`` and ``output`` name the module's projections.
-    """
+    """Subclass an attention to run ``fused_attention``."""
 
     class FusedRows(attention_class):  # type: ignore[misc,valid-type]
         def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
-            """(B, L, D) -> (B, L, D)"""
             return fused_attention(self, self[project], self[output], x, mask, cache)
 
     return FusedRows
 
 
 def seal_masks(attention_class: type[nn.Module]) -> type[nn.Module]:
-    """The same attention, which hands its mask on unread.
+    """Subclass an attention to pass its mask on unread.
 
-    For classes that cut a mask to the longest row's length, some of which read that back from the device for every layer: a
-    slab's mask is as wide as the slab's keys already, and stays one array for all layers (``kernels.added``).
+    Some classes cut it by a length read from the device in every layer.
     """
 
     class SealedAttention(attention_class):  # type: ignore[misc,valid-type]
         def __call__(self, x: mx.array, mask: Any = None, cache: Any = None, **positions: Any) -> mx.array:
-            """(B, L, D) -> (B, L, D)"""
             sealed = SealedMask(mask) if isinstance(mask, mx.array) else mask
             return super().__call__(x, mask=sealed, cache=cache, **positions)
 

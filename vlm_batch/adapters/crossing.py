@@ -1,4 +1,4 @@
-"""Adapters of encoder-decoders, whose decoder's layers each attend to their own tokens and then to an encoder's output."""
+"""Adapters of encoder-decoders."""
 
 from __future__ import annotations
 
@@ -16,19 +16,17 @@ from vlm_batch.caches.cross import CrossCache
 
 
 class CrossingAdapter(Adapter):
-    """The first half of a row's caches is the decoder's own attention, the second its attention over the encoder.
+    """Families whose decoder attends to tokens and an encoder's output.
 
-    ``self.language.model.decoder.layers`` are BART's: ``self_attn`` and ``encoder_attn`` with projections ``q_proj``,
-    ``k_proj``, ``v_proj`` and ``out_proj``.
+    A row's caches are all layers' self-attention, then their cross-attention. Layers are named as in BART.
     """
 
     is_causal = False  # an encoder sees the whole prompt, or more
 
     embeddings = "model.shared"
-    last_hidden = None  # the family's ``answer`` gives the last position's logits only
+    last_hidden = None  # the family returns the last position's logits
 
     def picture_places(self, ids: mx.array, extra: Mapping[str, Any]) -> np.ndarray:
-        """None of them: pictures are the encoder's."""
         return np.zeros(ids.shape[1], dtype=np.bool_)
 
     def row_caches(self) -> list[Any]:
@@ -36,14 +34,14 @@ class CrossingAdapter(Adapter):
         return [KVCache() for _ in layers] + [CrossCache() for _ in layers]
 
     def hold(self, states: mx.array, cache: Sequence[Any]) -> None:
-        """Keep each layer's keys and values of the encoder's output (1, T, D) in a row's caches."""
+        """Store each layer's keys and values of the encoder's output (1, T, D)."""
         for layer, single in zip(self.language.model.decoder.layers, cache[len(cache) // 2 :], strict=True):
             over = layer.encoder_attn
             single.hold(*(split_heads(project(states), over.num_heads) for project in (over.k_proj, over.v_proj)))
 
 
 def attend_own(module: Any, hidden: mx.array, cache: Any) -> mx.array:
-    """Causal attention of tokens (B, L, D) to themselves and to those before them: (B, L, D)."""
+    """Attend causally within tokens (B, L, D)."""
     mask = create_attention_mask(hidden, cache)
     fetched = cache.update_and_fetch(
         *(split_heads(project(hidden), module.num_heads) for project in (module.k_proj, module.v_proj))
@@ -52,7 +50,7 @@ def attend_own(module: Any, hidden: mx.array, cache: Any) -> mx.array:
 
 
 def attend_over(module: Any, hidden: mx.array, cache: Any) -> mx.array:
-    """Attention of tokens (B, L, D) to the keys and values that the row holds of its encoder: (B, L, D)."""
+    """Attend from tokens (B, L, D) to the cached encoder output."""
     return _attend(module, hidden, cache.state, cache, None)
 
 

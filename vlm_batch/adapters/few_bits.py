@@ -1,8 +1,7 @@
-"""Decode attention over keys and values in few bits by kernels of our own, for CUDA: ``few_bits.cu``.
+"""Decode attention over quantised keys and values on CUDA (``few_bits.cu``).
 
-MLX 0.32 has no attention over packed numbers: its products of them take longer than to unpack each layer, which in turn writes
-and reads all keys and values once more, and needs room for them. Here numbers are unpacked in registers, and a row's columns
-are shared among as many blocks as there are spans of them. A row's answer is a function of that row alone.
+MLX 0.32 cannot attend over packed numbers. These kernels unpack in registers, a block per span of columns. A row's
+output depends on that row alone.
 """
 
 from __future__ import annotations
@@ -25,22 +24,20 @@ from vlm_batch.runtime.device import Device, device
 
 logger = logging.getLogger(__name__)
 
-#: As in ``few_bits.cu``.
+#: Equal to the constants of ``few_bits.cu``.
 THREADS = SPAN = 128
 LANES = 32
-#: Heads of queries that a block has sums for at a time, and sides by which spans are added up.
+#: Query heads per block, and partial sums per head when spans are merged.
 MOST_HEADS = 8
 SIDES = 4
-#: The widest heads, filled to whole groups, for which a block has room.
+#: The widest head, padded to whole groups, that fits a block.
 WIDEST = 256
 TYPES = (mx.float32, mx.bfloat16, mx.float16)
-#: The most by which the kernels may differ from other attention of a few columns, in the values' unit, to be used.
+#: The largest allowed error against exact attention, in the values' unit.
 TOLERANCE = 0.02
 
 
 class Kernel(NamedTuple):
-    """A kernel's source as ``mx.fast.cuda_kernel`` takes it: a header, and the body of a function of its arrays."""
-
     name: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
@@ -48,13 +45,12 @@ class Kernel(NamedTuple):
     body: str
 
 
-#: The arrays of quantised keys, and of values, among a kernel's.
+#: The arrays of quantised keys or values.
 _PARTS = ("packed", "scales", "biases")
 _SPAN_INPUTS = ("queries", *(f"{what}_{part}" for what in ("keys", "values") for part in _PARTS), "mask")
 
 
 def _views(what: str, first: str) -> str:
-    """A statement that makes ``what`` of its arrays, beginning with its first head."""
     views = ", ".join(
         f"{{{name} + {first} * {name}_strides[1], {name}_strides[0], {name}_strides[1], {name}_strides[2]}}"
         for name in (f"{what}_{part}" for part in _PARTS)
@@ -64,7 +60,6 @@ def _views(what: str, first: str) -> str:
 
 @lru_cache(maxsize=8)
 def span_kernel(scale: float) -> Kernel:
-    """The kernel for spans of columns, with ``scale`` for the queries."""
     body = f"""
   {_views("keys", "FIRST_K")}
   {_views("values", "FIRST_V")}
@@ -77,7 +72,6 @@ def span_kernel(scale: float) -> Kernel:
 
 @lru_cache(maxsize=1)
 def merge_kernel() -> Kernel:
-    """The kernel that adds spans up."""
     body = """
   few_bits::merge_spans<T, DEPTH_V, SIDES>(sums, stats, stats_shape[2], out);
 """
@@ -85,15 +79,14 @@ def merge_kernel() -> Kernel:
 
 
 def _kernel(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], body: str) -> Kernel:
-    """MLX keeps what it has built by its name alone, also in files, so the name goes by the source."""
     header = Path(__file__).with_suffix(".cu").read_text(encoding="utf-8")
-    source = hashlib.sha256((header + body).encode()).hexdigest()[:12]
+    source = hashlib.sha256((header + body).encode()).hexdigest()[:12]  # MLX caches kernels by name
     return Kernel(f"few_bits_{name}_{source}", inputs, outputs, header, body)
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel's arguments beside its arrays, as ``mx.fast.cuda_kernel`` takes them; the grid is in threads."""
+    """A kernel's arguments for ``mx.fast.cuda_kernel``; the grid counts threads."""
 
     kernel: Kernel
     template: tuple[tuple[str, Any], ...]
@@ -104,22 +97,21 @@ class Launch:
 
 
 class Variant(NamedTuple):
-    """Facts by which kernels differ: for each they are built anew."""
+    """The facts of a kernel's build."""
 
     scale: float
-    heads: int  # of queries
+    heads: int  # query heads
     depth: int
-    keys: tuple[Layout, int, int]  # the layout, the first head in the slab, and how many heads there are
+    keys: tuple[Layout, int, int]  # the layout, the first head in the slab, the number of heads
     values: tuple[Layout, int, int]
     dtype: mx.Dtype
     scales: mx.Dtype
     mask: mx.Dtype | None
-    is_by_row: bool  # whether rows have masks of their own
+    is_by_row: bool  # whether each row has its own mask
 
 
 @lru_cache(maxsize=256)
 def launches_of(variant: Variant, rows: int, columns: int) -> tuple[Launch, Launch]:
-    """The two launches, of spans and of their sums."""
     (layout, first_k, kv_heads), (layout_v, first_v, _) = variant.keys, variant.values
     share = variant.heads // kv_heads
     tiles, spans, wide = -(-share // MOST_HEADS), -(-columns // SPAN), layout_v.depth
@@ -161,7 +153,7 @@ def _built(kernel: Kernel) -> Callable[..., list[mx.array]]:
     return made  # type: ignore[no-any-return]
 
 
-#: A device: a launch's results for its arrays.
+#: Runs one launch on its arrays.
 Run = Callable[[Launch, Sequence[mx.array]], list[mx.array]]
 
 
@@ -179,7 +171,7 @@ def _on_device(launch: Launch, arrays: Sequence[mx.array]) -> list[mx.array]:
 def attend_where_right(
     queries: mx.array, keys: SlabStates, values: SlabStates, scale: float, mask: Any
 ) -> mx.array | None:
-    """``attend`` where the kernels are written for such arrays, and have been seen to be right on this device; else None."""
+    """Run ``attend`` if the kernels support these arrays accurately here, else return None."""
     if device() is not Device.CUDA or queries.shape[2] != 1 or not fits_mask(mask, queries.shape[0], keys.columns):
         return None
     if keys.scales.dtype != values.scales.dtype:
@@ -191,10 +183,11 @@ def attend_where_right(
 
 
 def attend(queries: mx.array, keys: SlabStates, values: SlabStates, scale: float, mask: Any, run: Run) -> mx.array:
-    """Attention of one query a row (B, H, 1, D) over quantised slabs: (B, H, 1, D_v).
+    """Attend with queries (B, H, 1, D) over quantised slabs: (B, H, 1, D_v).
 
-    ``mask`` (B or 1, 1, 1, C) is bool (True attends) or added to the scores; what it hides is not read. None and "causal" hide
-    nothing. ``run`` is the device.
+    Args:
+        mask: (B or 1, 1, 1, C), bool or additive; None or "causal" hides nothing. Hidden columns are not read.
+        run: Runs a launch.
     """
     return _attend(variant_of(queries, keys, values, scale, mask), queries, keys, values, mask, run)
 
@@ -206,7 +199,6 @@ def _attend(variant: Variant, queries: mx.array, keys: SlabStates, values: SlabS
 
 
 def variant_of(queries: mx.array, keys: SlabStates, values: SlabStates, scale: float, mask: Any) -> Variant:
-    """The variant of such attention."""
     masked, is_by_row = (mask.dtype, mask.shape[0] > 1) if isinstance(mask, mx.array) else (None, False)
     _, heads, _, depth = queries.shape
     one, other = ((states.layout, states.first, states.heads) for states in (keys, values))
@@ -214,7 +206,6 @@ def variant_of(queries: mx.array, keys: SlabStates, values: SlabStates, scale: f
 
 
 def fits_mask(mask: Any, rows: int, columns: int) -> bool:
-    """Whether the kernels read such a mask: none, or one for all heads."""
     if not isinstance(mask, mx.array):
         return True
     return mask.ndim == 4 and mask.shape[0] in (1, rows) and tuple(mask.shape[1:]) == (1, 1, columns)
@@ -222,7 +213,6 @@ def fits_mask(mask: Any, rows: int, columns: int) -> bool:
 
 @lru_cache(maxsize=64)
 def is_served(variant: Variant) -> bool:
-    """Whether the kernels are written for such widths and types."""
     (layout, _, kv_heads), (layout_v, _, kv_heads_v) = variant.keys, variant.values
     widest = max(round_up(one.depth, one.group_size) for one in (layout, layout_v))
     is_alike = layout[:2] == layout_v[:2] and kv_heads == kv_heads_v and variant.heads % kv_heads == 0
@@ -232,11 +222,11 @@ def is_served(variant: Variant) -> bool:
 
 @lru_cache(maxsize=64)
 def _is_right(variant: Variant) -> bool:
-    """Whether the kernels can be built, and answer as other attention does; said if not."""
+    """Whether the kernels build and are accurate; warns if not."""
     try:
         far = farthest(variant, _on_device)
     except Exception as error:
-        if is_out_of_memory(error):  # it says nothing of the kernel: the rows begin again, and it is tried again
+        if is_out_of_memory(error):  # not the kernel's fault: a later call tests it again
             raise
         logger.warning("keys in few bits are unpacked for attention: its kernel cannot be used (%s)", describe(error))
         return False
@@ -249,10 +239,7 @@ def _is_right(variant: Variant) -> bool:
 def farthest(
     variant: Variant, run: Run, lengths: Sequence[int] = (300, 131), columns: int = 320, seed: int = 0
 ) -> float:
-    """The most by which the kernels differ from exact attention over rows of such lengths, with NaN behind each.
-
-    Without a mask a row has all columns, and rows that share a mask have the first one's length.
-    """
+    """Return the largest error against exact attention over random rows with NaN behind them."""
     queries, keys, values, mask = example(variant, lengths, columns, seed)
     found = attend(queries, keys, values, variant.scale, mask, run).astype(mx.float32)
     share = variant.heads // keys.heads
@@ -272,7 +259,6 @@ def farthest(
 def example(
     variant: Variant, lengths: Sequence[int], columns: int, seed: int
 ) -> tuple[mx.array, SlabStates, SlabStates, mx.array | None]:
-    """Queries, keys, values and mask of a variant: rows of such lengths, NaN behind them."""
     random = np.random.RandomState(seed)
     rows = len(lengths)
     ends = np.array(lengths if variant.is_by_row else [lengths[0]] * rows)
@@ -300,6 +286,6 @@ def example(
 
 
 def _in_full(states: SlabStates) -> mx.array:
-    """(B, H, C, D) as float32, without rounding to the type that the numbers were quantised in."""
+    """Dequantise to float32 (B, H, C, D)."""
     packed, scales, biases = states.cut().parts
     return of_parts([packed, scales.astype(mx.float32), biases.astype(mx.float32)], states.layout).dequantized()

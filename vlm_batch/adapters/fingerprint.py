@@ -1,4 +1,4 @@
-"""A digest that tells one model from others, by its configuration and its weights."""
+"""A digest that identifies a model."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.modules import tables_on_disk
 from vlm_batch.store.digest import digest
 
-#: Values of each weight that go into it.
+#: Values of each weight in the digest.
 SAMPLES = 16
 UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 
 
 def fingerprint(adapter: Adapter) -> str:
-    """The digest of an adapter's model: of its configuration, and of each weight's bit sum and some values."""
+    """Digest the configuration, and each weight's bit sum and samples."""
     flat: Any = tree_flatten(adapter.model.parameters())
     weights: list[tuple[str, mx.array]] = sorted(flat, key=lambda item: str(item[0]))
     samples = [array.reshape(-1)[:: max(1, array.size // SAMPLES)][:SAMPLES] for _, array in weights]
@@ -30,7 +30,6 @@ def fingerprint(adapter: Adapter) -> str:
 
 
 def plain(value: Any) -> Any:
-    """A configuration as mappings, lists and texts."""
     if isinstance(value, Mapping):
         return {str(name): plain(item) for name, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):

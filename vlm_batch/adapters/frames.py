@@ -1,4 +1,4 @@
-"""Fixes to mlx-vlm's video processors, the parts of processors that make patches of frames."""
+"""Corrections of mlx-vlm's video processors."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from vlm_batch.adapters.pictures import with_part
 
 
 def keep_every_frame(processor: Any, kind: type, limit: str) -> Any:
-    """A processor whose part for videos, of mlx-vlm's ``kind``, drops no frames: they are chosen already. ``limit`` names its
-    bound."""
+    """Make the processor's video part (class ``kind``, bound ``limit``) keep all sampled frames."""
 
     def patient(part: Any) -> Any:
         if not isinstance(part, kind):

@@ -1,4 +1,4 @@
-"""Adapters of families whose pictures come with grids of patches, and of those with positions in three dimensions."""
+"""Adapters of families with grids of patches or M-RoPE."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vlm_batch.records import DecodeStep, Picture, PositionState
 
 
 class GridAdapter(Adapter):
-    """Families whose pictures come with grids of patches: (pictures, 3), of time, height and width."""
+    """Families with grids (pictures, 3) of patches: time, height, width."""
 
     input_keys = Adapter.input_keys | {"image_grid_thw"}
     tower_class: type[RememberingTower] = RememberingGridTower
@@ -28,18 +28,16 @@ class GridAdapter(Adapter):
         return with_part(processor, "image_processor", with_quick_patches)
 
     def count_placeholders(self, extra: Mapping[str, Any]) -> int | None:
-        """As many as patches make when they are merged, and none for a picture without a grid: upstream drops the pictures
-        that the prompt has no room for."""
         grids = [extra[name] for name in ("image_grid_thw", "video_grid_thw") if name in extra]
         return sum(t * h * w // self.merged for grid in grids for t, h, w in np.array(grid).tolist())
 
     @cached_property
     def merged(self) -> int:
-        """Patches that become one token."""
+        """Patches per token."""
         return int(self.config.vision_config.spatial_merge_size) ** 2
 
     def pictures(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[Picture, ...]:
-        """One picture for each grid: its patches are rows of the pixels, and its placeholders the next in the prompt."""
+        """Return one picture per grid."""
         if set(extra) != {"pixel_values", "image_grid_thw"}:
             return super().pictures(ids, extra)
         merged = self.merged
@@ -48,7 +46,7 @@ class GridAdapter(Adapter):
         places = np.flatnonzero(np.isin(np.array(ids)[0], list(self.image_token_ids)))
         pixels = split_patches(extra["pixel_values"], counts)
         if pixels is None or sum(count // merged for count in counts) != len(places):
-            return super().pictures(ids, extra)  # the encoder refuses them
+            return super().pictures(ids, extra)  # ``encode`` refuses them
         found, place = [], 0
         for grid, picture in zip(grids, pixels, strict=True):
             positions = places[place : place + int(grid.prod()) // merged]
@@ -64,30 +62,28 @@ class GridAdapter(Adapter):
 
 
 class MRoPEAdapter(GridAdapter):
-    """Families with three-dimensional positions (time, height, width), given to every forward.
+    """Families with three-axis positions: time, height, width.
 
-    A text token has the same position on all three axes; after a picture it is shifted by the row's delta
-    (Qwen2-VL, arXiv:2409.12191, section 2.1).
+    A text token has one position on all axes, shifted by the row's delta (Qwen2-VL, arXiv:2409.12191, section 2.1).
     """
 
     input_keys = GridAdapter.input_keys | {"pixel_values_videos", "video_grid_thw"}
 
     def hook_functions(self) -> None:
-        """Hook attention, and M-RoPE for decode steps."""
         super().hook_functions()
         hook_rotary(self.language, family=self.spec.family)
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
-        """A video goes through the model as one picture for each of its time steps, which is what the towers make of it.
+        """Encode a video as one picture per time step.
 
-        Upstream, a prompt with both loses its videos (qwen2_vl.py:42, qwen2_5_vl.py:42: one grid, one placeholder).
+        mlx-vlm loses videos beside pictures (qwen2_vl.py:42, qwen2_5_vl.py:42).
         """
         if "pixel_values_videos" in extra:
             ids, extra = self.videos_as_pictures(ids, extra)
         return super().features(ids, extra)
 
     def videos_as_pictures(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[mx.array, dict[str, Any]]:
-        """Ids (1, L) and inputs in which pictures and videos are pictures, in the order of the prompt."""
+        """Return ids (1, L) and inputs with videos as pictures."""
         parts: list[tuple[int, mx.array, list[list[int]]]] = []
         for kind, pixels in (("image", "pixel_values"), ("video", "pixel_values_videos")):
             row = 0
@@ -103,8 +99,7 @@ class MRoPEAdapter(GridAdapter):
         return mx.where(ids == self.marker("video"), self.marker("image"), ids), {**others, **pictures}
 
     def placed(self, ids: mx.array, extra: Mapping[str, Any], kind: str) -> list[tuple[int, list[int]]]:
-        """(place of its first placeholder, grid) of each "image" or "video". Raises InvalidPrompt if there are more or fewer
-        placeholders than they need."""
+        """Return (first placeholder, grid) of each medium; raise InvalidPrompt if placeholders do not fit."""
         grids = np.array(extra.get(f"{kind}_grid_thw", np.zeros((0, 3), np.int32))).tolist()
         places = np.flatnonzero(np.array(ids)[0] == self.marker(kind))
         needed = [t * h * w // self.merged for t, h, w in grids]
@@ -116,7 +111,6 @@ class MRoPEAdapter(GridAdapter):
         return [(int(places[count]), grid) for count, grid in zip(np.cumsum([0, *needed]), grids, strict=False)]
 
     def marker(self, kind: str) -> int:
-        """The placeholder id of a picture or video."""
         found = getattr(self.config, f"{kind}_token_id", None)
         return int(getattr(self.config, f"{kind}_token_index") if found is None else found)
 
@@ -127,9 +121,9 @@ class MRoPEAdapter(GridAdapter):
         return PositionState(prompt=found.astype(mx.int32), delta=int(delta.item()))
 
     def grid_positions(self, ids: mx.array, extra: Mapping[str, Any], steps: Sequence[float]) -> PositionState:
-        """Positions of a prompt whose videos' time steps lie ``steps`` apart, each a video's, rounded down.
+        """Return M-RoPE positions, rounded down, with a time step per video.
 
-        What follows a picture or video begins after the largest of its positions, on whatever axis that is.
+        Text after a medium begins one past its largest position on any axis.
         """
         side = int(self.config.vision_config.spatial_merge_size)
         pictures = [(*one, 1.0) for one in self.placed(ids, extra, "image")]

@@ -1,13 +1,8 @@
-"""Our functions in the place of mlx-vlm's, only while an adapter runs its model.
+"""Replace mlx-vlm's functions while an adapter runs its model.
 
-mlx-vlm's modules call functions of their files by name. What runs that code unmodified on rows apart, and by cheaper kernels,
-is another function under that name; but a file's names are the whole process's, and mlx-vlm's own models use them, too. So a
-name is bound to a function that goes by a mark of the thread, the ``Call`` that an adapter runs: without it mlx-vlm's own
-function is called as if nothing had happened. The mark also carries what mlx-vlm's signatures do not let through (``current``).
-
-mlx-vlm renames and moves its functions between versions. A hook that finds nothing to replace would leave a family on a path
-that is slow, or wrong for rows apart; so both a name that is bound to something else (``put_hooks``) and attention that calls
-no hooked function (``check_attention``) refuse the family, by file and function.
+Modules call functions by names in their files, which the process shares. A hook binds a name to a function that reads
+the thread's current ``Call``; without one, mlx-vlm's function runs. The call also carries facts that mlx-vlm's
+signatures cannot pass. A family whose hook misses is refused: it would be slow or wrong.
 """
 
 from __future__ import annotations
@@ -30,7 +25,7 @@ from vlm_batch.records import Call
 
 
 class _Thread(threading.local):
-    call: Call | None = None  # None: no adapter runs
+    call: Call | None = None  # None while no adapter runs
 
     def __init__(self) -> None:
         self.token = object()
@@ -39,13 +34,13 @@ class _Thread(threading.local):
 _thread = _Thread()
 _NOTHING = Call()
 
-#: Every function that a hook has put somewhere.
+#: Every function installed by a hook.
 _put: WeakSet[Callable[..., Any]] = WeakSet()
 
 
 @contextmanager
 def running(call: Call) -> Iterator[None]:
-    """For as long as it lasts, an adapter runs its model on this thread: hooks take our functions."""
+    """Set the thread's current call."""
     before, _thread.call = _thread.call, call
     try:
         yield
@@ -54,25 +49,23 @@ def running(call: Call) -> Iterator[None]:
 
 
 def current() -> Call:
-    """The call that an adapter runs on this thread; one that asks for nothing while none does."""
+    """Return the thread's current call, or an empty one."""
     return _thread.call or _NOTHING
 
 
 def this_thread() -> object:
-    """An object that is this thread's, and no later one's."""
+    """Return an object unique to this thread; ids are reused."""
     return _thread.token
 
 
 @dataclass(frozen=True)
 class Hook:
-    """A function of mlx-vlm's, and what is called under its name: that function, or in an adapter another."""
-
     theirs: Callable[..., Any]
     either: Callable[..., Any]
 
 
 def hook(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Hook:
-    """A hook that calls ``ours`` in the place of ``theirs`` within adapters; both take the same arguments."""
+    """Make a stand-in that calls ``ours`` within adapters."""
 
     @wraps(theirs)
     def either(*args: Any, **kwargs: Any) -> Any:
@@ -83,17 +76,16 @@ def hook(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Hook:
 
 
 def is_hook(bound: Any) -> bool:
-    """Whether a function is a hook."""
     return isinstance(bound, FunctionType) and bound in _put
 
 
 def files_of(module: nn.Module) -> set[str]:
-    """The dotted names of the files that a module tree's classes, and those that they inherit from, come from; not ours."""
+    """Name the modules of a tree's classes and bases, except ours."""
     files = {base.__module__ for _, child in module.named_modules() for base in type(child).__mro__}
     return {file for file in files if not file.startswith("vlm_batch.")}
 
 
-def put_hooks(
+def install_hooks(
     files: Iterable[str],
     hooks: Mapping[str, Hook],
     *,
@@ -101,10 +93,14 @@ def put_hooks(
     required: Iterable[str] = (),
     is_strict: bool = True,
 ) -> None:
-    """Hook names in imported files, wherever they are mlx-vlm's functions; a hook from an earlier adapter counts.
+    """Hook names bound to mlx-vlm's functions in imported files.
 
-    Raises UnsupportedModel, naming the family, for a ``required`` name that none of the files has, and if ``is_strict`` for
-    a name that is bound to another function than the hook stands in for.
+    Args:
+        required: Names that some file must have.
+        is_strict: Whether a name bound to another function is an error.
+
+    Raises:
+        UnsupportedModel: A name is missing or bound to another function.
     """
     files, found = sorted(files), set()
     for file in files:
@@ -122,18 +118,14 @@ def put_hooks(
         raise UnsupportedModel(f"{_misfit(family)}: {', '.join(files)} has no {', '.join(missing)} to be replaced")
 
 
-#: Classes of mlx-vlm's that write to a cache and do not attend, such as indexers.
+#: mlx-vlm's classes that write to a cache without attending, such as indexers.
 WITHOUT_ATTENTION = frozenset({"Compressor", "Glm5NextIndexer"})
 
 
 def check_attention(
     module: nn.Module, hooked: Hook, *, family: str, exempt: frozenset[str] = WITHOUT_ATTENTION
 ) -> None:
-    """Refuse a model with a class of mlx-vlm's that writes to a cache and attends past the hook.
-
-    A class passes if a function of its own, or one that it calls by name, calls the hook, or if it is
-    ``exempt`` by its name. What an adapter has replaced whole is not looked at. Raises UnsupportedModel.
-    """
+    """Raise UnsupportedModel if a class, neither exempt nor ours, writes to a cache without the hook."""
     for cls in {type(child) for _, child in module.named_modules()} - {nn.Module}:
         functions = list(_upstream_functions(cls))
         writers = [function for function in functions if "update_and_fetch" in _names(function.__code__)]
@@ -152,7 +144,6 @@ def _misfit(family: str) -> str:
 
 
 def _upstream_functions(cls: type) -> Iterator[FunctionType]:
-    """The functions of a class that are run and are not an adapter's: those of its bases, as far as ``super`` leads."""
     ended: set[str] = set()
     for base in cls.__mro__:
         is_patch = is_replacement(base)
@@ -160,7 +151,7 @@ def _upstream_functions(cls: type) -> Iterator[FunctionType]:
             if not isinstance(value, FunctionType) or name in ended:
                 continue
             if is_patch and value.__module__ == base.__module__:
-                if "super" not in _names(value.__code__):
+                if "super" not in _names(value.__code__):  # bases do not run this function
                     ended.add(name)
                 continue
             ended.add(name)
@@ -168,12 +159,11 @@ def _upstream_functions(cls: type) -> Iterator[FunctionType]:
 
 
 def is_replacement(cls: type) -> bool:
-    """Whether a class stands in for one of mlx-vlm's: it is made in a function (``patches``), or in this library."""
+    """Whether a class is from this library or made in a function (``patches``)."""
     return cls.__module__.startswith("vlm_batch.") or "<locals>" in cls.__qualname__
 
 
 def _reaches(function: FunctionType, wanted: Callable[..., Any], seen: set[FunctionType]) -> bool:
-    """Whether a function calls another by a name of its file, itself or through functions that it calls so."""
     if function in seen:
         return False
     seen.add(function)
@@ -182,17 +172,14 @@ def _reaches(function: FunctionType, wanted: Callable[..., Any], seen: set[Funct
 
 
 def _names(code: CodeType) -> set[str]:
-    """The global and attribute names that code uses, functions within it included."""
     return {name for part in _parts(code) for name in part.co_names}
 
 
 def _globals(code: CodeType) -> set[str]:
-    """The global names that code uses, functions within it included."""
     return {one.argval for part in _parts(code) for one in dis.get_instructions(part) if one.opname == "LOAD_GLOBAL"}
 
 
 def _parts(code: CodeType) -> Iterator[CodeType]:
-    """A code object, and those of the functions within it."""
     yield code
     for part in code.co_consts:
         if isinstance(part, CodeType):

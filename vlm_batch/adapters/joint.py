@@ -1,8 +1,7 @@
-"""Pictures of several requests in one call of a tower, for any family.
+"""Joint tower calls for several requests' pictures.
 
-Nothing of a family's code knows of it. A request's encoding runs until it calls a tower, and is left there: ``Awaited`` carries
-the call out. Calls of several requests that fit each other are made as one, and each request's share is put down for it
-(``Answers``). When its encoding then runs, the tower hands out what lies there; what does not is looked at alone.
+A request is encoded up to its first tower call. Calls that fit are joined, and encoding starts over with their
+``TowerOutputs``.
 """
 
 from __future__ import annotations
@@ -17,17 +16,15 @@ from vlm_batch.arrays import arrays_of, map_arrays
 
 
 class Tower(Protocol):
-    """A vision tower that can make calls of several requests as one (``vlm_batch.adapters.modules``)."""
-
     def look(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any: ...
     def kind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Kind | None: ...
-    def together(self, calls: Sequence[TowerCall]) -> list[Any]: ...
-    def apart(self, calls: Sequence[TowerCall]) -> list[Any]: ...
+    def run_joined(self, calls: Sequence[TowerCall]) -> list[Any]: ...
+    def run_by_shape(self, calls: Sequence[TowerCall]) -> list[Any]: ...
     def count_patches(self, call: TowerCall, patch: int) -> int: ...
 
 
 class Kind(NamedTuple):
-    """The facts that calls of a tower have in common which can be made as one."""
+    """The facts that joined calls share."""
 
     settings: str
     shapes: tuple[tuple[int, ...], ...]
@@ -35,8 +32,7 @@ class Kind(NamedTuple):
 
     @classmethod
     def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any], axis: int = 0) -> Kind:
-        """A call's, whose first array is joined with others along ``axis`` and whose other arrays along their first. Settings
-        are all that is no array."""
+        """Return a call's kind; its first array is joined along ``axis``, others along their first."""
         tree = _tree(args, kwargs)
         arrays = arrays_of(tree)
         settings = repr(map_arrays(tree, lambda one: "array" if isinstance(one, mx.array) else one.tolist()))
@@ -46,8 +42,6 @@ class Kind(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TowerCall:
-    """A call that a request's encoding has come to."""
-
     tower: Tower
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -55,24 +49,21 @@ class TowerCall:
 
     @property
     def arrays(self) -> list[mx.array]:
-        """The arrays that the tower is given, in an order that calls of one kind have in common."""
+        """The call's arrays, in an order common to its kind."""
         return arrays_of(_tree(self.args, self.kwargs))
 
     @property
     def shape(self) -> tuple[Any, ...]:
-        """Everything in a call but the pictures' own values: shapes, and the values of whole numbers, which are sizes."""
+        """The call's settings, dtypes, shapes and integer values, which are sizes."""
         whole = (mx.int32, mx.int64, mx.uint32, mx.uint64)
         arrays = [(one.shape, one.tolist() if one.dtype in whole else None) for one in self.arrays]
         return (self.kind.settings, self.kind.dtypes, str(arrays))
 
 
-class Awaited(BaseException):
-    """Leaves an encoding at a call of a tower. Nothing but ``advance`` is to catch it.
+class PendingTowerCall(BaseException):
+    """Leave an encoding at a tower call; only ``advance`` catches it.
 
-    The code that calls the tower is mlx-vlm's: a plain function, which cannot be suspended where it waits, and what it hands
-    its tower is known only once it has run to there. A thread for each request would wait, but MLX's arrays belong to the
-    thread that made them. So the code is left by an exception, which no ``except Exception`` of its own takes for an error,
-    and runs again with the answer; what it did before the tower is not evaluated.
+    mlx-vlm's code cannot be suspended, and MLX arrays cannot change threads.
     """
 
     def __init__(self, call: TowerCall) -> None:
@@ -81,10 +72,10 @@ class Awaited(BaseException):
 
 
 @dataclass
-class Answers:
-    """The answers of towers to one request's calls, in their order. While it ``awaits``, a call without an answer leaves.
+class TowerOutputs:
+    """A request's tower outputs in order.
 
-    ``result`` is the whole encoding's, once all of its calls have answers.
+    While ``awaits``, a call without an output raises ``PendingTowerCall``. ``result`` is the finished encoding.
     """
 
     found: list[Any] = field(default_factory=list)
@@ -94,11 +85,10 @@ class Answers:
 
     @property
     def is_any(self) -> bool:
-        """Whether there is anything to hand out."""
         return bool(self.found) or self.result is not None
 
     def next(self, tower: Tower, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """The answer to the next call. Raises Awaited."""
+        """Return the output of the next call; may raise ``PendingTowerCall``."""
         self.place += 1
         if self.place <= len(self.found):
             return map_arrays(self.found[self.place - 1], _handle)
@@ -107,40 +97,41 @@ class Answers:
         kind = tower.kind(args, kwargs)
         if kind is None:
             return self._put(tower.look(args, kwargs))
-        raise Awaited(TowerCall(tower, tuple(args), kwargs, kind))
+        raise PendingTowerCall(TowerCall(tower, tuple(args), kwargs, kind))
 
     def _put(self, found: Any) -> Any:
         self.found.append(found)
         return map_arrays(found, _handle)
 
 
-class Looked(dict[str, Any]):
-    """A request's inputs, with answers of towers to its first calls."""
+class PrecomputedInputs(dict[str, Any]):
+    """A request's inputs with the outputs of its first tower calls."""
 
-    def __init__(self, inputs: Mapping[str, Any], answers: Answers) -> None:
+    def __init__(self, inputs: Mapping[str, Any], outputs: TowerOutputs) -> None:
         super().__init__(inputs)
-        self.answers = answers
+        self.outputs = outputs
 
 
-def advance(answers: Answers, encode: Callable[[Answers], Any]) -> TowerCall | None:
-    """Run a request's encoding to its first call without an answer, or to its end. What is wrong with a request is said when
-    it is encoded by itself."""
-    answers.place, answers.awaits = 0, True
+def advance(outputs: TowerOutputs, encode: Callable[[TowerOutputs], Any]) -> TowerCall | None:
+    """Encode up to the first call without an output; errors are left to ``encode``."""
+    outputs.place, outputs.awaits = 0, True
     try:
-        answers.result = encode(answers)
-    except Awaited as awaited:
-        return awaited.call
+        outputs.result = encode(outputs)
+    except PendingTowerCall as pending:
+        return pending.call
     except Exception:
         return None
     finally:
-        answers.awaits = False
+        outputs.awaits = False
     return None
 
 
 def make_calls(calls: Mapping[int, TowerCall], *, by_shapes: bool = False) -> dict[int, Any]:
-    """The answers to calls, those of one tower and kind made as one. Calls that fail together have none: each is made anew
-    when its request is encoded by itself, and raises what is wrong with it. ``by_shapes``: pictures share calls of the shapes
-    in which each of them always is; the others have no answers here."""
+    """Run tower calls, joined by tower and kind; return outputs by request.
+
+    Calls that fail together have none: each request raises its own error. With ``by_shapes``, only calls of fixed
+    shapes are joined.
+    """
     groups: dict[tuple[Any, ...], list[int]] = {}
     for at, call in calls.items():
         groups.setdefault((id(call.tower), call.kind), []).append(at)
@@ -149,7 +140,7 @@ def make_calls(calls: Mapping[int, TowerCall], *, by_shapes: bool = False) -> di
         given = [calls[at] for at in places]
         try:
             tower = given[0].tower
-            made = tower.apart(given) if by_shapes else tower.together(given)
+            made = tower.run_by_shape(given) if by_shapes else tower.run_joined(given)
             mx.async_eval(*arrays_of(made))
         except Exception:
             continue
@@ -158,7 +149,6 @@ def make_calls(calls: Mapping[int, TowerCall], *, by_shapes: bool = False) -> di
 
 
 def join_calls(calls: Sequence[TowerCall]) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments of calls of one kind as those of one: arrays joined along their first axis."""
     rest = zip(*(call.arrays for call in calls), strict=True)
 
     def joined(array: Any) -> Any:
@@ -173,5 +163,5 @@ def _tree(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
 
 
 def _handle(array: Any) -> Any:
-    """The same values in an array object of its own: an ``x += 1`` changes the object."""
+    """Return a new array object: ``x += 1`` changes it."""
     return array[...]

@@ -1,4 +1,4 @@
-"""Attention over a latent (DeepSeek-V2, arXiv:2405.04434) for rows that keep their own caches."""
+"""Latent attention (DeepSeek-V2, arXiv:2405.04434) over single-row caches."""
 
 from __future__ import annotations
 
@@ -6,27 +6,31 @@ from typing import Any
 
 import mlx.core as mx
 
+from vlm_batch.caches.drafted import DraftedSlab, each_position
 from vlm_batch.caches.rows import RowsCache, attend_rows
 
 
 def attend_latent(
     queries: mx.array, latents: mx.array, rotated: mx.array, cache: Any, scale: float, mask: mx.array | None
 ) -> mx.array:
-    """Attention of (1, H, 1, R + D_rope) queries over latents (1, 1, L, R) and rotated keys (1, 1, L, D_rope)."""
+    """Attend with queries (1, H, 1, R + D_rope) over latents (1, 1, L, R) and rotated keys."""
     query, turned = mx.split(queries, [latents.shape[-1]], axis=-1)
-    scores = (turned * scale) @ rotated.swapaxes(-1, -2)  # (1, H, 1, L), the rest of the score is added to it
+    scores = (turned * scale) @ rotated.swapaxes(-1, -2)  # (1, H, 1, L), added to the score
     return mx.fast.scaled_dot_product_attention(query, latents, latents, scale=scale, mask=scores)
 
 
 def latent_attention(parent: type) -> type:
-    """An attention class over latents (B, 1, L, R) that takes rows which keep their own caches."""
+    """Subclass an attention over latents (B, 1, L, R) to take single-row caches."""
 
     class RowLatentAttention(parent):  # type: ignore[misc]
-        """Upstream multiplies what the cache returns (deepseek_v3/language.py:120, youtu_vl/language.py:119,
-        kimi_k3/language.py:589), which must then be one array; rows that keep their own caches are multiplied one at a time."""
+        """Attend row by row: mlx-vlm needs one array from the cache.
+
+        See deepseek_v3/language.py:120, youtu_vl/language.py:119, kimi_k3/language.py:589.
+        """
 
         def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
-            """(B, L, D) -> (B, L, D)"""
+            if isinstance(cache, DraftedSlab):
+                return each_position(super().__call__, x, mask, cache)
             if not isinstance(cache, RowsCache):
                 return super().__call__(x, mask, cache)
             batch = x.shape[0]
@@ -42,11 +46,11 @@ def latent_attention(parent: type) -> type:
             return self.projected(self.unembed_out(output).swapaxes(1, 2).flatten(-2), x)
 
         def turned(self, part: mx.array, offset: mx.array) -> mx.array:
-            """Queries or keys (B, H, 1, D_rope), by their rows' positions (B,)."""
+            """Rotate queries or keys (B, H, 1, D_rope) by positions (B,)."""
             return self.rope(part, offset)
 
         def projected(self, output: mx.array, x: mx.array) -> mx.array:
-            """The heads' output (B, 1, H * D_head), for the layer's input x (B, 1, D): (B, 1, D)."""
+            """Project the output (B, 1, H * D_head) for input x."""
             return self.o_proj(output)
 
     return RowLatentAttention

@@ -1,4 +1,4 @@
-"""RoPE with short and long factors (LongRoPE, arXiv:2402.13753), chosen for each row by itself."""
+"""RoPE with short and long factors (LongRoPE, arXiv:2402.13753), chosen per row."""
 
 from __future__ import annotations
 
@@ -15,18 +15,20 @@ from vlm_batch.store.digest import as_words, digest
 
 #: For ``ModelSpec.notes``.
 LONG_ROPE_NOTE = (
-    "long or short RoPE factors are a row's own choice: by the whole prompt's length, then by the token's position "
-    "(mlx-vlm takes the farthest row's for all, rope_utils.py:176, and chooses again for each chunk of a prompt)"
+    "long or short RoPE factors are a row's own choice: by the whole prompt's length, then by the token's position; "
+    "mlx-vlm takes the farthest row's for all (rope_utils.py:176), and chooses again for each chunk of a prompt"
 )
 
 
 class RowLongRoPE(SuScaledRoPE):
-    """Upstream takes the farthest row's factors for all, chunk by chunk (rope_utils.py:176); transformers goes by
-    the whole sequence that is run (modeling_rope_utils.py, longrope_frequency_update)."""
+    """LongRoPE with factors per row, by prompt length, then position.
+
+    transformers also goes by the whole sequence (modeling_rope_utils.py, longrope_frequency_update); mlx-vlm takes the
+    farthest row's, chunk by chunk (rope_utils.py:176).
+    """
 
     def __call__(self, x: mx.array, offset: Any = 0) -> mx.array:
-        """(B, H, L, D) -> the same; offset is an int, or (B,)."""
-        lengths = current().lengths  # while prompts are prefilled, whatever their chunks and what fills these up
+        lengths = current().lengths  # of whole prompts, without padding
         end = mx.array(lengths) if lengths else mx.array(offset) + x.shape[-2]
         is_long = (end > self.original_max_position_embeddings).reshape(-1, 1, 1, 1)
         short = self._rotated(x, offset, self._short_freqs, self._short_scale)
@@ -37,16 +39,15 @@ class RowLongRoPE(SuScaledRoPE):
         return mx.fast.rope(scaled, self.dim, traditional=False, base=None, scale=1.0, offset=offset, freqs=freqs)
 
 
-#: Of every family: its decoder has such positions if its configuration says so.
+#: Patches of every family.
 ROW_ROPES: Mapping[type, type] = {SuScaledRoPE: RowLongRoPE}
 
 
 def longest_short(model: nn.Module) -> int | None:
-    """The most positions of a prompt that is turned by short factors; None where there are no others."""
+    """Return the longest prompt with short factors, if any are long."""
     ropes = [module for _, module in model.named_modules() if isinstance(module, RowLongRoPE)]
     return min((rope.original_max_position_embeddings for rope in ropes), default=None)
 
 
 def marked_long(key: PromptKey) -> PromptKey:
-    """The key of a prompt that is turned by long factors: it has other keys and values, and so has its answer."""
     return key.mixed(as_words(digest("long factors")))

@@ -1,4 +1,4 @@
-"""Structural copies of mlx-vlm's module trees, which leave the caller's as they are, and modules that replace others."""
+"""Copies of mlx-vlm's module trees, and modules that replace others."""
 
 from __future__ import annotations
 
@@ -18,11 +18,7 @@ from vlm_batch.store.features import FeatureStore
 
 
 def clone_modules(module: Any, patches: Mapping[type, type] | None = None) -> Any:
-    """A structural copy of a module tree, or of several in a list or dict: the same weight arrays, own modules and attributes.
-
-    What a forward pass leaves on a module (mlx-vlm keeps positions there) stays on the copy, and so do our changes.
-    ``patches`` maps a module class to the subclass that takes its place.
-    """
+    """Copy a tree, list or dict of modules, sharing weights; ``patches`` maps module classes to replacements."""
     return _clone(module, patches or {}, {})
 
 
@@ -30,7 +26,7 @@ def _clone(node: Any, patches: Mapping[type, type], seen: dict[int, Any]) -> Any
     if isinstance(node, nn.Module):
         if id(node) not in seen:
             cls: Any = patches.get(type(node), type(node))
-            seen[id(node)] = copy = dict.__new__(cls)  # a class's own may ask for its config
+            seen[id(node)] = copy = dict.__new__(cls)  # a class's own ``__new__`` may need its config
             copy.__dict__.update(node.__dict__)
             for name, child in node.items():
                 dict.__setitem__(copy, name, _clone(child, patches, seen))
@@ -45,13 +41,15 @@ def _clone(node: Any, patches: Mapping[type, type], seen: dict[int, Any]) -> Any
 
 
 class CutAnswer:
-    """Goes before a module's class: it answers for the positions that a ``Call`` says. So the LM head runs once a prompt."""
+    """Mixin that cuts a module's output, so that the LM head runs once a prompt."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> mx.array:
-        """(B, L, D) of the module, cut to (B, 1, D); (L, 1, D) of a single row that is scored."""
+        """(B, L, D) -> (B, 1, D) at the call's positions, or (L, 1, D) for a scored row."""
         theirs: Any = super()
         hidden: mx.array = theirs.__call__(*args, **kwargs)
         call = current()
+        if call.hidden is not None:
+            call.hidden.append(hidden)
         if call.is_scored:
             return hidden[0][:, None]
         if call.ends is None:
@@ -60,21 +58,17 @@ class CutAnswer:
 
 
 def cut_answer(module: Any) -> None:
-    """Let a module of the working copy answer for the positions that a ``Call`` says."""
     kind = type(module)
     module.__class__ = type(kind.__name__, (CutAnswer, kind), {"__module__": __name__})
 
 
 def part_of(module: Any, path: str) -> Any:
-    """The part of a module at a dotted path, or None."""
+    """Return the module at a dotted path, or None."""
     return reduce(lambda owner, name: getattr(owner, name, None), path.split("."), module)
 
 
 class RememberingTower(nn.Module):
-    """A vision tower that looks at a picture once: features are kept by the digest of everything that it is given.
-
-    Without a ``store`` nothing is kept. ``config`` is the model's. All else is the tower's own.
-    """
+    """A tower that stores features in ``store``, if any, by its inputs' digest."""
 
     #: The reason why pictures of several requests are not encoded in one call; None where they are.
     why_apart: ClassVar[str | None] = "nobody has said how its pictures share a call"
@@ -85,12 +79,11 @@ class RememberingTower(nn.Module):
         self.__dict__.update(_store=store, _config=config)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The tower's answer: found together with those of other requests, remembered or new."""
-        answers = current().answers
-        return self.look(args, kwargs) if answers is None else answers.next(self, args, kwargs)
+        outputs = current().tower_outputs
+        return self.look(args, kwargs) if outputs is None else outputs.next(self, args, kwargs)
 
     def look(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """The tower's answer, from the store or new. Only calls with arrays alone, in and out, are remembered."""
+        """Return stored or new features; only calls of arrays are stored."""
         key = self.key(args, kwargs)
         found = None if key is None else self._store.get(key)
         if found is None:
@@ -99,7 +92,7 @@ class RememberingTower(nn.Module):
         return found
 
     def fresh(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """The tower's answer, new: of hidden states, those of the layers that the model reads."""
+        """Run the tower; keep only hidden states that the model reads."""
         found = self.tower(*args, **kwargs)
         wanted = getattr(self._config, "vision_feature_layer", None) if kwargs.get("output_hidden_states") else None
         is_list = isinstance(found, (list, tuple)) and len(found) and isinstance(found[-1], (list, tuple))
@@ -110,7 +103,7 @@ class RememberingTower(nn.Module):
         return (*found[:-1], [state if index in kept else None for index, state in enumerate(states)])
 
     def key(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes | None:
-        """The digest of a call, or None for one that is not remembered."""
+        """Return a call's digest, or None if unstored."""
         if self._store is None:
             return None
         try:
@@ -124,15 +117,15 @@ class RememberingTower(nn.Module):
             self._store.put(key, features)
 
     def kind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Kind | None:
-        """Something that calls have in common which can be made as one; None for a call that is made alone."""
+        """Return the kind of a call that can join others, or None."""
         return None
 
-    def together(self, calls: Sequence[TowerCall]) -> list[Any]:
-        """The answers to calls of one kind, made as one. Raises ValueError for an answer that cannot be taken apart."""
+    def run_joined(self, calls: Sequence[TowerCall]) -> list[Any]:
+        """Join calls of one kind; raise ValueError if the output cannot be split."""
         raise NotImplementedError
 
     def each_once(self, calls: Sequence[TowerCall], make: Callable[[Sequence[TowerCall]], list[Any]]) -> list[Any]:
-        """The answers to calls: remembered, or made with each other, those that are asked for twice once."""
+        """Return stored features; make missing ones together, duplicates once."""
         keys = [self.key(call.args, call.kwargs) for call in calls]
         found = [None if key is None else self._store.get(key) for key in keys]
         names = [at if key is None else key for at, key in enumerate(keys)]
@@ -146,13 +139,12 @@ class RememberingTower(nn.Module):
             self.remember(keys[at], made[names[at]])
         return [made[name] if known is None else known for name, known in zip(names, found, strict=True)]
 
-    def apart(self, calls: Sequence[TowerCall]) -> list[Any]:
-        """The answers to calls of one kind, each picture's by its own shape alone, however many there are; None where nothing
-        is known of that but to make each call by itself."""
+    def run_by_shape(self, calls: Sequence[TowerCall]) -> list[Any]:
+        """Make calls whose features depend on a picture's own shape; None if unknown."""
         return [None] * len(calls)
 
     def count_patches(self, call: TowerCall, patch: int) -> int:
-        """The patches in a call, of ``patch`` values where it does not say how many there are."""
+        """Count a call's patches, of ``patch`` values each."""
         raise NotImplementedError
 
     def __getattr__(self, name: str) -> Any:
@@ -162,10 +154,7 @@ class RememberingTower(nn.Module):
 
 
 class RememberingBatchTower(RememberingTower):
-    """The same for towers that take a batch of pictures or tiles of one size, along the first axis of every array.
-
-    Calls of several requests with entries of one size are made as one: their arrays are joined along that axis.
-    """
+    """A tower over pictures or tiles of one size, along the first axis of every array."""
 
     why_apart = None
 
@@ -175,7 +164,7 @@ class RememberingBatchTower(RememberingTower):
             return None
         return Kind.of(args, kwargs)
 
-    def together(self, calls: Sequence[TowerCall]) -> list[Any]:
+    def run_joined(self, calls: Sequence[TowerCall]) -> list[Any]:
         return self.each_once(calls, self._as_one)
 
     def _as_one(self, calls: Sequence[TowerCall]) -> list[Any]:
@@ -186,7 +175,7 @@ class RememberingBatchTower(RememberingTower):
         return parts
 
     def split(self, found: Any, calls: Sequence[TowerCall]) -> list[Any] | None:
-        """Each call's share of an answer: as many entries of every array as the call has. None if that is not so."""
+        """Split an output by calls; None if it does not fit."""
         counts = [call.arrays[0].shape[0] for call in calls]
         if any(array.ndim == 0 or array.shape[0] != sum(counts) for array in arrays_of(found)):
             return None
@@ -197,14 +186,12 @@ class RememberingBatchTower(RememberingTower):
 
 
 class RememberingListTower(RememberingBatchTower):
-    """The same for towers that answer with a list of arrays, one for each picture of the batch."""
-
     def split(self, found: Any, calls: Sequence[TowerCall]) -> list[Any] | None:
         return split_list(found, [call.arrays[0].shape[0] for call in calls])
 
 
 class RememberingRowTower(RememberingBatchTower):
-    """The same for towers that answer for a batch of pictures of one size with one row (1, L, D), picture by picture."""
+    """A batch tower that returns one row (1, L, D)."""
 
     def split(self, found: Any, calls: Sequence[TowerCall]) -> list[Any] | None:
         counts = [call.arrays[0].shape[0] for call in calls]
@@ -215,8 +202,10 @@ class RememberingRowTower(RememberingBatchTower):
 
 
 class RememberingPackedTower(RememberingBatchTower):
-    """The same for towers that take the patches of several pictures in a row and a grid for each, (N, ...) and (P, 2 or 3),
-    and remember them together. They answer with rows in proportion to the patches, or with a list, one for each picture."""
+    """A tower over packed patches (N, ...) and grids (P, 2 or 3), stored together.
+
+    It returns rows in proportion to patches, or an array per picture.
+    """
 
     def kind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Kind | None:
         arrays = arrays_of([list(args), dict(sorted(kwargs.items()))])
@@ -234,11 +223,9 @@ class RememberingPackedTower(RememberingBatchTower):
 
 
 class RememberingGridTower(RememberingTower):
-    """The same for towers that take the patches of several pictures in a row, with a grid for each: (N, ...), (P, 3).
+    """A tower over packed patches (N, ...) and grids (P, 3), stored per picture.
 
-    Every picture is remembered by itself; those that are new go through the tower together, each of them once. Calls of
-    several requests are one with more pictures. Where a ``Call`` is fixed, a picture is always in a call of as many of its
-    shape as that says, beside others or repeats of one, or alone.
+    In a fixed ``Call``, each shape has a fixed number of pictures, with repeats.
     """
 
     why_apart = None
@@ -251,10 +238,10 @@ class RememberingGridTower(RememberingTower):
             return super().look(args, kwargs)
         call = TowerCall(self, tuple(args), kwargs, kind)
         if is_fixed:
-            return self.apart([call])[0]
+            return self.run_by_shape([call])[0]
         try:
             return join_rows(self.each_once(self._pictures(call), self.as_one))
-        except ValueError:  # an answer that cannot be taken apart
+        except ValueError:  # the output cannot be split
             return self.fresh(args, kwargs)
 
     def kind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Kind | None:
@@ -265,12 +252,12 @@ class RememberingGridTower(RememberingTower):
             return None
         return Kind.of(args, kwargs, axis)
 
-    def together(self, calls: Sequence[TowerCall]) -> list[Any]:
+    def run_joined(self, calls: Sequence[TowerCall]) -> list[Any]:
         if all(call.args[1].shape[0] == 1 for call in calls):
             return self.each_once(calls, self.as_one)
         return self._shares(self.look(self._joined(calls), calls[0].kwargs), calls)
 
-    def apart(self, calls: Sequence[TowerCall]) -> list[Any]:
+    def run_by_shape(self, calls: Sequence[TowerCall]) -> list[Any]:
         pictures = [self._pictures(call) for call in calls]
         found = iter(self.each_once([picture for several in pictures for picture in several], self._by_shapes))
         answers = []
@@ -280,12 +267,11 @@ class RememberingGridTower(RememberingTower):
                 answers += alone
             elif all(array.ndim == 2 for array in arrays_of(alone)):
                 answers.append(join_rows(alone))
-            else:  # an answer that is not one row for so many patches
+            else:  # the output's rows are not in proportion to patches
                 answers.append(RememberingTower.look(self, call.args, call.kwargs))
         return answers
 
     def _by_shapes(self, calls: Sequence[TowerCall]) -> list[Any]:
-        """The answers to calls of one picture each, made with those of the same shape, so many at a time as a ``Call`` says."""
         shapes: dict[tuple[Any, ...], list[int]] = {}
         for at, call in enumerate(calls):
             shapes.setdefault(call.shape, []).append(at)
@@ -299,15 +285,13 @@ class RememberingGridTower(RememberingTower):
         return [found[at] for at in range(len(calls))]
 
     def as_one(self, calls: Sequence[TowerCall], count: int = 1) -> list[Any]:
-        """The answers of one call of the tower to several of one picture each, with repeats of the first up to ``count``,
-        whatever is remembered. Raises ValueError for an answer that cannot be taken apart."""
+        """Join one-picture calls, filled to ``count`` with repeats."""
         filled = [*calls, *[calls[0]] * (count - len(calls))]
         if len(filled) == 1:
             return [self.fresh(calls[0].args, calls[0].kwargs)]
         return self._shares(self.fresh(self._joined(filled), calls[0].kwargs), filled)[: len(calls)]
 
     def _pictures(self, call: TowerCall) -> list[TowerCall]:
-        """A call in calls of one picture each."""
         pixels, grids = call.args
         parts = split_patches(pixels, num_patches(grids)) or [pixels]
         if len(parts) == 1:
@@ -315,7 +299,6 @@ class RememberingGridTower(RememberingTower):
         return [TowerCall(self, (part, grids[at : at + 1]), call.kwargs, call.kind) for at, part in enumerate(parts)]
 
     def _joined(self, calls: Sequence[TowerCall]) -> tuple[mx.array, mx.array]:
-        """The patches and grids of all calls."""
         axis = patch_axis(calls[0].args[0], num_patches(calls[0].args[1]))
         return (
             mx.concatenate([call.args[0] for call in calls], axis=axis),
@@ -323,7 +306,6 @@ class RememberingGridTower(RememberingTower):
         )
 
     def _shares(self, found: Any, calls: Sequence[TowerCall]) -> list[Any]:
-        """Each call's part of an answer to all. Raises ValueError for an answer that cannot be taken apart."""
         parts = split_rows(found, [sum(num_patches(call.args[1])) for call in calls])
         if parts is None:
             raise ValueError(f"the answer of {type(self.tower).__name__} cannot be taken apart")
@@ -333,13 +315,12 @@ class RememberingGridTower(RememberingTower):
         return sum(num_patches(call.args[1]))
 
 
-def apart(tower_class: type[RememberingTower], why: str) -> type[RememberingTower]:
-    """The same wrapper for a tower that encodes the pictures of each request in calls of their own, and why it does."""
+def unshared(tower_class: type[RememberingTower], why: str) -> type[RememberingTower]:
+    """Subclass a wrapper to keep requests apart, with the reason."""
     return type(tower_class.__name__, (tower_class,), {"why_apart": why})
 
 
 def split_list(found: Any, counts: Sequence[int]) -> list[Any] | None:
-    """A list in parts of ``counts``, or None if it is none of so many."""
     if type(found) is not list or len(found) != sum(counts):
         return None
     ends = np.cumsum(counts).tolist()
@@ -347,54 +328,47 @@ def split_list(found: Any, counts: Sequence[int]) -> list[Any] | None:
 
 
 def num_patches(grids: mx.array) -> list[int]:
-    """The patches of each picture, of grids (P, 2 or 3)."""
+    """Count each picture's patches from grids (P, 2 or 3)."""
     found: list[int] = np.array(grids).prod(axis=1).tolist()
     return found
 
 
 def patch_axis(pixels: mx.array, counts: Sequence[int]) -> int | None:
-    """The axis of the patches of pictures that have ``counts``: the first, the second if there is one row, or None."""
+    """Return the patches' axis, 0 or 1; None if neither fits."""
     return next((axis for axis in (0, 1) if pixels.shape[: axis + 1] == (1,) * axis + (sum(counts),)), None)
 
 
 def split_patches(pixels: mx.array, counts: Sequence[int]) -> list[mx.array] | None:
-    """The patches of each picture, or None if there are not as many as they have."""
+    """Split patches by picture; None if they do not fit."""
     axis = patch_axis(pixels, counts)
     if axis is None:
         return None
     if len(counts) == 1:
-        return [pixels]  # itself: its digest may be known
+        return [pixels]  # the same object, whose digest may be known
     ends: list[int] = np.cumsum(counts)[:-1].tolist()
     return split_known(pixels, ends, axis)
 
 
 def evaluate_arrays(module: nn.Module) -> None:
-    """Evaluate every array that a module tree holds, parameter or not; tables on disk are left out.
-
-    An array still unevaluated belongs to the thread that made it; the engine thread could not use it.
-    """
+    """Evaluate a tree's arrays: other threads cannot use unevaluated ones."""
     mx.eval(list(_arrays(module)))
 
 
 def package_of(value: Any) -> str:
-    """The package that the class of an object comes from."""
     return type(value).__module__.partition(".")[0]
 
 
 def tables_on_disk(module: nn.Module) -> list[Any]:
-    """The modules of a tree that read the rows they are asked for from the checkpoint's files."""
+    """Return modules that read rows from checkpoint files."""
     return [child for _, child in module.named_modules() if _is_on_disk(child)]
 
 
 def _is_on_disk(node: Any) -> bool:
-    return hasattr(type(node), "_read_rows")  # as mlx-vlm's only class of the kind calls it: OffloadedEngramEmbedding
+    return hasattr(type(node), "_read_rows")  # mlx-vlm's only such class is OffloadedEngramEmbedding
 
 
 def leave_on_disk(module: nn.Module) -> None:
-    """Take the tables that stay on disk out of a module tree.
-
-    mlx-vlm hangs them into the tree for conversions to other formats, not read yet: hundreds of gigabytes.
-    """
+    """Remove tables on disk from a tree; mlx-vlm adds them, unread, for conversions."""
     for table in tables_on_disk(module):
         for name in ("weight", "scales", "biases"):
             table.pop(name, None)
@@ -402,13 +376,9 @@ def leave_on_disk(module: nn.Module) -> None:
 
 
 def _arrays(module: nn.Module) -> Iterator[mx.array]:
-    """Arrays of modules, and of other objects whose classes come from the modules' packages.
-
-    ``seen`` holds the objects themselves: one that is gone would leave its id to another.
-    """
     packages = {package_of(child) for _, child in module.named_modules()} | {"mlx_vlm"}
     leaves = (str, bytes, int, float, type)
-    seen: dict[int, Any] = {}
+    seen: dict[int, Any] = {}  # keeps objects alive, so that no id is reused
 
     def walk(node: Any) -> Iterator[mx.array]:
         if isinstance(node, mx.array):
@@ -418,7 +388,7 @@ def _arrays(module: nn.Module) -> Iterator[mx.array]:
             return
         seen[id(node)] = node
         children: list[Any] = []
-        if isinstance(node, Mapping):  # a module is one, too
+        if isinstance(node, Mapping):  # modules too
             children.extend(node.values())
         elif isinstance(node, (list, tuple)):
             children.extend(node)
@@ -431,14 +401,13 @@ def _arrays(module: nn.Module) -> Iterator[mx.array]:
 
 
 def two_tables(parent: type) -> type:
-    """An embedding of two tables that looks both up, instead of joining them for every forward as upstream does.
+    """Subclass an embedding of two tables to look both up; mlx-vlm joins them in every forward.
 
-    ``parent`` has ``embedding`` (V, D) and ``new_embedding`` (W, D); ids from V on are the second one's.
+    ``parent`` has ``embedding`` (V, D), and ``new_embedding`` (W, D) for ids from V on.
     """
 
     class TwoTables(parent):  # type: ignore[misc]
         def __call__(self, ids: mx.array) -> mx.array:
-            """(B, L) -> (B, L, D)"""
             size = self.embedding.shape[0]
             is_new = ids >= size
             old, new = self.embedding[mx.where(is_new, 0, ids)], self.new_embedding[mx.where(is_new, ids - size, 0)]

@@ -1,4 +1,4 @@
-"""Adapters that put pictures' features into the prompt themselves, in the place of its placeholders."""
+"""Adapters that put picture features into the prompt."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from vlm_batch.records import Picture
 
 
 class PlacingAdapter(Adapter):
-    """Families whose prompts hold a placeholder for each of a picture's features, where mlx-vlm puts them in wrongly."""
+    """Families with a placeholder per feature, where mlx-vlm's merge is wrong."""
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
-        """Embeddings with each picture's features in its placeholders, some of which are no tokens (below 0)."""
+        """Embed the prompt and fill its placeholders, whose ids may be negative."""
         embeds = self.token_table(mx.maximum(ids, 0))
         if "pixel_values" in extra:
             given = extra.get("cached_image_features")
@@ -29,16 +29,16 @@ class PlacingAdapter(Adapter):
         return {"inputs_embeds": embeds}
 
     def encode_pictures(self, extra: Mapping[str, Any], dtype: mx.Dtype) -> list[mx.array]:
-        """Encode a request's pictures: the features (tokens, D) of each. ``dtype`` is that of embeddings."""
+        """Return each picture's features (tokens, D)."""
         raise NotImplementedError
 
     def to_embeddings(self, features: mx.array, dtype: mx.Dtype) -> mx.array:
-        """Bring features (N, D) to the scale of embeddings; the default leaves them as they are."""
+        """Scale features (N, D) to embeddings; the default returns them."""
         return features
 
 
 class OnePlaceholder(PlacingAdapter):
-    """Families whose prompts hold one id for each picture, which becomes as many positions as its picture has features."""
+    """Families with one placeholder per picture."""
 
     def expand_ids(self, ids: mx.array, extra: Mapping[str, Any]) -> mx.array:
         if "pixel_values" not in extra:
@@ -47,20 +47,18 @@ class OnePlaceholder(PlacingAdapter):
         return repeat_placeholders(ids, marker, self.count_features(extra))
 
     def count_features(self, extra: Mapping[str, Any]) -> list[int]:
-        """Count each picture's features; this needs none of them made."""
         given = extra.get("cached_image_features")
         return self.count_positions(extra) if given is None else [len(picture) for picture in given]
 
     def count_positions(self, extra: Mapping[str, Any]) -> list[int]:
-        """Count the features that the family's tower makes of each picture."""
+        """Count the features that the tower makes of each picture."""
         raise NotImplementedError
 
 
 class MaskedPlaces(Adapter):
-    """Families whose processors say by ``images_seq_mask`` (1, L) where features go."""
+    """Families whose processors mark features by ``images_seq_mask`` (1, L)."""
 
     def pictures(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[Picture, ...]:
-        """The mask is as long as the prompt and says no more than its ids: it is no part of a picture."""
         return super().pictures(ids, {name: value for name, value in extra.items() if name != "images_seq_mask"})
 
     def count_placeholders(self, extra: Mapping[str, Any]) -> int | None:

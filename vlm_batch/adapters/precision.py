@@ -1,4 +1,4 @@
-"""The type and the number of bits that a model's weights are in."""
+"""The dtype and bit width of weights."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import mlx.nn as nn
 
 
 def precision_of(model: nn.Module) -> str:
-    """The type that most of the language model's weights are computed in, in words."""
+    """Describe the dtype of most language model weights."""
     language: Any = model.language_model
     kinds: dict[str, int] = {}
     for _, module in language.named_modules():
@@ -23,7 +23,7 @@ def precision_of(model: nn.Module) -> str:
 
 
 def quantised(model: nn.Module, bits: int, group_size: int = 32) -> bool:
-    """Quantise the linear layers of a model's language part in place, those that groups divide; False if there are none."""
+    """Quantise the language model in place; return False if no layer fits the group size."""
 
     def fits(path: str, module: Any) -> bool:
         return isinstance(module, nn.Linear) and module.weight.shape[-1] % group_size == 0

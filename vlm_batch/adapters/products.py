@@ -1,4 +1,4 @@
-"""The products of a model with its weights, one of each shape, by which a device's arithmetic is tried."""
+"""A model's products by shape, to test a device's arithmetic."""
 
 from __future__ import annotations
 
@@ -14,34 +14,32 @@ from mlx.utils import tree_flatten
 
 from vlm_batch.adapters.modules import clone_modules
 
-#: Tables of tokens, which are heads, too, where they are tied.
+#: Token embeddings, which can be tied heads.
 TABLES = (nn.Embedding, nn.QuantizedEmbedding)
-#: Columns of a block, of which the second half repeats the first: also in groups of few bits both get the same numbers.
+#: Columns per block; its second half repeats the first, also after quantisation.
 BLOCK = 32
-#: What is left of a number of outputs by whole tiles stays as it is.
+#: Output tile width: a shortened product keeps the remainder by it.
 EDGE = 64
-#: Outputs whose weights differ, so that as many sums are compared: one alone is often rounded the same way in two orders.
+#: Outputs with different weights: one sum alone often rounds equally in two orders.
 DIFFERENT = 16
-#: Rows that a decode step has at most on devices where products are held to numbers of rows: the largest that is tried.
+#: The most rows of a decode step for which products are held to row counts.
 MOST_ROWS = 64
 
 
 @dataclass(frozen=True)
 class Product:
-    """A layer of the model's, of its shape and type: ``call`` takes rows (R, 1, width) of ``dtype``.
+    """A layer's shape and dtype, with weights that reveal the order of a sum.
 
-    Its weights are made up: kernels are chosen by shapes and types, and these weights let the order of a sum be seen. Columns
-    ``BLOCK / 2`` apart are equal, and so are those ``far`` apart, so that large numbers of opposite signs in a row cancel, and
-    what was rounded while they were there stays. Near ones show the order within the part of a sum that one thread adds up,
-    far ones the order of the parts.
+    Columns ``BLOCK / 2`` and ``far`` apart are equal: large numbers cancel and leave rounding. Near columns reveal the
+    order within a thread's part, far ones the order of parts.
     """
 
     width: int
     dtype: mx.Dtype
     outputs: int
     layer: Any
-    layout: tuple[Any, ...]  # of few bits: group size, bits, mode
-    is_head: bool = False  # it answers for a prompt's last position alone
+    layout: tuple[Any, ...]  # (group size, bits, mode), or empty if not quantised
+    is_head: bool = False  # computed for a prompt's last position only
 
     def __str__(self) -> str:
         parts = [" with a bias"] * ("bias" in self.layer) + [" as a head"] * self.is_head
@@ -49,13 +47,13 @@ class Product:
 
     @property
     def far(self) -> int:
-        """The columns between two equal halves: whole groups of few bits, or a part of one group; 0 where there is no room."""
+        """The columns between two equal halves; 0 without room."""
         unit = self.layout[0] if self.layout and self.width >= 2 * self.layout[0] else BLOCK
         return self.width // 2 // unit * unit
 
     @property
     def call(self) -> Callable[[mx.array], mx.array]:
-        """The layer with its weights, made anew: they are held by nobody else."""
+        """The layer with new weights."""
         columns = np.random.RandomState(self.width).standard_normal((DIFFERENT, self.width))
         blocks = _blocks(columns)
         blocks[:, :, 1] = blocks[:, :, 0]
@@ -67,22 +65,22 @@ class Product:
         layout = self.layout
         parts = mx.quantize(weight, group_size=layout[0], bits=layout[1], mode=layout[2]) if layout else (weight,)
         for name, part in zip(("weight", "scales", "biases"), parts, strict=False):
-            # Whole in memory: a repeated row is one row there, for which CUDA has no kernel of few bits.
+            # Materialised rows: CUDA has no quantised kernel for broadcast ones.
             twin[name] = part[which]
         if "bias" in twin:
             twin["bias"] = twin["bias"][: self.outputs]
         return twin.as_linear if isinstance(twin, TABLES) else twin
 
     def rows(self, count: int) -> mx.array:
-        """Rows that tell one order of summation from another: (count, 1, width), the same ones at each call."""
+        """Return rows (count, 1, width), equal at each call."""
         return mx.array(_rows(self.width, self.far, count)[:, None]).astype(self.dtype)
 
 
 def products_of(model: nn.Module, most: int | None = None) -> list[Product]:
-    """One product of each shape and type that the model's linear layers and tied heads have.
+    """Return a product per shape and dtype of linear layers and tied heads.
 
-    ``most`` is how many weights each is tried with, where a kernel does not go by the number of outputs of a large product:
-    those beyond are left out. Types that no BLAS multiplies, which MLX does in slow loops of one kind, get an eighth of it.
+    Args:
+        most: The most weights of a product; an eighth for dtypes without BLAS. Larger ones lose outputs.
     """
     found: dict[tuple[Any, ...], Product] = {}
     for path, module in model.named_modules():
@@ -108,15 +106,13 @@ def _product_of(path: str, module: Any, most: int | None) -> Product | None:
 
 
 def _held(plain: Any, product: str) -> type:
-    """A layer whose product, its method of that name, has numbers of rows of its own, where each row is of another place."""
-
     def held(layer: Any, rows: mx.array) -> mx.array:
         return in_numbers(partial(vars(plain)[product], layer), rows, layer.numbers)
 
     return type(f"Held{plain.__name__}", (plain,), {product: held, "numbers": ()})
 
 
-#: The classes of layers that have a product, and those that take their places in layers with numbers of their own.
+#: Layer classes with a product -> the classes that hold it to row counts.
 HELD: dict[type, type] = {
     nn.Linear: _held(nn.Linear, "__call__"),
     nn.QuantizedLinear: _held(nn.QuantizedLinear, "__call__"),
@@ -131,8 +127,7 @@ def _plain_class(module: nn.Module) -> type:
 
 
 def hold_products(model: nn.Module, numbers: Mapping[str, Sequence[int]]) -> None:
-    """Let the products of these kinds, by their names, be computed in these numbers of rows alone, and all others as they come.
-    ``model`` is a copy that nobody else has."""
+    """Hold the named products of a private copy to row counts; free the others."""
     for path, module in model.named_modules():
         if (product := _product_of(path, module, None)) is None:
             continue
@@ -145,9 +140,10 @@ def hold_products(model: nn.Module, numbers: Mapping[str, Sequence[int]]) -> Non
 
 
 def in_numbers(call: Callable[[mx.array], mx.array], rows: mx.array, numbers: Sequence[int]) -> mx.array:
-    """A product (R, ..., outputs) of rows (R, ..., width), computed in ``numbers`` of rows, ascending: repeats of the rows fill
-    one up, and more rows than the largest are several. What has more rows than a decode step (``MOST_ROWS``), or more than one
-    a place, is a prompt's and is computed as it is."""
+    """Compute a product of rows (R, ..., width) in one of the row counts ``numbers``, ascending.
+
+    Rows are repeated up to a count or split. Prompts (over ``MOST_ROWS`` rows, or several per place) run unchanged.
+    """
     count = rows.shape[0]
     if count in numbers or count > MOST_ROWS or rows.size != count * rows.shape[-1]:
         return call(rows)
@@ -161,14 +157,13 @@ def in_numbers(call: Callable[[mx.array], mx.array], rows: mx.array, numbers: Se
 
 @lru_cache(maxsize=8)
 def _rows(width: int, far: int, count: int) -> np.ndarray:
-    """(count, width) in float32; not to be written to."""
     random = np.random.RandomState(width)
     rows = random.standard_normal((count, width)) / 64
     blocks = _blocks(rows)
     sizes = blocks[:, :, 0, ::2].shape
     large = np.exp2(random.uniform(8, 13, size=sizes)) * random.choice((-1, 1), sizes)
     blocks[:, :, 0, ::2], blocks[:, :, 1, ::2] = large, -large
-    far = far // BLOCK  # in blocks: the second of each pair of blocks has its opposite there, not beside it
+    far = far // BLOCK  # in blocks: every second block has its opposite there instead of beside it
     for block in range(1, far, 2):
         blocks[:, block, 1, ::2] = random.standard_normal((count, BLOCK // 4)) / 64
         blocks[:, block + far] = random.standard_normal((count, 2, BLOCK // 2)) / 64
@@ -177,18 +172,15 @@ def _rows(width: int, far: int, count: int) -> np.ndarray:
     return rows.astype(np.float32)
 
 
-def _blocks(rows: np.ndarray) -> np.ndarray:
-    """(R, blocks, 2, BLOCK / 2): the columns of rows (R, width) that fill whole blocks."""
+def _blocks(rows: np.ndarray) -> np.ndarray:  # (R, width) -> (R, blocks, 2, BLOCK / 2)
     return rows[:, : rows.shape[1] // BLOCK * BLOCK].reshape(len(rows), -1, 2, BLOCK // 2)
 
 
 def shapes_of(model: nn.Module) -> list[list[Any]]:
-    """Every weight's path, shape and type."""
     flat: Any = tree_flatten(model.parameters())
     return sorted([str(path), list(array.shape), str(array.dtype)] for path, array in flat)
 
 
 def size_of(model: nn.Module) -> int:
-    """Bytes of all weights."""
     flat: Any = tree_flatten(model.parameters())
     return sum(array.nbytes for _, array in flat)

@@ -1,4 +1,4 @@
-"""Operations along a prompt: its placeholders, its embeddings, parts of its features, and its mask."""
+"""Operations on a prompt's ids, embeddings, features and masks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vlm_batch.store.digest import as_words, digest
 
 
 def cut(value: Any, axis: int | None, start: int, end: int) -> Any:
-    """``value`` between two prompt positions along an axis; None passes it whole."""
+    """Slice ``value`` along an axis; None returns it whole."""
     if axis is None:
         return value
     index = [slice(None)] * value.ndim
@@ -24,7 +24,6 @@ def cut(value: Any, axis: int | None, start: int, end: int) -> Any:
 
 
 def pad_front(value: mx.array, axis: int | None, count: int) -> mx.array:
-    """``value`` with ``count`` zeros in front of an axis; None leaves it as it is."""
     if axis is None:
         return value
     shape = list(value.shape)
@@ -33,9 +32,9 @@ def pad_front(value: mx.array, axis: int | None, count: int) -> mx.array:
 
 
 def pad_behind(value: Any, axis: int | None, count: int) -> Any:
-    """``value`` with ``count`` more entries behind an axis; None leaves it as it is.
+    """Append ``count`` entries to ``value``; an axis of None returns it.
 
-    Numbers repeat the last ones, so that nothing is divided by zero; masks and kinds of tokens are zero, as for text.
+    Floats repeat the last entry, against division by zero; others get zeros, as text.
     """
     if axis is None:
         return value
@@ -47,14 +46,12 @@ def pad_behind(value: Any, axis: int | None, count: int) -> Any:
 
 
 def repeat_last(value: Any, axis: int, count: int) -> mx.array:
-    """``value`` with its last entry along an axis ``count`` more times."""
     last = cut(value, axis, value.shape[axis] - 1, value.shape[axis])
     return mx.concatenate([value, mx.repeat(last, count, axis=axis)], axis=axis)
 
 
 def padded(row: Encoded, length: int, axes: Mapping[str, int | None]) -> Encoded:
-    """A row with ``length`` positions: behind its own its last one is repeated, as text. ``axes``: those of its features along
-    the prompt."""
+    """Pad a row to ``length`` text positions; ``axes`` are its features'."""
     count, prompt = length - row.length, row.position.prompt
     return replace(
         row,
@@ -66,15 +63,36 @@ def padded(row: Encoded, length: int, axes: Mapping[str, int | None]) -> Encoded
 
 
 def num_entries(value: Any) -> int | None:
-    """The length of an array's or list's first axis; None for anything else."""
     if isinstance(value, (mx.array, np.ndarray)):
         return int(value.shape[0]) if value.ndim else None
     return len(value) if isinstance(value, (list, tuple)) else None
 
 
+def ids_named(config: Any, names: Sequence[str]) -> frozenset[int]:
+    return frozenset(token for name in names if isinstance(token := getattr(config, name, None), int))
+
+
+def taken_apart(ids: mx.array, inputs: Mapping[str, Any], markers: frozenset[int]) -> tuple[Picture, ...]:
+    """Return a prompt's media of one kind (1, L); see ``Adapter.pictures``."""
+    if not inputs:
+        return ()
+    runs = spans_of(ids, markers)
+    if not runs:
+        return (Picture(0, ids.shape[1], inputs),)
+    lengths = {end - start for start, end in runs}
+    if len(lengths) == 1 and all(num_entries(value) == len(runs) for value in inputs.values()):
+        parts = [{name: value[index] for name, value in inputs.items()} for index in range(len(runs))]
+        return tuple(Picture(start, end, part) for (start, end), part in zip(runs, parts, strict=True))
+    return (Picture(runs[0][0], runs[-1][1], inputs),)
+
+
 def check_tokens(ids: mx.array, size: int | None, marks: frozenset[int]) -> None:
-    """Refuse tokens that the model has no embedding for: MLX would look them up in other memory, or crash. ``size`` is how many
-    it has, if that is known; pictures stand where ``marks`` do."""
+    """Raise InvalidPrompt for ids without embeddings, which MLX would read out of bounds.
+
+    Args:
+        size: Number of embeddings, if known.
+        marks: Exempt placeholder ids.
+    """
     tokens = np.array(ids)[0]
     unmarked = ~np.isin(tokens, list(marks))
     below = tokens[(tokens < 0) & unmarked]
@@ -88,29 +106,24 @@ def check_tokens(ids: mx.array, size: int | None, marks: frozenset[int]) -> None
 
 
 def num_words(table: Any) -> int | None:
-    """The number of tokens that a table has embeddings for; None where it is not known."""
-    parts = [getattr(table, name, None) for name in ("weight", "embedding", "new_embedding")]  # the last: Molmo's two
+    parts = [getattr(table, name, None) for name in ("weight", "embedding", "new_embedding")]  # Molmo has two tables
     return sum(part.shape[0] for part in parts if part is not None) or None
 
 
 def dtype_of(table: Any) -> mx.Dtype | None:
-    """The type of a table's embeddings, or None where it is not known."""
     known = getattr(table, "scales", None) if hasattr(table, "bits") else getattr(table, "weight", None)
     return None if known is None else known.dtype
 
 
 def spans_of(ids: mx.array, markers: frozenset[int]) -> tuple[tuple[int, int], ...]:
-    """The runs [start, end) of placeholder ids in a prompt (1, L)."""
+    """Return runs [start, end) of placeholders in a prompt (1, L)."""
     inside = np.isin(np.array(ids)[0], list(markers)).astype(np.int8)
     edges = np.flatnonzero(np.diff(inside, prepend=0, append=0)).tolist()
     return tuple(zip(edges[::2], edges[1::2], strict=True))
 
 
 def repeat_placeholders(ids: mx.array, marker: int, counts: Sequence[int]) -> mx.array:
-    """Ids (1, L) with the n-th placeholder repeated ``counts[n]`` times.
-
-    Raises InvalidPrompt if there are not as many placeholders as counts.
-    """
+    """Repeat the n-th placeholder of ids (1, L) ``counts[n]`` times; raise InvalidPrompt if their numbers differ."""
     tokens = np.array(ids)[0]
     places = np.flatnonzero(tokens == marker)
     if len(places) != len(counts):
@@ -120,51 +133,47 @@ def repeat_placeholders(ids: mx.array, marker: int, counts: Sequence[int]) -> mx
     return mx.array(np.repeat(tokens, repeats)[None])
 
 
-def check_places(ids: Any, runs: Sequence[np.ndarray]) -> None:
-    """Refuse ids (1, L), numpy or not, whose placeholders are not where a processor says that features go.
+def check_places(ids: Any, runs: Sequence[np.ndarray], noun: str = "pictures") -> None:
+    """Raise InvalidPrompt unless ids (1, L) have placeholders exactly in ``runs``.
 
-    All positions (N,) of a run hold one id, and no other position holds it. Raises InvalidPrompt.
+    Each run's positions (N,) must hold one id, found nowhere else.
     """
     tokens = np.array(ids)[0]
     runs = [run for run in runs if run.size]
     said = np.unique(np.concatenate(runs)) if runs else np.zeros(0, np.int64)
     if said.size and not 0 <= said[0] <= said[-1] < len(tokens):
-        raise InvalidPrompt(f"a picture's features belong to position {said[-1]} of a prompt of {len(tokens)} tokens")
+        raise InvalidPrompt(f"features of {noun} belong to position {said[-1]} of a prompt of {len(tokens)} tokens")
     marks = [np.bincount(tokens[run] - tokens.min()).argmax() + tokens.min() for run in runs]
     found = np.flatnonzero(np.isin(tokens, marks))
     if not np.array_equal(found, said):
         elsewhere = " at other positions" * (len(found) == len(said))
-        raise InvalidPrompt(f"the pictures need {len(said)} placeholder tokens; the prompt has {len(found)}{elsewhere}")
+        raise InvalidPrompt(f"the {noun} need {len(said)} placeholder tokens; the prompt has {len(found)}{elsewhere}")
 
 
-def put_features(embeds: mx.array, ids: mx.array, markers: frozenset[int], features: mx.array) -> mx.array:
-    """(1, L, D) embeddings with the rows of (N, D) features in place of the N placeholder ids.
+def put_features(
+    embeds: mx.array, ids: mx.array, markers: frozenset[int], features: mx.array, noun: str = "pictures"
+) -> mx.array:
+    """Replace N placeholders in (1, L, D) embeddings by features (N, D); raise InvalidPrompt if N differs."""
+    return put_rows(embeds, np.flatnonzero(np.isin(np.array(ids)[0], list(markers))), features, noun)
 
-    Raises InvalidPrompt if the prompt has another number of placeholders.
-    """
-    places = [index for index, token in enumerate(np.array(ids)[0].tolist()) if token in markers]
+
+def put_rows(embeds: mx.array, places: np.ndarray, features: mx.array, noun: str) -> mx.array:
     if len(places) != len(features):
-        raise InvalidPrompt(f"the pictures need {len(features)} placeholder tokens; the prompt has {len(places)}")
+        raise InvalidPrompt(f"the {noun} need {len(features)} placeholder tokens; the prompt has {len(places)}")
     filled = mx.array(embeds)
     filled[:, mx.array(places)] = features.astype(embeds.dtype)[None]
     return filled
 
 
 def sight_of(pictures: Sequence[Picture], rows: np.ndarray) -> np.ndarray:
-    """Digest what each position sees of pictures, (L, 2): its tiles, or all pictures where it sees no tile.
-
-    ``rows`` (L, 3) are the positions of the prompt's key.
-    """
+    """Digest each position's visible tiles, or all pictures: (L, 2)."""
     masks = np.concatenate([picture.seen for picture in pictures], axis=1)
     everything = digest([rows[picture.start] for picture in pictures])
     return np.stack([as_words(digest(np.flatnonzero(mask)) if mask.any() else everything) for mask in masks])
 
 
 def sized_pictures(extra: Mapping[str, Any]) -> list[tuple[mx.array, list[int]]]:
-    """Each picture's tiles (T, 3, S, S) with its (high, wide) in pixels, from ``pixel_values`` and ``image_sizes``.
-
-    Raises InvalidPrompt if there are not as many of one as of the other.
-    """
+    """Pair pictures' tiles (T, 3, S, S) with (height, width); raise InvalidPrompt if numbers differ."""
     pictures, sizes = list(extra["pixel_values"]), np.array(extra["image_sizes"]).reshape(-1, 2).tolist()
     if len(pictures) != len(sizes):
         raise InvalidPrompt(f"pixel_values holds {len(pictures)} pictures, and image_sizes the sizes of {len(sizes)}")
@@ -172,10 +181,7 @@ def sized_pictures(extra: Mapping[str, Any]) -> list[tuple[mx.array, list[int]]]
 
 
 def tiles_of(tiles: mx.array, size: Sequence[int], grid: tuple[int, int]) -> mx.array:
-    """The whole picture and its grid of tiles, without the tiles that a processor pads with.
-
-    Raises InvalidPrompt if a picture of (high, wide) pixels has fewer tiles than its grid.
-    """
+    """Drop padding tiles; raise InvalidPrompt if the grid needs more tiles."""
     needed = grid[0] * grid[1] + 1
     if len(tiles) < needed:
         raise InvalidPrompt(
@@ -188,11 +194,12 @@ def tiles_of(tiles: mx.array, size: Sequence[int], grid: tuple[int, int]) -> mx.
 def bidirectional_mask(
     spans: Sequence[tuple[int, int]], start: int, end: int, window: int | None = None, *, cut_pictures: bool = True
 ) -> mx.array | None:
-    """The mask of a chunk whose pictures attend within themselves both ways: (1, 1, end - start, end) bool, True attends.
+    """Return a chunk's mask (1, 1, end - start, end), True attends, with bidirectional pictures.
 
-    With a ``window``, a token sees no further back than that many positions, its own included; unless ``cut_pictures``,
-    it sees all of its own picture. None if no span lies in the chunk, which then is causal as usual. A span is atomic,
-    so a chunk holds all of it or nothing.
+    Args:
+        spans: Atomic spans; the mask is None if the chunk holds none.
+        window: The sliding window, own position included.
+        cut_pictures: Whether the window limits attention within pictures.
     """
     inside = [(first, stop) for first, stop in spans if start <= first < end]
     if not inside:

@@ -1,4 +1,4 @@
-"""The trial, before the first request, of a model with keys and values in few bits."""
+"""A test run with a quantised KV cache."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ PROBE = (1, 2)
 
 
 def check_quantisation(adapter: Adapter, kv: KVQuantisation) -> None:
-    """Say once which layers stay exact; refuse a model that cannot do it, with the reason.
+    """Warn of layers that stay exact; refuse models without support.
 
-    Raises ValueError for heads that do not divide into groups, UnsupportedModel for a family whose attention takes no
-    quantised keys and values, or that has no layer of full attention.
+    Raises:
+        ValueError: Groups do not divide head widths.
+        UnsupportedModel: Attention takes no quantised cache, or no layer attends fully.
     """
     family = adapter.spec.family
     if adapter.spec.max_rows is not None:

@@ -1,41 +1,130 @@
-"""M-RoPE as one operation on queries and one on keys.
+"""M-RoPE in one operation each for queries and keys.
 
-A token that is decoded has the same position on all three axes (Qwen2-VL, arXiv:2409.12191, section 2.1), so there M-RoPE
-is RoPE. mlx-vlm spells it out everywhere but on Metal: six launches each for queries and keys, of about thirty that a
-layer makes, and where launches decide (CUDA) a step takes as long as it has launches. A prompt's tokens are pairs times
-factors that are made once for all layers, in the kernel that turns pictures' patches. On a CPU nothing changes.
+A decoded token has one position on all axes (Qwen2-VL, arXiv:2409.12191, section 2.1), so its M-RoPE is RoPE, which
+mlx-vlm spells out in 12 of a layer's 30 launches. Prompts, and decode steps on a CPU, use factors made once for all
+layers.
 """
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_vlm.models.rope_utils import MRoPERotaryEmbedding
+from mlx_vlm.models.rope_utils import Llama3RoPE, MRoPERotaryEmbedding
 
 from vlm_batch.adapters import kernels
-from vlm_batch.adapters.hooks import current, files_of, hook, is_hook, is_replacement, put_hooks
+from vlm_batch.adapters.hooks import current, files_of, hook, install_hooks, is_hook, is_replacement
 from vlm_batch.errors import UnsupportedModel
 
 APPLY = "apply_multimodal_rotary_pos_emb"
-#: Of mlx-vlm's ways to lay out the axes' frequencies, those whose cosines (B, L, D) go with halves of a head.
+#: mlx-vlm's frequency layouts whose cosines (B, L, D) rotate halves of a head.
 PLAIN_STYLES = ("chunked", "interleaved")
 
 
+class Frequencies:
+    """Radians per position (D_rotary / 2,), hashed by value to share factors among layers."""
+
+    def __init__(self, array: mx.array, scale: float = 1.0) -> None:
+        self.array = array
+        self.scale = scale
+        self._known: Any = (scale, *array.tolist())  # type: ignore[misc]
+        self._hash = hash(self._known)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Frequencies) and self._known == other._known)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
+def rotate_step(x: mx.array, frequencies: Frequencies, offset: mx.array, *, is_traditional: bool) -> mx.array:
+    """Compute ``mx.fast.rope`` of a decode step (B, H, 1, D), with factors made once per step."""
+    own, others = kernels.once(offset, _factors, frequencies, is_traditional)
+    width = 2 * frequencies.array.size
+    part = x if width == x.shape[-1] else x[..., :width]
+    pairs = part.reshape(*part.shape[:-1], *own.shape[-2:])
+    swapped = pairs[..., ::-1] if is_traditional else pairs[..., ::-1, :]
+    found = (pairs * own + swapped * others).reshape(part.shape)
+    return found if part is x else mx.concatenate([found, x[..., width:]], axis=-1)
+
+
+def shares_angles(x: mx.array, offset: Any) -> bool:
+    is_step = isinstance(offset, mx.array) and offset.shape == x.shape[:1] and x.ndim == 4 and x.shape[2] == 1
+    return is_step and makes_factors(x)
+
+
+def makes_factors(x: mx.array) -> bool:
+    """Whether this is a decode step on a CPU that need not be batch-invariant."""
+    call = current()
+    return call.positions is not None and not call.is_fixed and kernels.takes_powers(x)
+
+
+def _factors(offset: mx.array, frequencies: Frequencies, is_traditional: bool) -> tuple[mx.array, mx.array]:
+    positions = offset[:, None].astype(mx.float32)
+    if frequencies.scale != 1:
+        positions = positions * frequencies.scale
+    angles = positions * frequencies.array
+    cos, sin = mx.cos(angles), mx.sin(angles)
+    axis = -1 if is_traditional else -2
+    own, others = mx.stack([cos, cos], axis=axis), mx.stack([-sin, sin], axis=axis)
+    return own[:, None, None], others[:, None, None]
+
+
+class RowRoPE(nn.RoPE):
+    def __call__(self, x: mx.array, offset: Any = 0) -> mx.array:
+        if not shares_angles(x, offset):
+            return super().__call__(x, offset)
+        return rotate_step(
+            x, plain_frequencies(self.dims, self.base, self.scale), offset, is_traditional=self.traditional
+        )
+
+
+class RowLlama3RoPE(Llama3RoPE):
+    def __call__(self, x: mx.array, offset: Any = 0) -> mx.array:
+        if not shares_angles(x, offset):
+            return super().__call__(x, offset)
+        if "_frequencies" not in self.__dict__:
+            self.__dict__["_frequencies"] = inverse(self._freqs)
+        return rotate_step(x, self.__dict__["_frequencies"], offset, is_traditional=self.traditional)
+
+
+@lru_cache(maxsize=64)
+def plain_frequencies(width: int, base: float, scale: float) -> Frequencies:
+    half = width // 2
+    return Frequencies(evaluated(mx.exp(mx.arange(0, -half, -1, dtype=mx.float32) * (math.log(base) / half))), scale)
+
+
+def inverse(periods: mx.array) -> Frequencies:
+    return Frequencies(evaluated(mx.reciprocal(periods)))
+
+
+def evaluated(array: mx.array) -> mx.array:
+    mx.eval(array)
+    return array
+
+
+#: Patches of every family.
+STEP_ROPES: Mapping[type, type] = {nn.RoPE: RowRoPE, Llama3RoPE: RowLlama3RoPE}
+
+
 @dataclass(frozen=True)
-class Turn:
-    """The rotation of a decode step's queries and keys, handed on in the place of cosines."""
+class StepRotation:
+    """A decode step's rotation, passed on in place of cosines."""
 
     positions: mx.array  # (B,)
     periods: mx.array  # (D_rotary / 2,) 1 / frequency
-    is_traditional: bool  # whether neighbours are turned, rather than halves
+    frequencies: Frequencies
+    is_traditional: bool  # whether pairs are neighbours instead of halves
 
     def __call__(self, x: mx.array) -> mx.array:
-        """(B, H, 1, D) -> (B, H, 1, D)"""
+        if shares_angles(x, self.positions):
+            return rotate_step(x, self.frequencies, self.positions, is_traditional=self.is_traditional)
         width = 2 * self.periods.size
         return mx.fast.rope(
             x,
@@ -49,22 +138,23 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class PromptTurn:
-    """The rotation of a prompt's queries and keys, handed on in the place of cosines: factors of the first and of the second
-    number of each pair (B, 1, L, 2, D_rotary / 2), in float32."""
+class PromptRotation:
+    """A prompt's rotation, passed on in place of cosines.
+
+    Factors of pairs' first and second numbers are float32 (B, 1, L, 2, D_rotary / 2).
+    """
 
     by_first: mx.array
     by_second: mx.array
 
     @classmethod
-    def of(cls, cos: mx.array, sin: mx.array) -> PromptTurn:
-        """The rotation by cosines and sines (B, L, D_rotary), whose halves are the same."""
+    def of(cls, cos: mx.array, sin: mx.array) -> PromptRotation:
+        """Make a rotation of cosines and sines (B, L, D_rotary) with equal halves."""
         half = cos.shape[-1] // 2
         cos, sin = (turned[:, None, :, :half].astype(mx.float32) for turned in (cos, sin))
         return cls(mx.stack([cos, sin], axis=-2), mx.stack([-sin, cos], axis=-2))
 
     def __call__(self, x: mx.array) -> mx.array:
-        """(B, H, L, D) -> (B, H, L, D)"""
         width = 2 * self.by_first.shape[-1]
         turned = x[..., :width]
         pairs = turned.reshape(*turned.shape[:-1], 2, -1)
@@ -74,28 +164,22 @@ class PromptTurn:
 
 
 def hook_rotary(module: nn.Module, *, family: str) -> None:
-    """Let the M-RoPE of a model of ours (mlx-vlm's classes, our copy) turn a decode step's tokens in one operation.
-
-    The function that applies it is hooked in each file that has one; for whatever is given cosines it is mlx-vlm's. Raises
-    UnsupportedModel, naming the family, where a module with such an embedding lies in a file without that function.
-    """
+    """Hook a model's M-RoPE; raise UnsupportedModel if a file does not apply it."""
     found = [child for _, child in module.named_modules() if isinstance(child, MRoPERotaryEmbedding)]
     found = [child for child in found if not child.fused_apply and child.attention_scaling == 1.0]
     for child in found:
         periods = 1.0 / child.inv_freq
-        mx.eval(periods)
         child.__class__ = turning(type(child))
-        child.__dict__.update(_periods=periods)
+        child.__dict__.update(_periods=evaluated(periods), _frequencies=Frequencies(evaluated(child.inv_freq)))
     if found:
         for file in files_of(module):
             theirs = vars(sys.modules[file]).get(APPLY)
             if theirs is not None and not is_hook(theirs):
-                put_hooks([file], {APPLY: hook(theirs, applying(theirs))}, family=family)
+                install_hooks([file], {APPLY: hook(theirs, applying(theirs))}, family=family)
         check_applied(module, found, family=family)
 
 
 def check_applied(module: nn.Module, found: list[nn.Module], *, family: str) -> None:
-    """Refuse a model whose modules hold a rotary embedding of ours and come from no file with the hooked function."""
     ours = {id(child) for child in found}
     for _, owner in module.named_modules():
         if any(id(child) in ours for child in owner.values()):
@@ -106,25 +190,28 @@ def check_applied(module: nn.Module, found: list[nn.Module], *, family: str) -> 
 
 
 def turning(parent: type) -> type:
-    """A rotary embedding that returns a ``Turn`` in the place of cosines for a decode step, and None for sines; for a prompt a
-    ``PromptTurn``, where pairs are half a head apart and cosines those of all axes together."""
+    """Subclass an embedding to return a rotation for cosines."""
 
     class Turning(parent):  # type: ignore[misc]
         def __call__(self, x: mx.array, position_ids: mx.array) -> tuple[Any, Any]:
             positions = current().positions
-            if positions is None or not kernels.counts_launches():
+            if positions is None or not (kernels.counts_launches() or makes_factors(x)):
                 cos, sin = super().__call__(x, position_ids)
                 is_plain = self.style in PLAIN_STYLES and cos.ndim == 3 and kernels.counts_launches()
-                return (PromptTurn.of(cos, sin), None) if is_plain else (cos, sin)
-            return Turn(positions, self._periods, self.pairing == "even_odd"), None
+                return (PromptRotation.of(cos, sin), None) if is_plain else (cos, sin)
+            return StepRotation(positions, self._periods, self._frequencies, self.pairing == "even_odd"), None
 
     return Turning
 
 
 def applying(upstream: Callable[..., tuple[mx.array, mx.array]]) -> Callable[..., tuple[mx.array, mx.array]]:
-    """mlx-vlm's function that rotates queries and keys (B, H, L, D), and the same by a ``Turn`` or ``PromptTurn``."""
+    """Wrap mlx-vlm's function to take a rotation for cosines."""
 
     def apply(q: mx.array, k: mx.array, cos: Any, sin: Any, *args: Any, **kwargs: Any) -> tuple[mx.array, mx.array]:
-        return (cos(q), cos(k)) if isinstance(cos, Turn | PromptTurn) else upstream(q, k, cos, sin, *args, **kwargs)
+        return (
+            (cos(q), cos(k))
+            if isinstance(cos, StepRotation | PromptRotation)
+            else upstream(q, k, cos, sin, *args, **kwargs)
+        )
 
     return apply

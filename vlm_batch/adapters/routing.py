@@ -1,4 +1,4 @@
-"""Routers of experts as published, where mlx-vlm's differ."""
+"""Expert routers as published, where mlx-vlm's differ."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ import mlx.nn as nn
 
 
 def dropped_groups(gate_class: type[nn.Module]) -> type[nn.Module]:
-    """DeepSeek-V3's router, whose dropped groups of experts are out of the choice (``topk_method`` noaux_tc).
+    """Subclass DeepSeek-V3's router (``topk_method`` noaux_tc) to exclude dropped groups.
 
-    A dropped group's scores are minus infinity in DeepSeek's code and in transformers (modeling_deepseek_v3.py:151).
-    mlx-vlm writes zeros, which beat a kept expert whose score and correction bias come to less than zero. With one
-    group, as most checkpoints have it, nothing is dropped, and upstream's own is called.
+    They score minus infinity in transformers (modeling_deepseek_v3.py:151); mlx-vlm's zeros beat negatives.
     """
 
     class DroppedGroups(gate_class):  # type: ignore[misc,valid-type]

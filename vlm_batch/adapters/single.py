@@ -1,4 +1,4 @@
-"""Models without a verified adapter: one row at a time, through mlx-vlm's own single-request path."""
+"""Unverified models, one row at a time."""
 
 from __future__ import annotations
 
@@ -10,16 +10,13 @@ import mlx.nn as nn
 
 from vlm_batch.adapters.attention import HOOKS
 from vlm_batch.adapters.base import POSITIONS, Adapter
-from vlm_batch.adapters.hooks import files_of, put_hooks, running
+from vlm_batch.adapters.hooks import files_of, install_hooks, running
 from vlm_batch.records import Call, DecodeStep, Encoded
 from vlm_batch.registry import ModelSpec
 
 
 class SingleRow(Adapter):
-    """Hands all features of ``get_input_embeddings`` to the decoder, and leaves positions where the model keeps them.
-
-    That is right while one row is alive, so its ``max_rows`` is 1.
-    """
+    """Pass all features to the decoder; positions stay on the model."""
 
     spec = ModelSpec(
         family="(one row at a time)",
@@ -29,15 +26,14 @@ class SingleRow(Adapter):
         max_rows=1,
     )
     is_causal = False
-    last_hidden = None  # nothing is known of the trunk's answer
+    last_hidden = None  # the trunk is unknown
 
     def hook_functions(self) -> None:
-        """Cheaper kernels where the model's files have mlx-vlm's functions; one row's own caches take any attention."""
-        put_hooks(files_of(self.language), HOOKS, family=self.spec.family, is_strict=False)
+        install_hooks(files_of(self.language), HOOKS, family=self.spec.family, is_strict=False)
 
     @staticmethod
     def can_run(model: nn.Module) -> bool:
-        """True if the model is a decoder with mlx-vlm's usual parts."""
+        """Whether the model has a decoder's usual parts."""
         return hasattr(model, "get_input_embeddings") and hasattr(getattr(model, "language_model", None), "layers")
 
     def _known_inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -51,7 +47,7 @@ class SingleRow(Adapter):
         return {name: value for name, value in features.items() if name != "inputs_embeds"}
 
     def encode(self, inputs: Mapping[str, Any], call: Call = Call(), cached: int = 0) -> Encoded:
-        """As every family's, but the positions stay on the model, where this row's decode steps read them."""
+        """Encode a request; the model keeps its positions."""
         for name in POSITIONS:
             if hasattr(self.language, name):
                 setattr(self.language, name, None)
@@ -59,7 +55,6 @@ class SingleRow(Adapter):
             return self._encoded(inputs, call, cached)
 
     def atomic_spans(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
-        """The whole prompt is one chunk."""
         return ((0, 2**31),)
 
     def run_chunk(self, rows: Sequence[Encoded], cache: list[Any], start: int, end: int) -> mx.array:
@@ -67,8 +62,8 @@ class SingleRow(Adapter):
         return self.forward(encoded.input_ids, encoded.inputs_embeds, cache, encoded.prefill)
 
     def run_step(self, step: DecodeStep) -> mx.array:
-        """Decode with the row's own caches, of whatever kind, and put them back into the batch of one."""
-        own = [layer.take(0) for layer in step.caches]
+        """Decode with the row's own caches, then put them back."""
+        own = [layer.extract(0) for layer in step.caches]
         logits = self.forward(step.tokens, None, own, {})
         for layer, cache in zip(step.caches, own, strict=True):
             layer.put(0, cache)

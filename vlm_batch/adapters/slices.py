@@ -1,4 +1,4 @@
-"""Adapters of families that cut a picture into slices, whose tokens lie between bounds."""
+"""Adapters of families that cut pictures into slices."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from vlm_batch.adapters.base import Adapter, has_pictures
+from vlm_batch.adapters.base import Adapter, has_pictures, has_sound
 from vlm_batch.adapters.grids import MRoPEAdapter
 from vlm_batch.adapters.prompts import check_places
 from vlm_batch.errors import InvalidPrompt
@@ -17,14 +17,13 @@ from vlm_batch.records import Picture, PositionState
 
 
 class SlicedAdapter(MRoPEAdapter):
-    """Pictures in slices, whose tokens lie between bounds; positions are the count of tokens on all three axes."""
+    """Families with slices; positions count tokens on all three axes."""
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
-        """Upstream's features; upstream checks that every slice has its tokens."""
         return Adapter.features(self, ids, extra)
 
     def check_placeholders(self, ids: Any, extra: Mapping[str, Any]) -> None:
-        """Upstream takes the processor's word for where features go, and leaves out what has no place."""
+        """Check placeholders or the processor's positions: mlx-vlm drops features without one."""
         if self.image_token_ids:
             super().check_placeholders(ids, extra)
             return
@@ -36,19 +35,23 @@ class SlicedAdapter(MRoPEAdapter):
             )
         if bounds and not has_pictures(extra):
             raise InvalidPrompt("image_bound names placeholder tokens for pictures, and there is no picture")
-        check_places(ids, [np.arange(first, end) for first, end in bounds])
+        check_places(ids, self.places(extra), "media" if has_sound(extra) else "pictures")
+
+    def places(self, extra: Mapping[str, Any]) -> list[np.ndarray]:
+        """Return the positions (N,) of each run of features."""
+        return [np.arange(first, end) for first, end in itertools.chain(*slice_bounds(extra))]
 
     def positions(self, ids: mx.array, extra: Mapping[str, Any], features: Mapping[str, Any]) -> PositionState:
         return PositionState(prompt=mx.broadcast_to(mx.arange(ids.shape[1], dtype=mx.int32), (3, 1, ids.shape[1])))
 
     def picture_places(self, ids: mx.array, extra: Mapping[str, Any]) -> np.ndarray:
-        places = np.zeros(ids.shape[1], dtype=np.bool_)
-        for first, end in itertools.chain(*slice_bounds(extra)):
-            places[first:end] = True
-        return places
+        mask = np.zeros(ids.shape[1], dtype=np.bool_)
+        for run in self.places(extra):
+            mask[run] = True
+        return mask
 
     def pictures(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[Picture, ...]:
-        """One picture for all slices, from the first slice's tokens to the last one's."""
+        """Return one picture for all slices."""
         found = slice_bounds(extra)
         if not found:
             return super().pictures(ids, extra)
@@ -56,10 +59,9 @@ class SlicedAdapter(MRoPEAdapter):
         return (Picture(int(bounds.min()), int(bounds.max()), extra),) if len(bounds) else ()
 
     def model_image_sizes(self, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
-        """Unknown: the processor gives the sizes of slices alone."""
         return ()
 
 
 def slice_bounds(extra: Mapping[str, Any]) -> list[np.ndarray]:
-    """[first, end) of each slice's tokens (slices, 2); none where the processor does not say."""
+    """Return each slice's [first, end), (slices, 2), if given."""
     return [np.array(bounds).reshape(-1, 2) for bounds in extra.get("image_bound", ())]

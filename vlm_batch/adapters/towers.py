@@ -1,4 +1,4 @@
-"""Changes to vision towers that several families share: activations, learned positions, and widths that are fast."""
+"""Changes to towers that families share."""
 
 from __future__ import annotations
 
@@ -10,39 +10,55 @@ import mlx.nn as nn
 import numpy as np
 
 from vlm_batch.adapters import kernels
-from vlm_batch.adapters.modules import RememberingTower
+from vlm_batch.adapters.modules import RememberingBatchTower, RememberingTower
 from vlm_batch.adapters.vision import resize_bicubic
 from vlm_batch.store.features import FeatureStore
 
-#: Why pictures of several requests do not share a call of some towers.
+#: The reason why some towers do not join requests.
 PICTURES_MASKED_APART = (
     "its tower masks pictures apart in one attention over all of them: the work grows with its square, and what is not finite "
     "in one reaches the others"
 )
 
 
-#: Names under which models keep their vision towers.
+#: Attributes that hold vision and audio towers.
 VISION_TOWERS = ("vision_tower", "vision_model", "vision_encoder", "vision", "visual")
+AUDIO_TOWERS = ("audio_tower", "sound_encoder", "audio_encoder")
 
 
 def vision_towers(model: Any) -> list[tuple[nn.Module, str]]:
-    """The modules that encode a model's pictures: each the attribute of another."""
-    owner = model.get("thinker") or model  # the part of an omni model that reads
-    return [(owner, name) for name in VISION_TOWERS if isinstance(owner.get(name), nn.Module)]
+    """Return (owner, attribute) of each vision tower."""
+    return _towers(model, VISION_TOWERS)
+
+
+def audio_towers(model: Any) -> list[tuple[nn.Module, str]]:
+    return _towers(model, AUDIO_TOWERS)
+
+
+def can_hear(model: Any) -> bool:
+    """Whether a model has audio parts; some sizes have none."""
+    owner = model.get("thinker") or model
+    return any(isinstance(owner.get(name), nn.Module) for name in (*AUDIO_TOWERS, "embed_audio"))
+
+
+def _towers(model: Any, names: tuple[str, ...]) -> list[tuple[nn.Module, str]]:
+    owner = model.get("thinker") or model  # omni models
+    return [(owner, name) for name in names if isinstance(owner.get(name), nn.Module)]
 
 
 def remember_features(adapter: Any, store: FeatureStore | None) -> None:
-    """Let an adapter's vision towers encode a picture once, and keep its features in ``store``, if there is one."""
-    for owner, name in vision_towers(adapter.model):
-        tower = owner[name]
-        tower = tower.tower if isinstance(tower, RememberingTower) else tower
-        setattr(owner, name, adapter.tower_class(tower, store, adapter.config))
+    """Wrap towers to store features; equally long recordings share calls unless the adapter has a ``sound_tower``."""
+    sound_tower = getattr(adapter, "sound_tower", RememberingBatchTower)
+    for towers, kind in ((vision_towers, adapter.tower_class), (audio_towers, sound_tower)):
+        for owner, name in towers(adapter.model):
+            tower = owner[name]
+            tower = tower.tower if isinstance(tower, RememberingTower) else tower
+            setattr(owner, name, kind(tower, store, adapter.config))
 
 
 @dataclass(frozen=True)
 class Inner:
-    """Linear layers of one module, by name, and the one that takes their outputs: through an activation that is 0 at 0, or
-    as a product of which one factor is."""
+    """An MLP's first layers and its last, which reads zeros where these give zeros."""
 
     first: tuple[str, ...]
     last: str
@@ -52,12 +68,7 @@ GATED = Inner(("gate_proj", "up_proj"), "down_proj")
 
 
 def widen(model: Any, names: Inner) -> None:
-    """Fill the inner width of the MLPs in a working copy's towers with zeros, up to one for which products are fast on this
-    device.
-
-    Layers are left alone that are not dense, or whose width is fast. Sums get terms that are zero, so answers are the same
-    up to rounding. The filled weights take the place of the caller's in the copy; they are made one MLP at a time.
-    """
+    """Pad towers' MLPs with zeros to fast widths; outputs change by rounding only."""
     for owner, name in vision_towers(model):
         for _, module in owner[name].named_modules():
             layers: list[Any] = [module.get(layer) for layer in (*names.first, names.last)]
@@ -80,17 +91,16 @@ def _widen(first: list[Any], last: Any) -> None:
 
 
 def embed_by_product(parent: type[nn.Module]) -> type[nn.Module]:
-    """An embedding of patches (N, values), which come one by one, as a product: (N, D).
+    """Subclass a patch embedding (N, values) -> (N, D) to use a product on CUDA.
 
-    mlx-vlm's is a convolution of N pictures of one place each, as it is here where that costs nothing. On CUDA, MLX makes a
-    cuDNN graph for every N (mlx/backend/cuda/conv.cpp, ``ConvCacheKey``).
+    mlx-vlm's convolution makes a cuDNN graph for every N (mlx/backend/cuda/conv.cpp, ``ConvCacheKey``).
     """
 
     class PatchProduct(parent):  # type: ignore[misc,valid-type]
         def __call__(self, hidden_states: mx.array) -> mx.array:
             if not kernels.counts_launches():
                 return super().__call__(hidden_states)
-            kernel = self.proj.weight  # (D, time, rows, columns, colours); a patch's values are colour by colour
+            kernel = self.proj.weight  # (D, time, rows, columns, colours); patches are colour first
             weight = kernel.transpose(0, 4, 1, 2, 3).reshape(len(kernel), -1)
             patches = hidden_states.reshape(-1, weight.shape[1])
             return mx.addmm(self.proj.bias, patches, weight.T) if "bias" in self.proj else patches @ weight.T
@@ -99,18 +109,17 @@ def embed_by_product(parent: type[nn.Module]) -> type[nn.Module]:
 
 
 def use_tanh_gelu(tower: nn.Module) -> None:
-    """Give the working copy's tower GELU in its tanh form in place of the sigmoid's."""
     for _, module in tower.named_modules():
         if isinstance(module.get("activation_fn"), nn.GELU):
             module.activation_fn = nn.GELU(approx="tanh")
 
 
 def resized_positions(parent: type[nn.Module]) -> type[nn.Module]:
-    """MoonViT's learned positions, resized to each picture's grid by ``resize_bicubic``."""
+    """Subclass MoonViT's learned positions to use ``resize_bicubic``."""
 
     class ResizedPositions(parent):  # type: ignore[misc,valid-type]
         def __call__(self, x: mx.array, grids: mx.array, **shapes: Any) -> mx.array:
-            """Patches (N, D) and grids (pictures, 2), or (clips, 3), which are upstream's own."""
+            """Add positions to patches (N, D) by grids (pictures, 2)."""
             if grids.shape[1] != 2:
                 return super().__call__(x, grids, **shapes)
             sizes = [(int(high), int(wide)) for high, wide in np.array(grids)]

@@ -1,4 +1,4 @@
-"""Arithmetic on pictures' features and tables of positions: resizing, pooling, packing tiles."""
+"""Resizing, pooling and tile layout of features."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 
 def best_grid(size: Sequence[int], tile: int, grids: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """The grid (rows, columns) of tiles that the processor cut a picture of (high, wide) pixels into."""
+    """Return the tiles' grid (rows, columns) for a size (height, width)."""
     from transformers.image_processing_utils import select_best_resolution
 
     best = select_best_resolution((size[0], size[1]), [(tile * rows, tile * columns) for rows, columns in grids])
@@ -17,10 +17,9 @@ def best_grid(size: Sequence[int], tile: int, grids: Sequence[tuple[int, int]]) 
 
 
 def pack_tiles(features: mx.array, size: Sequence[int], grid: tuple[int, int], newline: mx.array) -> mx.array:
-    """Lay out a whole picture and then its tiles as one plane, a newline after each row, without rows or columns that pad.
+    """Lay out a picture and its tiles as one plane without padding, a newline after each row.
 
-    (1 + rows * columns, side * side, D) of a picture of (high, wide) pixels -> (tokens, D). The padding is counted as
-    in transformers (modeling_llava_next.py, unpad_image).
+    (1 + rows * columns, side * side, D) -> (tokens, D), as in transformers (modeling_llava_next.py, unpad_image).
     """
     (high, wide), side = size, int(features.shape[1] ** 0.5)
     plane = features[1:].reshape(*grid, side, side, -1).swapaxes(1, 2).reshape(grid[0] * side, grid[1] * side, -1)
@@ -36,10 +35,9 @@ def pack_tiles(features: mx.array, size: Sequence[int], grid: tuple[int, int], n
 
 
 def resize_bicubic(table: mx.array, size: tuple[int, int]) -> mx.array:
-    """Resize a table of positions (H, W, D) to another grid: (h, w, D), by PyTorch's bicubic rule without aligned corners.
+    """Resize a table (H, W, D) to (h, w, D), as torch's ``F.interpolate`` without aligned corners.
 
-    What lies past an edge repeats it (``F.interpolate``). Without Metal mlx-vlm takes it for zeros and scales up what is
-    left (mlx_vlm/models/kernels.py:165), which moves every position of a small table and the edges of a large one.
+    Edges repeat. Without Metal, mlx-vlm drops taps beyond them (mlx_vlm/models/kernels.py:165).
     """
     rows, columns = (
         cubic_weights(mx.array((np.arange(new) + 0.5) * old / new - 0.5, mx.float32), old)
@@ -49,7 +47,7 @@ def resize_bicubic(table: mx.array, size: tuple[int, int]) -> mx.array:
 
 
 def resize_linear(table: mx.array, length: int) -> mx.array:
-    """Resize a table (L, D) to another length, as ``F.interpolate(mode="linear")`` does without aligned corners."""
+    """Resize a table (L, D), as torch's linear ``F.interpolate`` without aligned corners."""
     places = mx.clip((mx.arange(length) + 0.5) * (len(table) / length) - 0.5, 0, len(table) - 1)
     before = mx.floor(places).astype(mx.int32)
     share = (places - before)[:, None]
@@ -57,10 +55,7 @@ def resize_linear(table: mx.array, length: int) -> mx.array:
 
 
 def cubic_weights(points: mx.array, side: int) -> mx.array:
-    """Weights (N, side) of ``side`` samples for points (N,) between them; a tap beyond the border counts as the border.
-
-    Keys' kernel (1981) with a = -0.75, which is torch's choice.
-    """
+    """Return weights (N, side) for points (N,), by Keys' kernel (1981) with a = -0.75, borders repeated."""
     taps = mx.floor(points)[:, None] + mx.arange(-1, 3)  # (N, 4)
     distance = mx.abs(points[:, None] - taps)
     near = (1.25 * distance - 2.25) * distance**2 + 1
@@ -70,16 +65,12 @@ def cubic_weights(points: mx.array, side: int) -> mx.array:
 
 
 def adaptive_average(grid: mx.array, size: int) -> mx.array:
-    """Average (H, W, D) to (size, size, D), over rows floor(i H / size) to ceil((i + 1) H / size), columns alike.
-
-    torch's ``adaptive_avg_pool2d``: neighbouring windows overlap where H is no multiple of the size.
-    """
+    """Average (H, W, D) to (size, size, D), as torch's ``adaptive_avg_pool2d``."""
     rows, columns = _windows(grid.shape[0], size), _windows(grid.shape[1], size)
     return mx.einsum("ih,hwd,jw->ijd", rows, grid.astype(mx.float32), columns).astype(grid.dtype)
 
 
 def _windows(length: int, size: int) -> mx.array:
-    """(size, length) weights, each row an average."""
     places, starts = mx.arange(length)[None], (mx.arange(size) * length // size)[:, None]
     ends = ((mx.arange(1, size + 1) * length + size - 1) // size)[:, None]
     inside = (places >= starts) & (places < ends)

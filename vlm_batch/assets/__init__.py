@@ -1,7 +1,4 @@
-"""The files that travel with the library: the tiny trained checkpoint and a few pictures in its language.
-
-An installed wheel has them in this folder; in a source checkout they are found where they are made, in ``fixtures/``.
-"""
+"""The sample model, a tiny test checkpoint and pictures: here in wheels, in ``fixtures/`` in checkouts."""
 
 from __future__ import annotations
 
@@ -10,12 +7,12 @@ from pathlib import Path
 PACKAGED = Path(__file__).resolve().parent
 CHECKOUT = PACKAGED.parent.parent / "fixtures"
 
-#: Suffixes of the files that the command line and the file pickers take for videos.
+#: File suffixes of videos and recordings, for the command line and file pickers.
 VIDEO_SUFFIXES = (".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".mpg", ".mpeg")
+AUDIO_SUFFIXES = (".wav", ".flac", ".mp3", ".ogg", ".oga", ".opus")
 
 
-#: The sample pictures that travel (pyproject.toml puts the same ones into the wheel): what the checkpoint knows, and a
-#: receipt, of which it says that it has no shapes.
+#: Sample pictures in the wheel (pyproject.toml lists them, too).
 SAMPLES = (
     "black_circle_left_of_blue_square.png",
     "digits_728.png",
@@ -27,19 +24,23 @@ SAMPLES = (
 
 
 class MissingAssets(FileNotFoundError):
-    """The installation lost a file that travels with the library."""
+    """The installation lacks a library file."""
+
+
+def sample_model() -> Path:
+    """Return the sample model's folder: a qwen2_5_vl of 11.8 M parameters that reads short printed pages, for
+    demonstration only. Raises MissingAssets."""
+    return _find("reader", marker="config.json")
 
 
 def default_checkpoint() -> Path:
-    """The folder of the embedded checkpoint: a qwen2_vl of 0.9 M parameters that describes coloured shapes.
-
-    Raises MissingAssets without it.
-    """
+    """Return the test checkpoint's folder: a qwen2_vl of 0.9 M parameters that describes coloured shapes, for quick
+    tests. Raises MissingAssets."""
     return _find("checkpoints/qwen2_vl", marker="config.json")
 
 
 def sample_images() -> list[Path]:
-    """The sample pictures, by name. Raises MissingAssets without them."""
+    """Return the sample pictures, by name. Raises MissingAssets."""
     folder = _find("images", marker=SAMPLES[0])
     return [folder / name for name in SAMPLES]
 
@@ -54,6 +55,6 @@ def _find(name: str, marker: str) -> Path:
 
 
 def is_sample(picture: str) -> bool:
-    """Whether a picture is one of those that come with the library, in the wheel or in a checkout."""
+    """Whether a picture comes with the library."""
     path = Path(picture).resolve()
     return any(path.is_relative_to(root / "images") for root in (PACKAGED, CHECKOUT))

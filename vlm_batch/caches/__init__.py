@@ -1,4 +1,4 @@
-"""The state of the live rows: per layer, one cache per row, one slab for all rows, or one recurrent state for all rows."""
+"""The state of live rows, per layer: single-row caches, slabs or recurrent states."""
 
 import importlib
 import pkgutil
@@ -7,7 +7,7 @@ from vlm_batch.caches.blocks import BlockCache, BlockSlabCache
 from vlm_batch.caches.full import can_share, can_trim, take_row, trim
 from vlm_batch.caches.indexed import IndexedCache
 from vlm_batch.caches.layers import DenseCache, LayerCache, Placement, kind_of
-from vlm_batch.caches.listed import ListedCache, level, set_layer
+from vlm_batch.caches.listed import ListedCache, equalise_capacity, set_layer
 from vlm_batch.caches.pooled import PoolCache
 from vlm_batch.caches.recurrent import RecurrentCache
 from vlm_batch.caches.rows import RowMasks, RowsCache, RowStates
@@ -32,12 +32,12 @@ __all__ = [
     "WholeCache",
     "can_share",
     "can_trim",
+    "equalise_capacity",
     "kind_of",
-    "level",
     "set_layer",
     "take_row",
     "trim",
 ]
 
-for _module in pkgutil.iter_modules(__path__):  # every kind registers itself, also those that nothing here names
+for _module in pkgutil.iter_modules(__path__):  # every kind registers itself on import
     importlib.import_module(f"{__name__}.{_module.name}")

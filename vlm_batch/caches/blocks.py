@@ -1,4 +1,4 @@
-"""Layers whose tokens see only their own block of positions (Llama 4): 0 .. n - 1, n .. 2 n - 1, and so on."""
+"""Layers whose tokens attend within blocks of positions (Llama 4)."""
 
 from __future__ import annotations
 
@@ -10,23 +10,31 @@ from mlx_vlm.models.cache import ChunkedKVCache
 
 from vlm_batch.arrays import own_array
 from vlm_batch.caches.layers import CacheKind, LayerCache, Placement
-from vlm_batch.caches.rows import RowsCache
+from vlm_batch.caches.rows import RowsCache, row_of
 from vlm_batch.caches.slab import RingSlabCache, SlabCache
 from vlm_batch.caches.states import LayerState, filed
 
 
 class BlockCache(CacheKind, ChunkedKVCache):
-    """One row's keys and values of the block that its next token belongs to; earlier blocks are dropped.
+    """One row's keys and values of the current block.
 
-    mlx-vlm's own keeps a sliding window of the block's size instead and leaves the rest to a mask over it.
+    mlx-vlm keeps a sliding window of the block's size and masks the rest.
     """
 
-    keys: mx.array | None  # (1, H, L, D), and room for more
+    keys: mx.array | None  # (1, H, >= L, D)
     values: mx.array | None
     start_position: int
+    holds_rows = True
+
+    def row(self, index: int, *, is_own: bool = True) -> BlockCache:
+        assert self.keys is not None and self.values is not None
+        taken, cut = BlockCache(self.chunk_size), row_of(index, is_own=is_own)
+        taken.keys, taken.values = cut(self.keys), cut(self.values)
+        taken.offset, taken.start_position = self.offset, self.start_position
+        return taken
 
     def maybe_trim_front(self) -> None:
-        """Drop the blocks that no later token can see."""
+        """Drop blocks that no later token sees."""
         start = self.offset // self.chunk_size * self.chunk_size
         if self.keys is not None and start > self.start_position:
             kept = slice(start - self.start_position, self.offset - self.start_position)
@@ -38,7 +46,7 @@ class BlockCache(CacheKind, ChunkedKVCache):
         return super().update_and_fetch(keys, values)
 
     def make_mask(self, length: int, window_size: int | None = None, return_array: bool = False) -> mx.array | None:
-        """The kept and the new keys that each of ``length`` new tokens may see: (L, K) bool, or None if all."""
+        """Return the mask (L, K) of new tokens; None if they see all."""
         self.maybe_trim_front()
         if length == 1:
             return None
@@ -68,7 +76,7 @@ class BlockCache(CacheKind, ChunkedKVCache):
 @filed
 @dataclass(frozen=True)
 class BlockState(LayerState):
-    """Attention within blocks of ``block`` positions: keys and values from the last one's ``start`` on, of ``length`` seen."""
+    """Keys and values from position ``start`` on, in blocks of ``block``."""
 
     keys: mx.array  # (1, H, length - start, D)
     values: mx.array
@@ -87,13 +95,12 @@ class BlockState(LayerState):
 
 
 class BlockSlabCache(RingSlabCache):
-    """The same for all rows: the token at position p lies in column p mod block, and sees the columns up to its own.
+    """A slab of current blocks: position p is in column p mod block.
 
-    What the block before left in later columns is masked until it is written over.
+    Older columns are masked until overwritten.
     """
 
-    def take(self, place: int) -> BlockCache:  # type: ignore[override]
-        """The block of the row's last token."""
+    def extract(self, place: int) -> BlockCache:  # type: ignore[override]
         cache = BlockCache(self.window)
         cache.offset = self._lengths[place]
         cache.start_position = (cache.offset - 1) // self.window * self.window
@@ -107,8 +114,8 @@ class BlockSlabCache(RingSlabCache):
     def _is_uniform(self, window_size: int | None) -> bool:
         return False
 
-    def _mask(self, window_size: int | None) -> mx.array:
-        columns = mx.arange(self._columns)[None]
+    def seen(self, offset: mx.array, count: int, window_size: int | None) -> mx.array:
+        columns = mx.arange(self._columns(1))[None]
         return (columns <= self._positions()[:, None])[:, None, None, :]
 
     def _ordered(self, cache: Any) -> tuple[mx.array, mx.array]:

@@ -1,4 +1,4 @@
-"""The KV of one row's cross-attention layer: made once from its pictures, never appended to."""
+"""Cross-attention: keys and values of one row's pictures."""
 
 from __future__ import annotations
 
@@ -12,10 +12,7 @@ from vlm_batch.caches.states import LayerState, filed
 
 
 class CrossCache(CacheKind):
-    """Keys and values (1, H, T, D) of T picture positions; none for a row without pictures.
-
-    It has its own length, apart from the row's tokens; a batch keeps one per row (``RowsCache``).
-    """
+    """Keys and values (1, H, T, D) of T picture positions, or none."""
 
     is_whole = True
     is_constant = True
@@ -24,18 +21,16 @@ class CrossCache(CacheKind):
         self.state: tuple[mx.array, mx.array] | tuple[None, None] = (None, None)
 
     def hold(self, keys: mx.array, values: mx.array) -> None:
-        """Take the keys and values that the layer made of the row's pictures."""
         self.state = (keys, values)
 
     def keep(self, positions: mx.array) -> None:
-        """Drop all picture positions but these (K,), once no token can see the others any more."""
+        """Drop all picture positions but these (K,)."""
         keys, values = self.state
         if keys is not None and values is not None:
             self.state = (keys[:, :, positions], values[:, :, positions])
 
     @property
     def offset(self) -> int:
-        """The number of picture positions."""
         keys = self.state[0]
         return 0 if keys is None else int(keys.shape[2])
 
@@ -53,7 +48,7 @@ class CrossCache(CacheKind):
 @filed
 @dataclass(frozen=True)
 class CrossState(LayerState):
-    """Cross-attention: keys and values (1, H, T, D) of pictures that take equal shares of T. It has no tokens to cut."""
+    """Keys and values (1, H, T, D) of pictures with equal shares of T."""
 
     keys: mx.array | None
     values: mx.array | None

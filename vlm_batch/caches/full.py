@@ -1,4 +1,4 @@
-"""One row's keys and values of full attention: mlx-vlm's ``KVCache``, saved, shared and batched."""
+"""Full attention of one row: mlx-vlm's ``KVCache``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vlm_batch.caches.states import CopiedState, LayerState, filed
 @filed
 @dataclass(frozen=True)
 class FullState(LayerState):
-    """Full attention: keys (1, H, L, D) and values (1, H, L, D_v)."""
+    """Keys (1, H, L, D) and values (1, H, L, D_v)."""
 
     keys: mx.array
     values: mx.array
@@ -36,8 +36,6 @@ class FullState(LayerState):
 
 @upstream(KVCache)
 class FullKind(UpstreamKind):
-    """A ``KVCache``."""
-
     cache: KVCache
     is_whole = True
     holds_rows = True
@@ -47,12 +45,11 @@ class FullKind(UpstreamKind):
         return one_of(self.cache, index, is_own=is_own)
 
     def trim(self, count: int) -> None:
-        """Set its offset back: the numbers behind it are written over, and read by nobody."""
         self.cache.offset -= count
 
     def saved(self, length: int) -> LayerState:
         cache = self.cache
-        if cache.keys is None:  # a layer that has one and keeps nothing in it (GLM-5-Next)
+        if cache.keys is None:  # GLM-5-Next has layers with empty caches
             return CopiedState.of(cache, length)
         return FullState(*(own_array(part[:, :, : cache.offset]) for part in (cache.keys, cache.values)))
 
@@ -71,22 +68,21 @@ class FullKind(UpstreamKind):
 
 
 def can_share(caches: Sequence[Any]) -> bool:
-    """Whether fresh caches hold several rows of one length as well as one."""
+    """Whether new caches can hold several rows of one length."""
     return all(kind_of(cache).holds_rows for cache in caches)
 
 
 def can_trim(caches: Sequence[Any]) -> bool:
-    """Whether padding can be taken out again behind a chunk of a row with such caches."""
+    """Whether padding can be removed from a row's caches."""
     return all(kind_of(cache).can_trim for cache in caches)
 
 
 def trim(caches: Sequence[Any], count: int) -> None:
-    """Take the last ``count`` positions out of a row's caches: padding, which went in behind a chunk."""
+    """Remove the last ``count`` positions from a row's caches."""
     for cache in caches if count else ():
         kind_of(cache).trim(count)
 
 
 def take_row(caches: Sequence[Any], row: int, *, is_own: bool = True) -> list[Any]:
-    """One row's single-row caches of those that several prompts of one length were prefilled into, with copies of its
-    own keys and values, so that nothing keeps the other rows', or with parts of theirs, for who copies them anyway."""
+    """Return one row's caches from caches of several; ``is_own`` copies arrays."""
     return [kind_of(cache).row(row, is_own=is_own) for cache in caches]

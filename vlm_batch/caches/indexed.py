@@ -1,4 +1,4 @@
-"""Keys and values of one row whose attention picks what it reads by an index of its own (Qwen4-Exp)."""
+"""One row's keys and values, and an indexer that selects positions (Qwen4-Exp)."""
 
 from __future__ import annotations
 
@@ -13,30 +13,29 @@ from vlm_batch.arrays import grown, own_array, round_up
 from vlm_batch.caches.layers import CacheKind, kind_of
 from vlm_batch.caches.states import LayerState, filed
 
-#: Columns by which the index grows.
+#: Growth of the index, in columns.
 STEP = 256
 #: The axes of positions: time, height and width.
 AXES = 3
 
 
 class IndexedCache(CacheKind):
-    """One row's keys and values of one layer, in ``inner``, and the indexer's key and position of each token beside them.
+    """Keys and values in ``inner``, perhaps quantised; an indexer's key and position per token.
 
-    It has the interface of mlx-vlm's ``QSAKVCache``. In that, every token copies the whole index. Here the index grows by
-    steps, and keys and values may be held in few bits.
+    mlx-vlm's ``QSAKVCache`` copies its whole index for every token.
     """
 
     def __init__(self, inner: Any = None) -> None:
         self.inner = KVCache() if inner is None else inner
         self.index_offset = 0
-        #: Of whole blocks of tokens, made of the index by the attention: (1, 1, N, D), and how many tokens a block has.
+        #: (1, 1, N, D) keys of whole blocks, made by the attention, and a block's number of tokens.
         self.index_block_keys: mx.array | None = None
         self.index_block_ratio: int | None = None
         self._keys: mx.array | None = None  # (1, capacity, D)
         self._positions: mx.array | None = None  # (3, 1, capacity)
 
     def update_indexer(self, keys: mx.array, positions: mx.array) -> tuple[mx.array, mx.array]:
-        """Append the indexer's keys (1, L, D) at positions (1, L) or (3, 1, L): all keys (1, N, D), positions (3, 1, N)."""
+        """Append keys (1, L, D) at positions (1, L) or (3, 1, L); return ``index``."""
         if positions.ndim == 2:
             positions = mx.broadcast_to(positions[None], (AXES, *positions.shape))
         start, end = self.index_offset, self.index_offset + keys.shape[1]
@@ -51,14 +50,13 @@ class IndexedCache(CacheKind):
 
     @property
     def index(self) -> tuple[mx.array, mx.array]:
-        """The indexer's keys (1, N, D) and positions (3, 1, N). Raises LookupError before the first token."""
+        """The indexer's keys (1, N, D) and positions (3, 1, N); raises LookupError if empty."""
         if self._keys is None or self._positions is None:
             raise LookupError("the cache has seen no token")
         return self._keys[:, : self.index_offset], self._positions[..., : self.index_offset]
 
     @classmethod
     def of(cls, inner: Any, keys: mx.array, positions: mx.array) -> IndexedCache:
-        """A cache with keys and values in ``inner``, and an index as ``index`` gives it."""
         cache = cls(inner)
         cache._keys, cache._positions, cache.index_offset = keys, positions, int(keys.shape[1])
         return cache
@@ -66,17 +64,21 @@ class IndexedCache(CacheKind):
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
         return self.inner.update_and_fetch(keys, values)
 
+    def trim(self, count: int) -> None:
+        kind_of(self.inner).trim(count)
+        self.index_offset -= count
+        if self.index_block_keys is not None and self.index_block_ratio is not None:
+            self.index_block_keys = self.index_block_keys[:, :, : self.index_offset // self.index_block_ratio]
+
     def make_mask(self, length: int, window_size: int | None = None, return_array: bool = False) -> Any:
         return self.inner.make_mask(length, window_size=window_size, return_array=return_array)
 
     @property
     def offset(self) -> int:
-        """The number of tokens that the row has seen."""
         return int(self.inner.offset)
 
     @property
     def state(self) -> list[Any]:
-        """Everything that is held, to be evaluated."""
         held = [] if self._keys is None else [self._keys, self._positions]
         blocks = [] if self.index_block_keys is None else [self.index_block_keys]
         return [self.inner.state if self.offset else None, *held, *blocks]
@@ -103,8 +105,6 @@ class IndexedCache(CacheKind):
 @filed
 @dataclass(frozen=True)
 class IndexedState(LayerState):
-    """Keys and values beside an indexer's keys (1, L, D) and positions (3, 1, L); blocks are made of those again."""
-
     state: LayerState
     index_keys: mx.array
     positions: mx.array

@@ -1,7 +1,7 @@
-"""Caches of a layer, of one row and of a batch: the protocols that they follow, and the registry of mlx-vlm's.
+"""Protocols of a layer's caches, and the registry of kinds.
 
-A kind of cache is one file beside this one: the single-row cache, how it is saved, and the batch's cache for it. Our
-own single-row caches inherit ``CacheKind``; mlx-vlm's are wrapped in one that is registered for their class.
+Each kind is one file: single-row cache, saved state and batch cache. Our single-row caches inherit ``CacheKind``;
+mlx-vlm's are wrapped.
 """
 
 from __future__ import annotations
@@ -21,24 +21,23 @@ from vlm_batch.runtime.device import device
 
 
 class Placement(Enum):
-    """The layout of a batch's rows. ``ROWS`` pays per row, ``SLAB`` per step: CPU and GPU respectively."""
+    """The layout of a batch: ``ROWS`` for CPUs, ``SLAB`` for GPUs."""
 
     ROWS = "rows"
     SLAB = "slab"
 
     @classmethod
     def for_device(cls) -> Placement:
-        """The choice for the device that MLX runs on."""
         return cls(POLICIES[device()].placement)
 
 
 class LayerCache(Protocol):
-    """One layer of the batch. Places are numbered from 0. What else a model asks of it depends on its kind."""
+    """One layer of a batch."""
 
     @property
     def nbytes(self) -> int: ...
     def put(self, place: int, cache: Any) -> None: ...
-    def take(self, place: int) -> Any: ...
+    def extract(self, place: int) -> Any: ...
     def clear(self, place: int) -> None: ...
     def resize(self, num_places: int) -> None: ...
     def arrays(self) -> list[mx.array]: ...
@@ -52,57 +51,56 @@ class DenseCache(Protocol):
 
 
 class CacheKind:
-    """One row's cache of a layer, with the questions that the engine asks. The defaults are for a kind that is kept by row."""
+    """One row's cache of a layer."""
 
-    #: Every array that is held, to be evaluated.
+    #: All arrays, for evaluation.
     state: Any
 
-    #: Whether it can be cut back to any length.
+    #: Whether it can be cut to any length.
     is_whole = False
-    #: Whether no token changes it once the row's pictures are in it.
+    #: Whether it only holds pictures, which tokens do not change.
     is_constant = False
-    #: Whether a fresh one holds several rows of one length as well as one.
+    #: Whether a new one can hold several rows of one length.
     holds_rows = False
-    #: Whether the last positions of the chunk that went in last can be taken out again, as if they had not been in it.
+    #: Whether the last chunk's last positions can be removed without a trace.
     can_trim = False
 
     def row(self, index: int, *, is_own: bool = True) -> Any:
-        """The single-row cache of one of these rows, with copies of its own, so that nothing keeps the others', or without."""
+        """Return one row's cache; ``is_own`` copies its arrays."""
         raise NotImplementedError
 
     def trim(self, count: int) -> None:
-        """Take out the last ``count`` positions of the chunk that went in last."""
+        """Remove the last ``count`` positions of the last chunk."""
         raise NotImplementedError
 
     def saved(self, length: int) -> LayerState:
-        """Its state after ``length`` tokens. The state's arrays are copies, not evaluated yet."""
+        """Return the state after ``length`` tokens, as unevaluated copies."""
         return CopiedState.of(self, length)
 
     def batched(self, placement: Placement, num_places: int) -> LayerCache:
-        """An empty cache of a batch for rows of this kind; kinds without a slab keep one cache a row."""
+        """Make an empty batch cache for this kind."""
         return RowsCache()
 
     def bytes_at(self, tokens: int, seen: int) -> int:
-        """Bytes that it will take at so many tokens, in proportion to what it takes now that the row has ``seen`` some."""
+        """Estimate the bytes at ``tokens`` from those at ``seen``."""
         return sum(array.nbytes for array in arrays_of(self.state)) * tokens // max(1, seen)
 
     def full_parts(self) -> tuple[KVCache, ...]:
-        """The caches that can be quantised: those of full attention in it, or itself."""
+        """Return the full-attention caches in it."""
         return ()
 
     def with_full(self, change: Callable[[KVCache], Any]) -> Any:
-        """A fresh cache in which ``change`` has replaced those of full attention."""
+        """Replace full-attention caches by ``change``."""
         return self
 
 
 class UpstreamKind(CacheKind):
-    """Wraps a cache of mlx-vlm's. This class serves caches of unknown classes; subclasses serve registered ones."""
+    """Wraps a cache of mlx-vlm's; subclasses serve registered classes."""
 
     def __init__(self, cache: Any) -> None:
         self.cache = cache
 
     def saved(self, length: int) -> LayerState:
-        """A copy of the cache; a LostState if it is no cache of mlx-vlm's."""
         return CopiedState.of(self.cache, length) if is_cache(self.cache) else LostState()
 
     def bytes_at(self, tokens: int, seen: int) -> int:
@@ -115,12 +113,12 @@ class UpstreamKind(CacheKind):
 
 Kind = TypeVar("Kind", bound=type[UpstreamKind])
 
-#: By the class of mlx-vlm's single-row caches: exactly these, since a subclass may hold something else.
+#: mlx-vlm's single-row classes -> kinds. Subclasses do not count, as they may hold something else.
 UPSTREAM_KINDS: dict[type, type[UpstreamKind]] = {}
 
 
 def upstream(cache: type) -> Callable[[Kind], Kind]:
-    """Register the kind of a class of mlx-vlm's single-row caches."""
+    """Register the kind for a class of mlx-vlm's."""
 
     def register(kind: Kind) -> Kind:
         UPSTREAM_KINDS[cache] = kind
@@ -130,12 +128,11 @@ def upstream(cache: type) -> Callable[[Kind], Kind]:
 
 
 def kind_of(cache: Any) -> CacheKind:
-    """A single-row cache as a ``CacheKind``: itself, or wrapped."""
+    """Return a single-row cache as ``CacheKind``, wrapped if needed."""
     if isinstance(cache, CacheKind):
         return cache
     return UPSTREAM_KINDS.get(type(cache), UpstreamKind)(cache)
 
 
 def row_bytes(caches: Sequence[Any], tokens: int, seen: int) -> int:
-    """Bytes of a row's layers at so many tokens, judged by those that it has now that it has ``seen`` some."""
     return sum(kind_of(cache).bytes_at(tokens, seen) for cache in caches)

@@ -1,4 +1,4 @@
-"""A layer of a batch that has several caches at once (attention beside a state-space model in one block)."""
+"""Layers with several caches, such as attention beside a state-space model."""
 
 from __future__ import annotations
 
@@ -22,41 +22,34 @@ from vlm_batch.caches.states import LayerState, filed
 
 
 class ListedCache(CacheList):
-    """mlx-vlm's ``CacheList`` whose parts are layer caches of a batch; a model takes each part by its index."""
+    """mlx-vlm's ``CacheList`` of batch caches."""
 
     caches: tuple[Any, ...]
 
     def put(self, place: int, cache: CacheList) -> None:
-        """Give each part the row's own."""
         for part, single in zip(self.caches, cache.caches, strict=True):
             part.put(place, single)
 
-    def take(self, place: int) -> CacheList:
-        """The row's own caches, one a part."""
-        return CacheList(*(part.take(place) for part in self.caches))
+    def extract(self, place: int) -> CacheList:
+        return CacheList(*(part.extract(place) for part in self.caches))
 
     def clear(self, place: int) -> None:
-        """Free a place in every part."""
         for part in self.caches:
             part.clear(place)
 
     def remove(self, place: int) -> None:
-        """Forget the row at a place in every part and close the gaps."""
         for part in self.caches:
             part.remove(place)
 
     def resize(self, num_places: int) -> None:
-        """Have so many places in every part."""
         for part in self.caches:
             part.resize(num_places)
 
     def arrays(self) -> list[mx.array]:
-        """Every array that is held, to be evaluated."""
         return [array for part in self.caches for array in part.arrays()]
 
 
 def parts_of(layer: Any) -> Iterator[Any]:
-    """The caches that a batch's layer is made of: itself, or those that it lists."""
     if isinstance(layer, ListedCache):
         for part in layer.caches:
             yield from parts_of(part)
@@ -65,19 +58,19 @@ def parts_of(layer: Any) -> Iterator[Any]:
 
 
 def set_layer(layer: LayerCache, columns: Callable[[int], int], few_bits: str, *, always_masked: bool = False) -> None:
-    """Set how a batch's layer is read; kinds do not look at what is not for them.
+    """Configure a batch's layer.
 
-    ``columns``: those of a slab whose longest row has so many tokens. ``few_bits``, of the policy: how attention is handed what
-    is held in few bits. ``always_masked``: columns are masked at every step, even if every row sees all, and each row attends
-    over its own by itself, so that no row depends on another.
+    Args:
+        columns: A slab's capacity by its longest row.
+        few_bits: The policy's form of quantised states.
+        always_masked: Every step masks columns and rows attend apart, to be batch-invariant.
     """
     for part in parts_of(layer):
         part.columns, part.few_bits, part.always_masked = columns, few_bits, always_masked
 
 
-def level(layers: Sequence[LayerCache]) -> None:
-    """Cut slabs of one kind to the columns that all of them have: a row that could not be put into each has widened some, and
-    layers share their mask."""
+def equalise_capacity(layers: Sequence[LayerCache]) -> None:
+    """Cut slabs to one capacity: a failed ``put`` may have grown some, but layers share masks."""
     kinds: dict[tuple[type, int | None], list[SlabCache]] = {}
     for layer in layers:
         for part in parts_of(layer):
@@ -92,8 +85,6 @@ def level(layers: Sequence[LayerCache]) -> None:
 @filed
 @dataclass(frozen=True)
 class ListState(LayerState):
-    """A layer with several caches at once."""
-
     states: tuple[LayerState, ...]
 
     @property
@@ -113,13 +104,18 @@ class ListState(LayerState):
 
 @upstream(CacheList)
 class ListKind(UpstreamKind):
-    """A ``CacheList``."""
-
     cache: CacheList
 
     @property
     def is_whole(self) -> bool:  # type: ignore[override]
         return all(kind_of(part).is_whole for part in self.cache.caches)
+
+    @property
+    def holds_rows(self) -> bool:  # type: ignore[override]
+        return all(kind_of(part).holds_rows for part in self.cache.caches)
+
+    def row(self, index: int, *, is_own: bool = True) -> CacheList:
+        return CacheList(*(kind_of(part).row(index, is_own=is_own) for part in self.cache.caches))
 
     def saved(self, length: int) -> ListState:
         return ListState(tuple(kind_of(part).saved(length) for part in self.cache.caches))

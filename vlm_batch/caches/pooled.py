@@ -1,4 +1,4 @@
-"""Keys that stand for windows of several tokens each, made of one row's tokens as their windows fill up."""
+"""Keys pooled over windows of one row's tokens."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ from vlm_batch.caches.states import LayerState, filed
 
 
 class PoolCache(CacheKind):
-    """One pooled key for every ``ratio`` tokens of a row, and the tokens of the next ones.
+    """One pooled key for every ``ratio`` tokens, and the open window's tokens.
 
-    A token comes in as a value and a gate (1, L, W); whoever pools them appends what it has made, (1, N, D). Where
-    windows overlap, a pool is made of its window and of the one before, which is therefore kept.
+    A token is a value and a gate (1, L, W). With overlap, a pool also covers the window before.
     """
 
     def __init__(self, ratio: int, *, overlaps: bool) -> None:
         self.ratio, self.overlaps = ratio, overlaps
         self.pooled: mx.array | None = None  # (1, P, D)
-        self.rest: tuple[mx.array, ...] = ()  # value and gate (1, < ratio, W) of the window that is not full
-        self.before: tuple[mx.array, ...] = ()  # value and gate (1, ratio, W) of the last full one, if windows overlap
+        self.rest: tuple[mx.array, ...] = ()  # value and gate (1, < ratio, W) of the open window
+        self.before: tuple[mx.array, ...] = ()  # value and gate (1, ratio, W) of the last full window, if they overlap
 
     @property
     def offset(self) -> int:
@@ -30,9 +29,9 @@ class PoolCache(CacheKind):
         return 0 if self.pooled is None else int(self.pooled.shape[1])
 
     def fill(self, value: mx.array, gate: mx.array) -> tuple[mx.array, ...]:
-        """Take tokens in; value and gate (1, N, ratio, W) of the N windows that are full now, oldest first.
+        """Add tokens; return values and gates (1, N, ratio, W) of windows now full.
 
-        Where windows overlap and there is one before the first of them, N + 1 windows with that one in front.
+        With overlap, the window before comes first.
         """
         parts: tuple[mx.array, ...] = (value, gate)
         if self.rest:
@@ -50,14 +49,10 @@ class PoolCache(CacheKind):
         return tuple(mx.unflatten(part, 1, (count, self.ratio)) for part in windows)
 
     def append(self, pools: mx.array) -> None:
-        """Keep new pools (1, N, D)."""
         self.pooled = pools if self.pooled is None else mx.concatenate([self.pooled, pools], axis=1)
 
     def visible(self, length: int, offset: int) -> mx.array | None:
-        """The pools that the tokens at offset, ..., offset + length - 1 may see: (length, P) bool, or None if all.
-
-        A pool is seen from its window's last token on.
-        """
+        """Return the mask (length, P) of pools whose windows ended by each token; None if all did."""
         if self.pooled is None or length == 1:
             return None
         ends = mx.arange(offset + 1, offset + length + 1)[:, None] // self.ratio
@@ -65,7 +60,6 @@ class PoolCache(CacheKind):
 
     @property
     def state(self) -> tuple[mx.array, ...]:
-        """Every array that is held."""
         return (*(() if self.pooled is None else (self.pooled,)), *self.rest, *self.before)
 
     @property
@@ -85,7 +79,7 @@ class PoolCache(CacheKind):
 @filed
 @dataclass(frozen=True)
 class PoolState(LayerState):
-    """Pooled keys, and the tokens that the next will be made of: good for one length only."""
+    """Pools and the next window's tokens, for one length only."""
 
     pooled: mx.array | None
     rest: tuple[mx.array, ...]

@@ -1,9 +1,7 @@
-"""The choice of layers that hold keys and values in few bits, of the scheme, and of the token from which on.
+"""Quantised KV caches.
 
-One rule for a row alone and in any batch: every layer of full attention, the last one included, holds quantised keys and
-values from token ``start`` on, and at that moment those of the tokens before it, too. All attention reads what is stored,
-also within a chunk, so that an answer does not depend on where chunks end. Sliding windows, recurrent states and
-cross-attention stay exact.
+Full-attention layers stay exact up to ``start`` tokens; then all their tokens are quantised. Other layers stay exact.
+Attention reads what is stored, so chunks change no answer.
 """
 
 from __future__ import annotations
@@ -28,19 +26,25 @@ from vlm_batch.errors import shown
 #: The bits and groups of ``mx.quantize``.
 UNIFORM_BITS = (2, 3, 4, 5, 6, 8)
 UNIFORM_GROUPS = (32, 64, 128)
-#: The range of bits that has codebooks of TurboQuant (arXiv:2504.19874); halves give the values one bit more than the keys.
+#: TurboQuant's bits (arXiv:2504.19874), in halves; a half gives values one bit more than keys.
 TURBO_BITS = (2, 8)
 SCHEMES = ("uniform", "turboquant")
-#: The most by which filling its last group may lengthen a head.
+#: The most that padding to whole groups may lengthen a head.
 MAX_FILLED = 1.25
 
 
 @dataclass(frozen=True)
 class KVQuantisation:
-    """Settings for keys and values in few bits. Raises ValueError for what a scheme cannot do.
+    """Settings of a quantised KV cache.
 
-    ``uniform`` is ``mx.quantize``: groups of ``group_size`` numbers share a scale and a bias. ``turboquant`` rotates
-    every key and value and codes it by a fixed codebook, through mlx-vlm's caches for one row.
+    Args:
+        bits: Bits per number: 2, 3, 4, 5, 6 or 8; for ``turboquant`` 2 to 8, in halves.
+        group_size: Numbers that share a scale and a bias: 32, 64 or 128.
+        scheme: ``uniform`` is ``mx.quantize``; ``turboquant`` uses rotations and a fixed codebook.
+        start: Tokens that stay exact until the next one.
+
+    Raises:
+        ValueError: The scheme does not support the settings.
     """
 
     bits: float
@@ -69,15 +73,15 @@ class KVQuantisation:
             raise ValueError(f"group_size is {shown(self.group_size)}; it must be one of {UNIFORM_GROUPS}")
 
     def caches(self, fresh: Sequence[Any]) -> list[Any]:
-        """A row's caches with those of full attention replaced."""
+        """Replace the full-attention caches of a row."""
         return [kind_of(cache).with_full(lambda _: LateCache(self) if self.start else self.empty()) for cache in fresh]
 
     def counts(self, fresh: Sequence[Any]) -> tuple[int, int]:
-        """(how many layers are quantised, how many there are)"""
+        """Return (quantised layers, all layers)."""
         return sum(bool(kind_of(cache).full_parts()) for cache in fresh), len(fresh)
 
     def check_shapes(self, fresh: Sequence[Any]) -> None:
-        """Raise ValueError if groups do not fit the heads of caches that have seen tokens: too much would be filler."""
+        """Raise ValueError if used caches' heads would be padded too much."""
         if self.scheme != "uniform":
             return
         for part in (part for cache in fresh for part in kind_of(cache).full_parts()):
@@ -92,16 +96,15 @@ class KVQuantisation:
                     )
 
     def empty(self) -> QuantizedCache | TurboCache:
-        """A cache that quantises from its first token on."""
         if self.scheme == "turboquant":
             return TurboCache(bits=self.bits)
         return QuantizedCache(self.group_size, int(self.bits))
 
 
 class LateCache(CacheKind):
-    """One row's keys and values: exact until ``start`` tokens are there, quantised, all of them, from the next one on.
+    """One row's keys and values, exact up to ``start`` tokens, then all quantised.
 
-    Chunks end at ``start``, so that it is the tokens and not the chunks that decide.
+    Chunks end at ``start``.
     """
 
     is_whole = True
@@ -112,7 +115,6 @@ class LateCache(CacheKind):
 
     @property
     def is_exact(self) -> bool:
-        """Whether nothing is quantised yet."""
         return bool(kind_of(self.inner).full_parts())
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
@@ -145,7 +147,7 @@ class LateCache(CacheKind):
 @filed
 @dataclass(frozen=True)
 class LateState(LayerState):
-    """Full attention that is quantised from token ``start`` on: once it is, it cannot be cut back to before that."""
+    """Full attention quantised beyond ``start`` tokens; then it cannot be cut below that."""
 
     state: LayerState
     how: tuple[float, int, str, int]
@@ -163,6 +165,6 @@ class LateState(LayerState):
 
 
 def settings_of(kv: KVQuantisation | None) -> dict[str, str]:
-    """The settings that a saved row must share with the batcher that continues it."""
+    """Return settings that a saved row must share with its batcher."""
     values = ("None",) * 4 if kv is None else (f"{kv.bits:g}", str(kv.group_size), kv.scheme, str(kv.start))
     return dict(zip(("kv_bits", "kv_group_size", "kv_scheme", "kv_start"), values, strict=True))

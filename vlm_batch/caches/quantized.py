@@ -1,8 +1,8 @@
-"""Keys and values in few bits by ``mx.quantize``: a row's cache, a batch's, and attention over them."""
+"""Keys and values quantised by ``mx.quantize``."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,17 +13,17 @@ from mlx_vlm.models.cache import create_attention_mask
 from vlm_batch.arrays import own_array, round_up
 from vlm_batch.caches.layers import CacheKind, LayerCache, Placement
 from vlm_batch.caches.rows import RowsCache, row_of
-from vlm_batch.caches.slab import SlabCache, put_columns, widened, with_places
+from vlm_batch.caches.slab import SlabCache, columns_at, put_columns, widened
 from vlm_batch.caches.states import LayerState, filed
 from vlm_batch.policy import KERNEL, PACKED, UNPACKED
 from vlm_batch.runtime.device import Device, device
 
-#: Columns by which a row's cache grows.
+#: Growth of a row's cache, in columns.
 STEP = 256
 
 
 class Layout(NamedTuple):
-    """The layout of quantised numbers: ``depth`` of them a head, filled with zeros to whole groups."""
+    """Layout of numbers in heads of ``depth``, padded to whole groups."""
 
     group_size: int
     bits: int
@@ -31,7 +31,7 @@ class Layout(NamedTuple):
 
 
 class QuantizedStates(NamedTuple):
-    """Keys or values (B, H, L, D), quantised: what a model gets instead of an array. The hook in attention reads it."""
+    """Quantised keys or values (B, H, L, D) in place of an array."""
 
     packed: mx.array  # (B, H, L, D * bits / 32) uint32
     scales: mx.array  # (B, H, L, D / group_size)
@@ -40,7 +40,6 @@ class QuantizedStates(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """(B, H, L, D), for models that ask how many keys there are."""
         batch, heads, length, _ = self.scales.shape
         return (batch, heads, length, self.layout.depth)
 
@@ -49,19 +48,16 @@ class QuantizedStates(NamedTuple):
         return (self.packed, self.scales, self.biases)
 
     def map(self, change: Any) -> QuantizedStates:
-        """The same with every part changed."""
         return of_parts([change(part) for part in self.parts], self.layout)
 
     def dequantized(self) -> mx.array:
-        """(B, H, L, D)"""
         packed, scales, biases = (mx.contiguous(part) for part in self.parts)
         group_size, bits, depth = self.layout
         return mx.dequantize(packed, scales, biases, group_size=group_size, bits=bits)[..., :depth]
 
 
 class SlabStates(NamedTuple):
-    """Keys or values of all places, quantised, as some heads of slabs that are as they lie: what a model gets where a kernel
-    reads slabs. The hook in attention reads it."""
+    """Heads of quantised slabs from ``first``, for a kernel that reads slabs."""
 
     packed: mx.array  # (S, heads of the slab, C, D * bits / 32) uint32
     scales: mx.array
@@ -76,7 +72,6 @@ class SlabStates(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """(S, H, C, D), for models that ask how many keys there are."""
         return (self.packed.shape[0], self.heads, self.columns, self.layout.depth)
 
     @property
@@ -84,18 +79,16 @@ class SlabStates(NamedTuple):
         return (self.packed, self.scales, self.biases)
 
     def cut(self) -> QuantizedStates:
-        """The own heads alone."""
         return of_parts([part[:, self.first : self.first + self.heads] for part in self.parts], self.layout)
 
 
 def of_slab(parts: Sequence[mx.array], layout: Layout, first: int, heads: int) -> SlabStates:
-    """Some heads of slabs of packed numbers, scales and biases."""
     packed, scales, biases = parts
     return SlabStates(packed, scales, biases, layout, first, heads)
 
 
 def unpacked(keys: SlabStates, values: SlabStates) -> tuple[mx.array, mx.array]:
-    """All places as arrays (S, H, C, D), in one operation where both are heads of the same slabs."""
+    """Dequantise keys and values (S, H, C, D), together if they share slabs."""
     if keys.packed is not values.packed:
         return keys.cut().dequantized(), values.cut().dequantized()
     both = of_parts(keys.parts, keys.layout).dequantized()
@@ -104,13 +97,12 @@ def unpacked(keys: SlabStates, values: SlabStates) -> tuple[mx.array, mx.array]:
 
 
 def of_parts(parts: Sequence[mx.array], layout: Layout) -> QuantizedStates:
-    """States of packed numbers, scales and biases."""
     packed, scales, biases = parts
     return QuantizedStates(packed, scales, biases, layout)
 
 
 def quantize(array: mx.array, group_size: int, bits: int) -> QuantizedStates:
-    """(B, H, L, D), in groups along D, the last one filled with zeros."""
+    """Quantise (B, H, L, D) along D."""
     layout = Layout(group_size, bits, array.shape[-1])
     return of_parts(mx.quantize(_filled(array, group_size), group_size=group_size, bits=bits), layout)
 
@@ -121,7 +113,7 @@ def _filled(array: mx.array, group_size: int) -> mx.array:
 
 
 class QuantizedCache(CacheKind):
-    """One row's keys and values of one layer, quantised as they come: a ``KVCache`` whose states are tuples."""
+    """One row's quantised keys and values."""
 
     is_whole = True
     holds_rows = True
@@ -129,12 +121,11 @@ class QuantizedCache(CacheKind):
     def __init__(self, group_size: int, bits: int) -> None:
         self.group_size = group_size
         self.bits = bits
-        self.keys: QuantizedStates | None = None  # (1, H, capacity, D), or of several rows of one length
+        self.keys: QuantizedStates | None = None  # (1, H, capacity, D), or several rows of one length
         self.values: QuantizedStates | None = None
         self.offset = 0
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[QuantizedStates, QuantizedStates]:
-        """Append (1, H, L, D) keys and values; all that there are, quantised."""
         end = self.offset + keys.shape[2]
         self.keys, self.values = (
             _append(held, quantize(new, self.group_size, self.bits), self.offset)
@@ -145,13 +136,15 @@ class QuantizedCache(CacheKind):
 
     @property
     def state(self) -> tuple[QuantizedStates, QuantizedStates]:
-        """The result of the last ``update_and_fetch`` (layers that share another layer's KV read it)."""
         assert self.keys is not None and self.values is not None
         keys, values = (held.map(lambda part: part[:, :, : self.offset]) for held in (self.keys, self.values))
         return keys, values
 
     def make_mask(self, length: int, window_size: int | None = None, return_array: bool = False) -> Any:
         return create_attention_mask(length, self.offset, return_array=return_array, window_size=window_size)
+
+    def trim(self, count: int) -> None:
+        self.offset -= count
 
     def row(self, index: int, *, is_own: bool = True) -> QuantizedCache:
         taken, cut = QuantizedCache(self.group_size, self.bits), row_of(index, is_own=is_own)
@@ -181,13 +174,13 @@ class QuantizedCache(CacheKind):
 @filed
 @dataclass(frozen=True)
 class QuantizedState(LayerState):
-    """Full attention in few bits: packed numbers, scales and biases (1, H, L, ...) of keys and of values."""
+    """Packed numbers, scales and biases (1, H, L, ...) of keys and of values."""
 
     keys: tuple[mx.array, ...]
     values: tuple[mx.array, ...]
     group_size: int
     bits: int
-    depths: tuple[int, int]  # of a head's keys and values
+    depths: tuple[int, int]  # head widths of keys and values
     is_whole = True
 
     def reaches(self, length: int) -> bool:
@@ -211,10 +204,9 @@ def attend_quantized(
     mask: Any = None,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """Attention of (B, H, L, D) queries over quantised keys and values.
+    """Attend with queries (B, H, L, D) over quantised keys and values.
 
-    One query a row reads the packed numbers; several are worth unpacking them once for all. ``mask`` is None,
-    "causal", or an array that broadcasts to (B, H, L, K): bool (True attends) or added to the scores.
+    ``mask``: None, "causal", or an array for (B, H, L, K), bool (True attends) or additive.
     """
     batch, heads, length, _ = queries.shape
     if length > 1:
@@ -223,11 +215,11 @@ def attend_quantized(
     groups = keys.shape[1]
     group_size, bits, _ = keys.layout
     product = partial(mx.quantized_matmul, group_size=group_size, bits=bits)
-    if device() is Device.CUDA:  # MLX 0.32 has no product there of columns cut out of an array (supports_qmm_naive)
+    if device() is Device.CUDA:  # MLX 0.32 has no product of strided columns (supports_qmm_naive)
         keys, values = (states.map(mx.contiguous) for states in (keys, values))
     grouped = _filled(queries * scale, group_size).reshape(
         batch, groups, heads // groups, -1
-    )  # the heads of a group as its rows
+    )  # heads that share keys become rows
     scores = product(grouped, *keys.parts, transpose=True)  # (B, G, H / G, K)
     if isinstance(mask, mx.array):  # "causal" hides nothing from the last query
         by_group = _by_group(mask, groups, heads)
@@ -243,7 +235,6 @@ def attend_quantized(
 
 
 def _by_group(mask: mx.array, groups: int, heads: int) -> mx.array:
-    """A mask that broadcasts to (B, H, 1, K), for scores (B, G, H / G, K)."""
     mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
     if mask.shape[1] == 1:
         return mask
@@ -251,7 +242,7 @@ def _by_group(mask: mx.array, groups: int, heads: int) -> mx.array:
 
 
 def _append(held: QuantizedStates | None, new: QuantizedStates, at: int) -> QuantizedStates:
-    """``new`` written behind the first ``at`` columns, or joined to them with further room behind if there is none."""
+    """Write ``new`` behind ``at`` columns, growing the array."""
     end = at + new.shape[2]
     if held is None or end > held.packed.shape[2]:
         pairs = zip((None,) * 3 if held is None else held.parts, new.parts, strict=True)
@@ -262,8 +253,7 @@ def _append(held: QuantizedStates | None, new: QuantizedStates, at: int) -> Quan
 
 
 def _joined(old: mx.array | None, new: mx.array, at: int) -> mx.array:
-    """The first ``at`` columns of ``old``, then ``new``, then zeros up to a multiple of ``STEP`` columns: in one operation, and
-    in none for a first chunk of so many."""
+    """Join ``at`` columns of ``old``, ``new`` and zeros up to ``STEP``."""
     parts = [new] if old is None or not at else [old[:, :, :at], new]
     if missing := -(at + new.shape[2]) % STEP:
         parts.append(mx.zeros((*new.shape[:2], missing, new.shape[3]), new.dtype))
@@ -271,47 +261,42 @@ def _joined(old: mx.array | None, new: mx.array, at: int) -> mx.array:
 
 
 class QuantizedSlabCache(SlabCache):
-    """A layer of full attention as quantised slabs: packed numbers, scales and biases, each (S, H, C, ...).
+    """Full attention as quantised slabs: packed numbers, scales, biases, each (S, H, C, ...).
 
-    Keys and values of one depth are heads of the same slabs, so that a token of all rows is quantised, written and unpacked
-    in one operation each: on a GPU the number of operations decides. ``few_bits``, of the policy, says what models are handed:
-    QuantizedStates, for products of the packed numbers, arrays, for the kernels of exact keys and values, or SlabStates, for
-    a kernel that reads slabs. Arrays live for the layer's attention: a step needs room for the exact keys and values of as many
-    layers as are launched at once.
+    Stacking keys and values of one depth as heads saves operations. ``few_bits`` decides if models get QuantizedStates,
+    SlabStates or arrays, which live for one layer's attention.
     """
 
-    keys: Any  # the parts of QuantizedStates of keys, and of values behind them where they are stacked; or None
-    values: Any  # those of values, () where they are stacked; or None
+    keys: Any  # parts of QuantizedStates, with the values' heads last if stacked; or None
+    values: Any  # parts likewise, () if stacked; or None
 
     def __init__(self, num_places: int, group_size: int, bits: int, *, few_bits: str = PACKED) -> None:
         super().__init__(num_places)
         self.few_bits = few_bits
         self._group_size = (
-            group_size  # not ``bits``: mlx-vlm takes a cache that has those for one that hands out packed numbers
+            group_size  # no attribute is named ``bits``, by which mlx-vlm recognises caches that return packed numbers
         )
         self._num_bits = bits
-        self._heads = (0, 0)  # of keys and of values
+        self._heads = (0, 0)  # of keys, of values
         self._layouts: list[Layout] = []
-        #: (heads, width, type) of every part of every slab.
+        #: (heads, width, dtype) of every part of every slab.
         self._parts: list[list[tuple[int, int, mx.Dtype]]] = []
 
     def put(self, place: int, cache: QuantizedCache) -> None:
-        """Copy one row's packed keys and values (its own bytes only) into a place."""
         length, states = cache.offset, cache.state
         self._layouts, self._heads = [one.layout for one in states], (states[0].shape[1], states[1].shape[1])
         self._parts = [[(one.shape[1], part.shape[3], part.dtype) for part in one.parts] for one in states]
         if self._is_stacked:
             self._parts = [[(sum(self._heads), width, dtype) for _, width, dtype in self._parts[0]]]
         self._reserve_parts(length + 1)
-        self._left[place] = max(self._left[place], length)
+        self._left[place] = max(self._left[place], length, self.ahead)
         for (slabs, heads), one in zip(self._halves(), states, strict=True):
             for slab, part in zip(slabs, one.parts, strict=True):
                 slab[place : place + 1, heads, :length] = part
         self._wipe(place, length)
         self._lengths[place] = length
 
-    def take(self, place: int) -> Any:
-        """The row at a place as a single-row cache with arrays of its own, not evaluated yet."""
+    def extract(self, place: int) -> Any:
         cache = QuantizedCache(self._group_size, self._num_bits)
         cache.offset = self._lengths[place]
         cache.keys, cache.values = (
@@ -321,32 +306,30 @@ class QuantizedSlabCache(SlabCache):
         return cache
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
-        """Append (S, H, 1, D) keys and values at each place's own length; all up to the widest row."""
+        self.append(keys, values)
+        self.advance()
+        return self.state
+
+    def append(self, keys: mx.array, values: mx.array) -> None:
         stacks = [mx.concatenate([keys, values], axis=1)] if self._is_stacked else [keys, values]
-        at = self._positions()[:, None, None, None]
+        count = keys.shape[2]
         new = [quantize(stack, self._group_size, self._num_bits).parts for stack in stacks]
-        self._reserve_parts(self._idx + 1)
+        self._reserve_parts(self._columns(count))
+        at, self.ahead = columns_at(self._positions(), count), max(self.ahead, count)
         written = [
             tuple(put_columns(slab, at, part) for slab, part in zip(slabs, parts, strict=True))
             for slabs, parts in zip((self.keys, self.values), new, strict=False)
         ]
         self.keys, self.values = written if len(written) == 2 else (written[0], ())
-        self.advance()
-        return self.state
 
     @property
     def has_graphs_kernels(self) -> bool:  # type: ignore[override]
-        """Not where packed numbers are multiplied: scores are then scaled and masked by operations of their own."""
+        """False for packed products: a graph can fuse their scaling and masking."""
         return self.few_bits == KERNEL
 
-    def prepare(self) -> tuple[Any, ...]:
-        """Make room for one more token; what a step's graph depends on."""
-        self._reserve_parts(self._idx + 1)
-        return (tuple(part.shape for part in self.arrays()), self._dtype)
-
-    @property
-    def _dtype(self) -> mx.Dtype:
-        return self.keys[1].dtype
+    def graph_key(self) -> tuple[Any, ...]:
+        self._reserve_parts(self._columns(1))
+        return (tuple(part.shape for part in self.arrays()), self.keys[1].dtype)
 
     @property
     def nbytes(self) -> int:
@@ -357,19 +340,17 @@ class QuantizedSlabCache(SlabCache):
 
     @property
     def _is_stacked(self) -> bool:
-        """True where keys and values are heads of the same slabs."""
         keys, values = self._layouts
         return keys == values
 
     def _halves(self) -> list[tuple[Sequence[mx.array], slice]]:
-        """(slabs, heads in them) of the keys and of the values."""
+        """(slabs, heads) of keys and of values."""
         if not self._is_stacked:
             return [(self.keys, slice(None)), (self.values, slice(None))]
         return [(self.keys, slice(self._heads[0])), (self.keys, slice(self._heads[0], None))]
 
     @property
     def state(self) -> Any:
-        """The result of the last ``update_and_fetch``, as ``few_bits`` says."""
         slabs = (self.keys, self.keys if self._is_stacked else self.values)
         firsts = (0, self._heads[0] if self._is_stacked else 0)
         keys, values = (
@@ -380,20 +361,11 @@ class QuantizedSlabCache(SlabCache):
             return keys, values
         return unpacked(keys, values) if self.few_bits == UNPACKED else (keys.cut(), values.cut())
 
-    def _fit(self, num_places: int) -> None:
+    def _change(self, change: Callable[[mx.array], mx.array]) -> None:
         if self.keys is not None:
-            self.keys, self.values = (
-                tuple(with_places(part, num_places) for part in slabs) for slabs in (self.keys, self.values)
-            )
-
-    def _cut(self, capacity: int) -> None:
-        """Keep the first columns only, once that is computed."""
-        self.keys, self.values = (
-            tuple(own_array(part[:, :, :capacity]) for part in slabs) for slabs in (self.keys, self.values)
-        )
+            self.keys, self.values = (tuple(map(change, slabs)) for slabs in (self.keys, self.values))
 
     def _reserve_parts(self, tokens: int) -> None:
-        """Make room for ``tokens`` columns."""
         if tokens <= self.capacity:
             return
         capacity, places = self._capacity(tokens), self.num_places

@@ -1,8 +1,10 @@
-"""One recurrent layer of a batch (state-space, linear attention, short convolution): a state of fixed size for each row."""
+"""Recurrent layers: a state of fixed size per row."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import mlx.core as mx
@@ -10,30 +12,75 @@ from mlx_vlm.models.cache import ArraysCache
 
 from vlm_batch.arrays import grown, own_array
 from vlm_batch.caches.layers import LayerCache, Placement, UpstreamKind, upstream
+from vlm_batch.caches.rows import row_of
 from vlm_batch.caches.states import LayerState, filed
+
+#: A row of states (B, ...), one array per slot.
+Source = tuple[Sequence[mx.array | None], int]
 
 
 class RecurrentCache(ArraysCache):
-    """The rows' states side by side: slot i holds (B, ...), whatever the placement. An empty place's state is never read.
+    """The rows' states side by side, (B, ...) per slot.
 
-    To a model it is mlx-vlm's ``ArraysCache`` of B rows without padding. A decode step makes every state anew, so a
-    join or a leave, which writes one row or closes its gap, costs no more than a step writes; no KV is involved.
+    Models see mlx-vlm's ``ArraysCache``. A drafted forward leaves the states after the first positions; ``keep``
+    chooses a row's state, the next read puts it in place.
     """
 
-    cache: list[Any]
+    #: It has no mask.
+    span = None
+    #: A graph fuses operations of a recurrence.
+    has_graphs_kernels = False
 
     def __init__(self) -> None:
+        self._states: list[Any] = []
+        self._later: dict[int, list[Source]] = {}  # by place: the states after its second, third ... position
+        self._kept: dict[int, Source] = {}  # by place: the state that replaces the one in ``_states``
         super().__init__(0)
+        self.always_masked = False  # every forward has the same rows, to be batch-invariant
         self._num_places = 0
-        self._unfilled: set[tuple[int, int]] = set()  # (slot, place) whose zeros stand for nothing yet
+        self._unfilled: set[tuple[int, int]] = set()  # (slot, place) with zeros for an unused slot
+
+    @property
+    def cache(self) -> list[Any]:
+        if self._kept:
+            kept, self._kept = self._kept, {}
+            self._states = [
+                None
+                if states is None
+                else _replaced(states, {place: (one[0][slot], one[1]) for place, one in kept.items()})
+                for slot, states in enumerate(self._states)
+            ]
+        return self._states
+
+    @cache.setter
+    def cache(self, states: list[Any]) -> None:
+        self._states = states
+
+    def draft(self, later: dict[int, list[Source]]) -> None:
+        """Take states after further positions, by place. The forward fills their slots."""
+        self._later = later
+
+    def keep(self, place: int, count: int) -> None:
+        """Keep a row's state after ``count`` positions of the last forward."""
+        later = self._later.pop(place, [])
+        if count > 1:
+            self._kept[place] = later[count - 2]
+
+    def _forget(self, place: int) -> None:
+        self._later.pop(place, None)
+        self._kept.pop(place, None)
+
+    def __getitem__(self, slot: int) -> Any:
+        self._later.clear()  # a forward: what is left is of empty places
+        return self.cache[slot]
 
     def __setitem__(self, slot: int, states: Any) -> None:
-        """Take a slot's states of all rows, as a step has made them."""
         self._unfilled = {(other, place) for other, place in self._unfilled if other != slot}
         super().__setitem__(slot, states)
 
     def put(self, place: int, cache: ArraysCache) -> None:
-        """Take over one row's states (1, ...); a slot that the row has not filled begins with zeros."""
+        """Copy a row's states (1, ...) to a place; empty slots become zeros."""
+        self._forget(place)
         slots = self.cache or [None] * len(cache.cache)
         self._unfilled = {(slot, other) for slot, other in self._unfilled if other != place}
         self._unfilled |= {(slot, place) for slot, row in enumerate(cache.cache) if row is None}
@@ -41,8 +88,7 @@ class RecurrentCache(ArraysCache):
             _put(states, place, row, self._num_places) for states, row in zip(slots, cache.cache, strict=True)
         ]
 
-    def take(self, place: int) -> ArraysCache:
-        """The row's states (1, ...) as a single-row cache."""
+    def extract(self, place: int) -> ArraysCache:
         cache = ArraysCache(len(self.cache))
         cache.cache = [
             None if states is None or (slot, place) in self._unfilled else mx.contiguous(states[place : place + 1])
@@ -51,28 +97,69 @@ class RecurrentCache(ArraysCache):
         return cache
 
     def clear(self, place: int) -> None:
-        """Free a place; its state stays until another row's is written over all of it."""
+        """Free a place; the next row overwrites the state."""
+        self._forget(place)
 
     def remove(self, place: int) -> None:
-        """Forget the row at a place and close the gap."""
+        self._forget(place)
+        states = self.cache  # with what the other places keep
+        self._later = {other - (other > place): later for other, later in self._later.items()}
         self._num_places -= 1
         self._unfilled = {(slot, other - (other > place)) for slot, other in self._unfilled if other != place}
-        self.cache = [
-            None if states is None else mx.concatenate([states[:place], states[place + 1 :]]) for states in self.cache
-        ]
+        self.cache = [None if one is None else mx.concatenate([one[:place], one[place + 1 :]]) for one in states]
 
     def resize(self, num_places: int) -> None:
-        """Have so many places; those that are given up are empty."""
+        for place in range(num_places, self._num_places):
+            self._forget(place)
         self._num_places = num_places
         self.cache = [None if states is None else _fit(states, num_places) for states in self.cache]
 
+    @property
+    def nbytes(self) -> int:
+        return sum(states.nbytes for states in self._states if states is not None)  # another thread may ask
+
     def arrays(self) -> list[mx.array]:
-        """Every array that is held, to be evaluated."""
         return [states for states in self.cache if states is not None]
+
+    # A compiled step ----------------------------------------------------------------------------------------------------
+
+    def graph_key(self) -> tuple[Any, ...]:
+        return tuple(None if states is None else (states.shape, states.dtype) for states in self.cache)
+
+    def step_inputs(self, *, is_added: bool) -> tuple[mx.array, ...]:
+        return ()
+
+    def trace(self, slots: Sequence[Sequence[mx.array]], made: Sequence[mx.array]) -> None:
+        """Work on placeholders until the next ``give``."""
+        self.take(slots, 0)
+
+    def give(self) -> tuple[tuple[mx.array, ...], ...]:
+        """Hand the states to a step: one array a slot, none if unused."""
+        self._later.clear()
+        slots = tuple(() if states is None else (states,) for states in self.cache)
+        self.cache = [None] * len(slots)
+        return slots
+
+    def take(self, slots: Sequence[Sequence[mx.array]], count: int) -> None:
+        """Take states back after a step of ``count`` tokens for every place."""
+        self.cache = [one[0] if one else None for one in slots]
+        self._unfilled = {(slot, place) for slot, place in self._unfilled if not (count and slots[slot])}
+
+
+def _replaced(states: mx.array, kept: Mapping[int, tuple[mx.array | None, int]]) -> mx.array:
+    """Return states (B, ...), some places from other arrays' rows."""
+    found: list[tuple[mx.array, int]] = []
+    for place in range(states.shape[0]):
+        array, row = kept.get(place, (None, 0))
+        found.append((states, place) if array is None else (array, row))
+    arrays = list({id(array): array for array, _ in found}.values())
+    begins = dict(zip(map(id, arrays), accumulate([0, *(array.shape[0] for array in arrays)]), strict=False))
+    rows = [begins[id(array)] + row for array, row in found]
+    joined = arrays[0] if len(arrays) == 1 else mx.concatenate(arrays)
+    return joined if rows == list(range(joined.shape[0])) else mx.take(joined, mx.array(rows), axis=0)
 
 
 def _put(states: mx.array | None, place: int, row: mx.array | None, num_places: int) -> mx.array | None:
-    """``states`` (B, ...) with ``row`` (1, ...) at a place."""
     if states is None and row is None:
         return None
     if row is None:
@@ -83,7 +170,6 @@ def _put(states: mx.array | None, place: int, row: mx.array | None, num_places: 
 
 
 def _fit(states: mx.array, num_places: int) -> mx.array:
-    """(B, ...) cut or filled with zeros to ``num_places``."""
     if num_places <= states.shape[0]:
         return states[:num_places]
     return grown(states, (num_places, *states.shape[1:]), states.dtype, axis=0)
@@ -92,7 +178,7 @@ def _fit(states: mx.array, num_places: int) -> mx.array:
 @filed
 @dataclass(frozen=True)
 class RecurrentState(LayerState):
-    """States of fixed size (state-space models, linear attention, short convolutions): good for one length only."""
+    """States of fixed size, for one length only."""
 
     slots: tuple[mx.array | None, ...]
     length: int
@@ -108,9 +194,16 @@ class RecurrentState(LayerState):
 
 @upstream(ArraysCache)
 class RecurrentKind(UpstreamKind):
-    """An ``ArraysCache``; slots that the model has not filled are None."""
+    """An ``ArraysCache``; unused slots are None."""
 
     cache: ArraysCache
+    holds_rows = True
+
+    def row(self, index: int, *, is_own: bool = True) -> ArraysCache:
+        cut = row_of(index, is_own=is_own)
+        taken = ArraysCache(len(self.cache.cache))
+        taken.cache = [None if slot is None else cut(slot) for slot in self.cache.cache]
+        return taken
 
     def saved(self, length: int) -> RecurrentState:
         return RecurrentState(tuple(None if slot is None else own_array(slot) for slot in self.cache.cache), length)

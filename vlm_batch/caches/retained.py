@@ -1,4 +1,4 @@
-"""The KV of a row whose answer sees all of its prompt and the answer's last tokens (Unlimited-OCR)."""
+"""Answers that see their prompt and their own window (Unlimited-OCR)."""
 
 from __future__ import annotations
 
@@ -13,18 +13,14 @@ from vlm_batch.caches.states import LayerState, LostState, filed
 
 
 class RetainedPromptCache(CacheKind, KVCache):
-    """Keys and values (1, H, L, D): the prompt's in order, then a ring of the answer's last ``window``.
-
-    Keys are rotated before they are stored, so their order in the ring does not matter.
-    """
+    """Keys and values (1, H, L, D): the prompt, then a ring of the answer's last ``window`` tokens."""
 
     def __init__(self, window: int) -> None:
         super().__init__()
         self.window = window
-        self.prompt: int | None = None  # its length, once it is known
+        self.prompt: int | None = None  # the prompt's length, once it has ended
 
     def end_prompt(self) -> None:
-        """End the prompt: tokens from now on are the answer's."""
         self.prompt = self.offset
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array | None, mx.array | None]:
@@ -44,7 +40,6 @@ class RetainedPromptCache(CacheKind, KVCache):
         return self.keys[..., :kept, :], self.values[..., :kept, :]
 
     def saved(self, length: int) -> LayerState:
-        """Its state, or LostState once the prompt has ended: the answer's tokens overwrite each other."""
         if self.prompt is not None:
             return LostState()
         keys, values = (own_array(part) for part in self.state if part is not None)
@@ -54,7 +49,7 @@ class RetainedPromptCache(CacheKind, KVCache):
 @filed
 @dataclass(frozen=True)
 class RetainedState(LayerState):
-    """A prompt whose answer will see all of it and its own last tokens, as it was before the answer began."""
+    """A prompt before its answer."""
 
     keys: mx.array  # (1, H, L, D)
     values: mx.array

@@ -1,7 +1,6 @@
-"""One layer of a row as an immutable state that shares nothing with a live row, and caches made of it again.
+"""Immutable states of a row's layers.
 
-A state is *whole* if a cache can be made of any number of its first tokens (full attention). All others (sliding
-windows, recurrent states) are good for the length at which they were taken. Each kind's state lies beside its cache.
+A *whole* state can be cut to any length, as full attention can. Others hold for their saved length.
 """
 
 from __future__ import annotations
@@ -14,59 +13,57 @@ import mlx.core as mx
 
 from vlm_batch.arrays import arrays_of, own_array
 
-#: The states that a file can hold, by the names of their classes.
+#: Classes of states that files can hold, by name.
 FILED_STATES: dict[str, type] = {}
 
 State = TypeVar("State", bound=type)
 
 
 class LayerState:
-    """One layer of one row: a frozen dataclass of arrays, numbers, and tuples and states of those."""
+    """One layer of one row: a frozen dataclass of arrays, numbers, tuples and states."""
 
-    #: Whether it can be cut back to any length.
+    #: Whether it can be cut to any length.
     is_whole = False
-    #: The least length that it can be cut back to.
+    #: The least length that it can be cut to.
     floor = 0
 
     def reaches(self, length: int) -> bool:
-        """Whether a cache of the first ``length`` tokens can be made of it."""
+        """Whether it can restore the first ``length`` tokens."""
         raise NotImplementedError
 
     def restore(self, length: int) -> Any:
-        """A fresh single-row cache of its first ``length`` tokens."""
+        """Make a single-row cache of the first ``length`` tokens."""
         raise NotImplementedError
 
     def of_pictures(self, share: float) -> LayerState:
-        """The state of the row's first pictures alone, which take ``share`` of all their positions."""
+        """Return the first pictures' state, with ``share`` of all picture positions."""
         return self
 
     def parts(self) -> list[LayerState]:
-        """The states that it is made of."""
         values = [part for value in vars(self).values() for part in (value if isinstance(value, tuple) else (value,))]
         return [part for part in values if isinstance(part, LayerState)]
 
     def arrays(self) -> list[mx.array]:
-        """Every array of it and of its parts."""
         return [*arrays_of(vars(self)), *(array for part in self.parts() for array in part.arrays())]
 
 
 def filed(state: State) -> State:
-    """Let files hold a state.
+    """Let files hold a class of states.
 
-    Its name and its fields are the format of the file: to change one of them is to change ``files.VERSION``.
+    Its name and fields are the file format: a change needs a new ``files.VERSION``.
     """
     FILED_STATES[state.__name__] = state
     return state
 
 
 def can_file(state: LayerState) -> bool:
-    """Whether a file can hold a state and all of its parts."""
+    """Whether files can hold a state and its parts."""
     return FILED_STATES.get(type(state).__name__) is type(state) and all(map(can_file, state.parts()))
 
 
 @dataclass(frozen=True)
 class CopiedState(LayerState):
-    """A single-row cache of an unknown kind, copied attribute by attribute: good for one length only."""
+    """A copy of an unknown cache, for one length only."""
 
     cache: Any
     length: int
@@ -86,14 +83,13 @@ class CopiedState(LayerState):
 
 @dataclass(frozen=True)
 class LostState(LayerState):
-    """A layer that no row can continue: it has dropped tokens that a longer prompt would see."""
+    """A layer that dropped tokens: nothing can continue it."""
 
     def reaches(self, length: int) -> bool:
         return False
 
 
 def is_cache(value: Any) -> bool:
-    """Whether something is one of mlx-vlm's caches, or of a kind that inherits from ours, wherever that is defined."""
     modules = (base.__module__ for base in type(value).__mro__)
     return type(value).__module__.startswith("mlx_vlm.") or any(
         name.startswith("vlm_batch.caches.") for name in modules
@@ -101,7 +97,7 @@ def is_cache(value: Any) -> bool:
 
 
 def _copy(value: Any, copied: list[mx.array]) -> Any:
-    """A copy of a cache whose arrays, containers and inner caches are its own; the new arrays go into ``copied``."""
+    """Copy a cache deeply; its new arrays go into ``copied``."""
     if isinstance(value, mx.array):
         copied.append(own_array(value))
         return copied[-1]

@@ -1,4 +1,4 @@
-"""One row's keys and values of full attention, coded by mlx-vlm's TurboQuant (arXiv:2504.19874)."""
+"""Full attention coded by mlx-vlm's TurboQuant (arXiv:2504.19874)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vlm_batch.caches.states import LayerState, filed
 
 
 class TurboStates(_QuantizedStateProxy):  # type: ignore[misc]
-    """Coded keys or values that know the cache whose kernels read them, for layers that share another layer's."""
+    """Coded keys or values, and the cache whose kernels read them."""
 
     __slots__ = ("cache",)
 
@@ -23,12 +23,9 @@ class TurboStates(_QuantizedStateProxy):  # type: ignore[misc]
 
 
 class TurboCache(CacheKind, TurboQuantKVCache):  # type: ignore[misc]
-    """mlx-vlm's cache of one row, coded by TurboQuant."""
-
     is_whole = True
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[TurboStates, TurboStates]:
-        """Append (1, H, L, D) keys and values; all that there are, coded."""
         coded_keys, coded_values = super().update_and_fetch(keys, values)
         return TurboStates(coded_keys, self), TurboStates(coded_values, self)
 
@@ -42,7 +39,7 @@ class TurboCache(CacheKind, TurboQuantKVCache):  # type: ignore[misc]
 @filed
 @dataclass(frozen=True)
 class TurboState(LayerState):
-    """Full attention coded by mlx-vlm's TurboQuant: norms (1, H, L) and codes (1, H, L, W) of keys and of values."""
+    """Norms (1, H, L) and codes (1, H, L, W) of keys and of values."""
 
     keys: tuple[mx.array, ...]
     values: tuple[mx.array, ...]

@@ -1,4 +1,4 @@
-"""One row's keys and values of sliding-window attention: mlx-vlm's ``RotatingKVCache``, saved and batched."""
+"""Sliding windows of one row: mlx-vlm's ``RotatingKVCache``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mlx_vlm.models.cache import RotatingKVCache
 
 from vlm_batch.arrays import own_array
 from vlm_batch.caches.layers import LayerCache, Placement, UpstreamKind, upstream
-from vlm_batch.caches.rows import RowsCache
+from vlm_batch.caches.rows import RowsCache, row_of
 from vlm_batch.caches.slab import RingSlabCache
 from vlm_batch.caches.states import LayerState, filed
 
@@ -17,7 +17,7 @@ from vlm_batch.caches.states import LayerState, filed
 @filed
 @dataclass(frozen=True)
 class WindowState(LayerState):
-    """A sliding window: the last tokens in their order, of ``length`` seen. Once it has rolled it cannot be cut."""
+    """The last tokens in order, of ``length`` seen; a full window cannot be cut."""
 
     keys: mx.array  # (1, H, min(length, window), D)
     values: mx.array
@@ -38,16 +38,28 @@ class WindowState(LayerState):
 
 @upstream(RotatingKVCache)
 class WindowKind(UpstreamKind):
-    """A ``RotatingKVCache``; its first ``keep`` tokens stay where they are."""
+    """A ``RotatingKVCache``; its first ``keep`` tokens stay."""
 
     cache: RotatingKVCache
+    holds_rows = True
+
+    def row(self, index: int, *, is_own: bool = True) -> RotatingKVCache:
+        cache, cut = self.cache, row_of(index, is_own=is_own)
+        taken = RotatingKVCache(cache.max_size, cache.keep)
+        taken.keys, taken.values, taken.offset, taken._idx = (
+            cut(cache.keys),
+            cut(cache.values),
+            cache.offset,
+            cache._idx,
+        )
+        return taken
 
     @property
     def can_trim(self) -> bool:  # type: ignore[override]
         return self.cache.keep == 0
 
     def trim(self, count: int) -> None:
-        """A chunk leaves as many positions before it as its first one sees, and all of its own: the last ones are cut off."""
+        """Cut the last positions; a chunk keeps all that its first position sees."""
         cache = self.cache
         cache.keys, cache.values = (part[:, :, :-count] for part in (cache.keys, cache.values))
         cache.offset, cache._idx = cache.offset - count, cache._idx - count
@@ -55,7 +67,7 @@ class WindowKind(UpstreamKind):
     def saved(self, length: int) -> WindowState:
         cache = self.cache
         ordered = [cache._temporal_order(part) for part in (cache.keys, cache.values)]
-        if cache.keep == 0:  # a chunk leaves more behind than the next token can see
+        if cache.keep == 0:  # a chunk keeps more than the next token sees
             ordered = [part[:, :, -min(cache.offset, cache.max_size) :] for part in ordered]
         keys, values = (own_array(part) for part in ordered)
         return WindowState(keys, values, cache.offset, cache.max_size, cache.keep)

@@ -1,8 +1,6 @@
-"""``vlm-batch bench``: a load on a model of one's own, or on any server that speaks OpenAI's chat completions.
+"""``vlm-batch bench``: load on a model, or on a server with OpenAI's chat completions.
 
-Requests arrive by chance (Poisson), or so many are always under way (closed loop). Every answer is streamed; some of the
-requests may be asked again alone, and their answers under load are compared with those. A thread waits for each request that
-is under way: the load costs the machine little beside what answers it.
+Requests arrive at random (Poisson), or a fixed number runs (closed loop). Some are asked again alone.
 """
 
 from __future__ import annotations
@@ -41,11 +39,11 @@ from vlm_batch.types import Request, SamplingParams, Timings
 if TYPE_CHECKING:
     from vlm_batch.batcher import VLMBatcher
 
-#: The words of prompts: about a token each for most tokenizers.
+#: Words for prompts, about a token each.
 WORDS = (
     "the", "picture", "shows", "a", "small", "red", "boat", "near", "green", "hills", "two", "people", "look", "at", "old",
 )  # fmt: skip
-#: Most requests that are under way at a time when they arrive by chance.
+#: Most requests under way when they arrive at random.
 MAX_OPEN = 1024
 API_KEY = "OPENAI_API_KEY"
 STAGES = ("queue", "encode", "prefill", "decode")
@@ -53,13 +51,16 @@ STAGES = ("queue", "encode", "prefill", "decode")
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """A load: the requests, and their rate.
+    """A benchmark's requests and their rate.
 
-    ``concurrency`` requests are always under way; without it they arrive by chance, ``rate`` a second: 0 is all at once, and
-    None twice what is answered of requests asked alone. ``prompt_words`` and ``answer_tokens`` are (least, most), drawn
-    log-uniformly; an answer has exactly so many tokens with ``ignore_eos``, which not every server knows. ``sizes`` are the
-    pictures' (width, height), taken in turn; ``picture_share`` of the requests have one. The first ``check`` requests are asked
-    alone, too.
+    Attributes:
+        concurrency: Requests always under way; None for random arrivals.
+        rate: Arrivals a second; 0 sends all at once, None takes twice the rate of single requests.
+        sizes: (width, height) of pictures, in turn.
+        picture_share: Share of requests with a picture.
+        prompt_words: (least, most), drawn log-uniformly; ``answer_tokens`` likewise.
+        ignore_eos: Answers have full length; not every server knows it.
+        check: First requests that are also asked alone.
     """
 
     requests: int = 32
@@ -88,11 +89,10 @@ class Load:
             raise ValueError(f"the share of pictures is {self.picture_share}; it must be in 0..1")
 
     def has_picture(self, index: int) -> bool:
-        """Whether a request has one: the share is kept over every stretch of requests, not by chance."""
         return math.floor((index + 1) * self.picture_share) > math.floor(index * self.picture_share)
 
     def request(self, index: int) -> Request:
-        """A request; the same for the same load and index, and unlike every other."""
+        """Make a request that depends only on load and index."""
         chance = random.Random(f"{self.seed}/{index}")
         words = " ".join(chance.choice(WORDS) for _ in range(_between(chance, self.prompt_words)))
         tokens = _between(chance, self.answer_tokens)
@@ -102,7 +102,7 @@ class Load:
 
 
 _SERVED = Load(requests=64, concurrency=8, picture_share=1.0, ignore_eos=False, check=8)
-#: Named loads. "chat" is what a chat server sees; "384" is the one load that has a published figure on Apple hardware.
+#: Named loads. "chat" resembles a chat server's; "384" is the load of a published figure on Apple hardware.
 PRESETS: dict[str, Load] = {
     "chat": Load(),
     "384": replace(_SERVED, sizes=((384, 384),), prompt_words=(256, 256), answer_tokens=(128, 128)),
@@ -115,10 +115,7 @@ PRESETS: dict[str, Load] = {
 
 @dataclass(frozen=True)
 class Answer:
-    """One streamed answer: its text, when its pieces came (seconds after it was asked), its tokens; or what went wrong.
-
-    ``timings`` are the engine's own, where there is one here.
-    """
+    """One streamed answer, or its error; ``pieces`` are its text's arrival times in seconds."""
 
     text: str = ""
     pieces: tuple[float, ...] = ()
@@ -130,7 +127,7 @@ class Answer:
 
     @property
     def ttft(self) -> float | None:
-        """Seconds to the first token, or to the first piece of text where tokens are not seen; None without any."""
+        """Seconds to the first token, or text if tokens are unknown."""
         if self.timings is not None:
             return self.timings.ttft
         return self.pieces[0] if self.pieces else None
@@ -138,7 +135,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Report:
-    """The outcome of a load; ``alone`` are the answers of the first requests, asked one after another afterwards."""
+    """The outcome of a load; ``alone`` are the first requests' answers alone."""
 
     load: Load
     asked: str
@@ -148,11 +145,10 @@ class Report:
 
     @property
     def done(self) -> list[Answer]:
-        """The answers that did not fail."""
         return [answer for answer in self.answers if answer.error is None]
 
     def times(self) -> dict[str, list[float]]:
-        """Seconds to first tokens, between pieces, and to the ends of answers."""
+        """Return seconds to first tokens, between pieces, and to the end."""
         return {
             "ttft": [answer.ttft for answer in self.done if answer.ttft is not None],
             "gap": [b - a for answer in self.done for a, b in pairwise(answer.pieces)],
@@ -160,7 +156,6 @@ class Report:
         }
 
     def figures(self) -> dict[str, Any]:
-        """Numbers for a table or a JSON line; times in seconds."""
         done = self.done
         tokens = sum(answer.tokens for answer in done)
         pairs = [pair for pair in zip(self.alone, self.answers, strict=False) if not any(one.error for one in pair)]
@@ -194,20 +189,13 @@ class Report:
 
 @dataclass(frozen=True)
 class Local:
-    """A batcher in this process: pictures are processed and text is decoded, as for an application.
-
-    ``prepare`` makes of a request what ``ask`` sends, before time counts.
-    """
-
     batcher: VLMBatcher
     name: str = "in process"
 
     def prepare(self, request: Request) -> Request:
-        """The request."""
         return request
 
     def ask(self, prepared: Any) -> Answer:
-        """One answer."""
         begin = time.perf_counter()
         handle = self.batcher.submit_request(prepared)
         pieces = tuple(time.perf_counter() - begin for _ in handle)
@@ -220,7 +208,7 @@ class Local:
 
 @dataclass(frozen=True)
 class Server:
-    """A server and the model that is asked there, by the standard library's client."""
+    """A model on a server, asked with the standard library's client."""
 
     url: str
     model: str
@@ -229,11 +217,10 @@ class Server:
 
     @property
     def name(self) -> str:
-        """The model, and where it is."""
         return f"{self.model} at {self.url}"
 
     def connect(self) -> tuple[HTTPConnection, str]:
-        """A connection, and the path of chat completions. Raises ValueError for a URL that is none."""
+        """Return a connection and the path of chat completions."""
         parts = urlsplit(self.url if "://" in self.url else f"http://{self.url}")
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"{self.url} is no http(s) URL")
@@ -243,7 +230,6 @@ class Server:
         return kind(parts.hostname, parts.port, timeout=self.timeout), path
 
     def prepare(self, request: Request) -> bytes:
-        """The request's body."""
         pictures = ["data:image/jpeg;base64," + base64.b64encode(one).decode() for one in request.images]
         content: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in pictures]
         fields: dict[str, Any] = {
@@ -259,7 +245,7 @@ class Server:
         return json.dumps(fields).encode()
 
     def ask(self, prepared: Any) -> Answer:
-        """One streamed answer. What goes wrong is part of it."""
+        """Return a streamed answer, or its error."""
         headers = {"Content-Type": "application/json", "Accept": "text/event-stream"}
         if self.key:
             headers["Authorization"] = f"Bearer {self.key}"
@@ -278,7 +264,6 @@ class Server:
 
 
 def _read(response: Any, begin: float) -> Answer:
-    """A stream of events to its end. A piece is an event that adds text, be it answer or reasoning."""
     said: list[str] = []
     times: list[float] = []
     usage: dict[str, Any] = {}
@@ -314,10 +299,7 @@ def _read(response: Any, begin: float) -> Answer:
 
 
 def measure(target: Local | Server, load: Load) -> Report:
-    """Put the load on, wait for its end, then ask some of its requests alone. A request that is not counted warms up.
-
-    Alone comes after: what is kept of requests that were seen would make the load lighter.
-    """
+    """Run the load, then ask some requests alone: asked before, their cached prompts would lighten it."""
     asked = [target.prepare(load.request(index)) for index in range(load.requests)]
     target.ask(target.prepare(replace(load, answer_tokens=(4, 4)).request(load.requests)))
     if load.concurrency is None and load.rate is None:
@@ -340,7 +322,7 @@ def measure(target: Local | Server, load: Load) -> Report:
 
 
 def picture(size: tuple[int, int], chance: random.Random) -> bytes:
-    """Coarse noise of that size as a JPEG: no two are alike, so that no cache answers for the encoder."""
+    """Return noise as a JPEG, different each time against caches."""
     noise = np.random.default_rng(chance.getrandbits(32)).integers(0, 256, (16, 16, 3), dtype=np.uint8)
     held = io.BytesIO()
     Image.fromarray(noise).resize(size).save(held, "JPEG", quality=90)
@@ -353,7 +335,7 @@ def _between(chance: random.Random, limits: tuple[int, int]) -> int:
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, 95th and 99th percentile, and greatest; zeros if there are none."""
+    """Return median, 95th and 99th percentile, and maximum."""
     known = sorted(value for value in values if value == value)
     if not known:
         return {"p50": 0.0, "p95": 0.0, "p99": 0.0, "max": 0.0}
@@ -367,7 +349,6 @@ SHOWN = {"ttft": "to the first token", "gap": "between two pieces", "whole": "to
 
 
 def show(report: Report, out: TextIO) -> None:
-    """The figures as a table."""
     found, load = report.figures(), report.load
     console = open_console(out)
     arrivals = f"{load.rate:.3g} arrivals a second" if load.rate else "all at once"
@@ -394,7 +375,6 @@ def show(report: Report, out: TextIO) -> None:
 
 
 def plot(report: Report, path: Path) -> None:
-    """The distributions of first tokens, gaps and whole answers. Needs matplotlib (the extra "bench")."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -419,7 +399,7 @@ def plot(report: Report, path: Path) -> None:
 
 
 def run(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
-    """``vlm-batch bench``: 0 if every request was answered, else 1. Raises UsageError."""
+    """Run ``vlm-batch bench``; return 0 if every request was answered."""
     check_figures(args.json)
     if args.tune:
         try:
@@ -444,13 +424,12 @@ def run(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
 
 
 def check_figures(target: str | None) -> None:
-    """Raise InvalidJob for a file of figures that cannot be written."""
     if target not in (None, "-"):
         check_writable(Path(str(target)))
 
 
 def add_figures(target: str | None, figures: Mapping[str, Any]) -> None:
-    """Add figures to a file as a JSON line, or print them (``-``); None is nowhere."""
+    """Append a JSON line to a file, or, for ``-``, print it."""
     if target == "-":
         print(encoded(figures).decode(), end="")
     elif target is not None:
@@ -460,7 +439,6 @@ def add_figures(target: str | None, figures: Mapping[str, Any]) -> None:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of ``vlm-batch bench``. What is not said is the preset's."""
     add_model(parser)
     number = at_least(1)
     parser.add_argument(
@@ -498,7 +476,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def load_of(args: argparse.Namespace) -> Load:
-    """The preset with what the command line says otherwise. Raises ValueError."""
+    """Return the preset, overridden by the command line."""
     preset = PRESETS[args.preset or ("chat" if args.url is None else "384")]
     if args.rate is not None:
         preset = replace(preset, concurrency=None)
@@ -518,7 +496,6 @@ def load_of(args: argparse.Namespace) -> Load:
 
 
 def server_of(args: argparse.Namespace) -> Server:
-    """The server. Raises ValueError without a model's name or with a URL that is none."""
     if not args.model:
         raise ValueError("--url needs --model NAME: what the server calls its model")
     server = Server(args.url, args.model, os.environ.get(API_KEY), args.timeout)

@@ -1,4 +1,4 @@
-"""``vlm-batch run --ray``: its options, and a Ray cluster in the place of the model."""
+"""``vlm-batch run --ray``: options, and the cluster."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from vlm_batch.jobs.ray import Cluster
 
 
 def add_cluster(group: argparse._ArgumentGroup) -> None:
-    """The options of a cluster."""
     group.add_argument(
         "--ray",
         metavar="ADDRESS",
@@ -35,7 +34,6 @@ def add_cluster(group: argparse._ArgumentGroup) -> None:
 
 
 def open_cluster(args: argparse.Namespace) -> Cluster:
-    """The cluster that the arguments name, to be entered."""
     model = args.model
     if model is not None and Path(model).expanduser().exists():
         model = str(Path(model).expanduser().absolute())

@@ -1,18 +1,22 @@
-"""Facts about each family: its abilities, the verified scenarios, and the outcome of the same scenarios in mlx-vlm's own batch.
+"""Facts about families: abilities, verified scenarios, mlx-vlm's own batch.
 
-The facts are the registry's, and two files that the package carries: ``data/parity.json``, the outcome of the parity matrix
-(written by ``scripts/parity_table``), and ``data/mlx_vlm.json``, what was measured of mlx-vlm's batch generator.
+Sources: the registry, ``data/parity.json`` (by ``scripts/parity_table``) and ``data/mlx_vlm.json``.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from typing import Any
+from typing import Any, TextIO
 
+from rich.padding import Padding
+from rich.table import Column, Table
+from rich.text import Text
+
+from vlm_batch.cli.console import open_console
 from vlm_batch.models import families
 from vlm_batch.models._refused import ONE_AT_A_TIME, REFUSED
 from vlm_batch.registry import ModelSpec
@@ -21,6 +25,7 @@ TWO_IMAGES = "two_images_in_a_row"
 #: Scenario -> the ability that it shows.
 PREFIX_REUSE, QUANTISED_KV = "prefix_hits", "kv_8_bits"
 NOT_RECORDED = "not recorded yet"
+UNKNOWN = "?"
 TAKES = "it takes"
 
 #: Scenario -> the largest difference of log-probabilities, or why there is none.
@@ -29,14 +34,14 @@ Cells = Mapping[str, float | str]
 
 @dataclass(frozen=True)
 class FamilyFacts:
-    """One family: ``models`` are its tested tiny models, by name, each with its cells; ``scenarios`` are all that there are."""
+    """One family, its tested tiny models, and all scenarios."""
 
     spec: ModelSpec
     models: Mapping[str, Cells]
     scenarios: tuple[str, ...]
 
     def cell(self, *scenarios: str) -> float | str:
-        """The largest difference of some scenarios over the family's models; or why there is none."""
+        """Return the largest difference, or why there is none."""
         found = [self._cell(model, scenario) for model in self.models.values() for scenario in scenarios]
         numbers = [one for one in found if isinstance(one, float)]
         reasons = [one for one in found if isinstance(one, str)]
@@ -49,46 +54,39 @@ class FamilyFacts:
             return f"known gap: {dict(self.spec.known_gaps)[scenario]}"
         if scenario == TWO_IMAGES and not self.spec.multi_image:
             return f"{TAKES} one picture a request" if self.spec.images else f"{TAKES} text only"
-        if "video" in scenario and not self.spec.video:
-            return f"{TAKES} no video"
+        for word, is_taken in (("video", self.spec.video), ("recording", self.spec.audio)):
+            if word in scenario and not is_taken:
+                return f"{TAKES} no {word}"
         return model.get(scenario, NOT_RECORDED)
 
     @property
     def verified(self) -> dict[str, float]:
-        """The scenarios that are verified, each with its largest difference."""
         return {name: cell for name in self.scenarios if isinstance(cell := self.cell(name), float)}
 
     @property
     def unverified(self) -> dict[str, str]:
-        """The scenarios without a number, with the reason: a known gap, not applicable, or not recorded yet."""
         return {name: cell for name in self.scenarios if isinstance(cell := self.cell(name), str)}
 
     @property
     def explained(self) -> dict[str, str]:
-        """The scenarios without a number that tell something of the family; inputs that it refuses are listed elsewhere."""
+        """Unverified scenarios, without inputs that the family refuses."""
         return {scenario: why for scenario, why in self.unverified.items() if not why.startswith(TAKES)}
 
     @property
     def largest(self) -> float | None:
-        """The largest difference of all verified scenarios, None if there are none.
-
-        Keys and values in few bits have a tolerance of their own and do not count.
-        """
+        """The largest verified difference, quantised KV caches aside."""
         return max((cell for name, cell in self.verified.items() if not name.startswith("kv_")), default=None)
 
     @property
     def pictures(self) -> str:
-        """The number of pictures that a request may have, in words."""
         return "none" if not self.spec.images else "several" if self.spec.multi_image else "one"
 
     @property
     def upstream(self) -> str:
-        """The outcome of the same scenarios in mlx-vlm's batch generator, in words."""
         found: str = upstream()["in_words"].get(self.spec.family, "not measured")
         return found
 
     def as_json(self) -> dict[str, Any]:
-        """All of it, for a machine."""
         spec = self.spec
         return {
             "family": spec.family,
@@ -97,6 +95,8 @@ class FamilyFacts:
             "multi_image": spec.multi_image,
             "video": spec.video,
             "no_video": None if spec.video else spec.no_video,
+            "audio": spec.audio,
+            "no_audio": None if spec.audio else spec.no_audio,
             "chunked_prefill": spec.chunked_prefill,
             "prefix_reuse": PREFIX_REUSE in self.verified or self.cell(PREFIX_REUSE),
             "quantised_kv": QUANTISED_KV in self.verified or self.cell(QUANTISED_KV),
@@ -113,12 +113,10 @@ class FamilyFacts:
 
 
 def all_facts() -> tuple[FamilyFacts, ...]:
-    """The facts about every family, by name."""
     return facts_of(recorded(), families())
 
 
 def facts_of(record: Mapping[str, Any], specs: Sequence[ModelSpec]) -> tuple[FamilyFacts, ...]:
-    """The facts about some families, from a record in the form of ``data/parity.json``."""
     models: Mapping[str, Cells] = record["models"]
     scenarios = tuple(sorted({scenario for cells in models.values() for scenario in cells}))
     family_of = {name: record["variants"].get(name, name) for name in models}
@@ -128,14 +126,17 @@ def facts_of(record: Mapping[str, Any], specs: Sequence[ModelSpec]) -> tuple[Fam
 
 @cache
 def recorded() -> dict[str, Any]:
-    """``data/parity.json``: ``mlx_vlm`` (version), ``tolerance``, ``models``: name -> scenario -> number or reason, and
-    ``variants``: name -> family, of models that are not called by their family's name."""
+    """Return ``data/parity.json``.
+
+    It has ``mlx_vlm`` (version), ``tolerance``, ``models`` (name -> scenario -> number or reason) and ``variants``
+    (name -> family).
+    """
     return _data("parity.json")
 
 
 @cache
 def upstream() -> dict[str, Any]:
-    """``data/mlx_vlm.json``: ``scenarios`` (name -> the parity scenarios that it stands for), ``models``, ``in_words``."""
+    """Return ``data/mlx_vlm.json``."""
     return _data("mlx_vlm.json")
 
 
@@ -145,12 +146,10 @@ def _data(name: str) -> dict[str, Any]:
 
 
 def refused() -> dict[str, list[str]]:
-    """Reasons for a refusal -> the model types of mlx-vlm that are refused for it."""
     return _by_reason(REFUSED)
 
 
 def one_at_a_time() -> dict[str, list[str]]:
-    """Reasons -> the model types of mlx-vlm that run one row at a time for it."""
     return _by_reason(ONE_AT_A_TIME)
 
 
@@ -159,3 +158,72 @@ def _by_reason(reasons: Mapping[str, str]) -> dict[str, list[str]]:
     for model_type, why in sorted(reasons.items()):
         found.setdefault(why, []).append(model_type)
     return dict(sorted(found.items()))
+
+
+# Pages
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def print_families(
+    known: Sequence[FamilyFacts],
+    refused: Mapping[str, Sequence[str]],
+    one_at_a_time: Mapping[str, Sequence[str]],
+    out: TextIO,
+) -> None:
+    console = open_console(out)
+    columns: dict[str, Callable[[FamilyFacts], str]] = {
+        "family": lambda one: "\n  ".join(dict.fromkeys((one.spec.family, *one.spec.model_types))),
+        "pictures": lambda one: one.pictures,
+        "video": lambda one: "yes" if one.spec.video else "no",
+        "prefill": lambda one: "chunks" if one.spec.chunked_prefill else "whole",
+        "reuse": lambda one: _yes_or_no(one.cell(PREFIX_REUSE)),
+        "8 bits": lambda one: _yes_or_no(one.cell(QUANTISED_KV)),
+        "verified": lambda one: f"{len(one.verified)}/{len(one.verified) + len(_open(one))}",
+        "off by": lambda one: "-" if one.largest is None else f"{one.largest:.0e}",
+    }
+    shown = {name: show for name, show in columns.items() if any(show(one) != UNKNOWN for one in known)}
+    table = Table(*(Column(name, no_wrap=True) for name in shown), box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    for one in known:
+        table.add_row(*(Text(show(one)) for show in shown.values()))
+    console.print(table)
+    console.print(
+        f"\n{len(known)} families, below some the other model types that load as theirs. Verified: scenarios in which every "
+        "request of a batch gets the answer that it gets alone; "
+        "off by: the largest difference of a log-probability in them. vlm-batch families NAME shows all about one."
+    )
+    for title, reasons in (("Refused:", refused), ("One row at a time:", one_at_a_time)):
+        console.print(f"\n{title}")
+        for why, model_types in reasons.items():
+            console.print(Padding(f"{why}: {', '.join(model_types)}", (0, 0, 0, 2)))
+
+
+def _yes_or_no(cell: float | str) -> str:
+    return "yes" if isinstance(cell, float) else UNKNOWN if cell == NOT_RECORDED else "no"
+
+
+def _open(one: FamilyFacts) -> list[str]:
+    return [name for name, why in one.unverified.items() if why == NOT_RECORDED or why.startswith("known gap")]
+
+
+def print_family_details(known: Sequence[FamilyFacts], out: TextIO) -> None:
+    console = open_console(out)
+    for one in known:
+        spec = one.spec
+        facts = {
+            "model types": ", ".join(spec.model_types),
+            "pictures": f"{one.pictures} in a request",
+            "video": "yes" if spec.video else f"no: {spec.no_video}",
+            "audio": "yes" if spec.audio else f"no: {spec.no_audio}",
+            "prefill": "in chunks" if spec.chunked_prefill else "whole prompts",
+            "verified": ", ".join(f"{name.replace('_', ' ')} {off:.0e}" for name, off in one.verified.items()),
+            "not verified": "\n".join(f"{name.replace('_', ' ')}: {why}" for name, why in one.explained.items()),
+            "refused on CUDA": "\n".join(f"{name}: {why}" for name, why in spec.not_on_cuda),
+            "notes": "\n".join(spec.notes),
+            "mlx-vlm's batch": one.upstream,
+        }
+        table = Table(Column(no_wrap=True), Column(overflow="fold"), box=None, show_header=False, padding=(0, 2, 0, 0))
+        for name, value in facts.items():
+            if value:
+                table.add_row(name, Text(value))
+        console.print(Text(spec.family, style="bold"))
+        console.print(Padding(table, (0, 0, 1, 2)))

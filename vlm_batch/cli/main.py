@@ -1,7 +1,7 @@
-"""The command ``vlm-batch``: one answer for every picture or video, the demo, and the list of families.
+"""The command ``vlm-batch``.
 
-Exit status: 0 when every request was answered (or no more than ``--max-errors`` failed), 1 when more failed, 2 when the
-command line or the model was wrong, 130 after an interrupt.
+Exit status: 0 if at most ``--max-errors`` requests failed, 1 if more failed, 2 for a wrong command line or model, 130
+after an interrupt.
 """
 
 from __future__ import annotations
@@ -11,30 +11,35 @@ import errno
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from vlm_batch.runtime import blas
 
 blas.preload_openblas()  # before anything imports mlx.core
 
-from vlm_batch._version import __version__  # noqa: E402
-from vlm_batch.assets import MissingAssets  # noqa: E402
-from vlm_batch.cli import bench, serve, verify  # noqa: E402
-from vlm_batch.cli import run as answering  # noqa: E402
-from vlm_batch.cli.console import print_families, print_family_details  # noqa: E402
-from vlm_batch.cli.model import OpenBatcher, UsageError, load_model  # noqa: E402
-from vlm_batch.cli.options import add_demo, add_run  # noqa: E402
-from vlm_batch.errors import InvalidParameters  # noqa: E402
-from vlm_batch.jobs.lines import CannotWrite  # noqa: E402
-from vlm_batch.jobs.rows import InvalidJob  # noqa: E402
-from vlm_batch.jobs.workers import NoWorkers  # noqa: E402
+from vlm_batch.runtime.imports import without_gc  # noqa: E402
+
+with without_gc():
+    from vlm_batch._version import __version__
+    from vlm_batch.assets import MissingAssets
+    from vlm_batch.cli import bench, options, report, serve, verify
+    from vlm_batch.cli import run as answering
+    from vlm_batch.cli.help import Parser
+    from vlm_batch.cli.model import OpenBatcher, UsageError, load_model
+    from vlm_batch.cli.options import add_demo, add_run
+    from vlm_batch.errors import InvalidParameters
+    from vlm_batch.jobs.lines import CannotWrite
+    from vlm_batch.jobs.rows import InvalidJob
+    from vlm_batch.jobs.workers import NoWorkers
 
 ANSWERED, FAILED, USAGE, INTERRUPTED = answering.ANSWERED, answering.FAILED, 2, answering.INTERRUPTED
 
 
 def main(argv: Sequence[str] | None = None, *, open_batcher: OpenBatcher | None = None) -> int:
-    """Run one command and return its exit status. ``open_batcher`` replaces the loading of a model."""
-    args = parser().parse_args(argv)
+    """Run one command, and return its exit status."""
+    args, unknown = parser().parse_known_args(argv)
+    if unknown:
+        args.parser.refuse(unknown)
     blas.limit_threads(max(1, (os.cpu_count() or 1) // 2))
     try:
         status = int(args.command(args, open_batcher or load_model))
@@ -61,7 +66,7 @@ def main(argv: Sequence[str] | None = None, *, open_batcher: OpenBatcher | None 
 
 
 def _drop_output() -> None:
-    """Send what standard output still holds nowhere, so that the interpreter's last flush cannot fail."""
+    """Discard unwritten output, so that the flush at exit cannot fail."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -69,7 +74,6 @@ def _drop_output() -> None:
 
 
 def list_families(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
-    """``vlm-batch families``: what is batched and verified, or all about some families."""
     from vlm_batch.cli import facts
 
     known = facts.all_facts()
@@ -86,35 +90,41 @@ def list_families(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
             listed |= {"refused": dict(facts.REFUSED), "one_at_a_time": dict(facts.ONE_AT_A_TIME)}
         print(json.dumps(listed, indent=2))
     elif args.names:
-        print_family_details(chosen, sys.stdout)
+        facts.print_family_details(chosen, sys.stdout)
     else:
-        print_families(chosen, facts.refused(), facts.one_at_a_time(), sys.stdout)
+        facts.print_families(chosen, facts.refused(), facts.one_at_a_time(), sys.stdout)
     return ANSWERED
 
 
 def add_families(parser: argparse.ArgumentParser) -> None:
-    """The options of ``families``."""
     parser.add_argument("names", nargs="*", metavar="NAME", help="a family or a model type: all that is known of it")
     parser.add_argument("--json", action="store_true", help="as JSON")
 
 
 # ---- the command line ----
 
-#: Each command: its name, what runs it, what gives a parser its options, and what ``--help`` says of it, shortly and in full.
+#: Each command: its name, function, options, and short and full help.
 COMMANDS = (
     (
         "run",
         answering.run,
         add_run,
-        "ask about every picture, video, page or row of a table",
-        "Ask about every picture, video, page or row of a table; go on where an earlier run ended.",
+        "ask about every picture, video, recording, page or row of a table",
+        "Ask about every picture, video, recording, page or row of a table; go on where an earlier run ended.",
+    ),
+    (
+        "report",
+        report.run,
+        report.add_report,
+        "make a page about the answers of run",
+        "Make a page about an output of run, whatever runs wrote it: figures, failures, a sample of pictures with answers.",
     ),
     (
         "demo",
         answering.demo,
         add_demo,
-        "ask the embedded model about the sample pictures",
-        "Ask the embedded model about the sample pictures: one, two and none to a question.",
+        "ask the embedded sample about the sample pictures",
+        "Ask the embedded sample about the sample pictures: one, two and none to a question.",
     ),
     (
         "bench",
@@ -129,7 +139,7 @@ COMMANDS = (
         serve.run,
         serve.add_flags,
         "answer over HTTP, as OpenAI's servers do",
-        "Answer over HTTP, as OpenAI's servers do: chats with pictures and videos, and texts. A page is at /.",
+        "Answer over HTTP, as OpenAI's servers do: chats with pictures, videos and recordings, and texts. A page is at /.",
     ),
     (
         "verify",
@@ -149,15 +159,18 @@ COMMANDS = (
 )
 
 
+#: Everyday options and examples of commands that have many options.
+EVERYDAY: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {"run": options.EVERYDAY, "serve": serve.EVERYDAY}
+
+
 def parser() -> argparse.ArgumentParser:
-    """The parser of the command line."""
-    top = argparse.ArgumentParser(
-        prog="vlm-batch", description="Ask a vision-language model about many pictures at once."
-    )
+    top = Parser(prog="vlm-batch", description="Ask a vision-language model about many pictures at once.")
     top.add_argument("--version", action="version", version=f"vlm-batch {__version__}")
-    commands = top.add_subparsers(required=True, metavar="COMMAND")
+    commands = top.add_subparsers(required=True, metavar="COMMAND", parser_class=Parser)
     for name, command, add_options, said, said_in_full in COMMANDS:
         one = commands.add_parser(name, help=said, description=said_in_full)
         add_options(one)
-        one.set_defaults(command=command)
+        if name in EVERYDAY:
+            one.set_everyday(*EVERYDAY[name])
+        one.set_defaults(command=command, parser=one)
     return top

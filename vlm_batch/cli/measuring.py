@@ -1,8 +1,4 @@
-"""Settings of the engine measured for one model on this machine.
-
-``measure`` takes the time of decode steps by rows and layout, of prefill by the length of chunks, of prompts in one array,
-and of pictures in one call. ``settings_of`` says what of the device's policy that speaks for another value.
-"""
+"""Engine settings, measured for a model on this machine."""
 
 from __future__ import annotations
 
@@ -28,16 +24,16 @@ from vlm_batch.records import Encoded
 from vlm_batch.store.budget import ByteBudget
 from vlm_batch.store.features import FeatureStore
 
-#: Tokens of the rows that decode, of the prompt that is cut into chunks, and of the prompts that share an array.
+#: Tokens of decoding rows, of the chunked prompt, and of prompts that share an array.
 CONTEXT, PROMPT, SHORT = 256, 2048, 96
 CHUNKS = (64, 128, 256, 512, 1024, 2048)
 TOGETHER = (1, 2, 4, 8, 16, 32)
-#: Lengths of the rows that decode, up to the context: in a batch they differ, which costs a slab.
+#: Different lengths of decoding rows, as in a real batch, where they cost a slab.
 LENGTHS = 4
-#: Steps of which the median is taken, and runs of everything else; one before them, which makes what is made once.
+#: Steps, and runs of everything else, whose median counts, after one warm-up.
 STEPS, RUNS = 8, 3
 MOST_ROWS = 64
-#: By how much another value must be better than the smaller or the table's own: below that it is noise.
+#: Relative gain below which a difference counts as noise.
 MARGIN = 0.05
 
 Inputs = Mapping[str, Any]
@@ -46,8 +42,11 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds by what was tried. A decode step by layout and rows; a prompt's token by its chunks; a prompt by how many share
-    an array; a picture by how many share a call. Empty where the family has none, or time was up."""
+    """Measured seconds; empty where the family lacks something, or time ran out.
+
+    ``decode`` is for a step by layout and rows, ``chunks`` for a token by chunk length, ``prompts`` and ``pictures``
+    for one by number per call.
+    """
 
     decode: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
     chunks: Mapping[int, float] = field(default_factory=dict)
@@ -63,9 +62,11 @@ def measure(
     seconds: float = 120.0,
     say: Progress = lambda said: None,
 ) -> Measured:
-    """Measure a model on this machine; it should be idle. ``pictures`` are processors' outputs, of one picture each.
+    """Measure a model on this idle machine.
 
-    Begins nothing new once ``seconds`` have passed. Raises what the model raises.
+    Args:
+        pictures: Processor outputs of one picture each.
+        seconds: Time after which nothing new begins.
     """
     clock = _Clock(time.perf_counter() + seconds)
     remember_features(adapter, FeatureStore(ByteBudget(0)))
@@ -104,8 +105,6 @@ def measure(
 
 
 class _Clock:
-    """Takes times until it is late."""
-
     def __init__(self, ends: float) -> None:
         self._ends = ends
 
@@ -114,7 +113,7 @@ class _Clock:
         return time.perf_counter() > self._ends
 
     def timed(self, work: Callable[[], Any], runs: int = RUNS) -> float | None:
-        """The median of some runs, after one that does not count; None once it is late."""
+        """Return the median time after one warm-up."""
         if self.is_late:
             return None
         work()
@@ -127,7 +126,7 @@ class _Clock:
 
 
 def _climb(clock: _Clock, counts: Sequence[int], make: Callable[[int], Callable[[], Any]]) -> dict[int, float]:
-    """Seconds by count, ascending, until one more costs as much as it would alone, twice in a row, or time is up."""
+    """Return seconds by ascending count, until sharing fails to pay twice in a row."""
     found: dict[int, float] = {}
     worse = 0
     for count in counts:
@@ -152,7 +151,6 @@ def _most(adapter: Adapter, tokens: int) -> int:
 
 
 def _step(trial: Trial, rows: Sequence[TrialRow], count: int) -> Callable[[], None]:
-    """A decode step of so many rows, copies of these in turns, one token further each time that it is called."""
     steps = trial.steps([rows[place % len(rows)] for place in range(count)], count)
     return lambda: mx.eval(mx.argmax(next(steps), axis=-1))
 
@@ -173,10 +171,10 @@ def _looked(adapter: Adapter, pictures: Sequence[Inputs]) -> None:
 
 
 def settings_of(measured: Measured, policy: Policy | None = None) -> dict[str, Any]:
-    """The settings that were found to be better than a policy's, the device's by default; none where nothing was measured.
+    """Return settings that beat a policy's, by default the device's.
 
-    The rows beyond which a step's time a row does not fall any more; the layout whose step takes less time a row at its own
-    best number of rows; the chunks, and the fewest prompts and pictures, that cost no more than ``MARGIN`` above the cheapest.
+    These are the most rows that pay, the faster layout, and chunks, prompts and pictures within ``MARGIN`` of the
+    cheapest.
     """
     policy = policy or policy_of({})
     found: dict[str, Any] = {}
@@ -199,7 +197,7 @@ def settings_of(measured: Measured, policy: Policy | None = None) -> dict[str, A
 
 
 def _pays(times: Mapping[int, float], gap: float) -> int:
-    """The least number of rows from which on no more of them cost a row less by ``RowLimit.GAIN``, in a step within ``gap``."""
+    """Return the fewest rows that more cannot beat by ``RowLimit.GAIN``."""
     counts = [rows for rows in sorted(times) if times[rows] <= gap] or [min(times)]
     shares = {rows: times[rows] / rows for rows in counts}
     cheapest = min(shares.values())
@@ -207,6 +205,5 @@ def _pays(times: Mapping[int, float], gap: float) -> int:
 
 
 def _cheap(costs: Mapping[int, float]) -> list[int]:
-    """The counts that cost no more than ``MARGIN`` above the cheapest."""
     cheapest = min(costs.values())
     return [count for count, cost in costs.items() if cost <= cheapest * (1 + MARGIN)]

@@ -1,4 +1,4 @@
-"""The model of a command: its options, and opening it."""
+"""A command's model and batcher options."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from vlm_batch.assets import default_checkpoint
+from vlm_batch.assets import sample_model
 from vlm_batch.jobs.runner import Batcher
+from vlm_batch.runtime.imports import deferred_import, without_gc
 
-EMBEDDED = "the embedded test piece (0.9 million parameters)"
+EMBEDDED = "the embedded sample (11.8 million parameters)"
+KNOWS = "it reads short printed pages, receipts, tables and bar charts, knows coloured shapes, and is no model for work"
 
-#: Options of the batcher by the record that has them, with its field. What stands alone is the batcher's own.
+#: The record of each option, and its field there. Those of None are the batcher's own.
 BATCHER_OPTIONS: Mapping[str | None, Mapping[str, str]] = {
     None: {name: name for name in ("trust_remote_code", "max_bytes", "reproducible")},
     "limits": {
@@ -23,6 +25,7 @@ BATCHER_OPTIONS: Mapping[str | None, Mapping[str, str]] = {
         "max_image_pixels": "image_pixels",
         "max_video_pixels": "video_pixels",
         "max_request_pixels": "request_pixels",
+        "max_audio_seconds": "audio_seconds",
         "min_pixels": "min_pixels",
         "max_pixels": "max_pixels",
     },
@@ -37,23 +40,28 @@ BATCHER_OPTIONS: Mapping[str | None, Mapping[str, str]] = {
 }
 
 
+#: Packages that others import for what most runs do not do: requests to a hub, pictures that mlx-vlm fetches, recordings.
+UNUSED = ("requests", "httpcore2", "httpcore", "soundfile", "soxr", "sentencepiece")
+
+
 class UsageError(Exception):
-    """The command line asks for something that cannot be done; the message goes to the user as it is."""
+    """The command line asks for the impossible; users see the message."""
 
 
 OpenBatcher = Callable[[argparse.Namespace], AbstractContextManager[Batcher]]
 
 
 def load_model(args: argparse.Namespace) -> AbstractContextManager[Batcher]:
-    """The real batcher. Imported here: ``--version`` and usage errors should not wait for MLX. Raises UsageError."""
-    model = str(args.model or default_checkpoint())
+    """Open the batcher. Imports MLX only here, so that ``--version`` is quick."""
+    model = str(args.model or sample_model())
     if args.model is None:
-        print(f"vlm-batch: no --model: {EMBEDDED} answers; it knows coloured shapes only", file=sys.stderr)
+        print(f"vlm-batch: no --model: {EMBEDDED} answers; {KNOWS}", file=sys.stderr)
     if model.startswith((".", "/", "~")) and not Path(model).expanduser().exists():
         raise UsageError(
             f"there is no model at {model}; give a folder that holds config.json, or a hub id like org/name"
         )
-    from vlm_batch.batcher import VLMBatcher
+    with without_gc(), deferred_import(*UNUSED):
+        from vlm_batch.batcher import VLMBatcher
 
     options = said_options(args)
     try:
@@ -63,7 +71,7 @@ def load_model(args: argparse.Namespace) -> AbstractContextManager[Batcher]:
 
 
 def said_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The batcher's options that the command line says something of. Raises UsageError."""
+    """Return the command line's batcher options."""
     from vlm_batch.batcher import Caches, KVQuantisation, Limits
 
     given = vars(args)
@@ -81,14 +89,14 @@ def said_options(args: argparse.Namespace) -> dict[str, Any]:
         raise UsageError(str(error)) from error
 
 
-def add_model(parser: argparse.ArgumentParser, default: str = "default: the embedded tiny checkpoint") -> None:
-    """The options that name a model."""
-    parser.add_argument("--model", default=None, metavar="PATH|HUB_ID", help=f"the model ({default})")
+def add_model(parser: argparse._ActionsContainer, default: str = "default: the embedded sample") -> None:
+    parser.add_argument(
+        "--model", default=None, metavar="PATH|HUB_ID", help=f"a folder, or an id of Hugging Face's hub ({default})"
+    )
     parser.add_argument("--trust-remote-code", action="store_true", help="allow code that comes with the model")
 
 
 def add_batcher(group: argparse._ArgumentGroup) -> None:
-    """Options that the batcher takes. What is not said is the library's own default."""
     group.add_argument(
         "--batch",
         "--max-rows",
@@ -111,8 +119,14 @@ def add_batcher(group: argparse._ArgumentGroup) -> None:
         ("--max-image-pixels", _amount, "N", "largest picture, as 40M; none lifts it (default: 89.5M)"),
         ("--max-video-pixels", _amount, "N", "likewise, all frames of a video together (default: 500M)"),
         ("--max-request-pixels", _amount, "N", "likewise, all pictures and frames of a request (default: 500M)"),
+        ("--max-audio-seconds", float, "SECONDS", "longest recordings of a request together (default: 1800)"),
         ("--min-pixels", size, "N", "least that the model sees of a picture (default: the model's)"),
-        ("--max-pixels", size, "N", "most that the model sees of a picture, as 1M: fewer tokens (likewise)"),
+        (
+            "--max-pixels",
+            size,
+            "N",
+            "most that the model sees of a picture, as 1M: fewer tokens (default: the model's)",
+        ),
         ("--cache-bytes", size, "N", "memory kept for later rows, as 2G; 0 keeps nothing (default: 1.07G)"),
         ("--cache-dir", str, "FOLDER", "where what memory cannot keep goes (default: nowhere)"),
         ("--cache-dir-bytes", size, "N", "most bytes of that folder"),
@@ -122,7 +136,7 @@ def add_batcher(group: argparse._ArgumentGroup) -> None:
 
 
 def add_speed(group: argparse._ActionsContainer) -> None:
-    """The batcher's options that change how fast a model answers, and nothing of what it is asked."""
+    """Add options that change speed, not questions."""
     say = partial(group.add_argument, default=argparse.SUPPRESS)
     say("--kv-bits", type=float, metavar="BITS", help="keys and values in so many bits (default: exact)")
     say("--kv-group-size", type=at_least(1), metavar="N", help="values that share a scale (default: 64)")
@@ -138,7 +152,6 @@ def add_speed(group: argparse._ActionsContainer) -> None:
 
 
 def _policy(text: str) -> dict[str, Any]:
-    """Settings as NAME=VALUE with commas between them."""
     from vlm_batch.policy import check_policy
 
     pairs = (part.partition("=") for part in text.split(","))
@@ -148,7 +161,9 @@ def _policy(text: str) -> dict[str, Any]:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _plain_value(text: str) -> int | float | str:
+def _plain_value(text: str) -> bool | int | float | str:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
     for kind in (int, float):
         try:
             return kind(text)
@@ -158,12 +173,11 @@ def _plain_value(text: str) -> int | float | str:
 
 
 def _amount(text: str) -> int | None:
-    """A count such as 40M; None for "none"."""
     return None if text.lower() == "none" else amount_of_bytes(text)
 
 
 def amount_of_bytes(text: str) -> int:
-    """A number with a decimal K, M, G or T, and a B or none behind it: 500M, 4GB."""
+    """Parse a number with decimal K, M, G or T, and optional B: 500M, 4GB."""
     factors = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
     number = text.lower().removesuffix("b")
     factor = factors.get(number[-1:], 1)
@@ -177,7 +191,7 @@ def amount_of_bytes(text: str) -> int:
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """A reader of whole numbers for argparse."""
+    """Return a parser of whole numbers."""
 
     def number(text: str) -> int:
         try:

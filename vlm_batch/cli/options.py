@@ -6,19 +6,35 @@ import argparse
 
 from vlm_batch.cli.cluster import add_cluster
 from vlm_batch.cli.model import add_batcher, add_model, at_least
+from vlm_batch.cli.watching import SHOWN_ROWS
 from vlm_batch.jobs.questions import DEFAULT_PROMPT
+from vlm_batch.jobs.sinks import FORMS
 from vlm_batch.jobs.sources import DEFAULT_DPI
 from vlm_batch.types import SamplingParams
 
+#: Columns that options can name.
+COLUMNS = ("image", "video", "audio", "id", "prompt")
+#: Everyday options and examples of ``run``.
+EVERYDAY = (
+    (
+        *("paths", "--model", "--prompt", "--out", "--resume", "--overwrite", "--retry-errors", "--columns"),
+        *("--json-schema", "--sidecar", "--max-tokens", "--max-pixels", "--dry-run", "--verbose"),
+    ),
+    (
+        'vlm-batch run photos/ --model MODEL --prompt "Describe the picture." --out answers.jsonl',
+        'vlm-batch run photos/ --model MODEL --prompt "Describe the picture." --out answers.jsonl --resume',
+        'vlm-batch run receipts.csv --model MODEL --prompt "What was paid?" --json-schema receipt.json --out paid.csv',
+    ),
+)
+
 
 def add_run(parser: argparse.ArgumentParser) -> None:
-    """The options of ``run``."""
     parser.add_argument(
         "paths",
         nargs="+",
         metavar="PATH",
-        help="a picture, video, PDF, folder, pattern or URL; a table (.jsonl, .csv, .tsv, .parquet), an archive (.tar) or a "
-        "folder of the datasets library; - reads JSON lines or paths from standard input",
+        help="a picture, video, recording, PDF, folder, pattern or URL; a table (.jsonl, .csv, .tsv, .parquet), an archive "
+        "(.tar) or a folder of the datasets library; - reads JSON lines or paths from standard input",
     )
     parser.add_argument(
         "--prompt",
@@ -34,7 +50,7 @@ def add_run(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="have a model that can think do so, or not (default: as its chat template has it)",
     )
-    add_model(parser, "needed, but for the sample pictures: of these the embedded tiny checkpoint knows something")
+    add_model(parser, "needed to keep answers; else the embedded sample")
     reading = parser.add_argument_group("what is read")
     reading.add_argument(
         "--recursive",
@@ -43,6 +59,7 @@ def add_run(parser: argparse.ArgumentParser) -> None:
         help="look into folders in folders (default: yes)",
     )
     reading.add_argument("--videos", action="store_true", help="look for videos in folders, too")
+    reading.add_argument("--audios", action="store_true", help="look for recordings in folders, too")
     reading.add_argument("--pdf", action="store_true", help="look for PDF files in folders, too")
     for option, kind, default, metavar, said in (
         ("--dpi", at_least(1), DEFAULT_DPI, "N", "of PDF pages (default: %(default)s)"),
@@ -50,8 +67,10 @@ def add_run(parser: argparse.ArgumentParser) -> None:
         ("--max-frames", at_least(1), None, "N", "most frames of a video (default: likewise)"),
     ):
         reading.add_argument(option, type=kind, default=default, metavar=metavar, help=said)
-    for what in ("image", "video", "id", "prompt"):
-        reading.add_argument(f"--{what}-column", metavar="NAME", help=f"the column of a table that holds the {what}")
+    for what in COLUMNS:
+        reading.add_argument(
+            f"--{what}-column", metavar="NAME", help=f"the column of a table that holds the {what}; '' for none"
+        )
     reading.add_argument("--split", metavar="NAME", help="of a folder of the datasets library (default: all)")
     reading.add_argument(
         "--shard",
@@ -66,7 +85,6 @@ def add_run(parser: argparse.ArgumentParser) -> None:
 
 
 def add_demo(parser: argparse.ArgumentParser) -> None:
-    """The options of ``demo``."""
     _add_answering(parser)
     parser.set_defaults(
         prompt=None,
@@ -81,7 +99,6 @@ def add_demo(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_answering(parser: argparse.ArgumentParser) -> None:
-    """The options of every command that asks a model."""
     defaults = SamplingParams()
     sampling = parser.add_argument_group("sampling")
     for option, kind, default, metavar, said in (
@@ -115,7 +132,11 @@ def _add_answering(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="exit with 0 if no more than N fail (default: 0)",
     )
-    parser.add_argument("--quiet", action="store_true", help="only the progress, the table and the totals")
+    lines = parser.add_mutually_exclusive_group()
+    lines.add_argument("--quiet", action="store_true", help="show no line for each answer")
+    lines.add_argument(
+        "--verbose", action="store_true", help=f"show a line for each answer, also beyond {SHOWN_ROWS} rows"
+    )
 
 
 def _add_writing(writing: argparse._ArgumentGroup) -> None:
@@ -126,7 +147,11 @@ def _add_writing(writing: argparse._ArgumentGroup) -> None:
         help="the answers as they come, by the suffix: .jsonl, .ndjson or none for JSON lines, .csv, .tsv, .parquet; - is "
         "standard output; {shard} is the shard's number",
     )
-    writing.add_argument("--json", metavar="FILE", help="the same, as JSON lines whatever the suffix")
+    writing.add_argument(
+        "--format",
+        choices=tuple(FORMS),
+        help="the output's form, whatever its suffix; openai-batch: the lines of a batch of OpenAI's",
+    )
     writing.add_argument("--sidecar", metavar="SUFFIX", help="a text file beside each picture, such as .txt")
     writing.add_argument(
         "--columns",

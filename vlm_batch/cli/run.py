@@ -1,9 +1,10 @@
-"""``vlm-batch run`` and ``vlm-batch demo``: faces of ``vlm_batch.jobs``."""
+"""``vlm-batch run`` and ``vlm-batch demo``: command lines of ``vlm_batch.jobs``."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import signal
 import sys
 import threading
@@ -11,12 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from vlm_batch.assets import is_sample, sample_images
+from vlm_batch.assets import is_sample, sample_images, sample_model
 from vlm_batch.cli.cluster import open_cluster
-from vlm_batch.cli.model import EMBEDDED, OpenBatcher, UsageError, load_model
-from vlm_batch.cli.watching import JobView, show_dry_run
+from vlm_batch.cli.dry_run import show_dry_run
+from vlm_batch.cli.model import EMBEDDED, KNOWS, OpenBatcher, UsageError, load_model
+from vlm_batch.cli.options import COLUMNS
+from vlm_batch.cli.watching import JobView
 from vlm_batch.jobs import journal
-from vlm_batch.jobs.answers import ANSWER_FIELDS
 from vlm_batch.jobs.cells import Columns
 from vlm_batch.jobs.files import common_folder, is_url
 from vlm_batch.jobs.lines import CannotWrite, replace_file
@@ -25,7 +27,7 @@ from vlm_batch.jobs.questions import DEFAULT_PROMPT, Questions
 from vlm_batch.jobs.rows import Row, Shard, Source, spelled
 from vlm_batch.jobs.runner import run as run_job
 from vlm_batch.jobs.sidecars import Sidecars
-from vlm_batch.jobs.sinks import AnswerFile, Sink, open_sink
+from vlm_batch.jobs.sinks import Sink, open_sink
 from vlm_batch.jobs.sources import Files, Reading, open_sources
 from vlm_batch.jobs.summary import Summary
 from vlm_batch.jobs.workers import NoWorkers
@@ -33,8 +35,10 @@ from vlm_batch.types import SamplingParams, Video
 
 ANSWERED, FAILED, INTERRUPTED = 0, 1, 130
 
-#: Further questions of the demo: names of sample pictures, and the question about them.
+#: Further questions of the demo: sample pictures' names, and a question.
 DEMO_QUESTIONS = (
+    (("receipt",), "What is the total?"),
+    (("receipt",), "Read this receipt."),
     (("digits_728",), "read the digits"),
     (("red_circle_above_blue_triangle",), "what is below the circle?"),
     (("black_circle_left_of_blue_square",), "what colour is the square?"),
@@ -49,13 +53,13 @@ DEMO_QUESTIONS = (
 
 
 def run(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
-    """``vlm-batch run``: every row of the sources that the arguments name."""
     questions = _questions(args)
     Video("", fps=args.fps, max_frames=args.max_frames)  # its own check, before anything is read
     reading = Reading(
-        columns=Columns(image=args.image_column, video=args.video_column, id=args.id_column, prompt=args.prompt_column),
+        columns=Columns(**{what: vars(args)[f"{what}_column"] for what in COLUMNS}),
         recursive=args.recursive,
         videos=args.videos,
+        audios=args.audios,
         pdfs=args.pdf,
         fps=args.fps,
         max_frames=args.max_frames,
@@ -66,10 +70,11 @@ def run(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
     sources, found = open_sources(args.paths, reading)
     if said := found.said():
         print(f"vlm-batch: {said}", file=sys.stderr)
-    if args.model is None and open_batcher is load_model and not all(map(_is_samples, sources)):
+    is_kept = args.out is not None or args.sidecar is not None
+    if args.model is None and is_kept and open_batcher is load_model and not all(map(_is_samples, sources)):
         raise UsageError(
-            f"these are more than the sample pictures: name a model with --model PATH|HUB_ID "
-            f"(without one {EMBEDDED} answers, which knows coloured shapes only)"
+            f"these are more than the sample pictures: name a model with --model PATH|HUB_ID to keep answers about them "
+            f"(without one {EMBEDDED} answers; {KNOWS})"
         )
     if args.ray is not None:
         if args.shard == "auto":
@@ -82,19 +87,17 @@ def run(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
             Job(sources, questions, Sink(), _shard(args)),
             lambda: open_batcher(args),
             sys.stdout,
-            rows=args.batch,
             cache_bytes=vars(args).get("cache_bytes", Caches.max_bytes),
         )
     return _answer(sources, questions, args, open_batcher)
 
 
 def demo(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
-    """``vlm-batch demo``: the sample pictures and a few questions, answered by the embedded checkpoint."""
     return _answer([Demo()], Questions(params=_sampling_params(args)), args, open_batcher)
 
 
 class Demo(Source):
-    """Questions about one sample picture, about two, and about none."""
+    """Questions about one sample picture, two, and none."""
 
     name = "demo"
 
@@ -106,25 +109,28 @@ class Demo(Source):
 
 
 def _answer(sources: list[Source], questions: Questions, args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
-    """Run the job, show it, and say how it went."""
     shard = _shard(args)
     target = _target(args, shard)
     if args.report is not None:
         if not args.report.lower().endswith((".html", ".htm")):
             raise UsageError(f"--report {args.report}: the report is a page; give it a name that ends in .html")
+        if target is not None and Path(args.report).resolve() == Path(target).resolve():
+            raise UsageError(f"--report {args.report}: --out names the same file; give the page another name")
         journal.check_writable(Path(args.report))
     sink = _sink(target, sources, questions, args, shard)
     is_kept = target not in (None, "-") or args.sidecar is not None
     view = JobView(
         table_to=sys.stderr if target == "-" else sys.stdout,
         quiet=args.quiet,
+        verbose=args.verbose,
         says_prompt=bool(args.prompt or args.prompt_file),
         label=_labels(sources),
         answers_in=None if target in (None, "-") else target,
         goes_on=is_kept,
     )
+    log = f"{target}.log" if target not in (None, "-") else os.devnull
     try:
-        with view, _ended_by_signals():
+        with view, _ended_by_signals(view, log if is_kept else None):
             summary = run_job(
                 sources,
                 sink,
@@ -132,7 +138,7 @@ def _answer(sources: list[Source], questions: Questions, args: argparse.Namespac
                 questions=questions,
                 shard=shard,
                 settings=_settings(args),
-                carried=tuple(name for name in args.columns or () if name not in ANSWER_FIELDS),
+                carried=args.columns or (),
                 resume=args.resume,
                 overwrite=args.overwrite,
                 force=args.force,
@@ -146,7 +152,9 @@ def _answer(sources: list[Source], questions: Questions, args: argparse.Namespac
     if args.report is not None and summary.ended_rows:
         _write_report(args, summary, questions)
     elif args.report is not None:  # an earlier run's page stays
-        print(f"vlm-batch: {args.report} is not written: a report is about the rows of its own run", file=sys.stderr)
+        whole = f"; vlm-batch report {target} makes one about all runs" if target not in (None, "-") else ""
+        said = f"{args.report} is not written: a report is about the rows of its own run{whole}"
+        print(f"vlm-batch: {said}", file=sys.stderr)
     if summary.interrupted:
         return INTERRUPTED
     if args.shard == "auto":
@@ -155,24 +163,41 @@ def _answer(sources: list[Source], questions: Questions, args: argparse.Namespac
 
 
 @contextlib.contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """Have SIGTERM end a job as an interrupt does, with its output made; other threads cannot set that, and do not."""
+def _ended_by_signals(view: JobView, log: str | None) -> Iterator[None]:
+    """End the job at SIGTERM as at an interrupt; let jobs that keep answers survive SIGHUP.
+
+    After SIGHUP, messages go to the file ``log``; with None, the job ends.
+    """
 
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt
 
+    def leave_terminal(number: int, frame: object) -> None:
+        try:
+            file = os.open(str(log), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        except OSError:
+            file = os.open(os.devnull, os.O_WRONLY)
+        for stream in terminals:
+            os.dup2(file, stream)
+        os.close(file)
+        view.leave_terminal()
+
+    terminals = [stream for stream in (1, 2) if os.isatty(stream)]  # none of which looks like one when it is gone
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, interrupt)
+    before = {signal.SIGTERM: signal.signal(signal.SIGTERM, interrupt)}
+    if log is not None and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
+        before[signal.SIGHUP] = signal.signal(signal.SIGHUP, leave_terminal)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _wait_for_all() -> None:
-    """Wait for the other processes of mlx.launch, which ends them when one leaves with a status that is not 0."""
+    """Wait for the other processes: mlx.launch ends them when one exits with an error."""
     import mlx.core as mx
 
     mx.eval(mx.distributed.all_sum(mx.ones(1)))
@@ -190,7 +215,7 @@ def _is_samples(source: Source) -> bool:
 
 
 def _labels(sources: Sequence[Source]) -> Callable[[Row], str]:
-    """Names of rows where they are shown: without the folder that all of them lie in."""
+    """Return a function that names rows without their common folder."""
     where = _folder_of(sources) if all(isinstance(source, Files) for source in sources) else ""
     samples = {str(path): path.stem for path in sample_images()} if any(isinstance(s, Demo) for s in sources) else {}
 
@@ -203,7 +228,6 @@ def _labels(sources: Sequence[Source]) -> Callable[[Row], str]:
 
 
 def _folder_of(sources: Sequence[Source]) -> str:
-    """The folder that all files lie in."""
     return common_folder([path for source in sources if isinstance(source, Files) for path in source.paths])
 
 
@@ -216,7 +240,6 @@ def _questions(args: argparse.Namespace) -> Questions:
 
 
 def _shard(args: argparse.Namespace) -> Shard:
-    """This process's part; ``auto`` is its rank among those that mlx.launch started."""
     if args.shard != "auto":
         return Shard.parse(args.shard) if args.shard else Shard()
     import mlx.core as mx
@@ -226,10 +249,9 @@ def _shard(args: argparse.Namespace) -> Shard:
 
 
 def _target(args: argparse.Namespace, shard: Shard) -> str | None:
-    """The output; ``{shard}`` in its name is the shard's number."""
-    if args.out is not None and args.json is not None:
-        raise UsageError("--out and --json exclude each other")
-    target: str | None = args.out if args.out is not None else args.json
+    target: str | None = args.out
+    if args.format is not None and target is None:
+        raise UsageError("--format is the form of the output; name it with --out FILE (- is standard output)")
     if args.shard == "auto" and target is not None and "{shard}" not in target:
         raise UsageError("--shard auto needs {shard} in the output's name, or its processes would write one file")
     return None if target is None else target.replace("{shard}", f"{shard.number}-of-{shard.count}")
@@ -239,18 +261,14 @@ def _sink(
     target: str | None, sources: Sequence[Source], questions: Questions, args: argparse.Namespace, shard: Shard
 ) -> Sink:
     columns = tuple(dict.fromkeys(("id", *args.columns, "error"))) if args.columns else None
-    if target is None:
-        sink: Sink | None = None
-    elif args.json is not None and target != "-":
-        sink = AnswerFile(Path(target).expanduser(), columns)
-    else:
-        sink = open_sink(target, columns)
+    model = Path(args.model or sample_model()).name
+    sink = None if target is None else open_sink(target, columns, form=args.format, model=model)
     if args.sidecar is None:
         return Sink() if sink is None else sink
 
     def pictures() -> Iterator[tuple[str, str]]:
         for item in Job(sources, questions, Sink(), shard).items(scan=True):
-            files = [*item.row.images, *(video.source for video in item.row.videos)]
+            files = item.row.sources
             is_file = len(files) == 1 and item.row.load is None and isinstance(files[0], str) and not is_url(files[0])
             if item.row.error is None:
                 yield item.id, str(files[0]) if is_file else ""
@@ -259,7 +277,7 @@ def _sink(
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
-    """The settings that decide answers and output beside prompts and sampling."""
+    """Return settings that decide answers, besides prompts and sampling."""
     model, files = args.model, {}
     if model is not None and Path(model).expanduser().is_dir():
         model = str(Path(model).expanduser().resolve())
@@ -270,6 +288,7 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
     )
     said = {name: value for name, value in vars(args).items() if name in names}
     said = {"model": model, journal.MODEL_FILES: files, **said}
+    said |= {"format": args.format} if args.format == "openai-batch" else {}
     return {**said, **{name: vars(args)[name] for name in ("columns", "dpi", "fps", "max_frames")}}
 
 

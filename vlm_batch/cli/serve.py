@@ -1,4 +1,4 @@
-"""``vlm-batch serve``: the flags of the HTTP server. Those of ``mlx_vlm.server`` keep their names."""
+"""``vlm-batch serve``: the HTTP server's flags, named as in ``mlx_vlm.server`` where both have them."""
 
 from __future__ import annotations
 
@@ -9,18 +9,30 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vlm_batch.assets import default_checkpoint
-from vlm_batch.cli.model import OpenBatcher, UsageError, add_speed, amount_of_bytes, said_options
+from vlm_batch.assets import sample_model
+from vlm_batch.cli.model import OpenBatcher, UsageError, add_model, add_speed, amount_of_bytes, at_least, said_options
 from vlm_batch.server.config import MEGABYTE, ServerConfig, read_keys
 
 if TYPE_CHECKING:
     from vlm_batch.batcher import VLMBatcher
 
 API_KEY = "VLM_BATCH_API_KEY"
+#: Everyday options and examples of ``serve``.
+EVERYDAY = (
+    (
+        *("--model", "--host", "--port", "--api-key", "--served-model-name", "--allow-urls", "--allow-dir"),
+        *("--max-num-seqs", "--max-tokens", "--max-pixels", "--cache-dir", "--reproducible"),
+    ),
+    (
+        "vlm-batch serve --model MODEL",
+        f"{API_KEY}=secret vlm-batch serve --model MODEL --host 0.0.0.0 --port 8000",
+        "vlm-batch serve --model MODEL --allow-dir photos/ --max-pixels 1000000",
+    ),
+)
 
 
 def run(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
-    """Serve until told to stop; 2 if the server could not begin. Raises UsageError."""
+    """Serve until told to stop; return 2 if it could not begin."""
     try:
         from vlm_batch.server.run import serve
     except ModuleNotFoundError as error:
@@ -32,27 +44,26 @@ def run(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
 
 
 def config_of(args: argparse.Namespace, environment: Mapping[str, str]) -> ServerConfig:
-    """The server's configuration. Raises InvalidConfig."""
-    from vlm_batch.runtime.memory import usual_limit
+    from vlm_batch.runtime.memory import default_limit
 
     said = {one.name: vars(args)[one.name] for one in fields(ServerConfig) if one.name in vars(args)}
-    said["model"] = str(args.model or default_checkpoint())
+    said["model"] = str(args.model or sample_model())
     said["api_key"] = args.api_key or environment.get(API_KEY) or None
     said["keys"] = read_keys(args.keys) if args.keys else ()
     said["allow_dirs"] = tuple(Path(folder).expanduser() for folder in args.allow_dirs)
     said["allowed_hosts"] = tuple(args.allowed_hosts)
     limit = args.max_memory_gb  # 0 is no limit
-    said["max_memory"] = usual_limit() if limit is None else round(limit * 2**30) or None
+    said["max_memory"] = default_limit() if limit is None else round(limit * 2**30) or None
     return ServerConfig(**said)
 
 
 def load_batcher(args: argparse.Namespace) -> VLMBatcher:
-    """Load the model. The batcher itself reads no path and no URL: the server hands it bytes and data URIs."""
+    """Load the model; it reads no paths or URLs: the server hands it bytes."""
     from vlm_batch.batcher import VLMBatcher
     from vlm_batch.inputs.fetch import FetchPolicy
 
     return VLMBatcher(
-        str(args.model or default_checkpoint()),
+        str(args.model or sample_model()),
         max_rows=args.max_num_seqs,
         warm_up=args.warm_up,
         fetch=FetchPolicy(allow_http=False, allow_files=False),
@@ -61,7 +72,6 @@ def load_batcher(args: argparse.Namespace) -> VLMBatcher:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of ``vlm-batch serve``. Those of ``ServerConfig``'s fields have its defaults."""
     _add_model(parser.add_argument_group("model"))
     _add_network(parser.add_argument_group("network"))
     _add_media(parser.add_argument_group("what requests may bring"))
@@ -69,15 +79,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _say(group: argparse._ArgumentGroup, flag: str, name: str, said: str, **how: Any) -> None:
-    """Add the flag of a field of ``ServerConfig``."""
+    """Add the flag of a ``ServerConfig`` field."""
     default = next(one.default for one in fields(ServerConfig) if one.name == name)
     group.add_argument(flag, dest=name, default=default, help=said, **how)
 
 
 def _add_model(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--model", metavar="PATH|HUB_ID", help="the model (default: the embedded tiny checkpoint)")
-    _say(group, "--served-model-name", "served_name", "its name on the wire (default: the last part)", metavar="NAME")
-    group.add_argument("--trust-remote-code", action="store_true", help="allow code that comes with the model")
+    add_model(group)
+    _say(group, "--served-model-name", "served_name", "its name for clients (default: its last part)", metavar="NAME")
     rows = "most rows in the batch (default: as many as pay, by measured steps)"
     group.add_argument("--max-num-seqs", type=int, metavar="N", help=rows)
     add_speed(group)
@@ -104,12 +113,13 @@ def _add_network(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_media(group: argparse._ArgumentGroup) -> None:
-    urls = "fetch http(s) pictures and videos, public hosts only"
+    urls = "fetch http(s) media, public hosts only"
     _say(group, "--allow-urls", "allow_urls", urls, action="store_true")
     folder = "let requests name files in this folder"
     group.add_argument("--allow-dir", dest="allow_dirs", action="append", default=[], metavar="FOLDER", help=folder)
     _say(group, "--max-images", "max_images", "in one request (default: %(default)s)", type=int, metavar="N")
     _say(group, "--max-videos", "max_videos", "in one request (default: %(default)s)", type=int, metavar="N")
+    _say(group, "--max-audios", "max_audios", "in one request (default: %(default)s)", type=int, metavar="N")
     pixels = "of a picture (default: %(default)s)"
     group.add_argument("--max-image-pixels", type=int, default=89_478_485, metavar="N", help=pixels)
     pixels = "of a request's pictures and frames together (default: %(default)s)"
@@ -122,7 +132,10 @@ def _add_media(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_limits(group: argparse._ArgumentGroup) -> None:
-    answer, seconds = "of an answer, unless it says so (default: %(default)s)", "of a request (default: %(default)s)"
+    answer, seconds = (
+        "longest answer, where a request does not say (default: %(default)s)",
+        "of a request (default: %(default)s)",
+    )
     _say(group, "--max-tokens", "default_max_tokens", answer, type=int, metavar="N")
     group.add_argument("--max-prompt-tokens", type=int, metavar="N", help="of a prompt, pictures included")
     memory = "memory for keys and values of the batch, as 4GB (default: what the device has beside weights and caches)"
@@ -136,4 +149,4 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
 
 
 def _megabytes(text: str) -> int:
-    return int(text) * MEGABYTE
+    return at_least(1)(text) * MEGABYTE

@@ -1,4 +1,4 @@
-"""``vlm-batch bench --tune``: the settings of the engine measured for one model, and the line that passes them."""
+"""``vlm-batch bench --tune``: measure engine settings for one model."""
 
 from __future__ import annotations
 
@@ -22,18 +22,17 @@ from vlm_batch.types import Request
 if TYPE_CHECKING:
     from vlm_batch.cli.measuring import Measured
 
-#: Pictures that are encoded in one call at most, and their sides in pixels.
+#: Most pictures in one call, and their sides in pixels.
 PICTURES, SIDE = 16, 336
-#: Seconds that the measuring takes at most, but for what it has begun.
+#: Seconds after which nothing new is measured.
 SECONDS = 120.0
 
 
 class CannotTune(Exception):
-    """The model cannot be measured; the message goes to the user as it is."""
+    """The model cannot be measured; users see the message."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of ``vlm-batch bench --tune``."""
     group = parser.add_argument_group("settings of the device")
     group.add_argument(
         "--tune",
@@ -51,10 +50,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Measure the model of a command line, and say what was found. The figures. Raises CannotTune.
-
-    With keys and values in few bits, what is found is for those alone.
-    """
+    """Measure the model, print settings, and return the figures."""
     from vlm_batch.adapters.quantisation import check_quantisation
     from vlm_batch.cli.measuring import measure, settings_of
     from vlm_batch.loading import adapt, load_model
@@ -77,8 +73,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def show(measured: Measured, found: Mapping[str, Any], out: TextIO) -> None:
-    """The measurements, every setting with its value here, the table's, and where that comes from, and the line to pass."""
-    from vlm_batch.policy import described, policy_of
+    """Print the measurements, the settings, and the line to pass."""
+    from vlm_batch.policy import describe_policy, policy_of
 
     console = open_console(out)
     curves = [
@@ -99,7 +95,7 @@ def show(measured: Measured, found: Mapping[str, Any], out: TextIO) -> None:
         "the table's source",
         box=box.SIMPLE_HEAD,
     )
-    for name, one in described(policy_of({}), {}).items():
+    for name, one in describe_policy(policy_of({}), {}).items():
         table.add_row(name, str(found.get(name, "")), str(one["value"]), one["source"])
     console.print(table)
     if found:
@@ -112,7 +108,7 @@ def _say(said: str) -> None:
 
 
 def _pictures(adapter: Any, model: Any, processor: Any) -> Sequence[Mapping[str, Any]]:
-    """Processors' outputs of pictures that are all different; none for a family that takes none, or not so."""
+    """Return processor outputs of different pictures; none if calls cannot be shared."""
     from vlm_batch.arrays import as_mlx
     from vlm_batch.cli.verifying import prepared
 

@@ -1,15 +1,15 @@
-"""``vlm-batch verify``: whether a model gives one answer here, in whatever company, in the precision that it is served in."""
+"""``vlm-batch verify``: check that a model answers alike alone and in company, at its serving precision."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vlm_batch.assets import default_checkpoint, sample_images
+from vlm_batch.assets import AUDIO_SUFFIXES, default_checkpoint, sample_images
 from vlm_batch.cli.model import OpenBatcher, UsageError
 from vlm_batch.errors import InvalidRequest
 from vlm_batch.inputs.images import picture_suffixes
@@ -18,7 +18,7 @@ from vlm_batch.types import Request
 if TYPE_CHECKING:
     from vlm_batch.cli.verifying import Verification
 
-#: Precisions in which the embedded checkpoint is tried where no model is named: a type to load, and bits to quantise to.
+#: Precisions of the embedded checkpoint: the type to load, and bits to quantise to.
 PRECISIONS: tuple[tuple[str, int | None], ...] = (
     ("float32", None),
     ("bfloat16", None),
@@ -31,7 +31,6 @@ TEXTS = ("count to 12", "repeat: a a a a")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of ``vlm-batch verify``."""
     parser.add_argument(
         "--model", default=None, metavar="PATH|HUB_ID", help="the model (default: the embedded one, in five precisions)"
     )
@@ -44,6 +43,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--images", metavar="DIR", help=f"your pictures, {MOST_PICTURES} at most (default: the sample pictures)"
     )
+    parser.add_argument(
+        "--audios",
+        metavar="DIR",
+        help=f"your recordings, {MOST_PICTURES} at most, for a model that hears (default: none)",
+    )
     parser.add_argument("--prompt", default="describe the picture", help="the question (default: %(default)s)")
     parser.add_argument(
         "--max-tokens", type=int, default=24, metavar="N", help="tokens of each answer (default: %(default)s)"
@@ -54,13 +58,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
-    """Verify a model, or the embedded checkpoint in several precisions; 0 if all is as promised, 1 if not.
-
-    Raises UsageError for arguments that cannot be used.
-    """
+    """Verify a model, or the embedded one in several precisions; return 0 if as promised."""
     if args.max_tokens < 1:
         raise UsageError(f"--max-tokens {args.max_tokens}: at least 1")
     requests = [Request(prompt=args.prompt, images=(str(path),)) for path in pictures(args.images)]
+    requests += [Request(prompt=args.prompt, audios=(str(path),)) for path in recordings(args.audios)]
     requests += [Request(prompt=text) for text in TEXTS]
     found: list[Verification] = []
     table = sys.stderr if args.json == "-" else sys.stdout
@@ -76,14 +78,21 @@ def run(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
 
 
 def pictures(folder: str | None) -> list[Path]:
-    """The pictures to ask about. Raises UsageError for a folder without any."""
     if folder is None:
         return sample_images()
+    return _found("--images", "picture", folder, picture_suffixes())
+
+
+def recordings(folder: str | None) -> list[Path]:
+    return [] if folder is None else _found("--audios", "recording", folder, AUDIO_SUFFIXES)
+
+
+def _found(option: str, noun: str, folder: str, suffixes: Collection[str]) -> list[Path]:
     where = Path(folder).expanduser()
-    found = sorted(path for path in where.rglob("*") if path.suffix.lower() in picture_suffixes() and path.is_file())
+    found = sorted(path for path in where.rglob("*") if path.suffix.lower() in suffixes and path.is_file())
     if not found:
         raise UsageError(
-            f"--images {folder}: no picture there; looked for files that end in {' '.join(sorted(picture_suffixes()))}"
+            f"{option} {folder}: no {noun} there; looked for files that end in {' '.join(sorted(suffixes))}"
         )
     return found[:MOST_PICTURES]
 
@@ -141,7 +150,7 @@ def _write(target: str, text: str) -> None:
 
 
 def draw(path: Path, found: Sequence[Verification]) -> bool:
-    """Bars of the requests with the same bits and with the same tokens, for each way of asking; False without matplotlib."""
+    """Plot shares of requests with equal bits and equal tokens."""
     try:
         import matplotlib
     except ImportError:

@@ -1,1 +1,1 @@
-"""From processed requests to tokens, on one thread. It is handed an adapter and imports none."""
+"""Turns processed requests into tokens, on one thread."""

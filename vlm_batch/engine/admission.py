@@ -1,14 +1,11 @@
-"""The rows that wait for a place, and which of them is prepared next.
-
-A request waits in at most three places: the inbox, until its pictures may be read; with what was read, until there is room
-for what a processor makes of it; and among the prepared, until it is given a place in the batch. The most urgent goes
-first from each.
-"""
+"""Waiting rows, most urgent first: in the inbox, then for room to be processed, then for a place."""
 
 from __future__ import annotations
 
 import heapq
 import itertools
+import time
+from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 
 from vlm_batch.engine.constraints import Guide
@@ -18,15 +15,19 @@ from vlm_batch.engine.row import Row, Status
 from vlm_batch.engine.scheduler import Scheduler
 from vlm_batch.runtime.threads import num_cores
 
-#: Requests of one lane that are with the loaders at a time: they are served there in the order in which they came, so a few
-#: wait while the engine steps, and few are before an urgent one. Loaders have a thread a core, eight at most.
+#: Requests of one lane that the loaders have at a time. Loaders serve in order of arrival, so a longer queue would delay an
+#: urgent request; a shorter one would let them idle during a step. They have a thread a core, eight at most.
 WITH_LOADERS = max(8, 2 * min(8, num_cores()))
-#: Requests with videos that are being prepared or are prepared and wait: a clip's patches can be half a gigabyte.
+#: Requests with videos that are in preparation or prepared: a clip's patches can take half a gigabyte.
 VIDEOS_AHEAD = 4
-#: Bytes of a decoded pixel, which are there while a picture is processed: as decoded, and as the processor's array.
+#: Bytes of a pixel while its picture is processed: decoded, and in the processor's array.
 BYTES_PER_PIXEL = 6
-#: Prepared requests that wait at most, in times of what is usual: urgent ones may be prepared beside those that wait.
+#: Pictures are large if their decoded pixels take more than 1 / LARGE_PART of the room.
+LARGE_PART = 8
+#: Most prepared requests that may wait, as a multiple of the usual number: urgent ones are prepared beside the others.
 MOST_AHEAD = 4
+#: Priorities that a due row gains, so that it does not wait for a whole round of other clients.
+LIFT = 12
 
 
 class Admission:
@@ -38,20 +39,24 @@ class Admission:
         config = scheduler.config
         self._inbox: dict[
             tuple[Hashable, bool, int], list[tuple[float, int, Row]]
-        ] = {}  # by lane, having videos, client
+        ] = {}  # by (lane, has videos, client)
         self._arrivals = itertools.count()
         self.unprepared: set[Row] = set()  # not prepared yet, wherever they are
         self._reading: set[Row] = set()  # with the loaders
         self._read: set[Row] = set()  # wait for room
-        self._processing: dict[Row, int] = {}  # with the loaders, and the bytes that they may come to
+        self._processing: dict[Row, int] = {}  # with the loaders: expected bytes
         self.prepared: dict[str, Row] = {}
         self._look_ahead, self._most_bytes = config.look_ahead, config.look_ahead_bytes
-        self.placed: Mapping[int, int] = {}  # rows that have places, by client, when the last step began
-        self._sizes = {False: Sizes(max), True: Sizes(max)}  # without and with videos
+        self.placed: Counter[int] = Counter()  # rows that have places, by client, as of ``note_placed``
+        self.asked: Counter[int] = Counter()  # answers that each client has asked for, as of then
+        self._most_asked = 0
+        self.changes = 0  # of who waits, counted
+        self._served: dict[int, float] = {}  # when each client last had a place
+        self._sizes = {False: Sizes(max), True: Sizes(max)}  # by having videos
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what was read and prepared for rows that wait, and is not encoded yet. From any thread."""
+        """Bytes read or prepared for rows not encoded yet. Thread-safe."""
         return sum(
             row.prompt.nbytes
             for rows in (self._reading, self._read, self._processing, self.prepared.values())
@@ -59,19 +64,56 @@ class Admission:
         )
 
     def urgency(self, row: Row) -> float:
-        """A row's place in line among its client's: the smallest goes first."""
+        """Return a row's sort key among its client's, smallest first."""
         return self._scheduler.urgency(row.priority, row.clock.submitted)
 
     def line(
         self, rows: Iterable[Row], first: Collection[Row] = (), placed: Mapping[int, int] | None = None
     ) -> list[Row]:
-        """Rows in the order in which they get places beside those that are ``placed``; some are ``first`` of their client's."""
+        """Return rows in the order in which they get places.
+
+        Args:
+            first: rows that precede others of their client.
+            placed: each client's places; None: the present ones.
+        """
         given = list(rows)
-        keys = [(row.client, (row not in first, self.urgency(row))) for row in given]
+        turn = self._turn if placed is None else self.urgency
+        keys = [(row.client, (row not in first, self.urgency(row)), turn(row)) for row in given]
         return [given[at] for at in self._scheduler.share_out(keys, self.placed if placed is None else placed)]
 
+    def note_placed(self, placed: Counter[int], rows: Iterable[Row] | None) -> None:
+        """Count places by client. ``rows``: all rows with places; None if unchanged."""
+        self.placed = placed
+        if rows is not None:
+            self.asked = Counter()
+            for row in rows:
+                self.asked[row.client] += 1 + len(row.siblings)
+            self._most_asked = max(self.asked.values(), default=0)
+        self._served |= dict.fromkeys(placed, time.perf_counter())
+        if len(self._served) > 2 * len(self.asked) + MOST_AHEAD:
+            self._served = {client: when for client, when in self._served.items() if client in self.asked}
+
+    def is_due(self, row: Row) -> bool:
+        """Return whether a client has waited ``ageing_seconds`` while another wants two more answers."""
+        if self.placed[row.client] or self._most_asked < self.asked[row.client] + 2:
+            return False
+        since = max(row.clock.submitted, self._served.get(row.client, 0.0))
+        return time.perf_counter() - since > self._scheduler.config.ageing_seconds
+
+    def _turn(self, row: Row) -> float:
+        """Return a row's sort key among clients with as many places.
+
+        If its client has since had a place, the row waits from then, one priority lower.
+        """
+        served = self._served.get(row.client, 0.0)
+        lift = LIFT if self.is_due(row) else 0
+        if served < row.clock.submitted:
+            return self._scheduler.urgency(row.priority + lift, row.clock.submitted)
+        return self._scheduler.urgency(row.priority - 1 + lift, served)
+
     def add(self, row: Row) -> None:
-        """Take in a row: to be prepared, or with its processor's output."""
+        """Take in a row, prepared or not."""
+        self.changes += 1
         if row.prompt.inputs is not None:
             self.prepared[row.request_id] = row
             return
@@ -80,19 +122,17 @@ class Admission:
         heapq.heappush(heap, (self.urgency(row), next(self._arrivals), row))
 
     def remove(self, row: Row) -> None:
-        """Remove a row at whatever stage it waits. In the inbox it stays until its turn comes, and is then skipped."""
+        """Remove a row at any stage; the inbox skips it."""
+        self.changes += 1
         if row.prompt.loading is not None:
             row.prompt.loading.cancel()
-        for rows in (self._reading, self._read, self.unprepared):
+        for rows in (self._reading, self._read, self.unprepared):  # the inbox skips it when its turn comes
             rows.discard(row)
         self._processing.pop(row, None)
         self.prepared.pop(row.request_id, None)
 
     def next_to_prepare(self) -> Row | None:
-        """The first row in line of the inbox that may be read now; it counts as being read from now on.
-
-        Those of one lane hold up nobody of another.
-        """
+        """Mark and return the next row to read."""
         heads: dict[Row, list[tuple[float, int, Row]]] = {}
         for key, heap in tuple(self._inbox.items()):
             while heap and heap[0][2].status is Status.FINISHED:
@@ -115,7 +155,6 @@ class Admission:
         return None
 
     def _has_room(self, row: Row, before: Sequence[Row]) -> bool:
-        """Whether a row of the inbox may be read now, when those ``before`` it are with the loaders or prepared."""
         working = [one for one in (*self._reading, *self._processing) if one.lane == row.lane]
         waiting = {*working, *self._read, *self.prepared.values()}
         if row.has_videos and sum(one.has_videos for one in waiting) >= VIDEOS_AHEAD:
@@ -127,27 +166,35 @@ class Admission:
         return len(working) < WITH_LOADERS and len(beside) < most and has_bytes
 
     def note_read(self, row: Row) -> None:
-        """A row's pictures are in memory: it waits for room. Nothing happens if it ended meanwhile, or if that is known."""
         if row in self._reading:
             self._reading.remove(row)
             self._read.add(row)
 
     def next_to_process(self) -> Row | None:
-        """The first row in line that was read and has room for what comes of it; it counts as being processed from now on.
+        """Mark and return the next row to process.
 
-        Nobody goes before one that has no room yet, but for those that need none.
+        A row without room blocks all that need room. Large pictures have room of their own.
         """
-        if not self._read:
+        large = {row for row in self._read if self._is_large(row)}
+        row = self._first_with_room(self._read - large, [one for one in self._processing if not self._is_large(one)])
+        return row or self._first_with_room(large, [one for one in self._processing if self._is_large(one)])
+
+    def _is_large(self, row: Row) -> bool:
+        return self._decoded(row) > self._most_bytes // LARGE_PART
+
+    def _first_with_room(self, those: Collection[Row], processing: Sequence[Row]) -> Row | None:
+        if not those:
             return None
-        sizes = {row: self._expected(row) for row in self._read}
-        ahead = {**self._processing, **{row: row.prompt.nbytes for row in self.prepared.values()}}
-        line = self.line([*ahead, *self._read])
-        row = min((one for one in line if one in self._read), key=lambda one: sizes[one] > 0)
+        sizes = {row: self._expected(row) for row in those}
+        ahead = {row: self._processing[row] for row in processing}
+        ahead |= {row: row.prompt.nbytes for row in self.prepared.values()}
+        line = self.line([*ahead, *those])
+        row = min((one for one in line if one in those), key=lambda one: sizes[one] > 0)
         expected = sizes[row]
         held = sum(ahead.values())
-        decoded = sum(self._decoded(other) for other in self._processing)
+        decoded = sum(map(self._decoded, processing))
         if decoded and decoded + self._decoded(row) > self._most_bytes:
-            return None  # for a moment, whoever is first: what is being decoded is let go of soon
+            return None  # even if it is the first: decoded pixels are freed soon
         is_first = not any(ahead.get(other) for other in line[: line.index(row)])
         if expected and held + expected > self._most_bytes and not (is_first and held <= self._most_bytes):
             return None
@@ -156,12 +203,11 @@ class Admission:
         return row
 
     def _decoded(self, row: Row) -> int:
-        """Bytes of a row's pictures while they are processed."""
         loading = None if row.prompt is None else row.prompt.loading
         return 0 if loading is None else BYTES_PER_PIXEL * loading.num_pixels
 
     def _expected(self, row: Row) -> int:
-        """Bytes that a row that was read may take while it is processed and afterwards: more than there are if nobody knows."""
+        """Return the bytes for processing; over the bound if unknown."""
         loading = row.prompt.loading
         assert loading is not None
         if loading.known_nbytes is not None:
@@ -170,13 +216,14 @@ class Admission:
         return self._most_bytes + 1 if seen is None else seen + self._decoded(row)
 
     def take_in(self, row: Row, loading: Loading) -> None:
-        """A row's loading is done. Raises what reading or processing raised."""
+        """Store the result of a row's loading, or raise its error."""
         self._reading.discard(row)
         self._processing.pop(row, None)
         row.prompt.loading = None
         row.clock.read_seconds, row.clock.process_seconds = loading.read_seconds, loading.process_seconds
         prepared = loading.result()
         row.image_sizes, row.video_sizes = prepared.image_sizes, prepared.video_sizes
+        row.audio_seconds = prepared.audio_seconds
         row.answer.bad_words = prepared.bad_words
         if prepared.form is not None or row.params.thinking_budget is not None:
             row.answer.guide = Guide.of(row.params, prepared.form, prepared.thinking, row.answer.end_ids)
@@ -186,3 +233,4 @@ class Admission:
             self._sizes[row.has_videos].note(loading.num_pixels, row.prompt.nbytes)
         self.unprepared.remove(row)
         self.prepared[row.request_id] = row
+        self.changes += 1

@@ -1,27 +1,27 @@
-"""The live rows and where their KV lies: join and leave, one row at a time."""
+"""Rows that decode together, with keys and values."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
 
-from vlm_batch.caches import DenseCache, LayerCache, Placement, level
+from vlm_batch.caches import DenseCache, LayerCache, Placement, equalise_capacity
+from vlm_batch.caches.drafted import keep, most_positions, with_positions
 from vlm_batch.engine.row import Row, Status
 from vlm_batch.engine.shapes import Shapes
 
-#: Places of slabs are given up once all rows are among the first of so many times fewer: where there are slabs, launches decide
-#: what a step takes, and each change of their shape copies what is in them.
+#: Slabs shrink once all rows lie in the first 1 / FEW of their places: shrinking copies, and idle places cost a GPU little.
 FEW = 4
 
 
 class DecodeBatch:
-    """Rows that decode together. ``places[b]`` is the row at place b of every layer's cache, or None.
+    """Rows of one decode forward; ``places[b]``: the row at place b, or None.
 
-    With ``Placement.ROWS`` the places stay dense; with ``Placement.SLAB`` a place is kept until another row takes it. How many
-    there are, ``shapes`` say; places without a row run and are thrown away. Slabs have at least ``least`` columns. A batch that
-    ``is_apart`` is one row's whose last forward failed.
+    Args:
+        least: fewest columns of slabs.
+        is_apart: the batch has one row, whose last forward failed.
     """
 
     def __init__(self, shapes: Shapes, max_rows: int, least: int = 0, *, is_apart: bool = False) -> None:
@@ -29,8 +29,11 @@ class DecodeBatch:
         self.is_apart = is_apart
         self.max_rows = max_rows
         self._shapes = shapes
-        self.places: list[Row | None] = []
+        self.places: list[Row | None] = []  # dense for caches per row; slabs keep a place until another row takes it
         self.layers: list[LayerCache] = []
+        self._placement = shapes.layout
+        self.num_positions = 0  # of the last forward
+        self._drafted: dict[Row, int] = {}  # positions of rows with drafts in the last forward
 
     @property
     def rows(self) -> list[Row]:
@@ -40,15 +43,16 @@ class DecodeBatch:
         return len(self.rows)
 
     def join(self, row: Row, caches: Sequence[Any], others: int = 0) -> None:
-        """Give a prefilled row a place; ``others`` will want one at once, too. Only its own KV is touched, unless there are too
-        few places; its single-row caches belong to the batch from now on."""
+        """Give a prefilled row a place. ``others``: rows that join next."""
         if not self.layers:
+            self._placement = self._shapes.layout
             self.layers = self._shapes.layers(caches, len(self.places), self.least)
+        self.lay_out(row)
         before = len(self.places)
         try:
             if None not in self.places:
-                # on a CPU each is copied once, whoever else comes
-                more = 0 if self._shapes.layout is Placement.ROWS else others
+                # a cache per row is never copied to make room for others
+                more = 0 if self._placement is Placement.ROWS else others
                 self._resize(min(before + 1 + more, self.max_rows))
             place = self.places.index(None)
             for layer, single in zip(self.layers, caches, strict=True):
@@ -59,15 +63,35 @@ class DecodeBatch:
         self.places[place] = row
         row.status = Status.DECODE
 
+    def lay_out(self, *joining: Row) -> None:
+        """Switch between caches per row and slabs before ``joining`` rows join."""
+        rows = [*self.rows, *joining]
+        wanted = self._shapes.placement([next_length(row) for row in rows], self._placement)
+        if wanted is self._placement or not self.layers or self._drafted:
+            return
+        live = [place for place, row in enumerate(self.places) if row is not None]
+        taken = [[layer.extract(place) for layer in self.layers] for place in live]
+        if taken:
+            layers = self._shapes.layers(taken[0], len(live), self.least, wanted)
+            for layer in layers:
+                layer.resize(len(live))
+            for place, caches in enumerate(taken):
+                for layer, single in zip(layers, caches, strict=True):
+                    layer.put(place, single)
+            self.layers, self.places = layers, [self.places[place] for place in live]
+        self._placement = wanted
+
     def take(self, row: Row) -> list[Any]:
-        """Take a live row's caches back as single-row caches, with all that it has seen; call it when the row leaves."""
+        """Return a row's single-row caches. The row must leave next."""
+        self.keep(row, 1)  # drops drafts
         place = self.places.index(row)
-        taken = [layer.take(place) for layer in self.layers]
-        mx.async_eval([cache.state for cache in taken])  # a slab is written next step: nobody may hold it then
+        taken = [layer.extract(place) for layer in self.layers]
+        mx.async_eval([cache.state for cache in taken])  # the next step writes to the slab, which nobody may hold then
         return taken
 
     def leave(self, row: Row) -> None:
-        """Free a row's place; nobody else moves."""
+        """Free a row's place. No other row moves."""
+        self._drafted.pop(row, None)
         place = self.places.index(row)
         if self._shapes.layout is Placement.ROWS:
             del self.places[place]
@@ -83,22 +107,50 @@ class DecodeBatch:
             if FEW * last <= len(self.places):
                 self._resize(last)
         if not self.places:
-            self.layers = []  # the memory of an idle batch goes back
+            self.layers = []  # frees an idle batch's memory
 
     def drop(self) -> None:
-        """Let go of all rows and layers, whatever state those are in."""
         self.places, self.layers = [], []
+        self._drafted.clear()
+
+    # Drafts
+
+    def counts(self, drafts: Mapping[Row, int]) -> list[int] | None:
+        """Return each place's positions for these draft lengths, or None."""
+        wanted = [None if row is None else drafts.get(row, 0) for row in self.places]
+        most = most_positions(self.layers) if self.layers else 1
+        counts = self._shapes.counts_of(wanted, self._placement) if most > max(drafts.values(), default=0) else None
+        longest = max((next_length(row) for row in self.rows), default=0)
+        if counts is None or max(counts) > most or not self._shapes.has_room(longest, max(counts)):
+            return None
+        return counts
+
+    def with_drafts(self, counts: Sequence[int]) -> list[LayerCache]:
+        """Return the layers for ``counts[b]`` positions at place b."""
+        return with_positions(self.layers, counts)
+
+    def was_drafted(self, counts: Sequence[int]) -> None:
+        """Record a drafted forward. Other rows keep one position."""
+        self.num_positions = sum(counts)
+        for place, (row, count) in enumerate(zip(self.places, counts, strict=True)):
+            if row is not None and row.answer.ahead:
+                self._drafted[row] = count
+            elif row is not None:
+                keep(self.layers, place, count, 1)
+
+    def keep(self, row: Row, kept: int) -> None:
+        """Keep ``kept`` positions of a row in the last forward."""
+        if (count := self._drafted.pop(row, None)) is not None:
+            keep(self.layers, self.places.index(row), count, kept)
 
     def _resize(self, wanted: int) -> None:
-        """Have at least ``wanted`` places."""
         wanted = self._shapes.places(wanted, self.max_rows)
         for layer in self.layers:
             layer.resize(wanted)
         self.places = (self.places + [None] * wanted)[:wanted]
 
     def _restore(self, num_places: int) -> None:
-        """Have every layer hold the rows of the first places and nothing else, all layers alike, after something raised when
-        only some of them, or one array of one, had been changed. Nothing is computed for it."""
+        """Cut all layers back after a failed join."""
         del self.places[num_places:]
         if not self.rows:
             self.drop()
@@ -106,9 +158,13 @@ class DecodeBatch:
             layer.resize(num_places)
             for place in [place for place, row in enumerate(self.places) if row is None]:
                 layer.clear(place)
-        level(self.layers)
+        equalise_capacity(self.layers)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of KV that the live rows' layers hold."""
         return sum(layer.nbytes for layer in self.layers)
+
+
+def next_length(row: Row) -> int:
+    """Return a row's cached tokens after the next step."""
+    return row.facts.length + max(1, row.answer.num_sampled)

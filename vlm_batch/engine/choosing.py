@@ -1,7 +1,4 @@
-"""From a forward's logits to launched tokens: penalties, masks, processors, the sampler.
-
-A row whose own processor or parameters raise fails alone, and the others go on.
-"""
+"""Choice of the next tokens. A row whose own processor raises fails alone."""
 
 from __future__ import annotations
 
@@ -9,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
+import numpy as np
 
 from vlm_batch.arrays import stack_logits
 from vlm_batch.engine.constraints import apply_masks
@@ -20,34 +18,32 @@ from vlm_batch.engine.work import Failed, Part, attempt
 
 @dataclass(frozen=True)
 class Flight:
-    """A launched step: the sampled tokens, perhaps not yet computed, and the rows that they belong to.
-
-    ``losses`` are the rows' own at its launch: a row that has begun again since has no use for it. ``is_known``: the
-    tokens were said before, by rows that are on their way back to where they were.
-    """
+    """Launched tokens; a drafting row has one per position."""
 
     rows: tuple[Row, ...]
-    losses: tuple[int, ...]
+    losses: tuple[int, ...]  # ``Row.losses`` at the launch: a row recomputed since ignores its token
     sampled: Sampled
-    is_known: bool = False
+    is_known: bool = False  # told before, by rows that are recomputed
 
     def is_for(self, index: int) -> bool:
-        """Whether a token of its own still has a row that waits for it."""
         return self.rows[index].status is not Status.FINISHED and self.rows[index].losses == self.losses[index]
 
     @property
     def waiting(self) -> list[Row]:
-        """The rows that its tokens are still for."""
-        return [row for index, row in enumerate(self.rows) if self.is_for(index)]
+        return list(dict.fromkeys(row for index, row in enumerate(self.rows) if self.is_for(index)))
+
+    @property
+    def has_drafts(self) -> bool:
+        """Whether tokens must be read before the next forward."""
+        return any(row.answer.ahead for row in self.rows)
 
 
 def choose(parts: Sequence[Part], sampler: Sampler) -> list[Flight | Failed]:
-    """Choose the next tokens of the rows that decode from their logits, and launch that: all at once, but for those who have
-    said theirs before."""
-    rows = [row for part in parts for row in part.rows]
+    """Choose and launch the next tokens. Recomputed rows repeat theirs."""
+    rows = [row for part in parts for row in part.rows for _ in range(1 + len(part.ahead))]
     given = [part.logits for part in parts if part.logits is not None]
     logits = given[0] if len(given) == 1 else stack_logits(given)
-    here = [index for index, row in enumerate(rows) if row.status is Status.DECODE]  # others began again meanwhile
+    here = [index for index, row in enumerate(rows) if row.status is Status.DECODE]  # the others began again
     known = [index for index in here if rows[index].answer.known_token is not None]
     new = [index for index in here if index not in known] if known else here
     found: list[Flight | Failed] = []
@@ -64,37 +60,34 @@ def choose(parts: Sequence[Part], sampler: Sampler) -> list[Flight | Failed]:
     if not rows:
         return found
     try:
-        sampled = [(rows, sampler(logits, [_sampling_row(row) for row in rows]))]
-    except Exception:  # each alone then, so that only the culprit ends
+        sampled = [(rows, sampler(logits, _sampling_rows(rows)))]
+    except Exception:  # one at a time, so that only the culprit fails
         sampled = []
-        for index, row in enumerate(rows):
-            one = attempt([row], sampler, logits[index : index + 1], [_sampling_row(row)])
+        for row, places in _places(rows).items():
+            own = [row] * len(places)
+            one = attempt([row], sampler, logits[mx.array(places)], _sampling_rows(own))
             if isinstance(one, Failed):
                 found.append(one)
             else:
-                sampled.append(([row], one))
+                sampled.append((own, one))
     return found + [attempt(those, _launch, those, one, is_shared=True) for those, one in sampled]
 
 
 def _allowed(rows: list[Row], logits: mx.array) -> tuple[list[Row], mx.array, list[Failed]]:
-    """Rows with their logits (R, V), after the rows' own penalties and processors, of which only those stay that the rows'
-    forms allow; and who failed."""
+    """Apply the rows' own stages and forms to logits (R, V). Returns rows, logits, failures."""
     failed: list[Failed] = []
     if any(row.answer.changes_logits for row in rows):
         made = [
-            attempt([row], process, logits[index : index + 1], _sampling_row(row))
-            if row.answer.changes_logits
+            attempt([owner], process, logits[index : index + 1], row)
+            if owner.answer.changes_logits
             else logits[index : index + 1]
-            for index, row in enumerate(rows)
+            for index, (owner, row) in enumerate(zip(rows, _sampling_rows(rows), strict=True))
         ]
         failed = [one for one in made if isinstance(one, Failed)]
         rows = [row for row, one in zip(rows, made, strict=True) if not isinstance(one, Failed)]
         logits = stack_logits([one for one in made if not isinstance(one, Failed)]) if rows else logits
     if any(row.answer.guide is not None for row in rows):
-        masks = [
-            None if row.answer.guide is None else attempt([row], row.answer.guide.allowed, logits.shape[-1])
-            for row in rows
-        ]
+        masks = [mask for row, places in _places(rows).items() for mask in _masks(row, len(places), logits.shape[-1])]
         wrong = [mask for mask in masks if isinstance(mask, Failed)]
         if wrong:
             failed += wrong
@@ -109,6 +102,29 @@ def _launch(rows: Sequence[Row], sampled: Sampled, *, is_known: bool = False) ->
     return Flight(tuple(rows), tuple(row.losses for row in rows), sampled, is_known)
 
 
-def _sampling_row(row: Row) -> SamplingRow:
-    answer = row.answer
-    return SamplingRow(row.params, row.seed, answer.num_sampled, answer.history, row.facts.vocabulary, answer.rules)
+def _places(rows: Sequence[Row]) -> dict[Row, list[int]]:
+    found: dict[Row, list[int]] = {}
+    for place, row in enumerate(rows):
+        found.setdefault(row, []).append(place)
+    return found
+
+
+def _masks(row: Row, count: int, size: int) -> list[np.ndarray | Failed | None]:
+    guide = row.answer.guide
+    if guide is None:
+        return [None] * count
+    return [attempt([row], guide.allowed, size), *[guide.allowed_ahead(at, size) for at in range(count - 1)]]
+
+
+def _sampling_rows(rows: Sequence[Row]) -> list[SamplingRow]:
+    """Return a sampling row per position."""
+    if not any(row.answer.ahead for row in rows):
+        return [_sampling_row(row, 0) for row in rows]
+    return [_sampling_row(row, ahead) for row, places in _places(rows).items() for ahead in range(len(places))]
+
+
+def _sampling_row(row: Row, ahead: int) -> SamplingRow:
+    answer, history = row.answer, row.answer.history
+    if ahead and history is not None:
+        history = mx.concatenate([history, mx.array(answer.ahead[:ahead], dtype=history.dtype)])
+    return SamplingRow(row.params, row.seed, answer.num_sampled + ahead, history, row.facts.vocabulary, answer.rules)

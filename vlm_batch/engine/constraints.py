@@ -1,14 +1,13 @@
-"""Rows whose next token depends on their last one: answers held to a form, and thinking that is to end.
+"""Rows whose next token depends on their last: constrained answers and thinking budgets.
 
-The engine must read such a row's token before it can choose the next one. The row's forward runs with the others'. Its token
-is chosen in a second, small launch, once the last token is known. Other threads work out the mask for that while the device
-runs the forward; a row whose mask is late leaves the batch until it is there, and nobody else waits for it.
+A second launch chooses such a token. Other threads compute its mask during the forward; a late mask parks the row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from enum import Enum
 from typing import Any, Protocol
 
@@ -20,9 +19,13 @@ from vlm_batch.types import SamplingParams
 
 
 class Form(Protocol):
-    """A form that an answer is held to (``vlm_batch.inputs.grammar.Form`` says what each call does)."""
+    """A constrained answer (``vlm_batch.inputs.grammar.Form``)."""
 
-    def follow(self, token: int) -> Future[None]: ...
+    def follow(self, token: int, most_ahead: int = 0) -> Future[None]: ...
+    def look_ahead(self, tokens: Sequence[int]) -> Future[None]: ...
+    @property
+    def ahead(self) -> tuple[int, ...]: ...
+    def fill_ahead(self, at: int, bits: np.ndarray) -> None: ...
     def fill(self, bits: np.ndarray) -> None: ...
     def copy(self) -> Form: ...
     def read(self, text: str) -> Any: ...
@@ -33,19 +36,20 @@ class Form(Protocol):
 
 
 class Phase(Enum):
-    """The phases of an answer. ``BEGINNING``: its first token says whether it thinks."""
+    """Phases of an answer. ``BEGINNING``: the first token shows if it thinks."""
 
     BEGINNING = "beginning"
     THINKING = "thinking"
-    ENDING = "ending"  # what ends thinking is being written, whatever the model says
+    ENDING = "ending"  # the tokens that end thinking are forced
     ANSWER = "answer"
 
 
 class Guide:
-    """The rule for one row's next token. ``feed`` takes each token and returns at once; after ``settle`` the other members tell
-    what that changed, and ``allowed`` gives the tokens that may follow.
+    """Rules for one row's next token. Call ``feed`` with each token, then ``settle``.
 
-    ``form`` holds the answer, from the end of thinking on; ``budget`` is how many tokens thinking may take.
+    Args:
+        form: constraint on the answer after thinking.
+        budget: most tokens of thinking.
     """
 
     def __init__(
@@ -56,9 +60,10 @@ class Guide:
         self._budget = budget
         self._end_ids = end_ids
         self._thought: list[int] = []
-        self._forced: list[int] = []  # what is left of the words that end thinking
-        self._answer: list[int] = []  # the tokens that the form has seen
-        self._following: Future[None] | None = None  # what its form makes of the last of them
+        self._forced: list[int] = []  # tokens left of the mark that ends thinking
+        self._answer: list[int] = []  # tokens that the form has seen
+        self._following: Future[None] | None = None  # the form's work on the last of them
+        self.most_ahead = 0  # tokens that the form looks ahead
         self.phase = Phase.ANSWER
         if thinking is not None and thinking.is_open:
             self._think()
@@ -69,7 +74,6 @@ class Guide:
     def of(
         cls, params: SamplingParams, form: Form | None, thinking: Thinking | None, end_ids: Collection[int]
     ) -> Guide | None:
-        """A row's guide; None if nothing about it depends on its tokens."""
         if form is None and params.thinking_budget is None:
             return None
         guide = cls(form, thinking, params.thinking_budget, end_ids)
@@ -77,16 +81,16 @@ class Guide:
 
     @property
     def is_over(self) -> bool:
-        """Whether any token may follow from now on."""
+        """Whether all further tokens are allowed."""
         return self.phase is Phase.ANSWER and self._form is None
 
     @property
     def is_whole(self) -> bool:
-        """Whether the answer has its form and can only end."""
+        """Whether the answer can only end."""
         return self.phase is Phase.ANSWER and self._form is not None and self._form.is_whole
 
     def feed(self, token: int) -> None:
-        """Take the row's next token."""
+        """Start work on the next token; returns at once."""
         if self.phase is Phase.BEGINNING:
             assert self._thinking is not None
             if token == self._thinking.start[0]:
@@ -104,22 +108,48 @@ class Guide:
             if not self._forced:
                 self.phase = Phase.ANSWER
         elif self._form is not None and token not in self._end_ids:
-            self._following = self._form.follow(token)
+            self._following = self._form.follow(token, self.most_ahead)
             self._answer.append(token)
 
     def is_ready(self, seconds: float = 0.0) -> bool:
-        """Whether ``settle`` returns at once, or will within so many seconds, which are waited for."""
+        """Wait up to ``seconds``. Return whether ``settle`` would not block."""
         following = self._following
         return following is None or following.done() or (seconds > 0 and bool(wait((following,), seconds).done))
 
+    def look_ahead(self, tokens: Sequence[int], seconds: float) -> None:
+        """Let the form check drafted tokens, within ``seconds``."""
+        if self.phase is Phase.ANSWER and self._form is not None and self._following is None:
+            self._following = self._form.look_ahead(tokens)
+            if self.is_ready(seconds):
+                with suppress(Exception):  # the draft is lost; the form is as it was
+                    self.settle()
+
+    @property
+    def ahead(self) -> tuple[int, ...]:
+        """Tokens that the form forces, or drafted ones that it allows."""
+        is_known = self.phase is Phase.ANSWER and self._form is not None and self._following is None
+        return self._form.ahead if is_known and self._form is not None else ()
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether the form checks drafts: not during thinking."""
+        return self.phase is Phase.ANSWER and self._form is not None
+
+    def allowed_ahead(self, at: int, size: int) -> np.ndarray:
+        """Return the mask (W,) of tokens that may follow ``ahead[at]``."""
+        assert self._form is not None
+        bits = np.zeros(_words(size), dtype=np.uint32)
+        self._form.fill_ahead(at, bits)
+        return bits
+
     def settle(self) -> None:
-        """Take in what came of the last token. Raises ValueError for one that the form does not have."""
+        """Wait for the last token's work. Raises ValueError if the form excludes it."""
         following, self._following = self._following, None
         if following is not None:
             following.result()
 
     def allowed(self, size: int) -> np.ndarray | None:
-        """Bits of the tokens that may come next, (W,) uint32 for ``size`` tokens; None if all may."""
+        """Return the allowed tokens as bits (W,) uint32; None for all."""
         if self.phase is Phase.ENDING:
             return _only(self._forced[:1], size)
         if self.phase is Phase.THINKING:
@@ -134,15 +164,16 @@ class Guide:
         return bits
 
     def parsed(self, decode: Callable[[Sequence[int]], str]) -> Any:
-        """The answer's value: parsed JSON, or the text that has the form. None if it is not whole, or has no form."""
+        """Return the complete answer as parsed JSON or text, else None."""
         if self._form is None or self.phase is not Phase.ANSWER or not (self._form.is_whole or self._form.may_end):
             return None
         return self._form.read(decode(self._answer))
 
     def copy(self) -> Guide:
-        """The same for another answer to the same prompt, from its beginning."""
         form = None if self._form is None else self._form.copy()
-        return Guide(form, self._thinking, self._budget, self._end_ids)
+        made = Guide(form, self._thinking, self._budget, self._end_ids)
+        made.most_ahead = self.most_ahead
+        return made
 
     def _think(self) -> None:
         self.phase = Phase.THINKING
@@ -163,7 +194,7 @@ class Guide:
 
 
 def apply_masks(logits: mx.array, masks: Sequence[np.ndarray | None]) -> mx.array:
-    """Logits (R, V) with those of tokens that may not come at minus infinity, by each row's bits."""
+    """Set logits (R, V) outside masks to -inf."""
     if all(mask is None for mask in masks):
         return logits
     size = logits.shape[-1]

@@ -1,54 +1,120 @@
-"""The forward of a step: one token for every row of a group."""
+"""Decode forwards."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 
 import mlx.core as mx
 
+from vlm_batch.caches import RowsCache
 from vlm_batch.engine.batch import DecodeBatch
-from vlm_batch.engine.compiled import CompiledDecode
+from vlm_batch.engine.compiled import CompiledDecode, can_leave_unfused
 from vlm_batch.engine.port import ModelAdapter
 from vlm_batch.engine.row import Row
-from vlm_batch.records import Call, DecodeStep, Graphs
+from vlm_batch.records import Call, DecodeStep, Graphs, Hidden
 
 
 class Decoder:
-    """Runs a model's decode step, compiled where that is asked for and the family allows it; ``None`` leaves it to the adapter,
-    and to slabs of plain keys and values."""
+    """Runs a model's decode step, compiled if asked for and allowed.
 
-    def __init__(self, adapter: ModelAdapter, call: Call = Call(), *, compile_decode: bool | None = False) -> None:
-        self._adapter = adapter
-        self._call = call
-        compiles = compile_decode and adapter.graphs is not Graphs.NEVER
-        if compile_decode is None:
-            compiles = adapter.graphs is Graphs.BY_DEFAULT
-        self._compiled = CompiledDecode(partial(adapter.decode, call=call)) if compiles else None
-        self._is_plain = compile_decode is None
+    ``compile_decode=None`` compiles the adapter's default, over slabs of plain keys and values; on a CPU, where graphs
+    fuse nothing, all that the family allows. ``keeps_hidden``: rows keep final hidden states.
+    """
+
+    def __init__(
+        self,
+        adapter: ModelAdapter,
+        call: Call = Call(),
+        *,
+        compile_decode: bool | None = False,
+        keeps_hidden: bool = False,
+    ) -> None:
+        self._plain = partial(_decode, adapter, call, keeps_hidden)  # no method: graphs would hold this decoder
+        graphs = adapter.graphs if compile_decode is not False else Graphs.NEVER
+        is_unfused = compile_decode is None and graphs in (Graphs.UNFUSED, Graphs.IF_ASKED) and can_leave_unfused()
+        fused = (Graphs.IF_ASKED, Graphs.BY_DEFAULT) if compile_decode else (Graphs.BY_DEFAULT,)
+        compiles = is_unfused or graphs in fused
+        is_added = graphs is Graphs.BY_DEFAULT
+        self._compiled = CompiledDecode(self._plain, is_fused=not is_unfused, adds_masks=is_added) if compiles else None
+        self._is_plain = compile_decode is None and not is_unfused
 
     def __call__(self, step: DecodeStep) -> mx.array:
         """Logits (B, V) of a step."""
-        if self._compiled is None or not CompiledDecode.can_compile(step.caches, step.extras, is_plain=self._is_plain):
-            return self._adapter.decode(step, self._call)
-        return self._compiled(step)
+        return self._forward(step)[0]
+
+    def _forward(self, step: DecodeStep) -> list[mx.array]:
+        """Return logits (B, V), and hidden states (B, D) if kept."""
+        if self._compiled is None or isinstance(step.caches[0], RowsCache):
+            return self._plain(step)
+        if not CompiledDecode.can_compile(step.caches, step.extras, is_plain=self._is_plain):
+            return self._plain(step)
+        found: list[mx.array] = self._compiled(step)
+        return found
 
     def logits(self, batch: DecodeBatch, rows: Sequence[Row]) -> mx.array:
-        """A forward over every place of a group; logits (R, V) of ``rows``, in their order."""
+        """Return logits (R, V) of ``rows`` from a forward over all places. K drafted tokens add K rows."""
         places = batch.places
+        drafts = {row: len(row.answer.ahead) for row in rows if row.answer.ahead}
+        counts = batch.counts(drafts) if drafts else None
+        if counts is not None:
+            return self._drafted(batch, rows, counts)
+        for row in drafts:
+            row.answer.ahead = ()
+        batch.num_positions = len(places)
         tokens = last_tokens(places)[:, None]  # (B, 1)
         positions = mx.array([0 if row is None else row.position for row in places], dtype=mx.int32)
         extras = [{} if row is None else row.facts.extras for row in places]
-        logits = self(DecodeStep(tokens, positions, batch.layers, extras))
+        logits, *hidden = self._forward(DecodeStep(tokens, positions, batch.layers, extras))
+        if hidden:
+            _keep_hidden(hidden[0], rows, [places.index(row) for row in rows])
         return logits if len(rows) == len(places) else logits[mx.array([places.index(row) for row in rows])]
+
+    def _drafted(self, batch: DecodeBatch, rows: Sequence[Row], counts: Sequence[int]) -> mx.array:
+        """Run a forward with one row per position."""
+        tokens, positions, extras = [], [], []
+        for row, count in zip(batch.places, counts, strict=True):
+            said = (0,) if row is None else (row.answer.last_token, *row.answer.ahead)
+            tokens += [*said, *[0] * (count - len(said))][:count]
+            first = 0 if row is None else row.position
+            positions += [first + ahead * (row is not None) for ahead in range(count)]
+            extras += [{} if row is None else row.facts.extras] * count
+        layers = batch.with_drafts(counts)
+        at = mx.array(positions, dtype=mx.int32)
+        logits, *hidden = self._plain(DecodeStep(mx.array(tokens, dtype=mx.int32)[:, None], at, layers, extras))
+        batch.was_drafted(counts)
+        begins = dict(zip(batch.places, [0, *accumulate(counts)], strict=False))
+        if hidden:
+            _keep_hidden(hidden[0], rows, [begins[row] for row in rows])
+        wanted = [begins[row] + ahead for row in rows for ahead in range(1 + len(row.answer.ahead))]
+        return logits if wanted == list(range(logits.shape[0])) else logits[mx.array(wanted)]
+
+
+def _decode(adapter: ModelAdapter, call: Call, keeps_hidden: bool, step: DecodeStep) -> list[mx.array]:
+    hidden: list[mx.array] = []
+    logits = adapter.decode(step, replace(call, hidden=hidden) if keeps_hidden else call)
+    return [logits, *(states[:, -1] for states in hidden)]
+
+
+def _keep_hidden(states: mx.array, rows: Sequence[Row], firsts: Sequence[int]) -> None:
+    """Keep hidden states (P, D) for the draft model; each row's begin at one of ``firsts``."""
+    for row, first in zip(rows, firsts, strict=True):
+        if (state := row.answer.draft_state) is not None:
+            begin = row.facts.length + row.answer.num_sampled - 1
+            state.hidden.append(Hidden(states, first, begin, 1 + len(row.answer.ahead)))
 
 
 def last_tokens(places: Sequence[Row | None]) -> mx.array:
-    """The tokens (B,) that the rows at these places were given last; 0 at places without a row.
+    """Return the rows' last tokens (B,), 0 for empty places.
 
-    Rows that were sampled together mostly lie together still. Their tokens are cut out at once: each cut is copied in an
-    operation of its own, and on a GPU the number of operations decides.
+    One slice takes all tokens sampled together: on a GPU each operation costs.
     """
+    same = None if places[0] is None else places[0].answer.drawn
+    ats = [row.answer.drawn_at if row is not None and row.answer.drawn is same else -1 for row in places]
+    if same is not None and same.size == len(ats) and ats == list(range(len(ats))):  # as mostly
+        return same
     runs: list[tuple[mx.array, int, int]] = []  # (tokens, first, end)
     for row in places:
         tokens, first, end = runs[-1] if runs else (mx.zeros((1,), dtype=mx.int32), 0, 0)
@@ -56,7 +122,7 @@ def last_tokens(places: Sequence[Row | None]) -> mx.array:
             drawn, at = row.answer.drawn, row.answer.drawn_at
             assert drawn is not None
             is_next = runs and drawn is tokens and at == end
-        else:  # whatever comes next there, to be made 0 below
+        else:  # any token; it becomes 0 below
             drawn, at = (tokens, end) if end < tokens.size else (mx.zeros((1,), dtype=mx.int32), 0)
             is_next = runs and drawn is tokens
         if is_next:

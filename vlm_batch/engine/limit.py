@@ -1,29 +1,26 @@
-"""The number of rows that may live at a time, found from the times of decode steps. Integers and seconds only."""
+"""The limit of live rows, from measured steps."""
 
 from __future__ import annotations
 
 import statistics
 
-#: Numbers of rows that are tried, one after another.
+#: Numbers of rows that are tried, in order.
 LADDER = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 
 class RowLimit:
-    """Grows from ``first`` rows while more of them make a step cheaper for each, and gives back what does not pay.
+    """Finds the number of ``rows`` at which a step costs least per row.
 
-    It is fed with the steps that did nothing but decode (``record``), and asked for ``rows``. When as many rows decode as
-    may live, and others wait, it tries the next number of ``LADDER``: there the median of ``STEPS`` steps is compared with
-    what they took before. A row's share of a step must fall by ``GAIN``, or the number before is taken again; the next try
-    comes after ``PATIENCE`` steps, and after twice as many each time that it failed. Below ``first`` it goes only where a
-    row's share has grown by ``LOSS``. It does not grow where a step takes longer than ``gap`` seconds, or rows that live
-    would have to begin again for want of memory. It changes who waits and no answer.
+    While others wait, it tries the next number of ``LADDER`` and compares medians of ``STEPS`` steps. It stays if the
+    cost per row falls by ``GAIN``, else goes back for ``PATIENCE`` steps, each time twice as many. Below ``first`` it
+    goes only after a ``LOSS``. Steps over ``gap`` seconds stop its growth.
     """
 
     STEPS = 8
     GAIN = 0.08
     LOSS = 0.08
     PATIENCE = 128
-    #: Steps after which a time says nothing any more: rows have become longer meanwhile.
+    #: Steps after which a time is out of date, since rows have grown.
     STALE = 1024
 
     def __init__(self, first: int, most: int, *, gap: float = 0.1) -> None:
@@ -34,18 +31,15 @@ class RowLimit:
         self._gap = gap
         self.most = most
         self.rows = first
-        self._times: list[float] = []  # of the last steps at one number of rows
+        self._times: list[float] = []  # of the last steps with ``_at`` rows
         self._at = 0
-        self._known: dict[int, tuple[float, int]] = {}  # by number of rows: the median of a step, and when that was
+        self._known: dict[int, tuple[float, int]] = {}  # by number of rows: (median seconds, step of the measurement)
         self._count = 0
         self._patience = self.PATIENCE
         self._rests_until = 0
 
     def record(self, rows: int, seconds: float, *, are_waiting: bool = True) -> bool:
-        """Take note of a step that decoded so many rows and did nothing else; True if ``rows`` has changed.
-
-        ``are_waiting``: others are ready and could have a place now.
-        """
+        """Record a step that only decoded. Returns whether ``rows`` changed."""
         self._count += 1
         if rows != self._at:
             self._at, self._times = rows, []
@@ -57,7 +51,7 @@ class RowLimit:
         return rows == self.rows and self._judge(are_waiting)
 
     def _judge(self, are_waiting: bool) -> bool:
-        """Shrink where this number of rows does not pay, or else grow where others wait."""
+        """Shrink if this number does not pay, else grow if rows wait."""
         place = self._ladder.index(self.rows)
         here = self._share(self.rows)
         assert here is not None
@@ -77,6 +71,6 @@ class RowLimit:
         return True
 
     def _share(self, rows: int) -> float | None:
-        """A row's share of a step of so many; None if that is not known, or was long ago."""
+        """Return seconds per row; None if unknown or out of date."""
         seconds, when = self._known.get(rows, (0.0, -self.STALE))
         return seconds / rows if self._count - when < self.STALE else None

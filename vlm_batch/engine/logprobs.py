@@ -1,4 +1,4 @@
-"""Log-probabilities: of the tokens that rows choose, and of a prompt's own, chunk by chunk as it is prefilled."""
+"""Log-probabilities of chosen tokens, and of a prompt's own tokens."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import numpy as np
 
 from vlm_batch.types import TokenLogprobs
 
-#: Positions whose logits are held at a time: those of a large vocabulary take half a megabyte each.
+#: Positions whose logits are held at a time: with a large vocabulary each takes half a megabyte.
 POSITIONS_TOGETHER = 128
 
 
 @dataclass(frozen=True)
 class Logprobs:
-    """Log-probabilities of R tokens, lazily; beside each, of as many of the likeliest as ``counts`` says."""
+    """Log-probabilities of R tokens, and of ``counts[r]`` most likely ones beside. Lazy."""
 
     counts: Sequence[int]
     chosen: mx.array  # (R,)
@@ -26,19 +26,17 @@ class Logprobs:
     top: mx.array  # (R, k)
 
     @classmethod
-    def of(cls, logits: mx.array, tokens: mx.array, counts: Sequence[int]) -> Logprobs:
-        """Of tokens (R,), by their logits (R, V)."""
+    def of(cls, logits: mx.array, tokens: mx.array, counts: Sequence[int]) -> Logprobs:  # logits (R, V), tokens (R,)
         logits = logits.astype(mx.float32)
         logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
         chosen = mx.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]
         return cls(counts, chosen, *likeliest(logprobs, counts))
 
     def arrays(self) -> list[mx.array]:
-        """The arrays to be evaluated."""
         return [self.chosen, self.top_ids, self.top]
 
     def read(self, tokens: Sequence[int]) -> list[TokenLogprobs]:
-        """Host values, beside the same tokens; none of tokens that cannot come."""
+        """Wait for these tokens' values. Most likely tokens at -inf are left out."""
         found: list[TokenLogprobs] = []
         held: list[Any] = [array.tolist() for array in self.arrays()]
         values = zip(tokens, self.counts, *held, strict=True)
@@ -49,9 +47,9 @@ class Logprobs:
 
 
 def likeliest(logprobs: mx.array, counts: Sequence[int]) -> tuple[mx.array, mx.array]:
-    """Each row's ``counts[r]`` most likely tokens of (R, V), in order, and their values; -inf fills up the shorter ones.
+    """Return ids and values of each row's ``counts[r]`` most likely tokens of (R, V), padded with -inf.
 
-    Rows that want as many are looked at together and no others: which of equal values come last depends on how many are wanted.
+    Each count is sorted apart: it decides the order of equal values.
     """
     if len(set(counts)) > 1:
         widest = max(counts)
@@ -72,11 +70,14 @@ def likeliest(logprobs: mx.array, counts: Sequence[int]) -> tuple[mx.array, mx.a
 
 
 class PromptScores:
-    """A model's log-probabilities of a prompt's tokens, given those before them.
+    """Log-probabilities of a prompt's tokens, given those before.
 
-    ``ids`` (L,) are the prompt's, ``is_text`` (L,) says which of its positions are text and no picture's, ``atomic`` spans
-    [start, end) are seen as wholes, and ``count`` most likely tokens are kept beside each. Nothing is said of the first
-    position, of pictures', of tokens that are seen where they would be told of, and of those that have no logit.
+    It leaves out the first position, pictures, tokens without a logit, and all but the first of an atomic span.
+
+    Args:
+        ids: (L,).
+        is_text: (L,), False at pictures.
+        vocabulary: number of tokens with a logit.
     """
 
     def __init__(
@@ -94,18 +95,17 @@ class PromptScores:
         self._said[:1] = False
         for start, end in atomic:
             self._said[start + 1 : end] = False
-        self._parts: list[tuple[list[int], Logprobs]] = []  # positions, and theirs
+        self._parts: list[tuple[list[int], Logprobs]] = []  # (positions, their values)
         self._read: tuple[TokenLogprobs | None, ...] | None = None
 
     @property
     def says_any(self) -> bool:
-        """Whether there is any token that something is said of."""
         return bool(self._said.any())
 
     def add(self, logits: mx.array, end: int) -> list[mx.array]:
-        """Take logits (R, V) of the last positions before ``end``. Returns what is to be evaluated."""
+        """Add logits (R, V) of positions before ``end``. Returns arrays to evaluate."""
         first = end - logits.shape[0]
-        size = min(logits.shape[1], self._vocabulary or logits.shape[1])  # tokens beyond are of prompts only
+        size = min(logits.shape[1], self._vocabulary or logits.shape[1])  # later ids occur in prompts only
         asked = range(first + 1, min(end + 1, len(self._ids)))
         told = [at for at in asked if self._said[at] and self._ids[at] < size]
         if not told:
@@ -116,7 +116,6 @@ class PromptScores:
         return found.arrays()
 
     def read(self) -> tuple[TokenLogprobs | None, ...]:
-        """Each position's log-probabilities, None where there are none; waits for them."""
         if self._read is None:
             read: list[TokenLogprobs | None] = [None] * len(self._ids)
             for told, found in self._parts:

@@ -1,4 +1,4 @@
-"""The engine's thread: an inbox, a generator, and the handles that are told what it does."""
+"""The engine's thread: inbox, generator and handles."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import queue
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, InvalidStateError, wait
 from dataclasses import dataclass
 from functools import partial
@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 
 class Rate:
-    """Events per second over a sliding window of ``SPAN`` seconds that ends with the last event."""
+    """Events per second in the last ``SPAN`` seconds."""
 
     SPAN = 5.0
 
@@ -45,15 +45,12 @@ class Rate:
 
     @property
     def value(self) -> float:
-        """Zero until two have happened."""
         times = tuple(self._times)
         return (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 and times[-1] > times[0] else 0.0
 
 
 @dataclass
 class _Totals:
-    """Counters since the engine was made, as in ``Stats``."""
-
     finished: int = 0
     failed: int = 0
     cancelled: int = 0
@@ -64,7 +61,6 @@ class _Totals:
     busy_seconds: float = 0.0
 
     def add(self, result: Result) -> None:
-        """Count a request's end."""
         self.failed += result.finish_reason == "error"
         self.cancelled += result.finish_reason == "cancelled"
         self.finished += result.ok
@@ -72,30 +68,30 @@ class _Totals:
         self.cache_hits += result.usage.cached_tokens > 0
 
 
-#: Messages that are followed before the engine takes a turn, however many more there are: who floods the inbox stops nobody.
+#: Most messages between two steps, so that a flooded inbox stops no request.
 MESSAGES_A_TURN = 256
 
 
 class EngineLoop:
-    """Runs one generator until it is stopped, and tells the requests' handles what comes of them.
+    """Runs a generator, and sends its events to handles.
 
-    ``submit``, ``cancel``, ``stop``, ``abandon`` and ``stats`` are safe from any thread; everything else belongs to the
-    thread that ``run`` is called on. Whatever a request raises ends that request; whatever the engine itself raises ends
-    the requests that it had, and it goes on with the next; and where its thread is gone, ``abandon`` ends them.
+    ``submit``, ``cancel``, ``stop``, ``abandon`` and ``stats`` are thread-safe. A request's error ends that request.
+    The engine's own error ends its requests; the engine goes on.
     """
 
     def __init__(self, generator: BatchGenerator, loaders: Loaders, *, warm_up: bool = False) -> None:
         self.generator = generator
-        self._warming = generator.warm_up() if warm_up else None  # what is left to be computed while nothing else is
+        self._warming = generator.warm_up() if warm_up else None
         self._loaders = loaders
         self._inbox: queue.SimpleQueue[Callable[[EngineLoop], None] | None] = queue.SimpleQueue()  # None ends the loop
         self._alive: dict[str, Handle] = {}  # of every request that has not ended
-        self._several: dict[str, Several] = {}  # by the names of their rows
-        self._cancelling: set[str] = set()  # those of whom the inbox has a cancel
-        self._followed = 0  # messages since the last turn
+        self._several: dict[str, Several] = {}  # by row id
+        self._receiver: Handle | None = None  # gets an event now, and may have left ``_alive`` for it
+        self._cancelling: set[str] = set()  # requests with a cancel in the inbox
+        self._num_messages = 0  # messages since the last turn
         self._is_busy = False
         self._process = os.getpid()
-        self._gone: str | None = None  # why nothing is answered any more
+        self._gone: str | None = None  # reason why the loop has ended
         self._totals = _Totals()
         self._rate = Rate()
         self._watchdog = Watchdog()
@@ -103,7 +99,7 @@ class EngineLoop:
     # From any thread
 
     def submit(self, question: Question, request: Request, handle: Handle) -> None:
-        """Take in a checked request; its id must be free. Raises BatcherClosed if nobody would answer it."""
+        """Queue a checked request with a free id. Raises BatcherClosed after the loop's end."""
         self.check_runs()
         row = new_row(
             handle.request_id,
@@ -114,28 +110,27 @@ class EngineLoop:
             client=request.client,
             cache=request.cache,
             return_cache=request.return_cache,
+            may_draft=request.draft == "auto",
         )
         row.lane, row.has_videos = question.lane, bool(question.videos)
         self._alive[row.request_id] = handle
         self._inbox.put(lambda loop: loop._add(row))
-        if self._gone is not None:  # it went while the request came in
+        if self._gone is not None:  # the loop ended meanwhile
             self.abandon()
 
     def check_runs(self) -> None:
-        """Raise BatcherClosed, with the reason, if nothing is answered any more."""
+        """Raise BatcherClosed with the reason after the loop's end."""
         if self._gone is not None:
             raise BatcherClosed(self._gone)
 
     def check_fits(self, question: Question) -> None:
-        """Raise DoesNotFit for a prompt of which it is known already that its keys and values never fit."""
         self.generator.memory.check_length(question.least_tokens)
 
     def is_alive(self, request_id: str) -> bool:
-        """Whether a request of that id has not ended."""
         return request_id in self._alive
 
     def cancel(self, request_id: str) -> bool:
-        """Have a request end soon; False if none of that id is alive."""
+        """End a request soon. False if there is none."""
         if not self.is_alive(request_id):
             return False
         if request_id not in self._cancelling:
@@ -144,16 +139,15 @@ class EngineLoop:
         return True
 
     def stop(self) -> None:
-        """Have every request end as cancelled, and then the loop. Nothing may be submitted afterwards."""
-        self._inbox.put(None)
+        self._inbox.put(None)  # cancels all requests
 
     @property
     def is_gone(self) -> bool:
-        """Whether its thread has ended, or is another process's."""
+        """Whether the thread has ended or belongs to another process."""
         return self._gone is not None
 
     def abandon(self) -> None:
-        """End all live requests with an error, because the thread is gone: nobody may wait for it."""
+        """End all requests with an error, since the thread is gone."""
         in_child = os.getpid() != self._process
         if self._gone is None:
             self._gone = (
@@ -162,6 +156,10 @@ class EngineLoop:
                 if in_child
                 else "the batcher is closed: its engine has stopped; make a new one"
             )
+        told = self._receiver
+        if in_child and told is not None:
+            told.renew_lock()
+            told.push(_gone_event(told.request_id, self._gone))
         while self._alive:
             try:
                 request_id, handle = self._alive.popitem()
@@ -169,10 +167,9 @@ class EngineLoop:
                 return
             if in_child:
                 handle.renew_lock()
-            handle.push(Event(request_id, result=failed_result(request_id, BatcherClosed(self._gone))))
+            handle.push(_gone_event(request_id, self._gone))
 
     def stats(self) -> Stats:
-        """A moment's view, taken without stopping the engine."""
         generator, rows, totals = self.generator, self.generator.rows, self._totals
         waiting, prefilling, decoding = len(rows.waiting.prepared), len(rows.prefilling), len(rows.batch)
         return Stats(
@@ -198,16 +195,17 @@ class EngineLoop:
             ahead_bytes=rows.waiting.nbytes,
             most_rows=generator.scheduler.num_places,
             busy_seconds=totals.busy_seconds,
+            drafted=0 if generator.drafts is None else generator.drafts.num_drafted,
+            drafts_held=0 if generator.drafts is None else generator.drafts.num_held,
         )
 
     # On its own thread
 
     def learn_row_bytes(self) -> None:
-        """Learn what a row takes, before the first one comes. What a model keeps of a forward belongs to its thread."""
+        """Measure a row's memory, on the engine's thread."""
         self.generator.memory.probe(self.generator.trial)
 
     def run(self) -> None:
-        """Serve until ``stop``."""
         try:
             while self._serve():
                 pass
@@ -216,7 +214,6 @@ class EngineLoop:
             self._loaders.close()
 
     def _finish(self) -> None:
-        """End what is alive as cancelled, and write what is to outlive the process."""
         try:
             with self._watchdog.step():
                 for request_id in tuple(self._alive):
@@ -228,29 +225,29 @@ class EngineLoop:
         self.generator.reuse.close()
 
     def _serve(self) -> bool:
-        """Do what the inbox asks for, and then a turn. False for the end; nothing of a request is held while it waits."""
+        """Handle a message, perhaps take a turn. False at the end."""
         message: Callable[[EngineLoop], None] | None = None
         with contextlib.suppress(queue.Empty):
             message = self._inbox.get(block=not self._is_busy and self._warming is None)
             if message is None:
                 return False
         try:
-            with self._watchdog.step():  # what listeners do of it, too
+            with self._watchdog.step():  # listeners included
                 if message is not None:
-                    self._followed += 1
+                    self._num_messages += 1
                     message(self)
                 elif self._warming is not None and not self._is_busy:
                     self._warm(self._warming)
                     return True
-                if self._followed >= MESSAGES_A_TURN or self._inbox.empty():
-                    self._followed = 0
+                if self._num_messages >= MESSAGES_A_TURN or self._inbox.empty():
+                    self._num_messages = 0
                     self._is_busy = self._turn()
-        except BaseException as error:  # a defect of the engine itself: nobody may wait for ever for it
+        except BaseException as error:  # a defect of the engine itself
             self._recover(error)
         return True
 
     def _warm(self, forwards: Iterator[None]) -> None:
-        """Compute one shape more, if any is left. No request hears of what that raises: it would be told by its own forward."""
+        """Compute one more shape. Errors are only logged; requests raise their own."""
         try:
             next(forwards)
         except StopIteration:
@@ -261,7 +258,6 @@ class EngineLoop:
 
     @property
     def is_warming(self) -> bool:
-        """Whether shapes are left to be computed ahead of requests."""
         return self._warming is not None
 
     def _add(self, row: Row) -> None:
@@ -270,19 +266,18 @@ class EngineLoop:
                 several = Several(row.request_id, row.params.n)
                 self._several.update(dict.fromkeys(several.row_ids, several))
             self.generator.rows.add(row)
-        except BaseException as error:  # it did not get in, so that nobody else would end it
+        except BaseException as error:  # the generator does not know the row
             self._end(row.request_id, error)
             raise
 
     def _cancel(self, request_id: str) -> None:
-        """End a request, with all of its answers."""
         self._cancelling.discard(request_id)
         several = self._several.get(request_id)
         for row_id in (request_id,) if several is None else several.row_ids:
             self.generator.cancel(row_id)
 
     def _turn(self) -> bool:
-        """One round: have more prepared, step, hand out events. False if there was nothing to do."""
+        """Start loadings, run a step, hand out its events. False without work."""
         waiting = self.generator.rows.waiting
         while (row := waiting.next_to_prepare()) is not None:
             self._prepare(row)
@@ -299,24 +294,22 @@ class EngineLoop:
         return True
 
     def _recover(self, error: BaseException) -> None:
-        """End all requests of the engine with an error, whatever its state, so that the next request finds it empty."""
         let_go(error)
         try:
             for event in self.generator.fail_all(error):
                 self._hand_out(event)
-        except BaseException:  # not even that can be done with what there is
+        except BaseException:  # the generator is broken, too
             self.generator.reset()
             for request_id in list(self._alive):
                 self._end(request_id, error)
 
     def _end(self, request_id: str, error: BaseException) -> None:
-        """End a request of which the generator has nothing."""
         self._forget_several(request_id)
         self._hand_out(Event(request_id, result=failed_result(request_id, error)))
 
     def _prepare(self, row: Row) -> None:
         question, row.prompt.question = row.prompt.question, None
-        put = self._inbox.put  # a loader's thread holds this, and no engine
+        put = self._inbox.put  # loaders' threads must not hold the engine
         try:
             when_read = partial(put, lambda loop: loop.generator.rows.waiting.note_read(row))
             row.prompt.loading = loading = self._loaders.start(question, when_read)
@@ -337,12 +330,14 @@ class EngineLoop:
         if event.token is not None:
             self._totals.generated_tokens += 1
             self._rate.count(time.perf_counter())
+        self._receiver = handle
         if event.result is not None:
             del self._alive[event.request_id]
             if several is not None:
                 self._forget_several(event.request_id)
             self._totals.add(event.result)
         handle.push(event)
+        self._receiver = None
 
     def _forget_several(self, request_id: str) -> None:
         several = self._several.get(request_id)
@@ -350,60 +345,68 @@ class EngineLoop:
             del self._several[row_id]
 
 
-class HasLoop(Protocol):
-    """An object with an engine loop."""
+def _gone_event(request_id: str, reason: str) -> Event:
+    return Event(request_id, result=failed_result(request_id, BatcherClosed(reason)))
 
+
+class HasLoop(Protocol):
     @property
     def loop(self) -> EngineLoop: ...
 
 
 Made = TypeVar("Made", bound=HasLoop)
-#: Raises once nobody waits for an engine that is being made.
+#: Raises CancelledError if nobody waits for the engine any more.
 Look = Callable[[], None]
 
 
-def start(make: Callable[[Look], Made]) -> tuple[Made, threads.Running]:
-    """Make an engine on a thread of its own, which then runs it. Raises what ``make`` raises.
+def start(make: Callable[[Look], Made]) -> tuple[Made, threads.ThreadTask]:
+    """Make and run an engine on a new thread. Raises what ``make`` raises.
 
-    ``make`` calls the look that it is given between its stages: it raises once nobody waits for the engine any more.
+    Args:
+        make: makes the engine. Between stages it calls its argument, which raises CancelledError once nobody waits.
     """
-    threads.check_not_forked()
     ready: Future[Made] = Future()
+    made: list[Made] = []  # for a child process, which may find the lock of ``ready`` held
     running = threads.start(
-        partial(_work, make, ready),
+        partial(_work, make, ready, made),
         name="vlm-batch-engine",
         is_awaited=True,
-        stop=partial(_end, ready, EngineLoop.stop),
-        after=partial(_end, ready, EngineLoop.abandon),
+        stop=partial(_stop, ready),
+        after=partial(_abandon, made),
     )
     try:
-        threads.look_until(lambda seconds: wait((ready,), seconds).done or None)
+        threads.wait_until_found(lambda seconds: wait((ready,), seconds).done or None)
         return ready.result(), running
     except BaseException:
-        ready.cancel()  # nobody waits for it any more
+        ready.cancel()
         raise
 
 
-def _end(ready: Future[Made], end: Callable[[EngineLoop], None]) -> None:
-    """End an engine's loop; or have its making end at the next look."""
+def _stop(ready: Future[Made]) -> None:
     if not ready.cancel() and ready.exception() is None:
-        end(ready.result().loop)
+        ready.result().loop.stop()
 
 
-def _look(ready: Future[Made]) -> None:
+def _abandon(made: Sequence[HasLoop]) -> None:
+    for engine in made:
+        engine.loop.abandon()
+
+
+def _raise_if_cancelled(ready: Future[Made]) -> None:
     if ready.cancelled():
         raise CancelledError
 
 
-def _work(make: Callable[[Look], Made], ready: Future[Made]) -> None:
-    look = partial(_look, ready)
+def _work(make: Callable[[Look], Made], ready: Future[Made], made: list[Made]) -> None:
+    look = partial(_raise_if_cancelled, ready)
     try:
         engine = make(look)
         look()
         engine.loop.learn_row_bytes()
+        made.append(engine)
         ready.set_result(engine)
     except BaseException as error:
-        with contextlib.suppress(InvalidStateError):  # it was given up
+        with contextlib.suppress(InvalidStateError):  # cancelled
             ready.set_exception(error)
         return
     with wired():

@@ -1,4 +1,4 @@
-"""The number of prompt tokens beside a decode step, from measured times. Integers and seconds only."""
+"""Prompt tokens beside a decode step, by measured times."""
 
 from __future__ import annotations
 
@@ -6,19 +6,15 @@ from vlm_batch.policy import Policy
 
 
 class Pace:
-    """Chooses the prompt tokens that a step takes beside decoding rows, from step times, measured and smoothed.
+    """Chooses a step's prompt tokens: decoding rows get a token every ``token_gap`` seconds.
 
-    Every chunk has a fixed cost: the launches of a forward, and reading the weights once more. So no chunk is smaller than
-    the config's ``smallest_chunk``, and a step may do without one to save up for it. Before anything is measured, chunks
-    have ``FIRST_CHUNK`` tokens.
-
-    A row that has waited w seconds for its first token may keep the others waiting w / ``PATIENCE`` seconds for their next
-    one, up to ``stretch`` times the config's ``token_gap``.
+    Steps save up for a ``smallest_chunk``, since a forward has a fixed cost. A row that waits w seconds for its first
+    token may delay others by w / ``PATIENCE``, up to ``stretch`` gaps.
     """
 
     PATIENCE = 5
     FIRST_CHUNK = 256
-    IDLE_SECONDS = 2.0  # of a step in which nothing decodes: whoever comes or goes meanwhile waits for its end
+    IDLE_SECONDS = 2.0  # of a step without decoding: new requests and cancellations wait for its end
     SMOOTHING = 0.3
     LONGEST_RUN = 4  # steps
     LONGEST_SAVING = 4  # steps
@@ -32,11 +28,12 @@ class Pace:
         self._run_steps, self._run_seconds, self._run_tokens = 0, 0.0, 0
 
     def budget(self, is_decoding: bool, pending: int, waited: float = 0.0, encoding: float = 0.0) -> int:
-        """Prompt tokens for a step, of ``pending`` that have places and have ``waited`` so many seconds at most. ``encoding``
-        seconds of it have gone to pictures; they count where the config has no ``encode_seconds`` for them.
+        """Return the prompt tokens of a step.
 
-        What fits between two tokens of a decoding row is saved up, for at most ``LONGEST_SAVING`` steps, until it holds the
-        smallest chunk or all that is pending.
+        Args:
+            pending: prompt tokens left in rows with places.
+            waited: their longest wait, seconds.
+            encoding: seconds spent on pictures.
         """
         config = self._config
         if not is_decoding:
@@ -64,11 +61,7 @@ class Pace:
         return min(max(fits, enough), self.idle_budget)
 
     def record(self, seconds: float, tokens: int) -> None:
-        """Take note of a step's seconds and of the prompt tokens that it launched.
-
-        Where the time is spent differs: a CPU works while a step is launched, a GPU while the next one waits for it. So
-        prompt tokens are timed over runs of steps, the first step after them included.
-        """
+        """Record a step. One with prompts is timed with the next, which waits for a GPU's work."""
         if not tokens and not self._run_steps:
             self._decode_seconds = self._smooth(self._decode_seconds, seconds)
             return

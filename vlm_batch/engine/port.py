@@ -1,4 +1,4 @@
-"""The engine's collaborators, as it sees them: an adapter, loaders, a tokenizer's text and a sampler are handed in."""
+"""Protocols of the engine's collaborators: adapter, loaders, tokenizer, sampler."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import mlx.core as mx
 from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.engine.constraints import Form
 from vlm_batch.engine.sampling import Sampled, SamplingRow
-from vlm_batch.records import Call, DecodeStep, Encoded, Graphs, PromptKey, Thinking
+from vlm_batch.records import Call, DecodeStep, DraftState, Encoded, Graphs, PromptKey, Thinking
 
 #: ``(processed logits (B, V), their rows) -> Sampled``; ``sampling.sample`` unless another is handed in.
 Sampler: TypeAlias = Callable[[mx.array, Sequence[SamplingRow]], Sampled]
 
 
 class Family(Protocol):
-    """Facts about an adapter's family (``vlm_batch.registry.ModelSpec``)."""
+    """A family's facts (``vlm_batch.registry.ModelSpec``)."""
 
     @property
     def no_prefix_reuse(self) -> str | None: ...
 
 
 class Recogniser(Protocol):
-    """The part of an adapter that tells prompts apart."""
+    """The part of an adapter that identifies prompts."""
 
     @property
     def spec(self) -> Family: ...
@@ -33,7 +33,7 @@ class Recogniser(Protocol):
 
 
 class ModelAdapter(Recogniser, Protocol):
-    """A model's family (``vlm_batch.adapters.base.Adapter`` says what each call does)."""
+    """A family's adapter (``vlm_batch.adapters.base.Adapter``)."""
 
     @property
     def graphs(self) -> Graphs: ...
@@ -56,9 +56,29 @@ class ModelAdapter(Recogniser, Protocol):
     def with_products(self, numbers: Mapping[str, Sequence[int]]) -> ModelAdapter: ...
 
 
+class DraftModel(Protocol):
+    """A model that drafts for the adapter's (``vlm_batch.adapters.heads.Heads``)."""
+
+    @property
+    def context(self) -> int:
+        """Number of last hidden states that it reads per row."""
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes per position in its own caches."""
+
+    def propose(self, rows: Sequence[DraftState | None], layers: Sequence[Any], count: int) -> mx.array:
+        """Return each row's probable next tokens (B, count).
+
+        Args:
+            rows: each place's state, or None. The model reads ``hidden``; the caller then empties it.
+            layers: the batch's layers, with all tokens but the last.
+        """
+
+
 @dataclass(frozen=True)
 class AnswerText:
-    """A tokenizer as the engine needs it: the ids that end an answer, and ``decode``, which turns token ids into text."""
+    """A tokenizer's decoder and end tokens."""
 
     decode: Callable[[Sequence[int]], str] = lambda ids: ""
     eos_token_ids: frozenset[int] = frozenset()
@@ -68,7 +88,7 @@ NO_TEXT = AnswerText()
 
 
 class Question(Protocol):
-    """A checked request. Those of one ``lane`` wait for each other while they are prepared, and for no other lane's."""
+    """A checked request. Requests of one ``lane`` wait for each other's preparation."""
 
     @property
     def lane(self) -> Hashable: ...
@@ -76,25 +96,24 @@ class Question(Protocol):
     def videos(self) -> Sequence[Any]: ...
     @property
     def least_tokens(self) -> int:
-        """The fewest positions that its prompt can have, by what is known before it is prepared."""
+        """Fewest positions of its prompt known so far."""
 
 
 class Prepared(Protocol):
-    """A processor's output as evaluated mlx arrays, its pictures' (width, height), its videos' (frames, width, height).
-
-    ``bad_words`` are the parameters' as token ids, ``form`` is what the answer is held to, ``thinking`` how the model marks it.
-    """
+    """A processor's output, evaluated, with its media's (width, height), (frames, width, height), seconds."""
 
     @property
     def inputs(self) -> Mapping[str, Any]: ...
     @property
     def kept(self) -> Mapping[str, Any] | None:
-        """The same on the host, to begin again from; None where it is too large for that."""
+        """Inputs on the host to recompute from; None if too large."""
 
     @property
     def image_sizes(self) -> tuple[tuple[int, int], ...]: ...
     @property
     def video_sizes(self) -> tuple[tuple[int, int, int], ...]: ...
+    @property
+    def audio_seconds(self) -> tuple[float, ...]: ...
     @property
     def bad_words(self) -> tuple[tuple[int, ...], ...]: ...
     @property
@@ -104,20 +123,16 @@ class Prepared(Protocol):
 
 
 class Loading(Protocol):
-    """A question that is being prepared; safe from any thread.
-
-    ``nbytes`` are those of the files that were read for it. Once it ``is_read``, ``num_pixels`` are its pictures', and
-    ``known_nbytes`` what it will come to, where that is known already.
-    """
+    """A question in preparation. Safe from any thread."""
 
     @property
     def nbytes(self) -> int: ...
     @property
     def is_read(self) -> bool: ...
     @property
-    def num_pixels(self) -> int: ...
+    def num_pixels(self) -> int: ...  # once it ``is_read``
     @property
-    def known_nbytes(self) -> int | None: ...
+    def known_nbytes(self) -> int | None: ...  # the output's size, where it is known once it ``is_read``
     @property
     def read_seconds(self) -> float: ...
     @property
@@ -128,12 +143,9 @@ class Loading(Protocol):
 
 
 class Loaders(Protocol):
-    """Threads that prepare questions ahead of the engine.
+    """Threads that prepare questions: ``start`` reads media, ``process`` runs the processor; both return at once."""
 
-    ``start`` has a question's pictures read, and ``when_read`` called once they are, unless there was nothing to read;
-    ``process`` has the processor run on what was read. Both return at once.
-    """
-
+    #: ``when_read`` is not called if there is nothing to read.
     def start(self, question: Any, /, when_read: Callable[[], None]) -> Loading: ...
     def process(self, loading: Any, /) -> None: ...
     def close(self) -> None: ...

@@ -1,8 +1,6 @@
-"""The proof of shapes that agree: a model's own decode step, at several numbers of rows and columns, compared bit for bit.
+"""Tests with a model's own decode steps which shapes give the same bits.
 
-A library chooses kernels by shapes, so a row's last bits depend on the number of rows in a step, and on how many columns a
-slab has. Two numbers of rows are of one class if they give every row the same bits, whatever its neighbours and its place. A
-batch may then change from one to the other, and no row's numbers change. So may a slab from one number of columns to another.
+Numbers of rows or columns with the same bits for every row at any place form a class. A batch may change within it.
 """
 
 from __future__ import annotations
@@ -22,33 +20,33 @@ from vlm_batch.engine.trial import Trial, TrialRow
 from vlm_batch.records import Call
 from vlm_batch.store.digest import array_bytes
 
-#: Numbers of rows that are tried. Where each row costs (CPUs) more of them, so that few idle places run.
+#: Numbers of rows to test. CPUs pay for each idle row, so they have more of them.
 COUNTS = {Placement.ROWS: (1, 2, 3, 4, 6, 8, 12, 16, 24, 32), Placement.SLAB: (2, 4, 8, 16, 32)}
-#: And those that are tried where a batch may have more rows, since a forward for each 32 of them costs as much as one for all.
+#: Further numbers for larger batches: on a GPU two forwards of 32 rows cost twice as much as one of 64.
 LARGER = {Placement.ROWS: (), Placement.SLAB: (64,)}
-#: Numbers of columns that are tried, where rows lie in slabs.
+#: Numbers of columns to test, of slabs.
 WIDTHS = (256, 512, 1024, 2048)
-#: Bytes of the slabs in which a number of rows is tried: beyond them the smaller numbers speak for the larger ones.
+#: Most bytes of slabs in a test; larger numbers of rows get the result of the largest that fits.
 MOST_BYTES = 2**30
-#: Tokens of the prompts; in slabs such that all columns of each width have been read.
+#: Tokens of the test prompts; for slabs, lengths that reach into each width.
 LENGTHS = {Placement.ROWS: (5, 9, 14), Placement.SLAB: (5, 250, 500, 1000)}
 STEPS = 2
-#: Tokens of a made-up prompt that differ; a longer one repeats them.
+#: Distinct tokens of a made-up prompt; a longer one repeats them.
 TOKENS = 64
-#: The cost of a forward beside its rows, counted in rows, and the numbers of live rows by which a class is judged.
+#: Fixed cost of a forward, in rows, and the numbers of live rows at which the cost of a class is computed.
 FORWARD = {Placement.ROWS: 4, Placement.SLAB: 1000}
 JUDGED_BY = (1, 8, 32)
-#: The kinds of products that may have numbers of rows of their own; where more of them disagree, whole steps are kept apart.
+#: Most kinds of products that may have classes of their own.
 MOST_APART = 2
 
-#: Numbers of rows that agree, each class ascending.
+#: Classes of numbers of rows, each ascending.
 Classes = tuple[tuple[int, ...], ...]
-#: The bits by the number of rows: numbers with equal bits are of one class.
+#: Bits by number of rows.
 Found = Mapping[int, tuple[bytes, ...]]
 
 
 class Rows(Protocol):
-    """A product of rows, and rows by which to try it (``vlm_batch.adapters.products.Product``)."""
+    """A product and test rows for it (``vlm_batch.adapters.products.Product``)."""
 
     @property
     def call(self) -> Callable[[mx.array], mx.array]: ...
@@ -58,13 +56,12 @@ class Rows(Protocol):
 
 
 def counts_for(layout: Placement, max_rows: int = 1) -> tuple[int, ...]:
-    """The numbers of rows that are tried for batches of at most ``max_rows``."""
+    """Return the numbers of rows to test for ``max_rows``."""
     return (*COUNTS[layout], *(LARGER[layout] if max_rows > COUNTS[layout][-1] else ()))
 
 
 def step_bits(trial: Trial, counts: Sequence[int], decode: Decode | None = None) -> dict[int, Found]:
-    """The bits that decode steps of a model give, by the number of columns, 0 where nothing has columns, and that of rows.
-    ``decode`` runs a step, by default the adapter. Raises what the model raises."""
+    """Return bits of decode steps, by columns (0: none) and rows."""
     context, layout = trial.adapter.max_context, trial.shapes.layout
     rows = [
         trial.row(length, seed)
@@ -89,10 +86,9 @@ def step_bits(trial: Trial, counts: Sequence[int], decode: Decode | None = None)
 def decode_bits(
     trial: Trial, rows: Sequence[TrialRow], counts: Sequence[int], *, columns: int = 0, decode: Decode | None = None
 ) -> Found:
-    """The bits that decode steps give to some rows, by the number of rows.
+    """Return bits of decode steps of ``rows``, by number of rows.
 
-    Every row stands at several places, beside others and beside idle places; a number of rows at which that changes anything
-    is left out. Raises what the model raises.
+    Rows run at several places, beside others. Numbers that change bits are omitted.
     """
     found: dict[int, tuple[bytes, ...]] = {}
     for count in counts:
@@ -112,8 +108,7 @@ def decode_bits(
 
 
 def agreeing_widths(found: Mapping[int, Found], count: int) -> tuple[int, ...]:
-    """The numbers of columns in which steps of so many rows give every row that fits the same bits: the most that agree, and of
-    as many the widest. None where nothing has columns."""
+    """Return the largest set of columns with equal bits, preferring wide ones; empty without columns."""
     classes: list[list[int]] = []
     for width in sorted(found, reverse=True):
         for known in classes:
@@ -127,7 +122,7 @@ def agreeing_widths(found: Mapping[int, Found], count: int) -> tuple[int, ...]:
 
 
 def classes_of(*found: Mapping[int, Any]) -> Classes:
-    """Numbers of rows by what they gave: those that gave the same, in everything that was tried, are of one class."""
+    """Group numbers of rows by equal bits."""
     grouped: dict[Any, list[int]] = {}
     for count in sorted(set.intersection(*(set(one) for one in found))):
         grouped.setdefault(tuple(one[count] for one in found), []).append(count)
@@ -135,13 +130,13 @@ def classes_of(*found: Mapping[int, Any]) -> Classes:
 
 
 def product_bits(products: Sequence[Rows], counts: Sequence[int]) -> Found:
-    """The bits that products give to their first row, by the number of rows; a number at which its place matters is left out.
+    """Return bits of products whose place does not matter, by number of rows.
 
-    Half precision rounds most differences away, so that a decode step of a narrow model shows few of them; these show each.
+    They show what half precision hides in a step.
     """
     found: dict[int, list[bytes]] = {count: [] for count in counts}
     for product in products:
-        # as many whatever the counts are: a number's bits are found to be the same whoever tries larger ones, too
+        # at least TOKENS rows, so that a number's bits do not depend on the other numbers tested
         call, rows = product.call, product.rows(max(TOKENS, *counts))
         for count in list(found):
             others = max(1, count - 1)
@@ -155,9 +150,12 @@ def product_bits(products: Sequence[Rows], counts: Sequence[int]) -> Found:
 
 
 def moving_product(products: Sequence[Rows], places: int, length: int, *, is_packed: bool = False) -> str:
-    """The first product that, in a call of several prompts or pictures of ``length`` rows, gives one of them other bits at
-    another place or beside another, in words; an empty text if there is none. ``is_packed``: rows lie one after another, as
-    those of pictures do, and not as those of an array of prompts."""
+    """Describe the first product whose bits depend on place or neighbours; "" if none does.
+
+    Args:
+        places: prompts or pictures of ``length`` rows each.
+        is_packed: rows follow each other without a prompt axis.
+    """
     for product in products:
         call, rows = product.call, product.rows(TOKENS)[:, 0]
         height = 1 if product.is_head else length  # a head answers for a prompt's last position alone
@@ -173,8 +171,7 @@ def moving_product(products: Sequence[Rows], places: int, length: int, *, is_pac
 
 
 def prefill_is_still(trial: Trial, places: int, length: int, *, attends_apart: bool = False) -> bool:
-    """Whether a model's own prefill of so many prompts of one length leaves the same of a prompt at every place, whoever is
-    beside it: logits, and what is in its caches."""
+    """Return whether a joint prefill gives a prompt the same logits and caches at every place."""
     two = [trial.prompt(length, seed) for seed in (0, 1)]
     call = Call(ends=(length,) * places, is_fixed=True, attends_apart=attends_apart)
     found = []
@@ -186,13 +183,14 @@ def prefill_is_still(trial: Trial, places: int, length: int, *, attends_apart: b
 
 
 def by_turns(two: Sequence[Any], places: int, turn: int) -> list[Any]:
-    """Two things by turns at so many places, the one at ``turn`` first."""
-    return [two[(place + turn) % 2] for place in range(places)]
+    return [two[(place + turn) % 2] for place in range(places)]  # a, b, a, ... or b, a, b, ...
 
 
 def is_still(some: Sequence[mx.array], others: Sequence[mx.array]) -> bool:
-    """Whether arrays (places, ...) that were made of two things by turns, and others with the turns exchanged, have the same
-    bits for the same thing, at every place."""
+    """Return whether arrays (places, ...) of two alternating things depend on each alone.
+
+    ``others``: the arrays with the two exchanged.
+    """
     agree = [array.shape == other.shape for array, other in zip(some, others, strict=True)]
     same = []
     for array, other in zip(map(_bits, some), map(_bits, others), strict=True):
@@ -208,11 +206,7 @@ def _bits(array: mx.array) -> mx.array:
 
 
 def best_class(classes: Classes, layout: Placement) -> tuple[int, ...]:
-    """The class that costs least where few and many rows decode; a row at a time if there is none.
-
-    By a rule and not by a clock: the same proof gives the same class in every process. And by ``COUNTS`` alone, so that
-    whoever has more rows, and tries larger numbers, is given the same class and what belongs to it.
-    """
+    """Return the cheapest class for few and many rows, or (1,); the same in every process."""
     last = COUNTS[layout][-1]
     whole = {known: counts for counts in classes if (known := tuple(n for n in counts if n <= last))}
     best = min([*whole, (1,)], key=lambda counts: _cost(counts, FORWARD[layout]))
@@ -220,11 +214,9 @@ def best_class(classes: Classes, layout: Placement) -> tuple[int, ...]:
 
 
 def numbers_apart(found: Mapping[str, Found], layout: Placement) -> dict[str, tuple[int, ...]]:
-    """Numbers of rows of their own for the few kinds of products without which all numbers of rows would agree, by their names.
+    """Return numbers of rows, by product, for the products that alone keep all ``COUNTS`` from agreeing.
 
-    Repeats fill up their rows to such a number, or they are computed in several parts: one launch more each, where another
-    class would be another step. So only where launches decide (slabs), for ``MOST_APART`` kinds at most, and the class with
-    the fewest further launches is taken, judged as ``best_class`` is.
+    Padding or splitting them costs launches, so it is for few products over slabs.
     """
     wanted = COUNTS[layout]
     apart = {}
@@ -238,7 +230,7 @@ def numbers_apart(found: Mapping[str, Found], layout: Placement) -> dict[str, tu
 
 
 def _launches(counts: Sequence[int], layout: Placement) -> int:
-    """Operations beyond one of a product that is computed in these numbers of rows alone, at all numbers that judge it."""
+    """Return a product's additional operations."""
     total = 0
     for rows in JUDGED_BY:
         places = next(count for count in COUNTS[layout] if count >= rows)
@@ -249,7 +241,7 @@ def _launches(counts: Sequence[int], layout: Placement) -> int:
 
 
 def forwards(counts: Sequence[int], layout: Placement) -> int:
-    """The forwards of a step of each number of live rows by which a class is judged, together."""
+    """Return the forwards of a step, summed over ``JUDGED_BY``."""
     most = max(count for count in counts if count <= COUNTS[layout][-1])
     return sum(-(-rows // most) for rows in JUDGED_BY)
 

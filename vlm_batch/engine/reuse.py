@@ -1,8 +1,4 @@
-"""Reuse between rows, through prompt caches and the prefix cache.
-
-The generator calls ``Reuse`` at each stage of a row. Without a prefix cache it does nothing for a row that neither
-continues a prompt cache nor returns one.
-"""
+"""Reuse of keys and values between requests: prompt caches and the prefix cache."""
 
 from __future__ import annotations
 
@@ -22,36 +18,43 @@ from vlm_batch.engine.port import Recogniser
 from vlm_batch.engine.row import Prompt, Row, RowReuse
 from vlm_batch.engine.shapes import FreeShapes, Shapes
 from vlm_batch.errors import InvalidCache, describe
-from vlm_batch.runtime.memory import give_back
+from vlm_batch.runtime.memory import release_memory
 from vlm_batch.store.budget import ByteBudget
 from vlm_batch.store.directory import RowFiles
 from vlm_batch.store.files import Identity
+from vlm_batch.store.pictures import PictureStore
 from vlm_batch.store.prefix import Match, PrefixCache, match, thin
 from vlm_batch.store.prompt import PromptCache
 from vlm_batch.store.saved import SavedRow, common_length, save_constant, save_row, save_snapshot
 
 logger = logging.getLogger(__name__)
 
-#: Beginnings of fewer tokens are not kept or looked for at all; those of this many always are.
-MIN_TOKENS, ALWAYS_WORTH = 8, 64
-#: At least so many tokens lie between two snapshots of a row that chunk ends leave (turn boundaries always do).
+#: Prefixes of fewer tokens are not kept; prefixes of ALWAYS_SHARED tokens are always reused.
+MIN_TOKENS, ALWAYS_SHARED = 8, 64
+#: Fewest tokens between two snapshots at chunk ends. Turn boundaries always have one.
 SNAPSHOT_STRIDE = 512
 
 
-def worth(length: int) -> int:
-    """The number of first positions that a prompt must share with an earlier one to continue from there.
+def _min_shared_tokens(length: int) -> int:
+    """Return the fewest shared tokens for which a prompt continues another.
 
-    Sharing a chat template's few tokens saves less time than prefilling prompts of one length as one array.
+    Fewer save less than a joint prefill of equal lengths.
     """
-    return max(MIN_TOKENS, min(ALWAYS_WORTH, length // 8))
+    return max(MIN_TOKENS, min(ALWAYS_SHARED, length // 8))
 
 
 @dataclass(frozen=True)
 class Caches:
-    """Bounds on what is kept for later requests: saved rows and vision features.
+    """Bounds on saved rows and vision features for later requests.
 
-    ``max_bytes`` stay in memory; 0 keeps nothing. What they push out, and all of it at the end, goes to files in ``directory``,
-    of ``directory_bytes`` at most, whichever processes and models share it. Raises ValueError for a bound out of range.
+    Args:
+        max_bytes: bytes in memory; 0 keeps nothing.
+        directory: folder for rows beyond the memory, and for all rows when the batcher closes. Processes and models may
+            share it.
+        directory_bytes: most bytes of that folder, all processes together.
+
+    Raises:
+        ValueError: a bound is out of range.
     """
 
     max_bytes: int = 2**30
@@ -69,7 +72,7 @@ class Caches:
             raise ValueError("directory needs max_bytes and directory_bytes above 0: files are read into memory")
 
     def prefix_cache(self, budget: ByteBudget, identity: Identity) -> PrefixCache:
-        """An empty one, with the rows of this model and these settings that the directory holds as its second tier."""
+        """Return an empty prefix cache, with the directory if any."""
         if self.directory is None:
             return PrefixCache(budget)
         return PrefixCache(budget, RowFiles(Path(self.directory), self.directory_bytes, identity))
@@ -77,7 +80,7 @@ class Caches:
 
 @contextlib.contextmanager
 def if_it_can_be(book: RowReuse) -> Iterator[None]:
-    """Keep a row's caches in it: what is raised costs nobody anything, and is logged, unless the row's user waits for them."""
+    """Log errors of keeping a row's caches; raise them if its user wants the caches."""
     try:
         yield
     except Exception as error:
@@ -87,10 +90,12 @@ def if_it_can_be(book: RowReuse) -> Iterator[None]:
 
 
 class Reuse:
-    """Gives rows the states that earlier rows have left, and keeps theirs for later ones.
+    """Gives rows earlier rows' states, and keeps theirs.
 
-    ``identity`` tells the model and the settings with which rows are made here. ``budget`` bounds all that is kept. ``shapes``
-    say from where a row may go on.
+    Args:
+        identity: model and settings that saved rows must match.
+        shapes: decide where a row may continue.
+        pictures: features that loaders keep.
     """
 
     def __init__(
@@ -100,50 +105,50 @@ class Reuse:
         identity: Identity | None = None,
         budget: ByteBudget | None = None,
         shapes: Shapes = FreeShapes(),
+        pictures: PictureStore | None = None,
     ) -> None:
         self.adapter = adapter
+        self.pictures = pictures
         self.prefix = prefix
         self.shapes = shapes
         self.budget = budget or (prefix.budget if prefix is not None else ByteBudget(0))
         self.identity = identity or Identity("")
-        self._ended: list[SavedRow] = []  # launched, and not waited for yet
+        self._ended: list[SavedRow] = []  # launched, perhaps not computed yet
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are kept for later requests, vision features included."""
         return self.budget.nbytes
 
     def close(self) -> None:
-        """Write kept rows to files, if there is a directory, and free all kept memory, vision features included."""
+        """Write kept rows to files and free the memory."""
         self.settle_ended()
         if self.prefix is not None:
             self.prefix.close()
         self.budget.clear()
-        give_back()
+        release_memory()
 
     def waits_for(self, row: Row, others: Iterable[Row]) -> bool:
-        """Whether one of the rows in prefill will soon leave much more of this one's prompt than there is now."""
+        """Return whether a row in prefill will leave a much longer prefix than the cached one."""
         if self.prefix is None or row.prompt.encoded is not None or row.params.prompt_logprobs is not None:
             return False
         if row.reuse is not None and row.reuse.continues is not None:
             return False
         try:
             book = self._book(row)
-        except Exception:  # what is wrong with it is said when it is encoded
+        except Exception:  # raised again when it is encoded
             return False
         if book.key is None:
             return False
         coming = max((self._shared(book, other) for other in others), default=0)
-        if coming < worth(book.key.length):
+        if coming < _min_shared_tokens(book.key.length):
             return False
         if book.known[0] != self.prefix.version:
             found = self.prefix.find(book.key)
             book.known = (self.prefix.version, 0 if found is None else found.length)
-        return coming >= book.known[1] + worth(book.key.length)
+        return coming >= book.known[1] + _min_shared_tokens(book.key.length)
 
     def new_ones(self, rows: Sequence[Row], others: Iterable[Row], most: int) -> list[Row]:
-        """The first of some rows, one at least and at most so many, that take nothing over, so that all of their pictures have
-        to be encoded; not from each other either, nor from ``others``, which are in prefill."""
+        """Return the first rows without a shared prefix: 1 to ``most``."""
         chosen: list[Row] = []
         for row in rows[:most]:
             if (chosen and row.was_alone) or not self._is_new(row) or self.waits_for(row, [*others, *chosen]):
@@ -158,12 +163,12 @@ class Reuse:
             return True
         try:
             key = self._book(row).key
-        except Exception:  # what is wrong with it is said when it is encoded
+        except Exception:  # raised again when it is encoded
             return False
-        return key is None or self.prefix.find(key, worth(key.length)) is None
+        return key is None or self.prefix.find(key, _min_shared_tokens(key.length)) is None
 
     def _shared(self, book: RowReuse, other: Row) -> int:
-        """The number of first positions that a prompt shares with another row's and could continue from."""
+        """Return the shared positions after which a row could continue."""
         if other not in book.shared:
             theirs = None if other.reuse is None else other.reuse.key
             if book.key is None or theirs is None:
@@ -173,10 +178,7 @@ class Reuse:
         return book.shared[other]
 
     def begin(self, row: Row, fresh: Sequence[Any]) -> int:
-        """Give a row its caches: fresh ones, or those of its beginning. Returns how many positions are in them.
-
-        Raises InvalidCache if the cache that it is to continue does not fit its prompt.
-        """
+        """Give a row fresh or restored caches. Returns their positions. Raises InvalidCache if the user's does not fit."""
         row.prompt.cache = list(fresh)
         is_asked = row.reuse is not None and (row.reuse.continues is not None or row.reuse.is_returned)
         if row.params.prompt_logprobs is not None:  # no token may be left out
@@ -198,7 +200,7 @@ class Reuse:
         if book.continues is not None:
             found: Match | None = self._continued(book)
         else:
-            found = None if self.prefix is None else self.prefix.find(book.key, worth(book.key.length))
+            found = None if self.prefix is None else self.prefix.find(book.key, _min_shared_tokens(book.key.length))
         if not all(kind_of(cache).is_whole for cache in fresh):
             common = 0 if found is None else found.common
             book.stops = tuple(sorted({common, *(end for _, end in book.key.pictures)}))
@@ -214,11 +216,9 @@ class Reuse:
         return length
 
     def keep(self, row: Row, logits: mx.array | None) -> list[mx.array]:
-        """Save where a chunk ended, before anything is dropped from a row's caches: the prompt's state, with its ``logits``
-        (1, V), or a snapshot for layers that cannot be cut back to it later. Returns what is to be evaluated.
+        """Save a prompt's last state, or a snapshot of layers that cannot be trimmed. Returns arrays to evaluate.
 
-        A prompt's state is ``pending`` until its first token is known to be finite: rows that come while it decodes go on from
-        it. What is saved at its end has its answer as well, and takes its place.
+        The state is ``pending`` until the first token is finite. ``logits`` (1, V): the last chunk's, else None.
         """
         book, prompt, length = row.reuse, row.prompt, row.facts.length
         if book is None or book.key is None or prompt.cache is None:
@@ -228,7 +228,7 @@ class Reuse:
             is_far = prompt.prefilled in book.stops or prompt.prefilled - last >= SNAPSHOT_STRIDE
             can_be_cut = all(kind_of(cache).is_whole for cache in prompt.cache)
             return _add_snapshot(book, prompt, None) if is_far and not can_be_cut else []
-        if book.key.length != length:  # ids that grew into several positions: these have no keys
+        if book.key.length != length:  # a token took several positions, for which there are no keys
             book.key = None
             if book.is_returned:
                 raise InvalidCache("the family's prompts have more positions than ids: they have no prompt caches")
@@ -241,18 +241,18 @@ class Reuse:
         arrays = _add_snapshot(book, prompt, logits) + constant
         if self.prefix is None or length < MIN_TOKENS:
             return arrays
-        book.pending = self._saved(row, book, prompt.cache, 0)
+        book.pending = self._saved(row, book, prompt.cache, ())
         return book.pending.arrays()
 
     def end(self, row: Row) -> PromptCache | None:
-        """Save the caches that a row left with, if they were wanted; returns its prompt cache, if that was asked for."""
+        """Save a departed row's caches. Returns its prompt cache if its user wants it."""
         book = row.reuse
         if book is None or book.left is None:
             return None
         left, book.left = book.left, None
         with if_it_can_be(book):
-            saved = self._saved(row, book, left, row.answer.num_fed)
-            if book.is_returned:  # another thread may read it
+            saved = self._saved(row, book, left, row.answer.fed_tokens)
+            if book.is_returned:  # for another thread
                 mx.eval(saved.arrays())
             else:
                 mx.async_eval(saved.arrays())
@@ -262,22 +262,24 @@ class Reuse:
         return None
 
     def settle_ended(self) -> None:
-        """Make states known that rows left a step ago: the device has copied them by now, so nothing waits."""
+        """Store states of rows that left a step ago; count kept features."""
         ended, self._ended = self._ended, []
         for saved in ended:
             self.store(saved)
+        if self.pictures is not None:
+            self.pictures.update_budget()
 
     def store(self, saved: SavedRow) -> None:
-        """Make a saved row known to later ones. If that fails, for lack of memory say, it is not, and no request fails."""
+        """Store a saved row. Errors are ignored."""
         with contextlib.suppress(Exception):
             mx.eval(saved.arrays())
             if self.prefix is not None:
                 self.prefix.store(saved)
 
-    def _saved(self, row: Row, book: RowReuse, caches: Sequence[Any], num_answered: int) -> SavedRow:
+    def _saved(self, row: Row, book: RowReuse, caches: Sequence[Any], said: Sequence[int]) -> SavedRow:
         assert book.key is not None
-        answer = np.zeros((num_answered, 3), dtype=np.int64)
-        answer[:, 0], answer[:, 1:] = row.answer.token_ids[:num_answered], book.key.answer
+        answer = np.zeros((len(said), 3), dtype=np.int64)
+        answer[:, 0], answer[:, 1:] = said, book.key.answer
         keys = np.concatenate([book.key.positions, answer])
         return save_row(caches, keys, book.snapshots, len(book.key.pictures), book.constant)
 
@@ -290,7 +292,7 @@ class Reuse:
         return row.reuse
 
     def _continued(self, book: RowReuse) -> Match:
-        """The place at which the prompt continues its user's cache. Raises InvalidCache if there is none."""
+        """Return the match with the user's cache. Raises InvalidCache."""
         assert book.continues is not None and book.key is not None
         self.identity.check(book.continues.identity)
         saved = book.continues.peek()
@@ -309,7 +311,7 @@ class Reuse:
 
 
 def _add_snapshot(book: RowReuse, prompt: Prompt, logits: mx.array | None) -> list[mx.array]:
-    """Save where the prompt stands; the arrays to be evaluated."""
+    """Save a prompt's present state. Returns arrays to evaluate."""
     assert prompt.cache is not None
     snapshot = save_snapshot(prompt.cache, prompt.prefilled, logits)
     book.snapshots = thin({**book.snapshots, prompt.prefilled: snapshot})

@@ -1,4 +1,4 @@
-"""A row: everything that belongs to one request inside the engine, in records that are dropped as wholes."""
+"""A row: the state of one request inside the engine."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ import mlx.core as mx
 from vlm_batch.arrays import MOST_ON_HOST, as_mlx, num_bytes, on_host
 from vlm_batch.caches.states import LayerState
 from vlm_batch.engine.constraints import Guide
+from vlm_batch.engine.drafter import Drafter
 from vlm_batch.engine.logprobs import PromptScores
 from vlm_batch.engine.port import NO_TEXT, AnswerText, Loading
 from vlm_batch.engine.sampling import NO_RULES, RowRules
 from vlm_batch.engine.text import Detokenizer, StopStrings
 from vlm_batch.errors import InvalidParameters, describe
-from vlm_batch.records import Encoded, PromptKey
+from vlm_batch.records import DraftState, Encoded, PromptKey
 from vlm_batch.store.prompt import PromptCache
 from vlm_batch.store.saved import SavedRow, Snapshot
 from vlm_batch.types import Event, FinishReason, Result, SamplingParams, Timings, TokenLogprobs, Usage, fresh_seed
 
 
 class Status(Enum):
-    """The stages of a row's life, in order."""
+    """Stages of a row's life, in order."""
 
     WAITING = "waiting"
     PREFILL = "prefill"
@@ -34,29 +35,28 @@ class Status(Enum):
     FINISHED = "finished"
 
 
-#: The parameters of a row that has ended.
+#: Parameters of a row that has ended.
 NO_PARAMS = SamplingParams()
 
-#: Losses after which a row stays apart for the rest of its life: what fails goes by who is beside it, and would go on so.
+#: Losses after which a row stays in a group of its own: the failure depends on its neighbours and would come again.
 ALWAYS_SUSPECT = 3
 
 
 @dataclass(eq=False)
 class Prompt:
-    """A row's prompt on its way into keys and values; each field is there until the next one takes its place."""
+    """A row's prompt, until its keys and values hold it. Each field is set until the next replaces it."""
 
-    question: Any = None  # not read yet
+    question: Any = None  # until it is read
     loading: Loading | None = None
     inputs: Mapping[str, Any] | None = None  # a processor's output
     encoded: Encoded | None = None
     cache: list[Any] | None = None  # its single-row caches, from encoding on
     prefilled: int = 0  # positions that are in them
-    ends: tuple[int, ...] = ()  # where its chunks have to end; open where there are none
-    is_shared: bool = False  # prefilled whole, it is in one array with others
+    ends: tuple[int, ...] = ()  # ends of its chunks; () leaves them to the scheduler
+    is_shared: bool = False  # if prefilled whole, it shares an array
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what was read or prepared, until it is encoded."""
         if self.inputs is not None:
             return num_bytes(self.inputs)
         return 0 if self.loading is None else self.loading.nbytes
@@ -64,22 +64,19 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Facts:
-    """Sizes and settings of an encoded prompt that outlive it: numbers, and ``extras`` for every decode step.
-
-    ``delta`` and ``vocabulary`` are as in ``PositionState`` and ``Encoded``.
-    """
+    """Facts that outlive an encoded prompt (``PositionState``, ``Encoded``)."""
 
     length: int = 0
     delta: int = 0
     image_tokens: int = 0
     model_image_sizes: tuple[tuple[int, int], ...] = ()
     vocabulary: int | None = None
-    extras: Mapping[str, Any] = field(default_factory=dict)
+    extras: Mapping[str, Any] = field(default_factory=dict)  # arguments of every decode step
 
 
 @dataclass(frozen=True)
 class Ending:
-    """The last token of a complete answer, and why it is the last."""
+    """The last token of a complete answer."""
 
     token: int
     text: str
@@ -90,44 +87,65 @@ class Ending:
 
 @dataclass(eq=False)
 class Answer:
-    """A row's answer so far. ``drawn`` (R,) has the token that was sampled last, at ``drawn_at``, perhaps not computed yet."""
+    """A row's answer so far. Its last sampled token, perhaps not computed yet, is ``drawn[drawn_at]``."""
 
     detokenizer: Detokenizer
     stop_strings: StopStrings
-    max_tokens: int = 0  # what was asked for, cut to the model's context
+    max_tokens: int = 0  # as requested, within the model's context
     drawn: mx.array | None = None
     drawn_at: int = 0
-    num_sampled: int = 0  # the last of them perhaps not read yet
-    num_fed: int = 0  # of them in its caches: all that were sampled when its last forward was launched
+    num_sampled: int = 0  # launched tokens included
+    num_fed: int = 0  # tokens in its caches: those sampled before its last forward
+    ahead: tuple[int, ...] = ()  # drafted tokens of its next forward, or of the launched one
+    drafter: Drafter | None = None  # for rows that may have drafts
+    draft_state: DraftState | None = None  # for rows that a model may draft for
     history: mx.array | None = None  # (T,) prompt and answer, for rows with processors
     end_ids: frozenset[int] = frozenset()  # tokens that end it
     bad_words: tuple[tuple[int, ...], ...] = ()
-    rules: RowRules = NO_RULES  # made of these two when its prompt is encoded
-    changes_logits: bool = False  # whether any stage of its own concerns it
-    guide: Guide | None = None  # for rows whose last token decides what may be the next
-    is_whole: bool = False  # it has the form that it is held to, and can only end
+    rules: RowRules = NO_RULES  # made of ``end_ids`` and ``bad_words``
+    changes_logits: bool = False  # whether a stage of its own changes its logits
+    guide: Guide | None = None  # for rows whose next token depends on the last one
+    is_whole: bool = False  # its form is complete: it can only end
     parsed: Any = None
-    min_tokens: int = 0  # before which stop strings do not count
+    min_tokens: int = 0  # stop strings do not count before
     token_ids: list[int] = field(default_factory=list)
+    untold: int | None = None  # the next token, which its form still checks
     text: str = ""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_scores: PromptScores | None = None
-    ending: Ending | None = None  # it is complete, and its row has still to end
+    ending: Ending | None = None  # set when it is complete, until its row ends
 
     @property
     def known_token(self) -> int | None:
-        """The next token, where the row has said it before and is on its way back to where it was."""
-        return self.token_ids[self.num_sampled] if self.num_sampled < len(self.token_ids) else None
+        """The next token of a recomputed row, else None."""
+        return self._said(self.num_sampled)
 
-    def advance(self, drawn: mx.array, at: int) -> None:
-        """Note the next token: that of ``drawn`` (R,) int32 at a place."""
-        self.drawn, self.drawn_at = drawn, at
-        self.num_sampled += 1
+    @property
+    def last_token(self) -> int:
+        """The token to feed next; it must have been read."""
+        token = self._said(self.num_sampled - 1)
+        assert token is not None
+        return token
+
+    @property
+    def fed_tokens(self) -> list[int]:
+        """Tokens in its caches; its form may still hold the last."""
+        said = self.token_ids if self.untold is None else [*self.token_ids, self.untold]
+        return said[: self.num_fed]
+
+    def _said(self, index: int) -> int | None:
+        if index < len(self.token_ids):
+            return self.token_ids[index]
+        return self.untold if index == len(self.token_ids) else None
+
+    def advance(self, drawn: mx.array, at: int, count: int = 1) -> None:
+        self.drawn, self.drawn_at = drawn, at + count - 1
+        self.num_sampled += count
         if self.history is not None:
-            self.history = mx.concatenate([self.history, drawn[at : at + 1]])
+            self.history = mx.concatenate([self.history, drawn[at : at + count]])
 
     def add_text(self, token: int, is_stop: bool, is_end: bool) -> tuple[str, str | None]:
-        """(text that a token adds, the stop string that matched). A stop token has no text of its own."""
+        """Return a token's text, and the stop string that it completes."""
         piece = "" if is_stop else self.detokenizer.add(token)
         if is_end:
             piece += self.detokenizer.finish()
@@ -143,7 +161,7 @@ class Answer:
 
 @dataclass(eq=False)
 class Clock:
-    """The moments of a row's life (``time.perf_counter``), 0 for those to come."""
+    """Times of a row's life (``time.perf_counter``); 0: not yet."""
 
     submitted: float = field(default_factory=time.perf_counter)
     read_seconds: float = 0.0
@@ -169,52 +187,52 @@ class Clock:
 
 @dataclass(eq=False)
 class RowReuse:
-    """Prefix-cache bookkeeping: what a row has of earlier rows and leaves for later ones (``vlm_batch.engine.reuse``)."""
+    """States that a row took and that it leaves."""
 
     continues: PromptCache | None = None  # its user's
-    is_returned: bool = False  # whether its result is to have its cache
+    is_returned: bool = False  # whether its result has its cache
     key: PromptKey | None = None
-    cached: int = 0  # positions that it has not prefilled itself
-    logits: mx.array | None = None  # (1, V) after its prompt, where they were kept
-    known: tuple[int, int] = (-1, 0)  # the prefix cache's version, and how far it reached then
-    shared: dict[Row, int] = field(default_factory=dict)  # positions in common with rows that were in prefill
-    stops: tuple[int, ...] = ()  # where its chunks are to end
+    cached: int = 0  # positions taken from an earlier row
+    logits: mx.array | None = None  # (1, V) after its prompt, if they were kept
+    known: tuple[int, int] = (-1, 0)  # (version of the prefix cache, length of its match then)
+    shared: dict[Row, int] = field(default_factory=dict)  # positions shared with each row in prefill
+    stops: tuple[int, ...] = ()  # ends of chunks, for snapshots
     snapshots: dict[int, Snapshot] = field(default_factory=dict)
     constant: dict[int, LayerState] = field(default_factory=dict)
-    pending: SavedRow | None = None  # its prompt's state, until its first token shows that it is sound
-    is_wanted: bool = False  # whether its caches are, at its end
-    left: list[Any] | None = None  # its single-row caches again, from leaving the batch to its end
+    pending: SavedRow | None = None  # its prompt's state, until its first token is known to be finite
+    is_wanted: bool = False  # whether its caches are kept at its end
+    left: list[Any] | None = None  # its single-row caches, after it left the batch
 
 
 @dataclass(eq=False)
 class Row:
-    """One request inside the engine. ``prompt`` is empty from the end of its prefill on."""
-
     request_id: str
     params: SamplingParams
     seed: int
     answer: Answer
     prompt: Prompt = field(default_factory=Prompt)
     priority: int = 0
-    client: int = 0  # who asks
-    lane: Hashable = None  # what its loading waits for
+    client: int = 0
+    lane: Hashable = None  # rows of one lane wait for each other's loading
     has_videos: bool = False
+    may_draft: bool = True
     status: Status = Status.WAITING
     facts: Facts = Facts()
     image_sizes: tuple[tuple[int, int], ...] = ()
     video_sizes: tuple[tuple[int, int, int], ...] = ()
+    audio_seconds: tuple[float, ...] = ()
     clock: Clock = field(default_factory=Clock)
     reuse: RowReuse | None = None
     siblings: tuple[Row, ...] = ()  # further answers to its prompt, until that is prefilled
-    given: Mapping[str, Any] | None = None  # its processor's output, to begin again from
-    losses: int = 0  # how often it has begun again
-    suspected: tuple[int, int] | None = None  # tokens, one of which a forward with this row in it failed to give
+    given: Mapping[str, Any] | None = None  # its processor's output, to recompute it from
+    losses: int = 0  # number of times that it was recomputed
+    suspected: tuple[int, int] | None = None  # [first, last] token that the failed forward may have computed
     was_alone: bool = False  # when memory ran out
+    gave_way: bool = False  # parked once for a due client
 
     @property
     def is_suspect(self) -> bool:
-        """Whether its next forward, or one that was not read yet, may be the one that failed with it: until it is past that, it
-        is alone in a batch that ``is_apart``."""
+        """Whether its forward may have failed; it then decodes alone."""
         return (
             self.suspected is not None
             and self.suspected[0] <= self.answer.num_sampled
@@ -223,18 +241,16 @@ class Row:
 
     @property
     def is_parked(self) -> bool:
-        """Whether it was taken out of the decoding batch, and goes on from where it was."""
-        return self.status is Status.WAITING and self.answer.num_sampled > 0
+        return self.status is Status.WAITING and self.answer.num_sampled > 0  # with its caches
 
     def suspect(self) -> None:
-        """Note that the forward that failed gave one of the tokens that are not read yet, or the next one; after several
-        losses, that it may be any."""
+        """Suspect unread tokens and the next, or all after ``ALWAYS_SUSPECT`` losses."""
         known = len(self.answer.token_ids)
         last = max(known, self.answer.num_sampled)
         self.suspected = (known, last) if self.losses < ALWAYS_SUSPECT else (0, self.params.max_tokens)
 
     def begin_again(self) -> None:
-        """Go back to where its prompt was not encoded yet: what is in its caches is lost. What it has said stays said."""
+        """Go back to before encoding. Told tokens stay."""
         answer, book = self.answer, self.reuse
         if not self.clock.first_token:
             self.clock.placed = 0.0
@@ -245,15 +261,19 @@ class Row:
         if book is not None and (book.continues is not None or book.is_returned):
             self.reuse = RowReuse(continues=book.continues, is_returned=book.is_returned)
         answer.drawn, answer.num_sampled, answer.num_fed, answer.history = None, 0, 0, None
+        answer.ahead = ()
+        if answer.draft_state is not None:
+            answer.draft_state.clear()
 
     def take(
         self, token: int, logprobs: TokenLogprobs | None, decode: Callable[[Sequence[int]], str]
     ) -> Event | Ending:
-        """Append a token that its guide has been fed, with the text that it completes: what is told of it, or the end of the
-        answer. Raises what its form or ``decode`` raises."""
+        """Append a token fed to its guide. Returns its event, or the answer's end."""
         answer, guide = self.answer, self.answer.guide
         self.clock.first_token = self.clock.first_token or time.perf_counter()
         answer.token_ids.append(token)
+        if answer.drafter is not None:
+            answer.drafter.add(token)
         if logprobs is not None:
             answer.logprobs.append(logprobs)
         is_stop = token in answer.end_ids
@@ -281,7 +301,7 @@ class Row:
 
     @property
     def position(self) -> int:
-        """The position of the token that is decoded next."""
+        """Position of the token to decode next."""
         return self.facts.length + self.answer.num_sampled - 1 + self.facts.delta
 
     def result(
@@ -292,7 +312,6 @@ class Row:
         error: BaseException | None = None,
         cache: PromptCache | None = None,
     ) -> Result:
-        """The row's result: the reason for its end, and all that it has generated."""
         answer, facts, scores = self.answer, self.facts, self.answer.prompt_scores
         cached = self.reuse.cached if self.reuse else 0
         is_prefilled = reason != "error" and bool(answer.token_ids)
@@ -307,6 +326,7 @@ class Row:
             image_sizes=self.image_sizes,
             model_image_sizes=facts.model_image_sizes,
             video_sizes=self.video_sizes,
+            audio_seconds=self.audio_seconds,
             logprobs=tuple(answer.logprobs) if self.params.logprobs is not None else None,
             prompt_logprobs=scores.read() if scores is not None and is_prefilled else None,
             parsed=answer.parsed,
@@ -316,7 +336,7 @@ class Row:
         )
 
     def clear(self) -> None:
-        """Drop everything but the name: the row has ended, and a launched step may still hold it."""
+        """Drop all but the id: launched work may hold the row."""
         self.status, self.params = Status.FINISHED, NO_PARAMS
         self.prompt, self.reuse, self.given = Prompt(), None, None
         self.siblings = ()
@@ -324,7 +344,6 @@ class Row:
 
 
 def new_answer(params: SamplingParams, text: AnswerText = NO_TEXT) -> Answer:
-    """An empty answer to a request with ``params``."""
     return Answer(
         Detokenizer(text.decode),
         StopStrings(params.stop),
@@ -344,12 +363,12 @@ def new_row(
     client: int = 0,
     cache: PromptCache | None = None,
     return_cache: bool = False,
+    may_draft: bool = True,
     given: Mapping[str, Any] | None = None,
 ) -> Row:
-    """A row that waits, with a seed of its own if its parameters name none. Of ``given``, a processor's output, by default
-    its prompt's, it keeps a copy on the host to begin again from, if that is not too large."""
+    """Return a waiting row. ``given``: inputs to recompute from (default: the prompt's), on the host unless too large."""
     seed = fresh_seed() if params.seed is None else params.seed
-    row = Row(request_id, params, seed, new_answer(params, text), prompt, priority, client)
+    row = Row(request_id, params, seed, new_answer(params, text), prompt, priority, client, may_draft=may_draft)
     if (given := given or prompt.inputs) is not None and num_bytes(given) <= MOST_ON_HOST:
         row.given = on_host(given)
     if cache is not None or return_cache:
@@ -362,24 +381,24 @@ def new_row(
 
 
 def sibling_id(request_id: str, index: int) -> str:
-    """The name inside the engine of a request's further answer. No request has it: ``Request`` takes no null character."""
+    """Return a further answer's row id. No request has its null character."""
     return f"{request_id}\0{index}"
 
 
 def fork(row: Row) -> list[Row]:
-    """A prefilled row's siblings, each with the prompt's state as its own; the row has none from now on.
-
-    Arrays are shared until one of them writes: a copied cache costs nothing yet.
-    """
+    """Detach a prefilled row's siblings with lazy copies of its caches."""
     for sibling in row.siblings:
         sibling.prompt = Prompt(cache=copy.deepcopy(row.prompt.cache), prefilled=row.prompt.prefilled)
         sibling.facts, sibling.clock = row.facts, replace(row.clock)
         sibling.priority, sibling.client = row.priority, row.client
         sibling.image_sizes, sibling.video_sizes, sibling.given = row.image_sizes, row.video_sizes, row.given
+        sibling.audio_seconds = row.audio_seconds
         answer, given = sibling.answer, row.answer
         answer.max_tokens, answer.history = given.max_tokens, given.history
         answer.rules, answer.changes_logits = given.rules, given.changes_logits
         answer.bad_words, answer.prompt_scores = given.bad_words, given.prompt_scores
         answer.guide = None if given.guide is None else given.guide.copy()
+        answer.drafter = None if given.drafter is None else given.drafter.copy()
+        answer.draft_state = None if given.draft_state is None else given.draft_state.copy()
     siblings, row.siblings = row.siblings, ()
     return list(siblings)

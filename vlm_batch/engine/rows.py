@@ -1,4 +1,4 @@
-"""Every row of an engine: where each is, how it gets in, back in line and out, and what is told of it."""
+"""All rows of an engine."""
 
 from __future__ import annotations
 
@@ -19,60 +19,59 @@ from vlm_batch.types import Event, FinishReason
 
 
 class Rows:
-    """The rows of an engine. Each waits, is in prefill, is a fork, or decodes; or its last token is on its way.
-
-    ``waiting`` has those without a place, ``prefilling`` and ``batch`` those with one. ``forks`` have the logits (1, V) that
-    their next token is chosen from, and wait for a place: further answers to prefilled prompts, and rows that were parked.
-    """
-
     def __init__(self, waiting: Admission, batch: DecodeGroups, scheduler: Scheduler, reuse: Reuse) -> None:
         self.waiting = waiting
         self.batch = batch
         self.by_id: dict[str, Row] = {}
         self.prefilling: dict[str, Row] = {}
+        #: Further answers and parked rows, which wait for a place with the logits (1, V) of their next token.
         self.forks: list[tuple[Row, mx.array]] = []
         self.events: list[Event] = []
+        self._are_others = True  # than were noted last
         self._scheduler = scheduler
         self._reuse = reuse
 
     def add(self, row: Row) -> None:
-        """Put a new row in line: to be prepared, where it has a question. Raises ValueError for an id in use."""
+        """Queue a new row. Raises ValueError for an id in use."""
         if row.request_id in self.by_id:
             raise ValueError(f"request id {row.request_id!r} is already in use")
         self.by_id[row.request_id] = row
+        self._are_others = True
         self.waiting.add(row)
 
     @property
     def is_active(self) -> bool:
-        """Whether any row has been prepared."""
         return len(self.by_id) > len(self.waiting.unprepared)
 
     @property
     def num_pending(self) -> int:
-        """Prompt tokens that have places and are not prefilled."""
+        """Prompt tokens left of rows with places."""
         return sum(row.facts.length - row.prompt.prefilled for row in self.prefilling.values())
 
     def live(self) -> list[Row]:
-        """The rows that have places, the first in line first."""
+        """Return the rows with places, in their order."""
         return self.waiting.line(dict.fromkeys([*self.batch.rows, *self.prefilling.values()]), placed={})
 
     @property
     def placed(self) -> Counter[int]:
-        """The number of rows that have places, by client."""
         return Counter(row.client for row in (*self.batch.rows, *self.prefilling.values()))
 
+    def note_placed(self) -> None:
+        """Note each client's places and rows."""
+        self.waiting.note_placed(self.placed, self.by_id.values() if self._are_others else None)
+        self._are_others = False
+
     def place(self, row: Row) -> None:
-        """Give an encoded row a place: its prompt is prefilled from now on."""
         row.status = Status.PREFILL
         row.clock.placed = row.clock.placed or time.perf_counter()
         self.waiting.remove(row)
         self.prefilling[row.request_id] = row
 
     def join(self, row: Row, logits: mx.array, others: int) -> None:
-        """Move a row whose prompt is done to the decoding batch, which ``others`` will join at once; its embeddings and
-        features are freed here. Its siblings become forks."""
+        """Move a prefilled row to the batch; free its embeddings. Siblings become forks."""
         for sibling in fork(row) if row.siblings else ():
             self.by_id[sibling.request_id] = sibling
+            self._are_others = True
             self.forks.append((sibling, logits))
         caches, row.prompt = row.prompt.cache, Prompt()
         assert caches is not None
@@ -81,8 +80,7 @@ class Rows:
         self.batch.join(row, caches, others)
 
     def park(self, row: Row, logits: mx.array) -> None:
-        """Take a row out of the decoding batch, with its caches and the logits (1, V) of its last forward: it goes on from them
-        when it joins again."""
+        """Preempt a decoding row, with its caches and the logits (1, V) of its last forward."""
         group = self.batch.of(row)
         assert group is not None
         cache = group.take(row)
@@ -91,7 +89,7 @@ class Rows:
         self.forks.append((row, logits))
 
     def leave(self, row: Row) -> None:
-        """Free a row's place; its caches go with it, where they are wanted."""
+        """Free a row's place; keep its caches if wanted."""
         group, book = self.batch.of(row), row.reuse
         if book is not None and book.is_wanted and (group is not None or row.is_parked):
             with if_it_can_be(book):
@@ -99,13 +97,12 @@ class Rows:
         self.batch.leave(row)
 
     def put_back(self, row: Row) -> None:
-        """Take a row's place from it, and put it back in line to begin again."""
         self._take_out(row)
         row.begin_again()
         self.waiting.add(row)
 
     def finish(self, row: Row, ending: Ending) -> None:
-        """End a row whose answer is complete. Raises where its user wants its caches and there is no memory for them."""
+        """End a complete row. Raises if the user's cache cannot be saved."""
         row.answer.ending = ending
         cache = self._saved(row)
         result = row.result(ending.reason, ending.stop_reason, cache=cache)
@@ -114,10 +111,10 @@ class Rows:
         self.forget(row)
 
     def end(self, row: Row, reason: FinishReason, error: BaseException | None = None) -> None:
-        """End a row that is not complete, with the siblings that are to have its prompt."""
+        """End an incomplete row, and its siblings."""
         cache = None
         if reason == "cancelled" and (row.status is Status.DECODE or row.is_parked):
-            with contextlib.suppress(Exception):  # it was cancelled, whatever comes of its caches
+            with contextlib.suppress(Exception):  # cancelled, even if its caches are lost
                 cache = self._saved(row)
         if error is not None:
             let_go(error)
@@ -132,20 +129,18 @@ class Rows:
         self.forget(row)
 
     def forget(self, row: Row) -> None:
-        """Drop a row and all that it has, without an event."""
         del self.by_id[row.request_id]
+        self._are_others = True
         self._take_out(row)
-        if row.reuse is not None and row.reuse.continues is not None:  # it ended before it took its user's cache
+        if row.reuse is not None and row.reuse.continues is not None:  # its user's cache was not used
             row.reuse.continues.release()
         row.clear()
 
     def tell(self) -> list[Event]:
-        """The events of rows since the last call."""
         events, self.events = self.events, []
         return events
 
     def _saved(self, row: Row) -> PromptCache | None:
-        """Its answer is complete: its caches, saved for later requests and for its user."""
         self.leave(row)
         return self._reuse.end(row)
 

@@ -1,23 +1,23 @@
-"""Runs the work of a step: pictures and prompts are encoded, prompts go into caches chunk by chunk, rows decode.
-
-Nothing is waited for. A row's own failure is a ``Failed`` beside what the others' work gave.
-"""
+"""Launches a step's work without waiting: encoding, prefill, decoding."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
-from vlm_batch.arrays import arrays_of
+from vlm_batch.arrays import arrays_of, own_array
 from vlm_batch.caches import Placement, take_row, trim
 from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.engine.decoding import Decoder
+from vlm_batch.engine.drafts import SIZES, Drafts
 from vlm_batch.engine.logprobs import POSITIONS_TOGETHER, PromptScores
 from vlm_batch.engine.memory import EncoderMemory
 from vlm_batch.engine.port import ModelAdapter
@@ -29,13 +29,11 @@ from vlm_batch.engine.scheduler import PrefillRow
 from vlm_batch.engine.shapes import Shapes
 from vlm_batch.engine.work import Failed, Kind, Part, Work, attempt
 from vlm_batch.errors import InvalidParameters, PromptTooLong
-from vlm_batch.records import Encoded
-from vlm_batch.runtime.memory import usual_limit
+from vlm_batch.records import DraftState, Encoded, Hidden
+from vlm_batch.runtime.memory import default_limit
 
 
 class Runner:
-    """Runs a plan, in calls of such ``shapes``. ``encoding`` knows what the encoder takes."""
-
     def __init__(
         self,
         adapter: ModelAdapter,
@@ -45,9 +43,11 @@ class Runner:
         max_prompt_tokens: int | None,
         kv: KVQuantisation | None,
         shapes: Shapes,
+        drafts: Drafts | None,
     ) -> None:
         self.adapter = adapter
-        self.encoding = EncoderMemory(usual_limit())
+        self.drafts = drafts
+        self.encoding = EncoderMemory(default_limit())
         self._rows = rows
         self._reuse = reuse
         self._decoder = decoder
@@ -57,7 +57,7 @@ class Runner:
         self._stops = (kv.start,) if kv is not None and kv.start else ()
 
     def run(self, work: Work) -> list[Part | Failed]:
-        """Launch a work, and tell of each of its rows what came of it; of those that were begun, the first ones."""
+        """Launch work. Returns parts and failures; for rows to encode, the first call's."""
         if work.kind is Kind.DECODE:
             rows = [self._rows.by_id[name] for name in work.rows]
             parts = attempt(rows, self._decode, rows, is_shared=True)
@@ -68,33 +68,39 @@ class Runner:
         return self._prefill([here[name] for name in work.rows if name in here], work.begin, work.end)
 
     def _decode(self, rows: Sequence[Row]) -> list[Part]:
-        """Launch a forward of the group that some rows are; rows whose last token decides what may be the next are held."""
+        """Launch a group's forward. A row whose next token depends on the last is a part of its own."""
         group = self._rows.batch.of(rows[0])
         assert group is not None
+        group.lay_out()
         logits = self._decoder.logits(group, rows)
         for row in rows:
             row.answer.num_fed = row.answer.num_sampled
-        held = [
-            index for index, row in enumerate(rows) if row.answer.guide is not None and row.answer.known_token is None
-        ]
-        if not held:
+        apart = [row for row in rows if row.answer.ahead or (row.answer.guide and row.answer.known_token is None)]
+        if not apart:
             return [Part(rows, logits)]
         mx.async_eval(logits)
-        parts = [Part([rows[index]], logits[index : index + 1], is_held=True) for index in held]
-        free = [index for index in range(len(rows)) if index not in held]
-        return [Part([rows[index] for index in free], logits[mx.array(free)]), *parts] if free else parts
+        parts, free, first = [], [], 0
+        for row in rows:
+            end = first + 1 + len(row.answer.ahead)
+            if row in apart:
+                is_held = not row.answer.ahead
+                parts.append(Part([row], logits[first:end], is_held=is_held, ahead=row.answer.ahead))
+            else:
+                free.append(first)
+            first = end
+        together = [row for row in rows if row not in apart]
+        return [Part(together, logits[mx.array(free)]), *parts] if free else parts
 
     # Pictures and prompts, encoded
 
     def _encode(self, rows: Sequence[Row]) -> list[Part | Failed]:
-        """Encode the first row, and with it those whose pictures were encoded in the same call."""
         count = self._encode_pictures(rows) if len(rows) > 1 else 1
         if count == 1:
             self.encoding.begin(picture_bytes(rows[0]))
         return [attempt([row], self._encode_row, row) for row in rows[:count]]
 
     def _encode_pictures(self, rows: Sequence[Row]) -> int:
-        """Encode pictures of the first rows in one call, where that can be done and has room; of how many rows, or 1."""
+        """Encode first rows' pictures in one call. Returns the number of rows."""
         sizes = list(itertools.accumulate(map(picture_bytes, rows)))
         count = next((at for at, nbytes in enumerate(sizes) if at and not self.encoding.fits(nbytes)), len(rows))
         if count < 2:
@@ -105,7 +111,7 @@ class Runner:
         try:
             found = self.adapter.encode_together(given, self._shapes.encode_call())
         except Exception:
-            return 1  # each of them is encoded alone and told its own error
+            return 1  # each row is encoded alone, for an error of its own
         for prompt, inputs in zip(prompts, found, strict=True):
             prompt.inputs = inputs
         count = max((index + 1 for index in range(count) if found[index] is not given[index]), default=1)
@@ -114,8 +120,7 @@ class Runner:
         return count
 
     def _encode_row(self, row: Row) -> Part:
-        """Give a row its caches and its ``Encoded``. Raises PromptTooLong, DoesNotFit, and whatever the family raises for bad
-        inputs."""
+        """Encode a row. Raises PromptTooLong, DoesNotFit, and the family's errors."""
         prompt, answer, params = row.prompt, row.answer, row.params
         assert prompt.inputs is not None
         begin = time.perf_counter()
@@ -146,19 +151,31 @@ class Runner:
         answer.rules = RowRules(answer.end_ids, answer.bad_words)
         stages = stages_of(params, answer.rules)
         answer.changes_logits = bool(stages)
+        self._give_drafter(row, encoded)
         if answer.bad_words or not READ_HISTORY.isdisjoint(stages):
             known = [token for token in encoded.input_ids[0].tolist() if token >= 0]
             answer.history = mx.array(known, dtype=mx.int32)
         if row.reuse is not None and row.reuse.continues is not None:
-            row.reuse.continues.take()  # it is spent
+            row.reuse.continues.take()
             row.reuse.continues = None
         if not row.clock.first_token:
             row.clock.encode_seconds = time.perf_counter() - begin
         self._rows.waiting.memory.check(row)
         return Part([row])
 
+    def _give_drafter(self, row: Row, encoded: Encoded) -> None:
+        """Let a row draft, unless its logits processors may count calls."""
+        if self.drafts is None or not row.may_draft or row.params.logits_processors or row.answer.drafter is not None:
+            return
+        row.answer.drafter = self.drafts.drafter(row.client, np.array(encoded.input_ids, dtype=np.int32)[0].tobytes())
+        model = self.drafts.model
+        if model is not None and encoded.input_ids.shape[1] == encoded.length:  # else tokens and states do not fit
+            row.answer.draft_state = DraftState(deque(maxlen=model.context))
+        if row.answer.guide is not None:
+            row.answer.guide.most_ahead = SIZES[-1]
+
     def _scores(self, count: int, encoded: Encoded) -> PromptScores:
-        """A record for the log-probabilities of a prompt's tokens. Raises InvalidParameters where the family has none."""
+        """Return an empty record, or raise InvalidParameters."""
         if encoded.input_ids.shape[1] != encoded.length:
             raise InvalidParameters("prompt_logprobs: this family's prompts have more positions than tokens")
         ids: Any = encoded.input_ids[0].tolist()
@@ -172,7 +189,6 @@ class Runner:
     # Prompts, into caches
 
     def views(self, now: float) -> list[PrefillRow]:
-        """The rows in prefill as the scheduler sees them."""
         found = []
         for name, row in self._rows.prefilling.items():
             prompt, length = row.prompt, row.facts.length
@@ -187,7 +203,7 @@ class Runner:
         return found
 
     def group(self, chunks: Sequence[Work]) -> list[Work]:
-        """A plan's chunks, those of whole prompts that share an array as one work."""
+        """Merge chunks of whole prompts that share an array."""
         rows = self._rows.prefilling
         whole = [
             chunk
@@ -202,8 +218,7 @@ class Runner:
         return [works[chunk] for chunk in chunks if chunk in works]
 
     def _prefill(self, rows: Sequence[Row], begin: int, end: int) -> list[Part | Failed]:
-        """Launch positions of one row, or several whole prompts as one array. If that fails, each runs alone, and is told its
-        own error."""
+        """Launch a chunk, or several prompts together; if that fails, each alone."""
         if len(rows) > 1:
             with contextlib.suppress(Exception):
                 made = self._launch(rows)
@@ -211,18 +226,20 @@ class Runner:
         return [attempt([row], self._prefill_alone, row, begin, min(end, row.facts.length)) for row in rows]
 
     def _prefill_alone(self, row: Row, begin: int, end: int) -> Part:
-        """Launch one row's chunk, beside idle rows where an array of its prompt always has some."""
+        """Launch one row's chunk, with the idle rows of its shape."""
         prompt = row.prompt
         assert prompt.encoded is not None and prompt.cache is not None
         is_whole = prompt.is_shared and (begin, end) == (0, row.facts.length)
         logits = row.reuse.logits if row.reuse is not None else None  # (1, V), kept from the same prompt
         scores, scored = row.answer.prompt_scores, []
         if logits is None:
-            is_scored = scores is not None and self.adapter.scores_chunks  # else each token has a forward of its own
+            is_scored = scores is not None and self.adapter.scores_chunks  # else a forward per token
             count, stop, call = self._shapes.prefill_call(begin, [end], is_whole=is_whole, is_scored=is_scored)
             if count > 1:
                 return self._take(row, 0, *self._launch([row]))
-            logits = self.adapter.prefill([prompt.encoded], prompt.cache, begin, stop, call)
+            hidden = hidden_sink([row])
+            logits = self.adapter.prefill([prompt.encoded], prompt.cache, begin, stop, replace(call, hidden=hidden))
+            self._keep_hidden(hidden, [row], begin, [end])
             if stop > end:
                 trim(prompt.cache, stop - end)
             if scores is not None:
@@ -234,19 +251,31 @@ class Runner:
         prompts = [row.prompt.encoded for row in rows if row.prompt.encoded is not None]
         cache = self.adapter.make_cache(self._kv)
         count, end, call = self._shapes.prefill_call(0, [prompt.length for prompt in prompts], is_whole=True)
-        logits = self.adapter.prefill([*prompts, *[prompts[-1]] * (count - len(prompts))], cache, 0, end, call)
+        filled, hidden = [*prompts, *[prompts[-1]] * (count - len(prompts))], hidden_sink(rows)
+        logits = self.adapter.prefill(filled, cache, 0, end, replace(call, hidden=hidden))
+        self._keep_hidden(hidden, rows, 0, [prompt.length for prompt in prompts])
         mx.async_eval(logits, [layer.state for layer in cache])
         return logits, cache, end
 
+    @staticmethod
+    def _keep_hidden(hidden: list[mx.array] | None, rows: Sequence[Row], begin: int, ends: Sequence[int]) -> None:
+        """Keep the last hidden states (R, L, D) of a chunk from ``begin`` for the draft model."""
+        for index, (row, end) in enumerate(zip(rows, ends, strict=True) if hidden else ()):
+            state = row.answer.draft_state
+            if state is not None and hidden:
+                first = max(begin, end - (state.hidden.maxlen or 0))
+                states = own_array(hidden[0][index, first - begin : end - begin])
+                mx.async_eval(states)
+                state.hidden.append(Hidden(states, 0, first, end - first))
+
     def _take(self, row: Row, index: int, logits: mx.array, cache: list[Any], width: int) -> Part:
-        """Give a row its own part of what an array of whole prompts left."""
         prompt, length = row.prompt, row.facts.length
         prompt.cache, prompt.prefilled = take_row(cache, index, is_own=self._shapes.layout is Placement.ROWS), length
         trim(prompt.cache, width - length)
         return self._settle(row, logits[index : index + 1])
 
     def _settle(self, row: Row, logits: mx.array, scored: Sequence[mx.array] = ()) -> Part:
-        """Launch what a chunk left in a row's caches and ``scored`` of its tokens; ``logits`` (1, V) are those of its end."""
+        """Launch a chunk's arrays. ``logits`` (1, V): of its last position."""
         prompt = row.prompt
         assert prompt.encoded is not None and prompt.cache is not None
         is_done = prompt.prefilled == row.facts.length
@@ -255,17 +284,21 @@ class Runner:
             self.adapter.finish_prefill(prompt.encoded, prompt.cache)
         state, last = arrays_of([cache.state for cache in prompt.cache]), [logits] if is_done else []
         mx.async_eval(state, last, kept, scored)
-        # Whoever holds a row's state keeps the next token from being written into it: it would be copied first.
+        # Holding a row's state would make the next token copy it.
         return Part([row], logits if is_done else None, [*(last or state), *kept, *scored])
 
 
+def hidden_sink(rows: Sequence[Row]) -> list[mx.array] | None:
+    """Return a list for a chunk's final hidden states, if a draft model reads them."""
+    return [] if any(row.answer.draft_state is not None for row in rows) else None
+
+
 def picture_bytes(row: Row) -> int:
-    """Bytes of what the encoder gets of a row that has pictures or videos."""
-    return row.prompt.nbytes if row.image_sizes or row.video_sizes else 0
+    return row.prompt.nbytes if row.image_sizes or row.video_sizes or row.audio_seconds else 0
 
 
 def check_length(prompt: int, context: int | None, limit: int | None) -> None:
-    """Raise PromptTooLong, with the numbers, for a prompt that can never be answered."""
+    """Raise PromptTooLong."""
     if limit is not None and prompt > limit:
         raise PromptTooLong(
             f"the prompt has {prompt} tokens (pictures included); {limit} are taken", advice=" (Limits.prompt_tokens)"

@@ -1,16 +1,13 @@
-"""From a forward's logits to tokens: every stage, in the order in which it comes.
+"""From logits to tokens: a row's own stages (``process``), masks of forms, then ``sample`` for all rows.
 
-A stage is a function of logits and rows that gives logits. One row at a time, where its parameters ask for one of them
-(``process``): penalties, biases, the user's processors, tokens that may not come. Then the forms that answers are held to
-(``constraints.apply_masks``). Then all rows at once (``sample``): temperature, top-k, top-p, min-p, noise. What a row draws
-depends on its own logits, parameters, seed and step only.
+A draw depends on its row's logits, parameters, seed and step alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import mlx.core as mx
 
@@ -18,20 +15,19 @@ from vlm_batch.engine.logprobs import Logprobs
 from vlm_batch.errors import InvalidParameters
 from vlm_batch.types import SamplingParams, TokenLogprobs
 
-#: The number of a large vocabulary's most likely tokens that are put in order; ordering all of them is several times slower.
+#: Most likely tokens of a large vocabulary to sort: sorting all is several times slower.
 NUM_CANDIDATES = 1024
 
 
 @dataclass(frozen=True)
 class RowRules:
-    """Facts of a row beside its parameters: the ids that end its answer, and its bad words as ids."""
+    """A row's end tokens, and its bad words as ids."""
 
     end_ids: Collection[int] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
     _made: list[tuple[SamplingParams, _Arrays]] = field(init=False, compare=False, repr=False, default_factory=list)
 
     def arrays(self, params: SamplingParams, size: int) -> _Arrays:
-        """Arrays of the rules, made once: a list of ids may be long, and every row waits for a step."""
         if not self._made or self._made[0][0] is not params or self._made[0][1].size != size:
             self._made[:] = [(params, _Arrays.of(params, self.bad_words, size))]
         return self._made[0][1]
@@ -40,15 +36,14 @@ class RowRules:
 NO_RULES = RowRules()
 
 
-@dataclass(frozen=True)
-class SamplingRow:
-    """A row as sampling needs it: its parameters, its seed, ``step`` tokens drawn before, and its history."""
+class SamplingRow(NamedTuple):
+    """A row for sampling: its parameters, seed, ``step`` tokens drawn before, and history."""
 
     params: SamplingParams
     seed: int
     step: int
-    history: mx.array | None = None  # (T,) int, prompt and answer, where a stage reads it
-    vocabulary: int | None = None  # how many of the columns are its own; None for all
+    history: mx.array | None = None  # (T,) int, prompt and answer, if a stage reads it
+    vocabulary: int | None = None  # number of its columns; None for all
     rules: RowRules = NO_RULES
 
 
@@ -58,24 +53,20 @@ Stage: TypeAlias = Callable[[mx.array, SamplingRow], mx.array]
 
 @dataclass(frozen=True)
 class _Arrays:
-    """Rules as arrays, for logits of ``size`` tokens; None for those that a row does not have.
-
-    ``words`` (B, L) are the tokens before the last one of each of several bad words, at the right; ``lengths`` (B,) are
-    how many, and ``lasts`` (B,) the last ones.
-    """
+    """Rules as arrays for ``size`` tokens; None without a rule."""
 
     size: int
     biased: mx.array | None = None
     biases: mx.array | None = None
     allowed: mx.array | None = None  # (V,) bool
     single: mx.array | None = None  # bad words of one token
-    words: mx.array | None = None
-    lengths: mx.array | None = None
-    lasts: mx.array | None = None
+    words: mx.array | None = None  # (B, L) longer bad words without their last token, padded on the left with -1
+    lengths: mx.array | None = None  # (B,) of ``words``
+    lasts: mx.array | None = None  # (B,) their last tokens
 
     @classmethod
     def of(cls, params: SamplingParams, bad_words: Sequence[Sequence[int]], size: int) -> _Arrays:
-        """Raises InvalidParameters for ids that are no tokens of the model."""
+        """Raise InvalidParameters for ids outside the vocabulary."""
         made: dict[str, mx.array] = {}
         if params.logit_bias:
             _check_within("logit_bias", params.logit_bias, size)
@@ -98,20 +89,19 @@ class _Arrays:
 
 @dataclass(frozen=True)
 class Sampled:
-    """The chosen tokens (B,), and what the rows that asked for log-probabilities get (evaluated with the tokens)."""
+    """Chosen tokens (B,), and log-probabilities for rows that asked. Lazy."""
 
     tokens: mx.array  # (B,)
-    highest: mx.array | None = None  # (B,) logits: finite if all of a row's are, but for those at minus infinity
+    highest: mx.array | None = None  # (B,) logits: not finite if the row has NaN, +inf, or only -inf
     logprobs: Logprobs | None = None
     logprob_rows: Sequence[int] = ()
 
     def arrays(self) -> list[mx.array]:
-        """The arrays to be evaluated."""
         found = [self.tokens] if self.highest is None else [self.tokens, self.highest]
         return found if self.logprobs is None else [*found, *self.logprobs.arrays()]
 
     def read(self) -> tuple[list[int], list[float], dict[int, TokenLogprobs]]:
-        """Wait for it: (tokens, each row's highest logit, log-probabilities by row)."""
+        """Wait for tokens, each row's highest logit, and log-probabilities by row."""
         tokens: Any = self.tokens.tolist()
         highest: Any = [0.0] * len(tokens) if self.highest is None else self.highest.tolist()
         told = [] if self.logprobs is None else self.logprobs.read([tokens[row] for row in self.logprob_rows])
@@ -122,23 +112,23 @@ class Sampled:
 
 
 def repetition_penalty(logits: mx.array, row: SamplingRow) -> mx.array:
-    """Divide positive and multiply negative logits of the last tokens (arXiv:1909.05858, section 4.1).
+    """Divide positive and multiply negative logits of recent tokens (arXiv:1909.05858, section 4.1).
 
-    Ids that have no logit (placeholders of pictures, below 0 or beyond the vocabulary) are passed over.
+    Ids without a logit, such as pictures' placeholders, are ignored.
     """
     penalty, size = row.params.repetition_penalty, logits.shape[-1]
     if row.history is None:
         return logits
     context = row.history[-row.params.repetition_context_size :]
     context = mx.where((context >= 0) & (context < size), context, size)
-    padded = mx.pad(logits, [(0, 0), (0, 1)])  # an own array: the assignment below must not reach the caller's
+    padded = mx.pad(logits, [(0, 0), (0, 1)])  # a copy, since the assignment below is in place
     picked = padded[:, context]
     padded[:, context] = mx.where(picked > 0, picked / penalty, picked * penalty)
     return padded[:, :size]
 
 
 def count_penalties(logits: mx.array, row: SamplingRow) -> mx.array:
-    """Subtract the presence penalty from tokens that the answer has, and the frequency penalty as often as it has them."""
+    """Subtract presence and frequency penalties (OpenAI's definition)."""
     params, size = row.params, logits.shape[-1]
     if row.history is None:
         return logits
@@ -149,14 +139,13 @@ def count_penalties(logits: mx.array, row: SamplingRow) -> mx.array:
 
 
 def biases(logits: mx.array, row: SamplingRow) -> mx.array:
-    """Add the numbers of ``logit_bias``."""
     made = row.rules.arrays(row.params, logits.shape[-1])
     assert made.biased is not None and made.biases is not None
     return logits.at[:, made.biased].add(made.biases.astype(logits.dtype))
 
 
 def processors(logits: mx.array, row: SamplingRow) -> mx.array:
-    """Call the user's own. Raises whatever they raise, and ValueError if one changes the shape."""
+    """Apply the user's processors. Raises ValueError if one changes the shape."""
     shape = logits.shape
     for processor in row.params.logits_processors:
         logits = processor(row.history, logits)
@@ -167,7 +156,7 @@ def processors(logits: mx.array, row: SamplingRow) -> mx.array:
 
 
 def forbidden(logits: mx.array, row: SamplingRow) -> mx.array:
-    """Minus infinity for tokens that are not allowed, ends that come too early, and those that would end a bad word."""
+    """Exclude tokens not allowed, early ends, and last tokens of bad words."""
     params, rules, size = row.params, row.rules, logits.shape[-1]
     made = rules.arrays(params, size)
     if made.allowed is not None:
@@ -183,7 +172,6 @@ def forbidden(logits: mx.array, row: SamplingRow) -> mx.array:
 
 
 def stages_of(params: SamplingParams, rules: RowRules) -> tuple[Stage, ...]:
-    """The stages of a row's own logits (1, V) that concern it, in their order."""
     stages: dict[Stage, object] = {
         repetition_penalty: params.repetition_penalty != 1.0,
         count_penalties: params.presence_penalty or params.frequency_penalty,
@@ -194,12 +182,12 @@ def stages_of(params: SamplingParams, rules: RowRules) -> tuple[Stage, ...]:
     return tuple(stage for stage, is_asked in stages.items() if is_asked)
 
 
-#: Those that read the tokens so far, as bad words do.
+#: Stages that read ``SamplingRow.history``, as bad words do.
 READ_HISTORY: Set[Stage] = frozenset({repetition_penalty, count_penalties, processors})
 
 
 def process(logits: mx.array, row: SamplingRow) -> mx.array:
-    """One row's logits (1, V) after all stages that are its own. Raises whatever a processor raises."""
+    """Apply a row's own stages to its logits (1, V)."""
     logits = logits[:, : row.vocabulary]
     for stage in stages_of(row.params, row.rules):
         logits = stage(logits, row)
@@ -207,7 +195,7 @@ def process(logits: mx.array, row: SamplingRow) -> mx.array:
 
 
 def _ends_with(history: mx.array, words: mx.array) -> mx.array:
-    """A truth value (B,) for each word (B, L): the tokens so far (T,) end with it. Its -1 at the left stand for anything."""
+    """Return (B,): whether tokens (T,) end with ``words`` (B, L), where -1 matches any."""
     width = min(words.shape[1], history.shape[0])
     tail = history[history.shape[0] - width :]
     padding = words[:, : words.shape[1] - width]
@@ -224,14 +212,14 @@ def _check_within(name: str, ids: Iterable[int], size: int) -> None:
 
 
 def sample(logits: mx.array, rows: Sequence[SamplingRow]) -> Sampled:
-    """Choose a token for each row of processed logits (B, V), lazily.
+    """Choose a token for each row of logits (B, V), lazily.
 
-    Greedy rows take the most likely token. Others divide by the temperature, keep ``top_k``, then ``top_p`` of what is
-    left, then ``min_p`` (transformers' order), and draw by the Gumbel-max rule (Gumbel 1954) with noise from (seed, step).
+    Greedy rows take the most likely one. Others divide by the temperature, apply ``top_k``, ``top_p`` and ``min_p``
+    (transformers' order), and draw by the Gumbel-max rule (Gumbel 1954).
     """
     tokens = mx.argmax(logits, axis=-1)
     drawn = [i for i, row in enumerate(rows) if row.params.temperature > 0]
-    # Of drawn tokens' rows, infinity or NaN anywhere: no cut-off tells of them.
+    # Drawn rows look for infinity or NaN in all logits: a cutoff could hide them.
     highest = mx.max(logits, axis=-1) if drawn else mx.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
     ordered = [i for i in drawn if rows[i].params.top_k > 0 or rows[i].params.top_p < 1]
     for group, draw in (([i for i in drawn if i not in ordered], _draw), (ordered, _draw_sorted)):
@@ -248,15 +236,15 @@ def sample(logits: mx.array, rows: Sequence[SamplingRow]) -> Sampled:
 
 
 def top_k(ranked: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
-    """Keep the first ``top_k`` of logits (R, C), most likely first."""
+    """Keep the first ``top_k`` of sorted logits (R, C)."""
     counts = _column([row.params.top_k for row in rows])
     return mx.where((counts == 0) | (mx.arange(ranked.shape[-1])[None, :] < counts), ranked, -mx.inf)
 
 
 def top_p(ranked: mx.array, rows: Sequence[SamplingRow], scaled: mx.array) -> tuple[mx.array, mx.array]:
-    """Keep the first of logits (R, C), most likely first, until their probabilities reach ``top_p``.
+    """Keep sorted logits (R, C) up to probability ``top_p``. Also returns the mass (R,) of all C.
 
-    Probabilities are among what ``top_k`` left, or among all, ``scaled`` (R, V). Also the mass (R,) of the C tokens.
+    Probabilities are among what ``top_k`` left, else among ``scaled`` (R, V).
     """
     left, whole = (mx.logsumexp(part, axis=-1, keepdims=True) for part in (ranked, scaled))
     total = mx.where(_column([row.params.top_k for row in rows]) == 0, whole, left)
@@ -267,7 +255,7 @@ def top_p(ranked: mx.array, rows: Sequence[SamplingRow], scaled: mx.array) -> tu
 
 
 def min_p(scaled: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
-    """Drop tokens less likely than ``min_p`` times the most likely one (arXiv:2407.01082), of logits in any order."""
+    """Drop tokens below ``min_p`` times the highest probability (arXiv:2407.01082)."""
     least = [row.params.min_p for row in rows]
     if not any(least):
         return scaled
@@ -275,16 +263,14 @@ def min_p(scaled: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
     return mx.where(scaled >= floor, scaled, -mx.inf)
 
 
-def _draw(scaled: mx.array, noise: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
-    """Gumbel-max over the whole vocabulary: logits over temperature (R, V) -> (R,)."""
+def _draw(scaled: mx.array, noise: mx.array, rows: Sequence[SamplingRow]) -> mx.array:  # (R, V) -> (R,)
     return mx.argmax(min_p(scaled, rows) + noise, axis=-1)
 
 
 def _draw_sorted(scaled: mx.array, noise: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
-    """``top_k`` and ``top_p`` need the likely tokens in order: (R, V) -> (R,).
+    """Draw with ``top_k`` or ``top_p`` from logits (R, V) -> (R,).
 
-    On a CPU only ``NUM_CANDIDATES`` of a large vocabulary are sorted, with the mass of all of it known; a row whose
-    candidates do not hold its ``top_p`` is sorted whole. (On a GPU finding that out would cost more than the sort.)
+    A CPU first sorts ``NUM_CANDIDATES`` tokens; on a GPU the check that they suffice costs more than the sort.
     """
     size = scaled.shape[-1]
     if size <= 4 * NUM_CANDIDATES or mx.default_device().type == mx.DeviceType.gpu:
@@ -305,20 +291,18 @@ def _draw_sorted(scaled: mx.array, noise: mx.array, rows: Sequence[SamplingRow])
 def _draw_in_order(
     scaled: mx.array, noise: mx.array, rows: Sequence[SamplingRow], order: mx.array
 ) -> tuple[mx.array, mx.array]:
-    """Draw among the tokens ``order`` (R, C), most likely first: (R,) and the probability mass (R,) that they hold."""
+    """Draw among sorted tokens ``order`` (R, C). Also returns their probability mass (R,)."""
     ranked, mass = top_p(top_k(mx.take_along_axis(scaled, order, axis=-1), rows), rows, scaled)
-    # The noise belongs to token ids, not to ranks: two almost equal logits that swap ranks keep their own draws.
+    # Noise belongs to token ids, so that almost equal logits that swap ranks keep their draws.
     best = mx.argmax(min_p(ranked, rows) + mx.take_along_axis(noise, order, axis=-1), axis=-1, keepdims=True)
     return mx.take_along_axis(order, best, axis=-1)[:, 0], mass
 
 
-def _column(values: Sequence[float]) -> mx.array:
-    """(R, 1) float32."""
+def _column(values: Sequence[float]) -> mx.array:  # (R, 1) float32
     return mx.array(list(values), dtype=mx.float32)[:, None]
 
 
-def _merge(tokens: mx.array, places: Sequence[int], chosen: mx.array) -> mx.array:
-    """``tokens`` (B,) with ``chosen`` (R,) at ``places``."""
+def _merge(tokens: mx.array, places: Sequence[int], chosen: mx.array) -> mx.array:  # (B,), with (R,) at places
     if len(places) == tokens.size:
         return chosen
     source = mx.array([places.index(i) if i in places else 0 for i in range(tokens.size)])
@@ -326,10 +310,7 @@ def _merge(tokens: mx.array, places: Sequence[int], chosen: mx.array) -> mx.arra
 
 
 def _noise(row: SamplingRow, size: int) -> mx.array:
-    """Gumbel noise (V,) that depends on the row's seed and step alone, whatever the width of its neighbours' logits.
-
-    Its key is splitmix64 (Steele, Lea, Flood 2014) of the seed advanced by the step: distinct for neighbouring ones.
-    """
+    """Return Gumbel noise (V,), its key splitmix64 (Steele, Lea, Flood 2014) of seed and step."""
     mask = 2**64 - 1
     value = (row.seed + (row.step + 1) * 0x9E3779B97F4A7C15) & mask
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & mask

@@ -1,4 +1,4 @@
-"""Several answers to one prompt, as one request: events with the answer's number, and one result at the end."""
+"""Several answers to one prompt."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ from vlm_batch.types import Event, Result
 
 
 class Several:
-    """The ``n`` answers of a request. Belongs to the engine's thread."""
-
     def __init__(self, request_id: str, n: int) -> None:
         self.request_id = request_id
         self.row_ids = (request_id, *(sibling_id(request_id, index) for index in range(1, n)))
         self._ended: dict[int, Result] = {}
 
     def take(self, event: Event) -> Event:
-        """Turn a row's event into the request's. The last row's end ends the request, with all results."""
+        """Turn a row's event into the request's; the last has the result."""
         index, result = self.row_ids.index(event.request_id), event.result
         if result is None:
             return replace(event, request_id=self.request_id, index=index)

@@ -1,11 +1,7 @@
-"""The shape of every call: where chunks end, how far they are filled up, how many rows a call has, how many columns they read.
+"""Shapes of all calls: chunks, padding, rows per call, columns that attention reads.
 
-A library chooses kernels by shapes, so a row's last bits depend on the shapes of the calls that it is in. ``FreeShapes`` are
-those that cost least: whoever is there shares a call. In ``FixedShapes`` every shape follows from the row's own request, or is
-one of several that were shown to agree bit for bit (``vlm_batch.engine.proof``): answers are then reproducible. Idle rows and
-pictures fill a call up to its shape, and are thrown away.
-
-Nobody else asks which of the two an engine has.
+Kernels follow shapes, so last bits do, too. ``FreeShapes`` cost least. ``FixedShapes`` follow from the request, or were
+tested to give the same bits (``vlm_batch.engine.proof``).
 """
 
 from __future__ import annotations
@@ -16,6 +12,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any, Protocol, TypeAlias
 
+from vlm_batch.arrays import round_up
 from vlm_batch.caches import (
     LayerCache,
     Placement,
@@ -32,70 +29,71 @@ from vlm_batch.records import Call, PromptKey
 from vlm_batch.runtime.device import Device
 from vlm_batch.store.digest import as_words, digest
 
-#: Lengths from one power of two to the next: padding is at most a quarter of a chunk, and an eighth of long ones on average.
+#: Padded lengths between two powers of two: padding is at most a quarter of a chunk.
 STEPS = 4
+#: Most padding positions of a prompt on a CPU, to share an array with a longer one: about the cost of reading the weights.
+FEW_POSITIONS = 16
+#: Most unused columns per row, on average, for short rows to share a slab; twice as many for rows that already do.
+SPREAD = 128
+#: Columns of short rows' slabs are multiples of this.
+SHORT_STEP = 32
 
 Spans: TypeAlias = tuple[tuple[int, int], ...]
 
 
 class JointProof(Protocol):
-    """The proof that in a call of one shape neither a place nor who is beside it changes a bit of what is there.
-
-    The engine's thread measures what is not known yet. Raises where memory does not suffice for that: nothing is known then.
-    """
+    """Proof that place and neighbours change no bit in a call of one shape. Methods raise if memory is too small to
+    measure it."""
 
     @property
     def found(self) -> Mapping[str, str]:
-        """The reasons against what has been asked so far, by it; empty texts where it is proven."""
+        """Reasons against each shape so far; "" if it is proven."""
 
     def prompts(self, most: int, length: int) -> int:
-        """``most`` whole prompts of ``length`` tokens to a call, or one."""
+        """Return ``most`` if so many whole prompts may share a call, else 1."""
 
     def attends_apart(self, rows: int, length: int) -> bool:
-        """Whether such prompts attend in calls of their own."""
+        """Return whether such prompts attend in separate calls."""
 
     def pictures(self, most: int, call: Any) -> int:
-        """``most`` pictures of the shape of a tower's call (``vlm_batch.adapters.joint``) to a call, or one."""
+        """Return ``most`` if so many pictures may share a tower's call, else 1."""
 
 
 @dataclass(frozen=True)
 class FreeShapes:
-    """The shapes that cost least, by a policy and what a model can do.
-
-    Chunks are computed in multiples of ``padding`` positions, 0 for none. Up to ``most_prompts`` whole prompts of one length
-    share an array; shorter prompts join longer ones where that takes fewer further positions than half of what a forward
-    computes as fast.
-    """
+    """The shapes that cost least."""
 
     layout: Placement = Placement.ROWS
     policy: Policy = field(default_factory=Policy)
-    padding: int = 0
-    most_prompts: int = 1
+    padding: int = 0  # chunks have multiples of so many positions; 0: any
+    most_prompts: int = 1  # whole prompts that may share an array
+    fill: int = 0  # padding positions that saving a forward is worth
+    short_rows: int = 0  # tokens of rows that may share a slab in ``Placement.ROWS``, too
 
-    #: Whether a row may go on from any position, also from one that a decode step computed.
+    #: Whether a row may continue from any position, decoded ones included.
     goes_on_anywhere = True
-    #: The settings that a saved row must share with the engine that continues it, by name.
+    #: Settings that a saved row must share with the engine that continues it.
     settings: Mapping[str, str] = field(default_factory=dict, init=False)
 
     @classmethod
     def of(cls, adapter: ModelAdapter, kv: KVQuantisation | None, policy: Policy) -> FreeShapes:
-        """Those of a model with a policy."""
         fresh = adapter.make_cache(kv)
-        padding = policy.pad_to if pads(adapter, fresh) else 0
-        return cls(
-            Placement(policy.placement), policy, padding, policy.prefill_together if shares(adapter, fresh) else 1
-        )
+        can_pad = pads(adapter, fresh)
+        padding = policy.pad_to if can_pad else 0
+        fill = policy.smallest_chunk // 2 if padding else FEW_POSITIONS * (can_pad and policy.placement == "rows")
+        most = policy.prefill_together if shares(adapter, fresh) else 1
+        short = policy.short_rows if kv is None else 0
+        return cls(Placement(policy.placement), policy, padding, most, fill, short)
 
     def adapter(self, adapter: ModelAdapter) -> ModelAdapter:
-        """The adapter that computes in these shapes."""
         return adapter
 
     def limited(self, policy: Policy) -> Policy:
-        """The scheduler's settings without those that would let neighbours or the clock change a row's shapes."""
+        """Return the policy without settings that change rows' shapes."""
         return policy
 
     def key(self, key: PromptKey) -> PromptKey:
-        """A prompt's key in which equal positions have equal states, as far as these shapes say."""
+        """Return a prompt's key in which equal positions have equal states."""
         return key
 
     # Pictures
@@ -106,33 +104,28 @@ class FreeShapes:
     # Prompts
 
     def ends(self, length: int, atomic: Spans = ()) -> tuple[int, ...]:
-        """Where a prompt's chunks end; () where the step's budget decides."""
+        """Return the ends of a prompt's chunks; () leaves them to the scheduler."""
         return ()
 
     def shares(self, length: int, atomic: Spans = ()) -> bool:
-        """Whether a whole prompt may be in an array with others, or always is beside idle ones."""
         return self.most_prompts > 1
 
     def groups(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Whole prompts by the array that they share: places in ``lengths``. All of them are shared."""
-        fill = self.policy.smallest_chunk // 2 if self.padding else 0
-        return together(lengths, self.most_prompts, self.policy.together_tokens, self.padding, fill)
+        """Group whole prompts that share an array, as indices of ``lengths``."""
+        return together(lengths, self.most_prompts, self.policy.together_tokens, self.padding, self.fill)
 
     def positions(self, count: int) -> int:
-        """Positions that a chunk of so many is computed in: others behind them belong to no prompt."""
         return padded_length(count, self.padding)
 
     def prefill_call(
         self, begin: int, ends: Sequence[int], *, is_whole: bool = False, is_scored: bool = False
     ) -> tuple[int, int, Call]:
-        """(rows, end, what the forward must know) of a call with the positions [begin, ends[i]) of each row: idle rows and
-        positions of no prompt fill it up. ``is_whole``: these are whole prompts. ``is_scored``: each position has logits."""
+        """Return padded (rows, end, ``Call``) for each row's positions [begin, ends[i]). ``is_scored``: all get logits."""
         rows = padded_count(len(ends), self.padding)
         return _prefill_call(begin, ends, rows, 0 if is_scored else self.padding, Call(is_scored=is_scored))
 
     def arrays(self, context: int | None) -> list[tuple[int, int]]:
-        """(rows, positions) of the arrays that whole prompts of one chunk come in, those of one row first; the longest where
-        they are of any length. ``context``: positions that the model has."""
+        """Return (rows, positions) of one-chunk prompts' arrays, single rows first."""
         widths, most = _widths(self.policy.max_chunk, context, self.padding), self.policy.together_tokens
         if not self.padding:
             return [(1, width) for width in widths]
@@ -142,29 +135,40 @@ class FreeShapes:
     # Decode steps
 
     def graphs(self, asked: bool | None) -> bool | None:
-        """The choice of compiled steps: as asked for; None leaves it to the adapter."""
+        """Return whether to compile steps; None: the adapter decides."""
         return asked
 
     def group_size(self, rows: int) -> int:
-        """The most rows that decode in one forward, of an engine with so many."""
+        """Return the most rows of a forward."""
         return rows
 
     def places(self, rows: int, most: int) -> int:
-        """The places of a forward of so many rows, up to ``most``; 0 for none."""
         return min(1 << (rows - 1).bit_length(), most) if self.layout is Placement.SLAB and rows else rows
 
     def least_columns(self, tokens: int) -> int:
-        """The columns that the slab of a row of so many tokens has at least. Rows decode in one forward with those of the same
-        number alone; 0 for all that need no number of their own."""
+        """Return the fewest columns of a row's slab. Different ones decode apart."""
         return 0
 
     def columns(self, tokens: int, least: int = 0) -> int:
-        """Columns of a slab whose longest row has so many tokens, and that has at least so many."""
-        return max(least, slab.capacity_for(tokens))
+        return max(least, slab.capacity_for(tokens) if self.layout is Placement.SLAB else round_up(tokens, SHORT_STEP))
 
-    def layers(self, caches: Sequence[Any], places: int, least: int = 0) -> list[LayerCache]:
-        """The layers of an empty batch, by a row's caches; slabs have at least so many columns."""
-        layers = [kind_of(single).batched(self.layout, places) for single in caches]
+    def placement(self, lengths: Sequence[int], now: Placement | None = None) -> Placement:
+        """Return the layout of rows of these lengths; ``now``: the present one. On a CPU, short rows of similar lengths
+        share a slab.
+        """
+        if self.layout is Placement.SLAB or len(lengths) < 2 or not self.short_rows:
+            return self.layout
+        are_there = now is Placement.SLAB
+        longest, spread = max(lengths), 2 * SPREAD if are_there else SPREAD
+        is_short = longest <= (self.short_rows if are_there else self.short_rows - SPREAD)
+        is_even = longest * len(lengths) - sum(lengths) <= spread * len(lengths)
+        return Placement.SLAB if is_short and is_even else Placement.ROWS
+
+    def layers(
+        self, caches: Sequence[Any], places: int, least: int = 0, placement: Placement | None = None
+    ) -> list[LayerCache]:
+        """Return an empty batch's layers for such caches."""
+        layers = [kind_of(single).batched(placement or self.layout, places) for single in caches]
         for layer in layers:
             set_layer(layer, partial(self.columns, least=least), self.policy.few_bits)
         return layers
@@ -172,8 +176,18 @@ class FreeShapes:
     def decode_call(self) -> Call:
         return Call()
 
+    def counts_of(self, drafts: Sequence[int | None], placement: Placement) -> list[int] | None:
+        """Return each place's positions for these draft lengths (None: no row), or None. In slabs all are equal."""
+        if placement is Placement.SLAB:
+            return [1 + max(count or 0 for count in drafts)] * len(drafts)
+        return [1 + (count or 0) for count in drafts]
+
+    def has_room(self, longest: int, count: int) -> bool:
+        """Return whether ``count`` positions fit into the next token's columns."""
+        return True
+
     def steps(self, rows: int, longest: int) -> list[tuple[int, int]]:
-        """(rows, columns) of decode steps of up to so many rows of up to ``longest`` tokens, the fewest columns first."""
+        """Return (rows, columns) of decode steps, fewest columns first."""
         counts = [1 << power for power in range(rows.bit_length())]
         widths = range(slab.CAPACITY_STEP, max(longest, slab.CAPACITY_STEP) + 1, slab.CAPACITY_STEP)
         return [(count, columns) for columns in widths for count in counts]
@@ -181,29 +195,28 @@ class FreeShapes:
 
 @dataclass(frozen=True)
 class FixedShapes:
-    """Shapes by which a row's numbers are a function of its request.
+    """Shapes that make a row's numbers depend on its request alone."""
 
-    ``counts``: numbers of rows, ascending, in which a decode step gives each row the same bits. ``widths``: numbers of columns
-    of slabs, ascending, that do so; longer rows decode in one forward with those alone that need as many columns. There are
-    none where each row is alone in its slab or has a cache of its own: its columns follow from its length. ``grid``: positions
-    between a prompt's cuts: a multiple of 256, so that single-row caches, which grow in steps of that, have the same room
-    whether a prompt was run from its beginning or from one of the cuts. ``stops``: further cuts, settings as well (where
-    quantised keys begin). ``pad_to``: multiples of positions that chunks are computed in, each by its own length; 0 for none.
-    A call holds short prompts of one length, or small pictures of one shape, up to ``call_tokens`` or ``call_patches``, where
-    ``joint`` says so; without it each is alone. ``can_graph``: compiled steps were shown to have the same bits. ``products``:
-    kinds of products that are computed in numbers of rows of their own, and those.
-    """
-
+    #: Numbers of rows, ascending, in which decode steps give equal bits.
     counts: tuple[int, ...] = (1,)
     layout: Placement = Placement.ROWS
+    #: Positions between two cuts of a prompt. Single-row caches grow by 256: a multiple of that gives a continued prompt the
+    #: same capacity.
     grid: int = POLICIES[Device.CPU].grid
+    #: Further cuts, such as the start of quantised keys.
     stops: tuple[int, ...] = ()
+    #: Chunks have multiples of so many positions; 0: any.
     pad_to: int = 0
+    #: Tokens up to which short prompts of one length share a call, and patches up to which small pictures of one shape do.
     call_tokens: int = 0
     call_patches: int = 0
+    #: Proof of shared calls; without it each prompt and picture is alone.
     joint: JointProof | None = field(default=None, compare=False)
+    #: Compiled steps were tested to give equal bits.
     can_graph: bool = field(default=False, compare=False)
+    #: Kinds of products with numbers of rows of their own, and those.
     products: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    #: Numbers of columns, ascending, with equal bits; longer rows decode apart. () if each row has columns of its own.
     widths: tuple[int, ...] = ()
     few_bits: str = PACKED
 
@@ -215,7 +228,7 @@ class FixedShapes:
         joint = (
             f"; in calls of {self.call_tokens} tokens, {self.call_patches} patches" if self.joint is not None else ""
         )
-        # by the smallest: whoever has more rows may have proven larger numbers, which have the same bits
+        # named by the smallest number: a larger engine proves larger ones with the same bits
         apart = "".join(f"; {name} as {counts[0]} rows" for name, counts in self.products)
         return {
             "reproducible": f"as {self.counts[0]} rows{apart}; {self.layout.value}; grid {self.grid}{padded}{joint}"
@@ -232,15 +245,14 @@ class FixedShapes:
         return replace(policy, slack=0, pad_to=self.pad_to)
 
     def key(self, key: PromptKey) -> PromptKey:
-        """A prompt's key in which equal positions have equal bits, not only equal meaning.
+        """Return a prompt's key in which equal positions have equal bits.
 
-        A position is known by the chunk that it was computed in, and an answer's positions, which a decode step computed,
-        are no prompt's. A row goes on from a chunk's end, so that what is saved fits where a cold run would stand.
+        A position's key includes its chunk. Rows continue only at ends of chunks, and not from decoded positions.
         """
         atomic = key.spans[len(key.pictures) :]
         chunks = tuple(pairwise((0, *self.ends(key.length, atomic))))
         rows = self.prompts(key.length, atomic)
-        beside = [rows] if rows > 1 else []  # a longer prompt's first chunk may end here, and is alone
+        beside = [rows] if rows > 1 else []  # a longer prompt's chunk of this length is alone
         positions = key.positions.copy()
         for start, end in chunks:
             positions[start:end, 1:] ^= as_words(digest(["chunk", start, end, *beside]))
@@ -253,18 +265,16 @@ class FixedShapes:
         return Call(is_fixed=True, pictures=self.pictures)
 
     def pictures(self, call: Any) -> int:
-        """The pictures, idle ones among them, of every call of a tower with one of such a call's shape. Raises what the proof
-        raises."""
+        """Return the pictures, idle ones included, of a tower's call."""
         most = filling(call.tower.count_patches(call, 0), self.call_patches)
         return self.joint.pictures(most, call) if self.joint is not None and most > 1 else 1
 
     # Prompts
 
     def ends(self, length: int, atomic: Spans = ()) -> tuple[int, ...]:
-        """On the grid, or where ``stops`` and spans that may not be cut allow it.
+        """Return ends of chunks: on the grid, within ``stops`` and spans.
 
-        No chunk is a single token, but that of a prompt of one: a lone query has kernels of its own, which go by more
-        than its shape.
+        A single last token joins the chunk before, unless a stop parts them: its kernels depend on more than its shape.
         """
         ends: list[int] = []
         done = 0
@@ -278,12 +288,10 @@ class FixedShapes:
         return self.prompts(length, atomic) > 1
 
     def prompts(self, length: int, atomic: Spans = ()) -> int:
-        """The rows of every array in which a whole prompt is prefilled: 1 for one of several chunks, and where prompts come in
-        any length, of which each would have to be proven. Raises what the proof raises."""
+        """Return the rows of a whole prompt's array; 1 with several chunks or no padding."""
         return self._prompts(length) if self.ends(length, atomic) == (length,) else 1
 
     def _prompts(self, length: int) -> int:
-        """Prompts, of one chunk and of this length, of an array."""
         if self.joint is None or not self.pad_to:
             return 1
         width = self.positions(length)
@@ -311,12 +319,11 @@ class FixedShapes:
         return _prefill_call(begin, ends, rows, 0 if is_scored else self.pad_to, call)
 
     def arrays(self, context: int | None) -> list[tuple[int, int]]:
-        return [(1, width) for width in _widths(self.grid, context, self.pad_to)]  # beside as many idle ones as always
+        return [(1, width) for width in _widths(self.grid, context, self.pad_to)]  # idle rows fill them
 
     # Decode steps
 
     def graphs(self, asked: bool | None) -> bool | None:
-        """Raises ValueError where they are asked for."""
         if asked:
             raise ValueError(
                 "compile_decode: graphs are made of steps that come back, and may round otherwise; not exact"
@@ -334,11 +341,16 @@ class FixedShapes:
         return self.columns(tokens) if has_own else 0
 
     def columns(self, tokens: int, least: int = 0) -> int:
-        """The least of those that agree, and beyond them a power of two."""
+        """Return the least sufficient of ``widths``, or a power of two."""
         power = slab.CAPACITY_STEP << ((max(tokens, 1) - 1) // slab.CAPACITY_STEP).bit_length()
         return max(least, next((width for width in self.widths if width >= tokens), power))
 
-    def layers(self, caches: Sequence[Any], places: int, least: int = 0) -> list[LayerCache]:
+    def placement(self, lengths: Sequence[int], now: Placement | None = None) -> Placement:
+        return self.layout
+
+    def layers(
+        self, caches: Sequence[Any], places: int, least: int = 0, placement: Placement | None = None
+    ) -> list[LayerCache]:
         layers = [kind_of(single).batched(self.layout, places) for single in caches]
         for layer in layers:
             set_layer(layer, partial(self.columns, least=least), self.few_bits, always_masked=True)
@@ -346,6 +358,21 @@ class FixedShapes:
 
     def decode_call(self) -> Call:
         return Call(is_fixed=True)
+
+    def counts_of(self, drafts: Sequence[int | None], placement: Placement) -> list[int] | None:
+        """As ``FreeShapes``, but the positions add up to one of ``counts``."""
+        if placement is Placement.SLAB:
+            count = 1 + max(count or 0 for count in drafts)
+            return [count] * len(drafts) if count * len(drafts) in self.counts else None
+        counts = [0 if count is None else 1 + count for count in drafts]
+        total = next((total for total in self.counts if total >= sum(counts)), None)
+        if total is None:
+            return None
+        counts[next((place for place, count in enumerate(drafts) if count is None), -1)] += total - sum(counts)
+        return counts
+
+    def has_room(self, longest: int, count: int) -> bool:
+        return self.layout is Placement.ROWS or self.columns(longest) == self.columns(longest + count - 1)
 
     def steps(self, rows: int, longest: int) -> list[tuple[int, int]]:
         counts = [count for count in self.counts if count <= self.group_size(rows)]
@@ -357,24 +384,24 @@ Shapes: TypeAlias = FreeShapes | FixedShapes
 
 
 def shares(adapter: ModelAdapter, fresh: Sequence[Any]) -> bool:
-    """Whether whole prompts of one length may be prefilled as one array, into such fresh caches."""
+    """Return whether whole prompts may share an array."""
     return adapter.is_causal and can_share(fresh)
 
 
 def pads(adapter: ModelAdapter, fresh: Sequence[Any]) -> bool:
-    """Whether positions may stand behind a chunk, in such caches, that belong to no prompt."""
+    """Return whether padding may follow a chunk."""
     return adapter.is_causal and adapter.scores_chunks and can_trim(fresh)
 
 
 def filling(size: int, room: int) -> int:
-    """The largest power of two of things of a size that have room together; one at least."""
+    """Return the largest power of two of items of ``size`` in ``room``, at least 1."""
     return 1 << max(0, (room // max(size, 1)).bit_length() - 1)
 
 
 def chunk_end(done: int, length: int, room: int, atomic: Spans = (), stops: Sequence[int] = ()) -> int:
-    """The end of a chunk of at most ``room`` positions that begins at ``done``, or at the first stop.
+    """Return the end of a chunk from ``done``: after ``room`` positions, or at the first stop.
 
-    If that would fall inside an atomic span, the chunk ends before the span, or, where it begins with it, after it.
+    It ends before a span that it would cut, or after one at its beginning.
     """
     end = min([length, done + room, *(stop for stop in stops if stop > done)])
     for start, stop in atomic:
@@ -384,8 +411,7 @@ def chunk_end(done: int, length: int, room: int, atomic: Spans = (), stops: Sequ
 
 
 def padded_length(length: int, pad_to: int) -> int:
-    """Positions that a chunk of ``length`` is computed in: a multiple of ``pad_to``, and of a quarter of the power of two
-    below. As many as it has where ``pad_to`` is 0."""
+    """Return a padded length: a multiple of ``pad_to`` and of a quarter of the power of two below."""
     if not pad_to or not length:
         return length
     step = max(pad_to, (1 << (length - 1).bit_length()) // (2 * STEPS))
@@ -393,7 +419,7 @@ def padded_length(length: int, pad_to: int) -> int:
 
 
 def padded_count(count: int, pad_to: int) -> int:
-    """Rows that ``count`` prompts are computed in as one array: a power of two, or one and a half times one."""
+    """Return the padded rows for ``count`` prompts: 2**n or 1.5 * 2**n."""
     if not pad_to or count < 4:
         return count
     power = 1 << (count - 1).bit_length()
@@ -401,9 +427,10 @@ def padded_count(count: int, pad_to: int) -> int:
 
 
 def together(lengths: Sequence[int], most: int, most_tokens: int | None, pad_to: int, fill: int) -> list[list[int]]:
-    """Whole prompts, by their places in ``lengths``, in groups of at most ``most``: those of one length, padded to multiples of
-    ``pad_to``, share a group of at most ``most_tokens``, or of one prompt. Shorter prompts join longer ones where that takes
-    less than ``fill`` further positions for each group that is saved."""
+    """Group whole prompts of one padded length, as indices of ``lengths``.
+
+    A shorter group joins a longer one for under ``fill`` more positions.
+    """
     groups: list[tuple[int, list[int]]] = []  # with their widths
     open_groups: dict[int, list[int]] = {}
 
@@ -438,6 +465,6 @@ def _prefill_call(begin: int, ends: Sequence[int], rows: int, pad_to: int, call:
 
 
 def _widths(longest: int, context: int | None, pad_to: int) -> list[int]:
-    """Positions that whole prompts of one chunk are computed in; the longest where they are of any length."""
+    """Return the padded lengths of one-chunk prompts; without padding, the longest."""
     most = longest if context is None else min(longest, context - 1)
     return sorted({padded_length(length, pad_to) for length in range(1 if pad_to else most, most + 1)})

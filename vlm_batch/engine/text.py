@@ -1,4 +1,4 @@
-"""From tokens to text, one row at a time: pieces of whole characters, and no part of a stop string."""
+"""From tokens to whole characters of text, without parts of stop strings."""
 
 from __future__ import annotations
 
@@ -9,27 +9,25 @@ from typing import TypeAlias
 
 #: The character to which a tokenizer decodes an unfinished UTF-8 sequence.
 UNFINISHED = "\ufffd"
-#: Tokens that are held back at most while they end inside a character, which has four bytes at most: what goes on for longer is
-#: no text. So many of them are decoded again from then on, and so many characters at their end are still held back.
+#: Most tokens held back inside a character; more are no text. Then DECODED_AGAIN tokens are decoded with each further one,
+#: and STILL_HELD characters are held back.
 MOST_HELD, DECODED_AGAIN, STILL_HELD = 32, 16, 3
 
 
 class Detokenizer:
-    """Text of one growing token sequence, piece by piece; the pieces join to ``decode`` of the whole.
+    """Incremental text of one sequence; the pieces join to ``decode`` of the whole.
 
-    A piece is held back while it ends inside a multi-byte character. Each step decodes a short tail of the tokens
-    only, so that the cost does not grow with the answer.
+    It holds back pieces of a character. Each step decodes a short tail.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
         self._tokens: list[int] = []
-        self._context = 0  # tokens from here on are decoded again, so that spaces between words come out right
-        self._emitted = 0  # tokens before this have been given out
-        self._given = 0  # characters of the text from the context on that have been
+        self._context = 0  # tokens from here on are decoded again, for correct spaces
+        self._emitted = 0  # tokens before this were returned
+        self._given = 0  # characters returned, counted from ``_context``
 
     def add(self, token: int) -> str:
-        """The text that a token completes; empty while a character is unfinished."""
         self._tokens.append(token)
         text = self._decode(self._tokens[self._context :])
         unfinished = len(text) - len(text.rstrip(UNFINISHED))
@@ -38,7 +36,7 @@ class Detokenizer:
             if len(self._tokens) - self._emitted <= MOST_HELD:
                 return ""
             if not self._decode([token]) and self._decode(self._tokens[self._context : -1]) == text:
-                del self._tokens[-1]  # a token without a text, of which there may be thousands
+                del self._tokens[-1]  # a token without text; there may be thousands
                 return ""
             context = len(self._tokens) - DECODED_AGAIN
         held = min(unfinished, STILL_HELD)
@@ -48,37 +46,36 @@ class Detokenizer:
         return piece
 
     def finish(self) -> str:
-        """The rest of the text, unfinished characters included."""
+        """Return the rest, unfinished characters included."""
         text = self._decode(self._tokens[self._context :])
         rest = text[self._given :]
         self._given = max(self._given, len(text))
         return rest
 
 
-#: A beginning of stop strings: the first and the end of those in order that have it, and its length.
+#: A prefix of stop strings: the range [first, end) of the sorted strings that have it, and its length.
 _Beginning: TypeAlias = tuple[int, int, int]
 
 
 class StopStrings:
-    """Cuts a stream of pieces before the first stop string; what could become one is held back until it is decided.
+    """Cuts text before the first stop string; holds back what could become one.
 
-    The automaton of Aho and Corasick (1975). Its state is the longest end of the text that begins a stop string, so that a
-    character costs the same however long those are. States are made when the text comes to them.
+    An automaton of Aho and Corasick (1975): a character's cost does not depend on the strings.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = sorted(set(stops))
         self._firsts = frozenset(stop[0] for stop in stops)
         self._root = self._state = (0, len(self._stops), 0)
-        #: For each beginning the longest other one that it ends with, and the longest stop string that it ends with.
+        #: For each prefix: the longest other prefix and the longest stop string that it ends with.
         self._links: dict[_Beginning, tuple[_Beginning, str]] = {self._root: (self._root, "")}
 
     def feed(self, piece: str) -> tuple[str, str | None]:
-        """(text that is safe to give out, the stop string that matched or None)."""
+        """Return the safe text and the matched stop string."""
         before, held = self._state, self._state[2]
         if not held and self._firsts.isdisjoint(piece):
             return piece, None
-        found: list[tuple[int, int, str]] = []  # where stop strings begin; of those of one place the longest is first
+        found: list[tuple[int, int, str]] = []  # (begin, -length, stop string): the longest first
         for end, character in enumerate(piece, held + 1):
             self._state = self._next(self._state, character)
             if stop := self._links[self._state][1]:
@@ -90,19 +87,17 @@ class StopStrings:
         return self._text(before, piece, begin), stop
 
     def finish(self) -> str:
-        """The text that was held back and became no stop string."""
         (first, _, length), self._state = self._state, self._root
         return self._stops[first][:length] if length else ""
 
     def _text(self, before: _Beginning, piece: str, length: int) -> str:
-        """The first characters of what was held back and a piece. No more is copied than asked for."""
+        """Return the first ``length`` characters of held text and piece."""
         first, _, held = before
         text = self._stops[first][: min(length, held)] if held else ""
         return text + piece[: max(0, length - held)]
 
     def _next(self, state: _Beginning, character: str) -> _Beginning:
-        """The state after a character."""
-        made: list[_Beginning] = []  # each ends with the next one
+        made: list[_Beginning] = []  # new states; each ends with the next one
         while (longer := self._longer(state, character)) not in self._links:
             if longer is not None:
                 made.append(longer)
@@ -118,7 +113,7 @@ class StopStrings:
         return longer
 
     def _longer(self, state: _Beginning, character: str) -> _Beginning | None:
-        """The beginning that is longer by a character; None if no stop string has it."""
+        """Return the prefix with one more character, or None."""
         first, end, length = state
         key = partial(_character, length)
         first = bisect_left(self._stops, character, first, end, key=key)

@@ -1,8 +1,4 @@
-"""Made-up rows: a model's own prefill and decode steps of prompts of plain text, for whoever tries what it does.
-
-The proof of fixed shapes compares their bits, a warm-up computes each shape once, ``bench --tune`` takes times, memory is read
-off the caches. ``played`` runs whole requests through an engine, and keeps what each token was chosen from.
-"""
+"""Made-up rows for proofs of shapes, warm-up, tuning, memory and ``verify``."""
 
 from __future__ import annotations
 
@@ -29,25 +25,24 @@ if TYPE_CHECKING:
 
 #: Ids of plain text in every vocabulary.
 FIRST_ID, LAST_ID = 3, 99
-#: Tokens of a row's answer, which come again once all are decoded.
+#: Tokens of a row's answer, repeated as needed.
 ANSWER = 8
 
 
 @dataclass(frozen=True)
 class TrialRow:
-    """A prefilled row, of which there can be as many copies as are wanted."""
+    """A prefilled row that can be copied."""
 
     encoded: Encoded
     caches: tuple[CopiedState, ...]
-    answer: tuple[int, ...]  # what is decoded after it
+    answer: tuple[int, ...]  # tokens to decode after it
 
     def restored(self) -> list[Any]:
-        """A copy of its single-row caches."""
         return [state.restore(0) for state in self.caches]
 
 
 class Trial:
-    """Runs made-up prompts of a model in an engine's shapes. Raises what the model raises."""
+    """Runs made-up prompts in an engine's shapes. Raises what the model raises."""
 
     def __init__(self, adapter: ModelAdapter, kv: KVQuantisation | None, shapes: Shapes) -> None:
         self.adapter = adapter
@@ -55,7 +50,7 @@ class Trial:
         self.shapes = shapes
 
     def prompt(self, length: int, seed: int = 0) -> Encoded:
-        """A prompt of so many tokens, the same for the same seed."""
+        """Return a prompt of random tokens."""
         ids = np.random.RandomState(seed).randint(FIRST_ID, LAST_ID + 1, size=(1, length))
         call = replace(self.shapes.encode_call(), is_made_up=True)
         return self.adapter.encode({"input_ids": mx.array(ids, dtype=mx.int32)}, call)
@@ -63,9 +58,10 @@ class Trial:
     def prefilled(
         self, prompts: Sequence[Encoded], *, is_whole: bool = True, makes_plans: bool = False
     ) -> tuple[mx.array, list[Any], int]:
-        """Prompts in one forward, not evaluated: logits (R, V), the cache of all, and how many positions are in it.
+        """Prefill prompts lazily in one forward. Returns logits (R, V), the shared cache, its positions.
 
-        ``is_whole``: in the array that whole prompts of their lengths are in, beside idle rows where it has some.
+        Args:
+            is_whole: in the shape of whole prompts.
         """
         is_whole = is_whole and prompts[0].is_plain
         rows, end, call = self.shapes.prefill_call(0, [prompt.length for prompt in prompts], is_whole=is_whole)
@@ -75,7 +71,6 @@ class Trial:
         return logits, cache, end
 
     def row(self, length: int, seed: int = 0) -> TrialRow:
-        """A prefilled row of so many tokens."""
         encoded = self.prompt(length, seed)
         logits, cache, end = self.prefilled([encoded])
         cache = cache if len(logits) == 1 else take_row(cache, 0)
@@ -92,11 +87,10 @@ class Trial:
         rows: Sequence[TrialRow],
         places: int,
         *,
-        columns: int = 0,
+        columns: int = 0,  # the fewest of slabs
         decode: Callable[[DecodeStep], mx.array] | None = None,
     ) -> Iterator[mx.array]:
-        """Decode steps of copies of rows at the first of so many places: logits (places, V), not evaluated. The other places
-        are idle. Slabs have at least ``columns``. ``decode`` runs the step, by default the adapter."""
+        """Decode copies of rows without end, beside idle places. Yields lazy logits (places, V)."""
         decode = decode or (lambda step: self.adapter.decode(step, self.shapes.decode_call()))
         layers = self.shapes.layers(rows[0].restored(), places, columns)
         for layer in layers:
@@ -116,7 +110,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Asked:
-    """A request that is put to an engine before its step ``at``."""
+    """A request to submit before step ``at``."""
 
     inputs: Any  # a processor's output
     params: SamplingParams
@@ -124,14 +118,13 @@ class Asked:
 
 
 def played(engine: BatchGenerator, asked: Sequence[Asked]) -> list[tuple[Result, list[mx.array]]]:
-    """Run requests to their ends, in the order in which they are given where several come at once; of each its result, and the
-    logits (V,) that each of its tokens was chosen from."""
-    recorded: list[list[mx.array]] = [[] for _ in asked]
+    """Run requests to their ends. Returns results and each token's logits (V,)."""
+    recorded: list[dict[int, mx.array]] = [{} for _ in asked]  # by step; wrong drafts are overwritten
     results: dict[int, Result] = {}
 
     def recording(logits: mx.array, rows: Sequence[SamplingRow]) -> Any:
         for place, row in enumerate(rows):
-            recorded[row.seed].append(logits[place])
+            recorded[row.seed][row.step] = logits[place]
         return sample(logits, rows)
 
     engine.sampler = recording
@@ -145,4 +138,4 @@ def played(engine: BatchGenerator, asked: Sequence[Asked]) -> list[tuple[Result,
             if event.result is not None:
                 results[int(event.request_id)] = event.result
         step += 1
-    return [(results[index], recorded[index]) for index in range(len(asked))]
+    return [(results[index], [one for _, one in sorted(recorded[index].items())]) for index in range(len(asked))]

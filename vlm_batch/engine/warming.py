@@ -1,7 +1,6 @@
-"""Warm-up: a forward of each shape that requests will bring, of made-up prompts, run while there is nothing else to do.
+"""Warm-up: made-up forwards of coming shapes while the engine is idle.
 
-The first call of a shape takes several times as long as the next one on a GPU (docs/benchmarks.md, where the time went). No
-row, cache or counter of the engine's takes part, so nothing is left of it but what MLX keeps of a shape.
+A shape's first call takes several times as long on a GPU (docs/log.md).
 """
 
 from __future__ import annotations
@@ -16,14 +15,12 @@ from vlm_batch.engine.trial import Trial
 from vlm_batch.records import DecodeStep
 from vlm_batch.types import SamplingParams
 
-#: Positions of the rows that decode steps are tried with.
+#: Positions of the rows of decode steps.
 LENGTH = 32
 
 
 def forwards(trial: Trial, decode: Callable[[DecodeStep], mx.array], sampler: Sampler, most: int) -> Iterator[None]:
-    """Run one forward for each ``next``, prompts of one row first, and wait for it: of each shape that prompts come in, and of
-    decode steps, and the choice of their tokens, of up to ``most`` rows over slabs of each width that such prompts come to.
-    Raises what the model raises."""
+    """Run a forward per ``next``: single prompts, decode steps of up to ``most`` rows, arrays of prompts."""
     arrays = trial.shapes.arrays(trial.adapter.max_context)
     alone = [shape for shape in arrays if shape[0] == 1]
     for rows, width in alone:
@@ -40,6 +37,6 @@ def forwards(trial: Trial, decode: Callable[[DecodeStep], mx.array], sampler: Sa
 
 
 def _prompts(trial: Trial, rows: int, width: int) -> None:
-    """Prompts of one position less than ``width``, which are padded to it where the family pads."""
+    """Prefill padded prompts of ``width - 1`` positions."""
     prompt = trial.prompt(max(1, width - 1))
     mx.eval(trial.prefilled([prompt] * rows, makes_plans=True)[0])

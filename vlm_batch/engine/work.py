@@ -1,4 +1,4 @@
-"""Work of a step: what the scheduler plans, and what a stage gives back where it failed."""
+"""Work of a step, its parts and failures."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ T = TypeVar("T")
 
 
 class Kind(Enum):
-    """The stages whose work fills a step."""
-
     ENCODE = "encode"
     PREFILL = "prefill"
     DECODE = "decode"
@@ -28,7 +26,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Work:
-    """One call of a model: the rows in it, by id, and the prompt positions [begin, end) that it computes of each of them."""
+    """One call of a model for rows' prompt positions [begin, end)."""
 
     kind: Kind
     rows: tuple[str, ...]
@@ -38,16 +36,16 @@ class Work:
 
 @dataclass
 class Part:
-    """A launched part of a work: the logits (R, V) from which its rows' tokens are chosen, where it came to that, and what
-    else to wait for. ``is_held``: the choice goes by the rows' last tokens, which have to be read first."""
+    """Launched work of some rows."""
 
     rows: Sequence[Row]
-    logits: mx.array | None = None
-    arrays: list[mx.array] = field(default_factory=list)
-    is_held: bool = False
+    logits: mx.array | None = None  # (R, V) for their next tokens, if the work gives any
+    arrays: list[mx.array] = field(default_factory=list)  # further arrays to wait for
+    is_held: bool = False  # the choice depends on tokens that must be read first
+    ahead: tuple[int, ...] = ()  # K drafted tokens of the only row, whose logits are (1 + K, V)
 
     def without(self, row: Row) -> list[Part]:
-        """The part without one of its rows: none, if it was the only one."""
+        """Return the part without a row in a list, empty if none is left."""
         places = [place for place, one in enumerate(self.rows) if one is not row]
         if len(places) == len(self.rows) or self.logits is None:
             return [self]
@@ -57,7 +55,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Failed:
-    """Rows whose work raised. ``is_shared``: it wrote arrays that are not one row's own, so it is nobody's fault yet."""
+    """Rows whose work raised. ``is_shared``: it wrote shared arrays; the culprit is unknown."""
 
     rows: Sequence[Row]
     error: BaseException
@@ -67,11 +65,11 @@ class Failed:
 def attempt(
     rows: Sequence[Row], work: Callable[..., T], *arguments: Any, is_shared: bool = False, **how: Any
 ) -> T | Failed:
-    """Do some rows' work; its result, or ``Failed``. The user's Ctrl-C, on the thread that gets it, is no row's fault."""
+    """Run rows' work. Returns its result or ``Failed``. Ctrl-C on the main thread is raised."""
     try:
         return work(*arguments, **how)
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
             raise
-        # the calls that it came through hold what they had made, which others need the room of
+        # frees the arrays that the frames of its traceback hold
         return Failed(rows, let_go(error), is_shared)

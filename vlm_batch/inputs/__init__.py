@@ -1,1 +1,1 @@
-"""From a request to a processor's output: pictures, videos, chats and processing."""
+"""Preparation of requests: media, chats, templates and processors."""

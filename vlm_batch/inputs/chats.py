@@ -1,22 +1,30 @@
-"""Chats with pictures and videos in their content parts, in the forms of OpenAI and Hugging Face."""
+"""Chats with media in content parts, in OpenAI's and Hugging Face's forms."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vlm_batch.errors import InvalidPrompt, shown
-from vlm_batch.types import ImageInput, Message, Video, VideoInput
+from vlm_batch.inputs.fetch import is_data_uri
+from vlm_batch.inputs.media import KINDS, Kind
+from vlm_batch.types import Message, Video
 
-_IMAGE_PARTS = ("image", "image_url", "input_image")
-_VIDEO_PARTS = ("video", "video_url", "input_video")
 _TEXT_PARTS = ("text", "input_text", "output_text")
-#: What qwen-vl-utils reads of a picture's part, and no chat template does.
+#: Keys of qwen-vl-utils that no chat template reads.
 _PICTURE_SIZES = frozenset({"min_pixels", "max_pixels", "resized_height", "resized_width"})
+#: Keys that a picture part without a picture may have.
+_BARE = frozenset({"type", "text", "detail", "id", "index", "cache_control"})
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-#: What a video part may say beside its video, and the field of ``Video`` that it is.
+_EMPTY = (str, list, tuple, Mapping)
+#: Words that mean picture or video in the name of a key or a column.
+_MEDIA_WORDS = re.compile(
+    r"images?|imgs?|pictures?|photos?|photographs?|pics?|scans?|screenshots?|thumbnails?|png|jpe?gs?|videos?", re.I
+)
+#: Options of a video part, and the field of ``Video`` that each one sets.
 _VIDEO_OPTIONS = {
     "fps": "fps",
     "sample_fps": "fps",
@@ -24,46 +32,71 @@ _VIDEO_OPTIONS = {
     "nframes": "num_frames",
     "max_frames": "max_frames",
     "max_pixels": "max_pixels",
+    "sound": "sound",
 }
+
+
+@dataclass(frozen=True)
+class Track:
+    """The place of a video's sound among a request's recordings; ``video`` counts from 0."""
+
+    video: int
 
 
 @dataclass
 class Media:
-    """The pictures or the videos of a chat, in order; ``spare`` are those that no content part has carried yet."""
+    """One kind of media in a chat; ``spare`` ones have no content part yet."""
 
-    noun: str
+    kind: Kind
     spare: Iterator[Any]
     ordered: list[Any] = field(default_factory=list)
 
-    def take(self, payload: Any) -> None:
-        """Note a part's picture or video; a bare part takes the next spare one. Raises InvalidPrompt without one."""
+    def take(self, payload: Any) -> Any:
+        """Record and return a part's medium; a bare part uses the next spare one."""
         if payload is None:
             payload = next(self.spare, None)
             if payload is None:
-                raise InvalidPrompt(f"the chat has more {self.noun} parts than {self.noun}s")
+                raise InvalidPrompt(f"the chat has more {self.kind.noun} parts than {self.kind.noun}s")
         self.ordered.append(payload)
+        return payload
 
 
-def split_messages(
-    messages: Sequence[Message], images: Sequence[ImageInput], videos: Sequence[VideoInput] = ()
-) -> tuple[list[Message], list[ImageInput], list[VideoInput]]:
-    """A chat without its pictures' and videos' payloads, and all of them in order.
+def says_media(name: str) -> bool:
+    """Whether a name means picture or video: ``image_id``, ``photoUrl``, ``Scan``."""
+    words = re.findall(r"[A-Z]?[a-z]+|[A-Z]+", name)
+    return any(_MEDIA_WORDS.fullmatch(word) for word in words)
 
-    A content part that carries a picture or video keeps it; bare ``{"type": "image"}`` and ``{"type": "video"}`` parts
-    take from ``images`` and ``videos`` in order; what is left of these belongs to the last user turn. Raises
-    InvalidPrompt.
+
+def split_messages(messages: Sequence[Message], *media: Sequence[Any]) -> tuple[list[Message], list[list[Any]]]:
+    """Separate a chat from its media, a list for each of ``KINDS``.
+
+    A bare ``{"type": "image"}`` part uses the next of the request's own ``media``. The last user turn gets the rest. A
+    video's sound follows it, as a ``Track`` among the recordings.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)):
         raise InvalidPrompt(f"messages is of type {type(messages).__name__}; a list of messages is expected")
     if not messages:
         raise InvalidPrompt("the chat has no messages")
-    pictures, clips = Media("picture", iter(images)), Media("video", iter(videos))
-    turns = [_turn(message, pictures, clips) for message in messages]
-    return turns, pictures.ordered + list(pictures.spare), clips.ordered + list(clips.spare)
+    kinds = [Media(kind, iter(spare)) for kind, spare in zip(KINDS, media, strict=True)]
+    turns = [_turn(message, kinds) for message in messages]
+    left = [list(taken.spare) for taken in kinds]
+    last = next((turn for turn in reversed(turns) if turn["role"] == "user"), None)
+    if last is not None and any(map(has_sound, left[1])):
+        again = [replace(taken, spare=iter(spare)) for taken, spare in zip(kinds, left, strict=True)]
+        bare = [{"type": taken.kind.marker} for taken, spare in zip(kinds, left, strict=True) for _ in spare]
+        words, left = last["content"], [[]] * len(kinds)
+        words = words if isinstance(words, list) else [{"type": "text", "text": words}]
+        last["content"] = [*(part for one in bare for part in _strip(one, again)), *words]
+    return list[Message](turns), [taken.ordered + spare for taken, spare in zip(kinds, left, strict=True)]
 
 
-def _turn(message: Any, pictures: Media, clips: Media) -> Message:
-    """A message whose content is text or a list of text parts and markers. Raises InvalidPrompt for anything else."""
+def has_sound(video: Any) -> bool:
+    """Whether a video is heard."""
+    return isinstance(video, Video) and video.sound
+
+
+def _turn(message: Any, media: Sequence[Media]) -> dict[str, Any]:
+    """Check a message; its content becomes text, or text parts and markers."""
     if not isinstance(message, Mapping) or "role" not in message:
         raise InvalidPrompt('every message must be a mapping with "role" and "content"')
     role, content = message["role"], message.get("content")
@@ -74,13 +107,25 @@ def _turn(message: Any, pictures: Media, clips: Media) -> Message:
     if "content" not in message and role != "assistant":
         raise InvalidPrompt(f'a message of the role {role} has no "content"; it has {sorted(map(str, message))}')
     if isinstance(content, (list, tuple)):
-        content = [_strip(part, pictures, clips) for part in content]
+        content = [stripped for part in content for stripped in _strip(part, media)]
     elif not isinstance(content, str):
         raise InvalidPrompt(f"a message has the content {shown(content)}; text or a list of parts is expected")
+    if stray := _stray(message, ()):
+        raise InvalidPrompt(
+            f"a message has {stray[0]!r}, which no model would see: its pictures and videos are parts of its content, "
+            f'{{"type": "image", "image": ...}}, or the request\'s images= and videos='
+        )
     turn = {**message, "content": content}
     if role == "assistant" and message.get("tool_calls") is not None:
         turn["tool_calls"] = [_tool_call(call) for call in _listed(message["tool_calls"])]
     return turn
+
+
+def _stray(given: Mapping[str, Any], known: Sequence[str]) -> list[str]:
+    def is_nothing(value: Any) -> bool:
+        return value is None or isinstance(value, (int, float)) or (isinstance(value, _EMPTY) and not value)
+
+    return [str(key) for key in given if key not in known and says_media(str(key)) and not is_nothing(given[key])]
 
 
 def _listed(calls: Any) -> Sequence[Any]:
@@ -90,7 +135,7 @@ def _listed(calls: Any) -> Sequence[Any]:
 
 
 def _tool_call(call: Any) -> dict[str, Any]:
-    """An earlier tool call, its arguments as a mapping: OpenAI sends them as JSON, templates write them themselves."""
+    """Return a tool call with parsed arguments: templates need values, not JSON."""
     if not isinstance(call, Mapping):
         raise InvalidPrompt(f"a tool call is {shown(call)}; a mapping is expected")
     function = call.get("function", call)
@@ -106,41 +151,77 @@ def _tool_call(call: Any) -> dict[str, Any]:
     return {**call, "function": named} if "function" in call else named
 
 
-def _strip(part: Any, pictures: Media, clips: Media) -> Any:
+def _strip(part: Any, media: Sequence[Media]) -> list[Any]:
+    """Convert a part for templates."""
     if isinstance(part, str):
-        return part
+        return [part]
     if not isinstance(part, Mapping) or "type" not in part:
         raise InvalidPrompt('every content part must be a mapping with "type"')
     kind = part["type"] if isinstance(part["type"], str) else None
-    if kind in _IMAGE_PARTS:
-        if sized := sorted(_PICTURE_SIZES & {key for key, value in part.items() if value is not None}):
-            raise InvalidPrompt(
-                f"a picture part has {', '.join(sized)}; how large pictures are seen is the request's to say: min_pixels= "
-                "and max_pixels="
-            )
-        pictures.take(_payload(part, ("image", "image_url", "url", "path")))
-        return {"type": "image"}
-    if kind in _VIDEO_PARTS:
-        keys = ("video", "video_url", "url", "path")
-        options = {key: value for key, value in part.items() if key not in ("type", *keys)}
-        clips.take(_with_options(_payload(part, keys), options))
-        return {"type": "video"}
+    for taken in media:
+        if kind in taken.kind.parts:
+            if not has_sound(taken.take(_medium(part, taken.kind))):
+                return [{"type": taken.kind.marker}]
+            recordings = media[-1]
+            recordings.take(Track(len(taken.ordered) - 1))
+            return [{"type": taken.kind.marker}, {"type": recordings.kind.marker}]
     if kind not in _TEXT_PARTS:
-        known = ", ".join((*_TEXT_PARTS, *_IMAGE_PARTS, *_VIDEO_PARTS))
+        known = ", ".join((*_TEXT_PARTS, *(name for taken in media for name in taken.kind.parts)))
         raise InvalidPrompt(f"a content part has the type {shown(part['type'])}; the types are {known}")
+    if stray := _stray(part, ("type",)):
+        raise InvalidPrompt(f"a part of type {kind!r} has {stray[0]!r}; a picture or video is a part of its own")
     text = part.get("text", part.get("content"))
     if not isinstance(text, str):
         raise InvalidPrompt(f"a content part of type {kind!r} has the text {shown(text)}; a string is expected")
-    return part
+    return [part]
+
+
+def _medium(part: Mapping[str, Any], kind: Kind) -> Any:
+    """Return a part's medium with its options; None for a bare part."""
+    if kind.marker == "audio":
+        return _recording(_given(part, kind.keys)[1])
+    payload = _payload(part, kind.keys)
+    if kind.marker == "video":
+        return _with_options(payload, {key: value for key, value in part.items() if key not in ("type", *kind.keys)})
+    if sized := sorted(_PICTURE_SIZES & {key for key, value in part.items() if value is not None}):
+        raise InvalidPrompt(
+            f"a picture part has {', '.join(sized)}; how large pictures are seen is the request's to say: min_pixels= "
+            "and max_pixels="
+        )
+    strange = [] if payload is not None else sorted({key for key in part if part[key] is not None} - _BARE)
+    if wrong := strange or _stray(part, (*kind.keys, "type")):
+        raise InvalidPrompt(
+            f"a picture part does not know {', '.join(wrong)}; its picture is in {' or '.join(kind.keys)}"
+        )
+    return payload
+
+
+def _given(part: Mapping[str, Any], keys: Sequence[str]) -> tuple[str, Any]:
+    given = [key for key in keys if part.get(key) is not None]
+    if len(given) > 1:
+        raise InvalidPrompt(f"{given[0]} and {given[1]} exclude each other in a content part")
+    return (given[0], part[given[0]]) if given else ("", None)
 
 
 def _payload(part: Mapping[str, Any], keys: Sequence[str]) -> Any:
-    payload = next((part[key] for key in keys if part.get(key) is not None), None)
-    return payload.get("url") if isinstance(payload, Mapping) else payload
+    key, payload = _given(part, keys)
+    if isinstance(payload, Mapping) and payload.get("url") is None:
+        has = ", ".join(map(str, payload)) or "nothing"
+        raise InvalidPrompt(f'{key} of a content part is a mapping without "url"; it has {has}')
+    return payload["url"] if isinstance(payload, Mapping) else payload
+
+
+def _recording(named: Any) -> Any:
+    if not isinstance(named, Mapping) or not {"url", "data"} & named.keys():
+        return named
+    payload = named.get("data", named.get("url"))
+    if not isinstance(payload, str):
+        raise InvalidPrompt(f"a recording part has the data {shown(payload)}; base64 is expected")
+    # the bytes say which format they are of
+    return payload if "data" not in named or is_data_uri(payload) else f"data:audio;base64,{payload}"
 
 
 def _with_options(payload: Any, options: Mapping[str, Any]) -> Any:
-    """A video part's video with what the part says of its sampling."""
     if unknown := sorted(set(options) - set(_VIDEO_OPTIONS)):
         raise InvalidPrompt(f"a video part does not know {unknown}; it takes {sorted(_VIDEO_OPTIONS)}")
     said = {_VIDEO_OPTIONS[key]: value for key, value in options.items() if value is not None}
@@ -151,10 +232,10 @@ def _with_options(payload: Any, options: Mapping[str, Any]) -> Any:
     return replace(payload if isinstance(payload, Video) else Video(payload), **said)
 
 
-def with_parts(prompt: str | list[Message], num_images: int, num_videos: int) -> list[dict[str, Any]]:
-    """A prompt or chat as turns whose content parts hold a marker for every picture and video.
+def with_parts(prompt: str | list[Message], *counts: int) -> list[dict[str, Any]]:
+    """Return turns with a marker part per medium; ``counts`` follow ``KINDS``.
 
-    Markers that the chat lacks go before the words of its last user turn, pictures first, as in mlx-vlm's single prompts.
+    Missing markers go before the last user turn's text, pictures first, as in mlx-vlm.
     """
     turns: list[dict[str, Any]] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else []
     for message in prompt if not isinstance(prompt, str) else ():
@@ -163,19 +244,21 @@ def with_parts(prompt: str | list[Message], num_images: int, num_videos: int) ->
             {**message, "content": [_plain(part) for part in content] if isinstance(content, list) else content}
         )
     placed = [part["type"] for turn in turns if isinstance(turn["content"], list) for part in turn["content"]]
-    missing = [{"type": "image"}] * (num_images - placed.count("image"))
-    missing += [{"type": "video"}] * (num_videos - placed.count("video"))
+    missing = [
+        {"type": kind.marker}
+        for kind, count in zip(KINDS, counts, strict=False)
+        for _ in range(count - placed.count(kind.marker))
+    ]
     if missing:
         last = next((turn for turn in reversed(turns) if turn["role"] == "user"), None)
         if last is None:
-            raise InvalidPrompt("the chat has no user turn for its pictures and videos")
+            raise InvalidPrompt("the chat has no user turn for its pictures, videos and recordings")
         words = last["content"]
         last["content"] = missing + (words if isinstance(words, list) else [{"type": "text", "text": words}])
     return turns
 
 
 def _plain(part: Any) -> dict[str, Any]:
-    """A content part in the form that chat templates read."""
     if isinstance(part, str):
         return {"type": "text", "text": part}
     if isinstance(part, Mapping) and part.get("type") in ("input_text", "output_text"):

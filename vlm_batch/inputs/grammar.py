@@ -1,20 +1,19 @@
-"""Forms that answers are held to: JSON schemas, regular expressions, grammars and choices, compiled by llguidance.
+"""Constrained answers: JSON schemas, regular expressions, grammars and choices, compiled by llguidance.
 
-A form is compiled once for each tokenizer, and copied for each request. What it says of a next token is a bit for each token,
-made on the CPU; the engine applies it (``vlm_batch.engine.constraints``).
-
-A hundred characters can ask for seconds of work. So forms are compiled, and followed, on a few threads of their own, on which
-clients take turns. llguidance lets go of Python's lock meanwhile, and stops where its limits are reached.
+A form gives masks of next tokens (``vlm_batch.engine.constraints``). A hundred characters can take seconds, so forms
+have their own threads.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
+from json import JSONDecoder
 from threading import Lock
 from typing import Any
 
@@ -23,6 +22,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.hf import from_tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from vlm_batch.checks import check_regexes, check_schema
 from vlm_batch.errors import InvalidParameters
 from vlm_batch.inputs.fetch import Cancelled, OperationCancelled
 from vlm_batch.inputs.pool import Pool
@@ -30,37 +30,44 @@ from vlm_batch.inputs.processors import copy_for_thread
 from vlm_batch.runtime import threads
 from vlm_batch.types import SamplingParams
 
-#: Compiled forms that are kept, and seconds that they took together: what llguidance has of a form goes with these, some 300 MB
-#: a second, and it does not say how much that is.
+#: Most compiled forms to keep, and their total compile time in seconds. llguidance does not report its memory; it grows by
+#: about 300 MB for each second of compile time.
 MOST_KEPT, MOST_SECONDS_KEPT = 64, 0.5
-#: Characters of a form at most, as llguidance reads it, and those from which on it counts as large: some kinds (an object
-#: with thousands of properties that may lack) take tenths of a second to compile.
+#: Most characters of a form as llguidance reads it, and the size from which it counts as large. Some large forms, such as
+#: an object with thousands of optional properties, compile for tenths of a second.
 MOST_CHARACTERS, LARGE = 2**17, 2**13
-#: Threads that compile forms, and that follow them: two at least, so that one slow form stops no other.
+#: Threads that compile forms, and as many that follow them: at least two, so that a slow form does not stop the others.
 NUM_THREADS = max(2, min(4, threads.num_cores() // 2))
-#: Seconds that a token may take: whoever needs more ends. llguidance's limits end what would take much more.
+#: Most seconds for one token; a slower request fails. llguidance's own limits stop what would take much longer.
 MOST_SECONDS = 2.0
-#: llguidance's "fuel" for a form's lexer, which goes with what nested repetitions cost, and much less with the length of honest
-#: forms: for any form, and for each of its characters. 200,000 are a quarter of a second.
+#: Seconds after which looking ahead stops: less than a decode step.
+AHEAD_SECONDS = 0.002
+#: llguidance's "fuel" for building a lexer: a base, an addition for each character, and the maximum. 200,000 last a quarter
+#: of a second. Nested repetitions use it up; ordinary long forms do not.
 FUEL, FUEL_A_CHARACTER, MOST_FUEL = 60_000, 16, 1_000_000
-#: Its limits of one step, and of states, of which each takes a kilobyte or two.
+#: llguidance's limits for one step, and for lexer states (1-2 KB each).
 _STEP: Any = {"step_lexer_fuel": 100_000, "step_max_items": 20_000, "max_lexer_states": 50_000}
-#: Levels of a parsed answer at most: ``dataclasses.asdict``, copies and writers of JSON need several calls of Python for each.
+#: Most levels of a parsed answer: ``dataclasses.asdict``, copies and JSON writers recurse several Python calls for each.
 MOST_LEVELS = 128
-#: How JSON is written, as ``json.dumps`` does it: whitespace that is left to the model can go on for ever.
+#: A JSON schema within a grammar; comments, strings and regular expressions of a grammar.
+_SCHEMA = re.compile(r"%json\s*")
+_LITERALS = re.compile(r"//[^\n]*|\"(?:\\.|[^\"\\\n])*\"?|/(?:\\.|[^/\\\n])+/?")
+#: Threads that validate forms, with deep stacks: llguidance recurses along references between rules.
+_checks = Pool(NUM_THREADS, "vlm-batch-form-check", is_awaited=True, is_deep=True)
+#: JSON's whitespace as ``json.dumps`` writes it: a model that may choose could write whitespace for ever.
 _JSON: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 class Form:
-    """An answer's state in its form. ``read`` makes the parsed value of a whole answer's text.
+    """One answer's state in its grammar. Copies share ``start`` and ``bits``, the first state and token mask.
 
-    ``start`` is the form at its beginning, which all copies share, and ``bits`` are the tokens that may begin it. Its steps run
-    on threads of ``pool``; between ``follow`` and the end of what that returns nothing else may be asked.
+    Use nothing else until ``follow``'s future is done.
     """
 
     def __init__(self, start: LLMatcher, bits: np.ndarray, name: str, read: Callable[[str], Any], pool: Pool) -> None:
         self._start = self._matcher = start
         self._first = self._bits = bits
+        self._ahead: list[tuple[int, np.ndarray]] = []
         self._name = name
         self._read = read
         self._pool = pool
@@ -68,46 +75,87 @@ class Form:
         self.seconds = 0.0  # that compiling it took
 
     def copy(self, client: int | None = None) -> Form:
-        """A copy for another answer, at its beginning; ``client`` is whose turn its steps take."""
+        """Return a copy at the beginning."""
         made = Form(self._start, self._first, self._name, self._read, self._pool)
         made._client = self._client if client is None else client
         return made
 
-    def follow(self, token: int) -> Future[None]:
-        """Take the next token, and find those that may come then. What that comes to raises InvalidParameters for a token that
-        does not fit, and where the form is too complex."""
-        return self._pool.submit(partial(self._step, token), Cancelled(), client=self._client)
+    def follow(self, token: int, most_ahead: int = 0) -> Future[None]:
+        """Consume a token, compute the next mask, and find at most ``most_ahead`` forced tokens.
+
+        The future raises InvalidParameters on failure.
+        """
+        return self._pool.submit(partial(self._step, token, most_ahead), Cancelled(), client=self._client)
+
+    def look_ahead(self, tokens: Sequence[int]) -> Future[None]:
+        """Set ``ahead`` to the longest prefix of ``tokens`` that fits."""
+        return self._pool.submit(partial(self._look_ahead, tokens), Cancelled(), client=self._client)
+
+    @property
+    def ahead(self) -> tuple[int, ...]:
+        """Tokens that may come next, in order."""
+        return tuple(token for token, _ in self._ahead)
+
+    def fill_ahead(self, at: int, bits: np.ndarray) -> None:
+        """``fill`` for the position after ``ahead[at]``."""
+        self._fill(bits, self._ahead[at][1])
 
     def fill(self, bits: np.ndarray) -> None:
-        """Write which tokens may come next: bit i of (W,) uint32 for token i."""
-        known = min(len(bits), len(self._bits))  # a model may have more columns than tokens, or fewer
-        bits[:known], bits[known:] = self._bits[:known], 0
+        """Write the mask of next tokens: bit i of (W,) uint32 for token i."""
+        self._fill(bits, self._bits)
+
+    @staticmethod
+    def _fill(bits: np.ndarray, found: np.ndarray) -> None:
+        known = min(len(bits), len(found))  # a model may have more columns than tokens, or fewer
+        bits[:known], bits[known:] = found[:known], 0
 
     @property
     def is_whole(self) -> bool:
-        """Whether the answer has its form and nothing can follow."""
+        """True when nothing can follow."""
         return bool(self._matcher.is_stopped())
 
     @property
     def may_end(self) -> bool:
-        """Whether the answer has its form, though more could follow."""
+        """True when the answer may end."""
         return bool(self._matcher.is_accepting())
 
     def read(self, text: str) -> Any:
-        """The parsed value of an answer."""
         return self._read(text)
 
-    def _step(self, token: int) -> None:
+    def _begin(self) -> None:
+        """Replace the shared first state by a copy."""
         if self._matcher is self._start:
-            self._matcher, self._bits = self._start.deep_copy(), np.zeros_like(self._first)
+            self._matcher, self._bits = self._start.deep_copy(), self._first.copy()
+
+    def _step(self, token: int, most_ahead: int) -> None:
+        self._begin()
         begin = time.perf_counter()
         self._matcher.consume_token(token)
-        if not self._matcher.is_stopped():  # as it is where it has an error
+        if not self._matcher.is_stopped():  # an error stops it, too
             self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
         if self._matcher.is_error():
             raise InvalidParameters(_cannot_follow(self._name, self._matcher.get_error()))
         if time.perf_counter() - begin > MOST_SECONDS:
             raise InvalidParameters(f"{self._name} cannot be followed further: a token took over {MOST_SECONDS:g} s")
+        self._ahead = []
+        if most_ahead and not self._matcher.is_stopped():
+            self._look_ahead(self._matcher.compute_ff_tokens()[:most_ahead])
+
+    def _look_ahead(self, tokens: Sequence[int]) -> None:
+        """Look ahead on a copy: a token beyond llguidance's limits leaves an error that no rollback clears."""
+        matcher, found, begin = self._matcher.deep_copy(), [], time.perf_counter()
+        for token in tokens:
+            if not matcher.try_consume_tokens([token]):
+                break
+            found.append((token, np.zeros_like(self._first)))
+            if (
+                matcher.is_stopped() or time.perf_counter() - begin > AHEAD_SECONDS
+            ):  # nothing may follow, or it is not worth it
+                break
+            matcher.unsafe_compute_mask_ptr(found[-1][1].ctypes.data, found[-1][1].nbytes)
+        if found and not found[-1][1].any():
+            found.pop()
+        self._ahead = found
 
 
 def _cannot_follow(name: str, error: str) -> str:
@@ -118,7 +166,7 @@ def _cannot_follow(name: str, error: str) -> str:
 
 
 def read_json(text: str) -> Any:
-    """An answer's JSON as a value; None for what Python's ``json``, or who works with the value, has no room for."""
+    """Parse JSON; None for what Python's ``json`` cannot hold."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):  # an integer of more than 4,300 digits, a thousand levels
@@ -136,10 +184,17 @@ def read_json(text: str) -> Any:
 
 
 def check_form(params: SamplingParams) -> None:
-    """Refuse a form that is none, whatever the model. Raises InvalidParameters with what is wrong with it."""
+    """Raise InvalidParameters for a form that no model can take."""
     if params.form is not None:
         text = _sized_grammar(params)
-        _raise_for(params, LLMatcher.validate_grammar(text, limits=_limits(text)))
+        _raise_for(params, _validated(text))
+
+
+def _validated(text: str) -> str:
+    """Return llguidance's complaint about a form."""
+    call = partial(LLMatcher.validate_grammar, text, limits=_limits(text))
+    said: str = _checks.submit(call, Cancelled()).result()
+    return said
 
 
 def _raise_for(params: SamplingParams, said: str) -> None:
@@ -148,14 +203,14 @@ def _raise_for(params: SamplingParams, said: str) -> None:
 
 
 class Forms:
-    """The forms of one model's answers; every method is for any thread."""
+    """Compiled forms for one model's tokenizer. All methods are thread-safe."""
 
     def __init__(self, tokenizer: Any, end_ids: Sequence[int]) -> None:
         self._tokenizer = copy_for_thread(tokenizer)  # written out while other threads encode
         self._end_ids = list(end_ids)
-        self._compiling = Pool(NUM_THREADS, "vlm-batch-form", is_awaited=True)
-        self._compiling_large = Pool(1, "vlm-batch-large-form", is_awaited=True)
-        self._following = Pool(NUM_THREADS, "vlm-batch-mask", is_awaited=True)
+        self._compiling = Pool(NUM_THREADS, "vlm-batch-form", is_awaited=True, is_deep=True)
+        self._compiling_large = Pool(1, "vlm-batch-large-form", is_awaited=True, is_deep=True)
+        self._following = Pool(NUM_THREADS, "vlm-batch-mask", is_awaited=True, is_deep=True)
         self._lock = Lock()  # of what is kept; nothing is compiled within it
         self._compiled: OrderedDict[tuple[str, str], Future[Form]] = OrderedDict()  # refused ones too
         self._checked: OrderedDict[str, str] = OrderedDict()
@@ -163,10 +218,7 @@ class Forms:
         self._vocabulary: LLTokenizer | None = None
 
     def check(self, params: SamplingParams) -> int:
-        """Refuse a form that is none, or too large. Raises InvalidParameters with what is wrong with it.
-
-        Returns how many characters have still to be compiled: all of them, or none.
-        """
+        """Raise InvalidParameters for a bad form; return the characters still to compile."""
         if not isinstance(self._tokenizer, PreTrainedTokenizerFast):
             raise InvalidParameters(f"{params.form}: this model's tokenizer is not one that forms can be compiled for")
         assert params.form is not None
@@ -174,17 +226,16 @@ class Forms:
         with self._lock:
             said, found = self._checked.get(text), self._compiled.get((params.form, text))
         if said is None:
-            said = LLMatcher.validate_grammar(text, limits=_limits(text))
+            said = _validated(text)
             with self._lock:
                 _keep(self._checked, text, said)
         _raise_for(params, said)
         return len(text) if found is None or not found.done() else 0
 
     def compiled(self, params: SamplingParams, cancelled: Cancelled, client: int = 0) -> Future[Form]:
-        """A request's form, at its beginning, or that it is refused: what it returns raises InvalidParameters then.
+        """Compile a request's form at ``client``'s turn, equal forms once.
 
-        Forms that are the same are compiled once, by the turn of the ``client`` who came first. If that request is
-        ``cancelled`` before its turn, all who wait for the form get OperationCancelled, and may ask again.
+        If that request is cancelled, all waiting ones get OperationCancelled and may ask again.
         """
         name = params.form
         assert name is not None
@@ -202,7 +253,7 @@ class Forms:
         return found
 
     def _without_callbacks(self, key: tuple[str, str], found: Future[Form]) -> None:
-        """Keep a compiled form without those who waited for it: a future holds its callbacks after it has called them."""
+        """Replace a finished future by one without callbacks."""
         kept: Future[Form] = Future()
         error = found.exception()
         if error is None:
@@ -236,7 +287,6 @@ class Forms:
         return made
 
     def _words(self) -> LLTokenizer:
-        """The tokenizer as llguidance reads it, made once."""
         with self._vocabulary_lock:
             if self._vocabulary is None:
                 self._vocabulary = from_tokenizer(self._tokenizer, eos_token=self._end_ids or None)
@@ -244,12 +294,11 @@ class Forms:
 
 
 def _limits(text: str) -> LLParserLimits:
-    """Return llguidance's bounds on what compiling and following a form may cost."""
     return LLParserLimits(initial_lexer_fuel=min(FUEL + FUEL_A_CHARACTER * len(text), MOST_FUEL), **_STEP)
 
 
 def _sized_grammar(params: SamplingParams) -> str:
-    """Like ``_grammar``; raises InvalidParameters if it is too large to be compiled."""
+    check_regexes("regex", [params.regex or ""])
     text = _grammar(params)
     if len(text) > MOST_CHARACTERS:
         raise InvalidParameters(f"{params.form} has {len(text):,} characters; at most {MOST_CHARACTERS:,} are compiled")
@@ -257,11 +306,10 @@ def _sized_grammar(params: SamplingParams) -> str:
 
 
 def _grammar(params: SamplingParams) -> str:
-    """llguidance's text of a request's form."""
     makers: dict[str, Callable[[], str]] = {
         "json_schema": partial(_of_schema, params.json_schema),
         "regex": lambda: LLMatcher.grammar_from_regex(params.regex or ""),
-        "grammar": lambda: LLMatcher.grammar_from_lark(params.grammar or ""),
+        "grammar": partial(_of_lark, params.grammar or ""),
         "choice": lambda: LLMatcher.grammar_from_lark(_of_choice(params.choice or ())),
     }
     assert params.form is not None
@@ -275,8 +323,21 @@ def _of_schema(schema: Any) -> str:
         raise InvalidParameters(f"json_schema: {_said(str(error))}") from error
 
 
+def _of_lark(text: str) -> str:
+    if len(text) > MOST_CHARACTERS:
+        return text  # and it is refused
+    for match in _SCHEMA.finditer(text):
+        try:
+            schema, _ = JSONDecoder().raw_decode(text, match.end())
+        except (ValueError, RecursionError):  # llguidance says what is wrong with it
+            continue
+        check_schema("grammar", schema)
+    check_regexes("grammar", (one for one in _LITERALS.findall(text) if one[0] == "/" and one[1] != "/"))
+    return LLMatcher.grammar_from_lark(text)
+
+
 def _of_choice(texts: Sequence[str]) -> str:
-    """A grammar of one lexeme: alternatives of a rule are followed one by one, and 2,000 at most."""
+    """Return one lexeme: llguidance follows at most 2,000 alternatives of a rule."""
     return "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
 
 
@@ -288,6 +349,6 @@ def _keep(kept: OrderedDict[Any, Any], key: Any, value: Any) -> None:
 
 
 def _said(text: str) -> str:
-    """llguidance's complaint in one line, without the state of its parser, which holds the answer so far."""
+    """Return llguidance's message alone."""
     said = " ".join(text.partition("<state>")[0].split())
     return said if len(said) <= 300 else f"{said[:300]}..."

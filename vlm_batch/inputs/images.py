@@ -1,13 +1,11 @@
-"""Reads pictures as RGB, from any source: the only module that decodes image files.
-
-Every failure is an InvalidImage that names the source and what was wrong with it.
-"""
+"""Read pictures as RGB. Every failure is an InvalidImage."""
 
 from __future__ import annotations
 
 import io
 import math
 import os
+import re
 import stat
 import threading
 from collections.abc import Iterator
@@ -19,22 +17,43 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageFile, ImageOps
 
+from vlm_batch.checks import is_table
 from vlm_batch.errors import InvalidImage, InvalidVideo
-from vlm_batch.inputs.fetch import Cancelled, Fetched, Unreadable, fetch, is_data_uri, is_url, shown
+from vlm_batch.inputs.fetch import (
+    Cancelled,
+    Fetched,
+    KnownUri,
+    Unreadable,
+    fetch,
+    is_data_uri,
+    is_url,
+    name_medium,
+)
 from vlm_batch.types import FetchPolicy, ImageInput
 
 #: Pillow's own limit against decompression bombs (a quarter of a gigabyte of RGB).
 DEFAULT_MAX_PIXELS: int = Image.MAX_IMAGE_PIXELS or 89_478_485
 #: The longest side of a picture, in pixels: JPEG's own limit. Longer ones cost minutes to resize whatever their area.
 MAX_SIDE = 65_535
-#: Pillow's readers that are used: none starts another program (EPS: Ghostscript), and all have been fed damaged files.
-#: HEIF is read where a plugin for it is registered, AVIF where Pillow was built with it.
+#: Pillow's readers in use. None starts another program (as EPS starts Ghostscript), and all were tested with damaged files.
+#: HEIF needs a registered plugin, AVIF a Pillow that was built with it.
 FORMATS = (
     "PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "DIB", "TIFF", "ICO", "PPM", "TGA", "PCX", "QOI", "JPEG2000", "AVIF", "HEIF"
 )  # fmt: skip
-#: Rows of wide grey values that are scaled, and of transparent pixels that are laid on white, at a time.
+#: Pixel rows converted at a time, which bounds the memory of wide grey values and of transparency.
 _STRIP = 256
-#: What an ICO begins with.
+#: First bytes of files that people mistake for pictures, and advice for each.
+_NO_PICTURES = (
+    (
+        rb"\s*<svg|\s*(?:<\?xml|<!--|<!DOCTYPE svg).*<svg",
+        "an SVG drawing, which is not read here; save it as PNG first",
+    ),
+    (rb"%PDF", "a PDF; make a picture of each page first (vlm-batch run reads PDF files)"),
+    (rb"\s*<(?:!doctype html|html|head|body)", "a web page; give the address of the picture itself"),
+    (rb".{4}ftyp(?:isom|mp4|M4V|qt|avc)|\x1aE\xdf\xa3", "a video; it goes where videos go"),
+    (rb"PK\x03\x04|\x1f\x8b", "an archive; unpack it first"),
+)
+#: First bytes of an ICO file.
 ICON = b"\x00\x00\x01\x00"
 _LIMIT_LOCK = threading.Lock()
 
@@ -45,14 +64,13 @@ def load_image(
     policy: FetchPolicy | None = None,
     cancelled: Cancelled | None = None,
 ) -> Image.Image:
-    """Read one picture as RGB, upright (EXIF orientation applied), its first frame if it is animated.
+    """Read one picture, or an animation's first frame, as RGB, upright (EXIF orientation).
 
-    Transparent pictures are laid on white; grey of 16 bits, 32 bits and floats is scaled to 8 bits. ``max_pixels`` is
-    checked on the header, before anything is decoded; None lifts it. Raises InvalidImage, or OperationCancelled.
+    Transparency becomes white; grey of more than 8 bits is scaled. Raises InvalidImage or OperationCancelled.
     """
     if isinstance(source, Image.Image):
         image = source
-    elif isinstance(source, (str, Path, bytes, bytearray, memoryview, BytesIO, Fetched)):
+    elif isinstance(source, (str, Path, bytes, bytearray, memoryview, BytesIO, Fetched, KnownUri)):
         image = _open(source, max_pixels, policy or FetchPolicy(), cancelled)
     else:
         image = _from_array(source)
@@ -78,7 +96,6 @@ def check_size(
     max_pixels: int | None,
     kind: type[InvalidImage] | type[InvalidVideo] = InvalidImage,
 ) -> None:
-    """Refuse a picture, or a video's frame, by its size. Raises ``kind``."""
     if max_pixels is not None and width * height > max_pixels:
         raise kind(
             f"{name} has {width} x {height} = {width * height:,} pixels; at most {max_pixels:,} are read",
@@ -89,7 +106,7 @@ def check_size(
 
 
 def _icon_sizes(data: bytes) -> Iterator[tuple[int, int]]:
-    """The sizes of the pictures within an ICO, whatever its own header says: Pillow decodes one when it is opened."""
+    """Yield the sizes of an ICO's pictures; Pillow decodes one on opening."""
     for index in range(int.from_bytes(data[4:6], "little")):
         start = int.from_bytes(data[18 + 16 * index : 22 + 16 * index], "little")
         head = data[start : start + 24]
@@ -102,7 +119,7 @@ def _icon_sizes(data: bytes) -> Iterator[tuple[int, int]]:
 
 
 def size_of_file(path: str) -> tuple[int, int] | None:
-    """(width, height) as the header of a file says, nothing decoded; None for what is no picture file that can be read."""
+    """Return (width, height) from a file's header, or None."""
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe would wait for somebody to write
             return None
@@ -118,27 +135,19 @@ def size_of_file(path: str) -> tuple[int, int] | None:
 
 
 def names_picture(text: str) -> bool:
-    """Whether a text is a URL or a data URI, or ends as the names of picture files do."""
+    """Whether a text looks like a picture's address or file name."""
     return is_url(text) or is_data_uri(text) or text.lower().endswith(tuple(picture_suffixes()))
 
 
 def describe_source(source: ImageInput) -> str:
-    """A picture's name for a message."""
-    if isinstance(source, Fetched):
-        return source.name
-    if isinstance(source, (str, Path)):
-        return shown(source)
-    if isinstance(source, (bytes, bytearray, memoryview, BytesIO)):
-        return "the picture given as bytes"
-    return f"the picture given as {type(source).__name__}"
+    return name_medium(source, "picture")
 
 
 def own_image(source: ImageInput) -> ImageInput:
-    """The picture in a form that nobody else can change: taken when a request is submitted, so that buffers can be reused.
+    """Copy what the caller could still change.
 
-    Text and bytes are that already. Buffers, open files and arrays are copied. Of a PIL image that was opened and not
-    decoded yet the file is read, so that it may be closed and thousands can wait; a decoded one is copied. Raises
-    InvalidImage, also for SystemExit that a picture's own code raises: a bad picture ends its request, and no process.
+    Undecoded PIL images become their files' bytes, so that thousands can wait. Foreign code's SystemExit becomes
+    InvalidImage.
     """
     if isinstance(source, (str, Path, bytes, Fetched)):
         return source
@@ -149,7 +158,7 @@ def own_image(source: ImageInput) -> ImageInput:
     try:
         if isinstance(source, Image.Image):
             return _own_pillow(source)
-        if isinstance(source, io.IOBase):
+        if isinstance(source, io.IOBase) and not isinstance(source, io.TextIOBase):
             return bytes(source.read())
     except BaseException as error:
         pass_on_ctrl_c(error)
@@ -161,11 +170,15 @@ def own_image(source: ImageInput) -> ImageInput:
         raise InvalidImage(
             f"{describe_source(source)} is no path, bytes, PIL image or array ({type(error).__name__}: {_said(error)})"
         ) from error
-    return source if array.dtype == object else array
+    if array.dtype.kind in "USO" or array.ndim == 0 or is_table(source):
+        hint = "; several pictures go in a list, images=[first, second]" if array.ndim == 1 else ""
+        hint = "; a file is opened by 'rb'" if isinstance(source, io.TextIOBase) else hint
+        raise InvalidImage(f"{describe_source(source)} is no path, URL, bytes, PIL image or array of numbers{hint}")
+    return array
 
 
 def pass_on_ctrl_c(error: BaseException) -> None:
-    """Raise a KeyboardInterrupt of the main thread on: it is the user's own, whoever's code it came in."""
+    """Raise the main thread's KeyboardInterrupt again."""
     if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
         raise error
 
@@ -189,7 +202,7 @@ def _own_pillow(image: Image.Image) -> ImageInput:
 
 
 def _file_bytes(image: ImageFile.ImageFile) -> bytes | None:
-    """The file of an undecoded picture, if reading it afresh gives the same picture: not another frame, not a draft."""
+    """Return an undecoded picture's file, unless rereads could differ."""
     if image.fp is None:
         raise InvalidImage("the picture was closed before it was decoded")
     if image.tell() != 0:
@@ -205,9 +218,9 @@ def _file_bytes(image: ImageFile.ImageFile) -> bytes | None:
 
 
 def count_pixels(source: ImageInput) -> int:
-    """Pixels of a picture that is in memory, by its header; 0 for one that is not, or that cannot be read."""
+    """Return the pixels in the header of a picture in memory, else 0."""
     try:
-        if isinstance(source, Image.Image):
+        if isinstance(source, (Image.Image, KnownUri)):
             width, height = source.size
         elif isinstance(source, np.ndarray):
             height, width = source.shape[:2]
@@ -225,7 +238,9 @@ def count_pixels(source: ImageInput) -> int:
 
 
 def fetch_image(source: ImageInput, policy: FetchPolicy, cancelled: Cancelled | None = None) -> ImageInput:
-    """The picture with its path or URL read; anything else as it is. Raises InvalidImage, or OperationCancelled."""
+    """Read a path or URL into memory."""
+    if isinstance(source, KnownUri):
+        source = source.uri
     if not isinstance(source, (str, Path)):
         return source
     try:
@@ -254,13 +269,14 @@ def _open(source: Any, max_pixels: int | None, policy: FetchPolicy, cancelled: C
                 f"{name} is a HEIC picture, which is not read here",
                 advice="; Pillow does with pillow-heif: `pip install pillow-heif`, then `pillow_heif.register_heif_opener()`",
             ) from error
-        raise InvalidImage(f"{name} is not a picture that Pillow can read") from error
+        what = (said for begin, said in _NO_PICTURES if re.match(begin, data[:1024], re.DOTALL | re.IGNORECASE))
+        raise InvalidImage(f"{name} is {next(what, 'not a picture that Pillow can read')}") from error
     except Exception as error:
         raise InvalidImage(f"{name} cannot be opened: {_said(error)}") from error
 
 
 def _opened(source: Any) -> Image.Image:
-    """A picture of which Pillow has read the header only. Pillow's own limit, a global, is lifted: ours is checked next."""
+    """Read a picture's header, without Pillow's global limit."""
     with _LIMIT_LOCK:
         limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
         try:
@@ -277,7 +293,6 @@ def _init_pillow() -> None:
 
 
 def picture_suffixes() -> frozenset[str]:
-    """The suffixes of files that are read: those that Pillow has for ``FORMATS``, with what plugins have registered."""
     _init_pillow()
     return frozenset(suffix for suffix, name in Image.EXTENSION.items() if name in FORMATS and name in Image.OPEN)
 
@@ -287,7 +302,7 @@ def _said(error: BaseException) -> str:
 
 
 def _from_array(source: Any) -> Image.Image:
-    """(H, W), (H, W, 3) or (H, W, 4) of uint8, of floats in 0..1, or of truth values (white is true)."""
+    """Convert (H, W), (H, W, 3) or (H, W, 4) of uint8, floats in 0..1, or booleans (true is white)."""
     try:
         array = np.asarray(source)
     except Exception as error:
@@ -311,10 +326,9 @@ def _from_array(source: Any) -> Image.Image:
 
 
 def _range_of(values: np.ndarray) -> tuple[float, float]:
-    """The values that are black and white in grey of floats, or of more than 8 bits.
+    """Return black and white of grey in floats or more than 8 bits.
 
-    0 and 1, 255 or 65,535, whichever the numbers fit; floats may overshoot 0..1, as resampling leaves them. For other
-    numbers (heights, 32 bits, floats beyond 255) the least and the most.
+    These are 0 and 1, 255 or 65,535, else the minimum and maximum. Resampled floats may overshoot 0..1.
     """
     low, high = float(values.min()), float(values.max())
     is_float = values.dtype.kind == "f"

@@ -1,8 +1,6 @@
-"""Threads that read and prepare requests ahead of the engine.
+"""Threads that prepare requests ahead of the engine.
 
-Reading waits, processing works, and neither may hold up the other: URLs, local files, ordinary processing and very long
-prompts have threads of their own. A read that does not answer in time is given up, with its thread, and another thread
-takes its place.
+Downloads, files, ordinary work, large pictures and very long prompts have separate threads.
 """
 
 from __future__ import annotations
@@ -16,32 +14,28 @@ from functools import partial
 from typing import Any
 
 from vlm_batch.arrays import num_bytes
-from vlm_batch.inputs.fetch import Cancelled, Fetched, OperationCancelled
+from vlm_batch.inputs.fetch import Cancelled, Fetched, KnownUri, OperationCancelled
 from vlm_batch.inputs.grammar import Form
-from vlm_batch.inputs.images import fetch_image
+from vlm_batch.inputs.media import fetch_medium
 from vlm_batch.inputs.pool import Pool
 from vlm_batch.inputs.prepare import Lane, Prepared, Question, lane_of, late_error
-from vlm_batch.inputs.videos import fetch_video
 from vlm_batch.runtime import threads
-from vlm_batch.types import Video
+from vlm_batch.types import Audio
 
-#: Threads that decode and process pictures and videos, each with a copy of the processor: one a core, eight at most.
-#: Pillow, numpy, OpenCV and tokenizers let go of Python's lock.
+#: Threads that decode and process media, each with a copy of the processor: one a core, two to eight. Pillow, numpy, OpenCV
+#: and tokenizers release the GIL.
 NUM_LOADERS = max(2, min(8, threads.num_cores()))
-#: Pictures and videos that are downloaded at a time, and that are read from disks at a time.
+#: Downloads at a time, and disk reads at a time.
 NUM_DOWNLOADS = 8
 NUM_DISK_READS = 4
-#: Seconds beyond its own time limit after which a read that does not answer is given up.
+#: Seconds after its own time limit at which a hanging read is given up.
 GRACE_SECONDS = 1.0
 #: Seconds that ``Loaders.close`` waits for processing under way. The end of the interpreter waits for all of it.
 CLOSE_SECONDS = 5.0
 
 
 class Loading:
-    """One question on its way to being ``Prepared``; every method is safe from any thread.
-
-    Once it is done it refers to nothing that refers to it, so that pictures and arrays go with the last reference to it.
-    """
+    """One question on its way to ``Prepared``. All methods are thread-safe."""
 
     def __init__(self, question: Question, when_read: Callable[[], None] | None = None) -> None:
         self.question = question
@@ -50,11 +44,11 @@ class Loading:
         self.read_seconds = self.process_seconds = 0.0
         self._began = time.perf_counter()
         self._media = list(question.media)
-        #: Places among its pictures and videos, with the lanes, of those that are still to be read.
+        #: Index and lane of each medium that has still to be read.
         self.unread = {at: lane for at, medium in enumerate(self._media) if (lane := lane_of(medium)) is not None}
         self.is_read = not self.unread  # its pictures and videos are in memory, or at hand
-        self.num_pixels = question.num_pixels  # of the pictures that are in memory
-        #: Bytes that it will come to; None if nobody knows that yet.
+        self.num_pixels = question.num_values  # of the media that are in memory
+        #: Bytes of the prepared inputs; None while unknown.
         self.known_nbytes = num_bytes(question.inputs) if question.inputs is not None else None if question.media else 0
         self._future: Future[Prepared] = Future()
         self._calls: list[Callable[[], None]] | None = []  # to be told that it is done; None once they were
@@ -63,20 +57,22 @@ class Loading:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the files that were read for it and are in memory."""
         media = self.question.media if self.is_read else tuple(self._media)
-        return sum(len(medium.data) for medium in media if isinstance(medium, Fetched))
+        files = (medium.source if isinstance(medium, Audio) else medium for medium in media)
+        return sum(
+            len(file.data if isinstance(file, Fetched) else file.uri)
+            for file in files
+            if isinstance(file, (Fetched, KnownUri))
+        )
 
     def done(self) -> bool:
-        """Whether ``result`` would return or raise at once."""
         return self._future.done()
 
     def result(self) -> Prepared:
-        """The outcome, waited for; raises what reading or processing raised."""
         return self._future.result()
 
     def when_done(self, call: Callable[[], None]) -> None:
-        """Have ``call`` called once when it is done, by the thread that ended it, or now if that is past."""
+        """Call ``call`` at the end, or now if done."""
         with self._lock:
             if self._calls is not None:
                 self._calls.append(call)
@@ -84,17 +80,14 @@ class Loading:
         call()
 
     def cancel(self) -> None:
-        """End it now: downloads are interrupted, what waits does not begin, and processing stops where it next looks.
-
-        ``result`` then raises OperationCancelled, unless it was done before.
-        """
+        """Interrupt downloads; stop processing at its next check."""
         self.end(OperationCancelled())
 
     # Called by Loaders
     # -----------------------------------------------------------------------------------------------------------------
 
     def put(self, at: int, medium: Any) -> bool:
-        """Note what was read; whether that was the last."""
+        """Store a medium; return whether it was the last."""
         with self._lock:
             if self._has_ended:
                 return False
@@ -105,12 +98,12 @@ class Loading:
             self.read_seconds = time.perf_counter() - self._began
             media = list(self._media)
         self.question = self.question.with_media(media)
-        self.num_pixels = self.question.num_pixels
+        self.num_pixels = self.question.num_values
         self.is_read = True
         return True
 
     def end(self, outcome: Prepared | BaseException) -> None:
-        """Put the outcome, unless there is one, tell those who wait for it, and stop what still works for an error's."""
+        """Set the first outcome and call the callbacks."""
         with self._lock:
             is_first, self._has_ended = not self._has_ended, True
             self._media.clear()
@@ -128,13 +121,9 @@ class Loading:
 
 
 class Loaders:
-    """Read and prepare questions; each lane in the order in which its questions are started.
+    """Thread pools for reading and processing, in order within each lane.
 
-    ``prepare`` is ``Preparer.prepare``, called on up to ``num_threads`` threads (a core each by default), once ``compiled``,
-    which is ``Preparer.compiled``, has the question's form. The engine's loop
-    calls ``start``, calls ``process`` when there is room for what will come of it, is woken by ``Loading.when_done``, and
-    calls ``Loading.cancel`` for a request that was cancelled before it was taken in. It decides how many are started, and
-    counts those of each ``Question.lane`` apart: what waits for a network may not take the places of what does not.
+    The engine calls ``start``, then, with room, ``process``. ``num_threads`` defaults to one a core, two to eight.
     """
 
     def __init__(
@@ -148,6 +137,7 @@ class Loaders:
         self._compiled = compiled
         num_loaders = NUM_LOADERS if num_threads is None else num_threads
         self._work = Pool(num_loaders, "vlm-batch-loader", is_awaited=True)
+        self._large_work = Pool(num_loaders, "vlm-batch-large-picture", is_awaited=True)
         self._long_work = Pool(1, "vlm-batch-long-prompt", is_awaited=True)
         self._reads = {
             Lane.DISK: Pool(NUM_DISK_READS, "vlm-batch-reader"),
@@ -156,10 +146,9 @@ class Loaders:
         self._open: set[Loading] = set()
 
     def start(self, question: Question, when_read: Callable[[], None] | None = None) -> Loading:
-        """Begin to read and process a question; returns at once.
+        """Start to read a question.
 
-        With ``when_read`` it is read only: that is called once by the thread that has read the last of it, or not at all
-        if there was nothing to read, and ``process`` goes on with it.
+        The thread that reads the last medium calls ``when_read``, if given, instead of processing.
         """
         loading = Loading(question, when_read)
         self._open.add(loading)
@@ -168,9 +157,8 @@ class Loaders:
         try:
             for at, lane in unread.items():
                 medium = question.media[at]
-                fetch: Callable[..., Any] = fetch_video if isinstance(medium, Video) else fetch_image
                 reading = self._reads[lane].submit(
-                    partial(fetch, medium, policy, loading.cancelled),
+                    partial(fetch_medium, medium, policy, loading.cancelled),
                     loading.cancelled,
                     seconds=policy.seconds + GRACE_SECONDS,
                     late=partial(late_error, medium, policy),
@@ -184,7 +172,7 @@ class Loaders:
         return loading
 
     def process(self, loading: Loading) -> None:
-        """Have what was read processed, and the answer's form compiled before that; returns at once."""
+        """Start to process a question that was read."""
         try:
             compiling = self._compiled(loading.question, loading.cancelled)
         except BaseException as error:
@@ -208,9 +196,11 @@ class Loaders:
             loading.end(error)
 
     def _process(self, loading: Loading) -> None:
-        pool = self._long_work if loading.question.takes_long else self._work
+        question = loading.question
+        pool = self._large_work if question.has_many_pixels else self._work
+        pool = self._long_work if question.takes_long else pool
         try:
-            working = pool.submit(partial(self._prepared, loading), loading.cancelled, client=loading.question.client)
+            working = pool.submit(partial(self._prepared, loading), loading.cancelled, client=question.client)
             working.add_done_callback(lambda done: loading.end(done.exception() or done.result()))
         except BaseException as error:
             loading.end(error)
@@ -224,13 +214,14 @@ class Loaders:
             loading.process_seconds = time.perf_counter() - begin
 
     def close(self) -> None:
-        """End everything that is under way, and wait a little for what native code is doing."""
+        """Cancel everything; wait briefly for native code."""
         for loading in tuple(self._open):
             loading.cancel()
-        for pool in (*self._reads.values(), self._work, self._long_work):
+        works = (self._work, self._large_work, self._long_work)
+        for pool in (*self._reads.values(), *works):
             pool.close()
         end = time.monotonic() + CLOSE_SECONDS
-        for pool in (self._work, self._long_work):
+        for pool in works:
             pool.join(max(0.0, end - time.monotonic()))
 
     def _was_read(self, loading: Loading, at: int, reading: Future[Any]) -> None:

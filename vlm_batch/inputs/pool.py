@@ -1,4 +1,4 @@
-"""The threads that read: files and downloads of requests, for the loaders, the server and jobs over several machines."""
+"""Threads that read files and downloads, and survive hanging reads."""
 
 from __future__ import annotations
 
@@ -15,14 +15,12 @@ from vlm_batch.errors import InvalidRequest
 from vlm_batch.inputs.fetch import Cancelled, OperationCancelled
 from vlm_batch.runtime import threads
 
-#: Calls that were given up and have not come back. With so many, further ones are refused.
+#: Most calls that were given up and have not returned; beyond that, calls are refused.
 MAX_LOST = 64
 
 
 @dataclass(eq=False)
 class _Job:
-    """A call that waits for a thread of a pool, or is on one. Once it has ended, ``cancelled`` holds nothing of it."""
-
     pool: Pool
     call: Callable[[], Any]
     cancelled: Cancelled
@@ -34,33 +32,27 @@ class _Job:
     has_ended: bool = False
 
     def cancel(self) -> None:
-        """End it without waiting for it, if that may be."""
         self.pool.give_up(self, OperationCancelled)
 
 
 class Pool:
-    """Up to ``num_threads`` of the process's threads that run calls in order, and do not wait for one that hangs.
+    """Up to ``num_threads`` threads that run calls and give up hanging ones.
 
-    A thread is taken when there is a call for it, and goes back when there is none.
-
-    Clients take turns: whoever brings many calls has them wait behind one another, and not before others'.
-
-    A call that has not begun ends when its request is cancelled. One with a limit of ``seconds`` ends then in any case,
-    and that long after it began; its thread is written off until it comes back, and another takes its place. Where
-    ``is_awaited``, the interpreter does not end before a call that has begun.
+    Clients take turns. After ``seconds`` a call is given up; a new thread replaces its own. With ``is_awaited``, the
+    interpreter waits for running calls at exit; ``is_deep`` gives deep stacks.
     """
 
-    def __init__(self, num_threads: int, name: str, *, is_awaited: bool = False) -> None:
+    def __init__(self, num_threads: int, name: str, *, is_awaited: bool = False, is_deep: bool = False) -> None:
         self._num_threads = num_threads
-        self._is_awaited = is_awaited
+        self._is_awaited, self._is_deep = is_awaited, is_deep
         self._name = name
         self._changed = threading.Condition()
         self._waiting: deque[_Job] = deque()
-        self._turns: dict[int, int] = {}  # of the clients whose calls wait or run: when each had its last one
+        self._turns: dict[int, int] = {}  # client -> number of its latest call
         self._count = 0  # calls that have begun
         self._running: set[_Job] = set()
         self._threads = 0
-        self._lost = 0  # threads whose call was given up and has not come back: they are the pool's no more
+        self._lost = 0  # threads whose call was given up and has not returned
         self._has_watch = self._is_closed = False
 
     def submit(
@@ -72,7 +64,7 @@ class Pool:
         late: Callable[[], Exception] = TimeoutError,
         client: int = 0,
     ) -> Future[Any]:
-        """Run ``call`` as soon as a thread is free; ``late`` makes the exception of a call that took too long."""
+        """Run ``call`` on a free thread; ``late`` makes the exception of a late one."""
         job = _Job(self, call, cancelled, seconds, late, client)
         with self._changed:
             refused = self._is_closed or self._lost >= MAX_LOST
@@ -92,7 +84,7 @@ class Pool:
         return job.future
 
     def close(self) -> None:
-        """Begin nothing more."""
+        """Start no further call."""
         with self._changed:
             self._is_closed = True
             waiting = list(self._waiting)
@@ -100,16 +92,15 @@ class Pool:
             job.cancel()
 
     def join(self, seconds: float) -> bool:
-        """Wait until nothing runs any more, ``seconds`` at most; whether that is so."""
+        """Wait up to ``seconds``; return whether nothing runs."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._running and not self._lost, seconds)
 
     def _add_thread(self) -> None:
-        """Have a thread more, if that may be. Raises RuntimeError if there is none at all and the system gives none."""
         if self._threads >= self._num_threads:
             return
         try:
-            threads.start(self._run, self._name, is_awaited=self._is_awaited)
+            threads.start(self._run, self._name, is_awaited=self._is_awaited, is_deep=self._is_deep)
         except RuntimeError:
             if not self._threads:
                 raise
@@ -121,7 +112,7 @@ class Pool:
             pass
 
     def _serve(self) -> bool:
-        """Do the next call; whether the thread goes on."""
+        """Run the next call; return whether the thread goes on."""
         with self._changed:
             if not self._waiting:
                 self._threads -= 1
@@ -153,7 +144,7 @@ class Pool:
         return self._end(job, result, error)
 
     def _end(self, job: _Job, result: Any, error: Exception | None) -> bool:
-        """Hand out a call's outcome; whether its thread is still one of the pool's."""
+        """Deliver an outcome; return whether the pool keeps the thread."""
         with self._changed:
             if job.has_ended:
                 self._lost -= 1
@@ -170,7 +161,7 @@ class Pool:
         return True
 
     def give_up(self, job: _Job, error: Callable[[], Exception]) -> None:
-        """End a call without waiting for it. Nothing happens if it has ended, or runs without a limit."""
+        """End a call without waiting for it."""
         without_thread: list[_Job] = []
         with self._changed:
             if job.has_ended or (job in self._running and job.seconds is None):
@@ -193,7 +184,6 @@ class Pool:
             self.give_up(other, _no_thread)
 
     def _watch(self) -> None:
-        """Give up what is past its deadline, as long as anything with one runs."""
         while True:
             with self._changed:
                 deadlines = [job.deadline for job in self._running if job.deadline is not None]

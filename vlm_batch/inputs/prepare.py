@@ -1,4 +1,4 @@
-"""A request's way to a model's inputs: checked and rendered at submit, read and processed on a loader's thread."""
+"""Requests to model inputs: checked at submit, processed on a loader's thread."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from vlm_batch.arrays import MOST_ON_HOST, as_numpy, num_bytes, on_host, settled
-from vlm_batch.checks import put_pixels, whole_option
+from vlm_batch.arrays import MOST_ON_HOST, as_numpy, evaluated, num_bytes, on_host
+from vlm_batch.checks import seconds_option, set_pixel_bounds, whole_option
 from vlm_batch.errors import (
+    InvalidAudio,
     InvalidCache,
     InvalidImage,
     InvalidParameters,
@@ -30,20 +31,32 @@ from vlm_batch.errors import (
     describe,
     shown,
 )
-from vlm_batch.inputs.chats import split_messages
-from vlm_batch.inputs.fetch import Cancelled, is_data_uri, is_url
+from vlm_batch.inputs.audio import (
+    DEFAULT_MAX_SECONDS,
+    Sound,
+    as_audio,
+    check_seconds,
+    count_seconds,
+    describe_audio,
+    load_audio,
+    own_audio,
+)
+from vlm_batch.inputs.chats import Track, has_sound, split_messages
+from vlm_batch.inputs.fetch import Cancelled, KnownUri, is_data_uri, is_url
 from vlm_batch.inputs.grammar import LARGE, Form, Forms
 from vlm_batch.inputs.images import (
     DEFAULT_MAX_PIXELS,
     count_pixels,
-    describe_source,
     fetch_image,
     load_image,
     names_picture,
     own_image,
+    picture_suffixes,
 )
-from vlm_batch.inputs.processing import ESCAPE, Copies, PixelBounds, Processing
+from vlm_batch.inputs.media import KINDS, Kind
+from vlm_batch.inputs.processing import ESCAPE, PixelBounds, Processing, ProcessorPool
 from vlm_batch.inputs.processors import settings_of
+from vlm_batch.inputs.recalled import known_picture, own_uri
 from vlm_batch.inputs.reserved import ReservedWords, texts_of
 from vlm_batch.inputs.template import refuse
 from vlm_batch.inputs.videos import (
@@ -52,7 +65,6 @@ from vlm_batch.inputs.videos import (
     Sampling,
     as_video,
     count_video_pixels,
-    describe_video,
     is_to_be_fetched,
     load_video,
     own_video,
@@ -61,64 +73,78 @@ from vlm_batch.records import Thinking
 from vlm_batch.registry import ModelSpec
 from vlm_batch.runtime.memory import trim
 from vlm_batch.store.digest import hash_ahead
+from vlm_batch.store.pictures import PictureStore
 from vlm_batch.store.prompt import PromptCache
-from vlm_batch.types import FetchPolicy, ImageInput, Message, Request, SamplingParams, Template, Video, VideoInput
+from vlm_batch.types import Audio, FetchPolicy, ImageInput, Message, Request, SamplingParams, Template, Video
 
-#: Pixels that the pictures and frames of one request may have together: as many as a video's may.
+#: Most pixels of one request's pictures and frames together.
 DEFAULT_MAX_REQUEST_PIXELS = DEFAULT_MAX_VIDEO_PIXELS
-#: Pixels from which on what was decoded is given back to the system at once: the C library would keep it for its next arrays.
+#: Pixels from which memory is returned to the system at once: the C library would keep it.
 MANY_PIXELS = 20_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Bounds on what one request may bring; None lifts a bound.
+    """Bounds on one request; None lifts a bound.
 
-    ``image_pixels`` is checked before a picture is decoded, ``video_pixels``, for all frames together that are taken
-    of a video, before these are, ``request_pixels``, for all of a request's pictures and frames together, before any is.
-    ``prompt_tokens`` counts a prompt's positions, pictures included; the model's context bounds them as well.
-    ``min_pixels`` and ``max_pixels`` are a request's where it names none; it may not go beyond the second. Raises
-    ValueError for a bound out of range.
+    Attributes:
+        image_pixels: Pixels of one picture, checked before decoding.
+        video_pixels: Pixels of a video's sampled frames together, checked before decoding.
+        request_pixels: Pixels of all pictures and frames together.
+        audio_seconds: Seconds of all recordings together.
+        prompt_tokens: Positions of the prompt, pictures included; the model's context bounds it, too.
+        min_pixels: Default of requests that name none.
+        max_pixels: Default of requests that name none, and the most that one may name.
+
+    Raises:
+        ValueError: A bound is out of range.
     """
 
     image_pixels: int | None = DEFAULT_MAX_PIXELS
     video_pixels: int | None = DEFAULT_MAX_VIDEO_PIXELS
     request_pixels: int | None = DEFAULT_MAX_REQUEST_PIXELS
+    audio_seconds: float | None = DEFAULT_MAX_SECONDS
     prompt_tokens: int | None = None
     min_pixels: int | None = None
     max_pixels: int | None = None
 
     def __post_init__(self) -> None:
-        put_pixels(self, self.min_pixels, self.max_pixels)
+        set_pixel_bounds(self, self.min_pixels, self.max_pixels)
         for name in ("image_pixels", "video_pixels", "request_pixels", "prompt_tokens"):
             object.__setattr__(self, name, whole_option(name, vars(self)[name], least=1, or_none=True))
+        if self.audio_seconds is not None:
+            object.__setattr__(self, "audio_seconds", seconds_option("audio_seconds", self.audio_seconds))
 
 
-#: Characters that a token stands for at most on average in a prompt that is tokenized: words of English have four to five.
+#: Assumed samples per second of sound, to estimate its memory.
+SAMPLES_A_SECOND = 16_000
+#: Most characters per token, on average; English has four to five.
 CHARACTERS_PER_TOKEN = 16
-#: Tokens of a prompt at most where neither the model nor the batcher says how many.
+#: Most prompt tokens where neither the model nor the batcher sets a limit.
 MAX_TOKENS = 1 << 20
-#: Characters from which on a prompt counts as long: a tokenizer takes tenths of a second for as many.
+#: Characters from which a prompt counts as long: tokenizing takes tenths of a second.
 LONG_PROMPT = 200_000
+#: Pixels from which a request counts as large: decoding takes tenths of a second or more.
+MANY_PIXELS = 2**24
 
 
 class Lane(Enum):
-    """The slowest thing that a question's loading waits for: those of one lane wait for each other, and for no other lane's."""
+    """The slowest thing that a question waits for."""
 
     MEMORY = "memory"  # everything is here
     DISK = "disk"
     NETWORK = "network"
     LONG = "long prompt or large form"
+    PIXELS = "many pixels"
     FORM = "form that is not compiled yet"
 
 
 @dataclass(frozen=True)
 class Question:
-    """A checked request: its rendered prompt, final token ids, or processed inputs (numpy); pictures and videos unread.
+    """A checked request with unread media, safe from the submitter's changes.
 
-    Nothing of it can be changed by the submitter any more. ``fetch`` says how paths and URLs are read, ``sampling`` which
-    frames of a video are taken. ``num_pixels`` are those of the pictures, and of the frames, that are at hand, ``new_form``
-    the characters of a form that has still to be compiled.
+    ``num_pixels`` and ``seconds`` count media in memory, ``new_form`` the characters still to compile. ``tracks`` lists
+    the recordings in the prompt's order: each one's video, or None for the next of ``audios``.
     """
 
     prompt: str | None = None
@@ -126,11 +152,14 @@ class Question:
     inputs: Mapping[str, Any] | None = None
     images: tuple[ImageInput, ...] = ()
     videos: tuple[Video, ...] = ()
+    audios: tuple[Audio, ...] = ()
+    tracks: tuple[int | None, ...] = ()
     fetch: FetchPolicy = field(default_factory=FetchPolicy)
     params: SamplingParams = field(default_factory=SamplingParams)
     thinking: Thinking | None = None
     pixels: PixelBounds | None = None
     num_pixels: int = 0
+    seconds: float = 0.0
     sampling: Sampling = field(default_factory=Sampling)
     client: int = 0
     new_form: int = 0
@@ -138,39 +167,48 @@ class Question:
 
     @property
     def least_tokens(self) -> int:
-        """The fewest positions that its prompt can have: exact for ids without pictures."""
+        """The prompt's fewest possible positions."""
         if self.inputs is not None:
             return int(self.inputs["input_ids"].shape[-1])
         return len(self.token_ids) if self.prompt is None else len(self.prompt) // CHARACTERS_PER_TOKEN
 
     @property
-    def media(self) -> tuple[ImageInput | Video, ...]:
-        """The pictures, then the videos."""
-        return self.images + self.videos
+    def media(self) -> tuple[ImageInput | Video | Audio, ...]:
+        return self.images + self.videos + self.audios
 
-    def with_media(self, media: Sequence[ImageInput | Video]) -> Question:
-        """The same with other ``media``, as many of each."""
-        count = len(self.images)
-        question = replace(self, images=tuple(media[:count]), videos=tuple(media[count:]))
-        return replace(question, num_pixels=question.count_pixels())
+    def with_media(self, media: Sequence[Any]) -> Question:
+        ends = len(self.images), len(self.images) + len(self.videos)
+        images, videos, audios = media[: ends[0]], media[ends[0] : ends[1]], media[ends[1] :]
+        return replace(self, images=tuple(images), videos=tuple(videos), audios=tuple(audios)).measured()
 
-    def count_pixels(self) -> int:
-        """Pixels of the pictures and frames that are at hand, by their headers."""
+    def measured(self) -> Question:
+        """Return a copy with counted ``num_pixels`` and ``seconds``."""
         frames = (count_video_pixels(video, self.sampling) for video in self.videos)
-        return sum(map(count_pixels, self.images)) + sum(frames)
+        pixels = sum(map(count_pixels, self.images)) + sum(frames)
+        return replace(self, num_pixels=pixels, seconds=sum(map(count_seconds, self.audios)))
+
+    @property
+    def num_values(self) -> int:
+        """Pixels and samples in memory."""
+        return self.num_pixels + int(self.seconds * SAMPLES_A_SECOND)
 
     @property
     def takes_long(self) -> bool:
-        """Whether preparing it takes long, whatever it waits for."""
         return self.prompt is not None and len(self.prompt) >= LONG_PROMPT
+
+    @property
+    def has_many_pixels(self) -> bool:
+        """Whether unknown pictures take long to decode."""
+        known = (image for image in self.images if isinstance(image, KnownUri))
+        return self.num_pixels - sum(map(count_pixels, known)) >= MANY_PIXELS
 
     @cached_property
     def lane(self) -> Lane:
-        """The slowest of what it waits for."""
         lanes = {lane_of(medium) for medium in self.media}
         lanes |= {Lane.LONG} if self.takes_long or self.new_form >= LARGE else set()
         lanes |= {Lane.FORM} if self.new_form else set()
-        for lane in (Lane.NETWORK, Lane.LONG, Lane.FORM, Lane.DISK):
+        lanes |= {Lane.PIXELS} if self.has_many_pixels else set()
+        for lane in (Lane.NETWORK, Lane.LONG, Lane.FORM, Lane.DISK, Lane.PIXELS):
             if lane in lanes:
                 return lane
         return Lane.MEMORY
@@ -178,32 +216,29 @@ class Question:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A processor's output as evaluated mlx arrays, its pictures' (width, height), its videos' (frames, width, height).
+    """A processor's output as evaluated mlx arrays; ``kept`` is its host copy, to begin again.
 
-    ``kept`` is the output on the host, for a row that has to begin again. ``bad_words`` are the parameters' as token ids,
-    ``form`` is what the answer is held to, ``thinking`` how the model marks it.
+    ``image_sizes`` are (width, height), ``video_sizes`` (frames, width, height).
     """
 
     inputs: Mapping[str, Any]
     kept: Mapping[str, Any] | None = field(default=None, kw_only=True)
     image_sizes: tuple[tuple[int, int], ...] = ()
     video_sizes: tuple[tuple[int, int, int], ...] = ()
+    audio_seconds: tuple[float, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
     form: Form | None = None
     thinking: Thinking | None = None
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it holds until the engine has taken it in."""
         return num_bytes(self.inputs) + (0 if self.kept is None else num_bytes(self.kept))
 
 
 class Preparer:
     """One model's ``check`` (submitter's thread) and ``prepare`` (a loader's thread).
 
-    ``fetch`` says which paths and URLs are read. ``spec`` says what the family takes; ``image_token_ids`` are the ids whose
-    positions hold picture features, and ``check_inputs`` refuses processed inputs (numpy) that do not fit;
-    ``max_context`` is how many positions the model was made for, None if it does not say.
+    ``image_token_ids`` mark picture features; ``check_inputs`` refuses misfit processed inputs.
     """
 
     def __init__(
@@ -216,64 +251,71 @@ class Preparer:
         max_context: int | None = None,
         limits: Limits | None = None,
         fetch: FetchPolicy | None = None,
-        hashes: bool = False,
+        pictures: PictureStore | None = None,
     ) -> None:
         self.processing = processing
-        self._hashes = hashes
+        self._pictures = pictures
         self.spec = spec
         self.limits = limits or Limits()
         self._fetch = fetch or FetchPolicy()
         bounds = (self.limits.min_pixels, self.limits.max_pixels)
         if spec.images and processing.pixels is None and bounds != (None, None):
-            raise InvalidImage(f"min_pixels and max_pixels: the processor of {spec.family} has no such bounds")
+            raise InvalidImage(
+                f"min_pixels and max_pixels: {spec.family}'s processor has no such bounds; leave them out"
+            )
         self.max_context = max_context
         self._image_token_ids = image_token_ids
         self._check_inputs = check_inputs
         self._reserved = ReservedWords(processing, image_token_ids)
         self._forms = Forms(processing.tokenizer, processing.eos_token_ids)
-        self._copies = Copies(processing)  # processors and tokenizers are not made for two threads at once
+        self._processors = ProcessorPool(processing)  # processors and tokenizers are not made for two threads at once
         self._rare_lock = Lock()
-        #: Copies for very long prompts, and (True) for those with escaped words, with the settings that they were made with.
+        #: Whether it escapes words -> settings, and the processor made with them.
         self._rare: dict[bool, tuple[str, Processing]] = {}
 
     # In the submitter's thread
     # -----------------------------------------------------------------------------------------------------------------
 
     def check(self, request: Request) -> Question:
-        """Refuse what can be known to be wrong now, render the prompt, and take what the submitter could still change.
-
-        Raises InvalidRequest.
-        """
+        """Validate a request and render its prompt. Raises InvalidRequest."""
         params, options = request.params, request.template
         new_form = 0 if params.form is None else self._forms.check(params)
         _check_types(request)
         if options is not None and (request.inputs is not None or request.token_ids is not None):
             refuse(options, "the prompt is final already; a chat template's arguments go with prompt or messages")
-        images, videos = tuple(request.images), tuple(request.videos)
+        if any(map(has_sound, request.videos)) and request.messages is None:
+            if request.prompt is None or options is None:
+                raise InvalidVideo(
+                    "a video's sound goes with a prompt or messages, and a chat template that says where it stands; "
+                    "elsewhere audios= takes the video's file"
+                )
+            request = replace(request, prompt=None, messages=[{"role": "user", "content": request.prompt}])
+        media: Sequence[Sequence[Any]] = (request.images, request.videos, request.audios)
         turns: list[Message] = []
         if request.messages is not None:
-            turns, *media = split_messages(request.messages, images, videos)
-            images, videos = map(tuple, media)
-        images, clips = self._own_media(images, videos)
+            turns, media = split_messages(request.messages, *media)
+        images, videos, audios = media = self._own_media(*media)
         inputs: Mapping[str, Any] | None = None
         prompt: str | None = None
         ids: tuple[int, ...] = ()
         if request.inputs is not None:
-            inputs = _checked_inputs(request.inputs, images or videos)
+            inputs = _checked_inputs(request.inputs, any(media))
             self._check_inputs(inputs)
         elif request.token_ids is not None:
             ids = _checked_ids(request.token_ids, self._image_token_ids)
-            if not images and not videos:
+            if not any(media):
                 self._check_inputs({"input_ids": np.array([ids])})
             self._check_length(len(ids), 1, "token_ids has {} ids")
         else:
-            prompt = self._rendered(request, turns, len(images), len(clips), options)
+            prompt = self._rendered(request, turns, [len(several) for several in media], options)
         question = Question(
             prompt,
             ids,
             inputs,
             images,
-            clips,
+            videos,
+            tuple(audio for audio in audios if not isinstance(audio, Track)),
+            tuple(audio.video if isinstance(audio, Track) else None for audio in audios),
             self._fetch,
             params,
             pixels=self._pixels(request),
@@ -281,15 +323,16 @@ class Preparer:
             client=request.client,
             new_form=new_form,
         )
-        question = replace(question, num_pixels=question.count_pixels())
-        self._check_pixels(question.num_pixels)
+        question = question.measured()
+        self._check_size(question)
         if params.form is None and params.thinking_budget is None:
             return question
         return replace(question, thinking=self._thinking(question, request))
 
-    def _check_pixels(self, num_pixels: int) -> None:
-        """Refuse more pixels than one request may have, before any is decoded. Raises InvalidImage."""
-        most = self.limits.request_pixels
+    def _check_size(self, question: Question) -> None:
+        if question.seconds:
+            check_seconds(question.seconds, self.limits.audio_seconds, "the request's recordings")
+        most, num_pixels = self.limits.request_pixels, question.num_pixels
         if most is not None and num_pixels > most:
             raise InvalidImage(
                 f"the request's pictures and frames have {num_pixels:,} pixels together; at most {most:,} are read",
@@ -297,13 +340,14 @@ class Preparer:
             )
 
     def _pixels(self, request: Request) -> PixelBounds | None:
-        """The bounds on pictures' pixels; None for the checkpoint's own. Raises InvalidImage."""
         limits = self.limits
         if request.min_pixels is None and request.max_pixels is None and limits.min_pixels is limits.max_pixels is None:
             return None
         own = self.processing.pixels
         if own is None:
-            raise InvalidImage(f"min_pixels and max_pixels: the processor of {self.spec.family} has no such bounds")
+            raise InvalidImage(
+                f"min_pixels and max_pixels: {self.spec.family}'s processor has no such bounds; leave them out"
+            )
         most = next(value for value in (request.max_pixels, limits.max_pixels, own.most) if value is not None)
         if limits.max_pixels is not None and most > limits.max_pixels:
             raise InvalidImage(f"max_pixels is {most:,}; the batcher's is {limits.max_pixels:,}")
@@ -313,7 +357,7 @@ class Preparer:
         return PixelBounds(min(least, most), most)
 
     def _thinking(self, question: Question, request: Request) -> Thinking | None:
-        """The state in which the prompt leaves thinking; None if the model's template does not mark it."""
+        """Return the thinking state after the prompt."""
         params, marks = request.params, self.processing.template.thinking
         if marks is None:
             if params.thinking_budget is not None:
@@ -329,27 +373,35 @@ class Preparer:
         return Thinking(start, end, is_open=is_open, may_begin=may_begin)
 
     def _own_media(
-        self, images: Sequence[ImageInput], videos: Sequence[VideoInput]
-    ) -> tuple[tuple[ImageInput, ...], tuple[Video, ...]]:
-        """Pictures and videos in a form that nobody else can change. Raises InvalidImage and InvalidVideo."""
+        self, images: Sequence[ImageInput], videos: Sequence[Any], audios: Sequence[Any]
+    ) -> tuple[tuple[ImageInput, ...], tuple[Video, ...], tuple[Audio | Track, ...]]:
         spec = self.spec
         if images and not spec.images:
             raise InvalidImage(f"{spec.family} takes no pictures: it is a language model")
         if len(images) > 1 and not spec.multi_image:
             raise InvalidImage(f"{spec.family} takes one picture a request; given: {len(images)}")
-        owned = tuple(map(self._own_image, images))
+        owned = []
+        for number, source in enumerate(images, 1):
+            with _naming_the_picture(source, number, len(images)):
+                owned.append(self._own_picture(source))
         if videos and not spec.video:
             raise InvalidVideo(f"{spec.family} takes no videos: {spec.no_video}")
-        return owned, tuple(own_video(as_video(video), self._own_image) for video in videos)
+        clips = tuple(own_video(as_video(video), self._own_image) for video in videos)
+        if audios and not spec.audio:
+            what = "no video's sound" if isinstance(audios[0], Track) else "no recordings"
+            raise InvalidAudio(f"{spec.family} takes {what}: {spec.no_audio}")
+        heard = (audio if isinstance(audio, Track) else own_audio(as_audio(audio), self._fetch) for audio in audios)
+        return tuple(owned), clips, tuple(heard)
 
     def _own_image(self, source: ImageInput) -> ImageInput:
-        """The picture in a form that nobody else can change, and whose header can be read. Raises InvalidImage."""
         return fetch_image(source, self._fetch) if is_data_uri(source) else own_image(source)
 
-    def _rendered(
-        self, request: Request, turns: list[Message], num_images: int, num_videos: int, options: Template | None
-    ) -> str:
-        """The prompt as the processor takes it. Raises InvalidPrompt and PromptTooLong."""
+    def _own_picture(self, source: ImageInput) -> ImageInput:
+        if self._pictures is None or not is_data_uri(source):
+            return self._own_image(source)
+        return own_uri(source, self._own_image, self._pictures)
+
+    def _rendered(self, request: Request, turns: list[Message], counts: Sequence[int], options: Template | None) -> str:
         for text in texts_of([request.prompt, turns]):
             try:
                 text.encode("utf-8")
@@ -367,19 +419,19 @@ class Preparer:
             if options.escape_special_tokens:
                 turns, options = self._reserved.escaped(turns), self._escaped(options)
             self._reserved.check_chat(turns, options.arguments)
-            return self.processing.render(turns, num_images, num_videos, options)
+            return self.processing.render(turns, *counts, options=options)
         self._check_length(len(prompt), CHARACTERS_PER_TOKEN, "the prompt has {} characters")
         if options is not None:
             if options.escape_special_tokens:
                 prompt, options = self._reserved.escaped(prompt), self._escaped(options)
             self._reserved.check_prompt(prompt, options.arguments)
-            return self.processing.render(prompt, num_images, num_videos, options)
+            return self.processing.render(prompt, *counts, options=options)
         if not prompt.strip():
             raise InvalidPrompt("the prompt is empty")
-        for kind, noun, given in (("image", "picture", num_images), ("video", "video", num_videos)):
-            room = self.processing.count_placeholders(prompt, kind)
+        for kind, given in zip(KINDS, counts, strict=True):
+            room = self.processing.count_placeholders(prompt, kind.marker)
             if room is not None and room != given:
-                raise InvalidPrompt(f"the rendered prompt has {room} {noun} placeholders for {given} {noun}s")
+                raise InvalidPrompt(f"the rendered prompt has {room} {kind.noun} placeholders for {given} {kind.noun}s")
         return prompt
 
     def _escaped(self, options: Template) -> Template:
@@ -389,7 +441,7 @@ class Preparer:
         )
 
     def _check_length(self, size: int, per_token: int, said: str) -> None:
-        """Refuse what is too long however it becomes tokens: those would take seconds and gigabytes to make."""
+        """Refuse a prompt too long in any tokenization."""
         most = min((n for n in (self.max_context, self.limits.prompt_tokens) if n is not None), default=MAX_TOKENS)
         if size > most * per_token:
             raise PromptTooLong(
@@ -397,7 +449,7 @@ class Preparer:
             )
 
     def compiled(self, question: Question, cancelled: Cancelled) -> Future[Form] | None:
-        """The form that a question's answer is held to, once it is compiled, beside all other work; None if it has none."""
+        """Start to compile the question's form, if any."""
         if question.params.form is None:
             return None
         return self._forms.compiled(question.params, cancelled, question.client)
@@ -406,62 +458,91 @@ class Preparer:
     # -----------------------------------------------------------------------------------------------------------------
 
     def prepare(self, question: Question, cancelled: Cancelled | None = None) -> Prepared:
-        """Read a question's pictures and videos and run the processor. What comes out is evaluated: any thread may use it.
-
-        Raises InvalidRequest for what cannot be read or does not fit, and OperationCancelled soon after ``cancelled`` is
-        set. The question has its form, if it needs one.
-        """
-        self._check_pixels(question.num_pixels)
+        """Read media and run the processor. Raises InvalidRequest or OperationCancelled."""
+        self._check_size(question)
         try:
             return self._decoded(question, cancelled or Cancelled())
         finally:
-            if question.num_pixels >= MANY_PIXELS:
+            if question.has_many_pixels:
                 trim()
 
     def _decoded(self, question: Question, cancelled: Cancelled) -> Prepared:
         limits, params = self.limits, question.params
         images = []
-        for source in question.images:
+        for number, source in enumerate(question.images, 1):
             cancelled.check()
-            images.append(load_image(source, limits.image_pixels, self._fetch, cancelled))
+            with _naming_the_picture(source, number, len(question.images)):
+                images.append(self._image(source, cancelled))
         clips = []
         for video in question.videos:
             cancelled.check()
             bounds = limits.video_pixels, limits.image_pixels
             clips.append(load_video(video, question.sampling, *bounds, self._fetch, cancelled))
+        sounds = []
+        recordings = iter(question.audios)
+        for at in question.tracks:
+            cancelled.check()
+            audio = next(recordings) if at is None else Audio(question.videos[at].source)
+            sounds.append(replace(self._sound(audio, cancelled), video=at))
+        if sounds:
+            check_seconds(sum(sound.seconds for sound in sounds), limits.audio_seconds, "the request's recordings")
         cancelled.check()
-        inputs = settled(self._processed(question, images, clips) if question.inputs is None else question.inputs)
-        if self._hashes:  # what the engine would otherwise do on its own thread
+        inputs = evaluated(
+            self._processed(question, images, clips, sounds) if question.inputs is None else question.inputs
+        )
+        if self._pictures is not None:  # what the engine would otherwise do on its own thread
             hash_ahead(inputs)
         words = [spelled for word in params.bad_words for spelled in (word, f" {word.lstrip()}")]
         return Prepared(
             inputs,
             tuple(image.size for image in images),
             tuple(clip.size for clip in clips),
+            tuple(sound.seconds for sound in sounds),
             kept=on_host(inputs) if num_bytes(inputs) <= MOST_ON_HOST else None,
             bad_words=tuple(dict.fromkeys(filter(None, map(self.processing.ids_of, words)))),
             form=None if question.form is None else question.form.copy(question.client),
             thinking=question.thinking,
         )
 
-    def _processed(self, question: Question, images: Sequence[Image.Image], clips: Sequence[Clip]) -> dict[str, Any]:
-        """The processor's output."""
+    def _image(self, source: ImageInput, cancelled: Cancelled) -> Image.Image:
+        def load(source: ImageInput) -> Image.Image:
+            return load_image(source, self.limits.image_pixels, self._fetch, cancelled)
+
+        if self._pictures is None:
+            return load(source)
+        if not isinstance(source, KnownUri):
+            source = fetch_image(source, self._fetch, cancelled)
+        return known_picture(source, load, self._pictures)
+
+    def _sound(self, audio: Audio, cancelled: Cancelled) -> Sound:
+        sound = load_audio(audio, self.processing.audio_rate, self.limits.audio_seconds, self._fetch, cancelled)
+        most = self.spec.audio_seconds
+        if most is not None and sound.seconds > most:
+            raise InvalidAudio(
+                f"{describe_audio(audio)} has {sound.seconds:,.1f} s; {self.spec.family} hears {most:g} s of a recording: "
+                "cut it into several"
+            )
+        return sound
+
+    def _processed(
+        self, question: Question, images: Sequence[Image.Image], clips: Sequence[Clip], sounds: Sequence[Sound]
+    ) -> dict[str, Any]:
         prompt = question.prompt
         is_escaped = prompt is not None and ESCAPE in prompt
         is_rare = is_escaped or (prompt is not None and len(prompt) >= LONG_PROMPT)
         with (
-            self._rare_one(escapes=is_escaped) if is_rare else self._copies.one() as processing,
-            processing.seeing(question.pixels),
+            self._rare_one(escapes=is_escaped) if is_rare else self._processors.acquire() as processing,
+            processing.scaled_to(question.pixels),
         ):
             if prompt is not None and is_escaped:
-                return processing.escaped_inputs(prompt, images, clips)
+                return processing.escaped_inputs(prompt, images, clips, sounds)
             if prompt is not None:
-                return processing.inputs(prompt, images, clips)
-            return processing.inputs_of_ids(question.token_ids, images, self._image_token_ids, clips)
+                return processing.inputs(prompt, images, clips, sounds)
+            return processing.inputs_of_ids(question.token_ids, images, self._image_token_ids, clips, sounds)
 
     @contextmanager
     def _rare_one(self, *, escapes: bool) -> Iterator[Processing]:
-        """The processor of very long prompts, or of those with escaped words, one at a time: others do not wait for them."""
+        """Lend the processor for very long or escaped prompts."""
         with self._rare_lock:
             settings = settings_of(self.processing.processor)
             if escapes not in self._rare or self._rare[escapes][0] != settings:
@@ -469,35 +550,35 @@ class Preparer:
             yield self._rare[escapes][1]
 
 
-def lane_of(medium: ImageInput | Video) -> Lane | None:
-    """The lane that a picture or video is read in; None if it is in memory."""
+def lane_of(medium: ImageInput | Video | Audio) -> Lane | None:
+    """Return a medium's lane; None in memory."""
     if isinstance(medium, Video):
         if not is_to_be_fetched(medium):
             return None
         sources = [medium.source] if isinstance(medium.source, (str, Path, bytes)) else list(medium.source)
         return Lane.NETWORK if any(map(is_url, sources)) else Lane.DISK
-    if not isinstance(medium, (str, Path)):
+    source = medium.source if isinstance(medium, Audio) else medium
+    if not isinstance(source, (str, Path)):
         return None
-    return Lane.NETWORK if is_url(medium) else Lane.DISK
+    return Lane.NETWORK if is_url(source) else Lane.DISK
 
 
-def late_error(medium: ImageInput | Video, policy: FetchPolicy) -> InvalidRequest:
-    """The error of a picture or video whose reading does not come back."""
-    is_video = isinstance(medium, Video)
-    name = describe_video(medium) if is_video else describe_source(medium)
-    return (InvalidVideo if is_video else InvalidImage)(
-        f"{name} was not read within {policy.seconds:g} s (FetchPolicy.seconds): its drive or server does not answer"
+def late_error(medium: ImageInput | Video | Audio, policy: FetchPolicy) -> InvalidRequest:
+    """Return the error of a hanging read."""
+    kind = Kind.of(medium)
+    return kind.error(
+        f"{kind.describe(medium)} was not read within {policy.seconds:g} s (FetchPolicy.seconds): its drive or server does "
+        "not answer"
     )
 
 
 def rfind(ids: Sequence[int], wanted: Sequence[int]) -> int:
-    """The last place of ``wanted`` in ``ids``; -1 if it is not there."""
+    """Return the last index of ``wanted`` in ``ids``, or -1."""
     size = len(wanted)
     return next((at for at in range(len(ids) - size, -1, -1) if tuple(ids[at : at + size]) == tuple(wanted)), -1)
 
 
 def _check_types(request: Request) -> None:
-    """Refuse a request whose fields are of another type. Raises InvalidRequest."""
     ways = {
         "prompt": request.prompt,
         "messages": request.messages,
@@ -526,12 +607,34 @@ def _check_types(request: Request) -> None:
     for name, value, kind, right, error in rules:
         if value is not None and not isinstance(value, kind):
             raise error(f"{name} is {shown(value)}; it must be {right}")
+    name = (request.prompt or "").lower().partition("?")[0]
+    if (
+        name.endswith(tuple(picture_suffixes()))
+        and len(name.split()) == 1
+        and not request.images
+        and not request.videos
+    ):
+        raise InvalidPrompt(
+            f"prompt is {shown(request.prompt)}, the name of a picture: that is images=, and prompt= asks about it"
+        )
     if request.prompt is not None and len(request.images) == 1:
         _check_places(request.images[0], request.prompt)
 
 
+@contextmanager
+def _naming_the_picture(source: ImageInput, number: int, count: int) -> Iterator[None]:
+    """Number the picture in errors, unless named."""
+    try:
+        yield
+    except InvalidImage as error:
+        has_name = isinstance(source, (str, Path)) and not is_data_uri(str(source))
+        if count == 1 or has_name:
+            raise
+        raise InvalidImage(f"picture {number} of {count}: {error.reason}", advice=error.advice) from error
+
+
 def _check_places(image: ImageInput, prompt: str) -> None:
-    """Refuse a picture that is none beside a prompt that names one. Raises InvalidImage."""
+    """Refuse a swapped picture and prompt."""
     if not isinstance(image, str) or names_picture(image) or not names_picture(prompt) or os.path.exists(image):
         return
     raise InvalidImage(
@@ -541,7 +644,7 @@ def _check_places(image: ImageInput, prompt: str) -> None:
 
 
 def _checked_ids(given: Any, image_token_ids: frozenset[int]) -> tuple[int, ...]:
-    """Final token ids of a list or an array (L,) or (1, L). Raises InvalidPrompt."""
+    """Check a list or array of token ids, (L,) or (1, L)."""
     try:
         array = np.asarray(given)
     except Exception as error:
@@ -560,8 +663,8 @@ def _checked_ids(given: Any, image_token_ids: frozenset[int]) -> tuple[int, ...]
     return ids
 
 
-def _checked_inputs(inputs: Mapping[str, Any], media: tuple[Any, ...]) -> dict[str, Any]:
-    if media:
+def _checked_inputs(inputs: Mapping[str, Any], has_media: bool) -> dict[str, Any]:
+    if has_media:
         raise InvalidPrompt("inputs= are processed already: their pictures belong into pixel_values, not into images")
     if "input_ids" not in inputs:
         raise InvalidPrompt("inputs= needs input_ids of shape (1, L)")

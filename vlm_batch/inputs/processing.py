@@ -1,4 +1,4 @@
-"""From a request to a model's inputs: templates, placeholders, processors. Adaptations to processors are in this module."""
+"""A checkpoint's processor: templates, placeholders and model inputs."""
 
 from __future__ import annotations
 
@@ -25,30 +25,35 @@ from transformers import AddedToken
 
 from vlm_batch.arrays import as_mlx
 from vlm_batch.errors import InvalidPrompt
+from vlm_batch.inputs.audio import Sound
 from vlm_batch.inputs.chats import with_parts
-from vlm_batch.inputs.processors import Mould, copy_for_thread, evaluate_held, settings_of, without_text_options
+from vlm_batch.inputs.processors import (
+    ProcessorCopier,
+    copy_for_thread,
+    evaluate_held,
+    settings_of,
+    without_text_options,
+)
+from vlm_batch.inputs.recalled import KnownPicture
 from vlm_batch.inputs.template import ChatTemplate, refuse
 from vlm_batch.inputs.videos import Clip, Sampling
 from vlm_batch.types import PLAIN_TEMPLATE, Message, Template
 
-#: Stands within the spelling of a special token that is to be plain text: tokens are of what is before and of what is after
-#: it, and it is taken out of them. Two characters that Unicode gives to nobody.
+#: Splits a special token's spelling, so that it is tokenized as plain text; the split is removed afterwards. Two Unicode
+#: noncharacters.
 ESCAPE = "\ufdd0\ufdd1"
 
 
 @dataclass(frozen=True)
 class PixelBounds:
-    """Between how many pixels a processor scales a picture."""
+    """A processor's fewest and most pixels of a scaled picture."""
 
     least: int
     most: int
 
 
 class Processing:
-    """One model's processor: renders prompts (any thread), makes inputs (one thread at a time), decodes text.
-
-    ``sampling`` says which frames of a video the family takes, where the processor does not.
-    """
+    """A model's processor: renders prompts (any thread), makes inputs (one thread at a time), decodes text."""
 
     def __init__(self, processor: Any, config: Any, sampling: Sampling | None = None) -> None:
         self.processor = processor = without_text_options(processor)
@@ -60,11 +65,10 @@ class Processing:
         self._thinks = config.model_type == "qwen3_omni_moe"  # unless it is told otherwise, as in mlx-vlm
         # Answers are decoded while another thread encodes prompts, and a fast tokenizer serves one of them at a time.
         self._decoder = copy_for_thread(self.tokenizer)
-        self._encoder: Any = None  # for words by themselves, from any thread
+        self._encoder: Any = None
         self._encoder_lock = Lock()
 
     def copy(self) -> Processing:
-        """The same with a processor of its own, tokenizer and all, for another thread."""
         return Processing(copy_for_thread(self.processor), self.config, self.sampling)
 
     # Text
@@ -73,20 +77,16 @@ class Processing:
     def render(
         self,
         prompt: str | Sequence[Message],
-        num_images: int,
-        num_videos: int = 0,
+        *counts: int,
         options: Template = PLAIN_TEMPLATE,
     ) -> str:
-        """Put a prompt or a chat through the model's chat template, with a placeholder for each picture and video.
-
-        Raises InvalidPrompt.
-        """
+        """Render a prompt or chat; ``counts`` count pictures, videos and recordings."""
         if isinstance(prompt, str) and not prompt.strip():
             raise InvalidPrompt("the prompt is empty")
         self.template.check(options)
         rendered: Any
         try:
-            messages = self._messages(prompt, num_images, num_videos)
+            messages = self._messages(prompt, *counts)
             if isinstance(messages, (str, Mapping)):
                 refuse(options, "this family's processor takes the last message alone")
                 rendered = messages
@@ -108,15 +108,15 @@ class Processing:
 
     @property
     def chat_template(self) -> Any:
-        """The checkpoint's template as transformers holds it: text, several of them by name, or None."""
+        """transformers' template: text, texts by name, or None."""
         return getattr(self.processor, "chat_template", None) or getattr(self.tokenizer, "chat_template", None)
 
-    def _messages(self, prompt: str | Sequence[Message], num_images: int, num_videos: int) -> Any:
-        """The turns as mlx-vlm gives them to the family's template; the last one alone where there is none."""
+    def _messages(self, prompt: str | Sequence[Message], num_images: int = 0, *others: int) -> Any:
+        """Return turns in mlx-vlm's form."""
         turns = prompt if isinstance(prompt, str) else list(prompt)
         # mlx-vlm's function knows videos of single prompts only, by their paths, and no types but its own
-        if num_videos or (num_images and str(self.config.model_type).lower() not in MODEL_CONFIG):
-            return with_parts(turns, num_images, num_videos)
+        if any(others) or (num_images and str(self.config.model_type).lower() not in MODEL_CONFIG):
+            return with_parts(turns, num_images, *others)
         made = apply_chat_template(self.processor, self.config, turns, num_images=num_images, return_messages=True)
         if self.config.model_type in _LAST_MESSAGE:
             return made[-1]
@@ -128,20 +128,15 @@ class Processing:
         return [{**more, **message} if isinstance(message, Mapping) else message for message, more in pairs]
 
     def count_placeholders(self, rendered: str, kind: str = "image") -> int | None:
-        """Count the pictures or videos ("image", "video") that a rendered prompt has room for.
-
-        None if the processor does not name its placeholder.
-        """
+        """Count placeholders of ``kind`` ("image", "video", "audio"); None if the processor names none."""
         name = f"{kind}_token"
         token = getattr(self.processor, name, None) or getattr(self.tokenizer, name, None)
         return rendered.count(token) if isinstance(token, str) and token else None
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of token ids, special tokens left out."""
         return str(self._decoder.decode(list(token_ids), skip_special_tokens=True)) if len(token_ids) else ""
 
     def ids_of(self, text: str) -> tuple[int, ...]:
-        """The tokens of a text by itself."""
         with self._encoder_lock:
             if self._encoder is None:
                 self._encoder = copy_for_thread(self.tokenizer)
@@ -149,18 +144,21 @@ class Processing:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """The ids that end an answer: the checkpoint's and the tokenizer's."""
         return tuple(resolve_eos_token_ids(getattr(self.config, "eos_token_id", None), self.tokenizer))
 
     def escaped_inputs(
-        self, rendered: str, images: Sequence[Image.Image], clips: Sequence[Clip] = ()
+        self,
+        rendered: str,
+        images: Sequence[Image.Image],
+        clips: Sequence[Clip] = (),
+        sounds: Sequence[Sound] = (),
     ) -> dict[str, Any]:
-        """``inputs`` of a prompt that holds ``ESCAPE``, which becomes a token of this copy of the tokenizer and is left out."""
+        """Like ``inputs``, for a prompt with ``ESCAPE``."""
         self.tokenizer.add_tokens([AddedToken(ESCAPE, normalized=False)])
-        found = self.inputs(rendered, images, clips)
+        found = self.inputs(rendered, images, clips, sounds)
         ids = np.array(found["input_ids"])
         kept = np.flatnonzero(ids[0] != self.tokenizer.convert_tokens_to_ids(ESCAPE))
-        by_position = BY_POSITION & found.keys() if images else ()
+        by_position = BY_POSITION & found.keys() if images or sounds else ()
         if ids.shape[1] - len(kept) != rendered.count(ESCAPE) or by_position:
             raise InvalidPrompt("the text holds a special token's spelling, which this model's processor cannot escape")
         is_of_ids = {name: getattr(value, "shape", None) == ids.shape for name, value in found.items()}
@@ -171,14 +169,14 @@ class Processing:
 
     @property
     def pixels(self) -> PixelBounds | None:
-        """The bounds between which the checkpoint's processor scales pictures; None for a processor without such bounds."""
+        """The checkpoint's own bounds, if it has any."""
         part = getattr(self.processor, "image_processor", None)
         least, most = getattr(part, "min_pixels", None), getattr(part, "max_pixels", None)
         return PixelBounds(least, most) if isinstance(least, int) and isinstance(most, int) else None
 
     @contextmanager
-    def seeing(self, bounds: PixelBounds | None) -> Iterator[None]:
-        """Have pictures scaled to ``bounds``, in the processor calls within; one thread at a time."""
+    def scaled_to(self, bounds: PixelBounds | None) -> Iterator[None]:
+        """Scale pictures to ``bounds`` within the block."""
         own, part = self.pixels, getattr(self.processor, "image_processor", None)
         if bounds is None or own is None or part is None:
             yield
@@ -189,12 +187,27 @@ class Processing:
         finally:
             part.min_pixels, part.max_pixels = own.least, own.most
 
-    def inputs(self, rendered: str, images: Sequence[Image.Image], clips: Sequence[Clip] = ()) -> dict[str, Any]:
-        """Make the model's inputs: ``input_ids`` (1, L) and whatever its processor makes of the pictures and videos."""
-        media: dict[str, Any] = {}
+    @property
+    def audio_rate(self) -> int:
+        """The processor's samples a second."""
+        part = getattr(self.processor, "feature_extractor", None)
+        rate = getattr(part, "sampling_rate", None)
+        return rate if isinstance(rate, int) else 16_000
+
+    def inputs(
+        self,
+        rendered: str,
+        images: Sequence[Image.Image],
+        clips: Sequence[Clip] = (),
+        sounds: Sequence[Sound] = (),
+    ) -> dict[str, Any]:
+        """Return ``input_ids`` (1, L) and the media's arrays."""
+        media: dict[str, Any] = {"audio": [sound.samples for sound in sounds]} if sounds else {}
         if clips:  # decoded frames (T, 3, H, W) as mlx-vlm's processors take them, and when each was taken
             frames = [clip.frames.transpose(0, 3, 1, 2) for clip in clips]
-            media = {"videos": frames, "video_metadata": [_metadata(clip) for clip in clips]}
+            media |= {"videos": frames, "video_metadata": [_metadata(clip) for clip in clips]}
+        if clips and hasattr(self.processor, "takes_rates"):
+            media |= {"rates": [clip.rate for clip in clips], "sound_of": [sound.video for sound in sounds]}
         try:
             given = prepare_inputs(
                 self.processor,
@@ -207,6 +220,10 @@ class Processing:
         except Exception as error:
             raise InvalidPrompt(f"the processor refuses this request: {error}") from error
         found: dict[str, Any] = {**given}
+        if images and isinstance(images[0], KnownPicture) and (stand_in := images[0].stand_in) is not None:
+            if not any(value is stand_in for value in found.values()):  # the processor computed with its numbers
+                return self.inputs(rendered, [image.copy() for image in images], clips, sounds)
+            found = {name: stand_in.joined if value is stand_in else value for name, value in found.items()}
         step = getattr(getattr(self.processor, "video_processor", None), "temporal_patch_size", None)
         if clips and step is not None:
             # transformers' seconds between a video's time steps (N,), which mlx-vlm leaves out
@@ -219,46 +236,44 @@ class Processing:
         images: Sequence[Image.Image],
         image_ids: frozenset[int],
         clips: Sequence[Clip] = (),
+        sounds: Sequence[Sound] = (),
     ) -> dict[str, Any]:
-        """Make the model's inputs for final token ids, which must have all placeholder tokens of their pictures and videos."""
+        """Return model inputs for ids with all placeholders."""
         ids = mx.array([list(token_ids)], dtype=mx.int32)
-        if not images and not clips:
+        if not images and not clips and not sounds:
             return {"input_ids": ids}
-        found = self.inputs(self.render("?", len(images), len(clips)), images, clips)
+        found = self.inputs(self.render("?", len(images), len(clips), len(sounds)), images, clips, sounds)
         needed = _count(found["input_ids"], image_ids)
         given = _count(ids, image_ids)
         if needed != given:
-            raise InvalidPrompt(f"the pictures and videos need {needed} placeholder tokens; the token ids hold {given}")
-        return moved(found, ids, image_ids)
+            noun = "media" if sounds else "pictures and videos"
+            raise InvalidPrompt(f"the {noun} need {needed} placeholder tokens; the token ids hold {given}")
+        return with_token_ids(found, ids, image_ids)
 
 
-class Copies:
-    """A model's processor for several threads: each has one to itself while it makes inputs.
-
-    As many are made as there are threads at once, and made anew when the processor's settings have been changed. Where a
-    processor cannot be copied, all take turns with the one there is.
-    """
+class ProcessorPool:
+    """Copies of a processor, one per working thread, renewed when settings change."""
 
     def __init__(self, processing: Processing) -> None:
         self._processing = processing
-        self._mould: Mould | None = Mould(processing.processor)
+        self._copier: ProcessorCopier | None = ProcessorCopier(processing.processor)
         self._free: deque[tuple[str, Processing]] = deque()  # with the settings that each was made with
         self._turn = Lock()
 
     @contextmanager
-    def one(self) -> Iterator[Processing]:
-        """A processor that nobody else has."""
+    def acquire(self) -> Iterator[Processing]:
+        """Lend a copy, or the original if it cannot be copied."""
         settings = settings_of(self._processing.processor)
         taken: Processing | None = None
         with suppress(IndexError):
             while taken is None:
                 made_with, free = self._free.pop()
                 taken = free if made_with == settings else None
-        if taken is None and self._mould is not None:
+        if taken is None and self._copier is not None:
             try:
-                processor = self._mould.copy()
+                processor = self._copier.copy()
             except Exception:  # a class of somebody's own that holds what cannot be copied
-                self._mould = None
+                self._copier = None
             else:
                 taken = copy.copy(self._processing)
                 taken.processor, taken.tokenizer = processor, getattr(processor, "tokenizer", processor)
@@ -275,15 +290,14 @@ class Copies:
 #: Families without a template, whose processors take the last message alone (``mlx_vlm.prompt_utils``).
 _LAST_MESSAGE = ("paligemma", "florence2", "falcon_ocr")
 
-#: Processors' outputs that number positions: they hold for the prompt that the processor was given, and for no other.
-BY_POSITION = frozenset({"image_input_idx", "image_bound", "cross_attention_mask"})
+#: Processor outputs that hold positions, valid for the processor's own prompt only.
+BY_POSITION = frozenset({"image_input_idx", "image_bound", "audio_bounds", "cross_attention_mask"})
 
 
-def moved(found: Mapping[str, Any], ids: mx.array, image_ids: frozenset[int]) -> dict[str, Any]:
-    """A processor's output of one prompt, for other ``ids`` (1, N) with as many placeholders.
+def with_token_ids(found: Mapping[str, Any], ids: mx.array, image_ids: frozenset[int]) -> dict[str, Any]:
+    """Adapt a processor's output to other ``ids`` (1, N) with as many placeholders.
 
-    What it has for each position is made anew where it says no more than which positions hold pictures. Raises InvalidPrompt
-    where it says more.
+    Raises InvalidPrompt if an array says more by position than where pictures are.
     """
     before, after = np.array(found["input_ids"]), np.array(ids)
     if np.array_equal(before, after):
@@ -311,7 +325,6 @@ def moved(found: Mapping[str, Any], ids: mx.array, image_ids: frozenset[int]) ->
 
 
 def _sampling(processor: Any, habit: Sampling) -> Sampling:
-    """The family's habit, where the checkpoint's processor does not say otherwise."""
     declared = processor_video_sampling(processor)
     said = {name: getattr(declared, name) for name in ("fps", "min_frames", "max_frames", "frame_factor")}
     said["num_frames"] = declared.nframes

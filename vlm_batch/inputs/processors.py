@@ -1,11 +1,13 @@
-"""Patches of processors that any family may have: what mlx-vlm hands to the part for pictures, and copies for threads."""
+"""Patches of processors that serve any family, and copies for threads."""
 
 from __future__ import annotations
 
 import copy
 import functools
+import re
 import threading
 from collections.abc import Callable
+from dataclasses import is_dataclass
 from enum import Enum
 from typing import Any
 
@@ -13,21 +15,17 @@ import mlx.core as mx
 import numpy as np
 import transformers
 from mlx_vlm.utils import StoppingCriteria
-from transformers import PreTrainedTokenizerBase
+from transformers import BatchEncoding, PreTrainedTokenizerBase
 from transformers.image_processing_utils import BaseImageProcessor
 
 from vlm_batch.arrays import arrays_of
 
-#: Options for the tokenizer that mlx-vlm's processors hand to the pictures' part, too.
+#: Tokenizer options that mlx-vlm's processors pass to the image processor, too.
 OF_THE_TOKENIZER = frozenset({"padding", "padding_side", "add_special_tokens"})
 
 
 def with_pillow(processor: Any) -> Any:
-    """The processor, or a copy whose part for pictures computes with Pillow and numpy and not with torchvision.
-
-    transformers takes torchvision where it is installed. Its pixels are up to one of 255 levels away from Pillow's, and tokens
-    then differ. mlx-vlm's own processors have Pillow, and so has whoever has no torch.
-    """
+    """Return the processor with Pillow, not torchvision: pixels differ by up to one of 255 levels."""
     part: Any = getattr(processor, "image_processor", None)
     if getattr(part, "backend", None) == "torchvision":
         kind = getattr(transformers, f"{type(part).__name__}Pil", None)
@@ -45,10 +43,10 @@ def with_pillow(processor: Any) -> Any:
 
 
 def without_text_options(processor: Any) -> Any:
-    """The processor, or a copy whose pictures' part leaves out the tokenizer's options instead of refusing them.
+    """Return the processor, or a copy whose image processor ignores tokenizer options.
 
-    mlx-vlm calls a processor with ``padding=True`` (utils.py:1766), and several of its processors pass all options on
-    (llava/processing_llava.py:90); transformers 5 raises TypeError for one that a picture's part does not know.
+    mlx-vlm passes ``padding=True`` on (utils.py:1766; llava/processing_llava.py:90), and transformers 5 raises
+    TypeError for it.
     """
     part: Any = getattr(processor, "image_processor", None)
     if not isinstance(part, BaseImageProcessor):
@@ -66,7 +64,7 @@ def without_text_options(processor: Any) -> Any:
 
 
 def with_stops(processor: Any, detokenizer: Any, config: Any) -> Any:
-    """The processor with what mlx-vlm's loops look for on it: a detokeniser of this class, and the ids that end an answer."""
+    """Add the detokenizer and stop ids that mlx-vlm's loops expect."""
     tokenizer = getattr(processor, "tokenizer", processor)
     processor.detokenizer = detokenizer(tokenizer)
     further = getattr(processor, "additional_eos_token_ids", ())
@@ -76,33 +74,34 @@ def with_stops(processor: Any, detokenizer: Any, config: Any) -> Any:
 
 
 def evaluate_held(processor: Any) -> None:
-    """Evaluate the mlx arrays that a processor and its parts hold: MLX lets no thread but theirs do that.
-
-    Called on the thread that made the processor, before copies of it go to loaders.
-    """
+    """Evaluate a processor's mlx arrays on their thread, as MLX requires."""
     held = getattr(processor, "__dict__", {})
     mx.eval(arrays_of([held, *(getattr(part, "__dict__", {}) for part in held.values())]))
 
 
 def copy_for_thread(part: Any) -> Any:
-    """A processor or tokenizer for another thread, without the detokeniser that mlx-vlm hangs on a bare tokenizer.
-
-    That keeps its text in a property, which asks for a tokenizer before a copy has one (AttributeError).
-    """
+    """Copy a processor or tokenizer without mlx-vlm's detokenizer, which cannot be copied (AttributeError)."""
     owners = (part, getattr(part, "tokenizer", None))
     hanging = [vars(owner).get("detokenizer") for owner in owners if owner is not None]
     return copy.deepcopy(part, {id(one): None for one in hanging if one is not None})
 
 
+#: Levels of nested objects whose settings count.
+_DEPTH = 3
+
+
 def settings_of(processor: Any) -> str:
-    """The plain values that a processor and its parts but the tokenizer hold, in one text, which changes when one does."""
-    if isinstance(processor, PreTrainedTokenizerBase):
-        return ""
-    held = [
-        vars(processor),
-        *(getattr(part, "__dict__", {}) for name, part in vars(processor).items() if name != "tokenizer"),
-    ]
-    return repr([{name: value for name, value in values.items() if _is_plain(value)} for values in held])
+    """Return all plain settings but the tokenizer's, as comparable text."""
+    return repr(_settings(processor, _DEPTH))
+
+
+def _settings(owner: Any, depth: int) -> dict[str, Any]:
+    if isinstance(owner, (PreTrainedTokenizerBase, type)) or not hasattr(owner, "__dict__"):
+        return {}
+    values = {name: value for name, value in vars(owner).items() if name != "tokenizer"}
+    plain = {name: value for name, value in values.items() if _is_plain(value)}
+    parts = {name: _settings(value, depth - 1) for name, value in values.items() if depth and name not in plain}
+    return plain | {name: part for name, part in parts.items() if part}
 
 
 def _is_plain(value: Any) -> bool:
@@ -110,10 +109,12 @@ def _is_plain(value: Any) -> bool:
         return all(map(_is_plain, value.values() if isinstance(value, dict) else value))
     if isinstance(value, np.ndarray):
         return value.size <= 64  # means and deviations
+    if is_dataclass(value) and not isinstance(value, type):  # transformers' sizes
+        return all(map(_is_plain, vars(value).values()))
     return value is None or isinstance(value, (bool, int, float, str, Enum))
 
 
-#: A tokenizer's calls that let go of Python's lock, or that change the settings of the library under it.
+#: Tokenizer methods that release the GIL, or change the underlying library's settings.
 _TOKENIZES = (
     "__call__",
     "encode",
@@ -126,25 +127,86 @@ _TOKENIZES = (
 )
 
 
-class Mould:
-    """Makes copies of a processor for several threads: the parts for pictures are each copy's own.
+#: Tokenizer options that allow a shortened text.
+_PLAIN_OPTIONS = frozenset({"padding", "padding_side", "add_special_tokens", "return_tensors", "return_token_type_ids"})
+#: Placeholders from which a text is shortened.
+_MANY = 64
 
-    All copies share the tokenizer, one call at a time: a copy of it takes tens of megabytes, and up to a second in which no
-    other Python code runs.
+
+class PlaceholderRuns:
+    """Tokenizes one placeholder per run, then repeats it.
+
+    Tokenizing thousands dominates chats with known pictures.
+    """
+
+    def __init__(self, processor: Any) -> None:
+        tokenizer = getattr(processor, "tokenizer", processor)
+        known = getattr(tokenizer, "added_tokens_decoder", {}) if getattr(tokenizer, "is_fast", False) else {}
+        apart = {
+            str(token): at
+            for at, token in known.items()
+            if not (token.lstrip or token.rstrip or token.single_word or token.normalized)
+        }
+        words = [
+            getattr(owner, f"{kind}_token", None) for owner in (processor, tokenizer) for kind in ("image", "video")
+        ]
+        self._ids = {word: apart[word] for word in words if isinstance(word, str) and word in apart}
+        self._pattern = re.compile("|".join(f"(?:{re.escape(word)})+" for word in self._ids) or "(?!)")
+
+    def call(self, method: Callable[..., Any], text: Any, options: dict[str, Any]) -> BatchEncoding | None:
+        """Call the method with a shortened text; None if inapplicable."""
+        texts = [text] if isinstance(text, str) else text
+        if not isinstance(texts, list) or len(texts) != 1 or not isinstance(texts[0], str) or not self._ids:
+            return None
+        if not options.keys() <= _PLAIN_OPTIONS or options.get("padding") not in (None, False, True):
+            return None
+        runs = [match[0] for match in self._pattern.finditer(texts[0])]
+        if sum(map(len, runs)) < _MANY * max(map(len, self._ids)):
+            return None
+        shortest = {run: next(word for word in self._ids if run.startswith(word)) for run in set(runs)}
+        short = self._pattern.sub(lambda match: shortest[match[0]], texts[0])
+        found = method([short], **{**options, "return_tensors": None})
+        ids = np.array(found["input_ids"][0])
+        places = np.flatnonzero(np.isin(ids, list(self._ids.values())))
+        if len(places) != len(runs):
+            return None
+        repeats = np.ones(len(ids), dtype=np.int64)
+        repeats[places] = [len(run) // len(shortest[run]) for run in runs]
+        data = {name: np.repeat(np.array(values), repeats, axis=1).tolist() for name, values in found.items()}
+        if isinstance(text, str) and options.get("return_tensors") is None:
+            data = {name: values[0] for name, values in data.items()}
+        return BatchEncoding(data, tensor_type=options.get("return_tensors"))
+
+
+class ProcessorCopier:
+    """Copies a processor for threads.
+
+    All share one tokenizer, which serves one call at a time: a copy of it takes tens of megabytes and up to a second.
     """
 
     def __init__(self, processor: Any) -> None:
         self._processor = processor
         self._tokenizer = getattr(processor, "tokenizer", processor)
+        self._runs = PlaceholderRuns(processor)
         self._lock = threading.RLock()
 
     def copy(self) -> Any:
-        """A processor for one thread. Raises whatever a class raises that cannot be copied."""
+        """Return a processor for one thread."""
         theirs = type(self._tokenizer)
         calls = {name: self._one_at_a_time(getattr(theirs, name)) for name in _TOKENIZES if hasattr(theirs, name)}
+        if "__call__" in calls:
+            calls["__call__"] = self._by_runs(calls["__call__"])
         guarded: Any = object.__new__(type(theirs.__name__, (theirs,), {**calls, "__module__": theirs.__module__}))
         vars(guarded).update(vars(self._tokenizer))
         return copy.deepcopy(self._processor, {id(self._tokenizer): guarded})
+
+    def _by_runs(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def call(tokenizer: Any, text: Any = None, *args: Any, **options: Any) -> Any:
+            found = None if args else self._runs.call(functools.partial(method, tokenizer), text, options)
+            return method(tokenizer, text, *args, **options) if found is None else found
+
+        return call
 
     def _one_at_a_time(self, method: Callable[..., Any]) -> Callable[..., Any]:
         lock = self._lock

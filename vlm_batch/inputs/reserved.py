@@ -1,4 +1,4 @@
-"""Control tokens and placeholders that a processor would act on, found and refused in text that people typed."""
+"""Control tokens and placeholders in typed text, found and refused."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from vlm_batch.errors import InvalidPrompt
+from vlm_batch.inputs.media import KINDS
 from vlm_batch.inputs.processing import ESCAPE, Processing
 from vlm_batch.types import Message
 
-#: Attributes by which processors and tokenizers name the words that stand for pictures, videos and sounds.
+#: Attributes of processors and tokenizers that name placeholders.
 _PLACEHOLDER_NAMES = (
     "image_token",
     "video_token",
@@ -32,9 +33,9 @@ _PLACEHOLDER_NAMES = (
     "fake_image_token",
 )
 _NUMBER = re.compile(r"\d+")
-#: A mark of a picture, video or sound, as files of processors write them.
+#: A mark of a picture, video or sound in a processor's source file.
 _MARK = re.compile(r"(?i)[<\[(◁][^\s]*(image|img|im_patch|video|vision|audio|media|patch|frame)[^\s]*[>\])▷]")
-#: Chats whose renderings show the words with which a template marks turns.
+#: Chats whose renderings show how a template marks turns.
 _PROBES: tuple[list[Message], ...] = (
     [{"role": "user", "content": "x"}],
     [{"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}, {"role": "user", "content": "x"}],
@@ -42,13 +43,15 @@ _PROBES: tuple[list[Message], ...] = (
 )
 
 
+#: Media counts: none, and one of each kind by itself.
+_ONE_OF_EACH = ((), *(tuple(int(at == one) for one in range(at + 1)) for at in range(len(KINDS))))
+
+
 @dataclass(frozen=True)
 class Words:
-    """Words that typed text may not hold.
+    """Words forbidden in typed text: marks of media, some numbered (``<|image_1|>``), and special tokens of turns.
 
-    ``placeholders`` stand for a picture or video, ``numbered`` are patterns of those with a number (``<|image_1|>``): any
-    number is taken for a picture's. ``turns`` are the special tokens that the chat template writes: they begin and end
-    turns. Special tokens that it does not write are commands of the model (``<|grounding|>``), which people type.
+    Other special tokens are commands that people type (``<|grounding|>``).
     """
 
     placeholders: frozenset[str]
@@ -57,7 +60,7 @@ class Words:
 
 
 class ReservedWords:
-    """The reserved words of one processor, found when the first text is checked."""
+    """The reserved words of one processor."""
 
     def __init__(self, processing: Processing, image_token_ids: Iterable[int] = ()) -> None:
         self._processing = processing
@@ -72,10 +75,10 @@ class ReservedWords:
         turns = frozenset(word for word in special if word in renderings)
         named = [getattr(part, name, None) for part in (processor, tokenizer) for name in _PLACEHOLDER_NAMES]
         marked = [str(added[token]) for token in self._image_token_ids if token in added]
-        # What the template writes for a picture and a video, tokens or not: processors look for it in the text.
-        plain, picture, video = (self._rendering("x", *media) or "" for media in ((), (1, 0), (0, 1)))
+        # What the template writes for each kind of media, tokens or not: processors look for it in the text.
+        plain, picture, *others = (self._rendering("x", *counts) or "" for counts in _ONE_OF_EACH)
         around = [word for word in special if word in picture and word not in turns]
-        written = [_middle(plain, text) for text in (picture, video) if text]
+        written = [_middle(plain, text) for text in (picture, *others) if text]
         written = [word for word in written if len(word) > 1 and not word.isalnum()]
         kind: type = type(processor)
         known = _marks_of(kind)
@@ -88,7 +91,6 @@ class ReservedWords:
 
     @cached_property
     def _spellings(self) -> re.Pattern[str]:
-        """Every special token's spelling, and the other reserved words."""
         thinking, words = self._processing.template.thinking, self.words
         marks = set() if thinking is None else {thinking.start, thinking.end}  # templates look for an earlier answer's
         literal = {*words.placeholders, *words.turns, *self._special} - marks
@@ -102,7 +104,7 @@ class ReservedWords:
         return [str(word) for word in added if getattr(word, "special", False) and not str(word).isalnum()]
 
     def escaped(self, value: Any) -> Any:
-        """A chat, or a template's arguments, with ``ESCAPE`` within each spelling of a special token."""
+        """Put ``ESCAPE`` into each special token's spelling."""
         if isinstance(value, str):
             text, number = value, 1
             while number:  # what is left of one may be another
@@ -113,16 +115,16 @@ class ReservedWords:
         return [self.escaped(part) for part in value] if isinstance(value, (list, tuple)) else value
 
     def check_prompt(self, text: str, arguments: Mapping[str, Any] | None = None) -> None:
-        """Refuse a prompt, or a template's further arguments, that hold a reserved word. Raises InvalidPrompt."""
+        """Raise InvalidPrompt if a prompt or argument holds a reserved word."""
         self._check([text], "give text that is final already with template=None")
         self._check(texts_of(arguments), "leave that argument out")
 
     def check_chat(self, messages: Iterable[Message], arguments: Mapping[str, Any] | None = None) -> None:
-        """The same of a chat; an assistant's turn may repeat what the model itself writes."""
+        """Check a chat; an assistant's turn may hold turn tokens."""
         for message in messages:
             parts = message.get("content")
             texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts or ()]
-            # The texts of a content's parts as templates write them, one after the other.
+            # Templates write the parts' texts one after the other.
             in_one = (
                 "".join(text for text in texts if isinstance(text, str)) if isinstance(parts, (list, tuple)) else ""
             )
@@ -145,20 +147,18 @@ class ReservedWords:
                     advice=f", or {way_out}",
                 )
 
-    def _rendering(self, chat: str | list[Message], num_images: int = 0, num_videos: int = 0) -> str | None:
+    def _rendering(self, chat: str | list[Message], *counts: int) -> str | None:
         try:
-            return self._processing.render(chat, num_images, num_videos)
+            return self._processing.render(chat, *counts)
         except InvalidPrompt:  # not every template takes a system turn, or a picture
             return None
 
 
 @cache
 def _marks_of(kind: type) -> frozenset[str]:
-    """Marks of pictures, videos and sounds that the files of a processor's classes name, among them patterns.
+    """Find media marks in a processor's source files, some as patterns.
 
-    The sources are parsed, because nothing else says what a processor looks for in the text: such a mark need be no token, no
-    attribute, and nothing that a template writes, and it opens a picture's place wherever it is typed. A list of them would
-    be out of date with the next mlx-vlm or transformers, without anybody noticing.
+    A mark need be neither token nor attribute.
     """
     found: set[str] = set()
     for module in {parent.__module__ for parent in kind.__mro__ if ".models." in parent.__module__}:
@@ -181,14 +181,14 @@ def _compiles(pattern: str) -> bool:
 
 
 def _middle(without: str, text: str) -> str:
-    """The middle of ``text``, between the beginning and the end that it shares with ``without``."""
+    """Strip the beginning and end that ``text`` shares with ``without``."""
     start = len(commonprefix([without, text]))  # noqa: RUF071  (texts, not paths)
     end = len(commonprefix([without[start:][::-1], text[start:][::-1]]))  # noqa: RUF071
     return text[start : len(text) - end].strip()
 
 
 def texts_of(value: Any) -> Iterator[str]:
-    """Every text in a message or an argument that a template may write: values and names."""
+    """Yield every text of a value, keys included."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""A checkpoint's chat template: which arguments it reads, how it is filled in, and how it marks thinking."""
+"""Chat templates: their arguments, rendering, and marks of thinking."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.types import Template
 
-#: Names in a template that are no arguments: the chat, the tokenizer's own words and transformers' functions.
+#: Names in a template that users cannot set: the chat, the tokenizer's words, transformers' functions.
 _GIVEN = frozenset(
     (
         *("messages", "conversation", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize"),
@@ -29,7 +29,7 @@ _GIVEN = frozenset(
         *("video", "fps", "num_frames"),
     )
 )
-#: Marks of thinking, beginning and end; a template has the first pair whose end it writes.
+#: Marks of thinking, start and end. The first pair whose end the template writes counts.
 _THINKING = (
     ("<think>", "</think>"),
     ("<|channel>thought", "<channel|>"),
@@ -42,7 +42,7 @@ _THINKING = (
 
 
 def refuse(template: Template, why: str) -> None:
-    """Raise InvalidPrompt if anything is said: nothing would read it."""
+    """Raise InvalidPrompt if ``template`` sets anything."""
     if said := template.said:
         raise InvalidPrompt(f"{', '.join(said)}: {why}")
 
@@ -55,16 +55,16 @@ class ThinkingMarks:
     end: str
 
     def is_open(self, text: str) -> bool:
-        """Whether a prompt ends within thinking that it began."""
+        """Whether a prompt ends within thinking."""
         return text.rstrip().endswith(self.start) or text.rfind(self.start) > text.rfind(self.end) >= 0
 
     def is_over(self, text: str) -> bool:
-        """Whether a prompt ends with thinking that is done, as templates write for answers without any."""
+        """Whether a prompt ends with finished thinking."""
         return text.rstrip().endswith(self.end)
 
 
 class ChatTemplate:
-    """The chat template of one processor, or its absence."""
+    """One processor's chat template, if any."""
 
     def __init__(self, processor: Any) -> None:
         self._processor = processor
@@ -72,7 +72,7 @@ class ChatTemplate:
 
     @cached_property
     def owner(self) -> Any:
-        """The processor or tokenizer whose ``apply_chat_template`` is called (mlx-vlm's choice); None without a template."""
+        """The object whose ``apply_chat_template`` mlx-vlm calls."""
         for part in (self._processor, self._tokenizer):
             if hasattr(part, "apply_chat_template") and getattr(part, "chat_template", None) is not None:
                 return part
@@ -80,7 +80,7 @@ class ChatTemplate:
 
     @property
     def sources(self) -> Mapping[str, str]:
-        """The template's text by name; most checkpoints have one, named "default"."""
+        """The template's texts by name, mostly "default"."""
         given = getattr(self.owner, "chat_template", None)
         if isinstance(given, str):
             return {"default": given}
@@ -88,7 +88,7 @@ class ChatTemplate:
 
     @cached_property
     def reads(self) -> frozenset[str]:
-        """The arguments that it reads, besides the chat."""
+        """The arguments that it reads."""
         read: set[str] = set()
         environment = ImmutableSandboxedEnvironment(extensions=[_Generation, loopcontrols])
         for source in self.sources.values():
@@ -104,25 +104,24 @@ class ChatTemplate:
 
     @cached_property
     def thinking(self) -> ThinkingMarks | None:
-        """The marks of thinking; None if it has none."""
         text = "".join(self.sources.values())
         return next((ThinkingMarks(start, end) for start, end in _THINKING if end in text), None)
 
     def check(self, options: Template) -> None:
-        """Refuse arguments that nothing would read. Raises InvalidPrompt with the names of those that would be."""
+        """Raise InvalidPrompt for unread arguments."""
         if self.owner is None:
             refuse(options, "this model has no chat template, which alone could read it")
         if taken := sorted(_GIVEN & set(options.args)):
             raise InvalidPrompt(f"args holds {taken[0]!r}, which is not an argument of the template to set")
         if unknown := sorted(set(options.arguments) - self.reads):
             known = f"it reads {', '.join(sorted(self.reads))}" if self.reads else "it reads none"
-            raise InvalidPrompt(f"{', '.join(unknown)}: this model's chat template does not read that; {known}")
+            holds = "args holds " if unknown[0] in options.args else ""
+            raise InvalidPrompt(f"{holds}{', '.join(unknown)}: this model's chat template does not read that; {known}")
 
     def fill(self, messages: Sequence[Any], options: Template, *, thinks: bool = False) -> str:
-        """The prompt of messages in the form that mlx-vlm gives them; it ``thinks`` where nothing is said of that.
+        """Render messages; ``thinks`` is ``enable_thinking``'s default.
 
-        As ``mlx_vlm.prompt_utils.get_chat_template`` does it, except that the tools' keys stay in their order: it sorts
-        them, and what a model has learnt to read is what transformers writes.
+        Tools' keys keep their order, as in transformers; mlx-vlm's ``get_chat_template`` sorts them.
         """
         arguments: dict[str, Any] = {"enable_thinking": thinks, **options.arguments}
         if arguments["enable_thinking"] is True and "thinking_mode" in self.reads:
@@ -142,7 +141,7 @@ class ChatTemplate:
 
 
 class _Generation(Extension):
-    """transformers' ``{% generation %}``, which marks the assistant's words for training."""
+    """transformers' ``{% generation %}``, which marks assistants' words for training."""
 
     tags = {"generation"}
 

@@ -1,7 +1,4 @@
-"""Reads videos as RGB frames, from any source: the only module that decodes video files.
-
-Every failure is an InvalidVideo that names the source and what was wrong with it.
-"""
+"""Read videos as RGB frames. Every failure is an InvalidVideo."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ import numpy as np
 from PIL import Image
 
 from vlm_batch.errors import InvalidImage, InvalidVideo, describe
-from vlm_batch.inputs.fetch import Cancelled, Fetched, Unreadable, fetch_to_file, file_of_bytes, shown
+from vlm_batch.inputs.fetch import Cancelled, Fetched, Unreadable, fetch_to_file, file_of_bytes, name_medium
 from vlm_batch.inputs.images import (
     DEFAULT_MAX_PIXELS,
     check_size,
@@ -28,18 +25,18 @@ from vlm_batch.inputs.images import (
 )
 from vlm_batch.types import FetchPolicy, ImageInput, Video, VideoInput
 
-#: The most pixels that the frames of one video may have together: 1.5 GB of RGB, or four minutes of 1080p at 1 frame a second.
+#: Most pixels of one video's frames together: 1.5 GB of RGB, or four minutes of 1080p at 1 frame a second.
 DEFAULT_MAX_VIDEO_PIXELS = 500_000_000
-#: A file may end this share of its frames (and two) before its header says: headers count by duration. More is damage.
+#: Share of the announced frames that may be missing (and two more): headers count by duration. More is damage.
 MAX_MISSING_SHARE = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """A family's choice among the frames of a file: ``fps`` a second within bounds, or ``num_frames`` of every file.
+    """A family's choice of frames: ``fps`` a second within bounds, or ``num_frames``.
 
-    The number is rounded down to a multiple of ``frame_factor``, the frames that the model takes as one. They are
-    spread from the first frame to the last, or, ``to_the_end`` being false, one at the beginning of each equal part.
+    Their number is a multiple of ``frame_factor``, the frames merged by the model. Without ``to_the_end``, each is the
+    first of an equal part.
     """
 
     fps: float = 2.0
@@ -50,7 +47,7 @@ class Sampling:
     to_the_end: bool = True
 
     def indices(self, total: int, fps: float, video: Video) -> np.ndarray:
-        """The frames (N,) to take of ``total`` at ``fps``, spread evenly from the first to the last."""
+        """Choose frames: indices (N,)."""
         if video.num_frames is not None:
             wanted, most = float(video.num_frames), total
         else:
@@ -67,12 +64,13 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Clip:
-    """Decoded frames (T, H, W, 3) of uint8, and which of the source's ``total`` frames, at ``fps`` a second, they are."""
+    """Decoded uint8 frames (T, H, W, 3), and their place in the source."""
 
     frames: np.ndarray
     indices: tuple[int, ...]
     total: int
     fps: float
+    asked: float | None = None  # frames a second, where they were asked for so
 
     @property
     def size(self) -> tuple[int, int, int]:
@@ -82,21 +80,27 @@ class Clip:
 
     @property
     def sampled_fps(self) -> float:
-        """Frames a second of the clip itself; bounds can push it far below what was asked for."""
+        """Frames a second of the clip itself."""
         return len(self.indices) / self.total * self.fps
+
+    @property
+    def rate(self) -> float:
+        """Requested frames a second, else the clip's."""
+        return self.sampled_fps if self.asked is None else self.asked
 
 
 def spread(total: int, number: int) -> np.ndarray:
-    """``number`` indices, evenly from the first of ``total`` to the last."""
+    """Return ``number`` even indices, from the first of ``total`` to the last."""
     return np.linspace(0, total - 1, number).round().astype(int)
 
 
 def as_video(source: VideoInput) -> Video:
-    """A video as it is; anything else that can be a source as a ``Video``. Raises InvalidVideo for what cannot be one."""
     video = source if isinstance(source, Video) else Video(source)
     source = video.source
     if isinstance(source, (str, Path, bytes, bytearray, memoryview, Fetched)):
         return video
+    if video.sound:
+        raise InvalidVideo(f"{describe_video(video)} has no sound; give its recording as audios=")
     if isinstance(source, Sequence):
         if not source:
             raise InvalidVideo("the video has no frames")
@@ -117,10 +121,9 @@ def load_video(
     policy: FetchPolicy | None = None,
     cancelled: Cancelled | None = None,
 ) -> Clip:
-    """Read a video's frames as RGB, upright, those that the video or else ``sampling`` asks for.
+    """Read upright RGB frames; the video's own sampling overrides ``sampling``.
 
-    ``max_pixels`` bounds all frames together and is checked before any is decoded; None lifts it. Raises InvalidVideo,
-    or OperationCancelled.
+    ``max_pixels`` bounds all frames together. Raises InvalidVideo or OperationCancelled.
     """
     cancelled = cancelled or Cancelled()
     video, sampling = fetch_video(as_video(video), policy or FetchPolicy(), cancelled), sampling or Sampling()
@@ -133,11 +136,12 @@ def load_video(
         return _decode(source.path, replace(video, source=source), sampling, limits, cancelled)
     indices = _thinned(len(source), video)
     pictures = _pictures(video, indices, max_image_pixels, cancelled)
-    return _clip(pictures, video, indices, len(source), video.fps or sampling.fps, max_pixels)
+    clip = _clip(pictures, video, indices, len(source), video.fps or sampling.fps, max_pixels)
+    return replace(clip, asked=clip.fps if len(clip.indices) == clip.total else None)
 
 
 def own_video(video: Video, own: Callable[[ImageInput], ImageInput] = own_image) -> Video:
-    """The video in a form that nobody else can change, as ``own`` makes it of a picture. Raises InvalidVideo."""
+    """Copy what the caller could still change."""
     source = video.source
     if isinstance(source, (str, Path, bytes, Fetched)):
         return video
@@ -149,7 +153,7 @@ def own_video(video: Video, own: Callable[[ImageInput], ImageInput] = own_image)
 
 
 def _of_foreign(call: Callable[[Any], Any], video: Video) -> Any:
-    """The outcome of a source that may run code of its own. Raises InvalidVideo, whatever that raises."""
+    """Call a function on a source; exceptions become InvalidVideo."""
     try:
         return call(video.source)
     except BaseException as error:
@@ -158,7 +162,7 @@ def _of_foreign(call: Callable[[Any], Any], video: Video) -> Any:
 
 
 def _with_frames(video: Video, change: Callable[[ImageInput], ImageInput], wanted: Collection[int] = ()) -> Video:
-    """The video with ``change`` made to the frames at the ``wanted`` places, or to all. Raises InvalidVideo."""
+    """Apply ``change`` to the ``wanted`` frames, or all."""
     frames = list(video.source)
     for at in wanted or range(len(frames)):
         try:
@@ -169,7 +173,7 @@ def _with_frames(video: Video, change: Callable[[ImageInput], ImageInput], wante
 
 
 def is_to_be_fetched(video: Video) -> bool:
-    """Whether reading the video waits for a disk or a network: what decodes one reads a file."""
+    """Whether reading the video waits for a disk or network."""
     source = video.source
     return isinstance(source, (str, Path, bytes)) or (
         isinstance(source, Sequence) and any(isinstance(frame, (str, Path)) for frame in source)
@@ -177,7 +181,7 @@ def is_to_be_fetched(video: Video) -> bool:
 
 
 def fetch_video(video: Video, policy: FetchPolicy, cancelled: Cancelled) -> Video:
-    """The video with its file, or the wanted ones of its frames' files, fetched. Raises InvalidVideo."""
+    """Fetch the video's file, or its frames' files."""
     source = video.source
     if isinstance(source, (str, Path)):
         try:
@@ -193,7 +197,7 @@ def fetch_video(video: Video, policy: FetchPolicy, cancelled: Cancelled) -> Vide
 
 
 def count_video_pixels(video: Video, sampling: Sampling) -> int:
-    """Pixels of the frames that will be taken of a video which is in memory or at hand, by its header; 0 if nobody knows."""
+    """Count the pixels of frames to take, by the header."""
     source = video.source
     try:
         if isinstance(source, Fetched) and source.path is not None:
@@ -211,15 +215,7 @@ def count_video_pixels(video: Video, sampling: Sampling) -> int:
 
 
 def describe_video(video: Video) -> str:
-    """A video's name for a message."""
-    source = video.source
-    if isinstance(source, Fetched):
-        return source.name
-    if isinstance(source, (str, Path)):
-        return shown(source)
-    if isinstance(source, (bytes, bytearray, memoryview)):
-        return "the video given as bytes"
-    return f"the video given as {type(source).__name__}"
+    return name_medium(video.source, "video")
 
 
 # Frames that are given one by one
@@ -231,7 +227,6 @@ def _thinned(total: int, video: Video) -> np.ndarray:
 
 
 def _pictures(video: Video, indices: np.ndarray, max_pixels: int | None, cancelled: Cancelled) -> Iterator[np.ndarray]:
-    """Frames (H, W, 3) of uint8, read one at a time."""
     for index in indices.tolist():
         cancelled.check()
         try:
@@ -248,7 +243,6 @@ def _clip(
     fps: float,
     max_pixels: int | None,
 ) -> Clip:
-    """As many of the wanted frames as there are, each scaled down to what the video allows."""
     frames: np.ndarray | None = None
     shape: tuple[int, ...] = ()
     count = 0
@@ -299,10 +293,7 @@ def _check_pixels(video: Video, count: int, width: int, height: int, max_pixels:
 def _decode(
     path: Path, video: Video, sampling: Sampling, limits: tuple[int | None, int | None], cancelled: Cancelled
 ) -> Clip:
-    """The wanted frames of a file, in one pass from its beginning: seeking is not exact in every format.
-
-    ``limits`` are on the pixels of all frames together, and of one before it is scaled.
-    """
+    """Decode in one pass: seeking is not always exact."""
     name, (max_pixels, max_frame_pixels) = describe_video(video), limits
     if path.is_file() and not path.stat().st_size:
         raise InvalidVideo(f"{name} is empty (0 bytes)")
@@ -320,7 +311,9 @@ def _decode(
             _check_pixels(video, len(indices), *_scaled(*capture.size, video.max_pixels), max_pixels)
             clip = _clip(capture.read(indices, cancelled), video, indices, total, fps, max_pixels)
         if len(clip.indices) == len(indices):
-            return clip
+            by_number = sampling.num_frames if video.fps is None else None
+            is_by_rate = video.num_frames is None and by_number is None
+            return replace(clip, asked=(video.fps or sampling.fps) if is_by_rate else None)
         missing = total - capture.seen
         if missing > max(2, MAX_MISSING_SHARE * total):
             raise InvalidVideo(f"{name} is damaged: its header says {total} frames, and it ends after {capture.seen}")
@@ -329,7 +322,7 @@ def _decode(
 
 
 def _is_text(path: Path) -> bool:
-    """Whether a file begins as playlists do, by which FFmpeg would open other files. No container does."""
+    """Whether a file looks like a playlist, by which FFmpeg opens other files."""
     try:
         with open(path, "rb") as file:
             head = file.read(64).removeprefix(b"\xef\xbb\xbf")
@@ -339,8 +332,6 @@ def _is_text(path: Path) -> bool:
 
 
 class _Capture:
-    """An open file; frames come in order."""
-
     def __init__(self, path: Path, name: str) -> None:
         import cv2  # here: only videos need it
 
@@ -357,13 +348,13 @@ class _Capture:
             raise InvalidVideo(f"{name} does not say how many frames a second it has")
 
     def skip(self) -> bool:
-        """Go past one frame; False at the end."""
+        """Skip one frame; return False at the end."""
         found = bool(self._capture.grab())
         self.seen += found
         return found
 
     def read(self, indices: np.ndarray, cancelled: Cancelled) -> Iterator[np.ndarray]:
-        """The frames (H, W, 3) at rising indices; fewer if the file ends before."""
+        """Yield frames (H, W, 3) at rising indices, until the file ends."""
         for index in indices.tolist():
             while self.seen <= index:
                 cancelled.check()
@@ -388,7 +379,6 @@ def _opened(path: Path, name: str) -> Iterator[_Capture]:
 
 
 def _count(path: Path, name: str, cancelled: Cancelled) -> int:
-    """The frames of a file whose header does not say."""
     with _opened(path, name) as capture:
         while capture.skip():
             cancelled.check()

@@ -1,11 +1,10 @@
-"""mlx-vlm's own server with this library's engine under it.
+"""mlx-vlm's own server with this library's engine.
 
 ::
 
     python -m vlm_batch.integrations.mlx_vlm --model mlx-community/Qwen2.5-VL-3B-Instruct-4bit
 
-takes ``mlx_vlm.server``'s flags and serves its endpoints: chat completions, Responses, Anthropic Messages, realtime. One
-name of its application's module is replaced, ``ResponseGenerator``; ``Engine`` has the members of it that are used.
+Flags and endpoints are ``mlx_vlm.server``'s. ``Engine`` replaces its ``ResponseGenerator``.
 """
 
 from __future__ import annotations
@@ -42,6 +41,7 @@ from mlx_vlm.utils import ThinkingBudgetCriteria
 from vlm_batch.batcher import KVQuantisation, VLMBatcher
 from vlm_batch.errors import InvalidParameters, PromptTooLong
 from vlm_batch.handle import Handle
+from vlm_batch.inputs.audio import load_audio
 from vlm_batch.inputs.images import load_image
 from vlm_batch.inputs.processing import PixelBounds
 from vlm_batch.inputs.videos import as_video, load_video
@@ -49,19 +49,20 @@ from vlm_batch.loading import load_model
 from vlm_batch.runtime.memory import peak_bytes
 from vlm_batch.types import Event, Request, SamplingParams
 
-#: Threads of the event loop's own pool: their application holds one for each request that is not streamed.
+#: Threads of the event loop's pool: the application holds one per request that does not stream.
 NUM_THREADS = 256
 LOOPBACK = "127.0.0.1"
 THINKING = ("<think>", "</think>")
 
-#: Arguments of theirs that this engine has nothing for, and the values that ask for nothing.
+#: Unsupported arguments, and their neutral values.
 UNSUPPORTED: Mapping[str, Any] = {"typical_p": 1.0, "top_n_sigma": 0.0, "p_less": False, "resize_shape": None}
 
 
 class Engine:
-    """``mlx_vlm.server.generation.ResponseGenerator`` as its application uses it, over a ``VLMBatcher``.
+    """``mlx_vlm.server.generation.ResponseGenerator`` over a ``VLMBatcher``.
 
-    Raises ValueError for settings that this engine has nothing for: drafts, and keys and values in different bits.
+    Raises:
+        ValueError: Draft models, or keys and values in different bits, are unsupported.
     """
 
     def __init__(
@@ -96,14 +97,14 @@ class Engine:
         self._source = model_path, adapter_path
         self._quantisation = kv_bits, kv_group_size, kv_quant_scheme, quantized_kv_start
         self._top_logprobs = top_logprobs_k
-        self._lock = threading.Lock()  # processors are not made for two threads at once; nor is loading
+        self._lock = threading.Lock()  # processors and loading are not thread-safe
         self.batcher: VLMBatcher | None = None
 
     # What the application calls
     # -----------------------------------------------------------------------------------------------------------------
 
     def wait_until_ready(self, timeout: float | None = None) -> tuple[Any, Any, Any]:
-        """Load the model, if that has not been done, and return (model, processor, config)."""
+        """Load the model once; return (model, processor, config)."""
         with self._lock:
             if self.batcher is None:
                 self.batcher = self._load()
@@ -111,11 +112,11 @@ class Engine:
                 self.tokenizer = self.batcher.processing.tokenizer
                 self.config = self.model.config
                 gc.collect()
-                gc.freeze()  # their application collects garbage after every request, on its event loop
+                gc.freeze()  # the application collects garbage after every request, on its event loop
         return self.model, self.processor, self.config
 
     def stop_and_join(self, timeout: float = 10.0) -> None:
-        """End every request, and the engine."""
+        """End all requests and the engine."""
         if self.batcher is not None:
             gc.unfreeze()
             self.batcher.close()
@@ -128,7 +129,7 @@ class Engine:
         args: GenerationArguments | None = None,
         videos: list[Any] | None = None,
     ) -> tuple[GenerationContext, Tokens]:
-        """Ask for an answer to a rendered prompt; returns its token count and its tokens, as they come."""
+        """Submit a rendered prompt; return its context and a stream of tokens."""
         self.wait_until_ready()
         assert self.batcher is not None
         args = args or GenerationArguments(max_tokens=get_server_max_tokens())
@@ -151,7 +152,7 @@ class Engine:
         args: GenerationArguments | None = None,
         videos: list[Any] | None = None,
     ) -> None:
-        """Raise PromptTooLongError for a prompt and answer beyond the server's own limit."""
+        """Raise PromptTooLongError if prompt and answer exceed the server's limit."""
         if get_configured_context_limit() is None:
             return
         args = args or GenerationArguments(max_tokens=get_server_max_tokens())
@@ -166,19 +167,20 @@ class Engine:
         videos: list[Any] | None = None,
         **preprocessing_kwargs: Any,
     ) -> dict[str, Any]:
-        """The model's inputs for a request. Limits on pixels go to the processor, for this request alone."""
+        """Return model inputs; pixel limits hold for this request alone."""
         self.wait_until_ready()
         assert self.batcher is not None
-        if audio:
-            raise ValueError("vlm_batch's engine takes no audio")
-        processing = self.batcher.processing
+        spec, processing = self.batcher.spec, self.batcher.processing
+        if audio and not spec.audio:
+            raise ValueError(f"{spec.family} takes no recordings: {spec.no_audio}")
+        sounds = [load_audio(sound, processing.audio_rate) for sound in audio or ()]
         pictures = [load_image(image) for image in images or ()]
         clips = [load_video(as_video(video), processing.sampling) for video in videos or ()]
         unknown = preprocessing_kwargs.keys() - {"min_pixels", "max_pixels"}
         if unknown:
             raise ValueError(f"vlm_batch's engine does not know the processor's {', '.join(sorted(unknown))}")
-        with self._lock, processing.seeing(_pixels(processing.pixels, preprocessing_kwargs)):
-            return processing.inputs(prompt, pictures, clips)
+        with self._lock, processing.scaled_to(_pixels(processing.pixels, preprocessing_kwargs)):
+            return processing.inputs(prompt, pictures, clips, sounds)
 
     def _load(self) -> VLMBatcher:
         path, adapter = self._source
@@ -197,7 +199,7 @@ class Engine:
 
 
 def _pixels(own: PixelBounds | None, asked: Mapping[str, Any]) -> PixelBounds | None:
-    """The bounds on a picture's pixels for one request: what is asked, and the processor's own for the rest."""
+    """Return requested pixel bounds, else the processor's."""
     if not asked:
         return None
     if own is None:
@@ -206,13 +208,13 @@ def _pixels(own: PixelBounds | None, asked: Mapping[str, Any]) -> PixelBounds | 
 
 
 class Waiting:
-    """The queue whose length the application reports."""
+    """The application's queue, for its length only."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
     def qsize(self) -> int:
-        """Requests that wait for a place."""
+        """Count waiting requests."""
         if self._engine.batcher is None:
             return 0
         stats = self._engine.batcher.stats()
@@ -220,9 +222,11 @@ class Waiting:
 
 
 class Tokens:
-    """A request's tokens as the application takes them. ``shown`` are special tokens whose text is wanted, by id.
+    """A request's tokens for the application; ``next`` raises RuntimeError if the request failed.
 
-    Raises RuntimeError, from ``next``, for a request that failed.
+    Args:
+        handle: The request.
+        shown: Special tokens to show, id -> text.
     """
 
     def __init__(self, handle: Handle, shown: Mapping[int, str]) -> None:
@@ -240,7 +244,7 @@ class Tokens:
         return self._token(event)
 
     def close(self) -> None:
-        """End the request, if it has not ended; from any thread."""
+        """Cancel the unfinished request, from any thread."""
         self._handle.cancel()
 
     def __del__(self) -> None:
@@ -266,14 +270,14 @@ class Tokens:
 
 
 class ThinkingBudget:
-    """A logits processor that closes a block of reasoning after so many tokens, by mlx-vlm's own rule."""
+    """Logits processor that closes reasoning after some tokens, by mlx-vlm's rule."""
 
     def __init__(self, criteria: ThinkingBudgetCriteria) -> None:
         self._criteria = criteria
         self._seen: int | None = None
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
-        """``tokens`` (T,) so far, ``logits`` (1, V): only the closing token is left where one is due."""
+        """Mask all but the closing token if it is due: tokens (T,), logits (1, V) -> (1, V)."""
         forced = None
         if self._seen is not None:
             for token in np.array(tokens[self._seen :]).tolist():
@@ -287,7 +291,11 @@ class ThinkingBudget:
 def sampling_params(
     args: GenerationArguments, tokenizer: Any, input_ids: mx.array, top_logprobs: int
 ) -> SamplingParams:
-    """The application's arguments as sampling parameters. Raises InvalidParameters for one that this engine has nothing for."""
+    """Convert the application's arguments to sampling parameters.
+
+    Raises:
+        InvalidParameters: An argument is not supported.
+    """
     for name, neutral in UNSUPPORTED.items():
         if vars(args)[name] != neutral:
             raise InvalidParameters(f"{name} is not supported by vlm_batch's engine")
@@ -315,12 +323,12 @@ def sampling_params(
 
 
 def special_tokens(tokenizer: Any) -> dict[int, str]:
-    """The text of tokens that decoding leaves out, by id: parsers of tool calls look for it."""
+    """Return special tokens' texts by id, for parsers of tool calls."""
     return {token: added.content for token, added in tokenizer.added_tokens_decoder.items() if added.special}
 
 
 def install() -> None:
-    """Put ``Engine`` under mlx-vlm's application, and give its event loop threads enough for its way of waiting."""
+    """Put ``Engine`` into mlx-vlm's application, and enlarge its event loop's thread pool."""
     module = importlib.import_module("mlx_vlm.server.app")  # the attribute of that name is the application
     module.ResponseGenerator = Engine  # type: ignore[attr-defined]
     life: Callable[[Any], AbstractAsyncContextManager[Any]] = module.app.router.lifespan_context
@@ -336,7 +344,7 @@ def install() -> None:
 
 
 def arguments(argv: Sequence[str]) -> list[str]:
-    """The application's command line, on loopback unless ``--host`` names another address."""
+    """Add the loopback address, unless ``--host`` is given."""
     named = any(flag == "--host" or flag.startswith("--host=") for flag in argv)
     return [*argv] if named else [*argv, "--host", LOOPBACK]
 

@@ -1,4 +1,4 @@
-"""Jobs: many rows from files and tables in, their answers out, resumable.
+"""Resumable jobs: many rows from files and tables in, their answers out.
 
 ::
 
@@ -7,9 +7,6 @@
     sources, _ = jobs.open_sources(["photos/", "receipts.parquet"])
     with VLMBatcher("path or hub id") as batcher:
         jobs.run(sources, jobs.open_sink("answers.jsonl"), batcher, questions=jobs.Questions(("What is the total?",)))
-
-A ``Source`` yields rows one at a time; a ``Sink`` keeps answers so that a process that is killed loses none of them;
-``run`` streams the one through a batcher into the other.
 """
 
 from vlm_batch.jobs.cells import Columns

@@ -1,23 +1,28 @@
-"""From an answer to the record that an output keeps."""
+"""Conversion between results and an output's records."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import fields, replace
 from typing import Any
 
 from vlm_batch.jobs.lines import Record
 from vlm_batch.jobs.questions import Item
 from vlm_batch.jobs.rows import Row, name_of
-from vlm_batch.types import Result, SamplingParams, TokenLogprobs, Usage
+from vlm_batch.types import Result, SamplingParams, Timings, TokenLogprobs, Usage
 
 
 def with_form(params: SamplingParams, result: Result) -> Result:
-    """The result, with an error where its answer ended before it had the form that was asked for."""
+    """Add an error to a result with an incomplete form."""
     others = tuple(with_form(params, other) for other in result.others)
     if params.json_schema is not None:
         is_whole, what = result.parsed is not None or result.text.strip() == "null", "its JSON was whole"
+    elif params.choice is not None:
+        is_whole, what = result.text in params.choice, "it was one of the choices"
     else:
-        is_whole, what = params.choice is None or result.text in params.choice, "it was one of the choices"
+        is_whole, what = params.form is None or result.parsed is not None, f"it had the form of its {params.form}"
     if is_whole or result.error is not None:
         return replace(result, others=others)
     cut = f" by its longest length (max_tokens is {params.max_tokens})" if result.finish_reason == "length" else ""
@@ -25,7 +30,6 @@ def with_form(params: SamplingParams, result: Result) -> Result:
 
 
 def record_of(item: Item, result: Result) -> Record:
-    """An answer as a record: its own fields, and the row's columns under "columns"."""
     timings = {
         name: None if seconds != seconds else round(seconds, 6) for name, seconds in vars(result.timings).items()
     }
@@ -34,6 +38,7 @@ def record_of(item: Item, result: Result) -> Record:
         "request_id": item.id,
         "images": item.row.image_names,
         "videos": [name_of(video.source) for video in item.row.videos],
+        "audios": [name_of(audio.source) for audio in item.row.audios],
         "prompt": item.prompt,
         "text": result.text,
         "finish_reason": result.finish_reason,
@@ -41,8 +46,10 @@ def record_of(item: Item, result: Result) -> Record:
         "image_sizes": result.image_sizes,
         "model_image_sizes": result.model_image_sizes,
         "video_sizes": result.video_sizes,
+        "audio_seconds": result.audio_seconds,
         "usage": dict(vars(result.usage)),
         "timings": timings,
+        "created": round(time.time(), 3),
         "columns": item.row.columns,
     }
     if item.params.json_schema is not None:
@@ -56,8 +63,42 @@ def record_of(item: Item, result: Result) -> Record:
     return record
 
 
+def result_of(record: Record) -> Result:
+    """Return a record's result; missing numbers are 0 or NaN."""
+    spread = {**record, **_mapping(record.get("usage"))}
+    timings = {**_mapping(record.get("timings"))}
+    timings.setdefault("total", record.get("seconds"))
+    error = record.get("error") or None
+    return Result(
+        request_id=str(record["id"]),
+        text=str(record.get("text") or ""),
+        finish_reason="error" if error else record.get("finish_reason") or "stop",
+        error=error and str(error),
+        usage=Usage(**{one.name: int(_number(spread.get(one.name), 0)) for one in fields(Usage)}),
+        timings=Timings(
+            **{
+                one.name: _number(timings.get(one.name), math.nan if one.name == "total" else one.default)
+                for one in fields(Timings)
+            }
+        ),
+        image_sizes=tuple(record.get("image_sizes") or record.get("images") or ()),
+        others=tuple(result_of({"id": record["id"], **one}) for one in record.get("others") or ()),
+    )
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _number(value: Any, default: Any) -> float:
+    try:
+        found = float(value)
+    except (TypeError, ValueError):
+        return float(default)
+    return found if math.isfinite(found) else float(default)
+
+
 def _other(item: Item, result: Result) -> Record:
-    """A further answer of a request that asked for several."""
     names = ("text", "finish_reason", "error", "usage", "parsed", "logprobs")
     whole = record_of(item, result)
     return {name: whole[name] for name in names if name in whole}
@@ -67,9 +108,9 @@ def _as_json(one: TokenLogprobs | None) -> dict[str, Any] | None:
     return None if one is None else {"token_id": one.token_id, "logprob": one.logprob, "top": one.top}
 
 
-#: Fields that an answer has where they were asked for.
+#: Fields of an answer that exist only on request.
 _ASKED_FOR = ("parsed", "logprobs", "prompt_logprobs", "others")
-#: The names of an answer's fields that an output can choose among, beside its row's columns.
+#: Fields of an answer that ``--columns`` may name.
 ANSWER_FIELDS = frozenset(record_of(Item("", Row(id="")), Result(request_id=""))) - {"columns"} | {
     "seconds",
     *_ASKED_FOR,

@@ -1,4 +1,4 @@
-"""Tables of Arrow: Parquet files, and directories of Hugging Face datasets."""
+"""Arrow tables: Parquet files and Hugging Face datasets."""
 
 from __future__ import annotations
 
@@ -13,14 +13,12 @@ from vlm_batch.jobs.rows import InvalidJob, Row, Source, SourceFile
 if TYPE_CHECKING:
     import pyarrow as pa
 
-#: Rows that are read at once from Parquet: pictures in cells are large.
+#: Rows read at a time: pictures in cells are large.
 BATCH_ROWS = 16
 
 
 @dataclass(frozen=True)
 class _Opened:
-    """A table that is open. ``batches`` reads the columns that are named, some rows at a time; paths begin in ``folder``."""
-
     folder: str
     names: list[str]
     pictures: list[str]
@@ -29,7 +27,7 @@ class _Opened:
 
 
 class ArrowTable(Source):
-    """A table of Arrow. Pictures lie in a column as bytes, as a struct of bytes and path, or as paths."""
+    """A table with pictures as bytes, structs of bytes and path, or paths."""
 
     own: Columns
 
@@ -51,7 +49,7 @@ class ArrowTable(Source):
         return self._rows(with_pictures=False)
 
     def _columns(self, opened: _Opened) -> Columns:
-        return self.own.among(opened.names, self.name, opened.pictures)
+        return self.own.resolve(opened.names, self.name, opened.pictures)
 
     def _rows(self, *, with_pictures: bool) -> Iterator[Row]:
         opened = self._open()
@@ -69,8 +67,6 @@ class ArrowTable(Source):
 
 @dataclass(frozen=True)
 class Parquet(ArrowTable, SourceFile):
-    """A Parquet file."""
-
     own: Columns
 
     def _open(self) -> _Opened:
@@ -94,7 +90,7 @@ class Parquet(ArrowTable, SourceFile):
 
 
 def picture_columns(schema: pa.Schema) -> list[str]:
-    """The columns that hold pictures themselves: bytes, structs of bytes and path, or lists of either."""
+    """Return columns of bytes, also in structs and lists."""
     import pyarrow as pa
 
     def holds_bytes(kind: pa.DataType) -> bool:
@@ -108,12 +104,11 @@ def picture_columns(schema: pa.Schema) -> list[str]:
 
 
 def is_dataset(folder: str) -> bool:
-    """True for a folder written by ``Dataset.save_to_disk`` or ``DatasetDict.save_to_disk``."""
+    """Whether ``save_to_disk`` wrote the folder."""
     return any(os.path.isfile(os.path.join(folder, name)) for name in ("state.json", "dataset_dict.json"))
 
 
 def datasets_in(folder: str, own: Columns, split: str | None = None) -> list[HuggingFace]:
-    """The splits of a directory, or the one that is named. Raises InvalidJob."""
     import datasets
 
     try:
@@ -130,8 +125,6 @@ def datasets_in(folder: str, own: Columns, split: str | None = None) -> list[Hug
 
 @dataclass(frozen=True)
 class HuggingFace(ArrowTable, SourceFile):
-    """A dataset of the ``datasets`` library. Pictures stay as they were stored until they are asked about."""
-
     dataset: Any
     own: Columns
 
@@ -143,12 +136,12 @@ class HuggingFace(ArrowTable, SourceFile):
 
 
 def stored(dataset: Any) -> Iterable[Any]:
-    """A dataset's rows as they are stored, pictures as bytes and paths, some at a time."""
+    """Yield undecoded batches."""
     return dataset.with_format("arrow").iter(batch_size=BATCH_ROWS)  # type: ignore[no-any-return]
 
 
 def picture_features(dataset: Any) -> list[str]:
-    """The columns that hold pictures, or lists of pictures, by their features."""
+    """Return picture columns by features."""
     import datasets
 
     lists = (datasets.List, datasets.LargeList)

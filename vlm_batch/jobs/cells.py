@@ -1,27 +1,35 @@
-"""From a table's cells to a row: the columns of pictures, videos, ids and prompts, and what may stand in them."""
+"""Table cells to rows: columns of media, ids and prompts."""
 
 from __future__ import annotations
 
+import base64
 import difflib
 import math
 import os
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
-from vlm_batch.jobs.files import is_url, is_video, prepare_for
+from vlm_batch.assets import VIDEO_SUFFIXES
+from vlm_batch.inputs.chats import says_media
+from vlm_batch.jobs.files import HEIC_SUFFIXES, is_url, kind_of, picture_suffixes, prepare_for
 from vlm_batch.jobs.rows import InvalidJob, Row
-from vlm_batch.types import ImageInput, Video
+from vlm_batch.types import Audio, ImageInput, Video
 
-#: Columns that are taken for what they say, where none is named.
+#: Usual column names, used where none is named.
 PICTURE_NAMES = ("image", "images", "image_path", "image_url")
 FILE_NAMES = ("file_name", "filename", "path", "file", "url")
+#: Names that other columns have, too: their cells must look like pictures.
+DOUBTFUL_NAMES = ("path", "file", "url")
 VIDEO_COLUMNS = ("video", "videos", "video_path", "video_url")
+AUDIO_COLUMNS = ("audio", "audios", "audio_path", "audio_url")
 ID_COLUMNS = ("id", "custom_id", "request_id", "key", "__key__")
-#: What people call them otherwise, where spelling does not show it.
+#: Synonyms that spelling does not show.
 OTHER_WORDS = {
     **dict.fromkeys(("img", "picture", "photo", "pic", "image_file", "image_name", "image_filename"), "image"),
     **dict.fromkeys(("imgs", "pictures", "photos", "pics"), "images"),
@@ -30,105 +38,218 @@ OTHER_WORDS = {
     **dict.fromkeys(("chat", "conversation", "conversations", "msgs"), "messages"),
     **dict.fromkeys(("param", "parameters", "sampling", "sampling_params"), "params"),
 }
+#: Words of column names that mean a fact about a picture, not the picture.
+FACTS = re.compile(r"(?:^|[_ -])(?:ids?|size|width|height|count|num|hash|date|type|format|quality)(?:$|[_ -])", re.I)
+#: First bytes of picture files.
+MAGIC = re.compile(rb"\x89PNG|\xff\xd8\xff|GIF8|BM.{4}\0\0\0\0|II\*\0|MM\0\*|RIFF.{4}WEBP|.{4}ftyp", re.DOTALL)
+#: The same in base64 (PNG, JPEG, GIF, WebP, TIFF); no path begins so.
+BASE64 = re.compile(r"(?:iVBORw0KGgo|/9j/[24]|R0lGOD|UklGR|SUkqA|TU0AK)[A-Za-z0-9+/\s]{64,}={0,2}\s*")
+#: Names of tables in messages to users of Python functions, who have no command line options.
+PYTHON_TABLES = THE_TABLE, THE_DATASET = "the table", "the dataset"
+#: The longest text that may be a path or a URL.
+LONGEST_PATH = 4096
 
 
-def meant(name: str, known: Collection[str]) -> str | None:
-    """The known name that another one probably stands for; None if none is like it."""
+def closest_name(name: str, known: Collection[str]) -> str | None:
+    """Return the known name probably meant."""
     plain = name.strip().lower().replace("-", "_").replace(" ", "_")
     plain = plain if plain in known else OTHER_WORDS.get(plain, plain)
     return next(iter(difflib.get_close_matches(plain, known, 1, 0.8)), None)
 
 
-def hint(name: str, known: Collection[str]) -> str:
-    """The words behind a name that is unknown: the one that is probably meant."""
-    likely = meant(name, known)
+def did_you_mean(name: str, known: Collection[str]) -> str:
+    likely = closest_name(name, known)
     return "" if likely is None else f" ({likely!r} is probably meant)"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Columns:
-    """The columns of pictures, videos, ids and prompts.
+    """Names of a table's columns; None uses a usual name, "" means none.
 
-    None takes the first known name that is there; ``prompt`` is read only where it is named.
+    ``prompt`` is read only if named.
     """
 
     image: str | None = None
     video: str | None = None
+    audio: str | None = None
     id: str | None = None
     prompt: str | None = None
 
-    def among(self, names: Sequence[str], table: str, pictures: Sequence[str] = ()) -> Columns:
-        """The columns of a table with these names; ``pictures`` are known by their type. Raises InvalidJob."""
+    def resolve(self, names: Sequence[str], table: str, pictures: Sequence[str] = ()) -> Columns:
+        """Resolve the names in a table; ``pictures`` are picture columns by type."""
         for option, name in vars(self).items():
-            if name is not None and name not in names:
-                raise InvalidJob(f"{table} has no column {name!r} (--{option}-column); it has {', '.join(names)}")
+            if name and name not in names:
+                raise InvalidJob(
+                    f"{table} has no column {name!r} ({_option(option, table)}); it has {', '.join(names)}"
+                )
+        others = {*VIDEO_COLUMNS, *AUDIO_COLUMNS, self.video, self.audio}  # mappings of bytes, as pictures are
+        pictures = [name for name in pictures if name not in others]
         likely = (
-            *(name for name in PICTURE_NAMES + FILE_NAMES if name in pictures),
-            *(name for name in PICTURE_NAMES if name in names),
-            *pictures,
-            *(name for name in FILE_NAMES if name in names),
+            [name for name in PICTURE_NAMES + FILE_NAMES if name in pictures],
+            [name for name in PICTURE_NAMES if name in names],
+            pictures,
+            [name for name in FILE_NAMES if name in names],
         )
         return replace(
             self,
-            image=self.image or next(iter(likely), None),
-            video=self.video or next((name for name in VIDEO_COLUMNS if name in names), None),
-            id=self.id or next((name for name in ID_COLUMNS if name in names), None),
+            image=_only("image", self.image, next(filter(None, likely), ()), table),
+            video=_only("video", self.video, [name for name in VIDEO_COLUMNS if name in names], table),
+            audio=_only("audio", self.audio, [name for name in AUDIO_COLUMNS if name in names], table),
+            id=next((name for name in ID_COLUMNS if name in names), None) if self.id is None else self.id,
         )
 
-    def check_meant(self, names: Collection[str], table: str, named: Collection[str], *, asks: bool) -> None:
-        """Raise InvalidJob for a column that probably holds the pictures, or the prompts, that none was found for.
+    @property
+    def has_media(self) -> bool:
+        return bool(self.image or self.video or self.audio) or self.image == ""
 
-        ``self`` is what was found, ``named`` what the job uses otherwise, ``asks`` whether it has a prompt of its own.
-        """
-        wanted = {} if self.image or self.video else dict.fromkeys(PICTURE_NAMES, "image")
-        wanted |= dict.fromkeys(VIDEO_COLUMNS if wanted else (), "video")
+    def check_overlooked(self, names: Collection[str], table: str, named: Collection[str], *, asks: bool) -> None:
+        """Raise InvalidJob if an unused column resembles missing pictures, chats or prompts."""
+        strange = [name for name in names if name not in named and name not in vars(self).values()]
+        wanted = {} if self.has_media else dict.fromkeys(PICTURE_NAMES, "image")
+        if wanted:
+            wanted |= {**dict.fromkeys(VIDEO_COLUMNS, "video"), **dict.fromkeys(AUDIO_COLUMNS, "audio")}
         wanted |= {"prompt": "prompt"} if self.prompt is None and not asks else {}
-        for name in names:
-            likely = meant(name, wanted) if name not in named and name not in wanted else None
-            if likely is not None:
-                what = wanted[likely]
-                raise InvalidJob(
-                    f"{table} has no column of {what}s, but {name!r}: --{what}-column {name} takes it for that, "
-                    f"and --columns {name} says that it is something else"
-                )
+        found = [
+            (name, wanted[likely]) for name in strange if (likely := closest_name(name, wanted)) and name not in wanted
+        ]
+        if "messages" in strange and (not self.has_media or (self.prompt is None and not asks)):
+            raise InvalidJob(
+                f"{table} has a column 'messages', and chats are read from JSON lines (.jsonl) alone; "
+                f"{_something_else('image', table, 'messages')} says that it is something else"
+            )
+        if not self.has_media:
+            found += [(name, "image") for name in sorted(strange, key=_is_fact) if says_media(name)]
+        for name, what in found[:1]:
+            raise InvalidJob(
+                f"{table} has no column of {what}s, but {name!r}: {_option(what, table, name)} takes it for that, "
+                f"and {_something_else(what, table, name)} says that it is something else"
+            )
+
+
+def _only(what: str, named: str | None, likely: Sequence[str], table: str) -> str | None:
+    if named is None and len(likely) > 1:
+        raise InvalidJob(
+            f"{likely[0]} and {likely[1]} exclude each other in {table}: {_option(what, table)} says which one holds the "
+            f"{what}s"
+        )
+    return next(iter(likely), None) if named is None else named
+
+
+def _option(what: str, table: str, name: str | None = None) -> str:
+    """Return the option for a column, on the command line or in Python."""
+    if table in PYTHON_TABLES:
+        return f"{what}=" if name is None else f"{what}={name!r}"
+    return f"--{what}-column" if name is None else f"--{what}-column {name or repr(name)}"
+
+
+def _something_else(what: str, table: str, name: str) -> str:
+    return f"{what}=''" if table in PYTHON_TABLES else f"--columns {name}"
+
+
+def _is_fact(name: str) -> bool:
+    return FACTS.search(name) is not None
+
+
+def flag_overlooked_media(row: Row, table: str, folder: str = "") -> Row:
+    """Add an error if a row without pictures names one."""
+    for name, value in row.columns.items() if row.error is None else ():
+        if names_media(value, folder) or (says_media(name) and isinstance(value, str) and is_url(value)):
+            like = f" ({value} looks like one)" if isinstance(value, str) and len(value) <= 100 else ""
+            error = (
+                f"{table} has no column of images, but {name!r}: {_option('image', table, name)} takes it for that{like}, and "
+                f"{_option('image', table, '')} says that rows are asked without"
+            )
+            return replace(row, error=error)
+    return row
+
+
+def flag_doubtful_media(row: Row, own: Columns, table: str, folder: str = "") -> Row:
+    """Add an error if a row's doubtful column holds no picture."""
+    for name in DOUBTFUL_NAMES if own.image is None and row.images and row.error is None else ():
+        value = row.columns.get(name)
+        if (
+            isinstance(value, str)
+            and value
+            and row.images == media_of(value, folder)
+            and not names_media(value, folder)
+        ):
+            like = f" ({value} does not look like one)" if len(value) <= 100 else ""
+            error = (
+                f"{table} has no column that surely holds images, but {name!r}: {_option('image', table, name)} takes it for "
+                f"that{like}, and {_option('image', table, '')} says that rows are asked without"
+            )
+            return replace(row, error=error)
+    return row
+
+
+def names_media(value: Any, folder: str) -> bool:
+    if isinstance(value, str):
+        if BASE64.match(value):
+            return True
+        if len(value) > LONGEST_PATH or "\n" in value:
+            return value.startswith(("data:image/", "data:video/"))
+        path = value.partition("?")[0] if is_url(value) else value
+        suffix = os.path.splitext(path)[1].lower()
+        if suffix not in _media_suffixes():
+            return value.startswith(("data:image/", "data:video/"))
+        return not re.search(r"\s", value.strip()) or os.path.isfile(located(value, folder))
+    if isinstance(value, (bytes, bytearray)):
+        return MAGIC.match(value) is not None
+    if isinstance(value, Mapping):
+        return any(names_media(value.get(name), folder) for name in ("bytes", "path", "url"))
+    if isinstance(value, (list, tuple)):
+        return any(names_media(one, folder) for one in value)
+    return isinstance(value, Image.Image)
+
+
+@cache
+def _media_suffixes() -> frozenset[str]:
+    return picture_suffixes().union(VIDEO_SUFFIXES, HEIC_SUFFIXES)
 
 
 def row_of_cells(cells: Mapping[str, Any], columns: Columns, *, place: str, folder: str) -> Row:
-    """A table's row. ``place`` stands in where it has no id, and ``folder`` is where relative paths begin."""
-    row_id = place if columns.id is None or cells.get(columns.id) in (None, "") else str(cells[columns.id])
+    """Return a table's row, with ``place`` as its default id."""
+    row_id = id_of(cells.get(columns.id) if columns.id else None, place)
     shown = {name: value for name, value in cells.items() if name != columns.image or isinstance(value, str)}
     row = Row(id=row_id, columns=shown)
     try:
-        images = () if columns.image is None else media_of(cells.get(columns.image), folder)
-        videos = () if columns.video is None else media_of(cells.get(columns.video), folder)
+        images = media_of(cells.get(columns.image), folder) if columns.image else ()
+        videos = media_of(cells.get(columns.video), folder) if columns.video else ()
+        audios = audios_of(cells.get(columns.audio), folder) if columns.audio else ()
     except InvalidJob as error:
         return replace(row, error=f"{place}: {error}")
-    if columns.image is not None and not images and not videos:
-        return replace(row, error=f"{place}: column {columns.image!r} is empty")
-    prompt = None if columns.prompt is None else cells.get(columns.prompt)
-    if columns.prompt is not None and not isinstance(prompt, str):
-        return replace(row, error=f"{place}: column {columns.prompt!r} holds no text")
-    clips = tuple(Video(image) for image in images if isinstance(image, str) and is_video(image))
+    if not images and not videos and not audios:
+        given = {name: cells.get(name) for name in (columns.image, columns.video, columns.audio) if name}
+        if given and not any(isinstance(value, (list, tuple)) and not value for value in given.values()):
+            return replace(row, error=f"{place}: column {next(iter(given))!r} is empty; leave the row out")
+    prompt = cells.get(columns.prompt) if columns.prompt else None
+    if columns.prompt and not isinstance(prompt, str):
+        return replace(row, error=f"{place}: column {columns.prompt!r} holds no text to ask")
+    kinds = [kind_of(image) if isinstance(image, str) else "image" for image in images]
+    named = {kind: tuple(image for image, own in zip(images, kinds, strict=True) if own == kind) for kind in set(kinds)}
     return replace(
         row,
-        images=tuple(image for image in images if not (isinstance(image, str) and is_video(image))),
-        videos=clips + tuple(Video(video) for video in videos),
+        images=named.get("image", ()),
+        videos=tuple(map(Video, (*named.get("video", ()), *videos))),
+        audios=(*map(Audio, named.get("audio", ())), *audios),
         prompt=prompt,
     )
 
 
-def media_of(value: Any, folder: str) -> tuple[ImageInput, ...]:
-    """The pictures or videos of a cell: a path or URL, bytes, a mapping of either (as Hugging Face writes them), or a list.
+def id_of(value: Any, place: str) -> str:
+    """Return the cell, or ``place`` if empty, blank or NaN."""
+    is_nan = isinstance(value, float) and math.isnan(value)
+    return place if value is None or is_nan or not str(value).strip() else str(value)
 
-    Raises InvalidJob for anything else.
-    """
+
+def media_of(value: Any, folder: str) -> tuple[ImageInput, ...]:
+    """Return a cell's media: paths, URLs, bytes or mappings of these."""
     if value is None or (isinstance(value, (str, bytes)) and not value):
         return ()
     if isinstance(value, float) and math.isnan(value):  # how pandas holds an empty cell
         return ()
     if isinstance(value, str):
-        prepare_for(value)
-        return (located(value, folder),)
+        return (_of_text(value, folder),)
     if isinstance(value, (bytes, bytearray, memoryview)):
         return (bytes(value),)
     if isinstance(value, (Image.Image, np.ndarray, os.PathLike)):
@@ -139,12 +260,35 @@ def media_of(value: Any, folder: str) -> tuple[ImageInput, ...]:
             raise InvalidJob(f"a picture's mapping needs bytes, path or url; it has {', '.join(map(str, value))}")
         return media_of(data if data is not None else path, folder)
     if isinstance(value, (list, tuple)):
-        return tuple(picture for one in value for picture in media_of(one, folder))
+        found = [media_of(one, folder) for one in value]
+        if not all(found):
+            raise InvalidJob(f"number {found.index(()) + 1} of the list is empty; leave it out")
+        return tuple(picture for pictures in found for picture in pictures)
     raise InvalidJob(f"a picture is a path, URL, bytes or a list of these, not {type(value).__name__}")
 
 
+def audios_of(value: Any, folder: str) -> tuple[Audio, ...]:
+    if isinstance(value, Mapping) and value.get("array") is not None:
+        return (Audio(value["array"], rate=value.get("sampling_rate")),)
+    if isinstance(value, (list, tuple)):
+        return tuple(audio for one in value for audio in audios_of(one, folder))
+    return tuple(map(Audio, media_of(value, folder)))
+
+
+def _of_text(value: str, folder: str) -> ImageInput:
+    if BASE64.match(value):
+        try:
+            return base64.b64decode("".join(value.split()), validate=True)
+        except ValueError as error:
+            raise InvalidJob(f"a picture in base64 of {len(value):,} characters is cut or damaged: {error}") from error
+    path = located(value, folder)
+    path = path if os.path.exists(path) or is_url(path) else located(value.strip(), folder)
+    prepare_for(path)
+    return path
+
+
 def located(path: str, folder: str) -> str:
-    """A path of a table: beside the table if it is there, else from where the process runs."""
+    """Return a path beside the table if it exists there or nowhere, else unchanged."""
     if is_url(path) or os.path.isabs(path) or path.startswith("~") or not folder:
         return path
     beside = os.path.join(folder, path)

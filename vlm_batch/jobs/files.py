@@ -1,4 +1,4 @@
-"""Pictures, videos and documents named by arguments: files, folders, globs and URLs, each once."""
+"""Files named by arguments (files, folders, globs, URLs), each once."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from importlib.util import find_spec
 
 from PIL import Image
 
-from vlm_batch.assets import VIDEO_SUFFIXES
+from vlm_batch.assets import AUDIO_SUFFIXES, VIDEO_SUFFIXES
 from vlm_batch.inputs import images
 from vlm_batch.jobs.rows import InvalidJob
 
 HEIC_SUFFIXES = (".heic", ".heif", ".hif")
-#: Files that are neither pictures nor read in another way: skipped where a shell's pattern names them among pictures.
+#: Files that are skipped when a pattern names them among pictures.
 TEXT_SUFFIXES = (".txt", ".caption", ".md", ".log", ".html", ".xml", ".yaml", ".yml", ".json")
 ARCHIVE_SUFFIXES = (".zip", ".7z", ".rar", ".gz", ".zst")
 OFFICE_SUFFIXES = (".xlsx", ".xls", ".ods", ".docx", ".doc", ".odt", ".pptx")
@@ -27,26 +27,24 @@ NO_PICTURES = TEXT_SUFFIXES + ARCHIVE_SUFFIXES + OFFICE_SUFFIXES
 
 @dataclass
 class Found:
-    """The files that arguments lead to, each once, and what is left out: files by suffix, folders met again through a link."""
+    """Files found so far, and those skipped."""
 
     files: set[str] = field(default_factory=set)
     folders: set[str] = field(default_factory=set)
     skipped: Counter[str] = field(default_factory=Counter)
     unreadable: list[str] = field(default_factory=list)
     num_folders_again: int = 0
+    num_links: int = 0
 
     def add(self, path: str) -> bool:
-        """Add a file; False if it is there already, in whatever spelling."""
+        """Add a file; return False for another spelling or link."""
         key = identity(path)
         is_new = key not in self.files
         self.files.add(key)
         return is_new
 
     def look_for(self, path: str, *, suffixes: Collection[str], recursive: bool) -> Iterator[str]:
-        """The new files that a name stands for: a file, a URL and the name of nothing as they are, a folder by suffixes.
-
-        Files whose suffix says that they are text, archives or office documents are skipped.
-        """
+        """Yield a path's new files, a folder's by suffix."""
         is_folder = os.path.isdir(path)
         for file in self._walk(path, recursive) if is_folder else (path,):
             suffix = "" if is_url(file) else os.path.splitext(file)[1].lower()
@@ -54,9 +52,11 @@ class Found:
                 self.skipped[suffix] += 1
             elif self.add(file):
                 yield file
+            else:
+                self.num_links += os.path.islink(file)
 
     def _walk(self, folder: str, recursive: bool) -> Iterator[str]:
-        """Files of a folder and then of those in it, sorted, hidden ones left out. Links are followed, but none twice."""
+        """Yield a folder's files, sorted, links last, each folder's once."""
 
         def unreadable(error: OSError) -> None:
             self.unreadable.append(str(error.filename))
@@ -67,15 +67,16 @@ class Found:
             self.num_folders_again += is_again
             self.folders.add(real)
             folders[:] = sorted(one for one in folders if not one.startswith(".")) if recursive and not is_again else []
-            for name in sorted(names) if not is_again else ():
-                path = os.path.join(where, name)
+            paths = [] if is_again else [os.path.join(where, name) for name in sorted(names)]
+            for path in sorted(paths, key=os.path.islink):
+                name = os.path.basename(path)
                 if not name.startswith(".") and os.path.isfile(path):
                     yield path
                 elif not name.startswith("."):  # a link that leads nowhere, a pipe
                     self.unreadable.append(path)
 
     def said(self) -> str:
-        """One line about what was left out; "" if nothing was."""
+        """Describe skipped files in one line."""
         kinds = [
             f"{count} {suffix or 'without a suffix'}{_hint(suffix)}" for suffix, count in self.skipped.most_common(6)
         ]
@@ -84,6 +85,10 @@ class Found:
         if self.num_folders_again:
             folders = "1 folder" if self.num_folders_again == 1 else f"{self.num_folders_again} folders"
             kinds.append(f"{folders} that links lead to again")
+        if self.num_links:
+            kinds.append(
+                f"{self.num_links} {'link' if self.num_links == 1 else 'links'} to files that are there already"
+            )
         kinds += [f"{folder} (cannot be read)" for folder in self.unreadable]
         return f"skipped: {', '.join(kinds)}" if kinds else ""
 
@@ -91,9 +96,11 @@ class Found:
 def _hint(suffix: str) -> str:
     hints: tuple[tuple[tuple[str, ...], str], ...] = (
         (VIDEO_SUFFIXES, "--videos takes them"),
+        (AUDIO_SUFFIXES, "--audios takes them"),
         ((".pdf",), "--pdf takes them"),
         ((".parquet", ".jsonl", ".tar"), f"a pattern takes them: '*{suffix}'"),
         ((".json",), "tables are read as JSON lines: .jsonl"),
+        ((".txt",), "a list of paths is read from standard input: run - < FILE"),
         (ARCHIVE_SUFFIXES, "to be unpacked first"),
         (OFFICE_SUFFIXES, "to be saved as PDF or CSV first"),
         (HEIC_SUFFIXES, "pip install 'vlm-batch[heic]' reads them"),
@@ -104,10 +111,7 @@ def _hint(suffix: str) -> str:
 
 
 def expanded(argument: str) -> list[str]:
-    """The names that match a pattern, in order; the argument itself if it is no pattern, or nothing matches.
-
-    ``./photos/`` is ``photos``: names are ids, and a job is resumed by them.
-    """
+    """Return a pattern's matches, or the normalised argument: jobs resume by names."""
     if argument and not is_url(argument):
         argument = os.path.expanduser(argument)
         argument = argument if os.pardir in argument.split(os.sep) else os.path.normpath(argument)
@@ -117,10 +121,7 @@ def expanded(argument: str) -> list[str]:
 
 
 def check_there(arguments: Sequence[str]) -> None:
-    """Raise InvalidJob for a folder or pattern that leads to nothing, and where none of the files that are named is there.
-
-    One picture of many that is missing is that row's error alone. A name without a suffix is a folder's.
-    """
+    """Raise InvalidJob for a missing folder or pattern, or if no named file exists."""
     named = (one for one in arguments if one != "-" and not is_url(one))
     missing = [one for one in named if not any(map(os.path.lexists, expanded(one)))]
     folders = [one for one in missing if glob.has_magic(one) or not os.path.splitext(one)[1]]
@@ -130,13 +131,12 @@ def check_there(arguments: Sequence[str]) -> None:
 
 
 def picture_suffixes() -> frozenset[str]:
-    """The suffixes of pictures that can be read here: with pillow-heif, those of HEIC, too."""
     with_heif = "pillow_heif" in sys.modules or find_spec("pillow_heif")
     return images.picture_suffixes().union(HEIC_SUFFIXES if with_heif else ())
 
 
 def prepare_for(path: str) -> None:
-    """Have Pillow read HEIC pictures, where there are any and pillow-heif is installed."""
+    """Register pillow-heif for HEIC pictures."""
     if path.lower().endswith(HEIC_SUFFIXES):
         with contextlib.suppress(ImportError):
             import pillow_heif
@@ -145,17 +145,16 @@ def prepare_for(path: str) -> None:
 
 
 def is_url(path: str) -> bool:
-    """True for a source that is fetched from elsewhere, or carries its data itself."""
     return path.startswith(("http://", "https://", "data:"))
 
 
-def is_video(path: str) -> bool:
-    """True for a path or URL of a video, by its suffix."""
-    return path.partition("?")[0].lower().endswith(VIDEO_SUFFIXES)
+def kind_of(path: str) -> str:
+    """Return "image", "video" or "audio" by the suffix."""
+    name = path.partition("?")[0].lower()
+    return "video" if name.endswith(VIDEO_SUFFIXES) else "audio" if name.endswith(AUDIO_SUFFIXES) else "image"
 
 
 def common_folder(paths: Sequence[str]) -> str:
-    """The folders that all paths begin with, to be left out where they are shown; "" if there are none."""
     parents = {os.path.dirname(path) for path in paths}
     if "" in parents:
         return ""
@@ -164,8 +163,5 @@ def common_folder(paths: Sequence[str]) -> str:
 
 
 def identity(path: str) -> str:
-    """One key for all spellings of a path. A link to a file counts as a file of its own."""
-    if is_url(path):
-        return path
-    folder, name = os.path.split(os.path.expanduser(path))
-    return os.path.join(os.path.realpath(folder), name)
+    """Return one key for a path's spellings."""
+    return path if is_url(path) else os.path.realpath(os.path.expanduser(path))

@@ -1,4 +1,4 @@
-"""Files of answers that are written as a whole: CSV, TSV and Parquet."""
+"""Outputs written whole: CSV, TSV and Parquet."""
 
 from __future__ import annotations
 
@@ -9,24 +9,21 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-from vlm_batch.jobs.lines import Record
-from vlm_batch.jobs.rows import InvalidJob
+from vlm_batch.jobs.lines import Record, no_output
 
-#: Answers of a row group of a Parquet file.
+#: Rows of a Parquet row group.
 GROUP_ROWS = 1000
 
 
 class Format(Protocol):
-    """A format of files that are written as a whole: reading and writing."""
-
     def read(self, path: Path) -> Iterator[Record]: ...
     def write(self, path: Path, records: Callable[[], Iterator[Record]], columns: tuple[str, ...]) -> None:
-        """Make the file. ``records`` gives them from the beginning each time."""
+        """Write the file; ``records`` starts over each time."""
         ...
 
 
 class DelimitedFile:
-    """CSV, or TSV: lists and objects are JSON in their cells."""
+    """CSV or TSV; lists and objects are JSON."""
 
     def __init__(self, separator: str = ",") -> None:
         self._separator = separator
@@ -35,7 +32,7 @@ class DelimitedFile:
         with open(path, encoding="utf-8", newline="") as file:
             for record in csv.DictReader(file, delimiter=self._separator):
                 if "id" not in record:
-                    raise InvalidJob(f"{path} has no column id; it is no output of a job")
+                    raise no_output(path, "it has no column id")
                 yield {name: value if value != "" else None for name, value in record.items()}
 
     def write(self, path: Path, records: Callable[[], Iterator[Record]], columns: tuple[str, ...]) -> None:
@@ -47,7 +44,7 @@ class DelimitedFile:
 
 
 class ParquetFile:
-    """Parquet, in row groups; a column's type is what its values are."""
+    """Parquet; values decide a column's type."""
 
     def read(self, path: Path) -> Iterator[Record]:
         import pyarrow.parquet as pq
@@ -55,9 +52,9 @@ class ParquetFile:
         try:
             file = pq.ParquetFile(path)
         except Exception as error:  # not Parquet, or damaged
-            raise InvalidJob(f"{path} cannot be read as Parquet: {error}") from error
+            raise no_output(path, f"it cannot be read as Parquet: {error}") from error
         if "id" not in file.schema_arrow.names:
-            raise InvalidJob(f"{path} has no column id; it is no output of a job")
+            raise no_output(path, "it has no column id")
         for batch in file.iter_batches(batch_size=GROUP_ROWS):
             yield from batch.to_pylist()
 
@@ -76,7 +73,7 @@ class ParquetFile:
 
 
 def _schema(records: Iterator[Record], columns: tuple[str, ...]) -> Any:
-    """A type for each column: the common type of its values, or text if they have none."""
+    """Give each column its common type, or text."""
     import pyarrow as pa
 
     fields = {name: pa.field(name, pa.null()) for name in columns}
@@ -98,7 +95,6 @@ def _groups(records: Iterator[Record]) -> Iterator[list[Record]]:
 
 
 def _typed(value: Any, as_text: bool) -> Any:
-    """A value that Arrow takes: anything is text where that is its column."""
     is_other = value is not None and as_text and not isinstance(value, str)
     return json.dumps(value, ensure_ascii=False) if is_other else value
 

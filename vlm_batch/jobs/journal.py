@@ -1,36 +1,45 @@
-"""The files beside a job's output: a header with the settings of its first run, what answers were made of, a lock."""
+"""Files beside an output: a header (settings), stamps of rows' files, a lock."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import filelock
 
 from vlm_batch._version import __version__
+from vlm_batch.checks import simplify_schema
 from vlm_batch.jobs.files import is_url
 from vlm_batch.jobs.lines import LineFile, read_answers, replace_file
 from vlm_batch.jobs.rows import InvalidJob, Row, digest
+from vlm_batch.types import SamplingParams
 
-#: The header's form. A later one that reads differently has another number.
+#: Version of the header's form.
 FORM = 1
-#: The setting that has the stamps of a model's files, and the suffixes of those that decide answers.
+#: The setting with the stamps of a model's files, and the suffixes of those that decide answers.
 MODEL_FILES, MODEL_SUFFIXES = (
     "model_files",
     (".safetensors", ".npz", ".json", ".jinja", ".model", ".txt", ".tiktoken", ".py"),
 )
 
+#: Bytes of a compared block; most blocks of a picture or table, and of a model's file.
+BLOCK, MEDIUM_BLOCKS, MODEL_BLOCKS = 1 << 14, 16, 1024
+#: Most characters of a setting's value in a message.
+MOST_SHOWN = 60
+#: Times and contents of a row's files.
+Made = dict[str, list[Any]]
+
 
 def check_writable(path: Path) -> None:
-    """Raise InvalidJob for an output that cannot be written."""
     if path.is_dir():
-        raise InvalidJob(f"cannot write {path}: it is a folder")
+        raise InvalidJob(f"cannot write {path}: it is a folder; name a file in it")
     if not path.parent.is_dir():
-        raise InvalidJob(f"cannot write {path}: there is no such folder")
+        raise InvalidJob(f"cannot write {path}: there is no folder {path.parent}; make it first")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise InvalidJob(f"cannot write {path}: no permission")
 
@@ -41,26 +50,25 @@ def header_path(output: Path) -> Path:
 
 @contextlib.contextmanager
 def locked(output: Path) -> Iterator[None]:
-    """Hold an output for this process. Raises InvalidJob while another has it, and where its folder cannot be written."""
+    """Lock an output. Raises InvalidJob if another process has it."""
     lock = filelock.FileLock(output.with_name(f"{output.name}.lock"), timeout=0)
     try:
         lock.acquire()
     except filelock.Timeout:
-        try:  # it says so, too, of a folder in which files cannot be made
+        try:  # filelock raises Timeout for a read-only folder, too
             os.close(os.open(lock.lock_file, os.O_CREAT))
         except OSError as error:
             raise InvalidJob(f"cannot write {output}: {error.strerror}") from error
-        raise InvalidJob(f"{output} is being written by another process") from None
+        raise InvalidJob(f"{output} is being written by another process; wait for it, or name another file") from None
     except OSError as error:
         raise InvalidJob(f"cannot write {output}: {error.strerror}") from error
     try:
         yield
     finally:
-        lock.release()  # and the file stays: who had opened it just before would hold one that nobody else finds
+        lock.release()  # keeps the file: a process that has just opened it would lock a deleted one
 
 
 def read_header(output: Path) -> dict[str, Any] | None:
-    """The settings of an output's first run; None without a header. Raises InvalidJob for one that is damaged."""
     path = header_path(output)
     try:
         header = json.loads(path.read_text(encoding="utf-8"))
@@ -71,79 +79,139 @@ def read_header(output: Path) -> dict[str, Any] | None:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InvalidJob(f"{path} cannot be read ({error}); --force goes on without it") from error
     if not is_known:
-        raise InvalidJob(f"{path} is of another version of vlm-batch ({header.get('vlm_batch')})")
+        raise InvalidJob(
+            f"{path} is of another version of vlm-batch ({header.get('vlm_batch')}): go on with that one, or name another file"
+        )
     return settings
 
 
 def write_header(output: Path, settings: Mapping[str, Any]) -> None:
-    """Put the settings beside an output, whole or not at all. Raises CannotWrite."""
     text = json.dumps({"form": FORM, "vlm_batch": __version__, "settings": settings}, indent=1)
     replace_file(header_path(output), (text + "\n").encode())
 
 
 def check_same(output: Path, settings: Mapping[str, Any]) -> None:
-    """Raise InvalidJob if an output's answers were made with other settings, naming each."""
+    """Raise InvalidJob without a header, or if its settings differ."""
     before = read_header(output)
     if before is None:
         raise InvalidJob(f"{output} has no header beside it that says how it was made; --force goes on without it")
     now = json.loads(json.dumps(settings))
+    for one in (before, now):
+        _settle(one)
     first, second = before.pop(MODEL_FILES, {}), now.pop(MODEL_FILES, {})
+    changed = [name for name in sorted({*first, *second}) if not _is_same(first.get(name), second.get(name))]
+    if first and second and not changed:  # the same model in another place
+        before["model"] = now["model"]
     other = [
-        f"{name} was {_short(before.get(name))} and is {_short(now.get(name))}"
+        f"{name} {_difference(before.get(name), now.get(name))}"
         for name in sorted({*before, *now})
         if before.get(name) != now.get(name) and not (name == "tables" and _tables_agree(before, now))
     ]
-    if before.get("model") == now.get("model"):
-        changed = [name for name in sorted({*first, *second}) if first.get(name) != second.get(name)]
-        other += [f"the model's files have changed: {', '.join(changed[:3])}"] if changed else []
+    if changed and (before.get("model") == now.get("model") or len(changed) < len(first)):  # or a copy of it
+        told = [name + " (new)" * (name not in first) + " (gone)" * (name not in second) for name in changed[:3]]
+        other.append(f"the model's files have changed: {', '.join(told)}")
     if other:
-        raise InvalidJob(f"{output} was made with other settings: {'; '.join(other)}. --force goes on all the same")
+        raise InvalidJob(
+            f"{output} was made with other settings: {'; '.join(other)}. Give the same ones, or name another file; "
+            "--force goes on all the same"
+        )
+
+
+def _settle(settings: dict[str, Any]) -> None:
+    """Convert an earlier version's settings."""
+    defaults = {name: value for name, value in vars(SamplingParams()).items() if name != "logits_processors"}
+    settings |= {**json.loads(json.dumps(defaults)), **settings}
+    if isinstance(settings.get("json_schema"), dict):
+        simplify_schema(settings["json_schema"])
 
 
 def _tables_agree(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """True if every table that both runs read, and whose ids are places in it is what it was."""
     first, second = before.get("tables") or {}, now.get("tables") or {}
     return all(first[name] == second[name] for name in first.keys() & second.keys())
 
 
-Stamp = list[int]
+#: A file's size and time of change, and a digest of what it holds.
+Stamp = list[int | str]
 
 
-def stamp(path: str | Path) -> Stamp | None:
-    """A file's size and time of change; None for one that is not there."""
-    with contextlib.suppress(OSError, ValueError):
-        found = os.stat(os.path.expanduser(path))
-        return [found.st_size, found.st_mtime_ns]
-    return None
+def stamp(path: str | Path, blocks: int) -> Stamp | None:
+    found = times_of([path])
+    return [*found[0], fingerprint(path, blocks)] if found else None
+
+
+def _is_same(first: Stamp | None, second: Stamp | None) -> bool:
+    """Compare stamps by content: files are touched and copied."""
+    return first == second or (first is not None and second is not None and first[2:] == second[2:] != [])
+
+
+def fingerprint(path: str | Path, blocks: int = MEDIUM_BLOCKS) -> str:
+    """Return a digest of a file's size and evenly spaced blocks; "" for no file."""
+    try:
+        with open(os.path.expanduser(path), "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            found = hashlib.blake2b(str(size).encode(), digest_size=16)
+            last = max(0, size - BLOCK)
+            for place in range(0, size, BLOCK) if size <= blocks * BLOCK else range(0, last + 1, last // (blocks - 1)):
+                file.seek(place)
+                found.update(file.read(BLOCK))
+            return found.hexdigest()
+    except OSError:  # a folder, a stream
+        return ""
 
 
 def model_files(folder: Path) -> dict[str, Stamp | None]:
-    """The files that a model's answers depend on."""
-    return {path.name: stamp(path) for path in folder.iterdir() if path.suffix in MODEL_SUFFIXES}
+    """Return stamps of files that decide answers."""
+    return {path.name: stamp(path, MODEL_BLOCKS) for path in folder.iterdir() if path.suffix in MODEL_SUFFIXES}
 
 
-def stamps_of(row: Row) -> list[Stamp]:
-    """A stamp for each of the row's pictures and videos that are files of their own, and there."""
-    sources = (*(row.images if row.load is None else ()), *(video.source for video in row.videos))
-    paths = (one for one in sources if isinstance(one, (str, Path)) and not is_url(str(one)))
-    return [found for path in paths if (found := stamp(path)) is not None]
+def times_of(paths: Iterable[str | Path]) -> list[list[int]]:
+    """Return size and modification time of existing files."""
+    found = []
+    for path in paths:
+        with contextlib.suppress(OSError, ValueError):
+            here = os.stat(os.path.expanduser(path))
+            found.append([here.st_size, here.st_mtime_ns])
+    return found
+
+
+def files_of(row: Row) -> list[str | Path]:
+    return [one for one in row.sources if isinstance(one, (str, Path)) and not is_url(str(one))]
+
+
+def made_of(row: Row) -> Made:
+    """Return times and digests of a row's files."""
+    files = files_of(row)
+    times = times_of(files)
+    return {"times": times, "contents": list(map(fingerprint, files))} if times else {}
+
+
+def has_changed(row: Row, before: tuple[int, int]) -> bool:
+    """Whether a row's files differ from ``before``."""
+    files = files_of(row)
+    times = times_of(files)
+    if not times or digest(str(times)) == before[0]:
+        return False
+    return digest(str(list(map(fingerprint, files)))) != before[1]
 
 
 class Stamps:
-    """The files that answers were made of, beside the output: a line with its stamps for each row that has any."""
+    """Stamps of rows' files, a line a row."""
 
     def __init__(self, output: Path) -> None:
         self._path = Path(f"{output}.files")
         self._file: LineFile | None = None
 
-    def read(self) -> dict[int, int]:
-        """A digest of each row's stamps, by that of its id."""
-        return {digest(str(line["id"])): digest(str(line["stamps"])) for line in read_answers(self._path)}
+    def read(self) -> dict[int, tuple[int, int]]:
+        """Return digests of times and contents, by id digest."""
+        lines = read_answers(self._path)
+        return {
+            digest(str(line["id"])): (digest(str(line.get("times"))), digest(str(line.get("contents"))))
+            for line in lines
+        }
 
-    def add(self, row_id: str, stamps: list[Stamp]) -> None:
-        """Keep a row's stamps; the last count. Raises CannotWrite."""
+    def add(self, row_id: str, made: Made) -> None:
         self._file = self._file or LineFile(self._path)
-        self._file.append({"id": row_id, "stamps": stamps})
+        self._file.append({"id": row_id, **made})
 
     def clear(self) -> None:
         self._path.unlink(missing_ok=True)
@@ -154,6 +222,16 @@ class Stamps:
             self._file = None
 
 
-def _short(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 60 else text[:57] + "..."
+def _difference(before: Any, now: Any) -> str:
+    """Describe both values, long ones from shortly before their difference."""
+    first, second = (json.dumps(value, ensure_ascii=False) for value in (before, now))
+    same = len(os.path.commonprefix([first, second]))  # noqa: RUF071  (texts, not paths)
+    return f"was {_short(first, same)} and is {_short(second, same)}"
+
+
+def _short(text: str, at: int) -> str:
+    if len(text) <= MOST_SHOWN:
+        return text
+    begin = max(0, min(at - MOST_SHOWN // 3, len(text) - MOST_SHOWN))
+    end = begin + MOST_SHOWN
+    return "..." * (begin > 0) + text[begin:end] + "..." * (end < len(text))

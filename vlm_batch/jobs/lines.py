@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and files of JSON lines that are only ever added to, a whole line at a time."""
+"""Atomic file replacement, and append-only JSON lines."""
 
 from __future__ import annotations
 
@@ -16,24 +16,21 @@ from vlm_batch.jobs.rows import InvalidJob, spelled
 
 Record = dict[str, Any]
 
-#: Seconds after which written lines are put on the disk itself; a process that dies loses nothing either way.
+#: Seconds between fsyncs. A killed process loses nothing either way.
 SYNC_SECONDS = 5.0
 
 
 class CannotWrite(VLMBatchError):
-    """A file cannot be written; the message is one line for the user. What was written before is whole."""
+    """A file cannot be written; earlier lines are whole."""
 
 
 def encoded(record: Mapping[str, Any]) -> bytes:
-    """One record as a line, in UTF-8 whatever names it has: other readers of JSON take no lone surrogates."""
+    """Return a record as a line of valid UTF-8."""
     return (spelled(json.dumps(record, ensure_ascii=False, allow_nan=False), "\\\\") + "\n").encode()
 
 
 class LineFile:
-    """Adds lines to a file. A line that does not fit is taken back whole, with CannotWrite.
-
-    The file is opened at its end, behind its last whole line (``repair``).
-    """
+    """Appends whole lines to a file, or raises CannotWrite."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -46,7 +43,7 @@ class LineFile:
         self._synced = time.monotonic()
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Write one line; it is the operating system's when this returns."""
+        """Write one line through to the operating system."""
         line = encoded(record)
         begin = os.fstat(self._file.fileno()).st_size
         try:
@@ -63,7 +60,6 @@ class LineFile:
             ) from error
 
     def sync(self) -> None:
-        """Flush written lines to the disk."""
         with contextlib.suppress(OSError):  # a device or a pipe has no disk
             os.fsync(self._file.fileno())
         self._synced = time.monotonic()
@@ -74,7 +70,7 @@ class LineFile:
 
 
 def repair(path: Path) -> None:
-    """Cut what a killed process left of its last line; a last line that only lacks its end gets it."""
+    """Cut off an incomplete last line, or end a complete one."""
     size, torn = path.stat().st_size, torn_bytes(path)
     with open(path, "rb+") as file:
         if torn:
@@ -84,7 +80,7 @@ def repair(path: Path) -> None:
 
 
 def torn_bytes(path: Path) -> int:
-    """The bytes at a file's end that are part of a line only."""
+    """Measure an incomplete last line."""
     if not path.stat().st_size:
         return 0
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -100,10 +96,10 @@ def has_lines(path: Path) -> bool:
 
 
 def read_answers(path: Path) -> Iterator[Record]:
-    """The answers in a file of lines, but for what a killed process left of its last one. Raises InvalidJob."""
+    """Yield a file's records, without an incomplete last one."""
     if not has_lines(path):
         return
-    left = path.stat().st_size - torn_bytes(path)
+    left, is_output = path.stat().st_size - torn_bytes(path), False
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             left -= len(line)
@@ -116,16 +112,24 @@ def read_answers(path: Path) -> Iterator[Record]:
                 wrong = None if isinstance(record, dict) else "is not an object"
             except ValueError as error:
                 wrong = f"is not JSON: {error}"
+            if wrong is None and "id" not in record:
+                wrong = "has no id"
+            if wrong is not None and not is_output:
+                raise no_output(path, f"line {number} {wrong}")
             if wrong is not None:
-                raise InvalidJob(f"{path}, line {number} {wrong}; take the line out, or begin anew with --overwrite")
-            if "id" not in record:
-                raise InvalidJob(f"{path} is no output of a job: a line has no id")
+                raise InvalidJob(f"{path}, line {number} {wrong}; take the line out")
+            is_output = True
             yield record
+
+
+def no_output(path: Path, why: str) -> InvalidJob:
+    """Return the error of a file that no job wrote."""
+    return InvalidJob(f"{path} is no output of a job: {why}; name the file that vlm-batch run --out wrote")
 
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A path beside a file, for what takes its place as a whole at the end of the block, or not at all."""
+    """Yield a temporary path that replaces ``path`` after the block."""
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     beside.unlink(missing_ok=True)
     try:
@@ -140,7 +144,6 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Write a file whole or not at all. Raises CannotWrite."""
     try:
         with replacing(path) as beside:
             beside.write_bytes(data)

@@ -1,4 +1,4 @@
-"""A table with an answer for each of its rows: ``datasets``, pyarrow and pandas, and what converts to Arrow."""
+"""Answers for tables in memory: ``datasets``, pyarrow, pandas, polars."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from vlm_batch.handle import Handle
 from vlm_batch.jobs.answers import with_form
 from vlm_batch.jobs.arrow import BATCH_ROWS, picture_columns, picture_features, stored
-from vlm_batch.jobs.cells import Columns, row_of_cells
+from vlm_batch.jobs.cells import THE_TABLE, Columns, flag_doubtful_media, flag_overlooked_media, row_of_cells
 from vlm_batch.jobs.questions import DEFAULT_PROMPT, Questions
 from vlm_batch.jobs.rows import InvalidJob
 from vlm_batch.jobs.runner import submitted_row
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 #: Text, error, tokens.
 Answer: TypeAlias = tuple[str | None, str | None, int]
 
-#: Rows that are submitted ahead of the one whose answer is due: enough for any batch, and a slow row holds up no more.
+#: Rows submitted ahead of the one whose answer is due.
 WINDOW = 64
 
 
@@ -37,25 +37,28 @@ def map_table(
     *,
     image: str | None = None,
     video: str | None = None,
+    audio: str | None = None,
     system: str | None = None,
     params: SamplingParams | Mapping[str, Any] | None = None,
     into: str = "answer",
 ) -> Any:
-    """Ask about every row of a table; the same table comes back with three more columns, in the order of its rows.
+    """Ask about every row of a table; return it with three more columns.
 
-    ``table`` is a ``datasets.Dataset`` or ``IterableDataset``, a ``pyarrow.Table`` or ``RecordBatchReader``, a pandas or
-    polars ``DataFrame``, or anything that pyarrow makes a table of, which comes back as one. An ``IterableDataset`` and a
-    ``RecordBatchReader`` are answered while the result is read; of the others, pictures are read as they are asked about.
+    Streams (``IterableDataset``, ``RecordBatchReader``) are answered as their result is read.
 
-    ``prompt`` may name columns (``"What is on this {kind}?"``); without one, the column "prompt" is asked. ``image`` is the
-    column with paths, URLs, bytes or pictures, and ``video`` likewise; by default columns of the usual names, or that hold
-    pictures by their type. ``into`` holds the text, ``into_error`` why there is none, ``into_tokens`` how many tokens it has.
+    Args:
+        table: A ``datasets`` dataset, pyarrow table or reader, pandas or polars ``DataFrame``, or what pyarrow
+            converts.
+        prompt: May name columns (``"What is on this {kind}?"``); None asks the column "prompt".
+        image: Column of paths, URLs, bytes or pictures; found if None. ``video`` and ``audio`` likewise.
+        into: Column of the text; ``into_error`` says why it is missing, ``into_tokens`` counts tokens.
 
-    Raises InvalidJob for a table or columns that do not fit.
+    Raises:
+        InvalidJob: The table or columns do not fit.
     """
     questions = Questions((prompt or DEFAULT_PROMPT,), system, params_of(params))
     names = (into, f"{into}_error", f"{into}_tokens")
-    asked = _Asked(batcher, prompt, Columns(image=image, video=video), questions, names)
+    asked = _Asked(batcher, prompt, Columns(image=image, video=video, audio=audio), questions, names)
     if "pandas" in sys.modules and isinstance(table, sys.modules["pandas"].DataFrame):
         starts = range(0, len(table), BATCH_ROWS)
         rows = (row for start in starts for row in table.iloc[start : start + BATCH_ROWS].to_dict("records"))
@@ -80,8 +83,6 @@ def map_table(
 
 @dataclass(frozen=True)
 class _Asked:
-    """Asks about a table's rows, and gives the answers as cells."""
-
     batcher: VLMBatcher
     prompt: str | None
     given: Columns
@@ -89,26 +90,31 @@ class _Asked:
     names: tuple[str, str, str]
 
     def columns(self, names: list[str], pictures: list[str]) -> Columns:
-        """Find the columns of pictures, videos and prompts. Raises InvalidJob."""
         if taken := [name for name in self.names if name in names]:
             raise InvalidJob(f"the table has a column {taken[0]!r} already; into= takes another name")
         missing = sorted(self.questions.columns - set(names))
         if missing and self.prompt is not None:
-            raise InvalidJob(f"the prompt names {{{missing[0]}}}, which is no column (columns: {', '.join(names)})")
+            raise InvalidJob(
+                f"the prompt names {{{missing[0]}}}, which is no column; columns: {', '.join(names)} "
+                "(write {{ and }} for braces)"
+            )
         if self.prompt is None and "prompt" not in names:
             raise InvalidJob("prompt= is needed: the table has no column 'prompt'")
-        found = self.given.among(names, "the table", pictures)
-        found.check_meant(names, "the table", self.questions.columns, asks=True)
+        found = self.given.resolve(names, THE_TABLE, pictures)
+        found.check_overlooked(names, THE_TABLE, self.questions.columns, asks=True)
         return found if self.prompt is not None else replace(found, prompt="prompt")
 
     def answers(
         self, rows: Iterable[Mapping[str, Any]], columns: Columns
     ) -> Iterator[tuple[Mapping[str, Any], Answer]]:
-        """Each row with its answer, in order. Rows are read ``WINDOW`` ahead of the one that is due."""
+        """Yield rows with answers, in order."""
         ahead: deque[tuple[Mapping[str, Any], Handle | Result]] = deque()
         try:
             for number, cells in enumerate(rows):
                 row = row_of_cells(cells, columns, place=f"row {number}", folder="")
+                row = flag_doubtful_media(row, self.given, THE_TABLE)
+                if not columns.has_media:
+                    row = flag_overlooked_media(row, THE_TABLE)
                 ahead.append((cells, submitted_row(self.batcher, self.questions, row)))
                 if len(ahead) == WINDOW:
                     yield self._answered(*ahead.popleft())
@@ -125,7 +131,6 @@ class _Asked:
         return cells, (text, result.error, result.usage.completion_tokens)
 
     def lists(self, rows: Iterable[Mapping[str, Any]], names: list[str], pictures: list[str]) -> dict[str, list[Any]]:
-        """The answers' columns by their names."""
         answers = [answer for _, answer in self.answers(rows, self.columns(names, pictures))]
         return self.by_name(answers)
 
@@ -150,7 +155,9 @@ def _map_arrow(asked: _Asked, table: Any) -> pa.Table | pa.RecordBatchReader:
         try:
             table = pa.table(table)
         except (TypeError, ValueError) as error:
-            raise InvalidJob(f"{type(table).__name__} is no table that is known here: {error}") from error
+            raise InvalidJob(
+                f"{type(table).__name__} is no table of datasets, pyarrow, pandas or polars: {error}"
+            ) from error
     rows = _rows_of(table.to_batches(max_chunksize=BATCH_ROWS))
     found = asked.lists(rows, table.schema.names, picture_columns(table.schema))
     for field in kinds:
@@ -159,7 +166,6 @@ def _map_arrow(asked: _Asked, table: Any) -> pa.Table | pa.RecordBatchReader:
 
 
 def _batches(asked: _Asked, table: pa.RecordBatchReader, whole: pa.Schema) -> Iterator[pa.RecordBatch]:
-    """Record batches with their answers, each as soon as its rows have ended."""
     import pyarrow as pa
 
     columns = asked.columns(table.schema.names, picture_columns(table.schema))
@@ -199,7 +205,7 @@ def _map_stream(asked: _Asked, dataset: Any, datasets: Any) -> Any:
 
 
 class _Stream:
-    """A generator of rows with their answers, for ``datasets``, which takes a digest of it: one that is its own."""
+    """A generator for ``datasets`` with a unique digest."""
 
     def __init__(self, asked: _Asked, rows: Any, columns: Columns) -> None:
         self._asked = asked

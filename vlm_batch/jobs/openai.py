@@ -1,14 +1,18 @@
-"""OpenAI's batch form: a line is ``{"custom_id", "method", "url", "body"}``, and a body is a chat completion."""
+"""OpenAI's batch form.
+
+A request is ``{"custom_id", "method", "url", "body"}``, an answer ``{"id", "custom_id", "response": {"status_code",
+"request_id", "body"}, "error"}``. Source: OpenAI's API reference, batch request input and output objects.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from vlm_batch.jobs.cells import hint
-from vlm_batch.jobs.rows import Row
+from vlm_batch.jobs.cells import did_you_mean, id_of
+from vlm_batch.jobs.rows import Row, digest
 
-#: Fields of a body that are sampling parameters here, and their names.
+#: Fields of a body, and the sampling parameters that they set.
 _PARAMS = {
     "max_tokens": "max_tokens",
     "max_completion_tokens": "max_tokens",
@@ -27,9 +31,9 @@ _PARAMS = {
     "logit_bias": "logit_bias",
     "response_format": "json_schema",
 }
-#: Fields that change no answer here; the model is the job's.
+#: Fields without effect; the job chooses the model.
 _WITHOUT_EFFECT = frozenset({"model", "user", "metadata", "store", "service_tier"})
-#: Fields that are taken with the value that means nothing.
+#: Fields accepted only with a value that changes nothing.
 _ONLY: Mapping[str, tuple[Any, ...]] = {
     "stream": (False, None),
     "tools": ([], None),
@@ -40,8 +44,8 @@ _KNOWN = frozenset((*_PARAMS, *_ONLY, *_WITHOUT_EFFECT, "messages", "logprobs", 
 
 
 def row_of_body(line: Mapping[str, Any], place: str) -> Row:
-    """A line's row. A field is honoured or refused by its name, never left out in silence."""
-    row_id, body = str(line["custom_id"]), line["body"]
+    """Return a line's row, with an error for an unsupported field."""
+    row_id, body = id_of(line["custom_id"], place), line["body"]
     wrong = _wrong(line)
     if wrong is not None:
         return Row(id=row_id, error=f"{place}: {wrong}")
@@ -52,8 +56,66 @@ def row_of_body(line: Mapping[str, Any], place: str) -> Row:
     return Row(id=row_id, messages=body["messages"], params=params, columns={"custom_id": row_id})
 
 
+def line_of_answer(record: Mapping[str, Any], model: str) -> dict[str, Any]:
+    """Return an answer's line, without ``response`` if it failed."""
+    number = f"{digest(str(record['id'])):016x}"
+    line: dict[str, Any] = {"id": f"batch_req_{number}", "custom_id": record["id"], "response": None, "error": None}
+    if record["error"] is not None:
+        kind, colon, message = str(record["error"]).partition(": ")
+        code, message = (kind, message) if colon and kind.isidentifier() else ("error", str(record["error"]))
+        return {**line, "error": {"code": code, "message": message}}
+    answers = [record, *record.get("others", ())]
+    prompt = record["usage"]["prompt_tokens"]
+    completion = sum(one["usage"]["completion_tokens"] for one in answers)
+    usage = {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": record["usage"]["cached_tokens"]},
+    }
+    body = {
+        "id": f"chatcmpl-{number}",
+        "object": "chat.completion",
+        "created": int(record["created"]),
+        "model": model,
+        "choices": [_choice(index, one) for index, one in enumerate(answers)],
+        "usage": usage,
+        "system_fingerprint": None,
+    }
+    return {**line, "response": {"status_code": 200, "request_id": number, "body": body}}
+
+
+def record_of_line(line: Mapping[str, Any]) -> dict[str, Any]:
+    record: dict[str, Any] = {"id": line["custom_id"]}
+    if error := line.get("error"):
+        return {**record, "error": f"{error.get('code')}: {error.get('message')}"}
+    body = line["response"]["body"]
+    first, *others = (
+        {"text": one["message"]["content"], "finish_reason": one["finish_reason"]} for one in body["choices"]
+    )
+    usage = {**body["usage"], **body["usage"].get("prompt_tokens_details", {})}
+    return {**record, **first, "others": others, "error": None, "usage": usage, "created": body["created"]}
+
+
+def _choice(index: int, answer: Mapping[str, Any]) -> dict[str, Any]:
+    steps = answer.get("logprobs")
+    content = steps and [
+        {**_token(step["token_id"], step["logprob"]), "top_logprobs": [_token(*one) for one in step["top"]]}
+        for step in steps
+    ]
+    return {
+        "index": index,
+        "message": {"role": "assistant", "content": answer["text"], "refusal": None},
+        "logprobs": None if steps is None else {"content": content, "refusal": None},
+        "finish_reason": answer["finish_reason"],
+    }
+
+
+def _token(token_id: int, logprob: float) -> dict[str, Any]:
+    return {"token": f"token_id:{token_id}", "logprob": logprob, "bytes": None}
+
+
 def _params(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The sampling parameters of a body. Raises ValueError for a form or bias that is not as OpenAI has it."""
     given = {name: value for name, value in body.items() if name in _PARAMS and value is not None}
     if "response_format" in given and (schema := _schema(given.pop("response_format"))) is not None:
         given["response_format"] = schema
@@ -70,7 +132,6 @@ def _params(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _schema(given: Any) -> Mapping[str, Any] | None:
-    """The JSON schema that a ``response_format`` stands for; None for text. Raises ValueError."""
     kind = given.get("type") if isinstance(given, dict) else None
     if kind == "text":
         return None
@@ -89,14 +150,14 @@ def _schema(given: Any) -> Mapping[str, Any] | None:
 def _wrong(line: Mapping[str, Any]) -> str | None:
     body = line["body"]
     if strange := [name for name in line if name not in _LINE]:
-        return f"the line has {strange[0]!r} beside its body{hint(strange[0], _LINE)}"
+        return f"the line has {strange[0]!r} beside its body{did_you_mean(strange[0], _LINE)}"
     if line.get("method", "POST") != "POST" or line.get("url", "/v1/chat/completions") != "/v1/chat/completions":
         return f"{line.get('method', 'POST')} {line.get('url')} is not answered here; POST /v1/chat/completions is"
     if not isinstance(body, dict) or not isinstance(body.get("messages"), list):
         return "body has no list of messages"
     for name, value in body.items():
         if name in _ONLY and value not in _ONLY[name]:
-            return f"{name} is {value!r}, which is not done here"
+            return f"{name} is {value!r}, which is not done here; leave it out"
         if name not in _KNOWN:
-            return f"body has {name!r}, which is not known here{hint(name, _KNOWN)}"
+            return f"body has {name!r}, which is not known here{did_you_mean(name, _KNOWN)}; leave it out"
     return None

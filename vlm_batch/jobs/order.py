@@ -1,7 +1,4 @@
-"""The order in which a folder's pictures are asked about: those of one size together, within a window.
-
-Their prompts are then of one length, and prompts of one length that wait together are prefilled as one array.
-"""
+"""Order of pictures: equal sizes together, as prompts of one length are prefilled together."""
 
 from __future__ import annotations
 
@@ -12,14 +9,14 @@ from collections.abc import Iterator
 from vlm_batch.inputs.images import size_of_file
 from vlm_batch.jobs.questions import Item
 
-#: Items that are put in order together: nothing waits for more than so many others. So few as fill one batch are not.
+#: Items sorted together, and the most that stay unsorted because they fill one batch.
 WINDOW, LEAST = 64, 8
-#: Seconds that looking at the files of one window may take. On a slow drive windows are shorter.
+#: Seconds to read the sizes of one window. Slow drives get shorter windows.
 LOOK_SECONDS = 0.1
 
 
 def by_size(items: Iterator[Item]) -> Iterator[Item]:
-    """The same items; those of a window by the sizes of their pictures and the length of their prompts, else as they come."""
+    """Yield items, sorted by size within a window."""
     while window := list(_window(items)):
         if len(window) > LEAST:
             window.sort(key=lambda pair: pair[0])

@@ -1,4 +1,4 @@
-"""A job: its sources, questions and output; and its plan, the rows counted before it begins."""
+"""A job and its plan: rows counted beforehand."""
 
 from __future__ import annotations
 
@@ -10,22 +10,32 @@ from typing import Any
 
 from vlm_batch.errors import describe
 from vlm_batch.jobs import journal
-from vlm_batch.jobs.cells import hint
+from vlm_batch.jobs.answers import ANSWER_FIELDS
+from vlm_batch.jobs.arrow import ArrowTable
+from vlm_batch.jobs.cells import did_you_mean, flag_doubtful_media, flag_overlooked_media
 from vlm_batch.jobs.questions import DEFAULT_PROMPT, Item, Questions, schema_fields
 from vlm_batch.jobs.rows import Ids, InvalidJob, Row, Shard, Source, digest
-from vlm_batch.jobs.sinks import Sink
-from vlm_batch.jobs.sources import fingerprint
+from vlm_batch.jobs.sinks import NAMESPACES, Sink
 from vlm_batch.jobs.summary import Kinds
-from vlm_batch.jobs.tables import REQUEST_KEYS
+from vlm_batch.jobs.tables import REQUEST_KEYS, Delimited, JsonLines
+
+#: Columns of rows that are fields of their answers.
+ROW_FIELDS = frozenset({"id", "request_id", "images", "videos", "prompt"})
+#: Sources whose columns must be found.
+TABLES = (JsonLines, Delimited, ArrowTable)
 
 
 @dataclass
 class Plan:
-    """A job's rows, counted before it begins. ``total`` is None where they can be read once only.
+    """Counts of a job's rows; ``total`` is None if rows can be read only once.
 
-    ``wrong`` counts rows that can be seen to fail, by kind; ``own`` those that have a prompt or messages of their own.
-    ``others`` are answers of the output that are to none of the rows, and ``changed`` rows whose files are others since they
-    were answered.
+    Attributes:
+        done: Rows answered by earlier runs.
+        failed_before: Rows that failed in earlier runs.
+        wrong: Rows bound to fail, by kind.
+        own: Rows with their own prompt or messages.
+        others: The output's answers to other rows.
+        changed: Answered rows whose files have changed.
     """
 
     total: int | None
@@ -36,23 +46,22 @@ class Plan:
     others: int = 0
     changed: list[str] = field(default_factory=list)
 
-    def add(self, item: Item, done: Ids, failed: Ids, stamps: Mapping[int, int]) -> None:
-        """Count a row, by what the output has: rows that are answered and failed, and what these were made of."""
+    def add(self, item: Item, done: Ids, failed: Ids, stamps: Mapping[int, tuple[int, int]]) -> None:
         assert self.total is not None
         self.total += 1
         self.own += item.row.prompt is not None or item.row.messages is not None
         if item.id in done:
             self.done += 1
             before = stamps.get(digest(item.id))
-            if before is not None and (now := journal.stamps_of(item.row)) and digest(str(now)) != before:
+            if before is not None and journal.has_changed(item.row, before):
                 self.changed.append(item.id)
         elif item.id in failed:
             self.failed_before += 1
         elif item.error is not None:
             self.wrong.add(item.error, item.names)
 
-    def check_goes_on(self) -> None:
-        """Raise InvalidJob for rows that the output has by other names, or of other pictures."""
+    def check_resumable(self) -> None:
+        """Raise InvalidJob if the output's rows have other names or changed files."""
         if self.changed:
             named = ", ".join(self.changed[:3]) + (", ..." if len(self.changed) > 3 else "")
             raise InvalidJob(
@@ -73,7 +82,7 @@ class Plan:
 
 @dataclass
 class Job:
-    """Rows of ``sources`` asked ``questions``, answers into ``sink``. ``shard`` is the part of the rows that is this job's."""
+    """One job's sources, questions, sink, shard and output columns."""
 
     sources: Sequence[Source]
     questions: Questions
@@ -82,44 +91,77 @@ class Job:
     carried: tuple[str, ...] = ()
 
     def items(self, *, scan: bool = False) -> Iterator[Item]:
-        """Every question of this shard, in order. ``scan``: without what pictures hold."""
+        """Yield this shard's questions; ``scan`` skips pictures' contents."""
         return (item for item in self._all_items(scan) if self.shard.has(item.id))
 
     def _all_items(self, scan: bool) -> Iterator[Item]:
-        rows = (self._known(row) for source in self.sources for row in _rows_of(source, scan))
+        rows = (row for source in self.sources for row in self._rows_of(source, scan))
         asked = (item for row in rows for item in self.questions.ask(row))
         return (replace(item, number=number) for number, item in enumerate(asked))
 
     @property
     def named(self) -> frozenset[str]:
-        """The columns that prompts and the output use."""
-        return self.questions.columns.union(self.carried)
+        carried = (name.removeprefix("columns.") for name in self.carried if name not in ANSWER_FIELDS)
+        return self.questions.columns.union(carried)
 
     def _known(self, row: Row) -> Row:
-        """The row, with an error if it says something that is neither known nor named."""
         strange = [name for name in row.strange if name not in self.named] if row.error is None else []
         return replace(row, error=_said_of(strange[0])) if strange else row
+
+    def _rows_of(self, source: Source, scan: bool) -> Iterator[Row]:
+        """Yield a source's rows; exceptions become the last row's error.
+
+        Raises InvalidJob if a column holds pictures but no row has one.
+        """
+        given = source.own if isinstance(source, TABLES) else None
+        is_seen = given is None or given.image == "" or (source.found is not None and source.found.has_media)
+        folder, left_out = os.path.dirname(source.name), None
+        try:
+            for row in map(self._known, source.scan() if scan else source.rows()):
+                sure = row if given is None else flag_doubtful_media(row, given, source.name, folder)
+                if scan and sure is not row:
+                    raise InvalidJob(sure.error or "")
+                row = sure
+                is_seen = is_seen or bool(row.images or row.videos or row.messages is not None)
+                if not is_seen and row.error is None:
+                    checked = flag_overlooked_media(row, source.name, folder)
+                    left_out = left_out or checked.error
+                    row = checked if source.is_once else row
+                yield row
+        except Exception as error:  # whatever Arrow, datasets and disks have
+            if scan and isinstance(error, InvalidJob):  # nothing has begun yet
+                raise
+            yield Row(id=f"{source.name}:damaged", error=f"{source.name} cannot be read to its end: {describe(error)}")
+        if scan and not is_seen:
+            if left_out is not None:
+                raise InvalidJob(left_out)
+            if source.found is not None:
+                source.found.check_overlooked(source.columns or (), source.name, self.named, asks=self._asks)
+
+    @property
+    def _asks(self) -> bool:
+        return self.questions.prompts != (DEFAULT_PROMPT,)
 
     @property
     def is_once(self) -> bool:
         return any(source.is_once for source in self.sources)
 
     def settings(self, more: Mapping[str, Any]) -> dict[str, Any]:
-        """The settings that make two runs the same job: compared when one goes on with the other's output."""
+        """Return settings that resumed runs must share."""
         tables = {
-            source.name: fingerprint(
+            source.name: journal.fingerprint(
                 os.path.join(source.name, "state.json") if os.path.isdir(source.name) else source.name
             )
             for source in self.sources
-            if source.numbered and not source.is_once
+            if not source.is_once and source.numbered
         }
         return {**self.questions.settings(), "shard": str(self.shard), "tables": tables, **more}
 
     def plan(self, done: Ids, failed: Ids) -> Plan:
-        """Count the rows. Raises InvalidJob for columns that are not there, and for ids that come twice, and
-        InvalidParameters for a form of answers that is none."""
+        """Count rows; check columns, ids and the answers' form."""
         self._check_sources()
         if self.is_once:
+            self._check_carried(frozenset(), None)
             return Plan(None)
         plan, ids, twice, num_items = Plan(0), Ids(), list[str](), 0
         columns, fields, strange = set[str](), set[str](), Counter[str]()
@@ -136,7 +178,9 @@ class Job:
         if twice:
             named = ", ".join(repr(one) for one in dict.fromkeys(twice[:3]))
             said = "1 row has" if len(twice) == 1 else f"{len(twice)} rows have"
-            raise InvalidJob(f"{said} an id that another row has: {named}")
+            raise InvalidJob(
+                f"{said} an id that another row has: {named}; --id-column names another column, and '' counts rows instead"
+            )
         if not num_items:
             raise InvalidJob(f"there are no rows in {', '.join(source.name for source in self.sources)}")
         self._check_columns(tuple(sorted(columns)), "any row", fields)
@@ -153,35 +197,38 @@ class Job:
         for source in self.sources:
             if source.columns is not None:
                 self._check_columns(source.columns, source.name)
-            if source.found is not None:
-                asks = self.questions.prompts != (DEFAULT_PROMPT,)
-                source.found.check_meant(source.columns or (), source.name, self.named, asks=asks)
+            if source.found is not None:  # of pictures its rows say more than its names
+                found = replace(source.found, image=source.found.image or "")
+                found.check_overlooked(source.columns or (), source.name, self.named, asks=self._asks)
 
     def _check_columns(self, known: tuple[str, ...], where: str, fields: Set[str] = frozenset()) -> None:
-        """Raise InvalidJob for a column that prompts or the output name, and that is not there. ``fields`` are answers'."""
         if missing := sorted(self.questions.columns - set(known)):
             raise InvalidJob(
                 f"the prompt names {{{missing[0]}}}, which is no column of {where}; columns: {', '.join(known) or 'none'} "
                 "(write {{ and }} for braces)"
             )
-        there = {*known, *fields, *schema_fields(self.questions.params)}
-        if lost := [name for name in self.carried if name not in there]:
-            raise InvalidJob(f"{lost[0]!r} is neither a column of {where} nor a field of an answer")
+        self._check_carried(frozenset(known), where, fields)
+
+    def _check_carried(self, known: Set[str], where: str | None, fields: Set[str] = frozenset()) -> None:
+        """Raise InvalidJob for an unknown or ambiguous output column."""
+        fields = fields | schema_fields(self.questions.params)
+        spaces = dict(zip(NAMESPACES, (ANSWER_FIELDS, fields, known - ROW_FIELDS), strict=True))
+        whole = {f"{space}.{name}" for space, names in spaces.items() for name in names}
+        for name in self.carried:
+            there = [f"{space}.{name}" for space, names in spaces.items() if name in names]
+            if len(there) > 1:
+                raise InvalidJob(f"{name!r} in --columns may be {' or '.join(there)}; write which")
+            if where is not None and not there and name not in whole | known:
+                fields = ANSWER_FIELDS | fields
+                raise InvalidJob(
+                    f"{name!r} is neither a column of {where} nor a field of an answer"
+                    f"{did_you_mean(name, whole | known | fields)}; "
+                    f"columns: {', '.join(sorted(known)) or 'none'}; fields: {', '.join(sorted(fields))}"
+                )
 
 
 def _said_of(key: str) -> str:
-    """The message for a line of JSON that has an unknown key."""
     return (
-        f"the line has {key!r}, which no request has{hint(key, REQUEST_KEYS)}; where it is a column, name it: in a prompt, "
-        f"or by --columns {key}"
+        f"the line has {key!r}, which no request has{did_you_mean(key, REQUEST_KEYS)}; where it is a column, name it: in a "
+        f"prompt, or by --columns {key}"
     )
-
-
-def _rows_of(source: Source, scan: bool) -> Iterator[Row]:
-    """A source's rows; what it raises on its way is the last one's error, and the job goes on with the next source."""
-    try:
-        yield from source.scan() if scan else source.rows()
-    except Exception as error:  # whatever Arrow, datasets and disks have
-        if scan and isinstance(error, InvalidJob):  # nothing has begun yet
-            raise
-        yield Row(id=f"{source.name}:damaged", error=f"{source.name} cannot be read to its end: {describe(error)}")

@@ -1,4 +1,4 @@
-"""Questions about rows: templates over columns, the system prompt, sampling, and a row's own prompt and parameters."""
+"""Questions about rows: prompt templates, system prompt, sampling."""
 
 from __future__ import annotations
 
@@ -7,26 +7,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from vlm_batch.jobs.cells import hint
+from vlm_batch.jobs.cells import did_you_mean
 from vlm_batch.jobs.rows import InvalidJob, Row
 from vlm_batch.types import ImageInput, Message, Request, SamplingParams, Template
 
 DEFAULT_PROMPT = "describe the picture"
-#: ``{{`` and ``}}``, or ``{name}`` with a name that JSON in a prompt cannot be mistaken for.
+#: ``{{``, ``}}``, or ``{name}`` with a name that JSON cannot look like.
 _PARTS = re.compile(r"\{\{|\}\}|\{([^\W\d][\w .-]*)\}")
 _PARAMS = frozenset(one.name for one in fields(SamplingParams)) - {"logits_processors"}
 
 
 def columns_in(text: str) -> frozenset[str]:
-    """The columns that a prompt names."""
     return frozenset(match[1] for match in _PARTS.finditer(text) if match[1])
 
 
 def filled(text: str, columns: Mapping[str, Any]) -> str:
-    """A prompt for one row: ``{column}`` is its value, ``{{`` and ``}}`` are braces, and any other brace is itself.
-
-    Raises InvalidJob for a column that the row lacks, or has without a value.
-    """
+    """Fill in a prompt: ``{column}`` is a value, ``{{`` and ``}}`` are braces."""
 
     def value(match: re.Match[str]) -> str:
         if not match[1]:
@@ -35,7 +31,7 @@ def filled(text: str, columns: Mapping[str, Any]) -> str:
             known = ", ".join(columns) or "none"
             why = "is empty" if match[1] in columns else f"is not there (columns: {known})"
             raise InvalidJob(f"the prompt's column {match[1]!r} {why}")
-        # A name that is no UTF-8 is asked about with marks in its place: tokenizers take none of its bytes.
+        # Tokenizers take no lone surrogates, so bytes of names that are not UTF-8 become replacement marks.
         return str(columns[match[1]]).encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
     return _PARTS.sub(value, text)
@@ -46,7 +42,7 @@ _PLAIN = SamplingParams()
 
 @dataclass(frozen=True)
 class Item:
-    """One question about one row, the ``number``th of its job. ``error`` says why it cannot be asked."""
+    """One question about a row; ``error`` says why it cannot be asked."""
 
     id: str
     row: Row
@@ -59,11 +55,10 @@ class Item:
 
     @property
     def names(self) -> list[str]:
-        """The row's id and the names of its pictures, as they may stand in a message."""
         return [self.row.id, *self.row.image_names]
 
     def request(self) -> Request:
-        """The request for the batcher; the row's pictures are read here, where they lie inside something larger."""
+        """Return the request with its pictures read."""
         row = self.row
         images: Sequence[ImageInput] = row.images if row.load is None else tuple(row.load())
         return Request(
@@ -71,6 +66,7 @@ class Item:
             messages=self.messages,
             images=images,
             videos=row.videos,
+            audios=row.audios,
             params=self.params,
             template=Template(enable_thinking=self.enable_thinking),
             request_id=self.id,
@@ -79,10 +75,9 @@ class Item:
 
 @dataclass(frozen=True)
 class Questions:
-    """Asked about each row. A row's own prompt, messages and params go before these.
+    """Asked about each row that has no prompt or messages of its own; a row's params override ``params``.
 
-    With several prompts each row is asked each of them, and "#1", "#2", ... is put to its id. ``enable_thinking`` is for
-    models that can think; None leaves it to the chat template.
+    Several prompts add "#1", "#2", ... to the row's id. ``enable_thinking=None`` leaves thinking to the chat template.
     """
 
     prompts: tuple[str, ...] = (DEFAULT_PROMPT,)
@@ -96,12 +91,11 @@ class Questions:
 
     @property
     def columns(self) -> frozenset[str]:
-        """The columns that rows must have."""
         texts = self.prompts + ((self.system,) if self.system else ())
         return frozenset[str]().union(*(columns_in(text) for text in texts))
 
     def ask(self, row: Row) -> Iterator[Item]:
-        """The row's questions, filled in. A question that cannot be asked has an ``error``."""
+        """Yield the row's questions, filled in or with an ``error``."""
         own = row.error is not None or row.prompt is not None or row.messages is not None
         for number, text in enumerate(self.prompts[:1] if own else self.prompts, 1):
             item_id = row.id if own or len(self.prompts) == 1 else f"{row.id}#{number}"
@@ -128,7 +122,6 @@ class Questions:
         return replace(item, prompt=prompt, messages=chat, params=params)
 
     def _with_system(self, row: Row) -> tuple[Message, ...]:
-        """The row's own chat, begun by the system prompt unless it has one."""
         messages = tuple(row.messages or ())
         has_one = any(isinstance(one, Mapping) and one.get("role") == "system" for one in messages)
         if self.system is None or has_one:
@@ -136,22 +129,21 @@ class Questions:
         return ({"role": "system", "content": filled(self.system, row.columns)}, *messages)
 
     def settings(self) -> dict[str, Any]:
-        """The settings in an output's header, which are compared when the job is resumed."""
         params = {one.name: vars(self.params)[one.name] for one in fields(SamplingParams) if one.name in _PARAMS}
         return {"prompts": list(self.prompts), "system": self.system, "thinking": self.enable_thinking, **params}
 
 
 def schema_fields(params: SamplingParams) -> frozenset[str]:
-    """The fields that a JSON schema has answers' objects have; none without one."""
     schema = params.json_schema
     properties = schema.get("properties") if isinstance(schema, Mapping) else None
     return frozenset(properties) if isinstance(properties, Mapping) else frozenset()
 
 
 def merged(params: SamplingParams, own: Mapping[str, Any]) -> SamplingParams:
-    """``params`` with a row's own. Raises InvalidJob for a name that is none, InvalidParameters for a value out of range."""
+    """Override ``params`` by a row's."""
     if unknown := sorted(set(own) - _PARAMS):
         raise InvalidJob(
-            f"params does not know {', '.join(unknown)}{hint(unknown[0], _PARAMS)}; it takes {', '.join(sorted(_PARAMS))}"
+            f"params does not know {', '.join(unknown)}{did_you_mean(unknown[0], _PARAMS)}; "
+            f"it takes {', '.join(sorted(_PARAMS))}"
         )
     return replace(params, **own) if own else params

@@ -1,7 +1,6 @@
-"""Jobs on a Ray cluster: a batcher for ``jobs.run`` whose rows are answered by the cluster's machines.
+"""Jobs on a Ray cluster: one process reads rows and writes answers.
 
-One process reads the rows and writes the answers, so that a job can be resumed, with every row once. The workers need this
-package, of the same version, and the model's files.
+Workers need this version of the package, and the model's files.
 """
 
 from __future__ import annotations
@@ -11,59 +10,59 @@ import platform
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vlm_batch._version import __version__
-from vlm_batch.assets import default_checkpoint
+from vlm_batch.assets import sample_model
 from vlm_batch.errors import describe
 from vlm_batch.inputs.chats import split_messages
 from vlm_batch.inputs.fetch import Fetched, Unreadable, fetch, is_data_uri, is_url
 from vlm_batch.jobs.rows import InvalidJob
 from vlm_batch.jobs.workers import NoWorkers, Workers, why_of
-from vlm_batch.many import submitted
-from vlm_batch.types import FetchPolicy, Request, Result, Video
+from vlm_batch.many import try_submit
+from vlm_batch.types import Audio, FetchPolicy, Request, Result, Video
 
 if TYPE_CHECKING:
     from vlm_batch.batcher import VLMBatcher
     from vlm_batch.handle import Handle
 
-#: Rows that a worker has beside those of its batch, so that its engine finds the next ones read and processed.
+#: Default rows of a worker's batch, and further rows that it prepares ahead.
 DEFAULT_ROWS, DEFAULT_LOOK_AHEAD = 32, 16
 
 
 class Worker:
-    """One engine of a cluster, an asynchronous actor: ``load`` first, then any number of ``ask`` at once."""
+    """An asynchronous actor with one engine: ``load`` once, then ``ask`` often."""
 
     def __init__(self) -> None:
         self._batcher: VLMBatcher | None = None
 
     async def load(self, model: str | None, options: Mapping[str, Any], version: str) -> str:
-        """Load the model, and return where. Raises InvalidJob for what is wrong with it: another attempt would end alike."""
+        """Load the model; return its place. Raises InvalidJob for what no retry mends."""
         where = platform.node()
         if version != __version__:
-            raise InvalidJob(f"{where} has vlm-batch {__version__}, and this machine {version}")
+            raise InvalidJob(
+                f"{where} has vlm-batch {__version__}, and this machine {version}; install one version on all"
+            )
         self._batcher = self._batcher or open_here(model, options)
         import mlx.core as mx
 
         return f"{where}, {'GPU' if mx.default_device() == mx.Device(mx.gpu) else 'CPU'}"
 
     async def ask(self, request: Request) -> Result:
-        """Answer one row. Cancelled, it ends the row."""
         assert self._batcher is not None
-        # By an id of the batcher's own: a row that comes again after a lost connection may still be under way here.
-        result = await ended(submitted(self._batcher.submit_request, replace(request, request_id=None)))
+        # A new id, because a row that is asked again after a lost connection may still run here.
+        result = await ended(try_submit(self._batcher.submit_request, replace(request, request_id=None)))
         return _plain(replace(result, request_id=request.request_id or ""))
 
 
 def open_here(model: str | None, options: Mapping[str, Any]) -> VLMBatcher:
-    """Return a batcher in this process; without a model, of the embedded checkpoint. Raises InvalidJob."""
     from vlm_batch.batcher import VLMBatcher
 
-    path = Path(default_checkpoint() if model is None else model).expanduser()
+    path = Path(sample_model() if model is None else model).expanduser()
     try:
         if str(model).startswith((".", "/", "~")) and not path.exists():
             raise InvalidJob("there is no such folder on this machine; every worker needs the files")
@@ -73,7 +72,7 @@ def open_here(model: str | None, options: Mapping[str, Any]) -> VLMBatcher:
 
 
 async def ended(one: Handle | Result) -> Result:
-    """Wait for a row that was submitted; cancelled, end it."""
+    """Wait for a submitted row; cancelling this cancels it."""
     if isinstance(one, Result):
         return one
     try:
@@ -84,27 +83,25 @@ async def ended(one: Handle | Result) -> Result:
 
 
 def _plain(result: Result) -> Result:
-    """Return a result without what belongs to its process: exceptions of any class, arrays of a cache."""
+    """Strip a result of process-bound parts."""
     others = tuple(map(_plain, result.others))
     return replace(result, others=others, exception=None, cache=None)  # type: ignore[call-arg]
 
 
 class Cluster:
-    """A batcher for ``jobs.run`` whose rows are answered by a Ray cluster: a worker with an engine for each device.
+    """A batcher for ``jobs.run`` on a Ray cluster, with an engine per device.
 
-    A context manager. Entering waits for the first worker, and raises InvalidJob if none can start.
+    A context manager: entering waits for the first worker, or raises InvalidJob if none can start.
 
     Args:
-        model: A hub id, or a folder that every machine has; None is the embedded checkpoint.
-        address: "auto" for the cluster that this machine belongs to, a cluster's address, or "local" for one of this machine
-            alone, which ends with the job. A Ray that the process has joined already is used as it is.
-        workers: By default one a GPU, or without GPUs one a machine.
-        num_gpus: What Ray sets aside for each worker: at most 1, may be a fraction.
-        num_cpus: Likewise.
-        shared_files: Whether all machines have the pictures and videos that rows name by path. Otherwise they are read here
-            and sent.
+        model: A hub id, or a folder on every machine; None is the embedded sample.
+        address: "auto" (this machine's cluster), an address, or "local" (this machine alone).
+        workers: One a GPU by default, or one a machine without GPUs.
+        num_gpus: GPUs per worker, at most 1.
+        num_cpus: CPUs per worker.
+        shared_files: All machines have the rows' files; otherwise this machine sends them.
         options: Keywords of ``VLMBatcher``.
-        say: Is told what becomes of the workers. By default standard error.
+        say: Gets workers' news; standard error by default.
     """
 
     def __init__(
@@ -153,10 +150,7 @@ class Cluster:
         self.close()
 
     def as_completed(self, requests: Iterable[Request]) -> Iterator[Result]:
-        """Yield results as they end; match them by ``request_id``. Leaving the loop cancels the rest.
-
-        Raises NoWorkers when no worker is left.
-        """
+        """Yield results as they end; leaving cancels the rest. Raises NoWorkers."""
         assert self._workers is not None, "a cluster is entered first: with Cluster(...) as batcher"
         import ray
 
@@ -166,7 +160,6 @@ class Cluster:
             raise NoWorkers(f"the Ray cluster is gone: {why_of(error)}") from error
 
     def close(self) -> None:
-        """End the workers, and a Ray that was started or joined for them."""
         if self._workers is not None:
             self._workers.close()
         if self._is_ours:
@@ -183,14 +176,15 @@ class Cluster:
         try:
             ray.init(address=self._address, log_to_driver=False, logging_level="ERROR", **more)
         except Exception as error:  # ConnectionError, RuntimeError, ValueError: whatever the address leads to
-            raise InvalidJob(f"cannot join a Ray cluster at {self._address}: {why_of(error)}") from error
+            raise InvalidJob(
+                f"cannot join a Ray cluster at {self._address} (does it run? local needs none): {why_of(error)}"
+            ) from error
         finally:  # Ray's own handler leaves the process in the middle of a job, and Ray with an abort
             if before is not None and threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGTERM, before)
         self._is_ours = True
 
     def _start(self, ray: Any) -> Workers:
-        """Have Ray start the actors, spread over the machines, each with what is set aside for it."""
         all_gpus = float(ray.cluster_resources().get("GPU", 0))
         gpus = min(1.0, all_gpus) if self._gpus is None else self._gpus
         machines = sum(bool(node["Alive"]) and node["Resources"].get("CPU", 0) > 0 for node in ray.nodes())
@@ -211,13 +205,10 @@ class Cluster:
 
 
 def to_send(request: Request, shared_files: bool) -> Request:
-    """Return a request as another machine needs it: with the bytes of local files, or with paths that are whole there.
-
-    What cannot be read stays a path, and a chat that is wrong stays as it is: the worker says why.
-    """
+    """Return a request with local files' bytes or absolute paths; wrong media stay as they are."""
 
     def changed(source: Any) -> Any:
-        if isinstance(source, Video):
+        if isinstance(source, (Video, Audio)):
             found = changed(source.source)
             return replace(source, source=found.data if isinstance(found, Fetched) else found)
         if isinstance(source, (list, tuple)):
@@ -231,10 +222,12 @@ def to_send(request: Request, shared_files: bool) -> Request:
         except (Unreadable, OSError, ValueError):
             return source
 
-    messages, images, videos = request.messages, request.images, request.videos
+    messages = request.messages
+    media: Sequence[Sequence[Any]] = (request.images, request.videos, request.audios)
     if messages is not None:
         try:
-            messages, images, videos = split_messages(messages, images, videos)
+            messages, media = split_messages(messages, *media)
         except Exception:
             return request
-    return replace(request, messages=messages, images=tuple(map(changed, images)), videos=tuple(map(changed, videos)))
+    images, videos, audios = (tuple(map(changed, several)) for several in media)
+    return replace(request, messages=messages, images=images, videos=videos, audios=audios)

@@ -1,4 +1,4 @@
-"""An actor class for Ray Data: the rows of a Dataset, answered in ``map_batches``."""
+"""An actor class for Ray Data."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 
 from vlm_batch.errors import describe, shown
-from vlm_batch.jobs.cells import Columns, row_of_cells
+from vlm_batch.jobs.cells import THE_DATASET, Columns, flag_doubtful_media, flag_overlooked_media, row_of_cells
 from vlm_batch.jobs.questions import DEFAULT_PROMPT, Questions
 from vlm_batch.jobs.ray import ended, open_here
 from vlm_batch.jobs.rows import InvalidJob, Row
 from vlm_batch.jobs.runner import submitted_row
 from vlm_batch.types import Result, SamplingParams, params_of
 
-#: What answers add to a row, named as by ``ray.data.llm``. The error is "" where there is an answer.
+#: Added columns, named as in ``ray.data.llm``. The error is "" for an answer.
 OUTPUT_COLUMNS = (
     "generated_text",
     "generated_tokens",
@@ -31,14 +31,13 @@ OUTPUT_COLUMNS = (
 
 
 class Answer:
-    """For ``Dataset.map_batches``: an engine that answers every row of a batch, and of several batches at once.
+    """An engine for ``Dataset.map_batches``; several batches may run at once.
 
-    A row has ``messages`` (OpenAI's form), or a ``prompt`` column, or the class is given a ``prompt`` that may name columns.
-    Pictures and videos lie in columns of the usual names (``image``, ``video``) or in the messages. A row's ``sampling_params``
-    go before ``params``. Every row comes back, in its place and with its columns, and ``OUTPUT_COLUMNS``.
+    A row has ``messages`` (OpenAI's form) or a ``prompt``, unless the class has one. Media are in columns of the usual
+    names or in messages. ``sampling_params`` override ``params``. Rows get ``OUTPUT_COLUMNS``.
 
-    The engine is full when there are more rows under way than it has places: give ``max_concurrency`` so that an actor
-    works on several blocks, and ``batch_size`` of a few dozen. Raises InvalidJob for a model that cannot be loaded.
+    ``max_concurrency`` and a ``batch_size`` of a few dozen keep the engine full. Raises InvalidJob if the model cannot
+    be loaded.
     """
 
     def __init__(
@@ -50,10 +49,11 @@ class Answer:
         params: SamplingParams | Mapping[str, Any] | None = None,
         image: str | None = None,
         video: str | None = None,
+        audio: str | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> None:
         self._prompt = prompt
-        self._columns = Columns(image=image, video=video)
+        self._columns = Columns(image=image, video=video, audio=audio)
         self._questions = Questions((prompt or DEFAULT_PROMPT,), system, params_of(params))
         self._batcher = open_here(model, options or {})
 
@@ -65,7 +65,6 @@ class Answer:
         yield {**batch, **{name: _column([one[at] for one in answers]) for at, name in enumerate(OUTPUT_COLUMNS)}}
 
     async def _answer(self, cells: dict[str, Any], place: str) -> tuple[Any, ...]:
-        """Answer one row, whatever is wrong with it: its cells of ``OUTPUT_COLUMNS``."""
         began = time.perf_counter()
         result: Result = await ended(submitted_row(self._batcher, self._questions, self._row(cells, place)))
         seconds = time.perf_counter() - began if result.ok else -1.0
@@ -76,12 +75,15 @@ class Answer:
     def _row(self, cells: dict[str, Any], place: str) -> Row:
         try:
             cells = {name: _plain(value) for name, value in cells.items()}
-            columns = self._columns.among(list(cells), "the dataset")
+            columns = self._columns.resolve(list(cells), THE_DATASET)
             if not cells.get("messages"):
-                columns.check_meant(list(cells), "the dataset", self._questions.columns, asks=True)
-            if columns.image is not None and cells[columns.image] is None:  # a row of text
+                others = [name for name in cells if name != "messages"]
+                columns.check_overlooked(others, THE_DATASET, self._questions.columns, asks=True)
+            if cells.get("messages") and columns.image and cells[columns.image] is None:
                 columns = replace(columns, image=None)
-            row = row_of_cells(cells, columns, place=place, folder="")
+            row = flag_doubtful_media(row_of_cells(cells, columns, place=place, folder=""), self._columns, THE_DATASET)
+            if not columns.has_media and not cells.get("messages"):
+                row = flag_overlooked_media(row, THE_DATASET)
             messages, params = cells.get("messages"), cells.get("sampling_params") or {}
             if not isinstance(params, Mapping):
                 raise InvalidJob(f"sampling_params is {shown(params)}; it must be a mapping")
@@ -96,7 +98,7 @@ class Answer:
 
 
 def _plain(value: Any) -> Any:
-    """Return a cell as Python has it. Arrow gives every mapping of a column the same keys, with None where there was none."""
+    """Return a cell as Python values, without Arrow's added None."""
     if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.dtype == object):
         value = value.tolist()
     if isinstance(value, Mapping):
@@ -105,7 +107,6 @@ def _plain(value: Any) -> Any:
 
 
 def _column(values: list[Any]) -> np.ndarray:
-    """Return a column of a batch: texts, and arrays of different lengths, are cells of their own."""
     if values and not isinstance(values[0], (np.ndarray, str)):
         return np.array(values)
     column = np.empty(len(values), object)

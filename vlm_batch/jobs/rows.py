@@ -1,4 +1,4 @@
-"""The records of a job: a row of a source, and the protocol of sources."""
+"""Rows, and the protocol of sources."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vlm_batch.errors import VLMBatchError
-from vlm_batch.types import ImageInput, Message, Video
+from vlm_batch.types import Audio, ImageInput, Message, Video
 
 if TYPE_CHECKING:
     from vlm_batch.jobs.cells import Columns
 
 
 class InvalidJob(VLMBatchError, ValueError):
-    """A job cannot be begun as it was asked for; the message is one line for the user."""
+    """A job cannot begin as asked; users see the one-line message."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One row: what is asked about, and what it says itself of prompt and sampling.
+    """One row to ask about.
 
-    ``images`` are pictures, or, where ``load`` is there, the names of those that it reads when it is their turn.
-    ``columns`` are what prompts and outputs may name; ``strange`` are those that are mistakes unless they are named.
-    ``error`` says why the row cannot be asked at all.
+    ``load`` reads the pictures named by ``images``. ``strange`` columns are mistakes unless the job names them.
+    ``error`` says why the row cannot be asked.
     """
 
     id: str
     images: tuple[ImageInput, ...] = ()
     videos: tuple[Video, ...] = ()
+    audios: tuple[Audio, ...] = ()
     prompt: str | None = None
     messages: Sequence[Message] | None = None
     params: Mapping[str, Any] = field(default_factory=dict)
@@ -41,15 +41,19 @@ class Row:
 
     @property
     def image_names(self) -> list[str]:
-        """A name for each picture, for the answer's line."""
         return [name_of(image) for image in self.images]
+
+    @property
+    def sources(self) -> list[Any]:
+        """The files or data of its media."""
+        images = self.images if self.load is None else ()
+        return [*images, *(video.source for video in self.videos), *(audio.source for audio in self.audios)]
 
 
 class Source:
-    """Rows, one at a time; a source inherits what is not its own.
+    """An iterable of rows.
 
-    ``columns`` are the names that every row has, or None where rows differ. ``is_once``: the rows can be read a single
-    time, so nothing is known of them before. ``numbered``: ids are places in the file, so a changed file has other rows.
+    Every row has ``columns``. With ``is_once``, rows can be read only once. With ``numbered``, some ids are positions.
     """
 
     @property
@@ -66,26 +70,29 @@ class Source:
 
     @property
     def found(self) -> Columns | None:
-        """The columns of a table that hold pictures, videos, ids and prompts; None for what is no table."""
         return None
 
     @property
     def numbered(self) -> bool:
-        return self.found is not None and self.found.id is None
+        return self.found is not None and (self.found.id is None or self._has_places())
+
+    def _has_places(self) -> bool:
+        try:
+            return any(row.error is None and row.id.startswith(f"{self.name}:") for row in self.scan())
+        except Exception:  # the file is damaged: the plan says so, of its last row
+            return False
 
     def rows(self) -> Iterator[Row]:
-        """Every row. A row that cannot be read comes with its ``error``."""
+        """Yield all rows; unreadable ones have an ``error``."""
         raise NotImplementedError
 
     def scan(self) -> Iterator[Row]:
-        """The same rows with nothing read that only an answer needs."""
+        """Yield rows without reading pictures."""
         return self.rows()
 
 
 @dataclass(frozen=True)
 class SourceFile(Source):
-    """A source that is one file, and named by its path."""
-
     path: str
 
     @property
@@ -94,7 +101,7 @@ class SourceFile(Source):
 
 
 class Ids:
-    """A set of ids in a few bytes each: 64 bits of their digest."""
+    """A set of ids, stored as 64-bit digests."""
 
     def __init__(self, ids: Iterable[str] = ()) -> None:
         self._digests = {digest(one) for one in ids}
@@ -106,7 +113,7 @@ class Ids:
         return len(self._digests)
 
     def add(self, one: str) -> bool:
-        """Add an id; False if it was there."""
+        """Add an id; return False if it was there."""
         number = digest(one)
         if number in self._digests:
             return False
@@ -114,12 +121,12 @@ class Ids:
         return True
 
 
-#: How Python holds the bytes of a name that is no UTF-8, and what JSON may have in their place.
+#: Lone surrogates, which stand for bytes of names that are not UTF-8.
 _NO_UTF8 = re.compile("[\ud800-\udfff]")
 
 
 def spelled(text: str, backslash: str = "\\") -> str:
-    """A text that is UTF-8: a byte of a name that is none is written as shells and Python take it, ``caf\\xe9.png``."""
+    """Return valid UTF-8, with escapes for other bytes: ``caf\\xe9.png``."""
 
     def code(match: re.Match[str]) -> str:
         value = ord(match[0])
@@ -129,13 +136,13 @@ def spelled(text: str, backslash: str = "\\") -> str:
 
 
 def digest(text: str) -> int:
-    """64 bits that are the same for a text on every machine, and for a name that is no UTF-8 as outputs have it."""
+    """Return a text's 64-bit digest."""
     return int.from_bytes(hashlib.blake2b(spelled(text).encode(), digest_size=8).digest(), "big")
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Part ``number`` of ``count``, from 1: the rows whose ids' digests fall on it."""
+    """Part ``number`` of ``count``, from 1, by digests of ids."""
 
     number: int = 1
     count: int = 1
@@ -154,7 +161,6 @@ class Shard:
 
     @staticmethod
     def parse(text: str) -> Shard:
-        """Read "2/4". Raises InvalidJob."""
         number, slash, count = text.partition("/")
         if not (slash and number.isdigit() and count.isdigit()):
             raise InvalidJob(f"shard {text!r} is not of the form 2/4")
@@ -162,7 +168,6 @@ class Shard:
 
 
 def name_of(image: ImageInput) -> str:
-    """A short text that stands for a picture in an answer's line."""
     if isinstance(image, str):
         return image if not image.startswith("data:") else f"data URI of {len(image):,} characters"
     if isinstance(image, (bytes, bytearray, memoryview)):

@@ -1,4 +1,4 @@
-"""Run a job: check it, plan it, then stream its rows through a batcher into a sink."""
+"""Run a job: check it, plan it, stream its rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vlm_batch.jobs.rows import Ids, InvalidJob, Row, Shard, Source
 from vlm_batch.jobs.sinks import Sink
 from vlm_batch.jobs.sources import Files
 from vlm_batch.jobs.summary import Summary
-from vlm_batch.many import submitted
+from vlm_batch.many import try_submit
 from vlm_batch.types import Request, Result, Stats
 
 if TYPE_CHECKING:
@@ -28,14 +28,12 @@ if TYPE_CHECKING:
 
 
 class Batcher(Protocol):
-    """The part of a batcher that a job needs."""
-
     def as_completed(self, requests: Iterable[Request]) -> Iterator[Result]: ...
 
 
 @runtime_checkable
 class Counting(Protocol):
-    """A batcher that says how busy its engine was."""
+    """A batcher with engine statistics."""
 
     def stats(self) -> Stats: ...
 
@@ -44,16 +42,16 @@ OpenBatcher = Callable[[], AbstractContextManager[Batcher]]
 
 
 class Watch:
-    """Follows a job. The methods of this base class do nothing."""
+    """Observer of a job."""
 
     def planned(self, plan: Plan) -> None:
-        """The job is checked, and begins unless nothing is left of it. The model is loaded next."""
+        """Called before the model is loaded."""
 
     def began(self, batcher: Batcher, summary: Summary) -> None:
-        """The model is there, and the first row is about to be asked."""
+        """Called before the first row."""
 
     def ended(self, item: Item, result: Result, in_flight: int) -> None:
-        """One more row has ended, and its answer is kept."""
+        """Called for each stored answer."""
 
 
 def run(
@@ -72,15 +70,19 @@ def run(
     keeps_samples: bool = False,
     watch: Watch | None = None,
 ) -> Summary:
-    """Answer a source's rows into a sink, in bounded memory, and go on where an earlier run ended (``resume``).
+    """Answer sources' rows into a sink, in bounded memory; an interrupt ends the job, and keeps its answers.
 
-    ``batcher`` is a batcher, or opens one when it is needed: after the checks, and not if nothing is left to be done.
-    ``settings`` are compared with the first run's beside prompts and sampling (the model's name, say); other ones are
-    refused unless ``force``. ``retry_errors`` resumes and asks failed rows again. ``carried`` are columns that the sink
-    takes along. An interrupt (KeyboardInterrupt) ends the job with what is done kept, and ``Summary.interrupted`` set.
+    Args:
+        batcher: A batcher, or a function that opens one after the checks.
+        settings: Further settings that resumed runs must share, such as the model's name.
+        carried: The sink's columns, to check.
+        resume: Continue an earlier run's output; ``retry_errors`` also asks failed rows again.
+        overwrite: Replace the output; ``force`` resumes it despite other settings.
+        keeps_samples: Collect sample answers for a report.
 
-    Raises InvalidJob for a job that cannot be begun as asked, before anything is changed; CannotWrite when an answer
-    cannot be kept, with all earlier ones kept.
+    Raises:
+        InvalidJob: The job cannot begin as asked; nothing was changed.
+        CannotWrite: An answer cannot be stored; earlier ones are safe.
     """
     sources: Sequence[Source] = source if isinstance(source, Sequence) else [source]
     job = Job(sources, questions or Questions(), sink, shard or Shard(), carried)
@@ -93,7 +95,7 @@ def run(
         done, failed = sink.existing() if resume else (Ids(), Ids())
         plan = job.plan(done, Ids() if retry_errors else failed)
         if not force:
-            plan.check_goes_on()
+            plan.check_resumable()
         if plan.total is None:  # of rows that are not known yet, what the output has is what was done
             plan = replace(plan, done=len(done), failed_before=0 if retry_errors else len(failed))
         summary = Summary(plan.total, plan.done, plan.failed_before, keeps_samples)
@@ -115,7 +117,6 @@ def run(
 
 
 def _check_apart(sources: Sequence[Source], sink: Sink) -> None:
-    """Raise InvalidJob for an output that is one of the job's own sources."""
     output = identity(sink.name)
     for source in sources:
         paths = source.paths if isinstance(source, Files) else (source.name,)
@@ -124,17 +125,17 @@ def _check_apart(sources: Sequence[Source], sink: Sink) -> None:
 
 
 def _stream(job: Job, batcher: Batcher, summary: Summary, watch: Watch, is_done: Callable[[Item], bool]) -> None:
-    """Ask the questions that are not answered. Rows are read when the batcher has room; a bad row ends with its error."""
+    """Ask the questions that are left."""
     alive: dict[str, Item] = {}
-    made_of: dict[str, list[journal.Stamp]] = {}
+    made_of: dict[str, journal.Made] = {}
     seen = Ids()
 
     def end(item: Item, result: Result) -> None:
         if result.finish_reason == "cancelled":  # not answered: the next run asks it
             return
         result = with_form(item.params, result)
-        if stamps := made_of.pop(item.id, None):
-            job.sink.stamp(item.id, stamps)
+        if made := made_of.pop(item.id, None):
+            job.sink.stamp(item.id, made)
         job.sink.append(record_of(item, result))
         summary.add(item, result)
         watch.ended(item, result, len(alive))
@@ -158,7 +159,7 @@ def _stream(job: Job, batcher: Batcher, summary: Summary, watch: Watch, is_done:
             if request is None:
                 end(item, Result(request_id=item.id, finish_reason="error", error=item.error))
                 continue
-            alive[item.id], made_of[item.id] = item, journal.stamps_of(item.row)
+            alive[item.id], made_of[item.id] = item, journal.made_of(item.row)
             yield request
 
     summary.begin()
@@ -174,7 +175,7 @@ def _stream(job: Job, batcher: Batcher, summary: Summary, watch: Watch, is_done:
 
 
 def make_request(item: Item) -> tuple[Request | None, Item]:
-    """An item's request; None with the item's error if it cannot be made."""
+    """Return the request, or None, and the item with any error."""
     if item.error is not None:
         return None, item
     try:
@@ -184,8 +185,8 @@ def make_request(item: Item) -> tuple[Request | None, Item]:
 
 
 def submitted_row(batcher: VLMBatcher, questions: Questions, row: Row) -> Handle | Result:
-    """A row of a table under way, by an id of the batcher's own, or the result that says why it cannot be."""
+    """Submit a table's row, or return its error."""
     request, item = make_request(next(questions.ask(row)))
     if request is None:
         return Result(request_id=item.id, finish_reason="error", error=item.error)
-    return submitted(batcher.submit_request, replace(request, request_id=None))
+    return try_submit(batcher.submit_request, replace(request, request_id=None))

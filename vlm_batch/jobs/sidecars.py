@@ -1,4 +1,4 @@
-"""Text files beside the pictures that they are about."""
+"""Text files beside the pictures."""
 
 from __future__ import annotations
 
@@ -7,26 +7,28 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from vlm_batch.assets import VIDEO_SUFFIXES
+from vlm_batch.assets import AUDIO_SUFFIXES, VIDEO_SUFFIXES
 from vlm_batch.jobs import journal
 from vlm_batch.jobs.files import picture_suffixes
 from vlm_batch.jobs.lines import Record, replace_file
 from vlm_batch.jobs.rows import Ids, InvalidJob
 from vlm_batch.jobs.sinks import Sink
 
-#: Each row's id, and the picture or video on disk that it is about; "" where there is none, or several.
+#: Each row's id, and the medium on disk that it is about; "" where there is none, or several.
 Pictures = Callable[[], Iterable[tuple[str, str]]]
 
 
 class Sidecars(Sink):
-    """A text file beside each picture, with its answer: what captioning tools read. Failures write nothing.
+    """Text files with answers beside pictures, as captioning tools read them.
 
-    ``sink`` knows what is done; without one, the text files do.
+    ``sink`` records answered rows; without one, existing files do.
     """
 
     def __init__(self, suffix: str, folder: str, pictures: Pictures, sink: Sink | None) -> None:
         self._suffix = suffix if suffix.startswith(".") else f".{suffix}"
-        if self._suffix.lower() in picture_suffixes().union(VIDEO_SUFFIXES) or not self._suffix[1:].strip(". "):
+        if self._suffix.lower() in picture_suffixes().union(VIDEO_SUFFIXES, AUDIO_SUFFIXES) or not self._suffix[
+            1:
+        ].strip(". "):
             raise InvalidJob(f"--sidecar {suffix} is no suffix for text; .txt and .caption are")
         self._pictures = pictures
         self._beside = Path(folder or ".") / f".vlm-batch{self._suffix}"
@@ -35,7 +37,6 @@ class Sidecars(Sink):
         self.name = self._sink.name or f"*{self._suffix}"
 
     def path_of(self, picture: str) -> Path:
-        """The file for a picture's answer."""
         return Path(picture).expanduser().with_suffix(self._suffix)
 
     def _texts(self) -> Iterable[tuple[str, Path]]:
@@ -68,18 +69,18 @@ class Sidecars(Sink):
     def existing(self) -> tuple[Ids, Ids]:
         return self._sink.existing()
 
-    def stamps(self) -> Mapping[int, int]:
+    def stamps(self) -> Mapping[int, tuple[int, int]]:
         return self._sink.stamps()
 
     def begin(self, settings: Mapping[str, Any], *, overwrite: bool, drop_errors: bool) -> None:
         self._sink.begin(settings, overwrite=overwrite, drop_errors=drop_errors)
 
-    def stamp(self, row_id: str, stamps: list[journal.Stamp]) -> None:
-        self._sink.stamp(row_id, stamps)
+    def stamp(self, row_id: str, made: journal.Made) -> None:
+        self._sink.stamp(row_id, made)
 
     def append(self, record: Record) -> None:
         if not record.get("error"):
-            pictures = record["images"] or record["videos"]
+            pictures = record["images"] or record["videos"] or record["audios"]
             text = str(record["text"]).strip() + "\n"
             replace_file(self.path_of(pictures[0]), text.encode("utf-8", "backslashreplace"))
         self._sink.append(record)
@@ -92,8 +93,6 @@ class Sidecars(Sink):
 
 
 class _TextFiles(Sink):
-    """The sink of a job that keeps text files alone. A row whose file is there is done; the header lies in their folder."""
-
     def __init__(self, header: Path, texts: Callable[[], Iterable[tuple[str, Path]]]) -> None:
         self._header = header
         self._texts = texts
@@ -107,7 +106,7 @@ class _TextFiles(Sink):
     def existing(self) -> tuple[Ids, Ids]:
         return Ids(row_id for row_id, path in self._texts() if path.exists()), Ids()
 
-    def stamps(self) -> Mapping[int, int]:
+    def stamps(self) -> Mapping[int, tuple[int, int]]:
         return self._stamps.read()
 
     def begin(self, settings: Mapping[str, Any], *, overwrite: bool, drop_errors: bool) -> None:
@@ -117,8 +116,8 @@ class _TextFiles(Sink):
             self._stamps.clear()
         journal.write_header(self._header, settings)
 
-    def stamp(self, row_id: str, stamps: list[journal.Stamp]) -> None:
-        self._stamps.add(row_id, stamps)
+    def stamp(self, row_id: str, made: journal.Made) -> None:
+        self._stamps.add(row_id, made)
 
     def close(self) -> None:
         self._stamps.close()

@@ -1,7 +1,6 @@
 """Outputs of a job: JSON lines, CSV, Parquet, standard output.
 
-Answers are kept as JSON lines while a job runs: they are the output itself, or the journal of a CSV or Parquet file that is
-made of them when the job ends. A process that is killed leaves every answer that it had.
+Answers are stored as JSON lines; CSV and Parquet files are made at the end.
 """
 
 from __future__ import annotations
@@ -10,15 +9,17 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from vlm_batch.jobs import journal
 from vlm_batch.jobs.formats import DelimitedFile, Format, ParquetFile
 from vlm_batch.jobs.lines import CannotWrite, LineFile, Record, encoded, has_lines, read_answers, replacing
+from vlm_batch.jobs.openai import line_of_answer, record_of_line
 from vlm_batch.jobs.rows import Ids, InvalidJob, spelled
 
-#: The columns of CSV and Parquet files where none are named.
+#: Default columns of CSV and Parquet files.
 FLAT_COLUMNS = (
     "id",
     "text",
@@ -30,84 +31,112 @@ FLAT_COLUMNS = (
     "seconds",
 )
 
-#: The form of a file by its suffix; None is JSON lines.
+#: Prefixes of column names: the answer's fields, its parsed object's, its row's columns.
+NAMESPACES = ("answer", "parsed", "columns")
+
+#: Forms of outputs (None is JSON lines), and their names by file suffix.
 FORMS: Mapping[str, Format | None] = {
-    **dict.fromkeys(("", ".jsonl", ".ndjson")),
-    ".csv": DelimitedFile(),
-    ".tsv": DelimitedFile("\t"),
-    **dict.fromkeys((".parquet", ".pq"), ParquetFile()),
+    "jsonl": None,
+    "csv": DelimitedFile(),
+    "tsv": DelimitedFile("\t"),
+    "parquet": ParquetFile(),
+    "openai-batch": None,
+}
+SUFFIXES: Mapping[str, str] = {
+    **dict.fromkeys(("", ".jsonl", ".ndjson"), "jsonl"),
+    ".csv": "csv",
+    ".tsv": "tsv",
+    **dict.fromkeys((".parquet", ".pq"), "parquet"),
 }
 
 
 class Sink:
-    """Answers, durable as they come. This base class keeps none: they are shown only, and no job can be resumed.
-
-    ``begin`` is called once everything else is ready: nothing is changed before.
-    """
+    """Stores answers as they come; the base class stores none. Nothing changes before ``begin``."""
 
     name = ""
 
     def locked(self) -> contextlib.AbstractContextManager[None]:
-        """Hold the output for this process."""
+        """Lock the output for this process."""
         return contextlib.nullcontext()
 
     def check(self, settings: Mapping[str, Any], *, resume: bool, overwrite: bool, force: bool) -> None:
-        """Raise InvalidJob if the job may not write here. Changes nothing."""
+        """Raise InvalidJob if the job may not write here."""
         if resume:
             raise InvalidJob("--resume needs a file to go on with; name it with --out FILE")
 
     def existing(self) -> tuple[Ids, Ids]:
-        """The ids that are answered, and those that failed."""
+        """Return answered ids, and failed ones."""
         return Ids(), Ids()
 
-    def stamps(self) -> Mapping[int, int]:
-        """The files that answers were made of: a digest of each row's stamps, by that of its id."""
+    def stamps(self) -> Mapping[int, tuple[int, int]]:
+        """Return stamps of answered rows' files (``journal.Stamps.read``)."""
         return {}
 
     def begin(self, settings: Mapping[str, Any], *, overwrite: bool, drop_errors: bool) -> None: ...
 
-    def stamp(self, row_id: str, stamps: list[journal.Stamp]) -> None:
-        """Keep what the answer that comes next is made of. Raises CannotWrite."""
+    def stamp(self, row_id: str, made: journal.Made) -> None: ...
 
     def append(self, record: Record) -> None:
-        """Keep an answer. Raises CannotWrite, and what was kept before stays whole."""
+        """Store an answer. Raises CannotWrite."""
 
     def finish(self) -> None:
-        """Make the output from the kept answers, also if the job was cut short."""
+        """Make the output from stored answers, even of an interrupted job."""
 
     def close(self) -> None: ...
 
 
-def open_sink(target: str, columns: tuple[str, ...] | None = None) -> Sink:
-    """The sink of an output's name, by its suffix; without one JSON lines. ``-`` is standard output. Raises InvalidJob."""
-    if target == "-":
-        return StandardOutput(columns)
+def open_sink(
+    target: str, columns: tuple[str, ...] | None = None, *, form: str | None = None, model: str = "vlm-batch"
+) -> Sink:
+    """Open an output.
+
+    Args:
+        target: A file's path, or ``-`` for standard output.
+        columns: Fields to keep of each answer; the form's by default.
+        form: One of ``FORMS``; by the file's suffix by default.
+        model: The model's name in OpenAI's batch form.
+
+    Raises:
+        InvalidJob: The form is unknown, or has fixed columns.
+    """
     path = Path(target).expanduser()
-    if (suffix := path.suffix.lower()) not in FORMS:
-        known = ", ".join(filter(None, FORMS))
-        raise InvalidJob(f"cannot write {target}: {suffix} is no form of output that is known here; {known} are")
-    return AnswerFile(path, columns, FORMS[suffix])
+    if form is None and target != "-":
+        suffix = path.suffix.lower()
+        if suffix not in SUFFIXES:
+            known = ", ".join(filter(None, SUFFIXES))
+            raise InvalidJob(
+                f"cannot write {target}: {suffix} is no form of output that is known here; {known} are, and --format says "
+                "the form of other names"
+            )
+        form = SUFFIXES[suffix]
+    form = form or "jsonl"
+    if form not in FORMS:
+        raise InvalidJob(f"there is no form {form!r} of outputs; {', '.join(FORMS)} are")
+    line_of = partial(chosen, columns=columns)
+    if form == "openai-batch":
+        if columns:
+            raise InvalidJob("OpenAI's batch form has its own fields; leave --columns out")
+        line_of = partial(line_of_answer, model=model)
+    if target == "-":
+        if FORMS[form] is not None:
+            raise InvalidJob(f"--format {form} needs a file: it is made when the job ends; give it by --out FILE")
+        return StandardOutput(line_of)
+    return BatchFile(path, line_of) if form == "openai-batch" else AnswerFile(path, columns, FORMS[form])
 
 
 class StandardOutput(Sink):
-    """JSON lines on standard output, each flushed."""
-
     name = "-"
 
-    def __init__(self, columns: tuple[str, ...] | None = None) -> None:
-        self._columns = columns
+    def __init__(self, line_of: Callable[[Record], Record]) -> None:
+        self._line_of = line_of
 
     def append(self, record: Record) -> None:
-        sys.stdout.write(encoded(chosen(record, self._columns)).decode())
+        sys.stdout.write(encoded(self._line_of(record)).decode())
         sys.stdout.flush()
 
 
 class AnswerFile(Sink):
-    """A file of JSON lines, written as the answers come; or, with a ``form``, a CSV or Parquet file.
-
-    That is made whole when the job ends. Until then the lines are its journal, which is kept while it holds anything that the
-    file lacks.
-    """
+    """JSON lines, or, with a ``form``, a file made of them at the end."""
 
     def __init__(self, path: Path, columns: tuple[str, ...] | None = None, form: Format | None = None) -> None:
         self.path, self.name = path, str(path)
@@ -120,7 +149,9 @@ class AnswerFile(Sink):
     def locked(self) -> contextlib.AbstractContextManager[None]:
         journal.check_writable(self.path)
         if self._is_device() and self._form is not None:
-            raise InvalidJob(f"{self.path} is no file; CSV and Parquet need one")
+            raise InvalidJob(
+                f"{self.path} is no file; CSV and Parquet need one, and JSON lines (--format jsonl) do not"
+            )
         return contextlib.nullcontext() if self._is_device() else journal.locked(self.path)
 
     def check(self, settings: Mapping[str, Any], *, resume: bool, overwrite: bool, force: bool) -> None:
@@ -129,17 +160,22 @@ class AnswerFile(Sink):
         if not has_lines(self.path) and not has_lines(self.journal):
             return
         if not resume and not overwrite:
+            if not journal.header_path(self.path).exists():
+                raise InvalidJob(
+                    f"{self.path} is not empty, and nothing beside it says that a job wrote it: name another file with --out, "
+                    "or --overwrite replaces it"
+                )
             raise InvalidJob(f"{self.path} has answers already: --resume goes on with them, --overwrite replaces them")
         if resume and not force:
             journal.check_same(self.path, settings)
 
     def existing(self) -> tuple[Ids, Ids]:
         answered, failed = Ids(), Ids()
-        for record in self._records():
+        for record in self.records():
             (failed if record.get("error") else answered).add(str(record["id"]))
         return answered, failed
 
-    def stamps(self) -> Mapping[int, int]:
+    def stamps(self) -> Mapping[int, tuple[int, int]]:
         return self._stamps.read()
 
     def begin(self, settings: Mapping[str, Any], *, overwrite: bool, drop_errors: bool) -> None:
@@ -161,13 +197,16 @@ class AnswerFile(Sink):
         self._file = LineFile(self.journal)
         journal.write_header(self.path, settings)
 
-    def stamp(self, row_id: str, stamps: list[journal.Stamp]) -> None:
+    def stamp(self, row_id: str, made: journal.Made) -> None:
         if not self._is_device():
-            self._stamps.add(row_id, stamps)
+            self._stamps.add(row_id, made)
 
     def append(self, record: Record) -> None:
         assert self._file is not None
-        self._file.append(chosen(record, self._columns))
+        self._file.append(self._line_of(record))
+
+    def _line_of(self, record: Record) -> Record:
+        return chosen(record, self._columns)
 
     def finish(self) -> None:
         if self._file is None:
@@ -175,7 +214,7 @@ class AnswerFile(Sink):
         self._file.sync()
         if self._form is not None:
             if has_lines(self.journal) or not self.path.exists():
-                self._make(self._records)
+                self._make(self.records)
             self.close()
             self.journal.unlink(missing_ok=True)
 
@@ -186,7 +225,6 @@ class AnswerFile(Sink):
             self._file = None
 
     def _is_device(self) -> bool:
-        """Whether something other than a file is there: a device, a pipe."""
         return self.path.exists() and not self.path.is_file() and not self.path.is_dir()
 
     def _clear(self) -> None:
@@ -201,11 +239,10 @@ class AnswerFile(Sink):
             raise CannotWrite(f"cannot write {self.path}: {error.strerror}") from error
 
     def _made(self) -> Iterator[Record]:
-        """The answers in the file that was made at the end of an earlier run."""
         return self._form.read(self.path) if self._form is not None and has_lines(self.path) else iter(())
 
-    def _records(self) -> Iterator[Record]:
-        """The file's answers, then the journal's that the file lacks: a process can be killed between the two."""
+    def records(self) -> Iterator[Record]:
+        """Yield the file's answers, then those only in the journal."""
         there = Ids()
         for record in self._made():
             there.add(str(record["id"]))
@@ -224,27 +261,39 @@ class AnswerFile(Sink):
             raise CannotWrite(f"cannot write {self.path}: {why}; every answer is in {self.journal}") from error
 
 
-def chosen(record: Record, columns: tuple[str, ...] | None) -> Record:
-    """An answer's fields that are asked for: its own by their names, counts of tokens and seconds, those of the object that a
-    schema made it, columns of its row. What comes first here is meant by a name that several have.
+class BatchFile(AnswerFile):
+    def __init__(self, path: Path, line_of: Callable[[Record], Record]) -> None:
+        super().__init__(path)
+        self._in_batch = line_of
 
-    Without ``columns``, the answer as it is.
-    """
+    def _line_of(self, record: Record) -> Record:
+        return self._in_batch(record)
+
+    def records(self) -> Iterator[Record]:
+        for line in super().records():
+            if "custom_id" not in line:
+                raise InvalidJob(f"{self.path} is not in OpenAI's batch form; --format says which form an output has")
+            yield record_of_line(line)
+
+
+def chosen(record: Record, columns: tuple[str, ...] | None) -> Record:
+    """Return the ``columns`` of an answer; ``NAMESPACES`` tell equal names apart."""
     if columns is None:
         return {name: value for name, value in record.items() if name != "columns"}
     parsed = record.get("parsed")
+    own = {**record, **record["usage"], "seconds": record["timings"]["total"]}
+    spaces = (own, parsed if isinstance(parsed, Mapping) else {}, record.get("columns", {}))
     flat = {
-        **record.get("columns", {}),
-        **(parsed if isinstance(parsed, Mapping) else {}),
-        **record,
-        **record["usage"],
-        "seconds": record["timings"]["total"],
+        f"{space}.{name}": value
+        for space, there in zip(NAMESPACES, spaces, strict=True)
+        for name, value in there.items()
     }
+    for there in reversed(spaces):
+        flat.update(there)
     return {name: plain(flat.get(name)) for name in columns}
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON can hold it; any other value as its text."""
     if isinstance(value, float) and value != value:
         return None
     if value is None or isinstance(value, (str, int, float)):

@@ -1,11 +1,9 @@
-"""The sources that arguments name: pictures and videos, documents, archives, tables, standard input."""
+"""Sources that arguments name."""
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
-import json
 import os
 import sys
 import tarfile
@@ -15,7 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from vlm_batch.assets import VIDEO_SUFFIXES
+from vlm_batch.assets import AUDIO_SUFFIXES, VIDEO_SUFFIXES
+from vlm_batch.checks import parse_json
 from vlm_batch.errors import InvalidImage
 from vlm_batch.inputs.images import DEFAULT_MAX_PIXELS
 from vlm_batch.jobs.arrow import HuggingFace, Parquet, datasets_in, is_dataset
@@ -25,13 +24,13 @@ from vlm_batch.jobs.files import (
     check_there,
     expanded,
     is_url,
-    is_video,
+    kind_of,
     picture_suffixes,
     prepare_for,
 )
 from vlm_batch.jobs.rows import InvalidJob, Row, Source, SourceFile, name_of
 from vlm_batch.jobs.tables import Delimited, JsonLines
-from vlm_batch.types import ImageInput, Video
+from vlm_batch.types import Audio, ImageInput, Video
 
 LINES, DELIMITED, PARQUET, PDF, TAR = (
     (".jsonl", ".ndjson"),
@@ -41,39 +40,52 @@ LINES, DELIMITED, PARQUET, PDF, TAR = (
     (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz"),
 )
 DEFAULT_DPI = 150
-#: Facts about a picture or video that prompts may name.
+#: Columns of files, which prompts may name.
 FILE_COLUMNS = ("path", "name", "stem", "folder")
 POINTS_PER_INCH = 72
-#: Members of an archive that are read as text, at most.
+#: Largest archive member that is read as text.
 MAX_TEXT_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """Options of reading: columns of tables, folders, videos, PDF pages."""
+    """Reading options.
+
+    Attributes:
+        columns: Columns of tables.
+        recursive: Search folders within folders.
+        videos: Find videos in folders; ``audios`` and ``pdfs`` likewise.
+        fps: Sampled video frames a second; ``max_frames`` bounds them.
+        dpi: Resolution of PDF pages.
+        split: Split of a dataset; all by default.
+        own_prompts: Use tables' column "prompt".
+    """
 
     columns: Columns = field(default_factory=Columns)
     recursive: bool = True
     videos: bool = False
+    audios: bool = False
     pdfs: bool = False
     fps: float | None = None
     max_frames: int | None = None
     dpi: int = DEFAULT_DPI
     split: str | None = None
-    #: Whether a table's column "prompt" is the prompt where none is named: not where the job has one.
     own_prompts: bool = True
 
     @property
     def suffixes(self) -> frozenset[str]:
-        """The suffixes that folders are searched for."""
-        return picture_suffixes().union(VIDEO_SUFFIXES if self.videos else (), PDF if self.pdfs else ())
+        further = (VIDEO_SUFFIXES * self.videos, AUDIO_SUFFIXES * self.audios, PDF * self.pdfs)
+        return picture_suffixes().union(*further)
 
 
 def open_sources(arguments: Sequence[str], reading: Reading | None = None) -> tuple[list[Source], Found]:
-    """The sources that arguments name, in their order, and what was found in folders. ``-`` is standard input.
+    """Open the arguments' sources, in order; ``-`` is standard input. Missing files become failed rows.
 
-    Files that are no table, document or archive are pictures or videos, also those that do not exist: their rows fail.
-    Raises InvalidJob for a table that cannot be read, a folder or pattern that leads to nothing, and where nothing is found.
+    Returns:
+        The sources, and folders' found and skipped files.
+
+    Raises:
+        InvalidJob: A table, folder or pattern is unreadable, or nothing was found.
     """
     reading = reading or Reading()
     check_there(arguments)
@@ -91,13 +103,12 @@ def open_sources(arguments: Sequence[str], reading: Reading | None = None) -> tu
     sources += _of_files(files, reading)
     if not sources:
         looked = " ".join(sorted(reading.suffixes))
-        said = f" ({found.said()})" if found.said() else ""
-        raise InvalidJob(f"no picture in {', '.join(arguments)}; looked for files that end in {looked}{said}")
+        said = f"{found.said()}; " if found.said() else ""
+        raise InvalidJob(f"no picture in {', '.join(arguments)} ({said}looked for files that end in {looked})")
     return [_with_own_prompts(source) if reading.own_prompts else source for source in sources], found
 
 
 def _with_own_prompts(source: Source) -> Source:
-    """A table whose column "prompt" is asked, where it has one."""
     if (
         isinstance(source, (Delimited, Parquet, HuggingFace))
         and source.own.prompt is None
@@ -108,7 +119,7 @@ def _with_own_prompts(source: Source) -> Source:
 
 
 def _table(path: str, reading: Reading) -> list[Source] | None:
-    """The sources of a table, an archive or a dataset; None for what is to be looked at as files."""
+    """Return sources of a table, archive or dataset."""
     columns, name = reading.columns, path.lower()
     if path == "-":
         return [read_standard_input(reading)]
@@ -130,7 +141,6 @@ def _there(path: str) -> str:
 
 
 def _of_files(paths: Sequence[str], reading: Reading) -> Iterator[Source]:
-    """Runs of pictures and videos, and each document, in order."""
     for is_pdf, run in itertools.groupby(paths, lambda path: path.lower().endswith(PDF) and not is_url(path)):
         if is_pdf:
             yield from (Pdf(path, reading.dpi) for path in run)
@@ -138,21 +148,9 @@ def _of_files(paths: Sequence[str], reading: Reading) -> Iterator[Source]:
             yield Files(tuple(run), reading.fps, reading.max_frames)
 
 
-def fingerprint(path: str) -> str:
-    """A digest of a file's size, beginning and end: enough to see that its rows have moved."""
-    try:
-        with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            head = file.read(1 << 16)
-            file.seek(max(0, size - (1 << 16)))
-            return hashlib.blake2b(head + file.read() + str(size).encode(), digest_size=16).hexdigest()
-    except OSError:  # a folder, a stream
-        return ""
-
-
 @dataclass(frozen=True)
 class Files(Source):
-    """Pictures and videos by their paths and URLs, which are their ids."""
+    """Media files and URLs; paths are ids."""
 
     paths: tuple[str, ...]
     fps: float | None = None
@@ -164,28 +162,29 @@ class Files(Source):
         for path in self.paths:
             prepare_for(path)
             columns = file_columns(path)
-            if is_video(path):
+            kind = kind_of(path)
+            if kind == "video":
                 clip = Video(path, fps=self.fps, max_frames=self.max_frames)
                 yield Row(id=path, videos=(clip,), columns=columns)
+            elif kind == "audio":
+                yield Row(id=path, audios=(Audio(path),), columns=columns)
             else:
                 row_id = name_of(path) if path.startswith("data:") else path
                 yield Row(id=row_id, images=(path,), columns=columns)
 
 
 def read_standard_input(reading: Reading) -> Source:
-    """Requests in JSON, or paths and URLs, a line each: by the first line. Raises InvalidJob if there is none."""
+    """Read JSON requests, or paths and URLs."""
     lines = (line for line in sys.stdin if line.strip())
     first = next(lines, None)
     if first is None:
-        raise InvalidJob("standard input is empty")
+        raise InvalidJob("standard input is empty; send paths, URLs or JSON lines: ls photos/*.jpg | vlm-batch run -")
     whole = itertools.chain([first], lines)
     return JsonLines("-", reading.columns, stream=whole) if first.lstrip().startswith("{") else Paths(whole, reading)
 
 
 @dataclass(frozen=True)
 class Paths(Source):
-    """Pictures, videos and documents by their paths or URLs, a line each, read once."""
-
     stream: Iterable[str]
     reading: Reading
     name = "-"
@@ -200,7 +199,7 @@ class Paths(Source):
 
 @dataclass(frozen=True)
 class Pdf(SourceFile):
-    """The pages of a PDF, rendered one at a time when they are asked about. Ids are ``file.pdf#1``, ``file.pdf#2``, ..."""
+    """A PDF's pages, rendered on demand, with ids ``file.pdf#1``, ..."""
 
     dpi: int = DEFAULT_DPI
     columns = (*FILE_COLUMNS, "page", "pages")
@@ -223,19 +222,19 @@ class Pdf(SourceFile):
 
 
 def file_columns(path: str) -> Mapping[str, Any]:
-    """A file's columns, for prompts and outputs."""
     name = os.path.basename(path.partition("?")[0] if is_url(path) else path)
     return {"path": path, "name": name, "stem": Path(name).stem, "folder": os.path.dirname(path)}
 
 
 def render_page(path: str, number: int, dpi: int) -> tuple[ImageInput, ...]:
-    """One page of a PDF as a picture, ``number`` from 0. Raises InvalidImage."""
     try:
         with contextlib.closing(_pdfium().PdfDocument(path)) as document:
             page, scale = document[number], dpi / POINTS_PER_INCH
             width, height = (round(side * scale) for side in page.get_size())
             if width * height > DEFAULT_MAX_PIXELS:
-                raise InvalidImage(f"it would have {width} x {height} pixels at {dpi} dots an inch")
+                raise InvalidImage(
+                    f"it would have {width} x {height} pixels at {dpi} dots an inch; --dpi makes it smaller"
+                )
             return (page.render(scale=scale).to_pil().convert("RGB"),)
     except Exception as error:
         raise InvalidImage(f"{path}#{number + 1} cannot be rendered: {error}") from error
@@ -251,10 +250,7 @@ def _pdfium() -> Any:
 
 @dataclass(frozen=True)
 class Tar(SourceFile):
-    """An archive in WebDataset's form: members that share a name up to its first dot are one row.
-
-    ``.json`` gives columns, and so does every other small member that is text, by its suffix.
-    """
+    """A WebDataset archive: members with equal names up to the first dot are a row."""
 
     def rows(self) -> Iterator[Row]:
         return self._rows(with_pictures=True)
@@ -306,7 +302,7 @@ class Tar(SourceFile):
                 images.append(data)
             elif suffix == "json":
                 try:
-                    cells = json.loads(data)
+                    cells = parse_json(data)
                     columns.update(cells if isinstance(cells, dict) else {"json": cells})
                 except ValueError as error:
                     return Row(id=row_id, error=f"{row_id}.json is not JSON: {error}")

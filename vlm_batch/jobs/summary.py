@@ -1,4 +1,4 @@
-"""The summary of a job, in bounded memory: counts, latencies by decades, time by stage, failures, a sample of answers."""
+"""A job's statistics, in bounded memory."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from vlm_batch.types import Result, Timings
 BUCKETS_A_DECADE = 6
 FIRST_SECONDS = 1e-3
 NUM_BUCKETS = 8 * BUCKETS_A_DECADE
-#: Failures that are listed, kinds of failure that are counted, answers that are shown, bins of the course of time.
+#: Most failures listed, kinds of failure, sample answers, and bins over time.
 MAX_FAILURES, MAX_REASONS, MAX_SAMPLES, MAX_BINS = 200, 50, 24, 120
-#: Characters of a message that stands for a kind of failure.
+#: Most characters of the message shown for a kind of failure.
 MAX_REASON = 120
 THUMBNAIL_SIDE = 240
 
@@ -37,7 +37,6 @@ STAGES = {
 
 
 def stages_of(timings: Timings) -> dict[str, float]:
-    """A row's seconds by stage: what its life is made of, in the order of ``STAGES``."""
     waiting = max(0.0, timings.queue - timings.read - timings.process)
     parts = (timings.read, timings.process, waiting, timings.encode, timings.prefill, timings.decode)
     return dict(zip(STAGES, parts, strict=True))
@@ -45,7 +44,7 @@ def stages_of(timings: Timings) -> dict[str, float]:
 
 @dataclass
 class Histogram:
-    """Counts of seconds in buckets of equal ratio."""
+    """Counts of seconds in logarithmic buckets."""
 
     counts: list[int] = field(default_factory=lambda: [0] * NUM_BUCKETS)
 
@@ -55,11 +54,10 @@ class Histogram:
 
     @staticmethod
     def edge(bucket: int) -> float:
-        """The least seconds of a bucket."""
         return FIRST_SECONDS * float(10 ** (bucket / BUCKETS_A_DECADE))
 
     def quantile(self, share: float) -> float:
-        """The seconds that a share of all stays below, to the width of a bucket; 0 without any."""
+        """Return the quantile bucket's upper bound."""
         seen, total = 0, sum(self.counts)
         for bucket, count in enumerate(self.counts):
             seen += count
@@ -68,7 +66,7 @@ class Histogram:
         return 0.0
 
     def filled(self) -> list[tuple[float, float, int]]:
-        """(least, most, count) of the buckets from the first to the last that have any."""
+        """Return (least, most, count) of the used buckets."""
         used = [bucket for bucket, count in enumerate(self.counts) if count]
         if not used:
             return []
@@ -77,7 +75,7 @@ class Histogram:
 
 @dataclass
 class Course:
-    """Rows that ended over time, in bins that double in width when there are too many."""
+    """Ended rows over time, in bins of doubling width."""
 
     width: float = 0.05
     counts: list[int] = field(default_factory=list)
@@ -92,19 +90,18 @@ class Course:
         self.counts[bin_number] += 1
 
 
-#: Words of a message that are its row's own: paths, names of files, numbers.
+#: Words of a message that differ between rows: paths, file names, numbers.
 _OWN_WORDS = re.compile(r"\S*(?:[\d/\\]|\w\.\w)\S*")
 
 
 @dataclass
 class Kinds:
-    """Failures by kind, each shown by its first message. Messages are of one kind if they differ in names and numbers only."""
+    """Failures by kind: messages equal but for names and numbers."""
 
     counts: Counter[str] = field(default_factory=Counter)
     firsts: dict[str, str] = field(default_factory=dict)
 
     def add(self, message: str, names: Iterable[str] = ()) -> None:
-        """Count a failure. ``names`` are its row's, which may hold spaces."""
         kind = message
         for name in names:
             kind = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", "0", kind) if name else kind
@@ -115,13 +112,13 @@ class Kinds:
         self.counts[kind] += 1
 
     def most_common(self, number: int | None = None) -> list[tuple[str, int]]:
-        """The first message and the number of each kind, the most frequent first."""
+        """Return each kind's first message and count."""
         return [(self.firsts[kind], count) for kind, count in self.counts.most_common(number)]
 
 
 @dataclass(frozen=True)
 class Sample:
-    """An answer to be looked at, with its first picture, small, as JPEG."""
+    """A sample answer with a thumbnail."""
 
     id: str
     prompt: str | None
@@ -131,11 +128,15 @@ class Sample:
 
 @dataclass
 class Summary:
-    """A job's figures. ``failed_before`` and ``done_before`` are of earlier runs on the same output.
+    """A job's figures.
 
-    ``cut`` are answers that reached their longest length, ``again`` rows whose id had come before. ``source`` are the
-    seconds that its rows took to be read from their source, one at a time, and ``busy`` those in which the engine had rows
-    to work on, None where the batcher does not say.
+    Attributes:
+        done_before: Rows answered by earlier runs.
+        failed_before: Rows that failed in earlier runs.
+        again: Rows with repeated ids.
+        cut: Answers cut at their longest length.
+        source: Seconds of reading rows.
+        busy: Seconds with rows in the engine; None if unknown.
     """
 
     total: int | None = None
@@ -170,22 +171,19 @@ class Summary:
 
     @property
     def num_failed(self) -> int:
-        """Rows of the output without an answer, earlier runs' among them."""
         return self.failed + self.failed_before
 
     @property
     def seconds(self) -> float:
-        """From the first request to the last answer; loading the model is not in it."""
+        """Seconds from the first request to the last answer."""
         return max(self.ended - self.began, 1e-9)
 
     @property
     def busy_share(self) -> float | None:
-        """The share of the time in which the engine had work; the rest of it waited for rows."""
         return None if self.busy is None else min(1.0, self.busy / self.seconds)
 
     @property
     def mean_stages(self) -> list[tuple[str, str, float]]:
-        """Each stage, what it is, and a row's mean seconds in it; reading it from its source is the last."""
         means = [(name, said, self.stages[name] / max(1, self.answered)) for name, said in STAGES.items()]
         source = self.source / max(1, self.ended_rows)
         return [*means, ("source", "rows and pages of the source, one at a time", source)]
@@ -193,9 +191,9 @@ class Summary:
     def begin(self) -> None:
         self.began = self.ended = time.perf_counter()
 
-    def add(self, item: Item, result: Result) -> None:
-        """Count one row that has ended."""
-        self.ended = time.perf_counter()
+    def add(self, item: Item, result: Result, at: float | None = None) -> None:
+        """Count a row ended now, or ``at`` seconds after the beginning."""
+        self.ended = time.perf_counter() if at is None else max(self.ended, self.began + at)
         self.course.add(self.ended - self.began)
         self.pictures += len(result.image_sizes)
         if result.error is not None:
@@ -210,7 +208,8 @@ class Summary:
         self.prompt_tokens += usage.prompt_tokens
         self.cached_tokens += usage.cached_tokens
         self.tokens += usage.completion_tokens + sum(other.usage.completion_tokens for other in result.others)
-        self.latencies.add(timings.total)
+        if timings.total == timings.total:
+            self.latencies.add(timings.total)
         if timings.ttft == timings.ttft:
             self.first_tokens.add(timings.ttft)
         for stage, seconds in stages_of(timings).items():
@@ -219,7 +218,7 @@ class Summary:
             self._keep(item, result)
 
     def _keep(self, item: Item, result: Result) -> None:
-        """A sample in which every answer has the same chance (reservoir)."""
+        """Keep a uniform sample (reservoir sampling)."""
         place = len(self.samples) if len(self.samples) < MAX_SAMPLES else self._random.randrange(self.answered)
         if place >= MAX_SAMPLES:
             return
@@ -228,7 +227,6 @@ class Summary:
 
 
 def thumbnail(item: Item) -> bytes | None:
-    """A row's first picture, small, as JPEG; None if it has none that can be read again."""
     with contextlib.suppress(Exception):  # a picture that has gone since is not worth the report
         images = item.row.images if item.row.load is None else tuple(item.row.load())
         if images:

@@ -1,37 +1,49 @@
-"""Tables that are text: JSON lines, CSV and TSV."""
+"""Text tables: JSON lines, CSV and TSV."""
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import csv
-import json
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, TextIO
 
-from vlm_batch.jobs.cells import FILE_NAMES, ID_COLUMNS, PICTURE_NAMES, VIDEO_COLUMNS, Columns, row_of_cells
+from vlm_batch.checks import parse_json
+from vlm_batch.jobs.cells import (
+    AUDIO_COLUMNS,
+    FILE_NAMES,
+    ID_COLUMNS,
+    PICTURE_NAMES,
+    VIDEO_COLUMNS,
+    Columns,
+    names_media,
+    row_of_cells,
+)
 from vlm_batch.jobs.openai import row_of_body
-from vlm_batch.jobs.rows import InvalidJob, Row, SourceFile
+from vlm_batch.jobs.rows import InvalidJob, Row, SourceFile, digest
 
-#: What a line of JSON may say of its request. Other keys are columns that the job names, or mistakes.
-REQUEST_KEYS = (*PICTURE_NAMES, *FILE_NAMES, *VIDEO_COLUMNS, *ID_COLUMNS, "prompt", "messages", "params")
+#: Keys of a request in JSON. Others are columns that the job names, or mistakes.
+MEDIA_NAMES = (*PICTURE_NAMES, *FILE_NAMES, *VIDEO_COLUMNS, *AUDIO_COLUMNS)
+REQUEST_KEYS = (*MEDIA_NAMES, *ID_COLUMNS, "prompt", "messages", "params")
 
 
 @dataclass(frozen=True)
 class JsonLines(SourceFile):
-    """Requests in JSON, a line each: ``{"id", "image"/"images", "prompt"/"messages", "params", ...}`` or OpenAI's batch form.
-
-    Any other key is a column that the job names. ``stream`` is read instead of the file, once.
-    """
+    """JSON requests, one a line: ``{"id", "image"/"images", "prompt"/"messages", "params", ...}`` or OpenAI's batch
+    form."""
 
     own: Columns
     stream: Iterable[str] | None = None
-    numbered = True
 
     @property
     def is_once(self) -> bool:
         return self.stream is not None
+
+    @property
+    def numbered(self) -> bool:
+        return self._has_places()
 
     def rows(self) -> Iterator[Row]:
         with contextlib.ExitStack() as stack:
@@ -40,11 +52,15 @@ class JsonLines(SourceFile):
                 lines = stack.enter_context(open_text(self.path))
             for number, line in enumerate(lines, 1):
                 if line.strip():
-                    yield self._row(line, f"{self.path}:{number}")
+                    place = f"{self.path}:{number}"
+                    row = self._row(line, place)
+                    if self.is_once and row.id == place:  # of other lines in the next run: their ids are others
+                        row = replace(row, id=f"{place}:{digest(line.strip()):016x}")
+                    yield row
 
     def _row(self, line: str, place: str) -> Row:
         try:
-            cells = json.loads(line)
+            cells = parse_json(line)
         except ValueError as error:
             return Row(id=place, error=f"{place}: the line is not JSON: {error}")
         except RecursionError:
@@ -57,46 +73,44 @@ class JsonLines(SourceFile):
 
     def _request(self, cells: dict[str, Any], place: str) -> Row:
         named = set(vars(self.own).values())
-        try:
-            given = self.own.among([name for name in cells if cells[name] is not None or name in named], "the line")
-        except InvalidJob as error:
-            return Row(id=place, columns=cells, error=f"{place}: {error}")
-        if given.image and cells[given.image] is None:
-            given = replace(given, image=None)
-        row = row_of_cells(cells, given, place=place, folder=os.path.dirname(self.path))
         prompt, messages = cells.get(self.own.prompt or "prompt"), cells.get("messages")
         params = cells.get("params") or {}
-        wrong = _wrong(cells, prompt, messages, params)
+        try:
+            given = self.own.resolve([name for name in cells if cells[name] is not None or name in named], "the line")
+        except InvalidJob as error:
+            return Row(id=place, columns=cells, error=f"{place}: {error}")
+        if not given.has_media:  # null is no picture by mistake, unless the row is a chat
+            given = replace(given, image=next((name for name in MEDIA_NAMES if name in cells), None))
+        if messages is not None and given.image and cells[given.image] is None:
+            given = replace(given, image=None)
+        row = row_of_cells(cells, given, place=place, folder=os.path.dirname(self.path))
+        wrong = _wrong(prompt, messages, params)
         if wrong is not None and row.error is None:
             return replace(row, error=f"{place}: {wrong}")
         strange = tuple(name for name in cells if name not in REQUEST_KEYS and name not in named)
         return replace(row, prompt=prompt, messages=messages, params=params, strange=strange)
 
 
-def _wrong(cells: dict[str, Any], prompt: Any, messages: Any, params: Any) -> str | None:
-    """The mistake in a line's request; None if there is none."""
+def _wrong(prompt: Any, messages: Any, params: Any) -> str | None:
     for name, value, kind in (("prompt", prompt, str), ("messages", messages, list), ("params", params, dict)):
         if value is not None and not isinstance(value, kind):
             return f"{name} is {type(value).__name__}, not {kind.__name__}"
-    if prompt is not None and messages is not None:
-        return "prompt and messages exclude each other"
-    for one, several in (("image", "images"), ("video", "videos")):
-        if cells.get(one) is not None and cells.get(several) is not None:
-            return f"{one} and {several} exclude each other"
-    return None
+    return "prompt and messages exclude each other" if prompt is not None and messages is not None else None
 
 
 def open_text(path: str) -> TextIO:
-    """A text file, with or without a byte order mark; bytes that are no UTF-8 stay what they are. Raises InvalidJob."""
+    """Open a text file in UTF-8, or UTF-16 with a byte order mark."""
     try:
-        return open(path, encoding="utf-8-sig", errors="surrogateescape", newline="")
+        with open(path, "rb") as file:
+            is_wide = file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+        return open(path, encoding="utf-16" if is_wide else "utf-8-sig", errors="surrogateescape", newline="")
     except OSError as error:
         raise InvalidJob(f"cannot read {path}: {error.strerror}") from error
 
 
 @dataclass(frozen=True)
 class Delimited(SourceFile):
-    """A CSV or TSV file with a header; the separator is the one that the header has most of."""
+    """A CSV or TSV file with a header."""
 
     own: Columns
 
@@ -107,12 +121,12 @@ class Delimited(SourceFile):
 
     @property
     def found(self) -> Columns:
-        return self.own.among(self.columns, self.path)
+        return self.own.resolve(self.columns, self.path)
 
     def rows(self) -> Iterator[Row]:
         with open_text(self.path) as file:
             names, reader = self._reader(file)
-            columns = self.own.among(names, self.path)
+            columns = self.own.resolve(names, self.path)
             while True:
                 place = f"{self.path}:{reader.line_num + 1}"
                 try:
@@ -126,17 +140,24 @@ class Delimited(SourceFile):
                     folder = os.path.dirname(self.path)
                     yield row_of_cells(dict(zip(names, cells, strict=True)), columns, place=place, folder=folder)
                 elif cells:
-                    yield Row(id=place, error=f"{place}: {len(cells)} cells under {len(names)} columns")
+                    yield Row(
+                        id=place,
+                        error=f"{place}: {len(cells)} cells under {len(names)} columns; quote cells with separators",
+                    )
 
     def _reader(self, file: TextIO) -> tuple[list[str], Any]:
         csv.field_size_limit(2**31 - 1)
         header = file.readline()
-        separator = max(",;\t", key=header.count) if not self.path.lower().endswith(".tsv") else "\t"
+        separator = max(",;\t|", key=header.count) if not self.path.lower().endswith(".tsv") else "\t"
         file.seek(0)
         reader = csv.reader(file, delimiter=separator)
         names = next(reader, [])
         if not any(names):
             raise InvalidJob(f"{self.path} has no header: its first line must name the columns")
+        if first := next((name for name in names if names_media(name, os.path.dirname(self.path))), None):
+            raise InvalidJob(
+                f"{self.path} has no header: its first line names a picture ({first}), and must name the columns"
+            )
         if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise InvalidJob(f"{self.path} has the column {twice[0]!r} twice")
+            raise InvalidJob(f"{self.path} has the column {twice[0]!r} twice; rename one")
         return names, reader

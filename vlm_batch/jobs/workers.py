@@ -1,7 +1,6 @@
-"""Hands rows to Ray actors that may die. Every row ends once, and a row that kills its workers fails alone.
+"""Rows for Ray actors that may die: a row that kills workers fails alone.
 
-Ray restarts the actors and has them load again. It does not ask rows again: the neighbours of a row that kills would use up
-their attempts, and rows would wait for a machine that does not come back.
+Ray does not retry a restarted actor's rows: neighbours of a killing row would lose attempts.
 """
 
 from __future__ import annotations
@@ -16,16 +15,16 @@ from typing import Any
 from vlm_batch.errors import VLMBatchError, describe
 from vlm_batch.types import Request, Result
 
-#: Deaths of a worker without an answer between them, after which it is given up.
+#: Deaths without an answer between them after which a worker is given up.
 MAX_DEATHS = 5
-#: Deaths of workers under a row, the last of them with no other row beside it, that are the row's own error.
+#: Workers that a row may kill, the last one alone, before it fails.
 MAX_ROW_DEATHS = 3
-#: Seconds without news after which it is said what is waited for.
+#: Seconds without news after which ``say`` is told what is missing.
 PATIENCE = 30.0
 
 
 class NoWorkers(VLMBatchError):
-    """Every worker is gone for good; the message says why the last one is."""
+    """Every worker is gone for good."""
 
 
 @dataclass(eq=False)
@@ -35,7 +34,7 @@ class _Row:
 
     @property
     def is_suspected(self) -> bool:
-        """Whether it is asked with no row beside it: if the worker dies then, it was this row."""
+        """Whether the row is asked alone: a worker's death is then its fault."""
         return self.deaths == MAX_ROW_DEATHS - 1
 
     def failed(self, error: str) -> Result:
@@ -43,10 +42,9 @@ class _Row:
 
 
 class Workers:
-    """Answers rows by Ray actors, ``room`` rows at a time each; ``say`` is told what becomes of the actors.
+    """Ray actors that answer ``room`` rows each at a time; ``say`` gets their news.
 
-    An actor's ``load(*model)`` returns where it runs; ``ask(request)`` returns a result. A row is with one actor at a time.
-    When that dies, the row is asked again: after the second death with no row beside it. The third death is its own error.
+    A row is asked again after its worker's first death, alone after the second; the third is its error.
     """
 
     def __init__(self, ray: Any, actors: Iterable[Any], model: Sequence[Any], room: int, say: Callable[[str], None]):
@@ -64,15 +62,11 @@ class Workers:
             self._load(actor)
 
     def wait_for_one(self) -> None:
-        """Wait until an actor has loaded. Raises NoWorkers if none can."""
         while not self._ready:
             self._news()
 
     def as_completed(self, requests: Iterable[Request]) -> Iterator[Result]:
-        """Yield results as rows end; ``requests`` are read when a worker has room. Leaving the loop cancels the rest.
-
-        Raises NoWorkers when no worker is left, after the results that there are.
-        """
+        """Yield results as rows end; leaving cancels the rest."""
         rows, self._is_open = map(_Row, requests), True
         try:
             while True:
@@ -88,13 +82,12 @@ class Workers:
                 held.clear()
 
     def close(self) -> None:
-        """End the actors."""
         for actor in [*self._ready, *self._loading.values()]:
             with contextlib.suppress(Exception):  # dead already, or the cluster is
                 self._ray.kill(actor, no_restart=True)
 
     def _hand_out(self, rows: Iterator[_Row]) -> list[Result]:
-        """Fill the workers' room, then give each suspected row an idle worker. Return the ends of rows that cannot be sent."""
+        """Fill the workers' room; return errors of unsendable rows."""
         failed: list[Result] = []
         count = Counter(actor for actor, _ in self._asked.values())
         taken = {actor for actor, row in self._asked.values() if row.is_suspected}
@@ -119,7 +112,7 @@ class Workers:
         return failed
 
     def _news(self) -> list[Result]:
-        """Wait for news, at most ``PATIENCE``, and note all before any result is read: its reader may stop."""
+        """Wait for news, and record all of it."""
         if not self._ready and not self._loading:
             raise NoWorkers(f"no worker is left: {self._last_words}")
         refs = [*self._loading, *self._asked]
@@ -132,7 +125,7 @@ class Workers:
         return [result for ref in ready if (result := self._taken(ref)) is not None]
 
     def _taken(self, ref: Any) -> Result | None:
-        """Note what became of one reference: the end of its row, if it ended."""
+        """Record an outcome; return its row's result, if ended."""
         actor, row = self._asked.pop(ref) if ref in self._asked else (self._loading.pop(ref), None)
         try:
             value = self._ray.get(ref)
@@ -151,7 +144,7 @@ class Workers:
         return value
 
     def _died(self, actor: Any, row: _Row, why: str) -> Result | None:
-        """Have a row asked again whose worker died, and the worker load again: once, for the first of its rows."""
+        """Requeue a dead worker's row, and reload the worker."""
         if actor in self._ready:
             self._ready.remove(actor)
             self._deaths[actor] += not row.is_suspected  # that death is the row's own
@@ -168,7 +161,6 @@ class Workers:
         return None
 
     def _load(self, actor: Any) -> None:
-        """Have an actor load the model. Ray restarts it, and asks again, when it dies of that."""
         self._loading[actor.load.options(max_task_retries=MAX_DEATHS - 1).remote(*self._model)] = actor
 
     def _give_up(self, actor: Any, why: str) -> None:
@@ -180,7 +172,7 @@ class Workers:
 
 
 def why_of(error: BaseException) -> str:
-    """Return Ray's account of an error in one line; for what an actor raised, that."""
+    """Return Ray's account of an error in one line."""
     cause = vars(error).get("cause")
     if isinstance(cause, Exception):
         return str(cause)

@@ -1,4 +1,4 @@
-"""From a path, a hub id or a model object to a whole engine: the one place that sees all rooms."""
+"""Makes an engine from a path, a hub id or a model."""
 
 from __future__ import annotations
 
@@ -18,10 +18,13 @@ from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.fingerprint import fingerprint
 from vlm_batch.adapters.modules import leave_on_disk
 from vlm_batch.adapters.quantisation import check_quantisation
+from vlm_batch.adapters.recurrent import can_draft
+from vlm_batch.adapters.shared import share_products
 from vlm_batch.adapters.single import SingleRow
 from vlm_batch.adapters.towers import remember_features
 from vlm_batch.caches.known import check_caches
 from vlm_batch.caches.quantisation import KVQuantisation, settings_of
+from vlm_batch.engine.drafts import Drafts
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.loop import EngineLoop, Look
 from vlm_batch.engine.port import AnswerText
@@ -32,23 +35,25 @@ from vlm_batch.inputs.loaders import Loaders
 from vlm_batch.inputs.prepare import Limits, Preparer
 from vlm_batch.inputs.processing import Processing
 from vlm_batch.inputs.processors import with_pillow
+from vlm_batch.inputs.recalled import with_picture_cache
 from vlm_batch.loading.checkpoints import read_config, read_model, read_processor
 from vlm_batch.loading.exactness import fixed_shapes
 from vlm_batch.models import families, package_of, spec_for
 from vlm_batch.models._refused import ONE_AT_A_TIME, REFUSED
-from vlm_batch.policy import Policy, policy_of
+from vlm_batch.policy import POLICIES, Policy, policy_of
 from vlm_batch.runtime.blas import narrow_kernels
 from vlm_batch.runtime.device import Device, device
 from vlm_batch.runtime.memory import free_bytes
 from vlm_batch.store.budget import ByteBudget
 from vlm_batch.store.features import FeatureStore
 from vlm_batch.store.files import Identity
+from vlm_batch.store.pictures import PictureStore
 from vlm_batch.types import FetchPolicy
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """Settings of an engine, by the part that they belong to; ``VLMBatcher`` says what they mean. Raises ValueError."""
+    """Settings of an engine; see ``VLMBatcher``."""
 
     policy: Policy = field(default_factory=lambda: policy_of({}))
     limits: Limits = field(default_factory=Limits)
@@ -71,21 +76,25 @@ class EngineOptions:
 
 @dataclass(frozen=True)
 class Engine:
-    """A model that is ready to answer: its loop, to be run by one thread, and the checks that come before it."""
+    """The engine's loop and the checks of requests."""
 
     loop: EngineLoop
     preparer: Preparer
 
 
 def make_engine(model: nn.Module, processor: Any, options: EngineOptions) -> Engine:
-    """An engine for a loaded model. Raises UnsupportedModel for a model that cannot be run with these options."""
-    adapter = adapt(model)
+    """Return an engine for a loaded model.
+
+    Raises:
+        UnsupportedModel: The model cannot be run with these options.
+    """
+    adapter = adapt(model, policy=options.policy)
     if options.kv is not None:
         check_scheme(options.kv)
         check_quantisation(adapter, options.kv)
     policy = replace(options.policy, max_prompt_tokens=options.limits.prompt_tokens)
     if adapter.spec.max_rows is not None:
-        # Where rows cannot share a batch, what a row's encoding leaves on the model must last until its end.
+        # Rows that cannot share a batch keep the state of their encoding on the model until they end.
         policy = replace(
             policy, max_rows=min(policy.max_rows or adapter.spec.max_rows, adapter.spec.max_rows), encode_ahead=0
         )
@@ -95,7 +104,10 @@ def make_engine(model: nn.Module, processor: Any, options: EngineOptions) -> Eng
     reuse = _reuse(adapter, options, shapes or FreeShapes())
     if policy.max_bytes is None:
         policy = replace(policy, max_bytes=_bytes_for_rows(options.caches.max_bytes))
-    processing = Processing(adapter.processor(with_pillow(processor)), model.config, adapter.video_sampling)
+    processor = adapter.processor(with_pillow(processor))
+    if reuse.pictures is not None:
+        processor = with_picture_cache(processor, reuse.pictures)
+    processing = Processing(processor, model.config, adapter.video_sampling)
     generator = BatchGenerator(
         adapter,
         text=AnswerText(processing.decode, frozenset(processing.eos_token_ids)),
@@ -103,6 +115,7 @@ def make_engine(model: nn.Module, processor: Any, options: EngineOptions) -> Eng
         reuse=reuse,
         kv=options.kv,
         shapes=shapes,
+        drafts=_drafts(policy.draft, adapter),
     )
     preparer = Preparer(
         processing,
@@ -112,25 +125,33 @@ def make_engine(model: nn.Module, processor: Any, options: EngineOptions) -> Eng
         max_context=adapter.max_context,
         limits=options.limits,
         fetch=options.fetch,
-        hashes=options.caches.max_bytes > 0,
+        pictures=reuse.pictures,
     )
     return Engine(
         EngineLoop(generator, Loaders(preparer.prepare, preparer.compiled), warm_up=options.warm_up), preparer
     )
 
 
+def _drafts(draft: str, adapter: Adapter) -> Drafts | None:
+    """Return what an engine drafts with. Raises ValueError."""
+    if draft in ("auto", "off"):
+        return Drafts() if draft == "auto" and can_draft(adapter) else None
+    from vlm_batch.adapters.heads import load_heads
+
+    return Drafts(load_heads(draft, adapter))
+
+
 def load_engine(
     folder: Path, options: EngineOptions, look: Look, *, dtype: str = "auto", trust_remote_code: bool = False
 ) -> Engine:
-    """An engine for a checkpoint's folder; raises what ``load_model``, ``look`` and ``make_engine`` raise."""
+    """Return a folder's engine."""
     model, processor = load_model(folder, dtype=dtype, trust_remote_code=trust_remote_code)
     look()
     return make_engine(model, processor, options)
 
 
 def _bytes_for_rows(for_caches: int) -> int | None:
-    """Bytes for keys and values of live rows beside weights, which are there by now, and what is kept for later requests; half
-    of what is free at least. None where nothing is known, or weights leave nothing: what does not fit then fails by itself."""
+    """Return bytes for live rows' keys and values: those that caches leave, at least half; None if unknown."""
     free = free_bytes()
     return max(free - for_caches, free // 2) if free else None
 
@@ -142,10 +163,10 @@ def _reuse(adapter: Adapter, options: EngineOptions, shapes: Shapes) -> Reuse:
     budget = ByteBudget(options.caches.max_bytes)
     remember_features(adapter, FeatureStore(budget))
     prefix = options.caches.prefix_cache(budget, identity) if adapter.spec.no_prefix_reuse is None else None
-    return Reuse(adapter, prefix, identity, budget, shapes)
+    return Reuse(adapter, prefix, identity, budget, shapes, PictureStore(budget))
 
 
-#: Types that weights can be loaded in: ``auto`` is the checkpoint's own, but float32 on a CPU.
+#: Types of weights; ``auto`` is the checkpoint's own, or float32 on a CPU.
 DTYPES: dict[str, mx.Dtype | None] = {
     "auto": None,
     "checkpoint": None,
@@ -158,12 +179,17 @@ DTYPES: dict[str, mx.Dtype | None] = {
 def load_model(
     path_or_id: str | Path, *, dtype: str = "auto", trust_remote_code: bool = False
 ) -> tuple[nn.Module, Any]:
-    """A checkpoint's model and processor, through mlx-vlm's loader; a hub id is fetched first.
+    """Load a checkpoint's model and processor by mlx-vlm's loader.
 
-    The model type is checked before any weight is read, and an incomplete config is refused. ``dtype`` is one of
-    ``DTYPES``; by default half-precision weights become float32 on a CPU: MLX has no fast path for them there. Raises
-    UnsupportedModel, FileNotFoundError, ValueError for another ``dtype``, and what the loader raises for a damaged
-    checkpoint.
+    Args:
+        path_or_id: A folder, or a hub id to download.
+        dtype: One of ``DTYPES``; MLX's half precision is slow on a CPU.
+        trust_remote_code: Run code from the folder.
+
+    Raises:
+        UnsupportedModel: The model type is refused or unknown, or the folder incomplete.
+        FileNotFoundError: There is no such folder or hub id.
+        ValueError: ``dtype`` is unknown.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
@@ -172,17 +198,17 @@ def load_model(
     path = find_checkpoint(path_or_id)
     model_type = get_model_type(read_config(path))
     check_model_type(model_type)
-    package_of(model_type)  # what is wrong with another package's code is said by its own error
+    package_of(model_type)  # raises its own error for another package's code
     try:
         model = read_model(
             path, in_float32=on_cpu and wanted is not None and wanted == mx.float32, trust_remote_code=trust_remote_code
         )
-    except (AttributeError, KeyError, TypeError, ValueError) as error:  # what a missing or wrong entry ends in
+    except (AttributeError, KeyError, TypeError, ValueError) as error:  # a missing or wrong entry
         said = " ".join(str(error).split())[:300]  # mlx lists every weight that does not fit
         raise UnsupportedModel(f"{path}: {_misfit(model_type, said)}: {type(error).__name__}: {said}") from error
     try:
         processor = read_processor(path, model, trust_remote_code=trust_remote_code)
-    except Exception as error:  # whatever a tokenizer's or a processor's class raises, or a package that it asks for
+    except Exception as error:  # anything that a tokenizer or processor may raise
         said = " ".join(str(error).split())[:300]
         raise UnsupportedModel(f"{path}: its processor cannot be read: {type(error).__name__}: {said}") from error
     leave_on_disk(model)
@@ -194,7 +220,7 @@ def load_model(
 
 
 def _misfit(model_type: str | None, said: str) -> str:
-    """Say what is wrong with a folder, by what mlx-vlm's loader said of it; it counts tensors after config.json."""
+    """Describe an unreadable folder by the loader's message."""
     if not said.startswith(("Received ", "Missing ", "Expected shape ")):  # mlx.nn.Module.load_weights
         return f"config.json does not describe a whole {model_type} model"
     return (
@@ -204,14 +230,13 @@ def _misfit(model_type: str | None, said: str) -> str:
 
 
 def _warn_of_narrow_kernels(model: nn.Module) -> None:
-    """Say where the environment slows float32 products down; nothing else goes through the BLAS."""
     said = narrow_kernels() if mx.default_device().type == mx.DeviceType.cpu else None
     if said and any(array.dtype == mx.float32 for array in dict(tree_flatten(model.parameters())).values()):
         warnings.warn(said, stacklevel=3)
 
 
 def find_checkpoint(path_or_id: str | Path) -> Path:
-    """A local folder as it is; anything else is fetched from the hub. Raises FileNotFoundError with both outcomes."""
+    """Return a local or downloaded folder. Raises FileNotFoundError."""
     try:
         return Path(get_model_path(str(path_or_id)))
     except Exception as error:
@@ -219,7 +244,7 @@ def find_checkpoint(path_or_id: str | Path) -> Path:
 
 
 def check_model_type(model_type: str | None) -> None:
-    """Raise UnsupportedModel for a checkpoint whose type is refused, or that neither this library nor mlx-vlm knows."""
+    """Raise UnsupportedModel for a type that is refused or unknown."""
     if model_type is None:
         raise UnsupportedModel(f"config.json names no model_type; the known families are {_known()}")
     check_refused(model_type)
@@ -229,17 +254,17 @@ def check_model_type(model_type: str | None) -> None:
 
 
 def check_refused(model_type: str) -> None:
-    """Raise UnsupportedModel, with the reason, for a model that writes no text one token at a time."""
+    """Raise UnsupportedModel for a model that writes no text token by token."""
     if model_type in REFUSED:
         raise UnsupportedModel(f"model type {model_type!r} is refused: {REFUSED[model_type]}")
 
 
-#: Model types, with commas between them, that are served on CUDA although they are refused there; ``all`` is every one.
+#: Environment variable with comma-separated model types to serve on CUDA although they are refused; ``all`` for every one.
 ON_CUDA = "VLM_BATCH_ON_CUDA"
 
 
 def check_device(model_type: str) -> None:
-    """Raise UnsupportedModel for a model that was seen to go wrong on this kind of device; ``ON_CUDA`` makes it a warning."""
+    """Refuse a model that fails on this device; with ``ON_CUDA`` warn."""
     spec = spec_for(model_type)
     why = None if spec is None else dict(spec.not_on_cuda).get(model_type)
     if why is None or device() is not Device.CUDA:
@@ -255,12 +280,12 @@ def check_device(model_type: str) -> None:
     warnings.warn(message, stacklevel=4)
 
 
-#: Serves TurboQuant where it has no fused kernels.
+#: Environment variable; "slow" serves TurboQuant without fused kernels.
 TURBOQUANT = "VLM_BATCH_TURBOQUANT"
 
 
 def check_scheme(kv: KVQuantisation) -> None:
-    """Raise UnsupportedModel for TurboQuant away from Metal, unless the environment's ``TURBOQUANT`` is "slow"."""
+    """Refuse TurboQuant away from Metal, unless ``TURBOQUANT`` allows it."""
     if kv.scheme == "turboquant" and device() is not Device.METAL and os.environ.get(TURBOQUANT) != "slow":
         raise UnsupportedModel(
             "scheme='turboquant' is refused here: its fused kernels are Metal's, and without them a decode step takes "
@@ -269,23 +294,31 @@ def check_scheme(kv: KVQuantisation) -> None:
         )
 
 
-def adapt(model: nn.Module, model_type: str | None = None) -> Adapter:
-    """The family's adapter; a model of no known family runs one row at a time, which is said once.
+def adapt(model: nn.Module, model_type: str | None = None, policy: Policy | None = None) -> Adapter:
+    """Return a model's adapter. An unknown decoder runs one row at a time, with a warning.
 
-    Raises UnsupportedModel if it cannot be run that way either, or not on this device.
+    Args:
+        model: The loaded model.
+        model_type: Default: its configuration's.
+        policy: Decides if layers with one input share a product. Default: the device's.
+
+    Raises:
+        UnsupportedModel: The model cannot run on this device.
     """
     model_type = model_type or str(model.config.model_type)
-    if spec_for(model_type) is None:  # a checkpoint's own name for it, which mlx-vlm maps to another
+    if spec_for(model_type) is None:  # mlx-vlm maps some checkpoints' types to others
         model_type = str(get_model_type({"model_type": model_type}))
     check_refused(model_type)
     check_device(model_type)
     spec = spec_for(model_type)
     if spec is not None and spec.adapter is not None:
         try:
-            adapter = spec.adapter(model)
+            adapter: Adapter = spec.adapter(model)
         except AttributeError as error:
             raise UnsupportedModel(f"this {model_type} model lacks what its adapter needs: {error}") from error
         check_caches(adapter.make_cache(), family=spec.family)
+        if (policy or POLICIES[device()]).wide_products:
+            share_products(adapter, model)
         return adapter
     if not SingleRow.can_run(model):
         raise UnsupportedModel(

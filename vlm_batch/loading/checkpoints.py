@@ -1,8 +1,7 @@
-"""Reads a model from a checkpoint's files: configurations and weights, corrected where mlx-vlm would misread them.
+"""Reads a model and its processor from a checkpoint's folder.
 
-mlx-vlm 0.7.10 was not written for the folders of transformers 5, and silently takes its own defaults for what it does not
-find. So rules (``models/_layouts.py``) put the configuration and the tensors as it expects them. mlx-vlm's loader does the
-rest: its file finds our functions in the place of four of its own, on a thread that reads, while it reads.
+mlx-vlm 0.7.10 misses settings of transformers 5 and takes its own defaults. Rules (``models/_layouts.py``) correct the
+folder for mlx-vlm's loader.
 """
 
 from __future__ import annotations
@@ -25,79 +24,82 @@ import mlx_vlm.utils
 from mlx.utils import tree_flatten
 from mlx_vlm.tokenizer_utils import load_tokenizer
 from mlx_vlm.utils import get_model_type, load_image_processor
-from transformers import AutoProcessor, ProcessorMixin
+from transformers import CONFIG_MAPPING, AutoProcessor, ProcessorMixin
 
 from vlm_batch.errors import UnsupportedModel
 from vlm_batch.inputs.processors import with_stops
 from vlm_batch.models import package_of, spec_for
-from vlm_batch.models._fitting import fitted
-from vlm_batch.models._layouts import KEEP_PROCESSOR, PLAIN_ROPE, PROCESSORS, TENSORS, corrected
-from vlm_batch.models._rules import Config, Tensors, Weights, raised, without
-from vlm_batch.models._settings import Watch, readable, serve_settings, text_of
+from vlm_batch.models._derived import decoder_config, readable
+from vlm_batch.models._fitting import fit
+from vlm_batch.models._layouts import KEEP_PROCESSOR, PLAIN_ROPE, PROCESSORS, corrected
+from vlm_batch.models._reads import ConfigWatch
+from vlm_batch.models._rules import Config, Tensors, Weights, to_float32, without
+from vlm_batch.models._settings import apply_settings
+from vlm_batch.models._tensors import TENSORS
 
-#: Types whose class reads the kind of rotary positions, and computes plain ones whatever it is (glm_ocr/language.py:60).
+#: Types whose class accepts any kind of rotary positions, and computes plain ones (glm_ocr/language.py:60).
 PLAIN_ALONE = frozenset({"glm_ocr"})
+
+#: Up to so many weights in few bits are widened where a CPU computes in float32: MLX's products of few bits take seven times as
+#: long for the prompt of fixtures/reader.
+MOST_WIDENED = 64_000_000
 
 
 def read_config(path: Path, **options: Any) -> Config:
-    """A folder's ``config.json`` with its ``generation_config.json``, in the words that mlx-vlm's classes read."""
+    """Read a folder's configuration under mlx-vlm's names."""
     return corrected(mlx_vlm.utils.load_config(path, **options))
 
 
 def read_model(path: Path, *, in_float32: bool, **options: Any) -> nn.Module:
-    """The model of a folder, through mlx-vlm's loader, its half-precision weights in float32 or as they are.
-
-    Raises UnsupportedModel, and what the loader raises for a damaged checkpoint.
-    """
+    """Read a folder's model; ``in_float32`` raises half-precision weights."""
     written = mlx_vlm.utils.load_config(path, **options)
-    read, watch = readable(copy.deepcopy(written)), Watch()  # mlx-vlm's loader changes what it is given
-    rules = TENSORS.get(str(get_model_type(read)), Tensors())
-    lying: Weights = {}
+    read, watch = readable(copy.deepcopy(written)), ConfigWatch()  # mlx-vlm's loader changes what it is given
+    tensors = TENSORS.get(str(get_model_type(read)), Tensors())
+    on_disk: Weights = {}
 
     def sanitize_weights(theirs: Callable[..., Weights], model: Any, weights: Weights, config: Any = None) -> Weights:
-        if config is not None:  # of a part: the whole model's call comes first
+        if config is not None:  # a part's call; the whole model's comes first
             return theirs(model, weights, config)
-        lying.update(raised(weights, "" if in_float32 else rules.from_one))
-        return theirs(model, with_nested_towers(rules.put(lying, read), model))
+        on_disk.update(to_float32(weights, "" if in_float32 else tensors.norms_from_one))
+        return theirs(model, with_nested_towers(tensors.apply(on_disk, read), model))
 
     def load_model_weights(
         theirs: Callable[..., nn.Module], model: nn.Module, config: Config, weights: Weights, *args: Any, **kwargs: Any
     ) -> nn.Module:
         watch.end()
         spec = spec_for(str(get_model_type(read)))
-        serve_settings(model, written, watch, object if spec is None or spec.adapter is None else spec.adapter)
-        put = fitted(model, rules.finish(lying, weights, read), read)
-        lying.clear()  # before anything is computed, lest what was joined or turned be held twice
-        if rules.unread and not any(name.startswith(rules.unread) for name in put):
-            unread = {
-                name: value
-                for name, value in dict(tree_flatten(model.parameters())).items()
-                if name.startswith(rules.unread)
-            }
-            put |= {name: mx.zeros(value.shape) for name, value in unread.items()}
-        # What mlx-vlm's convert makes of few bits still says them.
-        if not any(name.endswith(".scales") for name in put):
+        apply_settings(model, written, watch, object if spec is None or spec.adapter is None else spec.adapter)
+        loaded = fit(model, tensors.finish(on_disk, weights, read), read)
+        on_disk.clear()  # before anything is computed: joined and transposed tensors are not held twice
+        if tensors.unused and not any(name.startswith(tensors.unused) for name in loaded):
+            parameters = dict(tree_flatten(model.parameters()))
+            unused = {name: value for name, value in parameters.items() if name.startswith(tensors.unused)}
+            loaded |= {name: mx.zeros(value.shape) for name, value in unused.items()}
+        if in_float32:
+            loaded = widened(loaded, config.get("quantization") or {})
+        # mlx-vlm's convert leaves "quantization" in the configuration of dequantised weights.
+        if not any(name.endswith(".scales") for name in loaded):
             config = without("quantization")(config)
-        return theirs(model, config, put, *args, **kwargs)
+        return theirs(model, config, loaded, *args, **kwargs)
 
-    ours: dict[str, Callable[..., Any]] = {"apply_generation_config_defaults": watch.configs}
+    ours: dict[str, Callable[..., Any]] = {"apply_generation_config_defaults": watch.start}
     with reading(read, sanitize_weights=sanitize_weights, load_model_weights=load_model_weights, **ours):
-        if text_of(written) is None:
+        if decoder_config(written) is None:
             check_rope(read, path)
         model: nn.Module = mlx_vlm.utils.load_model(path, **options)
     if not in_float32:
         keep_type(model)
-    if "image_grid_pinpoints" in read:  # mlx-vlm's LLaVA-NeXT does not keep the grids that its tiles are cut by
+    if "image_grid_pinpoints" in read:  # mlx-vlm's LLaVA-NeXT drops the grids of its tiles
         model.config.image_grid_pinpoints = read["image_grid_pinpoints"]
     return model
 
 
 def read_processor(path: Path, model: nn.Module, **options: Any) -> Any:
-    """The processor of a folder, with mlx-vlm's additions: a detokeniser, stop tokens, its own part for pictures."""
-    lying = mlx_vlm.utils.load_config(path, **options)
-    config = corrected(lying)
-    keeps = lying.get("model_type") in KEEP_PROCESSOR
-    model_type = str(lying["model_type"] if keeps else config["model_type"])
+    """Read a processor, with mlx-vlm's detokeniser and image processor."""
+    written = mlx_vlm.utils.load_config(path, **options)
+    config = corrected(written)
+    keeps = written.get("model_type") in KEEP_PROCESSOR
+    model_type = str(written["model_type"] if keeps else config["model_type"])
     with reading(config), older_processor_files(path, model_type) as folder:
         images = None if keeps else load_image_processor(path, **options)
         read: Callable[..., Any] = AutoProcessor.from_pretrained
@@ -110,10 +112,17 @@ def read_processor(path: Path, model: nn.Module, **options: Any) -> Any:
         except Exception as error:
             raise processor_error(folder, config, **options) or error from error
         processor = with_stops(processor, load_tokenizer(folder, return_tokenizer=False), model.config)
-    if images is not None:
+    if images is not None and not _has_read(processor, type(images)):
         processor.image_processor = images
     PROCESSORS.get(str(get_model_type(config)), lambda *_: None)(processor, config)
     return processor
+
+
+def _has_read(processor: Any, kind: type) -> bool:
+    """Whether the folder gave an image processor of this class, and mlx-vlm would make one without its settings
+    (utils.py:974)."""
+    knows = "config" in inspect.signature(kind).parameters
+    return not knows and type(vars(processor).get("image_processor")) is kind
 
 
 # mlx-vlm's loader
@@ -121,7 +130,7 @@ def read_processor(path: Path, model: nn.Module, **options: Any) -> Any:
 
 
 class _Thread(threading.local):
-    """Our functions for mlx-vlm's loader, by the names of those in whose place they are called; none where nothing is read."""
+    """Functions that replace mlx-vlm's on this thread, by name."""
 
     ours: Mapping[str, Callable[..., Any]] = {}
 
@@ -131,8 +140,10 @@ _thread = _Thread()
 
 @contextmanager
 def reading(config: Config, **ours: Callable[..., Any]) -> Iterator[None]:
-    """For as long as it lasts, have mlx-vlm's loader read ``config`` on this thread, find other packages' families, and call
-    ``ours`` by these names. Each is handed mlx-vlm's own function first."""
+    """Have mlx-vlm's loader on this thread read ``config``, and call ``ours`` in place of its functions of these names.
+
+    The first argument of each is the replaced function.
+    """
 
     def get_model_and_args(theirs: Callable[..., Any], config: Config, model_path: Path | None = None) -> Any:
         package = package_of(str(get_model_type(config)))
@@ -150,7 +161,7 @@ def reading(config: Config, **ours: Callable[..., Any]) -> Iterator[None]:
 
 @cache
 def _hook(name: str) -> None:
-    """Bind a name of mlx-vlm's loader to a function that calls ours on a thread that reads, and theirs on all others."""
+    """Bind a name of mlx-vlm's loader to the thread's function."""
     if name not in mlx_vlm.utils.load_model.__code__.co_names:
         raise LookupError(f"load_model of mlx-vlm does not call {name}")
     theirs = vars(mlx_vlm.utils)[name]
@@ -163,8 +174,25 @@ def _hook(name: str) -> None:
     vars(mlx_vlm.utils)[name] = either
 
 
+def widened(weights: Weights, layout: Mapping[str, Any]) -> Weights:
+    """Return weights, those in few bits as float32, if at most ``MOST_WIDENED``."""
+    layers = [name.removesuffix(".scales") for name in weights if name.endswith(".scales")]
+    told = {one: layout[one] if isinstance(layout.get(one), Mapping) else layout for one in layers}
+    if not all("bits" in one for one in told.values()):
+        return weights
+    if sum(weights[f"{name}.weight"].size * 32 // one["bits"] for name, one in told.items()) > MOST_WIDENED:
+        return weights
+    kept = dict(weights)
+    for name, one in told.items():
+        scales, biases = kept.pop(f"{name}.scales"), kept.pop(f"{name}.biases", None)
+        size, bits, mode = one.get("group_size"), one["bits"], one.get("mode", "affine")
+        weight = mx.dequantize(kept[f"{name}.weight"], scales, biases, group_size=size, bits=bits, mode=mode)
+        kept[f"{name}.weight"] = weight.astype(mx.float32)
+    return kept
+
+
 def check_rope(config: Mapping[str, Any], path: Path) -> None:
-    """Raise UnsupportedModel where a decoder's positions are scaled and mlx-vlm's class has no place to be told so."""
+    """Raise UnsupportedModel for position scaling that mlx-vlm's class does not read."""
     architecture, model_type = mlx_vlm.utils.get_model_and_args(dict(config), path)
     text = config.get("text_config")
     part, name = (text, "TextConfig") if isinstance(text, Mapping) and text else (config, "ModelConfig")
@@ -180,7 +208,7 @@ def check_rope(config: Mapping[str, Any], path: Path) -> None:
 
 
 def with_nested_towers(weights: Weights, model: nn.Module) -> Weights:
-    """CLIP's and SigLIP's tensors below ``vision_model``, where mlx-vlm's tower has them and transformers 5 has not."""
+    """Insert ``vision_model`` in tensors' names where mlx-vlm has it."""
     there = {str(entry[0]) for entry in tree_flatten(model.parameters())}
 
     def nested(name: str) -> str:
@@ -192,17 +220,13 @@ def with_nested_towers(weights: Weights, model: nn.Module) -> Weights:
 
 
 class TypedNorm(nn.RMSNorm):
-    """A norm with a float32 weight in a model of half precision: what it answers has its input's type.
-
-    As in transformers (modeling_qwen3_5.py, Qwen3_5RMSNorm); MLX's answers in the wider of both, and so would all after it.
-    """
+    """A float32 norm that returns its input's type (modeling_qwen3_5.py, Qwen3_5RMSNorm); MLX's returns float32."""
 
     def __call__(self, x: mx.array) -> mx.array:
         return super().__call__(x).astype(x.dtype)
 
 
 def keep_type(model: nn.Module) -> None:
-    """Let the norms of a model that were raised to float32 answer in their input's type."""
     for _, module in model.named_modules():
         if type(module) is nn.RMSNorm and module.weight.dtype == mx.float32:
             module.__class__ = TypedNorm
@@ -213,10 +237,9 @@ def keep_type(model: nn.Module) -> None:
 
 
 def processor_error(folder: Path, config: Config, **options: Any) -> Exception | None:
-    """The reason for which mlx-vlm's own processor of a model cannot be read; None if it can, or if there is none.
+    """Return the error of mlx-vlm's own processor; None if it has none or reads it.
 
-    mlx-vlm passes over it and asks transformers for its processor (models/base.py:675), whose complaint, often that there is
-    no torch, says nothing of what is wrong. Its processors are those that the files of the model's package name.
+    mlx-vlm hides it and falls back to transformers (models/base.py:675).
     """
     package = mlx_vlm.utils.get_model_and_args(config)[0].__name__
     files = [module for name, module in sys.modules.items() if name == package or name.startswith(f"{package}.")]
@@ -233,11 +256,9 @@ def processor_error(folder: Path, config: Config, **options: Any) -> Exception |
 
 @contextmanager
 def older_processor_files(path: Path, model_type: str) -> Iterator[Path]:
-    """A folder whose processor's settings lie in the files of transformers 4, from which mlx-vlm's processors read them.
+    """Yield the folder with processor settings in transformers 4's files, which mlx-vlm reads.
 
-    transformers 5 saves all of them in ``processor_config.json``; mlx-vlm then finds no ``preprocessor_config.json`` and
-    takes its own defaults for sizes, means and patches. The folder itself, where there is nothing to be put otherwise;
-    else one of links beside the split settings, for as long as the processor is read.
+    If files must change, it is a temporary folder with links.
     """
     config, together = _read_json(path / "config.json"), _read_json(path / "processor_config.json")
     named = {"preprocessor_config.json": "image_processor", "video_preprocessor_config.json": "video_processor"}
@@ -247,8 +268,13 @@ def older_processor_files(path: Path, model_type: str) -> Iterator[Path]:
         for name, part in named.items()
         if isinstance(together.get(part), dict) and not (path / name).exists()
     }
-    if config.get("model_type") != model_type:
-        files["config.json"] = config | {"model_type": model_type}
+    changed = config | {"model_type": model_type}
+    if (
+        model_type not in CONFIG_MAPPING
+    ):  # transformers' plain class raises for kinds of positions that it does not know
+        changed.pop("rope_scaling", None)
+    if changed != config:
+        files["config.json"] = changed
     if not files:
         yield path
         return
@@ -263,6 +289,5 @@ def older_processor_files(path: Path, model_type: str) -> Iterator[Path]:
 
 
 def _read_json(path: Path) -> Config:
-    """The contents of a file; nothing where there is none."""
     found: Config = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     return found

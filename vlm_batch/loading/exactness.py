@@ -1,4 +1,4 @@
-"""Settings for reproducible answers of a model on a device: measured once, kept in a file, with a warning if they are slow."""
+"""Finds shapes with reproducible answers, and keeps the proofs in files."""
 
 from __future__ import annotations
 
@@ -48,47 +48,48 @@ from vlm_batch.runtime.device import device
 from vlm_batch.store.digest import digest
 from vlm_batch.store.proofs import read_proof, write_proof
 
-#: Changes whenever what is tried does.
+#: Version of the measurements; a new one discards kept proofs.
 PROOF = 10
-#: Where a row costs (CPUs), the whole step of larger models is not tried but their products alone, and these with so many
-#: weights: OpenBLAS has other kernels for small products, of up to a million multiplications, and for large ones.
+#: With the layout ``rows`` (CPUs), models of more bytes have only their products tried, each with at most ``MAX_WEIGHTS``.
+#: OpenBLAS has other kernels for products of up to a million multiplications.
 MAX_STEP_BYTES = 32 * 2**20
 MAX_WEIGHTS = 2**21
 
 
 @dataclass(frozen=True)
 class Proof:
-    """The outcome for a model on a device: ``classes`` of numbers of rows that agree, and ``how`` that was found out.
+    """A model's batch sizes that agree in every bit on a device."""
 
-    Of the best class: ``graphs``: compiled steps have the same bits. ``products``: kinds of products that are computed in
-    numbers of rows of their own for that, and those. ``widths``: numbers of columns that agree.
-    """
-
+    #: Sets of batch sizes that agree with each other. The other fields are of the best one.
     classes: Classes
+    #: Description of the measurement.
     how: str
+    #: Compiled steps have the same bits.
     graphs: bool = False
+    #: (kind of product, batch sizes that it is computed in) of products that would disagree otherwise.
     products: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    #: Numbers of attention's columns that agree.
     widths: tuple[int, ...] = ()
 
     @classmethod
     def kept(cls, kept: Mapping[str, Any]) -> Proof:
-        """One that was written to a file."""
+        """Read a proof of a file."""
         products = tuple((name, tuple(counts)) for name, counts in kept["products"])
         classes = tuple(tuple(one) for one in kept["classes"])
         return cls(classes, kept["how"], kept["graphs"], products, tuple(kept["widths"]))
 
     def best(self, layout: Placement) -> tuple[int, ...]:
-        """The numbers of rows that a batch is held to."""
+        """Return the sizes that a batch may have."""
         return best_class(self.classes, layout)
 
 
 def fixed_shapes(
     adapter: Adapter, kv: KVQuantisation | None = None, policy: Policy | None = None, *, max_rows: int = 1
 ) -> FixedShapes:
-    """The shapes that keep a model's answers functions of their requests here. Warns once if that is a row at a time.
+    """Return shapes with reproducible answers on this device. Warns if rows must decode one at a time.
 
-    ``max_rows`` is how many may decode together: where they are many, larger numbers of rows are tried, too. ``policy`` says
-    how the rest is set, by default the device's. Raises OutOfMemory where there is too little to try it.
+    Raises:
+        OutOfMemory: Memory is too small to try them.
     """
     policy = policy or POLICIES[device()]
     layout = Placement(policy.placement)
@@ -113,28 +114,29 @@ def fixed_shapes(
         )
     shapes = replace(shapes, counts=counts, widths=proof.widths, can_graph=proof.graphs, products=proof.products)
     is_joint = policy.call_tokens > 0 or policy.call_patches > 0
-    return replace(shapes, joint=Joint(adapter.with_products(dict(shapes.products)), kv)) if is_joint else shapes
+    return (
+        replace(shapes, joint=SharedCallProofs(adapter.with_products(dict(shapes.products)), kv))
+        if is_joint
+        else shapes
+    )
 
 
 @dataclass(frozen=True)
-class Together:
-    """The outcome for one shape of a call: how many prompts or pictures it holds, and what speaks against more, if anything.
-
-    ``is_apart``: prompts attend in calls of their own.
-    """
+class SharedCall:
+    """Prompts or pictures that may share a call of one shape."""
 
     count: int
+    #: Prompts attend in calls of their own.
     is_apart: bool = False
+    #: Reason against a larger count.
     against: str = ""
 
 
-class Joint:
-    """The proof, for a model on this device, that in a call of one shape neither a place nor who is beside it changes a bit.
+class SharedCallProofs:
+    """Proves that no result's bits depend on place or neighbours in calls of one shape (``JointProof``).
 
-    Each kind of product is tried with made-up weights and as many rows as a call has tokens or patches, then the model's own
-    prefill or tower, each with two made-up prompts or pictures by turns. Prompts attend together, or, where that is what moves
-    their bits, in calls of their own (``kernels.attend_apart``). What was found for a shape is kept in a file, and holds for
-    as long as the engine lives: where it could not be tried for want of memory, nothing is decided, and the request waits.
+    It tries each kind of product with made-up weights, then the model's prefill or tower with two alternating inputs.
+    Too little memory decides nothing: the request waits.
     """
 
     def __init__(self, adapter: Adapter, kv: KVQuantisation | None) -> None:
@@ -142,31 +144,31 @@ class Joint:
         self._trial = Trial(adapter, kv, FixedShapes())
         self._key = _model_key(adapter, kv)
         fresh = adapter.make_cache(kv)
-        # Where prompts are padded, they come in few lengths.
+        # Padded prompts come in few lengths, so few shapes need a proof.
         self._shares = shares(adapter, fresh) and pads(adapter, fresh)
-        self._found: dict[tuple[Any, ...], Together] = {}
+        self._found: dict[tuple[Any, ...], SharedCall] = {}
 
     def prompts(self, most: int, length: int) -> int:
-        """``most`` whole prompts of ``length`` tokens to a call, or one. Raises for want of memory."""
+        """As in ``JointProof``; ``length``: tokens."""
         if not self._shares:
             return 1
         return self._known(("prompts", most, length), lambda: self._of_prompts(most, length)).count
 
     def attends_apart(self, rows: int, length: int) -> bool:
-        """Whether such prompts attend in calls of their own."""
+        """As in ``JointProof``."""
         known = self._found.get(("prompts", rows, length))
         return known is not None and known.is_apart
 
     def pictures(self, most: int, call: TowerCall) -> int:
-        """``most`` pictures of the shape of a tower's call to a call, or one. Raises for want of memory."""
+        """As in ``JointProof``, for pictures of the call's shape."""
         return self._known(("pictures", most, *call.shape), lambda: self._of_pictures(most, call)).count
 
     @property
     def found(self) -> dict[str, str]:
-        """The reasons against what has been asked so far, by it; empty texts where it is proven."""
+        """As in ``JointProof``."""
         return {" ".join(map(str, (*what[:2], what[-1]))): known.against for what, known in self._found.items()}
 
-    def _known(self, what: tuple[Any, ...], measure: Callable[[], Together]) -> Together:
+    def _known(self, what: tuple[Any, ...], measure: Callable[[], SharedCall]) -> SharedCall:
         if what not in self._found:
             key = self._key | {"joint": list(what)}
             kept = read_proof(key)
@@ -176,21 +178,21 @@ class Joint:
                 except Exception as error:
                     if is_out_of_memory(error):
                         raise
-                    kept = asdict(Together(1, against=f"{type(error).__name__}: {error}"))
+                    kept = asdict(SharedCall(1, against=f"{type(error).__name__}: {error}"))
                 write_proof(key, kept)
-            self._found[what] = Together(**kept)
+            self._found[what] = SharedCall(**kept)
         return self._found[what]
 
-    def _of_prompts(self, count: int, length: int) -> Together:
+    def _of_prompts(self, count: int, length: int) -> SharedCall:
         if moves := moving_product(products_of(self._language), count, length):
-            return Together(1, against=moves)
+            return SharedCall(1, against=moves)
         if prefill_is_still(self._trial, count, length):
-            return Together(count)
+            return SharedCall(count)
         if prefill_is_still(self._trial, count, length, attends_apart=True):
-            return Together(count, is_apart=True, against="attention together goes by the place: apart")
-        return Together(1, against="the model's own prefill goes by the place")
+            return SharedCall(count, is_apart=True, against="attention together goes by the place: apart")
+        return SharedCall(1, against="the model's own prefill goes by the place")
 
-    def _of_pictures(self, count: int, call: TowerCall) -> Together:
+    def _of_pictures(self, count: int, call: TowerCall) -> SharedCall:
         tower, random = call.tower, np.random.RandomState(count)
         assert isinstance(tower, RememberingGridTower)
         patches = call.args[0]
@@ -199,13 +201,14 @@ class Joint:
         alone = arrays_of(tower.as_one(two[:1]))
         for height in sorted({tower.count_patches(call, 0), *(array.shape[0] for array in alone)}):
             if moves := moving_product(products_of(tower.tower), count, height, is_packed=True):
-                return Together(1, against=moves)
+                return SharedCall(1, against=moves)
         found = [_stacked(tower.as_one(by_turns(two, count, turn))) for turn in (0, 1)]
-        return Together(count) if is_still(*found) else Together(1, against="the tower's own answers go by the place")
+        return (
+            SharedCall(count) if is_still(*found) else SharedCall(1, against="the tower's own answers go by the place")
+        )
 
 
 def _stacked(answers: Sequence[Any]) -> list[mx.array]:
-    """Answers of one kind as arrays (answers, ...)."""
     return [mx.stack(list(parts)) for parts in zip(*map(arrays_of, answers), strict=True)]
 
 
@@ -217,7 +220,7 @@ def prove(
     max_rows: int = 1,
     few_bits: str | None = None,
 ) -> Proof:
-    """The proof for a model on this device: from its file, or measured."""
+    """Read a model's proof on this device, or measure it."""
     few_bits = PACKED if kv is None else few_bits or policy_of({"placement": layout.value}).few_bits
     counts = counts_for(layout, max_rows)
     key = _model_key(adapter, kv) | {"layout": layout.value, "counts": counts, "few_bits": few_bits}
@@ -225,8 +228,8 @@ def prove(
         return Proof.kept(kept)
     try:
         proof = _measured(adapter, kv, FixedShapes(layout=layout, few_bits=few_bits), counts)
-    except Exception as error:  # what it raises for a request, the request is told
-        if is_out_of_memory(error):  # not to be kept: with more of it, other numbers of rows might do
+    except Exception as error:  # a request will raise it again
+        if is_out_of_memory(error):  # not kept: more memory may allow other batch sizes
             raise OutOfMemory(f"reproducible: too little memory to try numbers of rows ({describe(error)})") from error
         proof = Proof((), f"its decode step could not be tried ({type(error).__name__}: {error})")
     write_proof(key, asdict(proof))
@@ -271,7 +274,7 @@ def _measured(adapter: Adapter, kv: KVQuantisation | None, shapes: FixedShapes, 
 
 
 def _graphs_agree(trial: Trial, found: Mapping[int, Found], counts: tuple[int, ...]) -> bool:
-    """Whether compiled steps of all numbers of rows have the bits of ``found``; not where they are not made, or cannot be."""
+    """Whether compiled steps have the bits of ``found``."""
     if trial.adapter.graphs is not Graphs.BY_DEFAULT or counts == (1,):
         return False
     try:
@@ -285,12 +288,11 @@ def _graphs_agree(trial: Trial, found: Mapping[int, Found], counts: tuple[int, .
 
 
 def versions() -> dict[str, str]:
-    """The versions that an answer's bits go by."""
     return {"vlm-batch": __version__, "mlx": version("mlx"), "mlx-vlm": version("mlx-vlm")}
 
 
 def device_facts() -> dict[str, Any]:
-    """The device, and the facts by which its kernels are chosen."""
+    """Return what decides the device's kernels."""
     if mx.default_device().type == mx.DeviceType.gpu:
         info: dict[str, Any] = dict(mx.device_info())
         names = ("device_name", "architecture", "compute_capability_major", "compute_capability_minor")

@@ -1,15 +1,15 @@
-"""The families: one file each, named after the family. Importing this package imports none; asking for one imports all.
+"""The families, one file each, imported when first needed.
 
-Families of other packages are found by the entry point group ``vlm_batch.families``, whose entries name modules, or are
-registered by whoever imports their module.
+Other packages add families by ``register`` or the entry points ``vlm_batch.families``.
 """
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Callable
 from functools import cache
-from importlib import import_module
+from importlib import import_module, resources
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pkgutil import iter_modules
@@ -23,46 +23,52 @@ from vlm_batch.registry import ModelSpec, registered
 if TYPE_CHECKING:
     from vlm_batch.adapters.base import Adapter
 
-#: The group of entry points by which other packages make families known.
+#: Group of entry points that name modules with families.
 ENTRY_POINTS = "vlm_batch.families"
 #: The names that mlx-vlm's loader needs in the package of a model type.
 NEEDED = ("Model", "ModelConfig")
 
 
 def register(spec: ModelSpec) -> Callable[[registry.AdapterType], registry.AdapterType]:
-    """Class decorator: make a family of one's own known, with its adapter, before a model of it is loaded.
+    """Class decorator: register a family before loading its model.
 
-    The library's own families are imported first, so that a family or model type that is taken is refused here, whatever was
-    imported when. The same class again (a notebook's cell that is run twice) takes the place of what it was. Raises ValueError.
+    The same class, registered again, replaces the earlier one.
+
+    Raises:
+        ValueError: The family or model type is taken.
     """
     _import_own()
     return registry.register(spec)
 
 
 def families() -> tuple[ModelSpec, ...]:
-    """Every registered family, by name."""
+    """Return every registered family, by name."""
     _import_all()
     return registered()
 
 
 def spec_for(model_type: str) -> ModelSpec | None:
-    """The family that serves a model type, or None."""
-    return next((spec for spec in families() if model_type in spec.model_types), None)
+    """Return a model type's family, or None."""
+    _import_naming(model_type)
+    _import_entry_points()
+    return next((spec for spec in registered() if model_type in spec.model_types), None)
 
 
 def adapter_for(model_type: str) -> type[Adapter]:
-    """The adapter class of a model type. Raises UnsupportedModel, naming the known families, if there is none."""
+    """Return a model type's adapter class. Raises UnsupportedModel."""
     spec = spec_for(model_type)
     if spec is None or spec.adapter is None:
         known = ", ".join(s.family for s in families())
         raise UnsupportedModel(f"model type {model_type!r} is not known; the known families are {known}")
-    return spec.adapter
+    found: type[Adapter] = spec.adapter
+    return found
 
 
 def package_of(model_type: str) -> ModuleType | None:
-    """The model code of a family that names its own ``package``; None where mlx-vlm has it.
+    """Return the model code of a family's own ``package``, else None.
 
-    Raises UnsupportedModel where the package cannot be imported, lacks what a loader needs, or is not needed.
+    Raises:
+        UnsupportedModel: The package is broken, or mlx-vlm has the code.
     """
     spec = spec_for(model_type)
     if spec is None or spec.package is None:
@@ -87,15 +93,25 @@ def _import_all() -> None:
 
 @cache
 def _import_own() -> None:
-    """Import every file of a family, which registers it."""
-    for module in iter_modules(__path__):
-        if not module.name.startswith("_"):
-            import_module(f"{__name__}.{module.name}")
+    for name in _files():
+        import_module(f"{__name__}.{name}")
+
+
+@cache
+def _import_naming(model_type: str) -> None:
+    said = json.dumps(model_type).encode()
+    for name in _files():
+        if said in (resources.files(__name__) / f"{name}.py").read_bytes():
+            import_module(f"{__name__}.{name}")
+
+
+def _files() -> list[str]:
+    return [module.name for module in iter_modules(__path__) if not module.name.startswith("_")]
 
 
 @cache
 def _import_entry_points() -> None:
-    """Import the modules that other packages name; one that fails is said and left out."""
+    """Import other packages' families; warn of failures."""
     for entry in entry_points(group=ENTRY_POINTS):
         try:
             entry.load()

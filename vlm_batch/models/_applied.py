@@ -1,5 +1,4 @@
-"""Settings of config.json that mlx-vlm's classes do not read and that a built model can be given: scaled positions, sliding
-windows and activations. What they come to is asked of transformers' class of the same type."""
+"""Applies settings that mlx-vlm's classes do not read to a built model."""
 
 from __future__ import annotations
 
@@ -18,30 +17,44 @@ from vlm_batch.errors import UnsupportedModel
 
 logger = logging.getLogger(__name__)
 
-#: Kinds of scaled positions. "dynamic" differs from plain ones beyond ``max_position_embeddings`` alone, where no row goes.
-SCALED = frozenset({"linear", "yarn", "llama3", "longrope"})
+#: Kinds of scaled positions, and the settings that each needs. "dynamic" is plain up to ``max_position_embeddings``,
+#: which no row exceeds.
+NEEDED = {
+    "linear": ("rope_theta", "factor"),
+    "yarn": ("rope_theta", "factor"),
+    "llama3": ("rope_theta", "factor", "low_freq_factor", "high_freq_factor"),
+    "longrope": ("rope_theta", "short_factor", "long_factor"),
+}
+SCALED = frozenset(NEEDED)
 ROTATIONS = (nn.RoPE, Llama3RoPE, YarnRoPE, SuScaledRoPE)
 ACTIVATIONS = {
-    "gelu": nn.GELU(),
-    **dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), nn.GELU(approx="tanh")),
-    "quick_gelu": nn.GELU(approx="fast"),
-    "relu": nn.ReLU(),
-    **dict.fromkeys(("silu", "swish"), nn.SiLU()),
+    "gelu": nn.gelu,
+    **dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), nn.gelu_approx),
+    "quick_gelu": nn.gelu_fast_approx,
+    "relu": nn.relu,
+    **dict.fromkeys(("silu", "swish"), nn.silu),
 }
+
+
+def apply_setting(model: Any, path: tuple[str, ...], value: Any) -> bool:
+    """Apply a setting by path; False if unknown here."""
+    if is_activation(path[-1]):
+        return apply_activation(model, path, value)
+    return path[0] == "vision_config" and path[-1] == "rope_theta" and apply_tower_base(model, value)
 
 
 # Positions
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def scaling_of(text: Any) -> dict[str, Any] | None:
-    """A decoder's scaled positions, in transformers' words; None where they are plain, or differ between layers."""
+def rope_scaling_of(text: Any) -> dict[str, Any] | None:
+    """Return a decoder's scaled positions; None if plain, or varying by layer."""
     found: Mapping[str, Any] = getattr(text, "rope_parameters", None) or {}
     return dict(found) if found.get("rope_type") in SCALED else None
 
 
-def without_scaling(part: Mapping[str, Any]) -> dict[str, Any]:
-    """A decoder's part of a configuration with plain positions, for a class of mlx-vlm's that refuses others."""
+def with_plain_rope(part: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy a configuration's part with plain positions."""
     found = dict(part)
     plain = {"type": "default", "rope_type": "default"}
     for name, needed in (("rope_parameters", "rope_theta"), ("rope_scaling", "mrope_section")):
@@ -51,20 +64,23 @@ def without_scaling(part: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def scale_positions(language: nn.Module, scaling: dict[str, Any], longest: int) -> bool:
-    """Let a decoder turn by the scaled frequencies that its configuration says. False where it has no rotation that is known.
-
-    Raises UnsupportedModel.
-    """
+def scale_rope(language: nn.Module, scaling: dict[str, Any], longest: int) -> bool:
+    """Scale a decoder's rotations; False if none is known. Raises UnsupportedModel."""
     scaling = {"original_max_position_embeddings": longest, **scaling}
     if not scaling.get("truncate", True):
         raise UnsupportedModel(
             "rope_parameters say truncate: false, and mlx-vlm's YaRN rounds its range of frequencies"
         )
-    for name in ("mscale", "mscale_all_dim"):  # transformers reads either only beside the other
+    for name in ("mscale", "mscale_all_dim"):  # transformers reads both or none
         if not (scaling.get("mscale") and scaling.get("mscale_all_dim")):
             scaling.pop(name, None)
     scaling = {name: value for name, value in scaling.items() if value is not None}
+    if scaling["rope_type"] == "yarn":  # as in transformers: only YaRN has a default
+        scaling.setdefault("factor", longest / scaling["original_max_position_embeddings"])
+    if missing := [name for name in NEEDED[scaling["rope_type"]] if name not in scaling]:
+        raise UnsupportedModel(
+            f"rope_parameters say {scaling['rope_type']} positions, and have no {' and no '.join(missing)}"
+        )
     found = False
     for owner, name, child in _children(language):
         if isinstance(child, ROTATIONS):
@@ -78,10 +94,11 @@ def scale_positions(language: nn.Module, scaling: dict[str, Any], longest: int) 
     return found
 
 
-def _children(module: nn.Module) -> Iterator[tuple[Any, str, nn.Module]]:
-    for _, owner in module.named_modules():
+def _children(module: nn.Module, without: str = "\n") -> Iterator[tuple[Any, str, nn.Module]]:
+    """Yield (owner, name, module) of submodules, except below names with ``without``."""
+    for path, owner in module.named_modules():
         for name, child in list(owner.items()):
-            if isinstance(child, nn.Module):
+            if isinstance(child, nn.Module) and without not in path:
                 yield owner, name, child
 
 
@@ -90,7 +107,7 @@ def _is_traditional(rotation: Any) -> bool:
 
 
 def _rotation(dims: int, base: float, traditional: bool, scaling: dict[str, Any], longest: int) -> nn.Module:
-    """mlx-vlm's rotation, with transformers' factor of attention."""
+    """Return mlx-vlm's rotation with transformers' factor."""
     rotation: Any = initialize_rope(dims, base, traditional, {**scaling, "type": scaling["rope_type"]}, longest)
     factor = attention_factor(scaling, longest)
     if isinstance(rotation, YarnRoPE):
@@ -101,7 +118,7 @@ def _rotation(dims: int, base: float, traditional: bool, scaling: dict[str, Any]
 
 
 def attention_factor(scaling: Mapping[str, Any], longest: int) -> float:
-    """Return the factor of queries and keys, as in transformers (modeling_rope_utils.py)."""
+    """Return queries' and keys' factor (transformers, modeling_rope_utils.py)."""
     if (said := scaling.get("attention_factor")) is not None:
         return float(said)
     original = scaling["original_max_position_embeddings"]
@@ -115,7 +132,6 @@ def attention_factor(scaling: Mapping[str, Any], longest: int) -> float:
 
 
 def _scale_frequencies(embedding: Any, scaling: dict[str, Any], longest: int) -> None:
-    """The same for M-RoPE, whose embedding hands out cosines and sines. Raises UnsupportedModel for long factors."""
     if scaling["rope_type"] == "longrope":
         raise UnsupportedModel("rope_parameters say longrope, which mlx-vlm's positions on several axes do not have")
     dims = 2 * embedding._inv_freq.size
@@ -127,20 +143,42 @@ def _scale_frequencies(embedding: Any, scaling: dict[str, Any], longest: int) ->
         embedding.fused_apply = embedding.fused_apply and embedding.attention_scaling == 1.0
 
 
+def apply_tower_epsilon(model: Any, epsilon: float) -> None:
+    """Set the epsilon of CLIP's and SigLIP's outer norms, which mlx-vlm ignores (llava/vision.py:149)."""
+    for owner, name in vision_towers(model):
+        for _, key, norm in _children(owner[name]):
+            if key in ("pre_layrnorm", "post_layernorm") and type(norm) is nn.LayerNorm:
+                norm.eps = epsilon
+
+
+def apply_tower_base(model: Any, base: float) -> bool:
+    """Set the towers' rotary base; False if there is none."""
+    towers = [owner[name] for owner, name in vision_towers(model)]
+    found = [
+        (module, name)
+        for tower in towers
+        for _, module in tower.named_modules()
+        for name in ("theta", "theta_base")  # attributes of mlx-vlm's rotations for grids
+        if name in vars(module)
+    ]
+    for module, name in found:
+        setattr(module, name, base)
+    return bool(found)
+
+
 # Windows
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def slide(model: Any, text: Any) -> None:
-    """Let a decoder attend within its sliding window, where its class of mlx-vlm's attends to everything.
+def apply_sliding_window(model: Any, text: Any, *, all_slide: bool) -> None:
+    """Give a decoder the sliding window that mlx-vlm ignores; ``all_slide`` is for models without ``layer_types``.
 
-    If all layers slide, their caches do. Where some do, such a model gets one mask for all layers; then a prompt and its
-    answer may be as long as the window, within which there is no difference.
+    If only some layers slide, requests are limited to the window: mlx-vlm has one mask for all layers.
     """
     window: int | None = getattr(text, "sliding_window", None)
     kinds = getattr(text, "layer_types", None)
     caches = make_prompt_cache(model.language_model)
-    if window is None or (kinds is not None and "sliding_attention" not in kinds):
+    if window is None or (not all_slide if kinds is None else "sliding_attention" not in kinds):
         return
     if any(type(cache) is not KVCache for cache in caches):  # mlx-vlm's class has windows
         return
@@ -163,21 +201,37 @@ def slide(model: Any, text: Any) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def activate(model: Any, path: tuple[str, ...], name: Any) -> bool:
-    """Give the tower or the projector another activation. False for one that is not known, or where it is none of its own."""
-    if not isinstance(name, str) or name not in ACTIVATIONS or path[-1] not in ("hidden_act", "projector_hidden_act"):
+class Activation(nn.Module):
+    """An activation that adapters do not replace."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.function = ACTIVATIONS[name]
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.function(x)
+
+
+def is_activation(name: str) -> bool:
+    return name.endswith(("hidden_act", "hidden_activation", "activation_function"))
+
+
+def apply_activation(model: Any, path: tuple[str, ...], name: Any) -> bool:
+    """Set a tower's or projector's activation, not patch mergers'; False if unknown."""
+    if not isinstance(name, str) or name not in ACTIVATIONS:
         return False
-    parts = [getattr(model, "multi_modal_projector", None)] if path == ("projector_hidden_act",) else []
-    if path[0] == "vision_config":
+    parts: list[Any] = []
+    if path == ("projector_hidden_act",):
+        parts = [getattr(model, "multi_modal_projector", None)]
+    elif path == ("vision_config", "hidden_act"):
         parts = [owner[name] for owner, name in vision_towers(model)]
-    kinds = tuple({type(one) for one in ACTIVATIONS.values()})
     found = [
         (owner, key)
         for part in parts
         if part is not None
-        for owner, key, child in _children(part)
-        if isinstance(child, kinds)
+        for owner, key, child in _children(part, without="merger")
+        if isinstance(child, (nn.GELU, nn.ReLU, nn.SiLU))
     ]
     for owner, key in found:
-        owner[key] = ACTIVATIONS[name]
+        owner[key] = Activation(name)
     return bool(found)

@@ -1,4 +1,4 @@
-"""Command A Vision's processor with Pillow: transformers has its part for pictures for torchvision alone."""
+"""Command A Vision's image processor with Pillow, not torchvision."""
 
 from __future__ import annotations
 
@@ -13,11 +13,7 @@ from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2Im
 
 
 class TileProcessor(GotOcr2ImageProcessorPil):
-    """A picture as the tiles of the grid that shrinks it least, or that stretches it least, and then as a whole.
-
-    GOT-OCR's processor chooses the grid by its shape alone; everything else is the same. The defaults are those of
-    transformers' ``Cohere2VisionImageProcessor``.
-    """
+    """GOT-OCR's processor with another grid, and defaults of ``Cohere2VisionImageProcessor``."""
 
     size = {"height": 512, "width": 512}
     crop_to_patches = True
@@ -32,7 +28,7 @@ class TileProcessor(GotOcr2ImageProcessorPil):
         patch_size: SizeDict | None = None,
         resample: Any = None,
     ) -> list[np.ndarray]:
-        """(3, H, W) -> tiles (3, side, side), row by row; the whole picture is last, unless there is but one tile."""
+        """(3, H, W) -> tiles (3, side, side) by rows, then the whole picture if several."""
         assert patch_size is not None
         high, wide = int(patch_size.height or 0), int(patch_size.width or 0)
         columns, rows = best_grid((image.shape[1], image.shape[2]), high, max_patches)
@@ -47,10 +43,9 @@ class TileProcessor(GotOcr2ImageProcessorPil):
 
 
 def best_grid(size: tuple[int, int], side: int, max_tiles: int) -> tuple[int, int]:
-    """The grid (columns, rows) of tiles for a picture of (high, wide) pixels.
+    """Return the grid (columns, rows) that stretches (height, width) pixels least, else shrinks them least.
 
-    The one that stretches it least, of those that do not shrink it; where all shrink it, the one that does so least.
-    Of equal ones the one with the fewest tiles, and then the fewest columns.
+    Ties go to the fewest tiles, then columns.
     """
     high, wide = size
     counts = range(1, max_tiles + 1)
@@ -64,7 +59,6 @@ def best_grid(size: tuple[int, int], side: int, max_tiles: int) -> tuple[int, in
 
 
 def from_pretrained(path: str | Path, **options: Any) -> Cohere2VisionProcessor:
-    """The processor of a checkpoint's folder, as ``AutoProcessor`` would make it, but for its back end."""
     from mlx_vlm.models.base import load_chat_template
 
     tokenizer = AutoTokenizer.from_pretrained(path, **options)

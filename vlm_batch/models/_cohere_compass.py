@@ -1,4 +1,4 @@
-"""Replacements of mlx-vlm's modules in Cohere Compass."""
+"""Replacement modules for Cohere Compass."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vlm_batch.adapters.attention import attention
 
 
 class RowAttention(Attention):
-    """Upstream projects and attends row by row over its batch's padding (cohere_compass/language.py:180-300)."""
+    """mlx-vlm projects and attends row by row (cohere_compass/language.py:180-300)."""
 
     def __call__(
         self,
@@ -21,7 +21,6 @@ class RowAttention(Attention):
         position_ids: mx.array | None = None,
         position_embeddings: tuple[mx.array, mx.array] | None = None,
     ) -> mx.array:
-        """(B, L, D) -> (B, L, D)"""
         batch, length, _ = hidden_states.shape
         queries, keys, values = (
             project(hidden_states).reshape(batch, length, -1, self.head_dim).swapaxes(1, 2)
@@ -35,10 +34,9 @@ class RowAttention(Attention):
 
 
 class RowLayer(DecoderLayer):
-    """Upstream runs the MLP row by row (cohere_compass/language.py:364)."""
+    """mlx-vlm runs the MLP row by row (cohere_compass/language.py:364)."""
 
     def __call__(self, x: mx.array, mask: Any, cache: Any, position_ids: Any, position_embeddings: Any) -> Any:
-        """(B, L, D) -> (B, L, D)"""
         normed = self.input_layernorm(x)
         attended = x + self.self_attn(normed, mask, cache, position_ids, position_embeddings)
         if self.is_parallel:

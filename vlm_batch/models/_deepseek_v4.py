@@ -1,4 +1,4 @@
-"""Replacements of mlx-vlm's modules in DeepSeek-V4."""
+"""Replacement modules for DeepSeek-V4."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from vlm_batch.caches.whole import WholeCache
 
 
 class Compressor(upstream.Compressor):
-    """Pools that see the window before theirs, whatever has cut the two apart."""
+    """Pools windows of tokens across chunks."""
 
     def project(self, x: mx.array) -> tuple[mx.array, mx.array]:
-        """(B, L, D) -> value and gate (B, L, W)"""
+        """(B, L, D) -> value and gate (B, L, W)."""
         return self.wkv(x), self.wgate(x)
 
     def pool(self, value: mx.array, gate: mx.array, cache: PoolCache) -> mx.array | None:
-        """One row's tokens (1, L, W) into its pools: all it has now (1, P, D), or None."""
+        """Add a row's tokens (1, L, W); return all pools (1, P, D), if any."""
         has_before = bool(cache.before)
         values, gates = cache.fill(value, gate)
         if values.shape[1]:
@@ -30,10 +30,9 @@ class Compressor(upstream.Compressor):
         return cache.pooled
 
     def mix(self, values: mx.array, gates: mx.array, has_before: bool) -> mx.array:
-        """(1, N, R, W) of tokens, their means by the gates' softmax, channel by channel: (1, N, D), float32.
+        """Pool tokens (1, N, R, W) by the gates' softmax: (1, N, D), float32.
 
-        With overlap, channels are of two halves: a pool is made of its own window's second and of the first of
-        the one before, which a row's first window has not.
+        With overlap, a window's second half of channels mixes with the previous one's first.
         """
         if self.overlap:
             values, gates = (
@@ -43,7 +42,6 @@ class Compressor(upstream.Compressor):
         return (values * mx.softmax(gates.astype(mx.float32), axis=2)).sum(axis=2)
 
     def halves(self, windows: mx.array, missing: float, has_before: bool) -> tuple[mx.array, mx.array]:
-        """The first halves of the windows before, and the second halves of the windows."""
         first, second = mx.split(windows, 2, axis=-1)
         if has_before:
             return first[:, :-1], second[:, 1:]
@@ -52,17 +50,15 @@ class Compressor(upstream.Compressor):
 
 
 class Indexer(upstream.Indexer):
-    """Chooses the pools that a token sees, among all of them."""
-
     def prepare(self, x: mx.array, residual: mx.array, rope: Any, offset: Any) -> tuple[mx.array, ...]:
-        """Queries (B, H, L, D), their heads' weights (B, L, H), value and gate of the indexer's own pools."""
+        """Return queries (B, H, L, D), weights (B, L, H), value and gate."""
         batch, length, _ = x.shape
         queries = self.wq_b(residual).reshape(batch, length, self.n_heads, self.head_dim).swapaxes(1, 2)
         weights = self.weights_proj(x).astype(mx.float32) * self.n_heads**-0.5
         return rope(queries, offset), weights, *self.compressor.project(x)
 
     def choose(self, queries: mx.array, weights: mx.array, pooled: mx.array, seen: mx.array | None) -> mx.array:
-        """The ``index_topk`` best pools for each token: (1, L, K)."""
+        """Return each token's best pools, (1, L, K)."""
         keys = pooled[:, None].swapaxes(-1, -2).astype(mx.float32)
         scores = mx.maximum(queries.astype(mx.float32) @ keys, 0) * self.scale  # (1, H, L, P)
         scores = (scores * weights.swapaxes(-1, -2)[..., None]).sum(axis=1)
@@ -72,10 +68,9 @@ class Indexer(upstream.Indexer):
 
 
 class Attention(upstream.LocalAttention):
-    """Projections for all rows at once, and a row at a time what it sees."""
+    """Projects all rows at once, attends by rows."""
 
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None, **unread: Any) -> mx.array:
-        """(B, L, D) -> (B, L, D)"""
         batch, length, _ = x.shape
         offset = cache.offset
         residual = self.q_norm(self.wq_a(x))
@@ -89,22 +84,21 @@ class Attention(upstream.LocalAttention):
         return self.wo_b(output.swapaxes(1, 2).flatten(-2))
 
     def prepare(self, x: mx.array, residual: mx.array, offset: Any) -> tuple[mx.array, ...]:
-        """Further inputs of a row's attention, made of the layer's input, each with the rows along its first axis."""
         return ()
 
     def attend(self, parts: tuple[mx.array, ...], mask: Any, cache: Any) -> mx.array:
-        """(B, H, L, D_head); empty places answer zeros."""
+        """(B, H, L, D_head); zeros for empty places."""
         if not isinstance(cache, RowsCache):
             return self.see(parts, mask, cache)
         return each_row(lambda row, *own: self.see(own, None, row), cache, cache, *parts)
 
     def see(self, parts: tuple[mx.array, ...], mask: Any, cache: Any) -> mx.array:
-        """One row, or the rows of a slab, over the window: (B, H, L, D_head)."""
+        """Attend one row, or a slab: (B, H, L, D_head)."""
         keys = self.window(parts[1], cache)
         return self.over(parts[0], keys, mask, cache)
 
     def window(self, keys: mx.array, cache: Any) -> mx.array:
-        """The keys in sight once new ones (B, 1, L, D_head) are among them."""
+        """Add keys (B, 1, L, D_head); return the window's."""
         return cache.update_and_fetch(keys, mx.zeros((*keys.shape[:3], 0), keys.dtype))[0]
 
     def over(self, queries: mx.array, keys: mx.array, mask: Any, cache: Any) -> mx.array:
@@ -113,8 +107,6 @@ class Attention(upstream.LocalAttention):
 
 
 class PooledAttention(Attention, upstream.CompressedAttention):
-    """The window, and all pools."""
-
     def prepare(self, x: mx.array, residual: mx.array, offset: Any) -> tuple[mx.array, ...]:
         return self.compressor.project(x)
 
@@ -135,7 +127,7 @@ class PooledAttention(Attention, upstream.CompressedAttention):
         seen: mx.array | None,
         window: Any,
     ) -> mx.array:
-        """(1, H, L, D_head) over keys (1, 1, K, D_head) and pools (1, P, D_head), a part of each in sight."""
+        """Attend to keys (1, 1, K, D_head) and pools (1, P, D_head)."""
         if pooled is None:
             return self.over(queries, keys, mask, window)
         both = mx.concatenate([keys, pooled[:, None]], axis=2)
@@ -147,8 +139,6 @@ class PooledAttention(Attention, upstream.CompressedAttention):
 
 
 class SparseAttention(PooledAttention, upstream.SparseCompressedAttention):
-    """The window, and the pools that the indexer chooses."""
-
     def prepare(self, x: mx.array, residual: mx.array, offset: Any) -> tuple[mx.array, ...]:
         return *self.compressor.project(x), *self.indexer.prepare(x, residual, self.rope, offset)
 
@@ -169,10 +159,10 @@ class SparseAttention(PooledAttention, upstream.SparseCompressedAttention):
 
 
 class Trunk(upstream.DeepseekV4Model):
-    """Upstream's on one machine, which reads nothing back from the device while it decodes."""
+    """mlx-vlm's on one machine, without read-backs."""
 
     def __call__(self, ids: mx.array, inputs_embeds: mx.array | None = None, cache: Any = None) -> mx.array:
-        """(B, L) ids, which tell pictures and route some experts -> (B, L, D)"""
+        """(B, L) ids -> (B, L, D)."""
         embeds = self.embed_tokens(ids) if inputs_embeds is None else inputs_embeds
         batch, length, width = embeds.shape
         streams = mx.contiguous(mx.broadcast_to(embeds[:, :, None], (batch, length, self.args.hc_mult, width)))
@@ -185,7 +175,7 @@ class Trunk(upstream.DeepseekV4Model):
         return self.norm(self.hc_head(streams[:, -1:]))
 
     def mask(self, ids: mx.array, cache: Any) -> mx.array:
-        """The mask of a chunk (1, L) over the window's keys and its own: (L, K) bool. It holds pictures whole."""
+        """Return a chunk's mask (L, K), bool; pictures attend both ways."""
         window = cache.caches[0] if isinstance(cache, WholeCache) else cache
         size, length = self.args.sliding_window, ids.shape[1]
         mask = window.make_mask(length, window_size=size, return_array=True)

@@ -1,4 +1,4 @@
-"""Replacements of mlx-vlm's modules in DeepSeek-V4.1."""
+"""Replacement modules for DeepSeek-V4.1."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ rounded = upstream.fake_quant_fp8_ue8m0
 
 
 class Attention(upstream.DeepseekV41Attention):
-    """Upstream's, whose projections from and to the layer's width are one product for all rows."""
+    """Projects all rows at once, attends by rows."""
 
     def __call__(self, x: mx.array, cache: Any) -> mx.array:
-        """(B, L, D) -> (B, L, D)"""
         if not isinstance(cache, Rows):
             return super().__call__(x, cache)
         batch = x.shape[0]
@@ -29,7 +28,7 @@ class Attention(upstream.DeepseekV41Attention):
         return self.wo_b(rounded(output.swapaxes(1, 2).flatten(-2)))
 
     def see(self, row: Any, x: mx.array, residual: mx.array, queries: mx.array) -> mx.array:
-        """One row's token (1, 1, D) over its window and its pools: (1, H, 1, D_head)."""
+        """Attend a row's token (1, 1, D): (1, H, 1, D_head)."""
         window, mask = self._window_part(x, row.offset, row)
         if self.compress_ratio:
             pool, chosen = self._compress_part(x, residual, row.offset, row)

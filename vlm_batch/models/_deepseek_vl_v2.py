@@ -1,4 +1,4 @@
-"""Replacements of mlx-vlm's modules in DeepSeek-VL2."""
+"""Replacement modules for DeepSeek-VL2."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from mlx_vlm.models.deepseek_vl_v2.language import MoEGate
 
 
 class RowGate(MoEGate):
-    """Upstream broadcasts rows against each other and leaves the bias out (language.py:336-366); DeepSeek's
-    MoEGate picks groups and experts by score and bias, and weighs them by the score (modeling_deepseek.py)."""
+    """Chooses by score and bias, weighs by score (modeling_deepseek.py, MoEGate).
+
+    mlx-vlm mixes rows and drops the bias (language.py:336-366).
+    """
 
     def __call__(self, x: mx.array) -> tuple[mx.array, mx.array]:
-        """(B, L, D) -> experts and their weights (B, L, K)"""
+        """(B, L, D) -> experts and weights (B, L, K)."""
         if self.topk_method != "noaux_tc":
             return super().__call__(x)
         gates = x @ self.weight.T

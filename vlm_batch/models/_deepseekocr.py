@@ -1,4 +1,4 @@
-"""Replacements of mlx-vlm's modules in DeepSeek-OCR and the families with its vision towers."""
+"""Replacement modules for DeepSeek-OCR."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from vlm_batch.adapters.vision import resize_linear
 
 
 class RelativeAttention(Attention):
-    """Upstream stretches the tables of relative positions without torch's half step (sam.py, get_rel_pos)."""
+    """mlx-vlm resizes relative positions without torch's half step (sam.py, get_rel_pos)."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        """(B, H, W, D) -> the same"""
         batch, high, wide, _ = x.shape
         if not self.use_rel_pos or (len(self.rel_pos_h), len(self.rel_pos_w)) == (2 * high - 1, 2 * wide - 1):
             return super().__call__(x)
@@ -29,16 +28,16 @@ class RelativeAttention(Attention):
 
 
 def relative(table: mx.array, side: int) -> mx.array:
-    """(side, side, D): what a place on a side adds for each other place."""
+    """Return relative positions (side, side, D)."""
     places = mx.arange(side)
     return resize_linear(table, 2 * side - 1)[places[:, None] - places + side - 1]
 
 
 class ResizedEmbeddings(VisionEmbeddings):
-    """Positions for another grid by the published rule: bicubic with antialiasing (deepencoder.py, get_abs_pos)."""
+    """Resizes positions bicubically with antialiasing (deepencoder.py, get_abs_pos)."""
 
     def _get_abs_pos(self, abs_pos: mx.array, tgt_size: int) -> mx.array:
-        """(1, 1 + H W, D) of the class token and the grid -> (1, tgt_size, D)"""
+        """(1, 1 + H W, D) -> (1, tgt_size, D)."""
         old, new = (int((size - 1) ** 0.5) for size in (abs_pos.shape[1], tgt_size))
         if old == new:
             return abs_pos

@@ -1,8 +1,4 @@
-"""Puts a model that mlx-vlm has built into the form that a folder describes, where mlx-vlm's class has another one written in.
-
-Its layers compute what they hold: a bias where there is one, heads as wide as their weights. Only their making leaves out what
-few checkpoints use. What config.json does not ask for is not put, and mlx-vlm's loader then refuses it.
-"""
+"""Adds biases, head widths and heads that mlx-vlm's layers support but its constructors omit."""
 
 from __future__ import annotations
 
@@ -13,33 +9,33 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from vlm_batch.errors import UnsupportedModel
 from vlm_batch.models._rules import Config, Weights
 
-#: Families whose adapters read several layers of the tower side by side.
+#: Families whose adapters concatenate several of the tower's layers.
 READ_SEVERAL = frozenset({"llava", "llava_next", "llava_onevision"})
 _PARTS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
-def fitted(model: nn.Module, weights: Weights, config: Config) -> Weights:
-    """The weights (as mlx-vlm names them) for a model, whose layers are first made to fit what ``config`` asks for."""
+def fit(model: nn.Module, weights: Weights, config: Config) -> Weights:
+    """Fit layers to ``config``; return the weights for them."""
     text: Config = config.get("text_config") or config
     language: Any = getattr(model, "language_model", model)
-    _put_biases(model, weights, text)
-    _put_head_widths(language, text)
-    _put_layers_of_the_tower(model, config)
-    return _put_heads(language, weights, config)
+    _add_biases(model, weights, text)
+    _set_head_widths(language, text)
+    _widen_projector(model, config)
+    return _add_heads(language, weights, config)
 
 
 def _attentions(language: nn.Module) -> Iterator[tuple[Any, list[nn.Linear]]]:
-    """The attention layers of a decoder with projections of their own, and these."""
     for _, module in language.named_modules():
         parts = [module[name] for name in _PARTS if name in module]
         if len(parts) == len(_PARTS) and all(type(part) is nn.Linear for part in parts):
             yield module, parts
 
 
-def _put_biases(model: nn.Module, weights: Weights, text: Config) -> None:
-    """Biases of a decoder's layers, which transformers' classes have where the configuration says so, and Qwen 2's always."""
+def _add_biases(model: nn.Module, weights: Weights, text: Config) -> None:
+    """Add configured biases; Qwen 2 always has them."""
     is_qwen = text.get("model_type") == "qwen2"
     asked = {
         r"\.self_attn\.[qkvo]_proj$": text.get("attention_bias"),
@@ -55,15 +51,14 @@ def _put_biases(model: nn.Module, weights: Weights, text: Config) -> None:
             layer.bias = mx.zeros(value.shape)
 
 
-def _put_head_widths(language: nn.Module, text: Config) -> None:
-    """Heads of another width than ``hidden_size / num_attention_heads``, where a class knows that one alone."""
+def _set_head_widths(language: nn.Module, text: Config) -> None:
     heads, hidden, width = (text.get(name) for name in ("num_attention_heads", "hidden_size", "head_dim"))
     if not heads or not hidden or not width or width == hidden // heads:
         return
     usual = hidden // heads
     for attention, (queries, keys, values, out) in _attentions(language):
         if queries.weight.shape[0] != heads * usual or type(attention.rope) is not nn.RoPE:
-            continue  # it knows
+            continue  # the class reads the width itself
         for part in (queries, keys, values):
             part.weight = mx.zeros((part.weight.shape[0] // usual * width, part.weight.shape[1]))
             if "bias" in part:
@@ -76,8 +71,7 @@ def _put_head_widths(language: nn.Module, text: Config) -> None:
             attention.head_dim = width
 
 
-def _put_layers_of_the_tower(model: nn.Module, config: Config) -> None:
-    """A projector for the features of several of the tower's layers side by side."""
+def _widen_projector(model: nn.Module, config: Config) -> None:
     layers = config.get("vision_feature_layer")
     if config.get("model_type") not in READ_SEVERAL or not isinstance(layers, (list, tuple)):
         return
@@ -86,19 +80,24 @@ def _put_layers_of_the_tower(model: nn.Module, config: Config) -> None:
         first.weight = mx.zeros((first.weight.shape[0], width * len(layers)))
 
 
-def _put_heads(language: nn.Module, weights: Weights, config: Config) -> Weights:
-    """A tied head where a class has one of its own, and the other way round where the family's adapter reads it."""
+def _add_heads(language: nn.Module, weights: Weights, config: Config) -> Weights:
+    """Copy a tied head, or add an untied one. Raises UnsupportedModel if the adapter does not read it."""
     text: Mapping[str, Any] = config.get("text_config") or config
     is_tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings"))
     table = "language_model.model.embed_tokens." if "model" in language else "language_model.embed_tokens."
-    has_head = any(name.startswith("language_model.lm_head.") for name in weights)
+    has_head = any(name.startswith(("language_model.lm_head.", "lm_head.")) for name in weights)
     if is_tied and "lm_head" in language and not has_head:
         return weights | {
             name.replace(table, "language_model.lm_head."): value
             for name, value in weights.items()
             if name.startswith(table)
         }
-    if is_tied is False and has_head and "lm_head" not in language and hasattr(language, "logits_from_hidden"):
+    if is_tied is False and has_head and "lm_head" not in language:
+        if not hasattr(language, "logits_from_hidden"):
+            raise UnsupportedModel(
+                "config.json says tie_word_embeddings: false, and the folder has a head of its own; mlx-vlm's "
+                f"{config.get('model_type')} answers by the table of words alone"
+            )
         outputs, width = weights["language_model.lm_head.weight"].shape
         language.lm_head = nn.Linear(width, outputs, bias=False)
     return weights

@@ -1,4 +1,4 @@
-"""Replacements of mlx-vlm's modules in Gemma 3."""
+"""Replacement modules for Gemma 3."""
 
 from __future__ import annotations
 
@@ -11,13 +11,11 @@ from vlm_batch.models.gemma3 import embedding_scale
 
 
 class TwoMasks(Gemma3Model):
-    """Upstream gives a mask that it is given to all layers (gemma3/language.py:221); here it is a pair, for full
-    and for sliding layers, as transformers has it (modeling_gemma3.py, create_masks_for_vision_model)."""
+    """Takes a mask for full and one for sliding layers; mlx-vlm's takes one (gemma3/language.py:221)."""
 
     def __call__(
         self, inputs: mx.array, inputs_embeds: mx.array | None = None, mask: Any = None, cache: Any = None
     ) -> mx.array:
-        """(B, L) ids or (B, L, D) embeddings -> (B, L, D)"""
         if mask is None or inputs_embeds is None:
             return super().__call__(inputs, inputs_embeds, mask, cache)
         full, sliding = mask

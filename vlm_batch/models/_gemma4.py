@@ -1,4 +1,4 @@
-"""Replacements of mlx-vlm's modules in Gemma 4."""
+"""Replacement modules for Gemma 4."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from mlx_vlm.models.gemma4.language import Gemma4TextModel, LanguageModel, logit
 
 
 class PictureMasks(Gemma4TextModel):
-    """Upstream lays pictures over the masks of all layers, from a whole prompt's token types (gemma4/language.py:499); here a
-    chunk's masks, by the kind of layer, come in their place."""
+    """Takes a chunk's masks by kind of layer; mlx-vlm makes a whole prompt's (gemma4/language.py:499)."""
 
     def _make_masks(self, h: mx.array, cache: Any, mm_token_type_ids: Any = None) -> list[Any]:
         masks = super()._make_masks(h, cache)
         kinds = dict(mm_token_type_ids or {})
         for index, (layer, entry) in enumerate(zip(self.layers, cache, strict=True)):
             if layer.layer_type in kinds:
-                if entry is not None:  # without a cache, a layer shares the keys of one before it
+                if entry is not None:  # a layer without a cache shares an earlier one's keys
                     usual = entry.make_mask(h.shape[1], window_size=self.window_size, return_array=True)
                     kinds[layer.layer_type] = kinds[layer.layer_type][..., -usual.shape[-1] :]
                 masks[index] = kinds[layer.layer_type]
@@ -25,7 +24,7 @@ class PictureMasks(Gemma4TextModel):
 
 
 class OwnHead(LanguageModel):
-    """Upstream knows the table as the head alone (gemma4/language.py:687)."""
+    """mlx-vlm's head is always tied (gemma4/language.py:687)."""
 
     def logits_from_hidden(self, hidden: mx.array) -> mx.array:
         if "lm_head" not in self:

@@ -1,4 +1,4 @@
-"""Replacements of mlx-vlm's modules in HunyuanOCR."""
+"""Replacement modules for HunyuanOCR."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from vlm_batch.adapters.attention import attention
 
 
 class BoundedPositions(PatchEmbed):
-    """``F.interpolate(mode="bilinear")`` by a factor of a tenth of a patch more than needed (vLLM)."""
+    """Interpolates by (size + 0.1) / old size, as published; transformers 5.23 drops the 0.1 (modeling_hunyuan_vl.py:214)."""
 
     def _interpolate_pos_embed(self, pos_embed: mx.array, target_h: int, target_w: int) -> mx.array:
-        """(1, H, W, D) -> (1, target_h, target_w, D)"""
+        """(1, H, W, D) -> (1, target_h, target_w, D)."""
         for axis, new in ((1, target_h), (2, target_w)):
             old = pos_embed.shape[axis]
             if old == new:
@@ -32,11 +32,10 @@ class BoundedPositions(PatchEmbed):
 
 
 class RowAttention(Attention):
-    """Upstream turns by the shared column and by four axes in the first chunk only (hunyuan_vl/language.py:206-228);
-    transformers turns every token by its four positions (HunYuanVLAttention)."""
+    """mlx-vlm rotates by the batch's shared column (hunyuan_vl/language.py:206-228)."""
 
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None, position_ids: Any = None) -> mx.array:
-        """(B, L, D), positions (B, 4, L) -> (B, L, D)"""
+        """(B, L, D), positions (B, 4, L) -> (B, L, D)."""
         queries, keys, values = (
             project(x).reshape(*x.shape[:2], -1, self.head_dim).swapaxes(1, 2)
             for project in (self.q_proj, self.k_proj, self.v_proj)
@@ -54,9 +53,10 @@ PATCHES: dict[type, type] = {Attention: RowAttention, PatchEmbed: BoundedPositio
 
 
 def axis_angles(positions: mx.array, frequencies: mx.array, sections: Sequence[int] | None) -> mx.array:
-    """Angles (B, 1, L, D_head) of positions (B, axes, L). A head's dimensions, in order, belong to the axes in turn.
+    """Return angles (B, 1, L, D_head) of positions (B, axes, L).
 
-    The sections, repeated once, cover the head (Tencent's and vLLM's xdrope); without sections the first axis turns all.
+    Sections, repeated once, cover the head (Tencent's and vLLM's xdrope). transformers 5.23 doubles each section
+    (modeling_hunyuan_vl.py:165), so a pair's halves turn by different axes. No published weights were trained so.
     """
     if sections is None:
         sections, positions = [frequencies.size], positions[:, :1]
@@ -67,7 +67,7 @@ def axis_angles(positions: mx.array, frequencies: mx.array, sections: Sequence[i
 
 
 def turn(x: mx.array, angles: mx.array) -> mx.array:
-    """Half-split rotation of (B, H, L, D) in float32, by cosines and sines rounded as the model's weights are."""
+    """Rotate (B, H, L, D) by halves, in float32."""
     cos, sin = (table(angles).astype(x.dtype).astype(mx.float32) for table in (mx.cos, mx.sin))
     wide = x.astype(mx.float32)
     return (wide * cos + rotate_half(wide) * sin).astype(x.dtype)

@@ -1,27 +1,32 @@
-"""Replacements of mlx-vlm's modules in Inkling."""
+"""Replacement modules for Inkling."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import mlx.core as mx
-from mlx_vlm.models.inkling.language import InklingAttention
+import numpy as np
+from mlx_vlm.models.inkling.language import InklingAttention, InklingShortConvolution
+from numpy.lib.stride_tricks import sliding_window_view
 
 from vlm_batch.adapters.attention import attention
-from vlm_batch.caches.rows import RowMasks, RowsCache
+from vlm_batch.adapters.pictures import with_mixin
+from vlm_batch.adapters.recurrent import in_order
+from vlm_batch.caches.drafted import DraftedSlab
+from vlm_batch.caches.rows import RowMasks, RowsCache, RowStates
 from vlm_batch.caches.slab import SlabCache
 
-#: Upstream's score of a key that may not be seen (inkling/language.py, banded_additive_mask).
+#: mlx-vlm's score of a masked key (inkling/language.py, banded_additive_mask).
 UNSEEN = -1e30
 
 
 class RowAttention(InklingAttention):
-    """One new token for each place of a batch; a row alone takes upstream's own way."""
+    """Decodes a batch; a single row runs mlx-vlm's code."""
 
     def __call__(self, x: mx.array, cache: Any = None, conv_mask: Any = None) -> mx.array:
-        """(B, 1, D) -> (B, 1, D)"""
+        """(B, 1, D) -> (B, 1, D)."""
         kv, conv = cache[0], cache[1]
-        if not isinstance(kv, (RowsCache, SlabCache)):
+        if not isinstance(kv, (RowsCache, SlabCache, DraftedSlab)):
             return super().__call__(x, cache, conv_mask)
         batch, length, _ = x.shape
         wide, key_wide, value_wide, _ = self.qkvr_dims
@@ -40,13 +45,13 @@ class RowAttention(InklingAttention):
         return self.o_proj(output.swapaxes(1, 2).flatten(-2))
 
     def scale_of(self, positions: mx.array) -> mx.array:
-        """The factor of queries at positions (B,) in layers without a window: (B, 1, 1)."""
+        """Return the query factor (B, 1, 1) at positions (B,)."""
         past = mx.maximum((positions + 1).astype(mx.float32) / self.log_floor, 1.0)
         return (1 + self.log_alpha * mx.log(past))[:, None, None]
 
     def masks(self, bias: mx.array, positions: mx.array, keys: Any) -> mx.array | RowMasks:
-        """The additive masks (B, H, 1, L) of biases (B, H, E) by distance, one for each row if those are apart."""
-        if isinstance(keys, mx.array):
+        """Return additive masks (B, H, 1, L) of biases (B, H, E) by distance."""
+        if not isinstance(keys, RowStates):
             return self.mask(bias, positions, keys.shape[2])
         rows = [None if run.state is None else run.state.shape[2] for run in keys.apart()]
         return RowMasks(
@@ -67,4 +72,33 @@ class RowAttention(InklingAttention):
         return mx.where(unseen, mx.array(UNSEEN, bias.dtype), mask)[:, :, None]
 
 
-PATCHES: dict[type, type] = {InklingAttention: RowAttention}
+PATCHES: dict[type, type] = {
+    InklingAttention: RowAttention,
+    InklingShortConvolution: in_order(InklingShortConvolution),
+}
+
+
+def with_floored_magnitudes(part: Any) -> Any:
+    """Return a feature extractor with transformers' floor of 1e-5 (feature_extraction_inkling.py), not mlx-vlm's 1e-10."""
+    return with_mixin(part, FlooredMagnitudes)
+
+
+class FlooredMagnitudes:
+    hop_length: int
+    n_fft: int
+    max_frames_per_chunk: int
+    window: mx.array
+    mel_filters: mx.array
+
+    def _extract_log_mel(self, waveform: mx.array, length: int) -> mx.array:
+        """Return log magnitudes (frames, bands) of a recording, padded with silence."""
+        hop, width, most = self.hop_length, self.n_fft, self.max_frames_per_chunk
+        before, count = max(width - hop, 0), -(-length // hop)
+        behind = count * hop - len(waveform)
+        frames = sliding_window_view(np.pad(np.array(waveform), (before, behind)), width)[::hop]  # (T, width)
+        window, bands = np.array(self.window), np.array(self.mel_filters).T
+        parts = []
+        for start in range(0, count, most):
+            magnitudes = np.abs(np.fft.rfft(frames[start : start + most] * window))
+            parts.append(np.log10(np.maximum(np.maximum(magnitudes, 1e-5) @ bands, 1e-10)))
+        return mx.array(np.concatenate(parts).astype(np.float32))

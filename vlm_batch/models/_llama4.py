@@ -1,4 +1,4 @@
-"""Replacements of mlx-vlm's modules in Llama 4."""
+"""Replacement modules for Llama 4."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from vlm_batch.adapters.attention import attention
 
 
 class RowAttention(Attention):
-    """Upstream scales all rows' queries by the farthest row's positions (llama4/language.py:83-101)."""
+    """mlx-vlm scales all queries by the farthest row's positions (llama4/language.py:83-101)."""
 
     norm_eps: float  # of the queries' and keys' norm
 
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
-        """(B, L, D) -> (B, L, D)"""
         batch, length, _ = x.shape
         queries, keys, values = (
             project(x).reshape(batch, length, -1, self.head_dim).swapaxes(1, 2)
@@ -39,7 +38,7 @@ class RowAttention(Attention):
 
 
 class RowModel(LlamaModel):
-    """Upstream makes one mask of blocks for all rows, from the farthest one (llama4/language.py:246-264)."""
+    """mlx-vlm masks all rows by the farthest one (llama4/language.py:246-264)."""
 
     def __call__(
         self,
@@ -48,9 +47,8 @@ class RowModel(LlamaModel):
         mask: Any = None,
         cache: Sequence[Any] = (),
     ) -> mx.array:
-        """(B, L) ids or (B, L, D) embeddings -> (B, L, D)"""
         hidden = self.embed_tokens(input_ids) if input_embeds is None else input_embeds
-        masks: dict[bool, Any] = {}  # one for the layers of either kind
+        masks: dict[bool, Any] = {}  # by kind of layer
         for layer, single in zip(self.layers, cache, strict=True):
             blocked = bool(layer.use_chunked_attention)
             if blocked not in masks:
@@ -60,11 +58,12 @@ class RowModel(LlamaModel):
 
 
 class SeveralExperts(MoE):
-    """Each expert takes its input times its own score. Upstream multiplies by all scores at once, which fits one expert alone
-    (llama4/language.py:152); transformers adds up the experts' answers (modeling_llama4.py, Llama4TextMoe)."""
+    """Weighs each expert's input by its own score (modeling_llama4.py, Llama4TextMoe).
+
+    mlx-vlm's is right for one expert only (llama4/language.py:152).
+    """
 
     def __call__(self, x: mx.array) -> mx.array:
-        """(B, L, D) -> (B, L, D)"""
         if self.top_k == 1:
             return super().__call__(x)
         logits = self.router(x)

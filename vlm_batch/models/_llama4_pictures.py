@@ -1,8 +1,4 @@
-"""Llama 4's pictures as tiles, as published. transformers has that for torchvision alone, and mlx-vlm differs.
-
-mlx-vlm (llama4/processing_llama4.py) stretches a picture over its grid, knows eight grids of up to four tiles, and leaves
-out the whole picture that stands behind several tiles; its prompt has placeholders for it.
-"""
+"""Llama 4's tiles as published; mlx-vlm's are distorted (llama4/processing_llama4.py)."""
 
 from __future__ import annotations
 
@@ -16,13 +12,13 @@ from PIL import Image
 
 
 class TileProcessor(Llama4ImageProcessor):
-    """A picture on the smallest canvas that shrinks it least, padded with black, cut into tiles; then the whole picture.
+    """Pads pictures with black to the canvas that shrinks them least, then cuts tiles.
 
-    As transformers (image_processing_llama4.py) with ``resize_to_max_canvas`` off, which the published checkpoints have.
+    As transformers (image_processing_llama4.py) with ``resize_to_max_canvas`` off.
     """
 
     def preprocess(self, images: Any, **options: Any) -> dict[str, Any]:
-        """Pictures to ``pixel_values`` (tiles of all, 3, side, side) and the grid (rows, columns) of each."""
+        """Return ``pixel_values`` (tiles, 3, side, side) and grids (rows, columns)."""
         tiles, grids = [], []
         for image in images if isinstance(images, list) else [images]:
             picture = image if isinstance(image, Image.Image) else Image.fromarray(np.uint8(image))
@@ -45,10 +41,9 @@ class TileProcessor(Llama4ImageProcessor):
 
 
 def best_grid(size: tuple[int, int], side: int, max_tiles: int) -> tuple[int, int]:
-    """The grid (rows, columns) of tiles for a picture of (high, wide) pixels, which is never distorted.
+    """Return the grid (rows, columns) that stretches (height, width) pixels least, else shrinks them least.
 
-    The one on which it is stretched least; if it fits on none, the one on which it is shrunk least. Of equal ones the
-    one with the fewest tiles.
+    Ties go to the fewest tiles.
     """
     high, wide = size
     grids = [
@@ -61,7 +56,7 @@ def best_grid(size: tuple[int, int], side: int, max_tiles: int) -> tuple[int, in
 
 
 def fitted(size: tuple[int, int], canvas: tuple[int, int], side: int) -> tuple[int, int]:
-    """(wide, high) of a picture on a canvas: as large as fits without distortion, but not stretched beyond one tile."""
+    """Return undistorted (width, height) within a canvas."""
     wide, high = (min(max(own, side), room) for own, room in zip(size, canvas, strict=True))
     if wide / size[0] < high / size[1]:
         return wide, max(1, min(math.floor(size[1] * (wide / size[0])), high))

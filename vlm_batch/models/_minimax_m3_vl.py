@@ -1,4 +1,4 @@
-"""Replacements of mlx-vlm's modules in MiniMax M3 VL."""
+"""Replacement modules for MiniMax M3 VL."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from vlm_batch.caches.rows import RowsCache
 
 
 class RowAttention(MiniMaxAttention):
-    """Each row picks blocks over its own keys, and each of the indexer's heads picks its own for the attention heads
-    of its group (arXiv 2606.13392; transformers, MiniMaxM3VLIndexer). Upstream picks one set of blocks for all
-    heads, over the batch's padded columns (minimax_m3_vl/language.py:238 and :1466-1530)."""
+    """Index heads pick blocks for their groups of heads (arXiv 2606.13392; MiniMaxM3VLIndexer).
+
+    mlx-vlm picks one set for all heads (minimax_m3_vl/language.py:238, :1466-1530).
+    """
 
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None, position_ids: Any = None) -> mx.array:
-        """(B, L, D) -> (B, L, D)"""
         if not self.has_sparse_index:
             return super().__call__(x, mask, cache, position_ids)
         parts = (
@@ -31,11 +31,10 @@ class RowAttention(MiniMaxAttention):
         return self.o_proj(output.swapaxes(1, 2).flatten(-2))
 
     def _heads(self, x: mx.array, project: Any, width: int) -> mx.array:
-        """(B, L, D) -> (B, H, L, width)"""
+        """(B, L, D) -> (B, H, L, width)."""
         return project(x).reshape(*x.shape[:2], -1, width).swapaxes(1, 2)
 
     def _turned(self, x: mx.array, cache: Any, project: Any, norm: str, width: int | None = None) -> mx.array:
-        """Projected, normed and rotated by each row's own position."""
         heads = self._heads(x, project, width or self.head_dim)
         normed = self[norm](heads) if norm in self else heads
         return self.rope(normed, offset=cache.offset)
@@ -49,7 +48,7 @@ class RowAttention(MiniMaxAttention):
         index_queries: mx.array,
         index_keys: mx.array,
     ) -> mx.array:
-        """New tokens of one row, or of rows of one length, over the blocks that its index picks: (B, H, L, D)."""
+        """Attend over indexed blocks: (B, H, L, D)."""
         keys, values = single.update_and_fetch(keys, values)
         index_keys = single.update_index_and_fetch(index_keys)
         length, new = index_keys.shape[2], queries.shape[2]
@@ -74,7 +73,6 @@ class RowAttention(MiniMaxAttention):
         index_keys: mx.array,
         here: mx.array,
     ) -> mx.array:
-        """The attention heads of one head of the index, by upstream's choice for that head alone."""
         blocks = self.indexer.select_blocks(index_queries, index_keys, 0, None, here)  # (B, L, picked)
         for attend in (self._sparse_prefill_attention, self._sparse_decode_attention):  # where those are faster
             output = attend(queries, keys, values, blocks, None, here)
@@ -85,7 +83,7 @@ class RowAttention(MiniMaxAttention):
 
 
 def share(heads: int, group: int, groups: int) -> slice:
-    """The heads of a group, where heads are dealt out evenly; a head that several groups share is each one's."""
+    """Return a group's heads; groups may share one."""
     first = group * heads // groups
     return slice(first, first + max(1, heads // groups))
 

@@ -1,4 +1,4 @@
-"""Replacements of mlx-vlm's modules in Mistral Large 3."""
+"""Replacement modules for Mistral Large 3."""
 
 from __future__ import annotations
 
@@ -10,16 +10,14 @@ from vlm_batch.adapters.latent import latent_attention
 
 
 class TakesEmbeddings(LanguageModel):
-    """Kimi K2.5 has the same text model, and a forward that begins with embeddings where there are some."""
+    """Kimi K2.5's forward, which takes embeddings."""
 
     __call__ = Embedded.__call__
 
 
 class SoftmaxGate(MoEGate):
-    """Experts in one group."""
-
     def __call__(self, x: mx.array) -> tuple[mx.array, mx.array]:
-        """(B, L, D) -> the experts and their weights, (B, L, K) each."""
+        """(B, L, D) -> experts and weights (B, L, K)."""
         scores = mx.softmax((x @ self.weight.T).astype(mx.float32), axis=-1)
         ranked = mx.argpartition(-(scores + self.e_score_correction_bias), kth=self.top_k - 1, axis=-1)
         chosen = ranked[..., : self.top_k]

@@ -1,4 +1,4 @@
-"""Replacements of mlx-vlm's modules in Llama 3.2 Vision."""
+"""Replacement modules for Llama 3.2 Vision."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from vlm_batch.adapters.attention import attention
 
 
 def _heads(projected: mx.array, head_dim: int) -> mx.array:
-    """(B, L, H * D_head) -> (B, H, L, D_head)"""
+    """(B, L, H * D_head) -> (B, H, L, D_head)."""
     return projected.reshape(*projected.shape[:2], -1, head_dim).swapaxes(1, 2)
 
 
 class RowSelfAttention(upstream.MllamaTextSelfAttention):
-    """Upstream rotates every row by the batch's shared column (mllama/language.py:150)."""
+    """mlx-vlm rotates all rows by one column (mllama/language.py:150)."""
 
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         queries, keys, values = (_heads(p(x), self.head_dim) for p in (self.q_proj, self.k_proj, self.v_proj))
@@ -28,8 +28,7 @@ class RowSelfAttention(upstream.MllamaTextSelfAttention):
 
 
 class RowCrossAttention(upstream.MllamaTextCrossAttention):
-    """Upstream stores nothing in the cache that it fetches from, and without pictures attends to halves of the
-    query (mllama/language.py:67-79); transformers computes keys and values once and keeps them."""
+    """Keeps keys and values, which mlx-vlm does not (mllama/language.py:67-79)."""
 
     def __call__(
         self,
@@ -48,7 +47,7 @@ class RowCrossAttention(upstream.MllamaTextCrossAttention):
 
 
 class SkippingLayer(upstream.MllamaCrossAttentionDecoderLayer):
-    """Upstream runs the layer on texts too (mllama/language.py:336); transformers skips it (:1128)."""
+    """Skips texts, as transformers (:1128); mlx-vlm does not (mllama/language.py:336)."""
 
     def __call__(
         self,

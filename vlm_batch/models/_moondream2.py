@@ -1,8 +1,4 @@
-"""Moondream's pictures cut as its own code cuts them (moondream/torch/image_crops.py, ``overlap_crop_image``).
-
-mlx-vlm's processor chooses another grid and cuts its crops from the picture before it is resized (moondream3/image_crops.py:13
-and :58).
-"""
+"""Moondream's crops as published (moondream/torch/image_crops.py); mlx-vlm's differ (moondream3/image_crops.py:13, :58)."""
 
 from __future__ import annotations
 
@@ -19,7 +15,6 @@ PATCH = 14
 
 
 def with_published_crops(processor: Any) -> Any:
-    """A copy of Moondream's processor that cuts pictures as published; any other processor as it is."""
     if not isinstance(processor, Moondream3Processor):
         return processor
     processor = copy.copy(processor)
@@ -28,7 +23,7 @@ def with_published_crops(processor: Any) -> Any:
 
 
 class PublishedCrops(Moondream3Processor):
-    """``pixel_values`` (crops, side, side, 3), each picture's whole first, then its crops row by row."""
+    """Makes ``pixel_values`` (crops, side, side, 3): a picture, then its crops."""
 
     def __call__(self, text: Any = None, images: Any = None, **options: Any) -> dict[str, Any]:
         pictures: Sequence[Image.Image] = images if isinstance(images, list) else [] if images is None else [images]
@@ -45,10 +40,13 @@ class PublishedCrops(Moondream3Processor):
 
 
 def overlapping_crops(picture: Image.Image, side: int, most: int, margin: int) -> tuple[np.ndarray, tuple[int, int]]:
-    """A picture as a whole, then in crops that share margins of ``margin`` patches: (1 + rows * columns, side, side, 3)
-    float32 in [-1, 1], and (rows, columns), which are at most ``most`` together.
+    """Return a picture and its crops, (1 + rows * columns, side, side, 3) float32 in [-1, 1], and (rows, columns).
 
-    Resized with Pillow's Lanczos filter, as in the published code where pyvips is not installed.
+    Args:
+        picture: Resized by Pillow's Lanczos, as published without pyvips.
+        side: Pixels of a crop's side.
+        most: Most crops.
+        margin: Neighbours' shared patches.
     """
     border = margin * PATCH
     window = side // PATCH * PATCH - 2 * border
@@ -62,7 +60,7 @@ def overlapping_crops(picture: Image.Image, side: int, most: int, margin: int) -
 
 
 def crop_grid(height: int, width: int, window: int, most: int) -> tuple[int, int]:
-    """(rows, columns) of windows for ``height`` x ``width`` pixels, near their shape and at most ``most`` together."""
+    """Return (rows, columns) of at most ``most`` windows in the picture's shape."""
     if min(height, width) <= window:
         return 1, 1
     rows, columns = math.ceil(height / window), math.ceil(width / window)

@@ -1,4 +1,4 @@
-"""Replacements of mlx-vlm's modules in Moondream 3."""
+"""Replacement modules for Moondream 3."""
 
 from __future__ import annotations
 
@@ -13,11 +13,9 @@ from vlm_batch.models.moondream2 import AdaptivePooling
 
 
 class RowAttention(Attention):
-    """Upstream rotates row by row after a read-back of the offsets and calls ``mx.fast`` past the hook
-    (moondream3/language.py:116-137); ``mx.fast.rope`` takes an offset per row, the hook takes rows."""
+    """mlx-vlm reads offsets back and rotates row by row (moondream3/language.py:116-137)."""
 
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
-        """(B, L, D) -> (B, L, D)"""
         length = x.shape[1]
         qkv = self.qkv(x)  # (B, L, (H + 2 H_kv) * D_head)
         offset = cache.offset  # an int, or (B,)
@@ -33,7 +31,7 @@ class RowAttention(Attention):
 
 
 class Tower(AdaptivePooling, VisionModel):
-    """The tower with crops pooled as published."""
+    """The tower with published pooling of crops."""
 
 
 PATCHES: dict[type, type] = {Attention: RowAttention, VisionModel: Tower}

@@ -1,4 +1,4 @@
-"""Replacements of mlx-vlm's modules in Muse Spark."""
+"""Replacement modules for Muse Spark."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mlx_vlm.models.muse_spark.language import MuseSparkTextModel
 
 
 class UnroundedTextModel(MuseSparkTextModel):
-    """The trunk of one process, without upstream's casts to bfloat16."""
+    """The trunk without mlx-vlm's casts to bfloat16."""
 
     def __call__(
         self,
@@ -21,7 +21,7 @@ class UnroundedTextModel(MuseSparkTextModel):
         inputs_embeds: mx.array | None = None,
         mask: mx.array | None = None,
     ) -> mx.array:
-        """(B, L) or (B, L, D) -> (B, L, D) in float32; the head casts to its own type."""
+        """(B, L) or (B, L, D) -> (B, L, D), float32."""
         stream = (self.embed(inputs) if inputs_embeds is None else inputs_embeds).astype(mx.float32)
         masks = {False: create_attention_mask(stream, cache[self.fa_idx])}
         if self.swa_idx is not None:

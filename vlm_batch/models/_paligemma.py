@@ -1,4 +1,4 @@
-"""Replacements of mlx-vlm's modules in PaliGemma."""
+"""Replacement modules for PaliGemma."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 import mlx.core as mx
 from mlx_vlm.models.paligemma.language import Attention
 
+from vlm_batch.adapters.hooks import current
+from vlm_batch.caches.drafted import DraftedSlab, attend_drafted
 from vlm_batch.caches.rows import RowStates, attend_rows
 
 
 class RowAttention(Attention):
-    """Upstream writes Gemma 2's capped attention out over one array of keys and float masks
-    (paligemma/language.py:110-152); here it also runs a row at a time, with bools."""
+    """Gemma 2's capped attention, also by rows (paligemma/language.py:110-152)."""
 
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
-        """(B, L, D) -> (B, L, D)"""
         if self.model_type == "gemma" or cache is None:
             return super().__call__(x, mask, cache)
         heads = (self.n_heads, self.n_kv_heads, self.n_kv_heads)
@@ -25,7 +25,10 @@ class RowAttention(Attention):
         )
         queries, keys = self.rope(queries, offset=cache.offset), self.rope(keys, offset=cache.offset)
         keys, values = cache.update_and_fetch(keys, values)
-        if isinstance(keys, RowStates):
+        if isinstance(cache, DraftedSlab):
+            fixed = current().is_fixed
+            output = attend_drafted(self.capped, queries, keys, values, cache, self.scale, mask, None, is_fixed=fixed)
+        elif isinstance(keys, RowStates):
             output = attend_rows(self.capped, queries, keys, values, self.scale, mask, None)
         else:
             output = self.capped(queries, keys, values, cache, scale=self.scale, mask=mask)
@@ -34,7 +37,7 @@ class RowAttention(Attention):
     def capped(
         self, queries: mx.array, keys: mx.array, values: mx.array, cache: Any, *, scale: float, mask: Any
     ) -> mx.array:
-        """(B, H, L, D) over (B, H_kv, T, D): scores are capped by tanh before the softmax, in float32."""
+        """(B, H, L, D) over (B, H_kv, T, D), capped by tanh in float32."""
         groups = (queries.shape[0], self.n_kv_heads, self.repeats, *queries.shape[2:])
         scores = (queries.reshape(groups) * scale).astype(mx.float32) @ keys[:, :, None].astype(mx.float32).swapaxes(
             -1, -2

@@ -1,8 +1,4 @@
-"""Qwen2.5-VL's vision tower with its windows in one or two attention calls, and one rotation for all blocks.
-
-mlx-vlm's calls attention once a window (25 windows of a picture of 504 pixels in each of 28 blocks), turns the boundaries into
-a list in every block, which waits for the device, and takes cosines and sines anew for queries and keys of every block.
-"""
+"""Qwen2.5-VL's tower with few attention calls a block; mlx-vlm makes one per window."""
 
 from __future__ import annotations
 
@@ -20,8 +16,8 @@ from vlm_batch.adapters import kernels
 from vlm_batch.adapters.attention import seal_masks
 from vlm_batch.adapters.towers import embed_by_product
 from vlm_batch.adapters.windows import (
+    RotationFactors,
     Run,
-    Turn,
     attend_runs,
     attend_windows,
     merge_runs,
@@ -33,11 +29,9 @@ from vlm_batch.adapters.windows import (
 
 @dataclass(frozen=True)
 class Layout:
-    """The order in which the patches of pictures with some grids go through the tower, and what follows from it."""
-
     order: mx.array  # (N / unit,) merged positions
     back: mx.array  # (N / unit,)
-    turn: Turn
+    turn: RotationFactors
     windows: tuple[Run, ...]
     size: int  # patches of a whole window
     pictures: tuple[Run, ...]
@@ -45,43 +39,39 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Sides:
-    """A tower's sizes on which layouts depend: patches a side of a merged position, merged positions a side of a window, and
-    the settings of its rotation."""
-
-    merge: int
-    window: int
+class TowerSizes:
+    merge: int  # patches per side of a merged position
+    window: int  # merged positions per side of a window
     theta: float
-    width: int  # of a rotation by rows, or by columns: half a head
+    width: int  # of a rotation by rows or columns: half a head
 
 
-#: The most patches of pictures whose layout is kept: 640 bytes each, with heads of 80.
+#: Most patches of a layout that is kept, at 640 bytes each with heads of 80.
 MOST_KEPT = 16_384
 
 
-def layout_of(grids: tuple[tuple[int, int, int], ...], sides: Sides) -> Layout:
-    """The layout of pictures with grids (frames, rows, columns); those of a few grids that came last are kept. Its arrays are
-    there at once, so that any thread may use them."""
+def layout_of(grids: tuple[tuple[int, int, int], ...], tower: TowerSizes) -> Layout:
+    """Return the evaluated layout of grids (frames, rows, columns), cached if small."""
     is_small = sum(frames * high * wide for frames, high, wide in grids) <= MOST_KEPT
-    return (_kept_layout if is_small else _new_layout)(grids, sides)
+    return (_kept_layout if is_small else _new_layout)(grids, tower)
 
 
-def _new_layout(grids: tuple[tuple[int, int, int], ...], sides: Sides) -> Layout:
-    merge, unit = sides.merge, sides.merge**2
+def _new_layout(grids: tuple[tuple[int, int, int], ...], tower: TowerSizes) -> Layout:
+    merge, unit = tower.merge, tower.merge**2
     orders: list[np.ndarray] = []
     places: list[np.ndarray] = []
-    sizes: list[np.ndarray] = []  # of the window that each position is in
+    sizes: list[np.ndarray] = []  # size of each position's window
     wholes: list[Run] = []
     start = 0
     for frames, high, wide in grids:
-        order, runs = window_order(high // merge, wide // merge, sides.window)
+        order, runs = window_order(high // merge, wide // merge, tower.window)
         for _ in range(frames):
             orders.append(order + start)
             sizes.extend(np.full(count * size, size) for count, size in runs)
             wholes.append((1, high * wide))
             places.append(patch_positions(high, wide, merge).reshape(-1, unit, 2)[order])
             start += len(order)
-    by_size = np.argsort(-np.concatenate(sizes), kind="stable")  # windows of one size of all pictures together
+    by_size = np.argsort(-np.concatenate(sizes), kind="stable")  # groups windows of one size of all pictures
     order = np.concatenate(orders)[by_size]
     counts = Counter(np.concatenate(sizes).tolist())
     in_windows = tuple((counts[size] // size, size * unit) for size in sorted(counts, reverse=True))
@@ -91,9 +81,9 @@ def _new_layout(grids: tuple[tuple[int, int, int], ...], sides: Sides) -> Layout
     return Layout(
         mx.array(order),
         mx.array(np.argsort(order)),
-        _rotation(np.concatenate(places)[by_size].reshape(-1, 2), sides),
+        _rotation(np.concatenate(places)[by_size].reshape(-1, 2), tower),
         in_windows,
-        sides.window**2 * unit,
+        tower.window**2 * unit,
         merge_runs(wholes),
         by_picture,
     )
@@ -102,9 +92,9 @@ def _new_layout(grids: tuple[tuple[int, int, int], ...], sides: Sides) -> Layout
 _kept_layout = lru_cache(maxsize=8)(_new_layout)
 
 
-def _rotation(places: np.ndarray, sides: Sides) -> Turn:
-    """The rotation of patches at (row, column) (N, 2): rows turn one half, columns the other."""
-    speeds = 1.0 / (sides.theta ** (np.arange(0, sides.width, 2, dtype=np.float32) / sides.width))
+def _rotation(places: np.ndarray, tower: TowerSizes) -> RotationFactors:
+    """Return the rotation of patches at (row, column), (N, 2)."""
+    speeds = 1.0 / (tower.theta ** (np.arange(0, tower.width, 2, dtype=np.float32) / tower.width))
     angles = (np.arange(places.max() + 1)[:, None] * speeds.astype(np.float32)).astype(np.float32).astype(np.float64)
     cos, sin = (
         turned.astype(np.float32)[places].reshape(len(places), 1, -1) for turned in (np.cos(angles), np.sin(angles))
@@ -113,14 +103,11 @@ def _rotation(places: np.ndarray, sides: Sides) -> Turn:
 
 
 class WindowRuns(VisionModel):
-    """The same function of pixels, with one attention call for windows of one size, or two of few shapes for all, and one
-    rotation."""
-
     def __call__(self, hidden_states: mx.array, grid_thw: mx.array, output_hidden_states: Any = None) -> mx.array:
-        """Patches (N, values) of pictures with grids (P, 3) -> features (N / merge², D), picture by picture."""
+        """Patches (N, values) of grids (P, 3) -> features (N / merge², D)."""
         merge, rotary = self.spatial_merge_size, self.rotary_pos_emb
-        sides = Sides(merge, self.window_size // merge // self.patch_size, rotary.theta, rotary.dim)
-        layout = layout_of(tuple(map(tuple, np.array(grid_thw).tolist())), sides)
+        tower = TowerSizes(merge, self.window_size // merge // self.patch_size, rotary.theta, rotary.dim)
+        layout = layout_of(tuple(map(tuple, np.array(grid_thw).tolist())), tower)
         x = self.patch_embed(hidden_states)
         patches = x.shape[0]
         x = x.reshape(-1, self.spatial_merge_unit, x.shape[-1])[layout.order].reshape(patches, -1)  # (N, D)
@@ -132,12 +119,10 @@ class WindowRuns(VisionModel):
 
     @staticmethod
     def _gated(module: Any, x: mx.array) -> mx.array:
-        """(N, D) -> (N, D)"""
         return module.down_proj(kernels.swiglu(module.gate_proj(x), module.up_proj(x)))
 
     @staticmethod
     def _attend(module: Any, x: mx.array, layout: Layout, is_whole: bool) -> mx.array:
-        """(N, D) -> (N, D)"""
         split = module.qkv(x).reshape(x.shape[0], 3, module.num_heads, -1)
         both, values = rotate(split[:, :2].swapaxes(0, 1), layout.turn), split[:, 2]
         if not is_whole:
@@ -150,7 +135,6 @@ class WindowRuns(VisionModel):
 
 
 def _patches_of(places: np.ndarray, unit: int) -> mx.array:
-    """The places of the patches of merged positions, ``unit`` each."""
     return mx.array((places[:, None] * unit + np.arange(unit)).reshape(-1))
 
 

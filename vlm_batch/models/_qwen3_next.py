@@ -1,4 +1,4 @@
-"""Replacements of mlx-vlm's modules in Qwen3-Next."""
+"""Replacement modules for Qwen3-Next."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ import mlx.nn as nn
 from mlx_vlm.models.gated_delta import gated_delta_update
 from mlx_vlm.models.qwen3_next.language import Qwen3NextGatedDeltaNet
 
-#: transformers, modeling_qwen3_next.py, l2norm: added to the sum of squares.
+from vlm_batch.adapters.recurrent import in_order
+
+#: Added to the sum of squares (transformers, modeling_qwen3_next.py, l2norm).
 L2_EPS = 1e-6
 
 
 class DeltaNet(Qwen3NextGatedDeltaNet):
-    """Upstream's layer of rows without padding, with the published L2 norms."""
+    """mlx-vlm's layer without padding, with published L2 norms."""
 
     def __call__(self, inputs: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
-        """(B, L, D) -> (B, L, D)"""
         batch, length, _ = inputs.shape
         *parts, z, b, a = self.fix_query_key_value_ordering(self.in_proj_qkvz(inputs), self.in_proj_ba(inputs))
         new = mx.concatenate([part.reshape(batch, length, -1) for part in parts], axis=-1)
@@ -39,4 +40,4 @@ class DeltaNet(Qwen3NextGatedDeltaNet):
         return self.out_proj(self.norm(out, z).reshape(batch, length, -1))
 
 
-PATCHES: dict[type, type] = {Qwen3NextGatedDeltaNet: DeltaNet}
+PATCHES: dict[type, type] = {Qwen3NextGatedDeltaNet: in_order(DeltaNet, ("in_proj_qkvz", "in_proj_ba"), "out_proj")}

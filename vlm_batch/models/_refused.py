@@ -1,9 +1,6 @@
-"""Model packages of mlx-vlm that this library does not batch, each with its reason.
+"""mlx-vlm's unbatched models, with reasons; ``tests/test_registry.py`` fails for a missing one.
 
-``REFUSED`` are refused when they are loaded: they make no text one token at a time. ``ONE_AT_A_TIME`` have no verified
-adapter: they are served through mlx-vlm's own path, one row at a time, with a warning. Where mlx-vlm's packages tell, both
-are found and not listed: drafters by their folder, and decoders of text by code without any word of vision.
-``tests/test_registry.py`` fails for a package that is neither here nor in the registry.
+``REFUSED`` do not write token by token. ``ONE_AT_A_TIME`` lack a verified adapter.
 """
 
 from __future__ import annotations
@@ -16,7 +13,7 @@ from pathlib import Path
 
 from vlm_batch.models import families
 
-#: mlx-vlm's folders of packages that its loader looks into: of models, and of those that draft for other models.
+#: mlx-vlm's folders of model packages and of drafters.
 MODELS, DRAFTERS = "mlx_vlm.models", "mlx_vlm.speculative.drafters"
 
 _PICTURES = "it makes pictures by diffusion, not text"
@@ -32,7 +29,7 @@ _DRAFTS = "it only proposes tokens to another model that decodes speculatively"
 
 @cache
 def _packages(parent: str) -> dict[str, Path]:
-    """The packages in one of mlx-vlm's folders, by name: each a model type that its loader finds."""
+    """Return a folder's packages by model type."""
     spec = find_spec(parent)
     roots = [Path(root) for root in (spec.submodule_search_locations or ())] if spec is not None else []
     return {path.parent.name: path.parent for root in roots for path in sorted(root.glob("*/__init__.py"))}
@@ -90,8 +87,6 @@ _TEXT_ONLY = "it takes text only, and its rows have not been verified in a batch
 
 
 class _TextDecoders(Mapping[str, str]):
-    """The packages of mlx-vlm's models that are neither refused nor of a family and whose code knows of no pictures."""
-
     def __getitem__(self, model_type: str) -> str:
         folder = _packages(MODELS).get(model_type)
         if folder is None or model_type in REFUSED or model_type in _registered() or _knows_pictures(folder):
@@ -111,10 +106,7 @@ def _registered() -> set[str]:
 
 @cache
 def _knows_pictures(folder: Path) -> bool:
-    """Whether a name in the code of a package has to do with vision; what comments and docstrings say does not count.
-
-    The code is parsed, not imported: this is asked of some two hundred packages, and to import one takes up to a second.
-    """
+    """Whether a package's code, read without import, mentions vision."""
     texts = [file.read_text(encoding="utf-8") for file in folder.rglob("*.py")]
     return any("vision" in name.lower() for text in texts if "vision" in text.lower() for name in _names(text))
 

@@ -1,10 +1,12 @@
-"""Corrections of a folder before mlx-vlm's classes read it: rules for ``config.json`` and for tensors, and their changes."""
+"""Rules that correct a folder's configuration and tensors."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
+from inspect import signature
 from typing import Any
 
 import mlx.core as mx
@@ -18,21 +20,20 @@ Change = Callable[[Config], Config]
 
 @dataclass(frozen=True)
 class Rule:
-    """A correction of ``config.json``. It goes by what a folder holds, not by the version that it names.
+    """A correction of ``config.json`` files with certain entries."""
 
-    It is for the model types ``types`` (every type, where there are none), and for a ``part`` that has all entries of
-    ``where``: "text" and "vision", "" for the whole, "*" for the whole and everything in it. ``source`` says who reads the
-    result, where that is not the first type's own ``config.py`` in mlx-vlm.
-    """
-
+    #: Model types, separated by blanks; "" for all.
     types: str
     change: Change
+    #: "text" or "vision" for that part, "" for the whole, "*" for the whole and all parts.
     part: str = ""
-    where: str = ""
-    source: str = ""
+    #: Entries that the part must have, separated by blanks.
+    needs: str = ""
+    #: File that reads the result, if not the first type's ``config.py`` in mlx-vlm.
+    read_by: str = ""
 
     def apply(self, config: Config, model_type: str) -> Config:
-        """The configuration of this type, corrected if the rule is for it."""
+        """Return the configuration, corrected if the rule applies."""
         if self.types and model_type not in self.types.split():
             return config
         if self.part == "*":
@@ -47,7 +48,7 @@ class Rule:
     def _fits(self, part: Mapping[str, Any]) -> bool:
         return all(
             isinstance(part.get(name), Mapping) if name.endswith("_config") else part.get(name) is not None
-            for name in self.where.split()
+            for name in self.needs.split()
         )
 
     def _everywhere(self, config: Mapping[str, Any]) -> Config:
@@ -60,23 +61,24 @@ class Rule:
 
 @dataclass(frozen=True)
 class Tensors:
-    """Corrections of a family's tensors: as they lie (``names``, then ``change``), and as mlx-vlm has put them (``finish``)."""
+    """Corrections of a family's tensors, before and after mlx-vlm's own."""
 
-    #: Patterns of names and what they become, in order.
-    names: tuple[tuple[str, str], ...] = ()
+    #: (pattern, replacement) of tensors' names, in order.
+    renames: tuple[tuple[str, str], ...] = ()
+    #: (renamed tensors, configuration) -> tensors for mlx-vlm's ``sanitize``.
     change: Callable[[Weights, Config], Weights] = lambda weights, config: weights
-    #: (tensors on disk, tensors as mlx-vlm has changed them) -> the latter, corrected.
-    finish: Callable[[Weights, Weights, Config], Weights] = lambda lying, put, config: put
-    #: The beginning of the names of parameters that no answer reads: zeros where a folder leaves them out.
-    unread: str = ""
-    #: Norms whose weights count from one (a pattern): they are kept in float32, as transformers multiplies them.
-    from_one: str = r"(?!)"
+    #: (tensors on disk, sanitized tensors, configuration) -> tensors for the model.
+    finish: Callable[[Weights, Weights, Config], Weights] = lambda on_disk, sanitized, config: sanitized
+    #: Prefix of parameters that no answer needs; zeros if a folder lacks them.
+    unused: str = ""
+    #: Pattern of norms whose weights count from one; they are kept in float32, as in transformers.
+    norms_from_one: str = r"(?!)"
 
-    def put(self, weights: Weights, config: Config) -> Weights:
-        """Tensors of a file as mlx-vlm expects them."""
+    def apply(self, weights: Weights, config: Config) -> Weights:
+        """Return the tensors for mlx-vlm's ``sanitize``."""
         found: Weights = {}
         for name, value in weights.items():
-            for pattern, replacement in self.names:
+            for pattern, replacement in self.renames:
                 name = re.sub(pattern, replacement, name)
             found[name] = value
         return self.change(found, config)
@@ -86,9 +88,7 @@ class Tensors:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def in_order(*steps: Change) -> Change:
-    """Several changes, one after the other."""
-
+def chain(*steps: Change) -> Change:
     def run(config: Config) -> Config:
         for step in steps:
             config = step(config)
@@ -98,25 +98,32 @@ def in_order(*steps: Change) -> Change:
 
 
 def renamed(**names: str) -> Change:
-    """Entries known under other names: old name -> the one that mlx-vlm reads, where that is not there yet."""
+    """Copy entries to new names (old -> new), if missing."""
     return lambda config: (
         config | {new: config[old] for old, new in names.items() if old in config and config.get(new) is None}
     )
 
 
 def filled(**values: Any) -> Change:
-    """Entries that transformers' class has as constants and mlx-vlm's asks for."""
+    """Add constants of transformers' class, if missing."""
     return lambda config: config | {name: value for name, value in values.items() if config.get(name) is None}
 
 
 def without(*names: str) -> Change:
-    """Entries left out, because mlx-vlm's class takes no other than its own."""
     return lambda config: {name: value for name, value in config.items() if name not in names}
 
 
-def refused(reason: str) -> Change:
-    """Refuse what cannot be put. Raises UnsupportedModel, with the reason."""
+def only_known(package: str, name: str) -> Change:
+    """Keep the entries that mlx-vlm's class takes."""
 
+    def change(config: Config) -> Config:
+        kind = vars(import_module(f"mlx_vlm.models.{package}"))[name]
+        return {name: value for name, value in config.items() if name in signature(kind).parameters}
+
+    return change
+
+
+def refused(reason: str) -> Change:
     def refuse(config: Config) -> Config:
         raise UnsupportedModel(f"model type {config['model_type']!r} cannot be read: {reason}")
 
@@ -124,10 +131,7 @@ def refused(reason: str) -> Change:
 
 
 def full_attention_interval(name: str) -> Change:
-    """``layer_types`` as mlx-vlm counts them: every n-th layer has full attention.
-
-    Raises UnsupportedModel for layers that lie otherwise, which mlx-vlm has no way to be told.
-    """
+    """Convert ``layer_types`` to an interval of full attention. Raises UnsupportedModel if irregular."""
 
     def change(config: Config) -> Config:
         full = [kind == "full_attention" for kind in config["layer_types"]]
@@ -140,7 +144,7 @@ def full_attention_interval(name: str) -> Change:
 
 
 def text_at_the_root(config: Config) -> Config:
-    """The decoder's settings beside the model's, where mlx-vlm takes them from: its class overwrites ``text_config``."""
+    """Copy the decoder's settings to the root."""
     return {**config["text_config"], **config}
 
 
@@ -149,7 +153,7 @@ def text_at_the_root(config: Config) -> Config:
 
 
 def joined_attention(weights: Weights, queries: str, before: str, after: str) -> Weights:
-    """Queries, keys and values as one tensor: of each name that ``queries`` finds, ``before`` and q_proj become ``after``."""
+    """Join queries, keys and values whose name ``queries`` matches; ``before`` + q_proj becomes ``after``."""
     found = dict(weights)
     for name in [name for name in weights if re.search(queries, name)]:
         parts = [found.pop(name.replace(".q_proj.", f".{part}_proj.")) for part in "qkv"]
@@ -157,11 +161,8 @@ def joined_attention(weights: Weights, queries: str, before: str, after: str) ->
     return found
 
 
-def raised(weights: Weights, names: str) -> Weights:
-    """Weights in half precision whose names a pattern finds, made float32.
-
-    mlx-vlm adds ones and multiplies in the file's type, which loses three digits of a norm that counts from one.
-    """
+def to_float32(weights: Weights, names: str) -> Weights:
+    """Convert matching half-precision weights to float32, so that norms keep their digits."""
     half = (mx.bfloat16, mx.float16)
     return {
         name: value.astype(mx.float32) if value.dtype in half and re.search(names, name) else value
@@ -169,11 +170,10 @@ def raised(weights: Weights, names: str) -> Weights:
     }
 
 
-def kinds_renamed(name: str, **words: str) -> Change:
-    """A list of kinds of layers by mlx-vlm's words."""
+def with_layer_kinds(name: str, **words: str) -> Change:
+    """Rename kinds of layers in a list."""
     return lambda config: config | {name: [words.get(kind, kind) for kind in config[name]]}
 
 
-def every(name: str, kinds: Sequence[str]) -> list[int]:
-    """The layers that are of a kind."""
+def layers_of(name: str, kinds: Sequence[str]) -> list[int]:
     return [layer for layer, kind in enumerate(kinds) if kind == name]

@@ -1,4 +1,4 @@
-"""Aya Vision and Command A Vision: Cohere2 with sliding windows on three layers of four, one-dimensional positions."""
+"""Aya Vision and Command A Vision: Cohere2 with mostly sliding layers."""
 
 from __future__ import annotations
 
@@ -25,15 +25,13 @@ from vlm_batch.registry import ModelSpec, register
     )
 )
 class AyaVision(Adapter):
-    """The plain ``Adapter`` serves it: RoPE takes each row's own offset, and the caches keep the windows."""
-
     tower_class = RememberingBatchTower
     graphs = Graphs.IF_ASKED
     input_keys = Adapter.input_keys | {"spatial_shapes", "num_patches"}
 
     @classmethod
     def processor(cls, processor: Any) -> Any:
-        """Command A Vision's has torchvision alone, whatever made it."""
+        """Replace Command A Vision's processor, which needs torchvision."""
 
         def with_pillow(part: Any) -> Any:
             if type(part).__name__ != "Cohere2VisionImageProcessor":

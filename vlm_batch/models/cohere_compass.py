@@ -1,4 +1,4 @@
-"""Cohere Compass: attention and MLP side by side, sliding and full layers, M-RoPE, deepstack."""
+"""Cohere Compass: parallel attention and MLP, M-RoPE, deepstack."""
 
 from __future__ import annotations
 
@@ -24,8 +24,6 @@ from vlm_batch.registry import ModelSpec, register
     )
 )
 class CohereCompass(Qwen3VL):
-    """Positions have one axis where the config has no M-RoPE section."""
-
     input_keys = Adapter.input_keys | {"image_grid_thw"}
     ignored = frozenset({"attention_mask"})
 
@@ -36,7 +34,6 @@ class CohereCompass(Qwen3VL):
         return PATCHES
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
-        """Deepstack features as a plain list; their mask comes beside them."""
         found = super().features(ids, extra)
         if "deepstack_visual_embeds" in found:
             found["deepstack_visual_embeds"] = found["deepstack_visual_embeds"].embeddings
@@ -45,8 +42,7 @@ class CohereCompass(Qwen3VL):
     def forward(
         self, ids: mx.array, embeds: mx.array | None, cache: Sequence[Any], extra: Mapping[str, Any]
     ) -> mx.array:
-        """Trunk and head; upstream's ``LanguageModel.__call__`` reads offsets back and remembers deltas. Without M-RoPE
-        positions are (B, L)."""
+        """Run trunk and head, without read-backs. Without M-RoPE, positions are (B, L)."""
         if self.language.model.rotary_emb.position_selector is None:
             extra = {**extra, "position_ids": extra["position_ids"][0]}
         logits = trunk_logits(self.language, ids, embeds, cache, extra)

@@ -1,4 +1,4 @@
-"""DeepSeek-V4: sliding windows beside keys pooled from windows of tokens, chosen by an indexer; experts; four streams."""
+"""DeepSeek-V4: sliding windows, indexed pools of keys, experts."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import numpy as np
 from mlx_vlm.models.cache import RotatingKVCache
 
 from vlm_batch.adapters.base import Adapter
-from vlm_batch.adapters.modules import RememberingTower, apart
+from vlm_batch.adapters.modules import RememberingTower, unshared
 from vlm_batch.caches import PoolCache, WholeCache
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.records import Picture
 from vlm_batch.registry import ModelSpec, register
 
-#: The first ids after the vocabulary: they mark a picture, from START to END (processing_deepseek_v4.py:14).
+#: Ids after the vocabulary that mark a picture, from START to END (processing_deepseek_v4.py:14).
 START, END, NUM_MARKS = 0, 4, 5
-#: A processor's outputs with an entry for each picture.
+#: Outputs of the processor with one entry per picture.
 PER_PICTURE = ("image_grid_hw", "image_sample_indices", "image_offsets")
 
 
@@ -29,23 +29,21 @@ PER_PICTURE = ("image_grid_hw", "image_sample_indices", "image_offsets")
         family="deepseek_v4",
         model_types=("deepseek_v4",),
         notes=(
-            "a pool of four tokens is made of them and the four before, as in transformers and DeepSeek's own code; mlx-vlm "
-            "forgets the four before at every chunk, at every decoded token and in prompts of up to eight tokens "
+            "a pool is made of its four tokens and the four before, as in transformers and DeepSeek's own code; mlx-vlm "
+            "forgets the four before at each chunk, each decoded token and in prompts of up to eight tokens "
             "(deepseek_v4/language.py:403 and :857)",
             "every pool is scored by the indexer, as in transformers; from 1,024 pools on (4,096 tokens) mlx-vlm chooses among "
             "means of blocks and never takes the last, incomplete block's (deepseek_v4/language.py:685 and :745)",
-            "attention runs a row at a time over the row's own window and pools; projections and experts run for all rows "
-            "at once",
-            "left as in mlx-vlm: DeepSeek's own code rounds keys and pools to 8 and 4 bits as in training; mlx-vlm and "
-            "transformers do not",
+            "attention runs a row at a time; projections and experts run for all rows at once",
+            "keys and pools are not rounded to 8 and 4 bits, as in mlx-vlm and transformers; DeepSeek's own code rounds them",
         ),
     )
 )
 class DeepseekV4(Adapter):
-    """Pictures are spans of ids past the vocabulary, whose tokens see each other both ways in the sliding windows."""
+    """Pictures are spans of ids past the vocabulary, attending both ways."""
 
     last_hidden = None
-    tower_class = apart(RememberingTower, "its tower takes one picture a call")
+    tower_class = unshared(RememberingTower, "its tower takes one picture a call")
     input_keys = Adapter.input_keys | {
         *PER_PICTURE,
         "image_types",
@@ -60,7 +58,6 @@ class DeepseekV4(Adapter):
         return PATCHES
 
     def row_caches(self) -> list[Any]:
-        """A window for each layer, and beside it the pools, and the indexer's own, where the layer has them."""
         caches: list[Any] = []
         for layer in self.language.layers:
             window, ratio = RotatingKVCache(max_size=self.config.sliding_window), layer.attn.compress_ratio
@@ -85,23 +82,20 @@ class DeepseekV4(Adapter):
         return frozenset(range(size, size + NUM_MARKS)) if self.config.vision_n_layers else frozenset()
 
     def count_placeholders(self, extra: Mapping[str, Any]) -> int | None:
-        """Ids past the vocabulary; upstream would leave zeros in those that no picture takes."""
         if "image_grid_hw" not in extra:
             return 0
         return sum(len(np.array(extra["image_types"])[start:end]) for start, end in self.parts(extra))
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
-        """Refuses what upstream would take for another prompt's."""
         if "image_grid_hw" in extra and np.any(np.array(extra["image_sample_indices"])):
             raise InvalidPrompt("the pictures belong to several prompts; a request is one prompt with its own pictures")
         return super().features(ids, extra)
 
     def parts(self, extra: Mapping[str, Any]) -> list[tuple[int, int]]:
-        """Each picture's part [start, end) of all ``image_types``."""
+        """Return each picture's range [start, end) of ``image_types``."""
         return list(itertools.pairwise(np.array(extra["image_type_offsets"]).tolist()))
 
     def pictures(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[Picture, ...]:
-        """One for each grid: its patches, from its first padding to its end."""
         if "image_grid_hw" not in extra:
             return ()
         grids = np.array(extra["image_grid_hw"])
@@ -115,7 +109,7 @@ class DeepseekV4(Adapter):
         )
 
     def atomic_spans(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
-        """From a picture's start mark to its end mark; the padding before sees no further than text does."""
+        """Return spans from start to end marks; padding before is causal."""
         if not self.config.vision_n_layers:
             return ()
         tokens, size = np.array(ids)[0], int(self.config.vocab_size)

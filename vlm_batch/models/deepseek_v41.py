@@ -1,4 +1,4 @@
-"""DeepSeek-V4.1: layers that share pooled keys and the choice among them, tables of n-grams, rounded activations."""
+"""DeepSeek-V4.1: shared pooled keys, n-gram tables, rounded activations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import mlx.nn as nn
 
 from vlm_batch.adapters.attention import each_row
 from vlm_batch.adapters.base import Adapter
-from vlm_batch.adapters.modules import RememberingTower, apart, evaluate_arrays, leave_on_disk
+from vlm_batch.adapters.modules import RememberingTower, evaluate_arrays, leave_on_disk, unshared
 from vlm_batch.adapters.prompts import spans_of
 from vlm_batch.caches import RowsCache
 from vlm_batch.errors import InvalidPrompt, UnsupportedModel
@@ -19,18 +19,17 @@ from vlm_batch.registry import ModelSpec, register
 
 
 class Rows:
-    """Stands for the one cache that upstream's layers share, where each row has its own."""
+    """Replaces the cache that mlx-vlm's layers share by one per row."""
 
     def __init__(self, cache: RowsCache) -> None:
         self.cache = cache
 
     def map(self, function: Callable[..., mx.array], *arrays: mx.array | None) -> mx.array:
-        """A function of one row's cache and its parts (1, ...) of arrays (B, ...): (B, ...), zeros for empty places."""
+        """Call a function per row with its cache and parts (1, ...): (B, ...), zeros for empty places."""
         return each_row(function, self.cache, self.cache, *arrays)
 
     @property
     def offset(self) -> mx.array:
-        """The number of tokens that each row has seen: (B,)."""
         return self.cache.offset
 
     def advance(self, width: int) -> None:
@@ -44,22 +43,18 @@ class Rows:
         family="deepseek_v41",
         model_types=("deepseek_v41",),
         notes=(
-            "attention, whose state all layers of a row share, runs a row at a time; its large projections, the experts "
-            "and the n-grams' tables run for all rows at once",
+            "attention runs a row at a time; projections, experts and the n-grams' tables run for all rows at once",
             "a checkpoint without the map of its n-grams' tokens is refused; mlx-vlm leaves its tables out of the answer "
             "and says nothing (deepseek_v41/language.py:1282)",
-            "activations are rounded to 8 and 4 bits as in training: a sum in another order can turn a code, and the answer "
-            "with it. The matrix compares the model without these roundings",
-            "kept rows stay in memory: files do not know the one cache",
+            "activations are rounded to 8 and 4 bits as in training: a sum in another order can change an answer. The tests "
+            "compare the model without this rounding",
         ),
     )
 )
 class DeepseekV41(Adapter):
-    """Pictures are spans of one id, causal like text. Positions are counts, in one cache for all layers."""
-
     last_hidden = "norm"
     embeddings = "embed_tokens"
-    tower_class = apart(RememberingTower, "its tower takes one picture a call")
+    tower_class = unshared(RememberingTower, "its tower takes one picture a call")
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
@@ -86,7 +81,7 @@ class DeepseekV41(Adapter):
     def forward(
         self, ids: mx.array, embeds: mx.array | None, cache: Sequence[Any], extra: Mapping[str, Any]
     ) -> mx.array:
-        """The language model with its ids, of which n-grams are made, and by which a picture's tokens take other experts."""
+        """Pass the ids, which n-grams and experts need."""
         shared = Rows(cache[0]) if isinstance(cache[0], RowsCache) else cache[0]
         return self.language(ids, inputs_embeds=embeds, cache=[shared]).logits[:, -1]
 
@@ -94,7 +89,7 @@ class DeepseekV41(Adapter):
     # ----------------------------------------------------------------------------------------------------------------
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
-        """Upstream's features. Refuses pictures whose places are not this prompt's: upstream would overwrite its words."""
+        """Refuse pictures outside placeholders: mlx-vlm would overwrite words."""
         spans = [(one.start, one.start + len(one.types)) for one in self.given(extra)]
         marked = {at for span in spans_of(ids, self.image_token_ids) for at in range(*span)}
         if marked != {at for span in spans for at in range(*span)}:
@@ -105,7 +100,6 @@ class DeepseekV41(Adapter):
         return super().features(ids, extra)
 
     def given(self, extra: Mapping[str, Any]) -> list[Any]:
-        """The pictures as mlx-vlm's processor makes them: patches, their grid, and what each of the span's ids is."""
         prompts = extra.get("pixel_values") or [[]]
         if len(prompts) > 1:
             raise InvalidPrompt("the pictures belong to several prompts; a request is one prompt with its own pictures")

@@ -1,4 +1,4 @@
-"""DeepSeek-VL2: latent or plain attention, experts, pictures in tiles."""
+"""DeepSeek-VL2: latent or plain attention, experts, tiles."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from vlm_batch.registry import ModelSpec, register
     )
 )
 class DeepseekVL2(MaskedPlaces):
-    """Tiles of all pictures lie in one (1, N, 3, H, W) array; a text has one of zeros."""
+    """Tiles are one (1, N, 3, H, W) array, zeros for a text."""
 
     tower_class = RememberingBatchTower
     input_keys = MaskedPlaces.input_keys | {"images_seq_mask", "images_spatial_crop"}
@@ -54,7 +54,6 @@ class DeepseekVL2(MaskedPlaces):
         return PATCHES
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
-        """Upstream's own, with a count for everything that it reads one of."""
         if "images_spatial_crop" not in extra:
             return super().features(ids, extra)
         crops = extra["images_spatial_crop"]  # (1, pictures, 2)

@@ -1,4 +1,4 @@
-"""DeepSeek-OCR: pictures whole and in crops through SAM and CLIP, before a text model with experts."""
+"""DeepSeek-OCR: SAM and CLIP before a decoder with experts."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _CLIP = (
 
 
 class SamOCR(MaskedPlaces):
-    """``pixel_values`` is a list: the crops (N, 3, H, W) of all pictures, and the pictures (M, 3, H, W) whole."""
+    """``pixel_values`` lists crops (N, 3, H, W) and whole pictures (M, 3, H, W)."""
 
     tower_class = RememberingBatchTower
 
-    #: For the specs of these families.
+    #: Notes for the specs of these families.
     notes: ClassVar[tuple[str, ...]] = (_SAM_POSITIONS,)
     input_keys = frozenset({"pixel_values", "images_seq_mask", "images_spatial_crop"})
     ignored = frozenset({"labels", "sft_format", "seq_lens", "num_image_tokens"})
@@ -43,12 +43,10 @@ class SamOCR(MaskedPlaces):
         return PATCHES
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
-        """Upstream's own, for as many pictures as it has room for."""
         self.check_one_picture(extra)
         return super().features(ids, extra)
 
     def check_one_picture(self, extra: Mapping[str, Any]) -> None:
-        """Refuse several pictures where the family takes one."""
         crops = np.array(extra["images_spatial_crop"]) if "images_spatial_crop" in extra else np.zeros((0, 2))
         if not self.spec.multi_image and len(crops) > 1:
             raise InvalidPrompt(f"{self.spec.family} takes one picture a request: it fills one picture's placeholders")
@@ -58,10 +56,7 @@ class SamOCR(MaskedPlaces):
     ModelSpec(family="deepseekocr", model_types=("deepseekocr",), multi_image=False, notes=(*SamOCR.notes, *_CLIP))
 )
 class DeepseekOCR(SamOCR):
-    """Behind SAM stands CLIP.
-
-    One picture a request: mlx-vlm looks for the second one's placeholders in a second row (deepseekocr.py:295).
-    """
+    """One picture a request: mlx-vlm seeks the second elsewhere (deepseekocr.py:295)."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)

@@ -1,4 +1,4 @@
-"""DeepSeek-OCR-2: DeepSeek-OCR's pictures behind SAM, without CLIP."""
+"""DeepSeek-OCR-2: DeepSeek-OCR without CLIP."""
 
 from __future__ import annotations
 
@@ -22,11 +22,10 @@ from vlm_batch.registry import ModelSpec, register
     )
 )
 class DeepseekOCR2(SamOCR):
-    """One picture a request: mlx-vlm fills the first picture's crops only (deepseekocr_2.py:95)."""
+    """One picture a request: mlx-vlm fills in the first's crops only (deepseekocr_2.py:95)."""
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
-        """Embeddings with the crops' features, then the whole picture's, then a separator. Upstream leaves out what the
-        prompt has no room for, and leaves room empty (deepseekocr_2.py:167)."""
+        """Embed crops, picture and separator, of which mlx-vlm drops some (deepseekocr_2.py:167)."""
         given = extra.get("pixel_values")
         embeds = self.token_table(ids)
         crops, whole = given if isinstance(given, (list, tuple)) else (None, given)
@@ -41,5 +40,4 @@ class DeepseekOCR2(SamOCR):
         return {"inputs_embeds": put_features(embeds, ids, self.image_token_ids, found)}
 
     def _view(self, pixels: mx.array) -> mx.array:
-        """Features (N, D) of one view (1, H, W, 3)."""
         return self.model.projector(self.model.vision_model(pixels, self.model.sam_model(pixels)))[0]

@@ -1,18 +1,17 @@
-"""dots.ocr: Qwen2 with one-dimensional positions behind a vision tower of its own."""
+"""dots.ocr: Qwen2 behind its own vision tower."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+from vlm_batch.adapters.base import GraphedSteps
 from vlm_batch.adapters.grids import GridAdapter
 from vlm_batch.adapters.windows import attend_pictures
 from vlm_batch.registry import ModelSpec, register
 
 
 @register(ModelSpec(family="dots_ocr", model_types=("dots_ocr",)))
-class DotsOCR(GridAdapter):
-    """The plain ``Adapter`` serves it, but for the place of the head."""
-
+class DotsOCR(GraphedSteps, GridAdapter):
     last_hidden = "model.norm"
 
     @classmethod

@@ -1,4 +1,4 @@
-"""ERNIE 4.5 VL: pictures have experts of their own; positions on three axes, the last dimension here."""
+"""ERNIE 4.5 VL: experts for pictures, positions on three axes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from vlm_batch.registry import ModelSpec, register
     )
 )
 class Ernie45MoeVL(MRoPEAdapter):
-    """Pictures only: mlx-vlm's resampler takes the pictures' grid for videos, too."""
+    """Pictures only: mlx-vlm's resampler takes one grid."""
 
     input_keys = GridAdapter.input_keys
     prefill_axes: ClassVar[Mapping[str, int | None]] = {"token_type_ids": 1}
@@ -38,12 +38,12 @@ class Ernie45MoeVL(MRoPEAdapter):
     def patches(cls) -> Mapping[type, type]:
         from mlx_vlm.models.ernie4_5_moe_vl import vision as upstream
 
-        # Upstream cuts at most three segments (ernie4_5_moe_vl/vision.py:146); transformers cuts one a picture
+        # mlx-vlm makes at most three segments (ernie4_5_moe_vl/vision.py:146), transformers one per picture
         # (Ernie4_5_VLMoeVisionAttention).
         return {upstream.VisionAttention: attend_pictures(upstream.VisionAttention)}
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
-        """Upstream's own, and which tokens (1, L) belong to a picture."""
+        """Add the mask (1, L) of pictures' tokens."""
         config = self.config
         marks = {config.image_token_id, config.image_start_token_id, config.image_end_token_id}
         is_vision = mx.stack([ids == mark for mark in marks]).any(axis=0)

@@ -1,4 +1,4 @@
-"""Falcon-OCR: no vision tower; a picture attends within itself both ways and turns half of each head by its rows."""
+"""Falcon-OCR: no vision tower; pictures attend within themselves both ways."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from vlm_batch.registry import ModelSpec, register
     )
 )
 class FalconOCR(Adapter):
-    """All tokens of a picture share one position; a second, two-dimensional rotation tells its patches apart."""
+    """A picture's tokens share one position; a second rotation tells patches apart."""
 
     graphs = Graphs.IF_ASKED
     input_keys = Adapter.input_keys | {"image_grid_hw"}
     prefill_axes: ClassVar[Mapping[str, int | None]] = {"pos_hw": 1}
-    #: Made again for each chunk from the picture's span, without an L x L array.
+    #: Made per chunk from the picture's span, without an L x L array.
     ignored = frozenset({"attention_mask_4d"})
 
     def count_placeholders(self, extra: Mapping[str, Any]) -> int | None:
@@ -42,13 +42,12 @@ class FalconOCR(Adapter):
         return None if grids is None else sum(high * wide for high, wide in np.array(grids).tolist())
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
-        """Upstream's own, for one picture: its ``get_rope_index`` would leave the second without rows and columns."""
+        """Refuse a second picture, which mlx-vlm gives no rows and columns."""
         if len(extra.get("image_grid_hw", ())) > 1:
             raise InvalidPrompt("falcon_ocr takes one picture a request: its prompt has room for one")
         return super().features(ids, extra)
 
     def features_after(self, ids: mx.array, extra: Mapping[str, Any], cached: int) -> dict[str, Any]:
-        """The whole prompt's: there is no tower to spare, and the rest needs the picture's positions."""
         return self.features(ids, extra)
 
     def positions(self, ids: mx.array, extra: Mapping[str, Any], features: Mapping[str, Any]) -> PositionState:
@@ -57,7 +56,7 @@ class FalconOCR(Adapter):
         return PositionState(prompt=features["position_ids"], delta=int(features["rope_deltas"].item()))
 
     def atomic_spans(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
-        """From a picture's class token up to its end token, which is causal (language.py, create_falcon_ocr_mask)."""
+        """Return spans up to the end token, which is causal (language.py, create_falcon_ocr_mask)."""
         spans, first = [], None
         for index, token in enumerate(np.array(ids)[0].tolist()):
             if token == self.config.image_cls_token_id and first is None:
@@ -89,5 +88,5 @@ class FalconOCR(Adapter):
     def forward(
         self, ids: mx.array, embeds: mx.array | None, cache: Sequence[Any], extra: Mapping[str, Any]
     ) -> mx.array:
-        """Trunk and head; upstream's ``LanguageModel.__call__`` remembers deltas and cuts the positions itself."""
+        """Run trunk and head, without mlx-vlm's deltas."""
         return trunk_logits(self.language, ids, embeds, cache, extra)

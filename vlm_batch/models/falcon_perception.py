@@ -1,4 +1,4 @@
-"""Falcon Perception: Falcon-OCR's pictures and positions, and points: a coordinate that the model marks is fed back to it."""
+"""Falcon Perception: Falcon-OCR that feeds back points."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from vlm_batch.models.falcon_ocr import FalconOCR
 from vlm_batch.records import DecodeStep, PositionState
 from vlm_batch.registry import ModelSpec, register
 
-#: Two points nearer than this on both axes are one (falcon_perception/language.py:487).
+#: Points nearer than this on both axes are the same (falcon_perception/language.py:487).
 SAME_POINT = 0.01
 MAX_RETRIES = 100
 
 
 @dataclass
 class Pointer:
-    """The points of one row. They lie beside the row's KV, as a layer's cache does, and go where that goes."""
+    """Points of one row, kept as another layer's cache."""
 
-    found: list[tuple[float, float]] = field(default_factory=list)  # the points of finished detections
-    point: tuple[float, float] | None = None  # of the detection that is being made
+    found: list[tuple[float, float]] = field(default_factory=list)  # points of finished detections
+    point: tuple[float, float] | None = None  # of the unfinished detection
     has_size: bool = False
-    logits: tuple[mx.array, mx.array] | None = None  # (2, bins) of a point and of a size, should the next token be one
+    logits: tuple[mx.array, mx.array] | None = None  # (2, bins) of the next token's point and size
     offset: int = 0
     nbytes: int = 0
     state: tuple[()] = ()
@@ -53,12 +53,11 @@ class Pointer:
     )
 )
 class FalconPerception(FalconOCR):
-    """A token for a coordinate or a size is embedded by what the state before it points at."""
+    """Embeds a coordinate or size token as what the model chose."""
 
     input_keys = FalconOCR.input_keys
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
-        """Upstream's steps, without the attributes that it leaves on the model."""
         embeds = self.language.model.embed_tokens(ids)
         if "pixel_values" not in extra:
             return {"inputs_embeds": embeds}
@@ -81,7 +80,7 @@ class FalconPerception(FalconOCR):
         return [*super().row_caches(), Pointer()]
 
     def run_step(self, step: DecodeStep) -> mx.array:
-        """Upstream reads one row's token and feeds back its point or size (language.py:382-434); here every row's own."""
+        """Feed back every row's own point or size; mlx-vlm reads one row (language.py:382-434)."""
         rows = step.caches[-1]
         assert isinstance(rows, RowsCache)
         embeds = self.language.model.embed_tokens(step.tokens)  # (B, 1, D)
@@ -93,7 +92,7 @@ class FalconPerception(FalconOCR):
     def forward(
         self, ids: mx.array, embeds: mx.array | None, cache: Sequence[Any], extra: Mapping[str, Any]
     ) -> mx.array:
-        """Trunk and head; upstream's ``LanguageModel.__call__`` remembers positions, masks and points itself."""
+        """Run trunk and head; keep logits of points and sizes."""
         *layers, pointers = cache
         mask = extra.get("mask")
         mask = create_attention_mask(ids, layers[0]) if mask is None else mask
@@ -103,12 +102,12 @@ class FalconPerception(FalconOCR):
         points, sizes = self.model.decode_coords(hidden[:, -1]), self.model.decode_sizes(hidden[:, -1])
         for place, row in enumerate(rows):
             if row is not None:
-                at = place - len(rows)  # of a prompt that is scored the last position's
+                at = place - len(rows)  # a scored prompt has several positions: its last one
                 row.logits = (points[at], sizes[at])
         return head_of(self.language)(hidden)[:, -1]
 
     def _take(self, row: Pointer, token: int) -> mx.array | None:
-        """Account for a row's token; what is embedded in its place (1, D), or None."""
+        """Update a row by its token; return its embedding (1, D), or None."""
         assert row.logits is not None
         (point, size), row.logits = row.logits, None
         if token == self.config.coord_token_id:
@@ -125,7 +124,7 @@ class FalconPerception(FalconOCR):
 
 
 def new_point(logits: mx.array, found: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """The most likely point (x, y) in 0..1 of (2, bins) logits that is not one of those found; the last tried if all are."""
+    """Return the likeliest new point (x, y) in 0..1 of (2, bins) logits."""
     last = logits.shape[-1] - 1
     point = (0.0, 0.0)
     for _ in range(MAX_RETRIES):
@@ -138,7 +137,7 @@ def new_point(logits: mx.array, found: Sequence[tuple[float, float]]) -> tuple[f
 
 
 def to_size(logits: mx.array) -> mx.array:
-    """(1, 2) height and width in 0..1 of (2, bins) logits, whose bins are logarithmic (falcon_perception.py, process_sizes)."""
+    """Convert (2, bins) logits to (1, 2) height and width (falcon_perception.py, process_sizes)."""
     bins = logits.shape[-1]
     least = math.log2(1 / bins)
     return 2 ** (mx.argmax(logits, axis=-1).astype(mx.float32) / (bins - 1) * -least + least)[None]

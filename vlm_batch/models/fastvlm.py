@@ -1,4 +1,4 @@
-"""FastVLM: FastViTHD before Qwen2; a prompt holds one id for each picture."""
+"""FastVLM: FastViTHD before Qwen2, one id per picture."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from typing import Any
 
 import mlx.core as mx
 
-from vlm_batch.adapters.modules import RememberingTower, apart
+from vlm_batch.adapters.base import GraphedSteps
+from vlm_batch.adapters.modules import RememberingTower, unshared
 from vlm_batch.adapters.placeholders import OnePlaceholder
 from vlm_batch.registry import ModelSpec, register
 
-#: Pixels of a picture's side for each of FastViTHD's features.
+#: Pixels per side of one feature of FastViTHD.
 FASTVIT_STRIDE = 64
 
 
@@ -22,15 +23,13 @@ FASTVIT_STRIDE = 64
         notes=("text between two pictures is cut where they are; mlx-vlm cuts one id too late (fastvlm.py:120)",),
     )
 )
-class FastVLM(OnePlaceholder):
-    """The tower is mlx-vlm's as it is: its sizes are fixed, and the tests feed its features."""
-
-    tower_class = apart(
+class FastVLM(GraphedSteps, OnePlaceholder):
+    tower_class = unshared(
         RememberingTower, "no tiny model has its tower: nothing shows that pictures of a batch are those alone"
     )
 
     def count_positions(self, extra: Mapping[str, Any]) -> list[int]:
-        """The stem halves a picture twice, and four patch embeddings once each, rounding up (fastvlm/vision.py)."""
+        """Count features: six halvings, rounded up (fastvlm/vision.py)."""
         count, _, height, width = extra["pixel_values"].shape
         return [-(-height // FASTVIT_STRIDE) * -(-width // FASTVIT_STRIDE)] * count
 

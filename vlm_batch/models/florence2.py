@@ -1,4 +1,4 @@
-"""Florence-2: an encoder reads picture and prompt, a decoder answers; a row brings its own encoder keys and values."""
+"""Florence-2: an encoder reads the request, a decoder answers."""
 
 from __future__ import annotations
 
@@ -29,27 +29,22 @@ from vlm_batch.registry import ModelSpec, register
     )
 )
 class Florence2(CrossingAdapter):
-    """The encoder reads picture and prompt at once; the decoder begins with the answer, one token at a time."""
-
     tower_class = RememberingBatchTower
-    #: One row is not padded, and the decoder begins with its start token here.
+    #: A row is not padded, and ``run_chunk`` feeds the decoder's start token.
     ignored = frozenset({"attention_mask", "decoder_inputs_embeds"})
 
     def atomic_spans(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
-        """The encoder reads everything at once."""
         return ((0, 2**31),)
 
     def positions(self, ids: mx.array, extra: Mapping[str, Any], features: Mapping[str, Any]) -> PositionState:
-        """The answer's positions begin after the start token's, wherever the prompt ends."""
+        """Begin the answer's positions after the start token."""
         return PositionState(delta=1 - features["inputs_embeds"].shape[1])
 
     @cached_property
     def image_token_ids(self) -> frozenset[int]:
-        """No position of a prompt stands for a picture: the encoder reads it before the words."""
         return frozenset()
 
     def run_chunk(self, rows: Sequence[Encoded], cache: list[Any], start: int, end: int) -> mx.array:
-        """The encoder over the whole prompt, then the decoder's start token."""
         (encoded,), model = rows, self.language.model
         self.hold(model.encoder(inputs_embeds=encoded.inputs_embeds * model.embed_scale), cache)  # (1, L, D)
         first = mx.array([[self.config.text_config.decoder_start_token_id]])
@@ -59,10 +54,7 @@ class Florence2(CrossingAdapter):
         return self.answer(step.tokens, step.positions, step.caches)
 
     def answer(self, tokens: mx.array, positions: mx.array, caches: Sequence[Any]) -> mx.array:
-        """The decoder over one token (B, 1) a row at its position (B,); logits (B, V).
-
-        Upstream counts one position for all rows and wants encoder states at every step (florence2/language.py:318).
-        """
+        """Decode tokens (B, 1) at positions (B,): logits (B, V); mlx-vlm has one position (florence2/language.py:318)."""
         model = self.language.model
         decoder, half = model.decoder, len(caches) // 2
         places = decoder.embed_positions(positions + decoder.offset)[:, None]

@@ -1,4 +1,4 @@
-"""Gemma 3: sliding and full layers; the tokens of a picture attend to each other both ways."""
+"""Gemma 3: sliding and full layers; a picture's tokens attend both ways."""
 
 from __future__ import annotations
 
@@ -21,22 +21,21 @@ from vlm_batch.registry import ModelSpec, register
         model_types=("gemma3",),
         notes=(
             "a picture attends within itself both ways, in full and in sliding layers, as in transformers "
-            "(modeling_gemma3.py, create_masks_for_vision_model); mlx-vlm's mask ends in gemma3/language.py's **kwargs",
+            "(modeling_gemma3.py, create_masks_for_vision_model); in mlx-vlm the mask does not reach the attention",
             "picture features enter at their own scale; mlx-vlm divides them by the root of a configured default of 2048 "
             "and multiplies by that of the text's width (gemma3/gemma3.py:113, config.py:50)",
         ),
     )
 )
 class Gemma3(PlacingAdapter):
-    """A chunk holds a picture whole. A chunk without a picture takes upstream's own masks."""
+    """Chunks without a picture use mlx-vlm's masks."""
 
     tower_class = RememberingBatchTower
     ignored = frozenset({"num_crops"})
 
     @classmethod
     def processor(cls, processor: Any) -> Any:
-        """The processor, naming the token that it expands for a picture: mlx-vlm's expands ``boi_token`` and names another
-        (gemma3/processing_gemma3.py:148), of which a prompt that is rendered already has none."""
+        """Name the token that mlx-vlm's processor expands (gemma3/processing_gemma3.py:148)."""
         if getattr(processor, "boi_token", None) is None:
             return processor
         processor = copy.copy(processor)
@@ -55,7 +54,6 @@ class Gemma3(PlacingAdapter):
         return list(self.model.multi_modal_projector(states))
 
     def to_embeddings(self, features: mx.array, dtype: mx.Dtype) -> mx.array:
-        """Features divided by the factor with which the trunk multiplies all embeddings."""
         return features / embedding_scale(features.shape[-1], dtype)
 
     def atomic_spans(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
@@ -70,5 +68,5 @@ class Gemma3(PlacingAdapter):
 
 
 def embedding_scale(width: int, dtype: mx.Dtype) -> mx.array:
-    """The trunk's factor of embeddings: the root of their width in bfloat16 (gemma3/language.py:192)."""
+    """Return the trunk's factor of embeddings, in bfloat16 (gemma3/language.py:192)."""
     return mx.array(width**0.5, mx.bfloat16).astype(dtype)

@@ -1,4 +1,4 @@
-"""Gemma 3n: sliding and full layers, layers that read another layer's keys, and an embedding per token and layer."""
+"""Gemma 3n: shared keys, embeddings per token and layer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from vlm_batch.adapters.attention import attention
 from vlm_batch.adapters.base import Adapter
-from vlm_batch.adapters.modules import RememberingTower, apart
+from vlm_batch.adapters.modules import RememberingTower, unshared
 from vlm_batch.records import Graphs, Picture
 from vlm_batch.registry import ModelSpec, register
 
@@ -20,6 +20,8 @@ from vlm_batch.registry import ModelSpec, register
     ModelSpec(
         family="gemma3n",
         model_types=("gemma3n",),
+        audio=True,
+        audio_seconds=30.0,
         notes=(
             "a prompt's text embeddings are scaled by sqrt(hidden size), as decoded tokens are: mlx-vlm does not "
             "(gemma3n/gemma3n.py:122), transformers does (Gemma3nTextScaledWordEmbedding)",
@@ -31,12 +33,11 @@ from vlm_batch.registry import ModelSpec, register
     )
 )
 class Gemma3n(Adapter):
-    """Attention is causal for pictures too. Audio is not verified, and its inputs are refused."""
-
-    tower_class = apart(
+    tower_class = unshared(
         RememberingTower, "no tiny model has its tower: nothing shows that pictures of a batch are those alone"
     )
-    graphs = Graphs.IF_ASKED
+    graphs = Graphs.NEVER  # its answers lie at the tolerance (docs/log.md)
+    input_keys = Adapter.input_keys | {"input_features", "input_features_mask"}
     prefill_axes: ClassVar[Mapping[str, int | None]] = {"per_layer_inputs": 1}
 
     @classmethod
@@ -44,16 +45,14 @@ class Gemma3n(Adapter):
         from mlx_vlm.models.gemma3n.language import Gemma3nAttention
 
         class RowAttention(Gemma3nAttention):
-            """Upstream turns a sharing layer's queries by the offset after the update (gemma3n/language.py:136);
-            transformers turns all layers by the tokens' positions (modeling_gemma3n.py, Gemma3nTextAttention)."""
+            """Rotates sharing layers by tokens' positions, not the updated offset (gemma3n/language.py:136)."""
 
             def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
-                """(B, L, D) -> (B, L, D)"""
                 if not self.is_kv_shared_layer:
                     return super().__call__(x, mask, cache)
                 batch, length, _ = x.shape
                 queries = self.q_norm(self.q_proj(x).reshape(batch, length, -1, self.head_dim)).swapaxes(1, 2)
-                queries = self.rope(queries, offset=cache.offset - length)  # of an empty place -1, which nobody reads
+                queries = self.rope(queries, offset=cache.offset - length)  # -1 at empty places, which nobody reads
                 keys, values = cache.state
                 output = attention(queries, keys, values, cache, self.scale, mask)
                 return self.o_proj(output.swapaxes(1, 2).flatten(-2))
@@ -61,7 +60,7 @@ class Gemma3n(Adapter):
         return {Gemma3nAttention: RowAttention}
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
-        """Upstream's own, with words scaled; beside a picture, ids from the vision offset on are its embedder's."""
+        """Scale words' embeddings; beside a picture, ids from the vision offset on are no words."""
         found = super().features(ids, extra)
         embeds = found["inputs_embeds"]
         scaled = embeds * self.config.text_config.hidden_size**0.5
@@ -69,7 +68,7 @@ class Gemma3n(Adapter):
         return {**found, "inputs_embeds": mx.where(is_word, scaled, embeds) if extra else scaled}
 
     def pictures(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[Picture, ...]:
-        """With the hard tokens of the vision embedder that follow a picture (its end): as text they would be others."""
+        """Include the hard tokens that follow a picture."""
         is_hard = np.append(np.array(ids)[0] >= self.config.vision_config.vocab_offset, False)
         found = super().pictures(ids, extra)
         return tuple(replace(picture, end=picture.end + int(is_hard[picture.end :].argmin())) for picture in found)

@@ -1,4 +1,4 @@
-"""GLM-4.1V: positions on three axes; learned vision positions, interpolated."""
+"""GLM-4.1V: positions on three axes, interpolated vision positions."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from vlm_batch.registry import ModelSpec, register
 
 
 class BicubicEmbeddings:
-    """Upstream samples linearly with zeros outside, on a comment that says bicubic (glm4v/vision.py:125);
-    transformers: grid_sample(bicubic, border, align_corners=False) (Glm4vVisionEmbeddings)."""
+    """Interpolates by grid_sample(bicubic, border, align_corners=False) (transformers, Glm4vVisionEmbeddings)."""
 
     position_embedding: Any
 
@@ -29,7 +28,6 @@ class BicubicEmbeddings:
         h_coords: mx.array,
         w_coords: mx.array,
     ) -> mx.array:
-        """(N, D) patches plus their positions' embeddings."""
         table = self.position_embedding.weight  # (side * side, D)
         side = int(table.shape[0] ** 0.5)
         sizes = mx.concatenate(
@@ -60,17 +58,14 @@ class BicubicEmbeddings:
     )
 )
 class GLM4V(MRoPEAdapter):
-    """Pictures only: mlx-vlm's model ignores ``pixel_values_videos``, so videos are refused.
-
-    Its decode step is not compiled: mlx 0.32.4 fails on the graph ("IndexError: _Map_base::at"), cause not found.
-    """
+    """Not compiled: mlx 0.32.4 raises "IndexError: _Map_base::at"."""
 
     input_keys = GridAdapter.input_keys
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         for block in self.model.vision_tower.blocks:
-            # Upstream fixes 1e-6 (glm4v/vision.py:233); transformers takes the configuration's (Glm4vVisionBlock).
+            # mlx-vlm: 1e-6 (glm4v/vision.py:233); transformers: the configuration's (Glm4vVisionBlock).
             block.norm1.eps = block.norm2.eps = self.config.vision_config.rms_norm_eps
 
     @classmethod
@@ -78,10 +73,10 @@ class GLM4V(MRoPEAdapter):
         from mlx_vlm.models.glm4v import vision as upstream
 
         class Embeddings(BicubicEmbeddings, upstream.Glm4vVisionEmbeddings):
-            """The table by the reference's interpolation."""
+            pass
 
-        # Upstream cuts at most three segments, two of them empty for one picture (glm4v/vision.py:214); transformers cuts one
-        # a picture (Glm4vVisionAttention).
+        # mlx-vlm makes at most three segments, two empty for one picture (glm4v/vision.py:214); transformers one per picture
+        # (Glm4vVisionAttention).
         return {
             upstream.Glm4vVisionAttention: attend_pictures(upstream.Glm4vVisionAttention),
             upstream.Glm4vVisionEmbeddings: Embeddings,

@@ -1,4 +1,4 @@
-"""GLM-4.5V: GLM-4.1V's tower, and a text model with experts."""
+"""GLM-4.5V: GLM-4.1V with experts."""
 
 from __future__ import annotations
 
@@ -27,8 +27,6 @@ from vlm_batch.registry import ModelSpec, register
     )
 )
 class GLM4VMoe(GLM4V):
-    """GLM-4.1V's tower, and a text model with experts."""
-
     @classmethod
     def patches(cls) -> Mapping[type, type]:
         from mlx_vlm.models.glm4v_moe.language import MoEGate
@@ -39,7 +37,7 @@ class GLM4VMoe(GLM4V):
         )
 
         class Embeddings(BicubicEmbeddings, Glm4vVisionEmbeddings):
-            """The table by the reference's interpolation."""
+            pass
 
         return {
             Glm4vMoeVisionAttention: attend_pictures(Glm4vMoeVisionAttention),

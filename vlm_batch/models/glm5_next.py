@@ -1,4 +1,4 @@
-"""GLM-5-Next: delta nets in most layers, sparse attention over chosen pools of positions in the others."""
+"""GLM-5-Next: delta nets, and sparse attention over pools."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from mlx_vlm.models.cache import CacheList
 
 from vlm_batch.adapters.attention import row_by_row
 from vlm_batch.adapters.grids import GridAdapter
+from vlm_batch.adapters.recurrent import in_order
 from vlm_batch.adapters.towers import embed_by_product
 from vlm_batch.caches import WholeCache
 from vlm_batch.registry import ModelSpec, register
@@ -26,15 +27,14 @@ from vlm_batch.registry import ModelSpec, register
     )
 )
 class Glm5Next(GridAdapter):
-    """No positions: delta nets know the order. Videos are refused: they are not verified."""
-
     @classmethod
     def patches(cls) -> Mapping[type, type]:
-        from mlx_vlm.models.glm5_next.language import Glm5NextAttention
+        from mlx_vlm.models.glm5_next.language import Glm5NextAttention, Glm5NextLinearAttention
         from mlx_vlm.models.glm5_next.vision import VisionPatchEmbed
 
         return {
             Glm5NextAttention: row_by_row(Glm5NextAttention),
+            Glm5NextLinearAttention: in_order(Glm5NextLinearAttention, ("qkv_proj", "fbg_a_proj"), "o_proj"),
             VisionPatchEmbed: embed_by_product(VisionPatchEmbed),
         }
 

@@ -1,4 +1,4 @@
-"""GLM-OCR: positions on three axes; its tower has no learned ones."""
+"""GLM-OCR: positions on three axes."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ from vlm_batch.registry import ModelSpec, register
     )
 )
 class GLMOCR(MRoPEAdapter):
-    """Pictures only, as GLM-4.1V."""
-
     input_keys = GridAdapter.input_keys
 
     @classmethod

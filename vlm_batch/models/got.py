@@ -1,4 +1,4 @@
-"""GOT-OCR 2.0: Qwen2 text behind a SAM encoder, one picture of 256 tokens."""
+"""GOT-OCR 2.0: SAM before Qwen2, one picture of 256 tokens."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 
 import mlx.core as mx
 
-from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.base import GraphedSteps
 from vlm_batch.adapters.modules import RememberingBatchTower
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.registry import ModelSpec, register
 
 
 @register(ModelSpec(family="got", model_types=("got",), multi_image=False))
-class GOT(Adapter):
-    """The n-th row of features is the n-th row of ids', so a row takes one picture (got/got.py:71)."""
+class GOT(GraphedSteps):
+    """One picture a request (got/got.py:71)."""
 
     tower_class = RememberingBatchTower
     input_keys = frozenset({"pixel_values"})

@@ -1,4 +1,4 @@
-"""Granite 4 Vision: several projections of a picture, each added before a language layer of its own."""
+"""Granite 4 Vision: picture projections, added before several decoder layers."""
 
 from __future__ import annotations
 
@@ -30,8 +30,6 @@ from vlm_batch.registry import ModelSpec, register
     )
 )
 class Granite4Vision(Adapter):
-    """Placeholders embed as zeros; what belongs there comes in later, layer by layer."""
-
     tower_class = RememberingBatchTower
     input_keys = frozenset({"pixel_values", "image_sizes"})
     prefill_axes: ClassVar[Mapping[str, int | None]] = {"deepstack_visual_embeds": 1, "visual_pos_masks": 1}
@@ -42,7 +40,7 @@ class Granite4Vision(Adapter):
         self.language.model._deepstack_target_layers = [layer for _, layer in self._projections()]
 
     def _projections(self) -> list[tuple[tuple[int, Any], int]]:
-        """((layer of the tower, projector), layer of the language model) of each set of features."""
+        """((tower layer, projector), decoder layer) of each set."""
         config, model = self.config, self.model
         found = [
             ((int(seen), projector), int(layer))
@@ -56,11 +54,10 @@ class Granite4Vision(Adapter):
         return found
 
     def chunk_features(self, encoded: Encoded, start: int, end: int) -> dict[str, Any]:
-        """(features, L, D) and (1, L), whole: upstream cuts a chunk's part by the cache's offset."""
+        """Return (features, L, D) and (1, L), which mlx-vlm cuts."""
         return dict(encoded.prefill)
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
-        """Embeddings with zeros for pictures, and each set of features over the whole prompt."""
         embeds = self.language.model.embed_tokens(ids)
         if "pixel_values" not in extra:
             return {"inputs_embeds": embeds}
@@ -77,7 +74,7 @@ class Granite4Vision(Adapter):
         }
 
     def _encode(self, tiles: mx.array, size: list[int]) -> list[mx.array]:
-        """One picture (tiles, 3, S, S) of (high, wide) pixels -> its features (tokens, D) for each language layer."""
+        """(tiles, 3, S, S) of (height, width) pixels -> features (tokens, D) per decoder layer."""
         tile = int(self.config.vision_config.image_size)
         grid = best_grid(size, tile, [(high // tile, wide // tile) for high, wide in self.config.image_grid_pinpoints])
         tiles = tiles_of(tiles, size, grid).transpose(0, 2, 3, 1)

@@ -1,8 +1,9 @@
-"""Granite Vision: LLaVA-NeXT's tiles through several layers of SigLIP, and Granite text."""
+"""Granite Vision: LLaVA-NeXT with several SigLIP layers."""
 
 from __future__ import annotations
 
 from vlm_batch.models.llava_next import LlavaNext
+from vlm_batch.records import Graphs
 from vlm_batch.registry import ModelSpec, register
 
 
@@ -17,4 +18,4 @@ from vlm_batch.registry import ModelSpec, register
     )
 )
 class GraniteVision(LlavaNext):
-    """LLaVA-NeXT with several layers of SigLIP side by side, and Granite text."""
+    graphs = Graphs.IF_ASKED  # type: ignore[assignment]

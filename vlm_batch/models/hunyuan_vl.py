@@ -1,4 +1,4 @@
-"""HunyuanOCR: positions on four axes (all tokens, columns, rows, pictures); text counts all tokens on all of them."""
+"""HunyuanOCR: positions on four axes (token, column, row, picture)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import mlx.nn as nn
 import numpy as np
 
 from vlm_batch.adapters.base import Adapter, trunk_logits
-from vlm_batch.adapters.modules import RememberingTower, apart
+from vlm_batch.adapters.modules import RememberingTower, unshared
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.records import DecodeStep, PositionState
 from vlm_batch.registry import ModelSpec, register
@@ -33,9 +33,7 @@ from vlm_batch.registry import ModelSpec, register
     )
 )
 class HunyuanVL(Adapter):
-    """Positions are made here of the ids and grids: a processor's belong to its own ids, which a caller may replace."""
-
-    tower_class = apart(RememberingTower, "its tower takes one picture a call")
+    tower_class = unshared(RememberingTower, "its tower takes one picture a call")
     input_keys = Adapter.input_keys | {"image_grid_thw"}
     ignored = frozenset({"position_ids", "imgs_pos"})
 
@@ -46,7 +44,6 @@ class HunyuanVL(Adapter):
         return PATCHES
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
-        """Embeddings with each picture's features in the place of its tokens; every picture is encoded on its own."""
         embeds = self.language.model.embed_tokens(ids)
         if "pixel_values" not in extra:
             return {"inputs_embeds": embeds}
@@ -60,7 +57,7 @@ class HunyuanVL(Adapter):
         return {"inputs_embeds": embeds}
 
     def positions(self, ids: mx.array, extra: Mapping[str, Any], features: Mapping[str, Any]) -> PositionState:
-        """(4, 1, L): all tokens; and inside a picture, but for its first and last token, column, row and number."""
+        """Return (4, 1, L), all token counts but inside pictures."""
         positions = np.tile(np.arange(ids.shape[1]), (4, 1))
         places = np.flatnonzero(np.array(ids[0] == self.config.image_token_id))
         for number, (columns, rows) in enumerate(self._pictures(extra)):
@@ -77,8 +74,7 @@ class HunyuanVL(Adapter):
     def forward(
         self, ids: mx.array, embeds: mx.array | None, cache: Sequence[Any], extra: Mapping[str, Any]
     ) -> mx.array:
-        """Trunk and head; upstream's ``LanguageModel.__call__`` reads offsets back and drops later positions. The axes come
-        after the rows here."""
+        """Run trunk and head with positions after the rows."""
         positions = extra["position_ids"].swapaxes(0, 1)  # (B, axes, L)
         return trunk_logits(self.language, ids, embeds, cache, {**extra, "position_ids": positions})
 
@@ -91,7 +87,7 @@ class HunyuanVL(Adapter):
         return [(high, wide) for _, high, wide in grids]
 
     def _pictures(self, extra: Mapping[str, Any]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """(columns, rows) of each picture's inner tokens: its merged patches, each row of them with a line break."""
+        """Return each picture's (columns, rows) of merged patches and line breaks."""
         merge = int(self.config.vision_config.spatial_merge_size)
         merged = [(high // merge, wide // merge + 1) for high, wide in self._grids(extra)]
         return [(np.tile(np.arange(wide), high), np.repeat(np.arange(high), wide)) for high, wide in merged]

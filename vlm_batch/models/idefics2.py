@@ -1,4 +1,4 @@
-"""Idefics 2: pictures in their own shapes, and a perceiver that makes the same number of latents of each."""
+"""Idefics 2: pictures in their own shapes, and a perceiver."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from vlm_batch.registry import ModelSpec, register
 
 
 class TanhGELU(nn.GELU):
-    """GELU by its tanh form, whatever approximation it was made with."""
-
     def __call__(self, x: mx.array) -> mx.array:
         return nn.gelu_approx(x)
 
@@ -41,8 +39,6 @@ class TanhGELU(nn.GELU):
     )
 )
 class Idefics2(PlacingAdapter, Idefics3):
-    """Pictures keep their own shape; a perceiver makes the same number of latents of each."""
-
     embeddings = "embed_tokens"
     input_keys = frozenset({"pixel_values", "pixel_attention_mask"})
 
@@ -51,11 +47,9 @@ class Idefics2(PlacingAdapter, Idefics3):
         from mlx_vlm.models.idefics2.vision import VisionEmbeddings
 
         class EvenPositions(VisionEmbeddings):
-            """Upstream sorts patches between boundaries that do not fit (idefics2/vision.py:131-157); here as in
-            transformers (modeling_idefics2.py, Idefics2VisionEmbeddings). Pictures come without padding."""
+            """Positions of patches as in transformers (modeling_idefics2.py), not uneven (idefics2/vision.py:131-157)."""
 
             def __call__(self, x: mx.array, mask: Any = None) -> mx.array:
-                """(1, H, W, 3) -> (1, patches, D)"""
                 patches = self.patch_embedding(x)  # (1, rows, columns, D)
                 rows, columns = (buckets(count, self.num_patches) for count in patches.shape[1:3])
                 places = mx.array((rows[:, None] * self.num_patches + columns).reshape(-1))
@@ -64,18 +58,17 @@ class Idefics2(PlacingAdapter, Idefics3):
         return {VisionEmbeddings: EvenPositions, nn.GELU: TanhGELU}
 
     def check_placeholders(self, ids: Any, extra: Mapping[str, Any]) -> None:
-        """Pictures have their own sizes, and padding beside a larger one."""
         Adapter.check_placeholders(self, ids, extra)
 
     def encode_pictures(self, extra: Mapping[str, Any], dtype: mx.Dtype) -> list[mx.array]:
-        """The latents of each picture, one at a time; what is zero throughout is no picture."""
+        """Encode each picture alone; pictures of zeros are padding."""
         pictures = extra["pixel_values"].flatten(0, 1)  # (N, 3, H, W)
         masks = extra.get("pixel_attention_mask")
         masks = mx.ones((len(pictures), *pictures.shape[2:])) if masks is None else masks.flatten(0, 1)
         return [self._encode(*one) for one in zip(pictures, masks, strict=True) if mx.any(one[0] != 0).item()]
 
     def _encode(self, picture: mx.array, mask: mx.array) -> mx.array:
-        """(3, H, W) and which pixels are its own (H, W) -> (latents, D)"""
+        """(3, H, W) and mask (H, W) -> (latents, D)."""
         patch = self.config.vision_config.patch_size
         own = np.array(mask) != 0
         high, wide = (int(own.any(axis=axis).sum()) // patch * patch for axis in (1, 0))
@@ -87,7 +80,7 @@ class Idefics2(PlacingAdapter, Idefics3):
 
 
 def buckets(count: int, size: int) -> np.ndarray:
-    """The learned position, of ``size``, that each of ``count`` evenly spaced patches takes; in float32 as torch does it."""
+    """Return learned positions, of ``size``, of ``count`` even patches."""
     boundaries = (np.arange(1, size) * (1 / size)).astype(np.float32)
     points = np.arange(count, dtype=np.float32) * np.float32(1 / count)
     return np.searchsorted(boundaries, np.minimum(points, np.float32(1 - 1e-6)), side="right")

@@ -1,4 +1,4 @@
-"""Idefics 3: pictures as tiles of one size before a plain decoder."""
+"""Idefics 3: tiles of one size before a plain decoder."""
 
 from __future__ import annotations
 
@@ -7,23 +7,21 @@ from typing import Any
 
 import numpy as np
 
-from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.base import Adapter, GraphedSteps
 from vlm_batch.adapters.modules import RememberingBatchTower
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.registry import ModelSpec, register
 
 
 @register(ModelSpec(family="idefics3", model_types=("idefics3",)))
-class Idefics3(Adapter):
-    """Tiles of one size, and a language model without a trunk of its own."""
-
+class Idefics3(GraphedSteps):
     embeddings = "embed_tokens"
     last_hidden = "norm"
     tower_class = RememberingBatchTower
     input_keys = Adapter.input_keys | {"pixel_attention_mask"}
 
     def check_placeholders(self, ids: Any, extra: Mapping[str, Any]) -> None:
-        """The processor's tiles are whole. mlx-vlm's tower attends to a tile's padding (idefics3/vision.py:161)."""
+        """Refuse padded tiles: mlx-vlm attends padding (idefics3/vision.py:161)."""
         super().check_placeholders(ids, extra)
         mask = extra.get("pixel_attention_mask")
         if mask is None or (mask != 0).all():

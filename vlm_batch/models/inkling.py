@@ -1,4 +1,4 @@
-"""Inkling: distances instead of positions, four short convolutions in every layer, pictures as patches without a tower."""
+"""Inkling: distances for positions, short convolutions, no tower."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.modules import RememberingBatchTower
-from vlm_batch.errors import InvalidPrompt
+from vlm_batch.adapters.pictures import with_part
+from vlm_batch.adapters.sound import SoundAdapter
 from vlm_batch.registry import ModelSpec, register
 
 
@@ -17,17 +17,18 @@ from vlm_batch.registry import ModelSpec, register
     ModelSpec(
         family="inkling",
         model_types=("inkling", "inkling_mm_model"),
+        audio=True,
         notes=(
             "a row's biases and its scale for long contexts follow its own length; mlx-vlm's follow the batch's common one "
             "(inkling/language.py:476)",
-            "sound and video are refused",
+            "a recording's levels end where transformers' do (feature_extraction_inkling.py); in mlx-vlm silence is another "
+            "level (inkling/audio_feature_extractor.py:141)",
         ),
     )
 )
-class Inkling(Adapter):
-    """Keys and values beside the convolutions' states; sliding layers keep all keys, as upstream does."""
-
+class Inkling(SoundAdapter):
     tower_class = RememberingBatchTower
+    input_keys = SoundAdapter.input_keys | {"audio_input_ids", "audio_input_ids_mask"}
 
     @classmethod
     def patches(cls) -> Mapping[type, type]:
@@ -35,9 +36,16 @@ class Inkling(Adapter):
 
         return PATCHES
 
-    def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
-        """Upstream's features. Refuses a wrong number of placeholders, for which upstream repeats or drops patches."""
-        needed = len(extra["pixel_values"]) if "pixel_values" in extra else 0
-        if (given := int(self.picture_places(ids, extra).sum())) != needed:
-            raise InvalidPrompt(f"the pictures need {needed} placeholder tokens; the prompt has {given}")
-        return super().features(ids, extra)
+    @classmethod
+    def processor(cls, processor: Any) -> Any:
+        from vlm_batch.models._inkling import with_floored_magnitudes
+
+        return with_part(super().processor(processor), "feature_extractor", with_floored_magnitudes)
+
+    def count_placeholders(self, extra: Mapping[str, Any]) -> int | None:
+        return len(extra["pixel_values"]) if "pixel_values" in extra else 0
+
+    def encode_sound(self, sound: Mapping[str, Any]) -> mx.array:
+        return self.model.get_audio_features(  # type: ignore[no-any-return]
+            sound["audio_input_ids"], sound["audio_input_ids_mask"]
+        )

@@ -1,4 +1,4 @@
-"""InternVL in the format of transformers: tiles through InternViT, a pixel shuffle, and a Qwen decoder."""
+"""InternVL in transformers' format: InternViT tiles, pixel shuffle, Qwen3."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ from collections.abc import Mapping
 import mlx.core as mx
 import mlx.nn as nn
 
-from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.base import GraphedSteps
 from vlm_batch.adapters.modules import RememberingBatchTower
 from vlm_batch.registry import ModelSpec, register
 
 
 class ExactGELU(nn.GELU):
-    """GELU by the error function, whatever approximation it was made with."""
-
     def __call__(self, x: mx.array) -> mx.array:
         return nn.gelu(x)
 
@@ -29,9 +27,7 @@ class ExactGELU(nn.GELU):
         ),
     )
 )
-class InternVL(Adapter):
-    """The format of transformers; Qwen3 text."""
-
+class InternVL(GraphedSteps):
     tower_class = RememberingBatchTower
     input_keys = frozenset({"pixel_values"})
     ignored = frozenset({"image_token_index", "num_patches_list"})

@@ -21,8 +21,6 @@ from vlm_batch.registry import ModelSpec, register
     )
 )
 class InternVLChat(InternVL):
-    """The original format: the processor says which id stands for pictures."""
-
     input_keys = Adapter.input_keys | {"image_token_index"}
     ignored = frozenset({"num_patches_list"})
 

@@ -1,4 +1,4 @@
-"""Jina VLM: picture features are added to the tokens that an index names; RoPE written out."""
+"""Jina VLM: picture features are added to tokens by index."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from vlm_batch.adapters.base import Adapter
-from vlm_batch.adapters.modules import RememberingTower, apart, two_tables
+from vlm_batch.adapters.modules import RememberingTower, two_tables, unshared
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.registry import ModelSpec, register
 
@@ -23,11 +23,9 @@ from vlm_batch.registry import ModelSpec, register
     )
 )
 class JinaVLM(Adapter):
-    """The language model is its own trunk."""
-
     embeddings = "embedding"
     last_hidden = "ln_f"
-    tower_class = apart(RememberingTower, "mlx-vlm's code calls the tower's parts, and not the tower")
+    tower_class = unshared(RememberingTower, "mlx-vlm's code calls the tower's parts, and not the tower")
     input_keys = Adapter.input_keys | {"image_input_idx", "image_masks"}
 
     @classmethod
@@ -35,10 +33,10 @@ class JinaVLM(Adapter):
         from mlx_vlm.models.jina_vlm.language import ExtendedEmbedding, RoPE
 
         class RowRoPE(RoPE):
-            """Upstream turns all rows by the farthest one's offset (jina_vlm/language.py:43)."""
+            """mlx-vlm rotates all rows by the farthest offset (jina_vlm/language.py:43)."""
 
             def __call__(self, x: mx.array, offset: Any = 0) -> mx.array:
-                """(B, H, L, D) -> the same; offset is an int, or (B,)."""
+                """(B, H, L, D) -> (B, H, L, D); offset is an int, or (B,)."""
                 places = mx.array(offset).reshape(-1, 1) + mx.arange(x.shape[2])  # (B or 1, L)
                 angles = (places.astype(mx.float32)[..., None] * self._inv_freq)[:, None]  # (B or 1, 1, L, D / 2)
                 cos, sin = mx.cos(angles), mx.sin(angles)
@@ -49,7 +47,7 @@ class JinaVLM(Adapter):
         return {RoPE: RowRoPE, ExtendedEmbedding: two_tables(ExtendedEmbedding)}
 
     def check_placeholders(self, ids: Any, extra: Mapping[str, Any]) -> None:
-        """Features are added where ``image_input_idx`` says, which may leave out some; each must be at a placeholder."""
+        """Check that ``image_input_idx`` adds features at placeholders only."""
         super().check_placeholders(ids, extra)
         if "image_input_idx" not in extra:
             return
@@ -64,7 +62,7 @@ class JinaVLM(Adapter):
             )
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
-        """Upstream's embeddings, with all features added at once; it adds them one by one (jina_vlm/jina_vlm.py:231)."""
+        """Add all features at once (jina_vlm/jina_vlm.py:231)."""
         if "pixel_values" not in extra or "image_input_idx" not in extra:
             return super().features(ids, {})
         found = extra.get("cached_image_features")

@@ -1,4 +1,4 @@
-"""Kimi K2.5: MoonViT before DeepSeek-V3's text, with attention over a latent."""
+"""Kimi K2.5: MoonViT before DeepSeek-V3's decoder."""
 
 from __future__ import annotations
 
@@ -27,8 +27,6 @@ from vlm_batch.registry import ModelSpec, register
     )
 )
 class KimiK25(Kimi):
-    """The language model runs the trunk's layers itself. Videos are refused: they are not verified."""
-
     last_hidden = "model.norm"
     tower_class = RememberingPackedTower
 

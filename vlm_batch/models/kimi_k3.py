@@ -1,4 +1,4 @@
-"""Kimi K3: delta attention in most layers, latent attention without positions in the others."""
+"""Kimi K3: delta attention, and position-free latent attention."""
 
 from __future__ import annotations
 
@@ -7,23 +7,20 @@ from functools import cached_property
 from typing import Any
 
 from vlm_batch.adapters.base import Adapter
-from vlm_batch.adapters.hooks import files_of, put_hooks
+from vlm_batch.adapters.hooks import files_of, install_hooks
 from vlm_batch.adapters.modules import RememberingPackedTower
 from vlm_batch.registry import ModelSpec, register
 
 
 @register(ModelSpec(family="kimi_k3", model_types=("kimi_k3",)))
 class KimiK3(Adapter):
-    """Pictures only: videos are not verified. Nothing takes positions: the recurrent layers know the order."""
-
     tower_class = RememberingPackedTower
     input_keys = Adapter.input_keys | {"grid_thws", "image_token_id"}
 
     def hook_functions(self) -> None:
-        """Also what mixes the outputs of earlier layers."""
         from vlm_batch.models._kimi_k3 import HOOKS
 
-        put_hooks(files_of(self.language), HOOKS, family=self.spec.family, required=HOOKS)
+        install_hooks(files_of(self.language), HOOKS, family=self.spec.family, required=HOOKS)
         super().hook_functions()
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Kimi-VL: MoonViT before a DeepSeek-V3 text model whose latents are made into keys and values."""
+"""Kimi-VL: MoonViT before DeepSeek-V3's decoder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vlm_batch.registry import ModelSpec, register
 
 
 class Kimi(Adapter):
-    """Families behind MoonViT, whose pictures come with their grids (pictures, 2)."""
+    """Families behind MoonViT."""
 
     input_keys = Adapter.input_keys | {"image_grid_hws", "image_token_id"}
 
@@ -46,8 +46,6 @@ class Kimi(Adapter):
     )
 )
 class KimiVL(Kimi):
-    """Its latents are made into keys and values before they are stored."""
-
     tower_class = RememberingPackedTower
     input_keys = Kimi.input_keys | {"_grid_shapes"}
 

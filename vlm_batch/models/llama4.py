@@ -1,4 +1,4 @@
-"""Llama 4: three layers of four see blocks of positions with RoPE, every fourth sees all without; experts."""
+"""Llama 4: blocks with RoPE in most layers, experts."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from vlm_batch.registry import ModelSpec, register
         notes=(
             "blocks and the attention temperature are counted from each row's own position; mlx-vlm takes the farthest "
             "row's for all (llama4/language.py:86 and :254)",
-            "a picture's tiles are as published, in up to 16 tiles, undistorted, with the whole picture behind them; "
-            "mlx-vlm's processor leaves that out, and the prompt then has more placeholders than there are features "
+            "a picture is cut into up to 16 undistorted tiles with the whole picture behind them, as published; mlx-vlm's "
+            "processor leaves the whole picture out, and the prompt has more placeholders than there are features "
             "(llama4/processing_llama4.py:67)",
             "a prompt whose placeholders are not as many as its pictures' features is refused; mlx-vlm answers it with "
             "features left out or repeated (llama4/llama4.py:99)",
@@ -35,7 +35,7 @@ from vlm_batch.registry import ModelSpec, register
     )
 )
 class Llama4(Adapter):
-    """A row's caches of blocked layers hold the current block only."""
+    """Blocked layers' caches hold the current block only."""
 
     tower_class = RememberingBatchTower
 
@@ -45,14 +45,13 @@ class Llama4(Adapter):
         super().__init__(model)
         for _, module in self.model.vision_model.named_modules():
             if isinstance(module, Llama4VisionMLP):
-                module.activation_fn = nn.GELU()  # upstream: "fast", a sigmoid (llama4/vision.py:155)
+                module.activation_fn = nn.GELU()  # mlx-vlm: a sigmoid (llama4/vision.py:155)
         for layer in self.language.layers:
-            # Upstream: 1e-6 (llama4/language.py:81); transformers: the config's (modeling_llama4.py, Llama4TextL2Norm).
+            # mlx-vlm: 1e-6 (llama4/language.py:81); transformers: the configuration's (modeling_llama4.py, Llama4TextL2Norm).
             layer.self_attn.norm_eps = self.config.text_config.rms_norm_eps
 
     @classmethod
     def processor(cls, processor: Any) -> Any:
-        """The processor with the published tiles, if its part for pictures is mlx-vlm's."""
         from mlx_vlm.models.llama4.processing_llama4 import Llama4ImageProcessor
 
         from vlm_batch.models._llama4_pictures import TileProcessor
@@ -71,7 +70,7 @@ class Llama4(Adapter):
         return PATCHES
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
-        """Embeddings with the pictures' features; upstream answers with too few or too many placeholders (llama4.py:83)."""
+        """Check the number of placeholders, which mlx-vlm does not (llama4.py:83)."""
         embeds = self.language.model.embed_tokens(ids)
         if "pixel_values" not in extra:
             return {"inputs_embeds": embeds}

@@ -1,4 +1,4 @@
-"""LLaVA 1.5: a tower, a projector, and a plain decoder that counts its positions."""
+"""LLaVA 1.5: CLIP or SigLIP, a projector and a plain decoder."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.base import GraphedSteps
 from vlm_batch.adapters.modules import RememberingBatchTower
 from vlm_batch.adapters.towers import use_tanh_gelu
 from vlm_batch.registry import ModelSpec, register
@@ -24,9 +24,7 @@ from vlm_batch.registry import ModelSpec, register
         ),
     )
 )
-class Llava(Adapter):
-    """The decoder is a plain one; the tower is CLIP's, or SigLIP's with its own activation."""
-
+class Llava(GraphedSteps):
     tower_class = RememberingBatchTower
 
     def __init__(self, model: nn.Module) -> None:
@@ -35,7 +33,7 @@ class Llava(Adapter):
             use_tanh_gelu(self.model.vision_tower)
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
-        """Upstream indexes the tower's states by a list, before it looks whether it is one (llava/llava.py:66)."""
+        """Select several layers; mlx-vlm fails (llava/llava.py:66)."""
         several = not isinstance(self.model.vision_feature_layer, int)
         if several and extra.keys() & {"pixel_values", "cached_image_features"} == {"pixel_values"}:
             seen = self.model.multi_modal_projector(self.states(extra["pixel_values"]))
@@ -43,7 +41,7 @@ class Llava(Adapter):
         return super().features(ids, extra)
 
     def states(self, pictures: mx.array) -> mx.array:
-        """(N, 3, S, S) -> (N, tokens, D) of the tower's chosen layer, or of several side by side."""
+        """(N, 3, S, S) -> (N, tokens, D) of selected layers."""
         *_, states = self.model.vision_tower(pictures.transpose(0, 2, 3, 1), output_hidden_states=True)
         layers = self.model.vision_feature_layer
         chosen = [states[layer] for layer in ([layers] if isinstance(layers, int) else layers)]

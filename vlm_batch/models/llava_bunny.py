@@ -1,4 +1,4 @@
-"""Bunny: SigLIP's last layer before Qwen2 or Llama; a prompt holds one id for each picture."""
+"""Bunny: SigLIP before Qwen2 or Llama, one id per picture."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from vlm_batch.adapters.modules import RememberingTower, apart
+from vlm_batch.adapters.base import GraphedSteps
+from vlm_batch.adapters.modules import RememberingTower, unshared
 from vlm_batch.adapters.placeholders import OnePlaceholder
 from vlm_batch.adapters.towers import use_tanh_gelu
 from vlm_batch.registry import ModelSpec, register
@@ -24,11 +25,11 @@ from vlm_batch.registry import ModelSpec, register
         ),
     )
 )
-class LlavaBunny(OnePlaceholder):
-    """The tower's last layer without its norm, as upstream takes it."""
+class LlavaBunny(GraphedSteps, OnePlaceholder):
+    """Skips the tower's last norm."""
 
     last_hidden = "model.norm"
-    tower_class = apart(
+    tower_class = unshared(
         RememberingTower, "no tiny model has its tower: nothing shows that pictures of a batch are those alone"
     )
 

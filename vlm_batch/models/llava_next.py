@@ -1,4 +1,4 @@
-"""LLaVA-NeXT: a picture whole and as tiles, packed into one plane of features."""
+"""LLaVA-NeXT: a whole picture and its tiles, packed into one plane."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vlm_batch.errors import InvalidPrompt
 from vlm_batch.models.llava import Llava
 from vlm_batch.registry import ModelSpec, register
 
-#: The published grids of tiles (rows, columns), in the checkpoints' order; mlx-vlm does not keep the configured ones.
+#: Published grids (rows, columns) in the checkpoints' order; mlx-vlm drops the configured ones.
 GRIDS = ((1, 2), (2, 1), (2, 2), (3, 1), (1, 3))
 
 
@@ -30,12 +30,9 @@ GRIDS = ((1, 2), (2, 1), (2, 2), (3, 1), (1, 3))
     )
 )
 class LlavaNext(PlacingAdapter, Llava):
-    """The picture side is done here; mlx-vlm's language model is right."""
-
     input_keys = frozenset({"pixel_values", "image_sizes"})
 
     def encode_pictures(self, extra: Mapping[str, Any], dtype: mx.Dtype) -> list[mx.array]:
-        """Each picture's packed features, of (tiles, 3, S, S) and its (high, wide) in pixels."""
         if "image_sizes" not in extra:
             raise InvalidPrompt(f"{self.spec.family} takes its pictures with their image_sizes (pictures, 2)")
         packed = []
@@ -46,7 +43,6 @@ class LlavaNext(PlacingAdapter, Llava):
         return packed
 
     def grid(self, size: Sequence[int]) -> tuple[int, int]:
-        """The grid of tiles of a picture of (high, wide) pixels: the checkpoint's, where its configuration keeps them."""
         tile = int(self.config.vision_config.image_size)
         configured = getattr(self.config, "image_grid_pinpoints", None) or ()
         return best_grid(size, tile, [(high // tile, wide // tile) for high, wide in configured] or GRIDS)

@@ -1,8 +1,8 @@
-"""LLaVA-OneVision: pictures as tiles; a video as its frames, each pooled to a quarter of its patches."""
+"""LLaVA-OneVision: tiles of pictures, pooled video frames."""
 
 from __future__ import annotations
 
-from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.base import Adapter, GraphedSteps
 from vlm_batch.adapters.modules import RememberingBatchTower
 from vlm_batch.inputs.videos import Sampling
 from vlm_batch.registry import ModelSpec, register
@@ -19,11 +19,9 @@ from vlm_batch.registry import ModelSpec, register
         ),
     )
 )
-class LlavaOnevision(Adapter):
-    """A video is its frames, each pooled to a quarter of its patches, and one newline."""
-
+class LlavaOnevision(GraphedSteps):
     tower_class = RememberingBatchTower
     input_keys = Adapter.input_keys | {"image_sizes", "pixel_values_videos"}
-    #: The paper's (arXiv:2408.03326, section 3.2: at most 32 frames, 196 tokens each).
+    #: At most 32 frames of 196 tokens (arXiv:2408.03326, section 3.2).
     video_sampling = Sampling(num_frames=32, frame_factor=1)
     ignored = frozenset({"batch_num_images"})

@@ -1,4 +1,4 @@
-"""LLM-jp-VL: a Llama or Qwen text model behind SigLIP with pixel shuffle."""
+"""LLM-jp-VL: SigLIP with pixel shuffle before Llama or Qwen."""
 
 from __future__ import annotations
 
@@ -8,7 +8,5 @@ from vlm_batch.registry import ModelSpec, register
 
 @register(ModelSpec(family="llmjpvl", model_types=("llmjpvl",)))
 class LlmJpVL(Adapter):
-    """The plain ``Adapter`` serves it."""
-
     input_keys = Adapter.input_keys | {"image_token_index"}
     ignored = frozenset({"image_flags", "num_patches"})

@@ -1,4 +1,4 @@
-"""LocateAnything: Qwen2 text behind MoonViT, one token at a time."""
+"""LocateAnything: MoonViT before Qwen2."""
 
 from __future__ import annotations
 
@@ -25,8 +25,6 @@ from vlm_batch.registry import ModelSpec, register
     )
 )
 class LocateAnything(Adapter):
-    """RoPE takes each row's own offset."""
-
     tower_class = RememberingPackedTower
     input_keys = Adapter.input_keys | {"image_grid_hws", "image_token_id", "_grid_shapes"}
 

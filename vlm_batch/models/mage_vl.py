@@ -1,9 +1,10 @@
-"""Mage-VL: Qwen3 behind a vision tower with positions on three axes."""
+"""Mage-VL: a tower with three-axis positions before Qwen3."""
 
 from __future__ import annotations
 
+from vlm_batch.adapters.base import GraphedSteps
 from vlm_batch.adapters.grids import GridAdapter
-from vlm_batch.adapters.modules import RememberingGridTower, apart
+from vlm_batch.adapters.modules import RememberingGridTower, unshared
 from vlm_batch.adapters.towers import PICTURES_MASKED_APART
 from vlm_batch.registry import ModelSpec, register
 
@@ -15,8 +16,6 @@ from vlm_batch.registry import ModelSpec, register
         no_video="not verified: transformers has no such model to compare with",
     )
 )
-class MageVL(GridAdapter):
-    """The kind's adapter serves it as it is. Videos, whose patches come with positions, are refused: they are not verified."""
-
-    tower_class = apart(RememberingGridTower, PICTURES_MASKED_APART)
+class MageVL(GraphedSteps, GridAdapter):
+    tower_class = unshared(RememberingGridTower, PICTURES_MASKED_APART)
     input_keys = frozenset({"pixel_values", "image_grid_thw"})

@@ -1,4 +1,4 @@
-"""MiniCPM-V 4.6: pictures in slices, and Qwen3.5's text model."""
+"""MiniCPM-V 4.6: slices before Qwen3.5's decoder."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import mlx.nn as nn
 import numpy as np
 
 from vlm_batch.adapters.frames import keep_every_frame
-from vlm_batch.adapters.modules import RememberingGridTower, apart
+from vlm_batch.adapters.modules import RememberingGridTower, unshared
 from vlm_batch.adapters.slices import SlicedAdapter
 from vlm_batch.inputs.videos import Sampling
 from vlm_batch.models.qwen3_5 import Qwen35
@@ -19,8 +19,8 @@ from vlm_batch.types import Video
 
 
 @dataclass(frozen=True, kw_only=True)
-class EachSecond(Sampling):
-    """The frame of each second, or as many as may be, evenly, of each tenth (transformers: MiniCPMV4_6VideoProcessor)."""
+class FramePerSecond(Sampling):
+    """Samples at most a frame per second (transformers, MiniCPMV4_6VideoProcessor)."""
 
     def indices(self, total: int, fps: float, video: Video) -> np.ndarray:
         if video.fps is not None or video.num_frames is not None:
@@ -46,10 +46,8 @@ class EachSecond(Sampling):
     )
 )
 class MiniCPMV46(SlicedAdapter, Qwen35):
-    """All tokens count, pictures' too. A video's frames come as pictures with other placeholders."""
-
-    tower_class = apart(RememberingGridTower, "mlx-vlm's code calls the tower's parts, and not the tower")
-    video_sampling = EachSecond(fps=1.0, min_frames=1, max_frames=128, frame_factor=1)
+    tower_class = unshared(RememberingGridTower, "mlx-vlm's code calls the tower's parts, and not the tower")
+    video_sampling = FramePerSecond(fps=1.0, min_frames=1, max_frames=128, frame_factor=1)
     input_keys = frozenset({"pixel_values", "tgt_sizes", "image_bound", "downsample_mode", "cached_image_features"})
     ignored = frozenset(
         {

@@ -1,4 +1,4 @@
-"""MiniCPM-V 4.7: pictures in slices on a canvas, Qwen3.5's text model with experts."""
+"""MiniCPM-V 4.7: slices with three-axis positions."""
 
 from __future__ import annotations
 
@@ -23,13 +23,10 @@ from vlm_batch.registry import ModelSpec, register
     )
 )
 class MiniCPMV47(MiniCPMV46):
-    """The slices of a picture share a canvas, which gives their tokens positions on three axes."""
-
     ignored = MiniCPMV46.ignored | {"image_bound"}
     input_keys = MiniCPMV46.input_keys - {"image_bound"}
 
     def features_after(self, ids: mx.array, extra: Mapping[str, Any], cached: int) -> dict[str, Any]:
-        """The features of the whole prompt, with which the positions of its rest come."""
         return self.features(ids, extra)
 
     def positions(self, ids: mx.array, extra: Mapping[str, Any], features: Mapping[str, Any]) -> PositionState:
@@ -37,7 +34,6 @@ class MiniCPMV47(MiniCPMV46):
         return PositionState(prompt=prompt.astype(mx.int32), delta=int(delta.item()))
 
     def count_placeholders(self, extra: Mapping[str, Any]) -> int | None:
-        """The merge tells: each slice has a run of placeholders of its own, and other lengths are refused there."""
         return None
 
     def picture_places(self, ids: mx.array, extra: Mapping[str, Any]) -> np.ndarray:

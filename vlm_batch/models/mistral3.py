@@ -1,4 +1,4 @@
-"""Mistral 3: Pixtral's pictures before Mistral, Ministral 3 or Mistral 4 text."""
+"""Mistral 3: Pixtral's pictures before Mistral decoders."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from vlm_batch.models.pixtral import Pixtral
+from vlm_batch.records import Graphs
 from vlm_batch.registry import ModelSpec, register
 
 #: transformers, modeling_mistral4.py, Mistral4RMSNorm.
@@ -29,44 +30,74 @@ LATENT_EPS = 1e-6
     )
 )
 class Mistral3(Pixtral):
-    """Mistral, Ministral 3 or Mistral 4 text."""
-
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         text = self.config.text_config
         for layer in self.language.layers:
-            layer.self_attn.config = text  # where ``query_scale`` looks
+            layer.self_attn.config = text  # for ``query_scale``
             if text.model_type == "mistral4":
                 layer.self_attn.scale = layer.self_attn.qk_head_dim**-0.5 * yarn_scale(text.rope_parameters)
                 for norm in (layer.self_attn.get("q_a_layernorm"), layer.self_attn.kv_a_layernorm):
                     if norm is not None:
                         norm.eps = LATENT_EPS
 
+    @property
+    def graphs(self) -> Graphs:  # type: ignore[override]
+        """Only graphs fuse other decoders' factors."""
+        return super().graphs if self.config.text_config.model_type == "mistral" else Graphs.IF_ASKED
+
     @classmethod
     def patches(cls) -> Mapping[type, type]:
-        from mlx_vlm.models.mistral3.language import Attention
-        from mlx_vlm.models.mistral4.language import Mistral4Attention
+        from mlx_vlm.models.mistral3.language import Attention, Ministral3
+        from mlx_vlm.models.mistral4.language import Mistral4Attention, Mistral4Model
 
         class RowAttention(Attention):
-            """Upstream scales by the first row's positions (mistral3/language.py:180); here each row has its own."""
+            """mlx-vlm scales by the first row's positions (mistral3/language.py:180)."""
 
             def __call__(self, x: mx.array, attn_scale: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
                 return super().__call__(x, query_scale(self.config, cache.offset, x), mask, cache)
 
         class RowLatentAttention(Mistral4Attention):
-            """Upstream scales by the first row's positions (mistral4/language.py:267); here each row has its own."""
+            """mlx-vlm scales by the first row's positions (mistral4/language.py:267)."""
 
             def __call__(self, x: mx.array, attn_scale: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
                 return super().__call__(x, query_scale(self.config, cache.offset, x), mask, cache)
 
-        return {Attention: RowAttention, Mistral4Attention: RowLatentAttention}
+        patched = {Attention: RowAttention, Mistral4Attention: RowLatentAttention}
+        return patched | {trunk: without_waiting(trunk) for trunk in (Ministral3, Mistral4Model)}
+
+
+class AtStart:
+    """A layer's cache with offset 0, of which an unused factor is made."""
+
+    offset = 0
+
+    def __init__(self, own: Any) -> None:
+        self._own = own
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+
+class Layers(list[Any]):
+    """Layers' caches; an index gives ``AtStart``, iteration the cache itself."""
+
+    def __getitem__(self, at: Any) -> Any:
+        return AtStart(super().__getitem__(at))
+
+
+def without_waiting(trunk: type) -> type:
+    """Return a decoder that does not read the first row's offset back (mistral3/language.py:180)."""
+
+    class Trunk(trunk):  # type: ignore[misc]
+        def __call__(self, inputs: mx.array, cache: Any = None, **how: Any) -> mx.array:
+            return super().__call__(inputs, cache=cache and Layers(cache), **how)  # type: ignore[no-any-return]
+
+    return Trunk
 
 
 def yarn_scale(rope: Mapping[str, Any]) -> float:
-    """YaRN's factor of attention's scale where only a part of each key is rotated (DeepSeek-V2's rule).
-
-    The factor that ``mscale_all_dim`` asks for, squared (transformers, modeling_rope_utils.py, yarn_apply_mscale).
-    """
+    """Return YaRN's factor for partly rotated keys (transformers, modeling_rope_utils.py, yarn_apply_mscale)."""
     kind, factor, all_dim = rope.get("rope_type", rope.get("type")), rope.get("factor", 1.0), rope.get("mscale_all_dim")
     if kind != "yarn" or not all_dim or factor <= 1:
         return 1.0
@@ -74,9 +105,9 @@ def yarn_scale(rope: Mapping[str, Any]) -> float:
 
 
 def query_scale(config: Any, offset: Any, x: mx.array) -> mx.array:
-    """The factor of queries, (1 or B, 1, L, 1), for (B, L, D) tokens after ``offset`` (int or (B,)) others.
+    """Return the queries' factor (1 or B, 1, L, 1) after ``offset`` (int or (B,)) tokens.
 
-    1 + beta * log(1 + floor(position / length)), as in Llama 4 (transformers, modeling_ministral3.py).
+    1 + beta * log(1 + floor(position / length)) (transformers, modeling_ministral3.py).
     """
     rope = config.rope_parameters
     start = offset[:, None] if isinstance(offset, mx.array) else offset

@@ -1,4 +1,4 @@
-"""Mistral Large 3: Pixtral's tower before DeepSeek-V3's text, with attention over a latent."""
+"""Mistral Large 3: Pixtral's tower before DeepSeek-V3's decoder."""
 
 from __future__ import annotations
 
@@ -23,8 +23,6 @@ from vlm_batch.registry import ModelSpec, register
     )
 )
 class MistralLarge3(Pixtral):
-    """Pixtral's tower and merger as in Mistral Small 3.1, DeepSeek-V3's text."""
-
     last_hidden = "model.norm"
 
     @classmethod

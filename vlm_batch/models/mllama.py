@@ -1,4 +1,4 @@
-"""Llama 3.2 Vision: pictures enter through cross-attention layers, whose keys and values belong to the row."""
+"""Llama 3.2 Vision: pictures enter through cross-attention layers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from vlm_batch.registry import ModelSpec, register
         family="mllama",
         model_types=("mllama",),
         notes=(
-            "RoPE takes each row's own offset (mllama/language.py:150 takes the longest row's for all)",
+            "RoPE takes each row's own offset; mlx-vlm takes the longest row's for all (mllama/language.py:150)",
             "the pictures' keys and values stay with the row; mlx-vlm stores none, and attends to halves of the query",
             "a row without pictures skips the cross-attention layers, as transformers does (modeling_mllama.py:1128)",
             "a decoded token sees the tiles of the prompt's last token, as in transformers (modeling_mllama.py:1585); "
@@ -31,11 +31,11 @@ from vlm_batch.registry import ModelSpec, register
     )
 )
 class Mllama(Adapter):
-    """A cross-attention layer adds nothing to a row without pictures: it has no keys, and its MLP is switched off."""
+    """Cross-attention adds nothing to rows without pictures."""
 
     tower_class = RememberingBatchTower
     input_keys = Adapter.input_keys | {"aspect_ratio_ids", "aspect_ratio_mask", "cross_attention_mask"}
-    #: ``seen`` (1, L, images * tiles) bool says which tiles a token sees.
+    #: ``seen`` (1, L, images * tiles), bool: the tiles that a token sees.
     prefill_axes: ClassVar[Mapping[str, int | None]] = {"cross_attention_states": None, "seen": 1}
 
     @classmethod
@@ -45,17 +45,15 @@ class Mllama(Adapter):
         return PATCHES
 
     def count_placeholders(self, extra: Mapping[str, Any]) -> int | None:
-        """One for each picture."""
         pixels = extra.get("pixel_values")  # (1, images, tiles, ...)
         return None if pixels is None else int(pixels.shape[1])
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
-        """Upstream's embeddings and vision states, and which tiles each token sees (its mask is cut per chunk here)."""
         extra = dict(extra)
         seen = extra.pop("cross_attention_mask", None)  # (1, L, images, tiles)
         found = super().features(ids, extra)
         if "cross_attention_states" in found:
-            # The vision tower's float32 masks widen its output; kept so, it would widen the whole batch's decode step.
+            # The tower's float32 masks make its output float32, and so the whole batch's decode step.
             found["cross_attention_states"] = found["cross_attention_states"].astype(found["inputs_embeds"].dtype)
             if seen is None:
                 raise InvalidPrompt("mllama takes its pictures with a cross_attention_mask (1, length, images, tiles)")
@@ -63,13 +61,11 @@ class Mllama(Adapter):
         return found
 
     def features_after(self, ids: mx.array, extra: Mapping[str, Any], cached: int) -> dict[str, Any]:
-        """The pictures' keys and values are in the caches; which of them a token sees is still to be told."""
         found = super().features_after(ids, extra, cached)
         seen = extra.get("cross_attention_mask")
         return found if seen is None else {**found, **_sight(seen)}
 
     def pictures(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[Picture, ...]:
-        """One for each placeholder, which is a single token."""
         places = np.flatnonzero(np.isin(np.array(ids)[0], list(self.image_token_ids))).tolist()
         per_picture = {name: value for name, value in extra.items() if name != "cross_attention_mask"}
         if not all(value.ndim > 1 and value.shape[1] == len(places) for value in per_picture.values()):
@@ -87,7 +83,6 @@ class Mllama(Adapter):
         return [CrossCache() if index in cross else single for index, single in enumerate(super().row_caches())]
 
     def chunk_features(self, encoded: Encoded, start: int, end: int) -> dict[str, Any]:
-        """Only a row's first chunk brings the vision states; its caches hold their keys and values from then on."""
         features = super().chunk_features(encoded, start, end)
         if not features:
             return {}
@@ -100,7 +95,7 @@ class Mllama(Adapter):
         }
 
     def finish_prefill(self, encoded: Encoded, cache: list[Any]) -> None:
-        """Later tokens see what the prompt's last one sees: what is hidden from it is dropped, and no mask is left."""
+        """Drop tiles unseen by the prompt's last token."""
         if "seen" in encoded.prefill:
             visible, _ = self._visible(encoded.prefill["seen"][:, -1:])
             kept = mx.array(np.flatnonzero(np.array(visible)))
@@ -109,7 +104,6 @@ class Mllama(Adapter):
                     entry.keep(kept)
 
     def run_step(self, step: DecodeStep) -> mx.array:
-        """In a row without pictures attention finds no keys and adds zeros; the mask switches the MLP off, too."""
         sees = mx.array([extras.get("sees", False) for extras in step.extras])
         mask = {"full_text_row_masked_out_mask": sees[:, None, None, None]}
         return self.forward(step.tokens, None, step.caches, mask)
@@ -117,15 +111,15 @@ class Mllama(Adapter):
     def forward(
         self, ids: mx.array, embeds: mx.array | None, cache: Sequence[Any], extra: Mapping[str, Any]
     ) -> mx.array:
-        """The causal mask is a self-attention cache's, wherever the first one is (upstream asks layer 0)."""
+        """Take the mask of the first self-attention cache."""
         cross = self.config.text_config.cross_attention_layers
         own = next(entry for index, entry in enumerate(cache) if index not in cross)
         return super().forward(ids, embeds, cache, {**extra, "mask": create_attention_mask(ids, own)})
 
     def _visible(self, seen: mx.array) -> tuple[mx.array, mx.array]:
-        """(1, L, tiles) -> the bool mask (1, 1, L, keys) of cross-attention, and whether a token sees any (1, 1, L, 1).
+        """(1, L, tiles) -> masks (1, 1, L, keys) and, of the MLP, (1, 1, L, 1).
 
-        A token that sees none attends to all, and its MLP is off (transformers, modeling_mllama.py:46 and :705).
+        A token that sees no tile attends to all, without MLP (transformers, modeling_mllama.py:46, :705).
         """
         vision = self.config.vision_config
         tokens = (vision.image_size // vision.patch_size) ** 2 + 1
@@ -134,6 +128,6 @@ class Mllama(Adapter):
 
 
 def _sight(mask: mx.array) -> dict[str, Any]:
-    """The tiles that each token sees, of (1, L, images, tiles); and whether the last one, and so every later one, sees any."""
+    """Return each token's visible tiles."""
     seen = mask.flatten(2) > 0
     return {"seen": seen, "decode": {"sees": bool(seen[:, -1].any().item())}}

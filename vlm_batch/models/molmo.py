@@ -1,4 +1,4 @@
-"""Molmo: picture features are added to the tokens that an index names."""
+"""Molmo: picture features are added to tokens by index."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vlm_batch.registry import ModelSpec, register
 
 @register(ModelSpec(family="molmo", model_types=("molmo",), multi_image=False))
 class Molmo(Adapter):
-    """``image_input_idx`` says which token each feature is added to; below 0 it is added to none."""
+    """``image_input_idx`` has each feature's token, or a negative number."""
 
     embeddings = "model.wte"
     last_hidden = "model.ln_f"
@@ -32,7 +32,6 @@ class Molmo(Adapter):
         return {Embedding: two_tables(Embedding)}
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
-        """Upstream's features of one picture. Refuses several: the processor makes a row of ids for each."""
         if ids.shape[0] != 1:
             raise InvalidPrompt("molmo takes one picture a request: its processor places one in a prompt")
         return super().features(ids, extra)
@@ -42,14 +41,12 @@ class Molmo(Adapter):
         return np.isin(np.arange(ids.shape[1]), places)
 
     def check_placeholders(self, ids: Any, extra: Mapping[str, Any]) -> None:
-        """The index names every placeholder, and nothing else."""
         places = np.array(extra.get("image_input_idx", -1)).reshape(-1)
         if has_pictures(extra) != (places >= 0).any():
             raise InvalidPrompt("pixel_values and image_input_idx belong together: one of them holds no picture")
         check_places(ids, [places[places >= 0]])
 
     def pictures(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[Picture, ...]:
-        """From the first token that a feature is added to, to the last."""
         places = np.array(extra.get("image_input_idx", -1)).reshape(-1)
         places = places[places >= 0]
         return (Picture(int(places.min()), int(places.max()) + 1, extra),) if len(places) else ()

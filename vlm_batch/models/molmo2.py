@@ -1,4 +1,4 @@
-"""Molmo 2: picture features are added to placeholder tokens; all picture tokens see each other both ways."""
+"""Molmo 2: features added to placeholders; picture tokens attend both ways."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import mlx.nn as nn
 import numpy as np
 
 from vlm_batch.adapters.base import Adapter
-from vlm_batch.adapters.modules import RememberingTower, apart, two_tables
+from vlm_batch.adapters.modules import RememberingTower, two_tables, unshared
 from vlm_batch.records import Encoded
 from vlm_batch.registry import ModelSpec, register
 
@@ -29,17 +29,17 @@ from vlm_batch.registry import ModelSpec, register
     )
 )
 class Molmo2(Adapter):
-    """Markers and column ends belong to a picture, too (Molmo2Processor.image_token_ids)."""
+    """Markers and column ends are picture tokens, too."""
 
     embeddings = "model.wte"
-    tower_class = apart(RememberingTower, "its tower pools patches by their numbers among all of a request's")
+    tower_class = unshared(RememberingTower, "its tower pools patches by their numbers among all of a request's")
     input_keys = Adapter.input_keys | {"image_token_pooling", "image_grids", "image_num_crops"}
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         if self.config.vision_config.vit_config.hidden_act == "gelu_pytorch_tanh":
             for block in self.model.vision_tower.image_vit.transformer:
-                # Upstream: "fast", a sigmoid (molmo2/vision.py:13); transformers: ACT2FN["gelu_pytorch_tanh"].
+                # mlx-vlm: a sigmoid (molmo2/vision.py:13); transformers: ACT2FN["gelu_pytorch_tanh"].
                 block.feed_forward.act = nn.GELU(approx="precise")
 
     @classmethod
@@ -53,12 +53,12 @@ class Molmo2(Adapter):
         return frozenset({self.config.image_patch_id})
 
     def atomic_spans(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
-        """From the first picture's first token to the last picture's last, whatever text lies between them."""
+        """Return one span over all pictures."""
         marked = np.flatnonzero(self._is_picture(ids))
         return ((int(marked[0]), int(marked[-1]) + 1),) if "pixel_values" in extra and len(marked) else ()
 
     def chunk_features(self, encoded: Encoded, start: int, end: int) -> dict[str, Any]:
-        """The mask (1, 1, L, end) bool of the chunk that holds the pictures."""
+        """Return the pictures' mask (1, 1, L, end), bool."""
         if not any(start <= first < end for first, _ in encoded.atomic):
             return {}
         picture = mx.array(self._is_picture(encoded.input_ids)[:end])
@@ -66,7 +66,6 @@ class Molmo2(Adapter):
         return {"mask": ((columns <= rows) | (picture[start:][:, None] & picture[None, :]))[None, None]}
 
     def _is_picture(self, ids: mx.array) -> np.ndarray:
-        """(L,) bool"""
         config = self.config
         markers = [config.image_start_token_id, config.low_res_image_start_token_id, config.image_end_token_id]
         markers += [config.image_patch_id, config.image_col_id, config.image_low_res_id]

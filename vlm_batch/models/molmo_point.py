@@ -1,4 +1,4 @@
-"""Molmo-Point: Molmo 2 whose answers point at a picture, by tokens of the picture's own beyond the vocabulary."""
+"""Molmo-Point: Molmo 2 that points at pictures by tokens beyond the vocabulary."""
 
 from __future__ import annotations
 
@@ -22,23 +22,22 @@ from vlm_batch.errors import InvalidPrompt
 from vlm_batch.records import Call, DecodeStep, Encoded, Picture
 from vlm_batch.registry import ModelSpec, register
 
-#: The logit of a token that the model does not choose from at a step (modeling_molmo_point.py, ``small_val``).
+#: Logit of tokens that the model does not choose from (modeling_molmo_point.py, ``small_val``).
 SMALL = -100000.0
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """The ids of markers: a picture's patches, "no more points", the parts of a patch, and the places in a part."""
+    """Ids of patches, "no more points", parts, and places in them."""
 
     first: int
     num_patches: int
     num_parts: int
     num_places: int
-    has_end: bool  # whether there is a token for "no more points"
+    has_end: bool  # there is a token for "no more points"
 
     @property
     def parts(self) -> int:
-        """The first part's id; the patches, and the token for no more of them, come before it."""
         return self.first + self.num_patches + self.has_end
 
     @property
@@ -47,7 +46,6 @@ class Tokens:
 
     @property
     def end(self) -> int:
-        """One beyond the last place's id: how many tokens the row chooses from."""
         return self.places + self.num_places
 
     def is_patch(self, token: int) -> bool:
@@ -65,8 +63,6 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Order:
-    """In which order points come: patches sorted, parts within a patch sorted, and whether a point may come again."""
-
     sorted_patches: bool
     sorted_parts: bool
     no_repeats: bool
@@ -74,17 +70,17 @@ class Order:
 
 @dataclass(frozen=True)
 class Pictures:
-    """The possible points of a row: P patches, of S parts each, of all its pictures."""
+    """Possible points: P patches of S parts."""
 
     tokens: Tokens
-    patches: mx.array  # (P, D) as they were added to the prompt's embeddings
+    patches: mx.array  # (P, D) as added to the prompt's embeddings
     parts: mx.array  # (P, S, D_vit)
     part_keys: mx.array  # (P, S, E)
     is_part: mx.array  # (P, S) bool
-    at: mx.array  # (P,) where in the prompt each patch's token stands
-    positions: mx.array  # (P,) for RoPE: the patches that can be chosen are counted
+    at: mx.array  # (P,) each patch's place in the prompt
+    positions: mx.array  # (P,) for RoPE, counting patches that can be chosen
     can_choose: mx.array  # (P,) bool
-    end: int  # of the prompt's part that holds them
+    end: int  # of the pictures' span in the prompt
 
     def arrays(self) -> list[mx.array]:
         return [value for value in vars(self).values() if isinstance(value, mx.array)]
@@ -92,8 +88,6 @@ class Pictures:
 
 @dataclass(frozen=True)
 class PointerState(LayerState):
-    """The possible points of a row that has seen its pictures. No other prompt can begin with what it has pointed at."""
-
     pictures: Pictures | None
     keys: mx.array | None
     is_whole = True
@@ -112,22 +106,21 @@ class PointerState(LayerState):
 
 @dataclass
 class Pointer(CacheKind):
-    """The possible and the chosen points of one row. They lie beside the row's KV, as a layer's cache does."""
+    """Points of one row, kept as another layer's cache."""
 
     pictures: Pictures | None = None
     keys: mx.array | None = None  # (P, E) of the patches, from the prompt's hidden states
-    recent: list[int] = field(default_factory=list)  # the last tokens, which no point is complete without
+    recent: list[int] = field(default_factory=list)  # last tokens, of a point that may be incomplete
     last: int | None = None  # the answer's last token
-    patch: int | None = None  # the id of the last patch of a complete point
+    patch: int | None = None  # id of the last complete point's patch
     part: int | None = None
-    pointed: int = -1  # the number of the last patch, complete or not
+    pointed: int = -1  # number of the last patch, complete or not
     has_ended: bool = False
     offset: int = 0
     is_whole = True
 
     @property
     def state(self) -> list[mx.array]:
-        """Every array that is held, to be evaluated."""
         held = [] if self.keys is None else [self.keys]
         return held + ([] if self.pictures is None else self.pictures.arrays())
 
@@ -139,7 +132,6 @@ class Pointer(CacheKind):
         return PointerState(self.pictures, self.keys)
 
     def take(self, token: int) -> None:
-        """Take note of the answer's next token."""
         assert self.pictures is not None
         tokens = self.pictures.tokens
         self.recent.append(token)
@@ -151,7 +143,7 @@ class Pointer(CacheKind):
         self.last = token
 
     def forbidden(self, order: Order) -> list[tuple[int, int]]:
-        """The spans [start, end) of ids that may not come next (modeling_molmo_point.py, MolmoPointLogitProcessor)."""
+        """Return [start, end) of ids that may not follow (modeling_molmo_point.py, MolmoPointLogitProcessor)."""
         assert self.pictures is not None and self.last is not None
         tokens = self.pictures.tokens
         if self.has_ended:
@@ -159,7 +151,7 @@ class Pointer(CacheKind):
         if tokens.first <= self.last < tokens.parts:
             spans = [(0, tokens.parts), (tokens.places, tokens.end)]
             if order.sorted_parts and self.patch == self.last and self.part is not None:
-                # The published code stops where no part is left; here the last one may come again.
+                # The published code stops if no part is left; here the last one may repeat.
                 spans.append((tokens.parts, min(self.part + order.no_repeats, tokens.places - 1)))
             return spans
         if tokens.num_places and tokens.is_part(self.last):
@@ -174,8 +166,6 @@ class Pointer(CacheKind):
 
 
 class PooledLayers(RememberingBatchTower):
-    """Keeps the layers whose patches are pooled."""
-
     def fresh(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         count = self._config.vision_config.num_hidden_layers
         kept = {layer % count for layer in self._config.adapter_config.vit_layers}
@@ -187,8 +177,8 @@ class PooledLayers(RememberingBatchTower):
         family="molmo_point",
         model_types=("molmo_point",),
         notes=(
-            "what a row can point at, and has pointed at, belongs to the row, and so does the width of its logits; mlx-vlm "
-            "keeps the last picture's on the model, for a text that follows, too (molmo_point.py:624)",
+            "a row has its own points and the places that it can point at; mlx-vlm keeps those of the last picture on the "
+            "model, for a text that follows, too (molmo_point.py:624)",
             "all tokens of all pictures see each other, as in the published model (modeling_molmo_point.py, "
             "token_type_ids_mask_function); mlx-vlm drops token_type_ids, and its pictures are causal (molmo_point.py:394)",
             "an answer to a picture does not begin with one of the three tokens that stand for points in general, as in the "
@@ -197,13 +187,13 @@ class PooledLayers(RememberingBatchTower):
             "first chunk's (molmo_point.py:653)",
             "where a patch comes again and none of its parts is left, the last part comes again; mlx-vlm takes any word, and "
             "the published code stops (molmo_point.py:303)",
-            "answers are text with the ids of points; coordinates are not worked out. Every step waits for the tokens of "
-            "the step before, which decide what is fed back, while a row has a picture",
+            "answers are text with the ids of points; coordinates are not worked out",
+            "while a row has a picture, each step waits for the tokens of the step before",
         ),
     )
 )
 class MolmoPoint(Adapter):
-    """A patch's logit is that of the token for patches in general, at the patch that the hidden state points at."""
+    """Patches share the general patch token's logit."""
 
     last_hidden = None
     tower_class = PooledLayers
@@ -233,7 +223,7 @@ class MolmoPoint(Adapter):
         return frozenset({self.config.image_patch_id, self.config.image_non_indexable_patch_id})
 
     def _read(self, inputs: Mapping[str, Any]) -> tuple[mx.array, dict[str, Any]]:
-        """Points of earlier answers have no embedding of their own: what they stood for is not in the prompt."""
+        """Refuse earlier answers' points."""
         ids, extra = super()._read(inputs)
         beyond = [token for token in np.array(ids)[0].tolist() if not 0 <= token < self.num_words]
         if beyond:
@@ -245,7 +235,6 @@ class MolmoPoint(Adapter):
 
     @property
     def num_words(self) -> int:
-        """The number of tokens without points."""
         return int(self.config.text_config.vocab_size + self.config.text_config.additional_vocab_size)
 
     def _encoded(self, inputs: Mapping[str, Any], call: Call, cached: int) -> Encoded:
@@ -253,7 +242,7 @@ class MolmoPoint(Adapter):
         return replace(super()._encoded(inputs, call, cached), vocabulary=words)
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
-        """Upstream's steps; the attributes that it leaves on the model go into ``Pictures``."""
+        """Run mlx-vlm's steps; move its state to ``Pictures``."""
         if "pixel_values" not in extra:
             return {"inputs_embeds": self.words(ids)}
         self._check(ids, extra)
@@ -278,7 +267,7 @@ class MolmoPoint(Adapter):
         return {"inputs_embeds": embeds, "pictures": pictures, "is_picture": np.array(extra["token_type_ids"][0]) > 0}
 
     def _taken(self) -> dict[str, Any]:
-        """Take from the model what upstream keeps there of its last picture."""
+        """Remove and return mlx-vlm's state."""
         model = self.model
         found: dict[str, Any] = model._image_cache
         model._image_cache = model._token_bounds = model._last_predicted_patch_id = None
@@ -286,7 +275,6 @@ class MolmoPoint(Adapter):
         return found
 
     def _check(self, ids: mx.array, extra: Mapping[str, Any]) -> None:
-        """Refuse inputs that upstream would misread."""
         if missing := self.input_keys - extra.keys():
             raise InvalidPrompt(f"a picture of molmo_point comes with {sorted(missing)}, which its processor returns")
         has_patch: np.ndarray = np.array(extra["image_token_pooling"]).max(axis=1) >= 0
@@ -301,19 +289,17 @@ class MolmoPoint(Adapter):
             )
 
     def tokens(self, extra: Mapping[str, Any]) -> Tokens:
-        """The ids of a prompt's markers for pictures."""
         num_patches, num_parts = extra["image_token_pooling"].shape
         places = 9 if self.config.patch_location else 0
         return Tokens(self.num_words, num_patches, num_parts, places, bool(self.config.no_more_points_class))
 
     def pictures(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[Picture, ...]:
-        """All of them are one, as they see each other; the kinds of the prompt's tokens are none of them."""
         spans = self.atomic_spans(ids, extra)
         inputs = {name: value for name, value in extra.items() if name != "token_type_ids"}
         return tuple(Picture(start, end, inputs) for start, end in spans)
 
     def atomic_spans(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
-        """From the first picture's first token to the last picture's last, whatever text lies between them."""
+        """Return one span over all pictures."""
         if "pixel_values" not in extra or "token_type_ids" not in extra:
             return ()
         marked = np.flatnonzero(np.array(extra["token_type_ids"][0]))
@@ -345,7 +331,6 @@ class MolmoPoint(Adapter):
         return mx.pad(self.words_only(logits), [(0, 0), (0, extra)], constant_values=SMALL)
 
     def run_step(self, step: DecodeStep) -> mx.array:
-        """Rows with pictures embed and choose points of their own; the trunk runs once for all."""
         *layers, pointers = step.caches
         assert isinstance(pointers, RowsCache)
         places: list[Pointer | None] = [None if row is None or row.pictures is None else row for row in pointers.places]
@@ -356,7 +341,7 @@ class MolmoPoint(Adapter):
         states, hidden = self.trunk(self.embed(tokens, places), layers, None)
         logits = self.model.lm.lm_head(states[:, -1])  # (B, V)
         hidden = hidden[:, -1]
-        asked = Questions.of(self.model.point_predictor, self.normed(hidden), hidden)
+        asked = PointQueries.of(self.model.point_predictor, self.normed(hidden), hidden)
         rows = []
         for place, (row, token) in enumerate(zip(places, tokens, strict=True)):
             words = logits[place : place + 1]
@@ -364,22 +349,21 @@ class MolmoPoint(Adapter):
         return stack_logits(rows)
 
     def words(self, ids: mx.array) -> mx.array:
-        """The embeddings of words: float32 in float16 models, as pictures' are, so that no row's type is its neighbour's."""
+        """Embed words, in float32 if the model is float16, as pictures are."""
         embeds: mx.array = self.model.lm.model.wte(ids)
         return embeds.astype(mx.float32) if embeds.dtype == mx.float16 else embeds
 
     def trunk(self, embeds: mx.array, layers: Sequence[Any], mask: Any) -> tuple[mx.array, mx.array]:
-        """(B, L, D) embeddings -> the same after all layers, normed for the head and as they are."""
+        """(B, L, D) -> states, normed and not."""
         states, hidden = self.model.lm.model(inputs_embeds=embeds, mask=mask, cache=layers, return_pre_ln=True)
         return states, hidden
 
     def normed(self, hidden: mx.array) -> mx.array:
-        """(..., D) as the point predictor reads it."""
         norm = self.model.point_predictor.x_norm
         return hidden / math.sqrt(hidden.shape[-1]) if norm is None else norm(hidden)
 
     def patch_keys(self, states: mx.array, pictures: Pictures) -> mx.array:
-        """(P, E) of the normed states (P, D) at the patches' tokens; one more for "no more points"."""
+        """Normed states (P, D) -> keys (P, E), "no more points" last."""
         predictor = self.model.point_predictor
         keys = predictor.patch_k(states)
         if predictor.patch_rotary is not None:
@@ -387,7 +371,7 @@ class MolmoPoint(Adapter):
         return predictor.add_no_point_class_embed(keys[None])[0] if pictures.tokens.has_end else keys
 
     def embed(self, tokens: Sequence[int], places: Sequence[Pointer | None]) -> mx.array:
-        """(B, 1, D): words as they are, a patch with its feature, a part of a patch as that part's feature."""
+        """Embed words, patches and parts: (B, 1, D)."""
         config = self.config
         ids = [
             token if row is None or row.pictures is None else general(token, row.pictures.tokens, config)
@@ -403,20 +387,19 @@ class MolmoPoint(Adapter):
                     embed = embed + pictures.patches[token - kinds.first].astype(embed.dtype)
                 elif kinds.is_part(token) and row.pointed >= 0:
                     part = pictures.parts[row.pointed, token - kinds.parts]
-                    embed = self.model.build_vit_embedding(part[None])[
-                        0
-                    ]  # CUDA has no product of few bits for a vector
+                    # CUDA has no quantised product for a vector.
+                    embed = self.model.build_vit_embedding(part[None])[0]
             rows.append(embed.astype(embeds.dtype))
         return mx.stack(rows)[:, None]
 
     def words_only(self, logits: mx.array) -> mx.array:
-        """(1, V) without the three tokens that stand for points in general."""
+        """Mask general point tokens in logits (1, V)."""
         config, ids = self.config, mx.arange(logits.shape[-1])
         general = (ids == config.patch_token_id) | (ids == config.subpatch_token_id) | (ids == config.location_token_id)
         return mx.where(general, SMALL, logits)
 
-    def with_points(self, logits: mx.array, asked: Questions, row: Pointer, token: int) -> mx.array:
-        """Logits (1, V) of words -> (1, W) of words, patches, parts and places, of one row after ``token``."""
+    def with_points(self, logits: mx.array, asked: PointQueries, row: Pointer, token: int) -> mx.array:
+        """Extend logits (1, V) of a row to points: (1, W)."""
         pictures, kinds = row.pictures, row.pictures.tokens if row.pictures else None
         assert pictures is not None and kinds is not None and row.keys is not None
         norm = self.config.norm_logits
@@ -450,26 +433,24 @@ class MolmoPoint(Adapter):
 
 
 @dataclass(frozen=True)
-class Questions:
-    """Queries of hidden states to the pictures' keys: of patches (..., E), of parts (..., E), and logits of places (..., 9)."""
+class PointQueries:
+    """Queries of patches and parts (..., E), logits of places (..., 9)."""
 
     patch: mx.array
     part: mx.array
     place: mx.array | None
 
     @classmethod
-    def of(cls, predictor: Any, normed: mx.array, hidden: mx.array) -> Questions:
-        """(B, D) states -> (B, ...)"""
+    def of(cls, predictor: Any, normed: mx.array, hidden: mx.array) -> PointQueries:
         places = predictor.subpatch_loc_k
         logits = None if places is None else places(hidden)
         return cls(predictor.patch_q(normed), predictor.subpatch_q(normed), logits)
 
-    def of_row(self, place: int) -> Questions:
-        return Questions(self.patch[place], self.part[place], None if self.place is None else self.place[place])
+    def of_row(self, place: int) -> PointQueries:
+        return PointQueries(self.patch[place], self.part[place], None if self.place is None else self.place[place])
 
 
 def general(token: int, tokens: Tokens, config: Any) -> int:
-    """The id whose embedding a token begins with."""
     if tokens.first <= token < tokens.parts:
         return int(config.patch_token_id)
     if tokens.is_part(token):

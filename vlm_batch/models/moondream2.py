@@ -1,4 +1,4 @@
-"""Moondream 2: BOS and one picture attend to each other both ways; rotary attention with one projection."""
+"""Moondream 2: BOS and one picture attend both ways."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from vlm_batch.adapters.attention import fuse_rows
 from vlm_batch.adapters.base import Adapter
-from vlm_batch.adapters.modules import RememberingTower, apart
+from vlm_batch.adapters.modules import RememberingTower, unshared
 from vlm_batch.adapters.prompts import bidirectional_mask
 from vlm_batch.adapters.vision import adaptive_average
 from vlm_batch.errors import InvalidPrompt
@@ -34,13 +34,12 @@ _CROPS = (
 
 
 class AdaptivePooling:
-    """Upstream pools over rounded windows (moondream3/vision.py:114-140, moondream2 the same); Moondream's own code
-    calls adaptive_avg_pool2d (moondream/torch/vision.py, vision_projection)."""
+    """Pools by adaptive_avg_pool2d (moondream/torch/vision.py), not rounded windows (moondream3/vision.py:114-140)."""
 
     config: Any
 
     def _reconstruct_local_features(self, crops: list[mx.array], layout: tuple[int, int]) -> mx.array:
-        """Features (N, D) of each crop, row by row -> (N, D): neighbours' margins are cut off, the rest is pooled."""
+        """Crops' features (N, D) -> (N, D), without margins."""
         size, margin = self.config.crop_size // self.config.patch_size, self.config.overlap_margin
         high, wide = layout
 
@@ -64,12 +63,10 @@ class AdaptivePooling:
     )
 )
 class Moondream2(Adapter):
-    """The prefix is one span; what follows is causal, so only the chunk that holds the prefix needs a mask."""
-
-    tower_class = apart(RememberingTower, "its tower makes one picture of the crops that it is given")
+    tower_class = unshared(RememberingTower, "its tower makes one picture of the crops that it is given")
     graphs = Graphs.IF_ASKED
     input_keys = Adapter.input_keys | {"num_crops", "crop_layouts"}
-    #: Made again for the chunk that holds the prefix, as bools (upstream's float32 does not fit bfloat16 attention).
+    #: Made per chunk as bools; mlx-vlm's float32 does not fit bfloat16 attention.
     ignored = frozenset({"attention_mask_4d"})
 
     @classmethod
@@ -79,23 +76,21 @@ class Moondream2(Adapter):
         return with_published_crops(processor)
 
     def check_placeholders(self, ids: Any, extra: Mapping[str, Any]) -> None:
-        """Upstream replaces the ids after BOS, whatever they are (moondream3.py:70)."""
+        """Check the ids after BOS, which mlx-vlm overwrites (moondream3.py:70)."""
         if len(extra.get("num_crops", ())) > 1:
             raise InvalidPrompt(f"{self.spec.family} takes one picture a request: its prompt has room for one")
         needed, tokens = self.num_features(extra), np.array(ids)[0, 1:]
-        same = int(np.append(tokens == tokens[:1], False).argmin())  # those at the beginning that are one id
+        same = int(np.append(tokens == tokens[:1], False).argmin())  # leading tokens of one id
         if needed and same != needed:
             raise InvalidPrompt(
                 f"the picture needs {needed} placeholder tokens; the prompt has {same} alike ones after BOS"
             )
 
     def atomic_spans(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
-        """BOS and the picture, if there is one."""
         count = self.num_features(extra)
         return ((0, 1 + count),) if count else ()
 
     def pictures(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[Picture, ...]:
-        """The one picture, after BOS."""
         count = self.num_features(extra)
         return (Picture(1, 1 + count, extra),) if count else ()
 
@@ -105,7 +100,7 @@ class Moondream2(Adapter):
         return places
 
     def num_features(self, extra: Mapping[str, Any]) -> int:
-        """As many as patches in a crop, whatever the picture's size: crops are pooled (moondream3/vision.py:114)."""
+        """Count a crop's patches (moondream3/vision.py:114)."""
         vision = self.config.vision_config
         return (vision.crop_size // vision.patch_size) ** 2 if "pixel_values" in extra else 0
 
@@ -118,7 +113,7 @@ class Moondream2(Adapter):
         from mlx_vlm.models.moondream2.vision import VisionModel
 
         class Tower(AdaptivePooling, VisionModel):
-            """The tower with crops pooled as published."""
+            pass
 
-        # Upstream calls ``mx.fast`` itself (moondream2/language.py:61).
+        # mlx-vlm calls ``mx.fast`` itself (moondream2/language.py:61).
         return {Attention: fuse_rows(Attention, "qkv", "proj"), VisionModel: Tower}

@@ -1,4 +1,4 @@
-"""Moondream 3: Moondream 2's pictures; attention scaled by a learned tau, and experts."""
+"""Moondream 3: Moondream 2 with tau and experts."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ from vlm_batch.registry import ModelSpec, register
     )
 )
 class Moondream3(Moondream2):
-    """Attention with tau, and experts."""
-
     @classmethod
     def patches(cls) -> Mapping[type, type]:
         from vlm_batch.models._moondream3 import PATCHES

@@ -1,4 +1,4 @@
-"""DeepSeek-VL and Janus: a SigLIP tower (with SAM beside it in the larger ones), an MLP, and Llama."""
+"""DeepSeek-VL and Janus: SigLIP before Llama."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from vlm_batch.adapters.base import GraphedSteps
 from vlm_batch.adapters.modules import RememberingBatchTower
 from vlm_batch.adapters.placeholders import PlacingAdapter
 from vlm_batch.adapters.prompts import repeat_placeholders
@@ -26,8 +27,8 @@ from vlm_batch.registry import ModelSpec, register
         ),
     )
 )
-class MultiModality(PlacingAdapter):
-    """A picture may come with one placeholder (mlx-vlm's own image processor) or with all of them."""
+class MultiModality(GraphedSteps, PlacingAdapter):
+    """A picture may come with one placeholder, or all."""
 
     tower_class = RememberingBatchTower
     input_keys = frozenset({"pixel_values"})
@@ -46,8 +47,6 @@ class MultiModality(PlacingAdapter):
         from mlx_vlm.models.multi_modality.vision import FastGELUActivation
 
         class ExactGELU(FastGELUActivation):
-            """Upstream's is the tanh form (multi_modality/vision.py:150)."""
-
             def __call__(self, x: mx.array) -> mx.array:
                 return nn.gelu(x)
 
@@ -60,7 +59,6 @@ class MultiModality(PlacingAdapter):
         return repeat_placeholders(ids, self.config.image_token_index, [self.config.num_image_tokens] * pictures)
 
     def encode_pictures(self, extra: Mapping[str, Any], dtype: mx.Dtype) -> list[mx.array]:
-        """One at a time, (3, S, S) -> (tokens, D)."""
         found = []
         for picture in extra["pixel_values"].transpose(0, 2, 3, 1):
             states = self.model.vision_model(picture[None], output_hidden_states=True)

@@ -1,4 +1,4 @@
-"""Muse Glimmer: sliding layers with RoPE, full ones without, queries and keys normed, logits capped."""
+"""Muse Glimmer: sliding layers with RoPE, full ones without."""
 
 from __future__ import annotations
 
@@ -9,7 +9,5 @@ from vlm_batch.registry import ModelSpec, register
 
 @register(ModelSpec(family="muse_glimmer", model_types=("muse_glimmer",)))
 class MuseGlimmer(Adapter):
-    """The kind's adapter serves it as it is. Videos are refused: they are not verified."""
-
     tower_class = RememberingPackedTower
     input_keys = Adapter.input_keys | {"image_grid_thw"}

@@ -1,4 +1,4 @@
-"""Muse Spark: sliding layers with RoPE, full ones without, experts at a narrower width, a residual stream in float32."""
+"""Muse Spark: sliding layers with RoPE, experts, a float32 residual stream."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import mlx.core as mx
 
 from vlm_batch.adapters.base import Adapter
-from vlm_batch.adapters.hooks import Hook, files_of, hook, put_hooks
-from vlm_batch.adapters.modules import RememberingTower, apart
+from vlm_batch.adapters.hooks import Hook, files_of, hook, install_hooks
+from vlm_batch.adapters.modules import RememberingTower, unshared
 from vlm_batch.registry import ModelSpec, register
 
 
@@ -17,13 +17,13 @@ from vlm_batch.registry import ModelSpec, register
     ModelSpec(
         family="muse_spark",
         model_types=("muse_spark", "muse_spark_open"),
+        audio=True,
         no_video="not verified: its answers have not been compared with transformers",
         notes=(
             "runs where there is no Metal: mlx-vlm has the norms, gates and routing of this family as Metal kernels only "
             "(mlx_vlm/kernels)",
             "activations have the type of the weights; mlx-vlm rounds them to bfloat16 whatever the weights are "
             "(muse_spark/language.py:291 and :429), which is the same for a published checkpoint on a GPU",
-            "sound and video are refused",
         ),
         not_on_cuda=tuple(
             (
@@ -35,15 +35,14 @@ from vlm_batch.registry import ModelSpec, register
     )
 )
 class MuseSpark(Adapter):
-    """RoPE takes each row's own offset, and the caches keep the windows."""
-
-    tower_class = apart(RememberingTower, "its tower takes one picture a call")
+    tower_class = unshared(RememberingTower, "its tower takes one picture a call")
+    input_keys = Adapter.input_keys | {"input_values", "input_values_mask"}
+    ignored = frozenset({"audio_lengths"})  # the mask has them, too
 
     def hook_functions(self) -> None:
-        """Hook attention, and without Metal also functions in the place of Metal's kernels."""
         if not mx.metal.is_available():
             hooks = without_metal()
-            put_hooks(files_of(self.language), hooks, family=self.spec.family, required=hooks)
+            install_hooks(files_of(self.language), hooks, family=self.spec.family, required=hooks)
         super().hook_functions()
 
     @classmethod
@@ -54,7 +53,6 @@ class MuseSpark(Adapter):
 
 
 def without_metal() -> dict[str, Hook]:
-    """Functions of MLX's operations where the model's file calls kernels that could only raise."""
     from mlx_vlm import kernels
 
     functions: tuple[Callable[..., Any], ...] = (
@@ -71,14 +69,14 @@ def without_metal() -> dict[str, Hook]:
 def qk_norm(
     qkvg: mx.array, *, n_heads: int, n_kv_heads: int, head_dim: int, eps: float, query_scale: float
 ) -> list[mx.array]:
-    """Queries (B, L, H, D) and keys (B, L, H_kv, D), normed by the head, of a joint projection (B, L, ...)."""
+    """Norm a projection's queries (B, L, H, D) and keys (B, L, H_kv, D)."""
     heads = qkvg[..., : (n_heads + n_kv_heads) * head_dim].reshape(*qkvg.shape[:-1], -1, head_dim)
     queries, keys = mx.split(mx.fast.rms_norm(heads, None, eps), [n_heads], axis=-2)
     return [queries * query_scale, keys]
 
 
 def qk_norm_rope(qkvg: mx.array, *, rope_base: float, offset: int | mx.array, **norm: Any) -> list[mx.array]:
-    """The same, rotated at the positions from ``offset`` (int or (B,)) on."""
+    """Apply ``qk_norm``, and rotate from ``offset`` (int or (B,)) on."""
     return [
         mx.fast.rope(
             heads.swapaxes(1, 2), heads.shape[-1], traditional=True, base=rope_base, scale=1.0, offset=offset
@@ -97,7 +95,7 @@ def norm_add_norm(
     post_eps: float,
     next_norm: Any | None,
 ) -> tuple[mx.array, mx.array | None]:
-    """The stream (B, L, D) with a branch's normed output mixed in, and what the next branch reads of it."""
+    """Add a branch's normed output to the stream (B, L, D)."""
     scaled = branch if post_weight is None else post_weight.astype(branch.dtype) * branch
     mixed = alpha * stream + beta * mx.fast.rms_norm(scaled, None, post_eps).astype(mx.float32)
     if next_norm is None:
@@ -109,7 +107,7 @@ def norm_add_norm(
 def expert_routing(
     logits: mx.array, expert_bias: mx.array, *, top_k: int, multiplier: float, score_eps: float, route_scale: float
 ) -> list[mx.array]:
-    """The experts (B, L, K) of the best biased scores, best first, and their weights: the scores in proportion."""
+    """Return experts and weights (B, L, K)."""
     scores = mx.sigmoid(logits * multiplier)
     chosen = mx.argsort(-(scores + expert_bias), axis=-1)[..., :top_k]
     weights = mx.take_along_axis(scores, chosen, axis=-1)
@@ -117,12 +115,12 @@ def expert_routing(
 
 
 def post_expert_norm_combine(experts: mx.array, weights: mx.array, *, norm_weight: mx.array, eps: float) -> mx.array:
-    """The weighted sum (B, L, D) of the experts' outputs (B, L, K, D), each scaled and normed."""
+    """Sum experts' normed outputs (B, L, K, D): (B, L, D)."""
     scaled = experts.astype(mx.float32) * norm_weight.astype(mx.float32)
     return (mx.fast.rms_norm(scaled, None, eps) * weights[..., None]).sum(axis=-2).astype(experts.dtype)
 
 
 def rms_norm_sigmoid_gate(x: mx.array, gate: mx.array, *, eps: float) -> mx.array:
-    """Attention's output (B, H, L, D), normed by the head and gated by (B, L, H * D)."""
+    """Norm attention's output (B, H, L, D), and gate it by (B, L, H * D)."""
     normed = mx.fast.rms_norm(x.astype(mx.float32), None, eps).swapaxes(1, 2).flatten(-2)
     return (normed * mx.sigmoid(gate.astype(mx.float32))).astype(x.dtype)

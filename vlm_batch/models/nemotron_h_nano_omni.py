@@ -1,11 +1,17 @@
-"""Nemotron Nano Omni: Mamba-2 and attention layers without positions, and experts, behind a RADIO tower."""
+"""Nemotron Nano Omni: RADIO before Mamba-2 and attention without positions."""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping
 from functools import cached_property
+from typing import Any
+
+import mlx.core as mx
 
 from vlm_batch.adapters.base import Adapter
-from vlm_batch.adapters.modules import RememberingTower, apart
+from vlm_batch.adapters.modules import RememberingTower, unshared
+from vlm_batch.adapters.recurrent import in_order
 from vlm_batch.registry import ModelSpec, register
 
 
@@ -13,20 +19,48 @@ from vlm_batch.registry import ModelSpec, register
     ModelSpec(
         family="nemotron_h_nano_omni",
         model_types=("nemotron_h_nano_omni",),
+        audio=True,
+        audio_seconds=399.99,
         no_video="not verified: mlx-vlm drops some of a video's tokens after encoding them, which has not been compared with "
         "the published model",
-        notes=("pictures and text; sound and video are refused",),
+        notes=(
+            "if a recording's length is a multiple of eight frames, its last feature attends to nothing, as in mlx-vlm "
+            "(nemotron_h_nano_omni/audio.py:230) and NeMo; in transformers 5.23 it is the "
+            "mean of all positions, padding included",
+        ),
     )
 )
 class NemotronHNanoOmni(Adapter):
-    """Nothing takes positions: the recurrent layers know the order."""
-
     embeddings = "backbone.embeddings"
     last_hidden = "backbone"
-    tower_class = apart(RememberingTower, "its tower answers with an object of its own")
-    input_keys = frozenset({"pixel_values"})
+    tower_class = unshared(RememberingTower, "its tower answers with an object of its own")
+    input_keys = frozenset({"pixel_values", "sound_clips"})
     ignored = frozenset({"num_patches", "num_tokens", "imgs_sizes"})
+
+    @classmethod
+    def patches(cls) -> Mapping[type, type]:
+        from mlx_vlm.models.nemotron_h.language import NemotronHMamba2Mixer
+
+        return {NemotronHMamba2Mixer: in_order(NemotronHMamba2Mixer, ("in_proj",), "out_proj")}
+
+    def hook_functions(self) -> None:
+        """Make spectrograms' tables here: only the thread that made mlx_audio's may evaluate them."""
+        super().hook_functions()
+        if self.model.sound_feature_extractor is not None:
+            self.model.sound_feature_extractor = with_tables(self.model.sound_feature_extractor)
 
     @cached_property
     def image_token_ids(self) -> frozenset[int]:
-        return frozenset({self.config.img_context_token_id})
+        return frozenset({self.config.img_context_token_id}) | self._audio_token_ids
+
+
+def with_tables(part: Any) -> Any:
+    """Copy the feature extractor with tables of its own."""
+    config, part = part.config, copy.copy(part)
+    window = part._hanning.__wrapped__(config.win_length, periodic=False)
+    bands = part._mel_filters.__wrapped__(
+        config.sampling_rate, config.n_fft, config.num_mel_bins, norm="slaney", mel_scale="slaney"
+    )
+    mx.eval(window, bands)
+    part._hanning, part._mel_filters = lambda *_, **__: window, lambda *_, **__: bands
+    return part

@@ -1,4 +1,4 @@
-"""Nemotron-Parse: every layer of a causal decoder reads the encoding of a picture; a row brings its keys and values of it."""
+"""Nemotron-Parse: every decoder layer reads a picture's encoding."""
 
 from __future__ import annotations
 
@@ -32,14 +32,12 @@ from vlm_batch.registry import ModelSpec, register
     )
 )
 class NemotronParse(CrossingAdapter):
-    """The decoder attends to its picture and has no positions: the order of its tokens is what each of them has seen."""
-
     tower_class = RememberingBatchTower
     input_keys = Adapter.input_keys | {"encoder_outputs"}
     prefill_axes: ClassVar[Mapping[str, int | None]] = {"encoder_outputs": None}
 
     def expand_ids(self, ids: mx.array, extra: Mapping[str, Any]) -> mx.array:
-        """The ids (1, L) that the decoder begins with (nemotron_parse/language.py, NemotronParseLanguageModel)."""
+        """Return the decoder's first ids (nemotron_parse/language.py, NemotronParseLanguageModel)."""
         text, tokens = self.config.text_config, np.array(ids)[0].tolist()
         if len(tokens) == 1:
             return mx.array([[text.decoder_start_token_id]], dtype=mx.int32)
@@ -49,7 +47,7 @@ class NemotronParse(CrossingAdapter):
         return mx.array([tokens], dtype=mx.int32)
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
-        """Embeddings (1, L, D) of the prompt, and the picture's encoding (1, T, D). Raises InvalidPrompt."""
+        """Return embeddings (1, L, D) and encoding (1, T, D)."""
         states = extra.get("encoder_outputs")
         if states is None:
             states = self._picture(extra.get("pixel_values"))
@@ -67,7 +65,6 @@ class NemotronParse(CrossingAdapter):
         return states
 
     def run_chunk(self, rows: Sequence[Encoded], cache: list[Any], start: int, end: int) -> mx.array:
-        """The picture's keys and values with the first chunk, and the decoder over each."""
         (encoded,) = rows
         if start == 0:
             self.hold(encoded.prefill["encoder_outputs"], cache)
@@ -78,7 +75,7 @@ class NemotronParse(CrossingAdapter):
         return self.answer(model.shared(step.tokens) * model.decoder.embed_scale, step.caches)
 
     def answer(self, embeds: mx.array, caches: Sequence[Any]) -> mx.array:
-        """The decoder over embeddings (B, L, D); logits (B, V) of the last. Norms stand before each part."""
+        """Embeddings (B, L, D) -> logits (B, V)."""
         decoder, half = self.language.model.decoder, len(caches) // 2
         hidden = decoder.layernorm_embedding(embeds)
         for layer, own, cross in zip(decoder.layers, caches[:half], caches[half:], strict=True):

@@ -1,11 +1,11 @@
-"""PaddleOCR-VL: Ernie 4.5's small text model with positions on three axes."""
+"""PaddleOCR-VL: Ernie 4.5 with positions on three axes."""
 
 from __future__ import annotations
 
 import mlx.nn as nn
 
 from vlm_batch.adapters.grids import GridAdapter, MRoPEAdapter
-from vlm_batch.adapters.modules import RememberingGridTower, apart
+from vlm_batch.adapters.modules import RememberingGridTower, unshared
 from vlm_batch.adapters.towers import PICTURES_MASKED_APART
 from vlm_batch.registry import ModelSpec, register
 
@@ -23,9 +23,9 @@ from vlm_batch.registry import ModelSpec, register
     )
 )
 class PaddleOCRVL(MRoPEAdapter):
-    """Pictures only: mlx-vlm's model has no place for ``pixel_values_videos``."""
+    """Pictures only: mlx-vlm takes no ``pixel_values_videos``."""
 
-    tower_class = apart(RememberingGridTower, PICTURES_MASKED_APART)
+    tower_class = unshared(RememberingGridTower, PICTURES_MASKED_APART)
     input_keys = GridAdapter.input_keys
 
     def __init__(self, model: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""PaliGemma 1 and 2: SigLIP before Gemma or Gemma 2, and a prompt whose tokens all see each other."""
+"""PaliGemma 1 and 2: SigLIP before Gemma; the prompt attends both ways."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vlm_batch.registry import ModelSpec, register
 
 
 class LastStates(RememberingBatchTower):
-    """Keeps the last layer's states alone: what else the tower answers is of the first picture."""
+    """Keeps the last states; the tower's other outputs are the first picture's."""
 
     def fresh(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         *_, states = self.tower(*args, **kwargs)
@@ -36,7 +36,7 @@ class LastStates(RememberingBatchTower):
     )
 )
 class PaliGemma(PlacingAdapter):
-    """A checkpoint may ask for a causal prompt (``use_bidirectional_attention: false``), which is chunked as usual."""
+    """``use_bidirectional_attention: false`` makes a causal prompt."""
 
     tower_class = LastStates
     ignored = frozenset({"labels"})
@@ -52,19 +52,18 @@ class PaliGemma(PlacingAdapter):
         return not self.config.text_config.use_bidirectional_attention
 
     def encode_pictures(self, extra: Mapping[str, Any], dtype: mx.Dtype) -> list[mx.array]:
-        """Encode pictures; upstream's tower norms the first of them alone (paligemma/vision.py:99)."""
+        """Norm all pictures; mlx-vlm norms the first (paligemma/vision.py:99)."""
         tower = self.model.vision_tower
         *_, states = tower(extra["pixel_values"].astype(dtype).transpose(0, 2, 3, 1), output_hidden_states=True)
         return list(self.model.multi_modal_projector(tower.vision_model.post_layernorm(states[-1])))
 
     def to_embeddings(self, features: mx.array, dtype: mx.Dtype) -> mx.array:
-        """Features divided by the factor with which the trunk multiplies all embeddings."""
         return features / mx.array(features.shape[-1] ** 0.5, dtype=dtype)
 
     def atomic_spans(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
         return ((0, ids.shape[1]),) if not self.is_causal else ()
 
     def run_step(self, step: DecodeStep) -> mx.array:
-        """Without a mask, upstream takes a decoded token for a prompt's: no row would end (paligemma/language.py:238)."""
+        """Pass a mask: without one a token is a prompt (paligemma/language.py:238)."""
         mask = {} if self.is_causal else {"mask": step.caches[0].make_mask(1)}
         return self.forward(step.tokens, None, step.caches, mask)

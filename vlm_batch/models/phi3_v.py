@@ -1,4 +1,4 @@
-"""Phi-3-Vision and Phi-3.5-Vision: fused projections, and RoPE with short and long factors."""
+"""Phi-3-Vision and Phi-3.5-Vision: fused projections, LongRoPE."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from vlm_batch.adapters.attention import fuse_rows
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.longrope import LONG_ROPE_NOTE
 from vlm_batch.errors import InvalidPrompt
+from vlm_batch.records import DecodeStep
 from vlm_batch.registry import ModelSpec, register
 
-#: Pixels of a side of the crops that its processor makes.
+#: Pixels of a crop's side.
 CROP = 336
 
 
 @register(ModelSpec(family="phi3_v", model_types=("phi3_v",), notes=(LONG_ROPE_NOTE,)))
 class Phi3V(Adapter):
-    """The k-th picture's placeholders are the id -k; the model is its own language model."""
+    """The k-th picture's placeholders have the id -k."""
 
     input_keys = frozenset({"pixel_values", "image_sizes"})
 
@@ -30,11 +31,14 @@ class Phi3V(Adapter):
     def patches(cls) -> Mapping[type, type]:
         from mlx_vlm.models.phi3_v.phi3_v import Attention
 
-        # Upstream calls ``mx.fast`` itself (phi3_v.py:89).
+        # mlx-vlm calls ``mx.fast`` itself (phi3_v.py:89).
         return {Attention: fuse_rows(Attention, "qkv_proj", "o_proj")}
 
+    def run_step(self, step: DecodeStep) -> mx.array:
+        """Embed tokens here: mlx-vlm reads ids back to look for pictures (phi3_v.py:211)."""
+        return self.forward(step.tokens, self.token_table(step.tokens), step.caches, {})
+
     def check_placeholders(self, ids: Any, extra: Mapping[str, Any]) -> None:
-        """The k-th picture needs so many ids -k as its crops have features, with those that end their rows."""
         super().check_placeholders(ids, extra)
         tokens, each = np.array(ids)[0], int(self.config.vision_config.num_img_tokens)
         for index, (high, wide) in enumerate((np.array(extra.get("image_sizes", ())) // CROP).tolist()):
@@ -44,7 +48,6 @@ class Phi3V(Adapter):
                 raise InvalidPrompt(f"picture {index + 1} needs {needed} placeholder tokens; the prompt has {given}")
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
-        """Upstream's own, for as many pictures as the prompt has placeholders for."""
         given, needed = len(set(np.array(ids)[0].clip(max=0).tolist()) - {0}), len(extra.get("image_sizes", ()))
         if given != needed:
             raise InvalidPrompt(f"the prompt has placeholders for {given} pictures, and {needed} are given")
@@ -52,5 +55,4 @@ class Phi3V(Adapter):
 
     @cached_property
     def image_token_ids(self) -> frozenset[int]:
-        """Negative ids, as the processor makes them of ``<|image_k|>``."""
         return frozenset(range(-256, 0))

@@ -1,4 +1,4 @@
-"""Phi-4 with SigLIP 2: pictures of any shape as patches; a prompt holds an id that is no token for each picture."""
+"""Phi-4 with SigLIP 2: pictures of any shape, one id per picture."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vlm_batch.adapters.modules import RememberingBatchTower
 from vlm_batch.adapters.placeholders import OnePlaceholder
 from vlm_batch.registry import ModelSpec, register
 
-#: The id that LLaVA's own code writes in a picture's place.
+#: LLaVA's id of a picture's placeholder.
 NO_TOKEN = -200
 
 
@@ -31,8 +31,6 @@ NO_TOKEN = -200
     )
 )
 class Phi4SigLip(OnePlaceholder):
-    """Pictures of any shape as a padded list of patches, of which a mask says how many are real."""
-
     tower_class = RememberingBatchTower
     input_keys = OnePlaceholder.input_keys | {"spatial_shapes", "pixel_attention_mask"}
 
@@ -43,16 +41,16 @@ class Phi4SigLip(OnePlaceholder):
         from mlx_vlm.models.phi4_siglip.vision import VisionEmbeddings
 
         class BilinearEmbeddings(VisionEmbeddings):
-            """Upstream resizes bicubically (phi4_siglip/vision.py:87); its LFM2-VL has the same tower's rule."""
+            """Resizes bilinearly, not bicubically (phi4_siglip/vision.py:87)."""
 
             @staticmethod
             def resize_positional_embeddings(table: mx.array, shapes: mx.array, max_length: int) -> mx.array:
-                """(H, W, D) for each picture's (2,) rows and columns: (pictures, patches, D); no picture is padded."""
+                """(H, W, D), shapes (pictures, 2) -> (pictures, patches, D)."""
                 sizes = [(int(rows), int(columns)) for rows, columns in np.array(shapes).tolist()]
                 tables = [resize_bilinear_nhwc(table[None].astype(mx.float32), size, antialias=True) for size in sizes]
                 return mx.concatenate([one.flatten(1, 2) for one in tables]).astype(table.dtype)
 
-        # Upstream calls ``mx.fast`` itself (phi4_siglip/language.py:66).
+        # mlx-vlm calls ``mx.fast`` itself (phi4_siglip/language.py:66).
         return {Attention: fuse_rows(Attention, "qkv_proj", "o_proj"), VisionEmbeddings: BilinearEmbeddings}
 
     @cached_property
@@ -66,7 +64,6 @@ class Phi4SigLip(OnePlaceholder):
         return [int(count) for count in mask.sum(axis=-1).tolist()]
 
     def encode_pictures(self, extra: Mapping[str, Any], dtype: mx.Dtype) -> list[mx.array]:
-        """Each picture by itself, without the padding that the others give it."""
         features = []
         for index, count in enumerate(self.count_positions(extra)):
             patches, shape = (extra[name][index : index + 1] for name in ("pixel_values", "spatial_shapes"))

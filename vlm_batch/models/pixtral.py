@@ -1,4 +1,4 @@
-"""Pixtral: pictures of any size as one sequence of patches, before Mistral text."""
+"""Pixtral: pictures of any size before Mistral's decoder."""
 
 from __future__ import annotations
 
@@ -7,22 +7,20 @@ from typing import Any
 
 import mlx.core as mx
 
-from vlm_batch.adapters.base import Adapter
-from vlm_batch.adapters.modules import RememberingTower, apart
+from vlm_batch.adapters.base import Adapter, GraphedSteps
+from vlm_batch.adapters.modules import RememberingTower, unshared
 from vlm_batch.adapters.towers import PICTURES_MASKED_APART
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.registry import ModelSpec, register
 
 
 @register(ModelSpec(family="pixtral", model_types=("pixtral",)))
-class Pixtral(Adapter):
-    """Nothing is special: pictures are padded to one size and say which part of it is theirs."""
-
-    tower_class = apart(RememberingTower, PICTURES_MASKED_APART)
+class Pixtral(GraphedSteps):
+    tower_class = unshared(RememberingTower, PICTURES_MASKED_APART)
     input_keys = Adapter.input_keys | {"image_sizes"}
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
-        """Upstream's features. Refuses more pictures than the prompt has placeholders for, which upstream drops."""
+        """Check placeholders: mlx-vlm drops pictures without any."""
         unit = self.config.vision_config.patch_size * getattr(self.config, "spatial_merge_size", 1)
         sizes = extra["image_sizes"].tolist() if "pixel_values" in extra else []
         needed = sum((high // unit) * (wide // unit) for high, wide in sizes)

@@ -1,4 +1,4 @@
-"""PLaMo 2.1 VL: Mamba layers and attention in turn, SigLIP tiles projected one to one."""
+"""PLaMo 2.1 VL: SigLIP before Mamba and attention."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from vlm_batch.registry import ModelSpec, register
     )
 )
 class Plamo2VL(Adapter):
-    """Recurrent layers know the order; attention takes each row's own offset."""
-
     tower_class = RememberingBatchTower
 
     @classmethod

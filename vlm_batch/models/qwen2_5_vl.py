@@ -1,4 +1,4 @@
-"""Qwen2.5-VL: a video's positions go by its seconds; windows in the vision tower."""
+"""Qwen2.5-VL: M-RoPE with videos' time in seconds."""
 
 from __future__ import annotations
 
@@ -30,8 +30,6 @@ from vlm_batch.registry import ModelSpec, register
     )
 )
 class Qwen25VL(Qwen2VL):
-    """M-RoPE whose time axis goes by seconds; windowed attention in the vision tower."""
-
     input_keys = MRoPEAdapter.input_keys | {"second_per_grid_ts"}
 
     def __init__(self, model: nn.Module) -> None:
@@ -42,9 +40,9 @@ class Qwen25VL(Qwen2VL):
         return super().features(ids, {name: extra[name] for name in extra.keys() - {"second_per_grid_ts"}})
 
     def positions(self, ids: mx.array, extra: Mapping[str, Any], features: Mapping[str, Any]) -> PositionState:
-        """A video's time steps are ``tokens_per_second`` times their seconds apart (arXiv:2502.13923, section 2.1.2).
+        """Space a video's time steps by ``tokens_per_second`` times seconds (arXiv:2502.13923, section 2.1.2).
 
-        The rule and its float32 are those of the code that came with the model (transformers 4.49, get_rope_index).
+        float32, as in transformers 4.49, get_rope_index.
         """
         if "video_grid_thw" not in extra:
             return super().positions(ids, extra, features)

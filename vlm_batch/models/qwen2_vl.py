@@ -1,4 +1,4 @@
-"""Qwen2-VL: M-RoPE and nothing else."""
+"""Qwen2-VL: M-RoPE."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 
-from vlm_batch.adapters import kernels
 from vlm_batch.adapters.attention import seal_masks
+from vlm_batch.adapters.base import GraphedSteps
 from vlm_batch.adapters.grids import MRoPEAdapter
 from vlm_batch.adapters.pictures import with_part
 from vlm_batch.adapters.towers import embed_by_product
 from vlm_batch.adapters.windows import attend_pictures
-from vlm_batch.records import Graphs, PositionState
+from vlm_batch.records import PositionState
 from vlm_batch.registry import ModelSpec, register
 
 _BOTH = "a prompt with pictures and videos keeps both; mlx-vlm drops the videos (qwen2_vl.py:27, qwen2_5_vl.py:27)"
@@ -26,19 +25,13 @@ _FRAMES = (
 
 
 @register(ModelSpec(family="qwen2_vl", model_types=("qwen2_vl",), video=True, notes=(_BOTH, _FRAMES)))
-class Qwen2VL(MRoPEAdapter):
-    """M-RoPE and nothing else."""
-
-    @property
-    def graphs(self) -> Graphs:  # type: ignore[override]
-        """A packed product adds its bias in an operation of its own, which a graph fuses with the broadcast before it."""
-        is_packed = any(isinstance(module, nn.QuantizedLinear) for _, module in self.language.named_modules())
-        return Graphs.BY_DEFAULT if kernels.counts_launches() and not is_packed else Graphs.IF_ASKED
+class Qwen2VL(GraphedSteps, MRoPEAdapter):
+    are_compared = True
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
-        """Embeddings (1, L, D) with the pictures' features in the places of their placeholders, and nothing else.
+        """Return embeddings (1, L, D) with pictures' features.
 
-        Upstream counts placeholders and makes positions on the device, and waits for both (qwen2_vl.py:25, qwen2_5_vl.py:25).
+        mlx-vlm waits for the device (qwen2_vl.py:25, qwen2_5_vl.py:25).
         """
         if "pixel_values_videos" in extra:
             ids, extra = self.videos_as_pictures(ids, extra)

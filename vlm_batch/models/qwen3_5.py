@@ -1,4 +1,4 @@
-"""Qwen3.5: M-RoPE; most layers keep a recurrent state and not keys and values."""
+"""Qwen3.5: M-RoPE, recurrent states in most layers."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from typing import Any
 
 from vlm_batch.adapters.attention import seal_masks
 from vlm_batch.adapters.grids import MRoPEAdapter
-from vlm_batch.adapters.modules import apart
+from vlm_batch.adapters.modules import unshared
+from vlm_batch.adapters.recurrent import in_order
 from vlm_batch.adapters.towers import embed_by_product
 from vlm_batch.adapters.windows import attend_pictures
 from vlm_batch.inputs.videos import Sampling
 from vlm_batch.registry import ModelSpec, register
 
-#: Why pictures of several requests to a Hadamard pack do not share calls.
+#: Reason why pictures of several requests to a Hadamard pack do not share calls.
 PACKED = "features become float16 among a pack's embeddings: other last bits of the tower are seen in its answers"
 
 
@@ -36,23 +37,24 @@ PACKED = "features become float16 among a pack's embeddings: other last bits of 
     )
 )
 class Qwen35(MRoPEAdapter):
-    """M-RoPE; most layers keep a recurrent state and not keys and values."""
-
     video_sampling = Sampling(frame_factor=1)
 
     def __init__(self, model: Any) -> None:
         if getattr(model.config, "model_type", None) == "prism_hadamard_qwen35":
-            self.tower_class = apart(type(self).tower_class, PACKED)
+            self.tower_class = unshared(type(self).tower_class, PACKED)
         super().__init__(model)
 
     @classmethod
     def patches(cls) -> Mapping[type, type]:
-        from mlx_vlm.models.qwen3_5.language import Qwen3_5Attention
+        from mlx_vlm.models.qwen3_5.language import Qwen3_5Attention, Qwen3_5GatedDeltaNet
         from mlx_vlm.models.qwen3_vl import vision
 
         sealed = seal_masks(Qwen3_5Attention)  # cut to the longest row at qwen3_5/language.py:1024
         return {
             Qwen3_5Attention: sealed,
+            Qwen3_5GatedDeltaNet: in_order(
+                Qwen3_5GatedDeltaNet, ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), "out_proj"
+            ),
             vision.Attention: attend_pictures(vision.Attention),
             vision.PatchEmbed: embed_by_product(vision.PatchEmbed),
         }

@@ -1,5 +1,3 @@
-"""Qwen3.5 with experts."""
-
 from __future__ import annotations
 
 from vlm_batch.models.qwen3_5 import Qwen35

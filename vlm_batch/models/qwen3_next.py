@@ -1,4 +1,4 @@
-"""Qwen3-Next: a text model of gated delta nets, attention and experts."""
+"""Qwen3-Next: text only, gated delta nets, experts."""
 
 from __future__ import annotations
 
@@ -21,8 +21,6 @@ from vlm_batch.registry import ModelSpec, register
     )
 )
 class Qwen3Next(Adapter):
-    """Gated delta nets in most layers, attention and experts in the others. Pictures are refused."""
-
     input_keys = frozenset()
 
     @classmethod

@@ -19,10 +19,7 @@ from vlm_batch.registry import ModelSpec, register
 
 @register(ModelSpec(family="qwen3_vl", model_types=("qwen3_vl",), video=True))
 class Qwen3VL(MRoPEAdapter):
-    """M-RoPE and deepstack: features of several vision layers are added to the picture positions of the first text layers.
-
-    A video's time steps are pictures with their seconds in words before them.
-    """
+    """Decoder layers add tower layers' features; a video's time steps are pictures with seconds in words."""
 
     graphs = Graphs.IF_ASKED
     video_sampling = Sampling(frame_factor=1)
@@ -30,9 +27,7 @@ class Qwen3VL(MRoPEAdapter):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        widen(
-            self.model, Inner(("linear_fc1",), "linear_fc2")
-        )  # 3,420 where a configuration leaves it to mlx-vlm's default
+        widen(self.model, Inner(("linear_fc1",), "linear_fc2"))  # 3,420 by mlx-vlm's default
 
     @classmethod
     def patches(cls) -> Mapping[type, type]:
@@ -46,7 +41,7 @@ class Qwen3VL(MRoPEAdapter):
         }
 
     def chunk_features(self, encoded: Encoded, start: int, end: int) -> dict[str, Any]:
-        """A chunk takes the deepstack rows of its own picture positions (mlx-vlm's batch takes the whole prompt's)."""
+        """Cut the chunk's deepstack rows; mlx-vlm's batch takes the prompt's."""
         if "deepstack_visual_embeds" not in encoded.prefill:  # text, or picture features that came without them
             return {}
         mask = encoded.prefill["visual_pos_masks"]  # (1, L)

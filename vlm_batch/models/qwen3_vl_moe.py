@@ -25,14 +25,13 @@ from vlm_batch.registry import ModelSpec, register
     )
 )
 class Qwen3VLMoe(Qwen3VL):
-    """Qwen3-VL with experts."""
-
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         # transformers: Qwen3VLMoeVisionMLP takes hidden_act, gelu_pytorch_tanh; Qwen3VLMoeVisionPatchMerger nn.GELU().
         tower = self.model.vision_tower
         for block in tower.blocks:
-            block.mlp.act_fn = nn.GELU(approx="tanh")
+            if type(block.mlp.act_fn) is nn.GELU:  # not one that config.json names
+                block.mlp.act_fn = nn.GELU(approx="tanh")
         for merger in (tower.merger, *tower.deepstack_merger_list):
             merger.act_fn = nn.GELU()
 

@@ -1,4 +1,4 @@
-"""Qwen4-Exp: delta nets, hashed n-grams in some layers, sparse attention over blocks that an indexer picks in the others."""
+"""Qwen4-Exp: delta nets, hashed n-grams, sparse attention."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import mlx.core as mx
 from vlm_batch.adapters.attention import HOOKS, row_by_row
 from vlm_batch.adapters.base import Adapter, trunk_logits
 from vlm_batch.adapters.grids import MRoPEAdapter
-from vlm_batch.adapters.hooks import put_hooks
+from vlm_batch.adapters.hooks import install_hooks
+from vlm_batch.adapters.recurrent import in_order
 from vlm_batch.adapters.towers import embed_by_product
 from vlm_batch.adapters.windows import attend_pictures
 from vlm_batch.caches import IndexedCache
@@ -18,7 +19,7 @@ from vlm_batch.inputs.videos import Sampling
 from vlm_batch.records import DecodeStep
 from vlm_batch.registry import ModelSpec, register
 
-#: The file with the functions of sparse attention.
+#: File with the functions of sparse attention.
 SPARSE = "mlx_vlm.models.qwen4_exp.qsa_kernel"
 
 
@@ -28,30 +29,29 @@ SPARSE = "mlx_vlm.models.qwen4_exp.qsa_kernel"
         model_types=("qwen4_exp",),
         video=True,
         notes=(
-            "sparse attention runs a row at a time, with the row's own indexer and blocks; delta nets, n-grams and experts "
-            "run for all rows at once. In mlx-vlm's batch the padding of one row takes the sparse mask from all "
+            "sparse attention runs a row at a time; delta nets, n-grams and experts run for all rows at once",
+            "each row keeps its sparse mask; in mlx-vlm's batch the padding of one row takes it from all "
             "(qwen4_exp/language.py:1872)",
         ),
     )
 )
 class Qwen4Exp(MRoPEAdapter):
-    """M-RoPE, as Qwen3.5; n-grams are made of the prompt's ids, a picture's placeholders included."""
-
     video_sampling = Sampling(frame_factor=1)
 
     def hook_functions(self) -> None:
-        """Also in the file of functions that its attention calls; M-RoPE is no one operation for all rows,
-        since attention runs a row at a time, and turns blocks of keys, too."""
-        put_hooks([SPARSE], HOOKS, family=self.spec.family, required=["scaled_dot_product_attention"])
+        """Hook sparse attention's file, but not M-RoPE: attention runs by rows."""
+        install_hooks([SPARSE], HOOKS, family=self.spec.family, required=["scaled_dot_product_attention"])
         Adapter.hook_functions(self)
 
     @classmethod
     def patches(cls) -> Mapping[type, type]:
         from mlx_vlm.models.qwen3_vl import vision
-        from mlx_vlm.models.qwen4_exp.language import Qwen4ExpAttention
+        from mlx_vlm.models.qwen4_exp.language import Qwen4ExpAttention, Qwen4ExpGatedDeltaNet, Qwen4ExpPLELayer
 
         return {
             Qwen4ExpAttention: row_by_row(Qwen4ExpAttention),
+            Qwen4ExpGatedDeltaNet: in_order(Qwen4ExpGatedDeltaNet, ("in_proj_qkv", "in_proj_z"), "out_proj"),
+            Qwen4ExpPLELayer: in_order(Qwen4ExpPLELayer),
             vision.Attention: attend_pictures(vision.Attention),
             vision.PatchEmbed: embed_by_product(vision.PatchEmbed),
         }
@@ -62,12 +62,11 @@ class Qwen4Exp(MRoPEAdapter):
         return [IndexedCache() if isinstance(one, QSAKVCache) else one for one in super().row_caches()]
 
     def run_step(self, step: DecodeStep) -> mx.array:
-        """One position (B, 1) a row for all three axes, so that the rows lie along the first axis."""
+        """Pass positions (B, 1), the same for all axes."""
         return self.forward(step.tokens, None, step.caches, {"position_ids": step.positions[:, None]})
 
     def forward(
         self, ids: mx.array, embeds: mx.array | None, cache: Sequence[Any], extra: Mapping[str, Any]
     ) -> mx.array:
-        """Trunk and head; for a new token upstream's ``LanguageModel.__call__`` takes a forward that is written beside the
-        modules (language.py, ``Qwen4ExpBatchInvariantForward``) and knows only caches of its own."""
+        """Run trunk and head, not ``Qwen4ExpBatchInvariantForward``, which needs its own caches (language.py)."""
         return trunk_logits(self.language, ids, embeds, cache, extra)

@@ -1,5 +1,3 @@
-"""SmolVLM: Idefics 3 by another name."""
-
 from __future__ import annotations
 
 from vlm_batch.models.idefics3 import Idefics3
@@ -15,4 +13,4 @@ from vlm_batch.registry import ModelSpec, register
     )
 )
 class SmolVLM(Idefics3):
-    """Videos are pictures to its model; they are not verified, and refused."""
+    """Videos are refused: not verified."""

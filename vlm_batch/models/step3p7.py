@@ -1,4 +1,4 @@
-"""Step 3.7: sliding and full layers with heads of their own, experts; a picture as patches and its whole view."""
+"""Step 3.7: sliding and full layers, experts, pictures in patches."""
 
 from __future__ import annotations
 
@@ -9,7 +9,5 @@ from vlm_batch.registry import ModelSpec, register
 
 @register(ModelSpec(family="step3p7", model_types=("step3p7",)))
 class Step3p7(Adapter):
-    """Nothing is special: RoPE takes each row's own offset, and windows are the caches' business."""
-
     tower_class = RememberingBatchTower
     input_keys = frozenset({"pixel_values", "patch_pixel_values", "num_patches", "image_embeds"})

@@ -1,4 +1,4 @@
-"""Unlimited-OCR: DeepSeek-OCR whose answers see the prompt and a window of themselves."""
+"""Unlimited-OCR: DeepSeek-OCR whose answers see a window of themselves."""
 
 from __future__ import annotations
 
@@ -28,11 +28,8 @@ from vlm_batch.registry import ModelSpec, register
     )
 )
 class UnlimitedOCR(DeepseekOCR):
-    """An answer's tokens see the prompt and a window of the answer."""
-
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
-        """Upstream's own. It leaves placeholders empty that are more than the features (unlimitedocr.py:176): these are
-        refused here."""
+        """Refuse placeholders that mlx-vlm leaves empty (unlimitedocr.py:176)."""
         found = super().features(ids, extra)
         if has_pictures(extra):
             places = mx.array(np.flatnonzero(np.isin(np.array(ids)[0], list(self.image_token_ids))))

@@ -1,4 +1,4 @@
-"""Youtu-VL: windows in the vision tower, attention over a latent, experts."""
+"""Youtu-VL: a windowed tower, latent attention, experts."""
 
 from __future__ import annotations
 
@@ -29,8 +29,6 @@ from vlm_batch.registry import ModelSpec, register
     )
 )
 class YoutuVL(Adapter):
-    """Latent attention; windows in the vision tower."""
-
     tower_class = RememberingPackedTower
     input_keys = frozenset({"pixel_values", "spatial_shapes"})
     ignored = frozenset({"pixel_attention_mask"})

@@ -1,4 +1,4 @@
-"""ZAYA1-VL: attention over convolved keys and queries, whose state lies beside the keys; pictures' tokens have LoRA weights."""
+"""ZAYA1-VL: convolved keys and queries, LoRA weights for pictures."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import ClassVar
 import mlx.core as mx
 
 from vlm_batch.adapters.grids import GridAdapter
+from vlm_batch.adapters.recurrent import in_order
 from vlm_batch.registry import ModelSpec, register
 
 
@@ -23,20 +24,18 @@ from vlm_batch.registry import ModelSpec, register
     )
 )
 class Zaya1VL(GridAdapter):
-    """Positions are counted; the vision tower is Qwen2.5-VL's, with its windows."""
-
     prefill_axes: ClassVar[Mapping[str, int | None]] = {"visual_pos_masks": 1}
 
     @classmethod
     def patches(cls) -> Mapping[type, type]:
+        from mlx_vlm.models.zaya1_vl.language import CCA
         from mlx_vlm.models.zaya1_vl.vision import VisionModel
 
         class DistinctWindows(VisionModel):
-            """Qwen2.5-VL's tower without windows of length zero: a padded grid has windows without patches, whose boundaries
-            repeat, and mlx-vlm compares array scalars by identity (qwen2_5_vl/vision.py:332)."""
+            """Drops empty windows: mlx-vlm compares scalars by identity (qwen2_5_vl/vision.py:332)."""
 
             def get_window_index(self, grid_thw: mx.array) -> tuple[mx.array, mx.array]:
                 index, boundaries = super().get_window_index(grid_thw)
                 return index, mx.array(sorted(set(boundaries.tolist())), dtype=mx.int32)
 
-        return {VisionModel: DistinctWindows}
+        return {CCA: in_order(CCA), VisionModel: DistinctWindows}

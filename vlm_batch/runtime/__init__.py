@@ -1,1 +1,1 @@
-"""Settings that must be made before MLX starts (BLAS, CUDA launches), threads for engines, and memory given back."""
+"""The process around MLX: its environment, threads and memory."""

@@ -1,4 +1,4 @@
-"""Memory: how much there is, and given back to the system once it is not needed any more."""
+"""Memory of the device and the host."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from pathlib import Path
 import mlx.core as mx
 
 
-def give_back() -> None:
-    """Return free memory: what MLX keeps for its next arrays, and on Linux what the C library keeps between small ones.
+def release_memory() -> None:
+    """Return MLX's and the C library's free memory to the system.
 
-    Many small arrays leave a heap with holes, which glibc does not return by itself. CUDA's pool returns what is freed when
-    the device is waited for: before, what is under way holds arrays, and after, it is free for others.
+    CUDA frees at synchronisations: the first ends work that holds arrays, the second returns them.
     """
     gc.collect()
     _wait_for_device()
@@ -28,7 +27,7 @@ def give_back() -> None:
 
 
 def trim() -> None:
-    """Return what the C library keeps of freed memory, on Linux: other systems' libraries do so by themselves."""
+    """Return the C library's freed memory, on Linux."""
     if sys.platform == "linux":
         try:
             ctypes.CDLL(None).malloc_trim(0)
@@ -37,12 +36,12 @@ def trim() -> None:
 
 
 def _wait_for_device() -> None:
-    with contextlib.suppress(RuntimeError):  # what was launched has failed: whoever reads it is told
+    with contextlib.suppress(RuntimeError):  # launched work has failed: its reader gets the error
         mx.synchronize()
 
 
-def usual_limit() -> int:
-    """Bytes that arrays may take with room left for everything else: nine tenths of what the device has."""
+def default_limit() -> int:
+    """Return the default limit of arrays: nine tenths of the memory, in bytes."""
     return (_total_bytes() or mx.get_memory_limit()) * 9 // 10
 
 
@@ -50,27 +49,25 @@ _forgotten_peak = 0
 
 
 def peak_bytes() -> int:
-    """The most that MLX has held at once in this process."""
+    """Return the most bytes that MLX has held in this process."""
     return max(_forgotten_peak, mx.get_peak_memory())
 
 
-def begin_peak() -> None:
-    """Have ``mx.get_peak_memory`` begin anew; ``peak_bytes`` goes on."""
+def reset_peak() -> None:
     global _forgotten_peak
     _forgotten_peak = peak_bytes()
     mx.reset_peak_memory()
 
 
 _wiring = threading.Lock()
-_wired: list[int] = []  # for each engine that runs, the limit that its start replaced
+_wired: list[int] = []  # per running engine, the limit that it replaced
 
 
 @contextlib.contextmanager
 def wired() -> Iterator[None]:
-    """Keep arrays resident on a Mac while an engine runs, up to the working set that Metal recommends; elsewhere nothing.
+    """Keep a running engine's arrays resident on a Mac, up to Metal's recommended working set.
 
-    Without it the system may page weights out between two steps, which makes large models slow; mlx-vlm's generators do
-    the same. The limit is the process's: it is the last engine to end that puts back what the first one found.
+    Otherwise macOS may page out weights. The last engine's end restores the limit.
     """
     limit = mx.device_info().get("max_recommended_working_set_size") if mx.metal.is_available() else None
     if not isinstance(limit, int):
@@ -79,7 +76,7 @@ def wired() -> Iterator[None]:
     with _wiring:
         try:
             _wired.append(mx.set_wired_limit(limit))
-        except (RuntimeError, ValueError):  # a macOS that has none, or a lower one by sysctl: as it was
+        except (RuntimeError, ValueError):  # macOS has no limit, or a lower one by sysctl: leave it
             _wired.append(-1)
     try:
         yield
@@ -90,20 +87,20 @@ def wired() -> Iterator[None]:
             del _wired[-1]
 
 
-#: Of all memory that there is: the rest is the system's, and for work in progress (a prompt's chunk, a picture's encoding).
+#: Share of all memory for arrays; the rest is for the system and for work in progress (a chunk, a picture's encoding).
 SHARE = 0.8
-#: Where Linux says how much a container may have.
+#: Linux's files with a container's memory limit.
 _CGROUP_FILES = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 def free_bytes() -> int | None:
-    """Bytes that the device has for arrays beside those that MLX holds now; None if that is not known."""
+    """Return the bytes left for new arrays; None if unknown."""
     total = _total_bytes()
     return None if total is None else max(0, int(total * SHARE) - mx.get_active_memory())
 
 
 def _total_bytes() -> int | None:
-    """Of the GPU, or of the machine or the container that this process is in, where arrays lie in the same memory."""
+    """Return the GPU's memory, else the host's or container's."""
     info = mx.device_info()
     for name in ("max_recommended_working_set_size", "memory_size", "total_memory"):
         if isinstance(value := info.get(name), int) and value > 0:

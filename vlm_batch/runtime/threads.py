@@ -1,21 +1,17 @@
-"""Threads that run one engine after another and never end, and what the end of the interpreter waits for.
+"""Threads that run one engine after another, and the interpreter's end.
 
-MLX keeps what it compiled per thread, and lets go of it when the thread ends: with Python's lock, after Python has counted
-the thread as joined. If the interpreter is ending too, that lock is not to be had, and the process aborts ("terminate called
-without an active exception", about one exit in ten; mlx 0.32, thread-local compile cache). A thread that waits for the next
-engine instead is simply there when the process goes. It also keeps its MLX stream, of which a new thread would make another.
+MLX 0.32 takes Python's lock when it frees an ending thread's compile cache, which aborts one exit in ten. So threads
+never end: idle ones wait for an engine.
 
-A thread that is in MLX, or in another library's C++ or Rust, when the interpreter goes aborts the process in the same way:
-Python ends it where it comes back. Letting go of arrays and compiled functions is such a call, too. So the exit asks work that
-may be there to stop, and waits until it has, whether or not anybody still holds it: an engine ends after the step that is under
-way, the load of a model after the stage that is, a loader after its picture. Nothing can end a call within such a library:
-however long it takes, it is waited for. Ctrl-C then ends the process as it ends a program that is not Python's.
+A thread inside MLX, C++ or Rust at the exit aborts the process, too. So the exit asks such work to stop, and waits;
+a Ctrl-C then ends the process.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import os
 import queue
 import signal
@@ -26,11 +22,11 @@ from collections.abc import Callable
 from typing import TypeAlias, TypeVar
 
 Work = Callable[[], None]
-_Tasks: TypeAlias = "queue.SimpleQueue[Running]"
+_Tasks: TypeAlias = "queue.SimpleQueue[ThreadTask]"
 
 Found = TypeVar("Found")
 
-#: Seconds between two looks of whoever waits: CPython loses a signal for a wait that it comes just before.
+#: Seconds between two looks of a waiting thread: CPython can miss a signal that comes just before a wait.
 LOOK_SECONDS = 1.0
 #: Seconds that the end of the interpreter waits without a word.
 SILENT_SECONDS = 10.0
@@ -39,21 +35,25 @@ _ASK_SECONDS = 1.0
 
 #: The parent process, in a child that was forked after threads of this module had begun.
 _forked_from: int | None = None
-#: Threads that wait for work, by whether the exit awaits what they do. The kinds stay apart: one that has been in MLX is never
-#: woken by work that the exit does not stop first.
-_idle: dict[bool, list[_Tasks]] = {True: [], False: []}
-_running: set[Running] = set()
+#: Idle threads by (is_awaited, is_deep). The kinds stay apart: a thread that has been in MLX is only woken by work that
+#: the exit stops first.
+_idle: dict[tuple[bool, bool], list[_Tasks]] = {}
+#: Bytes of a deep stack, for Rust and C++ that recurse as deep as their input; unused pages take no memory. An overflow
+#: of the usual 8 MB would end the process.
+DEEP_STACK = 2**29
+_stack_lock = threading.Lock()
+_running: set[ThreadTask] = set()
 
 
 def num_cores() -> int:
-    """Cores that this process may run on."""
+    """Return the number of cores for this process."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
-def look_until(look: Callable[[float], Found | None], seconds: float | None = None) -> Found | None:
-    """Call ``look``, which waits so many seconds at most, until it finds something; None after ``seconds``.
+def wait_until_found(look: Callable[[float], Found | None], seconds: float | None = None) -> Found | None:
+    """Call ``look(seconds)``, which may wait that long, until it finds something. None after ``seconds``.
 
-    All waits without an end go through it: a Ctrl-C that comes just before one is seen at the next look.
+    Waits without a limit go through this, so that they see a Ctrl-C.
     """
     end = None if seconds is None else time.monotonic() + seconds
     while True:
@@ -63,30 +63,36 @@ def look_until(look: Callable[[float], Found | None], seconds: float | None = No
             return found
 
 
-class Running:
-    """Work on a thread of this module. ``join`` waits for its end, and returns at once on the thread itself.
+class ThreadTask:
+    """Work on a thread of this module.
 
-    Where it ``is_awaited``, the interpreter calls ``stop`` before it ends, and waits. ``after`` is called when the work
-    has ended for any reason, also in a forked child process, which has no such thread.
+    Args:
+        work: The function to run.
+        is_awaited: At its end the interpreter calls ``stop`` and waits.
+        is_deep: The work needs a deep stack.
+        stop: Asks the work to end.
+        after: Called at any end, also in a forked child.
     """
 
-    def __init__(self, work: Work, *, is_awaited: bool, stop: Work | None, after: Work | None) -> None:
+    def __init__(self, work: Work, *, is_awaited: bool, is_deep: bool, stop: Work | None, after: Work | None) -> None:
         self.is_awaited = is_awaited
-        self._work: list[Work] = [work]  # until it is done, as the other two
+        self.is_deep = is_deep
+        self._work: list[Work] = [work]  # emptied when it ends
         self._stop, self._after = stop, after
         self._ended = threading.Event()
         self._thread: int | None = None
 
     def join(self, timeout: float | None = None) -> bool:
-        """Whether it has ended, after ``timeout`` seconds at most."""
-        return self.is_here() or look_until(lambda seconds: self._ended.wait(seconds) or None, timeout) is not None
+        """Wait at most ``timeout`` seconds. True if the work has ended or this is its thread."""
+        return (
+            self.is_here() or wait_until_found(lambda seconds: self._ended.wait(seconds) or None, timeout) is not None
+        )
 
     def is_here(self) -> bool:
-        """Whether the work is done on the thread that asks."""
         return threading.get_ident() == self._thread
 
     def end(self) -> None:
-        """Mark the work as ended: no thread does it or holds anything of it, and whoever waited may leave the process."""
+        """Mark the work as ended, release it, and call ``after``."""
         self._work.clear()
         after, self._stop, self._after = self._after, None, None
         try:
@@ -100,15 +106,27 @@ class Running:
 
 
 def start(
-    work: Work, name: str, *, is_awaited: bool = False, stop: Work | None = None, after: Work | None = None
-) -> Running:
-    """Run ``work`` on an idle thread, or on a new one of that name. What may be in MLX must be ``is_awaited``."""
-    running = Running(work, is_awaited=is_awaited, stop=stop, after=after)
+    work: Work,
+    name: str,
+    *,
+    is_awaited: bool = False,
+    is_deep: bool = False,
+    stop: Work | None = None,
+    after: Work | None = None,
+) -> ThreadTask:
+    """Run ``work`` on an idle or new thread. Work that may enter MLX must be ``is_awaited``."""
+    running = ThreadTask(work, is_awaited=is_awaited, is_deep=is_deep, stop=stop, after=after)
     try:
-        tasks = _idle[is_awaited].pop()
+        tasks = _idle.setdefault((is_awaited, is_deep), []).pop()
     except IndexError:
         tasks = queue.SimpleQueue()
-        threading.Thread(target=_serve, args=(tasks,), name=name, daemon=True).start()
+        thread = threading.Thread(target=_serve, args=(tasks,), name=name, daemon=True)
+        with _stack_lock:
+            before = threading.stack_size(DEEP_STACK if is_deep else 0)
+            try:
+                thread.start()
+            finally:
+                threading.stack_size(before)
     _running.add(running)
     tasks.put(running)
     return running
@@ -116,23 +134,21 @@ def start(
 
 def _serve(tasks: _Tasks) -> None:
     while True:
-        _run(tasks, tasks.get())  # a frame of its own: nothing of an engine is held while waiting for the next
+        _run(tasks, tasks.get())  # a frame of its own: an idle thread holds nothing of an engine
 
 
-def _run(tasks: _Tasks, running: Running) -> None:
-    """Do the work, and report what it raises as threads do. What it held is let go of here: that may be in MLX."""
+def _run(tasks: _Tasks, running: ThreadTask) -> None:
     running._thread = threading.get_ident()
     try:
         running._work.pop()()
     except BaseException:
-        with contextlib.suppress(BaseException):  # a hook of the user's, or a stream that is closed
+        with contextlib.suppress(BaseException):  # a user's hook, or a closed stream
             threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
-    _idle[running.is_awaited].append(tasks)
+    _idle.setdefault((running.is_awaited, running.is_deep), []).append(tasks)
     running.end()
 
 
 def _stop_all() -> None:
-    """Before the interpreter ends: stop what must not be running then, and wait for it."""
     begin, has_said = time.monotonic(), False
     while awaited := [running for running in tuple(_running) if running.is_awaited and not running.is_here()]:
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -152,8 +168,11 @@ def _stop_all() -> None:
 
 
 def check_not_forked() -> None:
-    """Raise RuntimeError in a child of a process that had threads of this module: MLX's own did not come along either, and
-    whoever waits for them waits for ever."""
+    """Refuse to run in a forked child, which lacks the threads.
+
+    Raises:
+        RuntimeError: This process was forked after threads had begun.
+    """
     if _forked_from is not None:
         raise RuntimeError(
             f"this process was forked from {_forked_from} after a batcher was made there, and MLX does not outlive a fork: "
@@ -161,15 +180,28 @@ def check_not_forked() -> None:
         )
 
 
+def _keep_arrays() -> None:
+    """Keep this child from freeing the parent's arrays.
+
+    A lost thread may hold MLX's allocator lock for ever. mlx-vlm's exit hook frees random state.
+    """
+    arrays = [one for one in gc.get_objects() if vars(type(one)).get("__module__") == "mlx.core"]
+    arrays.append(arrays)  # a reference to itself, which freezing hides from the collector
+    gc.freeze()
+    with contextlib.suppress(KeyError, AttributeError):
+        atexit.unregister(sys.modules["mlx_vlm"].clear_mlx_streams)
+
+
 def _lose_all() -> None:
-    """In a child process: a fork takes no threads along, and locks may be held for ever."""
-    global _forked_from
+    """Forget the threads, which a fork does not copy."""
+    global _forked_from, _stack_lock
     lost = tuple(_running)
     if lost or any(_idle.values()):
         _forked_from = os.getppid()
-    for idle in _idle.values():
-        idle.clear()
+        _keep_arrays()
+    _idle.clear()
     _running.clear()
+    _stack_lock = threading.Lock()
     for running in lost:
         running._ended = threading.Event()
         running.end()

@@ -1,4 +1,4 @@
-"""A watch over work that should go on: a step that does not end is said, with the place where its thread is."""
+"""Logs a step that does not end, and its thread's place."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from collections.abc import Iterator
 
 _log = logging.getLogger(__name__)
 
-#: Seconds of one step that count as stalled. The first steps of a process can take half a minute (kernels are built then).
+#: Seconds after which a step counts as stalled. A process's first steps build kernels, for up to half a minute.
 STALL_SECONDS = 60.0
-#: Looks a stall's time.
+#: Looks per ``STALL_SECONDS``.
 LOOKS = 4
-#: Frames of a stalled thread that are logged, innermost last.
+#: Most frames of a stalled thread that are logged, innermost last.
 FRAMES = 8
 
 
 class Watchdog:
-    """Times the steps of one thread. ``step`` belongs to that thread; ``stalled`` may be asked from any."""
+    """Times the steps of one thread; any thread may read ``stalled``."""
 
     def __init__(self) -> None:
-        self._since = 0.0  # when the step began that is under way; 0 between steps
+        self._since = 0.0  # start of the running step; 0 between steps
         self._thread = 0
         self._is_said = False
         _watch(self)
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """The time of a step."""
+        """Time one step."""
         self._thread, self._is_said, self._since = threading.get_ident(), False, time.monotonic()
         try:
             yield
@@ -41,13 +41,12 @@ class Watchdog:
 
     @property
     def stalled(self) -> float:
-        """Seconds that the step under way has taken, if that is longer than it should; else 0."""
+        """Seconds of the running step if it stalls, else 0."""
         since = self._since
         taken = time.monotonic() - since if since else 0.0
         return taken if taken > STALL_SECONDS else 0.0
 
     def look(self) -> None:
-        """Log a stall, once for each step."""
         taken = self.stalled
         if not taken or self._is_said:
             return
@@ -63,7 +62,6 @@ _has_watcher = False
 
 
 def _watch(watchdog: Watchdog) -> None:
-    """Have a thread look at a watchdog from time to time; ``stalled`` says the same where there is none to be had."""
     global _has_watcher
     with _lock, contextlib.suppress(RuntimeError):
         _watched.add(watchdog)

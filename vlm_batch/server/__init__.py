@@ -1,1 +1,1 @@
-"""An HTTP server over a batcher, with OpenAI's chat and completion endpoints: ``vlm-batch serve``."""
+"""HTTP server with OpenAI's chat and completion endpoints: ``vlm-batch serve``."""

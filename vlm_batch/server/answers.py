@@ -1,11 +1,8 @@
-"""From the engine's events to what goes over the wire: reasoning and tool calls told apart from the answer's text.
-
-mlx-vlm knows how each checkpoint writes them (``mlx_vlm.tools``, ``mlx_vlm.server.responses_state``); its parsers and
-stream states are used as they are.
-"""
+"""Engine events to answers; mlx-vlm's parsers and stream states separate reasoning and tool calls."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -28,19 +25,19 @@ from vlm_batch.inputs.processors import copy_for_thread
 from vlm_batch.server.calls import INNER_MARKS, CallWriter
 from vlm_batch.types import Event, Template, TokenLogprobs
 
-#: The character to which a tokenizer decodes a part of a character.
+#: A tokenizer's text for part of a character.
 _UNFINISHED = "\ufffd"
+#: A number that Python refuses to parse, for which mlx-vlm drops the whole call.
+_TOO_LONG = re.compile(r"[0-9]{4301}")
 _BYTES = {character: byte for byte, character in bytes_to_unicode().items()}
 
 
 class UnreadableCall(Exception):
-    """The model wrote a tool call that contradicts what of it was streamed already."""
+    """A tool call cannot be parsed, or contradicts what was streamed."""
 
 
 @dataclass(frozen=True)
 class Delta:
-    """The part of an answer that one event adds."""
-
     content: str = ""
     reasoning: str = ""
     tool_calls: tuple[Mapping[str, Any], ...] = ()
@@ -60,10 +57,7 @@ class Delta:
 
 
 class Dialect:
-    """A checkpoint's way of writing reasoning and tool calls, and its tokens as text.
-
-    Raises ValueError for a ``tool_parser`` that mlx-vlm does not have.
-    """
+    """A checkpoint's form of reasoning, tool calls and tokens."""
 
     def __init__(self, processing: Processing, tool_parser: str | None = None) -> None:
         self._processor = processing.processor
@@ -81,19 +75,18 @@ class Dialect:
 
     @cached_property
     def writer(self) -> CallWriter | None:
-        """The maker of grammars of its tool calls; None if it has no form for them."""
         if self.tool_parser is None:
             return None
         marks = {str(word): int(token) for token, word in self._tokenizer.added_tokens_decoder.items()}
         return CallWriter(self.tool_parser, marks, _template_text(self._template) or "")
 
     def token(self, token_id: int) -> tuple[str, list[int]]:
-        """A token's text and its bytes; the text of a part of a character is U+FFFD, its bytes are its own."""
+        """Return a token's text and bytes; a partial character's text is U+FFFD."""
         text, raw = self._known_token(token_id)
         return text, list(raw)
 
     def opens_thinking(self, template: Template | None) -> bool:
-        """Whether a prompt of this template ends inside a block of reasoning."""
+        """Whether the template's prompt ends inside reasoning."""
         if (
             not self.reasons
             or template is None
@@ -115,12 +108,11 @@ class Dialect:
         return prompt_has_open_thinking(prompt)
 
     def reader(self, *, tools: Sequence[Mapping[str, Any]] = (), thinking: bool = False) -> AnswerReader:
-        """A reader for one answer; ``thinking`` says that its prompt ends inside a block of reasoning."""
         reasoning = make_response_stream_state(self._processor, thinking) if self.reasons else None
         return AnswerReader(reasoning, self.tool_module if tools else None, tools, self._hidden)
 
     def _hidden_markers(self, markers: Sequence[str]) -> dict[int, str]:
-        """Markers that are special tokens, which decoding leaves out, by their ids."""
+        """Return markers that decoding omits, by id."""
         if self.tool_module is not None:
             inner = INNER_MARKS.get(self.tool_parser or "", ())
             markers = [*markers, self.tool_module.tool_call_start, self.tool_module.tool_call_end, *inner]
@@ -144,7 +136,7 @@ class Dialect:
 
 @dataclass
 class AnswerReader:
-    """Reads one answer's events in order. ``reasoning`` is mlx-vlm's state for it, or None for a model that has none."""
+    """Reads an answer's events; ``reasoning`` is mlx-vlm's state, or None."""
 
     reasoning: Any
     tool_module: Any
@@ -155,7 +147,6 @@ class AnswerReader:
 
     @classmethod
     def plain(cls) -> AnswerReader:
-        """A reader that takes all text as the answer."""
         return cls(None, None, ())
 
     def __post_init__(self) -> None:
@@ -165,7 +156,6 @@ class AnswerReader:
         self._content: list[str] = []  # with its calls
 
     def feed(self, event: Event) -> Delta:
-        """The part of the answer that an event adds."""
         marker = self.hidden.get(event.token) if event.token is not None and self._reads else None
         text = event.text if marker is None or marker in event.text else marker + event.text
         logprobs = () if event.logprobs is None else (event.logprobs,)
@@ -176,13 +166,16 @@ class AnswerReader:
         return self._read(text, logprobs, last=False)
 
     def finish(self) -> Delta:
-        """The text that was held back until the end, and the calls that were not streamed. Raises UnreadableCall."""
+        """Return held-back text and calls."""
         if not self._reads:
             return Delta()
         delta = self._read("", (), last=True)
         if self._calls is None:
             return delta
-        found = process_tool_calls("".join(self._content), self.tool_module, list(self.tools)).calls
+        text = "".join(self._content)
+        found = process_tool_calls(text, self.tool_module, list(self.tools)).calls
+        if len(found) < text.count(self.tool_module.tool_call_start) and _TOO_LONG.search(text):
+            raise UnreadableCall("it has a number of more than 4,300 digits")
         if len(found) < len(self._calls.calls):  # the answer ended inside a call: what was given out of it stands
             self.has_calls = bool(found)
             return Delta(reasoning=delta.reasoning, tool_calls=delta.tool_calls)

@@ -1,4 +1,4 @@
-"""The application: routes, and every error in one form."""
+"""The application: routes, and errors in one form."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from vlm_batch.server.service import Service
 from vlm_batch.server.streams import EventStream, unless_left
 from vlm_batch.server.wire import ChatRequest, CompletionRequest
 
-#: Endpoints that clients know from elsewhere, and what there is instead.
+#: Endpoints of other servers, and the alternative here.
 NOT_SERVED = {
     "/v1/embeddings": "no family here makes embeddings",
     "/v1/responses": "python -m vlm_batch.integrations.mlx_vlm serves it with the same engine",
@@ -41,19 +41,18 @@ NOT_SERVED = {
     "/v1/realtime": "python -m vlm_batch.integrations.mlx_vlm serves it with the same engine",
     "/v1/batches": "vlm-batch run answers for files of requests",
     "/v1/files": "send pictures in the request, as data URIs",
-    "/v1/audio": "there is no audio here yet",
+    "/v1/audio": "recordings go into chats, as input_audio; nothing is spoken here",
     "/v1/images": "no family here makes pictures",
     "/v1/moderations": "nothing is moderated here",
     "/v1/rerank": "no family here ranks",
 }
 
 PAGE = {"app.js": "text/javascript", "style.css": "text/css", "icon.svg": "image/svg+xml"}
-#: Seconds that a stream may take beyond its request's own time before its connection is given up.
+#: Seconds after a request's own time limit at which its stream is cut.
 GRACE = 10.0
 
 
 def create_app(service: Service, media: MediaReader) -> FastAPI:
-    """The application for one model."""
     config = service.config
 
     @asynccontextmanager
@@ -103,7 +102,7 @@ def _add_answers(app: FastAPI, service: Service, media: MediaReader) -> None:
 
     @app.post("/v1/completions", responses=_RESPONSES)
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        """Go on with a text, or with token ids."""
+        """Continue a text or token ids."""
         _check_model(config, body.model)
         entry, read = _entry(request), app.state.bodies.read
 
@@ -117,12 +116,12 @@ def _add_answers(app: FastAPI, service: Service, media: MediaReader) -> None:
 def _add_facts(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        """List the one model, with its abilities."""
+        """List the model and its abilities."""
         return {"object": "list", "data": [_card(service)]}
 
     @app.get("/v1/models/{name:path}", responses=_ERRORS)
     async def model(name: str) -> dict[str, Any]:
-        """Describe the model, by name."""
+        """Describe the model."""
         _check_model(service.config, name)
         return _card(service)
 
@@ -133,18 +132,18 @@ def _add_facts(app: FastAPI, service: Service) -> None:
 
     @app.get("/ready", responses={503: {"description": "Not now; the body says why."}})
     async def ready() -> JsonResponse:
-        """Answer 200 if a request would be answered: the model is there, and the engine steps."""
+        """Answer 200 if requests would be answered, else 503."""
         is_ready = service.state in ("ready", "idle")
         return JsonResponse({"status": service.state, "error": service.error}, 200 if is_ready else 503)
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        """Prometheus's text format."""
+        """Return metrics in Prometheus's text format."""
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @app.get("/stats")
     async def stats() -> dict[str, Any]:
-        """The batch as it is now, for the page."""
+        """Return the batch's state, for the page."""
         now = service.stats()
         return {"status": service.state, "model": service.config.name, "batch": None if now is None else vars(now)}
 
@@ -177,17 +176,19 @@ _RESPONSES: dict[int | str, dict[str, Any]] = {
 
 
 async def _reply(exchange: Exchange, stream: bool | None, request: Request) -> Response:
-    """The answer in whole, or its stream; an error that comes before the first token has its own status."""
+    """Return the answer or its stream; errors before the stream have a status."""
     if not stream:
         return JsonResponse(await unless_left(request, exchange.whole()))
     chunks = exchange.stream()
     first = await unless_left(request, anext(chunks))  # type: ignore[arg-type]
+    _entry(request).sent = b""
     return EventStream(first, chunks, seconds=exchange.seconds + GRACE)
 
 
 def _check_model(config: ServerConfig, name: str | None) -> None:
     if name is not None and name not in config.names:
-        raise ApiError(404, f"this server's model is {config.name!r}", param="model", code="model_not_found")
+        said = f"there is no model {name[:100]!r} here; this server's is {config.name!r} (or leave model out)"
+        raise ApiError(404, said, param="model", code="model_not_found")
 
 
 def _priority(request: Request) -> int:
@@ -200,7 +201,6 @@ def _priority(request: Request) -> int:
 
 
 def _card(service: Service) -> dict[str, Any]:
-    """A model as ``/v1/models`` lists it; what it takes is known once it is loaded."""
     config = service.config
     card: dict[str, Any] = {"id": config.name, "object": "model", "created": service.created, "owned_by": "vlm-batch"}
     loaded = service.model
@@ -212,6 +212,7 @@ def _card(service: Service) -> dict[str, Any]:
             "vision": spec.images,
             "multi_image": spec.multi_image,
             "video": spec.video,
+            "audio": spec.audio,
             "tools": loaded.dialect.tool_parser is not None,
             "reasoning": loaded.dialect.reasons,
         }
@@ -225,24 +226,25 @@ async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if not isinstance(error, ApiError):
         error = ApiError(error.status_code, _sentence(request, error), headers=error.headers)
+    error.quote(_entry(request).sent)
     _entry(request).said["error"] = str(error.detail)
     return JsonResponse(error.body, error.status_code, error.headers)
 
 
 async def _validation_error(request: Request, error: Exception) -> Response:
-    """Answer to what FastAPI checks by itself: there is no body. ``bodies`` checks the others."""
+    """Answer an empty body; ``bodies`` checks the others."""
     assert isinstance(error, RequestValidationError)
-    return await _http_error(request, ApiError(400, "the body is empty", code="missing"))
+    return await _http_error(
+        request, ApiError(400, "the body is empty; send JSON with messages or a prompt", code="missing")
+    )
 
 
 async def _invalid_request(request: Request, error: Exception) -> Response:
-    """Answer 400 to what the library refuses, wherever on the way that is found."""
     assert isinstance(error, InvalidRequest)
     return await _http_error(request, refusal(error))
 
 
 async def _too_deep(request: Request, error: Exception) -> Response:
-    """Python has no room for what the body holds within each other; most such bodies are refused as they are parsed."""
     return await _http_error(request, ApiError(400, "the body is nested too deeply"))
 
 
@@ -253,7 +255,8 @@ def _sentence(request: Request, error: HTTPException) -> str:
         served = "served are /v1/chat/completions, /v1/completions and /v1/models"
         return f"{path[:100]} is not served: {instead}" if instead else f"there is no {path[:100]}; {served}"
     if error.status_code == 405:
-        return f"{request.method[:20]} is not what {path[:100]} takes"
+        taken = (error.headers or {}).get("Allow", "")
+        return f"{path[:100]} does not take {request.method[:20]}" + (f"; it takes {taken}" if taken else "")
     return str(error.detail)
 
 

@@ -1,12 +1,16 @@
-"""Reads the bodies of requests: small ones at once, large ones on a thread beside the event loop."""
+"""Parsing of request bodies."""
 
 from __future__ import annotations
 
 import asyncio
+import difflib
 import json
+import math
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from json import JSONDecodeError
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -14,13 +18,15 @@ from fastapi.routing import APIRoute
 from pydantic import ValidationError
 from starlette.responses import Response
 
-from vlm_batch.server.errors import ApiError, without_paths
+from vlm_batch.checks import parse_json
+from vlm_batch.server.edge import ENTRY, Entry
+from vlm_batch.server.errors import ApiError, bounded
 from vlm_batch.server.openai import REFUSED
 from vlm_batch.server.wire import ChatRequest, CompletionRequest, Wire
 
-#: Bytes up to which a body is read on the event loop: another thread would take longer.
+#: Bytes up to which the event loop parses a body itself.
 SMALL = 2**15
-#: Parts of a field's place in the body that a message shows.
+#: Most parts of a field's place in a message.
 MAX_DEPTH_SHOWN = 12
 KINDS: Mapping[str, type[Wire]] = {"/v1/chat/completions": ChatRequest, "/v1/completions": CompletionRequest}
 
@@ -28,10 +34,9 @@ Value = TypeVar("Value")
 
 
 class Bodies:
-    """Calls that take as long as a body is large. Large bodies take turns on one thread, and nobody else waits for them.
+    """Runs calls whose time grows with the body; large ones take turns on one thread.
 
-    Parsers in C keep Python's lock until they are done, and the event loop lets go of it whenever it reads from a connection.
-    So the thread rests after each call for as long as that took: else every step of the loop would wait for another body.
+    C parsers hold the GIL, so the thread pauses for as long as each call took, and the event loop runs.
     """
 
     def __init__(self) -> None:
@@ -39,7 +44,6 @@ class Bodies:
         self._rests_until = 0.0
 
     async def read(self, size: int, call: Callable[..., Value], *given: Any) -> Value:
-        """The outcome of a call for a body of ``size`` bytes."""
         if size <= SMALL:
             return call(*given)
         return await asyncio.get_running_loop().run_in_executor(self._worker, self._after_rest, call, *given)
@@ -54,12 +58,11 @@ class Bodies:
             self._rests_until = now + (now - begin)
 
     def close(self) -> None:
-        """Begin nothing more."""
         self._worker.shutdown(wait=False, cancel_futures=True)
 
 
 class BodyRoute(APIRoute):
-    """A route whose body is parsed and checked by ``Bodies``, the application's ``state.bodies``."""
+    """A route whose body ``state.bodies`` parses and checks."""
 
     def get_route_handler(self) -> Callable[[Request], Any]:
         handle = super().get_route_handler()
@@ -73,42 +76,81 @@ class BodyRoute(APIRoute):
 
 class _Read(Request):
     async def json(self) -> Any:
-        """The body, checked. Raises ApiError."""
         body = await self.body()
         bodies: Bodies = self.app.state.bodies
+        entry: Entry = self.scope[ENTRY]
+        entry.sent = body
         return await bodies.read(len(body), read_body, body, KINDS[self.scope["path"]])
 
 
 def read_body(data: bytes, kind: type[Wire]) -> Wire:
-    """A body of one kind. Raises ApiError."""
     try:
-        body = json.loads(data)
+        body = parse_json(data)
     except RecursionError as error:
         raise ApiError(400, "the body is nested too deeply") from error
     except ValueError as error:
-        raise ApiError(400, "the body is not JSON", code="json_invalid") from error
+        raise _no_json(data, error) from error
     try:
         return kind.model_validate(body)
     except RecursionError as error:
         raise ApiError(400, "the body is nested too deeply") from error
     except ValidationError as error:
         wrong = _wrong(error, body)
-    del body  # not to be let go of by the event loop, with the error
+    del body  # freed here, not with the error on the event loop
     raise wrong
 
 
+def _no_json(data: bytes, error: ValueError) -> ApiError:
+    wrong, param = "the body is not JSON", None
+    if not isinstance(error, (JSONDecodeError, UnicodeDecodeError)):  # Python reads it
+        with suppress(ValueError, RecursionError):
+            param = _place_of_infinity(json.loads(data))
+        wrong = f"{param or wrong}: {str(error).partition(';')[0]}"
+    return ApiError(400, wrong, param=param, code="json_invalid")
+
+
+def _place_of_infinity(body: Any) -> str | None:
+    left: list[tuple[tuple[int | str, ...], Any]] = [((), body)]
+    while left:
+        parts, value = left.pop()
+        if isinstance(value, float) and not math.isfinite(value):
+            return _place(parts, body, is_missing=False)[:200]
+        if isinstance(value, (dict, list)):
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            left += [((*parts, part), inner) for part, inner in items]
+    return None
+
+
 def _wrong(error: ValidationError, body: Any) -> ApiError:
-    """The first thing that is wrong with a body, at the place where the client wrote it."""
-    first = max(error.errors(include_url=False), key=lambda one: len(one["loc"]))  # of a value's forms, the nearest
+    """Return a body's first error, placed in the client's terms."""
+    found = error.errors(include_url=False)
+    first = max(found, key=lambda one: len(one["loc"]))  # of a value's forms, the nearest
+    lacking = {str(one["loc"][-1]): one["loc"][:-1] for one in found if one["type"] == "missing"}
+    misspelt = {
+        meant: one
+        for one in found
+        if one["type"] == "extra_forbidden"
+        for meant in difflib.get_close_matches(str(one["loc"][-1]), lacking, 1)
+        if lacking[meant] == one["loc"][:-1]
+    }
+    first = next(iter(misspelt.values()), first)
     where = _place(first["loc"], body, is_missing=first["type"] == "missing")
     name, message, param = str(first["loc"][-1]) if first["loc"] else "", str(first["msg"]), where[:200] or None
     if first["type"] == "extra_forbidden":
-        message = f"{name} is not supported: {REFUSED[name]}" if name in REFUSED else f"there is no field {name}"
-    return ApiError(400, without_paths(f"{param}: {message}" if param else message), param=param, code=first["type"])
+        unknown = f"there is no field {name}" + "".join(f" ({meant} is probably meant)" for meant in list(misspelt)[:1])
+        message = f"{name} is not supported: {REFUSED[name]}" if name in REFUSED else unknown
+    elif first["type"] == "union_tag_invalid":
+        given = first["ctx"]
+        message = f"{given['discriminator']} is {given['tag'][:100]!r}; it must be one of {given['expected_tags']}"
+    elif first["type"] in ("model_type", "dict_type"):
+        message = "an object with fields is expected"
+    elif first["type"] == "too_short" and first["ctx"]["actual_length"] == 0:
+        message = "it is empty"
+    return ApiError(400, bounded(f"{param or 'the body'}: {message}"), param=param, code=first["type"])
 
 
 def _place(parts: tuple[int | str, ...], body: Any, *, is_missing: bool) -> str:
-    """A place as a client would write it, ``messages[0].content``: pydantic's names the forms of a value as well."""
+    """Return a place like ``messages[0].content``; pydantic's also names types."""
     found: list[str] = []
     for part in parts:
         if isinstance(body, dict) and part in body:

@@ -1,8 +1,6 @@
-"""Grammars that force tool calls, in the forms that mlx-vlm's parsers read (``mlx_vlm.tools.parsers``).
+"""Grammars that force tool calls, in the forms of ``mlx_vlm.tools.parsers``.
 
-A model that must call a tool is held to a grammar of its own form of calls, with the tools' names and their parameters'
-schemas. It is Lark as llguidance reads it. Marks that the tokenizer has as tokens are named by their ids: llguidance takes
-the spelling of an added token for other bytes than the token.
+Marks that are tokens appear by id: llguidance reads added tokens' spelling as plain bytes.
 """
 
 from __future__ import annotations
@@ -10,14 +8,18 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from mlx_vlm.tools import load_tool_module
 
+from vlm_batch.checks import check_schema, simplify_schema
+from vlm_batch.errors import InvalidParameters
+
 Schema: TypeAlias = Mapping[str, Any]
 
-#: Special tokens within a parser's calls that decoding leaves out, beside those that begin and end a call.
+#: Special tokens inside calls that decoding omits.
 INNER_MARKS: Mapping[str, tuple[str, ...]] = {
     "kimi_k2": ("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
     "mistral": ("[ARGS]",),
@@ -25,35 +27,32 @@ INNER_MARKS: Mapping[str, tuple[str, ...]] = {
     "glm47": ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     "minicpm5": ("<param", "</param>"),
 }
-#: JSON as ``json.dumps`` writes it: whitespace that is left to the model can go on for ever.
+#: JSON's whitespace as ``json.dumps`` writes it: a model that may choose could write whitespace for ever.
 _GUIDANCE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _KINDS = ("string", "integer", "number", "boolean", "null", "array", "object")
 
 
-#: Names that nearly every form can write, those of programs, and all (within JSON).
+#: Names for most forms, for programs, and for JSON.
 _PLAIN_NAMES, _IDENTIFIERS, _ANY = r"[\w.:/$-]+", r"[^\W\d]\w*", r"(?s:.*)"
 #: Names within a tag.
 _IN_TAGS = r"[^<>\"\n]+"
 
 
 class CannotForce(ValueError):
-    """A form of calls, or a tool's schema, that no grammar is made for."""
+    """No grammar exists for a form of calls or a tool's schema."""
 
 
 @dataclass(frozen=True)
 class CallWriter:
-    """One checkpoint's form of tool calls: mlx-vlm's ``parser`` of them, the tokenizer's added tokens with their ids
-    (``marks``), and the chat template."""
+    """One checkpoint's tool calls: mlx-vlm's ``parser``, and the ids of added tokens (``marks``)."""
 
     parser: str
     marks: Mapping[str, int]
     template: str = ""
 
     def grammar(self, tools: Sequence[Mapping[str, Any]], *, several: bool, is_free: bool = False) -> str:
-        """The grammar of an answer that is a call of one of OpenAI's ``tools``, or ``several`` one after the other.
-
-        ``is_free`` lets text come before and after, and calls be left out. Raises CannotForce.
-        """
+        """Return a grammar of one or ``several`` calls of OpenAI's ``tools``; ``is_free`` also allows text. Raises
+        CannotForce."""
         form, grammar = self._form(), _Grammar(self.marks)
         calls = [form.call_of(grammar, tool["function"]) for tool in tools]
         one = grammar.rule(" | ".join(calls))
@@ -66,7 +65,7 @@ class CallWriter:
 
     @property
     def is_marked(self) -> bool:
-        """Whether a token says that a call begins, so that text cannot be taken for one."""
+        """Whether a token begins calls, so that text cannot look like one."""
         start = load_tool_module(self.parser).tool_call_start
         return any(start.startswith(mark) for mark in self.marks)
 
@@ -83,7 +82,7 @@ class CallWriter:
 
 
 class _Grammar:
-    """Rules in the making; each method returns what stands for its part in another rule."""
+    """Collects rules; methods return references for other rules."""
 
     def __init__(self, marks: Mapping[str, int]) -> None:
         self.rules: list[str] = []
@@ -97,17 +96,16 @@ class _Grammar:
         return name
 
     def text(self, words: str) -> str:
-        """These words, with the tokens that are among them."""
         parts = [words] if self._cut is None else self._cut.split(words)
         return " ".join(f"<[{self._marks[part]}]>" if part in self._marks else _quoted(part) for part in parts if part)
 
     def json(self, schema: Schema, root: Schema) -> str:
-        """A value of a schema; ``root`` holds the definitions that it refers to."""
+        """Return a schema's value; ``root`` holds its definitions."""
         kept = {name: root[name] for name in ("$defs", "definitions") if name in root}
         return self.rule("%json " + json.dumps({**kept, **schema, "x-guidance": _GUIDANCE}))
 
     def until(self, end: str, schema: Schema, forbidden: str = "") -> str:
-        """A text of a schema, and the words that end it; ``forbidden`` are characters that it does not have."""
+        """Return text of a schema and its ending words."""
         if unknown := {"pattern", "format"} & schema.keys():
             raise CannotForce(f"the {unknown.pop()} of a text cannot be forced in this model's form")
         length = f"{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}"
@@ -120,7 +118,7 @@ class _Grammar:
         return f"({' | '.join(self.text(word) for word in words)}) {self.text(end)}"
 
     def items(self, items: Sequence[tuple[str, bool]], separator: str) -> str:
-        """Items in order, of which those that are not needed may lack, with a separator between two."""
+        """Return items in order; optional ones may be missing."""
         comma = self.text(separator)
         after = {True: "", False: ""}  # what follows, by whether an item has come before
         for item, is_needed in reversed(items):
@@ -134,10 +132,7 @@ class _Grammar:
 
 @dataclass(frozen=True)
 class _Form:
-    """The form of calls: one, and what stands before, between and behind them.
-
-    ``names`` are the tools' names that the form can write so that its parser reads the same, ``keys`` their parameters'.
-    """
+    """A form of calls; ``names`` and ``keys`` match texts that parse back unchanged."""
 
     call: Callable[[_Grammar, str, Schema], str]
     begin: str = ""
@@ -148,11 +143,13 @@ class _Form:
     keys: str = _PLAIN_NAMES
 
     def call_of(self, grammar: _Grammar, function: Mapping[str, Any]) -> str:
-        """A call of one of OpenAI's functions. Raises CannotForce."""
         name, schema = function["name"], function.get("parameters") or {}
         if not re.fullmatch(self.names, name):
             raise CannotForce(f"the tool's name {name[:100]!r} cannot be written in this model's form of calls")
         try:
+            schema = deepcopy(schema)
+            simplify_schema(schema)
+            check_schema(f"the parameters of {name[:100]!r}", schema)
             for key in _names_in(schema):
                 if not re.fullmatch(self.keys, key):
                     raise CannotForce(
@@ -161,12 +158,14 @@ class _Form:
             return self.call(grammar, name, schema)
         except CannotForce:
             raise
+        except InvalidParameters as error:
+            raise CannotForce(error.reason) from error
         except Exception as error:  # wherever it is no schema: a list for an object, a number for a list, too deep
             raise CannotForce(f"the parameters of {name[:100]!r} are no JSON schema that can be followed") from error
 
 
 def _in_json(before: str, after: str) -> Callable[[_Grammar, str, Schema], str]:
-    """Calls whose arguments are one JSON value; NAME stands for the tool's in quotes, BARE without."""
+    """Calls with JSON arguments; NAME is the tool's name in quotes, BARE without."""
 
     def call(grammar: _Grammar, name: str, schema: Schema) -> str:
         begin = before.replace("NAME", json.dumps(name)).replace("BARE", name)
@@ -181,7 +180,7 @@ def _in_json(before: str, after: str) -> Callable[[_Grammar, str, Schema], str]:
 def _in_tags(
     before: str, tag: str, end: str, after: str, forbidden: str = ""
 ) -> Callable[[_Grammar, str, Schema], str]:
-    """Calls with a tag for each argument: ``tag`` with KEY, its value, ``end``."""
+    """Calls with a tag per argument: ``tag`` with KEY, its value, ``end``."""
 
     def call(grammar: _Grammar, name: str, schema: Schema) -> str:
         parts = [grammar.text(before.replace("BARE", name))]
@@ -207,7 +206,7 @@ def _tagged(grammar: _Grammar, value: Schema, root: Schema, end: str, forbidden:
 
 
 def _in_braces(before: str, key: str, after: str, quote: str, words: Mapping[str, str]) -> Callable[..., str]:
-    """Calls whose arguments are written like a program's: ``key`` with KEY, and a value; ``words`` are its constants."""
+    """Program-like calls: ``key`` with KEY and a value; ``words`` are constants."""
 
     def call(grammar: _Grammar, name: str, schema: Schema) -> str:
         return f"{grammar.text(before.replace('BARE', name))} {members(grammar, schema, schema)} {grammar.text(after)}"
@@ -256,13 +255,11 @@ def _in_braces(before: str, key: str, after: str, quote: str, words: Mapping[str
 
 
 def _properties(schema: Schema) -> list[tuple[str, Schema, bool]]:
-    """Names, schemas, and whether they are needed, of an object's properties."""
     needed = schema.get("required", ())
     return [(name, part, name in needed) for name, part in (schema.get("properties") or {}).items()]
 
 
 def _names_in(schema: Schema) -> Iterator[str]:
-    """Names of the parameters, and of what objects and lists among them hold."""
     for name, part, _ in _properties(schema):
         yield name
         yield from _names_in(part)

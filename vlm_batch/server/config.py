@@ -1,4 +1,4 @@
-"""``ServerConfig``: everything that the server can be told, in one frozen record."""
+"""The server's configuration."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ MEGABYTE = 1 << 20
 
 
 class InvalidConfig(VLMBatchError, ValueError):
-    """Settings that contradict each other or would open the server further than was asked for."""
+    """Settings contradict each other, or would expose the server."""
 
 
 @dataclass(frozen=True)
 class Key:
-    """A client's own key; ``has_priority`` lets it say which of its requests go first."""
+    """A client's key; with ``has_priority`` it may send X-Priority."""
 
     text: str
     has_priority: bool = False
 
 
 def read_keys(path: Path) -> tuple[Key, ...]:
-    """The keys of a file, one a line, with the word ``priority`` behind those that may use it. Raises InvalidConfig."""
+    """Read keys, one a line, optionally followed by ``priority``."""
     try:
         lines = [line.split() for line in path.read_text(encoding="utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidConfig(f"the keys cannot be read: {error}") from error
+        raise InvalidConfig(f"--keys: the file cannot be read: {error}") from error
     lines = [words for words in lines if words and not words[0].startswith("#")]
     wrong = next((at for at, words in enumerate(lines, 1) if words[1:] not in ([], ["priority"])), None)
     if wrong is not None or not lines:
@@ -41,23 +41,23 @@ def read_keys(path: Path) -> tuple[Key, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    """Settings of the server: its address, its clients and its limits.
+    """Server settings; times in seconds, sizes in bytes.
 
-    ``served_name`` is the model's name on the wire (default: the last part of ``model``). Beyond loopback the server needs an
-    ``api_key``, ``keys`` or ``no_auth``. Each of ``keys`` is a client; those who share ``api_key``, or need none, are told
-    apart by their addresses. Clients share rows evenly. ``allowed_hosts`` are further names for the ``Host`` header of a
-    server without a key.
-    ``allow_urls`` lets requests name pictures and videos by http(s) URL, ``allow_dirs`` by files under these folders;
-    each may have ``max_file`` bytes and take ``fetch_seconds``.
-    Times are in seconds, sizes in bytes. Bodies and what was fetched for them have ``max_held`` bytes, of all requests
-    that are not answered yet. ``max_queue`` requests may wait for a place before others are sent away (429), and
-    none is taken in while MLX holds more than ``max_memory`` bytes and requests wait. ``idle_unload`` lets the model go after
-    so long without a request; the next one loads it again. ``shutdown_seconds`` is what streams have left to end when
-    the server is told to stop.
-    ``enable_thinking`` holds for requests that do not say otherwise. ``escape_special_tokens`` reads special tokens'
-    spellings in chats as plain text, where a chat that holds one is refused without it.
-
-    Raises InvalidConfig.
+    Attributes:
+        served_name: The model's name for clients; by default the last part of ``model``.
+        api_key: All clients' key. Beyond loopback, the server needs this, ``keys`` or ``no_auth``.
+        keys: One key per client; other clients are told apart by address.
+        allowed_hosts: Further ``Host`` names of a server without a key.
+        allow_urls: Requests may name media by http(s) URL.
+        allow_dirs: Requests may name files in these folders.
+        max_held: Bodies and fetched media of unanswered requests.
+        max_file: Size of one fetched file.
+        max_queue: Waiting requests before others get 429.
+        max_memory: MLX memory above which no request may wait.
+        idle_unload: Seconds without requests after which the model is unloaded; the next request loads it.
+        shutdown_seconds: Seconds that streams have to end in when the server stops.
+        enable_thinking: Default for requests.
+        escape_special_tokens: Read special tokens in chats as plain text, instead of refusing them.
     """
 
     model: str
@@ -76,6 +76,7 @@ class ServerConfig:
     fetch_seconds: float = 30.0
     max_images: int = 32
     max_videos: int = 4
+    max_audios: int = 4
     max_choices: int = 16
     max_prompts: int = 64
     default_max_tokens: int = 2048
@@ -104,15 +105,15 @@ class ServerConfig:
         for name in ("request_seconds", "fetch_seconds"):
             if vars(self)[name] <= 0:
                 raise InvalidConfig(f"{name} is {vars(self)[name]}; it must be above 0")
-        for name in ("max_videos", "shutdown_seconds", "port"):
+        for name in ("max_videos", "max_audios", "shutdown_seconds", "port"):
             if vars(self)[name] < 0:
                 raise InvalidConfig(f"{name} is {vars(self)[name]}; it must be at least 0")
         if self.idle_unload is not None and self.idle_unload <= 0:
             raise InvalidConfig(f"idle_unload is {self.idle_unload}; it must be above 0")
         if self.api_key is not None and not self.api_key.strip():
-            raise InvalidConfig("the API key is empty")
+            raise InvalidConfig("the API key is empty; give one, or leave --api-key and VLM_BATCH_API_KEY out")
         if self.needs_key and self.no_auth:
-            raise InvalidConfig("an API key and no_auth exclude each other")
+            raise InvalidConfig("an API key and --no-auth exclude each other; leave one out")
         if not self.is_loopback and not self.needs_key and not self.no_auth:
             raise InvalidConfig(
                 f"{self.host} can be reached from other machines: give an API key (--api-key, or VLM_BATCH_API_KEY), "
@@ -124,22 +125,18 @@ class ServerConfig:
 
     @property
     def name(self) -> str:
-        """The model's name on the wire."""
         return self.served_name or Path(self.model).name or self.model
 
     @property
     def names(self) -> frozenset[str]:
-        """The names by which a request may call the model."""
         return frozenset({self.name, self.model})
 
     @property
     def needs_key(self) -> bool:
-        """Whether clients have to send a key."""
         return self.api_key is not None or bool(self.keys)
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only this machine can reach the server."""
         if self.host == "localhost":
             return True
         try:
@@ -149,10 +146,7 @@ class ServerConfig:
 
     @property
     def hosts(self) -> frozenset[str] | None:
-        """The names that the ``Host`` header may hold, against pages that rebind a name to this machine; None for any.
-
-        A key protects by itself: a foreign page does not know it.
-        """
+        """Allowed ``Host`` headers, against DNS rebinding; a key protects by itself."""
         if self.needs_key or not self.is_loopback:
             return None
         return frozenset({"localhost", "127.0.0.1", "[::1]", self.host, f"[{self.host}]", *self.allowed_hosts})

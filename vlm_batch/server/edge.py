@@ -1,4 +1,4 @@
-"""The server's edge: every request passes here first, and leaves one line in the access log when it has been answered."""
+"""The server's edge: checks on every request, and the access log."""
 
 from __future__ import annotations
 
@@ -25,21 +25,20 @@ from vlm_batch.server.metrics import Metrics
 logger = logging.getLogger("vlm_batch.server")
 access = logging.getLogger("vlm_batch.server.access")
 
-#: The key of a request's ``Entry`` in its scope.
+#: Scope key of a request's ``Entry``.
 ENTRY = "vlm_batch.entry"
-#: Seconds that a body may take to arrive.
+#: Most seconds for a body to arrive.
 BODY_SECONDS = 60.0
-#: Commas, and brackets that open, in a body: its values and its lists and objects, of which each takes some time to check while
-#: nobody else is heard. Pictures in base64 have none; a prompt of a million tokens has fewer.
+#: Most commas, and most opening brackets, in a body: each costs checking time on the event loop. Base64 has none.
 MAX_VALUES, MAX_NESTED = 2**18, 2**16
-#: Seconds after which to come again while others' bodies take the room.
+#: Retry-After while other requests' bodies take the room.
 RETRY = 1
-#: Paths that need no key: whether the server lives, and the page, which asks for the key.
+#: Paths without a key: health checks, and the page, which asks for the key.
 OPEN = frozenset({"/", "/health", "/ready"})
 OPEN_FOLDER = "/page/"
-#: Paths that take a body, which is JSON.
+#: Paths with a JSON body.
 BODIES = frozenset({"/v1/chat/completions", "/v1/completions"})
-#: Requests that are answered at a time, waiting ones included.
+#: Most open requests, waiting ones included.
 MAX_REQUESTS = 2048
 
 _SAFE_ID = re.compile(r"[\w.:-]{1,128}")
@@ -51,15 +50,12 @@ _HEADERS = {
 }
 
 
-class Held:
-    """Bytes of bodies, and of what was fetched for them, that all requests keep; ``most`` at a time, or any number for 0."""
-
+class ByteQuota:
     def __init__(self, most: int) -> None:
         self._most = most
         self.size = 0
 
-    def take(self, size: int) -> None:
-        """Count more bytes. Raises ApiError 429 where that would be too many."""
+    def acquire(self, size: int) -> None:
         if self._most and self.size + size > self._most:
             raise ApiError(
                 429,
@@ -69,13 +65,13 @@ class Held:
             )
         self.size += size
 
-    def give(self, size: int) -> None:
+    def release(self, size: int) -> None:
         self.size -= size
 
 
 @dataclass
 class Entry:
-    """One line of the access log in the making; ``said`` is what the routes add."""
+    """One line of the access log; ``said`` holds what routes add."""
 
     request_id: str
     method: str
@@ -86,29 +82,29 @@ class Entry:
     began: float = field(default_factory=time.perf_counter)
     status: int = 0
     said: dict[str, Any] = field(default_factory=dict)
-    held: Held = field(default_factory=lambda: Held(0))
+    held: ByteQuota = field(default_factory=lambda: ByteQuota(0))
     num_held: int = 0
+    sent: bytes = field(default=b"", repr=False)  # the body, until the answer begins
 
     def hold(self, size: int) -> None:
-        """Count bytes that the request keeps until it is answered. Raises ApiError 429 where others keep too many."""
-        self.held.take(size)
+        """Count bytes until the answer. Raises ApiError 429."""
+        self.held.acquire(size)
         self.num_held += size
 
     def line(self) -> str:
-        """The line, as JSON."""
         seconds = round(time.perf_counter() - self.began, 6)
         fixed = {"request_id": self.request_id, "client": self.client, "method": self.method, "path": self.path}
         return json.dumps({**fixed, "status": self.status, "seconds": seconds, **self.said})
 
 
 class Edge:
-    """ASGI middleware: request ids, the ``Host`` header, the key, the body's type, size and time, and the access log."""
+    """ASGI middleware for request ids, ``Host``, keys, bodies and the access log."""
 
     def __init__(self, app: ASGIApp, config: ServerConfig, metrics: Metrics) -> None:
         self._app = app
         self._config = config
         self._metrics = metrics
-        self._held = Held(config.max_held)
+        self._held = ByteQuota(config.max_held)
         self._num_open = 0
         keys = [*([] if config.api_key is None else [Key(config.api_key)]), *config.keys]
         self._keys = [(_digest(key.text.encode()), key) for key in keys]
@@ -122,7 +118,7 @@ class Edge:
         given = headers.get("x-request-id", "")
         request_id = given if _SAFE_ID.fullmatch(given) else uuid.uuid4().hex
         entry = Entry(request_id, scope["method"], scope["path"], client, held=self._held)
-        # What can be read can be asked for without its body, which uvicorn leaves out by its own scope.
+        # HEAD is served as GET; uvicorn leaves out the body.
         scope = {**scope, "method": "GET" if scope["method"] == "HEAD" else scope["method"], ENTRY: entry}
         self._num_open += 1
 
@@ -144,13 +140,13 @@ class Edge:
             await JsonResponse(answer.body, answer.status_code, answer.headers)(scope, receive, sending)
         finally:
             self._num_open -= 1
-            self._held.give(entry.num_held)
+            self._held.release(entry.num_held)
             route = scope.get("route")  # what strangers make up is no label of a metric
             self._metrics.responded("other" if route is None else str(route.path), entry.status)
             access.info(entry.line())
 
     def _check(self, scope: Scope, headers: Headers) -> Key | None:
-        """The key that a request came in with, if it needs one. Raises ApiError for one that may not come in."""
+        """Return the request's key, if needed."""
         hosts = self._config.hosts
         if hosts is not None and _host(headers.get("host", "")) not in hosts:
             raise ApiError(403, "this server does not answer under that host name (--allowed-host adds one)")
@@ -187,7 +183,7 @@ class Edge:
 
 
 class _Body:
-    """A request's ``receive`` with bounds on how much comes, on how many values, and on how long that takes."""
+    """A ``receive`` with limits on bytes, values and time."""
 
     def __init__(self, receive: Receive, max_bytes: int, hold: Callable[[int], None]) -> None:
         self._receive = receive
@@ -203,7 +199,9 @@ class _Body:
         try:
             message = await asyncio.wait_for(self._receive(), max(0.0, self._until - time.monotonic()))
         except asyncio.TimeoutError as error:
-            raise ApiError(408, f"the body did not arrive within {BODY_SECONDS:.0f} s") from error
+            raise ApiError(
+                408, f"the body did not arrive within {BODY_SECONDS:.0f} s; send it again, or less"
+            ) from error
         body = message.get("body", b"")
         self._seen += len(body)
         self._values += body.count(b",")
@@ -219,7 +217,7 @@ class _Body:
 
 
 def _answer_to(error: Exception, entry: Entry) -> ApiError:
-    """The answer to what went wrong; a defect's trace goes to the log, where the request id finds it."""
+    """Answer an exception; log a defect's trace."""
     if isinstance(error, ApiError):
         entry.said["error"] = str(error.detail)
         return error
@@ -229,17 +227,17 @@ def _answer_to(error: Exception, entry: Entry) -> ApiError:
 
 
 def _too_large(most: int) -> ApiError:
-    return ApiError(413, f"the body is larger than {most} bytes", headers={"Connection": "close"})
+    said = f"the body is larger than {most:,} bytes; send fewer or smaller media (the server's --max-body-mb)"
+    return ApiError(413, said, headers={"Connection": "close"})
 
 
 def _host(header: str) -> str:
-    """A ``Host`` header without its port."""
     host, _, port = header.rpartition(":")
     return (host if host and port.isdecimal() else header).lower()
 
 
 def _number(address: str) -> int:
-    """A number for an address; one for a whole network of IPv6, which is one client's. The first ones are the keys'."""
+    """Number an address or IPv6 /64 as a client, after the keys."""
     try:
         host = ipaddress.ip_address(address)
         address = str(host if host.version == 4 else ipaddress.ip_network((host, 64), strict=False))
@@ -249,5 +247,5 @@ def _number(address: str) -> int:
 
 
 def _digest(key: bytes) -> bytes:
-    """A digest of fixed length, so that comparing takes the same time for every key."""
+    """Hash a key, for comparison in constant time."""
     return hashlib.sha256(key).digest()

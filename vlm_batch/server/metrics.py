@@ -1,4 +1,4 @@
-"""Prometheus metrics, under vLLM's names where they mean the same."""
+"""Prometheus metrics, under vLLM's names where these fit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 
 GAPS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 
-#: The gauges: name, what it is, and how it is read. vLLM's are those that begin with ``vllm:``.
+#: Gauges: name, description, and how to read them.
 GAUGES: tuple[tuple[str, str, Callable[[Stats], float]], ...] = (
     ("vllm:num_requests_running", "Requests that are being prefilled or decode.", lambda s: s.prefilling + s.decoding),
     ("vllm:num_requests_waiting", "Requests that wait for a place.", lambda s: s.queued + s.waiting),
@@ -32,13 +32,13 @@ GAUGES: tuple[tuple[str, str, Callable[[Stats], float]], ...] = (
     ),
     ("vlm_batch:kv_cache_bytes", "Bytes of the live rows' keys and values.", lambda s: s.kv_bytes),
     ("vlm_batch:prefix_cache_bytes", "Bytes kept for later requests.", lambda s: s.cache_bytes),
+    ("vlm_batch:drafted_tokens", "Tokens that were computed because they would probably follow.", lambda s: s.drafted),
+    ("vlm_batch:held_draft_tokens", "Those of them that did.", lambda s: s.drafts_held),
     ("vlm_batch:tokens_per_second", "Tokens generated a second, lately.", lambda s: s.tokens_per_second),
 )
 
 
 class Metrics:
-    """Counters and histograms of one server; ``stats`` reads the batcher as it is now, None while no model is loaded."""
-
     def __init__(self, model: str, stats: Callable[[], Stats | None]) -> None:
         self.registry = CollectorRegistry()
         self._model = model
@@ -61,11 +61,10 @@ class Metrics:
         self._answer_size = self._histogram("vllm:request_generation_tokens", "Tokens of an answer.", TOKENS)
 
     def gap(self, seconds: float) -> None:
-        """Note the time between two tokens of one answer."""
         self._gap.labels(self._model).observe(seconds)
 
     def ended(self, result: Result, *, shares_prompt: bool = False) -> None:
-        """Note an answer's end; ``shares_prompt`` says that its prompt is another answer's, and counted there."""
+        """Record an answer; with ``shares_prompt``, another counts the prompt."""
         usage, timings = result.usage, result.timings
         reason = {"cancelled": "abort"}.get(result.finish_reason, result.finish_reason)
         self._requests.labels(self._model, reason).inc()
@@ -89,16 +88,13 @@ class Metrics:
                 histogram.labels(self._model).observe(seconds)
 
     def aborted(self, count: int) -> None:
-        """Note requests whose clients have left."""
         if count:
             self._requests.labels(self._model, "abort").inc(count)
 
     def responded(self, path: str, status: int) -> None:
-        """Note a response."""
         self._responses.labels(self._model, path, str(status)).inc()
 
     def text(self) -> bytes:
-        """All metrics in Prometheus's text format."""
         return generate_latest(self.registry)
 
     def _counter(self, name: str, about: str, *labels: str) -> Counter:
@@ -109,8 +105,6 @@ class Metrics:
 
 
 class _Live(Collector):
-    """The batcher's own counters, read when they are asked for."""
-
     def __init__(self, model: str, stats: Callable[[], Stats | None]) -> None:
         self._model = model
         self._stats = stats

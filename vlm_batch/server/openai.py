@@ -1,7 +1,4 @@
-"""From the bodies of requests (``wire``) to the engine's requests: what becomes of each of OpenAI's fields.
-
-A field is honoured or refused with its name, never ignored.
-"""
+"""Request bodies (``wire``) to engine requests: every field is honoured or refused by name."""
 
 from __future__ import annotations
 
@@ -29,12 +26,12 @@ from vlm_batch.server.wire import (
 )
 from vlm_batch.types import FORMS, Request, SamplingParams, Template
 
-#: The largest priority that a client may give its request.
+#: Largest priority.
 MAX_PRIORITY = 100
-#: A token's id as JSON's objects name it.
+#: A token id as a JSON key.
 _TOKEN = re.compile(r"[0-9]{1,10}")
 
-#: Fields of OpenAI's and vLLM's that are refused whatever they hold, and why.
+#: Refused fields of OpenAI's and vLLM's, and why.
 REFUSED: Mapping[str, str] = {
     "audio": "audio is not made here",
     "best_of": "use n, and choose among the answers",
@@ -50,7 +47,7 @@ REFUSED: Mapping[str, str] = {
     "web_search_options": "nothing is searched",
 }
 
-#: Values that ask for nothing, so that clients that always send them are served.
+#: Values that change nothing, which some clients always send.
 NEUTRAL: Mapping[str, Any] = {
     "top_k": -1,
     "presence_penalty": 0,
@@ -69,7 +66,7 @@ NEUTRAL: Mapping[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Ask:
-    """A body as requests for the engine: one for each of its prompts, each answered ``n`` times."""
+    """A body as engine requests, one per prompt, each answered ``n`` times."""
 
     prompts: tuple[Mapping[str, Any], ...]  # each a Request's messages, or its prompt or token_ids
     params: SamplingParams
@@ -82,7 +79,6 @@ class Ask:
     user: str | None = None
 
     def requests(self, *, request_id: str, priority: int, client: int) -> list[Request]:
-        """One request for each prompt, in their order; its answers share what is encoded and prefilled."""
         return [
             Request(
                 params=self.params,
@@ -100,8 +96,7 @@ class Ask:
 def chat_ask(
     body: ChatRequest, messages: Sequence[Mapping[str, Any]], config: ServerConfig, writer: CallWriter | None = None
 ) -> Ask:
-    """The engine's part of a chat. ``messages`` are the body's, with pictures and videos as bytes; ``writer`` is of the
-    model's tool calls, None if its template has no form for them. Raises ApiError."""
+    """Return a chat's engine requests; ``messages`` are the body's with media as bytes. Raises ApiError."""
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
     if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
@@ -131,18 +126,23 @@ def chat_ask(
 
 
 def _tools(body: ChatRequest) -> tuple[dict[str, Any], ...]:
-    """The tools that an answer may call. Raises ApiError."""
     tools = tuple(tool.model_dump(exclude_none=True) for tool in body.tools or () if body.tool_choice != "none")
     if not isinstance(body.tool_choice, AllowedChoice):
         return tools
     allowed = {tool.function.name for tool in body.tool_choice.allowed_tools.tools}
     if unknown := sorted(allowed - {tool["function"]["name"] for tool in tools}):
-        raise ApiError(400, f"tool_choice: there is no tool {unknown[0][:100]!r}", param="tool_choice")
+        raise ApiError(400, _no_tool(unknown[0], tools), param="tool_choice")
     return tuple(tool for tool in tools if tool["function"]["name"] in allowed)
 
 
+def _no_tool(name: str | None, tools: Sequence[Mapping[str, Any]]) -> str:
+    if not tools or name is None:
+        return "tool_choice: no tools are given; name them in tools"
+    given = ", ".join(tool["function"]["name"][:100] for tool in tools[:10])
+    return f"tool_choice: there is no tool {name[:100]!r}; given: {given}"
+
+
 def completion_ask(body: CompletionRequest, config: ServerConfig) -> Ask:
-    """The engine's part of a text completion. Raises ApiError."""
     prompts = _prompts(body.prompt)
     if len(prompts) > config.max_prompts:
         raise ApiError(400, f"{len(prompts)} prompts; at most {config.max_prompts} go into one request", param="prompt")
@@ -156,7 +156,7 @@ def completion_ask(body: CompletionRequest, config: ServerConfig) -> Ask:
 
 
 def wire_messages(body: ChatRequest) -> list[dict[str, Any]]:
-    """The body's messages as the library takes them: plain mappings, calls with their arguments parsed."""
+    """Return messages as plain mappings, with calls' arguments parsed."""
     found = [message.model_dump(exclude_none=True) for message in body.messages]
     for plain in found:
         if plain["role"] == "developer":  # OpenAI's newer name; templates know the older one
@@ -169,7 +169,7 @@ def wire_messages(body: ChatRequest) -> list[dict[str, Any]]:
 
 
 def _clean_answer(plain: dict[str, Any]) -> None:
-    """Put an earlier answer into the words of templates: a refusal is what it said."""
+    """Convert an earlier answer for templates; a refusal becomes text."""
     plain.pop("annotations", None)
     refused = plain.pop("refusal", None)
     plain.setdefault("content", refused or "")
@@ -192,17 +192,17 @@ def _shape(body: Common) -> dict[str, Any]:
 
 
 def _call_grammar(body: ChatRequest, tools: Sequence[Mapping[str, Any]], writer: CallWriter | None) -> str | None:
-    """The grammar of an answer that must call a tool, may call one only, or must keep to a tool's schema; None for others."""
+    """Return the grammar that restricts tool calls, or None."""
     choice = body.tool_choice
     named = choice.function.name if isinstance(choice, NamedTool) else None
     mode = choice.allowed_tools.mode if isinstance(choice, AllowedChoice) else choice
     is_forced = mode == "required" or named is not None
     one_only = body.parallel_tool_calls is False
+    given = tools
     if named is not None:
         tools = [tool for tool in tools if tool["function"]["name"] == named]
     if is_forced and not tools:
-        missing = "no tools are given" if named is None else f"there is no tool {named[:100]!r}"
-        raise ApiError(400, f"tool_choice: {missing}", param="tool_choice")
+        raise ApiError(400, _no_tool(named, given), param="tool_choice")
     is_strict = any(tool["function"].get("strict") for tool in tools)
     if not tools or not (is_forced or one_only or is_strict):
         return None
@@ -240,7 +240,6 @@ def _params(
 
 
 def _asked(body: Common, table: Mapping[str, str]) -> dict[str, Any]:
-    """The fields of a table that a body sets to more than nothing. Raises ApiError for a value that cannot be read."""
     found: dict[str, Any] = {}
     for name in sorted(body.model_fields_set & table.keys()):
         value = body.model_dump(include={name}, by_alias=True, exclude_none=True).get(name)
@@ -252,12 +251,10 @@ def _asked(body: Common, table: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _format(value: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The JSON schema that a ``response_format`` stands for."""
     return value["json_schema"]["schema"] if value["type"] == "json_schema" else {"type": "object"}
 
 
 def _structured(body: Common) -> dict[str, Any]:
-    """The forms that vLLM's ``structured_outputs`` asks for, by the library's names."""
     asked = body.structured_outputs
     if asked is None:
         return {}
@@ -271,7 +268,7 @@ def _structured(body: Common) -> dict[str, Any]:
 
 
 def _seed(value: int) -> int:
-    """A seed of any sign as one of the library's, which are the same numbers without one."""
+    """Return a negative seed's bits as unsigned."""
     return value % 2**64 if -(2**63) <= value < 0 else value
 
 
@@ -296,7 +293,6 @@ def _prompts(prompt: Any) -> tuple[Mapping[str, Any], ...]:
 
 
 def _arguments(text: str) -> Any:
-    """A call's arguments as the mapping that templates iterate over; as they are if they are none."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""One exchange: a body's requests through the engine, and their answers in OpenAI's form, whole or streamed."""
+"""A body's requests, and their answers in OpenAI's form."""
 
 from __future__ import annotations
 
@@ -23,22 +23,20 @@ from vlm_batch.types import Event, Result, TokenLogprobs
 
 logger = logging.getLogger("vlm_batch.server")
 
-#: Events of several answers that may wait to be written; a slow reader holds up its own answers only.
+#: Most events that wait for a slow reader.
 MAX_PENDING = 64
 DONE = b"data: [DONE]\n\n"
-#: Seeds give the same answers while this stays the same.
+#: OpenAI's ``system_fingerprint``: seeds give the same answers while it stays the same.
 FINGERPRINT = f"vlm-batch-{__version__}"
-#: Codes of errors that are about the prompt.
-OF_PROMPTS = ("context_length_exceeded", "InvalidImage", "InvalidVideo")
+#: Error codes about the prompt.
+OF_PROMPTS = ("context_length_exceeded", "InvalidPrompt", "InvalidImage", "InvalidVideo", "InvalidAudio")
 
-#: Makes the engine's part of a body, once the request has been let in.
+#: Makes engine requests of a body, after admission.
 Prepare: TypeAlias = Callable[[Dialect], Awaitable[Ask]]
 
 
 @dataclass
 class Choice:
-    """One answer in the making."""
-
     index: int
     reader: AnswerReader
     is_first_of_prompt: bool
@@ -51,7 +49,6 @@ class Choice:
     result: Result | None = None
 
     def add(self, delta: Delta) -> None:
-        """Keep what an event added."""
         self.content.append(delta.content)
         self.reasoning.append(delta.reasoning)
         self.logprobs.extend(delta.logprobs)
@@ -69,12 +66,12 @@ class Choice:
 
 
 class Exchange(ABC):
-    """One body's answers. ``entry`` is its line in the access log."""
+    """One body's answers; ``entry`` is its line in the access log."""
 
     prefix: str
     kind: str
     chunk_kind: str
-    #: The field of the body that holds the prompt.
+    #: The body's field with the prompt.
     prompt: str
 
     def __init__(self, service: Service, entry: Entry, prepare: Prepare, *, priority: int = 0) -> None:
@@ -90,29 +87,23 @@ class Exchange(ABC):
 
     @property
     def seconds(self) -> float:
-        """The seconds that its answers may take."""
         return self._service.config.request_seconds
 
     # The wire ----------------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def _whole(self, choice: Choice) -> dict[str, Any]:
-        """A finished choice."""
+    def _whole(self, choice: Choice) -> dict[str, Any]: ...
 
     @abstractmethod
-    def _part(self, choice: Choice, delta: Delta) -> dict[str, Any]:
-        """A chunk's choice."""
+    def _part(self, choice: Choice, delta: Delta) -> dict[str, Any]: ...
 
     @abstractmethod
-    def _opening(self, choice: Choice) -> dict[str, Any] | None:
-        """The first chunk of a choice's stream."""
+    def _opening(self, choice: Choice) -> dict[str, Any] | None: ...
 
     @abstractmethod
-    def _ending(self, choice: Choice) -> dict[str, Any]:
-        """The last chunk of a choice's stream."""
+    def _ending(self, choice: Choice) -> dict[str, Any]: ...
 
     async def whole(self) -> dict[str, Any]:
-        """The body of an answer that is not streamed. Raises ApiError."""
         async with aclosing(self._deltas()) as deltas:
             async for choice, delta in deltas:
                 choice.add(delta)
@@ -120,11 +111,13 @@ class Exchange(ABC):
         return {**self._head(self.kind), "choices": choices, "usage": self._usage(), **self._of_prompt()}
 
     def _of_prompt(self) -> dict[str, Any]:
-        """The fields of a whole answer on its prompt, where they stand beside the choices."""
         return {}
 
     async def stream(self) -> AsyncGenerator[bytes]:
-        """Server-sent events. Raises ApiError before the first; later errors are events, after which the stream ends."""
+        """Yield server-sent events.
+
+        Raises ApiError before the first; later errors are events that end the stream.
+        """
         has_begun, last = False, b""
         try:
             async with aclosing(self._deltas()) as deltas:
@@ -147,7 +140,7 @@ class Exchange(ABC):
         yield last + DONE
 
     def _chunks(self, choice: Choice, delta: Delta) -> bytes:
-        """A delta as the bytes of a stream, in one piece: each piece is a call of the system."""
+        """Join a delta's bytes, to save system calls."""
         opening = None if choice.has_begun else self._opening(choice)
         choice.has_begun = True
         parts = [] if opening is None else [opening]
@@ -156,7 +149,7 @@ class Exchange(ABC):
         return b"".join(self._chunk([part]) for part in parts)
 
     def _prompt_logprobs(self, choice: Choice) -> dict[str, Any]:
-        """The log-probabilities of a choice's prompt in vLLM's form, if they were asked for: a mapping for each position."""
+        """Return the prompt's log-probabilities in vLLM's form."""
         assert choice.result is not None and self._dialect is not None
         if choice.result.prompt_logprobs is None:
             return {}
@@ -186,7 +179,7 @@ class Exchange(ABC):
         return _event(chunk)
 
     def _usage(self) -> dict[str, Any]:
-        """Tokens of all choices; a prompt counts once, whatever the number of its answers."""
+        """Count tokens; a prompt counts once."""
         results = [(choice, choice.result) for choice in self._choices if choice.result is not None]
         prompts = [result.usage for choice, result in results if choice.is_first_of_prompt]
         prompt = sum(usage.prompt_tokens for usage in prompts)
@@ -207,7 +200,7 @@ class Exchange(ABC):
     # The engine --------------------------------------------------------------------------------------------------------
 
     async def _deltas(self) -> AsyncGenerator[tuple[Choice, Delta]]:
-        """Each event's choice and what it adds there. Raises ApiError as soon as one choice has failed."""
+        """Yield events' choices and deltas. Raises ApiError once a choice fails."""
         async with self._service.visit(self._entry.number) as visit, self._naming_the_prompt():
             assert visit.loaded is not None
             ask = await self._prepare(visit.loaded.dialect)
@@ -224,11 +217,11 @@ class Exchange(ABC):
 
     @asynccontextmanager
     async def _naming_the_prompt(self) -> AsyncGenerator[None]:
-        """Have errors about a prompt, which the library finds however it was given, name the body's field."""
+        """Set ``param`` of prompt errors."""
         try:
             yield
         except ApiError as error:
-            if error.code in OF_PROMPTS:
+            if error.code in OF_PROMPTS and error.param is None:
                 error.param = self.prompt
             raise
 
@@ -241,7 +234,6 @@ class Exchange(ABC):
             self._choices.append(Choice(index, reader, is_first_of_prompt=index % ask.params.n == 0))
 
     def _read(self, choice: Choice, event: Event, visit: Visit) -> Delta:
-        """The part that an event adds, with the text held back if it is the last. Raises ApiError for an answer that failed."""
         if event.token is not None:
             self._note_gap(choice.index)
         try:
@@ -265,7 +257,10 @@ class Exchange(ABC):
             raise answer
         if result.finish_reason == "cancelled":
             if visit.is_expired:
-                raise ApiError(504, f"the answer was not done within {self._service.config.request_seconds:.0f} s")
+                seconds = self._service.config.request_seconds
+                raise ApiError(
+                    504, f"the answer was not done within {seconds:.0f} s; ask for fewer tokens (max_tokens)"
+                )
             raise ApiError(503, "the server ended this request: it is shutting down", headers={"Retry-After": "5"})
 
     def _note_gap(self, index: int) -> None:
@@ -395,7 +390,7 @@ def _end(choice: Choice) -> dict[str, Any]:
 
 
 def _finite(logprob: float) -> float:
-    """JSON has no infinity; OpenAI writes -9999 for a token that cannot come."""
+    """Bound a log-probability as OpenAI: -9999 for an impossible token."""
     return max(logprob, -9999.0)
 
 
@@ -404,7 +399,7 @@ def _event(value: Mapping[str, Any]) -> bytes:
 
 
 async def _merged(handles: Sequence[Handle]) -> AsyncGenerator[tuple[int, Event]]:
-    """Events of several handles as they come, each with its handle's place."""
+    """Yield handles' events, with the handle's index."""
     if len(handles) == 1:
         async for event in handles[0].events():
             yield 0, event

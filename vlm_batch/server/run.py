@@ -1,4 +1,4 @@
-"""From a configuration to a running server."""
+"""Starting and running the server."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from vlm_batch.server.errors import envelope, json_bytes
 from vlm_batch.server.media import MediaReader
 from vlm_batch.server.service import Service
 
-#: Seconds beyond ``shutdown_seconds`` after which connections that are still open are cut.
+#: Seconds after ``shutdown_seconds`` at which open connections are cut.
 CUT_AFTER = 5
-#: Connections that may wait to be accepted, and those that may be open at a time; of one address, before it makes room itself.
+#: Most connections waiting to be accepted, open in all, and open from one address.
 BACKLOG, MAX_CONNECTIONS, MAX_PER_ADDRESS = 1024, 2048, 1024
-#: Connections beyond these, for those who ask whether the server lives, and files of a process that are no connections.
+#: Further connections for health checks, and files that are no connections.
 RESERVED, OTHER_FILES = 128, 256
-#: Seconds for which an idle connection is kept.
+#: Seconds to keep an idle connection.
 KEEP_ALIVE = 30
-#: Seconds that the head of a request may take to arrive; the edge bounds the body's.
+#: Most seconds for a request's head to arrive.
 HEAD_SECONDS = 30.0
 
 logger = logging.getLogger("vlm_batch.server")
 
 
-class Places:
-    """Open connections by address, each address's in the order in which they were last heard."""
+class Connections:
+    """Open connections by address, least recently active first."""
 
     def __init__(self) -> None:
         self._open: dict[str, dict[Connection, None]] = {}
@@ -47,8 +47,7 @@ class Places:
         self._most = min(MAX_CONNECTIONS, _most_files() - OTHER_FILES - RESERVED)
 
     def add(self, new: Connection) -> None:
-        """Count a connection. Too many are open: close the one of its address, if that has many, else of the one that has
-        most, whose client has been silent for longest while its server waits for it; or the new one, if there is none."""
+        """Count a connection; above the limit, close the longest silent one of its address, or of the busiest."""
         address = new.address
         self._open.setdefault(address, {})[new] = None
         self._size += 1
@@ -62,8 +61,7 @@ class Places:
         elif self._size > self._most + RESERVED:
             new.transport.abort()
 
-    def note(self, connection: Connection) -> None:
-        """A connection was heard."""
+    def touch(self, connection: Connection) -> None:
         of_address = self._open[connection.address]
         of_address[connection] = of_address.pop(connection)
 
@@ -76,37 +74,36 @@ class Places:
 
 
 class Connection(H11Protocol):
-    """uvicorn's connection, closed if the head of a request does not arrive in time: it would take a place for ever."""
+    """uvicorn's connection, closed if a request head is late."""
 
     _late: asyncio.TimerHandle | None = None
 
-    def __init__(self, places: Places, *given: Any, **named: Any) -> None:
+    def __init__(self, connections: Connections, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
-        self._places = places
+        self._connections = connections
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.address = self.client[0] if self.client else ""
-        self._places.add(self)
+        self._connections.add(self)
         self._wait_for_head()
 
     def data_received(self, data: bytes) -> None:
-        self._places.note(self)
+        self._connections.touch(self)
         super().data_received(data)
         self._wait_for_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._places.remove(self)
+        self._connections.remove(self)
         self._stop_waiting()
         super().connection_lost(exc)
 
     @property
     def is_waited_for(self) -> bool:
-        """Whether its client has to say more before anything can be answered."""
+        """Whether the server waits for its client."""
         return self.conn.their_state in (h11.IDLE, h11.SEND_BODY) and not self.transport.is_closing()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer to what is no HTTP, as to everything else that is refused."""
         body = json_bytes(envelope(400, msg))
         headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
         for event in (h11.Response(status_code=400, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
@@ -126,14 +123,13 @@ class Connection(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """uvicorn, which lets answers end before it goes: new requests are refused, and streams end in order."""
+    """uvicorn's server, which lets answers end before stopping."""
 
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
         self.service = service
 
     async def shutdown(self, sockets: list[socket] | None = None) -> None:
-        """Wait for answers within the limit, end the rest, then close connections."""
         for server in self.servers:
             server.close()
         await self.service.drain(self.service.config.shutdown_seconds)
@@ -143,12 +139,12 @@ class Server(uvicorn.Server):
 def make_server(
     config: ServerConfig, open_batcher: Callable[[], VLMBatcher], *, policy: FetchPolicy | None = None
 ) -> Server:
-    """A server that has not begun; ``run()`` or ``serve()`` begins it. ``policy`` replaces the configuration's for media."""
+    """Return a server that ``run()`` or ``serve()`` starts; ``policy`` is for media."""
     service = Service(config, open_batcher)
     app = create_app(service, MediaReader(config, policy))
     options = uvicorn.Config(
         app,
-        http=partial(Connection, Places()),  # type: ignore[arg-type]
+        http=partial(Connection, Connections()),  # type: ignore[arg-type]
         host=config.host,
         port=config.port,
         log_config=None,
@@ -165,13 +161,12 @@ def make_server(
 
 
 def _most_files() -> int:
-    """Files and connections that the process may have open."""
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return soft if soft >= 0 else sys.maxsize
 
 
 def _allow_connections() -> None:
-    """Have as many files as connections need, where the system lets a process have them: usual are 1,024, on a Mac 256."""
+    """Raise the limit of open files, usually 1,024, or 256 on a Mac."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_CONNECTIONS + RESERVED + OTHER_FILES
     if 0 <= soft < wanted:
@@ -180,7 +175,7 @@ def _allow_connections() -> None:
 
 
 def serve(config: ServerConfig, open_batcher: Callable[[], VLMBatcher]) -> bool:
-    """Serve until the process is told to stop. False if the server could not begin."""
+    """Serve until told to stop; return False if it could not begin."""
     server = make_server(config, open_batcher)
     set_up_logs()
     _allow_connections()
@@ -192,7 +187,7 @@ def serve(config: ServerConfig, open_batcher: Callable[[], VLMBatcher]) -> bool:
 
 
 def set_up_logs(level: int = logging.INFO) -> None:
-    """Send the log to stderr as text, and the access log to stdout as one JSON object a line."""
+    """Log text to stderr, accesses to stdout, one JSON object a line."""
     for name, stream, form in (
         ("vlm_batch.server", sys.stderr, "%(asctime)s %(levelname)s %(message)s"),
         ("vlm_batch.server.access", sys.stdout, "%(message)s"),

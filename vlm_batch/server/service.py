@@ -1,4 +1,4 @@
-"""The model behind the server: loading, watching, unloading when idle; and the admission of requests."""
+"""The server's model (loading, idle unloading), and admission."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import mlx.core as mx
 from vlm_batch.errors import BatcherClosed, InvalidRequest
 from vlm_batch.inputs.fetch import Cancelled
 from vlm_batch.inputs.pool import Pool
-from vlm_batch.runtime.memory import give_back
+from vlm_batch.runtime.memory import release_memory
 from vlm_batch.server.answers import Dialect
 from vlm_batch.server.config import ServerConfig
 from vlm_batch.server.errors import ApiError, refusal, without_paths
@@ -33,25 +33,21 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vlm_batch.server")
 
-#: Seconds between two looks at whether anybody still uses the model.
+#: Seconds between checks for idleness.
 WATCH_SECONDS = 1.0
-#: Ended requests whose ends tell how fast places become free.
+#: Ended requests by which the rate of the queue is estimated.
 RECENT = 64
 MIN_RETRY, MAX_RETRY = 1, 60
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model that answers."""
-
     batcher: VLMBatcher
     dialect: Dialect
 
 
 @dataclass(eq=False)
 class Visit:
-    """One HTTP request's stay with the model: its handles, once it has submitted them."""
-
     client: int = 0
     loaded: Loaded | None = None
     handles: list[Handle] = field(default_factory=list)
@@ -59,22 +55,18 @@ class Visit:
     is_expired: bool = False
 
     def expire(self) -> None:
-        """End the visit, because its time is over."""
         self.is_expired = True
         self.end()
 
     def end(self) -> None:
-        """End the requests that have not ended."""
         for handle in self.handles:
             handle.cancel()
 
 
 class Service:
-    """One model, if it is loaded now, and its state.
+    """One model and its state; methods run on the event loop's thread.
 
-    States are "loading", "ready", "stalled" (in a step that does not end), "idle" (let go of until it is asked for), "failed"
-    and "stopping". ``open_batcher`` loads the model; it blocks, and is called on a thread. All methods belong to the event
-    loop's thread.
+    States are "loading", "ready", "stalled" (a step hangs), "idle" (unloaded until asked), "failed" and "stopping".
     """
 
     def __init__(self, config: ServerConfig, open_batcher: Callable[[], VLMBatcher]) -> None:
@@ -109,16 +101,15 @@ class Service:
         return "idle" if self.error is None else "failed"
 
     def stats(self) -> Stats | None:
-        """The batcher's counters; None while no model is loaded."""
         return None if self.model is None else self.model.batcher.stats()
 
     async def start(self) -> None:
-        """Begin to load the model, and to let it go when nobody uses it."""
+        """Start to load the model and watch for idleness."""
         self._begin_loading()
         self._watching = asyncio.create_task(self._watch())
 
     async def loaded(self) -> Loaded:
-        """The model, loaded if need be. Raises ApiError if it cannot be."""
+        """Return the model, loaded if needed. Raises ApiError."""
         if self._stopping:
             raise ApiError(503, "the server is shutting down", headers={"Retry-After": "5"})
         if self.model is not None:
@@ -131,7 +122,7 @@ class Service:
             raise ApiError(503, f"the model could not be loaded: {self.error}", code="model_not_loaded") from error
 
     async def drain(self, seconds: float) -> None:
-        """Take no more requests, give those that run so long to end, then end them."""
+        """Refuse new requests, wait for open ones, then end them."""
         self._stopping = True
         until = time.monotonic() + seconds
         while self._visits and time.monotonic() < until:
@@ -140,7 +131,6 @@ class Service:
             visit.end()
 
     async def stop(self) -> None:
-        """End what still runs, and let go of the model."""
         await self.drain(0)
         for task in (self._watching, self._loading):
             if task is not None:
@@ -155,9 +145,9 @@ class Service:
 
     @asynccontextmanager
     async def visit(self, client: int = 0) -> AsyncIterator[Visit]:
-        """One HTTP request's stay: the model for so long, and the end of whatever it leaves unfinished.
+        """Admit a request, lend it the model, and cancel unfinished work.
 
-        Raises ApiError: 429 when the server is too busy, 503 without a model.
+        Raises ApiError: 429 if too busy, 503 without a model.
         """
         self._admit(client)
         visit = Visit(client)
@@ -174,7 +164,7 @@ class Service:
             self._last_used = time.monotonic()
 
     async def submit(self, visit: Visit, requests: list[Request]) -> list[Handle]:
-        """Put requests to the engine; templates are rendered off the loop. Raises ApiError for what it refuses."""
+        """Submit requests off the event loop. Raises ApiError."""
         assert visit.loaded is not None
         batcher = visit.loaded.batcher
 
@@ -201,15 +191,11 @@ class Service:
         return visit.handles
 
     def ended(self, result: Result, *, shares_prompt: bool = False) -> None:
-        """Note an answer's end; ``shares_prompt`` says that another answer stands for their prompt."""
         self._ends.append(time.monotonic())
         self.metrics.ended(result, shares_prompt=shares_prompt)
 
     def _admit(self, client: int) -> None:
-        """Raise ApiError 429 if so many wait, or so much memory is taken, that one more would wait too long.
-
-        A client that has less than an even part of the queue does not find it full.
-        """
+        """Raise ApiError 429 if queue or memory is full; clients below their even share are admitted."""
         stats = self.stats()
         waiting = sum(not visit.handles for visit in self._visits)  # on their way to the engine
         if stats is not None:
@@ -258,7 +244,7 @@ class Service:
             raise
         finally:
             saying.cancel()
-        # What a model consists of stays: the collector need not look at it again and again.
+        # The model's objects stay, so the garbage collector may skip them.
         gc.collect()
         gc.freeze()
         self.error = None
@@ -273,7 +259,7 @@ class Service:
             await self._on_worker(loaded.batcher.close)
             del loaded
             gc.unfreeze()
-            give_back()
+            release_memory()
 
     async def _watch(self) -> None:
         while True:
@@ -289,14 +275,12 @@ class Service:
 
 
 def _dialect(batcher: VLMBatcher, config: ServerConfig) -> Dialect:
-    """The reader of the model's answers. Raises ValueError for settings that this checkpoint cannot follow."""
     if config.enable_thinking and "enable_thinking" not in batcher.processing.template.reads:
         raise ValueError("--enable-thinking: this model's chat template does not read enable_thinking")
     return Dialect(batcher.processing, config.tool_parser)
 
 
 async def _say_while(doing: str, what: str) -> None:
-    """Say every ten seconds that something still goes on."""
     begin = time.monotonic()
     while True:
         await asyncio.sleep(10)

@@ -17,7 +17,7 @@ Answer = TypeVar("Answer")
 
 
 async def unless_left(request: HttpRequest, work: Coroutine[Any, Any, Answer]) -> Answer:
-    """Await ``work``; cancel it if the client leaves. Raises ApiError 499 then, which nobody reads."""
+    """Await ``work``; cancel it if the client leaves."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_left(request.receive))
     try:
@@ -32,7 +32,7 @@ async def unless_left(request: HttpRequest, work: Coroutine[Any, Any, Answer]) -
 
 
 class EventStream(Response):
-    """Server-sent events, as they come. A reader that leaves, or is not done within ``seconds``, ends their source."""
+    """Server-sent events; a reader that leaves or exceeds ``seconds`` ends their source."""
 
     media_type = "text/event-stream"
 
@@ -60,7 +60,7 @@ class EventStream(Response):
             await self._rest.aclose()
 
     async def _send(self, send: Send) -> None:
-        """Every ``send`` waits while the reader is behind: nothing piles up here."""
+        """Send with backpressure: ``send`` waits for slow readers."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         await send({"type": "http.response.body", "body": self._first, "more_body": True})
         async for chunk in self._rest:
@@ -69,6 +69,5 @@ class EventStream(Response):
 
 
 async def _left(receive: Receive) -> None:
-    """Return when the client has left."""
     while (await receive())["type"] != "http.disconnect":
         pass

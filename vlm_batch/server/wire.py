@@ -1,9 +1,7 @@
-"""The bodies of requests in OpenAI's wire format, as types, and the library's names of their fields.
+"""Request bodies in OpenAI's wire format, and the library's names of their fields.
 
-``SAMPLING`` and ``TEMPLATE`` say which field of ``SamplingParams``, ``Template`` and ``Request`` a field of the wire becomes.
-
-Every body is bounded in what a wrong one costs: pydantic makes an error of each wrong value, and the event loop waits
-meanwhile. So a list ends at its first wrong item, and an object with too many names is refused before they are looked at.
+Pydantic makes an error of each wrong value while the event loop waits. So a list ends at its first wrong item, and an
+object with too many names is refused unread.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, StrictFloat, StrictInt, model_validator
 from pydantic_core import PydanticCustomError
 
-#: Bounds of what one request may hold beside its body's bytes.
+#: Limits on one request's contents.
 MAX_STOPS = 16
 MAX_TOP_LOGPROBS = 20
 MAX_MESSAGES = 4096
@@ -24,14 +22,14 @@ MAX_CHOICES = 4096
 MAX_BIASES = 1024
 MAX_DOCUMENTS = 1024
 MAX_METADATA = 16
-#: Names of an object whose names are known: more than any has.
+#: Most names of an object with known names.
 MAX_FIELDS = 128
 
-#: Values of a JSON object whose names are not known: a template's arguments, a document, a tool's parameters.
+#: Most values of a free JSON object: template arguments, a document, a tool's parameters.
 MAX_JSON = 16_384
 
-#: Fields of OpenAI's and vLLM's that are not served, and the values of theirs that ask for nothing beside null: so clients that
-#: always send them are served. ``openai.REFUSED`` says why there is no more of some.
+#: Fields of OpenAI's and vLLM's that are not served, and values beside null that change nothing, which some clients always
+#: send. ``openai.REFUSED`` says why.
 NOTHING: Mapping[str, tuple[Any, ...]] = {
     "store": (False,),
     "service_tier": ("auto", "default"),
@@ -79,8 +77,6 @@ Item = TypeVar("Item")
 
 
 def _at_most(most: int) -> Callable[[Any], Any]:
-    """A check that an object has at most so many names, before any is looked at."""
-
     def check(value: Any) -> Any:
         if isinstance(value, dict) and len(value) > most:
             raise PydanticCustomError(
@@ -92,7 +88,7 @@ def _at_most(most: int) -> Callable[[Any], Any]:
 
 
 def _is_small(value: Any) -> Any:
-    """A check that a value holds at most so many, counted no further than that."""
+    """Refuse a value that holds more than ``MAX_JSON`` others."""
     left, within = MAX_JSON, [iter((value,))]
     while within:
         one = next(within[-1], _END)
@@ -131,16 +127,25 @@ class Wire(BaseModel):
 
 
 class Url(Wire):
-    """A picture: a data URI, base64, an http(s) URL or a file, the last two where the server allows them."""
+    """A picture: a data URI, base64, or, where the server allows it, an http(s) URL or file."""
 
     url: str
     detail: Literal["auto", "low", "high", "original"] | None = None  # a hint: pictures are taken as they are
 
 
 class VideoUrl(Wire):
-    """A video, named like a picture."""
-
     url: str
+
+
+class AudioUrl(Wire):
+    url: str
+
+
+class AudioData(Wire):
+    """A recording in base64; its bytes decide the format."""
+
+    data: str
+    format: Literal["wav", "mp3", "flac", "ogg", "opus"] | None = None
 
 
 class TextPart(Wire):
@@ -149,7 +154,7 @@ class TextPart(Wire):
 
 
 class RefusalPart(Wire):
-    """The words in which an earlier answer refused."""
+    """The text of an earlier refusal."""
 
     type: Literal["refusal"]
     refusal: str
@@ -161,7 +166,7 @@ class ImagePart(Wire):
 
 
 class VideoPart(Wire):
-    """A video and how its frames are taken (``vlm_batch.Video``)."""
+    """A video and its sampling (``vlm_batch.Video``)."""
 
     type: Literal["video_url"]
     video_url: VideoUrl | str
@@ -169,10 +174,21 @@ class VideoPart(Wire):
     num_frames: int | None = None
     max_frames: int | None = None
     max_pixels: int | None = None
+    sound: bool = False
+
+
+class AudioPart(Wire):
+    type: Literal["input_audio"]
+    input_audio: AudioData
+
+
+class AudioUrlPart(Wire):
+    type: Literal["audio_url"]
+    audio_url: AudioUrl | str
 
 
 Said: TypeAlias = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
-Part: TypeAlias = Annotated[TextPart | ImagePart | VideoPart, Field(discriminator="type")]
+Part: TypeAlias = Annotated[TextPart | ImagePart | VideoPart | AudioPart | AudioUrlPart, Field(discriminator="type")]
 
 
 class FunctionCall(Wire):
@@ -202,7 +218,7 @@ class UserMessage(Wire):
 
 
 class AssistantMessage(Wire):
-    """An earlier answer. What servers and OpenAI's client write into every answer may come back."""
+    """An earlier answer, with the fields that clients send back."""
 
     role: Literal["assistant"]
     name: str | None = None
@@ -229,7 +245,7 @@ Message: TypeAlias = Annotated[
 
 
 def _is_nothing(values: tuple[Any, ...] | None, given: Any) -> bool:
-    """Whether a field that has such ``values`` at most is given one, or none; JSON's true is not 1."""
+    """Return whether a field asks for nothing; JSON's true is not 1."""
     if values is None:
         return False
     return given is None or any(given == one and isinstance(given, bool) == isinstance(one, bool) for one in values)
@@ -255,7 +271,7 @@ class ToolName(Wire):
 
 
 class NamedTool(Wire):
-    """The one tool that the answer has to call."""
+    """The one tool that the answer must call."""
 
     type: Literal["function"]
     function: ToolName
@@ -267,7 +283,7 @@ class AllowedTools(Wire):
 
 
 class AllowedChoice(Wire):
-    """Those among the tools that the answer may call, or has to."""
+    """The tools that the answer may or must call."""
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools
@@ -277,6 +293,10 @@ class StreamOptions(Wire):
     include_usage: bool | None = None
     continuous_usage_stats: Literal[False] | None = None
     include_obfuscation: Literal[False] | None = None
+
+
+#: How many tokens an answer may have.
+NumTokens = Annotated[int, Field(ge=1, le=2**63 - 1)]
 
 
 class Schema(Wire):
@@ -300,7 +320,7 @@ class SchemaFormat(Wire):
 
 
 class StructuredOutputs(Wire):
-    """vLLM's form of an answer: one of the first five, and options that ask for nothing."""
+    """vLLM's form of an answer: one of the first five fields."""
 
     json_: Json | str | None = Field(None, alias="json")
     regex: str | None = None
@@ -318,14 +338,12 @@ ResponseFormat: TypeAlias = Annotated[TextFormat | ObjectFormat | SchemaFormat, 
 
 
 class Common(Wire):
-    """The fields that chat and text completions have in common."""
-
     nothing: ClassVar[Mapping[str, tuple[Any, ...]]] = NOTHING
 
     @model_validator(mode="before")
     @classmethod
     def _without_nothing(cls, value: Any) -> Any:
-        """The body without what is not served and is not asked for, either."""
+        """Drop fields that are not served and change nothing."""
         if not isinstance(value, dict):
             return value
         return {name: given for name, given in value.items() if not _is_nothing(cls.nothing.get(name), given)}
@@ -333,7 +351,7 @@ class Common(Wire):
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: int | None = None
+    max_tokens: NumTokens | None = None
     n: int | None = None
     temperature: Number | None = None
     top_p: Number | None = None
@@ -357,7 +375,7 @@ class Common(Wire):
     guided_grammar: str | None = None
     structured_outputs: StructuredOutputs | None = None
     response_format: ResponseFormat | None = None
-    # Nothing to do: they say who asks and what belongs together, and prefixes are found by content.
+    # Without effect: prefixes are found by content.
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -369,7 +387,7 @@ class ChatRequest(Common):
 
     nothing = {**NOTHING, **_NOTHING_OF_CHATS}
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
-    max_completion_tokens: int | None = None
+    max_completion_tokens: NumTokens | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
@@ -387,14 +405,14 @@ class ChatRequest(Common):
 
 
 class CompletionRequest(Common):
-    """The body of ``POST /v1/completions``: prompts that are final, as text or token ids; pictures need a chat."""
+    """The body of ``POST /v1/completions``: final prompts, without pictures."""
 
     nothing = {**NOTHING, **_NOTHING_OF_TEXTS}
     prompt: str | Many[str] | Many[int] | Many[Many[int]]
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 
 
-#: Fields of the wire, and the field of ``SamplingParams`` that each becomes.
+#: Wire fields -> fields of ``SamplingParams``.
 SAMPLING: Mapping[str, str] = {
     "response_format": "json_schema",
     "guided_regex": "regex",
@@ -408,7 +426,7 @@ SAMPLING: Mapping[str, str] = {
         "stop_token_ids", "ignore_eos", "thinking_budget",
     )
 }  # fmt: skip
-#: And the field of ``Template``, or of ``Request``.
+#: Wire fields -> fields of ``Template`` or ``Request``.
 TEMPLATE: Mapping[str, str] = {
     name: name
     for name in (

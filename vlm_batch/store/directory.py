@@ -1,4 +1,4 @@
-"""Saved rows as files in a directory: the prefix cache's second tier, which outlives the process."""
+"""Saved rows as files: the prefix cache's second tier."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import numpy as np
 from vlm_batch.errors import InvalidCache
 from vlm_batch.store.digest import DIGEST_SIZE, digest
 from vlm_batch.store.files import Identity, can_write, identity_of, read_header, read_keys, read_row, write_row
-from vlm_batch.store.index import BeginningIndex
+from vlm_batch.store.index import PrefixIndex
 from vlm_batch.store.saved import SavedRow, common_length
 
-#: The suffix of the files' names, and the pattern of whole names: nothing else in a directory is ever touched.
+#: The files' suffix and name pattern; other files are never touched.
 SUFFIX = ".row.safetensors"
 NAMES = "[0-9a-f]" * (2 * DIGEST_SIZE) + SUFFIX
 
@@ -30,11 +30,9 @@ class _File:
 
 
 class RowFiles:
-    """The rows of one model and its settings, as files in a directory that other processes may share.
+    """Rows of one model and settings in a directory that processes may share.
 
-    All files of rows in the directory, those of other models and processes too, have ``max_bytes`` together, but for one that
-    is being written; the file used longest ago is removed first. A file is written whole or not at all. One that a full disk
-    or another program has damaged is ignored and removed. No other file in the directory is touched or counted.
+    Its files have at most ``max_bytes``; the least recently used goes first. Writes are atomic.
     """
 
     def __init__(self, directory: Path, max_bytes: int, identity: Identity) -> None:
@@ -43,8 +41,8 @@ class RowFiles:
         self.max_bytes = max_bytes
         self.identity = identity
         self._files: OrderedDict[str, _File] = OrderedDict()
-        self._index: BeginningIndex[str] = BeginningIndex()
-        for part in directory.glob(f".{NAMES}.*.part"):  # of a process that ended in the middle of writing
+        self._index: PrefixIndex[str] = PrefixIndex()
+        for part in directory.glob(f".{NAMES}.*.part"):  # left by a process that ended while writing
             _remove(part)
         for path in sorted(directory.glob(NAMES), key=_age):
             self._take_up(path)
@@ -55,11 +53,10 @@ class RowFiles:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of this model's files."""
         return sum(file.nbytes for file in self._files.values())
 
     def put(self, row: SavedRow) -> None:
-        """Write a row, unless a file has it already or it is of a kind that files do not know. A full disk is no error."""
+        """Write a row unless it is there or cannot be filed. A full disk is ignored."""
         name = digest([row.keys, sorted(row.snapshots), self.identity.model, self.identity.settings]).hex() + SUFFIX
         if name in self._files and self._use(name):
             return
@@ -69,19 +66,19 @@ class RowFiles:
             file = _File(row.keys, write_row(self.directory / name, row, self.identity))
         except OSError:
             return
-        for other, _ in list(self._index.alike(row.keys)):
+        for other, _ in list(self._index.candidates(row.keys)):
             if common_length(self._files[other].keys, row.keys) == len(
                 self._files[other].keys
-            ):  # it goes on from that one
+            ):  # the new row continues it
                 self._drop(other)
         self._add(name, file)
         self._use(name)
         self._make_room()
 
     def find(self, keys: np.ndarray, beyond: int) -> SavedRow | None:
-        """The row that shares most positions with ``keys`` (N, 3), if it shares more than ``beyond``; read from its file."""
+        """Read the row with most positions shared with ``keys`` (N, 3), if over ``beyond``."""
         while True:
-            shared = {name: common_length(self._files[name].keys, keys) for name, _ in self._index.alike(keys)}
+            shared = {name: common_length(self._files[name].keys, keys) for name, _ in self._index.candidates(keys)}
             best = max(shared, key=shared.__getitem__, default=None)
             if best is None or shared[best] <= beyond:
                 return None
@@ -95,7 +92,7 @@ class RowFiles:
             return row
 
     def _use(self, name: str) -> bool:
-        """Note that a file is used now; False if another process has removed it."""
+        """Mark a file as used. False if it is gone."""
         self._files.move_to_end(name)
         try:
             now = time.time_ns()
@@ -103,7 +100,7 @@ class RowFiles:
         except FileNotFoundError:
             self._drop(name)
             return False
-        except OSError:  # a directory that is only read
+        except OSError:  # a read-only directory
             pass
         return True
 
@@ -117,12 +114,12 @@ class RowFiles:
             return
 
     def _make_room(self) -> None:
-        """Remove the files that were used longest ago, by whichever process, until the rest are within the bound."""
+        """Remove files of any process until the rest fit."""
         found = []
         with contextlib.suppress(OSError), os.scandir(self.directory) as entries:
             for entry in entries:
                 if fnmatchcase(entry.name, NAMES):
-                    with contextlib.suppress(OSError):  # removed meanwhile
+                    with contextlib.suppress(OSError):  # removed by another process
                         found.append((entry.stat().st_mtime_ns, entry.name, entry.stat().st_size))
         total = sum(nbytes for *_, nbytes in found)
         for _, name, nbytes in sorted(found):

@@ -1,4 +1,4 @@
-"""Vision features by content: a picture is encoded once, for all requests that are alive together and later."""
+"""Vision features by content: a picture is encoded once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _log = logging.getLogger(__name__)
 
 
 class FeatureStore:
-    """Encoders' features of pictures, by the digest of the encoder's inputs, within a budget of bytes."""
+    """Encoders' features by their inputs' digest."""
 
     def __init__(self, budget: ByteBudget) -> None:
         self.budget = budget
@@ -26,11 +26,10 @@ class FeatureStore:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that its features take in memory."""
         return sum(footprint(arrays_of(features)) for features in self._features.values())
 
     def get(self, key: bytes) -> Any | None:
-        """The features (an array, or lists and tuples of them), as arrays that may be changed; None if there are none."""
+        """Return features as new array objects, or None."""
         if key not in self._features:
             return None
         self.num_hits += 1
@@ -38,7 +37,7 @@ class FeatureStore:
         return map_arrays(self._features[key], _handle)
 
     def put(self, key: bytes, features: Any) -> None:
-        """Keep a copy of features, if it fits the budget. If that fails, nothing is kept; the caller's features stay valid."""
+        """Keep a copy of features if it fits and nothing fails."""
         if key in self._features:
             self.budget.touch((id(self), key))
             return
@@ -46,7 +45,7 @@ class FeatureStore:
         if nbytes > self.budget.max_bytes:
             return
         try:
-            own = map_arrays(features, own_array)  # a picture's share of many would hold on to all of them
+            own = map_arrays(features, own_array)  # a view would keep all pictures of its call
             launch(arrays_of(own))
             if self.budget.add((id(self), key), nbytes, lambda: self._drop(key)):
                 self._features[key] = own
@@ -59,5 +58,4 @@ class FeatureStore:
 
 
 def _handle(array: mx.array) -> mx.array:
-    """The same values in an array object of its own: an ``x += 1`` changes the object."""
-    return array[...]
+    return array[...]  # ``x += 1`` would change the stored object

@@ -1,4 +1,4 @@
-"""Saved rows as files: safetensors with the row's structure, its model and settings, and a digest of all of it."""
+"""Saved rows as safetensors files."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ FORMAT, VERSION = "vlm_batch.row", "1"
 
 @dataclasses.dataclass(frozen=True)
 class Identity:
-    """The model that made a row, and its settings: only there can the row be continued."""
+    """The model and settings that can continue a row."""
 
     model: str
     settings: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def check(self, other: Identity) -> None:
-        """Raise InvalidCache unless a row of ``other`` can be continued here."""
+        """Raise InvalidCache unless ``other``'s rows can be continued here."""
         if other.model != self.model:
             raise InvalidCache(f"the cache was made by another model ({other.model}; this one is {self.model})")
         for name in sorted({*self.settings, *other.settings}):
@@ -40,16 +40,12 @@ class Identity:
 
 
 def can_write(row: SavedRow) -> bool:
-    """Whether every layer of a row is of a kind that files know."""
     states = [*row.whole.values(), *(layer for one in row.snapshots.values() for layer in one.layers.values())]
     return all(map(can_file, states))
 
 
 def write_row(path: str | Path, row: SavedRow, identity: Identity) -> int:
-    """Write a row, all or nothing: a file of that name is there whole or as it was before. Returns its size in bytes.
-
-    Raises InvalidCache for a row with a layer of a kind that files do not know, OSError as the system does.
-    """
+    """Write a row atomically. Returns its bytes. Raises InvalidCache if files cannot hold a layer."""
     if not can_write(row):
         raise InvalidCache("the row has a layer whose kind of cache cannot be written to a file")
     tensors = {"keys": mx.array(row.keys)}
@@ -64,7 +60,7 @@ def write_row(path: str | Path, row: SavedRow, identity: Identity) -> int:
         "num_layers": row.num_layers,
         "num_pictures": row.num_pictures,
         "whole": {str(i): _pack(state, f"whole.{i}", tensors) for i, state in row.whole.items()},
-        "points": snapshots,  # by the name that version 1 gave them
+        "points": snapshots,  # version 1's name
     }
     metadata = {
         "format": FORMAT,
@@ -88,7 +84,7 @@ def write_row(path: str | Path, row: SavedRow, identity: Identity) -> int:
 
 
 def read_row(path: str | Path) -> tuple[SavedRow, Identity]:
-    """A row and where it can be continued. Raises InvalidCache for a file that is damaged or something else."""
+    """Read a row and its identity. Raises InvalidCache for a damaged or foreign file."""
     header = read_header(path)
     try:
         tensors, metadata = _load(path)
@@ -116,7 +112,6 @@ def _row_of(structure: Mapping[str, Any], tensors: Mapping[str, mx.array]) -> Sa
 
 
 def identity_of(header: Mapping[str, str]) -> Identity:
-    """The identity that a file's header names. Raises InvalidCache if it names none."""
     try:
         return Identity(**json.loads(header["identity"]))
     except Exception as error:
@@ -124,13 +119,13 @@ def identity_of(header: Mapping[str, str]) -> Identity:
 
 
 def read_header(path: str | Path) -> dict[str, str]:
-    """A file's metadata, once its size and format are what they should be. Raises InvalidCache, FileNotFoundError."""
+    """Return a file's metadata. Raises InvalidCache for a wrong size or format."""
     metadata, _ = _header(path)
     return metadata
 
 
 def read_keys(path: str | Path) -> np.ndarray:
-    """The keys (L, 3) of a row's file, without its arrays. Raises InvalidCache, FileNotFoundError."""
+    """Read only the keys (L, 3) of a file."""
     _, tensors = _header(path)
     try:
         begin, end = tensors["keys"]["data_offsets"]
@@ -142,7 +137,6 @@ def read_keys(path: str | Path) -> np.ndarray:
 
 
 def _header(path: str | Path) -> tuple[dict[str, str], dict[str, Any]]:
-    """(metadata, tensors by name, and under "begin" where their bytes begin)"""
     try:
         with open(path, "rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
@@ -163,7 +157,7 @@ def _header(path: str | Path) -> tuple[dict[str, str], dict[str, Any]]:
         raise
     except Exception as error:
         raise InvalidCache(f"{path} is no saved cache, or damaged: {error}") from error
-    return metadata, {**tensors, "begin": begin}
+    return metadata, {**tensors, "begin": begin}  # the offset of the tensors' bytes
 
 
 def _load(path: str | Path) -> tuple[dict[str, mx.array], dict[str, str]]:
@@ -179,7 +173,6 @@ def _seal(tensors: Mapping[str, mx.array], metadata: Mapping[str, str]) -> str:
 
 
 def _pack(state: LayerState, path: str, tensors: dict[str, mx.array]) -> dict[str, Any]:
-    """A state as JSON that names its arrays, which go into ``tensors``."""
     packed: dict[str, Any] = {"kind": type(state).__name__}
     for name, value in vars(state).items():
         packed[name] = _pack_value(value, f"{path}.{name}", tensors)

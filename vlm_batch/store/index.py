@@ -1,8 +1,4 @@
-"""An index of many rows by their beginnings, so that a prompt is not compared with each of them.
-
-Rows are filed under every whole block of their positions, by a hash of the blocks up to it. The index narrows down only:
-the caller compares the positions themselves.
-"""
+"""An index of rows by hashes of prefixes; callers compare positions."""
 
 from __future__ import annotations
 
@@ -12,41 +8,39 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-#: Positions of a block, and the least that two rows are found to share.
+#: Positions per block, and the shortest prefix that is found.
 BLOCK = 8
-#: Rows of one beginning that are offered, the newest first: any of them shares all of its blocks.
+#: Rows offered per prefix, the newest first.
 OFFERED = 8
 
 Name = TypeVar("Name", bound=Hashable)
 
 
-class BeginningIndex(Generic[Name]):
-    """Names of rows by their keys (L, 3). A row of less than a block is not found."""
+class PrefixIndex(Generic[Name]):
+    """Names of rows by their keys (L, 3) of at least a block."""
 
     def __init__(self) -> None:
         self._names: dict[int, list[Name]] = {}
 
     def add(self, name: Name, keys: np.ndarray) -> None:
-        """File a row."""
-        for beginning in beginnings(keys):
+        for beginning in prefix_hashes(keys):
             self._names.setdefault(beginning, []).append(name)
 
     def remove(self, name: Name, keys: np.ndarray) -> None:
-        """Take a row out again."""
-        for beginning in beginnings(keys):
+        for beginning in prefix_hashes(keys):
             names = self._names.get(beginning, [])
-            if name in names:  # a row whose filing failed is there in part
+            if name in names:  # a failed ``add`` leaves a row in part
                 names.remove(name)
             if not names:
                 self._names.pop(beginning, None)
 
-    def alike(self, keys: np.ndarray) -> Iterator[tuple[Name, int]]:
-        """(a row, the least number of positions of ``keys`` that it shares), the longest beginnings first, no row twice.
+    def candidates(self, keys: np.ndarray) -> Iterator[tuple[Name, int]]:
+        """Yield (row, least shared positions), longest prefixes first.
 
-        A row that comes later shares no more than a block more than it says.
+        A row may share almost a block more.
         """
         offered: set[Name] = set()
-        filed = list(itertools.takewhile(lambda names: names is not None, map(self._names.get, beginnings(keys))))
+        filed = list(itertools.takewhile(lambda names: names is not None, map(self._names.get, prefix_hashes(keys))))
         for count, names in reversed(list(enumerate(filed, start=1))):
             for name in itertools.islice(reversed(names or ()), OFFERED):
                 if name not in offered:
@@ -54,8 +48,8 @@ class BeginningIndex(Generic[Name]):
                     yield name, count * BLOCK
 
 
-def beginnings(keys: np.ndarray) -> Iterator[int]:
-    """Hashes of the first block, the first two blocks, and so on."""
+def prefix_hashes(keys: np.ndarray) -> Iterator[int]:
+    """Yield a hash for each number of first blocks."""
     size = BLOCK * keys.shape[1] * keys.itemsize
     data, beginning = keys.tobytes(), 0
     for start in range(0, len(keys) // BLOCK * size, size):

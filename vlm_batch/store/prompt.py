@@ -1,4 +1,4 @@
-"""A prompt cache that is returned to its user: a finished row's state, to be continued once, copied or saved."""
+"""Prompt caches for users."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from vlm_batch.store.saved import SavedRow
 
 
 class PromptCache:
-    """The keys and values of a prompt and its answer, as a request left them (``Result.cache``).
+    """The keys and values of a prompt and its answer (``Result.cache``), thread-safe.
 
-    A request submitted with it prefills only what its prompt has more; that request's own result has the cache of the
-    longer conversation. A cache is continued once: its memory then belongs to the request. ``copy`` makes another one
-    that shares its (immutable) arrays, to branch a conversation. Safe from any thread.
+    A request that continues it prefills only the rest of its prompt. It can be continued once; a ``copy`` shares its
+    arrays.
     """
 
     def __init__(self, row: SavedRow, identity: Identity) -> None:
@@ -32,34 +31,46 @@ class PromptCache:
 
     @property
     def is_continued(self) -> bool:
-        """Whether a request has it already."""
+        """Whether a request has claimed it."""
         with self._lock:
             return self._is_claimed
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it holds; 0 once it is continued."""
+        """Bytes held; 0 once continued."""
         row = self._row
         return 0 if row is None else row.nbytes
 
     def copy(self) -> PromptCache:
-        """Another cache of the same conversation. Raises InvalidCache if this one is continued already."""
+        """Return another cache of this conversation.
+
+        Raises:
+            InvalidCache: It was continued.
+        """
         return PromptCache(self._held(), self.identity)
 
     def save(self, path: str | Path) -> None:
-        """Write it to a file (safetensors), all or nothing. Raises InvalidCache if it is continued already."""
+        """Write the cache to a safetensors file, atomically.
+
+        Raises:
+            InvalidCache: It was continued.
+        """
         write_row(path, self._held(), self.identity)
 
     @classmethod
     def load(cls, path: str | Path) -> PromptCache:
-        """Read one back. Raises InvalidCache for a damaged or other file; whose it is shows when it is continued."""
+        """Read a cache; its model is checked when it is continued.
+
+        Raises:
+            InvalidCache: The file is damaged or foreign.
+        """
         return cls(*read_row(path))
 
     # Called by the batcher
     # ----------------------------------------------------------------------------------------------
 
     def claim(self, here: Identity) -> None:
-        """Reserve it for one request. Raises InvalidCache, with the reason, if it cannot be continued here."""
+        """Reserve it for one request. Raises InvalidCache if it cannot continue here."""
         here.check(self.identity)
         with self._lock:
             if self._is_claimed:
@@ -67,18 +78,18 @@ class PromptCache:
             self._is_claimed = True
 
     def release(self) -> None:
-        """Give up the reservation of a request that ended before it took the cache."""
+        """Undo ``claim`` if the row was not taken."""
         with self._lock:
             self._is_claimed = self._row is None
 
     def peek(self) -> SavedRow:
-        """The row, still the cache's own. Raises InvalidCache if it was taken."""
+        """Return the row. Raises InvalidCache if it was taken."""
         if (row := self._row) is None:
             raise InvalidCache("the cache was continued already")
         return row
 
     def take(self) -> SavedRow:
-        """The row, from now on the caller's own."""
+        """Hand the row over."""
         row = self.peek()
         with self._lock:
             self._row, self._is_claimed = None, True

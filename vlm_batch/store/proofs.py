@@ -1,4 +1,4 @@
-"""Measurements of a device's arithmetic, kept in small files for the next process."""
+"""Measurements of a device's arithmetic, kept in files."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Any
 
 from vlm_batch.store.digest import digest
 
-#: Names the folder in the place of the platform's.
+#: Environment variable for the folder.
 FOLDER = "VLM_BATCH_CACHE"
 
 
 def cache_folder() -> Path:
-    """The folder for files that can be made again: ``VLM_BATCH_CACHE``, or the platform's folder for caches."""
+    """Return ``VLM_BATCH_CACHE`` or the platform's cache folder."""
     if given := os.environ.get(FOLDER):
         return Path(given)
     if sys.platform == "darwin":
@@ -29,7 +29,7 @@ def cache_folder() -> Path:
 
 
 def read_proof(key: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The measurement under a key; None if there is none, or it cannot be read."""
+    """Return the measurement under a key, if readable."""
     try:
         kept = json.loads(_path(key).read_text(encoding="utf-8"))
     except (OSError, ValueError, RuntimeError):  # no home
@@ -39,7 +39,7 @@ def read_proof(key: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def write_proof(key: Mapping[str, Any], found: Mapping[str, Any]) -> Path | None:
-    """Keep a measurement; the file's path. If the folder cannot be written to, the next process measures again: None."""
+    """Write a measurement. Returns its path; None on failure."""
     with contextlib.suppress(OSError, RuntimeError):
         path = _path(key)
         path.parent.mkdir(parents=True, exist_ok=True)

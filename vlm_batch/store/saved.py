@@ -1,7 +1,6 @@
-"""A saved row: the states of its layers (``vlm_batch.caches.states``), from which caches can be made again.
+"""Saved rows: states of their layers.
 
-Layers that are not whole are held in *snapshots*: at chunk ends and turn boundaries. Resetting a recurrent state in order to
-go back further would lose the prefix.
+*Snapshots* save layers that are not whole, at chunk ends and turn boundaries.
 """
 
 from __future__ import annotations
@@ -18,29 +17,27 @@ from vlm_batch.caches.layers import kind_of
 from vlm_batch.caches.states import LayerState
 from vlm_batch.store.budget import footprint
 
-#: Bytes that a position of a row takes in the index of the prefix cache (``vlm_batch.store.index``).
+#: Bytes per position in the prefix cache's index.
 INDEX_BYTES = 22
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A row's state at one length, beside its whole layers; ``logits`` (1, V) of the last token, if known."""
+    """Layers that are not whole, at one length, and the last token's logits (1, V), if known."""
 
-    layers: Mapping[int, LayerState] = field(default_factory=dict)  # by number, those that are not whole
+    layers: Mapping[int, LayerState] = field(default_factory=dict)  # by number, only those not whole
     logits: mx.array | None = None
 
     def arrays(self) -> list[mx.array]:
-        """Every array that is held."""
         own = [] if self.logits is None else [self.logits]
         return own + [array for layer in self.layers.values() for array in layer.arrays()]
 
 
 @dataclass(frozen=True)
 class SavedRow:
-    """A row's state over the prompt positions that ``keys`` (L, 3) tell apart (``records.PromptKey``).
+    """A row's state over the positions of ``keys`` (L, 3).
 
-    ``whole`` holds the whole layers by number, at length L; ``snapshots`` the others, by length. ``num_pictures`` have
-    been seen.
+    ``whole`` holds whole layers by number, ``snapshots`` the others by length.
     """
 
     keys: np.ndarray
@@ -55,21 +52,19 @@ class SavedRow:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its keys and arrays."""
         return self.keys.nbytes + sum(array.nbytes for array in self.arrays())
 
     @property
     def footprint(self) -> int:
-        """Bytes that it takes in memory, with all that is kept to find it."""
+        """Bytes in memory, with overhead and index."""
         return len(self.keys) * (self.keys.shape[1] * self.keys.itemsize + INDEX_BYTES) + footprint(self.arrays())
 
     def arrays(self) -> list[mx.array]:
-        """Every array of every layer."""
         layers = [array for layer in self.whole.values() for array in layer.arrays()]
         return layers + [array for snapshot in self.snapshots.values() for array in snapshot.arrays()]
 
     def resumable(self, limit: int) -> int:
-        """The largest length of at most ``limit`` from which a row can go on; 0 if there is none."""
+        """Return the largest length up to ``limit`` from which a row can continue, or 0."""
         ends = [min(limit, self.length)]
         if len(self.whole) < self.num_layers:
             cut = ((min(limit, at), snapshot) for at, snapshot in self.snapshots.items())
@@ -78,12 +73,11 @@ class SavedRow:
         return longest if longest >= least else 0
 
     def logits_at(self, length: int) -> mx.array | None:
-        """Logits (1, V) after the first ``length`` positions, if they were kept."""
         snapshot = self.snapshots.get(length)
         return None if snapshot is None else snapshot.logits
 
     def restore(self, length: int, num_pictures: int) -> list[Any]:
-        """Fresh single-row caches, one a layer, of the first ``length`` positions, ``num_pictures`` among them."""
+        """Make single-row caches of the first ``length`` positions and ``num_pictures``."""
         snapshot = Snapshot()
         if len(self.whole) < self.num_layers:
             snapshot = next(p for at, p in sorted(self.snapshots.items()) if at >= length and self._serves(p, length))
@@ -97,10 +91,10 @@ class SavedRow:
 
 
 def common_length(one: np.ndarray, other: np.ndarray) -> int:
-    """The number of first positions that two keys (N, 3), (M, 3) share."""
+    """Count the first positions shared by keys (N, 3), (M, 3)."""
     shared = min(len(one), len(other))
     begin, size = 0, 64
-    while begin < shared:  # most differ early
+    while begin < shared:  # most rows differ early
         part = slice(begin, min(begin + size, shared))
         differs = (one[part] != other[part]).any(axis=1)
         if differs.any():
@@ -110,7 +104,7 @@ def common_length(one: np.ndarray, other: np.ndarray) -> int:
 
 
 def save_snapshot(caches: Sequence[Any], length: int, logits: mx.array | None = None) -> Snapshot:
-    """The layers of a row that are not whole, at a length. Nothing is evaluated yet."""
+    """Save the layers that are not whole, unevaluated."""
     return Snapshot(
         {index: state for index, cache in enumerate(caches) if not (state := kind_of(cache).saved(length)).is_whole},
         None if logits is None else own_array(logits),
@@ -124,10 +118,7 @@ def save_row(
     num_pictures: int,
     constant: Mapping[int, LayerState] | None = None,
 ) -> SavedRow:
-    """A row's caches, which have seen the positions of ``keys``, with the snapshots that were kept on the way.
-
-    ``constant`` layers are taken as they are given (``save_constant``). Nothing is evaluated yet.
-    """
+    """Save a row's caches, unevaluated; ``constant``: layers saved already."""
     whole, last = dict(constant or {}), dict[int, LayerState]()
     for index, cache in enumerate(caches):
         if index not in whole:
@@ -140,5 +131,5 @@ def save_row(
 
 
 def save_constant(caches: Sequence[Any]) -> dict[int, LayerState]:
-    """The layers that no token changes (cross-attention), before a row drops from them what it will not see again."""
+    """Save the layers that tokens do not change."""
     return {index: kind_of(cache).saved(0) for index, cache in enumerate(caches) if kind_of(cache).is_constant}

@@ -2,6 +2,7 @@
 
 const SAMPLES = 120; // half a second each: one minute
 const POLL_MS = 500;
+const SPEED_FROM = 20; // tokens: the speed of fewer says nothing
 const find = (id) => document.getElementById(id);
 const pictures = []; // {name, url} with data URLs
 const running = new Set(); // AbortControllers
@@ -145,15 +146,38 @@ function bytes(count) {
 // ---- pictures ----
 
 function addFiles(files) {
+  const refused = [];
   for (const file of files) {
-    if (!file.type.startsWith("image/")) continue;
+    const why = whyNot(file);
+    if (why) {
+      refused.push(`${file.name || "the file"} ${why}`);
+      continue;
+    }
     const reader = new FileReader();
     reader.onload = () => {
       pictures.push({ name: file.name || "pasted picture", url: reader.result });
       showPictures();
     };
+    reader.onerror = () => {
+      find("problem").textContent = `${file.name} cannot be read: ${reader.error.message}`;
+    };
     reader.readAsDataURL(file);
   }
+  find("problem").textContent = refused.join("; ");
+}
+
+/** Why a file is no picture that can be asked about; "" for one that may be. */
+function whyNot(file) {
+  if (file.type === "image/svg+xml" || /\.svgz?$/i.test(file.name)) return "is an SVG drawing: save it as PNG first";
+  if (!file.type.startsWith("image/")) return "is not a picture";
+  return file.size ? "" : "is empty";
+}
+
+/** An error with the name of the picture that it is about, in the place of its number. */
+function named(message, group) {
+  const number = /^picture (\d+) of \d+: /.exec(message);
+  const picture = group[number ? number[1] - 1 : 0];
+  return picture ? message.replace(/^(?:picture \d+ of \d+: )?(?:the data URI|the picture given as bytes)/, () => picture.name) : message;
 }
 
 function showPictures() {
@@ -214,10 +238,11 @@ async function stream(question, group, times) {
     }
   } catch (error) {
     const stopped = error.name === "AbortError";
-    if (!stopped) find("problem").textContent = error.message;
+    const message = named(error.message, group);
+    if (!stopped) find("problem").textContent = message;
     for (const card of cards.filter((one) => !one.finish)) {
       card.box.classList.add(stopped ? "stopped" : "failed");
-      card.about.textContent = stopped ? `stopped · ${facts(card)}` : error.message;
+      card.about.textContent = stopped ? `stopped · ${facts(card)}` : message;
     }
   } finally {
     running.delete(control);
@@ -275,7 +300,7 @@ function settle(card) {
 function facts(card) {
   if (!card.first) return card.finish || "waiting";
   const seconds = (card.last - card.first) / 1000;
-  const speed = seconds > 0 ? `${((card.tokens - 1) / seconds).toFixed(1)} tokens/s` : "";
+  const speed = seconds > 0 && card.tokens >= SPEED_FROM ? `${((card.tokens - 1) / seconds).toFixed(1)} tokens/s` : "";
   return [`first token after ${((card.first - card.began) / 1000).toFixed(2)} s`, `${card.tokens} tokens`, speed, card.finish]
     .filter(Boolean)
     .join(" · ");

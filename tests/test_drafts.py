@@ -1,0 +1,350 @@
+"""Drafts change no answer: whatever is drafted, every request gets the tokens and log-probabilities that it gets alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests import exact_cases
+from tests.exact_cases import Arrival, Way, adapter_of, alone, engine_of, exact_of
+from tests.harness import NUM_TOKENS, TOLERANCE, Ask, check, every_family, oracle, run_family
+from vlm_batch import InvalidRequest, Request, VLMBatcher
+from vlm_batch.assets import default_checkpoint
+from vlm_batch.caches import Placement, RecurrentCache, RingSlabCache, drafted
+from vlm_batch.engine import batch, choosing
+from vlm_batch.engine.batch import DecodeBatch
+from vlm_batch.engine.drafter import Drafter, behind
+from vlm_batch.engine.drafts import Drafts
+from vlm_batch.engine.retry import Retry
+from vlm_batch.engine.row import Row
+from vlm_batch.engine.sampling import SamplingRow
+from vlm_batch.types import SamplingParams
+
+#: Families whose rows never have drafts, with layers of their own kind: pools, chunks, cross-attention, one cache of all.
+OTHERS = frozenset(
+    {"deepseek_v4", "deepseek_v41", "deepseek_v4_text", "falcon_perception", "florence2", "llama4", "minimax_m3_vl"}
+    | {"mllama", "molmo_point", "nemotron_parse", "unlimited_ocr"}
+)
+#: Families with windows, which the tiny ones fill before the answer begins.
+WINDOWS = frozenset(
+    {"aya_vision", "aya_vision_cohere2", "cohere_compass", "gemma3", "gemma3n", "gemma4", "gemma4_experts"}
+    | {"gemma4_unified", "mimo_v2", "muse_glimmer", "muse_spark", "step3p7"}
+)
+
+
+@pytest.fixture
+def failures(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What work raised during a test."""
+    found: list[str] = []
+    settle = Retry.settle
+
+    def settling(self: Retry, failed: object) -> None:
+        found.append(repr(getattr(failed, "error", failed)))
+        settle(self, failed)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Retry, "settle", settling)
+    return found
+
+
+KINDS = ("right", "wrong", "mixed")
+
+
+class Scripted(Drafts):
+    """Each row's drafts as a script says it: the right tokens, wrong ones, or some of both."""
+
+    def __init__(self, answers: Sequence[Sequence[int]], kinds: Sequence[str] = KINDS, size: int = 3) -> None:
+        super().__init__()
+        self._answers, self._kinds, self._size = answers, kinds, size
+        self._random = random.Random(7)
+
+    def is_due(self, groups: Sequence[DecodeBatch]) -> bool:
+        return True
+
+    def gain(self, rows: int, hoped: float, places: int, positions: int, drafting: float = 0.0) -> float:
+        return 2.0 + hoped
+
+    def draft(self, row: Row, form_seconds: Callable[[], float]) -> tuple[str, tuple[int, ...]]:
+        index, at = int(row.request_id), row.answer.num_sampled
+        most = min(self._size, row.answer.max_tokens - at - 1)
+        right = [int(token) for token in self._answers[index][at : at + most]]
+        kind = self._kinds[index % len(self._kinds)]
+        if kind == "wrong":
+            right = [token + 1 if token < 5 else token - 1 for token in right]
+        if kind == "mixed":
+            right = [token if self._random.random() < 0.6 else 3 for token in right[: self._random.randint(0, most)]]
+        return "text", tuple(right)
+
+
+@pytest.mark.parametrize("placement", Placement, ids=lambda placement: placement.value)
+@pytest.mark.parametrize("name", every_family())
+def test_drafts_change_nothing(name: str, placement: Placement, failures: list[str]) -> None:
+    """Rows with right, wrong and mixed drafts and without any, which join, leave and are cancelled."""
+    asks = [
+        Ask("text:4:9", tokens=12),
+        Ask("image:2:1", at=1),
+        Ask("text:6:14", at=2, tokens=10),
+        Ask("text:5:26", at=4, tokens=5),
+        Ask("image:1:0", at=6, tokens=9, cancel_at=9),
+    ]
+    drafts = Scripted([oracle(name, ask.key, max(NUM_TOKENS, ask.tokens)).tokens for ask in asks])
+    answers = run_family(name, asks, placement=placement, drafts=drafts, config={"max_rows": 4, "short_rows": 0})
+    check(name, answers)
+    assert not failures  # a forward that fails is made good by another, without drafts
+    can = name not in OTHERS
+    assert (drafts.num_held > 0) is can and (drafts.num_drafted > drafts.num_held) is can
+
+
+#: One family of each kind that has drafts, in a served precision.
+EXACT = {
+    "qwen3_vl": "bfloat16",
+    "kimi_k25_groups": "4 bits",
+    "qwen2_5_vl": "4 bits",
+    "hunyuan_vl": "bfloat16",
+    "gemma3": "4 bits",
+    "paligemma": "float32",
+    "falcon_ocr": "4 bits",
+    "qwen3_5": "bfloat16",
+    "falcon_h1": "4 bits",
+    "inkling": "float32",
+    "lfm2_vl": "float16",
+    "glm5_next": "float32",
+}
+
+
+@pytest.mark.parametrize("layout", Placement, ids=lambda layout: layout.value)
+@pytest.mark.parametrize("name", EXACT)
+def test_reproducible_answers_have_the_same_bits(name: str, layout: Placement, failures: list[str]) -> None:
+    precision = EXACT[name]
+    exact = exact_of(name, precision, layout)
+    arrivals = [Arrival(key, at=index, tokens=10) for index, key in enumerate(("text:4:9", "image:2:1", "text:6:14"))]
+    right = [alone(name, precision, one.key, exact, tokens=10) for one in arrivals]
+    drafts = Scripted([one.tokens for one in right])
+    engine = engine_of(adapter_of(name, precision), exact, Way(max_rows=4), drafts=drafts)
+    answers = exact_cases.play(name, engine, arrivals)
+    assert not failures
+    assert [exact_cases.is_same(one, other) for one, other in zip(answers, right, strict=True)] == [True] * 3
+    # a tiny window is full from the first answer on, and to put a row's own ring into order changes bits
+    assert (drafts.num_held > 0) is (name not in WINDOWS or layout is Placement.SLAB), exact.counts
+
+
+#: Parameters of which each changes what a row may say next.
+PARAMS: dict[str, SamplingParams] = {
+    "sampled": SamplingParams(temperature=1.3, top_k=40, top_p=0.9),
+    "penalties": SamplingParams(repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2),
+    "rules": SamplingParams(bad_words=("a", "the"), min_tokens=5, logit_bias={7: 2.0}),
+    "logprobs": SamplingParams(logprobs=3, temperature=0.7),
+}
+
+
+@pytest.mark.parametrize("layout", Placement, ids=lambda layout: layout.value)
+@pytest.mark.parametrize("said", PARAMS)
+def test_every_stage_of_sampling_sees_every_position(said: str, layout: Placement, failures: list[str]) -> None:
+    """Two rows with the parameters, and one beside them without."""
+    name = "qwen2_5_vl"
+    asks = [
+        Ask("text:4:9", tokens=16, params=PARAMS[said]),
+        Ask("text:5:26", at=1, tokens=12),
+        Ask("text:6:14", at=2, tokens=14, params=PARAMS[said]),
+    ]
+    how: dict[str, Any] = {"placement": layout, "config": {"max_rows": 4, "short_rows": 0}}
+    right = [one.result for one in run_family(name, asks, **how)]
+    drafts = Scripted([one.token_ids for one in right if one is not None])
+    found = [one.result for one in run_family(name, asks, drafts=drafts, **how)]
+    assert not failures and drafts.num_held and drafts.num_drafted > drafts.num_held
+    for one, other in zip(found, right, strict=True):
+        assert one is not None and other is not None
+        assert (one.token_ids, one.finish_reason, one.text) == (other.token_ids, other.finish_reason, other.text)
+        for mine, theirs in zip(one.logprobs or (), other.logprobs or (), strict=True):
+            assert mine.logprob == pytest.approx(theirs.logprob, abs=TOLERANCE)
+            assert [token for token, _ in mine.top] == [token for token, _ in theirs.top]
+
+
+def broken_keep(layers: Sequence[Any], place: int, count: int, kept: int) -> None:
+    """A length one too long."""
+    drafted.keep(layers, place, count, min(count, kept + 1))
+
+
+def kept_all(layers: Sequence[Any], place: int, count: int, kept: int) -> None:
+    """A state that was not rolled back."""
+    drafted.keep(layers, place, count, count)
+
+
+def state_of_the_last(self: RecurrentCache, place: int, count: int) -> None:
+    """A recurrent state that was not rolled back, beside lengths that were."""
+    later = self._later.pop(place, [])
+    if later:
+        self._kept[place] = later[-1]
+
+
+def state_of_the_first(self: RecurrentCache, place: int, count: int) -> None:
+    """A recurrent state that stays behind."""
+    self._later.pop(place, None)
+
+
+def same_noise(row: Row, ahead: int) -> SamplingRow:
+    """A noise that is used twice."""
+    return choosing_row(row, 0)
+
+
+choosing_row = choosing._sampling_row
+
+
+@pytest.mark.parametrize("layout", Placement, ids=lambda layout: layout.value)
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        *(("qwen2_5_vl", change) for change in (broken_keep, kept_all, same_noise)),
+        *(("qwen3_5", change) for change in (broken_keep, kept_all, state_of_the_last, state_of_the_first)),
+        *((name, kept_all) for name in ("qwen4_exp", "glm5_next", "inkling", "zaya1_vl", "gemma3")),
+    ],
+)
+def test_the_scenarios_find_what_is_wrong(
+    name: str, change: Callable[..., Any], layout: Placement, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = SamplingParams(temperature=1.5)
+    asks = [Ask(key, at=index, tokens=16, params=params) for index, key in enumerate(("text:4:9", "text:6:14"))]
+    how: dict[str, Any] = {"placement": layout, "config": {"max_rows": 4, "short_rows": 0}}
+    right = [one.result.token_ids for one in run_family(name, asks, **how) if one.result is not None]
+    if change is same_noise:
+        monkeypatch.setattr(choosing, "_sampling_row", change)
+    elif change in (state_of_the_last, state_of_the_first):
+        monkeypatch.setattr(RecurrentCache, "keep", change)
+    else:
+        monkeypatch.setattr(batch, "keep", change)
+    found = run_family(name, asks, drafts=Scripted(right), **how)
+    assert [one.result.token_ids for one in found if one.result is not None] != right
+
+
+def test_the_scenarios_find_a_ring_that_rejected_tokens_have_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RingSlabCache, "hold", lambda *_: None)
+    asks = [Ask(key, at=index, tokens=16) for index, key in enumerate(("text:4:9", "text:6:14"))]
+    drafts = Scripted([oracle("gemma3", ask.key, 16).tokens for ask in asks], kinds=("mixed", "wrong"))
+    answers = run_family("gemma3", asks, placement=Placement.SLAB, drafts=drafts)
+    with pytest.raises(AssertionError):
+        check("gemma3", answers)
+
+
+SHOP: dict[str, Any] = {
+    "type": "object",
+    "properties": {"shop": {"type": "string", "maxLength": 6}, "total": {"type": "integer", "maximum": 99}},
+    "required": ["shop", "total"],
+    "additionalProperties": False,
+}
+
+
+def test_users_get_the_same_answers_with_and_without() -> None:
+    """Forms, plain texts and sampled ones; what a request says goes for it, what a policy says for all."""
+    asks: dict[str, SamplingParams] = {
+        "what is the total?": SamplingParams(max_tokens=60, json_schema=SHOP, logprobs=0),
+        "count to 9": SamplingParams(max_tokens=80, ignore_eos=True, logprobs=0),
+        "count to 5": SamplingParams(max_tokens=60, temperature=1.2, seed=3, ignore_eos=True, logprobs=0),
+    }
+    found: dict[str, list[Any]] = {}
+    with VLMBatcher(default_checkpoint(), caches=None) as batcher:
+        for draft in ("auto", "off"):
+            before = batcher.stats().drafted
+            handles = [
+                batcher.submit_request(Request(prompt=prompt, params=params, draft=draft))
+                for _ in range(4)
+                for prompt, params in asks.items()
+            ]
+            found[draft] = [handle.result(timeout=120) for handle in handles]
+            if draft == "off":
+                assert batcher.stats().drafted == before
+        assert batcher.stats().drafts_held <= batcher.stats().drafted
+    for one, other in zip(found["auto"], found["off"], strict=True):
+        assert one.error is None and (one.token_ids, one.text, one.parsed) == (
+            other.token_ids,
+            other.text,
+            other.parsed,
+        )
+        for mine, theirs in zip(one.logprobs or (), other.logprobs or (), strict=True):
+            assert mine.logprob == pytest.approx(theirs.logprob, abs=TOLERANCE)
+    with VLMBatcher(default_checkpoint(), policy={"draft": "off"}) as batcher:
+        batcher.submit(prompt="count to 9", params=asks["count to 9"]).result(timeout=60)
+        assert batcher.stats().drafted == 0
+    for wrong in ("on", None, 3):
+        with pytest.raises(InvalidRequest, match="auto, off"):
+            Request(prompt="a", draft=wrong)  # type: ignore[arg-type]
+
+
+def test_what_stood_behind_the_last_words() -> None:
+    """The source of drafts by itself: the last place counts, a text that repeats itself goes on, and bytes are no tokens."""
+
+    def text(*tokens: int) -> bytearray:
+        return bytearray(np.array(tokens, dtype=np.int32).tobytes())
+
+    tail = bytes(text(1, 2, 3))
+    assert behind(text(1, 2, 3, 7, 8, 1, 2, 3, 9, 1, 2, 3), tail, 2) == (9, 1)
+    assert behind(text(1, 2, 3), tail, 4) == () == behind(text(), tail, 4)
+    assert behind(text(5, 1, 2, 3, 1, 2, 3), tail, 7) == (1, 2, 3, 1, 2, 3, 1)
+    assert behind(text(256, 512, 768, 4, 0), bytes(text(1, 2, 3)), 3) == ()  # the same bytes, one to the right
+    drafter = Drafter(bytes(text(1, 2, 3, 4, 5)), text(9, 9, 9, 7, 7), {"form": 0.9, "text": 0.5})
+    for token in (1, 2, 3):
+        drafter.add(token)
+    assert drafter.proposed[:2] == (4, 5)
+    drafter.add(4)
+    assert drafter.proposed[0] == 5 and drafter.rates["text"] > 0.5
+    for token in (9, 9, 9):
+        drafter.add(token)
+    assert drafter.proposed[:2] == (7, 7)
+
+
+def test_a_draft_has_to_be_worth_its_forward() -> None:
+    """By what forwards were measured to take: nothing is drafted while that is unknown, or where positions cost as much as
+    steps."""
+    drafts = Drafts()
+    assert drafts.gain(1, 3.0, 1, 4) == 0
+    for rows, seconds in ((1, 0.010), (4, 0.012), (32, 0.030), (64, 0.062)):
+        for _ in range(8):
+            drafts.seconds.record(rows, seconds)
+    assert drafts.gain(1, 2.5, 1, 4) == pytest.approx(3.5 / 1.2, rel=1e-3)
+    assert drafts.gain(32, 16.0, 32, 64) < 1 < drafts.gain(32, 48.0, 32, 64)
+    assert drafts.seconds.of(256) is not None and drafts.seconds.of(257) is None  # what is far beyond is not tried
+
+
+def test_one_slow_moment_does_not_end_drafts() -> None:
+    """A forward's seconds are a median, and what was slow is measured again after a while, less and less often."""
+    drafts = Drafts()
+    for rows, seconds in ((1, 0.010), (4, 0.012)):
+        for _ in range(6):
+            drafts.seconds.record(rows, seconds)
+    drafts.seconds.record(4, 3.0)
+    assert drafts.seconds.of(4) == pytest.approx(0.012)
+    for _ in range(5):
+        drafts.seconds.record(4, 3.0)
+    assert drafts.gain(1, 2.5, 1, 4) < 0.1
+    tries = []
+    for refusal in range(5000):
+        drafts._refuse(1)
+        if drafts.gain(1, 2.5, 1, 4) > 1:
+            tries.append(refusal)
+            drafts.seconds.record(4, 3.0)
+    assert len(tries) == 9 and tries[0] == 15 and drafts.seconds.of(1) == pytest.approx(0.010)
+
+
+def test_a_forward_that_waited_for_nothing_is_no_measure() -> None:
+    """A step that waits for its rows' tokens and then has no draft is slower than one that runs ahead."""
+    drafts = Drafts()
+
+    def step(positions: int, *, waits: bool) -> None:
+        if waits:
+            drafts.plan([], lambda: 0.0)
+            drafts._awaited = 1
+        drafts.launched(positions)
+        drafts.was_read()
+
+    for _ in range(4):
+        step(1, waits=False)
+    known = dict(drafts.seconds._known)
+    assert known.keys() == {1}
+    for _ in range(4):
+        step(1, waits=True)
+    assert drafts.seconds._known == known
+    for _ in range(4):
+        step(4, waits=True)
+    assert drafts.seconds._known.keys() == {1, 4}

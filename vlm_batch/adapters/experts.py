@@ -1,0 +1,44 @@
+"""Experts' products of a prompt on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_vlm.models.switch_layers import SwitchLinear
+
+from vlm_batch.adapters import kernels
+from vlm_batch.adapters.hooks import current
+
+#: Rows an expert, on average, from which its product is one of its own: gather_mm reads an expert's weights for each row.
+ROWS_APART = 2
+
+
+class ExpertsApart(SwitchLinear):
+    """Multiplies an expert's prompt rows in one product; on a CPU, mlx-vlm multiplies row by row."""
+
+    def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> Any:
+        """Map (N, 1, D_in) with rising experts (N,) to (N, 1, D_out)."""
+        if not (sorted_indices and x.shape[-2] == 1 and multiplies_apart(x, indices, self.num_experts)):
+            return super().__call__(x, indices, sorted_indices=sorted_indices)
+        weights, rows = self["weight"], x.reshape(-1, x.shape[-1])
+        ends = np.searchsorted(np.array(indices).reshape(-1), np.arange(self.num_experts + 1)).tolist()
+        parts = [
+            rows[first:end] @ weights[expert].T for expert, (first, end) in enumerate(pairwise(ends)) if first < end
+        ]
+        found = mx.concatenate(parts).reshape(*x.shape[:-1], -1)
+        return found + mx.expand_dims(self["bias"][indices], -2) if "bias" in self else found
+
+
+def multiplies_apart(x: mx.array, indices: mx.array, num_experts: int) -> bool:
+    """Whether a prompt's experts may be read back, and have several rows on average."""
+    call = current()
+    is_prompt = call.positions is None and not call.is_fixed  # a decode step may be a graph
+    return is_prompt and indices.size >= ROWS_APART * num_experts and kernels.takes_powers(x)
+
+
+#: Patches of every family.
+EXPERTS: Mapping[type, type] = {SwitchLinear: ExpertsApart}

@@ -1,0 +1,254 @@
+"""Drafting models: assistants and multi-token heads, as mlx-vlm loads them.
+
+To add one, subclass ``Heads``, and name its model type in ``KINDS``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any, ClassVar
+
+import mlx.core as mx
+from mlx_vlm.models.cache import RotatingKVCache
+
+from vlm_batch.adapters.attention import HOOKS
+from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.hooks import files_of, hook, install_hooks, running
+from vlm_batch.adapters.longrope import ROW_ROPES
+from vlm_batch.adapters.modules import clone_modules, evaluate_arrays
+from vlm_batch.adapters.prompts import dtype_of, num_words
+from vlm_batch.adapters.rotary import STEP_ROPES, hook_rotary
+from vlm_batch.caches.drafted import DraftedRows
+from vlm_batch.caches.rows import RowsCache, RowStates
+from vlm_batch.records import Call, DraftState, Hidden
+
+#: Positions of a row that are read one by one, beside other rows'.
+FEW = 8
+
+
+class Heads(ABC):
+    """A model that drafts for all rows of an adapter together.
+
+    Args:
+        model: mlx-vlm's drafter. It is copied; weights are shared.
+    """
+
+    #: Families whose models it drafts for.
+    families: ClassVar[frozenset[str]]
+    #: Number of a row's last hidden states that it reads.
+    context = 1
+    #: Bytes of a position in its own caches.
+    bytes_per_token = 0
+
+    def __init__(self, model: Any, adapter: Adapter) -> None:
+        if (dtype := dtype_of(adapter.token_table)) is not None:
+            model.set_dtype(dtype)
+        family = adapter.spec.family
+        self.model: Any = clone_modules(model, {**ROW_ROPES, **STEP_ROPES, **adapter.patches()})
+        self.model.bind(adapter.language)
+        install_hooks(files_of(self.model), HOOKS, family=family, is_strict=False)
+        hook_rotary(self.model, family=family)
+        evaluate_arrays(self.model)
+
+    @abstractmethod
+    def propose(self, rows: Sequence[DraftState | None], layers: Sequence[Any], count: int) -> mx.array:
+        """See ``DraftModel``."""
+
+    @staticmethod
+    def last_states(rows: Sequence[DraftState | None]) -> mx.array:
+        """Return each place's last hidden state (B, 1, D); empty places get place 0's."""
+        last = [None if row is None else row.hidden[-1] for row in rows]
+        some = next(one for one in last if one is not None)
+        return gathered([some if one is None else one for one in last], last_only=True)[:, None]
+
+
+class Assistant(Heads):
+    """Gemma 4's assistant, which only has the keys and values of the model's last layers.
+
+    mlx-vlm masks one array of keys; here the masks are the batch's layers'.
+    """
+
+    families = frozenset({"gemma4", "gemma4_unified"})
+
+    def __init__(self, model: Any, adapter: Adapter) -> None:
+        super().__init__(model, adapter)
+        from mlx_vlm.speculative.drafters.gemma4_assistant import gemma4_assistant as upstream
+
+        masks = hook(upstream.make_drafter_masks, lambda seen, *args, **kwargs: seen.masks)
+        install_hooks([upstream.__name__], {"make_drafter_masks": masks}, family=adapter.spec.family, is_strict=False)
+        config = adapter.language.config
+        own = config.layer_types[: len(adapter.make_cache())]
+        self._layers = {kind: index for index, kind in enumerate(own)}  # the last of each kind
+        missing = {layer.layer_type for layer in self.model.model.layers} - self._layers.keys()
+        if missing:
+            raise ValueError(f"the model has no layers of the kinds {sorted(missing)}")
+
+    def propose(self, rows: Sequence[DraftState | None], layers: Sequence[Any], count: int) -> mx.array:
+        at = mx.array([0 if row is None else row.hidden[-1].end - 1 for row in rows], dtype=mx.int32)
+        tokens = mx.array([0 if row is None else row.tokens[-1] for row in rows], dtype=mx.int32)
+        seen = Seen({kind: layers[index] for kind, index in self._layers.items()})
+        self.model.set_shared_kv(seen, kv_offset=0, position=at)
+        try:
+            with running(Call(positions=at)):
+                found = self.model.draft_block(
+                    tokens, self.last_states(rows), None, count + 1, _likeliest, mx.int32, greedy=True
+                )
+            mx.eval(found)
+        finally:
+            self.model.set_shared_kv({}, kv_offset=0)  # who holds keys makes the next step copy them
+        return found
+
+
+class NextTokens(Heads):
+    """Multi-token heads of Qwen3.5 and Qwen3-Next: layers over hidden states and next tokens, with their own KV cache."""
+
+    families = frozenset({"qwen3_5", "qwen3_5_moe", "qwen3_next"})
+    context = 64
+
+    def __init__(self, model: Any, adapter: Adapter) -> None:
+        super().__init__(model, adapter)
+        attention = self.model.layers[0].self_attn
+        width = 2 * attention.num_key_value_heads * attention.head_dim
+        dtype = dtype_of(adapter.token_table) or mx.float32
+        self.bytes_per_token = width * dtype.size * len(self.model.layers)
+
+    def propose(self, rows: Sequence[DraftState | None], layers: Sequence[Any], count: int) -> mx.array:
+        live = [row for row in rows if row is not None]
+        for row in live:
+            row.caches = row.caches or self.model.make_cache()
+            if len(row.tokens) > FEW:
+                self._catch_up(row)
+        own = [rows_cache(caches) for caches in zip(*(row.caches for row in live), strict=True)]
+        counts = [len(row.tokens) for row in live]
+        tokens = mx.array([[token] for row in live for token in row.tokens], dtype=mx.int32)
+        at = mx.array([[place] for row in live for one in row.hidden for place in range(one.begin, one.end)])
+        hidden = gathered([one for row in live for one in row.hidden])[:, None]
+        hidden = self._forward(tokens, hidden, [DraftedRows(layer, counts) for layer in own], at)
+        ends = mx.array([end - 1 for end in accumulate(counts)])
+        hidden, at = hidden[ends], at[ends]
+        found = [self._told(hidden)]
+        for ahead in range(1, count):
+            hidden = self._forward(found[-1], hidden, own, at + ahead)
+            found.append(self._told(hidden))
+        told = mx.concatenate(found, axis=1)
+        mx.eval(told, [(cache.keys, cache.values) for row in live for cache in row.caches])
+        for row in live:  # what was drafted is computed again from the model's own states, if it is accepted
+            for cache in row.caches:
+                cache.trim(count - 1)
+        places = iter(range(len(live)))
+        return told[mx.array([0 if row is None else next(places) for row in rows])]
+
+    def _catch_up(self, row: DraftState) -> None:
+        """Read all but the last position of a prompt, or of steps without drafts, in one call."""
+        last = row.hidden[-1]
+        at = mx.array([[place for one in row.hidden for place in range(one.begin, one.end)]])
+        tokens = mx.array([row.tokens], dtype=mx.int32)
+        self._forward(tokens[:, :-1], gathered(row.hidden)[None, :-1], row.caches, at[:, :-1])
+        row.hidden.clear()
+        row.hidden.append(Hidden(last.states, last.first + last.count - 1, last.end - 1))
+        row.tokens = row.tokens[-1:]
+
+    def _forward(self, tokens: mx.array, hidden: mx.array, caches: Sequence[Any], at: mx.array) -> mx.array:
+        """Run the heads over tokens (R, L), each behind a hidden state (R, L, D) at a position (R, L)."""
+        with running(Call(positions=at[:, 0] if at.shape[1] == 1 else None)):
+            positions = mx.broadcast_to(at[None], (3, *at.shape))
+            found: mx.array = self.model._forward_hidden(
+                self.model._input_embed(tokens), hidden, list(caches), positions
+            )
+        return found
+
+    def _told(self, hidden: mx.array) -> mx.array:
+        return _likeliest(self.model._lm_head_fn(hidden))  # (R, 1)
+
+
+#: Kinds of drafting models, by mlx-vlm's model type.
+KINDS: Mapping[str, type[Heads]] = {
+    "gemma4_assistant": Assistant,
+    "gemma4_unified_assistant": Assistant,
+    "qwen3_5_mtp": NextTokens,
+}
+
+
+def load_heads(path: str, adapter: Adapter) -> Heads:
+    """Load a drafting model from a folder or hub id through mlx-vlm's loader.
+
+    Raises:
+        ValueError: There is none, or it does not fit the adapter's model.
+    """
+    from mlx_vlm.speculative.drafters import load_drafter, validate_drafter_compatibility
+
+    try:
+        model: Any
+        model, kind = load_drafter(path)
+        found = str(model.config.model_type)
+        if found not in KINDS:
+            raise ValueError(f"it is a {found}; those that are run are {', '.join(KINDS)}")
+        cls, family = KINDS[found], adapter.spec.family
+        if family not in cls.families:
+            raise ValueError(f"a {found} drafts for {', '.join(sorted(cls.families))}, not for {family}")
+        validate_drafter_compatibility(adapter.model, model, kind)
+        theirs, ours = model.config.text_config.vocab_size, num_words(adapter.token_table)
+        if theirs != ours:
+            raise ValueError(f"its vocabulary has {theirs} tokens, the model's {ours}")
+        return cls(model, adapter)
+    except Exception as error:  # whatever a folder that is none, or a wrong one, raises
+        said = " ".join(str(error).split())[:300]
+        raise ValueError(
+            f"draft is {path!r}; it must be auto, off, or the folder or hub id of a model that drafts for this one: {said}"
+        ) from error
+
+
+def rows_cache(caches: Sequence[Any]) -> RowsCache:
+    """Join the rows' own caches of a layer."""
+    found = RowsCache()
+    found.resize(len(caches))
+    for place, cache in enumerate(caches):
+        found.put(place, cache)
+    return found
+
+
+def gathered(hidden: Sequence[Any], *, last_only: bool = False) -> mx.array:
+    """Return hidden states (N, D) as one array."""
+    arrays: dict[int, mx.array] = {}
+    begins: dict[int, int] = {}
+    for one in hidden:
+        if id(one.states) not in arrays:
+            begins[id(one.states)] = sum(len(array) for array in arrays.values())
+            arrays[id(one.states)] = one.states
+    places = [
+        begins[id(one.states)] + one.first + at
+        for one in hidden
+        for at in range(one.count - 1 if last_only else 0, one.count)
+    ]
+    given = list(arrays.values())
+    return (given[0] if len(given) == 1 else mx.concatenate(given))[mx.array(places)]
+
+
+def _likeliest(logits: mx.array) -> mx.array:
+    return mx.argmax(logits, axis=-1).astype(mx.int32)
+
+
+class Seen(dict[str, tuple[Any, Any]]):
+    """Keys and values of layers by kind, with the masks of a query at each place's last position."""
+
+    def __init__(self, layers: Mapping[str, Any]) -> None:
+        super().__init__({kind: layer.state for kind, layer in layers.items()})
+        self.masks: dict[str, mx.array | None] = dict.fromkeys(layers)
+        for kind, layer in layers.items():
+            if not isinstance(layer, RowsCache):
+                self.masks[kind] = layer.seen(mx.maximum(layer.offset - 1, 0), 0, None)
+                continue
+            windows = [cache.max_size for cache in layer.places if isinstance(cache, RotatingKVCache)]
+            if windows:  # after a draft a row holds more than its window
+                keys, values = self[kind]
+                self[kind] = (_last(keys, windows[0]), _last(values, windows[0]))
+
+
+def _last(states: RowStates, window: int) -> RowStates:
+    runs = (
+        replace(run, state=run.state[:, :, -window:]) if isinstance(run.state, mx.array) else run for run in states.runs
+    )
+    return RowStates(tuple(runs))

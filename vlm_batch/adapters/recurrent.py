@@ -1,0 +1,94 @@
+"""Recurrent modules that run a row's drafted positions in order, each from the previous one's state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_vlm.models.cache import ArraysCache, CacheList
+
+from vlm_batch.adapters.base import Adapter
+from vlm_batch.caches.drafted import ALL, DraftedRecurrent, Step, rows_of
+from vlm_batch.caches.listed import ListedCache, parts_of
+
+
+class InOrder:
+    """Base of modules that run a row's drafted positions in order."""
+
+
+def can_draft(adapter: Adapter) -> bool:
+    """Whether a forward may have several positions of a row, in order where there are states."""
+    if adapter.spec.max_rows is not None:
+        return False
+    caches = adapter.make_cache()
+    parts = [part for cache in caches for part in (cache.caches if isinstance(cache, CacheList) else (cache,))]
+    has_states = any(isinstance(part, ArraysCache) for part in parts)
+    return not has_states or any(isinstance(module, InOrder) for module in adapter.language.modules())
+
+
+def in_order(module_class: type[nn.Module], before: Sequence[str] = (), after: str = "") -> type[nn.Module]:
+    """Subclass a module with recurrent states to run drafted positions in order.
+
+    Args:
+        before: Submodules of the module's input, run for all positions at once.
+        after: The submodule of the output, run likewise.
+    """
+
+    class Ordered(InOrder, module_class):  # type: ignore[misc,valid-type]
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            cache = next((one for value in (*args, *kwargs.values()) if (one := _drafted(value)) is not None), None)
+            return super().__call__(*args, **kwargs) if cache is None else self.each_step(cache, args, kwargs)
+
+        def each_step(self, cache: DraftedRecurrent, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+            """Call the module per step, with arrays (N, ...) cut to the step's rows; join its arrays or tuples."""
+            x = args[0] if args else next(iter(kwargs.values()))
+            known = {name: Known(self[name](x)) for name in before}
+            twin: Any = dict.__new__(module_class)
+            twin.__dict__.update(self.__dict__)
+            dict.update(twin, {**self, **known, **({after: _same} if after else {})})
+            answers = []
+            for number, step in enumerate(cache.steps.each):
+                for one in known.values():
+                    one.rows = step.rows
+                with cache.step(number) as lent:
+                    cut = [_of_step(value, cache, step, lent) for value in args]
+                    named = {name: _of_step(value, cache, step, lent) for name, value in kwargs.items()}
+                    answers.append(twin(*cut, **named))
+            order = cache.steps.order
+            if isinstance(answers[0], tuple):
+                return tuple(rows_of(mx.concatenate(list(parts)), order) for parts in zip(*answers, strict=True))
+            joined = rows_of(mx.concatenate(answers), order)
+            return self[after](joined) if after else joined
+
+    return Ordered
+
+
+class Known:
+    """Stands for a submodule whose output for all positions is known."""
+
+    def __init__(self, output: mx.array) -> None:
+        self._output = output
+        self.rows: slice | mx.array = ALL  # of the step that asks
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return rows_of(self._output, self.rows)
+
+
+def _same(x: mx.array) -> mx.array:
+    return x
+
+
+def _drafted(value: Any) -> DraftedRecurrent | None:
+    return next((part for part in parts_of(value) if isinstance(part, DraftedRecurrent)), None)
+
+
+def _of_step(value: Any, cache: DraftedRecurrent, step: Step, lent: Any) -> Any:
+    if value is cache:
+        return lent
+    if isinstance(value, ListedCache):
+        return ListedCache(*(_of_step(part, cache, step, lent) for part in value.caches))
+    if isinstance(value, mx.array) and value.ndim and value.shape[0] == cache.steps.num_rows:
+        return rows_of(value, step.rows)
+    return value

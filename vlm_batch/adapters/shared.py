@@ -1,0 +1,175 @@
+"""Linear layers with one input, such as queries, keys and values, as one product.
+
+A trial forward finds layers that always get the same array. Last bits may change, so the joined model has its own fingerprint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import accumulate, pairwise
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.modules import clone_modules
+from vlm_batch.caches import LayerCache, Placement, kind_of
+from vlm_batch.records import Call, DecodeStep
+
+#: Layer classes that can be joined -> their arrays with one row per output.
+ARRAYS: dict[type, tuple[str, ...]] = {
+    nn.Linear: ("weight", "bias"),
+    nn.QuantizedLinear: ("weight", "scales", "biases", "bias"),
+}
+#: The trial's prompt; its last token is a chunk of its own.
+PROMPT = (3, 4, 5)
+
+
+class Wide(nn.Module):
+    """Several linear layers as one; its input is held until the last part is taken."""
+
+    def __init__(self, linear: nn.Module, cuts: Sequence[int]) -> None:
+        super().__init__()
+        self.linear = linear
+        self.__dict__.update(_cuts=list(cuts), _rows=None, _parts={})
+
+    def part(self, at: int, rows: mx.array) -> mx.array:
+        own = self.__dict__
+        if own["_rows"] is not rows or at not in own["_parts"]:
+            own["_rows"], own["_parts"] = rows, dict(enumerate(mx.split(self.linear(rows), own["_cuts"], axis=-1)))
+        found: mx.array = own["_parts"].pop(at)
+        if not own["_parts"]:
+            own["_rows"] = None
+        return found
+
+
+class Part(nn.Module):
+    """One layer of a ``Wide``, in the original's place."""
+
+    def __init__(self, wide: Wide, at: int) -> None:
+        super().__init__()
+        # an underscore hides the wide layer from parameters, so that its weights count once
+        self["wide" if at == 0 else "_wide"] = wide
+        self.__dict__.update(_name="wide" if at == 0 else "_wide", _at=at)
+
+    def __call__(self, rows: mx.array) -> mx.array:
+        wide: Wide = self[self.__dict__["_name"]]
+        return wide.part(self.__dict__["_at"], rows)
+
+
+def share_products(adapter: Adapter, model: nn.Module | None = None) -> int:
+    """Join linear layers with one input in an adapter's language model.
+
+    Models that fail a text trial stay unchanged.
+
+    Args:
+        model: The caller's model, whose weights become views.
+
+    Returns:
+        The number of joined layers.
+    """
+    groups = shared_layers(adapter)
+    holders: dict[int, list[tuple[nn.Module, str]]] = {}
+    for tree in (adapter.model, model) if groups else ():
+        for _, module in [] if tree is None else tree.named_modules():
+            for name in ARRAYS.get(type(module), ()):
+                if name in module:
+                    holders.setdefault(id(module[name]), []).append((module, name))
+    for owner, layers in groups:
+        wide = widened(list(layers.values()), holders)
+        for at, name in enumerate(layers):
+            owner[name] = Part(wide, at)
+    if groups and not _is_tried(adapter):
+        for owner, layers in groups:
+            for name, layer in layers.items():
+                owner[name] = layer
+        return 0
+    return sum(len(layers) for _, layers in groups)
+
+
+def shared_layers(adapter: Adapter) -> list[tuple[nn.Module, dict[str, nn.Module]]]:
+    """Group layers that always get the same arrays: (module, layers by name)."""
+    owners: dict[int, list[tuple[nn.Module, str]]] = {}
+    for _, owner in adapter.language.named_modules():
+        for name, child in owner.items():
+            if type(child) in ARRAYS:
+                owners.setdefault(id(child), []).append((owner, name))
+    single = {layer: found[0] for layer, found in owners.items() if len(found) == 1}
+    with _recorded([owner[name] for owner, name in single.values()]) as given:
+        if not _is_tried(adapter):
+            return []
+    found: dict[Any, tuple[nn.Module, dict[str, nn.Module]]] = {}
+    for layer, arrays in given.items():
+        owner, name = single[layer]
+        key = (id(owner), tuple(map(id, arrays)), _kind(owner[name]))
+        found.setdefault(key, (owner, {}))[1][name] = owner[name]
+    return [group for group in found.values() if len(group[1]) > 1]
+
+
+def _kind(layer: Any) -> tuple[Any, ...]:
+    arrays = [(name, layer[name].dtype, layer[name].shape[1:]) for name in ARRAYS[type(layer)] if name in layer]
+    return type(layer), *arrays, *(vars(layer).get(name) for name in ("group_size", "bits", "mode"))
+
+
+@contextmanager
+def _recorded(layers: Sequence[Any]) -> Iterator[dict[int, list[mx.array]]]:
+    given: dict[int, list[mx.array]] = {}
+
+    def recording(kind: type) -> type:
+        def call(layer: Any, rows: mx.array) -> Any:
+            given.setdefault(id(layer), []).append(rows)
+            return vars(kind)["__call__"](layer, rows)
+
+        return type(kind.__name__, (kind,), {"__call__": call})
+
+    kinds = {kind: recording(kind) for kind in ARRAYS}
+    for layer in layers:
+        layer.__class__ = kinds[type(layer)]
+    try:
+        yield given
+    finally:
+        for layer in layers:
+            layer.__class__ = type(layer).__mro__[1]
+
+
+def _is_tried(adapter: Adapter) -> bool:
+    """Whether a prompt's chunks and a decode step run, unevaluated."""
+    layers: list[LayerCache] = []
+    extras, places = [], 1 if adapter.spec.max_rows == 1 else 2
+    try:
+        for place in range(places):
+            encoded = adapter.encode({"input_ids": mx.array([PROMPT], dtype=mx.int32)}, Call(is_made_up=True))
+            cache = adapter.make_cache()
+            for begin, end in ((0, len(PROMPT) - 1), (len(PROMPT) - 1, len(PROMPT))):
+                adapter.prefill([encoded], cache, begin, end)
+            adapter.finish_prefill(encoded, cache)
+            if not layers:
+                layers = [kind_of(single).batched(Placement.for_device(), places) for single in cache]
+            for layer, single in zip(layers, cache, strict=True):
+                layer.resize(places)
+                layer.put(place, single)
+            extras.append(encoded.decode)
+        tokens = mx.array([PROMPT[:1]] * places, dtype=mx.int32)
+        adapter.decode(DecodeStep(tokens, mx.array([len(PROMPT)] * places, dtype=mx.int32), layers, extras))
+    except Exception:  # from the model's code
+        return False
+    return True
+
+
+def widened(layers: Sequence[Any], holders: Mapping[int, Sequence[tuple[nn.Module, str]]] = {}) -> Wide:
+    """Join layers; their arrays, also those in ``holders`` by id, become views."""
+    linear = clone_modules(layers[0])
+    ends = list(accumulate(layer["weight"].shape[0] for layer in layers))
+    for name in ARRAYS[type(linear)]:
+        if name not in linear:
+            continue
+        linear[name] = mx.concatenate([layer[name] for layer in layers])
+        mx.eval(linear[name])
+        for (begin, end), layer in zip(pairwise([0, *ends]), layers, strict=True):
+            part = linear[name][begin:end]
+            mx.eval(part)
+            for module, known in holders.get(id(layer[name]), [(layer, name)]):
+                module[known] = part
+    return Wide(linear, ends[:-1])

@@ -1,0 +1,164 @@
+"""``vlm-batch run --dry-run``."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Protocol, TextIO, runtime_checkable
+
+from rich.console import Console
+from rich.text import Text
+
+from vlm_batch.cli.console import open_console, plain_text
+from vlm_batch.cli.watching import answer_text, count_of, print_wrong, spell_memory, spell_seconds
+from vlm_batch.jobs.order import by_size
+from vlm_batch.jobs.plan import Job
+from vlm_batch.jobs.questions import Item
+from vlm_batch.jobs.rows import Ids
+from vlm_batch.jobs.runner import Counting, OpenBatcher, make_request
+from vlm_batch.jobs.sources import Files
+from vlm_batch.types import Request, Result
+
+#: Rows shown, and most characters of a shown prompt.
+DRY_ROWS = 8
+MAX_PROMPT = 2000
+#: Seconds, and answers after the first ones, that are enough to measure. The first rows count less: the batch fills up.
+MOST_SECONDS, ENOUGH_ROWS = 20.0, 128
+
+
+@runtime_checkable
+class Renders(Protocol):
+    def rendered(self, request: Request) -> str | None: ...
+
+
+@dataclass
+class Pace:
+    """Progress of a measured job.
+
+    ``marks`` holds, per ended row, seconds, rows answered, and tokens of unfinished rows.
+    """
+
+    handed: int = 0
+    failed: int = 0
+    answered: int = 0
+    tokens: int = 0
+    marks: list[tuple[float, int, int]] = field(default_factory=list)
+
+    @property
+    def ended(self) -> int:
+        return self.failed + self.answered
+
+    def add(self, result: Result, seconds: float, generated: int | None) -> None:
+        """Count a row that ended; ``generated`` counts all tokens so far."""
+        self.failed += not result.ok
+        self.answered += result.ok
+        self.tokens += result.usage.completion_tokens if result.ok else 0
+        self.marks.append((seconds, self.answered, 0 if generated is None else max(0, generated - self.tokens)))
+
+    def seconds_a_row(self) -> float:
+        """Return seconds per further row."""
+        # Short answers end first, so the mean length needs the tokens of unfinished rows, too.
+        each = (self.tokens + self.marks[-1][2]) / max(1, self.answered)
+        done = [answered + (more / each if each else 0.0) for _, answered, more in self.marks]
+        first = min(len(done) // 4, 2 * DRY_ROWS) - 1
+        end, begin, before = self.marks[-1][0], self.marks[max(0, first)][0], done[max(0, first)]
+        if (
+            first < 0 or end - begin < end / 4 or done[-1] <= before
+        ):  # rows of one length end together: the first count, too
+            begin = before = 0.0
+        share = 1 - self.failed / max(1, self.handed)
+        return (end - begin) / max(1.0, done[-1] - before) * share
+
+
+def show_dry_run(job: Job, open_batcher: OpenBatcher, out: TextIO, *, cache_bytes: int) -> int:
+    """Ask the first rows; show prompts, sizes, tokens and an estimate for all."""
+    console = open_console(out)
+    plan = job.plan(Ids(), Ids())
+    print_wrong(console, plan)
+    items = (item for item in job.items() if item.error is None)
+    shown = {item.id: item for item in itertools.islice(items, DRY_ROWS)}
+    if not shown:
+        console.print("no row among the first can be asked")
+        return 1
+    num_shown = len(shown)
+    rest: Iterator[Item] = itertools.chain(list(shown.values()), items)
+    if all(isinstance(source, Files) for source in job.sources):  # in the order in which the job asks them
+        rest = by_size(rest)
+    pace, results = Pace(), list[Result]()
+    with open_batcher() as batcher:
+        began = time.perf_counter()
+        for result in batcher.as_completed(_requests(rest, pace, shown, console)):
+            seconds = time.perf_counter() - began
+            pace.add(result, seconds, batcher.stats().generated_tokens if isinstance(batcher, Counting) else None)
+            results += [result] if result.request_id in shown else []
+            has_enough = seconds > MOST_SECONDS or pace.answered >= 2 * DRY_ROWS + ENOUGH_ROWS
+            if has_enough and len(results) == len(shown) and 2 * pace.ended >= pace.handed:
+                break  # and the others are cancelled
+        results.sort(key=lambda result: shown[result.request_id].number)
+        for result in results:
+            _show_asked(console, shown[result.request_id], result, batcher)
+        kept = batcher.stats().cache_bytes if isinstance(batcher, Counting) else cache_bytes
+    _show_estimate(console, None if plan.total is None else plan.total - plan.wrong.counts.total(), pace)
+    more = max(0, cache_bytes - kept) / 1e9
+    console.print(
+        f"memory: {spell_memory()} so far; with what is kept for later rows at its most (--cache-bytes), {more:.1f} GB more",
+        soft_wrap=True,
+    )
+    return 0 if len(results) == num_shown and all(result.ok for result in results) else 1
+
+
+def _requests(items: Iterator[Item], pace: Pace, shown: dict[str, Item], console: Console) -> Iterator[Request]:
+    """Yield requests; rows that cannot be one are no longer ``shown``, but for their errors."""
+    for item in items:
+        request, asked = make_request(item)
+        pace.handed += 1
+        if request is not None:
+            yield request
+            continue
+        pace.failed += 1
+        if shown.pop(item.id, None) is not None:
+            console.print(Text(plain_text(f"{item.id}: {asked.error}")), soft_wrap=True)
+
+
+def _show_estimate(console: Console, num_rows: int | None, pace: Pace) -> None:
+    if not pace.marks:
+        console.print("no row can be asked")
+        return
+    seconds, ended = pace.marks[-1][0], pace.ended
+    each = pace.seconds_a_row() if ended != num_rows else seconds / ended
+    if num_rows is None:
+        console.print(f"{each:.2g} s a row; standard input does not say how many rows there are")
+        return
+    whole = seconds + max(0, num_rows - ended) * each
+    console.print(
+        f"{count_of(num_rows, 'row')}, about {spell_seconds(whole)} and what it takes to load the model: {each:.2g} s a row, "
+        f"measured on {ended}",
+        soft_wrap=True,
+    )
+
+
+def _show_asked(console: Console, item: Item, result: Result, batcher: object) -> None:
+    console.print(Text(plain_text(item.id), style="bold"), soft_wrap=True)
+    rendered = None
+    if isinstance(batcher, Renders):
+        with contextlib.suppress(Exception):  # what is wrong with it, its result says
+            rendered = batcher.rendered(item.request())
+    if rendered is not None:
+        lines = rendered[:MAX_PROMPT].rstrip("\n").split("\n")
+        lines += [f"... and {len(rendered) - MAX_PROMPT:,} characters more"] if len(rendered) > MAX_PROMPT else []
+    else:
+        lines = [
+            f"{one['role']}: {one['content']}" for one in item.messages or ({"role": "user", "content": item.prompt},)
+        ]
+    for line in lines:
+        console.print(Text(plain_text(f"  | {line}")), soft_wrap=True)
+    sizes = [f"{width}x{height}" for width, height in result.image_sizes]
+    sizes += [f"{frames} frames of {width}x{height}" for frames, width, height in result.video_sizes]
+    sizes += [f"processed to {width}x{height}" for width, height in result.model_image_sizes]
+    usage = result.usage
+    tokens = f"{usage.prompt_tokens} prompt tokens, {usage.image_tokens} of them pictures; {usage.completion_tokens} answered"
+    console.print(Text("  " + "; ".join([*sizes, tokens]), style="dim"), soft_wrap=True)
+    console.print(Text("  ").append_text(answer_text(result)), soft_wrap=True)

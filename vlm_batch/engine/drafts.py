@@ -1,0 +1,308 @@
+"""Speculative decoding: rows also compute probable next tokens.
+
+Drafts change no answer: tokens are chosen as without them, and a draft counts up to its first wrong one. Drafts come
+from forms, from earlier text (``Drafter.propose``) or from a model (``DraftModel``).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vlm_batch.engine.batch import DecodeBatch
+from vlm_batch.engine.drafter import MOST_PROPOSED, OWN_WEIGHT, WIDTH, Drafter, expected
+from vlm_batch.engine.port import DraftModel
+from vlm_batch.engine.row import Row, Status
+from vlm_batch.records import DraftState
+
+#: Tokens of earlier answers that are kept for each client, and number of clients.
+MOST_SPOKEN, MOST_CLIENTS = 8192, 64
+#: Draft lengths that are tried: with the next token, powers of two.
+SIZES = (1, 3, 7, MOST_PROPOSED - 1)
+#: Initial acceptance rates by source.
+FIRST_RATES = {"form": 0.95, "text": 0.5, "model": 0.7}
+#: Weight of one token in the acceptance rates of all rows.
+COMMON_WEIGHT = 0.02
+#: Least speed-up for which rows draft: less is within the error of the estimates.
+LEAST_GAIN = 1.2
+#: Refused drafts after which forwards are timed anew. The number doubles each time, from the first to the most.
+FIRST_PATIENCE, MOST_PATIENCE = 16, 1024
+#: Steps after a refusal in which nobody asks again.
+PAUSE = 4
+
+
+logger = logging.getLogger("vlm_batch.drafts")
+
+
+class StepSeconds:
+    """Median seconds of forwards by number of rows. Unmeasured sizes get low estimates, to be tried."""
+
+    #: Forwards of a size that are kept: by their median one slow forward decides nothing.
+    KEPT = 5
+    #: Assumed cost of a further row, relative to a row of the largest measured forward.
+    SLOPE = 0.3
+    #: Largest forward that is tried, as a multiple of the largest measured one.
+    REACH = 4
+
+    def __init__(self) -> None:
+        self._samples: dict[int, deque[float]] = {}
+        self._known: dict[int, float] = {}
+
+    def record(self, rows: int, seconds: float) -> None:
+        """Record a forward, but not the first of its size, which may build kernels."""
+        samples = self._samples.get(rows)
+        if samples is None:
+            self._samples[rows] = deque(maxlen=self.KEPT)
+            return
+        samples.append(seconds)
+        self._known[rows] = sorted(samples)[len(samples) // 2]
+
+    def forget(self, rows: int) -> None:
+        """Forget larger forwards, so that the next draft tries them."""
+        for size in [size for size in self._known if size > rows]:
+            del self._known[size]
+            self._samples[size].clear()
+
+    def of(self, rows: int) -> float | None:
+        """Return estimated seconds, or None."""
+        if rows > self.REACH * max(self._known, default=0):
+            return None
+        if rows in self._known or not self._known:
+            return self._known.get(rows)
+        below = [known for known in self._known if known < rows]
+        above = [known for known in self._known if known > rows]
+        if not below:
+            return self._known[min(above)]
+        if not above:
+            most = max(below)
+            return self._known[most] * (1 + self.SLOPE * (rows / most - 1))
+        low, high = max(below), min(above)
+        share = (rows - low) / (high - low)
+        return self._known[low] + share * (self._known[high] - self._known[low])
+
+
+@dataclass(frozen=True)
+class Hope:
+    """A draft of up to ``most`` tokens; each is accepted at ``rate`` after the one before."""
+
+    source: str
+    most: int
+    rate: float
+    longest: float = math.inf  # as far as is known
+    of_all: float = 1.0  # the rate of the draft as a whole
+
+    def tokens(self, count: int) -> float:
+        """Return the expected number of accepted tokens."""
+        return self.of_all * expected(self.rate, max(0.0, min(count, self.longest)))
+
+
+class Drafts:
+    """Chooses each step's drafts by measured acceptance rates and forward times.
+
+    Args:
+        model: drafts beside forms and earlier text.
+    """
+
+    def __init__(self, model: DraftModel | None = None) -> None:
+        self.model = model
+        self.seconds = StepSeconds()
+        self.model_seconds = StepSeconds()  # of one drafted token, by places
+        self.rates = dict(FIRST_RATES)
+        self.num_drafted = 0
+        self.num_held = 0  # accepted tokens
+        self._positions = 0  # of the last forward, if it can be timed
+        self._read = 0.0  # time at which the one before was read
+        self._drafting = 0.0  # seconds since then in which the model drafted
+        self._awaited = 0  # positions of the next forward if nobody drafts, though it had to wait for what they said
+        self._is_usual = True  # the last forward did not wait, or has drafts
+        self._refused, self._patience, self._rest = 0, FIRST_PATIENCE, 0
+        self._spoken: OrderedDict[int, bytearray] = OrderedDict()
+
+    def drafter(self, client: int, prompt: bytes) -> Drafter:
+        spoken = self._spoken.setdefault(client, bytearray())
+        self._spoken.move_to_end(client)
+        if len(self._spoken) > MOST_CLIENTS:
+            self._spoken.popitem(last=False)
+        return Drafter(prompt, spoken, self.rates)
+
+    def end(self, row: Row) -> None:
+        """Keep an answer for the client's later ones."""
+        drafter = row.answer.drafter
+        if drafter is not None and (spoken := self._spoken.get(row.client)) is not None:
+            spoken += drafter.answer
+            del spoken[: max(0, len(spoken) - MOST_SPOKEN * WIDTH)]
+
+    def is_due(self, groups: Sequence[DecodeBatch]) -> bool:
+        """Return whether drafts need launched tokens read before the next forward."""
+        self._rest -= 1
+        return self._rest < 0 and any(self._is_due(group) for group in groups if not group.is_apart)
+
+    def _is_due(self, group: DecodeBatch) -> bool:
+        return bool(self._chosen(group, {row: found for row in group.rows if (found := self._foreseen(row))}))
+
+    def _chosen(self, group: DecodeBatch, found: Mapping[Row, Hope]) -> dict[Row, int]:
+        """Return each row's number of drafted tokens; none if none is worth its forward."""
+        num_rows, places = len(group), len(group.places)
+        best, chosen = LEAST_GAIN, dict[Row, int]()
+        for size in SIZES if found else ():
+            sizes = {row: min(size, hope.most) for row, hope in found.items()}
+            hoped = sum(hope.tokens(sizes[row]) for row, hope in found.items())
+            if num_rows + hoped < LEAST_GAIN * num_rows:
+                continue  # not even if the forward took no longer
+            counts = group.counts(sizes)
+            if counts is not None:
+                asked = max((sizes[row] for row, hope in found.items() if hope.source == "model"), default=0)
+                drafting = asked * (self.model_seconds.of(places) or 0.0)  # unknown: it is tried
+                gain = self.gain(num_rows, hoped, places, sum(counts), drafting)
+                if gain > best:
+                    best, chosen = gain, sizes
+        if found and not chosen:
+            self._refuse(places, group.rows)
+        return chosen
+
+    def _foreseen(self, row: Row) -> Hope | None:
+        """Return a row's probable draft before its last token is known."""
+        answer, drafter = row.answer, row.answer.drafter
+        if drafter is None or answer.known_token is not None or row.is_suspect:
+            return None
+        if answer.guide is not None:
+            own = Hope("form", max(1, round(drafter.forced)), drafter.rates["form"], longest=drafter.forced)
+        else:
+            rate = drafter.rates["text"]
+            own = Hope("text", len(drafter.proposed) - 1, rate, of_all=rate)  # the first may be wrong already
+        return self._better(row, own, _most(row) - 1)
+
+    def _better(self, row: Row, own: Hope, most: int) -> Hope | None:
+        """Return the better of a row's own draft and the model's, up to ``most`` tokens, or None."""
+        state, guide = row.answer.draft_state, row.answer.guide
+        if self.model is not None and state is not None and state.hidden and (guide is None or guide.looks_ahead):
+            model = Hope("model", min(SIZES[-1], most), _drafter(row).rates["model"])
+            is_known = state.hidden[-1].end == row.facts.length + row.answer.num_sampled - 1
+            if is_known and most > 0 and model.tokens(most) > own.tokens(own.most):
+                return model
+        return own if own.most > 0 else None
+
+    def launched(self, positions: int) -> None:
+        """Record a forward's positions; 0 if other work ran beside it."""
+        self._positions, self._is_usual, self._awaited = positions, positions != self._awaited, 0
+
+    def was_read(self) -> None:
+        now = time.perf_counter()  # the last forward took the time since the one before was read
+        if self._positions and self._read and self._is_usual:
+            self.seconds.record(self._positions, now - self._read - self._drafting)
+        self._read = now if self._positions else 0.0
+        self._positions, self._drafting = 0, 0.0
+
+    def plan(self, groups: Sequence[DecodeBatch], form_seconds: Callable[[], float]) -> None:
+        """Give drafts to rows whose tokens have been read."""
+        self._awaited = sum(len(group.places) for group in groups)
+        for group in groups:
+            if not group.is_apart:
+                self._plan(group, form_seconds)
+
+    def _plan(self, group: DecodeBatch, form_seconds: Callable[[], float]) -> None:
+        drafts, found = dict[Row, tuple[int, ...]](), dict[Row, Hope]()
+        for row in filter(_can, group.rows):
+            (source, drafts[row]), drafter = self.draft(row, form_seconds), _drafter(row)
+            own = Hope(source, len(drafts[row]), drafter.rates[source])
+            is_forced = source == "form" and own.most > 0
+            if hope := own if is_forced else self._better(row, own, _most(row)):
+                found[row] = hope
+        group.lay_out()
+        chosen = self._chosen(group, found)
+        asked = {row: count for row, count in chosen.items() if found[row].source == "model"}
+        drafts |= self._ask(group, asked) if asked else {}
+        for row, count in chosen.items():
+            self._refused = 0
+            tokens, _drafter(row).source = drafts[row][:count], found[row].source
+            if row in asked and row.answer.guide is not None:
+                row.answer.guide.look_ahead(tokens, form_seconds())
+                tokens = row.answer.guide.ahead[:count]
+            row.answer.ahead = tokens
+
+    def _ask(self, group: DecodeBatch, sizes: Mapping[Row, int]) -> dict[Row, tuple[int, ...]]:
+        """Let the model draft. A model that raises is not asked again."""
+        begin = time.perf_counter()
+        states: list[DraftState | None] = []
+        for row in group.places:
+            state = None if row is None or row not in sizes else row.answer.draft_state
+            if row is not None and state is not None:
+                state.tokens = [
+                    token for one in state.hidden for token in _drafter(row).said(one.begin + 1, one.end + 1)
+                ]
+            states.append(state)
+        try:
+            assert self.model is not None
+            count = max(sizes.values())
+            told: Any = self.model.propose(states, group.layers, count).tolist()
+        except Exception:
+            logger.exception("the model that drafts has failed; requests go on without its drafts")
+            self.model = None
+            return dict.fromkeys(sizes, ())
+        for state in states:
+            if state is not None:
+                state.hidden.clear()
+        seconds = time.perf_counter() - begin
+        self._drafting += seconds
+        self.model_seconds.record(len(group.places), seconds / count)
+        return {row: tuple(told[group.places.index(row)]) for row in sizes}
+
+    def _refuse(self, places: int, rows: Sequence[Row] = ()) -> None:
+        """Record a draft not worth its forward: measurements may be out of date."""
+        self._refused += 1
+        self._rest = PAUSE
+        if self._refused >= self._patience:
+            self.seconds.forget(places)
+            self.model_seconds.forget(0)
+            for rates in (self.rates, *(row.answer.drafter.rates for row in rows if row.answer.drafter is not None)):
+                rates["model"] = max(rates["model"], FIRST_RATES["model"])
+            self._refused, self._patience = 0, min(2 * self._patience, MOST_PATIENCE)
+
+    def gain(self, rows: int, hoped: float, places: int, positions: int, drafting: float = 0.0) -> float:
+        """Return the estimated speed-up of ``hoped`` tokens drafted in ``drafting`` seconds; 0 if unknown."""
+        with_drafts, without = self.seconds.of(positions), self.seconds.of(places)
+        return (rows + hoped) / rows * without / (with_drafts + drafting) if with_drafts and without else 0.0
+
+    def draft(self, row: Row, form_seconds: Callable[[], float]) -> tuple[str, tuple[int, ...]]:
+        """Return the source and tokens of a draft."""
+        answer, drafter, most = row.answer, _drafter(row), _most(row)
+        if answer.guide is None:
+            return "text", drafter.proposed[:most]
+        forced = answer.guide.ahead
+        drafter.forced += OWN_WEIGHT * (len(forced) - drafter.forced)
+        if forced or not drafter.proposed:
+            return "form", forced[:most]
+        answer.guide.look_ahead(drafter.proposed[:most], form_seconds())
+        return "text", answer.guide.ahead
+
+    def note(self, row: Row, count: int, held: int) -> None:
+        """Record that ``held`` of ``count`` tokens were accepted."""
+        drafter = _drafter(row)
+        source = drafter.source
+        self.num_drafted += count
+        self.num_held += held
+        for one in (True,) * held + (False,) * (held < count):
+            if source != "text":  # text is counted by ``Drafter.add``
+                drafter.note(source, held=one)
+            self.rates[source] += COMMON_WEIGHT * (one - self.rates[source])
+
+
+def _drafter(row: Row) -> Drafter:
+    assert row.answer.drafter is not None
+    return row.answer.drafter
+
+
+def _can(row: Row) -> bool:
+    answer = row.answer
+    is_read = answer.known_token is None and answer.num_sampled == len(answer.token_ids)
+    return row.status is Status.DECODE and answer.drafter is not None and is_read and not row.is_suspect
+
+
+def _most(row: Row) -> int:
+    """Return the longest draft with room in the answer."""
+    return row.answer.max_tokens - row.answer.num_sampled - 1

@@ -1,0 +1,184 @@
+"""Turns launched tokens into events."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import mlx.core as mx
+
+from vlm_batch.engine.choosing import Flight
+from vlm_batch.engine.drafts import Drafts
+from vlm_batch.engine.port import AnswerText
+from vlm_batch.engine.retry import Retry
+from vlm_batch.engine.reuse import Reuse
+from vlm_batch.engine.row import Ending, Row, Status
+from vlm_batch.engine.rows import Rows
+from vlm_batch.engine.work import Failed, Part, attempt
+from vlm_batch.errors import InvalidParameters
+from vlm_batch.types import Event, TokenLogprobs
+
+#: Seconds that a step waits for masks. A row whose mask is later misses the step.
+FORM_SECONDS = 0.01
+
+
+class Telling:
+    """Reads launched work. Forms still hold ``untold`` tokens."""
+
+    def __init__(self, rows: Rows, retry: Retry, reuse: Reuse, text: AnswerText, drafts: Drafts | None) -> None:
+        self._rows = rows
+        self._retry = retry
+        self._reuse = reuse
+        self._text = text
+        self._drafts = drafts
+        self.untold: list[tuple[Row, int, TokenLogprobs | None]] = []
+
+    @property
+    def late(self) -> set[Row]:
+        return {row for row, _, _ in self.untold}
+
+    def read(self, launched: Sequence[Flight | Part]) -> None:
+        """Wait for a step's work in launch order; hand out its tokens."""
+        self._reuse.settle_ended()
+        for flight in launched:
+            if isinstance(flight, Part):
+                if flight.rows[0].status is not Status.FINISHED:
+                    self._retry.attempt(flight.rows[0], mx.eval, flight.arrays)
+                flight.arrays.clear()  # the next chunk is written into what they are cut out of, if nobody holds them
+            elif any(map(flight.is_for, range(len(flight.rows)))):
+                found = attempt(flight.rows, flight.sampled.read, is_shared=True)
+                if isinstance(found, Failed):
+                    self._retry.settle(replace(found, rows=flight.waiting))
+                else:
+                    self._take(flight, *found)
+        if self._drafts is not None and launched:
+            self._drafts.was_read()
+
+    def _take(
+        self, flight: Flight, tokens: Sequence[int], highest: Sequence[float], logprobs: Mapping[int, TokenLogprobs]
+    ) -> None:
+        """Append tokens to rows. Complete rows and those with non-finite logits end."""
+        drafted: Row | None = None
+        for index, row in enumerate(flight.rows):
+            if not flight.is_for(index) or row is drafted:  # it has ended, or has its tokens
+                continue
+            if row.answer.ahead:
+                self._take_drafted(row, flight, index, tokens, highest, logprobs)
+                drafted = row
+                continue
+            if not math.isfinite(highest[index]):
+                self._rows.end(row, "error", _no_token(row, highest[index]))
+                continue
+            self._store_prompt(row)
+            if not flight.is_known:
+                if row.answer.guide is None:
+                    self._tell(row, tokens[index], logprobs.get(index))
+                elif self._retry.attempt(row, row.answer.guide.feed, tokens[index]):
+                    self._wait(row, tokens[index], logprobs.get(index))
+            elif row.answer.ending is not None and row.answer.known_token is None:  # recomputed to its end
+                self._retry.attempt(row, self._rows.finish, row, row.answer.ending)
+
+    def _take_drafted(
+        self,
+        row: Row,
+        flight: Flight,
+        first: int,
+        tokens: Sequence[int],
+        highest: Sequence[float],
+        logprobs: Mapping[int, TokenLogprobs],
+    ) -> None:
+        """Append a row's tokens from ``first`` up to the first unlike its draft."""
+        assert self._drafts is not None
+        answer, draft, group = row.answer, row.answer.ahead, self._rows.batch.of(row)
+        told: Event | Ending | Failed | None = None
+        count = 0
+        for place, expected in enumerate((*draft, None), first):
+            if not math.isfinite(highest[place]):
+                told = Failed([row], _no_token(row, highest[place]))
+                break
+            self._store_prompt(row)
+            count += 1
+            if answer.guide is not None:
+                told = attempt([row], answer.guide.feed, tokens[place])
+                if told is None and not answer.guide.is_ready(FORM_SECONDS):
+                    self._wait(row, tokens[place], logprobs.get(place))
+                    break
+            if told is None:
+                told = attempt([row], row.take, tokens[place], logprobs.get(place), self._text.decode)
+            if not isinstance(told, Event):
+                break
+            self._rows.events.append(told)
+            told = None
+            if tokens[place] != expected:
+                break
+        self._drafts.note(row, len(draft), count - 1)
+        answer.ahead = ()
+        if answer.draft_state is not None and answer.draft_state.hidden:
+            answer.draft_state.keep(count)
+        if count:
+            answer.advance(flight.sampled.tokens.astype(mx.int32), first, count)
+            answer.num_fed = answer.num_sampled - 1
+        if group is not None:
+            group.keep(row, count)
+        if told is not None:
+            self._settle(row, told)
+
+    def _store_prompt(self, row: Row) -> None:
+        """Store a prompt's state once its first token is finite."""
+        if row.reuse is not None and row.reuse.pending is not None:
+            self._reuse.store(row.reuse.pending)
+            row.reuse.pending = None
+
+    def _wait(self, row: Row, token: int, logprobs: TokenLogprobs | None) -> None:
+        """Keep a token until its row's form has taken it."""
+        row.answer.untold = token
+        self.untold.append((row, token, logprobs))
+
+    def _tell(self, row: Row, token: int, logprobs: TokenLogprobs | None) -> None:
+        self._settle(row, attempt([row], row.take, token, logprobs, self._text.decode))
+
+    def _settle(self, row: Row, told: Event | Ending | Failed) -> None:
+        if isinstance(told, Failed):
+            self._retry.settle(told)
+        elif isinstance(told, Ending):
+            if self._drafts is not None:
+                self._drafts.end(row)
+            self._retry.attempt(row, self._rows.finish, row, told)
+        else:
+            self._rows.events.append(told)
+
+    def take_untold(self) -> None:
+        """Wait briefly; append tokens that forms have checked."""
+        untold, self.untold = self.untold, []
+        until = time.perf_counter() + FORM_SECONDS
+        for row, token, logprobs in untold:
+            if row.status is Status.FINISHED or row.answer.guide is None:
+                continue
+            if row.answer.guide.is_ready(until - time.perf_counter()):
+                row.answer.untold = None
+                self._tell(row, token, logprobs)
+            else:
+                self.untold.append((row, token, logprobs))
+
+
+def _no_token(row: Row, highest: float) -> Exception:
+    """Return the error of a row without finite logits: contradicting parameters, or overflow."""
+    at, params = len(row.answer.token_ids) + 1, row.params
+    said = {
+        params.form: row.answer.guide is not None,
+        "allowed_token_ids": params.allowed_token_ids is not None,
+        "bad_words": bool(params.bad_words),
+        "min_tokens": at <= params.min_tokens,
+        "logits_processors": bool(params.logits_processors),
+    }
+    names = [name for name, is_said in said.items() if name is not None and is_said]
+    if highest == -math.inf and names not in ([], ["logits_processors"]):
+        return InvalidParameters(
+            f"{' and '.join(names)} leave no token to choose for token {at}: they contradict each other"
+        )
+    return FloatingPointError(
+        f"the logits of token {at} are not finite (NaN or infinity): the model overflows on this prompt, or a logits "
+        "processor leaves no token to choose"
+    )

@@ -1,0 +1,289 @@
+"""Read recordings as mono samples. Every failure is an InvalidAudio."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from io import BytesIO, IOBase
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vlm_batch.errors import InvalidAudio, describe
+from vlm_batch.inputs.fetch import Cancelled, Fetched, Unreadable, fetch, is_data_uri, name_medium
+from vlm_batch.inputs.images import pass_on_ctrl_c
+from vlm_batch.inputs.tracks import container_at, container_of, opened_track
+from vlm_batch.types import Audio, AudioInput, FetchPolicy
+
+#: Most seconds of recordings in one request: 115 MB of samples at 16 kHz, and as much again for the spectrogram.
+DEFAULT_MAX_SECONDS = 1800.0
+#: Most values decoded from one file, over all channels: an hour and a half of stereo at 48 kHz.
+MAX_VALUES = 500_000_000
+MAX_CHANNELS = 32
+#: Lowest and highest sample rate that is read, in samples a second.
+RATES = (1_000, 768_000)
+#: Samples decoded at a time. A cancelled request stops between two blocks.
+_BLOCK = 1 << 18
+#: First bytes, and libsndfile's names, of the formats that are read.
+_BEGINNINGS = (b"RIFF", b"RIFX", b"RF64", b"fLaC", b"OggS", b"ID3")
+_FORMATS = frozenset({"WAV", "WAVEX", "RF64", "FLAC", "OGG", "MP3", "MPEG"})
+FORMATS = "wav, flac, mp3 or ogg, nor a file of mp4, mov, mkv, webm or avi"
+#: Largest float sample. Larger values mean another scale than -1..1; clipping overshoots by a few decibels only.
+_LOUDEST = 16.0
+#: Share of the announced samples that may be missing at the end before the file counts as damaged.
+_MAX_MISSING_SHARE = 0.05
+
+
+@dataclass(frozen=True)
+class Sound:
+    """Mono float32 samples (N,), their seconds, and their video's number."""
+
+    samples: np.ndarray
+    seconds: float
+    video: int | None = None
+
+
+def as_audio(source: AudioInput) -> Audio:
+    audio = (
+        source if isinstance(source, Audio) else _of_mapping(source) if isinstance(source, Mapping) else Audio(source)
+    )
+    if isinstance(audio.source, (str, Path, bytes, bytearray, memoryview, BytesIO, IOBase, Fetched)):
+        return audio
+    if audio.rate is None:
+        raise InvalidAudio(
+            f"{describe_audio(audio)} has no rate; samples go as Audio(samples, rate=16000), and a file as its path or bytes"
+        )
+    return audio
+
+
+def _of_mapping(given: Mapping[Any, Any]) -> Audio:
+    """Convert Hugging Face's form: samples with rate, or a file."""
+    if given.get("array") is not None:
+        return Audio(given["array"], rate=given.get("sampling_rate"))
+    source = given.get("bytes") if given.get("bytes") is not None else given.get("path")
+    if source is None:
+        raise InvalidAudio(
+            f"a recording's mapping needs array and sampling_rate, bytes or path; it has {', '.join(map(str, given))}"
+        )
+    return Audio(source)
+
+
+def own_audio(audio: Audio, policy: FetchPolicy) -> Audio:
+    """Copy what the caller could still change."""
+    source = audio.source
+    if is_data_uri(source):
+        return fetch_audio(audio, policy)
+    if isinstance(source, (str, Path, bytes, Fetched)):
+        return audio
+    try:
+        if isinstance(source, (bytearray, memoryview)):
+            return replace(audio, source=bytes(source))
+        if isinstance(source, IOBase):
+            return replace(audio, source=bytes(source.read()))
+        return replace(audio, source=_samples_of(np.array(source), audio))
+    except InvalidAudio:
+        raise
+    except BaseException as error:
+        pass_on_ctrl_c(error)
+        raise InvalidAudio(f"{describe_audio(audio)} cannot be read: {describe(error)}") from error
+
+
+def fetch_audio(audio: Audio, policy: FetchPolicy, cancelled: Cancelled | None = None) -> Audio:
+    """Read the recording's path or URL into memory."""
+    if not isinstance(audio.source, (str, Path)):
+        return audio
+    try:
+        return replace(audio, source=fetch(audio.source, policy, cancelled))
+    except Unreadable as error:
+        raise InvalidAudio(error.reason, advice=error.advice) from error
+
+
+def load_audio(
+    audio: AudioInput,
+    rate: int,
+    max_seconds: float | None = DEFAULT_MAX_SECONDS,
+    policy: FetchPolicy | None = None,
+    cancelled: Cancelled | None = None,
+) -> Sound:
+    """Read a recording as mono samples at ``rate``: average channels, then resample.
+
+    ``max_seconds`` is checked on the header and while decoding. Raises InvalidAudio or OperationCancelled.
+    """
+    cancelled = cancelled or Cancelled()
+    audio = fetch_audio(own_audio(as_audio(audio), policy or FetchPolicy()), policy or FetchPolicy(), cancelled)
+    parts: list[np.ndarray] = []
+    count = 0
+    with _blocks(audio, cancelled) as (own_rate, announced, blocks):
+        check_seconds(announced / own_rate, max_seconds, describe_audio(audio))
+        converted = _Resampled(own_rate, rate)
+        for block in blocks:
+            count += len(block)
+            check_seconds(count / own_rate, max_seconds, describe_audio(audio))
+            parts.append(converted.next(block))
+    if not count:
+        raise InvalidAudio(f"{describe_audio(audio)} has no samples")
+    if announced - count > _MAX_MISSING_SHARE * announced:
+        raise InvalidAudio(
+            f"{describe_audio(audio)} is damaged: its header says {announced:,} samples, and it ends after {count:,}"
+        )
+    samples = np.concatenate([*parts, converted.rest()])
+    return Sound(_fitted(samples, math.ceil(count * rate / own_rate)), count / own_rate)
+
+
+def check_seconds(seconds: float, most: float | None, name: str) -> None:
+    if most is not None and seconds > most:
+        raise InvalidAudio(
+            f"{name}: {seconds:,.1f} s of sound; at most {most:,g} s are read", advice=" (Limits.audio_seconds)"
+        )
+
+
+def count_seconds(audio: Audio) -> float:
+    """Return the seconds in the header of a recording in memory, else 0."""
+    if isinstance(audio.source, (str, Path)):
+        return 0.0
+    try:
+        with _blocks(audio, Cancelled()) as (rate, announced, _):
+            return announced / rate
+    except Exception:  # whoever decodes it will say what is wrong
+        return 0.0
+
+
+def describe_audio(audio: Audio) -> str:
+    return name_medium(audio.source, "recording")
+
+
+@contextmanager
+def _blocks(audio: Audio, cancelled: Cancelled) -> Iterator[tuple[int, int, Iterator[np.ndarray]]]:
+    """Yield rate, announced samples, and blocks (n,) of mono float32."""
+    source, name = audio.source, describe_audio(audio)
+    if not isinstance(source, (bytes, Fetched)):
+        assert audio.rate is not None
+        yield audio.rate, len(source), iter((source,))
+        return
+    path = source.path if isinstance(source, Fetched) else None  # a video's
+    data = source if isinstance(source, bytes) else source.data
+    container = container_of(data) if path is None else container_at(path)
+    if container is not None:
+        with opened_track(data if path is None else path, container, name, _check_header, cancelled) as track:
+            rate, announced, blocks = track
+            yield rate, announced, _mono(blocks, audio)
+    elif path is not None:
+        raise InvalidAudio(f"the sound of {name} cannot be read: that of mp4, mov, mkv, webm and avi files can")
+    else:
+        with _opened(data, name) as file:
+            yield file.samplerate, file.frames, _mono(_decoded(file, name, cancelled), audio)
+
+
+@contextmanager
+def _opened(data: bytes, name: str) -> Iterator[Any]:
+    import soundfile  # here: only recordings need it
+
+    if not data:
+        raise InvalidAudio(f"{name} is empty (0 bytes)")
+    is_mp3 = data[0] == 0xFF and len(data) > 1 and data[1] & 0xE0 == 0xE0
+    if not is_mp3 and not data.startswith(_BEGINNINGS):
+        raise InvalidAudio(f"{name} is no recording of {FORMATS}; convert it first")
+    try:
+        file = soundfile.SoundFile(BytesIO(data))
+    except Exception as error:
+        raise InvalidAudio(f"{name} cannot be opened: {_said(error)}") from error
+    with file:
+        if file.format not in _FORMATS:
+            raise InvalidAudio(
+                f"{name} is no recording of wav, flac, mp3 or ogg, but of {file.format}; convert it first"
+            )
+        _check_header(name, file.frames, file.samplerate, file.channels)
+        yield file
+
+
+def _check_header(name: str, frames: int, rate: int, channels: int) -> None:
+    if not RATES[0] <= rate <= RATES[1]:
+        raise InvalidAudio(f"{name} has {rate:,} samples a second; {RATES[0]:,} to {RATES[1]:,} are read")
+    if channels > MAX_CHANNELS:
+        raise InvalidAudio(f"{name} has {channels} channels; at most {MAX_CHANNELS} are read")
+    if frames * channels > MAX_VALUES:
+        raise InvalidAudio(
+            f"{name} has {frames:,} samples of {channels} channels; at most {MAX_VALUES:,} values are decoded"
+        )
+
+
+def _decoded(file: Any, name: str, cancelled: Cancelled) -> Iterator[np.ndarray]:
+    while True:
+        cancelled.check()
+        try:
+            block = file.read(max(1, _BLOCK // file.channels), dtype="float32", always_2d=True)
+        except Exception as error:
+            raise InvalidAudio(f"{name} cannot be decoded: {_said(error)}") from error
+        if not len(block):
+            return
+        yield block
+
+
+def _mono(blocks: Iterator[np.ndarray], audio: Audio) -> Iterator[np.ndarray]:
+    """Average the channels of blocks (n, channels), within ``MAX_VALUES``."""
+    count = 0
+    for block in blocks:
+        count += block.size
+        if count > MAX_VALUES:
+            raise InvalidAudio(f"{describe_audio(audio)} has more than {MAX_VALUES:,} values; no more are decoded")
+        yield _samples_of(block, audio)
+
+
+def _samples_of(array: np.ndarray, audio: Audio) -> np.ndarray:
+    """Convert (N,) or (N, channels), floats or integers, to mono float32 (N,)."""
+    name = describe_audio(audio)
+    if array.ndim not in (1, 2) or (array.ndim == 2 and not 1 <= array.shape[1] <= MAX_CHANNELS):
+        raise InvalidAudio(
+            f"an array of shape {array.shape} is no recording: (samples,) or (samples, channels) is expected"
+        )
+    if array.dtype in (np.int16, np.int32):
+        array = array / np.float32(-float(np.iinfo(array.dtype).min))
+    elif array.dtype == np.uint8:
+        array = (array.astype(np.float32) - 128) / 128
+    elif array.dtype.kind != "f":
+        raise InvalidAudio(
+            f"an array of {array.dtype} is no recording: floats in -1..1, or int16, int32 or uint8 are expected"
+        )
+    array = array.astype(np.float32)
+    return _checked(array.mean(axis=1) if array.ndim == 2 else array, name)
+
+
+def _checked(samples: np.ndarray, name: str) -> np.ndarray:
+    loudest = np.abs(samples).max(initial=0.0)
+    if not np.isfinite(loudest):
+        raise InvalidAudio(f"{name} has values that are no numbers (NaN or infinity)")
+    if loudest > _LOUDEST:
+        raise InvalidAudio(f"{name} has a value of {loudest:,.4g}; floats in -1..1 are expected")
+    return samples
+
+
+class _Resampled:
+    """Resampler at soxr's HQ quality, as in transformers (librosa's ``soxr_hq``)."""
+
+    def __init__(self, own_rate: int, rate: int) -> None:
+        self._stream: Any = None
+        if own_rate != rate:
+            import soxr
+
+            self._stream = soxr.ResampleStream(own_rate, rate, 1, dtype="float32", quality="HQ")
+
+    def next(self, block: np.ndarray) -> np.ndarray:
+        """Return the samples that are ready."""
+        return block if self._stream is None else self._stream.resample_chunk(block)
+
+    def rest(self) -> np.ndarray:
+        nothing = np.zeros(0, np.float32)
+        return nothing if self._stream is None else self._stream.resample_chunk(nothing, last=True)
+
+
+def _fitted(samples: np.ndarray, count: int) -> np.ndarray:
+    return np.pad(samples[:count], (0, max(0, count - len(samples)))).astype(np.float32, copy=False)
+
+
+def _said(error: Exception) -> str:
+    from soundfile import LibsndfileError  # here: only recordings need it
+
+    return error.error_string if isinstance(error, LibsndfileError) else describe(error)

@@ -1,0 +1,164 @@
+"""Repeated pictures: known by their bytes, decoded on demand, processed once.
+
+The key holds all pixels, settings and arguments of a call: output may depend on other pictures.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from blake3 import blake3
+from PIL import Image
+
+from vlm_batch.arrays import Deferred, Joined
+from vlm_batch.inputs.fetch import Fetched, KnownUri
+from vlm_batch.inputs.processors import settings_of
+from vlm_batch.store.digest import digest
+from vlm_batch.store.pictures import PictureStore
+from vlm_batch.types import ImageInput
+
+
+class KnownPicture(Image.Image):
+    """An RGB picture, decoded when read."""
+
+    def __init__(self, size: tuple[int, int], content: bytes, decode: Callable[[], Image.Image]) -> None:
+        super().__init__()
+        self._mode, self._size = "RGB", size
+        self._content, self._decode = content, decode
+        self.is_read = False
+        #: On the first of several pictures: what the processor got in place of their arrays.
+        self.stand_in: StandIn | None = None
+
+    @property
+    def content(self) -> bytes | None:
+        """The digest; None once the pixels may have changed."""
+        return None if self.is_read else self._content
+
+    def load(self) -> Any:
+        if not self.is_read:
+            self.im, self.is_read = self._decode().im, True
+        return super().load()
+
+    def convert(self, mode: str | None = None, *args: Any, **options: Any) -> Image.Image:
+        return self if mode == "RGB" else super().convert(mode, *args, **options)
+
+
+def own_uri(uri: str, read: Callable[[str], ImageInput], store: PictureStore) -> ImageInput:
+    """Read a data URI, unless its picture was decoded before."""
+    key = b"uri " + blake3(uri.encode("utf-8", "surrogatepass")).digest()
+    content = store.get(key)
+    if content is not None and (size := store.get(content)) is not None:
+        return KnownUri(uri, size, content)
+    source = read(uri)
+    if isinstance(source, Fetched):
+        store.put(key, _content(source.data))
+    return source
+
+
+def _content(data: bytes) -> bytes:
+    return b"file " + blake3(data).digest()
+
+
+def known_picture(source: ImageInput, load: Callable[[ImageInput], Image.Image], store: PictureStore) -> KnownPicture:
+    """Return a picture that ``load`` decodes, now or later."""
+    if isinstance(source, KnownUri):
+        return KnownPicture(source.size, source.content, partial(load, source))
+    data = source.data if isinstance(source, Fetched) else source
+    if not isinstance(data, bytes):
+        image = load(source)
+        return KnownPicture(image.size, digest(["pixels", np.asarray(image)]), lambda: image)
+    content = _content(data)
+    if (size := store.get(content)) is not None:
+        return KnownPicture(size, content, partial(load, source))
+    image = load(source)
+    store.put(content, image.size)
+    return KnownPicture(image.size, content, lambda: image)
+
+
+class StandIn(mx.array):
+    """Stands for several pictures' unjoined arrays; its numbers mean nothing."""
+
+    def __init__(self, parts: Sequence[mx.array | Deferred]) -> None:
+        rows, others = sum(part.shape[0] for part in parts), parts[0].shape[1:]
+        super().__init__(mx.broadcast_to(mx.zeros((), mx.float32), (rows, *others)))
+        self.joined = Joined(parts)
+
+
+def with_picture_cache(processor: Any, store: PictureStore) -> Any:
+    """Return a copy whose image processor tries ``store`` first."""
+    part = getattr(processor, "image_processor", None)
+    if not callable(part):
+        return processor
+    processor, part = copy.copy(processor), copy.copy(part)
+    if not hasattr(part, "pictures"):
+        kind: Any = type(part)
+        part.__class__ = _with_caching(kind)
+    part.pictures = store
+    processor.image_processor = part
+    return processor
+
+
+@cache
+def _with_caching(kind: Any) -> Any:
+    return type(kind.__name__, (PictureCaching, kind), {"__module__": kind.__module__})
+
+
+class PictureCaching:
+    """Base class that caches an image processor's calls."""
+
+    pictures: PictureStore
+    _is_within = False  # a call of it that calls another of its methods
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return self._recalled("__call__", args, options)
+
+    def preprocess(self, *args: Any, **options: Any) -> Any:
+        return self._recalled("preprocess", args, options)
+
+    def _recalled(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        theirs = getattr(super(), name)
+        key = None
+        if not self._is_within:
+            key = call_key([type(self).__qualname__, name, settings_of(self)], [args, options])
+        if key is None:
+            return theirs(*args, **options)
+        if (found := self.pictures.get(key)) is None:
+            self._is_within = True
+            try:
+                found = theirs(*args, **options)
+            finally:
+                del self._is_within
+            if not is_plain_tree(found):
+                return found
+            self.pictures.put(key, found)
+        return copy.deepcopy(found)
+
+
+def call_key(facts: list[Any], call: list[Any]) -> bytes | None:
+    """Digest a call with pictures; None without pictures."""
+    contents: list[bytes] = []
+
+    def replaced(value: Any) -> Any:
+        if isinstance(value, KnownPicture) and value.content is not None:
+            contents.append(value.content)
+            return value.content
+        if isinstance(value, Mapping):
+            return {name: replaced(one) for name, one in value.items()}
+        return [replaced(one) for one in value] if isinstance(value, (list, tuple)) else value
+
+    try:
+        key = digest([facts, replaced(call)])
+    except TypeError:
+        return None
+    return key if contents else None
+
+
+def is_plain_tree(tree: Any) -> bool:
+    if isinstance(tree, (Mapping, list, tuple)):
+        return all(map(is_plain_tree, tree.values() if isinstance(tree, Mapping) else tree))
+    return tree is None or isinstance(tree, (bool, int, float, str, np.ndarray, np.generic, mx.array))

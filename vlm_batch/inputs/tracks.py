@@ -1,0 +1,105 @@
+"""Sound tracks of mp4, mov, mkv, webm and avi files, decoded by PyAV."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from io import BytesIO
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from vlm_batch.errors import InvalidAudio, describe
+from vlm_batch.inputs.fetch import Cancelled
+
+#: Types of an MP4 or QuickTime file's first box (ISO/IEC 14496-12), which begins at its fifth byte.
+_BOXES = frozenset({b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip"})
+#: Bytes that tell the containers apart.
+_HEAD = 12
+
+
+def container_of(data: bytes) -> str | None:
+    """Return FFmpeg's name of a container, by its first bytes."""
+    if data[4:8] in _BOXES:
+        return "mov"
+    if data.startswith(b"\x1aE\xdf\xa3"):  # EBML: mkv and webm
+        return "matroska"
+    return "avi" if data.startswith(b"RIFF") and data[8:_HEAD] == b"AVI " else None
+
+
+def container_at(path: Path) -> str | None:
+    with open(path, "rb") as file:
+        return container_of(file.read(_HEAD))
+
+
+@contextmanager
+def opened_track(
+    source: bytes | Path,
+    container: str,
+    name: str,
+    check: Callable[[str, int, int, int], None],
+    cancelled: Cancelled,
+) -> Iterator[tuple[int, int, Iterator[np.ndarray]]]:
+    """Yield rate, announced samples, and blocks (n, channels) of a file's first sound track.
+
+    ``check`` takes name, samples, rate and channels before decoding.
+    """
+    try:
+        import av
+    except ImportError as error:
+        raise InvalidAudio(
+            f"{name} is a video or an mp4 file, and PyAV, which decodes the sound in those, is not installed",
+            advice=': pip install "vlm-batch[sound]"',
+        ) from error
+    file: BinaryIO = BytesIO(source) if isinstance(source, bytes) else open(source, "rb")  # noqa: SIM115
+    with file:
+        try:
+            # a container that is named, behind a file of ours: FFmpeg follows no playlist and opens nothing else
+            opened = av.open(file, format=container, metadata_errors="ignore")
+        except Exception as error:
+            raise InvalidAudio(f"{name} cannot be opened: {describe(error)}") from error
+        with opened:
+            if not opened.streams.audio:
+                raise InvalidAudio(f"{name} has no sound")
+            frames = _frames(opened, name, cancelled)
+            first = next(frames, None)
+            if first is None:
+                raise InvalidAudio(f"{name} has no samples")
+            # of a frame, for headers of AAC may say half the rate
+            rate, channels = int(first.sample_rate), len(first.layout.channels)
+            announced = round(_seconds(opened.streams.audio[0], opened) * rate)
+            check(name, announced, rate, channels)
+            yield rate, announced, _samples(first, frames, name)
+
+
+def _frames(opened: Any, name: str, cancelled: Cancelled) -> Iterator[Any]:
+    decoded = opened.decode(opened.streams.audio[0])
+    while True:
+        cancelled.check()
+        try:
+            frame = next(decoded, None)
+        except Exception as error:
+            raise InvalidAudio(f"{name} cannot be decoded: {describe(error)}") from error
+        if frame is None:
+            return
+        yield frame
+
+
+def _samples(first: Any, rest: Iterator[Any], name: str) -> Iterator[np.ndarray]:
+    frame, channels = first, len(first.layout.channels)
+    while frame is not None:
+        if (frame.sample_rate, len(frame.layout.channels)) != (first.sample_rate, channels):
+            raise InvalidAudio(f"{name} changes its sample rate or its channels on the way; convert it first")
+        values = frame.to_ndarray()  # (channels, n), or (1, n * channels) where they alternate
+        yield values.T if frame.format.is_planar else values.reshape(-1, channels)
+        frame = next(rest, None)
+
+
+def _seconds(stream: Any, opened: Any) -> float:
+    """Return the header's seconds, else 0."""
+    if stream.duration is not None and stream.time_base is not None:
+        return float(stream.duration * stream.time_base)
+    found = (opened.duration or 0) / 1e6  # of all streams, in AV_TIME_BASE
+    return found if math.isfinite(found) and found > 0 else 0.0

@@ -1,0 +1,61 @@
+"""MiMo-V2's encoder and codec of recordings."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import mlx.core as mx
+from mlx_vlm.models.mimo_v2.audio import AudioEncoder
+
+
+class GroupEncoder(AudioEncoder):
+    """Encodes groups of codes (N, size, channels) -> (N, D)."""
+
+    tables: list[Any]
+
+    def __call__(self, groups: mx.array) -> mx.array:
+        embeds = sum(table(groups[..., channel]) for channel, table in enumerate(self.tables))
+        return self.projection(self.input_local_transformer(embeds).flatten(1))  # type: ignore[no-any-return]
+
+
+PATCHES: dict[type, type] = {AudioEncoder: GroupEncoder}
+
+
+#: One codec runs at a time: mlx_audio shares tables between threads, and only the thread that made them may evaluate them.
+_TURN = Lock()
+
+
+class Codec:
+    """The codec of a processor and its copies, loaded with the first recording."""
+
+    __slots__ = ("_owner",)
+    sampling_rate = 24_000
+
+    def __init__(self, owner: Any) -> None:
+        self._owner = owner
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Codec:
+        return self
+
+    def encode(self, samples: Any, *, sample_rate: int, num_quantizers: int) -> mx.array:
+        """Return codes (quantizers, frames)."""
+        folder = self._owner.audio_tokenizer_path
+        if folder is None or not Path(folder).is_dir():
+            raise FileNotFoundError("the checkpoint has no folder audio_tokenizer, with the codec of its recordings")
+        with _TURN:
+            codec = self._owner.audio_tokenizer
+            codes = codec.encode(samples, sample_rate=self.sampling_rate, num_quantizers=num_quantizers)
+            mx.eval(codes)
+        return codes  # type: ignore[no-any-return]
+
+
+def with_codec(processor: Any) -> Any:
+    """Make a processor's copies share one codec."""
+    if not hasattr(processor, "audio_tokenizer_path") or isinstance(processor._audio_tokenizer, Codec):
+        return processor
+    codec, processor = Codec(processor), copy.copy(processor)
+    processor._audio_tokenizer = processor.feature_extractor = codec
+    return processor

@@ -1,0 +1,55 @@
+"""Processed pictures by digest."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+from vlm_batch.arrays import num_bytes
+from vlm_batch.store.budget import ARRAY_BYTES, ByteBudget
+
+
+class PictureStore:
+    """Processed pictures in the engine's budget, shared by copies of a processor.
+
+    ``get`` and ``put`` are thread-safe; ``update_budget`` runs on the engine's thread. Values are immutable.
+    """
+
+    __slots__ = ("_budget", "_kept", "_used", "num_hits")  # no ``__dict__``: a processor's parts have settings there
+
+    def __init__(self, budget: ByteBudget) -> None:
+        self._budget = budget
+        self._kept: dict[bytes, Any] = {}
+        self._used: deque[bytes] = deque()
+        self.num_hits = 0
+
+    def __deepcopy__(self, memo: Any) -> PictureStore:
+        return self
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def get(self, key: bytes) -> Any | None:
+        if (found := self._kept.get(key)) is not None:
+            self.num_hits += 1
+            self._used.append(key)
+        return found
+
+    def put(self, key: bytes, made: Any) -> None:
+        if num_bytes(made) <= self._budget.max_bytes:
+            self._kept[key] = made
+            self._used.append(key)
+
+    def update_budget(self) -> None:
+        """Count additions and uses since the last call."""
+        while self._used:
+            key = self._used.popleft()
+            if self._budget.holds((id(self), key)):
+                self._budget.touch((id(self), key))
+            elif (made := self._kept.get(key)) is not None:
+                nbytes = num_bytes(made) + ARRAY_BYTES
+                if not self._budget.add((id(self), key), nbytes, lambda key=key: self._drop(key)):  # type: ignore[misc]
+                    self._drop(key)
+
+    def _drop(self, key: bytes) -> None:
+        self._kept.pop(key, None)
