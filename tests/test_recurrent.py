@@ -15,7 +15,8 @@ from vlm_batch.adapters.recurrent import can_draft
 from vlm_batch.adapters.single import SingleRow
 from vlm_batch.arrays import as_mlx
 from vlm_batch.caches import ListedCache, Placement, RecurrentCache, RowsCache, SlabCache, kind_of
-from vlm_batch.caches.drafted import DraftedRecurrent, most_positions, rows_of
+from vlm_batch.caches.drafted import most_positions
+from vlm_batch.caches.recurrent import DraftedRecurrent, rows_of
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.models.falcon_h1 import FalconH1
 from vlm_batch.types import SamplingParams

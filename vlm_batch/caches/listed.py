@@ -21,7 +21,7 @@ from vlm_batch.caches.slab import SlabCache
 from vlm_batch.caches.states import LayerState, filed
 
 
-class ListedCache(CacheList):
+class ListedCache(LayerCache, CacheList):
     """mlx-vlm's ``CacheList`` of batch caches."""
 
     caches: tuple[Any, ...]
@@ -44,6 +44,33 @@ class ListedCache(CacheList):
     def resize(self, num_places: int) -> None:
         for part in self.caches:
             part.resize(num_places)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.caches)
+
+    @property
+    def can_trace(self) -> bool:  # type: ignore[override]
+        return all(part.can_trace for part in self.caches)
+
+    @property
+    def has_graphs_kernels(self) -> bool:  # type: ignore[override]
+        return all(part.has_graphs_kernels for part in self.caches)
+
+    @property
+    def most_positions(self) -> int:  # type: ignore[override]
+        return min(part.most_positions for part in self.caches)
+
+    @property
+    def state_bytes(self) -> int:  # type: ignore[override]
+        return sum(part.state_bytes for part in self.caches)
+
+    def drafted(self, counts: Sequence[int]) -> ListedCache:
+        return ListedCache(*(part.drafted(counts) for part in self.caches))
+
+    def keep(self, place: int, kept: int, of: int) -> None:
+        for part in self.caches:
+            part.keep(place, kept, of)
 
     def arrays(self) -> list[mx.array]:
         return [array for part in self.caches for array in part.arrays()]
@@ -74,7 +101,7 @@ def equalise_capacity(layers: Sequence[LayerCache]) -> None:
     kinds: dict[tuple[type, int | None], list[SlabCache]] = {}
     for layer in layers:
         for part in parts_of(layer):
-            if isinstance(part, SlabCache) and part.arrays():
+            if part.capacity:
                 kinds.setdefault((type(part), part.span), []).append(part)
     for parts in kinds.values():
         least = min(part.capacity for part in parts)

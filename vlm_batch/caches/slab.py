@@ -5,7 +5,8 @@ Writes use ``put_along_axis``: scatter is slower on CUDA, and ``where`` copies e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache, partial
 from typing import Any
 
@@ -13,6 +14,8 @@ import mlx.core as mx
 from mlx_vlm.models.cache import KVCache, RotatingKVCache
 
 from vlm_batch.arrays import grown, own_array, round_up
+from vlm_batch.caches.drafted import NO_LIMIT, DraftedStates
+from vlm_batch.caches.layers import LayerCache
 
 #: Capacities are multiples of this. Attention reads all columns of a slab, so small steps read less. But each new shape costs
 #: a plan on CUDA, and each growth a copy.
@@ -30,7 +33,7 @@ def lengths_array(lengths: tuple[int, ...]) -> mx.array:
     return mx.array(lengths, dtype=mx.int32)
 
 
-class SlabArrays:
+class SlabArrays(LayerCache):
     """Growing keys and values of all places; ``columns``: capacity by the longest row."""
 
     def __init__(self, num_places: int) -> None:
@@ -66,7 +69,7 @@ class SlabArrays:
             self.keys, self.values = change(self.keys), change(self.values)
 
     @property
-    def capacity(self) -> int:
+    def capacity(self) -> int:  # type: ignore[override]
         return min((int(array.shape[2]) for array in self.arrays()), default=0)
 
     def _capacity(self, tokens: int) -> int:
@@ -109,8 +112,10 @@ class SlabCache(SlabArrays):
 
     #: The sliding window; None for full attention.
     span: int | None = None
-    #: Whether a compiled step runs the same kernels: nothing can be fused.
+    has_columns = True
+    can_trace = True
     has_graphs_kernels = True
+    most_positions = NO_LIMIT
 
     def __init__(self, num_places: int) -> None:
         super().__init__(num_places)
@@ -189,9 +194,12 @@ class SlabCache(SlabArrays):
         self.keys = put_columns(self.keys, at, keys)
         self.values = put_columns(self.values, at, values)
 
-    def keep(self, place: int, count: int) -> None:
-        """Add ``count``, which may be negative, to a place's length."""
-        self._lengths[place] += count
+    def drafted(self, counts: Sequence[int]) -> DraftedSlab:
+        return DraftedSlab(self, counts[0])
+
+    def keep(self, place: int, kept: int, of: int = 0) -> None:
+        """Add ``kept``, which may be negative, to a place's length."""
+        self._lengths[place] += kept
 
     def advance(self) -> None:
         """Count one token of every live place."""
@@ -284,7 +292,7 @@ class RingSlabCache(SlabCache):
 
     def __init__(self, num_places: int, window: int) -> None:
         super().__init__(num_places)
-        self.window = self.span = window
+        self.window = self.span = self.most_positions = window
         self._later: tuple[
             mx.array, ...
         ] = ()  # keys and values (S, H, L, D) of a forward with drafts that ``keep`` writes
@@ -301,16 +309,20 @@ class RingSlabCache(SlabCache):
         super().remove(place)
         self._later = tuple(mx.concatenate([new[:place], new[place + 1 :]]) for new in self._later)
 
-    def keep(self, place: int, count: int) -> None:
+    def drafted(self, counts: Sequence[int]) -> DraftedSlab:
+        is_overwritten = self.window < max(self.lengths) + counts[0]
+        return (DraftedRing if is_overwritten else DraftedSlab)(self, counts[0])
+
+    def keep(self, place: int, kept: int, of: int = 0) -> None:
         """As for a slab; also write the positions that ``hold`` left."""
-        begin, end = 1, max(count, 1) if self._later else 1
+        begin, end = 1, max(kept, 1) if self._later else 1
         while begin < end:
             column = (self._lengths[place] + begin) % self.window
             stop = min(end, begin + self.window - column)
             for slab, new in zip(self.arrays(), self._later, strict=True):
                 slab[place : place + 1, :, column : column + stop - begin] = new[place : place + 1, :, begin:stop]
             begin = stop
-        super().keep(place, count)
+        super().keep(place, kept)
 
     def extract(self, place: int) -> RotatingKVCache:
         """Return a row's last tokens, in order."""
@@ -362,6 +374,78 @@ class RingSlabCache(SlabCache):
             slab[place : place + 1, :, shift : shift + first] = tail[:, :, :first]
             if first < kept:
                 slab[place : place + 1, :, : kept - first] = tail[:, :, first:]
+
+
+class DraftedSlab:
+    """A slab with ``count`` positions of each place."""
+
+    def __init__(self, layer: SlabCache, count: int) -> None:
+        self._layer, self.count = layer, count
+        self._is_done = False
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        ahead = range(self._is_done, self.count + self._is_done)
+        return tuple((length + more) * (length > 0) for length in self._layer.lengths for more in ahead)
+
+    @property
+    def offset(self) -> mx.array:
+        return lengths_array(self.lengths)
+
+    @contextmanager
+    def steps(self) -> Iterator[SlabCache]:
+        """Lend the slab for single steps; ``keep`` counts their tokens."""
+        before = self._layer.lengths
+        try:
+            yield self._layer
+        finally:
+            for place, (old, length) in enumerate(zip(before, self._layer.lengths, strict=True)):
+                self._layer.keep(place, old - length)
+            self._layer.ahead, self._is_done = max(self._layer.ahead, self.count), True
+
+    @property
+    def _idx(self) -> int:
+        return max(self.lengths, default=0)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[DraftedStates, DraftedStates]:
+        """Append (S * count, H, 1, D) keys and values, uncounted."""
+        self._layer.append(*(self._by_place(part) for part in (keys, values)))
+        self._is_done = True
+        return self.state
+
+    def _by_place(self, part: mx.array) -> mx.array:  # (S * count, H, 1, D) -> (S, H, count, D)
+        return part.reshape(-1, self.count, part.shape[1], part.shape[3]).swapaxes(1, 2)
+
+    @property
+    def state(self) -> tuple[DraftedStates, DraftedStates]:
+        keys, values = self._layer.state
+        return DraftedStates([keys], self.count), DraftedStates([values], self.count)
+
+    def make_mask(self, length: int, window_size: int | None = None, return_array: bool = False) -> mx.array:
+        """Return the mask (S * count, 1, 1, C)."""
+        if length != 1:
+            raise ValueError(f"a position has one token, not {length}")
+        return self._layer.seen(self.offset, self.count, window_size)
+
+
+class DraftedRing(DraftedSlab):
+    """A ring with a slab per position: a place's later positions overwrite what its earlier ones see."""
+
+    _layer: RingSlabCache
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[DraftedStates, DraftedStates]:
+        new = (self._by_place(keys), self._by_place(values))
+        self._layer.reserve(*new, tokens=self._layer._idx + self.count)
+        with self.steps() as layer:
+            slabs = [layer.update_and_fetch(*(part[:, :, at : at + 1] for part in new)) for at in range(self.count)]
+        self._layer.hold(*slabs[0], new)
+        states = (DraftedStates(half, self.count) for half in zip(*slabs, strict=True))
+        self._states: tuple[DraftedStates, DraftedStates] = (next(states), next(states))
+        return self._states
+
+    @property
+    def state(self) -> tuple[DraftedStates, DraftedStates]:
+        return self._states
 
 
 def widened(slab: mx.array | None, shape: tuple[int, int, int, int], dtype: mx.Dtype) -> mx.array:

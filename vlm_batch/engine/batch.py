@@ -7,8 +7,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from vlm_batch.caches import DenseCache, LayerCache, Placement, equalise_capacity
-from vlm_batch.caches.drafted import keep, most_positions, with_positions
+from vlm_batch.caches import LayerCache, Placement, equalise_capacity
+from vlm_batch.caches.drafted import most_positions
 from vlm_batch.engine.row import Row, Status
 from vlm_batch.engine.shapes import Shapes
 
@@ -96,7 +96,6 @@ class DecodeBatch:
         if self._shapes.layout is Placement.ROWS:
             del self.places[place]
             for layer in self.layers:
-                assert isinstance(layer, DenseCache)
                 layer.remove(place)
             self._resize(len(self.places))
         else:
@@ -125,9 +124,9 @@ class DecodeBatch:
             return None
         return counts
 
-    def with_drafts(self, counts: Sequence[int]) -> list[LayerCache]:
+    def with_drafts(self, counts: Sequence[int]) -> list[Any]:
         """Return the layers for ``counts[b]`` positions at place b."""
-        return with_positions(self.layers, counts)
+        return [layer.drafted(counts) for layer in self.layers]
 
     def was_drafted(self, counts: Sequence[int]) -> None:
         """Record a drafted forward. Other rows keep one position."""
@@ -136,12 +135,16 @@ class DecodeBatch:
             if row is not None and row.answer.ahead:
                 self._drafted[row] = count
             elif row is not None:
-                keep(self.layers, place, count, 1)
+                self._keep(place, 1, count)
 
     def keep(self, row: Row, kept: int) -> None:
         """Keep ``kept`` positions of a row in the last forward."""
         if (count := self._drafted.pop(row, None)) is not None:
-            keep(self.layers, self.places.index(row), count, kept)
+            self._keep(self.places.index(row), kept, count)
+
+    def _keep(self, place: int, kept: int, of: int) -> None:
+        for layer in self.layers:
+            layer.keep(place, kept, of)
 
     def _resize(self, wanted: int) -> None:
         wanted = self._shapes.places(wanted, self.max_rows)

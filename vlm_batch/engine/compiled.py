@@ -70,10 +70,7 @@ class CompiledDecode:
         """
         if any(extras):
             return False
-        return all(
-            isinstance(part, (SlabCache, RecurrentCache)) and (part.has_graphs_kernels or not is_plain)
-            for part in _parts(layers)
-        )
+        return all(layer.can_trace and (layer.has_graphs_kernels or not is_plain) for layer in layers)
 
     def __call__(self, step: DecodeStep) -> Any:
         """Return what ``decode`` returns."""

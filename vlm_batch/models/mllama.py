@@ -101,7 +101,7 @@ class Mllama(Adapter):
             kept = mx.array(np.flatnonzero(np.array(visible)))
             for entry in cache:
                 if isinstance(entry, CrossCache):
-                    entry.keep(kept)
+                    entry.select(kept)
 
     def run_step(self, step: DecodeStep) -> mx.array:
         sees = mx.array([extras.get("sees", False) for extras in step.extras])
