@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import mlx.core as mx
@@ -120,6 +121,12 @@ def grown(
 
 def round_up(value: int, step: int) -> int:
     return -(-value // step) * step
+
+
+@lru_cache(maxsize=8)
+def lengths_array(lengths: tuple[int, ...]) -> mx.array:
+    """Return lengths as an array (B,), made once per step."""
+    return mx.array(lengths, dtype=mx.int32)
 
 
 def stack_logits(rows: Sequence[mx.array]) -> mx.array:

@@ -99,6 +99,10 @@ class Adapter:
         #: The token embedding, or None if ``embeddings`` names no module.
         self.token_table: Any = part_of(self.language, self.embeddings)
         self._num_words = num_words(self.token_table)
+        text = getattr(self.config, "text_config", None) or self.config
+        limit = getattr(text, "max_position_embeddings", None)
+        #: The context length in positions, if configured.
+        self.max_context: int | None = int(limit) if limit else None
         self._longest_short = longest_short(self.language)
         self.hook_functions()
         if self.last_hidden is not None:
@@ -235,7 +239,8 @@ class Adapter:
 
     def check_placeholders(self, ids: Any, extra: Mapping[str, Any]) -> None:
         """Raise InvalidPrompt unless ids (1, L), numpy or MLX, have the media's placeholders."""
-        self._check_sound(ids, extra)
+        if self.spec.audio:
+            self._check_sound(ids, extra)
         marks, is_any = list(self.image_token_ids - self._audio_token_ids), has_pictures(extra)
         given = int(np.isin(np.array(ids)[0], marks).sum())
         if given and not is_any:
@@ -426,13 +431,6 @@ class Adapter:
 
     # Facts
     # --------------------------------------------------------------------------------------------------------------
-
-    @cached_property
-    def max_context(self) -> int | None:
-        """The context length in positions, if configured."""
-        text = getattr(self.config, "text_config", None) or self.config
-        limit = getattr(text, "max_position_embeddings", None)
-        return int(limit) if limit else None
 
     def _read(self, inputs: Mapping[str, Any]) -> tuple[mx.array, dict[str, Any]]:
         extra = self._known_inputs(inputs)

@@ -13,7 +13,7 @@ from PIL import Image
 
 from vlm_batch.arrays import Deferred
 from vlm_batch.inputs.recalled import KnownPicture, StandIn
-from vlm_batch.store.digest import digest, hash_ahead, hash_of, note_hash
+from vlm_batch.store.digest import HASHES, digest, hash_ahead
 from vlm_batch.store.pictures import PictureStore
 
 #: Options of a call that set a picture's size.
@@ -114,7 +114,7 @@ class PatchesOfRows:
         self._fill(patches, seen)
         made = mx.array(patches)
         hash_ahead(made)
-        self.pictures.put(key, Patches(mx.array(seen), mx.array(table), settings, hash_of(made)))
+        self.pictures.put(key, Patches(mx.array(seen), mx.array(table), settings, HASHES.of(made)))
         return made
 
     def _table(self) -> np.ndarray:  # (256, 3)
@@ -164,5 +164,5 @@ class Patches(Deferred):
         several = mx.broadcast_to(parts[:, :, :, :, :, None], (*parts.shape[:5], steps, side, side))
         made = several.reshape(self.shape)
         if self._known is not None:
-            note_hash(made, self._known)
+            HASHES.note(made, self._known)
         return made

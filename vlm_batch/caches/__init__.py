@@ -7,7 +7,7 @@ from vlm_batch.caches.blocks import BlockCache, BlockSlabCache
 from vlm_batch.caches.full import can_share, can_trim, take_row, trim
 from vlm_batch.caches.indexed import IndexedCache
 from vlm_batch.caches.layers import LayerCache, Placement, kind_of
-from vlm_batch.caches.listed import ListedCache, equalise_capacity, set_layer
+from vlm_batch.caches.listed import ListedCache, equalise_capacity
 from vlm_batch.caches.pooled import PoolCache
 from vlm_batch.caches.recurrent import RecurrentCache
 from vlm_batch.caches.rows import RowMasks, RowsCache, RowStates
@@ -33,7 +33,6 @@ __all__ = [
     "can_trim",
     "equalise_capacity",
     "kind_of",
-    "set_layer",
     "take_row",
     "trim",
 ]

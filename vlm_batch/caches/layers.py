@@ -46,6 +46,16 @@ class LayerCache:
     #: Bytes of the states that each further position leaves.
     state_bytes: int = 0
 
+    def configure(self, columns: Callable[[int], int], few_bits: str, *, always_masked: bool = False) -> None:
+        """Set its rules.
+
+        Args:
+            columns: A slab's capacity by its longest row.
+            few_bits: The policy's form of quantised states.
+            always_masked: Every step masks columns and rows attend apart, to be batch-invariant.
+        """
+        self.columns, self.few_bits, self.always_masked = columns, few_bits, always_masked
+
     @property
     def nbytes(self) -> int:
         raise NotImplementedError

@@ -26,6 +26,10 @@ class ListedCache(LayerCache, CacheList):
 
     caches: tuple[Any, ...]
 
+    def configure(self, columns: Callable[[int], int], few_bits: str, *, always_masked: bool = False) -> None:
+        for part in self.caches:
+            part.configure(columns, few_bits, always_masked=always_masked)
+
     def put(self, place: int, cache: CacheList) -> None:
         for part, single in zip(self.caches, cache.caches, strict=True):
             part.put(place, single)
@@ -82,18 +86,6 @@ def parts_of(layer: Any) -> Iterator[Any]:
             yield from parts_of(part)
     else:
         yield layer
-
-
-def set_layer(layer: LayerCache, columns: Callable[[int], int], few_bits: str, *, always_masked: bool = False) -> None:
-    """Configure a batch's layer.
-
-    Args:
-        columns: A slab's capacity by its longest row.
-        few_bits: The policy's form of quantised states.
-        always_masked: Every step masks columns and rows attend apart, to be batch-invariant.
-    """
-    for part in parts_of(layer):
-        part.columns, part.few_bits, part.always_masked = columns, few_bits, always_masked
 
 
 def equalise_capacity(layers: Sequence[LayerCache]) -> None:

@@ -16,9 +16,8 @@ from weakref import WeakSet
 import mlx.core as mx
 from mlx_vlm.models.cache import KVCache, cache_nbytes
 
-from vlm_batch.arrays import arrays_of
+from vlm_batch.arrays import arrays_of, lengths_array
 from vlm_batch.caches.layers import LayerCache, kind_of
-from vlm_batch.caches.slab import lengths_array
 
 #: The longest rows worth copying into one array.
 MOST_STACKED = 1024

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 from mlx_vlm.models.cache import KVCache, RotatingKVCache
 
-from vlm_batch.arrays import grown, own_array, round_up
+from vlm_batch.arrays import grown, lengths_array, own_array, round_up
 from vlm_batch.caches.drafted import NO_LIMIT, DraftedStates
 from vlm_batch.caches.layers import LayerCache
 
@@ -25,12 +25,6 @@ CAPACITY_STEP = 256
 def capacity_for(tokens: int) -> int:
     """Return the default capacity for the longest row's tokens."""
     return round_up(tokens, CAPACITY_STEP)
-
-
-@lru_cache(maxsize=8)
-def lengths_array(lengths: tuple[int, ...]) -> mx.array:
-    """Return lengths as an array (B,), made once per step."""
-    return mx.array(lengths, dtype=mx.int32)
 
 
 class SlabArrays(LayerCache):

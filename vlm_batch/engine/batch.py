@@ -83,7 +83,8 @@ class DecodeBatch:
 
     def take(self, row: Row) -> list[Any]:
         """Return a row's single-row caches. The row must leave next."""
-        self.keep(row, 1)  # drops drafts
+        if row in self._drafted:
+            self.keep(row, 1)
         place = self.places.index(row)
         taken = [layer.extract(place) for layer in self.layers]
         mx.async_eval([cache.state for cache in taken])  # the next step writes to the slab, which nobody may hold then

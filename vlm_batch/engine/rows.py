@@ -52,13 +52,10 @@ class Rows:
         """Return the rows with places, in their order."""
         return self.waiting.line(dict.fromkeys([*self.batch.rows, *self.prefilling.values()]), placed={})
 
-    @property
-    def placed(self) -> Counter[int]:
-        return Counter(row.client for row in (*self.batch.rows, *self.prefilling.values()))
-
     def note_placed(self) -> None:
         """Note each client's places and rows."""
-        self.waiting.note_placed(self.placed, self.by_id.values() if self._are_others else None)
+        placed = Counter(row.client for row in (*self.batch.rows, *self.prefilling.values()))
+        self.waiting.note_placed(placed, self.by_id.values() if self._are_others else None)
         self._are_others = False
 
     def place(self, row: Row) -> None:

@@ -237,9 +237,10 @@ class Runner:
             count, stop, call = self._shapes.prefill_call(begin, [end], is_whole=is_whole, is_scored=is_scored)
             if count > 1:
                 return self._take(row, 0, *self._launch([row]))
-            hidden = hidden_sink([row])
+            hidden: list[mx.array] | None = None if row.answer.draft_state is None else []
             logits = self.adapter.prefill([prompt.encoded], prompt.cache, begin, stop, replace(call, hidden=hidden))
-            self._keep_hidden(hidden, [row], begin, [end])
+            if hidden:
+                _keep_hidden(hidden[0], [row], begin, [end])
             if stop > end:
                 trim(prompt.cache, stop - end)
             if scores is not None:
@@ -251,22 +252,13 @@ class Runner:
         prompts = [row.prompt.encoded for row in rows if row.prompt.encoded is not None]
         cache = self.adapter.make_cache(self._kv)
         count, end, call = self._shapes.prefill_call(0, [prompt.length for prompt in prompts], is_whole=True)
-        filled, hidden = [*prompts, *[prompts[-1]] * (count - len(prompts))], hidden_sink(rows)
+        filled = [*prompts, *[prompts[-1]] * (count - len(prompts))]
+        hidden: list[mx.array] | None = [] if any(row.answer.draft_state is not None for row in rows) else None
         logits = self.adapter.prefill(filled, cache, 0, end, replace(call, hidden=hidden))
-        self._keep_hidden(hidden, rows, 0, [prompt.length for prompt in prompts])
+        if hidden:
+            _keep_hidden(hidden[0], rows, 0, [prompt.length for prompt in prompts])
         mx.async_eval(logits, [layer.state for layer in cache])
         return logits, cache, end
-
-    @staticmethod
-    def _keep_hidden(hidden: list[mx.array] | None, rows: Sequence[Row], begin: int, ends: Sequence[int]) -> None:
-        """Keep the last hidden states (R, L, D) of a chunk from ``begin`` for the draft model."""
-        for index, (row, end) in enumerate(zip(rows, ends, strict=True) if hidden else ()):
-            state = row.answer.draft_state
-            if state is not None and hidden:
-                first = max(begin, end - (state.hidden.maxlen or 0))
-                states = own_array(hidden[0][index, first - begin : end - begin])
-                mx.async_eval(states)
-                state.hidden.append(Hidden(states, 0, first, end - first))
 
     def _take(self, row: Row, index: int, logits: mx.array, cache: list[Any], width: int) -> Part:
         prompt, length = row.prompt, row.facts.length
@@ -288,9 +280,14 @@ class Runner:
         return Part([row], logits if is_done else None, [*(last or state), *kept, *scored])
 
 
-def hidden_sink(rows: Sequence[Row]) -> list[mx.array] | None:
-    """Return a list for a chunk's final hidden states, if a draft model reads them."""
-    return [] if any(row.answer.draft_state is not None for row in rows) else None
+def _keep_hidden(hidden: mx.array, rows: Sequence[Row], begin: int, ends: Sequence[int]) -> None:
+    """Keep the last of a chunk's hidden states (R, L, D) from ``begin`` for the draft model."""
+    for index, (row, end) in enumerate(zip(rows, ends, strict=True)):
+        if (state := row.answer.draft_state) is not None:
+            first = max(begin, end - (state.hidden.maxlen or 0))
+            states = own_array(hidden[index, first - begin : end - begin])
+            mx.async_eval(states)
+            state.hidden.append(Hidden(states, 0, first, end - first))
 
 
 def picture_bytes(row: Row) -> int:

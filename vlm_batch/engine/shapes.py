@@ -19,7 +19,6 @@ from vlm_batch.caches import (
     can_share,
     can_trim,
     kind_of,
-    set_layer,
     slab,
 )
 from vlm_batch.caches.quantisation import KVQuantisation
@@ -170,7 +169,7 @@ class FreeShapes:
         """Return an empty batch's layers for such caches."""
         layers = [kind_of(single).batched(placement or self.layout, places) for single in caches]
         for layer in layers:
-            set_layer(layer, partial(self.columns, least=least), self.policy.few_bits)
+            layer.configure(partial(self.columns, least=least), self.policy.few_bits)
         return layers
 
     def decode_call(self) -> Call:
@@ -353,7 +352,7 @@ class FixedShapes:
     ) -> list[LayerCache]:
         layers = [kind_of(single).batched(self.layout, places) for single in caches]
         for layer in layers:
-            set_layer(layer, partial(self.columns, least=least), self.few_bits, always_masked=True)
+            layer.configure(partial(self.columns, least=least), self.few_bits, always_masked=True)
         return layers
 
     def decode_call(self) -> Call:

@@ -83,7 +83,8 @@ class Processing:
         """Render a prompt or chat; ``counts`` count pictures, videos and recordings."""
         if isinstance(prompt, str) and not prompt.strip():
             raise InvalidPrompt("the prompt is empty")
-        self.template.check(options)
+        if options.said:
+            self.template.check(options)
         rendered: Any
         try:
             messages = self._messages(prompt, *counts)
