@@ -38,8 +38,9 @@ class LayerCache:
     has_columns = False
     #: Those columns, once there are some.
     capacity: int = 0
-    #: Whether a compiled step can write it, and whether that runs the same kernels: nothing can be fused.
+    #: Whether a compiled step can write it.
     can_trace = False
+    #: Whether that runs the same kernels: nothing can be fused.
     has_graphs_kernels = False
     #: The most positions of a row in one forward; 1 if none can be dropped.
     most_positions: int = 1
@@ -58,37 +59,21 @@ class LayerCache:
 
     @property
     def nbytes(self) -> int:
-        raise NotImplementedError
+        return sum(array.nbytes for array in self.arrays())
 
-    def put(self, place: int, cache: Any) -> None:
-        """Give a row's single-row cache a place."""
-        raise NotImplementedError
-
-    def extract(self, place: int) -> Any:
-        """Return a row's single-row cache."""
-        raise NotImplementedError
-
-    def clear(self, place: int) -> None:
-        """Free a place."""
-        raise NotImplementedError
-
-    def remove(self, place: int) -> None:
-        """Remove a place; those behind it close up."""
-        raise NotImplementedError
-
-    def resize(self, num_places: int) -> None:
-        raise NotImplementedError
-
+    def put(self, place: int, cache: Any) -> None: ...
+    def extract(self, place: int) -> Any: ...
+    def clear(self, place: int) -> None: ...
+    def remove(self, place: int) -> None: ...
+    def resize(self, num_places: int) -> None: ...
     def arrays(self) -> list[mx.array]:
         raise NotImplementedError
 
     def drafted(self, counts: Sequence[int]) -> Any:
         """Return its view for ``counts[p]`` positions of place p; slabs need equal counts."""
-        raise NotImplementedError
 
     def keep(self, place: int, kept: int, of: int) -> None:
         """Keep the first ``kept`` of a place's ``of`` positions."""
-        raise NotImplementedError
 
 
 class CacheKind:

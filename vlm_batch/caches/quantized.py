@@ -335,10 +335,6 @@ class QuantizedSlabCache(SlabCache):
         self._reserve_parts(self._columns(1))
         return (tuple(part.shape for part in self.arrays()), self.keys[1].dtype)
 
-    @property
-    def nbytes(self) -> int:
-        return sum(part.nbytes for part in self.arrays())
-
     def arrays(self) -> list[mx.array]:
         return [part for slabs in (self.keys, self.values) if slabs is not None for part in slabs]
 

@@ -37,10 +37,6 @@ class SlabArrays(LayerCache):
         self._left = [0] * num_places  # columns that ended rows may have left in each place
 
     @property
-    def nbytes(self) -> int:
-        return 0 if self.keys is None or self.values is None else self.keys.nbytes + self.values.nbytes
-
-    @property
     def num_places(self) -> int:
         return len(self._left)
 

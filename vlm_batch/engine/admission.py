@@ -77,6 +77,8 @@ class Admission:
             placed: each client's places; None: the present ones.
         """
         given = list(rows)
+        if len({row.client for row in given}) < 2:
+            return sorted(given, key=lambda row: (row not in first, self.urgency(row)))
         turn = self._turn if placed is None else self.urgency
         keys = [(row.client, (row not in first, self.urgency(row)), turn(row)) for row in given]
         return [given[at] for at in self._scheduler.share_out(keys, self.placed if placed is None else placed)]

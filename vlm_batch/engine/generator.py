@@ -274,12 +274,9 @@ class BatchGenerator:
         if not free and here == self._at_rest and self._rested < LOOK_AGAIN:
             return 0.0
         live = [*rows.prefilling.values(), *rows.batch.rows, *(row for row, _ in rows.forks)]
-        # rows whose prefixes others may wait for
-        others = [
-            *rows.prefilling.values(),
-            *(row for row in waiting.prepared.values() if row.prompt.encoded is not None),
-        ]
         whole = self._line()
+        # rows whose prefixes others may wait for
+        others = [*rows.prefilling.values(), *(row for row in whole if row.prompt.encoded is not None)]
         ahead = [row for row in whole[free:] if row.request_id in waiting.prepared]
         line = [*whole[:free], *ahead[: self.scheduler.config.encode_ahead]]
         is_at_rest = not free and all(row.prompt.encoded is not None for row in line)
