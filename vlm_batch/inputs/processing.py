@@ -83,7 +83,7 @@ class Processing:
         """Render a prompt or chat; ``counts`` count pictures, videos and recordings."""
         if isinstance(prompt, str) and not prompt.strip():
             raise InvalidPrompt("the prompt is empty")
-        if options.said:
+        if said := options.said:
             self.template.check(options)
         rendered: Any
         try:
@@ -91,7 +91,7 @@ class Processing:
             if isinstance(messages, (str, Mapping)):
                 refuse(options, "this family's processor takes the last message alone")
                 rendered = messages
-            elif not options.said:
+            elif not said:
                 thinks = {"enable_thinking": True} if self._thinks else {}
                 rendered = get_chat_template(self.processor, messages, add_generation_prompt=True, **thinks)
             else:
