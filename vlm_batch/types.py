@@ -480,7 +480,10 @@ class Request:
         if self.draft not in DRAFTS:
             raise InvalidRequest(f"draft is {shown(self.draft)}; it must be one of {', '.join(DRAFTS)}")
         for name in ("images", "videos", "audios"):
-            object.__setattr__(self, name, _as_media(getattr(self, name)))
+            given: Any = getattr(self, name)
+            is_read = isinstance(given, Iterator) and not isinstance(given, IOBase)
+            several = given if is_read or isinstance(given, (list, tuple)) else () if given is None else (given,)
+            object.__setattr__(self, name, tuple(several))
         object.__setattr__(self, "params", params_of(self.params))
         if self.template is not None:
             object.__setattr__(self, "template", record_of(Template, "template", self.template, InvalidPrompt))
@@ -663,12 +666,6 @@ class Stats:
     busy_seconds: float = 0.0  # with requests to compute; waiting for their media to be read does not count
     drafted: int = 0  # tokens computed as drafts
     drafts_held: int = 0  # accepted drafts: each saved its request a step
-
-
-def _as_media(given: Any) -> tuple[Any, ...]:
-    if isinstance(given, (list, tuple)) or (isinstance(given, Iterator) and not isinstance(given, IOBase)):
-        return tuple(given)
-    return () if given is None else (given,)
 
 
 def params_of(given: SamplingParams | Mapping[str, Any] | None) -> SamplingParams:

@@ -104,7 +104,7 @@ class PatchesOfRows:
     def _recalled(self, picture: KnownPicture, size: tuple[int, int]) -> mx.array | Patches:
         assert self.pictures is not None
         settings = (self.patch_size, self.merge_size, self.temporal_patch_size)
-        table = self._table()
+        table = self._normalised(np.repeat(np.arange(256, dtype=np.uint8)[None, :, None], 3, axis=2))[:, 0].T.copy()
         key = digest(["patches", picture.content, size, settings, table])
         if (kept := self.pictures.get(key)) is not None:
             found: Patches = kept
@@ -116,9 +116,6 @@ class PatchesOfRows:
         hash_ahead(made)
         self.pictures.put(key, Patches(mx.array(seen), mx.array(table), settings, HASHES.of(made)))
         return made
-
-    def _table(self) -> np.ndarray:  # (256, 3)
-        return self._normalised(np.repeat(np.arange(256, dtype=np.uint8)[None, :, None], 3, axis=2))[:, 0].T.copy()
 
     def _normalised(self, lines: np.ndarray) -> np.ndarray:  # (lines, W, 3) -> (3, lines, W)
         values = lines.transpose(2, 0, 1).astype(np.float32, order="C")

@@ -326,8 +326,10 @@ class BatchGenerator:
         return taken
 
     def _num_free(self) -> int:
-        rows = self.rows
-        num_late = sum(row in self.telling.late for row, _ in rows.forks)  # rows with late masks keep their places
+        rows, num_late = self.rows, 0
+        if rows.forks:  # rows with late masks keep their places
+            late = self.telling.late
+            num_late = sum(row in late for row, _ in rows.forks)
         return max(0, self.scheduler.num_places - len(rows.batch) - len(rows.prefilling) - num_late)
 
     def _line(self) -> list[Row]:
@@ -338,7 +340,9 @@ class BatchGenerator:
             *rows.prefilling.values(),
             *(row for row in waiting.prepared.values() if row.prompt.encoded is not None),
         ]
-        forks = {row for row, _ in rows.forks if row not in self.telling.late}
+        forks = {row for row, _ in rows.forks}
+        if forks:
+            forks -= self.telling.late
         prepared = [row for row in waiting.prepared.values() if not (others and self.reuse.waits_for(row, others))]
         return waiting.line([*forks, *prepared], first=forks)
 

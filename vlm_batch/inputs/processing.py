@@ -178,7 +178,7 @@ class Processing:
     @contextmanager
     def scaled_to(self, bounds: PixelBounds | None) -> Iterator[None]:
         """Scale pictures to ``bounds`` within the block."""
-        own, part = self.pixels, getattr(self.processor, "image_processor", None)
+        own, part = bounds and self.pixels, getattr(self.processor, "image_processor", None)
         if bounds is None or own is None or part is None:
             yield
             return

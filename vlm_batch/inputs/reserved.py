@@ -64,16 +64,17 @@ class ReservedWords:
 
     def __init__(self, processing: Processing, image_token_ids: Iterable[int] = ()) -> None:
         self._processing = processing
-        self.words = self._words(image_token_ids)  # read once, before the first request
+        self._image_token_ids = image_token_ids
 
-    def _words(self, image_token_ids: Iterable[int]) -> Words:
+    @cached_property
+    def words(self) -> Words:
         processor, tokenizer = self._processing.processor, self._processing.tokenizer
         added = {int(at): word for at, word in (getattr(tokenizer, "added_tokens_decoder", None) or {}).items()}
         special = self._special
         renderings = "".join(filter(None, map(self._rendering, _PROBES)))
         turns = frozenset(word for word in special if word in renderings)
         named = [getattr(part, name, None) for part in (processor, tokenizer) for name in _PLACEHOLDER_NAMES]
-        marked = [str(added[token]) for token in image_token_ids if token in added]
+        marked = [str(added[token]) for token in self._image_token_ids if token in added]
         # What the template writes for each kind of media, tokens or not: processors look for it in the text.
         plain, picture, *others = (self._rendering("x", *counts) or "" for counts in _ONE_OF_EACH)
         around = [word for word in special if word in picture and word not in turns]
