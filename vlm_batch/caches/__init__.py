@@ -6,7 +6,7 @@ import pkgutil
 from vlm_batch.caches.blocks import BlockCache, BlockSlabCache
 from vlm_batch.caches.full import can_share, can_trim, take_row, trim
 from vlm_batch.caches.indexed import IndexedCache
-from vlm_batch.caches.layers import DenseCache, LayerCache, Placement, kind_of
+from vlm_batch.caches.layers import LayerCache, Placement, kind_of
 from vlm_batch.caches.listed import ListedCache, equalise_capacity, set_layer
 from vlm_batch.caches.pooled import PoolCache
 from vlm_batch.caches.recurrent import RecurrentCache
@@ -17,7 +17,6 @@ from vlm_batch.caches.whole import WholeCache
 __all__ = [
     "BlockCache",
     "BlockSlabCache",
-    "DenseCache",
     "IndexedCache",
     "LayerCache",
     "ListedCache",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar
 
 import mlx.core as mx
 from mlx_vlm.models.cache import KVCache
@@ -39,15 +39,9 @@ class LayerCache(Protocol):
     def put(self, place: int, cache: Any) -> None: ...
     def extract(self, place: int) -> Any: ...
     def clear(self, place: int) -> None: ...
+    def keep_places(self, places: list[int]) -> None: ...
     def resize(self, num_places: int) -> None: ...
     def arrays(self) -> list[mx.array]: ...
-
-
-@runtime_checkable
-class DenseCache(Protocol):
-    """A layer whose places can close up, as ``Placement.ROWS`` needs."""
-
-    def remove(self, place: int) -> None: ...
 
 
 class CacheKind:

@@ -37,9 +37,9 @@ class ListedCache(CacheList):
         for part in self.caches:
             part.clear(place)
 
-    def remove(self, place: int) -> None:
+    def keep_places(self, places: list[int]) -> None:
         for part in self.caches:
-            part.remove(place)
+            part.keep_places(places)
 
     def resize(self, num_places: int) -> None:
         for part in self.caches:

@@ -100,13 +100,14 @@ class RecurrentCache(ArraysCache):
         """Free a place; the next row overwrites the state."""
         self._forget(place)
 
-    def remove(self, place: int) -> None:
-        self._forget(place)
-        states = self.cache  # with what the other places keep
-        self._later = {other - (other > place): later for other, later in self._later.items()}
-        self._num_places -= 1
-        self._unfilled = {(slot, other - (other > place)) for slot, other in self._unfilled if other != place}
-        self.cache = [None if one is None else mx.concatenate([one[:place], one[place + 1 :]]) for one in states]
+    def keep_places(self, places: list[int]) -> None:
+        """Drop empty places: keep these, in their order, copied once."""
+        states, at = self.cache, mx.array(places)  # with what they keep
+        now = {before: place for place, before in enumerate(places)}
+        self._later = {now[before]: later for before, later in self._later.items() if before in now}
+        self._unfilled = {(slot, now[before]) for slot, before in self._unfilled if before in now}
+        self._num_places = len(places)
+        self.cache = [None if one is None else mx.take(one, at, axis=0) for one in states]
 
     def resize(self, num_places: int) -> None:
         for place in range(num_places, self._num_places):

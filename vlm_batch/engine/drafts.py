@@ -200,6 +200,8 @@ class Drafts:
 
     def plan(self, groups: Sequence[DecodeBatch], form_seconds: Callable[[], float]) -> None:
         """Give drafts to rows whose tokens have been read."""
+        for group in groups:
+            group.lay_out()
         self._awaited = sum(len(group.places) for group in groups)
         for group in groups:
             if not group.is_apart:
@@ -213,7 +215,6 @@ class Drafts:
             is_forced = source == "form" and own.most > 0
             if hope := own if is_forced else self._better(row, own, _most(row)):
                 found[row] = hope
-        group.lay_out()
         chosen = self._chosen(group, found)
         asked = {row: count for row, count in chosen.items() if found[row].source == "model"}
         drafts |= self._ask(group, asked) if asked else {}
