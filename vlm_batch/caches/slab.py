@@ -68,7 +68,8 @@ class SlabArrays:
 
     @property
     def capacity(self) -> int:
-        return min((int(array.shape[2]) for array in self.arrays()), default=0)
+        keys, values = self.keys, self.values
+        return 0 if keys is None else int(keys.shape[2] if values is None else min(keys.shape[2], values.shape[2]))
 
     def _capacity(self, tokens: int) -> int:
         return self.columns(tokens)

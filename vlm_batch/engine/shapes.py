@@ -25,7 +25,7 @@ from vlm_batch.caches import (
 from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.engine.port import ModelAdapter
 from vlm_batch.policy import PACKED, POLICIES, Policy
-from vlm_batch.records import Call, PromptKey
+from vlm_batch.records import Call, Encoded, PromptKey
 from vlm_batch.runtime.device import Device
 from vlm_batch.store.digest import as_words, digest
 
@@ -107,8 +107,9 @@ class FreeShapes:
         """Return the ends of a prompt's chunks; () leaves them to the scheduler."""
         return ()
 
-    def shares(self, length: int, atomic: Spans = ()) -> bool:
-        return self.most_prompts > 1
+    def shares(self, prompt: Encoded) -> bool:
+        """Return whether a whole prompt shares an array."""
+        return self.most_prompts > 1 and prompt.can_share
 
     def groups(self, lengths: Sequence[int]) -> list[list[int]]:
         """Group whole prompts that share an array, as indices of ``lengths``."""
@@ -284,8 +285,8 @@ class FixedShapes:
             ends.append(done)
         return tuple(ends)
 
-    def shares(self, length: int, atomic: Spans = ()) -> bool:
-        return self.prompts(length, atomic) > 1
+    def shares(self, prompt: Encoded) -> bool:
+        return not prompt.prefill and prompt.can_share and self.prompts(prompt.length) > 1
 
     def prompts(self, length: int, atomic: Spans = ()) -> int:
         """Return the rows of a whole prompt's array; 1 with several chunks or no padding."""
