@@ -56,8 +56,13 @@ class Encoded:
         return 0 if self.is_picture is None else int(self.is_picture.sum())
 
     @property
+    def kind(self) -> tuple[Any, ...]:
+        """What prompts of one array have in common."""
+        return (self.inputs_embeds.dtype, *sorted(self.prefill))
+
+    @property
     def can_share(self) -> bool:
-        """Whether whole prompts with the same features may share an array."""
+        """Whether whole prompts of one kind may share an array."""
         return not self.atomic and (not self.prefill or self.has_rows)
 
 

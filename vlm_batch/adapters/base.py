@@ -40,6 +40,7 @@ from vlm_batch.adapters.rotary import STEP_ROPES
 from vlm_batch.adapters.towers import audio_towers, can_hear, remember_features, vision_towers
 from vlm_batch.arrays import Joined
 from vlm_batch.caches.quantisation import KVQuantisation
+from vlm_batch.caches.recurrent import mask_behind, masked
 from vlm_batch.errors import InvalidPrompt, InvalidRequest
 from vlm_batch.inputs.videos import Sampling
 from vlm_batch.records import Call, DecodeStep, Encoded, Graphs, Picture, PositionState, PromptKey
@@ -75,6 +76,8 @@ class Adapter:
     prefill_axes: ClassVar[Mapping[str, int | None]] = {}
     #: Whether these are arrays (1, L, ...), so that prompts may share an array.
     _features_have_rows: ClassVar[bool] = False
+    #: Whether recurrent layers mask positions behind a row's end, so that shorter prompts may be filled up.
+    _masks_states: ClassVar[bool] = False
     #: Processor outputs and features that nothing reads.
     ignored: ClassVar[frozenset[str]] = frozenset()
     #: Whether decode steps may be compiled.
@@ -385,7 +388,8 @@ class Adapter:
 
     def row_caches(self) -> list[Any]:
         """Make an empty single-row cache of the model's own kinds."""
-        return make_prompt_cache(self.language)
+        fresh: list[Any] = make_prompt_cache(self.language)
+        return masked(fresh) if self._masks_states else fresh
 
     def prefill(self, rows: Sequence[Encoded], cache: list[Any], begin: int, end: int, call: Call = Call()) -> mx.array:
         """Prefill positions [begin, end) of one row into its cache, or R whole prompts, padded to ``end``, into a fresh one.
@@ -395,6 +399,8 @@ class Adapter:
         """
         with running(replace(call, begin=begin, lengths=tuple(row.length for row in rows))):
             filled = [row if row.length >= end else padded(row, end, self.prefill_axes) for row in rows]
+            if call.ends is not None:
+                mask_behind(cache, [stop - begin for stop in call.ends])
             return self.run_chunk(filled, cache, begin, end)
 
     def run_chunk(self, rows: Sequence[Encoded], cache: list[Any], start: int, end: int) -> mx.array:
@@ -421,7 +427,10 @@ class Adapter:
 
     def decode(self, step: DecodeStep, call: Call = Call()) -> mx.array:
         """Decode one token per place: logits (B, V)."""
-        with running(replace(call, positions=step.positions)), turned(self.language) if step.is_traced else nullcontext():
+        with (
+            running(replace(call, positions=step.positions)),
+            turned(self.language) if step.is_traced else nullcontext(),
+        ):
             return self.run_step(step)
 
     def run_step(self, step: DecodeStep) -> mx.array:

@@ -59,6 +59,11 @@ class CacheKind:
     #: Whether the last chunk's last positions can be removed without a trace.
     can_trim = False
 
+    @property
+    def can_fill(self) -> bool:
+        """Whether positions behind shorter rows of an array leave no trace."""
+        return self.can_trim
+
     def row(self, index: int, *, is_own: bool = True) -> Any:
         """Return one row's cache; ``is_own`` copies its arrays."""
         raise NotImplementedError

@@ -114,6 +114,14 @@ class ListKind(UpstreamKind):
     def holds_rows(self) -> bool:  # type: ignore[override]
         return all(kind_of(part).holds_rows for part in self.cache.caches)
 
+    @property
+    def can_fill(self) -> bool:
+        return all(kind_of(part).can_fill for part in self.cache.caches)
+
+    def trim(self, count: int) -> None:
+        for part in self.cache.caches:
+            kind_of(part).trim(count)
+
     def row(self, index: int, *, is_own: bool = True) -> CacheList:
         return CacheList(*(kind_of(part).row(index, is_own=is_own) for part in self.cache.caches))
 

@@ -8,7 +8,7 @@ from itertools import accumulate
 from typing import Any
 
 import mlx.core as mx
-from mlx_vlm.models.cache import ArraysCache
+from mlx_vlm.models.cache import ArraysCache, CacheList
 
 from vlm_batch.arrays import grown, own_array
 from vlm_batch.caches.layers import LayerCache, Placement, UpstreamKind, upstream
@@ -202,7 +202,7 @@ class RecurrentKind(UpstreamKind):
 
     def row(self, index: int, *, is_own: bool = True) -> ArraysCache:
         cut = row_of(index, is_own=is_own)
-        taken = ArraysCache(len(self.cache.cache))
+        taken = type(self.cache)(len(self.cache.cache))
         taken.cache = [None if slot is None else cut(slot) for slot in self.cache.cache]
         return taken
 
@@ -214,3 +214,35 @@ class RecurrentKind(UpstreamKind):
 
     def batched(self, placement: Placement, num_places: int) -> LayerCache:
         return RecurrentCache()
+
+
+class MaskedStates(ArraysCache):
+    """States of a family whose layers mask what lies behind ``lengths`` (R,)."""
+
+
+@upstream(MaskedStates)
+class MaskedKind(RecurrentKind):
+    can_fill = True  # type: ignore[assignment]
+
+    def trim(self, count: int) -> None:
+        """The positions were masked."""
+
+
+def masked(caches: Sequence[Any]) -> list[Any]:
+    """Return new caches, the states ``MaskedStates``."""
+    found: list[Any] = []
+    for cache in caches:
+        if isinstance(cache, CacheList):
+            cache.caches = tuple(masked(cache.caches))
+        found.append(MaskedStates(len(cache.cache)) if type(cache) is ArraysCache else cache)
+    return found
+
+
+def mask_behind(caches: Sequence[Any], ends: Sequence[int]) -> None:
+    """Mask what lies behind rows' ends in the states' next chunk."""
+    lengths = mx.array(list(ends))
+    for cache in caches:
+        if isinstance(cache, CacheList):
+            mask_behind(cache.caches, ends)
+        elif isinstance(cache, MaskedStates):
+            cache.lengths = lengths

@@ -68,8 +68,7 @@ class SlabArrays:
 
     @property
     def capacity(self) -> int:
-        keys, values = self.keys, self.values
-        return 0 if keys is None else int(keys.shape[2] if values is None else min(keys.shape[2], values.shape[2]))
+        return min([int(array.shape[2]) for array in self.arrays()], default=0)
 
     def _capacity(self, tokens: int) -> int:
         return self.columns(tokens)

@@ -210,10 +210,10 @@ class Runner:
             if (row := rows[chunk.rows[0]]).prompt.is_shared and (chunk.begin, chunk.end) == (0, row.facts.length)
         ]
         works = {chunk: chunk for chunk in chunks if chunk not in whole}
-        kinds: dict[frozenset[str], list[Work]] = {}  # by the features of their prompts
+        kinds: dict[Any, list[Work]] = {}
         for chunk in whole:
             encoded = rows[chunk.rows[0]].prompt.encoded
-            kinds.setdefault(frozenset(encoded.prefill if encoded else ()), []).append(chunk)
+            kinds.setdefault(encoded and encoded.kind, []).append(chunk)
         for those in kinds.values():
             for places in self._shapes.groups([chunk.end for chunk in those]):
                 group = [those[place] for place in places]

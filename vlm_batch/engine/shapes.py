@@ -16,6 +16,7 @@ from vlm_batch.arrays import round_up
 from vlm_batch.caches import (
     LayerCache,
     Placement,
+    can_fill,
     can_share,
     can_trim,
     kind_of,
@@ -80,7 +81,8 @@ class FreeShapes:
         fresh = adapter.make_cache(kv)
         can_pad = pads(adapter, fresh)
         padding = policy.pad_to if can_pad else 0
-        fill = policy.smallest_chunk // 2 if padding else FEW_POSITIONS * (can_pad and policy.placement == "rows")
+        fills = adapter.is_causal and adapter.scores_chunks and can_fill(fresh)
+        fill = policy.smallest_chunk // 2 if padding else FEW_POSITIONS * (fills and policy.placement == "rows")
         most = policy.prefill_together if shares(adapter, fresh) else 1
         short = policy.short_rows if kv is None else 0
         return cls(Placement(policy.placement), policy, padding, most, fill, short)
