@@ -34,6 +34,8 @@ from vlm_batch.store.digest import as_words, digest
 STEPS = 4
 #: Most padding positions of a prompt on a CPU, to share an array with a longer one: about the cost of reading the weights.
 FEW_POSITIONS = 16
+#: As many where layers launch each position by itself (recurrent states).
+MORE_POSITIONS = 64
 #: Most unused columns per row, on average, for short rows to share a slab; twice as many for rows that already do.
 SPREAD = 128
 #: Columns of short rows' slabs are multiples of this.
@@ -81,8 +83,9 @@ class FreeShapes:
         fresh = adapter.make_cache(kv)
         can_pad = pads(adapter, fresh)
         padding = policy.pad_to if can_pad else 0
-        fills = adapter.is_causal and adapter.scores_chunks and can_fill(fresh)
-        fill = policy.smallest_chunk // 2 if padding else FEW_POSITIONS * (fills and policy.placement == "rows")
+        fill = policy.smallest_chunk // 2 if padding else 0
+        if policy.placement == "rows" and adapter.is_causal and adapter.scores_chunks and can_fill(fresh):
+            fill = FEW_POSITIONS if can_pad else MORE_POSITIONS
         most = policy.prefill_together if shares(adapter, fresh) else 1
         short = policy.short_rows if kv is None else 0
         return cls(Placement(policy.placement), policy, padding, most, fill, short)
