@@ -321,7 +321,7 @@ def test_what_stands_behind_a_shorter_prompt_leaves_no_trace(name: str) -> None:
     if not fills(name):
         pytest.skip("prompts are not filled up")
     adapter = shared_adapter(name)
-    keys = ("image:3:0", "image:2:1", "text:4:9", "text:5:26", "text:6:14")
+    keys = ("image:3:0", "image:1:0", "image:2:1", "text:4:9", "text:5:26", "text:6:14")
     every = [adapter.encode(as_mlx(inputs_of(name, key))) for key in keys]
     for kind in {row.kind for row in every}:
         rows = [row for row in every if row.can_share and row.kind == kind]

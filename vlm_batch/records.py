@@ -45,7 +45,7 @@ class Encoded:
     model_image_sizes: tuple[tuple[int, int], ...] = ()
     cached: int = 0  # first positions that are in the caches already; their values here are not read
     vocabulary: int | None = None  # tokens that this row chooses from; None: the model's
-    has_rows: bool = False  # whether ``prefill`` are arrays (1, L, ...), which rows of one array can join
+    has_rows: bool = False  # whether features and masks of several rows can be joined along their first axis
 
     @property
     def length(self) -> int:
@@ -58,12 +58,13 @@ class Encoded:
     @property
     def kind(self) -> tuple[Any, ...]:
         """What prompts of one array have in common."""
-        return (self.inputs_embeds.dtype, *sorted(self.prefill))
+        whole = self.length if self.atomic else 0  # nothing may stand behind a span's positions
+        return (self.inputs_embeds.dtype, whole, *sorted(self.prefill))
 
     @property
     def can_share(self) -> bool:
         """Whether whole prompts of one kind may share an array."""
-        return not self.atomic and (not self.prefill or self.has_rows)
+        return self.has_rows or not (self.prefill or self.atomic)
 
 
 @dataclass(frozen=True)

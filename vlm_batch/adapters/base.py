@@ -38,7 +38,7 @@ from vlm_batch.adapters.prompts import (
 )
 from vlm_batch.adapters.rotary import STEP_ROPES
 from vlm_batch.adapters.towers import audio_towers, can_hear, remember_features, vision_towers
-from vlm_batch.arrays import Joined
+from vlm_batch.arrays import Joined, join_rows
 from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.caches.recurrent import mask_behind, masked
 from vlm_batch.errors import InvalidPrompt, InvalidRequest
@@ -74,7 +74,7 @@ class Adapter:
     input_keys: ClassVar[frozenset[str]] = frozenset({"pixel_values", "cached_image_features"})
     #: Features that prefill takes -> the axis along which a chunk is cut, or None to pass them whole.
     prefill_axes: ClassVar[Mapping[str, int | None]] = {}
-    #: Whether these are arrays (1, L, ...), so that prompts may share an array.
+    #: Whether ``chunk_features`` are a row's own arrays (1, ...), so that prompts may share an array.
     _features_have_rows: ClassVar[bool] = False
     #: Whether recurrent layers mask positions behind a row's end, so that shorter prompts may be filled up.
     _masks_states: ClassVar[bool] = False
@@ -406,9 +406,8 @@ class Adapter:
     def run_chunk(self, rows: Sequence[Encoded], cache: list[Any], start: int, end: int) -> mx.array:
         ids = mx.concatenate([row.input_ids[:, start:end] for row in rows], axis=0)
         embeds = mx.concatenate([row.inputs_embeds[:, start:end] for row in rows], axis=0)
-        extra = self.chunk_features(rows[0], start, end)
-        for name in rows[0].prefill if len(rows) > 1 else ():
-            extra[name] = mx.concatenate([row.prefill[name][:, start:end] for row in rows], axis=0)
+        own = rows if rows[0].has_rows else rows[:1]
+        extra = join_rows([self.chunk_features(row, start, end) for row in own])
         prompts: list[Any] = [row.position.prompt for row in rows]
         if prompts[0] is not None:
             extra["position_ids"] = mx.concatenate([prompt[..., start:end] for prompt in prompts], axis=-2)

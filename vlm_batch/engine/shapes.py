@@ -291,7 +291,8 @@ class FixedShapes:
         return tuple(ends)
 
     def shares(self, prompt: Encoded) -> bool:
-        return not prompt.prefill and prompt.can_share and self.prompts(prompt.length) > 1
+        is_plain = not (prompt.prefill or prompt.atomic)
+        return is_plain and self.prompts(prompt.length) > 1
 
     def prompts(self, length: int, atomic: Spans = ()) -> int:
         """Return the rows of a whole prompt's array; 1 with several chunks or no padding."""
