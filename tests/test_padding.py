@@ -309,6 +309,21 @@ def test_a_familys_prompts_are_right_in_few_lengths(name: str) -> None:
 # ---- filled up, to share an array ----
 
 
+def test_prompts_of_two_dtypes_are_two_arrays(shapes: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one, the narrower would be computed in the wider: another answer than alone."""
+    adapter = shared_adapter(FAMILY)
+    plain, dtypes = adapter.encode, iter((mx.float32, mx.bfloat16, mx.float32))
+
+    def encode(*given: Any, **named: Any) -> Any:
+        encoded = plain(*given, **named)
+        return replace(encoded, inputs_embeds=encoded.inputs_embeds.astype(next(dtypes)))
+
+    monkeypatch.setattr(adapter, "encode", encode)
+    engine = BatchGenerator(adapter, policy=settings_for(Placement.ROWS, max_rows=4))
+    run_family(FAMILY, [Ask("text:4:9"), Ask("text:5:9"), Ask("text:6:9")], generator=engine)
+    assert sorted(shapes) == [(1, 9), (2, 9)]
+
+
 def fills(name: str) -> bool:
     adapter = shared_adapter(name)
     fresh = adapter.make_cache()
