@@ -57,7 +57,7 @@ class Encoded:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """What prompts of one array have in common."""
+        """Return what prompts of one array have in common."""
         whole = self.length if self.atomic else 0  # nothing may stand behind a span's positions
         return (self.inputs_embeds.dtype, whole, *sorted(self.prefill))
 
