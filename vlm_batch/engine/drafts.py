@@ -200,8 +200,6 @@ class Drafts:
 
     def plan(self, groups: Sequence[DecodeBatch], form_seconds: Callable[[], float]) -> None:
         """Give drafts to rows whose tokens have been read."""
-        for group in groups:
-            group.lay_out()
         self._awaited = sum(len(group.places) for group in groups)
         for group in groups:
             if not group.is_apart:
