@@ -77,10 +77,14 @@ def split_rows(tree: Any, counts: Sequence[int]) -> list[Any] | None:
 
 
 def join_rows(trees: Sequence[Any]) -> Any:
-    """Invert ``split_rows``."""
+    """Join trees' arrays along the first axis, as ``split_rows`` parts them."""
     first = trees[0]
+    if len(trees) == 1:
+        return first
     if isinstance(first, mx.array):
         return mx.concatenate(list(trees))
+    if isinstance(first, Mapping):
+        return {name: join_rows([tree[name] for tree in trees]) for name in first}
     return None if first is None else type(first)(join_rows(parts) for parts in zip(*trees, strict=True))
 
 

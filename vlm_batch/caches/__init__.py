@@ -4,7 +4,7 @@ import importlib
 import pkgutil
 
 from vlm_batch.caches.blocks import BlockCache, BlockSlabCache
-from vlm_batch.caches.full import can_share, can_trim, take_row, trim
+from vlm_batch.caches.full import can_fill, can_share, can_trim, take_row, trim
 from vlm_batch.caches.indexed import IndexedCache
 from vlm_batch.caches.layers import LayerCache, Placement, kind_of
 from vlm_batch.caches.listed import ListedCache, equalise_capacity
@@ -29,6 +29,7 @@ __all__ = [
     "RowsCache",
     "SlabCache",
     "WholeCache",
+    "can_fill",
     "can_share",
     "can_trim",
     "equalise_capacity",

@@ -64,7 +64,7 @@ class LayerCache:
     def put(self, place: int, cache: Any) -> None: ...
     def extract(self, place: int) -> Any: ...
     def clear(self, place: int) -> None: ...
-    def remove(self, place: int) -> None: ...
+    def keep_places(self, places: list[int]) -> None: ...
     def resize(self, num_places: int) -> None: ...
     def arrays(self) -> list[mx.array]:
         raise NotImplementedError
@@ -97,6 +97,11 @@ class CacheKind:
     def counter(self) -> Any:
         """The cache whose ``offset`` counts its tokens."""
         return self
+
+    @property
+    def can_fill(self) -> bool:
+        """Whether positions behind shorter rows of an array leave no trace."""
+        return self.can_trim
 
     def row(self, index: int, *, is_own: bool = True) -> Any:
         """Return one row's cache; ``is_own`` copies its arrays."""

@@ -41,9 +41,9 @@ class ListedCache(LayerCache, CacheList):
         for part in self.caches:
             part.clear(place)
 
-    def remove(self, place: int) -> None:
+    def keep_places(self, places: list[int]) -> None:
         for part in self.caches:
-            part.remove(place)
+            part.keep_places(places)
 
     def resize(self, num_places: int) -> None:
         for part in self.caches:
@@ -132,6 +132,14 @@ class ListKind(UpstreamKind):
     @property
     def holds_rows(self) -> bool:  # type: ignore[override]
         return all(kind_of(part).holds_rows for part in self.cache.caches)
+
+    @property
+    def can_fill(self) -> bool:
+        return all(kind_of(part).can_fill for part in self.cache.caches)
+
+    def trim(self, count: int) -> None:
+        for part in self.cache.caches:
+            kind_of(part).trim(count)
 
     def row(self, index: int, *, is_own: bool = True) -> CacheList:
         return CacheList(*(kind_of(part).row(index, is_own=is_own) for part in self.cache.caches))

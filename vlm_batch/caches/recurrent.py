@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import Any
 
 import mlx.core as mx
-from mlx_vlm.models.cache import ArraysCache
+from mlx_vlm.models.cache import ArraysCache, CacheList
 
 from vlm_batch.arrays import grown, own_array
 from vlm_batch.caches.drafted import NO_LIMIT
@@ -109,13 +109,14 @@ class RecurrentCache(LayerCache, ArraysCache):
         """Free a place; the next row overwrites the state."""
         self._forget(place)
 
-    def remove(self, place: int) -> None:
-        self._forget(place)
-        states = self.cache  # with what the other places keep
-        self._later = {other - (other > place): later for other, later in self._later.items()}
-        self._num_places -= 1
-        self._unfilled = {(slot, other - (other > place)) for slot, other in self._unfilled if other != place}
-        self.cache = [None if one is None else mx.concatenate([one[:place], one[place + 1 :]]) for one in states]
+    def keep_places(self, places: list[int]) -> None:
+        """Drop empty places: keep these, in their order, copied once."""
+        states, at = self.cache, mx.array(places)  # with what they keep
+        now = {before: place for place, before in enumerate(places)}
+        self._later = {now[before]: later for before, later in self._later.items() if before in now}
+        self._unfilled = {(slot, now[before]) for slot, before in self._unfilled if before in now}
+        self._num_places = len(places)
+        self.cache = [None if one is None else mx.take(one, at, axis=0) for one in states]
 
     def resize(self, num_places: int) -> None:
         for place in range(num_places, self._num_places):
@@ -300,7 +301,7 @@ class RecurrentKind(UpstreamKind):
 
     def row(self, index: int, *, is_own: bool = True) -> ArraysCache:
         cut = row_of(index, is_own=is_own)
-        taken = ArraysCache(len(self.cache.cache))
+        taken = type(self.cache)(len(self.cache.cache))
         taken.cache = [None if slot is None else cut(slot) for slot in self.cache.cache]
         return taken
 
@@ -312,3 +313,35 @@ class RecurrentKind(UpstreamKind):
 
     def batched(self, placement: Placement, num_places: int) -> LayerCache:
         return RecurrentCache()
+
+
+class MaskedStates(ArraysCache):
+    """States of a family whose layers mask what lies behind ``lengths`` (R,)."""
+
+
+@upstream(MaskedStates)
+class MaskedKind(RecurrentKind):
+    can_fill = True  # type: ignore[assignment]
+
+    def trim(self, count: int) -> None:
+        """The positions were masked."""
+
+
+def masked(caches: Sequence[Any]) -> list[Any]:
+    """Return new caches, the states ``MaskedStates``."""
+    found: list[Any] = []
+    for cache in caches:
+        if isinstance(cache, CacheList):
+            cache.caches = tuple(masked(cache.caches))
+        found.append(MaskedStates(len(cache.cache)) if type(cache) is ArraysCache else cache)
+    return found
+
+
+def mask_behind(caches: Sequence[Any], ends: Sequence[int]) -> None:
+    """Mask what lies behind rows' ends in the states' next chunk."""
+    lengths = mx.array(list(ends))
+    for cache in caches:
+        if isinstance(cache, CacheList):
+            mask_behind(cache.caches, ends)
+        elif isinstance(cache, MaskedStates):
+            cache.lengths = lengths

@@ -120,9 +120,9 @@ class RowsCache(LayerCache):
         self.separate(place)
         self.places[place] = None
 
-    def remove(self, place: int) -> None:
-        self.clear(place)
-        del self.places[place]
+    def keep_places(self, places: list[int]) -> None:
+        """Drop empty places: keep these, in their order."""
+        self.places = [self.places[place] for place in places]
 
     def resize(self, num_places: int) -> None:
         del self.places[num_places:]

@@ -49,10 +49,11 @@ class SlabArrays(LayerCache):
         self._change(partial(with_places, num_places=num_places))
         self._left = (self._left + [0] * num_places)[:num_places]
 
-    def remove(self, place: int) -> None:
-        """Remove a place; copy the others once."""
-        self._change(lambda slab: mx.concatenate([slab[:place], slab[place + 1 :]]))
-        del self._left[place]
+    def keep_places(self, places: list[int]) -> None:
+        """Drop empty places: keep these, in their order, copied once."""
+        at = mx.array(places)
+        self._change(lambda slab: mx.take(slab, at, axis=0))
+        self._left = [self._left[place] for place in places]
 
     def _change(self, change: Callable[[mx.array], mx.array]) -> None:
         if self.keys is not None and self.values is not None:
@@ -60,7 +61,7 @@ class SlabArrays(LayerCache):
 
     @property
     def capacity(self) -> int:  # type: ignore[override]
-        return min((int(array.shape[2]) for array in self.arrays()), default=0)
+        return min([int(array.shape[2]) for array in self.arrays()], default=0)
 
     def _capacity(self, tokens: int) -> int:
         return self.columns(tokens)
@@ -144,10 +145,9 @@ class SlabCache(SlabArrays):
         if longest and 2 * (needed := self._capacity(longest + self.ahead)) <= self.capacity:
             self._cut(needed)
 
-    def remove(self, place: int) -> None:
-        self.clear(place)
-        super().remove(place)
-        del self._lengths[place]
+    def keep_places(self, places: list[int]) -> None:
+        super().keep_places(places)
+        self._lengths = [self._lengths[place] for place in places]
 
     def resize(self, num_places: int) -> None:
         super().resize(num_places)
@@ -295,9 +295,9 @@ class RingSlabCache(SlabCache):
         self._later = ()
         super().append(keys, values)
 
-    def remove(self, place: int) -> None:
-        super().remove(place)
-        self._later = tuple(mx.concatenate([new[:place], new[place + 1 :]]) for new in self._later)
+    def keep_places(self, places: list[int]) -> None:
+        super().keep_places(places)
+        self._later = tuple(mx.take(new, mx.array(places), axis=0) for new in self._later)
 
     def drafted(self, counts: Sequence[int]) -> DraftedSlab:
         is_overwritten = self.window < max(self.lengths) + counts[0]

@@ -218,6 +218,9 @@ class BatchGenerator:
     def _draft(self, drafts: Drafts, before: Sequence[Flight | Part]) -> list[Flight | Part]:
         self.telling.read(before)
         self.telling.take_untold()
+        for group in self.rows.batch.groups:
+            if isinstance(failed := attempt(group.rows, group.lay_out, is_shared=True), Failed):
+                self.retry.settle(failed)
         until = time.perf_counter() + FORM_SECONDS
         drafts.plan(self.rows.batch.groups, lambda: until - time.perf_counter())
         return []

@@ -135,8 +135,7 @@ class Runner:
             answer.prompt_scores = self._scores(params.prompt_logprobs, encoded)
         context = self.adapter.max_context
         check_length(encoded.length, context, self._max_prompt_tokens)
-        if answer.prompt_scores is None and encoded.is_plain:
-            prompt.is_shared = self._shapes.shares(encoded.length, encoded.atomic)
+        prompt.is_shared = answer.prompt_scores is None and self._shapes.shares(encoded)
         mx.async_eval(encoded.inputs_embeds)
         prompt.inputs, prompt.encoded, prompt.prefilled = None, encoded, cached
         row.facts = Facts(
@@ -211,10 +210,15 @@ class Runner:
             if (row := rows[chunk.rows[0]]).prompt.is_shared and (chunk.begin, chunk.end) == (0, row.facts.length)
         ]
         works = {chunk: chunk for chunk in chunks if chunk not in whole}
-        for places in self._shapes.groups([chunk.end for chunk in whole]):
-            group = [whole[place] for place in places]
-            names = tuple(chunk.rows[0] for chunk in group)
-            works[group[0]] = replace(group[0], rows=names, end=max(chunk.end for chunk in group))
+        kinds: dict[Any, list[Work]] = {}
+        for chunk in whole:
+            encoded = rows[chunk.rows[0]].prompt.encoded
+            kinds.setdefault(encoded and encoded.kind, []).append(chunk)
+        for those in kinds.values():
+            for places in self._shapes.groups([chunk.end for chunk in those]):
+                group = [those[place] for place in places]
+                names = tuple(chunk.rows[0] for chunk in group)
+                works[group[0]] = replace(group[0], rows=names, end=max(chunk.end for chunk in group))
         return [works[chunk] for chunk in chunks if chunk in works]
 
     def _prefill(self, rows: Sequence[Row], begin: int, end: int) -> list[Part | Failed]:

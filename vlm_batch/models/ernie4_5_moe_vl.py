@@ -33,6 +33,7 @@ class Ernie45MoeVL(MRoPEAdapter):
 
     input_keys = GridAdapter.input_keys
     prefill_axes: ClassVar[Mapping[str, int | None]] = {"token_type_ids": 1}
+    _features_have_rows = True
 
     @classmethod
     def patches(cls) -> Mapping[type, type]:

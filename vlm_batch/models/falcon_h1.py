@@ -11,6 +11,7 @@ from vlm_batch.registry import ModelSpec, register
 
 @register(ModelSpec(family="falcon_h1", model_types=("falcon_h1",), images=False, multi_image=False))
 class FalconH1(Adapter):
+    _masks_states = True
     input_keys = frozenset()
 
     @classmethod

@@ -30,6 +30,7 @@ from vlm_batch.registry import ModelSpec, register
 class Gemma3(PlacingAdapter):
     """Chunks without a picture use mlx-vlm's masks."""
 
+    _features_have_rows = True
     tower_class = RememberingBatchTower
     ignored = frozenset({"num_crops"})
 

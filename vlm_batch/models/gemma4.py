@@ -65,6 +65,7 @@ class Gemma4(SoundAdapter):
     ignored = frozenset({"num_soft_tokens_per_image", "num_frames_per_video"})
     video_sampling = Sampling(num_frames=32, frame_factor=1, to_the_end=False)
     prefill_axes: ClassVar[Mapping[str, int | None]] = {"per_layer_inputs": 1}
+    _features_have_rows = True
 
     @classmethod
     def patches(cls) -> Mapping[type, type]:

@@ -14,6 +14,7 @@ from vlm_batch.registry import ModelSpec, register
 
 @register(ModelSpec(family="kimi_k3", model_types=("kimi_k3",)))
 class KimiK3(Adapter):
+    _masks_states = True
     tower_class = RememberingPackedTower
     input_keys = Adapter.input_keys | {"grid_thws", "image_token_id"}
 

@@ -12,6 +12,7 @@ from vlm_batch.registry import ModelSpec, register
 
 @register(ModelSpec(family="lfm2_vl", model_types=("lfm2_vl", "lfm2-vl")))
 class Lfm2VL(Adapter):
+    _masks_states = True
     tower_class = RememberingBatchTower
     input_keys = Adapter.input_keys | {"spatial_shapes", "pixel_attention_mask"}
     ignored = frozenset({"image_rows", "image_cols"})

@@ -31,6 +31,7 @@ from vlm_batch.registry import ModelSpec, register
 class Molmo2(Adapter):
     """Markers and column ends are picture tokens, too."""
 
+    _features_have_rows = True
     embeddings = "model.wte"
     tower_class = unshared(RememberingTower, "its tower pools patches by their numbers among all of a request's")
     input_keys = Adapter.input_keys | {"image_token_pooling", "image_grids", "image_num_crops"}

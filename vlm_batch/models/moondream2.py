@@ -66,6 +66,7 @@ class Moondream2(Adapter):
     tower_class = unshared(RememberingTower, "its tower makes one picture of the crops that it is given")
     graphs = Graphs.IF_ASKED
     input_keys = Adapter.input_keys | {"num_crops", "crop_layouts"}
+    _features_have_rows = True
     #: Made per chunk as bools; mlx-vlm's float32 does not fit bfloat16 attention.
     ignored = frozenset({"attention_mask_4d"})
 

@@ -17,6 +17,7 @@ from vlm_batch.registry import ModelSpec, register
     )
 )
 class Plamo2VL(Adapter):
+    _masks_states = True
     tower_class = RememberingBatchTower
 
     @classmethod

@@ -37,6 +37,7 @@ PACKED = "features become float16 among a pack's embeddings: other last bits of 
     )
 )
 class Qwen35(MRoPEAdapter):
+    _masks_states = True
     video_sampling = Sampling(frame_factor=1)
 
     def __init__(self, model: Any) -> None:

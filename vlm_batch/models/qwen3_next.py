@@ -21,6 +21,7 @@ from vlm_batch.registry import ModelSpec, register
     )
 )
 class Qwen3Next(Adapter):
+    _masks_states = True
     input_keys = frozenset()
 
     @classmethod

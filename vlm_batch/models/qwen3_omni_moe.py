@@ -52,6 +52,7 @@ class Qwen3OmniMoe(SoundAdapter, MRoPEAdapter):
         RememberingTower, "its encoder pads parts of less than a second to the longest that is beside them"
     )
     prefill_axes: ClassVar[Mapping[str, int | None]] = {"deepstack_visual_embeds": 1}
+    _features_have_rows = True
     #: The decoder adds features everywhere, zeros included (qwen3_omni_moe/language.py, _deepstack_process).
     ignored = frozenset({"visual_pos_masks"})
 
