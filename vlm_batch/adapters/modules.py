@@ -51,6 +51,11 @@ def patching(*patched: tuple[str, Callable[[Any], type]]) -> Any:
     return classmethod(lambda cls: {(theirs := _class_at(path)): make(theirs) for path, make in patched})
 
 
+def under(mixin: type) -> Callable[[Any], type]:
+    """Return what makes a class's replacement: the class under a mixin."""
+    return lambda parent: type(parent.__name__, (mixin, parent), {"__module__": mixin.__module__})
+
+
 def _class_at(path: str) -> Any:
     file, name = path.rsplit(".", 1)
     return vars(import_module(f"mlx_vlm.models.{file}"))[name]
