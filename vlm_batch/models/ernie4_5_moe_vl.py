@@ -33,10 +33,10 @@ class Ernie45MoeVL(MRoPEAdapter):
     """Pictures only: mlx-vlm's resampler takes one grid."""
 
     input_keys = GridAdapter.input_keys
-    prefill_axes: ClassVar[Mapping[str, int | None]] = {"token_type_ids": 1}
     # mlx-vlm makes at most three segments (ernie4_5_moe_vl/vision.py:146), transformers one per picture
     # (Ernie4_5_VLMoeVisionAttention).
     patches = patching(("ernie4_5_moe_vl.vision.VisionAttention", attend_pictures))
+    prefill_axes: ClassVar[Mapping[str, int | None]] = {"token_type_ids": 1}
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
         """Add the mask (1, L) of pictures' tokens."""

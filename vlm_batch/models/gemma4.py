@@ -64,8 +64,8 @@ class Gemma4(SoundAdapter):
     }
     ignored = frozenset({"num_soft_tokens_per_image", "num_frames_per_video"})
     video_sampling = Sampling(num_frames=32, frame_factor=1, to_the_end=False)
-    prefill_axes: ClassVar[Mapping[str, int | None]] = {"per_layer_inputs": 1}
     patches = patches_in("vlm_batch.models._gemma4")
+    prefill_axes: ClassVar[Mapping[str, int | None]] = {"per_layer_inputs": 1}
 
     @classmethod
     def processor(cls, processor: Any) -> Any:
