@@ -14,7 +14,7 @@ from itertools import accumulate
 from typing import Any
 
 import mlx.core as mx
-from mlx_vlm.models.cache import ArraysCache, RotatingKVCache
+from mlx_vlm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
 from vlm_batch.caches.indexed import IndexedCache
 from vlm_batch.caches.layers import LayerCache, kind_of
@@ -133,6 +133,9 @@ class DraftedRows(RowsCache):
                 continue
             both = cache.update_and_fetch(*(part[begin:stop].swapaxes(0, 2) for part in (keys, values)))
             for found, state in zip(runs, both, strict=True):
+                if type(cache) is KVCache and not self.always_masked:
+                    found.append(Run(begin, stop, state, cache))
+                    continue
                 found += [
                     Run(at, at + 1, seen, cache) for at, seen in enumerate(_seen(state, cache, stop - begin), begin)
                 ]
