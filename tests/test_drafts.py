@@ -17,7 +17,7 @@ from vlm_batch.assets import default_checkpoint
 from vlm_batch.caches import Placement, RecurrentCache, RingSlabCache, drafted
 from vlm_batch.engine import batch, choosing
 from vlm_batch.engine.batch import DecodeBatch
-from vlm_batch.engine.drafter import Drafter, behind
+from vlm_batch.engine.drafter import Drafter, behinds, common
 from vlm_batch.engine.drafts import Drafts
 from vlm_batch.engine.retry import Retry
 from vlm_batch.engine.row import Row
@@ -273,16 +273,17 @@ def test_users_get_the_same_answers_with_and_without() -> None:
 
 
 def test_what_stood_behind_the_last_words() -> None:
-    """The source of drafts by itself: the last place counts, a text that repeats itself goes on, and bytes are no tokens."""
+    """The source of drafts by itself: the last places count, a text that repeats itself goes on, and bytes are no tokens."""
 
     def text(*tokens: int) -> bytearray:
         return bytearray(np.array(tokens, dtype=np.int32).tobytes())
 
     tail = bytes(text(1, 2, 3))
-    assert behind(text(1, 2, 3, 7, 8, 1, 2, 3, 9, 1, 2, 3), tail, 2) == (9, 1)
-    assert behind(text(1, 2, 3), tail, 4) == () == behind(text(), tail, 4)
-    assert behind(text(5, 1, 2, 3, 1, 2, 3), tail, 7) == (1, 2, 3, 1, 2, 3, 1)
-    assert behind(text(256, 512, 768, 4, 0), bytes(text(1, 2, 3)), 3) == ()  # the same bytes, one to the right
+    assert [*behinds(text(1, 2, 3, 7, 8, 1, 2, 3, 9, 1, 2, 3), tail, 2)] == [(9, 1), (7, 8)]
+    assert [*behinds(text(1, 2, 3), tail, 4)] == [] == [*behinds(text(), tail, 4)]
+    assert [*behinds(text(5, 1, 2, 3, 1, 2, 3), tail, 7)] == [(1, 2, 3, 1, 2, 3, 1)]
+    assert [*behinds(text(256, 512, 768, 4, 0), tail, 3)] == []  # the same bytes, one to the right
+    assert common([(1, 2, 3), (1, 2, 4, 5)]) == (1, 2) and common([(1, 2)]) == (1, 2) and common([]) == ()
     drafter = Drafter(bytes(text(1, 2, 3, 4, 5)), text(9, 9, 9, 7, 7), {"form": 0.9, "text": 0.5})
     for token in (1, 2, 3):
         drafter.add(token)
@@ -292,6 +293,10 @@ def test_what_stood_behind_the_last_words() -> None:
     for token in (9, 9, 9):
         drafter.add(token)
     assert drafter.proposed[:2] == (7, 7)
+    drafter = Drafter(bytes(text(1, 2, 3, 4, 5, 1, 2, 3, 4, 6, 1, 2)), text(), {"form": 0.9, "text": 0.5})
+    drafter.add(3)
+    assert drafter.proposed == (4,)  # what followed, as far as it was the same
+    assert drafter.propose(3, [8, 1, 2, 3]) == () and drafter.propose(3, [4, 6, 1]) == (2, 3, 4)
 
 
 def test_a_draft_has_to_be_worth_its_forward() -> None:
@@ -333,7 +338,7 @@ def test_a_forward_that_waited_for_nothing_is_no_measure() -> None:
 
     def step(positions: int, *, waits: bool) -> None:
         if waits:
-            drafts.plan([], lambda: 0.0)
+            drafts.begin([])
             drafts._awaited = 1
         drafts.launched(positions)
         drafts.was_read()
