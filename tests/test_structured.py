@@ -806,7 +806,8 @@ def test_a_look_ahead_that_fails_loses_the_draft_alone(batcher: VLMBatcher, monk
         raise ValueError("looked too far")
 
     monkeypatch.setattr(grammar.Form, "_look_ahead", fails)
-    guide.look_ahead([first], 30)
+    with pytest.raises(ValueError, match="too far"):
+        guide.look_ahead([first], 30)
     assert guide.ahead == ()
     guide.feed(first)
     guide.settle()

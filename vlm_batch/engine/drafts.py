@@ -6,6 +6,7 @@ from forms, from earlier text (``Drafter.propose``) or from a model (``DraftMode
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import time
@@ -24,6 +25,8 @@ from vlm_batch.records import DraftState
 MOST_SPOKEN, MOST_CLIENTS = 8192, 64
 #: Draft lengths that are tried: with the next token, powers of two.
 SIZES = (1, 3, 7, MOST_PROPOSED - 1)
+#: Least probability of a row's last drafted token, in drafts that are tried: a position costs many rows more than one.
+FLOORS = (0.1, 0.5)
 #: Initial acceptance rates by source.
 FIRST_RATES = {"form": 0.95, "text": 0.5, "model": 0.7}
 #: Weight of one token in the acceptance rates of all rows.
@@ -42,7 +45,7 @@ logger = logging.getLogger("vlm_batch.drafts")
 
 
 class StepSeconds:
-    """Median seconds of forwards by number of rows. Unmeasured sizes get low estimates, to be tried."""
+    """Median seconds of forwards by number of rows, to three binary digits. Unmeasured ones get low estimates."""
 
     #: Forwards of a size that are kept: by their median one slow forward decides nothing.
     KEPT = 5
@@ -52,17 +55,19 @@ class StepSeconds:
     REACH = 4
 
     def __init__(self) -> None:
+        self._seen = set[int]()
         self._samples: dict[int, deque[float]] = {}
         self._known: dict[int, float] = {}
 
     def record(self, rows: int, seconds: float) -> None:
         """Record a forward, but not the first of its size, which may build kernels."""
-        samples = self._samples.get(rows)
-        if samples is None:
-            self._samples[rows] = deque(maxlen=self.KEPT)
+        if rows not in self._seen:
+            self._seen.add(rows)
             return
+        size = _rounded(rows)
+        samples = self._samples.setdefault(size, deque(maxlen=self.KEPT))
         samples.append(seconds)
-        self._known[rows] = sorted(samples)[len(samples) // 2]
+        self._known[size] = sorted(samples)[len(samples) // 2]
 
     def forget(self, rows: int) -> None:
         """Forget larger forwards, so that the next draft tries them."""
@@ -72,6 +77,7 @@ class StepSeconds:
 
     def of(self, rows: int) -> float | None:
         """Return estimated seconds, or None."""
+        rows = _rounded(rows)
         if rows > self.REACH * max(self._known, default=0):
             return None
         if rows in self._known or not self._known:
@@ -88,6 +94,12 @@ class StepSeconds:
         return self._known[low] + share * (self._known[high] - self._known[low])
 
 
+def _rounded(rows: int) -> int:
+    """Return the nearest number of three binary digits."""
+    step = 1 << max(0, rows.bit_length() - 3)
+    return (rows + step // 2) // step * step
+
+
 @dataclass(frozen=True)
 class Hope:
     """A draft of up to ``most`` tokens; each is accepted at ``rate`` after the one before, the first at ``sure_rate``."""
@@ -99,6 +111,12 @@ class Hope:
     of_all: float = 1.0  # the rate of the draft as a whole
     num_sure: int = 0  # its first tokens, which a form forces
     sure_rate: float = 1.0
+
+    def within(self, size: int, floor: float) -> int:
+        """Return the length of the draft, at most ``size``, of whose tokens each is accepted at ``floor`` or more."""
+        likely = self.of_all * self.sure_rate**self.num_sure / floor
+        more = math.log(likely) / -math.log(min(self.rate, 0.99)) if likely > 1 and self.rate > 0 else 0.0
+        return min(size, self.most, self.num_sure + int(more))
 
     def tokens(self, count: int) -> float:
         """Return the expected number of accepted tokens."""
@@ -161,14 +179,14 @@ class Drafts:
         """Return each row's number of drafted tokens; none if none is worth its forward."""
         num_rows, places = len(group), len(group.places)
         best, chosen = least, dict[Row, int]()
-        for size in SIZES if found else ():
-            sizes = {row: min(size, hope.most) for row, hope in found.items()}
-            hoped = sum(hope.tokens(sizes[row]) for row, hope in found.items())
+        for size, floor in itertools.product(SIZES, FLOORS) if found else ():
+            sizes = {row: count for row, hope in found.items() if (count := hope.within(size, floor)) > 0}
+            hoped = sum(found[row].tokens(count) for row, count in sizes.items())
             if num_rows + hoped < least * num_rows:
                 continue  # not even if the forward took no longer
             counts = group.counts(sizes)
             if counts is not None:
-                asked = max((sizes[row] for row, hope in found.items() if hope.source == "model"), default=0)
+                asked = max((count for row, count in sizes.items() if found[row].source == "model"), default=0)
                 drafting = asked * (self.model_seconds.of(places) or 0.0)  # unknown: it is tried
                 gain = self.gain(num_rows, hoped, places, sum(counts), drafting)
                 if gain > best:
