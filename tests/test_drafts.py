@@ -353,3 +353,67 @@ def test_a_forward_that_waited_for_nothing_is_no_measure() -> None:
     for _ in range(4):
         step(4, waits=True)
     assert drafts.seconds._known.keys() == {1, 4}
+
+
+def raising(self: Drafter, most: int, ahead: Sequence[int] = ()) -> Sequence[int]:
+    raise RuntimeError("out of luck")
+
+
+#: What a source may return in place of tokens.
+NONSENSE: dict[str, Any] = {
+    "raises": raising,
+    "none": lambda self, most, ahead=(): None,
+    "floats": lambda self, most, ahead=(): [1.5] * most,
+    "nan": lambda self, most, ahead=(): [float("nan")] * most,
+    "text": lambda self, most, ahead=(): "abc",
+    "arrays": lambda self, most, ahead=(): [np.array([1, 2])] * most,
+    "beyond": lambda self, most, ahead=(): [10**6] * most,
+    "beyond all": lambda self, most, ahead=(): [2**40] * most,
+    "negative": lambda self, most, ahead=(): [-1] * most,
+}
+
+
+class Eager(Drafts):
+    """Drafts whatever it is told."""
+
+    def is_due(self, groups: Sequence[DecodeBatch]) -> bool:
+        return True
+
+    def gain(self, rows: int, hoped: float, places: int, positions: int, drafting: float = 0.0) -> float:
+        return 2.0 + hoped
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["always", "when it is asked"])
+@pytest.mark.parametrize("said", NONSENSE)
+def test_a_source_that_fails_loses_its_drafts_alone(
+    said: str, own: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, failures: list[str]
+) -> None:
+    """All answers are those without drafts, and one line says it."""
+    monkeypatch.setattr(Drafter, "propose", NONSENSE[said])
+    asks = [Ask("text:4:9", tokens=12), Ask("text:6:14", at=1, tokens=12)]
+    drafts = Eager() if own else Drafts()
+    check("qwen2_5_vl", run_family("qwen2_5_vl", asks, drafts=drafts, config={"max_rows": 4}))
+    assert not failures and not drafts.num_drafted
+    is_used = own or said != "beyond"  # nothing is drafted before seconds are known
+    assert [record.name for record in caplog.records] == ["vlm_batch.drafts"] * is_used
+
+
+@pytest.mark.parametrize("how", ["too many", "one row"])
+def test_a_source_that_goes_too_far(
+    how: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, failures: list[str]
+) -> None:
+    """What is too much is cut off; a source that fails for one row goes on for others."""
+    begun = list[Drafter]()
+
+    def proposing(self: Drafter, most: int, ahead: Sequence[int] = ()) -> Sequence[int]:
+        begun.extend([self] * (self not in begun))
+        if how == "one row" and self is begun[0]:
+            raise RuntimeError("out of luck")
+        return range(3, 3 + 4 * most)
+
+    monkeypatch.setattr(Drafter, "propose", proposing)
+    asks = [Ask("text:4:9", tokens=12), Ask("text:6:14", at=1, tokens=12)]
+    drafts = Eager()
+    check("qwen2_5_vl", run_family("qwen2_5_vl", asks, drafts=drafts, config={"max_rows": 4}))
+    assert not failures and drafts.num_drafted
+    assert len(caplog.records) == (how == "one row")

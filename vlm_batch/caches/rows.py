@@ -43,12 +43,12 @@ class Run:
     def apart(self) -> list[Run]:
         """Return a run for each place."""
         count = self.end - self.first
-        states = [self.state]
+        whole: Any = self.state
         if self.is_ahead:
-            length = self.state.shape[2] - count + 1
-            states = [self.state[:, :, : length + at] for at in range(count)]
-        elif count > 1 and self.state is not None:
-            states = mx.split(self.state, len(self.state))
+            length = whole.shape[2] - count + 1
+            states = [whole[:, :, : length + at] for at in range(count)]
+        else:
+            states = [whole] if count == 1 or whole is None else mx.split(whole, len(whole))
         return [Run(self.first + at, self.first + at + 1, state, self.cache) for at, state in enumerate(states)]
 
 

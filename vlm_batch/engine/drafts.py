@@ -120,9 +120,9 @@ class Hope:
 
     def tokens(self, count: int) -> float:
         """Return the expected number of accepted tokens."""
-        count = max(0.0, min(count, self.longest))
-        sure = min(count, self.num_sure)
-        rest = self.sure_rate**sure * expected(self.rate, count - sure)
+        most = max(0.0, min(count, self.longest))
+        sure = min(most, self.num_sure)
+        rest = float(self.sure_rate**sure) * expected(self.rate, most - sure)
         return self.of_all * (expected(self.sure_rate, sure) + rest)
 
 
@@ -248,9 +248,7 @@ class Drafts:
                 self._give_up(row)
                 continue
             rates = drafter.rates
-            own = Hope(
-                source, len(drafts[row]), rates["text"], num_sure=drafter.num_sure, sure_rate=rates["form"]
-            )
+            own = Hope(source, len(drafts[row]), rates["text"], num_sure=drafter.num_sure, sure_rate=rates["form"])
             is_forced = source == "form" and own.most > 0
             if hope := own if is_forced else self._better(row, own, _most(row)):
                 found[row] = hope
