@@ -17,6 +17,8 @@ def attend_latent(
     """Attend with queries (1, H, 1, R + D_rope) over latents (1, 1, L, R) and rotated keys."""
     query, turned = mx.split(queries, [latents.shape[-1]], axis=-1)
     scores = (turned * scale) @ rotated.swapaxes(-1, -2)  # (1, H, 1, L), added to the score
+    if mask is not None:
+        scores = mx.where(mask, scores, -mx.inf)
     return mx.fast.scaled_dot_product_attention(query, latents, latents, scale=scale, mask=scores)
 
 

@@ -27,13 +27,30 @@ MOST_STACKED = 1024
 class Run:
     """Keys or values of the places [first, end), and their cache.
 
-    ``state`` is one row's (1, H, L, D) or quantised states, stacked rows (R, H, L, D), or None.
+    ``state`` is one row's (1, H, L, D) or quantised states, stacked rows (R, H, L, D), or None. One row's at several
+    places: each is a later position of the row, the last of which sees all.
     """
 
     first: int
     end: int
     state: Any | None
     cache: Any | None
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether the places are positions of one row."""
+        return isinstance(self.state, mx.array) and len(self.state) < self.end - self.first
+
+    def apart(self) -> list[Run]:
+        """Return a run for each place."""
+        count = self.end - self.first
+        whole: Any = self.state
+        if self.is_ahead:
+            length = whole.shape[2] - count + 1
+            states = [whole[:, :, : length + at] for at in range(count)]
+        else:
+            states = [whole] if count == 1 or whole is None else list(mx.split(whole, len(whole)))
+        return [Run(self.first + at, self.first + at + 1, state, self.cache) for at, state in enumerate(states)]
 
 
 @dataclass(frozen=True)
@@ -49,12 +66,8 @@ class RowStates:
         return (self.runs[-1].end, shapes[0][1], max(shape[2] for shape in shapes), shapes[0][3])
 
     def apart(self) -> list[Run]:
-        """Split stacked rows."""
-        found: list[Run] = []
-        for run in self.runs:
-            rows = [run.state] if run.end - run.first == 1 or run.state is None else mx.split(run.state, len(run.state))
-            found += [Run(run.first + at, run.first + at + 1, row, run.cache) for at, row in enumerate(rows)]
-        return found
+        """Return a run for each place."""
+        return [one for run in self.runs for one in run.apart()]
 
 
 @dataclass(frozen=True)
@@ -73,7 +86,10 @@ def attend_rows(
     mask: RowMasks | mx.array | None,
     sinks: mx.array | None,
 ) -> mx.array:
-    """Attend with queries (B, H, 1, D), one call per row or unmasked stack; empty places give zeros."""
+    """Attend with queries (B, H, 1, D), one call per row, its unmasked positions or unmasked stack.
+
+    Empty places give zeros.
+    """
     extra = {} if sinks is None else {"sinks": sinks}
     runs = (keys.runs, values.runs) if mask is None else (keys.apart(), values.apart())
     outputs: list[mx.array | None] = []  # per run
@@ -87,7 +103,12 @@ def attend_rows(
         elif mask is not None and mask.ndim == 4 and mask.shape[0] > 1:
             own = mask[run.first : run.end]
         of_rows = queries[run.first : run.end]
-        outputs.append(attention(of_rows, run.state, other.state, run.cache, scale=scale, mask=own, **extra))
+        if run.is_ahead:
+            count, length = run.end - run.first, run.state.shape[2]
+            own = mx.arange(length) <= mx.arange(length - count, length)[:, None]
+            of_rows = of_rows.swapaxes(0, 2)
+        found = attention(of_rows, run.state, other.state, run.cache, scale=scale, mask=own, **extra)
+        outputs.append(found.swapaxes(0, 2) if run.is_ahead else found)
     like = next((output[:1] for output in outputs if output is not None), queries[:1])  # values may have another width
     filled = [mx.zeros_like(like) if output is None else output for output in outputs]
     return filled[0] if len(filled) == 1 else mx.concatenate(filled, axis=0)
@@ -267,6 +288,9 @@ class DraftedRows(RowsCache):
                 continue
             both = cache.update_and_fetch(*(part[begin:stop].swapaxes(0, 2) for part in (keys, values)))
             for found, state in zip(runs, both, strict=True):
+                if type(cache) is KVCache and not self.always_masked:
+                    found.append(Run(begin, stop, state, cache))
+                    continue
                 found += [
                     Run(at, at + 1, seen, cache) for at, seen in enumerate(_seen(state, cache, stop - begin), begin)
                 ]

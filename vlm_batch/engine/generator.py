@@ -222,7 +222,11 @@ class BatchGenerator:
             if isinstance(failed := attempt(group.rows, group.lay_out, is_shared=True), Failed):
                 self.retry.settle(failed)
         until = time.perf_counter() + FORM_SECONDS
-        drafts.plan(self.rows.batch.groups, lambda: until - time.perf_counter())
+        drafts.begin(self.rows.batch.groups)
+        for group in self.rows.batch.groups:
+            found = attempt(group.rows, drafts.plan, group, lambda: until - time.perf_counter(), is_shared=True)
+            if isinstance(found, Failed):
+                self.retry.settle(found)
         return []
 
     def _run(self, work: Work) -> list[Part]:
@@ -239,6 +243,8 @@ class BatchGenerator:
         """Launch the choice of tokens; suspects apart."""
         if not parts:
             return
+        if self.drafts is not None and parts[0].logits is not None:
+            self.drafts.num_words = parts[0].logits.shape[-1]
         shared = [part for part in parts if not part.rows[0].is_suspect]
         for those in ([shared] if shared else []) + [[part] for part in parts if part.rows[0].is_suspect]:
             rows = [row for part in those for row in part.rows]

@@ -279,6 +279,8 @@ class Row:
         is_stop = token in answer.end_ids
         if guide is not None:
             guide.settle()
+            if answer.drafter is not None:
+                answer.drafter.note_forced(len(guide.ahead))
             answer.is_whole = guide.is_whole
             if guide.is_whole and len(answer.token_ids) < answer.min_tokens:
                 raise InvalidParameters(
