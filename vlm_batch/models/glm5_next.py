@@ -24,6 +24,13 @@ from vlm_batch.registry import ModelSpec, register
             "sparse attention runs a row at a time, with the row's own indexer and pools; delta nets and experts run for all "
             "rows at once",
         ),
+        not_on_cuda=(
+            (
+                "glm5_next",
+                "log-probabilities of its tiny model were 2e-4 off those of the same request alone on an H100, twice what is "
+                "allowed",
+            ),
+        ),
     )
 )
 class Glm5Next(GridAdapter):
