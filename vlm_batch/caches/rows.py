@@ -48,7 +48,7 @@ class Run:
             length = whole.shape[2] - count + 1
             states = [whole[:, :, : length + at] for at in range(count)]
         else:
-            states = [whole] if count == 1 or whole is None else mx.split(whole, len(whole))
+            states = [whole] if count == 1 or whole is None else list(mx.split(whole, len(whole)))
         return [Run(self.first + at, self.first + at + 1, state, self.cache) for at, state in enumerate(states)]
 
 
