@@ -126,7 +126,43 @@ def test_the_shortest(count: int) -> None:
     assert len(load_audio(Audio(np.zeros(count, np.float32), rate=RATE), 16_000).samples) == -(-count * 160 // 441)
 
 
+def with_data_size(data: bytes, size: int) -> bytes:
+    """A wav file whose data chunk says another number of bytes."""
+    at = data.index(b"data") + 4
+    return data[:at] + size.to_bytes(4, "little") + data[at + 4 :]
+
+
+@pytest.mark.parametrize("size", [0x7FFF_F000, 0x7FFF_FFFF, 0xFFFF_FFFF])
+def test_a_wav_that_was_written_to_a_pipe_is_whole(size: int) -> None:
+    """Its writer could not know the size, and left a mark for it."""
+    data = written(tone(0.5))
+    whole = load_audio(data, 16_000).samples
+    assert np.array_equal(load_audio(with_data_size(data, size), 16_000).samples, whole)
+
+
+@pytest.mark.parametrize(
+    ("kind", "subtype"),
+    [("WAV", "PCM_16"), ("WAVEX", "PCM_24"), ("RF64", "FLOAT"), ("FLAC", None), ("MP3", None)]
+    + [("OGG", name) for name in ("VORBIS", "OPUS")],
+)
+def test_a_file_is_heard_whole_or_refused(kind: str, subtype: str | None) -> None:
+    """Wherever it is cut, but for the last twentieth; what comes behind a file does no harm."""
+    data = written(tone(2.0, 48_000), kind, 48_000, subtype)
+    for share in range(1, 95, 3):
+        with pytest.raises(InvalidAudio):
+            load_audio(data[: len(data) * share // 100], 16_000)
+    assert np.array_equal(load_audio(data + b"junk" * 9, 16_000).samples, load_audio(data, 16_000).samples)
+
+
+@pytest.mark.parametrize(
+    ("kind", "subtype"), [("WAV", None), ("FLAC", None), ("MP3", None), ("OGG", "VORBIS"), ("OGG", "OPUS")]
+)
+def test_one_sample_of_every_format(kind: str, subtype: str | None) -> None:
+    assert len(load_audio(written(np.zeros(1, np.float32), kind, 48_000, subtype), 48_000).samples) == 1
+
+
 LOUD = np.full(100, 3000.0)
+OGG = {name: written(tone(1.0, 48_000), "OGG", 48_000, name) for name in ("VORBIS", "OPUS")}
 BAD: tuple[tuple[Any, str], ...] = (
     (b"", "is empty"),
     (b"GIF89a" + b"\0" * 50, "is no recording of wav, flac, mp3 or ogg"),
@@ -135,6 +171,14 @@ BAD: tuple[tuple[Any, str], ...] = (
     (written(tone(2.0), "FLAC")[:20_000], "cannot be decoded|is damaged"),
     (written(tone(2.0), "MP3")[:3_000], "is damaged: its header says"),
     (written(np.zeros(0, np.float32)), "has no samples"),
+    (with_data_size(written(tone(1.0)), 0), "has no samples"),
+    (with_data_size(written(tone(1.0)), 1 << 20), "is damaged: its header says 524,288 samples"),
+    (written(tone(1.0))[:50_000], "is damaged: its header says 44,100 samples"),
+    (OGG["VORBIS"] * 2, "is a chain of Ogg files; convert it first"),
+    (OGG["OPUS"] + OGG["VORBIS"], "is a chain of Ogg files; convert it first"),
+    (OGG["OPUS"][: OGG["OPUS"].rindex(b"OggS")], "ends before the last page of its stream"),
+    (OGG["VORBIS"][:-10], "ends before the last page of its stream"),
+    (b"ID3\4\0\0\0\0\0\x40" + b"\0" * 64, "cannot be opened"),
     (written(np.full(10, np.nan, np.float32), subtype="FLOAT"), "no numbers"),
     (written(LOUD, subtype="FLOAT"), "has a value of 3,000"),
     (written(np.zeros((10, 40), np.float32)), "has 40 channels; at most 32"),
@@ -148,7 +192,7 @@ BAD: tuple[tuple[Any, str], ...] = (
 )
 
 
-@pytest.mark.parametrize(("source", "said"), BAD, ids=[said[:24] for _, said in BAD])
+@pytest.mark.parametrize(("source", "said"), BAD, ids=[f"{at} {said[:24]}" for at, (_, said) in enumerate(BAD)])
 def test_what_cannot_be_read_says_why(source: Any, said: str) -> None:
     with pytest.raises(InvalidAudio, match=said) as error:
         load_audio(source, 16_000)

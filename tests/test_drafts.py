@@ -14,8 +14,8 @@ from tests.exact_cases import Arrival, Way, adapter_of, alone, engine_of, exact_
 from tests.harness import NUM_TOKENS, TOLERANCE, Ask, check, every_family, oracle, run_family
 from vlm_batch import InvalidRequest, Request, VLMBatcher
 from vlm_batch.assets import default_checkpoint
-from vlm_batch.caches import Placement, RecurrentCache, RingSlabCache, drafted
-from vlm_batch.engine import batch, choosing
+from vlm_batch.caches import Placement, RecurrentCache, RingSlabCache
+from vlm_batch.engine import choosing
 from vlm_batch.engine.batch import DecodeBatch
 from vlm_batch.engine.drafter import Drafter, behinds, common
 from vlm_batch.engine.drafts import Drafts
@@ -163,24 +163,24 @@ def test_every_stage_of_sampling_sees_every_position(said: str, layout: Placemen
             assert [token for token, _ in mine.top] == [token for token, _ in theirs.top]
 
 
-def broken_keep(layers: Sequence[Any], place: int, count: int, kept: int) -> None:
+def broken_keep(self: DecodeBatch, place: int, kept: int, of: int) -> None:
     """A length one too long."""
-    drafted.keep(layers, place, count, min(count, kept + 1))
+    keep(self, place, min(of, kept + 1), of)
 
 
-def kept_all(layers: Sequence[Any], place: int, count: int, kept: int) -> None:
+def kept_all(self: DecodeBatch, place: int, kept: int, of: int) -> None:
     """A state that was not rolled back."""
-    drafted.keep(layers, place, count, count)
+    keep(self, place, of, of)
 
 
-def state_of_the_last(self: RecurrentCache, place: int, count: int) -> None:
+def state_of_the_last(self: RecurrentCache, place: int, kept: int, of: int) -> None:
     """A recurrent state that was not rolled back, beside lengths that were."""
     later = self._later.pop(place, [])
     if later:
         self._kept[place] = later[-1]
 
 
-def state_of_the_first(self: RecurrentCache, place: int, count: int) -> None:
+def state_of_the_first(self: RecurrentCache, place: int, kept: int, of: int) -> None:
     """A recurrent state that stays behind."""
     self._later.pop(place, None)
 
@@ -190,7 +190,7 @@ def same_noise(row: Row, ahead: int) -> SamplingRow:
     return choosing_row(row, 0)
 
 
-choosing_row = choosing._sampling_row
+choosing_row, keep = choosing._sampling_row, DecodeBatch._keep
 
 
 @pytest.mark.parametrize("layout", Placement, ids=lambda layout: layout.value)
@@ -214,7 +214,7 @@ def test_the_scenarios_find_what_is_wrong(
     elif change in (state_of_the_last, state_of_the_first):
         monkeypatch.setattr(RecurrentCache, "keep", change)
     else:
-        monkeypatch.setattr(batch, "keep", change)
+        monkeypatch.setattr(DecodeBatch, "_keep", change)
     found = run_family(name, asks, drafts=Scripted(right), **how)
     assert [one.result.token_ids for one in found if one.result is not None] != right
 

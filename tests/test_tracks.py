@@ -61,25 +61,33 @@ def film(
     pitch: float = 440.0,
     sees: bool = True,
     hears: bool = True,
+    of_sound: float | None = None,
+    silence: float = 0.0,
+    tracks: int = 1,
 ) -> bytes:
-    """A file with ten grey frames a second, and a tone in two channels of which the second is half as loud."""
-    file, mono = io.BytesIO(), tone(seconds, RATE, pitch)
+    """A file with ten grey frames a second, and a tone in two channels of which the second is half as loud.
+
+    The tone lasts ``of_sound`` seconds, else as long as the frames, and comes after ``silence``. Every further track's lasts
+    a second more.
+    """
+    file = io.BytesIO()
     with av.open(file, "w", format=container) as made:
         pictures: Any = made.add_stream("libvpx" if container == "webm" else "mpeg4", rate=10) if sees else None
         if sees:
             pictures.width, pictures.height, pictures.pix_fmt = 32, 32, "yuv420p"
-        sound: Any = made.add_stream(codec, rate=RATE, layout="stereo") if hears else None
+        sounds: Any = [made.add_stream(codec, rate=RATE, layout="stereo") for _ in range(tracks)] if hears else []
         for at in range(int(seconds * 10) if sees else 0):
             grey = np.full((32, 32, 3), 20 * (at % 12), np.uint8)
             made.mux(pictures.encode(av.VideoFrame.from_ndarray(grey, format="rgb24")))
-        if hears:
+        for track, sound in enumerate(sounds):
+            mono = tone((of_sound or seconds) + track, RATE, pitch)
             size = sound.codec_context.frame_size or 1024
             for begin in range(0, len(mono), size):
                 block = mono[begin : begin + size]
                 frame = av.AudioFrame.from_ndarray(np.stack([block, 0.5 * block]), format="fltp", layout="stereo")
-                frame.sample_rate, frame.pts = RATE, begin
+                frame.sample_rate, frame.pts = RATE, begin + round(silence * RATE)
                 made.mux(sound.encode(frame))
-        for stream in filter(None, (pictures, sound)):
+        for stream in filter(None, (pictures, *sounds)):
             made.mux(stream.encode(None))
     return file.getvalue()
 
@@ -107,6 +115,39 @@ def test_every_container_is_mono_at_the_rate_asked_for(container: str, codec: st
     assert abs(found.seconds - 1.0) < 0.03
     wrong = (found.samples[: len(wanted)] - wanted)[800:-800]
     assert np.sqrt(np.mean(wrong**2)) < loss
+
+
+CONTAINERS = [
+    ("mov", "pcm_s16le"),
+    ("mp4", "aac"),
+    ("avi", "pcm_s16le"),
+    ("avi", "mp3"),
+    ("matroska", "flac"),
+    ("matroska", "pcm_s16le"),
+    ("webm", "libopus"),
+]
+
+
+@pytest.mark.parametrize(("container", "codec"), CONTAINERS)
+def test_a_sound_track_may_be_shorter_than_its_video(container: str, codec: str) -> None:
+    """It ends before it, comes late, is longer, or stands beside a longer one; the first track is heard, all of it."""
+    for more in (
+        {"seconds": 3.0, "of_sound": 1.0},
+        {"seconds": 3.0, "of_sound": 1.0, "silence": 1.5},
+        {"seconds": 1.0, "of_sound": 2.0},
+        {"seconds": 3.0, "of_sound": 1.0, "tracks": 2},
+    ):
+        found = load_audio(film(container, codec, **more), 16_000, 2.1)  # type: ignore[arg-type]
+        assert abs(found.seconds - more["of_sound"]) < 0.05, more
+
+
+@pytest.mark.parametrize(("container", "codec"), CONTAINERS)
+@pytest.mark.parametrize("of_sound", [3.0, 1.0])
+def test_a_cut_file_is_refused(container: str, codec: str, of_sound: float) -> None:
+    data = film(container, codec, seconds=3.0, of_sound=of_sound)
+    for share in (0.2, 0.4, 0.6, 0.8):
+        with pytest.raises(InvalidAudio, match=r"cannot be opened|is damaged"):
+            load_audio(data[: int(len(data) * share)], 16_000)
 
 
 def test_every_source_gives_the_same(tmp_path: Path) -> None:

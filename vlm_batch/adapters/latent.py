@@ -6,8 +6,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from vlm_batch.caches.drafted import DraftedSlab, each_position
+from vlm_batch.caches.drafted import each_position
 from vlm_batch.caches.rows import RowsCache, attend_rows
+from vlm_batch.caches.slab import DraftedSlab
 
 
 def attend_latent(

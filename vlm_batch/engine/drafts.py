@@ -252,7 +252,6 @@ class Drafts:
             is_forced = source == "form" and own.most > 0
             if hope := own if is_forced else self._better(row, own, _most(row)):
                 found[row] = hope
-        group.lay_out()
         chosen = self._chosen(group, found, LEAST_GAIN_READ)
         asked = {row: count for row, count in chosen.items() if found[row].source == "model"}
         drafts |= self._ask(group, asked) if asked else {}

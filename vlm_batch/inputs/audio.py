@@ -8,14 +8,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from io import BytesIO, IOBase
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from vlm_batch.errors import InvalidAudio, describe
 from vlm_batch.inputs.fetch import Cancelled, Fetched, Unreadable, fetch, is_data_uri, name_medium
 from vlm_batch.inputs.images import pass_on_ctrl_c
-from vlm_batch.inputs.tracks import container_at, container_of, opened_track
+from vlm_batch.inputs.tracks import MAX_MISSING_SHARE, UNKNOWN_BYTES, container_at, container_of, opened_track
 from vlm_batch.types import Audio, AudioInput, FetchPolicy
 
 #: Most seconds of recordings in one request: 115 MB of samples at 16 kHz, and as much again for the spectrogram.
@@ -33,8 +33,6 @@ _FORMATS = frozenset({"WAV", "WAVEX", "RF64", "FLAC", "OGG", "MP3", "MPEG"})
 FORMATS = "wav, flac, mp3 or ogg, nor a file of mp4, mov, mkv, webm or avi"
 #: Largest float sample. Larger values mean another scale than -1..1; clipping overshoots by a few decibels only.
 _LOUDEST = 16.0
-#: Share of the announced samples that may be missing at the end before the file counts as damaged.
-_MAX_MISSING_SHARE = 0.05
 
 
 @dataclass(frozen=True)
@@ -125,7 +123,7 @@ def load_audio(
             parts.append(converted.next(block))
     if not count:
         raise InvalidAudio(f"{describe_audio(audio)} has no samples")
-    if announced - count > _MAX_MISSING_SHARE * announced:
+    if announced - count > MAX_MISSING_SHARE * announced:
         raise InvalidAudio(
             f"{describe_audio(audio)} is damaged: its header says {announced:,} samples, and it ends after {count:,}"
         )
@@ -174,7 +172,7 @@ def _blocks(audio: Audio, cancelled: Cancelled) -> Iterator[tuple[int, int, Iter
         raise InvalidAudio(f"the sound of {name} cannot be read: that of mp4, mov, mkv, webm and avi files can")
     else:
         with _opened(data, name) as file:
-            yield file.samplerate, file.frames, _mono(_decoded(file, name, cancelled), audio)
+            yield file.samplerate, _announced(data, file.frames), _mono(_decoded(file, name, cancelled), audio)
 
 
 @contextmanager
@@ -186,6 +184,8 @@ def _opened(data: bytes, name: str) -> Iterator[Any]:
     is_mp3 = data[0] == 0xFF and len(data) > 1 and data[1] & 0xE0 == 0xE0
     if not is_mp3 and not data.startswith(_BEGINNINGS):
         raise InvalidAudio(f"{name} is no recording of {FORMATS}; convert it first")
+    if data.startswith(b"OggS"):
+        _check_ogg(data, name)
     try:
         file = soundfile.SoundFile(BytesIO(data))
     except Exception as error:
@@ -197,6 +197,40 @@ def _opened(data: bytes, name: str) -> Iterator[Any]:
             )
         _check_header(name, file.frames, file.samplerate, file.channels)
         yield file
+
+
+def _announced(data: bytes, frames: int) -> int:
+    """Return the samples that a wav file's header says; ``frames`` are those that libsndfile finds."""
+    if not data.startswith((b"RIFF", b"RIFX", b"RF64")):
+        return frames
+    order: Literal["big", "little"] = "big" if data.startswith(b"RIFX") else "little"
+    at, size, long = 12, 0, None
+    while (kind := data[at : at + 4]) != b"data" and at < len(data):
+        if kind == b"ds64":
+            long = int.from_bytes(data[at + 16 : at + 24], order)
+        size = int.from_bytes(data[at + 4 : at + 8], order)
+        at += 8 + size + size % 2
+    size, held = int.from_bytes(data[at + 4 : at + 8], order) if long is None else long, len(data) - at - 8
+    is_known = long is not None or size < UNKNOWN_BYTES
+    return frames * size // held if is_known and 0 < held < size else frames
+
+
+def _check_ogg(data: bytes, name: str) -> None:
+    """Refuse what libsndfile leaves out in silence: the rest of a chain, and the end of a cut file."""
+    at, begun, alive = 0, False, set[bytes]()
+    while data[at : at + 4] == b"OggS" and len(data) >= at + 27:
+        kind, serial, segments = data[at + 5], data[at + 14 : at + 18], data[at + 26]
+        if kind & 2:  # a stream's first page; those of one link stand together
+            if begun:
+                raise InvalidAudio(f"{name} is a chain of Ogg files; convert it first")
+            alive.add(serial)
+        else:
+            begun = True
+        at += 27 + segments + sum(data[at + 27 : at + 27 + segments])
+        if kind & 4 and at <= len(data):  # its last
+            alive.discard(serial)
+    if alive:
+        raise InvalidAudio(f"{name} is damaged: it ends before the last page of its stream")
 
 
 def _check_header(name: str, frames: int, rate: int, channels: int) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from io import BytesIO
+from io import SEEK_END, BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -18,6 +17,10 @@ from vlm_batch.inputs.fetch import Cancelled
 _BOXES = frozenset({b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip"})
 #: Bytes that tell the containers apart.
 _HEAD = 12
+#: Share of what is announced that may be missing at the end before the file counts as damaged.
+MAX_MISSING_SHARE = 0.05
+#: From here on a RIFF's number of bytes means that its writer did not know it.
+UNKNOWN_BYTES = 0x7FFF_0000
 
 
 def container_of(data: bytes) -> str | None:
@@ -42,7 +45,7 @@ def opened_track(
     check: Callable[[str, int, int, int], None],
     cancelled: Cancelled,
 ) -> Iterator[tuple[int, int, Iterator[np.ndarray]]]:
-    """Yield rate, announced samples, and blocks (n, channels) of a file's first sound track.
+    """Yield rate, announced samples (0 if unknown), and blocks (n, channels) of a file's first sound track.
 
     ``check`` takes name, samples, rate and channels before decoding.
     """
@@ -55,6 +58,8 @@ def opened_track(
         ) from error
     file: BinaryIO = BytesIO(source) if isinstance(source, bytes) else open(source, "rb")  # noqa: SIM115
     with file:
+        if container == "avi":
+            _check_size(file, name)
         try:
             # a container that is named, behind a file of ours: FFmpeg follows no playlist and opens nothing else
             opened = av.open(file, format=container, metadata_errors="ignore")
@@ -63,28 +68,46 @@ def opened_track(
         with opened:
             if not opened.streams.audio:
                 raise InvalidAudio(f"{name} has no sound")
-            frames = _frames(opened, name, cancelled)
+            stream = opened.streams.audio[0]
+            # an avi's counts the silence before it
+            own = float((stream.duration or 0) * stream.time_base) if container != "avi" else 0.0
+            frames = _frames(opened, stream, 0.0 if own else (opened.duration or 0) / 1e6, name, cancelled)
             first = next(frames, None)
             if first is None:
                 raise InvalidAudio(f"{name} has no samples")
             # of a frame, for headers of AAC may say half the rate
             rate, channels = int(first.sample_rate), len(first.layout.channels)
-            announced = round(_seconds(opened.streams.audio[0], opened) * rate)
+            announced = round(own * rate)
             check(name, announced, rate, channels)
             yield rate, announced, _samples(first, frames, name)
 
 
-def _frames(opened: Any, name: str, cancelled: Cancelled) -> Iterator[Any]:
-    decoded = opened.decode(opened.streams.audio[0])
+def _check_size(file: BinaryIO, name: str) -> None:
+    """Refuse a cut avi, whose duration FFmpeg guesses from what is left."""
+    said = int.from_bytes(file.read(_HEAD)[4:8], "little") + 8
+    held = file.seek(0, SEEK_END)
+    file.seek(0)
+    if said < UNKNOWN_BYTES and said - held > MAX_MISSING_SHARE * said:
+        raise InvalidAudio(f"{name} is damaged: its header says {said:,} bytes, and it has {held:,}")
+
+
+def _frames(opened: Any, stream: Any, seconds: float, name: str, cancelled: Cancelled) -> Iterator[Any]:
+    """Decode a stream of a container of ``seconds``, which the last packet of any stream must reach."""
+    packets, end = opened.demux(), 0.0
     while True:
         cancelled.check()
         try:
-            frame = next(decoded, None)
+            packet = next(packets, None)
+            frames = stream.decode(packet) if packet is not None and packet.stream is stream else ()
         except Exception as error:
             raise InvalidAudio(f"{name} cannot be decoded: {describe(error)}") from error
-        if frame is None:
-            return
-        yield frame
+        if packet is None:
+            break
+        if packet.pts is not None:
+            end = max(end, float((packet.pts + (packet.duration or 0)) * packet.time_base))
+        yield from frames
+    if seconds - end > MAX_MISSING_SHARE * seconds:
+        raise InvalidAudio(f"{name} is damaged: its header says {seconds:,.1f} s, and it ends after {end:,.1f}")
 
 
 def _samples(first: Any, rest: Iterator[Any], name: str) -> Iterator[np.ndarray]:
@@ -95,11 +118,3 @@ def _samples(first: Any, rest: Iterator[Any], name: str) -> Iterator[np.ndarray]
         values = frame.to_ndarray()  # (channels, n), or (1, n * channels) where they alternate
         yield values.T if frame.format.is_planar else values.reshape(-1, channels)
         frame = next(rest, None)
-
-
-def _seconds(stream: Any, opened: Any) -> float:
-    """Return the header's seconds, else 0."""
-    if stream.duration is not None and stream.time_base is not None:
-        return float(stream.duration * stream.time_base)
-    found = (opened.duration or 0) / 1e6  # of all streams, in AV_TIME_BASE
-    return found if math.isfinite(found) and found > 0 else 0.0
