@@ -26,7 +26,7 @@ from vlm_batch.adapters.heads import Heads, load_heads
 from vlm_batch.caches import Placement
 from vlm_batch.engine import drafts as engine_drafts
 from vlm_batch.engine.batch import DecodeBatch
-from vlm_batch.engine.compiled import CompiledDecode
+from vlm_batch.engine.compiled import CompiledDecode, can_leave_unfused
 from vlm_batch.engine.drafts import FIRST_RATES, Drafts
 from vlm_batch.engine.row import Row
 from vlm_batch.engine.shapes import FixedShapes
@@ -209,7 +209,8 @@ def test_heads_draft_what_they_draft_in_mlx_vlm(
         assert tuple(theirs[0].tolist()) == drafted
         compared += len(drafted)
     assert compared > (5 if is_seldom else 10)
-    assert bool(graphs) is (is_seldom and placement is Placement.SLAB)
+    # unasked, recurrent states are graphs where these fuse nothing: on a CPU
+    assert bool(graphs) is (is_seldom and placement is Placement.SLAB and can_leave_unfused())
 
 
 def test_heads_in_the_models_own_checkpoint(headed: tuple[str, Path], tmp_path: Path) -> None:
