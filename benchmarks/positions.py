@@ -20,7 +20,6 @@ from mlx_vlm.models import qwen3_5  # noqa: E402
 
 from vlm_batch.adapters.base import Adapter  # noqa: E402
 from vlm_batch.caches import Placement  # noqa: E402
-from vlm_batch.caches.drafted import keep, with_positions  # noqa: E402
 from vlm_batch.engine.shapes import FreeShapes  # noqa: E402
 from vlm_batch.engine.trial import Trial  # noqa: E402
 from vlm_batch.models import adapter_for  # noqa: E402
@@ -97,12 +96,13 @@ def milliseconds(adapter: Adapter, layout: Placement, rows: int, count: int, ste
         tokens = mx.array([3 + (5 * step + ahead) % 90 for ahead in range(counts[0])] * rows, dtype=mx.int32)
         at = mx.array([first + ahead for first in length for ahead in range(counts[0])], dtype=mx.int32)
         begin = time.process_time()
-        view: Any = with_positions(layers, counts) if drafted else layers
+        view: Any = [layer.drafted(counts) for layer in layers] if drafted else layers
         logits = adapter.decode(DecodeStep(tokens[:, None], at, view, [{}] * len(tokens)), Call())
         mx.eval(mx.argmax(logits, axis=-1))
         kept = max(1, counts[0] - 1)
         for place in range(rows if drafted else 0):
-            keep(layers, place, counts[place], kept)
+            for layer in layers:
+                layer.keep(place, kept, counts[place])
         found.append(time.process_time() - begin)
         length = [one + kept for one in length]
     return 1e3 * min(found[3:])

@@ -33,9 +33,11 @@ from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.towers import remember_features
 from vlm_batch.arrays import as_mlx
 from vlm_batch.caches import Placement, slab
-from vlm_batch.caches.drafted import DraftedRecurrent, DraftedRows, DraftedSlab
 from vlm_batch.caches.listed import parts_of
 from vlm_batch.caches.quantisation import KVQuantisation
+from vlm_batch.caches.recurrent import DraftedRecurrent
+from vlm_batch.caches.rows import DraftedRows
+from vlm_batch.caches.slab import DraftedSlab
 from vlm_batch.engine.batch import DecodeBatch
 from vlm_batch.engine.choosing import Flight
 from vlm_batch.engine.drafts import Drafts

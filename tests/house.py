@@ -43,7 +43,7 @@ KNOW_CACHES = ("models", "adapters")
 CALLS = frozenset(
     {
         *("encode", "encode_together", "prefill", "decode", "make_cache", "with_products"),
-        *("prompt_key", "check_inputs", "scores_chunks", "max_context"),
+        *("prompt_key", "check_inputs", "scores_chunks"),
     }
 )
 #: How many of the last families that were added are looked at.

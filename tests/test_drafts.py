@@ -14,10 +14,10 @@ from tests.exact_cases import Arrival, Way, adapter_of, alone, engine_of, exact_
 from tests.harness import NUM_TOKENS, TOLERANCE, Ask, check, every_family, oracle, run_family
 from vlm_batch import InvalidRequest, Request, VLMBatcher
 from vlm_batch.assets import default_checkpoint
-from vlm_batch.caches import Placement, RecurrentCache, RingSlabCache, drafted
-from vlm_batch.engine import batch, choosing
+from vlm_batch.caches import Placement, RecurrentCache, RingSlabCache
+from vlm_batch.engine import choosing
 from vlm_batch.engine.batch import DecodeBatch
-from vlm_batch.engine.drafter import Drafter, behind
+from vlm_batch.engine.drafter import Drafter, behinds, common
 from vlm_batch.engine.drafts import Drafts
 from vlm_batch.engine.retry import Retry
 from vlm_batch.engine.row import Row
@@ -163,24 +163,24 @@ def test_every_stage_of_sampling_sees_every_position(said: str, layout: Placemen
             assert [token for token, _ in mine.top] == [token for token, _ in theirs.top]
 
 
-def broken_keep(layers: Sequence[Any], place: int, count: int, kept: int) -> None:
+def broken_keep(self: DecodeBatch, place: int, kept: int, of: int) -> None:
     """A length one too long."""
-    drafted.keep(layers, place, count, min(count, kept + 1))
+    keep(self, place, min(of, kept + 1), of)
 
 
-def kept_all(layers: Sequence[Any], place: int, count: int, kept: int) -> None:
+def kept_all(self: DecodeBatch, place: int, kept: int, of: int) -> None:
     """A state that was not rolled back."""
-    drafted.keep(layers, place, count, count)
+    keep(self, place, of, of)
 
 
-def state_of_the_last(self: RecurrentCache, place: int, count: int) -> None:
+def state_of_the_last(self: RecurrentCache, place: int, kept: int, of: int) -> None:
     """A recurrent state that was not rolled back, beside lengths that were."""
     later = self._later.pop(place, [])
     if later:
         self._kept[place] = later[-1]
 
 
-def state_of_the_first(self: RecurrentCache, place: int, count: int) -> None:
+def state_of_the_first(self: RecurrentCache, place: int, kept: int, of: int) -> None:
     """A recurrent state that stays behind."""
     self._later.pop(place, None)
 
@@ -190,7 +190,7 @@ def same_noise(row: Row, ahead: int) -> SamplingRow:
     return choosing_row(row, 0)
 
 
-choosing_row = choosing._sampling_row
+choosing_row, keep = choosing._sampling_row, DecodeBatch._keep
 
 
 @pytest.mark.parametrize("layout", Placement, ids=lambda layout: layout.value)
@@ -214,7 +214,7 @@ def test_the_scenarios_find_what_is_wrong(
     elif change in (state_of_the_last, state_of_the_first):
         monkeypatch.setattr(RecurrentCache, "keep", change)
     else:
-        monkeypatch.setattr(batch, "keep", change)
+        monkeypatch.setattr(DecodeBatch, "_keep", change)
     found = run_family(name, asks, drafts=Scripted(right), **how)
     assert [one.result.token_ids for one in found if one.result is not None] != right
 
@@ -273,16 +273,17 @@ def test_users_get_the_same_answers_with_and_without() -> None:
 
 
 def test_what_stood_behind_the_last_words() -> None:
-    """The source of drafts by itself: the last place counts, a text that repeats itself goes on, and bytes are no tokens."""
+    """The source of drafts by itself: the last places count, a text that repeats itself goes on, and bytes are no tokens."""
 
     def text(*tokens: int) -> bytearray:
         return bytearray(np.array(tokens, dtype=np.int32).tobytes())
 
     tail = bytes(text(1, 2, 3))
-    assert behind(text(1, 2, 3, 7, 8, 1, 2, 3, 9, 1, 2, 3), tail, 2) == (9, 1)
-    assert behind(text(1, 2, 3), tail, 4) == () == behind(text(), tail, 4)
-    assert behind(text(5, 1, 2, 3, 1, 2, 3), tail, 7) == (1, 2, 3, 1, 2, 3, 1)
-    assert behind(text(256, 512, 768, 4, 0), bytes(text(1, 2, 3)), 3) == ()  # the same bytes, one to the right
+    assert [*behinds(text(1, 2, 3, 7, 8, 1, 2, 3, 9, 1, 2, 3), tail, 2)] == [(9, 1), (7, 8)]
+    assert [*behinds(text(1, 2, 3), tail, 4)] == [] == [*behinds(text(), tail, 4)]
+    assert [*behinds(text(5, 1, 2, 3, 1, 2, 3), tail, 7)] == [(1, 2, 3, 1, 2, 3, 1)]
+    assert [*behinds(text(256, 512, 768, 4, 0), tail, 3)] == []  # the same bytes, one to the right
+    assert common([(1, 2, 3), (1, 2, 4, 5)]) == (1, 2) and common([(1, 2)]) == (1, 2) and common([]) == ()
     drafter = Drafter(bytes(text(1, 2, 3, 4, 5)), text(9, 9, 9, 7, 7), {"form": 0.9, "text": 0.5})
     for token in (1, 2, 3):
         drafter.add(token)
@@ -292,6 +293,10 @@ def test_what_stood_behind_the_last_words() -> None:
     for token in (9, 9, 9):
         drafter.add(token)
     assert drafter.proposed[:2] == (7, 7)
+    drafter = Drafter(bytes(text(1, 2, 3, 4, 5, 1, 2, 3, 4, 6, 1, 2)), text(), {"form": 0.9, "text": 0.5})
+    drafter.add(3)
+    assert drafter.proposed == (4,)  # what followed, as far as it was the same
+    assert drafter.propose(3, [8, 1, 2, 3]) == () and drafter.propose(3, [4, 6, 1]) == (2, 3, 4)
 
 
 def test_a_draft_has_to_be_worth_its_forward() -> None:
@@ -304,7 +309,7 @@ def test_a_draft_has_to_be_worth_its_forward() -> None:
             drafts.seconds.record(rows, seconds)
     assert drafts.gain(1, 2.5, 1, 4) == pytest.approx(3.5 / 1.2, rel=1e-3)
     assert drafts.gain(32, 16.0, 32, 64) < 1 < drafts.gain(32, 48.0, 32, 64)
-    assert drafts.seconds.of(256) is not None and drafts.seconds.of(257) is None  # what is far beyond is not tried
+    assert drafts.seconds.of(256) is not None and drafts.seconds.of(300) is None  # what is far beyond is not tried
 
 
 def test_one_slow_moment_does_not_end_drafts() -> None:
@@ -333,7 +338,7 @@ def test_a_forward_that_waited_for_nothing_is_no_measure() -> None:
 
     def step(positions: int, *, waits: bool) -> None:
         if waits:
-            drafts.plan([], lambda: 0.0)
+            drafts.begin([])
             drafts._awaited = 1
         drafts.launched(positions)
         drafts.was_read()
@@ -348,3 +353,67 @@ def test_a_forward_that_waited_for_nothing_is_no_measure() -> None:
     for _ in range(4):
         step(4, waits=True)
     assert drafts.seconds._known.keys() == {1, 4}
+
+
+def raising(self: Drafter, most: int, ahead: Sequence[int] = ()) -> Sequence[int]:
+    raise RuntimeError("out of luck")
+
+
+#: What a source may return in place of tokens.
+NONSENSE: dict[str, Any] = {
+    "raises": raising,
+    "none": lambda self, most, ahead=(): None,
+    "floats": lambda self, most, ahead=(): [1.5] * most,
+    "nan": lambda self, most, ahead=(): [float("nan")] * most,
+    "text": lambda self, most, ahead=(): "abc",
+    "arrays": lambda self, most, ahead=(): [np.array([1, 2])] * most,
+    "beyond": lambda self, most, ahead=(): [10**6] * most,
+    "beyond all": lambda self, most, ahead=(): [2**40] * most,
+    "negative": lambda self, most, ahead=(): [-1] * most,
+}
+
+
+class Eager(Drafts):
+    """Drafts whatever it is told."""
+
+    def is_due(self, groups: Sequence[DecodeBatch]) -> bool:
+        return True
+
+    def gain(self, rows: int, hoped: float, places: int, positions: int, drafting: float = 0.0) -> float:
+        return 2.0 + hoped
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["always", "when it is asked"])
+@pytest.mark.parametrize("said", NONSENSE)
+def test_a_source_that_fails_loses_its_drafts_alone(
+    said: str, own: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, failures: list[str]
+) -> None:
+    """All answers are those without drafts, and one line says it."""
+    monkeypatch.setattr(Drafter, "propose", NONSENSE[said])
+    asks = [Ask("text:4:9", tokens=12), Ask("text:6:14", at=1, tokens=12)]
+    drafts = Eager() if own else Drafts()
+    check("qwen2_5_vl", run_family("qwen2_5_vl", asks, drafts=drafts, config={"max_rows": 4}))
+    assert not failures and not drafts.num_drafted
+    is_used = own or said != "beyond"  # nothing is drafted before seconds are known
+    assert [record.name for record in caplog.records] == ["vlm_batch.drafts"] * is_used
+
+
+@pytest.mark.parametrize("how", ["too many", "one row"])
+def test_a_source_that_goes_too_far(
+    how: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, failures: list[str]
+) -> None:
+    """What is too much is cut off; a source that fails for one row goes on for others."""
+    begun = list[Drafter]()
+
+    def proposing(self: Drafter, most: int, ahead: Sequence[int] = ()) -> Sequence[int]:
+        begun.extend([self] * (self not in begun))
+        if how == "one row" and self is begun[0]:
+            raise RuntimeError("out of luck")
+        return range(3, 3 + 4 * most)
+
+    monkeypatch.setattr(Drafter, "propose", proposing)
+    asks = [Ask("text:4:9", tokens=12), Ask("text:6:14", at=1, tokens=12)]
+    drafts = Eager()
+    check("qwen2_5_vl", run_family("qwen2_5_vl", asks, drafts=drafts, config={"max_rows": 4}))
+    assert not failures and drafts.num_drafted
+    assert len(caplog.records) == (how == "one row")

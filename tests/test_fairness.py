@@ -53,8 +53,8 @@ def answers(family: str, placement: Placement, asked: list[tuple[str, int, str, 
             if event.result is not None:
                 assert event.result.error is None, event.result.error
                 ends[event.request_id] = event.result.token_ids
-        placed = generator.rows.placed
-        assert placed.total() <= PLACES
+        placed = len(generator.rows.batch) + len(generator.rows.prefilling)
+        assert placed <= PLACES
         if len(asked) > 1:
             waited.update(name for name in generator.rows.waiting.prepared if name in ("one", "two"))
         step += 1

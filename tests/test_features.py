@@ -16,7 +16,7 @@ from vlm_batch.adapters.towers import remember_features, vision_towers
 from vlm_batch.arrays import as_mlx, join_rows, split_rows
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.store.budget import ARRAY_BYTES, ByteBudget
-from vlm_batch.store.digest import Sourced, _ahead, _sources, digest, hash_ahead, split_known
+from vlm_batch.store.digest import _SOURCES, HASHES, Sourced, digest, hash_ahead, split_known
 from vlm_batch.store.features import FeatureStore
 
 IMAGE = "image:7:1"
@@ -126,19 +126,19 @@ def test_features_are_split_by_picture_and_joined_again() -> None:
 def test_what_was_hashed_ahead_has_the_same_digest_and_goes_with_its_array() -> None:
     plain = np.random.default_rng(0).standard_normal((300, 100), dtype=np.float32)
     array = mx.array(plain)
-    before, small = set(_ahead), mx.zeros(3)  # what other tests' loaders have not let go of yet is none of this
+    before, small = set(HASHES._known), mx.zeros(3)  # what other tests' loaders have not let go of yet is none of this
     hash_ahead({"pixel_values": array, "small": small})
-    assert set(_ahead) - before == {id(array)}
-    reference, known = _ahead[id(array)]
+    assert set(HASHES._known) - before == {id(array)}
+    reference, known = HASHES._known[id(array)]
     assert digest([array]) == digest([plain]) == digest([mx.array(plain)])
-    _ahead[id(array)] = (reference, b"another")
+    HASHES._known[id(array)] = (reference, b"another")
     assert digest([array]) != digest([plain])  # it is taken from there
     assert digest([array], in_full=True) == digest([plain], in_full=True)
-    _ahead[id(array)] = (reference, known)
+    HASHES._known[id(array)] = (reference, known)
     place = id(array)
     del array
     gc.collect()
-    assert place not in _ahead
+    assert place not in HASHES._known
 
 
 def test_a_converted_array_is_known_by_what_it_was_made_of_alone_and_in_parts() -> None:
@@ -157,7 +157,7 @@ def test_a_converted_array_is_known_by_what_it_was_made_of_alone_and_in_parts() 
     assert digest([same]) == digest([plain])  # nothing was converted
     del whole, first, second, part, alone, same
     gc.collect()
-    assert not _sources
+    assert not _SOURCES._known
 
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v", "dots_ocr"])

@@ -269,8 +269,43 @@ def test_reproducible_answers_have_the_same_bits(placement: Placement, folder: P
         assert drafts.num_drafted and (kind == "random" or drafts.num_held)
 
 
+#: What a model may return in place of tokens (B, count).
+NONSENSE: dict[str, Callable[[mx.array], Any]] = {
+    "none": lambda found: None,
+    "nan": lambda found: mx.full(found.shape, float("nan")),
+    "floats": lambda found: found.astype(mx.float32),
+    "beyond": lambda found: found + 10**6,
+    "negative": lambda found: -1 - found,
+    "one row": lambda found: found[:0],
+    "flat": lambda found: found[:, 0],
+}
+
+
+@pytest.mark.parametrize("first", [1, 3])
+@pytest.mark.parametrize("said", NONSENSE)
+def test_a_model_that_says_nonsense_is_not_asked_again(
+    said: str, first: int, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """From its first draft on, or later."""
+    asks = [Ask("text:4:9", tokens=12), Ask("text:6:14", at=1, tokens=12)]
+    drafts = Always(load_heads(str(folder), shared_adapter("gemma4")))
+    assert drafts.model is not None
+    propose, calls = drafts.model.propose, 0
+
+    def wrong(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        found = propose(*args)
+        return NONSENSE[said](found) if calls >= first else found
+
+    monkeypatch.setattr(drafts.model, "propose", wrong)
+    check("gemma4", run_family("gemma4", asks, drafts=drafts, config=FOUR))
+    assert calls == first and drafts.model is None and len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("first", [1, 3])
 def test_a_model_that_fails_is_not_asked_again(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    first: int, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     asks = [Ask("text:4:9", tokens=12), Ask("text:6:14", at=1, tokens=12)]
     drafts = Always(load_heads(str(folder), shared_adapter("gemma4")))
@@ -280,13 +315,13 @@ def test_a_model_that_fails_is_not_asked_again(
     def failing(*args: Any) -> mx.array:
         nonlocal calls
         calls += 1
-        if calls == 3:
+        if calls == first:
             raise RuntimeError("out of luck")
         return propose(*args)
 
     monkeypatch.setattr(drafts.model, "propose", failing)
     check("gemma4", run_family("gemma4", asks, drafts=drafts, config=FOUR))
-    assert calls == 3 and drafts.model is None and len(caplog.records) == 1
+    assert calls == first and drafts.model is None and len(caplog.records) == 1
 
 
 @pytest.mark.parametrize(

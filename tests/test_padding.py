@@ -16,16 +16,18 @@ from mlx_vlm.models.cache import RotatingKVCache
 
 from tests.exact_cases import KEYS, Arrival, Way, alone, engine_of, exact_of, play
 from tests.exact_cases import adapter_of as adapter_in
-from tests.harness import Ask, check, every_family, run_family, settings_for, shared_adapter
+from tests.harness import TOLERANCE, Ask, check, every_family, inputs_of, run_family, settings_for, shared_adapter
 from tests.zoo import FAMILIES
-from vlm_batch.caches import Placement, can_trim, trim
+from vlm_batch.arrays import arrays_of, as_mlx
+from vlm_batch.caches import Placement, can_fill, can_trim, take_row, trim
 from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.runner import Runner
 from vlm_batch.engine.scheduler import PrefillRow, Scheduler
-from vlm_batch.engine.shapes import padded_count, padded_length, pads, together
+from vlm_batch.engine.shapes import padded_count, padded_length, pads, shares, together
 from vlm_batch.policy import POLICIES, Policy
+from vlm_batch.records import Call
 from vlm_batch.runtime.device import Device
 from vlm_batch.store.budget import ByteBudget
 from vlm_batch.store.prefix import PrefixCache
@@ -302,3 +304,65 @@ def test_a_familys_prompts_are_right_in_few_lengths(name: str) -> None:
     config = PADDED | {"max_rows": 6, "prefill_together": 8, "encode_together": 4, "idle_budget": 512}
     for chunk in (256, 16):
         check(name, run_family(name, asks, placement=Placement.SLAB, config=config | {"max_chunk": chunk}))
+
+
+# ---- filled up, to share an array ----
+
+
+def test_prompts_of_two_dtypes_are_two_arrays(shapes: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one, the narrower would be computed in the wider: another answer than alone."""
+    adapter = shared_adapter(FAMILY)
+    plain, dtypes = adapter.encode, iter((mx.float32, mx.bfloat16, mx.float32))
+
+    def encode(*given: Any, **named: Any) -> Any:
+        encoded = plain(*given, **named)
+        return replace(encoded, inputs_embeds=encoded.inputs_embeds.astype(next(dtypes)))
+
+    monkeypatch.setattr(adapter, "encode", encode)
+    engine = BatchGenerator(adapter, policy=settings_for(Placement.ROWS, max_rows=4))
+    run_family(FAMILY, [Ask("text:4:9"), Ask("text:5:9"), Ask("text:6:9")], generator=engine)
+    assert sorted(shapes) == [(1, 9), (2, 9)]
+
+
+def fills(name: str) -> bool:
+    adapter = shared_adapter(name)
+    fresh = adapter.make_cache()
+    return shares(adapter, fresh) and adapter.scores_chunks and can_fill(fresh)
+
+
+@pytest.mark.parametrize("name", every_family())
+def test_what_stands_behind_a_shorter_prompt_leaves_no_trace(name: str) -> None:
+    """Prompts of several lengths in one array: logits and states as alone. A neighbour without a finite number touches none."""
+    if not fills(name):
+        pytest.skip("prompts are not filled up")
+    adapter = shared_adapter(name)
+    keys = ("image:3:0", "image:1:0", "image:2:1", "text:4:9", "text:5:26", "text:6:14")
+    every = [adapter.encode(as_mlx(inputs_of(name, key))) for key in keys]
+    for kind in {row.kind for row in every}:
+        rows = [row for row in every if row.can_share and row.kind == kind]
+        if len(rows) < 2:
+            continue
+        ends = tuple(row.length for row in rows)
+        embeds = rows[0].inputs_embeds
+        spoilt = replace(rows[0], inputs_embeds=mx.full(embeds.shape, mx.nan, embeds.dtype))
+        for filled in (rows, [spoilt, *rows[1:]]):
+            shared = adapter.make_cache()
+            logits = adapter.prefill(filled, shared, 0, max(ends), Call(ends=ends))
+            for index, row in enumerate(rows):
+                if filled[index] is not row:
+                    continue
+                alone = adapter.make_cache()
+                expected = adapter.prefill([row], alone, 0, row.length)
+                taken = take_row(shared, index)
+                trim(taken, max(ends) - row.length)
+                near(logits[index : index + 1], expected)
+                for one, other in zip(taken, alone, strict=True):
+                    for ours, theirs in zip(arrays_of(one.state), arrays_of(other.state), strict=True):
+                        near(ours, theirs)
+
+
+def near(ours: mx.array, theirs: mx.array) -> None:
+    assert ours.shape == theirs.shape
+    np.testing.assert_allclose(
+        np.array(ours.astype(mx.float32)), np.array(theirs.astype(mx.float32)), atol=TOLERANCE / 4, rtol=0
+    )

@@ -15,7 +15,8 @@ from vlm_batch.adapters.recurrent import can_draft
 from vlm_batch.adapters.single import SingleRow
 from vlm_batch.arrays import as_mlx
 from vlm_batch.caches import ListedCache, Placement, RecurrentCache, RowsCache, SlabCache, kind_of
-from vlm_batch.caches.drafted import DraftedRecurrent, most_positions, rows_of
+from vlm_batch.caches.drafted import most_positions
+from vlm_batch.caches.recurrent import DraftedRecurrent, rows_of
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.models.falcon_h1 import FalconH1
 from vlm_batch.types import SamplingParams
@@ -42,7 +43,8 @@ def test_rows_are_put_replaced_removed_and_cut() -> None:
     cache.clear(1)
     cache.put(1, row(9))
     assert values(cache) == [[1, 9, 3]] * 2
-    cache.remove(0)
+    cache.clear(0)
+    cache.keep_places([1, 2])
     assert values(cache) == [[9, 3]] * 2
     cache.resize(1)
     assert values(cache) == [[9]] * 2
@@ -100,6 +102,7 @@ def test_neighbours_states_stay_when_a_row_leaves_and_another_joins(placement: P
     assert isinstance(layer, RecurrentCache)
     before = [np.array(state) for state in layer.arrays()]
     generator.cancel("1")
+    generator.rows.batch.groups[0].lay_out()
     kept = [0, 1] if placement is Placement.ROWS else [0, 2]
     for old, new in zip(before, layer.arrays(), strict=True):
         np.testing.assert_array_equal(old[[0, 2]], np.array(new)[kept])
@@ -198,7 +201,8 @@ def test_rows_that_come_and_go_before_the_others_states_are_chosen() -> None:
     assert values(cache) == [[21, 7, 13, 34, 8]] * 2
     cache = drafted([2, 3, 1, 4])
     cache.keep(1, 3)
-    cache.remove(0)
+    cache.clear(0)
+    cache.keep_places([1, 2, 3])
     assert values(cache) == [[32, 13, 14]] * 2
     cache.keep(2, 4)  # the place has moved
     assert values(cache) == [[32, 13, 44]] * 2

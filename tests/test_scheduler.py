@@ -144,10 +144,6 @@ def test_the_prompts_of_one_client_do_not_keep_anothers_waiting() -> None:
     assert plan[0].rows == ("one",)
 
 
-def test_places_are_bounded() -> None:
-    assert [SCHEDULER.num_free(live) for live in (0, 3, 4, 5)] == [4, 1, 0, 0]
-
-
 def test_a_chunk_is_bounded_whatever_the_budget() -> None:
     scheduler = Scheduler(Policy(max_chunk=20))
     assert scheduler.plan([PrefillRow("a", 30, 0), PrefillRow("b", 50, 0)], 45) == (

@@ -17,7 +17,6 @@ from tests.harness import Ask, check, run_family, settings_for, shared_adapter
 from tests.zoo import family
 from vlm_batch.adapters import kernels
 from vlm_batch.caches import Placement, RingSlabCache, SlabCache
-from vlm_batch.caches.drafted import keep, with_positions
 from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.caches.quantized import QuantizedCache, QuantizedSlabCache
 from vlm_batch.engine.compiled import CompiledDecode
@@ -214,7 +213,7 @@ def test_a_ring_after_a_forward_with_drafts_holds_what_single_steps_leave(length
 
     for kept in {1, count // 2 + 1, count}:
         slab, single = ring(), ring()
-        view = with_positions([slab], [count] * len(lengths))[0]
+        view = slab.drafted([count] * len(lengths))
         new = mx.stack([at(position) for position in range(count)], axis=1).reshape(-1, HEADS, 1, DEPTH)
         mask = view.make_mask(1)
         states = view.update_and_fetch(new, 2 * new)
@@ -233,7 +232,7 @@ def test_a_ring_after_a_forward_with_drafts_holds_what_single_steps_leave(length
                     assert mx.array_equal(mine * right[:, None], other[place] * right[:, None]).item() or not length
         for place, length in enumerate(lengths):
             if length:
-                keep([slab], place, count, kept)
+                slab.keep(place, kept)
                 found = slab.extract(place)
                 assert found.offset == length + kept
                 assert all(mx.array_equal(*pair).item() for pair in zip(found.state, done[place] or (), strict=True))

@@ -797,6 +797,29 @@ def test_looking_ahead_along_a_token_beyond_the_limits_leaves_the_form_as_it_was
     form.follow(z).result()
 
 
+def test_a_late_check_of_a_draft_does_not_end_its_row(batcher: VLMBatcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It fails after the next token came, and what it found is not taken for what follows that."""
+    form = batcher._preparer._forms.compiled(SamplingParams(regex="(ab|cd)e*"), Cancelled()).result().copy()
+    guide, may_go = Guide(form, None, None), threading.Event()
+    first, second = (batcher._preparer.processing.ids_of(text)[0] for text in "ab")
+    look_ahead = grammar.Form._look_ahead
+
+    def late(self: grammar.Form, tokens: Sequence[int]) -> None:
+        may_go.wait(30)
+        look_ahead(self, tokens)
+        raise ValueError("looked too far")
+
+    monkeypatch.setattr(grammar.Form, "_look_ahead", late)
+    guide.look_ahead([first, second], 0.0)
+    assert guide.ahead == ()
+    guide.feed(first)
+    may_go.set()
+    guide.settle()
+    assert guide.ahead == ()
+    bits = guide.allowed(first + second + 32)
+    assert bits is not None and bits[second // 32] >> (second % 32) & 1
+
+
 def test_a_look_ahead_that_fails_loses_the_draft_alone(batcher: VLMBatcher, monkeypatch: pytest.MonkeyPatch) -> None:
     form = batcher._preparer._forms.compiled(SamplingParams(regex="(ab|cd)e*"), Cancelled()).result().copy()
     guide = Guide(form, None, None)
@@ -806,7 +829,8 @@ def test_a_look_ahead_that_fails_loses_the_draft_alone(batcher: VLMBatcher, monk
         raise ValueError("looked too far")
 
     monkeypatch.setattr(grammar.Form, "_look_ahead", fails)
-    guide.look_ahead([first], 30)
+    with pytest.raises(ValueError, match="too far"):
+        guide.look_ahead([first], 30)
     assert guide.ahead == ()
     guide.feed(first)
     guide.settle()

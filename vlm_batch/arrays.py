@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import mlx.core as mx
@@ -76,10 +77,14 @@ def split_rows(tree: Any, counts: Sequence[int]) -> list[Any] | None:
 
 
 def join_rows(trees: Sequence[Any]) -> Any:
-    """Invert ``split_rows``."""
+    """Join trees' arrays along the first axis, as ``split_rows`` parts them."""
     first = trees[0]
+    if len(trees) == 1:
+        return first
     if isinstance(first, mx.array):
         return mx.concatenate(list(trees))
+    if isinstance(first, Mapping):
+        return {name: join_rows([tree[name] for tree in trees]) for name in first}
     return None if first is None else type(first)(join_rows(parts) for parts in zip(*trees, strict=True))
 
 
@@ -120,6 +125,12 @@ def grown(
 
 def round_up(value: int, step: int) -> int:
     return -(-value // step) * step
+
+
+@lru_cache(maxsize=8)
+def lengths_array(lengths: tuple[int, ...]) -> mx.array:
+    """Return lengths as an array (B,), made once per step."""
+    return mx.array(lengths, dtype=mx.int32)
 
 
 def stack_logits(rows: Sequence[mx.array]) -> mx.array:

@@ -40,7 +40,6 @@ from vlm_batch.types import (
     Stats,
     Template,
     VideoInput,
-    params_of,
 )
 
 __all__ = ["Caches", "Handle", "KVQuantisation", "Limits", "PromptCache", "Stats", "VLMBatcher"]
@@ -167,7 +166,7 @@ class VLMBatcher:
                 template=template,  # type: ignore[arg-type]
                 min_pixels=min_pixels,
                 max_pixels=max_pixels,
-                params=params_of(params),
+                params=params,  # type: ignore[arg-type]
                 request_id=request_id,
                 priority=priority,
                 cache=cache,
@@ -179,7 +178,7 @@ class VLMBatcher:
         """Submit a ``Request``, as ``submit``."""
         self._loop.check_runs()  # before any lock, which a child process might find held
         question = self._preparer.check(request)
-        self._loop.check_fits(question)
+        self._loop.generator.memory.check_length(question.least_tokens)
         request_id = request.request_id if request.request_id is not None else f"request-{next(self._ids)}"
         handle = Handle(request_id, self.cancel, self._running.is_here)
         with self._lock:

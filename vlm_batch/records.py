@@ -45,6 +45,7 @@ class Encoded:
     model_image_sizes: tuple[tuple[int, int], ...] = ()
     cached: int = 0  # first positions that are in the caches already; their values here are not read
     vocabulary: int | None = None  # tokens that this row chooses from; None: the model's
+    has_rows: bool = False  # whether features and masks of several rows can be joined along their first axis
 
     @property
     def length(self) -> int:
@@ -55,9 +56,15 @@ class Encoded:
         return 0 if self.is_picture is None else int(self.is_picture.sum())
 
     @property
-    def is_plain(self) -> bool:
-        """Whether prefill takes only embeddings and positions, so that prompts may share an array."""
-        return not self.prefill and not self.atomic
+    def kind(self) -> tuple[Any, ...]:
+        """Return what prompts of one array have in common."""
+        whole = self.length if self.atomic else 0  # nothing may stand behind a span's positions
+        return (self.inputs_embeds.dtype, whole, *sorted(self.prefill))
+
+    @property
+    def can_share(self) -> bool:
+        """Whether whole prompts of one kind may share an array."""
+        return self.has_rows or not (self.prefill or self.atomic)
 
 
 @dataclass(frozen=True)
@@ -104,6 +111,7 @@ class DecodeStep:
     positions: Any  # (B,) int32: tokens in the row's cache + delta
     caches: Sequence[Any]  # a LayerCache per layer
     extras: Sequence[Mapping[str, Any]]  # Encoded.decode of each row
+    is_traced: bool = False  # the step becomes a graph
 
 
 @dataclass(frozen=True)

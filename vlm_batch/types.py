@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, field, fields
 from difflib import get_close_matches
@@ -401,21 +400,16 @@ class Template:
         if not isinstance(self.args, Mapping) or not all(isinstance(name, str) for name in self.args):
             raise InvalidPrompt(f"args is {shown(self.args)}; it must be a mapping of names to values")
         put("args", dict(self.args))
-        if twice := sorted(self.args.keys() & self._own.keys()):
+        if twice := sorted(name for name in self.args.keys() & _NAMED if getattr(self, name) is not None):
             raise InvalidPrompt(f"{twice[0]} is given twice: by itself and in args")
         for name in ("add_generation_prompt", "continue_final_message", "escape_special_tokens"):
             if not isinstance(getattr(self, name), (bool, np.bool_)):
                 raise InvalidPrompt(f"{name} is {shown(getattr(self, name))}; it must be True or False")
 
     @property
-    def _own(self) -> dict[str, Any]:
-        names = ("tools", "documents", "enable_thinking", "reasoning_effort")
-        return {name: value for name in names if (value := getattr(self, name)) is not None}
-
-    @property
     def arguments(self) -> dict[str, Any]:
         """All arguments, by the template's names."""
-        return {**self.args, **self._own}
+        return {**self.args, **{name: value for name in _NAMED if (value := getattr(self, name)) is not None}}
 
     @property
     def said(self) -> list[str]:
@@ -424,6 +418,8 @@ class Template:
         return sorted(self.arguments) + turn + ["continue_final_message"] * bool(self.continue_final_message)
 
 
+#: Arguments of chat templates that are fields of ``Template``.
+_NAMED = ("tools", "documents", "enable_thinking", "reasoning_effort")
 PLAIN_TEMPLATE = Template()
 #: Largest absolute value of a priority.
 MAX_PRIORITY = 1_000_000
@@ -484,7 +480,10 @@ class Request:
         if self.draft not in DRAFTS:
             raise InvalidRequest(f"draft is {shown(self.draft)}; it must be one of {', '.join(DRAFTS)}")
         for name in ("images", "videos", "audios"):
-            object.__setattr__(self, name, _as_media(getattr(self, name)))
+            given: Any = getattr(self, name)
+            is_read = isinstance(given, Iterator) and not isinstance(given, IOBase)
+            several = given if is_read or isinstance(given, (list, tuple)) else () if given is None else (given,)
+            object.__setattr__(self, name, tuple(several))
         object.__setattr__(self, "params", params_of(self.params))
         if self.template is not None:
             object.__setattr__(self, "template", record_of(Template, "template", self.template, InvalidPrompt))
@@ -667,16 +666,6 @@ class Stats:
     busy_seconds: float = 0.0  # with requests to compute; waiting for their media to be read does not count
     drafted: int = 0  # tokens computed as drafts
     drafts_held: int = 0  # accepted drafts: each saved its request a step
-
-
-def fresh_seed() -> int:
-    return int.from_bytes(os.urandom(8), "little")
-
-
-def _as_media(given: Any) -> tuple[Any, ...]:
-    if isinstance(given, (list, tuple)) or (isinstance(given, Iterator) and not isinstance(given, IOBase)):
-        return tuple(given)
-    return () if given is None else (given,)
 
 
 def params_of(given: SamplingParams | Mapping[str, Any] | None) -> SamplingParams:

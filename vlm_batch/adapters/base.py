@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import pairwise
@@ -23,8 +23,9 @@ from vlm_batch.adapters.hooks import check_attention, files_of, install_hooks, r
 from vlm_batch.adapters.joint import PrecomputedInputs, TowerCall, TowerOutputs, advance, make_calls
 from vlm_batch.adapters.longrope import ROW_ROPES, longest_short, marked_long
 from vlm_batch.adapters.modules import RememberingTower, clone_modules, cut_answer, evaluate_arrays, part_of
-from vlm_batch.adapters.products import hold_products
+from vlm_batch.adapters.products import hold_products, turned
 from vlm_batch.adapters.prompts import (
+    are_any,
     check_tokens,
     cut,
     dtype_of,
@@ -37,8 +38,9 @@ from vlm_batch.adapters.prompts import (
 )
 from vlm_batch.adapters.rotary import STEP_ROPES
 from vlm_batch.adapters.towers import audio_towers, can_hear, remember_features, vision_towers
-from vlm_batch.arrays import Joined
+from vlm_batch.arrays import Joined, join_rows
 from vlm_batch.caches.quantisation import KVQuantisation
+from vlm_batch.caches.recurrent import mask_behind, masked
 from vlm_batch.errors import InvalidPrompt, InvalidRequest
 from vlm_batch.inputs.videos import Sampling
 from vlm_batch.records import Call, DecodeStep, Encoded, Graphs, Picture, PositionState, PromptKey
@@ -72,6 +74,10 @@ class Adapter:
     input_keys: ClassVar[frozenset[str]] = frozenset({"pixel_values", "cached_image_features"})
     #: Features that prefill takes -> the axis along which a chunk is cut, or None to pass them whole.
     prefill_axes: ClassVar[Mapping[str, int | None]] = {}
+    #: Whether ``chunk_features`` are a row's own arrays (1, ...), so that prompts may share an array.
+    _features_have_rows: ClassVar[bool] = False
+    #: Whether recurrent layers mask positions behind a row's end, so that shorter prompts may be filled up.
+    _masks_states: ClassVar[bool] = False
     #: Processor outputs and features that nothing reads.
     ignored: ClassVar[frozenset[str]] = frozenset()
     #: Whether decode steps may be compiled.
@@ -99,6 +105,10 @@ class Adapter:
         #: The token embedding, or None if ``embeddings`` names no module.
         self.token_table: Any = part_of(self.language, self.embeddings)
         self._num_words = num_words(self.token_table)
+        text = getattr(self.config, "text_config", None) or self.config
+        limit = getattr(text, "max_position_embeddings", None)
+        #: The context length in positions, if configured.
+        self.max_context: int | None = int(limit) if limit else None
         self._longest_short = longest_short(self.language)
         self.hook_functions()
         if self.last_hidden is not None:
@@ -174,6 +184,7 @@ class Adapter:
             is_picture=self.picture_places(ids, extra),
             model_image_sizes=self.model_image_sizes(extra),
             cached=cached,
+            has_rows=self._features_have_rows,
         )
 
     def encode_together(self, requests: Sequence[Mapping[str, Any]], call: Call = Call()) -> list[Mapping[str, Any]]:
@@ -235,9 +246,10 @@ class Adapter:
 
     def check_placeholders(self, ids: Any, extra: Mapping[str, Any]) -> None:
         """Raise InvalidPrompt unless ids (1, L), numpy or MLX, have the media's placeholders."""
-        self._check_sound(ids, extra)
+        if self.spec.audio:
+            self._check_sound(ids, extra)
         marks, is_any = list(self.image_token_ids - self._audio_token_ids), has_pictures(extra)
-        given = int(np.isin(np.array(ids)[0], marks).sum())
+        given = int(are_any(np.array(ids)[0], marks).sum())
         if given and not is_any:
             raise InvalidPrompt(f"the prompt has {given} placeholder tokens for pictures, and there is no picture")
         needed = self.count_placeholders(extra) if is_any else None
@@ -253,7 +265,10 @@ class Adapter:
             raise InvalidPrompt(f"the pictures need {needed} placeholder tokens; the prompt has {given}")
 
     def _check_sound(self, ids: Any, extra: Mapping[str, Any]) -> None:
-        given, is_any = int(np.isin(np.array(ids)[0], list(self._audio_token_ids)).sum()), has_sound(extra)
+        is_any = has_sound(extra)
+        if not is_any and not self._audio_token_ids:
+            return
+        given = int(are_any(np.array(ids)[0], self._audio_token_ids).sum())
         sound = (value for name, value in extra.items() if name.startswith(AUDIO_INPUTS))
         parts = (part for value in sound for part in (value if isinstance(value, list) else [value]))
         if any(0 in np.shape(part) for part in parts):
@@ -314,7 +329,7 @@ class Adapter:
         if not sound:
             return self.pictures(ids, extra)
         rest = {name: value for name, value in extra.items() if name not in sound}
-        silent = mx.where(mx.array(np.isin(np.array(ids), list(self._audio_token_ids))), 0, ids)
+        silent = mx.where(mx.array(are_any(np.array(ids), self._audio_token_ids)), 0, ids)
         found = (*self.pictures(silent, rest), *self.recordings(ids, sound))
         media = sorted(found, key=lambda one: one.start)
         if all(one.end <= other.start for one, other in pairwise(media)):
@@ -359,7 +374,7 @@ class Adapter:
         """Return the mask (L,) of media features; all True if unknown."""
         tokens, marks = np.array(ids)[0], list(self.image_token_ids)
         return (
-            np.isin(tokens, marks)
+            are_any(tokens, marks)
             if marks or not (has_pictures(extra) or has_sound(extra))
             else np.ones(len(tokens), dtype=np.bool_)
         )
@@ -378,7 +393,8 @@ class Adapter:
 
     def row_caches(self) -> list[Any]:
         """Make an empty single-row cache of the model's own kinds."""
-        return make_prompt_cache(self.language)
+        fresh: list[Any] = make_prompt_cache(self.language)
+        return masked(fresh) if self._masks_states else fresh
 
     def prefill(self, rows: Sequence[Encoded], cache: list[Any], begin: int, end: int, call: Call = Call()) -> mx.array:
         """Prefill positions [begin, end) of one row into its cache, or R whole prompts, padded to ``end``, into a fresh one.
@@ -388,12 +404,15 @@ class Adapter:
         """
         with running(replace(call, begin=begin, lengths=tuple(row.length for row in rows))):
             filled = [row if row.length >= end else padded(row, end, self.prefill_axes) for row in rows]
+            if call.ends is not None:
+                mask_behind(cache, [stop - begin for stop in call.ends])
             return self.run_chunk(filled, cache, begin, end)
 
     def run_chunk(self, rows: Sequence[Encoded], cache: list[Any], start: int, end: int) -> mx.array:
         ids = mx.concatenate([row.input_ids[:, start:end] for row in rows], axis=0)
         embeds = mx.concatenate([row.inputs_embeds[:, start:end] for row in rows], axis=0)
-        extra = self.chunk_features(rows[0], start, end)
+        own = rows if rows[0].has_rows else rows[:1]
+        extra = join_rows([self.chunk_features(row, start, end) for row in own])
         prompts: list[Any] = [row.position.prompt for row in rows]
         if prompts[0] is not None:
             extra["position_ids"] = mx.concatenate([prompt[..., start:end] for prompt in prompts], axis=-2)
@@ -412,7 +431,10 @@ class Adapter:
 
     def decode(self, step: DecodeStep, call: Call = Call()) -> mx.array:
         """Decode one token per place: logits (B, V)."""
-        with running(replace(call, positions=step.positions)):
+        with (
+            running(replace(call, positions=step.positions)),
+            turned(self.language) if step.is_traced else nullcontext(),
+        ):
             return self.run_step(step)
 
     def run_step(self, step: DecodeStep) -> mx.array:
@@ -426,13 +448,6 @@ class Adapter:
 
     # Facts
     # --------------------------------------------------------------------------------------------------------------
-
-    @cached_property
-    def max_context(self) -> int | None:
-        """The context length in positions, if configured."""
-        text = getattr(self.config, "text_config", None) or self.config
-        limit = getattr(text, "max_position_embeddings", None)
-        return int(limit) if limit else None
 
     def _read(self, inputs: Mapping[str, Any]) -> tuple[mx.array, dict[str, Any]]:
         extra = self._known_inputs(inputs)

@@ -21,8 +21,7 @@ from vlm_batch.adapters.longrope import ROW_ROPES
 from vlm_batch.adapters.modules import clone_modules, evaluate_arrays
 from vlm_batch.adapters.prompts import dtype_of, num_words
 from vlm_batch.adapters.rotary import STEP_ROPES, hook_rotary
-from vlm_batch.caches.drafted import DraftedRows
-from vlm_batch.caches.rows import RowsCache, RowStates
+from vlm_batch.caches.rows import DraftedRows, RowsCache, RowStates
 from vlm_batch.records import Call, DraftState, Hidden
 
 #: Positions of a row that are read one by one, beside other rows'.

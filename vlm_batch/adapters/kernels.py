@@ -117,7 +117,7 @@ def attend(queries: mx.array, keys: mx.array, values: mx.array, scale: float, ma
         if not call.is_fixed and isinstance(mask, str) and queries.shape[2] > 1 and is_early(queries, keys):
             return attend_before(queries, keys, values, scale)
     elif takes_powers(queries):
-        if is_slab(mask):
+        if isinstance(mask, mx.array) and mask.ndim == 4 and mask.shape[1:3] == (1, 1):  # a decode step's over a slab
             mask, is_ours = added(mask, queries.dtype), queries.size // queries.shape[3] * keys.shape[2] > FEW_SCORES
         else:
             is_ours = not isinstance(mask, mx.array) and is_long(queries, keys)
@@ -216,11 +216,6 @@ def attend_apart(queries: mx.array, keys: mx.array, values: mx.array, scale: flo
 def is_long(queries: mx.array, keys: mx.array) -> bool:
     _, heads, length, _ = queries.shape
     return length > 1 or heads > keys.shape[1] or keys.shape[2] >= MANY_KEYS
-
-
-def is_slab(mask: Any) -> bool:
-    """Whether this is a decode step's mask (B, 1, 1, K) over a slab."""
-    return isinstance(mask, mx.array) and mask.ndim == 4 and mask.shape[1:3] == (1, 1)
 
 
 def is_small(queries: mx.array, keys: mx.array) -> bool:

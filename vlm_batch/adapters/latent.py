@@ -6,8 +6,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from vlm_batch.caches.drafted import DraftedSlab, each_position
+from vlm_batch.caches.drafted import each_position
 from vlm_batch.caches.rows import RowsCache, attend_rows
+from vlm_batch.caches.slab import DraftedSlab
 
 
 def attend_latent(
@@ -16,6 +17,8 @@ def attend_latent(
     """Attend with queries (1, H, 1, R + D_rope) over latents (1, 1, L, R) and rotated keys."""
     query, turned = mx.split(queries, [latents.shape[-1]], axis=-1)
     scores = (turned * scale) @ rotated.swapaxes(-1, -2)  # (1, H, 1, L), added to the score
+    if mask is not None:
+        scores = mx.where(mask, scores, -mx.inf)
     return mx.fast.scaled_dot_product_attention(query, latents, latents, scale=scale, mask=scores)
 
 

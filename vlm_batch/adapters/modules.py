@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import reduce
+from importlib import import_module
 from typing import Any, ClassVar
 
 import mlx.core as mx
@@ -38,6 +39,26 @@ def _clone(node: Any, patches: Mapping[type, type], seen: dict[int, Any]) -> Any
     if type(node) is dict:
         return {name: _clone(child, patches, seen) for name, child in node.items()}
     return node
+
+
+def patches_in(module: str) -> Any:
+    """Make a family's ``patches`` of a module's ``PATCHES``, imported when they are asked for."""
+    return classmethod(lambda cls: import_module(module).PATCHES)
+
+
+def patching(*patched: tuple[str, Callable[[Any], type]]) -> Any:
+    """Make a family's ``patches`` of classes, named as below ``mlx_vlm.models``, and what makes their replacements."""
+    return classmethod(lambda cls: {(theirs := _class_at(path)): make(theirs) for path, make in patched})
+
+
+def under(mixin: type) -> Callable[[Any], type]:
+    """Return what makes a class's replacement: the class under a mixin."""
+    return lambda parent: type(parent.__name__, (mixin, parent), {"__module__": mixin.__module__})
+
+
+def _class_at(path: str) -> Any:
+    file, name = path.rsplit(".", 1)
+    return vars(import_module(f"mlx_vlm.models.{file}"))[name]
 
 
 class CutAnswer:

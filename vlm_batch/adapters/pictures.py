@@ -13,7 +13,7 @@ from PIL import Image
 
 from vlm_batch.arrays import Deferred
 from vlm_batch.inputs.recalled import KnownPicture, StandIn
-from vlm_batch.store.digest import digest, hash_ahead, hash_of, note_hash
+from vlm_batch.store.digest import HASHES, digest, hash_ahead
 from vlm_batch.store.pictures import PictureStore
 
 #: Options of a call that set a picture's size.
@@ -104,7 +104,7 @@ class PatchesOfRows:
     def _recalled(self, picture: KnownPicture, size: tuple[int, int]) -> mx.array | Patches:
         assert self.pictures is not None
         settings = (self.patch_size, self.merge_size, self.temporal_patch_size)
-        table = self._table()
+        table = self._normalised(np.repeat(np.arange(256, dtype=np.uint8)[None, :, None], 3, axis=2))[:, 0].T.copy()
         key = digest(["patches", picture.content, size, settings, table])
         if (kept := self.pictures.get(key)) is not None:
             found: Patches = kept
@@ -114,11 +114,8 @@ class PatchesOfRows:
         self._fill(patches, seen)
         made = mx.array(patches)
         hash_ahead(made)
-        self.pictures.put(key, Patches(mx.array(seen), mx.array(table), settings, hash_of(made)))
+        self.pictures.put(key, Patches(mx.array(seen), mx.array(table), settings, HASHES.of(made)))
         return made
-
-    def _table(self) -> np.ndarray:  # (256, 3)
-        return self._normalised(np.repeat(np.arange(256, dtype=np.uint8)[None, :, None], 3, axis=2))[:, 0].T.copy()
 
     def _normalised(self, lines: np.ndarray) -> np.ndarray:  # (lines, W, 3) -> (3, lines, W)
         values = lines.transpose(2, 0, 1).astype(np.float32, order="C")
@@ -164,5 +161,5 @@ class Patches(Deferred):
         several = mx.broadcast_to(parts[:, :, :, :, :, None], (*parts.shape[:5], steps, side, side))
         made = several.reshape(self.shape)
         if self._known is not None:
-            note_hash(made, self._known)
+            HASHES.note(made, self._known)
         return made

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
@@ -137,6 +138,30 @@ def hold_products(model: nn.Module, numbers: Mapping[str, Sequence[int]]) -> Non
         module.__dict__.pop("numbers", None)
         if own:
             module.__dict__["numbers"] = own
+
+
+class Turned(nn.Linear):
+    """A linear layer that reads its transposed weight as it is, so that a graph transposes nothing."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        weight = self.__dict__["turned"]
+        return mx.addmm(self["bias"], x, weight) if "bias" in self else x @ weight
+
+
+@contextmanager
+def turned(model: nn.Module) -> Iterator[None]:
+    """Let a private copy's linear layers be ``Turned`` meanwhile: the same bits."""
+    layers: list[Any] = [module for module in model.modules() if type(module) is nn.Linear]
+    weights = [layer["weight"].T for layer in layers]
+    mx.eval(weights)
+    try:
+        for layer, weight in zip(layers, weights, strict=True):
+            layer.__class__, layer.__dict__["turned"] = Turned, weight
+        yield
+    finally:
+        for layer in layers:
+            layer.__class__ = nn.Linear
+            layer.__dict__.pop("turned", None)
 
 
 def in_numbers(call: Callable[[mx.array], mx.array], rows: mx.array, numbers: Sequence[int]) -> mx.array:

@@ -10,8 +10,8 @@ import mlx.nn as nn
 from mlx_vlm.models.cache import ArraysCache, CacheList
 
 from vlm_batch.adapters.base import Adapter
-from vlm_batch.caches.drafted import ALL, DraftedRecurrent, Step, rows_of
 from vlm_batch.caches.listed import ListedCache, parts_of
+from vlm_batch.caches.recurrent import ALL, DraftedRecurrent, Step, rows_of
 
 
 class InOrder:

@@ -4,10 +4,10 @@ import importlib
 import pkgutil
 
 from vlm_batch.caches.blocks import BlockCache, BlockSlabCache
-from vlm_batch.caches.full import can_share, can_trim, take_row, trim
+from vlm_batch.caches.full import can_fill, can_share, can_trim, take_row, trim
 from vlm_batch.caches.indexed import IndexedCache
-from vlm_batch.caches.layers import DenseCache, LayerCache, Placement, kind_of
-from vlm_batch.caches.listed import ListedCache, equalise_capacity, set_layer
+from vlm_batch.caches.layers import LayerCache, Placement, kind_of
+from vlm_batch.caches.listed import ListedCache, equalise_capacity
 from vlm_batch.caches.pooled import PoolCache
 from vlm_batch.caches.recurrent import RecurrentCache
 from vlm_batch.caches.rows import RowMasks, RowsCache, RowStates
@@ -17,7 +17,6 @@ from vlm_batch.caches.whole import WholeCache
 __all__ = [
     "BlockCache",
     "BlockSlabCache",
-    "DenseCache",
     "IndexedCache",
     "LayerCache",
     "ListedCache",
@@ -30,11 +29,11 @@ __all__ = [
     "RowsCache",
     "SlabCache",
     "WholeCache",
+    "can_fill",
     "can_share",
     "can_trim",
     "equalise_capacity",
     "kind_of",
-    "set_layer",
     "take_row",
     "trim",
 ]

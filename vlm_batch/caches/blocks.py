@@ -100,6 +100,10 @@ class BlockSlabCache(RingSlabCache):
     Older columns are masked until overwritten.
     """
 
+    def __init__(self, num_places: int, window: int) -> None:
+        super().__init__(num_places, window)
+        self.most_positions = 1
+
     def extract(self, place: int) -> BlockCache:  # type: ignore[override]
         cache = BlockCache(self.window)
         cache.offset = self._lengths[place]

@@ -23,7 +23,7 @@ class CrossCache(CacheKind):
     def hold(self, keys: mx.array, values: mx.array) -> None:
         self.state = (keys, values)
 
-    def keep(self, positions: mx.array) -> None:
+    def select(self, positions: mx.array) -> None:
         """Drop all picture positions but these (K,)."""
         keys, values = self.state
         if keys is not None and values is not None:

@@ -77,6 +77,11 @@ def can_trim(caches: Sequence[Any]) -> bool:
     return all(kind_of(cache).can_trim for cache in caches)
 
 
+def can_fill(caches: Sequence[Any]) -> bool:
+    """Whether shorter rows of an array can be filled up."""
+    return all(kind_of(cache).can_fill for cache in caches)
+
+
 def trim(caches: Sequence[Any], count: int) -> None:
     """Remove the last ``count`` positions from a row's caches."""
     for cache in caches if count else ():

@@ -64,6 +64,13 @@ class IndexedCache(CacheKind):
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
         return self.inner.update_and_fetch(keys, values)
 
+    @property
+    def counter(self) -> Any:
+        return kind_of(self.inner).counter
+
+    def most_positions(self, *, is_fixed: bool) -> int:
+        return kind_of(self.inner).most_positions(is_fixed=is_fixed)
+
     def trim(self, count: int) -> None:
         kind_of(self.inner).trim(count)
         self.index_offset -= count

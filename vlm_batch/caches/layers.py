@@ -1,4 +1,4 @@
-"""Protocols of a layer's caches, and the registry of kinds.
+"""A layer's caches, of one row and of a batch, and the registry of kinds.
 
 Each kind is one file: single-row cache, saved state and batch cache. Our single-row caches inherit ``CacheKind``;
 mlx-vlm's are wrapped.
@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, TypeVar
 
 import mlx.core as mx
 from mlx_vlm.models.cache import KVCache
 
 from vlm_batch.arrays import arrays_of
-from vlm_batch.caches.rows import RowsCache
+from vlm_batch.caches.drafted import NO_LIMIT
 from vlm_batch.caches.states import CopiedState, LayerState, LostState, is_cache
 from vlm_batch.policy import POLICIES
 from vlm_batch.runtime.device import device
@@ -31,23 +31,49 @@ class Placement(Enum):
         return cls(POLICIES[device()].placement)
 
 
-class LayerCache(Protocol):
+class LayerCache:
     """One layer of a batch."""
 
+    #: Whether keys and values lie in columns that are reserved ahead.
+    has_columns = False
+    #: Those columns, once there are some.
+    capacity: int = 0
+    #: Whether a compiled step can write it.
+    can_trace = False
+    #: Whether that runs the same kernels: nothing can be fused.
+    has_graphs_kernels = False
+    #: The most positions of a row in one forward; 1 if none can be dropped.
+    most_positions: int = 1
+    #: Bytes of the states that each further position leaves.
+    state_bytes: int = 0
+
+    def configure(self, columns: Callable[[int], int], few_bits: str, *, always_masked: bool = False) -> None:
+        """Set its rules.
+
+        Args:
+            columns: A slab's capacity by its longest row.
+            few_bits: The policy's form of quantised states.
+            always_masked: Every step masks columns and rows attend apart, to be batch-invariant.
+        """
+        self.columns, self.few_bits, self.always_masked = columns, few_bits, always_masked
+
     @property
-    def nbytes(self) -> int: ...
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays())
+
     def put(self, place: int, cache: Any) -> None: ...
     def extract(self, place: int) -> Any: ...
     def clear(self, place: int) -> None: ...
+    def keep_places(self, places: list[int]) -> None: ...
     def resize(self, num_places: int) -> None: ...
-    def arrays(self) -> list[mx.array]: ...
+    def arrays(self) -> list[mx.array]:
+        raise NotImplementedError
 
+    def drafted(self, counts: Sequence[int]) -> Any:
+        """Return its view for ``counts[p]`` positions of place p; slabs need equal counts."""
 
-@runtime_checkable
-class DenseCache(Protocol):
-    """A layer whose places can close up, as ``Placement.ROWS`` needs."""
-
-    def remove(self, place: int) -> None: ...
+    def keep(self, place: int, kept: int, of: int) -> None:
+        """Keep the first ``kept`` of a place's ``of`` positions."""
 
 
 class CacheKind:
@@ -64,6 +90,18 @@ class CacheKind:
     holds_rows = False
     #: Whether the last chunk's last positions can be removed without a trace.
     can_trim = False
+    #: The sliding window; None for full attention.
+    span: int | None = None
+
+    @property
+    def counter(self) -> Any:
+        """The cache whose ``offset`` counts its tokens."""
+        return self
+
+    @property
+    def can_fill(self) -> bool:
+        """Whether positions behind shorter rows of an array leave no trace."""
+        return self.can_trim
 
     def row(self, index: int, *, is_own: bool = True) -> Any:
         """Return one row's cache; ``is_own`` copies its arrays."""
@@ -73,12 +111,29 @@ class CacheKind:
         """Remove the last ``count`` positions of the last chunk."""
         raise NotImplementedError
 
+    def most_positions(self, *, is_fixed: bool) -> int:
+        """Return the most positions of one forward, some of which may be dropped; 1 if none can.
+
+        ``is_fixed``: what is left must have the same bits.
+        """
+        return NO_LIMIT if self.can_trim else 1
+
+    def draft(self, count: int) -> None:
+        """Prepare for ``count`` positions, not all of which may be kept."""
+
+    def keep(self, kept: int, of: int) -> None:
+        """Keep the first ``kept`` of the last ``of`` positions."""
+        if of > kept:
+            self.trim(of - kept)
+
     def saved(self, length: int) -> LayerState:
         """Return the state after ``length`` tokens, as unevaluated copies."""
         return CopiedState.of(self, length)
 
     def batched(self, placement: Placement, num_places: int) -> LayerCache:
         """Make an empty batch cache for this kind."""
+        from vlm_batch.caches.rows import RowsCache  # which asks the kinds
+
         return RowsCache()
 
     def bytes_at(self, tokens: int, seen: int) -> int:
@@ -99,6 +154,10 @@ class UpstreamKind(CacheKind):
 
     def __init__(self, cache: Any) -> None:
         self.cache = cache
+
+    @property
+    def counter(self) -> Any:
+        return self.cache
 
     def saved(self, length: int) -> LayerState:
         return CopiedState.of(self.cache, length) if is_cache(self.cache) else LostState()

@@ -21,10 +21,14 @@ from vlm_batch.caches.slab import SlabCache
 from vlm_batch.caches.states import LayerState, filed
 
 
-class ListedCache(CacheList):
+class ListedCache(LayerCache, CacheList):
     """mlx-vlm's ``CacheList`` of batch caches."""
 
     caches: tuple[Any, ...]
+
+    def configure(self, columns: Callable[[int], int], few_bits: str, *, always_masked: bool = False) -> None:
+        for part in self.caches:
+            part.configure(columns, few_bits, always_masked=always_masked)
 
     def put(self, place: int, cache: CacheList) -> None:
         for part, single in zip(self.caches, cache.caches, strict=True):
@@ -37,13 +41,40 @@ class ListedCache(CacheList):
         for part in self.caches:
             part.clear(place)
 
-    def remove(self, place: int) -> None:
+    def keep_places(self, places: list[int]) -> None:
         for part in self.caches:
-            part.remove(place)
+            part.keep_places(places)
 
     def resize(self, num_places: int) -> None:
         for part in self.caches:
             part.resize(num_places)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.caches)
+
+    @property
+    def can_trace(self) -> bool:  # type: ignore[override]
+        return all(part.can_trace for part in self.caches)
+
+    @property
+    def has_graphs_kernels(self) -> bool:  # type: ignore[override]
+        return all(part.has_graphs_kernels for part in self.caches)
+
+    @property
+    def most_positions(self) -> int:  # type: ignore[override]
+        return min(part.most_positions for part in self.caches)
+
+    @property
+    def state_bytes(self) -> int:  # type: ignore[override]
+        return sum(part.state_bytes for part in self.caches)
+
+    def drafted(self, counts: Sequence[int]) -> ListedCache:
+        return ListedCache(*(part.drafted(counts) for part in self.caches))
+
+    def keep(self, place: int, kept: int, of: int) -> None:
+        for part in self.caches:
+            part.keep(place, kept, of)
 
     def arrays(self) -> list[mx.array]:
         return [array for part in self.caches for array in part.arrays()]
@@ -57,24 +88,12 @@ def parts_of(layer: Any) -> Iterator[Any]:
         yield layer
 
 
-def set_layer(layer: LayerCache, columns: Callable[[int], int], few_bits: str, *, always_masked: bool = False) -> None:
-    """Configure a batch's layer.
-
-    Args:
-        columns: A slab's capacity by its longest row.
-        few_bits: The policy's form of quantised states.
-        always_masked: Every step masks columns and rows attend apart, to be batch-invariant.
-    """
-    for part in parts_of(layer):
-        part.columns, part.few_bits, part.always_masked = columns, few_bits, always_masked
-
-
 def equalise_capacity(layers: Sequence[LayerCache]) -> None:
     """Cut slabs to one capacity: a failed ``put`` may have grown some, but layers share masks."""
     kinds: dict[tuple[type, int | None], list[SlabCache]] = {}
     for layer in layers:
         for part in parts_of(layer):
-            if isinstance(part, SlabCache) and part.arrays():
+            if part.capacity:
                 kinds.setdefault((type(part), part.span), []).append(part)
     for parts in kinds.values():
         least = min(part.capacity for part in parts)
@@ -113,6 +132,14 @@ class ListKind(UpstreamKind):
     @property
     def holds_rows(self) -> bool:  # type: ignore[override]
         return all(kind_of(part).holds_rows for part in self.cache.caches)
+
+    @property
+    def can_fill(self) -> bool:
+        return all(kind_of(part).can_fill for part in self.cache.caches)
+
+    def trim(self, count: int) -> None:
+        for part in self.cache.caches:
+            kind_of(part).trim(count)
 
     def row(self, index: int, *, is_own: bool = True) -> CacheList:
         return CacheList(*(kind_of(part).row(index, is_own=is_own) for part in self.cache.caches))

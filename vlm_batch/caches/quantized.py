@@ -11,6 +11,7 @@ import mlx.core as mx
 from mlx_vlm.models.cache import create_attention_mask
 
 from vlm_batch.arrays import own_array, round_up
+from vlm_batch.caches.drafted import NO_LIMIT
 from vlm_batch.caches.layers import CacheKind, LayerCache, Placement
 from vlm_batch.caches.rows import RowsCache, row_of
 from vlm_batch.caches.slab import SlabCache, columns_at, put_columns, widened
@@ -142,6 +143,9 @@ class QuantizedCache(CacheKind):
 
     def make_mask(self, length: int, window_size: int | None = None, return_array: bool = False) -> Any:
         return create_attention_mask(length, self.offset, return_array=return_array, window_size=window_size)
+
+    def most_positions(self, *, is_fixed: bool) -> int:
+        return NO_LIMIT
 
     def trim(self, count: int) -> None:
         self.offset -= count
@@ -330,10 +334,6 @@ class QuantizedSlabCache(SlabCache):
     def graph_key(self) -> tuple[Any, ...]:
         self._reserve_parts(self._columns(1))
         return (tuple(part.shape for part in self.arrays()), self.keys[1].dtype)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(part.nbytes for part in self.arrays())
 
     def arrays(self) -> list[mx.array]:
         return [part for slabs in (self.keys, self.values) if slabs is not None for part in slabs]

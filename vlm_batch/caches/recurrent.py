@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
 import mlx.core as mx
-from mlx_vlm.models.cache import ArraysCache
+from mlx_vlm.models.cache import ArraysCache, CacheList
 
 from vlm_batch.arrays import grown, own_array
+from vlm_batch.caches.drafted import NO_LIMIT
 from vlm_batch.caches.layers import LayerCache, Placement, UpstreamKind, upstream
 from vlm_batch.caches.rows import row_of
 from vlm_batch.caches.states import LayerState, filed
@@ -19,7 +22,7 @@ from vlm_batch.caches.states import LayerState, filed
 Source = tuple[Sequence[mx.array | None], int]
 
 
-class RecurrentCache(ArraysCache):
+class RecurrentCache(LayerCache, ArraysCache):
     """The rows' states side by side, (B, ...) per slot.
 
     Models see mlx-vlm's ``ArraysCache``. A drafted forward leaves the states after the first positions; ``keep``
@@ -28,8 +31,8 @@ class RecurrentCache(ArraysCache):
 
     #: It has no mask.
     span = None
-    #: A graph fuses operations of a recurrence.
-    has_graphs_kernels = False
+    can_trace = True  # a graph fuses operations of a recurrence
+    most_positions = NO_LIMIT
 
     def __init__(self) -> None:
         self._states: list[Any] = []
@@ -56,15 +59,21 @@ class RecurrentCache(ArraysCache):
     def cache(self, states: list[Any]) -> None:
         self._states = states
 
+    @property
+    def state_bytes(self) -> int:  # type: ignore[override]
+        return self.nbytes
+
+    def drafted(self, counts: Sequence[int]) -> DraftedRecurrent:
+        return DraftedRecurrent(self, counts)
+
     def draft(self, later: dict[int, list[Source]]) -> None:
         """Take states after further positions, by place. The forward fills their slots."""
         self._later = later
 
-    def keep(self, place: int, count: int) -> None:
-        """Keep a row's state after ``count`` positions of the last forward."""
+    def keep(self, place: int, kept: int, of: int = 0) -> None:
         later = self._later.pop(place, [])
-        if count > 1:
-            self._kept[place] = later[count - 2]
+        if kept > 1:
+            self._kept[place] = later[kept - 2]
 
     def _forget(self, place: int) -> None:
         self._later.pop(place, None)
@@ -100,13 +109,14 @@ class RecurrentCache(ArraysCache):
         """Free a place; the next row overwrites the state."""
         self._forget(place)
 
-    def remove(self, place: int) -> None:
-        self._forget(place)
-        states = self.cache  # with what the other places keep
-        self._later = {other - (other > place): later for other, later in self._later.items()}
-        self._num_places -= 1
-        self._unfilled = {(slot, other - (other > place)) for slot, other in self._unfilled if other != place}
-        self.cache = [None if one is None else mx.concatenate([one[:place], one[place + 1 :]]) for one in states]
+    def keep_places(self, places: list[int]) -> None:
+        """Drop empty places: keep these, in their order, copied once."""
+        states, at = self.cache, mx.array(places)  # with what they keep
+        now = {before: place for place, before in enumerate(places)}
+        self._later = {now[before]: later for before, later in self._later.items() if before in now}
+        self._unfilled = {(slot, now[before]) for slot, before in self._unfilled if before in now}
+        self._num_places = len(places)
+        self.cache = [None if one is None else mx.take(one, at, axis=0) for one in states]
 
     def resize(self, num_places: int) -> None:
         for place in range(num_places, self._num_places):
@@ -144,6 +154,96 @@ class RecurrentCache(ArraysCache):
         """Take states back after a step of ``count`` tokens for every place."""
         self.cache = [one[0] if one else None for one in slots]
         self._unfilled = {(slot, place) for slot, place in self._unfilled if not (count and slots[slot])}
+
+
+@dataclass(frozen=True)
+class Step:
+    """One position of some places, in a recurrent layer."""
+
+    places: tuple[int, ...]
+    rows: slice | mx.array  # of the forward, one for each place
+    before: slice | mx.array  # the places among those of the step before
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The order in which a recurrent layer runs N positions."""
+
+    each: tuple[Step, ...]
+    num_rows: int
+    order: slice | mx.array  # (N,) of the outputs of all steps, one after another
+
+    @classmethod
+    @lru_cache(maxsize=8)
+    def of(cls, counts: tuple[int, ...], *, is_fixed: bool) -> Steps:
+        """``is_fixed``: each step has all places, some idle."""
+        begins = [0, *accumulate(counts)]
+        last, steps, at = begins[-1] - 1, list[Step](), dict[tuple[int, int], int]()
+        there: tuple[int, ...] = tuple(range(len(counts)))
+        for ahead in range(max(counts)):
+            places = tuple(place for place, count in enumerate(counts) if is_fixed or not ahead or count > ahead)
+            rows = [min(max(0, begins[place] + min(ahead, counts[place] - 1)), last) for place in places]
+            steps.append(Step(places, _index(rows), _index([there.index(place) for place in places], len(there))))
+            at |= {(place, ahead): len(at) + index for index, place in enumerate(places)}
+            there = places
+        order = [at[place, ahead] for place, count in enumerate(counts) for ahead in range(count)]
+        return cls(tuple(steps), len(order), _index(order, len(at)))
+
+
+#: Everything.
+ALL = slice(None)
+
+
+def _index(rows: Sequence[int], size: int = -1) -> slice | mx.array:
+    """Return an index of rows; ``ALL`` if they are all of ``size``."""
+    step = rows[1] - rows[0] if len(rows) > 1 else 1
+    if size == len(rows) and list(rows) == list(range(size)):
+        return ALL
+    if step > 0 and list(rows) == list(range(rows[0], rows[-1] + 1, step)):
+        return slice(rows[0], rows[-1] + 1, step)
+    return mx.array(list(rows))
+
+
+def rows_of(array: mx.array, index: slice | mx.array) -> mx.array:
+    return array if index is ALL else array[index]
+
+
+class DraftedRecurrent(ArraysCache):
+    """A ``RecurrentCache`` with ``counts[p]`` successive positions of place p.
+
+    It has no slots of its own: each step lends them.
+    """
+
+    def __init__(self, layer: RecurrentCache, counts: Sequence[int]) -> None:
+        super().__init__(0)
+        self._layer, self._counts = layer, tuple(counts)
+        self.steps = Steps.of(self._counts, is_fixed=layer.always_masked)
+        #: By slot: its states before the first step, and after each that has run.
+        self._slots: list[list[mx.array | None]] = [[states] for states in layer.cache]
+        self._later: list[list[mx.array | None]] = [[None] * len(self._slots) for _ in self.steps.each[1:]]
+        later: dict[int, list[Source]] = {}
+        for slots, step in zip(self._later, self.steps.each[1:], strict=True):
+            for row, place in enumerate(step.places):
+                later.setdefault(place, []).append((slots, row))
+        layer.draft(later)
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[ArraysCache]:
+        """Lend a step its first states; remember its last."""
+        before = self.steps.each[number].before
+        held = [slot[min(number, len(slot) - 1)] for slot in self._slots]
+        given = [None if states is None else rows_of(states, before) for states in held]
+        lent = ArraysCache(len(given))
+        lent.cache = list(given)
+        yield lent
+        for slot, (old, new) in enumerate(zip(given, lent.cache, strict=True)):
+            if new is old:  # another module's
+                continue
+            self._slots[slot].append(new)
+            if number:
+                self._later[number - 1][slot] = new
+            else:
+                self._layer[slot] = new
 
 
 def _replaced(states: mx.array, kept: Mapping[int, tuple[mx.array | None, int]]) -> mx.array:
@@ -201,7 +301,7 @@ class RecurrentKind(UpstreamKind):
 
     def row(self, index: int, *, is_own: bool = True) -> ArraysCache:
         cut = row_of(index, is_own=is_own)
-        taken = ArraysCache(len(self.cache.cache))
+        taken = type(self.cache)(len(self.cache.cache))
         taken.cache = [None if slot is None else cut(slot) for slot in self.cache.cache]
         return taken
 
@@ -213,3 +313,35 @@ class RecurrentKind(UpstreamKind):
 
     def batched(self, placement: Placement, num_places: int) -> LayerCache:
         return RecurrentCache()
+
+
+class MaskedStates(ArraysCache):
+    """States of a family whose layers mask what lies behind ``lengths`` (R,)."""
+
+
+@upstream(MaskedStates)
+class MaskedKind(RecurrentKind):
+    can_fill = True  # type: ignore[assignment]
+
+    def trim(self, count: int) -> None:
+        """The positions were masked."""
+
+
+def masked(caches: Sequence[Any]) -> list[Any]:
+    """Return new caches, the states ``MaskedStates``."""
+    found: list[Any] = []
+    for cache in caches:
+        if isinstance(cache, CacheList):
+            cache.caches = tuple(masked(cache.caches))
+        found.append(MaskedStates(len(cache.cache)) if type(cache) is ArraysCache else cache)
+    return found
+
+
+def mask_behind(caches: Sequence[Any], ends: Sequence[int]) -> None:
+    """Mask what lies behind rows' ends in the states' next chunk."""
+    lengths = mx.array(list(ends))
+    for cache in caches:
+        if isinstance(cache, CacheList):
+            mask_behind(cache.caches, ends)
+        elif isinstance(cache, MaskedStates):
+            cache.lengths = lengths

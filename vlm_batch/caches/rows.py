@@ -7,16 +7,17 @@ an array until one leaves.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any
 from weakref import WeakSet
 
 import mlx.core as mx
 from mlx_vlm.models.cache import KVCache, cache_nbytes
 
-from vlm_batch.arrays import arrays_of
-from vlm_batch.caches.slab import lengths_array
+from vlm_batch.arrays import arrays_of, lengths_array
+from vlm_batch.caches.layers import LayerCache, kind_of
 
 #: The longest rows worth copying into one array.
 MOST_STACKED = 1024
@@ -26,13 +27,30 @@ MOST_STACKED = 1024
 class Run:
     """Keys or values of the places [first, end), and their cache.
 
-    ``state`` is one row's (1, H, L, D) or quantised states, stacked rows (R, H, L, D), or None.
+    ``state`` is one row's (1, H, L, D) or quantised states, stacked rows (R, H, L, D), or None. One row's at several
+    places: each is a later position of the row, the last of which sees all.
     """
 
     first: int
     end: int
     state: Any | None
     cache: Any | None
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether the places are positions of one row."""
+        return isinstance(self.state, mx.array) and len(self.state) < self.end - self.first
+
+    def apart(self) -> list[Run]:
+        """Return a run for each place."""
+        count = self.end - self.first
+        whole: Any = self.state
+        if self.is_ahead:
+            length = whole.shape[2] - count + 1
+            states = [whole[:, :, : length + at] for at in range(count)]
+        else:
+            states = [whole] if count == 1 or whole is None else list(mx.split(whole, len(whole)))
+        return [Run(self.first + at, self.first + at + 1, state, self.cache) for at, state in enumerate(states)]
 
 
 @dataclass(frozen=True)
@@ -48,12 +66,8 @@ class RowStates:
         return (self.runs[-1].end, shapes[0][1], max(shape[2] for shape in shapes), shapes[0][3])
 
     def apart(self) -> list[Run]:
-        """Split stacked rows."""
-        found: list[Run] = []
-        for run in self.runs:
-            rows = [run.state] if run.end - run.first == 1 or run.state is None else mx.split(run.state, len(run.state))
-            found += [Run(run.first + at, run.first + at + 1, row, run.cache) for at, row in enumerate(rows)]
-        return found
+        """Return a run for each place."""
+        return [one for run in self.runs for one in run.apart()]
 
 
 @dataclass(frozen=True)
@@ -72,7 +86,10 @@ def attend_rows(
     mask: RowMasks | mx.array | None,
     sinks: mx.array | None,
 ) -> mx.array:
-    """Attend with queries (B, H, 1, D), one call per row or unmasked stack; empty places give zeros."""
+    """Attend with queries (B, H, 1, D), one call per row, its unmasked positions or unmasked stack.
+
+    Empty places give zeros.
+    """
     extra = {} if sinks is None else {"sinks": sinks}
     runs = (keys.runs, values.runs) if mask is None else (keys.apart(), values.apart())
     outputs: list[mx.array | None] = []  # per run
@@ -86,13 +103,18 @@ def attend_rows(
         elif mask is not None and mask.ndim == 4 and mask.shape[0] > 1:
             own = mask[run.first : run.end]
         of_rows = queries[run.first : run.end]
-        outputs.append(attention(of_rows, run.state, other.state, run.cache, scale=scale, mask=own, **extra))
+        if run.is_ahead:
+            count, length = run.end - run.first, run.state.shape[2]
+            own = mx.arange(length) <= mx.arange(length - count, length)[:, None]
+            of_rows = of_rows.swapaxes(0, 2)
+        found = attention(of_rows, run.state, other.state, run.cache, scale=scale, mask=own, **extra)
+        outputs.append(found.swapaxes(0, 2) if run.is_ahead else found)
     like = next((output[:1] for output in outputs if output is not None), queries[:1])  # values may have another width
     filled = [mx.zeros_like(like) if output is None else output for output in outputs]
     return filled[0] if len(filled) == 1 else mx.concatenate(filled, axis=0)
 
 
-class RowsCache:
+class RowsCache(LayerCache):
     """One layer of a batch; ``places[b]``: the cache of place b, or None.
 
     ``may_stack``: neighbours of one length that join together share a cache.
@@ -119,9 +141,9 @@ class RowsCache:
         self.separate(place)
         self.places[place] = None
 
-    def remove(self, place: int) -> None:
-        self.clear(place)
-        del self.places[place]
+    def keep_places(self, places: list[int]) -> None:
+        """Drop empty places: keep these, in their order."""
+        self.places = [self.places[place] for place in places]
 
     def resize(self, num_places: int) -> None:
         del self.places[num_places:]
@@ -188,6 +210,18 @@ class RowsCache:
                 yield first, end, cache
                 first = end
 
+    @property
+    def most_positions(self) -> int:  # type: ignore[override]
+        held = [kind_of(cache) for _, _, cache in self.runs() if cache is not None]
+        return min((kind.most_positions(is_fixed=self.always_masked) for kind in held), default=1)
+
+    def drafted(self, counts: Sequence[int]) -> DraftedRows:
+        return DraftedRows(self, counts)
+
+    def keep(self, place: int, kept: int, of: int) -> None:
+        if of > 1:
+            kind_of(self.places[place]).keep(kept, of)
+
     def _run_of(self, place: int) -> tuple[int, int]:
         return next((first, end) for first, end, _ in self.runs() if first <= place < end)
 
@@ -211,6 +245,98 @@ class RowsCache:
             if kind is not None and len(places) > 1:
                 first, end = places[0], places[-1] + 1
                 self.places[first:end] = [_stacked(self.places[first:end])] * len(places)
+
+
+class DraftedRows(RowsCache):
+    """A ``RowsCache`` with ``counts[p]`` positions of place p, each attending separately."""
+
+    def __init__(self, layer: RowsCache, counts: Sequence[int]) -> None:
+        super().__init__()
+        layer.settle_new()
+        for place, count in enumerate(counts):
+            if count > 1:
+                layer.separate(place)
+                kind_of(layer.places[place]).draft(count)
+        self.always_masked = layer.always_masked
+        self._layer, self._counts = layer, tuple(counts)
+        self._ends = [0, *accumulate(counts)]
+        self.places = [cache for cache, count in zip(layer.places, counts, strict=True) for _ in range(count)]
+        self._before = tuple(
+            length + ahead for length, count in zip(layer.lengths, counts, strict=True) for ahead in range(count)
+        )
+        self._appended: tuple[RowStates, RowStates] | None = None
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        done = self._appended is not None
+        return tuple(
+            before + done * (cache is not None) for before, cache in zip(self._before, self.places, strict=True)
+        )
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[RowStates, RowStates]:
+        runs: tuple[list[Run], list[Run]] = ([], [])
+        for first, end, cache in self._layer.runs():
+            begin, stop = self._ends[first], self._ends[end]
+            if begin == stop:
+                continue
+            if cache is None or stop - begin == end - first:
+                one: Any = (None, None)
+                if cache is not None:
+                    one = cache.update_and_fetch(keys[begin:stop], values[begin:stop])
+                for found, state in zip(runs, one, strict=True):
+                    found.append(Run(begin, stop, state, cache))
+                continue
+            both = cache.update_and_fetch(*(part[begin:stop].swapaxes(0, 2) for part in (keys, values)))
+            for found, state in zip(runs, both, strict=True):
+                if type(cache) is KVCache and not self.always_masked:
+                    found.append(Run(begin, stop, state, cache))
+                    continue
+                found += [
+                    Run(at, at + 1, seen, cache) for at, seen in enumerate(_seen(state, cache, stop - begin), begin)
+                ]
+        self._appended = RowStates(tuple(runs[0])), RowStates(tuple(runs[1]))
+        return self._appended
+
+    @property
+    def state(self) -> tuple[RowStates, RowStates]:
+        assert self._appended is not None
+        return self._appended
+
+    def make_mask(self, length: int, window_size: int | None = None, return_array: bool = False) -> RowMasks | None:
+        masks: list[mx.array | None] = []
+        for cache, count in zip(self._layer.places, self._counts, strict=True):
+            for ahead in range(count):
+                with _further(cache, ahead):
+                    masks.append(
+                        None if cache is None else cache.make_mask(length, window_size=window_size, return_array=False)
+                    )
+        return None if all(mask is None for mask in masks) else RowMasks(tuple(masks))
+
+
+def _seen(states: Any, cache: Any, count: int) -> Iterator[Any]:
+    """Yield what each of a row's last ``count`` positions sees."""
+    window = kind_of(cache).span
+    length = states.shape[2]
+    for end in range(length - count + 1, length + 1):
+        begin = 0 if window is None else max(0, end - window)
+
+        def cut(part: mx.array, begin: int = begin, end: int = end) -> mx.array:
+            return part[:, :, begin:end]
+
+        yield cut(states) if isinstance(states, mx.array) else states.map(cut)
+
+
+@contextmanager
+def _further(cache: Any, count: int) -> Iterator[None]:
+    if cache is None or not count:
+        yield
+        return
+    counter = kind_of(cache).counter
+    counter.offset += count
+    try:
+        yield
+    finally:
+        counter.offset -= count
 
 
 def row_of(index: int, *, is_own: bool) -> Callable[[mx.array], mx.array]:

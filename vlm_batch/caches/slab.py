@@ -5,14 +5,17 @@ Writes use ``put_along_axis``: scatter is slower on CUDA, and ``where`` copies e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 from mlx_vlm.models.cache import KVCache, RotatingKVCache
 
-from vlm_batch.arrays import grown, own_array, round_up
+from vlm_batch.arrays import grown, lengths_array, own_array, round_up
+from vlm_batch.caches.drafted import NO_LIMIT, DraftedStates
+from vlm_batch.caches.layers import LayerCache
 
 #: Capacities are multiples of this. Attention reads all columns of a slab, so small steps read less. But each new shape costs
 #: a plan on CUDA, and each growth a copy.
@@ -24,13 +27,7 @@ def capacity_for(tokens: int) -> int:
     return round_up(tokens, CAPACITY_STEP)
 
 
-@lru_cache(maxsize=8)
-def lengths_array(lengths: tuple[int, ...]) -> mx.array:
-    """Return lengths as an array (B,), made once per step."""
-    return mx.array(lengths, dtype=mx.int32)
-
-
-class SlabArrays:
+class SlabArrays(LayerCache):
     """Growing keys and values of all places; ``columns``: capacity by the longest row."""
 
     def __init__(self, num_places: int) -> None:
@@ -38,10 +35,6 @@ class SlabArrays:
         self.keys: mx.array | None = None  # (S, H, C, D)
         self.values: mx.array | None = None  # (S, H, C, D_v)
         self._left = [0] * num_places  # columns that ended rows may have left in each place
-
-    @property
-    def nbytes(self) -> int:
-        return 0 if self.keys is None or self.values is None else self.keys.nbytes + self.values.nbytes
 
     @property
     def num_places(self) -> int:
@@ -56,18 +49,19 @@ class SlabArrays:
         self._change(partial(with_places, num_places=num_places))
         self._left = (self._left + [0] * num_places)[:num_places]
 
-    def remove(self, place: int) -> None:
-        """Remove a place; copy the others once."""
-        self._change(lambda slab: mx.concatenate([slab[:place], slab[place + 1 :]]))
-        del self._left[place]
+    def keep_places(self, places: list[int]) -> None:
+        """Drop empty places: keep these, in their order, copied once."""
+        at = mx.array(places)
+        self._change(lambda slab: mx.take(slab, at, axis=0))
+        self._left = [self._left[place] for place in places]
 
     def _change(self, change: Callable[[mx.array], mx.array]) -> None:
         if self.keys is not None and self.values is not None:
             self.keys, self.values = change(self.keys), change(self.values)
 
     @property
-    def capacity(self) -> int:
-        return min((int(array.shape[2]) for array in self.arrays()), default=0)
+    def capacity(self) -> int:  # type: ignore[override]
+        return min([int(array.shape[2]) for array in self.arrays()], default=0)
 
     def _capacity(self, tokens: int) -> int:
         return self.columns(tokens)
@@ -109,8 +103,10 @@ class SlabCache(SlabArrays):
 
     #: The sliding window; None for full attention.
     span: int | None = None
-    #: Whether a compiled step runs the same kernels: nothing can be fused.
+    has_columns = True
+    can_trace = True
     has_graphs_kernels = True
+    most_positions = NO_LIMIT
 
     def __init__(self, num_places: int) -> None:
         super().__init__(num_places)
@@ -149,10 +145,9 @@ class SlabCache(SlabArrays):
         if longest and 2 * (needed := self._capacity(longest + self.ahead)) <= self.capacity:
             self._cut(needed)
 
-    def remove(self, place: int) -> None:
-        self.clear(place)
-        super().remove(place)
-        del self._lengths[place]
+    def keep_places(self, places: list[int]) -> None:
+        super().keep_places(places)
+        self._lengths = [self._lengths[place] for place in places]
 
     def resize(self, num_places: int) -> None:
         super().resize(num_places)
@@ -189,9 +184,12 @@ class SlabCache(SlabArrays):
         self.keys = put_columns(self.keys, at, keys)
         self.values = put_columns(self.values, at, values)
 
-    def keep(self, place: int, count: int) -> None:
-        """Add ``count``, which may be negative, to a place's length."""
-        self._lengths[place] += count
+    def drafted(self, counts: Sequence[int]) -> DraftedSlab:
+        return DraftedSlab(self, counts[0])
+
+    def keep(self, place: int, kept: int, of: int = 0) -> None:
+        """Add ``kept``, which may be negative, to a place's length."""
+        self._lengths[place] += kept
 
     def advance(self) -> None:
         """Count one token of every live place."""
@@ -284,7 +282,7 @@ class RingSlabCache(SlabCache):
 
     def __init__(self, num_places: int, window: int) -> None:
         super().__init__(num_places)
-        self.window = self.span = window
+        self.window = self.span = self.most_positions = window
         self._later: tuple[
             mx.array, ...
         ] = ()  # keys and values (S, H, L, D) of a forward with drafts that ``keep`` writes
@@ -297,20 +295,24 @@ class RingSlabCache(SlabCache):
         self._later = ()
         super().append(keys, values)
 
-    def remove(self, place: int) -> None:
-        super().remove(place)
-        self._later = tuple(mx.concatenate([new[:place], new[place + 1 :]]) for new in self._later)
+    def keep_places(self, places: list[int]) -> None:
+        super().keep_places(places)
+        self._later = tuple(mx.take(new, mx.array(places), axis=0) for new in self._later)
 
-    def keep(self, place: int, count: int) -> None:
+    def drafted(self, counts: Sequence[int]) -> DraftedSlab:
+        is_overwritten = self.window < max(self.lengths) + counts[0]
+        return (DraftedRing if is_overwritten else DraftedSlab)(self, counts[0])
+
+    def keep(self, place: int, kept: int, of: int = 0) -> None:
         """As for a slab; also write the positions that ``hold`` left."""
-        begin, end = 1, max(count, 1) if self._later else 1
+        begin, end = 1, max(kept, 1) if self._later else 1
         while begin < end:
             column = (self._lengths[place] + begin) % self.window
             stop = min(end, begin + self.window - column)
             for slab, new in zip(self.arrays(), self._later, strict=True):
                 slab[place : place + 1, :, column : column + stop - begin] = new[place : place + 1, :, begin:stop]
             begin = stop
-        super().keep(place, count)
+        super().keep(place, kept)
 
     def extract(self, place: int) -> RotatingKVCache:
         """Return a row's last tokens, in order."""
@@ -362,6 +364,78 @@ class RingSlabCache(SlabCache):
             slab[place : place + 1, :, shift : shift + first] = tail[:, :, :first]
             if first < kept:
                 slab[place : place + 1, :, : kept - first] = tail[:, :, first:]
+
+
+class DraftedSlab:
+    """A slab with ``count`` positions of each place."""
+
+    def __init__(self, layer: SlabCache, count: int) -> None:
+        self._layer, self.count = layer, count
+        self._is_done = False
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        ahead = range(self._is_done, self.count + self._is_done)
+        return tuple((length + more) * (length > 0) for length in self._layer.lengths for more in ahead)
+
+    @property
+    def offset(self) -> mx.array:
+        return lengths_array(self.lengths)
+
+    @contextmanager
+    def steps(self) -> Iterator[SlabCache]:
+        """Lend the slab for single steps; ``keep`` counts their tokens."""
+        before = self._layer.lengths
+        try:
+            yield self._layer
+        finally:
+            for place, (old, length) in enumerate(zip(before, self._layer.lengths, strict=True)):
+                self._layer.keep(place, old - length)
+            self._layer.ahead, self._is_done = max(self._layer.ahead, self.count), True
+
+    @property
+    def _idx(self) -> int:
+        return max(self.lengths, default=0)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[DraftedStates, DraftedStates]:
+        """Append (S * count, H, 1, D) keys and values, uncounted."""
+        self._layer.append(*(self._by_place(part) for part in (keys, values)))
+        self._is_done = True
+        return self.state
+
+    def _by_place(self, part: mx.array) -> mx.array:  # (S * count, H, 1, D) -> (S, H, count, D)
+        return part.reshape(-1, self.count, part.shape[1], part.shape[3]).swapaxes(1, 2)
+
+    @property
+    def state(self) -> tuple[DraftedStates, DraftedStates]:
+        keys, values = self._layer.state
+        return DraftedStates([keys], self.count), DraftedStates([values], self.count)
+
+    def make_mask(self, length: int, window_size: int | None = None, return_array: bool = False) -> mx.array:
+        """Return the mask (S * count, 1, 1, C)."""
+        if length != 1:
+            raise ValueError(f"a position has one token, not {length}")
+        return self._layer.seen(self.offset, self.count, window_size)
+
+
+class DraftedRing(DraftedSlab):
+    """A ring with a slab per position: a place's later positions overwrite what its earlier ones see."""
+
+    _layer: RingSlabCache
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[DraftedStates, DraftedStates]:
+        new = (self._by_place(keys), self._by_place(values))
+        self._layer.reserve(*new, tokens=self._layer._idx + self.count)
+        with self.steps() as layer:
+            slabs = [layer.update_and_fetch(*(part[:, :, at : at + 1] for part in new)) for at in range(self.count)]
+        self._layer.hold(*slabs[0], new)
+        states = (DraftedStates(half, self.count) for half in zip(*slabs, strict=True))
+        self._states: tuple[DraftedStates, DraftedStates] = (next(states), next(states))
+        return self._states
+
+    @property
+    def state(self) -> tuple[DraftedStates, DraftedStates]:
+        return self._states
 
 
 def widened(slab: mx.array | None, shape: tuple[int, int, int, int], dtype: mx.Dtype) -> mx.array:

@@ -9,7 +9,8 @@ import mlx.core as mx
 from mlx_vlm.models.cache import CacheList, KVCache, PoolingCache
 
 from vlm_batch.arrays import arrays_of
-from vlm_batch.caches.layers import CacheKind, kind_of
+from vlm_batch.caches.drafted import NO_LIMIT
+from vlm_batch.caches.layers import CacheKind, UpstreamKind, kind_of, upstream
 from vlm_batch.caches.listed import ListState
 from vlm_batch.caches.states import CopiedState, LayerState, can_file, filed
 
@@ -23,26 +24,18 @@ class WholeCache(CacheKind, CacheList):
     def offset(self) -> int:
         return int(self.caches[0].offset)
 
-    @property
-    def can_draft(self) -> bool:
-        """Whether some of a forward's positions can be dropped."""
-        return all(type(part) in (KVCache, PoolingCache) for part in self.caches)
+    def most_positions(self, *, is_fixed: bool) -> int:
+        return NO_LIMIT if all(type(part) in (KVCache, PoolingCache) for part in self.caches) else 1
 
     def draft(self, count: int) -> None:
-        """Note what the next ``count`` positions begin with."""
         self._before = tuple(int(part.offset) for part in self.caches)
         for part in self.caches:
-            if isinstance(part, PoolingCache):
-                part.start_speculation(count)
+            kind_of(part).draft(count)
 
-    def keep(self, count: int) -> None:
-        """Keep the first ``count`` of the positions since ``draft``."""
+    def keep(self, kept: int, of: int) -> None:
         assert self._before is not None
         for part, before in zip(self.caches, self._before, strict=True):
-            if isinstance(part, PoolingCache):
-                part.commit_speculation(count)
-            else:  # decode steps leave some parts as they are
-                part.offset = min(int(part.offset), before + count)
+            kind_of(part).keep(kept, int(part.offset) - before)  # decode steps leave some parts as they are
         self._before = None
 
     @property
@@ -59,6 +52,17 @@ class WholeCache(CacheKind, CacheList):
         """Save the parts; copy all if one is of an unknown class."""
         states = tuple(kind_of(part).saved(length) for part in self.caches)
         return WholeState(states) if all(map(can_file, states)) else CopiedState.of(self, length)
+
+
+@upstream(PoolingCache)
+class PoolingKind(UpstreamKind):
+    cache: PoolingCache
+
+    def draft(self, count: int) -> None:
+        self.cache.start_speculation(count)
+
+    def keep(self, kept: int, of: int) -> None:
+        self.cache.commit_speculation(kept)
 
 
 @filed

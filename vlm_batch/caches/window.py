@@ -55,6 +55,15 @@ class WindowKind(UpstreamKind):
         return taken
 
     @property
+    def span(self) -> int:  # type: ignore[override]
+        return int(self.cache.max_size)
+
+    def most_positions(self, *, is_fixed: bool) -> int:
+        if is_fixed:  # reordering a full ring changes bits
+            return int(self.cache.max_size - self.cache.offset)
+        return super().most_positions(is_fixed=False)
+
+    @property
     def can_trim(self) -> bool:  # type: ignore[override]
         return self.cache.keep == 0
 

@@ -77,6 +77,8 @@ class Admission:
             placed: each client's places; None: the present ones.
         """
         given = list(rows)
+        if len({row.client for row in given}) < 2:
+            return sorted(given, key=lambda row: (row not in first, self.urgency(row)))
         turn = self._turn if placed is None else self.urgency
         keys = [(row.client, (row not in first, self.urgency(row)), turn(row)) for row in given]
         return [given[at] for at in self._scheduler.share_out(keys, self.placed if placed is None else placed)]
@@ -175,12 +177,10 @@ class Admission:
 
         A row without room blocks all that need room. Large pictures have room of their own.
         """
-        large = {row for row in self._read if self._is_large(row)}
-        row = self._first_with_room(self._read - large, [one for one in self._processing if not self._is_large(one)])
-        return row or self._first_with_room(large, [one for one in self._processing if self._is_large(one)])
-
-    def _is_large(self, row: Row) -> bool:
-        return self._decoded(row) > self._most_bytes // LARGE_PART
+        least = self._most_bytes // LARGE_PART
+        large = {row for row in (*self._read, *self._processing) if self._decoded(row) > least}
+        row = self._first_with_room(self._read - large, [one for one in self._processing if one not in large])
+        return row or self._first_with_room(self._read & large, [one for one in self._processing if one in large])
 
     def _first_with_room(self, those: Collection[Row], processing: Sequence[Row]) -> Row | None:
         if not those:

@@ -7,8 +7,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from vlm_batch.caches import DenseCache, LayerCache, Placement, equalise_capacity
-from vlm_batch.caches.drafted import keep, most_positions, with_positions
+from vlm_batch.caches import LayerCache, Placement, equalise_capacity
+from vlm_batch.caches.drafted import most_positions
 from vlm_batch.engine.row import Row, Status
 from vlm_batch.engine.shapes import Shapes
 
@@ -29,7 +29,9 @@ class DecodeBatch:
         self.is_apart = is_apart
         self.max_rows = max_rows
         self._shapes = shapes
-        self.places: list[Row | None] = []  # dense for caches per row; slabs keep a place until another row takes it
+        self.places: list[
+            Row | None
+        ] = []  # a place is kept until another row takes it, on a CPU until the next forward
         self.layers: list[LayerCache] = []
         self._placement = shapes.layout
         self.num_positions = 0  # of the last forward
@@ -47,7 +49,7 @@ class DecodeBatch:
         if not self.layers:
             self._placement = self._shapes.layout
             self.layers = self._shapes.layers(caches, len(self.places), self.least)
-        self.lay_out(row)
+        self._switch(row)
         before = len(self.places)
         try:
             if None not in self.places:
@@ -63,7 +65,18 @@ class DecodeBatch:
         self.places[place] = row
         row.status = Status.DECODE
 
-    def lay_out(self, *joining: Row) -> None:
+    def lay_out(self) -> None:
+        """Prepare a forward: drop empty places and choose the layout, on a CPU."""
+        if self._shapes.layout is not Placement.ROWS:
+            return
+        if None in self.places:
+            kept = [place for place, row in enumerate(self.places) if row is not None]
+            for layer in self.layers:
+                layer.keep_places(kept)
+            self.places = [self.places[place] for place in kept]
+        self._switch()
+
+    def _switch(self, *joining: Row) -> None:
         """Switch between caches per row and slabs before ``joining`` rows join."""
         rows = [*self.rows, *joining]
         wanted = self._shapes.placement([next_length(row) for row in rows], self._placement)
@@ -83,7 +96,8 @@ class DecodeBatch:
 
     def take(self, row: Row) -> list[Any]:
         """Return a row's single-row caches. The row must leave next."""
-        self.keep(row, 1)  # drops drafts
+        if row in self._drafted:
+            self.keep(row, 1)
         place = self.places.index(row)
         taken = [layer.extract(place) for layer in self.layers]
         mx.async_eval([cache.state for cache in taken])  # the next step writes to the slab, which nobody may hold then
@@ -93,21 +107,15 @@ class DecodeBatch:
         """Free a row's place. No other row moves."""
         self._drafted.pop(row, None)
         place = self.places.index(row)
-        if self._shapes.layout is Placement.ROWS:
-            del self.places[place]
-            for layer in self.layers:
-                assert isinstance(layer, DenseCache)
-                layer.remove(place)
-            self._resize(len(self.places))
-        else:
-            self.places[place] = None
-            for layer in self.layers:
-                layer.clear(place)
-            last = max((index + 1 for index, other in enumerate(self.places) if other is not None), default=0)
-            if FEW * last <= len(self.places):
-                self._resize(last)
-        if not self.places:
-            self.layers = []  # frees an idle batch's memory
+        self.places[place] = None
+        if not self.rows:
+            self.drop()  # frees an idle batch's memory
+            return
+        for layer in self.layers:
+            layer.clear(place)
+        last = max(index + 1 for index, other in enumerate(self.places) if other is not None)
+        if self._shapes.layout is Placement.SLAB and FEW * last <= len(self.places):
+            self._resize(last)
 
     def drop(self) -> None:
         self.places, self.layers = [], []
@@ -125,9 +133,9 @@ class DecodeBatch:
             return None
         return counts
 
-    def with_drafts(self, counts: Sequence[int]) -> list[LayerCache]:
+    def with_drafts(self, counts: Sequence[int]) -> list[Any]:
         """Return the layers for ``counts[b]`` positions at place b."""
-        return with_positions(self.layers, counts)
+        return [layer.drafted(counts) for layer in self.layers]
 
     def was_drafted(self, counts: Sequence[int]) -> None:
         """Record a drafted forward. Other rows keep one position."""
@@ -136,12 +144,16 @@ class DecodeBatch:
             if row is not None and row.answer.ahead:
                 self._drafted[row] = count
             elif row is not None:
-                keep(self.layers, place, count, 1)
+                self._keep(place, 1, count)
 
     def keep(self, row: Row, kept: int) -> None:
         """Keep ``kept`` positions of a row in the last forward."""
         if (count := self._drafted.pop(row, None)) is not None:
-            keep(self.layers, self.places.index(row), count, kept)
+            self._keep(self.places.index(row), kept, count)
+
+    def _keep(self, place: int, kept: int, of: int) -> None:
+        for layer in self.layers:
+            layer.keep(place, kept, of)
 
     def _resize(self, wanted: int) -> None:
         wanted = self._shapes.places(wanted, self.max_rows)

@@ -32,11 +32,6 @@ class Flight:
     def waiting(self) -> list[Row]:
         return list(dict.fromkeys(row for index, row in enumerate(self.rows) if self.is_for(index)))
 
-    @property
-    def has_drafts(self) -> bool:
-        """Whether tokens must be read before the next forward."""
-        return any(row.answer.ahead for row in self.rows)
-
 
 def choose(parts: Sequence[Part], sampler: Sampler) -> list[Flight | Failed]:
     """Choose and launch the next tokens. Recomputed rows repeat theirs."""

@@ -70,21 +70,17 @@ class CompiledDecode:
         """
         if any(extras):
             return False
-        return all(
-            isinstance(part, (SlabCache, RecurrentCache)) and (part.has_graphs_kernels or not is_plain)
-            for part in _parts(layers)
-        )
+        return all(layer.can_trace and (layer.has_graphs_kernels or not is_plain) for layer in layers)
 
     def __call__(self, step: DecodeStep) -> Any:
         """Return what ``decode`` returns."""
         layers = _parts(step.caches)
         kinds = {_kind(layer): layer for layer in layers}
-        key = tuple(layer.graph_key() for layer in kinds.values())
+        keys = {layer: layer.graph_key() for layer in layers}
+        key = tuple(keys[layer] for layer in kinds.values())
         self._uses[key] += 1
         if self._uses[key] <= self._uses_before_graph or not self._is_graph:
             return self._decode(step)
-        for layer in layers:
-            layer.graph_key()
         graph = self._graphs.get(key)
         made = [layer.step_inputs(is_added=self._adds_masks) for layer in kinds.values()]
         # nobody else may hold the slabs, or they would be copied to be written
@@ -138,7 +134,7 @@ class CompiledDecode:
         kinds = list(dict.fromkeys(map(_kind, layers)))
         for layer, given in zip(layers, slabs, strict=True):
             layer.trace(given, made[kinds.index(_kind(layer))])
-        found = self._decode(DecodeStep(tokens, positions, self._layers, [{}] * tokens.shape[0]))
+        found = self._decode(DecodeStep(tokens, positions, self._layers, [{}] * tokens.shape[0], is_traced=True))
         return found, [layer.give() for layer in layers]
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, wait
-from contextlib import suppress
 from enum import Enum
 from typing import Any, Protocol
 
@@ -63,6 +62,7 @@ class Guide:
         self._forced: list[int] = []  # tokens left of the mark that ends thinking
         self._answer: list[int] = []  # tokens that the form has seen
         self._following: Future[None] | None = None  # the form's work on the last of them
+        self._checking: Future[None] | None = None  # its work on a draft behind that
         self.most_ahead = 0  # tokens that the form looks ahead
         self.phase = Phase.ANSWER
         if thinking is not None and thinking.is_open:
@@ -91,6 +91,7 @@ class Guide:
 
     def feed(self, token: int) -> None:
         """Start work on the next token; returns at once."""
+        self._checking = None
         if self.phase is Phase.BEGINNING:
             assert self._thinking is not None
             if token == self._thinking.start[0]:
@@ -117,18 +118,18 @@ class Guide:
         return following is None or following.done() or (seconds > 0 and bool(wait((following,), seconds).done))
 
     def look_ahead(self, tokens: Sequence[int], seconds: float) -> None:
-        """Let the form check drafted tokens, within ``seconds``."""
-        if self.phase is Phase.ANSWER and self._form is not None and self._following is None:
-            self._following = self._form.look_ahead(tokens)
-            if self.is_ready(seconds):
-                with suppress(Exception):  # the draft is lost; the form is as it was
-                    self.settle()
+        """Let the form check drafted tokens, within ``seconds``. A late check loses the draft. Raises what it raises."""
+        if self.looks_ahead and self._form is not None and self._following is None:
+            self._checking = self._form.look_ahead(tokens)
+            if self._checking.done() or (seconds > 0 and wait((self._checking,), seconds).done):
+                self._checking.result()
 
     @property
     def ahead(self) -> tuple[int, ...]:
         """Tokens that the form forces, or drafted ones that it allows."""
-        is_known = self.phase is Phase.ANSWER and self._form is not None and self._following is None
-        return self._form.ahead if is_known and self._form is not None else ()
+        checking = self._checking
+        is_known = self._following is None and (checking is None or (checking.done() and not checking.exception()))
+        return self._form.ahead if self.looks_ahead and self._form is not None and is_known else ()
 
     @property
     def looks_ahead(self) -> bool:

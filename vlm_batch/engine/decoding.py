@@ -9,7 +9,6 @@ from itertools import accumulate
 
 import mlx.core as mx
 
-from vlm_batch.caches import RowsCache
 from vlm_batch.engine.batch import DecodeBatch
 from vlm_batch.engine.compiled import CompiledDecode, can_leave_unfused
 from vlm_batch.engine.port import ModelAdapter
@@ -47,11 +46,12 @@ class Decoder:
 
     def _forward(self, step: DecodeStep) -> list[mx.array]:
         """Return logits (B, V), and hidden states (B, D) if kept."""
-        if self._compiled is None or isinstance(step.caches[0], RowsCache):
+        graphs = self._compiled
+        if graphs is None or not step.caches[0].can_trace:
             return self._plain(step)
-        if not CompiledDecode.can_compile(step.caches, step.extras, is_plain=self._is_plain):
+        if not graphs.can_compile(step.caches, step.extras, is_plain=self._is_plain):
             return self._plain(step)
-        found: list[mx.array] = self._compiled(step)
+        found: list[mx.array] = graphs(step)
         return found
 
     def logits(self, batch: DecodeBatch, rows: Sequence[Row]) -> mx.array:

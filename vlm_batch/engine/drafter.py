@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice, takewhile
+from numbers import Integral
+from typing import Any
 
 #: Tokens that must match for text to be proposed, and bytes of each.
 TAIL, WIDTH = 3, 4
+#: Earlier places that are compared: text is proposed up to where they differ.
+PLACES = 2
 #: Most proposed tokens: the largest draft, and one that may be launched already.
 MOST_PROPOSED = 16
 #: Weight of one token in the smoothed acceptance rate of a row.
@@ -31,7 +36,9 @@ class Drafter:
         self.rates = dict(rates)
         self.forced = 1.0  # smoothed number of tokens that its form forces after a token
         self.source = "text"  # of its last draft: form, text or model
+        self.num_sure = 0  # tokens of its last draft, first ones, that its form forces
         self._proposed: tuple[int, ...] = ()
+        self._is_searched = True  # for what follows the last token
         self._rest = 0
 
     def copy(self) -> Drafter:
@@ -43,33 +50,48 @@ class Drafter:
 
     def add(self, token: int) -> None:
         """Append the answer's next token; count whether it was proposed."""
-        if self._proposed:
-            self.note("text", held=token == self._proposed[0])
         follows = bool(self._proposed) and token == self._proposed[0]
+        if self._proposed:
+            self.note("text", held=follows)
         self._said += token.to_bytes(WIDTH, "little", signed=True)
         self._proposed = self._proposed[1:] if follows else ()
-        if not self._proposed:
-            self._rest -= 1
-        if not self._proposed and self._rest <= 0:
-            self._proposed = self.propose(MOST_PROPOSED)
-            self._rest = REST if self.rates["text"] < LOW_RATE else 0
+        self._is_searched = bool(self._proposed)
+        self._rest -= not self._proposed
 
     def said(self, begin: int, end: int) -> tuple[int, ...]:
         """Return tokens [begin, end) of prompt and answer."""
         return tuple(array("i", bytes(self._said[begin * WIDTH : end * WIDTH])))
 
-    def propose(self, most: int) -> tuple[int, ...]:
-        """Return up to ``most`` tokens that followed the last ones earlier."""
-        tail = bytes(self._said[-TAIL * WIDTH :])
-        return behind(self._said, tail, most) or behind(self._spoken, tail, most)
+    def propose(self, most: int, ahead: Sequence[int] = ()) -> Sequence[int]:
+        """Return up to ``most`` tokens that followed the last ones, and ``ahead`` behind them, earlier."""
+        said = self._said + array("i", ahead).tobytes() if ahead else self._said
+        tail = bytes(said[-TAIL * WIDTH :])
+        found = (behind for text in (said, self._spoken) for behind in behinds(text, tail, most))
+        return common(list(islice(found, PLACES)))
 
     @property
     def proposed(self) -> tuple[int, ...]:
-        """Probable next tokens; the first may be launched."""
+        """Probable next tokens; the first may be launched. Raises what ``propose`` raises."""
+        if not self._is_searched and self._rest <= 0:
+            self._proposed = checked(self.propose(MOST_PROPOSED), MOST_PROPOSED)
+            self._is_searched, self._rest = True, REST if self.rates["text"] < LOW_RATE else 0
         return self._proposed
 
     def note(self, source: str, *, held: bool) -> None:
         self.rates[source] += OWN_WEIGHT * (held - self.rates[source])
+
+    def note_forced(self, count: int) -> None:
+        """Record the tokens that its form forces after the last one."""
+        self.forced += OWN_WEIGHT * (count - self.forced)
+
+
+def checked(tokens: Iterable[Any], most: int, num_words: int = 2**31) -> tuple[int, ...]:
+    """Return up to ``most`` tokens. Raises ValueError for what is no token."""
+    found = tuple(islice(tokens, most))
+    for token in found:
+        if not isinstance(token, Integral) or not 0 <= int(token) < num_words:
+            raise ValueError(f"drafted {token!r}, which is none of {num_words:,} tokens")
+    return tuple(map(int, found))
 
 
 def expected(rate: float, count: float) -> float:
@@ -78,14 +100,18 @@ def expected(rate: float, count: float) -> float:
     return float(rate * (1 - rate**count) / (1 - rate))
 
 
-def behind(text: bytearray, tail: bytes, most: int) -> tuple[int, ...]:
-    """Return up to ``most`` tokens after the last earlier ``tail``, repeated if the text ends."""
-    at = text.rfind(tail, 0, len(text) - 1)
-    while at >= 0 and at % WIDTH:
+def behinds(text: bytearray, tail: bytes, most: int) -> Iterator[tuple[int, ...]]:
+    """Yield up to ``most`` tokens after each earlier ``tail``, last first, repeated if the text ends."""
+    at = text.rfind(tail, 0, len(text) - 1) if tail else -1
+    while at >= 0:
+        found = array("i", bytes(text[at + len(tail) :][: most * WIDTH])) if at % WIDTH == 0 else ()
+        if found:
+            yield tuple((found * -(-most // len(found)))[:most])
         at = text.rfind(tail, 0, at + len(tail) - 1)
-    if at < 0 or not tail:
+
+
+def common(texts: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """Return what all texts begin with."""
+    if not texts:
         return ()
-    found = array("i", bytes(text[at + len(tail) :][: most * WIDTH]))
-    if not found:
-        return ()
-    return tuple((found * -(-most // len(found)))[:most])
+    return tuple(tokens[0] for tokens in takewhile(lambda tokens: len(set(tokens)) == 1, zip(*texts, strict=False)))

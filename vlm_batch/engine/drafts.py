@@ -6,6 +6,7 @@ from forms, from earlier text (``Drafter.propose``) or from a model (``DraftMode
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import time
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vlm_batch.engine.batch import DecodeBatch
-from vlm_batch.engine.drafter import MOST_PROPOSED, OWN_WEIGHT, WIDTH, Drafter, expected
+from vlm_batch.engine.drafter import MOST_PROPOSED, OWN_WEIGHT, WIDTH, Drafter, checked, expected
 from vlm_batch.engine.port import DraftModel
 from vlm_batch.engine.row import Row, Status
 from vlm_batch.records import DraftState
@@ -24,12 +25,16 @@ from vlm_batch.records import DraftState
 MOST_SPOKEN, MOST_CLIENTS = 8192, 64
 #: Draft lengths that are tried: with the next token, powers of two.
 SIZES = (1, 3, 7, MOST_PROPOSED - 1)
+#: Least probability of a row's last drafted token, in drafts that are tried: a position costs many rows more than one.
+FLOORS = (0.1, 0.5)
 #: Initial acceptance rates by source.
 FIRST_RATES = {"form": 0.95, "text": 0.5, "model": 0.7}
 #: Weight of one token in the acceptance rates of all rows.
 COMMON_WEIGHT = 0.02
 #: Least speed-up for which rows draft: less is within the error of the estimates.
 LEAST_GAIN = 1.2
+#: The same once tokens have been read: what is left to lose is the forward's time.
+LEAST_GAIN_READ = 1.05
 #: Refused drafts after which forwards are timed anew. The number doubles each time, from the first to the most.
 FIRST_PATIENCE, MOST_PATIENCE = 16, 1024
 #: Steps after a refusal in which nobody asks again.
@@ -40,7 +45,7 @@ logger = logging.getLogger("vlm_batch.drafts")
 
 
 class StepSeconds:
-    """Median seconds of forwards by number of rows. Unmeasured sizes get low estimates, to be tried."""
+    """Median seconds of forwards by number of rows, to three binary digits. Unmeasured ones get low estimates."""
 
     #: Forwards of a size that are kept: by their median one slow forward decides nothing.
     KEPT = 5
@@ -50,17 +55,19 @@ class StepSeconds:
     REACH = 4
 
     def __init__(self) -> None:
+        self._seen = set[int]()
         self._samples: dict[int, deque[float]] = {}
         self._known: dict[int, float] = {}
 
     def record(self, rows: int, seconds: float) -> None:
         """Record a forward, but not the first of its size, which may build kernels."""
-        samples = self._samples.get(rows)
-        if samples is None:
-            self._samples[rows] = deque(maxlen=self.KEPT)
+        if rows not in self._seen:
+            self._seen.add(rows)
             return
+        size = _rounded(rows)
+        samples = self._samples.setdefault(size, deque(maxlen=self.KEPT))
         samples.append(seconds)
-        self._known[rows] = sorted(samples)[len(samples) // 2]
+        self._known[size] = sorted(samples)[len(samples) // 2]
 
     def forget(self, rows: int) -> None:
         """Forget larger forwards, so that the next draft tries them."""
@@ -70,6 +77,7 @@ class StepSeconds:
 
     def of(self, rows: int) -> float | None:
         """Return estimated seconds, or None."""
+        rows = _rounded(rows)
         if rows > self.REACH * max(self._known, default=0):
             return None
         if rows in self._known or not self._known:
@@ -86,19 +94,36 @@ class StepSeconds:
         return self._known[low] + share * (self._known[high] - self._known[low])
 
 
+def _rounded(rows: int) -> int:
+    """Return the nearest number of three binary digits."""
+    step = 1 << max(0, rows.bit_length() - 3)
+    return (rows + step // 2) // step * step
+
+
 @dataclass(frozen=True)
 class Hope:
-    """A draft of up to ``most`` tokens; each is accepted at ``rate`` after the one before."""
+    """A draft of up to ``most`` tokens; each is accepted at ``rate`` after the one before, the first at ``sure_rate``."""
 
     source: str
     most: int
     rate: float
     longest: float = math.inf  # as far as is known
     of_all: float = 1.0  # the rate of the draft as a whole
+    num_sure: int = 0  # its first tokens, which a form forces
+    sure_rate: float = 1.0
+
+    def within(self, size: int, floor: float) -> int:
+        """Return the length of the draft, at most ``size``, of whose tokens each is accepted at ``floor`` or more."""
+        likely = self.of_all * self.sure_rate**self.num_sure / floor
+        more = math.log(likely) / -math.log(min(self.rate, 0.99)) if likely > 1 and self.rate > 0 else 0.0
+        return min(size, self.most, self.num_sure + int(more))
 
     def tokens(self, count: int) -> float:
         """Return the expected number of accepted tokens."""
-        return self.of_all * expected(self.rate, max(0.0, min(count, self.longest)))
+        most = max(0.0, min(count, self.longest))
+        sure = min(most, self.num_sure)
+        rest = float(self.sure_rate**sure) * expected(self.rate, most - sure)
+        return self.of_all * (expected(self.sure_rate, sure) + rest)
 
 
 class Drafts:
@@ -115,6 +140,8 @@ class Drafts:
         self.rates = dict(FIRST_RATES)
         self.num_drafted = 0
         self.num_held = 0  # accepted tokens
+        self.num_words = 2**31  # tokens of the model
+        self._is_told = False  # that a source has failed
         self._positions = 0  # of the last forward, if it can be timed
         self._read = 0.0  # time at which the one before was read
         self._drafting = 0.0  # seconds since then in which the model drafted
@@ -143,20 +170,23 @@ class Drafts:
         return self._rest < 0 and any(self._is_due(group) for group in groups if not group.is_apart)
 
     def _is_due(self, group: DecodeBatch) -> bool:
-        return bool(self._chosen(group, {row: found for row in group.rows if (found := self._foreseen(row))}))
+        found = {row: hope for row in group.rows if (hope := self._foreseen(row))}
+        is_due = bool(self._chosen(group, found, LEAST_GAIN))
+        self._rest = 0 if is_due or not found or any(row.answer.guide for row in found) else PAUSE
+        return is_due
 
-    def _chosen(self, group: DecodeBatch, found: Mapping[Row, Hope]) -> dict[Row, int]:
+    def _chosen(self, group: DecodeBatch, found: Mapping[Row, Hope], least: float) -> dict[Row, int]:
         """Return each row's number of drafted tokens; none if none is worth its forward."""
         num_rows, places = len(group), len(group.places)
-        best, chosen = LEAST_GAIN, dict[Row, int]()
-        for size in SIZES if found else ():
-            sizes = {row: min(size, hope.most) for row, hope in found.items()}
-            hoped = sum(hope.tokens(sizes[row]) for row, hope in found.items())
-            if num_rows + hoped < LEAST_GAIN * num_rows:
+        best, chosen = least, dict[Row, int]()
+        for size, floor in itertools.product(SIZES, FLOORS) if found else ():
+            sizes = {row: count for row, hope in found.items() if (count := hope.within(size, floor)) > 0}
+            hoped = sum(found[row].tokens(count) for row, count in sizes.items())
+            if num_rows + hoped < least * num_rows:
                 continue  # not even if the forward took no longer
             counts = group.counts(sizes)
             if counts is not None:
-                asked = max((sizes[row] for row, hope in found.items() if hope.source == "model"), default=0)
+                asked = max((count for row, count in sizes.items() if found[row].source == "model"), default=0)
                 drafting = asked * (self.model_seconds.of(places) or 0.0)  # unknown: it is tried
                 gain = self.gain(num_rows, hoped, places, sum(counts), drafting)
                 if gain > best:
@@ -173,8 +203,10 @@ class Drafts:
         if answer.guide is not None:
             own = Hope("form", max(1, round(drafter.forced)), drafter.rates["form"], longest=drafter.forced)
         else:
-            rate = drafter.rates["text"]
-            own = Hope("text", len(drafter.proposed) - 1, rate, of_all=rate)  # the first may be wrong already
+            rate, proposed = drafter.rates["text"], self._proposed(row)
+            if answer.drafter is None:
+                return None
+            own = Hope("text", len(proposed) - 1, rate, of_all=rate)  # the first may be wrong already
         return self._better(row, own, _most(row) - 1)
 
     def _better(self, row: Row, own: Hope, most: int) -> Hope | None:
@@ -198,36 +230,43 @@ class Drafts:
         self._read = now if self._positions else 0.0
         self._positions, self._drafting = 0, 0.0
 
-    def plan(self, groups: Sequence[DecodeBatch], form_seconds: Callable[[], float]) -> None:
-        """Give drafts to rows whose tokens have been read."""
+    def begin(self, groups: Sequence[DecodeBatch]) -> None:
+        """Begin a step that waits for its rows' tokens."""
         self._awaited = sum(len(group.places) for group in groups)
-        for group in groups:
-            if not group.is_apart:
-                self._plan(group, form_seconds)
 
-    def _plan(self, group: DecodeBatch, form_seconds: Callable[[], float]) -> None:
+    def plan(self, group: DecodeBatch, form_seconds: Callable[[], float]) -> None:
+        """Give drafts to rows whose tokens have been read."""
+        if group.is_apart:
+            return
         drafts, found = dict[Row, tuple[int, ...]](), dict[Row, Hope]()
         for row in filter(_can, group.rows):
-            (source, drafts[row]), drafter = self.draft(row, form_seconds), _drafter(row)
-            own = Hope(source, len(drafts[row]), drafter.rates[source])
+            drafter = _drafter(row)
+            try:
+                source, tokens = self.draft(row, form_seconds)
+                drafts[row] = checked(tokens, _most(row), self.num_words)
+            except Exception:
+                self._give_up(row)
+                continue
+            rates = drafter.rates
+            own = Hope(source, len(drafts[row]), rates["text"], num_sure=drafter.num_sure, sure_rate=rates["form"])
             is_forced = source == "form" and own.most > 0
             if hope := own if is_forced else self._better(row, own, _most(row)):
                 found[row] = hope
-        group.lay_out()
-        chosen = self._chosen(group, found)
+        chosen = self._chosen(group, found, LEAST_GAIN_READ)
         asked = {row: count for row, count in chosen.items() if found[row].source == "model"}
         drafts |= self._ask(group, asked) if asked else {}
         for row, count in chosen.items():
             self._refused = 0
-            tokens, _drafter(row).source = drafts[row][:count], found[row].source
-            if row in asked and row.answer.guide is not None:
-                row.answer.guide.look_ahead(tokens, form_seconds())
-                tokens = row.answer.guide.ahead[:count]
+            tokens, drafter, guide = drafts[row][:count], _drafter(row), row.answer.guide
+            drafter.source = "model" if row in asked else "text"
+            if row in asked:
+                drafter.num_sure = 0
+                tokens = self._allowed(row, tokens, form_seconds) if guide is not None else tokens
             row.answer.ahead = tokens
 
     def _ask(self, group: DecodeBatch, sizes: Mapping[Row, int]) -> dict[Row, tuple[int, ...]]:
         """Let the model draft. A model that raises is not asked again."""
-        begin = time.perf_counter()
+        begin, count = time.perf_counter(), max(sizes.values())
         states: list[DraftState | None] = []
         for row in group.places:
             state = None if row is None or row not in sizes else row.answer.draft_state
@@ -238,8 +277,8 @@ class Drafts:
             states.append(state)
         try:
             assert self.model is not None
-            count = max(sizes.values())
             told: Any = self.model.propose(states, group.layers, count).tolist()
+            found = {row: checked(told[group.places.index(row)], size, self.num_words) for row, size in sizes.items()}
         except Exception:
             logger.exception("the model that drafts has failed; requests go on without its drafts")
             self.model = None
@@ -250,12 +289,35 @@ class Drafts:
         seconds = time.perf_counter() - begin
         self._drafting += seconds
         self.model_seconds.record(len(group.places), seconds / count)
-        return {row: tuple(told[group.places.index(row)]) for row in sizes}
+        return found
+
+    def _give_up(self, row: Row) -> None:
+        """Let a row go on without drafts: a source of them raised."""
+        if not self._is_told:
+            logger.exception("a source of drafts has failed; requests go on without its drafts")
+        self._is_told, row.answer.drafter, row.answer.ahead = True, None, ()
+
+    def _proposed(self, row: Row) -> tuple[int, ...]:
+        """Return what earlier text proposes."""
+        try:
+            return _drafter(row).proposed
+        except Exception:
+            self._give_up(row)
+            return ()
+
+    def _allowed(self, row: Row, tokens: tuple[int, ...], form_seconds: Callable[[], float]) -> tuple[int, ...]:
+        """Return the first of a row's drafted tokens, those that its form allows."""
+        assert row.answer.guide is not None
+        try:
+            row.answer.guide.look_ahead(tokens, form_seconds())
+            return row.answer.guide.ahead[: len(tokens)]
+        except Exception:
+            self._give_up(row)
+            return ()
 
     def _refuse(self, places: int, rows: Sequence[Row] = ()) -> None:
         """Record a draft not worth its forward: measurements may be out of date."""
         self._refused += 1
-        self._rest = PAUSE
         if self._refused >= self._patience:
             self.seconds.forget(places)
             self.model_seconds.forget(0)
@@ -269,25 +331,27 @@ class Drafts:
         return (rows + hoped) / rows * without / (with_drafts + drafting) if with_drafts and without else 0.0
 
     def draft(self, row: Row, form_seconds: Callable[[], float]) -> tuple[str, tuple[int, ...]]:
-        """Return the source and tokens of a draft."""
-        answer, drafter, most = row.answer, _drafter(row), _most(row)
+        """Return the source and tokens of a draft. What a form forces goes on with what followed it earlier."""
+        answer, drafter, most = row.answer, _drafter(row), min(_most(row), SIZES[-1])
         if answer.guide is None:
+            drafter.num_sure = 0
             return "text", drafter.proposed[:most]
-        forced = answer.guide.ahead
-        drafter.forced += OWN_WEIGHT * (len(forced) - drafter.forced)
-        if forced or not drafter.proposed:
-            return "form", forced[:most]
-        answer.guide.look_ahead(drafter.proposed[:most], form_seconds())
-        return "text", answer.guide.ahead
+        forced = answer.guide.ahead[:most]
+        drafter.num_sure, more = len(forced), most - len(forced)
+        if answer.guide.looks_ahead and more > 0 and (text := checked(drafter.propose(more, forced), more)):
+            answer.guide.look_ahead((*forced, *text), form_seconds())
+        tokens = answer.guide.ahead[:most]
+        drafter.forced += OWN_WEIGHT * (len(tokens) - len(forced))
+        return "form" if forced else "text", tokens
 
     def note(self, row: Row, count: int, held: int) -> None:
         """Record that ``held`` of ``count`` tokens were accepted."""
         drafter = _drafter(row)
-        source = drafter.source
         self.num_drafted += count
         self.num_held += held
-        for one in (True,) * held + (False,) * (held < count):
-            if source != "text":  # text is counted by ``Drafter.add``
+        for at, one in enumerate((True,) * held + (False,) * (held < count)):
+            source = "form" if at < drafter.num_sure else drafter.source
+            if source != "text" or row.answer.guide is not None:  # other text is counted by ``Drafter.add``
                 drafter.note(source, held=one)
             self.rates[source] += COMMON_WEIGHT * (one - self.rates[source])
 

@@ -181,15 +181,20 @@ class BatchGenerator:
             any(row.answer.ahead for row in rows.batch.rows) or self.drafts.is_due(rows.batch.groups)
         ):
             before = self._draft(self.drafts, before)
-        self.retry.set_apart()
+        for row in rows.batch.misplaced():
+            self.retry.attempt(row, rows.batch.move, row)
         self.retry.keep_within_memory()
         groups = [tuple(row.request_id for row in group.rows) for group in rows.batch.groups]
         decoded = [part for names in groups for part in self._run(Work(Kind.DECODE, names))]
-        decoded = self._share_places(decoded)
+        if len(rows.waiting.asked) > 1:
+            decoded = self._share_places(decoded)
+        held = [part for part in decoded if part.is_held]
         self._choose([part for part in decoded if not part.is_held])
         self.telling.read(before)
-        self.telling.take_untold()
-        self._choose(self._in_time([part for part in decoded if part.is_held]))
+        if self.telling.untold:
+            self.telling.take_untold()
+        if held:
+            self._choose(self._in_time(held))
         joined = self._join(self._next_forks()) if rows.forks else []
         encoding = self._encode(bool(groups))
         prefilling = self.runner.views(begin)
@@ -213,8 +218,15 @@ class BatchGenerator:
     def _draft(self, drafts: Drafts, before: Sequence[Flight | Part]) -> list[Flight | Part]:
         self.telling.read(before)
         self.telling.take_untold()
+        for group in self.rows.batch.groups:
+            if isinstance(failed := attempt(group.rows, group.lay_out, is_shared=True), Failed):
+                self.retry.settle(failed)
         until = time.perf_counter() + FORM_SECONDS
-        drafts.plan(self.rows.batch.groups, lambda: until - time.perf_counter())
+        drafts.begin(self.rows.batch.groups)
+        for group in self.rows.batch.groups:
+            found = attempt(group.rows, drafts.plan, group, lambda: until - time.perf_counter(), is_shared=True)
+            if isinstance(found, Failed):
+                self.retry.settle(found)
         return []
 
     def _run(self, work: Work) -> list[Part]:
@@ -231,6 +243,8 @@ class BatchGenerator:
         """Launch the choice of tokens; suspects apart."""
         if not parts:
             return
+        if self.drafts is not None and parts[0].logits is not None:
+            self.drafts.num_words = parts[0].logits.shape[-1]
         shared = [part for part in parts if not part.rows[0].is_suspect]
         for those in ([shared] if shared else []) + [[part] for part in parts if part.rows[0].is_suspect]:
             rows = [row for part in those for row in part.rows]
@@ -269,12 +283,9 @@ class BatchGenerator:
         if not free and here == self._at_rest and self._rested < LOOK_AGAIN:
             return 0.0
         live = [*rows.prefilling.values(), *rows.batch.rows, *(row for row, _ in rows.forks)]
-        # rows whose prefixes others may wait for
-        others = [
-            *rows.prefilling.values(),
-            *(row for row in waiting.prepared.values() if row.prompt.encoded is not None),
-        ]
         whole = self._line()
+        # rows whose prefixes others may wait for
+        others = [*rows.prefilling.values(), *(row for row in whole if row.prompt.encoded is not None)]
         ahead = [row for row in whole[free:] if row.request_id in waiting.prepared]
         line = [*whole[:free], *ahead[: self.scheduler.config.encode_ahead]]
         is_at_rest = not free and all(row.prompt.encoded is not None for row in line)
@@ -324,11 +335,11 @@ class BatchGenerator:
         return taken
 
     def _num_free(self) -> int:
-        rows = self.rows  # rows with late masks keep their places
-        late = self.telling.late
-        return self.scheduler.num_free(
-            len(rows.batch) + len(rows.prefilling) + sum(row in late for row, _ in rows.forks)
-        )
+        rows, num_late = self.rows, 0
+        if rows.forks:  # rows with late masks keep their places
+            late = self.telling.late
+            num_late = sum(row in late for row, _ in rows.forks)
+        return max(0, self.scheduler.num_places - len(rows.batch) - len(rows.prefilling) - num_late)
 
     def _line(self) -> list[Row]:
         """Return rows for places, in order; a client's forks first."""
@@ -338,15 +349,16 @@ class BatchGenerator:
             *rows.prefilling.values(),
             *(row for row in waiting.prepared.values() if row.prompt.encoded is not None),
         ]
-        late = self.telling.late
-        forks = {row for row, _ in rows.forks if row not in late}
+        forks = {row for row, _ in rows.forks}
+        if forks:
+            forks -= self.telling.late
         prepared = [row for row in waiting.prepared.values() if not (others and self.reuse.waits_for(row, others))]
         return waiting.line([*forks, *prepared], first=forks)
 
     def _share_places(self, decoded: list[Part]) -> list[Part]:
         """Park a row of a client above its share: for the next in line, or once for a due row."""
         rows, memory, waiting = self.rows, self.memory, self.rows.waiting
-        if len(waiting.asked) < 2 or self._num_free():
+        if self._num_free():
             return decoded
         line, placed, asked = self._line(), waiting.placed, waiting.asked
         for row in line[: self.scheduler.config.encode_ahead]:

@@ -123,9 +123,6 @@ class EngineLoop:
         if self._gone is not None:
             raise BatcherClosed(self._gone)
 
-    def check_fits(self, question: Question) -> None:
-        self.generator.memory.check_length(question.least_tokens)
-
     def is_alive(self, request_id: str) -> bool:
         return request_id in self._alive
 

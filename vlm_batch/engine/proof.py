@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 
 from vlm_batch.arrays import arrays_of
-from vlm_batch.caches import Placement, SlabCache
+from vlm_batch.caches import Placement
 from vlm_batch.caches.layers import row_bytes
 from vlm_batch.caches.listed import parts_of
 from vlm_batch.engine.compiled import Decode
@@ -69,7 +69,7 @@ def step_bits(trial: Trial, counts: Sequence[int], decode: Decode | None = None)
         if context is None or length + STEPS < context
     ]
     layers = trial.shapes.layers(rows[0].restored(), 1)
-    if not any(isinstance(part, SlabCache) for layer in layers for part in parts_of(layer)):
+    if not any(part.has_columns for layer in layers for part in parts_of(layer)):
         return {0: decode_bits(trial, rows, counts, decode=decode)}
     found: dict[int, Found] = {}
     for width in WIDTHS:

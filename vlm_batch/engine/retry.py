@@ -68,13 +68,6 @@ class Retry:
             self.settle(failed)
         return failed is None
 
-    def set_apart(self) -> None:
-        """Move rows to their groups; each suspect gets its own."""
-        for row in self._rows.batch.misplaced():
-            moved = attempt([row], self._rows.batch.move, row)
-            if isinstance(moved, Failed):
-                self.settle(moved)
-
     def keep_within_memory(self) -> None:
         """Preempt last rows in line while rows exceed the bound."""
         self._until_look -= 1
@@ -86,8 +79,8 @@ class Retry:
             row = live.pop()
             if live:
                 self._begin_again(row, OutOfMemory("keys and values have grown beyond max_bytes"))
-            elif isinstance(failed := attempt([row], self._memory.check, row), Failed):
-                self.settle(failed)
+            else:
+                self.attempt(row, self._memory.check, row)
 
     def _wait_for_memory(self, rows: Sequence[Row], error: BaseException) -> None:
         """Recompute rows that ran out of memory, one fewer at a time. A row that fails twice alone ends.

@@ -25,7 +25,7 @@ from vlm_batch.store.files import Identity
 from vlm_batch.store.pictures import PictureStore
 from vlm_batch.store.prefix import Match, PrefixCache, match, thin
 from vlm_batch.store.prompt import PromptCache
-from vlm_batch.store.saved import SavedRow, common_length, save_constant, save_row, save_snapshot
+from vlm_batch.store.saved import SavedRow, common_length, save_row, save_snapshot
 
 logger = logging.getLogger(__name__)
 
@@ -234,7 +234,7 @@ class Reuse:
                 raise InvalidCache("the family's prompts have more positions than ids: they have no prompt caches")
             return []
         book.is_wanted = book.is_returned or (self.prefix is not None and self.shapes.goes_on_anywhere)
-        book.constant = save_constant(prompt.cache)
+        book.constant = {at: kind.saved(0) for at, kind in enumerate(map(kind_of, prompt.cache)) if kind.is_constant}
         constant = [array for state in book.constant.values() for array in state.arrays()]
         if book.cached == length:
             return constant

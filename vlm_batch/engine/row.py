@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import secrets
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,7 +24,7 @@ from vlm_batch.errors import InvalidParameters, describe
 from vlm_batch.records import DraftState, Encoded, PromptKey
 from vlm_batch.store.prompt import PromptCache
 from vlm_batch.store.saved import SavedRow, Snapshot
-from vlm_batch.types import Event, FinishReason, Result, SamplingParams, Timings, TokenLogprobs, Usage, fresh_seed
+from vlm_batch.types import Event, FinishReason, Result, SamplingParams, Timings, TokenLogprobs, Usage
 
 
 class Status(Enum):
@@ -90,7 +91,7 @@ class Answer:
     """A row's answer so far. Its last sampled token, perhaps not computed yet, is ``drawn[drawn_at]``."""
 
     detokenizer: Detokenizer
-    stop_strings: StopStrings
+    stop_strings: StopStrings | None = None
     max_tokens: int = 0  # as requested, within the model's context
     drawn: mx.array | None = None
     drawn_at: int = 0
@@ -149,12 +150,11 @@ class Answer:
         piece = "" if is_stop else self.detokenizer.add(token)
         if is_end:
             piece += self.detokenizer.finish()
-        if len(self.token_ids) < self.min_tokens:
-            text, matched = piece, None
-        else:
-            text, matched = self.stop_strings.feed(piece)
-        if is_end and matched is None:
-            text += self.stop_strings.finish()
+        text, matched, stops = piece, None, self.stop_strings
+        if stops is not None and len(self.token_ids) >= self.min_tokens:
+            text, matched = stops.feed(piece)
+        if stops is not None and is_end and matched is None:
+            text += stops.finish()
         self.text += text
         return text, matched
 
@@ -279,6 +279,8 @@ class Row:
         is_stop = token in answer.end_ids
         if guide is not None:
             guide.settle()
+            if answer.drafter is not None:
+                answer.drafter.note_forced(len(guide.ahead))
             answer.is_whole = guide.is_whole
             if guide.is_whole and len(answer.token_ids) < answer.min_tokens:
                 raise InvalidParameters(
@@ -346,7 +348,7 @@ class Row:
 def new_answer(params: SamplingParams, text: AnswerText = NO_TEXT) -> Answer:
     return Answer(
         Detokenizer(text.decode),
-        StopStrings(params.stop),
+        StopStrings(params.stop) if params.stop else None,
         params.max_tokens,
         end_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else text.eos_token_ids),
         min_tokens=params.min_tokens,
@@ -367,7 +369,7 @@ def new_row(
     given: Mapping[str, Any] | None = None,
 ) -> Row:
     """Return a waiting row. ``given``: inputs to recompute from (default: the prompt's), on the host unless too large."""
-    seed = fresh_seed() if params.seed is None else params.seed
+    seed = secrets.randbits(64) if params.seed is None else params.seed
     row = Row(request_id, params, seed, new_answer(params, text), prompt, priority, client, may_draft=may_draft)
     if (given := given or prompt.inputs) is not None and num_bytes(given) <= MOST_ON_HOST:
         row.given = on_host(given)

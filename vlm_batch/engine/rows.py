@@ -14,7 +14,6 @@ from vlm_batch.engine.reuse import Reuse, if_it_can_be
 from vlm_batch.engine.row import Ending, Prompt, Row, Status, fork
 from vlm_batch.engine.scheduler import Scheduler
 from vlm_batch.errors import let_go
-from vlm_batch.store.prompt import PromptCache
 from vlm_batch.types import Event, FinishReason
 
 
@@ -52,13 +51,10 @@ class Rows:
         """Return the rows with places, in their order."""
         return self.waiting.line(dict.fromkeys([*self.batch.rows, *self.prefilling.values()]), placed={})
 
-    @property
-    def placed(self) -> Counter[int]:
-        return Counter(row.client for row in (*self.batch.rows, *self.prefilling.values()))
-
     def note_placed(self) -> None:
         """Note each client's places and rows."""
-        self.waiting.note_placed(self.placed, self.by_id.values() if self._are_others else None)
+        placed = Counter(row.client for row in (*self.batch.rows, *self.prefilling.values()))
+        self.waiting.note_placed(placed, self.by_id.values() if self._are_others else None)
         self._are_others = False
 
     def place(self, row: Row) -> None:
@@ -104,7 +100,8 @@ class Rows:
     def finish(self, row: Row, ending: Ending) -> None:
         """End a complete row. Raises if the user's cache cannot be saved."""
         row.answer.ending = ending
-        cache = self._saved(row)
+        self.leave(row)
+        cache = self._reuse.end(row)
         result = row.result(ending.reason, ending.stop_reason, cache=cache)
         self._scheduler.end()
         self.events.append(Event(row.request_id, ending.token, ending.text, ending.logprobs, result))
@@ -115,7 +112,8 @@ class Rows:
         cache = None
         if reason == "cancelled" and (row.status is Status.DECODE or row.is_parked):
             with contextlib.suppress(Exception):  # cancelled, even if its caches are lost
-                cache = self._saved(row)
+                self.leave(row)
+                cache = self._reuse.end(row)
         if error is not None:
             let_go(error)
         if (ending := row.answer.ending) is not None:
@@ -139,10 +137,6 @@ class Rows:
     def tell(self) -> list[Event]:
         events, self.events = self.events, []
         return events
-
-    def _saved(self, row: Row) -> PromptCache | None:
-        self.leave(row)
-        return self._reuse.end(row)
 
     def _take_out(self, row: Row) -> None:
         self.waiting.remove(row)

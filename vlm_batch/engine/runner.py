@@ -135,8 +135,7 @@ class Runner:
             answer.prompt_scores = self._scores(params.prompt_logprobs, encoded)
         context = self.adapter.max_context
         check_length(encoded.length, context, self._max_prompt_tokens)
-        if answer.prompt_scores is None and encoded.is_plain:
-            prompt.is_shared = self._shapes.shares(encoded.length, encoded.atomic)
+        prompt.is_shared = answer.prompt_scores is None and self._shapes.shares(encoded)
         mx.async_eval(encoded.inputs_embeds)
         prompt.inputs, prompt.encoded, prompt.prefilled = None, encoded, cached
         row.facts = Facts(
@@ -211,10 +210,15 @@ class Runner:
             if (row := rows[chunk.rows[0]]).prompt.is_shared and (chunk.begin, chunk.end) == (0, row.facts.length)
         ]
         works = {chunk: chunk for chunk in chunks if chunk not in whole}
-        for places in self._shapes.groups([chunk.end for chunk in whole]):
-            group = [whole[place] for place in places]
-            names = tuple(chunk.rows[0] for chunk in group)
-            works[group[0]] = replace(group[0], rows=names, end=max(chunk.end for chunk in group))
+        kinds: dict[Any, list[Work]] = {}
+        for chunk in whole:
+            encoded = rows[chunk.rows[0]].prompt.encoded
+            kinds.setdefault(encoded and encoded.kind, []).append(chunk)
+        for those in kinds.values():
+            for places in self._shapes.groups([chunk.end for chunk in those]):
+                group = [those[place] for place in places]
+                names = tuple(chunk.rows[0] for chunk in group)
+                works[group[0]] = replace(group[0], rows=names, end=max(chunk.end for chunk in group))
         return [works[chunk] for chunk in chunks if chunk in works]
 
     def _prefill(self, rows: Sequence[Row], begin: int, end: int) -> list[Part | Failed]:
@@ -237,9 +241,10 @@ class Runner:
             count, stop, call = self._shapes.prefill_call(begin, [end], is_whole=is_whole, is_scored=is_scored)
             if count > 1:
                 return self._take(row, 0, *self._launch([row]))
-            hidden = hidden_sink([row])
+            hidden: list[mx.array] | None = None if row.answer.draft_state is None else []
             logits = self.adapter.prefill([prompt.encoded], prompt.cache, begin, stop, replace(call, hidden=hidden))
-            self._keep_hidden(hidden, [row], begin, [end])
+            if hidden:
+                _keep_hidden(hidden[0], [row], begin, [end])
             if stop > end:
                 trim(prompt.cache, stop - end)
             if scores is not None:
@@ -251,22 +256,13 @@ class Runner:
         prompts = [row.prompt.encoded for row in rows if row.prompt.encoded is not None]
         cache = self.adapter.make_cache(self._kv)
         count, end, call = self._shapes.prefill_call(0, [prompt.length for prompt in prompts], is_whole=True)
-        filled, hidden = [*prompts, *[prompts[-1]] * (count - len(prompts))], hidden_sink(rows)
+        filled = [*prompts, *[prompts[-1]] * (count - len(prompts))]
+        hidden: list[mx.array] | None = [] if any(row.answer.draft_state is not None for row in rows) else None
         logits = self.adapter.prefill(filled, cache, 0, end, replace(call, hidden=hidden))
-        self._keep_hidden(hidden, rows, 0, [prompt.length for prompt in prompts])
+        if hidden:
+            _keep_hidden(hidden[0], rows, 0, [prompt.length for prompt in prompts])
         mx.async_eval(logits, [layer.state for layer in cache])
         return logits, cache, end
-
-    @staticmethod
-    def _keep_hidden(hidden: list[mx.array] | None, rows: Sequence[Row], begin: int, ends: Sequence[int]) -> None:
-        """Keep the last hidden states (R, L, D) of a chunk from ``begin`` for the draft model."""
-        for index, (row, end) in enumerate(zip(rows, ends, strict=True) if hidden else ()):
-            state = row.answer.draft_state
-            if state is not None and hidden:
-                first = max(begin, end - (state.hidden.maxlen or 0))
-                states = own_array(hidden[0][index, first - begin : end - begin])
-                mx.async_eval(states)
-                state.hidden.append(Hidden(states, 0, first, end - first))
 
     def _take(self, row: Row, index: int, logits: mx.array, cache: list[Any], width: int) -> Part:
         prompt, length = row.prompt, row.facts.length
@@ -288,9 +284,14 @@ class Runner:
         return Part([row], logits if is_done else None, [*(last or state), *kept, *scored])
 
 
-def hidden_sink(rows: Sequence[Row]) -> list[mx.array] | None:
-    """Return a list for a chunk's final hidden states, if a draft model reads them."""
-    return [] if any(row.answer.draft_state is not None for row in rows) else None
+def _keep_hidden(hidden: mx.array, rows: Sequence[Row], begin: int, ends: Sequence[int]) -> None:
+    """Keep the last of a chunk's hidden states (R, L, D) from ``begin`` for the draft model."""
+    for index, (row, end) in enumerate(zip(rows, ends, strict=True)):
+        if (state := row.answer.draft_state) is not None:
+            first = max(begin, end - (state.hidden.maxlen or 0))
+            states = own_array(hidden[index, first - begin : end - begin])
+            mx.async_eval(states)
+            state.hidden.append(Hidden(states, 0, first, end - first))
 
 
 def picture_bytes(row: Row) -> int:

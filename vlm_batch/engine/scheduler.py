@@ -58,9 +58,6 @@ class Scheduler:
         if self.limit is not None and was_plain and self._is_plain:
             self.limit.record(rows, seconds, are_waiting=are_waiting and self.most_live > self.limit.rows)
 
-    def num_free(self, num_live: int) -> int:
-        return max(0, self.num_places - num_live)
-
     def run_out(self, num_live: int) -> None:
         """Record that so many rows did not fit."""
         self.most_live, self._ended = max(1, min(self.most_live, num_live) - 1), 0

@@ -16,16 +16,16 @@ from vlm_batch.arrays import round_up
 from vlm_batch.caches import (
     LayerCache,
     Placement,
+    can_fill,
     can_share,
     can_trim,
     kind_of,
-    set_layer,
     slab,
 )
 from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.engine.port import ModelAdapter
 from vlm_batch.policy import PACKED, POLICIES, Policy
-from vlm_batch.records import Call, PromptKey
+from vlm_batch.records import Call, Encoded, PromptKey
 from vlm_batch.runtime.device import Device
 from vlm_batch.store.digest import as_words, digest
 
@@ -33,6 +33,8 @@ from vlm_batch.store.digest import as_words, digest
 STEPS = 4
 #: Most padding positions of a prompt on a CPU, to share an array with a longer one: about the cost of reading the weights.
 FEW_POSITIONS = 16
+#: As many where layers launch each position by itself (recurrent states).
+MORE_POSITIONS = 64
 #: Most unused columns per row, on average, for short rows to share a slab; twice as many for rows that already do.
 SPREAD = 128
 #: Columns of short rows' slabs are multiples of this.
@@ -80,7 +82,9 @@ class FreeShapes:
         fresh = adapter.make_cache(kv)
         can_pad = pads(adapter, fresh)
         padding = policy.pad_to if can_pad else 0
-        fill = policy.smallest_chunk // 2 if padding else FEW_POSITIONS * (can_pad and policy.placement == "rows")
+        fill = policy.smallest_chunk // 2 if padding else 0
+        if policy.placement == "rows" and adapter.is_causal and adapter.scores_chunks and can_fill(fresh):
+            fill = FEW_POSITIONS if can_pad else MORE_POSITIONS
         most = policy.prefill_together if shares(adapter, fresh) else 1
         short = policy.short_rows if kv is None else 0
         return cls(Placement(policy.placement), policy, padding, most, fill, short)
@@ -107,8 +111,9 @@ class FreeShapes:
         """Return the ends of a prompt's chunks; () leaves them to the scheduler."""
         return ()
 
-    def shares(self, length: int, atomic: Spans = ()) -> bool:
-        return self.most_prompts > 1
+    def shares(self, prompt: Encoded) -> bool:
+        """Return whether a whole prompt shares an array."""
+        return self.most_prompts > 1 and prompt.can_share
 
     def groups(self, lengths: Sequence[int]) -> list[list[int]]:
         """Group whole prompts that share an array, as indices of ``lengths``."""
@@ -170,7 +175,7 @@ class FreeShapes:
         """Return an empty batch's layers for such caches."""
         layers = [kind_of(single).batched(placement or self.layout, places) for single in caches]
         for layer in layers:
-            set_layer(layer, partial(self.columns, least=least), self.policy.few_bits)
+            layer.configure(partial(self.columns, least=least), self.policy.few_bits)
         return layers
 
     def decode_call(self) -> Call:
@@ -284,8 +289,9 @@ class FixedShapes:
             ends.append(done)
         return tuple(ends)
 
-    def shares(self, length: int, atomic: Spans = ()) -> bool:
-        return self.prompts(length, atomic) > 1
+    def shares(self, prompt: Encoded) -> bool:
+        is_plain = not (prompt.prefill or prompt.atomic)
+        return is_plain and self.prompts(prompt.length) > 1
 
     def prompts(self, length: int, atomic: Spans = ()) -> int:
         """Return the rows of a whole prompt's array; 1 with several chunks or no padding."""
@@ -353,7 +359,7 @@ class FixedShapes:
     ) -> list[LayerCache]:
         layers = [kind_of(single).batched(self.layout, places) for single in caches]
         for layer in layers:
-            set_layer(layer, partial(self.columns, least=least), self.few_bits, always_masked=True)
+            layer.configure(partial(self.columns, least=least), self.few_bits, always_masked=True)
         return layers
 
     def decode_call(self) -> Call:

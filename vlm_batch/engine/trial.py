@@ -63,7 +63,7 @@ class Trial:
         Args:
             is_whole: in the shape of whole prompts.
         """
-        is_whole = is_whole and prompts[0].is_plain
+        is_whole = is_whole and self.shapes.shares(prompts[0])
         rows, end, call = self.shapes.prefill_call(0, [prompt.length for prompt in prompts], is_whole=is_whole)
         cache = self.adapter.make_cache(self.kv)
         filled = [*prompts, *[prompts[-1]] * (rows - len(prompts))]

@@ -12,6 +12,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from json import JSONDecoder
 from threading import Lock
@@ -72,6 +73,8 @@ class Form:
         self._read = read
         self._pool = pool
         self._client = 0
+        self._num_followed = 0  # tokens given to ``follow``
+        self._lock = Lock()  # one thread at a time steps or copies the matcher
         self.seconds = 0.0  # that compiling it took
 
     def copy(self, client: int | None = None) -> Form:
@@ -85,11 +88,13 @@ class Form:
 
         The future raises InvalidParameters on failure.
         """
+        self._num_followed += 1
         return self._pool.submit(partial(self._step, token, most_ahead), Cancelled(), client=self._client)
 
     def look_ahead(self, tokens: Sequence[int]) -> Future[None]:
-        """Set ``ahead`` to the longest prefix of ``tokens`` that fits."""
-        return self._pool.submit(partial(self._look_ahead, tokens), Cancelled(), client=self._client)
+        """Set ``ahead`` to the longest prefix of ``tokens`` that fits, unless another token follows meanwhile."""
+        call = partial(self._check, tokens, self._num_followed)
+        return self._pool.submit(call, Cancelled(), client=self._client)
 
     @property
     def ahead(self) -> tuple[int, ...]:
@@ -127,7 +132,16 @@ class Form:
         if self._matcher is self._start:
             self._matcher, self._bits = self._start.deep_copy(), self._first.copy()
 
+    def _check(self, tokens: Sequence[int], num_followed: int) -> None:
+        with self._lock:
+            if num_followed == self._num_followed:
+                self._look_ahead(tokens)
+
     def _step(self, token: int, most_ahead: int) -> None:
+        with self._lock:
+            self._follow(token, most_ahead)
+
+    def _follow(self, token: int, most_ahead: int) -> None:
         self._begin()
         begin = time.perf_counter()
         self._matcher.consume_token(token)
@@ -139,7 +153,8 @@ class Form:
             raise InvalidParameters(f"{self._name} cannot be followed further: a token took over {MOST_SECONDS:g} s")
         self._ahead = []
         if most_ahead and not self._matcher.is_stopped():
-            self._look_ahead(self._matcher.compute_ff_tokens()[:most_ahead])
+            with suppress(Exception):  # nothing is known ahead
+                self._look_ahead(self._matcher.compute_ff_tokens()[:most_ahead])
 
     def _look_ahead(self, tokens: Sequence[int]) -> None:
         """Look ahead on a copy: a token beyond llguidance's limits leaves an error that no rollback clears."""

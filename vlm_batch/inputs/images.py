@@ -9,7 +9,7 @@ import re
 import stat
 import threading
 from collections.abc import Iterator
-from functools import cache
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -139,8 +139,7 @@ def names_picture(text: str) -> bool:
     return is_url(text) or is_data_uri(text) or text.lower().endswith(tuple(picture_suffixes()))
 
 
-def describe_source(source: ImageInput) -> str:
-    return name_medium(source, "picture")
+describe_source = partial(name_medium, noun="picture")
 
 
 def own_image(source: ImageInput) -> ImageInput:
@@ -280,20 +279,15 @@ def _opened(source: Any) -> Image.Image:
     with _LIMIT_LOCK:
         limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
         try:
-            _init_pillow()
+            Image.init()
             # of the formats that are read, those that this Pillow has, with what plugins have registered since
             return Image.open(source, formats=[name for name in FORMATS if name in Image.OPEN])
         finally:
             Image.MAX_IMAGE_PIXELS = limit
 
 
-@cache
-def _init_pillow() -> None:
-    Image.init()
-
-
 def picture_suffixes() -> frozenset[str]:
-    _init_pillow()
+    Image.init()
     return frozenset(suffix for suffix, name in Image.EXTENSION.items() if name in FORMATS and name in Image.OPEN)
 
 

@@ -129,7 +129,7 @@ class Loaders:
     def __init__(
         self,
         prepare: Callable[[Question, Cancelled], Prepared],
-        compiled: Callable[[Question, Cancelled], Future[Form] | None] = lambda question, cancelled: None,
+        compiled: Callable[[Question, Cancelled], Future[Form]] | None = None,
         *,
         num_threads: int | None = None,
     ) -> None:
@@ -173,15 +173,15 @@ class Loaders:
 
     def process(self, loading: Loading) -> None:
         """Start to process a question that was read."""
+        if self._compiled is None or loading.question.params.form is None:
+            self._process(loading)
+            return
         try:
             compiling = self._compiled(loading.question, loading.cancelled)
         except BaseException as error:
             loading.end(error)
             return
-        if compiling is None:
-            self._process(loading)
-        else:
-            compiling.add_done_callback(partial(self._was_compiled, loading))
+        compiling.add_done_callback(partial(self._was_compiled, loading))
 
     def _was_compiled(self, loading: Loading, compiling: Future[Form]) -> None:
         try:

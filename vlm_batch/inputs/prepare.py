@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -383,7 +383,8 @@ class Preparer:
         owned = []
         for number, source in enumerate(images, 1):
             with _naming_the_picture(source, number, len(images)):
-                owned.append(self._own_picture(source))
+                store = self._pictures if is_data_uri(source) else None
+                owned.append(self._own_image(source) if store is None else own_uri(source, self._own_image, store))
         if videos and not spec.video:
             raise InvalidVideo(f"{spec.family} takes no videos: {spec.no_video}")
         clips = tuple(own_video(as_video(video), self._own_image) for video in videos)
@@ -395,11 +396,6 @@ class Preparer:
 
     def _own_image(self, source: ImageInput) -> ImageInput:
         return fetch_image(source, self._fetch) if is_data_uri(source) else own_image(source)
-
-    def _own_picture(self, source: ImageInput) -> ImageInput:
-        if self._pictures is None or not is_data_uri(source):
-            return self._own_image(source)
-        return own_uri(source, self._own_image, self._pictures)
 
     def _rendered(self, request: Request, turns: list[Message], counts: Sequence[int], options: Template | None) -> str:
         for text in texts_of([request.prompt, turns]):
@@ -448,10 +444,8 @@ class Preparer:
                 f"{said.format(f'{size:,}')}; {most:,} tokens fit, which are {most * per_token:,} at most"
             )
 
-    def compiled(self, question: Question, cancelled: Cancelled) -> Future[Form] | None:
-        """Start to compile the question's form, if any."""
-        if question.params.form is None:
-            return None
+    def compiled(self, question: Question, cancelled: Cancelled) -> Future[Form]:
+        """Start to compile the question's form."""
         return self._forms.compiled(question.params, cancelled, question.client)
 
     # On a loader's thread
@@ -505,9 +499,7 @@ class Preparer:
         )
 
     def _image(self, source: ImageInput, cancelled: Cancelled) -> Image.Image:
-        def load(source: ImageInput) -> Image.Image:
-            return load_image(source, self.limits.image_pixels, self._fetch, cancelled)
-
+        load = partial(load_image, max_pixels=self.limits.image_pixels, policy=self._fetch, cancelled=cancelled)
         if self._pictures is None:
             return load(source)
         if not isinstance(source, KnownUri):

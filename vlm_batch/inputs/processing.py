@@ -83,14 +83,15 @@ class Processing:
         """Render a prompt or chat; ``counts`` count pictures, videos and recordings."""
         if isinstance(prompt, str) and not prompt.strip():
             raise InvalidPrompt("the prompt is empty")
-        self.template.check(options)
+        if said := options.said:
+            self.template.check(options)
         rendered: Any
         try:
             messages = self._messages(prompt, *counts)
             if isinstance(messages, (str, Mapping)):
                 refuse(options, "this family's processor takes the last message alone")
                 rendered = messages
-            elif not options.said:
+            elif not said:
                 thinks = {"enable_thinking": True} if self._thinks else {}
                 rendered = get_chat_template(self.processor, messages, add_generation_prompt=True, **thinks)
             else:
@@ -177,7 +178,7 @@ class Processing:
     @contextmanager
     def scaled_to(self, bounds: PixelBounds | None) -> Iterator[None]:
         """Scale pictures to ``bounds`` within the block."""
-        own, part = self.pixels, getattr(self.processor, "image_processor", None)
+        own, part = bounds and self.pixels, getattr(self.processor, "image_processor", None)
         if bounds is None or own is None or part is None:
             yield
             return

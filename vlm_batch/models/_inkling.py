@@ -12,9 +12,8 @@ from numpy.lib.stride_tricks import sliding_window_view
 from vlm_batch.adapters.attention import attention
 from vlm_batch.adapters.pictures import with_mixin
 from vlm_batch.adapters.recurrent import in_order
-from vlm_batch.caches.drafted import DraftedSlab
 from vlm_batch.caches.rows import RowMasks, RowsCache, RowStates
-from vlm_batch.caches.slab import SlabCache
+from vlm_batch.caches.slab import DraftedSlab, SlabCache
 
 #: mlx-vlm's score of a masked key (inkling/language.py, banded_additive_mask).
 UNSEEN = -1e30

@@ -8,8 +8,9 @@ import mlx.core as mx
 from mlx_vlm.models.paligemma.language import Attention
 
 from vlm_batch.adapters.hooks import current
-from vlm_batch.caches.drafted import DraftedSlab, attend_drafted
+from vlm_batch.caches.drafted import attend_drafted
 from vlm_batch.caches.rows import RowStates, attend_rows
+from vlm_batch.caches.slab import DraftedSlab
 
 
 class RowAttention(Attention):

@@ -16,7 +16,7 @@ L2_EPS = 1e-6
 
 
 class DeltaNet(Qwen3NextGatedDeltaNet):
-    """mlx-vlm's layer without padding, with published L2 norms."""
+    """mlx-vlm's layer without padding on the left, with published L2 norms."""
 
     def __call__(self, inputs: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         batch, length, _ = inputs.shape
@@ -27,7 +27,11 @@ class DeltaNet(Qwen3NextGatedDeltaNet):
         kept = self.conv_kernel_size - 1
         seen = mx.zeros((batch, kept, self.conv_dim), new.dtype) if cache[0] is None else cache[0]
         window = mx.concatenate([seen, new], axis=1)
-        cache[0] = mx.contiguous(window[:, -kept:])
+        if cache.lengths is None:
+            cache[0] = mx.contiguous(window[:, -kept:])
+        else:
+            last = cache.lengths[:, None] + mx.arange(kept)  # of each row's own positions
+            cache[0] = mx.take_along_axis(window, last[..., None], axis=1)
         mixed = mx.split(nn.silu(self.conv1d(window)), [self.key_dim, 2 * self.key_dim], axis=-1)
         queries, keys, values = (one.reshape(part.shape) for one, part in zip(mixed, parts, strict=True))
         width = self.head_k_dim

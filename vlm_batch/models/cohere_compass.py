@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 
 from vlm_batch.adapters.base import Adapter, trunk_logits
+from vlm_batch.adapters.modules import patches_in
 from vlm_batch.models.qwen3_vl import Qwen3VL
 from vlm_batch.registry import ModelSpec, register
 
@@ -26,12 +27,7 @@ from vlm_batch.registry import ModelSpec, register
 class CohereCompass(Qwen3VL):
     input_keys = Adapter.input_keys | {"image_grid_thw"}
     ignored = frozenset({"attention_mask"})
-
-    @classmethod
-    def patches(cls) -> Mapping[type, type]:
-        from vlm_batch.models._cohere_compass import PATCHES
-
-        return PATCHES
+    patches = patches_in("vlm_batch.models._cohere_compass")
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
         found = super().features(ids, extra)

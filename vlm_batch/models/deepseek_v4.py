@@ -12,7 +12,7 @@ import numpy as np
 from mlx_vlm.models.cache import RotatingKVCache
 
 from vlm_batch.adapters.base import Adapter
-from vlm_batch.adapters.modules import RememberingTower, unshared
+from vlm_batch.adapters.modules import RememberingTower, patches_in, unshared
 from vlm_batch.caches import PoolCache, WholeCache
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.records import Picture
@@ -50,12 +50,7 @@ class DeepseekV4(Adapter):
         "image_type_offsets",
         "image_permutations",
     }
-
-    @classmethod
-    def patches(cls) -> Mapping[type, type]:
-        from vlm_batch.models._deepseek_v4 import PATCHES
-
-        return PATCHES
+    patches = patches_in("vlm_batch.models._deepseek_v4")
 
     def row_caches(self) -> list[Any]:
         caches: list[Any] = []

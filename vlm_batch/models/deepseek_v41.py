@@ -10,7 +10,7 @@ import mlx.nn as nn
 
 from vlm_batch.adapters.attention import each_row
 from vlm_batch.adapters.base import Adapter
-from vlm_batch.adapters.modules import RememberingTower, evaluate_arrays, leave_on_disk, unshared
+from vlm_batch.adapters.modules import RememberingTower, evaluate_arrays, leave_on_disk, patches_in, unshared
 from vlm_batch.adapters.prompts import spans_of
 from vlm_batch.caches import RowsCache
 from vlm_batch.errors import InvalidPrompt, UnsupportedModel
@@ -55,6 +55,7 @@ class DeepseekV41(Adapter):
     last_hidden = "norm"
     embeddings = "embed_tokens"
     tower_class = unshared(RememberingTower, "its tower takes one picture a call")
+    patches = patches_in("vlm_batch.models._deepseek_v41")
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
@@ -71,12 +72,6 @@ class DeepseekV41(Adapter):
                 "engram_token_map.json nor tokenizer.json, or the model was not loaded from a folder"
             )
         evaluate_arrays(self.language)
-
-    @classmethod
-    def patches(cls) -> Mapping[type, type]:
-        from vlm_batch.models._deepseek_v41 import PATCHES
-
-        return PATCHES
 
     def forward(
         self, ids: mx.array, embeds: mx.array | None, cache: Sequence[Any], extra: Mapping[str, Any]

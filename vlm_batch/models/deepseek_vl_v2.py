@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from vlm_batch.adapters.modules import RememberingBatchTower
+from vlm_batch.adapters.modules import RememberingBatchTower, patches_in
 from vlm_batch.adapters.placeholders import MaskedPlaces
 from vlm_batch.registry import ModelSpec, register
 
@@ -35,6 +35,7 @@ class DeepseekVL2(MaskedPlaces):
     tower_class = RememberingBatchTower
     input_keys = MaskedPlaces.input_keys | {"images_seq_mask", "images_spatial_crop"}
     ignored = frozenset({"labels", "sft_format", "seq_lens"})
+    patches = patches_in("vlm_batch.models._deepseek_vl_v2")
 
     def __init__(self, model: nn.Module) -> None:
         from mlx_vlm.models.deepseek_vl_v2.language import DeepseekV2Attention
@@ -46,12 +47,6 @@ class DeepseekVL2(MaskedPlaces):
                     module.rope.traditional = True
                 for name in {"q_a_layernorm", "kv_a_layernorm"} & module.keys():
                     module[name].eps = 1e-6
-
-    @classmethod
-    def patches(cls) -> Mapping[type, type]:
-        from vlm_batch.models._deepseek_vl_v2 import PATCHES
-
-        return PATCHES
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
         if "images_spatial_crop" not in extra:

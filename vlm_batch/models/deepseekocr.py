@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from vlm_batch.adapters.modules import RememberingBatchTower
+from vlm_batch.adapters.modules import RememberingBatchTower, patches_in
 from vlm_batch.adapters.placeholders import MaskedPlaces
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.registry import ModelSpec, register
@@ -35,12 +35,7 @@ class SamOCR(MaskedPlaces):
     notes: ClassVar[tuple[str, ...]] = (_SAM_POSITIONS,)
     input_keys = frozenset({"pixel_values", "images_seq_mask", "images_spatial_crop"})
     ignored = frozenset({"labels", "sft_format", "seq_lens", "num_image_tokens"})
-
-    @classmethod
-    def patches(cls) -> Mapping[type, type]:
-        from vlm_batch.models._deepseekocr import PATCHES
-
-        return PATCHES
+    patches = patches_in("vlm_batch.models._deepseekocr")
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
         self.check_one_picture(extra)

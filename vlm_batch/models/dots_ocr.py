@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from vlm_batch.adapters.base import GraphedSteps
 from vlm_batch.adapters.grids import GridAdapter
+from vlm_batch.adapters.modules import patching
 from vlm_batch.adapters.windows import attend_pictures
 from vlm_batch.registry import ModelSpec, register
 
@@ -13,9 +12,4 @@ from vlm_batch.registry import ModelSpec, register
 @register(ModelSpec(family="dots_ocr", model_types=("dots_ocr",)))
 class DotsOCR(GraphedSteps, GridAdapter):
     last_hidden = "model.norm"
-
-    @classmethod
-    def patches(cls) -> Mapping[type, type]:
-        from mlx_vlm.models.dots_ocr.vision import VisionAttention
-
-        return {VisionAttention: attend_pictures(VisionAttention)}
+    patches = patching(("dots_ocr.vision.VisionAttention", attend_pictures))

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import mlx.core as mx
 
 from vlm_batch.adapters.grids import GridAdapter, MRoPEAdapter
+from vlm_batch.adapters.modules import patching
 from vlm_batch.adapters.windows import attend_pictures
 from vlm_batch.records import PositionState
 from vlm_batch.registry import ModelSpec, register
@@ -32,15 +33,11 @@ class Ernie45MoeVL(MRoPEAdapter):
     """Pictures only: mlx-vlm's resampler takes one grid."""
 
     input_keys = GridAdapter.input_keys
+    # mlx-vlm makes at most three segments (ernie4_5_moe_vl/vision.py:146), transformers one per picture
+    # (Ernie4_5_VLMoeVisionAttention).
+    patches = patching(("ernie4_5_moe_vl.vision.VisionAttention", attend_pictures))
     prefill_axes: ClassVar[Mapping[str, int | None]] = {"token_type_ids": 1}
-
-    @classmethod
-    def patches(cls) -> Mapping[type, type]:
-        from mlx_vlm.models.ernie4_5_moe_vl import vision as upstream
-
-        # mlx-vlm makes at most three segments (ernie4_5_moe_vl/vision.py:146), transformers one per picture
-        # (Ernie4_5_VLMoeVisionAttention).
-        return {upstream.VisionAttention: attend_pictures(upstream.VisionAttention)}
+    _features_have_rows = True
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
         """Add the mask (1, L) of pictures' tokens."""

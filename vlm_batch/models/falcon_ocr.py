@@ -34,6 +34,7 @@ class FalconOCR(Adapter):
     graphs = Graphs.IF_ASKED
     input_keys = Adapter.input_keys | {"image_grid_hw"}
     prefill_axes: ClassVar[Mapping[str, int | None]] = {"pos_hw": 1}
+    _features_have_rows = True
     #: Made per chunk from the picture's span, without an L x L array.
     ignored = frozenset({"attention_mask_4d"})
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from vlm_batch.adapters.modules import RememberingBatchTower
+from vlm_batch.adapters.modules import RememberingBatchTower, patches_in
 from vlm_batch.adapters.placeholders import PlacingAdapter
 from vlm_batch.adapters.prompts import bidirectional_mask, spans_of
 from vlm_batch.records import Encoded
@@ -30,8 +30,10 @@ from vlm_batch.registry import ModelSpec, register
 class Gemma3(PlacingAdapter):
     """Chunks without a picture use mlx-vlm's masks."""
 
+    _features_have_rows = True
     tower_class = RememberingBatchTower
     ignored = frozenset({"num_crops"})
+    patches = patches_in("vlm_batch.models._gemma3")
 
     @classmethod
     def processor(cls, processor: Any) -> Any:
@@ -41,12 +43,6 @@ class Gemma3(PlacingAdapter):
         processor = copy.copy(processor)
         processor.image_token = processor.boi_token
         return processor
-
-    @classmethod
-    def patches(cls) -> Mapping[type, type]:
-        from vlm_batch.models._gemma3 import PATCHES
-
-        return PATCHES
 
     def encode_pictures(self, extra: Mapping[str, Any], dtype: mx.Dtype) -> list[mx.array]:
         pictures = extra["pixel_values"].transpose(0, 2, 3, 1).astype(dtype)

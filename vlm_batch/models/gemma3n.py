@@ -39,6 +39,7 @@ class Gemma3n(Adapter):
     graphs = Graphs.NEVER  # its answers lie at the tolerance (docs/log.md)
     input_keys = Adapter.input_keys | {"input_features", "input_features_mask"}
     prefill_axes: ClassVar[Mapping[str, int | None]] = {"per_layer_inputs": 1}
+    _features_have_rows = True
 
     @classmethod
     def patches(cls) -> Mapping[type, type]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.frames import keep_every_frame
-from vlm_batch.adapters.modules import RememberingRowTower
+from vlm_batch.adapters.modules import RememberingRowTower, patches_in
 from vlm_batch.adapters.pictures import with_mixin
 from vlm_batch.adapters.prompts import bidirectional_mask, spans_of
 from vlm_batch.adapters.sound import SoundAdapter, rows_within
@@ -64,13 +64,9 @@ class Gemma4(SoundAdapter):
     }
     ignored = frozenset({"num_soft_tokens_per_image", "num_frames_per_video"})
     video_sampling = Sampling(num_frames=32, frame_factor=1, to_the_end=False)
+    patches = patches_in("vlm_batch.models._gemma4")
     prefill_axes: ClassVar[Mapping[str, int | None]] = {"per_layer_inputs": 1}
-
-    @classmethod
-    def patches(cls) -> Mapping[type, type]:
-        from vlm_batch.models._gemma4 import PATCHES
-
-        return PATCHES
+    _features_have_rows = True
 
     @classmethod
     def processor(cls, processor: Any) -> Any:

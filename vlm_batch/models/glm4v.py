@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from vlm_batch.adapters.grids import GridAdapter, MRoPEAdapter
+from vlm_batch.adapters.modules import patching, under
 from vlm_batch.adapters.towers import embed_by_product
 from vlm_batch.adapters.vision import cubic_weights
 from vlm_batch.adapters.windows import attend_pictures
@@ -61,24 +61,16 @@ class GLM4V(MRoPEAdapter):
     """Not compiled: mlx 0.32.4 raises "IndexError: _Map_base::at"."""
 
     input_keys = GridAdapter.input_keys
+    # mlx-vlm makes at most three segments, two empty for one picture (glm4v/vision.py:214); transformers one per picture
+    # (Glm4vVisionAttention).
+    patches = patching(
+        ("glm4v.vision.Glm4vVisionAttention", attend_pictures),
+        ("glm4v.vision.Glm4vVisionEmbeddings", under(BicubicEmbeddings)),
+        ("glm4v.vision.Glm4vVisionPatchEmbed", embed_by_product),
+    )
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         for block in self.model.vision_tower.blocks:
             # mlx-vlm: 1e-6 (glm4v/vision.py:233); transformers: the configuration's (Glm4vVisionBlock).
             block.norm1.eps = block.norm2.eps = self.config.vision_config.rms_norm_eps
-
-    @classmethod
-    def patches(cls) -> Mapping[type, type]:
-        from mlx_vlm.models.glm4v import vision as upstream
-
-        class Embeddings(BicubicEmbeddings, upstream.Glm4vVisionEmbeddings):
-            pass
-
-        # mlx-vlm makes at most three segments, two empty for one picture (glm4v/vision.py:214); transformers one per picture
-        # (Glm4vVisionAttention).
-        return {
-            upstream.Glm4vVisionAttention: attend_pictures(upstream.Glm4vVisionAttention),
-            upstream.Glm4vVisionEmbeddings: Embeddings,
-            upstream.Glm4vVisionPatchEmbed: embed_by_product(upstream.Glm4vVisionPatchEmbed),
-        }

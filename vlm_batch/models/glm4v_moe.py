@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
+from vlm_batch.adapters.modules import patching, under
 from vlm_batch.adapters.routing import dropped_groups
 from vlm_batch.adapters.towers import embed_by_product
 from vlm_batch.adapters.windows import attend_pictures
@@ -27,21 +26,9 @@ from vlm_batch.registry import ModelSpec, register
     )
 )
 class GLM4VMoe(GLM4V):
-    @classmethod
-    def patches(cls) -> Mapping[type, type]:
-        from mlx_vlm.models.glm4v_moe.language import MoEGate
-        from mlx_vlm.models.glm4v_moe.vision import (
-            Glm4vMoeVisionAttention,
-            Glm4vMoeVisionPatchEmbed,
-            Glm4vVisionEmbeddings,
-        )
-
-        class Embeddings(BicubicEmbeddings, Glm4vVisionEmbeddings):
-            pass
-
-        return {
-            Glm4vMoeVisionAttention: attend_pictures(Glm4vMoeVisionAttention),
-            Glm4vVisionEmbeddings: Embeddings,
-            Glm4vMoeVisionPatchEmbed: embed_by_product(Glm4vMoeVisionPatchEmbed),
-            MoEGate: dropped_groups(MoEGate),
-        }
+    patches = patching(
+        ("glm4v_moe.vision.Glm4vMoeVisionAttention", attend_pictures),
+        ("glm4v_moe.vision.Glm4vVisionEmbeddings", under(BicubicEmbeddings)),
+        ("glm4v_moe.vision.Glm4vMoeVisionPatchEmbed", embed_by_product),
+        ("glm4v_moe.language.MoEGate", dropped_groups),
+    )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from mlx_vlm.models.cache import CacheList
 
 from vlm_batch.adapters.attention import row_by_row
 from vlm_batch.adapters.grids import GridAdapter
+from vlm_batch.adapters.modules import patching
 from vlm_batch.adapters.recurrent import in_order
 from vlm_batch.adapters.towers import embed_by_product
 from vlm_batch.caches import WholeCache
@@ -27,16 +27,14 @@ from vlm_batch.registry import ModelSpec, register
     )
 )
 class Glm5Next(GridAdapter):
-    @classmethod
-    def patches(cls) -> Mapping[type, type]:
-        from mlx_vlm.models.glm5_next.language import Glm5NextAttention, Glm5NextLinearAttention
-        from mlx_vlm.models.glm5_next.vision import VisionPatchEmbed
-
-        return {
-            Glm5NextAttention: row_by_row(Glm5NextAttention),
-            Glm5NextLinearAttention: in_order(Glm5NextLinearAttention, ("qkv_proj", "fbg_a_proj"), "o_proj"),
-            VisionPatchEmbed: embed_by_product(VisionPatchEmbed),
-        }
+    patches = patching(
+        ("glm5_next.language.Glm5NextAttention", row_by_row),
+        (
+            "glm5_next.language.Glm5NextLinearAttention",
+            lambda layer: in_order(layer, ("qkv_proj", "fbg_a_proj"), "o_proj"),
+        ),
+        ("glm5_next.vision.VisionPatchEmbed", embed_by_product),
+    )
 
     def row_caches(self) -> list[Any]:
         return [WholeCache(*one.caches) if isinstance(one, CacheList) else one for one in super().row_caches()]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from vlm_batch.adapters.grids import GridAdapter, MRoPEAdapter
+from vlm_batch.adapters.modules import patching
 from vlm_batch.adapters.towers import embed_by_product
 from vlm_batch.registry import ModelSpec, register
 
@@ -21,9 +20,4 @@ from vlm_batch.registry import ModelSpec, register
 )
 class GLMOCR(MRoPEAdapter):
     input_keys = GridAdapter.input_keys
-
-    @classmethod
-    def patches(cls) -> Mapping[type, type]:
-        from mlx_vlm.models.glm_ocr.vision import GlmOcrVisionPatchEmbed
-
-        return {GlmOcrVisionPatchEmbed: embed_by_product(GlmOcrVisionPatchEmbed)}
+    patches = patching(("glm_ocr.vision.GlmOcrVisionPatchEmbed", embed_by_product))

@@ -10,7 +10,7 @@ import mlx.nn as nn
 import numpy as np
 
 from vlm_batch.adapters.base import Adapter, trunk_logits
-from vlm_batch.adapters.modules import RememberingTower, unshared
+from vlm_batch.adapters.modules import RememberingTower, patches_in, unshared
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.records import DecodeStep, PositionState
 from vlm_batch.registry import ModelSpec, register
@@ -36,12 +36,7 @@ class HunyuanVL(Adapter):
     tower_class = unshared(RememberingTower, "its tower takes one picture a call")
     input_keys = Adapter.input_keys | {"image_grid_thw"}
     ignored = frozenset({"position_ids", "imgs_pos"})
-
-    @classmethod
-    def patches(cls) -> Mapping[type, type]:
-        from vlm_batch.models._hunyuan_vl import PATCHES
-
-        return PATCHES
+    patches = patches_in("vlm_batch.models._hunyuan_vl")
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
         embeds = self.language.model.embed_tokens(ids)

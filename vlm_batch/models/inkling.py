@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from vlm_batch.adapters.modules import RememberingBatchTower
+from vlm_batch.adapters.modules import RememberingBatchTower, patches_in
 from vlm_batch.adapters.pictures import with_part
 from vlm_batch.adapters.sound import SoundAdapter
 from vlm_batch.registry import ModelSpec, register
@@ -29,12 +29,7 @@ from vlm_batch.registry import ModelSpec, register
 class Inkling(SoundAdapter):
     tower_class = RememberingBatchTower
     input_keys = SoundAdapter.input_keys | {"audio_input_ids", "audio_input_ids_mask"}
-
-    @classmethod
-    def patches(cls) -> Mapping[type, type]:
-        from vlm_batch.models._inkling import PATCHES
-
-        return PATCHES
+    patches = patches_in("vlm_batch.models._inkling")
 
     @classmethod
     def processor(cls, processor: Any) -> Any:

@@ -10,9 +10,24 @@ import mlx.core as mx
 import numpy as np
 
 from vlm_batch.adapters.base import Adapter
-from vlm_batch.adapters.modules import RememberingTower, two_tables, unshared
+from vlm_batch.adapters.modules import RememberingTower, patching, two_tables, under, unshared
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.registry import ModelSpec, register
+
+
+class RowRoPE:
+    """Rotates by each row's offset; mlx-vlm by the farthest for all (jina_vlm/language.py:43)."""
+
+    _inv_freq: mx.array
+
+    def __call__(self, x: mx.array, offset: Any = 0) -> mx.array:
+        """(B, H, L, D) -> (B, H, L, D); offset is an int, or (B,)."""
+        places = mx.array(offset).reshape(-1, 1) + mx.arange(x.shape[2])  # (B or 1, L)
+        angles = (places.astype(mx.float32)[..., None] * self._inv_freq)[:, None]  # (B or 1, 1, L, D / 2)
+        cos, sin = mx.cos(angles), mx.sin(angles)
+        first, second = mx.split(x, 2, axis=-1)
+        turned = [first * cos - second * sin, second * cos + first * sin]
+        return mx.concatenate(turned, axis=-1).astype(x.dtype)
 
 
 @register(
@@ -27,24 +42,7 @@ class JinaVLM(Adapter):
     last_hidden = "ln_f"
     tower_class = unshared(RememberingTower, "mlx-vlm's code calls the tower's parts, and not the tower")
     input_keys = Adapter.input_keys | {"image_input_idx", "image_masks"}
-
-    @classmethod
-    def patches(cls) -> Mapping[type, type]:
-        from mlx_vlm.models.jina_vlm.language import ExtendedEmbedding, RoPE
-
-        class RowRoPE(RoPE):
-            """mlx-vlm rotates all rows by the farthest offset (jina_vlm/language.py:43)."""
-
-            def __call__(self, x: mx.array, offset: Any = 0) -> mx.array:
-                """(B, H, L, D) -> (B, H, L, D); offset is an int, or (B,)."""
-                places = mx.array(offset).reshape(-1, 1) + mx.arange(x.shape[2])  # (B or 1, L)
-                angles = (places.astype(mx.float32)[..., None] * self._inv_freq)[:, None]  # (B or 1, 1, L, D / 2)
-                cos, sin = mx.cos(angles), mx.sin(angles)
-                first, second = mx.split(x, 2, axis=-1)
-                turned = [first * cos - second * sin, second * cos + first * sin]
-                return mx.concatenate(turned, axis=-1).astype(x.dtype)
-
-        return {RoPE: RowRoPE, ExtendedEmbedding: two_tables(ExtendedEmbedding)}
+    patches = patching(("jina_vlm.language.RoPE", under(RowRoPE)), ("jina_vlm.language.ExtendedEmbedding", two_tables))
 
     def check_placeholders(self, ids: Any, extra: Mapping[str, Any]) -> None:
         """Check that ``image_input_idx`` adds features at placeholders only."""

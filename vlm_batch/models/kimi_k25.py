@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from vlm_batch.adapters.latent import latent_attention
-from vlm_batch.adapters.modules import RememberingPackedTower
+from vlm_batch.adapters.modules import RememberingPackedTower, patching
 from vlm_batch.adapters.routing import dropped_groups
 from vlm_batch.adapters.towers import resized_positions
 from vlm_batch.models.kimi_vl import Kimi
@@ -29,14 +27,8 @@ from vlm_batch.registry import ModelSpec, register
 class KimiK25(Kimi):
     last_hidden = "model.norm"
     tower_class = RememberingPackedTower
-
-    @classmethod
-    def patches(cls) -> Mapping[type, type]:
-        from mlx_vlm.models.deepseek_v3.language import DeepseekV3Attention, MoEGate
-        from mlx_vlm.models.kimi_k25.vision import Learnable2DInterpPosEmb
-
-        return {
-            DeepseekV3Attention: latent_attention(DeepseekV3Attention),
-            MoEGate: dropped_groups(MoEGate),
-            Learnable2DInterpPosEmb: resized_positions(Learnable2DInterpPosEmb),
-        }
+    patches = patching(
+        ("deepseek_v3.language.DeepseekV3Attention", latent_attention),
+        ("deepseek_v3.language.MoEGate", dropped_groups),
+        ("kimi_k25.vision.Learnable2DInterpPosEmb", resized_positions),
+    )

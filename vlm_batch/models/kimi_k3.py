@@ -8,26 +8,22 @@ from typing import Any
 
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.hooks import files_of, install_hooks
-from vlm_batch.adapters.modules import RememberingPackedTower
+from vlm_batch.adapters.modules import RememberingPackedTower, patches_in
 from vlm_batch.registry import ModelSpec, register
 
 
 @register(ModelSpec(family="kimi_k3", model_types=("kimi_k3",)))
 class KimiK3(Adapter):
+    _masks_states = True
     tower_class = RememberingPackedTower
     input_keys = Adapter.input_keys | {"grid_thws", "image_token_id"}
+    patches = patches_in("vlm_batch.models._kimi_k3")
 
     def hook_functions(self) -> None:
         from vlm_batch.models._kimi_k3 import HOOKS
 
         install_hooks(files_of(self.language), HOOKS, family=self.spec.family, required=HOOKS)
         super().hook_functions()
-
-    @classmethod
-    def patches(cls) -> Mapping[type, type]:
-        from vlm_batch.models._kimi_k3 import PATCHES
-
-        return PATCHES
 
     @cached_property
     def image_token_ids(self) -> frozenset[int]:

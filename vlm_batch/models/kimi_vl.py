@@ -10,7 +10,7 @@ import mlx.nn as nn
 import numpy as np
 
 from vlm_batch.adapters.base import Adapter
-from vlm_batch.adapters.modules import RememberingPackedTower
+from vlm_batch.adapters.modules import RememberingPackedTower, patching
 from vlm_batch.adapters.routing import dropped_groups
 from vlm_batch.adapters.towers import resized_positions, use_tanh_gelu
 from vlm_batch.adapters.windows import moon_attention
@@ -48,20 +48,14 @@ class Kimi(Adapter):
 class KimiVL(Kimi):
     tower_class = RememberingPackedTower
     input_keys = Kimi.input_keys | {"_grid_shapes"}
+    patches = patching(
+        ("kimi_vl.language.MoEGate", dropped_groups),
+        ("kimi_vl.vision.Learnable2DInterpPosEmb", resized_positions),
+        ("kimi_vl.vision.Attention", moon_attention),
+    )
 
     def count_placeholders(self, extra: Mapping[str, Any]) -> int | None:
         if "image_grid_hws" not in extra:
             return None
         high, wide = self.config.vision_config.merge_kernel_size
         return sum((h // high) * (w // wide) for h, w in np.array(extra["image_grid_hws"]).tolist())
-
-    @classmethod
-    def patches(cls) -> Mapping[type, type]:
-        from mlx_vlm.models.kimi_vl.language import MoEGate
-        from mlx_vlm.models.kimi_vl.vision import Attention, Learnable2DInterpPosEmb
-
-        return {
-            MoEGate: dropped_groups(MoEGate),
-            Learnable2DInterpPosEmb: resized_positions(Learnable2DInterpPosEmb),
-            Attention: moon_attention(Attention),
-        }

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from vlm_batch.adapters.base import Adapter
-from vlm_batch.adapters.modules import RememberingBatchTower
+from vlm_batch.adapters.modules import RememberingBatchTower, patching
 from vlm_batch.adapters.recurrent import in_order
 from vlm_batch.registry import ModelSpec, register
 
 
 @register(ModelSpec(family="lfm2_vl", model_types=("lfm2_vl", "lfm2-vl")))
 class Lfm2VL(Adapter):
+    _masks_states = True
     tower_class = RememberingBatchTower
     input_keys = Adapter.input_keys | {"spatial_shapes", "pixel_attention_mask"}
     ignored = frozenset({"image_rows", "image_cols"})
-
-    @classmethod
-    def patches(cls) -> Mapping[type, type]:
-        from mlx_vlm.models.lfm2.language import ShortConv
-
-        return {ShortConv: in_order(ShortConv, ("in_proj",), "out_proj")}
+    patches = patching(("lfm2.language.ShortConv", lambda conv: in_order(conv, ("in_proj",), "out_proj")))

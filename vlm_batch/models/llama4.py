@@ -10,7 +10,7 @@ import mlx.nn as nn
 from mlx_vlm.models.cache import ChunkedKVCache
 
 from vlm_batch.adapters.base import Adapter
-from vlm_batch.adapters.modules import RememberingBatchTower
+from vlm_batch.adapters.modules import RememberingBatchTower, patches_in
 from vlm_batch.adapters.pictures import with_part
 from vlm_batch.adapters.prompts import put_features
 from vlm_batch.caches.blocks import BlockCache
@@ -38,6 +38,7 @@ class Llama4(Adapter):
     """Blocked layers' caches hold the current block only."""
 
     tower_class = RememberingBatchTower
+    patches = patches_in("vlm_batch.models._llama4")
 
     def __init__(self, model: nn.Module) -> None:
         from mlx_vlm.models.llama4.vision import Llama4VisionMLP
@@ -62,12 +63,6 @@ class Llama4(Adapter):
             return TileProcessor(theirs.size, theirs.max_patches, tuple(theirs.image_mean), tuple(theirs.image_std))
 
         return with_part(processor, "image_processor", published)
-
-    @classmethod
-    def patches(cls) -> Mapping[type, type]:
-        from vlm_batch.models._llama4 import PATCHES
-
-        return PATCHES
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
         """Check the number of placeholders, which mlx-vlm does not (llama4.py:83)."""

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from vlm_batch.adapters.base import Adapter
-from vlm_batch.adapters.modules import RememberingPackedTower
+from vlm_batch.adapters.modules import RememberingPackedTower, patching
 from vlm_batch.adapters.towers import resized_positions
 from vlm_batch.adapters.windows import moon_attention
 from vlm_batch.registry import ModelSpec, register
@@ -27,18 +27,13 @@ from vlm_batch.registry import ModelSpec, register
 class LocateAnything(Adapter):
     tower_class = RememberingPackedTower
     input_keys = Adapter.input_keys | {"image_grid_hws", "image_token_id", "_grid_shapes"}
+    patches = patching(
+        ("locateanything.vision.Learnable2DInterpPosEmb", resized_positions),
+        ("locateanything.vision.Attention", moon_attention),
+    )
 
     def count_placeholders(self, extra: Mapping[str, Any]) -> int | None:
         if "image_grid_hws" not in extra:
             return None
         high, wide = self.config.vision_config.merge_kernel_size
         return sum((h // high) * (w // wide) for h, w in np.array(extra["image_grid_hws"]).tolist())
-
-    @classmethod
-    def patches(cls) -> Mapping[type, type]:
-        from mlx_vlm.models.locateanything.vision import Attention, Learnable2DInterpPosEmb
-
-        return {
-            Learnable2DInterpPosEmb: resized_positions(Learnable2DInterpPosEmb),
-            Attention: moon_attention(Attention),
-        }

@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from vlm_batch.adapters.modules import RememberingPackedTower
+from vlm_batch.adapters.modules import RememberingPackedTower, patches_in
 from vlm_batch.adapters.sound import SoundAdapter
 from vlm_batch.registry import ModelSpec, register
 
@@ -30,18 +30,13 @@ from vlm_batch.registry import ModelSpec, register
 class MiMoV2(SoundAdapter):
     tower_class = RememberingPackedTower
     input_keys = SoundAdapter.input_keys | {"image_grid_thw", "audio_codes", "audio_code_lengths"}
+    patches = patches_in("vlm_batch.models._mimo_v2")
 
     @classmethod
     def processor(cls, processor: Any) -> Any:
         from vlm_batch.models._mimo_v2 import with_codec
 
         return with_codec(super().processor(processor))
-
-    @classmethod
-    def patches(cls) -> Mapping[type, type]:
-        from vlm_batch.models._mimo_v2 import PATCHES
-
-        return PATCHES
 
     def hook_functions(self) -> None:
         """Give the encoder its tables once, so that features depend on codes alone."""

@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 
 from vlm_batch.adapters.base import Adapter
-from vlm_batch.adapters.modules import RememberingPackedTower
+from vlm_batch.adapters.modules import RememberingPackedTower, patches_in
 from vlm_batch.registry import ModelSpec, register
 
 
@@ -31,12 +31,7 @@ class MiniMaxM3VL(Adapter):
     input_keys = Adapter.input_keys | {"image_grid_thw"}
     #: No layer reads it.
     ignored = frozenset({"visual_pos_masks"})
-
-    @classmethod
-    def patches(cls) -> Mapping[type, type]:
-        from vlm_batch.models._minimax_m3_vl import PATCHES
-
-        return PATCHES
+    patches = patches_in("vlm_batch.models._minimax_m3_vl")
 
     def forward(
         self, ids: mx.array, embeds: mx.array | None, cache: Sequence[Any], extra: Mapping[str, Any]

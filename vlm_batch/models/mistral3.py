@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from vlm_batch.adapters.modules import patching, under
 from vlm_batch.models.pixtral import Pixtral
 from vlm_batch.records import Graphs
 from vlm_batch.registry import ModelSpec, register
@@ -17,54 +18,15 @@ from vlm_batch.registry import ModelSpec, register
 LATENT_EPS = 1e-6
 
 
-@register(
-    ModelSpec(
-        family="mistral3",
-        model_types=("mistral3",),
-        notes=(
-            "queries of Ministral 3 and Mistral 4 grow with each row's own position; mlx-vlm takes the first row's for all "
-            "(mistral3/language.py:180, mistral4/language.py:267)",
-            "Mistral 4's attention has YaRN's factor, as in transformers (modeling_mistral4.py, yarn_apply_mscale); mlx-vlm "
-            "leaves it out (mistral4/language.py:34); and the norms of its latents have an epsilon of 1e-6, not 1e-5",
-        ),
-    )
-)
-class Mistral3(Pixtral):
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model)
-        text = self.config.text_config
-        for layer in self.language.layers:
-            layer.self_attn.config = text  # for ``query_scale``
-            if text.model_type == "mistral4":
-                layer.self_attn.scale = layer.self_attn.qk_head_dim**-0.5 * yarn_scale(text.rope_parameters)
-                for norm in (layer.self_attn.get("q_a_layernorm"), layer.self_attn.kv_a_layernorm):
-                    if norm is not None:
-                        norm.eps = LATENT_EPS
+class ByOwnPosition:
+    """Scales queries by each row's positions; mlx-vlm by the first's (mistral3/language.py:180, mistral4/language.py:267)."""
 
-    @property
-    def graphs(self) -> Graphs:  # type: ignore[override]
-        """Only graphs fuse other decoders' factors."""
-        return super().graphs if self.config.text_config.model_type == "mistral" else Graphs.IF_ASKED
+    config: Any
 
-    @classmethod
-    def patches(cls) -> Mapping[type, type]:
-        from mlx_vlm.models.mistral3.language import Attention, Ministral3
-        from mlx_vlm.models.mistral4.language import Mistral4Attention, Mistral4Model
-
-        class RowAttention(Attention):
-            """mlx-vlm scales by the first row's positions (mistral3/language.py:180)."""
-
-            def __call__(self, x: mx.array, attn_scale: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
-                return super().__call__(x, query_scale(self.config, cache.offset, x), mask, cache)
-
-        class RowLatentAttention(Mistral4Attention):
-            """mlx-vlm scales by the first row's positions (mistral4/language.py:267)."""
-
-            def __call__(self, x: mx.array, attn_scale: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
-                return super().__call__(x, query_scale(self.config, cache.offset, x), mask, cache)
-
-        patched = {Attention: RowAttention, Mistral4Attention: RowLatentAttention}
-        return patched | {trunk: without_waiting(trunk) for trunk in (Ministral3, Mistral4Model)}
+    def __call__(self, x: mx.array, attn_scale: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        theirs: Any = super()
+        found: mx.array = theirs.__call__(x, query_scale(self.config, cache.offset, x), mask, cache)
+        return found
 
 
 class AtStart:
@@ -114,3 +76,40 @@ def query_scale(config: Any, offset: Any, x: mx.array) -> mx.array:
     periods = mx.floor((start + mx.arange(x.shape[1])) / rope["original_max_position_embeddings"])
     scale = 1 + rope["llama_4_scaling_beta"] * mx.log(1 + periods)
     return scale.reshape(-1, 1, x.shape[1], 1).astype(x.dtype)
+
+
+@register(
+    ModelSpec(
+        family="mistral3",
+        model_types=("mistral3",),
+        notes=(
+            "queries of Ministral 3 and Mistral 4 grow with each row's own position; mlx-vlm takes the first row's for all "
+            "(mistral3/language.py:180, mistral4/language.py:267)",
+            "Mistral 4's attention has YaRN's factor, as in transformers (modeling_mistral4.py, yarn_apply_mscale); mlx-vlm "
+            "leaves it out (mistral4/language.py:34); and the norms of its latents have an epsilon of 1e-6, not 1e-5",
+        ),
+    )
+)
+class Mistral3(Pixtral):
+    patches = patching(
+        ("mistral3.language.Attention", under(ByOwnPosition)),
+        ("mistral4.language.Mistral4Attention", under(ByOwnPosition)),
+        ("mistral3.language.Ministral3", without_waiting),
+        ("mistral4.language.Mistral4Model", without_waiting),
+    )
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        text = self.config.text_config
+        for layer in self.language.layers:
+            layer.self_attn.config = text  # for ``query_scale``
+            if text.model_type == "mistral4":
+                layer.self_attn.scale = layer.self_attn.qk_head_dim**-0.5 * yarn_scale(text.rope_parameters)
+                for norm in (layer.self_attn.get("q_a_layernorm"), layer.self_attn.kv_a_layernorm):
+                    if norm is not None:
+                        norm.eps = LATENT_EPS
+
+    @property
+    def graphs(self) -> Graphs:  # type: ignore[override]
+        """Only graphs fuse other decoders' factors."""
+        return super().graphs if self.config.text_config.model_type == "mistral" else Graphs.IF_ASKED

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
+from vlm_batch.adapters.modules import patches_in
 from vlm_batch.models.pixtral import Pixtral
 from vlm_batch.registry import ModelSpec, register
 
@@ -24,9 +23,4 @@ from vlm_batch.registry import ModelSpec, register
 )
 class MistralLarge3(Pixtral):
     last_hidden = "model.norm"
-
-    @classmethod
-    def patches(cls) -> Mapping[type, type]:
-        from vlm_batch.models._mistral_large3 import PATCHES
-
-        return PATCHES
+    patches = patches_in("vlm_batch.models._mistral_large3")

@@ -10,7 +10,7 @@ import numpy as np
 from mlx_vlm.models.base import create_attention_mask
 
 from vlm_batch.adapters.base import Adapter
-from vlm_batch.adapters.modules import RememberingBatchTower
+from vlm_batch.adapters.modules import RememberingBatchTower, patches_in
 from vlm_batch.caches.cross import CrossCache
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.records import DecodeStep, Encoded, Picture
@@ -37,12 +37,7 @@ class Mllama(Adapter):
     input_keys = Adapter.input_keys | {"aspect_ratio_ids", "aspect_ratio_mask", "cross_attention_mask"}
     #: ``seen`` (1, L, images * tiles), bool: the tiles that a token sees.
     prefill_axes: ClassVar[Mapping[str, int | None]] = {"cross_attention_states": None, "seen": 1}
-
-    @classmethod
-    def patches(cls) -> Mapping[type, type]:
-        from vlm_batch.models._mllama import PATCHES
-
-        return PATCHES
+    patches = patches_in("vlm_batch.models._mllama")
 
     def count_placeholders(self, extra: Mapping[str, Any]) -> int | None:
         pixels = extra.get("pixel_values")  # (1, images, tiles, ...)
@@ -101,7 +96,7 @@ class Mllama(Adapter):
             kept = mx.array(np.flatnonzero(np.array(visible)))
             for entry in cache:
                 if isinstance(entry, CrossCache):
-                    entry.keep(kept)
+                    entry.select(kept)
 
     def run_step(self, step: DecodeStep) -> mx.array:
         sees = mx.array([extras.get("sees", False) for extras in step.extras])

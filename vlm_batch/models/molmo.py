@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from vlm_batch.adapters.base import Adapter, has_pictures
-from vlm_batch.adapters.modules import RememberingBatchTower, two_tables
+from vlm_batch.adapters.modules import RememberingBatchTower, patching, two_tables
 from vlm_batch.adapters.prompts import check_places
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.records import Picture
@@ -24,12 +24,7 @@ class Molmo(Adapter):
     last_hidden = "model.ln_f"
     tower_class = RememberingBatchTower
     input_keys = Adapter.input_keys | {"image_input_idx", "image_masks"}
-
-    @classmethod
-    def patches(cls) -> Mapping[type, type]:
-        from mlx_vlm.models.molmo.language import Embedding
-
-        return {Embedding: two_tables(Embedding)}
+    patches = patching(("molmo.language.Embedding", two_tables))
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
         if ids.shape[0] != 1:

@@ -11,7 +11,7 @@ import mlx.nn as nn
 import numpy as np
 
 from vlm_batch.adapters.base import Adapter
-from vlm_batch.adapters.modules import RememberingTower, two_tables, unshared
+from vlm_batch.adapters.modules import RememberingTower, patching, two_tables, unshared
 from vlm_batch.records import Encoded
 from vlm_batch.registry import ModelSpec, register
 
@@ -31,9 +31,11 @@ from vlm_batch.registry import ModelSpec, register
 class Molmo2(Adapter):
     """Markers and column ends are picture tokens, too."""
 
+    _features_have_rows = True
     embeddings = "model.wte"
     tower_class = unshared(RememberingTower, "its tower pools patches by their numbers among all of a request's")
     input_keys = Adapter.input_keys | {"image_token_pooling", "image_grids", "image_num_crops"}
+    patches = patching(("molmo2.language.Molmo2Embedding", two_tables))
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
@@ -41,12 +43,6 @@ class Molmo2(Adapter):
             for block in self.model.vision_tower.image_vit.transformer:
                 # mlx-vlm: a sigmoid (molmo2/vision.py:13); transformers: ACT2FN["gelu_pytorch_tanh"].
                 block.feed_forward.act = nn.GELU(approx="precise")
-
-    @classmethod
-    def patches(cls) -> Mapping[type, type]:
-        from mlx_vlm.models.molmo2.language import Molmo2Embedding
-
-        return {Molmo2Embedding: two_tables(Molmo2Embedding)}
 
     @cached_property
     def image_token_ids(self) -> frozenset[int]:

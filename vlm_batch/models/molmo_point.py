@@ -13,7 +13,7 @@ import mlx.nn as nn
 import numpy as np
 
 from vlm_batch.adapters.base import Adapter
-from vlm_batch.adapters.modules import RememberingBatchTower, two_tables
+from vlm_batch.adapters.modules import RememberingBatchTower, patching, two_tables
 from vlm_batch.arrays import stack_logits
 from vlm_batch.caches.layers import CacheKind
 from vlm_batch.caches.rows import RowsCache
@@ -199,6 +199,7 @@ class MolmoPoint(Adapter):
     tower_class = PooledLayers
     input_keys = frozenset({"pixel_values", "image_token_pooling", "image_grids", "image_num_crops", "token_type_ids"})
     prefill_axes: ClassVar[Mapping[str, int | None]] = {"pictures": None, "is_picture": None}
+    patches = patching(("molmo_point.language.Molmo2Embedding", two_tables))
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
@@ -208,12 +209,6 @@ class MolmoPoint(Adapter):
             sorted_parts=config.mask_subpatches in inference,
             no_repeats=config.mask_repeats in ("all", "inference"),
         )
-
-    @classmethod
-    def patches(cls) -> Mapping[type, type]:
-        from mlx_vlm.models.molmo_point.language import Molmo2Embedding
-
-        return {Molmo2Embedding: two_tables(Molmo2Embedding)}
 
     # Encode
     # -------------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import numpy as np
 
 from vlm_batch.adapters.attention import fuse_rows
 from vlm_batch.adapters.base import Adapter
-from vlm_batch.adapters.modules import RememberingTower, unshared
+from vlm_batch.adapters.modules import RememberingTower, patching, under, unshared
 from vlm_batch.adapters.prompts import bidirectional_mask
 from vlm_batch.adapters.vision import adaptive_average
 from vlm_batch.errors import InvalidPrompt
@@ -66,8 +66,14 @@ class Moondream2(Adapter):
     tower_class = unshared(RememberingTower, "its tower makes one picture of the crops that it is given")
     graphs = Graphs.IF_ASKED
     input_keys = Adapter.input_keys | {"num_crops", "crop_layouts"}
+    _features_have_rows = True
     #: Made per chunk as bools; mlx-vlm's float32 does not fit bfloat16 attention.
     ignored = frozenset({"attention_mask_4d"})
+    patches = patching(
+        # mlx-vlm calls ``mx.fast`` itself (moondream2/language.py:61).
+        ("moondream2.language.Attention", lambda attention: fuse_rows(attention, "qkv", "proj")),
+        ("moondream2.vision.VisionModel", under(AdaptivePooling)),
+    )
 
     @classmethod
     def processor(cls, processor: Any) -> Any:
@@ -106,14 +112,3 @@ class Moondream2(Adapter):
 
     def chunk_features(self, encoded: Encoded, start: int, end: int) -> dict[str, Any]:
         return {"mask": bidirectional_mask(encoded.atomic, start, end)}
-
-    @classmethod
-    def patches(cls) -> Mapping[type, type]:
-        from mlx_vlm.models.moondream2.language import Attention
-        from mlx_vlm.models.moondream2.vision import VisionModel
-
-        class Tower(AdaptivePooling, VisionModel):
-            pass
-
-        # mlx-vlm calls ``mx.fast`` itself (moondream2/language.py:61).
-        return {Attention: fuse_rows(Attention, "qkv", "proj"), VisionModel: Tower}

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
+from vlm_batch.adapters.modules import patches_in
 from vlm_batch.models.moondream2 import Moondream2
 from vlm_batch.registry import ModelSpec, register
 
@@ -20,8 +19,4 @@ from vlm_batch.registry import ModelSpec, register
     )
 )
 class Moondream3(Moondream2):
-    @classmethod
-    def patches(cls) -> Mapping[type, type]:
-        from vlm_batch.models._moondream3 import PATCHES
-
-        return PATCHES
+    patches = patches_in("vlm_batch.models._moondream3")

@@ -9,10 +9,15 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from vlm_batch.adapters.base import GraphedSteps
-from vlm_batch.adapters.modules import RememberingBatchTower
+from vlm_batch.adapters.modules import RememberingBatchTower, patching, under
 from vlm_batch.adapters.placeholders import PlacingAdapter
 from vlm_batch.adapters.prompts import repeat_placeholders
 from vlm_batch.registry import ModelSpec, register
+
+
+class ExactGELU:
+    def __call__(self, x: mx.array) -> mx.array:
+        return nn.gelu(x)
 
 
 @register(
@@ -32,6 +37,7 @@ class MultiModality(GraphedSteps, PlacingAdapter):
 
     tower_class = RememberingBatchTower
     input_keys = frozenset({"pixel_values"})
+    patches = patching(("multi_modality.vision.FastGELUActivation", under(ExactGELU)))
 
     def __init__(self, model: nn.Module) -> None:
         from mlx_vlm.models.multi_modality.vision import SigLipVisionModel
@@ -41,16 +47,6 @@ class MultiModality(GraphedSteps, PlacingAdapter):
             if isinstance(tower, SigLipVisionModel):
                 for norm in (tower.norm, *(norm for block in tower.blocks for norm in (block.norm1, block.norm2))):
                     norm.eps = 1e-6
-
-    @classmethod
-    def patches(cls) -> Mapping[type, type]:
-        from mlx_vlm.models.multi_modality.vision import FastGELUActivation
-
-        class ExactGELU(FastGELUActivation):
-            def __call__(self, x: mx.array) -> mx.array:
-                return nn.gelu(x)
-
-        return {FastGELUActivation: ExactGELU}
 
     def expand_ids(self, ids: mx.array, extra: Mapping[str, Any]) -> mx.array:
         pictures = len(extra["pixel_values"]) if "pixel_values" in extra else 0

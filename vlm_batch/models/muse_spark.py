@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
 
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.hooks import Hook, files_of, hook, install_hooks
-from vlm_batch.adapters.modules import RememberingTower, unshared
+from vlm_batch.adapters.modules import RememberingTower, patches_in, unshared
 from vlm_batch.registry import ModelSpec, register
 
 
@@ -38,18 +38,13 @@ class MuseSpark(Adapter):
     tower_class = unshared(RememberingTower, "its tower takes one picture a call")
     input_keys = Adapter.input_keys | {"input_values", "input_values_mask"}
     ignored = frozenset({"audio_lengths"})  # the mask has them, too
+    patches = patches_in("vlm_batch.models._muse_spark")
 
     def hook_functions(self) -> None:
         if not mx.metal.is_available():
             hooks = without_metal()
             install_hooks(files_of(self.language), hooks, family=self.spec.family, required=hooks)
         super().hook_functions()
-
-    @classmethod
-    def patches(cls) -> Mapping[type, type]:
-        from vlm_batch.models._muse_spark import PATCHES
-
-        return PATCHES
 
 
 def without_metal() -> dict[str, Hook]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
 
 from vlm_batch.adapters.base import Adapter
-from vlm_batch.adapters.modules import RememberingTower, unshared
+from vlm_batch.adapters.modules import RememberingTower, patching, unshared
 from vlm_batch.adapters.recurrent import in_order
 from vlm_batch.registry import ModelSpec, register
 
@@ -36,12 +35,9 @@ class NemotronHNanoOmni(Adapter):
     tower_class = unshared(RememberingTower, "its tower answers with an object of its own")
     input_keys = frozenset({"pixel_values", "sound_clips"})
     ignored = frozenset({"num_patches", "num_tokens", "imgs_sizes"})
-
-    @classmethod
-    def patches(cls) -> Mapping[type, type]:
-        from mlx_vlm.models.nemotron_h.language import NemotronHMamba2Mixer
-
-        return {NemotronHMamba2Mixer: in_order(NemotronHMamba2Mixer, ("in_proj",), "out_proj")}
+    patches = patching(
+        ("nemotron_h.language.NemotronHMamba2Mixer", lambda mixer: in_order(mixer, ("in_proj",), "out_proj"))
+    )
 
     def hook_functions(self) -> None:
         """Make spectrograms' tables here: only the thread that made mlx_audio's may evaluate them."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from vlm_batch.adapters.modules import RememberingBatchTower
+from vlm_batch.adapters.modules import RememberingBatchTower, patches_in
 from vlm_batch.adapters.placeholders import PlacingAdapter
 from vlm_batch.records import DecodeStep
 from vlm_batch.registry import ModelSpec, register
@@ -40,12 +40,7 @@ class PaliGemma(PlacingAdapter):
 
     tower_class = LastStates
     ignored = frozenset({"labels"})
-
-    @classmethod
-    def patches(cls) -> Mapping[type, type]:
-        from vlm_batch.models._paligemma import PATCHES
-
-        return PATCHES
+    patches = patches_in("vlm_batch.models._paligemma")
 
     @property
     def is_causal(self) -> bool:  # type: ignore[override]

@@ -13,6 +13,7 @@ import numpy as np
 from vlm_batch.adapters.attention import fuse_rows
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.longrope import LONG_ROPE_NOTE
+from vlm_batch.adapters.modules import patching
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.records import DecodeStep
 from vlm_batch.registry import ModelSpec, register
@@ -26,13 +27,8 @@ class Phi3V(Adapter):
     """The k-th picture's placeholders have the id -k."""
 
     input_keys = frozenset({"pixel_values", "image_sizes"})
-
-    @classmethod
-    def patches(cls) -> Mapping[type, type]:
-        from mlx_vlm.models.phi3_v.phi3_v import Attention
-
-        # mlx-vlm calls ``mx.fast`` itself (phi3_v.py:89).
-        return {Attention: fuse_rows(Attention, "qkv_proj", "o_proj")}
+    # mlx-vlm calls ``mx.fast`` itself (phi3_v.py:89).
+    patches = patching(("phi3_v.phi3_v.Attention", lambda attention: fuse_rows(attention, "qkv_proj", "o_proj")))
 
     def run_step(self, step: DecodeStep) -> mx.array:
         """Embed tokens here: mlx-vlm reads ids back to look for pictures (phi3_v.py:211)."""

@@ -14,13 +14,23 @@ from vlm_batch.adapters.attention import fuse_rows
 from vlm_batch.adapters.base import AUDIO_INPUTS, Adapter, has_pictures, has_sound
 from vlm_batch.adapters.hooks import current, running
 from vlm_batch.adapters.longrope import LONG_ROPE_NOTE
-from vlm_batch.adapters.modules import RememberingListTower
+from vlm_batch.adapters.modules import RememberingListTower, patching, under
 from vlm_batch.adapters.prompts import put_features, repeat_placeholders
 from vlm_batch.adapters.sound import as_text
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.records import DecodeStep, Encoded, Picture, PromptKey
 from vlm_batch.registry import ModelSpec, register
 from vlm_batch.store.digest import as_words, digest
+
+
+class Unpadded:
+    """Encodes without padding, to which mlx-vlm attends (phi4mm/audio.py:680)."""
+
+    def __call__(self, spectrograms: mx.array) -> mx.array:
+        """(B, frames, bands) -> (B, L, D)."""
+        theirs: Any = super()
+        found: mx.array = theirs.__call__(spectrograms, None)[0]
+        return found
 
 
 @register(
@@ -48,6 +58,11 @@ class Phi4MM(Adapter):
         *("pixel_attention_mask", "spatial_shapes"),
         *("input_audio_embeds", "audio_embed_sizes", "audio_attention_mask"),
     }
+    patches = patching(
+        # mlx-vlm calls ``mx.fast`` itself (phi4mm/language.py:62).
+        ("phi4mm.language.Attention", lambda attention: fuse_rows(attention, "qkv_proj", "o_proj")),
+        ("phi4mm.audio.ConformerEncoder", under(Unpadded)),
+    )
 
     def __init__(self, model: nn.Module) -> None:
         from vlm_batch.models._phi4mm import unmerge_adapters
@@ -58,21 +73,6 @@ class Phi4MM(Adapter):
         if is_plain and getattr(self.config, "speech_lora", None):
             lost = "this conversion of the checkpoint has its vision adapter merged in, and its speech adapter is lost"
             vars(self)["spec"] = replace(self.spec, audio=False, no_audio=lost)
-
-    @classmethod
-    def patches(cls) -> Mapping[type, type]:
-        from mlx_vlm.models.phi4mm.audio import ConformerEncoder
-        from mlx_vlm.models.phi4mm.language import Attention
-
-        class SoundEncoder(ConformerEncoder):
-            """Encodes without padding, to which mlx-vlm attends (phi4mm/audio.py:680)."""
-
-            def __call__(self, spectrograms: mx.array) -> mx.array:
-                """(B, frames, bands) -> (B, L, D)."""
-                return super().__call__(spectrograms, None)[0]  # type: ignore[no-any-return]
-
-        # mlx-vlm calls ``mx.fast`` itself (phi4mm/language.py:62).
-        return {Attention: fuse_rows(Attention, "qkv_proj", "o_proj"), ConformerEncoder: SoundEncoder}
 
     @classmethod
     def processor(cls, processor: Any) -> Any:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from vlm_batch.adapters.base import Adapter
-from vlm_batch.adapters.modules import RememberingBatchTower
+from vlm_batch.adapters.modules import RememberingBatchTower, patches_in
 from vlm_batch.registry import ModelSpec, register
 
 
@@ -17,10 +15,6 @@ from vlm_batch.registry import ModelSpec, register
     )
 )
 class Plamo2VL(Adapter):
+    _masks_states = True
     tower_class = RememberingBatchTower
-
-    @classmethod
-    def patches(cls) -> Mapping[type, type]:
-        from vlm_batch.models._plamo2vl import PATCHES
-
-        return PATCHES
+    patches = patches_in("vlm_batch.models._plamo2vl")

@@ -10,6 +10,7 @@ import mlx.nn as nn
 import numpy as np
 
 from vlm_batch.adapters.grids import MRoPEAdapter
+from vlm_batch.adapters.modules import patches_in
 from vlm_batch.adapters.towers import GATED, widen
 from vlm_batch.models.qwen2_vl import Qwen2VL
 from vlm_batch.records import PositionState
@@ -31,6 +32,7 @@ from vlm_batch.registry import ModelSpec, register
 )
 class Qwen25VL(Qwen2VL):
     input_keys = MRoPEAdapter.input_keys | {"second_per_grid_ts"}
+    patches = patches_in("vlm_batch.models._qwen2_5_vl")
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
@@ -49,9 +51,3 @@ class Qwen25VL(Qwen2VL):
         rate = np.float32(self.config.vision_config.tokens_per_second)
         seconds = np.array(extra.get("second_per_grid_ts", np.ones(len(extra["video_grid_thw"]))), dtype=np.float32)
         return self.grid_positions(ids, extra, (seconds * rate).tolist())
-
-    @classmethod
-    def patches(cls) -> Mapping[type, type]:
-        from vlm_batch.models._qwen2_5_vl import PATCHES
-
-        return PATCHES

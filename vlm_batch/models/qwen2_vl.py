@@ -11,6 +11,7 @@ import numpy as np
 from vlm_batch.adapters.attention import seal_masks
 from vlm_batch.adapters.base import GraphedSteps
 from vlm_batch.adapters.grids import MRoPEAdapter
+from vlm_batch.adapters.modules import patching
 from vlm_batch.adapters.pictures import with_part
 from vlm_batch.adapters.towers import embed_by_product
 from vlm_batch.adapters.windows import attend_pictures
@@ -27,6 +28,11 @@ _FRAMES = (
 @register(ModelSpec(family="qwen2_vl", model_types=("qwen2_vl",), video=True, notes=(_BOTH, _FRAMES)))
 class Qwen2VL(GraphedSteps, MRoPEAdapter):
     are_compared = True
+    patches = patching(
+        ("qwen2_vl.language.Attention", seal_masks),
+        ("qwen2_vl.vision.Attention", attend_pictures),
+        ("qwen2_vl.vision.PatchEmbed", embed_by_product),
+    )
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
         """Return embeddings (1, L, D) with pictures' features.
@@ -50,17 +56,6 @@ class Qwen2VL(GraphedSteps, MRoPEAdapter):
 
     def positions(self, ids: mx.array, extra: Mapping[str, Any], features: Mapping[str, Any]) -> PositionState:
         return self.grid_positions(ids, extra, [1.0] * len(extra.get("video_grid_thw", ())))
-
-    @classmethod
-    def patches(cls) -> Mapping[type, type]:
-        from mlx_vlm.models.qwen2_vl import vision
-        from mlx_vlm.models.qwen2_vl.language import Attention
-
-        return {
-            Attention: seal_masks(Attention),
-            vision.Attention: attend_pictures(vision.Attention),
-            vision.PatchEmbed: embed_by_product(vision.PatchEmbed),
-        }
 
     @classmethod
     def processor(cls, processor: Any) -> Any:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from vlm_batch.adapters.attention import seal_masks
 from vlm_batch.adapters.grids import MRoPEAdapter
-from vlm_batch.adapters.modules import unshared
+from vlm_batch.adapters.modules import patching, unshared
 from vlm_batch.adapters.recurrent import in_order
 from vlm_batch.adapters.towers import embed_by_product
 from vlm_batch.adapters.windows import attend_pictures
@@ -37,24 +36,19 @@ PACKED = "features become float16 among a pack's embeddings: other last bits of 
     )
 )
 class Qwen35(MRoPEAdapter):
+    _masks_states = True
     video_sampling = Sampling(frame_factor=1)
+    patches = patching(
+        ("qwen3_5.language.Qwen3_5Attention", seal_masks),  # cut to the longest row at qwen3_5/language.py:1024
+        (
+            "qwen3_5.language.Qwen3_5GatedDeltaNet",
+            lambda net: in_order(net, ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), "out_proj"),
+        ),
+        ("qwen3_vl.vision.Attention", attend_pictures),
+        ("qwen3_vl.vision.PatchEmbed", embed_by_product),
+    )
 
     def __init__(self, model: Any) -> None:
         if getattr(model.config, "model_type", None) == "prism_hadamard_qwen35":
             self.tower_class = unshared(type(self).tower_class, PACKED)
         super().__init__(model)
-
-    @classmethod
-    def patches(cls) -> Mapping[type, type]:
-        from mlx_vlm.models.qwen3_5.language import Qwen3_5Attention, Qwen3_5GatedDeltaNet
-        from mlx_vlm.models.qwen3_vl import vision
-
-        sealed = seal_masks(Qwen3_5Attention)  # cut to the longest row at qwen3_5/language.py:1024
-        return {
-            Qwen3_5Attention: sealed,
-            Qwen3_5GatedDeltaNet: in_order(
-                Qwen3_5GatedDeltaNet, ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), "out_proj"
-            ),
-            vision.Attention: attend_pictures(vision.Attention),
-            vision.PatchEmbed: embed_by_product(vision.PatchEmbed),
-        }

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.modules import patches_in
 from vlm_batch.registry import ModelSpec, register
 
 
@@ -21,10 +20,6 @@ from vlm_batch.registry import ModelSpec, register
     )
 )
 class Qwen3Next(Adapter):
+    _masks_states = True
     input_keys = frozenset()
-
-    @classmethod
-    def patches(cls) -> Mapping[type, type]:
-        from vlm_batch.models._qwen3_next import PATCHES
-
-        return PATCHES
+    patches = patches_in("vlm_batch.models._qwen3_next")

@@ -13,7 +13,7 @@ from mlx_vlm.models.base import create_attention_mask
 from vlm_batch.adapters.attention import seal_masks
 from vlm_batch.adapters.base import trunk_logits
 from vlm_batch.adapters.grids import MRoPEAdapter
-from vlm_batch.adapters.modules import RememberingTower, unshared
+from vlm_batch.adapters.modules import RememberingTower, patching, unshared
 from vlm_batch.adapters.pictures import with_mixin, with_part
 from vlm_batch.adapters.sound import SoundAdapter
 from vlm_batch.adapters.towers import embed_by_product
@@ -21,6 +21,31 @@ from vlm_batch.adapters.windows import attend_pictures
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.records import PositionState
 from vlm_batch.registry import ModelSpec, register
+
+
+def unwaiting(trunk: type[nn.Module]) -> type[nn.Module]:
+    """Subclass a decoder to drop mlx-vlm's wait for every fourth layer (qwen3_omni_moe/language.py:286)."""
+
+    class Trunk(trunk):  # type: ignore[misc,valid-type]
+        def __call__(
+            self,
+            inputs: mx.array,
+            inputs_embeds: mx.array | None,
+            cache: Sequence[Any],
+            position_ids: mx.array,
+            deepstack_visual_embeds: mx.array | None = None,
+        ) -> mx.array:
+            hidden = self.embed_tokens(inputs) if inputs_embeds is None else inputs_embeds
+            rotary, mask = self.layers[0].self_attn.rotary_emb, create_attention_mask(hidden, cache[0])
+            angles = None if rotary.fused_apply else rotary(hidden, position_ids)
+            added = [] if deepstack_visual_embeds is None else mx.unstack(deepstack_visual_embeds, axis=2)
+            for at, (layer, own) in enumerate(zip(self.layers, cache, strict=True)):
+                hidden = layer(hidden, mask, own, position_ids, angles)
+                if at < len(added):
+                    hidden = hidden + added[at].astype(hidden.dtype)
+            return self.norm(hidden)  # type: ignore[no-any-return]
+
+    return Trunk
 
 
 @register(
@@ -52,8 +77,15 @@ class Qwen3OmniMoe(SoundAdapter, MRoPEAdapter):
         RememberingTower, "its encoder pads parts of less than a second to the longest that is beside them"
     )
     prefill_axes: ClassVar[Mapping[str, int | None]] = {"deepstack_visual_embeds": 1}
+    _features_have_rows = True
     #: The decoder adds features everywhere, zeros included (qwen3_omni_moe/language.py, _deepstack_process).
     ignored = frozenset({"visual_pos_masks"})
+    patches = patching(
+        ("qwen3_omni_moe.language.Attention", seal_masks),  # cut to the longest row at qwen3_omni_moe/language.py:123
+        ("qwen3_omni_moe.language.Qwen3VLMoEModel", unwaiting),
+        ("qwen3_omni_moe.vision.Attention", attend_pictures),
+        ("qwen3_omni_moe.vision.PatchEmbed", embed_by_product),
+    )
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
@@ -118,44 +150,6 @@ class Qwen3OmniMoe(SoundAdapter, MRoPEAdapter):
         return self.model.thinker.get_audio_features(  # type: ignore[no-any-return]
             sound["input_features"], feature_attention_mask=sound["feature_attention_mask"]
         )
-
-    @classmethod
-    def patches(cls) -> Mapping[type, type]:
-        from mlx_vlm.models.qwen3_omni_moe import vision
-        from mlx_vlm.models.qwen3_omni_moe.language import Attention, Qwen3VLMoEModel
-
-        sealed = seal_masks(Attention)  # cut to the longest row at qwen3_omni_moe/language.py:123
-        return {
-            Attention: sealed,
-            Qwen3VLMoEModel: unwaiting(Qwen3VLMoEModel),
-            vision.Attention: attend_pictures(vision.Attention),
-            vision.PatchEmbed: embed_by_product(vision.PatchEmbed),
-        }
-
-
-def unwaiting(trunk: type[nn.Module]) -> type[nn.Module]:
-    """Subclass a decoder to drop mlx-vlm's wait for every fourth layer (qwen3_omni_moe/language.py:286)."""
-
-    class Trunk(trunk):  # type: ignore[misc,valid-type]
-        def __call__(
-            self,
-            inputs: mx.array,
-            inputs_embeds: mx.array | None,
-            cache: Sequence[Any],
-            position_ids: mx.array,
-            deepstack_visual_embeds: mx.array | None = None,
-        ) -> mx.array:
-            hidden = self.embed_tokens(inputs) if inputs_embeds is None else inputs_embeds
-            rotary, mask = self.layers[0].self_attn.rotary_emb, create_attention_mask(hidden, cache[0])
-            angles = None if rotary.fused_apply else rotary(hidden, position_ids)
-            added = [] if deepstack_visual_embeds is None else mx.unstack(deepstack_visual_embeds, axis=2)
-            for at, (layer, own) in enumerate(zip(self.layers, cache, strict=True)):
-                hidden = layer(hidden, mask, own, position_ids, angles)
-                if at < len(added):
-                    hidden = hidden + added[at].astype(hidden.dtype)
-            return self.norm(hidden)  # type: ignore[no-any-return]
-
-    return Trunk
 
 
 def spacing_of(seconds: float, rate: float) -> int:

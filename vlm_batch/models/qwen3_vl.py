@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import mlx.nn as nn
 
 from vlm_batch.adapters.attention import seal_masks
 from vlm_batch.adapters.grids import MRoPEAdapter
+from vlm_batch.adapters.modules import patching
 from vlm_batch.adapters.prompts import cut
 from vlm_batch.adapters.towers import Inner, embed_by_product, widen
 from vlm_batch.adapters.windows import attend_pictures
@@ -24,21 +24,15 @@ class Qwen3VL(MRoPEAdapter):
     graphs = Graphs.IF_ASKED
     video_sampling = Sampling(frame_factor=1)
     prefill_axes = {"visual_pos_masks": 1, "deepstack_visual_embeds": None}
+    patches = patching(
+        ("qwen3_vl.language.Attention", seal_masks),
+        ("qwen3_vl.vision.Attention", attend_pictures),
+        ("qwen3_vl.vision.PatchEmbed", embed_by_product),
+    )
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         widen(self.model, Inner(("linear_fc1",), "linear_fc2"))  # 3,420 by mlx-vlm's default
-
-    @classmethod
-    def patches(cls) -> Mapping[type, type]:
-        from mlx_vlm.models.qwen3_vl import vision
-        from mlx_vlm.models.qwen3_vl.language import Attention
-
-        return {
-            Attention: seal_masks(Attention),
-            vision.Attention: attend_pictures(vision.Attention),
-            vision.PatchEmbed: embed_by_product(vision.PatchEmbed),
-        }
 
     def chunk_features(self, encoded: Encoded, start: int, end: int) -> dict[str, Any]:
         """Cut the chunk's deepstack rows; mlx-vlm's batch takes the prompt's."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import mlx.nn as nn
 
 from vlm_batch.adapters.attention import seal_masks
+from vlm_batch.adapters.modules import patching
 from vlm_batch.adapters.towers import embed_by_product
 from vlm_batch.adapters.windows import attend_pictures
 from vlm_batch.models.qwen3_vl import Qwen3VL
@@ -25,6 +24,12 @@ from vlm_batch.registry import ModelSpec, register
     )
 )
 class Qwen3VLMoe(Qwen3VL):
+    patches = patching(
+        ("qwen3_vl_moe.language.Attention", seal_masks),  # cut to the longest row at qwen3_vl_moe/language.py:107
+        ("qwen3_vl_moe.vision.Attention", attend_pictures),
+        ("qwen3_vl_moe.vision.PatchEmbed", embed_by_product),
+    )
+
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         # transformers: Qwen3VLMoeVisionMLP takes hidden_act, gelu_pytorch_tanh; Qwen3VLMoeVisionPatchMerger nn.GELU().
@@ -34,15 +39,3 @@ class Qwen3VLMoe(Qwen3VL):
                 block.mlp.act_fn = nn.GELU(approx="tanh")
         for merger in (tower.merger, *tower.deepstack_merger_list):
             merger.act_fn = nn.GELU()
-
-    @classmethod
-    def patches(cls) -> Mapping[type, type]:
-        from mlx_vlm.models.qwen3_vl_moe import vision
-        from mlx_vlm.models.qwen3_vl_moe.language import Attention
-
-        sealed = seal_masks(Attention)  # cut to the longest row at qwen3_vl_moe/language.py:107
-        return {
-            Attention: sealed,
-            vision.Attention: attend_pictures(vision.Attention),
-            vision.PatchEmbed: embed_by_product(vision.PatchEmbed),
-        }

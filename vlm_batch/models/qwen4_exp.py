@@ -11,6 +11,7 @@ from vlm_batch.adapters.attention import HOOKS, row_by_row
 from vlm_batch.adapters.base import Adapter, trunk_logits
 from vlm_batch.adapters.grids import MRoPEAdapter
 from vlm_batch.adapters.hooks import install_hooks
+from vlm_batch.adapters.modules import patching
 from vlm_batch.adapters.recurrent import in_order
 from vlm_batch.adapters.towers import embed_by_product
 from vlm_batch.adapters.windows import attend_pictures
@@ -37,24 +38,21 @@ SPARSE = "mlx_vlm.models.qwen4_exp.qsa_kernel"
 )
 class Qwen4Exp(MRoPEAdapter):
     video_sampling = Sampling(frame_factor=1)
+    patches = patching(
+        ("qwen4_exp.language.Qwen4ExpAttention", row_by_row),
+        (
+            "qwen4_exp.language.Qwen4ExpGatedDeltaNet",
+            lambda net: in_order(net, ("in_proj_qkv", "in_proj_z"), "out_proj"),
+        ),
+        ("qwen4_exp.language.Qwen4ExpPLELayer", in_order),
+        ("qwen3_vl.vision.Attention", attend_pictures),
+        ("qwen3_vl.vision.PatchEmbed", embed_by_product),
+    )
 
     def hook_functions(self) -> None:
         """Hook sparse attention's file, but not M-RoPE: attention runs by rows."""
         install_hooks([SPARSE], HOOKS, family=self.spec.family, required=["scaled_dot_product_attention"])
         Adapter.hook_functions(self)
-
-    @classmethod
-    def patches(cls) -> Mapping[type, type]:
-        from mlx_vlm.models.qwen3_vl import vision
-        from mlx_vlm.models.qwen4_exp.language import Qwen4ExpAttention, Qwen4ExpGatedDeltaNet, Qwen4ExpPLELayer
-
-        return {
-            Qwen4ExpAttention: row_by_row(Qwen4ExpAttention),
-            Qwen4ExpGatedDeltaNet: in_order(Qwen4ExpGatedDeltaNet, ("in_proj_qkv", "in_proj_z"), "out_proj"),
-            Qwen4ExpPLELayer: in_order(Qwen4ExpPLELayer),
-            vision.Attention: attend_pictures(vision.Attention),
-            vision.PatchEmbed: embed_by_product(vision.PatchEmbed),
-        }
 
     def row_caches(self) -> list[Any]:
         from mlx_vlm.models.qwen4_exp.language import QSAKVCache

@@ -9,7 +9,7 @@ import numpy as np
 
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.latent import latent_attention
-from vlm_batch.adapters.modules import RememberingPackedTower
+from vlm_batch.adapters.modules import RememberingPackedTower, patching
 from vlm_batch.adapters.routing import dropped_groups
 from vlm_batch.registry import ModelSpec, register
 
@@ -32,6 +32,10 @@ class YoutuVL(Adapter):
     tower_class = RememberingPackedTower
     input_keys = frozenset({"pixel_values", "spatial_shapes"})
     ignored = frozenset({"pixel_attention_mask"})
+    patches = patching(
+        ("youtu_vl.language.YoutuAttention", latent_attention),
+        ("youtu_vl.language.MoEGate", dropped_groups),
+    )
 
     def count_placeholders(self, extra: Mapping[str, Any]) -> int | None:
         if "spatial_shapes" not in extra:
@@ -41,9 +45,3 @@ class YoutuVL(Adapter):
             int(self.config.vision_config.spatial_merge_size) ** 2,
         )
         return sum(high * wide // merged for high, wide in sizes)
-
-    @classmethod
-    def patches(cls) -> Mapping[type, type]:
-        from mlx_vlm.models.youtu_vl.language import MoEGate, YoutuAttention
-
-        return {YoutuAttention: latent_attention(YoutuAttention), MoEGate: dropped_groups(MoEGate)}

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import mlx.core as mx
 
 from vlm_batch.adapters.grids import GridAdapter
+from vlm_batch.adapters.modules import patching, under
 from vlm_batch.adapters.recurrent import in_order
 from vlm_batch.registry import ModelSpec, register
+
+
+class DistinctWindows:
+    """Drops empty windows: mlx-vlm compares scalars by identity (qwen2_5_vl/vision.py:332)."""
+
+    def get_window_index(self, grid_thw: mx.array) -> tuple[mx.array, mx.array]:
+        theirs: Any = super()
+        index, boundaries = theirs.get_window_index(grid_thw)
+        return index, mx.array(sorted(set(boundaries.tolist())), dtype=mx.int32)
 
 
 @register(
@@ -25,17 +35,4 @@ from vlm_batch.registry import ModelSpec, register
 )
 class Zaya1VL(GridAdapter):
     prefill_axes: ClassVar[Mapping[str, int | None]] = {"visual_pos_masks": 1}
-
-    @classmethod
-    def patches(cls) -> Mapping[type, type]:
-        from mlx_vlm.models.zaya1_vl.language import CCA
-        from mlx_vlm.models.zaya1_vl.vision import VisionModel
-
-        class DistinctWindows(VisionModel):
-            """Drops empty windows: mlx-vlm compares scalars by identity (qwen2_5_vl/vision.py:332)."""
-
-            def get_window_index(self, grid_thw: mx.array) -> tuple[mx.array, mx.array]:
-                index, boundaries = super().get_window_index(grid_thw)
-                return index, mx.array(sorted(set(boundaries.tolist())), dtype=mx.int32)
-
-        return {CCA: in_order(CCA), VisionModel: DistinctWindows}
+    patches = patching(("zaya1_vl.language.CCA", in_order), ("zaya1_vl.vision.VisionModel", under(DistinctWindows)))

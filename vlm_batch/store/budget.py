@@ -47,9 +47,6 @@ class ByteBudget:
     def __len__(self) -> int:
         return len(self._held)
 
-    def holds(self, key: Hashable) -> bool:
-        return key in self._held
-
     def add(self, key: Hashable, nbytes: int, drop: Callable[[], None], names: Sequence[Hashable] = ()) -> bool:
         """Make room for an entry and count it. One under the same key is replaced without its ``drop``.
 
@@ -83,12 +80,14 @@ class ByteBudget:
         self.nbytes += nbytes
         return True
 
-    def touch(self, key: Hashable) -> None:
-        """Mark an entry as used."""
-        held = self._held[key]
+    def touch(self, key: Hashable) -> bool:
+        """Mark an entry as used. False if there is none."""
+        if (held := self._held.get(key)) is None:
+            return False
         self._find(held.used)
         held.used = self._came
         self._held.move_to_end(key)
+        return True
 
     def remove(self, key: Hashable) -> None:
         """Stop counting an entry, if present."""

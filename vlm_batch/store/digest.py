@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import mlx.core as mx
 import numpy as np
@@ -18,31 +18,39 @@ DIGEST_SIZE = 16
 #: Bytes from which an array is hashed by BLAKE3 first, in a sixth of BLAKE2's time.
 LARGE = 1 << 16
 
-#: BLAKE3 of large arrays, by id, while they live.
-_ahead: dict[int, tuple[weakref.ref[mx.array], bytes]] = {}
-#: Parts of joined arrays, by the id of the whole, while it lives.
-_parts: dict[int, tuple[weakref.ref[mx.array], list[mx.array]]] = {}
-#: Sources of converted arrays, by the id of the result, while it lives.
-_sources: dict[int, tuple[weakref.ref[mx.array], mx.array | np.ndarray]] = {}
+Fact = TypeVar("Fact")
+
+
+class Facts(Generic[Fact]):
+    """A fact about each large array, or each one, while the array lives."""
+
+    def __init__(self, *, of_small: bool = False) -> None:
+        self._of_small = of_small
+        self._known: dict[int, tuple[weakref.ref[mx.array], Fact]] = {}  # by id
+
+    def note(self, array: mx.array, fact: Fact) -> None:
+        if self._of_small or array.nbytes >= LARGE:
+            place = id(array)
+            self._known[place] = weakref.ref(array, lambda _: self._known.pop(place, None)), fact  # type: ignore[arg-type, return-value]
+
+    def of(self, array: Any) -> Fact | None:
+        known = self._known.get(id(array))
+        return known[1] if known is not None and known[0]() is array else None
+
+
+#: BLAKE3 of arrays.
+HASHES = Facts[bytes]()
+#: Parts of joined arrays.
+_PARTS = Facts[list[mx.array]](of_small=True)
+#: Sources of converted arrays.
+_SOURCES = Facts["mx.array | np.ndarray"]()
 
 
 def hash_ahead(tree: Any) -> None:
     """Hash a tree's large, evaluated arrays for a later ``digest``."""
     for array in arrays_of(tree):
         if array.nbytes >= LARGE:
-            note_hash(array, blake3(array_bytes(array).data).digest())
-
-
-def note_hash(array: mx.array, known: bytes) -> None:
-    """Register the BLAKE3 of a large array."""
-    if array.nbytes >= LARGE:
-        place = id(array)
-        _ahead[place] = weakref.ref(array, lambda _: _ahead.pop(place, None)), known  # type: ignore[arg-type, return-value]
-
-
-def hash_of(array: mx.array) -> bytes | None:
-    known = _ahead.get(id(array))
-    return known[1] if known is not None and known[0]() is array else None
+            HASHES.note(array, blake3(array_bytes(array).data).digest())
 
 
 def joined(parts: Joined) -> mx.array:
@@ -53,23 +61,20 @@ def joined(parts: Joined) -> mx.array:
 
 def _joined(parts: Sequence[mx.array]) -> mx.array:
     whole = mx.concatenate(list(parts))
-    place = id(whole)
-    _parts[place] = weakref.ref(whole, lambda _: _parts.pop(place, None)), list(parts)  # type: ignore[arg-type, return-value]
+    _PARTS.note(whole, list(parts))
     return whole
 
 
 def _parts_of(array: mx.array) -> list[mx.array] | None:
-    array = array._array if type(array) is Sourced else array
-    known = _parts.get(id(array))
-    return known[1] if known is not None and known[0]() is array else None
+    return _PARTS.of(array._array if type(array) is Sourced else array)
 
 
 def _same(array: mx.array) -> mx.array:
     if (parts := _parts_of(array)) is not None:
         return _joined([_same(part) for part in parts])
     made = array[...]
-    if (known := hash_of(array)) is not None:
-        note_hash(made, known)
+    if (known := HASHES.of(array)) is not None:
+        HASHES.note(made, known)
     return made
 
 
@@ -89,7 +94,7 @@ class Sourced(mx.array):
         if (parts := _parts_of(self._array)) is not None:
             return _joined([Sourced(part).astype(dtype, stream) for part in parts])
         made = self._array.astype(dtype, stream=stream)
-        _note(made, self._array)
+        _SOURCES.note(made, self._array)
         return made
 
 
@@ -108,21 +113,10 @@ def split_known(array: mx.array, ends: Sequence[int], axis: int) -> list[mx.arra
     if parts is not None and np.cumsum([len(part) for part in parts])[:-1].tolist() == list(ends):
         return parts
     split = list(mx.split(array, ends, axis=axis))
-    if (source := _source(array)) is not None:
+    if (source := _SOURCES.of(array)) is not None:
         for part, own in zip(split, np.split(np.asarray(source), ends, axis=axis), strict=True):  # views of its memory
-            _note(part, own)
+            _SOURCES.note(part, own)
     return split
-
-
-def _note(made: mx.array, source: mx.array | np.ndarray) -> None:
-    if made.nbytes >= LARGE:
-        place = id(made)
-        _sources[place] = weakref.ref(made, lambda _: _sources.pop(place, None)), source  # type: ignore[arg-type, return-value]
-
-
-def _source(made: Any) -> mx.array | np.ndarray | None:
-    known = _sources.get(id(made))
-    return known[1] if known is not None and known[0]() is made else None
 
 
 def digest(value: Any, *, in_full: bool = False) -> bytes:
@@ -148,11 +142,11 @@ def array_bytes(array: Any) -> np.ndarray:
 def _feed(state: Any, value: Any, in_full: bool) -> None:
     if isinstance(value, (mx.array, np.ndarray)):
         state.update(f"array {str(value.dtype).split('.')[-1]} {tuple(value.shape)};".encode())
-        known = None if in_full or not isinstance(value, mx.array) else hash_of(value)
+        known = None if in_full or not isinstance(value, mx.array) else HASHES.of(value)
         if known is not None:
             state.update(known)
             return
-        if not in_full and (source := _source(value)) is not None:
+        if not in_full and (source := _SOURCES.of(value)) is not None:
             state.update(b"converted ")
             _feed(state, source, in_full)
             return

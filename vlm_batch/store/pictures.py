@@ -44,9 +44,7 @@ class PictureStore:
         """Count additions and uses since the last call."""
         while self._used:
             key = self._used.popleft()
-            if self._budget.holds((id(self), key)):
-                self._budget.touch((id(self), key))
-            elif (made := self._kept.get(key)) is not None:
+            if not self._budget.touch((id(self), key)) and (made := self._kept.get(key)) is not None:
                 nbytes = num_bytes(made) + ARRAY_BYTES
                 if not self._budget.add((id(self), key), nbytes, lambda key=key: self._drop(key)):  # type: ignore[misc]
                     self._drop(key)

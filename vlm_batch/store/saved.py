@@ -128,8 +128,3 @@ def save_row(
     if last and all(state.reaches(len(keys)) for state in last.values()):
         kept[len(keys)] = Snapshot(last, kept[len(keys)].logits if len(keys) in kept else None)
     return SavedRow(keys, len(caches), whole, kept, num_pictures)
-
-
-def save_constant(caches: Sequence[Any]) -> dict[int, LayerState]:
-    """Save the layers that tokens do not change."""
-    return {index: kind_of(cache).saved(0) for index, cache in enumerate(caches) if kind_of(cache).is_constant}
