@@ -10,6 +10,7 @@ import os
 import pty
 import random
 import re
+import select
 import shutil
 import signal
 import subprocess
@@ -1151,17 +1152,26 @@ def test_progress_in_plain_lines_and_figures(
 
     class Slow(Echo):
         def __call__(self, args: object) -> AbstractContextManager[Echo]:
-            time.sleep(0.3)
+            wait_for_lines(1)
             return super().__call__(args)
 
         def answer(self, request: Request) -> Result:
-            time.sleep(1.0 if len(self.asked) == 19 else 0.0)
+            if len(self.asked) == 19:
+                wait_for_lines(2)  # one of which begins after the row before was told
             return super().answer(request)
 
-    monkeypatch.setattr("vlm_batch.cli.watching.PLAIN_SECONDS", 0.2)
+    def wait_for_lines(count: int) -> None:
+        many = err.getvalue().count("\n[") + count
+        while err.getvalue().count("\n[") < many:
+            time.sleep(0.01)
+
+    err = io.StringIO("\n")
+    err.seek(0, io.SEEK_END)
+    monkeypatch.setattr(sys, "stderr", err)
+    monkeypatch.setattr("vlm_batch.cli.watching.PLAIN_SECONDS", 0.05)
     cli.main(RUN, open_batcher=Slow())
-    out, err = capsys.readouterr()
-    lines = [line for line in err.splitlines() if line.startswith("[")]
+    out = capsys.readouterr().out
+    lines = [line for line in err.getvalue().splitlines() if line.startswith("[")]
     assert lines[0] == "[loading the model]" and len(lines) >= 3  # also while one row takes long
     assert lines[-1].startswith("[19 of 20] 2 failed, 0 s left, 1 in flight") and "25% of prompts cached" in lines[-1]
     assert "seconds a row" in out and "where a row's time goes" in out
@@ -1688,6 +1698,7 @@ def test_the_time_between_two_runs_is_no_time_of_the_job() -> None:
 
 HUNG_UP = """
 import os, sys, time
+from pathlib import Path
 sys.path.insert(0, {root!r})
 from vlm_batch.cli import watching
 watching.PLAIN_SECONDS = 0.1
@@ -1696,7 +1707,12 @@ from vlm_batch.cli import main as cli
 
 class Slow(Echo):
     def answer(self, request):
-        time.sleep(0.2)
+        Path("asked").touch()
+        while not Path("closed").exists():
+            time.sleep(0.01)
+        log = Path("{log}")
+        while log.name and not (log.exists() and b" left, " in log.read_bytes()) and len(self.asked) == 9:
+            time.sleep(0.01)  # one line of progress is written to it
         return super().answer(request)
 
 sys.exit(cli.main({command!r}, open_batcher=Slow()))
@@ -1713,7 +1729,7 @@ def test_a_job_outlives_its_terminal_if_its_answers_are_kept(folder: Path, optio
     for number in range(10):
         Image.new("RGB", (8, 8)).save(f"p{number}.png")
     command = ["run", *(f"p{number}.png" for number in range(10)), *options]
-    code = HUNG_UP.format(root=str(ROOT), command=command)
+    code = HUNG_UP.format(root=str(ROOT), command=command, log=f"{options[1]}.log" if "--out" in options else "")
     mine, its = pty.openpty()
     leads = (
         "import fcntl, os, signal, sys, termios; signal.signal(signal.SIGHUP, signal.SIG_DFL); os.setsid(); "
@@ -1721,12 +1737,13 @@ def test_a_job_outlives_its_terminal_if_its_answers_are_kept(folder: Path, optio
     )
     process = subprocess.Popen([sys.executable, "-c", leads, code], stdin=its, stdout=its, stderr=its, env=here())
     os.close(its)
-    said = b""
-    while b"answering" not in said and b"p0.png" not in said:  # it asks
-        said += os.read(mine, 1 << 16)
-    time.sleep(0.3)
+    while not Path("asked").exists() and process.poll() is None:
+        if select.select([mine], [], [], 0.01)[0]:  # the terminal shows what it says
+            os.read(mine, 1 << 16)
     os.close(mine)
-    if not options:
+    if options:
+        Path("closed").touch()
+    else:
         assert process.wait(60) == -signal.SIGHUP
         return
     assert process.wait(60) == 0

@@ -50,7 +50,8 @@ def ernie4_5_moe_vl():
 def hunyuan_vl():
     """From the second chunk on, tokens count as text, and turn by one axis."""
     ids = text(4, 16)["input_ids"]
-    positions = mx.concatenate([mx.arange(16)[None], noise(5, 3, 16).astype(mx.int32) % 5])[None]
+    # below 4: the first chunk's table of angles has as many rows as the chunk has tokens
+    positions = mx.concatenate([mx.arange(16)[None], noise(5, 3, 16).astype(mx.int32) % 4])[None]
     return whole_and_chunked("hunyuan_vl", {"input_ids": ids, "position_ids": positions})
 
 
