@@ -209,7 +209,7 @@ def test_heads_draft_what_they_draft_in_mlx_vlm(
         assert tuple(theirs[0].tolist()) == drafted
         compared += len(drafted)
     assert compared > (5 if is_seldom else 10)
-    # unasked, recurrent states are graphs where these fuse nothing: on a CPU
+    # unasked, recurrent states are graphs where these fuse nothing
     assert bool(graphs) is (is_seldom and placement is Placement.SLAB and can_leave_unfused())
 
 

@@ -216,7 +216,7 @@ class Policy:
         "drafted tokens: auto, where they are measured to be faster, off, or the folder or hub id of a model that drafts, too "
         "(docs/speculation.md)",
         ("auto", "decided while it runs: docs/speculation.md"),
-        ("off", "not shown to be exact or faster: docs/speculation.md"),
+        ("off", "exact there, not shown to be faster: docs/speculation.md"),
         ("auto", "assumed, as on a CPU"),
         check=_draft,
     )

@@ -13,7 +13,7 @@ class Graphs(Enum):
     """Conditions under which a family's decode steps are compiled."""
 
     NEVER = "never"
-    #: Without extras, a step depends on tokens, positions and caches alone: on a CPU, where graphs fuse nothing.
+    #: Without extras, a step depends on tokens, positions and caches alone: graphs that fuse nothing.
     UNFUSED = "unfused"
     #: Fused graphs were verified, too.
     IF_ASKED = "if asked"
