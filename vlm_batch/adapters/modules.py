@@ -42,12 +42,12 @@ def _clone(node: Any, patches: Mapping[type, type], seen: dict[int, Any]) -> Any
 
 
 def patches_in(module: str) -> Any:
-    """Make a family's ``patches`` of a module's ``PATCHES``, imported when they are asked for."""
+    """Make ``patches`` of a module's ``PATCHES``, imported when asked for."""
     return classmethod(lambda cls: import_module(module).PATCHES)
 
 
 def patching(*patched: tuple[str, Callable[[Any], type]]) -> Any:
-    """Make a family's ``patches`` of classes, named as below ``mlx_vlm.models``, and what makes their replacements."""
+    """Make ``patches`` of classes (names below ``mlx_vlm.models``) and makers of their replacements."""
     return classmethod(lambda cls: {(theirs := _class_at(path)): make(theirs) for path, make in patched})
 
 

@@ -141,7 +141,7 @@ def hold_products(model: nn.Module, numbers: Mapping[str, Sequence[int]]) -> Non
 
 
 class Turned(nn.Linear):
-    """A linear layer that reads its transposed weight as it is, so that a graph transposes nothing."""
+    """A linear layer over its transposed weight: graphs transpose nothing."""
 
     def __call__(self, x: mx.array) -> mx.array:
         weight = self.__dict__["turned"]

@@ -116,7 +116,7 @@ def dtype_of(table: Any) -> mx.Dtype | None:
 
 
 def are_any(tokens: np.ndarray, marks: Collection[int]) -> np.ndarray:
-    """Return which tokens are one of a few marks, ten times as fast as ``np.isin``."""
+    """Return which tokens are one of a few marks."""
     found = np.zeros(tokens.shape, dtype=np.bool_)
     for mark in marks:
         found |= tokens == mark

@@ -110,7 +110,7 @@ class RecurrentCache(LayerCache, ArraysCache):
         self._forget(place)
 
     def keep_places(self, places: list[int]) -> None:
-        """Drop empty places: keep these, in their order, copied once."""
+        """Keep these places, in their order, copied once."""
         states, at = self.cache, mx.array(places)  # with what they keep
         now = {before: place for place, before in enumerate(places)}
         self._later = {now[before]: later for before, later in self._later.items() if before in now}

@@ -142,7 +142,7 @@ class RowsCache(LayerCache):
         self.places[place] = None
 
     def keep_places(self, places: list[int]) -> None:
-        """Drop empty places: keep these, in their order."""
+        """Keep these places, in their order."""
         self.places = [self.places[place] for place in places]
 
     def resize(self, num_places: int) -> None:

@@ -50,7 +50,7 @@ class SlabArrays(LayerCache):
         self._left = (self._left + [0] * num_places)[:num_places]
 
     def keep_places(self, places: list[int]) -> None:
-        """Drop empty places: keep these, in their order, copied once."""
+        """Keep these places, in their order, copied once."""
         at = mx.array(places)
         self._change(lambda slab: mx.take(slab, at, axis=0))
         self._left = [self._left[place] for place in places]
@@ -419,7 +419,7 @@ class DraftedSlab:
 
 
 class DraftedRing(DraftedSlab):
-    """A ring with a slab per position: a place's later positions overwrite what its earlier ones see."""
+    """A ring with a slab per position: later positions overwrite what earlier ones see."""
 
     _layer: RingSlabCache
 

@@ -113,7 +113,7 @@ class Hope:
     sure_rate: float = 1.0
 
     def within(self, size: int, floor: float) -> int:
-        """Return the length of the draft, at most ``size``, of whose tokens each is accepted at ``floor`` or more."""
+        """Return the draft's length, at most ``size``: tokens accepted at ``floor`` or more."""
         likely = self.of_all * self.sure_rate**self.num_sure / floor
         more = math.log(likely) / -math.log(min(self.rate, 0.99)) if likely > 1 and self.rate > 0 else 0.0
         return min(size, self.most, self.num_sure + int(more))
