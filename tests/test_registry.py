@@ -73,8 +73,8 @@ NOT_ON_CUDA = sorted(name for spec in families() for name, _ in spec.not_on_cuda
 
 
 def test_the_models_that_go_wrong_on_cuda_are_named() -> None:
-    """Those that failed alone of 567 cells on an H100, by the names that their checkpoints carry."""
-    assert NOT_ON_CUDA == ["muse_spark", "muse_spark_open", "prism_hadamard_qwen35", "youtu_vl"]
+    """Those that failed alone of 567 cells on an H100, or by drafts, by the names that their checkpoints carry."""
+    assert NOT_ON_CUDA == ["glm5_next", "muse_spark", "muse_spark_open", "prism_hadamard_qwen35", "youtu_vl"]
     for spec in families():
         assert {name for name, _ in spec.not_on_cuda} <= set(spec.model_types)
 
