@@ -34,6 +34,7 @@ from PIL import Image
 from vlm_batch import VLMBatcher
 from vlm_batch.assets import default_checkpoint, sample_images
 from vlm_batch.cli import main as cli
+from vlm_batch.cli.watching import JobView
 from vlm_batch.handle import Handle
 from vlm_batch.jobs import journal, map_table, order, report
 from vlm_batch.jobs.questions import Item, Questions
@@ -1755,3 +1756,15 @@ def test_a_job_outlives_its_terminal_if_its_answers_are_kept(folder: Path, optio
     assert "10 requests, 0 errors" in log and "answers: out" in log and "\x1b" not in log
     assert re.search(r"^\[\d of 10\] .* left, \d in flight", log, re.MULTILINE)
     assert ("p9.png: describe" in log) == ("--quiet" not in options)
+
+
+def test_rows_that_failed_before_are_not_waited_for() -> None:
+    """Of 10 rows, 6 answered and 2 failed before: this run asks 2, whether it ends or is interrupted."""
+    summary = Summary(total=10, done_before=6, failed_before=2)
+    view = JobView(table_to=io.StringIO())
+    view._summary = summary
+    summary.answered = 1
+    assert summary.asked_rows == 2 and view._place() == "1 of 2"
+    summary.interrupted = True
+    assert view._totals(summary).plain.startswith("1 of 2 requests done")
+    assert Summary().asked_rows is None

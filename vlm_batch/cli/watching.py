@@ -150,15 +150,15 @@ class JobView(Watch):
                     self._err.print(said, soft_wrap=True, markup=False)
 
     def _place(self) -> str:
-        left = None if self._summary.total is None else self._summary.total - self._summary.done_before
-        return f"{self._summary.ended_rows} of {left}" if left is not None else f"{self._summary.ended_rows} done"
+        done, asked = self._summary.ended_rows, self._summary.asked_rows
+        return f"{done} of {asked}" if asked is not None else f"{done} done"
 
     def progress(self) -> str:
         summary = self._summary
         seconds = summary.seconds
         parts = [f"{summary.failed} failed"] if summary.failed else []
-        if summary.total is not None and summary.ended_rows:  # first: a narrow terminal cuts the end off
-            left = summary.total - summary.done_before - summary.failed_before - summary.ended_rows
+        if summary.asked_rows is not None and summary.ended_rows:  # first: a narrow terminal cuts the end off
+            left = summary.asked_rows - summary.ended_rows
             parts.append(f"{spell_seconds(left * seconds / summary.ended_rows)} left")
         parts.append(f"{self._in_flight} in flight")
         if summary.pictures:
@@ -234,8 +234,8 @@ class JobView(Watch):
         return table
 
     def _totals(self, summary: Summary) -> Text:
-        done, total = summary.ended_rows, summary.total
-        known = f"{done} of {total - summary.done_before}" if total is not None else str(done)
+        done, asked = summary.ended_rows, summary.asked_rows
+        known = f"{done} of {asked}" if asked is not None else str(done)
         totals = Text(f"{known} requests done" if summary.interrupted else count_of(done, "request"))
         totals.append(", ")
         totals.append(count_of(summary.failed, "error"), style="red" if summary.failed else "green")

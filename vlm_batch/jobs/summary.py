@@ -170,6 +170,11 @@ class Summary:
         return self.answered + self.failed
 
     @property
+    def asked_rows(self) -> int | None:
+        """Rows this run asks."""
+        return None if self.total is None else self.total - self.done_before - self.failed_before
+
+    @property
     def num_failed(self) -> int:
         return self.failed + self.failed_before
 
