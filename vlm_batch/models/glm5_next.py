@@ -6,11 +6,8 @@ from typing import Any
 
 from mlx_vlm.models.cache import CacheList
 
-from vlm_batch.adapters.attention import row_by_row
 from vlm_batch.adapters.grids import GridAdapter
-from vlm_batch.adapters.modules import patching
-from vlm_batch.adapters.recurrent import in_order
-from vlm_batch.adapters.towers import embed_by_product
+from vlm_batch.adapters.modules import patches_in
 from vlm_batch.caches import WholeCache
 from vlm_batch.registry import ModelSpec, register
 
@@ -21,7 +18,7 @@ from vlm_batch.registry import ModelSpec, register
         model_types=("glm5_next",),
         no_video="not verified: its answers have not been compared with transformers",
         notes=(
-            "sparse attention runs a row at a time, with the row's own indexer and pools; delta nets and experts run for all "
+            "a step's attention gathers each row's positions, from the pools that its own indexer picks; all else runs for all "
             "rows at once",
         ),
         not_on_cuda=(
@@ -34,14 +31,7 @@ from vlm_batch.registry import ModelSpec, register
     )
 )
 class Glm5Next(GridAdapter):
-    patches = patching(
-        ("glm5_next.language.Glm5NextAttention", row_by_row),
-        (
-            "glm5_next.language.Glm5NextLinearAttention",
-            lambda layer: in_order(layer, ("qkv_proj", "fbg_a_proj"), "o_proj"),
-        ),
-        ("glm5_next.vision.VisionPatchEmbed", embed_by_product),
-    )
+    patches = patches_in("vlm_batch.models._glm5_next")
 
     def row_caches(self) -> list[Any]:
         return [WholeCache(*one.caches) if isinstance(one, CacheList) else one for one in super().row_caches()]
