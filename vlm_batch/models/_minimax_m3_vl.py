@@ -9,11 +9,35 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_vlm.models.minimax_m3_vl.language import MiniMaxAttention
+from mlx_vlm.models.minimax_m3_vl.language import MiniMaxAttention, MiniMaxM3KVCache
 
 from vlm_batch.adapters.attention import attention, each_row
 from vlm_batch.arrays import round_up
-from vlm_batch.caches.rows import RowMasks, RowsCache
+from vlm_batch.caches.layers import UpstreamKind, upstream
+from vlm_batch.caches.rows import RowMasks, RowsCache, one_of, row_of
+
+
+@upstream(MiniMaxM3KVCache)
+class BlocksKind(UpstreamKind):
+    """Keys and values, and an index of the same positions."""
+
+    cache: MiniMaxM3KVCache
+    holds_rows = True
+    can_trim = True
+
+    def row(self, index: int, *, is_own: bool = True) -> MiniMaxM3KVCache:
+        taken = MiniMaxM3KVCache()
+        taken.kv_cache = one_of(self.cache.kv_cache, index, is_own=is_own)
+        taken.index_keys = row_of(index, is_own=is_own)(self.cache.index_keys)
+        taken.index_offset = self.cache.index_offset
+        return taken
+
+    def trim(self, count: int) -> None:
+        self.cache.trim(count)
+
+    def most_positions(self, *, is_fixed: bool) -> int:
+        return 1
+
 
 #: The keys per picked key from which mlx-vlm gathers those (language.py:1376).
 FAR = 64
