@@ -7,14 +7,11 @@ from typing import Any
 
 import mlx.core as mx
 
-from vlm_batch.adapters.attention import HOOKS, row_by_row
+from vlm_batch.adapters.attention import HOOKS
 from vlm_batch.adapters.base import Adapter, trunk_logits
 from vlm_batch.adapters.grids import MRoPEAdapter
 from vlm_batch.adapters.hooks import install_hooks
-from vlm_batch.adapters.modules import patching
-from vlm_batch.adapters.recurrent import in_order
-from vlm_batch.adapters.towers import embed_by_product
-from vlm_batch.adapters.windows import attend_pictures
+from vlm_batch.adapters.modules import patches_in
 from vlm_batch.caches import IndexedCache
 from vlm_batch.inputs.videos import Sampling
 from vlm_batch.records import DecodeStep
@@ -30,7 +27,7 @@ SPARSE = "mlx_vlm.models.qwen4_exp.qsa_kernel"
         model_types=("qwen4_exp",),
         video=True,
         notes=(
-            "sparse attention runs a row at a time; delta nets, n-grams and experts run for all rows at once",
+            "attention runs a row at a time, over the blocks of the row's own index; all else runs for all rows at once",
             "each row keeps its sparse mask; in mlx-vlm's batch the padding of one row takes it from all "
             "(qwen4_exp/language.py:1872)",
         ),
@@ -38,16 +35,7 @@ SPARSE = "mlx_vlm.models.qwen4_exp.qsa_kernel"
 )
 class Qwen4Exp(MRoPEAdapter):
     video_sampling = Sampling(frame_factor=1)
-    patches = patching(
-        ("qwen4_exp.language.Qwen4ExpAttention", row_by_row),
-        (
-            "qwen4_exp.language.Qwen4ExpGatedDeltaNet",
-            lambda net: in_order(net, ("in_proj_qkv", "in_proj_z"), "out_proj"),
-        ),
-        ("qwen4_exp.language.Qwen4ExpPLELayer", in_order),
-        ("qwen3_vl.vision.Attention", attend_pictures),
-        ("qwen3_vl.vision.PatchEmbed", embed_by_product),
-    )
+    patches = patches_in("vlm_batch.models._qwen4_exp")
 
     def hook_functions(self) -> None:
         """Hook sparse attention's file, but not M-RoPE: attention runs by rows."""
