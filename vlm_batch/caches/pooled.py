@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import mlx.core as mx
 
@@ -20,7 +22,7 @@ class PoolCache(CacheKind):
     def __init__(self, ratio: int, *, overlaps: bool) -> None:
         self.ratio, self.overlaps = ratio, overlaps
         self.pooled: mx.array | None = None  # (1, P, D)
-        self.rest: tuple[mx.array, ...] = ()  # value and gate (1, < ratio, W) of the open window
+        self.pieces: tuple[tuple[mx.array, mx.array], ...] = ()  # values and gates (1, L, W) of the open window
         self.before: tuple[mx.array, ...] = ()  # value and gate (1, ratio, W) of the last full window, if they overlap
 
     @property
@@ -33,13 +35,17 @@ class PoolCache(CacheKind):
 
         With overlap, the window before comes first.
         """
-        parts: tuple[mx.array, ...] = (value, gate)
-        if self.rest:
-            parts = tuple(mx.concatenate([old, new], axis=1) for old, new in zip(self.rest, parts, strict=True))
-        full = parts[0].shape[1] // self.ratio * self.ratio
-        self.rest = tuple(mx.contiguous(part[:, full:]) for part in parts) if full < parts[0].shape[1] else ()
+        pieces = (*self.pieces, (value, gate))
+        length = sum(piece.shape[1] for piece, _ in pieces)
+        full = length // self.ratio * self.ratio
+        if not full:
+            self.pieces = pieces
+            return tuple(mx.unflatten(part[:, :0], 1, (0, self.ratio)) for part in (value, gate))
+        parts = _joined(pieces)
+        rest = tuple(mx.contiguous(part[:, full:]) for part in parts)
+        self.pieces = ((rest[0], rest[1]),) if full < length else ()
         windows = tuple(part[:, :full] for part in parts)
-        if self.overlaps and full:
+        if self.overlaps:
             if self.before:
                 windows = tuple(
                     mx.concatenate([old, new], axis=1) for old, new in zip(self.before, windows, strict=True)
@@ -47,6 +53,11 @@ class PoolCache(CacheKind):
             self.before = tuple(mx.contiguous(part[:, -self.ratio :]) for part in windows)
         count = windows[0].shape[1] // self.ratio
         return tuple(mx.unflatten(part, 1, (count, self.ratio)) for part in windows)
+
+    @property
+    def rest(self) -> tuple[mx.array, ...]:
+        """The open window's value and gate, (1, < ratio, W), if any."""
+        return _joined(self.pieces) if self.pieces else ()
 
     def append(self, pools: mx.array) -> None:
         self.pooled = pools if self.pooled is None else mx.concatenate([self.pooled, pools], axis=1)
@@ -60,14 +71,14 @@ class PoolCache(CacheKind):
 
     @property
     def state(self) -> tuple[mx.array, ...]:
-        return (*(() if self.pooled is None else (self.pooled,)), *self.rest, *self.before)
+        return (*(() if self.pooled is None else (self.pooled,)), *chain(*self.pieces), *self.before)
 
     @property
     def nbytes(self) -> int:
         return sum(array.nbytes for array in self.state)
 
     def bytes_at(self, tokens: int, seen: int) -> int:
-        held = sum(array.nbytes for array in (*self.rest, *self.before))
+        held = sum(array.nbytes for array in (*chain(*self.pieces), *self.before))
         return held + (0 if self.pooled is None else self.pooled.nbytes * tokens // max(1, seen))
 
     def saved(self, length: int) -> PoolState:
@@ -93,5 +104,12 @@ class PoolState(LayerState):
 
     def restore(self, length: int) -> PoolCache:
         cache = PoolCache(self.ratio, overlaps=self.overlaps)
-        cache.pooled, cache.rest, cache.before = self.pooled, self.rest, self.before
+        cache.pooled, cache.before = self.pooled, self.before
+        cache.pieces = ((self.rest[0], self.rest[1]),) if self.rest else ()
         return cache
+
+
+def _joined(pieces: Sequence[tuple[mx.array, mx.array]]) -> tuple[mx.array, ...]:
+    if len(pieces) == 1:
+        return pieces[0]
+    return tuple(mx.concatenate(list(part), axis=1) for part in zip(*pieces, strict=True))

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from mlx_vlm.models.deepseek_v4 import language as upstream
 
 from vlm_batch.adapters.attention import attention, each_row
+from vlm_batch.adapters.hooks import current
 from vlm_batch.caches.pooled import PoolCache
-from vlm_batch.caches.rows import RowsCache
+from vlm_batch.caches.rows import DraftedRows, RowsCache
 from vlm_batch.caches.whole import WholeCache
 
 
@@ -66,9 +69,28 @@ class Indexer(upstream.Indexer):
             scores = mx.where(seen[None], scores, mx.finfo(scores.dtype).min)
         return mx.argpartition(-scores, kth=self.index_topk - 1, axis=-1)[..., : self.index_topk]
 
+    def choose_each(self, queries: mx.array, weights: mx.array, pools: Mapping[int, mx.array]) -> dict[int, mx.array]:
+        """Return the best pools (K,) of places, of pools (1, P, D) each, for a step."""
+        places, most = list(pools), max(keys.shape[1] for keys in pools.values())
+        products = [
+            mx.pad(
+                queries[place : place + 1].astype(mx.float32) @ keys[:, None].swapaxes(-1, -2).astype(mx.float32),
+                [(0, 0), (0, 0), (0, 0), (0, most - keys.shape[1])],
+            )
+            for place, keys in pools.items()
+        ]
+        scores = mx.maximum(mx.concatenate(products), 0) * self.scale  # (places, H, 1, P)
+        own = weights if len(places) == len(weights) else weights[mx.array(places)]
+        scores = (scores * own.swapaxes(-1, -2)[..., None]).sum(axis=1).squeeze(1)
+        lacks = np.arange(most) >= np.array([keys.shape[1] for keys in pools.values()])[:, None]
+        if lacks.any():
+            scores = mx.where(mx.array(lacks), mx.finfo(scores.dtype).min, scores)
+        best = mx.argpartition(-scores, kth=self.index_topk - 1, axis=-1)[..., : self.index_topk]
+        return dict(zip(places, (one.squeeze(0) for one in mx.split(best, len(places))), strict=True))
+
 
 class Attention(upstream.LocalAttention):
-    """Projects all rows at once, attends by rows."""
+    """Projects all rows at once, and attends likewise in steps."""
 
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None, **unread: Any) -> mx.array:
         batch, length, _ = x.shape
@@ -90,12 +112,38 @@ class Attention(upstream.LocalAttention):
         """(B, H, L, D_head); zeros for empty places."""
         if not isinstance(cache, RowsCache):
             return self.see(parts, mask, cache)
+        if not isinstance(cache, DraftedRows) and not current().is_fixed:
+            return self.step(parts, {place: row for place, row in enumerate(cache.places) if row is not None})
         return each_row(lambda row, *own: self.see(own, None, row), cache, cache, *parts)
 
     def see(self, parts: tuple[mx.array, ...], mask: Any, cache: Any) -> mx.array:
         """Attend one row, or a slab: (B, H, L, D_head)."""
         keys = self.window(parts[1], cache)
         return self.over(parts[0], keys, mask, cache)
+
+    def step(self, parts: tuple[mx.array, ...], rows: Mapping[int, Any]) -> mx.array:
+        """Attend all rows' tokens at once, (B, H, 1, D_head): what each row sees fills one array."""
+        queries, count = parts[0], len(parts[0])
+        seen = self.of_rows(parts, rows)
+        lengths = [sum(keys.shape[2] for keys in seen.get(place, ())) for place in range(count)]
+        most, width = max(lengths), queries.shape[-1]
+        missing = mx.zeros((1, 1, most, width), queries.dtype)
+        keys = mx.concatenate(
+            [
+                mx.concatenate([*seen.get(place, ()), missing[:, :, : most - length]], axis=2)
+                for place, length in enumerate(lengths)
+            ]
+        )
+        mask = None
+        if min(lengths) < most:  # an empty place attends to zeros
+            hidden = (np.arange(most) >= np.array(lengths)[:, None]) & np.array(lengths, bool)[:, None]
+            mask = mx.array(np.where(hidden, -np.inf, 0)[:, None, None], queries.dtype)
+        return self.over(queries, keys, mask, None)
+
+    def of_rows(self, parts: tuple[mx.array, ...], rows: Mapping[int, Any]) -> dict[int, list[mx.array]]:
+        """Add a step's tokens; return the keys (1, 1, K, D_head) that each place attends to."""
+        keys = mx.split(parts[1], len(parts[1]))
+        return {place: [self.window(keys[place], row)] for place, row in rows.items()}
 
     def window(self, keys: mx.array, cache: Any) -> mx.array:
         """Add keys (B, 1, L, D_head); return the window's."""
@@ -109,6 +157,17 @@ class Attention(upstream.LocalAttention):
 class PooledAttention(Attention, upstream.CompressedAttention):
     def prepare(self, x: mx.array, residual: mx.array, offset: Any) -> tuple[mx.array, ...]:
         return self.compressor.project(x)
+
+    def of_rows(self, parts: tuple[mx.array, ...], rows: Mapping[int, Any]) -> dict[int, list[mx.array]]:
+        found = {}
+        keys, value, gate = (mx.split(part, len(part)) for part in parts[1:4])
+        for place, row in rows.items():
+            window, pools, *_ = row.caches
+            pooled = self.compressor.pool(value[place], gate[place], pools)
+            found[place] = [self.window(keys[place], window)]
+            if pooled is not None:
+                found[place].append(pooled[:, None])
+        return found
 
     def see(self, parts: tuple[mx.array, ...], mask: Any, cache: Any) -> mx.array:
         queries, keys, value, gate = parts
@@ -141,6 +200,18 @@ class PooledAttention(Attention, upstream.CompressedAttention):
 class SparseAttention(PooledAttention, upstream.SparseCompressedAttention):
     def prepare(self, x: mx.array, residual: mx.array, offset: Any) -> tuple[mx.array, ...]:
         return *self.compressor.project(x), *self.indexer.prepare(x, residual, self.rope, offset)
+
+    def of_rows(self, parts: tuple[mx.array, ...], rows: Mapping[int, Any]) -> dict[int, list[mx.array]]:
+        found, marks = super().of_rows(parts, rows), {}
+        value, gate = (mx.split(part, len(part)) for part in parts[6:])
+        for place, row in rows.items():
+            own = self.indexer.compressor.pool(value[place], gate[place], row.caches[2])
+            if own is not None and own.shape[1] > self.indexer.index_topk:
+                marks[place] = own
+        for place, chosen in (self.indexer.choose_each(parts[4], parts[5], marks) if marks else {}).items():
+            keys, pooled = found[place]
+            found[place] = [keys, mx.take(pooled, chosen, axis=2)]
+        return found
 
     def see(self, parts: tuple[mx.array, ...], mask: Any, cache: Any) -> mx.array:
         queries, keys, value, gate, asked, weights, index_value, index_gate = parts
