@@ -42,7 +42,7 @@ class FullKind(UpstreamKind):
     can_trim = True
 
     def row(self, index: int, *, is_own: bool = True) -> KVCache:
-        return one_of(self.cache, index, is_own=is_own)
+        return KVCache() if self.cache.keys is None else one_of(self.cache, index, is_own=is_own)
 
     def trim(self, count: int) -> None:
         self.cache.offset -= count

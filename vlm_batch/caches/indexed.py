@@ -11,6 +11,7 @@ from mlx_vlm.models.cache import KVCache
 
 from vlm_batch.arrays import grown, own_array, round_up
 from vlm_batch.caches.layers import CacheKind, kind_of
+from vlm_batch.caches.rows import row_of
 from vlm_batch.caches.states import LayerState, filed
 
 #: Growth of the index, in columns.
@@ -28,21 +29,21 @@ class IndexedCache(CacheKind):
     def __init__(self, inner: Any = None) -> None:
         self.inner = KVCache() if inner is None else inner
         self.index_offset = 0
-        #: (1, 1, N, D) keys of whole blocks, made by the attention, and a block's number of tokens.
+        #: (B, 1, N, D) keys of whole blocks, made by the attention, and a block's number of tokens.
         self.index_block_keys: mx.array | None = None
         self.index_block_ratio: int | None = None
-        self._keys: mx.array | None = None  # (1, capacity, D)
-        self._positions: mx.array | None = None  # (3, 1, capacity)
+        self._keys: mx.array | None = None  # (B, capacity, D)
+        self._positions: mx.array | None = None  # (3, B, capacity)
 
     def update_indexer(self, keys: mx.array, positions: mx.array) -> tuple[mx.array, mx.array]:
-        """Append keys (1, L, D) at positions (1, L) or (3, 1, L); return ``index``."""
+        """Append keys (B, L, D) at positions (B, L) or (3, B, L); return ``index``."""
         if positions.ndim == 2:
             positions = mx.broadcast_to(positions[None], (AXES, *positions.shape))
         start, end = self.index_offset, self.index_offset + keys.shape[1]
         if self._keys is None or self._positions is None or end > self._keys.shape[1]:
             width = round_up(end, STEP)
-            self._keys = grown(self._keys, (1, width, keys.shape[2]), keys.dtype, axis=1, kept=start)
-            self._positions = grown(self._positions, (AXES, 1, width), positions.dtype, kept=start)
+            self._keys = grown(self._keys, (len(keys), width, keys.shape[2]), keys.dtype, axis=1, kept=start)
+            self._positions = grown(self._positions, (AXES, len(keys), width), positions.dtype, kept=start)
         self._keys[:, start:end] = keys
         self._positions[..., start:end] = positions
         self.index_offset = end
@@ -50,7 +51,7 @@ class IndexedCache(CacheKind):
 
     @property
     def index(self) -> tuple[mx.array, mx.array]:
-        """The indexer's keys (1, N, D) and positions (3, 1, N); raises LookupError if empty."""
+        """The indexer's keys (B, N, D) and positions (3, B, N); raises LookupError if empty."""
         if self._keys is None or self._positions is None:
             raise LookupError("the cache has seen no token")
         return self._keys[:, : self.index_offset], self._positions[..., : self.index_offset]
@@ -60,6 +61,20 @@ class IndexedCache(CacheKind):
         cache = cls(inner)
         cache._keys, cache._positions, cache.index_offset = keys, positions, int(keys.shape[1])
         return cache
+
+    @property
+    def holds_rows(self) -> bool:  # type: ignore[override]
+        return kind_of(self.inner).holds_rows
+
+    def row(self, index: int, *, is_own: bool = True) -> IndexedCache:
+        keys, positions = self.index
+        cut = row_of(index, is_own=is_own)
+        taken = IndexedCache.of(
+            kind_of(self.inner).row(index, is_own=is_own), cut(keys), cut(positions.swapaxes(0, 1)).swapaxes(0, 1)
+        )
+        if self.index_block_keys is not None:
+            taken.index_block_keys, taken.index_block_ratio = cut(self.index_block_keys), self.index_block_ratio
+        return taken
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
         return self.inner.update_and_fetch(keys, values)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ from vlm_batch.arrays import arrays_of
 from vlm_batch.caches.drafted import NO_LIMIT
 from vlm_batch.caches.layers import CacheKind, UpstreamKind, kind_of, upstream
 from vlm_batch.caches.listed import ListState
+from vlm_batch.caches.rows import row_of
 from vlm_batch.caches.states import CopiedState, LayerState, can_file, filed
 
 
@@ -23,6 +25,13 @@ class WholeCache(CacheKind, CacheList):
     @property
     def offset(self) -> int:
         return int(self.caches[0].offset)
+
+    @property
+    def holds_rows(self) -> bool:  # type: ignore[override]
+        return all(kind_of(part).holds_rows for part in self.caches)
+
+    def row(self, index: int, *, is_own: bool = True) -> WholeCache:
+        return WholeCache(*(kind_of(part).row(index, is_own=is_own) for part in self.caches))
 
     def most_positions(self, *, is_fixed: bool) -> int:
         return NO_LIMIT if all(type(part) in (KVCache, PoolingCache) for part in self.caches) else 1
@@ -57,6 +66,14 @@ class WholeCache(CacheKind, CacheList):
 @upstream(PoolingCache)
 class PoolingKind(UpstreamKind):
     cache: PoolingCache
+    holds_rows = True
+
+    def row(self, index: int, *, is_own: bool = True) -> PoolingCache:
+        taken, cut = copy.copy(self.cache), row_of(index, is_own=is_own)
+        for name in ("buf_kv", "buf_gate", "pooled"):
+            held = getattr(taken, name)
+            setattr(taken, name, None if held is None else cut(held))
+        return taken
 
     def draft(self, count: int) -> None:
         self.cache.start_speculation(count)
