@@ -20,7 +20,7 @@ from vlm_batch.caches.rows import DraftedRows, RowsCache
 
 @dataclass(frozen=True)
 class Picked:
-    """What rows attend to in a step; those in no ``places`` to all."""
+    """Positions that rows attend to in a step; rows in no ``places`` attend to all."""
 
     places: Sequence[int] = ()
     positions: Sequence[mx.array] = ()  # (W,)
