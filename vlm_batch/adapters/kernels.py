@@ -6,8 +6,7 @@ additive masks, block by block over visible keys. Heads sharing keys become rows
 On CUDA, in half precision, cuDNN makes a plan for every new shape and strides
 (mlx/backend/cuda/scaled_dot_product_attention.cpp, ``build_sdpa_cache_key``). A shape gets a plan once it recurs, in a
 warm-up, or if its scores take too much memory. Otherwise attention is products and a softmax, so last bits depend on
-earlier calls; a fixed ``Call`` goes by shapes alone. Single queries with an array mask have no kernel, so heads sharing
-keys become several queries.
+earlier calls; a fixed ``Call`` goes by shapes alone.
 """
 
 from __future__ import annotations

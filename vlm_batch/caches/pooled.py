@@ -56,7 +56,7 @@ class PoolCache(CacheKind):
 
     @property
     def rest(self) -> tuple[mx.array, ...]:
-        """The open window's value and gate, (1, < ratio, W), if any."""
+        """Value and gate (1, < ratio, W) of the open window."""
         return _joined(self.pieces) if self.pieces else ()
 
     def append(self, pools: mx.array) -> None:

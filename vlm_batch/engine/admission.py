@@ -103,10 +103,8 @@ class Admission:
         return time.perf_counter() - since > self._scheduler.config.ageing_seconds
 
     def _turn(self, row: Row) -> float:
-        """Return a row's sort key among clients with as many places.
-
-        If its client has since had a place, the row waits from then, one priority lower.
-        """
+        """Return a row's sort key among clients with as many places."""
+        # If its client has since had a place, the row waits from then, one priority lower.
         served = self._served.get(row.client, 0.0)
         lift = LIFT if self.is_due(row) else 0
         if served < row.clock.submitted:

@@ -83,10 +83,8 @@ class Retry:
                 self.attempt(row, self._memory.check, row)
 
     def _wait_for_memory(self, rows: Sequence[Row], error: BaseException) -> None:
-        """Recompute rows that ran out of memory, one fewer at a time. A row that fails twice alone ends.
-
-        It releases MLX's freed arrays for other processes, and against fragmentation.
-        """
+        """Recompute rows that ran out of memory, one fewer at a time. A row that fails twice alone ends."""
+        # It releases MLX's freed arrays for other processes, and against fragmentation.
         live = len({*self._rows.live(), *rows})
         self._scheduler.run_out(live)
         if live == 1:

@@ -36,10 +36,8 @@ SNAPSHOT_STRIDE = 512
 
 
 def _min_shared_tokens(length: int) -> int:
-    """Return the fewest shared tokens for which a prompt continues another.
-
-    Fewer save less than a joint prefill of equal lengths.
-    """
+    """Return the fewest shared tokens for which a prompt continues another."""
+    # Fewer save less than a joint prefill of equal lengths.
     return max(MIN_TOKENS, min(ALWAYS_SHARED, length // 8))
 
 

@@ -268,10 +268,8 @@ def _draw(scaled: mx.array, noise: mx.array, rows: Sequence[SamplingRow]) -> mx.
 
 
 def _draw_sorted(scaled: mx.array, noise: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
-    """Draw with ``top_k`` or ``top_p`` from logits (R, V) -> (R,).
-
-    A CPU first sorts ``NUM_CANDIDATES`` tokens; on a GPU the check that they suffice costs more than the sort.
-    """
+    """Draw with ``top_k`` or ``top_p`` from logits (R, V) -> (R,)."""
+    # A CPU first sorts ``NUM_CANDIDATES`` tokens; on a GPU the check that they suffice costs more than the sort.
     size = scaled.shape[-1]
     if size <= 4 * NUM_CANDIDATES or mx.default_device().type == mx.DeviceType.gpu:
         return _draw_in_order(scaled, noise, rows, mx.argsort(-scaled, axis=-1))[0]

@@ -83,7 +83,7 @@ class Indexer(upstream.Indexer):
         return mx.argpartition(-scores, kth=self.index_topk - 1, axis=-1)[..., : self.index_topk]
 
     def choose_each(self, queries: mx.array, weights: mx.array, pools: Mapping[int, mx.array]) -> dict[int, mx.array]:
-        """Return the best pools (K,) of places, of pools (1, P, D) each, for a step."""
+        """Return places' best pools (K,) in a step."""
         places, most = list(pools), max(keys.shape[1] for keys in pools.values())
         products = [
             mx.pad(
@@ -103,7 +103,7 @@ class Indexer(upstream.Indexer):
 
 
 class Attention(upstream.LocalAttention):
-    """Projects all rows at once, and attends likewise in steps."""
+    """Steps project and attend all rows at once."""
 
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None, **unread: Any) -> mx.array:
         batch, length, _ = x.shape
@@ -135,7 +135,7 @@ class Attention(upstream.LocalAttention):
         return self.over(parts[0], keys, mask, cache)
 
     def step(self, parts: tuple[mx.array, ...], rows: Mapping[int, Any]) -> mx.array:
-        """Attend all rows' tokens at once, (B, H, 1, D_head): what each row sees fills one array."""
+        """Attend in one call: (B, H, 1, D_head)."""
         queries, count = parts[0], len(parts[0])
         seen = self.of_rows(parts, rows)
         lengths = [sum(keys.shape[2] for keys in seen.get(place, ())) for place in range(count)]
@@ -154,7 +154,7 @@ class Attention(upstream.LocalAttention):
         return self.over(queries, keys, mask, None)
 
     def of_rows(self, parts: tuple[mx.array, ...], rows: Mapping[int, Any]) -> dict[int, list[mx.array]]:
-        """Add a step's tokens; return the keys (1, 1, K, D_head) that each place attends to."""
+        """Add a step's tokens; return each place's keys (1, 1, K, D_head)."""
         keys = mx.split(parts[1], len(parts[1]))
         return {place: [self.window(keys[place], row)] for place, row in rows.items()}
 

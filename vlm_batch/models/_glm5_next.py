@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
@@ -22,8 +22,8 @@ from vlm_batch.caches.rows import DraftedRows, RowsCache
 class Picked:
     """Positions that rows attend to in a step; rows in no ``places`` attend to all."""
 
-    places: Sequence[int] = ()
-    positions: Sequence[mx.array] = ()  # (W,)
+    places: list[int] = field(default_factory=list)
+    positions: list[mx.array] = field(default_factory=list)  # (W,)
     mask: mx.array | None = None  # (places, 1, 1, W)
 
 
@@ -46,13 +46,13 @@ class RowAttention(Glm5NextAttention):
         return self.o_proj(output.swapaxes(1, 2).flatten(-2)), picked
 
     def _picks_together(self, before: Any = None, *_: Any) -> bool:
-        """Whether ``_pick`` takes the part of a step; a layer without an indexer goes by the layer before."""
+        # Whether ``_pick`` takes the part of a step; a layer without an indexer goes by the layer before.
         if self.indexer is None:
             return isinstance(before, Picked)
         return self.indexer.always_select_tail or self.indexer.index_kpool == 1
 
     def _pick(self, x: mx.array, compressed: mx.array, rows: Mapping[int, Sequence[Any]]) -> Picked:
-        """Add the tokens to the rows' pools; return the pools with the best scores, and the tokens behind the last."""
+        # Add the tokens to the rows' pools; return the pools with the best scores, and the tokens behind the last.
         indexer, size = self.indexer, self.indexer.index_kpool
         keys, gates = indexer._project_keys(x)
         gates, full = gates.astype(keys.dtype), {}
@@ -80,8 +80,8 @@ class RowAttention(Glm5NextAttention):
         positions = mx.concatenate([inside, behind.astype(inside.dtype)], axis=1)
         return Picked(far, [one.squeeze(0) for one in mx.split(positions, len(far))], mx.array(mask[:, None, None]))
 
-    def _scores(self, x: mx.array, compressed: mx.array, places: Sequence[int], pooled: Sequence[mx.array]) -> mx.array:
-        """Return scores (places, P) of pools (1, P, D); those that a row lacks have the least."""
+    def _scores(self, x: mx.array, compressed: mx.array, places: list[int], pooled: Sequence[mx.array]) -> mx.array:
+        # Return scores (places, P) of pools (1, P, D); those that a row lacks have the least.
         queries, weights = self.indexer._project_queries(x, compressed)  # (B, 1, H, D), (B, 1, H)
         queries, longest = queries.squeeze(1).astype(mx.float32), max(pools.shape[1] for pools in pooled)
         products = [
@@ -99,7 +99,7 @@ class RowAttention(Glm5NextAttention):
         return mx.where(mx.array(np.arange(longest) < counts), scores, mx.finfo(mx.float32).min)
 
     def _over(self, queries: mx.array, latents: Mapping[int, mx.array], picked: Picked) -> mx.array:
-        """Attend with queries (B, H, 1, R) to what is picked of latents (1, 1, L, R)."""
+        # Attend with queries (B, H, 1, R) to what is picked of latents (1, 1, L, R).
         outputs = {
             place: attention(queries[place : place + 1], latent, latent, None, self.scale)
             for place, latent in latents.items()
@@ -122,7 +122,7 @@ class RowAttention(Glm5NextAttention):
 
 
 def appended(cache: Any, new: Any) -> mx.array:
-    """Append one position to a ``KVCache`` whose values have no width; return the keys."""
+    """Append a position to a ``KVCache`` without values; return the keys."""
     if cache.offset == cache.keys.shape[2]:
         spare = cache.step, cache.keys.shape[3], cache.values.shape[3]
         cache.keys, cache.values = (

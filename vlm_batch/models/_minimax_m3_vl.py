@@ -19,7 +19,7 @@ from vlm_batch.caches.rows import RowMasks, RowsCache, one_of, row_of
 
 @upstream(MiniMaxM3KVCache)
 class BlocksKind(UpstreamKind):
-    """Keys and values, and an index of the same positions."""
+    """Keys, values and index of the same positions."""
 
     cache: MiniMaxM3KVCache
     holds_rows = True
@@ -67,7 +67,7 @@ class RowAttention(MiniMaxAttention):
         return project(x).reshape(*x.shape[:2], -1, width).swapaxes(1, 2)
 
     def _turned(self, x: mx.array, offset: Any) -> list[mx.array]:
-        """Return queries and keys, of the attention and of its index."""
+        # Return queries and keys, of the attention and of its index.
         heads = []
         for name, width in (("", self.head_dim), ("index_", self.index_dim)):
             for part in ("q", "k"):
@@ -76,7 +76,7 @@ class RowAttention(MiniMaxAttention):
         if x.shape[1] > 1 or self.index_dim != self.head_dim:
             return [self.rope(part, offset=offset) for part in heads]
         ends = list(accumulate(part.shape[1] for part in heads[:-1]))
-        return mx.split(self.rope(mx.concatenate(heads, axis=1), offset=offset), ends, axis=1)
+        return [*mx.split(self.rope(mx.concatenate(heads, axis=1), offset=offset), ends, axis=1)]
 
     def _step(
         self,
@@ -87,7 +87,7 @@ class RowAttention(MiniMaxAttention):
         index_queries: mx.array,
         index_keys: mx.array,
     ) -> mx.array:
-        """Attend with one token a row; blocks are picked for all rows at once."""
+        # Attend with one token a row; blocks are picked for all rows at once.
         states = rows.update_and_fetch(keys, values)
         index = [
             cache and cache.update_index_and_fetch(index_keys[place : place + 1])
@@ -101,7 +101,7 @@ class RowAttention(MiniMaxAttention):
     def _masks(
         self, lengths: Sequence[int], index_queries: mx.array, index: Sequence[mx.array | None], queries: mx.array
     ) -> RowMasks:
-        """Return the rows' masks (1, H, 1, L), to be added."""
+        # Return the rows' masks (1, H, 1, L), to be added.
         size, (rows, groups) = self.sparse_block_size, index_queries.shape[:2]
         width = round_up(max(lengths), size)
         outside = mx.array(-math.inf)
@@ -126,7 +126,7 @@ class RowAttention(MiniMaxAttention):
         return RowMasks(tuple(seen[row : row + 1, ..., :length] for row, length in enumerate(lengths)))
 
     def _always(self, lengths: Sequence[int], count: int) -> np.ndarray:
-        """Return mlx-vlm's scores (B, 1, N) of blocks that are always picked."""
+        # Return mlx-vlm's scores (B, 1, N) of blocks that are always picked.
         blocks, own = np.arange(count), (np.array(lengths)[:, None] - 1) // self.sparse_block_size
         first = (blocks < self.sparse_init_blocks) & (blocks <= own)
         near = (blocks > own - self.sparse_local_blocks) & (blocks <= own)

@@ -37,7 +37,7 @@ class RowAttention(upstream.Qwen4ExpAttention):
         return self.o_proj(output.swapaxes(1, 2).flatten(-2) * mx.sigmoid(gate))
 
     def _pick(self, x: mx.array, cache: RowsCache, position_ids: mx.array) -> RowMasks | None:
-        """Add the tokens to the rows' indexes; return masks (1, 1, 1, L), to be added, for rows with blocks to choose from."""
+        # Add the tokens to the rows' indexes; return masks (1, 1, 1, L), to be added, for rows with blocks to choose from.
         indexer, far = self.indexer, {}
         rows = {place: single for place, single in enumerate(cache.places) if single is not None}
         both = indexer.index_qk_proj(x).reshape(len(x), 1, -1, indexer.head_dim)
@@ -65,7 +65,7 @@ class RowAttention(upstream.Qwen4ExpAttention):
         return RowMasks(tuple(masks))
 
     def _block(self, rows: Sequence[IndexedCache]) -> None:
-        """Add what is missing to the rows' keys of whole blocks."""
+        # Add what is missing to the rows' keys of whole blocks.
         size, parts, places, counts = self.indexer.compress_ratio, [], [], []
         for row in rows:
             first = 0 if row.index_block_keys is None else row.index_block_keys.shape[2]
@@ -88,7 +88,7 @@ class RowAttention(upstream.Qwen4ExpAttention):
                 row.index_block_ratio = size
 
     def _scores(self, queries: mx.array, rows: Mapping[int, IndexedCache], count: int) -> mx.array:
-        """Return scores (rows, count) of blocks, by queries (B, H, 1, D)."""
+        # Return scores (rows, count) of blocks, by queries (B, H, 1, D).
         products = []
         for place, row in rows.items():
             keys = row.index_block_keys

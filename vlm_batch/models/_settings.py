@@ -166,10 +166,8 @@ class SettingsCheck:
         return not is_activation(path[-1]) or value_at(self._config, path) in self._reads.strings
 
     def _copied(self, paths: Sequence[SettingPath]) -> set[SettingPath]:
-        """Return served settings: mlx-vlm keeps their name, and its model reads them.
-
-        To build few configurations, all change at once, and are halved if refused.
-        """
+        """Return served settings: mlx-vlm keeps their name, and its model reads them."""
+        # To build few configurations, all change at once, and are halved if refused.
         attributes = {path: (".".join(path[:-1]), path[-1]) for path in paths if self._is_computed(path)}
         asked = [
             path

@@ -6,7 +6,7 @@ At import, transformers 5 reads all models' files twice. Four names of utils/imp
 - ``define_import_structure`` lists the folder ``auto`` alone.
 - ``_LazyModule`` lists other folders on lookup, by the beginning of a class's name.
 - ``fetch__all__`` reads a file from its last ``__all__``.
-- ``create_import_structure_from_path`` caches all folders, not 128.
+- ``create_import_structure_from_path`` caches all folders.
 
 Standard library only: this module runs before transformers' import.
 """

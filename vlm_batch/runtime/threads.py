@@ -181,10 +181,8 @@ def check_not_forked() -> None:
 
 
 def _keep_arrays() -> None:
-    """Keep this child from freeing the parent's arrays.
-
-    A lost thread may hold MLX's allocator lock for ever. mlx-vlm's exit hook frees random state.
-    """
+    """Keep this child from freeing the parent's arrays."""
+    # A lost thread may hold MLX's allocator lock for ever. mlx-vlm's exit hook frees random state.
     arrays = [one for one in gc.get_objects() if vars(type(one)).get("__module__") == "mlx.core"]
     arrays.append(arrays)  # a reference to itself, which freezing hides from the collector
     gc.freeze()
