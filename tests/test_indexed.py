@@ -10,13 +10,14 @@ import pytest
 from mlx_vlm.models.cache import KVCache
 from mlx_vlm.models.qwen4_exp.language import QSAKVCache
 
-from tests.harness import shared_adapter
-from vlm_batch.caches import IndexedCache
+from tests.harness import Ask, check, run_family, settings_for, shared_adapter
+from vlm_batch.caches import IndexedCache, Placement
 from vlm_batch.caches.indexed import STEP
 from vlm_batch.caches.layers import kind_of
 from vlm_batch.caches.quantisation import KVQuantisation, LateCache
 from vlm_batch.caches.quantized import QuantizedCache
 from vlm_batch.caches.turbo import TurboCache
+from vlm_batch.engine.generator import BatchGenerator
 
 CHUNKS = (5, STEP - 7, 1, 1, 1, 40, 1)
 
@@ -82,3 +83,34 @@ def test_keys_and_values_in_few_bits_beside_an_exact_index(how: KVQuantisation, 
     assert [type(cache.inner) for cache in quantised] == [kind] * 2
     found, _ = filled(quantised[0])
     np.testing.assert_array_equal(found, filled(IndexedCache())[0])
+
+
+@pytest.mark.parametrize("name", ["minimax_m3_vl", "glm5_next", "qwen4_exp", "deepseek_v4"])
+def test_a_step_chooses_for_all_rows_at_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No layer goes row by row, some rows have something to choose from and others not, and each gets its answer."""
+
+    def refused(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("a layer decodes row by row")
+
+    monkeypatch.setattr(f"vlm_batch.models._{name}.each_row", refused)
+    engine = BatchGenerator(shared_adapter(name), policy=settings_for(Placement.ROWS, max_rows=4, draft="off"))
+    asks = [Ask("text:4:3"), Ask("text:6:14", tokens=4), Ask("text:7:40"), Ask("text:5:26", at=2)]
+    check(name, run_family(name, asks, generator=engine))
+
+
+@pytest.mark.parametrize("name", ["minimax_m3_vl", "glm5_next", "qwen4_exp"])
+def test_prompts_of_one_length_share_an_array(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    adapter = shared_adapter(name)
+    rows: list[int] = []
+    plain = type(adapter).prefill
+
+    def watched(self: Any, ids: Any, *args: Any, **kwargs: Any) -> Any:
+        rows.append(len(ids))
+        return plain(self, ids, *args, **kwargs)
+
+    monkeypatch.setattr(type(adapter), "prefill", watched)
+    engine = BatchGenerator(
+        adapter, policy=settings_for(Placement.ROWS, max_rows=4, idle_budget=512, prefill_together=4)
+    )
+    check(name, run_family(name, [Ask(f"text:{seed}:14") for seed in (4, 6, 7)], generator=engine))
+    assert 3 in rows, rows
