@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests import exact_cases
+from tests.drafters import Scripted
 from tests.exact_cases import Arrival, Way, adapter_of, alone, engine_of, exact_of
 from tests.harness import NUM_TOKENS, TOLERANCE, Ask, check, every_family, oracle, run_family
 from vlm_batch import InvalidRequest, Request, VLMBatcher
@@ -48,35 +48,6 @@ def failures(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(Retry, "settle", settling)
     return found
-
-
-KINDS = ("right", "wrong", "mixed")
-
-
-class Scripted(Drafts):
-    """Each row's drafts as a script says it: the right tokens, wrong ones, or some of both."""
-
-    def __init__(self, answers: Sequence[Sequence[int]], kinds: Sequence[str] = KINDS, size: int = 3) -> None:
-        super().__init__()
-        self._answers, self._kinds, self._size = answers, kinds, size
-        self._random = random.Random(7)
-
-    def is_due(self, groups: Sequence[DecodeBatch]) -> bool:
-        return True
-
-    def gain(self, rows: int, hoped: float, places: int, positions: int, drafting: float = 0.0) -> float:
-        return 2.0 + hoped
-
-    def draft(self, row: Row, form_seconds: Callable[[], float]) -> tuple[str, tuple[int, ...]]:
-        index, at = int(row.request_id), row.answer.num_sampled
-        most = min(self._size, row.answer.max_tokens - at - 1)
-        right = [int(token) for token in self._answers[index][at : at + most]]
-        kind = self._kinds[index % len(self._kinds)]
-        if kind == "wrong":
-            right = [token + 1 if token < 5 else token - 1 for token in right]
-        if kind == "mixed":
-            right = [token if self._random.random() < 0.6 else 3 for token in right[: self._random.randint(0, most)]]
-        return "text", tuple(right)
 
 
 @pytest.mark.parametrize("placement", Placement, ids=lambda placement: placement.value)
