@@ -11,7 +11,7 @@ from mlx_vlm.models.cache import ArraysCache, CacheList
 
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.caches.listed import ListedCache, parts_of
-from vlm_batch.caches.recurrent import ALL, DraftedRecurrent, Step, rows_of
+from vlm_batch.caches.recurrent import ALL, DraftedRecurrent, Square, Step, rows_of
 
 
 class InOrder:
@@ -28,26 +28,50 @@ def can_draft(adapter: Adapter) -> bool:
     return not has_states or any(isinstance(module, InOrder) for module in adapter.language.modules())
 
 
-def in_order(module_class: type[nn.Module], before: Sequence[str] = (), after: str = "") -> type[nn.Module]:
+def in_order(
+    module_class: type[nn.Module], before: Sequence[str] = (), after: str = "", *, has_history: bool = False
+) -> type[nn.Module]:
     """Subclass a module with recurrent states to run drafted positions in order.
 
     Args:
         before: Submodules of the module's input, run for all positions at once.
         after: The submodule of the output, run likewise.
+        has_history: One call of several positions gives the states after each (``ArraysCache.start_speculation``).
     """
 
     class Ordered(InOrder, module_class):  # type: ignore[misc,valid-type]
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             cache = next((one for value in (*args, *kwargs.values()) if (one := _drafted(value)) is not None), None)
-            return super().__call__(*args, **kwargs) if cache is None else self.each_step(cache, args, kwargs)
+            if cache is None:
+                return super().__call__(*args, **kwargs)
+            num_arrays = sum(isinstance(value, mx.array) for value in (*args, *kwargs.values()))
+            if has_history and num_arrays == 1 and (square := cache.square()) is not None:
+                return self.at_once(cache, square, args, kwargs)
+            return self.each_step(cache, args, kwargs)
+
+        def at_once(self, cache: DraftedRecurrent, square: Square, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+            """Call the module once, with each place's positions (N, 1, ...) as a row."""
+            x = args[0] if args else next(iter(kwargs.values()))
+            known = {name: Known(square.rows(self[name](x))) for name in before}
+            twin = self._twin(known)
+            with cache.history(square.count) as lent:
+                given = {id(x): square.rows(x), id(cache): lent}
+                cut = [given.get(id(value), value) for value in args]
+                found = twin(*cut, **{name: given.get(id(value), value) for name, value in kwargs.items()})
+            flat = square.flat(found)
+            return self[after](flat) if after else flat
+
+        def _twin(self, known: Mapping[str, Any]) -> Any:
+            twin: Any = dict.__new__(module_class)
+            twin.__dict__.update(self.__dict__)
+            dict.update(twin, {**self, **known, **({after: _same} if after else {})})
+            return twin
 
         def each_step(self, cache: DraftedRecurrent, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
             """Call the module per step, with arrays (N, ...) cut to the step's rows; join its arrays or tuples."""
             x = args[0] if args else next(iter(kwargs.values()))
             known = {name: Known(self[name](x)) for name in before}
-            twin: Any = dict.__new__(module_class)
-            twin.__dict__.update(self.__dict__)
-            dict.update(twin, {**self, **known, **({after: _same} if after else {})})
+            twin = self._twin(known)
             answers = []
             for number, step in enumerate(cache.steps.each):
                 for one in known.values():

@@ -208,6 +208,35 @@ def rows_of(array: mx.array, index: slice | mx.array) -> mx.array:
     return array if index is ALL else array[index]
 
 
+#: Most positions that a square has for each that is asked for: further ones are computed for nothing.
+MOST_PADDED = 1.5
+
+
+@dataclass(frozen=True)
+class Square:
+    """N positions of some places as one row of ``count`` each; shorter ones repeat their last."""
+
+    count: int
+    there: slice | mx.array  # (B * count,) of N
+    back: slice | mx.array  # (N,) of B * count
+
+    @classmethod
+    @lru_cache(maxsize=8)
+    def of(cls, counts: tuple[int, ...]) -> Square:
+        most, ends = max(counts), list(accumulate(counts))
+        there = [end - count + min(at, count - 1) for end, count in zip(ends, counts, strict=True) for at in range(most)]
+        back = [place * most + at for place, count in enumerate(counts) for at in range(count)]
+        return cls(most, _index(there, ends[-1]), _index(back, len(there)))
+
+    def rows(self, array: mx.array) -> mx.array:
+        """Return (N, 1, ...) as (B, count, ...)."""
+        return rows_of(array, self.there).reshape(-1, self.count, *array.shape[2:])
+
+    def flat(self, array: mx.array) -> mx.array:
+        """Return (B, count, ...) as (N, 1, ...)."""
+        return rows_of(array.reshape(-1, 1, *array.shape[2:]), self.back)
+
+
 class DraftedRecurrent(ArraysCache):
     """A ``RecurrentCache`` with ``counts[p]`` successive positions of place p.
 
@@ -226,6 +255,27 @@ class DraftedRecurrent(ArraysCache):
             for row, place in enumerate(step.places):
                 later.setdefault(place, []).append((slots, row))
         layer.draft(later)
+
+    def square(self) -> Square | None:
+        """Return how the layer may run all positions in one call, or None."""
+        wide = len(self._counts) * max(self._counts) <= MOST_PADDED * sum(self._counts) and min(self._counts) > 0
+        if self._layer.always_masked or not wide or any(slot[0] is None for slot in self._slots):
+            return None
+        return Square.of(self._counts)
+
+    @contextmanager
+    def history(self, count: int) -> Iterator[ArraysCache]:
+        """Lend the states to one call of ``count`` positions, and keep those after each."""
+        lent = ArraysCache(len(self._slots))
+        lent.cache = [slot[0] for slot in self._slots]
+        lent.start_speculation(count)
+        yield lent
+        records: dict[int, Any] = lent._speculation["records"]
+        states = [After(count, *records[slot][:3]) for slot in range(len(self._slots))]
+        for slot, one in enumerate(states):
+            self._layer[slot] = one.position(0)
+        later = {place: [(Slots(states, ahead), place) for ahead in range(1, of)] for place, of in enumerate(self._counts)}
+        self._layer.draft(later)
 
     @contextmanager
     def step(self, number: int) -> Iterator[ArraysCache]:
@@ -246,17 +296,42 @@ class DraftedRecurrent(ArraysCache):
                 self._layer[slot] = new
 
 
+@dataclass(frozen=True)
+class After:
+    """A slot's states (B, ...) after each of ``count`` positions: columns of a window, or states and the last."""
+
+    count: int
+    kind: str
+    states: mx.array
+    last: Any  # of a window, its width
+
+    def position(self, at: int) -> mx.array:
+        if self.kind == "window":
+            return self.states[:, at + 1 : at + 1 + self.last]
+        return self.last if at == self.count - 1 else self.states[:, at]
+
+
+@dataclass(frozen=True)
+class Slots(Sequence[mx.array | None]):
+    """The slots after a position, cut when they are asked for."""
+
+    states: Sequence[After]
+    at: int
+
+    def __getitem__(self, slot: Any) -> Any:
+        return self.states[slot].position(self.at)
+
+    def __len__(self) -> int:
+        return len(self.states)
+
+
 def _replaced(states: mx.array, kept: Mapping[int, tuple[mx.array | None, int]]) -> mx.array:
     """Return states (B, ...), some places from other arrays' rows."""
-    found: list[tuple[mx.array, int]] = []
+    parts: list[mx.array] = []
     for place in range(states.shape[0]):
         array, row = kept.get(place, (None, 0))
-        found.append((states, place) if array is None else (array, row))
-    arrays = list({id(array): array for array, _ in found}.values())
-    begins = dict(zip(map(id, arrays), accumulate([0, *(array.shape[0] for array in arrays)]), strict=False))
-    rows = [begins[id(array)] + row for array, row in found]
-    joined = arrays[0] if len(arrays) == 1 else mx.concatenate(arrays)
-    return joined if rows == list(range(joined.shape[0])) else mx.take(joined, mx.array(rows), axis=0)
+        parts.append(states[place : place + 1] if array is None else array[row : row + 1])
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts)
 
 
 def _put(states: mx.array | None, place: int, row: mx.array | None, num_places: int) -> mx.array | None:

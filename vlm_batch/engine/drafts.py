@@ -67,7 +67,8 @@ class StepSeconds:
         size = _rounded(rows)
         samples = self._samples.setdefault(size, deque(maxlen=self.KEPT))
         samples.append(seconds)
-        self._known[size] = sorted(samples)[len(samples) // 2]
+        if len(samples) > 1:  # a slow first one decides nothing
+            self._known[size] = sorted(samples)[(len(samples) - 1) // 2]
 
     def forget(self, rows: int) -> None:
         """Forget larger forwards, so that the next draft tries them."""
@@ -81,7 +82,7 @@ class StepSeconds:
         if rows > self.REACH * max(self._known, default=0):
             return None
         if rows in self._known or not self._known:
-            return self._known.get(rows)
+            return min((seconds for size, seconds in self._known.items() if size >= rows), default=None)
         below = [known for known in self._known if known < rows]
         above = [known for known in self._known if known > rows]
         if not below:
@@ -275,6 +276,7 @@ class Drafts:
                     token for one in state.hidden for token in _drafter(row).said(one.begin + 1, one.end + 1)
                 ]
             states.append(state)
+        is_long = any(state is not None and len(state.tokens) > 1 + MOST_PROPOSED for state in states)  # a prompt's end
         try:
             assert self.model is not None
             told: Any = self.model.propose(states, group.layers, count).tolist()
@@ -288,7 +290,8 @@ class Drafts:
                 state.hidden.clear()
         seconds = time.perf_counter() - begin
         self._drafting += seconds
-        self.model_seconds.record(len(group.places), seconds / count)
+        if not is_long:
+            self.model_seconds.record(len(group.places), seconds / count)
         return found
 
     def _give_up(self, row: Row) -> None:
