@@ -74,7 +74,8 @@ class StepSeconds:
         """Forget larger forwards, so that the next draft tries them."""
         for size in [size for size in self._known if size > rows]:
             del self._known[size]
-            self._samples[size].clear()
+            while len(samples := self._samples[size]) > 1:
+                samples.popleft()
 
     def of(self, rows: int) -> float | None:
         """Return estimated seconds, or None."""
