@@ -10,8 +10,9 @@ import mlx.nn as nn
 from mlx_vlm.models.cache import ArraysCache, CacheList
 
 from vlm_batch.adapters.base import Adapter
+from vlm_batch.caches.drafted import ALL, Square, rows_of
 from vlm_batch.caches.listed import ListedCache, parts_of
-from vlm_batch.caches.recurrent import ALL, DraftedRecurrent, Square, Step, rows_of
+from vlm_batch.caches.recurrent import DraftedRecurrent, Step
 
 
 class InOrder:
@@ -49,16 +50,18 @@ def in_order(
                 return self.at_once(cache, square, args, kwargs)
             return self.each_step(cache, args, kwargs)
 
-        def at_once(self, cache: DraftedRecurrent, square: Square, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        def at_once(
+            self, cache: DraftedRecurrent, square: Square, args: Sequence[Any], kwargs: Mapping[str, Any]
+        ) -> Any:
             """Call the module once, with each place's positions (N, 1, ...) as a row."""
             x = args[0] if args else next(iter(kwargs.values()))
-            known = {name: Known(square.rows(self[name](x))) for name in before}
+            known = {name: Known(square.padded(self[name](x)[:, 0])) for name in before}
             twin = self._twin(known)
             with cache.history(square.count) as lent:
-                given = {id(x): square.rows(x), id(cache): lent}
+                given = {id(x): square.padded(x[:, 0]), id(cache): lent}
                 cut = [given.get(id(value), value) for value in args]
                 found = twin(*cut, **{name: given.get(id(value), value) for name, value in kwargs.items()})
-            flat = square.flat(found)
+            flat = square.flat(found)[:, None]
             return self[after](flat) if after else flat
 
         def _twin(self, known: Mapping[str, Any]) -> Any:

@@ -13,7 +13,7 @@ import mlx.core as mx
 from mlx_vlm.models.cache import ArraysCache, CacheList
 
 from vlm_batch.arrays import grown, own_array
-from vlm_batch.caches.drafted import NO_LIMIT
+from vlm_batch.caches.drafted import NO_LIMIT, Square, index_of, rows_of
 from vlm_batch.caches.layers import LayerCache, Placement, UpstreamKind, upstream
 from vlm_batch.caches.rows import row_of
 from vlm_batch.caches.states import LayerState, filed
@@ -183,58 +183,15 @@ class Steps:
         for ahead in range(max(counts)):
             places = tuple(place for place, count in enumerate(counts) if is_fixed or not ahead or count > ahead)
             rows = [min(max(0, begins[place] + min(ahead, counts[place] - 1)), last) for place in places]
-            steps.append(Step(places, _index(rows), _index([there.index(place) for place in places], len(there))))
+            steps.append(Step(places, index_of(rows), index_of([there.index(place) for place in places], len(there))))
             at |= {(place, ahead): len(at) + index for index, place in enumerate(places)}
             there = places
         order = [at[place, ahead] for place, count in enumerate(counts) for ahead in range(count)]
-        return cls(tuple(steps), len(order), _index(order, len(at)))
-
-
-#: Everything.
-ALL = slice(None)
-
-
-def _index(rows: Sequence[int], size: int = -1) -> slice | mx.array:
-    """Return an index of rows; ``ALL`` if they are all of ``size``."""
-    step = rows[1] - rows[0] if len(rows) > 1 else 1
-    if size == len(rows) and list(rows) == list(range(size)):
-        return ALL
-    if step > 0 and list(rows) == list(range(rows[0], rows[-1] + 1, step)):
-        return slice(rows[0], rows[-1] + 1, step)
-    return mx.array(list(rows))
-
-
-def rows_of(array: mx.array, index: slice | mx.array) -> mx.array:
-    return array if index is ALL else array[index]
+        return cls(tuple(steps), len(order), index_of(order, len(at)))
 
 
 #: Most positions that a square has for each that is asked for: further ones are computed for nothing.
 MOST_PADDED = 1.5
-
-
-@dataclass(frozen=True)
-class Square:
-    """N positions of some places as one row of ``count`` each; shorter ones repeat their last."""
-
-    count: int
-    there: slice | mx.array  # (B * count,) of N
-    back: slice | mx.array  # (N,) of B * count
-
-    @classmethod
-    @lru_cache(maxsize=8)
-    def of(cls, counts: tuple[int, ...]) -> Square:
-        most, ends = max(counts), list(accumulate(counts))
-        there = [end - count + min(at, count - 1) for end, count in zip(ends, counts, strict=True) for at in range(most)]
-        back = [place * most + at for place, count in enumerate(counts) for at in range(count)]
-        return cls(most, _index(there, ends[-1]), _index(back, len(there)))
-
-    def rows(self, array: mx.array) -> mx.array:
-        """Return (N, 1, ...) as (B, count, ...)."""
-        return rows_of(array, self.there).reshape(-1, self.count, *array.shape[2:])
-
-    def flat(self, array: mx.array) -> mx.array:
-        """Return (B, count, ...) as (N, 1, ...)."""
-        return rows_of(array.reshape(-1, 1, *array.shape[2:]), self.back)
 
 
 class DraftedRecurrent(ArraysCache):
@@ -274,7 +231,9 @@ class DraftedRecurrent(ArraysCache):
         states = [After(count, *records[slot][:3]) for slot in range(len(self._slots))]
         for slot, one in enumerate(states):
             self._layer[slot] = one.position(0)
-        later = {place: [(Slots(states, ahead), place) for ahead in range(1, of)] for place, of in enumerate(self._counts)}
+        later = {
+            place: [(Slots(states, ahead), place) for ahead in range(1, of)] for place, of in enumerate(self._counts)
+        }
         self._layer.draft(later)
 
     @contextmanager
