@@ -236,7 +236,7 @@ def main() -> None:
                 auto, off = ends["auto"], ends["off"]
                 if auto.told != off.told:
                     raise SystemExit(f"{name}, {rows} rows, draw {number}: the answers differ")
-                theirs = beside and beside.run(requests, rows)
+                theirs = None if beside is None else beside.run(requests, rows)
                 if number < 0:
                     continue
                 if theirs is not None:

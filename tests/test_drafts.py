@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 import pytest
 
@@ -15,6 +16,8 @@ from tests.harness import NUM_TOKENS, TOLERANCE, Ask, check, every_family, oracl
 from vlm_batch import InvalidRequest, Request, VLMBatcher
 from vlm_batch.assets import default_checkpoint
 from vlm_batch.caches import Placement, RecurrentCache, RingSlabCache
+from vlm_batch.caches.drafted import Square
+from vlm_batch.caches.recurrent import After
 from vlm_batch.engine import choosing
 from vlm_batch.engine.batch import DecodeBatch
 from vlm_batch.engine.drafter import Drafter, behinds, common
@@ -156,11 +159,17 @@ def state_of_the_first(self: RecurrentCache, place: int, kept: int, of: int) -> 
     self._later.pop(place, None)
 
 
+def state_of_the_next(self: After, at: int) -> mx.array:
+    """A recurrent state of one call of several positions that is one ahead."""
+    return state_after(self, min(at + 1, self.count - 1))
+
+
 def same_noise(row: Row, ahead: int) -> SamplingRow:
     """A noise that is used twice."""
     return choosing_row(row, 0)
 
 
+state_after = After.position
 choosing_row, keep = choosing._sampling_row, DecodeBatch._keep
 
 
@@ -170,6 +179,7 @@ choosing_row, keep = choosing._sampling_row, DecodeBatch._keep
     [
         *(("qwen2_5_vl", change) for change in (broken_keep, kept_all, same_noise)),
         *(("qwen3_5", change) for change in (broken_keep, kept_all, state_of_the_last, state_of_the_first)),
+        ("qwen3_5", state_of_the_next),
         *((name, kept_all) for name in ("qwen4_exp", "glm5_next", "inkling", "zaya1_vl", "gemma3")),
     ],
 )
@@ -184,6 +194,8 @@ def test_the_scenarios_find_what_is_wrong(
         monkeypatch.setattr(choosing, "_sampling_row", change)
     elif change in (state_of_the_last, state_of_the_first):
         monkeypatch.setattr(RecurrentCache, "keep", change)
+    elif change is state_of_the_next:
+        monkeypatch.setattr(After, "position", change)
     else:
         monkeypatch.setattr(DecodeBatch, "_keep", change)
     found = run_family(name, asks, drafts=Scripted(right), **how)
@@ -243,6 +255,13 @@ def test_users_get_the_same_answers_with_and_without() -> None:
             Request(prompt="a", draft=wrong)  # type: ignore[arg-type]
 
 
+def test_positions_of_unequal_rows_are_padded_and_cut_again() -> None:
+    square = Square.of((1, 3, 2))
+    assert square.padded(mx.arange(6)).tolist() == [[0, 0, 0], [1, 2, 3], [4, 5, 5]]
+    assert square.flat(mx.arange(9).reshape(3, 3)).tolist() == [0, 3, 4, 5, 6, 7]
+    assert Square.of((2, 2)).flat(Square.of((2, 2)).padded(mx.arange(4))).tolist() == [0, 1, 2, 3]
+
+
 def test_what_stood_behind_the_last_words() -> None:
     """The source of drafts by itself: the last places count, a text that repeats itself goes on, and bytes are no tokens."""
 
@@ -291,6 +310,9 @@ def test_one_slow_moment_does_not_end_drafts() -> None:
             drafts.seconds.record(rows, seconds)
     drafts.seconds.record(4, 3.0)
     assert drafts.seconds.of(4) == pytest.approx(0.012)
+    for seconds in (3.0, 3.0, 0.011):  # kernels, a slow first one, the next
+        drafts.seconds.record(2, seconds)
+        assert (drafts.seconds.of(2) or 1.0) <= 0.012
     for _ in range(5):
         drafts.seconds.record(4, 3.0)
     assert drafts.gain(1, 2.5, 1, 4) < 0.1

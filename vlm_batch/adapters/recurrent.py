@@ -56,7 +56,7 @@ def in_order(
             """Call the module once, with each place's positions (N, 1, ...) as a row."""
             x = args[0] if args else next(iter(kwargs.values()))
             known = {name: Known(square.padded(self[name](x)[:, 0])) for name in before}
-            twin = self._twin(known)
+            twin = _twin(self, module_class, known, after)
             with cache.history(square.count) as lent:
                 given = {id(x): square.padded(x[:, 0]), id(cache): lent}
                 cut = [given.get(id(value), value) for value in args]
@@ -64,17 +64,11 @@ def in_order(
             flat = square.flat(found)[:, None]
             return self[after](flat) if after else flat
 
-        def _twin(self, known: Mapping[str, Any]) -> Any:
-            twin: Any = dict.__new__(module_class)
-            twin.__dict__.update(self.__dict__)
-            dict.update(twin, {**self, **known, **({after: _same} if after else {})})
-            return twin
-
         def each_step(self, cache: DraftedRecurrent, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
             """Call the module per step, with arrays (N, ...) cut to the step's rows; join its arrays or tuples."""
             x = args[0] if args else next(iter(kwargs.values()))
             known = {name: Known(self[name](x)) for name in before}
-            twin = self._twin(known)
+            twin = _twin(self, module_class, known, after)
             answers = []
             for number, step in enumerate(cache.steps.each):
                 for one in known.values():
@@ -90,6 +84,14 @@ def in_order(
             return self[after](joined) if after else joined
 
     return Ordered
+
+
+def _twin(module: Any, module_class: type[nn.Module], known: Mapping[str, Any], after: str) -> Any:
+    """Return the module as its first class has it, with known outputs in place of submodules."""
+    twin: Any = dict.__new__(module_class)
+    twin.__dict__.update(module.__dict__)
+    dict.update(twin, {**module, **known, **({after: _same} if after else {})})
+    return twin
 
 
 class Known:

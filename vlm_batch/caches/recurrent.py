@@ -231,7 +231,7 @@ class DraftedRecurrent(ArraysCache):
         states = [After(count, *records[slot][:3]) for slot in range(len(self._slots))]
         for slot, one in enumerate(states):
             self._layer[slot] = one.position(0)
-        later = {
+        later: dict[int, list[Source]] = {
             place: [(Slots(states, ahead), place) for ahead in range(1, of)] for place, of in enumerate(self._counts)
         }
         self._layer.draft(later)
