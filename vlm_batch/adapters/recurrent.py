@@ -1,4 +1,4 @@
-"""Recurrent modules that run a row's drafted positions in order, each from the previous one's state."""
+"""Recurrent modules run a row's drafted positions in order."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def in_order(
     """Subclass a module with recurrent states to run drafted positions in order.
 
     Args:
-        before: Submodules of the module's input, run for all positions at once.
+        before: Submodules of the input, run for all positions at once.
         after: The submodule of the output, run likewise.
-        has_history: One call of several positions gives the states after each (``ArraysCache.start_speculation``).
+        has_history: Its cache calls tell the state after each position of a call.
     """
 
     class Ordered(InOrder, module_class):  # type: ignore[misc,valid-type]
@@ -53,7 +53,7 @@ def in_order(
         def at_once(
             self, cache: DraftedRecurrent, square: Square, args: Sequence[Any], kwargs: Mapping[str, Any]
         ) -> Any:
-            """Call the module once, with each place's positions (N, 1, ...) as a row."""
+            """Call the module once, with a place's positions as a row."""
             x = args[0] if args else next(iter(kwargs.values()))
             known = {name: Known(square.padded(self[name](x)[:, 0])) for name in before}
             twin = _twin(self, module_class, known, after)
@@ -65,7 +65,7 @@ def in_order(
             return self[after](flat) if after else flat
 
         def each_step(self, cache: DraftedRecurrent, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-            """Call the module per step, with arrays (N, ...) cut to the step's rows; join its arrays or tuples."""
+            """Call the module per step, with its rows of arrays (N, ...); join the answers."""
             x = args[0] if args else next(iter(kwargs.values()))
             known = {name: Known(self[name](x)) for name in before}
             twin = _twin(self, module_class, known, after)
@@ -87,7 +87,7 @@ def in_order(
 
 
 def _twin(module: Any, module_class: type[nn.Module], known: Mapping[str, Any], after: str) -> Any:
-    """Return the module as its first class has it, with known outputs in place of submodules."""
+    """Return the module as ``module_class``, with known outputs."""
     twin: Any = dict.__new__(module_class)
     twin.__dict__.update(module.__dict__)
     dict.update(twin, {**module, **known, **({after: _same} if after else {})})

@@ -1,8 +1,7 @@
 """Forwards with drafts: a row of a batch has several positions.
 
-The model sees each position as a row with one token. The caches append a row's positions together; each sees those
-before. ``LayerCache.keep`` drops the rest. Each kind of layer has its own view (``LayerCache.drafted``); here is what
-they share.
+The model sees each position as a row with one token. Caches append a row's positions together; each sees those before.
+``LayerCache.keep`` drops the rest. Views of layers (``LayerCache.drafted``) share this.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ def rows_of(array: mx.array, index: slice | mx.array) -> mx.array:
 
 @dataclass(frozen=True)
 class Square:
-    """N positions of S places as ``count`` of each; shorter ones repeat their last."""
+    """N positions of S places, padded to ``count`` of each."""
 
     counts: tuple[int, ...]
     there: slice | mx.array  # (S * count,) of N
@@ -79,7 +78,7 @@ class Square:
 
 @dataclass(frozen=True)
 class DraftedStates:
-    """A slab's keys or values (S, H, C, D) for the queries of a square, shared or one for each of a place."""
+    """A slab's keys or values (S, H, C, D) for a square of queries, shared or one per ``ahead``."""
 
     slabs: Sequence[Any]
     square: Square
@@ -123,7 +122,7 @@ def attend_drafted(
     *,
     is_fixed: bool,
 ) -> mx.array:
-    """Attend with queries (N, H, 1, D) over a slab, padded to as many of each place.
+    """Attend with queries (N, H, 1, D) over a slab.
 
     ``is_fixed``: each call has one query per place, as without drafts.
     """

@@ -25,8 +25,8 @@ Source = tuple[Sequence[mx.array | None], int]
 class RecurrentCache(LayerCache, ArraysCache):
     """The rows' states side by side, (B, ...) per slot.
 
-    Models see mlx-vlm's ``ArraysCache``. A drafted forward leaves the states after the first positions; ``keep``
-    chooses a row's state, the next read puts it in place.
+    Models see mlx-vlm's ``ArraysCache``. ``keep`` chooses a row's state after a drafted forward; the next read puts it
+    in place.
     """
 
     #: It has no mask.
@@ -67,7 +67,7 @@ class RecurrentCache(LayerCache, ArraysCache):
         return DraftedRecurrent(self, counts)
 
     def draft(self, later: dict[int, list[Source]]) -> None:
-        """Take states after further positions, by place. The forward fills their slots."""
+        """Take states after further positions, by place."""
         self._later = later
 
     def keep(self, place: int, kept: int, of: int = 0) -> None:
@@ -214,7 +214,7 @@ class DraftedRecurrent(ArraysCache):
         layer.draft(later)
 
     def square(self) -> Square | None:
-        """Return how the layer may run all positions in one call, or None."""
+        """Return how one call may run all positions, or None."""
         wide = len(self._counts) * max(self._counts) <= MOST_PADDED * sum(self._counts) and min(self._counts) > 0
         if self._layer.always_masked or not wide or any(slot[0] is None for slot in self._slots):
             return None
@@ -222,7 +222,7 @@ class DraftedRecurrent(ArraysCache):
 
     @contextmanager
     def history(self, count: int) -> Iterator[ArraysCache]:
-        """Lend the states to one call of ``count`` positions, and keep those after each."""
+        """Lend the states to a call of ``count`` positions; keep those after each."""
         lent = ArraysCache(len(self._slots))
         lent.cache = [slot[0] for slot in self._slots]
         lent.start_speculation(count)
@@ -257,7 +257,7 @@ class DraftedRecurrent(ArraysCache):
 
 @dataclass(frozen=True)
 class After:
-    """A slot's states (B, ...) after each of ``count`` positions: columns of a window, or states and the last."""
+    """A slot's states after each position: columns of a window, or states and the last."""
 
     count: int
     kind: str
@@ -272,7 +272,7 @@ class After:
 
 @dataclass(frozen=True)
 class Slots(Sequence[mx.array | None]):
-    """The slots after a position, cut when they are asked for."""
+    """The slots after a position."""
 
     states: Sequence[After]
     at: int

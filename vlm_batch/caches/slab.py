@@ -131,7 +131,7 @@ class SlabCache(SlabArrays):
         self._lengths[place] = int(cache.offset)
 
     def extract(self, place: int) -> KVCache:
-        """Return a row as a single-row cache, copied."""
+        """Return a copied row."""
         cache = KVCache()
         cache.offset = self._lengths[place]
         cache.keys, cache.values = (self._row(slab, place, 0, cache.offset) for slab in (self.keys, self.values))
@@ -367,7 +367,7 @@ class RingSlabCache(SlabCache):
 
 
 class DraftedSlab:
-    """A slab with ``counts[p]`` positions of place p; padding for the longest is written behind a row's length."""
+    """A slab with ``counts[p]`` positions of place p; padding goes behind a row's length."""
 
     def __init__(self, layer: SlabCache, counts: Sequence[int]) -> None:
         self._layer, self.square = layer, Square.of(tuple(counts))

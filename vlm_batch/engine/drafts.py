@@ -1,7 +1,7 @@
 """Speculative decoding: rows also compute probable next tokens.
 
-Drafts change no answer: tokens are chosen as without them, and a draft counts up to its first wrong one. Drafts come
-from forms, from earlier text (``Drafter.propose``) or from a model (``DraftModel``).
+Tokens are chosen as without drafts, which count up to the first wrong one. Drafts come from forms, earlier text
+(``Drafter.propose``) or a model (``DraftModel``).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ logger = logging.getLogger("vlm_batch.drafts")
 
 
 class StepSeconds:
-    """Median seconds of forwards by number of rows, to three binary digits. Unmeasured ones get low estimates."""
+    """Median seconds of forwards by rows, to three binary digits. Unmeasured ones get low estimates."""
 
     #: Forwards of a size that are kept: by their median one slow forward decides nothing.
     KEPT = 5
@@ -167,7 +167,7 @@ class Drafts:
             del spoken[: max(0, len(spoken) - MOST_SPOKEN * WIDTH)]
 
     def is_due(self, groups: Sequence[DecodeBatch]) -> bool:
-        """Return whether drafts need launched tokens read before the next forward."""
+        """Return whether drafts need launched tokens read first."""
         self._rest -= 1
         return self._rest < 0 and any(self._is_due(group) for group in groups if not group.is_apart)
 
@@ -178,7 +178,7 @@ class Drafts:
         return is_due
 
     def _chosen(self, group: DecodeBatch, found: Mapping[Row, Hope], least: float) -> dict[Row, int]:
-        """Return each row's number of drafted tokens; none if none is worth its forward."""
+        """Return each row's drafted tokens, if worth their forward."""
         num_rows, places = len(group), len(group.places)
         best, chosen = least, dict[Row, int]()
         for size, floor in itertools.product(SIZES, FLOORS) if found else ():
@@ -198,7 +198,7 @@ class Drafts:
         return chosen
 
     def _foreseen(self, row: Row) -> Hope | None:
-        """Return a row's probable draft before its last token is known."""
+        """Return a row's probable draft before its token is known."""
         answer, drafter = row.answer, row.answer.drafter
         if drafter is None or answer.known_token is not None or row.is_suspect:
             return None
@@ -296,7 +296,7 @@ class Drafts:
         return found
 
     def _give_up(self, row: Row) -> None:
-        """Let a row go on without drafts: a source of them raised."""
+        """Let a row go on without drafts: a source raised."""
         if not self._is_told:
             logger.exception("a source of drafts has failed; requests go on without its drafts")
         self._is_told, row.answer.drafter, row.answer.ahead = True, None, ()
@@ -310,7 +310,7 @@ class Drafts:
             return ()
 
     def _allowed(self, row: Row, tokens: tuple[int, ...], form_seconds: Callable[[], float]) -> tuple[int, ...]:
-        """Return the first of a row's drafted tokens, those that its form allows."""
+        """Return the first drafted tokens that a row's form allows."""
         assert row.answer.guide is not None
         try:
             row.answer.guide.look_ahead(tokens, form_seconds())
@@ -320,7 +320,7 @@ class Drafts:
             return ()
 
     def _refuse(self, places: int, rows: Sequence[Row] = ()) -> None:
-        """Record a draft not worth its forward: measurements may be out of date."""
+        """Record a draft not worth its forward: measurements may be old."""
         self._refused += 1
         if self._refused >= self._patience:
             self.seconds.forget(places)
@@ -330,7 +330,7 @@ class Drafts:
             self._refused, self._patience = 0, min(2 * self._patience, MOST_PATIENCE)
 
     def gain(self, rows: int, hoped: float, places: int, positions: int, drafting: float = 0.0) -> float:
-        """Return the estimated speed-up of ``hoped`` tokens drafted in ``drafting`` seconds; 0 if unknown."""
+        """Return the speed-up by ``hoped`` tokens drafted in ``drafting`` seconds; 0 if unknown."""
         with_drafts, without = self.seconds.of(positions), self.seconds.of(places)
         return (rows + hoped) / rows * without / (with_drafts + drafting) if with_drafts and without else 0.0
 
