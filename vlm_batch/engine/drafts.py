@@ -55,19 +55,15 @@ class StepSeconds:
     REACH = 4
 
     def __init__(self) -> None:
-        self._seen = set[int]()
         self._samples: dict[int, deque[float]] = {}
         self._known: dict[int, float] = {}
 
     def record(self, rows: int, seconds: float) -> None:
-        """Record a forward, but not the first of its size, which may build kernels."""
-        if rows not in self._seen:
-            self._seen.add(rows)
-            return
+        """Record a forward. One of a size is no measure: it may build kernels."""
         size = _rounded(rows)
         samples = self._samples.setdefault(size, deque(maxlen=self.KEPT))
         samples.append(seconds)
-        if len(samples) > 1:  # a slow first one decides nothing
+        if len(samples) > 1:
             self._known[size] = sorted(samples)[(len(samples) - 1) // 2]
 
     def forget(self, rows: int) -> None:
@@ -97,9 +93,9 @@ class StepSeconds:
 
 
 def _rounded(rows: int) -> int:
-    """Return the nearest number of three binary digits."""
+    """Round up to three binary digits."""
     step = 1 << max(0, rows.bit_length() - 3)
-    return (rows + step // 2) // step * step
+    return -(-rows // step) * step
 
 
 @dataclass(frozen=True)
