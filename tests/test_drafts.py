@@ -111,6 +111,7 @@ PARAMS: dict[str, SamplingParams] = {
     "penalties": SamplingParams(repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2),
     "rules": SamplingParams(bad_words=("a", "the"), min_tokens=5, logit_bias={7: 2.0}),
     "logprobs": SamplingParams(logprobs=3, temperature=0.7),
+    "prompts": SamplingParams(prompt_logprobs=2, logprobs=0, temperature=0.7),
 }
 
 
@@ -135,6 +136,8 @@ def test_every_stage_of_sampling_sees_every_position(said: str, layout: Placemen
         for mine, theirs in zip(one.logprobs or (), other.logprobs or (), strict=True):
             assert mine.logprob == pytest.approx(theirs.logprob, abs=TOLERANCE)
             assert [token for token, _ in mine.top] == [token for token, _ in theirs.top]
+        assert one.prompt_logprobs == other.prompt_logprobs
+        assert bool(one.prompt_logprobs) is (said == "prompts" and one is not found[1])
 
 
 def broken_keep(self: DecodeBatch, place: int, kept: int, of: int) -> None:
