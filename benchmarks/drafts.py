@@ -11,6 +11,9 @@ which cannot read: its texts are bounded by the schema alone.
     chats     sampled at temperature 1.3, nothing repeats: drafts can only cost
     heads     questions that training did not see, for --model fixtures/checkpoints/qwen3_5 with --draft
               fixtures/checkpoints/qwen3_5/heads, which draft as the model speaks
+
+``--beside`` answers ``heads`` by mlx-vlm's batch generator with the same drafting model, too: a line has the time of this
+library over mlx-vlm's, and the answers of mlx-vlm's that differ from those without drafts.
 """
 
 from __future__ import annotations
@@ -143,16 +146,71 @@ class Way:
         return Run(told, time.perf_counter() - wall, time.process_time() - work, self.forwards - forwards)
 
 
+class MlxVlm:
+    """mlx-vlm's batch generator with a drafting model, fed as its server feeds it, with the settings of both folders."""
+
+    def __init__(self, model: str, draft: str) -> None:
+        import mlx_vlm
+        from mlx_vlm.speculative.drafters import load_drafter
+
+        self.model, self.processor = mlx_vlm.load(model)
+        self.draft, self.kind = load_drafter(draft)
+
+    def run(self, requests: list[Request], rows: int) -> Run:
+        """Answer requests, ``rows`` at a time. Its forwards are not counted."""
+        wall, work = time.perf_counter(), time.process_time()
+        told: list[tuple[int, ...]] = []
+        for first in range(0, len(requests), rows):
+            told += self._together(requests[first : first + rows])
+        return Run(told, time.perf_counter() - wall, time.process_time() - work, 0)
+
+    def _together(self, requests: list[Request]) -> list[tuple[int, ...]]:
+        from mlx_vlm.generate.ar import BatchGenerator
+        from mlx_vlm.prompt_utils import apply_chat_template
+        from mlx_vlm.utils import prepare_inputs
+
+        generator: Any = BatchGenerator(
+            self.model.language_model,
+            self.processor,
+            completion_batch_size=len(requests),
+            prefill_batch_size=len(requests),
+            compute_logprobs=False,
+            stream=mx.default_stream(mx.default_device()),
+            draft_model=self.draft,
+            draft_kind=self.kind,
+        )
+        told: dict[int, list[int]] = {}
+        for request in requests:
+            config: Any = self.model.config
+            pictures: Any = list(request.images)
+            text = apply_chat_template(self.processor, config, request.prompt, num_images=len(pictures))
+            found: Any = prepare_inputs(self.processor, images=pictures or None, prompts=[text])
+            ids, pixels, mask = (found.pop(name, None) for name in ("input_ids", "pixel_values", "attention_mask"))
+            features = self.model.get_input_embeddings(ids, pixels, mask=mask, **found).to_dict()
+            given = {**found, **{name: value for name, value in features.items() if value is not None}}
+            (uid,) = generator.insert([ids[0].tolist()], max_tokens=request.params.max_tokens, prompt_kwargs=[given])
+            told[uid] = []
+        while generator.has_work:
+            for response in generator.next()[1]:
+                told[response.uid] += [] if response.token is None else [int(response.token)]
+        generator.close()
+        return [tuple(tokens) for tokens in told.values()]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=str(sample_model()))
     parser.add_argument("--draft", default="auto", help="auto, or the folder of a model that drafts")
     parser.add_argument("--work", nargs="+", default=["receipts", "again", "chats"], choices=list(WORK))
+    parser.add_argument("--beside", action="store_true", help="with --work heads: mlx-vlm's drafts, too")
     parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS))
     parser.add_argument("--draws", type=int, default=5)
     parser.add_argument("--seed", type=int, default=26)
     args = parser.parse_args()
     ways = {"off": Way(args.model, "off"), "auto": Way(args.model, args.draft)}
+    if args.beside and (args.work != ["heads"] or args.draft == "auto"):
+        parser.error("--beside needs --work heads and --draft")
+    beside = MlxVlm(args.model, args.draft) if args.beside else None
     is_cpu = device() is Device.CPU
     about = {"device": device().value, "mlx": version("mlx"), "clock": "processors" if is_cpu else "wall"}
     found: list[dict[str, Any]] = []
@@ -167,6 +225,7 @@ def main() -> None:
         for rows in args.rows:
             ratios, walls, forwards = [], [], []
             held, drafted = 0, 0
+            over, wrong = list[float](), 0
             for number in range(-1, args.draws):  # the first is not counted: kernels are made
                 draw = random.Random(f"{args.seed} {name} {rows} {number}")
                 requests = [WORK[name](draw, told) for _ in range(max(rows, 4))]
@@ -177,8 +236,12 @@ def main() -> None:
                 auto, off = ends["auto"], ends["off"]
                 if auto.told != off.told:
                     raise SystemExit(f"{name}, {rows} rows, draw {number}: the answers differ")
+                theirs = None if beside is None else beside.run(requests, rows)
                 if number < 0:
                     continue
+                if theirs is not None:
+                    wrong += sum(one != right for one, right in zip(theirs.told, off.told, strict=True))
+                    over.append(auto.work / theirs.work if is_cpu else auto.wall / theirs.wall)
                 after = ways["auto"].batcher.stats()
                 held, drafted = held + after.drafts_held - stats.drafts_held, drafted + after.drafted - stats.drafted
                 ratios.append(auto.work / off.work if is_cpu else auto.wall / off.wall)
@@ -186,6 +249,7 @@ def main() -> None:
                 forwards.append(auto.forwards / off.forwards)
             share = held / drafted if drafted else None
             line = {"work": name, "rows": rows, "time": ratios, "wall": walls, "forwards": forwards, "held": share}
+            line |= {"over mlx-vlm": over, "wrong by mlx-vlm": wrong} if beside else {}
             found.append(line)
             middle = statistics.median
             print(
@@ -193,6 +257,13 @@ def main() -> None:
                 f"{middle(forwards):>10.2f}" + ("      -" if share is None else f"{share:>7.0%}"),
                 flush=True,
             )
+            if over:
+                asked = len(over) * max(rows, 4)
+                print(
+                    f"over mlx-vlm: {middle(over):.2f} ({min(over):.2f} to {max(over):.2f}); "
+                    f"{wrong} of its {asked} answers are wrong",
+                    flush=True,
+                )
     for way in ways.values():
         way.batcher.close()
     print(json.dumps({**about, "model": args.model, "seed": args.seed, "found": found}))

@@ -1,8 +1,10 @@
-"""Tiny drafting models as folders, with random weights: mlx-vlm's loader reads them."""
+"""What drafts in the tests: scripts, and tiny drafting models as folders, with random weights, which mlx-vlm's loader reads."""
 
 from __future__ import annotations
 
 import json
+import random
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,44 @@ from mlx_vlm.speculative.drafters import gemma4_assistant, qwen3_5_mtp
 
 from tests.zoo import family, gemma4, qwen3_5
 from tests.zoo._build import Rule, enliven, spread
+from vlm_batch.engine.batch import DecodeBatch
+from vlm_batch.engine.drafts import Drafts
+from vlm_batch.engine.row import Row
 
 RULES = [
     Rule(r"embed_tokens\.weight", spread(0.2)),
     Rule(r"q_norm\.weight$", spread(0.1, 0.7)),
     Rule(r"layer_scalar$", spread(0.1, 1.0)),
 ]
+
+
+KINDS = ("right", "wrong", "mixed")
+
+
+class Scripted(Drafts):
+    """Each row's drafts as a script says it: the right tokens, wrong ones, or some of both."""
+
+    def __init__(self, answers: Sequence[Sequence[int]], kinds: Sequence[str] = KINDS, size: int = 3) -> None:
+        super().__init__()
+        self._answers, self._kinds, self._size = answers, kinds, size
+        self._random = random.Random(7)
+
+    def is_due(self, groups: Sequence[DecodeBatch]) -> bool:
+        return True
+
+    def gain(self, rows: int, hoped: float, places: int, positions: int, drafting: float = 0.0) -> float:
+        return 2.0 + hoped
+
+    def draft(self, row: Row, form_seconds: Callable[[], float]) -> tuple[str, tuple[int, ...]]:
+        index, at = int(row.request_id), row.answer.num_sampled
+        most = min(self._size, row.answer.max_tokens - at - 1)
+        right = [int(token) for token in self._answers[index][at : at + most]]
+        kind = self._kinds[index % len(self._kinds)]
+        if kind == "wrong":
+            right = [token + 1 if token < 5 else token - 1 for token in right]
+        if kind == "mixed":
+            right = [token if self._random.random() < 0.6 else 3 for token in right[: self._random.randint(0, most)]]
+        return "text", tuple(right)
 
 
 def assistant_folder(folder: Path, **changes: Any) -> Path:

@@ -15,6 +15,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_vlm.models.switch_layers import SwitchLinear
 
+from tests.drafters import Scripted
 from tests.harness import settings_for
 from tests.zoo import family as tiny_family
 from vlm_batch.adapters.base import Adapter
@@ -82,6 +83,7 @@ class Way:
     budget: int | None = None
     layout: Placement | None = None  # the scenario's own
     keeps: bool = False
+    drafts: bool = False  # right, wrong and mixed ones, where the family's rows can have any
     params: SamplingParams = field(default_factory=SamplingParams)
 
 
@@ -217,6 +219,7 @@ SCENARIOS = {
     "other chunk budgets": (company, Way(max_rows=4, budget=3)),
     "kept beginnings and features": (again, Way(max_rows=4, keeps=True)),
     "slab placement": (backwards, Way(max_rows=5, layout=Placement.SLAB)),
+    "drafts": (backwards, Way(max_rows=4, drafts=True)),
 }
 
 
@@ -235,7 +238,8 @@ def differences(
     exact = exact_of(name, precision, way.layout or layout, kv)
     arrivals = make(name)
     expected = [alone(name, precision, arrival.key, exact, kv=kv) for arrival in arrivals]
-    answers = play(name, engine_of(adapter_of(name, precision), exact, way, kv), arrivals)
+    drafts = Scripted([answer.tokens for answer in expected]) if way.drafts else None
+    answers = play(name, engine_of(adapter_of(name, precision), exact, way, kv, drafts), arrivals)
     return [
         f"{arrival.key} (at {arrival.at}, {answer.cached} cached): {_first(answer, right)}"
         for arrival, answer, right in zip(arrivals, answers, expected, strict=True)

@@ -17,24 +17,30 @@ SUMMARY = "<!-- summary: written by scripts/exact_table -->", "<!-- end of summa
 
 def table(record: Mapping[str, Any]) -> str:
     """A line for each device and precision, and what is not the same or cannot be run, by name."""
-    head = "| device | precision | models, the same to the last bit | cannot be run there, alone either | differ |"
-    lines = [head, "|---|---|---|---|---|"]
+    head = (
+        "| device | precision | models, the same to the last bit | with drafts | cannot be run, alone either | differ |"
+    )
+    lines = [head, "|---|---|---|---|---|---|"]
     for device, found in sorted(record.items()):
         for precision in PRECISIONS:
             cells = {name: one[precision] for name, one in found["cells"].items() if precision in one}
             if not cells:
                 continue
             same = sum(one["same"] for one in cells.values())
-            partly = [one for one in cells.values() if one["same"] and "left out" in one]
+            partly = [one for one in cells.values() if one["same"] and {*one.get("left out", ())} - {"drafts"}]
+            drafted = [one for one in cells.values() if "drafts" not in one.get("left out", ())]
+            with_drafts = f"{sum(one['same'] for one in drafted)} of {len(drafted)}" if drafted else "-"
             some_of = f", {len(partly)} of them in some scenarios only" if partly else ""
             unserved = sorted(name for name, one in cells.items() if "not served" in one.get("said", {}))
             differ = sorted(name for name, one in cells.items() if not one["same"] and name not in unserved)
             names = [", ".join(some) or "-" for some in (unserved, differ)]
-            lines.append(f"| {device} | {precision} | {same} of {len(cells)}{some_of} | {' | '.join(names)} |")
+            lines.append(
+                f"| {device} | {precision} | {same} of {len(cells)}{some_of} | {with_drafts} | {' | '.join(names)} |"
+            )
         named = ", ".join(
             f"{name} {value}" for name, value in {**found["device"], **found["versions"]}.items() if value
         )
-        lines.append(f"| | | {named} | | |")
+        lines.append(f"| | | {named} | | | |")
     return "\n".join(lines)
 
 

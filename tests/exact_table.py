@@ -130,7 +130,8 @@ class Record:
             self.found.append(cell)
             device = self.device or facts["device"]["device"]
             here = self._record[device] = self._record.get(device, {"cells": {}}) | facts
-            here["cells"].setdefault(cell["family"], {})[cell["precision"]] = self._kept(cell)
+            cells = here["cells"].setdefault(cell["family"], {})
+            cells[cell["precision"]] = self._kept(cell, cells.get(cell["precision"], {}))
             self._write()
             if self._differs(cell):
                 print(cell["family"], cell["precision"], self._differs(cell), flush=True)
@@ -144,8 +145,12 @@ class Record:
                 here["cells"].setdefault(name, {}).update(cells)
         self._write()
 
-    def _kept(self, cell: Cell) -> Cell:
+    def _kept(self, cell: Cell, earlier: Cell) -> Cell:
+        """What is recorded of a cell; scenarios that were not run now keep what they gave before."""
         differs, left_out = self._differs(cell), [name for name in SCENARIOS if name not in self.scenarios]
+        if left_out and earlier.get("rows") == list(cell["counts"]):
+            differs = {name: said for name, said in earlier.get("said", {}).items() if name in left_out} | differs
+            left_out = [name for name in left_out if name in earlier.get("left out", ())]
         kept = {"rows": cell["counts"], "same": not differs}
         return kept | ({"said": differs} if differs else {}) | ({"left out": left_out} if left_out else {})
 

@@ -525,7 +525,7 @@ def _positions(group: DecodeBatch, caches: Sequence[Any]) -> list[int] | None:
         return None
     if not any(part is first._layer for layer in group.layers for part in parts_of(layer)):
         return None
-    return [first.count] * len(group.places) if isinstance(first, DraftedSlab) else list(first._counts)
+    return list(first.square.counts if isinstance(first, DraftedSlab) else first._counts)
 
 
 class History:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 import pytest
 
 from tests import exact_cases
+from tests.drafters import Scripted
 from tests.exact_cases import Arrival, Way, adapter_of, alone, engine_of, exact_of
 from tests.harness import NUM_TOKENS, TOLERANCE, Ask, check, every_family, oracle, run_family
 from vlm_batch import InvalidRequest, Request, VLMBatcher
 from vlm_batch.assets import default_checkpoint
 from vlm_batch.caches import Placement, RecurrentCache, RingSlabCache
+from vlm_batch.caches.drafted import Square
+from vlm_batch.caches.recurrent import After
 from vlm_batch.engine import choosing
 from vlm_batch.engine.batch import DecodeBatch
 from vlm_batch.engine.drafter import Drafter, behinds, common
@@ -48,35 +51,6 @@ def failures(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(Retry, "settle", settling)
     return found
-
-
-KINDS = ("right", "wrong", "mixed")
-
-
-class Scripted(Drafts):
-    """Each row's drafts as a script says it: the right tokens, wrong ones, or some of both."""
-
-    def __init__(self, answers: Sequence[Sequence[int]], kinds: Sequence[str] = KINDS, size: int = 3) -> None:
-        super().__init__()
-        self._answers, self._kinds, self._size = answers, kinds, size
-        self._random = random.Random(7)
-
-    def is_due(self, groups: Sequence[DecodeBatch]) -> bool:
-        return True
-
-    def gain(self, rows: int, hoped: float, places: int, positions: int, drafting: float = 0.0) -> float:
-        return 2.0 + hoped
-
-    def draft(self, row: Row, form_seconds: Callable[[], float]) -> tuple[str, tuple[int, ...]]:
-        index, at = int(row.request_id), row.answer.num_sampled
-        most = min(self._size, row.answer.max_tokens - at - 1)
-        right = [int(token) for token in self._answers[index][at : at + most]]
-        kind = self._kinds[index % len(self._kinds)]
-        if kind == "wrong":
-            right = [token + 1 if token < 5 else token - 1 for token in right]
-        if kind == "mixed":
-            right = [token if self._random.random() < 0.6 else 3 for token in right[: self._random.randint(0, most)]]
-        return "text", tuple(right)
 
 
 @pytest.mark.parametrize("placement", Placement, ids=lambda placement: placement.value)
@@ -137,6 +111,7 @@ PARAMS: dict[str, SamplingParams] = {
     "penalties": SamplingParams(repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2),
     "rules": SamplingParams(bad_words=("a", "the"), min_tokens=5, logit_bias={7: 2.0}),
     "logprobs": SamplingParams(logprobs=3, temperature=0.7),
+    "prompts": SamplingParams(prompt_logprobs=2, logprobs=0, temperature=0.7),
 }
 
 
@@ -161,6 +136,8 @@ def test_every_stage_of_sampling_sees_every_position(said: str, layout: Placemen
         for mine, theirs in zip(one.logprobs or (), other.logprobs or (), strict=True):
             assert mine.logprob == pytest.approx(theirs.logprob, abs=TOLERANCE)
             assert [token for token, _ in mine.top] == [token for token, _ in theirs.top]
+        assert one.prompt_logprobs == other.prompt_logprobs
+        assert bool(one.prompt_logprobs) is (said == "prompts" and one is not found[1])
 
 
 def broken_keep(self: DecodeBatch, place: int, kept: int, of: int) -> None:
@@ -185,11 +162,17 @@ def state_of_the_first(self: RecurrentCache, place: int, kept: int, of: int) -> 
     self._later.pop(place, None)
 
 
+def state_of_the_next(self: After, at: int) -> mx.array:
+    """A recurrent state of one call of several positions that is one ahead."""
+    return state_after(self, min(at + 1, self.count - 1))
+
+
 def same_noise(row: Row, ahead: int) -> SamplingRow:
     """A noise that is used twice."""
     return choosing_row(row, 0)
 
 
+state_after = After.position
 choosing_row, keep = choosing._sampling_row, DecodeBatch._keep
 
 
@@ -199,6 +182,7 @@ choosing_row, keep = choosing._sampling_row, DecodeBatch._keep
     [
         *(("qwen2_5_vl", change) for change in (broken_keep, kept_all, same_noise)),
         *(("qwen3_5", change) for change in (broken_keep, kept_all, state_of_the_last, state_of_the_first)),
+        ("qwen3_5", state_of_the_next),
         *((name, kept_all) for name in ("qwen4_exp", "glm5_next", "inkling", "zaya1_vl", "gemma3")),
     ],
 )
@@ -213,6 +197,8 @@ def test_the_scenarios_find_what_is_wrong(
         monkeypatch.setattr(choosing, "_sampling_row", change)
     elif change in (state_of_the_last, state_of_the_first):
         monkeypatch.setattr(RecurrentCache, "keep", change)
+    elif change is state_of_the_next:
+        monkeypatch.setattr(After, "position", change)
     else:
         monkeypatch.setattr(DecodeBatch, "_keep", change)
     found = run_family(name, asks, drafts=Scripted(right), **how)
@@ -272,6 +258,13 @@ def test_users_get_the_same_answers_with_and_without() -> None:
             Request(prompt="a", draft=wrong)  # type: ignore[arg-type]
 
 
+def test_positions_of_unequal_rows_are_padded_and_cut_again() -> None:
+    square = Square.of((1, 3, 2))
+    assert square.padded(mx.arange(6)).tolist() == [[0, 0, 0], [1, 2, 3], [4, 5, 5]]
+    assert square.flat(mx.arange(9).reshape(3, 3)).tolist() == [0, 3, 4, 5, 6, 7]
+    assert Square.of((2, 2)).flat(Square.of((2, 2)).padded(mx.arange(4))).tolist() == [0, 1, 2, 3]
+
+
 def test_what_stood_behind_the_last_words() -> None:
     """The source of drafts by itself: the last places count, a text that repeats itself goes on, and bytes are no tokens."""
 
@@ -320,6 +313,9 @@ def test_one_slow_moment_does_not_end_drafts() -> None:
             drafts.seconds.record(rows, seconds)
     drafts.seconds.record(4, 3.0)
     assert drafts.seconds.of(4) == pytest.approx(0.012)
+    for seconds in (3.0, 0.011, 0.011):  # the first is slow
+        drafts.seconds.record(2, seconds)
+        assert (drafts.seconds.of(2) or 1.0) <= 0.012
     for _ in range(5):
         drafts.seconds.record(4, 3.0)
     assert drafts.gain(1, 2.5, 1, 4) < 0.1

@@ -141,7 +141,7 @@ class NextTokens(Heads):
         return told[mx.array([0 if row is None else next(places) for row in rows])]
 
     def _catch_up(self, row: DraftState) -> None:
-        """Read all but the last position of a prompt, or of steps without drafts, in one call."""
+        """Read all but the last unread position in one call."""
         last = row.hidden[-1]
         at = mx.array([[place for one in row.hidden for place in range(one.begin, one.end)]])
         tokens = mx.array([row.tokens], dtype=mx.int32)
@@ -151,7 +151,7 @@ class NextTokens(Heads):
         row.tokens = row.tokens[-1:]
 
     def _forward(self, tokens: mx.array, hidden: mx.array, caches: Sequence[Any], at: mx.array) -> mx.array:
-        """Run the heads over tokens (R, L), each behind a hidden state (R, L, D) at a position (R, L)."""
+        """Run the heads over tokens, hidden states (R, L, D) and positions (R, L)."""
         with running(Call(positions=at[:, 0] if at.shape[1] == 1 else None)):
             positions = mx.broadcast_to(at[None], (3, *at.shape))
             found: mx.array = self.model._forward_hidden(

@@ -1,4 +1,4 @@
-"""Recurrent modules that run a row's drafted positions in order, each from the previous one's state."""
+"""Recurrent modules run a row's drafted positions in order."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import mlx.nn as nn
 from mlx_vlm.models.cache import ArraysCache, CacheList
 
 from vlm_batch.adapters.base import Adapter
+from vlm_batch.caches.drafted import ALL, Square, rows_of
 from vlm_batch.caches.listed import ListedCache, parts_of
-from vlm_batch.caches.recurrent import ALL, DraftedRecurrent, Step, rows_of
+from vlm_batch.caches.recurrent import DraftedRecurrent, Step
 
 
 class InOrder:
@@ -28,26 +29,46 @@ def can_draft(adapter: Adapter) -> bool:
     return not has_states or any(isinstance(module, InOrder) for module in adapter.language.modules())
 
 
-def in_order(module_class: type[nn.Module], before: Sequence[str] = (), after: str = "") -> type[nn.Module]:
+def in_order(
+    module_class: type[nn.Module], before: Sequence[str] = (), after: str = "", *, has_history: bool = False
+) -> type[nn.Module]:
     """Subclass a module with recurrent states to run drafted positions in order.
 
     Args:
-        before: Submodules of the module's input, run for all positions at once.
+        before: Submodules of the input, run for all positions at once.
         after: The submodule of the output, run likewise.
+        has_history: Its cache calls tell the state after each position of a call.
     """
 
     class Ordered(InOrder, module_class):  # type: ignore[misc,valid-type]
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             cache = next((one for value in (*args, *kwargs.values()) if (one := _drafted(value)) is not None), None)
-            return super().__call__(*args, **kwargs) if cache is None else self.each_step(cache, args, kwargs)
+            if cache is None:
+                return super().__call__(*args, **kwargs)
+            num_arrays = sum(isinstance(value, mx.array) for value in (*args, *kwargs.values()))
+            if has_history and num_arrays == 1 and (square := cache.square()) is not None:
+                return self.at_once(cache, square, args, kwargs)
+            return self.each_step(cache, args, kwargs)
+
+        def at_once(
+            self, cache: DraftedRecurrent, square: Square, args: Sequence[Any], kwargs: Mapping[str, Any]
+        ) -> Any:
+            """Call the module once, with a place's positions as a row."""
+            x = args[0] if args else next(iter(kwargs.values()))
+            known = {name: Known(square.padded(self[name](x)[:, 0])) for name in before}
+            twin = _twin(self, module_class, known, after)
+            with cache.history(square.count) as lent:
+                given = {id(x): square.padded(x[:, 0]), id(cache): lent}
+                cut = [given.get(id(value), value) for value in args]
+                found = twin(*cut, **{name: given.get(id(value), value) for name, value in kwargs.items()})
+            flat = square.flat(found)[:, None]
+            return self[after](flat) if after else flat
 
         def each_step(self, cache: DraftedRecurrent, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-            """Call the module per step, with arrays (N, ...) cut to the step's rows; join its arrays or tuples."""
+            """Call the module per step, with its rows of arrays (N, ...); join the answers."""
             x = args[0] if args else next(iter(kwargs.values()))
             known = {name: Known(self[name](x)) for name in before}
-            twin: Any = dict.__new__(module_class)
-            twin.__dict__.update(self.__dict__)
-            dict.update(twin, {**self, **known, **({after: _same} if after else {})})
+            twin = _twin(self, module_class, known, after)
             answers = []
             for number, step in enumerate(cache.steps.each):
                 for one in known.values():
@@ -63,6 +84,14 @@ def in_order(module_class: type[nn.Module], before: Sequence[str] = (), after: s
             return self[after](joined) if after else joined
 
     return Ordered
+
+
+def _twin(module: Any, module_class: type[nn.Module], known: Mapping[str, Any], after: str) -> Any:
+    """Return the module as ``module_class``, with known outputs."""
+    twin: Any = dict.__new__(module_class)
+    twin.__dict__.update(module.__dict__)
+    dict.update(twin, {**module, **known, **({after: _same} if after else {})})
+    return twin
 
 
 class Known:

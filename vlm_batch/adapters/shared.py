@@ -1,4 +1,4 @@
-"""Linear layers with one input, such as queries, keys and values, as one product.
+"""Linear layers with one input, such as queries and keys, as one product.
 
 A trial forward finds layers that always get the same array. Last bits may change, so the joined model has its own fingerprint.
 """

@@ -1,14 +1,15 @@
 """Forwards with drafts: a row of a batch has several positions.
 
-The model sees each position as a row with one token. The caches append a row's positions together; each sees those
-before. ``LayerCache.keep`` drops the rest. Each kind of layer has its own view (``LayerCache.drafted``); here is what
-they share.
+The model sees each position as a row with one token. Caches append a row's positions together; each sees those before.
+``LayerCache.keep`` drops the rest. Views of layers (``LayerCache.drafted``) share this.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 import mlx.core as mx
@@ -26,17 +27,66 @@ def most_positions(layers: Sequence[Any]) -> int:
     return max(1, min([limit, *(layer.most_positions for layer in layers)]))
 
 
+#: Everything.
+ALL = slice(None)
+
+
+def index_of(rows: Sequence[int], size: int = -1) -> slice | mx.array:
+    """Return an index of rows; ``ALL`` if they are all of ``size``."""
+    step = rows[1] - rows[0] if len(rows) > 1 else 1
+    if size == len(rows) and list(rows) == list(range(size)):
+        return ALL
+    if step > 0 and list(rows) == list(range(rows[0], rows[-1] + 1, step)):
+        return slice(rows[0], rows[-1] + 1, step)
+    return mx.array(list(rows))
+
+
+def rows_of(array: mx.array, index: slice | mx.array) -> mx.array:
+    return array if index is ALL else array[index]
+
+
+@dataclass(frozen=True)
+class Square:
+    """N positions of S places, padded to ``count`` of each."""
+
+    counts: tuple[int, ...]
+    there: slice | mx.array  # (S * count,) of N
+    back: slice | mx.array  # (N,) of S * count
+
+    @classmethod
+    @lru_cache(maxsize=8)
+    def of(cls, counts: tuple[int, ...]) -> Square:
+        most, ends = max(counts), list(accumulate(counts))
+        there = [
+            end - count + min(at, count - 1) for end, count in zip(ends, counts, strict=True) for at in range(most)
+        ]
+        back = [place * most + at for place, count in enumerate(counts) for at in range(count)]
+        return cls(counts, index_of(there, ends[-1]), index_of(back, len(there)))
+
+    @property
+    def count(self) -> int:
+        return max(self.counts)
+
+    def padded(self, array: mx.array) -> mx.array:
+        """Return (N, ...) as (S, count, ...)."""
+        return rows_of(array, self.there).reshape(-1, self.count, *array.shape[1:])
+
+    def flat(self, array: mx.array) -> mx.array:
+        """Return (S, count, ...) as (N, ...)."""
+        return rows_of(array.reshape(-1, *array.shape[2:]), self.back)
+
+
 @dataclass(frozen=True)
 class DraftedStates:
-    """A slab's keys or values (S, H, C, D) for ``count`` queries per place, shared or one each."""
+    """A slab's keys or values (S, H, C, D) for a square of queries, shared or one per ``ahead``."""
 
     slabs: Sequence[Any]
-    count: int
+    square: Square
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        places, heads, columns, depth = self.slabs[0].shape
-        return (places * self.count, heads, columns, depth)
+        _, heads, columns, depth = self.slabs[0].shape
+        return (sum(self.square.counts), heads, columns, depth)
 
     def of(self, ahead: int) -> Any:
         """Return the slab that query ``ahead`` sees."""
@@ -50,12 +100,14 @@ def each_position(
     cache: Any,
 ) -> mx.array:
     """Run attention (B, L, D) stepwise over a ``DraftedSlab``, for classes that multiply a slab's arrays."""
-    count = cache.count
+    square: Square = cache.square
+    each, shown = square.padded(x), None if mask is None else square.padded(mask)
     with cache.steps() as layer:
         found = [
-            attention(x[ahead::count], mask if mask is None else mask[ahead::count], layer) for ahead in range(count)
+            attention(each[:, ahead], None if shown is None else shown[:, ahead], layer)
+            for ahead in range(square.count)
         ]
-    return mx.stack(found, axis=1).reshape(x.shape[0], *found[0].shape[1:])
+    return square.flat(mx.stack(found, axis=1))
 
 
 def attend_drafted(
@@ -70,14 +122,14 @@ def attend_drafted(
     *,
     is_fixed: bool,
 ) -> mx.array:
-    """Attend with queries (S * count, H, 1, D) over a slab.
+    """Attend with queries (N, H, 1, D) over a slab.
 
     ``is_fixed``: each call has one query per place, as without drafts.
     """
     extra = {} if sinks is None else {"sinks": sinks}
-    count, heads = keys.count, queries.shape[1]
-    apart = queries.reshape(-1, count, heads, queries.shape[3])  # (S, count, H, D)
-    shown = None if mask is None else mask.reshape(-1, count, *mask.shape[1:]) if mask.shape[0] > 1 else mask[:, None]
+    square = keys.square
+    apart = square.padded(queries[:, :, 0])  # (S, count, H, D)
+    shown = None if mask is None else square.padded(mask) if mask.shape[0] > 1 else mask[:, None]
     is_one = len(keys.slabs) == 1 and isinstance(keys.of(0), mx.array)
     if is_one and not is_fixed and (shown is None or shown.shape[2] == 1):
         wide = None if shown is None else shown[:, :, 0].swapaxes(1, 2)  # (S, 1, count, C)
@@ -94,7 +146,7 @@ def attend_drafted(
                 mask=None if shown is None else shown[:, min(ahead, shown.shape[1] - 1)],
                 **extra,
             )[:, :, 0]
-            for ahead in range(count)
+            for ahead in range(square.count)
         ]
         found = mx.stack(each, axis=1)
-    return found.reshape(-1, heads, 1, found.shape[-1])
+    return square.flat(found)[:, :, None]

@@ -70,7 +70,7 @@ class LayerCache:
         raise NotImplementedError
 
     def drafted(self, counts: Sequence[int]) -> Any:
-        """Return its view for ``counts[p]`` positions of place p; slabs need equal counts."""
+        """Return its view for ``counts[p]`` positions of place p."""
 
     def keep(self, place: int, kept: int, of: int) -> None:
         """Keep the first ``kept`` of a place's ``of`` positions."""

@@ -13,7 +13,7 @@ import mlx.core as mx
 from mlx_vlm.models.cache import ArraysCache, CacheList
 
 from vlm_batch.arrays import grown, own_array
-from vlm_batch.caches.drafted import NO_LIMIT
+from vlm_batch.caches.drafted import NO_LIMIT, Square, index_of, rows_of
 from vlm_batch.caches.layers import LayerCache, Placement, UpstreamKind, upstream
 from vlm_batch.caches.rows import row_of
 from vlm_batch.caches.states import LayerState, filed
@@ -25,8 +25,8 @@ Source = tuple[Sequence[mx.array | None], int]
 class RecurrentCache(LayerCache, ArraysCache):
     """The rows' states side by side, (B, ...) per slot.
 
-    Models see mlx-vlm's ``ArraysCache``. A drafted forward leaves the states after the first positions; ``keep``
-    chooses a row's state, the next read puts it in place.
+    Models see mlx-vlm's ``ArraysCache``. ``keep`` chooses a row's state after a drafted forward; the next read puts it
+    in place.
     """
 
     #: It has no mask.
@@ -67,7 +67,7 @@ class RecurrentCache(LayerCache, ArraysCache):
         return DraftedRecurrent(self, counts)
 
     def draft(self, later: dict[int, list[Source]]) -> None:
-        """Take states after further positions, by place. The forward fills their slots."""
+        """Take states after further positions, by place."""
         self._later = later
 
     def keep(self, place: int, kept: int, of: int = 0) -> None:
@@ -183,29 +183,15 @@ class Steps:
         for ahead in range(max(counts)):
             places = tuple(place for place, count in enumerate(counts) if is_fixed or not ahead or count > ahead)
             rows = [min(max(0, begins[place] + min(ahead, counts[place] - 1)), last) for place in places]
-            steps.append(Step(places, _index(rows), _index([there.index(place) for place in places], len(there))))
+            steps.append(Step(places, index_of(rows), index_of([there.index(place) for place in places], len(there))))
             at |= {(place, ahead): len(at) + index for index, place in enumerate(places)}
             there = places
         order = [at[place, ahead] for place, count in enumerate(counts) for ahead in range(count)]
-        return cls(tuple(steps), len(order), _index(order, len(at)))
+        return cls(tuple(steps), len(order), index_of(order, len(at)))
 
 
-#: Everything.
-ALL = slice(None)
-
-
-def _index(rows: Sequence[int], size: int = -1) -> slice | mx.array:
-    """Return an index of rows; ``ALL`` if they are all of ``size``."""
-    step = rows[1] - rows[0] if len(rows) > 1 else 1
-    if size == len(rows) and list(rows) == list(range(size)):
-        return ALL
-    if step > 0 and list(rows) == list(range(rows[0], rows[-1] + 1, step)):
-        return slice(rows[0], rows[-1] + 1, step)
-    return mx.array(list(rows))
-
-
-def rows_of(array: mx.array, index: slice | mx.array) -> mx.array:
-    return array if index is ALL else array[index]
+#: Most positions that a square has for each that is asked for: further ones are computed for nothing.
+MOST_PADDED = 1.5
 
 
 class DraftedRecurrent(ArraysCache):
@@ -227,6 +213,29 @@ class DraftedRecurrent(ArraysCache):
                 later.setdefault(place, []).append((slots, row))
         layer.draft(later)
 
+    def square(self) -> Square | None:
+        """Return how one call may run all positions, or None."""
+        wide = len(self._counts) * max(self._counts) <= MOST_PADDED * sum(self._counts) and min(self._counts) > 0
+        if self._layer.always_masked or not wide or any(slot[0] is None for slot in self._slots):
+            return None
+        return Square.of(self._counts)
+
+    @contextmanager
+    def history(self, count: int) -> Iterator[ArraysCache]:
+        """Lend the states to a call of ``count`` positions; keep those after each."""
+        lent = ArraysCache(len(self._slots))
+        lent.cache = [slot[0] for slot in self._slots]
+        lent.start_speculation(count)
+        yield lent
+        records: dict[int, Any] = lent._speculation["records"]
+        states = [After(count, *records[slot][:3]) for slot in range(len(self._slots))]
+        for slot, one in enumerate(states):
+            self._layer[slot] = one.position(0)
+        later: dict[int, list[Source]] = {
+            place: [(Slots(states, ahead), place) for ahead in range(1, of)] for place, of in enumerate(self._counts)
+        }
+        self._layer.draft(later)
+
     @contextmanager
     def step(self, number: int) -> Iterator[ArraysCache]:
         """Lend a step its first states; remember its last."""
@@ -246,17 +255,42 @@ class DraftedRecurrent(ArraysCache):
                 self._layer[slot] = new
 
 
+@dataclass(frozen=True)
+class After:
+    """A slot's states after each position: columns of a window, or states and the last."""
+
+    count: int
+    kind: str
+    states: mx.array
+    last: Any  # of a window, its width
+
+    def position(self, at: int) -> mx.array:
+        if self.kind == "window":
+            return self.states[:, at + 1 : at + 1 + self.last]
+        return self.last if at == self.count - 1 else self.states[:, at]
+
+
+@dataclass(frozen=True)
+class Slots(Sequence[mx.array | None]):
+    """The slots after a position."""
+
+    states: Sequence[After]
+    at: int
+
+    def __getitem__(self, slot: Any) -> Any:
+        return self.states[slot].position(self.at)
+
+    def __len__(self) -> int:
+        return len(self.states)
+
+
 def _replaced(states: mx.array, kept: Mapping[int, tuple[mx.array | None, int]]) -> mx.array:
     """Return states (B, ...), some places from other arrays' rows."""
-    found: list[tuple[mx.array, int]] = []
+    parts: list[mx.array] = []
     for place in range(states.shape[0]):
         array, row = kept.get(place, (None, 0))
-        found.append((states, place) if array is None else (array, row))
-    arrays = list({id(array): array for array, _ in found}.values())
-    begins = dict(zip(map(id, arrays), accumulate([0, *(array.shape[0] for array in arrays)]), strict=False))
-    rows = [begins[id(array)] + row for array, row in found]
-    joined = arrays[0] if len(arrays) == 1 else mx.concatenate(arrays)
-    return joined if rows == list(range(joined.shape[0])) else mx.take(joined, mx.array(rows), axis=0)
+        parts.append(states[place : place + 1] if array is None else array[row : row + 1])
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts)
 
 
 def _put(states: mx.array | None, place: int, row: mx.array | None, num_places: int) -> mx.array | None:

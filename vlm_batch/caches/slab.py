@@ -14,7 +14,7 @@ import mlx.core as mx
 from mlx_vlm.models.cache import KVCache, RotatingKVCache
 
 from vlm_batch.arrays import grown, lengths_array, own_array, round_up
-from vlm_batch.caches.drafted import NO_LIMIT, DraftedStates
+from vlm_batch.caches.drafted import NO_LIMIT, DraftedStates, Square
 from vlm_batch.caches.layers import LayerCache
 
 #: Capacities are multiples of this. Attention reads all columns of a slab, so small steps read less. But each new shape costs
@@ -131,7 +131,7 @@ class SlabCache(SlabArrays):
         self._lengths[place] = int(cache.offset)
 
     def extract(self, place: int) -> KVCache:
-        """Return a row as a single-row cache, copied."""
+        """Return a copied row."""
         cache = KVCache()
         cache.offset = self._lengths[place]
         cache.keys, cache.values = (self._row(slab, place, 0, cache.offset) for slab in (self.keys, self.values))
@@ -185,7 +185,7 @@ class SlabCache(SlabArrays):
         self.values = put_columns(self.values, at, values)
 
     def drafted(self, counts: Sequence[int]) -> DraftedSlab:
-        return DraftedSlab(self, counts[0])
+        return DraftedSlab(self, counts)
 
     def keep(self, place: int, kept: int, of: int = 0) -> None:
         """Add ``kept``, which may be negative, to a place's length."""
@@ -300,8 +300,8 @@ class RingSlabCache(SlabCache):
         self._later = tuple(mx.take(new, mx.array(places), axis=0) for new in self._later)
 
     def drafted(self, counts: Sequence[int]) -> DraftedSlab:
-        is_overwritten = self.window < max(self.lengths) + counts[0]
-        return (DraftedRing if is_overwritten else DraftedSlab)(self, counts[0])
+        is_overwritten = self.window < max(self.lengths) + max(counts)
+        return (DraftedRing if is_overwritten else DraftedSlab)(self, counts)
 
     def keep(self, place: int, kept: int, of: int = 0) -> None:
         """As for a slab; also write the positions that ``hold`` left."""
@@ -367,16 +367,23 @@ class RingSlabCache(SlabCache):
 
 
 class DraftedSlab:
-    """A slab with ``count`` positions of each place."""
+    """A slab with ``counts[p]`` positions of place p; padding goes behind a row's length."""
 
-    def __init__(self, layer: SlabCache, count: int) -> None:
-        self._layer, self.count = layer, count
+    def __init__(self, layer: SlabCache, counts: Sequence[int]) -> None:
+        self._layer, self.square = layer, Square.of(tuple(counts))
         self._is_done = False
 
     @property
+    def count(self) -> int:
+        return self.square.count
+
+    @property
     def lengths(self) -> tuple[int, ...]:
-        ahead = range(self._is_done, self.count + self._is_done)
-        return tuple((length + more) * (length > 0) for length in self._layer.lengths for more in ahead)
+        return tuple(
+            (length + more + self._is_done) * (length > 0)
+            for length, count in zip(self._layer.lengths, self.square.counts, strict=True)
+            for more in range(count)
+        )
 
     @property
     def offset(self) -> mx.array:
@@ -398,21 +405,21 @@ class DraftedSlab:
         return max(self.lengths, default=0)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[DraftedStates, DraftedStates]:
-        """Append (S * count, H, 1, D) keys and values, uncounted."""
+        """Append (N, H, 1, D) keys and values, uncounted."""
         self._layer.append(*(self._by_place(part) for part in (keys, values)))
         self._is_done = True
         return self.state
 
-    def _by_place(self, part: mx.array) -> mx.array:  # (S * count, H, 1, D) -> (S, H, count, D)
-        return part.reshape(-1, self.count, part.shape[1], part.shape[3]).swapaxes(1, 2)
+    def _by_place(self, part: mx.array) -> mx.array:  # (N, H, 1, D) -> (S, H, count, D)
+        return self.square.padded(part[:, :, 0]).swapaxes(1, 2)
 
     @property
     def state(self) -> tuple[DraftedStates, DraftedStates]:
         keys, values = self._layer.state
-        return DraftedStates([keys], self.count), DraftedStates([values], self.count)
+        return DraftedStates([keys], self.square), DraftedStates([values], self.square)
 
     def make_mask(self, length: int, window_size: int | None = None, return_array: bool = False) -> mx.array:
-        """Return the mask (S * count, 1, 1, C)."""
+        """Return the mask (N, 1, 1, C)."""
         if length != 1:
             raise ValueError(f"a position has one token, not {length}")
         return self._layer.seen(self.offset, self.count, window_size)
@@ -429,7 +436,7 @@ class DraftedRing(DraftedSlab):
         with self.steps() as layer:
             slabs = [layer.update_and_fetch(*(part[:, :, at : at + 1] for part in new)) for at in range(self.count)]
         self._layer.hold(*slabs[0], new)
-        states = (DraftedStates(half, self.count) for half in zip(*slabs, strict=True))
+        states = (DraftedStates(half, self.square) for half in zip(*slabs, strict=True))
         self._states: tuple[DraftedStates, DraftedStates] = (next(states), next(states))
         return self._states
 

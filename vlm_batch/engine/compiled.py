@@ -3,8 +3,8 @@
 A graph serves one shape of slabs: places are powers of two, columns multiples of 256. A shape runs eagerly
 ``USES_BEFORE_GRAPH`` times first, ``USES_BEFORE_UNFUSED`` times where graphs fuse nothing.
 
-Fused kernels take seconds to build. So masks are made outside, and by default graphs fuse only on a GPU and where an eager
-step has the same kernels; else they fuse nothing (``unfused``).
+Fused kernels take seconds to build. So masks are made outside, and by default graphs fuse only on GPUs, where an eager step
+has the same kernels; else nothing (``unfused``).
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ from vlm_batch.records import Call, DecodeStep, Graphs, Hidden
 class Decoder:
     """Runs a model's decode step, compiled if asked for and allowed.
 
-    ``compile_decode=None`` compiles the adapter's default, over slabs of plain keys and values, and without fusing all
-    that the family allows. ``keeps_hidden``: rows keep final hidden states.
+    ``compile_decode=None`` compiles the adapter's default over plain slabs, and unfused all that the family allows.
+    ``keeps_hidden``: rows keep final hidden states.
     """
 
     def __init__(

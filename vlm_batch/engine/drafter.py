@@ -95,13 +95,13 @@ def checked(tokens: Iterable[Any], most: int, num_words: int = 2**31) -> tuple[i
 
 
 def expected(rate: float, count: float) -> float:
-    """Return the expected accepted tokens of ``count``, each accepted at ``rate`` after the one before."""
+    """Return the expected accepted tokens of ``count``, each accepted at ``rate``."""
     rate = min(rate, 0.99)
     return float(rate * (1 - rate**count) / (1 - rate))
 
 
 def behinds(text: bytearray, tail: bytes, most: int) -> Iterator[tuple[int, ...]]:
-    """Yield up to ``most`` tokens after each earlier ``tail``, last first, repeated if the text ends."""
+    """Yield ``most`` tokens after each earlier ``tail``, last first, repeated if the text ends."""
     at = text.rfind(tail, 0, len(text) - 1) if tail else -1
     while at >= 0:
         found = array("i", bytes(text[at + len(tail) :][: most * WIDTH])) if at % WIDTH == 0 else ()

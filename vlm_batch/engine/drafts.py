@@ -1,7 +1,7 @@
 """Speculative decoding: rows also compute probable next tokens.
 
-Drafts change no answer: tokens are chosen as without them, and a draft counts up to its first wrong one. Drafts come
-from forms, from earlier text (``Drafter.propose``) or from a model (``DraftModel``).
+Tokens are chosen as without drafts, which count up to the first wrong one. Drafts come from forms, earlier text
+(``Drafter.propose``) or a model (``DraftModel``).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ logger = logging.getLogger("vlm_batch.drafts")
 
 
 class StepSeconds:
-    """Median seconds of forwards by number of rows, to three binary digits. Unmeasured ones get low estimates."""
+    """Median seconds of forwards by rows, to three binary digits. Unmeasured ones get low estimates."""
 
     #: Forwards of a size that are kept: by their median one slow forward decides nothing.
     KEPT = 5
@@ -55,25 +55,23 @@ class StepSeconds:
     REACH = 4
 
     def __init__(self) -> None:
-        self._seen = set[int]()
         self._samples: dict[int, deque[float]] = {}
         self._known: dict[int, float] = {}
 
     def record(self, rows: int, seconds: float) -> None:
-        """Record a forward, but not the first of its size, which may build kernels."""
-        if rows not in self._seen:
-            self._seen.add(rows)
-            return
+        """Record a forward. One of a size is no measure: it may build kernels."""
         size = _rounded(rows)
         samples = self._samples.setdefault(size, deque(maxlen=self.KEPT))
         samples.append(seconds)
-        self._known[size] = sorted(samples)[len(samples) // 2]
+        if len(samples) > 1:
+            self._known[size] = sorted(samples)[(len(samples) - 1) // 2]
 
     def forget(self, rows: int) -> None:
         """Forget larger forwards, so that the next draft tries them."""
         for size in [size for size in self._known if size > rows]:
             del self._known[size]
-            self._samples[size].clear()
+            while len(samples := self._samples[size]) > 1:
+                samples.popleft()
 
     def of(self, rows: int) -> float | None:
         """Return estimated seconds, or None."""
@@ -81,7 +79,7 @@ class StepSeconds:
         if rows > self.REACH * max(self._known, default=0):
             return None
         if rows in self._known or not self._known:
-            return self._known.get(rows)
+            return min((seconds for size, seconds in self._known.items() if size >= rows), default=None)
         below = [known for known in self._known if known < rows]
         above = [known for known in self._known if known > rows]
         if not below:
@@ -95,9 +93,9 @@ class StepSeconds:
 
 
 def _rounded(rows: int) -> int:
-    """Return the nearest number of three binary digits."""
+    """Round up to three binary digits."""
     step = 1 << max(0, rows.bit_length() - 3)
-    return (rows + step // 2) // step * step
+    return -(-rows // step) * step
 
 
 @dataclass(frozen=True)
@@ -165,7 +163,7 @@ class Drafts:
             del spoken[: max(0, len(spoken) - MOST_SPOKEN * WIDTH)]
 
     def is_due(self, groups: Sequence[DecodeBatch]) -> bool:
-        """Return whether drafts need launched tokens read before the next forward."""
+        """Return whether drafts need launched tokens read first."""
         self._rest -= 1
         return self._rest < 0 and any(self._is_due(group) for group in groups if not group.is_apart)
 
@@ -176,7 +174,7 @@ class Drafts:
         return is_due
 
     def _chosen(self, group: DecodeBatch, found: Mapping[Row, Hope], least: float) -> dict[Row, int]:
-        """Return each row's number of drafted tokens; none if none is worth its forward."""
+        """Return each row's drafted tokens, if worth their forward."""
         num_rows, places = len(group), len(group.places)
         best, chosen = least, dict[Row, int]()
         for size, floor in itertools.product(SIZES, FLOORS) if found else ():
@@ -196,7 +194,7 @@ class Drafts:
         return chosen
 
     def _foreseen(self, row: Row) -> Hope | None:
-        """Return a row's probable draft before its last token is known."""
+        """Return a row's probable draft before its token is known."""
         answer, drafter = row.answer, row.answer.drafter
         if drafter is None or answer.known_token is not None or row.is_suspect:
             return None
@@ -275,6 +273,7 @@ class Drafts:
                     token for one in state.hidden for token in _drafter(row).said(one.begin + 1, one.end + 1)
                 ]
             states.append(state)
+        is_long = any(state is not None and len(state.tokens) > 1 + MOST_PROPOSED for state in states)  # a prompt's end
         try:
             assert self.model is not None
             told: Any = self.model.propose(states, group.layers, count).tolist()
@@ -288,11 +287,12 @@ class Drafts:
                 state.hidden.clear()
         seconds = time.perf_counter() - begin
         self._drafting += seconds
-        self.model_seconds.record(len(group.places), seconds / count)
+        if not is_long:
+            self.model_seconds.record(len(group.places), seconds / count)
         return found
 
     def _give_up(self, row: Row) -> None:
-        """Let a row go on without drafts: a source of them raised."""
+        """Let a row go on without drafts: a source raised."""
         if not self._is_told:
             logger.exception("a source of drafts has failed; requests go on without its drafts")
         self._is_told, row.answer.drafter, row.answer.ahead = True, None, ()
@@ -306,7 +306,7 @@ class Drafts:
             return ()
 
     def _allowed(self, row: Row, tokens: tuple[int, ...], form_seconds: Callable[[], float]) -> tuple[int, ...]:
-        """Return the first of a row's drafted tokens, those that its form allows."""
+        """Return the first drafted tokens that a row's form allows."""
         assert row.answer.guide is not None
         try:
             row.answer.guide.look_ahead(tokens, form_seconds())
@@ -316,7 +316,7 @@ class Drafts:
             return ()
 
     def _refuse(self, places: int, rows: Sequence[Row] = ()) -> None:
-        """Record a draft not worth its forward: measurements may be out of date."""
+        """Record a draft not worth its forward: measurements may be old."""
         self._refused += 1
         if self._refused >= self._patience:
             self.seconds.forget(places)
@@ -326,7 +326,7 @@ class Drafts:
             self._refused, self._patience = 0, min(2 * self._patience, MOST_PATIENCE)
 
     def gain(self, rows: int, hoped: float, places: int, positions: int, drafting: float = 0.0) -> float:
-        """Return the estimated speed-up of ``hoped`` tokens drafted in ``drafting`` seconds; 0 if unknown."""
+        """Return the speed-up by ``hoped`` tokens drafted in ``drafting`` seconds; 0 if unknown."""
         with_drafts, without = self.seconds.of(positions), self.seconds.of(places)
         return (rows + hoped) / rows * without / (with_drafts + drafting) if with_drafts and without else 0.0
 

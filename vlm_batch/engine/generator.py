@@ -1,7 +1,7 @@
 """The engine's step, on one thread: decode, read, encode, prefill, join.
 
-A step launches a decode forward on unread tokens, then reads the step before, so the device works while Python runs. A
-stop token wastes one column.
+A step launches a decode forward on unread tokens, then reads the step before: the device works while Python runs. A stop
+token wastes a column.
 """
 
 from __future__ import annotations

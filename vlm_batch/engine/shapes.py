@@ -182,9 +182,7 @@ class FreeShapes:
         return Call()
 
     def counts_of(self, drafts: Sequence[int | None], placement: Placement) -> list[int] | None:
-        """Return each place's positions for these draft lengths (None: no row), or None. In slabs all are equal."""
-        if placement is Placement.SLAB:
-            return [1 + max(count or 0 for count in drafts)] * len(drafts)
+        """Return each place's positions for these draft lengths (None: no row), or None."""
         return [1 + (count or 0) for count in drafts]
 
     def has_room(self, longest: int, count: int) -> bool:
@@ -366,7 +364,7 @@ class FixedShapes:
         return Call(is_fixed=True)
 
     def counts_of(self, drafts: Sequence[int | None], placement: Placement) -> list[int] | None:
-        """As ``FreeShapes``, but the positions add up to one of ``counts``."""
+        """As ``FreeShapes``, but the positions add up to one of ``counts``, and in slabs all are equal."""
         if placement is Placement.SLAB:
             count = 1 + max(count or 0 for count in drafts)
             return [count] * len(drafts) if count * len(drafts) in self.counts else None

@@ -42,7 +42,9 @@ class Qwen35(MRoPEAdapter):
         ("qwen3_5.language.Qwen3_5Attention", seal_masks),  # cut to the longest row at qwen3_5/language.py:1024
         (
             "qwen3_5.language.Qwen3_5GatedDeltaNet",
-            lambda net: in_order(net, ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), "out_proj"),
+            lambda net: in_order(
+                net, ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), "out_proj", has_history=True
+            ),
         ),
         ("qwen3_vl.vision.Attention", attend_pictures),
         ("qwen3_vl.vision.PatchEmbed", embed_by_product),
