@@ -2,10 +2,10 @@
 
 Each family has a tiny model of mlx-vlm's classes (``tests.zoo``), where launches and Python decide. 24 requests of 40 tokens,
 two thirds of them with a picture, over 8 rows, three ways in turns: this library's public batcher (``inputs=``, nothing is
-kept), mlx-vlm's ``BatchGenerator`` with as many rows and prompts together, and ``generate_step`` one after another. Each way
-runs once to warm up, and the best of three turns counts. Then, for the first two, one decode step of all rows: the operations
-that it launches, and the engine thread's computing (not: waiting), with the engine's own part of it, which is neither the
-model's nor MLX's.
+kept), mlx-vlm's ``BatchGenerator`` with as many rows and prompts together, and ``generate_step`` one after another. The batches
+run once to warm up, and the best of three turns counts; one after another, which takes longest, runs once. Then, for the first
+two, one decode step of all rows: the operations that it launches, and the engine thread's computing (not: waiting), with the
+engine's own part of it, which is neither the model's nor MLX's.
 
 A process serves one family after another, and another takes its place where one ends it or takes too long: such a family is a
 line of the table. With ``--json`` each family is written when it is done; ``--table FILE`` makes a table of such a file.
@@ -112,7 +112,7 @@ def measure(name: str, turns: int, requests: int, tokens: int) -> Iterator[dict[
         seconds: dict[str, dict[str, list[float]]] = {way: {"wall": [], "cpu": []} for way in ways}
         for turn in range(turns + 1):
             for way, run in ways.items():
-                if way in wrong:
+                if way in wrong or (way == ALONE and turn != 1):
                     continue
                 forget(model)
                 wall, cpu = time.perf_counter(), time.process_time()
