@@ -15,6 +15,7 @@ from mlx.utils import tree_flatten
 from mlx_vlm.utils import get_model_path, get_model_type
 
 from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.compiling import compile_products
 from vlm_batch.adapters.fingerprint import fingerprint
 from vlm_batch.adapters.modules import leave_on_disk
 from vlm_batch.adapters.quantisation import check_quantisation
@@ -92,6 +93,7 @@ def make_engine(model: nn.Module, processor: Any, options: EngineOptions) -> Eng
     if options.kv is not None:
         check_scheme(options.kv)
         check_quantisation(adapter, options.kv)
+    compile_products(model)
     policy = replace(options.policy, max_prompt_tokens=options.limits.prompt_tokens)
     if adapter.spec.max_rows is not None:
         # Rows that cannot share a batch keep the state of their encoding on the model until they end.
