@@ -140,6 +140,24 @@ def test_every_stage_of_sampling_sees_every_position(said: str, layout: Placemen
         assert bool(one.prompt_logprobs) is (said == "prompts" and one is not found[1])
 
 
+def test_a_stop_string_in_the_middle_of_a_draft_ends_its_row() -> None:
+    with VLMBatcher(default_checkpoint(), caches=None) as batcher:
+
+        def ask(draft: str, **said: Any) -> Any:
+            params = SamplingParams(max_tokens=60, ignore_eos=True, **said)
+            return batcher.submit_request(Request(prompt="count to 9", params=params, draft=draft)).result(timeout=60)
+
+        text = [ask("auto") for _ in range(2)][1].text  # what later ones draft goes on behind the stop
+        parts = (text[at : at + 3] for at in range(len(text) // 2, len(text) - 3))
+        stop = next(part for part in parts if text.count(part) == 1)
+        right, before = ask("off", stop=(stop,)), batcher.stats()
+        found = [ask("auto", stop=(stop,)) for _ in range(3)]
+        assert batcher.stats().drafts_held > before.drafts_held
+    for one in (right, *found):
+        assert (one.finish_reason, one.text) == ("stop", text[: text.find(stop)])
+        assert one.token_ids == right.token_ids
+
+
 def broken_keep(self: DecodeBatch, place: int, kept: int, of: int) -> None:
     """A length one too long."""
     keep(self, place, min(of, kept + 1), of)

@@ -631,6 +631,17 @@ def test_thinking_ends_when_its_budget_is_spent(thinker: VLMBatcher) -> None:
         assert result.text.count("</think>") == 1
 
 
+def test_a_budget_of_thinking_counts_drafted_tokens(thinker: VLMBatcher) -> None:
+    """Answers that repeat earlier ones have drafts, some of which hold; they end thinking where answers without do."""
+    params = SamplingParams(thinking_budget=9, max_tokens=40, ignore_eos=True)
+    ask: dict[str, Any] = {"prompt": "count to 9", "template": Template(enable_thinking=True), "params": params}
+    right = thinker.submit_request(Request(**ask, draft="off")).result(timeout=60)
+    before = thinker.stats()
+    found = [thinker.submit_request(Request(**ask)).result(timeout=60) for _ in range(4)]
+    assert thinker.stats().drafts_held > before.drafts_held
+    assert [one.token_ids for one in found] == [right.token_ids] * 4
+
+
 def test_a_form_begins_after_thinking(thinker: VLMBatcher) -> None:
     params = SamplingParams(json_schema=SCHEMA, thinking_budget=3, ignore_eos=False)
     result = thinker.submit(CIRCLE, DESCRIBE, template=Template(enable_thinking=True), params=params).result(timeout=60)
