@@ -34,8 +34,8 @@ PER_PICTURE = ("image_grid_hw", "image_sample_indices", "image_offsets")
             "(deepseek_v4/language.py:403 and :857)",
             "every pool is scored by the indexer, as in transformers; from 1,024 pools on (4,096 tokens) mlx-vlm chooses among "
             "means of blocks and never takes the last, incomplete block's (deepseek_v4/language.py:685 and :745)",
-            "a step runs for all rows at once: each row's window and pools are filled up to the longest (on CUDA attention runs "
-            "a row at a time)",
+            "a step runs for all rows at once: each row's window and pools are filled up to the longest (on CUDA attention "
+            "runs a row at a time)",
             "keys and pools are not rounded to 8 and 4 bits, as in mlx-vlm and transformers; DeepSeek's own code rounds them",
         ),
     )
