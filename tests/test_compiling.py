@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,10 @@ class Mixed(nn.Module):
         self.deep = [{"eight": nn.QuantizedLinear(64, 64, group_size=32, bits=8)}]
         self.words = nn.QuantizedEmbedding(16, 64, group_size=64, bits=4)
         self.floats = nn.QuantizedLinear(64, 64, bias=False, mode="mxfp4")
+
+
+def four_bits() -> nn.Module:
+    return nn.Sequential(nn.QuantizedLinear(64, 64, group_size=64, bits=4))
 
 
 @pytest.fixture
@@ -100,16 +105,54 @@ def test_a_process_computes_such_a_product(packing: tuple[Any, ...]) -> None:
 
 
 def test_processes_that_fail_or_hang_are_told_and_cost_nothing(
-    model: Mixed, on_cuda: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    on_cuda: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     hangs = "import sys, time\nif sys.argv[6] == '16': raise SystemExit('no compiler')\ntime.sleep(60)"
     monkeypatch.setattr(compiling, "PRODUCT", hangs)
     monkeypatch.setattr(compiling, "MOST_SECONDS", 2.0)
+    begin = time.monotonic()
     with caplog.at_level(logging.WARNING, "vlm_batch"):
-        compiling.compile_products(nn.Sequential(nn.QuantizedLinear(64, 64, group_size=64, bits=4)))
+        compiling.compile_products(four_bits())
     said = [record.getMessage() for record in caplog.records]
     assert sum("no compiler" in one for one in said) == 1
-    assert sum("within 2 s" in one for one in said) == 2
+    assert sum("within 2 s" in one for one in said) == 1
+    assert time.monotonic() - begin < 50
+
+
+def test_a_machine_without_processes_loads_all_the_same(
+    on_cuda: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "executable", str(on_cuda / "missing"))
+    with caplog.at_level(logging.WARNING, "vlm_batch"):
+        compiling.compile_products(four_bits())
+    assert "could not be compiled" in caplog.records[-1].getMessage()
+
+
+def test_an_interrupt_leaves_no_process(on_cuda: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling, "PRODUCT", "import time; time.sleep(60)")
+    started: list[subprocess.Popen[bytes]] = []
+    plain = subprocess.Popen.communicate
+
+    def interrupted(process: subprocess.Popen[bytes], *args: Any, **kwargs: Any) -> Any:
+        if "timeout" in kwargs:
+            raise KeyboardInterrupt
+        started.append(process)
+        return plain(process, *args, **kwargs)
+
+    monkeypatch.setattr(subprocess.Popen, "communicate", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        compiling.compile_products(four_bits())
+    assert [process.returncode for process in started] == [-9] * len(compiling.ROWS)
+
+
+@pytest.mark.parametrize("bits", [3, 6])
+def test_other_bits_are_found_on_disk(bits: int, on_cuda: Path, asked: list[list[str]]) -> None:
+    for rows in compiling.ROWS:
+        (on_cuda / f"qmm_naive_tn_aligned_bfloat16_m{rows}_b{bits}_g64_affine.ptx").touch()
+    model = nn.Sequential(nn.QuantizedLinear(64, 256, group_size=64, bits=bits))
+    model.set_dtype(mx.bfloat16)
+    compiling.compile_products(model)
+    assert not asked
 
 
 def test_loading_compiles_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,8 @@ logger = logging.getLogger(__name__)
 ROWS = (16, 32, 64)
 #: Longest wait for a process: it is the first prompt that compiles, then.
 MOST_SECONDS = 300.0
-#: Outputs of a product: MLX has another kernel where they are no multiple of ``FULL``, and for float32.
+#: Outputs of a product: MLX has another kernel where they are no multiple of ``FULL``, in float32 and in other bits than 4
+#: and 8.
 WIDTHS = (1536, 1544)
 FULL = 128
 PRODUCT = """
@@ -51,7 +52,7 @@ class Packing(NamedTuple):
     width: int
 
     def is_built(self, rows: int) -> bool:
-        is_naive = self.width % FULL or self.dtype == "float32"
+        is_naive = self.width % FULL or self.dtype == "float32" or self.bits not in (4, 8)
         name = f"qmm_{'naive' if is_naive else 'sm*'}_*{self.dtype}_m{rows}_b{self.bits}_g{self.group_size}_{self.mode}.ptx"
         return next(_folder().glob(name), None) is not None
 
@@ -71,7 +72,11 @@ def compile_products(model: nn.Module) -> None:
 
 def packings(model: nn.Module) -> set[Packing]:
     """Return how the quantised layers of a model are packed."""
-    layers = [layer for _, layer in model.named_modules() if "scales" in layer and hasattr(layer, "bits")]
+    layers = [
+        layer
+        for _, layer in model.named_modules()
+        if "scales" in layer and hasattr(layer, "bits") and hasattr(layer, "group_size") and layer.scales.ndim > 1
+    ]
     return {
         Packing(
             _computes_in(layer),
@@ -85,7 +90,7 @@ def packings(model: nn.Module) -> set[Packing]:
 
 
 def _computes_in(layer: Any) -> str:
-    """Return the name of a layer's type; modes without biases have scales of another, and mostly compute in bfloat16."""
+    """Return a layer's type. Without biases, scales have another; such layers mostly compute in bfloat16."""
     dtype = layer.scales.dtype if "biases" in layer else mx.bfloat16
     return str(dtype).removeprefix("mlx.core.")
 
@@ -98,19 +103,22 @@ def _folder() -> Path:
 
 def _run(products: Iterable[list[str]]) -> None:
     """Run products, each in a process. A failure costs nothing: the first prompt compiles what is missing."""
-    running = [
-        subprocess.Popen([sys.executable, "-c", PRODUCT, *one], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-        for one in products
-    ]
+    running: list[subprocess.Popen[bytes]] = []
     until = time.monotonic() + MOST_SECONDS
-    for process in running:
-        try:
+    try:
+        for one in products:
+            command = [sys.executable, "-c", PRODUCT, *one]
+            running.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE))
+        for process in running:
             _, said = process.communicate(timeout=max(0.0, until - time.monotonic()))
-        except subprocess.TimeoutExpired:
+            if process.returncode:
+                lines = said.decode(errors="replace").strip().splitlines()
+                logger.warning("a kernel could not be compiled: %s", lines[-1] if lines else process.returncode)
+    except subprocess.TimeoutExpired:
+        logger.warning("kernels were not compiled within %.0f s; the first prompt waits for them", MOST_SECONDS)
+    except OSError as error:
+        logger.warning("kernels could not be compiled: %s; the first prompt waits for them", error)
+    finally:
+        for process in running:  # that have not ended: too slow, or interrupted
             process.kill()
             process.communicate()
-            logger.warning("a kernel was not compiled within %.0f s; the first prompt waits for it", MOST_SECONDS)
-            continue
-        if process.returncode:
-            lines = said.decode(errors="replace").strip().splitlines()
-            logger.warning("a kernel could not be compiled: %s", lines[-1] if lines else process.returncode)
