@@ -16,7 +16,6 @@ from vlm_batch.adapters.rotary import Frequencies, rotate_step, shares_angles
 from vlm_batch.caches.pooled import PoolCache
 from vlm_batch.caches.rows import DraftedRows, RowsCache
 from vlm_batch.caches.whole import WholeCache
-from vlm_batch.runtime.device import Device, device
 
 
 class RoPE(upstream.DeepseekV4RoPE):
@@ -126,8 +125,7 @@ class Attention(upstream.LocalAttention):
         """(B, H, L, D_head); zeros for empty places."""
         if not isinstance(cache, RowsCache):
             return self.see(parts, mask, cache)
-        # On CUDA the step of all rows was not compared with rows alone yet.
-        if not (isinstance(cache, DraftedRows) or current().is_fixed or device() is Device.CUDA):
+        if not (isinstance(cache, DraftedRows) or current().is_fixed):
             return self.step(parts, {place: row for place, row in enumerate(cache.places) if row is not None})
         return each_row(lambda row, *own: self.see(own, None, row), cache, cache, *parts)
 

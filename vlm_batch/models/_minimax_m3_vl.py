@@ -15,7 +15,6 @@ from vlm_batch.adapters.attention import attention, each_row
 from vlm_batch.arrays import round_up
 from vlm_batch.caches.layers import UpstreamKind, upstream
 from vlm_batch.caches.rows import RowMasks, RowsCache, one_of, row_of
-from vlm_batch.runtime.device import Device, device
 
 
 @upstream(MiniMaxM3KVCache)
@@ -57,8 +56,7 @@ class RowAttention(MiniMaxAttention):
         parts = (queries, keys, self._heads(x, self.v_proj, self.head_dim), *index)
         if not isinstance(cache, RowsCache):
             output = self._row(cache, *parts)
-        elif cache._idx >= FAR * self.sparse_block_size * self.sparse_topk_blocks or device() is Device.CUDA:
-            # On CUDA the step of all rows was not compared with rows alone yet.
+        elif cache._idx >= FAR * self.sparse_block_size * self.sparse_topk_blocks:
             output = each_row(self._row, cache, cache, *parts)
         else:
             output = self._step(cache, *parts)
