@@ -309,11 +309,6 @@ class QuantizedSlabCache(SlabCache):
         )
         return cache
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
-        self.append(keys, values)
-        self.advance()
-        return self.state
-
     def append(self, keys: mx.array, values: mx.array) -> None:
         stacks = [mx.concatenate([keys, values], axis=1)] if self._is_stacked else [keys, values]
         count = keys.shape[2]

@@ -172,7 +172,8 @@ class SlabCache(SlabArrays):
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Append (S, H, 1, D) keys and values; return the slabs."""
         self.append(keys, values)
-        self.advance()
+        self._lengths = [length + (length > 0) for length in self._lengths]
+        self._traced_steps += 1
         return self.state
 
     def append(self, keys: mx.array, values: mx.array) -> None:
@@ -190,11 +191,6 @@ class SlabCache(SlabArrays):
     def keep(self, place: int, kept: int, of: int = 0) -> None:
         """Add ``kept``, which may be negative, to a place's length."""
         self._lengths[place] += kept
-
-    def advance(self) -> None:
-        """Count one token of every live place."""
-        self._lengths = [length + (length > 0) for length in self._lengths]
-        self._traced_steps += 1
 
     # A compiled step ----------------------------------------------------------------------------------------------------
 
