@@ -81,7 +81,7 @@ class ListedCache(LayerCache, CacheList):
 
 
 def parts_of(layer: Any) -> Iterator[Any]:
-    if isinstance(layer, ListedCache):
+    if isinstance(layer, CacheList):
         for part in layer.caches:
             yield from parts_of(part)
     else:

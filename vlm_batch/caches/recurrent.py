@@ -15,6 +15,7 @@ from mlx_vlm.models.cache import ArraysCache, CacheList
 from vlm_batch.arrays import grown, own_array
 from vlm_batch.caches.drafted import NO_LIMIT, Square, index_of, rows_of
 from vlm_batch.caches.layers import LayerCache, Placement, UpstreamKind, upstream
+from vlm_batch.caches.listed import parts_of
 from vlm_batch.caches.rows import row_of
 from vlm_batch.caches.states import LayerState, filed
 
@@ -375,7 +376,6 @@ def mask_behind(caches: Sequence[Any], ends: Sequence[int]) -> None:
     """Mask what lies behind rows' ends in the states' next chunk."""
     lengths = mx.array(list(ends))
     for cache in caches:
-        if isinstance(cache, CacheList):
-            mask_behind(cache.caches, ends)
-        elif isinstance(cache, MaskedStates):
-            cache.lengths = lengths
+        for part in parts_of(cache):
+            if isinstance(part, MaskedStates):
+                part.lengths = lengths
