@@ -56,7 +56,8 @@ class Worker:
         assert self._batcher is not None
         # A new id, because a row that is asked again after a lost connection may still run here.
         result = await ended(try_submit(self._batcher.submit_request, replace(request, request_id=None)))
-        return _plain(replace(result, request_id=request.request_id or ""))
+        bare = partial(replace, exception=None, cache=None)  # these two are bound to the process
+        return bare(result, request_id=request.request_id or "", others=tuple(map(bare, result.others)))
 
 
 def open_here(model: str | None, options: Mapping[str, Any]) -> VLMBatcher:
@@ -80,12 +81,6 @@ async def ended(one: Handle | Result) -> Result:
     except asyncio.CancelledError:
         one.cancel()
         raise
-
-
-def _plain(result: Result) -> Result:
-    """Strip a result of process-bound parts."""
-    others = tuple(map(_plain, result.others))
-    return replace(result, others=others, exception=None, cache=None)  # type: ignore[call-arg]
 
 
 class Cluster:
@@ -138,11 +133,10 @@ class Cluster:
             self._join(ray)
             self._workers = self._start(ray)
             self._workers.wait_for_one()
-        except NoWorkers as error:
+        except BaseException as error:
             self.close()
-            raise InvalidJob(str(error)) from error
-        except BaseException:
-            self.close()
+            if isinstance(error, NoWorkers):
+                raise InvalidJob(str(error)) from error
             raise
         return self
 

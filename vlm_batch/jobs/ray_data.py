@@ -76,15 +76,15 @@ class Answer:
         try:
             cells = {name: _plain(value) for name, value in cells.items()}
             columns = self._columns.resolve(list(cells), THE_DATASET)
-            if not cells.get("messages"):
+            messages, params = cells.get("messages"), cells.get("sampling_params") or {}
+            if not messages:
                 others = [name for name in cells if name != "messages"]
                 columns.check_overlooked(others, THE_DATASET, self._questions.columns, asks=True)
-            if cells.get("messages") and columns.image and cells[columns.image] is None:
+            elif columns.image and cells[columns.image] is None:
                 columns = replace(columns, image=None)
             row = flag_doubtful_media(row_of_cells(cells, columns, place=place, folder=""), self._columns, THE_DATASET)
-            if not columns.has_media and not cells.get("messages"):
+            if not columns.has_media and not messages:
                 row = flag_overlooked_media(row, THE_DATASET)
-            messages, params = cells.get("messages"), cells.get("sampling_params") or {}
             if not isinstance(params, Mapping):
                 raise InvalidJob(f"sampling_params is {shown(params)}; it must be a mapping")
             if self._prompt is not None:
