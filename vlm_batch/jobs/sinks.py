@@ -142,6 +142,7 @@ class AnswerFile(Sink):
         self.path, self.name = path, str(path)
         self.journal = path if form is None else path.with_name(f"{path.name}.journal.jsonl")
         self._columns = FLAT_COLUMNS if form is not None and columns is None else columns
+        self._line_of: Callable[[Record], Record] = partial(chosen, columns=self._columns)
         self._form = form
         self._file: LineFile | None = None
         self._stamps = journal.Stamps(path)
@@ -205,9 +206,6 @@ class AnswerFile(Sink):
         assert self._file is not None
         self._file.append(self._line_of(record))
 
-    def _line_of(self, record: Record) -> Record:
-        return chosen(record, self._columns)
-
     def finish(self) -> None:
         if self._file is None:
             return
@@ -264,10 +262,7 @@ class AnswerFile(Sink):
 class BatchFile(AnswerFile):
     def __init__(self, path: Path, line_of: Callable[[Record], Record]) -> None:
         super().__init__(path)
-        self._in_batch = line_of
-
-    def _line_of(self, record: Record) -> Record:
-        return self._in_batch(record)
+        self._line_of = line_of
 
     def records(self) -> Iterator[Record]:
         for line in super().records():
