@@ -19,16 +19,9 @@ Answer = TypeVar("Answer")
 async def unless_left(request: HttpRequest, work: Coroutine[Any, Any, Answer]) -> Answer:
     """Await ``work``; cancel it if the client leaves."""
     working = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(_left(request.receive))
-    try:
-        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        raise ApiError(499, "the client left")
-    finally:
-        for task in (working, leaving):
-            task.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
+    if await _ends(working, request.receive):
+        return working.result()
+    raise ApiError(499, "the client left")
 
 
 class EventStream(Response):
@@ -46,17 +39,12 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sending = asyncio.ensure_future(self._send(send))
-        leaving = asyncio.ensure_future(_left(receive))
         try:
-            await asyncio.wait((sending, leaving), timeout=self._seconds, return_when=asyncio.FIRST_COMPLETED)
-            if sending.done():
+            if await _ends(sending, receive, self._seconds):
                 sending.result()
             else:
                 scope[ENTRY].said["left"] = True
         finally:
-            for task in (sending, leaving):
-                task.cancel()
-            await asyncio.gather(sending, leaving, return_exceptions=True)
             await self._rest.aclose()
 
     async def _send(self, send: Send) -> None:
@@ -66,6 +54,18 @@ class EventStream(Response):
         async for chunk in self._rest:
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _ends(working: asyncio.Future[Any], receive: Receive, seconds: float | None = None) -> bool:
+    """Whether ``working`` ends before the client leaves and ``seconds`` pass; else it is cancelled."""
+    leaving = asyncio.ensure_future(_left(receive))
+    try:
+        await asyncio.wait((working, leaving), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        return working.done()
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
 
 
 async def _left(receive: Receive) -> None:
