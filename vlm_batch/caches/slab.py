@@ -169,7 +169,7 @@ class SlabCache(SlabArrays):
         """The longest row, as mlx-vlm names it."""
         return max(self.lengths, default=0)
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
         """Append (S, H, 1, D) keys and values; return the slabs."""
         self.append(keys, values)
         self._lengths = [length + (length > 0) for length in self._lengths]
@@ -430,7 +430,9 @@ class DraftedRing(DraftedSlab):
         new = (self._by_place(keys), self._by_place(values))
         self._layer.reserve(*new, tokens=self._layer._idx + self.count)
         with self.steps() as layer:
-            slabs = [layer.update_and_fetch(*(part[:, :, at : at + 1] for part in new)) for at in range(self.count)]
+            slabs: list[tuple[mx.array, mx.array]] = [
+                layer.update_and_fetch(*(part[:, :, at : at + 1] for part in new)) for at in range(self.count)
+            ]
         self._layer.hold(*slabs[0], new)
         states = (DraftedStates(half, self.square) for half in zip(*slabs, strict=True))
         self._states: tuple[DraftedStates, DraftedStates] = (next(states), next(states))
