@@ -82,7 +82,7 @@ def served(rule: Rule) -> bool:
 
 def run_rule(rule: Rule, kept: int, run: Run) -> list[mx.array]:
     """Return answers (B, T, Hv, Dv), last states, and those after ``kept`` positions (B, kept, Hv, Dv, Dk) if any."""
-    rows, positions, heads, wide = rule.values.shape
+    rows, _, heads, wide = rule.values.shape
     depth, dtype = rule.keys.shape[-1], rule.queries.dtype
     is_masked = rule.mask is not None
     template = {
