@@ -17,6 +17,7 @@ from tests.reuse_cases import request
 from tests.test_kv_quant import IMAGE, TEXT, UNIFORM, check, generator
 from vlm_batch.adapters import few_bits
 from vlm_batch.adapters.attention import attention
+from vlm_batch.adapters.cuda import Launch
 from vlm_batch.adapters.few_bits import Variant
 from vlm_batch.arrays import as_mlx
 from vlm_batch.caches import Placement
@@ -129,7 +130,7 @@ def test_columns_that_a_mask_hides_are_not_read() -> None:
 def on_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The choice of a way as on CUDA, with kernels run as C++."""
     monkeypatch.setattr(few_bits, "device", lambda: Device.CUDA)
-    monkeypatch.setattr(few_bits, "_on_device", lambda call, arrays: emulated.run(call, arrays))
+    monkeypatch.setattr(few_bits, "on_device", lambda call, arrays: emulated.run(call, arrays))
     judge = few_bits._is_right
     judge.cache_clear()
     yield
@@ -158,11 +159,11 @@ def test_the_policy_has_slabs_in_few_bits_attended_by_the_kernel(
     assert all(answer is not None for answer in found)
 
 
-def _broken(call: few_bits.Launch, arrays: Any) -> list[mx.array]:
+def _broken(call: Launch, arrays: Any) -> list[mx.array]:
     raise RuntimeError("Failed to compile kernel: few_bits.cu(3): error: no such thing")
 
 
-def _wrong(call: few_bits.Launch, arrays: Any) -> list[mx.array]:
+def _wrong(call: Launch, arrays: Any) -> list[mx.array]:
     return [mx.ones(shape, dtype) for shape, dtype in zip(call.shapes, call.dtypes, strict=True)]
 
 
@@ -173,7 +174,7 @@ def test_a_kernel_that_cannot_be_used_is_done_without(
     on_cuda: None, device: Any, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Slabs are unpacked then, and it is said once."""
-    monkeypatch.setattr(few_bits, "_on_device", device)
+    monkeypatch.setattr(few_bits, "on_device", device)
     one = kind(4, 2, 64)
     queries, keys, values, mask = few_bits.example(one, (300, 300), 300, 2)
     whole = [few_bits._in_full(states) for states in (keys, values)]
@@ -189,11 +190,11 @@ def test_want_of_memory_says_nothing_of_the_kernel(on_cuda: None, monkeypatch: p
     """The step fails and its rows begin again; the kernel is tried once more then."""
     asked = []
 
-    def wants(call: few_bits.Launch, arrays: Any) -> list[mx.array]:
+    def wants(call: Launch, arrays: Any) -> list[mx.array]:
         asked.append(call)
         raise RuntimeError("cudaMallocAsync(&data, size, stream) failed: out of memory")
 
-    monkeypatch.setattr(few_bits, "_on_device", wants)
+    monkeypatch.setattr(few_bits, "on_device", wants)
     one = kind(2, 2, 64)
     queries, keys, values, mask = few_bits.example(one, (30, 30), 30, 2)
     for tries in (1, 2):
@@ -206,7 +207,7 @@ def test_want_of_memory_says_nothing_of_the_kernel(on_cuda: None, monkeypatch: p
 
 def test_what_the_kernels_are_not_written_for_is_unpacked(on_cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several queries, masks of heads, sinks, wide heads, keys and values of different heads."""
-    monkeypatch.setattr(few_bits, "_on_device", _broken)
+    monkeypatch.setattr(few_bits, "on_device", _broken)
     monkeypatch.setattr(few_bits, "_is_right", lambda kind: pytest.fail("a kernel would have been built"))
     one = kind(4, 2, 64, mask=None)
     queries, keys, values, _ = few_bits.example(one, (40, 40), 40, 2)
@@ -226,12 +227,12 @@ def test_what_the_kernels_are_not_written_for_is_unpacked(on_cuda: None, monkeyp
 def test_a_graph_has_no_kernels_that_the_step_has_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What a graph fuses over slabs in few bits is what it fuses over exact ones, so that it is made by default."""
 
-    def on_device(call: few_bits.Launch, arrays: Sequence[mx.array]) -> list[mx.array]:
+    def on_device(call: Launch, arrays: Sequence[mx.array]) -> list[mx.array]:
         total = arrays[0].sum()
         return [mx.broadcast_to(total, shape) for shape in call.shapes]
 
     monkeypatch.setattr(few_bits, "device", lambda: Device.CUDA)
-    monkeypatch.setattr(few_bits, "_on_device", on_device)
+    monkeypatch.setattr(few_bits, "on_device", on_device)
     monkeypatch.setattr(few_bits, "_is_right", lambda kind: True)
     adapter, fused = shared_adapter("qwen2_vl"), []
     for kv in (None, UNIFORM):

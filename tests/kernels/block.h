@@ -1,4 +1,4 @@
-// What few_bits.cu needs of CUDA, in C++: a block's threads take turns, from one barrier to the next.
+// What our kernels need of CUDA, in C++: a block's threads take turns, from one barrier to the next.
 #pragma once
 #include <ucontext.h>
 

@@ -16,7 +16,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_vlm.models.cache import make_prompt_cache
 
-from vlm_batch.adapters import kernels
+from vlm_batch.adapters import delta, kernels
 from vlm_batch.adapters.attention import HOOKS
 from vlm_batch.adapters.experts import EXPERTS
 from vlm_batch.adapters.hooks import check_attention, files_of, install_hooks, running
@@ -118,6 +118,8 @@ class Adapter:
     def hook_functions(self) -> None:
         """Hook mlx-vlm's functions; raise UnsupportedModel if attention calls none."""
         install_hooks(files_of(self.language), HOOKS, family=self.spec.family)
+        for file, hooks in delta.HOOKS.items():
+            install_hooks([file], hooks, family=self.spec.family, required=hooks)
         hooked = HOOKS["scaled_dot_product_attention"]
         check_attention(self.language, hooked, family=self.spec.family)
 

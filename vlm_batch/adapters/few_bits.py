@@ -6,17 +6,15 @@ output depends on that row alone.
 
 from __future__ import annotations
 
-import hashlib
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
+from vlm_batch.adapters.cuda import Kernel, Launch, Run, kernel, on_device
 from vlm_batch.arrays import round_up
 from vlm_batch.caches.quantized import Layout, SlabStates, of_parts, of_slab, quantize
 from vlm_batch.errors import describe, is_out_of_memory
@@ -35,14 +33,6 @@ WIDEST = 256
 TYPES = (mx.float32, mx.bfloat16, mx.float16)
 #: The largest allowed error against exact attention, in the values' unit.
 TOLERANCE = 0.02
-
-
-class Kernel(NamedTuple):
-    name: str
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    header: str
-    body: str
 
 
 #: The arrays of quantised keys or values.
@@ -67,7 +57,7 @@ def span_kernel(scale: float) -> Kernel:
       queries, queries_strides[0], queries_strides[1], queries_strides[3], keys, values,
       mask, BY_ROW ? mask_strides[0] : 0, mask_strides[3], keys_packed_shape[2], {scale!r}f, sums, stats);
 """
-    return _kernel("spans", _SPAN_INPUTS, ("sums", "stats"), body)
+    return kernel("few_bits", "spans", _SPAN_INPUTS, ("sums", "stats"), body)
 
 
 @lru_cache(maxsize=1)
@@ -75,25 +65,7 @@ def merge_kernel() -> Kernel:
     body = """
   few_bits::merge_spans<T, DEPTH_V, SIDES>(sums, stats, stats_shape[2], out);
 """
-    return _kernel("merge", ("sums", "stats"), ("out",), body)
-
-
-def _kernel(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], body: str) -> Kernel:
-    header = Path(__file__).with_suffix(".cu").read_text(encoding="utf-8")
-    source = hashlib.sha256((header + body).encode()).hexdigest()[:12]  # MLX caches kernels by name
-    return Kernel(f"few_bits_{name}_{source}", inputs, outputs, header, body)
-
-
-@dataclass(frozen=True)
-class Launch:
-    """A kernel's arguments for ``mx.fast.cuda_kernel``; the grid counts threads."""
-
-    kernel: Kernel
-    template: tuple[tuple[str, Any], ...]
-    grid: tuple[int, int, int]
-    threads: tuple[int, int, int]
-    shapes: tuple[tuple[int, ...], ...]
-    dtypes: tuple[mx.Dtype, ...]
+    return kernel("few_bits", "merge", ("sums", "stats"), ("out",), body)
 
 
 class Variant(NamedTuple):
@@ -140,34 +112,6 @@ def launches_of(variant: Variant, rows: int, columns: int) -> tuple[Launch, Laun
     return first, last
 
 
-@lru_cache(maxsize=16)
-def _built(kernel: Kernel) -> Callable[..., list[mx.array]]:
-    made: Any = mx.fast.cuda_kernel(
-        name=kernel.name,
-        input_names=kernel.inputs,
-        output_names=kernel.outputs,
-        source=kernel.body,
-        header=kernel.header,
-        ensure_row_contiguous=False,
-    )
-    return made  # type: ignore[no-any-return]
-
-
-#: Runs one launch on its arrays.
-Run = Callable[[Launch, Sequence[mx.array]], list[mx.array]]
-
-
-def _on_device(launch: Launch, arrays: Sequence[mx.array]) -> list[mx.array]:
-    return _built(launch.kernel)(
-        inputs=list(arrays),
-        template=list(launch.template),
-        grid=launch.grid,
-        threadgroup=launch.threads,
-        output_shapes=list(launch.shapes),
-        output_dtypes=list(launch.dtypes),
-    )
-
-
 def attend_where_right(
     queries: mx.array, keys: SlabStates, values: SlabStates, scale: float, mask: Any
 ) -> mx.array | None:
@@ -178,7 +122,7 @@ def attend_where_right(
         return None
     variant = variant_of(queries, keys, values, scale, mask)
     return (
-        _attend(variant, queries, keys, values, mask, _on_device) if is_served(variant) and _is_right(variant) else None
+        _attend(variant, queries, keys, values, mask, on_device) if is_served(variant) and _is_right(variant) else None
     )
 
 
@@ -224,7 +168,7 @@ def is_served(variant: Variant) -> bool:
 def _is_right(variant: Variant) -> bool:
     """Whether the kernels build and are accurate; warns if not."""
     try:
-        far = farthest(variant, _on_device)
+        far = farthest(variant, on_device)
     except Exception as error:
         if is_out_of_memory(error):  # not the kernel's fault: a later call tests it again
             raise

@@ -1,0 +1,178 @@
+"""The gated delta rule on CUDA (``delta.cu``), for mlx-vlm's layers.
+
+mlx-vlm has kernels for Metal alone: on CUDA a prompt takes dozens of launches for each 64 positions of a layer
+(qwen3_5/gated_delta.py, gated_delta_chunked) or for each one (models/gated_delta.py, gated_delta_ops).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+from mlx_vlm.models import gated_delta
+from mlx_vlm.models.qwen3_5 import gated_delta as of_qwen
+
+from vlm_batch.adapters.cuda import Launch, Run, kernel, on_device
+from vlm_batch.adapters.hooks import Hook, hook
+from vlm_batch.errors import describe, is_out_of_memory
+from vlm_batch.runtime.device import Device, device
+
+logger = logging.getLogger(__name__)
+
+#: A thread holds a row of the state in registers, and a block all rows.
+MOST_KEY, MOST_VALUE = 128, 256
+#: The largest allowed error of the first call, in the values' unit.
+TOLERANCE = 0.02
+_INPUTS = ("queries", "keys", "values", "decays", "rates", "states", "mask")
+
+
+def _view(name: str, kind: str, *axes: int | None) -> str:
+    strides = ", ".join("0" if axis is None else f"{name}_strides[{axis}]" for axis in axes)
+    return f"const delta::View<{kind}> of_{name} = {{{name}, {strides}}};"
+
+
+_BODY = f"""
+  {_view("queries", "T", 0, 1, 2, 3)}
+  {_view("keys", "T", 0, 1, 2, 3)}
+  {_view("values", "T", 0, 1, 2, 3)}
+  const delta::View<float> of_decays = {{
+      decays, decays_strides[0], decays_strides[1], decays_strides[2], BY_NUMBER ? decays_strides[3] : 0}};
+  {_view("rates", "float", 0, 1, 2, None)}
+  {_view("states", "float", 0, 1, 2, 3)}
+  {_view("mask", "M", 0, 1, None, None)}
+  delta::run<T, DK, DV, BY_NUMBER, IS_MASKED, KEPT>(
+      of_queries, of_keys, of_values, of_decays, of_rates, of_states, of_mask, queries_shape[1], values_shape[2],
+      values_shape[2] / keys_shape[2], out, last, kept);
+"""
+
+
+class Rule(NamedTuple):
+    """The arrays of a call.
+
+    Attributes:
+        queries: (B, T, Hk, Dk), as are ``keys``.
+        values: (B, T, Hv, Dv).
+        decays: (B, T, Hv) or (B, T, Hv, Dk).
+        rates: (B, T, Hv).
+        states: (B, Hv, Dv, Dk), float32.
+        mask: (B, T), bool; None hides nothing.
+    """
+
+    queries: mx.array
+    keys: mx.array
+    values: mx.array
+    decays: mx.array
+    rates: mx.array
+    states: mx.array
+    mask: mx.array | None
+
+
+def served(rule: Rule) -> bool:
+    *_, heads, depth = rule.keys.shape
+    wide = rule.values.shape[-1]
+    is_narrow = depth <= MOST_KEY and wide <= MOST_VALUE and rule.values.shape[2] % heads == 0
+    is_alike = rule.queries.dtype == rule.keys.dtype == rule.values.dtype and rule.states.dtype == mx.float32
+    mask = rule.mask
+    is_plain = mask is None or (mask.dtype == mx.bool_ and mask.shape == rule.keys.shape[:2])
+    return is_narrow and is_alike and is_plain
+
+
+def run_rule(rule: Rule, kept: int, run: Run) -> list[mx.array]:
+    """Return answers (B, T, Hv, Dv), last states, and those after ``kept`` positions (B, kept, Hv, Dv, Dk) if any."""
+    rows, _, heads, wide = rule.values.shape
+    depth, dtype = rule.keys.shape[-1], rule.queries.dtype
+    is_masked = rule.mask is not None
+    template = {
+        **{"T": dtype, "M": mx.bool_ if is_masked else mx.float32, "DK": depth, "DV": wide},
+        **{"BY_NUMBER": rule.decays.ndim == 4, "IS_MASKED": is_masked, "KEPT": kept},
+    }
+    launch = Launch(
+        kernel("delta", "rule", _INPUTS, ("out", "last", "kept"), _BODY),
+        tuple(template.items()),
+        (wide, heads, rows),
+        (wide, 1, 1),
+        (rule.values.shape, rule.states.shape, (rows, max(kept, 1), heads, wide, depth) if kept else (1,)),
+        (dtype, mx.float32, mx.float32),
+    )
+    decays, rates = rule.decays.astype(mx.float32), rule.rates.astype(mx.float32)
+    found = run(launch, [*rule[:3], decays, rates, rule.states, rates if rule.mask is None else rule.mask])
+    return found if kept else found[:2]
+
+
+def _of(theirs: Callable[..., Any], *, has_states: bool = False) -> Hook:
+    def ours(
+        q: mx.array,
+        k: mx.array,
+        v: mx.array,
+        g: mx.array,
+        beta: mx.array,
+        state: mx.array | None = None,
+        mask: mx.array | None = None,
+        state_steps: int | None = None,
+    ) -> Any:
+        kept = k.shape[1] if has_states and state_steps is None else state_steps
+        if device() is Device.CUDA and state is not None and kept != 0:
+            rule = Rule(q, k, v, g, beta, state, mask)
+            if served(rule) and _is_right(k.shape[-1], v.shape[-1], q.dtype, g.ndim == 4):
+                return tuple(run_rule(rule, kept or 0, on_device))
+        given = (q, k, v, g, beta, state, mask)
+        return theirs(*given) if state_steps is None else theirs(*given, state_steps)
+
+    return hook(theirs, ours)
+
+
+@lru_cache(maxsize=16)
+def _is_right(depth: int, wide: int, dtype: mx.Dtype, by_number: bool) -> bool:
+    """Whether the kernel builds and is accurate; warns if not."""
+    try:
+        far = farthest(example(depth, wide, dtype, by_number), on_device)
+    except Exception as error:
+        if is_out_of_memory(error):  # not the kernel's fault: a later call tests it again
+            raise
+        logger.warning("recurrent layers take mlx-vlm's operations: their kernel cannot be used (%s)", describe(error))
+        return False
+    if not far <= TOLERANCE:
+        logger.warning("recurrent layers take mlx-vlm's operations: their kernel is off by %.3g on this device", far)
+        return False
+    return True
+
+
+def example(
+    depth: int, wide: int, dtype: mx.Dtype, by_number: bool, positions: int = 5, is_masked: bool = False
+) -> Rule:
+    """Return random arrays of two rows, and of two heads of values for one of keys."""
+    draw = [mx.random.key(number) for number in range(6)]
+    shape = (2, positions)
+    queries, keys = (mx.random.normal((*shape, 2, depth), key=draw[i]).astype(dtype) for i in (0, 1))
+    values = mx.random.normal((*shape, 4, wide), key=draw[2]).astype(dtype)
+    decays = mx.random.uniform(0.8, 1, (*shape, 4, depth) if by_number else (*shape, 4), key=draw[3])
+    rates = mx.random.uniform(0, 1, (*shape, 4), key=draw[4])
+    states = mx.random.normal((2, 4, wide, depth), key=draw[5])
+    mask = mx.arange(positions)[None] < mx.array([[positions], [positions - 2]]) if is_masked else None
+    return Rule(queries / depth, keys * depth**-0.5, values, decays, rates, states, mask)
+
+
+def farthest(rule: Rule, run: Run, kept: int = 0) -> float:
+    """Return the largest difference to mlx-vlm's operations, where the mask hides nothing."""
+    theirs = HOOKS[gated_delta.__name__]["gated_delta_ops"].theirs(*rule, kept or None)
+    found = run_rule(rule, kept, run)
+    seen = mx.array(True) if rule.mask is None else rule.mask[..., None, None]
+    theirs, found = [[mx.where(seen, one[0], 0), *one[1:]] for one in (theirs, found)]
+    return max(
+        float(mx.abs(one.astype(mx.float32) - other.astype(mx.float32)).max())
+        for one, other in zip(theirs, found, strict=True)
+    )
+
+
+#: By the file of mlx-vlm whose functions call those.
+HOOKS: dict[str, dict[str, Hook]] = {
+    gated_delta.__name__: {"gated_delta_ops": _of(gated_delta.gated_delta_ops)},
+    of_qwen.__name__: {
+        "gated_delta_ops": _of(of_qwen.gated_delta_ops),
+        "gated_delta_chunked": _of(of_qwen.gated_delta_chunked),
+        "_gated_delta_with_states_ops": _of(of_qwen._gated_delta_with_states_ops, has_states=True),
+    },
+}
