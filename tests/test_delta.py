@@ -8,11 +8,13 @@ from collections.abc import Sequence
 import mlx.core as mx
 import pytest
 from mlx_vlm.models import gated_delta
+from mlx_vlm.models.qwen3_5 import gated_delta as of_qwen
 
+from tests.harness import shared_adapter
 from tests.kernels import emulated
 from vlm_batch.adapters import delta
 from vlm_batch.adapters.cuda import Launch
-from vlm_batch.adapters.hooks import running
+from vlm_batch.adapters.hooks import is_hook, running
 from vlm_batch.records import Call
 from vlm_batch.runtime.device import Device
 
@@ -38,10 +40,10 @@ def test_the_kernel_is_the_rule(depth: int, wide: int, dtype: mx.Dtype, by_numbe
 def test_a_row_and_a_prompt_in_parts_have_the_same_bits() -> None:
     rule = delta.example(16, 16, mx.float32, False, positions=9)
     answers, last, kept = delta.run_rule(rule, 9, emulated.run)
-    alone = delta.Rule(*(one[1:] for one in rule[:6]), None)
-    first = delta.Rule(*(one[:, :4] for one in alone[:5]), alone.states, None)
+    alone = delta.Rule._make([*(one[1:] for one in rule[:6]), None])
+    first = delta.Rule._make([*(one[:, :4] for one in alone[:5]), alone.states, None])
     begun, state = delta.run_rule(first, 0, emulated.run)
-    ended, end = delta.run_rule(delta.Rule(*(one[:, 4:] for one in alone[:5]), state, None), 0, emulated.run)
+    ended, end = delta.run_rule(delta.Rule._make([*(one[:, 4:] for one in alone[:5]), state, None]), 0, emulated.run)
     assert mx.array_equal(mx.concatenate([begun, ended], axis=1), answers[1:]).item()
     assert mx.array_equal(state, kept[1:, 3]).item() and mx.array_equal(end, last[1:]).item()
     assert mx.array_equal(kept[:, -1], last).item()
@@ -79,8 +81,8 @@ def test_mlx_vlms_layers_use_it_within_adapters(
     monkeypatch.setattr(delta, "device", lambda: Device.CUDA)
     delta._is_right.cache_clear()
     rule = delta.example(16, 8, mx.float32, False, positions=70)
-    for file, hooks in delta.HOOKS.items():
-        for name, hooked in hooks.items():
+    for file in (gated_delta.__name__, of_qwen.__name__):
+        for name, hooked in delta.hooks_of(file).items():
             with_states = (3,) if file == gated_delta.__name__ or name == "_gated_delta_with_states_ops" else ()
             right = hooked.theirs(*rule, *with_states)
             count = len(calls)
@@ -94,3 +96,16 @@ def test_mlx_vlms_layers_use_it_within_adapters(
             assert len(calls) == len(calls[: count + 2]) or broken
     delta._is_right.cache_clear()
     assert bool([one for one in caplog.records if one.levelno == logging.WARNING]) == bool(broken)
+
+
+def test_layers_of_the_rule_are_hooked() -> None:
+    """In the file that each family's layers take it from; the names are mlx-vlm's."""
+    assert set(delta.hooks_of(of_qwen.__name__)) == set(delta.NAMES)
+    for name, file in {
+        "qwen3_5": of_qwen,
+        "qwen3_next": gated_delta,
+        "kimi_k3": gated_delta,
+        "glm5_next": gated_delta,
+    }.items():
+        shared_adapter(name)
+        assert all(is_hook(vars(file)[one]) for one in delta.hooks_of(file.__name__)), name

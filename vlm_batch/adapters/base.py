@@ -118,8 +118,7 @@ class Adapter:
     def hook_functions(self) -> None:
         """Hook mlx-vlm's functions; raise UnsupportedModel if attention calls none."""
         install_hooks(files_of(self.language), HOOKS, family=self.spec.family)
-        for file, hooks in delta.HOOKS.items():
-            install_hooks([file], hooks, family=self.spec.family, required=hooks)
+        delta.hook_rule(files_of(self.language), self.spec.family)
         hooked = HOOKS["scaled_dot_product_attention"]
         check_attention(self.language, hooked, family=self.spec.family)
 

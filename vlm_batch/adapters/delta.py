@@ -1,22 +1,22 @@
 """The gated delta rule on CUDA (``delta.cu``), for mlx-vlm's layers.
 
 mlx-vlm has kernels for Metal alone: on CUDA a prompt takes dozens of launches for each 64 positions of a layer
-(qwen3_5/gated_delta.py, gated_delta_chunked) or for each one (models/gated_delta.py, gated_delta_ops).
+(``gated_delta_chunked``) or for each one (``gated_delta_ops``).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx_vlm.models import gated_delta
-from mlx_vlm.models.qwen3_5 import gated_delta as of_qwen
 
 from vlm_batch.adapters.cuda import Launch, Run, kernel, on_device
-from vlm_batch.adapters.hooks import Hook, hook
+from vlm_batch.adapters.hooks import Hook, hook, install_hooks, is_hook
 from vlm_batch.errors import describe, is_out_of_memory
 from vlm_batch.runtime.device import Device, device
 
@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 MOST_KEY, MOST_VALUE = 128, 256
 #: The largest allowed error of the first call, in the values' unit.
 TOLERANCE = 0.02
+#: mlx-vlm's functions of the rule, beside the ``gated_delta_update`` that its layers call; the last returns states, too.
+NAMES = ("gated_delta_ops", "gated_delta_chunked", "_gated_delta_with_states_ops")
 _INPUTS = ("queries", "keys", "values", "decays", "rates", "states", "mask")
 
 
@@ -102,7 +104,22 @@ def run_rule(rule: Rule, kept: int, run: Run) -> list[mx.array]:
     return found if kept else found[:2]
 
 
-def _of(theirs: Callable[..., Any], *, has_states: bool = False) -> Hook:
+def hook_rule(files: Iterable[str], family: str) -> None:
+    """Hook mlx-vlm's functions of the rule for the layers in imported files."""
+    updates = {vars(sys.modules[file]).get("gated_delta_update") for file in files} - {None}
+    for home in {update.__module__ for update in updates if update is not None}:
+        install_hooks([home], hooks_of(home), family=family)
+
+
+def hooks_of(home: str) -> dict[str, Hook]:
+    bound = {name: vars(sys.modules[home])[name] for name in NAMES if name in vars(sys.modules[home])}
+    return {name: _hook_of(one.__wrapped__ if is_hook(one) else one) for name, one in bound.items()}
+
+
+@lru_cache(maxsize=16)
+def _hook_of(theirs: Callable[..., Any]) -> Hook:
+    has_states = theirs.__name__ == NAMES[-1]
+
     def ours(
         q: mx.array,
         k: mx.array,
@@ -157,7 +174,7 @@ def example(
 
 def farthest(rule: Rule, run: Run, kept: int = 0) -> float:
     """Return the largest difference to mlx-vlm's operations, where the mask hides nothing."""
-    theirs = HOOKS[gated_delta.__name__]["gated_delta_ops"].theirs(*rule, kept or None)
+    theirs = hooks_of(gated_delta.__name__)["gated_delta_ops"].theirs(*rule, kept or None)
     found = run_rule(rule, kept, run)
     seen = mx.array(True) if rule.mask is None else rule.mask[..., None, None]
     theirs, found = [[mx.where(seen, one[0], 0), *one[1:]] for one in (theirs, found)]
@@ -165,14 +182,3 @@ def farthest(rule: Rule, run: Run, kept: int = 0) -> float:
         float(mx.abs(one.astype(mx.float32) - other.astype(mx.float32)).max())
         for one, other in zip(theirs, found, strict=True)
     )
-
-
-#: By the file of mlx-vlm whose functions call those.
-HOOKS: dict[str, dict[str, Hook]] = {
-    gated_delta.__name__: {"gated_delta_ops": _of(gated_delta.gated_delta_ops)},
-    of_qwen.__name__: {
-        "gated_delta_ops": _of(of_qwen.gated_delta_ops),
-        "gated_delta_chunked": _of(of_qwen.gated_delta_chunked),
-        "_gated_delta_with_states_ops": _of(of_qwen._gated_delta_with_states_ops, has_states=True),
-    },
-}
