@@ -23,6 +23,7 @@ TYPES = {
     mx.bfloat16: "__nv_bfloat16",
     mx.float16: "__half",
     mx.uint32: "std::uint32_t",
+    mx.int32: "std::int32_t",
     mx.bool_: "bool",
 }
 #: What results hold before a kernel writes them.

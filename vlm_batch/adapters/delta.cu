@@ -15,8 +15,9 @@ struct View {
 };
 
 // Block (., head of values, row), DV threads. `state` and what follows it: (rows, heads, DV, DK); `kept` has the states
-// after the first KEPT positions (rows, KEPT, heads, DV, DK). A position that the mask hides leaves the state, and answers 0.
-template <typename T, int DK, int DV, bool BY_NUMBER, bool IS_MASKED, int KEPT, typename M>
+// after the first `most` positions (rows, most, heads, DV, DK). A position that the mask hides leaves the state, and answers 0.
+// Building takes seconds, so that the sizes of layers alone are constants.
+template <typename T, int DK, int DV, bool BY_NUMBER>
 __device__ void run(
     const View<T> queries,
     const View<T> keys,
@@ -24,10 +25,11 @@ __device__ void run(
     const View<float> decays,
     const View<float> rates,
     const View<float> state,
-    const View<M> mask,
+    const View<bool> mask,
     int positions,
     int heads,
     int share,
+    int most,
     T* out,
     float* last,
     float* kept) {
@@ -50,7 +52,7 @@ __device__ void run(
       if constexpr (BY_NUMBER) next_decay[j] = decays.at(row, t, head, i);
     }
     if constexpr (!BY_NUMBER) next_all = decays.at(row, t, head, 0);
-    if constexpr (IS_MASKED) is_next = mask.at(row, t, 0, 0) != 0;
+    is_next = mask.at(row, t, 0, 0) != 0;
     next_value = values.at(row, t, head, thread);
     next_rate = rates.at(row, t, head, 0);
   };
@@ -84,8 +86,8 @@ __device__ void run(
       }
     }
     out[((long long)(row * positions + t) * heads + head) * DV + thread] = T((told[0] + told[1]) + (told[2] + told[3]));
-    if (t < KEPT) {
-      float* to = kept + (((long long)(row * KEPT + t) * heads + head) * DV + thread) * DK;
+    if (t < most) {
+      float* to = kept + (((long long)(row * most + t) * heads + head) * DV + thread) * DK;
 #pragma unroll
       for (int i = 0; i < DK; i++) to[i] = own[i];
     }

@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import mlx.core as mx
-from mlx_vlm.models import gated_delta
+import numpy as np
 
 from vlm_batch.adapters.cuda import Launch, Run, kernel, on_device
 from vlm_batch.adapters.hooks import Hook, hook, install_hooks, is_hook
@@ -28,7 +28,7 @@ MOST_KEY, MOST_VALUE = 128, 256
 TOLERANCE = 0.02
 #: mlx-vlm's functions of the rule, beside the ``gated_delta_update`` that its layers call; the last returns states, too.
 NAMES = ("gated_delta_ops", "gated_delta_chunked", "_gated_delta_with_states_ops")
-_INPUTS = ("queries", "keys", "values", "decays", "rates", "states", "mask")
+_INPUTS = ("queries", "keys", "values", "decays", "rates", "states", "mask", "most")
 
 
 def _view(name: str, kind: str, *axes: int | None) -> str:
@@ -44,10 +44,10 @@ _BODY = f"""
       decays, decays_strides[0], decays_strides[1], decays_strides[2], BY_NUMBER ? decays_strides[3] : 0}};
   {_view("rates", "float", 0, 1, 2, None)}
   {_view("states", "float", 0, 1, 2, 3)}
-  {_view("mask", "M", 0, 1, None, None)}
-  delta::run<T, DK, DV, BY_NUMBER, IS_MASKED, KEPT>(
+  {_view("mask", "bool", 0, 1, None, None)}
+  delta::run<T, DK, DV, BY_NUMBER>(
       of_queries, of_keys, of_values, of_decays, of_rates, of_states, of_mask, queries_shape[1], values_shape[2],
-      values_shape[2] / keys_shape[2], out, last, kept);
+      values_shape[2] / keys_shape[2], most[0], out, last, kept);
 """
 
 
@@ -86,21 +86,18 @@ def run_rule(rule: Rule, kept: int, run: Run) -> list[mx.array]:
     """Return answers (B, T, Hv, Dv), last states, and those after ``kept`` positions (B, kept, Hv, Dv, Dk) if any."""
     rows, _, heads, wide = rule.values.shape
     depth, dtype = rule.keys.shape[-1], rule.queries.dtype
-    is_masked = rule.mask is not None
-    template = {
-        **{"T": dtype, "M": mx.bool_ if is_masked else mx.float32, "DK": depth, "DV": wide},
-        **{"BY_NUMBER": rule.decays.ndim == 4, "IS_MASKED": is_masked, "KEPT": kept},
-    }
+    template = {"T": dtype, "DK": depth, "DV": wide, "BY_NUMBER": rule.decays.ndim == 4}
     launch = Launch(
         kernel("delta", "rule", _INPUTS, ("out", "last", "kept"), _BODY),
         tuple(template.items()),
         (wide, heads, rows),
         (wide, 1, 1),
-        (rule.values.shape, rule.states.shape, (rows, max(kept, 1), heads, wide, depth) if kept else (1,)),
+        (rule.values.shape, rule.states.shape, (rows, kept, heads, wide, depth) if kept else (1,)),
         (dtype, mx.float32, mx.float32),
     )
     decays, rates = rule.decays.astype(mx.float32), rule.rates.astype(mx.float32)
-    found = run(launch, [*rule[:3], decays, rates, rule.states, rates if rule.mask is None else rule.mask])
+    mask = mx.broadcast_to(mx.array(True), rule.keys.shape[:2]) if rule.mask is None else rule.mask
+    found = run(launch, [*rule[:3], decays, rates, rule.states, mask, mx.array([kept], mx.int32)])
     return found if kept else found[:2]
 
 
@@ -173,12 +170,25 @@ def example(
 
 
 def farthest(rule: Rule, run: Run, kept: int = 0) -> float:
-    """Return the largest difference to mlx-vlm's operations, where the mask hides nothing."""
-    theirs = hooks_of(gated_delta.__name__)["gated_delta_ops"].theirs(*rule, kept or None)
-    found = run_rule(rule, kept, run)
-    seen = mx.array(True) if rule.mask is None else rule.mask[..., None, None]
-    theirs, found = [[mx.where(seen, one[0], 0), *one[1:]] for one in (theirs, found)]
-    return max(
-        float(mx.abs(one.astype(mx.float32) - other.astype(mx.float32)).max())
-        for one, other in zip(theirs, found, strict=True)
-    )
+    """Return the largest difference to ``plain``, where the mask hides nothing."""
+    found = [np.array(one.astype(mx.float32)) for one in run_rule(rule, kept, run)]
+    if rule.mask is not None:
+        found[0][~np.array(rule.mask)] = 0
+    return max(float(np.abs(one - other).max()) for one, other in zip(found, plain(rule, kept), strict=True))
+
+
+def plain(rule: Rule, kept: int = 0) -> list[np.ndarray]:
+    """Return what ``run_rule`` returns; mlx-vlm's operations take MLX ten seconds to build."""
+    queries, keys, values, decays, rates, state = (np.array(one.astype(mx.float32)) for one in rule[:6])
+    share, answers, states = values.shape[2] // keys.shape[2], np.zeros_like(values), []
+    for t in range(values.shape[1]):
+        query, key = (np.repeat(one[:, t], share, axis=1) for one in (queries, keys))  # (B, Hv, Dk)
+        decay = decays[:, t].reshape(*decays.shape[:1], decays.shape[2], 1, -1)
+        new = state * decay
+        change = (values[:, t] - (new @ key[..., None])[..., 0]) * rates[:, t, :, None]
+        new = new + change[..., None] * key[..., None, :]
+        seen = np.ones(len(new), bool) if rule.mask is None else np.array(rule.mask)[:, t]
+        state = np.where(seen[:, None, None, None], new, state)
+        answers[:, t] = np.where(seen[:, None, None], (new @ query[..., None])[..., 0], 0)
+        states.append(state)
+    return [answers, state, *([np.stack(states[:kept], axis=1)] if kept else [])]
