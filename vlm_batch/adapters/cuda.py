@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -10,6 +11,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import mlx.core as mx
+
+from vlm_batch.errors import describe, is_out_of_memory
+
+logger = logging.getLogger(__name__)
 
 
 class Kernel(NamedTuple):
@@ -52,6 +57,21 @@ def on_device(launch: Launch, arrays: Sequence[mx.array]) -> list[mx.array]:
         output_shapes=list(launch.shapes),
         output_dtypes=list(launch.dtypes),
     )
+
+
+def is_right(farthest: Callable[[], float], tolerance: float, kernel: str) -> bool:
+    """Whether a kernel builds and its largest error is within ``tolerance``; warns of ``kernel`` if not."""
+    try:
+        far = farthest()
+    except Exception as error:
+        if is_out_of_memory(error):  # not the kernel's fault: a later call tests it again
+            raise
+        logger.warning("%s cannot be used (%s)", kernel, describe(error))
+        return False
+    if not far <= tolerance:
+        logger.warning("%s is off by %.3g on this device", kernel, far)
+        return False
+    return True
 
 
 @lru_cache(maxsize=32)

@@ -1,6 +1,6 @@
 // The gated delta rule, position by position. A block has one head of values of one row, a thread one row of that head's
 // state, in registers. Sums are made in an order that depends on the widths alone: a row's answer is a function of the row,
-// and a prompt in parts gives the bits of a prompt in one. Compiled by NVRTC, and as C++ by the tests (tests/block.h).
+// and a prompt in parts gives the bits of a prompt in one. Compiled by NVRTC, and as C++ by the tests (tests/kernels/block.h).
 
 namespace delta {
 

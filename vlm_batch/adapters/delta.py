@@ -6,7 +6,6 @@ mlx-vlm has kernels for Metal alone: on CUDA a prompt takes dozens of launches f
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Callable, Iterable
 from functools import lru_cache
@@ -15,12 +14,9 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from vlm_batch.adapters.cuda import Launch, Run, kernel, on_device
+from vlm_batch.adapters.cuda import Launch, Run, is_right, kernel, on_device
 from vlm_batch.adapters.hooks import Hook, hook, install_hooks, is_hook
-from vlm_batch.errors import describe, is_out_of_memory
 from vlm_batch.runtime.device import Device, device
-
-logger = logging.getLogger(__name__)
 
 #: A thread holds a row of the state in registers, and a block all rows.
 MOST_KEY, MOST_VALUE = 128, 256
@@ -103,8 +99,7 @@ def run_rule(rule: Rule, kept: int, run: Run) -> list[mx.array]:
 
 def hook_rule(files: Iterable[str], family: str) -> None:
     """Hook mlx-vlm's functions of the rule for the layers in imported files."""
-    updates = {vars(sys.modules[file]).get("gated_delta_update") for file in files} - {None}
-    for home in {update.__module__ for update in updates if update is not None}:
+    for home in {one.__module__ for file in files if (one := vars(sys.modules[file]).get("gated_delta_update"))}:
         install_hooks([home], hooks_of(home), family=family)
 
 
@@ -140,18 +135,10 @@ def _hook_of(theirs: Callable[..., Any]) -> Hook:
 
 @lru_cache(maxsize=16)
 def _is_right(depth: int, wide: int, dtype: mx.Dtype, by_number: bool) -> bool:
-    """Whether the kernel builds and is accurate; warns if not."""
-    try:
-        far = farthest(example(depth, wide, dtype, by_number), on_device)
-    except Exception as error:
-        if is_out_of_memory(error):  # not the kernel's fault: a later call tests it again
-            raise
-        logger.warning("recurrent layers take mlx-vlm's operations: their kernel cannot be used (%s)", describe(error))
-        return False
-    if not far <= TOLERANCE:
-        logger.warning("recurrent layers take mlx-vlm's operations: their kernel is off by %.3g on this device", far)
-        return False
-    return True
+    rule = example(depth, wide, dtype, by_number)
+    return is_right(
+        lambda: farthest(rule, on_device), TOLERANCE, "recurrent layers take mlx-vlm's operations: their kernel"
+    )
 
 
 def example(

@@ -6,7 +6,6 @@ output depends on that row alone.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -14,13 +13,10 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from vlm_batch.adapters.cuda import Kernel, Launch, Run, kernel, on_device
+from vlm_batch.adapters.cuda import Kernel, Launch, Run, is_right, kernel, on_device
 from vlm_batch.arrays import round_up
 from vlm_batch.caches.quantized import Layout, SlabStates, of_parts, of_slab, quantize
-from vlm_batch.errors import describe, is_out_of_memory
 from vlm_batch.runtime.device import Device, device
-
-logger = logging.getLogger(__name__)
 
 #: Equal to the constants of ``few_bits.cu``.
 THREADS = SPAN = 128
@@ -166,18 +162,9 @@ def is_served(variant: Variant) -> bool:
 
 @lru_cache(maxsize=64)
 def _is_right(variant: Variant) -> bool:
-    """Whether the kernels build and are accurate; warns if not."""
-    try:
-        far = farthest(variant, on_device)
-    except Exception as error:
-        if is_out_of_memory(error):  # not the kernel's fault: a later call tests it again
-            raise
-        logger.warning("keys in few bits are unpacked for attention: its kernel cannot be used (%s)", describe(error))
-        return False
-    if not far <= TOLERANCE:
-        logger.warning("keys in few bits are unpacked for attention: its kernel is off by %.3g on this device", far)
-        return False
-    return True
+    return is_right(
+        lambda: farthest(variant, on_device), TOLERANCE, "keys in few bits are unpacked for attention: its kernel"
+    )
 
 
 def farthest(
