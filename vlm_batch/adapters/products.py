@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -91,6 +92,42 @@ def products_of(model: nn.Module, most: int | None = None) -> list[Product]:
     return list(found.values())
 
 
+def float32_products(shapes: Iterable[tuple[int, int]], most: int | None = None) -> list[Product]:
+    """Return products of ``recorded`` shapes; ``most`` as in ``products_of``."""
+    layer = nn.Linear(1, 1, bias=False)
+    return [
+        Product(width, mx.float32, _cut(width, outputs, most), layer, ()) for width, outputs in dict.fromkeys(shapes)
+    ]
+
+
+_recording = threading.Lock()
+
+
+@contextmanager
+def recorded() -> Iterator[list[tuple[int, int]]]:
+    """Record (width, outputs) of this thread's products of matrices in float32, in layers or not.
+
+    Models of half precision have such products, of their own weights' precision or not, and hide most of their bits by
+    rounding. Weights do not tell.
+    """
+    found: list[tuple[int, int]] = []
+    thread = threading.get_ident()
+    module: Any = mx
+
+    def times(rows: mx.array, weight: mx.array, **how: Any) -> mx.array:
+        if threading.get_ident() == thread and weight.ndim == 2 and mx.float32 in (rows.dtype, weight.dtype):
+            found.append((weight.shape[0], weight.shape[1]))
+        return matmul(rows, weight, **how)
+
+    with _recording:
+        operator, matmul = module.array.__matmul__, module.matmul
+        module.array.__matmul__ = module.matmul = times
+        try:
+            yield found
+        finally:
+            module.array.__matmul__, module.matmul = operator, matmul
+
+
 def _product_of(path: str, module: Any, most: int | None) -> Product | None:
     if _plain_class(module) not in HELD:
         return None
@@ -101,9 +138,14 @@ def _product_of(path: str, module: Any, most: int | None) -> Product | None:
     outputs, width = module.weight.shape
     width = width * 32 // module.bits if is_quantised else width
     limit = most if most is None or (dtype == mx.float32 and not layout) else most // 8
-    if limit is not None and outputs * width > limit:
-        outputs = min(outputs, max(limit // width // EDGE, 1) * EDGE + outputs % EDGE)
-    return Product(width, dtype, outputs, module, layout, is_head)
+    return Product(width, dtype, _cut(width, outputs, limit), module, layout, is_head)
+
+
+def _cut(width: int, outputs: int, most: int | None) -> int:
+    """Return the outputs of a product of ``most`` weights."""
+    if most is None or outputs * width <= most:
+        return outputs
+    return min(outputs, max(most // width // EDGE, 1) * EDGE + outputs % EDGE)
 
 
 def _held(plain: Any, product: str) -> type:

@@ -66,14 +66,15 @@ class DecodeBatch:
         row.status = Status.DECODE
 
     def lay_out(self) -> None:
-        """Prepare a forward: drop empty places and choose the layout, on a CPU."""
+        """Prepare a forward: drop needless places and choose the layout, on a CPU."""
         if self._shapes.layout is not Placement.ROWS:
             return
-        if None in self.places:
+        if len(self.places) > self._shapes.places(len(self), self.max_rows):
             kept = [place for place, row in enumerate(self.places) if row is not None]
             for layer in self.layers:
                 layer.keep_places(kept)
             self.places = [self.places[place] for place in kept]
+            self._resize(len(kept))
         self._switch()
 
     def _switch(self, *joining: Row) -> None:

@@ -6,8 +6,9 @@ import platform
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -17,12 +18,13 @@ from vlm_batch._version import __version__
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.joint import TowerCall
 from vlm_batch.adapters.modules import RememberingGridTower
-from vlm_batch.adapters.products import products_of, shapes_of, size_of
+from vlm_batch.adapters.products import Product, float32_products, products_of, recorded, shapes_of, size_of
 from vlm_batch.arrays import arrays_of
 from vlm_batch.caches import Placement
 from vlm_batch.caches.quantisation import KVQuantisation, settings_of
 from vlm_batch.engine.compiled import CompiledDecode
 from vlm_batch.engine.proof import (
+    LENGTHS,
     Classes,
     Found,
     agreeing_widths,
@@ -49,7 +51,7 @@ from vlm_batch.store.digest import digest
 from vlm_batch.store.proofs import read_proof, write_proof
 
 #: Version of the measurements; a new one discards kept proofs.
-PROOF = 10
+PROOF = 11
 #: With the layout ``rows`` (CPUs), models of more bytes have only their products tried, each with at most ``MAX_WEIGHTS``.
 #: OpenBLAS has other kernels for products of up to a million multiplications.
 MAX_STEP_BYTES = 32 * 2**20
@@ -239,6 +241,7 @@ def prove(
 def _model_key(adapter: Adapter, kv: KVQuantisation | None) -> dict[str, Any]:
     return {
         "versions": versions(),
+        "sources": _sources(),
         "device": device_facts(),
         "model": digest([shapes_of(adapter.model), adapter.spec.family]).hex(),
         "kv": settings_of(kv),
@@ -252,25 +255,37 @@ def _measured(adapter: Adapter, kv: KVQuantisation | None, shapes: FixedShapes, 
     said = f"{len(products)} kinds of products"
     names = {str(product): [other for other in products if str(other) == str(product)] for product in products}
     single = {name: product_bits(alike, counts) for name, alike in names.items()}
+    trial = Trial(adapter, kv, shapes)
+    loose = product_bits(_float32_products(trial, products), counts)
     if layout is Placement.ROWS and size_of(adapter.model) > MAX_STEP_BYTES:
-        return Proof(classes_of(*single.values()), f"{said} were compared")
-    trial, own, found = Trial(adapter, kv, shapes), numbers_apart(single, layout), dict[int, Found]()
+        return Proof(classes_of(loose, *single.values()), f"{said} were compared")
+    own, found = numbers_apart(single, layout), dict[int, Found]()
     if own:
         trial = Trial(adapter.with_products(own), kv, shapes)
         found = step_bits(trial, counts)
-        classes = classes_of(*(one for name, one in single.items() if name not in own), *found.values())
-        without = best_class(classes_of(*single.values()), layout)
+        classes = classes_of(loose, *(one for name, one in single.items() if name not in own), *found.values())
+        without = best_class(classes_of(loose, *single.values()), layout)
         if forwards(best_class(classes, layout), layout) >= forwards(without, layout):  # it saves nothing
             trial, own, found = Trial(adapter, kv, shapes), {}, {}
         else:
             said += f", of which {' and '.join(own)} have numbers of rows of their own,"
     if not found:
         found = step_bits(trial, counts)
-        classes = classes_of(*single.values(), *found.values())
+        classes = classes_of(loose, *single.values(), *found.values())
     best = best_class(classes, layout)
     widths = agreeing_widths(found, best[0]) if all(best[0] in one for one in found.values()) else ()
     graphs = layout is Placement.SLAB and kv is None and _graphs_agree(trial, found, best)
     return Proof(classes, f"{said} and its decode step were compared", graphs, tuple(own.items()), widths)
+
+
+def _float32_products(trial: Trial, products: Sequence[Product]) -> list[Product]:
+    """Return the products in float32 of a prompt and a decode step, but for ``products``: layers' own."""
+    most = MAX_WEIGHTS if trial.shapes.layout is Placement.ROWS else None
+    known = {(one.width, one.outputs) for one in products if one.dtype == mx.float32 and not one.layout}
+    with recorded() as found:
+        row = trial.row(LENGTHS[Placement.ROWS][0])
+        next(trial.steps([row], 1))
+    return [one for one in float32_products(found, most) if (one.width, one.outputs) not in known]
 
 
 def _graphs_agree(trial: Trial, found: Mapping[int, Found], counts: tuple[int, ...]) -> bool:
@@ -285,6 +300,14 @@ def _graphs_agree(trial: Trial, found: Mapping[int, Found], counts: tuple[int, .
             raise
         return False
     return all(compiled[width].get(count) == found[width][count] for width in found for count in counts)
+
+
+@cache
+def _sources() -> str:
+    """Return the digest of what computes answers: a checkout's kernels change without its version."""
+    package = Path(__file__).parents[1]
+    paths = [path for folder in ("adapters", "caches", "models") for path in sorted((package / folder).iterdir())]
+    return digest([[path.name, path.read_text("utf-8")] for path in paths if path.suffix in (".cu", ".py")]).hex()
 
 
 def versions() -> dict[str, str]:
