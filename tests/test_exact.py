@@ -716,8 +716,11 @@ def test_a_changed_kernel_is_proven_anew(monkeypatch: pytest.MonkeyPatch) -> Non
     key = exactness._model_key(adapter, None)
     exactness._sources.cache_clear()
     assert exactness._model_key(adapter, None) == key
-    sign = "//"
-    monkeypatch.setattr(Path, "read_text", lambda path, *how: sources(path, *how) + sign * (path.name == "delta.cu"))
+
+    def changed(path: Path, *how: Any, **named: Any) -> str:
+        return sources(path, *how, **named) + "//" * (path.name == "delta.cu")
+
+    monkeypatch.setattr(Path, "read_text", changed)
     exactness._sources.cache_clear()
     assert exactness._model_key(adapter, None) != key
     exactness._sources.cache_clear()
