@@ -37,8 +37,8 @@ LEAST_GAIN = 1.2
 LEAST_GAIN_READ = 1.05
 #: Refused drafts after which forwards are timed anew. The number doubles each time, from the first to the most.
 FIRST_PATIENCE, MOST_PATIENCE = 16, 1024
-#: Steps after a refusal in which nobody asks again.
-PAUSE = 4
+#: Steps after a refusal in which nobody asks again: one more for each refusal, from the first to the most.
+PAUSE, MOST_PAUSE = 4, 16
 
 
 logger = logging.getLogger("vlm_batch.drafts")
@@ -169,8 +169,10 @@ class Drafts:
 
     def _is_due(self, group: DecodeBatch) -> bool:
         found = {row: hope for row in group.rows if (hope := self._foreseen(row))}
+        if not found:
+            return False
         is_due = bool(self._chosen(group, found, LEAST_GAIN))
-        self._rest = 0 if is_due or not found or any(row.answer.guide for row in found) else PAUSE
+        self._rest = 0 if is_due or any(row.answer.guide for row in found) else min(PAUSE + self._refused, MOST_PAUSE)
         return is_due
 
     def _chosen(self, group: DecodeBatch, found: Mapping[Row, Hope], least: float) -> dict[Row, int]:
@@ -196,7 +198,9 @@ class Drafts:
     def _foreseen(self, row: Row) -> Hope | None:
         """Return a row's probable draft before its token is known."""
         answer, drafter = row.answer, row.answer.drafter
-        if drafter is None or answer.known_token is not None or row.is_suspect:
+        if drafter is None or (answer.guide is None and self.model is None and not self._proposed(row)):
+            return None  # as mostly
+        if answer.known_token is not None or row.is_suspect:
             return None
         if answer.guide is not None:
             own = Hope("form", max(1, round(drafter.forced)), drafter.rates["form"], longest=drafter.forced)
