@@ -2,9 +2,10 @@
 
 The same requests are answered with and without drafts, in turns, by one model; each draw has other pictures and seeds. The
 table has, for each kind of work and number of rows, the time with drafts over the time without (median, least and most of the
-draws), decode forwards likewise, and the share of drafted tokens that held. Answers are compared: one that differs ends the
-benchmark. The default model is the sample that reads. `--model fixtures/checkpoints/qwen2_vl` is the small test checkpoint,
-which cannot read: its texts are bounded by the schema alone.
+draws), decode forwards likewise, the share of drafted tokens that held, and the answers that differ: none may in float32; in
+half precision a near-tie may fall the other way. The default model is the sample that reads.
+`--model fixtures/checkpoints/qwen2_vl` is the small test checkpoint, which cannot read: its texts are bounded by the schema
+alone.
 
     receipts  a made receipt as JSON, held to a schema: what the schema leaves no choice about is drafted
     again     the second turn of a conversation asks for what the first was told: n-grams of the prompt
@@ -219,12 +220,13 @@ def main() -> None:
         return ways["off"].batcher.generate([request], raise_on_error=True)[0].text
 
     print(
-        f"{'work':<10}{'rows':>5}{'time':>8}{'least':>8}{'most':>8}{'wall':>8}{'forwards':>10}{'held':>7}", flush=True
+        f"{'work':<10}{'rows':>5}{'time':>8}{'least':>8}{'most':>8}{'wall':>8}{'forwards':>10}{'held':>7}{'differ':>9}",
+        flush=True,
     )
     for name in args.work:
         for rows in args.rows:
             ratios, walls, forwards = [], [], []
-            held, drafted = 0, 0
+            held, drafted, differ, asked = 0, 0, 0, 0
             over, wrong = list[float](), 0
             for number in range(-1, args.draws):  # the first is not counted: kernels are made
                 draw = random.Random(f"{args.seed} {name} {rows} {number}")
@@ -234,8 +236,8 @@ def main() -> None:
                 for draft in sorted(ways, reverse=number % 2 == 0):
                     ends[draft] = ways[draft].run(requests, rows)
                 auto, off = ends["auto"], ends["off"]
-                if auto.told != off.told:
-                    raise SystemExit(f"{name}, {rows} rows, draw {number}: the answers differ")
+                differ += sum(one != right for one, right in zip(auto.told, off.told, strict=True))
+                asked += len(requests)
                 theirs = None if beside is None else beside.run(requests, rows)
                 if number < 0:
                     continue
@@ -249,19 +251,21 @@ def main() -> None:
                 forwards.append(auto.forwards / off.forwards)
             share = held / drafted if drafted else None
             line = {"work": name, "rows": rows, "time": ratios, "wall": walls, "forwards": forwards, "held": share}
+            line |= {"differ": differ, "asked": asked}
             line |= {"over mlx-vlm": over, "wrong by mlx-vlm": wrong} if beside else {}
             found.append(line)
             middle = statistics.median
             print(
                 f"{name:<10}{rows:>5}{middle(ratios):>8.2f}{min(ratios):>8.2f}{max(ratios):>8.2f}{middle(walls):>8.2f}"
-                f"{middle(forwards):>10.2f}" + ("      -" if share is None else f"{share:>7.0%}"),
+                f"{middle(forwards):>10.2f}"
+                + ("      -" if share is None else f"{share:>7.0%}")
+                + f"{differ:>4} of {asked}",
                 flush=True,
             )
             if over:
-                asked = len(over) * max(rows, 4)
                 print(
                     f"over mlx-vlm: {middle(over):.2f} ({min(over):.2f} to {max(over):.2f}); "
-                    f"{wrong} of its {asked} answers are wrong",
+                    f"{wrong} of its {len(over) * max(rows, 4)} answers are wrong",
                     flush=True,
                 )
     for way in ways.values():
