@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,6 +35,7 @@ WITHOUT = frozenset(
     {"falcon_ocr", "falcon_perception", "glm5_next", "jina_vlm", "molmo", "molmo2", "molmo_point", "moondream2"}
 )
 WITHOUT |= {"moondream3", "muse_spark", "phi3_v", "phi4_siglip", "phi4mm", "plamo2vl"}
+NARROW = policy_of({"wide_products": False})
 ASKS = (Ask("image:3:2"), Ask("text:4:9", at=2), Ask("image:1:0", at=3), Ask("text:5:26", at=5))
 
 
@@ -97,7 +99,7 @@ def test_the_caller_s_model_keeps_its_numbers_and_nothing_is_held_twice() -> Non
     before = dict(tree_flatten(model.parameters()))
     copies = {path: np.array(array) for path, array in before.items()}
     shapes = {path: array.shape for path, array in before.items()}
-    adapter = adapt(model)
+    adapter = adapt(model, policy=NARROW)
     del before
     gc.collect()
     mx.clear_cache()  # buffers that are used again may be larger than what is asked for
@@ -122,12 +124,24 @@ def test_a_policy_says_so_and_answers_stay_the_same() -> None:
     assert "products of 64 by 128 in mlx.core.float32 with a bias" in wide_ones - narrow, (narrow, wide_ones)
 
 
+@pytest.mark.parametrize("name", ["deepseek_v4", "deepseek_v41", "qwen3_5"])
+def test_what_the_trial_leaves_behind_can_be_used_on_another_thread(name: str) -> None:
+    """The frequencies that DeepSeek V4 keeps, for one."""
+    tiny = tiny_family(name)
+    adapter = adapter_for(tiny.registered)(tiny.build())
+    assert share_products(adapter) > 0
+    asks = [Ask("text:5:26"), Ask("image:3:2")]
+    with ThreadPoolExecutor(1) as other:
+        answers = other.submit(run, adapter, lambda key: inputs_of(name, key), asks).result()
+    check(name, answers)
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 def test_packed_weights_are_shared_too(bits: int) -> None:
     model = tiny_model()
     nn.quantize(model.language_model, group_size=32, bits=bits)
     mx.eval(model.parameters())
-    plain, wide = adapt(model), adapt(model)
+    plain, wide = (adapt(model, policy=NARROW) for _ in range(2))
     assert share_products(wide, model) > 0
     answers = [
         [answer.logprobs for answer in run(adapter, lambda key: inputs_of("qwen2_5_vl", key), ASKS)]
@@ -160,7 +174,7 @@ def test_a_model_that_reads_more_of_its_layers_stays_as_it_is() -> None:
             assert self.q_proj.weight.ndim == 2
             return super().__call__(*args, **kwargs)
 
-    adapter = adapt(model)
+    adapter = adapt(model, policy=NARROW)
     for _, module in adapter.language.named_modules():
         if isinstance(module, attention):
             module.__class__ = type("Nosy", (Nosy, type(module)), {})

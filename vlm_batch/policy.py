@@ -244,10 +244,7 @@ class Policy:
     wide_products: bool = _setting(
         "whether layers of one input (queries, keys and values; a gate and what it gates) are one product",
         (False, "measured: 0.97 to 1.07 of a step's time (docs/log.md)"),
-        (
-            False,
-            "measured: 0.82 to 0.93 of a compiled step's time, and weights held twice in the one run (docs/benchmarks.md)",
-        ),
+        (True, "measured: 0.82 to 0.93 of a compiled step's time, and no more memory (docs/benchmarks.md)"),
         (False, "not measured"),
         check=_yes_or_no,
     )

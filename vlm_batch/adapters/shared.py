@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from vlm_batch.adapters.base import Adapter
-from vlm_batch.adapters.modules import clone_modules
+from vlm_batch.adapters.modules import clone_modules, evaluate_arrays
 from vlm_batch.caches import LayerCache, Placement, kind_of
 from vlm_batch.records import Call, DecodeStep
 
@@ -135,15 +135,18 @@ def _recorded(layers: Sequence[Any]) -> Iterator[dict[int, list[mx.array]]]:
 
 
 def _is_tried(adapter: Adapter) -> bool:
-    """Whether a prompt's chunks and a decode step run, unevaluated."""
+    """Whether a prompt's chunks and a decode step run.
+
+    They are computed, and so is what modules have made and kept: other threads cannot use unevaluated arrays.
+    """
     layers: list[LayerCache] = []
-    extras, places = [], 1 if adapter.spec.max_rows == 1 else 2
+    logits, extras, places = [], [], 1 if adapter.spec.max_rows == 1 else 2
     try:
         for place in range(places):
             encoded = adapter.encode({"input_ids": mx.array([PROMPT], dtype=mx.int32)}, Call(is_made_up=True))
             cache = adapter.make_cache()
             for begin, end in ((0, len(PROMPT) - 1), (len(PROMPT) - 1, len(PROMPT))):
-                adapter.prefill([encoded], cache, begin, end)
+                logits.append(adapter.prefill([encoded], cache, begin, end))
             adapter.finish_prefill(encoded, cache)
             if not layers:
                 layers = [kind_of(single).batched(Placement.for_device(), places) for single in cache]
@@ -152,7 +155,9 @@ def _is_tried(adapter: Adapter) -> bool:
                 layer.put(place, single)
             extras.append(encoded.decode)
         tokens = mx.array([PROMPT[:1]] * places, dtype=mx.int32)
-        adapter.decode(DecodeStep(tokens, mx.array([len(PROMPT)] * places, dtype=mx.int32), layers, extras))
+        positions = mx.array([len(PROMPT)] * places, dtype=mx.int32)
+        mx.eval(logits, adapter.decode(DecodeStep(tokens, positions, layers, extras)))
+        evaluate_arrays(adapter.language)
     except Exception:  # from the model's code
         return False
     return True
