@@ -77,11 +77,6 @@ from vlm_batch.store.pictures import PictureStore
 from vlm_batch.store.prompt import PromptCache
 from vlm_batch.types import Audio, FetchPolicy, ImageInput, Message, Request, SamplingParams, Template, Video
 
-#: Most pixels of one request's pictures and frames together.
-DEFAULT_MAX_REQUEST_PIXELS = DEFAULT_MAX_VIDEO_PIXELS
-#: Pixels from which memory is returned to the system at once: the C library would keep it.
-MANY_PIXELS = 20_000_000
-
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
@@ -102,7 +97,7 @@ class Limits:
 
     image_pixels: int | None = DEFAULT_MAX_PIXELS
     video_pixels: int | None = DEFAULT_MAX_VIDEO_PIXELS
-    request_pixels: int | None = DEFAULT_MAX_REQUEST_PIXELS
+    request_pixels: int | None = DEFAULT_MAX_VIDEO_PIXELS
     audio_seconds: float | None = DEFAULT_MAX_SECONDS
     prompt_tokens: int | None = None
     min_pixels: int | None = None
@@ -124,7 +119,8 @@ CHARACTERS_PER_TOKEN = 16
 MAX_TOKENS = 1 << 20
 #: Characters from which a prompt counts as long: tokenizing takes tenths of a second.
 LONG_PROMPT = 200_000
-#: Pixels from which a request counts as large: decoding takes tenths of a second or more.
+#: Pixels from which a request counts as large: decoding takes tenths of a second or more, and its memory is returned to the
+#: system at once, for the C library would keep it.
 MANY_PIXELS = 2**24
 
 
@@ -229,10 +225,6 @@ class Prepared:
     bad_words: tuple[tuple[int, ...], ...] = ()
     form: Form | None = None
     thinking: Thinking | None = None
-
-    @property
-    def nbytes(self) -> int:
-        return num_bytes(self.inputs) + (0 if self.kept is None else num_bytes(self.kept))
 
 
 class Preparer:
@@ -521,16 +513,15 @@ class Preparer:
     ) -> dict[str, Any]:
         prompt = question.prompt
         is_escaped = prompt is not None and ESCAPE in prompt
-        is_rare = is_escaped or (prompt is not None and len(prompt) >= LONG_PROMPT)
+        is_rare = is_escaped or question.takes_long
         with (
             self._rare_one(escapes=is_escaped) if is_rare else self._processors.acquire() as processing,
             processing.scaled_to(question.pixels),
         ):
-            if prompt is not None and is_escaped:
-                return processing.escaped_inputs(prompt, images, clips, sounds)
-            if prompt is not None:
-                return processing.inputs(prompt, images, clips, sounds)
-            return processing.inputs_of_ids(question.token_ids, images, self._image_token_ids, clips, sounds)
+            if prompt is None:
+                return processing.inputs_of_ids(question.token_ids, images, self._image_token_ids, clips, sounds)
+            make = processing.escaped_inputs if is_escaped else processing.inputs
+            return make(prompt, images, clips, sounds)
 
     @contextmanager
     def _rare_one(self, *, escapes: bool) -> Iterator[Processing]:
