@@ -51,9 +51,8 @@ class Loading:
         #: Bytes of the prepared inputs; None while unknown.
         self.known_nbytes = num_bytes(question.inputs) if question.inputs is not None else None if question.media else 0
         self._future: Future[Prepared] = Future()
-        self._calls: list[Callable[[], None]] | None = []  # to be told that it is done; None once they were
+        self._calls: list[Callable[[], None]] = []  # to be told that it is done; its future would keep them
         self._lock = threading.Lock()
-        self._has_ended = False
 
     @property
     def nbytes(self) -> int:
@@ -74,7 +73,7 @@ class Loading:
     def when_done(self, call: Callable[[], None]) -> None:
         """Call ``call`` at the end, or now if done."""
         with self._lock:
-            if self._calls is not None:
+            if not self.done():
                 self._calls.append(call)
                 return
         call()
@@ -89,7 +88,7 @@ class Loading:
     def put(self, at: int, medium: Any) -> bool:
         """Store a medium; return whether it was the last."""
         with self._lock:
-            if self._has_ended:
+            if self.done():
                 return False
             self._media[at] = medium
             self.unread.pop(at, None)
@@ -105,17 +104,15 @@ class Loading:
     def end(self, outcome: Prepared | BaseException) -> None:
         """Set the first outcome and call the callbacks."""
         with self._lock:
-            is_first, self._has_ended = not self._has_ended, True
             self._media.clear()
-        if is_first:
-            if isinstance(outcome, BaseException):
-                self._future.set_exception(outcome)
-            else:
-                self._future.set_result(outcome)
-            with self._lock:
-                calls, self._calls = self._calls or [], None
-            for call in calls:
-                call()
+            if not self.done():
+                if isinstance(outcome, BaseException):
+                    self._future.set_exception(outcome)
+                else:
+                    self._future.set_result(outcome)
+            calls, self._calls = self._calls, []
+        for call in calls:
+            call()
         if isinstance(outcome, BaseException):
             self.cancelled.set()
 
