@@ -16,7 +16,7 @@ from typing import Any
 from vlm_batch.arrays import num_bytes
 from vlm_batch.inputs.fetch import Cancelled, Fetched, KnownUri, OperationCancelled
 from vlm_batch.inputs.grammar import Form
-from vlm_batch.inputs.media import fetch_medium
+from vlm_batch.inputs.media import Kind
 from vlm_batch.inputs.pool import Pool
 from vlm_batch.inputs.prepare import Lane, Prepared, Question, lane_of, late_error
 from vlm_batch.runtime import threads
@@ -155,7 +155,7 @@ class Loaders:
             for at, lane in unread.items():
                 medium = question.media[at]
                 reading = self._reads[lane].submit(
-                    partial(fetch_medium, medium, policy, loading.cancelled),
+                    partial(Kind.of(medium).fetch, medium, policy, loading.cancelled),
                     loading.cancelled,
                     seconds=policy.seconds + GRACE_SECONDS,
                     late=partial(late_error, medium, policy),
@@ -169,38 +169,30 @@ class Loaders:
         return loading
 
     def process(self, loading: Loading) -> None:
-        """Start to process a question that was read."""
-        if self._compiled is None or loading.question.params.form is None:
-            self._process(loading)
-            return
-        try:
-            compiling = self._compiled(loading.question, loading.cancelled)
-        except BaseException as error:
-            loading.end(error)
-            return
-        compiling.add_done_callback(partial(self._was_compiled, loading))
-
-    def _was_compiled(self, loading: Loading, compiling: Future[Form]) -> None:
-        try:
-            loading.question = replace(loading.question, form=compiling.result())
-            self._process(loading)
-        except OperationCancelled as error:
-            if loading.done():
-                loading.end(error)
-            else:  # another's request for the same form was cancelled
-                self.process(loading)
-        except BaseException as error:
-            loading.end(error)
-
-    def _process(self, loading: Loading) -> None:
+        """Start to process a question that was read, once its form is compiled."""
         question = loading.question
-        pool = self._large_work if question.has_many_pixels else self._work
-        pool = self._long_work if question.takes_long else pool
         try:
+            if question.params.form is not None and question.form is None and self._compiled is not None:
+                compiling = self._compiled(question, loading.cancelled)
+                compiling.add_done_callback(partial(self._was_compiled, loading))
+                return
+            pool = self._large_work if question.has_many_pixels else self._work
+            pool = self._long_work if question.takes_long else pool
             working = pool.submit(partial(self._prepared, loading), loading.cancelled, client=question.client)
             working.add_done_callback(lambda done: loading.end(done.exception() or done.result()))
         except BaseException as error:
             loading.end(error)
+
+    def _was_compiled(self, loading: Loading, compiling: Future[Form]) -> None:
+        try:
+            loading.question = replace(loading.question, form=compiling.result())
+        except OperationCancelled:
+            if loading.done():
+                return  # else another's request for the same form was cancelled: this one asks again
+        except BaseException as error:
+            loading.end(error)
+            return
+        self.process(loading)
 
     def _prepared(self, loading: Loading) -> Prepared:
         # No function within another: an error's traceback would hold its closure, and with it the loading.
