@@ -22,14 +22,13 @@ Fact = TypeVar("Fact")
 
 
 class Facts(Generic[Fact]):
-    """A fact about each large array, or each one, while the array lives."""
+    """A fact about each large array, while the array lives."""
 
-    def __init__(self, *, of_small: bool = False) -> None:
-        self._of_small = of_small
+    def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref[mx.array], Fact]] = {}  # by id
 
     def note(self, array: mx.array, fact: Fact) -> None:
-        if self._of_small or array.nbytes >= LARGE:
+        if array.nbytes >= LARGE:
             place = id(array)
             self._known[place] = weakref.ref(array, lambda _: self._known.pop(place, None)), fact  # type: ignore[arg-type, return-value]
 
@@ -41,7 +40,7 @@ class Facts(Generic[Fact]):
 #: BLAKE3 of arrays.
 HASHES = Facts[bytes]()
 #: Parts of joined arrays.
-_PARTS = Facts[list[mx.array]](of_small=True)
+_PARTS = Facts[list[mx.array]]()
 #: Sources of converted arrays.
 _SOURCES = Facts["mx.array | np.ndarray"]()
 
