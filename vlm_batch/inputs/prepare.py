@@ -390,7 +390,8 @@ class Preparer:
         return fetch_image(source, self._fetch) if is_data_uri(source) else own_image(source)
 
     def _rendered(self, request: Request, turns: list[Message], counts: Sequence[int], options: Template | None) -> str:
-        for text in texts_of([request.prompt, turns]):
+        asked: str | list[Message] = turns if request.prompt is None else request.prompt
+        for text in texts_of(asked):
             try:
                 text.encode("utf-8")
             except UnicodeEncodeError as error:
@@ -398,29 +399,23 @@ class Preparer:
                     f"the text holds {text[error.start]!r} at character {error.start:,}, half of a surrogate pair: it is no "
                     "Unicode text (what read it may have guessed another encoding)"
                 ) from error
-        prompt = request.prompt
-        if prompt is None:
-            if options is None:
-                raise InvalidPrompt("template is None; messages need the chat template")
-            size = sum(map(len, texts_of(turns)))
-            self._check_length(size, CHARACTERS_PER_TOKEN, "the chat has {} characters")
-            if options.escape_special_tokens:
-                turns, options = self._reserved.escaped(turns), self._escaped(options)
-            self._reserved.check_chat(turns, options.arguments)
-            return self.processing.render(turns, *counts, options=options)
-        self._check_length(len(prompt), CHARACTERS_PER_TOKEN, "the prompt has {} characters")
+        if options is None and not isinstance(asked, str):
+            raise InvalidPrompt("template is None; messages need the chat template")
+        said = f"the {'prompt' if isinstance(asked, str) else 'chat'} has {{}} characters"
+        self._check_length(sum(map(len, texts_of(asked))), CHARACTERS_PER_TOKEN, said)
         if options is not None:
             if options.escape_special_tokens:
-                prompt, options = self._reserved.escaped(prompt), self._escaped(options)
-            self._reserved.check_prompt(prompt, options.arguments)
-            return self.processing.render(prompt, *counts, options=options)
-        if not prompt.strip():
+                asked, options = self._reserved.escaped(asked), self._escaped(options)
+            self._reserved.check(asked, options.arguments)
+            return self.processing.render(asked, *counts, options=options)
+        assert isinstance(asked, str)
+        if not asked.strip():
             raise InvalidPrompt("the prompt is empty")
         for kind, given in zip(KINDS, counts, strict=True):
-            room = self.processing.count_placeholders(prompt, kind.marker)
+            room = self.processing.count_placeholders(asked, kind.marker)
             if room is not None and room != given:
                 raise InvalidPrompt(f"the rendered prompt has {room} {kind.noun} placeholders for {given} {kind.noun}s")
-        return prompt
+        return asked
 
     def _escaped(self, options: Template) -> Template:
         escaped = self._reserved.escaped
@@ -584,7 +579,6 @@ def _check_types(request: Request) -> None:
             InvalidPrompt,
         ),
         ("inputs", request.inputs, Mapping, "a mapping of names to arrays", InvalidPrompt),
-        ("request_id", request.request_id, str, "text (str)", InvalidRequest),
         ("cache", request.cache, PromptCache, "a PromptCache: Result.cache, or PromptCache.load(path)", InvalidCache),
     )
     for name, value, kind, right, error in rules:
