@@ -156,10 +156,8 @@ class Form:
             if not matcher.try_consume_tokens([token]):
                 break
             found.append((token, np.zeros_like(self._first)))
-            if (
-                matcher.is_stopped() or time.perf_counter() - begin > AHEAD_SECONDS
-            ):  # nothing may follow, or it is not worth it
-                break
+            if matcher.is_stopped() or time.perf_counter() - begin > AHEAD_SECONDS:
+                break  # nothing may follow, or it is not worth it
             matcher.unsafe_compute_mask_ptr(found[-1][1].ctypes.data, found[-1][1].nbytes)
         if found and not found[-1][1].any():
             found.pop()

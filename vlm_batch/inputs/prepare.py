@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -198,16 +198,18 @@ class Question:
         known = (image for image in self.images if isinstance(image, KnownUri))
         return self.num_pixels - sum(map(count_pixels, known)) >= MANY_PIXELS
 
-    @cached_property
+    @property
     def lane(self) -> Lane:
-        lanes = {lane_of(medium) for medium in self.media}
-        lanes |= {Lane.LONG} if self.takes_long or self.new_form >= LARGE else set()
-        lanes |= {Lane.FORM} if self.new_form else set()
-        lanes |= {Lane.PIXELS} if self.has_many_pixels else set()
-        for lane in (Lane.NETWORK, Lane.LONG, Lane.FORM, Lane.DISK, Lane.PIXELS):
-            if lane in lanes:
-                return lane
-        return Lane.MEMORY
+        reads = set(map(lane_of, self.media))
+        if Lane.NETWORK in reads:
+            return Lane.NETWORK
+        if self.takes_long or self.new_form >= LARGE:
+            return Lane.LONG
+        if self.new_form:
+            return Lane.FORM
+        if Lane.DISK in reads:
+            return Lane.DISK
+        return Lane.PIXELS if self.has_many_pixels else Lane.MEMORY
 
 
 @dataclass(frozen=True)
