@@ -28,6 +28,8 @@ NUM_LOADERS = max(2, min(8, threads.num_cores()))
 #: Downloads at a time, and disk reads at a time.
 NUM_DOWNLOADS = 8
 NUM_DISK_READS = 4
+#: Assumed samples per second of sound, to estimate its memory.
+SAMPLES_A_SECOND = 16_000
 #: Seconds after its own time limit at which a hanging read is given up.
 GRACE_SECONDS = 1.0
 #: Seconds that ``Loaders.close`` waits for processing under way. The end of the interpreter waits for all of it.
@@ -47,12 +49,16 @@ class Loading:
         #: Index and lane of each medium that has still to be read.
         self.unread = {at: lane for at, medium in enumerate(self._media) if (lane := lane_of(medium)) is not None}
         self.is_read = not self.unread  # its pictures and videos are in memory, or at hand
-        self.num_pixels = question.num_values  # of the media that are in memory
         #: Bytes of the prepared inputs; None while unknown.
         self.known_nbytes = num_bytes(question.inputs) if question.inputs is not None else None if question.media else 0
         self._future: Future[Prepared] = Future()
         self._calls: list[Callable[[], None]] = []  # to be told that it is done; its future would keep them
         self._lock = threading.Lock()
+
+    @property
+    def num_pixels(self) -> int:
+        """Pixels and samples of the media that are in memory."""
+        return self.question.num_pixels + int(self.question.seconds * SAMPLES_A_SECOND)
 
     @property
     def nbytes(self) -> int:
@@ -73,7 +79,7 @@ class Loading:
     def when_done(self, call: Callable[[], None]) -> None:
         """Call ``call`` at the end, or now if done."""
         with self._lock:
-            if not self.done():
+            if not self._future.done():
                 self._calls.append(call)
                 return
         call()
@@ -88,7 +94,7 @@ class Loading:
     def put(self, at: int, medium: Any) -> bool:
         """Store a medium; return whether it was the last."""
         with self._lock:
-            if self.done():
+            if self._future.done():
                 return False
             self._media[at] = medium
             self.unread.pop(at, None)
@@ -97,7 +103,6 @@ class Loading:
             self.read_seconds = time.perf_counter() - self._began
             media = list(self._media)
         self.question = self.question.with_media(media)
-        self.num_pixels = self.question.num_values
         self.is_read = True
         return True
 
@@ -105,7 +110,7 @@ class Loading:
         """Set the first outcome and call the callbacks."""
         with self._lock:
             self._media.clear()
-            if not self.done():
+            if not self._future.done():
                 if isinstance(outcome, BaseException):
                     self._future.set_exception(outcome)
                 else:

@@ -111,8 +111,6 @@ class Limits:
             object.__setattr__(self, "audio_seconds", seconds_option("audio_seconds", self.audio_seconds))
 
 
-#: Assumed samples per second of sound, to estimate its memory.
-SAMPLES_A_SECOND = 16_000
 #: Most characters per token, on average; English has four to five.
 CHARACTERS_PER_TOKEN = 16
 #: Most prompt tokens where neither the model nor the batcher sets a limit.
@@ -182,11 +180,6 @@ class Question:
         frames = (count_video_pixels(video, self.sampling) for video in self.videos)
         pixels = sum(map(count_pixels, self.images)) + sum(frames)
         return replace(self, num_pixels=pixels, seconds=sum(map(count_seconds, self.audios)))
-
-    @property
-    def num_values(self) -> int:
-        """Pixels and samples in memory."""
-        return self.num_pixels + int(self.seconds * SAMPLES_A_SECOND)
 
     @property
     def takes_long(self) -> bool:
@@ -586,18 +579,8 @@ def _check_types(request: Request) -> None:
     for name, value, kind, right, error in rules:
         if value is not None and not isinstance(value, kind):
             raise error(f"{name} is {shown(value)}; it must be {right}")
-    name = (request.prompt or "").lower().partition("?")[0]
-    if (
-        name.endswith(tuple(picture_suffixes()))
-        and len(name.split()) == 1
-        and not request.images
-        and not request.videos
-    ):
-        raise InvalidPrompt(
-            f"prompt is {shown(request.prompt)}, the name of a picture: that is images=, and prompt= asks about it"
-        )
-    if request.prompt is not None and len(request.images) == 1:
-        _check_places(request.images[0], request.prompt)
+    if request.prompt is not None:
+        _check_places(request.prompt, request.images, request.videos)
 
 
 @contextmanager
@@ -612,14 +595,19 @@ def _naming_the_picture(source: ImageInput, number: int, count: int) -> Iterator
         raise InvalidImage(f"picture {number} of {count}: {error.reason}", advice=error.advice) from error
 
 
-def _check_places(image: ImageInput, prompt: str) -> None:
-    """Refuse a swapped picture and prompt."""
-    if not isinstance(image, str) or names_picture(image) or not names_picture(prompt) or os.path.exists(image):
-        return
-    raise InvalidImage(
-        f"images is {shown(image)}, which is no file, and prompt is {shown(prompt)}: have they changed places? "
-        "It is submit(images, prompt)"
-    )
+def _check_places(prompt: str, images: Sequence[ImageInput], videos: Sequence[Any]) -> None:
+    """Refuse a picture in the prompt's place."""
+    name = prompt.lower().partition("?")[0]
+    if name.endswith(tuple(picture_suffixes())) and len(name.split()) == 1 and not images and not videos:
+        raise InvalidPrompt(
+            f"prompt is {shown(prompt)}, the name of a picture: that is images=, and prompt= asks about it"
+        )
+    image = images[0] if len(images) == 1 else None
+    if isinstance(image, str) and not names_picture(image) and names_picture(prompt) and not os.path.exists(image):
+        raise InvalidImage(
+            f"images is {shown(image)}, which is no file, and prompt is {shown(prompt)}: have they changed places? "
+            "It is submit(images, prompt)"
+        )
 
 
 def _checked_ids(given: Any, image_token_ids: frozenset[int]) -> tuple[int, ...]:
