@@ -444,11 +444,12 @@ class Preparer:
 
     def _decoded(self, question: Question, cancelled: Cancelled) -> Prepared:
         limits, params = self.limits, question.params
+        load = partial(load_image, max_pixels=limits.image_pixels, policy=self._fetch, cancelled=cancelled)
         images = []
         for number, source in enumerate(question.images, 1):
             cancelled.check()
             with _naming_the_picture(source, number, len(question.images)):
-                images.append(self._image(source, cancelled))
+                images.append(load(source) if self._pictures is None else known_picture(source, load, self._pictures))
         clips = []
         for video in question.videos:
             cancelled.check()
@@ -479,14 +480,6 @@ class Preparer:
             form=None if question.form is None else question.form.copy(question.client),
             thinking=question.thinking,
         )
-
-    def _image(self, source: ImageInput, cancelled: Cancelled) -> Image.Image:
-        load = partial(load_image, max_pixels=self.limits.image_pixels, policy=self._fetch, cancelled=cancelled)
-        if self._pictures is None:
-            return load(source)
-        if not isinstance(source, KnownUri):
-            source = fetch_image(source, self._fetch, cancelled)
-        return known_picture(source, load, self._pictures)
 
     def _sound(self, audio: Audio, cancelled: Cancelled) -> Sound:
         sound = load_audio(audio, self.processing.audio_rate, self.limits.audio_seconds, self._fetch, cancelled)
