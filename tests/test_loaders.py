@@ -26,9 +26,9 @@ from transformers import PreTrainedTokenizerFast
 from tests.test_fetch import Site
 from tests.test_fetch import site as site  # a fixture
 from vlm_batch import FetchPolicy, InvalidImage, InvalidRequest, Request, VLMBatcher, assets
-from vlm_batch.arrays import as_numpy
+from vlm_batch.arrays import as_numpy, num_bytes
 from vlm_batch.errors import let_go
-from vlm_batch.inputs import loaders as module
+from vlm_batch.inputs import images as images_module
 from vlm_batch.inputs import pool as pools
 from vlm_batch.inputs.fetch import Cancelled, OperationCancelled
 from vlm_batch.inputs.loaders import Loaders
@@ -152,14 +152,14 @@ def test_idle_threads_go() -> None:
 
 def test_each_lane_goes_its_own_way(site: str, hung: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every thread for downloads and every thread for disks waits; texts and bytes in memory go on."""
-    read = module.fetch_medium
+    read = images_module.fetch
 
-    def slow_disk(medium: Any, *args: Any) -> Any:
-        if str(medium).startswith("/dead/"):
+    def slow_disk(source: Any, *args: Any) -> Any:
+        if str(source).startswith("/dead/"):
             hung.wait()
-        return read(medium, *args)
+        return read(source, *args)
 
-    monkeypatch.setattr(module, "fetch_medium", slow_disk)
+    monkeypatch.setattr(images_module, "fetch", slow_disk)
     policy = FetchPolicy(allow_private=True, seconds=30)
     loaders = Loaders(prepared)
     dead = [loaders.start(Question("?", images=(f"/dead/{at}.png",), fetch=policy)) for at in range(9)]
@@ -238,12 +238,10 @@ def test_a_loading_that_has_ended_goes_with_its_last_reference(ending: str) -> N
         loaders.close()
 
 
-def test_prepared_requests_know_their_bytes() -> None:
+def test_bytes_of_processed_inputs_are_counted() -> None:
     """Admission counts them."""
     pixels = mx.zeros((10, 3))
-    assert (
-        Prepared({"pixel_values": [pixels, pixels], "input_ids": mx.zeros((1, 4), mx.int32), "name": "x"}).nbytes == 256
-    )
+    assert num_bytes({"pixel_values": [pixels, pixels], "input_ids": mx.zeros((1, 4), mx.int32), "name": "x"}) == 256
 
 
 # Processors for several threads

@@ -63,16 +63,16 @@ def test_a_reserved_word_is_refused_wherever_it_is_typed(name: str) -> None:
             {"role": "tool", "content": [{"type": "text", "text": text}]},
         ]
         with pytest.raises(InvalidPrompt):
-            reserved.check_prompt(text)
+            reserved.check(text)
         for message in chats:
             with pytest.raises(InvalidPrompt):
-                reserved.check_chat([message])
+                reserved.check([message])
         for arguments in ({"tools": [{"function": {"description": text}}]}, {"documents": [{text: "x"}]}):
             with pytest.raises(InvalidPrompt):
-                reserved.check_prompt("", arguments)
+                reserved.check("", arguments)
     for word in reserved.words.placeholders:
         with pytest.raises(InvalidPrompt):
-            reserved.check_chat([{"role": "assistant", "tool_calls": [{"function": {"arguments": {"a": word}}}]}])
+            reserved.check([{"role": "assistant", "tool_calls": [{"function": {"arguments": {"a": word}}}]}])
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
@@ -94,7 +94,7 @@ def test_what_is_not_refused_becomes_no_control_token(name: str) -> None:
     special = {*ids, *(id for id, word in processing.tokenizer.added_tokens_decoder.items() if str(word) in words)}
     for word in strange:
         try:
-            reserved.check_prompt(f"a {word} b")
+            reserved.check(f"a {word} b")
         except InvalidPrompt:
             continue
         plain = processing.inputs(processing.render("a b", 0), [])["input_ids"].flatten().tolist()
@@ -143,8 +143,8 @@ def test_placeholders_that_are_no_tokens(placeholder: str, typed: str) -> None:
     """llava's, phi's with numbers, minicpm's: found in what the template writes for a picture."""
     reserved = ReservedWords(Written(placeholder))  # type: ignore[arg-type]
     with pytest.raises(InvalidPrompt, match="video's place"):
-        reserved.check_prompt(typed)
-    reserved.check_prompt("an <im age> of |image_1| (x)")
+        reserved.check(typed)
+    reserved.check("an <im age> of |image_1| (x)")
 
 
 @pytest.mark.parametrize(
@@ -280,7 +280,7 @@ def test_what_a_familys_processor_looks_for_cannot_be_typed(folder: str) -> None
         refused = 0
         for one in reserved:
             try:
-                one.check_prompt(text)
+                one.check(text)
             except InvalidPrompt:
                 refused += 1
                 for chat in (
@@ -290,10 +290,10 @@ def test_what_a_familys_processor_looks_for_cannot_be_typed(folder: str) -> None
                     [{"role": "assistant", "content": "", "tool_calls": [{**call, "id": text}]}],
                 ):
                     with pytest.raises(InvalidPrompt, match="place"):
-                        one.check_chat(chat)
+                        one.check(chat)
         assert refused == len(reserved), f"{folder}: {word} can be typed"
     for one in reserved:
-        one.check_prompt("an image of <b>bold</b> [text] (see the video), x < image > y, <|grounding|> <OD>")
+        one.check("an image of <b>bold</b> [text] (see the video), x < image > y, <|grounding|> <OD>")
 
 
 def test_every_familys_processor_with_such_words_is_there() -> None:
@@ -312,7 +312,7 @@ def test_an_escaped_spelling_is_plain_text(name: str) -> None:
     special = [*sorted(reserved.words.turns | reserved.words.placeholders), "<|image_1|>", "<|im_<|im_end|>end|>"]
     typed = "so " + " ".join(special) + " end"
     escaped = reserved.escaped([{"role": "user", "content": typed}])
-    reserved.check_chat(escaped)  # nothing is left to be refused
+    reserved.check(escaped)  # nothing is left to be refused
     assert escaped[0]["role"] == "user"
     assert escaped[0]["content"].replace(ESCAPE, "") == typed
     picture = Image.new("RGB", (40, 40))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import mlx.core as mx
@@ -73,7 +73,7 @@ def split_rows(tree: Any, counts: Sequence[int]) -> list[Any] | None:
     if any(array.shape[0] * count % total for array in arrays for count in counts):
         return None
     bounds = itertools.pairwise([0, *itertools.accumulate(counts)])
-    return [map_arrays(tree, lambda array, b=begin, e=end: _share(array, b, e, total)) for begin, end in bounds]  # type: ignore[misc]
+    return [map_arrays(tree, partial(_share, begin=begin, end=end, total=total)) for begin, end in bounds]
 
 
 def join_rows(trees: Sequence[Any]) -> Any:

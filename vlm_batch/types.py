@@ -227,7 +227,6 @@ class SamplingParams:
                 raise InvalidParameters(f"{name} is {shown(value)}; it must be non-empty text, or None")
         if self.json_schema is not None:
             put("json_schema", json_schema_of(self.json_schema))
-        if self.json_schema is not None:
             check_unicode("json_schema", (json.dumps(self.json_schema, ensure_ascii=False),))
         for name in ("stop", "bad_words", "choice"):
             check_unicode(name, getattr(self, name) or ())

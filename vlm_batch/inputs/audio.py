@@ -127,8 +127,10 @@ def load_audio(
         raise InvalidAudio(
             f"{describe_audio(audio)} is damaged: its header says {announced:,} samples, and it ends after {count:,}"
         )
-    samples = np.concatenate([*parts, converted.rest()])
-    return Sound(_fitted(samples, math.ceil(count * rate / own_rate)), count / own_rate)
+    length = math.ceil(count * rate / own_rate)
+    samples = np.concatenate([*parts, converted.rest()])[:length]
+    filled = np.pad(samples, (0, length - len(samples))).astype(np.float32, copy=False)
+    return Sound(filled, count / own_rate)
 
 
 def check_seconds(seconds: float, most: float | None, name: str) -> None:
@@ -311,10 +313,6 @@ class _Resampled:
     def rest(self) -> np.ndarray:
         nothing = np.zeros(0, np.float32)
         return nothing if self._stream is None else self._stream.resample_chunk(nothing, last=True)
-
-
-def _fitted(samples: np.ndarray, count: int) -> np.ndarray:
-    return np.pad(samples[:count], (0, max(0, count - len(samples)))).astype(np.float32, copy=False)
 
 
 def _said(error: Exception) -> str:

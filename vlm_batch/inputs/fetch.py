@@ -60,9 +60,6 @@ class Cancelled:
         for call in calls:
             call()
 
-    def is_set(self) -> bool:
-        return self._is_set
-
     def check(self) -> None:
         if self._is_set:
             raise OperationCancelled

@@ -70,7 +70,7 @@ class Form:
         self._first = self._bits = bits
         self._ahead: list[tuple[int, np.ndarray]] = []
         self._name = name
-        self._read = read
+        self.read = read  # the value of an answer's text
         self._pool = pool
         self._client = 0
         self._num_followed = 0  # tokens given to ``follow``
@@ -79,7 +79,7 @@ class Form:
 
     def copy(self, client: int | None = None) -> Form:
         """Return a copy at the beginning."""
-        made = Form(self._start, self._first, self._name, self._read, self._pool)
+        made = Form(self._start, self._first, self._name, self.read, self._pool)
         made._client = self._client if client is None else client
         return made
 
@@ -124,14 +124,6 @@ class Form:
         """True when the answer may end."""
         return bool(self._matcher.is_accepting())
 
-    def read(self, text: str) -> Any:
-        return self._read(text)
-
-    def _begin(self) -> None:
-        """Replace the shared first state by a copy."""
-        if self._matcher is self._start:
-            self._matcher, self._bits = self._start.deep_copy(), self._first.copy()
-
     def _check(self, tokens: Sequence[int], num_followed: int) -> None:
         with self._lock:
             if num_followed == self._num_followed:
@@ -142,7 +134,8 @@ class Form:
             self._follow(token, most_ahead)
 
     def _follow(self, token: int, most_ahead: int) -> None:
-        self._begin()
+        if self._matcher is self._start:  # which copies share
+            self._matcher, self._bits = self._start.deep_copy(), self._first.copy()
         begin = time.perf_counter()
         self._matcher.consume_token(token)
         if not self._matcher.is_stopped():  # an error stops it, too
@@ -163,10 +156,8 @@ class Form:
             if not matcher.try_consume_tokens([token]):
                 break
             found.append((token, np.zeros_like(self._first)))
-            if (
-                matcher.is_stopped() or time.perf_counter() - begin > AHEAD_SECONDS
-            ):  # nothing may follow, or it is not worth it
-                break
+            if matcher.is_stopped() or time.perf_counter() - begin > AHEAD_SECONDS:
+                break  # nothing may follow, or it is not worth it
             matcher.unsafe_compute_mask_ptr(found[-1][1].ctypes.data, found[-1][1].nbytes)
         if found and not found[-1][1].any():
             found.pop()
@@ -201,8 +192,7 @@ def read_json(text: str) -> Any:
 def check_form(params: SamplingParams) -> None:
     """Raise InvalidParameters for a form that no model can take."""
     if params.form is not None:
-        text = _sized_grammar(params)
-        _raise_for(params, _validated(text))
+        _raise_for(params, _validated(_sized_grammar(params)))
 
 
 def _validated(text: str) -> str:

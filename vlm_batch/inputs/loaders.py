@@ -16,7 +16,7 @@ from typing import Any
 from vlm_batch.arrays import num_bytes
 from vlm_batch.inputs.fetch import Cancelled, Fetched, KnownUri, OperationCancelled
 from vlm_batch.inputs.grammar import Form
-from vlm_batch.inputs.media import fetch_medium
+from vlm_batch.inputs.media import Kind
 from vlm_batch.inputs.pool import Pool
 from vlm_batch.inputs.prepare import Lane, Prepared, Question, lane_of, late_error
 from vlm_batch.runtime import threads
@@ -28,6 +28,8 @@ NUM_LOADERS = max(2, min(8, threads.num_cores()))
 #: Downloads at a time, and disk reads at a time.
 NUM_DOWNLOADS = 8
 NUM_DISK_READS = 4
+#: Assumed samples per second of sound, to estimate its memory.
+SAMPLES_A_SECOND = 16_000
 #: Seconds after its own time limit at which a hanging read is given up.
 GRACE_SECONDS = 1.0
 #: Seconds that ``Loaders.close`` waits for processing under way. The end of the interpreter waits for all of it.
@@ -47,13 +49,16 @@ class Loading:
         #: Index and lane of each medium that has still to be read.
         self.unread = {at: lane for at, medium in enumerate(self._media) if (lane := lane_of(medium)) is not None}
         self.is_read = not self.unread  # its pictures and videos are in memory, or at hand
-        self.num_pixels = question.num_values  # of the media that are in memory
         #: Bytes of the prepared inputs; None while unknown.
         self.known_nbytes = num_bytes(question.inputs) if question.inputs is not None else None if question.media else 0
         self._future: Future[Prepared] = Future()
-        self._calls: list[Callable[[], None]] | None = []  # to be told that it is done; None once they were
+        self._calls: list[Callable[[], None]] = []  # to be told that it is done; its future would keep them
         self._lock = threading.Lock()
-        self._has_ended = False
+
+    @property
+    def num_pixels(self) -> int:
+        """Pixels and samples of the media that are in memory."""
+        return self.question.num_pixels + int(self.question.seconds * SAMPLES_A_SECOND)
 
     @property
     def nbytes(self) -> int:
@@ -74,7 +79,7 @@ class Loading:
     def when_done(self, call: Callable[[], None]) -> None:
         """Call ``call`` at the end, or now if done."""
         with self._lock:
-            if self._calls is not None:
+            if not self._future.done():
                 self._calls.append(call)
                 return
         call()
@@ -89,7 +94,7 @@ class Loading:
     def put(self, at: int, medium: Any) -> bool:
         """Store a medium; return whether it was the last."""
         with self._lock:
-            if self._has_ended:
+            if self._future.done():
                 return False
             self._media[at] = medium
             self.unread.pop(at, None)
@@ -98,24 +103,21 @@ class Loading:
             self.read_seconds = time.perf_counter() - self._began
             media = list(self._media)
         self.question = self.question.with_media(media)
-        self.num_pixels = self.question.num_values
         self.is_read = True
         return True
 
     def end(self, outcome: Prepared | BaseException) -> None:
         """Set the first outcome and call the callbacks."""
         with self._lock:
-            is_first, self._has_ended = not self._has_ended, True
             self._media.clear()
-        if is_first:
-            if isinstance(outcome, BaseException):
-                self._future.set_exception(outcome)
-            else:
-                self._future.set_result(outcome)
-            with self._lock:
-                calls, self._calls = self._calls or [], None
-            for call in calls:
-                call()
+            if not self._future.done():
+                if isinstance(outcome, BaseException):
+                    self._future.set_exception(outcome)
+                else:
+                    self._future.set_result(outcome)
+            calls, self._calls = self._calls, []
+        for call in calls:
+            call()
         if isinstance(outcome, BaseException):
             self.cancelled.set()
 
@@ -158,7 +160,7 @@ class Loaders:
             for at, lane in unread.items():
                 medium = question.media[at]
                 reading = self._reads[lane].submit(
-                    partial(fetch_medium, medium, policy, loading.cancelled),
+                    partial(Kind.of(medium).fetch, medium, policy, loading.cancelled),
                     loading.cancelled,
                     seconds=policy.seconds + GRACE_SECONDS,
                     late=partial(late_error, medium, policy),
@@ -172,38 +174,30 @@ class Loaders:
         return loading
 
     def process(self, loading: Loading) -> None:
-        """Start to process a question that was read."""
-        if self._compiled is None or loading.question.params.form is None:
-            self._process(loading)
-            return
-        try:
-            compiling = self._compiled(loading.question, loading.cancelled)
-        except BaseException as error:
-            loading.end(error)
-            return
-        compiling.add_done_callback(partial(self._was_compiled, loading))
-
-    def _was_compiled(self, loading: Loading, compiling: Future[Form]) -> None:
-        try:
-            loading.question = replace(loading.question, form=compiling.result())
-            self._process(loading)
-        except OperationCancelled as error:
-            if loading.done():
-                loading.end(error)
-            else:  # another's request for the same form was cancelled
-                self.process(loading)
-        except BaseException as error:
-            loading.end(error)
-
-    def _process(self, loading: Loading) -> None:
+        """Start to process a question that was read, once its form is compiled."""
         question = loading.question
-        pool = self._large_work if question.has_many_pixels else self._work
-        pool = self._long_work if question.takes_long else pool
         try:
+            if question.params.form is not None and question.form is None and self._compiled is not None:
+                compiling = self._compiled(question, loading.cancelled)
+                compiling.add_done_callback(partial(self._was_compiled, loading))
+                return
+            pool = self._large_work if question.has_many_pixels else self._work
+            pool = self._long_work if question.takes_long else pool
             working = pool.submit(partial(self._prepared, loading), loading.cancelled, client=question.client)
             working.add_done_callback(lambda done: loading.end(done.exception() or done.result()))
         except BaseException as error:
             loading.end(error)
+
+    def _was_compiled(self, loading: Loading, compiling: Future[Form]) -> None:
+        try:
+            loading.question = replace(loading.question, form=compiling.result())
+        except OperationCancelled:
+            if loading.done():
+                return  # else another's request for the same form was cancelled: this one asks again
+        except BaseException as error:
+            loading.end(error)
+            return
+        self.process(loading)
 
     def _prepared(self, loading: Loading) -> Prepared:
         # No function within another: an error's traceback would hold its closure, and with it the loading.

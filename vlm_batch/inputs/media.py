@@ -8,10 +8,9 @@ from typing import Any
 
 from vlm_batch.errors import InvalidAudio, InvalidImage, InvalidRequest, InvalidVideo
 from vlm_batch.inputs.audio import describe_audio, fetch_audio
-from vlm_batch.inputs.fetch import Cancelled
 from vlm_batch.inputs.images import describe_source, fetch_image
 from vlm_batch.inputs.videos import describe_video, fetch_video
-from vlm_batch.types import Audio, FetchPolicy, Video
+from vlm_batch.types import Audio, Video
 
 
 @dataclass(frozen=True)
@@ -32,10 +31,6 @@ class Kind:
     @classmethod
     def of(cls, medium: Any) -> Kind:
         return _AUDIO if isinstance(medium, Audio) else _VIDEO if isinstance(medium, Video) else _IMAGE
-
-
-def fetch_medium(medium: Any, policy: FetchPolicy, cancelled: Cancelled) -> Any:
-    return Kind.of(medium).fetch(medium, policy, cancelled)
 
 
 def _kind(marker: str, noun: str, error: type[InvalidRequest], describe: Any, fetch: Any) -> Kind:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from vlm_batch.errors import InvalidRequest
@@ -181,7 +182,7 @@ class Pool:
         job.cancelled.forget(job.cancel)
         job.future.set_exception(error())
         for other in without_thread:
-            self.give_up(other, _no_thread)
+            self.give_up(other, partial(RuntimeError, "the system gives no thread to read the request's pictures on"))
 
     def _watch(self) -> None:
         while True:
@@ -196,7 +197,3 @@ class Pool:
                     self._changed.wait(min(deadlines) - now)
             for job in late:
                 self.give_up(job, job.late)
-
-
-def _no_thread() -> Exception:
-    return RuntimeError("the system gives no thread to read the request's pictures on")

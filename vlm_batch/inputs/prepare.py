@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -77,11 +77,6 @@ from vlm_batch.store.pictures import PictureStore
 from vlm_batch.store.prompt import PromptCache
 from vlm_batch.types import Audio, FetchPolicy, ImageInput, Message, Request, SamplingParams, Template, Video
 
-#: Most pixels of one request's pictures and frames together.
-DEFAULT_MAX_REQUEST_PIXELS = DEFAULT_MAX_VIDEO_PIXELS
-#: Pixels from which memory is returned to the system at once: the C library would keep it.
-MANY_PIXELS = 20_000_000
-
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
@@ -102,7 +97,7 @@ class Limits:
 
     image_pixels: int | None = DEFAULT_MAX_PIXELS
     video_pixels: int | None = DEFAULT_MAX_VIDEO_PIXELS
-    request_pixels: int | None = DEFAULT_MAX_REQUEST_PIXELS
+    request_pixels: int | None = DEFAULT_MAX_VIDEO_PIXELS
     audio_seconds: float | None = DEFAULT_MAX_SECONDS
     prompt_tokens: int | None = None
     min_pixels: int | None = None
@@ -116,15 +111,14 @@ class Limits:
             object.__setattr__(self, "audio_seconds", seconds_option("audio_seconds", self.audio_seconds))
 
 
-#: Assumed samples per second of sound, to estimate its memory.
-SAMPLES_A_SECOND = 16_000
 #: Most characters per token, on average; English has four to five.
 CHARACTERS_PER_TOKEN = 16
 #: Most prompt tokens where neither the model nor the batcher sets a limit.
 MAX_TOKENS = 1 << 20
 #: Characters from which a prompt counts as long: tokenizing takes tenths of a second.
 LONG_PROMPT = 200_000
-#: Pixels from which a request counts as large: decoding takes tenths of a second or more.
+#: Pixels from which a request counts as large: decoding takes tenths of a second or more, and its memory is returned to the
+#: system at once, for the C library would keep it.
 MANY_PIXELS = 2**24
 
 
@@ -188,11 +182,6 @@ class Question:
         return replace(self, num_pixels=pixels, seconds=sum(map(count_seconds, self.audios)))
 
     @property
-    def num_values(self) -> int:
-        """Pixels and samples in memory."""
-        return self.num_pixels + int(self.seconds * SAMPLES_A_SECOND)
-
-    @property
     def takes_long(self) -> bool:
         return self.prompt is not None and len(self.prompt) >= LONG_PROMPT
 
@@ -202,16 +191,18 @@ class Question:
         known = (image for image in self.images if isinstance(image, KnownUri))
         return self.num_pixels - sum(map(count_pixels, known)) >= MANY_PIXELS
 
-    @cached_property
+    @property
     def lane(self) -> Lane:
-        lanes = {lane_of(medium) for medium in self.media}
-        lanes |= {Lane.LONG} if self.takes_long or self.new_form >= LARGE else set()
-        lanes |= {Lane.FORM} if self.new_form else set()
-        lanes |= {Lane.PIXELS} if self.has_many_pixels else set()
-        for lane in (Lane.NETWORK, Lane.LONG, Lane.FORM, Lane.DISK, Lane.PIXELS):
-            if lane in lanes:
-                return lane
-        return Lane.MEMORY
+        reads = set(map(lane_of, self.media))
+        if Lane.NETWORK in reads:
+            return Lane.NETWORK
+        if self.takes_long or self.new_form >= LARGE:
+            return Lane.LONG
+        if self.new_form:
+            return Lane.FORM
+        if Lane.DISK in reads:
+            return Lane.DISK
+        return Lane.PIXELS if self.has_many_pixels else Lane.MEMORY
 
 
 @dataclass(frozen=True)
@@ -229,10 +220,6 @@ class Prepared:
     bad_words: tuple[tuple[int, ...], ...] = ()
     form: Form | None = None
     thinking: Thinking | None = None
-
-    @property
-    def nbytes(self) -> int:
-        return num_bytes(self.inputs) + (0 if self.kept is None else num_bytes(self.kept))
 
 
 class Preparer:
@@ -398,7 +385,8 @@ class Preparer:
         return fetch_image(source, self._fetch) if is_data_uri(source) else own_image(source)
 
     def _rendered(self, request: Request, turns: list[Message], counts: Sequence[int], options: Template | None) -> str:
-        for text in texts_of([request.prompt, turns]):
+        asked: str | list[Message] = turns if request.prompt is None else request.prompt
+        for text in texts_of(asked):
             try:
                 text.encode("utf-8")
             except UnicodeEncodeError as error:
@@ -406,29 +394,23 @@ class Preparer:
                     f"the text holds {text[error.start]!r} at character {error.start:,}, half of a surrogate pair: it is no "
                     "Unicode text (what read it may have guessed another encoding)"
                 ) from error
-        prompt = request.prompt
-        if prompt is None:
-            if options is None:
-                raise InvalidPrompt("template is None; messages need the chat template")
-            size = sum(map(len, texts_of(turns)))
-            self._check_length(size, CHARACTERS_PER_TOKEN, "the chat has {} characters")
-            if options.escape_special_tokens:
-                turns, options = self._reserved.escaped(turns), self._escaped(options)
-            self._reserved.check_chat(turns, options.arguments)
-            return self.processing.render(turns, *counts, options=options)
-        self._check_length(len(prompt), CHARACTERS_PER_TOKEN, "the prompt has {} characters")
+        if options is None and not isinstance(asked, str):
+            raise InvalidPrompt("template is None; messages need the chat template")
+        said = f"the {'prompt' if isinstance(asked, str) else 'chat'} has {{}} characters"
+        self._check_length(sum(map(len, texts_of(asked))), CHARACTERS_PER_TOKEN, said)
         if options is not None:
             if options.escape_special_tokens:
-                prompt, options = self._reserved.escaped(prompt), self._escaped(options)
-            self._reserved.check_prompt(prompt, options.arguments)
-            return self.processing.render(prompt, *counts, options=options)
-        if not prompt.strip():
+                asked, options = self._reserved.escaped(asked), self._escaped(options)
+            self._reserved.check(asked, options.arguments)
+            return self.processing.render(asked, *counts, options=options)
+        assert isinstance(asked, str)
+        if not asked.strip():
             raise InvalidPrompt("the prompt is empty")
         for kind, given in zip(KINDS, counts, strict=True):
-            room = self.processing.count_placeholders(prompt, kind.marker)
+            room = self.processing.count_placeholders(asked, kind.marker)
             if room is not None and room != given:
                 raise InvalidPrompt(f"the rendered prompt has {room} {kind.noun} placeholders for {given} {kind.noun}s")
-        return prompt
+        return asked
 
     def _escaped(self, options: Template) -> Template:
         escaped = self._reserved.escaped
@@ -462,11 +444,12 @@ class Preparer:
 
     def _decoded(self, question: Question, cancelled: Cancelled) -> Prepared:
         limits, params = self.limits, question.params
+        load = partial(load_image, max_pixels=limits.image_pixels, policy=self._fetch, cancelled=cancelled)
         images = []
         for number, source in enumerate(question.images, 1):
             cancelled.check()
             with _naming_the_picture(source, number, len(question.images)):
-                images.append(self._image(source, cancelled))
+                images.append(load(source) if self._pictures is None else known_picture(source, load, self._pictures))
         clips = []
         for video in question.videos:
             cancelled.check()
@@ -498,14 +481,6 @@ class Preparer:
             thinking=question.thinking,
         )
 
-    def _image(self, source: ImageInput, cancelled: Cancelled) -> Image.Image:
-        load = partial(load_image, max_pixels=self.limits.image_pixels, policy=self._fetch, cancelled=cancelled)
-        if self._pictures is None:
-            return load(source)
-        if not isinstance(source, KnownUri):
-            source = fetch_image(source, self._fetch, cancelled)
-        return known_picture(source, load, self._pictures)
-
     def _sound(self, audio: Audio, cancelled: Cancelled) -> Sound:
         sound = load_audio(audio, self.processing.audio_rate, self.limits.audio_seconds, self._fetch, cancelled)
         most = self.spec.audio_seconds
@@ -521,16 +496,15 @@ class Preparer:
     ) -> dict[str, Any]:
         prompt = question.prompt
         is_escaped = prompt is not None and ESCAPE in prompt
-        is_rare = is_escaped or (prompt is not None and len(prompt) >= LONG_PROMPT)
+        is_rare = is_escaped or question.takes_long
         with (
             self._rare_one(escapes=is_escaped) if is_rare else self._processors.acquire() as processing,
             processing.scaled_to(question.pixels),
         ):
-            if prompt is not None and is_escaped:
-                return processing.escaped_inputs(prompt, images, clips, sounds)
-            if prompt is not None:
-                return processing.inputs(prompt, images, clips, sounds)
-            return processing.inputs_of_ids(question.token_ids, images, self._image_token_ids, clips, sounds)
+            if prompt is None:
+                return processing.inputs_of_ids(question.token_ids, images, self._image_token_ids, clips, sounds)
+            make = processing.escaped_inputs if is_escaped else processing.inputs
+            return make(prompt, images, clips, sounds)
 
     @contextmanager
     def _rare_one(self, *, escapes: bool) -> Iterator[Processing]:
@@ -593,24 +567,13 @@ def _check_types(request: Request) -> None:
             InvalidPrompt,
         ),
         ("inputs", request.inputs, Mapping, "a mapping of names to arrays", InvalidPrompt),
-        ("request_id", request.request_id, str, "text (str)", InvalidRequest),
         ("cache", request.cache, PromptCache, "a PromptCache: Result.cache, or PromptCache.load(path)", InvalidCache),
     )
     for name, value, kind, right, error in rules:
         if value is not None and not isinstance(value, kind):
             raise error(f"{name} is {shown(value)}; it must be {right}")
-    name = (request.prompt or "").lower().partition("?")[0]
-    if (
-        name.endswith(tuple(picture_suffixes()))
-        and len(name.split()) == 1
-        and not request.images
-        and not request.videos
-    ):
-        raise InvalidPrompt(
-            f"prompt is {shown(request.prompt)}, the name of a picture: that is images=, and prompt= asks about it"
-        )
-    if request.prompt is not None and len(request.images) == 1:
-        _check_places(request.images[0], request.prompt)
+    if request.prompt is not None:
+        _check_places(request.prompt, request.images, request.videos)
 
 
 @contextmanager
@@ -625,14 +588,19 @@ def _naming_the_picture(source: ImageInput, number: int, count: int) -> Iterator
         raise InvalidImage(f"picture {number} of {count}: {error.reason}", advice=error.advice) from error
 
 
-def _check_places(image: ImageInput, prompt: str) -> None:
-    """Refuse a swapped picture and prompt."""
-    if not isinstance(image, str) or names_picture(image) or not names_picture(prompt) or os.path.exists(image):
-        return
-    raise InvalidImage(
-        f"images is {shown(image)}, which is no file, and prompt is {shown(prompt)}: have they changed places? "
-        "It is submit(images, prompt)"
-    )
+def _check_places(prompt: str, images: Sequence[ImageInput], videos: Sequence[Any]) -> None:
+    """Refuse a picture in the prompt's place."""
+    name = prompt.lower().partition("?")[0]
+    if name.endswith(tuple(picture_suffixes())) and len(name.split()) == 1 and not images and not videos:
+        raise InvalidPrompt(
+            f"prompt is {shown(prompt)}, the name of a picture: that is images=, and prompt= asks about it"
+        )
+    image = images[0] if len(images) == 1 else None
+    if isinstance(image, str) and not names_picture(image) and names_picture(prompt) and not os.path.exists(image):
+        raise InvalidImage(
+            f"images is {shown(image)}, which is no file, and prompt is {shown(prompt)}: have they changed places? "
+            "It is submit(images, prompt)"
+        )
 
 
 def _checked_ids(given: Any, image_token_ids: frozenset[int]) -> tuple[int, ...]:

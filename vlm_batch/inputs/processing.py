@@ -178,10 +178,10 @@ class Processing:
     @contextmanager
     def scaled_to(self, bounds: PixelBounds | None) -> Iterator[None]:
         """Scale pictures to ``bounds`` within the block."""
-        own, part = bounds and self.pixels, getattr(self.processor, "image_processor", None)
-        if bounds is None or own is None or part is None:
+        if bounds is None or (own := self.pixels) is None:
             yield
             return
+        part = self.processor.image_processor
         try:
             part.min_pixels, part.max_pixels = bounds.least, bounds.most
             yield

@@ -29,19 +29,15 @@ class KnownPicture(Image.Image):
     def __init__(self, size: tuple[int, int], content: bytes, decode: Callable[[], Image.Image]) -> None:
         super().__init__()
         self._mode, self._size = "RGB", size
-        self._content, self._decode = content, decode
-        self.is_read = False
+        #: The digest; None once the pixels may have changed.
+        self.content: bytes | None = content
+        self._decode = decode
         #: On the first of several pictures: what the processor got in place of their arrays.
         self.stand_in: StandIn | None = None
 
-    @property
-    def content(self) -> bytes | None:
-        """The digest; None once the pixels may have changed."""
-        return None if self.is_read else self._content
-
     def load(self) -> Any:
-        if not self.is_read:
-            self.im, self.is_read = self._decode().im, True
+        if self.content is not None:
+            self.im, self.content = self._decode().im, None
         return super().load()
 
     def convert(self, mode: str | None = None, *args: Any, **options: Any) -> Image.Image:

@@ -114,14 +114,14 @@ class ReservedWords:
             return {name: part if name == "role" else self.escaped(part) for name, part in value.items()}
         return [self.escaped(part) for part in value] if isinstance(value, (list, tuple)) else value
 
-    def check_prompt(self, text: str, arguments: Mapping[str, Any] | None = None) -> None:
-        """Raise InvalidPrompt if a prompt or argument holds a reserved word."""
-        self._check([text], "give text that is final already with template=None")
-        self._check(texts_of(arguments), "leave that argument out")
+    def check(self, asked: str | Iterable[Message], arguments: Mapping[str, Any] | None = None) -> None:
+        """Raise InvalidPrompt if a prompt, a chat or an argument holds a reserved word.
 
-    def check_chat(self, messages: Iterable[Message], arguments: Mapping[str, Any] | None = None) -> None:
-        """Check a chat; an assistant's turn may hold turn tokens."""
-        for message in messages:
+        An assistant's turn may hold turn tokens.
+        """
+        if isinstance(asked, str):
+            self._check([asked], "give text that is final already with template=None")
+        for message in () if isinstance(asked, str) else asked:
             parts = message.get("content")
             texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts or ()]
             # Templates write the parts' texts one after the other.

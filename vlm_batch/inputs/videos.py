@@ -20,7 +20,6 @@ from vlm_batch.inputs.images import (
     count_pixels,
     fetch_image,
     load_image,
-    own_image,
     pass_on_ctrl_c,
 )
 from vlm_batch.types import FetchPolicy, ImageInput, Video, VideoInput
@@ -140,7 +139,7 @@ def load_video(
     return replace(clip, asked=clip.fps if len(clip.indices) == clip.total else None)
 
 
-def own_video(video: Video, own: Callable[[ImageInput], ImageInput] = own_image) -> Video:
+def own_video(video: Video, own: Callable[[ImageInput], ImageInput]) -> Video:
     """Copy what the caller could still change."""
     source = video.source
     if isinstance(source, (str, Path, bytes, Fetched)):

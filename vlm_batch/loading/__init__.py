@@ -143,9 +143,7 @@ def _drafts(draft: str, adapter: Adapter) -> Drafts | None:
     return Drafts(load_heads(draft, adapter))
 
 
-def load_engine(
-    folder: Path, options: EngineOptions, look: Look, *, dtype: str = "auto", trust_remote_code: bool = False
-) -> Engine:
+def load_engine(folder: Path, options: EngineOptions, look: Look, *, dtype: str, trust_remote_code: bool) -> Engine:
     """Return a folder's engine."""
     model, processor = load_model(folder, dtype=dtype, trust_remote_code=trust_remote_code)
     look()

@@ -269,9 +269,8 @@ def older_processor_files(path: Path, model_type: str) -> Iterator[Path]:
         if isinstance(together.get(part), dict) and not (path / name).exists()
     }
     changed = config | {"model_type": model_type}
-    if (
-        model_type not in CONFIG_MAPPING
-    ):  # transformers' plain class raises for kinds of positions that it does not know
+    if model_type not in CONFIG_MAPPING:
+        # transformers' plain class raises for kinds of positions that it does not know
         changed.pop("rope_scaling", None)
     if changed != config:
         files["config.json"] = changed

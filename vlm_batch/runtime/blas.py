@@ -55,10 +55,10 @@ def limit_threads(threads: int) -> None:
         _loaded.openblas_set_num_threads(ctypes.c_int(threads))
 
 
-def has_wide_vectors(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+def has_wide_vectors() -> bool:
     """Whether ``/proc/cpuinfo`` lists the AVX-512 parts that OpenBLAS's kernels use."""
     try:
-        with cpuinfo.open(encoding="utf-8", errors="replace") as lines:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
             flags = next((line for line in lines if line.startswith("flags")), "")
     except OSError:
         return False

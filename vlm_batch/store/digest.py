@@ -22,14 +22,13 @@ Fact = TypeVar("Fact")
 
 
 class Facts(Generic[Fact]):
-    """A fact about each large array, or each one, while the array lives."""
+    """A fact about each large array, while the array lives."""
 
-    def __init__(self, *, of_small: bool = False) -> None:
-        self._of_small = of_small
+    def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref[mx.array], Fact]] = {}  # by id
 
     def note(self, array: mx.array, fact: Fact) -> None:
-        if self._of_small or array.nbytes >= LARGE:
+        if array.nbytes >= LARGE:
             place = id(array)
             self._known[place] = weakref.ref(array, lambda _: self._known.pop(place, None)), fact  # type: ignore[arg-type, return-value]
 
@@ -41,7 +40,7 @@ class Facts(Generic[Fact]):
 #: BLAKE3 of arrays.
 HASHES = Facts[bytes]()
 #: Parts of joined arrays.
-_PARTS = Facts[list[mx.array]](of_small=True)
+_PARTS = Facts[list[mx.array]]()
 #: Sources of converted arrays.
 _SOURCES = Facts["mx.array | np.ndarray"]()
 
@@ -65,12 +64,8 @@ def _joined(parts: Sequence[mx.array]) -> mx.array:
     return whole
 
 
-def _parts_of(array: mx.array) -> list[mx.array] | None:
-    return _PARTS.of(array._array if type(array) is Sourced else array)
-
-
 def _same(array: mx.array) -> mx.array:
-    if (parts := _parts_of(array)) is not None:
+    if (parts := _PARTS.of(array)) is not None:
         return _joined([_same(part) for part in parts])
     made = array[...]
     if (known := HASHES.of(array)) is not None:
@@ -87,11 +82,13 @@ class Sourced(mx.array):
     def __init__(self, array: mx.array) -> None:
         super().__init__(array)
         self._array = array
+        if (parts := _PARTS.of(array)) is not None:
+            _PARTS.note(self, parts)
 
     def astype(self, dtype: mx.Dtype, stream: Any = None) -> mx.array:
         if dtype == self._array.dtype:
             return _same(self._array)
-        if (parts := _parts_of(self._array)) is not None:
+        if (parts := _PARTS.of(self._array)) is not None:
             return _joined([Sourced(part).astype(dtype, stream) for part in parts])
         made = self._array.astype(dtype, stream=stream)
         _SOURCES.note(made, self._array)
@@ -109,7 +106,7 @@ def sourced(inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 def split_known(array: mx.array, ends: Sequence[int], axis: int) -> list[mx.array]:
     """Split an array before ``ends``, keeping registered parts and sources."""
-    parts = _parts_of(array) if axis == 0 else None
+    parts = _PARTS.of(array) if axis == 0 else None
     if parts is not None and np.cumsum([len(part) for part in parts])[:-1].tolist() == list(ends):
         return parts
     split = list(mx.split(array, ends, axis=axis))

@@ -67,9 +67,8 @@ class RowFiles:
         except OSError:
             return
         for other, _ in list(self._index.candidates(row.keys)):
-            if common_length(self._files[other].keys, row.keys) == len(
-                self._files[other].keys
-            ):  # the new row continues it
+            keys = self._files[other].keys
+            if common_length(keys, row.keys) == len(keys):  # the new row continues it
                 self._drop(other)
         self._add(name, file)
         self._use(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -47,14 +48,11 @@ class FeatureStore:
         try:
             own = map_arrays(features, own_array)  # a view would keep all pictures of its call
             launch(arrays_of(own))
-            if self.budget.add((id(self), key), nbytes, lambda: self._drop(key)):
+            if self.budget.add((id(self), key), nbytes, partial(self._features.pop, key)):
                 self._features[key] = own
         except Exception as error:
             self.budget.remove((id(self), key))
             _log.warning("vision features could not be kept for later requests: %r", error)
-
-    def _drop(self, key: bytes) -> None:
-        del self._features[key]
 
 
 def _handle(array: mx.array) -> mx.array:

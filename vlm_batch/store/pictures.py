@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from functools import partial
 from typing import Any
 
 from vlm_batch.arrays import num_bytes
@@ -45,9 +46,6 @@ class PictureStore:
         while self._used:
             key = self._used.popleft()
             if not self._budget.touch((id(self), key)) and (made := self._kept.get(key)) is not None:
-                nbytes = num_bytes(made) + ARRAY_BYTES
-                if not self._budget.add((id(self), key), nbytes, lambda key=key: self._drop(key)):  # type: ignore[misc]
-                    self._drop(key)
-
-    def _drop(self, key: bytes) -> None:
-        self._kept.pop(key, None)
+                drop = partial(self._kept.pop, key, None)
+                if not self._budget.add((id(self), key), num_bytes(made) + ARRAY_BYTES, drop):
+                    drop()

@@ -118,7 +118,7 @@ class PrefixCache:
 
     def close(self) -> None:
         """Move all rows to the second tier."""
-        for row in self.rows if self.second is not None else ():
+        for row in self.rows:
             self._pass_on(row)
         self.clear()
 

@@ -103,7 +103,7 @@ def common_length(one: np.ndarray, other: np.ndarray) -> int:
     return shared
 
 
-def save_snapshot(caches: Sequence[Any], length: int, logits: mx.array | None = None) -> Snapshot:
+def save_snapshot(caches: Sequence[Any], length: int, logits: mx.array | None) -> Snapshot:
     """Save the layers that are not whole, unevaluated."""
     return Snapshot(
         {index: state for index, cache in enumerate(caches) if not (state := kind_of(cache).saved(length)).is_whole},
