@@ -301,7 +301,7 @@ def on_cuda(spec: ModelSpec) -> list[tuple[str, str]]:
 
 def _not_batched() -> str:
     lines = ["## Not batched", "", "Refused when they are loaded:", ""]
-    lines += [_wrapped(f"- {why}: {_types(names)}") for why, names in facts.refused().items()]
+    lines += [_wrapped(f"- {why}: {_types(names)}") for why, names in facts.by_reason(facts.REFUSED).items()]
     lines += [
         "",
         "Refused on CUDA, where they were seen to go wrong (`VLM_BATCH_ON_CUDA=NAME` serves one all the same):",
@@ -309,7 +309,7 @@ def _not_batched() -> str:
     ]
     lines += [_wrapped(f"- `{names}`: {why}") for spec in families() for names, why in on_cuda(spec)]
     lines += ["", "One row at a time, through mlx-vlm's own path, with a warning:", ""]
-    lines += [_wrapped(f"- {why}: {_types(names)}") for why, names in facts.one_at_a_time().items()]
+    lines += [_wrapped(f"- {why}: {_types(names)}") for why, names in facts.by_reason(facts.ONE_AT_A_TIME).items()]
     return "\n".join(lines)
 
 

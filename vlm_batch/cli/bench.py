@@ -400,7 +400,8 @@ def plot(report: Report, path: Path) -> None:
 
 def run(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
     """Run ``vlm-batch bench``; return 0 if every request was answered."""
-    check_figures(args.json)
+    if args.json not in (None, "-"):
+        check_writable(Path(args.json))
     if args.tune:
         try:
             add_figures(args.json, tune.run(args))
@@ -421,11 +422,6 @@ def run(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
         plot(report, Path(args.plot))
     add_figures(args.json, report.figures())
     return 0 if len(report.done) == len(report.answers) else 1
-
-
-def check_figures(target: str | None) -> None:
-    if target not in (None, "-"):
-        check_writable(Path(str(target)))
 
 
 def add_figures(target: str | None, figures: Mapping[str, Any]) -> None:

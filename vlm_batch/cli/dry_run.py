@@ -13,11 +13,11 @@ from rich.console import Console
 from rich.text import Text
 
 from vlm_batch.cli.console import open_console, plain_text
-from vlm_batch.cli.watching import answer_text, count_of, print_wrong, spell_memory, spell_seconds
+from vlm_batch.cli.watching import answer_text, print_wrong, spell_memory, spell_seconds
 from vlm_batch.jobs.order import by_size
 from vlm_batch.jobs.plan import Job
 from vlm_batch.jobs.questions import Item
-from vlm_batch.jobs.rows import Ids
+from vlm_batch.jobs.rows import Ids, count_of
 from vlm_batch.jobs.runner import Counting, OpenBatcher, make_request
 from vlm_batch.jobs.sources import Files
 from vlm_batch.types import Request, Result

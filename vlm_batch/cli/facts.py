@@ -145,15 +145,7 @@ def _data(name: str) -> dict[str, Any]:
     return found
 
 
-def refused() -> dict[str, list[str]]:
-    return _by_reason(REFUSED)
-
-
-def one_at_a_time() -> dict[str, list[str]]:
-    return _by_reason(ONE_AT_A_TIME)
-
-
-def _by_reason(reasons: Mapping[str, str]) -> dict[str, list[str]]:
+def by_reason(reasons: Mapping[str, str]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for model_type, why in sorted(reasons.items()):
         found.setdefault(why, []).append(model_type)
@@ -164,12 +156,7 @@ def _by_reason(reasons: Mapping[str, str]) -> dict[str, list[str]]:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def print_families(
-    known: Sequence[FamilyFacts],
-    refused: Mapping[str, Sequence[str]],
-    one_at_a_time: Mapping[str, Sequence[str]],
-    out: TextIO,
-) -> None:
+def print_families(known: Sequence[FamilyFacts], out: TextIO) -> None:
     console = open_console(out)
     columns: dict[str, Callable[[FamilyFacts], str]] = {
         "family": lambda one: "\n  ".join(dict.fromkeys((one.spec.family, *one.spec.model_types))),
@@ -191,9 +178,9 @@ def print_families(
         "request of a batch gets the answer that it gets alone; "
         "off by: the largest difference of a log-probability in them. vlm-batch families NAME shows all about one."
     )
-    for title, reasons in (("Refused:", refused), ("One row at a time:", one_at_a_time)):
+    for title, reasons in (("Refused:", REFUSED), ("One row at a time:", ONE_AT_A_TIME)):
         console.print(f"\n{title}")
-        for why, model_types in reasons.items():
+        for why, model_types in by_reason(reasons).items():
             console.print(Padding(f"{why}: {', '.join(model_types)}", (0, 0, 0, 2)))
 
 

@@ -92,7 +92,7 @@ def list_families(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
     elif args.names:
         facts.print_family_details(chosen, sys.stdout)
     else:
-        facts.print_families(chosen, facts.refused(), facts.one_at_a_time(), sys.stdout)
+        facts.print_families(chosen, sys.stdout)
     return ANSWERED
 
 

@@ -118,17 +118,18 @@ def _answer(sources: list[Source], questions: Questions, args: argparse.Namespac
             raise UsageError(f"--report {args.report}: --out names the same file; give the page another name")
         journal.check_writable(Path(args.report))
     sink = _sink(target, sources, questions, args, shard)
-    is_kept = target not in (None, "-") or args.sidecar is not None
+    file = None if target == "-" else target
+    is_kept = file is not None or args.sidecar is not None
     view = JobView(
         table_to=sys.stderr if target == "-" else sys.stdout,
         quiet=args.quiet,
         verbose=args.verbose,
         says_prompt=bool(args.prompt or args.prompt_file),
         label=_labels(sources),
-        answers_in=None if target in (None, "-") else target,
+        answers_in=file,
         goes_on=is_kept,
     )
-    log = f"{target}.log" if target not in (None, "-") else os.devnull
+    log = os.devnull if file is None else f"{file}.log"
     try:
         with view, _ended_by_signals(view, log if is_kept else None):
             summary = run_job(
@@ -152,7 +153,7 @@ def _answer(sources: list[Source], questions: Questions, args: argparse.Namespac
     if args.report is not None and summary.ended_rows:
         _write_report(args, summary, questions)
     elif args.report is not None:  # an earlier run's page stays
-        whole = f"; vlm-batch report {target} makes one about all runs" if target not in (None, "-") else ""
+        whole = "" if file is None else f"; vlm-batch report {file} makes one about all runs"
         said = f"{args.report} is not written: a report is about the rows of its own run{whole}"
         print(f"vlm-batch: {said}", file=sys.stderr)
     if summary.interrupted:

@@ -78,15 +78,15 @@ def show(measured: Measured, found: Mapping[str, Any], out: TextIO) -> None:
 
     console = open_console(out)
     curves = [
-        *((f"a decode step, {layout}: ms by rows", times, 1000.0) for layout, times in measured.decode.items()),
-        ("a prompt's token: ms by tokens of a chunk", measured.chunks, 1000.0),
-        ("a prompt: ms by prompts in one array", measured.prompts, 1000.0),
-        ("a picture: ms by pictures in one call", measured.pictures, 1000.0),
+        *((f"a decode step, {layout}: ms by rows", times) for layout, times in measured.decode.items()),
+        ("a prompt's token: ms by tokens of a chunk", measured.chunks),
+        ("a prompt: ms by prompts in one array", measured.prompts),
+        ("a picture: ms by pictures in one call", measured.pictures),
     ]
     table = Table(box=box.SIMPLE_HEAD, show_header=False)
-    for title, times, factor in curves:
+    for title, times in curves:
         if times:
-            table.add_row(title, "  ".join(f"{count}: {seconds * factor:.3g}" for count, seconds in times.items()))
+            table.add_row(title, "  ".join(f"{count}: {1000 * seconds:.3g}" for count, seconds in times.items()))
     console.print(table)
     table = Table(
         "setting",

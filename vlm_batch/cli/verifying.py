@@ -6,7 +6,7 @@ A reproducible engine promises equal bits (docs/exactness.md); other ways show t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -105,7 +105,7 @@ class Verification:
     how: str
     joint: Mapping[str, str]
     tokens: int
-    comparisons: tuple[Comparison, ...] = field(default_factory=tuple)
+    comparisons: tuple[Comparison, ...]
 
     @property
     def ok(self) -> bool:

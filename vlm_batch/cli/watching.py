@@ -21,7 +21,7 @@ from rich.text import Text
 from vlm_batch.cli.console import open_console, plain_text
 from vlm_batch.jobs.plan import Plan
 from vlm_batch.jobs.questions import Item
-from vlm_batch.jobs.rows import Row
+from vlm_batch.jobs.rows import Row, count_of
 from vlm_batch.jobs.runner import Batcher, Watch
 from vlm_batch.jobs.summary import Summary
 from vlm_batch.types import Result
@@ -326,7 +326,3 @@ def answer_text(result: Result) -> Text:
     if result.error is not None:
         return Text(plain_text(result.error), style="red")
     return Text(plain_text(result.text)) if result.text else Text("(empty)", style="dim")
-
-
-def count_of(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

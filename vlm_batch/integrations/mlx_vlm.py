@@ -84,9 +84,9 @@ class Engine:
         draft_kind: str | None = None,
         prefill_step_size: int | None = None,
     ) -> None:
-        split = {"kv_key_bits": kv_key_bits, "kv_value_bits": kv_value_bits}
-        split |= {"kv_key_scheme": kv_key_scheme, "kv_value_scheme": kv_value_scheme}  # type: ignore[dict-item]
-        for name, value in {**split, "draft_model": draft_model_path}.items():
+        refused: dict[str, Any] = {"kv_key_bits": kv_key_bits, "kv_value_bits": kv_value_bits}
+        refused |= {"kv_key_scheme": kv_key_scheme, "kv_value_scheme": kv_value_scheme, "draft_model": draft_model_path}
+        for name, value in refused.items():
             if value is not None:
                 raise ValueError(f"{name} is not supported by vlm_batch's engine")
         self.model: Any = None
@@ -130,10 +130,9 @@ class Engine:
         videos: list[Any] | None = None,
     ) -> tuple[GenerationContext, Tokens]:
         """Submit a rendered prompt; return its context and a stream of tokens."""
-        self.wait_until_ready()
-        assert self.batcher is not None
         args = args or GenerationArguments(max_tokens=get_server_max_tokens())
         inputs = self._cpu_preprocess(prompt, images, audio, videos, **args.preprocessing_kwargs())
+        assert self.batcher is not None
         length = int(inputs["input_ids"].shape[-1])
         _check_context(length, args.max_tokens)
         params = sampling_params(args, self.tokenizer, inputs["input_ids"], self._top_logprobs)

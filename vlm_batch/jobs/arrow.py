@@ -108,7 +108,7 @@ def is_dataset(folder: str) -> bool:
     return any(os.path.isfile(os.path.join(folder, name)) for name in ("state.json", "dataset_dict.json"))
 
 
-def datasets_in(folder: str, own: Columns, split: str | None = None) -> list[HuggingFace]:
+def datasets_in(folder: str, own: Columns, split: str | None) -> list[HuggingFace]:
     import datasets
 
     try:

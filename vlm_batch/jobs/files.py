@@ -15,7 +15,7 @@ from PIL import Image
 
 from vlm_batch.assets import AUDIO_SUFFIXES, VIDEO_SUFFIXES
 from vlm_batch.inputs import images
-from vlm_batch.jobs.rows import InvalidJob
+from vlm_batch.jobs.rows import InvalidJob, count_of
 
 HEIC_SUFFIXES = (".heic", ".heif", ".hif")
 #: Files that are skipped when a pattern names them among pictures.
@@ -83,12 +83,9 @@ class Found:
         if len(self.skipped) > 6:
             kinds.append(f"{sum(self.skipped.values()) - sum(n for _, n in self.skipped.most_common(6))} others")
         if self.num_folders_again:
-            folders = "1 folder" if self.num_folders_again == 1 else f"{self.num_folders_again} folders"
-            kinds.append(f"{folders} that links lead to again")
+            kinds.append(f"{count_of(self.num_folders_again, 'folder')} that links lead to again")
         if self.num_links:
-            kinds.append(
-                f"{self.num_links} {'link' if self.num_links == 1 else 'links'} to files that are there already"
-            )
+            kinds.append(f"{count_of(self.num_links, 'link')} to files that are there already")
         kinds += [f"{folder} (cannot be read)" for folder in self.unreadable]
         return f"skipped: {', '.join(kinds)}" if kinds else ""
 

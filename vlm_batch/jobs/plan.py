@@ -14,7 +14,7 @@ from vlm_batch.jobs.answers import ANSWER_FIELDS
 from vlm_batch.jobs.arrow import ArrowTable
 from vlm_batch.jobs.cells import did_you_mean, flag_doubtful_media, flag_overlooked_media
 from vlm_batch.jobs.questions import DEFAULT_PROMPT, Item, Questions, schema_fields
-from vlm_batch.jobs.rows import Ids, InvalidJob, Row, Shard, Source, digest
+from vlm_batch.jobs.rows import Ids, InvalidJob, Row, Shard, Source, count_of, digest
 from vlm_batch.jobs.sinks import NAMESPACES, Sink
 from vlm_batch.jobs.summary import Kinds
 from vlm_batch.jobs.tables import REQUEST_KEYS, Delimited, JsonLines
@@ -69,10 +69,9 @@ class Plan:
                 "--force keeps their answers"
             )
         if self.others and not self.done and not self.failed_before:
-            answers = "1 answer" if self.others == 1 else f"{self.others} answers"
             raise InvalidJob(
-                f"none of the {answers} in the output is to one of these rows: are paths spelled as in its first run? "
-                "--force goes on all the same"
+                f"none of the {count_of(self.others, 'answer')} in the output is to one of these rows: "
+                "are paths spelled as in its first run? --force goes on all the same"
             )
 
     @property

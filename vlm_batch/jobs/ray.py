@@ -6,6 +6,7 @@ Workers need this version of the package, and the model's files.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import platform
 import signal
 import sys
@@ -122,22 +123,23 @@ class Cluster:
         self._count, self._gpus, self._cpus = workers, num_gpus, num_cpus
         self._say = say or partial(print, "vlm-batch:", file=sys.stderr)
         self._workers: Workers | None = None
-        self._is_ours = False
+        self._held = contextlib.ExitStack()
 
     def __enter__(self) -> Cluster:
         try:
             import ray
         except ImportError as error:
             raise InvalidJob("Ray is not installed here: pip install 'vlm-batch[ray]'") from error
-        try:
-            self._join(ray)
-            self._workers = self._start(ray)
-            self._workers.wait_for_one()
-        except BaseException as error:
-            self.close()
-            if isinstance(error, NoWorkers):
+        with contextlib.ExitStack() as held:
+            if not ray.is_initialized():
+                self._join(ray)
+                held.callback(ray.shutdown)
+            self._workers = held.enter_context(contextlib.closing(self._start(ray)))
+            try:
+                self._workers.wait_for_one()
+            except NoWorkers as error:
                 raise InvalidJob(str(error)) from error
-            raise
+            self._held = held.pop_all()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -154,17 +156,9 @@ class Cluster:
             raise NoWorkers(f"the Ray cluster is gone: {why_of(error)}") from error
 
     def close(self) -> None:
-        if self._workers is not None:
-            self._workers.close()
-        if self._is_ours:
-            import ray
-
-            self._is_ours = False
-            ray.shutdown()
+        self._held.close()
 
     def _join(self, ray: Any) -> None:
-        if ray.is_initialized():
-            return
         more = {"include_dashboard": False} if self._address == "local" else {}
         before = signal.getsignal(signal.SIGTERM)
         try:
@@ -176,7 +170,6 @@ class Cluster:
         finally:  # Ray's own handler leaves the process in the middle of a job, and Ray with an abort
             if before is not None and threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGTERM, before)
-        self._is_ours = True
 
     def _start(self, ray: Any) -> Workers:
         all_gpus = float(ray.cluster_resources().get("GPU", 0))

@@ -135,6 +135,10 @@ def spelled(text: str, backslash: str = "\\") -> str:
     return _NO_UTF8.sub(code, text)
 
 
+def count_of(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def digest(text: str) -> int:
     """Return a text's 64-bit digest."""
     return int.from_bytes(hashlib.blake2b(spelled(text).encode(), digest_size=8).digest(), "big")

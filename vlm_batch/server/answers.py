@@ -136,18 +136,14 @@ class Dialect:
 
 @dataclass
 class AnswerReader:
-    """Reads an answer's events; ``reasoning`` is mlx-vlm's state, or None."""
+    """Reads an answer's events; ``reasoning`` is mlx-vlm's state, or None. By default all is content."""
 
-    reasoning: Any
-    tool_module: Any
-    tools: Sequence[Mapping[str, Any]]
+    reasoning: Any = None
+    tool_module: Any = None
+    tools: Sequence[Mapping[str, Any]] = ()
     hidden: Mapping[int, str] = field(default_factory=dict)
     has_calls: bool = False
     reasoning_tokens: int = 0
-
-    @classmethod
-    def plain(cls) -> AnswerReader:
-        return cls(None, None, ())
 
     def __post_init__(self) -> None:
         module = self.tool_module

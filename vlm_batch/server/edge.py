@@ -77,12 +77,12 @@ class Entry:
     method: str
     path: str
     client: str
+    held: ByteQuota
     number: int = 0  # the client's, as the engine knows it
     has_priority: bool = False  # whether it may say which of its requests go first
     began: float = field(default_factory=time.perf_counter)
     status: int = 0
     said: dict[str, Any] = field(default_factory=dict)
-    held: ByteQuota = field(default_factory=lambda: ByteQuota(0))
     num_held: int = 0
     sent: bytes = field(default=b"", repr=False)  # the body, until the answer begins
 
@@ -117,7 +117,7 @@ class Edge:
         client = scope["client"][0] if scope["client"] else ""
         given = headers.get("x-request-id", "")
         request_id = given if _SAFE_ID.fullmatch(given) else uuid.uuid4().hex
-        entry = Entry(request_id, scope["method"], scope["path"], client, held=self._held)
+        entry = Entry(request_id, scope["method"], scope["path"], client, self._held)
         # HEAD is served as GET; uvicorn leaves out the body.
         scope = {**scope, "method": "GET" if scope["method"] == "HEAD" else scope["method"], ENTRY: entry}
         self._num_open += 1

@@ -230,7 +230,7 @@ class Exchange(ABC):
         self._include_usage = ask.include_usage
         is_open = bool(ask.is_chat) and dialect.opens_thinking(ask.template)
         for index in range(len(ask.prompts) * ask.params.n):
-            reader = dialect.reader(tools=ask.tools, thinking=is_open) if ask.is_chat else AnswerReader.plain()
+            reader = dialect.reader(tools=ask.tools, thinking=is_open) if ask.is_chat else AnswerReader()
             self._choices.append(Choice(index, reader, is_first_of_prompt=index % ask.params.n == 0))
 
     def _read(self, choice: Choice, event: Event, visit: Visit) -> Delta:
@@ -257,10 +257,8 @@ class Exchange(ABC):
             raise answer
         if result.finish_reason == "cancelled":
             if visit.is_expired:
-                seconds = self._service.config.request_seconds
-                raise ApiError(
-                    504, f"the answer was not done within {seconds:.0f} s; ask for fewer tokens (max_tokens)"
-                )
+                said = f"the answer was not done within {self.seconds:.0f} s; ask for fewer tokens (max_tokens)"
+                raise ApiError(504, said)
             raise ApiError(503, "the server ended this request: it is shutting down", headers={"Retry-After": "5"})
 
     def _note_gap(self, index: int) -> None:

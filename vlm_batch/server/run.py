@@ -186,16 +186,16 @@ def serve(config: ServerConfig, open_batcher: Callable[[], VLMBatcher]) -> bool:
     return server.started
 
 
-def set_up_logs(level: int = logging.INFO) -> None:
+def set_up_logs() -> None:
     """Log text to stderr, accesses to stdout, one JSON object a line."""
-    for name, stream, form in (
-        ("vlm_batch.server", sys.stderr, "%(asctime)s %(levelname)s %(message)s"),
-        ("vlm_batch.server.access", sys.stdout, "%(message)s"),
-        ("uvicorn.error", sys.stderr, "%(asctime)s %(levelname)s %(message)s"),
+    for name, stream, form, level in (
+        ("vlm_batch.server", sys.stderr, "%(asctime)s %(levelname)s %(message)s", logging.INFO),
+        ("vlm_batch.server.access", sys.stdout, "%(message)s", logging.INFO),
+        ("uvicorn.error", sys.stderr, "%(asctime)s %(levelname)s %(message)s", logging.WARNING),
     ):
         log = logging.getLogger(name)
         handler = logging.StreamHandler(stream)
         handler.setFormatter(logging.Formatter(form))
         log.handlers = [handler]
-        log.setLevel(level if name != "uvicorn.error" else logging.WARNING)
+        log.setLevel(level)
         log.propagate = False

@@ -230,7 +230,7 @@ class Service:
     async def _load(self) -> Loaded:
         begin = time.perf_counter()
         logger.info("loading %s", self.config.model)
-        saying = asyncio.create_task(_say_while("loading", self.config.model))
+        saying = asyncio.create_task(_say_loading(self.config.model))
         try:
             batcher = await self._on_worker(self._open)
             try:
@@ -280,8 +280,8 @@ def _dialect(batcher: VLMBatcher, config: ServerConfig) -> Dialect:
     return Dialect(batcher.processing, config.tool_parser)
 
 
-async def _say_while(doing: str, what: str) -> None:
+async def _say_loading(model: str) -> None:
     begin = time.monotonic()
     while True:
         await asyncio.sleep(10)
-        logger.info("%s %s: %.0f s so far", doing, what, time.monotonic() - begin)
+        logger.info("loading %s: %.0f s so far", model, time.monotonic() - begin)
