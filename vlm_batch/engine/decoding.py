@@ -47,9 +47,7 @@ class Decoder:
     def _forward(self, step: DecodeStep) -> list[mx.array]:
         """Return logits (B, V), and hidden states (B, D) if kept."""
         graphs = self._compiled
-        if graphs is None or not step.caches[0].can_trace:
-            return self._plain(step)
-        if not graphs.can_compile(step.caches, step.extras, is_plain=self._is_plain):
+        if graphs is None or not graphs.can_compile(step.caches, step.extras, is_plain=self._is_plain):
             return self._plain(step)
         found: list[mx.array] = graphs(step)
         return found
@@ -76,7 +74,7 @@ class Decoder:
         """Run a forward with one row per position."""
         tokens, positions, extras = [], [], []
         for row, count in zip(batch.places, counts, strict=True):
-            said = (0,) if row is None else (row.answer.last_token, *row.answer.ahead)
+            said = (0,) if row is None else (row.answer.said[row.answer.num_sampled - 1], *row.answer.ahead)
             tokens += [*said, *[0] * (count - len(said))][:count]
             first = 0 if row is None else row.position
             positions += [first + ahead * (row is not None) for ahead in range(count)]

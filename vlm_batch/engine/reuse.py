@@ -249,7 +249,7 @@ class Reuse:
             return None
         left, book.left = book.left, None
         with if_it_can_be(book):
-            saved = self._saved(row, book, left, row.answer.fed_tokens)
+            saved = self._saved(row, book, left, row.answer.said[: row.answer.num_fed])
             if book.is_returned:  # for another thread
                 mx.eval(saved.arrays())
             else:
