@@ -75,7 +75,12 @@ def test_requests_bring_no_shape_that_was_not_computed(is_exact: bool, monkeypat
     shapes = Shapes(adapter, monkeypatch)
     assert sum(1 for _ in engine.warm_up()) == len(shapes.seen) - 1, "one is of the row that steps are of"
     warmed = shapes.take()
-    assert not engine.has_work and not engine.rows.batch.rows and not engine.rows.prefilling and not engine.reuse.nbytes
+    assert (
+        not engine.has_work
+        and not engine.rows.batch.rows
+        and not engine.rows.prefilling
+        and not engine.reuse.budget.nbytes
+    )
     check(FAMILY, run_family(FAMILY, ASKS, generator=engine))
     assert shapes.take() <= warmed
 

@@ -110,7 +110,6 @@ class SlabCache(SlabArrays):
 
     def __init__(self, num_places: int) -> None:
         super().__init__(num_places)
-        self.always_masked = False
         self._lengths = [0] * num_places
         self._traced: mx.array | None = None  # (S,) the lengths, while a compiled step is traced
         self._given = self.lengths  # before a compiled step

@@ -201,7 +201,7 @@ class Admission:
         return row
 
     def _decoded(self, row: Row) -> int:
-        loading = None if row.prompt is None else row.prompt.loading
+        loading = row.prompt.loading
         return 0 if loading is None else BYTES_PER_PIXEL * loading.num_pixels
 
     def _expected(self, row: Row) -> int:

@@ -180,7 +180,7 @@ class EngineLoop:
             tokens_per_second=totals.tokens_per_second,
             cache_hits=totals.cache_hits,
             cached_tokens=totals.cached_tokens,
-            cache_bytes=generator.reuse.nbytes,
+            cache_bytes=generator.reuse.budget.nbytes,
             steps=totals.steps,
             recomputed=generator.retry.num_recomputed,
             input_bytes=generator.input_bytes,

@@ -14,7 +14,7 @@ import numpy as np
 
 from vlm_batch.caches.layers import kind_of
 from vlm_batch.checks import whole_option
-from vlm_batch.engine.port import Recogniser
+from vlm_batch.engine.port import ModelAdapter
 from vlm_batch.engine.row import Prompt, Row, RowReuse
 from vlm_batch.engine.shapes import FreeShapes, Shapes
 from vlm_batch.errors import InvalidCache, describe
@@ -98,7 +98,7 @@ class Reuse:
 
     def __init__(
         self,
-        adapter: Recogniser,
+        adapter: ModelAdapter,
         prefix: PrefixCache | None = None,
         identity: Identity | None = None,
         budget: ByteBudget | None = None,
@@ -112,10 +112,6 @@ class Reuse:
         self.budget = budget or (prefix.budget if prefix is not None else ByteBudget(0))
         self.identity = identity or Identity("")
         self._ended: list[SavedRow] = []  # launched, perhaps not computed yet
-
-    @property
-    def nbytes(self) -> int:
-        return self.budget.nbytes
 
     def close(self) -> None:
         """Write kept rows to files and free the memory."""
