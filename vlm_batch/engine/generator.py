@@ -151,13 +151,13 @@ class BatchGenerator:
 
     def fail_all(self, error: BaseException) -> list[Event]:
         """End every row with an error. Returns all events."""
-        self._launched, self.telling.untold, self.rows.forks = [], [], []
+        self._launched, self.telling.untold, self.rows.forks = [], {}, {}
         for row in list(self.rows.by_id.values()):
             self.rows.end(row, "error", error)
         return self.rows.tell()
 
     def reset(self) -> None:
-        self._launched, self.telling.untold, self.rows.forks = [], [], []
+        self._launched, self.telling.untold, self.rows.forks = [], {}, {}
         for row in list(self.rows.by_id.values()):
             self.rows.forget(row)
         self.rows.tell()
@@ -263,7 +263,7 @@ class BatchGenerator:
 
     def _in_time(self, parts: Sequence[Part]) -> list[Part]:
         """Park rows with late masks. Returns the others' parts."""
-        late = self.telling.late
+        late = self.telling.untold
         for part in parts:
             if part.rows[0] in late and part.rows[0].status is Status.DECODE:
                 self.retry.attempt(part.rows[0], self.rows.park, part.rows[0], part.logits)
@@ -282,7 +282,7 @@ class BatchGenerator:
         self._rested += 1
         if not free and here == self._at_rest and self._rested < LOOK_AGAIN:
             return 0.0
-        live = [*rows.prefilling.values(), *rows.batch.rows, *(row for row, _ in rows.forks)]
+        live = [*rows.prefilling.values(), *rows.batch.rows, *rows.forks]
         whole = self._line()
         # rows whose prefixes others may wait for
         others = [*rows.prefilling.values(), *(row for row in whole if row.prompt.encoded is not None)]
@@ -323,22 +323,18 @@ class BatchGenerator:
 
     def _next_forks(self) -> list[Part]:
         rows = self.rows
-        rows.forks = [(row, logits) for row, logits in rows.forks if row.status is not Status.FINISHED]
-        forks, live = dict(rows.forks), [*rows.batch.rows, *rows.prefilling.values()]
+        live = [*rows.batch.rows, *rows.prefilling.values()]
         taken: list[Part] = []
-        for row in [row for row in self._line()[: self._num_free()] if row in forks]:
+        for row in [row for row in self._line()[: self._num_free()] if row in rows.forks]:
             if live and not self.memory.fits(row, live):
                 break
             live.append(row)
-            taken.append(Part([row], forks.pop(row)))
-        rows.forks = list(forks.items())
+            taken.append(Part([row], rows.forks.pop(row)))
         return taken
 
     def _num_free(self) -> int:
-        rows, num_late = self.rows, 0
-        if rows.forks:  # rows with late masks keep their places
-            late = self.telling.late
-            num_late = sum(row in late for row, _ in rows.forks)
+        rows = self.rows
+        num_late = sum(row in self.telling.untold for row in rows.forks)  # rows with late masks keep their places
         return max(0, self.scheduler.num_places - len(rows.batch) - len(rows.prefilling) - num_late)
 
     def _line(self) -> list[Row]:
@@ -349,9 +345,7 @@ class BatchGenerator:
             *rows.prefilling.values(),
             *(row for row in waiting.prepared.values() if row.prompt.encoded is not None),
         ]
-        forks = {row for row, _ in rows.forks}
-        if forks:
-            forks -= self.telling.late
+        forks = rows.forks.keys() - self.telling.untold.keys()
         prepared = [row for row in waiting.prepared.values() if not (others and self.reuse.waits_for(row, others))]
         return waiting.line([*forks, *prepared], first=forks)
 
@@ -367,12 +361,8 @@ class BatchGenerator:
             mine = [one for one in decoding if one.client == giver]
             if giver is None and waiting.is_due(row):
                 mine = [one for one in decoding if asked[one.client] >= asked[row.client] + 2 and not one.gave_way]
-            held = [*rows.live(), *(one for one, _ in rows.forks if one is not row)]
-            if (
-                not mine
-                or not (row.prompt.encoded is not None or row in dict(rows.forks))
-                or not memory.fits(row, held)
-            ):
+            held = [*rows.live(), *(one for one in rows.forks if one is not row)]
+            if not mine or not (row.prompt.encoded is not None or row in rows.forks) or not memory.fits(row, held):
                 break
             last = sorted(mine, key=lambda one: (asked[one.client], waiting.urgency(one)))[-1]
             last.gave_way |= giver is None

@@ -23,8 +23,8 @@ class Rows:
         self.batch = batch
         self.by_id: dict[str, Row] = {}
         self.prefilling: dict[str, Row] = {}
-        #: Further answers and parked rows, which wait for a place with the logits (1, V) of their next token.
-        self.forks: list[tuple[Row, mx.array]] = []
+        #: Further answers and parked rows, which wait for a place, with the logits (1, V) of their next token.
+        self.forks: dict[Row, mx.array] = {}
         self.events: list[Event] = []
         self._are_others = True  # than were noted last
         self._scheduler = scheduler
@@ -68,7 +68,7 @@ class Rows:
         for sibling in fork(row) if row.siblings else ():
             self.by_id[sibling.request_id] = sibling
             self._are_others = True
-            self.forks.append((sibling, logits))
+            self.forks[sibling] = logits
         caches, row.prompt = row.prompt.cache, Prompt()
         assert caches is not None
         self.prefilling.pop(row.request_id, None)
@@ -82,7 +82,7 @@ class Rows:
         cache = group.take(row)
         self.batch.leave(row)
         row.status, row.prompt = Status.WAITING, Prompt(cache=cache, prefilled=row.facts.length)
-        self.forks.append((row, logits))
+        self.forks[row] = logits
 
     def leave(self, row: Row) -> None:
         """Free a row's place; keep its caches if wanted."""
@@ -140,5 +140,6 @@ class Rows:
 
     def _take_out(self, row: Row) -> None:
         self.waiting.remove(row)
+        self.forks.pop(row, None)
         self.prefilling.pop(row.request_id, None)
         self.batch.leave(row)
