@@ -34,7 +34,7 @@ from vlm_batch.engine.shapes import FreeShapes, Shapes
 from vlm_batch.engine.telling import FORM_SECONDS, Telling
 from vlm_batch.engine.trial import Trial
 from vlm_batch.engine.warming import forwards
-from vlm_batch.engine.work import Failed, Kind, Part, Work, attempt
+from vlm_batch.engine.work import Failed, Part, Work, attempt
 from vlm_batch.policy import Policy, policy_of
 from vlm_batch.store.prompt import PromptCache
 from vlm_batch.types import Event, SamplingParams
@@ -184,8 +184,9 @@ class BatchGenerator:
         for row in rows.batch.misplaced():
             self.retry.attempt(row, rows.batch.move, row)
         self.retry.keep_within_memory()
-        groups = [tuple(row.request_id for row in group.rows) for group in rows.batch.groups]
-        decoded = [part for names in groups for part in self._run(Work(Kind.DECODE, names))]
+        groups, num_decoding = rows.batch.groups, len(rows.batch)
+        decode, settled = self.runner.decode, self.retry.settled
+        decoded = [part for group in groups for part in settled(attempt(group.rows, decode, group, is_shared=True))]
         if len(rows.waiting.asked) > 1:
             decoded = self._share_places(decoded)
         held = [part for part in decoded if part.is_held]
@@ -205,11 +206,11 @@ class BatchGenerator:
         if self.drafts is not None:
             is_alone = len(groups) == 1 and not plan and not encoding and not joined
             self.drafts.launched(rows.batch.groups[0].num_positions if is_alone and rows.batch.groups else 0)
-        if groups:
+        if num_decoding:
             seconds, tokens = time.perf_counter() - begin - encoding, sum(work.end - work.begin for work in plan)
             self._pace.record(seconds, tokens)
             are_waiting = bool(rows.waiting.prepared)
-            self.scheduler.record(sum(map(len, groups)), seconds, tokens, are_waiting=are_waiting)
+            self.scheduler.record(num_decoding, seconds, tokens, are_waiting=are_waiting)
         if not rows.is_active:  # no step may follow: nothing stays launched of rows that have ended
             self._launched = []
             self.reuse.settle_ended()
@@ -229,16 +230,6 @@ class BatchGenerator:
                 self.retry.settle(found)
         return []
 
-    def _run(self, work: Work) -> list[Part]:
-        """Launch work and settle its failures. Returns the other parts."""
-        parts: list[Part] = []
-        for part in self.runner.run(work):
-            if isinstance(part, Failed):
-                self.retry.settle(part)
-            else:
-                parts.append(part)
-        return parts
-
     def _choose(self, parts: Sequence[Part]) -> None:
         """Launch the choice of tokens; suspects apart."""
         if not parts:
@@ -248,11 +239,7 @@ class BatchGenerator:
         shared = [part for part in parts if not part.rows[0].is_suspect]
         for those in ([shared] if shared else []) + [[part] for part in parts if part.rows[0].is_suspect]:
             rows = [row for part in those for row in part.rows]
-            found = attempt(rows, choose, those, self.sampler, is_shared=True)
-            for flight in [found] if isinstance(found, Failed) else found:
-                if isinstance(flight, Failed):
-                    self.retry.settle(flight)
-                    continue
+            for flight in self.retry.settled(attempt(rows, choose, those, self.sampler, is_shared=True)):
                 tokens = flight.sampled.tokens.astype(mx.int32)
                 for index, row in enumerate(flight.rows):
                     if flight.is_for(index) and not row.answer.ahead:
@@ -307,8 +294,7 @@ class BatchGenerator:
                 if most > 1 and not row.was_alone:
                     unencoded = [other for other in line[place:] if other.prompt.encoded is None]
                     those = self.reuse.new_ones(unencoded, others, most)
-                made = self._run(Work(Kind.ENCODE, tuple(one.request_id for one in those)))
-                others += [part.rows[0] for part in made]
+                others += [part.rows[0] for part in self.retry.settled(runner.encode(those))]
                 has_begun = True
             if place >= free or row.prompt.encoded is None:
                 continue  # encoded ahead, or failed
@@ -380,7 +366,7 @@ class BatchGenerator:
         last: dict[Row, Part] = {}  # holding an earlier chunk's arrays would copy them
         done: list[Part] = []
         for work in self.runner.group(plan) if len(plan) > 1 else plan:
-            for part in self._run(work):
+            for part in self.retry.settled(self.runner.prefill(work)):
                 last[part.rows[0]] = part
                 if part.logits is not None:
                     done.append(part)

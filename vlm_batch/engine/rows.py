@@ -49,7 +49,7 @@ class Rows:
 
     def live(self) -> list[Row]:
         """Return the rows with places, in their order."""
-        return self.waiting.line(dict.fromkeys([*self.batch.rows, *self.prefilling.values()]), placed={})
+        return self.waiting.line([*self.batch.rows, *self.prefilling.values()], placed={})
 
     def note_placed(self) -> None:
         """Note each client's places and rows."""
