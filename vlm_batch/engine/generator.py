@@ -185,8 +185,9 @@ class BatchGenerator:
             self.retry.attempt(row, rows.batch.move, row)
         self.retry.keep_within_memory()
         groups, num_decoding = rows.batch.groups, len(rows.batch)
-        decode, settled = self.runner.decode, self.retry.settled
-        decoded = [part for group in groups for part in settled(attempt(group.rows, decode, group, is_shared=True))]
+        decoded: list[Part] = []
+        for group in groups:
+            decoded += self.retry.settled(attempt(group.rows, self.runner.decode, group, is_shared=True))
         if len(rows.waiting.asked) > 1:
             decoded = self._share_places(decoded)
         held = [part for part in decoded if part.is_held]
