@@ -208,7 +208,7 @@ class Row:
     video_sizes: tuple[tuple[int, int, int], ...] = ()
     audio_seconds: tuple[float, ...] = ()
     clock: Clock = field(default_factory=Clock)
-    reuse: RowReuse | None = None
+    reuse: RowReuse = field(default_factory=RowReuse)
     siblings: tuple[Row, ...] = ()  # further answers to its prompt, until that is prefilled
     given: Mapping[str, Any] | None = None  # its processor's output, to recompute it from
     losses: int = 0  # number of times that it was recomputed
@@ -243,9 +243,7 @@ class Row:
         self.losses += 1
         self.status = Status.WAITING
         self.prompt = Prompt(inputs=None if self.given is None else as_mlx(self.given))
-        self.reuse = None
-        if book is not None and (book.continues is not None or book.is_returned):
-            self.reuse = RowReuse(continues=book.continues, is_returned=book.is_returned)
+        self.reuse = RowReuse(continues=book.continues, is_returned=book.is_returned)
         answer.drawn, answer.num_sampled, answer.num_fed, answer.history = None, 0, 0, None
         answer.ahead = ()
         if answer.draft_state is not None:
@@ -301,7 +299,6 @@ class Row:
         cache: PromptCache | None = None,
     ) -> Result:
         answer, facts, scores = self.answer, self.facts, self.answer.prompt_scores
-        cached = self.reuse.cached if self.reuse else 0
         is_prefilled = reason != "error" and bool(answer.token_ids)
         return Result(
             request_id=self.request_id,
@@ -309,7 +306,7 @@ class Row:
             token_ids=tuple(answer.token_ids),
             finish_reason=reason,
             stop_reason=stop_reason,
-            usage=Usage(facts.length, len(answer.token_ids), facts.image_tokens, cached),
+            usage=Usage(facts.length, len(answer.token_ids), facts.image_tokens, self.reuse.cached),
             timings=self.clock.timings(),
             image_sizes=self.image_sizes,
             model_image_sizes=facts.model_image_sizes,
@@ -326,7 +323,7 @@ class Row:
     def clear(self) -> None:
         """Drop all but the id: launched work may hold the row."""
         self.status, self.params = Status.FINISHED, NO_PARAMS
-        self.prompt, self.reuse, self.given = Prompt(), None, None
+        self.prompt, self.reuse, self.given = Prompt(), RowReuse(), None
         self.siblings = ()
         self.answer, self.facts = new_answer(self.params), Facts()
 
@@ -358,8 +355,7 @@ def new_row(
     row = Row(request_id, params, seed, new_answer(params, text), prompt, priority, client, may_draft=may_draft)
     if (given := given or prompt.inputs) is not None and num_bytes(given) <= MOST_ON_HOST:
         row.given = on_host(given)
-    if cache is not None or return_cache:
-        row.reuse = RowReuse(continues=cache, is_returned=return_cache)
+    row.reuse.continues, row.reuse.is_returned = cache, return_cache
     row.siblings = tuple(
         Row(sibling_id(request_id, index), params, (seed + index) % 2**64, new_answer(params, text))
         for index in range(1, params.n)

@@ -87,7 +87,7 @@ class Rows:
     def leave(self, row: Row) -> None:
         """Free a row's place; keep its caches if wanted."""
         group, book = self.batch.of(row), row.reuse
-        if book is not None and book.is_wanted and (group is not None or row.is_parked):
+        if book.is_wanted and (group is not None or row.is_parked):
             with if_it_can_be(book):
                 book.left = row.prompt.cache if group is None else group.take(row)
         self.batch.leave(row)
@@ -130,7 +130,7 @@ class Rows:
         del self.by_id[row.request_id]
         self._are_others = True
         self._take_out(row)
-        if row.reuse is not None and row.reuse.continues is not None:  # its user's cache was not used
+        if row.reuse.continues is not None:  # its user's cache was not used
             row.reuse.continues.release()
         row.clear()
 

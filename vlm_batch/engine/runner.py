@@ -144,7 +144,7 @@ class Runner:
         if answer.bad_words or not READ_HISTORY.isdisjoint(stages):
             known = [token for token in encoded.input_ids[0].tolist() if token >= 0]
             answer.history = mx.array(known, dtype=mx.int32)
-        if row.reuse is not None and row.reuse.continues is not None:
+        if row.reuse.continues is not None:
             row.reuse.continues.take()
             row.reuse.continues = None
         if not row.clock.first_token:
@@ -182,7 +182,7 @@ class Runner:
         for name, row in self._rows.prefilling.items():
             prompt, length = row.prompt, row.facts.length
             assert prompt.encoded is not None
-            stops = self._stops if row.reuse is None else (*self._stops, *row.reuse.stops)
+            stops = (*self._stops, *row.reuse.stops)
             if row.answer.prompt_scores is not None:
                 together = POSITIONS_TOGETHER if self.adapter.scores_chunks else 1
                 stops = (*stops, *range(together, length, together))
@@ -226,7 +226,7 @@ class Runner:
         prompt = row.prompt
         assert prompt.encoded is not None and prompt.cache is not None
         is_whole = prompt.is_shared and (begin, end) == (0, row.facts.length)
-        logits = row.reuse.logits if row.reuse is not None else None  # (1, V), kept from the same prompt
+        logits = row.reuse.logits  # (1, V), kept from the same prompt
         scores, scored = row.answer.prompt_scores, []
         if logits is None:
             is_scored = scores is not None and self.adapter.scores_chunks  # else a forward per token

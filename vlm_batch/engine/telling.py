@@ -123,7 +123,7 @@ class Telling:
 
     def _store_prompt(self, row: Row) -> None:
         """Store a prompt's state once its first token is finite."""
-        if row.reuse is not None and row.reuse.pending is not None:
+        if row.reuse.pending is not None:
             self._reuse.store(row.reuse.pending)
             row.reuse.pending = None
 
