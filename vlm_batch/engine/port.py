@@ -12,17 +12,23 @@ from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.engine.constraints import Form
 from vlm_batch.engine.sampling import Sampled, SamplingRow
 from vlm_batch.records import Call, DecodeStep, DraftState, Encoded, Graphs, PromptKey, Thinking
-from vlm_batch.registry import ModelSpec
 
 #: ``(processed logits (B, V), their rows) -> Sampled``; ``sampling.sample`` unless another is handed in.
 Sampler: TypeAlias = Callable[[mx.array, Sequence[SamplingRow]], Sampled]
+
+
+class Family(Protocol):
+    """A family's facts (``vlm_batch.registry.ModelSpec``)."""
+
+    @property
+    def no_prefix_reuse(self) -> str | None: ...
 
 
 class ModelAdapter(Protocol):
     """A family's adapter (``vlm_batch.adapters.base.Adapter``)."""
 
     @property
-    def spec(self) -> ModelSpec: ...
+    def spec(self) -> Family: ...
     @property
     def graphs(self) -> Graphs: ...
     @property
