@@ -761,7 +761,7 @@ class History:
         generator, admission = self.generator, self.generator.rows.waiting
         placed, prefilling = generator.rows.batch.rows, list(generator.rows.prefilling.values())
         prepared, unprepared = list(admission.prepared.values()), list(admission.unprepared)
-        forks = [row for row, _ in generator.rows.forks if row.status is not Status.FINISHED]
+        forks = list(generator.rows.forks)
         last = [  # their last token is on its way, and they have no place any more
             row
             for flight in generator._launched
@@ -769,7 +769,7 @@ class History:
             for row in flight.waiting
             if row.answer.num_sampled >= row.answer.max_tokens and row not in placed
         ]
-        untold = [row for row, _, _ in generator.telling.untold if row.status is Status.DECODE]
+        untold = [row for row in generator.telling.untold if row.status is Status.DECODE]
         last += [row for row in untold if row.answer.num_sampled >= row.answer.max_tokens]
         everywhere = [*placed, *prefilling, *prepared, *unprepared, *forks, *last]
         assert len(set(everywhere)) == len(everywhere), "a row is at two places"

@@ -224,7 +224,7 @@ def test_a_budget_of_a_few_rows_serves_on() -> None:
             assert result.ok, result.error
         assert 0 < batcher.stats().cache_bytes <= 200_000
         reuse = batcher._loop.generator.reuse
-    assert reuse.nbytes == len(reuse.budget) == 0  # closed: rows and features
+    assert reuse.budget.nbytes == len(reuse.budget) == 0  # closed: rows and features
 
 
 # Bytes that are really held -------------------------------------------------------------------------------------------

@@ -185,13 +185,13 @@ def state_of_the_next(self: After, at: int) -> mx.array:
     return state_after(self, min(at + 1, self.count - 1))
 
 
-def same_noise(row: Row, ahead: int) -> SamplingRow:
+def same_noise(rows: Sequence[Row]) -> list[SamplingRow]:
     """A noise that is used twice."""
-    return choosing_row(row, 0)
+    return [one for row in rows for one in sampling_rows([row])]
 
 
 state_after = After.position
-choosing_row, keep = choosing._sampling_row, DecodeBatch._keep
+sampling_rows, keep = choosing._sampling_rows, DecodeBatch._keep
 
 
 @pytest.mark.parametrize("layout", Placement, ids=lambda layout: layout.value)
@@ -212,7 +212,7 @@ def test_the_scenarios_find_what_is_wrong(
     how: dict[str, Any] = {"placement": layout, "config": {"max_rows": 4, "short_rows": 0}}
     right = [one.result.token_ids for one in run_family(name, asks, **how) if one.result is not None]
     if change is same_noise:
-        monkeypatch.setattr(choosing, "_sampling_row", change)
+        monkeypatch.setattr(choosing, "_sampling_rows", change)
     elif change in (state_of_the_last, state_of_the_first):
         monkeypatch.setattr(RecurrentCache, "keep", change)
     elif change is state_of_the_next:

@@ -9,12 +9,12 @@ import pytest
 from vlm_batch.engine.pace import Pace
 from vlm_batch.engine.scheduler import PrefillRow, Scheduler
 from vlm_batch.engine.shapes import chunk_end, together
-from vlm_batch.engine.work import Kind, Work
+from vlm_batch.engine.work import Work
 from vlm_batch.policy import Policy
 
 
 def chunk_of(name: str, begin: int, end: int) -> Work:
-    return Work(Kind.PREFILL, (name,), begin, end)
+    return Work((name,), begin, end)
 
 
 SCHEDULER = Scheduler(Policy(max_rows=4, prefill_budget=10, idle_budget=100, ageing_seconds=5))

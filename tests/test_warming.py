@@ -75,7 +75,12 @@ def test_requests_bring_no_shape_that_was_not_computed(is_exact: bool, monkeypat
     shapes = Shapes(adapter, monkeypatch)
     assert sum(1 for _ in engine.warm_up()) == len(shapes.seen) - 1, "one is of the row that steps are of"
     warmed = shapes.take()
-    assert not engine.has_work and not engine.rows.batch.rows and not engine.rows.prefilling and not engine.reuse.nbytes
+    assert (
+        not engine.has_work
+        and not engine.rows.batch.rows
+        and not engine.rows.prefilling
+        and not engine.reuse.budget.nbytes
+    )
     check(FAMILY, run_family(FAMILY, ASKS, generator=engine))
     assert shapes.take() <= warmed
 
@@ -156,7 +161,7 @@ def test_no_counter_moves_and_no_answer_changes() -> None:
         VLMBatcher(default_checkpoint(), policy=SLAB) as plain,
         VLMBatcher(default_checkpoint(), policy=SLAB, warm_up=True) as warm,
     ):
-        wait_until(lambda: not warm._loop.is_warming)
+        wait_until(lambda: warm._loop._warming is None)
         moving = {"mlx_bytes", "max_kv_bytes"}
         one, other = plain.stats(), warm.stats()
         assert [vars(one)[f.name] for f in fields(one) if f.name not in moving] == [
@@ -180,7 +185,7 @@ def test_requests_go_before_whatever_is_left_of_it(monkeypatch: pytest.MonkeyPat
         handle = batcher.submit_request(QUESTION)
         asked.set()
         assert handle.result(timeout=60).ok
-        wait_until(lambda: not batcher._loop.is_warming)
+        wait_until(lambda: batcher._loop._warming is None)
     assert beside and not any(beside)
 
 
@@ -193,6 +198,6 @@ def test_a_warm_up_that_raises_ends_and_fails_no_request(
 
     monkeypatch.setattr(BatchGenerator, "warm_up", forwards)
     with caplog.at_level(logging.WARNING), VLMBatcher(default_checkpoint(), warm_up=True) as batcher:
-        wait_until(lambda: not batcher._loop.is_warming)
+        wait_until(lambda: batcher._loop._warming is None)
         assert batcher.submit_request(QUESTION).result().ok
     assert "the warm-up ended early" in caplog.text

@@ -46,6 +46,7 @@ class LayerCache:
     most_positions: int = 1
     #: Bytes of the states that each further position leaves.
     state_bytes: int = 0
+    always_masked = False
 
     def configure(self, columns: Callable[[int], int], few_bits: str, *, always_masked: bool = False) -> None:
         """Set its rules.

@@ -221,9 +221,8 @@ def attend_quantized(
     product = partial(mx.quantized_matmul, group_size=group_size, bits=bits)
     if device() is Device.CUDA:  # MLX 0.32 has no product of strided columns (supports_qmm_naive)
         keys, values = (states.map(mx.contiguous) for states in (keys, values))
-    grouped = _filled(queries * scale, group_size).reshape(
-        batch, groups, heads // groups, -1
-    )  # heads that share keys become rows
+    # heads that share keys become rows
+    grouped = _filled(queries * scale, group_size).reshape(batch, groups, heads // groups, -1)
     scores = product(grouped, *keys.parts, transpose=True)  # (B, G, H / G, K)
     if isinstance(mask, mx.array):  # "causal" hides nothing from the last query
         by_group = _by_group(mask, groups, heads)
@@ -277,10 +276,8 @@ class QuantizedSlabCache(SlabCache):
     def __init__(self, num_places: int, group_size: int, bits: int, *, few_bits: str = PACKED) -> None:
         super().__init__(num_places)
         self.few_bits = few_bits
-        self._group_size = (
-            group_size  # no attribute is named ``bits``, by which mlx-vlm recognises caches that return packed numbers
-        )
-        self._num_bits = bits
+        self._group_size = group_size
+        self._num_bits = bits  # not ``bits``, by which mlx-vlm recognises caches that return packed numbers
         self._heads = (0, 0)  # of keys, of values
         self._layouts: list[Layout] = []
         #: (heads, width, dtype) of every part of every slab.

@@ -40,7 +40,6 @@ class RecurrentCache(LayerCache, ArraysCache):
         self._later: dict[int, list[Source]] = {}  # by place: the states after its second, third ... position
         self._kept: dict[int, Source] = {}  # by place: the state that replaces the one in ``_states``
         super().__init__(0)
-        self.always_masked = False  # every forward has the same rows, to be batch-invariant
         self._num_places = 0
         self._unfilled: set[tuple[int, int]] = set()  # (slot, place) with zeros for an unused slot
 

@@ -123,7 +123,6 @@ class RowsCache(LayerCache):
     def __init__(self, *, may_stack: bool = False) -> None:
         self.places: list[Any | None] = []
         self.may_stack = may_stack
-        self.always_masked = False  # each row attends separately
         self._new: WeakSet[Any] = WeakSet()  # caches put since the last token
 
     def put(self, place: int, cache: Any) -> None:
@@ -168,9 +167,14 @@ class RowsCache(LayerCache):
         return self._states(lambda cache, first, end: cache.update_and_fetch(keys[first:end], values[first:end]))
 
     def settle_new(self) -> None:
-        """Stack rows put since the last token."""
-        if len(self._new) > 1:
-            self._stack_new()
+        """Stack neighbours of one length that were put since the last token."""
+        if len(self._new) > 1 and not self.always_masked:
+            kinds = [_kind(cache) if cache in self._new else None for cache in self.places]
+            for kind, run in groupby(range(len(kinds)), key=lambda place: kinds[place]):
+                places = list(run)
+                if kind is not None and len(places) > 1:
+                    first, end = places[0], places[-1] + 1
+                    self.places[first:end] = [_stacked(self.places[first:end])] * len(places)
         self._new.clear()
 
     def separate(self, place: int) -> None:
@@ -237,14 +241,6 @@ class RowsCache(LayerCache):
             for half in (0, 1)
         )
         return keys, values
-
-    def _stack_new(self) -> None:
-        kinds = [_kind(cache) if not self.always_masked and cache in self._new else None for cache in self.places]
-        for kind, run in groupby(range(len(kinds)), key=lambda place: kinds[place]):
-            places = list(run)
-            if kind is not None and len(places) > 1:
-                first, end = places[0], places[-1] + 1
-                self.places[first:end] = [_stacked(self.places[first:end])] * len(places)
 
 
 class DraftedRows(RowsCache):

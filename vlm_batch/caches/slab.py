@@ -110,7 +110,6 @@ class SlabCache(SlabArrays):
 
     def __init__(self, num_places: int) -> None:
         super().__init__(num_places)
-        self.always_masked = False
         self._lengths = [0] * num_places
         self._traced: mx.array | None = None  # (S,) the lengths, while a compiled step is traced
         self._given = self.lengths  # before a compiled step
@@ -279,9 +278,8 @@ class RingSlabCache(SlabCache):
     def __init__(self, num_places: int, window: int) -> None:
         super().__init__(num_places)
         self.window = self.span = self.most_positions = window
-        self._later: tuple[
-            mx.array, ...
-        ] = ()  # keys and values (S, H, L, D) of a forward with drafts that ``keep`` writes
+        #: Keys and values (S, H, L, D) of a forward with drafts that ``keep`` writes.
+        self._later: tuple[mx.array, ...] = ()
 
     def hold(self, keys: mx.array, values: mx.array, new: Sequence[mx.array]) -> None:
         """Take the slab, with each place's first ``new`` position (S, H, L, D) only."""

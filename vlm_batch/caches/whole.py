@@ -6,7 +6,6 @@ import copy
 from dataclasses import dataclass
 from typing import Any
 
-import mlx.core as mx
 from mlx_vlm.models.cache import CacheList, KVCache, PoolingCache
 
 from vlm_batch.arrays import arrays_of
@@ -49,13 +48,7 @@ class WholeCache(CacheKind, CacheList):
 
     @property
     def nbytes(self) -> int:
-        return sum(array.nbytes for array in self.arrays())
-
-    def arrays(self) -> list[mx.array]:
-        return arrays_of(self.state)
-
-    def bytes_at(self, tokens: int, seen: int) -> int:
-        return self.nbytes * tokens // max(1, seen)
+        return sum(array.nbytes for array in arrays_of(self.state))
 
     def saved(self, length: int) -> LayerState:
         """Save the parts; copy all if one is of an unknown class."""

@@ -37,9 +37,8 @@ class Admission:
         self.memory = memory
         self._scheduler = scheduler
         config = scheduler.config
-        self._inbox: dict[
-            tuple[Hashable, bool, int], list[tuple[float, int, Row]]
-        ] = {}  # by (lane, has videos, client)
+        #: By (lane, has videos, client).
+        self._inbox: dict[tuple[Hashable, bool, int], list[tuple[float, int, Row]]] = {}
         self._arrivals = itertools.count()
         self.unprepared: set[Row] = set()  # not prepared yet, wherever they are
         self._reading: set[Row] = set()  # with the loaders
@@ -126,7 +125,7 @@ class Admission:
         self.changes += 1
         if row.prompt.loading is not None:
             row.prompt.loading.cancel()
-        for rows in (self._reading, self._read, self.unprepared):  # the inbox skips it when its turn comes
+        for rows in (self._reading, self._read, self.unprepared):
             rows.discard(row)
         self._processing.pop(row, None)
         self.prepared.pop(row.request_id, None)
@@ -201,7 +200,7 @@ class Admission:
         return row
 
     def _decoded(self, row: Row) -> int:
-        loading = None if row.prompt is None else row.prompt.loading
+        loading = row.prompt.loading
         return 0 if loading is None else BYTES_PER_PIXEL * loading.num_pixels
 
     def _expected(self, row: Row) -> int:

@@ -29,9 +29,8 @@ class DecodeBatch:
         self.is_apart = is_apart
         self.max_rows = max_rows
         self._shapes = shapes
-        self.places: list[
-            Row | None
-        ] = []  # a place is kept until another row takes it, on a CPU until the next forward
+        #: A place is kept until another row takes it, on a CPU until the next forward.
+        self.places: list[Row | None] = []
         self.layers: list[LayerCache] = []
         self._placement = shapes.layout
         self.num_positions = 0  # of the last forward

@@ -112,14 +112,14 @@ def _masks(row: Row, count: int, size: int) -> list[np.ndarray | Failed | None]:
 
 
 def _sampling_rows(rows: Sequence[Row]) -> list[SamplingRow]:
-    """Return a sampling row per position."""
-    if not any(row.answer.ahead for row in rows):
-        return [_sampling_row(row, 0) for row in rows]
-    return [_sampling_row(row, ahead) for row, places in _places(rows).items() for ahead in range(len(places))]
-
-
-def _sampling_row(row: Row, ahead: int) -> SamplingRow:
-    answer, history = row.answer, row.answer.history
-    if ahead and history is not None:
-        history = mx.concatenate([history, mx.array(answer.ahead[:ahead], dtype=history.dtype)])
-    return SamplingRow(row.params, row.seed, answer.num_sampled + ahead, history, row.facts.vocabulary, answer.rules)
+    """Return a sampling row per position. A drafting row's positions follow each other."""
+    found: list[SamplingRow] = []
+    ahead = 0
+    for place, row in enumerate(rows):
+        answer, history = row.answer, row.answer.history
+        ahead = ahead + 1 if place and row is rows[place - 1] else 0
+        if ahead and history is not None:
+            history = mx.concatenate([history, mx.array(answer.ahead[:ahead], dtype=history.dtype)])
+        step = answer.num_sampled + ahead
+        found.append(SamplingRow(row.params, row.seed, step, history, row.facts.vocabulary, answer.rules))
+    return found

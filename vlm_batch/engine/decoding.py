@@ -76,7 +76,7 @@ class Decoder:
         """Run a forward with one row per position."""
         tokens, positions, extras = [], [], []
         for row, count in zip(batch.places, counts, strict=True):
-            said = (0,) if row is None else (row.answer.last_token, *row.answer.ahead)
+            said = (0,) if row is None else (row.answer.said[row.answer.num_sampled - 1], *row.answer.ahead)
             tokens += [*said, *[0] * (count - len(said))][:count]
             first = 0 if row is None else row.position
             positions += [first + ahead * (row is not None) for ahead in range(count)]

@@ -34,7 +34,7 @@ from vlm_batch.engine.shapes import FreeShapes, Shapes
 from vlm_batch.engine.telling import FORM_SECONDS, Telling
 from vlm_batch.engine.trial import Trial
 from vlm_batch.engine.warming import forwards
-from vlm_batch.engine.work import Failed, Kind, Part, Work, attempt
+from vlm_batch.engine.work import Failed, Part, Work, attempt
 from vlm_batch.policy import Policy, policy_of
 from vlm_batch.store.prompt import PromptCache
 from vlm_batch.types import Event, SamplingParams
@@ -151,13 +151,13 @@ class BatchGenerator:
 
     def fail_all(self, error: BaseException) -> list[Event]:
         """End every row with an error. Returns all events."""
-        self._launched, self.telling.untold, self.rows.forks = [], [], []
+        self._launched, self.telling.untold, self.rows.forks = [], {}, {}
         for row in list(self.rows.by_id.values()):
             self.rows.end(row, "error", error)
         return self.rows.tell()
 
     def reset(self) -> None:
-        self._launched, self.telling.untold, self.rows.forks = [], [], []
+        self._launched, self.telling.untold, self.rows.forks = [], {}, {}
         for row in list(self.rows.by_id.values()):
             self.rows.forget(row)
         self.rows.tell()
@@ -184,8 +184,10 @@ class BatchGenerator:
         for row in rows.batch.misplaced():
             self.retry.attempt(row, rows.batch.move, row)
         self.retry.keep_within_memory()
-        groups = [tuple(row.request_id for row in group.rows) for group in rows.batch.groups]
-        decoded = [part for names in groups for part in self._run(Work(Kind.DECODE, names))]
+        groups, num_decoding = rows.batch.groups, len(rows.batch)
+        decoded: list[Part] = []
+        for group in groups:
+            decoded += self.retry.settled(attempt(group.rows, self.runner.decode, group, is_shared=True))
         if len(rows.waiting.asked) > 1:
             decoded = self._share_places(decoded)
         held = [part for part in decoded if part.is_held]
@@ -205,11 +207,11 @@ class BatchGenerator:
         if self.drafts is not None:
             is_alone = len(groups) == 1 and not plan and not encoding and not joined
             self.drafts.launched(rows.batch.groups[0].num_positions if is_alone and rows.batch.groups else 0)
-        if groups:
+        if num_decoding:
             seconds, tokens = time.perf_counter() - begin - encoding, sum(work.end - work.begin for work in plan)
             self._pace.record(seconds, tokens)
             are_waiting = bool(rows.waiting.prepared)
-            self.scheduler.record(sum(map(len, groups)), seconds, tokens, are_waiting=are_waiting)
+            self.scheduler.record(num_decoding, seconds, tokens, are_waiting=are_waiting)
         if not rows.is_active:  # no step may follow: nothing stays launched of rows that have ended
             self._launched = []
             self.reuse.settle_ended()
@@ -229,16 +231,6 @@ class BatchGenerator:
                 self.retry.settle(found)
         return []
 
-    def _run(self, work: Work) -> list[Part]:
-        """Launch work and settle its failures. Returns the other parts."""
-        parts: list[Part] = []
-        for part in self.runner.run(work):
-            if isinstance(part, Failed):
-                self.retry.settle(part)
-            else:
-                parts.append(part)
-        return parts
-
     def _choose(self, parts: Sequence[Part]) -> None:
         """Launch the choice of tokens; suspects apart."""
         if not parts:
@@ -248,11 +240,7 @@ class BatchGenerator:
         shared = [part for part in parts if not part.rows[0].is_suspect]
         for those in ([shared] if shared else []) + [[part] for part in parts if part.rows[0].is_suspect]:
             rows = [row for part in those for row in part.rows]
-            found = attempt(rows, choose, those, self.sampler, is_shared=True)
-            for flight in [found] if isinstance(found, Failed) else found:
-                if isinstance(flight, Failed):
-                    self.retry.settle(flight)
-                    continue
+            for flight in self.retry.settled(attempt(rows, choose, those, self.sampler, is_shared=True)):
                 tokens = flight.sampled.tokens.astype(mx.int32)
                 for index, row in enumerate(flight.rows):
                     if flight.is_for(index) and not row.answer.ahead:
@@ -263,7 +251,7 @@ class BatchGenerator:
 
     def _in_time(self, parts: Sequence[Part]) -> list[Part]:
         """Park rows with late masks. Returns the others' parts."""
-        late = self.telling.late
+        late = self.telling.untold
         for part in parts:
             if part.rows[0] in late and part.rows[0].status is Status.DECODE:
                 self.retry.attempt(part.rows[0], self.rows.park, part.rows[0], part.logits)
@@ -282,7 +270,7 @@ class BatchGenerator:
         self._rested += 1
         if not free and here == self._at_rest and self._rested < LOOK_AGAIN:
             return 0.0
-        live = [*rows.prefilling.values(), *rows.batch.rows, *(row for row, _ in rows.forks)]
+        live = [*rows.prefilling.values(), *rows.batch.rows, *rows.forks]
         whole = self._line()
         # rows whose prefixes others may wait for
         others = [*rows.prefilling.values(), *(row for row in whole if row.prompt.encoded is not None)]
@@ -307,8 +295,7 @@ class BatchGenerator:
                 if most > 1 and not row.was_alone:
                     unencoded = [other for other in line[place:] if other.prompt.encoded is None]
                     those = self.reuse.new_ones(unencoded, others, most)
-                made = self._run(Work(Kind.ENCODE, tuple(one.request_id for one in those)))
-                others += [part.rows[0] for part in made]
+                others += [part.rows[0] for part in self.retry.settled(runner.encode(those))]
                 has_begun = True
             if place >= free or row.prompt.encoded is None:
                 continue  # encoded ahead, or failed
@@ -323,22 +310,18 @@ class BatchGenerator:
 
     def _next_forks(self) -> list[Part]:
         rows = self.rows
-        rows.forks = [(row, logits) for row, logits in rows.forks if row.status is not Status.FINISHED]
-        forks, live = dict(rows.forks), [*rows.batch.rows, *rows.prefilling.values()]
+        live = [*rows.batch.rows, *rows.prefilling.values()]
         taken: list[Part] = []
-        for row in [row for row in self._line()[: self._num_free()] if row in forks]:
+        for row in [row for row in self._line()[: self._num_free()] if row in rows.forks]:
             if live and not self.memory.fits(row, live):
                 break
             live.append(row)
-            taken.append(Part([row], forks.pop(row)))
-        rows.forks = list(forks.items())
+            taken.append(Part([row], rows.forks.pop(row)))
         return taken
 
     def _num_free(self) -> int:
-        rows, num_late = self.rows, 0
-        if rows.forks:  # rows with late masks keep their places
-            late = self.telling.late
-            num_late = sum(row in late for row, _ in rows.forks)
+        rows = self.rows
+        num_late = sum(row in self.telling.untold for row in rows.forks)  # rows with late masks keep their places
         return max(0, self.scheduler.num_places - len(rows.batch) - len(rows.prefilling) - num_late)
 
     def _line(self) -> list[Row]:
@@ -349,9 +332,7 @@ class BatchGenerator:
             *rows.prefilling.values(),
             *(row for row in waiting.prepared.values() if row.prompt.encoded is not None),
         ]
-        forks = {row for row, _ in rows.forks}
-        if forks:
-            forks -= self.telling.late
+        forks = rows.forks.keys() - self.telling.untold.keys()
         prepared = [row for row in waiting.prepared.values() if not (others and self.reuse.waits_for(row, others))]
         return waiting.line([*forks, *prepared], first=forks)
 
@@ -367,12 +348,8 @@ class BatchGenerator:
             mine = [one for one in decoding if one.client == giver]
             if giver is None and waiting.is_due(row):
                 mine = [one for one in decoding if asked[one.client] >= asked[row.client] + 2 and not one.gave_way]
-            held = [*rows.live(), *(one for one, _ in rows.forks if one is not row)]
-            if (
-                not mine
-                or not (row.prompt.encoded is not None or row in dict(rows.forks))
-                or not memory.fits(row, held)
-            ):
+            held = [*rows.live(), *(one for one in rows.forks if one is not row)]
+            if not mine or not (row.prompt.encoded is not None or row in rows.forks) or not memory.fits(row, held):
                 break
             last = sorted(mine, key=lambda one: (asked[one.client], waiting.urgency(one)))[-1]
             last.gave_way |= giver is None
@@ -390,7 +367,7 @@ class BatchGenerator:
         last: dict[Row, Part] = {}  # holding an earlier chunk's arrays would copy them
         done: list[Part] = []
         for work in self.runner.group(plan) if len(plan) > 1 else plan:
-            for part in self._run(work):
+            for part in self.retry.settled(self.runner.prefill(work)):
                 last[part.rows[0]] = part
                 if part.logits is not None:
                     done.append(part)

@@ -52,13 +52,11 @@ class DecodeGroups:
 
     def misplaced(self) -> list[Row]:
         """Rows set apart, let back, or beyond their group's columns."""
-        have_kinds = self._shapes.layout is Placement.SLAB
         return [
             row
             for group in self.groups
             for row in group.rows
-            if row.is_suspect is not group.is_apart
-            or (have_kinds and group.least != self._shapes.least_columns(next_length(row)))
+            if row.is_suspect is not group.is_apart or group.least != self._shapes.least_columns(next_length(row))
         ]
 
     def move(self, row: Row) -> None:

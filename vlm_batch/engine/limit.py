@@ -38,19 +38,20 @@ class RowLimit:
         self._patience = self.PATIENCE
         self._rests_until = 0
 
-    def record(self, rows: int, seconds: float, *, are_waiting: bool = True) -> bool:
-        """Record a step that only decoded. Returns whether ``rows`` changed."""
+    def record(self, rows: int, seconds: float, *, are_waiting: bool = True) -> None:
+        """Record a step that only decoded."""
         self._count += 1
         if rows != self._at:
             self._at, self._times = rows, []
         self._times.append(seconds)
         if len(self._times) < self.STEPS:
-            return False
+            return
         self._known[rows] = (statistics.median(self._times), self._count)
         self._times = []
-        return rows == self.rows and self._judge(are_waiting)
+        if rows == self.rows:
+            self._judge(are_waiting)
 
-    def _judge(self, are_waiting: bool) -> bool:
+    def _judge(self, are_waiting: bool) -> None:
         """Shrink if this number does not pay, else grow if rows wait."""
         place = self._ladder.index(self.rows)
         here = self._share(self.rows)
@@ -62,13 +63,11 @@ class RowLimit:
                 self._rests_until = self._count + self._patience
                 self._patience *= 2
                 self.rows = self._ladder[place - 1]
-                return True
+                return
         is_slow = here * self.rows > self._gap
-        if not are_waiting or self.rows == self.most or is_slow or self._count < self._rests_until:
-            return False
-        self.rows = self._ladder[place + 1]
-        self._known.pop(self.rows, None)  # it is measured anew
-        return True
+        if are_waiting and self.rows < self.most and not is_slow and self._count >= self._rests_until:
+            self.rows = self._ladder[place + 1]
+            self._known.pop(self.rows, None)  # it is measured anew
 
     def _share(self, rows: int) -> float | None:
         """Return seconds per row; None if unknown or out of date."""

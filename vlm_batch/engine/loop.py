@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, InvalidStateError, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -25,32 +25,19 @@ from vlm_batch.handle import Handle
 from vlm_batch.runtime import threads
 from vlm_batch.runtime.memory import wired
 from vlm_batch.runtime.watchdog import Watchdog
-from vlm_batch.types import Event, Request, Result, Stats, failed_result
+from vlm_batch.types import Event, Request, Stats, failed_result
 
 _log = logging.getLogger(__name__)
 
 
-class Rate:
-    """Events per second in the last ``SPAN`` seconds."""
-
-    SPAN = 5.0
-
-    def __init__(self) -> None:
-        self._times: deque[float] = deque()
-
-    def count(self, now: float) -> None:
-        self._times.append(now)
-        while self._times[0] < now - self.SPAN:
-            self._times.popleft()
-
-    @property
-    def value(self) -> float:
-        times = tuple(self._times)
-        return (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 and times[-1] > times[0] else 0.0
+#: Seconds in which tokens are counted for their rate.
+SPAN = 5.0
 
 
 @dataclass
 class _Totals:
+    """Counts of what was handed out."""
+
     finished: int = 0
     failed: int = 0
     cancelled: int = 0
@@ -59,13 +46,25 @@ class _Totals:
     cached_tokens: int = 0
     cache_hits: int = 0
     busy_seconds: float = 0.0
+    times: deque[float] = field(default_factory=deque)  # of the tokens in the last ``SPAN`` seconds
 
-    def add(self, result: Result) -> None:
-        self.failed += result.finish_reason == "error"
-        self.cancelled += result.finish_reason == "cancelled"
-        self.finished += result.ok
-        self.cached_tokens += result.usage.cached_tokens
-        self.cache_hits += result.usage.cached_tokens > 0
+    def add(self, event: Event) -> None:
+        if event.token is not None:
+            self.generated_tokens += 1
+            self.times.append(time.perf_counter())
+            while self.times[0] < self.times[-1] - SPAN:
+                self.times.popleft()
+        if (result := event.result) is not None:
+            self.failed += result.finish_reason == "error"
+            self.cancelled += result.finish_reason == "cancelled"
+            self.finished += result.ok
+            self.cached_tokens += result.usage.cached_tokens
+            self.cache_hits += result.usage.cached_tokens > 0
+
+    @property
+    def tokens_per_second(self) -> float:
+        times = tuple(self.times)
+        return (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 and times[-1] > times[0] else 0.0
 
 
 #: Most messages between two steps, so that a flooded inbox stops no request.
@@ -93,7 +92,6 @@ class EngineLoop:
         self._process = os.getpid()
         self._gone: str | None = None  # reason why the loop has ended
         self._totals = _Totals()
-        self._rate = Rate()
         self._watchdog = Watchdog()
 
     # From any thread
@@ -179,10 +177,10 @@ class EngineLoop:
             failed=totals.failed,
             cancelled=totals.cancelled,
             generated_tokens=totals.generated_tokens,
-            tokens_per_second=self._rate.value,
+            tokens_per_second=totals.tokens_per_second,
             cache_hits=totals.cache_hits,
             cached_tokens=totals.cached_tokens,
-            cache_bytes=generator.reuse.nbytes,
+            cache_bytes=generator.reuse.budget.nbytes,
             steps=totals.steps,
             recomputed=generator.retry.num_recomputed,
             input_bytes=generator.input_bytes,
@@ -197,10 +195,6 @@ class EngineLoop:
         )
 
     # On its own thread
-
-    def learn_row_bytes(self) -> None:
-        """Measure a row's memory, on the engine's thread."""
-        self.generator.memory.probe(self.generator.trial)
 
     def run(self) -> None:
         try:
@@ -252,10 +246,6 @@ class EngineLoop:
         except Exception as error:
             self._warming = None
             _log.warning("the warm-up ended early: %s", describe(error))
-
-    @property
-    def is_warming(self) -> bool:
-        return self._warming is not None
 
     def _add(self, row: Row) -> None:
         try:
@@ -324,15 +314,12 @@ class EngineLoop:
         handle = self._alive.get(event.request_id)
         if handle is None:
             return
-        if event.token is not None:
-            self._totals.generated_tokens += 1
-            self._rate.count(time.perf_counter())
+        self._totals.add(event)
         self._receiver = handle
         if event.result is not None:
             del self._alive[event.request_id]
             if several is not None:
                 self._forget_several(event.request_id)
-            self._totals.add(event.result)
         handle.push(event)
         self._receiver = None
 
@@ -399,7 +386,8 @@ def _work(make: Callable[[Look], Made], ready: Future[Made], made: list[Made]) -
     try:
         engine = make(look)
         look()
-        engine.loop.learn_row_bytes()
+        generator = engine.loop.generator
+        generator.memory.probe(generator.trial)  # on the engine's thread
         made.append(engine)
         ready.set_result(engine)
     except BaseException as error:

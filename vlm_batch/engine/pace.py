@@ -21,7 +21,6 @@ class Pace:
 
     def __init__(self, config: Policy) -> None:
         self._config = config
-        self.idle_budget = config.idle_budget
         self._decode_seconds = 0.0
         self._tokens_per_second = 0.0
         self._saved_steps = 0
@@ -35,30 +34,25 @@ class Pace:
             waited: their longest wait, seconds.
             encoding: seconds spent on pictures.
         """
-        config = self._config
+        config, rate, most = self._config, self._tokens_per_second, self._config.idle_budget
         if not is_decoding:
             self._saved_steps = 0
-            rate = self._tokens_per_second
-            return (
-                min(self.idle_budget, max(self.FIRST_CHUNK, int(self.IDLE_SECONDS * rate)))
-                if rate
-                else self.idle_budget
-            )
+            return min(most, max(self.FIRST_CHUNK, int(self.IDLE_SECONDS * rate))) if rate else most
         if config.prefill_budget is not None:
             return config.prefill_budget
-        if not self._tokens_per_second:
-            return min(self.FIRST_CHUNK, self.idle_budget)
+        if not rate:
+            return min(self.FIRST_CHUNK, most)
         self._saved_steps += 1
         gap = min(max(config.token_gap, waited / self.PATIENCE), config.stretch * config.token_gap)
         room = self._saved_steps * max(gap - self._decode_seconds, 0.0)
         if not config.encode_seconds:
             room = max(room - encoding, 0.0)
-        fits = int(room * self._tokens_per_second)
+        fits = int(room * rate)
         enough = min(pending, config.smallest_chunk)
         if fits < enough and self._saved_steps < self.LONGEST_SAVING:
             return 0
         self._saved_steps = 0
-        return min(max(fits, enough), self.idle_budget)
+        return min(max(fits, enough), most)
 
     def record(self, seconds: float, tokens: int) -> None:
         """Record a step. One with prompts is timed with the next, which waits for a GPU's work."""

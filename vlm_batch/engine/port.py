@@ -24,17 +24,11 @@ class Family(Protocol):
     def no_prefix_reuse(self) -> str | None: ...
 
 
-class Recogniser(Protocol):
-    """The part of an adapter that identifies prompts."""
+class ModelAdapter(Protocol):
+    """A family's adapter (``vlm_batch.adapters.base.Adapter``)."""
 
     @property
     def spec(self) -> Family: ...
-    def prompt_key(self, inputs: Mapping[str, Any]) -> PromptKey: ...
-
-
-class ModelAdapter(Recogniser, Protocol):
-    """A family's adapter (``vlm_batch.adapters.base.Adapter``)."""
-
     @property
     def graphs(self) -> Graphs: ...
     @property
@@ -43,6 +37,7 @@ class ModelAdapter(Recogniser, Protocol):
     def is_causal(self) -> bool: ...
     @property
     def scores_chunks(self) -> bool: ...
+    def prompt_key(self, inputs: Mapping[str, Any]) -> PromptKey: ...
     def encode_together(
         self, requests: Sequence[Mapping[str, Any]], call: Call = Call()
     ) -> list[Mapping[str, Any]]: ...

@@ -6,8 +6,8 @@ out, fewer rows at a time are recomputed. They keep their place in line and thei
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import mlx.core as mx
 
@@ -20,6 +20,8 @@ from vlm_batch.engine.work import Failed, attempt
 from vlm_batch.errors import OutOfMemory, describe, is_out_of_memory
 from vlm_batch.runtime.memory import release_memory
 from vlm_batch.store.budget import ByteBudget
+
+Made = TypeVar("Made")
 
 
 class Retry:
@@ -60,6 +62,14 @@ class Retry:
             else:
                 row.suspect()
                 self._begin_again(row, error)
+
+    def settled(self, made: Iterable[Made | Failed] | Failed) -> Iterator[Made]:
+        """Yield what was made; settle what failed."""
+        for one in [made] if isinstance(made, Failed) else made:
+            if isinstance(one, Failed):
+                self.settle(one)
+            else:
+                yield one
 
     def attempt(self, row: Row, work: Callable[..., None], *arguments: Any) -> bool:
         """Do a row's own work. If it raises, settle that and return False."""

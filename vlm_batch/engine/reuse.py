@@ -14,10 +14,11 @@ import numpy as np
 
 from vlm_batch.caches.layers import kind_of
 from vlm_batch.checks import whole_option
-from vlm_batch.engine.port import Recogniser
+from vlm_batch.engine.port import ModelAdapter
 from vlm_batch.engine.row import Prompt, Row, RowReuse
 from vlm_batch.engine.shapes import FreeShapes, Shapes
 from vlm_batch.errors import InvalidCache, describe
+from vlm_batch.records import PromptKey
 from vlm_batch.runtime.memory import release_memory
 from vlm_batch.store.budget import ByteBudget
 from vlm_batch.store.directory import RowFiles
@@ -98,7 +99,7 @@ class Reuse:
 
     def __init__(
         self,
-        adapter: Recogniser,
+        adapter: ModelAdapter,
         prefix: PrefixCache | None = None,
         identity: Identity | None = None,
         budget: ByteBudget | None = None,
@@ -113,10 +114,6 @@ class Reuse:
         self.identity = identity or Identity("")
         self._ended: list[SavedRow] = []  # launched, perhaps not computed yet
 
-    @property
-    def nbytes(self) -> int:
-        return self.budget.nbytes
-
     def close(self) -> None:
         """Write kept rows to files and free the memory."""
         self.settle_ended()
@@ -129,21 +126,22 @@ class Reuse:
         """Return whether a row in prefill will leave a much longer prefix than the cached one."""
         if self.prefix is None or row.prompt.encoded is not None or row.params.prompt_logprobs is not None:
             return False
-        if row.reuse is not None and row.reuse.continues is not None:
+        book = row.reuse
+        if book.continues is not None:
             return False
         try:
-            book = self._book(row)
+            key = self._key(row)
         except Exception:  # raised again when it is encoded
             return False
-        if book.key is None:
+        if key is None:
             return False
         coming = max((self._shared(book, other) for other in others), default=0)
-        if coming < _min_shared_tokens(book.key.length):
+        if coming < _min_shared_tokens(key.length):
             return False
         if book.known[0] != self.prefix.version:
-            found = self.prefix.find(book.key)
+            found = self.prefix.find(key)
             book.known = (self.prefix.version, 0 if found is None else found.length)
-        return coming >= book.known[1] + _min_shared_tokens(book.key.length)
+        return coming >= book.known[1] + _min_shared_tokens(key.length)
 
     def new_ones(self, rows: Sequence[Row], others: Iterable[Row], most: int) -> list[Row]:
         """Return the first rows without a shared prefix: 1 to ``most``."""
@@ -155,12 +153,12 @@ class Reuse:
         return chosen or [rows[0]]
 
     def _is_new(self, row: Row) -> bool:
-        if row.reuse is not None and row.reuse.continues is not None:
+        if row.reuse.continues is not None:
             return False
         if self.prefix is None or row.params.prompt_logprobs is not None:
             return True
         try:
-            key = self._book(row).key
+            key = self._key(row)
         except Exception:  # raised again when it is encoded
             return False
         return key is None or self.prefix.find(key, _min_shared_tokens(key.length)) is None
@@ -168,7 +166,7 @@ class Reuse:
     def _shared(self, book: RowReuse, other: Row) -> int:
         """Return the shared positions after which a row could continue."""
         if other not in book.shared:
-            theirs = None if other.reuse is None else other.reuse.key
+            theirs = other.reuse.key
             if book.key is None or theirs is None:
                 return 0
             common = common_length(book.key.positions, theirs.positions)
@@ -178,7 +176,8 @@ class Reuse:
     def begin(self, row: Row, fresh: Sequence[Any]) -> int:
         """Give a row fresh or restored caches. Returns their positions. Raises InvalidCache if the user's does not fit."""
         row.prompt.cache = list(fresh)
-        is_asked = row.reuse is not None and (row.reuse.continues is not None or row.reuse.is_returned)
+        book = row.reuse
+        is_asked = book.continues is not None or book.is_returned
         if row.params.prompt_logprobs is not None:  # no token may be left out
             if is_asked:
                 raise InvalidCache(
@@ -187,9 +186,9 @@ class Reuse:
             return 0
         if self.prefix is None and not is_asked:
             return 0
-        book = self._book(row)
+        key = self._key(row)
         book.shared.clear()
-        if book.key is None:
+        if key is None:
             if is_asked:
                 raise InvalidCache(
                     f"this model's conversations have no prompt caches: {self.adapter.spec.no_prefix_reuse}"
@@ -198,18 +197,18 @@ class Reuse:
         if book.continues is not None:
             found: Match | None = self._continued(book)
         else:
-            found = None if self.prefix is None else self.prefix.find(book.key, _min_shared_tokens(book.key.length))
+            found = None if self.prefix is None else self.prefix.find(key, _min_shared_tokens(key.length))
         if not all(kind_of(cache).is_whole for cache in fresh):
             common = 0 if found is None else found.common
-            book.stops = tuple(sorted({common, *(end for _, end in book.key.pictures)}))
+            book.stops = tuple(sorted({common, *(end for _, end in key.pictures)}))
         if found is None or not found.length:
             return 0
         saved, length = found.row, found.length
-        pictures = book.key.pictures
+        pictures = key.pictures
         num_pictures = sum(end <= length for _, end in pictures)
         row.prompt.cache = saved.restore(length, num_pictures if num_pictures == len(pictures) else 0)
         book.snapshots = {at: snapshot for at, snapshot in saved.snapshots.items() if at <= length}
-        book.logits = saved.logits_at(length) if length == book.key.length else None
+        book.logits = saved.logits_at(length) if length == key.length else None
         book.cached = length
         return length
 
@@ -219,7 +218,7 @@ class Reuse:
         The state is ``pending`` until the first token is finite. ``logits`` (1, V): the last chunk's, else None.
         """
         book, prompt, length = row.reuse, row.prompt, row.facts.length
-        if book is None or book.key is None or prompt.cache is None:
+        if book.key is None or prompt.cache is None:
             return []
         if logits is None:
             last = max((at for at in book.snapshots if at <= prompt.prefilled), default=0)
@@ -245,11 +244,11 @@ class Reuse:
     def end(self, row: Row) -> PromptCache | None:
         """Save a departed row's caches. Returns its prompt cache if its user wants it."""
         book = row.reuse
-        if book is None or book.left is None:
+        if book.left is None:
             return None
         left, book.left = book.left, None
         with if_it_can_be(book):
-            saved = self._saved(row, book, left, row.answer.fed_tokens)
+            saved = self._saved(row, book, left, row.answer.said[: row.answer.num_fed])
             if book.is_returned:  # for another thread
                 mx.eval(saved.arrays())
             else:
@@ -281,13 +280,12 @@ class Reuse:
         keys = np.concatenate([book.key.positions, answer])
         return save_row(caches, keys, book.snapshots, len(book.key.pictures), book.constant)
 
-    def _book(self, row: Row) -> RowReuse:
-        if row.reuse is None:
-            row.reuse = RowReuse()
-        inputs = row.prompt.inputs
-        if row.reuse.key is None and self.adapter.spec.no_prefix_reuse is None and inputs is not None:
-            row.reuse.key = self.shapes.key(self.adapter.prompt_key(inputs))
-        return row.reuse
+    def _key(self, row: Row) -> PromptKey | None:
+        """Return a prompt's key, made once; None if the family has none."""
+        book, inputs = row.reuse, row.prompt.inputs
+        if book.key is None and self.adapter.spec.no_prefix_reuse is None and inputs is not None:
+            book.key = self.shapes.key(self.adapter.prompt_key(inputs))
+        return book.key
 
     def _continued(self, book: RowReuse) -> Match:
         """Return the match with the user's cache. Raises InvalidCache."""

@@ -106,9 +106,7 @@ class Answer:
     rules: RowRules = NO_RULES  # made of ``end_ids`` and ``bad_words``
     changes_logits: bool = False  # whether a stage of its own changes its logits
     guide: Guide | None = None  # for rows whose next token depends on the last one
-    is_whole: bool = False  # its form is complete: it can only end
     parsed: Any = None
-    min_tokens: int = 0  # stop strings do not count before
     token_ids: list[int] = field(default_factory=list)
     untold: int | None = None  # the next token, which its form still checks
     text: str = ""
@@ -117,27 +115,15 @@ class Answer:
     ending: Ending | None = None  # set when it is complete, until its row ends
 
     @property
+    def said(self) -> list[int]:
+        """Tokens that were read; its form may still hold the last."""
+        return self.token_ids if self.untold is None else [*self.token_ids, self.untold]
+
+    @property
     def known_token(self) -> int | None:
         """The next token of a recomputed row, else None."""
-        return self._said(self.num_sampled)
-
-    @property
-    def last_token(self) -> int:
-        """The token to feed next; it must have been read."""
-        token = self._said(self.num_sampled - 1)
-        assert token is not None
-        return token
-
-    @property
-    def fed_tokens(self) -> list[int]:
-        """Tokens in its caches; its form may still hold the last."""
-        said = self.token_ids if self.untold is None else [*self.token_ids, self.untold]
-        return said[: self.num_fed]
-
-    def _said(self, index: int) -> int | None:
-        if index < len(self.token_ids):
-            return self.token_ids[index]
-        return self.untold if index == len(self.token_ids) else None
+        said = self.said
+        return said[self.num_sampled] if self.num_sampled < len(said) else None
 
     def advance(self, drawn: mx.array, at: int, count: int = 1) -> None:
         self.drawn, self.drawn_at = drawn, at + count - 1
@@ -145,13 +131,13 @@ class Answer:
         if self.history is not None:
             self.history = mx.concatenate([self.history, drawn[at : at + count]])
 
-    def add_text(self, token: int, is_stop: bool, is_end: bool) -> tuple[str, str | None]:
-        """Return a token's text, and the stop string that it completes."""
+    def add_text(self, token: int, is_stop: bool, is_end: bool, min_tokens: int) -> tuple[str, str | None]:
+        """Return a token's text, and the stop string that it completes, after ``min_tokens``."""
         piece = "" if is_stop else self.detokenizer.add(token)
         if is_end:
             piece += self.detokenizer.finish()
         text, matched, stops = piece, None, self.stop_strings
-        if stops is not None and len(self.token_ids) >= self.min_tokens:
+        if stops is not None and len(self.token_ids) >= min_tokens:
             text, matched = stops.feed(piece)
         if stops is not None and is_end and matched is None:
             text += stops.finish()
@@ -222,7 +208,7 @@ class Row:
     video_sizes: tuple[tuple[int, int, int], ...] = ()
     audio_seconds: tuple[float, ...] = ()
     clock: Clock = field(default_factory=Clock)
-    reuse: RowReuse | None = None
+    reuse: RowReuse = field(default_factory=RowReuse)
     siblings: tuple[Row, ...] = ()  # further answers to its prompt, until that is prefilled
     given: Mapping[str, Any] | None = None  # its processor's output, to recompute it from
     losses: int = 0  # number of times that it was recomputed
@@ -257,9 +243,7 @@ class Row:
         self.losses += 1
         self.status = Status.WAITING
         self.prompt = Prompt(inputs=None if self.given is None else as_mlx(self.given))
-        self.reuse = None
-        if book is not None and (book.continues is not None or book.is_returned):
-            self.reuse = RowReuse(continues=book.continues, is_returned=book.is_returned)
+        self.reuse = RowReuse(continues=book.continues, is_returned=book.is_returned)
         answer.drawn, answer.num_sampled, answer.num_fed, answer.history = None, 0, 0, None
         answer.ahead = ()
         if answer.draft_state is not None:
@@ -269,35 +253,35 @@ class Row:
         self, token: int, logprobs: TokenLogprobs | None, decode: Callable[[Sequence[int]], str]
     ) -> Event | Ending:
         """Append a token fed to its guide. Returns its event, or the answer's end."""
-        answer, guide = self.answer, self.answer.guide
+        answer, guide, min_tokens = self.answer, self.answer.guide, self.params.min_tokens
         self.clock.first_token = self.clock.first_token or time.perf_counter()
         answer.token_ids.append(token)
         if answer.drafter is not None:
             answer.drafter.add(token)
         if logprobs is not None:
             answer.logprobs.append(logprobs)
-        is_stop = token in answer.end_ids
+        is_stop, is_whole = token in answer.end_ids, False  # whole: its form is complete, it can only end
         if guide is not None:
             guide.settle()
             if answer.drafter is not None:
                 answer.drafter.note_forced(len(guide.ahead))
-            answer.is_whole = guide.is_whole
-            if guide.is_whole and len(answer.token_ids) < answer.min_tokens:
+            is_whole = guide.is_whole
+            if is_whole and len(answer.token_ids) < min_tokens:
                 raise InvalidParameters(
-                    f"min_tokens is {answer.min_tokens}, and the answer has its {self.params.form} after "
+                    f"min_tokens is {min_tokens}, and the answer has its {self.params.form} after "
                     f"{len(answer.token_ids)}, where nothing may follow: they contradict each other"
                 )
-            if guide.is_whole or is_stop:
+            if is_whole or is_stop:
                 answer.parsed = guide.parsed(decode)
             if guide.is_over:
                 answer.guide = None
-        is_full = answer.is_whole or len(answer.token_ids) >= answer.max_tokens
-        text, matched = answer.add_text(token, is_stop, is_stop or is_full)
-        if not (is_stop or is_full or matched is not None):
+        is_end = is_stop or is_whole or len(answer.token_ids) >= answer.max_tokens
+        text, matched = answer.add_text(token, is_stop, is_end, min_tokens)
+        if not is_end and matched is None:
             return Event(self.request_id, token, text, logprobs)
         if matched is not None:
             return Ending(token, text, logprobs, "stop", matched)
-        if answer.is_whole:
+        if is_whole:
             return Ending(token, text, logprobs, "stop", None)
         return Ending(token, text, logprobs, "stop" if is_stop else "length", token if is_stop else None)
 
@@ -315,7 +299,6 @@ class Row:
         cache: PromptCache | None = None,
     ) -> Result:
         answer, facts, scores = self.answer, self.facts, self.answer.prompt_scores
-        cached = self.reuse.cached if self.reuse else 0
         is_prefilled = reason != "error" and bool(answer.token_ids)
         return Result(
             request_id=self.request_id,
@@ -323,7 +306,7 @@ class Row:
             token_ids=tuple(answer.token_ids),
             finish_reason=reason,
             stop_reason=stop_reason,
-            usage=Usage(facts.length, len(answer.token_ids), facts.image_tokens, cached),
+            usage=Usage(facts.length, len(answer.token_ids), facts.image_tokens, self.reuse.cached),
             timings=self.clock.timings(),
             image_sizes=self.image_sizes,
             model_image_sizes=facts.model_image_sizes,
@@ -340,7 +323,7 @@ class Row:
     def clear(self) -> None:
         """Drop all but the id: launched work may hold the row."""
         self.status, self.params = Status.FINISHED, NO_PARAMS
-        self.prompt, self.reuse, self.given = Prompt(), None, None
+        self.prompt, self.reuse, self.given = Prompt(), RowReuse(), None
         self.siblings = ()
         self.answer, self.facts = new_answer(self.params), Facts()
 
@@ -351,7 +334,6 @@ def new_answer(params: SamplingParams, text: AnswerText = NO_TEXT) -> Answer:
         StopStrings(params.stop) if params.stop else None,
         params.max_tokens,
         end_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else text.eos_token_ids),
-        min_tokens=params.min_tokens,
     )
 
 
@@ -373,8 +355,7 @@ def new_row(
     row = Row(request_id, params, seed, new_answer(params, text), prompt, priority, client, may_draft=may_draft)
     if (given := given or prompt.inputs) is not None and num_bytes(given) <= MOST_ON_HOST:
         row.given = on_host(given)
-    if cache is not None or return_cache:
-        row.reuse = RowReuse(continues=cache, is_returned=return_cache)
+    row.reuse.continues, row.reuse.is_returned = cache, return_cache
     row.siblings = tuple(
         Row(sibling_id(request_id, index), params, (seed + index) % 2**64, new_answer(params, text))
         for index in range(1, params.n)

@@ -23,8 +23,8 @@ class Rows:
         self.batch = batch
         self.by_id: dict[str, Row] = {}
         self.prefilling: dict[str, Row] = {}
-        #: Further answers and parked rows, which wait for a place with the logits (1, V) of their next token.
-        self.forks: list[tuple[Row, mx.array]] = []
+        #: Further answers and parked rows, which wait for a place, with the logits (1, V) of their next token.
+        self.forks: dict[Row, mx.array] = {}
         self.events: list[Event] = []
         self._are_others = True  # than were noted last
         self._scheduler = scheduler
@@ -49,7 +49,7 @@ class Rows:
 
     def live(self) -> list[Row]:
         """Return the rows with places, in their order."""
-        return self.waiting.line(dict.fromkeys([*self.batch.rows, *self.prefilling.values()]), placed={})
+        return self.waiting.line([*self.batch.rows, *self.prefilling.values()], placed={})
 
     def note_placed(self) -> None:
         """Note each client's places and rows."""
@@ -68,7 +68,7 @@ class Rows:
         for sibling in fork(row) if row.siblings else ():
             self.by_id[sibling.request_id] = sibling
             self._are_others = True
-            self.forks.append((sibling, logits))
+            self.forks[sibling] = logits
         caches, row.prompt = row.prompt.cache, Prompt()
         assert caches is not None
         self.prefilling.pop(row.request_id, None)
@@ -82,12 +82,12 @@ class Rows:
         cache = group.take(row)
         self.batch.leave(row)
         row.status, row.prompt = Status.WAITING, Prompt(cache=cache, prefilled=row.facts.length)
-        self.forks.append((row, logits))
+        self.forks[row] = logits
 
     def leave(self, row: Row) -> None:
         """Free a row's place; keep its caches if wanted."""
         group, book = self.batch.of(row), row.reuse
-        if book is not None and book.is_wanted and (group is not None or row.is_parked):
+        if book.is_wanted and (group is not None or row.is_parked):
             with if_it_can_be(book):
                 book.left = row.prompt.cache if group is None else group.take(row)
         self.batch.leave(row)
@@ -130,7 +130,7 @@ class Rows:
         del self.by_id[row.request_id]
         self._are_others = True
         self._take_out(row)
-        if row.reuse is not None and row.reuse.continues is not None:  # its user's cache was not used
+        if row.reuse.continues is not None:  # its user's cache was not used
             row.reuse.continues.release()
         row.clear()
 
@@ -140,5 +140,6 @@ class Rows:
 
     def _take_out(self, row: Row) -> None:
         self.waiting.remove(row)
+        self.forks.pop(row, None)
         self.prefilling.pop(row.request_id, None)
         self.batch.leave(row)

@@ -16,6 +16,7 @@ import numpy as np
 from vlm_batch.arrays import arrays_of, own_array
 from vlm_batch.caches import Placement, take_row, trim
 from vlm_batch.caches.quantisation import KVQuantisation
+from vlm_batch.engine.batch import DecodeBatch
 from vlm_batch.engine.decoding import Decoder
 from vlm_batch.engine.drafts import SIZES, Drafts
 from vlm_batch.engine.logprobs import POSITIONS_TOGETHER, PromptScores
@@ -27,7 +28,7 @@ from vlm_batch.engine.rows import Rows
 from vlm_batch.engine.sampling import READ_HISTORY, RowRules, stages_of
 from vlm_batch.engine.scheduler import PrefillRow
 from vlm_batch.engine.shapes import Shapes
-from vlm_batch.engine.work import Failed, Kind, Part, Work, attempt
+from vlm_batch.engine.work import Failed, Part, Work, attempt
 from vlm_batch.errors import InvalidParameters, PromptTooLong
 from vlm_batch.records import DraftState, Encoded, Hidden
 from vlm_batch.runtime.memory import default_limit
@@ -56,21 +57,9 @@ class Runner:
         self._shapes = shapes
         self._stops = (kv.start,) if kv is not None and kv.start else ()
 
-    def run(self, work: Work) -> list[Part | Failed]:
-        """Launch work. Returns parts and failures; for rows to encode, the first call's."""
-        if work.kind is Kind.DECODE:
-            rows = [self._rows.by_id[name] for name in work.rows]
-            parts = attempt(rows, self._decode, rows, is_shared=True)
-            return [parts] if isinstance(parts, Failed) else [*parts]
-        if work.kind is Kind.ENCODE:
-            return self._encode([self._rows.by_id[name] for name in work.rows])
-        here = self._rows.prefilling  # without those that failed in an earlier chunk of this step
-        return self._prefill([here[name] for name in work.rows if name in here], work.begin, work.end)
-
-    def _decode(self, rows: Sequence[Row]) -> list[Part]:
+    def decode(self, group: DecodeBatch) -> list[Part]:
         """Launch a group's forward. A row whose next token depends on the last is a part of its own."""
-        group = self._rows.batch.of(rows[0])
-        assert group is not None
+        rows = group.rows
         group.lay_out()
         logits = self._decoder.logits(group, rows)
         for row in rows:
@@ -93,7 +82,8 @@ class Runner:
 
     # Pictures and prompts, encoded
 
-    def _encode(self, rows: Sequence[Row]) -> list[Part | Failed]:
+    def encode(self, rows: Sequence[Row]) -> list[Part | Failed]:
+        """Encode the first rows, as many as share a call."""
         count = self._encode_pictures(rows) if len(rows) > 1 else 1
         if count == 1:
             self.encoding.begin(picture_bytes(rows[0]))
@@ -154,7 +144,7 @@ class Runner:
         if answer.bad_words or not READ_HISTORY.isdisjoint(stages):
             known = [token for token in encoded.input_ids[0].tolist() if token >= 0]
             answer.history = mx.array(known, dtype=mx.int32)
-        if row.reuse is not None and row.reuse.continues is not None:
+        if row.reuse.continues is not None:
             row.reuse.continues.take()
             row.reuse.continues = None
         if not row.clock.first_token:
@@ -192,7 +182,7 @@ class Runner:
         for name, row in self._rows.prefilling.items():
             prompt, length = row.prompt, row.facts.length
             assert prompt.encoded is not None
-            stops = self._stops if row.reuse is None else (*self._stops, *row.reuse.stops)
+            stops = (*self._stops, *row.reuse.stops)
             if row.answer.prompt_scores is not None:
                 together = POSITIONS_TOGETHER if self.adapter.scores_chunks else 1
                 stops = (*stops, *range(together, length, together))
@@ -221,20 +211,22 @@ class Runner:
                 works[group[0]] = replace(group[0], rows=names, end=max(chunk.end for chunk in group))
         return [works[chunk] for chunk in chunks if chunk in works]
 
-    def _prefill(self, rows: Sequence[Row], begin: int, end: int) -> list[Part | Failed]:
+    def prefill(self, work: Work) -> list[Part | Failed]:
         """Launch a chunk, or several prompts together; if that fails, each alone."""
+        here = self._rows.prefilling  # without those that failed in an earlier chunk of this step
+        rows = [here[name] for name in work.rows if name in here]
         if len(rows) > 1:
             with contextlib.suppress(Exception):
                 made = self._launch(rows)
                 return [attempt([row], self._take, row, index, *made) for index, row in enumerate(rows)]
-        return [attempt([row], self._prefill_alone, row, begin, min(end, row.facts.length)) for row in rows]
+        return [attempt([row], self._prefill_alone, row, work.begin, min(work.end, row.facts.length)) for row in rows]
 
     def _prefill_alone(self, row: Row, begin: int, end: int) -> Part:
         """Launch one row's chunk, with the idle rows of its shape."""
         prompt = row.prompt
         assert prompt.encoded is not None and prompt.cache is not None
         is_whole = prompt.is_shared and (begin, end) == (0, row.facts.length)
-        logits = row.reuse.logits if row.reuse is not None else None  # (1, V), kept from the same prompt
+        logits = row.reuse.logits  # (1, V), kept from the same prompt
         scores, scored = row.answer.prompt_scores, []
         if logits is None:
             is_scored = scores is not None and self.adapter.scores_chunks  # else a forward per token

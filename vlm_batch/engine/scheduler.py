@@ -15,7 +15,7 @@ from typing import Any
 
 from vlm_batch.engine.limit import RowLimit
 from vlm_batch.engine.shapes import chunk_end, padded_length
-from vlm_batch.engine.work import Kind, Work
+from vlm_batch.engine.work import Work
 from vlm_batch.policy import Policy
 
 
@@ -95,7 +95,7 @@ class Scheduler:
         order = self.share_out([(*key, key[1]) for key in keys], Counter(client for client, _ in keys))
         for row in [prefill[at] for at in order]:
             if row.done == row.length:  # all of it was cached
-                chunks.append(Work(Kind.PREFILL, (row.request_id,), row.done, row.done))
+                chunks.append(Work((row.request_id,), row.done, row.done))
             while budget > 0 and row.done < row.length:
                 rest = row.length - row.done
                 if (
@@ -110,7 +110,7 @@ class Scheduler:
                 room = min(room, self.config.max_chunk)
                 fixed = next((end for end in row.ends if end > row.done), None)
                 end = fixed or chunk_end(row.done, row.length, room, row.atomic, row.stops)
-                chunks.append(Work(Kind.PREFILL, (row.request_id,), row.done, end))
+                chunks.append(Work((row.request_id,), row.done, end))
                 budget -= end - row.done
                 row = replace(row, done=end)
         return tuple(chunks)

@@ -119,9 +119,6 @@ class FreeShapes:
         """Group whole prompts that share an array, as indices of ``lengths``."""
         return together(lengths, self.most_prompts, self.policy.together_tokens, self.padding, self.fill)
 
-    def positions(self, count: int) -> int:
-        return padded_length(count, self.padding)
-
     def prefill_call(
         self, begin: int, ends: Sequence[int], *, is_whole: bool = False, is_scored: bool = False
     ) -> tuple[int, int, Call]:

@@ -25,7 +25,7 @@ FORM_SECONDS = 0.01
 
 
 class Telling:
-    """Reads launched work. Forms still hold ``untold`` tokens."""
+    """Reads launched work. ``untold``: rows whose forms still check their last token, with its log-probabilities."""
 
     def __init__(self, rows: Rows, retry: Retry, reuse: Reuse, text: AnswerText, drafts: Drafts | None) -> None:
         self._rows = rows
@@ -33,11 +33,7 @@ class Telling:
         self._reuse = reuse
         self._text = text
         self._drafts = drafts
-        self.untold: list[tuple[Row, int, TokenLogprobs | None]] = []
-
-    @property
-    def late(self) -> set[Row]:
-        return {row for row, _, _ in self.untold}
+        self.untold: dict[Row, TokenLogprobs | None] = {}
 
     def read(self, launched: Sequence[Flight | Part]) -> None:
         """Wait for a step's work in launch order; hand out its tokens."""
@@ -127,14 +123,14 @@ class Telling:
 
     def _store_prompt(self, row: Row) -> None:
         """Store a prompt's state once its first token is finite."""
-        if row.reuse is not None and row.reuse.pending is not None:
+        if row.reuse.pending is not None:
             self._reuse.store(row.reuse.pending)
             row.reuse.pending = None
 
     def _wait(self, row: Row, token: int, logprobs: TokenLogprobs | None) -> None:
         """Keep a token until its row's form has taken it."""
         row.answer.untold = token
-        self.untold.append((row, token, logprobs))
+        self.untold[row] = logprobs
 
     def _tell(self, row: Row, token: int, logprobs: TokenLogprobs | None) -> None:
         self._settle(row, attempt([row], row.take, token, logprobs, self._text.decode))
@@ -151,16 +147,14 @@ class Telling:
 
     def take_untold(self) -> None:
         """Wait briefly; append tokens that forms have checked."""
-        untold, self.untold = self.untold, []
         until = time.perf_counter() + FORM_SECONDS
-        for row, token, logprobs in untold:
-            if row.status is Status.FINISHED or row.answer.guide is None:
-                continue
-            if row.answer.guide.is_ready(until - time.perf_counter()):
+        for row in tuple(self.untold):
+            token, guide = row.answer.untold, row.answer.guide
+            if token is None or guide is None:  # it has ended
+                del self.untold[row]
+            elif guide.is_ready(until - time.perf_counter()):
                 row.answer.untold = None
-                self._tell(row, token, logprobs)
-            else:
-                self.untold.append((row, token, logprobs))
+                self._tell(row, token, self.untold.pop(row))
 
 
 def _no_token(row: Row, highest: float) -> Exception:

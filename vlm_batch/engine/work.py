@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import mlx.core as mx
@@ -18,20 +17,13 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Kind(Enum):
-    ENCODE = "encode"
-    PREFILL = "prefill"
-    DECODE = "decode"
-
-
 @dataclass(frozen=True)
 class Work:
-    """One call of a model for rows' prompt positions [begin, end)."""
+    """A chunk to prefill: positions [begin, end) of rows' prompts."""
 
-    kind: Kind
     rows: tuple[str, ...]
-    begin: int = 0
-    end: int = 0
+    begin: int
+    end: int
 
 
 @dataclass
