@@ -3,7 +3,7 @@
 Each family has a tiny model of mlx-vlm's classes (``tests.zoo``), where launches and Python decide. 24 requests of 40 tokens,
 two thirds of them with a picture, over 8 rows, three ways in turns: this library's public batcher (``inputs=``, nothing is
 kept), mlx-vlm's ``BatchGenerator`` with as many rows and prompts together, and ``generate_step`` one after another. The batches
-run once to warm up, and the best of three turns counts; one after another, which takes longest, runs once. Then, for the first
+run once to warm up, and the median of the turns counts; one after another, which takes longest, runs once. Then, for the first
 two, one decode step of all rows: the operations that it launches, and the engine thread's computing (not: waiting), with the
 engine's own part of it, which is neither the model's nor MLX's.
 
@@ -373,22 +373,38 @@ HEAD = (
 SHOWN_CHARACTERS = 64
 
 
+def ratio_over(way: str, one: Mapping[str, Any], clock: str) -> float | None:
+    """Our time over another way's, the median of the turns; None where one of them ended."""
+    ours, theirs = (one.get("seconds", {}).get(which, {}).get(clock) for which in (OURS, way))
+    if not ours or not theirs:
+        return None
+    if len(ours) != len(theirs):  # one after another runs once
+        return statistics.median(ours) / statistics.median(theirs)
+    return statistics.median(mine / other for mine, other in zip(ours, theirs, strict=True))
+
+
 def row_of(name: str, one: Mapping[str, Any], clock: str) -> str:
     """A family's line: pairs are ours and mlx-vlm's. "As alone": the requests that mlx-vlm's batch answers as mlx-vlm does
     one after another."""
     wrong, steps, same = one.get("wrong", {}), one.get("steps", {}), one.get("same", {})
     ended = wrong.get(OURS) or wrong.get(THEIRS) or one.get("error", "")
-    best = {way: min(found[clock]) for way, found in one.get("seconds", {}).items() if found[clock]}
+    middle = {way: statistics.median(found[clock]) for way, found in one.get("seconds", {}).items() if found[clock]}
 
     def ratio(way: str) -> str:
-        return f"{best[OURS] / best[way]:.2f}" if OURS in best and way in best else ""
+        found = ratio_over(way, one, clock)
+        return "" if found is None else f"{found:.2f}"
 
     def pair(key: str, form: str) -> str:
         found = [steps.get(way, {}).get(key) for way in (OURS, THEIRS)]
         return " / ".join(f"{one:{form}}" for one in found if one is not None) if found[0] is not None else ""
 
     right = f"{same[THEIRS]} of {same[ALONE]}" if {THEIRS, ALONE} <= same.keys() else ""
-    cells = [ratio(THEIRS), right, ratio(ALONE), *(f"{best[way]:.3f}" if way in best else "" for way in (OURS, THEIRS))]
+    cells = [
+        ratio(THEIRS),
+        right,
+        ratio(ALONE),
+        *(f"{middle[way]:.3f}" if way in middle else "" for way in (OURS, THEIRS)),
+    ]
     cells += [pair("operations", "d"), pair("thread_ms", ".2f"), pair("own_ms", ".2f"), pair("other_threads_ms", ".2f")]
     cells.append(textwrap.shorten(ended.replace("|", "/"), SHOWN_CHARACTERS, placeholder=" ..."))
     return f"| {name} | {' | '.join(cells)} |"
@@ -399,11 +415,7 @@ def summary(families: Mapping[str, Any], clock: str) -> str:
     lines = []
 
     def add(way: str, of: str, chosen: Iterable[Mapping[str, Any]]) -> None:
-        ratios = [
-            min(one["seconds"][OURS][clock]) / min(one["seconds"][way][clock])
-            for one in chosen
-            if all(one.get("seconds", {}).get(which, {}).get(clock) for which in (OURS, way))
-        ]
+        ratios = [ratio for one in chosen if (ratio := ratio_over(way, one, clock)) is not None]
         if ratios:
             low, middle, high = min(ratios), statistics.median(ratios), max(ratios)
             lines.append(f"over {way}{of}: median {middle:.2f}, {low:.2f} to {high:.2f} ({len(ratios)} families)")
@@ -435,7 +447,7 @@ def main() -> None:
     parser.add_argument(
         "--families", nargs="+", help="names of tests.zoo (default: all that have a family of their own)"
     )
-    parser.add_argument("--turns", type=int, default=3, help="timed runs of each way, of which the best counts")
+    parser.add_argument("--turns", type=int, default=3, help="timed runs of each way, whose median counts")
     parser.add_argument("--requests", type=int, default=REQUESTS)
     parser.add_argument("--tokens", type=int, default=TOKENS)
     parser.add_argument(
