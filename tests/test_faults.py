@@ -536,8 +536,8 @@ def test_nobody_waits_for_a_thread_that_is_gone(how: str, monkeypatch: pytest.Mo
         return logits
 
     first = own.submit(None, "count to 9", params=replace(LONG, logits_processors=[holds]))
+    assert begun.wait(60)  # the others may be ready before it, and would have its place
     handles = [first, *(own.submit(None, "count to 9", params=LONG) for _ in range(3))]
-    assert begun.wait(60)
     waiting = threading.Thread(target=lambda: list(handles[3]))
     waiting.start()
 
