@@ -42,7 +42,7 @@ from tests.zoo import FAMILIES
 from vlm_batch import Caches, Request, SamplingParams, VLMBatcher
 from vlm_batch.adapters import kernels
 from vlm_batch.adapters.hooks import current
-from vlm_batch.adapters.products import hold_products, in_numbers, products_of
+from vlm_batch.adapters.products import float32_products, hold_products, in_numbers, products_of, recorded
 from vlm_batch.arrays import as_mlx, map_arrays
 from vlm_batch.assets import default_checkpoint, sample_images
 from vlm_batch.caches import Placement
@@ -682,6 +682,28 @@ def test_a_step_holds_odd_products_to_numbers_of_their_own(monkeypatch: pytest.M
         and prove(adapter, None, slab, max_rows=64) == more
     )
     assert not differences("qwen2_vl", precision, "company", layout=slab)
+
+
+def test_products_in_float32_are_recorded_by_whatever_computes_them() -> None:
+    half = mx.random.normal((2, 1, 64)).astype(mx.bfloat16)
+    rows, weight = half.astype(mx.float32), mx.random.normal((64, 8)).astype(mx.bfloat16)
+    plain, packed = nn.Linear(64, 24), nn.QuantizedLinear(64, 32, bias=False, group_size=32, bits=4)
+    with recorded() as found:
+        for one in (
+            half @ weight,
+            rows @ weight,
+            mx.matmul(rows, weight.astype(mx.float32)),
+            rows @ rows.swapaxes(1, 2),
+        ):
+            mx.eval(one)
+        mx.eval(plain(rows), packed(rows))
+    assert found == [(64, 8, ()), (64, 8, ()), (64, 24, ()), (64, 32, (32, 4, "affine"))]
+    products = float32_products(found)
+    assert [product.call(product.rows(3)).shape for product in products] == [(3, 1, 8), (3, 1, 24), (3, 1, 32)]
+    with recorded() as found:
+        pass
+    mx.eval(rows @ weight)
+    assert not found
 
 
 @pytest.mark.parametrize("precision", ["float32", "4 bits"])

@@ -56,7 +56,9 @@ def test_one_bound_of_the_rows_moves_the_other(said: Mapping[str, int], rows: tu
 def test_another_layout_comes_with_the_settings_that_fit_it() -> None:
     """But for what goes by how fast the device is."""
     slabs = policy_of({"placement": "slab"}, Device.CPU)
-    assert slabs == replace(POLICIES[Device.CUDA], idle_budget=CPU.idle_budget, draft=CPU.draft)
+    assert slabs == replace(
+        POLICIES[Device.CUDA], idle_budget=CPU.idle_budget, draft=CPU.draft, wide_products=CPU.wide_products
+    )
     rows = policy_of({"placement": "rows"}, Device.METAL)
     assert rows == replace(CPU, idle_budget=POLICIES[Device.METAL].idle_budget)
     assert policy_of({"placement": "slab"}, Device.METAL) == POLICIES[Device.METAL]

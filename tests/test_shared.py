@@ -184,6 +184,23 @@ def test_a_model_that_reads_more_of_its_layers_stays_as_it_is() -> None:
     assert not any(isinstance(child, (Part, Wide)) for _, child in adapter.language.named_modules())
 
 
+def test_without_memory_to_join_them_layers_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    adapter = adapt(tiny_model(), policy=NARROW)
+    before, calls = fingerprint(adapter), 0
+
+    def ends(*given: Any) -> Wide:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise RuntimeError("[cudaMalloc] out of memory")
+        return widened(*given)
+
+    monkeypatch.setattr(shared, "widened", ends)
+    assert share_products(adapter) == 0 and calls == 3
+    assert fingerprint(adapter) == before
+    assert not any(isinstance(child, (Part, Wide)) for _, child in adapter.language.named_modules())
+
+
 def test_an_input_that_is_not_shared_after_all_is_right_all_the_same() -> None:
     wide = widened([nn.Linear(8, 3), nn.Linear(8, 5)])
     one, other = mx.random.normal((2, 8)), mx.random.normal((2, 8))

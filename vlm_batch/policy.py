@@ -271,13 +271,13 @@ POLICIES: Mapping[Device, Policy] = {
 def policy_of(said: Mapping[str, Any], kind: Device | None = None) -> Policy:
     """Return a device's settings, some replaced by ``said``. Raises ValueError.
 
-    Another device's placement brings its other settings, except ``idle_budget`` and ``draft``.
+    Another device's placement brings its other settings, except ``idle_budget``, ``draft`` and ``wide_products``.
     """
     own = POLICIES[kind or device()]
     policy = own
     if said.get("placement", own.placement) != own.placement:
         other = POLICIES[Device.CPU if said["placement"] == "rows" else Device.CUDA]
-        policy = replace(other, idle_budget=own.idle_budget, draft=own.draft)
+        policy = replace(other, idle_budget=own.idle_budget, draft=own.draft, wide_products=own.wide_products)
     checked = {one.name: one.metadata["check"](one.name, said[one.name]) for one in fields(Policy) if one.name in said}
     moved: dict[str, Any] = {}
     if "most_rows" in said:

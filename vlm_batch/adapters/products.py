@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -92,40 +92,71 @@ def products_of(model: nn.Module, most: int | None = None) -> list[Product]:
     return list(found.values())
 
 
-def float32_products(shapes: Iterable[tuple[int, int]], most: int | None = None) -> list[Product]:
+#: (width, outputs, layout) of a product.
+Shape: TypeAlias = tuple[int, int, tuple[Any, ...]]
+
+
+def float32_products(shapes: Iterable[Shape], most: int | None = None) -> list[Product]:
     """Return products of ``recorded`` shapes; ``most`` as in ``products_of``."""
-    layer = nn.Linear(1, 1, bias=False)
     return [
-        Product(width, mx.float32, _cut(width, outputs, most), layer, ()) for width, outputs in dict.fromkeys(shapes)
+        Product(width, mx.float32, _cut(width, outputs, most), _plain_layer(layout), layout)
+        for width, outputs, layout in dict.fromkeys(shapes)
     ]
+
+
+def _plain_layer(layout: tuple[Any, ...]) -> nn.Module:
+    if not layout:
+        return nn.Linear(1, 1, bias=False)
+    group_size, bits, mode = layout
+    return nn.QuantizedLinear(group_size, 1, bias=False, group_size=group_size, bits=bits, mode=mode)
 
 
 _recording = threading.Lock()
 
 
 @contextmanager
-def recorded() -> Iterator[list[tuple[int, int]]]:
-    """Record (width, outputs) of this thread's products of matrices in float32, in layers or not.
+def recorded() -> Iterator[list[Shape]]:
+    """Record this thread's products of float32 rows and a matrix (`@`, matmul, addmm, quantized_matmul), in layers or not.
 
     Models of half precision have such products, of their own weights' precision or not, and hide most of their bits by
     rounding. Weights do not tell.
     """
-    found: list[tuple[int, int]] = []
+    found: list[Shape] = []
     thread = threading.get_ident()
     module: Any = mx
 
-    def times(rows: mx.array, weight: mx.array, **how: Any) -> mx.array:
+    def note(rows: mx.array, weight: mx.array, *layout: Any) -> None:
         if threading.get_ident() == thread and weight.ndim == 2 and mx.float32 in (rows.dtype, weight.dtype):
-            found.append((weight.shape[0], weight.shape[1]))
+            width, outputs = weight.shape
+            found.append((outputs * 32 // layout[1], width, layout) if layout else (width, outputs, ()))
+
+    def times(rows: mx.array, weight: mx.array, **how: Any) -> mx.array:
+        note(rows, weight)
         return matmul(rows, weight, **how)
 
+    def plus(bias: mx.array, rows: mx.array, weight: mx.array, *scales: Any, **how: Any) -> mx.array:
+        note(rows, weight)
+        return addmm(bias, rows, weight, *scales, **how)
+
+    def packed(rows: mx.array, weight: mx.array, *parts: Any, **how: Any) -> mx.array:
+        if how.get("transpose", True) and how.keys() >= {"group_size", "bits", "mode"}:  # as layers do
+            note(rows, weight, how["group_size"], how["bits"], how["mode"])
+        return quantized(rows, weight, *parts, **how)
+
     with _recording:
-        operator, matmul = module.array.__matmul__, module.matmul
-        module.array.__matmul__ = module.matmul = times
+        operator, matmul, addmm, quantized = (
+            module.array.__matmul__,
+            module.matmul,
+            module.addmm,
+            module.quantized_matmul,
+        )
         try:
+            module.array.__matmul__ = module.matmul = times
+            module.addmm, module.quantized_matmul = plus, packed
             yield found
         finally:
             module.array.__matmul__, module.matmul = operator, matmul
+            module.addmm, module.quantized_matmul = addmm, quantized
 
 
 def _product_of(path: str, module: Any, most: int | None) -> Product | None:

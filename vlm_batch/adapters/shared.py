@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, TypeAlias
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -16,6 +16,7 @@ import mlx.nn as nn
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.modules import clone_modules, evaluate_arrays
 from vlm_batch.caches import LayerCache, Placement, kind_of
+from vlm_batch.errors import is_out_of_memory
 from vlm_batch.records import Call, DecodeStep
 
 #: Layer classes that can be joined -> their arrays with one row per output.
@@ -23,6 +24,8 @@ ARRAYS: dict[type, tuple[str, ...]] = {
     nn.Linear: ("weight", "bias"),
     nn.QuantizedLinear: ("weight", "scales", "biases", "bias"),
 }
+#: A module, and some of its layers by name.
+Group: TypeAlias = tuple[nn.Module, dict[str, nn.Module]]
 #: The trial's prompt; its last token is a chunk of its own.
 PROMPT = (3, 4, 5)
 
@@ -62,7 +65,7 @@ class Part(nn.Module):
 def share_products(adapter: Adapter, model: nn.Module | None = None) -> int:
     """Join linear layers with one input in an adapter's language model.
 
-    Models that fail a text trial stay unchanged.
+    Models that fail a text trial, or have no memory left to join, stay unchanged.
 
     Args:
         model: The caller's model, whose weights become views.
@@ -77,11 +80,7 @@ def share_products(adapter: Adapter, model: nn.Module | None = None) -> int:
             for name in ARRAYS.get(type(module), ()):
                 if name in module:
                     holders.setdefault(id(module[name]), []).append((module, name))
-    for owner, layers in groups:
-        wide = widened(list(layers.values()), holders)
-        for at, name in enumerate(layers):
-            owner[name] = Part(wide, at)
-    if groups and not _is_tried(adapter):
+    if groups and not (_are_joined(groups, holders) and _is_tried(adapter)):
         for owner, layers in groups:
             for name, layer in layers.items():
                 owner[name] = layer
@@ -89,7 +88,21 @@ def share_products(adapter: Adapter, model: nn.Module | None = None) -> int:
     return sum(len(layers) for _, layers in groups)
 
 
-def shared_layers(adapter: Adapter) -> list[tuple[nn.Module, dict[str, nn.Module]]]:
+def _are_joined(groups: Sequence[Group], holders: Mapping[int, Sequence[tuple[nn.Module, str]]]) -> bool:
+    """Join groups of layers; False where memory ends, which takes those of a group twice."""
+    try:
+        for owner, layers in groups:
+            wide = widened(list(layers.values()), holders)
+            for at, name in enumerate(layers):
+                owner[name] = Part(wide, at)
+    except Exception as error:
+        if is_out_of_memory(error):
+            return False
+        raise
+    return True
+
+
+def shared_layers(adapter: Adapter) -> list[Group]:
     """Group layers that always get the same arrays: (module, layers by name)."""
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
     for _, owner in adapter.language.named_modules():

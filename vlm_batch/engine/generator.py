@@ -332,7 +332,7 @@ class BatchGenerator:
             *rows.prefilling.values(),
             *(row for row in waiting.prepared.values() if row.prompt.encoded is not None),
         ]
-        forks = rows.forks.keys() - self.telling.untold.keys()
+        forks = {row: None for row in rows.forks if row not in self.telling.untold}
         prepared = [row for row in waiting.prepared.values() if not (others and self.reuse.waits_for(row, others))]
         return waiting.line([*forks, *prepared], first=forks)
 

@@ -279,13 +279,13 @@ def _measured(adapter: Adapter, kv: KVQuantisation | None, shapes: FixedShapes, 
 
 
 def _float32_products(trial: Trial, products: Sequence[Product]) -> list[Product]:
-    """Return the products in float32 of a prompt and a decode step, but for ``products``: layers' own."""
+    """Return a decode step's products in float32, but for ``products``: layers' own."""
     most = MAX_WEIGHTS if trial.shapes.layout is Placement.ROWS else None
-    known = {(one.width, one.outputs) for one in products if one.dtype == mx.float32 and not one.layout}
+    known = {(one.width, one.outputs, one.layout) for one in products if one.dtype == mx.float32}
+    row = trial.row(LENGTHS[Placement.ROWS][0])
     with recorded() as found:
-        row = trial.row(LENGTHS[Placement.ROWS][0])
         next(trial.steps([row], 1))
-    return [one for one in float32_products(found, most) if (one.width, one.outputs) not in known]
+    return [one for one in float32_products(found, most) if (one.width, one.outputs, one.layout) not in known]
 
 
 def _graphs_agree(trial: Trial, found: Mapping[int, Found], counts: tuple[int, ...]) -> bool:
@@ -306,8 +306,13 @@ def _graphs_agree(trial: Trial, found: Mapping[int, Found], counts: tuple[int, .
 def _sources() -> str:
     """Return the digest of what computes answers: a checkout's kernels change without its version."""
     package = Path(__file__).parents[1]
-    paths = [path for folder in ("adapters", "caches", "models") for path in sorted((package / folder).iterdir())]
-    return digest([[path.name, path.read_text("utf-8")] for path in paths if path.suffix in (".cu", ".py")]).hex()
+    try:
+        paths = [
+            path for room in ("adapters", "caches", "engine", "models") for path in sorted((package / room).iterdir())
+        ]
+        return digest([[path.name, path.read_text("utf-8")] for path in paths if path.suffix in (".cu", ".py")]).hex()
+    except OSError:  # a package in an archive has no folders; its version says enough
+        return ""
 
 
 def versions() -> dict[str, str]:
