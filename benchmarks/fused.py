@@ -140,9 +140,10 @@ def in_turns(ways: Sequence[Callable[[], mx.array]], runs: int, rounds: int) -> 
 def measured(kind: str, args: argparse.Namespace, is_late: Callable[[], bool]) -> dict[str, Any]:
     """What one kind of weights has shown; it is printed as it comes."""
     model = model_of(kind, args.layers)
-    plain = Way(adapt(model))
+    narrow = policy_of({"wide_products": False})
+    plain = Way(adapt(model, policy=narrow))
     products = equal_products(plain.adapter)
-    own = adapt(model)
+    own = adapt(model, policy=narrow)
     print(f"{kind}: {share_products(own)} layers are parts of wide ones; equal bits at rows {products}", flush=True)
     wide = Way(own)
     found: dict[str, Any] = {"kind": kind, "equal": products, "steps": [], "prompts": []}
@@ -175,7 +176,7 @@ def measured(kind: str, args: argparse.Namespace, is_late: Callable[[], bool]) -
     del plain, wide, own
     mx.clear_cache()
     before = mx.get_active_memory()
-    kept = adapt(model)
+    kept = adapt(model, policy=narrow)
     share_products(kept, model)
     mx.clear_cache()
     found["more_mb"] = (mx.get_active_memory() - before) / 1e6

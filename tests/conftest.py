@@ -16,9 +16,8 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # workers have it from the process 
     atexit.register(shutil.rmtree, os.environ["VLM_BATCH_CACHE"], ignore_errors=True)
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
-os.environ.pop(
-    "OPENBLAS_CORETYPE", None
-)  # another processor's products round otherwise, and the library warns in notebooks
+# Another processor's products round otherwise, and the library warns in notebooks.
+os.environ.pop("OPENBLAS_CORETYPE", None)
 
 
 _modules: list[object] = []  # whose tests run

@@ -144,12 +144,8 @@ def recorded() -> Iterator[list[Shape]]:
         return quantized(rows, weight, *parts, **how)
 
     with _recording:
-        operator, matmul, addmm, quantized = (
-            module.array.__matmul__,
-            module.matmul,
-            module.addmm,
-            module.quantized_matmul,
-        )
+        operator, matmul = module.array.__matmul__, module.matmul
+        addmm, quantized = module.addmm, module.quantized_matmul
         try:
             module.array.__matmul__ = module.matmul = times
             module.addmm, module.quantized_matmul = plus, packed

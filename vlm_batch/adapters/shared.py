@@ -89,7 +89,7 @@ def share_products(adapter: Adapter, model: nn.Module | None = None) -> int:
 
 
 def _are_joined(groups: Sequence[Group], holders: Mapping[int, Sequence[tuple[nn.Module, str]]]) -> bool:
-    """Join groups of layers; False where memory ends, which takes those of a group twice."""
+    """Join groups of layers; return False if memory ends. A group's weights are held twice meanwhile."""
     try:
         for owner, layers in groups:
             wide = widened(list(layers.values()), holders)
