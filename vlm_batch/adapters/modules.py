@@ -13,7 +13,7 @@ import numpy as np
 
 from vlm_batch.adapters.hooks import current
 from vlm_batch.adapters.joint import Kind, TowerCall, join_calls
-from vlm_batch.arrays import arrays_of, is_array_tree, join_rows, launch, split_rows
+from vlm_batch.arrays import arrays_of, is_array_tree, join_rows, launch, map_arrays, split_rows
 from vlm_batch.store.digest import digest, split_known
 from vlm_batch.store.features import FeatureStore
 
@@ -41,14 +41,18 @@ def _clone(node: Any, patches: Mapping[type, type], seen: dict[int, Any]) -> Any
     return node
 
 
-def patches_in(module: str) -> Any:
-    """Make ``patches`` of a module's ``PATCHES``, imported when asked for."""
-    return classmethod(lambda cls: import_module(module).PATCHES)
+def patches_in(module: str, *patched: tuple[str, Callable[[Any], type]]) -> Any:
+    """Make ``patches`` of a module's ``PATCHES``, imported when asked for, and others as ``patching`` takes them."""
+    return classmethod(lambda cls: {**import_module(module).PATCHES, **_made(patched)})
 
 
 def patching(*patched: tuple[str, Callable[[Any], type]]) -> Any:
     """Make ``patches`` of classes (names below ``mlx_vlm.models``) and makers of their replacements."""
-    return classmethod(lambda cls: {(theirs := _class_at(path)): make(theirs) for path, make in patched})
+    return classmethod(lambda cls: _made(patched))
+
+
+def _made(patched: Sequence[tuple[str, Callable[[Any], type]]]) -> dict[type, type]:
+    return {(theirs := _class_at(path)): make(theirs) for path, make in patched}
 
 
 def under(mixin: type) -> Callable[[Any], type]:
@@ -241,6 +245,39 @@ class RememberingPackedTower(RememberingBatchTower):
 
     def count_patches(self, call: TowerCall, patch: int) -> int:
         return int(call.arrays[0].shape[0])
+
+
+class RememberingSizedTower(RememberingTower):
+    """A tower over pictures (P, H, W, C) and ``image_sizes`` (P, 2), padded to the largest."""
+
+    why_apart = None
+
+    def fresh(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        return super().fresh(args, kwargs)[1:]  # the last states are among those of the layers
+
+    def kind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Kind | None:
+        if len(args) != 1 or not isinstance(kwargs.get("image_sizes"), mx.array):
+            return None
+        kind = Kind.of(args, kwargs)
+        return kind._replace(shapes=(kind.shapes[0][2:], *kind.shapes[1:]))  # of any size
+
+    def run_joined(self, calls: Sequence[TowerCall]) -> list[Any]:
+        return self.each_once(calls, self._as_one)
+
+    def _as_one(self, calls: Sequence[TowerCall]) -> list[Any]:
+        sizes = mx.concatenate([call.kwargs["image_sizes"] for call in calls])
+        pictures = [call.args[0] for call in calls]
+        found = self.fresh([pictures], {**calls[0].kwargs, "image_sizes": sizes})
+        parts = split_rows(map_arrays(found, lambda states: states[0]), [self._num_patches(call) for call in calls])
+        assert parts is not None
+        return [map_arrays(part, lambda states: states[None]) for part in parts]
+
+    def count_patches(self, call: TowerCall, patch: int) -> int:
+        return self._num_patches(call)
+
+    def _num_patches(self, call: TowerCall) -> int:
+        side = self._config.vision_config.patch_size
+        return sum((high // side) * (wide // side) for high, wide in call.kwargs["image_sizes"].tolist())
 
 
 class RememberingGridTower(RememberingTower):

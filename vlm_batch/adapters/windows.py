@@ -143,10 +143,15 @@ def merge_runs(runs: Sequence[Run]) -> tuple[Run, ...]:
 
 
 def attend_pictures(parent: type[nn.Module], project: str = "qkv", output: str = "proj") -> type[nn.Module]:
-    """Subclass an attention of patches (N, D) with angles (N, D / 2) to use ``attend_runs``."""
+    """Subclass an attention of patches (N, D) with angles (N, D / 2) to use ``attend_runs``.
+
+    Without ``cu_seqlens``, pictures (P, L, D) of one size attend as mlx-vlm's do.
+    """
 
     class PictureAttention(parent):  # type: ignore[misc,valid-type]
-        def __call__(self, x: mx.array, cu_seqlens: mx.array, rotary_pos_emb: mx.array) -> mx.array:
+        def __call__(self, x: mx.array, cu_seqlens: mx.array | None, rotary_pos_emb: mx.array) -> mx.array:
+            if cu_seqlens is None:
+                return super().__call__(x, cu_seqlens, rotary_pos_emb)
             split = self[project](x).reshape(x.shape[0], 3, self.num_heads, -1)
             queries, keys = rotate(split[:, :2].swapaxes(0, 1), kernels.once(rotary_pos_emb, turn_by))
             return self[output](

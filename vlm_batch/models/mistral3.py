@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from vlm_batch.adapters.modules import patching, under
-from vlm_batch.models.pixtral import Pixtral
+from vlm_batch.models.pixtral import SIZED, Pixtral
 from vlm_batch.records import Graphs
 from vlm_batch.registry import ModelSpec, register
 
@@ -58,6 +58,30 @@ def without_waiting(trunk: type) -> type:
     return Trunk
 
 
+class GridMerger:
+    """Merges all squares of patches at once. mlx-vlm cuts out each patch by itself (mistral3/mistral3.py:76)."""
+
+    spatial_merge_size: int
+    patch_size: int
+    merging_layer: Any
+
+    def __call__(self, image_features: mx.array, image_sizes: mx.array) -> mx.array:
+        """States (N, D) -> (N / merge**2, D)."""
+        merge, merged, begin = self.spatial_merge_size, [], 0
+        for high, wide in (image_sizes // self.patch_size).tolist():
+            rows, columns = high // merge, wide // merge
+            grid = image_features[begin : begin + high * wide].reshape(high, wide, -1)[: rows * merge, : columns * merge]
+            squares = grid.reshape(rows, merge, columns, merge, -1).transpose(0, 2, 4, 1, 3)
+            merged.append(squares.reshape(rows * columns, -1))
+            begin += high * wide
+        found: mx.array = self.merging_layer(mx.concatenate(merged))
+        return found
+
+
+#: For ``patching``.
+MERGER = ("mistral3.mistral3.Mistral3PatchMerger", under(GridMerger))
+
+
 def yarn_scale(rope: Mapping[str, Any]) -> float:
     """Return YaRN's factor for partly rotated keys (transformers, modeling_rope_utils.py, yarn_apply_mscale)."""
     kind, factor, all_dim = rope.get("rope_type", rope.get("type")), rope.get("factor", 1.0), rope.get("mscale_all_dim")
@@ -92,6 +116,8 @@ def query_scale(config: Any, offset: Any, x: mx.array) -> mx.array:
 )
 class Mistral3(Pixtral):
     patches = patching(
+        *SIZED,
+        MERGER,
         ("mistral3.language.Attention", under(ByOwnPosition)),
         ("mistral4.language.Mistral4Attention", under(ByOwnPosition)),
         ("mistral3.language.Ministral3", without_waiting),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -11,9 +11,74 @@ import mlx.nn as nn
 import numpy as np
 
 from vlm_batch.adapters.base import Adapter
-from vlm_batch.adapters.modules import RememberingTower, patching, two_tables, unshared
+from vlm_batch.adapters.joint import Kind, TowerCall
+from vlm_batch.adapters.modules import RememberingTower, patching, two_tables, under
 from vlm_batch.records import Encoded
 from vlm_batch.registry import ModelSpec, register
+
+
+class OneRequest:
+    """Reads one request's pictures on the host. mlx-vlm waits for the device at each number (molmo2/molmo2.py:84)."""
+
+    config: Any
+
+    def build_batched_images(
+        self,
+        input_ids: mx.array,
+        pixel_values: mx.array,
+        image_token_pooling: mx.array,
+        image_grids: mx.array,
+        image_num_crops: mx.array,
+    ) -> tuple[mx.array, mx.array]:
+        """Return crops (1, C, N, D), and the patches that are pooled (1, T, K), counted over all pictures.
+
+        Raises:
+            ValueError: Pictures, crops, or pooled patches are not as many as said.
+        """
+        pooling, grids, crops = (np.array(given) for given in (image_token_pooling, image_grids, image_num_crops))
+        lengths = grids.reshape(-1, 2, 2).prod(axis=2).sum(axis=1)  # of the whole picture and of its crops
+        pictures = int((np.array(input_ids) == self.config.image_end_token_id).sum()) // 2
+        for what, said, given in (
+            ("image grids", pictures, len(grids)),
+            ("image crop counts", pictures, len(crops)),
+            ("crops", int(crops.sum()), pixel_values.shape[0]),
+            ("pooled patches", int(lengths.sum()), len(pooling)),
+        ):
+            if said != given:
+                raise ValueError(f"Expected {said} {what}, got {given}")
+        firsts = (np.cumsum(crops) - crops) * pixel_values.shape[1]
+        counted = np.where(pooling >= 0, pooling + np.repeat(firsts, lengths)[:, None], pooling)
+        return pixel_values[None], mx.array(counted.astype(pooling.dtype))[None]
+
+
+class PoolingTower(RememberingTower):
+    """A tower over crops (1, C, N, D) and the numbers of the patches that it pools (1, T, K), negative ones left out.
+
+    It returns a row for each of T that has a patch.
+    """
+
+    why_apart = None
+
+    def kind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Kind | None:
+        if len(args) != 2 or kwargs or [array.ndim for array in args] != [4, 3]:
+            return None
+        crops, pooled = args
+        return Kind("", (crops.shape[2:], pooled.shape[2:]), (str(crops.dtype), str(pooled.dtype)))
+
+    def run_joined(self, calls: Sequence[TowerCall]) -> list[Any]:
+        return self.each_once(calls, self._as_one)
+
+    def _as_one(self, calls: Sequence[TowerCall]) -> list[Any]:
+        firsts = np.cumsum([0, *(self.count_patches(call, 0) for call in calls)]).tolist()
+        numbers = [np.array(call.args[1]) for call in calls]
+        counted = [np.where(each >= 0, each + first, each) for each, first in zip(numbers, firsts, strict=False)]
+        crops = mx.concatenate([call.args[0] for call in calls], axis=1)
+        found = self.fresh((crops, mx.array(np.concatenate(counted, axis=1))), {})
+        ends = np.cumsum([(each >= 0).any(axis=-1).sum() for each in numbers]).tolist()
+        return mx.split(found, ends[:-1])
+
+    def count_patches(self, call: TowerCall, patch: int) -> int:
+        return int(call.args[0].shape[1] * call.args[0].shape[2])
 
 
 @register(
@@ -33,9 +98,11 @@ class Molmo2(Adapter):
 
     _features_have_rows = True
     embeddings = "model.wte"
-    tower_class = unshared(RememberingTower, "its tower pools patches by their numbers among all of a request's")
+    tower_class = PoolingTower
     input_keys = Adapter.input_keys | {"image_token_pooling", "image_grids", "image_num_crops"}
-    patches = patching(("molmo2.language.Molmo2Embedding", two_tables))
+    patches = patching(
+        ("molmo2.language.Molmo2Embedding", two_tables), ("molmo2.molmo2.Model", under(OneRequest))
+    )
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import mlx.nn as nn
 
 from vlm_batch.adapters.grids import GridAdapter, MRoPEAdapter
-from vlm_batch.adapters.modules import RememberingGridTower, unshared
-from vlm_batch.adapters.towers import PICTURES_MASKED_APART
+from vlm_batch.adapters.modules import patching
+from vlm_batch.adapters.windows import attend_pictures
 from vlm_batch.registry import ModelSpec, register
 
 
@@ -25,8 +27,9 @@ from vlm_batch.registry import ModelSpec, register
 class PaddleOCRVL(MRoPEAdapter):
     """Pictures only: mlx-vlm takes no ``pixel_values_videos``."""
 
-    tower_class = unshared(RememberingGridTower, PICTURES_MASKED_APART)
     input_keys = GridAdapter.input_keys
+    # mlx-vlm's masks a request's pictures apart in one attention over all of them (paddleocr_vl/vision.py:254).
+    patches = patching(("paddleocr_vl.vision.Attention", partial(attend_pictures, output="out_proj")))
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)

@@ -2,21 +2,99 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from vlm_batch.adapters.base import Adapter, GraphedSteps
-from vlm_batch.adapters.modules import RememberingTower, unshared
-from vlm_batch.adapters.towers import PICTURES_MASKED_APART
+from vlm_batch.adapters.modules import RememberingSizedTower, patching, under
+from vlm_batch.adapters.windows import RotationFactors, Run, attend_runs, rotate, turn_by
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.registry import ModelSpec, register
 
 
+class PictureAttention:
+    """Attends within pictures."""
+
+    num_heads: int
+    scale: float
+    q_proj: Any
+    k_proj: Any
+    v_proj: Any
+    o_proj: Any
+
+    def __call__(
+        self, queries: mx.array, keys: mx.array, values: mx.array, position_embeddings: RotationFactors, mask: Sequence[Run]
+    ) -> mx.array:
+        """(1, N, D) -> (1, N, D). ``mask``: runs of pictures."""
+        patches = queries[0]
+        q, k, v = (
+            layer(patches).reshape(len(patches), self.num_heads, -1) for layer in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        q, k = rotate(mx.stack([q, k]), position_embeddings)
+        found: mx.array = self.o_proj(attend_runs(q, k, v, mask, self.scale))
+        return found[None]
+
+
+class SizedVision:
+    """Takes pictures of several sizes. mlx-vlm's masks all in one attention, and waits for its mask (pixtral/vision.py:24)."""
+
+    config: Any
+    patch_size: int
+    patch_conv: Any
+    ln_pre: Any
+    transformer: Any
+    patch_positional_embedding: Any
+
+    def __call__(
+        self, x: Any, output_hidden_states: bool | None = None, image_sizes: mx.array | None = None
+    ) -> tuple[mx.array, list[mx.array] | None]:
+        """Encode pictures.
+
+        Args:
+            x: pictures (P, H, W, C), or a list of such arrays.
+            image_sizes: rows and columns (P, 2); the rest of a picture is padding.
+
+        Returns:
+            States (1, N, D) of all patches, and those of every layer if asked for.
+        """
+        pictures = [picture for several in (x if isinstance(x, list) else [x]) for picture in several]
+        given = [picture.shape[:2] for picture in pictures] if image_sizes is None else image_sizes.tolist()
+        side, weight = self.patch_size, self.patch_conv.weight  # (D, side, side, C)
+        sizes = [(int(high) // side, int(wide) // side) for high, wide in given]
+        patches = mx.concatenate([_patches(*each, side) for each in zip(pictures, sizes, strict=True)])
+        longest = self.config.image_size // side
+        places = [np.add.outer(np.arange(high) * longest, np.arange(wide)).ravel() for high, wide in sizes]
+        angles = self.patch_positional_embedding.inv_freq[mx.array(np.concatenate(places))]  # (N, D), twice the same half
+        turn = turn_by(angles[:, : angles.shape[1] // 2])
+        runs = tuple((len(list(same)), length) for length, same in groupby(high * wide for high, wide in sizes))
+        states = [self.ln_pre((patches.astype(weight.dtype) @ weight.flatten(1).T)[None])]
+        for layer in self.transformer.layers:
+            states.append(layer(states[-1], position_embeddings=turn, mask=runs))
+        return states[-1], states if output_hidden_states else None
+
+
+def _patches(picture: mx.array, size: tuple[int, int], side: int) -> mx.array:
+    """(H, W, C) -> (h * w, side * side * C)."""
+    high, wide = size
+    grid = picture[: high * side, : wide * side].reshape(high, side, wide, side, -1)
+    return grid.swapaxes(1, 2).reshape(high * wide, -1)
+
+
+#: For ``patching``.
+SIZED = (
+    ("pixtral.vision.Attention", under(PictureAttention)),
+    ("pixtral.vision.PixtralVisionModel", under(SizedVision)),
+)
+
+
 @register(ModelSpec(family="pixtral", model_types=("pixtral",)))
 class Pixtral(GraphedSteps):
-    tower_class = unshared(RememberingTower, PICTURES_MASKED_APART)
+    tower_class = RememberingSizedTower
+    patches = patching(*SIZED)
     input_keys = Adapter.input_keys | {"image_sizes"}
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
