@@ -23,6 +23,7 @@ from vlm_batch.adapters.hooks import check_attention, files_of, install_hooks, r
 from vlm_batch.adapters.joint import PrecomputedInputs, TowerCall, TowerOutputs, advance, make_calls
 from vlm_batch.adapters.longrope import ROW_ROPES, longest_short, marked_long
 from vlm_batch.adapters.modules import RememberingTower, clone_modules, cut_answer, evaluate_arrays, part_of
+from vlm_batch.adapters.placing import hook_placing
 from vlm_batch.adapters.products import hold_products, turned
 from vlm_batch.adapters.prompts import (
     are_any,
@@ -119,6 +120,7 @@ class Adapter:
         """Hook mlx-vlm's functions; raise UnsupportedModel if attention calls none."""
         install_hooks(files_of(self.language), HOOKS, family=self.spec.family)
         delta.hook_rule(files_of(self.language), self.spec.family)
+        hook_placing(files_of(self.model), self.spec.family)
         hooked = HOOKS["scaled_dot_product_attention"]
         check_attention(self.language, hooked, family=self.spec.family)
 

@@ -72,6 +72,9 @@ class MRoPEAdapter(GridAdapter):
     def hook_functions(self) -> None:
         super().hook_functions()
         hook_rotary(self.language, family=self.spec.family)
+        self._rope_index = self.language.get_rope_index
+        # mlx-vlm's embeddings come with positions, for which they wait for the device (qwen3_vl/language.py:286).
+        self.language.get_rope_index = lambda *args, **kwargs: (mx.array([[0]]), None)
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
         """Encode a video as one picture per time step.
@@ -115,7 +118,9 @@ class MRoPEAdapter(GridAdapter):
         return int(getattr(self.config, f"{kind}_token_index") if found is None else found)
 
     def positions(self, ids: mx.array, extra: Mapping[str, Any], features: Mapping[str, Any]) -> PositionState:
-        found, delta = self.language.get_rope_index(ids, extra.get("image_grid_thw"), extra.get("video_grid_thw"))
+        if "video_grid_thw" not in extra:
+            return self.grid_positions(ids, extra, [])
+        found, delta = self._rope_index(ids, extra.get("image_grid_thw"), extra["video_grid_thw"])
         if found.ndim == 2:
             found = mx.broadcast_to(found[None], (3, *found.shape))
         return PositionState(prompt=found.astype(mx.int32), delta=int(delta.item()))
@@ -127,7 +132,8 @@ class MRoPEAdapter(GridAdapter):
         """
         side = int(self.config.vision_config.spatial_merge_size)
         pictures = [(*one, 1.0) for one in self.placed(ids, extra, "image")]
-        videos = [(*one, step) for one, step in zip(self.placed(ids, extra, "video"), steps, strict=True)]
+        there = self.placed(ids, extra, "video") if steps else []
+        videos = [(*one, step) for one, step in zip(there, steps, strict=True)]
         blocks = [(first, (t, h // side, w // side), step) for first, (t, h, w), step in (*pictures, *videos)]
         found = np.empty((3, ids.shape[1]), dtype=np.int32)
         place = following = 0

@@ -12,7 +12,9 @@ from mlx_vlm.models.qwen3_vl import vision
 from mlx_vlm.models.qwen4_exp import language as upstream
 
 from vlm_batch.adapters.attention import attention, each_row
+from vlm_batch.adapters.deepstack import HostPositions
 from vlm_batch.adapters.hooks import current
+from vlm_batch.adapters.modules import under
 from vlm_batch.adapters.recurrent import in_order
 from vlm_batch.adapters.towers import embed_by_product
 from vlm_batch.adapters.windows import attend_pictures
@@ -105,4 +107,5 @@ PATCHES: dict[type, type] = {
     upstream.Qwen4ExpPLELayer: in_order(upstream.Qwen4ExpPLELayer),
     vision.Attention: attend_pictures(vision.Attention),
     vision.PatchEmbed: embed_by_product(vision.PatchEmbed),
+    vision.VisionModel: under(HostPositions)(vision.VisionModel),
 }

@@ -48,7 +48,7 @@ class Ernie45MoeVL(MRoPEAdapter):
         return {**found, "token_type_ids": is_vision.astype(mx.int32)} if is_vision.any().item() else found
 
     def positions(self, ids: mx.array, extra: Mapping[str, Any], features: Mapping[str, Any]) -> PositionState:
-        found, delta = self.language.get_rope_index(ids, extra.get("image_grid_thw"))  # (1, L, 3)
+        found, delta = self._rope_index(ids, extra.get("image_grid_thw"))  # (1, L, 3)
         return PositionState(prompt=mx.moveaxis(found.astype(mx.int32), -1, 0), delta=int(delta.item()))
 
     def forward(

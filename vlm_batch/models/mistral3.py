@@ -70,7 +70,9 @@ class GridMerger:
         merge, merged, begin = self.spatial_merge_size, [], 0
         for high, wide in (image_sizes // self.patch_size).tolist():
             rows, columns = high // merge, wide // merge
-            grid = image_features[begin : begin + high * wide].reshape(high, wide, -1)[: rows * merge, : columns * merge]
+            grid = image_features[begin : begin + high * wide].reshape(high, wide, -1)[
+                : rows * merge, : columns * merge
+            ]
             squares = grid.reshape(rows, merge, columns, merge, -1).transpose(0, 2, 4, 1, 3)
             merged.append(squares.reshape(rows * columns, -1))
             begin += high * wide

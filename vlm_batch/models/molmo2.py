@@ -100,9 +100,7 @@ class Molmo2(Adapter):
     embeddings = "model.wte"
     tower_class = PoolingTower
     input_keys = Adapter.input_keys | {"image_token_pooling", "image_grids", "image_num_crops"}
-    patches = patching(
-        ("molmo2.language.Molmo2Embedding", two_tables), ("molmo2.molmo2.Model", under(OneRequest))
-    )
+    patches = patching(("molmo2.language.Molmo2Embedding", two_tables), ("molmo2.molmo2.Model", under(OneRequest)))
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)

@@ -27,12 +27,18 @@ class PictureAttention:
     o_proj: Any
 
     def __call__(
-        self, queries: mx.array, keys: mx.array, values: mx.array, position_embeddings: RotationFactors, mask: Sequence[Run]
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        position_embeddings: RotationFactors,
+        mask: Sequence[Run],
     ) -> mx.array:
         """(1, N, D) -> (1, N, D). ``mask``: runs of pictures."""
         patches = queries[0]
         q, k, v = (
-            layer(patches).reshape(len(patches), self.num_heads, -1) for layer in (self.q_proj, self.k_proj, self.v_proj)
+            layer(patches).reshape(len(patches), self.num_heads, -1)
+            for layer in (self.q_proj, self.k_proj, self.v_proj)
         )
         q, k = rotate(mx.stack([q, k]), position_embeddings)
         found: mx.array = self.o_proj(attend_runs(q, k, v, mask, self.scale))
@@ -68,7 +74,9 @@ class SizedVision:
         patches = mx.concatenate([_patches(*each, side) for each in zip(pictures, sizes, strict=True)])
         longest = self.config.image_size // side
         places = [np.add.outer(np.arange(high) * longest, np.arange(wide)).ravel() for high, wide in sizes]
-        angles = self.patch_positional_embedding.inv_freq[mx.array(np.concatenate(places))]  # (N, D), twice the same half
+        angles = self.patch_positional_embedding.inv_freq[
+            mx.array(np.concatenate(places))
+        ]  # (N, D), twice the same half
         turn = turn_by(angles[:, : angles.shape[1] // 2])
         runs = tuple((len(list(same)), length) for length, same in groupby(high * wide for high, wide in sizes))
         states = [self.ln_pre((patches.astype(weight.dtype) @ weight.flatten(1).T)[None])]

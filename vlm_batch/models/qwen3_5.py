@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from vlm_batch.adapters.attention import seal_masks
+from vlm_batch.adapters.deepstack import HostPositions
 from vlm_batch.adapters.grids import MRoPEAdapter
-from vlm_batch.adapters.modules import patching, unshared
+from vlm_batch.adapters.modules import patching, under, unshared
 from vlm_batch.adapters.recurrent import in_order
 from vlm_batch.adapters.towers import embed_by_product
 from vlm_batch.adapters.windows import attend_pictures
@@ -48,6 +49,7 @@ class Qwen35(MRoPEAdapter):
         ),
         ("qwen3_vl.vision.Attention", attend_pictures),
         ("qwen3_vl.vision.PatchEmbed", embed_by_product),
+        ("qwen3_vl.vision.VisionModel", under(HostPositions)),
     )
 
     def __init__(self, model: Any) -> None:

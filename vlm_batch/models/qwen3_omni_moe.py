@@ -12,8 +12,9 @@ from mlx_vlm.models.base import create_attention_mask
 
 from vlm_batch.adapters.attention import seal_masks
 from vlm_batch.adapters.base import trunk_logits
+from vlm_batch.adapters.deepstack import HostPositions
 from vlm_batch.adapters.grids import MRoPEAdapter
-from vlm_batch.adapters.modules import RememberingTower, patching, unshared
+from vlm_batch.adapters.modules import RememberingTower, patching, under, unshared
 from vlm_batch.adapters.pictures import with_mixin, with_part
 from vlm_batch.adapters.sound import SoundAdapter
 from vlm_batch.adapters.towers import embed_by_product
@@ -85,6 +86,7 @@ class Qwen3OmniMoe(SoundAdapter, MRoPEAdapter):
         ("qwen3_omni_moe.language.Qwen3VLMoEModel", unwaiting),
         ("qwen3_omni_moe.vision.Attention", attend_pictures),
         ("qwen3_omni_moe.vision.PatchEmbed", embed_by_product),
+        ("qwen3_omni_moe.vision.VisionModel", under(HostPositions)),
     )
 
     def __init__(self, model: nn.Module) -> None:

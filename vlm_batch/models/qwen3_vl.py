@@ -7,8 +7,9 @@ from typing import Any
 import mlx.nn as nn
 
 from vlm_batch.adapters.attention import seal_masks
+from vlm_batch.adapters.deepstack import HostPositions
 from vlm_batch.adapters.grids import MRoPEAdapter
-from vlm_batch.adapters.modules import patching
+from vlm_batch.adapters.modules import patching, under
 from vlm_batch.adapters.prompts import cut
 from vlm_batch.adapters.towers import Inner, embed_by_product, widen
 from vlm_batch.adapters.windows import attend_pictures
@@ -28,6 +29,7 @@ class Qwen3VL(MRoPEAdapter):
         ("qwen3_vl.language.Attention", seal_masks),
         ("qwen3_vl.vision.Attention", attend_pictures),
         ("qwen3_vl.vision.PatchEmbed", embed_by_product),
+        ("qwen3_vl.vision.VisionModel", under(HostPositions)),
     )
 
     def __init__(self, model: nn.Module) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import mlx.nn as nn
 
 from vlm_batch.adapters.attention import seal_masks
-from vlm_batch.adapters.modules import patching
+from vlm_batch.adapters.deepstack import HostPositions
+from vlm_batch.adapters.modules import patching, under
 from vlm_batch.adapters.towers import embed_by_product
 from vlm_batch.adapters.windows import attend_pictures
 from vlm_batch.models.qwen3_vl import Qwen3VL
@@ -28,6 +29,7 @@ class Qwen3VLMoe(Qwen3VL):
         ("qwen3_vl_moe.language.Attention", seal_masks),  # cut to the longest row at qwen3_vl_moe/language.py:107
         ("qwen3_vl_moe.vision.Attention", attend_pictures),
         ("qwen3_vl_moe.vision.PatchEmbed", embed_by_product),
+        ("qwen3_vl_moe.vision.VisionModel", under(HostPositions)),
     )
 
     def __init__(self, model: nn.Module) -> None:
