@@ -169,25 +169,30 @@ def test_what_is_known_is_written_down_as_it_comes(tmp_path: Path, monkeypatch: 
     ] * 2
 
 
-def test_no_engine_takes_the_others_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each has its share of the seconds, and one round at least before they are up."""
-    now = [0.0]
+def test_engines_take_turns_until_time_is_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A round that would end later is begun for none of them."""
+    now, asked = [0.0], list[str]()
 
     class Remote:
         ready: dict[str, str] = {}
 
+        def __init__(self, engine: str) -> None:
+            self.engine = engine
+
         def ask(self, **command: Any) -> dict[str, Any]:
             now[0] += 10.0
+            asked.append(self.engine)
             return {"seconds": 10.0}
 
     words = ["--shape", "tiny", "--workloads", "captions", "--engines", "vlm_batch", "mlx-vlm best", "--unchecked"]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
     args = parse([*words, "--rounds", "5", "--seconds", "45"])
     run = comparison.Comparison(args, comparison.Console(quiet=True), tmp_path)
-    monkeypatch.setattr(run.remotes, "start", lambda engine: Remote())
+    monkeypatch.setattr(run.remotes, "start", lambda engine: Remote(engine))
     run.run()
     found = {engine: len(runs) for engine, runs in run.found["captions"].items() if runs}
-    assert found == {"vlm_batch": 3, "mlx-vlm best": 2}
+    assert found == {"vlm_batch": 2, "mlx-vlm best": 2}
+    assert asked == ["vlm_batch", "mlx-vlm best", "mlx-vlm best", "vlm_batch"]
 
 
 def test_other_tokens_are_wrong_unless_nearly_as_likely(answers: dict[str, dict[str, np.ndarray]]) -> None:

@@ -161,14 +161,11 @@ class Comparison:
         if "error" in ready:
             raise SystemExit(f"{engine} cannot run: {ready['error']}")
         apart = self.args.apart
-        self.remotes.apart = "gpu" in ready["device"] if apart is None else apart
+        self.remotes.apart = "gpu" in ready["device"] and not self.args.unchecked if apart is None else apart
         self.ready = ready
 
     def run(self) -> None:
         """All rounds, for as long as there is time. A round takes the next draw of its workload."""
-        if self.args.unchecked:
-            self._run_unchecked()
-            return
         taken: dict[str, float] = {}  # seconds of each workload's last round
         for number in range(self.args.rounds):
             for name in self.wanted:
@@ -182,31 +179,6 @@ class Comparison:
     def _engines(self) -> list[str]:
         wanted = dict.fromkeys(engine for engines in self.wanted.values() for engine in engines)
         return [engine for engine in wanted if engine in self.remotes]
-
-    def _run_unchecked(self) -> None:
-        """All rounds of one engine after another: where they run apart, each engine's process is started once."""
-        pairs = [(engine, name) for engine in self._engines() for name in self.wanted if engine in self.wanted[name]]
-        for place, (engine, name) in enumerate(pairs, start=1):
-            share = None if self.args.seconds is None else self.args.seconds * place / len(pairs)
-            self._unchecked_rounds(engine, name, share)
-
-    def _unchecked_rounds(self, engine: str, name: str, until: float | None) -> None:
-        """The rounds of one engine; those after the first are begun only ``until`` its share of the time is up."""
-        remote = self.remotes.start(engine)
-        if self.remotes.apart or self.args.warm_up:
-            self._warm(remote, name)
-        for number in range(self.args.rounds):
-            now = time.perf_counter() - self.began
-            if until is not None and now > (until if number else self.args.seconds):
-                self._say(name, f"round {number + 1}, {engine}: left out, time is up")
-                continue
-            draw = self.args.seed + number % self.args.draws
-            result = remote.ask(do="run", workload=name, draw=draw, answers=None)
-            if "error" not in result:
-                result |= {"answers": "not compared", "rows_that_differ": None, "worst_gap": None}
-            self.found[name][engine].append(result)
-            self._say(name, f"round {number + 1}, {engine}: {_outcome(result)}")
-            self._keep()
 
     def _warm(self, remote: Any, name: str) -> None:
         """Kernels are built and chosen with their first use."""
@@ -223,11 +195,11 @@ class Comparison:
         draw = self.args.seed + number % self.args.draws
         workload = make_workload(name, self.shape, draw)
         source = workload.answers_of or name
-        if (source, draw) not in self._answers:
+        if not self.args.unchecked and (source, draw) not in self._answers:
             result = self._answer_alone(source, draw)
             if source == name and REFERENCE not in self.wanted[name] and not workload.recalled:
                 self.found[name][REFERENCE].append(result)
-        answers = str(self._answers[source, draw])
+        answers = None if self.args.unchecked else str(self._answers[source, draw])
         order = [engine for engine in self.wanted[name] if engine in self.remotes]
         results: dict[str, dict[str, Any]] = {}
         for engine in order if number % 2 == 0 else order[::-1]:
@@ -236,7 +208,10 @@ class Comparison:
                 self._warm(remote, name)
             results[engine] = remote.ask(do="run", workload=name, draw=draw, answers=answers)
         for engine, result in results.items():
-            self._judge(result, name, draw)
+            if answers is not None:
+                self._judge(result, name, draw)
+            elif "error" not in result:
+                result |= {"answers": "not compared", "rows_that_differ": None, "worst_gap": None}
             self.found[name][engine].append(result)
             self._say(name, f"round {number + 1}, {engine}: {_outcome(result)}")
         self._keep()
@@ -382,7 +357,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--apart",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="one engine's process at a time (default: on a GPU, where a process keeps memory that it has freed)",
+        help="one engine's process at a time (default: on a GPU, unless unchecked: a process keeps memory that it has freed)",
     )
     parser.add_argument(
         "--seconds",
@@ -411,7 +386,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--unchecked",
         action="store_true",
-        help="times alone, one engine after another: no answers one after another, which take longest, to compare with",
+        help="times alone: no answers one after another, which take longest, to compare with",
     )
     parser.add_argument("--probes", action=argparse.BooleanOptionalAction, default=True, help="own work, copied bytes")
     parser.add_argument("--out", type=Path, help="a folder for compare.json and compare.png")
