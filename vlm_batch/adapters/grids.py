@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 
 from vlm_batch.adapters.base import Adapter
@@ -69,12 +70,15 @@ class MRoPEAdapter(GridAdapter):
 
     input_keys = GridAdapter.input_keys | {"pixel_values_videos", "video_grid_thw"}
 
-    def hook_functions(self) -> None:
-        super().hook_functions()
-        hook_rotary(self.language, family=self.spec.family)
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
         self._rope_index = self.language.get_rope_index
         # mlx-vlm's embeddings come with positions, for which they wait for the device (qwen3_vl/language.py:286).
         self.language.get_rope_index = lambda *args, **kwargs: (mx.array([[0]]), None)
+
+    def hook_functions(self) -> None:
+        super().hook_functions()
+        hook_rotary(self.language, family=self.spec.family)
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
         """Encode a video as one picture per time step.

@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_vlm.models.qwen3_vl import vision
 from mlx_vlm.models.qwen4_exp import language as upstream
+from mlx_vlm.models.qwen4_exp.vision import VisionModel
 
 from vlm_batch.adapters.attention import attention, each_row
 from vlm_batch.adapters.deepstack import HostPositions
@@ -107,5 +108,5 @@ PATCHES: dict[type, type] = {
     upstream.Qwen4ExpPLELayer: in_order(upstream.Qwen4ExpPLELayer),
     vision.Attention: attend_pictures(vision.Attention),
     vision.PatchEmbed: embed_by_product(vision.PatchEmbed),
-    vision.VisionModel: under(HostPositions)(vision.VisionModel),
+    VisionModel: under(HostPositions)(VisionModel),
 }

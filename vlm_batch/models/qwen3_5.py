@@ -49,7 +49,8 @@ class Qwen35(MRoPEAdapter):
         ),
         ("qwen3_vl.vision.Attention", attend_pictures),
         ("qwen3_vl.vision.PatchEmbed", embed_by_product),
-        ("qwen3_vl.vision.VisionModel", under(HostPositions)),
+        ("qwen3_5.vision.VisionModel", under(HostPositions)),
+        ("qwen3_5_moe.vision.VisionModel", under(HostPositions)),
     )
 
     def __init__(self, model: Any) -> None:
