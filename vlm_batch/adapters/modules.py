@@ -265,7 +265,7 @@ class RememberingSizedTower(RememberingTower):
         return self.each_once(calls, self._as_one)
 
     def _as_one(self, calls: Sequence[TowerCall]) -> list[Any]:
-        sizes = mx.concatenate([call.kwargs["image_sizes"] for call in calls])
+        sizes = mx.array(np.concatenate([np.array(call.kwargs["image_sizes"]) for call in calls]))
         pictures = [call.args[0] for call in calls]
         found = self.fresh([pictures], {**calls[0].kwargs, "image_sizes": sizes})
         parts = split_rows(map_arrays(found, lambda states: states[0]), [self._num_patches(call) for call in calls])
@@ -277,7 +277,7 @@ class RememberingSizedTower(RememberingTower):
 
     def _num_patches(self, call: TowerCall) -> int:
         side = self._config.vision_config.patch_size
-        return sum((high // side) * (wide // side) for high, wide in call.kwargs["image_sizes"].tolist())
+        return sum((high // side) * (wide // side) for high, wide in np.array(call.kwargs["image_sizes"]).tolist())
 
 
 class RememberingGridTower(RememberingTower):

@@ -8,6 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
 from vlm_batch.adapters.modules import patching, under
 from vlm_batch.models.pixtral import SIZED, Pixtral
@@ -68,7 +69,7 @@ class GridMerger:
     def __call__(self, image_features: mx.array, image_sizes: mx.array) -> mx.array:
         """States (N, D) -> (N / merge**2, D)."""
         merge, merged, begin = self.spatial_merge_size, [], 0
-        for high, wide in (image_sizes // self.patch_size).tolist():
+        for high, wide in (np.array(image_sizes) // self.patch_size).tolist():
             rows, columns = high // merge, wide // merge
             grid = image_features[begin : begin + high * wide].reshape(high, wide, -1)[
                 : rows * merge, : columns * merge

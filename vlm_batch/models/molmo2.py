@@ -75,7 +75,7 @@ class PoolingTower(RememberingTower):
         crops = mx.concatenate([call.args[0] for call in calls], axis=1)
         found = self.fresh((crops, mx.array(np.concatenate(counted, axis=1))), {})
         ends = np.cumsum([(each >= 0).any(axis=-1).sum() for each in numbers]).tolist()
-        return mx.split(found, ends[:-1])
+        return list(mx.split(found, ends[:-1]))
 
     def count_patches(self, call: TowerCall, patch: int) -> int:
         return int(call.args[0].shape[1] * call.args[0].shape[2])

@@ -68,7 +68,7 @@ class SizedVision:
             States (1, N, D) of all patches, and those of every layer if asked for.
         """
         pictures = [picture for several in (x if isinstance(x, list) else [x]) for picture in several]
-        given = [picture.shape[:2] for picture in pictures] if image_sizes is None else image_sizes.tolist()
+        given = [picture.shape[:2] for picture in pictures] if image_sizes is None else np.array(image_sizes).tolist()
         side, weight = self.patch_size, self.patch_conv.weight  # (D, side, side, C)
         sizes = [(int(high) // side, int(wide) // side) for high, wide in given]
         patches = mx.concatenate([_patches(*each, side) for each in zip(pictures, sizes, strict=True)])

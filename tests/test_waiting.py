@@ -1,0 +1,211 @@
+"""Encoding a picture hardly waits for the device: each wait stops the decode steps that a GPU has in flight."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from types import FunctionType, SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx_vlm.models.mistral3.mistral3 import Mistral3PatchMerger
+from mlx_vlm.models.pixtral.vision import PixtralVisionModel
+from mlx_vlm.models.qwen3_vl.vision import VisionModel, VisionRotaryEmbedding
+
+from tests.harness import shared_adapter
+from tests.zoo import FAMILIES, family, to_mx
+from vlm_batch.adapters.deepstack import layout_of
+from vlm_batch.adapters.grids import MRoPEAdapter
+from vlm_batch.adapters.hooks import is_hook, running
+from vlm_batch.adapters.modules import clone_modules
+from vlm_batch.adapters.placing import NAMES, place
+from vlm_batch.models.mistral3 import Mistral3
+from vlm_batch.records import Call
+
+#: Most waits for a picture.
+FEW = 6
+#: Families whose upstream code waits more often, with what is allowed: towers that are made of parts for each picture.
+MORE = {
+    "cohere_compass": 20,
+    "deepseek_vl_v2": 12,
+    "ernie4_5_moe_vl": 9,
+    "glm4v": 8,
+    "glm_ocr": 8,
+    "idefics3": 10,
+    "minicpmo": 22,
+    "minicpmv4_6": 12,
+    "minicpmv4_7": 8,
+    "molmo_point": 9,
+    "paddleocr_vl": 8,
+    "qwen4_exp": 8,
+    "smolvlm": 10,
+    "youtu_vl": 7,
+    "zaya1_vl": 11,
+}
+
+
+@contextmanager
+def waits() -> Iterator[Counter[str]]:
+    """Count the reads of arrays that are yet to be computed, by where they stand."""
+    found: Counter[str] = Counter()
+
+    def is_pending(value: Any) -> bool:
+        if not isinstance(value, mx.array):
+            return False
+        dot = io.StringIO()
+        mx.export_to_dot(dot, value)
+        return "shape=rectangle" in dot.getvalue()
+
+    def counting(read: Callable[..., Any]) -> Callable[..., Any]:
+        def count(value: Any, *args: Any, **kwargs: Any) -> Any:
+            if is_pending(value):
+                frame = sys._getframe(1)
+                found[f"{frame.f_globals.get('__name__')}:{frame.f_lineno}"] += 1
+            return read(value, *args, **kwargs)
+
+        return count
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("item", "tolist", "__int__", "__bool__", "__float__", "__index__"):
+            patch.setattr(mx.array, name, counting(getattr(mx.array, name)))
+        for name in ("array", "asarray", "where", "nonzero", "argwhere", "flatnonzero"):
+            patch.setattr(np, name, counting(getattr(np, name)))
+        yield found
+
+
+def picture_of(name: str) -> dict[str, Any]:
+    inputs = to_mx(family(name).image(3, 1))
+    mx.eval([value for value in inputs.values() if isinstance(value, mx.array)])
+    return inputs
+
+
+@pytest.mark.parametrize("name", [name for name in sorted(FAMILIES) if not family(name).text_only])
+def test_a_picture_waits_seldom(name: str) -> None:
+    adapter = shared_adapter(name)
+    adapter.encode(picture_of(name))  # tables that are made once
+    inputs = picture_of(name)
+    with waits() as found:
+        adapter.encode(inputs)
+    assert sum(found.values()) <= MORE.get(name, FEW), found
+
+
+def test_waits_are_counted() -> None:
+    with waits() as found:
+        (mx.arange(3) + 1).tolist()
+        np.array(mx.arange(3) * 2)
+        mx.array([1]).item()  # known
+    assert sum(found.values()) == 2
+
+
+def placers() -> dict[str, FunctionType]:
+    """mlx-vlm's functions, by file."""
+    found = {}
+    for name in sorted(FAMILIES):
+        for file in {type(child).__module__ for _, child in shared_adapter(name).model.named_modules()}:
+            for own in NAMES:
+                bound = vars(import_module(file)).get(own)
+                if isinstance(bound, FunctionType):
+                    found[file] = bound
+    return found
+
+
+def test_features_are_placed_as_mlx_vlm_places_them() -> None:
+    """All files that have such a function are hooked, and every function gives the same arrays."""
+    found = placers()
+    assert len(found) > 10 and all(map(is_hook, found.values()))
+    embeds, features = mx.random.normal((1, 9, 4)), mx.random.normal((1, 5, 4))
+    at = mx.array([[0, 1, 1, 0, 0, 1, 1, 1, 0]]) == 1
+    mask = mx.broadcast_to(at[..., None], embeds.shape)
+    for file, bound in found.items():
+        theirs = bound(embeds + 0, mask, features)  # outside adapters
+        with running(Call()):
+            ours = bound(embeds + 0, mask, features)
+        assert mx.array_equal(ours, theirs), file
+        assert mx.array_equal(ours[0, 5:8], features[0, 2:]), file
+
+
+@pytest.mark.parametrize("count", [3, 6])
+def test_features_that_do_not_fit_are_refused(count: int) -> None:
+    mask = mx.broadcast_to((mx.arange(9) < 5)[None, :, None], (1, 9, 4))
+    with pytest.raises(ValueError, match=f"{count} rows of features do not fit 5 placeholder tokens"):
+        place(mx.zeros((1, 9, 4)), mask, mx.ones((count, 4)))
+
+
+MROPE = [
+    name
+    for name in sorted(FAMILIES)
+    if isinstance(adapter := shared_adapter(name), MRoPEAdapter) and "image_grid_thw" in adapter.input_keys
+]
+
+
+@pytest.mark.parametrize("name", MROPE)
+@pytest.mark.parametrize("size", [0, 2])
+def test_positions_of_pictures_are_mlx_vlms(name: str, size: int) -> None:
+    adapter = shared_adapter(name)
+    assert isinstance(adapter, MRoPEAdapter)
+    inputs = to_mx(family(name).image(3, size))
+    ids, grids = inputs["input_ids"], inputs["image_grid_thw"]
+    found = adapter.positions(ids, {"image_grid_thw": grids}, {})
+    wanted, delta = (
+        adapter._rope_index(ids, grids, None) if name != "ernie4_5_moe_vl" else adapter._rope_index(ids, grids)
+    )
+    if wanted.shape[-1] == 3:  # ERNIE's
+        wanted = wanted.transpose(2, 0, 1)
+    assert found.prompt is not None
+    assert mx.array_equal(found.prompt, wanted) and found.delta == int(delta.item())
+
+
+class Positions(nn.Module):
+    """What Qwen3-VL's tower makes positions of."""
+
+    def __init__(self, side: int, merge: int) -> None:
+        super().__init__()
+        self.pos_embed = nn.Embedding(side * side, 8)
+        self.rotary_pos_emb = VisionRotaryEmbedding(16)
+        self.num_grid_per_side, self.spatial_merge_size = side, merge
+        self.config = SimpleNamespace(spatial_merge_size=merge)
+
+
+@pytest.mark.parametrize("grids", [[[1, 4, 6]], [[1, 30, 44], [3, 8, 6]], [[1, 2, 100]], [[2, 2, 2], [1, 48, 48]]])
+def test_the_tower_of_qwen3_vl_has_mlx_vlms_positions(grids: list[list[int]]) -> None:
+    model, given = Positions(48, 2), mx.array(grids)
+    layout = layout_of(tuple((frames, high, wide) for frames, high, wide in grids), 48, 2)
+    learned = model.pos_embed(layout.corners) * layout.shares[..., None]
+    wanted = VisionModel.fast_pos_embed_interpolate(model, given)
+    assert mx.array_equal(learned[0] + learned[1] + learned[2] + learned[3], wanted)
+    angles = model.rotary_pos_emb(layout.longest)[layout.places].reshape(len(layout.places), -1)
+    assert mx.array_equal(angles, VisionModel.rot_pos_emb(model, given))
+
+
+def test_mistral3_merges_as_mlx_vlm_does() -> None:
+    """Sides that no whole number of squares fill, too."""
+    adapter = shared_adapter("mistral3")
+    ours = adapter.model.multi_modal_projector.patch_merger
+    theirs = clone_modules(ours, {type(ours): Mistral3PatchMerger})
+    side = ours.patch_size
+    sizes = mx.array([[4 * side, 6 * side], [3 * side, 5 * side], [2 * side, 2 * side]])
+    states = mx.random.normal(
+        (4 * 6 + 3 * 5 + 2 * 2, theirs.merging_layer.weight.shape[1] // ours.spatial_merge_size**2)
+    )
+    assert type(ours) is not Mistral3PatchMerger and isinstance(adapter, Mistral3)
+    assert mx.allclose(ours(states, sizes), theirs(states, sizes), atol=1e-6)
+
+
+def test_pixtrals_tower_is_mlx_vlms_for_pictures_of_several_sizes() -> None:
+    ours = shared_adapter("pixtral").model.vision_tower.vision_model
+    model = family("pixtral").build()
+    theirs: Any = model.vision_tower.vision_model
+    assert type(theirs) is PixtralVisionModel is not type(ours)
+    side = ours.patch_size
+    pictures, sizes = mx.random.normal((3, 4 * side, 5 * side, 3)), mx.array([[4, 2], [3, 5], [3, 5]]) * side
+    for one, other in zip(ours(pictures, True, sizes)[1], theirs(pictures, True, sizes)[1], strict=True):
+        assert mx.allclose(one, other, atol=1e-4)
+    apart = [ours(pictures[at : at + 1], False, sizes[at : at + 1])[0] for at in range(3)]
+    assert mx.allclose(ours([pictures[:1], pictures[1:]], False, sizes)[0], mx.concatenate(apart, axis=1), atol=1e-5)
