@@ -18,6 +18,7 @@ from mlx_vlm.models.cache import make_prompt_cache
 
 from vlm_batch.adapters import delta, kernels
 from vlm_batch.adapters.attention import HOOKS
+from vlm_batch.adapters.dequantised import replacements
 from vlm_batch.adapters.experts import EXPERTS
 from vlm_batch.adapters.hooks import check_attention, files_of, install_hooks, running
 from vlm_batch.adapters.joint import PrecomputedInputs, TowerCall, TowerOutputs, advance, make_calls
@@ -98,7 +99,9 @@ class Adapter:
     def __init__(self, model: nn.Module) -> None:
         evaluate_arrays(model)
         self.config: Any = model.config
-        self.model: Any = clone_modules(model, {**ROW_ROPES, **STEP_ROPES, **EXPERTS, **self.patches()})
+        self.model: Any = clone_modules(
+            model, {**replacements(), **ROW_ROPES, **STEP_ROPES, **EXPERTS, **self.patches()}
+        )
         if self.spec.audio and not can_hear(self.model):
             silent = replace(self.spec, audio=False, no_audio="this checkpoint has no part that hears")
             vars(self)["spec"] = silent

@@ -16,6 +16,7 @@ from mlx_vlm.models.cache import RotatingKVCache
 
 from vlm_batch.adapters.attention import HOOKS
 from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.dequantised import replacements
 from vlm_batch.adapters.hooks import files_of, hook, install_hooks, running
 from vlm_batch.adapters.longrope import ROW_ROPES
 from vlm_batch.adapters.modules import clone_modules, evaluate_arrays
@@ -46,7 +47,7 @@ class Heads(ABC):
         if (dtype := dtype_of(adapter.token_table)) is not None:
             model.set_dtype(dtype)
         family = adapter.spec.family
-        self.model: Any = clone_modules(model, {**ROW_ROPES, **STEP_ROPES, **adapter.patches()})
+        self.model: Any = clone_modules(model, {**replacements(), **ROW_ROPES, **STEP_ROPES, **adapter.patches()})
         self.model.bind(adapter.language)
         install_hooks(files_of(self.model), HOOKS, family=family, is_strict=False)
         hook_rotary(self.model, family=family)

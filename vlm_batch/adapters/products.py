@@ -14,6 +14,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
+from vlm_batch.adapters.dequantised import DequantisedEmbedding, DequantisedLinear
 from vlm_batch.adapters.modules import clone_modules
 
 #: Token embeddings, which can be tied heads.
@@ -188,6 +189,8 @@ HELD: dict[type, type] = {
     nn.QuantizedLinear: _held(nn.QuantizedLinear, "__call__"),
     nn.Embedding: _held(nn.Embedding, "as_linear"),
     nn.QuantizedEmbedding: _held(nn.QuantizedEmbedding, "as_linear"),
+    DequantisedLinear: _held(DequantisedLinear, "__call__"),
+    DequantisedEmbedding: _held(DequantisedEmbedding, "as_linear"),
 }
 PLAIN = {held: plain for plain, held in HELD.items()}
 

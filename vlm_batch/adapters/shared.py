@@ -14,6 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.dequantised import DequantisedLinear
 from vlm_batch.adapters.modules import clone_modules, evaluate_arrays
 from vlm_batch.caches import LayerCache, Placement, kind_of
 from vlm_batch.errors import is_out_of_memory
@@ -23,6 +24,7 @@ from vlm_batch.records import Call, DecodeStep
 ARRAYS: dict[type, tuple[str, ...]] = {
     nn.Linear: ("weight", "bias"),
     nn.QuantizedLinear: ("weight", "scales", "biases", "bias"),
+    DequantisedLinear: ("weight", "scales", "biases", "bias"),
 }
 #: A module, and some of its layers by name.
 Group: TypeAlias = tuple[nn.Module, dict[str, nn.Module]]

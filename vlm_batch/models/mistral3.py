@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
 from vlm_batch.adapters.modules import patching, under
-from vlm_batch.models.pixtral import SIZED, Pixtral
+from vlm_batch.models.pixtral import Pixtral
 from vlm_batch.records import Graphs
 from vlm_batch.registry import ModelSpec, register
 
@@ -81,10 +81,6 @@ class GridMerger:
         return found
 
 
-#: For ``patching``.
-MERGER = ("mistral3.mistral3.Mistral3PatchMerger", under(GridMerger))
-
-
 def yarn_scale(rope: Mapping[str, Any]) -> float:
     """Return YaRN's factor for partly rotated keys (transformers, modeling_rope_utils.py, yarn_apply_mscale)."""
     kind, factor, all_dim = rope.get("rope_type", rope.get("type")), rope.get("factor", 1.0), rope.get("mscale_all_dim")
@@ -118,9 +114,11 @@ def query_scale(config: Any, offset: Any, x: mx.array) -> mx.array:
     )
 )
 class Mistral3(Pixtral):
+    #: The merger's class, for ``patching``.
+    merger: ClassVar[Any] = ("mistral3.mistral3.Mistral3PatchMerger", under(GridMerger))
     patches = patching(
-        *SIZED,
-        MERGER,
+        *Pixtral.sized,
+        merger,
         ("mistral3.language.Attention", under(ByOwnPosition)),
         ("mistral4.language.Mistral4Attention", under(ByOwnPosition)),
         ("mistral3.language.Ministral3", without_waiting),

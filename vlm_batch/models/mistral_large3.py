@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from vlm_batch.adapters.modules import patches_in
-from vlm_batch.models.mistral3 import MERGER
-from vlm_batch.models.pixtral import SIZED, Pixtral
+from vlm_batch.models.mistral3 import Mistral3
+from vlm_batch.models.pixtral import Pixtral
 from vlm_batch.registry import ModelSpec, register
 
 
@@ -24,4 +24,4 @@ from vlm_batch.registry import ModelSpec, register
 )
 class MistralLarge3(Pixtral):
     last_hidden = "model.norm"
-    patches = patches_in("vlm_batch.models._mistral_large3", *SIZED, MERGER)
+    patches = patches_in("vlm_batch.models._mistral_large3", *Pixtral.sized, Mistral3.merger)

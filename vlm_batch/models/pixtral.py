@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, ClassVar
 
 import mlx.core as mx
 import numpy as np
@@ -92,17 +92,15 @@ def _patches(picture: mx.array, size: tuple[int, int], side: int) -> mx.array:
     return grid.swapaxes(1, 2).reshape(high * wide, -1)
 
 
-#: For ``patching``.
-SIZED = (
-    ("pixtral.vision.Attention", under(PictureAttention)),
-    ("pixtral.vision.PixtralVisionModel", under(SizedVision)),
-)
-
-
 @register(ModelSpec(family="pixtral", model_types=("pixtral",)))
 class Pixtral(GraphedSteps):
     tower_class = RememberingSizedTower
-    patches = patching(*SIZED)
+    #: The tower's classes, for ``patching``.
+    sized: ClassVar[Any] = (
+        ("pixtral.vision.Attention", under(PictureAttention)),
+        ("pixtral.vision.PixtralVisionModel", under(SizedVision)),
+    )
+    patches = patching(*sized)
     input_keys = Adapter.input_keys | {"image_sizes"}
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,108 @@
+"""Products in few bits on a CPU: as exact as float32 sums, for any number of rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+
+from tests.zoo import family
+from vlm_batch.adapters import dequantised
+from vlm_batch.adapters.dequantised import DequantisedEmbedding, DequantisedLinear, multiply, replacements
+from vlm_batch.adapters.modules import clone_modules
+from vlm_batch.models import adapter_for
+
+pytestmark = pytest.mark.skipif(
+    mx.default_device().type != mx.DeviceType.cpu, reason="GPUs have products of few bits that are fast and exact"
+)
+
+
+def layer_of(bits: int, dtype: mx.Dtype, *, bias: bool = False, outputs: int = 96, width: int = 512) -> Any:
+    layer = nn.QuantizedLinear.from_linear(nn.Linear(width, outputs, bias=bias), group_size=64, bits=bits)
+    layer.set_dtype(dtype)
+    mx.eval(layer.parameters())
+    return layer
+
+
+def exact(layer: Any, rows: mx.array) -> np.ndarray:
+    """The product in float64."""
+    parts = (layer.weight, layer.scales.astype(mx.float32), layer.biases.astype(mx.float32))
+    weight = mx.dequantize(*parts, group_size=layer.group_size, bits=layer.bits)
+    product = np.array(rows.astype(mx.float32)).astype(np.float64) @ np.array(weight).astype(np.float64).T
+    return product + (np.array(layer.bias.astype(mx.float32)) if "bias" in layer else 0.0)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16])
+@pytest.mark.parametrize("count", [1, 3, 4, 33])
+def test_a_product_is_exact_to_the_rows_precision(bits: int, dtype: mx.Dtype, count: int) -> None:
+    theirs = layer_of(bits, dtype, bias=True)
+    ours = clone_modules(theirs, replacements())
+    assert type(ours) is DequantisedLinear
+    rows = mx.random.normal((count, 1, 512)).astype(dtype)
+    wanted = exact(theirs, rows)
+    found = np.array(ours(rows).astype(mx.float32))
+    rounding = {mx.float32: 2e-6, mx.bfloat16: 2**-7, mx.float16: 2**-10}[dtype]
+    assert found.shape == (count, 1, 96) and ours(rows).dtype == dtype
+    assert np.abs(found - wanted).max() <= rounding * np.abs(wanted).max()
+
+
+def test_mlx_sums_in_bfloat16() -> None:
+    """The reason for ``DequantisedLinear`` in half precision: MLX's own product is ten times farther off."""
+    theirs = layer_of(4, mx.bfloat16, width=2048)
+    rows = mx.random.normal((4, 2048)).astype(mx.bfloat16)
+    wanted = exact(theirs, rows)
+    off = [
+        np.abs(np.array(layer(rows).astype(mx.float32)) - wanted).mean()
+        for layer in (theirs, clone_modules(theirs, replacements()))
+    ]
+    assert off[0] > 10 * off[1]
+
+
+def test_parts_are_one_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs that are widened in parts, the last of them smaller."""
+    layer, rows = layer_of(4, mx.float32, outputs=100), mx.random.normal((2, 8, 512))
+    whole = multiply(rows, layer)
+    monkeypatch.setattr(dequantised, "PART", 512 * 30)
+    parts = multiply(rows, layer)
+    assert whole is not None and parts is not None
+    assert mx.allclose(whole, parts, atol=1e-5) and parts.shape == (2, 8, 100)
+
+
+def test_other_layouts_are_left_to_mlx() -> None:
+    linear = nn.Linear(512, 64, bias=False)
+    layer: Any = nn.QuantizedLinear.from_linear(linear, group_size=32, bits=4, mode="mxfp4")
+    ours, rows = clone_modules(layer, replacements()), mx.random.normal((8, 512))
+    assert multiply(rows, layer) is None
+    assert mx.array_equal(ours(rows), layer(rows))
+
+
+def test_tied_heads_are_products_too() -> None:
+    table: Any = nn.QuantizedEmbedding.from_embedding(nn.Embedding(300, 512), group_size=64, bits=4)
+    ours = clone_modules(table, replacements())
+    rows, ids = mx.random.normal((8, 512)), mx.array([3, 299])
+    assert type(ours) is DequantisedEmbedding
+    assert mx.array_equal(ours(ids), table(ids))
+    assert mx.allclose(ours.as_linear(rows), table.as_linear(rows), atol=1e-3)
+
+
+def fits(layer: Any) -> bool:
+    return bool(layer.weight.shape[1] % 32 == 0)
+
+
+@pytest.mark.parametrize("name", ["llava", "gemma3", "qwen3_5"])
+def test_a_model_in_4_bits_has_them_and_the_callers_model_does_not(name: str) -> None:
+    model = family(name).build()
+    nn.quantize(
+        model,
+        group_size=32,
+        bits=4,
+        class_predicate=lambda _, one: isinstance(one, nn.Linear) and one.weight.shape[1] % 32 == 0,
+    )
+    adapter = adapter_for(family(name).registered)(model)
+    kinds = {type(module) for _, module in adapter.model.named_modules()}
+    assert DequantisedLinear in kinds and nn.QuantizedLinear not in kinds
+    assert DequantisedLinear not in {type(module) for _, module in model.named_modules()}
