@@ -57,7 +57,7 @@ from vlm_batch.engine.trial import Trial
 from vlm_batch.errors import OutOfMemory
 from vlm_batch.loading import exactness, load_model
 from vlm_batch.loading.exactness import SharedCallProofs, fixed_shapes, prove
-from vlm_batch.models import _kimi_k3
+from vlm_batch.models import _kimi_k3, _minimax_m3_vl
 from vlm_batch.policy import POLICIES, Policy
 from vlm_batch.records import Call, DecodeStep, Graphs, PromptKey
 from vlm_batch.runtime import blas
@@ -120,6 +120,18 @@ def check(name: str, precision: str, scenario: str, **how: Any) -> None:
 def test_every_kind_in_a_served_precision(name: str) -> None:
     for scenario in IN_SUITE[-1:] if name in SLOW else IN_SUITE:
         check(name, KINDS[name], scenario)
+
+
+@pytest.mark.parametrize("far", [_minimax_m3_vl.FAR, 4])
+@pytest.mark.parametrize("layout", Placement, ids=lambda layout: layout.value)
+def test_rows_that_choose_nothing_beside_rows_that_do(
+    layout: Placement, far: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """How a row attends goes by its own length, or by a slab's columns, and by no neighbour's."""
+    monkeypatch.setattr(_minimax_m3_vl, "FAR", far)
+    lengths = [Arrival(f"text:{seed}:{length}", at=seed) for seed, length in enumerate((3, 40, 20, 100, 2))]
+    monkeypatch.setitem(SCENARIOS, "uneven lengths", (lambda name: lengths, Way(max_rows=4)))
+    check("minimax_m3_vl", "float32", "uneven lengths", layout=layout)
 
 
 def test_the_record_is_whole() -> None:

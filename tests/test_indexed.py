@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
 import mlx.core as mx
 import numpy as np
@@ -18,7 +19,10 @@ from vlm_batch.caches.quantisation import KVQuantisation, LateCache
 from vlm_batch.caches.quantized import QuantizedCache
 from vlm_batch.caches.turbo import TurboCache
 from vlm_batch.engine.generator import BatchGenerator
+from vlm_batch.models import _minimax_m3_vl
 
+#: Rows of which some have something to choose from.
+UNEVEN = [Ask("text:4:3"), Ask("text:6:14", tokens=4), Ask("text:7:40"), Ask("text:5:26", at=2)]
 CHUNKS = (5, STEP - 7, 1, 1, 1, 40, 1)
 
 
@@ -85,17 +89,30 @@ def test_keys_and_values_in_few_bits_beside_an_exact_index(how: KVQuantisation, 
     np.testing.assert_array_equal(found, filled(IndexedCache())[0])
 
 
+@pytest.mark.parametrize("placement", Placement, ids=lambda placement: placement.value)
 @pytest.mark.parametrize("name", ["minimax_m3_vl", "glm5_next", "qwen4_exp", "deepseek_v4"])
-def test_a_step_chooses_for_all_rows_at_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_chooses_for_all_rows_at_once(name: str, placement: Placement, monkeypatch: pytest.MonkeyPatch) -> None:
     """No layer goes row by row, some rows have something to choose from and others not, and each gets its answer."""
 
     def refused(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("a layer decodes row by row")
 
     monkeypatch.setattr(f"vlm_batch.models._{name}.each_row", refused)
-    engine = BatchGenerator(shared_adapter(name), policy=settings_for(Placement.ROWS, max_rows=4, draft="off"))
-    asks = [Ask("text:4:3"), Ask("text:6:14", tokens=4), Ask("text:7:40"), Ask("text:5:26", at=2)]
-    check(name, run_family(name, asks, generator=engine))
+    policy = settings_for(placement, max_rows=4, short_rows=0, draft="off")
+    engine = BatchGenerator(shared_adapter(name), policy=policy)
+    check(name, run_family(name, UNEVEN, generator=engine))
+
+
+@pytest.mark.parametrize("placement", Placement, ids=lambda placement: placement.value)
+def test_long_rows_gather_what_they_read(placement: Placement, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_minimax_m3_vl, "FAR", 4)  # rows from 32 tokens on, and every slab
+    called = {name: Mock(wraps=getattr(_minimax_m3_vl, name)) for name in ("_gathered", "each_row")}
+    for name, watched in called.items():
+        monkeypatch.setattr(_minimax_m3_vl, name, watched)
+    policy = settings_for(placement, max_rows=4, short_rows=0, draft="off")
+    engine = BatchGenerator(shared_adapter("minimax_m3_vl"), policy=policy)
+    check("minimax_m3_vl", run_family("minimax_m3_vl", UNEVEN, generator=engine))
+    assert called["_gathered" if placement is Placement.SLAB else "each_row"].called
 
 
 @pytest.mark.parametrize("name", ["minimax_m3_vl", "glm5_next", "qwen4_exp"])

@@ -257,7 +257,7 @@ def test_parity_with_a_compiled_decode_step(name: str) -> None:
 
 #: Families with a layer whose cache is neither a slab nor a recurrent state.
 WITHOUT_GRAPHS = frozenset(
-    {"deepseek_v4", "deepseek_v41", "deepseek_v4_text", "falcon_perception", "florence2", "glm5_next", "minimax_m3_vl"}
+    {"deepseek_v4", "deepseek_v41", "deepseek_v4_text", "falcon_perception", "florence2", "glm5_next"}
     | {"mllama", "molmo_point", "nemotron_parse", "qwen4_exp", "unlimited_ocr"}
 )
 

@@ -108,9 +108,9 @@ def attend(queries: mx.array, keys: mx.array, values: mx.array, scale: float, ma
     call = current()
     if call.attends_apart and queries.shape[0] > 1:
         return attend_apart(queries, keys, values, scale, mask)
+    if is_groupable(queries, keys, mask) and (takes_plans(queries) or mask.shape[1] > 1):
+        return attend_groups(queries, keys, values, scale, mask)
     if takes_plans(queries):
-        if is_groupable(queries, keys, mask):
-            return attend_groups(queries, keys, values, scale, mask)
         if is_unfused(queries, keys, mask) if call.is_fixed else queries.shape[2] > 1 and is_rare(queries, keys):
             return attend_unfused(queries, keys, values, scale, mask)
         if not call.is_fixed and isinstance(mask, str) and queries.shape[2] > 1 and is_early(queries, keys):
@@ -303,16 +303,16 @@ def attend_before(queries: mx.array, keys: mx.array, values: mx.array, scale: fl
 
 
 def is_groupable(queries: mx.array, keys: mx.array, mask: Any) -> bool:
-    is_masked = isinstance(mask, mx.array) and mask.ndim == 4 and mask.shape[1:3] == (1, 1)
-    return is_masked and queries.shape[2] == 1 and queries.shape[1] > keys.shape[1]
+    is_masked = isinstance(mask, mx.array) and mask.ndim == 4 and mask.shape[1] in (1, keys.shape[1])
+    return is_masked and mask.shape[2] == queries.shape[2] == 1 and queries.shape[1] > keys.shape[1]
 
 
 def attend_groups(queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array) -> mx.array:
-    """Attend with queries (B, H, 1, D) and mask (B, 1, 1, K), grouped by shared keys."""
+    """Attend with queries (B, H, 1, D) and mask (B, 1 or H_kv, 1, K), grouped by shared keys."""
     batch, heads, _, width = queries.shape
     kv_heads, columns = keys.shape[1], keys.shape[2]
     grouped = queries.reshape(batch, kv_heads, heads // kv_heads, width)
-    wide = mx.broadcast_to(added(mask, queries.dtype), (batch, 1, heads // kv_heads, columns))
+    wide = mx.broadcast_to(added(mask, queries.dtype), (batch, mask.shape[1], heads // kv_heads, columns))
     attended = mx.fast.scaled_dot_product_attention(grouped, keys, values, scale=scale, mask=wide)
     return attended.reshape(batch, heads, 1, -1)
 

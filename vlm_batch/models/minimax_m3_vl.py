@@ -20,7 +20,7 @@ from vlm_batch.registry import ModelSpec, register
         notes=(
             "blocks are picked for each row over its own keys; mlx-vlm counts padding and restarts positions when a "
             "request arrives (minimax_m3_vl.py:262, language.py:1494 and :2081)",
-            "a step's attention runs a row at a time, over blocks that are picked for all rows at once (on CUDA for each row)",
+            "a step picks blocks for all rows at once; in slabs it attends for all at once, too",
             "each group of attention heads has blocks of its own, as published (MiniMax Sparse Attention, arXiv 2606.13392) "
             "and in transformers; mlx-vlm picks one set for all by the best score of any group (minimax_m3_vl/language.py:238)",
         ),
