@@ -26,12 +26,13 @@ from vlm_batch.adapters.grids import MRoPEAdapter
 from vlm_batch.adapters.hooks import is_hook, running
 from vlm_batch.adapters.modules import clone_modules
 from vlm_batch.adapters.placing import NAMES, place
+from vlm_batch.errors import InvalidPrompt
 from vlm_batch.models.mistral3 import Mistral3
 from vlm_batch.records import Call
 
 #: Most waits for a picture.
 FEW = 6
-#: Families whose upstream code waits more often, with what is allowed: towers that are made of parts for each picture.
+#: Families in which mlx-vlm's code waits more often, with the waits of today.
 MORE = {
     "cohere_compass": 20,
     "deepseek_vl_v2": 12,
@@ -44,7 +45,6 @@ MORE = {
     "minicpmv4_7": 8,
     "molmo_point": 9,
     "paddleocr_vl": 8,
-    "qwen4_exp": 8,
     "smolvlm": 10,
     "youtu_vl": 7,
     "zaya1_vl": 11,
@@ -209,3 +209,51 @@ def test_pixtrals_tower_is_mlx_vlms_for_pictures_of_several_sizes() -> None:
         assert mx.allclose(one, other, atol=1e-4)
     apart = [ours(pictures[at : at + 1], False, sizes[at : at + 1])[0] for at in range(3)]
     assert mx.allclose(ours([pictures[:1], pictures[1:]], False, sizes)[0], mx.concatenate(apart, axis=1), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["pixtral", "mistral3"])
+def test_pictures_without_sizes_of_their_own_fail_alone(name: str) -> None:
+    """A request with a size too few and one with a size too many are none together: the one between gets its own picture."""
+    adapter, tiny = shared_adapter(name), family(name)
+    assert tiny.two_images is not None
+    few, good, many = to_mx(tiny.image(5, 1)), picture_of(name), to_mx(tiny.two_images(9))
+    few["pixel_values"] = mx.concatenate([few["pixel_values"], few["pixel_values"]])
+    many["pixel_values"] = many["pixel_values"][:1]
+    wanted = adapter.encode(good).inputs_embeds
+    found = adapter.encode_together([few, good, many], Call())
+    assert mx.allclose(adapter.encode(found[1]).inputs_embeds, wanted, atol=1e-4)
+    for inputs in (found[0], found[2]):
+        with pytest.raises(InvalidPrompt, match=r"pictures have \d image_sizes"):
+            adapter.encode(inputs)
+
+
+def test_a_picture_of_molmo2_pools_its_own_patches() -> None:
+    inputs = picture_of("molmo2")
+    inputs["image_token_pooling"] = inputs["image_token_pooling"] + int(inputs["image_token_pooling"].max().item()) + 1
+    with pytest.raises(InvalidPrompt, match="names a patch that its picture does not have"):
+        shared_adapter("molmo2").encode(inputs)
+
+
+def test_a_video_without_its_seconds_is_refused() -> None:
+    tiny = family("qwen2_5_vl")
+    assert tiny.video is not None
+    inputs = to_mx(tiny.video(5, 0)) | {"second_per_grid_ts": mx.zeros((0,))}
+    with pytest.raises(InvalidPrompt, match="1 videos have 0 time steps"):
+        shared_adapter("qwen2_5_vl").encode(inputs)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in MROPE if name not in ("ernie4_5_moe_vl", "qwen2_vl", "qwen2_5_vl", "qwen3_omni_moe")]
+)
+def test_positions_without_marks_are_mlx_vlms(name: str) -> None:
+    """mlx-vlm counts pictures by the marks before them."""
+    adapter = shared_adapter(name)
+    mark = getattr(adapter.config, "vision_start_token_id", None)
+    if mark is None:
+        pytest.skip(f"{name} has no such mark")
+    assert isinstance(adapter, MRoPEAdapter)
+    inputs = picture_of(name)
+    ids, grids = mx.where(inputs["input_ids"] == mark, 5, inputs["input_ids"]), inputs["image_grid_thw"]
+    found = adapter.positions(ids, {"image_grid_thw": grids}, {})
+    wanted, _ = adapter._rope_index(ids, grids, None)
+    assert found.prompt is not None and mx.array_equal(found.prompt, wanted)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -71,7 +70,7 @@ def _between(length: int, side: int, at: np.ndarray) -> tuple[tuple[np.ndarray, 
 
 
 class HostPositions:
-    """A tower's mixin. mlx-vlm's waits for the device about 15 times a picture (qwen3_vl/vision.py:235 to :300)."""
+    """A tower's mixin. mlx-vlm's waits for the device about 15 times a picture (qwen3_vl/vision.py:235 to :401)."""
 
     patch_embed: Any
     pos_embed: Any
@@ -83,9 +82,7 @@ class HostPositions:
     num_grid_per_side: int
     spatial_merge_size: int
 
-    def __call__(
-        self, hidden_states: mx.array, grid_thw: mx.array, **kwargs: Mapping[str, Any]
-    ) -> tuple[mx.array, list[mx.array]]:
+    def __call__(self, hidden_states: mx.array, grid_thw: mx.array, **kwargs: Any) -> tuple[mx.array, list[mx.array]]:
         """Return features (N / merge**2, D) of patches (N, values) and grids (P, 3), and those of deepstack layers."""
         grids = tuple(map(tuple, np.array(grid_thw).tolist()))
         layout = layout_of(grids, self.num_grid_per_side, self.spatial_merge_size)

@@ -73,8 +73,7 @@ class MRoPEAdapter(GridAdapter):
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         self._rope_index = self.language.get_rope_index
-        # mlx-vlm's embeddings come with positions, for which they wait for the device (qwen3_vl/language.py:286).
-        self.language.get_rope_index = lambda *args, **kwargs: (mx.array([[0]]), None)
+        self.language.get_rope_index = _no_positions
 
     def hook_functions(self) -> None:
         super().hook_functions()
@@ -107,7 +106,7 @@ class MRoPEAdapter(GridAdapter):
 
     def placed(self, ids: mx.array, extra: Mapping[str, Any], kind: str) -> list[tuple[int, list[int]]]:
         """Return (first placeholder, grid) of each medium; raise InvalidPrompt if placeholders do not fit."""
-        grids = np.array(extra.get(f"{kind}_grid_thw", np.zeros((0, 3), np.int32))).tolist()
+        grids = np.array(extra.get(f"{kind}_grid_thw", np.zeros((0, 3)))).astype(int).tolist()
         places = np.flatnonzero(np.array(ids)[0] == self.marker(kind))
         needed = [t * h * w // self.merged for t, h, w in grids]
         if sum(needed) != len(places):
@@ -122,22 +121,31 @@ class MRoPEAdapter(GridAdapter):
         return int(getattr(self.config, f"{kind}_token_index") if found is None else found)
 
     def positions(self, ids: mx.array, extra: Mapping[str, Any], features: Mapping[str, Any]) -> PositionState:
-        if "video_grid_thw" not in extra:
-            return self.grid_positions(ids, extra, [])
-        found, delta = self._rope_index(ids, extra.get("image_grid_thw"), extra["video_grid_thw"])
+        if "video_grid_thw" not in extra and self._are_marked(ids, extra):
+            return self.grid_positions(ids, extra)
+        found, delta = self._rope_index(ids, extra.get("image_grid_thw"), extra.get("video_grid_thw"))
         if found.ndim == 2:
             found = mx.broadcast_to(found[None], (3, *found.shape))
         return PositionState(prompt=found.astype(mx.int32), delta=int(delta.item()))
 
-    def grid_positions(self, ids: mx.array, extra: Mapping[str, Any], steps: Sequence[float]) -> PositionState:
-        """Return M-RoPE positions, rounded down, with a time step per video.
+    def _are_marked(self, ids: mx.array, extra: Mapping[str, Any]) -> bool:
+        """Whether each picture follows a mark of its own: mlx-vlm counts pictures by marks, ``grid_positions`` by grids."""
+        mark, tokens = getattr(self.config, "vision_start_token_id", None), np.array(ids)[0]
+        return mark is None or all(first and tokens[first - 1] == mark for first, _ in self.placed(ids, extra, "image"))
+
+    def grid_positions(
+        self, ids: mx.array, extra: Mapping[str, Any], steps: Sequence[float] | None = None
+    ) -> PositionState:
+        """Return M-RoPE positions, rounded down, with a time step per video, or None without videos.
 
         Text after a medium begins one past its largest position on any axis.
         """
         side = int(self.config.vision_config.spatial_merge_size)
         pictures = [(*one, 1.0) for one in self.placed(ids, extra, "image")]
-        there = self.placed(ids, extra, "video") if steps else []
-        videos = [(*one, step) for one, step in zip(there, steps, strict=True)]
+        timed = [] if steps is None else self.placed(ids, extra, "video")
+        if len(timed) != len(steps or ()):
+            raise InvalidPrompt(f"{len(timed)} videos have {len(steps or ())} time steps")
+        videos = [(*one, step) for one, step in zip(timed, steps or (), strict=True)]
         blocks = [(first, (t, h // side, w // side), step) for first, (t, h, w), step in (*pictures, *videos)]
         found = np.empty((3, ids.shape[1]), dtype=np.int32)
         place = following = 0
@@ -155,3 +163,11 @@ class MRoPEAdapter(GridAdapter):
     def run_step(self, step: DecodeStep) -> mx.array:
         positions = mx.broadcast_to(step.positions[None, :, None], (3, step.positions.size, 1))
         return self.forward(step.tokens, None, step.caches, {"position_ids": positions})
+
+
+def _no_positions(*args: Any, **kwargs: Any) -> tuple[mx.array, None]:
+    """Stand in for ``get_rope_index`` within mlx-vlm's embeddings, where it waits for the device; nobody reads the result.
+
+    ``MRoPEAdapter.positions`` makes a row's positions.
+    """
+    return mx.array([[0]]), None

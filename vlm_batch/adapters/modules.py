@@ -43,15 +43,15 @@ def _clone(node: Any, patches: Mapping[type, type], seen: dict[int, Any]) -> Any
 
 def patches_in(module: str, *patched: tuple[str, Callable[[Any], type]]) -> Any:
     """Make ``patches`` of a module's ``PATCHES``, imported when asked for, and others as ``patching`` takes them."""
-    return classmethod(lambda cls: {**import_module(module).PATCHES, **_made(patched)})
+    return classmethod(lambda cls: {**import_module(module).PATCHES, **_replacements(patched)})
 
 
 def patching(*patched: tuple[str, Callable[[Any], type]]) -> Any:
     """Make ``patches`` of classes (names below ``mlx_vlm.models``) and makers of their replacements."""
-    return classmethod(lambda cls: _made(patched))
+    return classmethod(lambda cls: _replacements(patched))
 
 
-def _made(patched: Sequence[tuple[str, Callable[[Any], type]]]) -> dict[type, type]:
+def _replacements(patched: Sequence[tuple[str, Callable[[Any], type]]]) -> dict[type, type]:
     return {(theirs := _class_at(path)): make(theirs) for path, make in patched}
 
 
@@ -248,7 +248,7 @@ class RememberingPackedTower(RememberingBatchTower):
 
 
 class RememberingSizedTower(RememberingTower):
-    """A tower over pictures (P, H, W, C) and ``image_sizes`` (P, 2), padded to the largest."""
+    """A tower over pictures (P, H, W, C), padded to the largest, and ``image_sizes`` (P, 2)."""
 
     why_apart = None
 
@@ -256,28 +256,30 @@ class RememberingSizedTower(RememberingTower):
         return super().fresh(args, kwargs)[1:]  # the last states are among those of the layers
 
     def kind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Kind | None:
-        if len(args) != 1 or not isinstance(kwargs.get("image_sizes"), mx.array):
+        """Return the kind of pictures of any size, if each has one: a call that does not fit must fail alone."""
+        sizes = kwargs.get("image_sizes")
+        if len(args) != 1 or args[0].ndim != 4 or not isinstance(sizes, mx.array):
+            return None
+        if sizes.shape != (args[0].shape[0], 2) or not mx.issubdtype(sizes.dtype, mx.integer):
             return None
         kind = Kind.of(args, kwargs)
-        return kind._replace(shapes=(kind.shapes[0][2:], *kind.shapes[1:]))  # of any size
+        return kind._replace(shapes=(kind.shapes[0][2:], *kind.shapes[1:]))
 
     def run_joined(self, calls: Sequence[TowerCall]) -> list[Any]:
         return self.each_once(calls, self._as_one)
 
     def _as_one(self, calls: Sequence[TowerCall]) -> list[Any]:
         sizes = mx.array(np.concatenate([np.array(call.kwargs["image_sizes"]) for call in calls]))
-        pictures = [call.args[0] for call in calls]
-        found = self.fresh([pictures], {**calls[0].kwargs, "image_sizes": sizes})
-        parts = split_rows(map_arrays(found, lambda states: states[0]), [self._num_patches(call) for call in calls])
-        assert parts is not None
+        found = self.fresh([[call.args[0] for call in calls]], {**calls[0].kwargs, "image_sizes": sizes})
+        counts = [self.count_patches(call, 0) for call in calls]
+        parts = split_rows(map_arrays(found, lambda states: states[0]), counts)
+        if parts is None:
+            raise ValueError(f"the answer of {type(self.tower).__name__} cannot be taken apart")
         return [map_arrays(part, lambda states: states[None]) for part in parts]
 
     def count_patches(self, call: TowerCall, patch: int) -> int:
-        return self._num_patches(call)
-
-    def _num_patches(self, call: TowerCall) -> int:
         side = self._config.vision_config.patch_size
-        return sum((high // side) * (wide // side) for high, wide in np.array(call.kwargs["image_sizes"]).tolist())
+        return int((np.array(call.kwargs["image_sizes"]) // side).prod(axis=1).sum())
 
 
 class RememberingGridTower(RememberingTower):

@@ -29,15 +29,17 @@ def place(embeds: mx.array, mask: mx.array, features: mx.array) -> mx.array:
 
     Args:
         embeds: (B, L, D).
-        mask: where the features go: (B, L, D), the same for a position's numbers.
+        mask: where the features go: (B, L, D), constant along D.
         features: (..., D), as many rows as positions.
 
     Raises:
-        ValueError: the features are not as many.
+        ValueError: The features are not as many, or not as wide.
     """
     wide = embeds.shape[-1]
     rows = np.array(mask[..., 0]).astype(bool).reshape(-1)
-    new, given = int(rows.sum()), features.size // wide
+    new, given = int(rows.sum()), features.size // features.shape[-1]
+    if features.shape[-1] != wide:
+        raise ValueError(f"features of {features.shape[-1]} numbers do not fit embeddings of {wide}")
     if new != given:
         raise ValueError(f"{given} rows of features do not fit {new} placeholder tokens")
     if not new:

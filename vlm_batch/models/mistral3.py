@@ -60,7 +60,7 @@ def without_waiting(trunk: type) -> type:
 
 
 class GridMerger:
-    """Merges all squares of patches at once. mlx-vlm cuts out each patch by itself (mistral3/mistral3.py:76)."""
+    """Merges all squares of patches at once. mlx-vlm cuts out each patch by itself (mistral3/mistral3.py:74)."""
 
     spatial_merge_size: int
     patch_size: int
@@ -69,7 +69,7 @@ class GridMerger:
     def __call__(self, image_features: mx.array, image_sizes: mx.array) -> mx.array:
         """States (N, D) -> (N / merge**2, D)."""
         merge, merged, begin = self.spatial_merge_size, [], 0
-        for high, wide in (np.array(image_sizes) // self.patch_size).tolist():
+        for high, wide in (np.array(image_sizes).astype(int) // self.patch_size).tolist():
             rows, columns = high // merge, wide // merge
             grid = image_features[begin : begin + high * wide].reshape(high, wide, -1)[
                 : rows * merge, : columns * merge

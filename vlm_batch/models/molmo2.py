@@ -17,7 +17,7 @@ from vlm_batch.records import Encoded
 from vlm_batch.registry import ModelSpec, register
 
 
-class OneRequest:
+class HostCrops:
     """Reads one request's pictures on the host. mlx-vlm waits for the device at each number (molmo2/molmo2.py:84)."""
 
     config: Any
@@ -30,12 +30,14 @@ class OneRequest:
         image_grids: mx.array,
         image_num_crops: mx.array,
     ) -> tuple[mx.array, mx.array]:
-        """Return crops (1, C, N, D), and the patches that are pooled (1, T, K), counted over all pictures.
+        """Return crops (1, C, N, D) of a row, and the patches that are pooled (1, T, K), counted over all pictures.
 
         Raises:
-            ValueError: Pictures, crops, or pooled patches are not as many as said.
+            ValueError: Pictures, crops, or pooled patches are not as many as said, or a patch is of another picture.
         """
-        pooling, grids, crops = (np.array(given) for given in (image_token_pooling, image_grids, image_num_crops))
+        pooling, grids, crops = (
+            np.array(given).astype(int) for given in (image_token_pooling, image_grids, image_num_crops)
+        )
         lengths = grids.reshape(-1, 2, 2).prod(axis=2).sum(axis=1)  # of the whole picture and of its crops
         pictures = int((np.array(input_ids) == self.config.image_end_token_id).sum()) // 2
         for what, said, given in (
@@ -46,15 +48,17 @@ class OneRequest:
         ):
             if said != given:
                 raise ValueError(f"Expected {said} {what}, got {given}")
-        firsts = (np.cumsum(crops) - crops) * pixel_values.shape[1]
-        counted = np.where(pooling >= 0, pooling + np.repeat(firsts, lengths)[:, None], pooling)
-        return pixel_values[None], mx.array(counted.astype(pooling.dtype))[None]
+        counts = crops * pixel_values.shape[1]
+        if (crops < 0).any() or (pooling >= np.repeat(counts, lengths)[:, None]).any():
+            raise ValueError("image_token_pooling names a patch that its picture does not have")
+        firsts = np.repeat(np.cumsum(counts) - counts, lengths)[:, None]
+        return pixel_values[None], mx.array(np.where(pooling >= 0, pooling + firsts, pooling).astype(np.int32))[None]
 
 
 class PoolingTower(RememberingTower):
-    """A tower over crops (1, C, N, D) and the numbers of the patches that it pools (1, T, K), negative ones left out.
+    """A tower over crops (1, C, N, D) and indices of the patches that it pools (1, T, K); a negative one is none.
 
-    It returns a row for each of T that has a patch.
+    It returns a row for each token of T with a patch.
     """
 
     why_apart = None
@@ -100,7 +104,7 @@ class Molmo2(Adapter):
     embeddings = "model.wte"
     tower_class = PoolingTower
     input_keys = Adapter.input_keys | {"image_token_pooling", "image_grids", "image_num_crops"}
-    patches = patching(("molmo2.language.Molmo2Embedding", two_tables), ("molmo2.molmo2.Model", under(OneRequest)))
+    patches = patching(("molmo2.language.Molmo2Embedding", two_tables), ("molmo2.molmo2.Model", under(HostCrops)))
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)

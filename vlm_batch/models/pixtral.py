@@ -46,7 +46,7 @@ class PictureAttention:
 
 
 class SizedVision:
-    """Takes pictures of several sizes. mlx-vlm's masks all in one attention, and waits for its mask (pixtral/vision.py:24)."""
+    """Takes pictures of several sizes. mlx-vlm's masks all in one attention, and waits for its mask (pixtral/vision.py:34)."""
 
     config: Any
     patch_size: int
@@ -61,17 +61,29 @@ class SizedVision:
         """Encode pictures.
 
         Args:
-            x: pictures (P, H, W, C), or a list of such arrays.
+            x: pictures (P, H, W, C), or a list of such arrays of different sizes.
             image_sizes: rows and columns (P, 2); the rest of a picture is padding.
 
         Returns:
             States (1, N, D) of all patches, and those of every layer if asked for.
+
+        Raises:
+            ValueError: A size is missing, or larger than its picture.
         """
         pictures = [picture for several in (x if isinstance(x, list) else [x]) for picture in several]
-        given = [picture.shape[:2] for picture in pictures] if image_sizes is None else np.array(image_sizes).tolist()
+        given = [] if image_sizes is None else np.array(image_sizes).astype(int).tolist()
+        if len(given) != len(pictures):
+            raise ValueError(f"{len(pictures)} pictures have {len(given)} image_sizes")
+        for (high, wide), picture in zip(given, pictures, strict=True):
+            if not (0 < high <= picture.shape[0] and 0 < wide <= picture.shape[1]):
+                raise ValueError(
+                    f"image_sizes say {high} x {wide} of a picture of {picture.shape[0]} x {picture.shape[1]}"
+                )
         side, weight = self.patch_size, self.patch_conv.weight  # (D, side, side, C)
-        sizes = [(int(high) // side, int(wide) // side) for high, wide in given]
-        patches = mx.concatenate([_patches(*each, side) for each in zip(pictures, sizes, strict=True)])
+        sizes = [(high // side, wide // side) for high, wide in given]
+        patches = mx.concatenate(
+            [_patches(picture, *size, side) for picture, size in zip(pictures, sizes, strict=True)]
+        )
         longest = self.config.image_size // side
         places = [np.add.outer(np.arange(high) * longest, np.arange(wide)).ravel() for high, wide in sizes]
         angles = self.patch_positional_embedding.inv_freq[
@@ -85,9 +97,8 @@ class SizedVision:
         return states[-1], states if output_hidden_states else None
 
 
-def _patches(picture: mx.array, size: tuple[int, int], side: int) -> mx.array:
-    """(H, W, C) -> (h * w, side * side * C)."""
-    high, wide = size
+def _patches(picture: mx.array, high: int, wide: int, side: int) -> mx.array:
+    """(H, W, C) -> (high * wide, side * side * C)."""
     grid = picture[: high * side, : wide * side].reshape(high, side, wide, side, -1)
     return grid.swapaxes(1, 2).reshape(high * wide, -1)
 
