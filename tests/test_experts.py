@@ -8,10 +8,10 @@ from unittest.mock import patch
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_vlm.models.switch_layers import SwitchGLU, SwitchLinear
+from mlx_vlm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchLinear
 
 from tests.harness import shared_adapter
-from vlm_batch.adapters.experts import ExpertsApart, multiplies_apart
+from vlm_batch.adapters.experts import ExpertsApart, FewBitsApart, multiplies_apart
 from vlm_batch.adapters.hooks import running
 from vlm_batch.records import Call
 
@@ -40,6 +40,25 @@ def test_the_sums_are_mlx_vlms(bias: bool, used: list[int]) -> None:
     with running(Call()), patch.object(SwitchLinear, "__call__", side_effect=AssertionError):
         found = apart(block)(x, indices)
     np.testing.assert_allclose(np.array(found), np.array(wanted), atol=1e-6)
+
+
+@on_a_cpu
+@pytest.mark.parametrize("mode", ["affine", "mxfp4"])
+@pytest.mark.parametrize("used", [[0, 1, 2, 3], [2], [0, 3]], ids=str)
+def test_sums_of_few_bits_are_mlx_vlms(used: list[int], mode: str) -> None:
+    """Experts of one row and of many."""
+    mx.random.seed(3)
+    layer = QuantizedSwitchLinear(64, 96, NUM_EXPERTS, bias=mode == "affine", group_size=32, bits=4, mode=mode)
+    if "bias" in layer:
+        layer.bias = mx.random.normal(layer.bias.shape)
+    random = np.random.default_rng(1)
+    experts = mx.array(np.sort(np.append(random.choice(used, 40), [1])))
+    x = mx.array(random.standard_normal((41, 1, 64)), dtype=mx.float32)
+    wanted = layer(x, experts, sorted_indices=True)
+    layer.__class__ = FewBitsApart
+    with running(Call()), patch.object(QuantizedSwitchLinear, "__call__", side_effect=AssertionError):
+        found = layer(x, experts, sorted_indices=True)
+    np.testing.assert_allclose(np.array(found), np.array(wanted), atol=1e-5)
 
 
 @on_a_cpu

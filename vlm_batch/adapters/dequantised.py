@@ -17,17 +17,26 @@ PART = 2**22
 FEW_ROWS = 4
 
 
-def multiply(rows: mx.array, layer: Any) -> mx.array | None:
-    """Return the product of rows (..., width) and a layer's weights: (..., outputs); None where MLX's kernel is to make it."""
+def multiply(rows: mx.array, layer: Any, expert: int | None = None) -> mx.array | None:
+    """Return a product, or None where MLX's kernel is to make it.
+
+    Args:
+        rows: (..., width).
+        layer: has weights (outputs, width) in few bits, or those of several experts, of which ``expert`` names one.
+
+    Returns:
+        The product (..., outputs).
+    """
     width = rows.shape[-1]
     count = rows.size // width
     if layer.mode != "affine" or (rows.dtype == mx.float32 and count < FEW_ROWS):
         return None
     wide, step, found = rows.astype(mx.float32).reshape(count, width), max(1, PART // width), []
-    scales, biases = (layer[name].astype(mx.float32) for name in ("scales", "biases"))
-    for first in range(0, scales.shape[0], step):
-        packed, *by = (array[first : first + step] for array in (layer["weight"], scales, biases))
-        found.append(wide @ mx.dequantize(packed, by[0], by[1], group_size=layer.group_size, bits=layer.bits).T)
+    arrays = [layer[name] if expert is None else layer[name][expert] for name in ("weight", "scales", "biases")]
+    for first in range(0, arrays[0].shape[0], step):
+        packed, scales, biases = (array[first : first + step] for array in arrays)
+        by = (scales.astype(mx.float32), biases.astype(mx.float32))
+        found.append(wide @ mx.dequantize(packed, *by, group_size=layer.group_size, bits=layer.bits).T)
     product = found[0] if len(found) == 1 else mx.concatenate(found, axis=-1)
     return product.reshape(*rows.shape[:-1], -1).astype(rows.dtype)
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_vlm.models.switch_layers import SwitchLinear
+from mlx_vlm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from vlm_batch.adapters import kernels
+from vlm_batch.adapters.dequantised import multiply
 from vlm_batch.adapters.hooks import current
 
 #: Rows an expert, on average, from which its product is one of its own: gather_mm reads an expert's weights for each row.
@@ -24,13 +25,35 @@ class ExpertsApart(SwitchLinear):
         """Map (N, 1, D_in) with rising experts (N,) to (N, 1, D_out)."""
         if not (sorted_indices and x.shape[-2] == 1 and multiplies_apart(x, indices, self.num_experts)):
             return super().__call__(x, indices, sorted_indices=sorted_indices)
-        weights, rows = self["weight"], x.reshape(-1, x.shape[-1])
-        ends = np.searchsorted(np.array(indices).reshape(-1), np.arange(self.num_experts + 1)).tolist()
-        parts = [
-            rows[first:end] @ weights[expert].T for expert, (first, end) in enumerate(pairwise(ends)) if first < end
-        ]
-        found = mx.concatenate(parts).reshape(*x.shape[:-1], -1)
-        return found + mx.expand_dims(self["bias"][indices], -2) if "bias" in self else found
+        return by_expert(self, x, indices, lambda rows, expert: rows @ self["weight"][expert].T)
+
+
+class FewBitsApart(QuantizedSwitchLinear):
+    """The same of weights in few bits, which are widened for ``dequantised.FEW_ROWS`` rows and more."""
+
+    def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> Any:
+        """Map (N, 1, D_in) with rising experts (N,) to (N, 1, D_out)."""
+        if not (sorted_indices and x.shape[-2] == 1 and multiplies_apart(x, indices, self.num_experts)):
+            return super().__call__(x, indices, sorted_indices=sorted_indices)
+        return by_expert(self, x, indices, self._product)
+
+    def _product(self, rows: mx.array, expert: int) -> mx.array:
+        found = multiply(rows, self, expert)
+        if found is None:
+            biases = None if self.biases is None else self.biases[expert]
+            how = {"group_size": self.group_size, "bits": self.bits, "mode": self.mode}
+            found = mx.quantized_matmul(
+                rows, self["weight"][expert], self["scales"][expert], biases, transpose=True, **how
+            )
+        return found
+
+
+def by_expert(layer: Any, x: mx.array, indices: mx.array, product: Callable[[mx.array, int], mx.array]) -> mx.array:
+    rows = x.reshape(-1, x.shape[-1])
+    ends = np.searchsorted(np.array(indices).reshape(-1), np.arange(layer.num_experts + 1)).tolist()
+    parts = [product(rows[first:end], expert) for expert, (first, end) in enumerate(pairwise(ends)) if first < end]
+    found = mx.concatenate(parts).reshape(*x.shape[:-1], -1)
+    return found + mx.expand_dims(layer["bias"][indices], -2) if "bias" in layer else found
 
 
 def multiplies_apart(x: mx.array, indices: mx.array, num_experts: int) -> bool:
@@ -41,4 +64,4 @@ def multiplies_apart(x: mx.array, indices: mx.array, num_experts: int) -> bool:
 
 
 #: Patches of every family.
-EXPERTS: Mapping[type, type] = {SwitchLinear: ExpertsApart}
+EXPERTS: Mapping[type, type] = {SwitchLinear: ExpertsApart, QuantizedSwitchLinear: FewBitsApart}
