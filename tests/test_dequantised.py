@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from mlx_vlm.models.switch_layers import QuantizedSwitchLinear
 
 from tests.zoo import family
 from vlm_batch.adapters import dequantised
 from vlm_batch.adapters.dequantised import DequantisedEmbedding, DequantisedLinear, multiply, replacements
+from vlm_batch.adapters.experts import FewBitsApart
+from vlm_batch.adapters.hooks import running
 from vlm_batch.adapters.modules import clone_modules
 from vlm_batch.models import adapter_for
+from vlm_batch.records import Call
 
 pytestmark = pytest.mark.skipif(
     mx.default_device().type != mx.DeviceType.cpu, reason="GPUs have products of few bits that are fast and exact"
@@ -70,6 +75,31 @@ def test_parts_are_one_product(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = multiply(rows, layer)
     assert whole is not None and parts is not None
     assert mx.allclose(whole, parts, atol=1e-5) and parts.shape == (2, 8, 100)
+
+
+def peak_of(product: Callable[[], mx.array]) -> int:
+    """The bytes that making an array takes at most."""
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    mx.eval(product())
+    return mx.get_peak_memory() - before
+
+
+def test_few_parts_are_wide_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLX would widen all that it can before the first product: 0.5 GB for a head of 64,000 words."""
+    layer, rows = layer_of(4, mx.float32, outputs=8192, width=512), mx.random.normal((8, 512))
+    mx.eval(rows)
+    monkeypatch.setattr(dequantised, "PART", 512 * 256)  # 32 parts of 0.5 MB
+    assert peak_of(lambda: DequantisedLinear.__call__(layer, rows)) < 8192 * 512 * 4 / 3
+
+
+def test_few_experts_are_wide_at_a_time() -> None:
+    layer = QuantizedSwitchLinear(512, 256, 32, bias=False, group_size=64, bits=4)
+    layer.__class__ = FewBitsApart
+    rows, experts = mx.random.normal((256, 1, 512)), mx.arange(256) // 8
+    mx.eval(layer.parameters(), rows, experts)
+    with running(Call()):
+        assert peak_of(lambda: layer(rows, experts, sorted_indices=True)) < 32 * 256 * 512 * 4 / 3
 
 
 def test_other_layouts_are_left_to_mlx() -> None:

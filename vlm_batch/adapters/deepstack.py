@@ -17,7 +17,7 @@ MOST_KEPT = 16_384
 
 @dataclass(frozen=True)
 class Layout:
-    """Where patches (N) lie; any thread may use the arrays."""
+    """Where patches (N) lie. The arrays are made of NumPy's, so any thread may use them."""
 
     longest: int  # rows or columns of the largest picture
     places: mx.array  # (N, 2) rows and columns
@@ -61,7 +61,7 @@ _kept_layout = lru_cache(maxsize=8)(_new_layout)
 
 
 def _between(length: int, side: int, at: np.ndarray) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
-    """Return the learned positions before and behind each of ``length`` places, with their shares, for places ``at``."""
+    """Return the two learned positions around places ``at`` of ``length``, each with its share."""
     step = np.arange(length, dtype=np.float32) / np.float32(max(length - 1, 1))
     points = (step * np.float32(side - 1)).astype(np.float32)[at]
     before = points.astype(np.int32)

@@ -31,10 +31,12 @@ def multiply(rows: mx.array, layer: Any, expert: int | None = None) -> mx.array 
     count = rows.size // width
     if layer.mode != "affine" or (rows.dtype == mx.float32 and count < FEW_ROWS):
         return None
-    wide, step, found = rows.astype(mx.float32).reshape(count, width), max(1, PART // width), []
+    wide, step = rows.astype(mx.float32).reshape(count, width), max(1, PART // width)
+    found: list[mx.array] = []
     arrays = [layer[name] if expert is None else layer[name][expert] for name in ("weight", "scales", "biases")]
     for first in range(0, arrays[0].shape[0], step):
         packed, scales, biases = (array[first : first + step] for array in arrays)
+        packed = mx.depends([packed], [found[-1] if found else wide])[0]  # else MLX widens all parts first
         by = (scales.astype(mx.float32), biases.astype(mx.float32))
         found.append(wide @ mx.dequantize(packed, *by, group_size=layer.group_size, bits=layer.bits).T)
     product = found[0] if len(found) == 1 else mx.concatenate(found, axis=-1)

@@ -51,7 +51,12 @@ class FewBitsApart(QuantizedSwitchLinear):
 def by_expert(layer: Any, x: mx.array, indices: mx.array, product: Callable[[mx.array, int], mx.array]) -> mx.array:
     rows = x.reshape(-1, x.shape[-1])
     ends = np.searchsorted(np.array(indices).reshape(-1), np.arange(layer.num_experts + 1)).tolist()
-    parts = [product(rows[first:end], expert) for expert, (first, end) in enumerate(pairwise(ends)) if first < end]
+    parts: list[mx.array] = []
+    for expert, (first, end) in enumerate(pairwise(ends)):
+        if first < end:
+            own = rows[first:end]
+            # One after another: what a product needs beside its rows is made when these are there.
+            parts.append(product(mx.depends([own], parts[-1:])[0] if parts else own, expert))
     found = mx.concatenate(parts).reshape(*x.shape[:-1], -1)
     return found + mx.expand_dims(layer["bias"][indices], -2) if "bias" in layer else found
 

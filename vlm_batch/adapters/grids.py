@@ -107,6 +107,8 @@ class MRoPEAdapter(GridAdapter):
     def placed(self, ids: mx.array, extra: Mapping[str, Any], kind: str) -> list[tuple[int, list[int]]]:
         """Return (first placeholder, grid) of each medium; raise InvalidPrompt if placeholders do not fit."""
         grids = np.array(extra.get(f"{kind}_grid_thw", np.zeros((0, 3)))).astype(int).tolist()
+        if any(min(grid) < 1 for grid in grids):
+            raise InvalidPrompt(f"{kind}_grid_thw has an entry below 1")
         places = np.flatnonzero(np.array(ids)[0] == self.marker(kind))
         needed = [t * h * w // self.merged for t, h, w in grids]
         if sum(needed) != len(places):

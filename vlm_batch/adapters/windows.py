@@ -145,7 +145,7 @@ def merge_runs(runs: Sequence[Run]) -> tuple[Run, ...]:
 def attend_pictures(parent: type[nn.Module], project: str = "qkv", output: str = "proj") -> type[nn.Module]:
     """Subclass an attention of patches (N, D) with angles (N, D / 2) to use ``attend_runs``.
 
-    Without ``cu_seqlens``, pictures (P, L, D) of one size attend as mlx-vlm's do.
+    Without ``cu_seqlens``, pictures (P, L, D) of one size run mlx-vlm's attention.
     """
 
     class PictureAttention(parent):  # type: ignore[misc,valid-type]

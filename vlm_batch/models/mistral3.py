@@ -71,9 +71,8 @@ class GridMerger:
         merge, merged, begin = self.spatial_merge_size, [], 0
         for high, wide in (np.array(image_sizes).astype(int) // self.patch_size).tolist():
             rows, columns = high // merge, wide // merge
-            grid = image_features[begin : begin + high * wide].reshape(high, wide, -1)[
-                : rows * merge, : columns * merge
-            ]
+            plane = image_features[begin : begin + high * wide].reshape(high, wide, -1)
+            grid = plane[: rows * merge, : columns * merge]
             squares = grid.reshape(rows, merge, columns, merge, -1).transpose(0, 2, 4, 1, 3)
             merged.append(squares.reshape(rows * columns, -1))
             begin += high * wide

@@ -86,10 +86,8 @@ class SizedVision:
         )
         longest = self.config.image_size // side
         places = [np.add.outer(np.arange(high) * longest, np.arange(wide)).ravel() for high, wide in sizes]
-        angles = self.patch_positional_embedding.inv_freq[
-            mx.array(np.concatenate(places))
-        ]  # (N, D), twice the same half
-        turn = turn_by(angles[:, : angles.shape[1] // 2])
+        table = self.patch_positional_embedding.inv_freq  # (places, D), the same half twice
+        turn = turn_by(table[mx.array(np.concatenate(places)), : table.shape[1] // 2])
         runs = tuple((len(list(same)), length) for length, same in groupby(high * wide for high, wide in sizes))
         states = [self.ln_pre((patches.astype(weight.dtype) @ weight.flatten(1).T)[None])]
         for layer in self.transformer.layers:
