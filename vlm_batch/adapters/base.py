@@ -20,6 +20,7 @@ from vlm_batch.adapters import delta, kernels
 from vlm_batch.adapters.attention import HOOKS
 from vlm_batch.adapters.dequantised import replacements
 from vlm_batch.adapters.experts import EXPERTS
+from vlm_batch.adapters.few_rows import suit_few_rows
 from vlm_batch.adapters.hooks import check_attention, files_of, install_hooks, running
 from vlm_batch.adapters.joint import PrecomputedInputs, TowerCall, TowerOutputs, advance, make_calls
 from vlm_batch.adapters.longrope import ROW_ROPES, longest_short, marked_long
@@ -117,6 +118,7 @@ class Adapter:
         self.hook_functions()
         if self.last_hidden is not None:
             cut_answer(attrgetter(self.last_hidden)(self.language))
+        suit_few_rows(self.language)
         remember_features(self, None)
 
     def hook_functions(self) -> None:

@@ -17,6 +17,7 @@ from mlx_vlm.models.cache import RotatingKVCache
 from vlm_batch.adapters.attention import HOOKS
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.dequantised import replacements
+from vlm_batch.adapters.few_rows import suit_few_rows
 from vlm_batch.adapters.hooks import files_of, hook, install_hooks, running
 from vlm_batch.adapters.longrope import ROW_ROPES
 from vlm_batch.adapters.modules import clone_modules, evaluate_arrays
@@ -52,6 +53,7 @@ class Heads(ABC):
         install_hooks(files_of(self.model), HOOKS, family=family, is_strict=False)
         hook_rotary(self.model, family=family)
         evaluate_arrays(self.model)
+        suit_few_rows(self.model)
 
     @abstractmethod
     def propose(self, rows: Sequence[DraftState | None], layers: Sequence[Any], count: int) -> mx.array:

@@ -15,6 +15,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from vlm_batch.adapters.dequantised import DequantisedEmbedding, DequantisedLinear
+from vlm_batch.adapters.few_rows import FewRowsEmbedding, FewRowsLinear
 from vlm_batch.adapters.modules import clone_modules
 
 #: Token embeddings, which can be tied heads.
@@ -191,6 +192,8 @@ HELD: dict[type, type] = {
     nn.QuantizedEmbedding: _held(nn.QuantizedEmbedding, "as_linear"),
     DequantisedLinear: _held(DequantisedLinear, "__call__"),
     DequantisedEmbedding: _held(DequantisedEmbedding, "as_linear"),
+    FewRowsLinear: _held(FewRowsLinear, "__call__"),
+    FewRowsEmbedding: _held(FewRowsEmbedding, "as_linear"),
 }
 PLAIN = {held: plain for plain, held in HELD.items()}
 

@@ -15,6 +15,7 @@ import mlx.nn as nn
 
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.dequantised import DequantisedLinear
+from vlm_batch.adapters.few_rows import FewRowsLinear
 from vlm_batch.adapters.modules import clone_modules, evaluate_arrays
 from vlm_batch.caches import LayerCache, Placement, kind_of
 from vlm_batch.errors import is_out_of_memory
@@ -25,6 +26,7 @@ ARRAYS: dict[type, tuple[str, ...]] = {
     nn.Linear: ("weight", "bias"),
     nn.QuantizedLinear: ("weight", "scales", "biases", "bias"),
     DequantisedLinear: ("weight", "scales", "biases", "bias"),
+    FewRowsLinear: ("weight", "bias"),
 }
 #: A module, and some of its layers by name.
 Group: TypeAlias = tuple[nn.Module, dict[str, nn.Module]]

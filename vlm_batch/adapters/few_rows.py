@@ -1,0 +1,81 @@
+"""Float32 products of a decode step's few rows with large matrices, by OpenBLAS.
+
+OpenBLAS copies the matrix at every product, which takes most of a step. Its AVX-512 kernels copy matrices whose rows are a
+multiple of 4 KB apart in half the time where the matrix is the left factor, and large matrices faster in blocks. The bits
+stay the same (tests/test_few_rows.py). Measured in docs/log.md.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from vlm_batch.runtime import blas
+
+#: Float32 numbers in 4 KB: rows that lie a multiple of it apart share their lines of the first cache.
+ALIASED = 1024
+#: The fewest weights of other matrices that gain from blocks: 32 MB.
+LARGE = 2**23
+#: Outputs of a block.
+BLOCKS = (512, 256, 128)
+#: The most rows that gain.
+MOST_ROWS = 64
+#: The most rows that gain with several threads: of more, each thread takes some and copies the whole matrix.
+MOST_ROWS_OF_THREADS = 7
+
+
+def multiply(rows: mx.array, weight: mx.array, bias: mx.array | None = None) -> mx.array:
+    """Return a product (..., outputs) of rows (..., width) and weights (outputs, width)."""
+    outputs, width = weight.shape
+    count, block = rows.size // width, next((size for size in BLOCKS if outputs % size == 0), outputs)
+    blocks, flat = weight.reshape(-1, block, width), rows.reshape(1, count, width)
+    if width % ALIASED == 0:
+        columns = flat.swapaxes(1, 2)
+        found = blocks @ columns if bias is None else mx.addmm(bias.reshape(-1, block, 1), blocks, columns)
+        product = found.reshape(outputs, count).T
+    else:
+        turned = blocks.swapaxes(1, 2)
+        found = flat @ turned if bias is None else mx.addmm(bias.reshape(-1, 1, block), flat, turned)
+        product = found.swapaxes(0, 1)
+    return product.reshape(*rows.shape[:-1], outputs)
+
+
+class FewRowsLinear(nn.Linear):
+    def __call__(self, x: mx.array) -> mx.array:
+        return multiply(x, self["weight"], self.get("bias")) if _gains(self, x) else super().__call__(x)
+
+
+class FewRowsEmbedding(nn.Embedding):
+    def as_linear(self, x: mx.array) -> mx.array:
+        return multiply(x, self["weight"]) if _gains(self, x) else super().as_linear(x)
+
+
+def _gains(layer: nn.Module, rows: mx.array) -> bool:
+    return rows.dtype == mx.float32 and rows.size <= rows.shape[-1] * layer.__dict__["most_rows"]
+
+
+#: MLX's classes -> these.
+KINDS: dict[type, type] = {nn.Linear: FewRowsLinear, nn.Embedding: FewRowsEmbedding}
+
+
+def suit_few_rows(model: nn.Module) -> None:
+    """Let the layers of a private copy that gain make products of few rows so."""
+    facts = blas.facts()
+    if mx.default_device().type != mx.DeviceType.cpu or facts["core"] != "SkylakeX":
+        return
+    is_one = facts["threads"] == "1"
+    layers: list[Any] = [module for module in model.modules() if type(module) in KINDS]
+    for layer in layers:
+        if _has_fitting_weight(layer, is_one):
+            layer.__class__ = KINDS[type(layer)]
+            layer.__dict__["most_rows"] = MOST_ROWS if is_one else MOST_ROWS_OF_THREADS
+
+
+def _has_fitting_weight(layer: Any, is_one: bool) -> bool:
+    weight = layer["weight"]
+    if weight.dtype != mx.float32 or weight.ndim != 2 or weight.shape[0] < BLOCKS[-1]:
+        return False
+    is_fitting = weight.shape[1] % ALIASED == 0 or (is_one and weight.size >= LARGE)
+    return is_fitting and memoryview(weight).c_contiguous
