@@ -274,9 +274,9 @@ def grid_tower_sizes(depth: int, hidden: int, inner: int, heads: int, side: int)
     return {**sizes, "num_position_embeddings": side**2}
 
 
-#: tiny: for tests. small: 47 M parameters for a CPU, 8 KV heads. 3b: the published sizes of Qwen2.5-VL-3B-Instruct. Of other
-#: families one for a GPU and one for a CPU each: Gemma 3 4B's sizes; a Qwen3.5 of two billion; Llama 3.2 1B's sizes behind
-#: CLIP's large tower, as LLaVA has them, in 4 bits.
+#: tiny: for tests. small: 47 M parameters for a CPU, 8 KV heads. wide: six layers of 2,048 for a CPU. 3b: the published
+#: sizes of Qwen2.5-VL-3B-Instruct. Of other families one for a GPU and one for a CPU each: Gemma 3 4B's sizes; a Qwen3.5
+#: of two billion; Llama 3.2 1B's sizes behind CLIP's large tower, as LLaVA has them, in 4 bits.
 SHAPES = {
     shape.name: shape
     for shape in (
@@ -285,6 +285,14 @@ SHAPES = {
             "small",
             _text(512, 6, 2048, 8, 8, 16384, False),
             _vision(4, 256, 768, 4, 512, [3]),
+            "float32",
+            1e-3,
+            CPU_SCALE,
+        ),
+        Shape(
+            "wide",
+            _text(2048, 6, 6144, 16, 2, 32768, False),
+            _vision(4, 256, 768, 4, 2048, [3]),
             "float32",
             1e-3,
             CPU_SCALE,
