@@ -20,7 +20,7 @@ from tokenizers.pre_tokenizers import Split, WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
 from tests.checkpoints import write_checkpoint
-from tests.zoo import END_OF_TEXT, VOCABULARY, Trace, family
+from tests.zoo import END_OF_TEXT, VOCABULARY, Trace, family, pixtral
 from vlm_batch import InvalidPrompt, Request, Result, SamplingParams, UnsupportedModel, VLMBatcher
 from vlm_batch.arrays import as_numpy
 from vlm_batch.inputs.processors import with_pillow
@@ -551,6 +551,18 @@ def test_tiles_that_do_not_fit_are_refused(name: str) -> None:
         adapter.encode({**request, "pixel_values": request["pixel_values"][:, :1]})
     with pytest.raises(InvalidPrompt, match="holds 2 pictures, and image_sizes the sizes of 1"):
         adapter.encode({**request, "pixel_values": mx.concatenate([request["pixel_values"]] * 2)})
+
+
+@pytest.mark.parametrize(("name", "unit"), [("pixtral", 1), ("mistral3", 2)])
+def test_pictures_larger_than_the_rotations_are_refused(name: str, unit: int) -> None:
+    """mlx-vlm reads behind its table of 8 x 8 rotations."""
+    adapter = adapt(family(name).build())
+    largest, larger = (
+        as_arrays(pixtral.request(0, [(rows, 8 // unit)], 4 * unit)) for rows in (8 // unit, 8 // unit + 1)
+    )
+    assert np.isfinite(np.array(adapter.encode(largest).inputs_embeds)).all()
+    with pytest.raises(ValueError, match="8 patches is larger than 8 x 8"):
+        mx.eval(adapter.encode(larger).inputs_embeds)
 
 
 def test_a_dropped_group_of_experts_is_out_of_the_choice() -> None:

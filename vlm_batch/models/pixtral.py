@@ -68,7 +68,7 @@ class SizedVision:
             States (1, N, D) of all patches, and those of every layer if asked for.
 
         Raises:
-            ValueError: A size is missing, or larger than its picture.
+            ValueError: A size is missing, or larger than its picture or than the model's rotations.
         """
         pictures = [picture for several in (x if isinstance(x, list) else [x]) for picture in several]
         given = [] if image_sizes is None else np.array(image_sizes).astype(int).tolist()
@@ -87,6 +87,9 @@ class SizedVision:
         longest = self.config.image_size // side
         places = [np.add.outer(np.arange(high) * longest, np.arange(wide)).ravel() for high, wide in sizes]
         table = self.patch_positional_embedding.inv_freq  # (places, D), the same half twice
+        for high, wide in sizes:
+            if (high - 1) * longest + wide > len(table):  # mlx-vlm reads what lies behind the table
+                raise ValueError(f"a picture of {high} x {wide} patches is larger than {longest} x {longest}")
         turn = turn_by(table[mx.array(np.concatenate(places)), : table.shape[1] // 2])
         runs = tuple((len(list(same)), length) for length, same in groupby(high * wide for high, wide in sizes))
         states = [self.ln_pre((patches.astype(weight.dtype) @ weight.flatten(1).T)[None])]
