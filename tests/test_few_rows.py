@@ -21,6 +21,7 @@ from tests.zoo import family
 from vlm_batch.adapters import few_rows, products
 from vlm_batch.adapters.few_rows import FewRowsEmbedding, FewRowsLinear, multiply, suit_few_rows
 from vlm_batch.adapters.modules import clone_modules
+from vlm_batch.adapters.shared import share_products
 from vlm_batch.caches import Placement
 from vlm_batch.models import adapter_for
 from vlm_batch.runtime import blas
@@ -46,6 +47,10 @@ def test_with_this_processors_kernels() -> None:
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout + done.stderr
 
 
+#: Inputs and outputs: one block and several of each size, and outputs that are no multiple of a block.
+WIDE = [(1024, 512), (1024, 3072), (3072, 200), (2048, 768), (5120, 130), (1024, 1152), (1024, 640), (2048, 384)]
+
+
 def suited(model: nn.Module) -> Any:
     copy = clone_modules(model)
     suit_few_rows(copy)
@@ -63,7 +68,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 @needs_kernels
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(("width", "outputs"), [(1024, 512), (1024, 3072), (3072, 200), (2048, 768), (5120, 130)])
+@pytest.mark.parametrize(("width", "outputs"), WIDE)
 def test_the_bits_are_those_of_mlx(width: int, outputs: int, bias: bool, threads: int) -> None:
     theirs = Layers(width, outputs, bias)
     ours = suited(theirs)
@@ -72,7 +77,9 @@ def test_the_bits_are_those_of_mlx(width: int, outputs: int, bias: bool, threads
     for count in (*range(1, 18), 31, 64, 65, 130):
         for shape in ((count, width), (count, 1, width), (1, count, width)):
             rows = mx.random.normal(shape)
-            assert mx.array_equal(ours.linear(rows), theirs.linear(rows)), shape
+            product: Any = ours.linear(rows)
+            assert mx.array_equal(product, theirs.linear(rows)), shape
+            assert memoryview(product).c_contiguous  # what follows is slow over columns
         assert mx.array_equal(ours.table.as_linear(rows), theirs.table.as_linear(rows))
 
 
@@ -99,9 +106,18 @@ def test_what_does_not_gain_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> No
     assert kind(1024, 64) is nn.Linear  # of too few outputs
     assert kind(1024, 512, lambda weight: weight.astype(mx.bfloat16)) is nn.Linear
     assert kind(512, 1024, lambda weight: weight.T) is nn.Linear  # its rows do not lie one after another
+    layers = Layers(1024, 512, bias=True)
+    layers.linear.bias = mx.zeros((1,))
+    assert type(suited(layers).linear) is nn.Linear
+    del layers.linear["weight"]
+    assert type(suited(layers).linear) is nn.Linear
     monkeypatch.setattr(few_rows, "LARGE", 512 * 512)
     assert kind(512, 512) is FewRowsLinear  # large
     assert kind(512, 511) is nn.Linear
+    assert kind(520, 512) is nn.Linear  # of a width that threads would divide unevenly
+    with monkeypatch.context() as patch:
+        patch.setattr(blas, "version", lambda: "0.3.31")  # other bits there
+        assert kind(1024, 512) is nn.Linear
     monkeypatch.setattr(blas, "facts", lambda: {"core": "Haswell", "threads": "1"})
     assert kind(1024, 512) is nn.Linear  # other bits there
 
@@ -130,6 +146,18 @@ def test_counts_of_rows_are_held_for_them_too() -> None:
     assert mx.array_equal(model.linear(rows), nn.Linear.__call__(model.linear, rows))
     products.hold_products(model, {})
     assert (type(model.linear), type(model.table)) == (FewRowsLinear, FewRowsEmbedding)
+
+
+@needs_kernels
+def test_layers_that_gain_and_others_are_joined_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries have 64 outputs, keys and values 32: the joined layer gains, where each by itself may not."""
+    monkeypatch.setattr(few_rows, "ALIASED", 64)
+    monkeypatch.setattr(few_rows, "BLOCKS", (64, 48))
+    adapter = adapter_for(family("llava").registered)(family("llava").build())
+    first = adapter.language.model.layers[0].self_attn
+    assert (type(first.q_proj), type(first.k_proj)) == (FewRowsLinear, nn.Linear)
+    assert share_products(adapter) > 0
+    assert type(first.q_proj.wide.linear) is FewRowsLinear and first.q_proj.wide.linear.weight.shape[0] == 128
 
 
 @needs_kernels

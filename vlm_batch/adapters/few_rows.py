@@ -2,7 +2,8 @@
 
 OpenBLAS copies the matrix at every product, which takes most of a step. Its AVX-512 kernels copy matrices whose rows are a
 multiple of 4 KB apart in half the time where the matrix is the left factor, and large matrices faster in blocks. The bits
-stay the same (tests/test_few_rows.py). Measured in docs/log.md.
+stay the same in the versions below (tests/test_few_rows.py): later ones have other kernels for small products, such as a
+block's. Measured in docs/log.md.
 """
 
 from __future__ import annotations
@@ -14,10 +15,14 @@ import mlx.nn as nn
 
 from vlm_batch.runtime import blas
 
+#: OpenBLAS's versions whose bits were compared.
+VERSIONS = frozenset({"0.3.15"})
 #: Float32 numbers in 4 KB: rows that lie a multiple of it apart share their lines of the first cache.
 ALIASED = 1024
 #: The fewest weights of other matrices that gain from blocks: 32 MB.
 LARGE = 2**23
+#: Widths of such matrices are multiples of this: the sums of others are cut elsewhere by several threads.
+EVEN = 64
 #: Outputs of a block.
 BLOCKS = (512, 256, 128)
 #: The most rows that gain.
@@ -39,7 +44,7 @@ def multiply(rows: mx.array, weight: mx.array, bias: mx.array | None = None) -> 
         turned = blocks.swapaxes(1, 2)
         found = flat @ turned if bias is None else mx.addmm(bias.reshape(-1, 1, block), flat, turned)
         product = found.swapaxes(0, 1)
-    return product.reshape(*rows.shape[:-1], outputs)
+    return mx.contiguous(product).reshape(*rows.shape[:-1], outputs)
 
 
 class FewRowsLinear(nn.Linear):
@@ -58,12 +63,15 @@ def _gains(layer: nn.Module, rows: mx.array) -> bool:
 
 #: MLX's classes -> these.
 KINDS: dict[type, type] = {nn.Linear: FewRowsLinear, nn.Embedding: FewRowsEmbedding}
+#: These -> MLX's.
+THEIRS = {ours: theirs for theirs, ours in KINDS.items()}
 
 
 def suit_few_rows(model: nn.Module) -> None:
     """Let the layers of a private copy that gain make products of few rows so."""
     facts = blas.facts()
-    if mx.default_device().type != mx.DeviceType.cpu or facts["core"] != "SkylakeX":
+    is_known = facts["core"] == "SkylakeX" and blas.version() in VERSIONS
+    if mx.default_device().type != mx.DeviceType.cpu or not is_known:
         return
     is_one = facts["threads"] == "1"
     layers: list[Any] = [module for module in model.modules() if type(module) in KINDS]
@@ -74,8 +82,11 @@ def suit_few_rows(model: nn.Module) -> None:
 
 
 def _has_fitting_weight(layer: Any, is_one: bool) -> bool:
-    weight = layer["weight"]
-    if weight.dtype != mx.float32 or weight.ndim != 2 or weight.shape[0] < BLOCKS[-1]:
+    weight, bias = layer.get("weight"), layer.get("bias")
+    if weight is None or weight.dtype != mx.float32 or weight.ndim != 2 or not weight.size:
         return False
-    is_fitting = weight.shape[1] % ALIASED == 0 or (is_one and weight.size >= LARGE)
-    return is_fitting and memoryview(weight).c_contiguous
+    outputs, width = weight.shape
+    if outputs < BLOCKS[-1] or (bias is not None and bias.shape != (outputs,)):
+        return False
+    is_large = is_one and weight.size >= LARGE and width % EVEN == 0
+    return (width % ALIASED == 0 or is_large) and memoryview(weight).c_contiguous

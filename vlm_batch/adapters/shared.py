@@ -15,7 +15,7 @@ import mlx.nn as nn
 
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.dequantised import DequantisedLinear
-from vlm_batch.adapters.few_rows import FewRowsLinear
+from vlm_batch.adapters.few_rows import THEIRS, FewRowsLinear, suit_few_rows
 from vlm_batch.adapters.modules import clone_modules, evaluate_arrays
 from vlm_batch.caches import LayerCache, Placement, kind_of
 from vlm_batch.errors import is_out_of_memory
@@ -89,6 +89,7 @@ def share_products(adapter: Adapter, model: nn.Module | None = None) -> int:
             for name, layer in layers.items():
                 owner[name] = layer
         return 0
+    suit_few_rows(adapter.language)
     return sum(len(layers) for _, layers in groups)
 
 
@@ -127,7 +128,11 @@ def shared_layers(adapter: Adapter) -> list[Group]:
 
 def _kind(layer: Any) -> tuple[Any, ...]:
     arrays = [(name, layer[name].dtype, layer[name].shape[1:]) for name in ARRAYS[type(layer)] if name in layer]
-    return type(layer), *arrays, *(vars(layer).get(name) for name in ("group_size", "bits", "mode"))
+    return (
+        THEIRS.get(type(layer), type(layer)),
+        *arrays,
+        *(vars(layer).get(name) for name in ("group_size", "bits", "mode")),
+    )
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import numpy as np
 
 from vlm_batch.adapters.attention import fuse_rows
 from vlm_batch.adapters.base import AUDIO_INPUTS, Adapter, has_pictures, has_sound
+from vlm_batch.adapters.few_rows import suit_few_rows
 from vlm_batch.adapters.hooks import current, running
 from vlm_batch.adapters.longrope import LONG_ROPE_NOTE
 from vlm_batch.adapters.modules import RememberingListTower, patching, under
@@ -69,6 +70,7 @@ class Phi4MM(Adapter):
 
         super().__init__(model)
         self._scales = unmerge_adapters(self.model)
+        suit_few_rows(self.language)  # the layers are others now
         is_plain = isinstance(self.language.layers[0].self_attn.qkv_proj, nn.Linear)
         if is_plain and getattr(self.config, "speech_lora", None):
             lost = "this conversion of the checkpoint has its vision adapter merged in, and its speech adapter is lost"

@@ -103,6 +103,15 @@ def _load(path: Path) -> ctypes.CDLL | None:
         return None
 
 
+def version() -> str:
+    """Return OpenBLAS's version, such as "0.3.15"; "" without it."""
+    if _loaded is None:
+        return ""
+    _loaded.openblas_get_config.restype = ctypes.c_char_p
+    words = (_loaded.openblas_get_config() or b"").decode(errors="replace").split()
+    return words[1] if len(words) > 1 else ""
+
+
 def facts() -> dict[str, str]:
     """Return what decides float32 kernels: library, core type and threads; "" if unknown."""
     if _loaded is None or _path is None:
