@@ -13,10 +13,9 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 import pytest
 
-from tests.harness import Ask, inputs_of, run
+from tests.harness import Ask, check, inputs_of, run
 from tests.zoo import family
 from vlm_batch.adapters import few_rows, products
 from vlm_batch.adapters.few_rows import FewRowsEmbedding, FewRowsLinear, multiply, suit_few_rows
@@ -164,21 +163,13 @@ def test_layers_that_gain_and_others_are_joined_as_before(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("is_graph", [False, True])
 @pytest.mark.parametrize("placement", list(Placement))
 @pytest.mark.parametrize("name", ["llava", "gemma3", "qwen2_5_vl", "qwen3_5"])
-def test_models_answer_as_before_bit_for_bit(
+def test_models_answer_as_alone(
     name: str, placement: Placement, is_graph: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With narrow layers taken for wide ones."""
-    asks = [Ask("image:3:2"), Ask("text:4:9", at=2), Ask("image:1:0", at=3, tokens=20), Ask("text:5:26", at=5)]
-    answers = []
-    for width in (few_rows.ALIASED, 32):
-        monkeypatch.setattr(few_rows, "ALIASED", width)
-        monkeypatch.setattr(few_rows, "BLOCKS", (64, 32, 16))
-        adapter = adapter_for(family(name).registered)(family(name).build())
-        kinds = [type(module) for module in adapter.language.modules()]
-        assert (kinds.count(FewRowsLinear) > 3) == (width == 32)
-        how: Any = {"placement": placement, "compile_decode": is_graph}
-        answers.append(run(adapter, partial(inputs_of, name), asks, **how))
-    for before, after in zip(*answers, strict=True):
-        assert before.result is not None and after.result is not None
-        assert before.result.token_ids == after.result.token_ids
-        assert np.array_equal(before.logprobs, after.logprobs)
+    """With narrow layers taken for wide ones. Not by bits: who shares a step goes by time."""
+    asks = [Ask("image:3:2"), Ask("text:4:9", at=2), Ask("image:1:0", at=3), Ask("text:5:26", at=5)]
+    monkeypatch.setattr(few_rows, "ALIASED", 32)
+    monkeypatch.setattr(few_rows, "BLOCKS", (64, 32, 16))
+    adapter = adapter_for(family(name).registered)(family(name).build())
+    assert [type(module) for module in adapter.language.modules()].count(FewRowsLinear) > 3
+    check(name, run(adapter, partial(inputs_of, name), asks, placement=placement, compile_decode=is_graph))
