@@ -561,7 +561,7 @@ def test_pictures_larger_than_the_rotations_are_refused(name: str, unit: int) ->
         as_arrays(pixtral.request(0, [(rows, 8 // unit)], 4 * unit)) for rows in (8 // unit, 8 // unit + 1)
     )
     assert np.isfinite(np.array(adapter.encode(largest).inputs_embeds)).all()
-    with pytest.raises(ValueError, match="8 patches is larger than 8 x 8"):
+    with pytest.raises(InvalidPrompt, match="8 patches is larger than 8 x 8"):
         mx.eval(adapter.encode(larger).inputs_embeds)
 
 

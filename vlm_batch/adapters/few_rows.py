@@ -21,7 +21,7 @@ VERSIONS = frozenset({"0.3.15"})
 ALIASED = 1024
 #: The fewest weights of other matrices that gain from blocks: 32 MB.
 LARGE = 2**23
-#: Widths of such matrices are multiples of this: the sums of others are cut elsewhere by several threads.
+#: Widths of such matrices are multiples of this: with several threads OpenBLAS cuts the sums of others elsewhere.
 EVEN = 64
 #: Outputs of a block.
 BLOCKS = (512, 256, 128)

@@ -68,15 +68,15 @@ class SizedVision:
             States (1, N, D) of all patches, and those of every layer if asked for.
 
         Raises:
-            ValueError: A size is missing, or larger than its picture or than the model's rotations.
+            InvalidPrompt: A size is missing, or larger than its picture or than the model's rotations.
         """
         pictures = [picture for several in (x if isinstance(x, list) else [x]) for picture in several]
         given = [] if image_sizes is None else np.array(image_sizes).astype(int).tolist()
         if len(given) != len(pictures):
-            raise ValueError(f"{len(pictures)} pictures have {len(given)} image_sizes")
+            raise InvalidPrompt(f"{len(pictures)} pictures have {len(given)} image_sizes")
         for (high, wide), picture in zip(given, pictures, strict=True):
             if not (0 < high <= picture.shape[0] and 0 < wide <= picture.shape[1]):
-                raise ValueError(
+                raise InvalidPrompt(
                     f"image_sizes say {high} x {wide} of a picture of {picture.shape[0]} x {picture.shape[1]}"
                 )
         side, weight = self.patch_size, self.patch_conv.weight  # (D, side, side, C)
@@ -89,7 +89,7 @@ class SizedVision:
         table = self.patch_positional_embedding.inv_freq  # (places, D), the same half twice
         for high, wide in sizes:
             if (high - 1) * longest + wide > len(table):  # mlx-vlm reads what lies behind the table
-                raise ValueError(f"a picture of {high} x {wide} patches is larger than {longest} x {longest}")
+                raise InvalidPrompt(f"a picture of {high} x {wide} patches is larger than {longest} x {longest}")
         turn = turn_by(table[mx.array(np.concatenate(places)), : table.shape[1] // 2])
         runs = tuple((len(list(same)), length) for length, same in groupby(high * wide for high, wide in sizes))
         states = [self.ln_pre((patches.astype(weight.dtype) @ weight.flatten(1).T)[None])]
