@@ -18,13 +18,13 @@ from mlx_vlm.models.cache import make_prompt_cache
 
 from vlm_batch.adapters import delta, kernels
 from vlm_batch.adapters.attention import HOOKS
-from vlm_batch.adapters.dequantised import replacements
 from vlm_batch.adapters.experts import EXPERTS
 from vlm_batch.adapters.few_rows import suit_few_rows
 from vlm_batch.adapters.hooks import check_attention, files_of, install_hooks, running
 from vlm_batch.adapters.joint import PrecomputedInputs, TowerCall, TowerOutputs, advance, make_calls
 from vlm_batch.adapters.longrope import ROW_ROPES, longest_short, marked_long
 from vlm_batch.adapters.modules import RememberingTower, clone_modules, cut_answer, evaluate_arrays, part_of
+from vlm_batch.adapters.packed import replacements
 from vlm_batch.adapters.placing import hook_placing
 from vlm_batch.adapters.products import hold_products, turned
 from vlm_batch.adapters.prompts import (

@@ -11,8 +11,8 @@ import numpy as np
 from mlx_vlm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from vlm_batch.adapters import kernels
-from vlm_batch.adapters.dequantised import multiply
 from vlm_batch.adapters.hooks import current
+from vlm_batch.adapters.packed import multiply
 
 #: Rows an expert, on average, from which its product is one of its own: gather_mm reads an expert's weights for each row.
 ROWS_APART = 2
@@ -29,7 +29,7 @@ class ExpertsApart(SwitchLinear):
 
 
 class FewBitsApart(QuantizedSwitchLinear):
-    """The same of weights in few bits, which are widened for ``dequantised.FEW_ROWS`` rows and more."""
+    """The same of weights in few bits, which are widened for ``packed.FEW_ROWS`` rows and more."""
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> Any:
         """Map (N, 1, D_in) with rising experts (N,) to (N, 1, D_out)."""

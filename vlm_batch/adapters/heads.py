@@ -16,11 +16,11 @@ from mlx_vlm.models.cache import RotatingKVCache
 
 from vlm_batch.adapters.attention import HOOKS
 from vlm_batch.adapters.base import Adapter
-from vlm_batch.adapters.dequantised import replacements
 from vlm_batch.adapters.few_rows import suit_few_rows
 from vlm_batch.adapters.hooks import files_of, hook, install_hooks, running
 from vlm_batch.adapters.longrope import ROW_ROPES
 from vlm_batch.adapters.modules import clone_modules, evaluate_arrays
+from vlm_batch.adapters.packed import replacements
 from vlm_batch.adapters.prompts import dtype_of, num_words
 from vlm_batch.adapters.rotary import STEP_ROPES, hook_rotary
 from vlm_batch.caches.rows import DraftedRows, RowsCache, RowStates

@@ -14,9 +14,9 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
-from vlm_batch.adapters.dequantised import DequantisedEmbedding, DequantisedLinear
 from vlm_batch.adapters.few_rows import FewRowsEmbedding, FewRowsLinear
 from vlm_batch.adapters.modules import clone_modules
+from vlm_batch.adapters.packed import DequantisedEmbedding, DequantisedLinear, FlatEmbedding, FlatLinear
 
 #: Token embeddings, which can be tied heads.
 TABLES = (nn.Embedding, nn.QuantizedEmbedding)
@@ -192,6 +192,8 @@ HELD: dict[type, type] = {
     nn.QuantizedEmbedding: _held(nn.QuantizedEmbedding, "as_linear"),
     DequantisedLinear: _held(DequantisedLinear, "__call__"),
     DequantisedEmbedding: _held(DequantisedEmbedding, "as_linear"),
+    FlatLinear: _held(FlatLinear, "__call__"),
+    FlatEmbedding: _held(FlatEmbedding, "as_linear"),
     FewRowsLinear: _held(FewRowsLinear, "__call__"),
     FewRowsEmbedding: _held(FewRowsEmbedding, "as_linear"),
 }

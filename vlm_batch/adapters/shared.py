@@ -14,9 +14,9 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from vlm_batch.adapters.base import Adapter
-from vlm_batch.adapters.dequantised import DequantisedLinear
 from vlm_batch.adapters.few_rows import THEIRS, FewRowsLinear, suit_few_rows
 from vlm_batch.adapters.modules import clone_modules, evaluate_arrays
+from vlm_batch.adapters.packed import DequantisedLinear, FlatLinear
 from vlm_batch.caches import LayerCache, Placement, kind_of
 from vlm_batch.errors import is_out_of_memory
 from vlm_batch.records import Call, DecodeStep
@@ -26,6 +26,7 @@ ARRAYS: dict[type, tuple[str, ...]] = {
     nn.Linear: ("weight", "bias"),
     nn.QuantizedLinear: ("weight", "scales", "biases", "bias"),
     DequantisedLinear: ("weight", "scales", "biases", "bias"),
+    FlatLinear: ("weight", "scales", "biases", "bias"),
     FewRowsLinear: ("weight", "bias"),
 }
 #: A module, and some of its layers by name.

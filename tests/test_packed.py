@@ -1,4 +1,4 @@
-"""Products in few bits on a CPU: as exact as float32 sums, for any number of rows."""
+"""Products in few bits: on a CPU as exact as float32 sums, for any number of rows; on CUDA all rows in one matrix."""
 
 from __future__ import annotations
 
@@ -12,13 +12,24 @@ import pytest
 from mlx_vlm.models.switch_layers import QuantizedSwitchLinear
 
 from tests.zoo import family
-from vlm_batch.adapters import dequantised
-from vlm_batch.adapters.dequantised import DequantisedEmbedding, DequantisedLinear, multiply, replacements
+from vlm_batch.adapters import packed
 from vlm_batch.adapters.experts import FewBitsApart
 from vlm_batch.adapters.hooks import running
 from vlm_batch.adapters.modules import clone_modules
+from vlm_batch.adapters.packed import (
+    DequantisedEmbedding,
+    DequantisedLinear,
+    FlatEmbedding,
+    FlatLinear,
+    multiply,
+    replacements,
+)
+from vlm_batch.adapters.products import hold_products, products_of
+from vlm_batch.adapters.shared import Part, share_products
+from vlm_batch.caches import Placement, kind_of
 from vlm_batch.models import adapter_for
-from vlm_batch.records import Call
+from vlm_batch.records import Call, DecodeStep
+from vlm_batch.runtime.device import Device
 
 pytestmark = pytest.mark.skipif(
     mx.default_device().type != mx.DeviceType.cpu, reason="GPUs have products of few bits that are fast and exact"
@@ -71,7 +82,7 @@ def test_parts_are_one_product(monkeypatch: pytest.MonkeyPatch) -> None:
     """Outputs that are widened in parts, the last of them smaller."""
     layer, rows = layer_of(4, mx.float32, outputs=100), mx.random.normal((2, 8, 512))
     whole = multiply(rows, layer)
-    monkeypatch.setattr(dequantised, "PART", 512 * 30)
+    monkeypatch.setattr(packed, "PART", 512 * 30)
     parts = multiply(rows, layer)
     assert whole is not None and parts is not None
     assert mx.allclose(whole, parts, atol=1e-5) and parts.shape == (2, 8, 100)
@@ -89,7 +100,7 @@ def test_few_parts_are_wide_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """MLX would widen all that it can before the first product: 0.5 GB for a head of 64,000 words."""
     layer, rows = layer_of(4, mx.float32, outputs=8192, width=512), mx.random.normal((8, 512))
     mx.eval(rows)
-    monkeypatch.setattr(dequantised, "PART", 512 * 256)  # 32 parts of 0.5 MB
+    monkeypatch.setattr(packed, "PART", 512 * 256)  # 32 parts of 0.5 MB
     assert peak_of(lambda: DequantisedLinear.__call__(layer, rows)) < 8192 * 512 * 4 / 3
 
 
@@ -119,12 +130,7 @@ def test_tied_heads_are_products_too() -> None:
     assert mx.allclose(ours.as_linear(rows), table.as_linear(rows), atol=1e-3)
 
 
-def fits(layer: Any) -> bool:
-    return bool(layer.weight.shape[1] % 32 == 0)
-
-
-@pytest.mark.parametrize("name", ["llava", "gemma3", "qwen3_5"])
-def test_a_model_in_4_bits_has_them_and_the_callers_model_does_not(name: str) -> None:
+def in_4_bits(name: str) -> Any:
     model = family(name).build()
     nn.quantize(
         model,
@@ -132,7 +138,68 @@ def test_a_model_in_4_bits_has_them_and_the_callers_model_does_not(name: str) ->
         bits=4,
         class_predicate=lambda _, one: isinstance(one, nn.Linear) and one.weight.shape[1] % 32 == 0,
     )
+    return model
+
+
+@pytest.mark.parametrize("name", ["llava", "gemma3", "qwen3_5"])
+def test_a_model_in_4_bits_has_them_and_the_callers_model_does_not(name: str) -> None:
+    model = in_4_bits(name)
     adapter = adapter_for(family(name).registered)(model)
     kinds = {type(module) for _, module in adapter.model.named_modules()}
     assert DequantisedLinear in kinds and nn.QuantizedLinear not in kinds
     assert DequantisedLinear not in {type(module) for _, module in model.named_modules()}
+
+
+@pytest.fixture
+def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Layers as on CUDA; the shapes of the rows that MLX's products of few bits get."""
+    shapes: list[tuple[int, ...]] = []
+    theirs = mx.quantized_matmul
+
+    def product(rows: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+        shapes.append(rows.shape)
+        return theirs(rows, *args, **kwargs)
+
+    monkeypatch.setattr(packed, "device", lambda: Device.CUDA)
+    monkeypatch.setattr(mx, "quantized_matmul", product)
+    return shapes
+
+
+@pytest.mark.parametrize("shape", [(512,), (5, 512), (4, 1, 512), (2, 3, 5, 512)])
+def test_rows_are_one_matrix_on_cuda(shape: tuple[int, ...], as_on_cuda: list[tuple[int, ...]]) -> None:
+    linear = layer_of(4, mx.float32, bias=True)
+    table: Any = nn.QuantizedEmbedding.from_embedding(nn.Embedding(300, 512), group_size=64, bits=4)
+    flat_linear, flat_table = (clone_modules(layer, replacements()) for layer in (linear, table))
+    assert (type(flat_linear), type(flat_table)) == (FlatLinear, FlatEmbedding)
+    rows = mx.random.normal(shape)
+    for wanted, product in ((linear, flat_linear), (table.as_linear, flat_table.as_linear)):
+        found, given = product(rows), as_on_cuda[-1]
+        assert len(given) <= 2 and given[-1] == 512
+        answer = wanted(rows)
+        assert found.shape == answer.shape and mx.array_equal(found, answer)
+
+
+@pytest.mark.parametrize("name", ["llava", "gemma3", "qwen3_5"])
+@pytest.mark.parametrize("how", ["own", "joined", "held"])
+def test_a_decode_step_on_cuda_has_no_product_for_each_row(
+    name: str, how: str, as_on_cuda: list[tuple[int, ...]]
+) -> None:
+    adapter = adapter_for(family(name).registered)(in_4_bits(name))
+    if how == "joined":
+        assert share_products(adapter) and any(isinstance(one, Part) for one in adapter.language.modules())
+    elif how == "held":
+        hold_products(adapter.language, dict.fromkeys(map(str, products_of(adapter.language)), (2, 4)))
+    layers: list[Any] = []
+    encoded = adapter.encode({"input_ids": mx.array([[3, 4, 5]])})
+    for place in range(3):
+        cache = adapter.make_cache()
+        adapter.prefill([encoded], cache, 0, 3)
+        adapter.finish_prefill(encoded, cache)
+        layers = layers or [kind_of(single).batched(Placement.SLAB, 3) for single in cache]
+        for layer, single in zip(layers, cache, strict=True):
+            layer.resize(3)
+            layer.put(place, single)
+    as_on_cuda.clear()
+    step = DecodeStep(mx.array([[4]] * 3), mx.array([3] * 3), layers, [encoded.decode] * 3)
+    mx.eval(adapter.decode(step))
+    assert as_on_cuda and {shape[:-1] for shape in as_on_cuda} == {(4,) if how == "held" else (3,)}
