@@ -1,7 +1,9 @@
-// What our kernels need of CUDA, in C++: a block's threads take turns, from one barrier to the next.
+// What our kernels need of CUDA, in C++: a block's threads take turns, from one barrier of the block or of a
+// warp to the next.
 #pragma once
 #include <ucontext.h>
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <cstdint>
@@ -77,22 +79,42 @@ struct __half {
 };
 
 namespace block {
+constexpr int WARP = 32;
 static ucontext_t scheduler;
 static std::vector<ucontext_t> threads;
 static std::vector<std::vector<char>> stacks;
 static std::vector<char> ended;
 static int current;
+static bool moved;  // whether some thread has come farther in this round
 static std::function<void()> work;
+
+// Where all threads of a block or a warp wait for each other.
+struct Barrier {
+  int arrived = 0, round = 0;
+};
+static Barrier whole;
+static std::vector<Barrier> warps;
+static std::vector<float> shown;  // what each thread shows to its warp
+
+static void wait(Barrier& at, int count) {
+  const int round = at.round;
+  moved = true;
+  if (++at.arrived == count) at.arrived = 0, at.round++;
+  while (at.round == round) swapcontext(&threads[current], &scheduler);
+  moved = true;
+}
 
 static void begin() {
   work();
   ended[current] = 1;
+  moved = true;
   swapcontext(&threads[current], &scheduler);
 }
 
 // Runs one block; false if some of its threads ended while others stood at a barrier.
 static bool run(int count) {
-  threads.resize(count), stacks.resize(count), ended.assign(count, 0);
+  threads.resize(count), stacks.resize(count), ended.assign(count, 0), shown.assign(count, 0.0f);
+  whole = {}, warps.assign((count + WARP - 1) / WARP, {});
   for (int i = 0; i < count; i++) {
     stacks[i].resize(1 << 16);
     getcontext(&threads[i]);
@@ -103,15 +125,30 @@ static bool run(int count) {
   }
   for (;;) {
     int done = 0;
+    moved = false;
     for (int i = 0; i < count; i++) {
+      if (ended[i]) {
+        done++;
+        continue;
+      }
       current = i, threadIdx.x = i;
       swapcontext(&scheduler, &threads[i]);
       done += ended[i];
     }
     if (done == count) return true;
-    if (done) return false;
+    if (!moved) return false;
   }
 }
 }  // namespace block
 
-inline void __syncthreads() { swapcontext(&block::threads[block::current], &block::scheduler); }
+inline void __syncthreads() { block::wait(block::whole, blockDim.x); }
+// All threads of a warp take part.
+inline float __shfl_xor_sync(unsigned int, float value, int apart) {
+  const int own = block::current, first = own / block::WARP * block::WARP;
+  const int count = std::min(block::WARP, blockDim.x - first);
+  block::shown[own] = value;
+  block::wait(block::warps[own / block::WARP], count);
+  const float found = block::shown[own ^ apart];
+  block::wait(block::warps[own / block::WARP], count);
+  return found;
+}

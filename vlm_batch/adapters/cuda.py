@@ -12,9 +12,14 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from vlm_batch.arrays import round_up
 from vlm_batch.errors import describe, is_out_of_memory
 
 logger = logging.getLogger(__name__)
+
+#: Threads of a warp, and partial sums of a number when spans are merged.
+WARP = 32
+SIDES = 4
 
 
 class Kernel(NamedTuple):
@@ -46,6 +51,21 @@ def kernel(file: str, name: str, inputs: tuple[str, ...], outputs: tuple[str, ..
     header = Path(__file__).with_name(f"{file}.cu").read_text(encoding="utf-8")
     source = hashlib.sha256((header + body).encode()).hexdigest()[:12]  # MLX caches kernels by name
     return Kernel(f"{file}_{name}_{source}", inputs, outputs, header, body)
+
+
+@lru_cache(maxsize=64)
+def merging(dtype: mx.Dtype, rows: int, heads: int, depth: int) -> Launch:
+    """Return a launch that makes (rows, heads, 1, depth) of what blocks found of spans of columns (``spans.cu``)."""
+    body = "\n  spans::merge<T, DEPTH, SIDES>(sums, stats, stats_shape[2], out);\n"
+    block = round_up(depth, WARP) * SIDES
+    return Launch(
+        kernel("spans", "merge", ("sums", "stats"), ("out",), body),
+        (("T", dtype), ("DEPTH", depth), ("SIDES", SIDES)),
+        (rows * heads * block, 1, 1),
+        (block, 1, 1),
+        ((rows, heads, 1, depth),),
+        (dtype,),
+    )
 
 
 def on_device(launch: Launch, arrays: Sequence[mx.array]) -> list[mx.array]:

@@ -1,5 +1,5 @@
 // Attention of one query a row over keys and values in few bits, in two kernels: `attend_span` for a span of columns of one
-// row and one head of keys, `merge_spans` for what the spans of a row and head of queries found.
+// row and one head of keys, `merge` in spans.cu for what the spans of a row and head of queries found.
 //
 // A span begins at a multiple of SPAN columns and is worked on by one block; sums are made in an order that depends on SPAN
 // and the widths alone. So a row's answer is a function of the row: of no other row, and of no column behind its own.
@@ -323,36 +323,6 @@ __device__ void attend_span(
 #pragma unroll
     for (int s = 0; s < Size::SIDES; s++) sum += sides[(s * HEADS + head) * WIDTH_V + number];
     sums[(((long long)row * all_heads + first + head) * spans + span) * DEPTH_V + number] = sum;
-  }
-}
-
-// Block: a row and head of queries; `out` (rows, heads, DEPTH). Spans are added up by SIDES sides, each in their order.
-template <typename T, int DEPTH, int SIDES>
-__device__ void merge_spans(const float* sums, const float* stats, int spans, T* out) {
-  constexpr int LANES = up(DEPTH, WARP);
-  __shared__ float parts[2][SIDES][LANES];
-  const int number = threadIdx.x % LANES, side = threadIdx.x / LANES;
-  const long long head = blockIdx.x;
-  const float* const own = stats + head * spans * 2;
-  float highest = -1e30f;
-#pragma unroll 8
-  for (int s = 0; s < spans; s++) highest = fmaxf(highest, own[2 * s]);
-  float sum = 0.0f, total = 0.0f;
-#pragma unroll 8
-  for (int s = side; s < spans; s += SIDES) {
-    const float weights = own[2 * s + 1];
-    const bool is_there = weights != 0.0f;
-    const float by = is_there ? exp2f(own[2 * s] - highest) : 0.0f;
-    const float value = is_there && number < DEPTH ? sums[(head * spans + s) * DEPTH + number] : 0.0f;
-    total = fmaf(by, weights, total);
-    sum = fmaf(by, value, sum);
-  }
-  parts[0][side][number] = sum, parts[1][side][number] = total;
-  __syncthreads();
-  if (side == 0 && number < DEPTH) {
-#pragma unroll
-    for (int i = 1; i < SIDES; i++) sum += parts[0][i][number], total += parts[1][i][number];
-    out[head * DEPTH + number] = T(sum / total);
   }
 }
 

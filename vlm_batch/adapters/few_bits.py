@@ -13,17 +13,15 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from vlm_batch.adapters.cuda import Kernel, Launch, Run, is_right, kernel, on_device
+from vlm_batch.adapters.cuda import Kernel, Launch, Run, is_right, kernel, merging, on_device
 from vlm_batch.arrays import round_up
 from vlm_batch.caches.quantized import Layout, SlabStates, of_parts, of_slab, quantize
 from vlm_batch.runtime.device import Device, device
 
 #: Equal to the constants of ``few_bits.cu``.
 THREADS = SPAN = 128
-LANES = 32
-#: Query heads per block, and partial sums per head when spans are merged.
+#: Query heads per block.
 MOST_HEADS = 8
-SIDES = 4
 #: The widest head, padded to whole groups, that fits a block.
 WIDEST = 256
 TYPES = (mx.float32, mx.bfloat16, mx.float16)
@@ -56,14 +54,6 @@ def span_kernel(scale: float) -> Kernel:
     return kernel("few_bits", "spans", _SPAN_INPUTS, ("sums", "stats"), body)
 
 
-@lru_cache(maxsize=1)
-def merge_kernel() -> Kernel:
-    body = """
-  few_bits::merge_spans<T, DEPTH_V, SIDES>(sums, stats, stats_shape[2], out);
-"""
-    return kernel("few_bits", "merge", ("sums", "stats"), ("out",), body)
-
-
 class Variant(NamedTuple):
     """The facts of a kernel's build."""
 
@@ -94,18 +84,7 @@ def launches_of(variant: Variant, rows: int, columns: int) -> tuple[Launch, Laun
     first = Launch(
         span_kernel(variant.scale), tuple(template.items()), grid, (THREADS, 1, 1), shapes, (mx.float32, mx.float32)
     )
-    merged = {"T": variant.dtype, "DEPTH_V": wide, "SIDES": SIDES}
-    block = round_up(wide, LANES) * SIDES
-    out = ((rows, variant.heads, 1, wide),)
-    last = Launch(
-        merge_kernel(),
-        tuple(merged.items()),
-        (rows * variant.heads * block, 1, 1),
-        (block, 1, 1),
-        out,
-        (variant.dtype,),
-    )
-    return first, last
+    return first, merging(variant.dtype, rows, variant.heads, wide)
 
 
 def attend_where_right(

@@ -25,6 +25,7 @@ import numpy as np
 from mlx_vlm.models import activations
 from mlx_vlm.models.base import ensure_fused_sdpa
 
+from vlm_batch.adapters import one_query
 from vlm_batch.adapters.hooks import current, running, this_thread
 from vlm_batch.caches.quantized import QuantizedStates
 
@@ -108,6 +109,10 @@ def attend(queries: mx.array, keys: mx.array, values: mx.array, scale: float, ma
     call = current()
     if call.attends_apart and queries.shape[0] > 1:
         return attend_apart(queries, keys, values, scale, mask)
+    if queries.shape[2] == 1 and counts_launches() and not call.is_fixed:
+        found = one_query.attend_where_right(queries, keys, values, scale, mask)
+        if found is not None:
+            return found
     if is_groupable(queries, keys, mask) and (takes_plans(queries) or mask.shape[1] > 1):
         return attend_groups(queries, keys, values, scale, mask)
     if takes_plans(queries):

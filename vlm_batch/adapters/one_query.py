@@ -1,0 +1,169 @@
+"""Decode attention over slabs on CUDA (``one_query.cu``).
+
+MLX 0.32 attends with an array of masks in five operations in float32, and through cuDNN in half precision, which takes
+about three times as long as without a mask (docs/log.md). Last bits depend on the slab's columns, so a fixed ``Call`` does
+without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from vlm_batch.adapters.cuda import Kernel, Launch, Run, is_right, kernel, merging, on_device
+
+#: Equal to the constant of ``one_query.cu``.
+THREADS = 128
+#: Bytes that a thread loads at once.
+PACK = 16
+#: Numbers of queries that a thread holds for its heads.
+MOST_NUMBERS = 32
+WIDEST = 256
+#: Columns that one block reads, and the fewest of several; more blocks than ``BLOCKS`` have enough to read anyhow.
+ONE_BLOCK = 256
+FEWEST = 128
+BLOCKS = 256
+TYPES = (mx.float32, mx.bfloat16, mx.float16)
+#: The largest allowed error against exact attention, in the values' unit.
+TOLERANCE = 0.02
+
+_INPUTS = ("queries", "keys", "values", "mask")
+
+
+class Variant(NamedTuple):
+    """The facts of a kernel's build."""
+
+    scale: float
+    heads: int  # query heads
+    kv_heads: int
+    depth: int
+    dtype: mx.Dtype
+    mask: mx.Dtype
+    is_by_row: bool  # whether each row has its own mask
+
+
+@lru_cache(maxsize=16)
+def _kernel(scale: float) -> Kernel:
+    views = "\n".join(
+        f"  const one_query::View<T> of_{name} = "
+        f"{{{name}, {name}_strides[0], {name}_strides[1], {name}_strides[2], {name}_strides[3]}};"
+        for name in ("queries", "keys", "values")
+    )
+    body = f"""
+{views}
+  one_query::attend<T, M, DEPTH, SHARE, HEADS>(
+      of_queries, of_keys, of_values, mask, BY_ROW ? mask_strides[0] : 0, mask_strides[3], keys_shape[2], {scale!r}f,
+      out, sums, stats);
+"""
+    return kernel("one_query", "attend", _INPUTS, ("out", "sums", "stats"), body)
+
+
+@lru_cache(maxsize=256)
+def launches_of(variant: Variant, rows: int, columns: int) -> tuple[Launch, ...]:
+    share, size = variant.heads // variant.kv_heads, PACK // variant.dtype.size
+    lanes = min(32, 1 << max(0, (variant.depth // size - 1).bit_length()))
+    numbers = size * -(-(variant.depth // size) // lanes)
+    heads = min(share, max(1, MOST_NUMBERS // numbers))
+    tiles = -(-share // heads)
+    blocks = rows * variant.kv_heads * tiles
+    spans = 1 if columns <= ONE_BLOCK else min(-(-columns // FEWEST), -(-BLOCKS // blocks))
+    template = {
+        **{"T": variant.dtype, "M": variant.mask, "DEPTH": variant.depth, "SHARE": share},
+        **{"HEADS": -(-share // tiles), "BY_ROW": variant.is_by_row},
+    }
+    whole, part = (rows, variant.heads, 1, variant.depth), (rows, variant.heads, spans)
+    first = Launch(
+        _kernel(variant.scale),
+        tuple(template.items()),
+        (THREADS * spans, variant.kv_heads * tiles, rows),
+        (THREADS, 1, 1),
+        (whole, (1,), (1,)) if spans == 1 else ((1,), (*part, variant.depth), (*part, 2)),
+        (variant.dtype, mx.float32, mx.float32),
+    )
+    return (first,) if spans == 1 else (first, merging(variant.dtype, rows, variant.heads, variant.depth))
+
+
+def attend_where_right(queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Any) -> mx.array | None:
+    """Run ``attend`` if the kernels support these arrays accurately here, else return None."""
+    if not is_served(queries, keys, values, mask) or not _is_right(_variant(queries, keys, scale, mask)):
+        return None
+    return attend(queries, keys, values, scale, mask, on_device)
+
+
+def attend(queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array, run: Run) -> mx.array:
+    """Attend with queries (B, H, 1, D) over keys and values (B, H_kv, C, D): (B, H, 1, D).
+
+    Args:
+        mask: (B or 1, 1, 1, C), bool or additive. Hidden columns are not read; a row that sees none gets zeros.
+        run: Runs a launch.
+    """
+    first, *rest = launches_of(_variant(queries, keys, scale, mask), queries.shape[0], keys.shape[2])
+    answer, *parts = run(first, [queries, keys, values, mask])
+    return run(rest[0], parts)[0] if rest else answer
+
+
+def _variant(queries: mx.array, keys: mx.array, scale: float, mask: mx.array) -> Variant:
+    _, heads, _, depth = queries.shape
+    return Variant(float(scale), heads, keys.shape[1], depth, queries.dtype, mask.dtype, mask.shape[0] > 1)
+
+
+def is_served(queries: mx.array, keys: mx.array, values: mx.array, mask: Any) -> bool:
+    if not isinstance(mask, mx.array) or queries.shape[2] != 1 or keys.shape != values.shape:
+        return False
+    rows, heads, _, depth = queries.shape
+    is_fitting = keys.shape[0] == rows and keys.shape[3] == depth and heads % keys.shape[1] == 0
+    is_wide = depth <= WIDEST and depth * queries.dtype.size % PACK == 0
+    is_mask = mask.ndim == 4 and mask.shape[0] in (1, rows) and tuple(mask.shape[1:]) == (1, 1, keys.shape[2])
+    is_typed = queries.dtype == keys.dtype == values.dtype and queries.dtype in TYPES
+    return is_fitting and is_wide and is_mask and is_typed and mask.dtype in (mx.bool_, *TYPES)
+
+
+@lru_cache(maxsize=64)
+def _is_right(variant: Variant) -> bool:
+    def worst() -> float:
+        found = [farthest(variant, on_device, columns=columns) for columns in (ONE_BLOCK, 2 * ONE_BLOCK)]
+        return max(found) if all(one == one for one in found) else float("nan")
+
+    return is_right(worst, TOLERANCE, "decode steps attend by MLX's operations: the kernel for one query")
+
+
+def farthest(
+    variant: Variant, run: Run, lengths: Sequence[int] = (200, 131), columns: int = ONE_BLOCK, seed: int = 0
+) -> float:
+    """Return the largest error against exact attention over random rows with NaN behind them."""
+    queries, keys, values, mask = example(variant, lengths, columns, seed)
+    found = attend(queries, keys, values, variant.scale, mask, run).astype(mx.float32)
+    share = variant.heads // variant.kv_heads
+    worst = 0.0
+    for row, length in enumerate(lengths if variant.is_by_row else [lengths[0]] * len(lengths)):
+        seen = [mx.repeat(one[row, :, :length].astype(mx.float32), share, axis=0) for one in (keys, values)]
+        scores = queries[row].astype(mx.float32) * variant.scale @ seen[0].swapaxes(-1, -2)
+        far = float(mx.abs(found[row] - mx.softmax(scores, axis=-1) @ seen[1]).max())
+        worst = far if far != far else max(worst, far)  # NaN stays
+        if worst != worst:
+            break
+    return worst
+
+
+def example(
+    variant: Variant, lengths: Sequence[int], columns: int, seed: int
+) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+    random = np.random.RandomState(seed)
+    rows = len(lengths)
+    ends = np.array(lengths if variant.is_by_row else [lengths[0]] * rows)
+    behind = mx.array(np.arange(columns)[None] >= ends[:, None])[:, None]  # (B, 1, C)
+
+    def slab() -> mx.array:
+        array = mx.array(random.standard_normal((rows, variant.kv_heads, columns, variant.depth)).astype(np.float32))
+        return mx.where(behind[..., None], mx.nan, array).astype(variant.dtype)
+
+    keys, values = slab(), slab()
+    queries = mx.array(random.standard_normal((rows, variant.heads, 1, variant.depth)).astype(np.float32) * 2)
+    hidden = behind[: rows if variant.is_by_row else 1, None]
+    kind = variant.mask
+    mask = ~hidden if kind == mx.bool_ else mx.where(hidden, mx.array(mx.finfo(kind).min, kind), mx.array(0, kind))
+    return queries.astype(variant.dtype), keys, values, mask
