@@ -3,13 +3,14 @@
     python -m benchmarks.one_query
 
 Microseconds of one call, the least of several. Attention: of rows that see half to all of a slab's columns, by MLX with and
-without a mask, and by the kernel. Products of 4 bits: of a step's rows as they come, (B, 1, D), and as one matrix.
+without a mask, and by the kernel. Products of 4 bits: of a step's rows as they come, (B, 1, D), as one matrix, and by weights
+that are widened.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,8 @@ ROWS = (1, 8, 16, 32, 64)
 #: Heads of queries and keys, and their width: LLaVA's and Qwen2.5-VL-3B's sizes, and one without shared keys.
 HEADS = ((32, 8, 64), (16, 2, 128), (16, 16, 128))
 COLUMNS = (256, 768, 2048)
+#: Of products alone: prompts.
+PROMPT_ROWS = (128, 256, 512, 1024, 4096)
 #: Outputs and width.
 PRODUCTS = ((8192, 2048), (2048, 8192), (32000, 2048))
 
@@ -52,15 +55,20 @@ def main() -> None:
                 ours = partial(attend, queries, keys, values, width**-0.5, mask, on_device)
                 figures = [microseconds(one) for one in (plain, partial(plain, mask=mask), ours)]
                 print(f"| {heads}, {kv_heads} of {width} | {columns} | {rows} |", *(f"{one:.0f} |" for one in figures))
-    print("\n| outputs, width | rows | (B, 1, D) | (B, D) |\n|---|---|---|---|")
+    print("\n| outputs, width | rows | (B, 1, D) | (B, D) | widened |\n|---|---|---|---|---|")
     for outputs, width in PRODUCTS:
         packed = mx.quantize(mx.random.normal((outputs, width)).astype(half), 64, 4)
-        for rows in ROWS:
+        for rows in (*ROWS, *PROMPT_ROWS):
             states = mx.random.normal((rows, 1, width)).astype(half)
             mx.eval(packed, states)
             product = partial(mx.quantized_matmul, transpose=True, group_size=64, bits=4)
             figures = [microseconds(partial(product, one, *packed)) for one in (states, states[:, 0])]
+            figures.append(microseconds(partial(widened, states[:, 0], packed)))
             print(f"| {outputs}, {width} | {rows} |", *(f"{one:.0f} |" for one in figures))
+
+
+def widened(rows: mx.array, packed: Sequence[mx.array]) -> mx.array:
+    return rows @ mx.dequantize(*packed, group_size=64, bits=4).T
 
 
 if __name__ == "__main__":

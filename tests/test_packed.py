@@ -179,6 +179,34 @@ def test_rows_are_one_matrix_on_cuda(shape: tuple[int, ...], as_on_cuda: list[tu
         assert found.shape == answer.shape and mx.array_equal(found, answer)
 
 
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
+def test_many_rows_have_wide_weights_on_cuda(
+    dtype: mx.Dtype, bias: bool, as_on_cuda: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts in one array; a thread waits when it has launched as much as it may."""
+    waits: list[Any] = []
+    evaluate = mx.eval
+    monkeypatch.setattr(packed, "MOST_WIDE", 3 * 96 * 512 * 2)
+    layer: Any = clone_modules(layer_of(4, dtype, bias=bias), replacements())
+    rows = mx.random.normal((2, packed.MANY_ROWS // 2, 512)).astype(dtype)
+
+    def waiting(*arrays: Any) -> None:
+        waits.append(arrays)
+        evaluate(*arrays)
+
+    monkeypatch.setattr(mx, "eval", waiting)
+    packed._launched.bytes = 0
+    found = [layer(rows) for _ in range(7)]
+    assert len(waits) == 2 and not as_on_cuda
+    wanted = exact(layer, rows)
+    rounding = {mx.bfloat16: 2**-7, mx.float16: 2**-10}[dtype]
+    assert all(one.shape == (*rows.shape[:2], 96) and one.dtype == dtype for one in found)
+    assert np.abs(np.array(found[-1].astype(mx.float32)) - wanted).max() <= rounding * np.abs(wanted).max()
+    layer(rows[:, 1:])  # fewer
+    assert as_on_cuda == [(packed.MANY_ROWS - 2, 512)]
+
+
 @pytest.mark.parametrize("name", ["llava", "gemma3", "qwen3_5"])
 @pytest.mark.parametrize("how", ["own", "joined", "held"])
 def test_a_decode_step_on_cuda_has_no_product_for_each_row(

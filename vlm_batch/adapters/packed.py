@@ -5,11 +5,14 @@ product of 2,048 numbers in bfloat16 is 3 % off. For 720 rows they take 40 times
 bfloat16.
 
 On CUDA, all rows are one matrix. MLX 0.32 makes a decode step's rows (B, 1, D) B products of one row, each of which reads all
-weights (mlx/backend/cuda/quantized/qmm/qmm_utils.h, ``make_problem_shape``); on Metal it makes one.
+weights (mlx/backend/cuda/quantized/qmm/qmm_utils.h, ``make_problem_shape``); on Metal it makes one. For the many rows of a
+prompt in half precision, weights are widened: its kernel reaches a tenth of what a dense product does (docs/log.md).
 """
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -21,6 +24,9 @@ from vlm_batch.runtime.device import Device, device
 PART = 2**22
 #: Fewer float32 rows than this are multiplied by MLX's kernel: widening takes as long as three of them.
 FEW_ROWS = 4
+#: CUDA: the fewest rows for which weights are widened, and the bytes of wide weights after which the device is waited for.
+MANY_ROWS = 256
+MOST_WIDE = 2**31
 
 
 def multiply(rows: mx.array, layer: Any, expert: int | None = None) -> mx.array | None:
@@ -65,20 +71,43 @@ class DequantisedEmbedding(nn.QuantizedEmbedding):
 
 class FlatLinear(nn.QuantizedLinear):
     def __call__(self, x: mx.array) -> mx.array:
-        return _apart(super().__call__(_flat(x)), x)
+        return _flat(self, super().__call__, x)
 
 
 class FlatEmbedding(nn.QuantizedEmbedding):
     def as_linear(self, x: mx.array) -> mx.array:
-        return _apart(super().as_linear(_flat(x)), x)
+        return _flat(self, super().as_linear, x)
 
 
-def _flat(rows: mx.array) -> mx.array:
-    return rows.flatten(0, -2) if rows.ndim > 2 and rows.size else rows
+def _flat(layer: Any, product: Callable[[mx.array], mx.array], rows: mx.array) -> mx.array:
+    """Return a layer's product of rows (..., width) as of one matrix."""
+    flat = rows.flatten(0, -2) if rows.ndim > 2 and rows.size else rows
+    found = _widened(layer, flat) if gains_from_width(layer, flat) else product(flat)
+    return found if found.ndim == rows.ndim else found.reshape(*rows.shape[:-1], found.shape[-1])
 
 
-def _apart(product: mx.array, rows: mx.array) -> mx.array:
-    return product.reshape(*rows.shape[:-1], product.shape[-1]) if product.ndim != rows.ndim else product
+def gains_from_width(layer: Any, rows: mx.array) -> bool:
+    is_half = rows.dtype in (mx.bfloat16, mx.float16) and rows.dtype == layer["scales"].dtype
+    return is_half and rows.ndim == 2 and rows.shape[0] >= MANY_ROWS and layer.mode == "affine"
+
+
+class _Launched(threading.local):
+    """Bytes of wide weights that this thread has launched and not waited for."""
+
+    bytes = 0
+
+
+_launched = _Launched()
+
+
+def _widened(layer: Any, rows: mx.array) -> mx.array:
+    how = {"group_size": layer.group_size, "bits": layer.bits}
+    weight = mx.dequantize(layer["weight"], layer["scales"], layer["biases"], **how)
+    _launched.bytes += weight.nbytes
+    if _launched.bytes > MOST_WIDE:  # MLX frees what a launch has read when the device is through with it
+        mx.eval(rows)
+        _launched.bytes = weight.nbytes
+    return mx.addmm(layer["bias"], rows, weight.T) if "bias" in layer else rows @ weight.T
 
 
 #: A device's layers for MLX's ``QuantizedLinear`` and ``QuantizedEmbedding``.
