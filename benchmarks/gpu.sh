@@ -32,6 +32,7 @@ piece() {
     churn) compare churn --workloads churn-2 churn-8 ;;
     reproducible) compare reproducible --reproducible --workloads chat-8 chat-32 captions single --no-probes ;;
     fused) "$python" -m benchmarks.fused ;;
+    one-query) "$python" -m benchmarks.one_query ;;
     exactness) "$python" -m benchmarks.exactness --shape 3b ;;
     caches) "$python" -m benchmarks.caches --contexts 1024 4096 16384 --turbo-up-to 0 ;;
     *) echo "no piece is called $1" >&2; return 2 ;;

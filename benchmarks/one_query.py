@@ -10,7 +10,7 @@ that are widened.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -67,8 +67,9 @@ def main() -> None:
             print(f"| {outputs}, {width} | {rows} |", *(f"{one:.0f} |" for one in figures))
 
 
-def widened(rows: mx.array, packed: Sequence[mx.array]) -> mx.array:
-    return rows @ mx.dequantize(*packed, group_size=64, bits=4).T
+def widened(rows: mx.array, packed: Any) -> mx.array:
+    weight, scales, biases = packed
+    return rows @ mx.dequantize(weight, scales, biases, group_size=64, bits=4).T
 
 
 if __name__ == "__main__":
