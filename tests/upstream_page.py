@@ -16,6 +16,7 @@ FOLDER = DOCS / "upstream"
 FILES = (
     "merged_keywords",
     "state_on_the_model",
+    "shared_tables",
     "one_offset_for_all",
     "padding",
     "chunks",

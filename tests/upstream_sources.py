@@ -22,7 +22,7 @@ from typing import Any
 from mlx_vlm.utils import get_model_type
 
 import vlm_batch
-from vlm_batch.adapters import attention, rotary
+from vlm_batch.adapters import attention, rotary, tables
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.grids import MRoPEAdapter
 from vlm_batch.models import _kimi_k3, families, muse_spark
@@ -125,6 +125,8 @@ def _inherited() -> Iterator[tuple[str, Any]]:
 
 def _hooked() -> Iterator[tuple[str, Any]]:
     for hook in attention.HOOKS.values():
+        yield "every family", hook.theirs
+    for hook in tables.HOOKS.values():
         yield "every family", hook.theirs
     for hook in muse_spark.without_metal().values():
         yield "muse_spark", hook.theirs

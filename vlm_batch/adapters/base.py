@@ -40,6 +40,7 @@ from vlm_batch.adapters.prompts import (
     taken_apart,
 )
 from vlm_batch.adapters.rotary import STEP_ROPES
+from vlm_batch.adapters.tables import hook_tables
 from vlm_batch.adapters.towers import audio_towers, can_hear, remember_features, vision_towers
 from vlm_batch.arrays import Joined, join_rows
 from vlm_batch.caches.quantisation import KVQuantisation
@@ -126,6 +127,7 @@ class Adapter:
         install_hooks(files_of(self.language), HOOKS, family=self.spec.family)
         delta.hook_rule(files_of(self.language), self.spec.family)
         hook_placing(files_of(self.model), self.spec.family)
+        hook_tables(self.spec.family)
         hooked = HOOKS["scaled_dot_product_attention"]
         check_attention(self.language, hooked, family=self.spec.family)
 

@@ -81,7 +81,7 @@ SWIGLU_OF_STEPS = mx.compile(lambda gate, x: nn.silu(gate) * x)
 _uses: Counter[tuple[Any, ...]] = Counter()
 #: Padded shapes (B, H, L, D) of pictures' attention that have plans.
 _filled: set[tuple[int, ...]] = set()
-#: Results of ``once``, by function, array and settings.
+#: Results of ``once``, by function, array, thread and settings.
 _made: dict[tuple[Any, ...], Any] = {}
 
 
@@ -332,8 +332,11 @@ def _added(mask: mx.array, dtype: mx.Dtype) -> mx.array:
 
 
 def once(array: mx.array, make: Callable[..., Any], *settings: Any) -> Any:
-    """Return ``make(array, *settings)``, made once while the array lives."""
-    key = (make, id(array), *settings)
+    """Return ``make(array, *settings)``, made once a thread while the array lives.
+
+    Threads share arrays, such as ``lengths_array``, and cannot evaluate each other's results.
+    """
+    key = (make, id(array), this_thread(), *settings)
     if key not in _made:
         _made[key] = make(array, *settings)
         weakref.finalize(array, _made.pop, key, None).atexit = False

@@ -11,6 +11,7 @@ import mlx.nn as nn
 from vlm_batch.adapters.attention import HOOKS
 from vlm_batch.adapters.base import POSITIONS, Adapter
 from vlm_batch.adapters.hooks import files_of, install_hooks, running
+from vlm_batch.adapters.tables import hook_tables
 from vlm_batch.records import Call, DecodeStep, Encoded
 from vlm_batch.registry import ModelSpec
 
@@ -30,6 +31,7 @@ class SingleRow(Adapter):
 
     def hook_functions(self) -> None:
         install_hooks(files_of(self.language), HOOKS, family=self.spec.family, is_strict=False)
+        hook_tables(self.spec.family)
 
     @staticmethod
     def can_run(model: nn.Module) -> bool:

@@ -12,6 +12,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from vlm_batch.adapters.attention import attention
 from vlm_batch.adapters.pictures import with_mixin
 from vlm_batch.adapters.recurrent import in_order
+from vlm_batch.adapters.tables import made
 from vlm_batch.caches.rows import RowMasks, RowsCache, RowStates
 from vlm_batch.caches.slab import DraftedSlab, SlabCache
 
@@ -78,8 +79,18 @@ PATCHES: dict[type, type] = {
 
 
 def with_floored_magnitudes(part: Any) -> Any:
-    """Return a feature extractor with transformers' floor of 1e-5 (feature_extraction_inkling.py), not mlx-vlm's 1e-10."""
-    return with_mixin(part, FlooredMagnitudes)
+    """Return a feature extractor with transformers' floor of 1e-5 (feature_extraction_inkling.py), not mlx-vlm's 1e-10.
+
+    Its table is its own: that of mlx_audio belongs to the thread that loaded a processor first.
+    """
+    from mlx_audio.dsp import mel_filters
+
+    if isinstance(part, FlooredMagnitudes):
+        return part
+    part = with_mixin(part, FlooredMagnitudes)
+    sizes = (part.sampling_rate, part.n_fft, part.feature_size)
+    part.mel_filters = made(mel_filters, *sizes, norm="slaney", mel_scale="slaney", precise=True)
+    return part
 
 
 class FlooredMagnitudes:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import copy
+from functools import cache
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
 import mlx.core as mx
 from mlx_vlm.models.mimo_v2.audio import AudioEncoder
+
+from vlm_batch.adapters.hooks import install_hooks, running
+from vlm_batch.adapters.tables import kept
+from vlm_batch.records import Call
 
 
 class GroupEncoder(AudioEncoder):
@@ -24,7 +29,7 @@ class GroupEncoder(AudioEncoder):
 PATCHES: dict[type, type] = {AudioEncoder: GroupEncoder}
 
 
-#: One codec runs at a time: mlx_audio shares tables between threads, and only the thread that made them may evaluate them.
+#: One codec is loaded, or runs, at a time.
 _TURN = Lock()
 
 
@@ -45,11 +50,21 @@ class Codec:
         folder = self._owner.audio_tokenizer_path
         if folder is None or not Path(folder).is_dir():
             raise FileNotFoundError("the checkpoint has no folder audio_tokenizer, with the codec of its recordings")
-        with _TURN:
+        with _TURN, running(Call()):
             codec = self._owner.audio_tokenizer
+            _hook_bands()
             codes = codec.encode(samples, sample_rate=self.sampling_rate, num_quantizers=num_quantizers)
             mx.eval(codes)
         return codes  # type: ignore[no-any-return]
+
+
+@cache
+def _hook_bands() -> None:
+    """Hook mlx_audio's table, which a recording that fails would leave to its thread."""
+    from mlx_audio.codec.models.mimo_audio_tokenizer import audio
+
+    hooks = {"mel_filters": kept(audio.mel_filters)}
+    install_hooks([audio.__name__], hooks, family="mimo_v2", required=hooks)
 
 
 def with_codec(processor: Any) -> Any:

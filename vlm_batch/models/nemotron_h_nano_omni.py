@@ -6,11 +6,13 @@ import copy
 from functools import cached_property
 from typing import Any
 
-import mlx.core as mx
-
 from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.hooks import running
 from vlm_batch.adapters.modules import RememberingTower, patching, unshared
+from vlm_batch.adapters.pictures import with_mixin, with_part
 from vlm_batch.adapters.recurrent import in_order
+from vlm_batch.adapters.tables import hook_tables, made
+from vlm_batch.records import Call
 from vlm_batch.registry import ModelSpec, register
 
 
@@ -39,6 +41,11 @@ class NemotronHNanoOmni(Adapter):
         ("nemotron_h.language.NemotronHMamba2Mixer", lambda mixer: in_order(mixer, ("in_proj",), "out_proj"))
     )
 
+    @classmethod
+    def processor(cls, processor: Any) -> Any:
+        hook_tables(cls.spec.family)
+        return with_part(super().processor(processor), "image_processor", lambda part: with_mixin(part, HookedPictures))
+
     def hook_functions(self) -> None:
         """Make spectrograms' tables here: only the thread that made mlx_audio's may evaluate them."""
         super().hook_functions()
@@ -50,13 +57,20 @@ class NemotronHNanoOmni(Adapter):
         return frozenset({self.config.img_context_token_id}) | self._audio_token_ids
 
 
+class HookedPictures:
+    """Resizes pictures within hooks: their threads share mlx-vlm's tables."""
+
+    def _preprocess(self, *args: Any, **kwargs: Any) -> Any:
+        theirs: Any = super()
+        with running(Call()):
+            return theirs._preprocess(*args, **kwargs)
+
+
 def with_tables(part: Any) -> Any:
     """Copy the feature extractor with tables of its own."""
     config, part = part.config, copy.copy(part)
-    window = part._hanning.__wrapped__(config.win_length, periodic=False)
-    bands = part._mel_filters.__wrapped__(
-        config.sampling_rate, config.n_fft, config.num_mel_bins, norm="slaney", mel_scale="slaney"
-    )
-    mx.eval(window, bands)
+    window = made(part._hanning, config.win_length, periodic=False)
+    sizes = (config.sampling_rate, config.n_fft, config.num_mel_bins)
+    bands = made(part._mel_filters, *sizes, norm="slaney", mel_scale="slaney")
     part._hanning, part._mel_filters = lambda *_, **__: window, lambda *_, **__: bands
     return part
