@@ -14,6 +14,7 @@ from vlm_batch.engine.compiled import CompiledDecode, can_leave_unfused
 from vlm_batch.engine.port import ModelAdapter
 from vlm_batch.engine.row import Row
 from vlm_batch.records import Call, DecodeStep, Graphs, Hidden
+from vlm_batch.runtime.device import Device, device
 
 
 class Decoder:
@@ -36,7 +37,8 @@ class Decoder:
         is_unfused = compile_decode is None and graphs in (Graphs.UNFUSED, Graphs.IF_ASKED) and can_leave_unfused()
         fused = (Graphs.IF_ASKED, Graphs.BY_DEFAULT) if compile_decode else (Graphs.BY_DEFAULT,)
         compiles = is_unfused or graphs in fused
-        is_added = graphs is Graphs.BY_DEFAULT
+        # on CUDA a free step attends by a kernel that takes masks as they are (adapters/one_query.py)
+        is_added = graphs is Graphs.BY_DEFAULT and (call.is_fixed or device() is not Device.CUDA)
         self._compiled = CompiledDecode(self._plain, is_fused=not is_unfused, adds_masks=is_added) if compiles else None
         self._is_plain = compile_decode is None and not is_unfused
 
