@@ -3,7 +3,7 @@
     python -m benchmarks.one_query
 
 Microseconds of one call, the least of several. Attention: of rows that see half to all of a slab's columns, by MLX with and
-without a mask, and by the kernel. Products of 4 bits: of a step's rows as they come, (B, 1, D), as one matrix, and by weights
+without a mask, and by the kernel; last, the kernel where one row sees all and the others 64. Products of 4 bits: of a step's rows as they come, (B, 1, D), as one matrix, and by weights
 that are widened.
 """
 
@@ -42,18 +42,21 @@ def microseconds(call: Callable[[], Any]) -> float:
 
 def main() -> None:
     half = mx.bfloat16
-    print("| heads | columns | rows | MLX, no mask | MLX | kernel |\n|---|---|---|---|---|---|")
+    print("| heads | columns | rows | MLX, no mask | MLX | kernel | one long row |\n|---|---|---|---|---|---|---|")
     for heads, kv_heads, width in HEADS:
         for columns in COLUMNS:
             for rows in ROWS:
                 queries = mx.random.normal((rows, heads, 1, width)).astype(half)
                 keys, values = (mx.random.normal((rows, kv_heads, columns, width)).astype(half) for _ in range(2))
                 ends = columns - mx.arange(rows) * (columns // 2) // rows
-                mask = mx.arange(columns)[None, None, None] < ends[:, None, None, None]
-                mx.eval(queries, keys, values, mask)
+                short = mx.where(mx.arange(rows) > 0, 64, columns)
+                mask, skewed = (
+                    mx.arange(columns)[None, None, None] < one[:, None, None, None] for one in (ends, short)
+                )
+                mx.eval(queries, keys, values, mask, skewed)
                 plain = partial(mx.fast.scaled_dot_product_attention, queries, keys, values, scale=width**-0.5)
-                ours = partial(attend, queries, keys, values, width**-0.5, mask, on_device)
-                figures = [microseconds(one) for one in (plain, partial(plain, mask=mask), ours)]
+                ours = [partial(attend, queries, keys, values, width**-0.5, one, on_device) for one in (mask, skewed)]
+                figures = [microseconds(one) for one in (plain, partial(plain, mask=mask), *ours)]
                 print(f"| {heads}, {kv_heads} of {width} | {columns} | {rows} |", *(f"{one:.0f} |" for one in figures))
     print("\n| outputs, width | rows | (B, 1, D) | (B, D) | widened |\n|---|---|---|---|---|")
     for outputs, width in PRODUCTS:

@@ -30,9 +30,9 @@ def kind(
     *,
     dtype: mx.Dtype = mx.float32,
     mask: mx.Dtype = mx.bool_,
-    is_by_row: bool = True,
+    scale: float | None = None,
 ) -> Variant:
-    return Variant(depth**-0.5, heads, kv_heads, depth, dtype, mask, is_by_row)
+    return Variant(scale or depth**-0.5, heads, kv_heads, depth, dtype, mask)
 
 
 KINDS = {
@@ -42,7 +42,7 @@ KINDS = {
     "9 heads on 1": kind(9, 1, 64),
     "each its own": kind(2, 2, 128, mask=mx.float32),
     "80 numbers": kind(4, 4, 80),
-    "96 numbers": kind(8, 4, 96, dtype=mx.bfloat16, is_by_row=False),
+    "96 numbers": kind(8, 4, 96, dtype=mx.bfloat16, scale=1.0),
     "256 numbers": kind(4, 1, 256),
     "256 numbers in half precision": kind(8, 4, 256, dtype=mx.bfloat16),
     "8 numbers": kind(2, 1, 8, dtype=mx.float16),
@@ -58,6 +58,7 @@ def test_the_kernels_are_attention(one: Variant) -> None:
     assert one_query.farthest(one, emulated.run, lengths=(200, 1, 131), columns=256) <= ROUNDING[one.dtype]
     assert len(one_query.launches_of(one, 2, 1024)) == 2
     assert one_query.farthest(one, emulated.run, lengths=(700, 130), columns=1024) <= ROUNDING[one.dtype]
+    assert one_query.farthest(one, emulated.run, lengths=(150, 1), is_shared=True) <= ROUNDING[one.dtype]
 
 
 @needs_compiler
@@ -76,6 +77,12 @@ def test_columns_that_a_mask_hides_are_not_read(columns: int) -> None:
     answers = one_query.attend(queries, keys, values, one.scale, seen, emulated.run)
     assert mx.isnan(answers[0]).any(axis=-1).all().item()
     assert mx.array_equal(answers[1], found[1]).item()
+
+
+def test_a_long_row_among_many_short_ones_is_cut() -> None:
+    """However many rows there are: those that end early cost nothing."""
+    first, _ = one_query.launches_of(kind(32, 8, 64), 64, 16384)
+    assert first.grid[0] == 16 * one_query.THREADS
 
 
 @needs_compiler
@@ -144,6 +151,7 @@ def test_what_the_kernel_is_not_written_for_is_left_to_mlx(on_cuda: list[Launch]
     queries, keys, values, mask = one_query.example(one, (40, 40), 40, 2)
     half = keys.astype(mx.bfloat16)
     for asked in (
+        (queries[0], keys, values, mask),
         (mx.concatenate([queries] * 3, axis=2), keys, values, mask),
         (queries, keys, values, mx.zeros((2, 4, 1, 40))),
         (queries, keys, values, None),

@@ -24,7 +24,7 @@ from vlm_batch.adapters.packed import (
     multiply,
     replacements,
 )
-from vlm_batch.adapters.products import hold_products, products_of
+from vlm_batch.adapters.products import float32_products, hold_products, products_of
 from vlm_batch.adapters.shared import Part, share_products
 from vlm_batch.caches import Placement, kind_of
 from vlm_batch.models import adapter_for
@@ -204,7 +204,16 @@ def test_many_rows_have_wide_weights_on_cuda(
     assert all(one.shape == (*rows.shape[:2], 96) and one.dtype == dtype for one in found)
     assert np.abs(np.array(found[-1].astype(mx.float32)) - wanted).max() <= rounding * np.abs(wanted).max()
     layer(rows[:, 1:])  # fewer
-    assert as_on_cuda == [(packed.MANY_ROWS - 2, 512)]
+    with running(Call(positions=mx.array([5]))):  # a decode step
+        layer(rows)
+    assert as_on_cuda == [(packed.MANY_ROWS - 2, 512), (packed.MANY_ROWS, 512)]
+
+
+def test_the_proof_of_products_has_the_layers_of_cuda(as_on_cuda: list[tuple[int, ...]]) -> None:
+    """Of rows in float32 that a packed layer gets, too, whatever its model's precision."""
+    product = float32_products([(512, 96, (64, 4, "affine"))])[0]
+    product.call(product.rows(5))
+    assert as_on_cuda == [(5, 512)]
 
 
 @pytest.mark.parametrize("name", ["llava", "gemma3", "qwen3_5"])

@@ -1,7 +1,7 @@
 """Decode attention over slabs on CUDA (``one_query.cu``).
 
-MLX 0.32 attends with an array of masks in five operations in float32, and through cuDNN in half precision, which takes
-about three times as long as without a mask (docs/log.md). Last bits depend on the slab's columns, so a fixed ``Call`` does
+MLX 0.32 attends with an array of masks in five operations in float32, and through cuDNN in half precision, which takes 2.5
+to 7 times as long as without a mask (docs/log.md). Last bits depend on the slab's columns and rows, so a fixed ``Call`` does
 without.
 """
 
@@ -23,9 +23,11 @@ PACK = 16
 #: Numbers of queries that a thread holds for its heads.
 MOST_NUMBERS = 32
 WIDEST = 256
-#: Columns that one block reads, and the fewest of several; more blocks than ``BLOCKS`` have enough to read anyhow.
+#: Columns that one block reads, and the fewest and most of several, which are cut until there are ``BLOCKS`` of them. One
+#: row may be long where all others are short.
 ONE_BLOCK = 256
 FEWEST = 128
+MOST = 1024
 BLOCKS = 256
 TYPES = (mx.float32, mx.bfloat16, mx.float16)
 #: The largest allowed error against exact attention, in the values' unit.
@@ -43,7 +45,6 @@ class Variant(NamedTuple):
     depth: int
     dtype: mx.Dtype
     mask: mx.Dtype
-    is_by_row: bool  # whether each row has its own mask
 
 
 @lru_cache(maxsize=16)
@@ -56,7 +57,7 @@ def _kernel(scale: float) -> Kernel:
     body = f"""
 {views}
   one_query::attend<T, M, DEPTH, SHARE, HEADS>(
-      of_queries, of_keys, of_values, mask, BY_ROW ? mask_strides[0] : 0, mask_strides[3], keys_shape[2], {scale!r}f,
+      of_queries, of_keys, of_values, mask, mask_shape[0] > 1 ? mask_strides[0] : 0, mask_strides[3], keys_shape[2], {scale!r}f,
       out, sums, stats);
 """
     return kernel("one_query", "attend", _INPUTS, ("out", "sums", "stats"), body)
@@ -70,10 +71,14 @@ def launches_of(variant: Variant, rows: int, columns: int) -> tuple[Launch, ...]
     heads = min(share, max(1, MOST_NUMBERS // numbers))
     tiles = -(-share // heads)
     blocks = rows * variant.kv_heads * tiles
-    spans = 1 if columns <= ONE_BLOCK else min(-(-columns // FEWEST), -(-BLOCKS // blocks))
+    wanted = max(-(-BLOCKS // blocks), -(-columns // MOST))
+    spans = 1 if columns <= ONE_BLOCK else min(-(-columns // FEWEST), wanted)
     template = {
-        **{"T": variant.dtype, "M": variant.mask, "DEPTH": variant.depth, "SHARE": share},
-        **{"HEADS": -(-share // tiles), "BY_ROW": variant.is_by_row},
+        "T": variant.dtype,
+        "M": variant.mask,
+        "DEPTH": variant.depth,
+        "SHARE": share,
+        "HEADS": -(-share // tiles),
     }
     whole, part = (rows, variant.heads, 1, variant.depth), (rows, variant.heads, spans)
     first = Launch(
@@ -108,16 +113,22 @@ def attend(queries: mx.array, keys: mx.array, values: mx.array, scale: float, ma
 
 def _variant(queries: mx.array, keys: mx.array, scale: float, mask: mx.array) -> Variant:
     _, heads, _, depth = queries.shape
-    return Variant(float(scale), heads, keys.shape[1], depth, queries.dtype, mask.dtype, mask.shape[0] > 1)
+    return Variant(float(scale), heads, keys.shape[1], depth, queries.dtype, mask.dtype)
 
 
 def is_served(queries: mx.array, keys: mx.array, values: mx.array, mask: Any) -> bool:
-    if not isinstance(mask, mx.array) or queries.shape[2] != 1 or keys.shape != values.shape:
+    if not isinstance(mask, mx.array) or not queries.ndim == keys.ndim == mask.ndim == 4:
         return False
     rows, heads, _, depth = queries.shape
-    is_fitting = keys.shape[0] == rows and keys.shape[3] == depth and heads % keys.shape[1] == 0
+    is_fitting = (
+        queries.shape[2] == 1
+        and keys.shape == values.shape
+        and keys.shape[0] == rows
+        and keys.shape[3] == depth
+        and heads % keys.shape[1] == 0
+    )
     is_wide = depth <= WIDEST and depth * queries.dtype.size % PACK == 0
-    is_mask = mask.ndim == 4 and mask.shape[0] in (1, rows) and tuple(mask.shape[1:]) == (1, 1, keys.shape[2])
+    is_mask = mask.shape[0] in (1, rows) and tuple(mask.shape[1:]) == (1, 1, keys.shape[2])
     is_typed = queries.dtype == keys.dtype == values.dtype and queries.dtype in TYPES
     return is_fitting and is_wide and is_mask and is_typed and mask.dtype in (mx.bool_, *TYPES)
 
@@ -132,14 +143,26 @@ def _is_right(variant: Variant) -> bool:
 
 
 def farthest(
-    variant: Variant, run: Run, lengths: Sequence[int] = (200, 131), columns: int = ONE_BLOCK, seed: int = 0
+    variant: Variant,
+    run: Run,
+    lengths: Sequence[int] = (200, 131),
+    columns: int = ONE_BLOCK,
+    seed: int = 0,
+    *,
+    is_shared: bool = False,
 ) -> float:
-    """Return the largest error against exact attention over random rows with NaN behind them."""
+    """Return the largest error against exact attention over random rows with NaN behind them.
+
+    Args:
+        is_shared: All rows have the first one's length, and share its mask.
+    """
+    lengths = [lengths[0]] * len(lengths) if is_shared else lengths
     queries, keys, values, mask = example(variant, lengths, columns, seed)
+    mask = mask[:1] if is_shared else mask
     found = attend(queries, keys, values, variant.scale, mask, run).astype(mx.float32)
     share = variant.heads // variant.kv_heads
     worst = 0.0
-    for row, length in enumerate(lengths if variant.is_by_row else [lengths[0]] * len(lengths)):
+    for row, length in enumerate(lengths):
         seen = [mx.repeat(one[row, :, :length].astype(mx.float32), share, axis=0) for one in (keys, values)]
         scores = queries[row].astype(mx.float32) * variant.scale @ seen[0].swapaxes(-1, -2)
         far = float(mx.abs(found[row] - mx.softmax(scores, axis=-1) @ seen[1]).max())
@@ -154,16 +177,15 @@ def example(
 ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
     random = np.random.RandomState(seed)
     rows = len(lengths)
-    ends = np.array(lengths if variant.is_by_row else [lengths[0]] * rows)
-    behind = mx.array(np.arange(columns)[None] >= ends[:, None])[:, None]  # (B, 1, C)
+    behind = mx.array(np.arange(columns)[None] >= np.array(lengths)[:, None])[:, None]  # (B, 1, C)
 
     def slab() -> mx.array:
         array = mx.array(random.standard_normal((rows, variant.kv_heads, columns, variant.depth)).astype(np.float32))
         return mx.where(behind[..., None], mx.nan, array).astype(variant.dtype)
 
     keys, values = slab(), slab()
-    queries = mx.array(random.standard_normal((rows, variant.heads, 1, variant.depth)).astype(np.float32) * 2)
-    hidden = behind[: rows if variant.is_by_row else 1, None]
-    kind = variant.mask
+    scale = 2 / (variant.scale * variant.depth**0.5)  # scores of a few units
+    queries = mx.array((random.standard_normal((rows, variant.heads, 1, variant.depth)) * scale).astype(np.float32))
+    hidden, kind = behind[:, None], variant.mask
     mask = ~hidden if kind == mx.bool_ else mx.where(hidden, mx.array(mx.finfo(kind).min, kind), mx.array(0, kind))
     return queries.astype(variant.dtype), keys, values, mask

@@ -6,7 +6,7 @@ bfloat16.
 
 On CUDA, all rows are one matrix. MLX 0.32 makes a decode step's rows (B, 1, D) B products of one row, each of which reads all
 weights (mlx/backend/cuda/quantized/qmm/qmm_utils.h, ``make_problem_shape``); on Metal it makes one. For the many rows of a
-prompt in half precision, weights are widened: its kernel reaches a tenth of what a dense product does (docs/log.md).
+prompt in half precision, weights are widened, and the product is a dense one (docs/log.md).
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from vlm_batch.adapters.hooks import current
 from vlm_batch.runtime.device import Device, device
 
 #: Weights that are widened at once: 16 MB.
 PART = 2**22
 #: Fewer float32 rows than this are multiplied by MLX's kernel: widening takes as long as three of them.
 FEW_ROWS = 4
-#: CUDA: the fewest rows for which weights are widened, and the bytes of wide weights after which the device is waited for.
+#: CUDA: the fewest rows for which weights are widened, and the bytes of wide weights after which the device is waited for;
+#: assumed.
 MANY_ROWS = 256
 MOST_WIDE = 2**31
 
@@ -87,6 +89,9 @@ def _flat(layer: Any, product: Callable[[mx.array], mx.array], rows: mx.array) -
 
 
 def gains_from_width(layer: Any, rows: mx.array) -> bool:
+    """Whether a prompt's or a tower's rows (N, width) take wide weights; a decode step may be a graph, which cannot wait."""
+    if current().positions is not None:
+        return False
     is_half = rows.dtype in (mx.bfloat16, mx.float16) and rows.dtype == layer["scales"].dtype
     return is_half and rows.ndim == 2 and rows.shape[0] >= MANY_ROWS and layer.mode == "affine"
 

@@ -16,7 +16,13 @@ from mlx.utils import tree_flatten
 
 from vlm_batch.adapters.few_rows import FewRowsEmbedding, FewRowsLinear
 from vlm_batch.adapters.modules import clone_modules
-from vlm_batch.adapters.packed import DequantisedEmbedding, DequantisedLinear, FlatEmbedding, FlatLinear
+from vlm_batch.adapters.packed import (
+    DequantisedEmbedding,
+    DequantisedLinear,
+    FlatEmbedding,
+    FlatLinear,
+    replacements,
+)
 
 #: Token embeddings, which can be tied heads.
 TABLES = (nn.Embedding, nn.QuantizedEmbedding)
@@ -110,7 +116,9 @@ def _plain_layer(layout: tuple[Any, ...]) -> nn.Module:
     if not layout:
         return nn.Linear(1, 1, bias=False)
     group_size, bits, mode = layout
-    return nn.QuantizedLinear(group_size, 1, bias=False, group_size=group_size, bits=bits, mode=mode)
+    kind: Any = replacements().get(nn.QuantizedLinear, nn.QuantizedLinear)  # as layers are in an adapter's copy
+    layer: nn.Module = kind(group_size, 1, bias=False, group_size=group_size, bits=bits, mode=mode)
+    return layer
 
 
 _recording = threading.Lock()
