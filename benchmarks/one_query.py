@@ -2,9 +2,9 @@
 
     python -m benchmarks.one_query
 
-Microseconds of one call, the least of several. Attention: of rows that see half to all of a slab's columns, by MLX with and
-without a mask, and by the kernel; last, the kernel where one row sees all and the others 64. Products of 4 bits: of a step's rows as they come, (B, 1, D), as one matrix, and by weights
-that are widened.
+Microseconds of one call, the least of several. Attention: of rows that see half to all of a slab's columns, by MLX without
+and with a mask, and by the kernel; last, the kernel where one row sees all and the others 64. Products of 4 bits: of a
+step's rows as they come, (B, 1, D), as one matrix, and by weights that are widened.
 """
 
 from __future__ import annotations
