@@ -24,8 +24,8 @@ ROWS = (1, 8, 16, 32, 64)
 #: Heads of queries and keys, and their width: LLaVA's and Qwen2.5-VL-3B's sizes, and one without shared keys.
 HEADS = ((32, 8, 64), (16, 2, 128), (16, 16, 128))
 COLUMNS = (256, 768, 2048)
-#: Of products alone: prompts.
-PROMPT_ROWS = (128, 256, 512, 1024, 4096)
+#: Of products: few rows, and prompts.
+PRODUCT_ROWS = (1, 2, 4, 6, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
 #: Outputs and width.
 PRODUCTS = ((8192, 2048), (2048, 8192), (32000, 2048))
 
@@ -61,7 +61,7 @@ def main() -> None:
     print("\n| outputs, width | rows | (B, 1, D) | (B, D) | widened |\n|---|---|---|---|---|")
     for outputs, width in PRODUCTS:
         packed = mx.quantize(mx.random.normal((outputs, width)).astype(half), 64, 4)
-        for rows in (*ROWS, *PROMPT_ROWS):
+        for rows in PRODUCT_ROWS:
             states = mx.random.normal((rows, 1, width)).astype(half)
             mx.eval(packed, states)
             product = partial(mx.quantized_matmul, transpose=True, group_size=64, bits=4)
