@@ -159,16 +159,8 @@ def test_the_policy_has_slabs_in_few_bits_attended_by_the_kernel(
     assert all(answer is not None for answer in found)
 
 
-def _broken(call: Launch, arrays: Any) -> list[mx.array]:
-    raise RuntimeError("Failed to compile kernel: few_bits.cu(3): error: no such thing")
-
-
-def _wrong(call: Launch, arrays: Any) -> list[mx.array]:
-    return [mx.ones(shape, dtype) for shape, dtype in zip(call.shapes, call.dtypes, strict=True)]
-
-
 @pytest.mark.parametrize(
-    ("device", "said"), [(_broken, "no such thing"), (_wrong, "is off by")], ids=["unbuilt", "wrong"]
+    ("device", "said"), [(emulated.broken, "no such thing"), (emulated.wrong, "is off by")], ids=["unbuilt", "wrong"]
 )
 def test_a_kernel_that_cannot_be_used_is_done_without(
     on_cuda: None, device: Any, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -207,7 +199,7 @@ def test_want_of_memory_says_nothing_of_the_kernel(on_cuda: None, monkeypatch: p
 
 def test_what_the_kernels_are_not_written_for_is_unpacked(on_cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several queries, masks of heads, sinks, wide heads, keys and values of different heads."""
-    monkeypatch.setattr(few_bits, "on_device", _broken)
+    monkeypatch.setattr(few_bits, "on_device", emulated.broken)
     monkeypatch.setattr(few_bits, "_is_right", lambda kind: pytest.fail("a kernel would have been built"))
     one = kind(4, 2, 64, mask=None)
     queries, keys, values, _ = few_bits.example(one, (40, 40), 40, 2)

@@ -119,16 +119,8 @@ def test_rows_that_come_and_go_are_the_rows_alone(name: str, on_cuda: list[Launc
     assert any(launch.grid[2] == 4 for launch in on_cuda)  # places
 
 
-def _broken(call: Launch, arrays: Any) -> list[mx.array]:
-    raise RuntimeError("Failed to compile kernel: one_query.cu(3): error: no such thing")
-
-
-def _wrong(call: Launch, arrays: Any) -> list[mx.array]:
-    return [mx.ones(shape, dtype) for shape, dtype in zip(call.shapes, call.dtypes, strict=True)]
-
-
 @pytest.mark.parametrize(
-    ("device", "said"), [(_broken, "no such thing"), (_wrong, "is off by")], ids=["unbuilt", "wrong"]
+    ("device", "said"), [(emulated.broken, "no such thing"), (emulated.wrong, "is off by")], ids=["unbuilt", "wrong"]
 )
 def test_a_kernel_that_cannot_be_used_is_done_without(
     on_cuda: None, device: Any, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

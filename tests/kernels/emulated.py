@@ -55,6 +55,16 @@ def run(call: Launch, arrays: Sequence[mx.array]) -> list[mx.array]:
     ]
 
 
+def broken(call: Launch, arrays: Sequence[mx.array]) -> list[mx.array]:
+    """A device on which a kernel does not build."""
+    raise RuntimeError("Failed to compile kernel: kernel.cu(3): error: no such thing")
+
+
+def wrong(call: Launch, arrays: Sequence[mx.array]) -> list[mx.array]:
+    """A device on which it gives ones."""
+    return [mx.ones(shape, dtype) for shape, dtype in zip(call.shapes, call.dtypes, strict=True)]
+
+
 def source_of(call: Launch, dtypes: Sequence[mx.Dtype]) -> str:
     """A call's kernel as C++, with the signature that MLX makes for it."""
     body, parameters, arguments = call.kernel.body, [], []

@@ -46,9 +46,11 @@ class Launch:
 Run = Callable[[Launch, Sequence[mx.array]], list[mx.array]]
 
 
-def kernel(file: str, name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], body: str) -> Kernel:
-    """Return a kernel whose functions are in ``file``, beside this module."""
-    header = Path(__file__).with_name(f"{file}.cu").read_text(encoding="utf-8")
+def kernel(
+    file: str, name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], body: str, *, uses: Sequence[str] = ()
+) -> Kernel:
+    """Return a kernel whose functions are in ``file``, beside this module, and those that it ``uses``."""
+    header = "\n".join(Path(__file__).with_name(f"{one}.cu").read_text(encoding="utf-8") for one in (*uses, file))
     source = hashlib.sha256((header + body).encode()).hexdigest()[:12]  # MLX caches kernels by name
     return Kernel(f"{file}_{name}_{source}", inputs, outputs, header, body)
 

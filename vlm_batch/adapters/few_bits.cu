@@ -28,17 +28,6 @@ struct Quantized {
   View<S> scales, biases;
 };
 
-__device__ inline bool is_seen(bool mask) { return mask; }
-template <typename M>
-__device__ inline bool is_seen(M mask) {
-  return float(mask) > (sizeof(M) == 2 && float(M(1e5f)) > 1e6f ? -60000.0f : -1e30f);
-}
-__device__ inline float added(bool) { return 0.0f; }
-template <typename M>
-__device__ inline float added(M mask) {
-  return float(mask);
-}
-
 // Code `j` of consecutive codes in words of 32 bits.
 template <int BITS>
 __device__ inline float code_of(const unsigned int* words, int j) {
@@ -158,8 +147,8 @@ __device__ void attend_span(
   bool sees = start + thread < columns;
   if (IS_MASKED && sees) {
     const M value = mask[row * mask_row + (start + thread) * mask_column];
-    sees = is_seen(value);
-    offset = sees ? added(value) : 0.0f;
+    sees = masks::is_seen(value);
+    offset = sees ? masks::added(value) : 0.0f;
   }
   seen[thread] = sees;
   if (sees) {

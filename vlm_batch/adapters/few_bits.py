@@ -14,6 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from vlm_batch.adapters.cuda import Kernel, Launch, Run, is_right, kernel, merging, on_device
+from vlm_batch.adapters.one_query import error_of
 from vlm_batch.arrays import round_up
 from vlm_batch.caches.quantized import Layout, SlabStates, of_parts, of_slab, quantize
 from vlm_batch.runtime.device import Device, device
@@ -51,7 +52,7 @@ def span_kernel(scale: float) -> Kernel:
       queries, queries_strides[0], queries_strides[1], queries_strides[3], keys, values,
       mask, BY_ROW ? mask_strides[0] : 0, mask_strides[3], keys_packed_shape[2], {scale!r}f, sums, stats);
 """
-    return kernel("few_bits", "spans", _SPAN_INPUTS, ("sums", "stats"), body)
+    return kernel("few_bits", "spans", _SPAN_INPUTS, ("sums", "stats"), body, uses=("masks",))
 
 
 class Variant(NamedTuple):
@@ -151,19 +152,12 @@ def farthest(
 ) -> float:
     """Return the largest error against exact attention over random rows with NaN behind them."""
     queries, keys, values, mask = example(variant, lengths, columns, seed)
-    found = attend(queries, keys, values, variant.scale, mask, run).astype(mx.float32)
-    share = variant.heads // keys.heads
-    whole_k, whole_v = (mx.repeat(_in_full(one), share, axis=1) for one in (keys, values))
-    worst = 0.0
-    for row in range(len(lengths)):
-        length = columns if variant.mask is None else lengths[row if variant.is_by_row else 0]
-        scores = queries[row].astype(mx.float32) * variant.scale @ whole_k[row, :, :length].swapaxes(-1, -2)
-        right = mx.softmax(scores, axis=-1) @ whole_v[row, :, :length]
-        far = float(mx.abs(found[row] - right).max())
-        worst = far if far != far else max(worst, far)  # NaN stays
-        if worst != worst:
-            break
-    return worst
+    found = attend(queries, keys, values, variant.scale, mask, run)
+    if variant.mask is None:
+        lengths = [columns] * len(lengths)
+    elif not variant.is_by_row:
+        lengths = [lengths[0]] * len(lengths)
+    return error_of(found, queries, _in_full(keys), _in_full(values), variant.scale, lengths)
 
 
 def example(

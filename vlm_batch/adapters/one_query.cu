@@ -24,17 +24,6 @@ struct alignas(16) Pack {
   T at[16 / sizeof(T)];
 };
 
-__device__ inline bool is_seen(bool mask) { return mask; }
-template <typename M>
-__device__ inline bool is_seen(M mask) {
-  return float(mask) > (sizeof(M) == 2 && float(M(1e5f)) > 1e6f ? -60000.0f : LEAST);
-}
-__device__ inline float added(bool) { return 0.0f; }
-template <typename M>
-__device__ inline float added(M mask) {
-  return float(mask);
-}
-
 __device__ constexpr int lanes_of(int units) {
   int lanes = 1;
   while (lanes < units && lanes < WARP) lanes *= 2;
@@ -107,7 +96,7 @@ __device__ void attend(
   __syncthreads();
   int mine = begin;
   for (int c = begin + thread; c < end; c += THREADS)
-    if (is_seen(own_mask[c * mask_column])) mine = c + 1;
+    if (masks::is_seen(own_mask[c * mask_column])) mine = c + 1;
   if (mine > begin) atomicMax(&last, mine);
   __syncthreads();
   const int stop = last;
@@ -135,8 +124,8 @@ __device__ void attend(
       offset[k] = 0.0f;
       if (sees[k]) {
         const M hidden = own_mask[column * mask_column];
-        sees[k] = is_seen(hidden);
-        offset[k] = sees[k] ? added(hidden) * 1.4426950408889634f : 0.0f;
+        sees[k] = masks::is_seen(hidden);
+        offset[k] = sees[k] ? masks::added(hidden) * 1.4426950408889634f : 0.0f;
       }
       const int count = sees[k] ? UNITS : 0;  // what is not seen is not read
       load<T, PARTS>(key[k], own_keys + column * keys.column, lane, LANES, count, keys_packed, keys.number);
