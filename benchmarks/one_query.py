@@ -4,7 +4,7 @@
 
 Microseconds of one call, the least of several. Attention: of rows that see half to all of a slab's columns, by MLX without
 and with a mask, and by the kernel; last, the kernel where one row sees all and the others 64. Products of 4 bits: of a
-step's rows as they come, (B, 1, D), as one matrix, and by weights that are widened.
+step's rows as they come, (B, 1, D), as one matrix, by weights that are widened, and by our kernel (``vlm_batch.adapters.qmm``).
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from functools import partial
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 
+from vlm_batch.adapters import qmm
 from vlm_batch.adapters.cuda import on_device
 from vlm_batch.adapters.one_query import attend
 
@@ -58,15 +60,18 @@ def main() -> None:
                 ours = [partial(attend, queries, keys, values, width**-0.5, one, on_device) for one in (mask, skewed)]
                 figures = [microseconds(one) for one in (plain, partial(plain, mask=mask), *ours)]
                 print(f"| {heads}, {kv_heads} of {width} | {columns} | {rows} |", *(f"{one:.0f} |" for one in figures))
-    print("\n| outputs, width | rows | (B, 1, D) | (B, D) | widened |\n|---|---|---|---|---|")
+    print("\n| outputs, width | rows | (B, 1, D) | (B, D) | widened | kernel |\n|---|---|---|---|---|---|")
     for outputs, width in PRODUCTS:
+        layer = nn.QuantizedLinear(width, outputs, bias=False)
         packed = mx.quantize(mx.random.normal((outputs, width)).astype(half), 64, 4)
+        layer.weight, layer.scales, layer.biases = packed
         for rows in PRODUCT_ROWS:
             states = mx.random.normal((rows, 1, width)).astype(half)
             mx.eval(packed, states)
             product = partial(mx.quantized_matmul, transpose=True, group_size=64, bits=4)
             figures = [microseconds(partial(product, one, *packed)) for one in (states, states[:, 0])]
             figures.append(microseconds(partial(widened, states[:, 0], packed)))
+            figures.append(microseconds(partial(qmm.multiply, layer, states[:, 0], on_device)))
             print(f"| {outputs}, {width} | {rows} |", *(f"{one:.0f} |" for one in figures))
 
 

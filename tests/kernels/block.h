@@ -9,8 +9,10 @@
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <type_traits>
 #include <vector>
 
+#define EMULATED
 #define __device__
 #define __shared__ static
 #define __global__
@@ -37,6 +39,7 @@ inline int atomicAdd(int* at, int value) {
 // bfloat16, rounded to nearest even.
 struct __nv_bfloat16 {
   std::uint16_t bits;
+  __nv_bfloat16() = default;
   explicit __nv_bfloat16(float value) {
     std::uint32_t whole;
     std::memcpy(&whole, &value, 4);
@@ -53,6 +56,7 @@ struct __nv_bfloat16 {
 // float16, rounded to nearest even.
 struct __half {
   std::uint16_t bits;
+  __half() = default;
   explicit __half(float value) {
     const std::uint16_t sign = std::signbit(value) ? 0x8000 : 0;
     const float size = std::fabs(value);
@@ -152,3 +156,36 @@ inline float __shfl_xor_sync(unsigned int, float value, int apart) {
   block::wait(block::warps[own / block::WARP], count);
   return found;
 }
+
+// Tensor cores, by PTX's m16n8k16: a thread has four numbers of a sum (16, 8), a pair of each of `a`'s quarters (16, 16),
+// row by row, and of `b`'s halves (16, 8), column by column.
+namespace qmm {
+template <typename T>
+struct Half {
+  static constexpr unsigned int ONES = sizeof(T) == 2 && std::is_same<T, __half>::value ? 0x3c003c00u : 0x3f803f80u;
+  static float at(unsigned int pair, int which) {
+    T one(0.0f);
+    one.bits = (std::uint16_t)(pair >> (16 * which));
+    return float(one);
+  }
+  static unsigned int add(unsigned int pair, unsigned int other) {
+    const T low(at(pair, 0) + at(other, 0)), high(at(pair, 1) + at(other, 1));
+    return low.bits | ((unsigned int)high.bits << 16);
+  }
+  static void multiply(float (&sum)[4], const unsigned int (&a)[4], unsigned int b, unsigned int b8) {
+    static std::vector<std::array<unsigned int, 6>> held(1024);
+    const int own = block::current, first = own / block::WARP * block::WARP, lane = own - first;
+    held[own] = {a[0], a[1], a[2], a[3], b, b8};
+    block::wait(block::warps[own / block::WARP], block::WARP);
+    for (int j = 0; j < 4; j++) {
+      const int row = lane / 4 + j / 2 * 8, column = lane % 4 * 2 + j % 2;
+      for (int k = 0; k < 16; k++) {
+        const auto& of_a = held[first + row % 8 * 4 + k % 8 / 2];
+        const auto& of_b = held[first + column * 4 + k % 8 / 2];
+        sum[j] += at(of_a[row / 8 + k / 8 * 2], k % 2) * at(of_b[4 + k / 8], k % 2);
+      }
+    }
+    block::wait(block::warps[own / block::WARP], block::WARP);
+  }
+};
+}  // namespace qmm

@@ -18,6 +18,7 @@ from mlx_vlm.models.cache import make_prompt_cache
 
 from vlm_batch.adapters import delta, kernels
 from vlm_batch.adapters.attention import HOOKS
+from vlm_batch.adapters.convolution import convolutions
 from vlm_batch.adapters.experts import EXPERTS
 from vlm_batch.adapters.few_rows import suit_few_rows
 from vlm_batch.adapters.hooks import check_attention, files_of, install_hooks, running
@@ -102,7 +103,7 @@ class Adapter:
         evaluate_arrays(model)
         self.config: Any = model.config
         self.model: Any = clone_modules(
-            model, {**replacements(), **ROW_ROPES, **STEP_ROPES, **EXPERTS, **self.patches()}
+            model, {**replacements(), **convolutions(), **ROW_ROPES, **STEP_ROPES, **EXPERTS, **self.patches()}
         )
         if self.spec.audio and not can_hear(self.model):
             silent = replace(self.spec, audio=False, no_audio="this checkpoint has no part that hears")

@@ -32,23 +32,30 @@ __device__ constexpr int lanes_of(int units) {
 
 // A thread's numbers of one column: PARTS packs, `step` packs apart, of which the first `count` are there.
 template <typename T, int PARTS>
-__device__ inline void load(float (&into)[PARTS * 16 / sizeof(T)], const T* from, int lane, int step, int count, bool is_packed, long long stride) {
+__device__ inline void load(Pack<T> (&into)[PARTS], const T* from, int lane, int step, int count, bool is_packed, long long stride) {
   constexpr int SIZE = 16 / sizeof(T);
 #pragma unroll
   for (int p = 0; p < PARTS; p++) {
     const int unit = lane + p * step;
     if (unit >= count) {
 #pragma unroll
-      for (int j = 0; j < SIZE; j++) into[p * SIZE + j] = 0.0f;
+      for (int j = 0; j < SIZE; j++) into[p].at[j] = T(0.0f);
     } else if (is_packed) {
-      const Pack<T> pack = *reinterpret_cast<const Pack<T>*>(from + unit * SIZE);
-#pragma unroll
-      for (int j = 0; j < SIZE; j++) into[p * SIZE + j] = float(pack.at[j]);
+      into[p] = *reinterpret_cast<const Pack<T>*>(from + unit * SIZE);
     } else {
 #pragma unroll
-      for (int j = 0; j < SIZE; j++) into[p * SIZE + j] = float(from[(unit * SIZE + j) * stride]);
+      for (int j = 0; j < SIZE; j++) into[p].at[j] = from[(unit * SIZE + j) * stride];
     }
   }
+}
+
+template <typename T, int PARTS>
+__device__ inline void widen(float (&into)[PARTS * 16 / sizeof(T)], const Pack<T> (&packs)[PARTS]) {
+  constexpr int SIZE = 16 / sizeof(T);
+#pragma unroll
+  for (int p = 0; p < PARTS; p++)
+#pragma unroll
+    for (int j = 0; j < SIZE; j++) into[p * SIZE + j] = float(packs[p].at[j]);
 }
 
 template <typename T>
@@ -109,13 +116,16 @@ __device__ void attend(
   for (int h = 0; h < HEADS; h++) {
     highest[h] = LEAST, total[h] = 0.0f;
     const T* const from = queries.begin + row * queries.row + (first + (h < share ? h : 0)) * queries.head;
-    load<T, PARTS>(query[h], from, lane, LANES, UNITS, false, queries.number);
+    Pack<T> packs[PARTS];
+    load<T, PARTS>(packs, from, lane, LANES, UNITS, false, queries.number);
+    widen<T, PARTS>(query[h], packs);
 #pragma unroll
     for (int j = 0; j < NUMBERS; j++) query[h][j] *= scale * 1.4426950408889634f, sum[h][j] = 0.0f;
   }
 
   for (int base = begin; base < stop; base += GROUPS * AHEAD) {  // all threads take the same number of turns
-    float key[AHEAD][NUMBERS], value[AHEAD][NUMBERS], offset[AHEAD];
+    Pack<T> key[AHEAD][PARTS], value[AHEAD][PARTS];
+    float offset[AHEAD], score[HEADS][AHEAD];
     bool sees[AHEAD];
 #pragma unroll
     for (int k = 0; k < AHEAD; k++) {
@@ -132,30 +142,43 @@ __device__ void attend(
       load<T, PARTS>(value[k], own_values + column * values.column, lane, LANES, count, values_packed, values.number);
     }
 #pragma unroll
-    for (int h = 0; h < HEADS; h++) {
-      float score[AHEAD], top = highest[h];
+    for (int k = 0; k < AHEAD; k++) {
+      float numbers[NUMBERS];
+      widen<T, PARTS>(numbers, key[k]);
 #pragma unroll
-      for (int k = 0; k < AHEAD; k++) {
-        score[k] = 0.0f;
+      for (int h = 0; h < HEADS; h++) {
+        score[h][k] = 0.0f;
 #pragma unroll
-        for (int j = 0; j < NUMBERS; j++) score[k] = fmaf(query[h][j], key[k][j], score[k]);
+        for (int j = 0; j < NUMBERS; j++) score[h][k] = fmaf(query[h][j], numbers[j], score[h][k]);
 #pragma unroll
-        for (int apart = LANES / 2; apart > 0; apart /= 2) score[k] += __shfl_xor_sync(ALL, score[k], apart);
-        score[k] += offset[k];
-        if (sees[k]) top = fmaxf(top, score[k]);
+        for (int apart = LANES / 2; apart > 0; apart /= 2) score[h][k] += __shfl_xor_sync(ALL, score[h][k], apart);
+        score[h][k] += offset[k];
       }
+    }
+#pragma unroll
+    for (int h = 0; h < HEADS; h++) {
+      float top = highest[h];
+#pragma unroll
+      for (int k = 0; k < AHEAD; k++)
+        if (sees[k]) top = fmaxf(top, score[h][k]);
       const float by = exp2f(highest[h] - top);
-      highest[h] = top;
-      total[h] *= by;
+      highest[h] = top, total[h] *= by;
 #pragma unroll
       for (int j = 0; j < NUMBERS; j++) sum[h][j] *= by;
 #pragma unroll
       for (int k = 0; k < AHEAD; k++) {
-        const float weight = sees[k] ? exp2f(score[k] - top) : 0.0f;
-        total[h] += weight;
-#pragma unroll
-        for (int j = 0; j < NUMBERS; j++) sum[h][j] = fmaf(weight, value[k][j], sum[h][j]);
+        score[h][k] = sees[k] ? exp2f(score[h][k] - top) : 0.0f;  // its weight
+        total[h] += score[h][k];
       }
+    }
+#pragma unroll
+    for (int k = 0; k < AHEAD; k++) {
+      float numbers[NUMBERS];
+      widen<T, PARTS>(numbers, value[k]);
+#pragma unroll
+      for (int h = 0; h < HEADS; h++)
+#pragma unroll
+        for (int j = 0; j < NUMBERS; j++) sum[h][j] = fmaf(score[h][k], numbers[j], sum[h][j]);
     }
   }
 

@@ -28,7 +28,7 @@ WIDEST = 256
 ONE_BLOCK = 256
 FEWEST = 128
 MOST = 1024
-BLOCKS = 256
+BLOCKS = 1024
 TYPES = (mx.float32, mx.bfloat16, mx.float16)
 #: The largest allowed error against exact attention, in the values' unit.
 TOLERANCE = 0.02

@@ -5,8 +5,9 @@ product of 2,048 numbers in bfloat16 is 3 % off. For 720 rows they take 40 times
 bfloat16.
 
 On CUDA, all rows are one matrix. MLX 0.32 makes a decode step's rows (B, 1, D) B products of one row, each of which reads all
-weights (mlx/backend/cuda/quantized/qmm/qmm_utils.h, ``make_problem_shape``); on Metal it makes one. For the many rows of a
-prompt in half precision, weights are widened, and the product is a dense one (docs/log.md).
+weights (mlx/backend/cuda/quantized/qmm/qmm_utils.h, ``make_problem_shape``); on Metal it makes one. In half precision, few
+rows, and all of a decode step, have a kernel of their own (``qmm``). For the many rows of a prompt, weights are widened, and
+the product is a dense one (docs/log.md).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from vlm_batch.adapters import qmm
 from vlm_batch.adapters.hooks import current
 from vlm_batch.runtime.device import Device, device
 
@@ -25,9 +27,8 @@ from vlm_batch.runtime.device import Device, device
 PART = 2**22
 #: Fewer float32 rows than this are multiplied by MLX's kernel: widening takes as long as three of them.
 FEW_ROWS = 4
-#: CUDA: the fewest rows for which weights are widened, and the bytes of wide weights after which the device is waited for;
-#: assumed.
-MANY_ROWS = 256
+#: CUDA: the fewest rows for which weights are widened, and the bytes of wide weights after which the device is waited for.
+MANY_ROWS = qmm.ROWS + 1
 MOST_WIDE = 2**31
 
 
@@ -84,7 +85,8 @@ class FlatEmbedding(nn.QuantizedEmbedding):
 def _flat(layer: Any, product: Callable[[mx.array], mx.array], rows: mx.array) -> mx.array:
     """Return a layer's product of rows (..., width) as of one matrix."""
     flat = rows.flatten(0, -2) if rows.ndim > 2 and rows.size else rows
-    found = _widened(layer, flat) if gains_from_width(layer, flat) else product(flat)
+    found = _widened(layer, flat) if gains_from_width(layer, flat) else qmm.multiply_where_right(layer, flat)
+    found = product(flat) if found is None else found
     return found if found.ndim == rows.ndim else found.reshape(*rows.shape[:-1], found.shape[-1])
 
 
