@@ -17,11 +17,16 @@ from vlm_batch.adapters import compiling
 from vlm_batch.runtime.device import Device
 
 
+class Own(nn.QuantizedLinear):
+    """A class of a model's own, whose products are MLX's."""
+
+
 class Mixed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.plain = nn.Linear(64, 64)
-        self.four = nn.QuantizedLinear(64, 256, group_size=64, bits=4)
+        self.four = Own(64, 256, group_size=64, bits=4)
+        self.ours = nn.QuantizedLinear(128, 256, group_size=128, bits=8)
         self.deep = [{"eight": nn.QuantizedLinear(64, 64, group_size=32, bits=8)}]
         self.words = nn.QuantizedEmbedding(16, 64, group_size=64, bits=4)
         self.floats = nn.QuantizedLinear(64, 64, bias=False, mode="mxfp4")
@@ -35,6 +40,7 @@ def four_bits() -> nn.Module:
 def model() -> Mixed:
     made = Mixed()
     made.four.set_dtype(mx.bfloat16)
+    made.ours.set_dtype(mx.bfloat16)
     return made
 
 
@@ -54,6 +60,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
 
 def test_each_way_of_packing_is_found_once(model: Mixed) -> None:
+    """But for what our own kernel multiplies."""
     assert compiling.packings(model) == {
         ("bfloat16", "affine", 64, 4, 1536),
         ("float32", "affine", 32, 8, 1544),

@@ -189,7 +189,7 @@ def test_many_rows_have_wide_weights_on_cuda(
     evaluate = mx.eval
     monkeypatch.setattr(packed, "MOST_WIDE", 3 * 96 * 512 * 2)
     layer: Any = clone_modules(layer_of(4, dtype, bias=bias), replacements())
-    rows = mx.random.normal((2, packed.MANY_ROWS // 2, 512)).astype(dtype)
+    rows = mx.random.normal((2, packed.MANY_ROWS // 2 + 1, 512)).astype(dtype)
 
     def waiting(*arrays: Any) -> None:
         waits.append(arrays)
@@ -206,7 +206,7 @@ def test_many_rows_have_wide_weights_on_cuda(
     layer(rows[:, 1:])  # fewer
     with running(Call(positions=mx.array([5]))):  # a decode step
         layer(rows)
-    assert as_on_cuda == [(packed.MANY_ROWS - 2, 512), (packed.MANY_ROWS, 512)]
+    assert as_on_cuda == [(packed.MANY_ROWS - 1, 512), (packed.MANY_ROWS + 1, 512)]
 
 
 def test_the_proof_of_products_has_the_layers_of_cuda(as_on_cuda: list[tuple[int, ...]]) -> None:

@@ -2,6 +2,7 @@
 
 Those of products in few bits take 20 to 60 s each (H100, MLX 0.32.4), and a model needs one or two for each number of rows
 in ``ROWS``. Prompts would wait for them one after another; here processes compile them at once, before the first prompt.
+Layers that our own kernel multiplies need none (``qmm``).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
+from vlm_batch.adapters import qmm
 from vlm_batch.runtime.device import Device, device
 
 logger = logging.getLogger(__name__)
@@ -32,6 +34,8 @@ MOST_SECONDS = 300.0
 #: and 8.
 WIDTHS = (1536, 1544)
 FULL = 128
+#: Classes for which an adapter has its own on CUDA (``packed.KINDS``).
+OURS = (nn.QuantizedLinear, nn.QuantizedEmbedding)
 PRODUCT = """
 import sys
 import mlx.core as mx
@@ -71,11 +75,15 @@ def compile_products(model: nn.Module) -> None:
 
 
 def packings(model: nn.Module) -> set[Packing]:
-    """Return how the quantised layers of a model are packed."""
+    """Return how the quantised layers of a model are packed that MLX multiplies."""
     layers = [
         layer
         for _, layer in model.named_modules()
-        if "scales" in layer and hasattr(layer, "bits") and hasattr(layer, "group_size") and layer.scales.ndim > 1
+        if "scales" in layer
+        and hasattr(layer, "bits")
+        and hasattr(layer, "group_size")
+        and layer.scales.ndim > 1
+        and not (type(layer) in OURS and qmm.is_served(layer, layer.scales))
     ]
     return {
         Packing(

@@ -98,11 +98,22 @@ def _nothing(dtype: mx.Dtype) -> mx.array:
 
 @lru_cache(maxsize=16)
 def _is_right(variant: Variant) -> bool:
-    return is_right(lambda: farthest(variant, on_device), TOLERANCE, "products in few bits are MLX's: the kernel of few rows")
+    return is_right(
+        lambda: farthest(variant, on_device),
+        TOLERANCE,
+        "few rows are multiplied by MLX: the kernel for weights in few bits",
+    )
 
 
 def farthest(
-    variant: Variant, run: Run, count: int = 11, outputs: int = 40, groups: int = 11, seed: int = 0, *, has_bias: bool = True
+    variant: Variant,
+    run: Run,
+    count: int = 11,
+    outputs: int = 40,
+    groups: int = 11,
+    seed: int = 0,
+    *,
+    has_bias: bool = True,
 ) -> float:
     """Return the largest error against an exact product of random numbers, in units of the largest answer."""
     layer, rows = example(variant, count, outputs, groups, seed, has_bias=has_bias)
