@@ -53,7 +53,12 @@ def test_any_length_is_mlxs_convolution(
 
 def test_what_is_none_along_a_prompt_is_mlxs(on_cuda: list[tuple[int, ...]]) -> None:
     """One position, channels that mix, strides, and filled-up ends."""
-    kinds: list[dict[str, Any]] = [{"groups": 8}, {"groups": 4}, {"groups": 8, "stride": 2}, {"groups": 8, "padding": 2}]
+    kinds: list[dict[str, Any]] = [
+        {"groups": 8},
+        {"groups": 4},
+        {"groups": 8, "stride": 2},
+        {"groups": 8, "padding": 2},
+    ]
     for how, length in zip(kinds, (3, 9, 9, 9), strict=True):
         plain, x = nn.Conv1d(8, 8, 3, **how), mx.random.normal((2, length, 8))
         assert mx.array_equal(clone_modules(plain, convolutions())(x), plain(x))
