@@ -65,22 +65,23 @@ def test_a_rows_bits_depend_on_no_other_row() -> None:
 
 
 @needs_compiler
-def test_rows_lie_as_they_do() -> None:
-    """The kernel reads strides: rows that are a part of wider ones, or transposed. C++ runs get them as MLX's kernel would."""
-    layer, rows = qmm.example(Variant(mx.bfloat16, 8, 32), 5, 16, 2, 1, has_bias=False)
-    right = qmm.multiply(layer, rows, emulated.run)
-    launch = qmm.launch_of(Variant(mx.bfloat16, 8, 32), 5, 16)
+@pytest.mark.parametrize("bits", qmm.BITS)
+def test_arrays_lie_as_they_do(bits: int) -> None:
+    """The kernel reads strides, here of rows that are turned, and of weights and scales beside others."""
+    one = Variant(mx.bfloat16, bits, 64)
+    layer, rows = qmm.example(one, 5, 16, 2, 1, has_bias=False)
+    right, launch = qmm.multiply(layer, rows, emulated.run), qmm.launch_of(one, 5, 16)
+    weight, scales, biases = (layer[name] for name in ("weight", "scales", "biases"))
+    wider = [mx.concatenate([array[:, :1], array], axis=1) for array in (weight, scales, biases)]
     body = launch.kernel.body
-    assert body.count("rows_strides[0]") == body.count("rows_strides[1]") == 1
-    turned = launch.kernel._replace(
-        body=body.replace("rows_strides[0]", "1")
-        .replace("rows_strides[1]", "5")
-        .replace("rows_shape[0]", "5")
-        .replace("rows_shape[1]", "64")
-    )
-    parts = [layer[name] for name in ("weight", "scales", "biases")]
-    given = [mx.contiguous(rows.T), *parts, mx.zeros((1,), mx.bfloat16)]
-    found = emulated.run(replace(launch, kernel=turned), given)[0]
+    for array, name in zip(wider, ("weight", "scales", "biases"), strict=True):
+        assert body.count(f"{{{name}, {name}_strides[0]") == 1
+        body = body.replace(f"{{{name}, {name}_strides[0]", f"{{{name} + 1, {array.shape[1]}")
+    for name, value in {"rows_strides[0]": 1, "rows_strides[1]": 5, "rows_shape[0]": 5, "rows_shape[1]": 128}.items():
+        assert body.count(name) == 1
+        body = body.replace(name, str(value))
+    other = replace(launch, kernel=launch.kernel._replace(body=body))
+    found = emulated.run(other, [mx.contiguous(rows.T), *wider, mx.zeros((1,), mx.bfloat16)])[0]
     assert mx.array_equal(found, right)
 
 

@@ -98,15 +98,16 @@ struct alignas(8) Two {
   unsigned int at[2];
 };
 
-// COUNT words, from an address that is a multiple of their bytes, or of 16.
+// COUNT words, `stride` apart; packed ones lie together, at a multiple of their bytes, or of 16.
 template <int COUNT>
-__device__ inline void load(unsigned int* into, const unsigned int* from) {
-  if constexpr (COUNT == 1) {
-    into[0] = from[0];
+__device__ inline void load(unsigned int* into, const unsigned int* from, long long stride, bool is_packed) {
+  if (COUNT == 1 || !is_packed) {
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) into[i] = from[i * stride];
   } else if constexpr (COUNT == 2) {
     const Two two = *reinterpret_cast<const Two*>(from);
     into[0] = two.at[0], into[1] = two.at[1];
-  } else {
+  } else if constexpr (COUNT % 4 == 0) {
 #pragma unroll
     for (int i = 0; i < COUNT; i += 4) {
       const Four four = *reinterpret_cast<const Four*>(from + i);
@@ -120,7 +121,7 @@ __device__ inline void load(unsigned int* into, const unsigned int* from) {
 template <typename T>
 __device__ inline void load_row(unsigned int (&into)[4], const T* from, long long stride, bool is_packed) {
   if (is_packed) {
-    load<4>(into, reinterpret_cast<const unsigned int*>(from));
+    load<4>(into, reinterpret_cast<const unsigned int*>(from), 1, true);
     return;
   }
   const unsigned short* const bits = reinterpret_cast<const unsigned short*>(from);
@@ -135,16 +136,26 @@ __device__ inline int parts_of(int outputs) {
   return parts;
 }
 
+// A matrix, and what lies between two of its rows and columns.
+template <typename T>
+struct Matrix {
+  const T* begin;
+  long long row, column;
+  __device__ const T* at(long long r, long long c) const { return begin + r * row + c * column; }
+  // Whether 16 bytes of a row can be loaded at once.
+  __device__ bool is_packed() const {
+    return column == 1 && row * sizeof(T) % 16 == 0 && (unsigned long long)begin % 16 == 0;
+  }
+};
+
 // Block (outputs, 64 rows): rows (count, width) by weight (outputs, width), packed, with scales and biases (outputs,
 // width / GROUP): out (count, outputs). `bias` (outputs) is added unless null.
 template <typename T, int BITS, int GROUP>
 __device__ void multiply(
-    const T* rows,
-    long long row_stride,
-    long long number_stride,
-    const unsigned int* weight,
-    const T* scales,
-    const T* biases,
+    const Matrix<T> rows,
+    const Matrix<unsigned int> weight,
+    const Matrix<T> scales,
+    const Matrix<T> biases,
     const T* bias,
     int count,
     int outputs,
@@ -159,11 +170,9 @@ __device__ void multiply(
   const int parts = parts_of(outputs), part = warp % parts, per_block = WARPS / parts * OUTPUTS;
   const int first = blockIdx.x * per_block, own = first + warp / parts * OUTPUTS + place;
   const int first_row = blockIdx.y * ROWS, last_row = count - first_row < ROWS ? count - first_row : ROWS;
-  const int groups = width / GROUP, row_words = width / 32 * BITS;
+  const int groups = width / GROUP;
   const int o0 = own < outputs ? own : outputs - 1, o1 = own + 8 < outputs ? own + 8 : outputs - 1;
-  const unsigned int* const w0 = weight + (long long)o0 * row_words + quarter * WORDS;
-  const unsigned int* const w1 = weight + (long long)o1 * row_words + quarter * WORDS;
-  const bool is_packed = number_stride == 1 && row_stride % 8 == 0 && (unsigned long long)rows % 16 == 0;
+  const bool are_packed = rows.is_packed(), is_packed = weight.is_packed();
   const unsigned int ones[4] = {Half<T>::ONES, Half<T>::ONES, Half<T>::ONES, Half<T>::ONES};
 
   float sum[TILES][4];
@@ -179,10 +188,11 @@ __device__ void multiply(
     for (int k = 0; k < AHEAD; k++) {
       const int group = base + k * parts;
       if (group < groups) {
-        load<WORDS>(packed[k][0], w0 + group * (4 * WORDS));
-        load<WORDS>(packed[k][1], w1 + group * (4 * WORDS));
-        scale[k][0] = float(scales[(long long)o0 * groups + group]), scale[k][1] = float(scales[(long long)o1 * groups + group]);
-        offset[k][0] = float(biases[(long long)o0 * groups + group]), offset[k][1] = float(biases[(long long)o1 * groups + group]);
+        const int word = (4 * group + quarter) * WORDS;
+        load<WORDS>(packed[k][0], weight.at(o0, word), weight.column, is_packed);
+        load<WORDS>(packed[k][1], weight.at(o1, word), weight.column, is_packed);
+        scale[k][0] = float(*scales.at(o0, group)), scale[k][1] = float(*scales.at(o1, group));
+        offset[k][0] = float(*biases.at(o0, group)), offset[k][1] = float(*biases.at(o1, group));
       }
     }
 #pragma unroll
@@ -198,12 +208,12 @@ __device__ void multiply(
       for (int t = 0; t < TILES; t++) {
         if (t * TILE >= last_row) break;
         const int row = t * TILE + place;
-        const T* const from = rows + (first_row + row) * row_stride + (group * GROUP + quarter * NUMBERS) * number_stride;
+        const T* const from = rows.at(first_row + row, group * GROUP + quarter * NUMBERS);
         float products[4] = {0.0f, 0.0f, 0.0f, 0.0f}, whole[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
         for (int e = 0; e < EIGHTS; e++) {
           unsigned int words[4] = {0u, 0u, 0u, 0u}, pairs[4];
-          if (row < last_row) load_row<T>(words, from + 8 * e * number_stride, number_stride, is_packed);
+          if (row < last_row) load_row<T>(words, from + 8 * e * rows.column, rows.column, are_packed);
           pair_up<BITS>(pairs, words);
 #pragma unroll
           for (int i = 0; i < 4; i += 2) {

@@ -37,10 +37,10 @@ class Variant(NamedTuple):
 @lru_cache(maxsize=1)
 def _kernel() -> Kernel:
     inputs = ("rows", "weight", "scales", "biases", "bias")
-    body = """
+    matrices = ", ".join(f"{{{name}, {name}_strides[0], {name}_strides[1]}}" for name in inputs[:4])
+    body = f"""
   qmm::multiply<T, BITS, GROUP>(
-      rows, rows_strides[0], rows_strides[1], weight, scales, biases, bias_shape[0] == 1 ? nullptr : bias, rows_shape[0],
-      weight_shape[0], rows_shape[1], out);
+      {matrices}, bias_shape[0] == 1 ? nullptr : bias, rows_shape[0], weight_shape[0], rows_shape[1], out);
 """
     return kernel("qmm", "multiply", inputs, ("out",), body)
 
