@@ -60,6 +60,9 @@ def test_warps_share_outputs(blocks: int, monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_rows_bits_depend_on_no_other_row() -> None:
     layer, rows = qmm.example(Variant(mx.bfloat16, 4, 64), 66, 40, 20, 1, has_bias=False)
     together = qmm.multiply(layer, rows, emulated.run)
+    broken = mx.where(mx.arange(66)[:, None] == 10, mx.nan, rows.astype(mx.float32)).astype(rows.dtype)
+    beside, kept = qmm.multiply(layer, broken, emulated.run), mx.array([row for row in range(66) if row != 10])
+    assert mx.array_equal(beside[kept], together[kept]) and mx.all(mx.isnan(beside[10]))
     for row in (0, 9, 63, 65):
         assert mx.array_equal(qmm.multiply(layer, rows[row : row + 1], emulated.run), together[row : row + 1])
 

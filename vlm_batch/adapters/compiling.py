@@ -83,7 +83,7 @@ def packings(model: nn.Module) -> set[Packing]:
         and hasattr(layer, "bits")
         and hasattr(layer, "group_size")
         and layer.scales.ndim > 1
-        and not (type(layer) in OURS and qmm.is_served(layer, layer.scales))
+        and not (type(layer) in OURS and qmm.suits(layer))
     ]
     return {
         Packing(

@@ -27,7 +27,8 @@ from vlm_batch.runtime.device import Device, device
 PART = 2**22
 #: Fewer float32 rows than this are multiplied by MLX's kernel: widening takes as long as three of them.
 FEW_ROWS = 4
-#: CUDA: the fewest rows for which weights are widened, and the bytes of wide weights after which the device is waited for.
+#: CUDA: the fewest rows for which weights are widened, and the bytes of wide weights after which the device is waited
+#: for, which are assumed.
 MANY_ROWS = qmm.ROWS + 1
 MOST_WIDE = 2**31
 

@@ -70,10 +70,15 @@ def multiply_where_right(layer: Any, rows: mx.array) -> mx.array | None:
 
 def is_served(layer: Any, rows: mx.array) -> bool:
     """Whether the kernel is written for a layer and rows (N, width)."""
-    is_typed = rows.dtype in TYPES and rows.dtype == layer["scales"].dtype and layer["scales"].shape[0] > 1
-    is_packed = layer.mode == "affine" and layer.bits in BITS and layer.group_size in GROUPS
-    is_plain = "bias" not in layer or layer["bias"].dtype == rows.dtype
-    return is_typed and is_packed and is_plain and rows.ndim == 2 and rows.shape[0] > 0
+    return suits(layer) and rows.dtype == layer["scales"].dtype and rows.ndim == 2 and rows.shape[0] > 0
+
+
+def suits(layer: Any) -> bool:
+    """Whether the kernel is written for a layer's weight, with rows of the type of its scales."""
+    if layer.mode != "affine" or layer.bits not in BITS or layer.group_size not in GROUPS:
+        return False
+    outputs, dtype = layer["scales"].shape[0], layer["scales"].dtype
+    return outputs > 1 and dtype in TYPES and ("bias" not in layer or layer["bias"].dtype == dtype)
 
 
 def multiply(layer: Any, rows: mx.array, run: Run) -> mx.array:
