@@ -198,16 +198,22 @@ class BatchGenerator:
         if held:
             self._choose(self._in_time(held))
         joined = self._join(self._next_forks()) if rows.forks else []
-        encoding = self._encode(bool(groups))
+        is_decoding = bool(rows.batch)
+        if (
+            groups and not is_decoding
+        ):  # no row waits for its next token: the last ones are told before others' pictures
+            launched, self._launched = self._launched, []
+            self.telling.read(launched)
+        encoding = self._encode(is_decoding)
         prefilling = self.runner.views(begin)
         longest = max((row.waited for row in prefilling), default=0.0)
-        budget = self._pace.budget(bool(groups), rows.num_pending, longest, encoding)
+        budget = self._pace.budget(is_decoding, rows.num_pending, longest, encoding)
         plan = self.scheduler.plan(prefilling, budget)
         self._choose(joined + self._join(self._prefill(plan)))
         if self.drafts is not None:
             is_alone = len(groups) == 1 and not plan and not encoding and not joined
             self.drafts.launched(rows.batch.groups[0].num_positions if is_alone and rows.batch.groups else 0)
-        if num_decoding:
+        if is_decoding:
             seconds, tokens = time.perf_counter() - begin - encoding, sum(work.end - work.begin for work in plan)
             self._pace.record(seconds, tokens)
             are_waiting = bool(rows.waiting.prepared)
