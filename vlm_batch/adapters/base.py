@@ -26,7 +26,7 @@ from vlm_batch.adapters.joint import PrecomputedInputs, TowerCall, TowerOutputs,
 from vlm_batch.adapters.longrope import ROW_ROPES, longest_short, marked_long
 from vlm_batch.adapters.modules import RememberingTower, clone_modules, cut_answer, evaluate_arrays, part_of
 from vlm_batch.adapters.packed import replacements
-from vlm_batch.adapters.placing import hook_placing
+from vlm_batch.adapters.placing import Merge, hook_placing, know_places
 from vlm_batch.adapters.products import hold_products, turned
 from vlm_batch.adapters.prompts import (
     are_any,
@@ -99,6 +99,9 @@ class Adapter:
     #: None where the family returns the last position by itself.
     last_hidden: ClassVar[str | None] = "model"
 
+    #: mlx-vlm's method that puts features to placeholders, where ours takes its place.
+    merge: ClassVar[Merge | None] = None
+
     def __init__(self, model: nn.Module) -> None:
         evaluate_arrays(model)
         self.config: Any = model.config
@@ -118,6 +121,8 @@ class Adapter:
         self.max_context: int | None = int(limit) if limit else None
         self._longest_short = longest_short(self.language)
         self.hook_functions()
+        if self.merge is not None:
+            know_places(self.model, self.merge, self.image_token_ids)
         if self.last_hidden is not None:
             cut_answer(attrgetter(self.last_hidden)(self.language))
         suit_few_rows(self.language)
@@ -202,7 +207,7 @@ class Adapter:
         """Join several requests' tower calls, up to ``call.most_patches`` patches.
 
         Returns:
-            The inputs for ``encode``, with any tower outputs attached.
+            The inputs for ``encode``, with any tower outputs attached. Those that still need a tower are the same objects.
         """
         kinds = ((vision_towers(self.model), has_pictures), (audio_towers(self.model), has_sound))
         shared = [
@@ -233,10 +238,12 @@ class Adapter:
                 outputs[at].found.append(output)
             again = {at: advance(outputs[at], partial(encode, at)) for at in found}
             calls = {at: asked for at, asked in again.items() if asked is not None}
-        return [
-            PrecomputedInputs(inputs, outputs[at]) if at in outputs and outputs[at].is_any else inputs
-            for at, inputs in enumerate(requests)
-        ]
+        found: list[Mapping[str, Any]] = []
+        for at, inputs in enumerate(requests):
+            theirs = outputs.get(at) or TowerOutputs()
+            is_text = not any(has_any(inputs) for _, has_any in kinds)
+            found.append(PrecomputedInputs(inputs, theirs) if theirs.is_any or is_text else inputs)
+        return found
 
     @staticmethod
     def _shares(tower: RememberingTower, call: Call) -> bool:

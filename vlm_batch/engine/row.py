@@ -351,7 +351,9 @@ def new_row(
     given: Mapping[str, Any] | None = None,
 ) -> Row:
     """Return a waiting row. ``given``: inputs to recompute from (default: the prompt's), on the host unless too large."""
-    seed = secrets.randbits(64) if params.seed is None else params.seed
+    seed = params.seed
+    if seed is None:
+        seed = secrets.randbits(64) if params.temperature else 0  # a system call, which greedy rows need not pay
     row = Row(request_id, params, seed, new_answer(params, text), prompt, priority, client, may_draft=may_draft)
     if (given := given or prompt.inputs) is not None and num_bytes(given) <= MOST_ON_HOST:
         row.given = on_host(given)

@@ -28,7 +28,7 @@ from vlm_batch.engine.rows import Rows
 from vlm_batch.engine.sampling import READ_HISTORY, RowRules, stages_of
 from vlm_batch.engine.scheduler import PrefillRow
 from vlm_batch.engine.shapes import Shapes
-from vlm_batch.engine.work import Failed, Part, Work, attempt
+from vlm_batch.engine.work import Failed, Made, Part, Work, attempt, launch
 from vlm_batch.errors import InvalidParameters, PromptTooLong
 from vlm_batch.records import DraftState, Encoded, Hidden
 from vlm_batch.runtime.memory import default_limit
@@ -87,7 +87,7 @@ class Runner:
         count = self._encode_pictures(rows) if len(rows) > 1 else 1
         if count == 1:
             self.encoding.begin(picture_bytes(rows[0]))
-        return [attempt([row], self._encode_row, row) for row in rows[:count]]
+        return launch(attempt([row], self._encode_row, row) for row in rows[:count])
 
     def _encode_pictures(self, rows: Sequence[Row]) -> int:
         """Encode first rows' pictures in one call. Returns the number of rows."""
@@ -109,7 +109,7 @@ class Runner:
             self.encoding.begin(sizes[count - 1], before)
         return count
 
-    def _encode_row(self, row: Row) -> Part:
+    def _encode_row(self, row: Row) -> Made:
         """Encode a row. Raises PromptTooLong, DoesNotFit, and the family's errors."""
         prompt, answer, params = row.prompt, row.answer, row.params
         assert prompt.inputs is not None
@@ -126,7 +126,6 @@ class Runner:
         context = self.adapter.max_context
         check_length(encoded.length, context, self._max_prompt_tokens)
         prompt.is_shared = answer.prompt_scores is None and self._shapes.shares(encoded)
-        mx.async_eval(encoded.inputs_embeds)
         prompt.inputs, prompt.encoded, prompt.prefilled = None, encoded, cached
         row.facts = Facts(
             encoded.length,
@@ -150,7 +149,7 @@ class Runner:
         if not row.clock.first_token:
             row.clock.encode_seconds = time.perf_counter() - begin
         self._rows.waiting.memory.check(row)
-        return Part([row])
+        return Part([row]), [encoded.inputs_embeds]
 
     def _give_drafter(self, row: Row, encoded: Encoded) -> None:
         """Let a row draft, unless its logits processors may count calls."""
@@ -218,10 +217,15 @@ class Runner:
         if len(rows) > 1:
             with contextlib.suppress(Exception):
                 made = self._launch(rows)
-                return [attempt([row], self._take, row, index, *made) for index, row in enumerate(rows)]
-        return [attempt([row], self._prefill_alone, row, work.begin, min(work.end, row.facts.length)) for row in rows]
+                return launch([attempt([row], self._take, row, index, *made) for index, row in enumerate(rows)])
+        begin, end = work.begin, work.end
+        return [
+            part
+            for row in rows
+            for part in launch([attempt([row], self._prefill_alone, row, begin, min(end, row.facts.length))])
+        ]
 
-    def _prefill_alone(self, row: Row, begin: int, end: int) -> Part:
+    def _prefill_alone(self, row: Row, begin: int, end: int) -> Made:
         """Launch one row's chunk, with the idle rows of its shape."""
         prompt = row.prompt
         assert prompt.encoded is not None and prompt.cache is not None
@@ -256,14 +260,14 @@ class Runner:
         mx.async_eval(logits, [layer.state for layer in cache])
         return logits, cache, end
 
-    def _take(self, row: Row, index: int, logits: mx.array, cache: list[Any], width: int) -> Part:
+    def _take(self, row: Row, index: int, logits: mx.array, cache: list[Any], width: int) -> Made:
         prompt, length = row.prompt, row.facts.length
         prompt.cache, prompt.prefilled = take_row(cache, index, is_own=self._shapes.layout is Placement.ROWS), length
         trim(prompt.cache, width - length)
         return self._settle(row, logits[index : index + 1])
 
-    def _settle(self, row: Row, logits: mx.array, scored: Sequence[mx.array] = ()) -> Part:
-        """Launch a chunk's arrays. ``logits`` (1, V): of its last position."""
+    def _settle(self, row: Row, logits: mx.array, scored: Sequence[mx.array] = ()) -> Made:
+        """Return a chunk's part and arrays. ``logits`` (1, V): of its last position."""
         prompt = row.prompt
         assert prompt.encoded is not None and prompt.cache is not None
         is_done = prompt.prefilled == row.facts.length
@@ -271,9 +275,9 @@ class Runner:
         if is_done:
             self.adapter.finish_prefill(prompt.encoded, prompt.cache)
         state, last = arrays_of([cache.state for cache in prompt.cache]), [logits] if is_done else []
-        mx.async_eval(state, last, kept, scored)
-        # Holding a row's state would make the next token copy it.
-        return Part([row], logits if is_done else None, [*(last or state), *kept, *scored])
+        # A part does not hold a row's state, which the next token would have to copy.
+        part = Part([row], logits if is_done else None, [*(last or state), *kept, *scored])
+        return part, [*state, *last, *kept, *scored]
 
 
 def _keep_hidden(hidden: mx.array, rows: Sequence[Row], begin: int, ends: Sequence[int]) -> None:

@@ -38,12 +38,14 @@ class Telling:
     def read(self, launched: Sequence[Flight | Part]) -> None:
         """Wait for a step's work in launch order; hand out its tokens."""
         self._reuse.settle_ended()
-        for flight in launched:
+        parts: list[Part] = []
+        for flight in [*launched, None]:
             if isinstance(flight, Part):
-                if flight.rows[0].status is not Status.FINISHED:
-                    self._retry.attempt(flight.rows[0], mx.eval, flight.arrays)
-                flight.arrays.clear()  # the next chunk is written into what they are cut out of, if nobody holds them
-            elif any(map(flight.is_for, range(len(flight.rows)))):
+                parts.append(flight)
+                continue
+            self._wait_for(parts)
+            parts = []
+            if flight is not None and any(map(flight.is_for, range(len(flight.rows)))):
                 found = attempt(flight.rows, flight.sampled.read, is_shared=True)
                 if isinstance(found, Failed):
                     self._retry.settle(replace(found, rows=flight.waiting))
@@ -51,6 +53,15 @@ class Telling:
                     self._take(flight, *found)
         if self._drafts is not None and launched:
             self._drafts.was_read()
+
+    def _wait_for(self, parts: Sequence[Part]) -> None:
+        """Wait for parts in one call, since each call costs on a GPU; if that raises, for each alone."""
+        live = [part for part in parts if part.rows[0].status is not Status.FINISHED]
+        if live and attempt([], mx.eval, [part.arrays for part in live]) is not None:
+            for part in live:
+                self._retry.attempt(part.rows[0], mx.eval, part.arrays)
+        for part in parts:
+            part.arrays.clear()  # the next chunk is written into what they are cut out of, if nobody holds them
 
     def _take(
         self, flight: Flight, tokens: Sequence[int], highest: Sequence[float], logprobs: Mapping[int, TokenLogprobs]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import mlx.core as mx
 
@@ -45,6 +45,10 @@ class Part:
         return [replace(self, rows=rows, logits=self.logits[mx.array(places)])] if rows else []
 
 
+#: A row's part, and what it launches.
+Made: TypeAlias = "tuple[Part, Sequence[Any]]"
+
+
 @dataclass(frozen=True)
 class Failed:
     """Rows whose work raised. ``is_shared``: it wrote shared arrays; the culprit is unknown."""
@@ -65,3 +69,15 @@ def attempt(
             raise
         # frees the arrays that the frames of its traceback hold
         return Failed(rows, let_go(error), is_shared)
+
+
+def launch(made: Iterable[Made | Failed]) -> list[Part | Failed]:
+    """Launch parts' arrays in one call, since each call costs on a GPU; if that raises, each part's alone."""
+    found = list(made)
+    try:
+        mx.async_eval([one[1] for one in found if not isinstance(one, Failed)])
+    except Exception:
+        for at, one in enumerate(found):
+            if not isinstance(one, Failed):
+                found[at] = attempt(one[0].rows, mx.async_eval, one[1]) or one
+    return [one if isinstance(one, Failed) else one[0] for one in found]
