@@ -102,7 +102,8 @@ class MRoPEAdapter(GridAdapter):
             "pixel_values": mx.concatenate([pixels for _, pixels, _ in parts]),
             "image_grid_thw": mx.array([grid for *_, grids in parts for grid in grids], dtype=mx.int32),
         }
-        return mx.where(ids == self.marker("video"), self.marker("image"), ids), {**others, **pictures}
+        tokens = np.array(ids)
+        return mx.array(np.where(tokens == self.marker("video"), self.marker("image"), tokens)), {**others, **pictures}
 
     def placed(self, ids: mx.array, extra: Mapping[str, Any], kind: str) -> list[tuple[int, list[int]]]:
         """Return (first placeholder, grid) of each medium; raise InvalidPrompt if placeholders do not fit."""

@@ -10,6 +10,7 @@ import mlx.core as mx
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.modules import RememberingBatchTower
 from vlm_batch.adapters.pictures import with_part
+from vlm_batch.adapters.placing import Merge
 from vlm_batch.records import Graphs
 from vlm_batch.registry import ModelSpec, register
 
@@ -25,6 +26,7 @@ from vlm_batch.registry import ModelSpec, register
     )
 )
 class AyaVision(Adapter):
+    merge = Merge("_merge_input_ids_with_image_features", keeps_type=True)
     tower_class = RememberingBatchTower
     graphs = Graphs.IF_ASKED
     input_keys = Adapter.input_keys | {"spatial_shapes", "num_patches"}

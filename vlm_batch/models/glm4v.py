@@ -9,6 +9,7 @@ import mlx.nn as nn
 
 from vlm_batch.adapters.grids import GridAdapter, MRoPEAdapter
 from vlm_batch.adapters.modules import patching, under
+from vlm_batch.adapters.placing import Merge
 from vlm_batch.adapters.towers import embed_by_product
 from vlm_batch.adapters.vision import cubic_weights
 from vlm_batch.adapters.windows import attend_pictures
@@ -60,6 +61,7 @@ class BicubicEmbeddings:
 class GLM4V(MRoPEAdapter):
     """Not compiled: mlx 0.32.4 raises "IndexError: _Map_base::at"."""
 
+    merge = Merge("merge_input_ids_with_image_features")
     input_keys = GridAdapter.input_keys
     # mlx-vlm makes at most three segments, two empty for one picture (glm4v/vision.py:214); transformers one per picture
     # (Glm4vVisionAttention).

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from vlm_batch.adapters.grids import GridAdapter, MRoPEAdapter
 from vlm_batch.adapters.modules import patching
+from vlm_batch.adapters.placing import Merge
 from vlm_batch.adapters.towers import embed_by_product
 from vlm_batch.registry import ModelSpec, register
 
@@ -19,5 +20,6 @@ from vlm_batch.registry import ModelSpec, register
     )
 )
 class GLMOCR(MRoPEAdapter):
+    merge = Merge("merge_input_ids_with_image_features")
     input_keys = GridAdapter.input_keys
     patches = patching(("glm_ocr.vision.GlmOcrVisionPatchEmbed", embed_by_product))

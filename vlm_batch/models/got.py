@@ -10,6 +10,7 @@ import mlx.core as mx
 
 from vlm_batch.adapters.base import GraphedSteps
 from vlm_batch.adapters.modules import RememberingBatchTower
+from vlm_batch.adapters.placing import Merge
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.registry import ModelSpec, register
 
@@ -18,6 +19,7 @@ from vlm_batch.registry import ModelSpec, register
 class GOT(GraphedSteps):
     """One picture a request (got/got.py:71)."""
 
+    merge = Merge("merge_input_ids_with_image_features")
     tower_class = RememberingBatchTower
     input_keys = frozenset({"pixel_values"})
 

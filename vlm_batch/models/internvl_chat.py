@@ -9,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.placing import Merge
 from vlm_batch.models.internvl import InternVL
 from vlm_batch.registry import ModelSpec, register
 
@@ -21,6 +22,7 @@ from vlm_batch.registry import ModelSpec, register
     )
 )
 class InternVLChat(InternVL):
+    merge = Merge("_merge_input_ids_with_image_features", keeps_type=True)
     input_keys = Adapter.input_keys | {"image_token_index"}
     ignored = frozenset({"num_patches_list"})
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from vlm_batch.adapters.latent import latent_attention
 from vlm_batch.adapters.modules import RememberingPackedTower, patching
+from vlm_batch.adapters.placing import Merge
 from vlm_batch.adapters.routing import dropped_groups
 from vlm_batch.adapters.towers import resized_positions
 from vlm_batch.models.kimi_vl import Kimi
@@ -25,6 +26,7 @@ from vlm_batch.registry import ModelSpec, register
     )
 )
 class KimiK25(Kimi):
+    merge = Merge("_prepare_inputs_for_multimodal", keeps_type=True)
     last_hidden = "model.norm"
     tower_class = RememberingPackedTower
     patches = patching(

@@ -9,11 +9,13 @@ from typing import Any
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.hooks import files_of, install_hooks
 from vlm_batch.adapters.modules import RememberingPackedTower, patches_in
+from vlm_batch.adapters.placing import Merge
 from vlm_batch.registry import ModelSpec, register
 
 
 @register(ModelSpec(family="kimi_k3", model_types=("kimi_k3",)))
 class KimiK3(Adapter):
+    merge = Merge("_prepare_inputs_for_multimodal", keeps_type=True)
     _masks_states = True
     tower_class = RememberingPackedTower
     input_keys = Adapter.input_keys | {"grid_thws", "image_token_id"}

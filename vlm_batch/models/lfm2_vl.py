@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.modules import RememberingBatchTower, patching
+from vlm_batch.adapters.placing import Merge
 from vlm_batch.adapters.recurrent import in_order
 from vlm_batch.registry import ModelSpec, register
 
 
 @register(ModelSpec(family="lfm2_vl", model_types=("lfm2_vl", "lfm2-vl")))
 class Lfm2VL(Adapter):
+    merge = Merge("merge_input_ids_with_image_features", keeps_type=True)
     _masks_states = True
     tower_class = RememberingBatchTower
     input_keys = Adapter.input_keys | {"spatial_shapes", "pixel_attention_mask"}

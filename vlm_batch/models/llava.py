@@ -10,6 +10,7 @@ import mlx.nn as nn
 
 from vlm_batch.adapters.base import GraphedSteps
 from vlm_batch.adapters.modules import RememberingBatchTower
+from vlm_batch.adapters.placing import Merge
 from vlm_batch.adapters.towers import use_tanh_gelu
 from vlm_batch.registry import ModelSpec, register
 
@@ -25,6 +26,7 @@ from vlm_batch.registry import ModelSpec, register
     )
 )
 class Llava(GraphedSteps):
+    merge = Merge("_merge_input_ids_with_image_features", keeps_type=True)
     tower_class = RememberingBatchTower
 
     def __init__(self, model: nn.Module) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from vlm_batch.adapters.base import Adapter, GraphedSteps
 from vlm_batch.adapters.modules import RememberingBatchTower
+from vlm_batch.adapters.placing import Merge
 from vlm_batch.inputs.videos import Sampling
 from vlm_batch.registry import ModelSpec, register
 
@@ -20,6 +21,7 @@ from vlm_batch.registry import ModelSpec, register
     )
 )
 class LlavaOnevision(GraphedSteps):
+    merge = Merge("_scatter_features", keeps_type=True)
     tower_class = RememberingBatchTower
     input_keys = Adapter.input_keys | {"image_sizes", "pixel_values_videos"}
     #: At most 32 frames of 196 tokens (arXiv:2408.03326, section 3.2).

@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 
 from vlm_batch.adapters.modules import RememberingPackedTower, patches_in
+from vlm_batch.adapters.placing import Merge
 from vlm_batch.adapters.sound import SoundAdapter
 from vlm_batch.registry import ModelSpec, register
 
@@ -28,6 +29,7 @@ from vlm_batch.registry import ModelSpec, register
     )
 )
 class MiMoV2(SoundAdapter):
+    merge = Merge("_replace_modal_embeddings", keeps_type=True)
     tower_class = RememberingPackedTower
     input_keys = SoundAdapter.input_keys | {"image_grid_thw", "audio_codes", "audio_code_lengths"}
     patches = patches_in("vlm_batch.models._mimo_v2")

@@ -46,6 +46,7 @@ class FramePerSecond(Sampling):
     )
 )
 class MiniCPMV46(SlicedAdapter, Qwen35):
+    merge = None
     tower_class = unshared(RememberingGridTower, "mlx-vlm's code calls the tower's parts, and not the tower")
     video_sampling = FramePerSecond(fps=1.0, min_frames=1, max_frames=128, frame_factor=1)
     input_keys = frozenset({"pixel_values", "tgt_sizes", "image_bound", "downsample_mode", "cached_image_features"})

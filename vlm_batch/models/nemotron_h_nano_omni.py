@@ -10,6 +10,7 @@ from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.hooks import running
 from vlm_batch.adapters.modules import RememberingTower, patching, unshared
 from vlm_batch.adapters.pictures import with_mixin, with_part
+from vlm_batch.adapters.placing import Merge
 from vlm_batch.adapters.recurrent import in_order
 from vlm_batch.adapters.tables import hook_tables, made
 from vlm_batch.records import Call
@@ -32,6 +33,7 @@ from vlm_batch.registry import ModelSpec, register
     )
 )
 class NemotronHNanoOmni(Adapter):
+    merge = Merge("_merge_features", keeps_type=True)
     embeddings = "backbone.embeddings"
     last_hidden = "backbone"
     tower_class = unshared(RememberingTower, "its tower answers with an object of its own")

@@ -8,6 +8,7 @@ import mlx.nn as nn
 
 from vlm_batch.adapters.grids import GridAdapter, MRoPEAdapter
 from vlm_batch.adapters.modules import patching
+from vlm_batch.adapters.placing import Merge
 from vlm_batch.adapters.windows import attend_pictures
 from vlm_batch.registry import ModelSpec, register
 
@@ -27,6 +28,7 @@ from vlm_batch.registry import ModelSpec, register
 class PaddleOCRVL(MRoPEAdapter):
     """Pictures only: mlx-vlm takes no ``pixel_values_videos``."""
 
+    merge = Merge("merge_input_ids_with_image_features")
     input_keys = GridAdapter.input_keys
     # mlx-vlm's masks a request's pictures apart in one attention over all of them (paddleocr_vl/vision.py:254).
     patches = patching(("paddleocr_vl.vision.Attention", partial(attend_pictures, output="out_proj")))

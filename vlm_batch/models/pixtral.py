@@ -11,6 +11,7 @@ import numpy as np
 
 from vlm_batch.adapters.base import Adapter, GraphedSteps
 from vlm_batch.adapters.modules import RememberingSizedTower, patching, under
+from vlm_batch.adapters.placing import Merge
 from vlm_batch.adapters.windows import RotationFactors, Run, attend_runs, rotate, turn_by
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.registry import ModelSpec, register
@@ -106,6 +107,7 @@ def _patches(picture: mx.array, high: int, wide: int, side: int) -> mx.array:
 
 @register(ModelSpec(family="pixtral", model_types=("pixtral",)))
 class Pixtral(GraphedSteps):
+    merge = Merge("merge_input_ids_with_image_features")
     tower_class = RememberingSizedTower
     #: The tower's classes, for ``patching``.
     sized: ClassVar[Any] = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.modules import RememberingBatchTower, patches_in
+from vlm_batch.adapters.placing import Merge
 from vlm_batch.registry import ModelSpec, register
 
 
@@ -15,6 +16,7 @@ from vlm_batch.registry import ModelSpec, register
     )
 )
 class Plamo2VL(Adapter):
+    merge = Merge("_merge_input_ids_with_image_features", keeps_type=True)
     _masks_states = True
     tower_class = RememberingBatchTower
     patches = patches_in("vlm_batch.models._plamo2vl")

@@ -13,6 +13,7 @@ from vlm_batch.adapters.base import GraphedSteps
 from vlm_batch.adapters.grids import MRoPEAdapter
 from vlm_batch.adapters.modules import patching
 from vlm_batch.adapters.pictures import with_part
+from vlm_batch.adapters.placing import fill
 from vlm_batch.adapters.towers import embed_by_product
 from vlm_batch.adapters.windows import attend_pictures
 from vlm_batch.records import PositionState
@@ -48,11 +49,7 @@ class Qwen2VL(GraphedSteps, MRoPEAdapter):
             found = tower(pixels, extra["image_grid_thw"], output_hidden_states=False)
         if found is None:
             return {"inputs_embeds": embeds}
-        is_picture = np.isin(np.array(ids)[0], list(self.image_token_ids))
-        if is_picture.sum() != found.shape[0]:
-            raise ValueError(f"{found.shape[0]} features for {is_picture.sum()} placeholder tokens")
-        numbers = mx.array(np.where(is_picture, np.cumsum(is_picture) - 1, 0))
-        return {"inputs_embeds": mx.where(mx.array(is_picture)[:, None], found[numbers], embeds[0])[None]}
+        return {"inputs_embeds": fill(embeds, np.isin(np.array(ids)[0], list(self.image_token_ids)), found)}
 
     def positions(self, ids: mx.array, extra: Mapping[str, Any], features: Mapping[str, Any]) -> PositionState:
         return self.grid_positions(ids, extra, [1.0] * len(extra.get("video_grid_thw", ())))

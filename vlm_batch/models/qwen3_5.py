@@ -8,6 +8,7 @@ from vlm_batch.adapters.attention import seal_masks
 from vlm_batch.adapters.deepstack import HostPositions
 from vlm_batch.adapters.grids import MRoPEAdapter
 from vlm_batch.adapters.modules import patching, under, unshared
+from vlm_batch.adapters.placing import Merge
 from vlm_batch.adapters.recurrent import in_order
 from vlm_batch.adapters.towers import embed_by_product
 from vlm_batch.adapters.windows import attend_pictures
@@ -37,6 +38,7 @@ PACKED = "features become float16 among a pack's embeddings: other last bits of 
     )
 )
 class Qwen35(MRoPEAdapter):
+    merge = Merge("merge_input_ids_with_image_features", gives_mask=True)
     _masks_states = True
     video_sampling = Sampling(frame_factor=1)
     patches = patching(

@@ -7,6 +7,7 @@ import mlx.nn as nn
 from vlm_batch.adapters.attention import seal_masks
 from vlm_batch.adapters.deepstack import HostPositions
 from vlm_batch.adapters.modules import patching, under
+from vlm_batch.adapters.placing import Merge
 from vlm_batch.adapters.towers import embed_by_product
 from vlm_batch.adapters.windows import attend_pictures
 from vlm_batch.models.qwen3_vl import Qwen3VL
@@ -25,6 +26,7 @@ from vlm_batch.registry import ModelSpec, register
     )
 )
 class Qwen3VLMoe(Qwen3VL):
+    merge = Merge("merge_input_ids_with_image_features", gives_mask=True)
     patches = patching(
         ("qwen3_vl_moe.language.Attention", seal_masks),  # cut to the longest row at qwen3_vl_moe/language.py:107
         ("qwen3_vl_moe.vision.Attention", attend_pictures),

@@ -12,6 +12,7 @@ from vlm_batch.adapters.base import Adapter, trunk_logits
 from vlm_batch.adapters.grids import MRoPEAdapter
 from vlm_batch.adapters.hooks import install_hooks
 from vlm_batch.adapters.modules import patches_in
+from vlm_batch.adapters.placing import Merge
 from vlm_batch.caches import IndexedCache
 from vlm_batch.inputs.videos import Sampling
 from vlm_batch.records import DecodeStep
@@ -34,6 +35,7 @@ SPARSE = "mlx_vlm.models.qwen4_exp.qsa_kernel"
     )
 )
 class Qwen4Exp(MRoPEAdapter):
+    merge = Merge("merge_input_ids_with_image_features", gives_mask=True)
     video_sampling = Sampling(frame_factor=1)
     patches = patches_in("vlm_batch.models._qwen4_exp")
 

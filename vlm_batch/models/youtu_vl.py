@@ -10,6 +10,7 @@ import numpy as np
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.latent import latent_attention
 from vlm_batch.adapters.modules import RememberingPackedTower, patching
+from vlm_batch.adapters.placing import Merge
 from vlm_batch.adapters.routing import dropped_groups
 from vlm_batch.registry import ModelSpec, register
 
@@ -29,6 +30,7 @@ from vlm_batch.registry import ModelSpec, register
     )
 )
 class YoutuVL(Adapter):
+    merge = Merge("merge_input_ids_with_image_features")
     tower_class = RememberingPackedTower
     input_keys = frozenset({"pixel_values", "spatial_shapes"})
     ignored = frozenset({"pixel_attention_mask"})
