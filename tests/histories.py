@@ -48,7 +48,7 @@ from vlm_batch.engine.port import AnswerText
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.row import Row, Status
 from vlm_batch.engine.sampling import Sampled, SamplingRow, sample
-from vlm_batch.engine.work import Part
+from vlm_batch.engine.work import Made
 from vlm_batch.handle import Handle
 from vlm_batch.models import adapter_for
 from vlm_batch.records import DraftState
@@ -588,11 +588,11 @@ class History:
         runner, reuse = self.generator.runner, self.generator.reuse
         encode, prefill, store = runner._encode_row, runner._prefill_alone, reuse.store
 
-        def encodes(row: Row) -> Part:
+        def encodes(row: Row) -> Made:
             self.current = row
             return encode(row)
 
-        def prefills(row: Row, begin: int, end: int) -> Part:
+        def prefills(row: Row, begin: int, end: int) -> Made:
             self.current = row
             return prefill(row, begin, end)
 

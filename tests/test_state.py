@@ -134,7 +134,7 @@ def test_nobody_holds_what_a_chunk_is_written_into(monkeypatch: pytest.MonkeyPat
 
     def settled(self: Runner, row: Any, *args: Any) -> Any:
         answer = settle(self, row, *args)
-        states.extend(weakref.ref(array) for array in answer.arrays)
+        states.extend(weakref.ref(array) for array in answer[0].arrays)
         return answer
 
     settle = Runner._settle

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from inspect import signature
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
@@ -37,16 +38,13 @@ MORE = {
     "cohere_compass": 20,
     "deepseek_vl_v2": 12,
     "ernie4_5_moe_vl": 9,
-    "glm4v": 8,
-    "glm_ocr": 8,
     "idefics3": 10,
     "minicpmo": 22,
     "minicpmv4_6": 12,
     "minicpmv4_7": 8,
     "molmo_point": 9,
-    "paddleocr_vl": 8,
+    "paddleocr_vl": 7,
     "smolvlm": 10,
-    "youtu_vl": 7,
     "zaya1_vl": 11,
 }
 
@@ -136,6 +134,49 @@ def test_features_that_do_not_fit_are_refused(count: int) -> None:
     mask = mx.broadcast_to((mx.arange(9) < 5)[None, :, None], (1, 9, 4))
     with pytest.raises(ValueError, match=f"{count} rows of features do not fit 5 placeholder tokens"):
         place(mx.zeros((1, 9, 4)), mask, mx.ones((count, 4)))
+
+
+MERGING = [name for name in sorted(FAMILIES) if shared_adapter(name).merge is not None]
+#: The features' axes before (N, D) in mlx-vlm's code, where there are any.
+AXES = {"aya_vision": 2, "aya_vision_cohere2": 2, "got": 1, "llava": 1}
+
+
+@pytest.mark.parametrize(
+    "types", [(mx.float32, mx.float32), (mx.bfloat16, mx.float32), (mx.float32, mx.bfloat16)], ids=str
+)
+@pytest.mark.parametrize("name", MERGING)
+def test_a_merge_is_mlx_vlms(name: str, types: tuple[mx.Dtype, mx.Dtype]) -> None:
+    """Of embeddings and features of one type and of two, the answer has mlx-vlm's numbers and type."""
+    adapter = shared_adapter(name)
+    assert adapter.merge is not None
+    ours = getattr(adapter.model, adapter.merge.name)
+    theirs = getattr(type(adapter.model), adapter.merge.name)
+    mark = max(adapter.image_token_ids - adapter._audio_token_ids)
+    tokens = np.where(np.array([0, 1, 1, 0, 0, 1, 1, 1, 0]) == 1, mark, 1)
+    axes = AXES.get(name, 0)
+    features = mx.random.normal((*[1] * axes, 5, 8)).astype(types[1])
+    values = {
+        "inputs_embeds": mx.random.normal((1, 9, 8)).astype(types[0]),
+        "input_ids": mx.array(tokens[None]),
+        "image_features": features,
+        "features": features,
+        "self": adapter.model,
+        "kind": "image",
+        "name": "image",
+    }
+    given = {argument: values.get(argument, mark) for argument in signature(theirs).parameters}
+    with running(Call()), waits() as found:
+        answer = ours(**{argument: value for argument, value in given.items() if argument != "self"})
+    assert not found
+    with running(Call()):
+        right = theirs(**given)
+    if adapter.merge.gives_mask:
+        (answer, mask), (right, their_mask) = answer, right
+        assert mx.array_equal(mask, their_mask)
+    assert answer.dtype == right.dtype
+    assert mx.array_equal(answer, right)
+    with pytest.raises(ValueError, match="do not fit 5 placeholder tokens"):
+        ours(**{argument: value[..., :3, :] if value is features else value for argument, value in given.items()})
 
 
 MROPE = [

@@ -238,12 +238,12 @@ class Adapter:
                 outputs[at].found.append(output)
             again = {at: advance(outputs[at], partial(encode, at)) for at in found}
             calls = {at: asked for at, asked in again.items() if asked is not None}
-        found: list[Mapping[str, Any]] = []
+        prepared: list[Mapping[str, Any]] = []
         for at, inputs in enumerate(requests):
             theirs = outputs.get(at) or TowerOutputs()
             is_text = not any(has_any(inputs) for _, has_any in kinds)
-            found.append(PrecomputedInputs(inputs, theirs) if theirs.is_any or is_text else inputs)
-        return found
+            prepared.append(PrecomputedInputs(inputs, theirs) if theirs.is_any or is_text else inputs)
+        return prepared
 
     @staticmethod
     def _shares(tower: RememberingTower, call: Call) -> bool:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import mlx.core as mx
 import numpy as np
 
 from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.placing import Merge
 from vlm_batch.adapters.prompts import put_features, repeat_placeholders
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.records import Picture
@@ -16,6 +17,8 @@ from vlm_batch.records import Picture
 
 class PlacingAdapter(Adapter):
     """Families with a placeholder per feature, where mlx-vlm's merge is wrong."""
+
+    merge: ClassVar[Merge | None] = None
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
         """Embed the prompt and fill its placeholders, whose ids may be negative."""

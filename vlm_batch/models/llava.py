@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -26,7 +26,7 @@ from vlm_batch.registry import ModelSpec, register
     )
 )
 class Llava(GraphedSteps):
-    merge = Merge("_merge_input_ids_with_image_features", keeps_type=True)
+    merge: ClassVar[Merge | None] = Merge("_merge_input_ids_with_image_features", keeps_type=True)
     tower_class = RememberingBatchTower
 
     def __init__(self, model: nn.Module) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from vlm_batch.adapters.attention import seal_masks
 from vlm_batch.adapters.deepstack import HostPositions
@@ -38,7 +38,7 @@ PACKED = "features become float16 among a pack's embeddings: other last bits of 
     )
 )
 class Qwen35(MRoPEAdapter):
-    merge = Merge("merge_input_ids_with_image_features", gives_mask=True)
+    merge: ClassVar[Merge | None] = Merge("merge_input_ids_with_image_features", keeps_type=True, gives_mask=True)
     _masks_states = True
     video_sampling = Sampling(frame_factor=1)
     patches = patching(
