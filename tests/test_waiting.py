@@ -36,16 +36,13 @@ FEW = 6
 #: Families in which mlx-vlm's code waits more often, with the waits of today.
 MORE = {
     "cohere_compass": 20,
-    "deepseek_vl_v2": 12,
-    "ernie4_5_moe_vl": 9,
+    "ernie4_5_moe_vl": 8,
     "idefics3": 10,
     "minicpmo": 22,
-    "minicpmv4_6": 12,
-    "minicpmv4_7": 8,
+    "minicpmv4_6": 10,
     "molmo_point": 9,
-    "paddleocr_vl": 7,
     "smolvlm": 10,
-    "zaya1_vl": 11,
+    "zaya1_vl": 10,
 }
 
 

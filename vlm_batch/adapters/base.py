@@ -23,6 +23,7 @@ from vlm_batch.adapters.experts import EXPERTS
 from vlm_batch.adapters.few_rows import suit_few_rows
 from vlm_batch.adapters.hooks import check_attention, files_of, install_hooks, running
 from vlm_batch.adapters.joint import PrecomputedInputs, TowerCall, TowerOutputs, advance, make_calls
+from vlm_batch.adapters.known import know
 from vlm_batch.adapters.longrope import ROW_ROPES, longest_short, marked_long
 from vlm_batch.adapters.modules import RememberingTower, clone_modules, cut_answer, evaluate_arrays, part_of
 from vlm_batch.adapters.packed import replacements
@@ -359,8 +360,8 @@ class Adapter:
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
         """Run the model's ``get_input_embeddings``."""
-        extra = dict(extra)
-        found = self.model.get_input_embeddings(ids, extra.pop("pixel_values", None), **extra)
+        extra = {name: know(value) for name, value in extra.items()}
+        found = self.model.get_input_embeddings(know(ids), extra.pop("pixel_values", None), **extra)
         return {name: value for name, value in found.to_dict().items() if value is not None}
 
     def _for_prefill(self, features: Mapping[str, Any]) -> dict[str, Any]:

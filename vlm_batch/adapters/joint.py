@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 
+from vlm_batch.adapters.known import concatenated
 from vlm_batch.arrays import arrays_of, map_arrays
 
 
@@ -152,7 +153,7 @@ def join_calls(calls: Sequence[TowerCall]) -> tuple[list[Any], dict[str, Any]]:
     rest = zip(*(call.arrays for call in calls), strict=True)
 
     def joined(array: Any) -> Any:
-        return mx.concatenate(list(next(rest))) if isinstance(array, mx.array) else array
+        return concatenated(list(next(rest))) if isinstance(array, mx.array) else array
 
     args, kwargs = map_arrays(_tree(calls[0].args, calls[0].kwargs), joined)
     return args, kwargs

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 
 from vlm_batch.adapters.base import GraphedSteps
 from vlm_batch.adapters.modules import RememberingBatchTower
@@ -17,15 +15,6 @@ from vlm_batch.registry import ModelSpec, register
 class ExactGELU(nn.GELU):
     def __call__(self, x: mx.array) -> mx.array:
         return nn.gelu(x)
-
-
-class KnownIds(mx.array):
-    """Ids (1, L) that are compared on the host."""
-
-    __hash__ = mx.array.__hash__
-
-    def __eq__(self, other: Any) -> Any:
-        return mx.array(np.array(self) == other)
 
 
 @register(
@@ -46,7 +35,3 @@ class InternVL(GraphedSteps):
     @classmethod
     def patches(cls) -> Mapping[type, type]:
         return {nn.GELU: ExactGELU}
-
-    def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
-        """Find placeholders on the host; mlx-vlm waits for the device (internvl/internvl.py:62)."""
-        return super().features(KnownIds(np.array(ids)), extra)
