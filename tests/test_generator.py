@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.harness import NUM_TOKENS, Ask, check, inputs_of, oracle, run_family, settings_for, shared_adapter
-from vlm_batch.arrays import as_mlx, num_bytes
+from vlm_batch.arrays import arrays_of, as_mlx, num_bytes
 from vlm_batch.caches import Placement
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.port import AnswerText
@@ -459,3 +459,63 @@ def looked_at(
         generator.insert(str(number), inputs(key), SamplingParams(max_tokens=NUM_TOKENS))
     results = finish(generator)
     return seen, [results[str(number)].token_ids for number in range(len(keys))]
+
+
+@pytest.mark.parametrize("placement", Placement)
+def test_after_the_last_row_all_places_are_filled_at_once(placement: Placement) -> None:
+    """The last tokens are told in the step that launched them, and the next pictures are not rationed as beside rows."""
+    generator = engine(policy=settings_for(placement, max_rows=3, encode_together=1, encode_seconds=0.0))
+    keys = ["text:1:5", "text:2:9", "text:3:7", *SAME]
+    for key in keys:
+        generator.insert(key, inputs(key), SamplingParams(max_tokens=3))
+    results, steps = dict[str, Result](), 0
+    while len(results) < 3:
+        results |= {event.request_id: event.result for event in generator.step() if event.result is not None}
+        steps += 1
+    assert set(results) == set(keys[:3])
+    assert {row.request_id for row in generator.rows.batch.rows} == set(keys[3:])
+    assert steps == 3  # of three tokens, the last is read in the step that launched it
+    results |= finish(generator)
+    assert [results[key].token_ids for key in keys] == [right_tokens(key, 3) for key in keys]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_prompts_without_pictures_are_encoded_together_beside_rows(count: int) -> None:
+    generator = engine(policy=settings_for(Placement.SLAB, max_rows=4, encode_together=4, beside_decode=1))
+    generator.insert("first", inputs(TEXT), SamplingParams(max_tokens=9))
+    generator.step()
+    keys = ["text:1:5", "text:2:9", "text:3:7"][:count]
+    for key in keys:
+        generator.insert(key, inputs(key), SamplingParams(max_tokens=2))
+    generator.step()
+    assert {row.request_id for row in generator.rows.batch.rows} == {"first", *keys}
+
+
+def test_of_parts_launched_in_one_call_the_wrong_one_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call for all that raises is followed by a call for each."""
+    keys, wrong, calls = ["text:1:5", "text:2:9", "text:3:7"], list[Any](), list[int]()
+    generator = engine(policy=settings_for(Placement.SLAB, max_rows=3, encode_together=3))
+    launch, encode = mx.async_eval, generator.runner._encode_row
+
+    def encodes(row: Row) -> Any:
+        made = encode(row)
+        if row.request_id == keys[1]:
+            wrong.extend(made[1])
+        return made
+
+    def launches(*arrays: Any) -> None:
+        flat = list(arrays_of(arrays))
+        calls.append(len(flat))
+        if any(array is one for array in flat for one in wrong):
+            raise RuntimeError("no such array")
+        launch(*arrays)
+
+    monkeypatch.setattr(generator.runner, "_encode_row", encodes)
+    monkeypatch.setattr(mx, "async_eval", launches)
+    for key in keys:
+        generator.insert(key, inputs(key), SamplingParams(max_tokens=3))
+    results = finish(generator)
+    assert calls[0] == 3
+    assert [results[key].ok for key in keys] == [True, False, True]
+    assert "no such array" in str(results[keys[1]].error)
+    assert [results[key].token_ids for key in keys[::2]] == [right_tokens(key, 3) for key in keys[::2]]

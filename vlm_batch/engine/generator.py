@@ -199,9 +199,7 @@ class BatchGenerator:
             self._choose(self._in_time(held))
         joined = self._join(self._next_forks()) if rows.forks else []
         is_decoding = bool(rows.batch)
-        if (
-            groups and not is_decoding
-        ):  # no row waits for its next token: the last ones are told before others' pictures
+        if groups and not is_decoding:  # nobody waits for a next token: the last ones are told first
             launched, self._launched = self._launched, []
             self.telling.read(launched)
         encoding = self._encode(is_decoding)
@@ -213,7 +211,7 @@ class BatchGenerator:
         if self.drafts is not None:
             is_alone = len(groups) == 1 and not plan and not encoding and not joined
             self.drafts.launched(rows.batch.groups[0].num_positions if is_alone and rows.batch.groups else 0)
-        if is_decoding:
+        if num_decoding:
             seconds, tokens = time.perf_counter() - begin - encoding, sum(work.end - work.begin for work in plan)
             self._pace.record(seconds, tokens)
             are_waiting = bool(rows.waiting.prepared)
