@@ -519,3 +519,94 @@ def test_of_parts_launched_in_one_call_the_wrong_one_fails_alone(monkeypatch: py
     assert [results[key].ok for key in keys] == [True, False, True]
     assert "no such array" in str(results[keys[1]].error)
     assert [results[key].token_ids for key in keys[::2]] == [right_tokens(key, 3) for key in keys[::2]]
+
+
+def test_a_prompt_without_pictures_takes_none_along_that_need_calls_of_their_own() -> None:
+    """Of a family whose pictures share no call, one is encoded beside decoding rows, whatever follows it."""
+    name = "nemotron_h_nano_omni"
+    generator = BatchGenerator(shared_adapter(name), policy=settings_for(encode_together=16, encode_seconds=0.0))
+
+    def insert(key: str, count: int) -> None:
+        generator.insert(key, as_mlx(inputs_of(name, key)), SamplingParams(max_tokens=count, ignore_eos=True))
+
+    insert("text:4:9", 9)
+    generator.step()
+    keys = ["image:0:1", "image:1:1", "image:2:1", "text:7:9"]
+    for key in keys:
+        insert(key, 2)
+    generator.step()
+    rows = [generator.rows.by_id[key] for key in keys]
+    begun = [row.prompt.encoded is not None or row.status is not Status.WAITING for row in rows]
+    assert begun == [True, False, False, False]
+
+
+def test_a_prompt_cache_outlives_a_launch_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = engine()
+    generator.insert("first", inputs(TEXT), SamplingParams(max_tokens=4, ignore_eos=True), return_cache=True)
+    first = finish(generator)["first"]
+    ids = mx.concatenate([inputs(TEXT)["input_ids"], mx.array([[*first.token_ids, 5, 6, 7]])], axis=1)
+    launch = mx.async_eval
+
+    def fails(*arrays: Any) -> None:
+        raise RuntimeError("no launch")
+
+    generator.insert("second", {"input_ids": ids}, SamplingParams(max_tokens=2), cache=first.cache)
+    monkeypatch.setattr(mx, "async_eval", fails)
+    events = generator.step()
+    monkeypatch.setattr(mx, "async_eval", launch)
+    assert [event.result is not None and event.result.finish_reason for event in events] == ["error"]
+    generator.insert("third", {"input_ids": ids}, SamplingParams(max_tokens=2), cache=first.cache)
+    third = finish(generator)["third"]
+    assert third.ok
+    assert third.usage.cached_tokens > 0
+
+
+class LateForm:
+    """A form that allows every token; each second mask misses a step."""
+
+    ahead: tuple[int, ...] = ()
+    is_whole = is_over = False
+    most_ahead = 0
+
+    def __init__(self) -> None:
+        self.fed = self.asked = 0
+
+    def feed(self, token: int) -> None:
+        self.fed, self.asked = self.fed + 1, 0
+
+    def is_ready(self, seconds: float = 0) -> bool:
+        self.asked += 1
+        return self.fed % 2 == 0 or self.asked > 1
+
+    def settle(self) -> None: ...
+
+    def allowed(self, size: int) -> np.ndarray:
+        return np.ones(size, dtype=np.bool_)
+
+
+def test_a_row_with_a_late_mask_is_no_idle_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits for its next token, and no step without a forward is timed as one."""
+    monkeypatch.setattr("vlm_batch.engine.choosing.apply_masks", lambda logits, masks: logits)
+    generator, said, timed = engine(), list[bool](), list[int]()
+    budget, record = generator._pace.budget, generator.scheduler.record
+
+    def noted(is_decoding: bool, *args: Any) -> int:
+        said.append(is_decoding)
+        return budget(is_decoding, *args)
+
+    def recorded(rows: int, *args: Any, **how: Any) -> None:
+        timed.append(rows)
+        record(rows, *args, **how)
+
+    generator.insert("form", inputs(TEXT), SamplingParams(max_tokens=9, ignore_eos=True))
+    generator.step()
+    form: Any = LateForm()
+    generator.rows.by_id["form"].answer.guide = form
+    monkeypatch.setattr(generator._pace, "budget", noted)
+    monkeypatch.setattr(generator.scheduler, "record", recorded)
+    for _ in range(9):
+        generator.step()
+    assert generator.has_work
+    assert form.fed > 2
+    assert all(said)
+    assert set(timed) == {1}

@@ -40,7 +40,9 @@ def test_parts_are_mlxs(dtype: mx.Dtype, at: Any) -> None:
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("name", ["sum", "prod", "max", "min", "any", "all"])
-@pytest.mark.parametrize("how", [{}, {"axis": 0}, {"axis": -1, "keepdims": True}, {"axis": (0, 1)}], ids=str)
+@pytest.mark.parametrize(
+    "how", [{}, {"axis": 0}, {"axis": -1, "keepdims": True}, {"axis": (0, 1)}, {"axis": [0, 1]}], ids=str
+)
 def test_sums_are_mlxs(dtype: mx.Dtype, name: str, how: dict[str, Any]) -> None:
     given = numbers(dtype)
     with waits() as found:
@@ -78,6 +80,12 @@ def test_what_is_written_is_seen() -> None:
     assert given.max().item() < 9
     given[0, 0] = 9
     assert given.max().item() == 9
+    changed = given
+    changed += 10
+    assert changed is given
+    assert given.max().item() == 19
+    given |= 64
+    assert given.min().item() >= 64
 
 
 def test_iteration_and_concatenation_stay_known() -> None:
@@ -90,6 +98,11 @@ def test_iteration_and_concatenation_stay_known() -> None:
     assert rows == given.tolist()
     assert same(joined, mx.concatenate([given, given]))
     assert not isinstance(concatenated([given, numbers(mx.int32)]), Known)
+
+
+def test_one_picture_is_turned_round() -> None:
+    given = know(mx.array([[1, 20, 30]]))
+    assert given[::-1].tolist() == [[1, 20, 30]]
 
 
 def test_only_few_integers_are_known() -> None:

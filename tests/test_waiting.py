@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from inspect import signature
@@ -26,7 +26,7 @@ from vlm_batch.adapters.deepstack import layout_of
 from vlm_batch.adapters.grids import MRoPEAdapter
 from vlm_batch.adapters.hooks import is_hook, running
 from vlm_batch.adapters.modules import clone_modules
-from vlm_batch.adapters.placing import NAMES, place
+from vlm_batch.adapters.placing import NAMES, Merge, know_places, place
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.models.mistral3 import Mistral3
 from vlm_batch.records import Call
@@ -174,6 +174,35 @@ def test_a_merge_is_mlx_vlms(name: str, types: tuple[mx.Dtype, mx.Dtype]) -> Non
     assert mx.array_equal(answer, right)
     with pytest.raises(ValueError, match="do not fit 5 placeholder tokens"):
         ours(**{argument: value[..., :3, :] if value is features else value for argument, value in given.items()})
+
+
+def merged(merge: Merge, ids: Sequence[int], marks: Sequence[int], **said: Any) -> list[int]:
+    """The places that get features, by a model's merge that takes one id."""
+
+    def theirs(image_features: mx.array, inputs_embeds: mx.array, input_ids: mx.array, token_id: Any = None) -> Any: ...
+
+    def strict(inputs_embeds: mx.array, input_ids: mx.array, token_id: Any, features: mx.array) -> Any: ...
+
+    model: Any = SimpleNamespace(merge=strict if "features" in said else theirs)
+    know_places(model, merge, marks)
+    count = sum(token != 1 for token in ids)
+    given = {"inputs_embeds": mx.zeros((1, len(ids), 2)), "input_ids": mx.array([ids])}
+    name = "features" if "features" in said else "image_features"
+    found = model.merge(**{**given, name: mx.ones((count, 2)), "token_id": said["token_id"]})
+    return [int(number) for number in found[0, :, 0].tolist()]
+
+
+def test_a_merge_takes_the_id_that_it_is_given_or_all() -> None:
+    one, every = Merge("merge"), Merge("merge", takes_all=True)
+    assert merged(one, [1, 7, 1], [9], token_id=7) == [0, 1, 0]
+    assert merged(one, [1, 9, 1], [9], token_id=None) == [0, 1, 0]
+    assert merged(every, [1, 7, 9], [9], token_id=7) == [0, 1, 1]
+    assert merged(every, [1, 9, 1], [9], token_id=7) == [0, 1, 0]
+    assert merged(every, [1, 9, 1], [9], token_id=mx.array([])) == [0, 1, 0]
+    with pytest.raises(ValueError, match="do not fit 0 placeholder tokens"):
+        merged(one, [1, 9, 1], [9], token_id=7)
+    with pytest.raises(ValueError, match="names no placeholder"):  # of sound, beside a picture's
+        merged(one, [1, 9, 1], [9], token_id=None, features=True)
 
 
 MROPE = [

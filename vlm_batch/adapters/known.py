@@ -50,13 +50,14 @@ class Known(mx.array):
 
     def _compared(self, compare: Callable[[Any, Any], Any], other: Any) -> Any:
         given = other.numbers if isinstance(other, Known) else other
-        if not isinstance(given, (int, np.ndarray)):
+        if not isinstance(given, int) and not (isinstance(given, np.ndarray) and given.dtype.kind in "iub"):
             return getattr(mx.array, f"__{compare.__name__.rstrip('_')}__")(self, other)
         return known(compare(self.numbers, given))
 
-    def _reduced(self, name: str, axis: Any = None, keepdims: bool = False) -> Any:
-        dtype: mx.Dtype = getattr(mx.array, name)(self, axis, keepdims).dtype
-        found = np.asarray(getattr(self.numbers, name)(axis=axis, keepdims=keepdims))
+    def _reduced(self, name: str, axis: Any = None, keepdims: bool = False, **how: Any) -> Any:
+        theirs: mx.array = getattr(mx.array, name)(self, axis, keepdims, **how)
+        dtype, axes = theirs.dtype, tuple(axis) if isinstance(axis, list) else axis
+        found = np.asarray(getattr(self.numbers, name)(axis=axes, keepdims=keepdims))
         return known(found.astype(str(dtype).removeprefix("mlx.core.").rstrip("_")))
 
 
@@ -68,15 +69,28 @@ def _reducing(name: str) -> Callable[..., Any]:
     return lambda self, *args, **how: self._reduced(name, *args, **how)
 
 
+def _changing(change: Callable[..., Any]) -> Callable[[Known, Any], Any]:
+    def changed(self: Known, other: Any) -> Any:
+        vars(self).pop("_own", None)
+        return change(self, other)
+
+    return changed
+
+
 for one in (operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge, operator.and_, operator.or_):
     setattr(Known, f"__{one.__name__.rstrip('_')}__", _comparing(one))
 for name in ("sum", "prod", "max", "min", "any", "all"):
     setattr(Known, name, _reducing(name))
+for name in vars(mx.array):  # x += 1
+    if name.startswith("__i") and hasattr(operator, f"__{name[3:]}"):
+        setattr(Known, name, _changing(getattr(mx.array, name)))
 
 
 def known(numbers: Any) -> Any:
     """Return numbers of the host as ``Known``."""
-    return Known(np.ascontiguousarray(numbers).reshape(np.shape(numbers)))
+    own = np.empty(np.shape(numbers), np.asarray(numbers).dtype)
+    own[...] = numbers  # a copy without negative strides, which MLX does not take
+    return Known(own)
 
 
 def know(value: Any) -> Any:

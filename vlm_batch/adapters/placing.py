@@ -68,27 +68,30 @@ class Merge:
     Attributes:
         name: The method's.
         keeps_type: Whether features take the embeddings' type; else both get the wider one.
-        gives_mask: Whether it takes all of the given ids, and returns the places (1, L, D), too. Others take the first id
-            that the prompt has.
+        takes_all: Whether all of the ids that it is given, and the family's, mark places; else the first that the prompt has.
+        gives_mask: Whether it returns the places (1, L, D), too.
     """
 
     name: str
     keeps_type: bool = False
+    takes_all: bool = False
     gives_mask: bool = False
 
 
 def know_places(model: Any, merge: Merge, marks: Collection[int]) -> None:
-    """Replace a model's merge by one that knows the ids. ``marks``: placeholders where mlx-vlm's code names none."""
-    names = tuple(signature(getattr(model, merge.name)).parameters)
+    """Replace a model's merge by one that knows the ids. ``marks``: the family's placeholders."""
+    arguments = signature(getattr(model, merge.name)).parameters
+    ids = {name: argument.default is argument.empty for name, argument in arguments.items() if "token_i" in name}
 
     def put(*given: Any, **named: Any) -> Any:
-        said = dict(zip(names, given, strict=False)) | named
+        said = dict(zip(arguments, given, strict=False)) | named
         embeds, tokens = said["inputs_embeds"], np.array(said["input_ids"])[0]
         features = said["image_features" if "image_features" in said else "features"]
-        asked = [int(token) for name, token in said.items() if "token_i" in name and token is not None]
-        if not merge.gives_mask:
-            asked = next(([token] for token in asked if (tokens == token).any()), asked)
-        is_place = are_any(tokens, asked or marks)
+        asked = [int(token) for name in ids if said.get(name) is not None for token in np.ravel(said[name])]
+        if not asked and any(ids.values()):
+            raise ValueError(f"the configuration names no placeholder for {merge.name}")
+        first = [token for token in asked if (tokens == token).any()][:1]
+        is_place = are_any(tokens, [*asked, *marks] if merge.takes_all else first or asked or marks)
         found = fill(embeds, is_place, features.astype(embeds.dtype) if merge.keeps_type else features)
         return (found, mx.broadcast_to(mx.array(is_place)[:, None], embeds.shape)) if merge.gives_mask else found
 

@@ -198,7 +198,7 @@ class BatchGenerator:
         if held:
             self._choose(self._in_time(held))
         joined = self._join(self._next_forks()) if rows.forks else []
-        is_decoding = bool(rows.batch)
+        is_decoding = bool(rows.batch or self.telling.untold)
         if groups and not is_decoding:  # nobody waits for a next token: the last ones are told first
             launched, self._launched = self._launched, []
             self.telling.read(launched)

@@ -84,30 +84,38 @@ class Runner:
 
     def encode(self, rows: Sequence[Row]) -> list[Part | Failed]:
         """Encode the first rows, as many as share a call."""
-        count = self._encode_pictures(rows) if len(rows) > 1 else 1
-        if count == 1:
+        count = self._encode_pictures(rows) if len(rows) > 1 else 0
+        if not count:
             self.encoding.begin(picture_bytes(rows[0]))
-        return launch(attempt([row], self._encode_row, row) for row in rows[:count])
+            count = 1
+        found = launch(attempt([row], self._encode_row, row) for row in rows[:count])
+        for part in found:
+            if isinstance(part, Part) and (continues := part.rows[0].reuse.continues) is not None:
+                continues.take()
+                part.rows[0].reuse.continues = None
+        return found
 
     def _encode_pictures(self, rows: Sequence[Row]) -> int:
-        """Encode first rows' pictures in one call. Returns the number of rows."""
+        """Encode first rows' pictures in one call. Returns the number of rows, 0 if none share it."""
         sizes = list(itertools.accumulate(map(picture_bytes, rows)))
         count = next((at for at, nbytes in enumerate(sizes) if at and not self.encoding.fits(nbytes)), len(rows))
         if count < 2:
-            return 1
+            return 0
         before = mx.get_active_memory()
         prompts = [row.prompt for row in rows[:count]]
         given = [prompt.inputs or {} for prompt in prompts]
         try:
             found = self.adapter.encode_together(given, self._shapes.encode_call())
         except Exception:
-            return 1  # each row is encoded alone, for an error of its own
+            return 0  # each row is encoded alone, for an error of its own
         for prompt, inputs in zip(prompts, found, strict=True):
             prompt.inputs = inputs
-        count = max((index + 1 for index in range(count) if found[index] is not given[index]), default=1)
-        if count > 1:
-            self.encoding.begin(sizes[count - 1], before)
-        return count
+        reach = max((index + 1 for index in range(count) if found[index] is not given[index]), default=1)
+        if reach < 2:
+            return 0
+        self.encoding.begin(sizes[reach - 1], before)
+        # the next row that needs a tower of its own is another call's
+        return next((index for index in range(1, reach) if found[index] is given[index]), reach)
 
     def _encode_row(self, row: Row) -> Made:
         """Encode a row. Raises PromptTooLong, DoesNotFit, and the family's errors."""
@@ -143,9 +151,6 @@ class Runner:
         if answer.bad_words or not READ_HISTORY.isdisjoint(stages):
             known = [token for token in encoded.input_ids[0].tolist() if token >= 0]
             answer.history = mx.array(known, dtype=mx.int32)
-        if row.reuse.continues is not None:
-            row.reuse.continues.take()
-            row.reuse.continues = None
         if not row.clock.first_token:
             row.clock.encode_seconds = time.perf_counter() - begin
         self._rows.waiting.memory.check(row)

@@ -74,9 +74,7 @@ def attempt(
 def launch(made: Iterable[Made | Failed]) -> list[Part | Failed]:
     """Launch parts' arrays in one call, since each call costs on a GPU; if that raises, each part's alone."""
     found = list(made)
-    try:
-        mx.async_eval([one[1] for one in found if not isinstance(one, Failed)])
-    except Exception:
+    if attempt([], mx.async_eval, [one[1] for one in found if not isinstance(one, Failed)]) is not None:
         for at, one in enumerate(found):
             if not isinstance(one, Failed):
                 found[at] = attempt(one[0].rows, mx.async_eval, one[1]) or one

@@ -26,7 +26,7 @@ from vlm_batch.registry import ModelSpec, register
     )
 )
 class KimiK25(Kimi):
-    merge = Merge("_prepare_inputs_for_multimodal", keeps_type=True)
+    merge = Merge("_prepare_inputs_for_multimodal", keeps_type=True, takes_all=True)
     last_hidden = "model.norm"
     tower_class = RememberingPackedTower
     patches = patching(

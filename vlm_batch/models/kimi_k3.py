@@ -15,7 +15,7 @@ from vlm_batch.registry import ModelSpec, register
 
 @register(ModelSpec(family="kimi_k3", model_types=("kimi_k3",)))
 class KimiK3(Adapter):
-    merge = Merge("_prepare_inputs_for_multimodal", keeps_type=True)
+    merge = Merge("_prepare_inputs_for_multimodal", keeps_type=True, takes_all=True)
     _masks_states = True
     tower_class = RememberingPackedTower
     input_keys = Adapter.input_keys | {"grid_thws", "image_token_id"}

@@ -38,7 +38,9 @@ PACKED = "features become float16 among a pack's embeddings: other last bits of 
     )
 )
 class Qwen35(MRoPEAdapter):
-    merge: ClassVar[Merge | None] = Merge("merge_input_ids_with_image_features", keeps_type=True, gives_mask=True)
+    merge: ClassVar[Merge | None] = Merge(
+        "merge_input_ids_with_image_features", keeps_type=True, takes_all=True, gives_mask=True
+    )
     _masks_states = True
     video_sampling = Sampling(frame_factor=1)
     patches = patching(

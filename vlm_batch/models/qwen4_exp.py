@@ -35,7 +35,7 @@ SPARSE = "mlx_vlm.models.qwen4_exp.qsa_kernel"
     )
 )
 class Qwen4Exp(MRoPEAdapter):
-    merge = Merge("merge_input_ids_with_image_features", keeps_type=True, gives_mask=True)
+    merge = Merge("merge_input_ids_with_image_features", keeps_type=True, takes_all=True, gives_mask=True)
     video_sampling = Sampling(frame_factor=1)
     patches = patches_in("vlm_batch.models._qwen4_exp")
 
