@@ -1,7 +1,8 @@
 """Digests of mlx-vlm's functions that adapters replace: ``python -m tests.upstream_sources`` records them anew.
 
 They are found, not listed: what a class in a family's ``patches()`` overrides, and any other class of this library that
-inherits from mlx-vlm's; what hooks stand in for; and a model's own two calls where an adapter makes them by itself.
+inherits from mlx-vlm's; what hooks stand in for; a model's merge (``Adapter.merge``); and a model's own two calls where an
+adapter makes them by itself.
 """
 
 from __future__ import annotations
@@ -143,6 +144,9 @@ def _hooked() -> Iterator[tuple[str, Any]]:
 
 def _called() -> Iterator[tuple[str, Any]]:
     for family, model_types, adapter in _adapters():
+        if adapter.merge is not None:
+            for model_type in model_types:
+                yield family, getattr(vars(import_module(package_of(model_type)))["Model"], adapter.merge.name)
         for name, (owner, method) in CALLS.items():
             ours = inspect.unwrap(getattr(adapter, name))
             if ours.__module__ == Adapter.__module__ or {"super", method} & set(ours.__code__.co_names):
