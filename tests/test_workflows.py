@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,15 @@ def steps(workflow: dict[Any, Any]) -> list[dict[str, Any]]:
 def test_both_workflows_are_there() -> None:
     assert [path.stem for path in WORKFLOWS] == ["ci", "release"]
     assert len(FORMS) == 3
+
+
+def test_setup_names_what_it_takes() -> None:
+    done = subprocess.run(["scripts/setup", "everything"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (2, "usage: scripts/setup [demo]\n")
+
+
+def test_the_demo_brings_no_tools_of_development() -> None:
+    assert "\nscripts/setup demo\n" in (ROOT / "scripts" / "demo").read_text()
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
