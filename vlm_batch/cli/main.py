@@ -22,7 +22,7 @@ from vlm_batch.runtime.imports import without_gc  # noqa: E402
 with without_gc():
     from vlm_batch._version import __version__
     from vlm_batch.assets import MissingAssets
-    from vlm_batch.cli import bench, options, report, serve, verify
+    from vlm_batch.cli import bench, options, read, report, serve, verify
     from vlm_batch.cli import run as answering
     from vlm_batch.cli.help import Parser
     from vlm_batch.cli.model import OpenBatcher, UsageError, load_model
@@ -113,6 +113,13 @@ COMMANDS = (
         "Ask about every picture, video, recording, page or row of a table; go on where an earlier run ended.",
     ),
     (
+        "read",
+        read.run,
+        read.add_read,
+        "turn documents into texts, one a document",
+        "Read PDF files, scans and pictures page by page, and write one text a document; go on where an earlier run ended.",
+    ),
+    (
         "report",
         report.run,
         report.add_report,
@@ -160,7 +167,11 @@ COMMANDS = (
 
 
 #: Everyday options and examples of commands that have many options.
-EVERYDAY: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {"run": options.EVERYDAY, "serve": serve.EVERYDAY}
+EVERYDAY: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "run": options.EVERYDAY,
+    "read": read.EVERYDAY,
+    "serve": serve.EVERYDAY,
+}
 
 
 def parser() -> argparse.ArgumentParser:

@@ -131,7 +131,7 @@ def _answer(sources: list[Source], questions: Questions, args: argparse.Namespac
     )
     log = os.devnull if file is None else f"{file}.log"
     try:
-        with view, _ended_by_signals(view, log if is_kept else None):
+        with view, ended_by_signals(view, log if is_kept else None):
             summary = run_job(
                 sources,
                 sink,
@@ -151,7 +151,7 @@ def _answer(sources: list[Source], questions: Questions, args: argparse.Namespac
         raise type(error)(f"{error}; --resume goes on from there" if is_kept else str(error)) from error
     view.show(summary)
     if args.report is not None and summary.ended_rows:
-        _write_report(args, summary, questions)
+        write_report(args, summary, questions)
     elif args.report is not None:  # an earlier run's page stays
         whole = "" if file is None else f"; vlm-batch report {file} makes one about all runs"
         said = f"{args.report} is not written: a report is about the rows of its own run{whole}"
@@ -164,7 +164,7 @@ def _answer(sources: list[Source], questions: Questions, args: argparse.Namespac
 
 
 @contextlib.contextmanager
-def _ended_by_signals(view: JobView, log: str | None) -> Iterator[None]:
+def ended_by_signals(view: JobView, log: str | None) -> Iterator[None]:
     """End the job at SIGTERM as at an interrupt; let jobs that keep answers survive SIGHUP.
 
     After SIGHUP, messages go to the file ``log``; with None, the job ends.
@@ -204,7 +204,7 @@ def _wait_for_all() -> None:
     mx.eval(mx.distributed.all_sum(mx.ones(1)))
 
 
-def _write_report(args: argparse.Namespace, summary: Summary, questions: Questions) -> None:
+def write_report(args: argparse.Namespace, summary: Summary, questions: Questions) -> None:
     from vlm_batch.jobs import report
 
     page = report.render(summary, model=str(args.model or EMBEDDED), prompts=questions.prompts)
@@ -234,7 +234,7 @@ def _folder_of(sources: Sequence[Source]) -> str:
 
 def _questions(args: argparse.Namespace) -> Questions:
     texts = list(args.prompt or ())
-    texts += [_text_of(file).strip() for file in args.prompt_file or ()]
+    texts += [text_of(file).strip() for file in args.prompt_file or ()]
     if not all(text.strip() for text in texts):
         raise UsageError("--prompt is empty; say what is asked about the pictures")
     return Questions(tuple(texts) or (DEFAULT_PROMPT,), args.system, _sampling_params(args), args.thinking)
@@ -301,11 +301,11 @@ def _sampling_params(args: argparse.Namespace) -> SamplingParams:
     return SamplingParams(
         **{name: vars(args)[name] for name in names},
         stop=args.stop or (),
-        json_schema=None if args.json_schema is None else _text_of(args.json_schema),
+        json_schema=None if args.json_schema is None else text_of(args.json_schema),
     )
 
 
-def _text_of(file: str) -> str:
+def text_of(file: str) -> str:
     try:
         return Path(file).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -52,6 +52,8 @@ def record_of(item: Item, result: Result) -> Record:
         "created": round(time.time(), 3),
         "columns": item.row.columns,
     }
+    if item.attempt > 1:
+        record["attempts"] = item.attempt
     if item.params.json_schema is not None:
         record["parsed"] = result.parsed
     if result.logprobs is not None:
@@ -109,7 +111,7 @@ def _as_json(one: TokenLogprobs | None) -> dict[str, Any] | None:
 
 
 #: Fields of an answer that exist only on request.
-_ASKED_FOR = ("parsed", "logprobs", "prompt_logprobs", "others")
+_ASKED_FOR = ("parsed", "logprobs", "prompt_logprobs", "others", "attempts")
 #: Fields of an answer that ``--columns`` may name.
 ANSWER_FIELDS = frozenset(record_of(Item("", Row(id="")), Result(request_id=""))) - {"columns"} | {
     "seconds",

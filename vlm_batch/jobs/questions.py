@@ -42,7 +42,7 @@ _PLAIN = SamplingParams()
 
 @dataclass(frozen=True)
 class Item:
-    """One question about a row; ``error`` says why it cannot be asked."""
+    """One question about a row; ``error`` says why it cannot be asked. ``attempt`` counts from 1."""
 
     id: str
     row: Row
@@ -52,6 +52,7 @@ class Item:
     params: SamplingParams = _PLAIN
     enable_thinking: bool | None = None
     error: str | None = None
+    attempt: int = 1
 
     @property
     def names(self) -> list[str]:

@@ -39,6 +39,8 @@ class Counting(Protocol):
 
 
 OpenBatcher = Callable[[], AbstractContextManager[Batcher]]
+#: The item to ask once more, or None where the answer will do.
+Again = Callable[[Item, Result], "Item | None"]
 
 
 class Watch:
@@ -68,6 +70,7 @@ def run(
     overwrite: bool = False,
     force: bool = False,
     keeps_samples: bool = False,
+    again: Again | None = None,
     watch: Watch | None = None,
 ) -> Summary:
     """Answer sources' rows into a sink, in bounded memory; an interrupt ends the job, and keeps its answers.
@@ -79,6 +82,7 @@ def run(
         resume: Continue an earlier run's output; ``retry_errors`` also asks failed rows again.
         overwrite: Replace the output; ``force`` resumes it despite other settings.
         keeps_samples: Collect sample answers for a report.
+        again: Which answers are asked once more, and how; the second one is stored.
 
     Raises:
         InvalidJob: The job cannot begin as asked; nothing was changed.
@@ -109,7 +113,7 @@ def run(
             try:
                 if ready is not None:
                     asked_before = [done] if retry_errors else [done, failed]
-                    _stream(job, ready, summary, watch, lambda item: any(item.id in ids for ids in asked_before))
+                    _stream(job, ready, summary, watch, lambda item: any(item.id in ids for ids in asked_before), again)
                 sink.finish()
             finally:
                 sink.close()
@@ -124,9 +128,17 @@ def _check_apart(sources: Sequence[Source], sink: Sink) -> None:
             raise InvalidJob(f"{sink.name} is read by this job; its answers need a file of their own")
 
 
-def _stream(job: Job, batcher: Batcher, summary: Summary, watch: Watch, is_done: Callable[[Item], bool]) -> None:
-    """Ask the questions that are left."""
+def _stream(
+    job: Job,
+    batcher: Batcher,
+    summary: Summary,
+    watch: Watch,
+    is_done: Callable[[Item], bool],
+    again: Again | None,
+) -> None:
+    """Ask the questions that are left, then those whose answers are asked for again."""
     alive: dict[str, Item] = {}
+    second: list[Item] = []
     made_of: dict[str, journal.Made] = {}
     seen = Ids()
 
@@ -134,6 +146,10 @@ def _stream(job: Job, batcher: Batcher, summary: Summary, watch: Watch, is_done:
         if result.finish_reason == "cancelled":  # not answered: the next run asks it
             return
         result = with_form(item.params, result)
+        further = again(item, result) if again is not None and item.attempt == 1 else None
+        if further is not None:
+            second.append(replace(further, attempt=2))
+            return
         if made := made_of.pop(item.id, None):
             job.sink.stamp(item.id, made)
         job.sink.append(record_of(item, result))
@@ -147,8 +163,7 @@ def _stream(job: Job, batcher: Batcher, summary: Summary, watch: Watch, is_done:
             elif not is_done(item):
                 yield item
 
-    def requests() -> Iterator[Request]:
-        items = by_size(left()) if all(isinstance(source, Files) for source in job.sources) else left()
+    def requests(items: Iterator[Item]) -> Iterator[Request]:
         while True:
             began = time.perf_counter()
             item = next(items, None)
@@ -165,11 +180,16 @@ def _stream(job: Job, batcher: Batcher, summary: Summary, watch: Watch, is_done:
     summary.begin()
     busy_before = batcher.stats().busy_seconds if isinstance(batcher, Counting) else 0.0
     watch.began(batcher, summary)
-    try:
-        for result in batcher.as_completed(requests()):
+
+    def answer(items: Iterator[Item]) -> None:
+        for result in batcher.as_completed(requests(items)):
             end(alive.pop(result.request_id), result)
             if isinstance(batcher, Counting):
                 summary.busy = batcher.stats().busy_seconds - busy_before
+
+    try:
+        answer(by_size(left()) if all(isinstance(source, Files) for source in job.sources) else left())
+        answer(iter(second))
     except KeyboardInterrupt:
         summary.interrupted = True
 

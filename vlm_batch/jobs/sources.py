@@ -199,9 +199,13 @@ class Paths(Source):
 
 @dataclass(frozen=True)
 class Pdf(SourceFile):
-    """A PDF's pages, rendered on demand, with ids ``file.pdf#1``, ..."""
+    """A PDF's pages, rendered on demand, with ids ``file.pdf#1``, ...
+
+    ``longest`` is the number of pixels of a page's longest side, whatever its size; None leaves it to ``dpi``.
+    """
 
     dpi: int = DEFAULT_DPI
+    longest: int | None = None
     columns = (*FILE_COLUMNS, "page", "pages")
     numbered = True
 
@@ -217,7 +221,7 @@ class Pdf(SourceFile):
         for number in range(count):
             page = f"{self.path}#{number + 1}"
             columns = {**file_columns(self.path), "page": number + 1, "pages": count}
-            load = partial(render_page, self.path, number, self.dpi)
+            load = partial(render_page, self.path, number, self.dpi, self.longest)
             yield Row(id=page, images=(page,), columns=columns, load=load)
 
 
@@ -226,10 +230,11 @@ def file_columns(path: str) -> Mapping[str, Any]:
     return {"path": path, "name": name, "stem": Path(name).stem, "folder": os.path.dirname(path)}
 
 
-def render_page(path: str, number: int, dpi: int) -> tuple[ImageInput, ...]:
+def render_page(path: str, number: int, dpi: int, longest: int | None = None) -> tuple[ImageInput, ...]:
     try:
         with contextlib.closing(_pdfium().PdfDocument(path)) as document:
-            page, scale = document[number], dpi / POINTS_PER_INCH
+            page = document[number]
+            scale = dpi / POINTS_PER_INCH if longest is None else longest / max(page.get_size())
             width, height = (round(side * scale) for side in page.get_size())
             if width * height > DEFAULT_MAX_PIXELS:
                 raise InvalidImage(

@@ -1,0 +1,316 @@
+"""``vlm-batch read``: documents to texts."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from vlm_batch.assets import sample_model
+from vlm_batch.cli.model import OpenBatcher, UsageError, add_batcher, add_model, at_least
+from vlm_batch.cli.run import ANSWERED, FAILED, INTERRUPTED, ended_by_signals, text_of, write_report
+from vlm_batch.cli.watching import JobView
+from vlm_batch.jobs import journal
+from vlm_batch.jobs.documents import DOCUMENT_FORMS, Documents, is_loop
+from vlm_batch.jobs.lines import CannotWrite
+from vlm_batch.jobs.pages import TIFF_SUFFIXES, ChosenPages, PageRange, TiffPages
+from vlm_batch.jobs.plan import Job
+from vlm_batch.jobs.publishers import AGAIN, PLAIN_PROMPTS, SAMPLE, TASKS, Publisher, publisher_of
+from vlm_batch.jobs.questions import Item, Questions
+from vlm_batch.jobs.rows import InvalidJob, Row, Shard, Source, count_of
+from vlm_batch.jobs.runner import run as run_job
+from vlm_batch.jobs.sinks import Sink
+from vlm_batch.jobs.sources import DEFAULT_DPI, Files, Pdf, Reading, open_sources
+from vlm_batch.types import Result, SamplingParams
+
+#: Tokens of a page, where nobody says how many: a dense one has 2,000.
+MAX_TOKENS = 4096
+EVERYDAY = (
+    (
+        "paths",
+        "--model",
+        "--out",
+        "--task",
+        "--pages",
+        "--form",
+        "--resume",
+        "--overwrite",
+        "--retry-errors",
+        "--report",
+    ),
+    (
+        "vlm-batch read letters/ --model MODEL --out texts",
+        "vlm-batch read book.pdf --model MODEL --out texts --pages 1-20,35",
+        "vlm-batch read scans/ --model MODEL --out texts --resume",
+    ),
+)
+
+
+def run(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
+    model = str(args.model or sample_model())
+    publisher = SAMPLE if args.model is None else publisher_of(model, _model_type(model))
+    questions = _questions(args, publisher)
+    sources = _sources(args, publisher)
+    if args.report is not None:
+        journal.check_writable(Path(args.report))
+    folder = Path(args.out).expanduser()
+    documents = Documents(
+        folder,
+        lambda: Job(sources, questions, Sink()),
+        form=args.form,
+        has_marks=args.marks,
+        facts={"model": Path(model).name, "task": _task(args, publisher), "prompt": questions.prompts[0]},
+    )
+    print(f"vlm-batch: {_how_it_asks(args, publisher)}", file=sys.stderr)
+    view = JobView(
+        table_to=sys.stdout,
+        quiet=args.quiet,
+        verbose=args.verbose,
+        answers_in=str(folder),
+        goes_on=True,
+    )
+    try:
+        with view, ended_by_signals(view, str(folder / "read.log")):
+            summary = run_job(
+                sources,
+                documents,
+                lambda: open_batcher(args),
+                questions=questions,
+                shard=Shard(),
+                settings={
+                    "model": model,
+                    "dpi": args.dpi,
+                    "longest": _longest(args, publisher),
+                    "pages": str(args.pages),
+                },
+                resume=args.resume,
+                overwrite=args.overwrite,
+                force=args.force,
+                retry_errors=args.retry_errors,
+                keeps_samples=args.report is not None,
+                again=_Again(publisher),
+                watch=view,
+            )
+    except CannotWrite as error:
+        raise CannotWrite(f"{error}; --resume goes on from there") from error
+    view.show(summary)
+    _say_what_was_written(documents, folder)
+    if args.report is not None and summary.ended_rows:
+        write_report(args, summary, questions)
+    if summary.interrupted:
+        return INTERRUPTED
+    return ANSWERED if summary.num_failed <= args.max_errors else FAILED
+
+
+def _model_type(model: str) -> str | None:
+    """Return a local model's type; of a model on the hub the name must do."""
+    try:
+        config = json.loads((Path(model).expanduser() / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return config.get("model_type") if isinstance(config, Mapping) else None
+
+
+def _task(args: argparse.Namespace, publisher: Publisher | None) -> str:
+    """Return what pages are asked for: by default the publisher's first task."""
+    prompts = PLAIN_PROMPTS if publisher is None else publisher.prompts
+    if args.task is None:
+        return next(iter(prompts))
+    if args.task not in prompts:
+        raise UsageError(
+            f"--task {args.task}: nobody says how to ask {Path(args.model or sample_model()).name} for that; it knows "
+            f"{', '.join(prompts)}, and --prompt asks anything"
+        )
+    return str(args.task)
+
+
+def _prompt(args: argparse.Namespace, publisher: Publisher | None) -> str:
+    if args.prompt is not None and args.prompt_file is not None:
+        raise UsageError("--prompt and --prompt-file say the same; give one")
+    if args.prompt_file is not None:
+        return text_of(args.prompt_file).strip()
+    if args.prompt is not None:
+        return str(args.prompt)
+    prompts = PLAIN_PROMPTS if publisher is None else publisher.prompts
+    return prompts[_task(args, publisher)]
+
+
+def _questions(args: argparse.Namespace, publisher: Publisher | None) -> Questions:
+    prompt = _prompt(args, publisher)
+    published = dict(publisher.params) if publisher is not None else {}
+    names = ("max_tokens", "temperature", "repetition_penalty", "no_repeat_ngram_size", "seed")
+    said = {name: vars(args)[name] for name in names if vars(args)[name] is not None}
+    params = SamplingParams(**{"max_tokens": MAX_TOKENS, **published, **said})
+    # Braces of a publisher's prompt are no columns. A page that is asked alone has a chat of its own (``_PagesAlone``).
+    text = prompt.replace("{", "{{").replace("}", "}}")
+    return Questions((text or "(the page alone)",), args.system, params)
+
+
+def _how_it_asks(args: argparse.Namespace, publisher: Publisher | None) -> str:
+    if args.prompt is not None or args.prompt_file is not None:
+        return "pages are asked what --prompt says"
+    task = _task(args, publisher)
+    if publisher is None:
+        return f"the publisher of this model is not known: pages are asked for {task} in plain words; --prompt asks otherwise"
+    return f"pages are asked for {task} as the model's publisher does ({publisher.source})"
+
+
+def _longest(args: argparse.Namespace, publisher: Publisher | None) -> int | None:
+    """Return the publisher's size of a rendered page, where --dpi says nothing."""
+    return publisher.longest if publisher is not None and args.dpi is None else None
+
+
+def _sources(args: argparse.Namespace, publisher: Publisher | None) -> list[Source]:
+    if "-" in args.paths:
+        raise UsageError("read takes documents by their names; - is no name")
+    dpi = DEFAULT_DPI if args.dpi is None else args.dpi
+    opened, found = open_sources(args.paths, Reading(recursive=args.recursive, pdfs=True, dpi=dpi))
+    if said := found.said():
+        print(f"vlm-batch: {said}", file=sys.stderr)
+    sources = [one for source in opened for one in _paged(source, _longest(args, publisher))]
+    if args.pages is not None:
+        sources = [one if isinstance(one, Files) else ChosenPages(one, args.pages) for one in sources]
+    if _prompt(args, publisher) == "":
+        sources = [_PagesAlone(source) for source in sources]
+    return sources
+
+
+def _paged(source: Source, longest: int | None) -> Iterator[Source]:
+    """Yield a source's documents. Raises InvalidJob for tables and archives."""
+    if isinstance(source, Pdf):
+        yield replace(source, longest=longest)
+        return
+    if not isinstance(source, Files):
+        raise InvalidJob(f"{source.name} holds rows, not pages: vlm-batch run asks about them")
+    for path in source.paths:
+        if path.lower().endswith(TIFF_SUFFIXES) and os.path.isfile(path):
+            yield TiffPages(path)
+        else:
+            yield replace(source, paths=(path,))
+
+
+class _PagesAlone(Source):
+    """A source's pages, asked without a text beside them, as some publishers do."""
+
+    def __init__(self, inner: Source) -> None:
+        self._inner = inner
+
+    @property
+    def name(self) -> str:
+        return self._inner.name
+
+    @property
+    def numbered(self) -> bool:
+        return self._inner.numbered
+
+    def rows(self) -> Iterator[Row]:
+        alone = ({"role": "user", "content": [{"type": "image"}]},)
+        return (row if row.error is not None else replace(row, messages=alone) for row in self._inner.rows())
+
+
+class _Again:
+    """Asks pages once more that ended by their length in a loop."""
+
+    def __init__(self, publisher: Publisher | None) -> None:
+        self._params = AGAIN if publisher is None else publisher.again
+
+    def __call__(self, item: Item, result: Result) -> Item | None:
+        if result.error is not None or result.finish_reason != "length" or not is_loop(result.text):
+            return None
+        return replace(item, params=replace(item.params, **self._params))
+
+
+def _say_what_was_written(documents: Documents, folder: Path) -> None:
+    print(f"{count_of(documents.num_written, 'document')} written to {folder}")
+    for lacking in documents.lacking:
+        print(lacking.said())
+    if documents.num_incomplete:
+        whole = count_of(documents.num_incomplete, "document")
+        print(f"{whole} still to be read: --resume goes on")
+
+
+def add_read(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "paths",
+        nargs="+",
+        metavar="PATH",
+        help="a PDF, a TIFF with pages, a picture, a folder of them, a pattern or URL",
+    )
+    parser.add_argument(
+        "-o",
+        "--out",
+        required=True,
+        metavar="FOLDER",
+        help="where the texts go, one a document; pages.jsonl there has each page's answer",
+    )
+    add_model(parser)
+    asking = parser.add_argument_group("what is asked")
+    asking.add_argument(
+        "--task", choices=TASKS, help="what is wanted of a page (default: what the model's publisher asks first)"
+    )
+    asking.add_argument("--prompt", metavar="TEXT", help="a question in the place of the publisher's")
+    asking.add_argument("--prompt-file", metavar="FILE", help="likewise, from a file")
+    asking.add_argument("--system", metavar="TEXT", help="the system prompt")
+    reading = parser.add_argument_group("what is read")
+    reading.add_argument("--pages", type=_pages, metavar="RANGES", help="only these of each document, as 1-20,35")
+    reading.add_argument(
+        "--dpi", type=at_least(1), metavar="N", help=f"of PDF pages (default: the publisher's size, or {DEFAULT_DPI})"
+    )
+    reading.add_argument(
+        "--recursive",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="look into folders in folders (default: yes)",
+    )
+    sampling = parser.add_argument_group("sampling (defaults: the publisher's)")
+    for option, kind, metavar, said in (
+        ("--max-tokens", at_least(1), "N", f"longest answer of a page (default: {MAX_TOKENS})"),
+        ("--temperature", float, "T", "0 is greedy"),
+        ("--repetition-penalty", float, "P", "of words that come again; 1 is off"),
+        ("--no-repeat-ngram-size", at_least(0), "N", "no N tokens come twice; 0 is off"),
+        ("--seed", int, "N", "makes sampled answers reproducible"),
+    ):
+        sampling.add_argument(option, type=kind, default=None, metavar=metavar, help=said)
+    add_batcher(parser.add_argument_group("the batch and its memory"))
+    writing = parser.add_argument_group("what is written")
+    writing.add_argument(
+        "--form",
+        choices=DOCUMENT_FORMS,
+        default="md",
+        help="Markdown, plain text, or JSON with each page (default: md)",
+    )
+    writing.add_argument(
+        "--marks",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="mark where each page begins (default: yes)",
+    )
+    for option, said in (
+        ("--resume", "go on where an earlier run ended, page by page"),
+        ("--overwrite", "replace what is there already"),
+        ("--retry-errors", "go on, and ask pages again that failed"),
+        ("--force", "with --resume: also with other settings than the first run's"),
+    ):
+        writing.add_argument(option, action="store_true", help=said)
+    writing.add_argument("--report", metavar="FILE", help="a page (HTML, offline) with figures, failures and a sample")
+    parser.add_argument(
+        "--max-errors",
+        type=at_least(0),
+        default=0,
+        metavar="N",
+        help="exit with 0 if no more than N pages fail (default: 0)",
+    )
+    lines = parser.add_mutually_exclusive_group()
+    lines.add_argument("--quiet", action="store_true", help="show no line for each page")
+    lines.add_argument("--verbose", action="store_true", help="show a line for each page, however many there are")
+
+
+def _pages(text: str) -> PageRange:
+    try:
+        return PageRange.parse(text)
+    except InvalidJob as error:
+        raise argparse.ArgumentTypeError(str(error)) from None

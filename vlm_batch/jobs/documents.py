@@ -1,0 +1,358 @@
+"""One text a document, made of its pages' answers.
+
+The pages' answers are an output of a job by itself (``pages.jsonl``), from which interrupted jobs go on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from vlm_batch.jobs import journal
+from vlm_batch.jobs.files import is_url
+from vlm_batch.jobs.lines import CannotWrite, Record, replace_file
+from vlm_batch.jobs.plan import Job
+from vlm_batch.jobs.rows import Ids, InvalidJob, count_of, spelled
+from vlm_batch.jobs.sinks import AnswerFile, Sink
+
+#: The pages' answers, in the folder of the documents.
+PAGES = "pages.jsonl"
+DOCUMENT_FORMS = ("md", "txt", "json")
+#: Most and fewest characters of an answer's end that are looked for in what came before, in pieces of so many, and the
+#: share of pieces found there that makes a loop. In prose the share is 0.02 to 0.06; a long table's rows may have 0.8, but
+#: whole answers are not asked about.
+LOOP_TAIL, LOOP_LEAST, PIECE, LOOP_SHARE = 400, 100, 10, 0.6
+#: Most bytes of a file's name; file systems take 255.
+MOST_NAME_BYTES = 200
+
+
+@dataclass(frozen=True)
+class PageText:
+    """One page's answer; ``page`` is None where the document has no pages that could be counted: a picture, a failure."""
+
+    page: int | None
+    text: str
+    error: str | None = None
+    finish_reason: str | None = None
+    attempts: int = 1
+    size: tuple[int, int] | None = None
+
+    @property
+    def repeats(self) -> bool:
+        return self.error is None and self.finish_reason == "length" and is_loop(self.text)
+
+
+@dataclass
+class _Document:
+    """A document's answered pages, and how many are to come."""
+
+    num_left: int
+    pages: list[PageText] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Lacking:
+    """What a written document lacks."""
+
+    document: str
+    failed: tuple[int | None, ...]
+    repeating: tuple[int | None, ...]
+
+    def said(self) -> str:
+        parts = []
+        if self.failed:
+            parts.append(f"lacks {_named(self.failed)}")
+        if self.repeating:
+            parts.append(f"repeats itself to the end of {_named(self.repeating)}")
+        return f"{self.document} {' and '.join(parts)}"
+
+
+def _named(pages: tuple[int | None, ...]) -> str:
+    if None in pages:
+        return "its text"
+    named = ", ".join(map(str, pages[:8])) + (", ..." if len(pages) > 8 else "")
+    return f"page{'s' if len(pages) > 1 else ''} {named}"
+
+
+def is_loop(text: str) -> bool:
+    """Whether the end of a text has been there before, as of OCR models that have lost their place.
+
+    They seldom repeat themselves to the letter, so pieces are compared, by characters: not all scripts have words.
+    """
+    num_last = min(LOOP_TAIL, len(text) // 2)
+    if num_last < LOOP_LEAST:
+        return False
+    earlier = set(_pieces(text[:-num_last]))
+    last = list(_pieces(text[-num_last:]))
+    num_again = sum(piece in earlier for piece in last)
+    return num_again >= LOOP_SHARE * len(last)
+
+
+def _pieces(text: str) -> Iterator[str]:
+    return (text[begin : begin + PIECE] for begin in range(len(text) - PIECE + 1))
+
+
+class Documents(Sink):
+    """Files with the text of whole documents, beside ``pages.jsonl``.
+
+    Args:
+        folder: Where the files go; made if it is not there.
+        job: The pages to come, for how many each document has.
+        form: One of ``DOCUMENT_FORMS``.
+        has_marks: Whether each page begins with a mark of its number.
+        facts: The model's name and what was asked, for JSON.
+    """
+
+    def __init__(
+        self, folder: Path, job: Callable[[], Job], *, form: str, has_marks: bool, facts: Mapping[str, Any]
+    ) -> None:
+        self.folder = folder
+        self._job = job
+        self._form = form
+        self._has_marks = has_marks
+        self._facts = facts
+        self._answers = AnswerFile(folder / PAGES)
+        self._open: dict[str, _Document] = {}
+        self._names: dict[str, Path] = {}
+        self.num_written = 0
+        self.lacking: list[Lacking] = []
+        self.name = self._answers.name
+
+    @property
+    def num_incomplete(self) -> int:
+        return len(self._open)
+
+    def locked(self) -> contextlib.AbstractContextManager[None]:
+        if self.folder.exists() and not self.folder.is_dir():
+            raise InvalidJob(f"--out {self.folder} is a file; name a folder for the documents' texts")
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InvalidJob(f"cannot make the folder {self.folder}: {error.strerror}") from error
+        return self._answers.locked()
+
+    def check(self, settings: Mapping[str, Any], *, resume: bool, overwrite: bool, force: bool) -> None:
+        self._answers.check(settings, resume=resume, overwrite=overwrite, force=force)
+        self._open = {name: _Document(count) for name, count in self._count_pages().items()}
+        self._names = names_of(self._open, f".{self._form}")
+        there = [path for path in self._paths() if path.exists()]
+        if there and not resume and not overwrite:
+            raise InvalidJob(
+                f"{count_of(len(there), 'file')} would be replaced, {there[0]} first: --resume goes on with an earlier "
+                "run's, --overwrite replaces them"
+            )
+
+    def _count_pages(self) -> Counter[str]:
+        return Counter(_document_of(item.row.columns, item.id) for item in self._job().items(scan=True))
+
+    def _paths(self) -> Iterator[Path]:
+        return (self.folder / name for name in self._names.values())
+
+    def existing(self) -> tuple[Ids, Ids]:
+        return self._answers.existing()
+
+    def stamps(self) -> Mapping[int, tuple[int, int]]:
+        return self._answers.stamps()
+
+    def begin(self, settings: Mapping[str, Any], *, overwrite: bool, drop_errors: bool) -> None:
+        if overwrite:
+            for path in self._paths():
+                path.unlink(missing_ok=True)
+        self._answers.begin(settings, overwrite=overwrite, drop_errors=drop_errors)
+        for record in self._answers.records():  # of earlier runs
+            self._take(record, is_new=False)
+
+    def stamp(self, row_id: str, made: journal.Made) -> None:
+        self._answers.stamp(row_id, made)
+
+    def append(self, record: Record) -> None:
+        columns = record["columns"]
+        document = {"document": _document_of(columns, str(record["id"])), "page": columns.get("page")}
+        record = {**record, **document}
+        self._answers.append(record)
+        self._take(record, is_new=True)
+
+    def _take(self, record: Record, *, is_new: bool) -> None:
+        name = str(record.get("document"))
+        document = self._open.get(name)
+        if document is None:  # of another job's rows
+            return
+        document.pages.append(_page_of(record))
+        document.num_left -= 1
+        if document.num_left > 0:
+            return
+        del self._open[name]
+        path = self.folder / self._names[name]
+        pages = sorted(document.pages, key=lambda page: page.page or 0)
+        if is_new or not path.exists():
+            self._write(name, path, pages)
+        failed = tuple(page.page for page in pages if page.error is not None)
+        repeating = tuple(page.page for page in pages if page.repeats)
+        if failed or repeating:
+            self.lacking.append(Lacking(name, failed, repeating))
+
+    def _write(self, name: str, path: Path, pages: list[PageText]) -> None:
+        if self._form == "json":
+            text = as_json(name, pages, self._facts)
+        else:
+            text = as_text(pages, self._form, has_marks=self._has_marks)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CannotWrite(f"cannot make the folder {path.parent}: {error.strerror}") from error
+        replace_file(path, spelled(text).encode())
+        self.num_written += 1
+
+    def finish(self) -> None:
+        self._answers.finish()
+
+    def close(self) -> None:
+        self._answers.close()
+
+
+def _document_of(columns: Mapping[str, Any], row_id: str) -> str:
+    """Return the document of a page; one that cannot be read at all is its own row."""
+    return str(columns.get("path") or row_id)
+
+
+def _page_of(record: Record) -> PageText:
+    sizes = record.get("image_sizes") or ()
+    page = record.get("page")
+    return PageText(
+        page=None if page is None else int(page),
+        text=str(record.get("text") or "").strip(),
+        error=record.get("error"),
+        finish_reason=record.get("finish_reason"),
+        attempts=int(record.get("attempts") or 1),
+        size=tuple(sizes[0]) if sizes else None,
+    )
+
+
+# ---- what is written ----
+
+
+def as_text(pages: list[PageText], form: str, *, has_marks: bool) -> str:
+    """Join pages to Markdown ("md") or plain text ("txt")."""
+    marks = has_marks and len(pages) > 1
+    return "\n\n".join(_part(page, form, has_mark=marks) for page in pages) + "\n"
+
+
+def _part(page: PageText, form: str, *, has_mark: bool) -> str:
+    lines = []
+    if has_mark:
+        lines.append(_mark(_name(page), form))
+    if page.error is not None:
+        lines.append(f"[{_name(page)} could not be read: {_one_line(page.error)}]")
+    if page.repeats:
+        lines.append(_mark(f"{_name(page)} repeats itself to its end", form))
+    if page.text and page.error is None:
+        lines.append(page.text)
+    return "\n\n".join(lines)
+
+
+def _name(page: PageText) -> str:
+    return "the document" if page.page is None else f"page {page.page}"
+
+
+def _mark(said: str, form: str) -> str:
+    return f"<!-- {said} -->" if form == "md" else f"----- {said} -----"
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def as_json(name: str, pages: list[PageText], facts: Mapping[str, Any]) -> str:
+    """Spell a document as JSON: its pages, and those it lacks."""
+    whole = {
+        "document": name,
+        **facts,
+        "missing": [page.page for page in pages if page.error is not None],
+        "pages": [
+            {
+                "page": page.page,
+                "text": page.text if page.error is None else None,
+                "error": page.error,
+                "finish_reason": page.finish_reason,
+                "repeats": page.repeats,
+                "attempts": page.attempts,
+                "size": page.size,
+            }
+            for page in pages
+        ],
+    }
+    return json.dumps(whole, ensure_ascii=False, indent=1) + "\n"
+
+
+# ---- where it is written ----
+
+
+def names_of(documents: Iterable[str], suffix: str) -> dict[str, Path]:
+    """Choose a file for each document: below one folder, as the documents lie to each other, no two the same.
+
+    ``a/x.pdf`` becomes ``a/x.md``; beside an ``a/x.png`` it becomes ``a/x.pdf.md``.
+    """
+    documents = list(documents)
+    places = dict(zip(documents, _places(documents), strict=True))
+    stems = Counter(_key(place.with_suffix("")) for place in places.values())
+    taken: set[str] = set()
+    chosen: dict[str, Path] = {}
+    for name, place in places.items():
+        is_alone = stems[_key(place.with_suffix(""))] == 1
+        base = place.stem if is_alone else place.name
+        chosen[name] = _free_name(place.parent, base, suffix, taken)
+    return chosen
+
+
+def _free_name(folder: PurePosixPath, base: str, suffix: str, taken: set[str]) -> Path:
+    base = _short(base)
+    number = 1
+    while True:
+        place = folder / f"{base}{'' if number == 1 else f'-{number}'}{suffix}"
+        key = _key(place)
+        is_ours = key.startswith(f"{PAGES}.")  # the pages' answers, and the files beside them
+        if key not in taken and not is_ours:
+            taken.add(key)
+            return Path(place)
+        number += 1
+
+
+def _key(place: PurePosixPath) -> str:
+    """Return one key for the names that a file system without cases takes for one."""
+    return str(place).casefold()
+
+
+def _short(base: str) -> str:
+    data = base.encode("utf-8", "surrogateescape")
+    if len(data) <= MOST_NAME_BYTES:
+        return base
+    digest = hashlib.blake2b(data, digest_size=6).hexdigest()
+    return f"{data[:MOST_NAME_BYTES].decode('utf-8', 'ignore')}-{digest}"
+
+
+def _places(documents: list[str]) -> Iterator[PurePosixPath]:
+    """Yield each document's relative place; what is no file has one at the top."""
+    files = {name: os.path.realpath(os.path.dirname(os.path.expanduser(name)) or ".") for name in documents}
+    folders = [folder for name, folder in files.items() if not is_url(name)]
+    top = os.path.commonpath(folders) if folders else ""
+    for name, folder in files.items():
+        if is_url(name):
+            yield PurePosixPath(_name_of_url(name))
+        else:
+            below = os.path.relpath(folder, top)
+            yield PurePosixPath(below) / os.path.basename(name)
+
+
+def _name_of_url(url: str) -> str:
+    last = url.partition("?")[0].partition("#")[0].rstrip("/").rpartition("/")[2]
+    plain = re.sub(r"[^\w.-]+", "_", last).strip(".")
+    is_data = url.startswith("data:")
+    return plain if plain and not is_data else "document"
