@@ -28,6 +28,8 @@ class ModelSpec:
         not_on_cuda: (model type, reason) of each type refused on CUDA.
         no_prefix_reuse: Why a row cannot continue another row's caches; None if it can.
         max_rows: Most rows in a batch; None leaves it to the caller.
+        special_tokens: (special token, source) of each kind of checkpoint that answers in special tokens, known by its
+            having that token: they are shown unless a request says ``skip_special_tokens=True``.
         adapter: The adapter's class; ``register`` fills it in.
     """
 
@@ -47,6 +49,7 @@ class ModelSpec:
     not_on_cuda: tuple[tuple[str, str], ...] = ()
     no_prefix_reuse: str | None = None
     max_rows: int | None = None
+    special_tokens: tuple[tuple[str, str], ...] = ()
     adapter: type[Any] | None = None
 
 

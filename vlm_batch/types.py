@@ -55,7 +55,7 @@ _MOST_STOPS, _MOST_STOP_CHARACTERS, _MOST_STOP_TOKENS = 1024, 2**20, 2**14
 #: Bounds on bad words, allowed tokens (more than any vocabulary) and tokens with a bias.
 _MOST_WORDS, _MOST_ALLOWED, _MOST_BIASED = 1024, 2**20, 2**16
 _WHOLE_PARAMETERS = (
-    ("max_tokens", 1, 2**63 - 1),
+    ("max_tokens", 0, 2**63 - 1),
     ("top_k", 0, MOST),
     ("repetition_context_size", 1, MOST),
     ("seed", 0, 2**64 - 1),
@@ -64,8 +64,10 @@ _WHOLE_PARAMETERS = (
     ("min_tokens", 0, 2**63 - 1),
     ("n", 1, 128),
     ("thinking_budget", 0, 2**63 - 1),
+    ("no_repeat_ngram_size", 0, MOST),
+    ("window_size", 1, MOST),
 )
-_MAY_BE_NONE = ("seed", "logprobs", "prompt_logprobs", "thinking_budget")
+_MAY_BE_NONE = ("seed", "logprobs", "prompt_logprobs", "thinking_budget", "window_size")
 #: Bounds within which logits of float32 or less do not overflow.
 _REAL_PARAMETERS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("temperature", lambda x: x == 0 or 1e-6 <= x <= 1e6, "0 (greedy) or a number in 1e-6..1e6"),
@@ -85,7 +87,7 @@ class SamplingParams:
     answer that ends with "length" may be incomplete. A form excludes ``stop``, ``stop_token_ids`` and ``ignore_eos``.
 
     Args:
-        max_tokens: most tokens of the answer.
+        max_tokens: most tokens of the answer. 0, with ``prompt_logprobs``, reads the prompt and answers nothing.
         temperature: divisor of the logits; 0 is greedy.
         top_p: keep the most likely tokens until their probabilities reach this; 1 is off.
         top_k: keep this many most likely tokens; 0 is off.
@@ -108,9 +110,16 @@ class SamplingParams:
         logit_bias: numbers in -100..100 added to tokens' logits.
         allowed_token_ids: exclude all other tokens; None allows all.
         bad_words: texts that may not occur, tokenized with or without a space before.
+        no_repeat_ngram_size: no sequence of this many tokens occurs twice in the answer; 0 is off. OCR models that fall
+            into loops need it: DeepSeek-OCR's authors take 30, with a window of 90.
+        window_size: number of the answer's last tokens in which such a sequence is looked for; None: the whole answer.
+        whitelist_token_ids: tokens that may complete such a sequence all the same, such as ``<td>`` and ``</td>``.
         min_tokens: fewest tokens of the answer; stop strings do not count before.
         n: number of answers, with the seeds ``seed``, ``seed + 1``, ...
         thinking_budget: most tokens of thinking; None sets no bound.
+        skip_special_tokens: leave special tokens such as ``<|box_start|>`` out of the text. False shows all but the one
+            that ends the answer. None: out, but for checkpoints that answer in such tokens
+            (``ModelSpec.special_tokens``).
         json_schema: a mapping, JSON text or a pydantic model's class.
         regex: regular expression of the whole answer.
         grammar: Lark grammar, as llguidance reads it.
@@ -139,9 +148,13 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] = ()
+    no_repeat_ngram_size: int = 0
+    window_size: int | None = None
+    whitelist_token_ids: Sequence[int] = ()
     min_tokens: int = 0
     n: int = 1
     thinking_budget: int | None = None
+    skip_special_tokens: bool | None = None
     json_schema: Mapping[str, Any] | type | str | None = field(default=None, hash=False)
     regex: str | None = None
     grammar: str | None = None
@@ -184,11 +197,23 @@ class SamplingParams:
             raise InvalidParameters("logits_processors must be callables (tokens, logits) -> logits")
         if not isinstance(self.ignore_eos, (bool, np.bool_)):
             raise InvalidParameters(f"ignore_eos is {shown(self.ignore_eos)}; it must be True or False")
+        if not (self.skip_special_tokens is None or isinstance(self.skip_special_tokens, (bool, np.bool_))):
+            said = shown(self.skip_special_tokens)
+            raise InvalidParameters(f"skip_special_tokens is {said}; it must be True, False or None")
 
         self._check_token_rules(put)
         self._check_form(put)
+        self._check_lengths()
+
+    def _check_lengths(self) -> None:
         if self.min_tokens > self.max_tokens:
             raise InvalidParameters(f"min_tokens is {self.min_tokens}, above max_tokens, which is {self.max_tokens}")
+        if self.max_tokens:
+            return
+        if self.prompt_logprobs is None:
+            raise InvalidParameters("max_tokens is 0; an answer has at least one token, but with prompt_logprobs")
+        if self.n > 1:
+            raise InvalidParameters(f"n is {self.n}; with max_tokens=0 there is one answer, which is empty")
 
     def _check_token_rules(self, put: Callable[[str, Any], None]) -> None:
         bias = {} if self.logit_bias is None else self.logit_bias
@@ -209,12 +234,31 @@ class SamplingParams:
             if not allowed or not all(is_whole(token) and 0 <= token <= MOST for token in allowed):
                 raise InvalidParameters(f"allowed_token_ids is {shown(allowed)}; it must be token ids, or None for all")
             put("allowed_token_ids", tuple(map(int, allowed)))
+        self._check_ngrams(put)
         put("bad_words", non_empty_texts("bad_words", self.bad_words))
         if len(self.bad_words) > _MOST_WORDS or sum(map(len, self.bad_words)) > _MOST_STOP_CHARACTERS:
             raise InvalidParameters(
                 f"bad_words has {len(self.bad_words):,} texts; at most {_MOST_WORDS:,} of {_MOST_STOP_CHARACTERS:,} characters "
                 "together are looked for"
             )
+
+    def _check_ngrams(self, put: Callable[[str, Any], None]) -> None:
+        white = as_tuple("whitelist_token_ids", self.whitelist_token_ids)
+        if len(white) > _MOST_ALLOWED:
+            raise InvalidParameters(f"whitelist_token_ids has {len(white):,} ids; {_MOST_ALLOWED:,} are the most")
+        if not all(is_whole(token) and 0 <= token <= MOST for token in white):
+            raise InvalidParameters(f"whitelist_token_ids is {shown(white)}; it must be token ids of at least 0")
+        put("whitelist_token_ids", tuple(map(int, white)))
+        if self.no_repeat_ngram_size:
+            if self.window_size is not None and self.window_size < self.no_repeat_ngram_size:
+                raise InvalidParameters(
+                    f"window_size is {self.window_size}, below no_repeat_ngram_size, which is "
+                    f"{self.no_repeat_ngram_size}: nothing would be found in it"
+                )
+            return
+        for name in ("window_size", "whitelist_token_ids"):
+            if getattr(self, name):
+                raise InvalidParameters(f"{name} belongs to no_repeat_ngram_size, which is 0 (off)")
 
     def _check_form(self, put: Callable[[str, Any], None]) -> None:
         if self.choice is not None:
@@ -540,7 +584,7 @@ class Timings:
         encode: encoding its media.
         prefill: from its place to its first token.
         decode: from then to its end.
-        ttft: from submit to its first token.
+        ttft: from submit to its first token, or to the end of an answer that has none.
         total: from submit to its end.
         read: within ``queue``, reading files and URLs.
         process: within ``queue``, decoding media and running the processor.

@@ -379,9 +379,13 @@ class BatchGenerator:
         return done
 
     def _join(self, parts: Sequence[Part]) -> list[Part]:
-        """Move prefilled rows to the batch. Returns those that joined."""
+        """Move prefilled rows to the batch, if they ask for tokens. Returns those that joined."""
+        joining = [part for part in parts if part.rows[0].params.max_tokens]
+        for part in parts:
+            if part not in joining:
+                self.retry.attempt(part.rows[0], self.rows.hold, part.rows[0])
         return [
             part
-            for left, part in zip(reversed(range(len(parts))), parts, strict=True)
+            for left, part in zip(reversed(range(len(joining))), joining, strict=True)
             if self.retry.attempt(part.rows[0], self.rows.join, part.rows[0], part.logits, left)
         ]

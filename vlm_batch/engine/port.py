@@ -17,6 +17,10 @@ from vlm_batch.records import Call, DecodeStep, DraftState, Encoded, Graphs, Pro
 Sampler: TypeAlias = Callable[[mx.array, Sequence[SamplingRow]], Sampled]
 
 
+#: ``token ids -> text``
+Decode: TypeAlias = Callable[[Sequence[int]], str]
+
+
 class Family(Protocol):
     """A family's facts (``vlm_batch.registry.ModelSpec``)."""
 
@@ -73,10 +77,24 @@ class DraftModel(Protocol):
 
 @dataclass(frozen=True)
 class AnswerText:
-    """A tokenizer's decoder and end tokens."""
+    """A tokenizer's decoders and end tokens.
 
-    decode: Callable[[Sequence[int]], str] = lambda ids: ""
+    Attributes:
+        decode: leaves special tokens out.
+        decode_all: shows them.
+        decode_usual: does with them what the family's answers need; None: leaves them out.
+    """
+
+    decode: Decode = lambda ids: ""
     eos_token_ids: frozenset[int] = frozenset()
+    decode_all: Decode | None = None
+    decode_usual: Decode | None = None
+
+    def decoder(self, skip_special_tokens: bool | None) -> Decode:
+        """Return the decoder of an answer with this parameter."""
+        if skip_special_tokens is None:
+            return self.decode_usual or self.decode
+        return self.decode if skip_special_tokens else self.decode_all or self.decode
 
 
 NO_TEXT = AnswerText()

@@ -77,9 +77,9 @@ class Facts:
 
 @dataclass(frozen=True)
 class Ending:
-    """The last token of a complete answer."""
+    """The last token of a complete answer; None if the answer has none."""
 
-    token: int
+    token: int | None
     text: str
     logprobs: TokenLogprobs | None
     reason: FinishReason
@@ -299,7 +299,7 @@ class Row:
         cache: PromptCache | None = None,
     ) -> Result:
         answer, facts, scores = self.answer, self.facts, self.answer.prompt_scores
-        is_prefilled = reason != "error" and bool(answer.token_ids)
+        is_prefilled = reason == "length" or (reason != "error" and bool(answer.token_ids))
         return Result(
             request_id=self.request_id,
             text=answer.text,
@@ -330,7 +330,7 @@ class Row:
 
 def new_answer(params: SamplingParams, text: AnswerText = NO_TEXT) -> Answer:
     return Answer(
-        Detokenizer(text.decode),
+        Detokenizer(text.decoder(params.skip_special_tokens)),
         StopStrings(params.stop) if params.stop else None,
         params.max_tokens,
         end_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else text.eos_token_ids),

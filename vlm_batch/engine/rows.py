@@ -75,6 +75,12 @@ class Rows:
         self.waiting.memory.learn(caches, row.facts.length + row.answer.num_fed)
         self.batch.join(row, caches, others)
 
+    def hold(self, row: Row) -> None:
+        """Free the place and caches of a prefilled row that asks for no token. It ends once its work was read."""
+        row.answer.ending = Ending(None, "", None, "length", None)
+        row.prompt = Prompt()
+        self.prefilling.pop(row.request_id, None)
+
     def park(self, row: Row, logits: mx.array) -> None:
         """Preempt a decoding row, with its caches and the logits (1, V) of its last forward."""
         group = self.batch.of(row)
@@ -100,6 +106,7 @@ class Rows:
     def finish(self, row: Row, ending: Ending) -> None:
         """End a complete row. Raises if the user's cache cannot be saved."""
         row.answer.ending = ending
+        row.clock.first_token = row.clock.first_token or time.perf_counter()  # of an answer without tokens: its end
         self.leave(row)
         cache = self._reuse.end(row)
         result = row.result(ending.reason, ending.stop_reason, cache=cache)

@@ -132,7 +132,7 @@ class Runner:
                 )
             answer.prompt_scores = self._scores(params.prompt_logprobs, encoded)
         context = self.adapter.max_context
-        check_length(encoded.length, context, self._max_prompt_tokens)
+        check_length(encoded.length, context, self._max_prompt_tokens, least=min(1, params.max_tokens))
         prompt.is_shared = answer.prompt_scores is None and self._shapes.shares(encoded)
         prompt.inputs, prompt.encoded, prompt.prefilled = None, encoded, cached
         row.facts = Facts(
@@ -299,11 +299,11 @@ def picture_bytes(row: Row) -> int:
     return row.prompt.nbytes if row.image_sizes or row.video_sizes or row.audio_seconds else 0
 
 
-def check_length(prompt: int, context: int | None, limit: int | None) -> None:
-    """Raise PromptTooLong."""
+def check_length(prompt: int, context: int | None, limit: int | None, *, least: int = 1) -> None:
+    """Raise PromptTooLong. ``least``: fewest tokens of the answer."""
     if limit is not None and prompt > limit:
         raise PromptTooLong(
             f"the prompt has {prompt} tokens (pictures included); {limit} are taken", advice=" (Limits.prompt_tokens)"
         )
-    if context is not None and prompt >= context:
+    if context is not None and prompt + least > context:
         raise PromptTooLong(f"the prompt has {prompt} tokens (pictures included); the model's context holds {context}")

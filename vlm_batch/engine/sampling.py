@@ -63,6 +63,7 @@ class _Arrays:
     words: mx.array | None = None  # (B, L) longer bad words without their last token, padded on the left with -1
     lengths: mx.array | None = None  # (B,) of ``words``
     lasts: mx.array | None = None  # (B,) their last tokens
+    may_repeat: mx.array | None = None  # ids that ``no_repeat_ngrams`` leaves alone
 
     @classmethod
     def of(cls, params: SamplingParams, bad_words: Sequence[Sequence[int]], size: int) -> _Arrays:
@@ -76,6 +77,9 @@ class _Arrays:
             _check_within("allowed_token_ids", params.allowed_token_ids, size)
             made["allowed"] = mx.zeros((size,), dtype=mx.bool_)
             made["allowed"][mx.array(list(params.allowed_token_ids))] = True
+        if params.whitelist_token_ids:
+            _check_within("whitelist_token_ids", params.whitelist_token_ids, size)
+            made["may_repeat"] = mx.array(list(params.whitelist_token_ids))
         known = [tuple(word) for word in bad_words if word[-1] < size]
         if single := [word[0] for word in known if len(word) == 1]:
             made["single"] = mx.array(single)
@@ -155,6 +159,31 @@ def processors(logits: mx.array, row: SamplingRow) -> mx.array:
     return logits
 
 
+def no_repeat_ngrams(logits: mx.array, row: SamplingRow) -> mx.array:
+    """Exclude tokens that would complete a sequence of the answer's last ``window_size`` tokens once more.
+
+    As in vLLM's processor for DeepSeek-OCR. Without a window it is transformers' NoRepeatNGramLogitsProcessor over the
+    answer; both know lists of tokens, and here the last token may not be computed yet.
+    """
+    params, size = row.params, logits.shape[-1]
+    count = params.no_repeat_ngram_size
+    if row.history is None or row.step < count:
+        return logits
+    answer = row.history[row.history.shape[0] - row.step :]  # (T,)
+    prefix = answer[row.step - count + 1 :]  # (N - 1,)
+    seen = answer if params.window_size is None else answer[-params.window_size :]
+    num_ngrams = seen.shape[0] - count + 1  # W
+    begins = mx.as_strided(seen, (num_ngrams, count - 1), (1, 1))
+    ends = seen[count - 1 :]  # (W,)
+    is_repeated = mx.all(begins == prefix, axis=1) & (ends >= 0) & (ends < size)
+    is_banned = mx.zeros((size + 1,), dtype=mx.bool_)  # the last place is for those that are not repeated
+    is_banned[mx.where(is_repeated, ends, size)] = True
+    may_repeat = row.rules.arrays(params, size).may_repeat
+    if may_repeat is not None:
+        is_banned[may_repeat] = False
+    return mx.where(is_banned[:size], -mx.inf, logits)
+
+
 def forbidden(logits: mx.array, row: SamplingRow) -> mx.array:
     """Exclude tokens not allowed, early ends, and last tokens of bad words."""
     params, rules, size = row.params, row.rules, logits.shape[-1]
@@ -177,13 +206,14 @@ def stages_of(params: SamplingParams, rules: RowRules) -> tuple[Stage, ...]:
         count_penalties: params.presence_penalty or params.frequency_penalty,
         biases: params.logit_bias,
         processors: params.logits_processors,
+        no_repeat_ngrams: params.no_repeat_ngram_size,
         forbidden: params.allowed_token_ids is not None or params.min_tokens or rules.bad_words,
     }
     return tuple(stage for stage, is_asked in stages.items() if is_asked)
 
 
 #: Stages that read ``SamplingRow.history``, as bad words do.
-READ_HISTORY: Set[Stage] = frozenset({repetition_penalty, count_penalties, processors})
+READ_HISTORY: Set[Stage] = frozenset({repetition_penalty, count_penalties, processors, no_repeat_ngrams})
 
 
 def process(logits: mx.array, row: SamplingRow) -> mx.array:

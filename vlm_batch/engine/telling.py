@@ -60,8 +60,20 @@ class Telling:
         if live and attempt([], mx.eval, [part.arrays for part in live]) is not None:
             for part in live:
                 self._retry.attempt(part.rows[0], mx.eval, part.arrays)
+        for part in live:
+            row = part.rows[0]
+            if row.answer.ending is not None and row.status is not Status.FINISHED:
+                self._retry.attempt(row, self._end_held, row, row.answer.ending)
         for part in parts:
             part.arrays.clear()  # the next chunk is written into what they are cut out of, if nobody holds them
+
+    def _end_held(self, row: Row, ending: Ending) -> None:
+        """End a row that asks for no token. Raises FloatingPointError."""
+        scores = row.answer.prompt_scores
+        told = () if scores is None else scores.read()
+        if any(one is not None and math.isnan(one.logprob) for one in told):
+            raise FloatingPointError("the prompt's logits are not finite (NaN or infinity): the model overflows on it")
+        self._rows.finish(row, ending)
 
     def _take(
         self, flight: Flight, tokens: Sequence[int], highest: Sequence[float], logprobs: Mapping[int, TokenLogprobs]
@@ -175,6 +187,7 @@ def _no_token(row: Row, highest: float) -> Exception:
         params.form: row.answer.guide is not None,
         "allowed_token_ids": params.allowed_token_ids is not None,
         "bad_words": bool(params.bad_words),
+        "no_repeat_ngram_size": bool(params.no_repeat_ngram_size),
         "min_tokens": at <= params.min_tokens,
         "logits_processors": bool(params.logits_processors),
     }

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from threading import Lock
 from typing import Any
 
@@ -135,7 +136,27 @@ class Processing:
         return rendered.count(token) if isinstance(token, str) and token else None
 
     def decode(self, token_ids: Sequence[int]) -> str:
+        """Return a text without special tokens."""
         return str(self._decoder.decode(list(token_ids), skip_special_tokens=True)) if len(token_ids) else ""
+
+    def decode_all(self, token_ids: Sequence[int]) -> str:
+        """Return a text with its special tokens."""
+        return str(self._decoder.decode(list(token_ids), skip_special_tokens=False)) if len(token_ids) else ""
+
+    def decode_content(self, token_ids: Sequence[int]) -> str:
+        """Return a text with all special tokens but those that begin, end and pad sequences."""
+        return self.decode_all([token for token in token_ids if token not in self._around])
+
+    @cached_property
+    def _around(self) -> frozenset[int]:
+        names = ("bos_token_id", "eos_token_id", "pad_token_id")
+        ids = {getattr(self.tokenizer, name, None) for name in names}
+        return frozenset({token for token in ids if token is not None} | set(self.eos_token_ids))
+
+    def has_special(self, word: str) -> bool:
+        """Return whether a word is a special token of the tokenizer, which ``decode`` leaves out."""
+        added = (getattr(self.tokenizer, "added_tokens_decoder", None) or {}).values()
+        return any(one.special and one.content == word for one in added)
 
     def ids_of(self, text: str) -> tuple[int, ...]:
         with self._encoder_lock:

@@ -42,6 +42,7 @@ from vlm_batch.loading.exactness import fixed_shapes
 from vlm_batch.models import families, package_of, spec_for
 from vlm_batch.models._refused import ONE_AT_A_TIME, REFUSED
 from vlm_batch.policy import POLICIES, Policy, policy_of
+from vlm_batch.registry import ModelSpec
 from vlm_batch.runtime.blas import narrow_kernels
 from vlm_batch.runtime.device import Device, device
 from vlm_batch.runtime.memory import free_bytes
@@ -112,7 +113,7 @@ def make_engine(model: nn.Module, processor: Any, options: EngineOptions) -> Eng
     processing = Processing(processor, model.config, adapter.video_sampling)
     generator = BatchGenerator(
         adapter,
-        text=AnswerText(processing.decode, frozenset(processing.eos_token_ids)),
+        text=_answer_text(processing, adapter.spec),
         policy=policy,
         reuse=reuse,
         kv=options.kv,
@@ -131,6 +132,16 @@ def make_engine(model: nn.Module, processor: Any, options: EngineOptions) -> Eng
     )
     return Engine(
         EngineLoop(generator, Loaders(preparer.prepare, preparer.compiled), warm_up=options.warm_up), preparer
+    )
+
+
+def _answer_text(processing: Processing, spec: ModelSpec) -> AnswerText:
+    is_shown = any(processing.has_special(word) for word, _ in spec.special_tokens)
+    return AnswerText(
+        processing.decode,
+        frozenset(processing.eos_token_ids),
+        decode_all=processing.decode_all,
+        decode_usual=processing.decode_content if is_shown else None,
     )
 
 

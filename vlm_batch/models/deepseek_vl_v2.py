@@ -17,6 +17,13 @@ from vlm_batch.registry import ModelSpec, register
     ModelSpec(
         family="deepseek_vl_v2",
         model_types=("deepseek_vl_v2",),
+        special_tokens=(
+            (
+                "<|det|>",
+                "grounding is <|ref|>name<|/ref|><|det|>[[x1, y1, x2, y2]]<|/det|>; the authors' inference.py "
+                "decodes with skip_special_tokens=False",
+            ),
+        ),
         notes=(
             "experts chosen with a correction bias (noaux_tc) are chosen by score and bias, for each token of each row, "
             "as in DeepSeek's code and mlx-vlm's deepseekocr; mlx-vlm's deepseek_vl_v2 leaves the bias out and mixes "

@@ -48,7 +48,19 @@ class SamOCR(MaskedPlaces):
 
 
 @register(
-    ModelSpec(family="deepseekocr", model_types=("deepseekocr",), multi_image=False, notes=(*SamOCR.notes, *_CLIP))
+    ModelSpec(
+        family="deepseekocr",
+        model_types=("deepseekocr",),
+        special_tokens=(
+            (
+                "<|det|>",
+                "grounding is <|ref|>name<|/ref|><|det|>[[x1, y1, x2, y2]]<|/det|>, cells are <td>; the authors "
+                "decode with skip_special_tokens=False (run_dpsk_ocr_image.py, vLLM's recipe)",
+            ),
+        ),
+        multi_image=False,
+        notes=(*SamOCR.notes, *_CLIP),
+    )
 )
 class DeepseekOCR(SamOCR):
     """One picture a request: mlx-vlm seeks the second elsewhere (deepseekocr.py:295)."""

@@ -17,6 +17,7 @@ from vlm_batch.registry import ModelSpec, register
     ModelSpec(
         family="deepseekocr_2",
         model_types=("deepseekocr_2",),
+        special_tokens=(("<|det|>", "as deepseekocr"),),
         multi_image=False,
         notes=SamOCR.notes,
     )

@@ -18,6 +18,13 @@ from vlm_batch.registry import ModelSpec, register
     ModelSpec(
         family="florence2",
         model_types=("florence2",),
+        special_tokens=(
+            (
+                "<loc_0>",
+                "boxes are <loc_0> to <loc_999>; the model card and transformers' documentation decode with "
+                "skip_special_tokens=False before post_process_generation",
+            ),
+        ),
         no_prefix_reuse="its encoder sees the whole prompt",
         multi_image=False,
         chunked_prefill=False,

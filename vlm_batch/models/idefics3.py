@@ -13,7 +13,23 @@ from vlm_batch.errors import InvalidPrompt
 from vlm_batch.registry import ModelSpec, register
 
 
-@register(ModelSpec(family="idefics3", model_types=("idefics3",)))
+@register(
+    ModelSpec(
+        family="idefics3",
+        model_types=("idefics3",),
+        special_tokens=(
+            (
+                "<doctag>",
+                "granite-docling and SmolDocling answer in DocTags, decoded with skip_special_tokens=False (model "
+                "cards; docling 2.143, vlm_model_specs.py)",
+            ),
+            (
+                "<formula>",
+                "CodeFormulaV2 is decoded with skip_special_tokens=False (docling 2.143, code_formula_vlm_model.py)",
+            ),
+        ),
+    )
+)
 class Idefics3(GraphedSteps):
     embeddings = "embed_tokens"
     last_hidden = "norm"

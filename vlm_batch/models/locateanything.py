@@ -18,6 +18,13 @@ from vlm_batch.registry import ModelSpec, register
     ModelSpec(
         family="locateanything",
         model_types=("locateanything",),
+        special_tokens=(
+            (
+                "<box>",
+                "boxes are <box><x1><y1><x2><y2></box>, parsed from the answer's text (NVlabs/Eagle, "
+                "locateanything_worker.py)",
+            ),
+        ),
         notes=(
             "answers are decoded a token at a time; mlx-vlm can decode boxes in blocks, too (pbd.py)",
             "positions are resized by PyTorch's rule, as for kimi_k25",

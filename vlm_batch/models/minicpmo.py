@@ -22,6 +22,13 @@ from vlm_batch.registry import ModelSpec, register
     ModelSpec(
         family="minicpmo",
         model_types=("minicpmo",),
+        special_tokens=(
+            (
+                "<box>",
+                "grounding is <ref>name</ref><box>x1 y1 x2 y2</box>; the published _decode_text leaves out the "
+                "end token alone (modeling_minicpmo.py)",
+            ),
+        ),
         audio=True,
         notes=(
             "positions travel with the row; mlx-vlm keeps the last request's on the model (minicpmo.py, "

@@ -176,6 +176,13 @@ class PooledLayers(RememberingBatchTower):
     ModelSpec(
         family="molmo_point",
         model_types=("molmo_point",),
+        special_tokens=(
+            (
+                "<POINT_0>",
+                "points are <POINT_...>; the model card decodes with skip_special_tokens=False before "
+                "extract_image_points",
+            ),
+        ),
         notes=(
             "a row has its own points and the places that it can point at; mlx-vlm keeps those of the last picture on the "
             "model, for a text that follows, too (molmo_point.py:624)",

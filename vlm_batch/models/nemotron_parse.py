@@ -21,6 +21,13 @@ from vlm_batch.registry import ModelSpec, register
     ModelSpec(
         family="nemotron_parse",
         model_types=("nemotron_parse",),
+        special_tokens=(
+            (
+                "<predict_bbox>",
+                "regions are <x_...><y_...>text<x_...><y_...><class_...>; docling 2.143 asks vLLM for "
+                "skip_special_tokens=False (stage_model_specs.py); elsewhere only <s> and </s> are special",
+            ),
+        ),
         no_prefix_reuse="its decoder has the whole picture before it from the first token on",
         multi_image=False,
         notes=(

@@ -17,6 +17,13 @@ from vlm_batch.registry import ModelSpec, register
     ModelSpec(
         family="paddleocr_vl",
         model_types=("paddleocr_vl",),
+        special_tokens=(
+            (
+                "<|LOC_0|>",
+                "spotting answers <|LOC_0|> to <|LOC_1000|>; PaddleX 3.7.2 decodes with skip_special_tokens=False "
+                "where it spots (pipelines/paddleocr_vl/pipeline.py)",
+            ),
+        ),
         notes=(
             "positions travel with the row: mlx-vlm keeps the last request's on the model "
             "(paddleocr_vl/paddleocr_vl.py:67) and counts text positions from the second chunk on (language.py:424)",

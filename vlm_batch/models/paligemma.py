@@ -25,6 +25,14 @@ class LastStates(RememberingBatchTower):
     ModelSpec(
         family="paligemma",
         model_types=("paligemma",),
+        special_tokens=(
+            (
+                "<loc0000>",
+                "boxes are <loc0000> to <loc1023>, masks <seg000> to <seg127>, parts of the answer's text "
+                "(big_vision, README of PaliGemma); ordinary tokens in the published tokenizer, special ones in "
+                "some copies",
+            ),
+        ),
         chunked_prefill=False,
         notes=(
             "a prompt is one chunk: its tokens attend to each other both ways",

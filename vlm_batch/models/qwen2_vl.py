@@ -26,7 +26,22 @@ _FRAMES = (
 )
 
 
-@register(ModelSpec(family="qwen2_vl", model_types=("qwen2_vl",), video=True, notes=(_BOTH, _FRAMES)))
+@register(
+    ModelSpec(
+        family="qwen2_vl",
+        model_types=("qwen2_vl",),
+        special_tokens=(
+            (
+                "<|ref_start|>",
+                "MinerU 2.5 answers <|box_start|>x1 y1 x2 y2<|box_end|><|ref_start|>kind<|ref_end|>; "
+                "mineru-vl-utils 2.0.7 decodes with skip_special_tokens=False (transformers_client.py). "
+                "Qwen2-VL's own tokenizer has no such token",
+            ),
+        ),
+        video=True,
+        notes=(_BOTH, _FRAMES),
+    )
+)
 class Qwen2VL(GraphedSteps, MRoPEAdapter):
     are_compared = True
     patches = patching(

@@ -8,6 +8,13 @@ from vlm_batch.registry import ModelSpec, register
     ModelSpec(
         family="smolvlm",
         model_types=("smolvlm",),
+        special_tokens=(
+            (
+                "<doctag>",
+                "SmolDocling answers in DocTags, decoded with skip_special_tokens=False (model card; docling "
+                "2.143, vlm_model_specs.py)",
+            ),
+        ),
         no_video="mlx-vlm's processor takes frames for pictures, without the words and times that the published one puts "
         "between them (processing_smolvlm.py:161)",
     )

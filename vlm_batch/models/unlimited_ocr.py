@@ -20,6 +20,13 @@ from vlm_batch.registry import ModelSpec, register
     ModelSpec(
         family="unlimited_ocr",
         model_types=("unlimited_ocr",),
+        special_tokens=(
+            (
+                "<|det|>",
+                "as deepseekocr; docling 2.143 asks for skip_special_tokens=False, or the page comes back as flat "
+                "text (stage_model_specs.py)",
+            ),
+        ),
         notes=(
             "all of the prompt stays in sight, beside the last tokens of the answer: mlx-vlm takes the first single "
             "token that it runs for the answer's, which is the prompt's last (unlimited_ocr/language.py:38)",
