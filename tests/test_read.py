@@ -11,10 +11,11 @@ import pypdfium2
 import pytest
 from PIL import Image
 
+from tests import read_page
 from vlm_batch.cli import main as cli
 from vlm_batch.jobs.documents import PAGES, is_loop, names_of
 from vlm_batch.jobs.pages import PageRange
-from vlm_batch.jobs.publishers import PUBLISHERS, TASKS, publisher_of
+from vlm_batch.jobs.publishers import PUBLISHERS, TASKS, Publisher, publisher_of
 from vlm_batch.jobs.rows import InvalidJob
 from vlm_batch.types import Request, Result, SamplingParams
 
@@ -191,6 +192,11 @@ def test_ranges_of_pages() -> None:
             PageRange.parse(wrong)
 
 
+def test_the_page_lists_what_publishers_ask() -> None:
+    page = read_page.PAGE.read_text(encoding="utf-8")
+    assert page == read_page.render(page), "run python -m tests.read_page"
+
+
 def test_publishers_are_found_by_names_paths_and_types() -> None:
     def named(model: str, model_type: str | None = None) -> str:
         found = publisher_of(model, model_type)
@@ -204,10 +210,7 @@ def test_publishers_are_found_by_names_paths_and_types() -> None:
 
 
 @pytest.mark.parametrize("publisher", PUBLISHERS, ids=lambda one: one.models[0])
-def test_publishers_settings_are_ours(publisher: object) -> None:
-    from vlm_batch.jobs.publishers import Publisher
-
-    assert isinstance(publisher, Publisher)
+def test_publishers_settings_are_ours(publisher: Publisher) -> None:
     params = SamplingParams(**publisher.params)
     SamplingParams(**{**vars(params), **publisher.again})
     assert set(publisher.prompts) <= set(TASKS)

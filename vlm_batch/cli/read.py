@@ -92,7 +92,6 @@ def run(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
                 force=args.force,
                 retry_errors=args.retry_errors,
                 keeps_samples=args.report is not None,
-                again=_Again(publisher),
                 watch=view,
             )
     except CannotWrite as error:
@@ -147,7 +146,7 @@ def _questions(args: argparse.Namespace, publisher: Publisher | None) -> Questio
     params = SamplingParams(**{"max_tokens": MAX_TOKENS, **published, **said})
     # Braces of a publisher's prompt are no columns. A page that is asked alone has a chat of its own (``_PagesAlone``).
     text = prompt.replace("{", "{{").replace("}", "}}")
-    return Questions((text or "(the page alone)",), args.system, params)
+    return Questions((text or "(the page alone)",), args.system, params, again=_Again(publisher))
 
 
 def _how_it_asks(args: argparse.Namespace, publisher: Publisher | None) -> str:
@@ -248,25 +247,46 @@ def add_read(parser: argparse.ArgumentParser) -> None:
         help="where the texts go, one a document; pages.jsonl there has each page's answer",
     )
     add_model(parser)
-    asking = parser.add_argument_group("what is asked")
-    asking.add_argument(
+    _add_asking(parser.add_argument_group("what is asked"))
+    _add_reading(parser.add_argument_group("what is read"))
+    _add_sampling(parser.add_argument_group("sampling (defaults: the publisher's)"))
+    add_batcher(parser.add_argument_group("the batch and its memory"))
+    _add_writing(parser.add_argument_group("what is written"))
+    parser.add_argument(
+        "--max-errors",
+        type=at_least(0),
+        default=0,
+        metavar="N",
+        help="exit with 0 if no more than N pages fail (default: 0)",
+    )
+    lines = parser.add_mutually_exclusive_group()
+    lines.add_argument("--quiet", action="store_true", help="show no line for each page")
+    lines.add_argument("--verbose", action="store_true", help="show a line for each page, however many there are")
+
+
+def _add_asking(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
         "--task", choices=TASKS, help="what is wanted of a page (default: what the model's publisher asks first)"
     )
-    asking.add_argument("--prompt", metavar="TEXT", help="a question in the place of the publisher's")
-    asking.add_argument("--prompt-file", metavar="FILE", help="likewise, from a file")
-    asking.add_argument("--system", metavar="TEXT", help="the system prompt")
-    reading = parser.add_argument_group("what is read")
-    reading.add_argument("--pages", type=_pages, metavar="RANGES", help="only these of each document, as 1-20,35")
-    reading.add_argument(
+    group.add_argument("--prompt", metavar="TEXT", help="a question in the place of the publisher's")
+    group.add_argument("--prompt-file", metavar="FILE", help="likewise, from a file")
+    group.add_argument("--system", metavar="TEXT", help="the system prompt")
+
+
+def _add_reading(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--pages", type=_pages, metavar="RANGES", help="only these of each document, as 1-20,35")
+    group.add_argument(
         "--dpi", type=at_least(1), metavar="N", help=f"of PDF pages (default: the publisher's size, or {DEFAULT_DPI})"
     )
-    reading.add_argument(
+    group.add_argument(
         "--recursive",
         action=argparse.BooleanOptionalAction,
         default=True,
         help="look into folders in folders (default: yes)",
     )
-    sampling = parser.add_argument_group("sampling (defaults: the publisher's)")
+
+
+def _add_sampling(group: argparse._ArgumentGroup) -> None:
     for option, kind, metavar, said in (
         ("--max-tokens", at_least(1), "N", f"longest answer of a page (default: {MAX_TOKENS})"),
         ("--temperature", float, "T", "0 is greedy"),
@@ -274,16 +294,17 @@ def add_read(parser: argparse.ArgumentParser) -> None:
         ("--no-repeat-ngram-size", at_least(0), "N", "no N tokens come twice; 0 is off"),
         ("--seed", int, "N", "makes sampled answers reproducible"),
     ):
-        sampling.add_argument(option, type=kind, default=None, metavar=metavar, help=said)
-    add_batcher(parser.add_argument_group("the batch and its memory"))
-    writing = parser.add_argument_group("what is written")
-    writing.add_argument(
+        group.add_argument(option, type=kind, default=None, metavar=metavar, help=said)
+
+
+def _add_writing(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
         "--form",
         choices=DOCUMENT_FORMS,
         default="md",
         help="Markdown, plain text, or JSON with each page (default: md)",
     )
-    writing.add_argument(
+    group.add_argument(
         "--marks",
         action=argparse.BooleanOptionalAction,
         default=True,
@@ -295,18 +316,8 @@ def add_read(parser: argparse.ArgumentParser) -> None:
         ("--retry-errors", "go on, and ask pages again that failed"),
         ("--force", "with --resume: also with other settings than the first run's"),
     ):
-        writing.add_argument(option, action="store_true", help=said)
-    writing.add_argument("--report", metavar="FILE", help="a page (HTML, offline) with figures, failures and a sample")
-    parser.add_argument(
-        "--max-errors",
-        type=at_least(0),
-        default=0,
-        metavar="N",
-        help="exit with 0 if no more than N pages fail (default: 0)",
-    )
-    lines = parser.add_mutually_exclusive_group()
-    lines.add_argument("--quiet", action="store_true", help="show no line for each page")
-    lines.add_argument("--verbose", action="store_true", help="show a line for each page, however many there are")
+        group.add_argument(option, action="store_true", help=said)
+    group.add_argument("--report", metavar="FILE", help="a page (HTML, offline) with figures, failures and a sample")
 
 
 def _pages(text: str) -> PageRange:

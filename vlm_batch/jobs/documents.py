@@ -60,7 +60,7 @@ class _Document:
 
 @dataclass(frozen=True)
 class Lacking:
-    """What a written document lacks."""
+    """The pages that a written document lacks, and those that loop."""
 
     document: str
     failed: tuple[int | None, ...]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from PIL import Image
+from PIL import Image, ImageSequence
 
 from vlm_batch.errors import InvalidImage
 from vlm_batch.inputs.images import DEFAULT_MAX_PIXELS
@@ -102,7 +102,7 @@ class TiffPages(SourceFile):
 
 def num_frames(path: str) -> int:
     with Image.open(path) as picture:
-        return getattr(picture, "n_frames", 1)  # formats without frames lack it
+        return sum(1 for _ in ImageSequence.Iterator(picture))
 
 
 def read_frame(path: str, number: int) -> tuple[ImageInput, ...]:

@@ -1,4 +1,4 @@
-"""What publishers of document models ask, by task, with their settings.
+"""Prompts of document models' publishers, by task, with their settings.
 
 Prompts and numbers are the publishers' own; ``source`` says where they stand.
 """
@@ -84,7 +84,7 @@ _DEEPSEEK_PROMPTS = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True)
 class Publisher:
-    """How a publisher has its models asked about pages.
+    """A publisher's way to ask its models about pages.
 
     Attributes:
         models: What its models' names hold, in lower case, letters and digits alone.

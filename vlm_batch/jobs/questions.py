@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from vlm_batch.jobs.cells import did_you_mean
 from vlm_batch.jobs.rows import InvalidJob, Row
-from vlm_batch.types import ImageInput, Message, Request, SamplingParams, Template
+from vlm_batch.types import ImageInput, Message, Request, Result, SamplingParams, Template
 
 DEFAULT_PROMPT = "describe the picture"
 #: ``{{``, ``}}``, or ``{name}`` with a name that JSON cannot look like.
@@ -79,12 +79,14 @@ class Questions:
     """Asked about each row that has no prompt or messages of its own; a row's params override ``params``.
 
     Several prompts add "#1", "#2", ... to the row's id. ``enable_thinking=None`` leaves thinking to the chat template.
+    ``again`` returns the item to ask once more, or None where the answer will do; the second answer is stored.
     """
 
     prompts: tuple[str, ...] = (DEFAULT_PROMPT,)
     system: str | None = None
     params: SamplingParams = field(default_factory=SamplingParams)
     enable_thinking: bool | None = None
+    again: Callable[[Item, Result], Item | None] = lambda item, result: None
 
     def __post_init__(self) -> None:
         if not self.prompts or not all(prompt.strip() for prompt in self.prompts):

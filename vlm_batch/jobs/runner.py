@@ -39,8 +39,6 @@ class Counting(Protocol):
 
 
 OpenBatcher = Callable[[], AbstractContextManager[Batcher]]
-#: The item to ask once more, or None where the answer will do.
-Again = Callable[[Item, Result], "Item | None"]
 
 
 class Watch:
@@ -70,7 +68,6 @@ def run(
     overwrite: bool = False,
     force: bool = False,
     keeps_samples: bool = False,
-    again: Again | None = None,
     watch: Watch | None = None,
 ) -> Summary:
     """Answer sources' rows into a sink, in bounded memory; an interrupt ends the job, and keeps its answers.
@@ -82,7 +79,6 @@ def run(
         resume: Continue an earlier run's output; ``retry_errors`` also asks failed rows again.
         overwrite: Replace the output; ``force`` resumes it despite other settings.
         keeps_samples: Collect sample answers for a report.
-        again: Which answers are asked once more, and how; the second one is stored.
 
     Raises:
         InvalidJob: The job cannot begin as asked; nothing was changed.
@@ -113,7 +109,7 @@ def run(
             try:
                 if ready is not None:
                     asked_before = [done] if retry_errors else [done, failed]
-                    _stream(job, ready, summary, watch, lambda item: any(item.id in ids for ids in asked_before), again)
+                    _stream(job, ready, summary, watch, lambda item: any(item.id in ids for ids in asked_before))
                 sink.finish()
             finally:
                 sink.close()
@@ -128,14 +124,7 @@ def _check_apart(sources: Sequence[Source], sink: Sink) -> None:
             raise InvalidJob(f"{sink.name} is read by this job; its answers need a file of their own")
 
 
-def _stream(
-    job: Job,
-    batcher: Batcher,
-    summary: Summary,
-    watch: Watch,
-    is_done: Callable[[Item], bool],
-    again: Again | None,
-) -> None:
+def _stream(job: Job, batcher: Batcher, summary: Summary, watch: Watch, is_done: Callable[[Item], bool]) -> None:
     """Ask the questions that are left, then those whose answers are asked for again."""
     alive: dict[str, Item] = {}
     second: list[Item] = []
@@ -146,7 +135,7 @@ def _stream(
         if result.finish_reason == "cancelled":  # not answered: the next run asks it
             return
         result = with_form(item.params, result)
-        further = again(item, result) if again is not None and item.attempt == 1 else None
+        further = job.questions.again(item, result) if item.attempt == 1 else None
         if further is not None:
             second.append(replace(further, attempt=2))
             return

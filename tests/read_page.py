@@ -1,0 +1,28 @@
+"""Writes docs/read-documents.md's table of publishers: ``python -m tests.read_page``."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from vlm_batch.jobs.publishers import PUBLISHERS, Publisher
+
+PAGE = Path(__file__).parent.parent / "docs" / "read-documents.md"
+_PLACE = re.compile(r"(<!-- publishers -->\n).*?(<!-- /publishers -->)", re.DOTALL)
+_HEAD = "| models whose names hold | tasks, the default first | settings | source |\n|---|---|---|---|\n"
+
+
+def render(page: str) -> str:
+    rows = "".join(map(_row, PUBLISHERS))
+    return _PLACE.sub(lambda match: f"{match[1]}{_HEAD}{rows}{match[2]}", page)
+
+
+def _row(publisher: Publisher) -> str:
+    settings = [f"{name} {value}" for name, value in publisher.params.items()]
+    if publisher.longest is not None:
+        settings.append(f"{publisher.longest} pixels on the longest side")
+    return f"| {', '.join(publisher.models)} | {', '.join(publisher.prompts)} | {', '.join(settings)} | {publisher.source} |\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
