@@ -209,23 +209,25 @@ def test_a_scored_prompt_that_is_cancelled_ends(batcher: VLMBatcher) -> None:
 
 def test_a_scored_prompt_whose_work_fails_at_its_end_begins_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory may run out when work is waited for: the prompt is read once more, and ends with its last chunk."""
-    right = answers("qwen2_vl", {TEXT: SCORED})[TEXT]
-    engine = BatchGenerator(shared_adapter("qwen2_vl"), policy=settings_for(max_rows=4, idle_budget=8))
-    engine.insert(TEXT, as_mlx(inputs_of("qwen2_vl", TEXT)), SCORED)
+    long = "text:5:160"
+    right = answers("qwen2_vl", {long: SCORED})[long]
+    engine = BatchGenerator(shared_adapter("qwen2_vl"), policy=settings_for(max_rows=4, idle_budget=8, slack=0))
+    engine.insert(long, as_mlx(inputs_of("qwen2_vl", long)), SCORED)
     evaluate, left = mx.eval, [2]  # the parts together, and then each alone
 
     def failing(*arrays: Any) -> None:
-        row = engine.rows.by_id.get(TEXT)
-        if left[0] and row is not None and row.is_held:
+        row = engine.rows.by_id.get(long)
+        if left[0] and row is not None and row.is_only_read:
             left[0] -= 1
             raise MemoryError("a test")
         evaluate(*arrays)
 
     monkeypatch.setattr("vlm_batch.engine.telling.mx.eval", failing)
-    events = []
+    events, prefilled = [], []
     while engine.has_work:
         events += engine.step()
+        prefilled += [row.prompt.prefilled for row in engine.rows.prefilling.values()]
     (result,) = [event.result for event in events if event.result is not None]
     assert left == [0]
-    assert engine.retry.num_recomputed == 1
+    assert prefilled.count(8) == 2
     assert apart(values(result), values(right)) <= TOLERANCE
