@@ -135,6 +135,10 @@ def test_openai_batch_lines(folder: Path) -> None:
         ({"response_format": {"type": "text"}, "stream": False}, SamplingParams()),
         ({"logit_bias": {"17": -5}, "n": 2}, SamplingParams(logit_bias={17: -5.0}, n=2)),
         ({"logprobs": True, "top_logprobs": 3}, SamplingParams(logprobs=3)),
+        (
+            {"skip_special_tokens": False, "no_repeat_ngram_size": 30, "window_size": 90, "bad_words": ["x"]},
+            SamplingParams(skip_special_tokens=False, no_repeat_ngram_size=30, window_size=90, bad_words=["x"]),
+        ),
         ({"logprobs": True}, SamplingParams(logprobs=0)),
         ({"presence_penalty": 0.5, "frequency_penalty": 1}, SamplingParams(presence_penalty=0.5, frequency_penalty=1)),
         ({"response_format": {"type": "json_schema"}}, "response_format is text, json_object, or json_schema"),

@@ -59,7 +59,9 @@ def test_what_transformers_excludes(size: int) -> None:
     assert hits > 3
 
 
-@pytest.mark.parametrize("case", json.loads(RECORDED.read_text()), ids=lambda case: f"{case['source']} {case['settings']}")
+@pytest.mark.parametrize(
+    "case", json.loads(RECORDED.read_text()), ids=lambda case: f"{case['source']} {case['settings']}"
+)
 def test_what_published_processors_exclude(case: dict[str, Any]) -> None:
     """DeepSeek-OCR's, with its window and its white list, and MinerU's (``tests/references/ngrams.py``)."""
     found = [banned(case["history"][:end], **case["settings"]) for end in range(len(case["banned"]))]

@@ -12,12 +12,13 @@ import pytest
 
 from tests.harness import TOLERANCE, every_family, inputs_of, settings_for, shared_adapter
 from tests.zoo import family as tiny_family
-from vlm_batch import InvalidRequest, Request, Result, SamplingParams, VLMBatcher
+from vlm_batch import InvalidRequest, PromptTooLong, Request, Result, SamplingParams, VLMBatcher
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.arrays import as_mlx
 from vlm_batch.assets import default_checkpoint, sample_images
 from vlm_batch.engine import logprobs
 from vlm_batch.engine.generator import BatchGenerator
+from vlm_batch.errors import InvalidParameters
 
 TEXT, PICTURE = "text:5:26", "image:1:0"
 ASKED = SamplingParams(prompt_logprobs=3, max_tokens=2, ignore_eos=True)
@@ -124,3 +125,109 @@ def test_logits_of_no_more_than_so_many_positions_are_held() -> None:
     last = scores.read()[3]
     assert last is not None
     assert math.isclose(last.logprob, -math.log(5), rel_tol=1e-6)
+
+
+SCORED = SamplingParams(prompt_logprobs=3, max_tokens=0)
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "gemma3", "falcon_h1", "mllama"])
+@pytest.mark.parametrize("budget", [8, 512])
+def test_a_prompt_is_scored_without_an_answer(name: str, budget: int) -> None:
+    """Beside rows that answer, in chunks and whole: the numbers of a request that answers."""
+    plain = SamplingParams(max_tokens=9, ignore_eos=True)
+    asked = {TEXT: SCORED, PICTURE: SCORED, "text:4:9": plain, "image:2:1": plain, "text:3:7": plain}
+    found = answers(name, asked, prefill_budget=budget)
+    right = answers(name, {TEXT: ASKED, PICTURE: ASKED, "text:4:9": plain, "image:2:1": plain}, prefill_budget=budget)
+    for key in (TEXT, PICTURE):
+        result = found[key]
+        assert apart(values(result), values(right[key])) <= TOLERANCE
+        assert (result.text, result.token_ids, result.finish_reason, result.logprobs) == ("", (), "length", None)
+        assert result.usage.completion_tokens == 0
+        assert result.usage.prompt_tokens == len(result.prompt_logprobs or ())
+        assert 0 < result.timings.prefill
+        assert result.timings.ttft <= result.timings.total
+    for key in ("text:4:9", "image:2:1"):
+        assert found[key].token_ids == right[key].token_ids
+    assert len(found["text:3:7"].token_ids) == 9
+
+
+def test_many_are_scored_beside_answers(batcher: VLMBatcher) -> None:
+    """A harness sends a beginning with each of its endings; answers go on meanwhile, and each handle ends."""
+    prompts = [f"count to {number}" for number in range(2, 10)]
+    scored = [batcher.submit(prompt=prompt, params=SCORED) for prompt in prompts * 4]
+    spoken = batcher.submit(prompt="count to 9")
+    assert spoken.result(timeout=60).text == "1 2 3 4 5 6 7 8 9"
+    results = [handle.result(timeout=60) for handle in scored]
+    assert list(batcher.submit(prompt="count to 9", params=SCORED)) == []  # no pieces
+    for one, other in zip(results[:8], results[8:16], strict=True):
+        assert apart(values(one), values(other)) <= TOLERANCE
+    stats = batcher.stats()
+    assert (stats.prefilling, stats.decoding, stats.waiting) == (0, 0, 0)
+    assert batcher.stats().finished == len(results) + 2
+
+
+def test_what_max_tokens_0_does_not_go_with() -> None:
+    with pytest.raises(InvalidParameters, match="max_tokens is 0"):
+        SamplingParams(max_tokens=0)
+    with pytest.raises(InvalidParameters, match="n is 2"):
+        SamplingParams(max_tokens=0, prompt_logprobs=0, n=2)
+    with pytest.raises(InvalidParameters, match="min_tokens is 1"):
+        SamplingParams(max_tokens=0, prompt_logprobs=0, min_tokens=1)
+
+
+def test_a_prompt_may_fill_the_context_if_nothing_is_answered(batcher: VLMBatcher) -> None:
+    context = batcher._preparer.max_context
+    assert context is not None
+    ids = [5 + at % 50 for at in range(context)]
+    whole = batcher.submit(token_ids=ids, params=SCORED).result(timeout=120)
+    assert whole.error is None
+    assert len(whole.prompt_logprobs or ()) == context
+    asks_for_a_token = batcher.submit(token_ids=ids, params=ASKED).result(timeout=120)
+    assert isinstance(asks_for_a_token.exception, PromptTooLong)
+
+
+def test_a_model_that_overflows_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: Any, logits: mx.array, end: int) -> list[mx.array]:
+        return add(self, logits * mx.nan, end)
+
+    add = logprobs.PromptScores.add
+    monkeypatch.setattr(logprobs.PromptScores, "add", broken)
+    found = answers("qwen2_vl", {TEXT: SCORED})[TEXT]
+    assert found.finish_reason == "error"
+    assert found.prompt_logprobs is None
+    assert "the prompt's logits are not finite" in (found.error or "")
+
+
+def test_a_scored_prompt_that_is_cancelled_ends(batcher: VLMBatcher) -> None:
+    handles = [batcher.submit(prompt="count to 9", params=SCORED) for _ in range(20)]
+    for handle in handles[::2]:
+        handle.cancel()
+    reasons = [handle.result(timeout=60).finish_reason for handle in handles]
+    assert set(reasons) <= {"cancelled", "length"}
+    assert reasons[1::2] == ["length"] * 10
+
+
+def test_a_scored_prompt_whose_work_fails_at_its_end_begins_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory may run out when work is waited for: the prompt is read once more, and ends with its last chunk."""
+    long = "text:5:160"
+    right = answers("qwen2_vl", {long: SCORED})[long]
+    engine = BatchGenerator(shared_adapter("qwen2_vl"), policy=settings_for(max_rows=4, idle_budget=8, slack=0))
+    engine.insert(long, as_mlx(inputs_of("qwen2_vl", long)), SCORED)
+    evaluate, left = mx.eval, [2]  # the parts together, and then each alone
+
+    def failing(*arrays: Any) -> None:
+        row = engine.rows.by_id.get(long)
+        if left[0] and row is not None and row.is_only_read:
+            left[0] -= 1
+            raise MemoryError("a test")
+        evaluate(*arrays)
+
+    monkeypatch.setattr("vlm_batch.engine.telling.mx.eval", failing)
+    events, prefilled = [], []
+    while engine.has_work:
+        events += engine.step()
+        prefilled += [row.prompt.prefilled for row in engine.rows.prefilling.values()]
+    (result,) = [event.result for event in events if event.result is not None]
+    assert left == [0]
+    assert prefilled.count(8) == 2
+    assert apart(values(result), values(right)) <= TOLERANCE

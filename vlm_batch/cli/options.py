@@ -108,11 +108,19 @@ def _add_answering(parser: argparse.ArgumentParser) -> None:
         ("--top-k", int, defaults.top_k, "K", "0 is off (default: %(default)s)"),
         ("--min-p", float, defaults.min_p, "P", "0 is off (default: %(default)s)"),
         ("--repetition-penalty", float, defaults.repetition_penalty, "P", "of words that come again; 1 is off"),
+        ("--no-repeat-ngram-size", int, defaults.no_repeat_ngram_size, "N", "no N tokens of an answer twice; 0 is off"),
+        ("--window-size", int, None, "N", "number of last tokens in which they are looked for (default: all)"),
         ("--seed", int, defaults.seed, "N", "makes sampled answers reproducible, whatever the batch"),
     ):
         sampling.add_argument(option, type=kind, default=default, metavar=metavar, help=said)
     sampling.add_argument(
         "--stop", action="append", metavar="TEXT", help="text that ends an answer; several may be given"
+    )
+    sampling.add_argument(
+        "--skip-special-tokens",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="leave special tokens such as <|box_start|> out of answers, or show them (default: as the model needs)",
     )
     sampling.add_argument("--thinking-budget", type=at_least(0), metavar="N", help="most tokens of thinking")
     form = parser.add_argument_group("the form of answers (one at most)")

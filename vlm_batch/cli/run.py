@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -294,12 +295,11 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _sampling_params(args: argparse.Namespace) -> SamplingParams:
-    names = (
-        *("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed"),
-        *("thinking_budget", "regex", "choice"),
-    )
+    given = vars(args)  # each parameter that has an option of its name
+    read = {"stop", "json_schema"}
+    names = [one.name for one in fields(SamplingParams) if one.name in given and one.name not in read]
     return SamplingParams(
-        **{name: vars(args)[name] for name in names},
+        **{name: given[name] for name in names},
         stop=args.stop or (),
         json_schema=None if args.json_schema is None else text_of(args.json_schema),
     )

@@ -229,6 +229,11 @@ class Row:
     def is_parked(self) -> bool:
         return self.status is Status.WAITING and self.answer.num_sampled > 0  # with its caches
 
+    @property
+    def is_only_read(self) -> bool:
+        """Whether it asks for no token and is prefilled: it ends once that was read."""
+        return not self.params.max_tokens and self.answer.ending is not None
+
     def suspect(self) -> None:
         """Suspect unread tokens and the next, or all after ``ALWAYS_SUSPECT`` losses."""
         known = len(self.answer.token_ids)
@@ -241,6 +246,8 @@ class Row:
         if not self.clock.first_token:
             self.clock.placed = 0.0
         self.losses += 1
+        if self.is_only_read:
+            answer.ending = None
         self.status = Status.WAITING
         self.prompt = Prompt(inputs=None if self.given is None else as_mlx(self.given))
         self.reuse = RowReuse(continues=book.continues, is_returned=book.is_returned)

@@ -62,7 +62,7 @@ class Telling:
                 self._retry.attempt(part.rows[0], mx.eval, part.arrays)
         for part in live:
             row = part.rows[0]
-            if row.answer.ending is not None and row.status is not Status.FINISHED:
+            if row.is_only_read and row.answer.ending is not None:
                 self._retry.attempt(row, self._end_held, row, row.answer.ending)
         for part in parts:
             part.arrays.clear()  # the next chunk is written into what they are cut out of, if nobody holds them

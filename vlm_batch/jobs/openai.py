@@ -7,28 +7,18 @@ A request is ``{"custom_id", "method", "url", "body"}``, an answer ``{"id", "cus
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from vlm_batch.jobs.cells import did_you_mean, id_of
 from vlm_batch.jobs.rows import Row, digest
+from vlm_batch.types import SamplingParams
 
+#: Parameters that a body spells in other fields, or cannot hold.
+_SPELLED = ("json_schema", "logprobs", "logits_processors")
 #: Fields of a body, and the sampling parameters that they set.
-_PARAMS = {
-    "max_tokens": "max_tokens",
+_PARAMS = {one.name: one.name for one in fields(SamplingParams) if one.name not in _SPELLED} | {
     "max_completion_tokens": "max_tokens",
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "seed": "seed",
-    "stop": "stop",
-    "repetition_penalty": "repetition_penalty",
-    "stop_token_ids": "stop_token_ids",
-    "ignore_eos": "ignore_eos",
-    "n": "n",
-    "frequency_penalty": "frequency_penalty",
-    "presence_penalty": "presence_penalty",
-    "logit_bias": "logit_bias",
     "response_format": "json_schema",
 }
 #: Fields without effect; the job chooses the model.

@@ -113,7 +113,7 @@ def make_engine(model: nn.Module, processor: Any, options: EngineOptions) -> Eng
     processing = Processing(processor, model.config, adapter.video_sampling)
     generator = BatchGenerator(
         adapter,
-        text=_answer_text(processing, adapter.spec),
+        text=answer_text(processing, adapter.spec),
         policy=policy,
         reuse=reuse,
         kv=options.kv,
@@ -135,7 +135,8 @@ def make_engine(model: nn.Module, processor: Any, options: EngineOptions) -> Eng
     )
 
 
-def _answer_text(processing: Processing, spec: ModelSpec) -> AnswerText:
+def answer_text(processing: Processing, spec: ModelSpec) -> AnswerText:
+    """Return the decoders of a checkpoint's answers."""
     is_shown = any(processing.has_special(word) for word, _ in spec.special_tokens)
     return AnswerText(
         processing.decode,
