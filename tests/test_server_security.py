@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shlex
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from http.client import HTTPException
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +28,7 @@ from vlm_batch.inputs.fetch import FetchPolicy
 from vlm_batch.inputs.grammar import Forms
 from vlm_batch.server import bodies, edge, run
 from vlm_batch.server.bodies import read_body
-from vlm_batch.server.config import ServerConfig
+from vlm_batch.server.config import InvalidConfig, ServerConfig
 from vlm_batch.server.errors import without_paths
 from vlm_batch.server.media import policy_of
 from vlm_batch.server.wire import ChatRequest, CompletionRequest
@@ -559,7 +563,7 @@ def test_places_are_shared_out_by_address(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(run, "MAX_CONNECTIONS", 10)
     monkeypatch.setattr(run, "MAX_PER_ADDRESS", 6)
     monkeypatch.setattr(run, "RESERVED", 2)
-    connections: Any = run.Connections()
+    connections: Any = run.Connections(20_000)
     peers: list[Peer] = []
 
     def come(address: str, **how: Any) -> Peer:
@@ -583,6 +587,69 @@ def test_places_are_shared_out_by_address(monkeypatch: pytest.MonkeyPatch) -> No
     last = Peer("d", is_waited_for=False)
     connections.add(last)
     assert not last.is_open
+
+
+@pytest.mark.parametrize(("how", "least"), [("-Sn 256", 300), ("-n 256", 64), ("-n 64", 16)])
+def test_few_open_files_do_not_close_the_door(tmp_path: Path, how: str, least: int) -> None:
+    """A Mac's soft limit is 256: it is raised before it is read, and where it cannot be, connections get a part of it."""
+    with served_by_command(tmp_path, f"ulimit {how}") as running:
+        held = [socket.create_connection(("127.0.0.1", running.port), timeout=20) for _ in range(least)]
+        request = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+        for connection in held:
+            connection.sendall(request)
+            assert b" 200 " in connection.recv(4000).splitlines()[0]
+        for connection in held:
+            connection.close()
+        assert running.chat("count to 3").json["choices"][0]["message"]["content"] == "1 2 3"
+
+
+@contextmanager
+def served_by_command(folder: Path, before: str, *flags: str) -> Iterator[Running]:
+    """``vlm-batch serve`` in a shell that does something ``before``."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "vlm_batch", "serve", "--port", str(port), "--shutdown-timeout", "1", *flags]
+    with (folder / "said").open("wb") as said:
+        process = subprocess.Popen(["sh", "-c", f"{before}; exec {shlex.join(command)}"], stdout=said, stderr=said)
+        try:
+            running = Running(None, port)  # type: ignore[arg-type]
+            wait_until(lambda: process.poll() is not None or is_healthy(running), "the server to answer")
+            assert process.poll() is None, (folder / "said").read_text()
+            yield running
+        finally:
+            process.kill()
+            process.wait()
+
+
+def is_healthy(running: Running) -> bool:
+    with suppress(OSError, HTTPException):
+        return running.ask("GET", "/health").status == 200
+    return False
+
+
+@pytest.mark.parametrize(("proxies", "number"), [((), 1), (("127.0.0.0/8",), 3)])
+def test_only_named_proxies_say_who_the_client_is(proxies: tuple[str, ...], number: int) -> None:
+    """Otherwise a local process counts as as many clients as it likes."""
+    from vlm_batch.server.service import Service
+
+    seen: set[int] = set()
+    visit = Service.visit
+
+    def noted(self: Service, client: int = 0) -> Any:
+        seen.add(client)
+        return visit(self, client)
+
+    with pytest.MonkeyPatch.context() as patched, serving(proxies=proxies) as running:
+        patched.setattr(Service, "visit", noted)
+        for address in ("10.1.1.1", "10.1.1.2", "10.1.1.3"):
+            assert running.chat("count to 3", max_tokens=1, headers={"X-Forwarded-For": address}).status == 200
+    assert len(seen) == number
+
+
+@pytest.mark.parametrize("proxies", [("everyone",), ("10.0.0.1/8",), ("",), ("*",)])
+def test_proxies_are_addresses(proxies: tuple[str, ...]) -> None:
+    with pytest.raises(InvalidConfig, match="--proxies"):
+        ServerConfig(model="m", proxies=proxies)
 
 
 def test_probes_are_answered_when_all_else_is_full(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
