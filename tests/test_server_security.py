@@ -23,14 +23,16 @@ import pytest
 from pydantic import ValidationError
 
 from tests.serving import IMAGES, Reply, Running, serving, text, wait_until
-from vlm_batch.inputs import download
+from vlm_batch.inputs import download, pool
 from vlm_batch.inputs.fetch import FetchPolicy
 from vlm_batch.inputs.grammar import Forms
+from vlm_batch.inputs.pool import Pool
 from vlm_batch.server import bodies, edge, run
 from vlm_batch.server.bodies import read_body
 from vlm_batch.server.config import InvalidConfig, ServerConfig
-from vlm_batch.server.errors import without_paths
+from vlm_batch.server.errors import ApiError, without_paths
 from vlm_batch.server.media import policy_of
+from vlm_batch.server.service import Service
 from vlm_batch.server.wire import ChatRequest, CompletionRequest
 from vlm_batch.types import SamplingParams
 
@@ -630,8 +632,6 @@ def is_healthy(running: Running) -> bool:
 @pytest.mark.parametrize(("proxies", "number"), [((), 1), (("127.0.0.0/8",), 3)])
 def test_only_named_proxies_say_who_the_client_is(proxies: tuple[str, ...], number: int) -> None:
     """Otherwise a local process counts as as many clients as it likes."""
-    from vlm_batch.server.service import Service
-
     seen: set[int] = set()
     visit = Service.visit
 
@@ -694,11 +694,100 @@ def test_large_bodies_are_read_beside_the_event_loop(server: Running, monkeypatc
         return read_body(data, kind)
 
     monkeypatch.setattr(bodies, "read_body", noted)
-    server.chat("count to 3", max_tokens=1)
-    server.chat("count to 3", max_tokens=1, allowed_token_ids=list(range(500)) * 100)
-    assert read[0][1] == "test-server"
-    assert read[1][0] > 100_000
-    assert read[1][1].startswith("vlm-batch-bodies")
+    large = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 500_000}}
+    server.chat([large], max_tokens=1)
+    server.chat("count to 3", max_tokens=1, allowed_token_ids=list(range(500)) * 80)
+    assert read[0][0] > 500_000
+    assert read[0][1] == "test-server", "a picture is one value, which costs nothing"
+    assert 100_000 < read[1][0] < 500_000
+    assert read[1][1] != "test-server"
+
+
+@pytest.mark.usefixtures("public")
+def test_cheap_refusals_come_before_dear_ones(server: Running, hostile: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the fields alone tell is said before a picture is fetched; who has no room is told before a body is parsed."""
+    part = {"type": "image_url", "image_url": {"url": f"http://{PUBLIC}:{hostile}/picture"}}
+    assert server.chat([part], n=999).error["param"] == "n"
+    assert Hostile.seen == []
+
+    def full(self: Service, client: int) -> None:
+        raise ApiError(429, "full", code="busy")
+
+    monkeypatch.setattr(Service, "check_room", full)
+    monkeypatch.setattr(bodies, "read_body", pytest.fail)
+    assert server.chat("count to 3").status == 429
+
+
+@pytest.mark.usefixtures("public")
+def test_every_shared_thread_knows_its_clients(server: Running, hostile: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    submit = Pool.submit
+    asked: dict[str, set[int]] = {}
+
+    def noted(self: Pool, *given: Any, **named: Any) -> Any:
+        asked.setdefault(self._name, set()).add(named.get("client", 0))
+        return submit(self, *given, **named)
+
+    monkeypatch.setattr(Pool, "submit", noted)
+    url = {"type": "image_url", "image_url": {"url": f"http://{PUBLIC}:{hostile}/picture"}}
+    assert server.chat([url, text("describe the picture")], allowed_token_ids=list(range(500)) * 100).status == 200
+    assert server.chat("count to 3", guided_choice=["yes", "no"]).status == 200
+    assert {"vlm-batch-media", "vlm-batch-bodies", "vlm-batch-submit", "vlm-batch-submit-form"} <= asked.keys()
+    asked.pop("vlm-batch-form-check")  # called by the one thread that submits forms, in the turns of its clients
+    assert not {name for name, clients in asked.items() if 0 in clients}
+
+
+def test_bodies_take_turns_by_client_and_by_cost() -> None:
+    """Behind a dozen dear bodies of one client, another's is next, and then the cheapest of its own."""
+    order: list[str] = []
+    held, go_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        held.set()
+        assert go_on.wait(30)
+
+    def entry(client: int, num_values: int) -> edge.Entry:
+        return edge.Entry("x", "POST", "/", "", edge.ByteQuota(0), number=client, num_values=num_values)
+
+    async def read() -> None:
+        reader = bodies.Bodies()
+        first = asyncio.ensure_future(reader.read(entry(1, 200_000), hold))
+        await asyncio.to_thread(held.wait, 30)
+        asked = [("dear", 1, 200_000)] * 6 + [("cheaper", 1, 20_000), ("another's", 2, 200_000)]
+        rest = [
+            asyncio.ensure_future(reader.read(entry(client, values), order.append, name))
+            for name, client, values in asked
+        ]
+        await asyncio.sleep(0.05)  # so that they are submitted, and the first has taken more than the others will
+        go_on.set()
+        await asyncio.gather(first, *rest)
+        reader.close()
+
+    asyncio.run(read())
+    assert order == ["another's", "cheaper", *["dear"] * 6]
+
+
+def test_a_body_whose_client_has_left_is_not_read() -> None:
+    held, go_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        held.set()
+        assert go_on.wait(30)
+
+    async def read() -> None:
+        reader = bodies.Bodies()
+        entry = edge.Entry("x", "POST", "/", "", edge.ByteQuota(0), num_values=200_000)
+        first = asyncio.ensure_future(reader.read(entry, hold))
+        await asyncio.to_thread(held.wait, 30)
+        left = asyncio.ensure_future(reader.read(entry, pytest.fail))
+        await asyncio.sleep(0)
+        left.cancel()
+        await asyncio.gather(left, return_exceptions=True)
+        go_on.set()
+        await first
+        assert await reader.read(entry, lambda: 7) == 7
+        reader.close()
+
+    asyncio.run(read())
 
 
 def test_a_storm_of_clients_that_leave_leaves_nothing_behind(server: Running) -> None:
@@ -733,19 +822,21 @@ def count_errors(body: dict[str, Any]) -> int:
 def test_the_thread_of_large_bodies_rests_for_as_long_as_each_took(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     rests: list[float] = []
-    monkeypatch.setattr(bodies, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=rests.append))
+    monkeypatch.setattr(pool, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=rests.append))
 
     def take(seconds: float) -> None:
         now[0] += seconds
 
     async def read() -> None:
         reader = bodies.Bodies()
+        entry = edge.Entry("x", "POST", "/", "", edge.ByteQuota(0), num_values=200_000)
         for seconds in (2.0, 0.5, 0.0):
-            await reader.read(bodies.SMALL + 1, take, seconds)
+            await reader.read(entry, take, seconds)
+        await asyncio.to_thread(wait_until, lambda: len(rests) == 3, "the thread to rest")
         reader.close()
 
     asyncio.run(read())
-    assert rests == [0.0, 2.0, 0.5]
+    assert rests == [2.0, 0.5, 0.0]
 
 
 def nested(depth: int) -> str:
