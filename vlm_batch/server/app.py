@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from importlib.resources import files
 from typing import Any
 
@@ -26,7 +27,6 @@ from vlm_batch.server.openai import (
     Ask,
     chat_ask,
     completion_ask,
-    wire_messages,
 )
 from vlm_batch.server.replies import ChatExchange, Exchange, TextExchange
 from vlm_batch.server.service import Service
@@ -67,6 +67,7 @@ def create_app(service: Service, media: MediaReader) -> FastAPI:
 
     app = FastAPI(title="vlm-batch", version=__version__, lifespan=life, docs_url=None, redoc_url=None)
     app.state.bodies = Bodies()
+    app.state.service = service
     app.router.route_class = BodyRoute
     app.router.redirect_slashes = False  # to whatever host a client names
     app.add_middleware(Edge, config=config, metrics=service.metrics)  # type: ignore[arg-type]
@@ -93,10 +94,10 @@ def _add_answers(app: FastAPI, service: Service, media: MediaReader) -> None:
         entry, read = _entry(request), app.state.bodies.read
 
         async def prepare(dialect: Dialect) -> Ask:
-            size = entry.num_held
-            messages = await media.read(await read(size, wire_messages, body), entry.hold)
-            ask: Ask = await read(size, chat_ask, body, messages, config, dialect.writer)
-            return ask
+            ask: Ask = await read(entry, chat_ask, body, config, dialect.writer)
+            (prompt,) = ask.prompts
+            messages = await media.read(prompt["messages"], entry.hold, client=entry.number)
+            return replace(ask, prompts=({"messages": messages},))
 
         return await _reply(ChatExchange(service, entry, prepare, priority=_priority(request)), body.stream, request)
 
@@ -107,7 +108,7 @@ def _add_answers(app: FastAPI, service: Service, media: MediaReader) -> None:
         entry, read = _entry(request), app.state.bodies.read
 
         async def prepare(dialect: Dialect) -> Ask:
-            ask: Ask = await read(entry.num_held, completion_ask, body, config)
+            ask: Ask = await read(entry, completion_ask, body, config)
             return ask
 
         return await _reply(TextExchange(service, entry, prepare, priority=_priority(request)), body.stream, request)

@@ -6,10 +6,10 @@ import asyncio
 import difflib
 import json
 import math
-import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from json import JSONDecodeError
 from typing import Any, TypeVar
 
@@ -19,13 +19,17 @@ from pydantic import ValidationError
 from starlette.responses import Response
 
 from vlm_batch.checks import parse_json
+from vlm_batch.inputs.fetch import Cancelled, OperationCancelled
+from vlm_batch.inputs.pool import Pool
 from vlm_batch.server.edge import ENTRY, Entry
 from vlm_batch.server.errors import ApiError, bounded
 from vlm_batch.server.openai import REFUSED
 from vlm_batch.server.wire import ChatRequest, CompletionRequest, Wire
 
-#: Bytes up to which the event loop parses a body itself.
-SMALL = 2**15
+#: Estimated seconds up to which the event loop parses a body itself.
+SMALL = 0.004
+#: Seconds to read a byte, a value and a list or object, as measured: a picture is one value, and cheap.
+_OF_BYTE, _OF_VALUE, _OF_NESTED = 2.5e-9, 4e-7, 1.5e-6
 #: Most parts of a field's place in a message.
 MAX_DEPTH_SHOWN = 12
 KINDS: Mapping[str, type[Wire]] = {"/v1/chat/completions": ChatRequest, "/v1/completions": CompletionRequest}
@@ -34,31 +38,35 @@ Value = TypeVar("Value")
 
 
 class Bodies:
-    """Runs calls whose time grows with the body; large ones take turns on one thread.
+    """Runs calls whose time grows with the body; those of dear ones take turns on one thread.
 
     C parsers hold the GIL, so the thread pauses for as long as each call took, and the event loop runs.
     """
 
     def __init__(self) -> None:
-        self._worker = ThreadPoolExecutor(1, "vlm-batch-bodies")
-        self._rests_until = 0.0
+        self._worker = Pool(1, "vlm-batch-bodies", rests=True)
 
-    async def read(self, size: int, call: Callable[..., Value], *given: Any) -> Value:
-        if size <= SMALL:
+    async def read(self, entry: Entry, call: Callable[..., Value], *given: Any) -> Value:
+        """Return ``call(*given)``, which reads the body of ``entry``."""
+        cost = cost_of(entry.num_bytes, entry.num_values, entry.num_nested)
+        if cost <= SMALL:
             return call(*given)
-        return await asyncio.get_running_loop().run_in_executor(self._worker, self._after_rest, call, *given)
-
-    def _after_rest(self, call: Callable[..., Value], *given: Any) -> Value:
-        time.sleep(max(0.0, self._rests_until - time.monotonic()))
-        begin = time.monotonic()
+        cancelled = Cancelled()
+        reading: Future[Value] = self._worker.submit(partial(call, *given), cancelled, client=entry.number, cost=cost)
         try:
-            return call(*given)
+            return await asyncio.shield(asyncio.wrap_future(reading))
+        except OperationCancelled:  # the server stops
+            raise asyncio.CancelledError from None
         finally:
-            now = time.monotonic()
-            self._rests_until = now + (now - begin)
+            cancelled.set()  # one that has not begun does not, if its client leaves
 
     def close(self) -> None:
-        self._worker.shutdown(wait=False, cancel_futures=True)
+        self._worker.close()
+
+
+def cost_of(num_bytes: int, num_values: int, num_nested: int) -> float:
+    """Return about how many seconds it takes to parse a body."""
+    return num_bytes * _OF_BYTE + num_values * _OF_VALUE + num_nested * _OF_NESTED
 
 
 class BodyRoute(APIRoute):
@@ -80,7 +88,8 @@ class _Read(Request):
         bodies: Bodies = self.app.state.bodies
         entry: Entry = self.scope[ENTRY]
         entry.sent = body
-        return await bodies.read(len(body), read_body, body, KINDS[self.scope["path"]])
+        self.app.state.service.check_room(entry.number)  # who would be sent away is, before the body is parsed
+        return await bodies.read(entry, read_body, body, KINDS[self.scope["path"]])
 
 
 def read_body(data: bytes, kind: type[Wire]) -> Wire:

@@ -93,10 +93,8 @@ class Ask:
         ]
 
 
-def chat_ask(
-    body: ChatRequest, messages: Sequence[Mapping[str, Any]], config: ServerConfig, writer: CallWriter | None = None
-) -> Ask:
-    """Return a chat's engine requests; ``messages`` are the body's with media as bytes. Raises ApiError."""
+def chat_ask(body: ChatRequest, config: ServerConfig, writer: CallWriter | None = None) -> Ask:
+    """Return a chat's engine requests, whose media are still to be read. Raises ApiError."""
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
     if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
@@ -116,7 +114,7 @@ def chat_ask(
     except InvalidPrompt as error:
         raise refusal(error) from error
     return Ask(
-        prompts=({"messages": list(messages)},),
+        prompts=({"messages": wire_messages(body)},),
         params=_params(body, max_tokens, logprobs, config, grammar=_call_grammar(body, tools, writer)),
         template=template,
         tools=tools,

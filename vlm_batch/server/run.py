@@ -30,6 +30,8 @@ CUT_AFTER = 5
 BACKLOG, MAX_CONNECTIONS, MAX_PER_ADDRESS = 1024, 2048, 1024
 #: Further connections for health checks, and files that are no connections.
 RESERVED, OTHER_FILES = 128, 256
+#: The largest part of the files that each of these two gets where few may be open.
+RESERVED_PART, OTHER_PART = 1 / 8, 1 / 2
 #: Seconds to keep an idle connection.
 KEEP_ALIVE = 30
 #: Most seconds for a request's head to arrive.
@@ -41,10 +43,13 @@ logger = logging.getLogger("vlm_batch.server")
 class Connections:
     """Open connections by address, least recently active first."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_files: int) -> None:
+        """Share out ``num_files``, the files that the process may open."""
         self._open: dict[str, dict[Connection, None]] = {}
         self._size = 0
-        self._most = min(MAX_CONNECTIONS, _most_files() - OTHER_FILES - RESERVED)
+        self._reserved = min(RESERVED, int(num_files * RESERVED_PART))
+        others = min(OTHER_FILES, int(num_files * OTHER_PART))
+        self._most = min(MAX_CONNECTIONS, num_files - others - self._reserved)
 
     def add(self, new: Connection) -> None:
         """Count a connection; above the limit, close the longest silent one of its address, or of the busiest."""
@@ -58,7 +63,7 @@ class Connections:
         silent = next((one for one in self._open[address] if one is not new and one.is_waited_for), None)
         if silent is not None:
             silent.transport.abort()
-        elif self._size > self._most + RESERVED:
+        elif self._size > self._most + self._reserved:
             new.transport.abort()
 
     def touch(self, connection: Connection) -> None:
@@ -144,7 +149,7 @@ def make_server(
     app = create_app(service, MediaReader(config, policy))
     options = uvicorn.Config(
         app,
-        http=partial(Connection, Connections()),  # type: ignore[arg-type]
+        http=partial(Connection, Connections(_allow_files())),  # type: ignore[arg-type]
         host=config.host,
         port=config.port,
         log_config=None,
@@ -156,29 +161,27 @@ def make_server(
         timeout_graceful_shutdown=CUT_AFTER,
         ws="none",
         lifespan="on",
+        proxy_headers=bool(config.proxies),
+        forwarded_allow_ips=list(config.proxies),
     )
     return Server(options, service)
 
 
-def _most_files() -> int:
-    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return soft if soft >= 0 else sys.maxsize
-
-
-def _allow_connections() -> None:
-    """Raise the limit of open files, usually 1,024, or 256 on a Mac."""
+def _allow_files() -> int:
+    """Raise the limit of open files, often 1,024, or 256 on a Mac; return how many may be open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_CONNECTIONS + RESERVED + OTHER_FILES
     if 0 <= soft < wanted:
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted if hard < 0 else min(wanted, hard), hard))
+        soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return soft if soft >= 0 else sys.maxsize
 
 
 def serve(config: ServerConfig, open_batcher: Callable[[], VLMBatcher]) -> bool:
     """Serve until told to stop; return False if it could not begin."""
     server = make_server(config, open_batcher)
     set_up_logs()
-    _allow_connections()
     if not config.needs_key and not config.is_loopback:
         logger.warning("NO KEY IS NEEDED: everyone who can reach %s:%d can use this server", config.host, config.port)
     logger.info("serving %s on http://%s:%d", config.name, config.host, config.port)
