@@ -18,7 +18,6 @@ from mlx_vlm.utils import (
     prepare_inputs,
     processor_video_sampling,
     resolve_eos_token_ids,
-    should_add_special_tokens,
 )
 from PIL import Image
 from transformers import AddedToken
@@ -31,7 +30,9 @@ from vlm_batch.inputs.processors import (
     ProcessorCopier,
     copy_for_thread,
     evaluate_held,
+    no_special_tokens,
     settings_of,
+    with_switched_tokens,
     without_text_options,
 )
 from vlm_batch.inputs.recalled import KnownPicture
@@ -56,7 +57,7 @@ class Processing:
     """A model's processor: renders prompts (any thread), makes inputs (one thread at a time), decodes text."""
 
     def __init__(self, processor: Any, config: Any, sampling: Sampling | None = None) -> None:
-        self.processor = processor = without_text_options(processor)
+        self.processor = processor = with_switched_tokens(without_text_options(processor))
         evaluate_held(processor)
         self.config = config
         self.sampling = _sampling(processor, sampling or Sampling())
@@ -153,10 +154,12 @@ class Processing:
         images: Sequence[Image.Image],
         clips: Sequence[Clip] = (),
         sounds: Sequence[Sound] = (),
+        *,
+        is_templated: bool = True,
     ) -> dict[str, Any]:
         """Like ``inputs``, for a prompt with ``ESCAPE``."""
         self.tokenizer.add_tokens([AddedToken(ESCAPE, normalized=False)])
-        found = self.inputs(rendered, images, clips, sounds)
+        found = self.inputs(rendered, images, clips, sounds, is_templated=is_templated)
         ids = np.array(found["input_ids"])
         kept = np.flatnonzero(ids[0] != self.tokenizer.convert_tokens_to_ids(ESCAPE))
         by_position = BY_POSITION & found.keys() if images or sounds else ()
@@ -201,35 +204,52 @@ class Processing:
         images: Sequence[Image.Image],
         clips: Sequence[Clip] = (),
         sounds: Sequence[Sound] = (),
+        *,
+        is_templated: bool = True,
     ) -> dict[str, Any]:
-        """Return ``input_ids`` (1, L) and the media's arrays."""
+        """Return ``input_ids`` (1, L) and the media's arrays; ``is_templated`` if ``render`` made the prompt."""
         media: dict[str, Any] = {"audio": [sound.samples for sound in sounds]} if sounds else {}
         if clips:  # decoded frames (T, 3, H, W) as mlx-vlm's processors take them, and when each was taken
             frames = [clip.frames.transpose(0, 3, 1, 2) for clip in clips]
             media |= {"videos": frames, "video_metadata": [_metadata(clip) for clip in clips]}
         if clips and hasattr(self.processor, "takes_rates"):
             media |= {"rates": [clip.rate for clip in clips], "sound_of": [sound.video for sound in sounds]}
+        adds = self.adds_special_tokens(rendered, is_templated=is_templated)
         try:
-            given = prepare_inputs(
-                self.processor,
-                images=list(images) or None,
-                prompts=rendered,
-                image_token_index=getattr(self.config, "image_token_index", None),
-                add_special_tokens=should_add_special_tokens(self.config.model_type, self.processor),
-                **media,
-            )
+            with no_special_tokens(not adds):
+                given = prepare_inputs(
+                    self.processor,
+                    images=list(images) or None,
+                    prompts=rendered,
+                    image_token_index=getattr(self.config, "image_token_index", None),
+                    add_special_tokens=adds,
+                    **media,
+                )
         except Exception as error:
             raise InvalidPrompt(f"the processor refuses this request: {error}") from error
         found: dict[str, Any] = {**given}
         if images and isinstance(images[0], KnownPicture) and (stand_in := images[0].stand_in) is not None:
             if not any(value is stand_in for value in found.values()):  # the processor computed with its numbers
-                return self.inputs(rendered, [image.copy() for image in images], clips, sounds)
+                own = [image.copy() for image in images]
+                return self.inputs(rendered, own, clips, sounds, is_templated=is_templated)
             found = {name: stand_in.joined if value is stand_in else value for name, value in found.items()}
         step = getattr(getattr(self.processor, "video_processor", None), "temporal_patch_size", None)
         if clips and step is not None:
             # transformers' seconds between a video's time steps (N,), which mlx-vlm leaves out
             found["second_per_grid_ts"] = np.array([step / clip.sampled_fps for clip in clips], dtype=np.float32)
         return as_mlx(found)
+
+    def adds_special_tokens(self, rendered: str, *, is_templated: bool = True) -> bool:
+        """Whether the tokenizer adds its beginning and end to a prompt, as in transformers.
+
+        Not to one that begins with them (processing_utils.py:2402), nor to what a bare tokenizer's template wrote
+        (tokenization_utils_base.py:3190). mlx-vlm goes by the family's name (utils.py:2346): most prompts of templates that
+        write the beginning have two.
+        """
+        if is_templated and self.processor is self.tokenizer and self.template.owner is not None:
+            return False
+        begin = getattr(self.tokenizer, "bos_token", None)
+        return not (isinstance(begin, str) and begin and rendered.startswith(begin))
 
     def inputs_of_ids(
         self,
