@@ -163,7 +163,9 @@ class PromptVerification:
             f"{_listed(self.upstream_ends)}",
         ]
         if self.sampling:
-            lines.append(f"- the folder recommends {', '.join(f'{name} {value}' for name, value in self.sampling.items())}")
+            lines.append(
+                f"- the folder recommends {', '.join(f'{name} {value}' for name, value in self.sampling.items())}"
+            )
         if self.unread:
             lines.append(f"- config.json has what no class reads: {', '.join(self.unread)}")
         if self.missing:
@@ -317,7 +319,9 @@ def ask_transformers(folders: Sequence[Path], cases: Sequence[Case], pixels: Pat
     asked = []
     for at, folder in enumerate(folders):
         (pixels / str(at)).mkdir()
-        asked.append({"folder": str(folder), "cases": [asdict(case) for case in cases], "pixels": str(pixels / str(at))})
+        asked.append(
+            {"folder": str(folder), "cases": [asdict(case) for case in cases], "pixels": str(pixels / str(at))}
+        )
     given = json.dumps(asked)
     run = subprocess.run([sys.executable, oracle.__file__], input=given, capture_output=True, text=True, check=False)
     if run.returncode:

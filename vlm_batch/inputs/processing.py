@@ -146,7 +146,13 @@ class Processing:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        return tuple(resolve_eos_token_ids(getattr(self.config, "eos_token_id", None), self.tokenizer))
+        """Ids at which an answer ends: the configuration's, the tokenizer's and the processor's.
+
+        mlx-vlm has put those of generation_config.json into the configuration (utils.py:105).
+        """
+        ends = resolve_eos_token_ids(getattr(self.config, "eos_token_id", None), self.tokenizer)
+        ends += getattr(self.processor, "additional_eos_token_ids", ())
+        return tuple(dict.fromkeys(end for end in ends if isinstance(end, int)))
 
     def escaped_inputs(
         self,
