@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -93,7 +93,8 @@ class ChatTemplate:
         environment = ImmutableSandboxedEnvironment(extensions=[_Generation, loopcontrols])
         for source in self.sources.values():
             with suppress(TemplateError):  # rendering says what is wrong with it
-                read |= find_undeclared_variables(environment.parse(source))
+                parsed = environment.parse(source)
+                read |= find_undeclared_variables(parsed) - _set_first(parsed)
         if self.owner is not None:  # some processors render in Python, with arguments of their own
             named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
             function = self.owner.apply_chat_template
@@ -148,6 +149,28 @@ class _Generation(Extension):
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _set_first(template: nodes.Template) -> set[str]:
+    """Return the names that a template sets before it reads them; jinja2 counts those of one branch as arguments, too."""
+    first: dict[str, str] = {}
+    for name in _names(template):
+        first.setdefault(name.name, name.ctx)
+    return {name for name, ctx in first.items() if ctx != "load"}
+
+
+def _names(node: nodes.Node) -> Iterator[nodes.Name]:
+    """Yield a template's names in the order in which they are used: a value before the name that it is set to."""
+    if isinstance(node, nodes.Name):
+        yield node
+    children = list(node.iter_child_nodes())
+    if isinstance(node, nodes.For):
+        last = [node.target, *(child for child in children if child is not node.iter and child is not node.target)]
+        children = [node.iter, *last]
+    elif isinstance(node, (nodes.Assign, nodes.AssignBlock)):
+        children = [*(child for child in children if child is not node.target), node.target]
+    for child in children:
+        yield from _names(child)
 
 
 def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
