@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -48,34 +49,77 @@ def read(folder: Path) -> Any:
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    name = PROCESSOR_MAPPING_NAMES.get(str(config.get("model_type")))
+    name = PROCESSOR_MAPPING_NAMES.get(str(config.get("model_type"))) or processor_class(folder)
     if name is None:
         return read_tokenizer(folder)
     without_torch()
-    return getattr(transformers, name).from_pretrained(folder)
+    return class_named(name).from_pretrained(folder)
+
+
+def class_named(name: str) -> Any:
+    """Return a processor's class, also one that transformers hides where there is no torch, which ids do not need."""
+    kind = getattr(transformers, name)
+    if not hasattr(kind, "_backends"):
+        return kind
+    models = Path(transformers.__file__).parent / "models"
+    for path in models.glob("*/processing_*.py"):
+        if f"class {name}(" in path.read_text(encoding="utf-8"):
+            try:
+                return getattr(import_module(f"transformers.models.{path.parent.name}.{path.stem}"), name)
+            except ImportError:
+                return TextAlone
+    return kind
+
+
+class TextAlone(transformers.ProcessorMixin):
+    """What all of transformers' processors do with text, for one that cannot be imported."""
+
+    def __init__(self, tokenizer: Any = None, **options: Any) -> None:
+        super().__init__(tokenizer, **{name: options[name] for name in ("chat_template",) if name in options})
+
+
+def processor_class(folder: Path) -> str | None:
+    """Return the class that a folder names, if transformers has it."""
+    for file in ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json"):
+        if (path := folder / file).exists():
+            named = json.loads(path.read_text(encoding="utf-8")).get("processor_class")
+            if isinstance(named, str) and hasattr(transformers, named):
+                return named
+    return None
 
 
 def without_torch() -> None:
-    """Have processors do without their part for videos, which transformers has for torch alone."""
+    """Have processors do without the parts for videos and pictures that transformers has for torch alone."""
     if transformers.utils.is_torchvision_available():
         return
+    from transformers.models.auto.image_processing_auto import AutoImageProcessor
     from transformers.models.auto.video_processing_auto import AutoVideoProcessor
 
     kept = transformers.ProcessorMixin.check_argument_for_proper_class
+    read = AutoImageProcessor.from_pretrained
 
-    def check(self: Any, name: str, part: Any) -> Any:
-        return None if name == "video_processor" else kept(self, name, part)
-
-    class NoVideos(transformers.utils.PushToHubMixin):  # type: ignore[misc] # what is written out by to_dict
+    class Missing(transformers.utils.PushToHubMixin):  # type: ignore[misc] # what is written out by to_dict
         temporal_patch_size = merge_size = 2
 
         def to_dict(self) -> dict[str, Any]:
             return {}
 
-    def no_videos(*_: Any, **__: Any) -> Any:
-        return NoVideos()
+        def fetch_images(self, *_: Any) -> Any:
+            raise ImportError("its pictures need torchvision, which is not installed")
 
-    AutoVideoProcessor.from_pretrained = no_videos
+    def check(self: Any, name: str, part: Any) -> Any:
+        return None if isinstance(part, Missing) else kept(self, name, part)
+
+    def pictures(*args: Any, **options: Any) -> Any:
+        try:
+            return read(*args, **options)
+        except (ImportError, ValueError) as error:
+            if "torch" not in str(error).lower():
+                raise
+            return Missing()
+
+    AutoVideoProcessor.from_pretrained = lambda *_, **__: Missing()
+    AutoImageProcessor.from_pretrained = pictures
     transformers.ProcessorMixin.check_argument_for_proper_class = check
 
 
@@ -126,6 +170,8 @@ def called(processor: Any, text: str, images: list[Image.Image]) -> Any:
     begin = getattr(getattr(processor, "tokenizer", processor), "bos_token", None)
     options = {"add_special_tokens": False} if begin and text.startswith(begin) else {}
     media = {"images": images} if images else {}
+    if images and isinstance(processor, TextAlone):
+        raise ImportError("its pictures need torch, which is not installed")
     return processor(text=[text], return_tensors="np", **media, **options)
 
 

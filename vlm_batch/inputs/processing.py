@@ -25,7 +25,7 @@ from transformers import AddedToken
 from vlm_batch.arrays import as_mlx
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.inputs.audio import Sound
-from vlm_batch.inputs.chats import with_parts
+from vlm_batch.inputs.chats import in_parts, with_parts
 from vlm_batch.inputs.processors import (
     ProcessorCopier,
     copy_for_thread,
@@ -63,7 +63,6 @@ class Processing:
         self.sampling = _sampling(processor, sampling or Sampling())
         self.tokenizer = getattr(processor, "tokenizer", processor)
         self.template = ChatTemplate(processor)
-        self._thinks = config.model_type == "qwen3_omni_moe"  # unless it is told otherwise, as in mlx-vlm
         # Answers are decoded while another thread encodes prompts, and a fast tokenizer serves one of them at a time.
         self._decoder = copy_for_thread(self.tokenizer)
         self._encoder: Any = None
@@ -84,7 +83,7 @@ class Processing:
         """Render a prompt or chat; ``counts`` count pictures, videos and recordings."""
         if isinstance(prompt, str) and not prompt.strip():
             raise InvalidPrompt("the prompt is empty")
-        if said := options.said:
+        if options.said:
             self.template.check(options)
         rendered: Any
         try:
@@ -92,11 +91,10 @@ class Processing:
             if isinstance(messages, (str, Mapping)):
                 refuse(options, "this family's processor takes the last message alone")
                 rendered = messages
-            elif not said:
-                thinks = {"enable_thinking": True} if self._thinks else {}
-                rendered = get_chat_template(self.processor, messages, add_generation_prompt=True, **thinks)
+            elif self.template.owner is None:
+                rendered = get_chat_template(self.processor, messages, add_generation_prompt=True)
             else:
-                rendered = self.template.fill(messages, options, thinks=self._thinks)
+                rendered = self.template.fill(messages, options)
         except Exception as error:
             raise InvalidPrompt(
                 f"the chat template cannot render this prompt: {error}",
@@ -114,11 +112,17 @@ class Processing:
         return getattr(self.processor, "chat_template", None) or getattr(self.tokenizer, "chat_template", None)
 
     def _messages(self, prompt: str | Sequence[Message], num_images: int = 0, *others: int) -> Any:
-        """Return turns in mlx-vlm's form."""
+        """Return turns as the template takes them: with the parts that the request has, as in transformers, or as text.
+
+        mlx-vlm goes by the family's name (``prompt_utils.MODEL_CONFIG``): it places pictures behind the text for some, writes
+        them as text for others, and leaves out what it does not know of a turn.
+        """
         turns = prompt if isinstance(prompt, str) else list(prompt)
-        # mlx-vlm's function knows videos of single prompts only, by their paths, and no types but its own
-        if any(others) or (num_images and str(self.config.model_type).lower() not in MODEL_CONFIG):
-            return with_parts(turns, num_images, *others)
+        is_known = str(self.config.model_type).lower() in MODEL_CONFIG
+        # it knows videos of single prompts only, by their paths, and no types but its own
+        if any(others) or (num_images and not is_known) or self.template.takes(turns, num_images):
+            made = with_parts(turns, num_images, *others)
+            return made if self.template.takes_text else [in_parts(turn) for turn in made]
         made = apply_chat_template(self.processor, self.config, turns, num_images=num_images, return_messages=True)
         if self.config.model_type in _LAST_MESSAGE:
             return made[-1]
@@ -252,6 +256,8 @@ class Processing:
         (tokenization_utils_base.py:3190). mlx-vlm goes by the family's name (utils.py:2346): most prompts of templates that
         write the beginning have two.
         """
+        if not getattr(self.processor, "adds_special_tokens", True):  # families whose class in transformers adds none
+            return False
         if is_templated and self.processor is self.tokenizer and self.template.owner is not None:
             return False
         begin = getattr(self.tokenizer, "bos_token", None)

@@ -104,6 +104,13 @@ def with_switched_tokens(processor: Any) -> Any:
     return processor
 
 
+def without_special_tokens(processor: Any) -> Any:
+    """Return a copy for a family whose class in transformers adds none of itself (its ``text_kwargs``)."""
+    processor = copy.copy(processor)
+    processor.adds_special_tokens = False
+    return processor
+
+
 def with_stops(processor: Any, detokenizer: Any, config: Any) -> Any:
     """Add the detokenizer and stop ids that mlx-vlm's loops expect."""
     tokenizer = getattr(processor, "tokenizer", processor)
