@@ -52,7 +52,7 @@ HONOURED = {
         "supports_multiple_audio tokenizer video_processor config",
         "ChatTemplate": "apply_chat_template chat_template image_token video_token",
         "engine.text": "detokenizer",
-        "not applied: it shortens what the tokenizer decodes, in generate() alone; transformers' answers are whole": "clean_output",
+        "not applied: generate() alone shortens answers by it; transformers' are whole": "clean_output",
         "logits processors of mlx-vlm's forms; ours are inputs.grammar": "clone process_last_token reset "
         "requires_immediate_decode_yield",
     },
@@ -67,25 +67,33 @@ HONOURED = {
 }
 
 
+def _name_of(node: ast.expr) -> str:
+    found = node.id if isinstance(node, ast.Name) else getattr(node, "attr", "")
+    return str(found).lstrip("_")
+
+
+def _read_by_call(call: ast.Call) -> tuple[str, Any]:
+    """What ``getattr(owner, "name", ...)`` and ``owner.get("name", ...)`` read."""
+    words = [argument.value if isinstance(argument, ast.Constant) else None for argument in call.args]
+    if isinstance(call.func, ast.Name) and call.func.id in ("getattr", "hasattr") and len(words) > 1:
+        return _name_of(call.args[0]), words[1]
+    if isinstance(call.func, ast.Attribute) and call.func.attr in ("get", "pop") and words:
+        return _name_of(call.func.value), words[0]
+    return "", None
+
+
 def reads(source: str) -> Iterator[tuple[str, str]]:
     """(owner, attribute) of every attribute that code reads of the owners, by name, ``getattr``, ``get`` or index."""
 
-    def name_of(node: ast.expr) -> str:
-        found = node.id if isinstance(node, ast.Name) else getattr(node, "attr", "")
-        return str(found).lstrip("_")
-
     for node in ast.walk(ast.parse(source)):
-        owner, name = "", None
+        owner = ""
+        name: Any = None
         if isinstance(node, ast.Attribute):
-            owner, name = name_of(node.value), node.attr
+            owner, name = _name_of(node.value), node.attr
         elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
-            owner, name = name_of(node.value), node.slice.value
-        elif isinstance(node, ast.Call) and len(node.args) > 1 and isinstance(node.args[1], ast.Constant):
-            if isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr"):
-                owner, name = name_of(node.args[0]), node.args[1].value
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("get", "pop"):
-            if node.args and isinstance(node.args[0], ast.Constant):
-                owner, name = name_of(node.func.value), node.args[0].value
+            owner, name = _name_of(node.value), node.slice.value
+        elif isinstance(node, ast.Call):
+            owner, name = _read_by_call(node)
         if owner in OWNERS and isinstance(name, str):
             yield owner, name
 

@@ -1,4 +1,4 @@
-"""transformers is the oracle of prompts: ids, rendered text, grids and pixels, for every kind of tokenizer and place of a template.
+"""transformers is the oracle of prompts: ids, grids and pixels, for every kind of tokenizer and place of a template.
 
 Folders have small tokenizers of the kinds that occur, and no weights: nothing runs. transformers is asked once for all of them,
 in a process of its own.
@@ -31,7 +31,8 @@ CHAT = (
     "{% if message.content is string %}{{ message.content }}{% else %}"
     "{% for part in message.content %}{% if part.type == 'image' %}PICTURE{% else %}{{ part.text }}{% endif %}{% endfor %}"
     "{% endif %}"
-    "{% for call in message.tool_calls or [] %}[CALL]{{ call.function.name }} {{ call.function.arguments | tojson }}{% endfor %}"
+    "{% for call in message.tool_calls or [] %}[CALL]{{ call.function.name }} {{ call.function.arguments | tojson }}"
+    "{% endfor %}"
     "\n{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -78,8 +79,13 @@ class Kind:
 
 
 #: What transformers' processors ask of a tokenizer, and mlx-vlm's do not.
-INTERN = {"start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>"}
-NAMES: dict[str, Mapping[str, str]] = dict.fromkeys(("internvl", "internvl_chat"), {**INTERN, "video_token": "<video>"})
+INTERN = {
+    "start_image_token": "<img>",
+    "end_image_token": "</img>",
+    "context_image_token": "<IMG_CONTEXT>",
+    "video_token": "<video>",
+}
+NAMES: dict[str, Mapping[str, str]] = {"internvl": INTERN, "internvl_chat": INTERN}
 
 KINDS: dict[str, Kind] = {
     f"adds {adds}, template writes {'it' if writes else 'none'}": Kind(adds=adds, writes_begin=writes)

@@ -2,8 +2,9 @@
 
 Reads JSON from standard input, a list of ``{"folder": ..., "cases": [...]}``, and writes a list of answers to standard output.
 A case is ``{"name", "messages", "text", "images", "tools", "continue_final_message"}``: ``messages`` or ``text`` with the
-pictures' sizes (width, height) in ``images``. Its answer is ``{"text", "ids", "arrays", "pixels"}`` or ``{"error"}``; ``arrays``
-holds the shapes of all outputs and the values of small ones, ``pixels`` the path of a file with the pictures' values.
+pictures' sizes (width, height) in ``images``. Its answer is ``{"text", "ids", "arrays", "pixels"}`` or ``{"error"}``:
+``arrays`` holds the shapes of all outputs and the values of small ones, ``pixels`` the path of a file with the pictures'
+values.
 """
 
 from __future__ import annotations
@@ -118,9 +119,12 @@ def without_torch() -> None:
                 raise
             return Missing()
 
-    AutoVideoProcessor.from_pretrained = lambda *_, **__: Missing()
-    AutoImageProcessor.from_pretrained = pictures
-    transformers.ProcessorMixin.check_argument_for_proper_class = check
+    for owner, name, ours in (
+        (AutoVideoProcessor, "from_pretrained", lambda *_, **__: Missing()),
+        (AutoImageProcessor, "from_pretrained", pictures),
+        (transformers.ProcessorMixin, "check_argument_for_proper_class", check),
+    ):
+        setattr(owner, name, ours)
 
 
 def read_tokenizer(folder: Path) -> Any:

@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 from mlx_vlm.prompt_utils import apply_chat_template
 from mlx_vlm.utils import get_model_and_args, get_model_type, prepare_inputs, should_add_special_tokens
-from PIL import Image
 
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.cli import oracle
@@ -146,6 +145,11 @@ class PromptVerification:
     sampling: Mapping[str, Any]
 
     @property
+    def compared(self) -> int:
+        """How many cases both sides made a prompt of."""
+        return sum(one.reason is None for one in self.cases)
+
+    @property
     def ok(self) -> bool:
         """Whether prompts are transformers' and answers end where the folder says."""
         return not any(one.differs for one in self.cases) and set(self.published_ends) <= set(self.ends)
@@ -155,6 +159,8 @@ class PromptVerification:
 
     def text(self) -> str:
         said = "as transformers makes them" if self.ok else "NOT as transformers makes them"
+        if self.ok and not self.compared:
+            said = "not compared: transformers cannot read this folder"
         lines = [
             f"**{self.model}** ({self.family}): prompts {said}",
             "",
@@ -204,7 +210,8 @@ class Folder:
         self.config = self.package.ModelConfig.from_dict({"text_config": {}, "vision_config": {}, **read})
         self.config.model_type = model_type
         self.config.eos_token_id = read.get("eos_token_id")
-        self.processor = read_processor(path, SimpleNamespace(config=self.config))
+        without_weights: Any = SimpleNamespace(config=self.config)
+        self.processor = read_processor(path, without_weights)
         adapter: type[Adapter] = spec.adapter
         self.processing = Processing(adapter.processor(with_pillow(self.processor)), self.config)
         self.preparer = Preparer(self.processing, spec, image_token_ids=frozenset())
@@ -296,7 +303,7 @@ def _unread(config: Mapping[str, Any], package: Any) -> Iterator[str]:
     known = set(_COMMON).union(*(inspect.signature(kind).parameters for kind in kinds))
     parts = {"": config} | {name: part for name, part in config.items() if isinstance(part, Mapping)}
     for name, part in parts.items():
-        own = part.get("model_type")
+        own = str(part.get("model_type"))
         theirs = set(vars(CONFIG_MAPPING[own]())) if own in CONFIG_MAPPING else set()
         if name and name not in ("text_config", "vision_config", "audio_config", "llm_config"):
             continue
@@ -365,6 +372,8 @@ def _compared(folder: Folder, case: Case, theirs: Mapping[str, Any]) -> Compared
     refused = folder.spec.images is False or (len(case.images) > 1 and not folder.spec.multi_image)
     if case.images and refused:
         return Compared(case.name, reason=f"{folder.spec.family} takes no such request")
+    if case.tools and "tools" not in folder.processing.template.reads:
+        return Compared(case.name, reason="its template reads no tools: refused here, left out by transformers")
     if "error" in theirs:
         return Compared(case.name, reason=f"transformers: {theirs['error']}")
     ours, upstream = folder.make(case), folder.make_upstream(case)
@@ -398,7 +407,7 @@ def differences(made: Made, theirs: Mapping[str, Any], processing: Processing) -
 
 
 def _pixel_differences(ours: Any, theirs: np.ndarray, processing: Processing) -> Iterator[str]:
-    if isinstance(ours, (list, tuple)) or isinstance(ours, Image.Image):
+    if isinstance(ours, (list, tuple)):
         return  # one array a picture, of a layout of its own
     given = np.array(ours, dtype=np.float32)
     if given.size != theirs.size:

@@ -119,8 +119,9 @@ class Processing:
         """
         turns = prompt if isinstance(prompt, str) else list(prompt)
         is_known = str(self.config.model_type).lower() in MODEL_CONFIG
+        takes = self.config.model_type not in _LAST_MESSAGE and self.template.takes(turns, num_images)
         # it knows videos of single prompts only, by their paths, and no types but its own
-        if any(others) or (num_images and not is_known) or self.template.takes(turns, num_images):
+        if takes or any(others) or (num_images and not is_known):
             made = with_parts(turns, num_images, *others)
             return made if self.template.takes_text else [in_parts(turn) for turn in made]
         made = apply_chat_template(self.processor, self.config, turns, num_images=num_images, return_messages=True)
