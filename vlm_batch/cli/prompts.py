@@ -195,7 +195,11 @@ def _few(names: Sequence[str]) -> str:
 
 
 class Folder:
-    """A model's folder, read as the engine reads it but for the weights."""
+    """A model's folder, read as the engine reads it but for the weights.
+
+    Raises:
+        UnsupportedModel: It is of no known family.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -337,19 +341,14 @@ def ask_transformers(folders: Sequence[Path], cases: Sequence[Case], pixels: Pat
     return found
 
 
-def verify_prompts(path: Path, *, name: str | None = None, cases: Sequence[Case] = CASES) -> PromptVerification:
-    """Compare a folder's prompts with transformers'.
-
-    Raises:
-        UnsupportedModel: The folder is of no known family.
-    """
-    folder = Folder(path)
+def verify_prompts(folder: Folder, *, name: str | None = None, cases: Sequence[Case] = CASES) -> PromptVerification:
+    """Compare a folder's prompts with transformers'."""
     with TemporaryDirectory(prefix="vlm_batch-") as pixels:
-        (answers,) = ask_transformers([path], cases, Path(pixels))
+        (answers,) = ask_transformers([folder.path], cases, Path(pixels))
         compared = tuple(_compared(folder, case, _theirs(answers, at)) for at, case in enumerate(cases))
     stops = getattr(getattr(folder.processor, "tokenizer", folder.processor), "stopping_criteria", None)
     return PromptVerification(
-        model=name or str(path),
+        model=name or str(folder.path),
         family=folder.spec.family,
         processor=f"{type(folder.processor).__name__} of {type(folder.processor).__module__.partition('.')[0]}",
         oracle=str(answers.get("error") or answers["processor"]),
