@@ -123,13 +123,14 @@ def test_a_mixed_job_gets_mlx_vlms_own_answers(batcher: VLMBatcher, alone: Any) 
 
 def test_every_way_to_ask_is_the_same_question(batcher: VLMBatcher) -> None:
     """A path, an image, an array, a chat, a rendered prompt, processed inputs and token ids."""
-    model, processor = mlx_vlm.load(str(CHECKPOINT))
+    _, processor = mlx_vlm.load(str(CHECKPOINT))
     picture = Image.open(CIRCLE)
-    rendered = apply_chat_template(processor, model.config, DESCRIBE, num_images=1)
+    asked = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": DESCRIBE}]}]
+    rendered = processor.apply_chat_template(asked, add_generation_prompt=True)
     inputs = prepare_inputs(processor, images=[picture], prompts=rendered)
     part = {"type": "image_url", "image_url": {"url": str(CIRCLE)}}
-    chat = [{"role": "user", "content": [{"type": "text", "text": DESCRIBE}, part]}]
-    bare = [{"role": "user", "content": [{"type": "text", "text": DESCRIBE}, {"type": "image"}]}]
+    chat = [{"role": "user", "content": [part, {"type": "text", "text": DESCRIBE}]}]
+    bare = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": DESCRIBE}]}]
     assert batcher.submit(CIRCLE, DESCRIBE).result(timeout=60).error is None  # all that follow find its state
     handles = [
         batcher.submit(CIRCLE, DESCRIBE),
@@ -1124,11 +1125,11 @@ def test_a_long_prompt_has_a_processor_of_its_own(monkeypatch: pytest.MonkeyPatc
     preparer = Preparer(batcher._preparer.processing, batcher.spec, image_token_ids=frozenset())
     begun, go_on, inputs = threading.Event(), threading.Event(), Processing.inputs
 
-    def slow(self: Processing, rendered: str, *rest: Any) -> Any:
+    def slow(self: Processing, rendered: str, *rest: Any, **options: Any) -> Any:
         if len(rendered) >= 1000:
             begun.set()
             assert go_on.wait(30)
-        return inputs(self, rendered, *rest)
+        return inputs(self, rendered, *rest, **options)
 
     monkeypatch.setattr(Processing, "inputs", slow)
     loaders = Loaders(preparer.prepare)

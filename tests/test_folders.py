@@ -168,10 +168,11 @@ def test_granite_vision_saved_as_llava_next(tmp_path: Path) -> None:
     assert [list(grid) for grid in model.config.image_grid_pinpoints] == grids
 
 
-def test_florence2_as_transformers_lays_it_out(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mark", [128, VOCABULARY], ids=["within", "behind the vocabulary, as published"])
+def test_florence2_as_transformers_lays_it_out(mark: int, tmp_path: Path) -> None:
     folder, image = tmp_path / "florence2", picture(64, 64)
-    write_checkpoint(folder, "florence2")
-    write_tokenizer(folder, {"<image>": 128, "<loc_0>": 130}, image_token="<image>", place="<loc_0>")
+    write_checkpoint(folder, "florence2", config={"image_token_id": mark})
+    write_tokenizer(folder, {"<image>": mark, "<loc_0>": 130}, image_token="<image>", place="<loc_0>")
     write_processor(
         folder,
         "Florence2Processor",
@@ -180,7 +181,7 @@ def test_florence2_as_transformers_lays_it_out(tmp_path: Path) -> None:
     )
     result = ask(folder, [image], "w5 w6")
     assert result.ok, result.error
-    ids = [*[128] * 5, END_OF_TEXT - 2, 5, 6, END_OF_TEXT]
+    ids = [*[mark] * 5, END_OF_TEXT - 2, 5, 6, END_OF_TEXT]
     assert list(result.token_ids) == alone("florence2", folder, ids, pixel_values=squares([image], 64)).tokens
 
 

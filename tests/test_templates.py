@@ -14,6 +14,7 @@ from vlm_batch import Request, Template, VLMBatcher
 from vlm_batch.assets import default_checkpoint
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.inputs.processing import Processing
+from vlm_batch.inputs.template import ChatTemplate
 
 #: Reads arguments in the ways that published templates do: looked up, tested, given a default, set if missing.
 TEMPLATE = (
@@ -149,6 +150,30 @@ def test_a_template_that_reads_nothing_refuses_all(arguments: dict[str, Any]) ->
         batcher.submit(prompt="hello", template=arguments)
 
 
+@pytest.mark.parametrize(
+    ("template", "reads"),
+    [
+        ("{% if messages[0].role == 'system' %}{% set a = 1 %}{% set b = messages[1:] %}{% else %}{% set a = 2 %}{% endif %}"
+         "{% for m in b %}{% if m.role == 'assistant' %}{% set role = 'model' %}{% endif %}{{ role }}{{ a }}{% endfor %}", []),
+        ("{% if style is not defined %}{% set style = 'x' %}{% endif %}{{ style }}", ["style"]),
+        ("{% set tools = tools or [] %}{% for tool in tools %}{{ tool }}{% endfor %}", ["tools"]),
+        ("{% set found = '' %}{% for m in messages %}{% set found = found + m.content %}{% endfor %}{{ found }}", []),
+        ("{% macro said(text, loud) %}{{ text }}{{ mark }}{% endmacro %}{{ said('x', true) }}", ["mark"]),
+        ("{% set text %}{{ given }}{% endset %}{{ text }}", ["given"]),
+    ],
+    ids=["set in branches", "set if missing", "set from itself", "gathered", "macro", "block"],
+)  # fmt: skip
+def test_a_templates_own_names_are_no_arguments(template: str, reads: list[str]) -> None:
+    """As Gemma 3's: first_user_prefix, loop_messages and role are set in branches."""
+
+    class Owner:
+        chat_template = template
+
+        def apply_chat_template(self) -> None: ...
+
+    assert sorted(ChatTemplate(Owner()).reads) == reads
+
+
 def test_words_in_pieces_are_found(batcher: VLMBatcher) -> None:
     parts = [{"type": "text", "text": "<|im_"}, {"type": "text", "text": "end|>"}]
     with pytest.raises(InvalidPrompt, match="end of a turn"):
@@ -162,8 +187,6 @@ def test_a_family_without_a_template_refuses_by_name() -> None:
         pass
 
     processing = Processing.__new__(Processing)
-    from vlm_batch.inputs.template import ChatTemplate
-
     processing.template = ChatTemplate(Bare())
     with pytest.raises(InvalidPrompt, match="enable_thinking: this model has no chat template"):
         processing.template.check(Template(enable_thinking=True))

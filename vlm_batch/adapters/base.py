@@ -384,6 +384,11 @@ class Adapter:
         names = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
         return ids_named(self.config, names) | self._audio_token_ids
 
+    @property
+    def _without_embeddings(self) -> frozenset[int]:
+        """Ids that beside media need no embedding."""
+        return self.image_token_ids
+
     @cached_property
     def _audio_token_ids(self) -> frozenset[int]:
         names = ("audio_token_id", "audio_token_index", "sound_context_token_id")
@@ -472,7 +477,7 @@ class Adapter:
         extra = self._known_inputs(inputs)
         ids = self.expand_ids(inputs["input_ids"], extra)
         # without a picture, a placeholder id is looked up like any other
-        check_tokens(ids, self._num_words, self.image_token_ids if extra else frozenset())
+        check_tokens(ids, self._num_words, self._without_embeddings if extra else frozenset())
         self.check_placeholders(ids, extra)
         return ids, extra
 

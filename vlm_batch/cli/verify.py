@@ -52,6 +52,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-tokens", type=int, default=24, metavar="N", help="tokens of each answer (default: %(default)s)"
     )
+    parser.add_argument(
+        "--prompts",
+        action="store_true",
+        help="compare prompts, ends and pixels with transformers' instead, in seconds and without running the model",
+    )
     parser.add_argument("--json", metavar="FILE", help="write what was found as JSON; - is standard output")
     parser.add_argument("--plot", metavar="FILE", help="draw it (needs matplotlib)")
     parser.add_argument("--trust-remote-code", action="store_true", help="allow code that comes with the model")
@@ -61,6 +66,8 @@ def run(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
     """Verify a model, or the embedded one in several precisions; return 0 if as promised."""
     if args.max_tokens < 1:
         raise UsageError(f"--max-tokens {args.max_tokens}: at least 1")
+    if args.prompts:
+        return _run_prompts(args)
     requests = [Request(prompt=args.prompt, images=(str(path),)) for path in pictures(args.images)]
     requests += [Request(prompt=args.prompt, audios=(str(path),)) for path in recordings(args.audios)]
     requests += [Request(prompt=text) for text in TEXTS]
@@ -75,6 +82,27 @@ def run(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
     if args.plot is not None and not draw(Path(args.plot), found):
         print("no picture: matplotlib is not installed (pip install 'vlm-batch[bench]')", file=sys.stderr)
     return 0 if all(one.ok for one in found) else 1
+
+
+def _run_prompts(args: argparse.Namespace) -> int:
+    """Compare a folder's prompts; return 0 if they are transformers'."""
+    from vlm_batch.cli.prompts import verify_prompts  # --help should not wait for MLX
+    from vlm_batch.loading import find_checkpoint
+
+    name = args.model or str(default_checkpoint())
+    folder = Path(name).expanduser()
+    if not folder.exists() and name.startswith((".", "/", "~")):
+        raise UsageError(f"there is no model at {name}; give a folder that holds config.json, or a hub id")
+    try:
+        found = verify_prompts(
+            folder if folder.exists() else find_checkpoint(name), name=args.model or "the embedded checkpoint"
+        )
+    except Exception as error:  # whatever a processor's files raise, the user needs one line of it
+        raise UsageError(f"cannot read the folder {name}: {type(error).__name__}: {error}") from error
+    print(found.text(), file=sys.stderr if args.json == "-" else sys.stdout, flush=True)
+    if args.json is not None:
+        _write(args.json, json.dumps({"ok": found.ok, "models": [found.as_json()]}, indent=2) + "\n")
+    return 0 if found.ok else 1
 
 
 def pictures(folder: str | None) -> list[Path]:

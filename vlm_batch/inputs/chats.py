@@ -258,6 +258,12 @@ def with_parts(prompt: str | list[Message], *counts: int) -> list[dict[str, Any]
     return turns
 
 
+def in_parts(turn: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a turn whose text is a part."""
+    content = turn["content"]
+    return {**turn, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else dict(turn)
+
+
 def _plain(part: Any) -> dict[str, Any]:
     if isinstance(part, str):
         return {"type": "text", "text": part}

@@ -138,7 +138,8 @@ class Question:
     """A checked request with unread media, safe from the submitter's changes.
 
     ``num_pixels`` and ``seconds`` count media in memory, ``new_form`` the characters still to compile. ``tracks`` lists
-    the recordings in the prompt's order: each one's video, or None for the next of ``audios``.
+    the recordings in the prompt's order: each one's video, or None for the next of ``audios``. ``is_templated`` if the chat
+    template made the prompt.
     """
 
     prompt: str | None = None
@@ -158,6 +159,7 @@ class Question:
     client: int = 0
     new_form: int = 0
     form: Form | None = None
+    is_templated: bool = True
 
     @property
     def least_tokens(self) -> int:
@@ -309,6 +311,7 @@ class Preparer:
             sampling=self.processing.sampling,
             client=request.client,
             new_form=new_form,
+            is_templated=options is not None,
         )
         question = question.measured()
         self._check_size(question)
@@ -504,7 +507,7 @@ class Preparer:
             if prompt is None:
                 return processing.inputs_of_ids(question.token_ids, images, self._image_token_ids, clips, sounds)
             make = processing.escaped_inputs if is_escaped else processing.inputs
-            return make(prompt, images, clips, sounds)
+            return make(prompt, images, clips, sounds, is_templated=question.is_templated)
 
     @contextmanager
     def _rare_one(self, *, escapes: bool) -> Iterator[Processing]:

@@ -19,7 +19,6 @@ from mlx_vlm.utils import (
     prepare_inputs,
     processor_video_sampling,
     resolve_eos_token_ids,
-    should_add_special_tokens,
 )
 from PIL import Image
 from transformers import AddedToken
@@ -27,12 +26,14 @@ from transformers import AddedToken
 from vlm_batch.arrays import as_mlx
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.inputs.audio import Sound
-from vlm_batch.inputs.chats import with_parts
+from vlm_batch.inputs.chats import in_parts, with_parts
 from vlm_batch.inputs.processors import (
     ProcessorCopier,
     copy_for_thread,
     evaluate_held,
+    no_special_tokens,
     settings_of,
+    with_switched_tokens,
     without_text_options,
 )
 from vlm_batch.inputs.recalled import KnownPicture
@@ -57,13 +58,12 @@ class Processing:
     """A model's processor: renders prompts (any thread), makes inputs (one thread at a time), decodes text."""
 
     def __init__(self, processor: Any, config: Any, sampling: Sampling | None = None) -> None:
-        self.processor = processor = without_text_options(processor)
+        self.processor = processor = with_switched_tokens(without_text_options(processor))
         evaluate_held(processor)
         self.config = config
         self.sampling = _sampling(processor, sampling or Sampling())
         self.tokenizer = getattr(processor, "tokenizer", processor)
         self.template = ChatTemplate(processor)
-        self._thinks = config.model_type == "qwen3_omni_moe"  # unless it is told otherwise, as in mlx-vlm
         # Answers are decoded while another thread encodes prompts, and a fast tokenizer serves one of them at a time.
         self._decoder = copy_for_thread(self.tokenizer)
         self._encoder: Any = None
@@ -84,7 +84,7 @@ class Processing:
         """Render a prompt or chat; ``counts`` count pictures, videos and recordings."""
         if isinstance(prompt, str) and not prompt.strip():
             raise InvalidPrompt("the prompt is empty")
-        if said := options.said:
+        if options.said:
             self.template.check(options)
         rendered: Any
         try:
@@ -92,11 +92,10 @@ class Processing:
             if isinstance(messages, (str, Mapping)):
                 refuse(options, "this family's processor takes the last message alone")
                 rendered = messages
-            elif not said:
-                thinks = {"enable_thinking": True} if self._thinks else {}
-                rendered = get_chat_template(self.processor, messages, add_generation_prompt=True, **thinks)
+            elif self.template.owner is None:
+                rendered = get_chat_template(self.processor, messages, add_generation_prompt=True)
             else:
-                rendered = self.template.fill(messages, options, thinks=self._thinks)
+                rendered = self.template.fill(messages, options)
         except Exception as error:
             raise InvalidPrompt(
                 f"the chat template cannot render this prompt: {error}",
@@ -114,11 +113,18 @@ class Processing:
         return getattr(self.processor, "chat_template", None) or getattr(self.tokenizer, "chat_template", None)
 
     def _messages(self, prompt: str | Sequence[Message], num_images: int = 0, *others: int) -> Any:
-        """Return turns in mlx-vlm's form."""
+        """Return turns as the template takes them: with the parts that the request has, as in transformers, or as text.
+
+        mlx-vlm goes by the family's name (``prompt_utils.MODEL_CONFIG``): it places pictures behind the text for some, writes
+        them as text for others, and leaves out what it does not know of a turn.
+        """
         turns = prompt if isinstance(prompt, str) else list(prompt)
-        # mlx-vlm's function knows videos of single prompts only, by their paths, and no types but its own
-        if any(others) or (num_images and str(self.config.model_type).lower() not in MODEL_CONFIG):
-            return with_parts(turns, num_images, *others)
+        is_known = str(self.config.model_type).lower() in MODEL_CONFIG
+        takes = self.config.model_type not in _LAST_MESSAGE and self.template.takes(turns, num_images)
+        # it knows videos of single prompts only, by their paths, and no types but its own
+        if takes or any(others) or (num_images and not is_known):
+            made = with_parts(turns, num_images, *others)
+            return made if self.template.takes_text else [in_parts(turn) for turn in made]
         made = apply_chat_template(self.processor, self.config, turns, num_images=num_images, return_messages=True)
         if self.config.model_type in _LAST_MESSAGE:
             return made[-1]
@@ -166,7 +172,13 @@ class Processing:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        return tuple(resolve_eos_token_ids(getattr(self.config, "eos_token_id", None), self.tokenizer))
+        """Ids at which an answer ends: the configuration's, the tokenizer's and the processor's.
+
+        mlx-vlm has put those of generation_config.json into the configuration (utils.py:105).
+        """
+        ends = resolve_eos_token_ids(getattr(self.config, "eos_token_id", None), self.tokenizer)
+        ends += getattr(self.processor, "additional_eos_token_ids", ())
+        return tuple(dict.fromkeys(end for end in ends if isinstance(end, int)))
 
     def escaped_inputs(
         self,
@@ -174,10 +186,12 @@ class Processing:
         images: Sequence[Image.Image],
         clips: Sequence[Clip] = (),
         sounds: Sequence[Sound] = (),
+        *,
+        is_templated: bool = True,
     ) -> dict[str, Any]:
         """Like ``inputs``, for a prompt with ``ESCAPE``."""
         self.tokenizer.add_tokens([AddedToken(ESCAPE, normalized=False)])
-        found = self.inputs(rendered, images, clips, sounds)
+        found = self.inputs(rendered, images, clips, sounds, is_templated=is_templated)
         ids = np.array(found["input_ids"])
         kept = np.flatnonzero(ids[0] != self.tokenizer.convert_tokens_to_ids(ESCAPE))
         by_position = BY_POSITION & found.keys() if images or sounds else ()
@@ -222,35 +236,54 @@ class Processing:
         images: Sequence[Image.Image],
         clips: Sequence[Clip] = (),
         sounds: Sequence[Sound] = (),
+        *,
+        is_templated: bool = True,
     ) -> dict[str, Any]:
-        """Return ``input_ids`` (1, L) and the media's arrays."""
+        """Return ``input_ids`` (1, L) and the media's arrays; ``is_templated`` if ``render`` made the prompt."""
         media: dict[str, Any] = {"audio": [sound.samples for sound in sounds]} if sounds else {}
         if clips:  # decoded frames (T, 3, H, W) as mlx-vlm's processors take them, and when each was taken
             frames = [clip.frames.transpose(0, 3, 1, 2) for clip in clips]
             media |= {"videos": frames, "video_metadata": [_metadata(clip) for clip in clips]}
         if clips and hasattr(self.processor, "takes_rates"):
             media |= {"rates": [clip.rate for clip in clips], "sound_of": [sound.video for sound in sounds]}
+        adds = self.adds_special_tokens(rendered, is_templated=is_templated)
         try:
-            given = prepare_inputs(
-                self.processor,
-                images=list(images) or None,
-                prompts=rendered,
-                image_token_index=getattr(self.config, "image_token_index", None),
-                add_special_tokens=should_add_special_tokens(self.config.model_type, self.processor),
-                **media,
-            )
+            with no_special_tokens(not adds):
+                given = prepare_inputs(
+                    self.processor,
+                    images=list(images) or None,
+                    prompts=rendered,
+                    image_token_index=getattr(self.config, "image_token_index", None),
+                    add_special_tokens=adds,
+                    **media,
+                )
         except Exception as error:
             raise InvalidPrompt(f"the processor refuses this request: {error}") from error
         found: dict[str, Any] = {**given}
         if images and isinstance(images[0], KnownPicture) and (stand_in := images[0].stand_in) is not None:
             if not any(value is stand_in for value in found.values()):  # the processor computed with its numbers
-                return self.inputs(rendered, [image.copy() for image in images], clips, sounds)
+                own = [image.copy() for image in images]
+                return self.inputs(rendered, own, clips, sounds, is_templated=is_templated)
             found = {name: stand_in.joined if value is stand_in else value for name, value in found.items()}
         step = getattr(getattr(self.processor, "video_processor", None), "temporal_patch_size", None)
         if clips and step is not None:
             # transformers' seconds between a video's time steps (N,), which mlx-vlm leaves out
             found["second_per_grid_ts"] = np.array([step / clip.sampled_fps for clip in clips], dtype=np.float32)
         return as_mlx(found)
+
+    def adds_special_tokens(self, rendered: str, *, is_templated: bool = True) -> bool:
+        """Whether the tokenizer adds its beginning and end to a prompt, as in transformers.
+
+        Not to one that begins with them (processing_utils.py:2402), nor to what a bare tokenizer's template wrote
+        (tokenization_utils_base.py:3190). mlx-vlm goes by the family's name (utils.py:2346): most prompts of templates that
+        write the beginning have two.
+        """
+        if not getattr(self.processor, "adds_special_tokens", True):  # families whose class in transformers adds none
+            return False
+        if is_templated and self.processor is self.tokenizer and self.template.owner is not None:
+            return False
+        begin = getattr(self.tokenizer, "bos_token", None)
+        return not (isinstance(begin, str) and begin and rendered.startswith(begin))
 
     def inputs_of_ids(
         self,

@@ -6,7 +6,8 @@ import copy
 import functools
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import is_dataclass
 from enum import Enum
 from typing import Any
@@ -60,6 +61,53 @@ def without_text_options(processor: Any) -> Any:
     processor, part = copy.copy(processor), copy.copy(part)
     part.__class__ = type(theirs.__name__, (theirs,), {"__call__": call, "__module__": theirs.__module__})
     processor.image_processor = part
+    return processor
+
+
+#: Whether this thread's prompt has its special tokens already.
+_prompt = threading.local()
+
+
+@contextmanager
+def no_special_tokens(holds: bool) -> Iterator[None]:
+    """Have tokenizers of ``with_switched_tokens`` add nothing within the block, if ``holds``."""
+    before, _prompt.is_whole = getattr(_prompt, "is_whole", False), holds
+    try:
+        yield
+    finally:
+        _prompt.is_whole = before
+
+
+class SwitchedTokens:
+    """Base class of tokenizers whose special tokens ``no_special_tokens`` switches off.
+
+    Most processors cannot be told: they call the tokenizer with its default, which adds a beginning to the template's own.
+    """
+
+    def _encode_plus(self, *args: Any, add_special_tokens: bool = True, **options: Any) -> Any:
+        adds = add_special_tokens and not getattr(_prompt, "is_whole", False)
+        return super()._encode_plus(*args, add_special_tokens=adds, **options)  # type: ignore[misc]
+
+
+def with_switched_tokens(processor: Any) -> Any:
+    """Return a copy whose tokenizer ``no_special_tokens`` reaches."""
+    tokenizer = getattr(processor, "tokenizer", processor)
+    kind: Any = type(tokenizer)
+    if not isinstance(tokenizer, PreTrainedTokenizerBase) or issubclass(kind, SwitchedTokens):
+        return processor
+    switched = copy.copy(tokenizer)
+    switched.__class__ = type(kind.__name__, (SwitchedTokens, kind), {"__module__": kind.__module__})
+    if tokenizer is processor:
+        return switched
+    processor = copy.copy(processor)
+    processor.tokenizer = switched
+    return processor
+
+
+def without_special_tokens(processor: Any) -> Any:
+    """Return a copy for a family whose class in transformers adds none of itself (its ``text_kwargs``)."""
+    processor = copy.copy(processor)
+    processor.adds_special_tokens = False
     return processor
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,7 +17,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from vlm_batch.errors import InvalidPrompt
-from vlm_batch.types import Template
+from vlm_batch.types import PLAIN_TEMPLATE, Template
 
 #: Names in a template that users cannot set: the chat, the tokenizer's words, transformers' functions.
 _GIVEN = frozenset(
@@ -39,6 +39,11 @@ _THINKING = (
     ("<seed:think>", "</seed:think>"),
     ("[THINK]", "[/THINK]"),
 )
+
+
+#: What stands in a chat that tells what a template takes.
+_PROBE = "probe"
+_TEXT_PART = {"type": "text", "text": _PROBE}
 
 
 def refuse(template: Template, why: str) -> None:
@@ -93,7 +98,8 @@ class ChatTemplate:
         environment = ImmutableSandboxedEnvironment(extensions=[_Generation, loopcontrols])
         for source in self.sources.values():
             with suppress(TemplateError):  # rendering says what is wrong with it
-                read |= find_undeclared_variables(environment.parse(source))
+                parsed = environment.parse(source)
+                read |= find_undeclared_variables(parsed) - _set_first(parsed)
         if self.owner is not None:  # some processors render in Python, with arguments of their own
             named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
             function = self.owner.apply_chat_template
@@ -118,16 +124,14 @@ class ChatTemplate:
             holds = "args holds " if unknown[0] in options.args else ""
             raise InvalidPrompt(f"{holds}{', '.join(unknown)}: this model's chat template does not read that; {known}")
 
-    def fill(self, messages: Sequence[Any], options: Template, *, thinks: bool = False) -> str:
-        """Render messages; ``thinks`` is ``enable_thinking``'s default.
+    def fill(self, messages: Sequence[Any], options: Template = PLAIN_TEMPLATE) -> str:
+        """Render messages, as transformers does: with what the request says and no default of our own.
 
-        Tools' keys keep their order, as in transformers; mlx-vlm's ``get_chat_template`` sorts them.
+        mlx-vlm's ``get_chat_template`` switches thinking off where nobody asked, and sorts the keys of tools.
         """
-        arguments: dict[str, Any] = {"enable_thinking": thinks, **options.arguments}
-        if arguments["enable_thinking"] is True and "thinking_mode" in self.reads:
+        arguments: dict[str, Any] = dict(options.arguments)
+        if arguments.get("enable_thinking") is True and "thinking_mode" in self.reads:
             arguments.setdefault("thinking_mode", "enabled")
-        if not _takes(self.owner.apply_chat_template, "enable_thinking") and "enable_thinking" not in options.arguments:
-            del arguments["enable_thinking"]
         if options.continue_final_message:
             arguments["continue_final_message"] = True
         found = self.owner.apply_chat_template(
@@ -138,6 +142,38 @@ class ChatTemplate:
         )
         assert isinstance(found, str)
         return found
+
+    def takes(self, turns: str | Sequence[Mapping[str, Any]], num_images: int) -> bool:
+        """Whether it renders these turns as they are."""
+        if self.owner is None:
+            return False
+        if num_images:
+            return self.takes_parts and self.writes_pictures
+        contents = [] if isinstance(turns, str) else [turn.get("content") for turn in turns]
+        return self.takes_parts or all(content is None or isinstance(content, str) for content in contents)
+
+    @cached_property
+    def takes_text(self) -> bool:
+        """Whether a turn's content may be text; some templates know parts alone."""
+        return self.owner is None or _PROBE in self._probed(_PROBE)
+
+    @cached_property
+    def takes_parts(self) -> bool:
+        """Whether a turn's content may be parts; others would write them out as Python does."""
+        found = self._probed([_TEXT_PART])
+        return _PROBE in found and f"'{_PROBE}'" not in found
+
+    @cached_property
+    def writes_pictures(self) -> bool:
+        """Whether it has a mark for a picture's part."""
+        return self._probed([{"type": "image"}, _TEXT_PART]) not in ("", self._probed([_TEXT_PART]))
+
+    def _probed(self, content: Any) -> str:
+        """Render a turn; "" if that fails."""
+        try:
+            return self.fill([{"role": "user", "content": content}])
+        except Exception:  # whatever a template raises, it does not take this
+            return ""
 
 
 class _Generation(Extension):
@@ -150,13 +186,30 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+def _set_first(template: nodes.Template) -> set[str]:
+    """Return the names that a template sets before it reads them; jinja2 counts those of one branch as arguments, too."""
+    first: dict[str, str] = {}
+    for name in _names(template):
+        first.setdefault(name.name, name.ctx)
+    return {name for name, ctx in first.items() if ctx != "load"}
+
+
+def _names(node: nodes.Node) -> Iterator[nodes.Name]:
+    """Yield a template's names in the order in which they are used: a value before the name that it is set to."""
+    if isinstance(node, nodes.Name):
+        yield node
+    children = list(node.iter_child_nodes())
+    if isinstance(node, nodes.For):
+        last = [node.target, *(child for child in children if child is not node.iter and child is not node.target)]
+        children = [node.iter, *last]
+    elif isinstance(node, (nodes.Assign, nodes.AssignBlock)):
+        children = [*(child for child in children if child is not node.target), node.target]
+    for child in children:
+        yield from _names(child)
+
+
 def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     try:
         return inspect.signature(function).parameters
     except (TypeError, ValueError):
         return {}
-
-
-def _takes(function: Callable[..., Any], name: str) -> bool:
-    parameters = _parameters(function)
-    return name in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())

@@ -67,6 +67,13 @@ def plain_for_dynamic_rope(part: Config) -> Config:
     return found
 
 
+def ends_of_decoder(config: Config) -> Config:
+    """Take the decoder's end tokens where the whole has none (transformers' GenerationConfig.from_model_config)."""
+    text = config["text_config"]
+    named = text.get("eos_token_id") if isinstance(text, Mapping) else None
+    return config if named is None else filled(eos_token_id=named)(config)
+
+
 def add_head_width(part: Config) -> Config:
     """Add a missing or null head width."""
     heads, width = part.get("num_attention_heads"), part.get("hidden_size")
@@ -372,6 +379,7 @@ RULES = (
     Rule(EVERY_TYPE, replace_null_head_width, part="*", read_by=CONFIGURATION_UTILS),
     Rule(EVERY_TYPE, renamed(num_local_experts="num_experts"), part="*", read_by="mixtral/config.py"),
     Rule(EVERY_TYPE, TOKEN_IDS, part="*", read_by="glm4v/config.py"),
+    Rule(EVERY_TYPE, ends_of_decoder, needs="text_config", read_by="generation/configuration_utils.py of transformers"),
     Rule(EVERY_TYPE, tie_decoder_as_model, needs="tie_word_embeddings text_config", read_by=MODELING_UTILS),
     # Types that are another family's in mlx-vlm.
     Rule("deepseek_vl", as_multi_modality, needs="text_config vision_config", read_by="multi_modality/config.py"),

@@ -51,6 +51,11 @@ class Florence2(CrossingAdapter):
     def image_token_ids(self) -> frozenset[int]:
         return frozenset()
 
+    @property
+    def _without_embeddings(self) -> frozenset[int]:
+        """The mark that mlx-vlm's processor adds behind the published vocabulary (processing_florence2.py:77)."""
+        return frozenset({self.config.image_token_id})
+
     def run_chunk(self, rows: Sequence[Encoded], cache: list[Any], start: int, end: int) -> mx.array:
         (encoded,), model = rows, self.language.model
         self.hold(model.encoder(inputs_embeds=encoded.inputs_embeds * model.embed_scale), cache)  # (1, L, D)

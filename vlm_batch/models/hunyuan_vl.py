@@ -12,6 +12,7 @@ import numpy as np
 from vlm_batch.adapters.base import Adapter, trunk_logits
 from vlm_batch.adapters.modules import RememberingTower, patches_in, unshared
 from vlm_batch.errors import InvalidPrompt
+from vlm_batch.inputs.processors import without_special_tokens
 from vlm_batch.records import DecodeStep, PositionState
 from vlm_batch.registry import ModelSpec, register
 
@@ -37,6 +38,10 @@ class HunyuanVL(Adapter):
     input_keys = Adapter.input_keys | {"image_grid_thw"}
     ignored = frozenset({"position_ids", "imgs_pos"})
     patches = patches_in("vlm_batch.models._hunyuan_vl")
+
+    @classmethod
+    def processor(cls, processor: Any) -> Any:
+        return without_special_tokens(super().processor(processor))
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
         embeds = self.language.model.embed_tokens(ids)

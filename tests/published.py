@@ -1,0 +1,80 @@
+"""Prompts of published folders, recorded: ``python -m tests.published`` writes tests/data/published.json anew.
+
+The folders themselves are nobody's to hand on: VLM_BATCH_PUBLISHED names a directory that has them by these names. The facts are
+transformers' answers, or those of the folder's own code where transformers cannot read it (``BY_OWN_CODE``).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from itertools import groupby
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from vlm_batch.cli.prompts import CASES, Folder, ask_transformers
+
+FACTS = Path(__file__).parent / "data" / "published.json"
+VARIABLE = "VLM_BATCH_PUBLISHED"
+NAMES = ("cosmos-reason2", "florence-2-base", "granite-docling-258m", "medgemma-27b-it", "olmocr-7b")
+#: Folders that transformers cannot read -> what their own code makes of a prompt.
+BY_OWN_CODE = {
+    "florence-2-base": "processing_florence2.py of the publisher: the tokenizer's <s> and </s> around the text, and the picture's "
+    "features before them; the mark of a picture is mlx-vlm's",
+}
+
+
+def root() -> Path | None:
+    """The directory with the folders, if there is one."""
+    named = os.environ.get(VARIABLE)
+    return Path(named) if named else None
+
+
+def runs(ids: list[int]) -> list[int | list[int]]:
+    """Ids, a run of one as [id, times]."""
+    found: list[int | list[int]] = []
+    for token, several in groupby(ids):
+        times = len(list(several))
+        found.append(token if times == 1 else [token, times])
+    return found
+
+
+def florence_ids(folder: Folder, text: str, pictures: int) -> list[int]:
+    """What the publisher's code makes, with mlx-vlm's marks in the features' places."""
+    tokenizer = folder.processing.tokenizer
+    marks = [tokenizer.convert_tokens_to_ids("<florence_image>")] * 577 * pictures
+    return [*marks, *tokenizer.encode(f"<s>{text}</s>", add_special_tokens=False)]
+
+
+def facts_of(folders: dict[str, Path]) -> dict[str, Any]:
+    """The facts of each folder: its ends, and the ids of each case."""
+    with TemporaryDirectory() as pixels:
+        answers = ask_transformers(list(folders.values()), CASES, Path(pixels))
+    found = {}
+    for (name, path), answer in zip(folders.items(), answers, strict=True):
+        folder = Folder(path)
+        cases: dict[str, Any] = {}
+        for at, case in enumerate(CASES):
+            if name in BY_OWN_CODE:
+                if case.name in ("text", "picture", "plain text"):
+                    text = case.text or case.messages[-1]["content"][-1]["text"]  # type: ignore[index]
+                    cases[case.name] = runs(florence_ids(folder, text, len(case.images)))
+            elif "ids" in answer["cases"][at]:
+                reads_no_tools = case.tools and "tools" not in folder.processing.template.reads
+                cases[case.name] = None if reads_no_tools else runs(answer["cases"][at]["ids"])
+        ends = sorted(folder.published_ends)
+        found[name] = {"by": BY_OWN_CODE.get(name) or answer["processor"], "ends": ends, "cases": cases}
+    return found
+
+
+def main() -> None:
+    directory = root()
+    assert directory is not None, f"{VARIABLE} names no directory"
+    facts = facts_of({name: directory / name for name in NAMES})
+    lines = [f"  {json.dumps(name)}: {json.dumps(fact)}" for name, fact in facts.items()]
+    FACTS.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,192 @@
+"""transformers is the oracle of prompts: ids, grids and pixels, for every kind of tokenizer and place of a template.
+
+Folders have small tokenizers of the kinds that occur, and no weights: nothing runs. transformers is asked once for all of them,
+in a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers
+from tokenizers.models import BPE
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
+
+from tests.checkpoints import layout
+from tests.test_folders import PROCESSORS, write_processor
+from vlm_batch.cli.prompts import CASES, Folder, ask_transformers, differences
+
+BEGIN, END = "<s>", "</s>"
+#: What a tokenizer adds of itself: the pattern of TemplateProcessing.
+ADDS = {"nothing": None, "a beginning": f"{BEGIN} $A", "an end": f"$A {END}", "both": f"{BEGIN} $A {END}"}
+CHAT = (
+    "BEGIN{% if tools %}[TOOLS]{{ tools | tojson }}\n{% endif %}"
+    "{% for message in messages %}[{{ message.role }}]"
+    "{% if message.content is string %}{{ message.content }}{% else %}"
+    "{% for part in message.content %}{% if part.type == 'image' %}PICTURE{% else %}{{ part.text }}{% endif %}{% endfor %}"
+    "{% endif %}"
+    "{% for call in message.tool_calls or [] %}[CALL]{{ call.function.name }} {{ call.function.arguments | tojson }}"
+    "{% endfor %}"
+    "\n{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
+
+
+def byte_level() -> Tokenizer:
+    """As Llama 3's and Qwen's."""
+    made = Tokenizer(BPE({char: at for at, char in enumerate(BYTES)}, []))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return made
+
+
+def _pieces() -> BPE:
+    words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *(chr(code) for code in range(33, 127))]
+    return BPE({word: at for at, word in enumerate(words)}, [], byte_fallback=True, unk_token="<unk>", fuse_unk=True)
+
+
+def dummy_prefix() -> Tokenizer:
+    """As Llama 2's: a space before every piece of text between special tokens."""
+    made = Tokenizer(_pieces())
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return made
+
+
+def first_prefix() -> Tokenizer:
+    """As Mistral's and later Llama 2's: a space before the first piece alone."""
+    made = Tokenizer(_pieces())
+    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    made.decoder = decoders.Metaspace(prepend_scheme="first", split=False)
+    return made
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A folder: its family, tokenizer and template. ``place`` is the file that has the template."""
+
+    family: str = "qwen3_vl"
+    tokenizer: Any = byte_level
+    adds: str = "nothing"
+    writes_begin: bool = True
+    place: str = "chat_template.jinja"
+    bare: bool = False
+
+
+#: What transformers' processors ask of a tokenizer, and mlx-vlm's do not.
+INTERN = {
+    "start_image_token": "<img>",
+    "end_image_token": "</img>",
+    "context_image_token": "<IMG_CONTEXT>",
+    "video_token": "<video>",
+}
+NAMES: dict[str, Mapping[str, str]] = {"internvl": INTERN, "internvl_chat": INTERN}
+
+KINDS: dict[str, Kind] = {
+    f"adds {adds}, template writes {'it' if writes else 'none'}": Kind(adds=adds, writes_begin=writes)
+    for adds in ADDS
+    for writes in (True, False)
+}
+KINDS |= {
+    f"{make.__name__} adds {adds}, template writes {'it' if writes else 'none'}": Kind(
+        tokenizer=make, adds=adds, writes_begin=writes
+    )
+    for make in (dummy_prefix, first_prefix)
+    for adds in ("nothing", "a beginning")
+    for writes in (True, False)
+}
+KINDS |= {
+    f"template in {place}": Kind(adds="a beginning", place=place)
+    for place in ("chat_template.json", "tokenizer_config.json", "chat_templates", "nowhere")
+}
+KINDS |= {
+    f"bare tokenizer adds {adds}, template writes {'it' if writes else 'none'}": Kind(
+        "falcon_h1", adds=adds, writes_begin=writes, bare=True
+    )
+    for adds in ("nothing", "a beginning", "both")
+    for writes in (True, False)
+}
+KINDS["bare tokenizer, named templates"] = Kind("falcon_h1", adds="a beginning", place="named", bare=True)
+KINDS["bare tokenizer without template"] = Kind("falcon_h1", adds="a beginning", place="nowhere", bare=True)
+#: Families with a processor in tests/test_folders.py.
+KINDS |= {
+    f"{name}, template writes {'it' if writes else 'none'}": Kind(name, adds="a beginning", writes_begin=writes)
+    for name in PROCESSORS
+    for writes in (True, False)
+}
+
+
+def write(folder: Path, kind: Kind) -> Path:
+    """A folder without weights."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(layout(kind.family)["files"]["config.json"]), encoding="utf-8")
+    saved = None if kind.bare else PROCESSORS[kind.family]
+    made = kind.tokenizer()
+    marks = [] if saved is None else list(saved.markers)
+    ids = {word: made.get_vocab_size() + at for at, word in enumerate((BEGIN, END))}
+    made.add_special_tokens([BEGIN, END])
+    made.add_special_tokens(marks)
+    if (pattern := ADDS[kind.adds]) is not None:
+        made.post_processor = TemplateProcessing(single=pattern, special_tokens=list(ids.items()))
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=made,
+        bos_token=BEGIN,
+        eos_token=END,
+        pad_token=END,
+        extra_special_tokens={**(saved.named if saved else {}), **NAMES.get(kind.family, {})},
+    )
+    tokenizer.save_pretrained(folder)
+    if saved is not None:
+        write_processor(folder, saved.whole, {"image_processor_type": saved.part, **saved.pictures}, **saved.settings)
+    write_template(folder, kind, "" if saved is None else saved.picture)
+    return folder
+
+
+def write_template(folder: Path, kind: Kind, picture: str) -> None:
+    text = CHAT.replace("BEGIN", "{{ bos_token }}" if kind.writes_begin else "").replace("PICTURE", picture)
+    config = folder / "tokenizer_config.json"
+    said = json.loads(config.read_text(encoding="utf-8"))
+    if kind.place in ("tokenizer_config.json", "named"):
+        named = [{"name": "default", "template": text}, {"name": "rag", "template": "{{ documents }}"}]
+        said["chat_template"] = named if kind.place == "named" else text
+        config.write_text(json.dumps(said), encoding="utf-8")
+    elif kind.place == "chat_templates":
+        (folder / "chat_templates").mkdir()
+        (folder / "chat_templates" / "rag.jinja").write_text("{{ documents }}", encoding="utf-8")
+        (folder / "chat_template.jinja").write_text(text, encoding="utf-8")
+    elif kind.place == "chat_template.json":
+        (folder / kind.place).write_text(json.dumps({"chat_template": text}), encoding="utf-8")
+    elif kind.place != "nowhere":
+        (folder / kind.place).write_text(text, encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def oracle(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, dict[str, Any]]]:
+    """Each kind's folder, and transformers' answers to its cases."""
+    root = tmp_path_factory.mktemp("prompts")
+    folders = [write(root / str(at), kind) for at, kind in enumerate(KINDS.values())]
+    (root / "pixels").mkdir()
+    answers = ask_transformers(folders, CASES, root / "pixels")
+    return dict(zip(KINDS, zip(folders, answers, strict=True), strict=True))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_prompts_are_transformers(name: str, oracle: dict[str, tuple[Path, dict[str, Any]]]) -> None:
+    path, answers = oracle[name]
+    if "num2words" in answers.get("error", ""):
+        pytest.skip("transformers' SmolVLMProcessor needs num2words; idefics3's is the same but for videos")
+    assert "error" not in answers, answers
+    folder = Folder(path)
+    compared = 0
+    for case, theirs in zip(CASES, answers["cases"], strict=True):
+        if "error" in theirs or (case.images and KINDS[name].bare):
+            continue
+        made = folder.make(case)
+        assert not list(differences(made, theirs, folder.processing)), case.name
+        compared += 1
+    assert compared >= (1 if KINDS[name].place == "nowhere" else 4)

@@ -1,0 +1,203 @@
+"""What transformers makes of prompts, as a script of its own: mlx-vlm, once imported, replaces transformers' classes.
+
+Reads JSON from standard input, a list of ``{"folder": ..., "cases": [...]}``, and writes a list of answers to standard output.
+A case is ``{"name", "messages", "text", "images", "tools", "continue_final_message"}``: ``messages`` or ``text`` with the
+pictures' sizes (width, height) in ``images``. Its answer is ``{"text", "ids", "arrays", "pixels"}`` or ``{"error"}``:
+``arrays`` holds the shapes of all outputs and the values of small ones, ``pixels`` the path of a file with the pictures'
+values.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import numpy as np
+import transformers
+from PIL import Image
+
+#: Arrays up to this size are compared by their values.
+SMALL = 256
+
+
+def main() -> None:
+    asked = json.load(sys.stdin)
+    given, sys.stdout = sys.stdout, sys.stderr  # some processors print
+    answers = [answer(Path(one["folder"]), one["cases"], Path(one["pixels"])) for one in asked]
+    json.dump(answers, given)
+
+
+def answer(folder: Path, cases: list[dict[str, Any]], pixels: Path) -> dict[str, Any]:
+    """Return a folder's answers."""
+    try:
+        processor = read(folder)
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
+    found = [case_answer(processor, case, pixels / f"{at}.npy") for at, case in enumerate(cases)]
+    tokenizer = getattr(processor, "tokenizer", processor)
+    return {"processor": type(processor).__name__, "tokenizer": type(tokenizer).__name__, "cases": found}
+
+
+def read(folder: Path) -> Any:
+    """Return transformers' own processor of a folder, or its tokenizer if it has no processor for the model's type."""
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    name = PROCESSOR_MAPPING_NAMES.get(str(config.get("model_type"))) or processor_class(folder)
+    if name is None:
+        return read_tokenizer(folder)
+    without_torch()
+    return class_named(name).from_pretrained(folder)
+
+
+def class_named(name: str) -> Any:
+    """Return a processor's class, also one that transformers hides where there is no torch, which ids do not need."""
+    kind = getattr(transformers, name)
+    if not hasattr(kind, "_backends"):
+        return kind
+    models = Path(transformers.__file__).parent / "models"
+    for path in models.glob("*/processing_*.py"):
+        if f"class {name}(" in path.read_text(encoding="utf-8"):
+            try:
+                return getattr(import_module(f"transformers.models.{path.parent.name}.{path.stem}"), name)
+            except ImportError:
+                return TextAlone
+    return kind
+
+
+class TextAlone(transformers.ProcessorMixin):
+    """What all of transformers' processors do with text, for one that cannot be imported."""
+
+    def __init__(self, tokenizer: Any = None, **options: Any) -> None:
+        super().__init__(tokenizer, **{name: options[name] for name in ("chat_template",) if name in options})
+
+
+def processor_class(folder: Path) -> str | None:
+    """Return the class that a folder names, if transformers has it."""
+    for file in ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json"):
+        if (path := folder / file).exists():
+            named = json.loads(path.read_text(encoding="utf-8")).get("processor_class")
+            if isinstance(named, str) and hasattr(transformers, named):
+                return named
+    return None
+
+
+def without_torch() -> None:
+    """Have processors do without the parts for videos and pictures that transformers has for torch alone."""
+    if transformers.utils.is_torchvision_available():
+        return
+    from transformers.models.auto.image_processing_auto import AutoImageProcessor
+    from transformers.models.auto.video_processing_auto import AutoVideoProcessor
+
+    kept = transformers.ProcessorMixin.check_argument_for_proper_class
+    read = AutoImageProcessor.from_pretrained
+
+    class Missing(transformers.utils.PushToHubMixin):  # type: ignore[misc] # what is written out by to_dict
+        temporal_patch_size = merge_size = 2
+
+        def to_dict(self) -> dict[str, Any]:
+            return {}
+
+        def fetch_images(self, *_: Any) -> Any:
+            raise ImportError("its pictures need torchvision, which is not installed")
+
+    def check(self: Any, name: str, part: Any) -> Any:
+        return None if isinstance(part, Missing) else kept(self, name, part)
+
+    def pictures(*args: Any, **options: Any) -> Any:
+        try:
+            return read(*args, **options)
+        except (ImportError, ValueError) as error:
+            if "torch" not in str(error).lower():
+                raise
+            return Missing()
+
+    for owner, name, ours in (
+        (AutoVideoProcessor, "from_pretrained", lambda *_, **__: Missing()),
+        (AutoImageProcessor, "from_pretrained", pictures),
+        (transformers.ProcessorMixin, "check_argument_for_proper_class", check),
+    ):
+        setattr(owner, name, ours)
+
+
+def read_tokenizer(folder: Path) -> Any:
+    """Return the tokenizer of a folder whose model's type transformers may not know."""
+    path = folder / "tokenizer_config.json"
+    said = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    kind = getattr(transformers, str(said.get("tokenizer_class")), transformers.PreTrainedTokenizerFast)
+    return kind.from_pretrained(folder)
+
+
+def case_answer(processor: Any, case: dict[str, Any], pixels: Path) -> dict[str, Any]:
+    try:
+        return processed(processor, case, pixels)
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
+
+
+def processed(processor: Any, case: dict[str, Any], pixels: Path) -> dict[str, Any]:
+    """Return a case's answer, by ``apply_chat_template(tokenize=True)`` where there is a template."""
+    images = [picture(width, height, seed) for seed, (width, height) in enumerate(case["images"])]
+    tokenizer = getattr(processor, "tokenizer", processor)
+    options = {name: case[name] for name in ("tools", "continue_final_message") if case.get(name)}
+    options["add_generation_prompt"] = "continue_final_message" not in options
+    text = case.get("text")
+    if text is None:
+        # a processor without a template of its own is handed what its tokenizer's template wrote
+        owner = processor if getattr(processor, "chat_template", None) is not None else tokenizer
+        text = owner.apply_chat_template(case["messages"], tokenize=False, **options)
+        if owner is tokenizer and tokenizer is processor:
+            found = tokenizer.apply_chat_template(case["messages"], tokenize=True, return_dict=True, **options)
+        else:
+            found = called(processor, text, images)
+            if owner is processor and not images:
+                alike = owner.apply_chat_template(case["messages"], tokenize=True, return_dict=True, **options)
+                assert np.array_equal(flat(alike["input_ids"]), flat(found["input_ids"]))
+    else:
+        found = called(processor, text, images)
+    ids = flat(found["input_ids"])
+    arrays = {name: facts(value) for name, value in found.items() if name != "input_ids" and value is not None}
+    if images and "pixel_values" in found:
+        np.save(pixels, np.asarray(found["pixel_values"], dtype=np.float32))
+    return {"text": text, "ids": ids, "arrays": arrays, "pixels": str(pixels) if pixels.exists() else None}
+
+
+def called(processor: Any, text: str, images: list[Image.Image]) -> Any:
+    """Process a text as ``ProcessorMixin.apply_chat_template`` does (processing_utils.py:2402)."""
+    begin = getattr(getattr(processor, "tokenizer", processor), "bos_token", None)
+    options = {"add_special_tokens": False} if begin and text.startswith(begin) else {}
+    media = {"images": images} if images else {}
+    if images and isinstance(processor, TextAlone):
+        raise ImportError("its pictures need torch, which is not installed")
+    return processor(text=[text], return_tensors="np", **media, **options)
+
+
+def flat(ids: Any) -> list[int]:
+    return [int(token) for token in np.asarray(ids).reshape(-1)]
+
+
+def facts(value: Any) -> Any:
+    try:
+        array = np.asarray(value)
+    except ValueError:  # lists of several lengths
+        return None
+    small = array.dtype.kind in "biu" and array.size <= SMALL
+    return {"shape": list(array.shape), "values": array.reshape(-1).tolist() if small else None}
+
+
+def picture(width: int, height: int, seed: int) -> Image.Image:
+    """Return a picture of smooth colours, drawn from its number."""
+    across, down = np.linspace(0, 255, width), np.linspace(0, 255, height)[:, None]
+    planes = [across + 0 * down, down + 0 * across, (across + down) / 2 + 37 * seed]
+    return Image.fromarray((np.stack(planes, axis=-1) % 256).astype(np.uint8))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,420 @@
+"""Verification of a folder's prompts: the ids, ends and pixels that transformers makes of the same requests.
+
+No model runs. transformers answers in a process of its own (``oracle.py``), since mlx-vlm replaces classes of it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from mlx_vlm.prompt_utils import apply_chat_template
+from mlx_vlm.utils import get_model_and_args, get_model_type, prepare_inputs, should_add_special_tokens
+
+from vlm_batch.adapters.base import Adapter
+from vlm_batch.cli import oracle
+from vlm_batch.errors import InvalidRequest, UnsupportedModel
+from vlm_batch.inputs.prepare import Preparer
+from vlm_batch.inputs.processing import Processing
+from vlm_batch.inputs.processors import with_pillow
+from vlm_batch.loading.checkpoints import read_config, read_processor
+from vlm_batch.models import package_of, spec_for
+from vlm_batch.registry import ModelSpec
+from vlm_batch.types import Message, Request, Template
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Says the weather of a city.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+#: A pixel's largest difference that rounding explains: transformers may resize with torch.
+LEVELS = 1.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """A request that both sides are asked; ``images`` are sizes (width, height)."""
+
+    name: str
+    messages: list[Message] | None = None
+    text: str | None = None
+    images: tuple[tuple[int, int], ...] = ()
+    tools: list[dict[str, Any]] | None = None
+    continue_final_message: bool = False
+
+    def request(self) -> Request:
+        """Return the request as a user submits it."""
+        images = tuple(oracle.picture(*size, seed) for seed, size in enumerate(self.images))
+        if self.text is not None:
+            return Request(prompt=self.text, images=images, template=None)
+        options = Template(tools=self.tools, continue_final_message=self.continue_final_message)
+        return Request(messages=self.messages, images=images, template=options)
+
+
+def _user(text: str, pictures: int = 0) -> Message:
+    return {"role": "user", "content": [*[{"type": "image"}] * pictures, {"type": "text", "text": text}]}
+
+
+def _said(role: str, text: str) -> Message:
+    return {"role": role, "content": [{"type": "text", "text": text}]}
+
+
+_CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Cardiff"}}}
+CASES = (
+    Case("text", [_user("What is the capital of Wales?")]),
+    Case("picture", [_user("What is this?", 1)], images=((320, 240),)),
+    Case("two pictures", [_user("What has changed?", 2)], images=((320, 240), (224, 448))),
+    Case(
+        "turns",
+        [_said("system", "Be brief."), _user("What is this?", 1), _said("assistant", "A ramp."), _user("Of what?")],
+        images=((320, 240),),
+    ),
+    Case(
+        "tools",
+        [
+            {"role": "user", "content": "Rain in Cardiff?"},
+            {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+            {"role": "tool", "content": "rain"},
+        ],
+        tools=[WEATHER],
+    ),
+    Case("prefix", [_user("Count to four."), _said("assistant", "1 2")], continue_final_message=True),
+    Case("plain text", text="Once upon a time"),
+)
+
+
+@dataclass(frozen=True)
+class Made:
+    """What one side makes of a case; ``arrays`` holds all outputs but the ids."""
+
+    ids: tuple[int, ...] = ()
+    text: str | None = None
+    arrays: Mapping[str, Any] = field(default_factory=dict)
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One case.
+
+    Attributes:
+        differs: What of ours is not transformers'; empty if all is.
+        upstream: The same of mlx-vlm's prompt.
+        reason: Why there is nothing to compare.
+    """
+
+    name: str
+    tokens: int = 0
+    differs: tuple[str, ...] = ()
+    upstream: tuple[str, ...] = ()
+    reason: str | None = None
+
+
+@dataclass(frozen=True)
+class PromptVerification:
+    """A folder's outcome.
+
+    Attributes:
+        ends: Ids at which answers end here; ``published_ends`` by the folder's files, ``upstream_ends`` in mlx-vlm.
+        unread: Settings of config.json that no class reads.
+        missing: Tensors that the index names and the folder lacks.
+    """
+
+    model: str
+    family: str
+    processor: str
+    oracle: str
+    cases: tuple[Compared, ...]
+    ends: tuple[int, ...]
+    published_ends: tuple[int, ...]
+    upstream_ends: tuple[int, ...]
+    unread: tuple[str, ...]
+    missing: tuple[str, ...]
+    sampling: Mapping[str, Any]
+
+    @property
+    def compared(self) -> int:
+        """How many cases both sides made a prompt of."""
+        return sum(one.reason is None for one in self.cases)
+
+    @property
+    def ok(self) -> bool:
+        """Whether prompts are transformers' and answers end where the folder says."""
+        return not any(one.differs for one in self.cases) and set(self.published_ends) <= set(self.ends)
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "ok": self.ok}
+
+    def text(self) -> str:
+        said = "as transformers makes them" if self.ok else "NOT as transformers makes them"
+        if self.ok and not self.compared:
+            said = "not compared: transformers cannot read this folder"
+        lines = [
+            f"**{self.model}** ({self.family}): prompts {said}",
+            "",
+            f"- here: {self.processor}; transformers: {self.oracle}",
+            f"- an answer ends at {_listed(self.ends)}; the folder names {_listed(self.published_ends)}, mlx-vlm takes "
+            f"{_listed(self.upstream_ends)}",
+        ]
+        if self.sampling:
+            lines.append(
+                f"- the folder recommends {', '.join(f'{name} {value}' for name, value in self.sampling.items())}"
+            )
+        if self.unread:
+            lines.append(f"- config.json has what no class reads: {', '.join(self.unread)}")
+        if self.missing:
+            lines.append(f"- {len(self.missing):,} tensors of the index are not in the folder: {_few(self.missing)}")
+        lines += ["", "| | tokens | here : transformers | mlx-vlm : transformers |", "|---|---|---|---|"]
+        for one in self.cases:
+            if one.reason is not None:
+                lines.append(f"| {one.name} | - | {one.reason} | |")
+                continue
+            ours, theirs = ("; ".join(part) or "equal" for part in (one.differs, one.upstream))
+            lines.append(f"| {one.name} | {one.tokens or '-'} | {ours} | {theirs} |")
+        return "\n".join(lines)
+
+
+def _listed(ids: Sequence[int]) -> str:
+    return ", ".join(map(str, ids)) or "nothing"
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+
+
+class Folder:
+    """A model's folder, read as the engine reads it but for the weights.
+
+    Raises:
+        UnsupportedModel: It is of no known family.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.written: dict[str, Any] = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        read = read_config(path)
+        model_type = str(get_model_type(read))
+        spec = spec_for(model_type)
+        if spec is None or spec.adapter is None:
+            raise UnsupportedModel(f"model type {model_type!r} has no adapter; prompts of it are not compared")
+        self.spec: ModelSpec = spec
+        self.package = package_of(model_type) or get_model_and_args(read)[0]
+        self.config = self.package.ModelConfig.from_dict({"text_config": {}, "vision_config": {}, **read})
+        self.config.model_type = model_type
+        self.config.eos_token_id = read.get("eos_token_id")
+        without_weights: Any = SimpleNamespace(config=self.config)
+        self.processor = read_processor(path, without_weights)
+        adapter: type[Adapter] = spec.adapter
+        self.processing = Processing(adapter.processor(with_pillow(self.processor)), self.config)
+        self.preparer = Preparer(self.processing, spec, image_token_ids=frozenset())
+
+    def make(self, case: Case) -> Made:
+        """Return what the engine's own way makes of a case."""
+        try:
+            question = self.preparer.check(case.request())
+            inputs = dict(self.preparer.prepare(question).inputs)
+        except InvalidRequest as error:
+            return Made(error=" ".join(str(error).split()))
+        ids = np.array(inputs.pop("input_ids"))[0]
+        return Made(tuple(map(int, ids)), question.prompt, inputs)
+
+    def make_upstream(self, case: Case) -> Made:
+        """Return what mlx-vlm's own functions make of a case."""
+        request = case.request()
+        images: list[Any] = list(request.images)
+        more: dict[str, Any] = {} if case.tools is None else {"tools": case.tools}
+        if case.continue_final_message:
+            more |= {"continue_final_message": True, "add_generation_prompt": False}
+        try:
+            text = case.text
+            if text is None:
+                text = apply_chat_template(self.processor, self.config, case.messages, num_images=len(images), **more)
+            text = text.get("content", "") if isinstance(text, Mapping) else text
+            adds = should_add_special_tokens(self.config.model_type, self.processor)
+            marker = getattr(self.config, "image_token_index", None)
+            found = prepare_inputs(
+                self.processor,
+                images=images or None,
+                prompts=text,
+                image_token_index=marker,
+                add_special_tokens=adds,
+            )
+        except Exception as error:  # whatever upstream's path raises, it is the finding
+            return Made(error=f"{type(error).__name__}: {' '.join(str(error).split())[:120]}")
+        ids = np.array(found["input_ids"])[0]
+        return Made(tuple(map(int, ids)), text, {name: value for name, value in found.items() if name != "input_ids"})
+
+    @property
+    def published_ends(self) -> tuple[int, ...]:
+        """The ends that the folder names: generation_config.json's, or else config.json's, as in transformers."""
+        path = self.path / "generation_config.json"
+        said = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        text = self.written.get("text_config") or {}
+        named = (said.get("eos_token_id"), self.written.get("eos_token_id"), text.get("eos_token_id"))
+        found = next((ends for ends in named if ends is not None), ())
+        return (found,) if isinstance(found, int) else tuple(found)
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """What generation_config.json recommends."""
+        path = self.path / "generation_config.json"
+        said = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        names = ("do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+        return {name: said[name] for name in names if said.get(name) is not None}
+
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """Settings of config.json that neither mlx-vlm's nor transformers' class of it declares."""
+        return tuple(sorted(_unread(self.written, self.package)))
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Tensors that an index names, in files that are not there or do not have them."""
+        path = self.path / "model.safetensors.index.json"
+        if not path.exists():
+            return ()
+        named: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        there = {file: _tensor_names(self.path / file) for file in set(named.values())}
+        return tuple(name for name, file in named.items() if name not in there[file])
+
+
+#: Settings that every config.json may have: transformers' own, and what converters write.
+_COMMON = frozenset(
+    {
+        *("architectures", "auto_map", "transformers_version", "torch_dtype", "dtype", "quantization", "model_type"),
+        *("quantization_config", "_name_or_path", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id"),
+        *("initializer_range", "attention_dropout", "hidden_dropout", "dropout", "_attn_implementation_autoset"),
+    }
+)
+
+
+def _unread(config: Mapping[str, Any], package: Any) -> Iterator[str]:
+    from transformers import CONFIG_MAPPING
+
+    kinds = [kind for name, kind in vars(package).items() if name.endswith("Config") and isinstance(kind, type)]
+    known = set(_COMMON).union(*(inspect.signature(kind).parameters for kind in kinds))
+    parts = {"": config} | {name: part for name, part in config.items() if isinstance(part, Mapping)}
+    for name, part in parts.items():
+        own = str(part.get("model_type"))
+        theirs = set(vars(CONFIG_MAPPING[own]())) if own in CONFIG_MAPPING else set()
+        if name and name not in ("text_config", "vision_config", "audio_config", "llm_config"):
+            continue
+        yield from (f"{name}.{key}".lstrip(".") for key in part if key not in known | theirs and key not in parts)
+
+
+def _tensor_names(path: Path) -> frozenset[str]:
+    """Return the names in a safetensors file's header; none if it is absent or no such file."""
+    if not path.is_file():
+        return frozenset()
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        if size > path.stat().st_size:
+            return frozenset()
+        return frozenset(json.loads(file.read(size))) - {"__metadata__"}
+
+
+def ask_transformers(folders: Sequence[Path], cases: Sequence[Case], pixels: Path) -> list[dict[str, Any]]:
+    """Ask ``oracle.py`` in another process; pictures' values lie under ``pixels`` by folder and case."""
+    asked = []
+    for at, folder in enumerate(folders):
+        (pixels / str(at)).mkdir()
+        asked.append(
+            {"folder": str(folder), "cases": [asdict(case) for case in cases], "pixels": str(pixels / str(at))}
+        )
+    given = json.dumps(asked)
+    run = subprocess.run([sys.executable, oracle.__file__], input=given, capture_output=True, text=True, check=False)
+    if run.returncode:
+        raise RuntimeError(f"transformers could not be asked: {run.stderr[-500:]}")
+    found: list[dict[str, Any]] = json.loads(run.stdout)
+    return found
+
+
+def verify_prompts(folder: Folder, *, name: str | None = None, cases: Sequence[Case] = CASES) -> PromptVerification:
+    """Compare a folder's prompts with transformers'."""
+    with TemporaryDirectory(prefix="vlm_batch-") as pixels:
+        (answers,) = ask_transformers([folder.path], cases, Path(pixels))
+        compared = tuple(_compared(folder, case, _theirs(answers, at)) for at, case in enumerate(cases))
+    stops = getattr(getattr(folder.processor, "tokenizer", folder.processor), "stopping_criteria", None)
+    return PromptVerification(
+        model=name or str(folder.path),
+        family=folder.spec.family,
+        processor=f"{type(folder.processor).__name__} of {type(folder.processor).__module__.partition('.')[0]}",
+        oracle=str(answers.get("error") or answers["processor"]),
+        cases=compared,
+        ends=folder.processing.eos_token_ids,
+        published_ends=folder.published_ends,
+        upstream_ends=tuple(getattr(stops, "eos_token_ids", ())),
+        unread=folder.unread,
+        missing=folder.missing,
+        sampling=folder.sampling,
+    )
+
+
+def _theirs(answers: Mapping[str, Any], at: int) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = answers if "error" in answers else answers["cases"][at]
+    return found
+
+
+def _compared(folder: Folder, case: Case, theirs: Mapping[str, Any]) -> Compared:
+    refused = folder.spec.images is False or (len(case.images) > 1 and not folder.spec.multi_image)
+    if case.images and refused:
+        return Compared(case.name, reason=f"{folder.spec.family} takes no such request")
+    if case.tools and "tools" not in folder.processing.template.reads:
+        return Compared(case.name, reason="its template reads no tools: refused here, left out by transformers")
+    if "error" in theirs:
+        return Compared(case.name, reason=f"transformers: {theirs['error']}")
+    ours, upstream = folder.make(case), folder.make_upstream(case)
+    return Compared(
+        case.name,
+        len(ours.ids),
+        tuple(differences(ours, theirs, folder.processing)),
+        tuple(differences(upstream, theirs, folder.processing)),
+    )
+
+
+def differences(made: Made, theirs: Mapping[str, Any], processing: Processing) -> Iterator[str]:
+    """Yield what is not transformers'."""
+    if made.error is not None:
+        yield made.error
+        return
+    ids = tuple(theirs["ids"])
+    if made.ids != ids:
+        at = next((at for at, (a, b) in enumerate(zip(made.ids, ids, strict=False)) if a != b), -1)
+        at = min(len(made.ids), len(ids)) if at < 0 else at
+        words = [processing.tokenizer.decode(list(side[max(at - 1, 0) : at + 3])) for side in (made.ids, ids)]
+        yield f"{len(made.ids)} ids for {len(ids)}, others from {at}: {words[0]!r} for {words[1]!r}"
+    for name, facts in theirs["arrays"].items():
+        given = made.arrays.get(name)
+        if facts is None or facts["values"] is None or given is None or name == "attention_mask":
+            continue
+        if np.array(given).reshape(-1).tolist() != facts["values"]:
+            yield f"{name} is another"
+    if theirs.get("pixels") and "pixel_values" in made.arrays:
+        yield from _pixel_differences(made.arrays["pixel_values"], np.load(theirs["pixels"]), processing)
+
+
+def _pixel_differences(ours: Any, theirs: np.ndarray, processing: Processing) -> Iterator[str]:
+    if isinstance(ours, (list, tuple)):
+        return  # one array a picture, of a layout of its own
+    given = np.array(ours, dtype=np.float32)
+    if given.size != theirs.size:
+        yield f"pixel_values {given.shape} for {theirs.shape}"
+        return
+    if given.shape != theirs.shape:
+        return  # axes in another order, which the model's class expects
+    deviations = getattr(getattr(processing.processor, "image_processor", None), "image_std", None) or [1.0]
+    apart = float(np.abs(given - theirs).max(initial=0.0)) * max(deviations) * 255
+    if apart > LEVELS + 1e-3:
+        yield f"pixels up to {apart:.1f} of 255 levels apart"
