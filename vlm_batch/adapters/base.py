@@ -21,6 +21,7 @@ from vlm_batch.adapters.attention import HOOKS
 from vlm_batch.adapters.convolution import convolutions
 from vlm_batch.adapters.experts import EXPERTS
 from vlm_batch.adapters.few_rows import suit_few_rows
+from vlm_batch.adapters.by_numpy import hook_exponentials
 from vlm_batch.adapters.hooks import check_attention, files_of, install_hooks, running
 from vlm_batch.adapters.joint import PrecomputedInputs, TowerCall, TowerOutputs, advance, make_calls
 from vlm_batch.adapters.known import know
@@ -137,6 +138,7 @@ class Adapter:
         hook_tables(self.spec.family)
         hooked = HOOKS["scaled_dot_product_attention"]
         check_attention(self.language, hooked, family=self.spec.family)
+        hook_exponentials(self.model, files_of(self.model))
 
     def with_products(self, numbers: Mapping[str, Sequence[int]]) -> Adapter:
         """Return a copy that holds the named products to fixed row counts; without any, this adapter."""
