@@ -88,13 +88,13 @@ def attend(queries: mx.array, keys: mx.array, values: mx.array, scale: float, ma
     batch, heads, length, width = queries.shape
     kv_heads, columns = keys.shape[1:3]
     shared, depth = heads // kv_heads, values.shape[3]
-    rows = (queries.astype(mx.float32) * scale).reshape(batch * kv_heads, shared, length, width)
-    turned = keys.astype(mx.float32).reshape(batch * kv_heads, columns, width).swapaxes(1, 2)
-    values32 = values.astype(mx.float32).reshape(batch * kv_heads, columns, depth)
-    out = mx.zeros((batch * kv_heads, shared, length, depth))
-    if not exponentials.evaluated(rows, turned, values32, out, *([mask] if isinstance(mask, mx.array) else [])):
+    parts = [part.astype(mx.float32) for part in (queries, keys, values)]
+    out = mx.zeros((batch, length, heads, depth))  # as layers read it
+    if not exponentials.evaluated(*parts, out, *([mask] if isinstance(mask, mx.array) else [])):
         return None
-    found = exponentials.view(out)
+    rows, keys, values = (_by_heads(part, kv_heads) for part in parts)  # (B H_kv, G L or K, D)
+    rows, turned = (rows * scale).reshape(-1, shared, length, width), keys.swapaxes(1, 2)
+    found = exponentials.view(out).reshape(batch, length, kv_heads, shared, depth).transpose(0, 2, 3, 1, 4)
     masked = _Mask(mask, (batch, kv_heads, shared, length, columns))
     with np.errstate(all="ignore"):
         for heads_at, queries_at in _parts(batch * kv_heads, length, shared * columns):
@@ -105,11 +105,22 @@ def attend(queries: mx.array, keys: mx.array, values: mx.array, scale: float, ma
             weights = exponentials.view(scores)
             masked.hide(weights, heads_at, queries_at)
             totals = exponentials.exponentials(weights)  # (N, G l, 1)
-            attended = scores @ values32[heads_at, :seen]
+            attended = scores @ values[heads_at, :seen]
             mx.eval(attended)
-            into = found[heads_at, :, queries_at]
-            np.divide(exponentials.view(attended).reshape(into.shape), totals.reshape(*into.shape[:3], 1), out=into)
-    return out.reshape(batch, heads, length, depth).astype(queries.dtype)
+            done = exponentials.view(attended)
+            done /= totals
+            for own, head in zip(done, range(heads_at.start, heads_at.stop), strict=True):
+                found[divmod(head, kv_heads)][:, queries_at] = own.reshape(shared, -1, depth)
+    return out.swapaxes(1, 2).astype(queries.dtype)
+
+
+def _by_heads(array: mx.array, kv_heads: int) -> mx.array:
+    """Return an evaluated array (B, H, L, D) as (B H_kv, G L, D). MLX copies rows that lie apart number by number."""
+    batch, heads, length, width = array.shape
+    copy = mx.zeros((batch * kv_heads, heads // kv_heads * length, width))
+    mx.eval(copy)
+    exponentials.view(copy).reshape(array.shape)[...] = exponentials.view(array)
+    return copy
 
 
 class _Mask:
@@ -226,7 +237,9 @@ _COMPILED = type(nn.silu)
 def _hooks() -> dict[int, tuple[Any, Callable[..., Any]]]:
     """Return MLX's functions and their stand-ins, by the functions' ids."""
     module: Any = mx
-    pairs = [(theirs, _of_numbers(theirs, kernel)) for name, kernel in OF_NUMBERS.items() if (theirs := vars(module)[name])]
+    pairs = [
+        (theirs, _of_numbers(theirs, kernel)) for name, kernel in OF_NUMBERS.items() if (theirs := vars(module)[name])
+    ]
     pairs += [(vars(activations)[name], _of_numbers(vars(activations)[name], one)) for name, one in OF_LAYERS.items()]
     pairs += [(SOFTMAX, _softmax), (LOGSUMEXP, _logsumexp), (ATTENTION, _attention)]
     return {id(theirs): (theirs, hook(theirs, ours).either) for theirs, ours in pairs}

@@ -136,6 +136,18 @@ def logsumexp(array: mx.array) -> mx.array | None:
     return mx.array(np.concatenate(found).reshape(array.shape[:-1])).astype(array.dtype)
 
 
+def log_of_sum(rows: mx.array) -> mx.array:
+    """Return ``logsumexp`` (R, 1) of rows (R, V), whichever way is faster for V."""
+    found = logsumexp(rows) if rows.shape[-1] >= FEWEST and is_numpys() else None
+    return LOGSUMEXP(rows, axis=-1, keepdims=True) if found is None else found[..., None]
+
+
+def gumbel(uniform: mx.array) -> mx.array:
+    """Return Gumbel noise -log(-log(u)) of uniform numbers (V,), as ``mx.random.gumbel`` makes it of its own."""
+    found = changed(_gumbel, uniform) if uniform.size >= FEWEST and is_numpys() else None
+    return -mx.log(-mx.log(uniform)) if found is None else found
+
+
 def exponentials(rows: np.ndarray) -> np.ndarray:
     """Turn rows (R, K) into exponentials of their distance from the largest, in place. Returns the sums (R, 1)."""
     rows -= rows.max(axis=-1, keepdims=True)
@@ -169,6 +181,12 @@ def cos(x: np.ndarray, spare: np.ndarray) -> None:
     np.cos(x, out=x)
 
 
+def _gumbel(x: np.ndarray, spare: np.ndarray) -> None:
+    for _ in range(2):
+        np.log(x, out=x)
+        np.negative(x, out=x)
+
+
 def tanh(x: np.ndarray, spare: np.ndarray) -> None:
     np.tanh(x, out=x)
 
@@ -186,39 +204,49 @@ def gelu_by_sigmoid(x: np.ndarray, spare: np.ndarray) -> None:
 
 
 def gelu_by_tanh(x: np.ndarray, spare: np.ndarray) -> None:
-    inner, root = spare[0], np.float32(np.sqrt(2 / np.pi))
+    """(1 + tanh u) / 2 is the sigmoid of 2 u, and keeps its digits where tanh is near -1."""
+    inner, twice = spare[0], np.float32(-2 * np.sqrt(2 / np.pi))
     np.multiply(x, x, out=inner)
-    inner *= np.float32(0.044715) * root
-    inner += root
+    inner *= np.float32(0.044715) * twice
+    inner += twice
     inner *= x
-    np.tanh(inner, out=inner)
-    _halved(x, inner)
+    np.exp(inner, out=inner)
+    inner += np.float32(1)
+    np.divide(x, inner, out=x)
 
 
 def gelu(x: np.ndarray, spare: np.ndarray) -> None:
-    inner = spare[0]
-    np.multiply(x, np.float32(np.sqrt(0.5)), out=inner)
-    erf(inner, spare[1:])
-    _halved(x, inner)
+    """max(x, 0) - |x| / 2 erfc(|x| / sqrt 2), which keeps its digits where erf is near -1."""
+    size, complement = _erfc(x, np.float32(np.sqrt(0.5)), spare)
+    size *= complement
+    size *= np.float32(np.sqrt(0.5))
+    np.maximum(x, np.float32(0), out=x)
+    x -= size
 
 
 def erf(x: np.ndarray, spare: np.ndarray) -> None:
-    """Abramowitz and Stegun 7.1.26, as MLX: within 1.5e-7."""
-    total, t = spare[:2]
-    np.abs(x, out=t)
-    t *= np.float32(0.3275911)
+    _, complement = _erfc(x, np.float32(1), spare)
+    np.subtract(np.float32(1), complement, out=complement)
+    np.copysign(complement, x, out=x)
+
+
+def _erfc(x: np.ndarray, factor: np.float32, spare: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the size of ``x`` times a factor, and its erfc: Abramowitz and Stegun 7.1.26, as MLX, within 1.5e-7."""
+    size, t, found = spare
+    np.abs(x, out=size)
+    size *= factor
+    np.multiply(size, np.float32(0.3275911), out=t)
     t += np.float32(1)
     np.reciprocal(t, out=t)
-    np.multiply(t, np.float32(1.061405429), out=total)
-    for factor in (-1.453152027, 1.421413741, -0.284496736, 0.254829592):
-        total += np.float32(factor)
-        total *= t
-    np.multiply(x, x, out=t)
+    np.multiply(t, np.float32(1.061405429), out=found)
+    for coefficient in (-1.453152027, 1.421413741, -0.284496736, 0.254829592):
+        found += np.float32(coefficient)
+        found *= t
+    np.multiply(size, size, out=t)
     np.negative(t, out=t)
     np.exp(t, out=t)
-    total *= t
-    np.subtract(np.float32(1), total, out=total)
-    np.copysign(total, x, out=x)
+    found *= t
+    return size, found
 
 
 def _one_plus_exp(x: np.ndarray, factor: float, spare: np.ndarray) -> np.ndarray:
@@ -227,10 +255,3 @@ def _one_plus_exp(x: np.ndarray, factor: float, spare: np.ndarray) -> np.ndarray
     np.exp(found, out=found)
     found += np.float32(1)
     return found
-
-
-def _halved(x: np.ndarray, inner: np.ndarray) -> None:
-    """Multiply ``x`` by (1 + inner) / 2, in place."""
-    inner += np.float32(1)
-    inner *= np.float32(0.5)
-    x *= inner
