@@ -24,7 +24,7 @@ import mlx.nn as nn  # noqa: E402
 import numpy as np  # noqa: E402
 
 from benchmarks.compare.shapes import SHAPES, build  # noqa: E402
-from benchmarks.limits import encode_seconds  # noqa: E402
+from benchmarks.limits import picture_inputs  # noqa: E402
 from vlm_batch import SamplingParams, VLMBatcher  # noqa: E402
 from vlm_batch.adapters import by_numpy  # noqa: E402
 from vlm_batch.adapters.hooks import running  # noqa: E402
@@ -132,17 +132,17 @@ def shape_of_47m(bench: Bench) -> None:
     """Pictures of 256, 1,024 and 4,096 patches, and a prompt of 1,000 tokens."""
     shape = SHAPES["small"]
     model = build(shape)
-    for side in (16, 32, 64):
-        bench.compare(f"47 M shape: encode {side * side} patches", lambda side=side: _encode(model, shape, side))
     adapter = adapt(model)
+    for side in (16, 32, 64):
+        inputs = picture_inputs(shape, side)
+        bench.compare(
+            f"47 M shape: encode {side * side} patches",
+            lambda inputs=inputs: adapter.encode(inputs).inputs_embeds,
+        )
     ids = mx.arange(1000)[None] % 1000 + 20
     embeds = adapter.token_table(ids)
     row = Encoded(ids, embeds)
     bench.compare("47 M shape: prompt of 1,000 tokens", lambda: adapter.prefill([row], adapter.make_cache(), 0, 1000))
-
-
-def _encode(model: Any, shape: Any, side: int) -> None:
-    encode_seconds(model, shape, side, 1, seconds=0)
 
 
 def page_of_text(bench: Bench) -> None:

@@ -18,10 +18,10 @@ from mlx_vlm.models.cache import make_prompt_cache
 
 from vlm_batch.adapters import delta, kernels
 from vlm_batch.adapters.attention import HOOKS
+from vlm_batch.adapters.by_numpy import hook_exponentials
 from vlm_batch.adapters.convolution import convolutions
 from vlm_batch.adapters.experts import EXPERTS
 from vlm_batch.adapters.few_rows import suit_few_rows
-from vlm_batch.adapters.by_numpy import hook_exponentials
 from vlm_batch.adapters.hooks import check_attention, files_of, install_hooks, running
 from vlm_batch.adapters.joint import PrecomputedInputs, TowerCall, TowerOutputs, advance, make_calls
 from vlm_batch.adapters.known import know
