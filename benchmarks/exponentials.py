@@ -1,7 +1,8 @@
 """Exponentials on a CPU, MLX's own against what this library uses there: python -m benchmarks.exponentials
 
-Both ways run turn and turn about in one process, one BLAS thread, processor time by default, which other work disturbs less than
-wall time. Functions, attention, a tower's pictures, prompts, the sample that reads, and a step's sampling. The last line is JSON.
+Both ways run turn and turn about in one process, with one BLAS thread, in processor time by default, which other work
+disturbs less than wall time: functions, attention, a tower's pictures, prompts, the sample that reads, and a step's sampling.
+The last line is JSON.
 """
 
 from __future__ import annotations

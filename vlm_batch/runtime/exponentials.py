@@ -1,6 +1,6 @@
 """Exponentials on a CPU by numpy, where MLX's take many times as long.
 
-MLX 0.32's x86 wheel handles one number at a time, and calls the C library for every fused multiply-add of its polynomials
+MLX 0.32's x86 wheel handles one number at a time, and calls the C library for every fused multiply-add
 (docs/upstream/exponentials.py). numpy has vectors for AVX2 and AVX-512. So large arrays are evaluated, and numpy works in
 place, in MLX's memory, block by block. A number's bits depend on that number alone, and a row's on that row.
 
