@@ -163,11 +163,16 @@ def _median_gap(times: Sequence[float]) -> float:
 
 def encode_seconds(model: Any, shape: Shape, side: int, pictures: int) -> float:
     """Seconds to encode ``pictures`` pictures of ``side`` patches square, in one request."""
-    import mlx.core as mx
-
     from vlm_batch.loading import adapt
 
-    adapter = adapt(model)
+    adapter, inputs = adapt(model), picture_inputs(shape, side, pictures)
+    return best_time(lambda: adapter.encode(inputs).inputs_embeds)
+
+
+def picture_inputs(shape: Shape, side: int, pictures: int = 1) -> dict[str, Any]:
+    """What a processor makes of a request with ``pictures`` pictures of ``side`` patches square."""
+    import mlx.core as mx
+
     last = shape.vocabulary
     one = [last + VISION_START, *[last + IMAGE] * (side * side // 4), last + VISION_END]
     inputs = {
@@ -176,7 +181,7 @@ def encode_seconds(model: Any, shape: Shape, side: int, pictures: int) -> float:
         "image_grid_thw": mx.array([[1, side, side]] * pictures),
     }
     mx.eval(inputs["pixel_values"])
-    return best_time(lambda: adapter.encode(inputs).inputs_embeds)
+    return inputs
 
 
 def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import re
@@ -120,9 +121,17 @@ def render() -> str:
         parts += [f"## {title.rstrip('.')}", "", f"[{name}.py](upstream/{name}.py)", ""]
         parts += [rest.strip(), ""] if rest.strip() else []
         parts += [*_entries(_cases_of(name)), ""]
+    parts += ["## Of MLX itself", "", *_of_mlx(), ""]
     parts += ["## Known, and not shown", ""]
     parts += [f"- {why}.\n  `{place}`" for place, why in NOT_SHOWN.items()]
     return re.sub(r"(?<!`)``(?!`)", "`", "\n".join(parts)) + "\n"
+
+
+def _of_mlx() -> list[str]:
+    """Return what a file says of MLX, which is slow, not wrong: nothing in it is a case."""
+    path = FOLDER / "exponentials.py"
+    said = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    return [f"[{path.name}](upstream/{path.name})", "", said.strip()]
 
 
 def _causes() -> list[str]:

@@ -18,6 +18,7 @@ from mlx_vlm.models.cache import make_prompt_cache
 
 from vlm_batch.adapters import delta, kernels
 from vlm_batch.adapters.attention import HOOKS
+from vlm_batch.adapters.by_numpy import hook_exponentials
 from vlm_batch.adapters.convolution import convolutions
 from vlm_batch.adapters.experts import EXPERTS
 from vlm_batch.adapters.few_rows import suit_few_rows
@@ -137,6 +138,7 @@ class Adapter:
         hook_tables(self.spec.family)
         hooked = HOOKS["scaled_dot_product_attention"]
         check_attention(self.language, hooked, family=self.spec.family)
+        hook_exponentials(self.model, files_of(self.model))
 
     def with_products(self, numbers: Mapping[str, Sequence[int]]) -> Adapter:
         """Return a copy that holds the named products to fixed row counts; without any, this adapter."""

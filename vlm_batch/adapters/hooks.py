@@ -53,6 +53,11 @@ def current() -> Call:
     return _thread.call or _NOTHING
 
 
+def is_adapting() -> bool:
+    """Whether an adapter runs on this thread."""
+    return _thread.call is not None
+
+
 def this_thread() -> object:
     """Return an object unique to this thread; ids are reused."""
     return _thread.token

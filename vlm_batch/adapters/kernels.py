@@ -25,7 +25,7 @@ import numpy as np
 from mlx_vlm.models import activations
 from mlx_vlm.models.base import ensure_fused_sdpa
 
-from vlm_batch.adapters import one_query
+from vlm_batch.adapters import by_numpy, one_query
 from vlm_batch.adapters.hooks import current, running, this_thread
 from vlm_batch.caches.quantized import QuantizedStates
 
@@ -125,7 +125,7 @@ def attend(queries: mx.array, keys: mx.array, values: mx.array, scale: float, ma
             mask, is_ours = added(mask, queries.dtype), queries.size // queries.shape[3] * keys.shape[2] > FEW_SCORES
         else:
             is_ours = not isinstance(mask, mx.array) and is_long(queries, keys)
-        if is_ours:
+        if is_ours and not by_numpy.takes_attention(queries, keys):
             return attend_in_blocks(queries, keys, values, scale, mask)
     return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
 
@@ -428,6 +428,9 @@ def _later(queries: int, keys: int) -> mx.array:
 
 
 def swiglu(gate: mx.array, x: mx.array) -> mx.array:
+    gated = by_numpy.silu(gate)
+    if gated is not None:
+        return gated * x
     if takes_powers(gate):
         return gate * x / (1 + mx.power(E, -gate))
     is_step = gate.ndim == 3 and gate.shape[1] == 1  # decode steps have few shapes to trace

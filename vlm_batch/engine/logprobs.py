@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from vlm_batch.runtime import exponentials
 from vlm_batch.types import TokenLogprobs
 
 #: Positions whose logits are held at a time: with a large vocabulary each takes half a megabyte.
@@ -28,7 +29,7 @@ class Logprobs:
     @classmethod
     def of(cls, logits: mx.array, tokens: mx.array, counts: Sequence[int]) -> Logprobs:  # logits (R, V), tokens (R,)
         logits = logits.astype(mx.float32)
-        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        logprobs = logits - exponentials.log_of_sum(logits)
         chosen = mx.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]
         return cls(counts, chosen, *likeliest(logprobs, counts))
 

@@ -13,6 +13,7 @@ import mlx.core as mx
 
 from vlm_batch.engine.logprobs import Logprobs
 from vlm_batch.errors import InvalidParameters
+from vlm_batch.runtime import exponentials
 from vlm_batch.types import SamplingParams, TokenLogprobs
 
 #: Most likely tokens of a large vocabulary to sort: sorting all is several times slower.
@@ -276,7 +277,7 @@ def top_p(ranked: mx.array, rows: Sequence[SamplingRow], scaled: mx.array) -> tu
 
     Probabilities are among what ``top_k`` left, else among ``scaled`` (R, V).
     """
-    left, whole = (mx.logsumexp(part, axis=-1, keepdims=True) for part in (ranked, scaled))
+    left, whole = (exponentials.log_of_sum(part) for part in (ranked, scaled))
     total = mx.where(_column([row.params.top_k for row in rows]) == 0, whole, left)
     probabilities = mx.exp(ranked - total)
     cumulative = mx.cumsum(probabilities, axis=-1)
@@ -344,5 +345,5 @@ def _noise(row: SamplingRow, size: int) -> mx.array:
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & mask
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & mask
     own = size if row.vocabulary is None else row.vocabulary
-    noise = mx.random.gumbel((own,), key=mx.random.key(value ^ (value >> 31)))
+    noise = exponentials.gumbel(mx.random.uniform(shape=(own,), key=mx.random.key(value ^ (value >> 31))))
     return noise if own == size else mx.pad(noise, (0, size - own))

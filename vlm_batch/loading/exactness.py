@@ -45,7 +45,7 @@ from vlm_batch.engine.trial import Trial
 from vlm_batch.errors import OutOfMemory, describe, is_out_of_memory
 from vlm_batch.policy import PACKED, POLICIES, Policy, policy_of
 from vlm_batch.records import Graphs
-from vlm_batch.runtime import blas
+from vlm_batch.runtime import blas, exponentials
 from vlm_batch.runtime.device import device
 from vlm_batch.store.digest import digest
 from vlm_batch.store.proofs import read_proof, write_proof
@@ -308,7 +308,9 @@ def _sources() -> str:
     package = Path(__file__).parents[1]
     try:
         paths = [
-            path for room in ("adapters", "caches", "engine", "models") for path in sorted((package / room).iterdir())
+            path
+            for room in ("adapters", "caches", "engine", "models", "runtime")
+            for path in sorted((package / room).iterdir())
         ]
         return digest([[path.name, path.read_text("utf-8")] for path in paths if path.suffix in (".cu", ".py")]).hex()
     except OSError:  # a package in an archive has no folders; its version says enough
@@ -325,4 +327,5 @@ def device_facts() -> dict[str, Any]:
         info: dict[str, Any] = dict(mx.device_info())
         names = ("device_name", "architecture", "compute_capability_major", "compute_capability_minor")
         return {"device": "gpu"} | {name: str(info[name]) for name in names if name in info}
-    return {"device": "cpu", "machine": platform.machine(), "system": platform.system(), **blas.facts()}
+    system = {"device": "cpu", "machine": platform.machine(), "system": platform.system()}
+    return system | blas.facts() | exponentials.facts()

@@ -1,0 +1,293 @@
+"""Attention and activations of prompts and towers on a CPU, where numpy's exponentials are the faster ones.
+
+MLX's functions of large arrays are replaced while an adapter encodes or prefills (``runtime.exponentials`` says where and
+why), for all of mlx-vlm's code at once. Decode steps keep MLX's: they may become graphs, and their arrays are small.
+mlx-vlm's compiled functions with exponentials run uncompiled then, since nothing in a graph can be evaluated.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache, wraps
+from types import FunctionType
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.nn.layers import activations
+
+from vlm_batch.adapters.hooks import current, hook, is_adapting, is_hook
+from vlm_batch.runtime import exponentials
+from vlm_batch.runtime.exponentials import FEWEST, FLOATS, Kernel
+
+#: Scores of a block of attention: 2 MB.
+BLOCK_SCORES = 2**19
+#: The fewest queries of a block: fewer would have the keys copied too often.
+FEWEST_QUERIES = 32
+
+#: MLX's functions of single numbers -> numpy's kernels.
+OF_NUMBERS: Mapping[str, Kernel] = {
+    "exp": exponentials.exp,
+    "sin": exponentials.sin,
+    "cos": exponentials.cos,
+    "tanh": exponentials.tanh,
+    "erf": exponentials.erf,
+    "sigmoid": exponentials.sigmoid,
+}
+#: The same of ``mlx.nn``, which are compiled.
+OF_LAYERS: Mapping[str, Kernel] = {
+    "sigmoid": exponentials.sigmoid,
+    "silu": exponentials.silu,
+    "gelu": exponentials.gelu,
+    "gelu_approx": exponentials.gelu_by_tanh,
+    "gelu_fast_approx": exponentials.gelu_by_sigmoid,
+}
+#: Names by which a function's code asks for exponentials.
+NAMES = frozenset({*OF_NUMBERS, *OF_LAYERS, "softmax", "logsumexp", "softplus", "logaddexp"})
+
+SOFTMAX, LOGSUMEXP = exponentials.SOFTMAX, exponentials.LOGSUMEXP
+ATTENTION = mx.fast.scaled_dot_product_attention
+LOWEST = np.finfo(np.float32).min
+
+
+def takes(array: Any, size: int | None = None) -> bool:
+    """Whether the current call is a prompt's or a tower's, and numpy computes ``size`` exponentials of this array.
+
+    With fixed shapes every array counts as large: how many rows share it must not matter.
+    """
+    if not is_adapting() or not isinstance(array, mx.array) or array.dtype not in FLOATS:
+        return False
+    call = current()
+    if call.positions is not None or not array.size:
+        return False
+    is_large = (array.size if size is None else size) >= FEWEST
+    return (is_large or call.is_fixed) and exponentials.is_numpys()
+
+
+# Attention ------------------------------------------------------------------------------------------------------------
+
+
+def takes_attention(queries: mx.array, keys: mx.array) -> bool:
+    """Whether numpy computes the exponentials of this attention."""
+    return takes(queries, math.prod(queries.shape[:3]) * keys.shape[2])
+
+
+def attend(queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Any = None) -> mx.array | None:
+    """Attend block by block, in float32; None while MLX traces.
+
+    Args:
+        queries: (B, H, L, D).
+        keys: (B, H_kv, K, D).
+        values: (B, H_kv, K, D_v).
+        mask: None, "causal", or an array for (B, H, L, K): truths, or numbers to add.
+    """
+    batch, heads, length, width = queries.shape
+    kv_heads, columns = keys.shape[1:3]
+    shared, depth = heads // kv_heads, values.shape[3]
+    parts = [part.astype(mx.float32) for part in (queries, keys, values)]
+    out = mx.zeros((batch, length, heads, depth))  # as layers read it
+    if not exponentials.evaluated(*parts, out, *([mask] if isinstance(mask, mx.array) else [])):
+        return None
+    rows, keys, values = (_by_heads(part, kv_heads) for part in parts)  # (B H_kv, G L or K, D)
+    rows, turned = (rows * scale).reshape(-1, shared, length, width), keys.swapaxes(1, 2)
+    found = exponentials.view(out).reshape(batch, length, kv_heads, shared, depth).transpose(0, 2, 3, 1, 4)
+    masked = _Mask(mask, (batch, kv_heads, shared, length, columns))
+    with np.errstate(all="ignore"):
+        for heads_at, queries_at in _parts(batch * kv_heads, length, shared * columns):
+            seen = masked.seen(queries_at.stop)
+            block = rows[heads_at, :, queries_at].reshape(heads_at.stop - heads_at.start, -1, width)  # (N, G l, D)
+            scores = block @ turned[heads_at, :, :seen]
+            mx.eval(scores)
+            weights = exponentials.view(scores)
+            masked.hide(weights, heads_at, queries_at)
+            totals = exponentials.exponentials(weights)  # (N, G l, 1)
+            attended = scores @ values[heads_at, :seen]
+            mx.eval(attended)
+            done = exponentials.view(attended)
+            done /= totals
+            for own, head in zip(done, range(heads_at.start, heads_at.stop), strict=True):
+                found[divmod(head, kv_heads)][:, queries_at] = own.reshape(shared, -1, depth)
+    return out.swapaxes(1, 2).astype(queries.dtype)
+
+
+def _by_heads(array: mx.array, kv_heads: int) -> mx.array:
+    """Return an evaluated array (B, H, L, D) as (B H_kv, G L, D). MLX copies rows that lie apart number by number."""
+    batch, heads, length, width = array.shape
+    copy = mx.zeros((batch * kv_heads, heads // kv_heads * length, width))
+    mx.eval(copy)
+    exponentials.view(copy).reshape(array.shape)[...] = exponentials.view(array)
+    return copy
+
+
+class _Mask:
+    """What hides scores, for blocks of them."""
+
+    def __init__(self, mask: Any, shape: tuple[int, ...]) -> None:
+        self._shape = shape
+        self._is_causal = isinstance(mask, str)
+        self._numbers: np.ndarray | None = None  # (B, H_kv, G, L, K), broadcast
+        if isinstance(mask, mx.array):
+            own = np.array(mask if mask.dtype == mx.bool_ else mask.astype(mx.float32))
+            own = own.reshape((1,) * (4 - own.ndim) + own.shape)
+            heads = shape[1:3] if own.shape[1] > 1 else (1, 1)
+            self._numbers = np.broadcast_to(own.reshape(own.shape[0], *heads, *own.shape[2:]), shape)
+
+    def seen(self, stop: int) -> int:
+        """Return how many keys the queries before ``stop`` may see."""
+        length, columns = self._shape[3:]
+        return columns - length + stop if self._is_causal else columns
+
+    def hide(self, scores: np.ndarray, heads: slice, queries: slice) -> None:
+        """Mask scores (N, G l, K) of a block in place."""
+        apart = scores.reshape(len(scores), self._shape[2], -1, scores.shape[-1])  # (N, G, l, K)
+        if self._is_causal:
+            length = queries.stop - queries.start
+            np.copyto(apart[..., -length:], LOWEST, where=_later(length))
+        if self._numbers is None:
+            return
+        for scores_of, head in zip(apart, range(heads.start, heads.stop), strict=True):
+            own = self._numbers[divmod(head, self._shape[1])][:, queries]
+            if own.dtype == np.bool_:
+                np.copyto(scores_of, LOWEST, where=~own)
+            else:
+                scores_of += own
+
+
+@cache
+def _later(length: int) -> np.ndarray:
+    return np.triu(np.ones((length, length), np.bool_), 1)
+
+
+def _parts(heads: int, length: int, columns: int) -> Iterator[tuple[slice, slice]]:
+    """Cut (heads, queries) into blocks of about ``BLOCK_SCORES`` scores, whole heads if possible.
+
+    Queries are cut by the shape of one head alone, so that a row's products do not depend on how many share a call.
+    """
+    if length * columns <= BLOCK_SCORES:
+        together = max(1, BLOCK_SCORES // (length * columns))
+        for start in range(0, heads, together):
+            yield slice(start, min(start + together, heads)), slice(0, length)
+        return
+    size = max(FEWEST_QUERIES, BLOCK_SCORES // columns)
+    for head in range(heads):
+        for start in range(0, length, size):
+            yield slice(head, head + 1), slice(start, min(start + size, length))
+
+
+def _attention(
+    q: mx.array, k: mx.array, v: mx.array, *, scale: float, mask: Any = None, sinks: Any = None, **how: Any
+) -> mx.array:
+    if sinks is None and takes_attention(q, k):
+        found = attend(q, k, v, scale, mask)
+        if found is not None:
+            return found
+    return ATTENTION(q, k, v, scale=scale, mask=mask, sinks=sinks, **how)
+
+
+# Functions ------------------------------------------------------------------------------------------------------------
+
+
+def _softmax(a: mx.array, /, axis: Any = None, **how: Any) -> mx.array:
+    found = exponentials.softmax(a) if _is_last(a, axis) and takes(a) else None
+    return SOFTMAX(a, axis, **how) if found is None else found
+
+
+def _logsumexp(a: mx.array, /, axis: Any = None, keepdims: bool = False, **how: Any) -> mx.array:
+    found = exponentials.logsumexp(a) if _is_last(a, axis) and takes(a) else None
+    if found is None:
+        return LOGSUMEXP(a, axis, keepdims, **how)
+    return found[..., None] if keepdims else found
+
+
+def _is_last(array: Any, axis: Any) -> bool:
+    axes = tuple(axis) if isinstance(axis, (list, tuple)) else (axis,)
+    return isinstance(array, mx.array) and array.ndim > 0 and axes in ((-1,), (array.ndim - 1,))
+
+
+def _of_numbers(theirs: Callable[..., Any], kernel: Kernel) -> Callable[..., Any]:
+    def ours(x: mx.array, /, **how: Any) -> mx.array:
+        found = exponentials.changed(kernel, x) if takes(x) else None
+        return theirs(x, **how) if found is None else found
+
+    return ours
+
+
+def silu(x: mx.array) -> mx.array | None:
+    """Return SiLU by numpy; None where MLX's is to be used."""
+    return exponentials.changed(exponentials.silu, x) if takes(x) else None
+
+
+def _uncompiled(theirs: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+    def ours(*args: Any, **kwargs: Any) -> Any:
+        return (plain if any(map(takes, args)) else theirs)(*args, **kwargs)
+
+    return ours
+
+
+# Hooks ----------------------------------------------------------------------------------------------------------------
+
+_COMPILED = type(nn.silu)
+
+
+@cache
+def _hooks() -> dict[int, tuple[Any, Callable[..., Any]]]:
+    """Return MLX's functions and their stand-ins, by the functions' ids."""
+    module: Any = mx
+    pairs = [
+        (theirs, _of_numbers(theirs, kernel)) for name, kernel in OF_NUMBERS.items() if (theirs := vars(module)[name])
+    ]
+    pairs += [(vars(activations)[name], _of_numbers(vars(activations)[name], one)) for name, one in OF_LAYERS.items()]
+    pairs += [(SOFTMAX, _softmax), (LOGSUMEXP, _logsumexp), (ATTENTION, _attention)]
+    return {id(theirs): (theirs, hook(theirs, ours).either) for theirs, ours in pairs}
+
+
+@cache
+def _compiled_hook(theirs: Any) -> Callable[..., Any] | None:
+    """Return a compiled function's stand-in, if its code asks for exponentials."""
+    plain = next((one for one in gc.get_referents(theirs) if isinstance(one, FunctionType)), None)
+    if plain is None or not NAMES & set(plain.__code__.co_names):
+        return None
+    return hook(theirs, _uncompiled(theirs, plain)).either
+
+
+def _stand_in(bound: Any) -> Any:
+    known = _hooks().get(id(bound))
+    if known is not None:
+        return known[1]
+    found = _compiled_hook(bound) if type(bound) is _COMPILED else None
+    return bound if found is None else found
+
+
+def hook_exponentials(model: nn.Module, files: Iterable[str]) -> None:
+    """Hook MLX's functions, where numpy is faster, and what a private copy and imported files hold of them."""
+    if not exponentials.is_numpys():
+        return
+    for space in (vars(mx), vars(mx.fast), vars(nn), vars(activations), *(vars(sys.modules[file]) for file in files)):
+        _rebind(space)
+    for module in model.modules():
+        _rebind(vars(module))
+    _hook_layers()
+
+
+def _rebind(space: dict[str, Any]) -> None:
+    for name, bound in list(space.items()):
+        if isinstance(bound, dict) and name.isupper():  # a table of activations
+            _rebind(bound)
+        elif callable(bound) and not is_hook(bound) and (found := _stand_in(bound)) is not bound:
+            space[name] = found
+
+
+@cache
+def _hook_layers() -> None:
+    """Hook MLX's layers that hold functions from before."""
+    for kind, name in ((nn.SiLU, "silu"), (nn.Sigmoid, "sigmoid")):
+        theirs: Any = kind.__call__
+        kind.__call__ = hook(theirs, _calling(vars(activations)[name])).either  # type: ignore[method-assign]
+
+
+def _calling(function: Callable[[mx.array], mx.array]) -> Callable[..., mx.array]:
+    return wraps(function)(lambda self, x: function(x))
