@@ -181,7 +181,7 @@ class JobView(Watch):
         if summary.ended_rows or summary.interrupted or not summary.done_before:
             self._out.print(self._totals(summary), soft_wrap=True)
         for said in self._advice(summary):
-            self._out.print(said, soft_wrap=True)
+            self._out.print(Text(said), soft_wrap=True)
         if summary.ended_rows >= FIGURES_FROM:
             for part in (_latencies(summary), _stages(summary), _reasons(summary)):
                 if part is not None:
@@ -202,7 +202,8 @@ class JobView(Watch):
         if summary.cut:
             yield f"{count_of(summary.cut, 'answer')} of the longest length: cut short, unless --max-tokens was meant so"
         if summary.again:
-            yield f"{count_of(summary.again, 'row')} skipped whose id had come before"
+            named = ", ".join(map(repr, summary.again_ids)) + ", ..." * (summary.again > len(summary.again_ids))
+            yield plain_text(f"{count_of(summary.again, 'row')} skipped whose id had come before: {named}")
 
     def _table(self) -> Table:
         rows = sorted(self._rows, key=lambda row: row[0].number)

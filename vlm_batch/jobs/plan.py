@@ -167,14 +167,16 @@ class Job:
         stamps = self.sink.stamps() if len(done) else {}
         for item in self._all_items(scan=True):
             num_items += 1
-            if not ids.add(item.id):
+            is_first = ids.add(item.id)
+            if not is_first:
                 twice.append(item.id)
             columns.update(item.row.columns)
             strange.update(item.row.strange)
             fields |= schema_fields(item.params)
-            if self.shard.has(item.id):
+            if is_first and self.shard.has(item.id):
                 plan.add(item, done, failed, stamps)
-        if twice:
+        has_begun = len(done) + len(failed) > 0  # then its sources may have grown since: the runner skips these rows
+        if twice and not has_begun:
             named = ", ".join(repr(one) for one in dict.fromkeys(twice[:3]))
             said = "1 row has" if len(twice) == 1 else f"{len(twice)} rows have"
             raise InvalidJob(

@@ -142,8 +142,8 @@ def _stream(job: Job, batcher: Batcher, summary: Summary, watch: Watch, is_done:
 
     def left() -> Iterator[Item]:
         for item in job.items():
-            if job.is_once and not seen.add(item.id):
-                summary.again += 1
+            if not seen.add(item.id):  # its source has grown since it was counted, or can be read only once
+                summary.skip(item.id)
             elif not is_done(item):
                 yield item
 
@@ -167,7 +167,10 @@ def _stream(job: Job, batcher: Batcher, summary: Summary, watch: Watch, is_done:
     watch.began(batcher, summary)
     try:
         for result in batcher.as_completed(requests()):
-            end(alive.pop(result.request_id), result)
+            item = alive.pop(result.request_id, None)
+            if item is None:  # of no row: as_completed makes a result of what the rows' own iterator raises
+                raise InvalidJob(f"the rows cannot be read to their end: {result.error}")
+            end(item, result)
             if isinstance(batcher, Counting):
                 summary.busy = batcher.stats().busy_seconds - busy_before
     except KeyboardInterrupt:
