@@ -20,7 +20,7 @@ from vlm_batch.cli.options import COLUMNS
 from vlm_batch.cli.watching import JobView
 from vlm_batch.jobs import journal
 from vlm_batch.jobs.cells import Columns
-from vlm_batch.jobs.files import common_folder, is_url
+from vlm_batch.jobs.files import common_folder, is_same_file, is_url
 from vlm_batch.jobs.lines import CannotWrite, replace_file
 from vlm_batch.jobs.plan import Job
 from vlm_batch.jobs.questions import DEFAULT_PROMPT, Questions
@@ -114,7 +114,7 @@ def _answer(sources: list[Source], questions: Questions, args: argparse.Namespac
     if args.report is not None:
         if not args.report.lower().endswith((".html", ".htm")):
             raise UsageError(f"--report {args.report}: the report is a page; give it a name that ends in .html")
-        if target is not None and Path(args.report).resolve() == Path(target).resolve():
+        if target is not None and is_same_file(args.report, target):
             raise UsageError(f"--report {args.report}: --out names the same file; give the page another name")
         journal.check_writable(Path(args.report))
     sink = _sink(target, sources, questions, args, shard)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -15,7 +16,7 @@ import filelock
 from vlm_batch._version import __version__
 from vlm_batch.checks import simplify_schema
 from vlm_batch.jobs.files import is_url
-from vlm_batch.jobs.lines import LineFile, read_answers, replace_file
+from vlm_batch.jobs.lines import LineFile, linked_file, read_answers, replace_file
 from vlm_batch.jobs.rows import InvalidJob, Row, digest
 from vlm_batch.types import SamplingParams
 
@@ -45,12 +46,14 @@ def check_writable(path: Path) -> None:
 
 
 def header_path(output: Path) -> Path:
+    output = linked_file(output)
     return output.with_name(f"{output.name}.job.json")
 
 
 @contextlib.contextmanager
 def locked(output: Path) -> Iterator[None]:
-    """Lock an output. Raises InvalidJob if another process has it."""
+    """Lock an output's file, by whatever links. Raises InvalidJob if another process has it."""
+    output = linked_file(output)
     lock = filelock.FileLock(output.with_name(f"{output.name}.lock"), timeout=0)
     try:
         lock.acquire()
@@ -59,13 +62,36 @@ def locked(output: Path) -> Iterator[None]:
             os.close(os.open(lock.lock_file, os.O_CREAT))
         except OSError as error:
             raise InvalidJob(f"cannot write {output}: {error.strerror}") from error
-        raise InvalidJob(f"{output} is being written by another process; wait for it, or name another file") from None
+        raise _taken(output) from None
     except OSError as error:
         raise InvalidJob(f"cannot write {output}: {error.strerror}") from error
     try:
-        yield
+        with _locked_itself(output):
+            yield
     finally:
         lock.release()  # keeps the file: a process that has just opened it would lock a deleted one
+
+
+@contextlib.contextmanager
+def _locked_itself(output: Path) -> Iterator[None]:
+    """Lock the file, too, which may have other names in other folders (hard links)."""
+    try:
+        file = open(output, "rb")  # noqa: SIM115  (closed below)
+    except OSError:  # not there yet, so it has no other name
+        yield
+        return
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise _taken(output) from None
+        except OSError:  # a file system without locks
+            pass
+        yield
+
+
+def _taken(output: Path) -> InvalidJob:
+    return InvalidJob(f"{output} is being written by another process; wait for it, or name another file")
 
 
 def read_header(output: Path) -> dict[str, Any] | None:

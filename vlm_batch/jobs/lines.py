@@ -127,9 +127,26 @@ def no_output(path: Path, why: str) -> InvalidJob:
     return InvalidJob(f"{path} is no output of a job: {why}; name the file that vlm-batch run --out wrote")
 
 
+def is_device(path: Path) -> bool:
+    """Whether a path leads to a device or a pipe."""
+    return path.exists() and not path.is_file() and not path.is_dir()
+
+
+def linked_file(path: Path) -> Path:
+    """Return the file that a path's links lead to, which need not exist; a device or a pipe stays as it is named."""
+    return path if is_device(path) else Path(os.path.realpath(path))
+
+
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path that replaces ``path`` after the block."""
+    """Yield a temporary path that replaces the file of ``path`` after the block; links to it stay links.
+
+    A device or a pipe is written itself.
+    """
+    if is_device(path):
+        yield path
+        return
+    path = linked_file(path)
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     beside.unlink(missing_ok=True)
     try:

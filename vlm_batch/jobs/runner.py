@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from vlm_batch.jobs import journal
 from vlm_batch.jobs.answers import record_of, with_form
-from vlm_batch.jobs.files import identity
+from vlm_batch.jobs.files import is_same_file
 from vlm_batch.jobs.order import by_size
 from vlm_batch.jobs.plan import Job, Plan
 from vlm_batch.jobs.questions import Item, Questions
@@ -117,10 +117,11 @@ def run(
 
 
 def _check_apart(sources: Sequence[Source], sink: Sink) -> None:
-    output = identity(sink.name)
+    if sink.name in ("", "-"):
+        return
     for source in sources:
         paths = source.paths if isinstance(source, Files) else (source.name,)
-        if sink.name not in ("", "-") and any(identity(path) == output for path in paths):
+        if any(is_same_file(path, sink.name) for path in paths):
             raise InvalidJob(f"{sink.name} is read by this job; its answers need a file of their own")
 
 

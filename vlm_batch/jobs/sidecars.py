@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +42,11 @@ class Sidecars(Sink):
     def _texts(self) -> Iterable[tuple[str, Path]]:
         return ((row_id, self.path_of(picture)) for row_id, picture in self._pictures())
 
-    def locked(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
         journal.check_writable(self._beside)
-        return self._sink.locked()
+        with journal.locked(self._beside), self._sink.locked():  # jobs with outputs of their own may share these files
+            yield
 
     def check(self, settings: Mapping[str, Any], *, resume: bool, overwrite: bool, force: bool) -> None:
         taken: dict[Path, str] = {}
@@ -97,9 +99,6 @@ class _TextFiles(Sink):
         self._header = header
         self._texts = texts
         self._stamps = journal.Stamps(header)
-
-    def locked(self) -> contextlib.AbstractContextManager[None]:
-        return journal.locked(self._header)
 
     def check(self, settings: Mapping[str, Any], *, resume: bool, overwrite: bool, force: bool) -> None: ...
 

@@ -15,7 +15,17 @@ from typing import Any
 
 from vlm_batch.jobs import journal
 from vlm_batch.jobs.formats import DelimitedFile, Format, ParquetFile
-from vlm_batch.jobs.lines import CannotWrite, LineFile, Record, encoded, has_lines, read_answers, replacing
+from vlm_batch.jobs.lines import (
+    CannotWrite,
+    LineFile,
+    Record,
+    encoded,
+    has_lines,
+    is_device,
+    linked_file,
+    read_answers,
+    replacing,
+)
 from vlm_batch.jobs.openai import line_of_answer, record_of_line
 from vlm_batch.jobs.rows import Ids, InvalidJob, spelled
 
@@ -139,7 +149,8 @@ class AnswerFile(Sink):
     """JSON lines, or, with a ``form``, a file made of them at the end."""
 
     def __init__(self, path: Path, columns: tuple[str, ...] | None = None, form: Format | None = None) -> None:
-        self.path, self.name = path, str(path)
+        self.name = str(path)
+        self.path = path = linked_file(path)  # what lies beside it is the same by whatever name it is given
         self.journal = path if form is None else path.with_name(f"{path.name}.journal.jsonl")
         self._columns = FLAT_COLUMNS if form is not None and columns is None else columns
         self._line_of: Callable[[Record], Record] = partial(chosen, columns=self._columns)
@@ -149,11 +160,11 @@ class AnswerFile(Sink):
 
     def locked(self) -> contextlib.AbstractContextManager[None]:
         journal.check_writable(self.path)
-        if self._is_device() and self._form is not None:
+        if is_device(self.path) and self._form is not None:
             raise InvalidJob(
                 f"{self.path} is no file; CSV and Parquet need one, and JSON lines (--format jsonl) do not"
             )
-        return contextlib.nullcontext() if self._is_device() else journal.locked(self.path)
+        return contextlib.nullcontext() if is_device(self.path) else journal.locked(self.path)
 
     def check(self, settings: Mapping[str, Any], *, resume: bool, overwrite: bool, force: bool) -> None:
         if resume and overwrite:
@@ -180,7 +191,7 @@ class AnswerFile(Sink):
         return self._stamps.read()
 
     def begin(self, settings: Mapping[str, Any], *, overwrite: bool, drop_errors: bool) -> None:
-        if self._is_device():
+        if is_device(self.path):
             self._file = LineFile(self.path)
             return
         if overwrite:
@@ -199,7 +210,7 @@ class AnswerFile(Sink):
         journal.write_header(self.path, settings)
 
     def stamp(self, row_id: str, made: journal.Made) -> None:
-        if not self._is_device():
+        if not is_device(self.path):
             self._stamps.add(row_id, made)
 
     def append(self, record: Record) -> None:
@@ -221,9 +232,6 @@ class AnswerFile(Sink):
         if self._file is not None:
             self._file.close()
             self._file = None
-
-    def _is_device(self) -> bool:
-        return self.path.exists() and not self.path.is_file() and not self.path.is_dir()
 
     def _clear(self) -> None:
         try:
