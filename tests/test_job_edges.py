@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -158,3 +159,109 @@ def test_a_report_to_a_link_stays_a_link(folder: Path) -> None:
     Path("page.html").write_text("before")
     assert cli.main([*RUN, "--out", "out.jsonl", "--report", "report.html"], open_batcher=Echo()) == cli.FAILED
     assert os.path.islink("report.html") and "<html" in Path("page.html").read_text()
+
+
+def write(name: str, rows: list[dict[str, Any]]) -> None:
+    Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+OWN = [{"id": f"r{number}", "image": "p.png", "prompt": f"what is {number}?"} for number in range(4)]
+CHAT = [
+    {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "q.png"}}, {"type": "text", "text": "a"}]}
+]
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        ({"prompt": "one"}, {"prompt": "other"}),
+        ({}, {"prompt": "its own"}),
+        ({"params": {"temperature": 0.5, "seed": 1}}, {"params": {"temperature": 0.6, "seed": 1}}),
+        ({"params": {"max_tokens": 5}}, {}),
+        ({"messages": [{"role": "user", "content": "a"}]}, {"messages": [{"role": "user", "content": "b"}]}),
+        ({"image": "https://example.com/a.png"}, {"image": "https://example.com/b.png"}),
+        ({"image": "data:image/png;base64,AAAA"}, {"image": "data:image/png;base64,AAAB"}),
+        ({"images": ["p.png", "p.png"]}, {"images": ["p.png"]}),
+        ({"image": "p.png"}, {"image": "gone.png"}),
+        ({"kind": "cat"}, {"kind": "dog"}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("out", ["out.jsonl", "out.csv"])
+def test_rows_that_ask_something_else_are_noticed(
+    folder: Path, out: str, before: dict[str, Any], now: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What a row asks is its own prompt, params and pictures, and what a prompt takes of its columns."""
+    Image.new("RGB", (8, 8)).save("p.png")
+    rows = [{"id": f"r{number}", "image": "p.png", "kind": "k"} for number in range(4)]
+    own = {"id": "own", "kind": "k"} | ({} if "images" in before else {"image": "p.png"})
+    write("t.jsonl", [*rows, own | before])
+    command = ["run", "t.jsonl", "--prompt", "what {kind}?", "--quiet", "--out", out]
+    assert cli.main(command, open_batcher=Echo()) == 0
+    assert cli.main([*command, "--resume"], open_batcher=Echo()) == 0
+    write("t.jsonl", [*rows, own | now])
+    capsys.readouterr()
+    refused = Echo()
+    assert cli.main([*command, "--resume"], open_batcher=refused) == cli.USAGE and not refused.opened
+    said = capsys.readouterr().err
+    assert "1 answered row" in said and ": own. --overwrite asks all rows again" in said
+    assert cli.main([*command, "--resume", "--force"], open_batcher=refused) == 0 and not refused.opened
+    assert cli.main([*command, "--overwrite"], open_batcher=Echo()) == 0
+    assert cli.main([*command, "--resume"], open_batcher=refused) == 0 and not refused.opened
+
+
+def test_rows_that_ask_the_same_in_another_form_are_the_same(folder: Path) -> None:
+    Image.new("RGB", (8, 8)).save("p.png")
+    row = {"id": "a", "image": "p.png", "prompt": "what?", "params": {"seed": 1, "max_tokens": 9}}
+    write("t.jsonl", [row])
+    command = ["run", "t.jsonl", "--quiet", "--out", "out.jsonl"]
+    assert cli.main(command, open_batcher=Echo()) == 0
+    moved = {"params": {"max_tokens": 9, "seed": 1}, "image": str(folder / "p.png"), "prompt": "what?", "id": "a"}
+    write("t.jsonl", [moved, {**row, "id": "new"}])
+    on = Echo()
+    assert cli.main([*command, "--resume"], open_batcher=on) == 0 and on.asked == ["new"]
+
+
+def test_a_picture_that_a_chat_names_is_compared(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Image.new("RGB", (8, 8)).save("q.png")
+    write("t.jsonl", [{"id": "a", "messages": CHAT}])
+    command = ["run", "t.jsonl", "--quiet", "--out", "out.jsonl"]
+    assert cli.main(command, open_batcher=Echo()) == 0
+    Image.new("RGB", (8, 8), "red").save("q.png")
+    os.utime("q.png", (1, 1))
+    assert cli.main([*command, "--resume"], open_batcher=Echo()) == cli.USAGE
+    assert "files of 1 answered row have changed since: a." in capsys.readouterr().err
+
+
+def test_what_standard_input_asks_is_compared_as_it_comes(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lines(prompt: str) -> io.StringIO:
+        rows = [*OWN[:3], {**OWN[3], "prompt": prompt}]
+        return io.StringIO("".join(json.dumps(row) + "\n" for row in rows))
+
+    command = ["run", "-", "--quiet", "--out", "out.jsonl"]
+    for prompt, options in (("one", []), ("one", ["--resume"]), ("other", ["--resume"])):
+        capsys.readouterr()
+        monkeypatch.setattr("sys.stdin", lines(prompt))
+        assert cli.main([*command, *options], open_batcher=Echo()) == 0
+        said = "1 row answered before asked something else then"
+        assert (said in capsys.readouterr().out) == (prompt == "other")
+
+
+def test_an_output_of_an_earlier_version_is_gone_on_with(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its lines have times and contents of files alone, and rows without files have none."""
+    Image.new("RGB", (8, 8)).save("p.png")
+    write("t.jsonl", OWN)
+    command = ["run", "t.jsonl", "--quiet", "--out", "out.jsonl"]
+    assert cli.main(command, open_batcher=Echo(stop_after=3)) == cli.INTERRUPTED
+    stamps = answers("out.jsonl.files")
+    assert len(stamps) == 3
+    write("out.jsonl.files", [{name: one[name] for name in ("id", "times", "contents")} for one in stamps[1:]])
+    write("t.jsonl", [{**row, "prompt": "other"} for row in OWN])
+    assert cli.main([*command, "--resume"], open_batcher=Echo()) == 0
+    assert "of 3 answered rows it is not known what was asked" in capsys.readouterr().err
+    assert len(told("out.jsonl")) == 4
+    Image.new("RGB", (9, 9)).save("p.png")
+    assert cli.main([*command, "--resume"], open_batcher=Echo()) == cli.USAGE
+    assert "files of 3 answered rows have changed" in capsys.readouterr().err

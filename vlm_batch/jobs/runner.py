@@ -9,15 +9,16 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from vlm_batch.jobs import journal
 from vlm_batch.jobs.answers import record_of, with_form
 from vlm_batch.jobs.files import is_same_file
+from vlm_batch.jobs.lines import Record
 from vlm_batch.jobs.order import by_size
 from vlm_batch.jobs.plan import Job, Plan
 from vlm_batch.jobs.questions import Item, Questions
-from vlm_batch.jobs.rows import Ids, InvalidJob, Row, Shard, Source
+from vlm_batch.jobs.rows import Ids, InvalidJob, Row, Shard, Source, digest
 from vlm_batch.jobs.sinks import Sink
 from vlm_batch.jobs.sources import Files
+from vlm_batch.jobs.stamps import line_of
 from vlm_batch.jobs.summary import Summary
 from vlm_batch.many import try_submit
 from vlm_batch.types import Request, Result, Stats
@@ -100,6 +101,16 @@ def run(
             plan = replace(plan, done=len(done), failed_before=0 if retry_errors else len(failed))
         summary = Summary(plan.total, plan.done, plan.failed_before, keeps_samples)
         watch.planned(plan)
+        stamps = sink.stamps() if resume and job.is_once else {}  # of others, the plan has compared what they ask
+
+        def is_done(item: Item) -> bool:
+            if item.id not in done and (retry_errors or item.id not in failed):
+                return False
+            stamp = stamps.get(digest(item.id))
+            if stamp is not None and stamp.asks_else(item):
+                summary.otherwise += 1
+            return True
+
         if plan.left == 0:  # its last run may have been killed before it could make the output
             opened: AbstractContextManager[Batcher | None] = contextlib.nullcontext()
         else:
@@ -108,8 +119,7 @@ def run(
             sink.begin(header, overwrite=overwrite and ready is not None, drop_errors=retry_errors)
             try:
                 if ready is not None:
-                    asked_before = [done] if retry_errors else [done, failed]
-                    _stream(job, ready, summary, watch, lambda item: any(item.id in ids for ids in asked_before))
+                    _stream(job, ready, summary, watch, is_done)
                 sink.finish()
             finally:
                 sink.close()
@@ -128,15 +138,15 @@ def _check_apart(sources: Sequence[Source], sink: Sink) -> None:
 def _stream(job: Job, batcher: Batcher, summary: Summary, watch: Watch, is_done: Callable[[Item], bool]) -> None:
     """Ask the questions that are left."""
     alive: dict[str, Item] = {}
-    made_of: dict[str, journal.Made] = {}
+    stamps: dict[str, Record] = {}
     seen = Ids()
 
     def end(item: Item, result: Result) -> None:
         if result.finish_reason == "cancelled":  # not answered: the next run asks it
             return
         result = with_form(item.params, result)
-        if made := made_of.pop(item.id, None):
-            job.sink.stamp(item.id, made)
+        if stamp := stamps.pop(item.id, None):
+            job.sink.stamp(stamp)
         job.sink.append(record_of(item, result))
         summary.add(item, result)
         watch.ended(item, result, len(alive))
@@ -160,7 +170,7 @@ def _stream(job: Job, batcher: Batcher, summary: Summary, watch: Watch, is_done:
             if request is None:
                 end(item, Result(request_id=item.id, finish_reason="error", error=item.error))
                 continue
-            alive[item.id], made_of[item.id] = item, journal.made_of(item.row)
+            alive[item.id], stamps[item.id] = item, line_of(item)
             yield request
 
     summary.begin()

@@ -13,6 +13,7 @@ from vlm_batch.jobs.files import picture_suffixes
 from vlm_batch.jobs.lines import Record, replace_file
 from vlm_batch.jobs.rows import Ids, InvalidJob
 from vlm_batch.jobs.sinks import Sink
+from vlm_batch.jobs.stamps import Stamp, Stamps
 
 #: Each row's id, and the medium on disk that it is about; "" where there is none, or several.
 Pictures = Callable[[], Iterable[tuple[str, str]]]
@@ -71,14 +72,14 @@ class Sidecars(Sink):
     def existing(self) -> tuple[Ids, Ids]:
         return self._sink.existing()
 
-    def stamps(self) -> Mapping[int, tuple[int, int]]:
+    def stamps(self) -> Mapping[int, Stamp]:
         return self._sink.stamps()
 
     def begin(self, settings: Mapping[str, Any], *, overwrite: bool, drop_errors: bool) -> None:
         self._sink.begin(settings, overwrite=overwrite, drop_errors=drop_errors)
 
-    def stamp(self, row_id: str, made: journal.Made) -> None:
-        self._sink.stamp(row_id, made)
+    def stamp(self, line: Record) -> None:
+        self._sink.stamp(line)
 
     def append(self, record: Record) -> None:
         if not record.get("error"):
@@ -98,14 +99,14 @@ class _TextFiles(Sink):
     def __init__(self, header: Path, texts: Callable[[], Iterable[tuple[str, Path]]]) -> None:
         self._header = header
         self._texts = texts
-        self._stamps = journal.Stamps(header)
+        self._stamps = Stamps(header)
 
     def check(self, settings: Mapping[str, Any], *, resume: bool, overwrite: bool, force: bool) -> None: ...
 
     def existing(self) -> tuple[Ids, Ids]:
         return Ids(row_id for row_id, path in self._texts() if path.exists()), Ids()
 
-    def stamps(self) -> Mapping[int, tuple[int, int]]:
+    def stamps(self) -> Mapping[int, Stamp]:
         return self._stamps.read()
 
     def begin(self, settings: Mapping[str, Any], *, overwrite: bool, drop_errors: bool) -> None:
@@ -115,8 +116,8 @@ class _TextFiles(Sink):
             self._stamps.clear()
         journal.write_header(self._header, settings)
 
-    def stamp(self, row_id: str, made: journal.Made) -> None:
-        self._stamps.add(row_id, made)
+    def stamp(self, line: Record) -> None:
+        self._stamps.add(line)
 
     def close(self) -> None:
         self._stamps.close()

@@ -28,6 +28,7 @@ from vlm_batch.jobs.lines import (
 )
 from vlm_batch.jobs.openai import line_of_answer, record_of_line
 from vlm_batch.jobs.rows import Ids, InvalidJob, spelled
+from vlm_batch.jobs.stamps import Stamp, Stamps
 
 #: Default columns of CSV and Parquet files.
 FLAT_COLUMNS = (
@@ -78,13 +79,14 @@ class Sink:
         """Return answered ids, and failed ones."""
         return Ids(), Ids()
 
-    def stamps(self) -> Mapping[int, tuple[int, int]]:
-        """Return stamps of answered rows' files (``journal.Stamps.read``)."""
+    def stamps(self) -> Mapping[int, Stamp]:
+        """Return stamps of answered rows (``Stamps.read``)."""
         return {}
 
     def begin(self, settings: Mapping[str, Any], *, overwrite: bool, drop_errors: bool) -> None: ...
 
-    def stamp(self, row_id: str, made: journal.Made) -> None: ...
+    def stamp(self, line: Record) -> None:
+        """Store what a row asks (``stamps.line_of``)."""
 
     def append(self, record: Record) -> None:
         """Store an answer. Raises CannotWrite."""
@@ -156,7 +158,7 @@ class AnswerFile(Sink):
         self._line_of: Callable[[Record], Record] = partial(chosen, columns=self._columns)
         self._form = form
         self._file: LineFile | None = None
-        self._stamps = journal.Stamps(path)
+        self._stamps = Stamps(path)
 
     def locked(self) -> contextlib.AbstractContextManager[None]:
         journal.check_writable(self.path)
@@ -187,7 +189,7 @@ class AnswerFile(Sink):
             (failed if record.get("error") else answered).add(str(record["id"]))
         return answered, failed
 
-    def stamps(self) -> Mapping[int, tuple[int, int]]:
+    def stamps(self) -> Mapping[int, Stamp]:
         return self._stamps.read()
 
     def begin(self, settings: Mapping[str, Any], *, overwrite: bool, drop_errors: bool) -> None:
@@ -209,9 +211,9 @@ class AnswerFile(Sink):
         self._file = LineFile(self.journal)
         journal.write_header(self.path, settings)
 
-    def stamp(self, row_id: str, made: journal.Made) -> None:
+    def stamp(self, line: Record) -> None:
         if not is_device(self.path):
-            self._stamps.add(row_id, made)
+            self._stamps.add(line)
 
     def append(self, record: Record) -> None:
         assert self._file is not None

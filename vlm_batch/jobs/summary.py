@@ -134,6 +134,7 @@ class Summary:
         done_before: Rows answered by earlier runs.
         failed_before: Rows that failed in earlier runs.
         again: Rows skipped because an earlier row has their id; ``again_ids`` has the first ids.
+        otherwise: Rows of standard input, answered before, that ask something else now.
         cut: Answers cut at their longest length.
         source: Seconds of reading rows.
         busy: Seconds with rows in the engine; None if unknown.
@@ -147,6 +148,7 @@ class Summary:
     failed: int = 0
     again: int = 0
     again_ids: list[str] = field(default_factory=list)
+    otherwise: int = 0
     cut: int = 0
     pictures: int = 0
     prompt_tokens: int = 0
