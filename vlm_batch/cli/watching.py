@@ -99,8 +99,8 @@ class JobView(Watch):
             left = f", {plan.left} left" if plan.left is not None else ""
             self._err.print(f"going on: {plan.done} rows are answered, {plan.failed_before} failed before{left}")
         if plan.unknown:
-            said = f"of {count_of(plan.unknown, 'answered row')} it is not known what was asked: earlier versions kept nothing of it"
-            self._err.print(f"{said}, so changed prompts and params of rows are not seen", soft_wrap=True)
+            said = f"of {count_of(plan.unknown, 'answered row')} it is not known what was asked (earlier versions kept nothing)"
+            self._err.print(f"{said}: changed prompts and params of rows are not seen", soft_wrap=True)
         if plan.others and not (plan.done or plan.failed_before):
             said = f"none of the {count_of(plan.others, 'answer')} in the output is to one of these rows"
             self._err.print(f"{said}: are paths spelled as in its first run?", soft_wrap=True)

@@ -133,8 +133,8 @@ def is_device(path: Path) -> bool:
 
 
 def linked_file(path: Path) -> Path:
-    """Return the file that a path's links lead to, which need not exist; a device or a pipe stays as it is named."""
-    return path if is_device(path) else Path(os.path.realpath(path))
+    """Return the file that a link leads to, which need not exist. Others, devices and pipes stay as they are named."""
+    return Path(os.path.realpath(path)) if path.is_symlink() and not is_device(path) else path
 
 
 @contextlib.contextmanager
