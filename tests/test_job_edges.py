@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
@@ -181,6 +183,7 @@ CHAT = [
         ({"messages": [{"role": "user", "content": "a"}]}, {"messages": [{"role": "user", "content": "b"}]}),
         ({"image": "https://example.com/a.png"}, {"image": "https://example.com/b.png"}),
         ({"image": "data:image/png;base64,AAAA"}, {"image": "data:image/png;base64,AAAB"}),
+        ({"image": "iVBORw0KGgo" + "A" * 69}, {"image": "iVBORw0KGgo" + "A" * 66 + "B" * 3}),
         ({"images": ["p.png", "p.png"]}, {"images": ["p.png"]}),
         ({"image": "p.png"}, {"image": "gone.png"}),
         ({"kind": "cat"}, {"kind": "dog"}),
@@ -220,6 +223,20 @@ def test_rows_that_ask_the_same_in_another_form_are_the_same(folder: Path) -> No
     write("t.jsonl", [moved, {**row, "id": "new"}])
     on = Echo()
     assert cli.main([*command, "--resume"], open_batcher=on) == 0 and on.asked == ["new"]
+
+
+@pytest.mark.parametrize("kind", ["bytes", "struct", "path"])
+def test_pictures_of_tables_are_no_other_question(folder: Path, kind: str) -> None:
+    """A table's pictures are read when they are asked about, and not to count its rows."""
+    Image.new("RGB", (8, 8)).save("p.png")
+    data = Path("p.png").read_bytes()
+    cell: dict[str, Any] = {"bytes": data, "struct": {"bytes": None, "path": "p.png"}, "path": "p.png"}
+    pq.write_table(pa.table({"id": ["a", "b"], "image": [cell[kind]] * 2, "kind": ["c", "d"]}), "t.parquet")
+    command = ["run", "t.parquet", "--prompt", "{kind}?", "--quiet", "--out", "out.jsonl"]
+    assert cli.main(command, open_batcher=Echo()) == 0
+    assert cli.main([*command, "--resume"], open_batcher=Echo()) == 0
+    pq.write_table(pa.table({"id": ["a", "b"], "image": [cell[kind]] * 2, "kind": ["c", "other"]}), "t.parquet")
+    assert cli.main([*command, "--resume"], open_batcher=Echo()) == cli.USAGE
 
 
 def test_a_picture_that_a_chat_names_is_compared(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

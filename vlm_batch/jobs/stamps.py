@@ -25,30 +25,34 @@ class Stamp(NamedTuple):
         times: Sizes and times of the row's files.
         contents: Their contents.
         paths: Their names.
-        asked: Prompt or messages, own params, and media that are no files; None in lines of earlier versions.
+        asked: Prompt or messages, and own params; None in lines of earlier versions.
+        media: Media that are no files; None where a scan leaves pictures out.
     """
 
     times: int
     contents: int
     paths: int | None
     asked: int | None
+    media: int | None
 
     @classmethod
     def of(cls, line: Record) -> Stamp:
-        paths, asked = line.get("paths"), line.get("asked")
-        return cls(
-            digest(str(line.get("times"))),
-            digest(str(line.get("contents"))),
-            None if paths is None else digest(str(paths)),
-            None if asked is None else digest(str(asked)),
+        paths, asked, media = (
+            None if line.get(name) is None else digest(str(line[name])) for name in ("paths", "asked", "media")
         )
+        return cls(digest(str(line.get("times"))), digest(str(line.get("contents"))), paths, asked, media)
 
     def asks_else(self, item: Item) -> bool:
         """Whether the row's prompt, messages, params or media have changed."""
-        return self.asked is not None and digest(asked_of(item)) != self.asked
+        if self.asked is not None and digest(asked_of(item)) != self.asked:
+            return True
+        media = media_of(item.row)
+        return self.media is not None and media is not None and digest(media) != self.media
 
     def has_other_files(self, row: Row) -> bool:
         """Whether the row's files hold something else. Files that are gone have not changed."""
+        if row.is_scanned:
+            return False
         files = files_of(row)
         times = times_of(files)
         if not times:
@@ -62,21 +66,30 @@ def line_of(item: Item) -> Record:
     """Return a row's line, before its media are read."""
     files = files_of(item.row)
     line: Record = {"id": item.id, "asked": asked_of(item)}
+    if (media := media_of(item.row)) is not None:
+        line["media"] = media
     if times := times_of(files):
         line |= {"times": times, "contents": list(map(fingerprint, files)), "paths": list(map(str, files))}
     return line
 
 
 def asked_of(item: Item) -> str:
-    """Return a digest of what a row asks.
+    """Return a digest of a row's prompt or messages and its own params; the header has the command line's settings."""
+    return _digest([item.prompt if item.messages is None else item.messages, item.row.params])
 
-    Files are left out: they are compared by what they hold, and may be spelled in other ways. So are settings of the
-    command line, which the header has.
+
+def media_of(row: Row) -> str | None:
+    """Return a digest of media that are no files; None if they are still to be read.
+
+    Files are compared by what they hold, and may be spelled in other ways.
     """
-    row = item.row
-    about = [_plain(one) for one in row.sources if not _is_file(one)]
-    asked = [item.prompt if item.messages is None else item.messages, row.params, about]
-    text = json.dumps(asked, sort_keys=True, ensure_ascii=False, default=_plain)
+    if row.is_scanned or row.load is not None:
+        return None
+    return _digest([one for one in row.sources if not _is_file(one)])
+
+
+def _digest(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True, ensure_ascii=False, default=_plain)
     return hashlib.blake2b(spelled(text).encode(), digest_size=16).hexdigest()
 
 
@@ -84,8 +97,6 @@ def _plain(value: Any) -> Any:
     """Return what JSON can hold of a medium or a chat's part."""
     if isinstance(value, (bytes, bytearray, memoryview)):
         return hashlib.blake2b(value, digest_size=16).hexdigest()
-    if isinstance(value, (str, int, float, dict, list, tuple)):
-        return value
     return type(value).__name__  # a picture that an own source holds in memory, of which nothing is kept
 
 
