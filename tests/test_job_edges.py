@@ -5,9 +5,12 @@ from __future__ import annotations
 import io
 import json
 import os
+import pty
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,9 +20,11 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from tests.test_job_runs import RUN, Echo, answers, folder, here, told
+from tests.test_job_runs import ROOT, RUN, Echo, answers, folder, here, told
+from vlm_batch.assets import default_checkpoint
 from vlm_batch.cli import main as cli
 from vlm_batch.jobs import journal
+from vlm_batch.runtime import beginning
 from vlm_batch.types import Request, Result
 
 __all__ = ["folder"]  # the fixture
@@ -282,3 +287,204 @@ def test_an_output_of_an_earlier_version_is_gone_on_with(folder: Path, capsys: p
     Image.new("RGB", (9, 9)).save("p.png")
     assert cli.main([*command, "--resume"], open_batcher=Echo()) == cli.USAGE
     assert "files of 3 answered rows have changed" in capsys.readouterr().err
+
+
+class Meddled(Echo):
+    """Something is done to its files once some rows are answered."""
+
+    def __init__(self, meddle: Callable[[], object], after: int = 5) -> None:
+        super().__init__()
+        self.meddle, self.after = meddle, after
+
+    def answer(self, request: Request) -> Result:
+        if len(self.asked) == self.after:
+            self.meddle()
+        return super().answer(request)
+
+
+def cut(name: str) -> None:
+    os.truncate(name, 10)
+
+
+def replaced(name: str) -> None:
+    os.unlink(name)
+    Path(name).write_text("something else\n")
+
+
+MEDDLING: dict[str, tuple[Callable[[str], object], str]] = {
+    "deleted": (os.unlink, "was deleted while it was written; the answers until then are in {0} again"),
+    "replaced": (
+        replaced,
+        "was replaced by another file while it was written; the answers until then are in {0}.replaced",
+    ),
+    "moved": (lambda name: os.rename(name, "moved"), "was moved while it was written"),
+    "cut": (cut, "to 10 bytes while it was written"),
+}
+
+
+@pytest.mark.parametrize("what", MEDDLING)
+@pytest.mark.parametrize("out", ["out.jsonl", "out.csv"])
+@pytest.mark.parametrize("after", [5, 19], ids=["in the middle", "at the end"])
+def test_an_output_that_goes_meanwhile_is_no_success(
+    folder: Path, out: str, what: str, after: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its name is not printed as if it had the answers, and no answer is lost that can be kept."""
+    meddle, said = MEDDLING[what]
+    written = out if out.endswith("jsonl") else f"{out}.journal.jsonl"
+    held: list[str] = []
+
+    def now() -> None:
+        held.extend(one["id"] for one in answers(written))
+        meddle(written)
+
+    assert cli.main([*RUN, "--out", out], open_batcher=Meddled(now, after)) == cli.FAILED
+    told_of = capsys.readouterr()
+    assert said.format(written) in told_of.err and "answers:" not in told_of.out and len(held) == after
+    left = {"deleted": written, "replaced": f"{written}.replaced", "moved": "moved"}.get(what)
+    if left is not None:
+        assert [one["id"] for one in answers(left)][:after] == held
+    if what == "deleted":
+        assert cli.main([*RUN, "--out", out, "--resume"], open_batcher=Echo()) == cli.FAILED
+        assert set(told(out)) == {f"r{number}" for number in range(20)}
+
+
+def test_answers_of_earlier_runs_that_go_meanwhile_are_missed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*RUN, "--out", "out.csv"], open_batcher=Echo(stop_after=8)) == cli.INTERRUPTED
+    assert len(answers("out.csv")) == 8
+    gone = Meddled(lambda: os.unlink("out.csv"))
+    assert cli.main([*RUN, "--out", "out.csv", "--resume"], open_batcher=gone) == cli.FAILED
+    assert "out.csv was deleted or emptied while the job ran" in capsys.readouterr().err
+    assert len(answers("out.csv.journal.jsonl")) == 12
+
+
+def test_side_files_that_go_meanwhile_stop_no_job(folder: Path) -> None:
+    assert (
+        cli.main([*RUN, "--out", "out.jsonl"], open_batcher=Meddled(lambda: os.unlink("out.jsonl.files"))) == cli.FAILED
+    )
+    assert len(told("out.jsonl")) == 20
+
+
+PAUSE = """
+import os, sys, time
+from pathlib import Path
+
+class Pause:
+    def find_spec(self, name, path=None, target=None):
+        if name == os.environ["PAUSE_AT"] and not Path("paused").exists():
+            Path("paused").touch()
+            while not Path("go").exists():
+                time.sleep(0.01)
+
+sys.meta_path.insert(0, Pause())
+"""
+FRESH = "import os, signal, sys\nfor one in (1, 2, 15): signal.signal(one, signal.SIG_DFL)\nos.execv(sys.argv[1], sys.argv[1:])"
+
+
+def paused(folder: Path, where: str, *options: str, **streams: Any) -> subprocess.Popen[bytes]:
+    """Start a job that stands still where it imports a module, until there is a file "go"."""
+    (folder / "hook").mkdir()
+    (folder / "hook" / "sitecustomize.py").write_text(PAUSE)
+    Image.new("RGB", (32, 32)).save("a.png")
+    command = [
+        sys.executable,
+        "-m",
+        "vlm_batch",
+        "run",
+        "a.png",
+        "--model",
+        str(default_checkpoint()),
+        "--max-tokens",
+        "2",
+    ]
+    environment = here() | {"PAUSE_AT": where}
+    environment["PYTHONPATH"] = f"{folder / 'hook'}:{environment.get('PYTHONPATH', ROOT)}"
+    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | streams
+    process = subprocess.Popen([sys.executable, "-c", FRESH, *command, *options], env=environment, **streams)
+    deadline = time.monotonic() + 60
+    while not Path("paused").exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return process
+
+
+@pytest.mark.parametrize("where", ["numpy", "vlm_batch.jobs.runner"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=str)
+def test_a_signal_while_the_program_starts_ends_it_in_one_line(
+    folder: Path, where: str, number: signal.Signals
+) -> None:
+    process = paused(folder, where, "--out", "out.jsonl")
+    process.send_signal(number)
+    out, said = process.communicate(timeout=60)
+    word = {signal.SIGINT: b"interrupted", signal.SIGTERM: b"terminated"}[number]
+    assert (process.returncode, out, said) == (128 + number, b"", b"vlm-batch: " + word + b"\n")
+
+
+@pytest.mark.parametrize(("where", "options"), [("numpy", ["--out", "out.jsonl"]), ("vlm_batch.jobs.runner", [])])
+def test_a_hangup_while_the_program_starts(folder: Path, where: str, options: list[str]) -> None:
+    """A job that keeps its answers goes on, and another ends by the signal."""
+    process = paused(folder, where, *options)
+    process.send_signal(signal.SIGHUP)
+    time.sleep(0.05)
+    Path("go").touch()
+    _, said = process.communicate(timeout=120)
+    if options:
+        assert process.returncode == 0, said
+        assert len(answers("out.jsonl")) == 1
+    else:
+        assert process.returncode == -signal.SIGHUP
+
+
+def test_a_terminal_that_closes_while_the_program_starts(folder: Path) -> None:
+    mine, its = pty.openpty()
+    process = paused(folder, "vlm_batch.jobs.runner", "--out", "out.jsonl", stdin=its, stdout=its, stderr=its)
+    os.close(its)
+    os.close(mine)
+    process.send_signal(signal.SIGHUP)  # as the session's leader would be sent
+    Path("go").touch()
+    assert process.wait(120) == 0
+    assert len(answers("out.jsonl")) == 1 and "answers: out.jsonl" in Path("out.jsonl.log").read_text()
+
+
+IN_PROCESS = """
+import sys
+sys.path.insert(0, {root!r})
+from tests.test_job_runs import Echo
+from vlm_batch.assets import default_checkpoint
+from vlm_batch.cli import main as cli
+sys.exit(cli.main({command!r}, open_batcher=Echo()))
+"""
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
+def test_standard_streams_that_are_closed(folder: Path, closed: str) -> None:
+    """Nothing is shown there, and no file takes its number: the output has answers and nothing else."""
+    code = IN_PROCESS.format(root=str(ROOT), command=[*RUN[:-1], "--out", "out.jsonl"])
+    process = subprocess.run(
+        ["sh", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, code], capture_output=True, env=here(), timeout=120
+    )
+    assert process.returncode == cli.FAILED, process.stderr  # two pictures are bad
+    assert set(told("out.jsonl")) == {f"r{number}" for number in range(20)}
+
+
+def test_a_command_whose_streams_are_closed_starts(folder: Path) -> None:
+    for closed, status in (("<&- >&- 2>&-", 0), (">&-", 0)):
+        command = f'exec "$0" -m vlm_batch families qwen2_vl {closed}'
+        run = subprocess.run(["sh", "-c", command, sys.executable], capture_output=True, env=here(), timeout=120)
+        assert (run.returncode, run.stderr) == (status, b"")
+    command = f'exec "$0" -m vlm_batch run rows.jsonl --prompt "{{kind}}" --model {default_checkpoint()} --out - >&-'
+    run = subprocess.run(["sh", "-c", command, sys.executable], capture_output=True, env=here(), timeout=120)
+    assert run.returncode == cli.USAGE and b"standard output is closed" in run.stderr
+
+
+def test_only_the_command_attends_to_signals_as_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {
+        ("python", "-m", "vlm_batch", "run"): True,
+        ("python", "-X", "dev", "-m", "vlm_batch"): True,
+        ("python", "/usr/bin/vlm-batch", "run"): True,
+        ("python", "-m", "pytest", "vlm_batch"): False,
+        ("python", "own.py", "vlm-batch"): False,
+        ("python", "-c", "import vlm_batch"): False,
+        ("python",): False,
+    }
+    for words, is_it in known.items():
+        monkeypatch.setattr(sys, "orig_argv", list(words))
+        assert beginning.is_command() == is_it, words

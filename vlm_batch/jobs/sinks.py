@@ -158,6 +158,7 @@ class AnswerFile(Sink):
         self._line_of: Callable[[Record], Record] = partial(chosen, columns=self._columns)
         self._form = form
         self._file: LineFile | None = None
+        self._had_lines = False
         self._stamps = Stamps(path)
 
     def locked(self) -> contextlib.AbstractContextManager[None]:
@@ -208,7 +209,8 @@ class AnswerFile(Sink):
                     file.close()
             if self._form is not None and has_lines(self.path):
                 self._make(lambda: (record for record in self._made() if not record.get("error")))
-        self._file = LineFile(self.journal)
+        self._file = LineFile(self.journal, is_watched=True)
+        self._had_lines = self._form is not None and has_lines(self.path)
         journal.write_header(self.path, settings)
 
     def stamp(self, line: Record) -> None:
@@ -223,7 +225,13 @@ class AnswerFile(Sink):
         if self._file is None:
             return
         self._file.sync()
+        self._file.check()
         if self._form is not None:
+            if self._had_lines and not has_lines(self.path):
+                raise CannotWrite(
+                    f"{self.path} was deleted or emptied while the job ran, with the answers of earlier runs; those of this "
+                    f"one are in {self.journal}"
+                )
             if has_lines(self.journal) or not self.path.exists():
                 self._make(self.records)
             self.close()
