@@ -732,17 +732,17 @@ def test_made_up_weights_lie_as_the_models_do(precision: str) -> None:
 def test_proofs_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FOLDER, str(tmp_path / "new"))
     key = {"device": {"name": "x"}, "counts": (1, 2)}
-    assert read_proof(key) is None
+    assert read_proof(key, dict) is None
     write_proof(key, {"classes": [[1, 2]]})
-    assert read_proof(key) == {"classes": [[1, 2]]}
-    assert read_proof({**key, "counts": (1, 4)}) is None
+    assert read_proof(key, dict) == {"classes": [[1, 2]]}
+    assert read_proof({**key, "counts": (1, 4)}, dict) is None
     (kept,) = (tmp_path / "new" / "classes").iterdir()
     kept.write_text("{", encoding="utf-8")
-    assert read_proof(key) is None
+    assert read_proof(key, dict) is None
     (tmp_path / "file").write_text("", encoding="utf-8")
     monkeypatch.setenv(FOLDER, str(tmp_path / "file"))
     write_proof(key, {"classes": []})  # no folder can be made there
-    assert read_proof(key) is None
+    assert read_proof(key, dict) is None
 
 
 def test_a_changed_kernel_is_proven_anew(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -764,7 +764,9 @@ def test_what_agrees_nowhere_runs_a_row_at_a_time_and_says_so(monkeypatch: pytes
     adapter = adapter_of("qwen2_vl", "bfloat16")
     monkeypatch.setattr(
         "vlm_batch.loading.exactness.read_proof",
-        lambda key: {"classes": [[1]], "how": "it was compared", "graphs": False, "products": [], "widths": []},
+        lambda key, parse: parse(
+            {"classes": [[1]], "how": "it was compared", "graphs": False, "products": [], "widths": []}
+        ),
     )
     with pytest.warns(UserWarning, match="qwen2_vl decodes a row at a time on this device: it was compared"):
         assert fixed_shapes(adapter).counts == (1,)

@@ -881,7 +881,7 @@ def test_a_terminated_job_makes_its_output(folder: Path) -> None:
         time.sleep(0.01)
     process.terminate()
     _, said = process.communicate(timeout=60)
-    assert process.returncode == 130, said
+    assert process.returncode == cli.TERMINATED, said
     assert 0 < len(told("out.parquet")) < 20
     assert cli.main([*RUN, "--out", "out.parquet", "--resume"], open_batcher=Echo()) == 1
     assert len(told("out.parquet")) == 20

@@ -13,6 +13,11 @@ launches of MLX's CUDA back end.
 
 from typing import TYPE_CHECKING, Any
 
+from vlm_batch.runtime import beginning
+
+if beginning.is_command():  # whose imports take a second, in which signals may come
+    beginning.begin()
+
 from vlm_batch.runtime.blas import preload_openblas
 from vlm_batch.runtime.launches import prefer_single_launches
 from vlm_batch.runtime.listing import list_models_quickly

@@ -1,7 +1,7 @@
 """The command ``vlm-batch``.
 
 Exit status: 0 if at most ``--max-errors`` requests failed, 1 if more failed, 2 for a wrong command line or model, 130
-after an interrupt.
+after an interrupt (SIGINT), 143 after SIGTERM.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 
-from vlm_batch.runtime import blas
+from vlm_batch.runtime import beginning, blas
 
 blas.preload_openblas()  # before anything imports mlx.core
 
@@ -24,6 +24,7 @@ with without_gc():
     from vlm_batch.assets import MissingAssets
     from vlm_batch.cli import bench, options, read, report, serve, verify
     from vlm_batch.cli import run as answering
+    from vlm_batch.cli.ending import Terminated
     from vlm_batch.cli.help import Parser
     from vlm_batch.cli.model import OpenBatcher, UsageError, load_model
     from vlm_batch.cli.options import add_demo, add_run
@@ -32,16 +33,22 @@ with without_gc():
     from vlm_batch.jobs.rows import InvalidJob
     from vlm_batch.jobs.workers import NoWorkers
 
-ANSWERED, FAILED, USAGE, INTERRUPTED = answering.ANSWERED, answering.FAILED, 2, answering.INTERRUPTED
+ANSWERED, FAILED, USAGE, INTERRUPTED, TERMINATED = answering.ANSWERED, answering.FAILED, 2, 130, 143
+#: Commands that attend to a terminal that hangs up.
+OUTLIVING = (answering.run, answering.demo)
 
 
 def main(argv: Sequence[str] | None = None, *, open_batcher: OpenBatcher | None = None) -> int:
     """Run one command, and return its exit status."""
-    args, unknown = parser().parse_known_args(argv)
-    if unknown:
-        args.parser.refuse(unknown)
-    blas.limit_threads(max(1, (os.cpu_count() or 1) // 2))
+    beginning.open_closed_streams()
+    beginning.hand_over()
     try:
+        args, unknown = parser().parse_known_args(argv)
+        if unknown:
+            args.parser.refuse(unknown)
+        if args.command not in OUTLIVING:
+            beginning.end_with_terminal()
+        blas.limit_threads(max(1, (os.cpu_count() or 1) // 2))
         status = int(args.command(args, open_batcher or load_model))
         sys.stdout.flush()  # a full disk shows itself here, and not at the interpreter's end
         return status
@@ -51,6 +58,9 @@ def main(argv: Sequence[str] | None = None, *, open_batcher: OpenBatcher | None 
     except (CannotWrite, NoWorkers) as error:
         print(f"vlm-batch: {error}", file=sys.stderr)
         return FAILED
+    except Terminated:
+        print("vlm-batch: terminated", file=sys.stderr)
+        return TERMINATED
     except KeyboardInterrupt:
         print("vlm-batch: interrupted", file=sys.stderr)
         return INTERRUPTED

@@ -92,6 +92,7 @@ def add_demo(parser: argparse.ArgumentParser) -> None:
         model=None,
         trust_remote_code=False,
         shard=None,
+        dry_run=False,
         dpi=None,
         fps=None,
         max_frames=None,

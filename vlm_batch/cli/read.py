@@ -11,8 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from vlm_batch.assets import sample_model
+from vlm_batch.cli.ending import Signals
 from vlm_batch.cli.model import OpenBatcher, UsageError, add_batcher, add_model, at_least
-from vlm_batch.cli.run import ANSWERED, FAILED, INTERRUPTED, ended_by_signals, text_of, write_report
+from vlm_batch.cli.run import ANSWERED, FAILED, text_of, write_report
 from vlm_batch.cli.watching import JobView
 from vlm_batch.jobs import journal
 from vlm_batch.jobs.documents import DOCUMENT_FORMS, Documents, is_loop
@@ -51,6 +52,11 @@ EVERYDAY = (
 
 
 def run(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
+    with Signals(os.path.join(args.out, "read.log")) as signals:
+        return _read(args, open_batcher, signals)
+
+
+def _read(args: argparse.Namespace, open_batcher: OpenBatcher, signals: Signals) -> int:
     model = str(args.model or sample_model())
     publisher = SAMPLE if args.model is None else publisher_of(model, _model_type(model))
     questions = _questions(args, publisher)
@@ -73,8 +79,9 @@ def run(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
         answers_in=str(folder),
         goes_on=True,
     )
+    signals.view = view
     try:
-        with view, ended_by_signals(view, str(folder / "read.log")):
+        with view:
             summary = run_job(
                 sources,
                 documents,
@@ -101,7 +108,7 @@ def run(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
     if args.report is not None and summary.ended_rows:
         write_report(args, summary, questions)
     if summary.interrupted:
-        return INTERRUPTED
+        return signals.status
     return ANSWERED if summary.num_failed <= args.max_errors else FAILED
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from vlm_batch.cli.model import OpenBatcher, UsageError
 from vlm_batch.jobs import journal
+from vlm_batch.jobs.files import is_same_file
 from vlm_batch.jobs.lines import has_lines, read_answers, replace_file
 from vlm_batch.jobs.rows import spelled
 from vlm_batch.jobs.sinks import SUFFIXES, AnswerFile, open_sink
@@ -19,7 +20,7 @@ def run(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
     page = Path(args.out).expanduser() if args.out else output.with_suffix(".html")
     if page.suffix.lower() not in (".html", ".htm"):
         raise UsageError(f"--out {args.out}: the report is a page; give it a name that ends in .html")
-    if page.resolve() == output.resolve():
+    if is_same_file(str(page), str(output)):
         raise UsageError(f"{page} has the answers; give the page another name with --out")
     sink = _opened(output)
     settings = journal.read_header(output) or {}

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
-import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -16,12 +13,13 @@ from typing import Any
 from vlm_batch.assets import is_sample, sample_images, sample_model
 from vlm_batch.cli.cluster import open_cluster
 from vlm_batch.cli.dry_run import show_dry_run
+from vlm_batch.cli.ending import Signals
 from vlm_batch.cli.model import EMBEDDED, KNOWS, OpenBatcher, UsageError, load_model
 from vlm_batch.cli.options import COLUMNS
 from vlm_batch.cli.watching import JobView
 from vlm_batch.jobs import journal
 from vlm_batch.jobs.cells import Columns
-from vlm_batch.jobs.files import common_folder, is_url
+from vlm_batch.jobs.files import common_folder, is_same_file, is_url
 from vlm_batch.jobs.lines import CannotWrite, replace_file
 from vlm_batch.jobs.plan import Job
 from vlm_batch.jobs.questions import DEFAULT_PROMPT, Questions
@@ -32,9 +30,10 @@ from vlm_batch.jobs.sinks import Sink, open_sink
 from vlm_batch.jobs.sources import Files, Reading, open_sources
 from vlm_batch.jobs.summary import Summary
 from vlm_batch.jobs.workers import NoWorkers
+from vlm_batch.runtime.beginning import BEGINNING
 from vlm_batch.types import SamplingParams, Video
 
-ANSWERED, FAILED, INTERRUPTED = 0, 1, 130
+ANSWERED, FAILED = 0, 1
 
 #: Further questions of the demo: sample pictures' names, and a question.
 DEMO_QUESTIONS = (
@@ -54,6 +53,20 @@ DEMO_QUESTIONS = (
 
 
 def run(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
+    with _signals(args) as signals:
+        return _run(args, open_batcher, signals)
+
+
+def _signals(args: argparse.Namespace) -> Signals:
+    """Return how signals end the job: one that keeps its answers outlives its terminal."""
+    is_kept = (args.out not in (None, "-") or args.sidecar is not None) and not args.dry_run
+    if not is_kept:
+        return Signals(None)
+    name = None if args.out in (None, "-") else args.out.replace("{shard}", (args.shard or "1/1").replace("/", "-of-"))
+    return Signals(os.devnull if name is None else f"{name}.log")
+
+
+def _run(args: argparse.Namespace, open_batcher: OpenBatcher, signals: Signals) -> int:
     questions = _questions(args)
     Video("", fps=args.fps, max_frames=args.max_frames)  # its own check, before anything is read
     reading = Reading(
@@ -90,11 +103,12 @@ def run(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
             sys.stdout,
             cache_bytes=vars(args).get("cache_bytes", Caches.max_bytes),
         )
-    return _answer(sources, questions, args, open_batcher)
+    return _answer(sources, questions, args, open_batcher, signals)
 
 
 def demo(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
-    return _answer([Demo()], Questions(params=_sampling_params(args)), args, open_batcher)
+    with _signals(args) as signals:
+        return _answer([Demo()], Questions(params=_sampling_params(args)), args, open_batcher, signals)
 
 
 class Demo(Source):
@@ -109,13 +123,19 @@ class Demo(Source):
             yield Row(id=f"demo-{number}", images=tuple(str(by_name[name]) for name in names), prompt=prompt)
 
 
-def _answer(sources: list[Source], questions: Questions, args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
+def _answer(
+    sources: list[Source],
+    questions: Questions,
+    args: argparse.Namespace,
+    open_batcher: OpenBatcher,
+    signals: Signals,
+) -> int:
     shard = _shard(args)
     target = _target(args, shard)
     if args.report is not None:
         if not args.report.lower().endswith((".html", ".htm")):
             raise UsageError(f"--report {args.report}: the report is a page; give it a name that ends in .html")
-        if target is not None and Path(args.report).resolve() == Path(target).resolve():
+        if target is not None and is_same_file(args.report, target):
             raise UsageError(f"--report {args.report}: --out names the same file; give the page another name")
         journal.check_writable(Path(args.report))
     sink = _sink(target, sources, questions, args, shard)
@@ -130,9 +150,9 @@ def _answer(sources: list[Source], questions: Questions, args: argparse.Namespac
         answers_in=file,
         goes_on=is_kept,
     )
-    log = os.devnull if file is None else f"{file}.log"
+    signals.view = view
     try:
-        with view, ended_by_signals(view, log if is_kept else None):
+        with view:
             summary = run_job(
                 sources,
                 sink,
@@ -158,44 +178,10 @@ def _answer(sources: list[Source], questions: Questions, args: argparse.Namespac
         said = f"{args.report} is not written: a report is about the rows of its own run{whole}"
         print(f"vlm-batch: {said}", file=sys.stderr)
     if summary.interrupted:
-        return INTERRUPTED
+        return signals.status
     if args.shard == "auto":
         _wait_for_all()
     return ANSWERED if summary.num_failed <= args.max_errors else FAILED
-
-
-@contextlib.contextmanager
-def ended_by_signals(view: JobView, log: str | None) -> Iterator[None]:
-    """End the job at SIGTERM as at an interrupt; let jobs that keep answers survive SIGHUP.
-
-    After SIGHUP, messages go to the file ``log``; with None, the job ends.
-    """
-
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    def leave_terminal(number: int, frame: object) -> None:
-        try:
-            file = os.open(str(log), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        except OSError:
-            file = os.open(os.devnull, os.O_WRONLY)
-        for stream in terminals:
-            os.dup2(file, stream)
-        os.close(file)
-        view.leave_terminal()
-
-    terminals = [stream for stream in (1, 2) if os.isatty(stream)]  # none of which looks like one when it is gone
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {signal.SIGTERM: signal.signal(signal.SIGTERM, interrupt)}
-    if log is not None and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
-        before[signal.SIGHUP] = signal.signal(signal.SIGHUP, leave_terminal)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _wait_for_all() -> None:
@@ -252,6 +238,8 @@ def _shard(args: argparse.Namespace) -> Shard:
 
 def _target(args: argparse.Namespace, shard: Shard) -> str | None:
     target: str | None = args.out
+    if target == "-" and 1 in BEGINNING.closed:
+        raise UsageError("standard output is closed; name a file with --out FILE")
     if args.format is not None and target is None:
         raise UsageError("--format is the form of the output; name it with --out FILE (- is standard output)")
     if args.shard == "auto" and target is not None and "{shard}" not in target:

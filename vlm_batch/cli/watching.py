@@ -98,7 +98,10 @@ class JobView(Watch):
         if plan.done or plan.failed_before:
             left = f", {plan.left} left" if plan.left is not None else ""
             self._err.print(f"going on: {plan.done} rows are answered, {plan.failed_before} failed before{left}")
-        elif plan.others:
+        if plan.unknown:
+            said = f"of {count_of(plan.unknown, 'answered row')} it is not known what was asked (earlier versions kept nothing)"
+            self._err.print(f"{said}: changed prompts and params of rows are not seen", soft_wrap=True)
+        if plan.others and not (plan.done or plan.failed_before):
             said = f"none of the {count_of(plan.others, 'answer')} in the output is to one of these rows"
             self._err.print(f"{said}: are paths spelled as in its first run?", soft_wrap=True)
         print_wrong(self._err, plan)
@@ -181,7 +184,7 @@ class JobView(Watch):
         if summary.ended_rows or summary.interrupted or not summary.done_before:
             self._out.print(self._totals(summary), soft_wrap=True)
         for said in self._advice(summary):
-            self._out.print(said, soft_wrap=True)
+            self._out.print(Text(said), soft_wrap=True)
         if summary.ended_rows >= FIGURES_FROM:
             for part in (_latencies(summary), _stages(summary), _reasons(summary)):
                 if part is not None:
@@ -201,8 +204,12 @@ class JobView(Watch):
             yield f"{count_of(summary.failed_before, 'row')} failed before; --retry-errors asks them again"
         if summary.cut:
             yield f"{count_of(summary.cut, 'answer')} of the longest length: cut short, unless --max-tokens was meant so"
+        if summary.otherwise:
+            rows = count_of(summary.otherwise, "row")
+            yield f"{rows} answered before asked something else then: their answers are to that; --overwrite asks all again"
         if summary.again:
-            yield f"{count_of(summary.again, 'row')} skipped whose id had come before"
+            named = ", ".join(map(repr, summary.again_ids)) + ", ..." * (summary.again > len(summary.again_ids))
+            yield plain_text(f"{count_of(summary.again, 'row')} skipped whose id had come before: {named}")
 
     def _table(self) -> Table:
         rows = sorted(self._rows, key=lambda row: row[0].number)

@@ -57,12 +57,14 @@ class ArrowTable(Source):
         asked = {columns.image} if with_pictures else set()
         kept = [name for name in opened.names if name not in opened.pictures or name in asked]
         if not kept:  # pictures and nothing else: batches without columns have no rows
-            yield from (Row(id=f"{self.name}:{number}") for number in range(opened.num_rows))
+            yield from (Row(id=f"{self.name}:{number}", is_scanned=True) for number in range(opened.num_rows))
             return
-        columns = columns if columns.image in kept else replace(columns, image=None)
+        is_scanned = columns.image is not None and columns.image not in kept
+        columns = replace(columns, image=None) if is_scanned else columns
         rows = (cells for batch in opened.batches(kept) for cells in batch.to_pylist())
         for number, cells in enumerate(rows):
-            yield row_of_cells(cells, columns, place=f"{self.name}:{number}", folder=opened.folder)
+            row = row_of_cells(cells, columns, place=f"{self.name}:{number}", folder=opened.folder)
+            yield replace(row, is_scanned=True) if is_scanned else row
 
 
 @dataclass(frozen=True)

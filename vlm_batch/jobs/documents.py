@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from vlm_batch.jobs import journal
 from vlm_batch.jobs.files import is_url
 from vlm_batch.jobs.lines import CannotWrite, Record, replace_file
 from vlm_batch.jobs.plan import Job
 from vlm_batch.jobs.rows import Ids, InvalidJob, count_of, spelled
 from vlm_batch.jobs.sinks import AnswerFile, Sink
+from vlm_batch.jobs.stamps import Stamp
 
 #: The pages' answers, in the folder of the documents.
 PAGES = "pages.jsonl"
@@ -159,7 +159,7 @@ class Documents(Sink):
     def existing(self) -> tuple[Ids, Ids]:
         return self._answers.existing()
 
-    def stamps(self) -> Mapping[int, tuple[int, int]]:
+    def stamps(self) -> Mapping[int, Stamp]:
         return self._answers.stamps()
 
     def begin(self, settings: Mapping[str, Any], *, overwrite: bool, drop_errors: bool) -> None:
@@ -170,8 +170,8 @@ class Documents(Sink):
         for record in self._answers.records():  # of earlier runs
             self._take(record, is_new=False)
 
-    def stamp(self, row_id: str, made: journal.Made) -> None:
-        self._answers.stamp(row_id, made)
+    def stamp(self, line: Record) -> None:
+        self._answers.stamp(line)
 
     def append(self, record: Record) -> None:
         columns = record["columns"]

@@ -162,3 +162,13 @@ def common_folder(paths: Sequence[str]) -> str:
 def identity(path: str) -> str:
     """Return one key for a path's spellings."""
     return path if is_url(path) else os.path.realpath(os.path.expanduser(path))
+
+
+def is_same_file(path: str, other: str) -> bool:
+    """Whether two paths lead to one file, by links of either kind."""
+    if identity(path) == identity(other):
+        return True
+    try:
+        return not is_url(path) and os.path.samefile(os.path.expanduser(path), os.path.expanduser(other))
+    except (OSError, ValueError):  # one is not there
+        return False

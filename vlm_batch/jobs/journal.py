@@ -1,8 +1,9 @@
-"""Files beside an output: a header (settings), stamps of rows' files, a lock."""
+"""Files beside an output: a header (settings), a lock; and what files hold."""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -14,9 +15,8 @@ import filelock
 
 from vlm_batch._version import __version__
 from vlm_batch.checks import simplify_schema
-from vlm_batch.jobs.files import is_url
-from vlm_batch.jobs.lines import LineFile, read_answers, replace_file
-from vlm_batch.jobs.rows import InvalidJob, Row, digest
+from vlm_batch.jobs.lines import linked_file, replace_file
+from vlm_batch.jobs.rows import InvalidJob
 from vlm_batch.types import SamplingParams
 
 #: Version of the header's form.
@@ -31,8 +31,6 @@ MODEL_FILES, MODEL_SUFFIXES = (
 BLOCK, MEDIUM_BLOCKS, MODEL_BLOCKS = 1 << 14, 16, 1024
 #: Most characters of a setting's value in a message.
 MOST_SHOWN = 60
-#: Times and contents of a row's files.
-Made = dict[str, list[Any]]
 
 
 def check_writable(path: Path) -> None:
@@ -45,12 +43,14 @@ def check_writable(path: Path) -> None:
 
 
 def header_path(output: Path) -> Path:
+    output = linked_file(output)
     return output.with_name(f"{output.name}.job.json")
 
 
 @contextlib.contextmanager
 def locked(output: Path) -> Iterator[None]:
-    """Lock an output. Raises InvalidJob if another process has it."""
+    """Lock an output's file, by whatever links. Raises InvalidJob if another process has it."""
+    output = linked_file(output)
     lock = filelock.FileLock(output.with_name(f"{output.name}.lock"), timeout=0)
     try:
         lock.acquire()
@@ -59,13 +59,36 @@ def locked(output: Path) -> Iterator[None]:
             os.close(os.open(lock.lock_file, os.O_CREAT))
         except OSError as error:
             raise InvalidJob(f"cannot write {output}: {error.strerror}") from error
-        raise InvalidJob(f"{output} is being written by another process; wait for it, or name another file") from None
+        raise _taken(output) from None
     except OSError as error:
         raise InvalidJob(f"cannot write {output}: {error.strerror}") from error
     try:
-        yield
+        with _locked_itself(output):
+            yield
     finally:
         lock.release()  # keeps the file: a process that has just opened it would lock a deleted one
+
+
+@contextlib.contextmanager
+def _locked_itself(output: Path) -> Iterator[None]:
+    """Lock the file, too, which may have other names in other folders (hard links)."""
+    try:
+        file = open(output, "rb")  # noqa: SIM115  (closed below)
+    except OSError:  # not there yet, so it has no other name
+        yield
+        return
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise _taken(output) from None
+        except OSError:  # a file system without locks
+            pass
+        yield
+
+
+def _taken(output: Path) -> InvalidJob:
+    return InvalidJob(f"{output} is being written by another process; wait for it, or name another file")
 
 
 def read_header(output: Path) -> dict[str, Any] | None:
@@ -172,54 +195,6 @@ def times_of(paths: Iterable[str | Path]) -> list[list[int]]:
             here = os.stat(os.path.expanduser(path))
             found.append([here.st_size, here.st_mtime_ns])
     return found
-
-
-def files_of(row: Row) -> list[str | Path]:
-    return [one for one in row.sources if isinstance(one, (str, Path)) and not is_url(str(one))]
-
-
-def made_of(row: Row) -> Made:
-    """Return times and digests of a row's files."""
-    files = files_of(row)
-    times = times_of(files)
-    return {"times": times, "contents": list(map(fingerprint, files))} if times else {}
-
-
-def has_changed(row: Row, before: tuple[int, int]) -> bool:
-    """Whether a row's files differ from ``before``."""
-    files = files_of(row)
-    times = times_of(files)
-    if not times or digest(str(times)) == before[0]:
-        return False
-    return digest(str(list(map(fingerprint, files)))) != before[1]
-
-
-class Stamps:
-    """Stamps of rows' files, a line a row."""
-
-    def __init__(self, output: Path) -> None:
-        self._path = Path(f"{output}.files")
-        self._file: LineFile | None = None
-
-    def read(self) -> dict[int, tuple[int, int]]:
-        """Return digests of times and contents, by id digest."""
-        lines = read_answers(self._path)
-        return {
-            digest(str(line["id"])): (digest(str(line.get("times"))), digest(str(line.get("contents"))))
-            for line in lines
-        }
-
-    def add(self, row_id: str, made: Made) -> None:
-        self._file = self._file or LineFile(self._path)
-        self._file.append({"id": row_id, **made})
-
-    def clear(self) -> None:
-        self._path.unlink(missing_ok=True)
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
 
 
 def _difference(before: Any, now: Any) -> str:

@@ -18,6 +18,8 @@ Record = dict[str, Any]
 
 #: Seconds between fsyncs. A killed process loses nothing either way.
 SYNC_SECONDS = 5.0
+#: Bytes that are copied at once.
+COPY_BYTES = 1 << 20
 
 
 class CannotWrite(VLMBatchError):
@@ -30,14 +32,21 @@ def encoded(record: Mapping[str, Any]) -> bytes:
 
 
 class LineFile:
-    """Appends whole lines to a file, or raises CannotWrite."""
+    """Appends whole lines to a file, or raises CannotWrite.
 
-    def __init__(self, path: str | Path) -> None:
+    ``is_watched``: a file that is deleted, moved, replaced or cut meanwhile is an error, too. What a deleted one held is
+    written again.
+    """
+
+    def __init__(self, path: str | Path, *, is_watched: bool = False) -> None:
         self.path = Path(path)
+        self._is_watched = is_watched and not is_device(self.path)
+        self._size = 0
         try:
             if self.path.exists() and self.path.is_file():
                 repair(self.path)
-            self._file: BinaryIO = open(self.path, "ab", buffering=0)  # noqa: SIM115  (closed by close)
+            mode = "a+b" if self._is_watched else "ab"
+            self._file: BinaryIO = open(self.path, mode, buffering=0)  # type: ignore[assignment]  # noqa: SIM115
         except OSError as error:
             raise CannotWrite(f"cannot write {path}: {error.strerror}") from error
         self._synced = time.monotonic()
@@ -45,6 +54,7 @@ class LineFile:
     def append(self, record: Mapping[str, Any]) -> None:
         """Write one line through to the operating system."""
         line = encoded(record)
+        self.check()
         begin = os.fstat(self._file.fileno()).st_size
         try:
             written = 0
@@ -58,6 +68,41 @@ class LineFile:
             raise CannotWrite(
                 f"cannot write {self.path}: {error.strerror}; what was written before is whole"
             ) from error
+        self._size = begin + len(line)
+
+    def check(self) -> None:
+        """Raise CannotWrite if the path leads no longer to what was written."""
+        if not self._is_watched:
+            return
+        ours = os.fstat(self._file.fileno())
+        try:
+            there = os.stat(self.path)
+        except OSError:
+            there = None
+        if there is not None and os.path.samestat(ours, there):
+            if ours.st_size < self._size:
+                raise CannotWrite(
+                    f"{self.path} was cut from {self._size:,} to {ours.st_size:,} bytes while it was written"
+                )
+            return
+        if ours.st_nlink:
+            raise CannotWrite(f"{self.path} was moved while it was written; its answers are where it was moved to")
+        if there is None:
+            raise CannotWrite(f"{self.path} was deleted while it was written; {self._written_to(self.path)}")
+        beside = self.path.with_name(f"{self.path.name}.replaced")
+        raise CannotWrite(f"{self.path} was replaced by another file while it was written; {self._written_to(beside)}")
+
+    def _written_to(self, path: Path) -> str:
+        """Write what the file held to another one. Returns where it is."""
+        try:
+            with replacing(path) as beside, open(beside, "wb") as file:
+                place = 0
+                while part := os.pread(self._file.fileno(), COPY_BYTES, place):
+                    file.write(part)
+                    place += len(part)
+        except OSError as error:
+            return f"its answers are lost ({path}: {error.strerror})"
+        return f"the answers until then are in {path} again"
 
     def sync(self) -> None:
         with contextlib.suppress(OSError):  # a device or a pipe has no disk
@@ -127,9 +172,26 @@ def no_output(path: Path, why: str) -> InvalidJob:
     return InvalidJob(f"{path} is no output of a job: {why}; name the file that vlm-batch run --out wrote")
 
 
+def is_device(path: Path) -> bool:
+    """Whether a path leads to a device or a pipe."""
+    return path.exists() and not path.is_file() and not path.is_dir()
+
+
+def linked_file(path: Path) -> Path:
+    """Return the file that a link leads to, which need not exist. Others, devices and pipes stay as they are named."""
+    return Path(os.path.realpath(path)) if path.is_symlink() and not is_device(path) else path
+
+
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path that replaces ``path`` after the block."""
+    """Yield a temporary path that replaces the file of ``path`` after the block; links to it stay links.
+
+    A device or a pipe is written itself.
+    """
+    if is_device(path):
+        yield path
+        return
+    path = linked_file(path)
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     beside.unlink(missing_ok=True)
     try:

@@ -16,6 +16,7 @@ from vlm_batch.jobs.cells import did_you_mean, flag_doubtful_media, flag_overloo
 from vlm_batch.jobs.questions import DEFAULT_PROMPT, Item, Questions, schema_fields
 from vlm_batch.jobs.rows import Ids, InvalidJob, Row, Shard, Source, count_of, digest
 from vlm_batch.jobs.sinks import NAMESPACES, Sink
+from vlm_batch.jobs.stamps import Stamp
 from vlm_batch.jobs.summary import Kinds
 from vlm_batch.jobs.tables import REQUEST_KEYS, Delimited, JsonLines
 
@@ -36,6 +37,8 @@ class Plan:
         own: Rows with their own prompt or messages.
         others: The output's answers to other rows.
         changed: Answered rows whose files have changed.
+        otherwise: Answered rows that ask something else now.
+        unknown: Answered rows of which an earlier version kept nothing of what they ask.
     """
 
     total: int | None
@@ -45,28 +48,41 @@ class Plan:
     own: int = 0
     others: int = 0
     changed: list[str] = field(default_factory=list)
+    otherwise: list[str] = field(default_factory=list)
+    unknown: int = 0
 
-    def add(self, item: Item, done: Ids, failed: Ids, stamps: Mapping[int, tuple[int, int]]) -> None:
+    def add(self, item: Item, done: Ids, failed: Ids, stamps: Mapping[int, Stamp]) -> None:
         assert self.total is not None
         self.total += 1
         self.own += item.row.prompt is not None or item.row.messages is not None
         if item.id in done:
             self.done += 1
-            before = stamps.get(digest(item.id))
-            if before is not None and journal.has_changed(item.row, before):
-                self.changed.append(item.id)
+            self._compare(item, stamps.get(digest(item.id)))
         elif item.id in failed:
             self.failed_before += 1
         elif item.error is not None:
             self.wrong.add(item.error, item.names)
 
+    def _compare(self, item: Item, before: Stamp | None) -> None:
+        """Compare an answered row with what it was."""
+        if before is None or before.asked is None:
+            self.unknown += 1
+        elif before.asks_else(item):
+            self.otherwise.append(item.id)
+        if before is not None and before.has_other_files(item.row):
+            self.changed.append(item.id)
+
     def check_resumable(self) -> None:
-        """Raise InvalidJob if the output's rows have other names or changed files."""
+        """Raise InvalidJob if the output's rows have other names, other questions or changed files."""
+        remedy = "--overwrite asks all rows again, --force keeps their answers"
         if self.changed:
-            named = ", ".join(self.changed[:3]) + (", ..." if len(self.changed) > 3 else "")
             raise InvalidJob(
-                f"files of {len(self.changed)} answered rows have changed since: {named}. --overwrite asks all rows again, "
-                "--force keeps their answers"
+                f"files of {count_of(len(self.changed), 'answered row')} have changed since: {_named(self.changed)}. {remedy}"
+            )
+        if self.otherwise:
+            raise InvalidJob(
+                f"{count_of(len(self.otherwise), 'answered row')} asked something else (prompt, messages, params or pictures): "
+                f"{_named(self.otherwise)}. {remedy}"
             )
         if self.others and not self.done and not self.failed_before:
             raise InvalidJob(
@@ -167,14 +183,16 @@ class Job:
         stamps = self.sink.stamps() if len(done) else {}
         for item in self._all_items(scan=True):
             num_items += 1
-            if not ids.add(item.id):
+            is_first = ids.add(item.id)
+            if not is_first:
                 twice.append(item.id)
             columns.update(item.row.columns)
             strange.update(item.row.strange)
             fields |= schema_fields(item.params)
-            if self.shard.has(item.id):
+            if is_first and self.shard.has(item.id):
                 plan.add(item, done, failed, stamps)
-        if twice:
+        has_begun = len(done) + len(failed) > 0  # then its sources may have grown since: the runner skips these rows
+        if twice and not has_begun:
             named = ", ".join(repr(one) for one in dict.fromkeys(twice[:3]))
             said = "1 row has" if len(twice) == 1 else f"{len(twice)} rows have"
             raise InvalidJob(
@@ -224,6 +242,10 @@ class Job:
                     f"{did_you_mean(name, whole | known | fields)}; "
                     f"columns: {', '.join(sorted(known)) or 'none'}; fields: {', '.join(sorted(fields))}"
                 )
+
+
+def _named(ids: Sequence[str]) -> str:
+    return ", ".join(ids[:3]) + ", ..." * (len(ids) > 3)
 
 
 def _said_of(key: str) -> str:

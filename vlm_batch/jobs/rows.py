@@ -24,7 +24,7 @@ class Row:
     """One row to ask about.
 
     ``load`` reads the pictures named by ``images``. ``strange`` columns are mistakes unless the job names them.
-    ``error`` says why the row cannot be asked.
+    ``error`` says why the row cannot be asked. ``is_scanned``: pictures that the row has were left out.
     """
 
     id: str
@@ -38,6 +38,7 @@ class Row:
     strange: tuple[str, ...] = ()
     load: Callable[[], Sequence[ImageInput]] | None = None
     error: str | None = None
+    is_scanned: bool = False
 
     @property
     def image_names(self) -> list[str]:

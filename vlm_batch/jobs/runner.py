@@ -9,15 +9,16 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from vlm_batch.jobs import journal
 from vlm_batch.jobs.answers import record_of, with_form
-from vlm_batch.jobs.files import identity
+from vlm_batch.jobs.files import is_same_file
+from vlm_batch.jobs.lines import Record
 from vlm_batch.jobs.order import by_size
 from vlm_batch.jobs.plan import Job, Plan
 from vlm_batch.jobs.questions import Item, Questions
-from vlm_batch.jobs.rows import Ids, InvalidJob, Row, Shard, Source
+from vlm_batch.jobs.rows import Ids, InvalidJob, Row, Shard, Source, digest
 from vlm_batch.jobs.sinks import Sink
 from vlm_batch.jobs.sources import Files
+from vlm_batch.jobs.stamps import line_of
 from vlm_batch.jobs.summary import Summary
 from vlm_batch.many import try_submit
 from vlm_batch.types import Request, Result, Stats
@@ -100,6 +101,16 @@ def run(
             plan = replace(plan, done=len(done), failed_before=0 if retry_errors else len(failed))
         summary = Summary(plan.total, plan.done, plan.failed_before, keeps_samples)
         watch.planned(plan)
+        stamps = sink.stamps() if resume and job.is_once else {}  # of others, the plan has compared what they ask
+
+        def is_done(item: Item) -> bool:
+            if item.id not in done and (retry_errors or item.id not in failed):
+                return False
+            stamp = stamps.get(digest(item.id))
+            if stamp is not None and stamp.asks_else(item):
+                summary.otherwise += 1
+            return True
+
         if plan.left == 0:  # its last run may have been killed before it could make the output
             opened: AbstractContextManager[Batcher | None] = contextlib.nullcontext()
         else:
@@ -108,8 +119,7 @@ def run(
             sink.begin(header, overwrite=overwrite and ready is not None, drop_errors=retry_errors)
             try:
                 if ready is not None:
-                    asked_before = [done] if retry_errors else [done, failed]
-                    _stream(job, ready, summary, watch, lambda item: any(item.id in ids for ids in asked_before))
+                    _stream(job, ready, summary, watch, is_done)
                 sink.finish()
             finally:
                 sink.close()
@@ -117,10 +127,11 @@ def run(
 
 
 def _check_apart(sources: Sequence[Source], sink: Sink) -> None:
-    output = identity(sink.name)
+    if sink.name in ("", "-"):
+        return
     for source in sources:
         paths = source.paths if isinstance(source, Files) else (source.name,)
-        if sink.name not in ("", "-") and any(identity(path) == output for path in paths):
+        if any(is_same_file(path, sink.name) for path in paths):
             raise InvalidJob(f"{sink.name} is read by this job; its answers need a file of their own")
 
 
@@ -128,7 +139,7 @@ def _stream(job: Job, batcher: Batcher, summary: Summary, watch: Watch, is_done:
     """Ask the questions that are left, then those whose answers are asked for again."""
     alive: dict[str, Item] = {}
     second: list[Item] = []
-    made_of: dict[str, journal.Made] = {}
+    stamps: dict[str, Record] = {}
     seen = Ids()
 
     def end(item: Item, result: Result) -> None:
@@ -139,16 +150,16 @@ def _stream(job: Job, batcher: Batcher, summary: Summary, watch: Watch, is_done:
         if further is not None:
             second.append(replace(further, attempt=2))
             return
-        if made := made_of.pop(item.id, None):
-            job.sink.stamp(item.id, made)
+        if stamp := stamps.pop(item.id, None):
+            job.sink.stamp(stamp)
         job.sink.append(record_of(item, result))
         summary.add(item, result)
         watch.ended(item, result, len(alive))
 
     def left() -> Iterator[Item]:
         for item in job.items():
-            if job.is_once and not seen.add(item.id):
-                summary.again += 1
+            if not seen.add(item.id):  # its source has grown since it was counted, or can be read only once
+                summary.skip(item.id)
             elif not is_done(item):
                 yield item
 
@@ -163,7 +174,7 @@ def _stream(job: Job, batcher: Batcher, summary: Summary, watch: Watch, is_done:
             if request is None:
                 end(item, Result(request_id=item.id, finish_reason="error", error=item.error))
                 continue
-            alive[item.id], made_of[item.id] = item, journal.made_of(item.row)
+            alive[item.id], stamps[item.id] = item, line_of(item)
             yield request
 
     summary.begin()
@@ -172,7 +183,10 @@ def _stream(job: Job, batcher: Batcher, summary: Summary, watch: Watch, is_done:
 
     def answer(items: Iterator[Item]) -> None:
         for result in batcher.as_completed(requests(items)):
-            end(alive.pop(result.request_id), result)
+            item = alive.pop(result.request_id, None)
+            if item is None:  # of no row: as_completed makes a result of what the rows' own iterator raises
+                raise InvalidJob(f"the rows cannot be read to their end: {result.error}")
+            end(item, result)
             if isinstance(batcher, Counting):
                 summary.busy = batcher.stats().busy_seconds - busy_before
 

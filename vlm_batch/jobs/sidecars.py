@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from vlm_batch.jobs.files import picture_suffixes
 from vlm_batch.jobs.lines import Record, replace_file
 from vlm_batch.jobs.rows import Ids, InvalidJob
 from vlm_batch.jobs.sinks import Sink
+from vlm_batch.jobs.stamps import Stamp, Stamps
 
 #: Each row's id, and the medium on disk that it is about; "" where there is none, or several.
 Pictures = Callable[[], Iterable[tuple[str, str]]]
@@ -42,9 +43,11 @@ class Sidecars(Sink):
     def _texts(self) -> Iterable[tuple[str, Path]]:
         return ((row_id, self.path_of(picture)) for row_id, picture in self._pictures())
 
-    def locked(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
         journal.check_writable(self._beside)
-        return self._sink.locked()
+        with journal.locked(self._beside), self._sink.locked():  # jobs with outputs of their own may share these files
+            yield
 
     def check(self, settings: Mapping[str, Any], *, resume: bool, overwrite: bool, force: bool) -> None:
         taken: dict[Path, str] = {}
@@ -69,14 +72,14 @@ class Sidecars(Sink):
     def existing(self) -> tuple[Ids, Ids]:
         return self._sink.existing()
 
-    def stamps(self) -> Mapping[int, tuple[int, int]]:
+    def stamps(self) -> Mapping[int, Stamp]:
         return self._sink.stamps()
 
     def begin(self, settings: Mapping[str, Any], *, overwrite: bool, drop_errors: bool) -> None:
         self._sink.begin(settings, overwrite=overwrite, drop_errors=drop_errors)
 
-    def stamp(self, row_id: str, made: journal.Made) -> None:
-        self._sink.stamp(row_id, made)
+    def stamp(self, line: Record) -> None:
+        self._sink.stamp(line)
 
     def append(self, record: Record) -> None:
         if not record.get("error"):
@@ -96,17 +99,14 @@ class _TextFiles(Sink):
     def __init__(self, header: Path, texts: Callable[[], Iterable[tuple[str, Path]]]) -> None:
         self._header = header
         self._texts = texts
-        self._stamps = journal.Stamps(header)
-
-    def locked(self) -> contextlib.AbstractContextManager[None]:
-        return journal.locked(self._header)
+        self._stamps = Stamps(header)
 
     def check(self, settings: Mapping[str, Any], *, resume: bool, overwrite: bool, force: bool) -> None: ...
 
     def existing(self) -> tuple[Ids, Ids]:
         return Ids(row_id for row_id, path in self._texts() if path.exists()), Ids()
 
-    def stamps(self) -> Mapping[int, tuple[int, int]]:
+    def stamps(self) -> Mapping[int, Stamp]:
         return self._stamps.read()
 
     def begin(self, settings: Mapping[str, Any], *, overwrite: bool, drop_errors: bool) -> None:
@@ -116,8 +116,8 @@ class _TextFiles(Sink):
             self._stamps.clear()
         journal.write_header(self._header, settings)
 
-    def stamp(self, row_id: str, made: journal.Made) -> None:
-        self._stamps.add(row_id, made)
+    def stamp(self, line: Record) -> None:
+        self._stamps.add(line)
 
     def close(self) -> None:
         self._stamps.close()

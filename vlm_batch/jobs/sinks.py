@@ -15,9 +15,20 @@ from typing import Any
 
 from vlm_batch.jobs import journal
 from vlm_batch.jobs.formats import DelimitedFile, Format, ParquetFile
-from vlm_batch.jobs.lines import CannotWrite, LineFile, Record, encoded, has_lines, read_answers, replacing
+from vlm_batch.jobs.lines import (
+    CannotWrite,
+    LineFile,
+    Record,
+    encoded,
+    has_lines,
+    is_device,
+    linked_file,
+    read_answers,
+    replacing,
+)
 from vlm_batch.jobs.openai import line_of_answer, record_of_line
 from vlm_batch.jobs.rows import Ids, InvalidJob, spelled
+from vlm_batch.jobs.stamps import Stamp, Stamps
 
 #: Default columns of CSV and Parquet files.
 FLAT_COLUMNS = (
@@ -68,13 +79,14 @@ class Sink:
         """Return answered ids, and failed ones."""
         return Ids(), Ids()
 
-    def stamps(self) -> Mapping[int, tuple[int, int]]:
-        """Return stamps of answered rows' files (``journal.Stamps.read``)."""
+    def stamps(self) -> Mapping[int, Stamp]:
+        """Return stamps of answered rows (``Stamps.read``)."""
         return {}
 
     def begin(self, settings: Mapping[str, Any], *, overwrite: bool, drop_errors: bool) -> None: ...
 
-    def stamp(self, row_id: str, made: journal.Made) -> None: ...
+    def stamp(self, line: Record) -> None:
+        """Store what a row asks (``stamps.line_of``)."""
 
     def append(self, record: Record) -> None:
         """Store an answer. Raises CannotWrite."""
@@ -139,21 +151,23 @@ class AnswerFile(Sink):
     """JSON lines, or, with a ``form``, a file made of them at the end."""
 
     def __init__(self, path: Path, columns: tuple[str, ...] | None = None, form: Format | None = None) -> None:
-        self.path, self.name = path, str(path)
+        self.name = str(path)
+        self.path = path = linked_file(path)  # what lies beside it is the same by whatever name it is given
         self.journal = path if form is None else path.with_name(f"{path.name}.journal.jsonl")
         self._columns = FLAT_COLUMNS if form is not None and columns is None else columns
         self._line_of: Callable[[Record], Record] = partial(chosen, columns=self._columns)
         self._form = form
         self._file: LineFile | None = None
-        self._stamps = journal.Stamps(path)
+        self._had_lines = False
+        self._stamps = Stamps(path)
 
     def locked(self) -> contextlib.AbstractContextManager[None]:
         journal.check_writable(self.path)
-        if self._is_device() and self._form is not None:
+        if is_device(self.path) and self._form is not None:
             raise InvalidJob(
                 f"{self.path} is no file; CSV and Parquet need one, and JSON lines (--format jsonl) do not"
             )
-        return contextlib.nullcontext() if self._is_device() else journal.locked(self.path)
+        return contextlib.nullcontext() if is_device(self.path) else journal.locked(self.path)
 
     def check(self, settings: Mapping[str, Any], *, resume: bool, overwrite: bool, force: bool) -> None:
         if resume and overwrite:
@@ -176,11 +190,11 @@ class AnswerFile(Sink):
             (failed if record.get("error") else answered).add(str(record["id"]))
         return answered, failed
 
-    def stamps(self) -> Mapping[int, tuple[int, int]]:
+    def stamps(self) -> Mapping[int, Stamp]:
         return self._stamps.read()
 
     def begin(self, settings: Mapping[str, Any], *, overwrite: bool, drop_errors: bool) -> None:
-        if self._is_device():
+        if is_device(self.path):
             self._file = LineFile(self.path)
             return
         if overwrite:
@@ -195,12 +209,13 @@ class AnswerFile(Sink):
                     file.close()
             if self._form is not None and has_lines(self.path):
                 self._make(lambda: (record for record in self._made() if not record.get("error")))
-        self._file = LineFile(self.journal)
+        self._file = LineFile(self.journal, is_watched=True)
+        self._had_lines = self._form is not None and has_lines(self.path)
         journal.write_header(self.path, settings)
 
-    def stamp(self, row_id: str, made: journal.Made) -> None:
-        if not self._is_device():
-            self._stamps.add(row_id, made)
+    def stamp(self, line: Record) -> None:
+        if not is_device(self.path):
+            self._stamps.add(line)
 
     def append(self, record: Record) -> None:
         assert self._file is not None
@@ -210,7 +225,13 @@ class AnswerFile(Sink):
         if self._file is None:
             return
         self._file.sync()
+        self._file.check()
         if self._form is not None:
+            if self._had_lines and not has_lines(self.path):
+                raise CannotWrite(
+                    f"{self.path} was deleted or emptied while the job ran, with the answers of earlier runs; those of this "
+                    f"one are in {self.journal}"
+                )
             if has_lines(self.journal) or not self.path.exists():
                 self._make(self.records)
             self.close()
@@ -221,9 +242,6 @@ class AnswerFile(Sink):
         if self._file is not None:
             self._file.close()
             self._file = None
-
-    def _is_device(self) -> bool:
-        return self.path.exists() and not self.path.is_file() and not self.path.is_dir()
 
     def _clear(self) -> None:
         try:

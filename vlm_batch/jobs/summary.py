@@ -20,8 +20,8 @@ from vlm_batch.types import Result, Timings
 BUCKETS_A_DECADE = 6
 FIRST_SECONDS = 1e-3
 NUM_BUCKETS = 8 * BUCKETS_A_DECADE
-#: Most failures listed, kinds of failure, sample answers, and bins over time.
-MAX_FAILURES, MAX_REASONS, MAX_SAMPLES, MAX_BINS = 200, 50, 24, 120
+#: Most failures listed, kinds of failure, sample answers, bins over time, and repeated ids named.
+MAX_FAILURES, MAX_REASONS, MAX_SAMPLES, MAX_BINS, MAX_AGAIN = 200, 50, 24, 120, 3
 #: Most characters of the message shown for a kind of failure.
 MAX_REASON = 120
 THUMBNAIL_SIDE = 240
@@ -133,7 +133,8 @@ class Summary:
     Attributes:
         done_before: Rows answered by earlier runs.
         failed_before: Rows that failed in earlier runs.
-        again: Rows with repeated ids.
+        again: Rows skipped because an earlier row has their id; ``again_ids`` has the first ids.
+        otherwise: Rows of standard input, answered before, that ask something else now.
         cut: Answers cut at their longest length.
         source: Seconds of reading rows.
         busy: Seconds with rows in the engine; None if unknown.
@@ -146,6 +147,8 @@ class Summary:
     answered: int = 0
     failed: int = 0
     again: int = 0
+    again_ids: list[str] = field(default_factory=list)
+    otherwise: int = 0
     cut: int = 0
     pictures: int = 0
     prompt_tokens: int = 0
@@ -171,8 +174,10 @@ class Summary:
 
     @property
     def asked_rows(self) -> int | None:
-        """Rows this run asks."""
-        return None if self.total is None else self.total - self.done_before - self.failed_before
+        """Rows this run asks, with those that its sources have grown by."""
+        if self.total is None:
+            return None
+        return max(self.total - self.done_before - self.failed_before, self.ended_rows)
 
     @property
     def num_failed(self) -> int:
@@ -195,6 +200,12 @@ class Summary:
 
     def begin(self) -> None:
         self.began = self.ended = time.perf_counter()
+
+    def skip(self, row_id: str) -> None:
+        """Count a row whose id an earlier row has."""
+        self.again += 1
+        if len(self.again_ids) < MAX_AGAIN:
+            self.again_ids.append(row_id)
 
     def add(self, item: Item, result: Result, at: float | None = None) -> None:
         """Count a row ended now, or ``at`` seconds after the beginning."""

@@ -25,6 +25,7 @@ from vlm_batch.caches.quantisation import KVQuantisation, settings_of
 from vlm_batch.engine.compiled import CompiledDecode
 from vlm_batch.engine.proof import (
     LENGTHS,
+    WIDTHS,
     Classes,
     Found,
     agreeing_widths,
@@ -48,7 +49,7 @@ from vlm_batch.records import Graphs
 from vlm_batch.runtime import blas, exponentials
 from vlm_batch.runtime.device import device
 from vlm_batch.store.digest import digest
-from vlm_batch.store.proofs import read_proof, write_proof
+from vlm_batch.store.proofs import counts_of, read_proof, write_proof
 
 #: Version of the measurements; a new one discards kept proofs.
 PROOF = 11
@@ -74,11 +75,16 @@ class Proof:
     widths: tuple[int, ...] = ()
 
     @classmethod
-    def kept(cls, kept: Mapping[str, Any]) -> Proof:
-        """Read a proof of a file."""
-        products = tuple((name, tuple(counts)) for name, counts in kept["products"])
-        classes = tuple(tuple(one) for one in kept["classes"])
-        return cls(classes, kept["how"], kept["graphs"], products, tuple(kept["widths"]))
+    def kept(cls, kept: Mapping[str, Any], counts: Sequence[int]) -> Proof:
+        """Read a proof of a file, in which ``counts`` were tried. Raises ValueError, KeyError or TypeError."""
+        known = {1, *counts}
+        classes = tuple(counts_of(one, known) for one in kept["classes"])
+        products = tuple((str(name), counts_of(one, known)) for name, one in kept["products"])
+        if not all(classes) or not all(one for _, one in products):
+            raise ValueError("it has a class without numbers")
+        if not isinstance(kept["graphs"], bool):
+            raise TypeError(f"graphs is {kept['graphs']!r}")
+        return cls(classes, str(kept["how"]), kept["graphs"], products, counts_of(kept["widths"], WIDTHS))
 
     def best(self, layout: Placement) -> tuple[int, ...]:
         """Return the sizes that a batch may have."""
@@ -133,6 +139,14 @@ class SharedCall:
     #: Reason against a larger count.
     against: str = ""
 
+    @classmethod
+    def kept(cls, kept: Mapping[str, Any], most: int) -> SharedCall:
+        """Read what a file says of a call of ``most``. Raises ValueError, KeyError or TypeError."""
+        (count,) = counts_of([kept["count"]], {1, most})
+        if not isinstance(kept["is_apart"], bool):
+            raise TypeError(f"is_apart is {kept['is_apart']!r}")
+        return cls(count, kept["is_apart"], str(kept["against"]))
+
 
 class SharedCallProofs:
     """Proves that no result's bits depend on place or neighbours in calls of one shape (``JointProof``).
@@ -173,16 +187,16 @@ class SharedCallProofs:
     def _known(self, what: tuple[Any, ...], measure: Callable[[], SharedCall]) -> SharedCall:
         if what not in self._found:
             key = self._key | {"joint": list(what)}
-            kept = read_proof(key)
-            if kept is None:
+            found = read_proof(key, partial(SharedCall.kept, most=what[1]))
+            if found is None:
                 try:
-                    kept = asdict(measure())
+                    found = measure()
                 except Exception as error:
                     if is_out_of_memory(error):
                         raise
-                    kept = asdict(SharedCall(1, against=f"{type(error).__name__}: {error}"))
-                write_proof(key, kept)
-            self._found[what] = SharedCall(**kept)
+                    found = SharedCall(1, against=f"{type(error).__name__}: {error}")
+                write_proof(key, asdict(found))
+            self._found[what] = found
         return self._found[what]
 
     def _of_prompts(self, count: int, length: int) -> SharedCall:
@@ -226,8 +240,8 @@ def prove(
     few_bits = PACKED if kv is None else few_bits or policy_of({"placement": layout.value}).few_bits
     counts = counts_for(layout, max_rows)
     key = _model_key(adapter, kv) | {"layout": layout.value, "counts": counts, "few_bits": few_bits}
-    if (kept := read_proof(key)) is not None:
-        return Proof.kept(kept)
+    if (kept := read_proof(key, partial(Proof.kept, counts=counts))) is not None:
+        return kept
     try:
         proof = _measured(adapter, kv, FixedShapes(layout=layout, few_bits=few_bits), counts)
     except Exception as error:  # a request will raise it again

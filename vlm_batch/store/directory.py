@@ -16,6 +16,7 @@ from vlm_batch.errors import InvalidCache
 from vlm_batch.store.digest import DIGEST_SIZE, digest
 from vlm_batch.store.files import Identity, can_write, identity_of, read_header, read_keys, read_row, write_row
 from vlm_batch.store.index import PrefixIndex
+from vlm_batch.store.kept import make_private, note_bad
 from vlm_batch.store.saved import SavedRow, common_length
 
 #: The files' suffix and name pattern; other files are never touched.
@@ -36,7 +37,7 @@ class RowFiles:
     """
 
     def __init__(self, directory: Path, max_bytes: int, identity: Identity) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
+        make_private(directory)
         self.directory = directory
         self.max_bytes = max_bytes
         self.identity = identity
@@ -82,9 +83,11 @@ class RowFiles:
             if best is None or shared[best] <= beyond:
                 return None
             try:
-                row, identity = read_row(self.directory / best)
+                row, identity = read_row(self.directory / best, self.max_bytes)
                 self.identity.check(identity)
-            except (InvalidCache, OSError):
+            except (InvalidCache, OSError) as error:
+                if not isinstance(error, FileNotFoundError):  # another process may have removed it
+                    note_bad(self.directory / best, error)
                 self._drop(best)
                 continue
             self._use(best)
@@ -105,9 +108,10 @@ class RowFiles:
 
     def _take_up(self, path: Path) -> None:
         try:
-            if identity_of(read_header(path)) == self.identity:
-                self._add(path.name, _File(read_keys(path), path.stat().st_size))
-        except InvalidCache:
+            if identity_of(read_header(path, self.max_bytes)) == self.identity:
+                self._add(path.name, _File(read_keys(path, self.max_bytes), path.stat().st_size))
+        except InvalidCache as error:
+            note_bad(path, error)
             _remove(path)
         except OSError:
             return

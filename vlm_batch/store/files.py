@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import struct
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,9 +16,14 @@ import numpy as np
 from vlm_batch.caches.states import FILED_STATES, LayerState, can_file
 from vlm_batch.errors import InvalidCache
 from vlm_batch.store.digest import digest
+from vlm_batch.store.kept import opened
 from vlm_batch.store.saved import SavedRow, Snapshot
 
 FORMAT, VERSION = "vlm_batch.row", "1"
+#: Numbers that tell two positions of a row apart.
+KEY_WIDTH = 3
+#: Most bytes of a file's header, and of its keys: eleven million positions.
+MAX_HEADER_BYTES, MAX_KEY_BYTES = 1 << 26, 1 << 28
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,9 +87,9 @@ def write_row(path: str | Path, row: SavedRow, identity: Identity) -> int:
     return path.stat().st_size
 
 
-def read_row(path: str | Path) -> tuple[SavedRow, Identity]:
-    """Read a row and its identity. Raises InvalidCache for a damaged or foreign file."""
-    header = read_header(path)
+def read_row(path: str | Path, max_bytes: int | None = None) -> tuple[SavedRow, Identity]:
+    """Read a row and its identity. Raises InvalidCache for a damaged, foreign or too large file."""
+    header = read_header(path, max_bytes)
     try:
         tensors, metadata = _load(path)
     except Exception as error:
@@ -93,8 +97,10 @@ def read_row(path: str | Path) -> tuple[SavedRow, Identity]:
     if metadata.get("digest") != _seal(tensors, metadata):
         raise InvalidCache(f"{path} is damaged: its contents do not match their digest")
     try:
-        return _row_of(json.loads(header["structure"]), tensors), identity_of(header)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        row = _row_of(json.loads(header["structure"]), tensors)
+        _check_form(row)
+        return row, identity_of(header)
+    except Exception as error:  # whatever a value of the wrong form raises
         raise InvalidCache(f"{path} is no saved cache of this library: {error!r}") from error
 
 
@@ -111,6 +117,20 @@ def _row_of(structure: Mapping[str, Any], tensors: Mapping[str, mx.array]) -> Sa
     return SavedRow(keys, structure["num_layers"], whole, snapshots, structure["num_pictures"])
 
 
+def _check_form(row: SavedRow) -> None:
+    """Raise ValueError if a row cannot be one."""
+    if row.keys.ndim != 2 or row.keys.shape[1] != KEY_WIDTH or row.keys.dtype != np.int64:
+        raise ValueError(f"its keys are {row.keys.dtype} of the shape {row.keys.shape}")
+    for name, number in (("layers", row.num_layers), ("pictures", row.num_pictures)):
+        if type(number) is not int or number < 0:
+            raise ValueError(f"it has {number!r} {name}")
+    layers = [row.whole, *(snapshot.layers for snapshot in row.snapshots.values())]
+    if strange := {index for one in layers for index in one if not 0 <= index < row.num_layers}:
+        raise ValueError(f"it has layers that are none of {row.num_layers}: {sorted(strange)[:3]}")
+    if strange := [at for at in row.snapshots if not 0 <= at <= row.length]:
+        raise ValueError(f"it has snapshots beyond its {row.length} positions: {strange[:3]}")
+
+
 def identity_of(header: Mapping[str, str]) -> Identity:
     try:
         return Identity(**json.loads(header["identity"]))
@@ -118,46 +138,62 @@ def identity_of(header: Mapping[str, str]) -> Identity:
         raise InvalidCache(f"the file does not name its model and settings: {error!r}") from error
 
 
-def read_header(path: str | Path) -> dict[str, str]:
+def read_header(path: str | Path, max_bytes: int | None = None) -> dict[str, str]:
     """Return a file's metadata. Raises InvalidCache for a wrong size or format."""
-    metadata, _ = _header(path)
-    return metadata
+    return _read(path, max_bytes)[0]
 
 
-def read_keys(path: str | Path) -> np.ndarray:
-    """Read only the keys (L, 3) of a file."""
-    _, tensors = _header(path)
+def read_keys(path: str | Path, max_bytes: int | None = None) -> np.ndarray:
+    """Read only the keys (L, 3) of a file. Raises InvalidCache."""
+    return _read(path, max_bytes, with_keys=True)[1]
+
+
+def _read(path: str | Path, max_bytes: int | None, *, with_keys: bool = False) -> tuple[dict[str, str], np.ndarray]:
+    """Read metadata and keys (empty unless asked for), of a file whose header fits its bytes."""
     try:
-        begin, end = tensors["keys"]["data_offsets"]
-        with open(path, "rb") as file:
-            file.seek(tensors["begin"] + begin)
-            return np.frombuffer(file.read(end - begin), dtype=np.int64).reshape(tensors["keys"]["shape"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise InvalidCache(f"{path} has no keys of a row: {error!r}") from error
-
-
-def _header(path: str | Path) -> tuple[dict[str, str], dict[str, Any]]:
-    try:
-        with open(path, "rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            size = os.fstat(file.fileno()).st_size
-            if length > size:
+        with opened(path, max_bytes) as (file, size):
+            length = int.from_bytes(file.read(8), "little")
+            if length > min(size, MAX_HEADER_BYTES):
                 raise ValueError("it ends within its header")
             tensors = json.loads(file.read(length))
-        metadata = tensors.pop("__metadata__")
-        begin = 8 + length
-        end = begin + max(tensor["data_offsets"][1] for tensor in tensors.values())
-        if size != end:
-            raise ValueError(f"it has {size} bytes and should have {end}")
-        if metadata["format"] != FORMAT:
-            raise ValueError(f"its format is {metadata['format']!r}")
-        if metadata["version"] != VERSION:
-            raise ValueError(f"its version is {metadata['version']}; this library reads version {VERSION}")
+            metadata = tensors.pop("__metadata__")
+            if metadata["format"] != FORMAT:
+                raise ValueError(f"its format is {metadata['format']!r}")
+            if metadata["version"] != VERSION:
+                raise ValueError(f"its version is {metadata['version']}; this library reads version {VERSION}")
+            _check_sizes(tensors, size - 8 - length)
+            keys = np.empty((0, KEY_WIDTH), dtype=np.int64)
+            if with_keys:
+                begin, end = _keys_of(tensors["keys"])
+                file.seek(8 + length + begin)
+                keys = np.frombuffer(file.read(end - begin), dtype=np.int64).reshape(-1, KEY_WIDTH)
     except FileNotFoundError:
         raise
     except Exception as error:
         raise InvalidCache(f"{path} is no saved cache, or damaged: {error}") from error
-    return metadata, {**tensors, "begin": begin}  # the offset of the tensors' bytes
+    return metadata, keys
+
+
+def _check_sizes(tensors: Mapping[str, Any], nbytes: int) -> None:
+    """Raise ValueError unless the header's tensors have the bytes that follow it, all of them."""
+    end = 0
+    for name, tensor in tensors.items():
+        first, last = tensor["data_offsets"]
+        if not 0 <= first <= last:
+            raise ValueError(f"{name} lies at {first} to {last}")
+        end = max(end, last)
+    if end != nbytes:
+        raise ValueError(f"it has {nbytes} bytes after its header and should have {end}")
+
+
+def _keys_of(tensor: Mapping[str, Any]) -> tuple[int, int]:
+    """Return where a row's keys lie. Raises ValueError if they are none."""
+    begin, end = tensor["data_offsets"]
+    length, width = tensor["shape"]
+    nbytes = length * width * np.dtype(np.int64).itemsize
+    if tensor["dtype"] != "I64" or width != KEY_WIDTH or length < 0 or end - begin != nbytes or nbytes > MAX_KEY_BYTES:
+        raise ValueError(f"its keys are {tensor['dtype']} of the shape {tensor['shape']} in {end - begin} bytes")
+    return begin, end
 
 
 def _load(path: str | Path) -> tuple[dict[str, mx.array], dict[str, str]]:

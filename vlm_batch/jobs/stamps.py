@@ -1,0 +1,139 @@
+"""What each row of an output asked, and the files that it was about: a line a row, in a file beside the output."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from vlm_batch.inputs.chats import split_messages
+from vlm_batch.inputs.media import KINDS
+from vlm_batch.jobs.files import is_url
+from vlm_batch.jobs.journal import fingerprint, times_of
+from vlm_batch.jobs.lines import LineFile, Record, read_answers
+from vlm_batch.jobs.questions import Item
+from vlm_batch.jobs.rows import Row, digest, spelled
+from vlm_batch.types import Audio, Video
+
+
+class Stamp(NamedTuple):
+    """64-bit digests of a row's line.
+
+    Attributes:
+        times: Sizes and times of the row's files.
+        contents: Their contents.
+        paths: Their names.
+        asked: Prompt or messages, and own params; None in lines of earlier versions.
+        media: Media that are no files; None where a scan leaves pictures out.
+    """
+
+    times: int
+    contents: int
+    paths: int | None
+    asked: int | None
+    media: int | None
+
+    @classmethod
+    def of(cls, line: Record) -> Stamp:
+        paths, asked, media = (
+            None if line.get(name) is None else digest(str(line[name])) for name in ("paths", "asked", "media")
+        )
+        return cls(digest(str(line.get("times"))), digest(str(line.get("contents"))), paths, asked, media)
+
+    def asks_else(self, item: Item) -> bool:
+        """Whether the row's prompt, messages, params or media have changed."""
+        if self.asked is not None and digest(asked_of(item)) != self.asked:
+            return True
+        media = media_of(item.row)
+        return self.media is not None and media is not None and digest(media) != self.media
+
+    def has_other_files(self, row: Row) -> bool:
+        """Whether the row's files hold something else. Files that are gone have not changed."""
+        if row.is_scanned:
+            return False
+        files = files_of(row)
+        times = times_of(files)
+        if not times:
+            return bool(files) and self.paths is not None and digest(str(list(map(str, files)))) != self.paths
+        if digest(str(times)) == self.times:
+            return False
+        return digest(str(list(map(fingerprint, files)))) != self.contents
+
+
+def line_of(item: Item) -> Record:
+    """Return a row's line, before its media are read."""
+    files = files_of(item.row)
+    line: Record = {"id": item.id, "asked": asked_of(item)}
+    if (media := media_of(item.row)) is not None:
+        line["media"] = media
+    if times := times_of(files):
+        line |= {"times": times, "contents": list(map(fingerprint, files)), "paths": list(map(str, files))}
+    return line
+
+
+def asked_of(item: Item) -> str:
+    """Return a digest of a row's prompt or messages and its own params; the header has the command line's settings."""
+    return _digest([item.prompt if item.messages is None else item.messages, item.row.params])
+
+
+def media_of(row: Row) -> str | None:
+    """Return a digest of media that are no files; None if they are still to be read.
+
+    Files are compared by what they hold, and may be spelled in other ways.
+    """
+    if row.is_scanned or row.load is not None:
+        return None
+    return _digest([one for one in row.sources if not _is_file(one)])
+
+
+def _digest(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True, ensure_ascii=False, default=_plain)
+    return hashlib.blake2b(spelled(text).encode(), digest_size=16).hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    """Return what JSON can hold of a medium or a chat's part."""
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return hashlib.blake2b(value, digest_size=16).hexdigest()
+    return type(value).__name__  # a picture that an own source holds in memory, of which nothing is kept
+
+
+def files_of(row: Row) -> list[str | Path]:
+    """Return the files that a row is about, those that its chat names, too."""
+    sources = list(row.sources)
+    if row.messages is not None:
+        with contextlib.suppress(Exception):  # what is wrong with a chat, its answer says
+            _, media = split_messages(row.messages, *([()] * len(KINDS)))
+            named = [one for several in media for one in several]
+            sources += [one.source if isinstance(one, (Video, Audio)) else one for one in named]
+    return [one for one in sources if _is_file(one)]
+
+
+def _is_file(source: Any) -> bool:
+    return isinstance(source, (str, Path)) and not is_url(str(source))
+
+
+class Stamps:
+    """The lines of an output's rows."""
+
+    def __init__(self, output: Path) -> None:
+        self._path = Path(f"{output}.files")
+        self._file: LineFile | None = None
+
+    def read(self) -> dict[int, Stamp]:
+        """Return stamps by their ids' digests."""
+        return {digest(str(line["id"])): Stamp.of(line) for line in read_answers(self._path)}
+
+    def add(self, line: Record) -> None:
+        self._file = self._file or LineFile(self._path)
+        self._file.append(line)
+
+    def clear(self) -> None:
+        self._path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
