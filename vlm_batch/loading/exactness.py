@@ -46,7 +46,7 @@ from vlm_batch.errors import OutOfMemory, describe, is_out_of_memory
 from vlm_batch.policy import PACKED, POLICIES, Policy, policy_of
 from vlm_batch.records import Graphs
 from vlm_batch.runtime import blas
-from vlm_batch.runtime.device import device
+from vlm_batch.runtime.device import device, rounds_float32
 from vlm_batch.store.digest import digest
 from vlm_batch.store.proofs import read_proof, write_proof
 
@@ -324,5 +324,6 @@ def device_facts() -> dict[str, Any]:
     if mx.default_device().type == mx.DeviceType.gpu:
         info: dict[str, Any] = dict(mx.device_info())
         names = ("device_name", "architecture", "compute_capability_major", "compute_capability_minor")
-        return {"device": "gpu"} | {name: str(info[name]) for name in names if name in info}
+        named = {name: str(info[name]) for name in names if name in info}
+        return {"device": "gpu", **named, "float32 products": "TF32" if rounds_float32() else "float32"}
     return {"device": "cpu", "machine": platform.machine(), "system": platform.system(), **blas.facts()}
