@@ -28,7 +28,7 @@ from vlm_batch.adapters.longrope import ROW_ROPES, longest_short, marked_long
 from vlm_batch.adapters.modules import RememberingTower, clone_modules, cut_answer, evaluate_arrays, part_of
 from vlm_batch.adapters.packed import replacements
 from vlm_batch.adapters.placing import Merge, hook_placing, know_places
-from vlm_batch.adapters.products import hold_products, watched, turned
+from vlm_batch.adapters.products import hold_products, turned, watched
 from vlm_batch.adapters.prompts import (
     are_any,
     check_tokens,
