@@ -92,10 +92,10 @@ def attend_rows(
     """
     extra = {} if sinks is None else {"sinks": sinks}
     runs = (keys.runs, values.runs) if mask is None else (keys.apart(), values.apart())
-    outputs: list[mx.array | None] = []  # per run
+    outputs: list[mx.array | int] = []  # per run; of empty places, their number
     for run, other in zip(*runs, strict=True):
         if run.state is None:
-            outputs.append(None)
+            outputs.append(run.end - run.first)
             continue
         own: Any = mask
         if isinstance(mask, RowMasks):
@@ -109,8 +109,8 @@ def attend_rows(
             of_rows = of_rows.swapaxes(0, 2)
         found = attention(of_rows, run.state, other.state, run.cache, scale=scale, mask=own, **extra)
         outputs.append(found.swapaxes(0, 2) if run.is_ahead else found)
-    like = next((output[:1] for output in outputs if output is not None), queries[:1])  # values may have another width
-    filled = [mx.zeros_like(like) if output is None else output for output in outputs]
+    like = next((output for output in outputs if not isinstance(output, int)), queries)  # values may have another width
+    filled = [mx.zeros((one, *like.shape[1:]), like.dtype) if isinstance(one, int) else one for one in outputs]
     return filled[0] if len(filled) == 1 else mx.concatenate(filled, axis=0)
 
 
