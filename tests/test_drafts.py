@@ -105,7 +105,11 @@ def test_reproducible_answers_have_the_same_bits(name: str, layout: Placement, f
     assert (drafts.num_held > 0) is (name not in WINDOWS or layout is Placement.SLAB), exact.counts
 
 
-@pytest.mark.parametrize("name", EXACT)
+#: One family of each way in which an idle place gets through a layer.
+IDLE = ("qwen3_vl", "kimi_k25_groups", "paligemma", "qwen3_5", "inkling", "glm5_next")
+
+
+@pytest.mark.parametrize("name", IDLE)
 def test_an_idle_place_takes_what_fills_a_drafted_step(name: str, failures: list[str]) -> None:
     """Seven rows stand in eight places, and the positions of a step are made up to a number that agrees: several for nobody."""
     precision = EXACT[name]
@@ -128,7 +132,7 @@ def test_an_idle_place_takes_what_fills_a_drafted_step(name: str, failures: list
     assert not failures
     assert all(map(exact_cases.is_same, answers, right))
     idle = [count for places, of in counts for row, count in zip(places, of, strict=True) if row is None]
-    assert max(idle, default=0) > 1 or name in WINDOWS, (exact.counts, idle)
+    assert max(idle, default=0) > 1 or exact.counts[-1] < 8, (exact.counts, idle)
 
 
 #: Parameters of which each changes what a row may say next.

@@ -27,8 +27,8 @@ MOST_STACKED = 1024
 class Run:
     """Keys or values of the places [first, end), and their cache.
 
-    ``state`` is one row's (1, H, L, D) or quantised states, stacked rows (R, H, L, D), or None. One row's at several places are
-    later positions; the last sees all.
+    ``state`` is one row's (1, H, L, D) or quantised states, stacked rows (R, H, L, D), or None for one empty place. One row's at
+    several places are later positions; the last sees all.
     """
 
     first: int
@@ -92,10 +92,10 @@ def attend_rows(
     """
     extra = {} if sinks is None else {"sinks": sinks}
     runs = (keys.runs, values.runs) if mask is None else (keys.apart(), values.apart())
-    outputs: list[mx.array | int] = []  # per run; of empty places, their number
+    outputs: list[mx.array | None] = []  # per run
     for run, other in zip(*runs, strict=True):
         if run.state is None:
-            outputs.append(run.end - run.first)
+            outputs.append(None)
             continue
         own: Any = mask
         if isinstance(mask, RowMasks):
@@ -109,8 +109,8 @@ def attend_rows(
             of_rows = of_rows.swapaxes(0, 2)
         found = attention(of_rows, run.state, other.state, run.cache, scale=scale, mask=own, **extra)
         outputs.append(found.swapaxes(0, 2) if run.is_ahead else found)
-    like = next((output for output in outputs if not isinstance(output, int)), queries)  # values may have another width
-    filled = [mx.zeros((one, *like.shape[1:]), like.dtype) if isinstance(one, int) else one for one in outputs]
+    like = next((output[:1] for output in outputs if output is not None), queries[:1])  # values may have another width
+    filled = [mx.zeros_like(like) if output is None else output for output in outputs]
     return filled[0] if len(filled) == 1 else mx.concatenate(filled, axis=0)
 
 
@@ -273,12 +273,14 @@ class DraftedRows(RowsCache):
         runs: tuple[list[Run], list[Run]] = ([], [])
         for first, end, cache in self._layer.runs():
             begin, stop = self._ends[first], self._ends[end]
+            if cache is None:  # it may have any number of positions, and each is a place by itself
+                for found in runs:
+                    found += [Run(at, at + 1, None, None) for at in range(begin, stop)]
+                continue
             if begin == stop:
                 continue
-            if cache is None or stop - begin == end - first:
-                one: Any = (None, None)
-                if cache is not None:
-                    one = cache.update_and_fetch(keys[begin:stop], values[begin:stop])
+            if stop - begin == end - first:
+                one = cache.update_and_fetch(keys[begin:stop], values[begin:stop])
                 for found, state in zip(runs, one, strict=True):
                     found.append(Run(begin, stop, state, cache))
                 continue
