@@ -426,6 +426,16 @@ class Preparer:
                 f"{said.format(f'{size:,}')}; {most:,} tokens fit, which are {most * per_token:,} at most"
             )
 
+    def text_ids(self, question: Question) -> Sequence[int] | None:
+        """Return the prompt's ids; None if they depend on media that are not read yet. Raises InvalidRequest."""
+        if question.inputs is not None:
+            return np.array(question.inputs["input_ids"])[0].tolist()  # type: ignore[no-any-return]
+        if question.media or question.tracks:
+            return None
+        if question.prompt is None:
+            return question.token_ids
+        return np.array(self._processed(question, (), (), ())["input_ids"])[0].tolist()  # type: ignore[no-any-return]
+
     def compiled(self, question: Question, cancelled: Cancelled) -> Future[Form]:
         """Start to compile the question's form."""
         return self._forms.compiled(question.params, cancelled, question.client)
