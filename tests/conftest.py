@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import atexit
 import gc
+import logging
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 
 import pytest
 
@@ -30,3 +32,27 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         _modules[:] = [item.module]
         gc.collect()
         gc.freeze()
+
+
+class Swallowed(logging.Handler):
+    """What the engine says of steps that failed and are computed again: answers are right, and nobody gets the error."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
+swallowed = Swallowed()
+logging.getLogger("vlm_batch.engine.retry").addHandler(swallowed)
+
+
+@pytest.fixture(autouse=True)
+def no_step_fails_unasked(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A step that fails is a defect, unless the test makes it fail and says so: ``@pytest.mark.fails_steps``."""
+    swallowed.said.clear()
+    yield
+    if swallowed.said and request.node.get_closest_marker("fails_steps") is None:
+        pytest.fail("; ".join(swallowed.said), pytrace=False)

@@ -27,8 +27,9 @@ from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.shapes import FixedShapes, pads
 from vlm_batch.engine.trial import Asked, played
-from vlm_batch.loading.exactness import SharedCallProofs, prove
+from vlm_batch.loading.exactness import SharedCallProofs, fixed_shapes, prove
 from vlm_batch.models import adapter_for
+from vlm_batch.policy import policy_of
 from vlm_batch.runtime.device import Device, device
 from vlm_batch.store.budget import ByteBudget
 from vlm_batch.store.digest import array_bytes
@@ -47,6 +48,10 @@ GRID = 8
 JOINED: dict[str, Any] = {"pad_to": 16, "grid": 24, "call_tokens": 128, "call_patches": 96}
 #: Two texts with one beginning, pictures of three sizes, one of them twice.
 KEYS = ("image:1:0", "text:5:40", "image:2:1", "text:5:26", "image:3:2", "text:4:9")
+#: Rows of scenarios in the shapes that users get, and the tokens of each answer and of the two long texts there.
+ROWS_AS_SERVED = 9
+TOKENS_AS_SERVED = 20
+LONG = (300, 560)
 
 
 class NotServed(Exception):
@@ -85,6 +90,7 @@ class Way:
     keeps: bool = False
     drafts: bool = False  # right, wrong and mixed ones, where the family's rows can have any
     params: SamplingParams = field(default_factory=SamplingParams)
+    as_served: bool = False  # in the shapes that users get, not in those that cut tiny prompts
 
 
 @cache
@@ -121,6 +127,13 @@ def exact_of(
     stops = (kv.start,) if kv is not None and kv.start else ()
     exact = FixedShapes(proof.best(layout), layout, GRID, stops, products=proof.products, widths=proof.widths)
     return exact if device() is Device.CPU else joined(exact, name, precision, kv)
+
+
+@cache
+def served(name: str, precision: str, layout: Placement, kv: KVQuantisation | None = None) -> FixedShapes:
+    """What a batcher of nine rows has. Raises NotServed."""
+    policy = policy_of({"placement": layout.value})
+    return fixed_shapes(adapter_of(name, precision), kv, policy, max_rows=ROWS_AS_SERVED)
 
 
 def joined(exact: FixedShapes, name: str, precision: str, kv: KVQuantisation | None = None) -> FixedShapes:
@@ -212,6 +225,16 @@ def again(name: str) -> list[Arrival]:
     return [*early, *(Arrival(key, at=60 + index // 3) for index, key in enumerate((*KEYS, "two:7", "image:2:1")))]
 
 
+def growing(name: str) -> list[Arrival]:
+    """Nine requests. Two long texts join while the others decode, and a slab grows with each, as far as the context allows."""
+    context = adapter_of(name, "float32").max_context
+    most = max(LONG) if context is None else context - TOKENS_AS_SERVED - 1
+    short = [Arrival(key, tokens=TOKENS_AS_SERVED) for key in (*KEYS, "two:7")]
+    lengths = [min(length, most) for length in LONG]
+    long = [Arrival(f"text:{6 + n}:{length}", 4 * (n + 1), TOKENS_AS_SERVED) for n, length in enumerate(lengths)]
+    return [*short, *long]
+
+
 #: Circumstances that the answers may not depend on: requests, and how they are served.
 SCENARIOS = {
     "company": (company, Way(max_rows=8)),
@@ -220,6 +243,14 @@ SCENARIOS = {
     "kept beginnings and features": (again, Way(max_rows=4, keeps=True)),
     "slab placement": (backwards, Way(max_rows=5, layout=Placement.SLAB)),
     "drafts": (backwards, Way(max_rows=4, drafts=True)),
+}
+
+#: As ``SCENARIOS``, for those who name them: each takes the time of several, and shows most on a GPU.
+FURTHER = {
+    "slabs that grow twice": (
+        growing,
+        Way(max_rows=ROWS_AS_SERVED, layout=Placement.SLAB, as_served=True),
+    ),
 }
 
 
@@ -234,10 +265,11 @@ def differences(
 
     Raises NotServed where they get none alone, and Failed where they get none in company.
     """
-    make, way = SCENARIOS[scenario]
-    exact = exact_of(name, precision, way.layout or layout, kv)
+    make, way = (SCENARIOS | FURTHER)[scenario]
+    shapes_of = served if way.as_served else exact_of
+    exact = shapes_of(name, precision, way.layout or layout, kv)
     arrivals = make(name)
-    expected = [alone(name, precision, arrival.key, exact, kv=kv) for arrival in arrivals]
+    expected = [alone(name, precision, one.key, exact, max(NUM_TOKENS, one.tokens), kv) for one in arrivals]
     drafts = Scripted([answer.tokens for answer in expected]) if way.drafts else None
     answers = play(name, engine_of(adapter_of(name, precision), exact, way, kv, drafts), arrivals)
     return [

@@ -23,7 +23,7 @@ from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
 import vlm_batch  # noqa: E402
-from tests.exact_cases import PRECISIONS, SCENARIOS, NotServed, differences, exact_of  # noqa: E402
+from tests.exact_cases import FURTHER, PRECISIONS, SCENARIOS, NotServed, differences, exact_of  # noqa: E402
 from tests.zoo import FAMILIES  # noqa: E402
 from vlm_batch.caches import Placement  # noqa: E402
 from vlm_batch.loading.exactness import device_facts, versions  # noqa: E402
@@ -199,7 +199,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("families", nargs="*", help="tiny models' names (default: all)")
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
-    parser.add_argument("--scenarios", nargs="+", choices=list(SCENARIOS), default=list(SCENARIOS))
+    parser.add_argument("--scenarios", nargs="+", choices=[*SCENARIOS, *FURTHER], default=list(SCENARIOS))
     parser.add_argument("--processes", type=int, default=1, help="processes beside each other")
     parser.add_argument("--seconds", type=float, default=36000.0, help="begin no family after this")
     parser.add_argument("--grace", type=float, default=600.0, help="wait for what has begun so long after that")

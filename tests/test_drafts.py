@@ -105,6 +105,36 @@ def test_reproducible_answers_have_the_same_bits(name: str, layout: Placement, f
     assert (drafts.num_held > 0) is (name not in WINDOWS or layout is Placement.SLAB), exact.counts
 
 
+#: One family of each way in which an idle place gets through a layer.
+IDLE = ("qwen3_vl", "kimi_k25_groups", "paligemma", "qwen3_5", "inkling", "glm5_next")
+
+
+@pytest.mark.parametrize("name", IDLE)
+def test_an_idle_place_takes_what_fills_a_drafted_step(name: str, failures: list[str]) -> None:
+    """Seven rows stand in eight places, and the positions of a step are made up to a number that agrees: several for nobody."""
+    precision = EXACT[name]
+    exact = exact_of(name, precision)
+    keys = [f"text:{seed}:{length}" for seed, length in enumerate((9, 14, 26, 5, 11, 7, 20), 3)]
+    arrivals = [Arrival(key, tokens=8) for key in keys]
+    right = [alone(name, precision, one.key, exact, tokens=8) for one in arrivals]
+    drafts = Scripted([one.tokens for one in right])
+    engine = engine_of(adapter_of(name, precision), exact, Way(max_rows=7), drafts=drafts)
+    counts: list[tuple[Sequence[Any], Sequence[int]]] = []
+    drafted = DecodeBatch.was_drafted
+
+    def watched(batch: DecodeBatch, of: Sequence[int]) -> None:
+        counts.append((list(batch.places), of))
+        drafted(batch, of)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DecodeBatch, "was_drafted", watched)
+        answers = exact_cases.play(name, engine, arrivals)
+    assert not failures
+    assert all(map(exact_cases.is_same, answers, right))
+    idle = [count for places, of in counts for row, count in zip(places, of, strict=True) if row is None]
+    assert max(idle, default=0) > 1 or exact.counts[-1] < 8, (exact.counts, idle)
+
+
 #: Parameters of which each changes what a row may say next.
 PARAMS: dict[str, SamplingParams] = {
     "sampled": SamplingParams(temperature=1.3, top_k=40, top_p=0.9),

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from argparse import Namespace
+from contextlib import nullcontext
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,7 +19,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from tests import exact_table
+from tests import exact_cases, exact_table
 from tests.exact_cases import (
     JOINED,
     KEYS,
@@ -269,6 +270,39 @@ def test_columns_are_a_shape(
     assert grown(name, adapter, replace(proven, widths=(256,))) == (True, 3), "a forward for each number of columns"
     claimed = replace(proven, widths=(256, 512, 1024))
     assert grown(name, adapter, claimed) == (least == 256, 1), "what is not asked for moves bits"
+
+
+def round_as_tf32(patch: pytest.MonkeyPatch) -> None:
+    """Let layers round their rows to ten bits behind the point, as CUDA's do by default."""
+    plain: Any = nn.Linear.__call__
+
+    def rounded(layer: Any, rows: mx.array) -> mx.array:
+        bits = (rows.view(mx.uint32) + 2**12) & (2**32 - 2**13)
+        answer: mx.array = plain(layer, bits.view(mx.float32))
+        return answer
+
+    patch.setattr(nn.Linear, "__call__", rounded)
+
+
+@pytest.mark.parametrize("is_watched", [True, False])
+def test_what_products_round_away_is_seen(is_watched: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In TF32 a step's logits hardly show that attention goes by columns: what the layers' products get does.
+
+    Nine requests whose slab grows twice have other bits than alone if logits are all that is compared, as on an H100.
+    """
+    name, precision = "gemma3", "float32"
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    round_as_tf32(monkeypatch)
+    if not is_watched:
+        monkeypatch.setattr(adapter_of(name, precision), "watched", lambda: nullcontext([]))
+    for remembered in (exact_cases.served, exact_cases.alone):
+        remembered.cache_clear()
+    try:
+        differ = differences(name, precision, "slabs that grow twice")
+    finally:
+        for remembered in (exact_cases.served, exact_cases.alone):
+            remembered.cache_clear()
+    assert bool(differ) is not is_watched, differ
 
 
 def grown(name: str, adapter: Any, exact: FixedShapes) -> tuple[bool, int]:

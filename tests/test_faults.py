@@ -45,7 +45,7 @@ from vlm_batch import (
     VLMBatcher,
     assets,
 )
-from vlm_batch.arrays import arrays_of, as_mlx
+from vlm_batch.arrays import arrays_of, as_mlx, as_numpy
 from vlm_batch.caches import Placement, SlabCache
 from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.engine import retry
@@ -351,6 +351,69 @@ def test_whatever_a_processor_raises_ends_its_request_alone(batcher: VLMBatcher,
     assert result.finish_reason == "error" and kind.__name__ in str(result.error)
     assert beside.result(timeout=60).text == "1 2 3 4 5"
     assert answers(batcher)
+
+
+#: What a processor may return that is joined with six other rows' logits, and what comes of it; None: an answer as without.
+RETURNED: dict[str, tuple[Callable[[mx.array], Any], str | None]] = {
+    "complex64": (lambda logits: logits.astype(mx.complex64), "a floating type, not mlx.core.complex64"),
+    "int32": (lambda logits: logits.astype(mx.int32), "a floating type, not mlx.core.int32"),
+    "bool": (lambda logits: logits > 0, "a floating type, not mlx.core.bool"),
+    "numpy": (np.array, r"logits of shape \(1, \d+\), not ndarray"),
+    "no batch": (lambda logits: logits[0], "logits of shape"),
+    "NaN": (lambda logits: logits * math.nan, "not finite"),
+    "bfloat16": (lambda logits: logits.astype(mx.bfloat16), None),
+    "float16": (lambda logits: logits.astype(mx.float16), None),
+}
+
+
+@pytest.mark.parametrize("what", RETURNED)
+def test_whatever_a_processor_returns_harms_nobody_else(batcher: VLMBatcher, what: str) -> None:
+    give, said = RETURNED[what]
+    params = SamplingParams(logits_processors=(lambda tokens, logits: give(logits),))
+    before = batcher.submit(None, "count to 5")
+    bad = batcher.submit(None, "count to 3", params=params)
+    beside = [before, *(batcher.submit(None, "count to 5") for _ in range(5))]
+    result = bad.result(timeout=60)
+    assert [one.result(timeout=60).text for one in beside] == ["1 2 3 4 5"] * 6
+    if said is None:
+        assert result.text == "1 2 3"
+    else:
+        assert re.search(said, str(result.error)), result.error
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        ("pixel_values", lambda array: array.astype(np.complex64), "pixel_values of complex64"),
+        ("image_grid_thw", lambda array: np.concatenate([array] * 2, axis=-1), "what the model's processor makes"),
+        ("image_grid_thw", lambda array: array[None], "what the model's processor makes"),
+    ],
+)
+def test_processed_inputs_of_odd_types_and_shapes_are_refused_by_submit(
+    batcher: VLMBatcher, name: str, change: Callable[[np.ndarray], Any], said: str
+) -> None:
+    inputs = as_numpy(inputs_of(FAMILY, "image:1:0"))
+    with pytest.raises(InvalidPrompt, match=said):
+        batcher.submit_request(Request(inputs={**inputs, name: change(inputs[name])}))
+
+
+def test_embeddings_that_are_no_real_numbers_end_their_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = BatchGenerator(shared_adapter(FAMILY))
+    encode = generator.adapter.encode
+
+    def odd(inputs: Any, *rest: Any) -> Any:
+        encoded = encode(inputs, *rest)
+        is_bad = encoded.length == 9
+        return replace(encoded, inputs_embeds=encoded.inputs_embeds.astype(mx.complex64)) if is_bad else encoded
+
+    monkeypatch.setattr(generator.adapter, "encode", odd)
+    for key in ("text:4:9", "text:5:26", "text:6:14"):
+        generator.insert(key, as_mlx(inputs_of(FAMILY, key)), SamplingParams(max_tokens=4))
+    results: dict[str, Any] = {}
+    while generator.has_work:
+        results |= {event.request_id: event.result for event in generator.step() if event.result is not None}
+    assert "real numbers (1, L, D)" in str(results["text:4:9"].error)
+    assert all(results[key].error is None for key in ("text:5:26", "text:6:14"))
 
 
 class Speechless(Exception):

@@ -28,6 +28,7 @@ from tests.reuse_cases import (
 )
 from tests.zoo import family as tiny_family
 from tests.zoo._build import words
+from vlm_batch import VLMBatcher
 from vlm_batch.adapters.fingerprint import fingerprint
 from vlm_batch.arrays import as_mlx
 from vlm_batch.caches import Placement, RecurrentCache, RingSlabCache, RowsCache, SlabCache
@@ -46,6 +47,7 @@ from vlm_batch.store.prompt import PromptCache
 from vlm_batch.store.saved import save_row
 from vlm_batch.types import Result, SamplingParams
 
+CHECKPOINTS = Path(__file__).parent.parent / "fixtures" / "checkpoints"
 IMAGE, TEXT = "image:1:0", "text:6:14"
 
 both_placements = pytest.mark.parametrize("placement", list(Placement), ids=lambda placement: placement.value)
@@ -356,7 +358,7 @@ def test_a_prompt_that_does_not_continue_its_cache_is_refused() -> None:
     (result,) = first_turns(name, generator, TEXT)
     assert result.cache is not None
     for prompt, said in (
-        (request(name, "text:4:9"), "longer than the prompt: it holds 21 tokens, the prompt has 9"),
+        (request(name, "text:4:9"), "they differ from position 0 on, and the cache of 21 tokens"),
         ({"input_ids": np.full((1, 40), 77, dtype=np.int32)}, "they differ from position 0 on"),
     ):
         generator.insert("again", as_mlx(prompt), SamplingParams(max_tokens=2), cache=result.cache)
@@ -364,6 +366,43 @@ def test_a_prompt_that_does_not_continue_its_cache_is_refused() -> None:
         assert isinstance(end.exception, InvalidCache)
         assert said in str(end.error)
         assert not result.cache.is_continued  # it may still be continued as it should be
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "gemma3", "qwen3_5", "lfm2_vl"])
+def test_a_cache_longer_than_the_prompt_is_cut(name: str) -> None:
+    """A template that drops an answer's thinking makes the next prompt shorter than the last one with its answer."""
+    generator = BatchGenerator(shared_adapter(name))
+    (result,) = first_turns(name, generator, TEXT, num_tokens=12)
+    assert result.cache is not None
+    prompt = request(name, TEXT)
+    turn = followed_by(prompt, [*spoken(name, result)[:3], *words(50, 2)], len(prompt["input_ids"][0]))
+    assert result.cache.num_tokens > len(turn["input_ids"][0])
+    plain, cache = generator.insert, result.cache
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(generator, "insert", lambda number, inputs, params: plain(number, inputs, params, cache=cache))
+        (answer,) = run(shared_adapter(name), lambda key: turn, [Ask(TEXT)], generator=generator)
+    checked(name, answer, answer_to(name, turn))
+    kept = len(prompt["input_ids"][0])  # layers that cannot be cut begin after the prompt
+    assert cached(answer) == (kept + 3 if name == "qwen2_vl" else kept)
+
+
+def test_submit_says_what_cannot_be_cut() -> None:
+    """Recurrent states have no part for what two prompts share; keys and values do."""
+    long, short = SamplingParams(max_tokens=40, ignore_eos=True), SamplingParams(max_tokens=8)
+    with VLMBatcher(CHECKPOINTS / "qwen3_5", dtype="float32") as batcher:
+        cache = batcher.submit(prompt="count to 9", params=long, return_cache=True).result(timeout=60).cache
+        with pytest.raises(InvalidCache, match=r"differ from position \d+ on, and the cache of \d+ tokens cannot be cut"):
+            batcher.submit(prompt="count to 3", params=short, cache=cache)
+        assert cache is not None and not cache.is_continued
+    with VLMBatcher(CHECKPOINTS / "qwen2_vl", caches=None) as batcher:
+        first = batcher.submit(prompt="count to 9", params=long, return_cache=True).result(timeout=60)
+        right = batcher.submit(prompt="count to 3", params=short).result(timeout=60)
+        assert first.cache is not None and first.cache.num_tokens > right.usage.prompt_tokens
+        found = batcher.submit(prompt="count to 3", params=short, cache=first.cache).result(timeout=60)
+        assert found.error is None and found.token_ids == right.token_ids and found.usage.cached_tokens > 0
+        foreign = batcher.submit(token_ids=[5, 6, 7], params=short, return_cache=True).result(timeout=60).cache
+        with pytest.raises(InvalidCache, match="differ from position 0 on"):
+            batcher.submit(token_ids=[9, 6, 7], params=short, cache=foreign)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@
         print(batcher.submit("receipt.jpg", "What is the total?").result().text)
 
 Import this package before ``mlx.core``: on Linux it loads a fast BLAS (unless ``VLM_BATCH_NO_BLAS=1``) and sets the
-launches of MLX's CUDA back end.
+launches of MLX's CUDA back end. GPUs compute float32 in float32 (unless ``MLX_ENABLE_TF32=1``).
 """
 
 from typing import TYPE_CHECKING, Any
@@ -19,11 +19,12 @@ if beginning.is_command():  # whose imports take a second, in which signals may 
     beginning.begin()
 
 from vlm_batch.runtime.blas import preload_openblas
-from vlm_batch.runtime.launches import prefer_single_launches
+from vlm_batch.runtime.launches import keep_float32, prefer_single_launches
 from vlm_batch.runtime.listing import list_models_quickly
 
 preload_openblas()
 prefer_single_launches()
+keep_float32()
 list_models_quickly()
 
 from vlm_batch._version import __version__  # noqa: E402

@@ -179,6 +179,7 @@ class VLMBatcher:
         self._loop.check_runs()  # before any lock, which a child process might find held
         question = self._preparer.check(request)
         self._loop.generator.memory.check_length(question.least_tokens)
+        self._loop.generator.reuse.check(request, partial(self._preparer.text_ids, question))
         request_id = request.request_id if request.request_id is not None else f"request-{next(self._ids)}"
         handle = Handle(request_id, self.cancel, self._running.is_here)
         with self._lock:

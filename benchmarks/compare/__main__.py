@@ -47,7 +47,8 @@ class Remote:
         self.log = log
         environment = {**os.environ, "OPENBLAS_NUM_THREADS": str(args.threads), "PYTHONPATH": _python_path()}
         if engine not in (OURS, report.OURS_DEFAULTS, report.REPRODUCIBLE) and args.launches == "own":
-            environment.setdefault("MLX_USE_CUDA_GRAPHS", "1")  # what MLX does where nothing asks otherwise
+            for name in ("MLX_USE_CUDA_GRAPHS", "MLX_ENABLE_TF32"):
+                environment.setdefault(name, "1")  # what MLX does where nothing asks otherwise
         command = [python, "-m", "benchmarks.compare.worker", "--engine", engine]
         command += ["--shape", args.shape, "--clock", args.clock, "--threads", str(args.threads)]
         self.errors = log.open("w", encoding="utf-8")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import pairwise
@@ -29,7 +29,7 @@ from vlm_batch.adapters.longrope import ROW_ROPES, longest_short, marked_long
 from vlm_batch.adapters.modules import RememberingTower, clone_modules, cut_answer, evaluate_arrays, part_of
 from vlm_batch.adapters.packed import replacements
 from vlm_batch.adapters.placing import Merge, hook_placing, know_places
-from vlm_batch.adapters.products import hold_products, turned
+from vlm_batch.adapters.products import hold_products, turned, watched
 from vlm_batch.adapters.prompts import (
     are_any,
     check_tokens,
@@ -148,6 +148,10 @@ class Adapter:
         vars(twin).update(clone_modules(vars(self)))
         hold_products(twin.language, numbers)
         return twin
+
+    def watched(self) -> AbstractContextManager[list[mx.array]]:
+        """Collect the rows that the language model's products get meanwhile."""
+        return watched(self.language)
 
     @classmethod
     def patches(cls) -> Mapping[type, type]:

@@ -249,6 +249,37 @@ def turned(model: nn.Module) -> Iterator[None]:
             layer.__dict__.pop("turned", None)
 
 
+@contextmanager
+def watched(model: nn.Module) -> Iterator[list[mx.array]]:
+    """Collect the rows that a private copy's products get meanwhile, in the order of the calls.
+
+    Products round their rows in half precision and in TF32, and hide from the layers behind them what differs in the last
+    bits.
+    """
+    found: list[mx.array] = []
+    layers: list[Any] = [module for module in model.modules() if _plain_class(module) in HELD]
+    before = [type(layer) for layer in layers]
+    kinds = {kind: _watching(kind, found) for kind in set(before)}
+    for layer in layers:
+        layer.__class__ = kinds.get(type(layer), type(layer))
+    try:
+        yield found
+    finally:
+        for layer, kind in zip(layers, before, strict=True):
+            layer.__class__ = kind
+
+
+def _watching(kind: type, found: list[mx.array]) -> type:
+    product = "as_linear" if issubclass(kind, TABLES) else "__call__"
+
+    def watching(layer: Any, rows: mx.array) -> mx.array:
+        found.append(rows)
+        answer: mx.array = getattr(kind, product)(layer, rows)
+        return answer
+
+    return type(kind.__name__, (kind,), {product: watching})
+
+
 def in_numbers(call: Callable[[mx.array], mx.array], rows: mx.array, numbers: Sequence[int]) -> mx.array:
     """Compute a product of rows (R, ..., width) in one of the row counts ``numbers``, ascending.
 

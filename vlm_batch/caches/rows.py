@@ -27,8 +27,8 @@ MOST_STACKED = 1024
 class Run:
     """Keys or values of the places [first, end), and their cache.
 
-    ``state`` is one row's (1, H, L, D) or quantised states, stacked rows (R, H, L, D), or None. One row's at several places are
-    later positions; the last sees all.
+    ``state`` is one row's (1, H, L, D) or quantised states, stacked rows (R, H, L, D), or None for one empty place. One row's at
+    several places are later positions; the last sees all.
     """
 
     first: int
@@ -273,12 +273,14 @@ class DraftedRows(RowsCache):
         runs: tuple[list[Run], list[Run]] = ([], [])
         for first, end, cache in self._layer.runs():
             begin, stop = self._ends[first], self._ends[end]
+            if cache is None:  # it may have any number of positions, and each is a place by itself
+                for found in runs:
+                    found += [Run(at, at + 1, None, None) for at in range(begin, stop)]
+                continue
             if begin == stop:
                 continue
-            if cache is None or stop - begin == end - first:
-                one: Any = (None, None)
-                if cache is not None:
-                    one = cache.update_and_fetch(keys[begin:stop], values[begin:stop])
+            if stop - begin == end - first:
+                one = cache.update_and_fetch(keys[begin:stop], values[begin:stop])
                 for found, state in zip(runs, one, strict=True):
                     found.append(Run(begin, stop, state, cache))
                 continue

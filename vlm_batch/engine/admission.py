@@ -83,7 +83,7 @@ class Admission:
         return [given[at] for at in self._scheduler.share_out(keys, self.placed if placed is None else placed)]
 
     def note_placed(self, placed: Counter[int], rows: Iterable[Row] | None) -> None:
-        """Count places by client. ``rows``: all rows with places; None if unchanged."""
+        """Count places by client. ``rows``: all rows that have not ended; None if unchanged."""
         self.placed = placed
         if rows is not None:
             self.asked = Counter()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
@@ -53,6 +54,7 @@ class ModelAdapter(Protocol):
     def finish_prefill(self, encoded: Encoded, cache: list[Any]) -> None: ...
     def decode(self, step: DecodeStep, call: Call = Call()) -> mx.array: ...
     def with_products(self, numbers: Mapping[str, Sequence[int]]) -> ModelAdapter: ...
+    def watched(self) -> AbstractContextManager[list[mx.array]]: ...
 
 
 class DraftModel(Protocol):

@@ -6,10 +6,10 @@ Numbers of rows or columns with the same bits for every row at any place form a 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import islice
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
+import numpy as np
 
 from vlm_batch.arrays import arrays_of
 from vlm_batch.caches import Placement
@@ -41,8 +41,18 @@ MOST_APART = 2
 
 #: Classes of numbers of rows, each ascending.
 Classes = tuple[tuple[int, ...], ...]
-#: Bits by number of rows.
-Found = Mapping[int, tuple[bytes, ...]]
+
+
+class Bits(NamedTuple):
+    """A row's bits over some decode steps."""
+
+    logits: bytes
+    #: Of what the layers' products got; empty if nobody watched.
+    between: bytes
+
+
+#: Each row's bits, by number of rows.
+Found = Mapping[int, tuple[Any, ...]]
 
 
 class Rows(Protocol):
@@ -61,7 +71,7 @@ def counts_for(layout: Placement, max_rows: int = 1) -> tuple[int, ...]:
 
 
 def step_bits(trial: Trial, counts: Sequence[int], decode: Decode | None = None) -> dict[int, Found]:
-    """Return bits of decode steps, by columns (0: none) and rows."""
+    """Return ``Bits`` of decode steps, by columns (0: none) and rows. With ``decode``, of their logits alone."""
     context, layout = trial.adapter.max_context, trial.shapes.layout
     rows = [
         trial.row(length, seed)
@@ -86,25 +96,52 @@ def step_bits(trial: Trial, counts: Sequence[int], decode: Decode | None = None)
 def decode_bits(
     trial: Trial, rows: Sequence[TrialRow], counts: Sequence[int], *, columns: int = 0, decode: Decode | None = None
 ) -> Found:
-    """Return bits of decode steps of ``rows``, by number of rows.
+    """Return ``Bits`` of decode steps of ``rows``, by number of rows.
 
     Rows run at several places, beside others. Numbers that change bits are omitted.
     """
-    found: dict[int, tuple[bytes, ...]] = {}
+    found: dict[int, tuple[Bits, ...]] = {}
     for count in counts:
-        seen: list[set[bytes]] = [set() for _ in rows]
+        seen: list[set[Bits]] = [set() for _ in rows]
         for shift in range(len(rows) if count < len(rows) else 2):
             places = [(place + shift) % len(rows) for place in range(count)]
             live = places[: count - (shift > 0 and count > len(rows))]  # the last place is idle
-            steps = []
-            for logits in islice(trial.steps([rows[n] for n in live], count, columns=columns, decode=decode), STEPS):
-                mx.eval(logits)
-                steps.append(logits)
+            bits = _place_bits(trial, [rows[n] for n in live], count, columns, decode)
             for place, number in enumerate(live):
-                seen[number].add(b"".join(array_bytes(logits[place]).tobytes() for logits in steps))
+                seen[number].add(bits[place])
         if all(len(bits) == 1 for bits in seen):
             found[count] = tuple(next(iter(bits)) for bits in seen)
     return found
+
+
+def _place_bits(trial: Trial, rows: Sequence[TrialRow], count: int, columns: int, decode: Decode | None) -> list[Bits]:
+    """Return the bits of each row in its place."""
+    steps = trial.steps(rows, count, columns=columns, decode=decode)
+    logits, between = [], []
+    for _ in range(STEPS):
+        if decode is None:
+            with trial.adapter.watched() as given:
+                logits.append(next(steps))
+            between += [_marks(one, count) for one in given if one.size == count * one.shape[-1]]
+            given.clear()  # a layer's rows are freed once they are marked
+        else:  # a graph's arrays have no numbers
+            logits.append(next(steps))
+        mx.eval(logits, between)
+    marks = [np.array(one) for one in between]
+    return [
+        Bits(
+            b"".join(array_bytes(step[place]).tobytes() for step in logits),
+            b"".join(one[place].tobytes() for one in marks),
+        )
+        for place in range(len(rows))
+    ]
+
+
+def _marks(rows: mx.array, count: int) -> mx.array:
+    """Return a number (count,) for each row's bits; other bits in one of its columns make another number."""
+    bits = _bits(rows.reshape(count, -1)).astype(mx.uint32)
+    odd = 2 * mx.arange(bits.shape[1], dtype=mx.uint32) + 1
+    return (bits * odd).sum(axis=1)
 
 
 def agreeing_widths(found: Mapping[int, Found], count: int) -> tuple[int, ...]:
@@ -171,14 +208,17 @@ def moving_product(products: Sequence[Rows], places: int, length: int, *, is_pac
 
 
 def prefill_is_still(trial: Trial, places: int, length: int, *, attends_apart: bool = False) -> bool:
-    """Return whether a joint prefill gives a prompt the same logits and caches at every place."""
+    """Return whether a joint prefill gives a prompt the same bits at every place: logits, caches, products' rows."""
     two = [trial.prompt(length, seed) for seed in (0, 1)]
     call = Call(ends=(length,) * places, is_fixed=True, attends_apart=attends_apart)
     found = []
     for turn in (0, 1):
         caches = trial.adapter.make_cache(trial.kv)
-        logits = trial.adapter.prefill(by_turns(two, places, turn), caches, 0, length, call)
-        found.append([logits, *arrays_of([cache.state for cache in caches])])
+        with trial.adapter.watched() as given:
+            logits = trial.adapter.prefill(by_turns(two, places, turn), caches, 0, length, call)
+        between = [_marks(rows, places) for rows in given if rows.shape[0] == places]
+        given.clear()
+        found.append([logits, *arrays_of([cache.state for cache in caches]), *between])
     return is_still(*found)
 
 

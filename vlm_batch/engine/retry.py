@@ -6,6 +6,7 @@ out, fewer rows at a time are recomputed. They keep their place in line and thei
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -20,6 +21,8 @@ from vlm_batch.engine.work import Failed, attempt
 from vlm_batch.errors import OutOfMemory, describe, is_out_of_memory
 from vlm_batch.runtime.memory import release_memory
 from vlm_batch.store.budget import ByteBudget
+
+logger = logging.getLogger(__name__)
 
 Made = TypeVar("Made")
 
@@ -56,6 +59,9 @@ class Retry:
         if is_want:
             self._wait_for_memory(lost, error)
             return
+        if again := len(lost) - (is_alone and rows[0] in lost):
+            # nobody gets the error if they succeed alone, as after a fault of the engine's own
+            logger.warning("a step failed; %d requests are computed again: %s", again, describe(error), exc_info=error)
         for row in lost:
             if is_alone and row is rows[0]:
                 self._rows.end(row, "error", error)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from vlm_batch.store.pictures import PictureStore
 from vlm_batch.store.prefix import Match, PrefixCache, match, thin
 from vlm_batch.store.prompt import PromptCache
 from vlm_batch.store.saved import SavedRow, common_length, save_row, save_snapshot
+from vlm_batch.types import Request, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -122,6 +123,36 @@ class Reuse:
         self.budget.clear()
         release_memory()
 
+    def check(self, request: Request, text_ids: Callable[[], Sequence[int] | None]) -> None:
+        """Refuse what is known not to work, on the submitter's thread. Raises InvalidCache.
+
+        Args:
+            text_ids: gives the prompt's ids; None if they are known only once media are read.
+        """
+        cache = request.cache
+        if cache is None and not request.return_cache:
+            return
+        self._check_family(request.params)
+        if cache is None:
+            return
+        self.identity.check(cache.identity)
+        saved, ids = cache.peek(), text_ids()
+        if ids is None:
+            return
+        common = common_length(saved.keys[:, :1], np.array(ids, dtype=np.int64)[:, None])
+        limit = common - (common == len(ids))  # the last position is computed again
+        can_begin_anew = not self.shapes.goes_on_anywhere and common > 0
+        if not saved.resumable(limit) and not can_begin_anew:
+            raise _misfit(saved, common)
+
+    def _check_family(self, params: SamplingParams) -> None:
+        if params.prompt_logprobs is not None:
+            raise InvalidCache("prompt_logprobs: every token is prefilled for them; leave cache and return_cache out")
+        if self.adapter.spec.no_prefix_reuse is not None:
+            raise InvalidCache(
+                f"this model's conversations have no prompt caches: {self.adapter.spec.no_prefix_reuse}"
+            )
+
     def waits_for(self, row: Row, others: Iterable[Row]) -> bool:
         """Return whether a row in prefill will leave a much longer prefix than the cached one."""
         if self.prefix is None or row.prompt.encoded is not None or row.params.prompt_logprobs is not None:
@@ -178,21 +209,15 @@ class Reuse:
         row.prompt.cache = list(fresh)
         book = row.reuse
         is_asked = book.continues is not None or book.is_returned
+        if is_asked:
+            self._check_family(row.params)
         if row.params.prompt_logprobs is not None:  # no token may be left out
-            if is_asked:
-                raise InvalidCache(
-                    "prompt_logprobs: every token is prefilled for them; leave cache and return_cache out"
-                )
             return 0
         if self.prefix is None and not is_asked:
             return 0
         key = self._key(row)
         book.shared.clear()
         if key is None:
-            if is_asked:
-                raise InvalidCache(
-                    f"this model's conversations have no prompt caches: {self.adapter.spec.no_prefix_reuse}"
-                )
             return 0
         if book.continues is not None:
             found: Match | None = self._continued(book)
@@ -292,18 +317,18 @@ class Reuse:
         assert book.continues is not None and book.key is not None
         self.identity.check(book.continues.identity)
         saved = book.continues.peek()
-        if saved.length > book.key.length:
-            raise InvalidCache(
-                f"the cache is longer than the prompt: it holds {saved.length} tokens, the prompt has {book.key.length}"
-            )
         found = match(saved, book.key)
         is_other = self.shapes.goes_on_anywhere or not common_length(saved.keys[:, :1], book.key.positions[:, :1])
         if not found.length and is_other:
-            raise InvalidCache(
-                f"the prompt does not continue the cache: they differ from position {found.common} on, and the cache "
-                f"of {saved.length} tokens cannot be cut back to that"
-            )
+            raise _misfit(saved, found.common)
         return found
+
+
+def _misfit(saved: SavedRow, common: int) -> InvalidCache:
+    return InvalidCache(
+        f"the prompt does not continue the cache: they differ from position {common} on, and the cache of {saved.length} "
+        "tokens cannot be cut back to that"
+    )
 
 
 def _add_snapshot(book: RowReuse, prompt: Prompt, logits: mx.array | None) -> list[mx.array]:

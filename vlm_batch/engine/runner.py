@@ -19,6 +19,7 @@ from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.engine.batch import DecodeBatch
 from vlm_batch.engine.decoding import Decoder
 from vlm_batch.engine.drafts import SIZES, Drafts
+from vlm_batch.engine.given import check_encoded
 from vlm_batch.engine.logprobs import POSITIONS_TOGETHER, PromptScores
 from vlm_batch.engine.memory import EncoderMemory
 from vlm_batch.engine.port import ModelAdapter
@@ -124,6 +125,7 @@ class Runner:
         begin = time.perf_counter()
         cached = self._reuse.begin(row, self.adapter.make_cache(self._kv))
         encoded = self.adapter.encode(prompt.inputs, self._shapes.encode_call(), cached)
+        check_encoded(encoded)
         prompt.ends = self._shapes.ends(encoded.length, encoded.atomic)
         if params.prompt_logprobs is not None:
             if prompt.ends and not self.adapter.scores_chunks:

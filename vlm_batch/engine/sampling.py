@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import mlx.core as mx
 
+from vlm_batch.engine.given import checked_logits
 from vlm_batch.engine.logprobs import Logprobs
 from vlm_batch.errors import InvalidParameters
 from vlm_batch.runtime import exponentials
@@ -150,13 +151,10 @@ def biases(logits: mx.array, row: SamplingRow) -> mx.array:
 
 
 def processors(logits: mx.array, row: SamplingRow) -> mx.array:
-    """Apply the user's processors. Raises ValueError if one changes the shape."""
+    """Apply the user's processors. Raises ValueError if one changes the shape, or returns no real numbers."""
     shape = logits.shape
     for processor in row.params.logits_processors:
-        logits = processor(row.history, logits)
-        if not isinstance(logits, mx.array) or logits.shape != shape:
-            found = logits.shape if isinstance(logits, mx.array) else type(logits).__name__
-            raise ValueError(f"a logits processor must return logits of shape {shape}, not {found}")
+        logits = checked_logits(processor(row.history, logits), shape)
     return logits
 
 

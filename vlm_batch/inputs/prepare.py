@@ -289,7 +289,12 @@ class Preparer:
         ids: tuple[int, ...] = ()
         if request.inputs is not None:
             inputs = _checked_inputs(request.inputs, any(media))
-            self._check_inputs(inputs)
+            try:
+                self._check_inputs(inputs)
+            except InvalidRequest:
+                raise
+            except Exception as error:  # the family's arithmetic on shapes and types that it does not know
+                raise InvalidPrompt(f"inputs= are not what the model's processor makes: {describe(error)}") from error
         elif request.token_ids is not None:
             ids = _checked_ids(request.token_ids, self._image_token_ids)
             if not any(media):
@@ -428,6 +433,16 @@ class Preparer:
             raise PromptTooLong(
                 f"{said.format(f'{size:,}')}; {most:,} tokens fit, which are {most * per_token:,} at most"
             )
+
+    def text_ids(self, question: Question) -> Sequence[int] | None:
+        """Return the prompt's ids; None if they depend on media that are not read yet. Raises InvalidRequest."""
+        if question.inputs is not None:
+            return np.array(question.inputs["input_ids"])[0].tolist()  # type: ignore[no-any-return]
+        if question.media or question.tracks:
+            return None
+        if question.prompt is None:
+            return question.token_ids
+        return np.array(self._processed(question, (), (), ())["input_ids"])[0].tolist()  # type: ignore[no-any-return]
 
     def compiled(self, question: Question, cancelled: Cancelled) -> Future[Form]:
         """Start to compile the question's form."""
@@ -635,6 +650,9 @@ def _checked_inputs(inputs: Mapping[str, Any], has_media: bool) -> dict[str, Any
         arrays = copy.deepcopy(as_numpy(inputs))  # the caller's buffers stay the caller's
     except Exception as error:
         raise InvalidPrompt(f"inputs= cannot be copied: {describe(error)}") from error
+    for name, value in arrays.items():
+        if isinstance(value, np.ndarray) and value.dtype.kind not in "biuf":
+            raise InvalidPrompt(f"inputs= has {name} of {value.dtype}; arrays of real numbers are needed")
     ids = arrays["input_ids"]
     if not isinstance(ids, np.ndarray):
         raise InvalidPrompt(f"inputs= needs input_ids as an array (1, L); given: {shown(ids)}")

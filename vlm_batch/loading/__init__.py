@@ -44,7 +44,8 @@ from vlm_batch.models._refused import ONE_AT_A_TIME, REFUSED
 from vlm_batch.policy import POLICIES, Policy, policy_of
 from vlm_batch.registry import ModelSpec
 from vlm_batch.runtime.blas import narrow_kernels
-from vlm_batch.runtime.device import Device, device
+from vlm_batch.runtime.device import Device, device, rounds_float32
+from vlm_batch.runtime.launches import TF32
 from vlm_batch.runtime.memory import free_bytes
 from vlm_batch.store.budget import ByteBudget
 from vlm_batch.store.features import FeatureStore
@@ -91,6 +92,7 @@ def make_engine(model: nn.Module, processor: Any, options: EngineOptions) -> Eng
         UnsupportedModel: The model cannot be run with these options.
     """
     adapter = adapt(model, policy=options.policy)
+    _warn_of_tf32(model)
     if options.kv is not None:
         check_scheme(options.kv)
         check_quantisation(adapter, options.kv)
@@ -243,8 +245,22 @@ def _misfit(model_type: str | None, said: str) -> str:
 
 def _warn_of_narrow_kernels(model: nn.Module) -> None:
     said = narrow_kernels() if mx.default_device().type == mx.DeviceType.cpu else None
-    if said and any(array.dtype == mx.float32 for array in dict(tree_flatten(model.parameters())).values()):
+    if said and _has_float32(model):
         warnings.warn(said, stacklevel=3)
+
+
+def _warn_of_tf32(model: nn.Module) -> None:
+    if os.environ.get(TF32) == "0" and _has_float32(model) and rounds_float32():
+        warnings.warn(
+            f"float32 products round their factors to ten bits here (TF32): MLX had read {TF32} before vlm_batch was "
+            f"imported. Import vlm_batch before any product is computed, or start Python with {TF32}=0; with {TF32}=1 it "
+            "is as you wish, and nothing is said",
+            stacklevel=4,
+        )
+
+
+def _has_float32(model: nn.Module) -> bool:
+    return any(array.dtype == mx.float32 for array in dict(tree_flatten(model.parameters())).values())
 
 
 def find_checkpoint(path_or_id: str | Path) -> Path:

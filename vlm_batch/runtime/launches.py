@@ -1,4 +1,4 @@
-"""Environment settings that MLX's CUDA back end reads at its start.
+"""Environment settings that MLX's GPU back ends read at their start.
 
 Standard library only: this module runs before MLX's import.
 """
@@ -16,6 +16,14 @@ SETTINGS = {"MLX_USE_CUDA_GRAPHS": "0", "MLX_MAX_OPS_PER_BUFFER": "20"}
 #: At 0, MLX does not raise "Cache thrashing is happening" after 512 shapes of attention on one thread (lru_cache.h,
 #: ``emplace``). An engine's thread lives for weeks.
 UNCHECKED = "MLX_ENABLE_CACHE_THRASHING_CHECK"
+#: At 1, which is MLX's default, GPUs round the factors of float32 products to TF32, whose mantissa has 10 bits: CUDA's
+#: products and convolutions, Metal's from the M5 on. MLX reads it at its first product.
+TF32 = "MLX_ENABLE_TF32"
+
+
+def keep_float32() -> None:
+    """Let float32 be float32, unless the environment says otherwise."""
+    os.environ.setdefault(TF32, "0")
 
 
 def prefer_single_launches() -> None:
