@@ -20,6 +20,7 @@ from PIL import Image, ImageFile, ImageOps
 
 from vlm_batch.checks import is_table
 from vlm_batch.errors import InvalidImage, InvalidVideo
+from vlm_batch.inputs import heif
 from vlm_batch.inputs.fetch import (
     Cancelled,
     Fetched,
@@ -37,7 +38,7 @@ DEFAULT_MAX_PIXELS: int = Image.MAX_IMAGE_PIXELS or 89_478_485
 #: The longest side of a picture, in pixels: JPEG's own limit. Longer ones cost minutes to resize whatever their area.
 MAX_SIDE = 65_535
 #: Pillow's readers in use. None starts another program (as EPS starts Ghostscript), and all were tested with damaged files.
-#: HEIF needs a registered plugin, AVIF a Pillow that was built with it.
+#: HEIF needs pillow-heif (``heif.register``), AVIF a Pillow that was built with it.
 FORMATS = (
     "PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "DIB", "TIFF", "ICO", "PPM", "TGA", "PCX", "QOI", "JPEG2000", "AVIF", "HEIF"
 )  # fmt: skip
@@ -53,6 +54,11 @@ _NO_PICTURES = (
     (rb"\s*<(?:!doctype html|html|head|body)", "a web page; give the address of the picture itself"),
     (rb".{4}ftyp(?:isom|mp4|M4V|qt|avc)|\x1aE\xdf\xa3", "a video; it goes where videos go"),
     (rb"PK\x03\x04|\x1f\x8b", "an archive; unpack it first"),
+    (rb".{4}ftyp(?:hei|hev|mif1|msf1)", "a HEIC picture that is damaged"),
+    (rb".{4}ftypavi", "an AVIF picture that is damaged, or this Pillow reads none: pip install --upgrade pillow"),
+    (rb"\0\0\0\x0cJXL |\xff\x0a", "a JPEG XL picture, which is not read here; save it as PNG first"),
+    (rb"8BPS", "a Photoshop file, which is not read here; save it as PNG first"),
+    (rb"%!PS|\xc5\xd0\xd3\xc6", "PostScript, which is not read here; save it as PNG first"),
 )
 #: First bytes of an ICO file.
 ICON = b"\x00\x00\x01\x00"
@@ -273,11 +279,8 @@ def _open(source: Any, max_pixels: int | None, policy: FetchPolicy, cancelled: C
     try:
         return opened(file)
     except Image.UnidentifiedImageError as error:
-        if file.getvalue()[4:12] in (b"ftypheic", b"ftypheix", b"ftypmif1"):
-            raise InvalidImage(
-                f"{name} is a HEIC picture, which is not read here",
-                advice="; Pillow does with pillow-heif: `pip install pillow-heif`, then `pillow_heif.register_heif_opener()`",
-            ) from error
+        if heif.is_heif(data) and not heif.is_readable():
+            raise InvalidImage(f"{name} is a HEIC picture, and pillow-heif is not installed: {heif.REMEDY}") from error
         what = (said for begin, said in _NO_PICTURES if re.match(begin, data[:1024], re.DOTALL | re.IGNORECASE))
         raise InvalidImage(f"{name} is {next(what, 'not a picture that Pillow can read')}") from error
     except Exception as error:
@@ -290,6 +293,9 @@ def opened(source: Any) -> Image.Image:
         limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
         try:
             Image.init()
+            if heif.has_boxes(source.read(heif.HEAD)):
+                heif.register()
+            source.seek(0)
             # of the formats that are read, those that this Pillow has, with what plugins have registered since
             return Image.open(source, formats=[name for name in FORMATS if name in Image.OPEN])
         finally:
@@ -330,8 +336,10 @@ def _check_pages(image: Image.Image, name: str) -> None:
 
 
 def picture_suffixes() -> frozenset[str]:
+    """Return the suffixes of pictures that can be read here."""
     Image.init()
-    return frozenset(suffix for suffix, name in Image.EXTENSION.items() if name in FORMATS and name in Image.OPEN)
+    known = (suffix for suffix, name in Image.EXTENSION.items() if name in FORMATS and name in Image.OPEN)
+    return frozenset(known).union(heif.SUFFIXES if heif.is_readable() else ())
 
 
 def _said(error: BaseException) -> str:

@@ -24,6 +24,7 @@ from vlm_batch.inputs.documents import (
     has_pdfium,
     load_page,
 )
+from vlm_batch.inputs.images import picture_suffixes
 from vlm_batch.jobs.arrow import HuggingFace, Parquet, datasets_in, is_dataset
 from vlm_batch.jobs.cells import Columns
 from vlm_batch.jobs.files import (
@@ -32,8 +33,6 @@ from vlm_batch.jobs.files import (
     expanded,
     is_url,
     kind_of,
-    picture_suffixes,
-    prepare_for,
 )
 from vlm_batch.jobs.rows import InvalidJob, Row, Source, SourceFile, name_of
 from vlm_batch.jobs.tables import Delimited, JsonLines
@@ -165,7 +164,6 @@ class Files(Source):
 
     def rows(self) -> Iterator[Row]:
         for path in self.paths:
-            prepare_for(path)
             columns = file_columns(path)
             kind = kind_of(path)
             if kind == "video":
