@@ -30,12 +30,13 @@ import numpy as np
 from PIL import Image, features
 
 from vlm_batch.errors import InvalidCache, InvalidImage, InvalidVideo
+from vlm_batch.inputs import heif
 from vlm_batch.inputs.images import load_image
 from vlm_batch.inputs.videos import Sampling, load_video
 from vlm_batch.store.prompt import PromptCache
 from vlm_batch.types import Video
 
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "TIFF", "BMP", "ICO", "AVIF")
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "TIFF", "BMP", "ICO", "AVIF", "HEIF")
 MODES = {
     "PNG": ("RGB", "L", "P", "RGBA", "I;16", "1"),
     "JPEG": ("RGB", "L", "CMYK"),
@@ -45,6 +46,7 @@ MODES = {
     "BMP": ("RGB", "L", "P", "1"),
     "ICO": ("RGBA",),
     "AVIF": ("RGB", "RGBA"),
+    "HEIF": ("RGB", "RGBA"),
 }
 LOSSLESS = ("PNG", "TIFF", "BMP")
 SIZES = ((40, 30), (97, 61), (1, 1), (128, 128))
@@ -116,6 +118,9 @@ def read_picture(seed: int) -> str:
     form = FORMATS[seed % len(FORMATS)]
     if form == "AVIF" and not features.check("avif"):
         return "AVIF: not built in"
+    heif.register()
+    if form == "HEIF" and not heif.is_readable():
+        return "HEIF: not built in"
     mode, size = draw.choice(MODES[form]), draw.choice(SIZES)
     data = whole_picture(form, mode, size)
     is_whole = draw.random() < 0.03

@@ -71,6 +71,8 @@ def written(samples: np.ndarray, kind: str = "WAV", rate: int = RATE, subtype: s
         ("WAV", "PCM_16", 1e-4),
         ("WAV", "FLOAT", 1e-6),
         ("FLAC", "PCM_24", 1e-6),
+        ("AIFF", "PCM_16", 1e-4),
+        ("CAF", "PCM_24", 1e-6),
         ("MP3", None, 0.06),
         ("OGG", "VORBIS", 0.06),
         ("OGG", "OPUS", 0.06),
@@ -142,7 +144,15 @@ def test_a_wav_that_was_written_to_a_pipe_is_whole(size: int) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "subtype"),
-    [("WAV", "PCM_16"), ("WAVEX", "PCM_24"), ("RF64", "FLOAT"), ("FLAC", None), ("MP3", None)]
+    [
+        ("WAV", "PCM_16"),
+        ("WAVEX", "PCM_24"),
+        ("RF64", "FLOAT"),
+        ("FLAC", None),
+        ("MP3", None),
+        ("AIFF", None),
+        ("CAF", None),
+    ]
     + [("OGG", name) for name in ("VORBIS", "OPUS")],
 )
 def test_a_file_is_heard_whole_or_refused(kind: str, subtype: str | None) -> None:
@@ -165,7 +175,7 @@ LOUD = np.full(100, 3000.0)
 OGG = {name: written(tone(1.0, 48_000), "OGG", 48_000, name) for name in ("VORBIS", "OPUS")}
 BAD: tuple[tuple[Any, str], ...] = (
     (b"", "is empty"),
-    (b"GIF89a" + b"\0" * 50, "is no recording of wav, flac, mp3 or ogg"),
+    (b"GIF89a" + b"\0" * 50, "is no recording of wav, flac, mp3, ogg, aiff, caf or aac"),
     (b"RIFF" + b"\0" * 100, "cannot be opened"),
     (b"fLaC" + b"\1" * 100, "cannot be opened"),
     (written(tone(2.0), "FLAC")[:20_000], "cannot be decoded|is damaged"),
@@ -174,8 +184,8 @@ BAD: tuple[tuple[Any, str], ...] = (
     (with_data_size(written(tone(1.0)), 0), "has no samples"),
     (with_data_size(written(tone(1.0)), 1 << 20), "is damaged: its header says 524,288 samples"),
     (written(tone(1.0))[:50_000], "is damaged: its header says 44,100 samples"),
-    (OGG["VORBIS"] * 2, "is a chain of Ogg files; convert it first"),
-    (OGG["OPUS"] + OGG["VORBIS"], "is a chain of Ogg files; convert it first"),
+    (OGG["VORBIS"][:-10] + OGG["OPUS"], "a page of it belongs to no stream that began"),
+    (OGG["VORBIS"][: OGG["VORBIS"].rindex(b"OggS")] + OGG["OPUS"], "ends before the last page of its stream"),
     (OGG["OPUS"][: OGG["OPUS"].rindex(b"OggS")], "ends before the last page of its stream"),
     (OGG["VORBIS"][:-10], "ends before the last page of its stream"),
     (b"ID3\4\0\0\0\0\0\x40" + b"\0" * 64, "cannot be opened"),
@@ -542,7 +552,7 @@ def test_the_server_hears_what_openais_client_sends(name: str) -> None:
         assert silent.json["usage"]["prompt_tokens"] < other.json["usage"]["prompt_tokens"]
         bad = running.chat([{**heard, "input_audio": {"data": "AAAA", "format": "wav"}}, words])
         assert (bad.status, bad.error["param"]) == (400, "messages")
-        assert "no recording of wav, flac, mp3 or ogg" in bad.error["message"]
+        assert "no recording of wav, flac, mp3, ogg, aiff, caf or aac" in bad.error["message"]
         many = running.chat([heard] * 5)
         assert (many.status, many.error["message"]) == (400, "5 recordings; at most 4 go into one request")
 

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -402,8 +403,7 @@ def test_linked_folders_and_what_is_skipped(
     folder: Path, batcher: ScriptedBatcher, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Links are followed, none twice, and nothing is left out without a word."""
-    monkeypatch.setattr("vlm_batch.jobs.files.find_spec", lambda name: None)  # as if pillow-heif were not installed
-    monkeypatch.delitem(sys.modules, "pillow_heif", raising=False)
+    monkeypatch.setattr("vlm_batch.inputs.heif._is_installed", lambda: False)
     monkeypatch.delitem(Image.OPEN, "HEIF", raising=False)
     elsewhere = folder / "elsewhere"
     elsewhere.mkdir()
@@ -420,14 +420,17 @@ def test_linked_folders_and_what_is_skipped(
     assert "1 folder that links lead to again" in said
 
 
-def test_pictures_of_phones(folder: Path, batcher: ScriptedBatcher, monkeypatch: pytest.MonkeyPatch) -> None:
-    heif = pytest.importorskip("pillow_heif", reason="pillow-heif is not installed: pip install 'vlm-batch[heic]'")
-    for name in ("ID", "OPEN", "EXTENSION", "MIME", "SAVE", "SAVE_ALL"):  # what Pillow is told here is forgotten after
-        monkeypatch.setattr(Image, name, vars(Image)[name].copy())
-    heif.from_pillow(Image.new("RGB", (64, 48), "red")).save(folder / "pictures" / "phone.HEIC")
-    assert cli.main(["run", "pictures"], open_batcher=batcher) == 0
-    assert "pictures/phone.HEIC" in [request.request_id for request in batcher.requests]
-    assert load_image(str(folder / "pictures" / "phone.HEIC")).size == (64, 48)
+def test_pictures_of_phones(folder: Path, batcher: ScriptedBatcher) -> None:
+    """By what they hold, not by their names, and whatever was read before."""
+    for name in ("phone.HEIC", "renamed.jpg"):
+        shutil.copy(Path(__file__).parent / "data" / "phone.heic", folder / "pictures" / name)
+    for names in (["pictures/renamed.jpg"], ["pictures"]):
+        assert cli.main(["run", *names], open_batcher=batcher) == 0
+    found = {str(request.request_id) for request in batcher.requests}
+    assert {"pictures/phone.HEIC", "pictures/renamed.jpg"} <= found
+    assert {load_image(str(folder / name)).size for name in found if name.endswith(("HEIC", "renamed.jpg"))} == {
+        (48, 64)
+    }
 
 
 def test_patterns_are_filled_in(folder: Path, batcher: ScriptedBatcher) -> None:

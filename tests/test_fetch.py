@@ -372,7 +372,7 @@ def test_only_formats_that_start_no_other_program(tmp_path: Path) -> None:
     path.write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n%%EOF\n")
     with Image.open(path) as picture:  # Pillow would
         assert picture.format == "EPS"
-    with pytest.raises(InvalidImage, match="not a picture that Pillow can read"):
+    with pytest.raises(InvalidImage, match="PostScript, which is not read here"):
         load_image(path)
 
 
@@ -382,11 +382,6 @@ def test_a_picture_with_a_very_long_side(size: tuple[int, int]) -> None:
     Image.new("1", size).save(buffer, "PNG")
     with pytest.raises(InvalidImage, match="a side may have 65,535 at most"):
         load_image(buffer.getvalue())
-
-
-def test_heic_without_its_plugin_says_what_is_missing() -> None:
-    with pytest.raises(InvalidImage, match="pillow-heif"):
-        load_image(b"\x00\x00\x00\x18ftypheic" + bytes(16))
 
 
 def test_a_playlist_is_no_video(tmp_path: Path) -> None:

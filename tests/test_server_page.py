@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import struct
@@ -42,20 +43,24 @@ def page(server: Running) -> Iterator[chromium.Browser]:
 
 def drop(page: chromium.Browser, *names: str) -> None:
     """Drop sample pictures onto the page, as a file manager does."""
+    drop_files(page, "image/png", [(name, data_uri(name)) for name in names])
+
+
+def drop_files(page: chromium.Browser, kind: str, files: list[tuple[str, str]]) -> None:
+    """Drop data URIs as files of one type."""
     before = page.run("document.querySelectorAll('#pictures li').length")
-    files = [[name, data_uri(name)] for name in names]
     page.run(
         f"""(async () => {{
         const transfer = new DataTransfer();
         for (const [name, uri] of {json.dumps(files)}) {{
             const bytes = Uint8Array.from(atob(uri.split(",")[1]), (one) => one.charCodeAt(0));
-            transfer.items.add(new File([bytes], name, {{ type: "image/png" }}));
+            transfer.items.add(new File([bytes], name, {{ type: "{kind}" }}));
         }}
         const event = new DragEvent("drop", {{ dataTransfer: transfer, bubbles: true, cancelable: true }});
         document.getElementById("drop").dispatchEvent(event);
         }})()"""
     )
-    page.wait(f"document.querySelectorAll('#pictures li').length === {before + len(names)}")
+    page.wait(f"document.querySelectorAll('#pictures li').length === {before + len(files)}")
 
 
 def clear(page: chromium.Browser) -> None:
@@ -193,6 +198,21 @@ def test_files_that_are_no_pictures_are_refused_before_they_are_sent(page: chrom
         "drawing.svg is an SVG drawing: save it as PNG first; notes.txt is not a picture; none.png is empty"
     )
     assert page.run("pictures.length") == 0
+
+
+def test_a_picture_that_browsers_do_not_show_is_sent(page: chromium.Browser) -> None:
+    """Chromium gives a HEIC file no type, and has no picture of it."""
+    pytest.importorskip("pillow_heif", reason="pillow-heif is not installed: pip install 'vlm-batch[heic]'")
+    clear(page)
+    coded = base64.b64encode((Path(__file__).parent / "data" / "phone.heic").read_bytes()).decode()
+    drop_files(page, "", [("phone.HEIC", f"data:;base64,{coded}")])
+    page.wait("document.querySelectorAll('#pictures .unseen').length === 1")
+    page.run("document.getElementById('answers').replaceChildren()")
+    page.run("document.getElementById('send').click()")
+    assert answers(page)[0]
+    assert page.run("document.getElementById('problem').textContent") == ""
+    shown = page.run("[...document.querySelectorAll('.answer img, .answer .unseen')].map((one) => one.textContent)")
+    assert shown == ["phone.HEIC (no preview in this browser)"]
 
 
 def test_the_speed_of_long_answers_is_shown(page: chromium.Browser) -> None:

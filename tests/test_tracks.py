@@ -167,7 +167,10 @@ def test_every_source_gives_the_same(tmp_path: Path) -> None:
         (film("matroska", "flac")[:15_000], "is damaged: its header says"),
         (b"\0\0\0\x20ftypM4A " + b"\0" * 50, "cannot be opened|has no sound"),
         (b"\x1aE\xdf\xa3" + b"\1" * 60, "cannot be opened"),
-        (b"#EXTM3U\nfile:///etc/hostname\n", "is no recording of wav, flac, mp3 or ogg, nor a file of mp4"),
+        (
+            b"#EXTM3U\nfile:///etc/hostname\n",
+            "is no recording of wav, flac, mp3, ogg, aiff, caf or aac, nor a file of mp4",
+        ),
     ],
     ids=["silent", "cut mov", "cut mkv", "no boxes", "no mkv", "playlist"],
 )

@@ -333,8 +333,8 @@ class Audio:
     """A recording.
 
     Args:
-        source: a wav, flac, mp3 or ogg file (path, URL, data URI, bytes), an mp4, mov, mkv, webm or avi file with
-            sound, or an array (samples,) or (samples, channels) of floats in -1..1, int16, int32 or uint8.
+        source: a wav, flac, mp3, ogg, aiff, caf or aac file (path, URL, data URI, bytes), an mp4, mov, mkv, webm or avi
+            file with sound, or an array (samples,) or (samples, channels) of floats in -1..1, int16, int32 or uint8.
         rate: samples a second, for an array only, which needs it.
 
     Raises:
@@ -487,7 +487,8 @@ class Request:
         audios: one or several: path, URL, data URI, bytes or ``Audio``.
         template: a ``Template``, or a mapping of its fields. None: ``prompt`` is final text with placeholders.
         min_pixels: fewest pixels of a picture, if the family's processor has such bounds.
-        max_pixels: most pixels, likewise. ``Result.model_image_sizes`` has the sizes.
+        max_pixels: most pixels, likewise; no more than the model's own, unless ``min_pixels`` is above those.
+            ``Result.model_image_sizes`` has the sizes.
         params: ``SamplingParams``, or a mapping of its fields.
         request_id: unique name; by default a new one.
         priority: higher goes first, among one client's requests.

@@ -125,7 +125,7 @@ def add_batcher(group: argparse._ArgumentGroup) -> None:
             "--max-pixels",
             size,
             "N",
-            "most that the model sees of a picture, as 1M: fewer tokens (default: the model's)",
+            "most that the model sees of a picture, as 1M: fewer tokens (default, and most: the model's)",
         ),
         ("--cache-bytes", size, "N", "memory kept for later rows, as 2G; 0 keeps nothing (default: 1.07G)"),
         ("--cache-dir", str, "FOLDER", "where what memory cannot keep goes (default: nowhere)"),

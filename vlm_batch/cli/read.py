@@ -18,7 +18,7 @@ from vlm_batch.cli.watching import JobView
 from vlm_batch.jobs import journal
 from vlm_batch.jobs.documents import DOCUMENT_FORMS, Documents, is_loop
 from vlm_batch.jobs.lines import CannotWrite
-from vlm_batch.jobs.pages import TIFF_SUFFIXES, ChosenPages, PageRange, TiffPages
+from vlm_batch.jobs.pages import ChosenPages, PageRange
 from vlm_batch.jobs.plan import Job
 from vlm_batch.jobs.publishers import AGAIN, PLAIN_PROMPTS, SAMPLE, TASKS, Publisher, publisher_of
 from vlm_batch.jobs.questions import Item, Questions
@@ -179,7 +179,7 @@ def _sources(args: argparse.Namespace, publisher: Publisher | None) -> list[Sour
         print(f"vlm-batch: {said}", file=sys.stderr)
     sources = [one for source in opened for one in _paged(source, _longest(args, publisher))]
     if args.pages is not None:
-        sources = [one if isinstance(one, Files) else ChosenPages(one, args.pages) for one in sources]
+        sources = [ChosenPages(one, args.pages) for one in sources]
     if _prompt(args, publisher) == "":
         sources = [_PagesAlone(source) for source in sources]
     return sources
@@ -193,10 +193,7 @@ def _paged(source: Source, longest: int | None) -> Iterator[Source]:
     if not isinstance(source, Files):
         raise InvalidJob(f"{source.name} holds rows, not pages: vlm-batch run asks about them")
     for path in source.paths:
-        if path.lower().endswith(TIFF_SUFFIXES) and os.path.isfile(path):
-            yield TiffPages(path)
-        else:
-            yield replace(source, paths=(path,))
+        yield replace(source, paths=(path,))
 
 
 class _PagesAlone(Source):

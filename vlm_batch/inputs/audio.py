@@ -15,6 +15,7 @@ import numpy as np
 from vlm_batch.errors import InvalidAudio, describe
 from vlm_batch.inputs.fetch import Cancelled, Fetched, Unreadable, fetch, is_data_uri, name_medium
 from vlm_batch.inputs.images import pass_on_ctrl_c
+from vlm_batch.inputs.joined import parts_of
 from vlm_batch.inputs.tracks import MAX_MISSING_SHARE, UNKNOWN_BYTES, container_at, container_of, opened_track
 from vlm_batch.types import Audio, AudioInput, FetchPolicy
 
@@ -28,9 +29,9 @@ RATES = (1_000, 768_000)
 #: Samples decoded at a time. A cancelled request stops between two blocks.
 _BLOCK = 1 << 18
 #: First bytes, and libsndfile's names, of the formats that are read.
-_BEGINNINGS = (b"RIFF", b"RIFX", b"RF64", b"fLaC", b"OggS", b"ID3")
-_FORMATS = frozenset({"WAV", "WAVEX", "RF64", "FLAC", "OGG", "MP3", "MPEG"})
-FORMATS = "wav, flac, mp3 or ogg, nor a file of mp4, mov, mkv, webm or avi"
+_BEGINNINGS = (b"RIFF", b"RIFX", b"RF64", b"fLaC", b"OggS", b"ID3", b"FORM", b"caff")
+_FORMATS = frozenset({"WAV", "WAVEX", "RF64", "FLAC", "OGG", "MP3", "MPEG", "AIFF", "CAF"})
+FORMATS = "wav, flac, mp3, ogg, aiff, caf or aac, nor a file of mp4, mov, mkv, webm or avi"
 #: Largest float sample. Larger values mean another scale than -1..1; clipping overshoots by a few decibels only.
 _LOUDEST = 16.0
 
@@ -114,7 +115,7 @@ def load_audio(
     audio = fetch_audio(own_audio(as_audio(audio), policy or FetchPolicy()), policy or FetchPolicy(), cancelled)
     parts: list[np.ndarray] = []
     count = 0
-    with _blocks(audio, cancelled) as (own_rate, announced, blocks):
+    with _blocks(audio, cancelled, is_whole=True) as (own_rate, announced, blocks):
         check_seconds(announced / own_rate, max_seconds, describe_audio(audio))
         converted = _Resampled(own_rate, rate)
         for block in blocks:
@@ -123,14 +124,16 @@ def load_audio(
             parts.append(converted.next(block))
     if not count:
         raise InvalidAudio(f"{describe_audio(audio)} has no samples")
-    if announced - count > MAX_MISSING_SHARE * announced:
-        raise InvalidAudio(
-            f"{describe_audio(audio)} is damaged: its header says {announced:,} samples, and it ends after {count:,}"
-        )
+    _check_all_there(announced, count, describe_audio(audio))
     length = math.ceil(count * rate / own_rate)
     samples = np.concatenate([*parts, converted.rest()])[:length]
     filled = np.pad(samples, (0, length - len(samples))).astype(np.float32, copy=False)
     return Sound(filled, count / own_rate)
+
+
+def _check_all_there(announced: int, count: int, name: str) -> None:
+    if announced - count > MAX_MISSING_SHARE * announced:
+        raise InvalidAudio(f"{name} is damaged: its header says {announced:,} samples, and it ends after {count:,}")
 
 
 def check_seconds(seconds: float, most: float | None, name: str) -> None:
@@ -141,7 +144,7 @@ def check_seconds(seconds: float, most: float | None, name: str) -> None:
 
 
 def count_seconds(audio: Audio) -> float:
-    """Return the seconds in the header of a recording in memory, else 0."""
+    """Return the seconds in the first header of a recording in memory, else 0."""
     if isinstance(audio.source, (str, Path)):
         return 0.0
     try:
@@ -156,8 +159,10 @@ def describe_audio(audio: Audio) -> str:
 
 
 @contextmanager
-def _blocks(audio: Audio, cancelled: Cancelled) -> Iterator[tuple[int, int, Iterator[np.ndarray]]]:
-    """Yield rate, announced samples, and blocks (n,) of mono float32."""
+def _blocks(
+    audio: Audio, cancelled: Cancelled, *, is_whole: bool = False
+) -> Iterator[tuple[int, int, Iterator[np.ndarray]]]:
+    """Yield rate, announced samples, and blocks (n,) of mono float32, of the first recording or of all in the file."""
     source, name = audio.source, describe_audio(audio)
     if not isinstance(source, (bytes, Fetched)):
         assert audio.rate is not None
@@ -170,24 +175,44 @@ def _blocks(audio: Audio, cancelled: Cancelled) -> Iterator[tuple[int, int, Iter
         with opened_track(data if path is None else path, container, name, _check_header, cancelled) as track:
             rate, announced, blocks = track
             yield rate, announced, _mono(blocks, audio)
-    elif path is not None:
+        return
+    if path is not None:
         raise InvalidAudio(f"the sound of {name} cannot be read: that of mp4, mov, mkv, webm and avi files can")
-    else:
-        with _opened(data, name) as file:
-            yield file.samplerate, _announced(data, file.frames), _mono(_decoded(file, name, cancelled), audio)
+    _check_kind(data, name)
+    parts = parts_of(data, name, cancelled) if is_whole else [data]
+    with _opened(parts[0], name) as file:
+        if len(parts) == 1:
+            blocks = _decoded(file, name, cancelled)
+            yield file.samplerate, _announced(parts[0], file.frames), _mono(blocks, audio)
+        else:
+            yield file.samplerate, 0, _mono(_of_parts(parts, file.samplerate, name, cancelled), audio)
+
+
+def _of_parts(parts: list[bytes], rate: int, name: str, cancelled: Cancelled) -> Iterator[np.ndarray]:
+    """Decode recordings that were joined, one after another."""
+    for part in parts:
+        with _opened(part, name) as file:
+            if file.samplerate != rate:
+                raise InvalidAudio(f"{name} changes its sample rate on the way; convert it first")
+            count = 0
+            for block in _decoded(file, name, cancelled):
+                count += len(block)
+                yield block
+            _check_all_there(_announced(part, file.frames), count, name)
+
+
+def _check_kind(data: bytes, name: str) -> None:
+    if not data:
+        raise InvalidAudio(f"{name} is empty (0 bytes)")
+    is_mp3 = data[0] == 0xFF and len(data) > 1 and data[1] & 0xE0 == 0xE0
+    if not is_mp3 and not data.startswith(_BEGINNINGS):
+        raise InvalidAudio(f"{name} is no recording of {FORMATS}; convert it first")
 
 
 @contextmanager
 def _opened(data: bytes, name: str) -> Iterator[Any]:
     import soundfile  # here: only recordings need it
 
-    if not data:
-        raise InvalidAudio(f"{name} is empty (0 bytes)")
-    is_mp3 = data[0] == 0xFF and len(data) > 1 and data[1] & 0xE0 == 0xE0
-    if not is_mp3 and not data.startswith(_BEGINNINGS):
-        raise InvalidAudio(f"{name} is no recording of {FORMATS}; convert it first")
-    if data.startswith(b"OggS"):
-        _check_ogg(data, name)
     try:
         file = soundfile.SoundFile(BytesIO(data))
     except Exception as error:
@@ -195,14 +220,16 @@ def _opened(data: bytes, name: str) -> Iterator[Any]:
     with file:
         if file.format not in _FORMATS:
             raise InvalidAudio(
-                f"{name} is no recording of wav, flac, mp3 or ogg, but of {file.format}; convert it first"
+                f"{name} is no recording of wav, flac, mp3, ogg, aiff or caf, but of {file.format}; convert it first"
             )
         _check_header(name, file.frames, file.samplerate, file.channels)
         yield file
 
 
 def _announced(data: bytes, frames: int) -> int:
-    """Return the samples that a wav file's header says; ``frames`` are those that libsndfile finds."""
+    """Return the samples that a wav or aiff file's header says; ``frames`` are those that libsndfile finds."""
+    if data.startswith(b"FORM"):
+        return _announced_by_aiff(data, frames)
     if not data.startswith((b"RIFF", b"RIFX", b"RF64")):
         return frames
     order: Literal["big", "little"] = "big" if data.startswith(b"RIFX") else "little"
@@ -217,22 +244,14 @@ def _announced(data: bytes, frames: int) -> int:
     return frames * size // held if is_known and 0 < held < size else frames
 
 
-def _check_ogg(data: bytes, name: str) -> None:
-    """Refuse what libsndfile leaves out in silence: the rest of a chain, and the end of a cut file."""
-    at, begun, alive = 0, False, set[bytes]()
-    while data[at : at + 4] == b"OggS" and len(data) >= at + 27:
-        kind, serial, segments = data[at + 5], data[at + 14 : at + 18], data[at + 26]
-        if kind & 2:  # a stream's first page; those of one link stand together
-            if begun:
-                raise InvalidAudio(f"{name} is a chain of Ogg files; convert it first")
-            alive.add(serial)
-        else:
-            begun = True
-        at += 27 + segments + sum(data[at + 27 : at + 27 + segments])
-        if kind & 4 and at <= len(data):  # its last
-            alive.discard(serial)
-    if alive:
-        raise InvalidAudio(f"{name} is damaged: it ends before the last page of its stream")
+def _announced_by_aiff(data: bytes, frames: int) -> int:
+    at = 12
+    while at + 14 <= len(data):
+        if data.startswith(b"COMM", at):
+            return int.from_bytes(data[at + 10 : at + 14], "big")
+        size = int.from_bytes(data[at + 4 : at + 8], "big")
+        at += 8 + size + size % 2
+    return frames
 
 
 def _check_header(name: str, frames: int, rate: int, channels: int) -> None:

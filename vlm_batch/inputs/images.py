@@ -9,6 +9,7 @@ import re
 import stat
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from io import BytesIO
 from pathlib import Path
@@ -19,6 +20,7 @@ from PIL import Image, ImageFile, ImageOps
 
 from vlm_batch.checks import is_table
 from vlm_batch.errors import InvalidImage, InvalidVideo
+from vlm_batch.inputs import heif
 from vlm_batch.inputs.fetch import (
     Cancelled,
     Fetched,
@@ -36,7 +38,7 @@ DEFAULT_MAX_PIXELS: int = Image.MAX_IMAGE_PIXELS or 89_478_485
 #: The longest side of a picture, in pixels: JPEG's own limit. Longer ones cost minutes to resize whatever their area.
 MAX_SIDE = 65_535
 #: Pillow's readers in use. None starts another program (as EPS starts Ghostscript), and all were tested with damaged files.
-#: HEIF needs a registered plugin, AVIF a Pillow that was built with it.
+#: HEIF needs pillow-heif (``heif.register``), AVIF a Pillow that was built with it.
 FORMATS = (
     "PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "DIB", "TIFF", "ICO", "PPM", "TGA", "PCX", "QOI", "JPEG2000", "AVIF", "HEIF"
 )  # fmt: skip
@@ -52,9 +54,18 @@ _NO_PICTURES = (
     (rb"\s*<(?:!doctype html|html|head|body)", "a web page; give the address of the picture itself"),
     (rb".{4}ftyp(?:isom|mp4|M4V|qt|avc)|\x1aE\xdf\xa3", "a video; it goes where videos go"),
     (rb"PK\x03\x04|\x1f\x8b", "an archive; unpack it first"),
+    (rb".{4}ftyp(?:hei|hev|mif1|msf1)", "a HEIC picture that is damaged"),
+    (rb".{4}ftypavi", "an AVIF picture that is damaged, or this Pillow reads none: pip install --upgrade pillow"),
+    (rb"\0\0\0\x0cJXL |\xff\x0a", "a JPEG XL picture, which is not read here; save it as PNG first"),
+    (rb"8BPS", "a Photoshop file, which is not read here; save it as PNG first"),
+    (rb"%!PS|\xc5\xd0\xd3\xc6", "PostScript, which is not read here; save it as PNG first"),
 )
 #: First bytes of an ICO file.
 ICON = b"\x00\x00\x01\x00"
+#: TIFF's tag NewSubfileType, and its bits for a reduced copy and for a mask of another picture of the file.
+_TIFF_KIND, _TIFF_NO_PAGE = 254, 0b101
+#: Frames of a TIFF that are looked at for a second page.
+_MAX_PREVIEWS = 64
 _LIMIT_LOCK = threading.Lock()
 
 
@@ -80,11 +91,15 @@ def load_image(
         raise InvalidImage(f"{name} has no pixels ({width} x {height})")
     check_size(name, width, height, max_pixels)
     try:
-        image.load()
         if image is source:
+            image.load()
             return _to_rgb(ImageOps.exif_transpose(image))
+        _check_pages(image, name)
+        image.load()
         ImageOps.exif_transpose(image, in_place=True)  # a copy less of what may be a quarter of a gigabyte
         return _to_rgb(image)
+    except InvalidImage:
+        raise
     except Exception as error:  # Pillow's decoders raise OSError, SyntaxError, ValueError, struct.error, ...
         raise InvalidImage(f"{name} cannot be decoded: {_said(error)}") from error
 
@@ -128,7 +143,7 @@ def size_of_file(path: str) -> tuple[int, int] | None:
                 file.seek(0)
                 return max(_icon_sizes(file.read()), key=math.prod)
             file.seek(0)
-            with _opened(file) as image:
+            with opened(file) as image:
                 return image.size
     except Exception:  # as reading it will say
         return None
@@ -204,7 +219,8 @@ def _file_bytes(image: ImageFile.ImageFile) -> bytes | None:
     """Return an undecoded picture's file, unless rereads could differ."""
     if image.fp is None:
         raise InvalidImage("the picture was closed before it was decoded")
-    if image.tell() != 0:
+    is_of_pages = image.format == "TIFF" and getattr(image, "n_frames", 1) > 1  # of which the caller has opened one
+    if image.tell() != 0 or is_of_pages:
         return None
     position = image.fp.tell()
     try:
@@ -212,7 +228,7 @@ def _file_bytes(image: ImageFile.ImageFile) -> bytes | None:
         data = image.fp.read()
     finally:
         image.fp.seek(position)
-    with _opened(BytesIO(data)) as again:
+    with opened(BytesIO(data)) as again:
         return data if (again.size, again.mode) == (image.size, image.mode) else None
 
 
@@ -227,7 +243,7 @@ def count_pixels(source: ImageInput) -> int:
             data = source if isinstance(source, bytes) else source.data
             if data.startswith(ICON):
                 return max(width * height for width, height in _icon_sizes(data))
-            with _opened(BytesIO(data)) as image:
+            with opened(BytesIO(data)) as image:
                 width, height = image.size
         else:
             return 0
@@ -261,34 +277,69 @@ def _open(source: Any, max_pixels: int | None, policy: FetchPolicy, cancelled: C
         for width, height in _icon_sizes(data):
             check_size(name, width, height, max_pixels)
     try:
-        return _opened(file)
+        return opened(file)
     except Image.UnidentifiedImageError as error:
-        if file.getvalue()[4:12] in (b"ftypheic", b"ftypheix", b"ftypmif1"):
-            raise InvalidImage(
-                f"{name} is a HEIC picture, which is not read here",
-                advice="; Pillow does with pillow-heif: `pip install pillow-heif`, then `pillow_heif.register_heif_opener()`",
-            ) from error
+        if heif.is_heif(data) and not heif.is_readable():
+            raise InvalidImage(f"{name} is a HEIC picture, and pillow-heif is not installed: {heif.REMEDY}") from error
         what = (said for begin, said in _NO_PICTURES if re.match(begin, data[:1024], re.DOTALL | re.IGNORECASE))
         raise InvalidImage(f"{name} is {next(what, 'not a picture that Pillow can read')}") from error
     except Exception as error:
         raise InvalidImage(f"{name} cannot be opened: {_said(error)}") from error
 
 
-def _opened(source: Any) -> Image.Image:
+def opened(source: Any) -> Image.Image:
     """Read a picture's header, without Pillow's global limit."""
     with _LIMIT_LOCK:
         limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
         try:
             Image.init()
+            if heif.has_boxes(source.read(heif.HEAD)):
+                heif.register()
+            source.seek(0)
             # of the formats that are read, those that this Pillow has, with what plugins have registered since
             return Image.open(source, formats=[name for name in FORMATS if name in Image.OPEN])
         finally:
             Image.MAX_IMAGE_PIXELS = limit
 
 
+def page_numbers(image: Image.Image) -> list[int]:
+    """Return the frames of a TIFF that are pages, without previews and masks; of other pictures the first."""
+    pages = [0]
+    for number in range(1, getattr(image, "n_frames", 1) if image.format == "TIFF" else 1):
+        try:
+            is_page = _is_page(image, number)
+        except EOFError:
+            break
+        except Exception:  # a page of an unknown kind: it fails by itself, when it is read
+            is_page = True
+        pages += [number] if is_page else []
+    return pages
+
+
+def _is_page(image: Any, number: int) -> bool:
+    image.seek(number)
+    return not image.tag_v2.get(_TIFF_KIND, 0) & _TIFF_NO_PAGE
+
+
+def _check_pages(image: Image.Image, name: str) -> None:
+    """Refuse a TIFF of several pages, of which the first alone would be seen. Leave it at that page."""
+    if image.format != "TIFF":
+        return
+    with suppress(EOFError):
+        for number in range(1, _MAX_PREVIEWS):
+            if _is_page(image, number):
+                raise InvalidImage(
+                    f"{name} has several pages, and a picture is one of them",
+                    advice="; `vlm-batch run` asks about each, and PIL's image.seek(number) goes to one",
+                )
+    image.seek(0)
+
+
 def picture_suffixes() -> frozenset[str]:
+    """Return the suffixes of pictures that can be read here."""
     Image.init()
-    return frozenset(suffix for suffix, name in Image.EXTENSION.items() if name in FORMATS and name in Image.OPEN)
+    known = (suffix for suffix, name in Image.EXTENSION.items() if name in FORMATS and name in Image.OPEN)
+    return frozenset(known).union(heif.SUFFIXES if heif.is_readable() else ())
 
 
 def _said(error: BaseException) -> str:

@@ -89,7 +89,8 @@ class Limits:
         audio_seconds: Seconds of all recordings together.
         prompt_tokens: Positions of the prompt, pictures included; the model's context bounds it, too.
         min_pixels: Default of requests that name none.
-        max_pixels: Default of requests that name none, and the most that one may name.
+        max_pixels: Default of requests that name none, and the most that one may name. Above the model's own it changes
+            nothing, unless ``min_pixels`` is above that, too.
 
     Raises:
         ValueError: A bound is out of range.
@@ -347,9 +348,14 @@ class Preparer:
         if limits.max_pixels is not None and most > limits.max_pixels:
             raise InvalidImage(f"max_pixels is {most:,}; the batcher's is {limits.max_pixels:,}")
         least = next(value for value in (request.min_pixels, limits.min_pixels, own.least) if value is not None)
+        if (
+            least <= own.most
+        ):  # a least above the model's most asks for larger pictures; a most is a bound, and makes none larger
+            most = min(most, own.most)
         if request.min_pixels is not None and least > most:
             raise InvalidImage(f"min_pixels is {least:,}, above max_pixels, which is {most:,}")
-        return PixelBounds(min(least, most), most)
+        bounds = PixelBounds(min(least, most), most)
+        return None if bounds == own else bounds
 
     def _thinking(self, question: Question, request: Request) -> Thinking | None:
         """Return the thinking state after the prompt."""

@@ -1,4 +1,4 @@
-"""Sound tracks of mp4, mov, mkv, webm and avi files, decoded by PyAV."""
+"""Sound tracks of mp4, mov, mkv, webm and avi files, and raw AAC, decoded by PyAV."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ def container_of(data: bytes) -> str | None:
         return "mov"
     if data.startswith(b"\x1aE\xdf\xa3"):  # EBML: mkv and webm
         return "matroska"
+    if len(data) > 1 and data[0] == 0xFF and data[1] & 0xF6 == 0xF0:  # ADTS, whose layer is 0
+        return "aac"
     return "avi" if data.startswith(b"RIFF") and data[8:_HEAD] == b"AVI " else None
 
 
@@ -53,13 +55,15 @@ def opened_track(
         import av
     except ImportError as error:
         raise InvalidAudio(
-            f"{name} is a video or an mp4 file, and PyAV, which decodes the sound in those, is not installed",
+            f"{name} is a video, an mp4 or an aac file, and PyAV, which decodes the sound in those, is not installed",
             advice=': pip install "vlm-batch[sound]"',
         ) from error
     file: BinaryIO = BytesIO(source) if isinstance(source, bytes) else open(source, "rb")  # noqa: SIM115
     with file:
         if container == "avi":
             _check_size(file, name)
+        if container == "mov" and count_movies(file, cancelled) > 1:
+            raise InvalidAudio(f"{name} is several files joined, of which FFmpeg reads the first; convert it first")
         try:
             # a container that is named, behind a file of ours: FFmpeg follows no playlist and opens nothing else
             opened = av.open(file, format=container, metadata_errors="ignore")
@@ -69,9 +73,11 @@ def opened_track(
             if not opened.streams.audio:
                 raise InvalidAudio(f"{name} has no sound")
             stream = opened.streams.audio[0]
-            # an avi's counts the silence before it
-            own = float((stream.duration or 0) * stream.time_base) if container != "avi" else 0.0
-            frames = _frames(opened, stream, 0.0 if own else (opened.duration or 0) / 1e6, name, cancelled)
+            # an avi's counts the silence before it; raw AAC says nothing, and FFmpeg guesses
+            is_said = container not in ("avi", "aac")
+            own = float((stream.duration or 0) * stream.time_base) if is_said else 0.0
+            seconds = 0.0 if own or container == "aac" else (opened.duration or 0) / 1e6
+            frames = _frames(opened, stream, seconds, name, cancelled)
             first = next(frames, None)
             if first is None:
                 raise InvalidAudio(f"{name} has no samples")
@@ -80,6 +86,23 @@ def opened_track(
             announced = round(own * rate)
             check(name, announced, rate, channels)
             yield rate, announced, _samples(first, frames, name)
+
+
+def count_movies(file: BinaryIO, cancelled: Cancelled) -> int:
+    """Count the boxes of an MP4 or QuickTime file that say what it holds: two where two files were joined."""
+    at, count = 0, 0
+    while len(head := file.read(16)) >= 8:
+        cancelled.check()
+        size = int.from_bytes(head[:4], "big")
+        if size == 1:  # it follows the name, in eight bytes
+            size = int.from_bytes(head[8:], "big")
+        count += head[4:8] == b"moov"
+        if size < 8:  # the last box, or damage
+            break
+        at += size
+        file.seek(at)
+    file.seek(0)
+    return count
 
 
 def _check_size(file: BinaryIO, name: str) -> None:

@@ -16,8 +16,10 @@ import numpy as np
 from PIL import Image
 
 from vlm_batch.assets import VIDEO_SUFFIXES
+from vlm_batch.inputs import heif
 from vlm_batch.inputs.chats import says_media
-from vlm_batch.jobs.files import HEIC_SUFFIXES, is_url, kind_of, picture_suffixes, prepare_for
+from vlm_batch.inputs.images import picture_suffixes
+from vlm_batch.jobs.files import is_url, kind_of
 from vlm_batch.jobs.rows import InvalidJob, Row
 from vlm_batch.types import Audio, ImageInput, Video
 
@@ -42,8 +44,8 @@ OTHER_WORDS = {
 FACTS = re.compile(r"(?:^|[_ -])(?:ids?|size|width|height|count|num|hash|date|type|format|quality)(?:$|[_ -])", re.I)
 #: First bytes of picture files.
 MAGIC = re.compile(rb"\x89PNG|\xff\xd8\xff|GIF8|BM.{4}\0\0\0\0|II\*\0|MM\0\*|RIFF.{4}WEBP|.{4}ftyp", re.DOTALL)
-#: The same in base64 (PNG, JPEG, GIF, WebP, TIFF); no path begins so.
-BASE64 = re.compile(r"(?:iVBORw0KGgo|/9j/[24]|R0lGOD|UklGR|SUkqA|TU0AK)[A-Za-z0-9+/\s]{64,}={0,2}\s*")
+#: The same in base64 (PNG, JPEG, GIF, WebP, TIFF, HEIC and AVIF); no path begins so.
+BASE64 = re.compile(r"(?:iVBORw0KGgo|/9j/[24]|R0lGOD|UklGR|SUkqA|TU0AK|AAAA.GZ0eXB[hmo])[A-Za-z0-9+/\s]{64,}={0,2}\s*")
 #: Names of tables in messages to users of Python functions, who have no command line options.
 PYTHON_TABLES = THE_TABLE, THE_DATASET = "the table", "the dataset"
 #: The longest text that may be a path or a URL.
@@ -204,7 +206,7 @@ def names_media(value: Any, folder: str) -> bool:
 
 @cache
 def _media_suffixes() -> frozenset[str]:
-    return picture_suffixes().union(VIDEO_SUFFIXES, HEIC_SUFFIXES)
+    return picture_suffixes().union(VIDEO_SUFFIXES, heif.SUFFIXES)
 
 
 def row_of_cells(cells: Mapping[str, Any], columns: Columns, *, place: str, folder: str) -> Row:
@@ -282,9 +284,7 @@ def _of_text(value: str, folder: str) -> ImageInput:
         except ValueError as error:
             raise InvalidJob(f"a picture in base64 of {len(value):,} characters is cut or damaged: {error}") from error
     path = located(value, folder)
-    path = path if os.path.exists(path) or is_url(path) else located(value.strip(), folder)
-    prepare_for(path)
-    return path
+    return path if os.path.exists(path) or is_url(path) else located(value.strip(), folder)
 
 
 def located(path: str, folder: str) -> str:

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import glob
 import os
-import sys
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 
 from PIL import Image
 
 from vlm_batch.assets import AUDIO_SUFFIXES, VIDEO_SUFFIXES
-from vlm_batch.inputs import images
+from vlm_batch.inputs import heif
 from vlm_batch.jobs.rows import InvalidJob, count_of
 
-HEIC_SUFFIXES = (".heic", ".heif", ".hif")
 #: Files that are skipped when a pattern names them among pictures.
 TEXT_SUFFIXES = (".txt", ".caption", ".md", ".log", ".html", ".xml", ".yaml", ".yml", ".json")
 ARCHIVE_SUFFIXES = (".zip", ".7z", ".rar", ".gz", ".zst")
@@ -100,7 +96,7 @@ def _hint(suffix: str) -> str:
         ((".txt",), "a list of paths is read from standard input: run - < FILE"),
         (ARCHIVE_SUFFIXES, "to be unpacked first"),
         (OFFICE_SUFFIXES, "to be saved as PDF or CSV first"),
-        (HEIC_SUFFIXES, "pip install 'vlm-batch[heic]' reads them"),
+        (heif.SUFFIXES, f"{heif.REMEDY} reads them"),
     )
     if suffix in Image.EXTENSION:  # pictures of another kind than those of FORMATS
         hints += (((suffix,), f"{Image.EXTENSION[suffix]} is not read here: to be saved as PNG first"),)
@@ -125,20 +121,6 @@ def check_there(arguments: Sequence[str]) -> None:
     if folders or (missing and len(missing) == len(arguments)):
         first = (folders or missing)[0]
         raise InvalidJob(f"nothing matches {first}" if glob.has_magic(first) else f"{first} does not exist")
-
-
-def picture_suffixes() -> frozenset[str]:
-    with_heif = "pillow_heif" in sys.modules or find_spec("pillow_heif")
-    return images.picture_suffixes().union(HEIC_SUFFIXES if with_heif else ())
-
-
-def prepare_for(path: str) -> None:
-    """Register pillow-heif for HEIC pictures."""
-    if path.lower().endswith(HEIC_SUFFIXES):
-        with contextlib.suppress(ImportError):
-            import pillow_heif
-
-            pillow_heif.register_heif_opener()
 
 
 def is_url(path: str) -> bool:

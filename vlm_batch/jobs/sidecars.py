@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from vlm_batch.assets import AUDIO_SUFFIXES, VIDEO_SUFFIXES
+from vlm_batch.inputs.images import picture_suffixes
 from vlm_batch.jobs import journal
-from vlm_batch.jobs.files import picture_suffixes
 from vlm_batch.jobs.lines import Record, replace_file
 from vlm_batch.jobs.rows import Ids, InvalidJob
 from vlm_batch.jobs.sinks import Sink

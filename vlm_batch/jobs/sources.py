@@ -16,7 +16,15 @@ from typing import Any
 from vlm_batch.assets import AUDIO_SUFFIXES, VIDEO_SUFFIXES
 from vlm_batch.checks import parse_json
 from vlm_batch.errors import InvalidImage
-from vlm_batch.inputs.images import DEFAULT_MAX_PIXELS
+from vlm_batch.inputs.documents import (
+    DEFAULT_DPI,
+    NEEDS_PDFIUM,
+    TIFF_SUFFIXES,
+    count_pages,
+    has_pdfium,
+    load_page,
+)
+from vlm_batch.inputs.images import picture_suffixes
 from vlm_batch.jobs.arrow import HuggingFace, Parquet, datasets_in, is_dataset
 from vlm_batch.jobs.cells import Columns
 from vlm_batch.jobs.files import (
@@ -25,8 +33,6 @@ from vlm_batch.jobs.files import (
     expanded,
     is_url,
     kind_of,
-    picture_suffixes,
-    prepare_for,
 )
 from vlm_batch.jobs.rows import InvalidJob, Row, Source, SourceFile, name_of
 from vlm_batch.jobs.tables import Delimited, JsonLines
@@ -39,10 +45,8 @@ LINES, DELIMITED, PARQUET, PDF, TAR = (
     (".pdf",),
     (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz"),
 )
-DEFAULT_DPI = 150
 #: Columns of files, which prompts may name.
 FILE_COLUMNS = ("path", "name", "stem", "folder")
-POINTS_PER_INCH = 72
 #: Largest archive member that is read as text.
 MAX_TEXT_BYTES = 1 << 20
 
@@ -160,7 +164,6 @@ class Files(Source):
 
     def rows(self) -> Iterator[Row]:
         for path in self.paths:
-            prepare_for(path)
             columns = file_columns(path)
             kind = kind_of(path)
             if kind == "video":
@@ -168,9 +171,19 @@ class Files(Source):
                 yield Row(id=path, videos=(clip,), columns=columns)
             elif kind == "audio":
                 yield Row(id=path, audios=(Audio(path),), columns=columns)
+            elif (count := _count_tiff_pages(path)) > 1:
+                yield from _pages(path, count)
             else:
                 row_id = name_of(path) if path.startswith("data:") else path
                 yield Row(id=row_id, images=(path,), columns=columns)
+
+
+def _count_tiff_pages(path: str) -> int:
+    if not path.lower().endswith(TIFF_SUFFIXES) or not os.path.isfile(path):  # no URL, and no pipe to wait at
+        return 1
+    with contextlib.suppress(InvalidImage):  # whoever decodes it will say what is wrong
+        return count_pages(path)
+    return 1
 
 
 def read_standard_input(reading: Reading) -> Source:
@@ -210,19 +223,22 @@ class Pdf(SourceFile):
     numbered = True
 
     def rows(self) -> Iterator[Row]:
+        if not has_pdfium():
+            raise InvalidJob(NEEDS_PDFIUM)
         try:
-            with contextlib.closing(_pdfium().PdfDocument(self.path)) as document:
-                count = len(document)
-        except InvalidJob:
-            raise
-        except Exception as error:  # damaged, encrypted, missing: the library has errors of its own
-            yield Row(id=self.path, error=f"{self.path} cannot be read as a PDF: {error}")
+            count = count_pages(self.path)
+        except InvalidImage as error:
+            yield Row(id=self.path, error=str(error))
             return
-        for number in range(count):
-            page = f"{self.path}#{number + 1}"
-            columns = {**file_columns(self.path), "page": number + 1, "pages": count}
-            load = partial(render_page, self.path, number, self.dpi, self.longest)
-            yield Row(id=page, images=(page,), columns=columns, load=load)
+        yield from _pages(self.path, count, self.dpi, self.longest)
+
+
+def _pages(path: str, count: int, dpi: int = DEFAULT_DPI, longest: int | None = None) -> Iterator[Row]:
+    for number in range(count):
+        page = f"{path}#{number + 1}"
+        columns = {**file_columns(path), "page": number + 1, "pages": count}
+        load = partial(render_page, path, number, dpi, longest)
+        yield Row(id=page, images=(page,), columns=columns, load=load)
 
 
 def file_columns(path: str) -> Mapping[str, Any]:
@@ -231,26 +247,7 @@ def file_columns(path: str) -> Mapping[str, Any]:
 
 
 def render_page(path: str, number: int, dpi: int, longest: int | None = None) -> tuple[ImageInput, ...]:
-    try:
-        with contextlib.closing(_pdfium().PdfDocument(path)) as document:
-            page = document[number]
-            scale = dpi / POINTS_PER_INCH if longest is None else longest / max(page.get_size())
-            width, height = (round(side * scale) for side in page.get_size())
-            if width * height > DEFAULT_MAX_PIXELS:
-                raise InvalidImage(
-                    f"it would have {width} x {height} pixels at {dpi} dots an inch; --dpi makes it smaller"
-                )
-            return (page.render(scale=scale).to_pil().convert("RGB"),)
-    except Exception as error:
-        raise InvalidImage(f"{path}#{number + 1} cannot be rendered: {error}") from error
-
-
-def _pdfium() -> Any:
-    try:
-        import pypdfium2
-    except ImportError as error:
-        raise InvalidJob("PDF files need pypdfium2: pip install 'vlm-batch[pdf]'") from error
-    return pypdfium2
+    return (load_page(path, number, dpi, longest),)
 
 
 @dataclass(frozen=True)

@@ -166,10 +166,13 @@ function addFiles(files) {
   find("problem").textContent = refused.join("; ");
 }
 
+/** Names of pictures to which browsers give no type; the server goes by what they hold. */
+const PICTURE = /\.(hei[cf]|hif|avif|jp2|j2k|jfif|tiff?|qoi|tga|pcx|p[bgnp]m)$/i;
+
 /** Why a file is no picture that can be asked about; "" for one that may be. */
 function whyNot(file) {
   if (file.type === "image/svg+xml" || /\.svgz?$/i.test(file.name)) return "is an SVG drawing: save it as PNG first";
-  if (!file.type.startsWith("image/")) return "is not a picture";
+  if (!file.type.startsWith("image/") && !PICTURE.test(file.name)) return "is not a picture";
   return file.size ? "" : "is empty";
 }
 
@@ -201,6 +204,7 @@ function image(picture) {
   const shown = document.createElement("img");
   shown.src = picture.url;
   shown.alt = picture.name;
+  shown.onerror = () => shown.replaceWith(element("span", `${picture.name} (no preview in this browser)`, "unseen"));
   return shown;
 }
 
