@@ -28,6 +28,7 @@ from transformers import CONFIG_MAPPING, AutoProcessor, ProcessorMixin
 
 from vlm_batch.errors import UnsupportedModel
 from vlm_batch.inputs.processors import with_stops
+from vlm_batch.loading.quantised import check_decoded
 from vlm_batch.models import package_of, spec_for
 from vlm_batch.models._derived import decoder_config, readable
 from vlm_batch.models._fitting import fit
@@ -75,6 +76,7 @@ def read_model(path: Path, *, in_float32: bool, **options: Any) -> nn.Module:
             parameters = dict(tree_flatten(model.parameters()))
             unused = {name: value for name, value in parameters.items() if name.startswith(tensors.unused)}
             loaded |= {name: mx.zeros(value.shape) for name, value in unused.items()}
+        check_decoded(loaded, written)
         if in_float32:
             loaded = widened(loaded, config.get("quantization") or {})
         # mlx-vlm's convert leaves "quantization" in the configuration of dequantised weights.

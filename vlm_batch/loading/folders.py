@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -73,7 +73,7 @@ class FolderFacts:
     faults: tuple[str, ...]
     missing_files: tuple[str, ...] = ()
     missing_tensors: tuple[str, ...] = ()
-    recommended: RecommendedSampling = RecommendedSampling()
+    recommended: RecommendedSampling = field(default_factory=RecommendedSampling)
 
 
 def folder_facts(folder: str | Path) -> FolderFacts:
@@ -87,6 +87,13 @@ def folder_facts(folder: str | Path) -> FolderFacts:
         missing_tensors=tuple(found.missing_tensors),
         recommended=recommended_sampling(found.json_of("generation_config.json")),
     )
+
+
+def check_config(folder: Path) -> None:
+    """Raise UnsupportedModel if a folder has no config.json that can be read, with what it is instead."""
+    found = _Folder(folder)
+    if not found.config:
+        raise UnsupportedModel(f"{folder}: {next(found.faults())}")
 
 
 def check_folder(folder: Path) -> None:
@@ -174,6 +181,7 @@ class _Folder:
         broken = list(self._broken_files())
         yield from broken
         if not self.config:
+            yield "config.json says nothing"
             return
         if fault := quantisation_fault(self.config, self.tensors):
             yield fault
@@ -185,6 +193,8 @@ class _Folder:
             yield from self._tokenizer_faults()
 
     def _without_config(self) -> str:
+        if self.path.is_file():
+            return "it is a file. Give the folder that it is in, with config.json and the tokenizer"
         adapter = self.json_of("adapter_config.json")
         if adapter:
             base = adapter.get("base_model_name_or_path") or "its base model"
@@ -205,7 +215,7 @@ class _Folder:
             )
         if (self.path / "model_index.json").exists():
             return "it is a pipeline of diffusers, which makes pictures, not text: there is no config.json"
-        files = sorted(path.name for path in self.path.iterdir()) if self.path.is_dir() else []
+        files = sorted(path.name for path in self.path.iterdir())
         there = f"its files are {_listed(files)}" if files else "it is empty"
         return f"there is no config.json; {there}. The download has not ended, or it is another folder"
 
