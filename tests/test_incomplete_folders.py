@@ -209,7 +209,7 @@ def test_an_index_of_another_layout_is_passed_over(folder: Path) -> None:
 
 
 def test_a_file_is_no_folder() -> None:
-    with pytest.raises(UnsupportedModel, match="it is a file. Give the folder that it is in"):
+    with pytest.raises(UnsupportedModel, match=r"it is a file\. Give the folder that it is in"):
         VLMBatcher(CHECKPOINT / "model.safetensors")
 
 
