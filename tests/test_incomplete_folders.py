@@ -16,7 +16,6 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-import transformers
 from transformers.utils.quantization_config import QuantizationMethod
 
 from vlm_batch import UnsupportedModel, VLMBatcher
@@ -25,7 +24,6 @@ from vlm_batch.cli import main as cli
 from vlm_batch.loading import load_model
 from vlm_batch.loading.folders import folder_facts
 from vlm_batch.loading.quantised import UNREAD_METHODS, quantisation_fault
-from vlm_batch.loading.recommended import read_recommended, recommended_sampling
 from vlm_batch.loading.unread import unread_settings
 from vlm_batch.models import not_known
 from vlm_batch.models._layouts import ARCHITECTURES, corrected
@@ -360,49 +358,3 @@ def test_settings_that_nobody_reads_are_listed(folder: Path) -> None:
     assert found["vision_config.another"].value == [1, 2]
     assert not found["a_new_setting"].read_by_transformers
     assert not {"rms_norm_eps", "num_hidden_layers", "vision_config.depth", "image_token_id"} & found.keys()
-
-
-# Recommended sampling
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("written", "params"),
-    [
-        ({}, {}),
-        ({"temperature": 0.6, "top_p": 0.9}, {}),  # transformers samples with do_sample alone
-        ({"do_sample": False, "temperature": 0.6}, {}),
-        ({"do_sample": True}, {"temperature": 1.0, "top_k": 50}),
-        (
-            {"do_sample": True, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.0, "temperature": 0.7},
-            {"temperature": 0.7, "top_k": 20, "top_p": 0.8},
-        ),
-        ({"do_sample": True, "top_k": 0, "temperature": 0.1}, {"temperature": 0.1}),
-        ({"repetition_penalty": 1.05}, {"repetition_penalty": 1.05, "repetition_context_size": 2**31 - 1}),
-    ],
-)
-def test_what_a_publisher_recommends(written: dict[str, Any], params: dict[str, Any]) -> None:
-    """As transformers fills in what generation_config.json leaves out."""
-    assert dict(recommended_sampling(written).params) == params
-    theirs = transformers.GenerationConfig(**written)
-    defaults = theirs._get_default_generation_params()
-    whole = defaults | {name: value for name, value in theirs.to_dict().items() if value is not None}
-    if whole["do_sample"]:
-        named = ("temperature", "top_k", "top_p")
-        ours = {"temperature": 0.0, "top_k": 0, "top_p": 1.0} | params
-        assert {name: ours[name] for name in named} == {name: whole[name] for name in named}
-
-
-def test_what_is_not_taken_is_said() -> None:
-    found = recommended_sampling(
-        {"num_beams": 3, "no_repeat_ngram_size": 3, "forced_bos_token_id": 0, "eos_token_id": 2}
-    )
-    assert dict(found.not_taken) == {"num_beams": 3, "no_repeat_ngram_size": 3, "forced_bos_token_id": 0}
-    assert str(found) == "greedy; not taken: forced_bos_token_id 0, no_repeat_ngram_size 3, num_beams 3"
-
-
-def test_a_file_out_of_range_recommends_nothing(tmp_path: Path) -> None:
-    (tmp_path / "generation_config.json").write_text(json.dumps({"do_sample": True, "temperature": -1}))
-    assert read_recommended(tmp_path).not_taken == {"temperature": -1, "top_k": 50}
-    (tmp_path / "generation_config.json").write_text("no json")
-    assert read_recommended(tmp_path).params == {}

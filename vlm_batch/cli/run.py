@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -298,11 +298,29 @@ def _sampling_params(args: argparse.Namespace) -> SamplingParams:
         *("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed"),
         *("thinking_budget", "regex", "choice"),
     )
+    said = {name: vars(args)[name] for name in names if vars(args)[name] is not None}
+    recommended = _recommended(args) if args.sampling == "recommended" else {}
     return SamplingParams(
-        **{name: vars(args)[name] for name in names},
+        **{**recommended, **said},
         stop=args.stop or (),
         json_schema=None if args.json_schema is None else _text_of(args.json_schema),
     )
+
+
+def _recommended(args: argparse.Namespace) -> Mapping[str, Any]:
+    """Return the sampling that the model's folder recommends, and say it."""
+    from vlm_batch.loading import find_checkpoint  # with MLX, which is needed now
+    from vlm_batch.loading.recommended import read_recommended
+
+    model = str(args.model or sample_model())
+    try:
+        found = read_recommended(
+            find_checkpoint(Path(model).expanduser() if Path(model).expanduser().exists() else model)
+        )
+    except FileNotFoundError as error:
+        raise UsageError(f"cannot load the model {model}: {error}") from error
+    print(f"vlm-batch: sampling as {model} recommends: {found}", file=sys.stderr)
+    return found.params
 
 
 def _text_of(file: str) -> str:

@@ -95,7 +95,7 @@ def _add_answers(app: FastAPI, service: Service, media: MediaReader) -> None:
         async def prepare(dialect: Dialect) -> Ask:
             size = entry.num_held
             messages = await media.read(await read(size, wire_messages, body), entry.hold)
-            ask: Ask = await read(size, chat_ask, body, messages, config, dialect.writer)
+            ask: Ask = await read(size, chat_ask, body, messages, config, dialect.writer, dialect.recommended)
             return ask
 
         return await _reply(ChatExchange(service, entry, prepare, priority=_priority(request)), body.stream, request)
@@ -107,7 +107,7 @@ def _add_answers(app: FastAPI, service: Service, media: MediaReader) -> None:
         entry, read = _entry(request), app.state.bodies.read
 
         async def prepare(dialect: Dialect) -> Ask:
-            ask: Ask = await read(entry.num_held, completion_ask, body, config)
+            ask: Ask = await read(entry.num_held, completion_ask, body, config, dialect.recommended)
             return ask
 
         return await _reply(TextExchange(service, entry, prepare, priority=_priority(request)), body.stream, request)

@@ -279,7 +279,7 @@ class Service:
 def _dialect(batcher: VLMBatcher, config: ServerConfig) -> Dialect:
     if config.enable_thinking and "enable_thinking" not in batcher.processing.template.reads:
         raise ValueError("--enable-thinking: this model's chat template does not read enable_thinking")
-    return Dialect(batcher.processing, config.tool_parser)
+    return Dialect(batcher.processing, config.tool_parser, batcher.recommended_sampling.params)
 
 
 async def _say_loading(model: str) -> None:
