@@ -758,9 +758,17 @@ def copied(folder: Path, **changes: Any) -> Path:
     return folder
 
 
-def test_an_unknown_model_type_names_the_known_families(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModel, match=r"'no_such_model' is not known; .*qwen2_vl"):
-        VLMBatcher(copied(tmp_path / "model", model_type="no_such_model"))
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        ("minicpmv", "the nearest are minicpmv4_6, minicpmv4_7, minicpmo"),
+        ("deepseek_ocr", "the nearest are deepseekocr, deepseekocr_2"),
+        ("no_such_model", "no other is spelled like it"),
+    ],
+)
+def test_an_unknown_model_type_names_the_nearest_first(written: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match=rf"'{written}' is not known; {said}"):
+        VLMBatcher(copied(tmp_path / "model", model_type=written))
 
 
 @pytest.mark.parametrize(

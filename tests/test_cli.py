@@ -548,7 +548,10 @@ def test_all_about_some_families(capsys: pytest.CaptureFixture[str]) -> None:
     assert "qwen2_vl" not in shown
 
 
-@pytest.mark.parametrize(("name", "why"), [("sam3", "boxes"), ("llama", "text only"), ("nothing", "no family")])
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [("sam3", "boxes"), ("llama", "text only"), ("nothing", "is not known"), ("glm4", "the nearest are glm4v")],
+)
 def test_a_family_that_is_not_batched_says_why(name: str, why: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["families", name]) == cli.USAGE
     assert why in capsys.readouterr().err

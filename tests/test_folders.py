@@ -605,6 +605,7 @@ def test_scaled_positions_are_handed_on() -> None:
 
 def test_scaled_positions_that_mlx_vlm_cannot_be_told_are_refused(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "ernie4_5_moe_vl", "ernie4_5_moe_vl")
+    write_tokenizer(folder, {})
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config["text_config"]["rope_parameters"] = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0}
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")

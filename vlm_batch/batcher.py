@@ -7,7 +7,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from vlm_batch.handle import Handle
 from vlm_batch.inputs.prepare import Limits
 from vlm_batch.inputs.processing import Processing
 from vlm_batch.loading import EngineOptions, find_checkpoint, load_engine, make_engine
+from vlm_batch.loading.recommended import RecommendedSampling, read_recommended
 from vlm_batch.many import RequestLike
 from vlm_batch.policy import check_policy, describe_policy, policy_of
 from vlm_batch.progress import progress_bar
@@ -123,8 +124,9 @@ class VLMBatcher:
         if isinstance(model, nn.Module):  # lazy arrays must be evaluated on the thread that made them
             made = make_engine(model, processor, options)
             engine, self._running = engine_loop.start(lambda look: made)
+            self._folder = vars(model).get("model_path")  # mlx-vlm's loader keeps it there
         else:
-            folder = find_checkpoint(model)  # on this thread, where Ctrl-C ends a download
+            folder = self._folder = find_checkpoint(model)  # on this thread, where Ctrl-C ends a download
             load = partial(load_engine, folder, options, dtype=dtype, trust_remote_code=trust_remote_code)
             engine, self._running = engine_loop.start(load)
         self._loop, self._preparer = engine.loop, engine.preparer
@@ -265,6 +267,12 @@ class VLMBatcher:
     def processing(self) -> Processing:
         """The model's processor, tokenizer and chat template."""
         return self._preparer.processing
+
+    @cached_property
+    def recommended_sampling(self) -> RecommendedSampling:
+        """What the publisher recommends in generation_config.json; nothing of it is taken unless a request says so:
+        ``params={**batcher.recommended_sampling.params, "max_tokens": 500}``."""
+        return RecommendedSampling() if self._folder is None else read_recommended(self._folder)
 
     @property
     def max_context(self) -> int | None:

@@ -85,13 +85,14 @@ def _drop_output() -> None:
 
 def list_families(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
     from vlm_batch.cli import facts
+    from vlm_batch.models import not_known
 
     known = facts.all_facts()
     by_name = {name: one for one in known for name in (*one.spec.model_types, one.spec.family)}
     for name in args.names:
         if name not in by_name:
-            why = facts.REFUSED.get(name) or facts.ONE_AT_A_TIME.get(name) or "no family or model type has this name"
-            raise UsageError(f"{name}: {why}; vlm-batch families lists them all")
+            why = facts.REFUSED.get(name) or facts.ONE_AT_A_TIME.get(name)
+            raise UsageError(f"{name}: {why}" if why else not_known(name))
     asked = {by_name[name].spec.family for name in args.names}
     chosen = tuple(one for one in known if not asked or one.spec.family in asked)
     if args.json:

@@ -102,18 +102,25 @@ def add_demo(parser: argparse.ArgumentParser) -> None:
 def _add_answering(parser: argparse.ArgumentParser) -> None:
     defaults = SamplingParams()
     sampling = parser.add_argument_group("sampling")
-    for option, kind, default, metavar, said in (
-        ("--max-tokens", int, defaults.max_tokens, "N", "longest answer (default: %(default)s)"),
-        ("--temperature", float, defaults.temperature, "T", "0 is greedy (default: %(default)s)"),
-        ("--top-p", float, defaults.top_p, "P", "1 is off (default: %(default)s)"),
-        ("--top-k", int, defaults.top_k, "K", "0 is off (default: %(default)s)"),
-        ("--min-p", float, defaults.min_p, "P", "0 is off (default: %(default)s)"),
-        ("--repetition-penalty", float, defaults.repetition_penalty, "P", "of words that come again; 1 is off"),
-        ("--no-repeat-ngram-size", int, defaults.no_repeat_ngram_size, "N", "no N tokens of an answer twice; 0 is off"),
-        ("--window-size", int, None, "N", "number of last tokens in which they are looked for (default: all)"),
-        ("--seed", int, defaults.seed, "N", "makes sampled answers reproducible, whatever the batch"),
+    sampling.add_argument(
+        "--sampling",
+        choices=("greedy", "recommended"),
+        default="greedy",
+        help="what the options below do not say: greedy, or as the model's generation_config.json recommends "
+        "(default: %(default)s)",
+    )
+    for option, kind, metavar, said in (
+        ("--max-tokens", int, "N", f"longest answer (default: {defaults.max_tokens})"),
+        ("--temperature", float, "T", f"0 is greedy (default: {defaults.temperature})"),
+        ("--top-p", float, "P", f"1 is off (default: {defaults.top_p})"),
+        ("--top-k", int, "K", f"0 is off (default: {defaults.top_k})"),
+        ("--min-p", float, "P", f"0 is off (default: {defaults.min_p})"),
+        ("--repetition-penalty", float, "P", "of words that come again; 1 is off"),
+        ("--no-repeat-ngram-size", int, "N", "no N tokens of an answer twice; 0 is off"),
+        ("--window-size", int, "N", "number of last tokens in which they are looked for (default: all)"),
+        ("--seed", int, "N", "makes sampled answers reproducible, whatever the batch"),
     ):
-        sampling.add_argument(option, type=kind, default=default, metavar=metavar, help=said)
+        sampling.add_argument(option, type=kind, metavar=metavar, help=said)
     sampling.add_argument(
         "--stop", action="append", metavar="TEXT", help="text that ends an answer; several may be given"
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -285,12 +285,30 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
 def _sampling_params(args: argparse.Namespace) -> SamplingParams:
     given = vars(args)  # each parameter that has an option of its name
     read = {"stop", "json_schema"}
-    names = [one.name for one in fields(SamplingParams) if one.name in given and one.name not in read]
+    names = [one.name for one in fields(SamplingParams) if given.get(one.name) is not None and one.name not in read]
+    said = {name: given[name] for name in names}
+    recommended = _recommended(args) if args.sampling == "recommended" else {}
     return SamplingParams(
-        **{name: given[name] for name in names},
+        **{**recommended, **said},
         stop=args.stop or (),
         json_schema=None if args.json_schema is None else text_of(args.json_schema),
     )
+
+
+def _recommended(args: argparse.Namespace) -> Mapping[str, Any]:
+    """Return the sampling that the model's folder recommends, and say it."""
+    from vlm_batch.loading import find_checkpoint  # with MLX, which is needed now
+    from vlm_batch.loading.recommended import read_recommended
+
+    model = str(args.model or sample_model())
+    try:
+        found = read_recommended(
+            find_checkpoint(Path(model).expanduser() if Path(model).expanduser().exists() else model)
+        )
+    except FileNotFoundError as error:
+        raise UsageError(f"cannot load the model {model}: {error}") from error
+    print(f"vlm-batch: sampling as {model} recommends: {found}", file=sys.stderr)
+    return found.params
 
 
 def text_of(file: str) -> str:

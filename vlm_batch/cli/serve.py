@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from vlm_batch.assets import sample_model
 from vlm_batch.cli.model import OpenBatcher, UsageError, add_model, add_speed, amount_of_bytes, at_least, said_options
-from vlm_batch.server.config import MEGABYTE, ServerConfig, read_keys
+from vlm_batch.server.config import MEGABYTE, SAMPLINGS, ServerConfig, read_keys
 
 if TYPE_CHECKING:
     from vlm_batch.batcher import VLMBatcher
@@ -95,6 +95,8 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
     _say(group, "--enable-thinking", "enable_thinking", "think unless a request says otherwise", action="store_true")
     plain = "read special tokens' spellings in chats as plain text (default: refuse such chats)"
     _say(group, "--escape-special-tokens", "escape_special_tokens", plain, action="store_true")
+    sampling = "what a request does not say: greedy, or as generation_config.json recommends (default: %(default)s)"
+    _say(group, "--sampling", "sampling", sampling, choices=SAMPLINGS)
     parser = "mlx_vlm.tools' parser (default: by chat template)"
     _say(group, "--tool-parser", "tool_parser", parser, metavar="NAME")
     shapes = "compute shapes that requests will bring while nobody asks (default: yes)"

@@ -16,11 +16,16 @@ import mlx.core as mx
 import numpy as np
 import transformers
 from mlx_vlm.utils import StoppingCriteria
+from tokenizers import Tokenizer
 from transformers import BatchEncoding, PreTrainedTokenizerBase
 from transformers.image_processing_utils import BaseImageProcessor
 
 from vlm_batch.arrays import arrays_of
 
+#: Steps of a tokenizer beside its vocabulary.
+_TOKENIZER_PARTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
+#: Attributes in which transformers keeps what it made a tokenizer of, and which nothing changes afterwards.
+_MADE_OF = ("_vocab", "_merges", "init_kwargs")
 #: Tokenizer options that mlx-vlm's processors pass to the image processor, too.
 OF_THE_TOKENIZER = frozenset({"padding", "padding_side", "add_special_tokens"})
 
@@ -123,15 +128,50 @@ def with_stops(processor: Any, detokenizer: Any, config: Any) -> Any:
 
 def evaluate_held(processor: Any) -> None:
     """Evaluate a processor's mlx arrays on their thread, as MLX requires."""
-    held = getattr(processor, "__dict__", {})
-    mx.eval(arrays_of([held, *(getattr(part, "__dict__", {}) for part in held.values())]))
+    held = _without_vocabulary(processor)
+    mx.eval(arrays_of([held, *map(_without_vocabulary, held.values())]))
+
+
+def _without_vocabulary(part: Any) -> dict[str, Any]:
+    """Return an object's attributes without a tokenizer's hundreds of thousands of words, among which is no array."""
+    return {name: value for name, value in getattr(part, "__dict__", {}).items() if name not in _MADE_OF}
 
 
 def copy_for_thread(part: Any) -> Any:
-    """Copy a processor or tokenizer without mlx-vlm's detokenizer, which cannot be copied (AttributeError)."""
-    owners = (part, getattr(part, "tokenizer", None))
-    hanging = [vars(owner).get("detokenizer") for owner in owners if owner is not None]
-    return copy.deepcopy(part, {id(one): None for one in hanging if one is not None})
+    """Copy a processor or tokenizer without mlx-vlm's detokenizer, which cannot be copied (AttributeError).
+
+    The copy has the original's vocabulary, which nothing changes: a copy of it is written as JSON and parsed again.
+    """
+    memo: dict[int, Any] = {}
+    for owner in (part, getattr(part, "tokenizer", None)):
+        held = vars(owner) if owner is not None else {}
+        if held.get("detokenizer") is not None:
+            memo[id(held["detokenizer"])] = None
+        backend = held.get("_tokenizer")
+        if isinstance(backend, Tokenizer) and (twin := _with_same_vocabulary(backend)) is not None:
+            memo[id(backend)] = twin
+        for name in _MADE_OF:
+            if isinstance(held.get(name), (dict, list)):
+                memo[id(held[name])] = held[name]
+    return copy.deepcopy(part, memo)
+
+
+def _with_same_vocabulary(backend: Tokenizer) -> Tokenizer | None:
+    """Return a tokenizer of its own settings over the same vocabulary; None if it would not be equal."""
+    twin = Tokenizer(backend.model)
+    for name in _TOKENIZER_PARTS:
+        if (one := getattr(backend, name)) is not None:
+            setattr(twin, name, one)
+    added = backend.get_added_tokens_decoder()
+    twin.add_tokens([added[at] for at in sorted(added)])
+    if backend.truncation is not None:
+        twin.enable_truncation(**backend.truncation)
+    if backend.padding is not None:
+        twin.enable_padding(**backend.padding)
+    twin.encode_special_tokens = backend.encode_special_tokens
+    # Tokens that were added with gaps between their ids would get others.
+    is_equal = twin.get_added_tokens_decoder().keys() == added.keys()
+    return twin if is_equal and twin.get_vocab_size() == backend.get_vocab_size() else None
 
 
 #: Levels of nested objects whose settings count.

@@ -13,6 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_vlm.utils import get_model_path, get_model_type
+from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
 
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.compiling import compile_products
@@ -31,7 +32,7 @@ from vlm_batch.engine.loop import EngineLoop, Look
 from vlm_batch.engine.port import AnswerText
 from vlm_batch.engine.reuse import Caches, Reuse
 from vlm_batch.engine.shapes import FreeShapes, Shapes
-from vlm_batch.errors import UnsupportedModel, shown
+from vlm_batch.errors import UnsupportedModel, is_out_of_memory, shown
 from vlm_batch.inputs.loaders import Loaders
 from vlm_batch.inputs.prepare import Limits, Preparer
 from vlm_batch.inputs.processing import Processing
@@ -39,7 +40,9 @@ from vlm_batch.inputs.processors import with_pillow
 from vlm_batch.inputs.recalled import with_picture_cache
 from vlm_batch.loading.checkpoints import read_config, read_model, read_processor
 from vlm_batch.loading.exactness import fixed_shapes
-from vlm_batch.models import families, package_of, spec_for
+from vlm_batch.loading.folders import check_config, check_folder, folder_facts, what_is_missing
+from vlm_batch.loading.quantised import INSTEAD, quantisation_of
+from vlm_batch.models import not_known, package_of, spec_for
 from vlm_batch.models._refused import ONE_AT_A_TIME, REFUSED
 from vlm_batch.policy import POLICIES, Policy, policy_of
 from vlm_batch.registry import ModelSpec
@@ -180,6 +183,8 @@ def _reuse(adapter: Adapter, options: EngineOptions, shapes: Shapes) -> Reuse:
     return Reuse(adapter, prefix, identity, budget, shapes, PictureStore(budget))
 
 
+#: Files with an image processor's settings.
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 #: Types of weights; ``auto`` is the checkpoint's own, or float32 on a CPU.
 DTYPES: dict[str, mx.Dtype | None] = {
     "auto": None,
@@ -210,21 +215,27 @@ def load_model(
     on_cpu = mx.default_device().type == mx.DeviceType.cpu
     wanted = mx.float32 if dtype == "auto" and on_cpu else DTYPES[dtype]
     path = find_checkpoint(path_or_id)
+    check_config(path)
     model_type = get_model_type(read_config(path))
     check_model_type(model_type)
     package_of(model_type)  # raises its own error for another package's code
+    check_folder(path)
     try:
         model = read_model(
             path, in_float32=on_cpu and wanted is not None and wanted == mx.float32, trust_remote_code=trust_remote_code
         )
-    except (AttributeError, KeyError, TypeError, ValueError) as error:  # a missing or wrong entry
-        said = " ".join(str(error).split())[:300]  # mlx lists every weight that does not fit
-        raise UnsupportedModel(f"{path}: {_misfit(model_type, said)}: {type(error).__name__}: {said}") from error
+    except UnsupportedModel as error:
+        raise UnsupportedModel(f"{path}: {error}") from error
+    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:  # a missing or wrong entry
+        if is_out_of_memory(error):
+            raise
+        raise UnsupportedModel(f"{path}: {_misfit(path, model_type, error)}") from error
     try:
         processor = read_processor(path, model, trust_remote_code=trust_remote_code)
     except Exception as error:  # anything that a tokenizer or processor may raise
         said = " ".join(str(error).split())[:300]
         raise UnsupportedModel(f"{path}: its processor cannot be read: {type(error).__name__}: {said}") from error
+    _warn_of_missing_processor(path, str(model_type))
     leave_on_disk(model)
     if wanted is not None:
         model.set_dtype(wanted)
@@ -233,14 +244,32 @@ def load_model(
     return model, processor
 
 
-def _misfit(model_type: str | None, said: str) -> str:
-    """Describe an unreadable folder by the loader's message."""
+def _misfit(path: Path, model_type: str | None, error: Exception) -> str:
+    """Describe a folder that could not be read, by its files and the loader's error."""
+    if missing := what_is_missing(path):
+        return missing
+    said = " ".join(str(error).split())[:300]  # mlx lists every weight that does not fit
+    reason = f"{type(error).__name__}: {said}"
+    if method := quantisation_of(folder_facts(path).config):
+        return (
+            f"its weights are quantised by {method.name}, in a form that mlx-vlm cannot read here ({reason}). {INSTEAD}"
+        )
     if not said.startswith(("Received ", "Missing ", "Expected shape ")):  # mlx.nn.Module.load_weights
-        return f"config.json does not describe a whole {model_type} model"
+        return f"config.json does not describe a whole {model_type} model: {reason}"
     return (
         f"its tensors are not those of the {model_type} model that mlx-vlm builds by its config.json: the folder is not whole, "
-        "or it has what mlx-vlm's class does not know"
+        f"or it has what mlx-vlm's class does not know: {reason}"
     )
+
+
+def _warn_of_missing_processor(path: Path, model_type: str) -> None:
+    """Warn where transformers would refuse a folder, and mlx-vlm takes the defaults of a class."""
+    if model_type in IMAGE_PROCESSOR_MAPPING_NAMES and not any((path / name).exists() for name in PROCESSOR_FILES):
+        message = (
+            f"{path} has neither {' nor '.join(PROCESSOR_FILES)}: pictures are scaled and normalised by the defaults of "
+            f"mlx-vlm's {model_type}, which may not be this model's"
+        )
+        warnings.warn(message, stacklevel=3)
 
 
 def _warn_of_narrow_kernels(model: nn.Module) -> None:
@@ -274,11 +303,11 @@ def find_checkpoint(path_or_id: str | Path) -> Path:
 def check_model_type(model_type: str | None) -> None:
     """Raise UnsupportedModel for a type that is refused or unknown."""
     if model_type is None:
-        raise UnsupportedModel(f"config.json names no model_type; the known families are {_known()}")
+        raise UnsupportedModel("config.json names no model_type, so it is not known whose model it is")
     check_refused(model_type)
     check_device(model_type)
     if spec_for(model_type) is None and find_spec(f"mlx_vlm.models.{model_type}") is None:
-        raise UnsupportedModel(f"model type {model_type!r} is not known; the known families are {_known()}")
+        raise UnsupportedModel(not_known(model_type))
 
 
 def check_refused(model_type: str) -> None:
@@ -349,17 +378,10 @@ def adapt(model: nn.Module, model_type: str | None = None, policy: Policy | None
             share_products(adapter, model)
         return adapter
     if not SingleRow.can_run(model):
-        raise UnsupportedModel(
-            f"model type {model_type!r} is not known, and it is no decoder that could be run one row at a time; "
-            f"the known families are {_known()}"
-        )
+        raise UnsupportedModel(f"{not_known(model_type)}. It is no decoder that could be run one row at a time, either")
     warnings.warn(
         f"model type {model_type!r} runs one request at a time, through mlx-vlm's own path: "
-        f"{ONE_AT_A_TIME.get(model_type, 'it has no verified adapter')}. The known families are {_known()}",
+        f"{ONE_AT_A_TIME.get(model_type, 'it has no verified adapter')}",
         stacklevel=3,
     )
     return SingleRow(model)
-
-
-def _known() -> str:
-    return ", ".join(spec.family for spec in families())

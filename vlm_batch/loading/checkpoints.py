@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 import json
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +17,7 @@ from contextlib import contextmanager
 from functools import cache, wraps
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -28,6 +29,7 @@ from transformers import CONFIG_MAPPING, AutoProcessor, ProcessorMixin
 
 from vlm_batch.errors import UnsupportedModel
 from vlm_batch.inputs.processors import with_stops
+from vlm_batch.loading.quantised import check_decoded
 from vlm_batch.models import package_of, spec_for
 from vlm_batch.models._derived import decoder_config, readable
 from vlm_batch.models._fitting import fit
@@ -43,6 +45,11 @@ PLAIN_ALONE = frozenset({"glm_ocr"})
 #: Up to so many weights in few bits are widened where a CPU computes in float32: MLX's products of few bits take seven times as
 #: long for the prompt of fixtures/reader.
 MOST_WIDENED = 64_000_000
+
+#: The decoder's place in tokenizer.json. Within a token's text, the quotation mark would have a backslash before it.
+_DECODER = re.compile(rb'(?<!\\)"decoder"\s*:\s*')
+#: Longest description of a decoder that is read.
+MOST_DECODER_BYTES = 65_536
 
 
 def read_config(path: Path, **options: Any) -> Config:
@@ -75,6 +82,7 @@ def read_model(path: Path, *, in_float32: bool, **options: Any) -> nn.Module:
             parameters = dict(tree_flatten(model.parameters()))
             unused = {name: value for name, value in parameters.items() if name.startswith(tensors.unused)}
             loaded |= {name: mx.zeros(value.shape) for name, value in unused.items()}
+        check_decoded(loaded, written)
         if in_float32:
             loaded = widened(loaded, config.get("quantization") or {})
         # mlx-vlm's convert leaves "quantization" in the configuration of dequantised weights.
@@ -111,11 +119,25 @@ def read_processor(path: Path, model: nn.Module, **options: Any) -> Any:
             processor = read(folder, **options)
         except Exception as error:
             raise processor_error(folder, config, **options) or error from error
-        processor = with_stops(processor, load_tokenizer(folder, return_tokenizer=False), model.config)
+        processor = with_stops(processor, detokenizer_of(folder), model.config)
     if images is not None and not _has_read(processor, type(images)):
         processor.image_processor = images
     PROCESSORS.get(str(get_model_type(config)), lambda *_: None)(processor, config)
     return processor
+
+
+def detokenizer_of(folder: Path) -> Callable[..., Any]:
+    """Return the class that mlx-vlm's ``load_tokenizer`` chooses, without parsing a vocabulary of tens of megabytes."""
+    path = folder / "tokenizer.json"
+    written = path.read_bytes() if path.exists() else b""
+    found = _DECODER.search(written)
+    if found is None:
+        return cast("Callable[..., Any]", load_tokenizer(folder, return_tokenizer=False))
+    part = written[found.end() : found.end() + MOST_DECODER_BYTES].decode("utf-8", "ignore")
+    with TemporaryDirectory(prefix="vlm_batch-") as name:
+        alone = {"decoder": json.JSONDecoder().raw_decode(part)[0]}
+        (Path(name) / path.name).write_text(json.dumps(alone), encoding="utf-8")
+        return cast("Callable[..., Any]", load_tokenizer(Path(name), return_tokenizer=False))
 
 
 def _has_read(processor: Any, kind: type) -> bool:

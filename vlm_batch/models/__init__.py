@@ -6,8 +6,10 @@ Other packages add families by ``register`` or the entry points ``vlm_batch.fami
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from collections.abc import Callable
+from difflib import SequenceMatcher
 from functools import cache
 from importlib import import_module, resources
 from importlib.metadata import entry_points
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 
 #: Group of entry points that name modules with families.
 ENTRY_POINTS = "vlm_batch.families"
+#: Least likeness (difflib's ratio) of two names of which one may be meant for the other.
+NEAR = 0.7
 #: The names that mlx-vlm's loader needs in the package of a model type.
 NEEDED = ("Model", "ModelConfig")
 
@@ -58,10 +62,32 @@ def adapter_for(model_type: str) -> type[Adapter]:
     """Return a model type's adapter class. Raises UnsupportedModel."""
     spec = spec_for(model_type)
     if spec is None or spec.adapter is None:
-        known = ", ".join(s.family for s in families())
-        raise UnsupportedModel(f"model type {model_type!r} is not known; the known families are {known}")
+        raise UnsupportedModel(not_known(model_type))
     found: type[Adapter] = spec.adapter
     return found
+
+
+def not_known(model_type: str) -> str:
+    """Say that a type is unknown, the nearest known ones first."""
+    near = near_types(model_type)
+    nearest = f"the nearest are {', '.join(near)}" if near else "no other is spelled like it"
+    return f"model type {model_type!r} is not known; {nearest}. vlm-batch families lists all {len(families())} families"
+
+
+def near_types(model_type: str, most: int = 5) -> list[str]:
+    """Return known model types and families that are spelled like ``model_type``, the nearest first."""
+    known = sorted({name for spec in families() for name in (*spec.model_types, spec.family)})
+    plain = {name: spelled for spelled, name in {_plain(name): name for name in known}.items()}  # one of each spelling
+    asked = _plain(model_type)
+    likeness = {name: SequenceMatcher(None, asked, spelled).ratio() for name, spelled in plain.items()}
+    # "minicpmv" is minicpmv4_6's beginning, and "minicpmv4_5" shares most of it.
+    begins = {name for name, spelled in plain.items() if spelled.startswith(asked) or asked.startswith(spelled)}
+    near = [name for name in plain if likeness[name] >= NEAR or name in begins]
+    return sorted(near, key=lambda name: (name not in begins, -likeness[name], name))[:most]
+
+
+def _plain(name: str) -> str:
+    return re.sub("[^a-z0-9]", "", name.lower())
 
 
 def package_of(model_type: str) -> ModuleType | None:

@@ -113,6 +113,12 @@ def as_granite_vision(config: Config) -> Config:
     return config | {"model_type": "granite_vision"} if config["text_config"].get("model_type") == "granite" else config
 
 
+def by_architecture(config: Config) -> Config:
+    """A model that is published under another's type, by its architecture."""
+    types = [ARCHITECTURES[name] for name in config["architectures"] if name in ARCHITECTURES]
+    return config | {"model_type": types[0]} if types else config
+
+
 def as_internvl_chat(config: Config) -> Config:
     """InternVL with Qwen 2: mlx-vlm's ``internvl`` always builds Qwen 3. Raises UnsupportedModel for other decoders."""
     kind, tower = config["text_config"].get("model_type", "qwen3"), dict(config.get("vision_config") or {})
@@ -342,6 +348,8 @@ def refuse_saved_by_transformers(config: Config) -> Config:
     )(config)
 
 
+#: Architectures whose published model_type is another family's -> mlx-vlm's type.
+ARCHITECTURES = {"DeepseekOCRForCausalLM": "deepseekocr", "DeepseekOCR2ForCausalLM": "deepseekocr_2"}
 #: transformers' model types that no class of mlx-vlm's can read -> reason.
 UNREADABLE = {
     "deepseek_ocr2": "mlx-vlm's DeepSeek-OCR-2 has its encoder's sizes written in (deepseekocr_2/config.py:76), and no "
@@ -382,6 +390,7 @@ RULES = (
     Rule(EVERY_TYPE, ends_of_decoder, needs="text_config", read_by="generation/configuration_utils.py of transformers"),
     Rule(EVERY_TYPE, tie_decoder_as_model, needs="tie_word_embeddings text_config", read_by=MODELING_UTILS),
     # Types that are another family's in mlx-vlm.
+    Rule("deepseek_vl_v2", by_architecture, needs="architectures", read_by="deepseekocr_2/config.py"),
     Rule("deepseek_vl", as_multi_modality, needs="text_config vision_config", read_by="multi_modality/config.py"),
     Rule("ernie4_5_vl_moe", as_ernie4_5_moe_vl, needs="text_config vision_config", read_by="ernie4_5_moe_vl/config.py"),
     Rule("got_ocr2", as_got, needs="text_config vision_config", read_by="got/config.py"),

@@ -150,6 +150,13 @@ class SettingsCheck:
                         found[whole_path] = value
         return found
 
+    def unread(self) -> dict[SettingPath, Any]:
+        """Return the settings that the model ignores, whether they matter or not, path -> value."""
+        written = dict(settings_of(self._config))
+        with without_warnings():
+            served = self._copied(list(written))
+            return {path: value for path, value in written.items() if path not in served and not self._is_served(path)}
+
     def _is_served(self, path: SettingPath) -> bool:
         """Whether another value changes an attribute that mlx-vlm's model reads."""
         if not self._is_computed(path):

@@ -59,8 +59,11 @@ class Delta:
 class Dialect:
     """A checkpoint's form of reasoning, tool calls and tokens."""
 
-    def __init__(self, processing: Processing, tool_parser: str | None = None) -> None:
+    def __init__(
+        self, processing: Processing, tool_parser: str | None = None, recommended: Mapping[str, Any] | None = None
+    ) -> None:
         self._processor = processing.processor
+        self.recommended = dict(recommended or {})  # sampling for requests that ask for it
         self._tokenizer = copy_for_thread(
             processing.tokenizer
         )  # a fast one serves one thread at a time; this is the loop's

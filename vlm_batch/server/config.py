@@ -11,6 +11,8 @@ from vlm_batch.errors import VLMBatchError
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8080
 MEGABYTE = 1 << 20
+#: Where what a request does not say of its sampling is taken from.
+GREEDY, RECOMMENDED = SAMPLINGS = ("greedy", "recommended")
 
 
 class InvalidConfig(VLMBatchError, ValueError):
@@ -59,6 +61,7 @@ class ServerConfig:
         shutdown_seconds: Seconds that streams have to end in when the server stops.
         enable_thinking: Default for requests.
         escape_special_tokens: Read special tokens in chats as plain text, instead of refusing them.
+        sampling: Defaults of what a request does not say: "greedy", or "recommended" by generation_config.json.
     """
 
     model: str
@@ -89,6 +92,7 @@ class ServerConfig:
     shutdown_seconds: float = 30.0
     enable_thinking: bool = False
     escape_special_tokens: bool = False
+    sampling: str = GREEDY
     tool_parser: str | None = None
 
     def __post_init__(self) -> None:
@@ -110,6 +114,8 @@ class ServerConfig:
         for name in ("max_videos", "max_audios", "shutdown_seconds", "port"):
             if vars(self)[name] < 0:
                 raise InvalidConfig(f"{name} is {vars(self)[name]}; it must be at least 0")
+        if self.sampling not in SAMPLINGS:
+            raise InvalidConfig(f"sampling is {self.sampling!r}; it must be one of {', '.join(SAMPLINGS)}")
         if self.idle_unload is not None and self.idle_unload <= 0:
             raise InvalidConfig(f"idle_unload is {self.idle_unload}; it must be above 0")
         if self.api_key is not None and not self.api_key.strip():

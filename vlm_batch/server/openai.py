@@ -6,11 +6,12 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from vlm_batch.errors import InvalidParameters, InvalidPrompt
 from vlm_batch.server.calls import CallWriter, CannotForce
-from vlm_batch.server.config import ServerConfig
+from vlm_batch.server.config import RECOMMENDED, ServerConfig
 from vlm_batch.server.errors import ApiError, refusal
 from vlm_batch.server.wire import (
     SAMPLING,
@@ -26,6 +27,8 @@ from vlm_batch.server.wire import (
 )
 from vlm_batch.types import FORMS, Request, SamplingParams, Template
 
+#: Sampling of a folder that recommends none.
+NOTHING_RECOMMENDED: Mapping[str, Any] = MappingProxyType({})
 #: Largest priority.
 MAX_PRIORITY = 100
 #: A token id as a JSON key.
@@ -93,8 +96,20 @@ class Ask:
         ]
 
 
-def chat_ask(body: ChatRequest, config: ServerConfig, writer: CallWriter | None = None) -> Ask:
-    """Return a chat's engine requests, whose media are still to be read. Raises ApiError."""
+def chat_ask(
+    body: ChatRequest,
+    config: ServerConfig,
+    writer: CallWriter | None = None,
+    recommended: Mapping[str, Any] = NOTHING_RECOMMENDED,
+) -> Ask:
+    """Return a chat's engine requests, whose media are still to be read. Raises ApiError.
+
+    Args:
+        body: The request.
+        config: The server's settings.
+        writer: Writes calls of tools, if the model's template has a form for them.
+        recommended: The folder's sampling, for requests that ask for it.
+    """
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
     if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
@@ -115,7 +130,7 @@ def chat_ask(body: ChatRequest, config: ServerConfig, writer: CallWriter | None 
         raise refusal(error) from error
     return Ask(
         prompts=({"messages": wire_messages(body)},),
-        params=_params(body, max_tokens, logprobs, config, grammar=_call_grammar(body, tools, writer)),
+        params=_params(body, max_tokens, logprobs, config, recommended, grammar=_call_grammar(body, tools, writer)),
         template=template,
         tools=tools,
         pixels=pixels,
@@ -140,13 +155,15 @@ def _no_tool(name: str | None, tools: Sequence[Mapping[str, Any]]) -> str:
     return f"tool_choice: there is no tool {name[:100]!r}; given: {given}"
 
 
-def completion_ask(body: CompletionRequest, config: ServerConfig) -> Ask:
+def completion_ask(
+    body: CompletionRequest, config: ServerConfig, recommended: Mapping[str, Any] = NOTHING_RECOMMENDED
+) -> Ask:
     prompts = _prompts(body.prompt)
     if len(prompts) > config.max_prompts:
         raise ApiError(400, f"{len(prompts)} prompts; at most {config.max_prompts} go into one request", param="prompt")
     return Ask(
         prompts=prompts,
-        params=_params(body, body.max_tokens, body.logprobs, config),
+        params=_params(body, body.max_tokens, body.logprobs, config, recommended),
         template=None,
         is_chat=False,
         **_shape(body),
@@ -217,12 +234,20 @@ def _call_grammar(body: ChatRequest, tools: Sequence[Mapping[str, Any]], writer:
 
 
 def _params(
-    body: Common, max_tokens: int | None, logprobs: int | None, config: ServerConfig, *, grammar: str | None = None
+    body: Common,
+    max_tokens: int | None,
+    logprobs: int | None,
+    config: ServerConfig,
+    recommended: Mapping[str, Any],
+    *,
+    grammar: str | None = None,
 ) -> SamplingParams:
     n = 1 if body.n is None else body.n
     if not 1 <= n <= config.max_choices:
         raise ApiError(400, f"n is {n}; it must be in 1..{config.max_choices}", param="n")
     given = {SAMPLING[name]: value for name, value in _asked(body, SAMPLING).items()}
+    if (body.sampling or config.sampling) == RECOMMENDED:
+        given = {**recommended, **given}
     if forms := _structured(body):
         if set(FORMS) & given.keys() or len(forms) > 1:
             raise ApiError(400, "structured_outputs: an answer has one form", param="structured_outputs")

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
-from vlm_batch.errors import BatcherClosed, InvalidRequest
+from vlm_batch.errors import BatcherClosed, InvalidRequest, VLMBatchError, describe
 from vlm_batch.inputs.fetch import Cancelled
 from vlm_batch.inputs.pool import Pool
 from vlm_batch.runtime.memory import release_memory
@@ -239,7 +239,9 @@ class Service:
                 raise
         except Exception as error:
             self.error = without_paths(f"{type(error).__name__}: {error}")
-            logger.exception("cannot load %s", self.config.model)
+            # A folder's fault is said in one line; anything else may be ours.
+            is_known = isinstance(error, (VLMBatchError, FileNotFoundError))
+            logger.error("cannot load %s: %s", self.config.model, describe(error), exc_info=not is_known)
             raise
         finally:
             saying.cancel()
@@ -276,7 +278,7 @@ class Service:
 def _dialect(batcher: VLMBatcher, config: ServerConfig) -> Dialect:
     if config.enable_thinking and "enable_thinking" not in batcher.processing.template.reads:
         raise ValueError("--enable-thinking: this model's chat template does not read enable_thinking")
-    return Dialect(batcher.processing, config.tool_parser)
+    return Dialect(batcher.processing, config.tool_parser, batcher.recommended_sampling.params)
 
 
 async def _say_loading(model: str) -> None:

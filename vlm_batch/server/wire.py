@@ -353,6 +353,7 @@ class Common(Wire):
     stream_options: StreamOptions | None = None
     max_tokens: NumTokens | None = None
     n: int | None = None
+    sampling: Literal["greedy", "recommended"] | None = None
     temperature: Number | None = None
     top_p: Number | None = None
     top_k: int | None = None

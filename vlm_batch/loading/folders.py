@@ -1,0 +1,334 @@
+"""What a checkpoint's folder holds, by its small files and the heads of its weights. No tensor is read.
+
+``folder_facts`` never raises for what a folder lacks: it lists the faults. ``check_folder`` raises the first.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from vlm_batch.errors import UnsupportedModel
+from vlm_batch.loading.quantised import quantisation_fault
+from vlm_batch.loading.recommended import RecommendedSampling, recommended_sampling
+
+#: First bytes of a file that Git LFS has not fetched.
+POINTER = b"version https://git-lfs.github.com/spec/"
+INDEX = "model.safetensors.index.json"
+#: Largest head of a safetensors file that is believed, as in the format's own reader.
+MOST_HEAD_BYTES = 100_000_000
+#: Any of these files holds a vocabulary.
+VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "tekken.json", "*.tiktoken", "*.model", "*.model.v*")
+#: Files that are read as JSON.
+JSON_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "vocab.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "chat_template.json",
+    INDEX,
+)
+
+
+@dataclass(frozen=True)
+class TensorHead:
+    """A tensor's type, as safetensors names it ("BF16"), and its shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class WeightsFile:
+    """A safetensors file by its head; ``fault`` says why it cannot be read, else None."""
+
+    path: Path
+    tensors: Mapping[str, TensorHead]
+    fault: str | None = None
+
+
+@dataclass(frozen=True)
+class FolderFacts:
+    """A folder's files.
+
+    Attributes:
+        folder: Where it is.
+        config: config.json as it is written; empty if it cannot be read.
+        faults: Why it cannot be loaded, a sentence each; empty if nothing is missing.
+        missing_files: Files of weights that the index names and the folder lacks.
+        missing_tensors: Tensors that the index names and no file has.
+        recommended: Sampling that the publisher recommends in generation_config.json.
+    """
+
+    folder: Path
+    config: Mapping[str, Any]
+    faults: tuple[str, ...]
+    missing_files: tuple[str, ...] = ()
+    missing_tensors: tuple[str, ...] = ()
+    recommended: RecommendedSampling = field(default_factory=RecommendedSampling)
+
+
+def folder_facts(folder: str | Path) -> FolderFacts:
+    """Return what a folder holds. Reads small files and the heads of weights."""
+    found = _Folder(Path(folder))
+    return FolderFacts(
+        folder=found.path,
+        config=found.config,
+        faults=tuple(found.faults()),
+        missing_files=tuple(found.missing_files),
+        missing_tensors=tuple(found.missing_tensors),
+        recommended=recommended_sampling(found.json_of("generation_config.json")),
+    )
+
+
+def check_config(folder: Path) -> None:
+    """Raise UnsupportedModel if a folder has no config.json that can be read, with what it is instead."""
+    found = _Folder(folder)
+    if not found.config:
+        raise UnsupportedModel(f"{folder}: {next(found.faults())}")
+
+
+def check_folder(folder: Path) -> None:
+    """Raise UnsupportedModel with what a folder lacks, or why its weights cannot be read."""
+    for fault in _Folder(folder).faults():
+        raise UnsupportedModel(f"{folder}: {fault}")
+
+
+def what_is_missing(folder: Path) -> str | None:
+    """Describe weights that the index names and the folder lacks; None if all are there."""
+    found = _Folder(folder)
+    if not found.missing_tensors:
+        return None
+    files = f"{_listed(found.missing_files)} {_are(found.missing_files)} missing" if found.missing_files else ""
+    count = f"{len(found.missing_tensors)} of {len(found.weight_map)} tensors that {INDEX} names are in no file"
+    first = f"the first is {found.missing_tensors[0]}"
+    return f"the folder is not whole: {f'{files}, so ' if files else ''}{count}; {first}. Download it again"
+
+
+class _Folder:
+    """A folder's files, each read once."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    # Small files
+    # -----------------------------------------------------------------------------------------------------------------
+
+    def json_of(self, name: str) -> dict[str, Any]:
+        """Return a file's object; empty if there is none, or it cannot be read."""
+        try:
+            found = json.loads((self.path / name).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        return self.json_of("config.json")
+
+    @cached_property
+    def weight_map(self) -> dict[str, str]:
+        """The index: tensor -> file."""
+        found = self.json_of(INDEX).get("weight_map")
+        return found if isinstance(found, dict) else {}
+
+    # Weights
+    # -----------------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def weights(self) -> list[WeightsFile]:
+        """The files of weights that mlx-vlm's loader reads."""
+        indexed = [self.path / name for name in sorted(set(self.weight_map.values()))]
+        paths = [path for path in indexed if path.exists() or path.is_symlink()]
+        if not paths:  # an index of another layout
+            paths = sorted(self.path.glob("*.safetensors"))
+            paths = [path for path in paths if not path.name.endswith("consolidated.safetensors")]
+        return [read_head(path) for path in paths]
+
+    @cached_property
+    def tensors(self) -> dict[str, TensorHead]:
+        return {name: head for file in self.weights for name, head in file.tensors.items()}
+
+    @cached_property
+    def missing_files(self) -> list[str]:
+        there = {file.path.name for file in self.weights}
+        named = sorted(set(self.weight_map.values()))
+        return [] if there.isdisjoint(named) else [name for name in named if name not in there]
+
+    @cached_property
+    def missing_tensors(self) -> list[str]:
+        there = {file.path.name for file in self.weights}
+        if there.isdisjoint(self.weight_map.values()):
+            return []
+        return [name for name in self.weight_map if name not in self.tensors]
+
+    # Faults
+    # -----------------------------------------------------------------------------------------------------------------
+
+    def faults(self) -> Iterator[str]:
+        """Yield why the folder cannot be loaded, the most telling first."""
+        if not (self.path / "config.json").exists():
+            yield self._without_config()
+            return
+        broken = list(self._broken_files())
+        yield from broken
+        if not self.config:
+            yield "config.json says nothing"
+            return
+        if fault := quantisation_fault(self.config, self.tensors):
+            yield fault
+            return
+        if not self.weights:
+            yield self._without_weights()
+        yield from (fault for file in self.weights if (fault := file.fault))
+        if not broken:
+            yield from self._tokenizer_faults()
+
+    def _without_config(self) -> str:
+        if self.path.is_file():
+            return "it is a file. Give the folder that it is in, with config.json and the tokenizer"
+        adapter = self.json_of("adapter_config.json")
+        if adapter:
+            base = adapter.get("base_model_name_or_path") or "its base model"
+            return (
+                f"it is a LoRA adapter for {base} and no model: there is no config.json. Merge it into its base "
+                "(peft: merge_and_unload, then save_pretrained), and give the merged folder"
+            )
+        inner = sorted(path.parent for path in self.path.glob("snapshots/*/config.json"))
+        if inner:
+            return f"it is a hub's cache, and the model is within it: give {inner[-1]}"
+        if list(self.path.glob("*.gguf")):
+            return (
+                "it holds GGUF files, which are llama.cpp's. Take the model's safetensors, or a folder of mlx-community"
+            )
+        if (self.path / "params.json").exists():
+            return (
+                "it has Mistral's own files (params.json) and no config.json. Take the folder in transformers' layout"
+            )
+        if (self.path / "model_index.json").exists():
+            return "it is a pipeline of diffusers, which makes pictures, not text: there is no config.json"
+        files = sorted(path.name for path in self.path.iterdir())
+        there = f"its files are {_listed(files)}" if files else "it is empty"
+        return f"there is no config.json; {there}. The download has not ended, or it is another folder"
+
+    def _broken_files(self) -> Iterator[str]:
+        for name in JSON_FILES:
+            path = self.path / name
+            if not path.exists():
+                if path.is_symlink():
+                    yield f"{name} is a link to nothing. Download it again"
+                continue
+            if said := _pointer(path):
+                yield said
+            elif fault := _json_fault(path, self._is_small(name)):
+                yield f"{name} is not whole: {fault}. Download it again"
+        for path in sorted(self.path.iterdir()):
+            if path.suffix in (".model", ".tiktoken", ".jinja", ".txt") and (said := _pointer(path)):
+                yield said
+
+    @staticmethod
+    def _is_small(name: str) -> bool:
+        """Whether a file is parsed here; a tokenizer's are read by its own parser, once."""
+        return name not in ("tokenizer.json", "vocab.json")
+
+    def _without_weights(self) -> str:
+        others = {
+            "*.bin": "PyTorch's (.bin)",
+            "*.pth": "PyTorch's (.pth)",
+            "*.pt": "PyTorch's (.pt)",
+            "*.gguf": "llama.cpp's (.gguf)",
+            "*.npz": "NumPy's (.npz)",
+            "consolidated*.safetensors": "in Mistral's own layout (consolidated.safetensors)",
+        }
+        found = [said for pattern, said in others.items() if any(self.path.glob(pattern))]
+        if found:
+            return (
+                f"it has no weights that can be read: those that are there are {found[0]}. Take a folder with "
+                "safetensors, or save it as such (transformers: from_pretrained, then save_pretrained)"
+            )
+        named = f" {INDEX} names {len(set(self.weight_map.values()))} of them." if self.weight_map else ""
+        return f"it has no weights: there is no *.safetensors.{named} Download it again"
+
+    def _tokenizer_faults(self) -> Iterator[str]:
+        there = [name for name in VOCABULARIES if any(self.path.glob(name))]
+        if not there:
+            yield (
+                "it has no tokenizer: there is no tokenizer.json, tokenizer.model, vocab.json with merges.txt, or "
+                "other file with a vocabulary. Download it again, or copy these files from the model that it was made of"
+            )
+        elif there == ["vocab.json"] and not (self.path / "merges.txt").exists():
+            yield "its tokenizer is not whole: there is vocab.json, and neither merges.txt nor tokenizer.json"
+
+
+def read_head(path: Path) -> WeightsFile:
+    """Read the head of a safetensors file, and compare its size with what the head says."""
+    if said := _pointer(path):
+        return WeightsFile(path, {}, said)
+    again = "Download it again"
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or not 0 < length <= min(size - 8, MOST_HEAD_BYTES):
+                return WeightsFile(path, {}, f"{path.name} is no whole safetensors file ({size:,} bytes). {again}")
+            head = json.loads(file.read(length))
+        entries = {name: entry for name, entry in head.items() if name != "__metadata__"}
+        tensors = {name: TensorHead(entry["dtype"], tuple(entry["shape"])) for name, entry in entries.items()}
+        end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+    except OSError as error:
+        return WeightsFile(path, {}, f"{path.name} cannot be read: {error.strerror or error}. {again}")
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+        return WeightsFile(path, {}, f"{path.name} is no whole safetensors file: its head cannot be read. {again}")
+    if size < 8 + length + end:
+        missing = 8 + length + end - size
+        return WeightsFile(path, tensors, f"{path.name} is cut off: {missing:,} of its bytes are missing. {again}")
+    return WeightsFile(path, tensors)
+
+
+def _pointer(path: Path) -> str | None:
+    """Return the fault of a file that Git LFS has not fetched."""
+    try:
+        with path.open("rb") as file:
+            start = file.read(1024)
+    except OSError:
+        return None
+    if not start.startswith(POINTER):
+        return None
+    sizes = [line.partition(b" ")[2] for line in start.splitlines() if line.startswith(b"size ")]
+    size = f" of {int(sizes[0]):,} bytes" if sizes and sizes[0].isdigit() else ""
+    return f"{path.name} is a pointer of Git LFS to a file{size} that was not fetched: run git lfs pull in the folder"
+
+
+def _json_fault(path: Path, is_parsed: bool) -> str | None:
+    """Return why a file is no whole JSON object. Large files are judged by their ends."""
+    try:
+        if not is_parsed:
+            return None if _ends_as_object(path) else "it does not end as JSON does"
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        return " ".join(str(error).split())[:120]
+    return None if isinstance(found, (dict, list)) else "it is no JSON object"
+
+
+def _ends_as_object(path: Path) -> bool:
+    with path.open("rb") as file:
+        start = file.read(64).lstrip()[:1]
+        file.seek(max(0, path.stat().st_size - 64))
+        return start == b"{" and file.read().rstrip()[-1:] == b"}"
+
+
+def _listed(names: Sequence[str], most: int = 5) -> str:
+    further = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + further
+
+
+def _are(names: Sequence[str]) -> str:
+    return "is" if len(names) == 1 else "are"
