@@ -119,7 +119,7 @@ def read_picture(seed: int) -> str:
     if form == "AVIF" and not features.check("avif"):
         return "AVIF: not built in"
     heif.register()
-    if form == "HEIF" and not heif.is_readable():
+    if form == "HEIF" and not heif.INSTALLED:
         return "HEIF: not built in"
     mode, size = draw.choice(MODES[form]), draw.choice(SIZES)
     data = whole_picture(form, mode, size)

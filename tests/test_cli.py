@@ -403,7 +403,7 @@ def test_linked_folders_and_what_is_skipped(
     folder: Path, batcher: ScriptedBatcher, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Links are followed, none twice, and nothing is left out without a word."""
-    monkeypatch.setattr("vlm_batch.inputs.heif._is_installed", lambda: False)
+    monkeypatch.setattr("vlm_batch.inputs.heif.INSTALLED", False)
     monkeypatch.delitem(Image.OPEN, "HEIF", raising=False)
     elsewhere = folder / "elsewhere"
     elsewhere.mkdir()

@@ -1,21 +1,27 @@
-"""Recordings that were joined to one file are all heard, as FFmpeg hears them, or refused with a reason; none loses a part."""
+"""Recordings and videos are heard and seen whole, as FFmpeg has them, or refused with a reason; none loses a part."""
 
 from __future__ import annotations
 
 import io
+import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import cv2
 import numpy as np
 import pytest
 
 from tests.test_audio import tone, written
-from vlm_batch.errors import InvalidAudio
+from tests.test_videos import grey, seen, write
+from vlm_batch.errors import InvalidAudio, InvalidVideo
 from vlm_batch.inputs import joined
 from vlm_batch.inputs.audio import count_seconds, load_audio
+from vlm_batch.inputs.captures import AvCapture
 from vlm_batch.inputs.fetch import Cancelled, OperationCancelled
+from vlm_batch.inputs.videos import Sampling, _Capture, load_video
 from vlm_batch.jobs import Reading, open_sources
-from vlm_batch.types import Audio
+from vlm_batch.types import Audio, Video
 
 RATE = 48_000
 KINDS = [
@@ -157,7 +163,7 @@ def test_raw_aac_is_heard() -> None:
 
 def test_raw_aac_without_pyav_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     data = encoded("adts")
-    monkeypatch.setitem(__import__("sys").modules, "av", None)
+    monkeypatch.setitem(sys.modules, "av", None)
     with pytest.raises(
         InvalidAudio, match=r'an aac file, and PyAV.* is not installed: pip install "vlm-batch\[sound\]"'
     ):
@@ -186,3 +192,79 @@ def test_folders_are_searched_for_what_is_read(tmp_path: Path) -> None:
     sources, _ = open_sources([str(tmp_path)], Reading(audios=True))
     rows = [row for source in sources for row in source.rows()]
     assert [Path(row.id).name for row in rows] == names and all(row.audios for row in rows)
+
+
+# Videos -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["film.mkv", "film.avi"])
+def test_joined_videos_are_seen_to_their_end(name: str, tmp_path: Path) -> None:
+    """Their headers speak of the first."""
+    film = write(tmp_path / name, codec="MJPG" if name.endswith("avi") else "mp4v")
+    both = tmp_path / f"both_{name}"
+    both.write_bytes(film.read_bytes() * 2)
+    assert load_video(film).total == 30
+    clip = load_video(both)
+    assert clip.total == 60 and seen(clip)[-1] == 29
+    assert len([frame for frame in seen(load_video(Video(both, num_frames=60))) if frame == 0]) == 2
+
+
+def test_joined_mp4_videos_are_refused(tmp_path: Path) -> None:
+    film = write(tmp_path / "film.mp4")
+    film.write_bytes(film.read_bytes() * 2)
+    with pytest.raises(
+        InvalidVideo, match="is several files joined, of which FFmpeg reads the first; convert it first"
+    ):
+        load_video(film)
+
+
+def av1(path: Path) -> Path:
+    """Frames that can be told by their grey, as phones and browsers code them now."""
+    av = pytest.importorskip("av", reason="PyAV is not installed: pip install 'vlm-batch[sound]'")
+    with av.open(path, "w") as file:
+        stream = file.add_stream("libsvtav1", rate=10, width=96, height=64, pix_fmt="yuv420p", options={"preset": "12"})
+        for index in range(10):
+            for packet in stream.encode(av.VideoFrame.from_ndarray(grey(index), format="rgb24")):
+                file.mux(packet)
+        for packet in stream.encode(None):
+            file.mux(packet)
+    return path
+
+
+@pytest.mark.parametrize("name", ["film.mp4", "film.webm"])
+def test_av1_is_seen(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    film = av1(tmp_path / name)
+    clip = load_video(Video(film, num_frames=10))
+    assert (clip.size, clip.total, clip.fps) == ((10, 96, 64), 10, 10.0)
+    assert seen(clip) == list(range(10))
+    assert seen(load_video(film.read_bytes(), Sampling(min_frames=2))) == seen(load_video(film, Sampling(min_frames=2)))
+    cancelled = Cancelled()
+    cancelled.set()
+    with pytest.raises(OperationCancelled):
+        load_video(film, cancelled=cancelled)
+    monkeypatch.setitem(sys.modules, "av", None)
+    with pytest.raises(
+        InvalidVideo, match=r'coded as AV1, and PyAV.* is not installed: pip install "vlm-batch\[sound\]"'
+    ):
+        load_video(film)
+
+
+def test_both_readers_turn_a_video_upright(tmp_path: Path) -> None:
+    """A quarter turn, written into the header of a film whose right half is white."""
+    film = tmp_path / "film.mp4"
+    writer = cv2.VideoWriter(str(film), cv2.CAP_FFMPEG, cv2.VideoWriter_fourcc(*"mp4v"), 10.0, (96, 64))  # type: ignore[attr-defined]
+    for _ in range(5):
+        writer.write(np.repeat(np.uint8([[[0], [255]]]), 48, axis=1).repeat(64, axis=0).repeat(3, axis=2))  # type: ignore[arg-type]
+    writer.release()
+    data = bytearray(film.read_bytes())
+    at = data.index(b"tkhd") + 44  # the track's matrix
+    data[at : at + 36] = np.array([0, 1 << 16, 0, -1 << 16, 0, 0, 64 << 16, 0, 1 << 30], ">i4").tobytes()
+    film.write_bytes(data)
+    capture = _Capture(film, "it")
+    other = AvCapture(film, "it", capture.announced, capture.fps, capture.size)
+    with closing(capture), closing(other):
+        pairs = zip(*(one.read(np.array([0, 4]), Cancelled()) for one in (capture, other)), strict=True)
+        for one, same in pairs:
+            assert one.shape == same.shape == (96, 64, 3)
+            assert np.array_equal(one, same)
+            assert one[:40].mean() < 20 and one[56:].mean() > 235

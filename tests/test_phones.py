@@ -91,7 +91,7 @@ def test_the_server_reads_it() -> None:
 
 
 def test_without_pillow_heif_it_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heif, "_is_installed", lambda: False)
+    monkeypatch.setattr(heif, "INSTALLED", False)
     with pytest.raises(
         InvalidImage, match=r"a HEIC picture, and pillow-heif is not installed: pip install 'vlm-batch"
     ) as said:

@@ -64,7 +64,8 @@ def test_a_bound_makes_no_picture_larger(batcher: VLMBatcher) -> None:
     """The model's own most is 12,544; a least above it is a wish for more."""
     large = np.asarray(Image.fromarray(CIRCLE).resize((300, 300)))
     plain = batcher.submit(large, DESCRIBE).result(timeout=60)
-    for bound in ({"max_pixels": 200_000}, {"max_pixels": 12_545}, {"min_pixels": 4_000, "max_pixels": 200_000}):
+    bounds: list[dict[str, Any]] = [{"max_pixels": 200_000}, {"max_pixels": 12_545}]
+    for bound in (*bounds, {"min_pixels": 3_136, "max_pixels": 200_000}):
         found = batcher.submit(large, DESCRIBE, **bound).result(timeout=60)
         assert (found.model_image_sizes, found.text) == (plain.model_image_sizes, plain.text)
     assert pixels(batcher.submit(large, DESCRIBE, min_pixels=12_600, max_pixels=200_000).result(timeout=60)) > 80_000

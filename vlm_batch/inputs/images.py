@@ -279,7 +279,7 @@ def _open(source: Any, max_pixels: int | None, policy: FetchPolicy, cancelled: C
     try:
         return opened(file)
     except Image.UnidentifiedImageError as error:
-        if heif.is_heif(data) and not heif.is_readable():
+        if heif.is_heif(data) and "HEIF" not in Image.OPEN:
             raise InvalidImage(f"{name} is a HEIC picture, and pillow-heif is not installed: {heif.REMEDY}") from error
         what = (said for begin, said in _NO_PICTURES if re.match(begin, data[:1024], re.DOTALL | re.IGNORECASE))
         raise InvalidImage(f"{name} is {next(what, 'not a picture that Pillow can read')}") from error
@@ -293,7 +293,7 @@ def opened(source: Any) -> Image.Image:
         limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
         try:
             Image.init()
-            if heif.has_boxes(source.read(heif.HEAD)):
+            if source.read(8)[4:] == b"ftyp":  # a file of boxes, as HEIC pictures are
                 heif.register()
             source.seek(0)
             # of the formats that are read, those that this Pillow has, with what plugins have registered since
@@ -339,7 +339,7 @@ def picture_suffixes() -> frozenset[str]:
     """Return the suffixes of pictures that can be read here."""
     Image.init()
     known = (suffix for suffix, name in Image.EXTENSION.items() if name in FORMATS and name in Image.OPEN)
-    return frozenset(known).union(heif.SUFFIXES if heif.is_readable() else ())
+    return frozenset(known).union(heif.SUFFIXES if heif.INSTALLED else ())
 
 
 def _said(error: BaseException) -> str:

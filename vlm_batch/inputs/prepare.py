@@ -348,9 +348,7 @@ class Preparer:
         if limits.max_pixels is not None and most > limits.max_pixels:
             raise InvalidImage(f"max_pixels is {most:,}; the batcher's is {limits.max_pixels:,}")
         least = next(value for value in (request.min_pixels, limits.min_pixels, own.least) if value is not None)
-        if (
-            least <= own.most
-        ):  # a least above the model's most asks for larger pictures; a most is a bound, and makes none larger
+        if least <= own.most:  # a most is a bound, and makes no picture larger; a least above the model's asks for it
             most = min(most, own.most)
         if request.min_pixels is not None and least > most:
             raise InvalidImage(f"min_pixels is {least:,}, above max_pixels, which is {most:,}")

@@ -13,6 +13,7 @@ import numpy as np
 from PIL import Image
 
 from vlm_batch.errors import InvalidImage, InvalidVideo, describe
+from vlm_batch.inputs.captures import AvCapture
 from vlm_batch.inputs.fetch import Cancelled, Fetched, Unreadable, fetch_to_file, file_of_bytes, name_medium
 from vlm_batch.inputs.images import (
     DEFAULT_MAX_PIXELS,
@@ -22,6 +23,7 @@ from vlm_batch.inputs.images import (
     load_image,
     pass_on_ctrl_c,
 )
+from vlm_batch.inputs.tracks import container_at, count_movies
 from vlm_batch.types import FetchPolicy, ImageInput, Video, VideoInput
 
 #: Most pixels of one video's frames together: 1.5 GB of RGB, or four minutes of 1080p at 1 frame a second.
@@ -301,6 +303,10 @@ def _decode(
     with _opened(path, name) as capture:
         announced, fps = capture.announced, capture.fps
         check_size(f"a frame of {name}", *capture.size, max_frame_pixels, InvalidVideo)
+    if container_at(path) == "mov":
+        with open(path, "rb") as file:
+            if count_movies(file, cancelled) > 1:
+                raise InvalidVideo(f"{name} is several files joined, of which FFmpeg reads the first; convert it first")
     total = announced if announced > 0 else _count(path, name, cancelled)
     for _ in range(2):
         if total == 0:
@@ -309,7 +315,10 @@ def _decode(
         with _opened(path, name) as capture:
             _check_pixels(video, len(indices), *_scaled(*capture.size, video.max_pixels), max_pixels)
             clip = _clip(capture.read(indices, cancelled), video, indices, total, fps, max_pixels)
-        if len(clip.indices) == len(indices):
+            while capture.skip():  # to the end, for its header may speak of the first of several files that were joined
+                cancelled.check()
+        is_longer = capture.seen - total > max(2, MAX_MISSING_SHARE * total)
+        if len(clip.indices) == len(indices) and not is_longer:
             by_number = sampling.num_frames if video.fps is None else None
             is_by_rate = video.num_frames is None and by_number is None
             return replace(clip, asked=(video.fps or sampling.fps) if is_by_rate else None)
@@ -340,6 +349,7 @@ class _Capture:
             raise InvalidVideo(f"{name} is not a video that FFmpeg can read")
         self.announced = int(self._capture.get(cv2.CAP_PROP_FRAME_COUNT))
         self.fps = float(self._capture.get(cv2.CAP_PROP_FPS))
+        self.is_av1 = int(self._capture.get(cv2.CAP_PROP_FOURCC)).to_bytes(4, "little").upper() == b"AV01"
         #: (width, height) as the header says; the frames decide.
         self.size = int(self._capture.get(cv2.CAP_PROP_FRAME_WIDTH)), int(self._capture.get(cv2.CAP_PROP_FRAME_HEIGHT))
         if not (math.isfinite(self.fps) and self.fps > 0):
@@ -369,9 +379,12 @@ class _Capture:
 
 
 @contextmanager
-def _opened(path: Path, name: str) -> Iterator[_Capture]:
-    capture = _Capture(path, name)
+def _opened(path: Path, name: str) -> Iterator[_Capture | AvCapture]:
+    capture: _Capture | AvCapture = _Capture(path, name)
     try:
+        if isinstance(capture, _Capture) and capture.is_av1:
+            capture.close()
+            capture = AvCapture(path, name, capture.announced, capture.fps, capture.size)
         yield capture
     finally:
         capture.close()
