@@ -149,9 +149,7 @@ class Reuse:
         if params.prompt_logprobs is not None:
             raise InvalidCache("prompt_logprobs: every token is prefilled for them; leave cache and return_cache out")
         if self.adapter.spec.no_prefix_reuse is not None:
-            raise InvalidCache(
-                f"this model's conversations have no prompt caches: {self.adapter.spec.no_prefix_reuse}"
-            )
+            raise InvalidCache(f"this model's conversations have no prompt caches: {self.adapter.spec.no_prefix_reuse}")
 
     def waits_for(self, row: Row, others: Iterable[Row]) -> bool:
         """Return whether a row in prefill will leave a much longer prefix than the cached one."""
