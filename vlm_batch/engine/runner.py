@@ -19,7 +19,6 @@ from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.engine.batch import DecodeBatch
 from vlm_batch.engine.decoding import Decoder
 from vlm_batch.engine.drafts import SIZES, Drafts
-from vlm_batch.engine.given import check_encoded
 from vlm_batch.engine.logprobs import POSITIONS_TOGETHER, PromptScores
 from vlm_batch.engine.memory import EncoderMemory
 from vlm_batch.engine.port import ModelAdapter
@@ -29,7 +28,7 @@ from vlm_batch.engine.rows import Rows
 from vlm_batch.engine.sampling import READ_HISTORY, RowRules, stages_of
 from vlm_batch.engine.scheduler import PrefillRow
 from vlm_batch.engine.shapes import Shapes
-from vlm_batch.engine.work import Failed, Made, Part, Work, attempt, launch
+from vlm_batch.engine.work import Failed, Made, Part, Work, attempt, check_encoded, launch
 from vlm_batch.errors import InvalidParameters, PromptTooLong
 from vlm_batch.records import DraftState, Encoded, Hidden
 from vlm_batch.runtime.memory import default_limit

@@ -49,8 +49,6 @@ class Patience:
 
     def is_ready(self, guide: Guide) -> bool:
         """Wait for a guide as long as may be; return whether ``settle`` would not block."""
-        if guide.is_ready():
-            return True
         begin = time.perf_counter()
         is_ready = guide.is_ready(self.left)
         self.spend(time.perf_counter() - begin)
