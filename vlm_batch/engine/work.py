@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -9,11 +10,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import mlx.core as mx
 
-from vlm_batch.errors import let_go
+from vlm_batch.errors import describe, let_go
 from vlm_batch.records import Encoded
 
 if TYPE_CHECKING:
     from vlm_batch.engine.row import Row
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -70,6 +73,14 @@ def attempt(
             raise
         # frees the arrays that the frames of its traceback hold
         return Failed(rows, let_go(error), is_shared)
+
+
+def note_again(num_rows: int, error: BaseException) -> None:
+    """Log that shared work raised and is done again, each row's alone.
+
+    Nobody gets the error if all rows succeed then, as after a fault of the engine's own.
+    """
+    logger.warning("a step failed; %d requests are computed again: %s", num_rows, describe(error), exc_info=error)
 
 
 def launch(made: Iterable[Made | Failed]) -> list[Part | Failed]:
