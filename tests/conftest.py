@@ -46,7 +46,7 @@ class Swallowed(logging.Handler):
 
 
 swallowed = Swallowed()
-logging.getLogger("vlm_batch.engine.retry").addHandler(swallowed)
+logging.getLogger("vlm_batch.engine.work").addHandler(swallowed)
 
 
 @pytest.fixture(autouse=True)

@@ -42,7 +42,7 @@ KNOW_CACHES = ("models", "adapters")
 #: Members of an adapter that the engine calls and reads, and no family has of its own.
 CALLS = frozenset(
     {
-        *("encode", "encode_together", "prefill", "decode", "make_cache", "with_products"),
+        *("encode", "encode_together", "prefill", "decode", "make_cache", "with_products", "watched"),
         *("prompt_key", "check_inputs", "scores_chunks"),
     }
 )

@@ -709,6 +709,7 @@ def _joined(generator: BatchGenerator, family: str, asks: dict[str, str], **para
         assert not [event.result for event in generator.step() if event.result is not None]
 
 
+@pytest.mark.fails_steps
 @pytest.mark.parametrize("placement", list(Placement), ids=lambda placement: placement.value)
 @pytest.mark.parametrize("family", KINDS)
 def test_a_decode_forward_that_raises_ends_the_culprit_alone(
@@ -746,6 +747,7 @@ def test_a_decode_forward_that_raises_ends_the_culprit_alone(
     assert not generator.rows.batch.groups and generator.rows.batch.nbytes == 0
 
 
+@pytest.mark.fails_steps
 def test_what_fails_once_costs_nobody_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where nobody fails apart; drawn tokens, log-probabilities, penalties and pieces of text come out as alone."""
     adapter = shared_adapter(FAMILY)
@@ -791,6 +793,7 @@ def test_what_fails_once_costs_nobody_its_answer(monkeypatch: pytest.MonkeyPatch
             assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
 
 
+@pytest.mark.fails_steps
 @pytest.mark.parametrize("where", ["launch", "read"])
 def test_a_step_that_fails_on_the_device_is_tried_again(where: str) -> None:
     """What was launched fails later than the forward: when it is evaluated, or waited for."""
@@ -821,6 +824,7 @@ def test_a_step_that_fails_on_the_device_is_tried_again(where: str) -> None:
         assert list(results[name].token_ids) == oracle(FAMILY, FOUR[name]).tokens[:NUM_TOKENS]
 
 
+@pytest.mark.fails_steps
 @pytest.mark.parametrize("fails", [(2,), (2, 6)], ids=["once", "twice"])
 def test_who_begins_again_is_not_sampled_by_what_was_launched_beside_it(fails: tuple[int, ...]) -> None:
     """Rows are sampled one by one, and the first of them fails when it is launched: the others begin again with it."""
@@ -1244,6 +1248,7 @@ def test_what_never_fits_ends_alone_with_the_numbers(monkeypatch: pytest.MonkeyP
         assert list(results[name].token_ids) == oracle(FAMILY, FOUR[name]).tokens[:NUM_TOKENS]
 
 
+@pytest.mark.fails_steps
 def test_answers_that_are_held_to_a_form_and_answers_to_one_prompt_begin_again_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -1284,6 +1289,7 @@ def test_answers_that_are_held_to_a_form_and_answers_to_one_prompt_begin_again_t
         assert own.stats().recomputed == own._loop.generator.retry.num_recomputed
 
 
+@pytest.mark.fails_steps
 @pytest.mark.parametrize("place", ["encode", "prefill", "decode"])
 def test_a_result_that_is_kept_holds_nothing_of_a_request_that_failed(
     place: str, monkeypatch: pytest.MonkeyPatch

@@ -391,7 +391,9 @@ def test_submit_says_what_cannot_be_cut() -> None:
     long, short = SamplingParams(max_tokens=40, ignore_eos=True), SamplingParams(max_tokens=8)
     with VLMBatcher(CHECKPOINTS / "qwen3_5", dtype="float32") as batcher:
         cache = batcher.submit(prompt="count to 9", params=long, return_cache=True).result(timeout=60).cache
-        with pytest.raises(InvalidCache, match=r"differ from position \d+ on, and the cache of \d+ tokens cannot be cut"):
+        with pytest.raises(
+            InvalidCache, match=r"differ from position \d+ on, and the cache of \d+ tokens cannot be cut"
+        ):
             batcher.submit(prompt="count to 3", params=short, cache=cache)
         assert cache is not None and not cache.is_continued
     with VLMBatcher(CHECKPOINTS / "qwen2_vl", caches=None) as batcher:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import mlx.core as mx
@@ -24,6 +25,7 @@ from vlm_batch import Request, SamplingParams, Template, VLMBatcher
 from vlm_batch.arrays import as_mlx
 from vlm_batch.assets import default_checkpoint, sample_images
 from vlm_batch.caches import Placement
+from vlm_batch.engine import telling
 from vlm_batch.engine.constraints import Guide
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.reuse import Reuse
@@ -847,3 +849,36 @@ def test_a_look_ahead_that_fails_loses_the_draft_alone(batcher: VLMBatcher, monk
     assert guide.ahead == ()
     guide.feed(first)
     guide.settle()
+
+
+class Late:
+    """A guide whose form needs a while; ``asked``: the seconds that somebody would wait for it, which pass by the clock."""
+
+    def __init__(self, clock: list[float]) -> None:
+        self.asked: list[float] = []
+        self._clock = clock
+
+    def is_ready(self, seconds: float = 0.0) -> bool:
+        if seconds:
+            self.asked.append(seconds)
+            self._clock[0] += seconds / 2
+        return False
+
+
+@pytest.mark.parametrize(("beside_others", "most"), [(True, 0.002), (False, telling.FORM_SECONDS)])
+def test_a_step_waits_for_forms_as_long_as_its_own_work_takes(
+    beside_others: bool, most: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sixteen late masks, and drafts that are looked at, share what one step may wait; its waits are no work of its own."""
+    clock = [0.0]
+    monkeypatch.setattr(telling, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    patience, guide = telling.Patience(), Late(clock)
+    patience.begin(beside_others=True)
+    patience.end(0.002)
+    for _ in range(3):
+        begin, guide.asked[:] = clock[0], []
+        patience.begin(beside_others=beside_others)
+        assert not any(patience.is_ready(guide) for _ in range(16))  # type: ignore[arg-type]
+        waited = clock[0] - begin
+        assert guide.asked[0] == pytest.approx(most) and most / 2 < waited <= most
+        patience.end(waited + 0.002)

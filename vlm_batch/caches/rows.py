@@ -27,8 +27,8 @@ MOST_STACKED = 1024
 class Run:
     """Keys or values of the places [first, end), and their cache.
 
-    ``state`` is one row's (1, H, L, D) or quantised states, stacked rows (R, H, L, D), or None for one empty place. One row's at
-    several places are later positions; the last sees all.
+    ``state`` is one row's (1, H, L, D) or quantised states, stacked rows (R, H, L, D), or None for one empty place. One
+    row's at several places are later positions; the last sees all.
     """
 
     first: int

@@ -31,7 +31,7 @@ from vlm_batch.engine.runner import Runner, picture_bytes
 from vlm_batch.engine.sampling import sample
 from vlm_batch.engine.scheduler import Scheduler
 from vlm_batch.engine.shapes import FreeShapes, Shapes
-from vlm_batch.engine.telling import FORM_SECONDS, Telling
+from vlm_batch.engine.telling import Telling
 from vlm_batch.engine.trial import Trial
 from vlm_batch.engine.warming import forwards
 from vlm_batch.engine.work import Failed, Part, Work, attempt
@@ -177,6 +177,7 @@ class BatchGenerator:
         begin, rows = time.perf_counter(), self.rows
         before, self._launched = self._launched, []
         rows.note_placed()
+        self.telling.patience.begin(beside_others=any(row.answer.guide is None for row in rows.batch.rows))
         if self.drafts is not None and (
             any(row.answer.ahead for row in rows.batch.rows) or self.drafts.is_due(rows.batch.groups)
         ):
@@ -213,6 +214,7 @@ class BatchGenerator:
             self.drafts.launched(rows.batch.groups[0].num_positions if is_alone and rows.batch.groups else 0)
         if num_decoding:
             seconds, tokens = time.perf_counter() - begin - encoding, sum(work.end - work.begin for work in plan)
+            self.telling.patience.end(seconds)
             self._pace.record(seconds, tokens)
             are_waiting = bool(rows.waiting.prepared)
             self.scheduler.record(num_decoding, seconds, tokens, are_waiting=are_waiting)
@@ -227,12 +229,14 @@ class BatchGenerator:
         for group in self.rows.batch.groups:
             if isinstance(failed := attempt(group.rows, group.lay_out, is_shared=True), Failed):
                 self.retry.settle(failed)
-        until = time.perf_counter() + FORM_SECONDS
+        begin, patience = time.perf_counter(), self.telling.patience
+        until = begin + patience.left
         drafts.begin(self.rows.batch.groups)
         for group in self.rows.batch.groups:
             found = attempt(group.rows, drafts.plan, group, lambda: until - time.perf_counter(), is_shared=True)
             if isinstance(found, Failed):
                 self.retry.settle(found)
+        patience.spend(time.perf_counter() - begin)
         return []
 
     def _choose(self, parts: Sequence[Part]) -> None:

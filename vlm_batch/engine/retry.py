@@ -6,7 +6,6 @@ out, fewer rows at a time are recomputed. They keep their place in line and thei
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -17,12 +16,10 @@ from vlm_batch.engine.memory import GROWTH, RowMemory
 from vlm_batch.engine.row import Row, Status
 from vlm_batch.engine.rows import Rows
 from vlm_batch.engine.scheduler import Scheduler
-from vlm_batch.engine.work import Failed, attempt
+from vlm_batch.engine.work import Failed, attempt, note_again
 from vlm_batch.errors import OutOfMemory, describe, is_out_of_memory
 from vlm_batch.runtime.memory import release_memory
 from vlm_batch.store.budget import ByteBudget
-
-logger = logging.getLogger(__name__)
 
 Made = TypeVar("Made")
 
@@ -60,8 +57,7 @@ class Retry:
             self._wait_for_memory(lost, error)
             return
         if again := len(lost) - (is_alone and rows[0] in lost):
-            # nobody gets the error if they succeed alone, as after a fault of the engine's own
-            logger.warning("a step failed; %d requests are computed again: %s", again, describe(error), exc_info=error)
+            note_again(again, error)
         for row in lost:
             if is_alone and row is rows[0]:
                 self._rows.end(row, "error", error)

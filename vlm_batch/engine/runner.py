@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import time
 from collections import deque
@@ -19,7 +18,6 @@ from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.engine.batch import DecodeBatch
 from vlm_batch.engine.decoding import Decoder
 from vlm_batch.engine.drafts import SIZES, Drafts
-from vlm_batch.engine.given import check_encoded
 from vlm_batch.engine.logprobs import POSITIONS_TOGETHER, PromptScores
 from vlm_batch.engine.memory import EncoderMemory
 from vlm_batch.engine.port import ModelAdapter
@@ -29,8 +27,8 @@ from vlm_batch.engine.rows import Rows
 from vlm_batch.engine.sampling import READ_HISTORY, RowRules, stages_of
 from vlm_batch.engine.scheduler import PrefillRow
 from vlm_batch.engine.shapes import Shapes
-from vlm_batch.engine.work import Failed, Made, Part, Work, attempt, launch
-from vlm_batch.errors import InvalidParameters, PromptTooLong
+from vlm_batch.engine.work import Failed, Made, Part, Work, attempt, check_encoded, launch, note_again
+from vlm_batch.errors import InvalidParameters, PromptTooLong, is_out_of_memory, let_go
 from vlm_batch.records import DraftState, Encoded, Hidden
 from vlm_batch.runtime.memory import default_limit
 
@@ -222,9 +220,12 @@ class Runner:
         here = self._rows.prefilling  # without those that failed in an earlier chunk of this step
         rows = [here[name] for name in work.rows if name in here]
         if len(rows) > 1:
-            with contextlib.suppress(Exception):
+            try:
                 made = self._launch(rows)
                 return launch([attempt([row], self._take, row, index, *made) for index, row in enumerate(rows)])
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    note_again(len(rows), let_go(error))
         begin, end = work.begin, work.end
         return [
             part

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import mlx.core as mx
 
-from vlm_batch.engine.given import checked_logits
 from vlm_batch.engine.logprobs import Logprobs
+from vlm_batch.engine.work import checked_logits
 from vlm_batch.errors import InvalidParameters
 from vlm_batch.runtime import exponentials
 from vlm_batch.types import SamplingParams, TokenLogprobs

@@ -1,8 +1,8 @@
 """Plans the next step, from integers and ids.
 
-Every decoding row gets a token in each step; parked ones wait for a place. The rest of a step goes to prefill. Clients share places evenly; one with more yields to
-those with fewer or due. A client's rows go by priority, then age. Rows in prefill go by priority, then by waiting time
-per token left (highest response ratio next). Age raises priority.
+Every decoding row gets a token in each step; parked ones wait for a place. The rest of a step goes to prefill. Clients
+share places evenly; one with more yields to those with fewer or due. A client's rows go by priority, then age. Rows in
+prefill go by priority, then by waiting time per token left (highest response ratio next). Age raises priority.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from dataclasses import replace
 import mlx.core as mx
 
 from vlm_batch.engine.choosing import Flight
+from vlm_batch.engine.constraints import Guide
 from vlm_batch.engine.drafts import Drafts
 from vlm_batch.engine.port import AnswerText
 from vlm_batch.engine.retry import Retry
@@ -20,8 +21,38 @@ from vlm_batch.engine.work import Failed, Part, attempt
 from vlm_batch.errors import InvalidParameters
 from vlm_batch.types import Event, TokenLogprobs
 
-#: Seconds that a step waits for masks. A row whose mask is later misses the step.
+#: Most seconds that a step waits for forms. A row whose mask is later misses the step.
 FORM_SECONDS = 0.01
+
+
+class Patience:
+    """The seconds that a step may still wait for forms.
+
+    Beside other rows they are at most what a step's own work takes, so that forms slow nobody to more than half the speed.
+    """
+
+    def __init__(self) -> None:
+        self.left = FORM_SECONDS
+        self._given = FORM_SECONDS
+        self._work = FORM_SECONDS  # seconds of the last step, without waits
+
+    def begin(self, *, beside_others: bool) -> None:
+        """Begin a step."""
+        self.left = self._given = min(FORM_SECONDS, self._work) if beside_others else FORM_SECONDS
+
+    def end(self, seconds: float) -> None:
+        """End a step that took ``seconds``."""
+        self._work = max(0.0, seconds - (self._given - self.left))
+
+    def spend(self, seconds: float) -> None:
+        self.left = max(0.0, self.left - seconds)
+
+    def is_ready(self, guide: Guide) -> bool:
+        """Wait for a guide as long as may be; return whether ``settle`` would not block."""
+        begin = time.perf_counter()
+        is_ready = guide.is_ready(self.left)
+        self.spend(time.perf_counter() - begin)
+        return is_ready
 
 
 class Telling:
@@ -34,6 +65,7 @@ class Telling:
         self._text = text
         self._drafts = drafts
         self.untold: dict[Row, TokenLogprobs | None] = {}
+        self.patience = Patience()
 
     def read(self, launched: Sequence[Flight | Part]) -> None:
         """Wait for a step's work in launch order; hand out its tokens."""
@@ -121,7 +153,7 @@ class Telling:
             count += 1
             if answer.guide is not None:
                 told = attempt([row], answer.guide.feed, tokens[place])
-                if told is None and not answer.guide.is_ready(FORM_SECONDS):
+                if told is None and not self.patience.is_ready(answer.guide):
                     self._wait(row, tokens[place], logprobs.get(place))
                     break
             if told is None:
@@ -170,12 +202,11 @@ class Telling:
 
     def take_untold(self) -> None:
         """Wait briefly; append tokens that forms have checked."""
-        until = time.perf_counter() + FORM_SECONDS
         for row in tuple(self.untold):
             token, guide = row.answer.untold, row.answer.guide
             if token is None or guide is None:  # it has ended
                 del self.untold[row]
-            elif guide.is_ready(until - time.perf_counter()):
+            elif self.patience.is_ready(guide):
                 row.answer.untold = None
                 self._tell(row, token, self.untold.pop(row))
 

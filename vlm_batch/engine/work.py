@@ -1,7 +1,8 @@
-"""Work of a step, its parts and failures."""
+"""Work of a step, its parts and failures, and what a row may give to it."""
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -9,10 +10,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import mlx.core as mx
 
-from vlm_batch.errors import let_go
+from vlm_batch.errors import describe, let_go
+from vlm_batch.records import Encoded
 
 if TYPE_CHECKING:
     from vlm_batch.engine.row import Row
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -71,6 +75,14 @@ def attempt(
         return Failed(rows, let_go(error), is_shared)
 
 
+def note_again(num_rows: int, error: BaseException) -> None:
+    """Log that shared work raised and is done again, each row's alone.
+
+    Nobody gets the error if all rows succeed then, as after a fault of the engine's own.
+    """
+    logger.warning("a step failed; %d requests are computed again: %s", num_rows, describe(error), exc_info=error)
+
+
 def launch(made: Iterable[Made | Failed]) -> list[Part | Failed]:
     """Launch parts' arrays in one call, since each call costs on a GPU; if that raises, each part's alone."""
     found = list(made)
@@ -79,3 +91,26 @@ def launch(made: Iterable[Made | Failed]) -> list[Part | Failed]:
             if not isinstance(one, Failed):
                 found[at] = attempt(one[0].rows, mx.async_eval, one[1]) or one
     return [one if isinstance(one, Failed) else one[0] for one in found]
+
+
+# What a row's own code gives, before it is joined with other rows' arrays ----------------------------------------------
+
+
+def checked_logits(found: Any, shape: tuple[int, ...]) -> mx.array:
+    """Return a logits processor's result, at most float32 wide. Raises ValueError for another shape, or no real numbers."""
+    if not isinstance(found, mx.array) or found.shape != shape:
+        said = found.shape if isinstance(found, mx.array) else type(found).__name__
+        raise ValueError(f"a logits processor must return logits of shape {shape}, not {said}")
+    if not mx.issubdtype(found.dtype, mx.floating):
+        raise ValueError(f"a logits processor must return logits of a floating type, not {found.dtype}")
+    return found.astype(mx.float32) if found.dtype == mx.float64 else found
+
+
+def check_encoded(encoded: Encoded) -> None:
+    """Raise ValueError unless a prompt's embeddings are real numbers (1, L, D)."""
+    embeds, length = encoded.inputs_embeds, int(encoded.inputs_embeds.shape[1])
+    if embeds.ndim != 3 or embeds.shape[0] != 1 or not length or not mx.issubdtype(embeds.dtype, mx.floating):
+        raise ValueError(
+            f"the prompt's embeddings have the shape {embeds.shape} and the type {embeds.dtype}; they must be real numbers "
+            "(1, L, D)"
+        )
