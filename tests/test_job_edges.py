@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,14 @@ from PIL import Image
 from tests.test_job_runs import ROOT, RUN, Echo, answers, folder, here, told
 from vlm_batch.assets import default_checkpoint
 from vlm_batch.cli import main as cli
-from vlm_batch.jobs import journal
+from vlm_batch.jobs import journal, tables
+from vlm_batch.jobs.plan import Job
+from vlm_batch.jobs.questions import Questions
+from vlm_batch.jobs.rows import Ids, Row
+from vlm_batch.jobs.runner import Watch
+from vlm_batch.jobs.sinks import Sink
+from vlm_batch.jobs.sources import open_sources
+from vlm_batch.jobs.summary import Kinds
 from vlm_batch.runtime import beginning
 from vlm_batch.types import Request, Result
 
@@ -488,3 +496,82 @@ def test_only_the_command_attends_to_signals_as_it_starts(monkeypatch: pytest.Mo
     for words, is_it in known.items():
         monkeypatch.setattr(sys, "orig_argv", list(words))
         assert beginning.is_command() == is_it, words
+
+
+@pytest.mark.parametrize("out", [["--out", "out.jsonl"], []], ids=["a file", "no file"])
+def test_the_closing_table_shows_the_beginning_of_long_questions(
+    folder: Path, out: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nor do long names, errors or kinds of error fill the screen; the file has all of them whole."""
+    long = "a long question " * 100_000
+    rows = [{"id": f"r{number}", "image": "p.png", "prompt": f"{number} {long}"} for number in range(3)]
+    write("t.jsonl", [*rows, {"id": "n" * 10**6, "image": "p.png"}, {"id": "e", "image": "bad" + "x" * 10**6}])
+
+    class Brief(Echo):
+        def answer(self, request: Request) -> Result:
+            return replace(super().answer(request), text="whole " * 2000)
+
+    assert cli.main(["run", "t.jsonl", *out], open_batcher=Brief()) == cli.FAILED
+    shown = capsys.readouterr()
+    assert len(shown.out) + len(shown.err) < 400_000
+    assert "(1,600,002 characters)" in " ".join(shown.out.split()) and "(1,000,000 characters)" in shown.err
+    if out:
+        assert told("out.jsonl").keys() == {"r0", "r1", "r2", "n" * 10**6, "e"}
+    else:
+        assert shown.out.count("whole") >= 4 * 2000  # nothing else has the answers
+
+
+def test_a_long_message_is_of_a_kind_at_once() -> None:
+    """It took minutes: long words were searched from each of their letters, and for long names."""
+    kinds = Kinds()
+    for number in range(3):
+        kinds.add(f"{number} " + "w" * 10**6, ["n" * 10**6])
+    assert len(kinds.counts) == 1
+
+
+class Counted(Watch):
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+
+    def counted(self, rows: int) -> None:
+        self.rows.append(rows)
+
+
+def test_rows_are_counted_in_sight_and_read_as_rows_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scan of a long table shows how far it is; whether lines have ids of their own takes no row."""
+    write("t.jsonl", [{"id": f"r{number}", "image": "p.png"} for number in range(3500)])
+    made: list[str] = []
+    row = tables.JsonLines._row
+
+    def watched(self: tables.JsonLines, line: str, place: str) -> Row:
+        made.append(place)
+        return row(self, line, place)
+
+    monkeypatch.setattr(tables.JsonLines, "_row", watched)
+    (source,), _ = open_sources(["t.jsonl"])
+    watch = Counted()
+    assert Job([source], Questions(), Sink()).settings({})["tables"] == {} and not made
+    assert Job([source], Questions(), Sink()).plan(Ids(), Ids(), watch.counted).total == 3500
+    assert watch.rows == [1000, 2000, 3000] and len(made) == 3500
+
+
+@pytest.mark.parametrize(
+    ("line", "is_place"),
+    [
+        ({"id": "a"}, False),
+        ({"id": 7}, False),
+        ({"custom_id": "a", "body": {"messages": []}}, False),
+        ({"custom_id": " ", "body": {"messages": []}}, True),
+        ({"id": " "}, True),
+        ({"id": None}, True),
+        ({}, True),
+        ({"id": "t.jsonl:1"}, True),
+        ({"images": ["a"], "image": "b"}, False),  # a row that cannot be asked
+    ],
+    ids=str,
+)
+def test_whether_a_line_has_an_id(folder: Path, line: dict[str, Any], is_place: bool) -> None:
+    write("t.jsonl", [({} if "body" in line or "images" in line else {"image": "p.png"}) | line])
+    (source,), _ = open_sources(["t.jsonl"])
+    (row,) = source.rows()
+    assert source.numbered == is_place == (row.error is None and row.id.startswith("t.jsonl:"))

@@ -12,8 +12,8 @@ from typing import Protocol, TextIO, runtime_checkable
 from rich.console import Console
 from rich.text import Text
 
-from vlm_batch.cli.console import open_console, plain_text
-from vlm_batch.cli.watching import answer_text, print_wrong, spell_memory, spell_seconds
+from vlm_batch.cli.console import brief, open_console, plain_text
+from vlm_batch.cli.watching import MAX_ANSWER, MAX_NAME, answer_text, print_wrong, spell_memory, spell_seconds
 from vlm_batch.jobs.order import by_size
 from vlm_batch.jobs.plan import Job
 from vlm_batch.jobs.questions import Item
@@ -120,7 +120,7 @@ def _requests(items: Iterator[Item], pace: Pace, shown: dict[str, Item], console
             continue
         pace.failed += 1
         if shown.pop(item.id, None) is not None:
-            console.print(Text(plain_text(f"{item.id}: {asked.error}")), soft_wrap=True)
+            console.print(Text(plain_text(f"{brief(item.id, MAX_NAME)}: {asked.error}", MAX_ANSWER)), soft_wrap=True)
 
 
 def _show_estimate(console: Console, num_rows: int | None, pace: Pace) -> None:
@@ -141,18 +141,16 @@ def _show_estimate(console: Console, num_rows: int | None, pace: Pace) -> None:
 
 
 def _show_asked(console: Console, item: Item, result: Result, batcher: object) -> None:
-    console.print(Text(plain_text(item.id), style="bold"), soft_wrap=True)
+    console.print(Text(plain_text(item.id, MAX_NAME), style="bold"), soft_wrap=True)
     rendered = None
     if isinstance(batcher, Renders):
         with contextlib.suppress(Exception):  # what is wrong with it, its result says
             rendered = batcher.rendered(item.request())
-    if rendered is not None:
-        lines = rendered[:MAX_PROMPT].rstrip("\n").split("\n")
-        lines += [f"... and {len(rendered) - MAX_PROMPT:,} characters more"] if len(rendered) > MAX_PROMPT else []
-    else:
-        lines = [
-            f"{one['role']}: {one['content']}" for one in item.messages or ({"role": "user", "content": item.prompt},)
-        ]
+    if rendered is None:
+        messages = item.messages or ({"role": "user", "content": item.prompt},)
+        rendered = "\n".join(f"{one['role']}: {one['content']}" for one in messages)
+    lines = rendered[:MAX_PROMPT].rstrip("\n").split("\n")
+    lines += [f"... and {len(rendered) - MAX_PROMPT:,} characters more"] if len(rendered) > MAX_PROMPT else []
     for line in lines:
         console.print(Text(plain_text(f"  | {line}")), soft_wrap=True)
     sizes = [f"{width}x{height}" for width, height in result.image_sizes]
@@ -161,4 +159,4 @@ def _show_asked(console: Console, item: Item, result: Result, batcher: object) -
     usage = result.usage
     tokens = f"{usage.prompt_tokens} prompt tokens, {usage.image_tokens} of them pictures; {usage.completion_tokens} answered"
     console.print(Text("  " + "; ".join([*sizes, tokens]), style="dim"), soft_wrap=True)
-    console.print(Text("  ").append_text(answer_text(result)), soft_wrap=True)
+    console.print(Text("  ").append_text(answer_text(result, MAX_ANSWER)), soft_wrap=True)
