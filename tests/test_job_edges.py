@@ -9,6 +9,7 @@ import pty
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from PIL import Image
 
 from tests.test_job_runs import ROOT, RUN, Echo, answers, folder, here, told
 from vlm_batch.assets import default_checkpoint
+from vlm_batch.cli import dry_run
 from vlm_batch.cli import main as cli
 from vlm_batch.jobs import journal, tables
 from vlm_batch.jobs.plan import Job
@@ -575,3 +577,39 @@ def test_whether_a_line_has_an_id(folder: Path, line: dict[str, Any], is_place: 
     (source,), _ = open_sources(["t.jsonl"])
     (row,) = source.rows()
     assert source.numbered == is_place == (row.error is None and row.id.startswith("t.jsonl:"))
+
+
+class Stuck(Echo):
+    """Answers two rows, and the next only when the test is over."""
+
+    def __init__(self, answered: int = 2) -> None:
+        super().__init__()
+        self.answered, self.is_over = answered, threading.Event()
+
+    def answer(self, request: Request) -> Result:
+        if len(self.asked) == self.answered:
+            self.is_over.wait(60)
+        return super().answer(request)
+
+
+@pytest.mark.parametrize("answered", [2, 0])
+def test_a_dry_run_ends_and_says_how_far_it_is(
+    folder: Path, answered: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(dry_run, "LONGEST_SECONDS", 0.6)
+    monkeypatch.setattr(dry_run, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(dry_run, "PLAIN_SECONDS", 0.1)
+    stuck = Stuck(answered)
+    try:
+        status = cli.main([*RUN, "--dry-run"], open_batcher=stuck)
+    finally:
+        stuck.is_over.set()
+    shown = capsys.readouterr()
+    assert f"{8 - answered} of the first rows had not ended" in shown.out
+    assert f"[asking the first rows: {answered} of " in shown.err and "ended, 0 s of at most 1]" in shown.err
+    assert status == (cli.ANSWERED if answered else cli.FAILED)
+    assert ("measured on 2" in shown.out) == bool(answered)
+
+
+def test_an_interrupt_ends_a_dry_run(folder: Path) -> None:
+    assert cli.main([*RUN, "--dry-run"], open_batcher=Echo(stop_after=2)) == cli.INTERRUPTED
