@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import html
 import io
 import json
 import os
@@ -27,6 +29,7 @@ from vlm_batch.assets import default_checkpoint
 from vlm_batch.cli import dry_run
 from vlm_batch.cli import main as cli
 from vlm_batch.jobs import journal, tables
+from vlm_batch.jobs.formats import neutralised, restored
 from vlm_batch.jobs.plan import Job
 from vlm_batch.jobs.questions import Questions
 from vlm_batch.jobs.rows import Ids, Row
@@ -613,3 +616,77 @@ def test_a_dry_run_ends_and_says_how_far_it_is(
 
 def test_an_interrupt_ends_a_dry_run(folder: Path) -> None:
     assert cli.main([*RUN, "--dry-run"], open_batcher=Echo(stop_after=2)) == cli.INTERRUPTED
+
+
+FORMULAS = [
+    "=1+1",
+    "@SUM(A1)",
+    "+cmd|' /C calc'!A0",
+    "-2+3",
+    "\t=1",
+    "\r=1",
+    "\n=1",
+    "\uff1d1",
+    "'=1",
+    "''@a",
+    "- a list",
+]
+PLAIN = ["-5", "+3.25", "-1e5", "-.5", "a=b", "'quoted'", "", "it's", "'", "[1]", "1-2"]
+
+
+@pytest.mark.parametrize("text", FORMULAS + PLAIN)
+def test_what_a_spreadsheet_would_run_is_neutralised_and_restored(text: str) -> None:
+    assert neutralised(text) == (f"'{text}" if text in FORMULAS else text)
+    assert restored(neutralised(text)) == text
+
+
+class Formula(Echo):
+    def answer(self, request: Request) -> Result:
+        return replace(super().answer(request), text="=1+1")
+
+
+@pytest.mark.parametrize("options", [[], ["--spreadsheet-safe"], ["--no-spreadsheet-safe"]], ids=str)
+@pytest.mark.parametrize("out", ["out.csv", "out.tsv"])
+def test_no_cell_of_a_csv_file_is_a_formula(folder: Path, out: str, options: list[str]) -> None:
+    """Ids, answers and names of columns; a job that goes on knows its rows, and the report its answers."""
+    rows = [{"id": row_id, "image": "p.png", "=name": "@me"} for row_id in ("=a", "-b", "-7", "'=c", "d")]
+    write("t.jsonl", rows)
+    command = ["run", "t.jsonl", "--columns", "=name,text", "--quiet", "--out", out, *options]
+    assert cli.main(command, open_batcher=Formula(stop_after=2)) == cli.INTERRUPTED
+    on = Formula()
+    assert cli.main([*command, "--resume"], open_batcher=on) == 0 and len(on.asked) == 3
+    again = Formula()
+    assert cli.main([*command, "--resume"], open_batcher=again) == 0 and not again.opened
+    with open(out, newline="") as file:
+        cells = list(csv.reader(file, delimiter="\t" if out.endswith("tsv") else ","))
+    mark = "" if options == ["--no-spreadsheet-safe"] else "'"
+    assert cells[0] == ["id", f"{mark}=name", "text", "error"]
+    assert {row[0] for row in cells[1:]} == {f"{mark}=a", f"{mark}-b", "-7", f"{mark}'=c", "d"}
+    assert all(row[1:3] == [f"{mark}@me", f"{mark}=1+1"] for row in cells[1:])
+    assert cli.main(["report", out]) == 0
+    page = html.unescape(Path(out).with_suffix(".html").read_text())
+    assert "=1+1" in page and "'=1+1" not in page
+
+
+def test_forms_for_programs_keep_texts_as_they_are(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write("t.jsonl", [{"id": "=a", "image": "p.png"}])
+    for out in ("out.jsonl", "out.parquet"):
+        assert cli.main(["run", "t.jsonl", "--out", out], open_batcher=Formula()) == 0
+        assert [(row["id"], row["text"]) for row in answers(out)] == [("=a", "=1+1")]
+        command = ["run", "t.jsonl", "--out", out, "--overwrite", "--spreadsheet-safe"]
+        assert cli.main(command, open_batcher=Formula()) == cli.USAGE
+
+
+def test_a_csv_file_of_an_earlier_version_is_gone_on_with(folder: Path) -> None:
+    """It has no mark, and its header does not know of any."""
+    write("t.jsonl", [{"id": row_id, "image": "p.png"} for row_id in ("=a", "=b")])
+    command = ["run", "t.jsonl", "--quiet", "--out", "out.csv"]
+    before = [*command, "--no-spreadsheet-safe"]
+    assert cli.main(before, open_batcher=Formula(stop_after=1)) == cli.INTERRUPTED
+    header = json.loads(Path("out.csv.job.json").read_text())
+    del header["settings"]["spreadsheet_safe"]
+    Path("out.csv.job.json").write_text(json.dumps(header))
+    on = Formula()
+    assert cli.main([*command, "--resume"], open_batcher=on) == 0 and len(on.asked) == 1
+    assert {row["id"] for row in answers("out.csv")} == {"'=a", "'=b"}
+    assert cli.main([*before, "--resume"], open_batcher=on) == cli.USAGE  # now they have marks
