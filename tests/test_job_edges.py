@@ -412,7 +412,9 @@ def paused(folder: Path, where: str, *options: str, **streams: Any) -> subproces
     environment = here() | {"PAUSE_AT": where}
     environment["PYTHONPATH"] = f"{folder / 'hook'}:{environment.get('PYTHONPATH', ROOT)}"
     streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | streams
-    process = subprocess.Popen([sys.executable, "-c", FRESH, *command, *options], env=environment, **streams)
+    process: subprocess.Popen[bytes] = subprocess.Popen(
+        [sys.executable, "-c", FRESH, *command, *options], env=environment, **streams
+    )
     deadline = time.monotonic() + 60
     while not Path("paused").exists() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.01)
