@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -412,13 +412,11 @@ def paused(folder: Path, where: str, *options: str, **streams: Any) -> subproces
     environment = here() | {"PAUSE_AT": where}
     environment["PYTHONPATH"] = f"{folder / 'hook'}:{environment.get('PYTHONPATH', ROOT)}"
     streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | streams
-    process: subprocess.Popen[bytes] = subprocess.Popen(
-        [sys.executable, "-c", FRESH, *command, *options], env=environment, **streams
-    )
+    process: Any = subprocess.Popen([sys.executable, "-c", FRESH, *command, *options], env=environment, **streams)
     deadline = time.monotonic() + 60
     while not Path("paused").exists() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.01)
-    return process
+    return cast("subprocess.Popen[bytes]", process)
 
 
 @pytest.mark.parametrize("where", ["numpy", "vlm_batch.jobs.runner"])
