@@ -41,9 +41,9 @@ from vlm_batch.inputs.chats import split_messages
 from vlm_batch.inputs.fetch import Cancelled, OperationCancelled
 from vlm_batch.inputs.processing import Processing
 from vlm_batch.jobs import map_table
-from vlm_batch.jobs.journal import files_of
 from vlm_batch.jobs.rows import InvalidJob
 from vlm_batch.jobs.sources import Reading, open_sources
+from vlm_batch.jobs.stamps import files_of
 from vlm_batch.models import families
 
 HEAR = tuple(PROCESSORS)

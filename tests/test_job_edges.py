@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import html
 import io
 import json
 import os
@@ -9,11 +11,13 @@ import pty
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -22,8 +26,17 @@ from PIL import Image
 
 from tests.test_job_runs import ROOT, RUN, Echo, answers, folder, here, told
 from vlm_batch.assets import default_checkpoint
+from vlm_batch.cli import dry_run
 from vlm_batch.cli import main as cli
-from vlm_batch.jobs import journal
+from vlm_batch.jobs import journal, tables
+from vlm_batch.jobs.formats import neutralised, restored
+from vlm_batch.jobs.plan import Job
+from vlm_batch.jobs.questions import Questions
+from vlm_batch.jobs.rows import Ids, Row
+from vlm_batch.jobs.runner import Watch
+from vlm_batch.jobs.sinks import Sink
+from vlm_batch.jobs.sources import open_sources
+from vlm_batch.jobs.summary import Kinds
 from vlm_batch.runtime import beginning
 from vlm_batch.types import Request, Result
 
@@ -399,11 +412,11 @@ def paused(folder: Path, where: str, *options: str, **streams: Any) -> subproces
     environment = here() | {"PAUSE_AT": where}
     environment["PYTHONPATH"] = f"{folder / 'hook'}:{environment.get('PYTHONPATH', ROOT)}"
     streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | streams
-    process = subprocess.Popen([sys.executable, "-c", FRESH, *command, *options], env=environment, **streams)
+    process: Any = subprocess.Popen([sys.executable, "-c", FRESH, *command, *options], env=environment, **streams)
     deadline = time.monotonic() + 60
     while not Path("paused").exists() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.01)
-    return process
+    return cast("subprocess.Popen[bytes]", process)
 
 
 @pytest.mark.parametrize("where", ["numpy", "vlm_batch.jobs.runner"])
@@ -488,3 +501,192 @@ def test_only_the_command_attends_to_signals_as_it_starts(monkeypatch: pytest.Mo
     for words, is_it in known.items():
         monkeypatch.setattr(sys, "orig_argv", list(words))
         assert beginning.is_command() == is_it, words
+
+
+@pytest.mark.parametrize("out", [["--out", "out.jsonl"], []], ids=["a file", "no file"])
+def test_the_closing_table_shows_the_beginning_of_long_questions(
+    folder: Path, out: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nor do long names, errors or kinds of error fill the screen; the file has all of them whole."""
+    long = "a long question " * 100_000
+    rows = [{"id": f"r{number}", "image": "p.png", "prompt": f"{number} {long}"} for number in range(3)]
+    write("t.jsonl", [*rows, {"id": "n" * 10**6, "image": "p.png"}, {"id": "e", "image": "bad" + "x" * 10**6}])
+
+    class Brief(Echo):
+        def answer(self, request: Request) -> Result:
+            return replace(super().answer(request), text="whole " * 2000)
+
+    assert cli.main(["run", "t.jsonl", *out], open_batcher=Brief()) == cli.FAILED
+    shown = capsys.readouterr()
+    assert len(shown.out) + len(shown.err) < 400_000
+    assert "(1,600,002 characters)" in " ".join(shown.out.split()) and "(1,000,000 characters)" in shown.err
+    if out:
+        assert told("out.jsonl").keys() == {"r0", "r1", "r2", "n" * 10**6, "e"}
+    else:
+        assert shown.out.count("whole") >= 4 * 2000  # nothing else has the answers
+
+
+def test_a_long_message_is_of_a_kind_at_once() -> None:
+    """It took minutes: long words were searched from each of their letters, and for long names."""
+    kinds = Kinds()
+    for number in range(3):
+        kinds.add(f"{number} " + "w" * 10**6, ["n" * 10**6])
+    assert len(kinds.counts) == 1
+
+
+class Counted(Watch):
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+
+    def counted(self, rows: int) -> None:
+        self.rows.append(rows)
+
+
+def test_rows_are_counted_in_sight_and_read_as_rows_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scan of a long table shows how far it is; whether lines have ids of their own takes no row."""
+    write("t.jsonl", [{"id": f"r{number}", "image": "p.png"} for number in range(3500)])
+    made: list[str] = []
+    row = tables.JsonLines._row
+
+    def watched(self: tables.JsonLines, line: str, place: str) -> Row:
+        made.append(place)
+        return row(self, line, place)
+
+    monkeypatch.setattr(tables.JsonLines, "_row", watched)
+    (source,), _ = open_sources(["t.jsonl"])
+    watch = Counted()
+    assert Job([source], Questions(), Sink()).settings({})["tables"] == {} and not made
+    assert Job([source], Questions(), Sink()).plan(Ids(), Ids(), watch.counted).total == 3500
+    assert watch.rows == [1000, 2000, 3000] and len(made) == 3500
+
+
+@pytest.mark.parametrize(
+    ("line", "is_place"),
+    [
+        ({"id": "a"}, False),
+        ({"id": 7}, False),
+        ({"custom_id": "a", "body": {"messages": []}}, False),
+        ({"custom_id": " ", "body": {"messages": []}}, True),
+        ({"id": " "}, True),
+        ({"id": None}, True),
+        ({}, True),
+        ({"id": "t.jsonl:1"}, True),
+        ({"images": ["a"], "image": "b"}, False),  # a row that cannot be asked
+    ],
+    ids=str,
+)
+def test_whether_a_line_has_an_id(folder: Path, line: dict[str, Any], is_place: bool) -> None:
+    write("t.jsonl", [({} if "body" in line or "images" in line else {"image": "p.png"}) | line])
+    (source,), _ = open_sources(["t.jsonl"])
+    (row,) = source.rows()
+    assert source.numbered == is_place == (row.error is None and row.id.startswith("t.jsonl:"))
+
+
+class Stuck(Echo):
+    """Answers two rows, and the next only when the test is over."""
+
+    def __init__(self, answered: int = 2) -> None:
+        super().__init__()
+        self.answered, self.is_over = answered, threading.Event()
+
+    def answer(self, request: Request) -> Result:
+        if len(self.asked) == self.answered:
+            self.is_over.wait(60)
+        return super().answer(request)
+
+
+@pytest.mark.parametrize("answered", [2, 0])
+def test_a_dry_run_ends_and_says_how_far_it_is(
+    folder: Path, answered: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(dry_run, "LONGEST_SECONDS", 0.6)
+    monkeypatch.setattr(dry_run, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(dry_run, "PLAIN_SECONDS", 0.1)
+    stuck = Stuck(answered)
+    try:
+        status = cli.main([*RUN, "--dry-run"], open_batcher=stuck)
+    finally:
+        stuck.is_over.set()
+    shown = capsys.readouterr()
+    assert f"{8 - answered} of the first rows had not ended" in shown.out
+    assert f"[asking the first rows: {answered} of " in shown.err and "ended, 0 s of at most 1]" in shown.err
+    assert status == (cli.ANSWERED if answered else cli.FAILED)
+    assert ("measured on 2" in shown.out) == bool(answered)
+
+
+def test_an_interrupt_ends_a_dry_run(folder: Path) -> None:
+    assert cli.main([*RUN, "--dry-run"], open_batcher=Echo(stop_after=2)) == cli.INTERRUPTED
+
+
+FORMULAS = [
+    "=1+1",
+    "@SUM(A1)",
+    "+cmd|' /C calc'!A0",
+    "-2+3",
+    "\t=1",
+    "\r=1",
+    "\n=1",
+    "\uff1d1",
+    "'=1",
+    "''@a",
+    "- a list",
+]
+PLAIN = ["-5", "+3.25", "-1e5", "-.5", "a=b", "'quoted'", "", "it's", "'", "[1]", "1-2"]
+
+
+@pytest.mark.parametrize("text", FORMULAS + PLAIN)
+def test_what_a_spreadsheet_would_run_is_neutralised_and_restored(text: str) -> None:
+    assert neutralised(text) == (f"'{text}" if text in FORMULAS else text)
+    assert restored(neutralised(text)) == text
+
+
+class Formula(Echo):
+    def answer(self, request: Request) -> Result:
+        return replace(super().answer(request), text="=1+1")
+
+
+@pytest.mark.parametrize("options", [[], ["--spreadsheet-safe"], ["--no-spreadsheet-safe"]], ids=str)
+@pytest.mark.parametrize("out", ["out.csv", "out.tsv"])
+def test_no_cell_of_a_csv_file_is_a_formula(folder: Path, out: str, options: list[str]) -> None:
+    """Ids, answers and names of columns; a job that goes on knows its rows, and the report its answers."""
+    rows = [{"id": row_id, "image": "p.png", "=name": "@me"} for row_id in ("=a", "-b", "-7", "'=c", "d")]
+    write("t.jsonl", rows)
+    command = ["run", "t.jsonl", "--columns", "=name,text", "--quiet", "--out", out, *options]
+    assert cli.main(command, open_batcher=Formula(stop_after=2)) == cli.INTERRUPTED
+    on = Formula()
+    assert cli.main([*command, "--resume"], open_batcher=on) == 0 and len(on.asked) == 3
+    again = Formula()
+    assert cli.main([*command, "--resume"], open_batcher=again) == 0 and not again.opened
+    with open(out, newline="") as file:
+        cells = list(csv.reader(file, delimiter="\t" if out.endswith("tsv") else ","))
+    mark = "" if options == ["--no-spreadsheet-safe"] else "'"
+    assert cells[0] == ["id", f"{mark}=name", "text", "error"]
+    assert {row[0] for row in cells[1:]} == {f"{mark}=a", f"{mark}-b", "-7", f"{mark}'=c", "d"}
+    assert all(row[1:3] == [f"{mark}@me", f"{mark}=1+1"] for row in cells[1:])
+    assert cli.main(["report", out]) == 0
+    page = html.unescape(Path(out).with_suffix(".html").read_text())
+    assert "=1+1" in page and "'=1+1" not in page
+
+
+def test_forms_for_programs_keep_texts_as_they_are(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write("t.jsonl", [{"id": "=a", "image": "p.png"}])
+    for out in ("out.jsonl", "out.parquet"):
+        assert cli.main(["run", "t.jsonl", "--out", out], open_batcher=Formula()) == 0
+        assert [(row["id"], row["text"]) for row in answers(out)] == [("=a", "=1+1")]
+        command = ["run", "t.jsonl", "--out", out, "--overwrite", "--spreadsheet-safe"]
+        assert cli.main(command, open_batcher=Formula()) == cli.USAGE
+
+
+def test_a_csv_file_of_an_earlier_version_is_gone_on_with(folder: Path) -> None:
+    """It has no mark, and its header does not know of any."""
+    write("t.jsonl", [{"id": row_id, "image": "p.png"} for row_id in ("=a", "=b")])
+    command = ["run", "t.jsonl", "--quiet", "--out", "out.csv"]
+    before = [*command, "--no-spreadsheet-safe"]
+    assert cli.main(before, open_batcher=Formula(stop_after=1)) == cli.INTERRUPTED
+    header = json.loads(Path("out.csv.job.json").read_text())
+    del header["settings"]["spreadsheet_safe"]
+    Path("out.csv.job.json").write_text(json.dumps(header))
+    on = Formula()
+    assert cli.main([*command, "--resume"], open_batcher=on) == 0 and len(on.asked) == 1
+    assert {row["id"] for row in answers("out.csv")} == {"'=a", "'=b"}
+    assert cli.main([*before, "--resume"], open_batcher=on) == cli.USAGE  # now they have marks

@@ -11,8 +11,14 @@ from rich.console import Console
 from vlm_batch.jobs.rows import spelled
 
 
-def plain_text(text: str) -> str:
-    """Escape control characters, and bytes that are not UTF-8."""
+def brief(text: str, most: int) -> str:
+    """Return the beginning of a text, and how long it is if that is not all."""
+    return text if len(text) <= most else f"{text[:most]}... ({len(text):,} characters)"
+
+
+def plain_text(text: str, most: int | None = None) -> str:
+    """Escape control characters, and bytes that are not UTF-8, of at most so many characters."""
+    text = text if most is None else brief(text, most)
     return "".join(c if c in "\n\t" or unicodedata.category(c) != "Cc" else f"\\x{ord(c):02x}" for c in spelled(text))
 
 

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import queue
+import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol, TextIO, runtime_checkable
 
 from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn
 from rich.text import Text
 
-from vlm_batch.cli.console import open_console, plain_text
-from vlm_batch.cli.watching import answer_text, print_wrong, spell_memory, spell_seconds
+from vlm_batch.cli.console import brief, open_console, plain_text
+from vlm_batch.cli.watching import MAX_ANSWER, MAX_NAME, answer_text, print_wrong, spell_memory, spell_seconds
 from vlm_batch.jobs.order import by_size
 from vlm_batch.jobs.plan import Job
 from vlm_batch.jobs.questions import Item
 from vlm_batch.jobs.rows import Ids, count_of
-from vlm_batch.jobs.runner import Counting, OpenBatcher, make_request
+from vlm_batch.jobs.runner import Batcher, Counting, OpenBatcher, make_request
 from vlm_batch.jobs.sources import Files
 from vlm_batch.types import Request, Result
 
@@ -27,6 +31,8 @@ DRY_ROWS = 8
 MAX_PROMPT = 2000
 #: Seconds, and answers after the first ones, that are enough to measure. The first rows count less: the batch fills up.
 MOST_SECONDS, ENOUGH_ROWS = 20.0, 128
+#: Seconds after which a dry run ends, whatever has ended; between two looks, and between two lines without a terminal.
+LONGEST_SECONDS, LOOK_SECONDS, PLAIN_SECONDS = 60.0, 0.2, 10.0
 
 
 @runtime_checkable
@@ -38,10 +44,11 @@ class Renders(Protocol):
 class Pace:
     """Progress of a measured job.
 
-    ``marks`` holds, per ended row, seconds, rows answered, and tokens of unfinished rows.
+    ``marks`` holds, per ended row, seconds, rows answered, and tokens of unfinished rows. ``is_over``: no more are asked.
     """
 
     handed: int = 0
+    is_over: bool = False
     failed: int = 0
     answered: int = 0
     tokens: int = 0
@@ -88,18 +95,35 @@ def show_dry_run(job: Job, open_batcher: OpenBatcher, out: TextIO, *, cache_byte
     if all(isinstance(source, Files) for source in job.sources):  # in the order in which the job asks them
         rest = by_size(rest)
     pace, results = Pace(), list[Result]()
-    with open_batcher() as batcher:
+    with _Progress() as progress, open_batcher() as batcher:
+        found = _asked(batcher, _requests(rest, pace, shown, console))
         began = time.perf_counter()
-        for result in batcher.as_completed(_requests(rest, pace, shown, console)):
+        while True:
             seconds = time.perf_counter() - began
-            pace.add(result, seconds, batcher.stats().generated_tokens if isinstance(batcher, Counting) else None)
-            results += [result] if result.request_id in shown else []
+            progress.show(pace, seconds)
             has_enough = seconds > MOST_SECONDS or pace.answered >= 2 * DRY_ROWS + ENOUGH_ROWS
             if has_enough and len(results) == len(shown) and 2 * pace.ended >= pace.handed:
                 break  # and the others are cancelled
+            if seconds > LONGEST_SECONDS:
+                break
+            try:
+                one = found.get(timeout=LOOK_SECONDS)
+            except queue.Empty:
+                continue
+            if one is None:
+                break
+            if isinstance(one, BaseException):
+                raise one
+            seconds = time.perf_counter() - began
+            pace.add(one, seconds, batcher.stats().generated_tokens if isinstance(batcher, Counting) else None)
+            results += [one] if one.request_id in shown else []
+        pace.is_over = True
+        progress.stop()
         results.sort(key=lambda result: shown[result.request_id].number)
         for result in results:
             _show_asked(console, shown[result.request_id], result, batcher)
+        if missing := len(shown) - len(results):
+            console.print(f"{missing} of the first rows had not ended after {spell_seconds(LONGEST_SECONDS)}")
         kept = batcher.stats().cache_bytes if isinstance(batcher, Counting) else cache_bytes
     _show_estimate(console, None if plan.total is None else plan.total - plan.wrong.counts.total(), pace)
     more = max(0, cache_bytes - kept) / 1e9
@@ -107,12 +131,59 @@ def show_dry_run(job: Job, open_batcher: OpenBatcher, out: TextIO, *, cache_byte
         f"memory: {spell_memory()} so far; with what is kept for later rows at its most (--cache-bytes), {more:.1f} GB more",
         soft_wrap=True,
     )
-    return 0 if len(results) == num_shown and all(result.ok for result in results) else 1
+    return 0 if results and len(shown) == num_shown and all(result.ok for result in results) else 1
+
+
+def _asked(batcher: Batcher, requests: Iterator[Request]) -> queue.SimpleQueue[Result | BaseException | None]:
+    """Ask on a thread, so that a row that takes long keeps nobody waiting. None is the end, an exception, too."""
+    found: queue.SimpleQueue[Result | BaseException | None] = queue.SimpleQueue()
+
+    def ask() -> None:
+        try:
+            for result in batcher.as_completed(requests):
+                found.put(result)
+            found.put(None)
+        except BaseException as error:
+            found.put(error)
+
+    threading.Thread(target=ask, name="dry run", daemon=True).start()
+    return found
+
+
+class _Progress:
+    """How far a dry run is: a bar on a terminal, a line now and then elsewhere."""
+
+    def __init__(self) -> None:
+        self._console = open_console(sys.stderr)
+        said = TextColumn("{task.description}", markup=False)
+        is_off = not self._console.is_terminal
+        self._bar = Progress(SpinnerColumn(), said, console=self._console, disable=is_off, transient=True)
+        self._task = self._bar.add_task("loading the model", total=None)
+        self._next = PLAIN_SECONDS
+
+    def __enter__(self) -> _Progress:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+
+    def show(self, pace: Pace, seconds: float) -> None:
+        said = f"asking the first rows: {pace.ended} of {pace.handed} ended, {seconds:.0f} s of at most {LONGEST_SECONDS:.0f}"
+        self._bar.update(self._task, description=said)
+        if not self._console.is_terminal and seconds > self._next:
+            self._next = seconds + PLAIN_SECONDS
+            self._console.print(f"[{said}]", soft_wrap=True, markup=False)
+
+    def stop(self) -> None:
+        self._bar.stop()
 
 
 def _requests(items: Iterator[Item], pace: Pace, shown: dict[str, Item], console: Console) -> Iterator[Request]:
     """Yield requests; rows that cannot be one are no longer ``shown``, but for their errors."""
     for item in items:
+        if pace.is_over:
+            return
         request, asked = make_request(item)
         pace.handed += 1
         if request is not None:
@@ -120,7 +191,7 @@ def _requests(items: Iterator[Item], pace: Pace, shown: dict[str, Item], console
             continue
         pace.failed += 1
         if shown.pop(item.id, None) is not None:
-            console.print(Text(plain_text(f"{item.id}: {asked.error}")), soft_wrap=True)
+            console.print(Text(plain_text(f"{brief(item.id, MAX_NAME)}: {asked.error}", MAX_ANSWER)), soft_wrap=True)
 
 
 def _show_estimate(console: Console, num_rows: int | None, pace: Pace) -> None:
@@ -141,18 +212,16 @@ def _show_estimate(console: Console, num_rows: int | None, pace: Pace) -> None:
 
 
 def _show_asked(console: Console, item: Item, result: Result, batcher: object) -> None:
-    console.print(Text(plain_text(item.id), style="bold"), soft_wrap=True)
+    console.print(Text(plain_text(item.id, MAX_NAME), style="bold"), soft_wrap=True)
     rendered = None
     if isinstance(batcher, Renders):
         with contextlib.suppress(Exception):  # what is wrong with it, its result says
             rendered = batcher.rendered(item.request())
-    if rendered is not None:
-        lines = rendered[:MAX_PROMPT].rstrip("\n").split("\n")
-        lines += [f"... and {len(rendered) - MAX_PROMPT:,} characters more"] if len(rendered) > MAX_PROMPT else []
-    else:
-        lines = [
-            f"{one['role']}: {one['content']}" for one in item.messages or ({"role": "user", "content": item.prompt},)
-        ]
+    if rendered is None:
+        messages = item.messages or ({"role": "user", "content": item.prompt},)
+        rendered = "\n".join(f"{one['role']}: {one['content']}" for one in messages)
+    lines = rendered[:MAX_PROMPT].rstrip("\n").split("\n")
+    lines += [f"... and {len(rendered) - MAX_PROMPT:,} characters more"] if len(rendered) > MAX_PROMPT else []
     for line in lines:
         console.print(Text(plain_text(f"  | {line}")), soft_wrap=True)
     sizes = [f"{width}x{height}" for width, height in result.image_sizes]
@@ -161,4 +230,4 @@ def _show_asked(console: Console, item: Item, result: Result, batcher: object) -
     usage = result.usage
     tokens = f"{usage.prompt_tokens} prompt tokens, {usage.image_tokens} of them pictures; {usage.completion_tokens} answered"
     console.print(Text("  " + "; ".join([*sizes, tokens]), style="dim"), soft_wrap=True)
-    console.print(Text("  ").append_text(answer_text(result)), soft_wrap=True)
+    console.print(Text("  ").append_text(answer_text(result, MAX_ANSWER)), soft_wrap=True)

@@ -175,6 +175,11 @@ def _add_writing(writing: argparse._ArgumentGroup) -> None:
         metavar="A,B",
         help="fields of the answers and columns of the rows, in this order (id and error are always there)",
     )
+    writing.add_argument(
+        "--spreadsheet-safe",
+        action=argparse.BooleanOptionalAction,
+        help="a ' before cells of .csv and .tsv that a spreadsheet would run as formulas (default: yes)",
+    )
     for option, said in (
         ("--resume", "go on where the run that wrote the output ended"),
         ("--overwrite", "replace what the output has already"),

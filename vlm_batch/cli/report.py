@@ -22,8 +22,8 @@ def run(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
         raise UsageError(f"--out {args.out}: the report is a page; give it a name that ends in .html")
     if is_same_file(str(page), str(output)):
         raise UsageError(f"{page} has the answers; give the page another name with --out")
-    sink = _opened(output)
     settings = journal.read_header(output) or {}
+    sink = _opened(output, spreadsheet_safe=settings.get(journal.SAFE) is not False)
     summary = report.summary_of(sink.records, settings.get("dpi"))
     if not summary.ended_rows:
         raise UsageError(f"{output} has no answers yet")
@@ -35,12 +35,12 @@ def run(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
     return 0
 
 
-def _opened(output: Path) -> AnswerFile:
+def _opened(output: Path, *, spreadsheet_safe: bool) -> AnswerFile:
     """Open the output in the form of its lines."""
     form = SUFFIXES.get(output.suffix.lower(), "jsonl")  # what has another suffix was written with --format
     if form == "jsonl" and "custom_id" in next(iter(read_answers(output)), {}):
         form = "openai-batch"
-    sink = open_sink(str(output), form=form)
+    sink = open_sink(str(output), form=form, spreadsheet_safe=spreadsheet_safe)
     assert isinstance(sink, AnswerFile)
     if not has_lines(sink.path) and not has_lines(sink.journal):
         raise UsageError(f"there are no answers in {output}; name the file that vlm-batch run --out wrote")

@@ -26,7 +26,7 @@ from vlm_batch.jobs.questions import DEFAULT_PROMPT, Questions
 from vlm_batch.jobs.rows import Row, Shard, Source, spelled
 from vlm_batch.jobs.runner import run as run_job
 from vlm_batch.jobs.sidecars import Sidecars
-from vlm_batch.jobs.sinks import Sink, open_sink
+from vlm_batch.jobs.sinks import DELIMITED, Sink, open_sink, suffix_form
 from vlm_batch.jobs.sources import Files, Reading, open_sources
 from vlm_batch.jobs.summary import Summary
 from vlm_batch.jobs.workers import NoWorkers
@@ -252,7 +252,18 @@ def _sink(
 ) -> Sink:
     columns = tuple(dict.fromkeys(("id", *args.columns, "error"))) if args.columns else None
     model = Path(args.model or sample_model()).name
-    sink = None if target is None else open_sink(target, columns, form=args.format, model=model)
+    is_delimited = target is not None and (args.format or suffix_form(target)) in DELIMITED
+    if args.spreadsheet_safe and not is_delimited:
+        raise UsageError(
+            "--spreadsheet-safe is for CSV and TSV files; other forms are for programs, and keep texts as they are"
+        )
+    sink = (
+        None
+        if target is None
+        else open_sink(
+            target, columns, form=args.format, model=model, spreadsheet_safe=args.spreadsheet_safe is not False
+        )
+    )
     if args.sidecar is None:
         return Sink() if sink is None else sink
 
@@ -279,6 +290,8 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
     said = {name: value for name, value in vars(args).items() if name in names}
     said = {"model": model, journal.MODEL_FILES: files, **said}
     said |= {"format": args.format} if args.format == "openai-batch" else {}
+    if (args.format or suffix_form(args.out or "")) in DELIMITED:
+        said[journal.SAFE] = args.spreadsheet_safe is not False
     return {**said, **{name: vars(args)[name] for name in ("columns", "dpi", "fps", "max_frames")}}
 
 

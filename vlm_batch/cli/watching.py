@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Column, Table
 from rich.text import Text
 
-from vlm_batch.cli.console import open_console, plain_text
+from vlm_batch.cli.console import brief, open_console, plain_text
 from vlm_batch.jobs.plan import Plan
 from vlm_batch.jobs.questions import Item
 from vlm_batch.jobs.rows import Row, count_of
@@ -33,6 +33,8 @@ PLAIN_SECONDS = 60.0
 SHOWN_ROWS = 100
 #: Rows from which totals include a histogram, stages and failures.
 FIGURES_FROM = 12
+#: Most characters shown of a name, of a question, and of an answer that a file has or of an error.
+MAX_NAME, MAX_QUESTION, MAX_ANSWER = 200, 400, 4000
 
 
 class JobView(Watch):
@@ -73,7 +75,8 @@ class JobView(Watch):
         self._bar = Progress(
             *columns, console=self._err, disable=not self._err.is_terminal, transient=True, expand=True
         )
-        self._task = self._bar.add_task("loading the model", total=None)
+        self._stage = "reading the rows"
+        self._task = self._bar.add_task(self._stage, total=None)
 
     def __enter__(self) -> JobView:
         self._bar.start()
@@ -94,6 +97,10 @@ class JobView(Watch):
 
     # ---- while it works ----
 
+    def counted(self, rows: int) -> None:
+        self._stage = f"reading the rows: {rows:,}"
+        self._bar.update(self._task, description=self._stage)
+
     def planned(self, plan: Plan) -> None:
         if plan.done or plan.failed_before:
             left = f", {plan.left} left" if plan.left is not None else ""
@@ -112,7 +119,8 @@ class JobView(Watch):
         self._left = plan.left
         if plan.left is not None and plan.left > SHOWN_ROWS:
             self._say_how_long(f"{plan.left} rows: no line for each")
-        self._bar.update(self._task, total=plan.left)
+        self._stage = "loading the model"
+        self._bar.update(self._task, total=plan.left, description=self._stage)
 
     def began(self, batcher: Batcher, summary: Summary) -> None:
         self._summary, self._has_begun = summary, True
@@ -123,7 +131,7 @@ class JobView(Watch):
         if self._answers_in is None or len(self._rows) <= SHOWN_ROWS:
             self._rows.append((item, result))
         if self._is_shown(result):
-            line = Text.assemble((plain_text(self._label(item.row)), "bold"), ": ", answer_text(result))
+            line = Text.assemble((plain_text(self._label(item.row), MAX_NAME), "bold"), ": ", self._answer(result))
             line = Text(" ").join(line.split()) if "\n" in line.plain else line
             is_wide = not self._err.is_terminal
             with _whatever_becomes_of_the_terminal():
@@ -148,7 +156,7 @@ class JobView(Watch):
         """Print progress now and then, without a terminal."""
         while not self._is_over.wait(PLAIN_SECONDS):
             if not self._err.is_terminal:
-                said = f"[{self._place()}] {self.progress()}" if self._has_begun else "[loading the model]"
+                said = f"[{self._place()}] {self.progress()}" if self._has_begun else f"[{self._stage}]"
                 with _whatever_becomes_of_the_terminal():
                     self._err.print(said, soft_wrap=True, markup=False)
 
@@ -208,8 +216,13 @@ class JobView(Watch):
             rows = count_of(summary.otherwise, "row")
             yield f"{rows} answered before asked something else then: their answers are to that; --overwrite asks all again"
         if summary.again:
-            named = ", ".join(map(repr, summary.again_ids)) + ", ..." * (summary.again > len(summary.again_ids))
+            named = ", ".join(repr(brief(one, MAX_NAME)) for one in summary.again_ids)
+            named += ", ..." * (summary.again > len(summary.again_ids))
             yield plain_text(f"{count_of(summary.again, 'row')} skipped whose id had come before: {named}")
+
+    def _answer(self, result: Result) -> Text:
+        """Return an answer, whole where no file has it."""
+        return answer_text(result, None if self._answers_in is None else MAX_ANSWER)
 
     def _table(self) -> Table:
         rows = sorted(self._rows, key=lambda row: row[0].number)
@@ -230,10 +243,10 @@ class JobView(Watch):
                 + [f"{frames} of {width}x{height}" for frames, width, height in result.video_sizes]
             )
             table.add_row(
-                Text(plain_text(self._label(item.row))),
-                sizes or "-",
-                *([] if asked_alike else [Text(plain_text(item.prompt or ""))]),
-                answer_text(result),
+                Text(plain_text(self._label(item.row), MAX_NAME)),
+                brief(sizes, MAX_NAME) or "-",
+                *([] if asked_alike else [Text(plain_text(item.prompt or "", MAX_QUESTION))]),
+                self._answer(result),
                 str(result.usage.completion_tokens),
                 "-" if result.error is not None else f"{result.timings.total - result.timings.queue:.2f}",
                 Text(result.finish_reason, style=STATUS_STYLES[result.finish_reason]),
@@ -329,7 +342,8 @@ def spell_seconds(seconds: float) -> str:
     return f"{minutes:.0f} min" if minutes < 90 else f"{minutes / 60:.1f} h"
 
 
-def answer_text(result: Result) -> Text:
+def answer_text(result: Result, most: int | None = None) -> Text:
+    """Return an answer, of at most so many characters, or its error."""
     if result.error is not None:
-        return Text(plain_text(result.error), style="red")
-    return Text(plain_text(result.text)) if result.text else Text("(empty)", style="dim")
+        return Text(plain_text(result.error, MAX_ANSWER), style="red")
+    return Text(plain_text(result.text, most)) if result.text else Text("(empty)", style="dim")

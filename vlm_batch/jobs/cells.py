@@ -213,24 +213,28 @@ def row_of_cells(cells: Mapping[str, Any], columns: Columns, *, place: str, fold
     """Return a table's row, with ``place`` as its default id."""
     row_id = id_of(cells.get(columns.id) if columns.id else None, place)
     shown = {name: value for name, value in cells.items() if name != columns.image or isinstance(value, str)}
-    row = Row(id=row_id, columns=shown)
+
+    def wrong(error: str) -> Row:
+        return Row(id=row_id, columns=shown, error=f"{place}: {error}")
+
     try:
         images = media_of(cells.get(columns.image), folder) if columns.image else ()
         videos = media_of(cells.get(columns.video), folder) if columns.video else ()
         audios = audios_of(cells.get(columns.audio), folder) if columns.audio else ()
     except InvalidJob as error:
-        return replace(row, error=f"{place}: {error}")
+        return wrong(str(error))
     if not images and not videos and not audios:
         given = {name: cells.get(name) for name in (columns.image, columns.video, columns.audio) if name}
         if given and not any(isinstance(value, (list, tuple)) and not value for value in given.values()):
-            return replace(row, error=f"{place}: column {next(iter(given))!r} is empty; leave the row out")
+            return wrong(f"column {next(iter(given))!r} is empty; leave the row out")
     prompt = cells.get(columns.prompt) if columns.prompt else None
     if columns.prompt and not isinstance(prompt, str):
-        return replace(row, error=f"{place}: column {columns.prompt!r} holds no text to ask")
+        return wrong(f"column {columns.prompt!r} holds no text to ask")
     kinds = [kind_of(image) if isinstance(image, str) else "image" for image in images]
     named = {kind: tuple(image for image, own in zip(images, kinds, strict=True) if own == kind) for kind in set(kinds)}
-    return replace(
-        row,
+    return Row(
+        id=row_id,
+        columns=shown,
         images=named.get("image", ()),
         videos=tuple(map(Video, (*named.get("video", ()), *videos))),
         audios=(*map(Audio, named.get("audio", ())), *audios),

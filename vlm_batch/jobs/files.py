@@ -146,11 +146,19 @@ def identity(path: str) -> str:
     return path if is_url(path) else os.path.realpath(os.path.expanduser(path))
 
 
-def is_same_file(path: str, other: str) -> bool:
-    """Whether two paths lead to one file, by links of either kind."""
-    if identity(path) == identity(other):
-        return True
+def stat_of(path: str) -> os.stat_result | None:
     try:
-        return not is_url(path) and os.path.samefile(os.path.expanduser(path), os.path.expanduser(other))
-    except (OSError, ValueError):  # one is not there
-        return False
+        return None if is_url(path) else os.stat(os.path.expanduser(path))
+    except (OSError, ValueError):
+        return None
+
+
+def is_file_of(path: str, there: os.stat_result | None) -> bool:
+    """Whether a path leads to a file, by links of either kind."""
+    here = None if there is None else stat_of(path)
+    return here is not None and there is not None and os.path.samestat(here, there)
+
+
+def is_same_file(path: str, other: str) -> bool:
+    """Whether two paths lead to one file, which need not exist."""
+    return identity(path) == identity(other) or is_file_of(path, stat_of(other))

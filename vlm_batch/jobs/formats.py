@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import itertools
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,25 +23,56 @@ class Format(Protocol):
         ...
 
 
-class DelimitedFile:
-    """CSV or TSV; lists and objects are JSON."""
+#: Texts that a spreadsheet would run (OWASP, "CSV Injection": these characters at a cell's beginning), behind any marks.
+_FORMULA = re.compile(r"(?P<marks>'*)[=+\-@\t\r\n\uff1d\uff0b\uff0d\uff20]")
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
-    def __init__(self, separator: str = ",") -> None:
-        self._separator = separator
+
+def neutralised(text: str) -> str:
+    """Return a text that no spreadsheet runs as a formula: with a ' before it, which ``restored`` takes away."""
+    is_plain = _FORMULA.match(text) is None or _NUMBER.fullmatch(text) is not None
+    return text if is_plain else f"'{text}"
+
+
+def restored(text: str) -> str:
+    """Return the text that was ``neutralised``."""
+    found = _FORMULA.match(text)
+    return text[1:] if found is not None and found["marks"] else text
+
+
+class DelimitedFile:
+    """CSV or TSV; lists and objects are JSON.
+
+    ``is_safe``: texts that a spreadsheet would run as formulas are neutralised.
+    """
+
+    def __init__(self, separator: str = ",", *, is_safe: bool = True) -> None:
+        self.separator = separator
+        self.is_safe = is_safe
 
     def read(self, path: Path) -> Iterator[Record]:
         with open(path, encoding="utf-8", newline="") as file:
-            for record in csv.DictReader(file, delimiter=self._separator):
-                if "id" not in record:
-                    raise no_output(path, "it has no column id")
-                yield {name: value if value != "" else None for name, value in record.items()}
+            reader = csv.reader(file, delimiter=self.separator)
+            names = [self._text(name) for name in next(reader, [])]
+            if "id" not in names:
+                raise no_output(path, "it has no column id")
+            for cells in reader:
+                if cells:
+                    yield dict(zip(names, [self._text(cell) or None for cell in cells], strict=False))
 
     def write(self, path: Path, records: Callable[[], Iterator[Record]], columns: tuple[str, ...]) -> None:
         with open(path, "w", encoding="utf-8", newline="") as file:
-            writer = csv.writer(file, delimiter=self._separator, lineterminator="\n")
-            writer.writerow(columns)
+            writer = csv.writer(file, delimiter=self.separator, lineterminator="\n")
+            writer.writerow([self._cell(name) for name in columns])
             for record in records():
-                writer.writerow([_cell(record.get(name)) for name in columns])
+                writer.writerow([self._cell(record.get(name)) for name in columns])
+
+    def _text(self, cell: str) -> str:
+        return restored(cell) if self.is_safe else cell
+
+    def _cell(self, value: Any) -> Any:
+        cell = json.dumps(value, ensure_ascii=False) if isinstance(value, (list, dict, tuple)) else value
+        return neutralised(cell) if self.is_safe and isinstance(cell, str) else cell
 
 
 class ParquetFile:
@@ -97,7 +129,3 @@ def _groups(records: Iterator[Record]) -> Iterator[list[Record]]:
 def _typed(value: Any, as_text: bool) -> Any:
     is_other = value is not None and as_text and not isinstance(value, str)
     return json.dumps(value, ensure_ascii=False) if is_other else value
-
-
-def _cell(value: Any) -> Any:
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, (list, dict, tuple)) else value

@@ -27,6 +27,9 @@ MODEL_FILES, MODEL_SUFFIXES = (
     (".safetensors", ".npz", ".json", ".jinja", ".model", ".txt", ".tiktoken", ".py"),
 )
 
+#: The setting of CSV and TSV files in which no spreadsheet finds a formula.
+SAFE = "spreadsheet_safe"
+
 #: Bytes of a compared block; most blocks of a picture or table, and of a model's file.
 BLOCK, MEDIUM_BLOCKS, MODEL_BLOCKS = 1 << 14, 16, 1024
 #: Most characters of a setting's value in a message.
@@ -121,6 +124,8 @@ def check_same(output: Path, settings: Mapping[str, Any]) -> None:
     now = json.loads(json.dumps(settings))
     for one in (before, now):
         _settle(one)
+    if SAFE in now:  # which earlier versions did not know
+        before.setdefault(SAFE, now[SAFE])
     first, second = before.pop(MODEL_FILES, {}), now.pop(MODEL_FILES, {})
     changed = [name for name in sorted({*first, *second}) if not _is_same(first.get(name), second.get(name))]
     if first and second and not changed:  # the same model in another place

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from vlm_batch.errors import describe
@@ -22,6 +23,8 @@ from vlm_batch.jobs.tables import REQUEST_KEYS, Delimited, JsonLines
 
 #: Columns of rows that are fields of their answers.
 ROW_FIELDS = frozenset({"id", "request_id", "images", "videos", "prompt"})
+#: Rows between two words on how many were counted.
+TOLD_ROWS = 1000
 #: Sources whose columns must be found.
 TABLES = (JsonLines, Delimited, ArrowTable)
 
@@ -114,7 +117,7 @@ class Job:
         asked = (item for row in rows for item in self.questions.ask(row))
         return (replace(item, number=number) for number, item in enumerate(asked))
 
-    @property
+    @cached_property
     def named(self) -> frozenset[str]:
         carried = (name.removeprefix("columns.") for name in self.carried if name not in ANSWER_FIELDS)
         return self.questions.columns.union(carried)
@@ -172,8 +175,8 @@ class Job:
         }
         return {**self.questions.settings(), "shard": str(self.shard), "tables": tables, **more}
 
-    def plan(self, done: Ids, failed: Ids) -> Plan:
-        """Count rows; check columns, ids and the answers' form."""
+    def plan(self, done: Ids, failed: Ids, counted: Callable[[int], None] = lambda rows: None) -> Plan:
+        """Count rows; check columns, ids and the answers' form. ``counted`` is told now and then how many rows there are."""
         self._check_sources()
         if self.is_once:
             self._check_carried(frozenset(), None)
@@ -183,6 +186,8 @@ class Job:
         stamps = self.sink.stamps() if len(done) else {}
         for item in self._all_items(scan=True):
             num_items += 1
+            if num_items % TOLD_ROWS == 0:
+                counted(num_items)
             is_first = ids.add(item.id)
             if not is_first:
                 twice.append(item.id)

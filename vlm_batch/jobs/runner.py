@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from vlm_batch.jobs.answers import record_of, with_form
-from vlm_batch.jobs.files import is_same_file
+from vlm_batch.jobs.files import is_file_of, stat_of
 from vlm_batch.jobs.lines import Record
 from vlm_batch.jobs.order import by_size
 from vlm_batch.jobs.plan import Job, Plan
@@ -44,6 +44,9 @@ OpenBatcher = Callable[[], AbstractContextManager[Batcher]]
 
 class Watch:
     """Observer of a job."""
+
+    def counted(self, rows: int) -> None:
+        """Called now and then while rows are counted."""
 
     def planned(self, plan: Plan) -> None:
         """Called before the model is loaded."""
@@ -94,7 +97,7 @@ def run(
     with sink.locked():
         sink.check(header, resume=resume, overwrite=overwrite, force=force)
         done, failed = sink.existing() if resume else (Ids(), Ids())
-        plan = job.plan(done, Ids() if retry_errors else failed)
+        plan = job.plan(done, Ids() if retry_errors else failed, watch.counted)
         if not force:
             plan.check_resumable()
         if plan.total is None:  # of rows that are not known yet, what the output has is what was done
@@ -129,9 +132,10 @@ def run(
 def _check_apart(sources: Sequence[Source], sink: Sink) -> None:
     if sink.name in ("", "-"):
         return
+    there = stat_of(sink.name)
     for source in sources:
         paths = source.paths if isinstance(source, Files) else (source.name,)
-        if any(is_same_file(path, sink.name) for path in paths):
+        if any(path == sink.name or is_file_of(path, there) for path in paths):
             raise InvalidJob(f"{sink.name} is read by this job; its answers need a file of their own")
 
 

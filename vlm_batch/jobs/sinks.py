@@ -60,6 +60,13 @@ SUFFIXES: Mapping[str, str] = {
     **dict.fromkeys((".parquet", ".pq"), "parquet"),
 }
 
+DELIMITED = ("csv", "tsv")
+
+
+def suffix_form(target: str) -> str | None:
+    """Return the form that a name's suffix says; None if it says none."""
+    return SUFFIXES.get(Path(target).suffix.lower())
+
 
 class Sink:
     """Stores answers as they come; the base class stores none. Nothing changes before ``begin``."""
@@ -98,7 +105,12 @@ class Sink:
 
 
 def open_sink(
-    target: str, columns: tuple[str, ...] | None = None, *, form: str | None = None, model: str = "vlm-batch"
+    target: str,
+    columns: tuple[str, ...] | None = None,
+    *,
+    form: str | None = None,
+    model: str = "vlm-batch",
+    spreadsheet_safe: bool = True,
 ) -> Sink:
     """Open an output.
 
@@ -107,6 +119,7 @@ def open_sink(
         columns: Fields to keep of each answer; the form's by default.
         form: One of ``FORMS``; by the file's suffix by default.
         model: The model's name in OpenAI's batch form.
+        spreadsheet_safe: In CSV and TSV files, a ' goes before texts that a spreadsheet would run as formulas.
 
     Raises:
         InvalidJob: The form is unknown, or has fixed columns.
@@ -133,7 +146,12 @@ def open_sink(
         if FORMS[form] is not None:
             raise InvalidJob(f"--format {form} needs a file: it is made when the job ends; give it by --out FILE")
         return StandardOutput(line_of)
-    return BatchFile(path, line_of) if form == "openai-batch" else AnswerFile(path, columns, FORMS[form])
+    if form == "openai-batch":
+        return BatchFile(path, line_of)
+    written = FORMS[form]
+    if isinstance(written, DelimitedFile) and not spreadsheet_safe:
+        written = DelimitedFile(written.separator, is_safe=False)
+    return AnswerFile(path, columns, written)
 
 
 class StandardOutput(Sink):

@@ -22,8 +22,10 @@ FIRST_SECONDS = 1e-3
 NUM_BUCKETS = 8 * BUCKETS_A_DECADE
 #: Most failures listed, kinds of failure, sample answers, bins over time, and repeated ids named.
 MAX_FAILURES, MAX_REASONS, MAX_SAMPLES, MAX_BINS, MAX_AGAIN = 200, 50, 24, 120, 3
-#: Most characters of the message shown for a kind of failure.
-MAX_REASON = 120
+#: Most characters of the message shown for a kind of failure, and of those that decide which kind it is.
+MAX_REASON, MAX_READ = 120, 1000
+#: Most characters of a sample's prompt and answer, and of a listed failure.
+MAX_SAMPLE = 20_000
 THUMBNAIL_SIDE = 240
 
 STAGES = {
@@ -102,9 +104,10 @@ class Kinds:
     firsts: dict[str, str] = field(default_factory=dict)
 
     def add(self, message: str, names: Iterable[str] = ()) -> None:
-        kind = message
+        kind = message[:MAX_READ]
         for name in names:
-            kind = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", "0", kind) if name else kind
+            if name and name in kind:  # or long names would cost far more than they are worth
+                kind = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", "0", kind)
         kind = _OWN_WORDS.sub("0", kind)
         kind = kind if kind in self.counts or len(self.counts) < MAX_REASONS else "others"
         message = message if len(message) <= MAX_REASON else f"{message[: MAX_REASON - 3]}..."
@@ -216,7 +219,7 @@ class Summary:
             self.failed += 1
             self.reasons.add(result.error, item.names)
             if len(self.failures) < MAX_FAILURES:
-                self.failures.append((item.id, result.error))
+                self.failures.append((item.id, result.error[:MAX_SAMPLE]))
             return
         self.answered += 1
         self.cut += result.finish_reason == "length"
@@ -238,7 +241,8 @@ class Summary:
         place = len(self.samples) if len(self.samples) < MAX_SAMPLES else self._random.randrange(self.answered)
         if place >= MAX_SAMPLES:
             return
-        sample = Sample(item.id, item.prompt, result.text, thumbnail(item))
+        prompt = None if item.prompt is None else item.prompt[:MAX_SAMPLE]
+        sample = Sample(item.id, prompt, result.text[:MAX_SAMPLE], thumbnail(item))
         self.samples[place : place + 1] = [sample]
 
 

@@ -8,6 +8,7 @@ import csv
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, TextIO
 
 from vlm_batch.checks import parse_json
@@ -18,6 +19,7 @@ from vlm_batch.jobs.cells import (
     PICTURE_NAMES,
     VIDEO_COLUMNS,
     Columns,
+    id_of,
     names_media,
     row_of_cells,
 )
@@ -44,6 +46,31 @@ class JsonLines(SourceFile):
     @property
     def numbered(self) -> bool:
         return self._has_places()
+
+    def _has_places(self) -> bool:
+        if self.stream is not None:
+            return False
+        try:
+            with open_text(self.path) as lines:
+                return any(self._is_place(line, f"{self.path}:{number}") for number, line in enumerate(lines, 1))
+        except Exception:  # as in the base class
+            return False
+
+    def _is_place(self, line: str, place: str) -> bool:
+        """Whether a line's id is its place; only lines without ids of their own are read as rows."""
+        try:
+            cells = parse_json(line) if line.strip() else None
+        except (ValueError, RecursionError):
+            return False
+        if not isinstance(cells, dict):
+            return False
+        names = ID_COLUMNS if self.own.id is None else (self.own.id,)
+        names = ("custom_id",) if "body" in cells else names
+        own = next((cells[name] for name in names if cells.get(name) is not None), None)
+        if not isinstance(own, (list, dict)) and id_of(own, place) != place:
+            return False
+        row = self._row(line, place)
+        return row.error is None and row.id == place
 
     def rows(self) -> Iterator[Row]:
         with contextlib.ExitStack() as stack:
@@ -76,7 +103,7 @@ class JsonLines(SourceFile):
         prompt, messages = cells.get(self.own.prompt or "prompt"), cells.get("messages")
         params = cells.get("params") or {}
         try:
-            given = self.own.resolve([name for name in cells if cells[name] is not None or name in named], "the line")
+            given = _resolved(self.own, tuple(name for name in cells if cells[name] is not None or name in named))
         except InvalidJob as error:
             return Row(id=place, columns=cells, error=f"{place}: {error}")
         if not given.has_media:  # null is no picture by mistake, unless the row is a chat
@@ -89,6 +116,12 @@ class JsonLines(SourceFile):
             return replace(row, error=f"{place}: {wrong}")
         strange = tuple(name for name in cells if name not in REQUEST_KEYS and name not in named)
         return replace(row, prompt=prompt, messages=messages, params=params, strange=strange)
+
+
+@lru_cache(maxsize=256)
+def _resolved(own: Columns, names: tuple[str, ...]) -> Columns:
+    """Resolve the names in a line. Most lines of a file have the same."""
+    return own.resolve(names, "the line")
 
 
 def _wrong(prompt: Any, messages: Any, params: Any) -> str | None:

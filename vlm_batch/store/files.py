@@ -127,8 +127,8 @@ def _check_form(row: SavedRow) -> None:
     layers = [row.whole, *(snapshot.layers for snapshot in row.snapshots.values())]
     if strange := {index for one in layers for index in one if not 0 <= index < row.num_layers}:
         raise ValueError(f"it has layers that are none of {row.num_layers}: {sorted(strange)[:3]}")
-    if strange := [at for at in row.snapshots if not 0 <= at <= row.length]:
-        raise ValueError(f"it has snapshots beyond its {row.length} positions: {strange[:3]}")
+    if beyond := [at for at in row.snapshots if not 0 <= at <= row.length]:
+        raise ValueError(f"it has snapshots beyond its {row.length} positions: {beyond[:3]}")
 
 
 def identity_of(header: Mapping[str, str]) -> Identity:
