@@ -266,6 +266,127 @@ def test_log_probabilities_of_text_completions(client: openai.OpenAI) -> None:
     assert [max(step.values()) for step in whole.top_logprobs] == whole.token_logprobs
 
 
+RENDERED = "<|im_start|>user\ncount to 3<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_the_sampled_token_is_among_the_most_likely(server: Running) -> None:
+    """As OpenAI's text completions have it: up to one more than was asked for, and alone with 0; whole and streamed."""
+    body = {"prompt": RENDERED, "temperature": 5.0, "seed": 1, "max_tokens": 12, "ignore_eos": True}
+    for count in (0, 1, 2):
+        told = server.ask("POST", "/v1/completions", {**body, "logprobs": count}).json["choices"][0]["logprobs"]
+        for token, logprob, top in zip(told["tokens"], told["token_logprobs"], told["top_logprobs"], strict=True):
+            assert top[token] == logprob
+            assert 1 <= len(top) <= count + 1
+        assert any(len(top) == count + 1 for top in told["top_logprobs"])
+        events = server.ask("POST", "/v1/completions", {**body, "logprobs": count, "stream": True}).body.split(b"\n\n")
+        chunks = [json.loads(event[6:])["choices"][0]["logprobs"] for event in events if event.startswith(b"data: {")]
+        for name in ("tokens", "text_offset"):
+            assert [one for chunk in chunks if chunk for one in chunk[name]] == told[name]
+
+
+def test_text_offsets_count_what_is_shown(server: Running) -> None:
+    """A special token is in no text; the bytes of a character are one character."""
+    asked = {"prompt": RENDERED, "logprobs": 0, "max_tokens": 6, "ignore_eos": True}
+    (choice,) = server.ask("POST", "/v1/completions", {**asked, "logit_bias": {"479": 100}}).json["choices"]
+    told = choice["logprobs"]
+    assert (choice["text"], told["tokens"]) == ("", ["<|im_end|>"] * 6)
+    assert told["text_offset"] == [0] * 6
+    form = {"guided_regex": "é١ x", "max_tokens": 20, "ignore_eos": False}
+    (choice,) = server.ask("POST", "/v1/completions", {**asked, **form}).json["choices"]
+    assert choice["text"] == "é١ x"
+    assert choice["logprobs"]["text_offset"][:5] == [0, 0, 1, 1, 2], "each of the first two has two tokens"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"stop_token_ids": [10**6]}, "stop_token_ids", "holds 1000000; this model has 512 tokens"),
+        ({"stop_token_ids": [10**12]}, "stop_token_ids", "holds 1000000000000; this model has 512 tokens"),
+        ({"allowed_token_ids": [10**12]}, "allowed_token_ids", "holds 1000000000000; this model has 512 tokens"),
+        ({"logit_bias": {"9999999999": 1}}, "logit_bias", "holds 9999999999; this model has 512 tokens"),
+        ({"seed": 2**64}, "seed", "-9223372036854775808..18446744073709551615"),
+        ({"seed": -(2**63) - 1}, "seed", "-9223372036854775808..18446744073709551615"),
+        ({"logit_bias": {"7": 1, "x": 1}}, "logit_bias", "the key 'x'"),
+        ({"logit_bias": {"7": 1, "07": 1}}, "logit_bias", "the token 7 twice"),
+        ({"structured_outputs": {"regex": "["}}, "structured_outputs.regex", "structured_outputs.regex: "),
+        ({"structured_outputs": {"grammar": "["}}, "structured_outputs.grammar", "structured_outputs.grammar: "),
+        ({"structured_outputs": {"json": {"type": "obect"}}}, "structured_outputs.json", "structured_outputs.json: "),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "structured_outputs.choice is empty"),
+        ({"guided_regex": "["}, "guided_regex", "guided_regex: "),
+        ({"max_tokens": 0}, "max_tokens", "at least 1"),
+        ({"echo": True}, "echo", "may only be false or null"),
+    ],
+    ids=lambda one: str(one)[:60],
+)
+def test_refusals_name_the_value_and_the_clients_own_field(
+    server: Running, fields: dict[str, Any], param: str, words: str
+) -> None:
+    for path, body in (
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+        ("/v1/completions", {"prompt": RENDERED}),
+    ):
+        reply = server.ask("POST", path, {**body, "max_tokens": 3, **fields})
+        assert (reply.status, reply.error["param"]) == (400, param), reply.body
+        assert words in reply.error["message"]
+
+
+@pytest.mark.parametrize(
+    ("content", "param"),
+    [
+        ([{"type": "text", "text": "x", "odd": 1}], "messages[0].content[0].odd"),
+        ([{"type": "text", "text": {"text": 1}}], "messages[0].content[0].text"),
+        ([{"type": "text"}], "messages[0].content[0].text"),
+        ([{"type": "image_url", "image_url": {"url": "x", "odd": 1}}], "messages[0].content[0].image_url.odd"),
+        ([{"type": "image_url", "image_url": {}}], "messages[0].content[0].image_url.url"),
+        ([{"type": "text", "text": "x"}, {"type": "text", "text": "x", "user": 1}], "messages[0].content[1].user"),
+    ],
+    ids=str,
+)
+def test_places_are_the_clients_own(server: Running, content: Any, param: str) -> None:
+    assert server.chat(content).error["param"] == param
+
+
+def test_no_number_of_tokens_is_the_servers_own(server: Running) -> None:
+    """-1, as llama.cpp's clients write it."""
+    assert server.chat("count to 3", max_tokens=-1).json["choices"][0]["message"]["content"] == "1 2 3"
+    assert server.chat("count to 3", max_completion_tokens=-1).status == 200
+    assert server.ask("POST", "/v1/completions", {"prompt": RENDERED, "max_tokens": -1}).status == 200
+
+
+def test_a_choice_among_no_tools_is_refused_as_openai_does(server: Running) -> None:
+    assert server.chat("count to 3", tool_choice="auto").error["param"] == "tool_choice"
+    assert server.chat("count to 3", tool_choice="none").status == 200
+    assert server.chat("count to 3", tool_choice="auto", tools=[]).status == 200
+
+
+def test_metrics_are_described_as_text(server: Running) -> None:
+    described = server.ask("GET", "/openapi.json").json["paths"]["/metrics"]["get"]["responses"]["200"]["content"]
+    kind = server.ask("GET", "/metrics").headers["content-type"]
+    assert list(described) == ["text/plain"] == [kind.partition(";")[0]]
+
+
+@pytest.mark.parametrize("spelt", ["lines", "returns", "unpadded", "for urls", "spaced", "for urls, unpadded"])
+@pytest.mark.parametrize("is_plain", [False, True])
+def test_pictures_in_every_spelling_of_base64(server: Running, spelt: str, is_plain: bool) -> None:
+    data = (IMAGES / "red_circle.png").read_bytes()
+    usual = base64.b64encode(data).decode()
+    assert {"+", "/", "="} <= set(usual)
+    lines = [usual[at : at + 76] for at in range(0, len(usual), 76)]
+    for_urls = base64.urlsafe_b64encode(data).decode()
+    words = {
+        "lines": "\n".join(lines) + "\n",
+        "returns": "\r\n".join(lines),
+        "unpadded": usual.rstrip("="),
+        "for urls": for_urls,
+        "spaced": usual,
+        "for urls, unpadded": for_urls.rstrip("="),
+    }[spelt]
+    head = "" if is_plain else "data:image/png; base64," if spelt == "spaced" else "data:image/png;base64,"
+    part = {"type": "image_url", "image_url": {"url": head + words}}
+    reply = server.chat([part, text("describe the picture")])
+    assert reply.json["choices"][0]["message"]["content"] == "a red circle"
+
+
 def test_log_probabilities_of_prompts(server: Running) -> None:
     """In vLLM's form and places: beside a chat's choices, and in each of a text completion's."""
     chat = server.chat("count to 3", prompt_logprobs=1).json
@@ -568,7 +689,7 @@ def test_errors_name_what_the_client_wrote(server: Running, client: openai.OpenA
         reply = server.ask("POST", "/v1/chat/completions", {"messages": [turn], **fields})
         assert (reply.status, reply.error["param"]) == (400, param), reply.body
     for name, value in (
-        *((name, value) for name in ("max_tokens", "max_completion_tokens") for value in (0, -1, 2**63, 10**400)),
+        *((name, value) for name in ("max_tokens", "max_completion_tokens") for value in (0, -2, 2**63, 10**400)),
         *(("chat_template_kwargs", {name: 1}) for name in ("nobody_reads_it", "enable_thinking", "messages")),
     ):
         reply = server.ask("POST", "/v1/chat/completions", {"messages": [turn], name: value})

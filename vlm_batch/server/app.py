@@ -11,7 +11,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import Response
+from fastapi.responses import PlainTextResponse, Response
 from starlette.exceptions import HTTPException
 
 from vlm_batch._version import __version__
@@ -27,6 +27,7 @@ from vlm_batch.server.openai import (
     Ask,
     chat_ask,
     completion_ask,
+    names_of,
 )
 from vlm_batch.server.replies import ChatExchange, Exchange, TextExchange
 from vlm_batch.server.service import Service
@@ -99,7 +100,11 @@ def _add_answers(app: FastAPI, service: Service, media: MediaReader) -> None:
             messages = await media.read(prompt["messages"], entry.hold, client=entry.number)
             return replace(ask, prompts=({"messages": messages},))
 
-        return await _reply(ChatExchange(service, entry, prepare, priority=_priority(request)), body.stream, request)
+        return await _reply(
+            ChatExchange(service, entry, prepare, priority=_priority(request), names=names_of(body)),
+            body.stream,
+            request,
+        )
 
     @app.post("/v1/completions", responses=_RESPONSES)
     async def completions(body: CompletionRequest, request: Request) -> Response:
@@ -111,7 +116,11 @@ def _add_answers(app: FastAPI, service: Service, media: MediaReader) -> None:
             ask: Ask = await read(entry, completion_ask, body, config)
             return ask
 
-        return await _reply(TextExchange(service, entry, prepare, priority=_priority(request)), body.stream, request)
+        return await _reply(
+            TextExchange(service, entry, prepare, priority=_priority(request), names=names_of(body)),
+            body.stream,
+            request,
+        )
 
 
 def _add_facts(app: FastAPI, service: Service) -> None:
@@ -137,7 +146,7 @@ def _add_facts(app: FastAPI, service: Service) -> None:
         is_ready = service.state in ("ready", "idle")
         return JsonResponse({"status": service.state, "error": service.error}, 200 if is_ready else 503)
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Return metrics in Prometheus's text format."""
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")

@@ -24,7 +24,7 @@ from vlm_batch.inputs.pool import Pool
 from vlm_batch.server.edge import ENTRY, Entry
 from vlm_batch.server.errors import ApiError, bounded
 from vlm_batch.server.openai import REFUSED
-from vlm_batch.server.wire import ChatRequest, CompletionRequest, Wire
+from vlm_batch.server.wire import UNIONS, ChatRequest, Common, CompletionRequest
 
 #: Estimated seconds up to which the event loop parses a body itself.
 SMALL = 0.004
@@ -32,7 +32,7 @@ SMALL = 0.004
 _OF_BYTE, _OF_VALUE, _OF_NESTED = 2.5e-9, 4e-7, 1.5e-6
 #: Most parts of a field's place in a message.
 MAX_DEPTH_SHOWN = 12
-KINDS: Mapping[str, type[Wire]] = {"/v1/chat/completions": ChatRequest, "/v1/completions": CompletionRequest}
+KINDS: Mapping[str, type[Common]] = {"/v1/chat/completions": ChatRequest, "/v1/completions": CompletionRequest}
 
 Value = TypeVar("Value")
 
@@ -92,14 +92,14 @@ class _Read(Request):
         return await bodies.read(entry, read_body, body, KINDS[self.scope["path"]])
 
 
-def read_body(data: bytes, kind: type[Wire]) -> Wire:
+def read_body(data: bytes, kind: type[Common]) -> Common:
     try:
         body = parse_json(data)
         return kind.model_validate(body)
     except RecursionError as error:
         raise ApiError(400, "the body is nested too deeply") from error
     except ValidationError as error:
-        wrong = _wrong(error, body)
+        wrong = _wrong(error, body, kind)
     except ValueError as error:
         raise _no_json(data, error) from error
     del body  # freed here, not with the error on the event loop
@@ -127,7 +127,7 @@ def _place_of_infinity(body: Any) -> str | None:
     return None
 
 
-def _wrong(error: ValidationError, body: Any) -> ApiError:
+def _wrong(error: ValidationError, body: Any, kind: type[Common]) -> ApiError:
     """Return a body's first error, placed in the client's terms."""
     found = error.errors(include_url=False)
     first = max(found, key=lambda one: len(one["loc"]))  # of a value's forms, the nearest
@@ -145,6 +145,9 @@ def _wrong(error: ValidationError, body: Any) -> ApiError:
     if first["type"] == "extra_forbidden":
         unknown = f"there is no field {name}" + "".join(f" ({meant} is probably meant)" for meant in list(misspelt)[:1])
         message = f"{name} is not supported: {REFUSED[name]}" if name in REFUSED else unknown
+        if name not in REFUSED and len(first["loc"]) == 1 and (taken := kind.nothing.get(name)) is not None:
+            values = " or ".join([*map(json.dumps, taken), "null"])
+            message = f"it has no effect here, so it may only be {values}"
     elif first["type"] == "union_tag_invalid":
         given = first["ctx"]
         message = f"{given['discriminator']} is {given['tag'][:100]!r}; it must be one of {given['expected_tags']}"
@@ -156,18 +159,35 @@ def _wrong(error: ValidationError, body: Any) -> ApiError:
 
 
 def _place(parts: tuple[int | str, ...], body: Any, *, is_missing: bool) -> str:
-    """Return a place like ``messages[0].content``; pydantic's also names types."""
+    """Return a place like ``messages[0].content``."""
     found: list[str] = []
-    for part in parts:
-        if isinstance(body, dict) and part in body:
-            found.append(f".{part}")
-        elif isinstance(body, list) and isinstance(part, int):
-            found.append(f"[{part}]")
-        else:
-            continue
-        body = body[part]
+    for part in _keys(parts, body):
+        found.append(f"[{part}]" if isinstance(part, int) else f".{part}")
     if is_missing:
         found.append(f".{parts[-1]}")
     if len(found) > MAX_DEPTH_SHOWN:
         found = [*found[: MAX_DEPTH_SHOWN - 1], "..."]
     return "".join(found).lstrip(".")
+
+
+def _keys(parts: tuple[int | str, ...], body: Any) -> list[int | str]:
+    """Return those of pydantic's ``parts`` that are keys of the body; others name types and members of unions.
+
+    A member of a union is named by its own ``type`` or ``role``, before the keys in it, and some are spelled like one.
+    """
+    found: list[int | str] = []
+    named = None  # the object whose name was met last
+    for part in parts:
+        is_name = part in UNIONS and isinstance(body, dict) and part in (body.get("type"), body.get("role"))
+        if is_name and body is not named:
+            named = body
+        elif _has(body, part):
+            found.append(part)
+            body = body[part]
+    return found
+
+
+def _has(value: Any, part: int | str) -> bool:
+    if isinstance(value, dict):
+        return part in value
+    return isinstance(value, list) and isinstance(part, int) and part < len(value)

@@ -70,6 +70,20 @@ class ApiError(HTTPException):
         self.param = param
         self.code = code
 
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Say the fields that the client sent, in place of others for the same."""
+        if self.param not in names:
+            return
+        words = re.compile(r"\b(" + "|".join(map(re.escape, names)) + r")\b")
+
+        def renamed(message: str) -> str:
+            begin, colon, rest = message.partition(":")
+            return words.sub(lambda match: names[match[0]], begin) + colon + rest
+
+        self.param = names[self.param]
+        self.detail = renamed(str(self.detail))
+        self._whole = None if self._whole is None else renamed(self._whole)
+
     def quote(self, sent: bytes) -> None:
         """Restore the message's paths that the client ``sent``."""
         if self._whole is not None:
