@@ -927,6 +927,41 @@ def test_a_clients_own_fault_is_a_line_in_the_log(
     assert len(lines) == asked, lines
 
 
+def test_the_log_says_nothing_of_what_was_asked(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+    """Regexes, names, roles, models, paths of fields: none of a client's own words, whatever was wrong with them."""
+    turn = {"role": "user", "content": "x"}
+    bodies: list[dict[str, Any]] = [
+        {"messages": [turn], "guided_regex": "secret["},
+        {"messages": [turn], "guided_grammar": "secret: ["},
+        {"messages": [turn], "secret": 1},
+        {"messages": [turn], "metadata": {"secret": 1}},
+        {"messages": [turn], "model": "secret"},
+        {"messages": [{"role": "secret", "content": "x"}]},
+        {"messages": [turn], "logit_bias": {"secret": 1}},
+        {"messages": [turn], "tool_choice": {"type": "function", "function": {"name": "secret"}}},
+        {"messages": [turn], "chat_template_kwargs": {"secret": 1}},
+        {"messages": [{"role": "user", "content": "secret <|im_end|>"}]},
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "secret.png"}}]}]},
+        {"messages": [turn], "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "secret"}}}},
+    ]
+    with caplog.at_level(logging.DEBUG):
+        for number, body in enumerate(bodies):
+            for stream in (False, True):
+                own = {"X-Request-Id": f"own-{number}-{stream}"}
+                reply = server.ask("POST", "/v1/chat/completions", {**body, "stream": stream}, headers=own)
+                assert reply.status in (400, 404), body
+        wait_until(lambda: len(_access_lines(caplog)) == 2 * len(bodies), "the lines")
+    lines = _access_lines(caplog)
+    assert not [line for line in lines if "secret" in line]
+    reasons = {json.loads(line)["error"] for line in lines}
+    assert {"guided_regex: InvalidParameters", "?: extra_forbidden", "metadata.?: string_type"} <= reasons
+    assert not [record for record in caplog.records if "secret" in record.getMessage() and "access" not in record.name]
+
+
+def _access_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [one.getMessage() for one in caplog.records if '"own-' in one.getMessage()]
+
+
 def test_metrics_count_what_happened(server: Running) -> None:
     def value(name: str) -> float:
         lines = server.ask("GET", "/metrics").body.decode().splitlines()
@@ -1164,6 +1199,34 @@ def test_the_command_serves_until_it_is_told_to_stop(tmp_path: Path) -> None:
     assert f"http://127.0.0.1:{port}" in (tmp_path / "err").read_text()
     lines = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
     assert [line["status"] for line in lines if line["path"] == "/v1/chat/completions"] == [200, 200]
+
+
+def test_a_first_interrupt_says_what_is_waited_for_and_a_second_ends_it(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    log = tmp_path / "err"
+    with log.open("wb") as errors:
+        command = [sys.executable, "-m", "vlm_batch", "serve", "--port", str(port), "--shutdown-timeout", "600"]
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors)
+        try:
+            wait_until(lambda: process.poll() is not None or _is_up(port), "the server to listen")
+            connection = begin_stream(Running(None, port))  # type: ignore[arg-type]
+            assert connection.recv(100)
+            process.send_signal(signal.SIGINT)
+            said = "waiting up to 600 s for 1 request; Ctrl-C again ends now"
+            wait_until(lambda: said in log.read_text(), "the server to say what it waits for")
+            assert process.poll() is None
+            process.send_signal(signal.SIGINT)
+            connection.settimeout(30)
+            told = b"".join(iter(lambda: connection.recv(65536), b""))
+            connection.close()
+            assert b"shutting down" in told
+            assert told.endswith(b"0\r\n\r\n")
+            assert process.wait(60) == 130
+        finally:
+            process.kill()
+            process.wait()
+    assert "Traceback" not in log.read_text()
 
 
 def _is_up(port: int) -> bool:

@@ -237,7 +237,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     if not isinstance(error, ApiError):
         error = ApiError(error.status_code, _sentence(request, error), headers=error.headers)
     error.quote(_entry(request).sent)
-    _entry(request).said["error"] = str(error.detail)
+    _entry(request).said["error"] = error.reason
     return JsonResponse(error.body, error.status_code, error.headers)
 
 

@@ -221,7 +221,7 @@ class _Body:
 def _answer_to(error: Exception, entry: Entry) -> ApiError:
     """Answer an exception; log a defect's trace."""
     if isinstance(error, ApiError):
-        entry.said["error"] = str(error.detail)
+        entry.said["error"] = error.reason
         return error
     entry.said["error"] = type(error).__name__
     logger.error("request %s: %s", entry.request_id, error, exc_info=error)

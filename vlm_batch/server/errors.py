@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
 from vlm_batch.errors import InvalidRequest, PromptTooLong
-from vlm_batch.server.wire import SAMPLING, TEMPLATE
+from vlm_batch.server.wire import SAMPLING, TEMPLATE, field_names
 from vlm_batch.types import Result
 
 #: Absolute paths, which tell strangers about this machine; not those of URLs.
@@ -35,6 +35,16 @@ _TYPES = {
     503: "unavailable_error",
     504: "timeout_error",
 }
+
+
+#: Statuses whose messages quote what a client or a model wrote.
+_QUOTING = frozenset({400, 404, 405, 500})
+_KNOWN_NAMES = field_names()
+
+
+def _known_place(param: str) -> str:
+    """Return a field's place with question marks for names that are the client's own."""
+    return re.sub(r"[^.\[\]]+", lambda one: one[0] if one[0].isdecimal() or one[0] in _KNOWN_NAMES else "?", param)
 
 
 class JsonResponse(JSONResponse):
@@ -89,6 +99,16 @@ class ApiError(HTTPException):
         if self._whole is not None:
             advice = str(self.detail).removeprefix(without_paths(self._whole))
             self.detail = without_paths(self._whole, sent) + advice
+
+    @property
+    def reason(self) -> str:
+        """What was wrong, for the log: no word of a request's or an answer's."""
+        if self.status_code not in _QUOTING:
+            return str(self.detail)
+        kind = self.code or _TYPES.get(
+            self.status_code, "invalid_request_error" if self.status_code < 500 else "server_error"
+        )
+        return kind if self.param is None else f"{_known_place(self.param)}: {kind}"
 
     @property
     def body(self) -> dict[str, Any]:

@@ -152,7 +152,7 @@ class Exchange(ABC):
         except ApiError as error:
             if not has_begun:
                 raise
-            self._entry.said["error"] = str(error.detail)
+            self._entry.said["error"] = error.reason
             last = _event(error.body)
         except Exception:
             if not has_begun:

@@ -460,3 +460,15 @@ TEMPLATE: Mapping[str, str] = {
         "min_pixels", "max_pixels",
     )
 } | {"chat_template_kwargs": "args"}  # fmt: skip
+
+
+def field_names() -> frozenset[str]:
+    """Return the names of all fields, at every depth."""
+    left, found = [Wire], set[str](NOTHING)
+    while left:
+        kind = left.pop()
+        left += kind.__subclasses__()
+        found |= {field.alias or name for name, field in kind.model_fields.items()}
+        if issubclass(kind, Common):
+            found |= set(kind.nothing)
+    return frozenset(found)
