@@ -608,7 +608,7 @@ def test_a_slow_token_is_the_requests_fault(batcher: VLMBatcher, monkeypatch: py
     assert batcher.submit(prompt="count to 3").result(timeout=60).text == "1 2 3"
 
 
-LOOP = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
+LOOP: dict[str, Any] = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ class ApiError(HTTPException):
 
     def rename(self, names: Mapping[str, str]) -> None:
         """Say the fields that the client sent, in place of others for the same."""
-        if self.param not in names:
+        if self.param is None or self.param not in names:
             return
         words = re.compile(r"\b(" + "|".join(map(re.escape, names)) + r")\b")
 
@@ -102,7 +102,7 @@ class ApiError(HTTPException):
 
     @property
     def reason(self) -> str:
-        """What was wrong, for the log: no word of a request's or an answer's."""
+        """The log's reason, in which no word of a request or an answer stands."""
         if self.status_code not in _QUOTING:
             return str(self.detail)
         kind = self.code or _TYPES.get(

@@ -464,11 +464,10 @@ TEMPLATE: Mapping[str, str] = {
 
 def field_names() -> frozenset[str]:
     """Return the names of all fields, at every depth."""
-    left, found = [Wire], set[str](NOTHING)
+    left: list[type[Wire]] = [Wire]
+    found = {*NOTHING, *_NOTHING_OF_CHATS, *_NOTHING_OF_TEXTS}
     while left:
         kind = left.pop()
         left += kind.__subclasses__()
         found |= {field.alias or name for name, field in kind.model_fields.items()}
-        if issubclass(kind, Common):
-            found |= set(kind.nothing)
     return frozenset(found)
