@@ -27,7 +27,7 @@ from vlm_batch.server.openai import REFUSED
 from vlm_batch.server.wire import UNIONS, ChatRequest, Common, CompletionRequest
 
 #: Estimated seconds up to which the event loop parses a body itself.
-SMALL = 0.004
+SMALL = 0.002
 #: Seconds to read a byte, a value and a list or object, as measured: a picture is one value, and cheap.
 _OF_BYTE, _OF_VALUE, _OF_NESTED = 2.5e-9, 4e-7, 1.5e-6
 #: Most parts of a field's place in a message.

@@ -87,7 +87,8 @@ class MediaReader:
         if is_data_uri(source):
             return source
         if len(source) > SHORTEST_PICTURE and "." not in source and not is_url(source):
-            return _of_base64(source, name)
+            decode = partial(_of_base64, source, name)  # beside the event loop: it may have 60 MB
+            return await asyncio.shield(asyncio.wrap_future(self._readers.submit(decode, cancelled, client=client)))
         if is_url(source) and not self._policy.allow_http:
             raise _refused(
                 f"this server fetches no URLs; send {name} as a data URI (or start it with --allow-urls)", "url"
