@@ -16,11 +16,12 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import cv2
 import numpy as np
 import openai
+import pydantic
 import pytest
 
 from tests.serving import IMAGES, Running, data_uri, picture, serving, text, wait_until
@@ -632,6 +633,100 @@ def test_more_than_nothing_is_refused_by_name(server: Running, kind: type[Common
             reply = server.ask("POST", path, {**least, name: value})
             assert (reply.status, reply.error["param"]) == (400, name), (name, value, reply.body)
             assert name in reply.error["message"]
+
+
+CALL: dict[str, Any] = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+ASKED = {"role": "user", "content": "count to 3"}
+
+
+def _with(message: dict[str, Any]) -> list[dict[str, Any]]:
+    """A chat in which a message occurs where it may."""
+    before = [ASKED, {"role": "assistant", "tool_calls": [CALL]}] if message["role"] == "tool" else [ASKED]
+    return [*before, message, ASKED] if message["role"] in ("assistant", "tool") else [message]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "user", "content": [{"type": "text", "text": "count to 3", "id": "lc_1234"}]},
+        {"role": "user", "content": [{"type": "text", "text": "count to 3", "cache_control": {"type": "ephemeral"}}]},
+        {"role": "user", "content": "count to 3", "cache_control": {"type": "ephemeral"}, "id": "x"},
+        {"role": "assistant", "content": "x", "parsed": {"a": 1}, "refusal": None},
+        {"role": "assistant", "content": "x", "provider_specific_fields": None, "thinking_blocks": [], "images": []},
+        {"role": "assistant", "content": "x", "reasoning_details": [{"type": "x"}], "id": "y", "audio": None},
+        {"role": "assistant", "tool_calls": [{**CALL, "caller": None, "index": 0, "provider_specific_fields": {}}]},
+        {"role": "assistant", "tool_calls": [{**CALL, "function": {**CALL["function"], "parsed_arguments": {}}}]},
+        {"role": "tool", "tool_call_id": "a", "content": None, "status": "success", "is_error": False},
+        {"role": "tool", "tool_call_id": "a", "content": [{"type": "text", "text": "x", "name": "y"}], "artifact": None},
+        {"role": "system", "content": [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}]},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_clients_write_for_themselves_is_taken_at_every_depth(server: Running, message: dict[str, Any]) -> None:
+    reply = server.ask("POST", "/v1/chat/completions", {"messages": _with(message), "max_tokens": 3})
+    assert reply.status == 200, reply.body
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        (
+            {"messages": [{"role": "assistant", "content": "x", "thinking_blocks": [{"thinking": "x"}]}]},
+            "thinking_blocks",
+        ),
+        ({"messages": [{"role": "assistant", "tool_calls": [{**CALL, "caller": "x"}]}]}, "tool_calls[0].caller"),
+        ({"messages": [{**ASKED, "parsed": 1}]}, "parsed"),
+        ({"messages": [{**ASKED, "content": [{"type": "text", "text": "x", "status": 1}]}]}, "content[0].status"),
+    ],
+    ids=str,
+)
+def test_what_asks_for_something_is_refused_at_every_depth(server: Running, fields: Any, param: str) -> None:
+    reply = server.ask("POST", "/v1/chat/completions", fields)
+    assert (reply.status, reply.error["param"]) == (400, f"messages[0].{param}")
+
+
+def test_pictures_tools_and_thinking_that_ask_for_nothing(server: Running) -> None:
+    part = picture("red_circle.png")
+    part |= {"uuid": "x", "image_url": {**part["image_url"], "detail": "", "format": "image/png"}}
+    tool = {"type": "function", "function": {"name": "f", "cache_control": {}}, "cache_control": {"type": "ephemeral"}}
+    reply = server.chat([part, text("describe the picture")], max_tokens=5)
+    assert reply.status == 200, reply.body
+    assert ChatRequest.model_validate({"messages": [ASKED], "tools": [tool]}).tools
+    for fields in (
+        {"enable_thinking": False},
+        {"reasoning_effort": "none"},
+        {"chat_template_kwargs": {"enable_thinking": False}},
+    ):
+        assert server.chat("count to 3", **fields).status == 200, fields
+    for fields in ({"enable_thinking": True}, {"reasoning_effort": "high"}, {"chat_template_kwargs": {"x": False}}):
+        assert server.chat("count to 3", **fields).error["param"] == next(iter(fields))
+
+
+def test_unknown_fields_are_refused_with_the_nearest_name(server: Running) -> None:
+    assert "(temperature is probably meant)" in server.chat("x", temprature=1).error["message"]
+    assert "probably" not in server.chat("x", zzz=1).error["message"]
+
+
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")  # openai's own, of what it has parsed
+def test_what_openais_helpers_return_is_taken_again(client: openai.OpenAI) -> None:
+    """The documented loop: the message that ``parse`` or a stream's helper returns goes back into the messages."""
+
+    class Number(pydantic.BaseModel):
+        value: Literal["one", "two"]
+
+    first: Any = [ASKED]
+    asked: dict[str, Any] = {"model": "qwen2_vl", "messages": first, "response_format": Number, "max_tokens": 64}
+    parsed = client.chat.completions.parse(**asked).choices[0].message
+    assert isinstance(parsed.parsed, Number)
+    with client.chat.completions.stream(**asked) as stream:
+        streamed = stream.get_final_completion().choices[0].message
+    forms: list[Any]
+    for message in (parsed, streamed):
+        forms = [message, message.model_dump(), message.model_dump(exclude_unset=True)]
+        for form in forms:
+            turns: Any = [*first, form, ASKED]
+            again = client.chat.completions.create(model="qwen2_vl", messages=turns, max_tokens=3)
+            assert again.choices[0].message.role == "assistant"
 
 
 def test_messages_as_openais_clients_write_them(server: Running) -> None:

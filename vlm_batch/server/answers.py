@@ -67,6 +67,7 @@ class Dialect:
         self._special = set(self._tokenizer.all_special_ids)
         self._special |= {token for token, added in self._tokenizer.added_tokens_decoder.items() if added.special}
         self._template = processing.chat_template
+        self.reads = processing.template.reads  # arguments of the chat template
         self._known_token = lru_cache(maxsize=1 << 16)(self._token)
         self.tool_parser: str | None = _infer_tool_parser(self._template, tool_parser)
         self.tool_module = None if self.tool_parser is None else load_tool_module(self.tool_parser)

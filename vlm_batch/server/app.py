@@ -95,7 +95,7 @@ def _add_answers(app: FastAPI, service: Service, media: MediaReader) -> None:
         entry, read = _entry(request), app.state.bodies.read
 
         async def prepare(dialect: Dialect) -> Ask:
-            ask: Ask = await read(entry, chat_ask, body, config, dialect.writer)
+            ask: Ask = await read(entry, chat_ask, body, config, dialect.writer, dialect.reads)
             (prompt,) = ask.prompts
             messages = await media.read(prompt["messages"], entry.hold, client=entry.number)
             return replace(ask, prompts=({"messages": messages},))

@@ -24,7 +24,7 @@ from vlm_batch.inputs.pool import Pool
 from vlm_batch.server.edge import ENTRY, Entry
 from vlm_batch.server.errors import ApiError, bounded
 from vlm_batch.server.openai import REFUSED
-from vlm_batch.server.wire import UNIONS, ChatRequest, Common, CompletionRequest
+from vlm_batch.server.wire import UNIONS, ChatRequest, Common, CompletionRequest, field_names
 
 #: Estimated seconds up to which the event loop parses a body itself.
 SMALL = 0.002
@@ -35,6 +35,11 @@ MAX_DEPTH_SHOWN = 12
 KINDS: Mapping[str, type[Common]] = {"/v1/chat/completions": ChatRequest, "/v1/completions": CompletionRequest}
 
 Value = TypeVar("Value")
+
+
+#: How near a known field's name must be to be named in a refusal.
+NEAR = 0.8
+_KNOWN = sorted(field_names())
 
 
 class Bodies:
@@ -143,9 +148,10 @@ def _wrong(error: ValidationError, body: Any, kind: type[Common]) -> ApiError:
     where = _place(first["loc"], body, is_missing=first["type"] == "missing")
     name, message, param = str(first["loc"][-1]) if first["loc"] else "", str(first["msg"]), where[:200] or None
     if first["type"] == "extra_forbidden":
-        unknown = f"there is no field {name}" + "".join(f" ({meant} is probably meant)" for meant in list(misspelt)[:1])
+        near = [*misspelt, *difflib.get_close_matches(name, _KNOWN, 1, NEAR)]
+        unknown = f"there is no field {name}" + "".join(f" ({meant} is probably meant)" for meant in near[:1])
         message = f"{name} is not supported: {REFUSED[name]}" if name in REFUSED else unknown
-        if name not in REFUSED and len(first["loc"]) == 1 and (taken := kind.nothing.get(name)) is not None:
+        if name not in REFUSED and len(first["loc"]) == 1 and isinstance(taken := kind.nothing.get(name), tuple):
             values = " or ".join([*map(json.dumps, taken), "null"])
             message = f"it has no effect here, so it may only be {values}"
     elif first["type"] == "union_tag_invalid":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,9 @@ from vlm_batch.server.wire import (
 )
 from vlm_batch.types import FORMS, Request, SamplingParams, Template
 
+#: Arguments of templates that ask for no thinking.
+_NO_THINKING: Mapping[str, Any] = {"enable_thinking": False, "thinking": False, "reasoning_effort": "none"}
+_END = object()
 #: Largest priority.
 MAX_PRIORITY = 100
 #: A token id as a JSON key.
@@ -95,8 +98,20 @@ class Ask:
         ]
 
 
-def chat_ask(body: ChatRequest, config: ServerConfig, writer: CallWriter | None = None) -> Ask:
-    """Return a chat's engine requests, whose media are still to be read. Raises ApiError."""
+def chat_ask(
+    body: ChatRequest, config: ServerConfig, writer: CallWriter | None = None, reads: Collection[str] | None = None
+) -> Ask:
+    """Return a chat's engine requests, whose media are still to be read.
+
+    Args:
+        body: The request.
+        config: The server's settings.
+        writer: The model's form of tool calls, if it has one.
+        reads: The arguments that its chat template reads; None where that is unknown.
+
+    Raises:
+        ApiError: A field cannot be honoured.
+    """
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
     if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
@@ -111,6 +126,8 @@ def chat_ask(body: ChatRequest, config: ServerConfig, writer: CallWriter | None 
     pixels: dict[str, Any] = {name: given.pop(name) for name in ("min_pixels", "max_pixels") if name in given}
     if config.enable_thinking and "enable_thinking" not in (body.chat_template_kwargs or {}):
         given.setdefault("enable_thinking", True)
+    if reads is not None:
+        given = _without_no_thinking(given, reads)
     try:
         template = Template(tools=tools or None, escape_special_tokens=config.escape_special_tokens, **given)
     except InvalidPrompt as error:
@@ -124,6 +141,17 @@ def chat_ask(body: ChatRequest, config: ServerConfig, writer: CallWriter | None 
         pixels=pixels,
         **_shape(body),
     )
+
+
+def _without_no_thinking(given: Mapping[str, Any], reads: Collection[str]) -> dict[str, Any]:
+    """Return a template's arguments without those that say not to think to a model that does not."""
+    args = {
+        name: value
+        for name, value in given.get("args", {}).items()
+        if name in reads or _NO_THINKING.get(name, _END) != value
+    }
+    others = {name: value for name, value in given.items() if name in reads or _NO_THINKING.get(name, _END) != value}
+    return {**others, "args": args} if "args" in given else others
 
 
 def _tools(body: ChatRequest) -> tuple[dict[str, Any], ...]:
@@ -166,6 +194,7 @@ def wire_messages(body: ChatRequest) -> list[dict[str, Any]]:
             call["function"]["arguments"] = _arguments(call["function"]["arguments"])
         if plain["role"] == "assistant":
             _clean_answer(plain)
+        plain.setdefault("content", "")  # a tool's that returned nothing
     return found
 
 
