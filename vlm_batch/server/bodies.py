@@ -6,7 +6,7 @@ import asyncio
 import difflib
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -125,7 +125,7 @@ def _place_of_infinity(body: Any) -> str | None:
     while left:
         parts, value = left.pop()
         if isinstance(value, float) and not math.isfinite(value):
-            return _place(parts, body, is_missing=False)[:200]
+            return _written(parts)[:200]
         if isinstance(value, (dict, list)):
             items = value.items() if isinstance(value, dict) else enumerate(value)
             left += [((*parts, part), inner) for part, inner in items]
@@ -165,12 +165,13 @@ def _wrong(error: ValidationError, body: Any, kind: type[Common]) -> ApiError:
 
 
 def _place(parts: tuple[int | str, ...], body: Any, *, is_missing: bool) -> str:
+    """Return the place of pydantic's ``parts`` in a body."""
+    return _written([*_keys(parts, body), *parts[-1:]] if is_missing else _keys(parts, body))
+
+
+def _written(keys: Sequence[int | str]) -> str:
     """Return a place like ``messages[0].content``."""
-    found: list[str] = []
-    for part in _keys(parts, body):
-        found.append(f"[{part}]" if isinstance(part, int) else f".{part}")
-    if is_missing:
-        found.append(f".{parts[-1]}")
+    found = [f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys]
     if len(found) > MAX_DEPTH_SHOWN:
         found = [*found[: MAX_DEPTH_SHOWN - 1], "..."]
     return "".join(found).lstrip(".")
