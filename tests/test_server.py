@@ -7,6 +7,7 @@ import base64
 import contextlib
 import json
 import logging
+import re
 import signal
 import socket
 import subprocess
@@ -872,6 +873,45 @@ def test_every_error_has_the_envelope(server: Running) -> None:
     head, _, body = answer.partition(b"\r\n\r\n")
     assert b" 400 " in head.splitlines()[0]
     assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
+
+
+def test_names_and_paths_as_clients_have_them() -> None:
+    """Several names, or any; the paths without /v1, whose base URL is the server's own."""
+    with serving(served_names=("reader", "PaddlePaddle/PaddleOCR-VL")) as server:
+        with openai.OpenAI(base_url=server.url, api_key="none", max_retries=0, timeout=60) as client:
+            assert [card.id for card in client.models.list()] == ["reader", "PaddlePaddle/PaddleOCR-VL"]
+            for name in ("reader", "PaddlePaddle/PaddleOCR-VL"):
+                answer = client.chat.completions.create(
+                    model=name, messages=[{"role": "user", "content": "count to 3"}]
+                )
+                assert (answer.model, answer.choices[0].message.content) == ("reader", "1 2 3")
+                assert client.models.retrieve(name).id == name
+            assert client.completions.create(model="reader", prompt=RENDERED).choices[0].text == "1 2 3"
+            with pytest.raises(openai.NotFoundError):
+                client.chat.completions.create(model="qwen2_vl", messages=[{"role": "user", "content": "x"}])
+        wrong = server.ask("POST", "/chat/completions", b"x", headers={"Content-Type": "text/plain"})
+        assert wrong.status == 415, "the same checks"
+        assert server.ask("GET", "/version").json["version"]
+    with serving(any_model=True) as server:
+        body = {"model": "gpt-4o", "messages": [{"role": "user", "content": "count to 3"}]}
+        assert server.ask("POST", "/v1/chat/completions", body).status == 200
+
+
+def test_behind_a_proxy_at_a_path_of_its_own() -> None:
+    """Whether the proxy takes its own path off or not; the page's files and its requests are at relative paths."""
+    with serving(root_path="/models/own", api_key="key") as server:
+        for root in ("", "/models/own"):
+            page = server.ask("GET", f"{root}/")
+            assert page.status == 200
+            for name in ("app.js", "style.css", "icon.svg"):
+                assert f'"page/{name}"' in page.body.decode()
+                assert server.ask("GET", f"{root}/page/{name}").status == 200
+            assert server.ask("GET", f"{root}/health").status == 200
+            body = {"messages": [{"role": "user", "content": "count to 3"}]}
+            assert server.ask("POST", f"{root}/v1/chat/completions", body).status == 401
+            key = {"Authorization": "Bearer key"}
+            assert server.ask("POST", f"{root}/v1/chat/completions", body, headers=key).status == 200
+        assert not re.search(r"""["'`]/(v1|stats|page)""", server.ask("GET", "/page/app.js").body.decode())
 
 
 def test_head_is_get_without_its_body(server: Running) -> None:

@@ -89,6 +89,7 @@ def _add_answers(app: FastAPI, service: Service, media: MediaReader) -> None:
     config = service.config
 
     @app.post("/v1/chat/completions", responses=_RESPONSES)
+    @app.post("/chat/completions", include_in_schema=False)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answer a chat, with pictures and videos in its messages."""
         _check_model(config, body.model)
@@ -107,6 +108,7 @@ def _add_answers(app: FastAPI, service: Service, media: MediaReader) -> None:
         )
 
     @app.post("/v1/completions", responses=_RESPONSES)
+    @app.post("/completions", include_in_schema=False)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continue a text or token ids."""
         _check_model(config, body.model)
@@ -125,15 +127,22 @@ def _add_answers(app: FastAPI, service: Service, media: MediaReader) -> None:
 
 def _add_facts(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models")
+    @app.get("/models", include_in_schema=False)
     async def models() -> dict[str, Any]:
         """List the model and its abilities."""
-        return {"object": "list", "data": [_card(service)]}
+        return {"object": "list", "data": [_card(service, name) for name in service.config.all_names]}
 
     @app.get("/v1/models/{name:path}", responses=_ERRORS)
+    @app.get("/models/{name:path}", include_in_schema=False)
     async def model(name: str) -> dict[str, Any]:
         """Describe the model."""
         _check_model(service.config, name)
-        return _card(service)
+        return _card(service, name)
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        """Return this server's version."""
+        return {"version": __version__}
 
     @app.get("/health")
     async def health() -> dict[str, str]:
@@ -196,7 +205,7 @@ async def _reply(exchange: Exchange, stream: bool | None, request: Request) -> R
 
 
 def _check_model(config: ServerConfig, name: str | None) -> None:
-    if name is not None and name not in config.names:
+    if name is not None and name not in config.names and not config.any_model:
         said = f"there is no model {name[:100]!r} here; this server's is {config.name!r} (or leave model out)"
         raise ApiError(404, said, param="model", code="model_not_found")
 
@@ -210,9 +219,8 @@ def _priority(request: Request) -> int:
     return int(given)
 
 
-def _card(service: Service) -> dict[str, Any]:
-    config = service.config
-    card: dict[str, Any] = {"id": config.name, "object": "model", "created": service.created, "owned_by": "vlm-batch"}
+def _card(service: Service, name: str) -> dict[str, Any]:
+    card: dict[str, Any] = {"id": name, "object": "model", "created": service.created, "owned_by": "vlm-batch"}
     loaded = service.model
     if loaded is not None:
         spec = loaded.batcher.spec
@@ -259,7 +267,7 @@ async def _too_deep(request: Request, error: Exception) -> Response:
 
 
 def _sentence(request: Request, error: HTTPException) -> str:
-    path = request.url.path
+    path = _entry(request).path
     if error.status_code == 404:
         instead = next((why for prefix, why in NOT_SERVED.items() if path.startswith(prefix)), None)
         served = "served are /v1/chat/completions, /v1/completions and /v1/models"

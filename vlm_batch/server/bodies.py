@@ -32,7 +32,7 @@ SMALL = 0.002
 _OF_BYTE, _OF_VALUE, _OF_NESTED = 2.5e-9, 4e-7, 1.5e-6
 #: Most parts of a field's place in a message.
 MAX_DEPTH_SHOWN = 12
-KINDS: Mapping[str, type[Common]] = {"/v1/chat/completions": ChatRequest, "/v1/completions": CompletionRequest}
+KINDS: Mapping[str, type[Common]] = {"/chat/completions": ChatRequest, "/completions": CompletionRequest}
 
 Value = TypeVar("Value")
 
@@ -94,7 +94,7 @@ class _Read(Request):
         entry: Entry = self.scope[ENTRY]
         entry.sent = body
         self.app.state.service.check_room(entry.number)  # who would be sent away is, before the body is parsed
-        return await bodies.read(entry, read_body, body, KINDS[self.scope["path"]])
+        return await bodies.read(entry, read_body, body, KINDS[entry.path.removeprefix("/v1")])
 
 
 def read_body(data: bytes, kind: type[Common]) -> Common:
