@@ -191,7 +191,7 @@ class AudioData(Wire):
 
 
 class PartBase(Wire):
-    """What all parts of a content may have beside it."""
+    """The fields that every part of a content may have beside it."""
 
     nothing = {**_OWN, "uuid": ANY, "name": ANY, "index": ANY, "annotations": ANY, "extras": ANY}
 
