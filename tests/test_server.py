@@ -7,6 +7,7 @@ import base64
 import contextlib
 import json
 import logging
+import re
 import signal
 import socket
 import subprocess
@@ -16,11 +17,12 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import cv2
 import numpy as np
 import openai
+import pydantic
 import pytest
 
 from tests.serving import IMAGES, Running, data_uri, picture, serving, text, wait_until
@@ -264,6 +266,127 @@ def test_log_probabilities_of_text_completions(client: openai.OpenAI) -> None:
     assert whole.token_logprobs is not None
     assert whole.top_logprobs is not None
     assert [max(step.values()) for step in whole.top_logprobs] == whole.token_logprobs
+
+
+RENDERED = "<|im_start|>user\ncount to 3<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_the_sampled_token_is_among_the_most_likely(server: Running) -> None:
+    """As OpenAI's text completions have it: up to one more than was asked for, and alone with 0; whole and streamed."""
+    body = {"prompt": RENDERED, "temperature": 5.0, "seed": 1, "max_tokens": 12, "ignore_eos": True}
+    for count in (0, 1, 2):
+        told = server.ask("POST", "/v1/completions", {**body, "logprobs": count}).json["choices"][0]["logprobs"]
+        for token, logprob, top in zip(told["tokens"], told["token_logprobs"], told["top_logprobs"], strict=True):
+            assert top[token] == logprob
+            assert 1 <= len(top) <= count + 1
+        assert any(len(top) == count + 1 for top in told["top_logprobs"])
+        events = server.ask("POST", "/v1/completions", {**body, "logprobs": count, "stream": True}).body.split(b"\n\n")
+        chunks = [json.loads(event[6:])["choices"][0]["logprobs"] for event in events if event.startswith(b"data: {")]
+        for name in ("tokens", "text_offset"):
+            assert [one for chunk in chunks if chunk for one in chunk[name]] == told[name]
+
+
+def test_text_offsets_count_what_is_shown(server: Running) -> None:
+    """A special token is in no text; the bytes of a character are one character."""
+    asked = {"prompt": RENDERED, "logprobs": 0, "max_tokens": 6, "ignore_eos": True}
+    (choice,) = server.ask("POST", "/v1/completions", {**asked, "logit_bias": {"479": 100}}).json["choices"]
+    told = choice["logprobs"]
+    assert (choice["text"], told["tokens"]) == ("", ["<|im_end|>"] * 6)
+    assert told["text_offset"] == [0] * 6
+    form = {"guided_regex": "é١ x", "max_tokens": 20, "ignore_eos": False}
+    (choice,) = server.ask("POST", "/v1/completions", {**asked, **form}).json["choices"]
+    assert choice["text"] == "é١ x"
+    assert choice["logprobs"]["text_offset"][:5] == [0, 0, 1, 1, 2], "each of the first two has two tokens"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"stop_token_ids": [10**6]}, "stop_token_ids", "holds 1000000; this model has 512 tokens"),
+        ({"stop_token_ids": [10**12]}, "stop_token_ids", "holds 1000000000000; this model has 512 tokens"),
+        ({"allowed_token_ids": [10**12]}, "allowed_token_ids", "holds 1000000000000; this model has 512 tokens"),
+        ({"logit_bias": {"9999999999": 1}}, "logit_bias", "holds 9999999999; this model has 512 tokens"),
+        ({"seed": 2**64}, "seed", "-9223372036854775808..18446744073709551615"),
+        ({"seed": -(2**63) - 1}, "seed", "-9223372036854775808..18446744073709551615"),
+        ({"logit_bias": {"7": 1, "x": 1}}, "logit_bias", "the key 'x'"),
+        ({"logit_bias": {"7": 1, "07": 1}}, "logit_bias", "the token 7 twice"),
+        ({"structured_outputs": {"regex": "["}}, "structured_outputs.regex", "structured_outputs.regex: "),
+        ({"structured_outputs": {"grammar": "["}}, "structured_outputs.grammar", "structured_outputs.grammar: "),
+        ({"structured_outputs": {"json": {"type": "obect"}}}, "structured_outputs.json", "structured_outputs.json: "),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "structured_outputs.choice is empty"),
+        ({"guided_regex": "["}, "guided_regex", "guided_regex: "),
+        ({"max_tokens": 0}, "max_tokens", "at least 1"),
+        ({"echo": True}, "echo", "may only be false or null"),
+    ],
+    ids=lambda one: str(one)[:60],
+)
+def test_refusals_name_the_value_and_the_clients_own_field(
+    server: Running, fields: dict[str, Any], param: str, words: str
+) -> None:
+    for path, body in (
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+        ("/v1/completions", {"prompt": RENDERED}),
+    ):
+        reply = server.ask("POST", path, {**body, "max_tokens": 3, **fields})
+        assert (reply.status, reply.error["param"]) == (400, param), reply.body
+        assert words in reply.error["message"]
+
+
+@pytest.mark.parametrize(
+    ("content", "param"),
+    [
+        ([{"type": "text", "text": "x", "odd": 1}], "messages[0].content[0].odd"),
+        ([{"type": "text", "text": {"text": 1}}], "messages[0].content[0].text"),
+        ([{"type": "text"}], "messages[0].content[0].text"),
+        ([{"type": "image_url", "image_url": {"url": "x", "odd": 1}}], "messages[0].content[0].image_url.odd"),
+        ([{"type": "image_url", "image_url": {}}], "messages[0].content[0].image_url.url"),
+        ([{"type": "text", "text": "x"}, {"type": "text", "text": "x", "user": 1}], "messages[0].content[1].user"),
+    ],
+    ids=str,
+)
+def test_places_are_the_clients_own(server: Running, content: Any, param: str) -> None:
+    assert server.chat(content).error["param"] == param
+
+
+def test_no_number_of_tokens_is_the_servers_own(server: Running) -> None:
+    """-1, as llama.cpp's clients write it."""
+    assert server.chat("count to 3", max_tokens=-1).json["choices"][0]["message"]["content"] == "1 2 3"
+    assert server.chat("count to 3", max_completion_tokens=-1).status == 200
+    assert server.ask("POST", "/v1/completions", {"prompt": RENDERED, "max_tokens": -1}).status == 200
+
+
+def test_a_choice_among_no_tools_is_refused_as_openai_does(server: Running) -> None:
+    assert server.chat("count to 3", tool_choice="auto").error["param"] == "tool_choice"
+    assert server.chat("count to 3", tool_choice="none").status == 200
+    assert server.chat("count to 3", tool_choice="auto", tools=[]).status == 200
+
+
+def test_metrics_are_described_as_text(server: Running) -> None:
+    described = server.ask("GET", "/openapi.json").json["paths"]["/metrics"]["get"]["responses"]["200"]["content"]
+    kind = server.ask("GET", "/metrics").headers["content-type"]
+    assert list(described) == ["text/plain"] == [kind.partition(";")[0]]
+
+
+@pytest.mark.parametrize("spelt", ["lines", "returns", "unpadded", "for urls", "spaced", "for urls, unpadded"])
+@pytest.mark.parametrize("is_plain", [False, True])
+def test_pictures_in_every_spelling_of_base64(server: Running, spelt: str, is_plain: bool) -> None:
+    data = (IMAGES / "red_circle.png").read_bytes()
+    usual = base64.b64encode(data).decode()
+    assert {"+", "/", "="} <= set(usual)
+    lines = [usual[at : at + 76] for at in range(0, len(usual), 76)]
+    for_urls = base64.urlsafe_b64encode(data).decode()
+    words = {
+        "lines": "\n".join(lines) + "\n",
+        "returns": "\r\n".join(lines),
+        "unpadded": usual.rstrip("="),
+        "for urls": for_urls,
+        "spaced": usual,
+        "for urls, unpadded": for_urls.rstrip("="),
+    }[spelt]
+    head = "" if is_plain else "data:image/png; base64," if spelt == "spaced" else "data:image/png;base64,"
+    part = {"type": "image_url", "image_url": {"url": head + words}}
+    reply = server.chat([part, text("describe the picture")])
+    assert reply.json["choices"][0]["message"]["content"] == "a red circle"
 
 
 def test_log_probabilities_of_prompts(server: Running) -> None:
@@ -513,6 +636,100 @@ def test_more_than_nothing_is_refused_by_name(server: Running, kind: type[Common
             assert name in reply.error["message"]
 
 
+CALL: dict[str, Any] = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+ASKED = {"role": "user", "content": "count to 3"}
+
+
+def _with(message: dict[str, Any]) -> list[dict[str, Any]]:
+    """A chat in which a message occurs where it may."""
+    before = [ASKED, {"role": "assistant", "tool_calls": [CALL]}] if message["role"] == "tool" else [ASKED]
+    return [*before, message, ASKED] if message["role"] in ("assistant", "tool") else [message]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "user", "content": [{"type": "text", "text": "count to 3", "id": "lc_1234"}]},
+        {"role": "user", "content": [{"type": "text", "text": "count to 3", "cache_control": {"type": "ephemeral"}}]},
+        {"role": "user", "content": "count to 3", "cache_control": {"type": "ephemeral"}, "id": "x"},
+        {"role": "assistant", "content": "x", "parsed": {"a": 1}, "refusal": None},
+        {"role": "assistant", "content": "x", "provider_specific_fields": None, "thinking_blocks": [], "images": []},
+        {"role": "assistant", "content": "x", "reasoning_details": [{"type": "x"}], "id": "y", "audio": None},
+        {"role": "assistant", "tool_calls": [{**CALL, "caller": None, "index": 0, "provider_specific_fields": {}}]},
+        {"role": "assistant", "tool_calls": [{**CALL, "function": {**CALL["function"], "parsed_arguments": {}}}]},
+        {"role": "tool", "tool_call_id": "a", "content": None, "status": "success", "is_error": False},
+        {"role": "tool", "tool_call_id": "a", "content": [{"type": "text", "text": "x", "name": "y"}], "artifact": None},
+        {"role": "system", "content": [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}]},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_clients_write_for_themselves_is_taken_at_every_depth(server: Running, message: dict[str, Any]) -> None:
+    reply = server.ask("POST", "/v1/chat/completions", {"messages": _with(message), "max_tokens": 3})
+    assert reply.status == 200, reply.body
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        (
+            {"messages": [{"role": "assistant", "content": "x", "thinking_blocks": [{"thinking": "x"}]}]},
+            "thinking_blocks",
+        ),
+        ({"messages": [{"role": "assistant", "tool_calls": [{**CALL, "caller": "x"}]}]}, "tool_calls[0].caller"),
+        ({"messages": [{**ASKED, "parsed": 1}]}, "parsed"),
+        ({"messages": [{**ASKED, "content": [{"type": "text", "text": "x", "status": 1}]}]}, "content[0].status"),
+    ],
+    ids=str,
+)
+def test_what_asks_for_something_is_refused_at_every_depth(server: Running, fields: Any, param: str) -> None:
+    reply = server.ask("POST", "/v1/chat/completions", fields)
+    assert (reply.status, reply.error["param"]) == (400, f"messages[0].{param}")
+
+
+def test_pictures_tools_and_thinking_that_ask_for_nothing(server: Running) -> None:
+    part = picture("red_circle.png")
+    part |= {"uuid": "x", "image_url": {**part["image_url"], "detail": "", "format": "image/png"}}
+    tool = {"type": "function", "function": {"name": "f", "cache_control": {}}, "cache_control": {"type": "ephemeral"}}
+    reply = server.chat([part, text("describe the picture")], max_tokens=5)
+    assert reply.status == 200, reply.body
+    assert ChatRequest.model_validate({"messages": [ASKED], "tools": [tool]}).tools
+    for fields in (
+        {"enable_thinking": False},
+        {"reasoning_effort": "none"},
+        {"chat_template_kwargs": {"enable_thinking": False}},
+    ):
+        assert server.chat("count to 3", **fields).status == 200, fields
+    for fields in ({"enable_thinking": True}, {"reasoning_effort": "high"}, {"chat_template_kwargs": {"x": False}}):
+        assert server.chat("count to 3", **fields).error["param"] == next(iter(fields))
+
+
+def test_unknown_fields_are_refused_with_the_nearest_name(server: Running) -> None:
+    assert "(temperature is probably meant)" in server.chat("x", temprature=1).error["message"]
+    assert "probably" not in server.chat("x", zzz=1).error["message"]
+
+
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")  # openai's own, of what it has parsed
+def test_what_openais_helpers_return_is_taken_again(client: openai.OpenAI) -> None:
+    """The documented loop: the message that ``parse`` or a stream's helper returns goes back into the messages."""
+
+    class Number(pydantic.BaseModel):
+        value: Literal["one", "two"]
+
+    first: Any = [ASKED]
+    asked: dict[str, Any] = {"model": "qwen2_vl", "messages": first, "response_format": Number, "max_tokens": 64}
+    parsed = client.chat.completions.parse(**asked).choices[0].message
+    assert isinstance(parsed.parsed, Number)
+    with client.chat.completions.stream(**asked) as stream:
+        streamed = stream.get_final_completion().choices[0].message
+    forms: list[Any]
+    for message in (parsed, streamed):
+        forms = [message, message.model_dump(), message.model_dump(exclude_unset=True)]
+        for form in forms:
+            turns: Any = [*first, form, ASKED]
+            again = client.chat.completions.create(model="qwen2_vl", messages=turns, max_tokens=3)
+            assert again.choices[0].message.role == "assistant"
+
+
 def test_messages_as_openais_clients_write_them(server: Running) -> None:
     """Names, refusals, reasoning, and whatever an answer of this server held."""
     first = server.chat("count to 3").json["choices"][0]["message"]
@@ -568,7 +785,7 @@ def test_errors_name_what_the_client_wrote(server: Running, client: openai.OpenA
         reply = server.ask("POST", "/v1/chat/completions", {"messages": [turn], **fields})
         assert (reply.status, reply.error["param"]) == (400, param), reply.body
     for name, value in (
-        *((name, value) for name in ("max_tokens", "max_completion_tokens") for value in (0, -1, 2**63, 10**400)),
+        *((name, value) for name in ("max_tokens", "max_completion_tokens") for value in (0, -2, 2**63, 10**400)),
         *(("chat_template_kwargs", {name: 1}) for name in ("nobody_reads_it", "enable_thinking", "messages")),
     ):
         reply = server.ask("POST", "/v1/chat/completions", {"messages": [turn], name: value})
@@ -656,6 +873,45 @@ def test_every_error_has_the_envelope(server: Running) -> None:
     head, _, body = answer.partition(b"\r\n\r\n")
     assert b" 400 " in head.splitlines()[0]
     assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
+
+
+def test_names_and_paths_as_clients_have_them() -> None:
+    """Several names, or any; the paths without /v1, whose base URL is the server's own."""
+    with serving(served_names=("reader", "PaddlePaddle/PaddleOCR-VL")) as server:
+        with openai.OpenAI(base_url=server.url, api_key="none", max_retries=0, timeout=60) as client:
+            assert [card.id for card in client.models.list()] == ["reader", "PaddlePaddle/PaddleOCR-VL"]
+            for name in ("reader", "PaddlePaddle/PaddleOCR-VL"):
+                answer = client.chat.completions.create(
+                    model=name, messages=[{"role": "user", "content": "count to 3"}]
+                )
+                assert (answer.model, answer.choices[0].message.content) == ("reader", "1 2 3")
+                assert client.models.retrieve(name).id == name
+            assert client.completions.create(model="reader", prompt=RENDERED).choices[0].text == "1 2 3"
+            with pytest.raises(openai.NotFoundError):
+                client.chat.completions.create(model="qwen2_vl", messages=[{"role": "user", "content": "x"}])
+        wrong = server.ask("POST", "/chat/completions", b"x", headers={"Content-Type": "text/plain"})
+        assert wrong.status == 415, "the same checks"
+        assert server.ask("GET", "/version").json["version"]
+    with serving(any_model=True) as server:
+        body = {"model": "gpt-4o", "messages": [{"role": "user", "content": "count to 3"}]}
+        assert server.ask("POST", "/v1/chat/completions", body).status == 200
+
+
+def test_behind_a_proxy_at_a_path_of_its_own() -> None:
+    """Whether the proxy takes its own path off or not; the page's files and its requests are at relative paths."""
+    with serving(root_path="/models/own", api_key="key") as server:
+        for root in ("", "/models/own"):
+            page = server.ask("GET", f"{root}/")
+            assert page.status == 200
+            for name in ("app.js", "style.css", "icon.svg"):
+                assert f'"page/{name}"' in page.body.decode()
+                assert server.ask("GET", f"{root}/page/{name}").status == 200
+            assert server.ask("GET", f"{root}/health").status == 200
+            body = {"messages": [{"role": "user", "content": "count to 3"}]}
+            assert server.ask("POST", f"{root}/v1/chat/completions", body).status == 401
+            key = {"Authorization": "Bearer key"}
+            assert server.ask("POST", f"{root}/v1/chat/completions", body, headers=key).status == 200
+        assert not re.search(r"""["'`]/(v1|stats|page)""", server.ask("GET", "/page/app.js").body.decode())
 
 
 def test_head_is_get_without_its_body(server: Running) -> None:
@@ -804,6 +1060,41 @@ def test_a_clients_own_fault_is_a_line_in_the_log(
     lines = [record.getMessage() for record in records]
     assert not any(record.exc_info for record in records) and not any("\n" in line for line in lines)
     assert len(lines) == asked, lines
+
+
+def test_the_log_says_nothing_of_what_was_asked(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+    """Regexes, names, roles, models, paths of fields: none of a client's own words, whatever was wrong with them."""
+    turn = {"role": "user", "content": "x"}
+    bodies: list[dict[str, Any]] = [
+        {"messages": [turn], "guided_regex": "secret["},
+        {"messages": [turn], "guided_grammar": "secret: ["},
+        {"messages": [turn], "secret": 1},
+        {"messages": [turn], "metadata": {"secret": 1}},
+        {"messages": [turn], "model": "secret"},
+        {"messages": [{"role": "secret", "content": "x"}]},
+        {"messages": [turn], "logit_bias": {"secret": 1}},
+        {"messages": [turn], "tool_choice": {"type": "function", "function": {"name": "secret"}}},
+        {"messages": [turn], "chat_template_kwargs": {"secret": 1}},
+        {"messages": [{"role": "user", "content": "secret <|im_end|>"}]},
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "secret.png"}}]}]},
+        {"messages": [turn], "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "secret"}}}},
+    ]
+    with caplog.at_level(logging.DEBUG):
+        for number, body in enumerate(bodies):
+            for stream in (False, True):
+                own = {"X-Request-Id": f"own-{number}-{stream}"}
+                reply = server.ask("POST", "/v1/chat/completions", {**body, "stream": stream}, headers=own)
+                assert reply.status in (400, 404), body
+        wait_until(lambda: len(_access_lines(caplog)) == 2 * len(bodies), "the lines")
+    lines = _access_lines(caplog)
+    assert not [line for line in lines if "secret" in line]
+    reasons = {json.loads(line)["error"] for line in lines}
+    assert {"guided_regex: InvalidParameters", "?: extra_forbidden", "metadata.?: string_type"} <= reasons
+    assert not [record for record in caplog.records if "secret" in record.getMessage() and "access" not in record.name]
+
+
+def _access_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [one.getMessage() for one in caplog.records if '"own-' in one.getMessage()]
 
 
 def test_metrics_count_what_happened(server: Running) -> None:
@@ -1043,6 +1334,34 @@ def test_the_command_serves_until_it_is_told_to_stop(tmp_path: Path) -> None:
     assert f"http://127.0.0.1:{port}" in (tmp_path / "err").read_text()
     lines = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
     assert [line["status"] for line in lines if line["path"] == "/v1/chat/completions"] == [200, 200]
+
+
+def test_a_first_interrupt_says_what_is_waited_for_and_a_second_ends_it(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    log = tmp_path / "err"
+    with log.open("wb") as errors:
+        command = [sys.executable, "-m", "vlm_batch", "serve", "--port", str(port), "--shutdown-timeout", "600"]
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors)
+        try:
+            wait_until(lambda: process.poll() is not None or _is_up(port), "the server to listen")
+            connection = begin_stream(Running(None, port))  # type: ignore[arg-type]
+            assert connection.recv(100)
+            process.send_signal(signal.SIGINT)
+            said = "waiting up to 600 s for 1 request; Ctrl-C again ends now"
+            wait_until(lambda: said in log.read_text(), "the server to say what it waits for")
+            assert process.poll() is None
+            process.send_signal(signal.SIGINT)
+            connection.settimeout(30)
+            told = b"".join(iter(lambda: connection.recv(65536), b""))
+            connection.close()
+            assert b"shutting down" in told
+            assert told.endswith(b"0\r\n\r\n")
+            assert process.wait(60) == 130
+        finally:
+            process.kill()
+            process.wait()
+    assert "Traceback" not in log.read_text()
 
 
 def _is_up(port: int) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import openai
@@ -34,6 +35,7 @@ class Scripted:
 
     tokenizer: Any = field(default_factory=lambda: AutoTokenizer.from_pretrained(default_checkpoint()))
     chat_template: str = TEMPLATE
+    template: Any = field(default_factory=lambda: SimpleNamespace(reads=frozenset({"tools", "enable_thinking"})))
 
     @property
     def processor(self) -> Any:

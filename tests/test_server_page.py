@@ -110,7 +110,7 @@ def test_the_sample_reads_what_is_dropped(tmp_path: Path) -> None:
         "sales_by_city.png": ("Which bar is the highest?", "Rome"),
     }
     with (
-        serving(lambda: VLMBatcher(str(sample_model())), served_name="reader") as running,
+        serving(lambda: VLMBatcher(str(sample_model())), served_names=("reader",)) as running,
         chromium.browser(BINARY) as page,
     ):
         page.size(1200, 900)

@@ -45,8 +45,8 @@ def _known(found: Any) -> Any:
 
 
 ENDPOINTS = (
-    "POST /v1/chat/completions", "POST /v1/completions", "GET /v1/models", "GET /v1/models/{name}", "GET /health",
-    "GET /ready", "GET /metrics", "GET /stats",
+    "POST /v1/chat/completions", "POST /v1/completions", "GET /v1/models", "GET /v1/models/{name}", "GET /version",
+    "GET /health", "GET /ready", "GET /metrics", "GET /stats",
 )  # fmt: skip
 
 

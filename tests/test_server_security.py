@@ -458,6 +458,20 @@ def test_heads_that_do_not_come_are_not_waited_for(small: Running, monkeypatch: 
     assert small.ask("GET", "/health").status == 200
 
 
+def test_answers_that_nobody_reads_are_not_kept(small: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the connection was to be closed or kept: what was written for it stays for so long and no longer."""
+    monkeypatch.setattr(run, "UNREAD_SECONDS", 0.3)
+    monkeypatch.setattr(small.server.service.metrics, "text", lambda: bytes(50 << 20))
+    connections = small.server.server_state.connections
+    wait_until(lambda: not connections, "the other tests' connections to be gone")
+    for more in (b"", b"Connection: close\r\n"):
+        with socket.create_connection(("127.0.0.1", small.port), timeout=60) as connection:
+            connection.sendall(b"GET /metrics HTTP/1.1\r\nHost: 127.0.0.1\r\n" + more + b"\r\n")
+            wait_until(lambda: bool(connections), "the connection")
+            wait_until(lambda: not connections, "the connection to be given up")
+    assert len(small.ask("GET", "/metrics").body) == 50 << 20  # who reads gets all
+
+
 def test_a_form_that_takes_long_to_check_holds_up_nobody(small: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     checks, is_done = Forms.check, threading.Event()
 

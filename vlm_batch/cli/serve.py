@@ -51,6 +51,7 @@ def config_of(args: argparse.Namespace, environment: Mapping[str, str]) -> Serve
     said["api_key"] = args.api_key or environment.get(API_KEY) or None
     said["keys"] = read_keys(args.keys) if args.keys else ()
     said["allow_dirs"] = tuple(Path(folder).expanduser() for folder in args.allow_dirs)
+    said["served_names"] = tuple(args.served_names)
     said["allowed_hosts"] = tuple(args.allowed_hosts)
     said["proxies"] = tuple(proxy.strip() for proxy in args.proxies.split(",")) if args.proxies else ()
     limit = args.max_memory_gb  # 0 is no limit
@@ -87,7 +88,9 @@ def _say(group: argparse._ArgumentGroup, flag: str, name: str, said: str, **how:
 
 def _add_model(group: argparse._ArgumentGroup) -> None:
     add_model(group)
-    _say(group, "--served-model-name", "served_name", "its name for clients (default: its last part)", metavar="NAME")
+    names = "its names for clients; answers have the first (default: its last part)"
+    _say(group, "--served-model-name", "served_names", names, metavar="NAME", nargs="+")
+    _say(group, "--any-model", "any_model", "answer whatever model a request names", action="store_true")
     rows = "most rows in the batch (default: as many as pay, by measured steps)"
     group.add_argument("--max-num-seqs", type=int, metavar="N", help=rows)
     add_speed(group)
@@ -114,6 +117,8 @@ def _add_network(group: argparse._ArgumentGroup) -> None:
     name = "a name that clients may use for this server"
     group.add_argument("--allowed-host", dest="allowed_hosts", action="append", default=[], metavar="NAME", help=name)
     proxies = "addresses or networks, with commas, whose X-Forwarded-For says who the client is (default: nobody's)"
+    prefix = "the path under which a proxy shows this server, as /models/qwen"
+    _say(group, "--root-path", "root_path", prefix, metavar="PATH")
     group.add_argument("--proxies", metavar="ADDRESSES", help=proxies)
 
 

@@ -220,7 +220,7 @@ class Engine:
         if unknown:
             raise BadRequest(f"vlm_batch's engine does not know the processor's {', '.join(sorted(unknown))}")
         shape = preprocessing_kwargs.pop("resize_shape", None)
-        sizer = getattr(processing.processor, "image_processor", None)
+        sizer = vars(processing.processor).get("image_processor")
         with _as_bad_requests():
             sounds = [load_audio(sound, processing.audio_rate) for sound in audio or ()]
             pictures = [process_image(load_image(image), shape, sizer) for image in images or ()]

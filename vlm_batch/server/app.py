@@ -11,7 +11,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import Response
+from fastapi.responses import PlainTextResponse, Response
 from starlette.exceptions import HTTPException
 
 from vlm_batch._version import __version__
@@ -27,6 +27,7 @@ from vlm_batch.server.openai import (
     Ask,
     chat_ask,
     completion_ask,
+    names_of,
 )
 from vlm_batch.server.replies import ChatExchange, Exchange, TextExchange
 from vlm_batch.server.service import Service
@@ -88,20 +89,26 @@ def _add_answers(app: FastAPI, service: Service, media: MediaReader) -> None:
     config = service.config
 
     @app.post("/v1/chat/completions", responses=_RESPONSES)
+    @app.post("/chat/completions", include_in_schema=False)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answer a chat, with pictures and videos in its messages."""
         _check_model(config, body.model)
         entry, read = _entry(request), app.state.bodies.read
 
         async def prepare(dialect: Dialect) -> Ask:
-            ask: Ask = await read(entry, chat_ask, body, config, dialect.writer, dialect.recommended)
+            ask: Ask = await read(entry, chat_ask, body, config, dialect.writer, dialect.reads, dialect.recommended)
             (prompt,) = ask.prompts
             messages = await media.read(prompt["messages"], entry.hold, client=entry.number)
             return replace(ask, prompts=({"messages": messages},))
 
-        return await _reply(ChatExchange(service, entry, prepare, priority=_priority(request)), body.stream, request)
+        return await _reply(
+            ChatExchange(service, entry, prepare, priority=_priority(request), names=names_of(body)),
+            body.stream,
+            request,
+        )
 
     @app.post("/v1/completions", responses=_RESPONSES)
+    @app.post("/completions", include_in_schema=False)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continue a text or token ids."""
         _check_model(config, body.model)
@@ -111,20 +118,31 @@ def _add_answers(app: FastAPI, service: Service, media: MediaReader) -> None:
             ask: Ask = await read(entry, completion_ask, body, config, dialect.recommended)
             return ask
 
-        return await _reply(TextExchange(service, entry, prepare, priority=_priority(request)), body.stream, request)
+        return await _reply(
+            TextExchange(service, entry, prepare, priority=_priority(request), names=names_of(body)),
+            body.stream,
+            request,
+        )
 
 
 def _add_facts(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models")
+    @app.get("/models", include_in_schema=False)
     async def models() -> dict[str, Any]:
         """List the model and its abilities."""
-        return {"object": "list", "data": [_card(service)]}
+        return {"object": "list", "data": [_card(service, name) for name in service.config.all_names]}
 
     @app.get("/v1/models/{name:path}", responses=_ERRORS)
+    @app.get("/models/{name:path}", include_in_schema=False)
     async def model(name: str) -> dict[str, Any]:
         """Describe the model."""
         _check_model(service.config, name)
-        return _card(service)
+        return _card(service, name)
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        """Return this server's version."""
+        return {"version": __version__}
 
     @app.get("/health")
     async def health() -> dict[str, str]:
@@ -137,7 +155,7 @@ def _add_facts(app: FastAPI, service: Service) -> None:
         is_ready = service.state in ("ready", "idle")
         return JsonResponse({"status": service.state, "error": service.error}, 200 if is_ready else 503)
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Return metrics in Prometheus's text format."""
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
@@ -187,7 +205,7 @@ async def _reply(exchange: Exchange, stream: bool | None, request: Request) -> R
 
 
 def _check_model(config: ServerConfig, name: str | None) -> None:
-    if name is not None and name not in config.names:
+    if name is not None and name not in config.names and not config.any_model:
         said = f"there is no model {name[:100]!r} here; this server's is {config.name!r} (or leave model out)"
         raise ApiError(404, said, param="model", code="model_not_found")
 
@@ -201,9 +219,8 @@ def _priority(request: Request) -> int:
     return int(given)
 
 
-def _card(service: Service) -> dict[str, Any]:
-    config = service.config
-    card: dict[str, Any] = {"id": config.name, "object": "model", "created": service.created, "owned_by": "vlm-batch"}
+def _card(service: Service, name: str) -> dict[str, Any]:
+    card: dict[str, Any] = {"id": name, "object": "model", "created": service.created, "owned_by": "vlm-batch"}
     loaded = service.model
     if loaded is not None:
         spec = loaded.batcher.spec
@@ -228,7 +245,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     if not isinstance(error, ApiError):
         error = ApiError(error.status_code, _sentence(request, error), headers=error.headers)
     error.quote(_entry(request).sent)
-    _entry(request).said["error"] = str(error.detail)
+    _entry(request).said["error"] = error.reason
     return JsonResponse(error.body, error.status_code, error.headers)
 
 
@@ -250,7 +267,7 @@ async def _too_deep(request: Request, error: Exception) -> Response:
 
 
 def _sentence(request: Request, error: HTTPException) -> str:
-    path = request.url.path
+    path = _entry(request).path
     if error.status_code == 404:
         instead = next((why for prefix, why in NOT_SERVED.items() if path.startswith(prefix)), None)
         served = "served are /v1/chat/completions, /v1/completions and /v1/models"

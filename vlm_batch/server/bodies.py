@@ -6,7 +6,7 @@ import asyncio
 import difflib
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -24,17 +24,22 @@ from vlm_batch.inputs.pool import Pool
 from vlm_batch.server.edge import ENTRY, Entry
 from vlm_batch.server.errors import ApiError, bounded
 from vlm_batch.server.openai import REFUSED
-from vlm_batch.server.wire import ChatRequest, CompletionRequest, Wire
+from vlm_batch.server.wire import UNIONS, ChatRequest, Common, CompletionRequest, field_names
 
 #: Estimated seconds up to which the event loop parses a body itself.
-SMALL = 0.004
+SMALL = 0.002
 #: Seconds to read a byte, a value and a list or object, as measured: a picture is one value, and cheap.
 _OF_BYTE, _OF_VALUE, _OF_NESTED = 2.5e-9, 4e-7, 1.5e-6
 #: Most parts of a field's place in a message.
 MAX_DEPTH_SHOWN = 12
-KINDS: Mapping[str, type[Wire]] = {"/v1/chat/completions": ChatRequest, "/v1/completions": CompletionRequest}
+KINDS: Mapping[str, type[Common]] = {"/chat/completions": ChatRequest, "/completions": CompletionRequest}
 
 Value = TypeVar("Value")
+
+
+#: How near a known field's name must be to be named in a refusal.
+NEAR = 0.8
+_KNOWN = sorted(field_names())
 
 
 class Bodies:
@@ -89,17 +94,17 @@ class _Read(Request):
         entry: Entry = self.scope[ENTRY]
         entry.sent = body
         self.app.state.service.check_room(entry.number)  # who would be sent away is, before the body is parsed
-        return await bodies.read(entry, read_body, body, KINDS[self.scope["path"]])
+        return await bodies.read(entry, read_body, body, KINDS[entry.path.removeprefix("/v1")])
 
 
-def read_body(data: bytes, kind: type[Wire]) -> Wire:
+def read_body(data: bytes, kind: type[Common]) -> Common:
     try:
         body = parse_json(data)
         return kind.model_validate(body)
     except RecursionError as error:
         raise ApiError(400, "the body is nested too deeply") from error
     except ValidationError as error:
-        wrong = _wrong(error, body)
+        wrong = _wrong(error, body, kind)
     except ValueError as error:
         raise _no_json(data, error) from error
     del body  # freed here, not with the error on the event loop
@@ -120,14 +125,14 @@ def _place_of_infinity(body: Any) -> str | None:
     while left:
         parts, value = left.pop()
         if isinstance(value, float) and not math.isfinite(value):
-            return _place(parts, body, is_missing=False)[:200]
+            return _written(parts)[:200]
         if isinstance(value, (dict, list)):
             items = value.items() if isinstance(value, dict) else enumerate(value)
             left += [((*parts, part), inner) for part, inner in items]
     return None
 
 
-def _wrong(error: ValidationError, body: Any) -> ApiError:
+def _wrong(error: ValidationError, body: Any, kind: type[Common]) -> ApiError:
     """Return a body's first error, placed in the client's terms."""
     found = error.errors(include_url=False)
     first = max(found, key=lambda one: len(one["loc"]))  # of a value's forms, the nearest
@@ -143,8 +148,12 @@ def _wrong(error: ValidationError, body: Any) -> ApiError:
     where = _place(first["loc"], body, is_missing=first["type"] == "missing")
     name, message, param = str(first["loc"][-1]) if first["loc"] else "", str(first["msg"]), where[:200] or None
     if first["type"] == "extra_forbidden":
-        unknown = f"there is no field {name}" + "".join(f" ({meant} is probably meant)" for meant in list(misspelt)[:1])
+        near = [*misspelt, *difflib.get_close_matches(name, _KNOWN, 1, NEAR)]
+        unknown = f"there is no field {name}" + "".join(f" ({meant} is probably meant)" for meant in near[:1])
         message = f"{name} is not supported: {REFUSED[name]}" if name in REFUSED else unknown
+        if name not in REFUSED and len(first["loc"]) == 1 and isinstance(taken := kind.nothing.get(name), tuple):
+            values = " or ".join([*map(json.dumps, taken), "null"])
+            message = f"it has no effect here, so it may only be {values}"
     elif first["type"] == "union_tag_invalid":
         given = first["ctx"]
         message = f"{given['discriminator']} is {given['tag'][:100]!r}; it must be one of {given['expected_tags']}"
@@ -156,18 +165,36 @@ def _wrong(error: ValidationError, body: Any) -> ApiError:
 
 
 def _place(parts: tuple[int | str, ...], body: Any, *, is_missing: bool) -> str:
-    """Return a place like ``messages[0].content``; pydantic's also names types."""
-    found: list[str] = []
-    for part in parts:
-        if isinstance(body, dict) and part in body:
-            found.append(f".{part}")
-        elif isinstance(body, list) and isinstance(part, int):
-            found.append(f"[{part}]")
-        else:
-            continue
-        body = body[part]
-    if is_missing:
-        found.append(f".{parts[-1]}")
+    """Return the place of pydantic's ``parts`` in a body."""
+    return _written([*_keys(parts, body), *parts[-1:]] if is_missing else _keys(parts, body))
+
+
+def _written(keys: Sequence[int | str]) -> str:
+    """Return a place like ``messages[0].content``."""
+    found = [f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys]
     if len(found) > MAX_DEPTH_SHOWN:
         found = [*found[: MAX_DEPTH_SHOWN - 1], "..."]
     return "".join(found).lstrip(".")
+
+
+def _keys(parts: tuple[int | str, ...], body: Any) -> list[int | str]:
+    """Return those of pydantic's ``parts`` that are keys of the body; others name types and members of unions.
+
+    A member of a union is named by its own ``type`` or ``role``, before the keys in it, and some are spelled like one.
+    """
+    found: list[int | str] = []
+    named = None  # the object whose name was met last
+    for part in parts:
+        is_name = part in UNIONS and isinstance(body, dict) and part in (body.get("type"), body.get("role"))
+        if is_name and body is not named:
+            named = body
+        elif _has(body, part):
+            found.append(part)
+            body = body[part]
+    return found
+
+
+def _has(value: Any, part: int | str) -> bool:
+    if isinstance(value, dict):
+        return part in value
+    return isinstance(value, list) and isinstance(part, int) and part < len(value)

@@ -46,7 +46,9 @@ class ServerConfig:
     """Server settings; times in seconds, sizes in bytes.
 
     Attributes:
-        served_name: The model's name for clients; by default the last part of ``model``.
+        served_names: The model's names for clients; answers have the first. By default the last part of ``model``.
+        any_model: Answer requests for models of any name.
+        root_path: The path under which a proxy shows the server, with a slash before it and none behind.
         api_key: All clients' key. Beyond loopback, the server needs this, ``keys`` or ``no_auth``.
         keys: One key per client; other clients are told apart by address.
         allowed_hosts: Further ``Host`` names of a server without a key.
@@ -65,7 +67,9 @@ class ServerConfig:
     """
 
     model: str
-    served_name: str | None = None
+    served_names: tuple[str, ...] = ()
+    any_model: bool = False
+    root_path: str = ""
     host: str = DEFAULT_HOST
     port: int = DEFAULT_PORT
     api_key: str | None = None
@@ -127,6 +131,10 @@ class ServerConfig:
                 f"{self.host} can be reached from other machines: give an API key (--api-key, or VLM_BATCH_API_KEY), "
                 "or say --no-auth if everyone who can reach it may use it"
             )
+        if not all(self.served_names):
+            raise InvalidConfig("--served-model-name: a name is empty")
+        if self.root_path and not (self.root_path.startswith("/") and self.root_path.rstrip("/") == self.root_path):
+            raise InvalidConfig(f"--root-path: {self.root_path!r} must begin with a slash and not end with one")
         for proxy in self.proxies:
             try:
                 ipaddress.ip_network(proxy)
@@ -138,11 +146,16 @@ class ServerConfig:
 
     @property
     def name(self) -> str:
-        return self.served_name or Path(self.model).name or self.model
+        return self.all_names[0]
+
+    @property
+    def all_names(self) -> tuple[str, ...]:
+        """The names under which clients see the model."""
+        return self.served_names or (Path(self.model).name or self.model,)
 
     @property
     def names(self) -> frozenset[str]:
-        return frozenset({self.name, self.model})
+        return frozenset({*self.all_names, self.model})
 
     @property
     def needs_key(self) -> bool:

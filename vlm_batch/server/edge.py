@@ -36,7 +36,7 @@ RETRY = 1
 OPEN = frozenset({"/", "/health", "/ready"})
 OPEN_FOLDER = "/page/"
 #: Paths with a JSON body.
-BODIES = frozenset({"/v1/chat/completions", "/v1/completions"})
+BODIES = frozenset({"/v1/chat/completions", "/v1/completions", "/chat/completions", "/completions"})
 #: Most open requests, waiting ones included.
 MAX_REQUESTS = 2048
 
@@ -115,11 +115,12 @@ class Edge:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        scope = {**scope, "root_path": self._config.root_path}  # for the routes: the path may have it or not
         headers = Headers(scope=scope)
         client = scope["client"][0] if scope["client"] else ""
         given = headers.get("x-request-id", "")
         request_id = given if _SAFE_ID.fullmatch(given) else uuid.uuid4().hex
-        entry = Entry(request_id, scope["method"], scope["path"], client, self._held)
+        entry = Entry(request_id, scope["method"], _path_of(scope), client, self._held)
         # HEAD is served as GET; uvicorn leaves out the body.
         scope = {**scope, "method": "GET" if scope["method"] == "HEAD" else scope["method"], ENTRY: entry}
         self._num_open += 1
@@ -152,7 +153,7 @@ class Edge:
         hosts = self._config.hosts
         if hosts is not None and _host(headers.get("host", "")) not in hosts:
             raise ApiError(403, "this server does not answer under that host name (--allowed-host adds one)")
-        path = scope["path"]
+        path = _path_of(scope)
         found: Key | None = None
         if self._keys and path not in OPEN and not path.startswith(OPEN_FOLDER):
             kind, _, given = headers.get("authorization", "").partition(" ")
@@ -221,7 +222,7 @@ class _Body:
 def _answer_to(error: Exception, entry: Entry) -> ApiError:
     """Answer an exception; log a defect's trace."""
     if isinstance(error, ApiError):
-        entry.said["error"] = str(error.detail)
+        entry.said["error"] = error.reason
         return error
     entry.said["error"] = type(error).__name__
     logger.error("request %s: %s", entry.request_id, error, exc_info=error)
@@ -231,6 +232,12 @@ def _answer_to(error: Exception, entry: Entry) -> ApiError:
 def _too_large(most: int) -> ApiError:
     said = f"the body is larger than {most:,} bytes; send fewer or smaller media (the server's --max-body-mb)"
     return ApiError(413, said, headers={"Connection": "close"})
+
+
+def _path_of(scope: Scope) -> str:
+    """Return a request's path without the one under which a proxy shows the server, if the proxy has left that."""
+    path, root = str(scope["path"]), str(scope.get("root_path", ""))
+    return path[len(root) :] if root and path.startswith(f"{root}/") else path
 
 
 def _host(header: str) -> str:

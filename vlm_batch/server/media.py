@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import binascii
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from vlm_batch.inputs.fetch import Cancelled, FetchPolicy, OperationCancelled, Unreadable, fetch, is_data_uri, is_url
+from vlm_batch.inputs.fetch import (
+    Cancelled,
+    FetchPolicy,
+    OperationCancelled,
+    Unreadable,
+    fetch,
+    is_data_uri,
+    is_url,
+    of_base64,
+)
 from vlm_batch.inputs.loaders import GRACE_SECONDS
 from vlm_batch.inputs.media import KINDS, Kind
 from vlm_batch.inputs.pool import Pool
@@ -80,7 +87,8 @@ class MediaReader:
         if is_data_uri(source):
             return source
         if len(source) > SHORTEST_PICTURE and "." not in source and not is_url(source):
-            return _of_base64(source, name)
+            decode = partial(_of_base64, source, name)  # beside the event loop: it may have 60 MB
+            return await asyncio.shield(asyncio.wrap_future(self._readers.submit(decode, cancelled, client=client)))
         if is_url(source) and not self._policy.allow_http:
             raise _refused(
                 f"this server fetches no URLs; send {name} as a data URI (or start it with --allow-urls)", "url"
@@ -126,8 +134,8 @@ def policy_of(config: ServerConfig) -> FetchPolicy:
 
 def _of_base64(source: str, name: str) -> bytes:
     try:
-        return base64.b64decode(source, validate=True)
-    except (binascii.Error, ValueError) as error:
+        return of_base64(source)
+    except ValueError as error:
         raise _refused(f"{name} is neither data URI, base64, http(s) URL nor file", "unreadable") from error
 
 

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from socket import socket
+from types import FrameType
 from typing import Any
 
 import h11
@@ -36,6 +37,8 @@ RESERVED_PART, OTHER_PART = 1 / 8, 1 / 2
 KEEP_ALIVE = 30
 #: Most seconds for a request's head to arrive.
 HEAD_SECONDS = 30.0
+#: Most seconds in which a client takes nothing of what is sent to it, and in all that one answer's rest takes.
+UNREAD_SECONDS, MOST_READING_SECONDS = 60.0, 900.0
 
 logger = logging.getLogger("vlm_batch.server")
 
@@ -82,6 +85,7 @@ class Connection(H11Protocol):
     """uvicorn's connection, closed if a request head is late."""
 
     _late: asyncio.TimerHandle | None = None
+    _unread: asyncio.TimerHandle | None = None
 
     def __init__(self, connections: Connections, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
@@ -89,6 +93,7 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        transport.set_write_buffer_limits(high=0)  # writing pauses as soon as the client reads too little
         self.address = self.client[0] if self.client else ""
         self._connections.add(self)
         self._wait_for_head()
@@ -101,7 +106,29 @@ class Connection(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._connections.remove(self)
         self._stop_waiting()
+        self._stop_counting()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._look_whether_it_reads(self.loop.time(), None)
+
+    def resume_writing(self) -> None:
+        self._stop_counting()
+        super().resume_writing()
+
+    def _look_whether_it_reads(self, since: float, left_before: int | None) -> None:
+        """Close the connection of a client that reads nothing of an answer, or very slowly."""
+        left = self.transport.get_write_buffer_size()
+        if left == left_before or self.loop.time() - since > MOST_READING_SECONDS:
+            self.transport.abort()
+        else:
+            self._unread = self.loop.call_later(UNREAD_SECONDS, self._look_whether_it_reads, since, left)
+
+    def _stop_counting(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
 
     @property
     def is_waited_for(self) -> bool:
@@ -133,11 +160,24 @@ class Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
         self.service = service
+        self._is_hurried = False
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Stop; at the second signal end the open requests at once, and at the third do not wait for their clients."""
+        if self._is_hurried:
+            self.force_exit = True
+        self._is_hurried = self.should_exit
+        self.should_exit = True
+        self._captured_signals[:] = [*self._captured_signals, sig][:1]  # what the process ends with, once
 
     async def shutdown(self, sockets: list[socket] | None = None) -> None:
         for server in self.servers:
             server.close()
-        await self.service.drain(self.service.config.shutdown_seconds)
+        seconds, num_open = self.service.config.shutdown_seconds, self.service.num_open
+        if num_open and seconds and not self._is_hurried:
+            requests = "1 request" if num_open == 1 else f"{num_open} requests"
+            logger.info("waiting up to %g s for %s; Ctrl-C again ends now", seconds, requests)
+        await self.service.drain(seconds, is_hurried=lambda: self._is_hurried)
         await super().shutdown(sockets)
 
 

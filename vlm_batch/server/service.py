@@ -122,11 +122,16 @@ class Service:
         except Exception as error:
             raise ApiError(503, f"the model could not be loaded: {self.error}", code="model_not_loaded") from error
 
-    async def drain(self, seconds: float) -> None:
-        """Refuse new requests, wait for open ones, then end them."""
+    @property
+    def num_open(self) -> int:
+        """Count requests that wait or are being answered."""
+        return len(self._visits)
+
+    async def drain(self, seconds: float, *, is_hurried: Callable[[], bool] = lambda: False) -> None:
+        """Refuse new requests, wait for open ones until ``seconds`` are over or it ``is_hurried``, then end them."""
         self._stopping = True
         until = time.monotonic() + seconds
-        while self._visits and time.monotonic() < until:
+        while self._visits and time.monotonic() < until and not is_hurried():
             await asyncio.sleep(0.05)
         for visit in self._visits:
             visit.end()

@@ -1,5 +1,9 @@
 """Request bodies in OpenAI's wire format, and the library's names of their fields.
 
+The rule of fields: what changes an answer is honoured, or refused by name. What asks for nothing, or is a client's own
+bookkeeping, is accepted at every depth: each object's table ``nothing`` says which values these are. A field that nobody
+knows is refused, with the nearest name.
+
 Pydantic makes an error of each wrong value while the event loop waits. So a list ends at its first wrong item, and an
 object with too many names is refused unread.
 """
@@ -9,7 +13,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, StrictFloat, StrictInt, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    JsonValue,
+    StrictFloat,
+    StrictInt,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 #: Limits on one request's contents.
@@ -32,7 +46,7 @@ MAX_JSON = 16_384
 #: send. ``openai.REFUSED`` says why.
 NOTHING: Mapping[str, tuple[Any, ...]] = {
     "store": (False,),
-    "service_tier": ("auto", "default"),
+    "service_tier": ("auto", "default", "flex", "priority", "scale"),
     "best_of": (1,),
     "suffix": ("",),
     "echo": (False,),
@@ -71,6 +85,19 @@ _NOTHING_OF_CHATS: Mapping[str, tuple[Any, ...]] = {
     "media_io_kwargs": ({},),
 }
 _NOTHING_OF_TEXTS: Mapping[str, tuple[Any, ...]] = {"add_special_tokens": (True,), "prompt_embeds": ([],)}
+
+
+class _Any:
+    """Stands for every value, in tables of what asks for nothing: a client's own bookkeeping."""
+
+    def __contains__(self, value: object) -> bool:
+        return True
+
+
+ANY = _Any()
+Nothing: TypeAlias = Mapping[str, "tuple[Any, ...] | _Any"]
+#: What clients write beside contents, at every depth: their own ids, hints for other servers' caches and providers.
+_OWN: Nothing = {"id": ANY, "cache_control": ANY, "provider_specific_fields": ANY, "extra_content": ANY}
 
 Number: TypeAlias = StrictFloat | StrictInt
 Item = TypeVar("Item")
@@ -116,12 +143,24 @@ class Wire(BaseModel):
     """A JSON object whose fields are all known."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+    #: Fields that are not served -> values beside null that ask for nothing.
+    nothing: ClassVar[Nothing] = {}
 
     @model_validator(mode="before")
     @classmethod
-    def _has_few_fields(cls, value: Any) -> Any:
-        return _at_most(MAX_FIELDS)(value)
+    def _without_nothing(cls, value: Any) -> Any:
+        """Drop fields that ask for nothing; refuse an object of too many."""
+        value = _at_most(MAX_FIELDS)(value)
+        if not isinstance(value, dict) or cls.nothing.keys().isdisjoint(value):
+            return value
+        return {name: given for name, given in value.items() if not _is_nothing(cls.nothing.get(name), given)}
 
+
+#: Names of the members of unions, by which pydantic tells them apart.
+UNIONS = frozenset({
+    "system", "developer", "user", "assistant", "tool",
+    "text", "refusal", "image_url", "video_url", "input_audio", "audio_url", "json_object", "json_schema",
+})  # fmt: skip
 
 # Messages ----------------------------------------------------------------------------------------------------------
 
@@ -129,15 +168,18 @@ class Wire(BaseModel):
 class Url(Wire):
     """A picture: a data URI, base64, or, where the server allows it, an http(s) URL or file."""
 
+    nothing = {"detail": ("",), "format": ANY, "uuid": ANY}
     url: str
     detail: Literal["auto", "low", "high", "original"] | None = None  # a hint: pictures are taken as they are
 
 
 class VideoUrl(Wire):
+    nothing = {"detail": ("", "auto"), "format": ANY, "uuid": ANY}
     url: str
 
 
 class AudioUrl(Wire):
+    nothing = {"format": ANY, "uuid": ANY}
     url: str
 
 
@@ -148,24 +190,30 @@ class AudioData(Wire):
     format: Literal["wav", "mp3", "flac", "ogg", "opus"] | None = None
 
 
-class TextPart(Wire):
+class PartBase(Wire):
+    """The fields that every part of a content may have beside it."""
+
+    nothing = {**_OWN, "uuid": ANY, "name": ANY, "index": ANY, "annotations": ANY, "extras": ANY}
+
+
+class TextPart(PartBase):
     type: Literal["text"]
     text: str
 
 
-class RefusalPart(Wire):
+class RefusalPart(PartBase):
     """The text of an earlier refusal."""
 
     type: Literal["refusal"]
     refusal: str
 
 
-class ImagePart(Wire):
+class ImagePart(PartBase):
     type: Literal["image_url"]
     image_url: Url | str
 
 
-class VideoPart(Wire):
+class VideoPart(PartBase):
     """A video and its sampling (``vlm_batch.Video``)."""
 
     type: Literal["video_url"]
@@ -177,12 +225,12 @@ class VideoPart(Wire):
     sound: bool = False
 
 
-class AudioPart(Wire):
+class AudioPart(PartBase):
     type: Literal["input_audio"]
     input_audio: AudioData
 
 
-class AudioUrlPart(Wire):
+class AudioUrlPart(PartBase):
     type: Literal["audio_url"]
     audio_url: AudioUrl | str
 
@@ -192,6 +240,7 @@ Part: TypeAlias = Annotated[TextPart | ImagePart | VideoPart | AudioPart | Audio
 
 
 class FunctionCall(Wire):
+    nothing = {"parsed_arguments": ANY}
     name: str
     arguments: str
 
@@ -199,6 +248,7 @@ class FunctionCall(Wire):
 class ToolCall(Wire):
     """A call that the model made in an earlier turn."""
 
+    nothing = {"cache_control": ANY, "provider_specific_fields": ANY, "extra_content": ANY, "caller": ()}
     id: str | None = None
     type: Literal["function"] = "function"
     function: FunctionCall
@@ -206,12 +256,14 @@ class ToolCall(Wire):
 
 
 class SystemMessage(Wire):
+    nothing = _OWN
     role: Literal["system", "developer"]
     name: str | None = None
     content: str | Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_PARTS)]
 
 
 class UserMessage(Wire):
+    nothing = _OWN
     role: Literal["user"]
     name: str | None = None
     content: str | Annotated[list[Part], Field(fail_fast=True, max_length=MAX_PARTS)]
@@ -220,6 +272,9 @@ class UserMessage(Wire):
 class AssistantMessage(Wire):
     """An earlier answer, with the fields that clients send back."""
 
+    nothing = {
+        **_OWN, "parsed": ANY, "status": ANY, "reasoning_details": ANY, "thinking_blocks": ([],), "images": ([],),
+    }  # fmt: skip
     role: Literal["assistant"]
     name: str | None = None
     content: str | Annotated[list[Said], Field(fail_fast=True, max_length=MAX_PARTS)] | None = None
@@ -233,8 +288,9 @@ class AssistantMessage(Wire):
 
 
 class ToolMessage(Wire):
+    nothing = {**_OWN, "status": ANY, "is_error": ANY, "artifact": ANY}
     role: Literal["tool"]
-    content: str | Annotated[list[TextPart | ImagePart], Field(fail_fast=True, max_length=MAX_PARTS)]
+    content: str | Annotated[list[TextPart | ImagePart], Field(fail_fast=True, max_length=MAX_PARTS)] | None = None
     tool_call_id: str | None = None
     name: str | None = None
 
@@ -244,10 +300,10 @@ Message: TypeAlias = Annotated[
 ]
 
 
-def _is_nothing(values: tuple[Any, ...] | None, given: Any) -> bool:
+def _is_nothing(values: tuple[Any, ...] | _Any | None, given: Any) -> bool:
     """Return whether a field asks for nothing; JSON's true is not 1."""
-    if values is None:
-        return False
+    if values is None or isinstance(values, _Any):
+        return values is not None
     return given is None or any(given == one and isinstance(given, bool) == isinstance(one, bool) for one in values)
 
 
@@ -255,6 +311,7 @@ def _is_nothing(values: tuple[Any, ...] | None, given: Any) -> bool:
 
 
 class Function(Wire):
+    nothing = {"cache_control": ANY}
     name: Name
     description: str | None = None
     parameters: Json | None = None
@@ -262,6 +319,7 @@ class Function(Wire):
 
 
 class Tool(Wire):
+    nothing = _OWN
     type: Literal["function"]
     function: Function
 
@@ -295,8 +353,18 @@ class StreamOptions(Wire):
     include_obfuscation: Literal[False] | None = None
 
 
+#: ``max_tokens`` of an answer that says no number, as llama.cpp's and LM Studio's clients write it.
+NO_LIMIT = -1
+
+
+def _is_length(value: int) -> int:
+    if value == NO_LIMIT or 1 <= value < 2**63:
+        return value
+    raise PydanticCustomError("out_of_range", "it must be an integer of at least 1")
+
+
 #: How many tokens an answer may have.
-NumTokens = Annotated[int, Field(ge=1, le=2**63 - 1)]
+NumTokens: TypeAlias = Annotated[int, AfterValidator(_is_length)]
 
 
 class Schema(Wire):
@@ -338,16 +406,7 @@ ResponseFormat: TypeAlias = Annotated[TextFormat | ObjectFormat | SchemaFormat, 
 
 
 class Common(Wire):
-    nothing: ClassVar[Mapping[str, tuple[Any, ...]]] = NOTHING
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nothing(cls, value: Any) -> Any:
-        """Drop fields that are not served and change nothing."""
-        if not isinstance(value, dict):
-            return value
-        return {name: given for name, given in value.items() if not _is_nothing(cls.nothing.get(name), given)}
-
+    nothing = NOTHING
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -435,3 +494,14 @@ TEMPLATE: Mapping[str, str] = {
         "min_pixels", "max_pixels",
     )
 } | {"chat_template_kwargs": "args"}  # fmt: skip
+
+
+def field_names() -> frozenset[str]:
+    """Return the names of all fields, at every depth."""
+    left: list[type[Wire]] = [Wire]
+    found = {*NOTHING, *_NOTHING_OF_CHATS, *_NOTHING_OF_TEXTS}
+    while left:
+        kind = left.pop()
+        left += kind.__subclasses__()
+        found |= {field.alias or name for name, field in kind.model_fields.items()}
+    return frozenset(found)

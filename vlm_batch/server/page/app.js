@@ -79,7 +79,7 @@ async function* events(response) {
 async function poll() {
   if (!document.hidden) {
     try {
-      const now = await (await ask("/stats")).json();
+      const now = await (await ask("stats")).json();
       find("model").textContent = `${now.model}: ${now.status}`;
       const before = history.at(-1);
       const batch = now.batch ?? {};
@@ -257,7 +257,7 @@ async function stream(question, group, times) {
 
 function post(question, group, times, signal) {
   const images = group.map((picture) => ({ type: "image_url", image_url: { url: picture.url } }));
-  return ask("/v1/chat/completions", {
+  return ask("v1/chat/completions", {
     method: "POST",
     headers: { "Content-Type": "application/json" },
     signal,
