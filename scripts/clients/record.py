@@ -39,7 +39,7 @@ def record_python(name: str, folder: Path, listener: Any) -> str:
     if not where.exists():
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(where)]
         subprocess.run([*pip, *packages, "pillow"], check=True)
-    environment = {**os.environ, "PYTHONPATH": str(where), "OPENAI_API_KEY": "none"}
+    environment = {**os.environ, "PYTHONPATH": str(where), "OPENAI_API_KEY": "none", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
     subprocess.run(
         [sys.executable, str(HERE / "python_clients.py"), name, listener.url], check=True, env=environment, timeout=300
     )
