@@ -19,10 +19,12 @@ from vlm_batch import VLMBatcher
 DATA = Path(__file__).parent / "data" / "clients"
 #: What stands for a picture in recorded bodies (``scripts/clients/listener.py``).
 PICTURE = "data:image/png;base64,PICTURE"
-#: Tokens of an answer, where a client says nothing.
+#: Most tokens of an answer.
 MOST_TOKENS = 60
 #: Recorded requests that are refused today, and why: strict expected failures.
 REFUSED: dict[str, str] = {
+    "docling-8": "skip_special_tokens: false",
+    "docling-10": "skip_special_tokens: false",
     "langchain-2": "messages[2].content[0].text: no field id, which content_blocks bring",
     "litellm-2": "no field cache_control",
     "litellm-5": "reasoning_effort: the chat template does not read that",
@@ -34,6 +36,10 @@ REFUSED: dict[str, str] = {
     "openai-4": "messages[1].parsed, which parse() returns",
     "openai-6": "messages[1].tool_calls[0].function.parsed_arguments, which parse() returns",
     "openai-10": "messages[1].parsed, which stream() returns",
+    "paddlex-0": "404: /chat/completions without /v1",
+    "paddlex-1": "404: /chat/completions without /v1; skip_special_tokens: false",
+    "paddlex-2": "no field mm_processor_kwargs",
+    "paddlex-3": "no field mm_processor_kwargs; skip_special_tokens: false",
 }
 
 
@@ -64,12 +70,13 @@ def picture() -> str:
 
 
 def send(server: Running, request: dict[str, Any]) -> Reply:
-    """Send a recorded request with a picture in its places and a short answer."""
+    """Send a recorded request with a picture in its places, for a short answer of this server's model."""
     if "body" not in request:
         return server.ask(request["method"], request["path"])
     body = json.loads(json.dumps(request["body"]).replace(PICTURE, picture()))
     named = next((name for name in ("max_completion_tokens", "max_tokens") if name in body), "max_tokens")
-    body.setdefault(named, MOST_TOKENS)
+    body[named] = min(body.get(named, MOST_TOKENS), MOST_TOKENS)  # the tiny model's context is short
+    body["model"] = "model"  # clients name the models of the hub
     return server.ask(request["method"], request["path"], body)
 
 
@@ -96,3 +103,10 @@ def test_what_is_recorded_is_whole() -> None:
         assert any("body" in request for request in said["requests"])
         assert "base64," not in json.dumps(said).replace(PICTURE, "")
     assert REFUSED.keys() <= REQUESTS.keys()
+
+
+def test_the_page_has_what_was_recorded() -> None:
+    from tests import pipelines_page
+
+    page = pipelines_page.PAGE.read_text(encoding="utf-8")
+    assert pipelines_page.tables(page) == page, "python -m tests.pipelines_page writes the tables anew"
