@@ -69,7 +69,7 @@ def record_node(name: str, folder: Path, listener: Any) -> str:
 
 
 def main(folder: Path, names: list[str]) -> None:
-    todo = {name: record_python for name in PYTHON} | {f"node_{name}": record_node for name in NODE}
+    todo = dict.fromkeys(PYTHON, record_python) | {f"node_{name}": record_node for name in NODE}
     for name in names or list(todo):
         with listening() as listener:
             client = todo[name](name.removeprefix("node_"), folder, listener)
