@@ -229,6 +229,19 @@ def test_what_is_public() -> None:
         assert not is_public(carries)
     for local in ("fec0::1", "fe80::1%eth0", "fd00::1", "::", "::1", "100::1", "4000::1", "ff0e::1", "2001:db8::1"):
         assert not is_public(local)
+    for special in (
+        *("192.0.0.192", "192.0.0.9", "192.88.99.1", "168.63.129.16", "198.18.0.1", "240.0.0.1", "255.255.255.255"),
+        *(
+            "3fff::1",
+            "5f00::1",
+            "2001:20::1",
+            "2001:db8::1",
+            "64:ff9b:1::1",
+            "::ffff:168.63.129.16",
+            "64:ff9b::192.0.0.192",
+        ),
+    ):
+        assert not is_public(special), special
     assert is_public("::ffff:93.184.216.34")
     assert is_public("64:ff9b::93.184.216.34")
 

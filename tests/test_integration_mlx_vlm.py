@@ -9,18 +9,19 @@ import json
 import socket
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import openai
 import pytest
 import uvicorn
+from fastapi import HTTPException
 from mlx_vlm.server.generation import GenerationArguments, ResponseGenerator
 from transformers import AutoTokenizer
 
 from tests.serving import IMAGES, Running, data_uri, picture, text, wait_until
 from vlm_batch.assets import default_checkpoint
-from vlm_batch.errors import InvalidParameters
 from vlm_batch.integrations import mlx_vlm as door
 
 #: The members that mlx-vlm's application uses.
@@ -232,13 +233,73 @@ def test_a_thinking_budget_closes_the_block(engine: door.Engine) -> None:
 
 def test_what_the_engine_has_nothing_for_is_refused(engine: door.Engine) -> None:
     for options in ({"typical_p": 0.5}, {"top_n_sigma": 1.0}):
-        with pytest.raises(InvalidParameters, match=next(iter(options))):
+        with pytest.raises(door.BadRequest, match=next(iter(options))):
             engine.generate(rendered("count to 3"), args=GenerationArguments(**options))
     with pytest.raises(ValueError, match="recordings"):
         engine.generate(rendered("count to 3"), audio=["x.wav"])
     for settings in ({"draft_model_path": "x"}, {"kv_key_bits": 4}):
         with pytest.raises(ValueError, match="not supported"):
             door.Engine(MODEL, **settings)  # type: ignore[arg-type]
+
+
+FORM = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "integer"}}}
+#: Tokens of this checkpoint stand for the markers of thinking.
+THINKING = {"enable_thinking": True, "thinking_start_token": "<|im_start|>", "thinking_end_token": "2"}
+
+
+def test_a_form_begins_where_thinking_ends(server: Running, client: openai.OpenAI) -> None:
+    """As with mlx-vlm's own engine: what is thought has no form, what is answered has it, streamed or not."""
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "count to 5"}], "temperature": 0, "max_tokens": 9}
+    free = server.ask("POST", "/v1/chat/completions", body).json
+    formed = server.ask("POST", "/v1/chat/completions", {**body, "response_format": FORM}).json
+    assert free["choices"][0]["message"]["content"] == "1 2 3 4 5"
+    assert formed["choices"][0]["message"]["content"].isdigit()
+    asked = {**body, "response_format": FORM, **THINKING}
+    reply = server.ask("POST", "/v1/chat/completions", asked)
+    assert reply.status == 200, reply.body
+    message = reply.json["choices"][0]["message"]
+    assert (message["reasoning"].strip(), message["content"].strip().isdigit()) == ("1", True)
+    streamed = server.ask("POST", "/v1/chat/completions", {**asked, "stream": True})
+    assert streamed.status == 200 and b'"error"' not in streamed.body
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("fields", "status"),
+    [
+        ({"top_p": 2.0}, 200),  # off, as mlx-vlm takes it
+        ({"top_p": 0.0}, 200),
+        ({"resize_shape": [32, 32]}, 200),
+        ({"temperature": -1.0}, 400),
+        ({"min_p": 3.0}, 400),
+        ({"typical_p": 0.5}, 400),
+        ({"repetition_penalty": -2.0}, 400),
+    ],
+    ids=str,
+)
+def test_arguments_out_of_range_are_no_fault_of_the_server(
+    server: Running, fields: dict[str, Any], status: int, stream: bool
+) -> None:
+    content = [picture("red_circle.png"), text("describe the picture")]
+    body = {"model": MODEL, "messages": [{"role": "user", "content": content}], "temperature": 0.5, "max_tokens": 5}
+    reply = server.ask("POST", "/v1/chat/completions", {**body, "stream": stream, **fields})
+    assert reply.status == status, reply.body
+    assert b'"error"' not in reply.body or status == 400
+    if status == 400:
+        assert next(iter(fields)).removeprefix("repetition_") in reply.body.decode()
+
+
+def test_a_picture_that_cannot_be_read_is_the_requests_fault(server: Running) -> None:
+    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGVsbG8="}}
+    body = {"model": MODEL, "messages": [{"role": "user", "content": [part, text("x")]}], "max_tokens": 5}
+    assert server.ask("POST", "/v1/chat/completions", body).status == 400
+
+
+def test_a_model_that_cannot_be_loaded_is_said_as_theirs_says_it(tmp_path: Path) -> None:
+    with pytest.raises(HTTPException) as ours:
+        door.Engine(str(tmp_path)).wait_until_ready()
+    assert ours.value.status_code == 400
+    assert str(ours.value.detail).startswith("Failed to load model: ")
 
 
 def test_special_tokens_are_shown_where_parsers_look_for_them(engine: door.Engine) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -394,9 +395,40 @@ def test_clients_take_turns() -> None:
     first = pool.submit(lambda: go_on.wait(30), Cancelled(), client=1)
     calls = [(f"many {at}", 1) for at in range(6)] + [("one", 2), ("two", 2), ("other", 3)]
     done = [pool.submit(partial(order.append, name), Cancelled(), client=client) for name, client in calls]
+    time.sleep(0.05)  # client 1 has had more than the others will have
     go_on.set()
     assert first.result(30)
     for call in done:
         call.result(30)
-    assert order == ["one", "other", "many 0", "two", *(f"many {at}" for at in range(1, 6))]
+    assert order == ["one", "other", "two", *(f"many {at}" for at in range(6))]
+    pool.close()
+
+
+def test_turns_go_by_time_and_none_is_saved_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client whose calls take three times as long has a third of them; who was away gets no more than its part."""
+    now, order, go_on = [0.0], list[int](), threading.Event()
+    pool = Pool(1, "test")
+    monkeypatch.setattr(pools, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def take(client: int, seconds: float) -> None:
+        order.append(client)
+        now[0] += seconds
+
+    first = pool.submit(lambda: go_on.wait(30), Cancelled(), client=1)
+    done = [pool.submit(partial(take, 1, 0.3), Cancelled(), client=1) for _ in range(8)]
+    done += [pool.submit(partial(take, 2, 0.1), Cancelled(), client=2) for _ in range(12)]
+    go_on.set()
+    for call in (first, *done):
+        call.result(30)
+    assert order[:16].count(1) == 4
+    pool.close()
+
+
+def test_one_client_leaves_threads_to_others(hung: threading.Event) -> None:
+    pool = Pool(3, "test", most_of_client=2)
+    stuck = [pool.submit(hung.wait, Cancelled(), client=1) for _ in range(5)]
+    assert pool.submit(lambda: 7, Cancelled(), client=2).result(timeout=60) == 7
+    assert not any(one.done() for one in stuck)
+    hung.set()
+    assert wait(lambda: all(one.done() for one in stuck))
     pool.close()

@@ -266,6 +266,127 @@ def test_log_probabilities_of_text_completions(client: openai.OpenAI) -> None:
     assert [max(step.values()) for step in whole.top_logprobs] == whole.token_logprobs
 
 
+RENDERED = "<|im_start|>user\ncount to 3<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_the_sampled_token_is_among_the_most_likely(server: Running) -> None:
+    """As OpenAI's text completions have it: up to one more than was asked for, and alone with 0; whole and streamed."""
+    body = {"prompt": RENDERED, "temperature": 5.0, "seed": 1, "max_tokens": 12, "ignore_eos": True}
+    for count in (0, 1, 2):
+        told = server.ask("POST", "/v1/completions", {**body, "logprobs": count}).json["choices"][0]["logprobs"]
+        for token, logprob, top in zip(told["tokens"], told["token_logprobs"], told["top_logprobs"], strict=True):
+            assert top[token] == logprob
+            assert 1 <= len(top) <= count + 1
+        assert any(len(top) == count + 1 for top in told["top_logprobs"])
+        events = server.ask("POST", "/v1/completions", {**body, "logprobs": count, "stream": True}).body.split(b"\n\n")
+        chunks = [json.loads(event[6:])["choices"][0]["logprobs"] for event in events if event.startswith(b"data: {")]
+        for name in ("tokens", "text_offset"):
+            assert [one for chunk in chunks if chunk for one in chunk[name]] == told[name]
+
+
+def test_text_offsets_count_what_is_shown(server: Running) -> None:
+    """A special token is in no text; the bytes of a character are one character."""
+    asked = {"prompt": RENDERED, "logprobs": 0, "max_tokens": 6, "ignore_eos": True}
+    (choice,) = server.ask("POST", "/v1/completions", {**asked, "logit_bias": {"479": 100}}).json["choices"]
+    told = choice["logprobs"]
+    assert (choice["text"], told["tokens"]) == ("", ["<|im_end|>"] * 6)
+    assert told["text_offset"] == [0] * 6
+    form = {"guided_regex": "é١ x", "max_tokens": 20, "ignore_eos": False}
+    (choice,) = server.ask("POST", "/v1/completions", {**asked, **form}).json["choices"]
+    assert choice["text"] == "é١ x"
+    assert choice["logprobs"]["text_offset"][:5] == [0, 0, 1, 1, 2], "each of the first two has two tokens"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"stop_token_ids": [10**6]}, "stop_token_ids", "holds 1000000; this model has 512 tokens"),
+        ({"stop_token_ids": [10**12]}, "stop_token_ids", "holds 1000000000000; this model has 512 tokens"),
+        ({"allowed_token_ids": [10**12]}, "allowed_token_ids", "holds 1000000000000; this model has 512 tokens"),
+        ({"logit_bias": {"9999999999": 1}}, "logit_bias", "holds 9999999999; this model has 512 tokens"),
+        ({"seed": 2**64}, "seed", "-9223372036854775808..18446744073709551615"),
+        ({"seed": -(2**63) - 1}, "seed", "-9223372036854775808..18446744073709551615"),
+        ({"logit_bias": {"7": 1, "x": 1}}, "logit_bias", "the key 'x'"),
+        ({"logit_bias": {"7": 1, "07": 1}}, "logit_bias", "the token 7 twice"),
+        ({"structured_outputs": {"regex": "["}}, "structured_outputs.regex", "structured_outputs.regex: "),
+        ({"structured_outputs": {"grammar": "["}}, "structured_outputs.grammar", "structured_outputs.grammar: "),
+        ({"structured_outputs": {"json": {"type": "obect"}}}, "structured_outputs.json", "structured_outputs.json: "),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "structured_outputs.choice is empty"),
+        ({"guided_regex": "["}, "guided_regex", "guided_regex: "),
+        ({"max_tokens": 0}, "max_tokens", "at least 1"),
+        ({"echo": True}, "echo", "may only be false or null"),
+    ],
+    ids=lambda one: str(one)[:60],
+)
+def test_refusals_name_the_value_and_the_clients_own_field(
+    server: Running, fields: dict[str, Any], param: str, words: str
+) -> None:
+    for path, body in (
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+        ("/v1/completions", {"prompt": RENDERED}),
+    ):
+        reply = server.ask("POST", path, {**body, "max_tokens": 3, **fields})
+        assert (reply.status, reply.error["param"]) == (400, param), reply.body
+        assert words in reply.error["message"]
+
+
+@pytest.mark.parametrize(
+    ("content", "param"),
+    [
+        ([{"type": "text", "text": "x", "odd": 1}], "messages[0].content[0].odd"),
+        ([{"type": "text", "text": {"text": 1}}], "messages[0].content[0].text"),
+        ([{"type": "text"}], "messages[0].content[0].text"),
+        ([{"type": "image_url", "image_url": {"url": "x", "odd": 1}}], "messages[0].content[0].image_url.odd"),
+        ([{"type": "image_url", "image_url": {}}], "messages[0].content[0].image_url.url"),
+        ([{"type": "text", "text": "x"}, {"type": "text", "text": "x", "user": 1}], "messages[0].content[1].user"),
+    ],
+    ids=str,
+)
+def test_places_are_the_clients_own(server: Running, content: Any, param: str) -> None:
+    assert server.chat(content).error["param"] == param
+
+
+def test_no_number_of_tokens_is_the_servers_own(server: Running) -> None:
+    """-1, as llama.cpp's clients write it."""
+    assert server.chat("count to 3", max_tokens=-1).json["choices"][0]["message"]["content"] == "1 2 3"
+    assert server.chat("count to 3", max_completion_tokens=-1).status == 200
+    assert server.ask("POST", "/v1/completions", {"prompt": RENDERED, "max_tokens": -1}).status == 200
+
+
+def test_a_choice_among_no_tools_is_refused_as_openai_does(server: Running) -> None:
+    assert server.chat("count to 3", tool_choice="auto").error["param"] == "tool_choice"
+    assert server.chat("count to 3", tool_choice="none").status == 200
+    assert server.chat("count to 3", tool_choice="auto", tools=[]).status == 200
+
+
+def test_metrics_are_described_as_text(server: Running) -> None:
+    described = server.ask("GET", "/openapi.json").json["paths"]["/metrics"]["get"]["responses"]["200"]["content"]
+    kind = server.ask("GET", "/metrics").headers["content-type"]
+    assert list(described) == ["text/plain"] == [kind.partition(";")[0]]
+
+
+@pytest.mark.parametrize("spelt", ["lines", "returns", "unpadded", "for urls", "spaced", "for urls, unpadded"])
+@pytest.mark.parametrize("is_plain", [False, True])
+def test_pictures_in_every_spelling_of_base64(server: Running, spelt: str, is_plain: bool) -> None:
+    data = (IMAGES / "red_circle.png").read_bytes()
+    usual = base64.b64encode(data).decode()
+    assert {"+", "/", "="} <= set(usual)
+    lines = [usual[at : at + 76] for at in range(0, len(usual), 76)]
+    for_urls = base64.urlsafe_b64encode(data).decode()
+    words = {
+        "lines": "\n".join(lines) + "\n",
+        "returns": "\r\n".join(lines),
+        "unpadded": usual.rstrip("="),
+        "for urls": for_urls,
+        "spaced": usual,
+        "for urls, unpadded": for_urls.rstrip("="),
+    }[spelt]
+    head = "" if is_plain else "data:image/png; base64," if spelt == "spaced" else "data:image/png;base64,"
+    part = {"type": "image_url", "image_url": {"url": head + words}}
+    reply = server.chat([part, text("describe the picture")])
+    assert reply.json["choices"][0]["message"]["content"] == "a red circle"
+
+
 def test_log_probabilities_of_prompts(server: Running) -> None:
     """In vLLM's form and places: beside a chat's choices, and in each of a text completion's."""
     chat = server.chat("count to 3", prompt_logprobs=1).json
@@ -568,7 +689,7 @@ def test_errors_name_what_the_client_wrote(server: Running, client: openai.OpenA
         reply = server.ask("POST", "/v1/chat/completions", {"messages": [turn], **fields})
         assert (reply.status, reply.error["param"]) == (400, param), reply.body
     for name, value in (
-        *((name, value) for name in ("max_tokens", "max_completion_tokens") for value in (0, -1, 2**63, 10**400)),
+        *((name, value) for name in ("max_tokens", "max_completion_tokens") for value in (0, -2, 2**63, 10**400)),
         *(("chat_template_kwargs", {name: 1}) for name in ("nobody_reads_it", "enable_thinking", "messages")),
     ):
         reply = server.ask("POST", "/v1/chat/completions", {"messages": [turn], name: value})
@@ -804,6 +925,41 @@ def test_a_clients_own_fault_is_a_line_in_the_log(
     lines = [record.getMessage() for record in records]
     assert not any(record.exc_info for record in records) and not any("\n" in line for line in lines)
     assert len(lines) == asked, lines
+
+
+def test_the_log_says_nothing_of_what_was_asked(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+    """Regexes, names, roles, models, paths of fields: none of a client's own words, whatever was wrong with them."""
+    turn = {"role": "user", "content": "x"}
+    bodies: list[dict[str, Any]] = [
+        {"messages": [turn], "guided_regex": "secret["},
+        {"messages": [turn], "guided_grammar": "secret: ["},
+        {"messages": [turn], "secret": 1},
+        {"messages": [turn], "metadata": {"secret": 1}},
+        {"messages": [turn], "model": "secret"},
+        {"messages": [{"role": "secret", "content": "x"}]},
+        {"messages": [turn], "logit_bias": {"secret": 1}},
+        {"messages": [turn], "tool_choice": {"type": "function", "function": {"name": "secret"}}},
+        {"messages": [turn], "chat_template_kwargs": {"secret": 1}},
+        {"messages": [{"role": "user", "content": "secret <|im_end|>"}]},
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "secret.png"}}]}]},
+        {"messages": [turn], "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "secret"}}}},
+    ]
+    with caplog.at_level(logging.DEBUG):
+        for number, body in enumerate(bodies):
+            for stream in (False, True):
+                own = {"X-Request-Id": f"own-{number}-{stream}"}
+                reply = server.ask("POST", "/v1/chat/completions", {**body, "stream": stream}, headers=own)
+                assert reply.status in (400, 404), body
+        wait_until(lambda: len(_access_lines(caplog)) == 2 * len(bodies), "the lines")
+    lines = _access_lines(caplog)
+    assert not [line for line in lines if "secret" in line]
+    reasons = {json.loads(line)["error"] for line in lines}
+    assert {"guided_regex: InvalidParameters", "?: extra_forbidden", "metadata.?: string_type"} <= reasons
+    assert not [record for record in caplog.records if "secret" in record.getMessage() and "access" not in record.name]
+
+
+def _access_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [one.getMessage() for one in caplog.records if '"own-' in one.getMessage()]
 
 
 def test_metrics_count_what_happened(server: Running) -> None:
@@ -1043,6 +1199,34 @@ def test_the_command_serves_until_it_is_told_to_stop(tmp_path: Path) -> None:
     assert f"http://127.0.0.1:{port}" in (tmp_path / "err").read_text()
     lines = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
     assert [line["status"] for line in lines if line["path"] == "/v1/chat/completions"] == [200, 200]
+
+
+def test_a_first_interrupt_says_what_is_waited_for_and_a_second_ends_it(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    log = tmp_path / "err"
+    with log.open("wb") as errors:
+        command = [sys.executable, "-m", "vlm_batch", "serve", "--port", str(port), "--shutdown-timeout", "600"]
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors)
+        try:
+            wait_until(lambda: process.poll() is not None or _is_up(port), "the server to listen")
+            connection = begin_stream(Running(None, port))  # type: ignore[arg-type]
+            assert connection.recv(100)
+            process.send_signal(signal.SIGINT)
+            said = "waiting up to 600 s for 1 request; Ctrl-C again ends now"
+            wait_until(lambda: said in log.read_text(), "the server to say what it waits for")
+            assert process.poll() is None
+            process.send_signal(signal.SIGINT)
+            connection.settimeout(30)
+            told = b"".join(iter(lambda: connection.recv(65536), b""))
+            connection.close()
+            assert b"shutting down" in told
+            assert told.endswith(b"0\r\n\r\n")
+            assert process.wait(60) == 130
+        finally:
+            process.kill()
+            process.wait()
+    assert "Traceback" not in log.read_text()
 
 
 def _is_up(port: int) -> bool:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shlex
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from http.client import HTTPException
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,14 +23,16 @@ import pytest
 from pydantic import ValidationError
 
 from tests.serving import IMAGES, Reply, Running, serving, text, wait_until
-from vlm_batch.inputs import download
+from vlm_batch.inputs import download, pool
 from vlm_batch.inputs.fetch import FetchPolicy
 from vlm_batch.inputs.grammar import Forms
+from vlm_batch.inputs.pool import Pool
 from vlm_batch.server import bodies, edge, run
 from vlm_batch.server.bodies import read_body
-from vlm_batch.server.config import ServerConfig
-from vlm_batch.server.errors import without_paths
+from vlm_batch.server.config import InvalidConfig, ServerConfig
+from vlm_batch.server.errors import ApiError, without_paths
 from vlm_batch.server.media import policy_of
+from vlm_batch.server.service import Service
 from vlm_batch.server.wire import ChatRequest, CompletionRequest
 from vlm_batch.types import SamplingParams
 
@@ -452,6 +458,20 @@ def test_heads_that_do_not_come_are_not_waited_for(small: Running, monkeypatch: 
     assert small.ask("GET", "/health").status == 200
 
 
+def test_answers_that_nobody_reads_are_not_kept(small: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the connection was to be closed or kept: what was written for it stays for so long and no longer."""
+    monkeypatch.setattr(run, "UNREAD_SECONDS", 0.3)
+    monkeypatch.setattr(small.server.service.metrics, "text", lambda: bytes(50 << 20))
+    connections = small.server.server_state.connections
+    wait_until(lambda: not connections, "the other tests' connections to be gone")
+    for more in (b"", b"Connection: close\r\n"):
+        with socket.create_connection(("127.0.0.1", small.port), timeout=60) as connection:
+            connection.sendall(b"GET /metrics HTTP/1.1\r\nHost: 127.0.0.1\r\n" + more + b"\r\n")
+            wait_until(lambda: bool(connections), "the connection")
+            wait_until(lambda: not connections, "the connection to be given up")
+    assert len(small.ask("GET", "/metrics").body) == 50 << 20  # who reads gets all
+
+
 def test_a_form_that_takes_long_to_check_holds_up_nobody(small: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     checks, is_done = Forms.check, threading.Event()
 
@@ -559,7 +579,7 @@ def test_places_are_shared_out_by_address(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(run, "MAX_CONNECTIONS", 10)
     monkeypatch.setattr(run, "MAX_PER_ADDRESS", 6)
     monkeypatch.setattr(run, "RESERVED", 2)
-    connections: Any = run.Connections()
+    connections: Any = run.Connections(20_000)
     peers: list[Peer] = []
 
     def come(address: str, **how: Any) -> Peer:
@@ -583,6 +603,67 @@ def test_places_are_shared_out_by_address(monkeypatch: pytest.MonkeyPatch) -> No
     last = Peer("d", is_waited_for=False)
     connections.add(last)
     assert not last.is_open
+
+
+@pytest.mark.parametrize(("how", "least"), [("-Sn 256", 300), ("-n 256", 64), ("-n 64", 16)])
+def test_few_open_files_do_not_close_the_door(tmp_path: Path, how: str, least: int) -> None:
+    """A Mac's soft limit is 256: it is raised before it is read, and where it cannot be, connections get a part of it."""
+    with served_by_command(tmp_path, f"ulimit {how}") as running:
+        held = [socket.create_connection(("127.0.0.1", running.port), timeout=20) for _ in range(least)]
+        request = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+        for connection in held:
+            connection.sendall(request)
+            assert b" 200 " in connection.recv(4000).splitlines()[0]
+        for connection in held:
+            connection.close()
+        assert running.chat("count to 3").json["choices"][0]["message"]["content"] == "1 2 3"
+
+
+@contextmanager
+def served_by_command(folder: Path, before: str, *flags: str) -> Iterator[Running]:
+    """``vlm-batch serve`` in a shell that does something ``before``."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "vlm_batch", "serve", "--port", str(port), "--shutdown-timeout", "1", *flags]
+    with (folder / "said").open("wb") as said:
+        process = subprocess.Popen(["sh", "-c", f"{before}; exec {shlex.join(command)}"], stdout=said, stderr=said)
+        try:
+            running = Running(None, port)  # type: ignore[arg-type]
+            wait_until(lambda: process.poll() is not None or is_healthy(running), "the server to answer")
+            assert process.poll() is None, (folder / "said").read_text()
+            yield running
+        finally:
+            process.kill()
+            process.wait()
+
+
+def is_healthy(running: Running) -> bool:
+    with suppress(OSError, HTTPException):
+        return running.ask("GET", "/health").status == 200
+    return False
+
+
+@pytest.mark.parametrize(("proxies", "number"), [((), 1), (("127.0.0.0/8",), 3)])
+def test_only_named_proxies_say_who_the_client_is(proxies: tuple[str, ...], number: int) -> None:
+    """Otherwise a local process counts as as many clients as it likes."""
+    seen: set[int] = set()
+    visit = Service.visit
+
+    def noted(self: Service, client: int = 0) -> Any:
+        seen.add(client)
+        return visit(self, client)
+
+    with pytest.MonkeyPatch.context() as patched, serving(proxies=proxies) as running:
+        patched.setattr(Service, "visit", noted)
+        for address in ("10.1.1.1", "10.1.1.2", "10.1.1.3"):
+            assert running.chat("count to 3", max_tokens=1, headers={"X-Forwarded-For": address}).status == 200
+    assert len(seen) == number
+
+
+@pytest.mark.parametrize("proxies", [("everyone",), ("10.0.0.1/8",), ("",), ("*",)])
+def test_proxies_are_addresses(proxies: tuple[str, ...]) -> None:
+    with pytest.raises(InvalidConfig, match="--proxies"):
+        ServerConfig(model="m", proxies=proxies)
 
 
 def test_probes_are_answered_when_all_else_is_full(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -627,11 +708,100 @@ def test_large_bodies_are_read_beside_the_event_loop(server: Running, monkeypatc
         return read_body(data, kind)
 
     monkeypatch.setattr(bodies, "read_body", noted)
-    server.chat("count to 3", max_tokens=1)
-    server.chat("count to 3", max_tokens=1, allowed_token_ids=list(range(500)) * 100)
-    assert read[0][1] == "test-server"
-    assert read[1][0] > 100_000
-    assert read[1][1].startswith("vlm-batch-bodies")
+    large = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 500_000}}
+    server.chat([large], max_tokens=1)
+    server.chat("count to 3", max_tokens=1, allowed_token_ids=list(range(500)) * 80)
+    assert read[0][0] > 500_000
+    assert read[0][1] == "test-server", "a picture is one value, which costs nothing"
+    assert 100_000 < read[1][0] < 500_000
+    assert read[1][1] != "test-server"
+
+
+@pytest.mark.usefixtures("public")
+def test_cheap_refusals_come_before_dear_ones(server: Running, hostile: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the fields alone tell is said before a picture is fetched; who has no room is told before a body is parsed."""
+    part = {"type": "image_url", "image_url": {"url": f"http://{PUBLIC}:{hostile}/picture"}}
+    assert server.chat([part], n=999).error["param"] == "n"
+    assert Hostile.seen == []
+
+    def full(self: Service, client: int) -> None:
+        raise ApiError(429, "full", code="busy")
+
+    monkeypatch.setattr(Service, "check_room", full)
+    monkeypatch.setattr(bodies, "read_body", pytest.fail)
+    assert server.chat("count to 3").status == 429
+
+
+@pytest.mark.usefixtures("public")
+def test_every_shared_thread_knows_its_clients(server: Running, hostile: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    submit = Pool.submit
+    asked: dict[str, set[int]] = {}
+
+    def noted(self: Pool, *given: Any, **named: Any) -> Any:
+        asked.setdefault(self._name, set()).add(named.get("client", 0))
+        return submit(self, *given, **named)
+
+    monkeypatch.setattr(Pool, "submit", noted)
+    url = {"type": "image_url", "image_url": {"url": f"http://{PUBLIC}:{hostile}/picture"}}
+    assert server.chat([url, text("describe the picture")], allowed_token_ids=list(range(500)) * 100).status == 200
+    assert server.chat("count to 3", guided_choice=["yes", "no"]).status == 200
+    assert {"vlm-batch-media", "vlm-batch-bodies", "vlm-batch-submit", "vlm-batch-submit-form"} <= asked.keys()
+    asked.pop("vlm-batch-form-check")  # called by the one thread that submits forms, in the turns of its clients
+    assert not {name for name, clients in asked.items() if 0 in clients}
+
+
+def test_bodies_take_turns_by_client_and_by_cost() -> None:
+    """Behind a dozen dear bodies of one client, another's is next, and then the cheapest of its own."""
+    order: list[str] = []
+    held, go_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        held.set()
+        assert go_on.wait(30)
+
+    def entry(client: int, num_values: int) -> edge.Entry:
+        return edge.Entry("x", "POST", "/", "", edge.ByteQuota(0), number=client, num_values=num_values)
+
+    async def read() -> None:
+        reader = bodies.Bodies()
+        first = asyncio.ensure_future(reader.read(entry(1, 200_000), hold))
+        await asyncio.to_thread(held.wait, 30)
+        asked = [("dear", 1, 200_000)] * 6 + [("cheaper", 1, 20_000), ("another's", 2, 200_000)]
+        rest = [
+            asyncio.ensure_future(reader.read(entry(client, values), order.append, name))
+            for name, client, values in asked
+        ]
+        await asyncio.sleep(0.05)  # so that they are submitted, and the first has taken more than the others will
+        go_on.set()
+        await asyncio.gather(first, *rest)
+        reader.close()
+
+    asyncio.run(read())
+    assert order == ["another's", "cheaper", *["dear"] * 6]
+
+
+def test_a_body_whose_client_has_left_is_not_read() -> None:
+    held, go_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        held.set()
+        assert go_on.wait(30)
+
+    async def read() -> None:
+        reader = bodies.Bodies()
+        entry = edge.Entry("x", "POST", "/", "", edge.ByteQuota(0), num_values=200_000)
+        first = asyncio.ensure_future(reader.read(entry, hold))
+        await asyncio.to_thread(held.wait, 30)
+        left = asyncio.ensure_future(reader.read(entry, pytest.fail))
+        await asyncio.sleep(0)
+        left.cancel()
+        await asyncio.gather(left, return_exceptions=True)
+        go_on.set()
+        await first
+        assert await reader.read(entry, lambda: 7) == 7
+        reader.close()
+
+    asyncio.run(read())
 
 
 def test_a_storm_of_clients_that_leave_leaves_nothing_behind(server: Running) -> None:
@@ -666,19 +836,21 @@ def count_errors(body: dict[str, Any]) -> int:
 def test_the_thread_of_large_bodies_rests_for_as_long_as_each_took(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     rests: list[float] = []
-    monkeypatch.setattr(bodies, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=rests.append))
+    monkeypatch.setattr(pool, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=rests.append))
 
     def take(seconds: float) -> None:
         now[0] += seconds
 
     async def read() -> None:
         reader = bodies.Bodies()
+        entry = edge.Entry("x", "POST", "/", "", edge.ByteQuota(0), num_values=200_000)
         for seconds in (2.0, 0.5, 0.0):
-            await reader.read(bodies.SMALL + 1, take, seconds)
+            await reader.read(entry, take, seconds)
+        await asyncio.to_thread(wait_until, lambda: len(rests) == 3, "the thread to rest")
         reader.close()
 
     asyncio.run(read())
-    assert rests == [0.0, 2.0, 0.5]
+    assert rests == [2.0, 0.5, 0.0]
 
 
 def nested(depth: int) -> str:

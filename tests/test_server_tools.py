@@ -144,6 +144,16 @@ def test_an_answer_that_is_cut_off_is_no_call(client: Any) -> None:
     assert cut.choices[0].finish_reason == "length"
 
 
+def test_a_forced_call_without_its_name_is_no_content(client: Any) -> None:
+    """Wherever it is cut: the marks and half a name are no words for anybody."""
+    asked = {"model": "qwen2_vl", "messages": HELLO, "tools": [WEATHER], "tool_choice": "required"}
+    for length in range(1, 9):
+        cut = client.chat.completions.create(**asked, max_tokens=length)
+        assert not cut.choices[0].message.content, length
+        pieces = client.chat.completions.create(**asked, max_tokens=length, stream=True)
+        assert not "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices)
+
+
 def test_the_tools_that_are_allowed(server: Running) -> None:
     def choice(mode: str, *names: str) -> dict[str, Any]:
         tools = [{"type": "function", "function": {"name": name}} for name in names]

@@ -608,6 +608,46 @@ def test_a_slow_token_is_the_requests_fault(batcher: VLMBatcher, monkeypatch: py
     assert batcher.submit(prompt="count to 3").result(timeout=60).text == "1 2 3"
 
 
+LOOP: dict[str, Any] = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "has_an_end"),
+    [
+        (LOOP, False),
+        ({**LOOP, "required": []}, True),
+        ({"type": "object", "properties": {"a": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}, "required": ["a"]}, True),
+        ({"type": "object", "properties": {"a": {"anyOf": [{"$ref": "#"}]}}, "required": ["a"]}, False),
+        ({"type": "array", "items": {"$ref": "#"}}, True),
+        ({"type": "array", "items": {"$ref": "#"}, "minItems": 1}, False),
+        ({"type": "array", "prefixItems": [{"type": "null"}], "items": {"$ref": "#"}, "minItems": 1}, True),
+        ({"allOf": [{"$ref": "#"}]}, False),
+        ({"$ref": "#/$defs/a", "$defs": {"a": LOOP["properties"]["a"] | {"$ref": "#/$defs/b"}, "b": {"type": "string"}}}, True),
+        (
+            {
+                "$ref": "#/$defs/tree",
+                "$defs": {
+                    "tree": {
+                        "type": "object",
+                        "properties": {"left": {"$ref": "#/$defs/tree"}, "right": {"$ref": "#/$defs/leaf"}},
+                        "required": ["right"],
+                    },
+                    "leaf": {"type": "integer"},
+                },
+            },
+            True,
+        ),
+    ],
+    ids=lambda one: str(one)[:60],
+)  # fmt: skip
+def test_what_requires_itself_without_an_end_is_refused_at_once(schema: dict[str, Any], has_an_end: bool) -> None:
+    if has_an_end:
+        SamplingParams(json_schema=schema)
+        return
+    with pytest.raises(InvalidParameters, match="without an end"):
+        SamplingParams(json_schema=schema)
+
+
 def test_a_schema_may_be_changed_after_submit(batcher: VLMBatcher) -> None:
     schema = {
         "type": "object",

@@ -37,6 +37,8 @@ MOST_MULTIPLE, QUICK_MULTIPLE, MOST_OF_SEVERAL = 100_000, 1_000_000, 2**16 - 1
 #: Most characters of a form's regular expressions: the cost of optional parts grows with the square of their number, and
 #: llguidance joins expressions that follow each other.
 MOST_OF_REGEX = 2**13
+#: How far a schema is followed for a way to end: parts in all, and within each other.
+MOST_STEPS, MOST_DEPTH = 20_000, 100
 
 #: Keywords of JSON schemas. A mapping without any of them is probably no schema.
 _KEYWORDS = frozenset({
@@ -197,6 +199,8 @@ def check_schema(name: str, schema: Any) -> None:
             raise InvalidParameters(f"{name} has {keyword} {shown(value)}, which {said}")
     check_regexes(name, regexes)
     _check_multiples(name, schema, is_odd)
+    if not _has_an_end(schema):
+        raise InvalidParameters(f"{name} requires a value within itself without an end: no answer could fit it")
 
 
 def _is_int64(keyword: str, value: Any) -> bool:
@@ -273,6 +277,43 @@ def _check_multiples(name: str, schema: Any, is_odd: bool) -> None:
         raise InvalidParameters(
             f"{name} has numbers for multipleOf, beside $ref, allOf, anyOf or oneOf, that have {said}"
         )
+
+
+def _has_an_end(schema: Any) -> bool:
+    """Return whether a finite value may fit a schema: False where what it requires always leads back to itself."""
+    left = MOST_STEPS
+
+    def ends(part: Any, within: tuple[int, ...]) -> bool:
+        nonlocal left
+        left -= 1
+        if left < 0 or len(within) > MOST_DEPTH or not isinstance(part, Mapping):
+            return True  # not looked at further
+        if id(part) in within:
+            return False
+        within = (*within, id(part))
+        if "enum" in part or "const" in part:
+            return True
+        needed: list[Any] = list(_listed(part.get("allOf")))
+        if isinstance(ref := part.get("$ref"), str):
+            needed.append(_referred(schema, ref))
+        properties = part.get("properties")
+        if part.get("type") == "object" and isinstance(properties, Mapping):
+            needed += [properties.get(name) for name in _listed(part.get("required")) if isinstance(name, str)]
+        if part.get("type") == "array" and is_whole(least := part.get("minItems", 0)):
+            first = _listed(part.get("prefixItems"))
+            needed += (
+                [*first, part.get("items")][: max(0, least)] if least <= len(first) else [*first, part.get("items")]
+            )
+        if not all(ends(one, within) for one in needed):
+            return False
+        choices = [_listed(part.get(word)) for word in ("anyOf", "oneOf")]
+        return all(any(ends(one, within) for one in several) for several in choices if several)
+
+    return ends(schema, ())
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _are_several(schema: Mapping[str, Any]) -> bool:

@@ -188,7 +188,7 @@ class SamplingParams:
             raise InvalidParameters(
                 f"stop_token_ids has {len(self.stop_token_ids):,} ids; at most {_MOST_STOP_TOKENS:,} are looked for"
             )
-        if not all(is_whole(token) and 0 <= token <= MOST for token in self.stop_token_ids):
+        if not all(is_whole(token) and token >= 0 for token in self.stop_token_ids):
             raise InvalidParameters(
                 f"stop_token_ids is {shown(self.stop_token_ids)}; it must be token ids of at least 0"
             )
@@ -218,8 +218,7 @@ class SamplingParams:
     def _check_token_rules(self, put: Callable[[str, Any], None]) -> None:
         bias = {} if self.logit_bias is None else self.logit_bias
         if not isinstance(bias, Mapping) or not all(
-            is_whole(token) and 0 <= token <= MOST and is_real(value) and -100 <= value <= 100
-            for token, value in bias.items()
+            is_whole(token) and token >= 0 and is_real(value) and -100 <= value <= 100 for token, value in bias.items()
         ):
             raise InvalidParameters(
                 f"logit_bias is {shown(bias)}; it must be a mapping of token ids to numbers in -100..100"
@@ -231,7 +230,7 @@ class SamplingParams:
             allowed = as_tuple("allowed_token_ids", self.allowed_token_ids)
             if len(allowed) > _MOST_ALLOWED:
                 raise InvalidParameters(f"allowed_token_ids has {len(allowed):,} ids; {_MOST_ALLOWED:,} are the most")
-            if not allowed or not all(is_whole(token) and 0 <= token <= MOST for token in allowed):
+            if not allowed or not all(is_whole(token) and token >= 0 for token in allowed):
                 raise InvalidParameters(f"allowed_token_ids is {shown(allowed)}; it must be token ids, or None for all")
             put("allowed_token_ids", tuple(map(int, allowed)))
         self._check_ngrams(put)

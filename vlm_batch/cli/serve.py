@@ -52,6 +52,7 @@ def config_of(args: argparse.Namespace, environment: Mapping[str, str]) -> Serve
     said["keys"] = read_keys(args.keys) if args.keys else ()
     said["allow_dirs"] = tuple(Path(folder).expanduser() for folder in args.allow_dirs)
     said["allowed_hosts"] = tuple(args.allowed_hosts)
+    said["proxies"] = tuple(proxy.strip() for proxy in args.proxies.split(",")) if args.proxies else ()
     limit = args.max_memory_gb  # 0 is no limit
     said["max_memory"] = default_limit() if limit is None else round(limit * 2**30) or None
     return ServerConfig(**said)
@@ -110,6 +111,8 @@ def _add_network(group: argparse._ArgumentGroup) -> None:
     _say(group, "--no-auth", "no_auth", "need no key although others can reach the server", action="store_true")
     name = "a name that clients may use for this server"
     group.add_argument("--allowed-host", dest="allowed_hosts", action="append", default=[], metavar="NAME", help=name)
+    proxies = "addresses or networks, with commas, whose X-Forwarded-For says who the client is (default: nobody's)"
+    group.add_argument("--proxies", metavar="ADDRESSES", help=proxies)
 
 
 def _add_media(group: argparse._ArgumentGroup) -> None:

@@ -12,7 +12,7 @@ from vlm_batch.arrays import stack_logits
 from vlm_batch.engine.constraints import apply_masks
 from vlm_batch.engine.port import Sampler
 from vlm_batch.engine.row import Row, Status
-from vlm_batch.engine.sampling import Sampled, SamplingRow, process
+from vlm_batch.engine.sampling import Sampled, SamplingRow, check_within, process
 from vlm_batch.engine.work import Failed, Part, attempt
 
 
@@ -49,7 +49,7 @@ def choose(parts: Sequence[Part], sampler: Sampler) -> list[Flight | Failed]:
         found.append(attempt(again, _launch, again, Sampled(tokens, chosen), is_known=True, is_shared=True))
     if len(new) < len(rows):
         rows, logits = [rows[index] for index in new], logits[mx.array(new)] if new else logits
-    if any(row.answer.changes_logits or row.answer.guide is not None for row in rows):
+    if any(row.answer.changes_logits or row.answer.guide is not None or _has_new_ends(row) for row in rows):
         rows, logits, failed = _allowed(rows, logits)
         found += failed
     if not rows:
@@ -70,7 +70,11 @@ def choose(parts: Sequence[Part], sampler: Sampler) -> list[Flight | Failed]:
 
 def _allowed(rows: list[Row], logits: mx.array) -> tuple[list[Row], mx.array, list[Failed]]:
     """Apply the rows' own stages and forms to logits (R, V). Returns rows, logits, failures."""
-    failed: list[Failed] = []
+    failed = _with_unknown_ends(rows, logits.shape[-1])
+    if failed:
+        wrong_rows = {row for one in failed for row in one.rows}
+        known = [index for index, row in enumerate(rows) if row not in wrong_rows]
+        rows, logits = [rows[index] for index in known], logits[mx.array(known)] if known else logits
     if any(row.answer.changes_logits for row in rows):
         made = [
             attempt([owner], process, logits[index : index + 1], row)
@@ -78,7 +82,7 @@ def _allowed(rows: list[Row], logits: mx.array) -> tuple[list[Row], mx.array, li
             else logits[index : index + 1]
             for index, (owner, row) in enumerate(zip(rows, _sampling_rows(rows), strict=True))
         ]
-        failed = [one for one in made if isinstance(one, Failed)]
+        failed += [one for one in made if isinstance(one, Failed)]
         rows = [row for row, one in zip(rows, made, strict=True) if not isinstance(one, Failed)]
         logits = stack_logits([one for one in made if not isinstance(one, Failed)]) if rows else logits
     if any(row.answer.guide is not None for row in rows):
@@ -90,6 +94,20 @@ def _allowed(rows: list[Row], logits: mx.array) -> tuple[list[Row], mx.array, li
             rows, logits = [rows[index] for index in good], logits[mx.array(good)] if good else logits
         logits = apply_masks(logits, [mask for mask in masks if not isinstance(mask, Failed)]) if rows else logits
     return rows, logits, failed
+
+
+def _has_new_ends(row: Row) -> bool:
+    return bool(row.params.stop_token_ids) and not row.answer.num_sampled
+
+
+def _with_unknown_ends(rows: Sequence[Row], size: int) -> list[Failed]:
+    """Return the failures of rows that have just begun and would end at a token that the model does not have."""
+    checked = [
+        attempt([row], check_within, "stop_token_ids", row.params.stop_token_ids, row.facts.vocabulary or size)
+        for row in dict.fromkeys(rows)
+        if _has_new_ends(row)
+    ]
+    return [one for one in checked if isinstance(one, Failed)]
 
 
 def _launch(rows: Sequence[Row], sampled: Sampled, *, is_known: bool = False) -> Flight:

@@ -70,11 +70,11 @@ class _Arrays:
         """Raise InvalidParameters for ids outside the vocabulary."""
         made: dict[str, mx.array] = {}
         if params.logit_bias:
-            _check_within("logit_bias", params.logit_bias, size)
+            check_within("logit_bias", params.logit_bias, size)
             made["biased"] = mx.array(list(params.logit_bias))
             made["biases"] = mx.array(list(params.logit_bias.values()))
         if params.allowed_token_ids is not None:
-            _check_within("allowed_token_ids", params.allowed_token_ids, size)
+            check_within("allowed_token_ids", params.allowed_token_ids, size)
             made["allowed"] = mx.zeros((size,), dtype=mx.bool_)
             made["allowed"][mx.array(list(params.allowed_token_ids))] = True
         if params.whitelist_token_ids:
@@ -233,7 +233,8 @@ def _ends_with(history: mx.array, words: mx.array) -> mx.array:
     return mx.all((begun == tail) | (begun == -1), axis=1) & mx.all(padding == -1, axis=1)
 
 
-def _check_within(name: str, ids: Iterable[int], size: int) -> None:
+def check_within(name: str, ids: Iterable[int], size: int) -> None:
+    """Raise InvalidParameters for the first id outside the vocabulary."""
     if beyond := next((token for token in ids if token >= size), None):
         raise InvalidParameters(f"{name} holds {beyond}; this model has {size:,} tokens")
 

@@ -26,6 +26,18 @@ from vlm_batch.inputs.fetch import Cancelled, Unreadable, said, shown
 from vlm_batch.types import FetchPolicy
 
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
+#: Networks for special purposes by IANA's registries that some versions of Python take for public, or that answer on every
+#: machine of a cloud: protocol assignments (192.0.0.192 has Oracle's metadata), old 6to4 relays, Azure's host, local NAT64,
+#: segment routing, documentation.
+_NOT_PUBLIC = tuple(
+    map(
+        ipaddress.ip_network,
+        (
+            *("192.0.0.0/24", "192.88.99.0/24", "168.63.129.16/32", "240.0.0.0/4", "198.18.0.0/15", "100.64.0.0/10"),
+            *("64:ff9b:1::/48", "2001::/23", "2001:db8::/32", "3fff::/20", "5f00::/16"),
+        ),
+    )
+)
 #: IANA's global unicast range. Python also calls others global: deprecated forms with an IPv4 address (``::127.0.0.1``),
 #: site-local ones, and local translations (64:ff9b:1::/48).
 _UNICAST = ipaddress.ip_network("2000::/3")
@@ -212,10 +224,15 @@ def is_public(address: str) -> bool:
             inner.append(ipaddress.IPv4Address(int(number) & 0xFFFFFFFF))
         carried = [one for one in inner if one is not None]
         if carried:
-            return all(one.is_global and not one.is_multicast for one in carried)
+            return all(_is_everyones(one) for one in carried)
         if number not in _UNICAST:
             return False
-    return bool(number.is_global and not number.is_multicast)
+    return _is_everyones(number)
+
+
+def _is_everyones(number: Any) -> bool:
+    is_own = any(number in network for network in _NOT_PUBLIC if network.version == number.version)
+    return bool(number.is_global and not number.is_multicast and not is_own)
 
 
 @cache

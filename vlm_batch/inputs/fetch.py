@@ -28,6 +28,8 @@ SHOWN_CHARACTERS = 200
 #: Longer texts are no paths (Linux's PATH_MAX).
 MAX_PATH_CHARACTERS = 4096
 _SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+)://")
+#: base64's characters for URLs, as the usual ones.
+_OF_URLS = str.maketrans("-_", "+/")
 #: A name and a password in a URL.
 _SECRET = re.compile(r"(?<=:)//[^/?#\s]*@")
 
@@ -196,16 +198,25 @@ def _read_into(source: str | Path, policy: FetchPolicy, cancelled: Cancelled, wr
 
 def _of_data_uri(uri: str, policy: FetchPolicy) -> bytes:
     head, _, data = uri.partition(",")
-    if not data or not head.lower().endswith(";base64"):
+    if not data or head.lower().rpartition(";")[2].strip() != "base64":
         raise Unreadable("the data URI is malformed: data:image/...;base64,... is expected")
     if len(data) // 4 * 3 > policy.max_bytes + 2:
         raise Unreadable(f"the data URI holds more than {policy.max_bytes:,} bytes", "max_bytes")
-    with suppress(ValueError):
-        return base64.b64decode(data, validate=True)
     try:
-        return base64.b64decode("".join(data.split()), validate=True)  # broken into lines
+        return of_base64(data)
     except ValueError as error:
         raise Unreadable(f"the data URI is not base64: {error}") from error
+
+
+def of_base64(text: str) -> bytes:
+    """Return the bytes of base64, also broken into lines, of the alphabet for URLs, or without its padding.
+
+    Raises ValueError.
+    """
+    with suppress(ValueError):
+        return base64.b64decode(text, validate=True)
+    plain = "".join(text.split()).translate(_OF_URLS).rstrip("=")
+    return base64.b64decode(plain + "=" * (-len(plain) % 4), validate=True)
 
 
 # Files

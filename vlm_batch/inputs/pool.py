@@ -18,6 +18,12 @@ from vlm_batch.runtime import threads
 
 #: Most calls that were given up and have not returned; beyond that, calls are refused.
 MAX_LOST = 64
+#: Seconds that a call counts for among clients' turns, at least and at most: a read that hangs is no work.
+LEAST_CHARGED, MOST_CHARGED = 0.001, 1.0
+#: A client's cheaper call overtakes a dearer one that came at most this many times the difference of their costs before.
+PATIENCE = 20.0
+#: Most clients whose use is kept.
+MAX_CLIENTS = 1024
 
 
 @dataclass(eq=False)
@@ -28,6 +34,7 @@ class _Job:
     seconds: float | None
     late: Callable[[], Exception]
     client: int = 0
+    due: float = 0.0  # of one client's calls, the earliest goes first
     future: Future[Any] = field(default_factory=Future)
     deadline: float | None = None
     has_ended: bool = False
@@ -39,18 +46,32 @@ class _Job:
 class Pool:
     """Up to ``num_threads`` threads that run calls and give up hanging ones.
 
-    Clients take turns. After ``seconds`` a call is given up; a new thread replaces its own. With ``is_awaited``, the
-    interpreter waits for running calls at exit; ``is_deep`` gives deep stacks.
+    A free thread is for the client whose calls have taken the least time, and there for its cheapest call, if no other
+    has waited long. Of several threads one client takes at most ``most_of_client``. With ``rests``, a thread pauses
+    after each call for as long as it took: C code that holds the GIL leaves others as much of it. After ``seconds`` a
+    call is given up; a new thread replaces its own. With ``is_awaited``, the interpreter waits for running calls at
+    exit; ``is_deep`` gives deep stacks.
     """
 
-    def __init__(self, num_threads: int, name: str, *, is_awaited: bool = False, is_deep: bool = False) -> None:
+    def __init__(
+        self,
+        num_threads: int,
+        name: str,
+        *,
+        is_awaited: bool = False,
+        is_deep: bool = False,
+        rests: bool = False,
+        most_of_client: int | None = None,
+    ) -> None:
         self._num_threads = num_threads
+        self._rests = rests
+        self._most_of_client = num_threads if most_of_client is None else most_of_client
         self._is_awaited, self._is_deep = is_awaited, is_deep
         self._name = name
         self._changed = threading.Condition()
         self._waiting: deque[_Job] = deque()
-        self._turns: dict[int, int] = {}  # client -> number of its latest call
-        self._count = 0  # calls that have begun
+        self._used: dict[int, float] = {}  # client -> seconds that its calls took
+        self._level = 0.0  # the same of the client that was served last: whoever comes anew begins there
         self._running: set[_Job] = set()
         self._threads = 0
         self._lost = 0  # threads whose call was given up and has not returned
@@ -64,13 +85,24 @@ class Pool:
         seconds: float | None = None,
         late: Callable[[], Exception] = TimeoutError,
         client: int = 0,
+        cost: float = 0.0,
     ) -> Future[Any]:
-        """Run ``call`` on a free thread; ``late`` makes the exception of a late one."""
-        job = _Job(self, call, cancelled, seconds, late, client)
+        """Run ``call`` on a free thread.
+
+        Args:
+            call: What runs.
+            cancelled: Ends the call before it begins, or while it has ``seconds``.
+            seconds: After these a running call is given up.
+            late: Makes the exception of a late call.
+            client: Whose call it is.
+            cost: Seconds that it will probably take.
+        """
+        job = _Job(self, call, cancelled, seconds, late, client, time.monotonic() + PATIENCE * cost)
         with self._changed:
             refused = self._is_closed or self._lost >= MAX_LOST
             if not refused:
                 self._add_thread()
+                self._begin_turn(client)
                 self._waiting.append(job)
         if refused:
             job.future.set_exception(
@@ -112,20 +144,40 @@ class Pool:
         while self._serve():  # a frame of its own: nothing of a call is held while the next one runs
             pass
 
+    def _begin_turn(self, client: int) -> None:
+        """Let a client that had nothing to do begin where the others are: time without calls is not saved up."""
+        if any(one.client == client for one in self._waiting) or self._running_of(client):
+            return
+        if len(self._used) >= MAX_CLIENTS:
+            self._used = {one: used for one, used in self._used.items() if used > self._level}
+        self._used[client] = max(self._used.get(client, 0.0), self._level)
+
+    def _next(self) -> _Job | None:
+        """Return the call whose turn it is, unless those that wait are of clients that have their part."""
+        if len(self._waiting) == 1 and self._most_of_client >= self._num_threads:
+            return self._waiting[0]
+        waiting = [one for one in self._waiting if self._running_of(one.client) < self._most_of_client]
+        return min(waiting, key=lambda one: (self._used.get(one.client, self._level), one.due), default=None)
+
+    def _running_of(self, client: int) -> int:
+        return sum(one.client == client for one in self._running)
+
+    def _charge(self, client: int, seconds: float) -> None:
+        self._used[client] = self._used.get(client, self._level) + min(MOST_CHARGED, max(0.0, seconds))
+
     def _serve(self) -> bool:
         """Run the next call; return whether the thread goes on."""
         with self._changed:
-            if not self._waiting:
+            job = self._next()
+            if job is None:
                 self._threads -= 1
-                if not self._running:
-                    self._turns.clear()
+                if not self._running and not self._waiting:
+                    self._used.clear()
+                    self._level = 0.0
                 return False
-            job = self._waiting[0]
-            if len(self._waiting) > 1:
-                job = min(self._waiting, key=lambda one: self._turns.get(one.client, 0))  # of equals the first
             self._waiting.remove(job)
-            self._count += 1
-            self._turns[job.client] = self._count
+            self._level = self._used.get(job.client, self._level)
+            self._charge(job.client, LEAST_CHARGED)
             self._running.add(job)
             if job.seconds is not None:
                 job.deadline = time.monotonic() + job.seconds
@@ -135,6 +187,7 @@ class Pool:
                         self._has_watch = True
                 self._changed.notify_all()
         result, error = None, None
+        begin = time.monotonic()
         try:
             result = job.call()
         except Exception as raised:
@@ -142,11 +195,17 @@ class Pool:
         except BaseException as raised:  # SystemExit of a picture's own code would end whoever asks for the result
             error = InvalidRequest(f"{type(raised).__name__} was raised while the request was prepared: {raised}")
             error.__cause__ = raised
-        return self._end(job, result, error)
+        seconds = time.monotonic() - begin
+        goes_on = self._end(job, result, error, seconds)
+        if self._rests and goes_on:
+            del job, result, error
+            time.sleep(seconds)
+        return goes_on
 
-    def _end(self, job: _Job, result: Any, error: Exception | None) -> bool:
+    def _end(self, job: _Job, result: Any, error: Exception | None, seconds: float) -> bool:
         """Deliver an outcome; return whether the pool keeps the thread."""
         with self._changed:
+            self._charge(job.client, seconds - LEAST_CHARGED)
             if job.has_ended:
                 self._lost -= 1
                 self._changed.notify_all()

@@ -12,12 +12,13 @@ from __future__ import annotations
 import asyncio
 import gc
 import importlib
+import logging
 import os
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from typing import Any
 
 import vlm_batch  # noqa: F401  (before mlx.core: it chooses the BLAS)
@@ -25,6 +26,7 @@ import vlm_batch  # noqa: F401  (before mlx.core: it chooses the BLAS)
 # isort: split
 import mlx.core as mx
 import numpy as np
+from fastapi import HTTPException
 from mlx_vlm.sample_utils import make_logits_processors
 from mlx_vlm.server.generation import (
     GenerationArguments,
@@ -36,10 +38,10 @@ from mlx_vlm.server.generation import (
     get_server_max_tokens,
     load_model_resources,
 )
-from mlx_vlm.utils import ThinkingBudgetCriteria
+from mlx_vlm.utils import ThinkingBudgetCriteria, process_image
 
 from vlm_batch.batcher import KVQuantisation, VLMBatcher
-from vlm_batch.errors import InvalidParameters, PromptTooLong
+from vlm_batch.errors import InvalidParameters, InvalidRequest
 from vlm_batch.handle import Handle
 from vlm_batch.inputs.audio import load_audio
 from vlm_batch.inputs.images import load_image
@@ -55,7 +57,33 @@ LOOPBACK = "127.0.0.1"
 THINKING = ("<think>", "</think>")
 
 #: Unsupported arguments, and their neutral values.
-UNSUPPORTED: Mapping[str, Any] = {"typical_p": 1.0, "top_n_sigma": 0.0, "p_less": False, "resize_shape": None}
+UNSUPPORTED: Mapping[str, Any] = {"typical_p": 1.0, "top_n_sigma": 0.0, "p_less": False}
+#: Arguments that say how pictures are seen.
+OF_PICTURES = {"min_pixels", "max_pixels", "resize_shape"}
+
+logger = logging.getLogger("mlx_vlm.server")
+
+
+class BadRequest(PromptTooLongError, HTTPException):
+    """A request is at fault.
+
+    Of an engine's exceptions, the application answers 400 to the first where it generates, and to the second elsewhere.
+    """
+
+    def __init__(self, message: str) -> None:
+        HTTPException.__init__(self, 400, message)
+
+    def __str__(self) -> str:
+        return str(self.detail)
+
+
+@contextmanager
+def _as_bad_requests() -> Iterator[None]:
+    """Raise BadRequest for the library's refusals."""
+    try:
+        yield
+    except InvalidRequest as error:
+        raise BadRequest(str(error)) from error
 
 
 class Engine:
@@ -104,10 +132,18 @@ class Engine:
     # -----------------------------------------------------------------------------------------------------------------
 
     def wait_until_ready(self, timeout: float | None = None) -> tuple[Any, Any, Any]:
-        """Load the model once; return (model, processor, config)."""
+        """Load the model once; return (model, processor, config).
+
+        Raises:
+            HTTPException: 400, as the application's own engine, if it cannot be loaded.
+        """
         with self._lock:
             if self.batcher is None:
-                self.batcher = self._load()
+                try:
+                    self.batcher = self._load()
+                except Exception as error:
+                    logger.exception("Error loading model %s", self._source[0])
+                    raise HTTPException(400, f"Failed to load model: {error}") from error
                 self.processor = self.batcher.processing.processor
                 self.tokenizer = self.batcher.processing.tokenizer
                 self.config = self.model.config
@@ -129,17 +165,19 @@ class Engine:
         args: GenerationArguments | None = None,
         videos: list[Any] | None = None,
     ) -> tuple[GenerationContext, Tokens]:
-        """Submit a rendered prompt; return its context and a stream of tokens."""
+        """Submit a rendered prompt; return its context and a stream of tokens.
+
+        Raises:
+            BadRequest: The prompt, a medium or an argument cannot be used.
+        """
         args = args or GenerationArguments(max_tokens=get_server_max_tokens())
         inputs = self._cpu_preprocess(prompt, images, audio, videos, **args.preprocessing_kwargs())
         assert self.batcher is not None
         length = int(inputs["input_ids"].shape[-1])
         _check_context(length, args.max_tokens)
-        params = sampling_params(args, self.tokenizer, inputs["input_ids"], self._top_logprobs)
-        try:
+        with _as_bad_requests():
+            params = sampling_params(args, self.tokenizer, inputs["input_ids"], self._top_logprobs)
             handle = self.batcher.submit_request(Request(inputs=inputs, params=params))
-        except PromptTooLong as error:
-            raise PromptTooLongError(str(error)) from error
         shown = {} if args.skip_special_tokens else special_tokens(self.tokenizer)
         return GenerationContext(uid=id(handle), prompt_tokens=length), Tokens(handle, shown)
 
@@ -151,10 +189,16 @@ class Engine:
         args: GenerationArguments | None = None,
         videos: list[Any] | None = None,
     ) -> None:
-        """Raise PromptTooLongError if prompt and answer exceed the server's limit."""
+        """Raise PromptTooLongError if prompt and answer exceed the server's limit, or an argument cannot be used.
+
+        The application asks this before it begins a stream.
+        """
+        args = args or GenerationArguments(max_tokens=get_server_max_tokens())
+        self.wait_until_ready()
+        with _as_bad_requests():
+            sampling_params(args, self.tokenizer, mx.zeros((1, 0), dtype=mx.int32), self._top_logprobs)
         if get_configured_context_limit() is None:
             return
-        args = args or GenerationArguments(max_tokens=get_server_max_tokens())
         inputs = self._cpu_preprocess(prompt, images, audio, videos, **args.preprocessing_kwargs())
         _check_context(int(inputs["input_ids"].shape[-1]), args.max_tokens)
 
@@ -171,15 +215,18 @@ class Engine:
         assert self.batcher is not None
         spec, processing = self.batcher.spec, self.batcher.processing
         if audio and not spec.audio:
-            raise ValueError(f"{spec.family} takes no recordings: {spec.no_audio}")
-        sounds = [load_audio(sound, processing.audio_rate) for sound in audio or ()]
-        pictures = [load_image(image) for image in images or ()]
-        clips = [load_video(as_video(video), processing.sampling) for video in videos or ()]
-        unknown = preprocessing_kwargs.keys() - {"min_pixels", "max_pixels"}
+            raise BadRequest(f"{spec.family} takes no recordings: {spec.no_audio}")
+        unknown = preprocessing_kwargs.keys() - OF_PICTURES
         if unknown:
-            raise ValueError(f"vlm_batch's engine does not know the processor's {', '.join(sorted(unknown))}")
-        with self._lock, processing.scaled_to(_pixels(processing.pixels, preprocessing_kwargs)):
-            return processing.inputs(prompt, pictures, clips, sounds)
+            raise BadRequest(f"vlm_batch's engine does not know the processor's {', '.join(sorted(unknown))}")
+        shape = preprocessing_kwargs.pop("resize_shape", None)
+        sizer = vars(processing.processor).get("image_processor")
+        with _as_bad_requests():
+            sounds = [load_audio(sound, processing.audio_rate) for sound in audio or ()]
+            pictures = [process_image(load_image(image), shape, sizer) for image in images or ()]
+            clips = [load_video(as_video(video), processing.sampling) for video in videos or ()]
+            with self._lock, processing.scaled_to(_pixels(processing.pixels, preprocessing_kwargs)):
+                return processing.inputs(prompt, pictures, clips, sounds)
 
     def _load(self) -> VLMBatcher:
         path, adapter = self._source
@@ -202,7 +249,7 @@ def _pixels(own: PixelBounds | None, asked: Mapping[str, Any]) -> PixelBounds | 
     if not asked:
         return None
     if own is None:
-        raise ValueError("the model's processor has no bounds on pixels: leave min_pixels and max_pixels out")
+        raise BadRequest("the model's processor has no bounds on pixels: leave min_pixels and max_pixels out")
     return PixelBounds(asked.get("min_pixels") or own.least, asked.get("max_pixels") or own.most)
 
 
@@ -221,7 +268,7 @@ class Waiting:
 
 
 class Tokens:
-    """A request's tokens for the application; ``next`` raises RuntimeError if the request failed.
+    """A request's tokens for the application; ``next`` raises RuntimeError or BadRequest if the request failed.
 
     Args:
         handle: The request.
@@ -239,6 +286,8 @@ class Tokens:
     def __next__(self) -> StreamingToken:
         event = next(self._events)
         if event.result is not None:
+            if isinstance(event.result.exception, InvalidRequest):
+                raise BadRequest(str(event.result.exception)) from event.result.exception
             event.result.raise_for_error()
         return self._token(event)
 
@@ -287,6 +336,35 @@ class ThinkingBudget:
         return mx.where(mx.arange(logits.shape[-1]) == forced, logits, -mx.inf)
 
 
+class FormAfterThinking:
+    """Logits processor of ``response_format`` that begins where thinking has ended.
+
+    mlx-vlm's own applies its mask with a Metal kernel. This one takes the mask and works on every device.
+
+    Args:
+        form: mlx-vlm's processor.
+        end: The token that ends thinking; None where nothing is thought.
+    """
+
+    def __init__(self, form: Any, end: int | None) -> None:
+        self._form = form
+        self._end = end
+        self._seen: int | None = None
+
+    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+        """Mask what the form does not allow: tokens (T,), logits (1, V) -> (1, V)."""
+        told = [] if self._seen is None else np.array(tokens[self._seen :]).tolist()
+        self._seen = tokens.size
+        if self._end in told:
+            self._end = None
+        if self._end is not None:
+            return logits
+        mask = np.array(self._form.prepare_next_token_mask(int(tokens[-1])))  # (1, V / 32), bits from the lowest
+        allowed = np.unpackbits(mask.view(np.uint8), bitorder="little")[: logits.shape[-1]]
+        allowed = np.pad(allowed, (0, logits.shape[-1] - allowed.size))
+        return mx.where(mx.array(allowed.astype(bool)), logits, -mx.inf)
+
+
 def sampling_params(
     args: GenerationArguments, tokenizer: Any, input_ids: mx.array, top_logprobs: int
 ) -> SamplingParams:
@@ -298,26 +376,29 @@ def sampling_params(
     for name, neutral in UNSUPPORTED.items():
         if vars(args)[name] != neutral:
             raise InvalidParameters(f"{name} is not supported by vlm_batch's engine")
-    processors: list[Callable[[mx.array, mx.array], mx.array]] = make_logits_processors(
-        args.logit_bias,
-        args.repetition_penalty,
-        args.repetition_context_size,
-        args.presence_penalty,
-        args.presence_context_size,
-        args.frequency_penalty,
-        args.frequency_context_size,
-    )
+    try:
+        processors: list[Callable[[mx.array, mx.array], mx.array]] = make_logits_processors(
+            args.logit_bias,
+            args.repetition_penalty,
+            args.repetition_context_size,
+            args.presence_penalty,
+            args.presence_context_size,
+            args.frequency_penalty,
+            args.frequency_context_size,
+        )
+    except ValueError as error:
+        raise InvalidParameters(str(error)) from error
     if args.thinking_budget is not None:
         processors.append(ThinkingBudget(_budget(args, tokenizer, input_ids)))
     return SamplingParams(
         max_tokens=args.max_tokens,
         temperature=args.temperature,
-        top_p=args.top_p,
-        top_k=args.top_k,
+        top_p=args.top_p if 0 < args.top_p < 1 else 1.0,  # else mlx-vlm takes it as off
+        top_k=max(0, args.top_k),
         min_p=args.min_p,
         seed=args.seed,
         logprobs=top_logprobs if args.logprobs or top_logprobs else None,
-        logits_processors=[*processors, *(args.logits_processors or ())],
+        logits_processors=[*processors, *_of_form(args, tokenizer, input_ids)],
     )
 
 
@@ -357,18 +438,36 @@ def main() -> None:
     serve()
 
 
+def _of_form(args: GenerationArguments, tokenizer: Any, input_ids: mx.array) -> list[FormAfterThinking]:
+    if not args.logits_processors:
+        return []
+    end, marks = None, list[str]()
+    if args.enable_thinking:
+        _, word, marks = _thinking_marks(args, tokenizer, input_ids)
+        end = tokenizer.encode(word, add_special_tokens=False)[-1]
+    is_closed = len(set(marks)) == 2 and marks[-1] == "end"  # by the prompt
+    return [FormAfterThinking(form, None if is_closed else end) for form in args.logits_processors]
+
+
 def _budget(args: GenerationArguments, tokenizer: Any, input_ids: mx.array) -> ThinkingBudgetCriteria:
-    start, end = args.thinking_start_token or THINKING[0], args.thinking_end_token or THINKING[1]
-    opening, closing = (tokenizer.encode(marker, add_special_tokens=False)[-1] for marker in (start, end))
-    marks = [token for token in np.array(input_ids).reshape(-1).tolist() if token in (opening, closing)]
+    start, end, marks = _thinking_marks(args, tokenizer, input_ids)
     return ThinkingBudgetCriteria(
         tokenizer=tokenizer,
         thinking_budget=args.thinking_budget,
         thinking_end_token=end,
         thinking_start_token=start,
         enable_thinking=args.enable_thinking,
-        prompt_preopens_thinking=bool(marks) and marks[-1] == opening,
+        prompt_preopens_thinking=marks[-1:] == ["start"],
     )
+
+
+def _thinking_marks(args: GenerationArguments, tokenizer: Any, input_ids: mx.array) -> tuple[str, str, list[str]]:
+    """Return the texts that begin and end thinking, and which of both the prompt has, in order."""
+    start, end = args.thinking_start_token or THINKING[0], args.thinking_end_token or THINKING[1]
+    opening, closing = (tokenizer.encode(marker, add_special_tokens=False)[-1] for marker in (start, end))
+    names = {closing: "end", opening: "start"}
+    prompt = np.array(input_ids).reshape(-1).tolist()
+    return start, end, [names[token] for token in prompt if token in names]
 
 
 def _check_context(prompt: int, answer: int) -> None:

@@ -64,6 +64,8 @@ class Dialect:
         self._tokenizer = copy_for_thread(
             processing.tokenizer
         )  # a fast one serves one thread at a time; this is the loop's
+        self._special = set(self._tokenizer.all_special_ids)
+        self._special |= {token for token, added in self._tokenizer.added_tokens_decoder.items() if added.special}
         self._template = processing.chat_template
         self._known_token = lru_cache(maxsize=1 << 16)(self._token)
         self.tool_parser: str | None = _infer_tool_parser(self._template, tool_parser)
@@ -107,20 +109,25 @@ class Dialect:
             return False
         return prompt_has_open_thinking(prompt)
 
-    def reader(self, *, tools: Sequence[Mapping[str, Any]] = (), thinking: bool = False) -> AnswerReader:
+    def is_hidden(self, token_id: int) -> bool:
+        """Whether decoding leaves a token out of the text."""
+        return token_id in self._special
+
+    def reader(
+        self, *, tools: Sequence[Mapping[str, Any]] = (), thinking: bool = False, is_forced: bool = False
+    ) -> AnswerReader:
+        """Return a reader of one answer; an answer that ``is_forced`` to be calls has no content."""
         reasoning = make_response_stream_state(self._processor, thinking) if self.reasons else None
-        return AnswerReader(reasoning, self.tool_module if tools else None, tools, self._hidden)
+        return AnswerReader(reasoning, self.tool_module if tools else None, tools, self._hidden, is_forced)
 
     def _hidden_markers(self, markers: Sequence[str]) -> dict[int, str]:
         """Return markers that decoding omits, by id."""
         if self.tool_module is not None:
             inner = INNER_MARKS.get(self.tool_parser or "", ())
             markers = [*markers, self.tool_module.tool_call_start, self.tool_module.tool_call_end, *inner]
-        special = set(self._tokenizer.all_special_ids)
-        special |= {token for token, added in self._tokenizer.added_tokens_decoder.items() if added.special}
         ids = {marker: self._tokenizer.convert_tokens_to_ids(marker) for marker in markers if marker}
         unknown = self._tokenizer.unk_token_id
-        return {token: marker for marker, token in ids.items() if token in special and token != unknown}
+        return {token: marker for marker, token in ids.items() if token in self._special and token != unknown}
 
     def _token(self, token_id: int) -> tuple[str, bytes]:
         text = str(self._tokenizer.decode([token_id], skip_special_tokens=False))
@@ -142,6 +149,7 @@ class AnswerReader:
     tool_module: Any = None
     tools: Sequence[Mapping[str, Any]] = ()
     hidden: Mapping[int, str] = field(default_factory=dict)
+    is_forced: bool = False
     has_calls: bool = False
     reasoning_tokens: int = 0
 
@@ -199,4 +207,5 @@ class AnswerReader:
         except (ValueError, RecursionError) as error:
             raise UnreadableCall(str(error)) from error
         self.has_calls = self.has_calls or bool(calls)
-        return Delta(self._shown.feed(content, last=last) or "", reasoning, calls, logprobs)
+        shown = "" if self.is_forced else self._shown.feed(content, last=last) or ""
+        return Delta(shown, reasoning, calls, logprobs)

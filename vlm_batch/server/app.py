@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from importlib.resources import files
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import Response
+from fastapi.responses import PlainTextResponse, Response
 from starlette.exceptions import HTTPException
 
 from vlm_batch._version import __version__
@@ -26,7 +27,7 @@ from vlm_batch.server.openai import (
     Ask,
     chat_ask,
     completion_ask,
-    wire_messages,
+    names_of,
 )
 from vlm_batch.server.replies import ChatExchange, Exchange, TextExchange
 from vlm_batch.server.service import Service
@@ -67,6 +68,7 @@ def create_app(service: Service, media: MediaReader) -> FastAPI:
 
     app = FastAPI(title="vlm-batch", version=__version__, lifespan=life, docs_url=None, redoc_url=None)
     app.state.bodies = Bodies()
+    app.state.service = service
     app.router.route_class = BodyRoute
     app.router.redirect_slashes = False  # to whatever host a client names
     app.add_middleware(Edge, config=config, metrics=service.metrics)  # type: ignore[arg-type]
@@ -93,12 +95,16 @@ def _add_answers(app: FastAPI, service: Service, media: MediaReader) -> None:
         entry, read = _entry(request), app.state.bodies.read
 
         async def prepare(dialect: Dialect) -> Ask:
-            size = entry.num_held
-            messages = await media.read(await read(size, wire_messages, body), entry.hold)
-            ask: Ask = await read(size, chat_ask, body, messages, config, dialect.writer)
-            return ask
+            ask: Ask = await read(entry, chat_ask, body, config, dialect.writer)
+            (prompt,) = ask.prompts
+            messages = await media.read(prompt["messages"], entry.hold, client=entry.number)
+            return replace(ask, prompts=({"messages": messages},))
 
-        return await _reply(ChatExchange(service, entry, prepare, priority=_priority(request)), body.stream, request)
+        return await _reply(
+            ChatExchange(service, entry, prepare, priority=_priority(request), names=names_of(body)),
+            body.stream,
+            request,
+        )
 
     @app.post("/v1/completions", responses=_RESPONSES)
     async def completions(body: CompletionRequest, request: Request) -> Response:
@@ -107,10 +113,14 @@ def _add_answers(app: FastAPI, service: Service, media: MediaReader) -> None:
         entry, read = _entry(request), app.state.bodies.read
 
         async def prepare(dialect: Dialect) -> Ask:
-            ask: Ask = await read(entry.num_held, completion_ask, body, config)
+            ask: Ask = await read(entry, completion_ask, body, config)
             return ask
 
-        return await _reply(TextExchange(service, entry, prepare, priority=_priority(request)), body.stream, request)
+        return await _reply(
+            TextExchange(service, entry, prepare, priority=_priority(request), names=names_of(body)),
+            body.stream,
+            request,
+        )
 
 
 def _add_facts(app: FastAPI, service: Service) -> None:
@@ -136,7 +146,7 @@ def _add_facts(app: FastAPI, service: Service) -> None:
         is_ready = service.state in ("ready", "idle")
         return JsonResponse({"status": service.state, "error": service.error}, 200 if is_ready else 503)
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Return metrics in Prometheus's text format."""
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
@@ -227,7 +237,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     if not isinstance(error, ApiError):
         error = ApiError(error.status_code, _sentence(request, error), headers=error.headers)
     error.quote(_entry(request).sent)
-    _entry(request).said["error"] = str(error.detail)
+    _entry(request).said["error"] = error.reason
     return JsonResponse(error.body, error.status_code, error.headers)
 
 

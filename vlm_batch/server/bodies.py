@@ -6,10 +6,10 @@ import asyncio
 import difflib
 import json
 import math
-import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from json import JSONDecodeError
 from typing import Any, TypeVar
 
@@ -19,46 +19,54 @@ from pydantic import ValidationError
 from starlette.responses import Response
 
 from vlm_batch.checks import parse_json
+from vlm_batch.inputs.fetch import Cancelled, OperationCancelled
+from vlm_batch.inputs.pool import Pool
 from vlm_batch.server.edge import ENTRY, Entry
 from vlm_batch.server.errors import ApiError, bounded
 from vlm_batch.server.openai import REFUSED
-from vlm_batch.server.wire import ChatRequest, CompletionRequest, Wire
+from vlm_batch.server.wire import UNIONS, ChatRequest, Common, CompletionRequest
 
-#: Bytes up to which the event loop parses a body itself.
-SMALL = 2**15
+#: Estimated seconds up to which the event loop parses a body itself.
+SMALL = 0.004
+#: Seconds to read a byte, a value and a list or object, as measured: a picture is one value, and cheap.
+_OF_BYTE, _OF_VALUE, _OF_NESTED = 2.5e-9, 4e-7, 1.5e-6
 #: Most parts of a field's place in a message.
 MAX_DEPTH_SHOWN = 12
-KINDS: Mapping[str, type[Wire]] = {"/v1/chat/completions": ChatRequest, "/v1/completions": CompletionRequest}
+KINDS: Mapping[str, type[Common]] = {"/v1/chat/completions": ChatRequest, "/v1/completions": CompletionRequest}
 
 Value = TypeVar("Value")
 
 
 class Bodies:
-    """Runs calls whose time grows with the body; large ones take turns on one thread.
+    """Runs calls whose time grows with the body; those of dear ones take turns on one thread.
 
     C parsers hold the GIL, so the thread pauses for as long as each call took, and the event loop runs.
     """
 
     def __init__(self) -> None:
-        self._worker = ThreadPoolExecutor(1, "vlm-batch-bodies")
-        self._rests_until = 0.0
+        self._worker = Pool(1, "vlm-batch-bodies", rests=True)
 
-    async def read(self, size: int, call: Callable[..., Value], *given: Any) -> Value:
-        if size <= SMALL:
+    async def read(self, entry: Entry, call: Callable[..., Value], *given: Any) -> Value:
+        """Return ``call(*given)``, which reads the body of ``entry``."""
+        cost = cost_of(entry.num_bytes, entry.num_values, entry.num_nested)
+        if cost <= SMALL:
             return call(*given)
-        return await asyncio.get_running_loop().run_in_executor(self._worker, self._after_rest, call, *given)
-
-    def _after_rest(self, call: Callable[..., Value], *given: Any) -> Value:
-        time.sleep(max(0.0, self._rests_until - time.monotonic()))
-        begin = time.monotonic()
+        cancelled = Cancelled()
+        reading: Future[Value] = self._worker.submit(partial(call, *given), cancelled, client=entry.number, cost=cost)
         try:
-            return call(*given)
+            return await asyncio.shield(asyncio.wrap_future(reading))
+        except OperationCancelled:  # the server stops
+            raise asyncio.CancelledError from None
         finally:
-            now = time.monotonic()
-            self._rests_until = now + (now - begin)
+            cancelled.set()  # one that has not begun does not, if its client leaves
 
     def close(self) -> None:
-        self._worker.shutdown(wait=False, cancel_futures=True)
+        self._worker.close()
+
+
+def cost_of(num_bytes: int, num_values: int, num_nested: int) -> float:
+    """Return about how many seconds it takes to parse a body."""
+    return num_bytes * _OF_BYTE + num_values * _OF_VALUE + num_nested * _OF_NESTED
 
 
 class BodyRoute(APIRoute):
@@ -80,17 +88,18 @@ class _Read(Request):
         bodies: Bodies = self.app.state.bodies
         entry: Entry = self.scope[ENTRY]
         entry.sent = body
-        return await bodies.read(len(body), read_body, body, KINDS[self.scope["path"]])
+        self.app.state.service.check_room(entry.number)  # who would be sent away is, before the body is parsed
+        return await bodies.read(entry, read_body, body, KINDS[self.scope["path"]])
 
 
-def read_body(data: bytes, kind: type[Wire]) -> Wire:
+def read_body(data: bytes, kind: type[Common]) -> Common:
     try:
         body = parse_json(data)
         return kind.model_validate(body)
     except RecursionError as error:
         raise ApiError(400, "the body is nested too deeply") from error
     except ValidationError as error:
-        wrong = _wrong(error, body)
+        wrong = _wrong(error, body, kind)
     except ValueError as error:
         raise _no_json(data, error) from error
     del body  # freed here, not with the error on the event loop
@@ -118,7 +127,7 @@ def _place_of_infinity(body: Any) -> str | None:
     return None
 
 
-def _wrong(error: ValidationError, body: Any) -> ApiError:
+def _wrong(error: ValidationError, body: Any, kind: type[Common]) -> ApiError:
     """Return a body's first error, placed in the client's terms."""
     found = error.errors(include_url=False)
     first = max(found, key=lambda one: len(one["loc"]))  # of a value's forms, the nearest
@@ -136,6 +145,9 @@ def _wrong(error: ValidationError, body: Any) -> ApiError:
     if first["type"] == "extra_forbidden":
         unknown = f"there is no field {name}" + "".join(f" ({meant} is probably meant)" for meant in list(misspelt)[:1])
         message = f"{name} is not supported: {REFUSED[name]}" if name in REFUSED else unknown
+        if name not in REFUSED and len(first["loc"]) == 1 and (taken := kind.nothing.get(name)) is not None:
+            values = " or ".join([*map(json.dumps, taken), "null"])
+            message = f"it has no effect here, so it may only be {values}"
     elif first["type"] == "union_tag_invalid":
         given = first["ctx"]
         message = f"{given['discriminator']} is {given['tag'][:100]!r}; it must be one of {given['expected_tags']}"
@@ -147,18 +159,35 @@ def _wrong(error: ValidationError, body: Any) -> ApiError:
 
 
 def _place(parts: tuple[int | str, ...], body: Any, *, is_missing: bool) -> str:
-    """Return a place like ``messages[0].content``; pydantic's also names types."""
+    """Return a place like ``messages[0].content``."""
     found: list[str] = []
-    for part in parts:
-        if isinstance(body, dict) and part in body:
-            found.append(f".{part}")
-        elif isinstance(body, list) and isinstance(part, int):
-            found.append(f"[{part}]")
-        else:
-            continue
-        body = body[part]
+    for part in _keys(parts, body):
+        found.append(f"[{part}]" if isinstance(part, int) else f".{part}")
     if is_missing:
         found.append(f".{parts[-1]}")
     if len(found) > MAX_DEPTH_SHOWN:
         found = [*found[: MAX_DEPTH_SHOWN - 1], "..."]
     return "".join(found).lstrip(".")
+
+
+def _keys(parts: tuple[int | str, ...], body: Any) -> list[int | str]:
+    """Return those of pydantic's ``parts`` that are keys of the body; others name types and members of unions.
+
+    A member of a union is named by its own ``type`` or ``role``, before the keys in it, and some are spelled like one.
+    """
+    found: list[int | str] = []
+    named = None  # the object whose name was met last
+    for part in parts:
+        is_name = part in UNIONS and isinstance(body, dict) and part in (body.get("type"), body.get("role"))
+        if is_name and body is not named:
+            named = body
+        elif _has(body, part):
+            found.append(part)
+            body = body[part]
+    return found
+
+
+def _has(value: Any, part: int | str) -> bool:
+    if isinstance(value, dict):
+        return part in value
+    return isinstance(value, list) and isinstance(part, int) and part < len(value)

@@ -48,6 +48,7 @@ class ServerConfig:
         api_key: All clients' key. Beyond loopback, the server needs this, ``keys`` or ``no_auth``.
         keys: One key per client; other clients are told apart by address.
         allowed_hosts: Further ``Host`` names of a server without a key.
+        proxies: Addresses or networks of proxies whose X-Forwarded-For says who the client is; others' is not read.
         allow_urls: Requests may name media by http(s) URL.
         allow_dirs: Requests may name files in these folders.
         max_held: Bodies and fetched media of unanswered requests.
@@ -68,6 +69,7 @@ class ServerConfig:
     keys: tuple[Key, ...] = ()
     no_auth: bool = False
     allowed_hosts: tuple[str, ...] = ()
+    proxies: tuple[str, ...] = ()
     allow_urls: bool = False
     allow_dirs: tuple[Path, ...] = ()
     max_body: int = 64 * MEGABYTE
@@ -119,6 +121,11 @@ class ServerConfig:
                 f"{self.host} can be reached from other machines: give an API key (--api-key, or VLM_BATCH_API_KEY), "
                 "or say --no-auth if everyone who can reach it may use it"
             )
+        for proxy in self.proxies:
+            try:
+                ipaddress.ip_network(proxy)
+            except ValueError as error:
+                raise InvalidConfig(f"--proxies: {proxy!r} is no address and no network: {error}") from error
         for folder in self.allow_dirs:
             if not folder.is_dir():
                 raise InvalidConfig(f"{folder} is no folder; requests cannot be allowed to read files from it")

@@ -11,7 +11,6 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,6 +83,9 @@ class Entry:
     status: int = 0
     said: dict[str, Any] = field(default_factory=dict)
     num_held: int = 0
+    num_bytes: int = 0  # of the body
+    num_values: int = 0  # commas and opening brackets of the body, for the cost of reading it
+    num_nested: int = 0
     sent: bytes = field(default=b"", repr=False)  # the body, until the answer begins
 
     def hold(self, size: int) -> None:
@@ -132,7 +134,7 @@ class Edge:
             key = self._check(scope, headers)
             entry.has_priority = key is not None and key.has_priority
             entry.number = self._config.keys.index(key) if key in self._config.keys else _number(client)
-            await self._app(scope, _Body(receive, self._config.max_body, entry.hold).receive, sending)
+            await self._app(scope, _Body(receive, self._config.max_body, entry).receive, sending)
         except Exception as error:
             answer = _answer_to(error, entry)
             if entry.status:  # half an answer is out: all that is left is to close the connection
@@ -185,11 +187,10 @@ class Edge:
 class _Body:
     """A ``receive`` with limits on bytes, values and time."""
 
-    def __init__(self, receive: Receive, max_bytes: int, hold: Callable[[int], None]) -> None:
+    def __init__(self, receive: Receive, max_bytes: int, entry: Entry) -> None:
         self._receive = receive
-        self._hold = hold
+        self._entry = entry
         self._max_bytes = max_bytes
-        self._seen = self._values = self._nested = 0
         self._is_whole = False
         self._until = time.monotonic() + BODY_SECONDS
 
@@ -203,14 +204,15 @@ class _Body:
                 408, f"the body did not arrive within {BODY_SECONDS:.0f} s; send it again, or less"
             ) from error
         body = message.get("body", b"")
-        self._seen += len(body)
-        self._values += body.count(b",")
-        self._nested += body.count(b"[") + body.count(b"{")
+        entry = self._entry
+        entry.num_bytes += len(body)
+        entry.num_values += body.count(b",")
+        entry.num_nested += body.count(b"[") + body.count(b"{")
         self._is_whole = message["type"] != "http.request" or not message.get("more_body", False)
-        if self._seen > self._max_bytes:
+        if entry.num_bytes > self._max_bytes:
             raise _too_large(self._max_bytes)
-        self._hold(len(body))
-        if self._values > MAX_VALUES or self._nested > MAX_NESTED:
+        entry.hold(len(body))
+        if entry.num_values > MAX_VALUES or entry.num_nested > MAX_NESTED:
             said = f"more than {MAX_VALUES:,} commas, or {MAX_NESTED:,} lists and objects"
             raise ApiError(413, f"the body holds {said}", headers={"Connection": "close"})
         return message
@@ -219,7 +221,7 @@ class _Body:
 def _answer_to(error: Exception, entry: Entry) -> ApiError:
     """Answer an exception; log a defect's trace."""
     if isinstance(error, ApiError):
-        entry.said["error"] = str(error.detail)
+        entry.said["error"] = error.reason
         return error
     entry.said["error"] = type(error).__name__
     logger.error("request %s: %s", entry.request_id, error, exc_info=error)

@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
 from vlm_batch.errors import InvalidRequest, PromptTooLong
-from vlm_batch.server.wire import SAMPLING, TEMPLATE
+from vlm_batch.server.wire import SAMPLING, TEMPLATE, field_names
 from vlm_batch.types import Result
 
 #: Absolute paths, which tell strangers about this machine; not those of URLs.
@@ -35,6 +35,16 @@ _TYPES = {
     503: "unavailable_error",
     504: "timeout_error",
 }
+
+
+#: Statuses whose messages quote what a client or a model wrote.
+_QUOTING = frozenset({400, 404, 405, 500})
+_KNOWN_NAMES = field_names()
+
+
+def _known_place(param: str) -> str:
+    """Return a field's place with question marks for names that are the client's own."""
+    return re.sub(r"[^.\[\]]+", lambda one: one[0] if one[0].isdecimal() or one[0] in _KNOWN_NAMES else "?", param)
 
 
 class JsonResponse(JSONResponse):
@@ -70,11 +80,35 @@ class ApiError(HTTPException):
         self.param = param
         self.code = code
 
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Say the fields that the client sent, in place of others for the same."""
+        if self.param is None or self.param not in names:
+            return
+        words = re.compile(r"\b(" + "|".join(map(re.escape, names)) + r")\b")
+
+        def renamed(message: str) -> str:
+            begin, colon, rest = message.partition(":")
+            return words.sub(lambda match: names[match[0]], begin) + colon + rest
+
+        self.param = names[self.param]
+        self.detail = renamed(str(self.detail))
+        self._whole = None if self._whole is None else renamed(self._whole)
+
     def quote(self, sent: bytes) -> None:
         """Restore the message's paths that the client ``sent``."""
         if self._whole is not None:
             advice = str(self.detail).removeprefix(without_paths(self._whole))
             self.detail = without_paths(self._whole, sent) + advice
+
+    @property
+    def reason(self) -> str:
+        """The log's reason, in which no word of a request or an answer stands."""
+        if self.status_code not in _QUOTING:
+            return str(self.detail)
+        kind = self.code or _TYPES.get(
+            self.status_code, "invalid_request_error" if self.status_code < 500 else "server_error"
+        )
+        return kind if self.param is None else f"{_known_place(self.param)}: {kind}"
 
     @property
     def body(self) -> dict[str, Any]:

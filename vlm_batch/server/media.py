@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import binascii
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from vlm_batch.inputs.fetch import Cancelled, FetchPolicy, OperationCancelled, Unreadable, fetch, is_data_uri, is_url
+from vlm_batch.inputs.fetch import (
+    Cancelled,
+    FetchPolicy,
+    OperationCancelled,
+    Unreadable,
+    fetch,
+    is_data_uri,
+    is_url,
+    of_base64,
+)
 from vlm_batch.inputs.loaders import GRACE_SECONDS
 from vlm_batch.inputs.media import KINDS, Kind
 from vlm_batch.inputs.pool import Pool
@@ -18,6 +25,8 @@ from vlm_batch.server.errors import ApiError
 
 #: Downloads and file reads at a time.
 NUM_READERS = 8
+#: Those of one client.
+MOST_OF_CLIENT = 6
 #: Longer texts without a dot are base64, not file names; a JPEG's begins with a slash.
 SHORTEST_PICTURE = 64
 
@@ -28,18 +37,18 @@ class MediaReader:
     def __init__(self, config: ServerConfig, policy: FetchPolicy | None = None) -> None:
         self._config = config
         self._policy = policy or policy_of(config)
-        self._readers = Pool(NUM_READERS, "vlm-batch-media")
+        self._readers = Pool(NUM_READERS, "vlm-batch-media", most_of_client=MOST_OF_CLIENT)
 
     def close(self) -> None:
         self._readers.close()
 
     async def read(
-        self, messages: Sequence[Mapping[str, Any]], hold: Callable[[int], None] = lambda size: None
+        self, messages: Sequence[Mapping[str, Any]], hold: Callable[[int], None], *, client: int
     ) -> list[dict[str, Any]]:
-        """Return messages with all media as bytes or data URIs; ``hold`` counts bytes."""
+        """Return messages with all media as bytes or data URIs; ``hold`` counts bytes, and clients take turns."""
         parts = [part for message in messages for part in _media(message)]
         self._check_counts(parts)
-        payloads = iter(await self._payloads(parts, hold))
+        payloads = iter(await self._payloads(parts, hold, client))
         return [
             {**message, "content": [_with_payload(part, payloads) for part in message["content"]]}
             if isinstance(message["content"], list)
@@ -54,10 +63,12 @@ class MediaReader:
             if count > most:
                 raise ApiError(400, f"{count} {kind.noun}s; at most {most} go into one request", param="messages")
 
-    async def _payloads(self, parts: Sequence[Mapping[str, Any]], hold: Callable[[int], None]) -> list[bytes | str]:
+    async def _payloads(
+        self, parts: Sequence[Mapping[str, Any]], hold: Callable[[int], None], client: int
+    ) -> list[bytes | str]:
         cancelled = Cancelled()
         named = zip(parts, _names_of(parts), strict=True)
-        tasks = [asyncio.ensure_future(self._payload(part, name, cancelled, hold)) for part, name in named]
+        tasks = [asyncio.ensure_future(self._payload(part, name, cancelled, hold, client)) for part, name in named]
         try:
             return await asyncio.gather(*tasks)
         except BaseException:
@@ -67,7 +78,7 @@ class MediaReader:
             raise
 
     async def _payload(
-        self, part: Mapping[str, Any], name: str, cancelled: Cancelled, hold: Callable[[int], None]
+        self, part: Mapping[str, Any], name: str, cancelled: Cancelled, hold: Callable[[int], None], client: int
     ) -> bytes | str:
         named = part[part["type"]]
         if isinstance(named, Mapping) and "data" in named:
@@ -87,16 +98,17 @@ class MediaReader:
                 "--allow-dir FOLDER)",
                 "file",
             )
-        data = await self._fetch(source, name, cancelled)
+        data = await self._fetch(source, name, cancelled, client)
         hold(len(data))
         return data
 
-    async def _fetch(self, source: str, name: str, cancelled: Cancelled) -> bytes:
+    async def _fetch(self, source: str, name: str, cancelled: Cancelled, client: int) -> bytes:
         reading = self._readers.submit(
             partial(fetch, source, self._policy, cancelled),
             cancelled,
             seconds=self._policy.seconds + GRACE_SECONDS,
             late=partial(Unreadable, "it hangs"),
+            client=client,
         )
         try:
             return (await asyncio.shield(asyncio.wrap_future(reading))).data
@@ -121,8 +133,8 @@ def policy_of(config: ServerConfig) -> FetchPolicy:
 
 def _of_base64(source: str, name: str) -> bytes:
     try:
-        return base64.b64decode(source, validate=True)
-    except (binascii.Error, ValueError) as error:
+        return of_base64(source)
+    except ValueError as error:
         raise _refused(f"{name} is neither data URI, base64, http(s) URL nor file", "unreadable") from error
 
 

@@ -8,11 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vlm_batch.errors import InvalidParameters, InvalidPrompt
+from vlm_batch.errors import InvalidParameters, InvalidPrompt, shown
 from vlm_batch.server.calls import CallWriter, CannotForce
 from vlm_batch.server.config import ServerConfig
 from vlm_batch.server.errors import ApiError, refusal
 from vlm_batch.server.wire import (
+    NO_LIMIT,
     SAMPLING,
     TEMPLATE,
     AllowedChoice,
@@ -74,6 +75,7 @@ class Ask:
     stream: bool
     include_usage: bool
     is_chat: bool = True
+    is_forced: bool = False  # to be tool calls
     tools: tuple[Mapping[str, Any], ...] = ()
     pixels: Mapping[str, Any] = field(default_factory=dict)
     user: str | None = None
@@ -93,10 +95,8 @@ class Ask:
         ]
 
 
-def chat_ask(
-    body: ChatRequest, messages: Sequence[Mapping[str, Any]], config: ServerConfig, writer: CallWriter | None = None
-) -> Ask:
-    """Return a chat's engine requests; ``messages`` are the body's with media as bytes. Raises ApiError."""
+def chat_ask(body: ChatRequest, config: ServerConfig, writer: CallWriter | None = None) -> Ask:
+    """Return a chat's engine requests, whose media are still to be read. Raises ApiError."""
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
     if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
@@ -116,9 +116,10 @@ def chat_ask(
     except InvalidPrompt as error:
         raise refusal(error) from error
     return Ask(
-        prompts=({"messages": list(messages)},),
+        prompts=({"messages": wire_messages(body)},),
         params=_params(body, max_tokens, logprobs, config, grammar=_call_grammar(body, tools, writer)),
         template=template,
+        is_forced=_is_forced(body),
         tools=tools,
         pixels=pixels,
         **_shape(body),
@@ -195,13 +196,13 @@ def _call_grammar(body: ChatRequest, tools: Sequence[Mapping[str, Any]], writer:
     """Return the grammar that restricts tool calls, or None."""
     choice = body.tool_choice
     named = choice.function.name if isinstance(choice, NamedTool) else None
-    mode = choice.allowed_tools.mode if isinstance(choice, AllowedChoice) else choice
-    is_forced = mode == "required" or named is not None
+    is_forced = _is_forced(body)
     one_only = body.parallel_tool_calls is False
     given = tools
     if named is not None:
         tools = [tool for tool in tools if tool["function"]["name"] == named]
-    if is_forced and not tools:
+    is_without_tools = choice == "auto" and body.tools is None  # OpenAI refuses it, too
+    if (is_forced or is_without_tools) and not tools:
         raise ApiError(400, _no_tool(named, given), param="tool_choice")
     is_strict = any(tool["function"].get("strict") for tool in tools)
     if not tools or not (is_forced or one_only or is_strict):
@@ -218,6 +219,30 @@ def _call_grammar(body: ChatRequest, tools: Sequence[Mapping[str, Any]], writer:
         raise ApiError(400, f"{asked}: {error}", param=asked) from error
 
 
+def _is_forced(body: ChatRequest) -> bool:
+    choice = body.tool_choice
+    mode = choice.allowed_tools.mode if isinstance(choice, AllowedChoice) else choice
+    return mode == "required" or isinstance(choice, NamedTool)
+
+
+def names_of(body: Common) -> dict[str, str]:
+    """Return the fields that errors may name -> the ones that this body has in their place."""
+    names: dict[str, str] = {}
+    if isinstance(body, ChatRequest) and body.tools and body.guided_grammar is None:
+        names["guided_grammar"] = "tools"  # the grammar of their calls
+    if body.structured_outputs is not None:
+        given = body.structured_outputs
+        schema = "json_object" if given.json_object else "json"
+        wire = {
+            "response_format": schema,
+            "guided_regex": "regex",
+            "guided_choice": "choice",
+            "guided_grammar": "grammar",
+        }
+        names |= {name: f"structured_outputs.{own}" for name, own in wire.items() if name not in body.model_fields_set}
+    return names
+
+
 def _params(
     body: Common, max_tokens: int | None, logprobs: int | None, config: ServerConfig, *, grammar: str | None = None
 ) -> SamplingParams:
@@ -232,7 +257,7 @@ def _params(
     if grammar is not None and set(FORMS) & given.keys():
         raise ApiError(400, "an answer that calls tools has their form, and no other", param="response_format")
     given |= {} if grammar is None else {"grammar": grammar}
-    most = config.default_max_tokens if max_tokens is None else max_tokens
+    most = config.default_max_tokens if max_tokens in (None, NO_LIMIT) else max_tokens
     try:
         return SamplingParams(max_tokens=most, logprobs=logprobs, n=n, **given)
     except InvalidParameters as error:
@@ -269,13 +294,21 @@ def _structured(body: Common) -> dict[str, Any]:
 
 def _seed(value: int) -> int:
     """Return a negative seed's bits as unsigned."""
+    if not -(2**63) <= value < 2**64:
+        raise ApiError(400, f"seed is {shown(value)}; it must be an integer in {-(2**63)}..{2**64 - 1}", param="seed")
     return value % 2**64 if -(2**63) <= value < 0 else value
 
 
 def _bias(value: Mapping[str, float]) -> dict[int, float]:
-    found = {int(token): bias for token, bias in value.items() if _TOKEN.fullmatch(token)}
-    if len(found) < len(value):
-        raise ApiError(400, "logit_bias maps token ids, each given once, to numbers", param="logit_bias")
+    found: dict[int, float] = {}
+    for token, bias in value.items():
+        if not _TOKEN.fullmatch(token):
+            raise ApiError(400, f"logit_bias has the key {shown(token)}; it must be a token id", param="logit_bias")
+        if int(token) in found:
+            raise ApiError(
+                400, f"logit_bias has the token {int(token)} twice, as {shown(token)}, too", param="logit_bias"
+            )
+        found[int(token)] = bias
     return found
 
 

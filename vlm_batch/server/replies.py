@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import logging
 import time
 from abc import ABC, abstractmethod
@@ -44,7 +45,10 @@ class Choice:
     reasoning: list[str] = field(default_factory=list)
     calls: dict[int, dict[str, Any]] = field(default_factory=dict)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    length: int = 0  # characters given out, for text offsets
+    length: int = 0  # characters that the tokens given out have, for text offsets
+    characters: codecs.IncrementalDecoder = field(
+        default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace")
+    )
     has_begun: bool = False
     result: Result | None = None
 
@@ -74,11 +78,29 @@ class Exchange(ABC):
     #: The body's field with the prompt.
     prompt: str
 
-    def __init__(self, service: Service, entry: Entry, prepare: Prepare, *, priority: int = 0) -> None:
+    def __init__(
+        self,
+        service: Service,
+        entry: Entry,
+        prepare: Prepare,
+        *,
+        priority: int = 0,
+        names: Mapping[str, str] | None = None,
+    ) -> None:
+        """Begin nothing yet.
+
+        Args:
+            service: What answers.
+            entry: The request's line in the access log.
+            prepare: Makes engine requests of the body, after admission.
+            priority: Higher goes first among the client's requests.
+            names: Fields in errors -> the ones that the client sent in their place.
+        """
         self._service = service
         self._entry = entry
         self._prepare = prepare
         self._priority = priority
+        self._names = names or {}
         self._created = int(time.time())
         self._dialect: Dialect | None = None
         self._choices: list[Choice] = []
@@ -130,7 +152,7 @@ class Exchange(ABC):
         except ApiError as error:
             if not has_begun:
                 raise
-            self._entry.said["error"] = str(error.detail)
+            self._entry.said["error"] = error.reason
             last = _event(error.body)
         except Exception:
             if not has_begun:
@@ -223,6 +245,7 @@ class Exchange(ABC):
         except ApiError as error:
             if error.code in OF_PROMPTS and error.param is None:
                 error.param = self.prompt
+            error.rename(self._names)
             raise
 
     def _begin(self, ask: Ask, dialect: Dialect) -> None:
@@ -230,7 +253,9 @@ class Exchange(ABC):
         self._include_usage = ask.include_usage
         is_open = bool(ask.is_chat) and dialect.opens_thinking(ask.template)
         for index in range(len(ask.prompts) * ask.params.n):
-            reader = dialect.reader(tools=ask.tools, thinking=is_open) if ask.is_chat else AnswerReader()
+            reader = AnswerReader()
+            if ask.is_chat:
+                reader = dialect.reader(tools=ask.tools, thinking=is_open, is_forced=ask.is_forced)
             self._choices.append(Choice(index, reader, is_first_of_prompt=index % ask.params.n == 0))
 
     def _read(self, choice: Choice, event: Event, visit: Visit) -> Delta:
@@ -369,14 +394,17 @@ class TextExchange(Exchange):
         if not steps:
             return {"logprobs": None}
         assert self._dialect is not None
-        text, offsets = self._dialect.token, []
+        text, offsets, tops = self._dialect.token, [], []
         for step in steps:
             offsets.append(choice.length)
-            choice.length += len(text(step.token_id)[0])
+            if not self._dialect.is_hidden(step.token_id):
+                choice.length += len(choice.characters.decode(bytes(text(step.token_id)[1])))
+            told = {text(token)[0]: _finite(logprob) for token, logprob in step.top}
+            tops.append({**told, text(step.token_id)[0]: _finite(step.logprob)})  # up to one more than was asked for
         found = {
             "tokens": [text(step.token_id)[0] for step in steps],
             "token_logprobs": [_finite(step.logprob) for step in steps],
-            "top_logprobs": [{text(token)[0]: _finite(logprob) for token, logprob in step.top} for step in steps],
+            "top_logprobs": tops,
             "text_offset": offsets,
         }
         return {"logprobs": found}

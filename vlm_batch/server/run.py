@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from socket import socket
+from types import FrameType
 from typing import Any
 
 import h11
@@ -30,10 +31,14 @@ CUT_AFTER = 5
 BACKLOG, MAX_CONNECTIONS, MAX_PER_ADDRESS = 1024, 2048, 1024
 #: Further connections for health checks, and files that are no connections.
 RESERVED, OTHER_FILES = 128, 256
+#: The largest part of the files that each of these two gets where few may be open.
+RESERVED_PART, OTHER_PART = 1 / 8, 1 / 2
 #: Seconds to keep an idle connection.
 KEEP_ALIVE = 30
 #: Most seconds for a request's head to arrive.
 HEAD_SECONDS = 30.0
+#: Most seconds in which a client takes nothing of what is sent to it, and in all that one answer's rest takes.
+UNREAD_SECONDS, MOST_READING_SECONDS = 60.0, 900.0
 
 logger = logging.getLogger("vlm_batch.server")
 
@@ -41,10 +46,13 @@ logger = logging.getLogger("vlm_batch.server")
 class Connections:
     """Open connections by address, least recently active first."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_files: int) -> None:
+        """Share out ``num_files``, the files that the process may open."""
         self._open: dict[str, dict[Connection, None]] = {}
         self._size = 0
-        self._most = min(MAX_CONNECTIONS, _most_files() - OTHER_FILES - RESERVED)
+        self._reserved = min(RESERVED, int(num_files * RESERVED_PART))
+        others = min(OTHER_FILES, int(num_files * OTHER_PART))
+        self._most = min(MAX_CONNECTIONS, num_files - others - self._reserved)
 
     def add(self, new: Connection) -> None:
         """Count a connection; above the limit, close the longest silent one of its address, or of the busiest."""
@@ -58,7 +66,7 @@ class Connections:
         silent = next((one for one in self._open[address] if one is not new and one.is_waited_for), None)
         if silent is not None:
             silent.transport.abort()
-        elif self._size > self._most + RESERVED:
+        elif self._size > self._most + self._reserved:
             new.transport.abort()
 
     def touch(self, connection: Connection) -> None:
@@ -77,6 +85,7 @@ class Connection(H11Protocol):
     """uvicorn's connection, closed if a request head is late."""
 
     _late: asyncio.TimerHandle | None = None
+    _unread: asyncio.TimerHandle | None = None
 
     def __init__(self, connections: Connections, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
@@ -84,6 +93,7 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        transport.set_write_buffer_limits(high=0)  # writing pauses as soon as the client reads too little
         self.address = self.client[0] if self.client else ""
         self._connections.add(self)
         self._wait_for_head()
@@ -96,7 +106,29 @@ class Connection(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._connections.remove(self)
         self._stop_waiting()
+        self._stop_counting()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._look_whether_it_reads(self.loop.time(), None)
+
+    def resume_writing(self) -> None:
+        self._stop_counting()
+        super().resume_writing()
+
+    def _look_whether_it_reads(self, since: float, left_before: int | None) -> None:
+        """Close the connection of a client that reads nothing of an answer, or very slowly."""
+        left = self.transport.get_write_buffer_size()
+        if left == left_before or self.loop.time() - since > MOST_READING_SECONDS:
+            self.transport.abort()
+        else:
+            self._unread = self.loop.call_later(UNREAD_SECONDS, self._look_whether_it_reads, since, left)
+
+    def _stop_counting(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
 
     @property
     def is_waited_for(self) -> bool:
@@ -128,11 +160,24 @@ class Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
         self.service = service
+        self._is_hurried = False
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Stop; at the second signal end the open requests at once, and at the third do not wait for their clients."""
+        if self._is_hurried:
+            self.force_exit = True
+        self._is_hurried = self.should_exit
+        self.should_exit = True
+        self._captured_signals[:] = [*self._captured_signals, sig][:1]  # what the process ends with, once
 
     async def shutdown(self, sockets: list[socket] | None = None) -> None:
         for server in self.servers:
             server.close()
-        await self.service.drain(self.service.config.shutdown_seconds)
+        seconds, num_open = self.service.config.shutdown_seconds, self.service.num_open
+        if num_open and seconds and not self._is_hurried:
+            requests = "1 request" if num_open == 1 else f"{num_open} requests"
+            logger.info("waiting up to %g s for %s; Ctrl-C again ends now", seconds, requests)
+        await self.service.drain(seconds, is_hurried=lambda: self._is_hurried)
         await super().shutdown(sockets)
 
 
@@ -144,7 +189,7 @@ def make_server(
     app = create_app(service, MediaReader(config, policy))
     options = uvicorn.Config(
         app,
-        http=partial(Connection, Connections()),  # type: ignore[arg-type]
+        http=partial(Connection, Connections(_allow_files())),  # type: ignore[arg-type]
         host=config.host,
         port=config.port,
         log_config=None,
@@ -156,29 +201,27 @@ def make_server(
         timeout_graceful_shutdown=CUT_AFTER,
         ws="none",
         lifespan="on",
+        proxy_headers=bool(config.proxies),
+        forwarded_allow_ips=list(config.proxies),
     )
     return Server(options, service)
 
 
-def _most_files() -> int:
-    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return soft if soft >= 0 else sys.maxsize
-
-
-def _allow_connections() -> None:
-    """Raise the limit of open files, usually 1,024, or 256 on a Mac."""
+def _allow_files() -> int:
+    """Raise the limit of open files, often 1,024, or 256 on a Mac; return how many may be open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_CONNECTIONS + RESERVED + OTHER_FILES
     if 0 <= soft < wanted:
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted if hard < 0 else min(wanted, hard), hard))
+        soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return soft if soft >= 0 else sys.maxsize
 
 
 def serve(config: ServerConfig, open_batcher: Callable[[], VLMBatcher]) -> bool:
     """Serve until told to stop; return False if it could not begin."""
     server = make_server(config, open_batcher)
     set_up_logs()
-    _allow_connections()
     if not config.needs_key and not config.is_loopback:
         logger.warning("NO KEY IS NEEDED: everyone who can reach %s:%d can use this server", config.host, config.port)
     logger.info("serving %s on http://%s:%d", config.name, config.host, config.port)

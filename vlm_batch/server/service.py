@@ -78,7 +78,8 @@ class Service:
         self.model: Loaded | None = None
         self._loading: asyncio.Task[Loaded] | None = None
         self._stopping = False
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="vlm-batch-submit")
+        self._loader = ThreadPoolExecutor(1, thread_name_prefix="vlm-batch-load")
+        self._worker = Pool(1, "vlm-batch-submit", is_awaited=True)
         # Checking a form may take a second.
         self._form_worker = Pool(1, "vlm-batch-submit-form")
         self._visits: set[Visit] = set()
@@ -121,11 +122,16 @@ class Service:
         except Exception as error:
             raise ApiError(503, f"the model could not be loaded: {self.error}", code="model_not_loaded") from error
 
-    async def drain(self, seconds: float) -> None:
-        """Refuse new requests, wait for open ones, then end them."""
+    @property
+    def num_open(self) -> int:
+        """Count requests that wait or are being answered."""
+        return len(self._visits)
+
+    async def drain(self, seconds: float, *, is_hurried: Callable[[], bool] = lambda: False) -> None:
+        """Refuse new requests, wait for open ones until ``seconds`` are over or it ``is_hurried``, then end them."""
         self._stopping = True
         until = time.monotonic() + seconds
-        while self._visits and time.monotonic() < until:
+        while self._visits and time.monotonic() < until and not is_hurried():
             await asyncio.sleep(0.05)
         for visit in self._visits:
             visit.end()
@@ -137,7 +143,8 @@ class Service:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
         await self._unload()
-        self._worker.shutdown(wait=False)
+        self._loader.shutdown(wait=False)
+        self._worker.close()
         self._form_worker.close()
 
     # Requests
@@ -149,7 +156,7 @@ class Service:
 
         Raises ApiError: 429 if too busy, 503 without a model.
         """
-        self._admit(client)
+        self.check_room(client)
         visit = Visit(client)
         self._visits.add(visit)
         expiring = asyncio.get_running_loop().call_later(self.config.request_seconds, visit.expire)
@@ -172,11 +179,8 @@ class Service:
             for request in requests:
                 visit.handles.append(batcher.submit_request(request))
 
-        submitting: asyncio.Future[None]
-        if any(request.params.form for request in requests):
-            submitting = asyncio.wrap_future(self._form_worker.submit(submit_all, Cancelled(), client=visit.client))
-        else:
-            submitting = asyncio.get_running_loop().run_in_executor(self._worker, submit_all)
+        worker = self._form_worker if any(request.params.form for request in requests) else self._worker
+        submitting = asyncio.wrap_future(worker.submit(submit_all, Cancelled(), client=visit.client))
         try:
             await asyncio.shield(submitting)
         except asyncio.CancelledError:
@@ -194,7 +198,7 @@ class Service:
         self._ends.append(time.monotonic())
         self.metrics.ended(result, shares_prompt=shares_prompt)
 
-    def _admit(self, client: int) -> None:
+    def check_room(self, client: int) -> None:
         """Raise ApiError 429 if queue or memory is full; clients below their even share are admitted."""
         stats = self.stats()
         waiting = sum(not visit.handles for visit in self._visits)  # on their way to the engine
@@ -232,11 +236,11 @@ class Service:
         logger.info("loading %s", self.config.model)
         saying = asyncio.create_task(_say_loading(self.config.model))
         try:
-            batcher = await self._on_worker(self._open)
+            batcher = await self._on_loader(self._open)
             try:
-                dialect = await self._on_worker(lambda: _dialect(batcher, self.config))
+                dialect = await self._on_loader(lambda: _dialect(batcher, self.config))
             except Exception:
-                await self._on_worker(batcher.close)
+                await self._on_loader(batcher.close)
                 raise
         except Exception as error:
             self.error = without_paths(f"{type(error).__name__}: {error}")
@@ -256,7 +260,7 @@ class Service:
     async def _unload(self) -> None:
         loaded, self.model, self._loading = self.model, None, None
         if loaded is not None:
-            await self._on_worker(loaded.batcher.close)
+            await self._on_loader(loaded.batcher.close)
             del loaded
             gc.unfreeze()
             release_memory()
@@ -270,8 +274,8 @@ class Service:
             logger.info("letting go of %s after %.0f s without a request", self.config.name, idle)
             await self._unload()
 
-    async def _on_worker(self, call: Callable[[], Any]) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._worker, call)
+    async def _on_loader(self, call: Callable[[], Any]) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._loader, call)
 
 
 def _dialect(batcher: VLMBatcher, config: ServerConfig) -> Dialect:

@@ -9,7 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, StrictFloat, StrictInt, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    JsonValue,
+    StrictFloat,
+    StrictInt,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 #: Limits on one request's contents.
@@ -32,7 +42,7 @@ MAX_JSON = 16_384
 #: send. ``openai.REFUSED`` says why.
 NOTHING: Mapping[str, tuple[Any, ...]] = {
     "store": (False,),
-    "service_tier": ("auto", "default"),
+    "service_tier": ("auto", "default", "flex", "priority", "scale"),
     "best_of": (1,),
     "suffix": ("",),
     "echo": (False,),
@@ -122,6 +132,12 @@ class Wire(BaseModel):
     def _has_few_fields(cls, value: Any) -> Any:
         return _at_most(MAX_FIELDS)(value)
 
+
+#: Names of the members of unions, by which pydantic tells them apart.
+UNIONS = frozenset({
+    "system", "developer", "user", "assistant", "tool",
+    "text", "refusal", "image_url", "video_url", "input_audio", "audio_url", "json_object", "json_schema",
+})  # fmt: skip
 
 # Messages ----------------------------------------------------------------------------------------------------------
 
@@ -295,8 +311,18 @@ class StreamOptions(Wire):
     include_obfuscation: Literal[False] | None = None
 
 
+#: ``max_tokens`` of an answer that says no number, as llama.cpp's and LM Studio's clients write it.
+NO_LIMIT = -1
+
+
+def _is_length(value: int) -> int:
+    if value == NO_LIMIT or 1 <= value < 2**63:
+        return value
+    raise PydanticCustomError("out_of_range", "it must be an integer of at least 1")
+
+
 #: How many tokens an answer may have.
-NumTokens = Annotated[int, Field(ge=1, le=2**63 - 1)]
+NumTokens: TypeAlias = Annotated[int, AfterValidator(_is_length)]
 
 
 class Schema(Wire):
@@ -434,3 +460,14 @@ TEMPLATE: Mapping[str, str] = {
         "min_pixels", "max_pixels",
     )
 } | {"chat_template_kwargs": "args"}  # fmt: skip
+
+
+def field_names() -> frozenset[str]:
+    """Return the names of all fields, at every depth."""
+    left: list[type[Wire]] = [Wire]
+    found = {*NOTHING, *_NOTHING_OF_CHATS, *_NOTHING_OF_TEXTS}
+    while left:
+        kind = left.pop()
+        left += kind.__subclasses__()
+        found |= {field.alias or name for name, field in kind.model_fields.items()}
+    return frozenset(found)
