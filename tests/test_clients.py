@@ -11,10 +11,14 @@ from typing import Any
 
 import pytest
 from PIL import Image
+from pydantic import ValidationError
 
 from tests.serving import Reply, Running, serving
 from tests.test_server_tools import copy_with_tools
 from vlm_batch import VLMBatcher
+from vlm_batch.server.config import ServerConfig
+from vlm_batch.server.openai import chat_ask
+from vlm_batch.server.wire import ChatRequest
 
 DATA = Path(__file__).parent / "data" / "clients"
 #: What stands for a picture in recorded bodies (``scripts/clients/listener.py``).
@@ -23,23 +27,17 @@ PICTURE = "data:image/png;base64,PICTURE"
 MOST_TOKENS = 60
 #: Recorded requests that are refused today, and why: strict expected failures.
 REFUSED: dict[str, str] = {
-    "docling-8": "skip_special_tokens: false",
-    "docling-10": "skip_special_tokens: false",
     "langchain-2": "messages[2].content[0].text: no field id, which content_blocks bring",
     "litellm-2": "no field cache_control",
     "litellm-5": "reasoning_effort: the chat template does not read that",
-    "mineru-1": "no field vllm_xargs; skip_special_tokens: false",
-    "mineru-2": "no field vllm_xargs; skip_special_tokens: false",
-    "mineru-3": "priority; no field vllm_xargs; skip_special_tokens: false",
+    "mineru-3": "priority",
     "node_ai_sdk-5": "reasoning_effort: the chat template does not read that",
     "node_openai-2": "messages[1].parsed, which parse() returns",
     "openai-4": "messages[1].parsed, which parse() returns",
     "openai-6": "messages[1].tool_calls[0].function.parsed_arguments, which parse() returns",
     "openai-10": "messages[1].parsed, which stream() returns",
     "paddlex-0": "404: /chat/completions without /v1",
-    "paddlex-1": "404: /chat/completions without /v1; skip_special_tokens: false",
-    "paddlex-2": "no field mm_processor_kwargs",
-    "paddlex-3": "no field mm_processor_kwargs; skip_special_tokens: false",
+    "paddlex-1": "404: /chat/completions without /v1",
 }
 
 
@@ -110,3 +108,22 @@ def test_the_page_has_what_was_recorded() -> None:
 
     page = pipelines_page.PAGE.read_text(encoding="utf-8")
     assert pipelines_page.tables(page) == page, "python -m tests.pipelines_page writes the tables anew"
+
+
+def test_arguments_of_vllms_processors_are_sampling_parameters() -> None:
+    body = {
+        "messages": [{"role": "user", "content": "?"}],
+        "skip_special_tokens": False,
+        "vllm_xargs": {"ngram_size": 30, "window_size": 90, "whitelist_token_ids": [4, 5]},
+        "mm_processor_kwargs": {"min_pixels": 4000, "max_pixels": 9000},
+    }
+    config = ServerConfig(model="model")
+    ask = chat_ask(ChatRequest.model_validate(body), config)
+    params = ask.params
+    assert (params.skip_special_tokens, params.no_repeat_ngram_size, params.window_size) == (False, 30, 90)
+    assert params.whitelist_token_ids == (4, 5)
+    assert ask.pixels == {"min_pixels": 4000, "max_pixels": 9000}
+    off = chat_ask(ChatRequest.model_validate({**body, "vllm_xargs": {"window_size": 90, "debug": False}}), config)
+    assert off.params.no_repeat_ngram_size == 0
+    with pytest.raises(ValidationError, match="other"):
+        ChatRequest.model_validate({**body, "vllm_xargs": {"other": 1}})
