@@ -100,7 +100,7 @@ def test_a_step_looks_at_no_list_again(monkeypatch: pytest.MonkeyPatch) -> None:
         RowRules(bad_words=((6,), (3, 4))),
     )
     processed(params, [1, 3], rules)
-    monkeypatch.setattr(sampling, "_check_within", None)
+    monkeypatch.setattr(sampling, "check_within", None)
     processed(params, [1, 3], rules)
     with pytest.raises(TypeError):
         processed(params, [1, 3], RowRules())

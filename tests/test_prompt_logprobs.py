@@ -144,7 +144,7 @@ def test_a_prompt_is_scored_without_an_answer(name: str, budget: int) -> None:
         assert (result.text, result.token_ids, result.finish_reason, result.logprobs) == ("", (), "length", None)
         assert result.usage.completion_tokens == 0
         assert result.usage.prompt_tokens == len(result.prompt_logprobs or ())
-        assert 0 < result.timings.prefill
+        assert result.timings.prefill > 0
         assert result.timings.ttft <= result.timings.total
     for key in ("text:4:9", "image:2:1"):
         assert found[key].token_ids == right[key].token_ids

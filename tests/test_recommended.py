@@ -144,7 +144,7 @@ CHAT = {"messages": [{"role": "user", "content": "x"}]}
 )
 def test_a_request_says_whether_it_is_taken(config: str, body: dict[str, Any], expected: dict[str, Any]) -> None:
     settings = ServerConfig(model="m", sampling=config)
-    chat = chat_ask(ChatRequest.model_validate(CHAT | body), CHAT["messages"], settings, None, TAKEN)
+    chat = chat_ask(ChatRequest.model_validate(CHAT | body), settings, recommended=TAKEN)
     text = completion_ask(CompletionRequest.model_validate({"prompt": "x", **body}), settings, TAKEN)
     for asked in (chat, text):
         assert {name: vars(asked.params)[name] for name in expected} == expected

@@ -42,8 +42,11 @@ HELLO = [{"role": "user", "content": "count to 3"}]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return copy_with_tools(tmp_path_factory.mktemp("tools") / "qwen2_vl")
+
+
+def copy_with_tools(made: Path) -> Path:
     """The embedded checkpoint with tools in its template, and with the marks of calls among its tokens."""
-    made = tmp_path_factory.mktemp("tools") / "qwen2_vl"
     shutil.copytree(default_checkpoint(), made)
     template = json.loads((made / "chat_template.json").read_text())["chat_template"]
     (made / "chat_template.json").write_text(json.dumps({"chat_template": TEMPLATE + template}))

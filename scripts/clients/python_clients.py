@@ -209,7 +209,85 @@ def mineru(url: str) -> None:
     client.client.predict(page, "Read.", SamplingParams(no_repeat_ngram_size=100, max_new_tokens=60), 3)
 
 
-CLIENTS = {one.__name__: one for one in (openai, langchain, litellm, instructor, pydantic_ai, openai_agents, mineru)}
+def docling(url: str) -> None:
+    """A page by each preset for a server in OpenAI's form."""
+    from docling.datamodel import stage_model_specs as presets
+    from docling.utils.api_image_request import api_image_request
+
+    page = Image.new("RGB", (64, 64), "white")
+    for name, preset in sorted(vars(presets).items()):
+        spec = getattr(preset, "model_spec", None)
+        for engine, config in getattr(spec, "api_overrides", {}).items():
+            if name.isupper() and engine.value == "api_openai":
+                api_image_request(page, spec.prompt, url + "/v1/chat/completions", **config.params)
+
+
+def olmocr(url: str) -> None:
+    """A page, and a page in a guided form."""
+    from tempfile import NamedTemporaryFile
+    from types import SimpleNamespace
+
+    from olmocr import pipeline
+
+    async def run(path: str, *, guided: bool) -> None:
+        pipeline.max_concurrent_requests_limit = asyncio.BoundedSemaphore(1)
+        args = SimpleNamespace(
+            server=url + "/v1", model="model", target_longest_image_dim=1288, guided_decoding=guided, api_key=None
+        )
+        await pipeline.try_single_page(args, path, path, 1, 0, 0)
+
+    with NamedTemporaryFile(suffix=".pdf") as file:
+        Image.new("RGB", (64, 64), "white").save(file.name, "PDF")
+        for guided in (False, True):
+            asyncio.run(run(file.name, guided=guided))
+
+
+def marker(url: str) -> None:
+    """A form from its service for servers in OpenAI's form."""
+    from marker.services.openai import OpenAIService
+    from pydantic import BaseModel
+
+    class Receipt(BaseModel):
+        shop: str
+        total: str
+
+    service = OpenAIService(
+        {
+            "openai_base_url": url + "/v1",
+            "openai_model": "model",
+            "openai_api_key": "none",
+            "openai_image_format": "png",
+        }
+    )
+    service(QUESTION, Image.new("RGB", (64, 64), "white"), None, Receipt, max_retries=0)
+
+
+def paddlex(url: str) -> None:
+    """What PaddleOCR-VL's pipeline asks of mlx-vlm's and vLLM's servers: reading, and spotting."""
+    from types import SimpleNamespace
+
+    import numpy as np
+    from paddlex.inference.models.common.genai import GenAIClient
+    from paddlex.inference.models.doc_vlm.predictor import DocVLMGenAIClientPredictor
+
+    page = [{"image": np.full((64, 64, 3), 255, np.uint8), "query": "OCR:"}]
+    build = DocVLMGenAIClientPredictor._doc_vlm_genai_build_request_specs
+    for backend, base in (("mlx-vlm-server", url), ("vllm-server", url + "/v1")):
+        client = GenAIClient(backend, base, model_name="PaddleOCR-VL-1.5-0.9B")
+        bounds = (112896, 1003520) if backend == "vllm-server" else (None, None)
+        for skips in (True, False):
+            holder = SimpleNamespace(model_name="PaddleOCR-VL-1.5-0.9B")
+            for messages, how in build(holder, client, page, "PNG", None, skips, None, None, None, *bounds):
+                client.create_chat_completion(messages, **how)
+
+
+CLIENTS = {
+    one.__name__: one
+    for one in (
+        *(openai, langchain, litellm, instructor, pydantic_ai, openai_agents, mineru),
+        *(docling, olmocr, marker, paddlex),
+    )
+}
 
 if __name__ == "__main__":
     CLIENTS[sys.argv[1]](sys.argv[2])

@@ -29,6 +29,10 @@ PYTHON = {
     "pydantic_ai": ("pydantic-ai-slim[openai]",),
     "openai_agents": ("openai-agents",),
     "mineru": ("mineru-vl-utils",),
+    "docling": ("docling",),
+    "olmocr": ("olmocr",),
+    "marker": ("marker-pdf",),
+    "paddlex": ("paddlex",),
 }
 NODE = {"openai": ("openai",), "ai_sdk": ("ai", "@ai-sdk/openai-compatible")}
 
@@ -39,7 +43,12 @@ def record_python(name: str, folder: Path, listener: Any) -> str:
     if not where.exists():
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(where)]
         subprocess.run([*pip, *packages, "pillow"], check=True)
-    environment = {**os.environ, "PYTHONPATH": str(where), "OPENAI_API_KEY": "none"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(where),
+        "OPENAI_API_KEY": "none",
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+    }
     subprocess.run(
         [sys.executable, str(HERE / "python_clients.py"), name, listener.url], check=True, env=environment, timeout=300
     )
@@ -53,16 +62,14 @@ def record_node(name: str, folder: Path, listener: Any) -> str:
     if not (where / "node_modules" / NODE[name][0]).exists():
         packages = [package for several in NODE.values() for package in several]
         subprocess.run(["npm", "install", "--silent", "--no-audit", "--no-fund", *packages], check=True, cwd=where)
-    subprocess.run(
-        ["node", str(HERE / "node_clients.mjs"), name, listener.url], check=True, cwd=where, timeout=300
-    )
+    subprocess.run(["node", str(HERE / "node_clients.mjs"), name, listener.url], check=True, cwd=where, timeout=300)
     first = NODE[name][0]
     version = json.loads((where / "node_modules" / first / "package.json").read_text())["version"]
     return f"{first} (npm) {version}"
 
 
 def main(folder: Path, names: list[str]) -> None:
-    todo = {name: record_python for name in PYTHON} | {f"node_{name}": record_node for name in NODE}
+    todo = dict.fromkeys(PYTHON, record_python) | {f"node_{name}": record_node for name in NODE}
     for name in names or list(todo):
         with listening() as listener:
             client = todo[name](name.removeprefix("node_"), folder, listener)

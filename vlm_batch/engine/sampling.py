@@ -80,7 +80,7 @@ class _Arrays:
             made["allowed"] = mx.zeros((size,), dtype=mx.bool_)
             made["allowed"][mx.array(list(params.allowed_token_ids))] = True
         if params.whitelist_token_ids:
-            _check_within("whitelist_token_ids", params.whitelist_token_ids, size)
+            check_within("whitelist_token_ids", params.whitelist_token_ids, size)
             made["may_repeat"] = mx.array(list(params.whitelist_token_ids))
         known = [tuple(word) for word in bad_words if word[-1] < size]
         if single := [word[0] for word in known if len(word) == 1]:

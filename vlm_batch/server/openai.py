@@ -24,6 +24,7 @@ from vlm_batch.server.wire import (
     NamedTool,
     StreamOptions,
     TextFormat,
+    VllmArguments,
     Wire,
 )
 from vlm_batch.types import FORMS, Request, SamplingParams, Template
@@ -132,6 +133,8 @@ def chat_ask(
         raise ApiError(400, f"tools: two of them are named {twice[:100]!r}", param="tools")
     given = {TEMPLATE[name]: value for name, value in _asked(body, TEMPLATE).items() if name != "tools"}
     pixels: dict[str, Any] = {name: given.pop(name) for name in ("min_pixels", "max_pixels") if name in given}
+    if body.mm_processor_kwargs is not None:
+        pixels = body.mm_processor_kwargs.model_dump(exclude_none=True) | pixels
     if config.enable_thinking and "enable_thinking" not in (body.chat_template_kwargs or {}):
         given.setdefault("enable_thinking", True)
     if reads is not None:
@@ -295,6 +298,7 @@ def _params(
     if not 1 <= n <= config.max_choices:
         raise ApiError(400, f"n is {n}; it must be in 1..{config.max_choices}", param="n")
     given = {SAMPLING[name]: value for name, value in _asked(body, SAMPLING).items()}
+    given |= _ngrams(body.vllm_xargs)
     if (body.sampling or config.sampling) == RECOMMENDED:
         given = {**recommended, **given}
     if forms := _structured(body):
@@ -309,6 +313,17 @@ def _params(
         return SamplingParams(max_tokens=most, logprobs=logprobs, n=n, **given)
     except InvalidParameters as error:
         raise refusal(error) from error
+
+
+def _ngrams(given: VllmArguments | None) -> dict[str, Any]:
+    """Return the sampling parameters of vLLM's processors against repeated sequences."""
+    if given is None:
+        return {}
+    size = given.ngram_size if given.no_repeat_ngram_size is None else given.no_repeat_ngram_size
+    if not size or size < 0:  # off, as there
+        return {}
+    found = {"no_repeat_ngram_size": size, "whitelist_token_ids": given.whitelist_token_ids or ()}
+    return found | ({} if given.window_size is None else {"window_size": given.window_size})
 
 
 def _asked(body: Common, table: Mapping[str, str]) -> dict[str, Any]:

@@ -54,13 +54,11 @@ NOTHING: Mapping[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
     "early_stopping": (False,),
     "include_stop_str_in_output": (False,),
-    "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "return_tokens_as_token_ids": (False,),
     "return_token_ids": (False,),
     "priority": (0,),
     "logits_processors": ([],),
-    "vllm_xargs": ({},),
     "kv_transfer_params": ({},),
     "truncate_prompt_tokens": (),
     "cache_salt": (),
@@ -81,7 +79,6 @@ _NOTHING_OF_CHATS: Mapping[str, tuple[Any, ...]] = {
     "add_special_tokens": (False,),
     "chat_template": (),
     "thinking_token_budget": (-1,),
-    "mm_processor_kwargs": ({},),
     "media_io_kwargs": ({},),
 }
 _NOTHING_OF_TEXTS: Mapping[str, tuple[Any, ...]] = {"add_special_tokens": (True,), "prompt_embeds": ([],)}
@@ -367,6 +364,23 @@ def _is_length(value: int) -> int:
 NumTokens: TypeAlias = Annotated[int, AfterValidator(_is_length)]
 
 
+class VllmArguments(Wire):
+    """Arguments of vLLM's processors against repeated sequences: DeepSeek-OCR's (``ngram_size``) and MinerU's."""
+
+    no_repeat_ngram_size: int | None = None
+    ngram_size: int | None = None
+    window_size: int | None = None
+    whitelist_token_ids: Many[int] | None = None
+    debug: bool | None = None  # a word in vLLM's log
+
+
+class PixelArguments(Wire):
+    """The arguments of a model's processor that are honoured."""
+
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+
+
 class Schema(Wire):
     name: str | None = None
     description: str | None = None
@@ -430,6 +444,8 @@ class Common(Wire):
     stop: str | Annotated[list[str], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
     stop_token_ids: Many[int] | None = None
     ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    vllm_xargs: VllmArguments | None = None
     guided_regex: str | None = None
     guided_choice: Annotated[list[str], Field(fail_fast=True, max_length=MAX_CHOICES)] | None = None
     guided_grammar: str | None = None
@@ -462,6 +478,7 @@ class ChatRequest(Common):
     thinking_budget: int | None = None
     min_pixels: int | None = None
     max_pixels: int | None = None
+    mm_processor_kwargs: PixelArguments | None = None
 
 
 class CompletionRequest(Common):
@@ -483,7 +500,7 @@ SAMPLING: Mapping[str, str] = {
     for name in (
         "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "repetition_context_size", "presence_penalty",
         "frequency_penalty", "logit_bias", "min_tokens", "bad_words", "allowed_token_ids", "prompt_logprobs", "seed", "stop",
-        "stop_token_ids", "ignore_eos", "thinking_budget",
+        "stop_token_ids", "ignore_eos", "skip_special_tokens", "thinking_budget",
     )
 }  # fmt: skip
 #: Wire fields -> fields of ``Template`` or ``Request``.

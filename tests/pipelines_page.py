@@ -1,0 +1,49 @@
+"""The tables of docs/pipelines.md, from what was recorded and from the families: ``python -m tests.pipelines_page``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.test_clients import DATA, REFUSED
+from vlm_batch import families
+
+PAGE = Path(__file__).parent.parent / "docs" / "pipelines.md"
+CLIENTS_HEAD = "| client | requests recorded | answered |\n|---|---|---|\n"
+TOKENS_HEAD = "| family | token | why |\n|---|---|---|\n"
+
+
+def clients() -> str:
+    rows = []
+    for file in sorted(DATA.glob("*.json")):
+        said = json.loads(file.read_text(encoding="utf-8"))
+        count = len(said["requests"])
+        refused = sum(name.rpartition("-")[0] == file.stem for name in REFUSED)
+        rows.append(f"| {said['client']} | {count} | {count - refused} |")
+    return CLIENTS_HEAD + "\n".join(rows) + "\n"
+
+
+def tokens() -> str:
+    rows = [
+        f"| {spec.family} | `{_cell(word)}` | {_cell(source)} |"
+        for spec in families()
+        for word, source in spec.special_tokens
+    ]
+    return TOKENS_HEAD + "\n".join(rows) + "\n"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;") if " " in text else text.replace("|", "\\|")
+
+
+def tables(page: str) -> str:
+    """Return the page with its tables made anew."""
+    for head, table in ((CLIENTS_HEAD, clients()), (TOKENS_HEAD, tokens())):
+        before, rest = page.split(head)
+        end = rest.find("\n\n")
+        page = before + table + (rest[end + 1 :] if end >= 0 else "")
+    return page
+
+
+if __name__ == "__main__":
+    PAGE.write_text(tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,0 +1,129 @@
+"""What official clients send is answered: bodies recorded from their packages, sent to a server of the tiny checkpoint."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+from pydantic import ValidationError
+
+from tests.serving import Reply, Running, serving
+from tests.test_server_tools import copy_with_tools
+from vlm_batch import VLMBatcher
+from vlm_batch.server.config import ServerConfig
+from vlm_batch.server.openai import chat_ask
+from vlm_batch.server.wire import ChatRequest
+
+DATA = Path(__file__).parent / "data" / "clients"
+#: What stands for a picture in recorded bodies (``scripts/clients/listener.py``).
+PICTURE = "data:image/png;base64,PICTURE"
+#: Most tokens of an answer.
+MOST_TOKENS = 60
+#: Recorded requests that are refused today, and why: strict expected failures.
+REFUSED: dict[str, str] = {
+    "langchain-2": "messages[2].content[0].text: no field id, which content_blocks bring",
+    "litellm-2": "no field cache_control",
+    "litellm-5": "reasoning_effort: the chat template does not read that",
+    "mineru-3": "priority",
+    "node_ai_sdk-5": "reasoning_effort: the chat template does not read that",
+    "node_openai-2": "messages[1].parsed, which parse() returns",
+    "openai-4": "messages[1].parsed, which parse() returns",
+    "openai-6": "messages[1].tool_calls[0].function.parsed_arguments, which parse() returns",
+    "openai-10": "messages[1].parsed, which stream() returns",
+    "paddlex-0": "404: /chat/completions without /v1",
+    "paddlex-1": "404: /chat/completions without /v1",
+}
+
+
+def recorded() -> dict[str, dict[str, Any]]:
+    """Requests by name: the client's file and the place in it."""
+    found: dict[str, dict[str, Any]] = {}
+    for file in sorted(DATA.glob("*.json")):
+        for place, request in enumerate(json.loads(file.read_text(encoding="utf-8"))["requests"]):
+            found[f"{file.stem}-{place}"] = request
+    return found
+
+
+REQUESTS = recorded()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A model whose template reads tools."""
+    folder = copy_with_tools(tmp_path_factory.mktemp("clients") / "qwen2_vl")
+    with serving(lambda: VLMBatcher(folder, max_rows=8), served_name="model") as running:
+        yield running
+
+
+def picture() -> str:
+    buffer = io.BytesIO()
+    Image.new("RGB", (56, 56), "white").save(buffer, "PNG")
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+
+
+def send(server: Running, request: dict[str, Any]) -> Reply:
+    """Send a recorded request with a picture in its places, for a short answer of this server's model."""
+    if "body" not in request:
+        return server.ask(request["method"], request["path"])
+    body = json.loads(json.dumps(request["body"]).replace(PICTURE, picture()))
+    named = next((name for name in ("max_completion_tokens", "max_tokens") if name in body), "max_tokens")
+    body[named] = min(body.get(named, MOST_TOKENS), MOST_TOKENS)  # the tiny model's context is short
+    body["model"] = "model"  # clients name the models of the hub
+    return server.ask(request["method"], request["path"], body)
+
+
+def marked(name: str) -> Any:
+    why = REFUSED.get(name)
+    marks = () if why is None else (pytest.mark.xfail(strict=True, reason=why),)
+    return pytest.param(name, marks=marks)
+
+
+@pytest.mark.parametrize("name", [marked(name) for name in REQUESTS])
+def test_a_clients_request_is_answered(server: Running, name: str) -> None:
+    reply = send(server, REQUESTS[name])
+    assert reply.status == 200, reply.body[:400]
+    if (REQUESTS[name].get("body") or {}).get("stream"):
+        assert reply.body.rstrip().endswith(b"data: [DONE]")
+        assert b'"error"' not in reply.body
+
+
+def test_what_is_recorded_is_whole() -> None:
+    """Each client has a version and bodies without pictures."""
+    for file in DATA.glob("*.json"):
+        said = json.loads(file.read_text(encoding="utf-8"))
+        assert said["client"].split()[-1][0].isdigit()
+        assert any("body" in request for request in said["requests"])
+        assert "base64," not in json.dumps(said).replace(PICTURE, "")
+    assert REFUSED.keys() <= REQUESTS.keys()
+
+
+def test_the_page_has_what_was_recorded() -> None:
+    from tests import pipelines_page
+
+    page = pipelines_page.PAGE.read_text(encoding="utf-8")
+    assert pipelines_page.tables(page) == page, "python -m tests.pipelines_page writes the tables anew"
+
+
+def test_arguments_of_vllms_processors_are_sampling_parameters() -> None:
+    body = {
+        "messages": [{"role": "user", "content": "?"}],
+        "skip_special_tokens": False,
+        "vllm_xargs": {"ngram_size": 30, "window_size": 90, "whitelist_token_ids": [4, 5]},
+        "mm_processor_kwargs": {"min_pixels": 4000, "max_pixels": 9000},
+    }
+    config = ServerConfig(model="model")
+    ask = chat_ask(ChatRequest.model_validate(body), config)
+    params = ask.params
+    assert (params.skip_special_tokens, params.no_repeat_ngram_size, params.window_size) == (False, 30, 90)
+    assert params.whitelist_token_ids == (4, 5)
+    assert ask.pixels == {"min_pixels": 4000, "max_pixels": 9000}
+    off = chat_ask(ChatRequest.model_validate({**body, "vllm_xargs": {"window_size": 90, "debug": False}}), config)
+    assert off.params.no_repeat_ngram_size == 0
+    with pytest.raises(ValidationError, match="other"):
+        ChatRequest.model_validate({**body, "vllm_xargs": {"other": 1}})
