@@ -202,7 +202,11 @@ def of_sampling(table: Table, vocabulary: int) -> None:
         ("log-probabilities", SamplingParams(logprobs=1)),
     ):
         rows = [SamplingRow(params, seed=row, step=1) for row in range(8)]
-        table.add(f"8 x {vocabulary}: {name}", lambda logits, rows=rows: sample(logits, rows).arrays(), logits)
+        table.add(f"8 x {vocabulary}: {name}", partial(_sampled, rows), logits)
+
+
+def _sampled(rows: list[SamplingRow], logits: mx.array) -> list[mx.array]:
+    return sample(logits, rows).arrays()
 
 
 def main() -> None:
