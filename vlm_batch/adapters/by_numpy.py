@@ -124,7 +124,7 @@ def _by_heads(array: mx.array, kv_heads: int) -> mx.array:
 
 
 class _Mask:
-    """What hides scores, for blocks of them."""
+    """A mask of scores, applied to blocks of them."""
 
     def __init__(self, mask: Any, shape: tuple[int, ...]) -> None:
         self._shape = shape
