@@ -12,6 +12,7 @@ import json
 import platform
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -97,18 +98,18 @@ def functions(bench: Bench) -> None:
         array = numbers.astype(getattr(mx, dtype))
         mx.eval(array)
         calls: dict[str, Callable[[], Any]] = {
-            "exp": lambda array=array: mx.exp(array),
-            "softmax": lambda array=array: mx.softmax(array, axis=-1),
-            "logsumexp": lambda array=array: mx.logsumexp(array, axis=-1),
-            "sigmoid": lambda array=array: mx.sigmoid(array),
-            "silu": lambda array=array: nn.silu(array),
-            "gelu": lambda array=array: nn.gelu(array),
-            "gelu_approx": lambda array=array: nn.gelu_approx(array),
-            "gelu_fast_approx": lambda array=array: nn.gelu_fast_approx(array),
-            "tanh": lambda array=array: mx.tanh(array),
-            "erf": lambda array=array: mx.erf(array),
-            "sin": lambda array=array: mx.sin(array),
-            "cos": lambda array=array: mx.cos(array),
+            "exp": partial(mx.exp, array),
+            "softmax": partial(mx.softmax, array, axis=-1),
+            "logsumexp": partial(mx.logsumexp, array, axis=-1),
+            "sigmoid": partial(mx.sigmoid, array),
+            "silu": partial(nn.silu, array),
+            "gelu": partial(nn.gelu, array),
+            "gelu_approx": partial(nn.gelu_approx, array),
+            "gelu_fast_approx": partial(nn.gelu_fast_approx, array),
+            "tanh": partial(mx.tanh, array),
+            "erf": partial(mx.erf, array),
+            "sin": partial(mx.sin, array),
+            "cos": partial(mx.cos, array),
         }
         for name, call in calls.items():
             with running(Call()):
@@ -125,7 +126,7 @@ def attention(bench: Bench) -> None:
         with running(Call()):
             bench.compare(
                 f"attention, 4 heads, {length} positions, {mask or 'all'}",
-                lambda parts=parts, mask=mask: mx.fast.scaled_dot_product_attention(*parts, scale=0.125, mask=mask),
+                partial(mx.fast.scaled_dot_product_attention, *parts, scale=0.125, mask=mask),
             )
 
 
@@ -138,12 +139,21 @@ def shape_of_47m(bench: Bench) -> None:
         inputs = picture_inputs(shape, side)
         bench.compare(
             f"47 M shape: encode {side * side} patches",
-            lambda inputs=inputs: adapter.encode(inputs).inputs_embeds,
+            partial(_embeddings, adapter, inputs),
         )
     ids = mx.arange(1000)[None] % 1000 + 20
     embeds = adapter.token_table(ids)
     row = Encoded(ids, embeds)
     bench.compare("47 M shape: prompt of 1,000 tokens", lambda: adapter.prefill([row], adapter.make_cache(), 0, 1000))
+
+
+def _embeddings(adapter: Any, inputs: dict[str, Any]) -> mx.array:
+    embeds: mx.array = adapter.encode(inputs).inputs_embeds
+    return embeds
+
+
+def _sampled(logits: mx.array, rows: list[SamplingRow]) -> list[mx.array]:
+    return sample(logits, rows).arrays()
 
 
 def page_of_text(bench: Bench) -> None:
@@ -168,7 +178,7 @@ def sampling(bench: Bench) -> None:
     }
     for name, params in kinds.items():
         rows = [SamplingRow(params, seed=row, step=1) for row in range(8)]
-        bench.compare(f"sampling of 8 x {VOCABULARY}: {name}", lambda rows=rows: sample(logits, rows).arrays())
+        bench.compare(f"sampling of 8 x {VOCABULARY}: {name}", partial(_sampled, logits, rows))
 
 
 PARTS = {

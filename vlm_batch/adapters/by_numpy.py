@@ -124,14 +124,14 @@ def _by_heads(array: mx.array, kv_heads: int) -> mx.array:
 
 
 class _Mask:
-    """What hides scores, for blocks of them."""
+    """A mask of scores, applied to blocks of them."""
 
     def __init__(self, mask: Any, shape: tuple[int, ...]) -> None:
         self._shape = shape
         self._is_causal = isinstance(mask, str)
         self._numbers: np.ndarray | None = None  # (B, H_kv, G, L, K), broadcast
         if isinstance(mask, mx.array):
-            own = np.array(mask if mask.dtype == mx.bool_ else mask.astype(mx.float32))
+            own: Any = np.array(mask if mask.dtype == mx.bool_ else mask.astype(mx.float32))
             own = own.reshape((1,) * (4 - own.ndim) + own.shape)
             heads = shape[1:3] if own.shape[1] > 1 else (1, 1)
             self._numbers = np.broadcast_to(own.reshape(own.shape[0], *heads, *own.shape[2:]), shape)
@@ -150,11 +150,11 @@ class _Mask:
         if self._numbers is None:
             return
         for scores_of, head in zip(apart, range(heads.start, heads.stop), strict=True):
-            own = self._numbers[divmod(head, self._shape[1])][:, queries]
-            if own.dtype == np.bool_:
-                np.copyto(scores_of, LOWEST, where=~own)
+            own_of_head = self._numbers[divmod(head, self._shape[1])][:, queries]
+            if own_of_head.dtype == np.bool_:
+                np.copyto(scores_of, LOWEST, where=~own_of_head)
             else:
-                scores_of += own
+                scores_of += own_of_head
 
 
 @cache

@@ -1,7 +1,8 @@
 """Attention and activations by a device's fastest operations (docs/log.md).
 
-On a CPU, in float32, MLX 0.32's exponentials and selections cost more than powers. So attention uses powers of e and
-additive masks, block by block over visible keys. Heads sharing keys become rows of one product.
+On a CPU, prompts and towers attend with numpy's exponentials where those are faster (``by_numpy``). Decode steps, which may
+be graphs, cannot: in float32, MLX 0.32's exponentials and selections cost more than powers. So attention uses powers of e
+and additive masks, block by block over visible keys. Heads sharing keys become rows of one product.
 
 On CUDA, in half precision, cuDNN makes a plan for every new shape and strides
 (mlx/backend/cuda/scaled_dot_product_attention.cpp, ``build_sdpa_cache_key``). A shape gets a plan once it recurs, in a

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import mlx.core as mx
 
-from vlm_batch.engine.logprobs import Logprobs
+from vlm_batch.engine.logprobs import Logprobs, largest
 from vlm_batch.engine.work import checked_logits
 from vlm_batch.errors import InvalidParameters
 from vlm_batch.runtime import exponentials
@@ -303,7 +303,7 @@ def _draw_sorted(scaled: mx.array, noise: mx.array, rows: Sequence[SamplingRow])
     size = scaled.shape[-1]
     if size <= 4 * NUM_CANDIDATES or mx.default_device().type == mx.DeviceType.gpu:
         return _draw_in_order(scaled, noise, rows, mx.argsort(-scaled, axis=-1))[0]
-    candidates = mx.argpartition(-scaled, kth=NUM_CANDIDATES - 1, axis=-1)[:, :NUM_CANDIDATES]
+    candidates = largest(scaled, NUM_CANDIDATES)
     order = mx.argsort(-mx.take_along_axis(scaled, candidates, axis=-1), axis=-1)
     tokens, mass = _draw_in_order(scaled, noise, rows, mx.take_along_axis(candidates, order, axis=-1))
     may_miss = [not 0 < row.params.top_k <= NUM_CANDIDATES for row in rows]
