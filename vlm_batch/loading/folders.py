@@ -1,4 +1,4 @@
-"""What a checkpoint's folder holds, by its small files and the heads of its weights. No tensor is read.
+"""Facts of a checkpoint's folder, from its small files and the heads of its weights. No tensor is read.
 
 ``folder_facts`` never raises for what a folder lacks: it lists the faults. ``check_folder`` raises the first.
 """
