@@ -138,7 +138,8 @@ class _Folder:
     def weight_map(self) -> dict[str, str]:
         """The index: tensor -> file."""
         found = self.json_of(INDEX).get("weight_map")
-        return found if isinstance(found, dict) else {}
+        pairs = found.items() if isinstance(found, dict) else ()
+        return {tensor: file for tensor, file in pairs if isinstance(file, str)}
 
     # Weights
     # -----------------------------------------------------------------------------------------------------------------
