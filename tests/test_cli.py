@@ -550,7 +550,7 @@ def test_all_about_some_families(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(
     ("name", "why"),
-    [("sam3", "boxes"), ("llama", "text only"), ("nothing", "is not known"), ("glm4", "the nearest are glm4v")],
+    [("sam3", "boxes"), ("llama", "text only"), ("nothing", "is not known"), ("florence", "the nearest are florence2")],
 )
 def test_a_family_that_is_not_batched_says_why(name: str, why: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["families", name]) == cli.USAGE

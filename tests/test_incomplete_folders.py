@@ -6,6 +6,7 @@ Each layout is one that people have: the message says what is missing, or what t
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import numpy as np
 import pytest
 from transformers.utils.quantization_config import QuantizationMethod
 
+from tests.published_configurations import BY_CLASS, LOADED
 from vlm_batch import UnsupportedModel, VLMBatcher
 from vlm_batch.assets import default_checkpoint
 from vlm_batch.cli import main as cli
@@ -25,10 +27,11 @@ from vlm_batch.loading import load_model
 from vlm_batch.loading.folders import folder_facts
 from vlm_batch.loading.quantised import UNREAD_METHODS, quantisation_fault
 from vlm_batch.loading.unread import unread_settings
-from vlm_batch.models import not_known
+from vlm_batch.models import families, not_known
 from vlm_batch.models._layouts import ARCHITECTURES, corrected
 
 CHECKPOINT = default_checkpoint()
+PUBLISHED = os.environ.get("VLM_BATCH_PUBLISHED", "")
 POINTER = (
     "version https://git-lfs.github.com/spec/v1\n"
     "oid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393\nsize 4997750648\n"
@@ -342,6 +345,27 @@ def test_an_architecture_goes_before_another_familys_type(architecture: str) -> 
 
 def test_one_spelling_of_a_type_is_near() -> None:
     assert "the nearest are phi4mm, phi4_siglip." in not_known("phi4")
+
+
+def test_layers_numbers_may_have_leading_zeros() -> None:
+    """transformers writes them so for ten layers and more."""
+    kinds = ["sliding_attention"] * 9 + ["full_attention"] * 2
+    text = {"layer_types": kinds, "per_layer_config": {"09": {"head_dim": 512}, "10": {"head_dim": 512}}}
+    found = corrected({"model_type": "gemma4", "text_config": text})
+    assert found["text_config"]["global_head_dim"] == 512
+
+
+def test_published_configurations_are_families() -> None:
+    names = {spec.family for spec in families()}
+    assert LOADED.keys() | BY_CLASS <= names
+    assert not LOADED.keys() & BY_CLASS
+
+
+@pytest.mark.skipif(not PUBLISHED, reason="VLM_BATCH_PUBLISHED names no folder with published files")
+def test_published_configurations_are_built() -> None:
+    for path in sorted(Path(PUBLISHED).glob("*/config.json")):
+        for setting in unread_settings(path.parent):
+            assert not setting.read_by_transformers, (path, setting)
 
 
 # Settings

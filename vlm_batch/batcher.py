@@ -270,7 +270,7 @@ class VLMBatcher:
 
     @cached_property
     def recommended_sampling(self) -> RecommendedSampling:
-        """What the publisher recommends in generation_config.json; nothing of it is taken unless a request says so:
+        """The publisher's sampling, from generation_config.json; nothing of it is taken unless a request says so:
         ``params={**batcher.recommended_sampling.params, "max_tokens": 500}``."""
         return RecommendedSampling() if self._folder is None else read_recommended(self._folder)
 

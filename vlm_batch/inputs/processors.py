@@ -186,7 +186,7 @@ def settings_of(processor: Any) -> str:
 def _settings(owner: Any, depth: int) -> dict[str, Any]:
     if isinstance(owner, (PreTrainedTokenizerBase, type)) or not hasattr(owner, "__dict__"):
         return {}
-    values = {name: value for name, value in vars(owner).items() if name != "tokenizer"}
+    values = {name: value for name, value in vars(owner).items() if name not in ("tokenizer", "detokenizer")}
     plain = {name: value for name, value in values.items() if _is_plain(value)}
     parts = {name: _settings(value, depth - 1) for name, value in values.items() if depth and name not in plain}
     return plain | {name: part for name, part in parts.items() if part}
@@ -286,7 +286,10 @@ class ProcessorCopier:
             calls["__call__"] = self._by_runs(calls["__call__"])
         guarded: Any = object.__new__(type(theirs.__name__, (theirs,), {**calls, "__module__": theirs.__module__}))
         vars(guarded).update(vars(self._tokenizer))
-        return copy.deepcopy(self._processor, {id(self._tokenizer): guarded})
+        memo: dict[int, Any] = {id(self._tokenizer): guarded}
+        if (detokenizer := vars(self._processor).get("detokenizer")) is not None:
+            memo[id(detokenizer)] = detokenizer  # two lists of the vocabulary's length, which no thread uses
+        return copy.deepcopy(self._processor, memo)
 
     def _by_runs(self, method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)

@@ -1,4 +1,4 @@
-"""What a checkpoint's folder holds, by its small files and the heads of its weights. No tensor is read.
+"""Facts of a checkpoint's folder, from its small files and the heads of its weights. No tensor is read.
 
 ``folder_facts`` never raises for what a folder lacks: it lists the faults. ``check_folder`` raises the first.
 """
@@ -138,7 +138,8 @@ class _Folder:
     def weight_map(self) -> dict[str, str]:
         """The index: tensor -> file."""
         found = self.json_of(INDEX).get("weight_map")
-        return found if isinstance(found, dict) else {}
+        pairs = found.items() if isinstance(found, dict) else ()
+        return {tensor: file for tensor, file in pairs if isinstance(file, str)}
 
     # Weights
     # -----------------------------------------------------------------------------------------------------------------

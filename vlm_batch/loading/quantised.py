@@ -87,7 +87,7 @@ def quantisation_of(config: Mapping[str, Any]) -> Quantisation | None:
 def _method(settings: Mapping[str, Any]) -> str | None:
     named = settings.get("quant_method")
     if named is not None:
-        return str(getattr(named, "value", named)).lower()
+        return str(named).lower()
     marks = ("load_in_4bit", "load_in_8bit", "_load_in_4bit", "_load_in_8bit")
     return "bitsandbytes" if any(settings.get(mark) for mark in marks) else None
 

@@ -42,7 +42,7 @@ NOT_TAKEN: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class RecommendedSampling:
-    """What generation_config.json recommends.
+    """The recommendation of a generation_config.json.
 
     Attributes:
         params: Fields of ``SamplingParams`` that differ from the greedy default; empty if it recommends that.

@@ -40,7 +40,8 @@ def apply_setting(model: Any, path: tuple[str, ...], value: Any) -> bool:
     """Apply a setting by path; False if unknown here."""
     if is_activation(path[-1]):
         return apply_activation(model, path, value)
-    return path[0] == "vision_config" and path[-1] == "rope_theta" and apply_tower_base(model, value)
+    inner = path[1:] if path[0] == "thinker_config" else path  # the whole of a Qwen3-Omni
+    return inner[0] == "vision_config" and inner[-1] == "rope_theta" and apply_tower_base(model, value)
 
 
 # Positions

@@ -209,7 +209,8 @@ def gemma_activation(text: Config) -> Config:
 def gemma4_full_layers(text: Config) -> Config:
     """Set full layers' settings from ``per_layer_config``. Raises UnsupportedModel if they differ."""
     names = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
-    layers: Mapping[str, Mapping[str, Any]] = text["per_layer_config"]
+    # transformers writes "05" for the fifth of ten layers or more.
+    layers: Mapping[str, Mapping[str, Any]] = {str(int(at)): one for at, one in text["per_layer_config"].items()}
     full = [str(layer) for layer in layers_of("full_attention", text.get("layer_types") or ())]
     said = [dict(layers.get(layer, {})) for layer in full]
     if layers and (set(layers) - set(full) or any(one != said[0] for one in said) or said[0].keys() - names.keys()):
