@@ -1,7 +1,7 @@
 """Prompts of published folders, recorded: ``python -m tests.published`` writes tests/data/published.json anew.
 
-The folders themselves are nobody's to hand on: VLM_BATCH_PUBLISHED names a directory that has them by these names. The facts are
-transformers' answers, or those of the folder's own code where transformers cannot read it (``BY_OWN_CODE``).
+The folders themselves are nobody's to hand on: VLM_BATCH_PUBLISHED names a directory that has them by these names. The
+facts are transformers' answers, or those of the folder's own code where transformers cannot read it (``BY_OWN_CODE``).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ VARIABLE = "VLM_BATCH_PUBLISHED"
 NAMES = ("cosmos-reason2", "florence-2-base", "granite-docling-258m", "medgemma-27b-it", "olmocr-7b")
 #: Folders that transformers cannot read -> what their own code makes of a prompt.
 BY_OWN_CODE = {
-    "florence-2-base": "processing_florence2.py of the publisher: the tokenizer's <s> and </s> around the text, and the picture's "
-    "features before them; the mark of a picture is mlx-vlm's",
+    "florence-2-base": "processing_florence2.py of the publisher: <s> and </s> around the text, and the picture's features "
+    "before them; the mark of a picture is mlx-vlm's",
 }
 
 

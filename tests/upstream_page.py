@@ -26,6 +26,7 @@ FILES = (
     "vision",
     "configured",
     "checkpoints",
+    "prompts",
     "mllama",
     "other_models",
 )
