@@ -114,9 +114,9 @@ DETAILS = """# Models in detail
 
 A section for each family of [the table](models.md): what a user of it must know. "Off by" is the largest difference
 of a log-probability from the same request alone, over all [verified scenarios](models.md#how-it-is-verified).
-"Published configuration tried" names the folder whose files, as published, were compared with
-transformers ([prompts and ends](prompts.md)). "Reproducible" names the precisions in which `reproducible=True` was shown to give the request's own bits. "Mended"
-are defects of mlx-vlm, by the names of [their reproductions](upstream.md).
+"Reproducible" names the precisions in which `reproducible=True` was shown to give the request's own bits.
+"Published configuration tried" names the folder whose files, as published, were compared with transformers
+([prompts and ends](prompts.md)). "Mended" are defects of mlx-vlm, by the names of [their reproductions](upstream.md).
 
 """
 
