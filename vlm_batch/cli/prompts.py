@@ -258,7 +258,7 @@ class Folder:
                 text = apply_chat_template(self.processor, self.config, case.messages, num_images=len(images), **more)
             text = text.get("content", "") if isinstance(text, Mapping) else text
             adds = should_add_special_tokens(self.config.model_type, self.processor)
-            marker = getattr(self.config, "image_token_index", None)
+            marker = vars(self.config).get("image_token_index")
             found = prepare_inputs(
                 self.processor,
                 images=images or None,
