@@ -1,7 +1,7 @@
 """Prompts of published folders, recorded: ``python -m tests.published`` writes tests/data/published.json anew.
 
-The folders themselves are nobody's to hand on: VLM_BATCH_PUBLISHED names a directory that has them by these names. The facts are
-transformers' answers, or those of the folder's own code where transformers cannot read it (``BY_OWN_CODE``).
+The folders themselves are nobody's to hand on: VLM_BATCH_PUBLISHED names a directory that has them by these names. The
+facts are transformers' answers, or those of the folder's own code where transformers cannot read it (``BY_OWN_CODE``).
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from vlm_batch.cli.prompts import CASES, Folder, ask_transformers
+from tests.checkpoints import layout
+from vlm_batch.cli.prompts import CASES, NOT_FOLLOWED, Folder, ask_transformers
 
 FACTS = Path(__file__).parent / "data" / "published.json"
 VARIABLE = "VLM_BATCH_PUBLISHED"
-NAMES = ("cosmos-reason2", "florence-2-base", "granite-docling-258m", "medgemma-27b-it", "olmocr-7b")
+LLAMA = "tokenizers/llama3_1"
+NAMES = ("cosmos-reason2", "florence-2-base", "granite-docling-258m", "medgemma-27b-it", "olmocr-7b", LLAMA)
 #: Folders that transformers cannot read -> what their own code makes of a prompt.
 BY_OWN_CODE = {
-    "florence-2-base": "processing_florence2.py of the publisher: the tokenizer's <s> and </s> around the text, and the picture's "
-    "features before them; the mark of a picture is mlx-vlm's",
+    "florence-2-base": "processing_florence2.py of the publisher: <s> and </s> around the text, and the picture's features "
+    "before them; the mark of a picture is mlx-vlm's",
 }
 
 
@@ -29,6 +31,25 @@ def root() -> Path | None:
     """The directory with the folders, if there is one."""
     named = os.environ.get(VARIABLE)
     return Path(named) if named else None
+
+
+def folder_at(directory: Path, name: str, scratch: Path) -> Path | None:
+    """A folder by its name, if it is there; a tokenizer alone becomes one of Llama 3.2 Vision's kind under ``scratch``."""
+    path = directory / name
+    if (path / "config.json").exists() or not (path / "tokenizer.json").exists():
+        return path if path.exists() else None
+    for file in path.iterdir():
+        (scratch / file.name).symlink_to(file)
+    config = {**layout("mllama")["files"]["config.json"], "eos_token_id": [128001, 128008, 128009]}
+    (scratch / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    pictures = {
+        "image_processor_type": "MllamaImageProcessor",
+        "processor_class": "MllamaProcessor",
+        "max_image_tiles": 4,
+    }
+    pictures |= {"size": {"height": 560, "width": 560}, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    (scratch / "preprocessor_config.json").write_text(json.dumps(pictures), encoding="utf-8")
+    return scratch
 
 
 def runs(ids: list[int]) -> list[int | list[int]]:
@@ -62,7 +83,8 @@ def facts_of(folders: dict[str, Path]) -> dict[str, Any]:
                     cases[case.name] = runs(florence_ids(folder, text, len(case.images)))
             elif "ids" in answer["cases"][at]:
                 reads_no_tools = case.tools and "tools" not in folder.processing.template.reads
-                cases[case.name] = None if reads_no_tools else runs(answer["cases"][at]["ids"])
+                is_left = reads_no_tools or (folder.spec.family, case.name) in NOT_FOLLOWED
+                cases[case.name] = None if is_left else runs(answer["cases"][at]["ids"])
         ends = sorted(folder.published_ends)
         found[name] = {"by": BY_OWN_CODE.get(name) or answer["processor"], "ends": ends, "cases": cases}
     return found
@@ -71,7 +93,9 @@ def facts_of(folders: dict[str, Path]) -> dict[str, Any]:
 def main() -> None:
     directory = root()
     assert directory is not None, f"{VARIABLE} names no directory"
-    facts = facts_of({name: directory / name for name in NAMES})
+    with TemporaryDirectory() as scratch:
+        folders = {name: folder_at(directory, name, Path(scratch)) for name in NAMES}
+        facts = facts_of({name: path for name, path in folders.items() if path is not None})
     lines = [f"  {json.dumps(name)}: {json.dumps(fact)}" for name, fact in facts.items()]
     FACTS.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 

@@ -20,7 +20,9 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.checkpoints import layout
 from tests.test_folders import PROCESSORS, write_processor
+from vlm_batch.cli import main as cli
 from vlm_batch.cli.prompts import CASES, Folder, ask_transformers, differences
+from vlm_batch.inputs.processing import Processing
 
 BEGIN, END = "<s>", "</s>"
 #: What a tokenizer adds of itself: the pattern of TemplateProcessing.
@@ -190,3 +192,32 @@ def test_prompts_are_transformers(name: str, oracle: dict[str, tuple[Path, dict[
         assert not list(differences(made, theirs, folder.processing)), case.name
         compared += 1
     assert compared >= (1 if KINDS[name].place == "nowhere" else 4)
+
+
+def test_the_command_says_who_differs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A template that writes the beginning, and a tokenizer that adds one: mlx-vlm's prompt has two, and a faulty one."""
+    folder, found = str(write(tmp_path / "folder", Kind(adds="a beginning"))), tmp_path / "found.json"
+    assert cli.main(["verify", "--prompts", "--model", folder, "--json", str(found)]) == 0
+    said = json.loads(found.read_text(encoding="utf-8"))["models"][0]
+    assert said["ok"]
+    assert all(not one["differs"] and (one["upstream"] or one["name"] == "plain text") for one in said["cases"])
+    assert "others from 1: '<s><s>" in capsys.readouterr().out
+    monkeypatch.setattr(Processing, "adds_special_tokens", lambda *_, **__: True)
+    assert cli.main(["verify", "--prompts", "--model", folder]) == 1
+    assert "NOT as transformers makes them" in capsys.readouterr().out
+    assert cli.main(["verify", "--prompts", "--model", str(tmp_path / "nowhere")]) == 2
+
+
+def test_parts_for_a_template_of_text_alone_become_text(tmp_path: Path) -> None:
+    """As Llama 3.1's: a list would be written out as Python writes it."""
+    folder = write(tmp_path / "folder", Kind())
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}")
+    parts = [{"type": "text", "text": "What is"}, {"type": "image"}, {"type": "text", "text": " this?"}]
+    processing = Folder(folder).processing
+    assert processing.render([{"role": "user", "content": parts}], 1) == "[user]What is<|image_pad|> this?"
+    assert processing.render("What?", 1) == "[user]<|image_pad|>What?"
+    assert processing.render([{"role": "system", "content": parts[:1]}, {"role": "user", "content": "x"}]) == (
+        "[system]What is[user]x"
+    )

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import pytest
 
-from tests.published import BY_OWN_CODE, FACTS, NAMES, VARIABLE, root, runs
+from tests.published import BY_OWN_CODE, FACTS, LLAMA, NAMES, VARIABLE, folder_at, root, runs
 from vlm_batch.cli.prompts import CASES, Folder, verify_prompts
 
 RECORDED: dict[str, Any] = json.loads(FACTS.read_text(encoding="utf-8"))
@@ -19,8 +22,8 @@ def folder_of(name: str) -> Folder:
     directory = root()
     if directory is None:
         pytest.skip(f"{VARIABLE} names no directory with published folders")
-    path = directory / name
-    if not (path / "config.json").exists():
+    path = folder_at(directory, name, Path(mkdtemp(dir=os.environ["VLM_BATCH_CACHE"])))
+    if path is None:
         pytest.skip(f"{directory} has no {name}")
     return Folder(path)
 
@@ -29,10 +32,10 @@ def test_facts_are_recorded_of_every_folder() -> None:
     assert set(RECORDED) == set(NAMES)
     for name, facts in RECORDED.items():
         assert facts["ends"], name
-        assert {"text", "picture", "plain text"} <= facts["cases"].keys(), name
-        beginnings = [ids[0] for ids in facts["cases"].values() if ids]
-        marks = [first for first in beginnings if isinstance(first, list)]  # two beginnings would be a run
-        assert all(name in BY_OWN_CODE and times > 100 for _, times in marks), name
+        assert "plain text" in facts["cases"], name
+        assert {"text", "turns of text"} & facts["cases"].keys(), name
+        runs_first = [ids[0] for ids in facts["cases"].values() if ids and isinstance(ids[0], list)]
+        assert all(name in BY_OWN_CODE and times > 100 for _, times in runs_first), f"{name} begins twice"
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -48,7 +51,7 @@ def test_ids_and_ends_are_those_recorded(name: str) -> None:
         assert made.error is None, case.name
         assert runs(list(made.ids)) == ids, case.name
         compared += 1
-    assert compared >= 3
+    assert compared >= (1 if name == LLAMA else 3)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in BY_OWN_CODE])
@@ -56,7 +59,7 @@ def test_transformers_answers_as_recorded(name: str) -> None:
     """Through the command that users have."""
     found = verify_prompts(folder_of(name))
     assert found.ok, found.text()
-    assert found.compared >= 5
+    assert found.compared >= (1 if name == LLAMA else 6)  # its template takes no parts
 
 
 def test_tools_on_a_template_without_them_are_refused_by_what_it_reads() -> None:

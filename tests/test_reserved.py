@@ -155,7 +155,9 @@ def test_what_says_nothing_is_rendered_as_transformers_does(name: str, model_typ
     chat = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}, {"role": "user", "content": "z"}]
     for prompt in ("a b", chat):
         for num_images in (0, 1):
-            turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+            turns: list[dict[str, Any]] = (
+                [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+            )
             words = {"type": "text", "text": turns[-1]["content"]}
             turns[-1] = {"role": "user", "content": [*[{"type": "image"}] * num_images, words]}
             owner = processing.processor if processing.processor.chat_template else processing.tokenizer

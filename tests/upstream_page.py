@@ -27,6 +27,7 @@ FILES = (
     "vision",
     "configured",
     "checkpoints",
+    "prompts",
     "mllama",
     "other_models",
 )

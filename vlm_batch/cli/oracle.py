@@ -1,4 +1,4 @@
-"""What transformers makes of prompts, as a script of its own: mlx-vlm, once imported, replaces transformers' classes.
+"""Prompts as transformers makes them, in a script of its own: mlx-vlm, once imported, replaces transformers' classes.
 
 Reads JSON from standard input, a list of ``{"folder": ..., "cases": [...]}``, and writes a list of answers to standard output.
 A case is ``{"name", "messages", "text", "images", "tools", "continue_final_message"}``: ``messages`` or ``text`` with the
@@ -41,7 +41,7 @@ def answer(folder: Path, cases: list[dict[str, Any]], pixels: Path) -> dict[str,
     except Exception as error:
         return {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
     found = [case_answer(processor, case, pixels / f"{at}.npy") for at, case in enumerate(cases)]
-    tokenizer = getattr(processor, "tokenizer", processor)
+    tokenizer = tokenizer_of(processor)
     return {"processor": type(processor).__name__, "tokenizer": type(tokenizer).__name__, "cases": found}
 
 
@@ -60,7 +60,7 @@ def read(folder: Path) -> Any:
 def class_named(name: str) -> Any:
     """Return a processor's class, also one that transformers hides where there is no torch, which ids do not need."""
     kind = getattr(transformers, name)
-    if not hasattr(kind, "_backends"):
+    if "_backends" not in vars(kind):
         return kind
     models = Path(transformers.__file__).parent / "models"
     for path in models.glob("*/processing_*.py"):
@@ -73,7 +73,7 @@ def class_named(name: str) -> Any:
 
 
 class TextAlone(transformers.ProcessorMixin):
-    """What all of transformers' processors do with text, for one that cannot be imported."""
+    """The part for text that all of transformers' processors share, for one that cannot be imported."""
 
     def __init__(self, tokenizer: Any = None, **options: Any) -> None:
         super().__init__(tokenizer, **{name: options[name] for name in ("chat_template",) if name in options})
@@ -84,7 +84,7 @@ def processor_class(folder: Path) -> str | None:
     for file in ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json"):
         if (path := folder / file).exists():
             named = json.loads(path.read_text(encoding="utf-8")).get("processor_class")
-            if isinstance(named, str) and hasattr(transformers, named):
+            if isinstance(named, str) and named in dir(transformers):
                 return named
     return None
 
@@ -131,8 +131,10 @@ def read_tokenizer(folder: Path) -> Any:
     """Return the tokenizer of a folder whose model's type transformers may not know."""
     path = folder / "tokenizer_config.json"
     said = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    kind = getattr(transformers, str(said.get("tokenizer_class")), transformers.PreTrainedTokenizerFast)
-    return kind.from_pretrained(folder)
+    named = str(said.get("tokenizer_class"))
+    return getattr(transformers, named if named in dir(transformers) else "PreTrainedTokenizerFast").from_pretrained(
+        folder
+    )
 
 
 def case_answer(processor: Any, case: dict[str, Any], pixels: Path) -> dict[str, Any]:
@@ -145,14 +147,16 @@ def case_answer(processor: Any, case: dict[str, Any], pixels: Path) -> dict[str,
 def processed(processor: Any, case: dict[str, Any], pixels: Path) -> dict[str, Any]:
     """Return a case's answer, by ``apply_chat_template(tokenize=True)`` where there is a template."""
     images = [picture(width, height, seed) for seed, (width, height) in enumerate(case["images"])]
-    tokenizer = getattr(processor, "tokenizer", processor)
+    tokenizer = tokenizer_of(processor)
     options = {name: case[name] for name in ("tools", "continue_final_message") if case.get(name)}
     options["add_generation_prompt"] = "continue_final_message" not in options
     text = case.get("text")
     if text is None:
         # a processor without a template of its own is handed what its tokenizer's template wrote
-        owner = processor if getattr(processor, "chat_template", None) is not None else tokenizer
+        owner = processor if processor.chat_template is not None else tokenizer
         text = owner.apply_chat_template(case["messages"], tokenize=False, **options)
+        if "[{'type':" in text:
+            raise ValueError("its template takes text alone, and writes parts out as Python writes a list")
         if owner is tokenizer and tokenizer is processor:
             found = tokenizer.apply_chat_template(case["messages"], tokenize=True, return_dict=True, **options)
         else:
@@ -171,12 +175,16 @@ def processed(processor: Any, case: dict[str, Any], pixels: Path) -> dict[str, A
 
 def called(processor: Any, text: str, images: list[Image.Image]) -> Any:
     """Process a text as ``ProcessorMixin.apply_chat_template`` does (processing_utils.py:2402)."""
-    begin = getattr(getattr(processor, "tokenizer", processor), "bos_token", None)
+    begin = tokenizer_of(processor).bos_token
     options = {"add_special_tokens": False} if begin and text.startswith(begin) else {}
     media = {"images": images} if images else {}
     if images and isinstance(processor, TextAlone):
         raise ImportError("its pictures need torch, which is not installed")
     return processor(text=[text], return_tensors="np", **media, **options)
+
+
+def tokenizer_of(processor: Any) -> Any:
+    return processor.tokenizer if isinstance(processor, transformers.ProcessorMixin) else processor
 
 
 def flat(ids: Any) -> list[int]:

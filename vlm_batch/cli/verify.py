@@ -86,17 +86,16 @@ def run(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
 
 def _run_prompts(args: argparse.Namespace) -> int:
     """Compare a folder's prompts; return 0 if they are transformers'."""
-    from vlm_batch.cli.prompts import verify_prompts  # --help should not wait for MLX
+    from vlm_batch.cli.prompts import Folder, verify_prompts  # --help should not wait for MLX
     from vlm_batch.loading import find_checkpoint
 
     name = args.model or str(default_checkpoint())
-    folder = Path(name).expanduser()
-    if not folder.exists() and name.startswith((".", "/", "~")):
+    path = Path(name).expanduser()
+    if not path.exists() and name.startswith((".", "/", "~")):
         raise UsageError(f"there is no model at {name}; give a folder that holds config.json, or a hub id")
     try:
-        found = verify_prompts(
-            folder if folder.exists() else find_checkpoint(name), name=args.model or "the embedded checkpoint"
-        )
+        folder = Folder(path if path.exists() else find_checkpoint(name))
+        found = verify_prompts(folder, name=args.model or "the embedded checkpoint")
     except Exception as error:  # whatever a processor's files raise, the user needs one line of it
         raise UsageError(f"cannot read the folder {name}: {type(error).__name__}: {error}") from error
     print(found.text(), file=sys.stderr if args.json == "-" else sys.stdout, flush=True)

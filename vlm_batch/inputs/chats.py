@@ -264,6 +264,15 @@ def in_parts(turn: Mapping[str, Any]) -> dict[str, Any]:
     return {**turn, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else dict(turn)
 
 
+def in_text(turn: Mapping[str, Any], image_mark: str) -> dict[str, Any]:
+    """Return a turn whose parts are one text, pictures as ``image_mark``, for a template that would write a list out."""
+    content = turn.get("content")
+    if not isinstance(content, list):
+        return dict(turn)
+    parts = map(_plain, content)
+    return {**turn, "content": "".join(part["text"] if part["type"] == "text" else image_mark for part in parts)}
+
+
 def _plain(part: Any) -> dict[str, Any]:
     if isinstance(part, str):
         return {"type": "text", "text": part}

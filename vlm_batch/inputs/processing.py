@@ -26,7 +26,7 @@ from transformers import AddedToken
 from vlm_batch.arrays import as_mlx
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.inputs.audio import Sound
-from vlm_batch.inputs.chats import in_parts, with_parts
+from vlm_batch.inputs.chats import in_parts, in_text, with_parts
 from vlm_batch.inputs.processors import (
     ProcessorCopier,
     copy_for_thread,
@@ -128,12 +128,19 @@ class Processing:
         made = apply_chat_template(self.processor, self.config, turns, num_images=num_images, return_messages=True)
         if self.config.model_type in _LAST_MESSAGE:
             return made[-1]
+        if self.template.takes_text_alone:
+            made = [in_text(turn, self._image_mark) if isinstance(turn, Mapping) else turn for turn in made]
         if isinstance(turns, str):
             return made
         # with the fields of each turn that mlx-vlm leaves out, such as a name or earlier reasoning
         kept = [{name: value for name, value in turn.items() if name not in ("role", "content")} for turn in turns]
         pairs = zip(made, kept, strict=True)
         return [{**more, **message} if isinstance(message, Mapping) else message for message, more in pairs]
+
+    @property
+    def _image_mark(self) -> str:
+        named = (getattr(part, "image_token", None) for part in (self.processor, self.tokenizer))
+        return next((mark for mark in named if isinstance(mark, str)), "<image>")
 
     def count_placeholders(self, rendered: str, kind: str = "image") -> int | None:
         """Count placeholders of ``kind`` ("image", "video", "audio"); None if the processor names none."""

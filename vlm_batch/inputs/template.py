@@ -163,6 +163,11 @@ class ChatTemplate:
         found = self._probed([_TEXT_PART])
         return _PROBE in found and f"'{_PROBE}'" not in found
 
+    @property
+    def takes_text_alone(self) -> bool:
+        """Whether it would write a list of parts out as Python does, or fail at it."""
+        return self.owner is not None and self.takes_text and not self.takes_parts
+
     @cached_property
     def writes_pictures(self) -> bool:
         """Whether it has a mark for a picture's part."""
