@@ -151,7 +151,7 @@ def _asked(batcher: Batcher, requests: Iterator[Request]) -> queue.SimpleQueue[R
 
 
 class _Progress:
-    """How far a dry run is: a bar on a terminal, a line now and then elsewhere."""
+    """Shows how far a dry run is: by a bar on a terminal, by a line now and then elsewhere."""
 
     def __init__(self) -> None:
         self._console = open_console(sys.stderr)

@@ -1,4 +1,4 @@
-"""How signals end a job, or do not."""
+"""Signals that end a job, or do not."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from vlm_batch.jobs.questions import Item, Questions
 from vlm_batch.jobs.rows import Ids, InvalidJob, Row, Shard, Source, digest
 from vlm_batch.jobs.sinks import Sink
 from vlm_batch.jobs.sources import Files
-from vlm_batch.jobs.stamps import line_of
+from vlm_batch.jobs.stamps import Stamp, line_of
 from vlm_batch.jobs.summary import Summary
 from vlm_batch.many import try_submit
 from vlm_batch.types import Request, Result, Stats
@@ -97,28 +97,16 @@ def run(
     with sink.locked():
         sink.check(header, resume=resume, overwrite=overwrite, force=force)
         done, failed = sink.existing() if resume else (Ids(), Ids())
-        plan = job.plan(done, Ids() if retry_errors else failed, watch.counted)
+        failed = Ids() if retry_errors else failed  # which are asked again
+        plan = job.plan(done, failed, watch.counted)
         if not force:
             plan.check_resumable()
         if plan.total is None:  # of rows that are not known yet, what the output has is what was done
-            plan = replace(plan, done=len(done), failed_before=0 if retry_errors else len(failed))
+            plan = replace(plan, done=len(done), failed_before=len(failed))
         summary = Summary(plan.total, plan.done, plan.failed_before, keeps_samples)
         watch.planned(plan)
-        stamps = sink.stamps() if resume and job.is_once else {}  # of others, the plan has compared what they ask
-
-        def is_done(item: Item) -> bool:
-            if item.id not in done and (retry_errors or item.id not in failed):
-                return False
-            stamp = stamps.get(digest(item.id))
-            if stamp is not None and stamp.asks_else(item):
-                summary.otherwise += 1
-            return True
-
-        if plan.left == 0:  # its last run may have been killed before it could make the output
-            opened: AbstractContextManager[Batcher | None] = contextlib.nullcontext()
-        else:
-            opened = batcher() if callable(batcher) else contextlib.nullcontext(batcher)
-        with opened as ready:
+        is_done = _known([done, failed], sink.stamps() if resume and job.is_once else {}, summary)
+        with _opened(batcher, plan) as ready:
             sink.begin(header, overwrite=overwrite and ready is not None, drop_errors=retry_errors)
             try:
                 if ready is not None:
@@ -127,6 +115,27 @@ def run(
             finally:
                 sink.close()
     return summary
+
+
+def _opened(batcher: Batcher | OpenBatcher, plan: Plan) -> AbstractContextManager[Batcher | None]:
+    """Open the batcher; None if no row is left: the last run may have been killed before it could make the output."""
+    if plan.left == 0:
+        return contextlib.nullcontext()
+    return batcher() if callable(batcher) else contextlib.nullcontext(batcher)
+
+
+def _known(ended: Sequence[Ids], stamps: Mapping[int, Stamp], summary: Summary) -> Callable[[Item], bool]:
+    """Return whether a row has ended before; ``stamps`` are of rows that no plan has compared."""
+
+    def is_done(item: Item) -> bool:
+        if not any(item.id in ids for ids in ended):
+            return False
+        stamp = stamps.get(digest(item.id))
+        if stamp is not None and stamp.asks_else(item):
+            summary.otherwise += 1
+        return True
+
+    return is_done
 
 
 def _check_apart(sources: Sequence[Source], sink: Sink) -> None:

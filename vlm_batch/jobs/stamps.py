@@ -1,4 +1,4 @@
-"""What each row of an output asked, and the files that it was about: a line a row, in a file beside the output."""
+"""Stamps of an output's rows: what each asked, and the files that it was about, a line a row in a file beside the output."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ _ENDED_BY = {signal.SIGINT: b"vlm-batch: interrupted\n", signal.SIGTERM: b"vlm-b
 
 
 class Beginning:
-    """What came before the command could attend to it."""
+    """Events before the command could attend to them."""
 
     def __init__(self) -> None:
         #: Standard streams that the caller had closed, by descriptor.
