@@ -92,12 +92,6 @@ class AnswerText:
     decode_all: Decode | None = None
     decode_usual: Decode | None = None
 
-    def decoder(self, skip_special_tokens: bool | None) -> Decode:
-        """Return the decoder of an answer with this parameter."""
-        if skip_special_tokens is None:
-            return self.decode_usual or self.decode
-        return self.decode if skip_special_tokens else self.decode_all or self.decode
-
 
 NO_TEXT = AnswerText()
 

@@ -17,7 +17,7 @@ from vlm_batch.caches.states import LayerState
 from vlm_batch.engine.constraints import Guide
 from vlm_batch.engine.drafter import Drafter
 from vlm_batch.engine.logprobs import PromptScores
-from vlm_batch.engine.port import NO_TEXT, AnswerText, Loading
+from vlm_batch.engine.port import NO_TEXT, AnswerText, Decode, Loading
 from vlm_batch.engine.sampling import NO_RULES, RowRules
 from vlm_batch.engine.text import Detokenizer, StopStrings
 from vlm_batch.errors import InvalidParameters, describe
@@ -335,9 +335,16 @@ class Row:
         self.answer, self.facts = new_answer(self.params), Facts()
 
 
+def decoder_of(text: AnswerText, skip_special_tokens: bool | None) -> Decode:
+    """Return the decoder of an answer with this parameter."""
+    if skip_special_tokens is None:
+        return text.decode_usual or text.decode
+    return text.decode if skip_special_tokens else text.decode_all or text.decode
+
+
 def new_answer(params: SamplingParams, text: AnswerText = NO_TEXT) -> Answer:
     return Answer(
-        Detokenizer(text.decoder(params.skip_special_tokens)),
+        Detokenizer(decoder_of(text, params.skip_special_tokens)),
         StopStrings(params.stop) if params.stop else None,
         params.max_tokens,
         end_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else text.eos_token_ids),
