@@ -133,7 +133,7 @@ class Reuse:
         if cache is None and not request.return_cache:
             return
         self._check_family(request.params)
-        if cache is None:
+        if cache is None or cache.is_continued:  # which its claim refuses
             return
         self.identity.check(cache.identity)
         saved, ids = cache.peek(), text_ids()
