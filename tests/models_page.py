@@ -19,6 +19,7 @@ from typing import Any
 
 from tests import test_drafts, upstream_page
 from tests.harness import TOLERANCE
+from tests.published_configurations import BY_CLASS, LOADED
 from tests.zoo import FAMILIES
 from vlm_batch.cli import facts
 from vlm_batch.cli.facts import FamilyFacts
@@ -47,15 +48,6 @@ LIMITS = {
 }
 #: Brackets of a note that name files or lines.
 PLACES = re.compile(r"\s*\([^()]*(?:\.py\b|:\d+)[^()]*(?:\([^()]*\)[^()]*)*\)")
-
-#: Family -> its published folders, of which tests/published.py has recorded the prompts.
-PUBLISHED = {
-    "florence2": "Florence-2-base",
-    "gemma3": "medgemma-27b-it",
-    "idefics3": "granite-docling-258M",
-    "qwen2_vl": "olmOCR-7B",
-    "qwen3_vl": "Cosmos-Reason2",
-}
 
 #: Characters of a line of the table, and of other lines that this module breaks.
 LONGEST_ROW, WIDTH = 200, 120
@@ -115,8 +107,9 @@ DETAILS = """# Models in detail
 A section for each family of [the table](models.md): what a user of it must know. "Off by" is the largest difference
 of a log-probability from the same request alone, over all [verified scenarios](models.md#how-it-is-verified).
 "Reproducible" names the precisions in which `reproducible=True` was shown to give the request's own bits.
-"Published configuration tried" names the folder whose files, as published, were compared with transformers
-([prompts and ends](prompts.md)). "Mended" are defects of mlx-vlm, by the names of [their reproductions](upstream.md).
+"Published configuration tried" names a folder whose config.json, as published, was built at its full size, without
+weights, and has an adapter; [five folders' prompts](prompts.md) were compared with transformers', too. "Mended" are
+defects of mlx-vlm, by the names of [their reproductions](upstream.md).
 
 """
 
@@ -240,12 +233,18 @@ def _section(one: FamilyFacts) -> str:
     spec = one.spec
     off = "" if one.largest is None else f", off by {_number(one.largest)}"
     types = "" if spec.model_types == (spec.family,) else f"Model types {_types(spec.model_types)}. "
-    tried = PUBLISHED.get(one.spec.family)
-    published = f"Published configuration tried: {'no' if tried is None else f'yes ({tried})'}."
+    published = f"Published configuration tried: {_published(one.spec.family)}."
     tests = f"{len(one.verified)} scenarios{off}. Reproducible: {_reproducible(one)}. {published}"
     lines = [*_limits(one), *map(_plain, spec.notes), *_mended(one)]
     head = f"{types}{tests} mlx-vlm's batch: {one.upstream}."
     return "\n".join([f"## {spec.family}", "", head, "", *(f"- {line}" for line in lines)]).strip()
+
+
+def _published(family: str) -> str:
+    """Return which published configuration was tried (``tests/published_configurations.py``)."""
+    if family in LOADED:
+        return f"yes ({LOADED[family]})"
+    return "no, transformers' own class of it" if family in BY_CLASS else "no"
 
 
 def _reproducible(one: FamilyFacts) -> str:
