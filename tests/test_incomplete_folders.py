@@ -39,9 +39,15 @@ POINTER = (
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 
 
+def weights_of(file: Path) -> dict[str, mx.array]:
+    loaded = mx.load(str(file))
+    assert isinstance(loaded, dict)
+    return loaded
+
+
 def in_shards(folder: Path) -> None:
     """Write the weights as two files with an index."""
-    weights = mx.load(str(folder / "model.safetensors"))
+    weights = weights_of(folder / "model.safetensors")
     names = sorted(weights)
     halves = names[: len(names) // 2], names[len(names) // 2 :]
     for file, half in zip(SHARDS, halves, strict=True):
@@ -91,9 +97,14 @@ def lacks_a_shard(folder: Path) -> None:
 
 def lacks_tensors(folder: Path) -> None:
     in_shards(folder)
-    weights = dict(list(mx.load(str(folder / SHARDS[1])).items()))
+    weights = weights_of(folder / SHARDS[1])
     weights.pop(max(weights))
     mx.save_safetensors(str(folder / SHARDS[1]), {name: mx.array(np.array(one)) for name, one in weights.items()})
+
+
+def shard_is_pointer(folder: Path) -> None:
+    in_shards(folder)
+    (folder / SHARDS[1]).write_text(POINTER)
 
 
 def dangling(folder: Path) -> None:
@@ -116,7 +127,7 @@ BROKEN: Mapping[str, tuple[Callable[[Path], Any], str]] = {
         r"config.json is a pointer of Git LFS",
     ),
     "a shard is a pointer": (
-        lambda folder: (in_shards(folder), (folder / SHARDS[1]).write_text(POINTER)),
+        shard_is_pointer,
         rf"{SHARDS[1]} is a pointer of Git LFS",
     ),
     "weights are cut off": (
@@ -273,7 +284,7 @@ def with_quantisation(folder: Path, settings: Mapping[str, Any], place: str | No
     part = config if place is None else config.setdefault(place, {})
     part["quantization_config"] = dict(settings)
     (folder / "config.json").write_text(json.dumps(config))
-    weights = mx.load(str(folder / "model.safetensors"))
+    weights = weights_of(folder / "model.safetensors")
     packed = {
         name: mx.zeros(value.shape, dtype=mx.uint8) if value.ndim == 2 and "proj" in name else mx.array(np.array(value))
         for name, value in weights.items()

@@ -57,7 +57,12 @@ def test_tokens_with_a_gap_between_their_ids_are_copied_whole(monkeypatch: pytes
     """They would get other ids in a tokenizer that is made anew."""
     made = []
     theirs = processors._with_same_vocabulary
-    monkeypatch.setattr(processors, "_with_same_vocabulary", lambda backend: made.append(theirs(backend)) or made[-1])
+
+    def watched(backend: processors.Tokenizer) -> processors.Tokenizer | None:
+        made.append(theirs(backend))
+        return made[-1]
+
+    monkeypatch.setattr(processors, "_with_same_vocabulary", watched)
     whole = json.loads((default_checkpoint() / "tokenizer.json").read_text())
     last = max(token["id"] for token in whole["added_tokens"])
     whole["added_tokens"].append({**whole["added_tokens"][-1], "id": last + 40, "content": "<far>"})
