@@ -57,14 +57,16 @@ LOWEST = np.finfo(np.float32).min
 def takes(array: Any, size: int | None = None) -> bool:
     """Whether the current call is a prompt's or a tower's, and numpy computes ``size`` exponentials of this array.
 
-    With fixed shapes every array counts as large: how many rows share it must not matter.
+    The size of one row (prompt, picture, crop) decides: MLX's and numpy's last bits differ, and how many rows share an array
+    must not matter. With fixed shapes every array counts as large.
     """
     if not is_adapting() or not isinstance(array, mx.array) or array.dtype not in FLOATS:
         return False
     call = current()
     if call.positions is not None or not array.size:
         return False
-    is_large = (array.size if size is None else size) >= FEWEST
+    num_rows = array.shape[0] if array.ndim > 2 else 1
+    is_large = (array.size if size is None else size) >= num_rows * FEWEST
     return (is_large or call.is_fixed) and exponentials.is_numpys()
 
 
