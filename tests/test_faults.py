@@ -169,7 +169,7 @@ def test_a_model_is_a_path_or_a_model() -> None:
         {"repetition_penalty": 1e-40},
         {"repetition_context_size": 2**70},
         {"max_tokens": 2**70},
-        {"stop_token_ids": [2**40]},
+        {"stop_token_ids": [-1]},  # those beyond the vocabulary are refused where it is known
         {"top_p": 1e-46},
         {"logits_processors": 3},
         {"ignore_eos": "no"},
@@ -525,10 +525,10 @@ def test_whatever_loading_raises_ends_its_request_alone(
 ) -> None:
     render = Processing.inputs
 
-    def inputs(self: Processing, prompt: str, *media: Any) -> Any:
+    def inputs(self: Processing, prompt: str, *media: Any, is_templated: bool = True) -> Any:
         if "repeat" in prompt:
             raise kind("of the test")
-        return render(self, prompt, *media)
+        return render(self, prompt, *media, is_templated=is_templated)
 
     monkeypatch.setattr(Processing, "inputs", inputs)
     bad = batcher.submit(None, "repeat: a")

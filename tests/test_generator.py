@@ -380,6 +380,7 @@ def test_prefilling_together_can_be_switched_off(monkeypatch: pytest.MonkeyPatch
     assert together_and_apart(monkeypatch, prefill=1) == []
 
 
+@pytest.mark.fails_steps
 def test_what_fails_together_runs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert together_and_apart(monkeypatch, prefill=8, fails=True) == [3]
 
