@@ -69,7 +69,7 @@ PARTS = {
     "encode": ("", "_encode"),
     "prefill": ("", "_prefill"),
     "choose": ("", "_choose"),
-    "wait": ("", "_read"),
+    "wait": ("telling", "read"),
 }
 CALLS = ("encode", "encode_together", "prefill", "decode")
 

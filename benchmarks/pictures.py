@@ -121,8 +121,8 @@ def watched(batcher: VLMBatcher) -> Spent:
     spent.watch(generator, "take_in", "take in")
     spent.watch(generator, "_encode", "encode")
     spent.watch(generator, "_prefill", "prefill")
-    spent.watch(generator.runner, "_decode", "decode, launch")
-    spent.watch(generator, "_read", "wait for the last step")
+    spent.watch(generator.runner, "decode", "decode, launch")
+    spent.watch(generator.telling, "read", "wait for the last step")
     for name in ("prompt_key", "encode_together", "encode"):
         spent.watch(adapter, name, f"  adapter.{name}")
     spent.watch(modules, "digest", "    digest of a tower's call")

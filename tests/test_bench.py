@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_map
 
+from benchmarks import exactness, pictures
 from benchmarks.compare import __main__ as comparison
 from benchmarks.compare import measure, probe, report, shapes
 from benchmarks.compare.__main__ import parse
@@ -369,3 +370,11 @@ def test_the_command_writes_figures(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(printed.out)["requests"] == 2
     assert "tokens/s" in printed.err
     assert cli.main(["bench", "--prompt-words", "9", "4"]) == cli.USAGE
+
+
+def test_engines_are_watched_by_names_that_they_have() -> None:
+    """Two benchmarks put clocks around the engine's methods; a renamed one would end them with an error."""
+    watched = exactness.Engine(build(SHAPES["tiny"]), make_workload("single", SHAPES["tiny"]), exactness.WAYS["not"])
+    assert watched.spent.seconds == {}
+    with VLMBatcher(default_checkpoint()) as batcher:
+        assert pictures.watched(batcher).seconds == {}
