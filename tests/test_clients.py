@@ -57,7 +57,7 @@ REQUESTS = recorded()
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """A model whose template reads tools."""
     folder = copy_with_tools(tmp_path_factory.mktemp("clients") / "qwen2_vl")
-    with serving(lambda: VLMBatcher(folder, max_rows=8), served_name="model") as running:
+    with serving(lambda: VLMBatcher(folder, max_rows=8), served_names=("model",)) as running:
         yield running
 
 

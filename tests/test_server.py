@@ -1230,27 +1230,6 @@ def test_a_request_has_so_much_time() -> None:
         assert streamed.endswith("data: [DONE]\n\n")
 
 
-def test_a_full_queue_sends_others_away() -> None:
-    def one_row() -> VLMBatcher:
-        return VLMBatcher(default_checkpoint(), max_rows=1)
-
-    with serving(one_row, max_queue=2) as busy:
-        streams: list[socket.socket] = []
-        try:
-            for count in (1, 2, 3):
-                streams.append(begin_stream(busy))
-                wait_until(lambda count=count: rows(busy) == count and decoding(busy), "the queue to fill")  # type: ignore[misc]
-            reply = busy.chat("count to 3")
-            assert reply.status == 429
-            assert 1 <= int(reply.headers["retry-after"]) <= 60
-            assert "wait already" in reply.error["message"]
-        finally:
-            for stream in streams:
-                stream.close()
-        wait_until(lambda: rows(busy) == 0, "the queue to empty")
-        assert busy.chat("count to 3").status == 200
-
-
 def test_nobody_waits_while_memory_is_short() -> None:
     def one_row() -> VLMBatcher:
         return VLMBatcher(default_checkpoint(), max_rows=1)

@@ -724,10 +724,10 @@ def test_cheap_refusals_come_before_dear_ones(server: Running, hostile: int, mon
     assert server.chat([part], n=999).error["param"] == "n"
     assert Hostile.seen == []
 
-    def full(self: Service, client: int) -> None:
+    def full(self: Service) -> None:
         raise ApiError(429, "full", code="busy")
 
-    monkeypatch.setattr(Service, "check_room", full)
+    monkeypatch.setattr(Service, "check_memory", full)
     monkeypatch.setattr(bodies, "read_body", pytest.fail)
     assert server.chat("count to 3").status == 429
 

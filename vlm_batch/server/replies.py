@@ -223,7 +223,7 @@ class Exchange(ABC):
 
     async def _deltas(self) -> AsyncGenerator[tuple[Choice, Delta]]:
         """Yield events' choices and deltas. Raises ApiError once a choice fails."""
-        async with self._service.visit(self._entry.number) as visit, self._naming_the_prompt():
+        async with self._service.visit(self._entry.visit) as visit, self._naming_the_prompt():
             assert visit.loaded is not None
             ask = await self._prepare(visit.loaded.dialect)
             self._begin(ask, visit.loaded.dialect)
