@@ -184,18 +184,20 @@ def test_a_held_client_that_leaves_is_forgotten(narrow: Running) -> None:
 
 def test_who_waits_is_answered_when_the_server_stops() -> None:
     replies: list[Reply] = []
-    waiting: Any = None
     with serving(lambda: VLMBatcher(default_checkpoint(), max_rows=1), max_queue=1, shutdown_seconds=5.0) as server:
-        with ThreadPoolExecutor(1) as pool:
-            pool.submit(server.chat, "count to 12", **{**ENDLESS, "max_tokens": 200})
-            second = threading.Thread(target=server.chat, args=("count to 12",), kwargs=ENDLESS, daemon=True)
-            wait_until(lambda: rows(server) == 1 and decoding(server), "the first to run")
-            second.start()
-            wait_until(lambda: rows(server) == 2, "the second to wait in the queue")
-            waiting = threading.Thread(target=lambda: replies.append(server.chat("count to 3")), daemon=True)
-            waiting.start()
-            wait_until(lambda: held(server) == 1, "the third to be held")
-            server.server.should_exit = True
-            waiting.join(4)
-            assert [reply.status for reply in replies] == [503]
-            assert replies[0].headers["retry-after"] == "5"
+
+        def begin(*given: Any, **named: Any) -> threading.Thread:
+            said = threading.Thread(target=lambda: replies.append(server.chat(*given, **named)), daemon=True)
+            said.start()
+            return said
+
+        begin("count to 12", **ENDLESS)
+        wait_until(lambda: rows(server) == 1 and decoding(server), "the first to run")
+        begin("count to 12", **ENDLESS)
+        wait_until(lambda: rows(server) == 2, "the second to wait in the queue")
+        waiting = begin("count to 3")
+        wait_until(lambda: held(server) == 1, "the third to be held")
+        server.server.should_exit = True
+        waiting.join(4)
+        assert [reply.status for reply in replies] == [503]
+        assert replies[0].headers["retry-after"] == "5"
