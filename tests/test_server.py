@@ -315,8 +315,8 @@ def test_text_offsets_count_what_is_shown(server: Running) -> None:
         ({"structured_outputs": {"json": {"type": "obect"}}}, "structured_outputs.json", "structured_outputs.json: "),
         ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "structured_outputs.choice is empty"),
         ({"guided_regex": "["}, "guided_regex", "guided_regex: "),
-        ({"max_tokens": 0}, "max_tokens", "at least 1"),
-        ({"echo": True}, "echo", "may only be false or null"),
+        ({"max_tokens": 0}, "max_tokens", "at least one token"),
+        ({"use_beam_search": True}, "use_beam_search", "may only be false or null"),
     ],
     ids=lambda one: str(one)[:60],
 )
@@ -1033,7 +1033,7 @@ def test_a_clients_own_fault_is_a_line_in_the_log(
 
     from vlm_batch.server import app
 
-    def too_deep(*_: Any) -> Any:
+    def too_deep(*_: Any, **__: Any) -> Any:
         raise RecursionError("maximum recursion depth exceeded")
 
     png = base64.b64decode(data_uri("red_circle.png").partition(",")[2])

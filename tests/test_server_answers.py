@@ -19,6 +19,7 @@ from vlm_batch.handle import Handle
 from vlm_batch.models import families
 from vlm_batch.registry import ModelSpec
 from vlm_batch.server.answers import AnswerReader, Dialect, UnreadableCall
+from vlm_batch.loading.recommended import RecommendedSampling
 from vlm_batch.types import Event, Request, Result, Stats, Usage
 
 TEMPLATE = (
@@ -46,6 +47,7 @@ class ScriptedBatcher:
     """Answers every request with the same text, in pieces of a few characters, as a model's tokens are."""
 
     max_context = 100
+    recommended_sampling = RecommendedSampling()
 
     def __init__(self, answer: str, piece: int = 3) -> None:
         self.answer = answer
