@@ -16,10 +16,10 @@ from transformers import AutoTokenizer
 from tests.serving import Running, serving
 from vlm_batch.assets import default_checkpoint
 from vlm_batch.handle import Handle
+from vlm_batch.loading.recommended import RecommendedSampling
 from vlm_batch.models import families
 from vlm_batch.registry import ModelSpec
 from vlm_batch.server.answers import AnswerReader, Dialect, UnreadableCall
-from vlm_batch.loading.recommended import RecommendedSampling
 from vlm_batch.types import Event, Request, Result, Stats, Usage
 
 TEMPLATE = (
