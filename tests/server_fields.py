@@ -4,11 +4,33 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from mlx_vlm.server.schemas import ChatRequest as OfMlxVlm
+from openai.types.chat.completion_create_params import CompletionCreateParamsBase as OfOpenAI
+
 from vlm_batch.server.openai import REFUSED
 from vlm_batch.server.wire import ChatRequest, Common, CompletionRequest
 
 PAGE = Path(__file__).parent.parent / "docs" / "server.md"
-HEAD = "| field | `/v1/chat/completions` | `/v1/completions` |\n| --- | --- | --- |\n"
+HEAD = "| field | a chat's for | `/v1/chat/completions` | `/v1/completions` | why |\n| --- | --- | --- | --- | --- |\n"
+#: Fields of a chat in vLLM (chat_completion/protocol.py at 002032e).
+OF_VLLM = frozenset({
+    "messages", "model", "frequency_penalty", "logit_bias", "logprobs", "top_logprobs", "max_tokens",
+    "max_completion_tokens", "n", "presence_penalty", "response_format", "seed", "stop", "stream",
+    "stream_options", "temperature", "top_p", "tools", "tool_choice", "reasoning_effort", "thinking_token_budget",
+    "include_reasoning", "parallel_tool_calls", "user", "use_beam_search", "top_k", "min_p", "repetition_penalty",
+    "watermarking", "length_penalty", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens",
+    "skip_special_tokens", "spaces_between_special_tokens", "truncate_prompt_tokens", "truncation_side",
+    "prompt_logprobs", "logprob_token_ids", "allowed_token_ids", "bad_words", "echo", "add_generation_prompt",
+    "continue_final_message", "add_special_tokens", "documents", "chat_template", "chat_template_kwargs",
+    "media_io_kwargs", "mm_processor_kwargs", "structured_outputs", "priority", "request_id", "session_id",
+    "return_tokens_as_token_ids", "return_token_ids", "cache_salt", "kv_transfer_params", "vllm_xargs",
+})  # fmt: skip
+#: Servers -> the fields of their chats.
+OTHERS = {
+    "OpenAI": frozenset({*OfOpenAI.__annotations__, "stream"}),
+    "vLLM": OF_VLLM,
+    "mlx-vlm": frozenset(OfMlxVlm.model_fields),
+}
 
 
 def field_status(model: type[Common]) -> dict[str, str]:
@@ -20,9 +42,11 @@ def field_status(model: type[Common]) -> dict[str, str]:
 def table() -> str:
     """Every field that is known of, and what becomes of it at each endpoint."""
     chat, text = field_status(ChatRequest), field_status(CompletionRequest)
-    rows = [
-        f"| `{name}` | {chat.get(name, 'refused')} | {text.get(name, 'refused')} |" for name in sorted({*chat, *text})
-    ]
+    rows = []
+    for name in sorted({*chat, *text}.union(*OTHERS.values())):
+        known = ", ".join(server for server, fields in OTHERS.items() if name in fields)
+        why = REFUSED.get(name, "")
+        rows.append(f"| `{name}` | {known} | {chat.get(name, 'refused')} | {text.get(name, 'refused')} | {why} |")
     return HEAD + "\n".join(rows) + "\n"
 
 

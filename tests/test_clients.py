@@ -25,20 +25,6 @@ DATA = Path(__file__).parent / "data" / "clients"
 PICTURE = "data:image/png;base64,PICTURE"
 #: Most tokens of an answer.
 MOST_TOKENS = 60
-#: Recorded requests that are refused today, and why: strict expected failures.
-REFUSED: dict[str, str] = {
-    "langchain-2": "messages[2].content[0].text: no field id, which content_blocks bring",
-    "litellm-2": "no field cache_control",
-    "litellm-5": "reasoning_effort: the chat template does not read that",
-    "mineru-3": "priority",
-    "node_ai_sdk-5": "reasoning_effort: the chat template does not read that",
-    "node_openai-2": "messages[1].parsed, which parse() returns",
-    "openai-4": "messages[1].parsed, which parse() returns",
-    "openai-6": "messages[1].tool_calls[0].function.parsed_arguments, which parse() returns",
-    "openai-10": "messages[1].parsed, which stream() returns",
-    "paddlex-0": "404: /chat/completions without /v1",
-    "paddlex-1": "404: /chat/completions without /v1",
-}
 
 
 def recorded() -> dict[str, dict[str, Any]]:
@@ -57,7 +43,7 @@ REQUESTS = recorded()
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """A model whose template reads tools."""
     folder = copy_with_tools(tmp_path_factory.mktemp("clients") / "qwen2_vl")
-    with serving(lambda: VLMBatcher(folder, max_rows=8), served_name="model") as running:
+    with serving(lambda: VLMBatcher(folder, max_rows=8), served_names=("model",)) as running:
         yield running
 
 
@@ -78,13 +64,7 @@ def send(server: Running, request: dict[str, Any]) -> Reply:
     return server.ask(request["method"], request["path"], body)
 
 
-def marked(name: str) -> Any:
-    why = REFUSED.get(name)
-    marks = () if why is None else (pytest.mark.xfail(strict=True, reason=why),)
-    return pytest.param(name, marks=marks)
-
-
-@pytest.mark.parametrize("name", [marked(name) for name in REQUESTS])
+@pytest.mark.parametrize("name", REQUESTS)
 def test_a_clients_request_is_answered(server: Running, name: str) -> None:
     reply = send(server, REQUESTS[name])
     assert reply.status == 200, reply.body[:400]
@@ -100,7 +80,6 @@ def test_what_is_recorded_is_whole() -> None:
         assert said["client"].split()[-1][0].isdigit()
         assert any("body" in request for request in said["requests"])
         assert "base64," not in json.dumps(said).replace(PICTURE, "")
-    assert REFUSED.keys() <= REQUESTS.keys()
 
 
 def test_the_page_has_what_was_recorded() -> None:

@@ -315,8 +315,8 @@ def test_text_offsets_count_what_is_shown(server: Running) -> None:
         ({"structured_outputs": {"json": {"type": "obect"}}}, "structured_outputs.json", "structured_outputs.json: "),
         ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "structured_outputs.choice is empty"),
         ({"guided_regex": "["}, "guided_regex", "guided_regex: "),
-        ({"max_tokens": 0}, "max_tokens", "at least 1"),
-        ({"echo": True}, "echo", "may only be false or null"),
+        ({"max_tokens": 0}, "max_tokens", "at least one token"),
+        ({"use_beam_search": True}, "use_beam_search", "may only be false or null"),
     ],
     ids=lambda one: str(one)[:60],
 )
@@ -696,10 +696,11 @@ def test_pictures_tools_and_thinking_that_ask_for_nothing(server: Running) -> No
     for fields in (
         {"enable_thinking": False},
         {"reasoning_effort": "none"},
+        {"reasoning_effort": "low"},
         {"chat_template_kwargs": {"enable_thinking": False}},
     ):
         assert server.chat("count to 3", **fields).status == 200, fields
-    for fields in ({"enable_thinking": True}, {"reasoning_effort": "high"}, {"chat_template_kwargs": {"x": False}}):
+    for fields in ({"enable_thinking": True}, {"chat_template_kwargs": {"x": False}}):
         assert server.chat("count to 3", **fields).error["param"] == next(iter(fields))
 
 
@@ -1032,7 +1033,7 @@ def test_a_clients_own_fault_is_a_line_in_the_log(
 
     from vlm_batch.server import app
 
-    def too_deep(*_: Any) -> Any:
+    def too_deep(*_: Any, **__: Any) -> Any:
         raise RecursionError("maximum recursion depth exceeded")
 
     png = base64.b64decode(data_uri("red_circle.png").partition(",")[2])
@@ -1228,27 +1229,6 @@ def test_a_request_has_so_much_time() -> None:
         events = [json.loads(line[6:]) for line in streamed.splitlines() if line.startswith("data: {")]
         assert "not done within" in events[-1]["error"]["message"]
         assert streamed.endswith("data: [DONE]\n\n")
-
-
-def test_a_full_queue_sends_others_away() -> None:
-    def one_row() -> VLMBatcher:
-        return VLMBatcher(default_checkpoint(), max_rows=1)
-
-    with serving(one_row, max_queue=2) as busy:
-        streams: list[socket.socket] = []
-        try:
-            for count in (1, 2, 3):
-                streams.append(begin_stream(busy))
-                wait_until(lambda count=count: rows(busy) == count and decoding(busy), "the queue to fill")  # type: ignore[misc]
-            reply = busy.chat("count to 3")
-            assert reply.status == 429
-            assert 1 <= int(reply.headers["retry-after"]) <= 60
-            assert "wait already" in reply.error["message"]
-        finally:
-            for stream in streams:
-                stream.close()
-        wait_until(lambda: rows(busy) == 0, "the queue to empty")
-        assert busy.chat("count to 3").status == 200
 
 
 def test_nobody_waits_while_memory_is_short() -> None:

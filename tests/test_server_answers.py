@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 from tests.serving import Running, serving
 from vlm_batch.assets import default_checkpoint
 from vlm_batch.handle import Handle
+from vlm_batch.loading.recommended import RecommendedSampling
 from vlm_batch.models import families
 from vlm_batch.registry import ModelSpec
 from vlm_batch.server.answers import AnswerReader, Dialect, UnreadableCall
@@ -46,6 +47,7 @@ class ScriptedBatcher:
     """Answers every request with the same text, in pieces of a few characters, as a model's tokens are."""
 
     max_context = 100
+    recommended_sampling = RecommendedSampling()
 
     def __init__(self, answer: str, piece: int = 3) -> None:
         self.answer = answer

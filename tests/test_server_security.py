@@ -32,7 +32,7 @@ from vlm_batch.server.bodies import read_body
 from vlm_batch.server.config import InvalidConfig, ServerConfig
 from vlm_batch.server.errors import ApiError, without_paths
 from vlm_batch.server.media import policy_of
-from vlm_batch.server.service import Service
+from vlm_batch.server.service import Service, Visit
 from vlm_batch.server.wire import ChatRequest, CompletionRequest
 from vlm_batch.types import SamplingParams
 
@@ -649,9 +649,9 @@ def test_only_named_proxies_say_who_the_client_is(proxies: tuple[str, ...], numb
     seen: set[int] = set()
     visit = Service.visit
 
-    def noted(self: Service, client: int = 0) -> Any:
-        seen.add(client)
-        return visit(self, client)
+    def noted(self: Service, place: Visit) -> Any:
+        seen.add(place.client)
+        return visit(self, place)
 
     with pytest.MonkeyPatch.context() as patched, serving(proxies=proxies) as running:
         patched.setattr(Service, "visit", noted)
@@ -724,10 +724,10 @@ def test_cheap_refusals_come_before_dear_ones(server: Running, hostile: int, mon
     assert server.chat([part], n=999).error["param"] == "n"
     assert Hostile.seen == []
 
-    def full(self: Service, client: int) -> None:
+    def full(self: Service) -> None:
         raise ApiError(429, "full", code="busy")
 
-    monkeypatch.setattr(Service, "check_room", full)
+    monkeypatch.setattr(Service, "check_memory", full)
     monkeypatch.setattr(bodies, "read_body", pytest.fail)
     assert server.chat("count to 3").status == 429
 

@@ -494,6 +494,8 @@ class Request:
         client: number of the client. Clients share places evenly, whatever the priorities.
         cache: state of a conversation that the prompt continues; only new tokens are prefilled.
         return_cache: return prompt's and answer's state in ``Result.cache``.
+        return_prompt_ids: return the prompt's tokens in ``Result.prompt_token_ids``.
+        cache_salt: what the request leaves in the prefix cache is reused by requests with the same text here, alone.
         draft: "auto" computes probable next tokens together where that is faster; "off" does not. Answers are the same
             (docs/speculation.md).
 
@@ -518,6 +520,8 @@ class Request:
     cache: PromptCache | None = None
     return_cache: bool = False
     draft: str = "auto"
+    return_prompt_ids: bool = False
+    cache_salt: str | None = None
 
     def __post_init__(self) -> None:
         if self.draft not in DRAFTS:
@@ -535,6 +539,8 @@ class Request:
                 f"priority is {shown(self.priority)}; it must be an integer in -{MAX_PRIORITY}..{MAX_PRIORITY}"
             )
         object.__setattr__(self, "priority", int(self.priority))
+        if not (self.cache_salt is None or (isinstance(self.cache_salt, str) and self.cache_salt)):
+            raise InvalidRequest(f"cache_salt is {shown(self.cache_salt)}; it must be text, not empty, or None")
         if not is_whole(self.client):
             raise InvalidRequest(f"client is {shown(self.client)}; it must be an integer")
         object.__setattr__(self, "client", int(self.client))
@@ -612,6 +618,7 @@ class Result:
         audio_seconds: lengths of the recordings.
         prompt_logprobs: of each prompt position; None for the first, for media, and for tokens that the model sees
             before predicting them.
+        prompt_token_ids: with ``return_prompt_ids``: the prompt as the model reads it, media as placeholders.
         parsed: an answer with a form: the value of its JSON, or its text. None if incomplete.
         others: further answers (``n``), each with its own end and usage.
         error: set if and only if ``finish_reason`` is "error".
@@ -631,6 +638,7 @@ class Result:
     audio_seconds: tuple[float, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    prompt_token_ids: tuple[int, ...] | None = None
     parsed: Any = None
     others: tuple[Result, ...] = ()
     error: str | None = None
@@ -670,6 +678,8 @@ class Event:
         result: set on the request's last event.
         index: number of the answer.
         answer: set at the end of that answer.
+        prompt_tokens: length of the prompt; of events with a token that ends nothing.
+        prompt_token_ids: likewise its tokens, with ``Request.return_prompt_ids``.
     """
 
     request_id: str
@@ -679,6 +689,8 @@ class Event:
     result: Result | None = None
     index: int = 0
     answer: Result | None = None
+    prompt_tokens: int = 0
+    prompt_token_ids: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)

@@ -111,6 +111,7 @@ class EngineLoop:
             may_draft=request.draft == "auto",
         )
         row.lane, row.has_videos = question.lane, bool(question.videos)
+        row.returns_prompt_ids, row.cache_salt = request.return_prompt_ids, request.cache_salt
         self._alive[row.request_id] = handle
         self._inbox.put(lambda loop: loop._add(row))
         if self._gone is not None:  # the loop ended meanwhile

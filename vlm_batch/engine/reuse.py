@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -307,7 +308,8 @@ class Reuse:
         """Return a prompt's key, made once; None if the family has none."""
         book, inputs = row.reuse, row.prompt.inputs
         if book.key is None and self.adapter.spec.no_prefix_reuse is None and inputs is not None:
-            book.key = self.shapes.key(self.adapter.prompt_key(inputs))
+            key = self.adapter.prompt_key(inputs)
+            book.key = self.shapes.key(key if row.cache_salt is None else key.mixed(_salt(row.cache_salt)))
         return book.key
 
     def _continued(self, book: RowReuse) -> Match:
@@ -320,6 +322,11 @@ class Reuse:
         if not found.length and is_other:
             raise _misfit(saved, found.common)
         return found
+
+
+def _salt(text: str) -> np.ndarray:
+    """Return 128 bits (2,) that set a prompt's key apart from those with another salt."""
+    return np.frombuffer(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:16], dtype=np.int64)
 
 
 def _misfit(saved: SavedRow, common: int) -> InvalidCache:

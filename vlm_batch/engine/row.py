@@ -73,6 +73,7 @@ class Facts:
     model_image_sizes: tuple[tuple[int, int], ...] = ()
     vocabulary: int | None = None
     extras: Mapping[str, Any] = field(default_factory=dict)  # arguments of every decode step
+    token_ids: tuple[int, ...] | None = None  # the prompt's, if they are asked for
 
 
 @dataclass(frozen=True)
@@ -202,6 +203,8 @@ class Row:
     lane: Hashable = None  # rows of one lane wait for each other's loading
     has_videos: bool = False
     may_draft: bool = True
+    returns_prompt_ids: bool = False
+    cache_salt: str | None = None
     status: Status = Status.WAITING
     facts: Facts = Facts()
     image_sizes: tuple[tuple[int, int], ...] = ()
@@ -285,7 +288,14 @@ class Row:
         is_end = is_stop or is_whole or len(answer.token_ids) >= answer.max_tokens
         text, matched = answer.add_text(token, is_stop, is_end, min_tokens)
         if not is_end and matched is None:
-            return Event(self.request_id, token, text, logprobs)
+            return Event(
+                self.request_id,
+                token,
+                text,
+                logprobs,
+                prompt_tokens=self.facts.length,
+                prompt_token_ids=self.facts.token_ids,
+            )
         if matched is not None:
             return Ending(token, text, logprobs, "stop", matched)
         if is_whole:
@@ -321,6 +331,7 @@ class Row:
             audio_seconds=self.audio_seconds,
             logprobs=tuple(answer.logprobs) if self.params.logprobs is not None else None,
             prompt_logprobs=scores.read() if scores is not None and is_prefilled else None,
+            prompt_token_ids=facts.token_ids,
             parsed=answer.parsed,
             error=None if error is None else describe(error),
             exception=error,

@@ -142,6 +142,7 @@ class Runner:
             encoded.model_image_sizes,
             encoded.vocabulary,
             encoded.decode,
+            tuple(encoded.input_ids[0].tolist()) if row.returns_prompt_ids else None,
         )
         answer.max_tokens = params.max_tokens if context is None else min(params.max_tokens, context - encoded.length)
         answer.rules = RowRules(answer.end_ids, answer.bad_words)

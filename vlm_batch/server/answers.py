@@ -42,6 +42,7 @@ class Delta:
     reasoning: str = ""
     tool_calls: tuple[Mapping[str, Any], ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
+    token_ids: tuple[int, ...] = ()  # if they are asked for
 
     def __add__(self, later: Delta) -> Delta:
         return Delta(
@@ -49,11 +50,12 @@ class Delta:
             self.reasoning + later.reasoning,
             self.tool_calls + later.tool_calls,
             self.logprobs + later.logprobs,
+            self.token_ids + later.token_ids,
         )
 
     @property
     def is_empty(self) -> bool:
-        return not (self.content or self.reasoning or self.tool_calls or self.logprobs)
+        return not (self.content or self.reasoning or self.tool_calls or self.logprobs or self.token_ids)
 
 
 class Dialect:
@@ -114,8 +116,11 @@ class Dialect:
         return prompt_has_open_thinking(prompt)
 
     def is_hidden(self, token_id: int) -> bool:
-        """Whether decoding leaves a token out of the text."""
+        """Whether a token is special, so that decoding may leave it out of the text."""
         return token_id in self._special
+
+    def text_of(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
     def reader(
         self, *, tools: Sequence[Mapping[str, Any]] = (), thinking: bool = False, is_forced: bool = False

@@ -6,6 +6,7 @@ import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from importlib.resources import files
 from typing import Any
 
@@ -96,7 +97,8 @@ def _add_answers(app: FastAPI, service: Service, media: MediaReader) -> None:
         entry, read = _entry(request), app.state.bodies.read
 
         async def prepare(dialect: Dialect) -> Ask:
-            ask: Ask = await read(entry, chat_ask, body, config, dialect.writer, dialect.reads, dialect.recommended)
+            make = partial(chat_ask, thinks=dialect.reasons)
+            ask: Ask = await read(entry, make, body, config, dialect.writer, dialect.reads, dialect.recommended)
             (prompt,) = ask.prompts
             messages = await media.read(prompt["messages"], entry.hold, client=entry.number)
             return replace(ask, prompts=({"messages": messages},))

@@ -24,6 +24,8 @@ from vlm_batch.inputs.pool import Pool
 from vlm_batch.server.edge import ENTRY, Entry
 from vlm_batch.server.errors import ApiError, bounded
 from vlm_batch.server.openai import REFUSED
+from vlm_batch.server.service import Service
+from vlm_batch.server.streams import unless_left
 from vlm_batch.server.wire import UNIONS, ChatRequest, Common, CompletionRequest, field_names
 
 #: Estimated seconds up to which the event loop parses a body itself.
@@ -93,7 +95,10 @@ class _Read(Request):
         bodies: Bodies = self.app.state.bodies
         entry: Entry = self.scope[ENTRY]
         entry.sent = body
-        self.app.state.service.check_room(entry.number)  # who would be sent away is, before the body is parsed
+        service: Service = self.app.state.service
+        # Whoever must wait for a place or is sent away is told before the body is parsed.
+        entry.visit = await unless_left(self, service.admit(entry.number))
+        entry.at_end = partial(service.dismiss, entry.visit)
         return await bodies.read(entry, read_body, body, KINDS[entry.path.removeprefix("/v1")])
 
 

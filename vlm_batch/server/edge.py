@@ -11,6 +11,8 @@ import logging
 import re
 import time
 import uuid
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +32,8 @@ ENTRY = "vlm_batch.entry"
 BODY_SECONDS = 60.0
 #: Most commas, and most opening brackets, in a body: each costs checking time on the event loop. Base64 has none.
 MAX_VALUES, MAX_NESTED = 2**18, 2**16
+#: The part of the bytes of waiting requests that one client may have.
+PART_OF_CLIENT = 3 / 4
 #: Retry-After while other requests' bodies take the room.
 RETRY = 1
 #: Paths without a key: health checks, and the page, which asks for the key.
@@ -50,12 +54,17 @@ _HEADERS = {
 
 
 class ByteQuota:
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self.size = 0
+    """Bytes of unanswered requests: ``most`` of all, and of one client what its part allows."""
 
-    def acquire(self, size: int) -> None:
-        if self._most and self.size + size > self._most:
+    def __init__(self, most: int, largest: int = 0) -> None:
+        self._most = most
+        self._most_of_client = max(int(most * PART_OF_CLIENT), largest)
+        self.size = 0
+        self._of: Counter[int] = Counter()
+
+    def acquire(self, size: int, client: int) -> None:
+        is_full = self.size + size > self._most or self._of[client] + size > self._most_of_client
+        if self._most and is_full:
             raise ApiError(
                 429,
                 f"requests that wait hold {self.size} bytes of {self._most}; try again in {RETRY} s",
@@ -63,9 +72,13 @@ class ByteQuota:
                 headers={"Retry-After": str(RETRY), "Connection": "close"},
             )
         self.size += size
+        self._of[client] += size
 
-    def release(self, size: int) -> None:
+    def release(self, size: int, client: int) -> None:
         self.size -= size
+        self._of[client] -= size
+        if not self._of[client]:
+            del self._of[client]
 
 
 @dataclass
@@ -87,10 +100,12 @@ class Entry:
     num_values: int = 0  # commas and opening brackets of the body, for the cost of reading it
     num_nested: int = 0
     sent: bytes = field(default=b"", repr=False)  # the body, until the answer begins
+    visit: Any = None  # the place in the queue, once there is one
+    at_end: Callable[[], None] | None = None  # gives it back
 
     def hold(self, size: int) -> None:
         """Count bytes until the answer. Raises ApiError 429."""
-        self.held.acquire(size)
+        self.held.acquire(size, self.number)
         self.num_held += size
 
     def line(self) -> str:
@@ -106,7 +121,7 @@ class Edge:
         self._app = app
         self._config = config
         self._metrics = metrics
-        self._held = ByteQuota(config.max_held)
+        self._held = ByteQuota(config.max_held, config.max_body)
         self._num_open = 0
         keys = [*([] if config.api_key is None else [Key(config.api_key)]), *config.keys]
         self._keys = [(_digest(key.text.encode()), key) for key in keys]
@@ -143,7 +158,9 @@ class Edge:
             await JsonResponse(answer.body, answer.status_code, answer.headers)(scope, receive, sending)
         finally:
             self._num_open -= 1
-            self._held.release(entry.num_held)
+            self._held.release(entry.num_held, entry.number)
+            if entry.at_end is not None:
+                entry.at_end()
             route = scope.get("route")  # what strangers make up is no label of a metric
             self._metrics.responded("other" if route is None else str(route.path), entry.status)
             access.info(entry.line())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
@@ -39,10 +39,12 @@ GAUGES: tuple[tuple[str, str, Callable[[Stats], float]], ...] = (
 
 
 class Metrics:
-    def __init__(self, model: str, stats: Callable[[], Stats | None]) -> None:
+    def __init__(self, model: str, stats: Callable[[], Stats | None], num_held: Callable[[], float]) -> None:
         self.registry = CollectorRegistry()
         self._model = model
         self.registry.register(_Live(model, stats))
+        held = Gauge("vlm_batch:requests_held", "Requests beyond the queue.", (LABEL,), registry=self.registry)
+        held.labels(model).set_function(num_held)
         self._requests = self._counter("vllm:request_success", "Requests that ended, by reason.", "finished_reason")
         self._responses = self._counter("vlm_batch:http_responses", "Responses by path and status.", "path", "status")
         self._prompt = self._counter("vllm:prompt_tokens", "Prompt tokens of requests that ended.")

@@ -21,6 +21,8 @@ from vlm_batch.server.wire import (
     ChatRequest,
     Common,
     CompletionRequest,
+    FrameArguments,
+    MediaArguments,
     NamedTool,
     StreamOptions,
     TextFormat,
@@ -48,8 +50,8 @@ REFUSED: Mapping[str, str] = {
     "guided_json": "use response_format",
     "moderation": "nothing is moderated",
     "prediction": "answers are not speculated",
-    "priority": "use the header X-Priority, in which higher goes first",
     "prompt_cache_retention": "prefixes are kept as long as they fit",
+    "resize_shape": "it sets the sides of pictures, up and down; min_pixels and max_pixels bound their pixels",
     "suffix": "text is only added at the end",
     "verbosity": "no family has a control for it",
     "web_search_options": "nothing is searched",
@@ -81,6 +83,12 @@ class Ask:
     template: Template | None
     stream: bool
     include_usage: bool
+    has_running_usage: bool = False
+    returns_ids: bool = False
+    echoes: bool = False
+    tells_prompt: bool = False  # its log-probabilities, as vLLM
+    priority: int = 0  # the body's; higher goes first
+    cache_salt: str | None = None
     is_chat: bool = True
     is_forced: bool = False  # to be tool calls
     tools: tuple[Mapping[str, Any], ...] = ()
@@ -95,6 +103,8 @@ class Ask:
                 priority=priority,
                 client=client,
                 template=self.template,
+                return_prompt_ids=self.returns_ids or self.echoes,
+                cache_salt=self.cache_salt,
                 **prompt,
                 **self.pixels,
             )
@@ -108,6 +118,8 @@ def chat_ask(
     writer: CallWriter | None = None,
     reads: Collection[str] | None = None,
     recommended: Mapping[str, Any] = NOTHING_RECOMMENDED,
+    *,
+    thinks: bool = True,
 ) -> Ask:
     """Return a chat's engine requests, whose media are still to be read.
 
@@ -117,6 +129,7 @@ def chat_ask(
         writer: The model's form of tool calls, if it has one.
         reads: The arguments that its chat template reads; None where that is unknown.
         recommended: The folder's sampling, for requests that ask for it.
+        thinks: Whether the model may think; how much has no meaning for others.
 
     Raises:
         ApiError: A field cannot be honoured.
@@ -137,6 +150,8 @@ def chat_ask(
         pixels = body.mm_processor_kwargs.model_dump(exclude_none=True) | pixels
     if config.enable_thinking and "enable_thinking" not in (body.chat_template_kwargs or {}):
         given.setdefault("enable_thinking", True)
+    if not thinks and "reasoning_effort" not in (reads or ()):
+        given.pop("reasoning_effort", None)
     if reads is not None:
         given = _without_no_thinking(given, reads)
     try:
@@ -144,7 +159,7 @@ def chat_ask(
     except InvalidPrompt as error:
         raise refusal(error) from error
     return Ask(
-        prompts=({"messages": wire_messages(body)},),
+        prompts=({"messages": _with_frames(wire_messages(body), body.media_io_kwargs)},),
         params=_params(body, max_tokens, logprobs, config, recommended, grammar=_call_grammar(body, tools, writer)),
         template=template,
         is_forced=_is_forced(body),
@@ -188,11 +203,14 @@ def completion_ask(
     prompts = _prompts(body.prompt)
     if len(prompts) > config.max_prompts:
         raise ApiError(400, f"{len(prompts)} prompts; at most {config.max_prompts} go into one request", param="prompt")
+    if body.echo and body.stream:
+        raise ApiError(400, "echo comes with the whole answer; leave stream out", param="echo")
     return Ask(
         prompts=prompts,
-        params=_params(body, body.max_tokens, body.logprobs, config, recommended),
+        params=_params(body, body.max_tokens, body.logprobs, config, recommended, echoes=bool(body.echo)),
         template=None,
         is_chat=False,
+        echoes=bool(body.echo),
         **_shape(body),
     )
 
@@ -209,6 +227,28 @@ def wire_messages(body: ChatRequest) -> list[dict[str, Any]]:
             _clean_answer(plain)
         plain.setdefault("content", "")  # a tool's that returned nothing
     return found
+
+
+def _with_frames(messages: list[dict[str, Any]], given: MediaArguments | None) -> list[dict[str, Any]]:
+    """Return messages whose videos have the choice of frames that is said for all; what a part says goes first."""
+    frames = {} if given is None or given.video is None else _frames(given.video)
+    for message in messages if frames else ():
+        parts = message["content"] if isinstance(message["content"], list) else ()
+        for part in parts:
+            if part["type"] == "video_url" and part.keys().isdisjoint(("fps", "num_frames", "max_frames")):
+                part |= frames
+    return messages
+
+
+def _frames(given: FrameArguments) -> dict[str, Any]:
+    """Return the choice of frames as a part says it. In vLLM -1 is no number, and both make a rate with a bound."""
+    number = None if given.num_frames == NO_LIMIT else given.num_frames
+    fps = None if given.fps == NO_LIMIT else given.fps
+    if number is None and fps is None and given.num_frames == NO_LIMIT:
+        said = "num_frames -1 takes every frame; say a number, or fps"
+        raise ApiError(400, f"media_io_kwargs.video: {said}", param="media_io_kwargs.video.num_frames")
+    named = {"fps": fps, "num_frames" if fps is None else "max_frames": number}
+    return {name: value for name, value in named.items() if value is not None}
 
 
 def _clean_answer(plain: dict[str, Any]) -> None:
@@ -230,8 +270,19 @@ def _shape(body: Common) -> dict[str, Any]:
     if body.prompt_logprobs is not None and body.stream:
         raise ApiError(400, "prompt_logprobs come with the whole answer; leave stream out", param="prompt_logprobs")
     options = body.stream_options or StreamOptions()
-    user = body.user or body.safety_identifier
-    return {"stream": bool(body.stream), "include_usage": bool(options.include_usage), "user": user}
+    if options.continuous_usage_stats and not options.include_usage:
+        said = "continuous_usage_stats needs include_usage: true"
+        raise ApiError(400, said, param="stream_options.continuous_usage_stats")
+    return {
+        "stream": bool(body.stream),
+        "include_usage": bool(options.include_usage),
+        "has_running_usage": bool(options.continuous_usage_stats),
+        "returns_ids": bool(body.return_token_ids),
+        "tells_prompt": body.prompt_logprobs is not None,
+        "priority": max(-MAX_PRIORITY, min(MAX_PRIORITY, -(body.priority or 0))),  # vLLM's lower goes first
+        "cache_salt": body.cache_salt,
+        "user": body.user or body.safety_identifier,
+    }
 
 
 def _call_grammar(body: ChatRequest, tools: Sequence[Mapping[str, Any]], writer: CallWriter | None) -> str | None:
@@ -293,6 +344,7 @@ def _params(
     recommended: Mapping[str, Any],
     *,
     grammar: str | None = None,
+    echoes: bool = False,
 ) -> SamplingParams:
     n = 1 if body.n is None else body.n
     if not 1 <= n <= config.max_choices:
@@ -309,6 +361,11 @@ def _params(
         raise ApiError(400, "an answer that calls tools has their form, and no other", param="response_format")
     given |= {} if grammar is None else {"grammar": grammar}
     most = config.default_max_tokens if max_tokens in (None, NO_LIMIT) else max_tokens
+    if echoes and (logprobs is not None or not most):
+        given["prompt_logprobs"] = max(logprobs or 0, given.get("prompt_logprobs", 0))
+    if not most and "prompt_logprobs" not in given:
+        name = "max_tokens" if body.max_tokens is not None else "max_completion_tokens"
+        raise ApiError(400, f"{name} is 0; an answer has at least one token, but with prompt_logprobs", param=name)
     try:
         return SamplingParams(max_tokens=most, logprobs=logprobs, n=n, **given)
     except InvalidParameters as error:

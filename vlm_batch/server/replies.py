@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import codecs
 import logging
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
@@ -50,12 +51,19 @@ class Choice:
         default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace")
     )
     has_begun: bool = False
+    has_told_prompt: bool = False
+    echo: Mapping[str, Any] | None = None  # the prompt that goes before the answer
+    prompt_tokens: int = 0
+    prompt_token_ids: tuple[int, ...] | None = None
+    num_tokens: int = 0
+    token_ids: list[int] = field(default_factory=list)
     result: Result | None = None
 
     def add(self, delta: Delta) -> None:
         self.content.append(delta.content)
         self.reasoning.append(delta.reasoning)
         self.logprobs.extend(delta.logprobs)
+        self.token_ids.extend(delta.token_ids)
         for call in delta.tool_calls:
             known = self.calls.get(call["index"])
             if known is None:
@@ -104,7 +112,9 @@ class Exchange(ABC):
         self._created = int(time.time())
         self._dialect: Dialect | None = None
         self._choices: list[Choice] = []
-        self._include_usage = False
+        self._include_usage = self._has_running_usage = False
+        self._returns_ids = self._tells_prompt = self._shows_special = False
+        self._num_tops: int | None = None
         self._last: dict[int, float] = {}
 
     @property
@@ -166,14 +176,28 @@ class Exchange(ABC):
         opening = None if choice.has_begun else self._opening(choice)
         choice.has_begun = True
         parts = [] if opening is None else [opening]
-        parts += [] if delta.is_empty else [self._part(choice, delta)]
+        parts += [] if delta.is_empty else [{**self._part(choice, delta), **self._token_ids(delta.token_ids)}]
         parts += [] if choice.result is None else [self._ending(choice)]
-        return b"".join(self._chunk([part]) for part in parts)
+        usage = self._running_usage() if self._has_running_usage else None
+        told = []
+        for part in parts:
+            of_prompt = self._prompt_ids(choice) if not choice.has_told_prompt else {}
+            choice.has_told_prompt = True
+            told.append(self._chunk([part], usage, of_prompt))
+        return b"".join(told)
+
+    def _token_ids(self, token_ids: Sequence[int]) -> dict[str, Any]:
+        """Return an answer's tokens in vLLM's form, if they are asked for."""
+        return {"token_ids": list(token_ids)} if self._returns_ids else {}
+
+    def _prompt_ids(self, choice: Choice) -> dict[str, Any]:
+        """Return the prompt's tokens in vLLM's form, if they are asked for."""
+        return {"prompt_token_ids": choice.prompt_token_ids} if self._returns_ids else {}
 
     def _prompt_logprobs(self, choice: Choice) -> dict[str, Any]:
         """Return the prompt's log-probabilities in vLLM's form."""
         assert choice.result is not None and self._dialect is not None
-        if choice.result.prompt_logprobs is None:
+        if choice.result.prompt_logprobs is None or not self._tells_prompt:
             return {}
         text = self._dialect.token
         found = []
@@ -194,8 +218,13 @@ class Exchange(ABC):
             "system_fingerprint": FINGERPRINT,
         }
 
-    def _chunk(self, choices: Sequence[Mapping[str, Any]], usage: Mapping[str, Any] | None = None) -> bytes:
-        chunk = {**self._head(self.chunk_kind), "choices": choices}
+    def _chunk(
+        self,
+        choices: Sequence[Mapping[str, Any]],
+        usage: Mapping[str, Any] | None = None,
+        more: Mapping[str, Any] | None = None,
+    ) -> bytes:
+        chunk = {**self._head(self.chunk_kind), "choices": choices, **(more or {})}
         if self._include_usage:
             chunk["usage"] = usage
         return _event(chunk)
@@ -219,15 +248,24 @@ class Exchange(ABC):
             },
         }
 
+    def _running_usage(self) -> dict[str, int]:
+        """Count tokens so far, as vLLM does."""
+        prompt = sum(choice.prompt_tokens for choice in self._choices if choice.is_first_of_prompt)
+        completion = sum(choice.num_tokens for choice in self._choices)
+        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
     # The engine --------------------------------------------------------------------------------------------------------
 
     async def _deltas(self) -> AsyncGenerator[tuple[Choice, Delta]]:
         """Yield events' choices and deltas. Raises ApiError once a choice fails."""
-        async with self._service.visit(self._entry.number) as visit, self._naming_the_prompt():
+        async with self._service.visit(self._entry.visit) as visit, self._naming_the_prompt():
             assert visit.loaded is not None
             ask = await self._prepare(visit.loaded.dialect)
             self._begin(ask, visit.loaded.dialect)
-            asked = ask.requests(request_id=visit.request_id, priority=self._priority, client=self._entry.number)
+            # A body's priority is advice within its client: without the right to the header it may only wait longer.
+            advice = ask.priority if self._entry.has_priority else min(0, ask.priority)
+            priority = self._priority or advice
+            asked = ask.requests(request_id=visit.request_id, priority=priority, client=self._entry.number)
             handles = await self._service.submit(visit, asked)
             async with aclosing(_merged(handles)) as merged:
                 async for index, event in merged:
@@ -250,13 +288,17 @@ class Exchange(ABC):
 
     def _begin(self, ask: Ask, dialect: Dialect) -> None:
         self._dialect = dialect
-        self._include_usage = ask.include_usage
+        self._include_usage, self._has_running_usage = ask.include_usage, ask.has_running_usage
+        self._returns_ids, self._tells_prompt = ask.returns_ids, ask.tells_prompt
+        self._shows_special = ask.params.skip_special_tokens is False
+        self._num_tops = ask.params.logprobs
         is_open = bool(ask.is_chat) and dialect.opens_thinking(ask.template)
         for index in range(len(ask.prompts) * ask.params.n):
             reader = AnswerReader()
             if ask.is_chat:
                 reader = dialect.reader(tools=ask.tools, thinking=is_open, is_forced=ask.is_forced)
-            self._choices.append(Choice(index, reader, is_first_of_prompt=index % ask.params.n == 0))
+            asked = ask.prompts[index // ask.params.n] if ask.echoes else None
+            self._choices.append(Choice(index, reader, is_first_of_prompt=index % ask.params.n == 0, echo=asked))
 
     def _read(self, choice: Choice, event: Event, visit: Visit) -> Delta:
         if event.token is not None:
@@ -264,7 +306,13 @@ class Exchange(ABC):
         try:
             delta = choice.reader.feed(event)
             result = event.answer or event.result
+            choice.prompt_tokens = event.prompt_tokens or choice.prompt_tokens
+            choice.prompt_token_ids = event.prompt_token_ids or choice.prompt_token_ids
+            if event.token is not None:
+                choice.num_tokens += 1
+                delta += Delta(token_ids=(event.token,) if self._returns_ids else ())
             if result is not None:
+                choice.prompt_tokens, choice.prompt_token_ids = result.usage.prompt_tokens, result.prompt_token_ids
                 self._service.ended(result, shares_prompt=not choice.is_first_of_prompt)
                 self._check(result, visit)
                 choice.result = result
@@ -324,10 +372,11 @@ class ChatExchange(Exchange):
             message["reasoning_content"] = reasoning
         if calls:
             message["tool_calls"] = [{name: call[name] for name in ("id", "type", "function")} for call in calls]
-        return {"index": choice.index, "message": message, **self._logprobs(choice.logprobs), **_end(choice)}
+        told = {**self._logprobs(choice.logprobs), **_end(choice), **self._token_ids(choice.token_ids)}
+        return {"index": choice.index, "message": message, **told}
 
     def _of_prompt(self) -> dict[str, Any]:
-        return self._prompt_logprobs(self._choices[0])
+        return {**self._prompt_logprobs(self._choices[0]), **self._prompt_ids(self._choices[0])}
 
     def _opening(self, choice: Choice) -> dict[str, Any]:
         return {
@@ -377,8 +426,29 @@ class TextExchange(Exchange):
 
     def _whole(self, choice: Choice) -> dict[str, Any]:
         text = "".join(choice.content)
-        logprobs = self._logprobs(choice, choice.logprobs)
-        return {"index": choice.index, "text": text, **logprobs, **self._prompt_logprobs(choice), **_end(choice)}
+        if choice.echo is not None:
+            text = self._echo(choice) + text
+        logprobs = self._logprobs(choice, [*self._scores_of_echo(choice), *choice.logprobs])
+        ids = {**self._prompt_ids(choice), **self._token_ids(choice.token_ids)}
+        return {"index": choice.index, "text": text, **logprobs, **self._prompt_logprobs(choice), **ids, **_end(choice)}
+
+    def _echo(self, choice: Choice) -> str:
+        """Return the prompt's text, as it came or as its tokens say."""
+        assert choice.echo is not None and self._dialect is not None
+        if "prompt" in choice.echo:
+            return str(choice.echo["prompt"])
+        return self._dialect.text_of(choice.echo["token_ids"], skip_special_tokens=not self._shows_special)
+
+    def _scores_of_echo(self, choice: Choice) -> list[TokenLogprobs]:
+        """Return the echoed prompt's log-probabilities; the first token has none, which is not a number here."""
+        result = choice.result
+        if choice.echo is None or result is None or self._num_tops is None or result.prompt_logprobs is None:
+            return []
+        ids = result.prompt_token_ids or ()
+        return [
+            TokenLogprobs(token, math.nan, ()) if score is None else score
+            for token, score in zip(ids, result.prompt_logprobs, strict=True)
+        ]
 
     def _opening(self, choice: Choice) -> None:
         return None
@@ -397,17 +467,29 @@ class TextExchange(Exchange):
         text, offsets, tops = self._dialect.token, [], []
         for step in steps:
             offsets.append(choice.length)
-            if not self._dialect.is_hidden(step.token_id):
+            if self._is_shown(choice, step.token_id):
                 choice.length += len(choice.characters.decode(bytes(text(step.token_id)[1])))
-            told = {text(token)[0]: _finite(logprob) for token, logprob in step.top}
-            tops.append({**told, text(step.token_id)[0]: _finite(step.logprob)})  # up to one more than was asked for
+            told = {text(token)[0]: _finite(logprob) for token, logprob in step.top[: self._num_tops]}
+            is_scored = not math.isnan(step.logprob)
+            # Up to one more than was asked for.
+            tops.append({**told, text(step.token_id)[0]: _finite(step.logprob)} if is_scored else None)
         found = {
             "tokens": [text(step.token_id)[0] for step in steps],
-            "token_logprobs": [_finite(step.logprob) for step in steps],
+            "token_logprobs": [None if math.isnan(step.logprob) else _finite(step.logprob) for step in steps],
             "top_logprobs": tops,
             "text_offset": offsets,
         }
         return {"logprobs": found}
+
+    def _is_shown(self, choice: Choice, token_id: int) -> bool:
+        """Return whether a token is in the text: an echoed one as the prompt was written."""
+        assert self._dialect is not None
+        if not self._dialect.is_hidden(token_id):
+            return True
+        if choice.echo is not None and "prompt" in choice.echo and choice.length < len(choice.echo["prompt"]):
+            written: str = choice.echo["prompt"]
+            return written.startswith(self._dialect.token(token_id)[0], choice.length)
+        return self._shows_special
 
 
 def _end(choice: Choice) -> dict[str, Any]:

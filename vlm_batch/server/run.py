@@ -23,12 +23,12 @@ from vlm_batch.server.app import create_app
 from vlm_batch.server.config import ServerConfig
 from vlm_batch.server.errors import envelope, json_bytes
 from vlm_batch.server.media import MediaReader
-from vlm_batch.server.service import Service
+from vlm_batch.server.service import MAX_OPEN, Service
 
 #: Seconds after ``shutdown_seconds`` at which open connections are cut.
 CUT_AFTER = 5
 #: Most connections waiting to be accepted, open in all, and open from one address.
-BACKLOG, MAX_CONNECTIONS, MAX_PER_ADDRESS = 1024, 2048, 1024
+BACKLOG, MAX_CONNECTIONS, MAX_PER_ADDRESS = 2048, 2048, 1792
 #: Further connections for health checks, and files that are no connections.
 RESERVED, OTHER_FILES = 128, 256
 #: The largest part of the files that each of these two gets where few may be open.
@@ -52,7 +52,7 @@ class Connections:
         self._size = 0
         self._reserved = min(RESERVED, int(num_files * RESERVED_PART))
         others = min(OTHER_FILES, int(num_files * OTHER_PART))
-        self._most = min(MAX_CONNECTIONS, num_files - others - self._reserved)
+        self.most = min(MAX_CONNECTIONS, num_files - others - self._reserved)
 
     def add(self, new: Connection) -> None:
         """Count a connection; above the limit, close the longest silent one of its address, or of the busiest."""
@@ -60,13 +60,13 @@ class Connections:
         self._open.setdefault(address, {})[new] = None
         self._size += 1
         if len(self._open[address]) <= MAX_PER_ADDRESS:
-            if self._size <= self._most:
+            if self._size <= self.most:
                 return
             address = max(self._open, key=lambda one: len(self._open[one]))
         silent = next((one for one in self._open[address] if one is not new and one.is_waited_for), None)
         if silent is not None:
             silent.transport.abort()
-        elif self._size > self._most + self._reserved:
+        elif self._size > self.most + self._reserved:
             new.transport.abort()
 
     def touch(self, connection: Connection) -> None:
@@ -187,9 +187,12 @@ def make_server(
     """Return a server that ``run()`` or ``serve()`` starts; ``policy`` is for media."""
     service = Service(config, open_batcher)
     app = create_app(service, MediaReader(config, policy))
+    connections = Connections(_allow_files())
+    # Of the sockets some are left for who comes while others wait.
+    service.burst.most = min(MAX_OPEN, int(connections.most * MAX_OPEN / MAX_CONNECTIONS))
     options = uvicorn.Config(
         app,
-        http=partial(Connection, Connections(_allow_files())),  # type: ignore[arg-type]
+        http=partial(Connection, connections),  # type: ignore[arg-type]
         host=config.host,
         port=config.port,
         log_config=None,

@@ -8,7 +8,7 @@ import logging
 import math
 import time
 import uuid
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -22,6 +22,7 @@ from vlm_batch.inputs.fetch import Cancelled
 from vlm_batch.inputs.pool import Pool
 from vlm_batch.runtime.memory import release_memory
 from vlm_batch.server.answers import Dialect
+from vlm_batch.server.burst import Burst
 from vlm_batch.server.config import ServerConfig
 from vlm_batch.server.errors import ApiError, refusal, without_paths
 from vlm_batch.server.metrics import Metrics
@@ -38,6 +39,8 @@ WATCH_SECONDS = 1.0
 #: Ended requests by which the rate of the queue is estimated.
 RECENT = 64
 MIN_RETRY, MAX_RETRY = 1, 60
+#: Most requests that wait or are being answered: the rest of the sockets are for who comes then.
+MAX_OPEN = 1792
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,9 @@ class Service:
     def __init__(self, config: ServerConfig, open_batcher: Callable[[], VLMBatcher]) -> None:
         self.config = config
         self.created = int(time.time())
-        self.metrics = Metrics(config.name, self.stats)
+        self.burst: Burst[Visit] = Burst(self._take_place, self.dismiss, self._num_open_by_client, self._no_sockets)
+        self.burst.most = MAX_OPEN
+        self.metrics = Metrics(config.name, self.stats, lambda: self.burst.size)
         self.error: str | None = None
         self._open = open_batcher
         self.model: Loaded | None = None
@@ -112,7 +117,7 @@ class Service:
     async def loaded(self) -> Loaded:
         """Return the model, loaded if needed. Raises ApiError."""
         if self._stopping:
-            raise ApiError(503, "the server is shutting down", headers={"Retry-After": "5"})
+            raise _stops()
         if self.model is not None:
             return self.model
         try:
@@ -124,12 +129,13 @@ class Service:
 
     @property
     def num_open(self) -> int:
-        """Count requests that wait or are being answered."""
+        """Count requests that have a place: in the queue, or with the engine."""
         return len(self._visits)
 
     async def drain(self, seconds: float, *, is_hurried: Callable[[], bool] = lambda: False) -> None:
-        """Refuse new requests, wait for open ones until ``seconds`` are over or it ``is_hurried``, then end them."""
+        """Refuse new and held requests, wait for open ones until ``seconds`` are over or it ``is_hurried``, then end them."""
         self._stopping = True
+        self.burst.end(_stops)
         until = time.monotonic() + seconds
         while self._visits and time.monotonic() < until and not is_hurried():
             await asyncio.sleep(0.05)
@@ -150,15 +156,26 @@ class Service:
     # Requests
     # -----------------------------------------------------------------------------------------------------------
 
-    @asynccontextmanager
-    async def visit(self, client: int = 0) -> AsyncIterator[Visit]:
-        """Admit a request, lend it the model, and cancel unfinished work.
+    async def admit(self, client: int) -> Visit:
+        """Return a place in the queue, which ``dismiss`` gives back, when there is one for this client.
 
-        Raises ApiError: 429 if too busy, 503 without a model.
+        Raises:
+            ApiError: 429 if memory or sockets end, 503 if the server stops.
         """
-        self.check_room(client)
-        visit = Visit(client)
-        self._visits.add(visit)
+        if self._stopping:
+            raise _stops()
+        self.check_memory()
+        place = None if self.burst.holds(client) else self._take_place(client)
+        return await self.burst.wait(client) if place is None else place
+
+    def dismiss(self, visit: Visit) -> None:
+        """Give a place back. May be called again."""
+        self._visits.discard(visit)
+        self.burst.serve()
+
+    @asynccontextmanager
+    async def visit(self, visit: Visit) -> AsyncIterator[Visit]:
+        """Lend a request that has a place the model, and cancel unfinished work. Raises ApiError 503 without a model."""
         expiring = asyncio.get_running_loop().call_later(self.config.request_seconds, visit.expire)
         try:
             visit.loaded = await self.loaded()
@@ -167,7 +184,7 @@ class Service:
             expiring.cancel()
             self.metrics.aborted(sum(not handle.done() for handle in visit.handles))
             visit.end()
-            self._visits.discard(visit)
+            self.dismiss(visit)
             self._last_used = time.monotonic()
 
     async def submit(self, visit: Visit, requests: list[Request]) -> list[Handle]:
@@ -189,7 +206,7 @@ class Service:
         except InvalidRequest as error:
             raise refusal(error) from error
         except BatcherClosed as error:
-            raise ApiError(503, "the server is shutting down", headers={"Retry-After": "5"}) from error
+            raise _stops() from error
         if visit.is_expired or self._stopping:
             visit.end()
         return visit.handles
@@ -198,20 +215,34 @@ class Service:
         self._ends.append(time.monotonic())
         self.metrics.ended(result, shares_prompt=shares_prompt)
 
-    def check_room(self, client: int) -> None:
-        """Raise ApiError 429 if queue or memory is full; clients below their even share are admitted."""
-        stats = self.stats()
-        waiting = sum(not visit.handles for visit in self._visits)  # on their way to the engine
-        if stats is not None:
-            waiting += stats.queued + stats.waiting
-        clients = [visit.client for visit in self._visits]
-        num_clients = len({*clients, client})
-        has_share = num_clients == 1 or clients.count(client) * num_clients >= self.config.max_queue
-        if waiting >= self.config.max_queue and has_share:
-            raise self._busy(f"{waiting} requests wait already", waiting)
-        limit = self.config.max_memory
+    def check_memory(self) -> None:
+        """Raise ApiError 429 if memory is short and somebody waits for it."""
+        limit, waiting = self.config.max_memory, self._num_waiting()
         if limit is not None and waiting and (held := mx.get_active_memory()) > limit:
             raise self._busy(f"arrays hold {held} bytes of {limit}, and {waiting} requests wait", waiting)
+
+    def _take_place(self, client: int) -> Visit | None:
+        """Return a place in the queue, or None if it is full; clients below their even share find one."""
+        clients = self._num_open_by_client()
+        num_clients = len(clients.keys() | {client})
+        has_share = num_clients == 1 or clients[client] * num_clients >= self.config.max_queue
+        if self._num_waiting() >= self.config.max_queue and has_share:
+            return None
+        visit = Visit(client)
+        self._visits.add(visit)
+        return visit
+
+    def _num_waiting(self) -> int:
+        waiting = sum(not visit.handles for visit in self._visits)  # on their way to the engine
+        stats = self.stats()
+        return waiting if stats is None else waiting + stats.queued + stats.waiting
+
+    def _num_open_by_client(self) -> Counter[int]:
+        return Counter(visit.client for visit in self._visits)
+
+    def _no_sockets(self) -> ApiError:
+        ahead = self.burst.size + self.num_open
+        return self._busy(f"{ahead} requests wait or are being answered already", ahead)
 
     def _busy(self, why: str, ahead: int) -> ApiError:
         rate = 0.0
@@ -278,6 +309,10 @@ class Service:
 
     async def _on_loader(self, call: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._loader, call)
+
+
+def _stops() -> ApiError:
+    return ApiError(503, "the server is shutting down", headers={"Retry-After": "5"})
 
 
 def _dialect(batcher: VLMBatcher, config: ServerConfig) -> Dialect:

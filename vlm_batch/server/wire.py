@@ -49,19 +49,15 @@ NOTHING: Mapping[str, tuple[Any, ...]] = {
     "service_tier": ("auto", "default", "flex", "priority", "scale"),
     "best_of": (1,),
     "suffix": ("",),
-    "echo": (False,),
     "use_beam_search": (False,),
     "length_penalty": (1,),
     "early_stopping": (False,),
     "include_stop_str_in_output": (False,),
     "spaces_between_special_tokens": (True,),
     "return_tokens_as_token_ids": (False,),
-    "return_token_ids": (False,),
-    "priority": (0,),
     "logits_processors": ([],),
     "kv_transfer_params": ({},),
     "truncate_prompt_tokens": (),
-    "cache_salt": (),
     "request_id": (),
     "moderation": (),
     "prompt_cache_retention": (),
@@ -79,7 +75,8 @@ _NOTHING_OF_CHATS: Mapping[str, tuple[Any, ...]] = {
     "add_special_tokens": (False,),
     "chat_template": (),
     "thinking_token_budget": (-1,),
-    "media_io_kwargs": ({},),
+    "echo": (False,),
+    "resize_shape": (),
 }
 _NOTHING_OF_TEXTS: Mapping[str, tuple[Any, ...]] = {"add_special_tokens": (True,), "prompt_embeds": ([],)}
 
@@ -346,7 +343,7 @@ class AllowedChoice(Wire):
 
 class StreamOptions(Wire):
     include_usage: bool | None = None
-    continuous_usage_stats: Literal[False] | None = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: Literal[False] | None = None
 
 
@@ -355,7 +352,7 @@ NO_LIMIT = -1
 
 
 def _is_length(value: int) -> int:
-    if value == NO_LIMIT or 1 <= value < 2**63:
+    if value == NO_LIMIT or 0 <= value < 2**63:
         return value
     raise PydanticCustomError("out_of_range", "it must be an integer of at least 1")
 
@@ -379,6 +376,20 @@ class PixelArguments(Wire):
 
     min_pixels: int | None = None
     max_pixels: int | None = None
+
+
+class FrameArguments(Wire):
+    """The choice of every video's frames: a rate, a number, or a rate with at most a number, as in vLLM."""
+
+    fps: Number | None = None
+    num_frames: int | None = None
+
+
+class MediaArguments(Wire):
+    """The arguments of vLLM's readers of media that are honoured."""
+
+    nothing = {"image": ({},), "audio": ({},)}
+    video: FrameArguments | None = None
 
 
 class Schema(Wire):
@@ -441,6 +452,9 @@ class Common(Wire):
     allowed_token_ids: Many[int] | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     seed: int | None = None
+    priority: int | None = None
+    cache_salt: Name | None = None
+    return_token_ids: bool | None = None
     stop: str | Annotated[list[str], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
     stop_token_ids: Many[int] | None = None
     ignore_eos: bool | None = None
@@ -479,6 +493,7 @@ class ChatRequest(Common):
     min_pixels: int | None = None
     max_pixels: int | None = None
     mm_processor_kwargs: PixelArguments | None = None
+    media_io_kwargs: MediaArguments | None = None
 
 
 class CompletionRequest(Common):
@@ -487,6 +502,7 @@ class CompletionRequest(Common):
     nothing = {**NOTHING, **_NOTHING_OF_TEXTS}
     prompt: str | Many[str] | Many[int] | Many[Many[int]]
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    echo: bool | None = None
 
 
 #: Wire fields -> fields of ``SamplingParams``.
