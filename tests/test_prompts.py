@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
@@ -208,6 +210,25 @@ def test_the_command_says_who_differs(
     assert cli.main(["verify", "--prompts", "--model", folder]) == 1
     assert "NOT as transformers makes them" in capsys.readouterr().out
     assert cli.main(["verify", "--prompts", "--model", str(tmp_path / "nowhere")]) == 2
+
+
+def test_the_command_says_what_else_the_folder_has_and_lacks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As loading finds it: a setting that nobody reads, sampling, a shard without a tensor of the index."""
+    folder = write(tmp_path / "folder", Kind())
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps({**config, "of_no_model": 7}), encoding="utf-8")
+    said = {"do_sample": True, "temperature": 0.7, "num_beams": 3}
+    (folder / "generation_config.json").write_text(json.dumps(said), encoding="utf-8")
+    save_file({"there": np.zeros(1, dtype=np.float32)}, folder / "model.safetensors")
+    index = {"weight_map": dict.fromkeys(("there", "away"), "model.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    assert cli.main(["verify", "--prompts", "--model", str(folder)]) == 0
+    printed = capsys.readouterr().out
+    assert "- config.json has what nobody reads: of_no_model 7" in printed
+    assert "recommends temperature 0.7, top_k 50; not taken: num_beams 3 " in printed
+    assert "- 1 tensors of the index are not in the folder: away" in printed
 
 
 def test_parts_for_a_template_of_text_alone_become_text(tmp_path: Path) -> None:
