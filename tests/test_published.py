@@ -125,7 +125,7 @@ def test_answers_in_company_are_those_alone(name: str, small: Path) -> None:
 def test_a_folder_without_a_tokenizer_is_refused_by_that(name: str, tmp_path: Path) -> None:
     with cut.small_towers():
         folder = cut.write(tmp_path / name, published(name), cut.CUTS[name])
-        with pytest.raises(UnsupportedModel, match="it has no tokenizer: there is no tokenizer.json"):
+        with pytest.raises(UnsupportedModel, match=r"it has no tokenizer: there is no tokenizer\.json"):
             load_model(folder)
 
 
