@@ -72,7 +72,8 @@ def first_prefix() -> Tokenizer:
 
 @dataclass(frozen=True)
 class Kind:
-    """A folder: its family, tokenizer and template. ``place`` is the file that has the template."""
+    """A folder: its family, tokenizer and template. ``place`` is the file that has the template, ``named`` the class that
+    tokenizer_config.json says."""
 
     family: str = "qwen3_vl"
     tokenizer: Any = byte_level
@@ -80,6 +81,7 @@ class Kind:
     writes_begin: bool = True
     place: str = "chat_template.jinja"
     bare: bool = False
+    named: str | None = None
 
 
 #: What transformers' processors ask of a tokenizer, and mlx-vlm's do not.
@@ -117,6 +119,9 @@ KINDS |= {
 }
 KINDS["bare tokenizer, named templates"] = Kind("falcon_h1", adds="a beginning", place="named", bare=True)
 KINDS["bare tokenizer without template"] = Kind("falcon_h1", adds="a beginning", place="nowhere", bare=True)
+KINDS["bare tokenizer of bytes, called Llama's as DeepSeek's are"] = Kind(
+    "falcon_h1", adds="a beginning", bare=True, named="LlamaTokenizerFast"
+)
 #: Families with a processor in tests/test_folders.py.
 KINDS |= {
     f"{name}, template writes {'it' if writes else 'none'}": Kind(name, adds="a beginning", writes_begin=writes)
@@ -155,6 +160,8 @@ def write_template(folder: Path, kind: Kind, picture: str) -> None:
     text = CHAT.replace("BEGIN", "{{ bos_token }}" if kind.writes_begin else "").replace("PICTURE", picture)
     config = folder / "tokenizer_config.json"
     said = json.loads(config.read_text(encoding="utf-8"))
+    if kind.named is not None:
+        config.write_text(json.dumps({**said, "tokenizer_class": kind.named}), encoding="utf-8")
     if kind.place in ("tokenizer_config.json", "named"):
         named = [{"name": "default", "template": text}, {"name": "rag", "template": "{{ documents }}"}]
         said["chat_template"] = named if kind.place == "named" else text

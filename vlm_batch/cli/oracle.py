@@ -128,7 +128,15 @@ def without_torch() -> None:
 
 
 def read_tokenizer(folder: Path) -> Any:
-    """Return the tokenizer of a folder whose model's type transformers may not know."""
+    """Return the tokenizer of a folder whose model's type transformers may not know.
+
+    ``AutoTokenizer`` knows which folders name a class that their tokenizer.json is not of: DeepSeek's say Llama, and are
+    of bytes.
+    """
+    try:
+        return transformers.AutoTokenizer.from_pretrained(folder)
+    except Exception:
+        pass
     path = folder / "tokenizer_config.json"
     said = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     named = str(said.get("tokenizer_class"))
