@@ -50,7 +50,8 @@ def read(folder: Path) -> Any:
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    name = PROCESSOR_MAPPING_NAMES.get(str(config.get("model_type"))) or processor_class(folder)
+    # As AutoProcessor: what the folder says goes before the model's type. Pixtral is saved as llava.
+    name = processor_class(folder) or PROCESSOR_MAPPING_NAMES.get(str(config.get("model_type")))
     if name is None:
         return read_tokenizer(folder)
     without_torch()
