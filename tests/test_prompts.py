@@ -129,7 +129,12 @@ PIXTRAL_MARKS = {
     "image_end_token": "[IMG_END]",
 }
 GEMMA_MARKS = {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
-GEMMA3N_MARKS = {**GEMMA_MARKS, "audio_token": "<audio>", "boa_token": "<start_of_audio>", "eoa_token": "<end_of_audio>"}
+GEMMA3N_MARKS = {
+    **GEMMA_MARKS,
+    "audio_token": "<audio>",
+    "boa_token": "<start_of_audio>",
+    "eoa_token": "<end_of_audio>",
+}
 #: By the zoo's names. All but those in tests/test_folders.py that transformers builds without torch.
 MORE = {
     "llava": Saved(
