@@ -255,7 +255,8 @@ def drawn(name: str, shape: Sequence[int]) -> np.ndarray:
 def published_tensors(cut: Cut, model: nn.Module) -> dict[str, np.ndarray]:
     """A model's parameters under the published names, in torch's order of axes."""
     found = {}
-    for path, value in tree_flatten(model.parameters()):
+    parameters: Any = tree_flatten(model.parameters())
+    for path, value in parameters:
         if cut.absent is not None and re.search(cut.absent, path):
             continue
         name = path
@@ -275,7 +276,8 @@ def published_tensors(cut: Cut, model: nn.Module) -> dict[str, np.ndarray]:
 
 def save_converted(folder: Path, model: nn.Module, bits: Mapping[str, Any]) -> None:
     """Save a model as mlx-vlm converts one: its own names, the language side in bits."""
-    values = [(path, mx.array(drawn(path, value.shape))) for path, value in tree_flatten(model.parameters())]
+    parameters: Any = tree_flatten(model.parameters())
+    values = [(path, mx.array(drawn(path, value.shape))) for path, value in parameters]
     model.load_weights(values)
     nn.quantize(
         model,

@@ -191,10 +191,10 @@ class PromptVerification:
             f"{_listed(self.upstream_ends)}",
         ]
         lines += [f"- the folder recommends {self.recommended} (`--sampling recommended` takes it)"]
-        theirs = [_setting(one) for one in self.unread if one.read_by_transformers]
+        unused = [_setting(one) for one in self.unread if one.read_by_transformers]
         nobodys = [_setting(one) for one in self.unread if not one.read_by_transformers]
-        if theirs:
-            lines.append(f"- config.json has what transformers reads and mlx-vlm does not: {', '.join(theirs)}")
+        if unused:
+            lines.append(f"- config.json has what transformers reads and mlx-vlm does not: {', '.join(unused)}")
         if nobodys:
             lines.append(f"- config.json has what nobody reads: {', '.join(nobodys)}")
         if self.unread_error is not None:
