@@ -17,6 +17,15 @@ from tests.checkpoints import layout
 from vlm_batch.cli.prompts import CASES, NOT_FOLLOWED, Folder, ask_transformers
 
 FACTS = Path(__file__).parent / "data" / "published.json"
+#: transformers' answers of the cut folders (``tests/references/published.py`` writes them).
+ANSWERS = Path(__file__).parent / "data" / "published_answers.json"
+#: Prompts, and the sizes of their pictures (width, height).
+ASKED: tuple[tuple[str, tuple[tuple[int, int], ...]], ...] = (
+    ("What is the capital of Wales?", ()),
+    ("What is this?", ((320, 240),)),
+)
+#: Tokens of an answer.
+MOST = 6
 VARIABLE = "VLM_BATCH_PUBLISHED"
 LLAMA = "tokenizers/llama3_1"
 NAMES = ("cosmos-reason2", "florence-2-base", "granite-docling-258m", "medgemma-27b-it", "olmocr-7b", LLAMA)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -11,10 +14,17 @@ from typing import Any
 
 import pytest
 
-from tests.published import BY_OWN_CODE, FACTS, LLAMA, NAMES, VARIABLE, folder_at, root, runs
+from tests import cut
+from tests.published import ANSWERS, ASKED, BY_OWN_CODE, FACTS, LLAMA, MOST, NAMES, VARIABLE, folder_at, root, runs
+from vlm_batch import SamplingParams, UnsupportedModel, VLMBatcher
+from vlm_batch.cli.oracle import picture
 from vlm_batch.cli.prompts import CASES, Folder, verify_prompts
+from vlm_batch.loading import load_model
 
 RECORDED: dict[str, Any] = json.loads(FACTS.read_text(encoding="utf-8"))
+ANSWERED: dict[str, Any] = json.loads(ANSWERS.read_text(encoding="utf-8"))
+#: Folders whose tokenizer is too large to lie with them: a stand-in has their special tokens at their places.
+WITHOUT_TOKENIZER = ("deepseek-ocr-2", "qwen3.5-9b-mlx-8bit", "unlimited-ocr")
 
 
 @cache
@@ -68,3 +78,65 @@ def test_tools_on_a_template_without_them_are_refused_by_what_it_reads() -> None
     made = folder.make(next(case for case in CASES if case.name == "tools"))
     assert made.error is not None
     assert "does not read that; it reads none" in made.error
+
+
+# Answers of folders whose layers and widths are cut
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def published(name: str) -> Path:
+    directory = root()
+    if directory is None or not (directory / name).exists():
+        pytest.skip(f"{VARIABLE} names no directory with {name}")
+    return directory / name
+
+
+@pytest.fixture
+def small(name: str, tmp_path: Path) -> Iterator[Path]:
+    path = published(name)
+    with cut.small_towers():
+        folder = cut.write(tmp_path / name, path, cut.CUTS[name])
+        if name in WITHOUT_TOKENIZER:
+            cut.write_tokenizer(folder, cut.special_tokens(path))
+        yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("name", cut.CUTS)
+def test_answers_in_company_are_those_alone(name: str, small: Path) -> None:
+    """And transformers' own, where it has the class."""
+    params = SamplingParams(max_tokens=MOST, ignore_eos=True, logprobs=0)
+    with VLMBatcher(small) as batcher:
+        asked = [([picture(*size, 0) for size in sizes], prompt) for prompt, sizes in ASKED]
+        alone = [batcher.submit(*one, params=params).result(timeout=60) for one in asked]
+        together = [batcher.submit(*one, params=params) for one in (*asked, ([], "And of France?"), *asked)]
+        found = [one.result(timeout=60) for one in together]
+    assert all(one.ok for one in (*alone, *found)), [one.error for one in (*alone, *found)]
+    assert [one.token_ids for one in (*found[:2], *found[3:])] == [one.token_ids for one in alone] * 2
+    assert alone[0].logprobs != alone[1].logprobs
+    for one, recorded in zip(alone, ANSWERED.get(name, []), strict=name in ANSWERED):
+        assert list(one.token_ids) == recorded["tokens"]
+        assert one.logprobs is not None
+        given = [step.logprob for step in one.logprobs]
+        assert given == pytest.approx(recorded["logprobs"], abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ["deepseek-ocr-2", "unlimited-ocr"])
+def test_a_folder_without_a_tokenizer_is_refused_by_that(name: str, tmp_path: Path) -> None:
+    with cut.small_towers():
+        folder = cut.write(tmp_path / name, published(name), cut.CUTS[name])
+        with pytest.raises(UnsupportedModel, match=r"it has no tokenizer: there is no tokenizer\.json"):
+            load_model(folder)
+
+
+def test_a_folder_in_nf4_is_refused_by_its_method(tmp_path: Path) -> None:
+    """Its index names packed matrices and their scales; a few of them do."""
+    path = published("molmo-7b-d-nf4")
+    folder = tmp_path / path.name
+    shutil.copytree(path, folder, ignore=shutil.ignore_patterns(cut.INDEX))
+    index = json.loads((path / cut.INDEX).read_text(encoding="utf-8"))["weight_map"]
+    names = [name for name in index if re.search(r"blocks\.0\.", name)]
+    assert any(name.endswith(".absmax") for name in names)
+    cut.save_bytes(folder, names)
+    with pytest.raises(UnsupportedModel, match=r"quantised by bitsandbytes \(NF4\)"):
+        load_model(folder)

@@ -50,7 +50,8 @@ def read(folder: Path) -> Any:
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    name = PROCESSOR_MAPPING_NAMES.get(str(config.get("model_type"))) or processor_class(folder)
+    # As AutoProcessor: what the folder says goes before the model's type. Pixtral is saved as llava.
+    name = processor_class(folder) or PROCESSOR_MAPPING_NAMES.get(str(config.get("model_type")))
     if name is None:
         return read_tokenizer(folder)
     without_torch()
@@ -128,7 +129,15 @@ def without_torch() -> None:
 
 
 def read_tokenizer(folder: Path) -> Any:
-    """Return the tokenizer of a folder whose model's type transformers may not know."""
+    """Return the tokenizer of a folder whose model's type transformers may not know.
+
+    ``AutoTokenizer`` knows which folders name a class that their tokenizer.json is not of: DeepSeek's say Llama, and are
+    of bytes.
+    """
+    try:
+        return transformers.AutoTokenizer.from_pretrained(folder)
+    except Exception:
+        pass
     path = folder / "tokenizer_config.json"
     said = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     named = str(said.get("tokenizer_class"))

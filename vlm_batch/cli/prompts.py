@@ -5,7 +5,6 @@ No model runs. transformers answers in a process of its own (``oracle.py``), sin
 
 from __future__ import annotations
 
-import inspect
 import json
 import subprocess
 import sys
@@ -27,6 +26,9 @@ from vlm_batch.inputs.prepare import Preparer
 from vlm_batch.inputs.processing import Processing
 from vlm_batch.inputs.processors import with_pillow
 from vlm_batch.loading.checkpoints import read_config, read_processor
+from vlm_batch.loading.folders import folder_facts
+from vlm_batch.loading.recommended import RecommendedSampling
+from vlm_batch.loading.unread import UnreadSetting, unread_settings
 from vlm_batch.models import package_of, spec_for
 from vlm_batch.registry import ModelSpec
 from vlm_batch.types import Message, Request, Template
@@ -143,8 +145,11 @@ class PromptVerification:
 
     Attributes:
         ends: Ids at which answers end here; ``published_ends`` by the folder's files, ``upstream_ends`` in mlx-vlm.
-        unread: Settings of config.json that no class reads.
+        unread: Settings of config.json that nobody reads.
+        unread_error: Why that is unknown; None if it is known.
         missing: Tensors that the index names and the folder lacks.
+        faults: Why the folder cannot be loaded, beside ``missing``.
+        recommended: Sampling that the publisher recommends.
     """
 
     model: str
@@ -155,9 +160,11 @@ class PromptVerification:
     ends: tuple[int, ...]
     published_ends: tuple[int, ...]
     upstream_ends: tuple[int, ...]
-    unread: tuple[str, ...]
+    unread: tuple[UnreadSetting, ...]
+    unread_error: str | None
     missing: tuple[str, ...]
-    sampling: Mapping[str, Any]
+    faults: tuple[str, ...]
+    recommended: RecommendedSampling
 
     @property
     def compared(self) -> int:
@@ -183,14 +190,18 @@ class PromptVerification:
             f"- an answer ends at {_listed(self.ends)}; the folder names {_listed(self.published_ends)}, mlx-vlm takes "
             f"{_listed(self.upstream_ends)}",
         ]
-        if self.sampling:
-            lines.append(
-                f"- the folder recommends {', '.join(f'{name} {value}' for name, value in self.sampling.items())}"
-            )
-        if self.unread:
-            lines.append(f"- config.json has what no class reads: {', '.join(self.unread)}")
+        lines += [f"- the folder recommends {self.recommended} (`--sampling recommended` takes it)"]
+        unused = [_setting(one) for one in self.unread if one.read_by_transformers]
+        nobodys = [_setting(one) for one in self.unread if not one.read_by_transformers]
+        if unused:
+            lines.append(f"- config.json has what transformers reads and mlx-vlm does not: {', '.join(unused)}")
+        if nobodys:
+            lines.append(f"- config.json has what nobody reads: {', '.join(nobodys)}")
+        if self.unread_error is not None:
+            lines.append(f"- not known what of config.json nobody reads: {self.unread_error}")
         if self.missing:
             lines.append(f"- {len(self.missing):,} tensors of the index are not in the folder: {_few(self.missing)}")
+        lines += [f"- {fault}" for fault in self.faults]
         lines += ["", "| | tokens | here : transformers | mlx-vlm : transformers |", "|---|---|---|---|"]
         for one in self.cases:
             if one.reason is not None:
@@ -203,6 +214,10 @@ class PromptVerification:
 
 def _listed(ids: Sequence[int]) -> str:
     return ", ".join(map(str, ids)) or "nothing"
+
+
+def _setting(unread: UnreadSetting) -> str:
+    return f"{unread.path} {json.dumps(unread.value)}"
 
 
 def _few(names: Sequence[str]) -> str:
@@ -281,64 +296,6 @@ class Folder:
         found = next((ends for ends in named if ends is not None), ())
         return (found,) if isinstance(found, int) else tuple(found)
 
-    @property
-    def sampling(self) -> dict[str, Any]:
-        """The sampling that generation_config.json recommends."""
-        path = self.path / "generation_config.json"
-        said = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        names = ("do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-        return {name: said[name] for name in names if said.get(name) is not None}
-
-    @property
-    def unread(self) -> tuple[str, ...]:
-        """Settings of config.json that neither mlx-vlm's nor transformers' class of it declares."""
-        return tuple(sorted(_unread(self.written, self.package)))
-
-    @property
-    def missing(self) -> tuple[str, ...]:
-        """Tensors that an index names, in files that are not there or do not have them."""
-        path = self.path / "model.safetensors.index.json"
-        if not path.exists():
-            return ()
-        named: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        there = {file: _tensor_names(self.path / file) for file in set(named.values())}
-        return tuple(name for name, file in named.items() if name not in there[file])
-
-
-#: Settings that every config.json may have: transformers' own, and what converters write.
-_COMMON = frozenset(
-    {
-        *("architectures", "auto_map", "transformers_version", "torch_dtype", "dtype", "quantization", "model_type"),
-        *("quantization_config", "_name_or_path", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id"),
-        *("initializer_range", "attention_dropout", "hidden_dropout", "dropout", "_attn_implementation_autoset"),
-    }
-)
-
-
-def _unread(config: Mapping[str, Any], package: Any) -> Iterator[str]:
-    from transformers import CONFIG_MAPPING
-
-    kinds = [kind for name, kind in vars(package).items() if name.endswith("Config") and isinstance(kind, type)]
-    known = set(_COMMON).union(*(inspect.signature(kind).parameters for kind in kinds))
-    parts = {"": config} | {name: part for name, part in config.items() if isinstance(part, Mapping)}
-    for name, part in parts.items():
-        own = str(part.get("model_type"))
-        theirs = set(vars(CONFIG_MAPPING[own]())) if own in CONFIG_MAPPING else set()
-        if name and name not in ("text_config", "vision_config", "audio_config", "llm_config"):
-            continue
-        yield from (f"{name}.{key}".lstrip(".") for key in part if key not in known | theirs and key not in parts)
-
-
-def _tensor_names(path: Path) -> frozenset[str]:
-    """Return the names in a safetensors file's header; none if it is absent or no such file."""
-    if not path.is_file():
-        return frozenset()
-    with path.open("rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        if size > path.stat().st_size:
-            return frozenset()
-        return frozenset(json.loads(file.read(size))) - {"__metadata__"}
-
 
 def ask_transformers(folders: Sequence[Path], cases: Sequence[Case], pixels: Path) -> list[dict[str, Any]]:
     """Ask ``oracle.py`` in another process; pictures' values lie under ``pixels`` by folder and case."""
@@ -361,6 +318,8 @@ def verify_prompts(folder: Folder, *, name: str | None = None, cases: Sequence[C
     with TemporaryDirectory(prefix="vlm_batch-") as pixels:
         (answers,) = ask_transformers([folder.path], cases, Path(pixels))
         compared = tuple(_compared(folder, case, _theirs(answers, at)) for at, case in enumerate(cases))
+    facts = folder_facts(folder.path)
+    unread, unread_error = _unread(folder.path)
     stops = vars(folder.processing.tokenizer)["stopping_criteria"]
     return PromptVerification(
         model=name or str(folder.path),
@@ -371,10 +330,20 @@ def verify_prompts(folder: Folder, *, name: str | None = None, cases: Sequence[C
         ends=folder.processing.eos_token_ids,
         published_ends=folder.published_ends,
         upstream_ends=tuple(stops.eos_token_ids),
-        unread=folder.unread,
-        missing=folder.missing,
-        sampling=folder.sampling,
+        unread=unread,
+        unread_error=unread_error,
+        missing=facts.missing_tensors,
+        faults=facts.faults,
+        recommended=facts.recommended,
     )
+
+
+def _unread(path: Path) -> tuple[tuple[UnreadSetting, ...], str | None]:
+    """Return the settings that nobody reads, or else why they are unknown."""
+    try:
+        return unread_settings(path), None
+    except UnsupportedModel as error:
+        return (), str(error)
 
 
 def _theirs(answers: Mapping[str, Any], at: int) -> Mapping[str, Any]:

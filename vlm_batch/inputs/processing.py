@@ -120,13 +120,14 @@ class Processing:
         """
         turns = prompt if isinstance(prompt, str) else list(prompt)
         is_known = str(self.config.model_type).lower() in MODEL_CONFIG
-        takes = self.config.model_type not in _LAST_MESSAGE and self.template.takes(turns, num_images)
+        is_last_alone = self.config.model_type in _LAST_MESSAGE and not self._has_own_template
+        takes = not is_last_alone and self.template.takes(turns, num_images)
         # it knows videos of single prompts only, by their paths, and no types but its own
         if takes or any(others) or (num_images and not is_known):
             made = with_parts(turns, num_images, *others)
             return made if self.template.takes_text else [in_parts(turn) for turn in made]
         made = apply_chat_template(self.processor, self.config, turns, num_images=num_images, return_messages=True)
-        if self.config.model_type in _LAST_MESSAGE:
+        if is_last_alone:
             return made[-1]
         if self.template.takes_text_alone:
             made = [in_text(turn, self._image_mark) if isinstance(turn, Mapping) else turn for turn in made]
@@ -136,6 +137,11 @@ class Processing:
         kept = [{name: value for name, value in turn.items() if name not in ("role", "content")} for turn in turns]
         pairs = zip(made, kept, strict=True)
         return [{**more, **message} if isinstance(message, Mapping) else message for message, more in pairs]
+
+    @property
+    def _has_own_template(self) -> bool:
+        """Whether a PaliGemma was tuned to chat: the published ones have no template."""
+        return self.config.model_type == "paligemma" and self.chat_template is not None
 
     @property
     def _image_mark(self) -> str:

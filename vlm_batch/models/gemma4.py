@@ -138,7 +138,7 @@ class AudioTokenCounts:
 
     def apply_chat_template(self, messages: Any, **options: Any) -> Any:
         """Fill the template with unchanged messages; mlx-vlm rebuilds them (gemma4/processing_gemma4.py:877)."""
-        return self.tokenizer.apply_chat_template(messages, **{"tokenize": False, "enable_thinking": False, **options})
+        return self.tokenizer.apply_chat_template(messages, **{"tokenize": False, **options})
 
     def _compute_audio_num_tokens(self, waveform: Any, rate: int) -> int:
         part, count = self.feature_extractor, len(waveform)
