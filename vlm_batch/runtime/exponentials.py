@@ -193,7 +193,7 @@ def _write_logs(rows_and_logs: tuple[np.ndarray, np.ndarray]) -> None:
 
 
 def each(work: Callable[[Block], None], blocks: Sequence[Block]) -> None:
-    """Work on each block, in any order, on as many threads as BLAS has. Callers' own thread is one of them."""
+    """Work on each block, in any order, on as many threads as BLAS has, the caller's among them."""
     helpers = min(blas.threads(), len(blocks)) - 1
     left = iter(blocks)  # a list's iterator gives each block to one thread
 
@@ -285,7 +285,10 @@ def erf(x: np.ndarray, spare: np.ndarray) -> None:
 
 
 def _erfc(x: np.ndarray, factor: np.float32, spare: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the size of ``x`` times a factor, at most 16, and its erfc: Abramowitz and Stegun 7.1.26, as MLX, within 1.5e-7."""
+    """Return the size of ``x`` times a factor, at most 16, and its erfc.
+
+    It is Abramowitz and Stegun 7.1.26, as MLX's, within 1.5e-7.
+    """
     size, t, found = spare
     np.abs(x, out=size)
     size *= factor
