@@ -22,7 +22,7 @@ from vlm_batch.engine.logprobs import largest as largest_ids
 from vlm_batch.loading.exactness import device_facts
 from vlm_batch.models import adapter_for
 from vlm_batch.records import Call
-from vlm_batch.runtime import exponentials
+from vlm_batch.runtime import blas, exponentials
 
 pytestmark = pytest.mark.skipif(mx.default_device().type != mx.DeviceType.cpu, reason="a CPU's way")
 
@@ -117,6 +117,14 @@ def test_extremes_are_mlxs(name: str) -> None:
     assert np.allclose(found[finite], right[finite], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if "softmax" not in name and "logsumexp" not in name])
+def test_infinity_gives_what_mlx_gives(name: str) -> None:
+    x = mx.full((exponentials.FEWEST,), mx.inf)
+    right = numbers(FUNCTIONS[name](x))
+    with running(Call()):
+        assert np.array_equal(numbers(FUNCTIONS[name](x)), right, equal_nan=True)
+
+
 @pytest.mark.parametrize("name", ["exp", "sin", "tanh", "erf", "sigmoid", "nn.silu", "nn.gelu", "nn.gelu_approx"])
 def test_a_numbers_bits_depend_on_that_number_alone(name: str) -> None:
     """Wherever it stands: in vectors or behind the last whole one, at an edge of a block, in company or not."""
@@ -137,6 +145,43 @@ def test_a_rows_bits_depend_on_that_row_alone(name: str, columns: int) -> None:
         whole = numbers(FUNCTIONS[name](x))
         for start, end in ((0, 1), (66, 67), (3, 8), (50, 67)):
             assert np.array_equal(numbers(FUNCTIONS[name](x[start:end])), whole[start:end])
+
+
+@pytest.mark.parametrize("name", ["nn.gelu", "softmax", "logsumexp"])
+def test_bits_do_not_depend_on_threads(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = mx.random.normal((300, 3000)) * 3
+    parts = [mx.random.normal((1, 4, 900, 16)) for _ in range(3)]
+    found = {}
+    for threads in (1, 3):
+        monkeypatch.setattr(blas, "threads", lambda threads=threads: threads)
+        with running(Call()):
+            found[threads] = numbers(FUNCTIONS[name](x)), numbers(by_numpy.attend(*parts, 0.25))
+    for one, several in zip(found[1], found[3], strict=True):
+        assert np.array_equal(one, several)
+
+
+def test_blocks_are_shared_by_as_many_threads_as_blas_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three threads work at once, each block is worked on once, and an error reaches the caller."""
+    monkeypatch.setattr(blas, "threads", lambda: 3)
+    together, done = threading.Barrier(3, timeout=30), []
+
+    def work(block: int) -> None:
+        if block < 3:
+            together.wait()
+        done.append(block)
+
+    exponentials.each(work, list(range(50)))
+    assert sorted(done) == list(range(50))
+
+    def fail(block: int) -> None:
+        raise ValueError(block)
+
+    with pytest.raises(ValueError, match=r"\d"):
+        exponentials.each(fail, [1, 2])
+    monkeypatch.setattr(blas, "threads", lambda: 1)
+    here: list[int] = []
+    exponentials.each(lambda block: here.append(threading.get_ident()), list(range(9)))
+    assert set(here) == {threading.get_ident()}
 
 
 MASKS: dict[str, Callable[[int, int], Any]] = {

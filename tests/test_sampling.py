@@ -185,8 +185,11 @@ def test_logprobs_are_of_the_logits_before_temperature() -> None:
     assert [token for token, _ in entry[0].top] == np.argsort(-right)[:3].tolist()
 
 
+@pytest.mark.parametrize("more", [2, 16])
 @pytest.mark.parametrize("candidates", [1, 4, 12])
-def test_candidates_draw_what_the_whole_vocabulary_would(candidates: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_candidates_draw_what_the_whole_vocabulary_would(
+    candidates: int, more: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Few candidates, flat and peaked rows: those whose candidates do not hold top_p or top_k are sorted whole."""
     params = [
         SamplingParams(temperature=0.3, top_p=0.5),
@@ -202,6 +205,7 @@ def test_candidates_draw_what_the_whole_vocabulary_would(candidates: int, monkey
         whole = sample(logits, rows).tokens.tolist()
         with monkeypatch.context() as patch:
             patch.setattr(sampling, "NUM_CANDIDATES", candidates)
+            patch.setattr(sampling, "MORE_CANDIDATES", more)
             assert sample(logits, rows).tokens.tolist() == whole
 
 

@@ -106,7 +106,7 @@ def attend(queries: mx.array, keys: mx.array, values: mx.array, scale: float, ma
             mx.eval(scores)
             weights = exponentials.view(scores)
             masked.hide(weights, heads_at, queries_at)
-            totals = exponentials.exponentials(weights)  # (N, G l, 1)
+            totals = exponentials.turned(weights)  # (N, G l, 1)
             attended = scores @ values[heads_at, :seen]
             mx.eval(attended)
             done = exponentials.view(attended)

@@ -19,6 +19,8 @@ from vlm_batch.types import SamplingParams, TokenLogprobs
 
 #: Most likely tokens of a large vocabulary to sort: sorting all is several times slower.
 NUM_CANDIDATES = 1024
+#: How many times as many are sorted where these hold half of what is wanted. Otherwise all are.
+MORE_CANDIDATES = 16
 
 
 @dataclass(frozen=True)
@@ -299,20 +301,26 @@ def _draw(scaled: mx.array, noise: mx.array, rows: Sequence[SamplingRow]) -> mx.
 
 def _draw_sorted(scaled: mx.array, noise: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
     """Draw with ``top_k`` or ``top_p`` from logits (R, V) -> (R,)."""
-    # A CPU first sorts ``NUM_CANDIDATES`` tokens; on a GPU the check that they suffice costs more than the sort.
+    return _draw_among(scaled, noise, rows, NUM_CANDIDATES)
+
+
+def _draw_among(scaled: mx.array, noise: mx.array, rows: Sequence[SamplingRow], count: int) -> mx.array:
+    """Sort ``count`` tokens first, and more for rows that may draw beyond them."""
+    # On a GPU the check that they suffice costs more than to sort all.
     size = scaled.shape[-1]
-    if size <= 4 * NUM_CANDIDATES or mx.default_device().type == mx.DeviceType.gpu:
+    if size <= 4 * count or mx.default_device().type == mx.DeviceType.gpu:
         return _draw_in_order(scaled, noise, rows, mx.argsort(-scaled, axis=-1))[0]
-    candidates = largest(scaled, NUM_CANDIDATES)
+    candidates = largest(scaled, count)
     order = mx.argsort(-mx.take_along_axis(scaled, candidates, axis=-1), axis=-1)
     tokens, mass = _draw_in_order(scaled, noise, rows, mx.take_along_axis(candidates, order, axis=-1))
-    may_miss = [not 0 < row.params.top_k <= NUM_CANDIDATES for row in rows]
+    may_miss = [not 0 < row.params.top_k <= count for row in rows]
     held: Any = mass.tolist() if any(may_miss) else []
     for index, row in enumerate(rows):
-        if may_miss[index] and (row.params.top_k > NUM_CANDIDATES or held[index] < row.params.top_p):
-            one = scaled[index : index + 1]
-            again, _ = _draw_in_order(one, noise[index : index + 1], [row], mx.argsort(-one, axis=-1))
-            tokens = _merge(tokens, [index], again)
+        if may_miss[index] and (row.params.top_k > count or held[index] < row.params.top_p):
+            own = slice(index, index + 1)
+            is_near = 2 * held[index] >= row.params.top_p
+            more = count * MORE_CANDIDATES if is_near else size
+            tokens = _merge(tokens, [index], _draw_among(scaled[own], noise[own], [row], more))
     return tokens
 
 

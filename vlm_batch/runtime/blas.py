@@ -55,6 +55,11 @@ def limit_threads(threads: int) -> None:
         _loaded.openblas_set_num_threads(ctypes.c_int(threads))
 
 
+def threads() -> int:
+    """Return OpenBLAS's threads; 1 without it."""
+    return 1 if _loaded is None else int(_loaded.openblas_get_num_threads())
+
+
 def has_wide_vectors() -> bool:
     """Whether ``/proc/cpuinfo`` lists the AVX-512 parts that OpenBLAS's kernels use."""
     try:
