@@ -17,6 +17,7 @@ from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.port import AnswerText
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.row import Prompt, Row, Status, new_row
+from vlm_batch.engine.runner import Runner
 from vlm_batch.errors import InvalidPrompt, PromptTooLong
 from vlm_batch.records import Call
 from vlm_batch.store.budget import ByteBudget
@@ -271,6 +272,31 @@ def test_what_is_encoded_ahead_of_its_place_is_not_prefilled_meanwhile() -> None
     assert 0 < encoded < last, "it was not encoded ahead"
     assert timings.queue + timings.encode >= last - row.clock.submitted
     assert timings.queue + timings.encode + timings.prefill == pytest.approx(timings.ttft, abs=1e-3)
+
+
+@pytest.mark.parametrize("what", ["_encode_row", "prefill"])
+@pytest.mark.parametrize("is_ending", [False, True])
+def test_a_batcher_that_ends_waits_for_one_row_of_a_step(
+    what: str, is_ending: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not for all pictures and prompts that the step has taken up."""
+    generator, work, begun = engine(policy=settings_for(max_rows=8)), getattr(Runner, what), []
+
+    def noted(*arguments: Any) -> Any:
+        begun.append(what)
+        generator.is_ending = is_ending
+        return work(*arguments)
+
+    monkeypatch.setattr(Runner, what, noted)
+    monkeypatch.setattr(Runner, "_encode_pictures", lambda *_: 0)
+    monkeypatch.setattr(Runner, "group", lambda self, plan: plan)
+    for name in "abcd":
+        generator.insert(name, inputs(IMAGE), SamplingParams(max_tokens=2))
+    generator.step()
+    assert len(begun) == (1 if is_ending else 4)
+    for name in "abcd":
+        generator.cancel(name)
+    assert {result.finish_reason for result in finish(generator).values()} == {"cancelled"}
 
 
 # Priorities and processors ----------------------------------------------------------------------------------------------

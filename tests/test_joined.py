@@ -94,6 +94,22 @@ def test_mp3_without_a_list_of_contents_and_with_tags_between(between: bytes) ->
     assert np.array_equal(heard(ID3 + first + between), heard(first))
 
 
+@pytest.mark.parametrize("first", ["WAV", "AIFF", "CAF", "FLAC", "MP3", "OGG"])
+@pytest.mark.parametrize("second", ["WAV", "AIFF", "CAF", "FLAC", "MP3", "OGG"])
+def test_files_of_two_kinds_are_refused(first: str, second: str) -> None:
+    """Of which the first alone was heard."""
+    one, other = recording(first, None, 0.3, 16_000), recording(second, None, 0.2, 16_000)
+    tagged = ID3 + one if first in ("FLAC", "MP3") else one
+    assert load_audio(tagged, 16_000).seconds == 0.3
+    assert load_audio(one + b"behind it " * 300, 16_000).seconds == 0.3
+    if first == second:
+        return
+    with pytest.raises(InvalidAudio, match=rf"{first.lower()} with a file of {second.lower()} joined to it; split it"):
+        load_audio(one + other, 16_000)
+    with pytest.raises(InvalidAudio, match=rf"a file of {second.lower()} joined"):
+        load_audio(tagged + one + other, 16_000)
+
+
 def test_channels_may_change_and_rates_may_not() -> None:
     first = recording("MP3", None, 1.0)
     assert load_audio(first + recording("MP3", None, 0.5, channels=2), RATE).seconds == 1.5

@@ -92,10 +92,21 @@ def test_each_document_becomes_one_text(folder: Path) -> None:
     assert "text of scan.tif#2 (21, 10)" in Path("out/scan.md").read_text()
 
 
+def test_a_documents_name_stays_on_its_line_and_a_file_that_fails_asks_no_other_question(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Control characters of a name reach no terminal; one prompt needs no column."""
+    Path("in/odd\n\x1b[2Jname.pdf").write_bytes(b"none")
+    assert read(Pages()) == 1
+    said = capsys.readouterr().out
+    assert "in/odd \\x1b[2Jname.pdf lacks its text\n" in said and "\x1b" not in said
+    assert "answer" in said and "question" not in said
+
+
 def test_marks_can_be_left_out_and_plain_text_has_its_own(folder: Path) -> None:
-    assert read(Pages(), "--no-marks", "--form", "txt") == 0
+    assert read(Pages(), "--no-marks", "--format", "txt") == 0
     assert Path("out/scan.txt").read_text() == "text of scan.tif#1 (20, 10)\n\ntext of scan.tif#2 (21, 10)\n"
-    assert read(Pages(), "--form", "txt", "--overwrite") == 0
+    assert read(Pages(), "--format", "txt", "--overwrite") == 0
     assert Path("out/scan.txt").read_text().startswith("----- page 1 -----\n\ntext of")
 
 
@@ -160,14 +171,14 @@ def test_a_page_in_a_loop_is_asked_once_more_and_marked(folder: Path, capsys: py
     records = [json.loads(line) for line in Path("out", PAGES).read_text().splitlines()]
     assert [record.get("attempts") for record in records if record["id"] == first.request_id] == [2]
     assert len(records) == 6
-    assert read(Pages(loops=12), "--overwrite", "--form", "json") == 0
+    assert read(Pages(loops=12), "--overwrite", "--format", "json") == 0
     pages = json.loads(Path("out/scan.json").read_text())["pages"]
     assert [page["repeats"] for page in pages] == [True, True]
     assert "in/scan.tif repeats itself to the end of pages 1, 2" in capsys.readouterr().out
 
 
 def test_json_has_each_page_and_what_is_missing(folder: Path) -> None:
-    read(Pages(bad="scan.tif#2"), "--form", "json", "--task", "ocr")
+    read(Pages(bad="scan.tif#2"), "--format", "json", "--task", "ocr")
     whole = json.loads(Path("out/scan.json").read_text())
     assert (whole["document"], whole["model"], whole["task"]) == ("in/scan.tif", "some-model", "ocr")
     assert whole["missing"] == [2]

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from vlm_batch.assets import sample_model
+from vlm_batch.cli.console import plain_text
 from vlm_batch.cli.ending import Signals
 from vlm_batch.cli.model import OpenBatcher, UsageError, add_batcher, add_model, at_least
 from vlm_batch.cli.run import ANSWERED, FAILED, text_of, write_report
@@ -37,7 +38,7 @@ EVERYDAY = (
         "--out",
         "--task",
         "--pages",
-        "--form",
+        "--format",
         "--resume",
         "--overwrite",
         "--retry-errors",
@@ -67,7 +68,7 @@ def _read(args: argparse.Namespace, open_batcher: OpenBatcher, signals: Signals)
     documents = Documents(
         folder,
         lambda: Job(sources, questions, Sink()),
-        form=args.form,
+        form=args.format,
         has_marks=args.marks,
         facts={"model": Path(model).name, "task": _task(args, publisher), "prompt": questions.prompts[0]},
     )
@@ -230,7 +231,7 @@ class _Again:
 def _say_what_was_written(documents: Documents, folder: Path) -> None:
     print(f"{count_of(documents.num_written, 'document')} written to {folder}")
     for lacking in documents.lacking:
-        print(lacking.said())
+        print(plain_text(lacking.said().replace("\n", " ")))  # a name may hold control characters
     if documents.num_incomplete:
         whole = count_of(documents.num_incomplete, "document")
         print(f"{whole} still to be read: --resume goes on")
@@ -303,7 +304,7 @@ def _add_sampling(group: argparse._ArgumentGroup) -> None:
 
 def _add_writing(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--form",
+        "--format",
         choices=DOCUMENT_FORMS,
         default="md",
         help="Markdown, plain text, or JSON with each page (default: md)",

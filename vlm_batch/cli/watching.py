@@ -226,7 +226,7 @@ class JobView(Watch):
 
     def _table(self) -> Table:
         rows = sorted(self._rows, key=lambda row: row[0].number)
-        asked_alike = len({item.prompt for item, _ in rows}) <= 1
+        asked_alike = len({item.prompt for item, _ in rows if item.prompt}) <= 1  # a file that fails is asked nothing
         table = Table(
             Column("picture", overflow="fold", max_width=60),
             Column("size", no_wrap=True),

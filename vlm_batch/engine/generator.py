@@ -97,6 +97,7 @@ class BatchGenerator:
         self._launched: list[Flight | Part] = []  # in the device's order; the next step reads it
         self._at_rest: tuple[int, ...] = ()  # who was there when nothing was left to be encoded or placed
         self._rested = 0  # steps since then
+        self.is_ending = False  # set by any thread: a step begins no further picture or prompt
         self.telling = Telling(self.rows, self.retry, self.reuse, self.text, self.drafts)
 
     def warm_up(self) -> Iterator[None]:
@@ -288,6 +289,8 @@ class BatchGenerator:
         self._at_rest, self._rested = here if is_at_rest else (), 0
         has_begun = False
         for place, (row, losses) in enumerate([(row, row.losses) for row in line]):
+            if self.is_ending:
+                break
             if row.losses != losses or row.status is Status.FINISHED or row.request_id not in waiting.prepared:
                 continue  # it failed in a call with another, or is a fork
             if row.prompt.encoded is None:
@@ -375,6 +378,8 @@ class BatchGenerator:
         last: dict[Row, Part] = {}  # holding an earlier chunk's arrays would copy them
         done: list[Part] = []
         for work in self.runner.group(plan) if len(plan) > 1 else plan:
+            if self.is_ending:
+                break
             for part in self.retry.settled(self.runner.prefill(work)):
                 last[part.rows[0]] = part
                 if part.logits is not None:

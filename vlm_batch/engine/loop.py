@@ -135,6 +135,7 @@ class EngineLoop:
         return True
 
     def stop(self) -> None:
+        self.generator.is_ending = True  # the step under way ends sooner
         self._inbox.put(None)  # cancels all requests
 
     @property

@@ -6,7 +6,7 @@ import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 
 from vlm_batch.errors import InvalidAudio
 from vlm_batch.inputs.fetch import Cancelled
@@ -21,6 +21,19 @@ _OGG_HEAD = 27
 _OGG_FIRST, _OGG_LAST = 2, 4
 #: A FLAC stream's mark with the block that must follow it, and a CAF file's.
 _FLAC, _CAF = re.compile(rb"fLaC[\0\x80]\0\0\x22"), re.compile(rb"caff\0\x01\0\0desc")
+#: First bytes of files with sound, each long enough that no other file has them by chance. An MP3 begins with its list of
+#: contents, behind zeros in place of a frame's sound.
+_SIGNATURES = {
+    "wav": rb"(?:RIFF|RIFX|RF64).{4}WAVE(?:fmt |JUNK|bext|LIST|ds64)",
+    "avi": rb"RIFF.{4}AVI LIST",
+    "aiff": rb"FORM.{4}AIF[FC](?:COMM|FVER)",
+    "caf": _CAF.pattern,
+    "flac": _FLAC.pattern,
+    "ogg": rb"OggS\0[\x02\x06]\0{8}",
+    "mp3": rb"\xff[\xe2-\xff]..\0{9,32}(?:Xing|Info)\0\0\0",
+    "mp4": rb"\0\0\0.ftyp(?:M4A|M4B|M4V|mp4|iso|qt  )",
+    "mkv": rb"\x1a\x45\xdf\xa3.{1,40}(?:matroska|webm)",
+}
 
 
 def parts_of(data: bytes, name: str, cancelled: Cancelled) -> list[bytes]:
@@ -32,12 +45,14 @@ def parts_of(data: bytes, name: str, cancelled: Cancelled) -> list[bytes]:
         cancelled: Looked at while the file is walked through.
 
     Raises:
-        InvalidAudio: An Ogg file ends before the last page of a stream, or there are too many recordings.
+        InvalidAudio: An Ogg file ends before the last page of a stream, there are too many recordings, or a file of
+            another kind follows.
         OperationCancelled: The request was cancelled.
     """
     starts = list(itertools.islice(_starts(data, name, cancelled), MAX_RECORDINGS + 1))
     if len(starts) > MAX_RECORDINGS:
         raise InvalidAudio(f"{name} is more than {MAX_RECORDINGS:,} recordings, joined to one file")
+    _check_nothing_else(data, starts or [0], name)
     if len(starts) < 2:
         return [_with_contents(data, starts[0] if starts else 0, cancelled)]
     ends = [*starts[1:], len(data)]
@@ -54,6 +69,31 @@ def _starts(data: bytes, name: str, cancelled: Cancelled) -> Iterator[int]:
     if data.startswith((b"RIFF", b"RIFX", b"FORM")):
         return _chunk_starts(data, cancelled)
     return _mpeg_starts(data, begin, cancelled)
+
+
+def _check_nothing_else(data: bytes, starts: list[int], name: str) -> None:
+    """Raise InvalidAudio if a file of another kind stands behind these recordings."""
+    first = _behind_tags(data, starts[0])
+    own = next((kind for kind, mark in _signatures().items() if mark.match(data, first)), "mp3")
+    # where the others end is known only to their decoders
+    begin = first if own in ("flac", "mp3", "caf") else _end_of(data, starts[-1], own)
+    for kind, mark in _signatures().items():
+        if kind != own and mark.search(data, begin):
+            raise InvalidAudio(f"{name} is a recording of {own} with a file of {kind} joined to it; split it first")
+
+
+@cache
+def _signatures() -> dict[str, re.Pattern[bytes]]:
+    return {kind: re.compile(first, re.DOTALL) for kind, first in _SIGNATURES.items()}
+
+
+def _end_of(data: bytes, at: int, kind: str) -> int:
+    """Return where a recording of a kind that says it ends."""
+    if kind == "ogg":
+        return data.rfind(b"OggS") + _OGG_HEAD
+    is_little = data.startswith((b"RIFF", b"RF64"), at)
+    size = int.from_bytes(data[at + 4 : at + 8], "little" if is_little else "big")
+    return at + 8 + size
 
 
 def _chunk_starts(data: bytes, cancelled: Cancelled) -> Iterator[int]:
