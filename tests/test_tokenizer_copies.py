@@ -28,7 +28,7 @@ TEXTS = (
 
 @pytest.mark.parametrize("folder", CHECKPOINTS, ids=lambda path: path.name)
 def test_a_copy_is_equal_and_shares_the_vocabulary(folder: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     copied = copy_for_thread(tokenizer)
     assert copied._tokenizer is not tokenizer._tokenizer
     assert copied._tokenizer.to_str() == tokenizer._tokenizer.to_str()
@@ -42,7 +42,7 @@ def test_a_copy_is_equal_and_shares_the_vocabulary(folder: Path) -> None:
 
 
 def test_settings_of_a_copy_are_its_own() -> None:
-    tokenizer = AutoTokenizer.from_pretrained(default_checkpoint())
+    tokenizer: Any = AutoTokenizer.from_pretrained(default_checkpoint())
     tokenizer._tokenizer.enable_truncation(max_length=3)
     copied = copy_for_thread(tokenizer)
     assert copied._tokenizer.truncation == tokenizer._tokenizer.truncation
