@@ -99,7 +99,8 @@ def test_answers_are_what_the_types_say_and_go_back(
     for choice in answer.choices:
         message = choice.message
         IS_MESSAGE.validate_python(message.model_dump(exclude_none=True))  # the type has no nulls
-        for form in (message.to_dict(), message.model_dump(), message.model_dump(exclude_none=True)):
+        forms: list[dict[str, Any]] = [message.to_dict(), message.model_dump(), message.model_dump(exclude_none=True)]
+        for form in forms:
             results = [
                 {"role": "tool", "tool_call_id": call["id"], "content": "done"} for call in form.get("tool_calls") or ()
             ]
