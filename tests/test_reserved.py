@@ -103,9 +103,13 @@ def test_what_is_not_refused_becomes_no_control_token(name: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["paligemma", "florence2", "falcon_ocr"])
-def test_families_that_take_the_last_message_alone_get_it_whole(family: str) -> None:
-    """Their processors take its text; nothing is put around it, and there is nothing that could read an argument."""
+def test_families_that_take_the_last_message_alone_get_it_whole(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their processors take its text; nothing is put around it, and there is nothing that could read an argument.
+
+    A PaliGemma with a template, which this processor has, would be asked by it (tests/test_prompts.py).
+    """
     processing, _, _ = of("falcon_ocr")
+    monkeypatch.setattr(Processing, "_has_own_template", False)
     bare = Processing(processing.processor, SimpleNamespace(model_type=family))
     assert "a b" in bare.render("a b", 0)
     assert len(bare.render("a b", 0)) < 20
