@@ -6,6 +6,7 @@ import io
 import json
 import random
 import re
+import time
 import types
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
@@ -83,7 +84,9 @@ def test_the_estimate_is_within_a_factor_of_two(
     table.write_text("".join(json.dumps({"id": str(n), "image": "a.png"}) + "\n" for n in range(num_rows)))
     sources, _ = open_sources([str(table)])
     engine, out = Engine(places, prefill, lengths, fails), io.StringIO()
-    monkeypatch.setattr(dry_run, "time", types.SimpleNamespace(perf_counter=lambda: engine.now))
+    monkeypatch.setattr(
+        dry_run, "time", types.SimpleNamespace(perf_counter=lambda: engine.now, monotonic=time.monotonic)
+    )
     monkeypatch.setattr(dry_run, "spell_seconds", lambda seconds: f"<{seconds:.3f}>")
     job = Job(sources, Questions(("x",)), Sink())
     dry_run.show_dry_run(job, lambda: nullcontext(engine), out, cache_bytes=0)  # type: ignore[arg-type,return-value]

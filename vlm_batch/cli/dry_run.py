@@ -96,15 +96,15 @@ def show_dry_run(job: Job, open_batcher: OpenBatcher, out: TextIO, *, cache_byte
         rest = by_size(rest)
     pace, results = Pace(), list[Result]()
     with _Progress() as progress, open_batcher() as batcher:
-        found = _asked(batcher, _requests(rest, pace, shown, console))
-        began = time.perf_counter()
+        since, last = time.monotonic(), 0.0
+        found = _asked(batcher, _requests(rest, pace, shown, console), pace)
         while True:
-            seconds = time.perf_counter() - began
-            progress.show(pace, seconds)
-            has_enough = seconds > MOST_SECONDS or pace.answered >= 2 * DRY_ROWS + ENOUGH_ROWS
+            waited = time.monotonic() - since
+            progress.show(pace, waited)
+            has_enough = max(waited, last) > MOST_SECONDS or pace.answered >= 2 * DRY_ROWS + ENOUGH_ROWS
             if has_enough and len(results) == len(shown) and 2 * pace.ended >= pace.handed:
                 break  # and the others are cancelled
-            if seconds > LONGEST_SECONDS:
+            if waited > LONGEST_SECONDS:
                 break
             try:
                 one = found.get(timeout=LOOK_SECONDS)
@@ -114,9 +114,9 @@ def show_dry_run(job: Job, open_batcher: OpenBatcher, out: TextIO, *, cache_byte
                 break
             if isinstance(one, BaseException):
                 raise one
-            seconds = time.perf_counter() - began
-            pace.add(one, seconds, batcher.stats().generated_tokens if isinstance(batcher, Counting) else None)
-            results += [one] if one.request_id in shown else []
+            last = one.seconds
+            pace.add(one.result, one.seconds, one.generated)
+            results += [one.result] if one.result.request_id in shown else []
         pace.is_over = True
         progress.stop()
         results.sort(key=lambda result: shown[result.request_id].number)
@@ -134,17 +134,37 @@ def show_dry_run(job: Job, open_batcher: OpenBatcher, out: TextIO, *, cache_byte
     return 0 if results and len(shown) == num_shown and all(result.ok for result in results) else 1
 
 
-def _asked(batcher: Batcher, requests: Iterator[Request]) -> queue.SimpleQueue[Result | BaseException | None]:
-    """Ask on a thread, so that a row that takes long keeps nobody waiting. None is the end, an exception, too."""
-    found: queue.SimpleQueue[Result | BaseException | None] = queue.SimpleQueue()
+@dataclass(frozen=True)
+class _Ended:
+    """A result, when it came, and the tokens that all rows had by then."""
+
+    result: Result
+    seconds: float
+    generated: int | None
+
+
+def _asked(batcher: Batcher, requests: Iterator[Request], pace: Pace) -> queue.Queue[_Ended | BaseException | None]:
+    """Ask on a thread, so that a row that takes long keeps nobody waiting. None is the end, an exception, too.
+
+    The thread waits until what it found is taken, and ends with ``pace.is_over``.
+    """
+    found: queue.Queue[_Ended | BaseException | None] = queue.Queue(maxsize=1)
+    began = time.perf_counter()
+
+    def tell(one: _Ended | BaseException | None) -> None:
+        while not pace.is_over:
+            with contextlib.suppress(queue.Full):
+                found.put(one, timeout=LOOK_SECONDS)
+                return
 
     def ask() -> None:
         try:
             for result in batcher.as_completed(requests):
-                found.put(result)
-            found.put(None)
+                generated = batcher.stats().generated_tokens if isinstance(batcher, Counting) else None
+                tell(_Ended(result, time.perf_counter() - began, generated))
+            tell(None)
         except BaseException as error:
-            found.put(error)
+            tell(error)
 
     threading.Thread(target=ask, name="dry run", daemon=True).start()
     return found
