@@ -512,7 +512,9 @@ def test_what_contradicts_a_form_is_named_and_fails_alone(
     assert other.result(timeout=60).text == "1 2 3 4 5 6 7"
 
 
-@pytest.mark.parametrize("schema", [{"$ref": "#"}, {"required": ["a"], "properties": {"a": {"$ref": "#"}}}])
+@pytest.mark.parametrize(
+    "schema", [{"$ref": "#"}, {"type": "object", "required": ["a"], "properties": {"a": {"$ref": "#"}}}]
+)
 def test_a_schema_that_requires_itself_is_refused_at_once(schema: dict[str, Any]) -> None:
     with pytest.raises(InvalidParameters, match="requires a value within itself without an end"):
         SamplingParams(json_schema=schema)
