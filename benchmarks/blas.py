@@ -11,7 +11,14 @@ import subprocess
 import sys
 import time
 
-SHAPES = ((1024, 1024, 1024), (512, 96, 96), (256, 512, 512), (8, 512, 2048), (1, 512, 2048))  # n, m, k
+# n, m, k
+SHAPES = (
+    (1024, 1024, 1024),
+    (512, 96, 96),
+    (256, 512, 512),
+    (8, 512, 2048),
+    (1, 512, 2048),
+)
 VARIANTS = {
     "mlx's own": {"VLM_BATCH_NO_BLAS": "1"},
     "openblas, 1 thread": {"OPENBLAS_NUM_THREADS": "1"},
@@ -47,14 +54,25 @@ def main() -> None:
         print(json.dumps(measure()))
         return
     plain = {
-        name: value for name, value in os.environ.items() if name not in ("OPENBLAS_NUM_THREADS", "VLM_BATCH_NO_BLAS")
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("OPENBLAS_NUM_THREADS", "VLM_BATCH_NO_BLAS")
     }
     results = {}
     for name, settings in VARIANTS.items():
         command = [sys.executable, __file__, "--measure"]
-        run = subprocess.run(command, env={**plain, **settings}, check=True, capture_output=True, text=True)
+        run = subprocess.run(
+            command,
+            env={**plain, **settings},
+            check=True,
+            capture_output=True,
+            text=True,
+        )
         results[name] = json.loads(run.stdout)
-    print(f"{'GFLOP/s':<20}" + "".join(f"{'x'.join(map(str, shape)):>18}" for shape in SHAPES))
+    print(
+        f"{'GFLOP/s':<20}"
+        + "".join(f"{'x'.join(map(str, shape)):>18}" for shape in SHAPES)
+    )
     for name, speeds in results.items():
         print(f"{name:<20}" + "".join(f"{speed:>18}" for speed in speeds))
     print(json.dumps({"shapes": SHAPES, "gflops": results}))

@@ -43,7 +43,10 @@ from vlm_batch.store.prefix import PrefixCache  # noqa: E402
 from vlm_batch.types import SamplingParams  # noqa: E402
 
 WIDTH, HEADS, KV_HEADS, VOCABULARY = 512, 8, 4, 4096
-IMAGE, START, END, VIDEO = VOCABULARY - 4, VOCABULARY - 3, VOCABULARY - 2, VOCABULARY - 1
+IMAGE = VOCABULARY - 4
+START = VOCABULARY - 3
+END = VOCABULARY - 2
+VIDEO = VOCABULARY - 1
 SCHEMES: dict[str, KVQuantisation | None] = {
     "exact": None,
     "8 bits": KVQuantisation(8),
@@ -70,7 +73,13 @@ def plain_model(layers: int, kv_heads: int = KV_HEADS) -> Adapter:
         rope_scaling={"type": "mrope", "mrope_section": [8, 12, 12]},
     )
     vision = qwen2_vl.VisionConfig(
-        depth=4, embed_dim=256, hidden_size=WIDTH, num_heads=4, mlp_ratio=4.0, patch_size=14, spatial_patch_size=14
+        depth=4,
+        embed_dim=256,
+        hidden_size=WIDTH,
+        num_heads=4,
+        mlp_ratio=4.0,
+        patch_size=14,
+        spatial_patch_size=14,
     )
     config = qwen2_vl.ModelConfig(
         model_type="qwen2_vl",
@@ -113,8 +122,18 @@ def hybrid_model(layers: int) -> Adapter:
             "partial_rotary_factor": 0.25,
         },
     }
-    vision = {"model_type": "qwen3_5", "depth": 1, "hidden_size": 64, "num_heads": 2, "out_hidden_size": WIDTH}
-    vision |= {"intermediate_size": 64, "num_position_embeddings": 64, "deepstack_visual_indexes": []}
+    vision = {
+        "model_type": "qwen3_5",
+        "depth": 1,
+        "hidden_size": 64,
+        "num_heads": 2,
+        "out_hidden_size": WIDTH,
+    }
+    vision |= {
+        "intermediate_size": 64,
+        "num_position_embeddings": 64,
+        "deepstack_visual_indexes": [],
+    }
     config = qwen3_5.ModelConfig(
         text_config=qwen3_5.TextConfig.from_dict(text),
         vision_config=qwen3_5.VisionConfig.from_dict(vision),
@@ -146,18 +165,27 @@ def clock() -> float:
 
 
 def decode_of(
-    adapter: Adapter, rows: int, context: int, kv: KVQuantisation | None, args: argparse.Namespace
+    adapter: Adapter,
+    rows: int,
+    context: int,
+    kv: KVQuantisation | None,
+    args: argparse.Namespace,
 ) -> tuple[int, float]:
     """(bytes of all rows' keys and values, median seconds of a decode step) for rows of random keys and values."""
     few_bits = args.few_bits or policy_of({"placement": args.placement}).few_bits
-    batch = DecodeBatch(FreeShapes(Placement(args.placement), Policy(few_bits=few_bits)), rows)
+    batch = DecodeBatch(
+        FreeShapes(Placement(args.placement), Policy(few_bits=few_bits)), rows
+    )
     dtype = adapter.model.language_model.model.embed_tokens.weight.dtype
     for index in range(rows):
         row = new_row(str(index), Prompt(), SamplingParams())
         own = adapter.make_cache(kv)
         for cache in own:
             keys, values = (
-                mx.random.normal((1, args.kv_heads, context, WIDTH // HEADS)).astype(dtype) for _ in range(2)
+                mx.random.normal((1, args.kv_heads, context, WIDTH // HEADS)).astype(
+                    dtype
+                )
+                for _ in range(2)
             )
             cache.update_and_fetch(keys, values)
         mx.eval([cache.state for cache in own])
@@ -169,7 +197,9 @@ def decode_of(
         began = clock()
         positions = mx.full((rows,), context + step, dtype=mx.int32)
         tokens = mx.full((rows, 1), 5, dtype=mx.int32)
-        mx.eval(adapter.decode(DecodeStep(tokens, positions, batch.layers, [{}] * rows)))
+        mx.eval(
+            adapter.decode(DecodeStep(tokens, positions, batch.layers, [{}] * rows))
+        )
         seconds.append(clock() - began)
     return held, statistics.median(seconds[2:])
 
@@ -194,7 +224,15 @@ def quantisation(args: argparse.Namespace) -> list[dict[str, Any]]:
                     exact = held, seconds
                 size, speed = exact[0] / held, exact[1] / seconds
                 line += f"{held / 1e6:>9.1f} MB {size:>5.2f}x {seconds * 1e3:>7.1f} ms {speed:>4.2f}x"
-                found.append({"context": context, "rows": rows, "scheme": name, "bytes": held, "seconds": seconds})
+                found.append(
+                    {
+                        "context": context,
+                        "rows": rows,
+                        "scheme": name,
+                        "bytes": held,
+                        "seconds": seconds,
+                    }
+                )
             print(line, flush=True)
     return found
 
@@ -202,7 +240,9 @@ def quantisation(args: argparse.Namespace) -> list[dict[str, Any]]:
 # Earlier rows' state -------------------------------------------------------------------------------------------------
 
 
-def first_token(generator: BatchGenerator, inputs: dict[str, Any]) -> tuple[float, tuple[int, ...], int]:
+def first_token(
+    generator: BatchGenerator, inputs: dict[str, Any]
+) -> tuple[float, tuple[int, ...], int]:
     """(seconds to the first token, the answer, how many tokens were cached)"""
     began = clock()
     generator.insert("a", inputs, SamplingParams(max_tokens=4))
@@ -215,7 +255,9 @@ def first_token(generator: BatchGenerator, inputs: dict[str, Any]) -> tuple[floa
     return first, result.token_ids, result.usage.cached_tokens
 
 
-def picture_prompt(question: Sequence[int], *, before: Sequence[int] = (7, 8, 9), side: int = 32) -> dict[str, Any]:
+def picture_prompt(
+    question: Sequence[int], *, before: Sequence[int] = (7, 8, 9), side: int = 32
+) -> dict[str, Any]:
     """A prompt about one random picture of ``side`` x ``side`` patches."""
     random = np.random.RandomState(3)
     ids = [*before, START, *[IMAGE] * (side * side // 4), END, *question]
@@ -233,38 +275,73 @@ def text_prompt(ids: Sequence[int]) -> dict[str, Any]:
 
 
 def words(seed: int, count: int) -> list[int]:
-    return [int(word) for word in np.random.RandomState(seed).randint(1, VOCABULARY - 8, size=count)]
+    return [
+        int(word)
+        for word in np.random.RandomState(seed).randint(1, VOCABULARY - 8, size=count)
+    ]
 
 
 def reuse(args: argparse.Namespace) -> list[dict[str, Any]]:
-    print("\nearlier rows' state: milliseconds to the first token (ratio to cold; tokens that were cached)")
+    print(
+        "\nearlier rows' state: milliseconds to the first token (ratio to cold; tokens that were cached)"
+    )
     plain, hybrid = plain_model(args.layers * 2), hybrid_model(args.layers * 4)
     system, tail = words(1, 511), words(2, 60)
     cases: list[tuple[str, Adapter, Callable[[list[int]], dict[str, Any]]]] = [
-        ("full attention, a picture", plain, lambda more: picture_prompt([*tail, *more])),
-        ("full attention, 571 tokens", plain, lambda more: text_prompt([*system, *tail, *more])),
-        ("recurrent layers, 571 tokens", hybrid, lambda more: text_prompt([*system, *tail, *more])),
+        (
+            "full attention, a picture",
+            plain,
+            lambda more: picture_prompt([*tail, *more]),
+        ),
+        (
+            "full attention, 571 tokens",
+            plain,
+            lambda more: text_prompt([*system, *tail, *more]),
+        ),
+        (
+            "recurrent layers, 571 tokens",
+            hybrid,
+            lambda more: text_prompt([*system, *tail, *more]),
+        ),
     ]
     found = []
     for name, adapter, prompt in cases:
         is_picture = "picture" in name
-        other = picture_prompt(words(5, 60)) if is_picture else text_prompt([*system, *words(5, 60)])
-        third = picture_prompt(words(6, 60)) if is_picture else text_prompt([*system, *words(6, 60)])
-        times: dict[str, list[float]] = {"cold": [], "same": [], "other question": [], "longer": []}
+        other = (
+            picture_prompt(words(5, 60))
+            if is_picture
+            else text_prompt([*system, *words(5, 60)])
+        )
+        third = (
+            picture_prompt(words(6, 60))
+            if is_picture
+            else text_prompt([*system, *words(6, 60)])
+        )
+        times: dict[str, list[float]] = {
+            "cold": [],
+            "same": [],
+            "other question": [],
+            "longer": [],
+        }
         cached: dict[str, int] = {}
         for _ in range(args.repeats + 1):
-            kept = BatchGenerator(adapter, reuse=Reuse(adapter, PrefixCache(ByteBudget(2**31))))
+            kept = BatchGenerator(
+                adapter, reuse=Reuse(adapter, PrefixCache(ByteBudget(2**31)))
+            )
             cold = BatchGenerator(adapter)
             asked = {
                 "cold": (kept, prompt([])),
                 "same": (kept, prompt([])),
-                "fork": (kept, other),  # where recurrent layers learn that prompts part here
+                # where recurrent layers learn that prompts part here
+                "fork": (kept, other),
                 "other question": (kept, third),
                 "longer": (kept, prompt(words(4, 30))),
             }
             for case, (generator, inputs) in asked.items():
                 seconds, answer, count = first_token(generator, inputs)
-                assert answer == first_token(cold, inputs)[1], f"{name}: {case} answers otherwise than cold"
+                assert answer == first_token(cold, inputs)[1], (
+                    f"{name}: {case} answers otherwise than cold"
+                )
                 if case in times:
                     times[case].append(seconds)
                     cached[case] = count
@@ -285,7 +362,9 @@ def features(args: argparse.Namespace) -> dict[str, float]:
     for turn in range(args.repeats + 1):
         remember_features(adapter, FeatureStore(ByteBudget(2**31)))
         for case in times:
-            inputs = picture_prompt(words(3, 20), before=words(turn * 2 + (case == "new"), 3), side=48)
+            inputs = picture_prompt(
+                words(3, 20), before=words(turn * 2 + (case == "new"), 3), side=48
+            )
             began = clock()
             mx.eval(adapter.encode(inputs).inputs_embeds)
             times[case].append(clock() - began)
@@ -305,19 +384,51 @@ TABLES: dict[str, Callable[[argparse.Namespace], Any]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 8])
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 4096, 16384])
-    parser.add_argument("--layers", type=int, default=2, help="layers of the quantised model (default: 2)")
-    parser.add_argument("--placement", choices=[p.value for p in Placement], default=Placement.for_device().value)
-    parser.add_argument("--kv-heads", type=int, default=KV_HEADS, help="heads of keys and values (default: 4)")
     parser.add_argument(
-        "--few-bits", choices=[PACKED, UNPACKED, KERNEL], help="how slabs are read (default: the device's way)"
+        "--layers",
+        type=int,
+        default=2,
+        help="layers of the quantised model (default: 2)",
     )
-    parser.add_argument("--tables", nargs="+", choices=list(TABLES), default=list(TABLES))
-    parser.add_argument("--steps", type=int, default=7, help="timed decode steps, of which the median counts")
-    parser.add_argument("--repeats", type=int, default=3, help="timed prompts of each kind, of which the median counts")
-    parser.add_argument("--turbo-up-to", type=int, default=4096, help="longest context for turboquant")
+    parser.add_argument(
+        "--placement",
+        choices=[p.value for p in Placement],
+        default=Placement.for_device().value,
+    )
+    parser.add_argument(
+        "--kv-heads",
+        type=int,
+        default=KV_HEADS,
+        help="heads of keys and values (default: 4)",
+    )
+    parser.add_argument(
+        "--few-bits",
+        choices=[PACKED, UNPACKED, KERNEL],
+        help="how slabs are read (default: the device's way)",
+    )
+    parser.add_argument(
+        "--tables", nargs="+", choices=list(TABLES), default=list(TABLES)
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=7,
+        help="timed decode steps, of which the median counts",
+    )
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        default=3,
+        help="timed prompts of each kind, of which the median counts",
+    )
+    parser.add_argument(
+        "--turbo-up-to", type=int, default=4096, help="longest context for turboquant"
+    )
     args = parser.parse_args()
     blas.limit_threads(max(1, (os.cpu_count() or 1) // 2))
     print(json.dumps({name: TABLES[name](args) for name in args.tables}))

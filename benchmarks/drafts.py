@@ -45,20 +45,40 @@ ROWS = (1, 8, 32)
 #: Kinds of ``fixtures.training.scenes`` with the longest answers, and words of an answer at least.
 KINDS, LEAST_WORDS = ("both", "count to"), 8
 SHOPS = ("CORNER SHOP", "MARKET HALL", "GREEN GROCER")
-GOODS = ("apples", "bread", "coffee", "milk", "rice", "soap", "tea", "cheese", "pasta", "butter")
+GOODS = (
+    "apples",
+    "bread",
+    "coffee",
+    "milk",
+    "rice",
+    "soap",
+    "tea",
+    "cheese",
+    "pasta",
+    "butter",
+)
 AMOUNT = {"type": "string", "pattern": r"^[0-9]{1,5}\.[0-9]{2}$"}
 
 
 def closed(**fields: Any) -> dict[str, Any]:
     """A schema's object of these fields and no others."""
-    return {"type": "object", "properties": fields, "required": list(fields), "additionalProperties": False}
+    return {
+        "type": "object",
+        "properties": fields,
+        "required": list(fields),
+        "additionalProperties": False,
+    }
 
 
 #: The schema of docs/receipts-to-json.md, with fewer items at most.
 RECEIPT = closed(
     shop={"type": "string", "maxLength": 24},
     date={"type": "string", "pattern": "^[0-9]{4}-[0-9]{2}-[0-9]{2}$"},
-    items={"type": "array", "maxItems": 6, "items": closed(name={"type": "string", "maxLength": 12}, price=AMOUNT)},
+    items={
+        "type": "array",
+        "maxItems": 6,
+        "items": closed(name={"type": "string", "maxLength": 12}, price=AMOUNT),
+    },
     total=AMOUNT,
 )
 
@@ -66,7 +86,10 @@ RECEIPT = closed(
 def receipt(draw: random.Random) -> Image.Image:
     """A picture of a receipt, with other goods and prices each time."""
     goods = [(name, draw.randint(50, 2500)) for name in draw.sample(GOODS, 4)]
-    lines = [draw.choice(SHOPS), f"2026-{draw.randint(1, 12):02}-{draw.randint(10, 28)}"]
+    lines = [
+        draw.choice(SHOPS),
+        f"2026-{draw.randint(1, 12):02}-{draw.randint(10, 28)}",
+    ]
     lines += [f"{name:<12}{price // 100:>5}.{price % 100:02}" for name, price in goods]
     total = sum(price for _, price in goods)
     lines.append(f"{'TOTAL':<12}{total // 100:>5}.{total % 100:02}")
@@ -86,20 +109,34 @@ def again(draw: random.Random, told: Callable[[Request], str]) -> Request:
     picture = receipt(draw)
     params = SamplingParams(max_tokens=200)
     first: list[dict[str, Any]] = [
-        {"role": "user", "content": [{"type": "image", "image": picture}, {"type": "text", "text": "Read the text."}]}
+        {
+            "role": "user",
+            "content": [
+                {"type": "image", "image": picture},
+                {"type": "text", "text": "Read the text."},
+            ],
+        }
     ]
     said = told(Request(messages=first, params=params))
-    more = [{"role": "assistant", "content": said}, {"role": "user", "content": "Read the text."}]
+    more = [
+        {"role": "assistant", "content": said},
+        {"role": "user", "content": "Read the text."},
+    ]
     return Request(messages=[*first, *more], params=params)
 
 
 def chats(draw: random.Random, told: Callable[[Request], str]) -> Request:
-    params = SamplingParams(max_tokens=96, temperature=1.3, seed=draw.randrange(2**31), ignore_eos=True)
+    params = SamplingParams(
+        max_tokens=96, temperature=1.3, seed=draw.randrange(2**31), ignore_eos=True
+    )
     return Request(images=[receipt(draw)], prompt="What do you see?", params=params)
 
 
 def heads(draw: random.Random, told: Callable[[Request], str]) -> Request:
-    drawn = (record(f"held out {draw.random()}", draw.choice(KINDS), held_out=True) for _ in itertools.count())
+    drawn = (
+        record(f"held out {draw.random()}", draw.choice(KINDS), held_out=True)
+        for _ in itertools.count()
+    )
     asked = next(one for one in drawn if len(one.answer.split()) >= LEAST_WORDS)
     params = SamplingParams(max_tokens=64)
     return Request(images=list(asked.images), prompt=asked.question, params=params)
@@ -142,9 +179,16 @@ class Way:
         forwards, wall, work = self.forwards, time.perf_counter(), time.process_time()
         told: list[tuple[int, ...]] = []
         for first in range(0, len(requests), rows):
-            results = self.batcher.generate(requests[first : first + rows], raise_on_error=True)
+            results = self.batcher.generate(
+                requests[first : first + rows], raise_on_error=True
+            )
             told += [result.token_ids for result in results]
-        return Run(told, time.perf_counter() - wall, time.process_time() - work, self.forwards - forwards)
+        return Run(
+            told,
+            time.perf_counter() - wall,
+            time.process_time() - work,
+            self.forwards - forwards,
+        )
 
 
 class MlxVlm:
@@ -184,26 +228,54 @@ class MlxVlm:
         for request in requests:
             config: Any = self.model.config
             pictures: Any = list(request.images)
-            text = apply_chat_template(self.processor, config, request.prompt, num_images=len(pictures))
-            found: Any = prepare_inputs(self.processor, images=pictures or None, prompts=[text])
-            ids, pixels, mask = (found.pop(name, None) for name in ("input_ids", "pixel_values", "attention_mask"))
-            features = self.model.get_input_embeddings(ids, pixels, mask=mask, **found).to_dict()
-            given = {**found, **{name: value for name, value in features.items() if value is not None}}
-            (uid,) = generator.insert([ids[0].tolist()], max_tokens=request.params.max_tokens, prompt_kwargs=[given])
+            text = apply_chat_template(
+                self.processor, config, request.prompt, num_images=len(pictures)
+            )
+            found: Any = prepare_inputs(
+                self.processor, images=pictures or None, prompts=[text]
+            )
+            ids, pixels, mask = (
+                found.pop(name, None)
+                for name in ("input_ids", "pixel_values", "attention_mask")
+            )
+            features = self.model.get_input_embeddings(
+                ids, pixels, mask=mask, **found
+            ).to_dict()
+            given = {
+                **found,
+                **{
+                    name: value for name, value in features.items() if value is not None
+                },
+            }
+            (uid,) = generator.insert(
+                [ids[0].tolist()],
+                max_tokens=request.params.max_tokens,
+                prompt_kwargs=[given],
+            )
             told[uid] = []
         while generator.has_work:
             for response in generator.next()[1]:
-                told[response.uid] += [] if response.token is None else [int(response.token)]
+                told[response.uid] += (
+                    [] if response.token is None else [int(response.token)]
+                )
         generator.close()
         return [tuple(tokens) for tokens in told.values()]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default=str(sample_model()))
-    parser.add_argument("--draft", default="auto", help="auto, or the folder of a model that drafts")
-    parser.add_argument("--work", nargs="+", default=["receipts", "again", "chats"], choices=list(WORK))
-    parser.add_argument("--beside", action="store_true", help="with --work heads: mlx-vlm's drafts, too")
+    parser.add_argument(
+        "--draft", default="auto", help="auto, or the folder of a model that drafts"
+    )
+    parser.add_argument(
+        "--work", nargs="+", default=["receipts", "again", "chats"], choices=list(WORK)
+    )
+    parser.add_argument(
+        "--beside", action="store_true", help="with --work heads: mlx-vlm's drafts, too"
+    )
     parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS))
     parser.add_argument("--draws", type=int, default=5)
     parser.add_argument("--seed", type=int, default=26)
@@ -213,7 +285,11 @@ def main() -> None:
         parser.error("--beside needs --work heads and --draft")
     beside = MlxVlm(args.model, args.draft) if args.beside else None
     is_cpu = device() is Device.CPU
-    about = {"device": device().value, "mlx": version("mlx"), "clock": "processors" if is_cpu else "wall"}
+    about = {
+        "device": device().value,
+        "mlx": version("mlx"),
+        "clock": "processors" if is_cpu else "wall",
+    }
     found: list[dict[str, Any]] = []
 
     def told(request: Request) -> str:
@@ -228,7 +304,8 @@ def main() -> None:
             ratios, walls, forwards = [], [], []
             held, drafted, differ, asked = 0, 0, 0, 0
             over, wrong = list[float](), 0
-            for number in range(-1, args.draws):  # the first is not counted: kernels are made
+            # the first is not counted: kernels are made
+            for number in range(-1, args.draws):
                 draw = random.Random(f"{args.seed} {name} {rows} {number}")
                 requests = [WORK[name](draw, told) for _ in range(max(rows, 4))]
                 stats = ways["auto"].batcher.stats()
@@ -236,21 +313,36 @@ def main() -> None:
                 for draft in sorted(ways, reverse=number % 2 == 0):
                     ends[draft] = ways[draft].run(requests, rows)
                 auto, off = ends["auto"], ends["off"]
-                differ += sum(one != right for one, right in zip(auto.told, off.told, strict=True))
+                differ += sum(
+                    one != right for one, right in zip(auto.told, off.told, strict=True)
+                )
                 asked += len(requests)
                 theirs = None if beside is None else beside.run(requests, rows)
                 if number < 0:
                     continue
                 if theirs is not None:
-                    wrong += sum(one != right for one, right in zip(theirs.told, off.told, strict=True))
-                    over.append(auto.work / theirs.work if is_cpu else auto.wall / theirs.wall)
+                    wrong += sum(
+                        one != right
+                        for one, right in zip(theirs.told, off.told, strict=True)
+                    )
+                    over.append(
+                        auto.work / theirs.work if is_cpu else auto.wall / theirs.wall
+                    )
                 after = ways["auto"].batcher.stats()
-                held, drafted = held + after.drafts_held - stats.drafts_held, drafted + after.drafted - stats.drafted
+                held = held + after.drafts_held - stats.drafts_held
+                drafted = drafted + after.drafted - stats.drafted
                 ratios.append(auto.work / off.work if is_cpu else auto.wall / off.wall)
                 walls.append(auto.wall / off.wall)
                 forwards.append(auto.forwards / off.forwards)
             share = held / drafted if drafted else None
-            line = {"work": name, "rows": rows, "time": ratios, "wall": walls, "forwards": forwards, "held": share}
+            line = {
+                "work": name,
+                "rows": rows,
+                "time": ratios,
+                "wall": walls,
+                "forwards": forwards,
+                "held": share,
+            }
             line |= {"differ": differ, "asked": asked}
             line |= {"over mlx-vlm": over, "wrong by mlx-vlm": wrong} if beside else {}
             found.append(line)

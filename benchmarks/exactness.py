@@ -57,11 +57,16 @@ WAYS = {
     "pictures apart": Way({"encode_together": 1}),
     "prompts apart": Way({"prefill_together": 1}),
     "both apart": Way({"encode_together": 1, "prefill_together": 1}),
-    "of any length": Way({"pad_to": 0}),  # chunks, which else come in few lengths on a GPU
-    "and kernels by shape": Way({"encode_together": 1, "prefill_together": 1}, by_shapes=True),
+    # chunks, which else come in few lengths on a GPU
+    "of any length": Way({"pad_to": 0}),
+    "and kernels by shape": Way(
+        {"encode_together": 1, "prefill_together": 1}, by_shapes=True
+    ),
     REPRODUCIBLE: Way(exact=True),
     "in groups of 32": Way(exact=True, most=32),
-    "in smaller calls": Way(exact=True, policy={"call_tokens": 640, "call_patches": 1024}),
+    "in smaller calls": Way(
+        exact=True, policy={"call_tokens": 640, "call_patches": 1024}
+    ),
     "each alone": Way(exact=True, policy={"call_tokens": 0, "call_patches": 0}),
 }
 #: The engine's parts that a step calls, by what the time in them is called.
@@ -88,7 +93,9 @@ class Spent:
             try:
                 return call(*args, **keywords)
             finally:
-                self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
+                self.seconds[name] = (
+                    self.seconds.get(name, 0.0) + time.perf_counter() - begin
+                )
 
         return timed
 
@@ -126,8 +133,11 @@ class Engine(Driven):
         self._shapes: Shapes = kind.of(adapter, None, policy)
         if way.exact:
             shapes = fixed_shapes(adapter, policy=policy, max_rows=workload.rows)
-            counts = tuple(count for count in shapes.counts if count <= (way.most or count))
-            adapter = shapes.adapter(adapter)  # with its products, before its calls are watched
+            counts = tuple(
+                count for count in shapes.counts if count <= (way.most or count)
+            )
+            # with its products, before its calls are watched
+            adapter = shapes.adapter(adapter)
             self._shapes = replace(shapes, counts=counts, products=())
         self.spent = Spent()
         for name in CALLS:
@@ -167,16 +177,24 @@ def run(model: Any, workload: Workload, way: str) -> dict[str, Any]:
 
 def warm(model: Any, workload: Workload, way: str) -> None:
     """A few tokens of a few requests: kernels are built, and what is proven is proven."""
-    asks = [replace(ask, max_tokens=min(ask.max_tokens, 4), arrival=0.0) for ask in workload.asks[:8]]
+    asks = [
+        replace(ask, max_tokens=min(ask.max_tokens, 4), arrival=0.0)
+        for ask in workload.asks[:8]
+    ]
     run(model, replace(workload, asks=asks), way)
 
 
-def rounds(model: Any, workloads: Sequence[Workload], ways: Sequence[str], count: int) -> Iterator[dict[str, Any]]:
+def rounds(
+    model: Any, workloads: Sequence[Workload], ways: Sequence[str], count: int
+) -> Iterator[dict[str, Any]]:
     """Every workload in every way, ``count`` times, the ways' order turned around each time."""
     for number in range(count):
         for workload in workloads:
             for way in ways if number % 2 == 0 else ways[::-1]:
-                if WAYS[way].most is not None and workload.rows <= COUNTS[_layout()][-1]:
+                if (
+                    WAYS[way].most is not None
+                    and workload.rows <= COUNTS[_layout()][-1]
+                ):
                     continue  # the same as without
                 yield {"round": number + 1, **run(model, workload, way)}
 
@@ -189,7 +207,9 @@ def _layout() -> Any:
 
 def line(found: dict[str, Any]) -> str:
     """A run as a line of text."""
-    spent = ", ".join(f"{name} {seconds:.2f}" for name, seconds in found["spent"].items())
+    spent = ", ".join(
+        f"{name} {seconds:.2f}" for name, seconds in found["spent"].items()
+    )
     calls = ", ".join(f"{count} {name}" for name, count in found["calls"].items())
     times = f"{found['seconds']:6.2f} s, first token {found['ttft_p50']:.2f} / {found['ttft_p95']:.2f}"
     gaps = f"gap {1000 * found['itl_p50']:.1f} / {1000 * found['itl_p95']:.1f} / {1000 * found['itl_max']:.0f} ms"
@@ -198,13 +218,22 @@ def line(found: dict[str, Any]) -> str:
 
 def ratios(runs: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
     """Seconds over those of "not" of the same round, medians, by workload and way."""
-    base = {(one["workload"], one["round"]): one["seconds"] for one in runs if one["way"] == "not"}
+    base = {
+        (one["workload"], one["round"]): one["seconds"]
+        for one in runs
+        if one["way"] == "not"
+    }
     found: dict[str, dict[str, list[float]]] = {}
     for one in runs:
         if one["way"] != "not" and (one["workload"], one["round"]) in base:
             ratio = one["seconds"] / base[one["workload"], one["round"]]
-            found.setdefault(one["workload"], {}).setdefault(one["way"], []).append(ratio)
-    return {name: {way: round(median(some), 3) for way, some in ways.items()} for name, ways in found.items()}
+            found.setdefault(one["workload"], {}).setdefault(one["way"], []).append(
+                ratio
+            )
+    return {
+        name: {way: round(median(some), 3) for way, some in ways.items()}
+        for name, ways in found.items()
+    }
 
 
 def made(shape: Shape, bits: int | None) -> Any:
@@ -215,21 +244,40 @@ def made(shape: Shape, bits: int | None) -> Any:
             model.language_model,
             group_size=64,
             bits=bits,
-            class_predicate=lambda path, module: isinstance(module, nn.Linear) and module.weight.shape[-1] % 64 == 0,
+            class_predicate=lambda path, module: (
+                isinstance(module, nn.Linear) and module.weight.shape[-1] % 64 == 0
+            ),
         )
     mx.eval(model.parameters())
     return model
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", choices=list(SHAPES), default="small")
-    parser.add_argument("--bits", type=int, choices=(4, 8), help="the language model's linear layers in so many bits")
-    parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=["chat-8", "captions", "single"])
+    parser.add_argument(
+        "--bits",
+        type=int,
+        choices=(4, 8),
+        help="the language model's linear layers in so many bits",
+    )
+    parser.add_argument(
+        "--workloads",
+        nargs="+",
+        choices=list(WORKLOADS),
+        default=["chat-8", "captions", "single"],
+    )
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1, help="of OpenBLAS")
-    parser.add_argument("--clock", choices=("wall", "work"), default="wall", help="work: CPU time of this process")
+    parser.add_argument(
+        "--clock",
+        choices=("wall", "work"),
+        default="wall",
+        help="work: CPU time of this process",
+    )
     args = parser.parse_args()
     blas.limit_threads(args.threads)
     if args.clock == "work":
@@ -245,8 +293,17 @@ def main() -> None:
     for found in rounds(model, workloads, args.ways, args.rounds):
         runs.append(found)
         print(f"round {found['round']}: {line(found)}", flush=True)
-    said = {"shape": args.shape, "bits": args.bits, "device": str(mx.default_device()), "machine": platform.machine()}
-    print(json.dumps({**said, "versions": versions(), "ratios": ratios(runs), "runs": runs}))
+    said = {
+        "shape": args.shape,
+        "bits": args.bits,
+        "device": str(mx.default_device()),
+        "machine": platform.machine(),
+    }
+    print(
+        json.dumps(
+            {**said, "versions": versions(), "ratios": ratios(runs), "runs": runs}
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -36,7 +36,8 @@ from vlm_batch.records import Call, Encoded  # noqa: E402
 from vlm_batch.runtime import exponentials  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
-READER, PAGE = ROOT / "fixtures" / "reader", ROOT / "fixtures" / "images" / "page_of_text.png"
+READER = ROOT / "fixtures" / "reader"
+PAGE = ROOT / "fixtures" / "images" / "page_of_text.png"
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 #: Rows and columns of the arrays that functions are measured on: the scores of a prompt of 1,000 tokens.
 ROWS, COLUMNS = 4096, 1024
@@ -52,7 +53,12 @@ class Bench:
         self._rounds = rounds
         self.found: list[dict[str, Any]] = []
 
-    def compare(self, name: str, call: Callable[[], Any], beside: Callable[[], Any] | None = None) -> None:
+    def compare(
+        self,
+        name: str,
+        call: Callable[[], Any],
+        beside: Callable[[], Any] | None = None,
+    ) -> None:
         """Time a call by MLX and by what is used here, and numpy ``beside``: the fastest of the rounds, in ms."""
         ways = {"mlx": (False, call), "here": (True, call)}
         if beside is not None:
@@ -63,10 +69,16 @@ class Bench:
                 exponentials.is_numpys = NUMPYS if is_numpys else lambda: False
                 best[way] = min(best[way], self._seconds(measured))
         exponentials.is_numpys = NUMPYS
-        row = {"what": name, **{way: round(1000 * seconds, 2) for way, seconds in best.items()}}
+        row = {
+            "what": name,
+            **{way: round(1000 * seconds, 2) for way, seconds in best.items()},
+        }
         row["ratio"] = round(best["here"] / best["mlx"], 3)
         self.found.append(row)
-        print(f"{name:<52}{row['mlx']:>12}{row['here']:>12}{row.get('numpy', ''):>12}{row['ratio']:>9}", flush=True)
+        print(
+            f"{name:<52}{row['mlx']:>12}{row['here']:>12}{row.get('numpy', ''):>12}{row['ratio']:>9}",
+            flush=True,
+        )
 
     def _seconds(self, call: Callable[[], Any]) -> float:
         start = self._clock()
@@ -115,7 +127,9 @@ def functions(bench: Bench) -> None:
             with running(Call()):
                 call()  # compiled functions build their kernels at the first call
                 bench.compare(
-                    f"{name}, {ROWS} x {COLUMNS}, {dtype}", call, beside.get(name) if dtype == "float32" else None
+                    f"{name}, {ROWS} x {COLUMNS}, {dtype}",
+                    call,
+                    beside.get(name) if dtype == "float32" else None,
                 )
 
 
@@ -126,7 +140,9 @@ def attention(bench: Bench) -> None:
         with running(Call()):
             bench.compare(
                 f"attention, 4 heads, {length} positions, {mask or 'all'}",
-                partial(mx.fast.scaled_dot_product_attention, *parts, scale=0.125, mask=mask),
+                partial(
+                    mx.fast.scaled_dot_product_attention, *parts, scale=0.125, mask=mask
+                ),
             )
 
 
@@ -144,7 +160,10 @@ def shape_of_47m(bench: Bench) -> None:
     ids = mx.arange(1000)[None] % 1000 + 20
     embeds = adapter.token_table(ids)
     row = Encoded(ids, embeds)
-    bench.compare("47 M shape: prompt of 1,000 tokens", lambda: adapter.prefill([row], adapter.make_cache(), 0, 1000))
+    bench.compare(
+        "47 M shape: prompt of 1,000 tokens",
+        lambda: adapter.prefill([row], adapter.make_cache(), 0, 1000),
+    )
 
 
 def _embeddings(adapter: Any, inputs: dict[str, Any]) -> mx.array:
@@ -160,7 +179,9 @@ def page_of_text(bench: Bench) -> None:
     with VLMBatcher(READER, caches=None) as batcher:
 
         def answer(tokens: int) -> None:
-            batcher.submit(PAGE, "read the text", params=SamplingParams(max_tokens=tokens)).result()
+            batcher.submit(
+                PAGE, "read the text", params=SamplingParams(max_tokens=tokens)
+            ).result()
 
         answer(1)
         bench.compare("page_of_text: first token", lambda: answer(1))
@@ -178,7 +199,9 @@ def sampling(bench: Bench) -> None:
     }
     for name, params in kinds.items():
         rows = [SamplingRow(params, seed=row, step=1) for row in range(8)]
-        bench.compare(f"sampling of 8 x {VOCABULARY}: {name}", partial(_sampled, logits, rows))
+        bench.compare(
+            f"sampling of 8 x {VOCABULARY}: {name}", partial(_sampled, logits, rows)
+        )
 
 
 PARTS = {
@@ -191,21 +214,36 @@ PARTS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
-    parser.add_argument("--rounds", type=int, default=3, help="of which the fastest counts")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="of which the fastest counts"
+    )
     parser.add_argument("--clock", choices=list(CLOCKS), default="cpu")
     parser.add_argument("--threads", type=int, default=1, help="of OpenBLAS")
     args = parser.parse_args()
     blas.limit_threads(args.threads)
-    print(f"numpy is used here: {NUMPYS()}; {platform.machine()}, mlx {version('mlx')}, numpy {np.__version__}")
-    print(f"{f'ms, {args.clock} time':<52}{'MLX':>12}{'here':>12}{'numpy':>12}{'ratio':>9}")
+    print(
+        f"numpy is used here: {NUMPYS()}; {platform.machine()}, mlx {version('mlx')}, numpy {np.__version__}"
+    )
+    print(
+        f"{f'ms, {args.clock} time':<52}{'MLX':>12}{'here':>12}{'numpy':>12}{'ratio':>9}"
+    )
     by_numpy.hook_exponentials(nn.Module(), ())
     bench = Bench(args.clock, args.rounds)
     for part in args.parts:
         PARTS[part](bench)
     print(
-        json.dumps({"machine": platform.machine(), "mlx": version("mlx"), "numpy": np.__version__, "rows": bench.found})
+        json.dumps(
+            {
+                "machine": platform.machine(),
+                "mlx": version("mlx"),
+                "numpy": np.__version__,
+                "rows": bench.found,
+            }
+        )
     )
 
 

@@ -42,10 +42,27 @@ TOKENS = 40
 OURS, THEIRS, ALONE = "vlm_batch", "mlx-vlm", "alone"
 #: Operations that lay an array out otherwise and compute nothing; slices are counted, since some are copied.
 FREE = frozenset(
-    {"Broadcast", "BroadcastAxes", "ExpandDims", "Squeeze", "Reshape", "Flatten", "Unflatten", "Transpose", "AsStrided"}
+    {
+        "Broadcast",
+        "BroadcastAxes",
+        "ExpandDims",
+        "Squeeze",
+        "Reshape",
+        "Flatten",
+        "Unflatten",
+        "Transpose",
+        "AsStrided",
+    }
 )
 #: The calls of an adapter that are the model's.
-MODEL_CALLS = ("encode", "encode_together", "prefill", "finish_prefill", "decode", "make_cache")
+MODEL_CALLS = (
+    "encode",
+    "encode_together",
+    "prefill",
+    "finish_prefill",
+    "decode",
+    "make_cache",
+)
 
 
 # One family, in the worker's process ------------------------------------------------------------------------------------
@@ -53,8 +70,16 @@ MODEL_CALLS = ("encode", "encode_together", "prefill", "finish_prefill", "decode
 
 def workload_of(tiny: Any, requests: int, tokens: int, rows: int = ROWS) -> Workload:
     """Every third request is a text of 5 to 27 tokens; the others have a picture of one of three sizes."""
-    made = [tiny.text(100 + n, 5 + n) if n % 3 == 2 else tiny.image(100 + n, n // 3 % 3) for n in range(requests)]
-    return Workload(tiny.name, tiny.name, [Ask(str(n), inputs, tokens) for n, inputs in enumerate(made)], rows)
+    made = [
+        tiny.text(100 + n, 5 + n) if n % 3 == 2 else tiny.image(100 + n, n // 3 % 3)
+        for n in range(requests)
+    ]
+    return Workload(
+        tiny.name,
+        tiny.name,
+        [Ask(str(n), inputs, tokens) for n, inputs in enumerate(made)],
+        rows,
+    )
 
 
 def through_batcher(batcher: Any, workload: Workload) -> list[list[int]]:
@@ -63,7 +88,10 @@ def through_batcher(batcher: Any, workload: Workload) -> list[list[int]]:
 
     handles = [
         batcher.submit_request(
-            Request(inputs=ask.inputs, params=SamplingParams(max_tokens=ask.max_tokens, ignore_eos=True))
+            Request(
+                inputs=ask.inputs,
+                params=SamplingParams(max_tokens=ask.max_tokens, ignore_eos=True),
+            )
         )
         for ask in workload.asks
     ]
@@ -86,9 +114,16 @@ def through_engine(make: Callable[[], Any], workload: Workload) -> list[list[int
     return [trace.tokens[ask.name] for ask in workload.asks]
 
 
-def measure(name: str, turns: int, requests: int, tokens: int) -> Iterator[dict[str, Any]]:
+def measure(
+    name: str, turns: int, requests: int, tokens: int
+) -> Iterator[dict[str, Any]]:
     """A family's figures, a part at a time: seconds of each way, then what a step takes."""
-    from benchmarks.compare.engines import MlxVlm, OneAfterAnother, Processor, ThisLibrary
+    from benchmarks.compare.engines import (
+        MlxVlm,
+        OneAfterAnother,
+        Processor,
+        ThisLibrary,
+    )
     from benchmarks.compare.measure import forget
     from tests.zoo import family
     from vlm_batch import VLMBatcher
@@ -100,16 +135,28 @@ def measure(name: str, turns: int, requests: int, tokens: int) -> Iterator[dict[
     tiny = family(name)
     model: Any = tiny.build()
     workload = workload_of(tiny, requests, tokens)
-    with VLMBatcher(model, Speaking(), max_rows=ROWS, caches=None, policy={"draft": "off"}) as batcher:  # turns repeat
+    # turns repeat
+    with VLMBatcher(
+        model, Speaking(), max_rows=ROWS, caches=None, policy={"draft": "off"}
+    ) as batcher:
         makers: dict[str, Callable[[], Any]] = {
-            THEIRS: lambda: MlxVlm(model, workload, prefill_rows=ROWS, rows=ROWS, step_size=2048),
+            THEIRS: lambda: MlxVlm(
+                model, workload, prefill_rows=ROWS, rows=ROWS, step_size=2048
+            ),
             ALONE: lambda: OneAfterAnother(model, workload),
         }
-        ways: dict[str, Callable[[], list[list[int]]]] = {OURS: lambda: through_batcher(batcher, workload)}
-        ways |= {way: lambda make=make: through_engine(make, workload) for way, make in makers.items()}  # type: ignore[misc]
+        ways: dict[str, Callable[[], list[list[int]]]] = {
+            OURS: lambda: through_batcher(batcher, workload)
+        }
+        ways |= {
+            way: lambda make=make: through_engine(make, workload)  # type: ignore[misc]
+            for way, make in makers.items()
+        }
         wrong: dict[str, str] = {}
         answers: dict[str, list[list[int]]] = {}
-        seconds: dict[str, dict[str, list[float]]] = {way: {"wall": [], "cpu": []} for way in ways}
+        seconds: dict[str, dict[str, list[float]]] = {
+            way: {"wall": [], "cpu": []} for way in ways
+        }
         for turn in range(turns + 1):
             for way, run in ways.items():
                 if way in wrong or (way == ALONE and turn != 1):
@@ -129,7 +176,11 @@ def measure(name: str, turns: int, requests: int, tokens: int) -> Iterator[dict[
         for way, found in answers.items()
         if ALONE in answers
     }
-    yield {"seconds": {way: found for way, found in seconds.items() if way not in wrong}, "same": same, "wrong": wrong}
+    yield {
+        "seconds": {way: found for way, found in seconds.items() if way not in wrong},
+        "same": same,
+        "wrong": wrong,
+    }
     few = workload_of(tiny, ROWS, tokens)
     engines = {OURS: lambda: ThisLibrary(model, few), THEIRS: makers[THEIRS]}
     steps: dict[str, Any] = {}
@@ -157,10 +208,15 @@ def step_costs(engine: Any, workload: Workload) -> dict[str, Any]:
         models = watched(generator.adapter, clock, MODEL_CALLS)
     else:
         generator.model = Watched(generator.model, clock)
-    plain = {name: getattr(mx, name) for name in ("eval", "async_eval", "clear_cache", "compile")}
+    plain = {
+        name: getattr(mx, name)
+        for name in ("eval", "async_eval", "clear_cache", "compile")
+    }
     watching = {name: clock.wrap(call) for name, call in plain.items()}
     # A step that is a graph is the model's.
-    watching["compile"] = lambda function, **how: clock.wrap(plain["compile"](function, **how))
+    watching["compile"] = lambda function, **how: clock.wrap(
+        plain["compile"](function, **how)
+    )
     operations: list[Counter[str]] = []
     for ask in workload.asks:
         engine.add(ask)
@@ -170,7 +226,12 @@ def step_costs(engine: Any, workload: Workload) -> dict[str, Any]:
         with models:
             full = 0
             while (full or not taken) and full < workload.asks[0].max_tokens - 4:
-                begin = time.perf_counter(), time.thread_time(), time.process_time(), clock.seconds
+                begin = (
+                    time.perf_counter(),
+                    time.thread_time(),
+                    time.process_time(),
+                    clock.seconds,
+                )
                 if full and full % 8 == 0:
                     with _counted() as counts:
                         came = len(engine.step())
@@ -180,7 +241,12 @@ def step_costs(engine: Any, workload: Workload) -> dict[str, Any]:
                     wall, thread, process, model = (
                         now - then
                         for now, then in zip(
-                            (time.perf_counter(), time.thread_time(), time.process_time(), clock.seconds),
+                            (
+                                time.perf_counter(),
+                                time.thread_time(),
+                                time.process_time(),
+                                clock.seconds,
+                            ),
                             begin,
                             strict=True,
                         )
@@ -197,8 +263,14 @@ def step_costs(engine: Any, workload: Workload) -> dict[str, Any]:
         engine.close()
     if not taken:
         raise RuntimeError("its rows never decode together")
-    wall, thread, own, others = (1000 * statistics.median(column) for column in zip(*taken, strict=True))
-    counts = min(operations, key=lambda one: sum(one.values())) if operations else Counter[str]()
+    wall, thread, own, others = (
+        1000 * statistics.median(column) for column in zip(*taken, strict=True)
+    )
+    counts = (
+        min(operations, key=lambda one: sum(one.values()))
+        if operations
+        else Counter[str]()
+    )
     return {
         "step_ms": wall,
         "thread_ms": thread,
@@ -223,7 +295,9 @@ def _counted() -> Iterator[Counter[str]]:
             dot, flat = io.StringIO(), _arrays(arrays)
             if flat:
                 mx.export_to_dot(dot, *flat)
-                counts.update(re.findall(r'label ="(\w+)[^"]*", shape=rectangle', dot.getvalue()))
+                counts.update(
+                    re.findall(r'label ="(\w+)[^"]*", shape=rectangle', dot.getvalue())
+                )
             return call(*arrays)
 
         return count
@@ -252,21 +326,27 @@ def _line(error: BaseException) -> str:
 
 def work(names: Sequence[str], turns: int, requests: int, tokens: int) -> None:
     """Measure families one after another; a JSON line on standard output for each part, and for each end."""
-    answer = os.fdopen(os.dup(1), "w", encoding="utf-8")  # whatever a library prints must not get between
+    # whatever a library prints must not get between
+    answer = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 
     def say(line: Mapping[str, Any]) -> None:
         answer.write(json.dumps(line) + "\n")
         answer.flush()
 
-    from vlm_batch.runtime import blas  # before MLX: it loads the fast BLAS that every engine gets
+    # before MLX: it loads the fast BLAS that every engine gets
+    from vlm_batch.runtime import blas
 
     blas.limit_threads(1)
     from importlib.metadata import version
 
     import mlx.core as mx
 
-    facts = {"mlx": version("mlx"), "mlx-vlm": version("mlx-vlm"), "Python": platform.python_version()}
+    facts = {
+        "mlx": version("mlx"),
+        "mlx-vlm": version("mlx-vlm"),
+        "Python": platform.python_version(),
+    }
     machine = f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}"
     say({"machine": machine, "device": str(mx.default_device()), **facts})
     for name in names:
@@ -293,10 +373,20 @@ class Workers:
     def line(self, names: Sequence[str], until: float) -> dict[str, Any] | None:
         """The next line; None where the worker has ended. Raises TimeoutError if none has come in time."""
         if self._process is None:
-            command = [sys.executable, "-m", "benchmarks.families", "--work", "--families", *names, *self._options]
+            command = [
+                sys.executable,
+                "-m",
+                "benchmarks.families",
+                "--work",
+                "--families",
+                *names,
+                *self._options,
+            ]
             self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
             self._lines = Queue()
-            threading.Thread(target=self._read, args=(self._process, self._lines), daemon=True).start()
+            threading.Thread(
+                target=self._read, args=(self._process, self._lines), daemon=True
+            ).start()
         try:
             text = self._lines.get(timeout=max(0.0, until - time.monotonic()))
         except Empty:
@@ -337,7 +427,12 @@ def measure_all(
             line = workers.line(left, until)
             error = "its process ended" if line is None else None
         except TimeoutError:
-            line, error = None, "no time is left" if time.monotonic() >= last else f"took longer than {limit:.0f} s"
+            line = None
+            error = (
+                "no time is left"
+                if time.monotonic() >= last
+                else f"took longer than {limit:.0f} s"
+            )
         if line is None:
             workers.end()
             families.setdefault(left[0], {})["error"] = error
@@ -375,12 +470,16 @@ SHOWN_CHARACTERS = 64
 
 def ratio_over(way: str, one: Mapping[str, Any], clock: str) -> float | None:
     """Our time over another way's, the median of the turns; None where one of them ended."""
-    ours, theirs = (one.get("seconds", {}).get(which, {}).get(clock) for which in (OURS, way))
+    ours, theirs = (
+        one.get("seconds", {}).get(which, {}).get(clock) for which in (OURS, way)
+    )
     if not ours or not theirs:
         return None
     if len(ours) != len(theirs):  # one after another runs once
         return statistics.median(ours) / statistics.median(theirs)
-    return statistics.median(mine / other for mine, other in zip(ours, theirs, strict=True))
+    return statistics.median(
+        mine / other for mine, other in zip(ours, theirs, strict=True)
+    )
 
 
 def row_of(name: str, one: Mapping[str, Any], clock: str) -> str:
@@ -388,7 +487,11 @@ def row_of(name: str, one: Mapping[str, Any], clock: str) -> str:
     one after another."""
     wrong, steps, same = one.get("wrong", {}), one.get("steps", {}), one.get("same", {})
     ended = wrong.get(OURS) or wrong.get(THEIRS) or one.get("error", "")
-    middle = {way: statistics.median(found[clock]) for way, found in one.get("seconds", {}).items() if found[clock]}
+    middle = {
+        way: statistics.median(found[clock])
+        for way, found in one.get("seconds", {}).items()
+        if found[clock]
+    }
 
     def ratio(way: str) -> str:
         found = ratio_over(way, one, clock)
@@ -396,7 +499,11 @@ def row_of(name: str, one: Mapping[str, Any], clock: str) -> str:
 
     def pair(key: str, form: str) -> str:
         found = [steps.get(way, {}).get(key) for way in (OURS, THEIRS)]
-        return " / ".join(f"{one:{form}}" for one in found if one is not None) if found[0] is not None else ""
+        return (
+            " / ".join(f"{one:{form}}" for one in found if one is not None)
+            if found[0] is not None
+            else ""
+        )
 
     right = f"{same[THEIRS]} of {same[ALONE]}" if {THEIRS, ALONE} <= same.keys() else ""
     cells = [
@@ -405,8 +512,15 @@ def row_of(name: str, one: Mapping[str, Any], clock: str) -> str:
         ratio(ALONE),
         *(f"{middle[way]:.3f}" if way in middle else "" for way in (OURS, THEIRS)),
     ]
-    cells += [pair("operations", "d"), pair("thread_ms", ".2f"), pair("own_ms", ".2f"), pair("other_threads_ms", ".2f")]
-    cells.append(textwrap.shorten(ended.replace("|", "/"), SHOWN_CHARACTERS, placeholder=" ..."))
+    cells += [
+        pair("operations", "d"),
+        pair("thread_ms", ".2f"),
+        pair("own_ms", ".2f"),
+        pair("other_threads_ms", ".2f"),
+    ]
+    cells.append(
+        textwrap.shorten(ended.replace("|", "/"), SHOWN_CHARACTERS, placeholder=" ...")
+    )
     return f"| {name} | {' | '.join(cells)} |"
 
 
@@ -415,16 +529,34 @@ def summary(families: Mapping[str, Any], clock: str) -> str:
     lines = []
 
     def add(way: str, of: str, chosen: Iterable[Mapping[str, Any]]) -> None:
-        ratios = [ratio for one in chosen if (ratio := ratio_over(way, one, clock)) is not None]
+        ratios = [
+            ratio
+            for one in chosen
+            if (ratio := ratio_over(way, one, clock)) is not None
+        ]
         if ratios:
             low, middle, high = min(ratios), statistics.median(ratios), max(ratios)
-            lines.append(f"over {way}{of}: median {middle:.2f}, {low:.2f} to {high:.2f} ({len(ratios)} families)")
+            lines.append(
+                f"over {way}{of}: median {middle:.2f}, {low:.2f} to {high:.2f} ({len(ratios)} families)"
+            )
 
     add(THEIRS, "", families.values())
-    right = [one for one in families.values() if {THEIRS, ALONE} <= one.get("same", {}).keys()]
-    add(THEIRS, " where it answers as alone", [one for one in right if one["same"][THEIRS] == one["same"][ALONE]])
+    right = [
+        one
+        for one in families.values()
+        if {THEIRS, ALONE} <= one.get("same", {}).keys()
+    ]
+    add(
+        THEIRS,
+        " where it answers as alone",
+        [one for one in right if one["same"][THEIRS] == one["same"][ALONE]],
+    )
     add(ALONE, "", families.values())
-    owns = [one["steps"][OURS]["own_ms"] for one in families.values() if "own_ms" in one.get("steps", {}).get(OURS, {})]
+    owns = [
+        one["steps"][OURS]["own_ms"]
+        for one in families.values()
+        if "own_ms" in one.get("steps", {}).get(OURS, {})
+    ]
     if owns:
         lines.append(
             f"own Python of a step: median {statistics.median(owns):.2f} ms, most {max(owns):.2f} ({len(owns)} families)"
@@ -443,20 +575,40 @@ def _sentence(words: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--families", nargs="+", help="names of tests.zoo (default: all that have a family of their own)"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--turns", type=int, default=3, help="timed runs of each way, whose median counts")
+    parser.add_argument(
+        "--families",
+        nargs="+",
+        help="names of tests.zoo (default: all that have a family of their own)",
+    )
+    parser.add_argument(
+        "--turns",
+        type=int,
+        default=3,
+        help="timed runs of each way, whose median counts",
+    )
     parser.add_argument("--requests", type=int, default=REQUESTS)
     parser.add_argument("--tokens", type=int, default=TOKENS)
     parser.add_argument(
-        "--clock", choices=("wall", "cpu"), default="wall", help="cpu: processor seconds, for a machine that others use"
+        "--clock",
+        choices=("wall", "cpu"),
+        default="wall",
+        help="cpu: processor seconds, for a machine that others use",
     )
-    parser.add_argument("--limit", type=float, default=120, help="seconds of a family (default: 120)")
-    parser.add_argument("--budget", type=float, default=math.inf, help="seconds of all families")
-    parser.add_argument("--json", type=Path, help="where the figures are written, family by family")
-    parser.add_argument("--table", type=Path, help="print the table of such a file, and measure nothing")
+    parser.add_argument(
+        "--limit", type=float, default=120, help="seconds of a family (default: 120)"
+    )
+    parser.add_argument(
+        "--budget", type=float, default=math.inf, help="seconds of all families"
+    )
+    parser.add_argument(
+        "--json", type=Path, help="where the figures are written, family by family"
+    )
+    parser.add_argument(
+        "--table", type=Path, help="print the table of such a file, and measure nothing"
+    )
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.table:
@@ -465,13 +617,24 @@ def main() -> None:
     if args.work:
         work(args.families, args.turns, args.requests, args.tokens)
         return
-    options = [f"--turns={args.turns}", f"--requests={args.requests}", f"--tokens={args.tokens}"]
+    options = [
+        f"--turns={args.turns}",
+        f"--requests={args.requests}",
+        f"--tokens={args.tokens}",
+    ]
 
     def write(found: Mapping[str, Any]) -> None:
         if args.json:
             args.json.write_text(json.dumps(found, indent=1), encoding="utf-8")
 
-    found = measure_all(args.families or all_families(), options, args.limit, args.budget, args.clock, write)
+    found = measure_all(
+        args.families or all_families(),
+        options,
+        args.limit,
+        args.budget,
+        args.clock,
+        write,
+    )
     print(f"\n{table(found, args.clock)}\n{json.dumps(found['facts'])}")
 
 

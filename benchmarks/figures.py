@@ -20,7 +20,8 @@ DATA = Path(__file__).with_suffix(".json")
 KINDS = ("cpu", "cuda")
 FAMILIES_PAGE = ROOT / "docs/benchmarks-families.md"
 
-WIDTH, LEFT, BAR, GAP = 520, 156, 16, 5  # pixels: of the picture, before the bars, of a bar, between two
+# pixels: of the picture, before the bars, of a bar, between two
+WIDTH, LEFT, BAR, GAP = 520, 156, 16, 5
 COLOURS = {
     "vlm_batch": "#3949ab",
     "mlx-vlm's defaults": "#8d99ae",
@@ -72,13 +73,19 @@ def render_families(page: str) -> str:
             command = f"python -m benchmarks.families --clock {clock} --json benchmarks/families-{kind}.json"
             seconds = "processor seconds" if clock == "cpu" else "seconds"
             said = f"{machine}; {', '.join(versions)}; {seconds}. `{command}`"
-            parts.append(f"\n## {title}\n\n{said}\n\n{families.table(found, clock)}\n\n")
+            parts.append(
+                f"\n## {title}\n\n{said}\n\n{families.table(found, clock)}\n\n"
+            )
     return f"{head}{begin}{''.join(parts)}{end}{tail}"
 
 
 def loads_table(found: Figures) -> str:
     """Make the table of seconds: a line for each load, a column for each engine."""
-    engines = [name for name in COLOURS if any(name in seconds for seconds in found["loads"].values())]
+    engines = [
+        name
+        for name in COLOURS
+        if any(name in seconds for seconds in found["loads"].values())
+    ]
     lines = [f"| seconds | {' | '.join(engines)} |", "|---" * (1 + len(engines)) + "|"]
     for load, seconds in found["loads"].items():
         cells = (f"{seconds[name]:.2f}" if name in seconds else "" for name in engines)
@@ -90,8 +97,16 @@ def ratios_table(found: Figures) -> str:
     """Make the table of ratios, each beside what was wanted of it."""
     lines = ["| what | over | ratio | wanted |", "|---|---|---|---|"]
     for one in found["ratios"]:
-        ratio = f"{one['ratio']:.3f}".rstrip("0") if one["ratio"] < 0.1 else f"{one['ratio']:.2f}"
-        more = [f"{low:.2f}-{high:.2f}" for low, high in [one["range"]]] if "range" in one else []
+        ratio = (
+            f"{one['ratio']:.3f}".rstrip("0")
+            if one["ratio"] < 0.1
+            else f"{one['ratio']:.2f}"
+        )
+        more = (
+            [f"{low:.2f}-{high:.2f}" for low, high in [one["range"]]]
+            if "range" in one
+            else []
+        )
         more += [one["of"]] if "of" in one else []
         shown = f"{ratio} ({'; '.join(more)})" if more else ratio
         lines.append(f"| {one['what']} | {one['over']} | {shown} | {_wanted(one)} |")
@@ -100,20 +115,31 @@ def ratios_table(found: Figures) -> str:
 
 def _wanted(one: Figures) -> str:
     if "at_least" in one:
-        return f"at least {one['at_least']}" + (", **missed**" if is_missed(one) else "")
-    return f"{one['wanted']:g}" + (", **missed**" if is_missed(one) else "") if "wanted" in one else ""
+        return f"at least {one['at_least']}" + (
+            ", **missed**" if is_missed(one) else ""
+        )
+    return (
+        f"{one['wanted']:g}" + (", **missed**" if is_missed(one) else "")
+        if "wanted" in one
+        else ""
+    )
 
 
 def is_missed(one: Figures) -> bool:
     """Whether a ratio is on the wrong side of what was wanted of it."""
-    return bool(one["ratio"] < one.get("at_least", 0) or one["ratio"] > one.get("wanted", float("inf")))
+    return bool(
+        one["ratio"] < one.get("at_least", 0)
+        or one["ratio"] > one.get("wanted", float("inf"))
+    )
 
 
 def picture(found: Figures) -> str:
     """Draw the seconds of every load as bars, each load on a scale of its own."""
     parts, y = [], 10
     for load, seconds in found["loads"].items():
-        parts.append(f'<text x="12" y="{y + 13}" font-weight="600">{escape(load)}</text>')
+        parts.append(
+            f'<text x="12" y="{y + 13}" font-weight="600">{escape(load)}</text>'
+        )
         y += 22
         longest = max(seconds.values())
         for engine, colour in COLOURS.items():
@@ -121,9 +147,15 @@ def picture(found: Figures) -> str:
                 continue
             length = round((WIDTH - LEFT - 70) * seconds[engine] / longest)
             name = escape(engine.strip("`"))
-            parts.append(f'<text x="{LEFT - 8}" y="{y + 12}" text-anchor="end">{name}</text>')
-            parts.append(f'<rect x="{LEFT}" y="{y}" width="{length}" height="{BAR}" rx="2" fill="{colour}"/>')
-            parts.append(f'<text x="{LEFT + length + 6}" y="{y + 12}">{seconds[engine]:.2f} s</text>')
+            parts.append(
+                f'<text x="{LEFT - 8}" y="{y + 12}" text-anchor="end">{name}</text>'
+            )
+            parts.append(
+                f'<rect x="{LEFT}" y="{y}" width="{length}" height="{BAR}" rx="2" fill="{colour}"/>'
+            )
+            parts.append(
+                f'<text x="{LEFT + length + 6}" y="{y + 12}">{seconds[engine]:.2f} s</text>'
+            )
             y += BAR + GAP
         y += 10
     frame = f'<rect width="{WIDTH}" height="{y}" rx="6" fill="#ffffff"/>'
@@ -143,7 +175,9 @@ def main() -> None:
     """Write the tables into the page and the pictures beside it."""
     figures = read()
     PAGE.write_text(render(PAGE.read_text(encoding="utf-8"), figures), encoding="utf-8")
-    FAMILIES_PAGE.write_text(render_families(FAMILIES_PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    FAMILIES_PAGE.write_text(
+        render_families(FAMILIES_PAGE.read_text(encoding="utf-8")), encoding="utf-8"
+    )
     for kind in KINDS:
         image(kind).write_text(picture(figures[kind]), encoding="utf-8")
 

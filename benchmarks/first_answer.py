@@ -55,9 +55,22 @@ print(json.dumps(ends))
 def run_once(model: str) -> dict[str, float]:
     """Seconds of each part of one run, and until the first token."""
     with tempfile.TemporaryDirectory() as folder:
-        args = [sys.executable, "-c", CHILD, str(sample_images()[0]), model, str(Path(folder) / "answers.jsonl")]
-        environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-        done = subprocess.run(args, capture_output=True, text=True, check=True, env=environment)
+        args = [
+            sys.executable,
+            "-c",
+            CHILD,
+            str(sample_images()[0]),
+            model,
+            str(Path(folder) / "answers.jsonl"),
+        ]
+        environment = {
+            name: value
+            for name, value in os.environ.items()
+            if name != "PYTHONDONTWRITEBYTECODE"
+        }
+        done = subprocess.run(
+            args, capture_output=True, text=True, check=True, env=environment
+        )
     ends: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     parts, before = {}, 0.0
     for name, end in ends.items():
@@ -66,7 +79,9 @@ def run_once(model: str) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("models", nargs="*", default=[str(default_checkpoint())])
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
@@ -77,11 +92,18 @@ def main() -> None:
         for model, taken in rounds.items():
             taken.append(run_once(model))
     found = {
-        model: {name: round(statistics.median(one[name] for one in taken), 3) for name in taken[0]}
+        model: {
+            name: round(statistics.median(one[name] for one in taken), 3)
+            for name in taken[0]
+        }
         for model, taken in rounds.items()
     }
     for model, parts in found.items():
-        print(model, *(f"{name}: {seconds:.2f} s" for name, seconds in parts.items()), sep="\n    ")
+        print(
+            model,
+            *(f"{name}: {seconds:.2f} s" for name, seconds in parts.items()),
+            sep="\n    ",
+        )
     print(json.dumps(found))
 
 

@@ -59,7 +59,9 @@ def random_tokenizer(size: int) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
 
 
-def gaps(adapter: Adapter, forms: Forms, extra: int, tokens: int, is_held: bool) -> tuple[list[float], list[float]]:
+def gaps(
+    adapter: Adapter, forms: Forms, extra: int, tokens: int, is_held: bool
+) -> tuple[list[float], list[float]]:
     """Seconds between two tokens of the plain rows: of the wall's clock, and of the processors."""
     generator = BatchGenerator(adapter, policy=policy_of({"max_rows": PLAIN + extra}))
     for index in range(PLAIN + extra):
@@ -68,7 +70,11 @@ def gaps(adapter: Adapter, forms: Forms, extra: int, tokens: int, is_held: bool)
         row = new_row(str(index), Prompt(inputs=inputs), params)
         generator.rows.add(row)
         if is_held and index >= PLAIN:
-            form = forms.compiled(SamplingParams(json_schema=SCHEMA), Cancelled()).result().copy()
+            form = (
+                forms.compiled(SamplingParams(json_schema=SCHEMA), Cancelled())
+                .result()
+                .copy()
+            )
             row.answer.guide = Guide.of(params, form, None, row.answer.end_ids)
     walls, works = [], []
     while len(generator.rows.batch) < PLAIN + extra:
@@ -98,13 +104,21 @@ def main() -> None:
         f"{PLAIN} plain rows, {args.layers} layers, {args.vocabulary:,} tokens; ms of a step's fastest tenth (wall, processor)"
     )
     for extra in args.extra:
-        times: dict[bool, tuple[list[float], list[float]]] = {False: ([], []), True: ([], [])}
+        times: dict[bool, tuple[list[float], list[float]]] = {
+            False: ([], []),
+            True: ([], []),
+        }
         for _ in range(args.rounds):
             for is_held in (False, True):
-                for kept, found in zip(times[is_held], gaps(adapter, forms, extra, args.tokens, is_held), strict=True):
+                for kept, found in zip(
+                    times[is_held],
+                    gaps(adapter, forms, extra, args.tokens, is_held),
+                    strict=True,
+                ):
                     kept += found
         plain, held = (
-            [statistics.quantiles(kind, n=10)[0] * 1e3 for kind in times[is_held]] for is_held in (False, True)
+            [statistics.quantiles(kind, n=10)[0] * 1e3 for kind in times[is_held]]
+            for is_held in (False, True)
         )
         rows.append({"extra": extra, "plain_ms": plain, "held_ms": held})
         print(

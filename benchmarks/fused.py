@@ -55,10 +55,19 @@ _clock = time.process_time if device() is Device.CPU else time.perf_counter
 def shape_of(kind: str, layers: int | None) -> Shape:
     """The shape for this device, with fewer words, and one block of its tower."""
     shape = SHAPES["small" if device() is Device.CPU else "3b"]
-    text = {**shape.text, "vocab_size": WORDS, "num_hidden_layers": layers or shape.text["num_hidden_layers"]}
+    text = {
+        **shape.text,
+        "vocab_size": WORDS,
+        "num_hidden_layers": layers or shape.text["num_hidden_layers"],
+    }
     half = "float32" if device() is Device.CPU else "bfloat16"
     dtype = half if kind == FOUR_BITS else kind
-    return replace(shape, text=text, vision={**shape.vision, "depth": 1, "fullatt_block_indexes": [0]}, dtype=dtype)
+    return replace(
+        shape,
+        text=text,
+        vision={**shape.vision, "depth": 1, "fullatt_block_indexes": [0]},
+        dtype=dtype,
+    )
 
 
 def model_of(kind: str, layers: int | None) -> nn.Module:
@@ -80,13 +89,22 @@ def equal_products(adapter: Adapter) -> dict[str, list[int]]:
         narrow: list[Any] = list(layers.values())
         wide = widened([clone_modules(layer) for layer in narrow])
         weight, scales = narrow[0].weight, narrow[0].get("scales", narrow[0].weight)
-        width = weight.shape[1] * 32 // narrow[0].bits if "scales" in narrow[0] else weight.shape[1]
+        width = (
+            weight.shape[1] * 32 // narrow[0].bits
+            if "scales" in narrow[0]
+            else weight.shape[1]
+        )
         found[name] = []
         for rows in (*ROWS, *PROMPT_ROWS):
             shape = (rows, 1, width) if rows <= max(ROWS) else (1, rows, width)
             given = mx.random.normal(shape).astype(scales.dtype)
-            pairs = [(layer(given), wide.part(at, given)) for at, layer in enumerate(narrow)]
-            if all((array_bytes(one) == array_bytes(mx.contiguous(other))).all() for one, other in pairs):
+            pairs = [
+                (layer(given), wide.part(at, given)) for at, layer in enumerate(narrow)
+            ]
+            if all(
+                (array_bytes(one) == array_bytes(mx.contiguous(other))).all()
+                for one, other in pairs
+            ):
                 found[name].append(rows)
     return found
 
@@ -104,7 +122,9 @@ class Way:
         """The next tokens of so many rows, at each call those of one step more."""
         decode = partial(self.adapter.decode, call=self.shapes.decode_call())
         graph = CompiledDecode(decode, uses_before_graph=0) if compiled else None
-        steps = self.trial.steps([self.trial.row(CONTEXT)] * rows, rows, columns=512, decode=graph)
+        steps = self.trial.steps(
+            [self.trial.row(CONTEXT)] * rows, rows, columns=512, decode=graph
+        )
         return lambda: mx.argmax(next(steps), axis=-1)
 
     def logits(self, rows: int, count: int) -> list[mx.array]:
@@ -118,7 +138,9 @@ class Way:
         return lambda: self.trial.prefilled(prompts)[0]
 
 
-def in_turns(ways: Sequence[Callable[[], mx.array]], runs: int, rounds: int) -> list[float]:
+def in_turns(
+    ways: Sequence[Callable[[], mx.array]], runs: int, rounds: int
+) -> list[float]:
     """Milliseconds of a call of each: the least of some rounds in turns, of ``runs`` calls launched one after another each."""
     taken: list[list[float]] = [[] for _ in ways]
     for number in range(rounds + 1):
@@ -137,24 +159,48 @@ def in_turns(ways: Sequence[Callable[[], mx.array]], runs: int, rounds: int) -> 
     return [min(times) for times in taken]
 
 
-def measured(kind: str, args: argparse.Namespace, is_late: Callable[[], bool]) -> dict[str, Any]:
+def measured(
+    kind: str, args: argparse.Namespace, is_late: Callable[[], bool]
+) -> dict[str, Any]:
     """What one kind of weights has shown; it is printed as it comes."""
     model = model_of(kind, args.layers)
     narrow = policy_of({"wide_products": False})
     plain = Way(adapt(model, policy=narrow))
     products = equal_products(plain.adapter)
     own = adapt(model, policy=narrow)
-    print(f"{kind}: {share_products(own)} layers are parts of wide ones; equal bits at rows {products}", flush=True)
+    print(
+        f"{kind}: {share_products(own)} layers are parts of wide ones; equal bits at rows {products}",
+        flush=True,
+    )
     wide = Way(own)
-    found: dict[str, Any] = {"kind": kind, "equal": products, "steps": [], "prompts": []}
-    works: list[tuple[str, int, Callable[[Way], Callable[[], mx.array]], dict[str, Any]]] = []
+    found: dict[str, Any] = {
+        "kind": kind,
+        "equal": products,
+        "steps": [],
+        "prompts": [],
+    }
+    works: list[
+        tuple[str, int, Callable[[Way], Callable[[], mx.array]], dict[str, Any]]
+    ] = []
     for rows in args.rows:
         for compiled in (False, True) if device() is not Device.CPU else (False,):
             said = {"rows": rows, "compiled": compiled}
-            works.append(("steps", args.steps, partial(Way.steps, rows=rows, compiled=compiled), said))
+            works.append(
+                (
+                    "steps",
+                    args.steps,
+                    partial(Way.steps, rows=rows, compiled=compiled),
+                    said,
+                )
+            )
     for count, length in PROMPTS:
         works.append(
-            ("prompts", 4, partial(Way.prompts, count=count, length=length), {"count": count, "length": length})
+            (
+                "prompts",
+                4,
+                partial(Way.prompts, count=count, length=length),
+                {"count": count, "length": length},
+            )
         )
     for name, runs, make, said in works:
         if is_late():
@@ -166,11 +212,16 @@ def measured(kind: str, args: argparse.Namespace, is_late: Callable[[], bool]) -
             continue
         line = {**said, "ms": apart, "wide_ms": together, "ratio": together / apart}
         if name == "steps" and not said["compiled"]:
-            pairs = zip(plain.logits(said["rows"], 3), wide.logits(said["rows"], 3), strict=True)
-            line["equal"] = all((array_bytes(one) == array_bytes(other)).all() for one, other in pairs)
+            pairs = zip(
+                plain.logits(said["rows"], 3), wide.logits(said["rows"], 3), strict=True
+            )
+            line["equal"] = all(
+                (array_bytes(one) == array_bytes(other)).all() for one, other in pairs
+            )
         found[name].append(line)
         told = ", ".join(
-            f"{key} {value:.3f}" if isinstance(value, float) else f"{key} {value}" for key, value in line.items()
+            f"{key} {value:.3f}" if isinstance(value, float) else f"{key} {value}"
+            for key, value in line.items()
         )
         print(f"  {name[:-1]}: {told}", flush=True)
     del plain, wide, own
@@ -180,20 +231,41 @@ def measured(kind: str, args: argparse.Namespace, is_late: Callable[[], bool]) -
     share_products(kept, model)
     mx.clear_cache()
     found["more_mb"] = (mx.get_active_memory() - before) / 1e6
-    print(f"  memory beyond the model's own, the caller keeping it: {found['more_mb']:.1f} MB", flush=True)
+    print(
+        f"  memory beyond the model's own, the caller keeping it: {found['more_mb']:.1f} MB",
+        flush=True,
+    )
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    kinds = ["float32", FOUR_BITS] if device() is Device.CPU else ["bfloat16", FOUR_BITS, "float16"]
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    kinds = (
+        ["float32", FOUR_BITS]
+        if device() is Device.CPU
+        else ["bfloat16", FOUR_BITS, "float16"]
+    )
     parser.add_argument("--kinds", nargs="+", default=kinds)
     parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS))
-    parser.add_argument("--layers", type=int, help="of the decoder (default: the shape's)")
+    parser.add_argument(
+        "--layers", type=int, help="of the decoder (default: the shape's)"
+    )
     parser.add_argument("--steps", type=int, default=20, help="of each round")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--budget", type=float, default=420, help="seconds after which nothing new is begun")
-    parser.add_argument("--threads", type=int, default=max(1, (os.cpu_count() or 1) // 2), help="of the BLAS on a CPU")
+    parser.add_argument(
+        "--budget",
+        type=float,
+        default=420,
+        help="seconds after which nothing new is begun",
+    )
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=max(1, (os.cpu_count() or 1) // 2),
+        help="of the BLAS on a CPU",
+    )
     args = parser.parse_args()
     blas.limit_threads(args.threads)
     ends = time.perf_counter() + args.budget
@@ -201,7 +273,11 @@ def main() -> None:
     for kind in args.kinds:
         if time.perf_counter() < ends:
             found.append(measured(kind, args, lambda: time.perf_counter() > ends))
-    print(json.dumps({"device": str(mx.default_device()), "mlx": version("mlx"), "kinds": found}))
+    print(
+        json.dumps(
+            {"device": str(mx.default_device()), "mlx": version("mlx"), "kinds": found}
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -24,7 +24,15 @@ from rich.table import Table
 
 from benchmarks.compare.measure import WorkClock
 from benchmarks.compare.recall import Contexts, RecallingAdapter
-from benchmarks.compare.shapes import IMAGE, SHAPES, VISION_END, VISION_START, Shape, build, parameters
+from benchmarks.compare.shapes import (
+    IMAGE,
+    SHAPES,
+    VISION_END,
+    VISION_START,
+    Shape,
+    build,
+    parameters,
+)
 from vlm_batch import SamplingParams
 from vlm_batch.runtime import blas
 
@@ -50,10 +58,16 @@ def read_bandwidth(dtype: Any, megabytes: int) -> float:
     import mlx.core as mx
 
     width = 4096
-    matrix = mx.random.normal((megabytes * 2**20 // (width * dtype.size), width)).astype(dtype)
+    matrix = mx.random.normal(
+        (megabytes * 2**20 // (width * dtype.size), width)
+    ).astype(dtype)
     vector = mx.random.normal((1, width)).astype(dtype)
     mx.eval(matrix, vector)
-    calls = (lambda: vector @ matrix.T, lambda: matrix.sum(axis=-1), lambda: matrix.max())
+    calls = (
+        lambda: vector @ matrix.T,
+        lambda: matrix.sum(axis=-1),
+        lambda: matrix.max(),
+    )
     return matrix.nbytes / min(best_time(call) for call in calls)
 
 
@@ -61,7 +75,8 @@ def product_rate(dtype: Any, size: int) -> float:
     """Flops a second of a square matrix product."""
     import mlx.core as mx
 
-    a, b = mx.random.normal((size, size)).astype(dtype), mx.random.normal((size, size)).astype(dtype)
+    a = mx.random.normal((size, size)).astype(dtype)
+    b = mx.random.normal((size, size)).astype(dtype)
     mx.eval(a, b)
     return 2 * size**3 / best_time(lambda: a @ b)
 
@@ -69,7 +84,11 @@ def product_rate(dtype: Any, size: int) -> float:
 def weights_of_a_step(model: Any, shape: Shape) -> tuple[int, int]:
     """(bytes, values) of the weights that a decode step reads: the layers and the head, not the table of embeddings."""
     tied = bool(shape.text["tie_word_embeddings"])
-    read = [value for path, value in parameters(model.language_model) if tied or "embed_tokens" not in path]
+    read = [
+        value
+        for path, value in parameters(model.language_model)
+        if tied or "embed_tokens" not in path
+    ]
     return sum(value.nbytes for value in read), sum(value.size for value in read)
 
 
@@ -77,7 +96,14 @@ def kv_bytes(shape: Shape, tokens: int, item: int) -> int:
     """Keys and values of ``tokens`` positions, all layers."""
     text = shape.text
     head = text["hidden_size"] // text["num_attention_heads"]
-    return int(2 * text["num_hidden_layers"] * text["num_key_value_heads"] * head * tokens * item)
+    return int(
+        2
+        * text["num_hidden_layers"]
+        * text["num_key_value_heads"]
+        * head
+        * tokens
+        * item
+    )
 
 
 class RandomContexts(Contexts):
@@ -87,7 +113,12 @@ class RandomContexts(Contexts):
         import mlx.core as mx
 
         text = shape.text
-        size = (1, text["num_key_value_heads"], longest, text["hidden_size"] // text["num_attention_heads"])
+        size = (
+            1,
+            text["num_key_value_heads"],
+            longest,
+            text["hidden_size"] // text["num_attention_heads"],
+        )
         self.layers = [
             (mx.random.normal(size).astype(dtype), mx.random.normal(size).astype(dtype))
             for _ in range(text["num_hidden_layers"])
@@ -110,13 +141,16 @@ def bare_step(model: Any, contexts: RandomContexts, rows: int, context: int) -> 
     cache = make_prompt_cache(language)
     for layer, (keys, values) in zip(cache, contexts.layers, strict=True):
         layer.update_and_fetch(
-            mx.repeat(keys[:, :, :context], rows, axis=0), mx.repeat(values[:, :, :context], rows, axis=0)
+            mx.repeat(keys[:, :, :context], rows, axis=0),
+            mx.repeat(values[:, :, :context], rows, axis=0),
         )
     mx.eval([layer.state for layer in cache])
 
     def launch(tokens: Any, position: int) -> Any:
         positions = mx.full((3, rows, 1), position, dtype=mx.int32)
-        logits = language(tokens[:, None], cache=cache, position_ids=positions).logits[:, -1]
+        logits = language(tokens[:, None], cache=cache, position_ids=positions).logits[
+            :, -1
+        ]
         following = mx.argmax(logits, axis=-1)
         mx.async_eval(following)
         return following
@@ -141,12 +175,18 @@ def engine_step(model: Any, contexts: RandomContexts, rows: int, context: int) -
     from vlm_batch.policy import policy_of
 
     tokens = rows * context
-    policy = policy_of({"max_rows": rows, "prefill_budget": tokens, "idle_budget": tokens})
+    policy = policy_of(
+        {"max_rows": rows, "prefill_budget": tokens, "idle_budget": tokens}
+    )
     adapter: Any = RecallingAdapter(adapt(model), contexts)
     generator = BatchGenerator(adapter, policy=policy)
     for row in range(rows):
         ids = mx.full((1, context), 20 + row, dtype=mx.int32)
-        generator.insert(str(row), {"input_ids": ids}, SamplingParams(max_tokens=STEPS + 2 * rows, ignore_eos=True))
+        generator.insert(
+            str(row),
+            {"input_ids": ids},
+            SamplingParams(max_tokens=STEPS + 2 * rows, ignore_eos=True),
+        )
     times: list[float] = []
     while len(times) < STEPS:
         events = generator.step()
@@ -207,9 +247,13 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         flops = rows * (2 * weight_values + 4 * context * head)
         floor = max(step_bytes / bandwidth, flops / rate)
         found = {"rows": rows, "context": context, "floor_ms": 1000 * floor}
-        found["bytes_ms"], found["flops_ms"] = 1000 * step_bytes / bandwidth, 1000 * flops / rate
+        found["bytes_ms"], found["flops_ms"] = (
+            1000 * step_bytes / bandwidth,
+            1000 * flops / rate,
+        )
         bare, engine = [], []
-        for _ in range(args.rounds):  # turn and turn about, so that a busy machine is busy for both
+        # turn and turn about, so that a busy machine is busy for both
+        for _ in range(args.rounds):
             bare.append(bare_step(model, contexts, rows, context))
             engine.append(engine_step(model, contexts, rows, context))
         found["bare_ms"], found["engine_ms"] = 1000 * min(bare), 1000 * min(engine)
@@ -262,7 +306,15 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 def _show(console: Console, title: str, points: Sequence[dict[str, float]]) -> None:
     table = Table(title=title, title_justify="left")
-    measures = ("bytes ms", "flops ms", "floor ms", "bare loop ms", "engine ms", "engine/bare", "of the floor")
+    measures = (
+        "bytes ms",
+        "flops ms",
+        "floor ms",
+        "bare loop ms",
+        "engine ms",
+        "engine/bare",
+        "of the floor",
+    )
     for heading in ("rows", "context", *measures):
         table.add_column(heading, justify="right")
     for found in points:
@@ -296,7 +348,13 @@ def draw(path: Path, result: dict[str, Any]) -> bool:
             ("bare_ms", "o-", "bare loop"),
             ("engine_ms", "s-", "engine"),
         ):
-            axis.plot([p[name] for p in points], [p[figure_name] for p in points], style, label=legend, markersize=4)
+            axis.plot(
+                [p[name] for p in points],
+                [p[figure_name] for p in points],
+                style,
+                label=legend,
+                markersize=4,
+            )
         axis.set_xlabel(label)
         axis.set_ylabel("ms a step")
         axis.set_ylim(bottom=0)
@@ -304,7 +362,13 @@ def draw(path: Path, result: dict[str, Any]) -> bool:
     for count in (1, 4):
         found = [p for p in result["pictures"] if p["pictures"] == count]
         tokens = [p["tokens"] * count for p in found]
-        pictures.plot(tokens, [p["ms"] for p in found], "o-", label=f"{count} to a request", markersize=4)
+        pictures.plot(
+            tokens,
+            [p["ms"] for p in found],
+            "o-",
+            label=f"{count} to a request",
+            markersize=4,
+        )
     pictures.set_xlabel("picture tokens")
     pictures.set_ylabel("ms to encode")
     pictures.set_ylim(bottom=0)
@@ -316,14 +380,36 @@ def draw(path: Path, result: dict[str, Any]) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", choices=list(SHAPES), default="small")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 8, 16, 32])
-    parser.add_argument("--context", type=int, default=600, help="tokens of each row in the table by rows")
-    parser.add_argument("--contexts", type=int, nargs="+", default=[256, 1024, 2048], help="of the table by context")
-    parser.add_argument("--rounds", type=int, default=2, help="of which the fastest counts (default: 2)")
-    parser.add_argument("--out", type=Path, help="a folder for limits.json and limits.png")
-    parser.add_argument("--clock", choices=("wall", "work"), default="wall", help="work: CPU time, for a busy CPU")
+    parser.add_argument(
+        "--context",
+        type=int,
+        default=600,
+        help="tokens of each row in the table by rows",
+    )
+    parser.add_argument(
+        "--contexts",
+        type=int,
+        nargs="+",
+        default=[256, 1024, 2048],
+        help="of the table by context",
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=2, help="of which the fastest counts (default: 2)"
+    )
+    parser.add_argument(
+        "--out", type=Path, help="a folder for limits.json and limits.png"
+    )
+    parser.add_argument(
+        "--clock",
+        choices=("wall", "work"),
+        default="wall",
+        help="work: CPU time, for a busy CPU",
+    )
     args = parser.parse_args()
     if args.clock == "work":
         WorkClock().install()
@@ -334,7 +420,10 @@ def main() -> None:
         args.out.mkdir(parents=True, exist_ok=True)
         (args.out / "limits.json").write_text(json.dumps(result), encoding="utf-8")
         if not draw(args.out / "limits.png", result):
-            console.print("no picture: matplotlib is not installed (pip install 'vlm-batch[bench]')", markup=False)
+            console.print(
+                "no picture: matplotlib is not installed (pip install 'vlm-batch[bench]')",
+                markup=False,
+            )
     print(json.dumps(result))
 
 

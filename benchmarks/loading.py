@@ -47,11 +47,17 @@ def photo(megapixels: float, seed: int) -> bytes:
     high = round((megapixels * 1e6 * 3 / 4) ** 0.5)
     wide = round(high * 4 / 3)
     random = np.random.default_rng(seed)
-    coarse = Image.fromarray(random.integers(0, 256, (high // 24, wide // 24, 3), dtype=np.uint8))
-    smooth = np.asarray(coarse.resize((wide, high), Image.Resampling.BICUBIC), dtype=np.int16)
+    coarse = Image.fromarray(
+        random.integers(0, 256, (high // 24, wide // 24, 3), dtype=np.uint8)
+    )
+    smooth = np.asarray(
+        coarse.resize((wide, high), Image.Resampling.BICUBIC), dtype=np.int16
+    )
     grain = random.integers(-6, 7, smooth.shape, dtype=np.int16)
     file = BytesIO()
-    Image.fromarray((smooth + grain).clip(0, 255).astype(np.uint8)).save(file, "JPEG", quality=90)
+    Image.fromarray((smooth + grain).clip(0, 255).astype(np.uint8)).save(
+        file, "JPEG", quality=90
+    )
     return file.getvalue()
 
 
@@ -64,12 +70,15 @@ def write_photos(folder: Path, megapixels: float, count: int) -> list[Path]:
     return paths
 
 
-def pictures_a_second(preparer: Preparer, paths: Sequence[Path], threads: int) -> tuple[float, float]:
+def pictures_a_second(
+    preparer: Preparer, paths: Sequence[Path], threads: int
+) -> tuple[float, float]:
     """(pictures a second, CPU milliseconds a picture) read, decoded and processed by so many threads.
 
     Nobody waits for them but this. The second figure holds on a machine that other work shares, too.
     """
-    loaders, under_way = Loaders(preparer.prepare, num_threads=threads), deque[Loading]()
+    loaders = Loaders(preparer.prepare, num_threads=threads)
+    under_way = deque[Loading]()
     questions = [preparer.check(Request(prompt=PROMPT, images=path)) for path in paths]
     try:
         for question in questions[: 2 * threads]:  # copies of the processor, and memory
@@ -81,7 +90,8 @@ def pictures_a_second(preparer: Preparer, paths: Sequence[Path], threads: int) -
             under_way.append(loaders.start(question))
         while under_way:
             under_way.popleft().result()
-        seconds, cpu_seconds = time.perf_counter() - begin, time.process_time() - begin_cpu
+        seconds = time.perf_counter() - begin
+        cpu_seconds = time.process_time() - begin_cpu
         return len(questions) / seconds, 1e3 * cpu_seconds / len(questions)
     finally:
         loaders.close()
@@ -100,7 +110,8 @@ def milliseconds(call: Callable[[], Any], times: int = 7) -> float:
 def stages(preparer: Preparer, path: Path) -> dict[str, float]:
     """Milliseconds of one picture's way, in order."""
     processing, data = preparer.processing, path.read_bytes()
-    question, image = preparer.check(Request(prompt=PROMPT, images=path)), load_image(data)
+    question = preparer.check(Request(prompt=PROMPT, images=path))
+    image = load_image(data)
     assert question.prompt is not None
     inputs = processing.inputs(question.prompt, [image])
     part = processing.processor.image_processor
@@ -113,11 +124,15 @@ def stages(preparer: Preparer, path: Path) -> dict[str, float]:
         "the whole processor": milliseconds(
             lambda: evaluated(processing.inputs(question.prompt or "", [image])),
         ),
-        "digest (engine's thread)": milliseconds(partial(digest, inputs["pixel_values"])),
+        "digest (engine's thread)": milliseconds(
+            partial(digest, inputs["pixel_values"])
+        ),
     }
 
 
-def answer_folder(batcher: VLMBatcher, paths: Sequence[Path], tokens: int) -> dict[str, float]:
+def answer_folder(
+    batcher: VLMBatcher, paths: Sequence[Path], tokens: int
+) -> dict[str, float]:
     """Answer about every file, ``tokens`` each; rates, and the share of the time in which the engine had work."""
     params = SamplingParams(max_tokens=tokens, ignore_eos=True)
     requests = (Request(prompt=PROMPT, images=path, params=params) for path in paths)
@@ -141,25 +156,53 @@ def make_preparer(bounds: PixelBounds | None) -> Preparer:
     """The embedded checkpoint's, with a processor that scales to ``bounds``."""
     model, processor = load_model(default_checkpoint())
     if bounds is not None:
-        processor.image_processor.min_pixels, processor.image_processor.max_pixels = bounds.least, bounds.most
+        processor.image_processor.min_pixels = bounds.least
+        processor.image_processor.max_pixels = bounds.most
     return make_engine(model, processor, EngineOptions()).preparer
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--megapixels", type=float, nargs="+", default=[1, 2, 4])
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--pictures", type=int, default=40, help="of each size and number of threads (default: 40)")
-    parser.add_argument("--rounds", type=int, default=3, help="the best of so many is shown (default: 3)")
+    parser.add_argument(
+        "--pictures",
+        type=int,
+        default=40,
+        help="of each size and number of threads (default: 40)",
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=3,
+        help="the best of so many is shown (default: 3)",
+    )
     parser.add_argument("--engine", action="store_true", help="also answer a folder")
-    parser.add_argument("--answered", type=int, default=160, help="pictures of that folder (default: 160)")
-    parser.add_argument("--model", default=None, help="for --engine (default: the embedded checkpoint)")
-    parser.add_argument("--tokens", type=int, default=48, help="of each answer, for --engine (default: 48)")
+    parser.add_argument(
+        "--answered",
+        type=int,
+        default=160,
+        help="pictures of that folder (default: 160)",
+    )
+    parser.add_argument(
+        "--model", default=None, help="for --engine (default: the embedded checkpoint)"
+    )
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        default=48,
+        help="of each answer, for --engine (default: 48)",
+    )
     args = parser.parse_args()
     console = Console(width=110)
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
-        sizes = {size: write_photos(Path(folder), size, args.pictures) for size in args.megapixels}
+        sizes = {
+            size: write_photos(Path(folder), size, args.pictures)
+            for size in args.megapixels
+        }
         preparer = make_preparer(PUBLISHED)
         rates = Table(
             "loaders",
@@ -170,25 +213,46 @@ def main() -> None:
         for threads in args.threads:
             cells = []
             for size, paths in sizes.items():
-                rounds = [pictures_a_second(preparer, paths, threads) for _ in range(args.rounds)]
-                rate, cpu = max(rate for rate, _ in rounds), min(cpu for _, cpu in rounds)
-                found["pictures_a_second"][size][threads] = {"rate": rate, "cpu_milliseconds": cpu}
+                rounds = [
+                    pictures_a_second(preparer, paths, threads)
+                    for _ in range(args.rounds)
+                ]
+                rate = max(rate for rate, _ in rounds)
+                cpu = min(cpu for _, cpu in rounds)
+                found["pictures_a_second"][size][threads] = {
+                    "rate": rate,
+                    "cpu_milliseconds": cpu,
+                }
                 cells.append(f"{rate:.1f} ({cpu:.0f} ms)")
             rates.add_row(str(threads), *cells)
         console.print(rates)
-        found["milliseconds"] = {size: stages(preparer, paths[0]) for size, paths in sizes.items()}
-        table = Table("", *(f"{size:g} MP" for size in sizes), title="milliseconds a picture")
+        found["milliseconds"] = {
+            size: stages(preparer, paths[0]) for size, paths in sizes.items()
+        }
+        table = Table(
+            "", *(f"{size:g} MP" for size in sizes), title="milliseconds a picture"
+        )
         for name in next(iter(found["milliseconds"].values())):
-            table.add_row(name, *(f"{parts[name]:.1f}" for parts in found["milliseconds"].values()))
+            table.add_row(
+                name,
+                *(f"{parts[name]:.1f}" for parts in found["milliseconds"].values()),
+            )
         console.print(table)
         if args.engine:
             with VLMBatcher(args.model or default_checkpoint()) as batcher:
                 found["engine"] = {
-                    size: answer_folder(batcher, write_photos(Path(folder), size, args.answered), args.tokens)
+                    size: answer_folder(
+                        batcher,
+                        write_photos(Path(folder), size, args.answered),
+                        args.tokens,
+                    )
                     for size in sizes
                 }
             for size, facts in found["engine"].items():
-                console.print(f"{size:g} MP:", ", ".join(f"{name} {value:.3g}" for name, value in facts.items()))
+                console.print(
+                    f"{size:g} MP:",
+                    ", ".join(f"{name} {value:.3g}" for name, value in facts.items()),
+                )
     print(json.dumps(found))
 
 

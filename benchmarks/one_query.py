@@ -44,23 +44,46 @@ def microseconds(call: Callable[[], Any]) -> float:
 
 def main() -> None:
     half = mx.bfloat16
-    print("| heads | columns | rows | MLX, no mask | MLX | kernel | one long row |\n|---|---|---|---|---|---|---|")
+    print(
+        "| heads | columns | rows | MLX, no mask | MLX | kernel | one long row |\n|---|---|---|---|---|---|---|"
+    )
     for heads, kv_heads, width in HEADS:
         for columns in COLUMNS:
             for rows in ROWS:
                 queries = mx.random.normal((rows, heads, 1, width)).astype(half)
-                keys, values = (mx.random.normal((rows, kv_heads, columns, width)).astype(half) for _ in range(2))
+                keys, values = (
+                    mx.random.normal((rows, kv_heads, columns, width)).astype(half)
+                    for _ in range(2)
+                )
                 ends = columns - mx.arange(rows) * (columns // 2) // rows
                 short = mx.where(mx.arange(rows) > 0, 64, columns)
                 mask, skewed = (
-                    mx.arange(columns)[None, None, None] < one[:, None, None, None] for one in (ends, short)
+                    mx.arange(columns)[None, None, None] < one[:, None, None, None]
+                    for one in (ends, short)
                 )
                 mx.eval(queries, keys, values, mask, skewed)
-                plain = partial(mx.fast.scaled_dot_product_attention, queries, keys, values, scale=width**-0.5)
-                ours = [partial(attend, queries, keys, values, width**-0.5, one, on_device) for one in (mask, skewed)]
-                figures = [microseconds(one) for one in (plain, partial(plain, mask=mask), *ours)]
-                print(f"| {heads}, {kv_heads} of {width} | {columns} | {rows} |", *(f"{one:.0f} |" for one in figures))
-    print("\n| outputs, width | rows | (B, 1, D) | (B, D) | widened | kernel |\n|---|---|---|---|---|---|")
+                plain = partial(
+                    mx.fast.scaled_dot_product_attention,
+                    queries,
+                    keys,
+                    values,
+                    scale=width**-0.5,
+                )
+                ours = [
+                    partial(attend, queries, keys, values, width**-0.5, one, on_device)
+                    for one in (mask, skewed)
+                ]
+                figures = [
+                    microseconds(one)
+                    for one in (plain, partial(plain, mask=mask), *ours)
+                ]
+                print(
+                    f"| {heads}, {kv_heads} of {width} | {columns} | {rows} |",
+                    *(f"{one:.0f} |" for one in figures),
+                )
+    print(
+        "\n| outputs, width | rows | (B, 1, D) | (B, D) | widened | kernel |\n|---|---|---|---|---|---|"
+    )
     for outputs, width in PRODUCTS:
         layer = nn.QuantizedLinear(width, outputs, bias=False)
         packed = mx.quantize(mx.random.normal((outputs, width)).astype(half), 64, 4)
@@ -68,11 +91,20 @@ def main() -> None:
         for rows in PRODUCT_ROWS:
             states = mx.random.normal((rows, 1, width)).astype(half)
             mx.eval(packed, states)
-            product = partial(mx.quantized_matmul, transpose=True, group_size=64, bits=4)
-            figures = [microseconds(partial(product, one, *packed)) for one in (states, states[:, 0])]
+            product = partial(
+                mx.quantized_matmul, transpose=True, group_size=64, bits=4
+            )
+            figures = [
+                microseconds(partial(product, one, *packed))
+                for one in (states, states[:, 0])
+            ]
             figures.append(microseconds(partial(widened, states[:, 0], packed)))
-            figures.append(microseconds(partial(qmm.multiply, layer, states[:, 0], on_device)))
-            print(f"| {outputs}, {width} | {rows} |", *(f"{one:.0f} |" for one in figures))
+            figures.append(
+                microseconds(partial(qmm.multiply, layer, states[:, 0], on_device))
+            )
+            print(
+                f"| {outputs}, {width} | {rows} |", *(f"{one:.0f} |" for one in figures)
+            )
 
 
 def widened(rows: mx.array, packed: Any) -> mx.array:

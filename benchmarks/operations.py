@@ -36,7 +36,9 @@ from vlm_batch.engine.sampling import SamplingRow, sample  # noqa: E402
 from vlm_batch.loading import adapt  # noqa: E402
 from vlm_batch.records import Call  # noqa: E402
 
-PRODUCTS = frozenset(["Matmul", "AddMM", "QuantizedMatmul", "GatherMM", "GatherQMM", "Convolution"])
+PRODUCTS = frozenset(
+    ["Matmul", "AddMM", "QuantizedMatmul", "GatherMM", "GatherQMM", "Convolution"]
+)
 EXPONENTIALS = frozenset(
     [
         "Softmax",
@@ -90,8 +92,14 @@ class Rates:
         a, b = mx.random.normal((1024, 1024)), mx.random.normal((1024, 1024))
         mx.eval(a, b)
         own, out = np.array(a), np.empty((1024, 1024), np.float32)
-        exponential = min(seconds(lambda: mx.exp(a)), seconds(lambda: np.exp(own, out=out) is None))
-        return cls(seconds(lambda: a @ b) / (2 * 1024**3), exponential / a.size, seconds(lambda: a + b) / a.size)
+        exponential = min(
+            seconds(lambda: mx.exp(a)), seconds(lambda: np.exp(own, out=out) is None)
+        )
+        return cls(
+            seconds(lambda: a @ b) / (2 * 1024**3),
+            exponential / a.size,
+            seconds(lambda: a + b) / a.size,
+        )
 
 
 def counted(call: Callable[[mx.array], Any], array: mx.array) -> Counter[str]:
@@ -101,17 +109,22 @@ def counted(call: Callable[[mx.array], Any], array: mx.array) -> Counter[str]:
     def note(what: dict[str, Any]) -> None:
         if what["type"] != "primitive" or what["name"] in VIEWS:
             return
-        given, made = ([shape for _, shape, _ in what[side]] for side in ("inputs", "outputs"))
+        given, made = (
+            [shape for _, shape, _ in what[side]] for side in ("inputs", "outputs")
+        )
         numbers = max(map(math.prod, [*given, *made]))
         if what["name"] == "Convolution":
             found["flops"] += 2 * math.prod(made[0]) * math.prod(given[1][1:])
         elif what["name"] in PRODUCTS:
             found["flops"] += 2 * math.prod(made[0]) * given[0][-1]
         else:
-            found["exponentials" if what["name"] in EXPONENTIALS else "others"] += numbers
+            found["exponentials" if what["name"] in EXPONENTIALS else "others"] += (
+                numbers
+            )
 
     module, contiguous = vars(mx), mx.contiguous
-    module["contiguous"] = lambda array, *how: array  # the one that has no form to be exported in
+    # the one that has no form to be exported in
+    module["contiguous"] = lambda array, *how: array
     try:
         mx.export_function(note, call, array)
     finally:
@@ -143,8 +156,19 @@ class Table:
         parts["floor"] = sum(parts.values())
         parts["measured"] = 1000 * self._seconds(lambda: call(array))
         times = parts["measured"] / parts["floor"]
-        self.rows.append({"what": name, **{part: round(ms, 2) for part, ms in parts.items()}, "times": round(times, 2)})
-        print(f"{name:<44}" + "".join(f"{ms:>14.2f}" for ms in parts.values()) + f"{times:>14.2f}", flush=True)
+        self.rows.append(
+            {
+                "what": name,
+                **{part: round(ms, 2) for part, ms in parts.items()},
+                "times": round(times, 2),
+            }
+        )
+        print(
+            f"{name:<44}"
+            + "".join(f"{ms:>14.2f}" for ms in parts.values())
+            + f"{times:>14.2f}",
+            flush=True,
+        )
 
     def _seconds(self, call: Callable[[], Any]) -> float:
         """Seconds of a call: the fastest of the rounds, after one."""
@@ -169,7 +193,9 @@ def of_shape(table: Table, shape: Shape) -> None:
     mx.eval(row.inputs_embeds)
 
     def prefill(embeds: mx.array) -> mx.array:
-        return adapter.prefill([replace(row, inputs_embeds=embeds)], adapter.make_cache(), 0, 1000)
+        return adapter.prefill(
+            [replace(row, inputs_embeds=embeds)], adapter.make_cache(), 0, 1000
+        )
 
     table.add(f"{shape.name}: prompt of 1,000", prefill, row.inputs_embeds)
 
@@ -187,7 +213,9 @@ def _whole_picture(shape: Shape) -> dict[str, Any]:
 
 
 def _marks(shape: Shape) -> list[int]:
-    image = next(mark for name, mark in shape.markers.items() if name.startswith("image_token"))
+    image = next(
+        mark for name, mark in shape.markers.items() if name.startswith("image_token")
+    )
     return [image] * shape.count_tokens((0, 0))
 
 
@@ -210,10 +238,14 @@ def _sampled(rows: list[SamplingRow], logits: mx.array) -> list[mx.array]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     own = ["small", "wide", "gemma3-small", "qwen3.5-small", "llava-small"]
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=own)
-    parser.add_argument("--rounds", type=int, default=3, help="of which the fastest counts")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="of which the fastest counts"
+    )
     parser.add_argument("--clock", choices=list(CLOCKS), default="cpu")
     args = parser.parse_args()
     blas.limit_threads(1)

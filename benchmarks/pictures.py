@@ -53,22 +53,36 @@ RATIOS = (4 / 3, 3 / 4, 16 / 9, 9 / 16, 3 / 2, 2 / 3, 1.0, 1.414, 0.707)
 def photo(number: int, *, is_camera: bool) -> bytes:
     """A JPEG with smooth areas and some grain: 2 megapixels of 4:3, or of 1 to 2 megapixels and any shape."""
     random = np.random.default_rng(number)
-    ratio, size = (4 / 3, 2.0) if is_camera else (RATIOS[number % len(RATIOS)], 1 + (number * 37 % 101) / 100)
+    ratio, size = (
+        (4 / 3, 2.0)
+        if is_camera
+        else (RATIOS[number % len(RATIOS)], 1 + (number * 37 % 101) / 100)
+    )
     high = round((size * 1e6 / ratio) ** 0.5)
     wide = round(high * ratio)
-    coarse = Image.fromarray(random.integers(0, 256, (high // 24, wide // 24, 3), dtype=np.uint8))
-    smooth = np.asarray(coarse.resize((wide, high), Image.Resampling.BICUBIC), dtype=np.int16)
+    coarse = Image.fromarray(
+        random.integers(0, 256, (high // 24, wide // 24, 3), dtype=np.uint8)
+    )
+    smooth = np.asarray(
+        coarse.resize((wide, high), Image.Resampling.BICUBIC), dtype=np.int16
+    )
     grain = random.integers(-6, 7, (1, wide, 3), dtype=np.int16)
     file = BytesIO()
-    Image.fromarray((smooth + grain).clip(0, 255).astype(np.uint8)).save(file, "JPEG", quality=90)
+    Image.fromarray((smooth + grain).clip(0, 255).astype(np.uint8)).save(
+        file, "JPEG", quality=90
+    )
     return file.getvalue()
 
 
-def write_photos(folder: Path, first: int, count: int, *, is_camera: bool) -> list[Path]:
+def write_photos(
+    folder: Path, first: int, count: int, *, is_camera: bool
+) -> list[Path]:
     """Files of pictures that are all different."""
     paths = [folder / f"{first + number:05}.jpg" for number in range(count)]
     with ThreadPoolExecutor() as threads:
-        made = threads.map(partial(photo, is_camera=is_camera), range(first, first + count))
+        made = threads.map(
+            partial(photo, is_camera=is_camera), range(first, first + count)
+        )
         for path, data in zip(paths, made, strict=True):
             path.write_bytes(data)
     return paths
@@ -79,7 +93,12 @@ def model_and_processor(shape: str, max_pixels: int) -> tuple[Any, Any]:
     _, processor = load_model(default_checkpoint())
     model = build(SHAPES[shape])
     given = json.loads((default_checkpoint() / "config.json").read_text())
-    for name in ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"):
+    for name in (
+        "image_token_id",
+        "video_token_id",
+        "vision_start_token_id",
+        "vision_end_token_id",
+    ):
         setattr(model.config, name, given[name])
     part = processor.image_processor
     part.min_pixels, part.max_pixels = 56 * 56, max_pixels
@@ -99,7 +118,9 @@ class Spent:
         try:
             yield
         finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
+            self.seconds[name] = (
+                self.seconds.get(name, 0.0) + time.perf_counter() - begin
+            )
             self.calls[name] = self.calls.get(name, 0) + 1
 
     def watch(self, owner: Any, attribute: str, name: str) -> None:
@@ -129,7 +150,9 @@ def watched(batcher: VLMBatcher) -> Spent:
     return spent
 
 
-def answer(batcher: VLMBatcher, spent: Spent, paths: Sequence[Path], tokens: int) -> dict[str, Any]:
+def answer(
+    batcher: VLMBatcher, spent: Spent, paths: Sequence[Path], tokens: int
+) -> dict[str, Any]:
     """Answer about every file; wall time, stages of a request (means), and the engine's thread by part."""
     spent.seconds.clear()
     spent.calls.clear()
@@ -142,13 +165,26 @@ def answer(batcher: VLMBatcher, spent: Spent, paths: Sequence[Path], tokens: int
     return {
         "seconds": time.perf_counter() - begin,
         "first answer": first,
-        "prompt tokens": statistics.mean(result.usage.prompt_tokens for result in results),
+        "prompt tokens": statistics.mean(
+            result.usage.prompt_tokens for result in results
+        ),
         "sizes": len({result.model_image_sizes for result in results}),
         **{
             name: statistics.mean(getattr(result.timings, name) for result in results)
-            for name in ("read", "process", "queue", "encode", "prefill", "decode", "ttft")
+            for name in (
+                "read",
+                "process",
+                "queue",
+                "encode",
+                "prefill",
+                "decode",
+                "ttft",
+            )
         },
-        "thread": {name: (round(spent.seconds[name], 3), spent.calls[name]) for name in spent.seconds},
+        "thread": {
+            name: (round(spent.seconds[name], 3), spent.calls[name])
+            for name in spent.seconds
+        },
     }
 
 
@@ -157,7 +193,11 @@ def timed(call: Callable[[], Any]) -> tuple[Any, float, float]:
     mx.synchronize()
     begin = time.perf_counter()
     found = call()
-    arrays = [leaf for leaf in (found if isinstance(found, (list, tuple)) else [found]) if isinstance(leaf, mx.array)]
+    arrays = [
+        leaf
+        for leaf in (found if isinstance(found, (list, tuple)) else [found])
+        if isinstance(leaf, mx.array)
+    ]
     mx.async_eval(*arrays)
     launched = time.perf_counter()
     mx.eval(*arrays)
@@ -177,9 +217,14 @@ def stages(engine: Any, path: Path) -> dict[str, tuple[float, float]]:
         return made
 
     image = stage("decode the file", partial(load_image, data))
-    stage("resize, normalise, patches", lambda: preparer.processing.processor.image_processor([image]))
+    stage(
+        "resize, normalise, patches",
+        lambda: preparer.processing.processor.image_processor([image]),
+    )
     question = preparer.check(Request(prompt=PROMPT, images=data))
-    given = stage("the whole of a loader's work", lambda: preparer.prepare(question).inputs)
+    given = stage(
+        "the whole of a loader's work", lambda: preparer.prepare(question).inputs
+    )
     stage("a copy on the host", lambda: on_host(given))
     stage("arrays again", lambda: evaluated(on_host(given)))
     stage("digest of the picture", lambda: digest(given["pixel_values"]))
@@ -198,7 +243,10 @@ def stages(engine: Any, path: Path) -> dict[str, tuple[float, float]]:
     stage("encode, with the tower", lambda: adapter.encode(given).inputs_embeds)
     caches = [adapter.make_cache() for _ in range(2)]
     stage("prefill", lambda: adapter.prefill([encoded], caches[0], 0, encoded.length))
-    stage("prefill, again", lambda: adapter.prefill([encoded], caches[1], 0, encoded.length))
+    stage(
+        "prefill, again",
+        lambda: adapter.prefill([encoded], caches[1], 0, encoded.length),
+    )
     return found
 
 
@@ -212,10 +260,27 @@ def turns(count: int, rounds: int) -> dict[str, Any]:
         engine = make_engine(model, processor, EngineOptions(caches=Caches(nbytes)))
         adapter, reuse = engine.loop.generator.adapter, engine.loop.generator.reuse
 
-        def turn(pictures: Sequence[bytes], engine: Any = engine, adapter: Any = adapter, reuse: Any = reuse) -> float:
-            uris = ["data:image/jpeg;base64," + base64.b64encode(picture).decode() for picture in pictures]
-            parts: list[Any] = [{"type": "image_url", "image_url": {"url": uri}} for uri in uris]
-            body = json.dumps([{"role": "user", "content": [*parts, {"type": "text", "text": PROMPT}]}])
+        def turn(
+            pictures: Sequence[bytes],
+            engine: Any = engine,
+            adapter: Any = adapter,
+            reuse: Any = reuse,
+        ) -> float:
+            uris = [
+                "data:image/jpeg;base64," + base64.b64encode(picture).decode()
+                for picture in pictures
+            ]
+            parts: list[Any] = [
+                {"type": "image_url", "image_url": {"url": uri}} for uri in uris
+            ]
+            body = json.dumps(
+                [
+                    {
+                        "role": "user",
+                        "content": [*parts, {"type": "text", "text": PROMPT}],
+                    }
+                ]
+            )
             begin = time.thread_time()
             question = engine.preparer.check(Request(messages=json.loads(body)))
             adapter.prompt_key(engine.preparer.prepare(question).inputs)
@@ -226,7 +291,10 @@ def turns(count: int, rounds: int) -> dict[str, Any]:
         last, alone = [], []
         turn([photo(0, is_camera=True)])
         for number in range(rounds):
-            pictures = [photo(1 + (2 * count) * number + index, is_camera=True) for index in range(count + 1)]
+            pictures = [
+                photo(1 + (2 * count) * number + index, is_camera=True)
+                for index in range(count + 1)
+            ]
             alone.append(turn(pictures[count:]))
             turn(pictures[: count - 1])
             last.append(turn(pictures[:count]))
@@ -241,22 +309,45 @@ def turns(count: int, rounds: int) -> dict[str, Any]:
 
 def say(name: str, facts: dict[str, Any]) -> None:
     """A run as lines of text."""
-    figures = ", ".join(f"{key} {value:.3g}" for key, value in facts.items() if key != "thread")
+    figures = ", ".join(
+        f"{key} {value:.3g}" for key, value in facts.items() if key != "thread"
+    )
     print(f"{name}: {figures}")
     for part, (seconds, calls) in facts["thread"].items():
-        print(f"    {part:28} {seconds:7.3f} s in {calls:5} calls, {1e3 * seconds / calls:8.2f} ms each")
+        print(
+            f"    {part:28} {seconds:7.3f} s in {calls:5} calls, {1e3 * seconds / calls:8.2f} ms each"
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", choices=SHAPES, default="small")
     parser.add_argument("--pictures", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--rows", type=int, default=32)
-    parser.add_argument("--max-pixels", type=int, default=1235 * 28 * 28, help="of a picture as the model sees it")
-    parser.add_argument("--apart", type=int, default=4, help="pictures that are taken apart (default: 4)")
-    parser.add_argument("--rounds", type=int, default=2, help="of each kind of pictures; the first meets new shapes")
-    parser.add_argument("--turns", type=int, default=None, help="of a chat, in the place of all else")
+    parser.add_argument(
+        "--max-pixels",
+        type=int,
+        default=1235 * 28 * 28,
+        help="of a picture as the model sees it",
+    )
+    parser.add_argument(
+        "--apart",
+        type=int,
+        default=4,
+        help="pictures that are taken apart (default: 4)",
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=2,
+        help="of each kind of pictures; the first meets new shapes",
+    )
+    parser.add_argument(
+        "--turns", type=int, default=None, help="of a chat, in the place of all else"
+    )
     args = parser.parse_args()
     if args.turns is not None:
         print(json.dumps(turns(args.turns, args.rounds)))
@@ -272,17 +363,26 @@ def main() -> None:
         stages(engine, warm)
         taken = [stages(engine, path) for path in apart]
         found["stages"] = {
-            stage: [round(statistics.mean(each), 2) for each in zip(*(one[stage] for one in taken), strict=True)]
+            stage: [
+                round(statistics.mean(each), 2)
+                for each in zip(*(one[stage] for one in taken), strict=True)
+            ]
             for stage in taken[0]
         }
         for stage, (launched, done) in found["stages"].items():
-            print(f"    {stage:30} launched {launched:8.2f} ms, done {done:8.2f} ms", flush=True)
+            print(
+                f"    {stage:30} launched {launched:8.2f} ms, done {done:8.2f} ms",
+                flush=True,
+            )
         with VLMBatcher(model, processor, max_rows=args.rows) as batcher:
             spent, first = watched(batcher), 0
             for is_camera in (True, False):
                 for number in range(args.rounds):
-                    paths = write_photos(folder, first, args.pictures, is_camera=is_camera)
-                    first += args.pictures if is_camera else len(RATIOS) * 101  # sizes as in the round before
+                    paths = write_photos(
+                        folder, first, args.pictures, is_camera=is_camera
+                    )
+                    # sizes as in the round before
+                    first += args.pictures if is_camera else len(RATIOS) * 101
                     facts = answer(batcher, spent, paths, args.tokens)
                     said = f"{'one size' if is_camera else 'all sizes'}, round {number + 1}"
                     say(said, facts)

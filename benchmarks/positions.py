@@ -30,7 +30,11 @@ ROWS, POSITIONS = (1, 4, 8), (1, 2, 4, 8)
 
 
 def model(layers: int, bits: int | None) -> Adapter:
-    rope: dict[str, Any] = {"type": "default", "mrope_section": [11, 11, 10], "rope_theta": 1e7}
+    rope: dict[str, Any] = {
+        "type": "default",
+        "mrope_section": [11, 11, 10],
+        "rope_theta": 1e7,
+    }
     text = {
         "model_type": "qwen3_5_text",
         "hidden_size": WIDTH,
@@ -69,7 +73,12 @@ def model(layers: int, bits: int | None) -> Adapter:
         )
     )
     if bits is not None:
-        nn.quantize(made.language_model, 64, bits, class_predicate=lambda _, part: _is_wide(part))
+        nn.quantize(
+            made.language_model,
+            64,
+            bits,
+            class_predicate=lambda _, part: _is_wide(part),
+        )
     mx.eval(made.parameters())
     return adapter_for("qwen3_5")(made)
 
@@ -78,7 +87,9 @@ def _is_wide(part: Any) -> bool:
     return isinstance(part, nn.Linear) and min(part.weight.shape) >= 64
 
 
-def milliseconds(adapter: Adapter, layout: Placement, rows: int, count: int, steps: int) -> float:
+def milliseconds(
+    adapter: Adapter, layout: Placement, rows: int, count: int, steps: int
+) -> float:
     """The least processor milliseconds of a forward, of whose positions each row keeps all but one."""
     shapes = FreeShapes(layout)
     trial = Trial(adapter, None, shapes)
@@ -93,11 +104,19 @@ def milliseconds(adapter: Adapter, layout: Placement, rows: int, count: int, ste
     for step in range(steps + 2):
         counts = [1 if step < 2 else count] * rows
         drafted = counts[0] > 1
-        tokens = mx.array([3 + (5 * step + ahead) % 90 for ahead in range(counts[0])] * rows, dtype=mx.int32)
-        at = mx.array([first + ahead for first in length for ahead in range(counts[0])], dtype=mx.int32)
+        tokens = mx.array(
+            [3 + (5 * step + ahead) % 90 for ahead in range(counts[0])] * rows,
+            dtype=mx.int32,
+        )
+        at = mx.array(
+            [first + ahead for first in length for ahead in range(counts[0])],
+            dtype=mx.int32,
+        )
         begin = time.process_time()
         view: Any = [layer.drafted(counts) for layer in layers] if drafted else layers
-        logits = adapter.decode(DecodeStep(tokens[:, None], at, view, [{}] * len(tokens)), Call())
+        logits = adapter.decode(
+            DecodeStep(tokens[:, None], at, view, [{}] * len(tokens)), Call()
+        )
         mx.eval(mx.argmax(logits, axis=-1))
         kept = max(1, counts[0] - 1)
         for place in range(rows if drafted else 0):
@@ -109,18 +128,29 @@ def milliseconds(adapter: Adapter, layout: Placement, rows: int, count: int, ste
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--bits", type=int, default=None, help="of the weights; float32 without it")
+    parser.add_argument(
+        "--bits", type=int, default=None, help="of the weights; float32 without it"
+    )
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument(
-        "--placement", choices=[layout.value for layout in Placement], default=Placement.for_device().value
+        "--placement",
+        choices=[layout.value for layout in Placement],
+        default=Placement.for_device().value,
     )
     args = parser.parse_args()
     adapter, layout = model(args.layers, args.bits), Placement(args.placement)
-    print(f"| rows | {' | '.join(map(str, POSITIONS))} |\n|{'---|' * (len(POSITIONS) + 1)}")
+    print(
+        f"| rows | {' | '.join(map(str, POSITIONS))} |\n|{'---|' * (len(POSITIONS) + 1)}"
+    )
     for rows in ROWS:
-        cells = [f"{milliseconds(adapter, layout, rows, count, args.steps):.0f}" for count in POSITIONS]
+        cells = [
+            f"{milliseconds(adapter, layout, rows, count, args.steps):.0f}"
+            for count in POSITIONS
+        ]
         print(f"| {rows} | {' | '.join(cells)} |", flush=True)
 
 

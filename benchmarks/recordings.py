@@ -49,7 +49,12 @@ CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 SEED, RATE, PROMPT = 7, 44_100, "what?"
 #: Of each engine: nothing is kept for later requests, and nothing drafted.
 PLAIN: dict[str, Any] = {"caches": None, "policy": {"draft": "off"}}
-WHISPER = {"d_model": 256, "encoder_attention_heads": 4, "encoder_ffn_dim": 1024, "encoder_layers": 2}
+WHISPER = {
+    "d_model": 256,
+    "encoder_attention_heads": 4,
+    "encoder_ffn_dim": 1024,
+    "encoder_layers": 2,
+}
 CONFORMER = {"hidden_size": 256}
 #: What is wider than in the tiny models, by the part of the configuration, and as the published models have it where it
 #: is no width: bands, windows, features of a recording.
@@ -149,9 +154,13 @@ def wide_model(name: str) -> Any:
     known = dict(flat(tiny.parameters()))
     random, weights = np.random.default_rng(SEED), []
     for path, value in flat(made.parameters()):
-        twin = np.array(known[path] if path in known else known[re.sub(r"\.\d+\.", ".0.", path)])
+        twin = np.array(
+            known[path] if path in known else known[re.sub(r"\.\d+\.", ".0.", path)]
+        )
         narrower = np.prod(twin.shape[1:]) / np.prod(value.shape[1:])
-        drawn = twin.mean() + twin.std() * narrower**0.5 * random.standard_normal(value.shape)
+        drawn = twin.mean() + twin.std() * narrower**0.5 * random.standard_normal(
+            value.shape
+        )
         weights.append((path, mx.array(drawn.astype(np.float32))))
     made.load_weights(weights, strict=False)
     made.eval()
@@ -170,7 +179,9 @@ def widened(config: Any, sizes: Mapping[str, Any]) -> Any:
     return replace(
         config,
         **{
-            name: widened(getattr(config, name), value) if is_dataclass(getattr(config, name)) else value
+            name: widened(getattr(config, name), value)
+            if is_dataclass(getattr(config, name))
+            else value
             for name, value in sizes.items()
         },
     )
@@ -184,7 +195,12 @@ def recordings(count: int, seconds: float) -> list[bytes]:
     for at in range(count):
         tone = 0.3 * np.sin(2 * np.pi * (200 + 20 * at) * times)[:, None]
         file = io.BytesIO()
-        soundfile.write(file, tone + 0.05 * random.standard_normal((len(times), 2)), RATE, format="FLAC")
+        soundfile.write(
+            file,
+            tone + 0.05 * random.standard_normal((len(times), 2)),
+            RATE,
+            format="FLAC",
+        )
         found.append(file.getvalue())
     return found
 
@@ -192,18 +208,26 @@ def recordings(count: int, seconds: float) -> list[bytes]:
 Answers = list[tuple[int, ...]]
 
 
-def at_once(batcher: VLMBatcher, files: Sequence[bytes], params: SamplingParams) -> Answers:
+def at_once(
+    batcher: VLMBatcher, files: Sequence[bytes], params: SamplingParams
+) -> Answers:
     """The answers' tokens to requests that come together."""
-    handles = [batcher.submit(prompt=PROMPT, audios=file, params=params) for file in files]
+    handles = [
+        batcher.submit(prompt=PROMPT, audios=file, params=params) for file in files
+    ]
     return [handle.result().raise_for_error().token_ids for handle in handles]
 
 
-def one_by_one(batcher: VLMBatcher, files: Sequence[bytes], params: SamplingParams) -> Answers:
+def one_by_one(
+    batcher: VLMBatcher, files: Sequence[bytes], params: SamplingParams
+) -> Answers:
     """The answers' tokens to requests of which each waits for the one before."""
     return [at_once(batcher, [file], params)[0] for file in files]
 
 
-def served(model: Any, processor: Any, rendered: str, files: Sequence[bytes], tokens: int) -> Answers:
+def served(
+    model: Any, processor: Any, rendered: str, files: Sequence[bytes], tokens: int
+) -> Answers:
     """mlx-vlm's own reading, processor and embeddings of each request, and its batch of them."""
     from mlx_vlm.utils import prepare_inputs
 
@@ -216,11 +240,30 @@ def served(model: Any, processor: Any, rendered: str, files: Sequence[bytes], to
         for at, file in enumerate(files):
             path = Path(folder) / f"{at}.flac"
             path.write_bytes(file)
-            inputs = dict(prepare_inputs(processor, prompts=rendered, audio=[str(path)], add_special_tokens=False))
-            ids, pixels, mask = (inputs.pop(name, None) for name in ("input_ids", "pixel_values", "attention_mask"))
-            features = model.get_input_embeddings(ids, pixels, mask=mask, **inputs).to_dict()
-            keywords = {**inputs, **{name: value for name, value in features.items() if value is not None}}
-            (uid,) = engine.generator.insert([ids[0].tolist()], max_tokens=tokens, prompt_kwargs=[keywords])
+            inputs = dict(
+                prepare_inputs(
+                    processor,
+                    prompts=rendered,
+                    audio=[str(path)],
+                    add_special_tokens=False,
+                )
+            )
+            ids, pixels, mask = (
+                inputs.pop(name, None)
+                for name in ("input_ids", "pixel_values", "attention_mask")
+            )
+            features = model.get_input_embeddings(
+                ids, pixels, mask=mask, **inputs
+            ).to_dict()
+            keywords = {
+                **inputs,
+                **{
+                    name: value for name, value in features.items() if value is not None
+                },
+            }
+            (uid,) = engine.generator.insert(
+                [ids[0].tolist()], max_tokens=tokens, prompt_kwargs=[keywords]
+            )
             engine.names[uid] = str(at)
         while sum(map(len, found.values())) < tokens * len(files):
             for name, token in engine.step():
@@ -235,7 +278,9 @@ def compare(name: str, args: argparse.Namespace) -> dict[str, Any]:
     files = recordings(args.recordings, args.seconds)
     params = SamplingParams(max_tokens=args.tokens, ignore_eos=True)
     with (
-        VLMBatcher(model, PROCESSORS[name](), max_rows=args.recordings, **PLAIN) as wide,
+        VLMBatcher(
+            model, PROCESSORS[name](), max_rows=args.recordings, **PLAIN
+        ) as wide,
         VLMBatcher(model, PROCESSORS[name](), max_rows=1, **PLAIN) as narrow,
     ):
         rendered = narrow.rendered(Request(prompt=PROMPT, audios=files[:1])) or PROMPT
@@ -243,7 +288,9 @@ def compare(name: str, args: argparse.Namespace) -> dict[str, Any]:
         ways: dict[str, Callable[[Sequence[bytes]], Answers]] = {
             "in a batch": lambda some: at_once(wide, some, params),
             "one after another": lambda some: one_by_one(narrow, some, params),
-            "mlx-vlm's server": lambda some: served(model, theirs, rendered, some, args.tokens),
+            "mlx-vlm's server": lambda some: served(
+                model, theirs, rendered, some, args.tokens
+            ),
         }
         if args.ours:
             del ways["mlx-vlm's server"]
@@ -268,7 +315,10 @@ def compare(name: str, args: argparse.Namespace) -> dict[str, Any]:
         if way in ways
     }
     ratio = {
-        way: statistics.median(ours / theirs for ours, theirs in zip(seconds["in a batch"], seconds[way], strict=True))
+        way: statistics.median(
+            ours / theirs
+            for ours, theirs in zip(seconds["in a batch"], seconds[way], strict=True)
+        )
         for way in ways
         if way != "in a batch"
     }
@@ -276,7 +326,10 @@ def compare(name: str, args: argparse.Namespace) -> dict[str, Any]:
     size = sum(value.size for _, value in flat(model.parameters())) / 1e6
     print(
         f"{name} ({size:.0f} M):",
-        "; ".join(f"{way} {statistics.median(seconds[way]):.1f} s, {right[way]} as alone" for way in ways),
+        "; ".join(
+            f"{way} {statistics.median(seconds[way]):.1f} s, {right[way]} as alone"
+            for way in ways
+        ),
         f"; {kinds} answers differ;",
         ", ".join(f"{value:.2f} of {way}" for way, value in ratio.items()),
         flush=True,
@@ -318,18 +371,30 @@ def stages(name: str, args: argparse.Namespace) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("families", nargs="*", default=list(WIDE), metavar="FAMILY", help=f"default: {', '.join(WIDE)}")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "families",
+        nargs="*",
+        default=list(WIDE),
+        metavar="FAMILY",
+        help=f"default: {', '.join(WIDE)}",
+    )
     parser.add_argument("--recordings", type=int, default=48)
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--tokens", type=int, default=64, help="of each answer")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--clock", choices=CLOCKS, default="wall")
     parser.add_argument("--ours", action="store_true", help="without mlx-vlm")
-    parser.add_argument("--stages", action="store_true", help="take one request apart instead")
+    parser.add_argument(
+        "--stages", action="store_true", help="take one request apart instead"
+    )
     args = parser.parse_args()
     blas.limit_threads(1)
-    found = {name: (stages if args.stages else compare)(name, args) for name in args.families}
+    found = {
+        name: (stages if args.stages else compare)(name, args) for name in args.families
+    }
     said = {name: value for name, value in vars(args).items() if name != "families"}
     print(json.dumps({**said, "device": str(mx.default_device()), "found": found}))
 

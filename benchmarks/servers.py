@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
@@ -62,7 +62,11 @@ def servers(model: str, rows: int, as_installed: bool) -> dict[str, list[str]]:
     return {
         "vlm-batch serve": [*python, "vlm_batch", "serve", *ours],
         "mlx_vlm.server": [*(python if as_installed else with_blas), *theirs],
-        "mlx_vlm.server, our engine": [*with_blas, "vlm_batch.integrations.mlx_vlm", *ours],
+        "mlx_vlm.server, our engine": [
+            *with_blas,
+            "vlm_batch.integrations.mlx_vlm",
+            *ours,
+        ],
     }
 
 
@@ -72,7 +76,9 @@ def running(command: Sequence[str], log: Path) -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     with log.open("ab") as out:
-        process = subprocess.Popen([*command, "--port", str(port)], stdout=out, stderr=out)
+        process = subprocess.Popen(
+            [*command, "--port", str(port)], stdout=out, stderr=out
+        )
         try:
             _wait_for(port, process, log)
             yield f"http://127.0.0.1:{port}"
@@ -92,7 +98,8 @@ def _wait_for(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
             break
         connection = HTTPConnection("127.0.0.1", port, timeout=5)
         try:
-            for path in ("/ready", "/health"):  # theirs knows the second only, and answers it once its model is loaded
+            # theirs knows the second only, and answers it once its model is loaded
+            for path in ("/ready", "/health"):
                 connection.request("GET", path)
                 response = connection.getresponse()
                 response.read()
@@ -118,7 +125,9 @@ def tiny(folder: Path) -> Path:
     """The embedded checkpoint with float32 weights: MLX is slow at half precision on CPUs, and theirs would keep it."""
     import mlx.core as mx
 
-    _copy_settings(folder, json.loads((default_checkpoint() / "config.json").read_text()))
+    _copy_settings(
+        folder, json.loads((default_checkpoint() / "config.json").read_text())
+    )
     weights: Any = mx.load(str(default_checkpoint() / "model.safetensors"))
     _save(folder, {name: array.astype(mx.float32) for name, array in weights.items()})
     return folder
@@ -131,7 +140,9 @@ def widened(folder: Path) -> Path:
     from mlx_vlm.utils import get_model_and_args
 
     config = json.loads((default_checkpoint() / "config.json").read_text()) | WIDE_TEXT
-    config["vision_config"] = config["vision_config"] | {"hidden_size": WIDE_TEXT["hidden_size"]}
+    config["vision_config"] = config["vision_config"] | {
+        "hidden_size": WIDE_TEXT["hidden_size"]
+    }
     config["rope_scaling"] = {"type": "mrope", "mrope_section": [8, 12, 12]}
     _copy_settings(folder, config)
     module, _ = get_model_and_args(config=dict(config))
@@ -140,7 +151,9 @@ def widened(folder: Path) -> Path:
     model_config.vision_config = module.VisionConfig.from_dict(config["vision_config"])
     mx.random.seed(0)
     model = module.Model(model_config)
-    model.update(tree_map(lambda array: mx.random.normal(array.shape) * 0.05, model.parameters()))
+    model.update(
+        tree_map(lambda array: mx.random.normal(array.shape) * 0.05, model.parameters())
+    )
     _save(folder, dict(tree_flatten(model.parameters(), destination={})))
     return folder
 
@@ -155,11 +168,18 @@ def _copy_settings(folder: Path, config: dict[str, Any]) -> None:
 def _save(folder: Path, weights: dict[str, Any]) -> None:
     import mlx.core as mx
 
-    mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
+    mx.save_safetensors(
+        str(folder / "model.safetensors"), weights, metadata={"format": "mlx"}
+    )
 
 
 def compare(
-    model: str, some: Load, rows: int, rounds: int, log: Path, as_installed: bool = False
+    model: str,
+    some: Load,
+    rows: int,
+    rounds: int,
+    log: Path,
+    as_installed: bool = False,
 ) -> dict[str, list[dict[str, Any]]]:
     """Figures of every server and of none, round by round, in turn."""
     found: dict[str, list[dict[str, Any]]] = {}
@@ -169,13 +189,19 @@ def compare(
                 report = bench.measure(bench.Server(url, model), some)
             found.setdefault(name, []).append(report.figures())
             _say(number, name, found[name][-1])
-        found.setdefault("in process", []).append(in_process(model, some, rows).figures())
+        found.setdefault("in process", []).append(
+            in_process(model, some, rows).figures()
+        )
         _say(number, "in process", found["in process"][-1])
     return found
 
 
 def _say(number: int, name: str, one: dict[str, Any]) -> None:
-    equal = f"{one['equal_to_alone']} of {one['checked']} as alone" if one["checked"] else ""
+    equal = (
+        f"{one['equal_to_alone']} of {one['checked']} as alone"
+        if one["checked"]
+        else ""
+    )
     print(
         f"round {number + 1}  {name:28} {one['requests_per_s']:7.2f} requests/s  TTFT p95 {one['ttft']['p95']:6.3f} s  "
         f"{one['failed']} failed  {equal}",
@@ -185,8 +211,13 @@ def _say(number: int, name: str, one: dict[str, Any]) -> None:
 
 def verdict(found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     """Ratios of medians, and whether they reach what was set."""
-    rate: Callable[[str], float] = lambda name: statistics.median(one["requests_per_s"] for one in found[name])  # noqa: E731
-    ttft: Callable[[str], float] = lambda name: statistics.median(one["ttft"]["p95"] for one in found[name])  # noqa: E731
+
+    def rate(name: str) -> float:
+        return statistics.median(one["requests_per_s"] for one in found[name])
+
+    def ttft(name: str) -> float:
+        return statistics.median(one["ttft"]["p95"] for one in found[name])
+
     ours, theirs = found["vlm-batch serve"], found["mlx_vlm.server"]
     ratios = {
         "requests_per_s": rate("vlm-batch serve") / max(1e-9, rate("mlx_vlm.server")),
@@ -197,7 +228,10 @@ def verdict(found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
         "requests_per_s": ratios["requests_per_s"] >= MIN_REQUESTS,
         "ttft_p95": ratios["ttft_p95"] <= MAX_TTFT,
         "of_the_batcher": ratios["of_the_batcher"] >= MIN_SHARE,
-        "equal_to_alone": all(one["equal_to_alone"] == one["checked"] and not one["failed"] for one in ours),
+        "equal_to_alone": all(
+            one["equal_to_alone"] == one["checked"] and not one["failed"]
+            for one in ours
+        ),
     }
     equal = [f"{one['equal_to_alone']}/{one['checked']}" for one in theirs]
     return {"ratios": ratios, "reached": reached, "theirs_equal_to_alone": equal}
@@ -205,10 +239,19 @@ def verdict(found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Measure, print, and write ``OUT/servers.json``."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=("tiny", "47m"), default=["tiny", "47m"])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--models", nargs="+", choices=("tiny", "47m"), default=["tiny", "47m"]
+    )
     parser.add_argument("--streams", nargs="+", type=int, default=[16, 64])
-    parser.add_argument("--rows", type=int, default=16, help="of our batch; theirs has no bound unless it is given one")
+    parser.add_argument(
+        "--rows",
+        type=int,
+        default=16,
+        help="of our batch; theirs has no bound unless it is given one",
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--requests", type=int, default=4, help="for each stream")
     parser.add_argument("--answer-tokens", type=int, default=48)
@@ -237,7 +280,14 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
                     check=16,
                 )
                 print(f"\n{name}, {streams} streams", flush=True)
-                found = compare(model, some, args.rows, args.rounds, args.out / "servers.log", args.as_installed)
+                found = compare(
+                    model,
+                    some,
+                    args.rows,
+                    args.rounds,
+                    args.out / "servers.log",
+                    args.as_installed,
+                )
                 everything[f"{name}-{streams}"] = {"figures": found, **verdict(found)}
                 print(json.dumps(verdict(found)), flush=True)
     (args.out / "servers.json").write_text(json.dumps(everything, indent=1))

@@ -31,11 +31,23 @@ from vlm_batch.runtime.device import device  # noqa: E402
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", choices=list(SHAPES), default="small")
     parser.add_argument("--kv-bits", type=float)
-    parser.add_argument("--seconds", type=float, default=240.0, help="begin nothing new after this (default: 240)")
-    parser.add_argument("--threads", type=int, default=max(1, (os.cpu_count() or 1) // 2), help="of the BLAS on a CPU")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=240.0,
+        help="begin nothing new after this (default: 240)",
+    )
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=max(1, (os.cpu_count() or 1) // 2),
+        help="of the BLAS on a CPU",
+    )
     args = parser.parse_args()
     blas.limit_threads(args.threads)
     shape = SHAPES[args.shape]
@@ -43,10 +55,25 @@ def main() -> None:
     pictures = [to_mlx(ask) for ask in asks]
     adapter = adapt(build(shape))
     kv = KVQuantisation(args.kv_bits) if args.kv_bits else None
-    measured = measure(adapter, kv, pictures, seconds=args.seconds, say=lambda said: print(said, file=sys.stderr))
+    measured = measure(
+        adapter,
+        kv,
+        pictures,
+        seconds=args.seconds,
+        say=lambda said: print(said, file=sys.stderr),
+    )
     found = settings_of(measured)
     show(measured, found, sys.stdout)
-    print(json.dumps({"device": device().value, "shape": args.shape, "settings": found, "measured": asdict(measured)}))
+    print(
+        json.dumps(
+            {
+                "device": device().value,
+                "shape": args.shape,
+                "settings": found,
+                "measured": asdict(measured),
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

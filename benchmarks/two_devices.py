@@ -40,7 +40,12 @@ def pictures(count: int, side: int, seed: int) -> list[bytes]:
 def requests(files: Sequence[bytes], tokens: int, name: str) -> list[Request]:
     params = SamplingParams(max_tokens=tokens, ignore_eos=True)
     return [
-        Request(images=[file], prompt="describe the picture", params=params, request_id=f"{name}-{number}")
+        Request(
+            images=[file],
+            prompt="describe the picture",
+            params=params,
+            request_id=f"{name}-{number}",
+        )
         for number, file in enumerate(files)
     ]
 
@@ -69,9 +74,15 @@ class Fleet:
             if self._ready >= self.workers:
                 break
             if time.monotonic() - began > PATIENCE:
-                raise SystemExit(f"{self._ready} of {self.workers} workers have started after {PATIENCE:.0f} s")
+                raise SystemExit(
+                    f"{self._ready} of {self.workers} workers have started after {PATIENCE:.0f} s"
+                )
             time.sleep(0.5)
-        list(self._cluster.as_completed(requests(pictures(24 * self.workers, 224, seed=2), 4, "warm")))
+        list(
+            self._cluster.as_completed(
+                requests(pictures(24 * self.workers, 224, seed=2), 4, "warm")
+            )
+        )
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -84,21 +95,63 @@ class Fleet:
     def timed(self, asked: Sequence[Request]) -> tuple[float, dict[str, str]]:
         """(seconds, answers)."""
         began = time.perf_counter()
-        results = [result.raise_for_error() for result in self._cluster.as_completed(asked)]
-        return time.perf_counter() - began, {result.request_id: result.text for result in results}
+        results = [
+            result.raise_for_error() for result in self._cluster.as_completed(asked)
+        ]
+        return time.perf_counter() - began, {
+            result.request_id: result.text for result in results
+        }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="folder or hub id (default: the embedded tiny checkpoint)")
-    parser.add_argument("--workers", type=int, default=2, help="compared with one (default: %(default)s)")
-    parser.add_argument("--gpus", type=float, default=None, help="GPUs of a worker (default: 1, if any)")
-    parser.add_argument("--cpus", type=float, default=1, help="cores set aside for a worker (default: %(default)s)")
-    parser.add_argument("--rows", type=int, default=256, help="pictures of a measurement (default: %(default)s)")
-    parser.add_argument("--side", type=int, default=768, help="pixels of a picture's side (default: %(default)s)")
-    parser.add_argument("--tokens", type=int, default=64, help="of an answer (default: %(default)s)")
-    parser.add_argument("--batch", type=int, default=8, help="rows of a worker's batch (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=3, help="measurements of each (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", help="folder or hub id (default: the embedded tiny checkpoint)"
+    )
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=2,
+        help="compared with one (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--gpus", type=float, default=None, help="GPUs of a worker (default: 1, if any)"
+    )
+    parser.add_argument(
+        "--cpus",
+        type=float,
+        default=1,
+        help="cores set aside for a worker (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--rows",
+        type=int,
+        default=256,
+        help="pictures of a measurement (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--side",
+        type=int,
+        default=768,
+        help="pixels of a picture's side (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=64, help="of an answer (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--batch",
+        type=int,
+        default=8,
+        help="rows of a worker's batch (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=3,
+        help="measurements of each (default: %(default)s)",
+    )
     args = parser.parse_args()
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     asked = requests(pictures(args.rows, args.side, seed=3), args.tokens, "row")
@@ -113,9 +166,14 @@ def main() -> None:
                 raise SystemExit("answers differ between runs")
             seconds[workers].append(took)
             print(f"{workers} workers: {args.rows / took:.2f} rows/s", flush=True)
-    rates = {workers: args.rows / statistics.median(all_of) for workers, all_of in seconds.items()}
+    rates = {
+        workers: args.rows / statistics.median(all_of)
+        for workers, all_of in seconds.items()
+    }
     ratio = rates[args.workers] / rates[1]
-    print(f"{args.workers} workers answer {ratio:.2f} times as many rows a second as one (median of {args.rounds})")
+    print(
+        f"{args.workers} workers answer {ratio:.2f} times as many rows a second as one (median of {args.rounds})"
+    )
     figures = {"rows_a_second": rates, "seconds": seconds, "ratio": ratio, **vars(args)}
     print(json.dumps(figures))
 

@@ -42,7 +42,10 @@ def announced(occur: Callable[[], None]) -> Iterator[None]:
         return call
 
     places: list[tuple[Any, str, Any]] = [
-        *((module, "grown", announce(module.grown)) for module in (slab, recurrent, indexed)),  # type: ignore[attr-defined]
+        *(
+            (module, "grown", announce(module.grown))
+            for module in (slab, recurrent, indexed)
+        ),  # type: ignore[attr-defined]
         (quantized, "_joined", announce(quantized._joined)),
         (rows, "_stacked", announce(rows._stacked)),
         (rows, "row_of", announce(rows.row_of)),
@@ -74,11 +77,21 @@ def check_alike(batch: DecodeBatch) -> None:
                 "a place that is empty has a length, or none has one"
             )
             lengths.add(part.lengths)
-            columns.setdefault((type(part), part.span), set()).update(array.shape[2] for array in part.arrays())
-            assert all(array.shape[0] == len(is_empty) for array in part.arrays()), "a slab has other places"
+            columns.setdefault((type(part), part.span), set()).update(
+                array.shape[2] for array in part.arrays()
+            )
+            assert all(array.shape[0] == len(is_empty) for array in part.arrays()), (
+                "a slab has other places"
+            )
         elif isinstance(part, RowsCache):
-            assert [held is None for held in part.places] == is_empty, "a place without a row holds something"
+            assert [held is None for held in part.places] == is_empty, (
+                "a place without a row holds something"
+            )
         elif isinstance(part, RecurrentCache):
-            assert all(states.shape[0] == len(is_empty) for states in part.arrays()), "a state has other places"
+            assert all(states.shape[0] == len(is_empty) for states in part.arrays()), (
+                "a state has other places"
+            )
     assert len(lengths) <= 1, "rows are of other lengths in other layers"
-    assert all(len(found) <= 1 for found in columns.values()), "layers that share a mask have other columns"
+    assert all(len(found) <= 1 for found in columns.values()), (
+        "layers that share a mask have other columns"
+    )

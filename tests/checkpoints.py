@@ -35,18 +35,31 @@ MULTIPLIERS = {
 }
 
 #: Families with a reference and no layout -> why.
-_ONLY_WORDS = "transformers has its language model alone, whose folders are of another type"
+_ONLY_WORDS = (
+    "transformers has its language model alone, whose folders are of another type"
+)
 _LIKE_IT = "transformers has no such type; the recipe's class is another one with the same parts"
 NO_LAYOUT = {
     **dict.fromkeys(
         (
-            *("deepseek_vl_v2", "dots_ocr", "fastvlm", "llmjpvl", "locateanything", "mage_vl", "mimo_v2", "minicpmo"),
+            *(
+                "deepseek_vl_v2",
+                "dots_ocr",
+                "fastvlm",
+                "llmjpvl",
+                "locateanything",
+                "mage_vl",
+                "mimo_v2",
+                "minicpmo",
+            ),
             *("phi3_v", "youtu_vl"),
         ),
         _ONLY_WORDS,
     ),
     "phi4mm": "transformers saves it as phi4_multimodal, without its adapters; tests/test_published_sound.py has folders",
-    **dict.fromkeys(["kimi_vl", "llava_bunny", "mistral_large3", "phi4_siglip"], _LIKE_IT),
+    **dict.fromkeys(
+        ["kimi_vl", "llava_bunny", "mistral_large3", "phi4_siglip"], _LIKE_IT
+    ),
     "deepseek_v4_text": "transformers' names for it are not the published ones, and mlx-vlm knows those alone: refused by name",
     "deepseekocr": "transformers saves it as another type (unlimited_ocr) without its projector's settings: refused",
     "deepseekocr_2": "transformers saves it as deepseek_ocr2, whose encoder's sizes mlx-vlm has written in: refused by name",
@@ -60,8 +73,23 @@ NO_LAYOUT = {
 #: Families that came with transformers 5: nobody has folders of theirs in the older layout.
 NO_OLDER = frozenset(
     {
-        *("cohere_compass", "gemma4", "gemma4_experts", "gemma4_unified", "glm5_next", "hunyuan_vl", "minicpmv4_6"),
-        *("minicpmv4_7", "mistral3_ministral3", "mistral3_mistral4", "muse_glimmer", "muse_spark", "qwen3_5"),
+        *(
+            "cohere_compass",
+            "gemma4",
+            "gemma4_experts",
+            "gemma4_unified",
+            "glm5_next",
+            "hunyuan_vl",
+            "minicpmv4_6",
+        ),
+        *(
+            "minicpmv4_7",
+            "mistral3_ministral3",
+            "mistral3_mistral4",
+            "muse_glimmer",
+            "muse_spark",
+            "qwen3_5",
+        ),
         *("qwen3_5_moe", "qwen3_vl_moe", "qwen4_exp", "step3p7"),
     }
 )
@@ -76,9 +104,19 @@ def older(config: Mapping[str, Any]) -> dict[str, Any]:
         found["transformers_version"] = "4.57.1"
     rope = found.pop("rope_parameters", None) or {}
     if "rope_type" not in rope and rope:  # one for each kind of layers
-        found["rope_local_base_freq"], rope = rope["sliding_attention"]["rope_theta"], rope["full_attention"]
-    flat = {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope}
-    if "mrope_section" in rope or rope.get("rope_type", "axial") not in ("axial", "default"):
+        found["rope_local_base_freq"], rope = (
+            rope["sliding_attention"]["rope_theta"],
+            rope["full_attention"],
+        )
+    flat = {
+        name: rope[name]
+        for name in ("rope_theta", "partial_rotary_factor")
+        if name in rope
+    }
+    if "mrope_section" in rope or rope.get("rope_type", "axial") not in (
+        "axial",
+        "default",
+    ):
         kind = "mrope" if rope["rope_type"] == "default" else rope["rope_type"]
         flat["rope_scaling"] = {**rope, "type": kind, "rope_type": rope["rope_type"]}
     if rope.get("rope_type", "axial") != "axial" and found.get("head_dim") is None:
@@ -89,24 +127,32 @@ def older(config: Mapping[str, Any]) -> dict[str, Any]:
 @cache
 def layout(name: str) -> Mapping[str, Any]:
     """What was recorded of a family: "files" by name, and "tensors"."""
-    found: Mapping[str, Any] = json.loads(gzip.decompress((LAYOUTS / f"{name}.json.gz").read_bytes()))
+    found: Mapping[str, Any] = json.loads(
+        gzip.decompress((LAYOUTS / f"{name}.json.gz").read_bytes())
+    )
     return found
 
 
 def names() -> list[str]:
     """The families that have a layout."""
-    return sorted(path.name.removesuffix(".json.gz") for path in LAYOUTS.glob("*.json.gz"))
+    return sorted(
+        path.name.removesuffix(".json.gz") for path in LAYOUTS.glob("*.json.gz")
+    )
 
 
 def tensors_of(name: str) -> dict[str, np.ndarray]:
     """The zoo's weights of a family as they lie in a file of transformers'."""
     flat = flat_weights(family(name).build())
-    return {key: tensor_of(facts, flat) for key, facts in layout(name)["tensors"].items()}
+    return {
+        key: tensor_of(facts, flat) for key, facts in layout(name)["tensors"].items()
+    }
 
 
 def flat_weights(zoo: nn.Module) -> np.ndarray:
     """All numbers of a model's weights from end to end."""
-    return np.concatenate([value.ravel() for _, value in sorted(weights_of(zoo).items())])
+    return np.concatenate(
+        [value.ravel() for _, value in sorted(weights_of(zoo).items())]
+    )
 
 
 def tensor_of(facts: Mapping[str, Any], flat: np.ndarray) -> np.ndarray:
@@ -119,7 +165,12 @@ def tensor_of(facts: Mapping[str, Any], flat: np.ndarray) -> np.ndarray:
     for corner, size, (place, *strides) in facts["pieces"]:
         steps = [stride * flat.itemsize for stride in strides]
         part = np.lib.stride_tricks.as_strided(flat[place:], size, steps)
-        tensor[tuple(slice(begin, begin + count) for begin, count in zip(corner, size, strict=True))] = part
+        tensor[
+            tuple(
+                slice(begin, begin + count)
+                for begin, count in zip(corner, size, strict=True)
+            )
+        ] = part
     return tensor - np.float32(1) if facts["less_one"] else tensor
 
 
@@ -148,5 +199,7 @@ def write_checkpoint(
             changed = {**(older(settings) if is_older else settings), **(config or {})}
         (folder / file).write_text(json.dumps(changed), encoding="utf-8")
     tensors = {key: as_asked(value) for key, value in tensors_of(name).items()}
-    mx.save_safetensors(str(folder / "model.safetensors"), tensors, metadata={"format": "pt"})
+    mx.save_safetensors(
+        str(folder / "model.safetensors"), tensors, metadata={"format": "pt"}
+    )
     return folder

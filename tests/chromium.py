@@ -23,7 +23,12 @@ ANSWER_SECONDS = 30.0
 def find() -> str | None:
     """A Chromium on this machine, or None."""
     named = os.environ.get("CHROMIUM")
-    return named or next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    return named or next(
+        filter(
+            None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))
+        ),
+        None,
+    )
 
 
 #: Moves the pipes' ends to where the browser looks for them, and becomes the browser.
@@ -48,7 +53,15 @@ class Browser:
             f"--user-data-dir={profile}", "about:blank",
         ]  # fmt: skip
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _RENUMBER, str(commands), str(answers), binary, *options],
+            [
+                sys.executable,
+                "-c",
+                _RENUMBER,
+                str(commands),
+                str(answers),
+                binary,
+                *options,
+            ],
             pass_fds=(commands, answers),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -63,8 +76,12 @@ class Browser:
 
     def attach(self) -> None:
         """Make the page."""
-        target = self._send("Target.createTarget", {"url": "about:blank"}, None)["targetId"]
-        self._session = self._send("Target.attachToTarget", {"targetId": target, "flatten": True}, None)["sessionId"]
+        target = self._send("Target.createTarget", {"url": "about:blank"}, None)[
+            "targetId"
+        ]
+        self._session = self._send(
+            "Target.attachToTarget", {"targetId": target, "flatten": True}, None
+        )["sessionId"]
         for domain in ("Page", "Runtime", "Network", "Log"):
             self.call(f"{domain}.enable")
 
@@ -74,14 +91,18 @@ class Browser:
 
     def run(self, script: str) -> Any:
         """The value of an expression in the page; a promise is waited for."""
-        found = self.call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
+        found = self.call(
+            "Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True
+        )
         if "exceptionDetails" in found:
             raise RuntimeError(json.dumps(found["exceptionDetails"])[:500])
         return found["result"].get("value")
 
     def open(self, url: str) -> None:
         self.call("Page.navigate", url=url)
-        self.wait("document.readyState === 'complete' && location.href !== 'about:blank'")
+        self.wait(
+            "document.readyState === 'complete' && location.href !== 'about:blank'"
+        )
 
     def wait(self, condition: str, seconds: float = 30.0) -> None:
         """Wait for an expression to be true. Raises AssertionError."""
@@ -91,7 +112,13 @@ class Browser:
             time.sleep(0.05)
 
     def size(self, width: int, height: int, *, mobile: bool = False) -> None:
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=mobile)
+        self.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=mobile,
+        )
 
     def type(self, words: str) -> None:
         self.call("Input.insertText", text=words)
@@ -108,7 +135,9 @@ class Browser:
             )
 
     def screenshot(self, path: Path) -> None:
-        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
+        path.write_bytes(
+            base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"])
+        )
 
     def close(self) -> None:
         with contextlib.suppress(RuntimeError, OSError, Empty):
@@ -120,7 +149,9 @@ class Browser:
             self._process.wait(10)
         os.close(self._commands)
 
-    def _send(self, method: str, parameters: dict[str, Any], session: str | None) -> dict[str, Any]:
+    def _send(
+        self, method: str, parameters: dict[str, Any], session: str | None
+    ) -> dict[str, Any]:
         self._count += 1
         number = self._count
         message: dict[str, Any] = {"id": number, "method": method, "params": parameters}

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 
 import pytest
 
-if "PYTEST_XDIST_WORKER" not in os.environ:  # workers have it from the process that started them
+# workers have it from the process that started them
+if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["VLM_BATCH_CACHE"] = tempfile.mkdtemp(prefix="vlm-batch-tests-")
     atexit.register(shutil.rmtree, os.environ["VLM_BATCH_CACHE"], ignore_errors=True)
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -63,7 +64,9 @@ ROUNDS_FEATURES = "qwen3_5_hadamard"
 
 
 @pytest.fixture(autouse=True)
-def towers_in_the_oracles_bits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def towers_in_the_oracles_bits(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its oracle's tower is MLX's, so its adapter's takes no exponentials from numpy, which round otherwise."""
     if ROUNDS_FEATURES in request.node.name:
         from vlm_batch.runtime import exponentials

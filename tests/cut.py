@@ -76,7 +76,12 @@ QWEN_NAMES = (
     (r"^language_model\.model\.", "model.language_model."),
     (r"^vision_tower\.", "model.visual."),
 )
-SIGLIP = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "num_hidden_layers": 2}
+SIGLIP = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 2,
+}
 #: Widths of heads stay, since their rotary settings name frequencies one by one.
 CUTS = {
     "olmocr-7b": Cut(
@@ -86,7 +91,12 @@ CUTS = {
             "num_attention_heads": 1,
             "num_hidden_layers": 2,
             "num_key_value_heads": 1,
-            "vision_config": {"depth": 2, "embed_dim": 64, "hidden_size": 128, "num_heads": 2},
+            "vision_config": {
+                "depth": 2,
+                "embed_dim": 64,
+                "hidden_size": 128,
+                "num_heads": 2,
+            },
         },
         (
             (r"^language_model\.lm_head", "lm_head"),
@@ -119,7 +129,11 @@ CUTS = {
             "text_config": {
                 "hidden_size": 64,
                 "intermediate_size": 96,
-                "layer_types": [*["sliding_attention"] * 5, "full_attention", "sliding_attention"],
+                "layer_types": [
+                    *["sliding_attention"] * 5,
+                    "full_attention",
+                    "sliding_attention",
+                ],
                 "num_attention_heads": 2,
                 "num_hidden_layers": 7,
                 "num_key_value_heads": 1,
@@ -187,7 +201,9 @@ CUTS = {
         },
         is_converted=True,
     ),
-    "deepseek-ocr-2": Cut({"language_config": OCR, "projector_config": {"n_embed": 64}, **OCR}, OCR_NAMES),
+    "deepseek-ocr-2": Cut(
+        {"language_config": OCR, "projector_config": {"n_embed": 64}, **OCR}, OCR_NAMES
+    ),
     "unlimited-ocr": Cut(
         {
             "language_config": OCR,
@@ -215,9 +231,17 @@ def small_towers() -> Iterator[None]:
 
     with ExitStack() as patched:
         for package in ("deepseekocr.deepseekocr", "deepseekocr_2.deepseekocr_2"):
-            patched.enter_context(mock.patch(f"mlx_vlm.models.{package}.SAMEncoder", sam))
-        patched.enter_context(mock.patch("mlx_vlm.models.deepseekocr_2.vision.Qwen2EncoderConfig", encoder))
-        patched.enter_context(mock.patch("mlx_vlm.models.deepseekocr.vision.NoTPTransformer", clip))
+            patched.enter_context(
+                mock.patch(f"mlx_vlm.models.{package}.SAMEncoder", sam)
+            )
+        patched.enter_context(
+            mock.patch(
+                "mlx_vlm.models.deepseekocr_2.vision.Qwen2EncoderConfig", encoder
+            )
+        )
+        patched.enter_context(
+            mock.patch("mlx_vlm.models.deepseekocr.vision.NoTPTransformer", clip)
+        )
         yield
 
 
@@ -226,7 +250,9 @@ def merged(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
     found = dict(config)
     for name, value in changes.items():
         assert name in config, f"{name} is not in the published file"
-        found[name] = merged(config[name], value) if isinstance(value, Mapping) else value
+        found[name] = (
+            merged(config[name], value) if isinstance(value, Mapping) else value
+        )
     return found
 
 
@@ -238,18 +264,26 @@ def empty_model(config: Mapping[str, Any]) -> nn.Module:
     read.setdefault("text_config", read.pop("llm_config", {}))
     for name in ("vision_config", "audio_config"):
         read.setdefault(name, {})
-    built = mlx_vlm.utils.update_module_configs(package.ModelConfig.from_dict(read), package, read, PARTS)
+    built = mlx_vlm.utils.update_module_configs(
+        package.ModelConfig.from_dict(read), package, read, PARTS
+    )
     return package.Model(built)
 
 
 def drawn(name: str, shape: Sequence[int]) -> np.ndarray:
     """A parameter's values, by its name alone: norms about 1, products that keep a row's size, and
     tables so small that layers are heard behind tied ones."""
-    values = np.random.default_rng(crc32(name.encode())).standard_normal(shape, dtype=np.float32)
+    values = np.random.default_rng(crc32(name.encode())).standard_normal(
+        shape, dtype=np.float32
+    )
     if len(shape) < 2:
-        return 0.1 * values + (1.0 if "norm" in name and name.endswith("weight") else 0.0)
+        return 0.1 * values + (
+            1.0 if "norm" in name and name.endswith("weight") else 0.0
+        )
     fan = int(np.prod(shape[1:]))
-    return values * np.float32(0.15 if "embed" in name and "patch" not in name else fan**-0.5)
+    return values * np.float32(
+        0.15 if "embed" in name and "patch" not in name else fan**-0.5
+    )
 
 
 def published_tensors(cut: Cut, model: nn.Module) -> dict[str, np.ndarray]:
@@ -281,25 +315,44 @@ def save_converted(folder: Path, model: nn.Module, bits: Mapping[str, Any]) -> N
     model.load_weights(values)
     nn.quantize(
         model,
-        class_predicate=lambda path, part: hasattr(part, "to_quantized") and path.startswith("language_model"),
+        class_predicate=lambda path, part: (
+            hasattr(part, "to_quantized") and path.startswith("language_model")
+        ),
         **bits,
     )
-    mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())))
+    mx.save_safetensors(
+        str(folder / "model.safetensors"), dict(tree_flatten(model.parameters()))
+    )
 
 
 def save_bytes(folder: Path, names: Sequence[str]) -> None:
     """Save tensors of bytes, as methods of quantisation pack them."""
-    mx.save_safetensors(str(folder / "model.safetensors"), {name: mx.zeros((4, 1), dtype=mx.uint8) for name in names})
+    mx.save_safetensors(
+        str(folder / "model.safetensors"),
+        {name: mx.zeros((4, 1), dtype=mx.uint8) for name in names},
+    )
 
 
 def write_tokenizer(folder: Path, special: Mapping[str, int]) -> None:
     """Write a stand-in for a tokenizer that a folder lacks: bytes, and the special tokens at their places."""
-    words = {char: at for at, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()), start=3)}
+    words = {
+        char: at
+        for at, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()), start=3)
+    }
     taken = set(special.values())
-    words |= {f"<stand-in {at}>": at for at in range(max(taken)) if at not in taken and at not in words.values()}
+    words |= {
+        f"<stand-in {at}>": at
+        for at in range(max(taken))
+        if at not in taken and at not in words.values()
+    }
     made = Tokenizer(BPE({**words, **special}, []))
-    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    made.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in special])
+    made.pre_tokenizer, made.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
+    made.add_special_tokens(
+        [AddedToken(word, special=True, normalized=False) for word in special]
+    )
     made.save(str(folder / "tokenizer.json"))
 
 
@@ -309,7 +362,9 @@ def write(folder: Path, published: Path, cut: Cut) -> Path:
     for file in published.iterdir():
         if file.name not in ("config.json", INDEX):
             shutil.copy(file, folder / file.name)
-    config = merged(json.loads((published / "config.json").read_text(encoding="utf-8")), cut.config)
+    config = merged(
+        json.loads((published / "config.json").read_text(encoding="utf-8")), cut.config
+    )
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     model = empty_model(config)
     if cut.is_converted:
@@ -317,19 +372,37 @@ def write(folder: Path, published: Path, cut: Cut) -> Path:
         return folder
     tensors = published_tensors(cut, model)
     if (published / INDEX).exists():
-        names = set(json.loads((published / INDEX).read_text(encoding="utf-8"))["weight_map"])
+        names = set(
+            json.loads((published / INDEX).read_text(encoding="utf-8"))["weight_map"]
+        )
         assert tensors.keys() <= names, sorted(tensors.keys() - names)[:5]
         kinds = {re.sub(r"\d+", "N", name) for name in names}
         assert kinds == {re.sub(r"\d+", "N", name) for name in tensors}
     given = {name: mx.array(value) for name, value in tensors.items()}
-    mx.save_safetensors(str(folder / "model.safetensors"), given, metadata={"format": "pt"})
+    mx.save_safetensors(
+        str(folder / "model.safetensors"), given, metadata={"format": "pt"}
+    )
     return folder
 
 
 #: Special tokens of the folder whose tokenizer lies elsewhere, from the first id behind its words.
 QWEN_SPECIAL = (
-    *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>"),
-    *("<|box_end|>", "<|quad_start|>", "<|quad_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>"),
+    *(
+        "<|endoftext|>",
+        "<|im_start|>",
+        "<|im_end|>",
+        "<|object_ref_start|>",
+        "<|object_ref_end|>",
+        "<|box_start|>",
+    ),
+    *(
+        "<|box_end|>",
+        "<|quad_start|>",
+        "<|quad_end|>",
+        "<|vision_start|>",
+        "<|vision_end|>",
+        "<|vision_pad|>",
+    ),
     *("<|image_pad|>", "<|video_pad|>"),
 )
 
@@ -338,7 +411,10 @@ def special_tokens(folder: Path) -> dict[str, int]:
     """The special tokens of a folder without a vocabulary, at their published ids."""
     said = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
     if "added_tokens_decoder" in said:
-        return {added["content"]: int(at) for at, added in said["added_tokens_decoder"].items()}
+        return {
+            added["content"]: int(at)
+            for at, added in said["added_tokens_decoder"].items()
+        }
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     first = config["image_token_id"] - QWEN_SPECIAL.index("<|image_pad|>")
     return {word: first + at for at, word in enumerate(QWEN_SPECIAL)}

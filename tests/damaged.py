@@ -55,7 +55,13 @@ SECONDS, SILENCE = 5.0, 60.0
 MAX_PIXELS = 2_000_000
 #: Bytes beyond what the reader took before: a picture of the most pixels in every form that it goes through, and decoders' own.
 MEMORY = 400_000_000
-TRUTHS = (b"\x00\x00\x00\x00", b"\xff\xff\xff\xff", b"\x7f\xff\xff\xff", b"\xff\xff\xff\x7f", b"\x00\x00\xff\xff")
+TRUTHS = (
+    b"\x00\x00\x00\x00",
+    b"\xff\xff\xff\xff",
+    b"\x7f\xff\xff\xff",
+    b"\xff\xff\xff\x7f",
+    b"\x00\x00\xff\xff",
+)
 
 
 @cache
@@ -63,9 +69,13 @@ def whole_picture(form: str, mode: str, size: tuple[int, int]) -> bytes:
     """A picture's file."""
     width, height = size
     random_values = np.random.RandomState(width)
-    plain = Image.fromarray(random_values.randint(0, 256, size=(height, width, 3), dtype=np.uint8))
+    plain = Image.fromarray(
+        random_values.randint(0, 256, size=(height, width, 3), dtype=np.uint8)
+    )
     if mode == "I;16":
-        plain = Image.fromarray(random_values.randint(0, 65536, size=(height, width)).astype(np.uint16))
+        plain = Image.fromarray(
+            random_values.randint(0, 65536, size=(height, width)).astype(np.uint16)
+        )
     elif mode == "F":
         plain = Image.fromarray(random_values.rand(height, width).astype(np.float32))
     else:
@@ -81,7 +91,13 @@ def whole_video() -> bytes:
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "film.mp4"
-        writer = cv2.VideoWriter(str(path), cv2.CAP_FFMPEG, cv2.VideoWriter_fourcc(*"mp4v"), 10.0, (96, 64))  # type: ignore[attr-defined]
+        writer = cv2.VideoWriter(
+            str(path),
+            cv2.CAP_FFMPEG,
+            cv2.VideoWriter_fourcc(*"mp4v"),  # type: ignore[attr-defined]
+            10.0,
+            (96, 64),
+        )
         for index in range(20):
             writer.write(np.full((64, 96, 3), index * 10, np.uint8))
         writer.release()
@@ -96,7 +112,9 @@ def damaged(data: bytes, draw: random.Random) -> bytes:
         at, length = draw.randrange(end), draw.choice((1, 1, 2, 4, 16, 200))
         kind = draw.randrange(7)
         if kind == 0:
-            changed[at : at + 1] = bytes([(changed[at : at + 1] or b"\0")[0] ^ (1 << draw.randrange(8))])
+            changed[at : at + 1] = bytes(
+                [(changed[at : at + 1] or b"\0")[0] ^ (1 << draw.randrange(8))]
+            )
         elif kind == 1:
             changed[at : at + length] = draw.randbytes(length)
         elif kind == 2:
@@ -125,7 +143,9 @@ def read_picture(seed: int) -> str:
     data = whole_picture(form, mode, size)
     is_whole = draw.random() < 0.03
     try:
-        picture = load_image(data if is_whole else damaged(data, draw), max_pixels=MAX_PIXELS)
+        picture = load_image(
+            data if is_whole else damaged(data, draw), max_pixels=MAX_PIXELS
+        )
     except InvalidImage as error:
         return _refused(form, str(error), is_whole)
     assert picture.mode == "RGB" and 0 < picture.width * picture.height <= MAX_PIXELS
@@ -133,7 +153,10 @@ def read_picture(seed: int) -> str:
     if is_whole:
         assert picture.size == size
         if form in LOSSLESS and mode in ("RGB", "L"):
-            assert (np.asarray(picture) == np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))).all()
+            assert (
+                np.asarray(picture)
+                == np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
+            ).all()
     return f"{form}: whole" if is_whole else f"{form}: decoded"
 
 
@@ -150,7 +173,11 @@ def read_video(seed: int) -> str:
         except InvalidVideo as error:
             said = str(error)
         else:
-            assert clip.frames.ndim == 4 and clip.frames.shape[3] == 3 and clip.frames.size <= 150_000_000
+            assert (
+                clip.frames.ndim == 4
+                and clip.frames.shape[3] == 3
+                and clip.frames.size <= 150_000_000
+            )
             return "MP4: whole" if is_whole else "MP4: decoded"
     return _refused("MP4", said, is_whole)
 
@@ -168,7 +195,9 @@ def whole_cache() -> bytes:
     generator.insert("a", inputs, SamplingParams(max_tokens=3), return_cache=True)
     results = []
     while generator.has_work:
-        results += [event.result for event in generator.step() if event.result is not None]
+        results += [
+            event.result for event in generator.step() if event.result is not None
+        ]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "row.safetensors"
         assert results[0].cache is not None
@@ -210,7 +239,8 @@ def work(kind: str, first: int, count: int) -> None:
     read = READERS[kind]
     for seed in range(first, first + count):
         print(json.dumps({"begins": seed}), flush=True)
-        before, begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.thread_time()
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        begin = time.thread_time()
         try:
             found = read(seed)
         except Exception as error:
@@ -221,18 +251,36 @@ def work(kind: str, first: int, count: int) -> None:
             found = f"WRONG: it took {seconds:.1f} s ({found})"
         if grown > MEMORY:
             found = f"WRONG: it took {grown / 1e6:.0f} MB ({found})"
-        print(json.dumps({"seed": seed, "found": found, "seconds": seconds, "grown": grown}), flush=True)
+        print(
+            json.dumps(
+                {"seed": seed, "found": found, "seconds": seconds, "grown": grown}
+            ),
+            flush=True,
+        )
 
 
 def run(kind: str, first: int, count: int) -> Iterator[dict[str, Any]]:
     """Read damaged pictures or videos in a process that is begun again where it ends before its time."""
     while count > 0:
-        command = [sys.executable, "-m", "tests.damaged", "--work", kind, str(first), str(count)]
+        command = [
+            sys.executable,
+            "-m",
+            "tests.damaged",
+            "--work",
+            kind,
+            str(first),
+            str(count),
+        ]
         where = str(Path(__file__).parent.parent)
         path = os.pathsep.join([where, *filter(None, [os.environ.get("PYTHONPATH")])])
         environment = {**os.environ, "OPENCV_FFMPEG_LOGLEVEL": "-8", "PYTHONPATH": path}
         reader = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment, cwd=where
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=environment,
+            cwd=where,
         )
         assert reader.stdout is not None
         current = first
@@ -262,7 +310,9 @@ def run(kind: str, first: int, count: int) -> Iterator[dict[str, Any]]:
             first = current + 1
 
 
-def summary(kind: str, first: int, count: int) -> tuple[Counter[str], list[str], float, float]:
+def summary(
+    kind: str, first: int, count: int
+) -> tuple[Counter[str], list[str], float, float]:
     """How often each thing came of them; what is wrong; the most seconds and bytes that one took."""
     found: Counter[str] = Counter()
     wrong: list[str] = []
@@ -282,7 +332,9 @@ def main() -> None:
     parser.add_argument("--videos", type=int, default=1_000)
     parser.add_argument("--caches", type=int, default=3_000, help="saved prompt caches")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--work", nargs=3, metavar=("KIND", "FIRST", "COUNT"), help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--work", nargs=3, metavar=("KIND", "FIRST", "COUNT"), help=argparse.SUPPRESS
+    )
     options = parser.parse_args()
     if options.work:
         work(options.work[0], int(options.work[1]), int(options.work[2]))
@@ -290,7 +342,9 @@ def main() -> None:
     for kind in READERS:
         count = vars(options)[kind]
         found, wrong, slowest, largest = summary(kind, options.seed, count)
-        print(f"{count:,} {kind}: at most {slowest:.2f} s and {largest / 1e6:.0f} MB for one; {len(wrong)} wrong")
+        print(
+            f"{count:,} {kind}: at most {slowest:.2f} s and {largest / 1e6:.0f} MB for one; {len(wrong)} wrong"
+        )
         for name, number in sorted(found.items()):
             print(f"  {name}: {number:,}")
         print(*wrong, sep="\n")

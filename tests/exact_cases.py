@@ -45,7 +45,12 @@ GROUP = 32
 GRID = 8
 #: Prompts that come in few lengths, and calls that hold several tiny prompts or pictures, as those of a GPU hold larger ones;
 #: the longest texts still have two chunks.
-JOINED: dict[str, Any] = {"pad_to": 16, "grid": 24, "call_tokens": 128, "call_patches": 96}
+JOINED: dict[str, Any] = {
+    "pad_to": 16,
+    "grid": 24,
+    "call_tokens": 128,
+    "call_patches": 96,
+}
 #: Two texts with one beginning, pictures of three sizes, one of them twice.
 KEYS = ("image:1:0", "text:5:40", "image:2:1", "text:5:26", "image:3:2", "text:4:9")
 #: Rows of scenarios in the shapes that users get, and the tokens of each answer and of the two long texts there.
@@ -88,9 +93,11 @@ class Way:
     budget: int | None = None
     layout: Placement | None = None  # the scenario's own
     keeps: bool = False
-    drafts: bool = False  # right, wrong and mixed ones, where the family's rows can have any
+    # right, wrong and mixed ones, where the family's rows can have any
+    drafts: bool = False
     params: SamplingParams = field(default_factory=SamplingParams)
-    as_served: bool = False  # in the shapes that users get, not in those that cut tiny prompts
+    # in the shapes that users get, not in those that cut tiny prompts
+    as_served: bool = False
 
 
 @cache
@@ -102,44 +109,70 @@ def adapter_of(name: str, precision: str) -> Adapter:
         model.set_dtype(mx.float16 if precision == "float16" else mx.bfloat16)
     if precision.endswith("bits"):
         language = model.language_model
-        wants = getattr(language, "quant_predicate", None)  # mlx-vlm's own, for layers that are never quantised
+        # mlx-vlm's own, for layers that are never quantised
+        wants = getattr(language, "quant_predicate", None)
 
         def fits(path: str, module: Any) -> bool:
             return _fits(module) and (wants is None or wants(path, module) is not False)
 
         if not any(fits(path, module) for path, module in language.named_modules()):
             raise NotServed(f"no layer divides into groups of {GROUP}")
-        nn.quantize(language, group_size=GROUP, bits=int(precision[0]), class_predicate=fits)
+        nn.quantize(
+            language, group_size=GROUP, bits=int(precision[0]), class_predicate=fits
+        )
     mx.eval(model.parameters())
     return adapter_for(tiny.registered)(model)
 
 
 def _fits(module: Any) -> bool:
-    return isinstance(module, (nn.Linear, SwitchLinear)) and module.weight.shape[-1] % GROUP == 0
+    return (
+        isinstance(module, (nn.Linear, SwitchLinear))
+        and module.weight.shape[-1] % GROUP == 0
+    )
 
 
 def exact_of(
-    name: str, precision: str, layout: Placement = Placement.ROWS, kv: KVQuantisation | None = None
+    name: str,
+    precision: str,
+    layout: Placement = Placement.ROWS,
+    kv: KVQuantisation | None = None,
 ) -> FixedShapes:
     """What was proven of the model, with cuts close enough for tiny prompts; on a GPU in calls of several, too. Raises
     NotServed."""
     proof = prove(adapter_of(name, precision), kv, layout)
     stops = (kv.start,) if kv is not None and kv.start else ()
-    exact = FixedShapes(proof.best(layout), layout, GRID, stops, products=proof.products, widths=proof.widths)
+    exact = FixedShapes(
+        proof.best(layout),
+        layout,
+        GRID,
+        stops,
+        products=proof.products,
+        widths=proof.widths,
+    )
     return exact if device() is Device.CPU else joined(exact, name, precision, kv)
 
 
 @cache
-def served(name: str, precision: str, layout: Placement, kv: KVQuantisation | None = None) -> FixedShapes:
+def served(
+    name: str, precision: str, layout: Placement, kv: KVQuantisation | None = None
+) -> FixedShapes:
     """What a batcher of nine rows has. Raises NotServed."""
     policy = policy_of({"placement": layout.value})
-    return fixed_shapes(adapter_of(name, precision), kv, policy, max_rows=ROWS_AS_SERVED)
+    return fixed_shapes(
+        adapter_of(name, precision), kv, policy, max_rows=ROWS_AS_SERVED
+    )
 
 
-def joined(exact: FixedShapes, name: str, precision: str, kv: KVQuantisation | None = None) -> FixedShapes:
+def joined(
+    exact: FixedShapes, name: str, precision: str, kv: KVQuantisation | None = None
+) -> FixedShapes:
     """The same with calls that hold several prompts or pictures."""
     adapter = adapter_of(name, precision)
-    exact = replace(exact, **JOINED, joint=SharedCallProofs(adapter.with_products(dict(exact.products)), kv))
+    exact = replace(
+        exact,
+        **JOINED,
+        joint=SharedCallProofs(adapter.with_products(dict(exact.products)), kv),
+    )
     return exact if pads(adapter, adapter.make_cache(kv)) else replace(exact, pad_to=0)
 
 
@@ -151,21 +184,38 @@ def engine_of(
     drafts: Drafts | None = None,
 ) -> BatchGenerator:
     """A fresh reproducible engine."""
-    config = {"max_rows": way.max_rows, "prefill_budget": way.budget, "idle_budget": way.budget}
+    config = {
+        "max_rows": way.max_rows,
+        "prefill_budget": way.budget,
+        "idle_budget": way.budget,
+    }
     budget = ByteBudget(2**28 if way.keeps else 0)
     remember_features(adapter, FeatureStore(budget))
-    prefix = PrefixCache(budget) if way.keeps and adapter.spec.no_prefix_reuse is None else None
+    prefix = (
+        PrefixCache(budget)
+        if way.keeps and adapter.spec.no_prefix_reuse is None
+        else None
+    )
     reuse = Reuse(adapter, prefix, shapes=exact)
     policy = settings_for(exact.layout, **config)
-    return BatchGenerator(adapter, policy=policy, reuse=reuse, shapes=exact, kv=kv, drafts=drafts)
+    return BatchGenerator(
+        adapter, policy=policy, reuse=reuse, shapes=exact, kv=kv, drafts=drafts
+    )
 
 
 def play(
-    name: str, engine: BatchGenerator, arrivals: Sequence[Arrival], params: SamplingParams | None = None
+    name: str,
+    engine: BatchGenerator,
+    arrivals: Sequence[Arrival],
+    params: SamplingParams | None = None,
 ) -> list[Answer]:
     """Run a scenario to its end. Raises Failed for what the model raises for a request."""
     asked = [
-        Asked(inputs_of(name, one.key), replace(params or SamplingParams(), max_tokens=one.tokens), one.at)
+        Asked(
+            inputs_of(name, one.key),
+            replace(params or SamplingParams(), max_tokens=one.tokens),
+            one.at,
+        )
         for one in arrivals
     ]
     answers = played(engine, asked)
@@ -173,7 +223,11 @@ def play(
         if result.error is not None:
             raise Failed(result.error) from result.exception
     return [
-        Answer(result.token_ids, tuple(array_bytes(row).tobytes() for row in logits), result.usage.cached_tokens)
+        Answer(
+            result.token_ids,
+            tuple(array_bytes(row).tobytes() for row in logits),
+            result.usage.cached_tokens,
+        )
         for result, logits in answers
     ]
 
@@ -184,7 +238,11 @@ def inputs_of(name: str, key: str) -> dict[str, Any]:
     kind, *numbers = key.split(":")
     values = [int(number) for number in numbers]
     if kind == "two":
-        return tiny.image(values[0], 1) if tiny.two_images is None else tiny.two_images(*values)
+        return (
+            tiny.image(values[0], 1)
+            if tiny.two_images is None
+            else tiny.two_images(*values)
+        )
     return tiny.image(*values) if kind == "image" else tiny.text(*values)
 
 
@@ -222,7 +280,13 @@ def backwards(name: str) -> list[Arrival]:
 def again(name: str) -> list[Arrival]:
     """Requests that begin as earlier ones did, or are the same; the earlier ones are over."""
     early = [Arrival("text:5:40"), Arrival("image:2:1"), Arrival("two:7", at=1)]
-    return [*early, *(Arrival(key, at=60 + index // 3) for index, key in enumerate((*KEYS, "two:7", "image:2:1")))]
+    return [
+        *early,
+        *(
+            Arrival(key, at=60 + index // 3)
+            for index, key in enumerate((*KEYS, "two:7", "image:2:1"))
+        ),
+    ]
 
 
 def growing(name: str) -> list[Arrival]:
@@ -231,7 +295,10 @@ def growing(name: str) -> list[Arrival]:
     most = max(LONG) if context is None else context - TOKENS_AS_SERVED - 1
     short = [Arrival(key, tokens=TOKENS_AS_SERVED) for key in (*KEYS, "two:7")]
     lengths = [min(length, most) for length in LONG]
-    long = [Arrival(f"text:{6 + n}:{length}", 4 * (n + 1), TOKENS_AS_SERVED) for n, length in enumerate(lengths)]
+    long = [
+        Arrival(f"text:{6 + n}:{length}", 4 * (n + 1), TOKENS_AS_SERVED)
+        for n, length in enumerate(lengths)
+    ]
     return [*short, *long]
 
 
@@ -269,9 +336,14 @@ def differences(
     shapes_of = served if way.as_served else exact_of
     exact = shapes_of(name, precision, way.layout or layout, kv)
     arrivals = make(name)
-    expected = [alone(name, precision, one.key, exact, max(NUM_TOKENS, one.tokens), kv) for one in arrivals]
+    expected = [
+        alone(name, precision, one.key, exact, max(NUM_TOKENS, one.tokens), kv)
+        for one in arrivals
+    ]
     drafts = Scripted([answer.tokens for answer in expected]) if way.drafts else None
-    answers = play(name, engine_of(adapter_of(name, precision), exact, way, kv, drafts), arrivals)
+    answers = play(
+        name, engine_of(adapter_of(name, precision), exact, way, kv, drafts), arrivals
+    )
     return [
         f"{arrival.key} (at {arrival.at}, {answer.cached} cached): {_first(answer, right)}"
         for arrival, answer, right in zip(arrivals, answers, expected, strict=True)
@@ -282,13 +354,23 @@ def differences(
 def is_same(answer: Answer, right: Answer) -> bool:
     count = len(answer.tokens)
     return answer.tokens == right.tokens[:count] and all(
-        one[: len(other)] == other[: len(one)] for one, other in zip(answer.bits, right.bits, strict=False)
+        one[: len(other)] == other[: len(one)]
+        for one, other in zip(answer.bits, right.bits, strict=False)
     )
 
 
 def _first(answer: Answer, right: Answer) -> str:
     pairs = list(zip(answer.bits, right.bits, strict=False))
-    step = next((i for i, (one, other) in enumerate(pairs) if one[: len(other)] != other[: len(one)]), len(pairs))
-    one, other = (np.frombuffer(bits, np.uint8) for bits in pairs[min(step, len(pairs) - 1)])
+    step = next(
+        (
+            i
+            for i, (one, other) in enumerate(pairs)
+            if one[: len(other)] != other[: len(one)]
+        ),
+        len(pairs),
+    )
+    one, other = (
+        np.frombuffer(bits, np.uint8) for bits in pairs[min(step, len(pairs) - 1)]
+    )
     wide = min(len(one), len(other))
     return f"from token {step + 1}, {int((one[:wide] != other[:wide]).sum())} bytes of {wide}"

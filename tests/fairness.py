@@ -33,7 +33,11 @@ def asked(number: int) -> dict[str, Any]:
     """Requests of different lengths, every third with a picture."""
     params = SamplingParams(max_tokens=8 + 5 * (number % 7), ignore_eos=True)
     if number % 3 == 2:
-        return {"images": PICTURES / "red_circle.png", "prompt": "describe the picture", "params": params}
+        return {
+            "images": PICTURES / "red_circle.png",
+            "prompt": "describe the picture",
+            "params": params,
+        }
     return {"prompt": f"count to {number % 9 + 1}", "params": params}
 
 
@@ -41,9 +45,13 @@ def oversubscribe(requests: int, fit: int) -> tuple[list[Waited], int, float]:
     """All at once where ``fit`` rows fit into memory: (the waits in line, the most rows at a time, seconds in all)."""
     model = assets.default_checkpoint()
     with VLMBatcher(model) as own:
-        row = own._loop.generator.memory.of(100)  # all rows have fewer tokens than are allocated at a time
+        # all rows have fewer tokens than are allocated at a time
+        row = own._loop.generator.memory.of(100)
     with VLMBatcher(
-        model, max_rows=4 * fit, max_bytes=int(row * (fit + 0.5)), policy={"look_ahead": LOOK_AHEAD}
+        model,
+        max_rows=4 * fit,
+        max_bytes=int(row * (fit + 0.5)),
+        policy={"look_ahead": LOOK_AHEAD},
     ) as own:
         begin = time.perf_counter()
         handles = [own.submit(**asked(number)) for number in range(requests)]
@@ -57,7 +65,9 @@ def oversubscribe(requests: int, fit: int) -> tuple[list[Waited], int, float]:
     waits = [result.timings.queue for result in results]
     return (
         [
-            Waited(place, wait, sum(later < wait for later in waits[place + 1 :]), result)
+            Waited(
+                place, wait, sum(later < wait for later in waits[place + 1 :]), result
+            )
             for place, (wait, result) in enumerate(zip(waits, results, strict=True))
         ],
         most,
@@ -72,13 +82,20 @@ def main() -> None:
     options = parser.parse_args()
     waited, most, seconds = oversubscribe(options.requests, options.fit)
     failed = sum(not one.result.ok for one in waited)
-    print(f"{len(waited)} requests, at most {most} rows at a time, {seconds:.1f} s, {failed} failed")
-    print("place in line   wait: median   most   of an even share: most   overtaken: most")
+    print(
+        f"{len(waited)} requests, at most {most} rows at a time, {seconds:.1f} s, {failed} failed"
+    )
+    print(
+        "place in line   wait: median   most   of an even share: most   overtaken: most"
+    )
     tenth = -(-len(waited) // 10)
     for first in range(0, len(waited), tenth):
         part = waited[first : first + tenth]
         waits = [one.seconds for one in part]
-        share = max(one.seconds / (seconds * (one.place + options.fit) / len(waited)) for one in part)
+        share = max(
+            one.seconds / (seconds * (one.place + options.fit) / len(waited))
+            for one in part
+        )
         print(
             f"{first:6}-{first + len(part) - 1:<6}   {statistics.median(waits):10.2f} s {max(waits):6.2f} s "
             f"{share:20.2f} {max(one.overtaken for one in part):20}"

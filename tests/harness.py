@@ -49,7 +49,8 @@ class Ask:
     """A request of a scenario: which one, when it arrives, and what happens to it."""
 
     key: (
-        str  # "image:SEED:SIZE", "text:SEED:LENGTH", "two:SEED", "video:SEED:SIZE", "both:SEED", "audio:SEED:SIZE", ...
+        # "image:SEED:SIZE", "text:SEED:LENGTH", "two:SEED", "video:SEED:SIZE", "both:SEED", "audio:SEED:SIZE", ...
+        str
     )
     at: int = 0  # the step before which it is inserted
     tokens: int = NUM_TOKENS
@@ -78,7 +79,12 @@ def shared_adapter(name: str) -> Adapter:
 
 def default_reuse(adapter: Adapter) -> Reuse:
     """What an engine of a scenario takes over from its earlier rows."""
-    return Reuse(adapter, PrefixCache(ByteBudget(2**28)) if KEEPS and adapter.spec.no_prefix_reuse is None else None)
+    return Reuse(
+        adapter,
+        PrefixCache(ByteBudget(2**28))
+        if KEEPS and adapter.spec.no_prefix_reuse is None
+        else None,
+    )
 
 
 def inputs_of(name: str, key: str) -> Inputs:
@@ -89,7 +95,11 @@ def inputs_of(name: str, key: str) -> Inputs:
             pytest.skip(f"{name}: {tiny.no_two_images}")
         return tiny.two_images(*values)
     media = {"video": tiny.video, "both": tiny.picture_and_video}
-    media |= {"audio": tiny.audio, "sounds": tiny.two_audios, "heard": tiny.picture_and_audio}
+    media |= {
+        "audio": tiny.audio,
+        "sounds": tiny.two_audios,
+        "heard": tiny.picture_and_audio,
+    }
     if kind in media:
         make: Any = media[kind]
         if make is None:
@@ -108,7 +118,9 @@ def oracle(name: str, key: str, num_tokens: int = NUM_TOKENS) -> Trace:
 def settings_for(placement: Placement | None = None, /, **said: Any) -> Policy:
     """The settings of a layout, by default this device's, with what is said in their places; None says nothing."""
     own = {} if placement is None else {"placement": placement.value}
-    return policy_of(own | {name: value for name, value in said.items() if value is not None})
+    return policy_of(
+        own | {name: value for name, value in said.items() if value is not None}
+    )
 
 
 def run(
@@ -129,7 +141,8 @@ def run(
 
     def recording(logits: mx.array, rows: Sequence[SamplingRow]) -> Any:
         for place, row in enumerate(rows):
-            recorded[row.seed][row.step] = logits[place] - mx.logsumexp(logits[place])  # the last: drafts may be wrong
+            # the last: drafts may be wrong
+            recorded[row.seed][row.step] = logits[place] - mx.logsumexp(logits[place])
         return sample(logits, rows)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -147,7 +160,11 @@ def run(
         while batch.has_work or step <= max(ask.at for ask in asks):
             for index, ask in enumerate(asks):
                 if ask.at == step:
-                    params = replace(ask.params or SamplingParams(), max_tokens=ask.tokens, seed=index)
+                    params = replace(
+                        ask.params or SamplingParams(),
+                        max_tokens=ask.tokens,
+                        seed=index,
+                    )
                     batch.insert(str(index), as_mlx(inputs(ask.key)), params)
                 if ask.cancel_at == step:
                     batch.cancel(str(index))
@@ -185,7 +202,9 @@ def check(name: str, answers: Sequence[Answer]) -> float:
         assert result.error is None, f"{ask}: {result.error}"
         trace = oracle(name, ask.key, max(NUM_TOKENS, ask.tokens))
         largest = max(largest, difference(answer, trace))
-        assert list(result.token_ids) == trace.tokens[: len(result.token_ids)], f"{name} {ask}: other tokens than alone"
+        assert list(result.token_ids) == trace.tokens[: len(result.token_ids)], (
+            f"{name} {ask}: other tokens than alone"
+        )
         if ask.cancel_at is None:
             assert result.finish_reason == "length"
             assert len(result.token_ids) == ask.tokens

@@ -187,7 +187,12 @@ def _inputs(family: str, key: str | tuple[int, ...]) -> Inputs:
     if not isinstance(key, str):
         return {**tiny.text(1, 5), "input_ids": np.array([key])}
     kind, *numbers = key.split(":")
-    make: Any = {"text": tiny.text, "image": tiny.image, "two": tiny.two_images, "video": tiny.video}[kind]
+    make: Any = {
+        "text": tiny.text,
+        "image": tiny.image,
+        "two": tiny.two_images,
+        "video": tiny.video,
+    }[kind]
     return make(*map(int, numbers))
 
 
@@ -207,14 +212,20 @@ def alone(family: str, asked: Asked, is_quantised: bool) -> tuple[Result, ...]:
     for index in range(params.n):
         assert params.seed is not None
         seed = params.seed + index if params.temperature else 1
-        longest = replace(asked, params=replace(params, max_tokens=most, seed=seed, n=1))
-        found.append(_beginning(_alone(family, longest, is_quantised), params.max_tokens, most))
+        longest = replace(
+            asked, params=replace(params, max_tokens=most, seed=seed, n=1)
+        )
+        found.append(
+            _beginning(_alone(family, longest, is_quantised), params.max_tokens, most)
+        )
     return tuple(found)
 
 
 def _beginning(whole: Result, count: int, most: int) -> Result:
     """An answer of at most ``count`` tokens, cut from one of at most ``most``."""
-    if len(whole.token_ids) <= count and (whole.finish_reason != "length" or count == most):
+    if len(whole.token_ids) <= count and (
+        whole.finish_reason != "length" or count == most
+    ):
         return whole
     ids, logprobs = whole.token_ids[:count], whole.logprobs and whole.logprobs[:count]
     return replace(
@@ -248,7 +259,10 @@ def _alone(family: str, asked: Asked, is_quantised: bool) -> Result:
 def _answered_alone(family: str, asked: Asked, is_quantised: bool) -> Result:
     """The one answer to a request in an engine of its own, from the beginning."""
     generator = BatchGenerator(
-        adapter_of(family, "alone"), text=TEXT, policy=settings_for(max_rows=1), kv=_kv(is_quantised)
+        adapter_of(family, "alone"),
+        text=TEXT,
+        policy=settings_for(max_rows=1),
+        kv=_kv(is_quantised),
     )
     loop = EngineLoop(generator, ManualLoaders())
     handle = Handle("alone", loop.cancel)
@@ -258,7 +272,11 @@ def _answered_alone(family: str, asked: Asked, is_quantised: bool) -> Result:
         loop._serve()
         for loading in loaders.take():
             inputs = inputs_of(family, asked.key)
-            loading.finish(Prepared(as_mlx(inputs), Stairs() if asked.has_form else None, kept=inputs))
+            loading.finish(
+                Prepared(
+                    as_mlx(inputs), Stairs() if asked.has_form else None, kept=inputs
+                )
+            )
     return handle.result()
 
 
@@ -336,9 +354,28 @@ class ManualLoaders:
 # A history --------------------------------------------------------------------------------------------------------------
 
 #: Where a request of its own accord fails, for good.
-PLACES = ("load", "encode", "prefill", "decode", "sample", "nan", "processor", "listener")
+PLACES = (
+    "load",
+    "encode",
+    "prefill",
+    "decode",
+    "sample",
+    "nan",
+    "processor",
+    "listener",
+)
 #: What befalls the engine once, and is nobody's fault.
-ACCIDENTS = ("decode", "launch", "read", "memory", "memory of one", "allocation", "disk", "store", "together")
+ACCIDENTS = (
+    "decode",
+    "launch",
+    "read",
+    "memory",
+    "memory of one",
+    "allocation",
+    "disk",
+    "store",
+    "together",
+)
 #: Allocations of caches within which one fails, if one is to: about as many as a row's joining and a few steps take.
 ALLOCATIONS = 60
 #: Columns by which slabs grow, so that short rows make them do it.
@@ -372,7 +409,9 @@ class CountedHandle(Handle):
     def push(self, event: Event) -> None:
         self.ends += event.result is not None
         assert self.ends <= 1, "a request has ended twice"
-        assert event.result is not None or not self.done(), "a request goes on after its end"
+        assert event.result is not None or not self.done(), (
+            "a request goes on after its end"
+        )
         super().push(event)
 
 
@@ -415,11 +454,24 @@ class Guessing:
     def __init__(self) -> None:
         self._draw = random.Random(7)
 
-    def propose(self, rows: Sequence[DraftState | None], layers: Sequence[Any], count: int) -> mx.array:
+    def propose(
+        self, rows: Sequence[DraftState | None], layers: Sequence[Any], count: int
+    ) -> mx.array:
         for row in rows:
-            assert row is None or len(row.tokens) == sum(one.count for one in row.hidden) > 0
-            mx.eval([] if row is None else [one.states[one.first : one.first + one.count] for one in row.hidden])
-        return mx.array([[self._draw.randrange(PLAIN) for _ in range(count)] for _ in rows])
+            assert (
+                row is None
+                or len(row.tokens) == sum(one.count for one in row.hidden) > 0
+            )
+            mx.eval(
+                []
+                if row is None
+                else [
+                    one.states[one.first : one.first + one.count] for one in row.hidden
+                ]
+            )
+        return mx.array(
+            [[self._draw.randrange(PLAIN) for _ in range(count)] for _ in rows]
+        )
 
 
 class DrawnDrafts(Drafts):
@@ -434,19 +486,31 @@ class DrawnDrafts(Drafts):
     def is_due(self, groups: Sequence[DecodeBatch]) -> bool:
         return self._draw.random() < 0.6
 
-    def gain(self, rows: int, hoped: float, places: int, positions: int, drafting: float = 0.0) -> float:
+    def gain(
+        self,
+        rows: int,
+        hoped: float,
+        places: int,
+        positions: int,
+        drafting: float = 0.0,
+    ) -> float:
         return 2.0 + hoped
 
-    def draft(self, row: Row, form_seconds: Callable[[], float]) -> tuple[str, tuple[int, ...]]:
+    def draft(
+        self, row: Row, form_seconds: Callable[[], float]
+    ) -> tuple[str, tuple[int, ...]]:
         name, _, index = row.request_id.partition("[")
         told, answer = self._history.told.get(name), row.answer
         if told is None or answer.guide is not None or self._draw.random() < 0.2:
             return "text", ()
         answers = alone(self._history.family, told.asked, self._history.is_quantised)
         right = answers[int(index.rstrip("]") or 0)].token_ids[answer.num_sampled :]
-        most = min(self._draw.randrange(1, 8), answer.max_tokens - answer.num_sampled - 1)
+        most = min(
+            self._draw.randrange(1, 8), answer.max_tokens - answer.num_sampled - 1
+        )
         return "text", tuple(
-            token if self._draw.random() < 0.8 else self._draw.randrange(PLAIN) for token in right[: max(0, most)]
+            token if self._draw.random() < 0.8 else self._draw.randrange(PLAIN)
+            for token in right[: max(0, most)]
         )
 
 
@@ -472,10 +536,13 @@ class FaultyAdapter:
             raise Injected("together")
         return self._adapter.encode_together(requests, call)
 
-    def prefill(self, rows: Any, cache: Any, begin: int, end: int, call: Any) -> mx.array:
+    def prefill(
+        self, rows: Any, cache: Any, begin: int, end: int, call: Any
+    ) -> mx.array:
         if len(rows) > 1:
             self._fail_together(rows)
-        logits = self._adapter.prefill(rows, cache, begin, end, call)  # its caches are written by then
+        # its caches are written by then
+        logits = self._adapter.prefill(rows, cache, begin, end, call)
         if len(rows) == 1:
             self._fail_alone()
         return logits
@@ -489,7 +556,9 @@ class FaultyAdapter:
 
     def _fail_alone(self) -> None:
         self._history.fail_by(self._history.current, "prefill")
-        if len(self._history.generator.rows.batch) and self._history.befalls("memory of one"):
+        if len(self._history.generator.rows.batch) and self._history.befalls(
+            "memory of one"
+        ):
             raise RuntimeError(WANT)
 
     def decode(self, step: Any, call: Any) -> mx.array:
@@ -523,9 +592,13 @@ def _positions(group: DecodeBatch, caches: Sequence[Any]) -> list[int] | None:
     first = next(parts_of(caches[0]))
     if not isinstance(first, (DraftedRows, DraftedSlab, DraftedRecurrent)):
         return None
-    if not any(part is first._layer for layer in group.layers for part in parts_of(layer)):
+    if not any(
+        part is first._layer for layer in group.layers for part in parts_of(layer)
+    ):
         return None
-    return list(first.square.counts if isinstance(first, DraftedSlab) else first._counts)
+    return list(
+        first.square.counts if isinstance(first, DraftedSlab) else first._counts
+    )
 
 
 class History:
@@ -562,7 +635,8 @@ class History:
                 look_ahead=4,
                 max_bytes=None
                 if most_rows is None
-                else _rows_of(family, placement, is_quantised).together([64]) * most_rows,
+                else _rows_of(family, placement, is_quantised).together([64])
+                * most_rows,
             ),
             reuse=Reuse(faulty, self.prefix, budget=self.budget),
             kv=_kv(is_quantised),
@@ -570,7 +644,8 @@ class History:
             drafts=DrawnDrafts(self) if drafts else None,
         )
         if most_rows is not None:
-            self.generator.memory._at = _rows_of(family, placement, is_quantised)._at  # what would be learned in time
+            # what would be learned in time
+            self.generator.memory._at = _rows_of(family, placement, is_quantised)._at
         self.loaders = ManualLoaders()
         self.loop = EngineLoop(self.generator, self.loaders)
         self.told: dict[str, Told] = {}
@@ -602,7 +677,9 @@ class History:
             return store(saved)
 
         patched: Any = (runner, reuse)
-        patched[0]._encode_row, patched[0]._prefill_alone, patched[1].store = encodes, prefills, stores
+        patched[0]._encode_row = encodes
+        patched[0]._prefill_alone = prefills
+        patched[1].store = stores
 
     # Operations
 
@@ -640,7 +717,11 @@ class History:
         self._number += 1
         name = f"r{self._number}"
         handle = CountedHandle(name, self.loop.cancel)
-        params = replace(shown, logits_processors=[self._processor(fault_at)]) if fault == "processor" else shown
+        params = (
+            replace(shown, logits_processors=[self._processor(fault_at)])
+            if fault == "processor"
+            else shown
+        )
         asking = Asking(asked, (object(),) if str(key).startswith("video") else ())
         returns = (
             return_cache
@@ -652,7 +733,12 @@ class History:
         if given is not None:
             given.claim(self.generator.reuse.identity)
         request = Request(
-            prompt="x", params=params, request_id=name, priority=priority, cache=given, return_cache=returns
+            prompt="x",
+            params=params,
+            request_id=name,
+            priority=priority,
+            cache=given,
+            return_cache=returns,
         )
         self.loop.submit(asking, request, handle)
         if fault == "listener":
@@ -667,15 +753,32 @@ class History:
             if not self.loaders.waiting:
                 return
             loading = self.loaders.waiting.pop(which % len(self.loaders.waiting))
-            told = next((told for told in self.told.values() if told.asked is loading.asking.asked), None)
+            told = next(
+                (
+                    told
+                    for told in self.told.values()
+                    if told.asked is loading.asking.asked
+                ),
+                None,
+            )
             if told is not None and told.fault == "load":
                 loading.finish(Injected("load"))
             else:
                 asked = loading.asking.asked
                 inputs = inputs_of(self.family, asked.key)
                 if told is not None:
-                    told.inputs = [weakref.ref(value) for value in inputs.values() if isinstance(value, np.ndarray)]
-                loading.finish(Prepared(as_mlx(inputs), Stairs() if asked.has_form else None, kept=inputs))
+                    told.inputs = [
+                        weakref.ref(value)
+                        for value in inputs.values()
+                        if isinstance(value, np.ndarray)
+                    ]
+                loading.finish(
+                    Prepared(
+                        as_mlx(inputs),
+                        Stairs() if asked.has_form else None,
+                        kept=inputs,
+                    )
+                )
                 del inputs
             self._follow()
 
@@ -715,21 +818,32 @@ class History:
     def finish(self) -> None:
         """Let everything come to its end."""
         for _ in range(3000):
-            if all(told.handle.done() for told in self.told.values()) and not self.loop._is_busy:
+            if (
+                all(told.handle.done() for told in self.told.values())
+                and not self.loop._is_busy
+            ):
                 break
             self.load(0, len(self.loaders.waiting))
             self._serve()
         else:
-            raise AssertionError(f"requests that do not end: {[t for t in self.told.values() if not t.handle.done()]}")
+            raise AssertionError(
+                f"requests that do not end: {[t for t in self.told.values() if not t.handle.done()]}"
+            )
         self.check()
         generator = self.generator
-        assert not generator.rows.by_id and not generator.rows.batch.rows and not generator.rows.batch.layers
+        assert (
+            not generator.rows.by_id
+            and not generator.rows.batch.rows
+            and not generator.rows.batch.layers
+        )
         assert (
             generator.rows.batch.nbytes == 0
             and not len(generator.rows.prefilling)
             and not generator.rows.waiting.prepared
         )
-        assert not self.loop._alive and not self.loop._several and not self.loop._is_busy
+        assert (
+            not self.loop._alive and not self.loop._several and not self.loop._is_busy
+        )
 
     def close(self) -> None:
         """The batcher is closed, whatever it is doing."""
@@ -742,7 +856,9 @@ class History:
         assert self.budget.nbytes == 0 and not len(self.features)
         gc.collect()
         for told in self.ended:
-            assert all(inputs() is None for inputs in told.inputs), f"{told.asked}: its inputs are held after the close"
+            assert all(inputs() is None for inputs in told.inputs), (
+                f"{told.asked}: its inputs are held after the close"
+            )
 
     # What must hold
 
@@ -751,7 +867,9 @@ class History:
         self._check_rows()
         self._check_bytes()
         alive = {name for name, told in self.told.items() if not told.handle.done()}
-        assert alive == set(self.loop._alive), "the engine and the handles know of different requests"
+        assert alive == set(self.loop._alive), (
+            "the engine and the handles know of different requests"
+        )
         for name in [name for name in self.told if name not in alive]:
             told = self.told.pop(name)
             self._check_end(told)
@@ -759,8 +877,10 @@ class History:
 
     def _check_rows(self) -> None:
         generator, admission = self.generator, self.generator.rows.waiting
-        placed, prefilling = generator.rows.batch.rows, list(generator.rows.prefilling.values())
-        prepared, unprepared = list(admission.prepared.values()), list(admission.unprepared)
+        placed = generator.rows.batch.rows
+        prefilling = list(generator.rows.prefilling.values())
+        prepared = list(admission.prepared.values())
+        unprepared = list(admission.unprepared)
         forks = list(generator.rows.forks)
         last = [  # their last token is on its way, and they have no place any more
             row
@@ -769,15 +889,23 @@ class History:
             for row in flight.waiting
             if row.answer.num_sampled >= row.answer.max_tokens and row not in placed
         ]
-        untold = [row for row in generator.telling.untold if row.status is Status.DECODE]
-        last += [row for row in untold if row.answer.num_sampled >= row.answer.max_tokens]
+        untold = [
+            row for row in generator.telling.untold if row.status is Status.DECODE
+        ]
+        last += [
+            row for row in untold if row.answer.num_sampled >= row.answer.max_tokens
+        ]
         everywhere = [*placed, *prefilling, *prepared, *unprepared, *forks, *last]
         assert len(set(everywhere)) == len(everywhere), "a row is at two places"
         assert set(everywhere) == set(generator.rows.by_id.values()), "a row is nowhere"
         assert len(placed) + len(prefilling) <= ROWS, "more rows than places"
         memory = generator.memory
-        taken = memory.together([tokens(row) - GROWTH for row in (*placed, *prefilling)])
-        assert memory.max_bytes is None or taken <= memory.max_bytes, "rows have places that memory has no room for"
+        taken = memory.together(
+            [tokens(row) - GROWTH for row in (*placed, *prefilling)]
+        )
+        assert memory.max_bytes is None or taken <= memory.max_bytes, (
+            "rows have places that memory has no room for"
+        )
         assert all(row.status is Status.DECODE for row in placed) and all(
             row.status is Status.PREFILL for row in prefilling
         )
@@ -792,8 +920,15 @@ class History:
         budget, prefix = self.budget, self.prefix
         held = {key: one.nbytes for key, one in budget._held.items()}
         assert budget.nbytes == sum(held.values()) <= budget.max_bytes
-        features = {(id(self.features), key): value for key, value in self.features._features.items()}
-        rows = {} if prefix is None else {(id(prefix), number): row for number, row in prefix._rows.items()}
+        features = {
+            (id(self.features), key): value
+            for key, value in self.features._features.items()
+        }
+        rows = (
+            {}
+            if prefix is None
+            else {(id(prefix), number): row for number, row in prefix._rows.items()}
+        )
         assert held.keys() == features.keys() | rows.keys(), (
             "the budget holds what nobody has, or not what somebody has"
         )
@@ -816,20 +951,43 @@ class History:
         expected = alone(self.family, told.asked, self.is_quantised)
         for index, (one, right) in enumerate(zip(results, expected, strict=False)):
             self._check_answer(told, one, right)
-            events = [event for event in handle._events if event.index == index and event.token is not None]
-            assert tuple(event.token for event in events) == one.token_ids, "a token was told twice, or not at all"
-            assert "".join(event.text for event in handle._events if event.index == index) == one.text
-        if result.cache is not None and len(self.caches) < 4 and result.finish_reason != "cancelled":
+            events = [
+                event
+                for event in handle._events
+                if event.index == index and event.token is not None
+            ]
+            assert tuple(event.token for event in events) == one.token_ids, (
+                "a token was told twice, or not at all"
+            )
+            assert (
+                "".join(event.text for event in handle._events if event.index == index)
+                == one.text
+            )
+        if (
+            result.cache is not None
+            and len(self.caches) < 4
+            and result.finish_reason != "cancelled"
+        ):
             self.caches.append((result.cache, told.asked))
         for reference in told.inputs:
-            assert reference() is None or self._is_waiting_to_be_read(), f"{told.asked}: its inputs outlive it"
+            assert reference() is None or self._is_waiting_to_be_read(), (
+                f"{told.asked}: its inputs outlive it"
+            )
 
     def _check_answer(self, told: Told, one: Result, right: Result) -> None:
         ids, want = one.token_ids, right.token_ids
         if self.is_quantised and ids != want[: len(ids)]:
-            at = next(index for index, (a, b) in enumerate(zip(ids, want, strict=False)) if a != b)
-            top = [value for _, value in right.logprobs[at].top] if right.logprobs else []
-            assert len(top) > 1 and top[0] - top[1] < LEAD, f"{told.asked}: {ids} and alone {want}"
+            at = next(
+                index
+                for index, (a, b) in enumerate(zip(ids, want, strict=False))
+                if a != b
+            )
+            top = (
+                [value for _, value in right.logprobs[at].top] if right.logprobs else []
+            )
+            assert len(top) > 1 and top[0] - top[1] < LEAD, (
+                f"{told.asked}: {ids} and alone {want}"
+            )
             return
         assert ids == want[: len(ids)], f"{told.asked}: {ids}, and alone {want}"
         if one.finish_reason in ("stop", "length"):
@@ -838,13 +996,19 @@ class History:
             ), f"{told.asked}: ended otherwise than alone"
             off = 0.05 if self.is_quantised else 2e-4
             for mine, its in zip(one.logprobs or (), right.logprobs or (), strict=True):
-                assert math.isclose(mine.logprob, its.logprob, abs_tol=off), f"{told.asked}: {mine} and {its}"
-            assert told.fault not in ("load", "encode"), f"{told.asked}: it was to fail at {told.fault}"
+                assert math.isclose(mine.logprob, its.logprob, abs_tol=off), (
+                    f"{told.asked}: {mine} and {its}"
+                )
+            assert told.fault not in ("load", "encode"), (
+                f"{told.asked}: it was to fail at {told.fault}"
+            )
         elif one.finish_reason == "cancelled":
             assert told.is_cancelled, f"{told.asked}: nobody has cancelled it"
         else:
             own = told.fault not in ("", "listener")
-            assert own or told.may_fail, f"{told.asked}: it failed by another's fault: {one.error}"
+            assert own or told.may_fail, (
+                f"{told.asked}: it failed by another's fault: {one.error}"
+            )
             if not told.may_fail:
                 said = {"nan": "not finite"}.get(told.fault, told.fault)
                 assert said in str(one.error), f"{told.fault}: {one.error}"
@@ -868,7 +1032,11 @@ class History:
     def fails(self, row: Row, place: str) -> bool:
         """Whether a row is at its fault."""
         told = self.told.get(row.request_id.partition("[")[0])
-        return told is not None and told.fault == place and row.answer.num_sampled >= told.fault_at
+        return (
+            told is not None
+            and told.fault == place
+            and row.answer.num_sampled >= told.fault_at
+        )
 
     def fail_by(self, row: Row | None, place: str) -> None:
         if row is not None and self.fails(row, place):
@@ -917,7 +1085,10 @@ class History:
         self.check()
 
     def _turn(self) -> None:
-        with announced(self._allocates), mock.patch.object(slab, "CAPACITY_STEP", self._columns):
+        with (
+            announced(self._allocates),
+            mock.patch.object(slab, "CAPACITY_STEP", self._columns),
+        ):
             self.loop._serve()
 
     def _allocates(self) -> None:
@@ -970,7 +1141,10 @@ def act(history: History, draw: random.Random) -> None:
     elif chance < 0.48:
         history.cancel(draw.randrange(16))
     elif chance < 0.52:
-        history.accident(kind := draw.choice(ACCIDENTS), draw.randrange(1, ALLOCATIONS) if kind == "allocation" else 1)
+        history.accident(
+            kind := draw.choice(ACCIDENTS),
+            draw.randrange(1, ALLOCATIONS) if kind == "allocation" else 1,
+        )
     elif chance < 0.521:
         history.break_engine()
     else:
@@ -1020,7 +1194,12 @@ def play(seed: int, length: int = 120) -> Counter[str]:
     is_quantised = family in QUANTISED and draw.random() < 0.2
     keeps, most_rows = draw.random() < 0.8, draw.choice((None, None, 2, 4))
     columns = draw.choice(COLUMNS)
-    how: dict[str, Any] = {"keeps": keeps, "most_rows": most_rows, "columns": columns, "drafts": draw.random() < 0.5}
+    how: dict[str, Any] = {
+        "keeps": keeps,
+        "most_rows": most_rows,
+        "columns": columns,
+        "drafts": draw.random() < 0.5,
+    }
     history = History(family, placement, is_quantised=is_quantised, **how)
     for _ in range(length):
         act(history, draw)

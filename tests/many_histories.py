@@ -59,7 +59,9 @@ class How:
         return f"python -m tests.histories --steps 1 --seed {seed} --length {self.length} --cpu"
 
 
-def play_some(process: int, how: How, seeds: Any, ends: Any, news: Any, answers: Any = None) -> None:
+def play_some(
+    process: int, how: How, seeds: Any, ends: Any, news: Any, answers: Any = None
+) -> None:
     """Play the next seeds until it ``ends``, or one fails: the whole of a process. ``answers``: those alone, of all."""
     if how.on_cpu:
         mx.set_default_device(mx.cpu)
@@ -76,7 +78,8 @@ def play_some(process: int, how: How, seeds: Any, ends: Any, news: Any, answers:
         except BaseException:
             news.put(News(process, seed, fault=traceback.format_exc()))
             return
-        if played < 2 * len(KINDS):  # the models are there, and need not be looked through for garbage each time
+        # the models are there, and need not be looked through for garbage each time
+        if played < 2 * len(KINDS):
             gc.collect()
             gc.freeze()
 
@@ -104,13 +107,18 @@ class Played:
 
     counts: Counter[str] = field(default_factory=Counter)
     histories: int = 0
-    begun: dict[int, int] = field(default_factory=dict)  # by process, the seed that it is at
-    since: dict[int, float] = field(default_factory=dict)  # by process, when it began that
+    # by process, the seed that it is at
+    begun: dict[int, int] = field(default_factory=dict)
+    # by process, when it began that
+    since: dict[int, float] = field(default_factory=dict)
     faults: dict[int, str] = field(default_factory=dict)  # by seed
 
     def take(self, news: News) -> None:
         if news.counts is None and not news.fault:
-            self.begun[news.process], self.since[news.process] = news.seed, time.monotonic()
+            self.begun[news.process], self.since[news.process] = (
+                news.seed,
+                time.monotonic(),
+            )
             return
         del self.begun[news.process]
         if news.fault:
@@ -125,9 +133,16 @@ def play_many(steps: int, first: int, how: How) -> Played:
     one has failed. Those that have begun are played to their end, so that no seed is left out."""
     context = multiprocessing.get_context("spawn")
     with context.Manager() as manager:
-        seeds, ends, news, answers = context.Value("q", first), context.Event(), context.Queue(), manager.dict()
+        seeds = context.Value("q", first)
+        ends = context.Event()
+        news = context.Queue()
+        answers = manager.dict()
         workers = [
-            context.Process(target=_play_apart, args=(number, how, seeds, ends, news, answers), daemon=True)
+            context.Process(
+                target=_play_apart,
+                args=(number, how, seeds, ends, news, answers),
+                daemon=True,
+            )
             for number in range(how.processes)
         ]
         for worker in workers:
@@ -138,7 +153,11 @@ def play_many(steps: int, first: int, how: How) -> Played:
                 played.take(told_of := news.get(timeout=1.0))
                 if told_of.fault:
                     tell_fault(told_of.seed, told_of.fault, how)
-            for number in [number for number in played.begun if workers[number].exitcode and news.empty()]:
+            for number in [
+                number
+                for number in played.begun
+                if workers[number].exitcode and news.empty()
+            ]:
                 seed = played.begun.pop(number)
                 played.faults[seed] = f"its process ended by {workers[number].exitcode}"
                 tell_fault(seed, played.faults[seed], how)
@@ -149,22 +168,38 @@ def play_many(steps: int, first: int, how: How) -> Played:
             if time.monotonic() > told + 30:
                 told = time.monotonic()
                 print(
-                    f"{played.counts['operations']:,} operations, {passed:,.0f} s, seeds to {seeds.value}", flush=True
+                    f"{played.counts['operations']:,} operations, {passed:,.0f} s, seeds to {seeds.value}",
+                    flush=True,
                 )
                 for number, seed in played.begun.items():
                     if (long := told - played.since[number]) > 120:
-                        print(f"the history of seed {seed} has been played for {long:,.0f} s", flush=True)
+                        print(
+                            f"the history of seed {seed} has been played for {long:,.0f} s",
+                            flush=True,
+                        )
     for number, worker in enumerate(workers):
         if worker.exitcode and number not in played.begun and not played.faults:
-            raise RuntimeError(f"process {number} ended by {worker.exitcode} before its first history")
+            raise RuntimeError(
+                f"process {number} ended by {worker.exitcode} before its first history"
+            )
     return played
 
 
 def tell_fault(seed: int, fault: str, how: How) -> None:
     """Say at once which history broke which promise: the others are played to their ends before the run is over."""
     lines = fault.strip().splitlines()
-    promise = next((line for line in reversed(lines) if re.match(r"[\w.]+(Error|Injected)\b", line)), lines[-1])
-    print(f"BROKEN, seed {seed} ({KINDS[seed % len(KINDS)]}): {promise}\nagain: {how.again(seed)}", flush=True)
+    promise = next(
+        (
+            line
+            for line in reversed(lines)
+            if re.match(r"[\w.]+(Error|Injected)\b", line)
+        ),
+        lines[-1],
+    )
+    print(
+        f"BROKEN, seed {seed} ({KINDS[seed % len(KINDS)]}): {promise}\nagain: {how.again(seed)}",
+        flush=True,
+    )
 
 
 # Records ------------------------------------------------------------------------------------------------------------------
@@ -192,7 +227,16 @@ def record_of(played: Played, first: int, how: How, seconds: float) -> Record:
     versions = f"mlx {version('mlx')}, Python {platform.python_version()}, {platform.machine()}"
     faults = {str(seed): fault for seed, fault in sorted(played.faults.items())}
     counts = dict(sorted(played.counts.items()))
-    return Record(first, last, how.length, played.histories, round(seconds, 1), versions, counts, faults)
+    return Record(
+        first,
+        last,
+        how.length,
+        played.histories,
+        round(seconds, 1),
+        versions,
+        counts,
+        faults,
+    )
 
 
 def read_record(path: Path) -> Record:
@@ -219,37 +263,76 @@ def show(records: Sequence[Record]) -> int:
     for record in records:
         counts.update(record.counts)
     ranges = ", ".join(f"{record.first} to {record.last}" for record in records)
-    seconds, played = sum(record.seconds for record in records), sum(record.histories for record in records)
+    seconds = sum(record.seconds for record in records)
+    played = sum(record.histories for record in records)
     versions = "; ".join({record.versions for record in records})
     print(
         f"{counts['operations']:,} operations in {played:,} histories, seeds {ranges}, in {seconds:,.0f} s ({versions}):"
     )
     for name, count in sorted(counts.items()):
         print(f"  {name}: {count:,}")
-    faults = {int(seed): fault for record in records for seed, fault in record.faults.items()}
+    faults = {
+        int(seed): fault for record in records for seed, fault in record.faults.items()
+    }
     for seed, fault in sorted(faults.items()):
-        print(f"\nthe history of seed {seed} ({KINDS[seed % len(KINDS)]}) broke a promise:\n{fault}")
+        print(
+            f"\nthe history of seed {seed} ({KINDS[seed % len(KINDS)]}) broke a promise:\n{fault}"
+        )
         print(f"again: {How(records[0].length).again(seed)}")
-    print(f"{len(faults)} have broken a promise" if faults else "none has broken a promise")
+    print(
+        f"{len(faults)} have broken a promise"
+        if faults
+        else "none has broken a promise"
+    )
     return 1 if faults else 0
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.histories", description="Random histories of the engine.")
-    parser.add_argument("--steps", type=int, default=10_000, help="operations in all, at least")
-    parser.add_argument("--seconds", type=float, help="begin no history after so long")
-    parser.add_argument("--seed", type=int, default=0, help="of the first history; each has the next one")
-    parser.add_argument("--length", type=int, default=120, help="operations of a history")
-    parser.add_argument("--processes", type=int, default=1, help="that play at a time, each with the next seed")
-    parser.add_argument("--cpu", action="store_true", help="compute on the CPU where there is a GPU, too")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.histories", description="Random histories of the engine."
+    )
     parser.add_argument(
-        "--merge", type=Path, nargs="+", metavar="FILE", help="add up the outputs of runs; play nothing"
+        "--steps", type=int, default=10_000, help="operations in all, at least"
+    )
+    parser.add_argument("--seconds", type=float, help="begin no history after so long")
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="of the first history; each has the next one",
+    )
+    parser.add_argument(
+        "--length", type=int, default=120, help="operations of a history"
+    )
+    parser.add_argument(
+        "--processes",
+        type=int,
+        default=1,
+        help="that play at a time, each with the next seed",
+    )
+    parser.add_argument(
+        "--cpu",
+        action="store_true",
+        help="compute on the CPU where there is a GPU, too",
+    )
+    parser.add_argument(
+        "--merge",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="add up the outputs of runs; play nothing",
     )
     options = parser.parse_args()
     if options.merge:
         sys.exit(show([read_record(path) for path in options.merge]))
-    begin, how = time.monotonic(), How(options.length, options.processes, options.seconds, options.cpu)
-    record = record_of(play_many(options.steps, options.seed, how), options.seed, how, time.monotonic() - begin)
+    begin = time.monotonic()
+    how = How(options.length, options.processes, options.seconds, options.cpu)
+    record = record_of(
+        play_many(options.steps, options.seed, how),
+        options.seed,
+        how,
+        time.monotonic() - begin,
+    )
     status = show([record])
     print(record.to_json())
     sys.exit(status)

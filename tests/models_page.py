@@ -33,7 +33,13 @@ EXACT = ROOT / "vlm_batch/data/exact.json"
 #: What a GPU said before the present build; for what was not run since.
 FIRST_GPU = "gpu, H100, before calls of one shape"
 #: As they are called in EXACT, and on the page.
-PRECISIONS = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "8 bits": "8-bit", "4 bits": "4-bit"}
+PRECISIONS = {
+    "float32": "f32",
+    "bfloat16": "bf16",
+    "float16": "f16",
+    "8 bits": "8-bit",
+    "4 bits": "4-bit",
+}
 #: Precisions that the table shows, and their columns.
 SHOWN = {"bfloat16": "exact in bf16", "4 bits": "in 4 bits"}
 #: Outcomes of a scenario in mlx-vlm's batch generator.
@@ -124,7 +130,9 @@ def summary(lines: Sequence[str]) -> dict[str, Any]:
         if "why" in cell:
             cells.setdefault(cell["scenario"], cell["why"])
         else:
-            largest = max(cell["difference"], before if isinstance(before, float) else 0.0)
+            largest = max(
+                cell["difference"], before if isinstance(before, float) else 0.0
+            )
             cells[cell["scenario"]] = float(f"{largest:.1e}")
     return {"mlx_vlm": version("mlx-vlm"), "tolerance": TOLERANCE, "models": models}
 
@@ -135,7 +143,10 @@ def as_text(record: Mapping[str, Any]) -> str:
         f"{json.dumps(name)}: {json.dumps(dict(sorted(cells.items())))}"
         for name, cells in sorted(record["models"].items())
     ]
-    head = [f"{json.dumps(key)}: {json.dumps(record[key])}," for key in sorted(record.keys() - {"models"})]
+    head = [
+        f"{json.dumps(key)}: {json.dumps(record[key])},"
+        for key in sorted(record.keys() - {"models"})
+    ]
     return "\n".join(["{", *head, '"models": {', ",\n".join(models), "}", "}"]) + "\n"
 
 
@@ -144,9 +155,13 @@ def render(known: Sequence[FamilyFacts], record: Mapping[str, Any]) -> str:
     there = facts.upstream()
     clean = sum(set(cells.values()) == {"right"} for cells in there["models"].values())
     verified = VERIFIED.format(
-        mlx_vlm=record["mlx_vlm"], tolerance=record["tolerance"], scenarios=len(known[0].scenarios)
+        mlx_vlm=record["mlx_vlm"],
+        tolerance=record["tolerance"],
+        scenarios=len(known[0].scenarios),
     )
-    upstream = UPSTREAM.format(version=there["version"], models=len(there["models"]), clean=clean)
+    upstream = UPSTREAM.format(
+        version=there["version"], models=len(there["models"]), clean=clean
+    )
     parts = [
         HEAD.format(count=len(known)) + _abilities(known),
         COLUMNS,
@@ -164,16 +179,43 @@ def render_details(known: Sequence[FamilyFacts]) -> str:
 
 
 def _abilities(known: Sequence[FamilyFacts]) -> str:
-    columns = ("family", "pictures", "videos", "audio", *SHOWN.values(), "drafts", "prefix cache", "notes")
+    columns = (
+        "family",
+        "pictures",
+        "videos",
+        "audio",
+        *SHOWN.values(),
+        "drafts",
+        "prefix cache",
+        "notes",
+    )
     exact = _exact()
     rows = []
     for one in known:
         spec = one.spec
         name = f"[{spec.family}](models-details.md#{spec.family})"
-        media = (one.pictures, *("yes" if taken else "no" for taken in (spec.video, spec.audio)))
-        same = [[device for device, cells in exact.items() if _is_same(one, cells, kind)] for kind in SHOWN]
-        bits = ["both" if len(devices) == len(exact) else "".join(devices) for devices in same]
-        rows.append((name, *media, *bits, _drafts(one), _short(one.cell(facts.PREFIX_REUSE)), _short_notes(one)))
+        media = (
+            one.pictures,
+            *("yes" if taken else "no" for taken in (spec.video, spec.audio)),
+        )
+        same = [
+            [device for device, cells in exact.items() if _is_same(one, cells, kind)]
+            for kind in SHOWN
+        ]
+        bits = [
+            "both" if len(devices) == len(exact) else "".join(devices)
+            for devices in same
+        ]
+        rows.append(
+            (
+                name,
+                *media,
+                *bits,
+                _drafts(one),
+                _short(one.cell(facts.PREFIX_REUSE)),
+                _short_notes(one),
+            )
+        )
     return _table(columns, rows)
 
 
@@ -191,7 +233,9 @@ def _short_notes(one: FamilyFacts) -> str:
         f"also {', '.join(others)}" if others else "",
         "" if spec.chunked_prefill else "prompts in one piece",
         "no KV in few bits" if _short(one.cell(facts.QUANTISED_KV)) == "no" else "",
-        "not on CUDA" if {name for name, _ in spec.not_on_cuda} >= set(spec.model_types) else "",
+        "not on CUDA"
+        if {name for name, _ in spec.not_on_cuda} >= set(spec.model_types)
+        else "",
         f"{mended} mended" if mended else "",
     ]
     return "; ".join(part for part in said if part)
@@ -223,7 +267,9 @@ def _outcomes() -> str:
     there = facts.upstream()
     rows = []
     for scenario in there["scenarios"]:
-        found = Counter(cells[scenario] for cells in there["models"].values() if scenario in cells)
+        found = Counter(
+            cells[scenario] for cells in there["models"].values() if scenario in cells
+        )
         rows.append((scenario, *(found[outcome] for outcome in OUTCOMES)))
     return _table(("scenario", *OUTCOMES), rows)
 
@@ -232,12 +278,18 @@ def _section(one: FamilyFacts) -> str:
     """Return a family's section of the details."""
     spec = one.spec
     off = "" if one.largest is None else f", off by {_number(one.largest)}"
-    types = "" if spec.model_types == (spec.family,) else f"Model types {_types(spec.model_types)}. "
+    types = (
+        ""
+        if spec.model_types == (spec.family,)
+        else f"Model types {_types(spec.model_types)}. "
+    )
     published = f"Published configuration tried: {_published(one.spec.family)}."
     tests = f"{len(one.verified)} scenarios{off}. Reproducible: {_reproducible(one)}. {published}"
     lines = [*_limits(one), *map(_plain, spec.notes), *_mended(one)]
     head = f"{types}{tests} mlx-vlm's batch: {one.upstream}."
-    return "\n".join([f"## {spec.family}", "", head, "", *(f"- {line}" for line in lines)]).strip()
+    return "\n".join(
+        [f"## {spec.family}", "", head, "", *(f"- {line}" for line in lines)]
+    ).strip()
 
 
 def _published(family: str) -> str:
@@ -250,11 +302,14 @@ def _published(family: str) -> str:
 def _reproducible(one: FamilyFacts) -> str:
     """Return the precisions of each kind of device in which a family's bits were shown to be the request's own."""
     same = {
-        device: [short for name, short in PRECISIONS.items() if _is_same(one, cells, name)]
+        device: [
+            short for name, short in PRECISIONS.items() if _is_same(one, cells, name)
+        ]
         for device, cells in _exact().items()
     }
     words = {
-        device: "all" if len(found) == len(PRECISIONS) else " ".join(found) or "none" for device, found in same.items()
+        device: "all" if len(found) == len(PRECISIONS) else " ".join(found) or "none"
+        for device, found in same.items()
     }
     return ", ".join(f"{device} {said}" for device, said in words.items())
 
@@ -276,7 +331,10 @@ def _limits(one: FamilyFacts) -> list[str]:
     elif not spec.multi_image:
         is_told = second and second not in reasons.values()
         found.insert(
-            0, f"One picture a request: {second[:1].lower()}{second[1:]}" if is_told else "One picture a request."
+            0,
+            f"One picture a request: {second[:1].lower()}{second[1:]}"
+            if is_told
+            else "One picture a request.",
         )
     if not spec.chunked_prefill:
         found.append("A prompt is prefilled in one piece.")
@@ -298,7 +356,11 @@ def _plain(note: str) -> str:
 
 def _mended(one: FamilyFacts) -> list[str]:
     """Return the names of the reproductions that are of a family."""
-    names = dict.fromkeys(f"`{case.name}`" for case in upstream_page.cases() if one.spec.family in case.families)
+    names = dict.fromkeys(
+        f"`{case.name}`"
+        for case in upstream_page.cases()
+        if one.spec.family in case.families
+    )
     return [f"Mended: {', '.join(names)}."] if names else []
 
 
@@ -312,21 +374,37 @@ def on_cuda(spec: ModelSpec) -> list[tuple[str, str]]:
 
 def _not_batched() -> str:
     lines = ["## Not batched", "", "Refused when they are loaded:", ""]
-    lines += [_wrapped(f"- {why}: {_types(names)}") for why, names in facts.by_reason(facts.REFUSED).items()]
+    lines += [
+        _wrapped(f"- {why}: {_types(names)}")
+        for why, names in facts.by_reason(facts.REFUSED).items()
+    ]
     lines += [
         "",
         "Refused on CUDA, where they were seen to go wrong (`VLM_BATCH_ON_CUDA=NAME` serves one all the same):",
         "",
     ]
-    lines += [_wrapped(f"- `{names}`: {why}") for spec in families() for names, why in on_cuda(spec)]
+    lines += [
+        _wrapped(f"- `{names}`: {why}")
+        for spec in families()
+        for names, why in on_cuda(spec)
+    ]
     lines += ["", "One row at a time, through mlx-vlm's own path, with a warning:", ""]
-    lines += [_wrapped(f"- {why}: {_types(names)}") for why, names in facts.by_reason(facts.ONE_AT_A_TIME).items()]
+    lines += [
+        _wrapped(f"- {why}: {_types(names)}")
+        for why, names in facts.by_reason(facts.ONE_AT_A_TIME).items()
+    ]
     return "\n".join(lines)
 
 
 def _wrapped(item: str) -> str:
     """Return an item of a list in lines of ``WIDTH``."""
-    return textwrap.fill(item, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    return textwrap.fill(
+        item,
+        WIDTH,
+        subsequent_indent="  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def _types(names: Sequence[str]) -> str:
@@ -334,7 +412,9 @@ def _types(names: Sequence[str]) -> str:
 
 
 def _short(cell: float | str) -> str:
-    return "yes" if isinstance(cell, float) else "" if cell == facts.NOT_RECORDED else "no"
+    return (
+        "yes" if isinstance(cell, float) else "" if cell == facts.NOT_RECORDED else "no"
+    )
 
 
 def _number(difference: float) -> str:
@@ -349,11 +429,18 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 def main(log: Path | None = None) -> None:
     if log is not None:
         record = summary(log.read_text(encoding="utf-8").splitlines())
-        if record["mlx_vlm"] == facts.recorded()["mlx_vlm"]:  # a run of some models leaves the others' records
-            kept = {name: cells for name, cells in facts.recorded()["models"].items() if name in FAMILIES}
+        # a run of some models leaves the others' records
+        if record["mlx_vlm"] == facts.recorded()["mlx_vlm"]:
+            kept = {
+                name: cells
+                for name, cells in facts.recorded()["models"].items()
+                if name in FAMILIES
+            }
             record["models"] = {**kept, **record["models"]}
         record["variants"] = {
-            name: FAMILIES[name].registered for name in sorted(record["models"]) if FAMILIES[name].registered != name
+            name: FAMILIES[name].registered
+            for name in sorted(record["models"])
+            if FAMILIES[name].registered != name
         }
         RECORD.write_text(as_text(record), encoding="utf-8")
         facts.recorded.cache_clear()

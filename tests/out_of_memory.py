@@ -54,8 +54,17 @@ class Load:
     def position_bytes(self) -> int:
         """Bytes of a position's keys and values."""
         text = self.shape.text
-        width = text["hidden_size"] // text["num_attention_heads"] * text["num_key_value_heads"]
-        return 2 * int(text["num_hidden_layers"]) * width * getattr(mx, self.shape.dtype).size
+        width = (
+            text["hidden_size"]
+            // text["num_attention_heads"]
+            * text["num_key_value_heads"]
+        )
+        return (
+            2
+            * int(text["num_hidden_layers"])
+            * width
+            * getattr(mx, self.shape.dtype).size
+        )
 
 
 #: 0.4 G parameters, whose rows have 100 kB a token.
@@ -116,7 +125,9 @@ class Cuda:
             if wanted <= 0:
                 return
             try:
-                self._call("cuMemAlloc_v2", ctypes.byref(block), ctypes.c_size_t(wanted))
+                self._call(
+                    "cuMemAlloc_v2", ctypes.byref(block), ctypes.c_size_t(wanted)
+                )
             except RuntimeError:
                 size //= 2
             else:
@@ -134,7 +145,9 @@ class BallastProcess:
     def __init__(self) -> None:
         command = [sys.executable, "-m", "tests.out_of_memory", "--hold"]
         root = Path(__file__).parent.parent
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root)
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root
+        )
 
     def _ask(self, text: str) -> None:
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -184,7 +197,9 @@ class PretendedBallast:
             held = _held()
             self.most = max(self.most, held)
             if self.limit is not None and held > self.limit:
-                raise RuntimeError(f"[malloc] Unable to allocate {held - self.limit} bytes.")
+                raise RuntimeError(
+                    f"[malloc] Unable to allocate {held - self.limit} bytes."
+                )
             return forward(*given, **named)
 
         return watched
@@ -222,16 +237,23 @@ class Engine:
     right: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def ask(self, name: str, length: int, seed: int, answer: int | None = None) -> None:
-        ids = np.random.default_rng(seed).integers(5, self.load.shape.vocabulary - 10, (1, length))
+        ids = np.random.default_rng(seed).integers(
+            5, self.load.shape.vocabulary - 10, (1, length)
+        )
         params = SamplingParams(max_tokens=answer or self.load.answer, ignore_eos=True)
-        self.generator.insert(name, {"input_ids": mx.array(ids, dtype=mx.int32)}, params)
+        self.generator.insert(
+            name, {"input_ids": mx.array(ids, dtype=mx.int32)}, params
+        )
 
     def ask_rows(self, count: int | None = None) -> None:
         for number in range(self.load.rows if count is None else count):
             self.ask(f"r{number}", self.load.prompt + self.load.more * number, number)
 
     def finish(
-        self, *, when: Callable[[], bool] = lambda: False, then: Callable[[], None] = lambda: None
+        self,
+        *,
+        when: Callable[[], bool] = lambda: False,
+        then: Callable[[], None] = lambda: None,
     ) -> dict[str, Result]:
         """The results of all that was asked; ``then`` is called once ``when`` is so. Raises TimeoutError after 300 s."""
         ends: dict[str, Result] = {}
@@ -253,7 +275,9 @@ class Engine:
         for name in names:
             result = results.get(name)
             if result is None or result.token_ids != self.right[name]:
-                found.append(f"{name}: {'no end' if result is None else result.error or 'other tokens'}")
+                found.append(
+                    f"{name}: {'no end' if result is None else result.error or 'other tokens'}"
+                )
         return found
 
 
@@ -267,7 +291,10 @@ class Raised:
     @property
     def wrong(self) -> list[str]:
         """What is said of errors that should not be: rows began again for another reason."""
-        return [f"not taken for want of memory: {count} x {what}" for what, count in self.others.items()]
+        return [
+            f"not taken for want of memory: {count} x {what}"
+            for what, count in self.others.items()
+        ]
 
 
 @contextmanager
@@ -278,7 +305,9 @@ def judged() -> Iterator[Raised]:
 
     def watched(error: BaseException) -> bool:
         is_want = judge(error)
-        (seen.wants if is_want else seen.others)[f"{type(error).__name__}: {str(error)[:110]}"] += 1
+        (seen.wants if is_want else seen.others)[
+            f"{type(error).__name__}: {str(error)[:110]}"
+        ] += 1
         return is_want
 
     with mock.patch.object(retry, "is_out_of_memory", watched):
@@ -292,7 +321,9 @@ def engine(load: Load) -> Engine:
     adapter = adapt(build(load.shape))
     exact = fixed_shapes(adapter, max_rows=load.rows)
     config = {"max_rows": load.rows, "prefill_together": 1}
-    return Engine(load, BatchGenerator(adapter, policy=settings_for(**config), shapes=exact))
+    return Engine(
+        load, BatchGenerator(adapter, policy=settings_for(**config), shapes=exact)
+    )
 
 
 def measure(own: Engine, most: Callable[[], int]) -> tuple[int, int]:
@@ -300,7 +331,10 @@ def measure(own: Engine, most: Callable[[], int]) -> tuple[int, int]:
     release_memory()
     weights, found = mx.get_active_memory(), []
     last = own.load.rows - 1
-    for ask in (lambda: own.ask(f"r{last}", own.load.prompt + own.load.more * last, last), own.ask_rows):
+    for ask in (
+        lambda: own.ask(f"r{last}", own.load.prompt + own.load.more * last, last),
+        own.ask_rows,
+    ):
         release_memory()
         mx.reset_peak_memory()
         ask()
@@ -328,14 +362,18 @@ def try_all(own: Engine, ballast: Ballast, one: int, together: int) -> list[str]
         results = own.finish()
     never = results.pop("never")
     say(f"  never: {never.finish_reason}, {never.error}")
-    if not isinstance(never.exception, OutOfMemory) or "even alone: a prompt of" not in str(never.error):
+    if not isinstance(
+        never.exception, OutOfMemory
+    ) or "even alone: a prompt of" not in str(never.error):
         wrong.append(f"what never fits ended with {never.error}")
     wrong += [*own.wrong(results, iter(["r0", "r1"])), *seen.wrong]
     ballast.release()
 
     say("the memory is taken when three rows decode")
     begins = lambda: len(own.generator.rows.batch.rows) >= 3  # noqa: E731
-    wrong += _under_want(own, rows, own.ask_rows, when=begins, then=lambda: ballast.leave(one))
+    wrong += _under_want(
+        own, rows, own.ask_rows, when=begins, then=lambda: ballast.leave(one)
+    )
     ballast.release()
 
     say("there is room again")
@@ -346,16 +384,24 @@ def try_all(own: Engine, ballast: Ballast, one: int, together: int) -> list[str]
     return wrong
 
 
-def _under_want(own: Engine, rows: list[str], ask: Callable[[], None], **when: Any) -> list[str]:
+def _under_want(
+    own: Engine, rows: list[str], ask: Callable[[], None], **when: Any
+) -> list[str]:
     begun = own.generator.retry.num_recomputed
     with judged() as seen:
         ask()
         results = own.finish(**when)
     begun = own.generator.retry.num_recomputed - begun
     wrong = own.wrong(results, iter(rows))
-    say(f"  {len(rows) - len(wrong)} of {len(rows)} have the tokens that they have without want; {begun} began again")
+    say(
+        f"  {len(rows) - len(wrong)} of {len(rows)} have the tokens that they have without want; {begun} began again"
+    )
     wrong += seen.wrong
-    return wrong if seen.wants else [*wrong, "there was no want of memory: nothing was shown"]
+    return (
+        wrong
+        if seen.wants
+        else [*wrong, "there was no want of memory: nothing was shown"]
+    )
 
 
 def run(is_pretended: bool) -> int:
@@ -375,7 +421,11 @@ def run(is_pretended: bool) -> int:
         ballast.close()
     for what in wrong:
         say("WRONG:", what)
-    say("failed" if wrong else "all as without want, and only what never fits has failed")
+    say(
+        "failed"
+        if wrong
+        else "all as without want, and only what never fits has failed"
+    )
     return 1 if wrong else 0
 
 
@@ -386,7 +436,9 @@ def _most(ballast: PretendedBallast) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--pretend", action="store_true", help="on any device, without another process")
+    parser.add_argument(
+        "--pretend", action="store_true", help="on any device, without another process"
+    )
     parser.add_argument("--hold", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.hold:

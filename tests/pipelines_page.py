@@ -31,7 +31,11 @@ def tokens() -> str:
 
 
 def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("<", "&lt;") if " " in text else text.replace("|", "\\|")
+    return (
+        text.replace("|", "\\|").replace("<", "&lt;")
+        if " " in text
+        else text.replace("|", "\\|")
+    )
 
 
 def tables(page: str) -> str:

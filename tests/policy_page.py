@@ -9,7 +9,8 @@ from vlm_batch.policy import SETTINGS
 from vlm_batch.runtime.device import Device
 
 PAGE = Path(__file__).parent.parent / "docs/tuning.md"
-BEGIN, END = "<!-- table: written by python -m tests.policy_page -->\n", "<!-- end of table -->\n"
+BEGIN = "<!-- table: written by python -m tests.policy_page -->\n"
+END = "<!-- end of table -->\n"
 
 
 def render(page: str) -> str:

@@ -28,7 +28,14 @@ ASKED: tuple[tuple[str, tuple[tuple[int, int], ...]], ...] = (
 MOST = 6
 VARIABLE = "VLM_BATCH_PUBLISHED"
 LLAMA = "tokenizers/llama3_1"
-NAMES = ("cosmos-reason2", "florence-2-base", "granite-docling-258m", "medgemma-27b-it", "olmocr-7b", LLAMA)
+NAMES = (
+    "cosmos-reason2",
+    "florence-2-base",
+    "granite-docling-258m",
+    "medgemma-27b-it",
+    "olmocr-7b",
+    LLAMA,
+)
 #: Folders that transformers cannot read -> what their own code makes of a prompt.
 BY_OWN_CODE = {
     "florence-2-base": "processing_florence2.py of the publisher: <s> and </s> around the text, and the picture's features "
@@ -49,15 +56,24 @@ def folder_at(directory: Path, name: str, scratch: Path) -> Path | None:
         return path if path.exists() else None
     for file in path.iterdir():
         (scratch / file.name).symlink_to(file)
-    config = {**layout("mllama")["files"]["config.json"], "eos_token_id": [128001, 128008, 128009]}
+    config = {
+        **layout("mllama")["files"]["config.json"],
+        "eos_token_id": [128001, 128008, 128009],
+    }
     (scratch / "config.json").write_text(json.dumps(config), encoding="utf-8")
     pictures = {
         "image_processor_type": "MllamaImageProcessor",
         "processor_class": "MllamaProcessor",
         "max_image_tiles": 4,
     }
-    pictures |= {"size": {"height": 560, "width": 560}, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
-    (scratch / "preprocessor_config.json").write_text(json.dumps(pictures), encoding="utf-8")
+    pictures |= {
+        "size": {"height": 560, "width": 560},
+        "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
+    }
+    (scratch / "preprocessor_config.json").write_text(
+        json.dumps(pictures), encoding="utf-8"
+    )
     return scratch
 
 
@@ -89,13 +105,23 @@ def facts_of(folders: dict[str, Path]) -> dict[str, Any]:
             if name in BY_OWN_CODE:
                 if case.name in ("text", "picture", "plain text"):
                     text = case.text or case.messages[-1]["content"][-1]["text"]  # type: ignore[index]
-                    cases[case.name] = runs(florence_ids(folder, text, len(case.images)))
+                    cases[case.name] = runs(
+                        florence_ids(folder, text, len(case.images))
+                    )
             elif "ids" in answer["cases"][at]:
-                reads_no_tools = case.tools and "tools" not in folder.processing.template.reads
-                is_left = reads_no_tools or (folder.spec.family, case.name) in NOT_FOLLOWED
+                reads_no_tools = (
+                    case.tools and "tools" not in folder.processing.template.reads
+                )
+                is_left = (
+                    reads_no_tools or (folder.spec.family, case.name) in NOT_FOLLOWED
+                )
                 cases[case.name] = None if is_left else runs(answer["cases"][at]["ids"])
         ends = sorted(folder.published_ends)
-        found[name] = {"by": BY_OWN_CODE.get(name) or answer["processor"], "ends": ends, "cases": cases}
+        found[name] = {
+            "by": BY_OWN_CODE.get(name) or answer["processor"],
+            "ends": ends,
+            "cases": cases,
+        }
     return found
 
 
@@ -104,8 +130,12 @@ def main() -> None:
     assert directory is not None, f"{VARIABLE} names no directory"
     with TemporaryDirectory() as scratch:
         folders = {name: folder_at(directory, name, Path(scratch)) for name in NAMES}
-        facts = facts_of({name: path for name, path in folders.items() if path is not None})
-    lines = [f"  {json.dumps(name)}: {json.dumps(fact)}" for name, fact in facts.items()]
+        facts = facts_of(
+            {name: path for name, path in folders.items() if path is not None}
+        )
+    lines = [
+        f"  {json.dumps(name)}: {json.dumps(fact)}" for name, fact in facts.items()
+    ]
     FACTS.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
 

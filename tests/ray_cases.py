@@ -25,9 +25,13 @@ from vlm_batch.assets import default_checkpoint
 from vlm_batch.jobs.ray import Cluster
 from vlm_batch.jobs.ray_data import Answer
 
-PICTURES = sorted((Path(__file__).parent.parent / "fixtures/images").glob("*_*.png"))[:8]
+PICTURES = sorted((Path(__file__).parent.parent / "fixtures/images").glob("*_*.png"))[
+    :8
+]
 MODEL = str(default_checkpoint())
-QUESTIONS = jobs.Questions(("describe the {what}",), params=SamplingParams(max_tokens=6))
+QUESTIONS = jobs.Questions(
+    ("describe the {what}",), params=SamplingParams(max_tokens=6)
+)
 
 
 def join() -> None:
@@ -44,13 +48,23 @@ def join() -> None:
 def worker_processes() -> list[int]:
     """The processes of this cluster's workers: children of its raylet, which is a child of this process."""
     listed = subprocess.run(
-        ["ps", "-A", "-ww", "-o", "pid=,ppid=,args="], capture_output=True, text=True, check=True
+        ["ps", "-A", "-ww", "-o", "pid=,ppid=,args="],
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout
     rows = [
-        (int(pid), int(parent), args) for pid, parent, args in (line.split(None, 2) for line in listed.splitlines())
+        (int(pid), int(parent), args)
+        for pid, parent, args in (line.split(None, 2) for line in listed.splitlines())
     ]
-    raylets = {pid for pid, parent, args in rows if parent == os.getpid() and "raylet" in args}
-    return [pid for pid, parent, args in rows if parent in raylets and args.startswith("ray::Worker")]
+    raylets = {
+        pid for pid, parent, args in rows if parent == os.getpid() and "raylet" in args
+    }
+    return [
+        pid
+        for pid, parent, args in rows
+        if parent in raylets and args.startswith("ray::Worker")
+    ]
 
 
 def write_rows(folder: Path, count: int) -> Path:
@@ -59,13 +73,28 @@ def write_rows(folder: Path, count: int) -> Path:
     (folder / "damaged.png").write_bytes(PICTURES[0].read_bytes()[:60])
     with open(folder / "rows.jsonl", "w") as file:
         for number in range(count):
-            picture = str(folder / "damaged.png") if number % 20 == 7 else str(chosen.choice(PICTURES))
-            row: dict[str, Any] = {"id": f"r{number}", "image": picture, "what": "picture"}
+            picture = (
+                str(folder / "damaged.png")
+                if number % 20 == 7
+                else str(chosen.choice(PICTURES))
+            )
+            row: dict[str, Any] = {
+                "id": f"r{number}",
+                "image": picture,
+                "what": "picture",
+            }
             if number == 5:
                 row["image"] = "not/there.png"
             if number == 9:
-                parts = [{"type": "image_url", "image_url": {"url": picture}}, {"type": "text", "text": "describe"}]
-                row = {"id": "r9", "messages": [{"role": "user", "content": parts}], "what": ""}
+                parts = [
+                    {"type": "image_url", "image_url": {"url": picture}},
+                    {"type": "text", "text": "describe"},
+                ]
+                row = {
+                    "id": "r9",
+                    "messages": [{"role": "user", "content": parts}],
+                    "what": "",
+                }
             file.write(json.dumps(row) + "\n")
     return folder / "rows.jsonl"
 
@@ -106,10 +135,20 @@ def a_job_whose_workers_are_killed(folder: Path) -> None:
     source = jobs.open_sources([str(write_rows(folder, 160))])[0]
     said: list[str] = []
     with VLMBatcher(MODEL) as batcher:
-        jobs.run(source, jobs.open_sink(str(folder / "alone.jsonl")), batcher, questions=QUESTIONS)
+        jobs.run(
+            source,
+            jobs.open_sink(str(folder / "alone.jsonl")),
+            batcher,
+            questions=QUESTIONS,
+        )
     with Cluster(MODEL, workers=2, say=said.append) as cluster:
         killing = KillsOne(cluster, after=30)
-        summary = jobs.run(source, jobs.open_sink(str(folder / "ray.jsonl")), killing, questions=QUESTIONS)
+        summary = jobs.run(
+            source,
+            jobs.open_sink(str(folder / "ray.jsonl")),
+            killing,
+            questions=QUESTIONS,
+        )
         assert killing.killed
         assert any("is gone" in one and "asked again" in one for one in said), said
         assert summary.ended_rows == 160 and summary.failed == 9
@@ -123,49 +162,84 @@ def check_a_row_that_kills(cluster: Cluster) -> None:
     plain = SamplingParams(max_tokens=4)
     asked = [
         Request(
-            images=[str(PICTURES[n % 8])], prompt="describe", request_id=f"r{n}", params=killer if n == 2 else plain
+            images=[str(PICTURES[n % 8])],
+            prompt="describe",
+            request_id=f"r{n}",
+            params=killer if n == 2 else plain,
         )
         for n in range(12)
     ]
     results = {result.request_id: result for result in cluster.as_completed(asked)}
     assert len(results) == 12
     assert [name for name, result in results.items() if result.error] == ["r2"]
-    assert str(results["r2"].error).startswith("WorkerDied: 3 workers died while they answered this row")
+    assert str(results["r2"].error).startswith(
+        "WorkerDied: 3 workers died while they answered this row"
+    )
 
 
 def a_model_that_cannot_be_loaded(folder: Path) -> None:
     """Said at once, with the reason, and nothing is begun."""
     (folder / "broken").mkdir()
     (folder / "broken" / "config.json").write_text('{"model_type": "no_such_model"}')
-    for model, why in ((str(folder / "none"), "there is no such folder"), (str(folder / "broken"), "no_such_model")):
+    for model, why in (
+        (str(folder / "none"), "there is no such folder"),
+        (str(folder / "broken"), "no_such_model"),
+    ):
         with pytest.raises(jobs.InvalidJob, match=f"cannot load the model .*{why}"):
             Cluster(model, workers=1, say=lambda text: None).__enter__()
     deadline = time.monotonic() + 60
-    while worker_processes() and time.monotonic() < deadline:  # Ray ends them when it comes to it
+    # Ray ends them when it comes to it
+    while worker_processes() and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not worker_processes()
 
 
 def a_dataset(folder: Path) -> None:
     """``Answer`` in ``map_batches``: every row in its place, failures as rows, columns as ray.data.llm names them."""
-    rows = [{"id": n, "image": PICTURES[n % 8].read_bytes(), "what": "picture"} for n in range(40)]
+    rows = [
+        {"id": n, "image": PICTURES[n % 8].read_bytes(), "what": "picture"}
+        for n in range(40)
+    ]
     rows[7]["image"] = b"no picture"
     dataset = ray.data.from_items(rows, override_num_blocks=4).map_batches(
         Answer,
-        fn_constructor_kwargs={"model": MODEL, "prompt": "describe the {what}", "params": SamplingParams(max_tokens=6)},
+        fn_constructor_kwargs={
+            "model": MODEL,
+            "prompt": "describe the {what}",
+            "params": SamplingParams(max_tokens=6),
+        },
         compute=ray.data.ActorPoolStrategy(size=1, max_concurrent_calls_per_actor=2),
         batch_size=8,
     )
     answers = sorted(dataset.take_all(), key=lambda row: row["id"])
     assert [row["id"] for row in answers] == list(range(40))
     with VLMBatcher(MODEL) as batcher:
-        asked = [Request(images=[row["image"]], prompt="describe the picture", params=QUESTIONS.params) for row in rows]
+        asked = [
+            Request(
+                images=[row["image"]],
+                prompt="describe the picture",
+                params=QUESTIONS.params,
+            )
+            for row in rows
+        ]
         alone = batcher.generate(asked)
     for row, result in zip(answers, alone, strict=True):
-        assert row["generated_text"] == result.text and row["__inference_error__"] == (result.error or "")
-        assert row["num_generated_tokens"] == len(row["generated_tokens"]) == result.usage.completion_tokens
-        assert row["num_input_tokens"] == result.usage.prompt_tokens and row["finish_reason"] == result.finish_reason
-    assert "InvalidImage" in answers[7]["__inference_error__"] and answers[7]["time_taken_llm"] == -1
+        assert row["generated_text"] == result.text and row["__inference_error__"] == (
+            result.error or ""
+        )
+        assert (
+            row["num_generated_tokens"]
+            == len(row["generated_tokens"])
+            == result.usage.completion_tokens
+        )
+        assert (
+            row["num_input_tokens"] == result.usage.prompt_tokens
+            and row["finish_reason"] == result.finish_reason
+        )
+    assert (
+        "InvalidImage" in answers[7]["__inference_error__"]
+        and answers[7]["time_taken_llm"] == -1
+    )
 
 
 def a_dataset_of_chats(folder: Path) -> None:
@@ -174,16 +248,30 @@ def a_dataset_of_chats(folder: Path) -> None:
     def row(number: int) -> dict[str, Any]:
         image = {"type": "image_url", "image_url": {"url": str(PICTURES[number % 8])}}
         content = [image, {"type": "text", "text": "describe the picture"}]
-        return {"id": number, "messages": [{"role": "user", "content": content}], "sampling_params": {"max_tokens": 3}}
+        return {
+            "id": number,
+            "messages": [{"role": "user", "content": content}],
+            "sampling_params": {"max_tokens": 3},
+        }
 
     rows = [row(number) for number in range(6)]
     rows[1]["sampling_params"] = {"max_tokens": 0}
     rows[2]["messages"][0]["role"] = "nobody"
     dataset = ray.data.from_items(rows, override_num_blocks=1).map_batches(
-        Answer, fn_constructor_args=(MODEL,), compute=ray.data.ActorPoolStrategy(size=1), batch_size=4
+        Answer,
+        fn_constructor_args=(MODEL,),
+        compute=ray.data.ActorPoolStrategy(size=1),
+        batch_size=4,
     )
     answers = sorted(dataset.take_all(), key=lambda row: row["id"])
-    assert [bool(row["__inference_error__"]) for row in answers] == [False, True, True, False, False, False], answers
+    assert [bool(row["__inference_error__"]) for row in answers] == [
+        False,
+        True,
+        True,
+        False,
+        False,
+        False,
+    ], answers
     assert all(row["num_generated_tokens"] <= 3 for row in answers)
     assert "max_tokens is 0" in answers[1]["__inference_error__"]
 

@@ -14,7 +14,14 @@ LOG = "VLM_BATCH_PARITY_LOG"
 
 def record(name: str, scenario: str, placement: Placement, largest: float) -> None:
     """A cell that passed, with the largest difference of log-probabilities."""
-    _leave({"family": name, "scenario": scenario, "placement": placement.value, "difference": largest})
+    _leave(
+        {
+            "family": name,
+            "scenario": scenario,
+            "placement": placement.value,
+            "difference": largest,
+        }
+    )
 
 
 def record_none(name: str, scenario: str, why: str) -> None:

@@ -8,7 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.harness import NUM_TOKENS, TOLERANCE, Answer, Ask, Inputs, every_family, inputs_of, run, shared_adapter
+from tests.harness import (
+    NUM_TOKENS,
+    TOLERANCE,
+    Answer,
+    Ask,
+    Inputs,
+    every_family,
+    inputs_of,
+    run,
+    shared_adapter,
+)
 from tests.recording import record_none
 from tests.zoo import Trace, apart
 from tests.zoo import family as tiny_family
@@ -32,7 +42,11 @@ def in_turns() -> list[Any]:
     """Every family in one placement, the next one in the other: both together would take twice as long."""
     placements = list(Placement)
     return [
-        pytest.param(name, placement := placements[index % len(placements)], id=f"{name}-{placement.value}")
+        pytest.param(
+            name,
+            placement := placements[index % len(placements)],
+            id=f"{name}-{placement.value}",
+        )
         for index, name in enumerate(every_family())
     ]
 
@@ -45,22 +59,31 @@ def request(name: str, key: str) -> Inputs:
     if not mark:
         return inputs
     new = words(int(seed) + 1000, TAIL if mark == "~" else MORE)
-    return followed_by(inputs, new, len(inputs["input_ids"][0]) - (TAIL if mark == "~" else 0))
+    return followed_by(
+        inputs, new, len(inputs["input_ids"][0]) - (TAIL if mark == "~" else 0)
+    )
 
 
 def followed_by(inputs: Inputs, ids: list[int], at: int) -> Inputs:
     """The first ``at`` positions of a request and then other words, about the same pictures."""
     changed = {
         **inputs,
-        "input_ids": np.concatenate([inputs["input_ids"][:, :at], np.array([ids], dtype=np.int32)], axis=1),
+        "input_ids": np.concatenate(
+            [inputs["input_ids"][:, :at], np.array([ids], dtype=np.int32)], axis=1
+        ),
     }
-    if "cross_attention_mask" in inputs:  # one row a token: later ones see what the last one sees
+    # one row a token: later ones see what the last one sees
+    if "cross_attention_mask" in inputs:
         seen = inputs["cross_attention_mask"]
         changed["cross_attention_mask"] = np.concatenate(
             [seen[:, :at], np.repeat(seen[:, -1:], len(ids), axis=1)], axis=1
         )
-    for name in {"images_seq_mask", "mm_token_type_ids", "token_type_ids"} & set(inputs):
-        changed[name] = np.concatenate([inputs[name][:, :at], np.zeros((1, len(ids)), inputs[name].dtype)], axis=1)
+    for name in {"images_seq_mask", "mm_token_type_ids", "token_type_ids"} & set(
+        inputs
+    ):
+        changed[name] = np.concatenate(
+            [inputs[name][:, :at], np.zeros((1, len(ids)), inputs[name].dtype)], axis=1
+        )
     return changed
 
 
@@ -85,17 +108,30 @@ class Asker:
 
     def ask(self, *keys: str) -> list[int]:
         """Requests that are there together; how many tokens of each were cached."""
-        return self._run({key: request(self.name, key) for key in keys}, {key: alone(self.name, key) for key in keys})
+        return self._run(
+            {key: request(self.name, key) for key in keys},
+            {key: alone(self.name, key) for key in keys},
+        )
 
     def ask_inputs(self, *inputs: Inputs) -> list[int]:
         """The same for requests that have no key."""
         named = {str(index): one for index, one in enumerate(inputs)}
-        return self._run(named, {key: answer_to(self.name, one) for key, one in named.items()})
+        return self._run(
+            named, {key: answer_to(self.name, one) for key, one in named.items()}
+        )
 
     def _run(self, inputs: dict[str, Inputs], traces: dict[str, Trace]) -> list[int]:
         asks = [Ask(key) for key in inputs]
-        answers = run(shared_adapter(self.name), inputs.__getitem__, asks, generator=self.generator)
-        self.largest = max(self.largest, *(checked(self.name, answer, traces[answer.ask.key]) for answer in answers))
+        answers = run(
+            shared_adapter(self.name),
+            inputs.__getitem__,
+            asks,
+            generator=self.generator,
+        )
+        self.largest = max(
+            self.largest,
+            *(checked(self.name, answer, traces[answer.ask.key]) for answer in answers),
+        )
         return [cached(answer) for answer in answers]
 
 
@@ -111,8 +147,14 @@ def checked(name: str, answer: Answer, trace: Trace) -> float:
     result = answer.result
     assert result is not None
     assert result.error is None, result.error
-    assert list(result.token_ids) == trace.tokens[: len(result.token_ids)], (name, answer.ask.key)
-    worst = max((apart(*pair) for pair in zip(answer.logprobs, trace.logprobs, strict=False)), default=0.0)
+    assert list(result.token_ids) == trace.tokens[: len(result.token_ids)], (
+        name,
+        answer.ask.key,
+    )
+    worst = max(
+        (apart(*pair) for pair in zip(answer.logprobs, trace.logprobs, strict=False)),
+        default=0.0,
+    )
     assert worst <= TOLERANCE, (name, answer.ask.key, worst)
     return worst
 

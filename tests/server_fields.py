@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from mlx_vlm.server.schemas import ChatRequest as OfMlxVlm
-from openai.types.chat.completion_create_params import CompletionCreateParamsBase as OfOpenAI
+from openai.types.chat.completion_create_params import (
+    CompletionCreateParamsBase as OfOpenAI,
+)
 
 from vlm_batch.server.openai import REFUSED
 from vlm_batch.server.wire import ChatRequest, Common, CompletionRequest
@@ -36,7 +38,11 @@ OTHERS = {
 def field_status(model: type[Common]) -> dict[str, str]:
     """Each field of a body, and "honoured", "refused", or "nothing" (refused unless it asks for nothing)."""
     status = dict.fromkeys(model.model_fields, "honoured")
-    return status | dict.fromkeys(REFUSED, "refused") | dict.fromkeys(model.nothing, "nothing")
+    return (
+        status
+        | dict.fromkeys(REFUSED, "refused")
+        | dict.fromkeys(model.nothing, "nothing")
+    )
 
 
 def table() -> str:
@@ -46,7 +52,9 @@ def table() -> str:
     for name in sorted({*chat, *text}.union(*OTHERS.values())):
         known = ", ".join(server for server, fields in OTHERS.items() if name in fields)
         why = REFUSED.get(name, "")
-        rows.append(f"| `{name}` | {known} | {chat.get(name, 'refused')} | {text.get(name, 'refused')} | {why} |")
+        rows.append(
+            f"| `{name}` | {known} | {chat.get(name, 'refused')} | {text.get(name, 'refused')} | {why} |"
+        )
     return HEAD + "\n".join(rows) + "\n"
 
 

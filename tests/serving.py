@@ -57,17 +57,29 @@ class Running:
         return HTTPConnection("127.0.0.1", self.port, timeout=timeout)
 
     def ask(
-        self, method: str, path: str, body: Any = None, *, headers: dict[str, str] | None = None, timeout: float = 60.0
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        headers: dict[str, str] | None = None,
+        timeout: float = 60.0,
     ) -> Reply:
         """One request; a ``body`` that is no bytes goes as JSON."""
-        data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+        data = (
+            body
+            if body is None or isinstance(body, bytes)
+            else json.dumps(body).encode()
+        )
         sent = {"Content-Type": "application/json"} if body is not None else {}
         connection = self.connect(timeout)
         try:
             connection.request(method, path, data, {**sent, **(headers or {})})
             response = connection.getresponse()
             return Reply(
-                response.status, {name.lower(): value for name, value in response.getheaders()}, response.read()
+                response.status,
+                {name.lower(): value for name, value in response.getheaders()},
+                response.read(),
             )
         finally:
             connection.close()
@@ -85,15 +97,23 @@ class Running:
 
 @contextmanager
 def serving(
-    open_batcher: Callable[[], VLMBatcher] | None = None, *, policy: FetchPolicy | None = None, **settings: Any
+    open_batcher: Callable[[], VLMBatcher] | None = None,
+    *,
+    policy: FetchPolicy | None = None,
+    **settings: Any,
 ) -> Iterator[Running]:
     """A server of the embedded checkpoint, or of ``open_batcher``, that is ready; ``settings`` are ServerConfig's."""
-    config = ServerConfig(model=str(default_checkpoint()), **{"port": 0, "shutdown_seconds": 1.0, **settings})
+    config = ServerConfig(
+        model=str(default_checkpoint()),
+        **{"port": 0, "shutdown_seconds": 1.0, **settings},
+    )
     server = make_server(config, open_batcher or open_checkpoint, policy=policy)
     thread = threading.Thread(target=server.run, name="test-server", daemon=True)
     thread.start()
     try:
-        wait_until(lambda: server.started or not thread.is_alive(), "the server to listen")
+        wait_until(
+            lambda: server.started or not thread.is_alive(), "the server to listen"
+        )
         running = Running(server, server.servers[0].sockets[0].getsockname()[1])
         wait_until(lambda: server.service.state != "loading", "the model to load")
         yield running
@@ -108,7 +128,9 @@ def open_checkpoint() -> VLMBatcher:
     return VLMBatcher(str(default_checkpoint()), max_rows=16)
 
 
-def wait_until(condition: Callable[[], bool], what: str, seconds: float = START_SECONDS) -> None:
+def wait_until(
+    condition: Callable[[], bool], what: str, seconds: float = START_SECONDS
+) -> None:
     """Wait for something that is about to happen. Raises AssertionError if it does not."""
     until = time.monotonic() + seconds
     while not condition():
@@ -118,7 +140,10 @@ def wait_until(condition: Callable[[], bool], what: str, seconds: float = START_
 
 def data_uri(name: str) -> str:
     """A sample picture."""
-    return "data:image/png;base64," + base64.b64encode((IMAGES / name).read_bytes()).decode()
+    return (
+        "data:image/png;base64,"
+        + base64.b64encode((IMAGES / name).read_bytes()).decode()
+    )
 
 
 def picture(name: str) -> dict[str, Any]:

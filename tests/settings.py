@@ -50,41 +50,87 @@ def longrope(pairs: int) -> dict[str, Any]:
 def scaled(kind: str, **more: Any) -> dict[str, Any]:
     """Scaled positions beside what the family's folder says."""
     return {
-        "text_config": {"rope_parameters": {"rope_type": kind, "factor": 4.0, **more}, "max_position_embeddings": 64}
+        "text_config": {
+            "rope_parameters": {"rope_type": kind, "factor": 4.0, **more},
+            "max_position_embeddings": 64,
+        }
     }
 
 
 YARN = scaled("yarn", original_max_position_embeddings=16)
-LLAMA3 = scaled("llama3", original_max_position_embeddings=16, low_freq_factor=1.0, high_freq_factor=4.0)
+LLAMA3 = scaled(
+    "llama3",
+    original_max_position_embeddings=16,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+)
 LINEAR = scaled("linear")
 WINDOW = 9
 ALL_SLIDE = {"text_config": {"sliding_window": WINDOW}}
 QWEN_SLIDES = {
-    "text_config": {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 0, "layer_types": None}
+    "text_config": {
+        "use_sliding_window": True,
+        "sliding_window": WINDOW,
+        "max_window_layers": 0,
+        "layer_types": None,
+    }
 }
 
 #: Settings that are served as transformers has them.
 APPLIED: dict[str, Case] = {
     "longrope": Case(
         "llava_onevision",
-        {"text_config": {"rope_parameters": longrope(8), "max_position_embeddings": 512}},
+        {
+            "text_config": {
+                "rope_parameters": longrope(8),
+                "max_position_embeddings": 512,
+            }
+        },
         ("text:1:5", "text:5:40", "text:2:14", "image:3:0", "text:3:24", "image:4:1"),
     ),
     **{
         f"yarn_{name}": Case(name, YARN)
         for name in (
-            *("qwen3_5", "qwen3_5_moe", "minicpmv4_6", "glm4v", "mistral3", "idefics2", "qwen2_5_vl", "glm_ocr"),
+            *(
+                "qwen3_5",
+                "qwen3_5_moe",
+                "minicpmv4_6",
+                "glm4v",
+                "mistral3",
+                "idefics2",
+                "qwen2_5_vl",
+                "glm_ocr",
+            ),
             *("llava", "internvl", "qwen3_vl"),
         )
     },
-    "yarn_said": Case("llava_onevision", scaled("yarn", original_max_position_embeddings=16, attention_factor=1.5)),
-    **{f"linear_{name}": Case(name, LINEAR) for name in ("lfm2_vl", "aya_vision", "paligemma", "qwen3_5")},
-    **{f"llama3_{name}": Case(name, LLAMA3) for name in ("llava", "smolvlm", "glm4v_moe")},
-    **{f"window_{name}": Case(name, ALL_SLIDE) for name in ("idefics2", "llava_next", "pixtral", "mistral3")},
-    **{f"window_{name}": Case(name, QWEN_SLIDES) for name in ("qwen2_vl", "qwen2_5_vl", "internvl", "llava_onevision")},
-    "no_full_blocks": Case("qwen2_5_vl", {"vision_config": {"fullatt_block_indexes": []}}),
+    "yarn_said": Case(
+        "llava_onevision",
+        scaled("yarn", original_max_position_embeddings=16, attention_factor=1.5),
+    ),
+    **{
+        f"linear_{name}": Case(name, LINEAR)
+        for name in ("lfm2_vl", "aya_vision", "paligemma", "qwen3_5")
+    },
+    **{
+        f"llama3_{name}": Case(name, LLAMA3)
+        for name in ("llava", "smolvlm", "glm4v_moe")
+    },
+    **{
+        f"window_{name}": Case(name, ALL_SLIDE)
+        for name in ("idefics2", "llava_next", "pixtral", "mistral3")
+    },
+    **{
+        f"window_{name}": Case(name, QWEN_SLIDES)
+        for name in ("qwen2_vl", "qwen2_5_vl", "internvl", "llava_onevision")
+    },
+    "no_full_blocks": Case(
+        "qwen2_5_vl", {"vision_config": {"fullatt_block_indexes": []}}
+    ),
     "projector_llava": Case("llava", {"projector_hidden_act": "relu"}),
-    "projector_llava_onevision": Case("llava_onevision", {"projector_hidden_act": "silu"}),
+    "projector_llava_onevision": Case(
+        "llava_onevision", {"projector_hidden_act": "silu"}
+    ),
     **{
         f"tower_{name}": Case(name, {"vision_config": {"hidden_act": "relu"}})
         for name in ("llava", "idefics3", "mllama")
@@ -97,10 +143,22 @@ REFUSED = {
         Case("qwen2_5_vl", {"vision_config": {"hidden_act": "gelu"}}),
         r'vision_config.hidden_act: "gelu"',
     ),
-    "internvl's layer": (Case("internvl", {"vision_feature_layer": -2}), "vision_feature_layer: -2"),
-    "florence2's scale": (Case("florence2", {"text_config": {"scale_embedding": True}}), "scale_embedding: true"),
-    "llava's decoder": (Case("llava", {"text_config": {"hidden_act": "gelu"}}), r'text_config.hidden_act: "gelu"'),
-    "pixtral's tower": (Case("pixtral", {"vision_config": {"hidden_act": "gelu"}}), "it computes 'silu'"),
+    "internvl's layer": (
+        Case("internvl", {"vision_feature_layer": -2}),
+        "vision_feature_layer: -2",
+    ),
+    "florence2's scale": (
+        Case("florence2", {"text_config": {"scale_embedding": True}}),
+        "scale_embedding: true",
+    ),
+    "llava's decoder": (
+        Case("llava", {"text_config": {"hidden_act": "gelu"}}),
+        r'text_config.hidden_act: "gelu"',
+    ),
+    "pixtral's tower": (
+        Case("pixtral", {"vision_config": {"hidden_act": "gelu"}}),
+        "it computes 'silu'",
+    ),
 }
 
 
@@ -130,15 +188,24 @@ _UNSWEPT = re.compile(
 )
 
 
-def swept(config: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+def swept(
+    config: Mapping[str, Any], path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Each activation, epsilon, yes or no, and base of a rotation, with other values."""
     for name, value in config.items():
         if isinstance(value, Mapping):
-            if name.endswith("_config") or name.startswith(("rope_parameters", "full_", "sliding_")):
+            if name.endswith("_config") or name.startswith(
+                ("rope_parameters", "full_", "sliding_")
+            ):
                 yield from swept(value, (*path, name))
         elif name.endswith(("hidden_act", "hidden_activation", "activation_function")):
-            yield from (((*path, name), other) for other in ("relu", "quick_gelu" if value != "quick_gelu" else "gelu"))
-        elif _UNSWEPT.fullmatch(name) or ("rope_parameters" in path and name != "rope_theta"):
+            yield from (
+                ((*path, name), other)
+                for other in ("relu", "quick_gelu" if value != "quick_gelu" else "gelu")
+            )
+        elif _UNSWEPT.fullmatch(name) or (
+            "rope_parameters" in path and name != "rope_theta"
+        ):
             continue
         elif isinstance(value, bool):
             yield (*path, name), not value
@@ -154,5 +221,7 @@ def nested(path: Sequence[str], value: Any) -> dict[str, Any]:
 def write_case(folder: Path, case: Case) -> Path:
     """The folder of a case."""
     return write_checkpoint(
-        folder, case.family, config=merged(layout(case.family)["files"]["config.json"], case.change)
+        folder,
+        case.family,
+        config=merged(layout(case.family)["files"]["config.json"], case.change),
     )

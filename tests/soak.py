@@ -35,7 +35,8 @@ PICTURES = Path(__file__).parent.parent / "fixtures" / "images"
 AHEAD = 24
 #: Growth from the first third to the last that is none: of bytes of the process, and of MLX's.
 RSS_SLACK, MLX_SLACK = 48 << 20, 8 << 20
-CACHE_BYTES = 16 << 20  # full within seconds, so that what comes later shows growth and not filling
+# full within seconds, so that what comes later shows growth and not filling
+CACHE_BYTES = 16 << 20
 #: Seconds for an answer: more than a machine that other work is measured on lets this process stand still.
 PATIENCE = 3600.0
 
@@ -85,7 +86,10 @@ def asked(draw: random.Random) -> tuple[str, dict[str, Any]]:
         return f"count {number}", {"prompt": f"count to {number}"}
     if chance < 0.7:
         name = draw.choice(("red_circle", "blue_square", "digits_728", "yellow_cross"))
-        return f"picture {name}", {"images": PICTURES / f"{name}.png", "prompt": "describe the picture"}
+        return f"picture {name}", {
+            "images": PICTURES / f"{name}.png",
+            "prompt": "describe the picture",
+        }
     if chance < 0.8:
         params = SamplingParams(temperature=0.9, seed=number, max_tokens=20)
         return f"drawn {number}", {
@@ -94,11 +98,17 @@ def asked(draw: random.Random) -> tuple[str, dict[str, Any]]:
             "params": params,
         }
     if chance < 0.85:
-        return f"several {number}", {"prompt": f"count to {number}", "params": SamplingParams(n=2)}
+        return f"several {number}", {
+            "prompt": f"count to {number}",
+            "params": SamplingParams(n=2),
+        }
     if chance < 0.9:
         return "", {"images": draw.randbytes(400), "prompt": "describe the picture"}
     if chance < 0.95:
-        return "", {"prompt": f"count to {number}", "params": SamplingParams(logits_processors=[broken])}
+        return "", {
+            "prompt": f"count to {number}",
+            "params": SamplingParams(logits_processors=[broken]),
+        }
     return f"cancelled {number}", {"prompt": f"count to {number}"}
 
 
@@ -107,10 +117,16 @@ def answer(result: Result) -> tuple[Any, ...]:
 
 
 def soak(
-    seconds: float, seed: int = 0, every: float = 5.0, keep: Callable[[list[Sample]], None] = lambda samples: None
+    seconds: float,
+    seed: int = 0,
+    every: float = 5.0,
+    keep: Callable[[list[Sample]], None] = lambda samples: None,
 ) -> tuple[list[Sample], Counter[str], list[str]]:
     """Samples, how requests ended, and what was wrong. ``keep`` is shown the samples as they grow."""
-    draw, ends, wrong, samples = random.Random(seed), Counter[str](), list[str](), list[Sample]()
+    draw = random.Random(seed)
+    ends = Counter[str]()
+    wrong = list[str]()
+    samples = list[Sample]()
     with VLMBatcher(assets.default_checkpoint(), caches=Caches(CACHE_BYTES)) as batcher:
         alone: dict[str, tuple[Any, ...]] = {}
         trial = random.Random(1)
@@ -130,9 +146,10 @@ def soak(
             name, handle = flying.popleft()
             result = handle.result(timeout=PATIENCE)
             ends[result.finish_reason] += 1
-            expected = {"error": not name, "cancelled": name.startswith("cancelled")}.get(
-                result.finish_reason, bool(name) and answer(result) == alone[name]
-            )
+            expected = {
+                "error": not name,
+                "cancelled": name.startswith("cancelled"),
+            }.get(result.finish_reason, bool(name) and answer(result) == alone[name])
             if not expected:
                 wrong.append(f"{name}: {result}")
             if time.monotonic() - begin >= every * len(samples):
@@ -168,7 +185,13 @@ def posted(draw: random.Random) -> tuple[str, dict[str, Any]]:
         name = f"several {number}"
     elif chance < 0.7:
         damaged = base64.b64encode(draw.randbytes(400)).decode()
-        content = [{"type": "image_url", "image_url": {"url": f"data:image/png;base64,{damaged}"}}, text("describe it")]
+        content = [
+            {
+                "type": "image_url",
+                "image_url": {"url": f"data:image/png;base64,{damaged}"},
+            },
+            text("describe it"),
+        ]
         name = ""
     return name, {"messages": [{"role": "user", "content": content}], **fields}
 
@@ -179,15 +202,23 @@ def answered(server: Running, body: dict[str, Any]) -> tuple[int, tuple[str, ...
     if reply.status != 200:
         return reply.status, ()
     if not body.get("stream"):
-        return 200, tuple(choice["message"]["content"] for choice in reply.json["choices"])
+        return 200, tuple(
+            choice["message"]["content"] for choice in reply.json["choices"]
+        )
     texts: dict[int, str] = {}
-    events = [line[6:] for line in reply.body.decode().splitlines() if line.startswith("data: ")]
+    events = [
+        line[6:]
+        for line in reply.body.decode().splitlines()
+        if line.startswith("data: ")
+    ]
     assert events[-1] == "[DONE]", events[-1]
     for event in map(json.loads, events[:-1]):
         if "error" in event:
             return int(event["error"].get("code") or 400), ()
         for choice in event["choices"]:
-            texts[choice["index"]] = texts.get(choice["index"], "") + (choice["delta"].get("content") or "")
+            texts[choice["index"]] = texts.get(choice["index"], "") + (
+                choice["delta"].get("content") or ""
+            )
     return 200, tuple(texts[index] for index in sorted(texts))
 
 
@@ -196,7 +227,10 @@ def leave(server: Running, body: dict[str, Any], after: int) -> None:
     connection = server.connect(PATIENCE)
     try:
         connection.request(
-            "POST", "/v1/chat/completions", json.dumps(body | {"stream": True}), {"Content-Type": "application/json"}
+            "POST",
+            "/v1/chat/completions",
+            json.dumps(body | {"stream": True}),
+            {"Content-Type": "application/json"},
         )
         if after:
             response = connection.getresponse()
@@ -209,7 +243,9 @@ def leave(server: Running, body: dict[str, Any], after: int) -> None:
 class Client:
     """One of many clients: asks, compares and leaves until it is told to stop."""
 
-    def __init__(self, server: Running, alone: dict[str, tuple[str, ...]], seed: int) -> None:
+    def __init__(
+        self, server: Running, alone: dict[str, tuple[str, ...]], seed: int
+    ) -> None:
         self._server, self._alone, self._draw = server, alone, random.Random(seed)
         self.ends, self.wrong = Counter[str](), list[str]()
 
@@ -226,33 +262,58 @@ class Client:
             leave(self._server, body, self._draw.randrange(6))
             self.ends["left"] += 1
             return
-        status, texts = answered(self._server, body | {"stream": self._draw.random() < 0.5})
+        status, texts = answered(
+            self._server, body | {"stream": self._draw.random() < 0.5}
+        )
         self.ends["answered" if status == 200 else "refused"] += 1
-        if (status == 200) is not bool(name) or (name and texts != self._alone[name]) or status >= 500:
-            self.wrong.append(f"{name}: {status} {texts}, and alone {self._alone.get(name)}")
+        if (
+            (status == 200) is not bool(name)
+            or (name and texts != self._alone[name])
+            or status >= 500
+        ):
+            self.wrong.append(
+                f"{name}: {status} {texts}, and alone {self._alone.get(name)}"
+            )
 
 
 def soak_http(
-    seconds: float, seed: int = 0, every: float = 5.0, keep: Callable[[list[Sample]], None] = lambda samples: None
+    seconds: float,
+    seed: int = 0,
+    every: float = 5.0,
+    keep: Callable[[list[Sample]], None] = lambda samples: None,
 ) -> tuple[list[Sample], Counter[str], list[str]]:
     """``soak`` of a server, by clients in threads of this process."""
-    samples, alone, trial = list[Sample](), dict[str, tuple[str, ...]](), random.Random(1)
-    with serving(lambda: VLMBatcher(assets.default_checkpoint(), max_rows=8, caches=Caches(CACHE_BYTES))) as server:
+    samples = list[Sample]()
+    alone = dict[str, tuple[str, ...]]()
+    trial = random.Random(1)
+    with serving(
+        lambda: VLMBatcher(
+            assets.default_checkpoint(), max_rows=8, caches=Caches(CACHE_BYTES)
+        )
+    ) as server:
         for _ in range(600):  # before anybody else is there
             name, body = posted(trial)
             if name and name not in alone:
                 alone[name] = answered(server, body)[1]
         begin = time.monotonic()
-        clients = [Client(server, alone, 1000 * seed + number) for number in range(CLIENTS)]
+        clients = [
+            Client(server, alone, 1000 * seed + number) for number in range(CLIENTS)
+        ]
         threads = [
-            threading.Thread(target=client.run, args=(lambda: time.monotonic() > begin + seconds,))
+            threading.Thread(
+                target=client.run, args=(lambda: time.monotonic() > begin + seconds,)
+            )
             for client in clients
         ]
         for thread in threads:
             thread.start()
         while any(thread.is_alive() for thread in threads):
-            if time.monotonic() - begin >= every * len(samples) and all(thread.is_alive() for thread in threads):
-                samples.append(sample(begin, sum(client.ends.total() for client in clients)))
+            if time.monotonic() - begin >= every * len(samples) and all(
+                thread.is_alive() for thread in threads
+            ):
+                samples.append(
+                    sample(begin, sum(client.ends.total() for client in clients))
+                )
                 keep(samples)
             time.sleep(0.05)
         wait_until(lambda: _is_idle(server), "the last to end", PATIENCE)
@@ -262,7 +323,9 @@ def soak_http(
 
 def _is_idle(server: Running) -> bool:
     stats = server.server.service.stats()
-    return stats is not None and not (stats.decoding or stats.queued or stats.waiting or stats.prefilling)
+    return stats is not None and not (
+        stats.decoding or stats.queued or stats.waiting or stats.prefilling
+    )
 
 
 # Figures ----------------------------------------------------------------------------------------------------------------
@@ -285,7 +348,8 @@ def growth(samples: list[Sample]) -> list[str]:
         ("files", 2, min),
     ):
         before, after = (
-            choose(getattr(one, name) for one in part) for part in (samples[third:-third], samples[-third:])
+            choose(getattr(one, name) for one in part)
+            for part in (samples[third:-third], samples[-third:])
         )
         if after > before + slack:
             found.append(f"{name} grew from {before:,} to {after:,}")
@@ -311,7 +375,10 @@ def plot(runs: list[list[dict[str, Any]]], names: list[str], path: Path) -> None
     for axis, (key, label, unit) in zip(axes.flat, parts, strict=True):
         for name, samples in zip(names, runs, strict=True):
             axis.plot(
-                [one["seconds"] / 60 for one in samples], [one[key] / unit for one in samples], label=name, lw=1.2
+                [one["seconds"] / 60 for one in samples],
+                [one[key] / unit for one in samples],
+                label=name,
+                lw=1.2,
             )
         axis.set_title(label, fontsize=10)
         axis.set_ylim(bottom=0)
@@ -328,10 +395,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seconds", type=float, default=3600)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--http", action="store_true", help="a server, and clients that leave")
+    parser.add_argument(
+        "--http", action="store_true", help="a server, and clients that leave"
+    )
     parser.add_argument("--json", type=Path, help="where the samples go")
-    parser.add_argument("--plot", type=Path, help="draw samples of earlier runs, and do nothing else")
-    parser.add_argument("--from", dest="sources", type=Path, action="append", default=[], help="samples to draw")
+    parser.add_argument(
+        "--plot", type=Path, help="draw samples of earlier runs, and do nothing else"
+    )
+    parser.add_argument(
+        "--from",
+        dest="sources",
+        type=Path,
+        action="append",
+        default=[],
+        help="samples to draw",
+    )
     options = parser.parse_args()
     if options.plot is not None:
         runs = [json.loads(source.read_text()) for source in options.sources]
@@ -340,13 +418,21 @@ def main() -> None:
 
     def keep(samples: list[Sample]) -> None:
         if options.json is not None:
-            options.json.write_text(json.dumps([asdict(one) for one in samples], indent=1))
+            options.json.write_text(
+                json.dumps([asdict(one) for one in samples], indent=1)
+            )
 
     run = soak_http if options.http else soak
-    samples, ends, wrong = run(options.seconds, options.seed, max(1.0, options.seconds / 120), keep)
+    samples, ends, wrong = run(
+        options.seconds, options.seed, max(1.0, options.seconds / 120), keep
+    )
     for one in (samples[0], samples[len(samples) // 2], samples[-1]):
         print(one)
-    print(dict(ends), f"{sum(ends.values()):,} requests;", *(wrong[:5] or ["every answer is its own"]))
+    print(
+        dict(ends),
+        f"{sum(ends.values()):,} requests;",
+        *(wrong[:5] or ["every answer is its own"]),
+    )
     print(*(growth(samples) or ["flat"]), sep="\n")
 
 

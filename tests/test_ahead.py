@@ -48,7 +48,12 @@ class FakeLoading:
     is_cancelled: bool = field(default=False, init=False)
 
     def result(self) -> Prepared:
-        return Prepared({"input_ids": np.zeros((1, 0), np.int32), "pixels": np.zeros(self.becomes, np.uint8)})
+        return Prepared(
+            {
+                "input_ids": np.zeros((1, 0), np.int32),
+                "pixels": np.zeros(self.becomes, np.uint8),
+            }
+        )
 
     def when_done(self, call: Any) -> None: ...
 
@@ -61,12 +66,16 @@ class Waiting:
 
     def __init__(self, bound: int = BOUND, look_ahead: int = 64) -> None:
         config = {"max_rows": 1, "look_ahead": look_ahead, "look_ahead_bytes": bound}
-        self.generator = BatchGenerator(shared_adapter("qwen2_vl"), policy=settings_for(**config))
+        self.generator = BatchGenerator(
+            shared_adapter("qwen2_vl"), policy=settings_for(**config)
+        )
         self.admission = self.generator.rows.waiting
         self.rows: dict[str, Row] = {}
         self._loadings: dict[str, FakeLoading] = {}
 
-    def add(self, name: str, loading: FakeLoading, priority: int = 0, lane: str = "memory") -> None:
+    def add(
+        self, name: str, loading: FakeLoading, priority: int = 0, lane: str = "memory"
+    ) -> None:
         row = new_row(name, Prompt(question=name), SamplingParams(), priority=priority)
         row.lane = lane
         self.rows[name], self._loadings[name] = row, loading
@@ -99,7 +108,11 @@ class Waiting:
 
     def held(self) -> int:
         """Bytes of what is prepared, counted by hand."""
-        return sum(row.prompt.inputs["pixels"].nbytes for row in self.rows.values() if row.prompt.inputs is not None)
+        return sum(
+            row.prompt.inputs["pixels"].nbytes
+            for row in self.rows.values()
+            if row.prompt.inputs is not None
+        )
 
 
 def test_the_first_of_its_size_goes_alone_and_then_as_many_as_fit() -> None:
@@ -109,7 +122,8 @@ def test_the_first_of_its_size_goes_alone_and_then_as_many_as_fit() -> None:
     assert engine.read() == list("01234567")
     assert engine.process() == ["0"]  # nobody knows yet what will come of it
     engine.take_in("0")
-    assert engine.process() == ["1", "2"]  # 230 are held, and each takes 230 and 6 a pixel
+    # 230 are held, and each takes 230 and 6 a pixel
+    assert engine.process() == ["1", "2"]
     engine.take_in("1", "2")
     assert engine.process() == []
     assert engine.admission.nbytes == engine.held() == 690
@@ -125,7 +139,8 @@ def test_small_pictures_do_not_wait_for_large_ones_to_be_decoded() -> None:
     engine.take_in("known")
     engine.end("known")
     for index in range(3):
-        engine.add(f"large {index}", FakeLoading(num_pixels=150, becomes=10))  # 900 bytes while it is decoded
+        # 900 bytes while it is decoded
+        engine.add(f"large {index}", FakeLoading(num_pixels=150, becomes=10))
     engine.add("small", FakeLoading(num_pixels=10, becomes=10))
     engine.read()
     assert engine.process() == ["small", "large 0"]
@@ -144,7 +159,8 @@ def test_one_that_is_larger_goes_alone_and_is_not_overtaken() -> None:
     engine.read()
     assert engine.process() == ["a"]
     engine.take_in("a")
-    assert engine.process() == []  # nor "b", which would fit: one that needs all the room would never have it
+    # nor "b", which would fit: one that needs all the room would never have it
+    assert engine.process() == []
     engine.end("a")
     assert engine.process() == ["large"]
     engine.take_in("large")
@@ -196,7 +212,8 @@ def test_texts_need_no_room_and_what_is_known_is_not_guessed() -> None:
     assert engine.process() == ["text"]
     engine.take_in("text")
     engine.end("large")
-    assert engine.process() == ["inputs"]  # and not the picture: thousands are expected of its size
+    # and not the picture: thousands are expected of its size
+    assert engine.process() == ["inputs"]
     engine.take_in("inputs")
     assert engine.process() == []
     engine.end("inputs")
@@ -242,14 +259,25 @@ def test_any_history_stays_within_the_bound_and_starves_nobody(seed: int) -> Non
     names = [f"{index}" for index in range(120)]
     for name in names:
         size = chance.choice([1, 60, 200, 480, 990, 3000])
-        loading = FakeLoading(num_pixels=size, becomes=size, nbytes=chance.choice([0, 5]))
-        engine.add(name, loading, priority=chance.choice([0, 0, 0, 1, 9]), lane=chance.choice("ab"))
+        loading = FakeLoading(
+            num_pixels=size, becomes=size, nbytes=chance.choice([0, 5])
+        )
+        engine.add(
+            name,
+            loading,
+            priority=chance.choice([0, 0, 0, 1, 9]),
+            lane=chance.choice("ab"),
+        )
         for _ in range(chance.randrange(3)):
             engine.read()
             processing += engine.process()
             if processing and chance.random() < 0.7:
                 engine.take_in(processing.pop(0))
-            alive = [row.request_id for row in engine.rows.values() if row.status is not Status.FINISHED]
+            alive = [
+                row.request_id
+                for row in engine.rows.values()
+                if row.status is not Status.FINISHED
+            ]
             if alive and chance.random() < 0.6:
                 engine.end(chance.choice(alive))
         check(engine)
@@ -259,7 +287,9 @@ def test_any_history_stays_within_the_bound_and_starves_nobody(seed: int) -> Non
         engine.take_in(*processing)
         processing.clear()
         check(engine)
-        prepared = [row for row in engine.rows.values() if row.prompt.inputs is not None]
+        prepared = [
+            row for row in engine.rows.values() if row.prompt.inputs is not None
+        ]
         if not prepared:
             break
         engine.end(prepared[0].request_id)
@@ -268,7 +298,11 @@ def test_any_history_stays_within_the_bound_and_starves_nobody(seed: int) -> Non
 
 
 def check(engine: Waiting) -> None:
-    sizes = sorted(row.prompt.nbytes for row in engine.rows.values() if row.prompt.inputs is not None)
+    sizes = sorted(
+        row.prompt.nbytes
+        for row in engine.rows.values()
+        if row.prompt.inputs is not None
+    )
     assert sum(sizes[:-1]) <= BOUND
     assert engine.admission.nbytes >= sum(sizes)
 
@@ -280,12 +314,17 @@ def test_decoded_pixels_are_bounded_whoever_is_first() -> None:
     engine.read()
     engine.take_in(*engine.process())
     for name, priority in (("a", 0), ("b", 5), ("larger than the bound", 9)):
-        engine.add(name, FakeLoading(num_pixels=1000 if "larger" in name else 100, becomes=10), priority=priority)
+        engine.add(
+            name,
+            FakeLoading(num_pixels=1000 if "larger" in name else 100, becomes=10),
+            priority=priority,
+        )
     engine.read()
     assert engine.process() == ["larger than the bound"]
     engine.take_in("larger than the bound")
     engine.end("larger than the bound")
-    assert engine.process() == ["b"]  # 600 of 1,000 bytes: "a" has its turn when those are let go
+    # 600 of 1,000 bytes: "a" has its turn when those are let go
+    assert engine.process() == ["b"]
     engine.take_in("b")
     assert engine.process() == ["a"]
 
@@ -305,11 +344,20 @@ def test_pixels_are_counted_by_the_header(tmp_path: Path) -> None:
     picture = Image.new("RGB", (30, 20))
     picture.save(tmp_path / "a.png")
     data = (tmp_path / "a.png").read_bytes()
-    assert [count_pixels(one) for one in (picture, data, np.zeros((20, 30, 3), np.uint8))] == [600] * 3
-    assert [count_pixels(one) for one in ("a.png", b"no picture", np.zeros(3))] == [0] * 3
+    assert [
+        count_pixels(one) for one in (picture, data, np.zeros((20, 30, 3), np.uint8))
+    ] == [600] * 3
+    assert [count_pixels(one) for one in ("a.png", b"no picture", np.zeros(3))] == [
+        0
+    ] * 3
     assert Question(images=("a.png",)).with_media([data]).num_pixels == 600
     frames = Video([picture] * 10, max_frames=4)
-    assert Question(images=("a.png",), videos=(frames,)).with_media([data, frames]).num_pixels == 5 * 600
+    assert (
+        Question(images=("a.png",), videos=(frames,))
+        .with_media([data, frames])
+        .num_pixels
+        == 5 * 600
+    )
 
 
 def bomb(side: int) -> bytes:
@@ -321,7 +369,9 @@ def bomb(side: int) -> bytes:
 
 @pytest.fixture(scope="module")
 def model() -> Iterator[VLMBatcher]:
-    with VLMBatcher(str(CHECKPOINT), limits=Limits(request_pixels=1_000_000)) as batcher:
+    with VLMBatcher(
+        str(CHECKPOINT), limits=Limits(request_pixels=1_000_000)
+    ) as batcher:
         yield batcher
 
 
@@ -346,20 +396,32 @@ def test_a_requests_pixels_are_bounded_before_any_is_decoded(
 
 def test_an_icon_is_not_decoded_to_count_its_pixels(tmp_path: Path) -> None:
     within = bomb(3000)
-    icon = struct.pack("<HHHBBBBHHII", 0, 1, 1, 16, 16, 0, 0, 1, 32, len(within), 22) + within
+    icon = (
+        struct.pack("<HHHBBBBHHII", 0, 1, 1, 16, 16, 0, 0, 1, 32, len(within), 22)
+        + within
+    )
     (tmp_path / "a.ico").write_bytes(icon)
-    assert count_pixels(icon) == 9_000_000  # its picture is cut short: decoding it would raise
+    # its picture is cut short: decoding it would raise
+    assert count_pixels(icon) == 9_000_000
     assert size_of_file(str(tmp_path / "a.ico")) == (3000, 3000)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the C library gives back by itself")
-def test_what_was_decoded_is_given_back(model: VLMBatcher, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="elsewhere the C library gives back by itself"
+)
+def test_what_was_decoded_is_given_back(
+    model: VLMBatcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trimmed: list[int] = []
     monkeypatch.setattr(prepare, "MANY_PIXELS", 500_000)
     monkeypatch.setattr(prepare, "trim", lambda: trimmed.append(1))
-    model.submit(Image.new("RGB", (100, 100)), DESCRIBE, params={"max_tokens": 1}).result()
+    model.submit(
+        Image.new("RGB", (100, 100)), DESCRIBE, params={"max_tokens": 1}
+    ).result()
     assert not trimmed
-    model.submit(Image.new("RGB", (800, 800)), DESCRIBE, params={"max_tokens": 1}).result()
+    model.submit(
+        Image.new("RGB", (800, 800)), DESCRIBE, params={"max_tokens": 1}
+    ).result()
     assert trimmed
 
 
@@ -389,7 +451,9 @@ def held(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize("way", ["array", "bytes", "path"])
 @pytest.mark.parametrize("room", [100, 3, 0])
-def test_a_batcher_reads_ahead_within_its_bytes(way: str, room: int, held: list[int], tmp_path: Path) -> None:
+def test_a_batcher_reads_ahead_within_its_bytes(
+    way: str, room: int, held: list[int], tmp_path: Path
+) -> None:
     """Room for so many pictures; for one there always is."""
     one = np.random.default_rng(3).integers(0, 255, (56, 56, 3)).astype(np.uint8)
     path = tmp_path / "a.png"
@@ -400,10 +464,18 @@ def test_a_batcher_reads_ahead_within_its_bytes(way: str, room: int, held: list[
     size = held[-1]
     held.clear()
     most = room * size + 1
-    with VLMBatcher(CHECKPOINT, max_rows=1, caches=None, policy={"look_ahead_bytes": most}) as batcher:
-        first = batcher.submit(None, "count to 9", params=SamplingParams(max_tokens=20_000, ignore_eos=True))
+    with VLMBatcher(
+        CHECKPOINT, max_rows=1, caches=None, policy={"look_ahead_bytes": most}
+    ) as batcher:
+        first = batcher.submit(
+            None,
+            "count to 9",
+            params=SamplingParams(max_tokens=20_000, ignore_eos=True),
+        )
         next(iter(first))  # it has the only place
-        handles = [batcher.submit(picture, f"{DESCRIBE} {index}") for index in range(10)]
+        handles = [
+            batcher.submit(picture, f"{DESCRIBE} {index}") for index in range(10)
+        ]
         wait_for(lambda: batcher.stats().waiting >= (10 if room == 100 else 1))
         for handle in handles[3:5]:
             handle.cancel()

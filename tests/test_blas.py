@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 pytestmark = pytest.mark.skipif(
-    not sys.platform.startswith("linux"), reason="Accelerate is fast, and nothing is preloaded"
+    not sys.platform.startswith("linux"),
+    reason="Accelerate is fast, and nothing is preloaded",
 )
 
 PRODUCT = """
@@ -25,9 +26,16 @@ print(time.perf_counter() - began)
 
 
 def run(code: str, **settings: str) -> str:
-    environment = {name: value for name, value in os.environ.items() if name != "VLM_BATCH_NO_BLAS"} | settings
+    environment = {
+        name: value for name, value in os.environ.items() if name != "VLM_BATCH_NO_BLAS"
+    } | settings
     done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code],
+        env=environment,
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     return done.stdout.strip()
 
@@ -45,7 +53,9 @@ def test_it_says_which_library_serves() -> None:
 
 @pytest.mark.parametrize("case", ["after mlx", "opted out"])
 def test_it_does_nothing_where_it_is_no_use(case: str) -> None:
-    code = "from vlm_batch.runtime.blas import preload_openblas; print(preload_openblas())"
+    code = (
+        "from vlm_batch.runtime.blas import preload_openblas; print(preload_openblas())"
+    )
     if case == "opted out":
         assert run(code, VLM_BATCH_NO_BLAS="1") == "None"
     else:
@@ -78,8 +88,16 @@ print([str(line.message) for line in said])
 
 
 @pytest.mark.parametrize(
-    ("core", "dtype", "lines"), [("Haswell", "float32", 1), ("Haswell", "bfloat16", 0), ("SKYLAKEX", "float32", 0)]
+    ("core", "dtype", "lines"),
+    [("Haswell", "float32", 1), ("Haswell", "bfloat16", 0), ("SKYLAKEX", "float32", 0)],
 )
-def test_an_environment_that_halves_the_speed_is_named(core: str, dtype: str, lines: int) -> None:
+def test_an_environment_that_halves_the_speed_is_named(
+    core: str, dtype: str, lines: int
+) -> None:
     said = run(SLOWED.replace("sys.argv[1:]", f"[{dtype!r}]"), OPENBLAS_CORETYPE=core)
-    assert said.count(f"OPENBLAS_CORETYPE={core} keeps float32 products from this processor's AVX-512") == lines, said
+    assert (
+        said.count(
+            f"OPENBLAS_CORETYPE={core} keeps float32 products from this processor's AVX-512"
+        )
+        == lines
+    ), said

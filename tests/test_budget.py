@@ -42,7 +42,9 @@ from vlm_batch.types import Result
 class Kept:
     """A budget with both of its owners, and a directory as the second tier."""
 
-    def __init__(self, directory: Path, max_bytes: int = 60_000, max_file_bytes: int = 60_000) -> None:
+    def __init__(
+        self, directory: Path, max_bytes: int = 60_000, max_file_bytes: int = 60_000
+    ) -> None:
         self.budget = ByteBudget(max_bytes)
         self.files = RowFiles(directory, max_file_bytes, Identity("m"))
         self.rows = PrefixCache(self.budget, self.files)
@@ -56,26 +58,36 @@ class Kept:
         assert (self.files.nbytes, len(self.files)) == (sum(on_disk), len(on_disk))
         assert self.files.nbytes <= self.files.max_bytes
         for row in self.rows.rows:
-            assert any(self.rows._rows[number] is row for number, _ in self.rows._index.candidates(row.keys))
+            assert any(
+                self.rows._rows[number] is row
+                for number, _ in self.rows._index.candidates(row.keys)
+            )
 
 
 def row_of(ids: list[int], nbytes: int) -> SavedRow:
     keys = np.zeros((len(ids), 3), dtype=np.int64)
     keys[:, 0] = ids
-    return SavedRow(keys, 0, {}, {len(ids): Snapshot(logits=mx.zeros((1, nbytes // 4)))})
+    return SavedRow(
+        keys, 0, {}, {len(ids): Snapshot(logits=mx.zeros((1, nbytes // 4)))}
+    )
 
 
 def random_ids(random: np.random.RandomState) -> list[int]:
     """One of a few trunks, cut anywhere, perhaps with words of its own: beginnings of each other, equal ones, forks."""
     trunk = np.random.RandomState(random.randint(3)).randint(0, 9, 60)
-    return [*trunk[: random.randint(9, 60)], *random.randint(0, 9, random.choice([0, 0, 12])).tolist()]
+    return [
+        *trunk[: random.randint(9, 60)],
+        *random.randint(0, 9, random.choice([0, 0, 12])).tolist(),
+    ]
 
 
 def operate(kept: Kept, random: np.random.RandomState) -> None:
     """Something that an engine does with what it keeps."""
     what = random.randint(4)
     if what == 0:
-        kept.rows.store(row_of(random_ids(random), int(random.choice([400, 8_000, 30_000, 90_000]))))
+        kept.rows.store(
+            row_of(random_ids(random), int(random.choice([400, 8_000, 30_000, 90_000])))
+        )
     elif what == 1:
         ids = random_ids(random)
         keys = np.zeros((len(ids), 3), dtype=np.int64)
@@ -138,8 +150,15 @@ def test_a_failing_store_costs_the_entry_and_nothing_else(
 
 
 def grid_towers() -> list[str]:
-    classes = {name: adapter_for(tiny_family(name).registered).tower_class for name in every_family()}
-    return [name for name, tower in classes.items() if issubclass(tower, RememberingGridTower)]
+    classes = {
+        name: adapter_for(tiny_family(name).registered).tower_class
+        for name in every_family()
+    }
+    return [
+        name
+        for name, tower in classes.items()
+        if issubclass(tower, RememberingGridTower)
+    ]
 
 
 def remembering(name: str) -> tuple[Adapter, FeatureStore]:
@@ -172,7 +191,12 @@ def test_a_new_picture_twice_in_one_request_is_encoded_and_counted_once(
 
         inner.__class__ = Counted
         axis = 0 if pixels.shape[0] == int(np.array(grids).prod(axis=1).sum()) else 1
-        twice = plain(self, mx.concatenate([pixels] * 2, axis=axis), mx.concatenate([grids] * 2), **kwargs)
+        twice = plain(
+            self,
+            mx.concatenate([pixels] * 2, axis=axis),
+            mx.concatenate([grids] * 2),
+            **kwargs,
+        )
         once = plain(self, *args, **kwargs)
         found.append((once, twice))
         return once
@@ -192,24 +216,36 @@ def test_a_new_picture_twice_in_one_request_is_encoded_and_counted_once(
 
 
 @pytest.mark.parametrize("placement", list(Placement))
-def test_one_new_picture_in_two_requests_that_arrive_together(placement: Placement) -> None:
+def test_one_new_picture_in_two_requests_that_arrive_together(
+    placement: Placement,
+) -> None:
     name = "qwen2_vl"
     adapter, store = remembering(name)
     reuse = Reuse(adapter, PrefixCache(store.budget), budget=store.budget)
     config = {"max_rows": 4, "encode_together": 4, "prefill_together": 4}
-    generator = BatchGenerator(adapter, policy=settings_for(placement, **config), reuse=reuse)
+    generator = BatchGenerator(
+        adapter, policy=settings_for(placement, **config), reuse=reuse
+    )
     results: list[Result] = []
     for turn in range(3):
         for index in range(2):
             inputs = dict(inputs_of(name, f"image:{turn}:1"))
             inputs["input_ids"] = inputs["input_ids"].copy()
-            inputs["input_ids"][0, 0] = 40 + index  # prompts that differ from their first token on
-            generator.insert(f"{turn} {index}", as_mlx(inputs), SamplingParams(max_tokens=3))
+            # prompts that differ from their first token on
+            inputs["input_ids"][0, 0] = 40 + index
+            generator.insert(
+                f"{turn} {index}", as_mlx(inputs), SamplingParams(max_tokens=3)
+            )
         while generator.has_work:
-            results += [event.result for event in generator.step() if event.result is not None]
+            results += [
+                event.result for event in generator.step() if event.result is not None
+            ]
     assert all(result.ok for result in results)
     assert generator.reuse.prefix is not None
-    assert store.budget.nbytes == sum(row.footprint for row in generator.reuse.prefix.rows) + store.nbytes
+    assert (
+        store.budget.nbytes
+        == sum(row.footprint for row in generator.reuse.prefix.rows) + store.nbytes
+    )
     assert len(store) == 3
 
 
@@ -218,8 +254,12 @@ def test_a_budget_of_a_few_rows_serves_on() -> None:
     random = np.random.RandomState(0)
     with VLMBatcher(default_checkpoint(), caches=Caches(200_000)) as batcher:
         for _ in range(110):
-            picture = Image.fromarray(random.randint(0, 255, (56, 56, 3), dtype=np.uint8))
-            asked = batcher.submit([picture, picture], "describe", params=SamplingParams(max_tokens=2))
+            picture = Image.fromarray(
+                random.randint(0, 255, (56, 56, 3), dtype=np.uint8)
+            )
+            asked = batcher.submit(
+                [picture, picture], "describe", params=SamplingParams(max_tokens=2)
+            )
             result = asked.result()
             assert result.ok, result.error
         assert 0 < batcher.stats().cache_bytes <= 200_000
@@ -262,8 +302,12 @@ def test_a_pictures_features_do_not_hold_its_neighbours() -> None:
     assert store.nbytes == store.budget.nbytes >= 20 * 400
 
 
-@pytest.mark.parametrize("damage", ["identity", "structure", "kind", "tensor", "snapshot"])
-def test_a_sealed_file_that_says_something_else_is_refused_and_removed(damage: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "damage", ["identity", "structure", "kind", "tensor", "snapshot"]
+)
+def test_a_sealed_file_that_says_something_else_is_refused_and_removed(
+    damage: str, tmp_path: Path
+) -> None:
     """A digest keeps accidents out, not other programs: whatever a header says is InvalidCache, at the start, too."""
     structure: Any = {"num_layers": 1, "num_pictures": 0, "whole": {}, "points": {}}
     identity: Any = '{"model": "m", "settings": {}}'
@@ -274,11 +318,18 @@ def test_a_sealed_file_that_says_something_else_is_refused_and_removed(damage: s
     elif damage == "kind":
         structure["whole"] = {"0": {"kind": "NoSuchState"}}
     elif damage == "tensor":
-        structure["whole"] = {"0": {"kind": "FullState", "keys": {"tensor": "missing"}, "values": 1}}
+        structure["whole"] = {
+            "0": {"kind": "FullState", "keys": {"tensor": "missing"}, "values": 1}
+        }
     else:
         structure["points"] = {"x": {}}
     tensors = {"keys": mx.zeros((9, 3), dtype=mx.int64)}
-    metadata = {"format": FORMAT, "version": VERSION, "identity": identity, "structure": json.dumps(structure)}
+    metadata = {
+        "format": FORMAT,
+        "version": VERSION,
+        "identity": identity,
+        "structure": json.dumps(structure),
+    }
     metadata["digest"] = _seal(tensors, metadata)
     path = tmp_path / ("0" * 32 + ".row.safetensors")
     mx.save_safetensors(str(path), tensors, metadata)
@@ -305,7 +356,10 @@ def test_a_key_that_is_added_again_counts_once() -> None:
 def test_what_is_kept_is_given_back_at_close() -> None:
     """To the system: neither the arrays nor MLX's store of free ones stays."""
     with VLMBatcher(default_checkpoint()) as batcher:
-        handles = [batcher.submit(None, f"count to {index % 9 + 1} {index}") for index in range(12)]
+        handles = [
+            batcher.submit(None, f"count to {index % 9 + 1} {index}")
+            for index in range(12)
+        ]
         assert all(handle.result(timeout=60).ok for handle in handles)
         kept, held = batcher.stats().cache_bytes, mx.get_active_memory()
         assert kept > 0
@@ -314,7 +368,9 @@ def test_what_is_kept_is_given_back_at_close() -> None:
     assert mx.get_cache_memory() == 0
 
 
-def kept_budget(keys: Iterable[int], budget: ByteBudget, nbytes: int = 1 << 20) -> set[int]:
+def kept_budget(
+    keys: Iterable[int], budget: ByteBudget, nbytes: int = 1 << 20
+) -> set[int]:
     """What is held after entries of ``nbytes`` were asked for, in this order, and added where they were not found."""
     held: set[int] = getattr(budget, "test_held", set())
     budget.test_held = held  # type: ignore[attr-defined]
@@ -395,7 +451,9 @@ def test_a_few_large_rows_are_little() -> None:
     assert {0, 1, 2} <= held
 
 
-def test_pictures_of_a_job_that_begins_to_repeat_are_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pictures_of_a_job_that_begins_to_repeat_are_found_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Through a batcher: the second time that they come again, whatever came before."""
     monkeypatch.setattr(budget_module, "LITTLE", 2**17)
     monkeypatch.setattr(budget_module, "ENTRIES", 32)
@@ -408,12 +466,16 @@ def test_pictures_of_a_job_that_begins_to_repeat_are_found_again(monkeypatch: py
         def hits(images: Iterable[np.ndarray]) -> int:
             before = pictures.num_hits
             for image in images:
-                asked = batcher.submit(image, "describe the image", params=SamplingParams(max_tokens=1))
+                asked = batcher.submit(
+                    image, "describe the image", params=SamplingParams(max_tokens=1)
+                )
                 asked.result(timeout=60).raise_for_error()
             return pictures.num_hits - before
 
         assert hits(several) == 0
-        assert batcher._loop.generator.reuse.budget.room <= 2**20, "little, where nothing is found"
+        assert batcher._loop.generator.reuse.budget.room <= 2**20, (
+            "little, where nothing is found"
+        )
         chat = several[:20]
         assert hits(chat) == 0, "they were let go"
         hits(chat)

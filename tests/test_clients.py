@@ -31,7 +31,9 @@ def recorded() -> dict[str, dict[str, Any]]:
     """Requests by name: the client's file and the place in it."""
     found: dict[str, dict[str, Any]] = {}
     for file in sorted(DATA.glob("*.json")):
-        for place, request in enumerate(json.loads(file.read_text(encoding="utf-8"))["requests"]):
+        for place, request in enumerate(
+            json.loads(file.read_text(encoding="utf-8"))["requests"]
+        ):
             found[f"{file.stem}-{place}"] = request
     return found
 
@@ -43,7 +45,9 @@ REQUESTS = recorded()
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """A model whose template reads tools."""
     folder = copy_with_tools(tmp_path_factory.mktemp("clients") / "qwen2_vl")
-    with serving(lambda: VLMBatcher(folder, max_rows=8), served_names=("model",)) as running:
+    with serving(
+        lambda: VLMBatcher(folder, max_rows=8), served_names=("model",)
+    ) as running:
         yield running
 
 
@@ -58,8 +62,12 @@ def send(server: Running, request: dict[str, Any]) -> Reply:
     if "body" not in request:
         return server.ask(request["method"], request["path"])
     body = json.loads(json.dumps(request["body"]).replace(PICTURE, picture()))
-    named = next((name for name in ("max_completion_tokens", "max_tokens") if name in body), "max_tokens")
-    body[named] = min(body.get(named, MOST_TOKENS), MOST_TOKENS)  # the tiny model's context is short
+    named = next(
+        (name for name in ("max_completion_tokens", "max_tokens") if name in body),
+        "max_tokens",
+    )
+    # the tiny model's context is short
+    body[named] = min(body.get(named, MOST_TOKENS), MOST_TOKENS)
     body["model"] = "model"  # clients name the models of the hub
     return server.ask(request["method"], request["path"], body)
 
@@ -86,23 +94,38 @@ def test_the_page_has_what_was_recorded() -> None:
     from tests import pipelines_page
 
     page = pipelines_page.PAGE.read_text(encoding="utf-8")
-    assert pipelines_page.tables(page) == page, "python -m tests.pipelines_page writes the tables anew"
+    assert pipelines_page.tables(page) == page, (
+        "python -m tests.pipelines_page writes the tables anew"
+    )
 
 
 def test_arguments_of_vllms_processors_are_sampling_parameters() -> None:
     body = {
         "messages": [{"role": "user", "content": "?"}],
         "skip_special_tokens": False,
-        "vllm_xargs": {"ngram_size": 30, "window_size": 90, "whitelist_token_ids": [4, 5]},
+        "vllm_xargs": {
+            "ngram_size": 30,
+            "window_size": 90,
+            "whitelist_token_ids": [4, 5],
+        },
         "mm_processor_kwargs": {"min_pixels": 4000, "max_pixels": 9000},
     }
     config = ServerConfig(model="model")
     ask = chat_ask(ChatRequest.model_validate(body), config)
     params = ask.params
-    assert (params.skip_special_tokens, params.no_repeat_ngram_size, params.window_size) == (False, 30, 90)
+    assert (
+        params.skip_special_tokens,
+        params.no_repeat_ngram_size,
+        params.window_size,
+    ) == (False, 30, 90)
     assert params.whitelist_token_ids == (4, 5)
     assert ask.pixels == {"min_pixels": 4000, "max_pixels": 9000}
-    off = chat_ask(ChatRequest.model_validate({**body, "vllm_xargs": {"window_size": 90, "debug": False}}), config)
+    off = chat_ask(
+        ChatRequest.model_validate(
+            {**body, "vllm_xargs": {"window_size": 90, "debug": False}}
+        ),
+        config,
+    )
     assert off.params.no_repeat_ngram_size == 0
     with pytest.raises(ValidationError, match="other"):
         ChatRequest.model_validate({**body, "vllm_xargs": {"other": 1}})

@@ -69,13 +69,17 @@ def test_each_way_of_packing_is_found_once(model: Mixed) -> None:
     }
 
 
-def test_what_is_missing_is_compiled(model: Mixed, on_cuda: Path, asked: list[list[str]]) -> None:
+def test_what_is_missing_is_compiled(
+    model: Mixed, on_cuda: Path, asked: list[list[str]]
+) -> None:
     compiling.compile_products(model)
     assert len(asked) == 4 * len(compiling.ROWS)
     assert ["float32", "affine", "32", "8", "1544", "64"] in asked
 
 
-def test_what_mlx_has_kept_is_not(model: Mixed, on_cuda: Path, asked: list[list[str]]) -> None:
+def test_what_mlx_has_kept_is_not(
+    model: Mixed, on_cuda: Path, asked: list[list[str]]
+) -> None:
     for name in (
         "qmm_sm80_tn_bfloat16_m16_b4_g64_affine",
         "qmm_naive_tn_aligned_float32_m64_b8_g32_affine",
@@ -90,24 +94,39 @@ def test_what_mlx_has_kept_is_not(model: Mixed, on_cuda: Path, asked: list[list[
 
 @pytest.mark.parametrize("kind", [Device.CPU, Device.METAL])
 def test_other_devices_compile_nothing(
-    kind: Device, model: Mixed, on_cuda: Path, asked: list[list[str]], monkeypatch: pytest.MonkeyPatch
+    kind: Device,
+    model: Mixed,
+    on_cuda: Path,
+    asked: list[list[str]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(compiling, "device", lambda: kind)
     compiling.compile_products(model)
     assert not asked
 
 
-def test_a_model_in_16_bits_compiles_nothing(on_cuda: Path, asked: list[list[str]]) -> None:
+def test_a_model_in_16_bits_compiles_nothing(
+    on_cuda: Path, asked: list[list[str]]
+) -> None:
     compiling.compile_products(nn.Sequential(nn.Linear(64, 64)))
     assert not asked
 
 
 @pytest.mark.parametrize(
-    "packing", [("float32", "affine", 64, 4), ("bfloat16", "affine", 64, 8), ("bfloat16", "mxfp4", 32, 4)]
+    "packing",
+    [
+        ("float32", "affine", 64, 4),
+        ("bfloat16", "affine", 64, 8),
+        ("bfloat16", "mxfp4", 32, 4),
+    ],
 )
 def test_a_process_computes_such_a_product(packing: tuple[Any, ...]) -> None:
     words = [str(word) for word in (*packing, 136, 16)]
-    done = subprocess.run([sys.executable, "-c", compiling.PRODUCT, *words], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", compiling.PRODUCT, *words],
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -135,7 +154,9 @@ def test_a_machine_without_processes_loads_all_the_same(
     assert "could not be compiled" in caplog.records[-1].getMessage()
 
 
-def test_an_interrupt_leaves_no_process(on_cuda: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_leaves_no_process(
+    on_cuda: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(compiling, "PRODUCT", "import time; time.sleep(60)")
     started: list[subprocess.Popen[bytes]] = []
     plain = subprocess.Popen.communicate
@@ -153,9 +174,13 @@ def test_an_interrupt_leaves_no_process(on_cuda: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("bits", [3, 6])
-def test_other_bits_are_found_on_disk(bits: int, on_cuda: Path, asked: list[list[str]]) -> None:
+def test_other_bits_are_found_on_disk(
+    bits: int, on_cuda: Path, asked: list[list[str]]
+) -> None:
     for rows in compiling.ROWS:
-        (on_cuda / f"qmm_naive_tn_aligned_bfloat16_m{rows}_b{bits}_g64_affine.ptx").touch()
+        (
+            on_cuda / f"qmm_naive_tn_aligned_bfloat16_m{rows}_b{bits}_g64_affine.ptx"
+        ).touch()
     model = nn.Sequential(nn.QuantizedLinear(64, 256, group_size=64, bits=bits))
     model.set_dtype(mx.bfloat16)
     compiling.compile_products(model)

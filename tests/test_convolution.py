@@ -32,9 +32,16 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
-@pytest.mark.parametrize(("taps", "dilation", "bias"), [(4, 1, True), (3, 1, False), (3, 3, False), (1, 1, True)])
+@pytest.mark.parametrize(
+    ("taps", "dilation", "bias"),
+    [(4, 1, True), (3, 1, False), (3, 3, False), (1, 1, True)],
+)
 def test_any_length_is_mlxs_convolution(
-    taps: int, dilation: int, bias: bool, dtype: mx.Dtype, on_cuda: list[tuple[int, ...]]
+    taps: int,
+    dilation: int,
+    bias: bool,
+    dtype: mx.Dtype,
+    on_cuda: list[tuple[int, ...]],
 ) -> None:
     plain = nn.Conv1d(16, 16, taps, dilation=dilation, groups=16, bias=bias)
     plain.set_dtype(dtype)
@@ -67,4 +74,10 @@ def test_what_is_none_along_a_prompt_is_mlxs(on_cuda: list[tuple[int, ...]]) -> 
 
 @pytest.mark.parametrize("name", ["lfm2_vl", "falcon_h1", "qwen3_5"])
 def test_rows_are_the_rows_alone(name: str, on_cuda: list[tuple[int, ...]]) -> None:
-    check(name, run_family(name, [Ask("image:1:0"), Ask("text:2:9", at=2, tokens=4), Ask("text:3:30", at=3)]))
+    check(
+        name,
+        run_family(
+            name,
+            [Ask("image:1:0"), Ask("text:2:9", at=2, tokens=4), Ask("text:3:30", at=3)],
+        ),
+    )

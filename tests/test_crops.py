@@ -10,7 +10,11 @@ import pytest
 from mlx_vlm.models.moondream3.processing_moondream3 import Moondream3Processor
 from PIL import Image
 
-from vlm_batch.models._moondream2 import crop_grid, overlapping_crops, with_published_crops
+from vlm_batch.models._moondream2 import (
+    crop_grid,
+    overlapping_crops,
+    with_published_crops,
+)
 from vlm_batch.models.moondream2 import Moondream2
 from vlm_batch.models.moondream3 import Moondream3
 
@@ -30,11 +34,15 @@ GRIDS = {
 
 
 def noise(width: int, height: int) -> Image.Image:
-    return Image.fromarray(np.random.RandomState(3).randint(0, 256, (height, width, 3), dtype=np.uint8))
+    return Image.fromarray(
+        np.random.RandomState(3).randint(0, 256, (height, width, 3), dtype=np.uint8)
+    )
 
 
 @pytest.mark.parametrize(("size", "grid"), GRIDS.items())
-def test_grids_are_the_published_ones(size: tuple[int, int], grid: tuple[int, int]) -> None:
+def test_grids_are_the_published_ones(
+    size: tuple[int, int], grid: tuple[int, int]
+) -> None:
     width, height = size
     assert crop_grid(height - 2 * BORDER, width - 2 * BORDER, WINDOW, MOST) == grid
 
@@ -49,12 +57,16 @@ def test_crops_lie_in_the_resized_picture_and_share_their_margins() -> None:
     crops, (rows, columns) = overlapping_crops(picture, SIDE, MOST, MARGIN)
     assert crops.shape == (1 + rows * columns, SIDE, SIDE, 3)
     assert crops.dtype == np.float32
-    whole = np.empty((rows * WINDOW + 2 * BORDER, columns * WINDOW + 2 * BORDER, 3), dtype=np.float32)
+    whole = np.empty(
+        (rows * WINDOW + 2 * BORDER, columns * WINDOW + 2 * BORDER, 3), dtype=np.float32
+    )
     for index, crop in enumerate(crops[1:]):
         top, left = index // columns * WINDOW, index % columns * WINDOW
         whole[top : top + SIDE, left : left + SIDE] = crop
     right = picture.resize((whole.shape[1], whole.shape[0]), Image.Resampling.LANCZOS)
-    np.testing.assert_allclose(whole, (np.asarray(right, dtype=np.float32) / 255 - 0.5) / 0.5, atol=1e-6)
+    np.testing.assert_allclose(
+        whole, (np.asarray(right, dtype=np.float32) / 255 - 0.5) / 0.5, atol=1e-6
+    )
     np.testing.assert_array_equal(crops[1][:, -2 * BORDER :], crops[2][:, : 2 * BORDER])
 
 
@@ -62,12 +74,18 @@ def test_crops_lie_in_the_resized_picture_and_share_their_margins() -> None:
 def test_the_processor_of_a_checkpoint_cuts_so(family: Any) -> None:
     """Through the adapter's hook; ids and everything else stay as mlx-vlm's processor makes them."""
     tokenizer = SimpleNamespace(
-        eos_token="e", bos_token="b", pad_token="p", bos_token_id=0, pad_token_id=0, encode=lambda text, **_: [7, 8]
+        eos_token="e",
+        bos_token="b",
+        pad_token="p",
+        bos_token_id=0,
+        pad_token_id=0,
+        encode=lambda text, **_: [7, 8],
     )
     theirs = Moondream3Processor(tokenizer)
     ours = family.processor(theirs)
     assert type(theirs) is Moondream3Processor  # the caller's is left alone
-    found, before = ours(text="why?", images=[noise(640, 480)]), theirs(text="why?", images=[noise(640, 480)])
+    found = ours(text="why?", images=[noise(640, 480)])
+    before = theirs(text="why?", images=[noise(640, 480)])
     assert (found["num_crops"], found["crop_layouts"]) == ([9], [(2, 4)])
     assert found["pixel_values"].shape == (9, SIDE, SIDE, 3)
     np.testing.assert_array_equal(found["input_ids"], before["input_ids"])

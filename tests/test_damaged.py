@@ -16,7 +16,9 @@ def batcher() -> Iterator[VLMBatcher]:
         yield shared
 
 
-@pytest.mark.parametrize(("kind", "count"), [("pictures", 400), ("videos", 60), ("caches", 150)])
+@pytest.mark.parametrize(
+    ("kind", "count"), [("pictures", 400), ("videos", 60), ("caches", 150)]
+)
 def test_damaged_files_are_decoded_or_refused(kind: str, count: int) -> None:
     """``python -m tests.damaged`` reads 10,000, 1,000 and 3,000."""
     found, wrong, _, _ = summary(kind, 0, count)
@@ -49,7 +51,9 @@ def test_odd_texts_are_answered_or_refused(name: str, batcher: VLMBatcher) -> No
     """And streamed in pieces that join to what the result has, none of which ends within a character."""
     beside = batcher.submit(None, "count to 5")
     try:
-        handle = batcher.submit(None, TEXTS[name], params=SamplingParams(max_tokens=12, ignore_eos=True))
+        handle = batcher.submit(
+            None, TEXTS[name], params=SamplingParams(max_tokens=12, ignore_eos=True)
+        )
     except InvalidRequest as error:
         said = str(error)
         assert 10 < len(said) < 600
@@ -61,7 +65,9 @@ def test_odd_texts_are_answered_or_refused(name: str, batcher: VLMBatcher) -> No
     assert beside.result(timeout=60).text == "1 2 3 4 5"
 
 
-@pytest.mark.parametrize("text", ["nothing", "blank", "half a surrogate pair", "a megabyte"])
+@pytest.mark.parametrize(
+    "text", ["nothing", "blank", "half a surrogate pair", "a megabyte"]
+)
 def test_what_is_no_prompt_is_refused(text: str, batcher: VLMBatcher) -> None:
     with pytest.raises(InvalidRequest):
         batcher.submit(None, TEXTS[text]).result(timeout=60).raise_for_error()

@@ -50,7 +50,8 @@ def sees(ids: np.ndarray, window: int, most: int) -> np.ndarray:
         first, last = at - window + 1, at
         if start is not None:
             end = at + int(np.argmax(ids[at:] == VOCABULARY + 4))
-            first, last = min(first, at - min(at - start, most - 1)), at + min(end - at, most)
+            first = min(first, at - min(at - start, most - 1))
+            last = at + min(end - at, most)
         seen[at, max(first, 0) : last + 1] = True
         start = None if token == VOCABULARY + 4 else start
     return seen
@@ -62,14 +63,19 @@ def test_a_pictures_tokens_see_each_other(keys: str) -> None:
     adapter = shared_adapter("deepseek_v4")
     inputs = inputs_of("deepseek_v4", keys)
     ids = inputs["input_ids"]
-    window, trunk, cache = adapter.config.sliding_window, adapter.language.model, adapter.make_cache()
+    window = adapter.config.sliding_window
+    trunk = adapter.language.model
+    cache = adapter.make_cache()
     right = sees(ids[0], window, adapter.config.vision_max_n_token)
     np.testing.assert_array_equal(np.array(trunk.mask(mx.array(ids), cache[0])), right)
     cut = adapter.atomic_spans(mx.array(ids), {})[-1][0]  # before the last picture
     filler = mx.zeros((1, 1, cut, 1))
     cache[0].update_and_fetch(filler, filler)
     kept = min(cut, window - 1)
-    np.testing.assert_array_equal(np.array(trunk.mask(mx.array(ids[:, cut:]), cache[0])), right[cut:, cut - kept :])
+    np.testing.assert_array_equal(
+        np.array(trunk.mask(mx.array(ids[:, cut:]), cache[0])),
+        right[cut:, cut - kept :],
+    )
 
 
 @pytest.mark.parametrize("layer", [0, 1])
@@ -77,7 +83,9 @@ def test_a_pictures_tokens_have_experts_of_their_own(layer: int) -> None:
     """Layers that route text by score and by token (the same file's Gate): a picture's tokens go by score and ``bias_vl``."""
     gate: Any = shared_adapter("deepseek_v4").language.layers[layer].ffn.gate
     ids = np.array([[3, VOCABULARY, VOCABULARY + 2, VOCABULARY + 4, 17]])
-    x = mx.array(np.random.RandomState(2).standard_normal((1, 5, 64)).astype(np.float32))
+    x = mx.array(
+        np.random.RandomState(2).standard_normal((1, 5, 64)).astype(np.float32)
+    )
     experts, weights = (np.array(part)[0] for part in gate(x, mx.array(ids)))
     scores = np.sqrt(np.log1p(np.exp(np.array(x @ gate.weight.T)[0])))
     for at, token in enumerate(ids[0]):
@@ -92,9 +100,12 @@ def test_a_pictures_tokens_have_experts_of_their_own(layer: int) -> None:
 
 @pytest.mark.parametrize("chunks", [[25], [1] * 25, [8, 8, 9], [3, 1, 7, 14]])
 @pytest.mark.parametrize(("ratio", "overlaps"), [(4, True), (8, False)])
-def test_windows_are_those_of_the_whole(ratio: int, overlaps: bool, chunks: list[int]) -> None:
+def test_windows_are_those_of_the_whole(
+    ratio: int, overlaps: bool, chunks: list[int]
+) -> None:
     """However tokens come in, their windows come out once, each with the one before where they overlap."""
-    cache, tokens = PoolCache(ratio, overlaps=overlaps), mx.arange(25, dtype=mx.float32)[None, :, None]
+    cache = PoolCache(ratio, overlaps=overlaps)
+    tokens = mx.arange(25, dtype=mx.float32)[None, :, None]
     seen: list[list[int]] = []
     for start, end in itertools.pairwise(np.cumsum([0, *chunks]).tolist()):
         windows, gates = cache.fill(tokens[:, start:end], -tokens[:, start:end])
@@ -103,7 +114,9 @@ def test_windows_are_those_of_the_whole(ratio: int, overlaps: bool, chunks: list
         if overlaps and rows and seen:
             assert rows.pop(0) == seen[-1]
         seen += rows
-    assert seen == [list(range(at, at + ratio)) for at in range(0, 25 // ratio * ratio, ratio)]
+    assert seen == [
+        list(range(at, at + ratio)) for at in range(0, 25 // ratio * ratio, ratio)
+    ]
 
 
 # Checkpoints on disk --------------------------------------------------------------------------------------------------
@@ -116,10 +129,14 @@ def write_checkpoint(folder: Path, model: Any) -> Path:
     vocabulary = words | {mark: len(words) + index for index, mark in enumerate(MARKS)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="0"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=END, unk_token="0")
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=END, pad_token=END, unk_token="0"
+    )
     fast.add_special_tokens({"additional_special_tokens": MARKS})
     fast.save_pretrained(folder)
-    config = {name: value for name, value in asdict(model.config).items() if value is not None}
+    config = {
+        name: value for name, value in asdict(model.config).items() if value is not None
+    }
     config |= {"eos_token_id": vocabulary[END], "image_token_id": vocabulary[PICTURE]}
     (folder / "config.json").write_text(json.dumps(config))
     weights: Any = dict(tree_flatten(model.parameters()))
@@ -128,7 +145,9 @@ def write_checkpoint(folder: Path, model: Any) -> Path:
 
 
 def picture(seed: int, high: int, wide: int) -> Image.Image:
-    return Image.fromarray(np.random.RandomState(seed).randint(0, 255, (high, wide, 3), dtype=np.uint8))
+    return Image.fromarray(
+        np.random.RandomState(seed).randint(0, 255, (high, wide, 3), dtype=np.uint8)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +167,9 @@ def v41(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", ["v4", "v41"])
-def test_a_checkpoint_answers_together_as_alone(name: str, request: pytest.FixtureRequest) -> None:
+def test_a_checkpoint_answers_together_as_alone(
+    name: str, request: pytest.FixtureRequest
+) -> None:
     """From the folder through mlx-vlm's processor: pictures of several sizes, two pictures, text, in a batch and alone."""
     folder = request.getfixturevalue(name)
     requests: list[dict[str, Any]] = [
@@ -164,7 +185,9 @@ def test_a_checkpoint_answers_together_as_alone(name: str, request: pytest.Fixtu
         handles = [batcher.submit(**one, params=params) for one in requests]
         together = [handle.result() for handle in handles]
     assert [result.error for result in [*alone, *together]] == [None] * 8
-    assert [result.token_ids for result in together] == [result.token_ids for result in alone]
+    assert [result.token_ids for result in together] == [
+        result.token_ids for result in alone
+    ]
     assert len({result.token_ids for result in alone}) == len(requests)
     assert alone[2].usage.image_tokens > alone[0].usage.image_tokens > 0
 
@@ -173,14 +196,20 @@ def test_tables_stay_in_their_files(v41: Path) -> None:
     """Rows of the n-grams' tables are read where they lie; the tables themselves are in no tree that is evaluated."""
     model, _ = load_model(v41)
     adapter = DeepseekV41(model)
-    tables = [layer.engram.embed for layer in adapter.language.layers if layer.engram is not None]
+    tables = [
+        layer.engram.embed
+        for layer in adapter.language.layers
+        if layer.engram is not None
+    ]
     assert [type(table) for table in tables] == [OffloadedEngramEmbedding] * 2
     for tree in (adapter.model, model):
         paths: Any = tree_flatten(tree.parameters())
         assert not any(".engram.embed." in path for path, _ in paths)
     weights: Any = mx.load(str(v41 / "model.safetensors"))
     right = weights["language_model.layers.1.engram.embed.weight"]
-    np.testing.assert_array_equal(np.array(tables[0](mx.array([[5, 600]]))), np.array(right[mx.array([[5, 600]])]))
+    np.testing.assert_array_equal(
+        np.array(tables[0](mx.array([[5, 600]]))), np.array(right[mx.array([[5, 600]])])
+    )
 
 
 def test_another_table_is_another_model(v41: Path, tmp_path: Path) -> None:
@@ -188,7 +217,9 @@ def test_another_table_is_another_model(v41: Path, tmp_path: Path) -> None:
     before = fingerprint(DeepseekV41(load_model(v41)[0]))
     shutil.copytree(v41, tmp_path / "model")
     weights: Any = mx.load(str(v41 / "model.safetensors"))
-    weights["language_model.layers.1.engram.embed.weight"] = weights["language_model.layers.1.engram.embed.weight"] + 1
+    weights["language_model.layers.1.engram.embed.weight"] = (
+        weights["language_model.layers.1.engram.embed.weight"] + 1
+    )
     mx.save_safetensors(str(tmp_path / "model" / "model.safetensors"), weights)
     assert fingerprint(DeepseekV41(load_model(tmp_path / "model")[0])) != before
 
@@ -199,8 +230,13 @@ def test_tables_without_their_map_are_refused(v41: Path, tmp_path: Path) -> None
     with pytest.raises(UnsupportedModel, match=r"engram_token_map\.json"):
         DeepseekV41(model)
     shutil.copytree(v41, tmp_path / "model")
-    (tmp_path / "model" / "engram_token_map.json").write_text(json.dumps([0] * VOCABULARY))
-    with pytest.raises(UnsupportedModel, match=r"\(1, 40\)"), VLMBatcher(tmp_path / "model"):
+    (tmp_path / "model" / "engram_token_map.json").write_text(
+        json.dumps([0] * VOCABULARY)
+    )
+    with (
+        pytest.raises(UnsupportedModel, match=r"\(1, 40\)"),
+        VLMBatcher(tmp_path / "model"),
+    ):
         pass
 
 
@@ -210,14 +246,27 @@ def test_tables_without_their_map_are_refused(v41: Path, tmp_path: Path) -> None
 def test_rounded_activations(monkeypatch: pytest.MonkeyPatch) -> None:
     """With its rounding, a row alone is mlx-vlm's; in a batch, a code may turn: few rows of many, and none by much at once."""
     monkeypatch.setattr(fakequant, "DISABLE", False)
-    keys = [f"text:{seed}:{9 + seed}" for seed in range(8)] + ["image:1:0", "image:2:1", "image:3:2", "two:7"]
-    right = {key: generate_alone(family("deepseek_v41").build(), inputs_of("deepseek_v41", key), 8) for key in keys}
+    keys = [f"text:{seed}:{9 + seed}" for seed in range(8)] + [
+        "image:1:0",
+        "image:2:1",
+        "image:3:2",
+        "two:7",
+    ]
+    right = {
+        key: generate_alone(
+            family("deepseek_v41").build(), inputs_of("deepseek_v41", key), 8
+        )
+        for key in keys
+    }
     adapter = adapter_for("deepseek_v41")(family("deepseek_v41").build())
     one = {"max_rows": 1, "encode_ahead": 0}
     for config, most in ((one, 1), ({"max_rows": 4}, 3)):
         turned = 0
         for answer in run(
-            adapter, lambda key: inputs_of("deepseek_v41", key), [Ask(key) for key in keys], config=config
+            adapter,
+            lambda key: inputs_of("deepseek_v41", key),
+            [Ask(key) for key in keys],
+            config=config,
         ):
             assert answer.result is not None
             assert answer.result.error is None

@@ -18,7 +18,9 @@ from vlm_batch.adapters.hooks import is_hook, running
 from vlm_batch.records import Call
 from vlm_batch.runtime.device import Device
 
-needs_compiler = pytest.mark.skipif(emulated.COMPILER is None, reason="there is no compiler for C++ here")
+needs_compiler = pytest.mark.skipif(
+    emulated.COMPILER is None, reason="there is no compiler for C++ here"
+)
 #: Rounding of an answer to its type, or of sums.
 ROUNDING = {mx.float32: 1e-5, mx.bfloat16: 2**-7, mx.float16: 2**-10}
 
@@ -27,10 +29,20 @@ ROUNDING = {mx.float32: 1e-5, mx.bfloat16: 2**-7, mx.float16: 2**-10}
 @pytest.mark.parametrize("by_number", [False, True], ids=["by head", "by number"])
 @pytest.mark.parametrize("is_masked", [False, True], ids=["", "masked"])
 @pytest.mark.parametrize(
-    ("depth", "wide", "dtype"), [(16, 8, mx.float32), (8, 16, mx.float16), (128, 32, mx.bfloat16), (12, 20, mx.float32)]
+    ("depth", "wide", "dtype"),
+    [
+        (16, 8, mx.float32),
+        (8, 16, mx.float16),
+        (128, 32, mx.bfloat16),
+        (12, 20, mx.float32),
+    ],
 )
-def test_the_kernel_is_the_rule(depth: int, wide: int, dtype: mx.Dtype, by_number: bool, is_masked: bool) -> None:
-    rule = delta.example(depth, wide, dtype, by_number, positions=9, is_masked=is_masked)
+def test_the_kernel_is_the_rule(
+    depth: int, wide: int, dtype: mx.Dtype, by_number: bool, is_masked: bool
+) -> None:
+    rule = delta.example(
+        depth, wide, dtype, by_number, positions=9, is_masked=is_masked
+    )
     assert delta.served(rule)
     for kept in (0, 3, 9):
         assert delta.farthest(rule, emulated.run, kept) <= ROUNDING[dtype]
@@ -43,9 +55,16 @@ def test_a_row_and_a_prompt_in_parts_have_the_same_bits() -> None:
     alone = delta.Rule._make([*(one[1:] for one in rule[:6]), None])
     first = delta.Rule._make([*(one[:, :4] for one in alone[:5]), alone.states, None])
     begun, state = delta.run_rule(first, 0, emulated.run)
-    ended, end = delta.run_rule(delta.Rule._make([*(one[:, 4:] for one in alone[:5]), state, None]), 0, emulated.run)
+    ended, end = delta.run_rule(
+        delta.Rule._make([*(one[:, 4:] for one in alone[:5]), state, None]),
+        0,
+        emulated.run,
+    )
     assert mx.array_equal(mx.concatenate([begun, ended], axis=1), answers[1:]).item()
-    assert mx.array_equal(state, kept[1:, 3]).item() and mx.array_equal(end, last[1:]).item()
+    assert (
+        mx.array_equal(state, kept[1:, 3]).item()
+        and mx.array_equal(end, last[1:]).item()
+    )
     assert mx.array_equal(kept[:, -1], last).item()
 
 
@@ -83,7 +102,12 @@ def test_mlx_vlms_layers_use_it_within_adapters(
     rule = delta.example(16, 8, mx.float32, False, positions=70)
     for file in (gated_delta.__name__, of_qwen.__name__):
         for name, hooked in delta.hooks_of(file).items():
-            with_states = (3,) if file == gated_delta.__name__ or name == "_gated_delta_with_states_ops" else ()
+            with_states = (
+                (3,)
+                if file == gated_delta.__name__
+                or name == "_gated_delta_with_states_ops"
+                else ()
+            )
             right = hooked.theirs(*rule, *with_states)
             count = len(calls)
             with running(Call()):
@@ -96,7 +120,9 @@ def test_mlx_vlms_layers_use_it_within_adapters(
             hooked.either(*rule, *with_states)
             assert len(calls) == count, name
     delta._is_right.cache_clear()
-    assert bool([one for one in caplog.records if one.levelno == logging.WARNING]) == bool(broken)
+    assert bool(
+        [one for one in caplog.records if one.levelno == logging.WARNING]
+    ) == bool(broken)
 
 
 def test_layers_of_the_rule_are_hooked() -> None:
@@ -109,4 +135,6 @@ def test_layers_of_the_rule_are_hooked() -> None:
         "glm5_next": gated_delta,
     }.items():
         shared_adapter(name)
-        assert all(is_hook(vars(file)[one]) for one in delta.hooks_of(file.__name__)), name
+        assert all(is_hook(vars(file)[one]) for one in delta.hooks_of(file.__name__)), (
+            name
+        )

@@ -38,11 +38,19 @@ def test_each_family_has_what_its_step_takes() -> None:
 def test_a_picture_is_up_to_date_and_has_a_bar_for_each_figure(kind: str) -> None:
     drawn = figures.image(kind).read_text(encoding="utf-8")
     assert drawn == figures.picture(FOUND[kind]), "run python -m benchmarks.figures"
-    bars = [node for node in ElementTree.fromstring(drawn).iter() if node.tag.endswith("rect")]
-    assert len(bars) - 1 == sum(len(seconds) for seconds in FOUND[kind]["loads"].values())
+    bars = [
+        node
+        for node in ElementTree.fromstring(drawn).iter()
+        if node.tag.endswith("rect")
+    ]
+    assert len(bars) - 1 == sum(
+        len(seconds) for seconds in FOUND[kind]["loads"].values()
+    )
 
 
-@pytest.mark.parametrize(("kind", "one"), RATIOS, ids=[f"{kind}-{one['what']}" for kind, one in RATIOS])
+@pytest.mark.parametrize(
+    ("kind", "one"), RATIOS, ids=[f"{kind}-{one['what']}" for kind, one in RATIOS]
+)
 def test_a_figure_agrees_with_itself(kind: str, one: dict[str, Any]) -> None:
     """A ratio lies within its range and is that of the two figures beside it; medians of ratios may be a few hundredths off."""
     low, high = one.get("range", (0, float("inf")))
@@ -65,16 +73,18 @@ def test_a_figure_agrees_with_itself(kind: str, one: dict[str, Any]) -> None:
 )
 def test_what_is_missed(one: dict[str, Any], missed: bool) -> None:
     assert figures.is_missed(one) is missed
-    row = figures.ratios_table({"ratios": [{"what": "time", "over": "theirs", **one}]}).splitlines()[-1]
+    row = figures.ratios_table(
+        {"ratios": [{"what": "time", "over": "theirs", **one}]}
+    ).splitlines()[-1]
     assert ("**missed**" in row) is missed
 
 
 @pytest.mark.parametrize("page", exact_page.PAGES, ids=lambda page: page.name)
 def test_the_record_of_exactness_is_up_to_date(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    assert text == exact_page.render(text, json.loads(exact_page.DATA.read_text(encoding="utf-8"))), (
-        "run python -m tests.exact_page"
-    )
+    assert text == exact_page.render(
+        text, json.loads(exact_page.DATA.read_text(encoding="utf-8"))
+    ), "run python -m tests.exact_page"
 
 
 def test_the_benchmarks_page_is_short() -> None:

@@ -36,23 +36,34 @@ def test_a_page_has_the_ink_that_poppler_sees(what: str, tmp_path: Path) -> None
     assert 0.95 * ink <= dark(load_page(str(path), 0, dpi=72)) <= 1.45 * ink
 
 
-def test_a_form_that_adobe_alone_draws_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_form_that_adobe_alone_draws_is_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Its page says "Please wait", which a model would read out."""
     path = tmp_path / "form.pdf"
     words = "BT /Helv 18 Tf 20 100 Td (Please wait...) Tj ET"
     form = "/NeedsRendering true/AcroForm<</Fields[]/XFA[(template) 9 0 R]>>"
     path.write_bytes(page(content=words, catalogue=form))
     assert count_pages(str(path)) == 1
-    with pytest.raises(InvalidImage, match=r"form\.pdf#1 cannot be rendered: it is a form of Adobe's kind XFA"):
+    with pytest.raises(
+        InvalidImage,
+        match=r"form\.pdf#1 cannot be rendered: it is a form of Adobe's kind XFA",
+    ):
         load_page(str(path), 0)
-    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert not [
+        record for record in caplog.records if record.levelno >= logging.WARNING
+    ]
 
 
 def document_of(*boxes: str) -> bytes:
     """Empty pages with these boxes."""
     kids = " ".join(f"{3 + number} 0 R" for number in range(len(boxes)))
     pages = [f"<</Type/Page/Parent 2 0 R/MediaBox[{box}]>>" for box in boxes]
-    return pdf_of("<</Type/Catalog/Pages 2 0 R>>", f"<</Type/Pages/Kids[{kids}]/Count {len(boxes)}>>", *pages)
+    return pdf_of(
+        "<</Type/Catalog/Pages 2 0 R>>",
+        f"<</Type/Pages/Kids[{kids}]/Count {len(boxes)}>>",
+        *pages,
+    )
 
 
 @pytest.mark.parametrize(
@@ -74,21 +85,26 @@ def test_pages_that_nobody_can_see(tmp_path: Path, box: str, said: str) -> None:
 def test_a_document_without_pages_says_so(tmp_path: Path) -> None:
     path = tmp_path / "empty.pdf"
     path.write_bytes(document_of())
-    with pytest.raises(InvalidImage, match=r"empty\.pdf cannot be read as a PDF: it has no pages"):
+    with pytest.raises(
+        InvalidImage, match=r"empty\.pdf cannot be read as a PDF: it has no pages"
+    ):
         count_pages(str(path))
 
 
 def test_a_document_with_a_password_says_so() -> None:
     """The file is of qpdf."""
     with pytest.raises(
-        InvalidImage, match=r"Incorrect password.* It opens with a password alone; save a copy without one"
+        InvalidImage,
+        match=r"Incorrect password.* It opens with a password alone; save a copy without one",
     ):
         count_pages(str(DATA / "locked.pdf"))
 
 
 def test_ten_thousand_pages(tmp_path: Path) -> None:
     count, path = 10_000, tmp_path / "long.pdf"
-    path.write_bytes(document_of(*(f"0 0 {100 + number} 50" for number in range(count))))
+    path.write_bytes(
+        document_of(*(f"0 0 {100 + number} 50" for number in range(count)))
+    )
     assert count_pages(str(path)) == count
     assert load_page(str(path), count - 1, dpi=72).size == (10_099, 50)
 
@@ -102,27 +118,46 @@ def tiff(*kinds: int) -> bytes:
     for frame, kind in zip(frames, kinds, strict=True):
         frame.encoderinfo = {"tiffinfo": {254: kind}}
     out = io.BytesIO()
-    frames[0].save(out, format="TIFF", save_all=True, append_images=frames[1:], tiffinfo={254: kinds[0]})
+    frames[0].save(
+        out,
+        format="TIFF",
+        save_all=True,
+        append_images=frames[1:],
+        tiffinfo={254: kinds[0]},
+    )
     return out.getvalue()
 
 
-def test_a_tiff_with_pages_is_as_many_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tiff_with_pages_is_as_many_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "fax.tif").write_bytes(tiff(0, 0, 0))
     (tmp_path / "one.tiff").write_bytes(tiff(0, 1))
     (tmp_path / "bad.tif").write_bytes(b"II*\0 no")
     sources, _ = open_sources(["."], Reading())
     rows = [row for source in sources for row in source.rows()]
-    assert [row.id for row in rows] == ["./bad.tif", "./fax.tif#1", "./fax.tif#2", "./fax.tif#3", "./one.tiff"]
+    assert [row.id for row in rows] == [
+        "./bad.tif",
+        "./fax.tif#1",
+        "./fax.tif#2",
+        "./fax.tif#3",
+        "./one.tiff",
+    ]
     assert (rows[2].columns["page"], rows[2].columns["pages"]) == (2, 3)
-    colours = [load_image(row.load()[0]).getpixel((1, 1)) for row in rows if row.load is not None]
+    colours = [
+        load_image(row.load()[0]).getpixel((1, 1))
+        for row in rows
+        if row.load is not None
+    ]
     assert colours == [(255, 0, 0), (0, 255, 0), (0, 0, 255)]
 
 
 def test_a_tiff_is_no_picture_if_it_has_pages(tmp_path: Path) -> None:
     """Its first page alone would be seen, whatever the others say."""
     with pytest.raises(
-        InvalidImage, match="the picture given as bytes has several pages, and a picture is one of them"
+        InvalidImage,
+        match="the picture given as bytes has several pages, and a picture is one of them",
     ):
         load_image(tiff(0, 0))
     assert load_image(tiff(0, 1)).getpixel((1, 1)) == (255, 0, 0)

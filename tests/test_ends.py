@@ -20,12 +20,38 @@ from vlm_batch.inputs.processing import Processing
 from vlm_batch.loading import load_model
 
 #: Who an attribute belongs to, by the names that mlx-vlm's code gives it.
-OWNERS = frozenset({"processor", "tokenizer", "config", "model_config", "generation_config", "text_config"})
+OWNERS = frozenset(
+    {
+        "processor",
+        "tokenizer",
+        "config",
+        "model_config",
+        "generation_config",
+        "text_config",
+    }
+)
 #: mlx-vlm's code between a loaded model and an answer.
 LOOPS = (
-    *("generate/ar.py", "generate/common.py", "generate/dispatch.py", "generate/types.py", "generate/video.py"),
-    *("server/generation.py", "server/openai.py", "server/anthropic.py", "server/app.py"),
-    *("server/request_normalization.py", "utils.py", "prompt_utils.py", "sample_utils.py", "structured.py"),
+    *(
+        "generate/ar.py",
+        "generate/common.py",
+        "generate/dispatch.py",
+        "generate/types.py",
+        "generate/video.py",
+    ),
+    *(
+        "server/generation.py",
+        "server/openai.py",
+        "server/anthropic.py",
+        "server/app.py",
+    ),
+    *(
+        "server/request_normalization.py",
+        "utils.py",
+        "prompt_utils.py",
+        "sample_utils.py",
+        "structured.py",
+    ),
     "tokenizer_utils.py",
 )
 #: What these files read, and what is done with it here. A new version that reads more fails the test below.
@@ -74,10 +100,21 @@ def _name_of(node: ast.expr) -> str:
 
 def _read_by_call(call: ast.Call) -> tuple[str, Any]:
     """What ``getattr(owner, "name", ...)`` and ``owner.get("name", ...)`` read."""
-    words = [argument.value if isinstance(argument, ast.Constant) else None for argument in call.args]
-    if isinstance(call.func, ast.Name) and call.func.id in ("getattr", "hasattr") and len(words) > 1:
+    words = [
+        argument.value if isinstance(argument, ast.Constant) else None
+        for argument in call.args
+    ]
+    if (
+        isinstance(call.func, ast.Name)
+        and call.func.id in ("getattr", "hasattr")
+        and len(words) > 1
+    ):
         return _name_of(call.args[0]), words[1]
-    if isinstance(call.func, ast.Attribute) and call.func.attr in ("get", "pop") and words:
+    if (
+        isinstance(call.func, ast.Attribute)
+        and call.func.attr in ("get", "pop")
+        and words
+    ):
         return _name_of(call.func.value), words[0]
     return "", None
 
@@ -100,9 +137,20 @@ def reads(source: str) -> Iterator[tuple[str, str]]:
 
 def test_whatever_mlx_vlm_reads_is_known() -> None:
     root = Path(mlx_vlm.__file__).parent
-    found = {pair for file in LOOPS for pair in reads((root / file).read_text(encoding="utf-8"))}
-    known = {(owner, name) for owner, told in HONOURED.items() for names in told.values() for name in names.split()}
-    assert not found - known, "mlx-vlm reads more: honour it, or say in HONOURED why not"
+    found = {
+        pair
+        for file in LOOPS
+        for pair in reads((root / file).read_text(encoding="utf-8"))
+    }
+    known = {
+        (owner, name)
+        for owner, told in HONOURED.items()
+        for names in told.values()
+        for name in names.split()
+    }
+    assert not found - known, (
+        "mlx-vlm reads more: honour it, or say in HONOURED why not"
+    )
     assert not known - found, "mlx-vlm no longer reads this"
 
 
@@ -123,7 +171,12 @@ def saved(folder: Path, name: str) -> Path:
     write_checkpoint(folder, name)
     made = PROCESSORS[name]
     write_tokenizer(folder, made.markers, made.picture, **made.named)
-    write_processor(folder, made.whole, {"image_processor_type": made.part, **made.pictures}, **made.settings)
+    write_processor(
+        folder,
+        made.whole,
+        {"image_processor_type": made.part, **made.pictures},
+        **made.settings,
+    )
     return folder
 
 
@@ -146,13 +199,30 @@ def test_a_processors_own_ends(tmp_path: Path) -> None:
         ("generation_config.json", {"eos_token_id": [7, 9]}, {7, 9, END_OF_TEXT}),
         ("generation_config.json", {"eos_token_id": 7}, {7, END_OF_TEXT}),
         ("config.json", {"eos_token_id": 8}, {8, END_OF_TEXT}),
-        ("config.json", {"eos_token_id": None, "text_config": {"eos_token_id": 6}}, {6, END_OF_TEXT}),
-        ("config.json", {"eos_token_id": 8, "text_config": {"eos_token_id": 6}}, {8, END_OF_TEXT}),
+        (
+            "config.json",
+            {"eos_token_id": None, "text_config": {"eos_token_id": 6}},
+            {6, END_OF_TEXT},
+        ),
+        (
+            "config.json",
+            {"eos_token_id": 8, "text_config": {"eos_token_id": 6}},
+            {8, END_OF_TEXT},
+        ),
         ("tokenizer_config.json", {"eos_token": "w12"}, {12}),
     ],
-    ids=["generation_config", "one of it", "config", "decoder", "the whole before its decoder", "tokenizer"],
+    ids=[
+        "generation_config",
+        "one of it",
+        "config",
+        "decoder",
+        "the whole before its decoder",
+        "tokenizer",
+    ],
 )
-def test_every_place_that_names_an_end(file: str, change: dict[str, Any], ends: set[int], tmp_path: Path) -> None:
+def test_every_place_that_names_an_end(
+    file: str, change: dict[str, Any], ends: set[int], tmp_path: Path
+) -> None:
     folder = saved(tmp_path / "qwen3_vl", "qwen3_vl")
     for path in folder.glob("*config.json"):  # so that one place alone names one
         said = json.loads(path.read_text(encoding="utf-8"))
@@ -160,7 +230,9 @@ def test_every_place_that_names_an_end(file: str, change: dict[str, Any], ends: 
             part.pop("eos_token_id", None)
         if path.name == file:
             part = change.get("text_config", {})
-            said |= {name: value for name, value in change.items() if name != "text_config"}
+            said |= {
+                name: value for name, value in change.items() if name != "text_config"
+            }
             said.setdefault("text_config", {}).update(part) if part else None
         path.write_text(json.dumps(said), encoding="utf-8")
     if not (folder / file).exists():
@@ -173,11 +245,19 @@ def test_an_answer_ends_where_the_processor_says() -> None:
     model, processor = load_model(default_checkpoint())
     three = processor.tokenizer.encode("3", add_special_tokens=False)[-1]
     with VLMBatcher(model, processor) as batcher:
-        whole = batcher.submit(prompt="count to 5", params=SamplingParams(max_tokens=16)).result(timeout=60)
+        whole = batcher.submit(
+            prompt="count to 5", params=SamplingParams(max_tokens=16)
+        ).result(timeout=60)
     kind = type(processor)
-    named = type(kind.__name__, (kind,), {"additional_eos_token_ids": (three,), "__module__": kind.__module__})
+    named = type(
+        kind.__name__,
+        (kind,),
+        {"additional_eos_token_ids": (three,), "__module__": kind.__module__},
+    )
     processor.__class__ = named
     with VLMBatcher(model, processor) as batcher:
-        cut = batcher.submit(prompt="count to 5", params=SamplingParams(max_tokens=16)).result(timeout=60)
+        cut = batcher.submit(
+            prompt="count to 5", params=SamplingParams(max_tokens=16)
+        ).result(timeout=60)
     assert (whole.text, whole.finish_reason) == ("1 2 3 4 5", "stop")
     assert (cut.text.strip(), cut.finish_reason) == ("1 2", "stop")

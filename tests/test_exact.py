@@ -43,7 +43,13 @@ from tests.zoo import FAMILIES
 from vlm_batch import Caches, Request, SamplingParams, VLMBatcher
 from vlm_batch.adapters import kernels
 from vlm_batch.adapters.hooks import current
-from vlm_batch.adapters.products import float32_products, hold_products, in_numbers, products_of, recorded
+from vlm_batch.adapters.products import (
+    float32_products,
+    hold_products,
+    in_numbers,
+    products_of,
+    recorded,
+)
 from vlm_batch.arrays import as_mlx, map_arrays
 from vlm_batch.assets import default_checkpoint, sample_images
 from vlm_batch.caches import Placement
@@ -51,7 +57,13 @@ from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.cli import main as cli
 from vlm_batch.engine.compiled import CompiledDecode
 from vlm_batch.engine.generator import BatchGenerator
-from vlm_batch.engine.proof import best_class, classes_of, moving_product, numbers_apart, step_bits
+from vlm_batch.engine.proof import (
+    best_class,
+    classes_of,
+    moving_product,
+    numbers_apart,
+    step_bits,
+)
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.shapes import FixedShapes
 from vlm_batch.engine.trial import Trial
@@ -71,7 +83,8 @@ from vlm_batch.store.proofs import FOLDER, read_proof, write_proof
 #: bits and in float32 only. ``test_the_record_is_whole`` keeps the others from being forgotten.
 KINDS = {
     "qwen3_vl": "bfloat16",  # keys and values alone, as in half of the families
-    "kimi_k25_groups": "4 bits",  # the same with experts in groups, and latent attention
+    # the same with experts in groups, and latent attention
+    "kimi_k25_groups": "4 bits",
     "qwen2_5_vl": "4 bits",  # prompts and pictures that could be taken together
     "hunyuan_vl": "bfloat16",
     "cohere_compass": "4 bits",  # windows
@@ -85,7 +98,8 @@ KINDS = {
     "mllama": "bfloat16",  # cross-attention
     "florence2": "4 bits",
     "nemotron_parse": "bfloat16",
-    "molmo_point": "float16",  # rows whose logits have widths of their own, and pictures of another type
+    # rows whose logits have widths of their own, and pictures of another type
+    "molmo_point": "float16",
     "falcon_perception": "bfloat16",
     "deepseek_v4_text": "4 bits",  # several caches a layer
     "deepseek_v41": "4 bits",
@@ -113,7 +127,9 @@ def check(name: str, precision: str, scenario: str, **how: Any) -> None:
     try:
         found = differences(name, precision, scenario, **how)
     except NotServed as error:
-        pytest.skip(f"{name} cannot be run in {precision} on this device, alone either: {error}")
+        pytest.skip(
+            f"{name} cannot be run in {precision} on this device, alone either: {error}"
+        )
     assert not found, "\n".join(found)
 
 
@@ -130,38 +146,78 @@ def test_rows_that_choose_nothing_beside_rows_that_do(
 ) -> None:
     """How a row attends goes by its own length, or by a slab's columns, and by no neighbour's."""
     monkeypatch.setattr(_minimax_m3_vl, "FAR", far)
-    lengths = [Arrival(f"text:{seed}:{length}", at=seed) for seed, length in enumerate((3, 40, 20, 100, 2))]
-    monkeypatch.setitem(SCENARIOS, "uneven lengths", (lambda name: lengths, Way(max_rows=4)))
+    lengths = [
+        Arrival(f"text:{seed}:{length}", at=seed)
+        for seed, length in enumerate((3, 40, 20, 100, 2))
+    ]
+    monkeypatch.setitem(
+        SCENARIOS, "uneven lengths", (lambda name: lengths, Way(max_rows=4))
+    )
     check("minimax_m3_vl", "float32", "uneven lengths", layout=layout)
 
 
 def test_the_record_is_whole() -> None:
     """``scripts/exact_table`` has run every family in every precision on a CPU, and nothing differed."""
     recorded = json.loads(DATA.read_text(encoding="utf-8"))["cpu"]["cells"]
-    missing = [(name, one) for name in FAMILIES for one in PRECISIONS if one not in recorded.get(name, {})]
-    assert not missing, f"run scripts/exact_table {' '.join(sorted({name for name, _ in missing}))}"
-    assert not {name for name, cells in recorded.items() if any("left out" in cell for cell in cells.values())}
-    unlike = {name: cells for name, cells in recorded.items() if not all(map(_is_right, cells.values()))}
+    missing = [
+        (name, one)
+        for name in FAMILIES
+        for one in PRECISIONS
+        if one not in recorded.get(name, {})
+    ]
+    assert not missing, (
+        f"run scripts/exact_table {' '.join(sorted({name for name, _ in missing}))}"
+    )
+    assert not {
+        name
+        for name, cells in recorded.items()
+        if any("left out" in cell for cell in cells.values())
+    }
+    unlike = {
+        name: cells
+        for name, cells in recorded.items()
+        if not all(map(_is_right, cells.values()))
+    }
     assert not unlike
 
 
 def _is_right(cell: dict[str, Any]) -> bool:
-    return bool(cell["same"]) or "only supports float32" in cell["said"].get("not served", "")
+    return bool(cell["same"]) or "only supports float32" in cell["said"].get(
+        "not served", ""
+    )
 
 
-def test_a_process_that_dies_takes_its_cell_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_dies_takes_its_cell_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A fault of a device ends the process that met it: said of that cell, and the family's other cells run in another."""
     script = tmp_path / "worker.py"
     script.write_text(WORKER, encoding="utf-8")
     plain = subprocess.Popen
     monkeypatch.setattr(
-        exact_table.subprocess, "Popen", lambda command, **how: plain([sys.executable, str(script)], **how)
+        exact_table.subprocess,
+        "Popen",
+        lambda command, **how: plain([sys.executable, str(script)], **how),
     )
-    args = Namespace(precisions=["a", "b", "c"], scenarios=["x"], processes=1, seconds=60.0, grace=1.0, verbose=False)
+    args = Namespace(
+        precisions=["a", "b", "c"],
+        scenarios=["x"],
+        processes=1,
+        seconds=60.0,
+        grace=1.0,
+        verbose=False,
+    )
     record = Record(tmp_path / "record.json", ["x"])
     exact_table.run(args, ["one", "two"], record)
-    kept = json.loads((tmp_path / "record.json").read_text(encoding="utf-8"))["gpu"]["cells"]
-    same = {(name, one) for name, cells in kept.items() for one, cell in cells.items() if cell["same"]}
+    kept = json.loads((tmp_path / "record.json").read_text(encoding="utf-8"))["gpu"][
+        "cells"
+    ]
+    same = {
+        (name, one)
+        for name, cells in kept.items()
+        for one, cell in cells.items()
+        if cell["same"]
+    }
     assert same == {("one", "a"), ("one", "c"), ("two", "a"), ("two", "c")}
     assert kept["two"]["b"]["said"] == {"raised": "its process ended with 3"}
     assert len(record.found) == 6
@@ -190,11 +246,22 @@ def test_every_precision_and_scenario(name: str, precision: str, scenario: str) 
 def test_slabs(name: str) -> None:
     """Slabs keep their own promise on a CPU, too: the tests' rows fit one width."""
     for scenario in ("company", "backwards, joining late"):
-        check(name, "4 bits" if name == "mimo_v2" else "bfloat16", scenario, layout=Placement.SLAB)
+        check(
+            name,
+            "4 bits" if name == "mimo_v2" else "bfloat16",
+            scenario,
+            layout=Placement.SLAB,
+        )
 
 
 @pytest.mark.parametrize(
-    "kv", [KVQuantisation(8, 32), KVQuantisation(4, 32, start=13), KVQuantisation(3.5, 32, "turboquant")], ids=str
+    "kv",
+    [
+        KVQuantisation(8, 32),
+        KVQuantisation(4, 32, start=13),
+        KVQuantisation(3.5, 32, "turboquant"),
+    ],
+    ids=str,
 )
 def test_quantised_keys_and_values(kv: KVQuantisation) -> None:
     for scenario in IN_SUITE:
@@ -205,14 +272,18 @@ def test_beginnings_are_taken_over() -> None:
     """The scenario of kept beginnings is one: rows do go on from others' chunks, and from a whole equal prompt."""
     name, exact = "qwen2_vl", exact_of("qwen2_vl", "bfloat16")
     make, way = SCENARIOS["kept beginnings and features"]
-    answers = play(name, engine_of(adapter_of(name, "bfloat16"), exact, way), make(name))
+    answers = play(
+        name, engine_of(adapter_of(name, "bfloat16"), exact, way), make(name)
+    )
     taken = [answer.cached for answer in answers]
     assert any(count and count % exact.grid == 0 for count in taken)
     assert any(count % exact.grid for count in taken)
 
 
 @pytest.mark.parametrize("counts", [(1,), (2,), (3, 5), (8,)])
-def test_groups_and_idle_places(counts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_and_idle_places(
+    counts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rows in groups of whatever numbers, with idle places, are the rows alone: on this CPU in bfloat16 all numbers agree.
 
     No step has another number, also once rows have left.
@@ -230,7 +301,9 @@ def test_groups_and_idle_places(counts: tuple[int, ...], monkeypatch: pytest.Mon
 
     monkeypatch.setattr(adapter, "decode", counted)
     engine = engine_of(adapter, exact, Way(max_rows=7))
-    answers = play(name, engine, [Arrival(key, at=index) for index, key in enumerate(KEYS)])
+    answers = play(
+        name, engine, [Arrival(key, at=index) for index, key in enumerate(KEYS)]
+    )
     assert decoded == set(counts)
     monkeypatch.undo()
     for key, answer in zip(KEYS, answers, strict=True):
@@ -238,14 +311,23 @@ def test_groups_and_idle_places(counts: tuple[int, ...], monkeypatch: pytest.Mon
 
 
 #: Two rows by which a slab grows twice, beside short ones, of which one is decoding when they come.
-GROWING = [Arrival("text:4:9", tokens=12), *(Arrival(key, at=2) for key in ("text:6:300", "text:5:26", "text:7:560"))]
+GROWING = [
+    Arrival("text:4:9", tokens=12),
+    *(Arrival(key, at=2) for key in ("text:6:300", "text:5:26", "text:7:560")),
+]
 
 
 def decode_by_columns(patch: pytest.MonkeyPatch, least: int) -> None:
     """Make up kernels such as CUDA has for float32: attention of one query has other bits over fewer columns than ``least``."""
     attend = kernels.attend
 
-    def moved(queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Any = None) -> mx.array:
+    def moved(
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        scale: float,
+        mask: Any = None,
+    ) -> mx.array:
         found = attend(queries, keys, values, scale, mask)
         is_moved = queries.shape[2] == 1 and isinstance(mask, mx.array)
         return found * (1 + min(keys.shape[2], least) / 2**13) if is_moved else found
@@ -254,7 +336,8 @@ def decode_by_columns(patch: pytest.MonkeyPatch, least: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("least", "widths"), [(256, (256, 512, 1024, 2048)), (512, (512, 1024, 2048)), (4096, (2048,))]
+    ("least", "widths"),
+    [(256, (256, 512, 1024, 2048)), (512, (512, 1024, 2048)), (4096, (2048,))],
 )
 def test_columns_are_a_shape(
     least: int, widths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -267,9 +350,13 @@ def test_columns_are_a_shape(
     proven = exact_of(name, precision, Placement.SLAB)
     assert proven.widths == widths and len(proven.counts) > 1
     assert grown(name, adapter, proven) == (True, 1)
-    assert grown(name, adapter, replace(proven, widths=(256,))) == (True, 3), "a forward for each number of columns"
+    assert grown(name, adapter, replace(proven, widths=(256,))) == (True, 3), (
+        "a forward for each number of columns"
+    )
     claimed = replace(proven, widths=(256, 512, 1024))
-    assert grown(name, adapter, claimed) == (least == 256, 1), "what is not asked for moves bits"
+    assert grown(name, adapter, claimed) == (least == 256, 1), (
+        "what is not asked for moves bits"
+    )
 
 
 def round_as_tf32(patch: pytest.MonkeyPatch) -> None:
@@ -285,7 +372,9 @@ def round_as_tf32(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("is_watched", [True, False])
-def test_what_products_round_away_is_seen(is_watched: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_products_round_away_is_seen(
+    is_watched: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """In TF32 a step's logits hardly show that attention goes by columns: what the layers' products get does.
 
     Nine requests whose slab grows twice have other bits than alone if logits are all that is compared, as on an H100.
@@ -294,7 +383,9 @@ def test_what_products_round_away_is_seen(is_watched: bool, monkeypatch: pytest.
     monkeypatch.setenv(FOLDER, str(tmp_path))
     round_as_tf32(monkeypatch)
     if not is_watched:
-        monkeypatch.setattr(adapter_of(name, precision), "watched", lambda: nullcontext([]))
+        monkeypatch.setattr(
+            adapter_of(name, precision), "watched", lambda: nullcontext([])
+        )
     for remembered in (exact_cases.served, exact_cases.alone):
         remembered.cache_clear()
     try:
@@ -307,7 +398,10 @@ def test_what_products_round_away_is_seen(is_watched: bool, monkeypatch: pytest.
 
 def grown(name: str, adapter: Any, exact: FixedShapes) -> tuple[bool, int]:
     """(whether rows have the bits that each has alone, the most forwards of a step)"""
-    right = [play(name, engine_of(adapter, exact, Way(max_rows=1)), [replace(one, at=0)])[0] for one in GROWING]
+    right = [
+        play(name, engine_of(adapter, exact, Way(max_rows=1)), [replace(one, at=0)])[0]
+        for one in GROWING
+    ]
     engine = engine_of(adapter, exact, Way(max_rows=8))
     groups = groups_of(engine)
     return all(map(is_same, play(name, engine, GROWING), right)), max(map(len, groups))
@@ -337,7 +431,9 @@ def test_a_row_that_outgrows_its_columns_joins_those_that_have_as_many() -> None
     answers = play(name, engine, arrivals)
     assert [1, 1] in found and [2] in found
     for arrival, answer in zip(arrivals, answers, strict=True):
-        assert is_same(answer, alone(name, precision, arrival.key, exact, arrival.tokens))
+        assert is_same(
+            answer, alone(name, precision, arrival.key, exact, arrival.tokens)
+        )
 
 
 def joined_of(name: str, precision: str) -> FixedShapes:
@@ -354,7 +450,9 @@ class Calls:
         self.patches: list[int] = []
         forward, fresh = adapter.forward, adapter.tower_class.fresh
 
-        def by_rows(ids: mx.array, embeds: mx.array | None, cache: Any, extra: Any) -> mx.array:
+        def by_rows(
+            ids: mx.array, embeds: mx.array | None, cache: Any, extra: Any
+        ) -> mx.array:
             if embeds is not None:
                 self.prompts.append(embeds.shape[:2])
                 embeds = embeds * (1 + embeds.shape[0] / 64) if moves else embeds
@@ -363,18 +461,27 @@ class Calls:
         def by_patches(tower: Any, args: Any, kwargs: Any) -> Any:
             self.patches.append(args[0].shape[0])
             found, share = fresh(tower, args, kwargs), args[0].shape[0] / 1024
-            return map_arrays(found, lambda array: array * (1 + share)) if moves else found
+            return (
+                map_arrays(found, lambda array: array * (1 + share)) if moves else found
+            )
 
         patch.setattr(adapter, "forward", by_rows)
         patch.setattr(adapter.tower_class, "fresh", by_patches)
 
 
 #: Two that share prompts and pictures, one that shares pictures with features for several layers, and one that shares neither.
-SHARING = {"qwen2_vl": "bfloat16", "qwen2_5_vl": "float32", "qwen3_vl": "bfloat16", "internvl_chat": "float32"}
+SHARING = {
+    "qwen2_vl": "bfloat16",
+    "qwen2_5_vl": "float32",
+    "qwen3_vl": "bfloat16",
+    "internvl_chat": "float32",
+}
 
 
 @pytest.mark.parametrize("name", SHARING)
-def test_a_call_has_one_shape_whoever_is_in_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_has_one_shape_whoever_is_in_it(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Alone, in company, late, after one was cancelled, from kept beginnings: idle prompts and pictures make up the number.
 
     Kernels that go by the shape of a call are made up: what ran in another shape would have other bits.
@@ -401,22 +508,35 @@ def test_a_call_has_one_shape_whoever_is_in_it(name: str, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float32"])
-def test_prompts_and_pictures_share_calls(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_and_pictures_share_calls(
+    precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As few calls as hold them, and the answers that they get alone."""
     name = "qwen2_vl"
     adapter, exact = adapter_of(name, precision), joined_of(name, precision)
     texts = [f"text:{seed}:{length}" for seed in (5, 6, 7, 8, 9) for length in (9, 21)]
     way = Way(max_rows=16)
     for keys in (texts, [f"image:{seed}:0" for seed in range(1, 7)]):
-        right = [play(name, engine_of(adapter, exact, replace(way, max_rows=1)), [Arrival(key)])[0] for key in keys]
+        right = [
+            play(
+                name,
+                engine_of(adapter, exact, replace(way, max_rows=1)),
+                [Arrival(key)],
+            )[0]
+            for key in keys
+        ]
         with pytest.MonkeyPatch.context() as patch:
             calls = Calls(adapter, patch, moves=False)
-            answers = play(name, engine_of(adapter, exact, way), [Arrival(key) for key in keys])
+            answers = play(
+                name, engine_of(adapter, exact, way), [Arrival(key) for key in keys]
+            )
         assert all(map(is_same, answers, right))
         if keys is texts:
-            assert sorted(calls.prompts) == [(4, 32), (4, 32), (8, 16)]  # five of each length
+            # five of each length
+            assert sorted(calls.prompts) == [(4, 32), (4, 32), (8, 16)]
         else:
-            assert (calls.patches, calls.prompts) == ([64, 64], [(8, 16)])  # six of 16 patches, four to a call
+            # six of 16 patches, four to a call
+            assert (calls.patches, calls.prompts) == ([64, 64], [(8, 16)])
 
 
 class Sums:
@@ -428,14 +548,20 @@ class Sums:
         self.turn, self.width = turn, 64
 
     def rows(self, count: int) -> mx.array:
-        return mx.array(np.random.RandomState(0).standard_normal((count, 1, self.width)).astype(np.float32))
+        return mx.array(
+            np.random.RandomState(0)
+            .standard_normal((count, 1, self.width))
+            .astype(np.float32)
+        )
 
     @property
     def call(self) -> Any:
         def call(x: mx.array) -> mx.array:
             halves = x.reshape(*x.shape[:-1], 2, self.width // 2)
             turned = halves.sum(axis=-1).sum(axis=-1, keepdims=True)
-            return mx.concatenate([mx.cumsum(x, axis=-1)[: self.turn, ..., -1:], turned[self.turn :]])
+            return mx.concatenate(
+                [mx.cumsum(x, axis=-1)[: self.turn, ..., -1:], turned[self.turn :]]
+            )
 
         return call
 
@@ -444,29 +570,44 @@ def test_a_product_that_goes_by_the_place_is_found() -> None:
     assert not moving_product([Sums(4)], 4, 100)
     assert not moving_product([Sums(0)], 4, 100)
     for turn in (1, 2, 3):
-        assert "of 400 rows go by the place" in moving_product([Sums(4), Sums(turn)], 4, 100)
+        assert "of 400 rows go by the place" in moving_product(
+            [Sums(4), Sums(turn)], 4, 100
+        )
 
 
 @pytest.mark.parametrize("is_attention", [True, False])
-def test_prompts_are_alone_where_their_place_matters(is_attention: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_are_alone_where_their_place_matters(
+    is_attention: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In attention alone: it is done prompt by prompt. Elsewhere: each prompt has a call of its own. Both is kept."""
     name = "qwen2_vl"
     adapter, exact = adapter_of(name, "bfloat16"), joined_of(name, "bfloat16")
     forward = adapter.forward
 
-    def by_place(ids: mx.array, embeds: mx.array | None, cache: Any, extra: Any) -> mx.array:
+    def by_place(
+        ids: mx.array, embeds: mx.array | None, cache: Any, extra: Any
+    ) -> mx.array:
         if embeds is not None and not (is_attention and current().attends_apart):
-            embeds = embeds * (1 + mx.arange(embeds.shape[0])[:, None, None] / 64).astype(embeds.dtype)
+            embeds = embeds * (
+                1 + mx.arange(embeds.shape[0])[:, None, None] / 64
+            ).astype(embeds.dtype)
         return forward(ids, embeds, cache, extra)
 
     monkeypatch.setattr(adapter, "forward", by_place)
-    monkeypatch.setenv(FOLDER, str(Path(os.environ[FOLDER]) / f"by place {is_attention}"))
+    monkeypatch.setenv(
+        FOLDER, str(Path(os.environ[FOLDER]) / f"by place {is_attention}")
+    )
     assert exact.prompts(9) == (8 if is_attention else 1)
     assert exact.joint is not None and exact.joint.attends_apart(8, 16) is is_attention
     assert "goes by the place" in next(iter(exact.joint.found.values()))
     keys = [f"text:{seed}:9" for seed in (5, 6, 7)]
-    right = [play(name, engine_of(adapter, exact, Way(max_rows=1)), [Arrival(key)])[0] for key in keys]
-    answers = play(name, engine_of(adapter, exact, Way(max_rows=4)), [Arrival(key) for key in keys])
+    right = [
+        play(name, engine_of(adapter, exact, Way(max_rows=1)), [Arrival(key)])[0]
+        for key in keys
+    ]
+    answers = play(
+        name, engine_of(adapter, exact, Way(max_rows=4)), [Arrival(key) for key in keys]
+    )
     assert all(map(is_same, answers, right))
     monkeypatch.setattr(adapter, "forward", forward)
     kept = joined_of(name, "bfloat16")
@@ -478,7 +619,12 @@ def test_nothing_is_decided_without_memory(monkeypatch: pytest.MonkeyPatch) -> N
     """What would go by chance: a request waits, and is tried again, with the bits that it always has."""
     name = "qwen2_vl"
     adapter = adapter_of(name, "bfloat16")
-    right = [play(name, engine_of(adapter, joined_of(name, "bfloat16"), Way()), [Arrival(key)])[0] for key in KEYS]
+    right = [
+        play(
+            name, engine_of(adapter, joined_of(name, "bfloat16"), Way()), [Arrival(key)]
+        )[0]
+        for key in KEYS
+    ]
     monkeypatch.setenv(FOLDER, str(Path(os.environ[FOLDER]) / "without memory"))
     failures = 4
 
@@ -494,7 +640,9 @@ def test_nothing_is_decided_without_memory(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(RuntimeError, match="Unable to allocate"):
         exact.prompts(9)
     assert exact.joint is not None and not exact.joint.found
-    answers = play(name, engine_of(adapter, exact, Way(max_rows=4)), [Arrival(key) for key in KEYS])
+    answers = play(
+        name, engine_of(adapter, exact, Way(max_rows=4)), [Arrival(key) for key in KEYS]
+    )
     assert failures < 0
     assert all(map(is_same, answers, right))
 
@@ -523,8 +671,17 @@ class Always(SharedCallProofs):
 
 
 def test_prompts_fill_a_call_up_to_its_tokens() -> None:
-    exact = FixedShapes((2, 4, 8), Placement.SLAB, grid=1024, pad_to=64, call_tokens=1280, joint=Always())
-    assert [exact.prompts(length) for length in (1, 64, 65, 300, 320, 321, 640, 641, 2000)] == [
+    exact = FixedShapes(
+        (2, 4, 8),
+        Placement.SLAB,
+        grid=1024,
+        pad_to=64,
+        call_tokens=1280,
+        joint=Always(),
+    )
+    assert [
+        exact.prompts(length) for length in (1, 64, 65, 300, 320, 321, 640, 641, 2000)
+    ] == [
         16,
         16,
         8,
@@ -535,12 +692,23 @@ def test_prompts_fill_a_call_up_to_its_tokens() -> None:
         1,
         1,
     ]
-    assert replace(exact, pad_to=0).prompts(64) == replace(exact, joint=None).prompts(64) == 1
+    assert (
+        replace(exact, pad_to=0).prompts(64)
+        == replace(exact, joint=None).prompts(64)
+        == 1
+    )
     assert replace(exact, stops=(32,)).prompts(64) == 1, "two chunks"
     config = Policy(prefill_together=32, encode_together=16)
-    assert (exact.limited(config).prefill_together, exact.limited(config).encode_together) == (32, 1)
+    assert (
+        exact.limited(config).prefill_together,
+        exact.limited(config).encode_together,
+    ) == (32, 1)
     assert FixedShapes().limited(config).prefill_together == 1
-    assert exact.settings != replace(exact, call_tokens=640).settings != replace(exact, joint=None).settings
+    assert (
+        exact.settings
+        != replace(exact, call_tokens=640).settings
+        != replace(exact, joint=None).settings
+    )
 
 
 HASWELL = """
@@ -564,16 +732,26 @@ print(json.dumps([exact.counts, found, moved, mixed, blas.facts()["blas"]]))
 
 
 @pytest.mark.skipif(
-    not blas.facts()["core"] or not blas.facts()["blas"], reason="MLX's products do not go through OpenBLAS"
+    not blas.facts()["core"] or not blas.facts()["blas"],
+    reason="MLX's products do not go through OpenBLAS",
 )
 def test_where_products_depend_on_the_number_of_rows(tmp_path: Path) -> None:
     """OpenBLAS 0.3.15's kernels for Haswell sum four rows otherwise than three: held to one class nothing moves, and else it
     does. Those of 0.3.3, which older OpenCV brings, sum them alike. A model in 4 bits mixes its streams in float32, outside
     layers."""
     root = Path(__file__).resolve().parent.parent
-    environment = {**os.environ, blas.CORE_TYPE: "Haswell", FOLDER: str(tmp_path), "PYTHONPATH": str(root)}
+    environment = {
+        **os.environ,
+        blas.CORE_TYPE: "Haswell",
+        FOLDER: str(tmp_path),
+        "PYTHONPATH": str(root),
+    }
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", HASWELL], cwd=root, env=environment, capture_output=True, text=True
+        [sys.executable, "-W", "ignore", "-c", HASWELL],
+        cwd=root,
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     counts, found, moved, mixed, library = json.loads(done.stdout.splitlines()[-1])
@@ -609,8 +787,11 @@ def test_equal_keys_mean_equal_chunks() -> None:
     assert not same[16:].any()  # their chunks end elsewhere
     assert one.before_span(11) == 8
     assert (np.asarray(one.answer) != 0).all()
-    joined = FixedShapes(grid=64, stops=(16,), pad_to=16, call_tokens=64, joint=Always())
-    whole, first = joined.key(key(16)), joined.key(key(30))  # alone in its array, and beside others
+    joined = FixedShapes(
+        grid=64, stops=(16,), pad_to=16, call_tokens=64, joint=Always()
+    )
+    # alone in its array, and beside others
+    whole, first = joined.key(key(16)), joined.key(key(30))
     assert not (whole.positions == first.positions[:16]).all(axis=1).any()
 
 
@@ -621,19 +802,27 @@ def test_a_class_is_chosen_by_what_it_costs() -> None:
     assert best_class(((1, 2, 3), (4, 8)), rows) == (1, 2, 3)
     assert best_class((), rows) == (1,)
     assert best_class(((2, 4, 8, 16, 32, 64),), slab) == (2, 4, 8, 16, 32, 64)
-    assert best_class(((16, 64), (32,)), slab) == best_class(((16,), (32,)), slab) == (32,)  # whatever else is tried
+    # whatever else is tried
+    assert (
+        best_class(((16, 64), (32,)), slab) == best_class(((16,), (32,)), slab) == (32,)
+    )
     assert classes_of({1: "a", 2: "b", 4: "b"}) == ((1,), (2, 4))
 
 
 def test_few_products_that_disagree_have_numbers_of_their_own() -> None:
     slab, all_agree = Placement.SLAB, dict.fromkeys((2, 4, 8, 16, 32, 64), (b"",))
     odd = dict.fromkeys((2, 4, 8, 16), (b"a",)) | dict.fromkeys((32, 64), (b"b",))
-    assert numbers_apart({"one": all_agree, "two": odd}, slab) == {"two": (32, 64)}  # filled up, not in parts
+    # filled up, not in parts
+    assert numbers_apart({"one": all_agree, "two": odd}, slab) == {"two": (32, 64)}
     del odd[64]
-    assert numbers_apart({"one": all_agree, "two": odd}, slab) == {"two": (32,)}  # whatever else is tried
-    assert numbers_apart({"one": dict.fromkeys((2, 4, 8, 32), (b"",))}, slab) == {"one": (2, 4, 8, 32)}
+    # whatever else is tried
+    assert numbers_apart({"one": all_agree, "two": odd}, slab) == {"two": (32,)}
+    assert numbers_apart({"one": dict.fromkeys((2, 4, 8, 32), (b"",))}, slab) == {
+        "one": (2, 4, 8, 32)
+    }
     assert numbers_apart({"one": all_agree}, slab) == {}
-    assert numbers_apart({"one": {}, "two": odd}, slab) == {}  # there is no number for one of them
+    # there is no number for one of them
+    assert numbers_apart({"one": {}, "two": odd}, slab) == {}
     assert (
         numbers_apart({"one": {64: (b"still",)}}, slab) == {}
     )  # nor for less rows than are tried by those alone who have many
@@ -653,7 +842,8 @@ def test_a_product_is_computed_in_its_numbers_alone(numbers: tuple[int, ...]) ->
         rows = mx.arange(count * 4).reshape(count, 1, 4)
         assert in_numbers(double, rows, numbers).tolist() == (rows * 2).tolist()
     assert set(seen) <= set(numbers)
-    in_numbers(double, mx.zeros((5, 7, 4)), numbers)  # chunks of prompts, not rows of a step
+    # chunks of prompts, not rows of a step
+    in_numbers(double, mx.zeros((5, 7, 4)), numbers)
     assert seen[-1] == 5
     in_numbers(double, mx.zeros((300, 4)), numbers)  # or a chunk's positions as rows
     assert seen[-1] == 300
@@ -664,21 +854,35 @@ class Layers(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        plain = [nn.Linear(64, 32), nn.Linear(64, 96), nn.Embedding(48, 64), nn.Embedding(80, 64)]
-        self.layers = [*plain, *(type(layer).to_quantized(layer, 32, 4) for layer in plain)]  # type: ignore[attr-defined]
+        plain = [
+            nn.Linear(64, 32),
+            nn.Linear(64, 96),
+            nn.Embedding(48, 64),
+            nn.Embedding(80, 64),
+        ]
+        self.layers = [
+            *plain,
+            *(type(layer).to_quantized(layer, 32, 4) for layer in plain),  # type: ignore[attr-defined]
+        ]
 
 
 @pytest.mark.parametrize("at", range(8))
-def test_any_kind_of_layer_can_be_held(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_kind_of_layer_can_be_held(
+    at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, rows = Layers(), mx.random.normal((3, 1, 64))
 
     def answers() -> list[Any]:
-        return [getattr(layer, "as_linear", layer)(rows).shape for layer in model.layers]
+        return [
+            getattr(layer, "as_linear", layer)(rows).shape for layer in model.layers
+        ]
 
     def product() -> Any:
         return next(one for one in products_of(model) if one.layer is model.layers[at])
 
-    shapes, kinds, held = answers(), [type(layer) for layer in model.layers], str(product())
+    shapes = answers()
+    kinds = [type(layer) for layer in model.layers]
+    held = str(product())
     computed: list[int] = []
     plain = kinds[at]
     name = "as_linear" if "as_linear" in vars(plain) else "__call__"
@@ -692,12 +896,15 @@ def test_any_kind_of_layer_can_be_held(at: int, monkeypatch: pytest.MonkeyPatch)
     hold_products(model, {held: (8,)})
     assert answers() == shapes and sorted(computed) == [3, 8]
     assert [str(product) for product in products_of(model)].count(held) == 1
-    assert product().call(rows).shape == shapes[at] and computed[-1] == 3  # tried as it is
+    # tried as it is
+    assert product().call(rows).shape == shapes[at] and computed[-1] == 3
     hold_products(model, {})
     assert [type(layer) for layer in model.layers] == kinds
 
 
-def test_a_step_holds_odd_products_to_numbers_of_their_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_step_holds_odd_products_to_numbers_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """As on an H200: one product of the 3B shape has other bits from more than 16 rows on."""
     monkeypatch.setenv(FOLDER, str(tmp_path))
     precision, slab = "bfloat16", Placement.SLAB
@@ -708,16 +915,29 @@ def test_a_step_holds_odd_products_to_numbers_of_their_own(monkeypatch: pytest.M
 
     def other(self: Any, x: mx.array) -> mx.array:
         out: mx.array = call(self, x)
-        return out * (1 + 2**-6) if self.weight.shape == shape and x.size > 16 * x.shape[-1] else out
+        return (
+            out * (1 + 2**-6)
+            if self.weight.shape == shape and x.size > 16 * x.shape[-1]
+            else out
+        )
 
     monkeypatch.setattr(kind, "__call__", other)
     proof = prove(adapter, None, slab)
-    assert proof.best(slab) == (2, 4, 8, 16, 32) and "numbers of rows of their own" in proof.how
+    assert (
+        proof.best(slab) == (2, 4, 8, 16, 32)
+        and "numbers of rows of their own" in proof.how
+    )
     ((name, numbers),) = proof.products
     assert numbers == (32,) and prove(adapter, None, slab) == proof  # from its file
-    more = prove(adapter, None, slab, max_rows=64)  # a request's bits do not go by who else may be there
-    assert more.best(slab) == (2, 4, 8, 16, 32, 64) and more.products == ((name, (32, 64)),)
-    few, many = (FixedShapes(one.best(slab), slab, products=one.products) for one in (proof, more))
+    # a request's bits do not go by who else may be there
+    more = prove(adapter, None, slab, max_rows=64)
+    assert more.best(slab) == (2, 4, 8, 16, 32, 64) and more.products == (
+        (name, (32, 64)),
+    )
+    few, many = (
+        FixedShapes(one.best(slab), slab, products=one.products)
+        for one in (proof, more)
+    )
     assert few.settings == many.settings
     held = step_bits(Trial(few.adapter(adapter), None, few), (2, 64))
     assert held[256][2] == held[256][64]
@@ -732,8 +952,10 @@ def test_a_step_holds_odd_products_to_numbers_of_their_own(monkeypatch: pytest.M
 
 def test_products_in_float32_are_recorded_by_whatever_computes_them() -> None:
     half = mx.random.normal((2, 1, 64)).astype(mx.bfloat16)
-    rows, weight = half.astype(mx.float32), mx.random.normal((64, 8)).astype(mx.bfloat16)
-    plain, packed = nn.Linear(64, 24), nn.QuantizedLinear(64, 32, bias=False, group_size=32, bits=4)
+    rows = half.astype(mx.float32)
+    weight = mx.random.normal((64, 8)).astype(mx.bfloat16)
+    plain = nn.Linear(64, 24)
+    packed = nn.QuantizedLinear(64, 32, bias=False, group_size=32, bits=4)
     with recorded() as found:
         for one in (
             half @ weight,
@@ -743,9 +965,18 @@ def test_products_in_float32_are_recorded_by_whatever_computes_them() -> None:
         ):
             mx.eval(one)
         mx.eval(plain(rows), packed(rows))
-    assert found == [(64, 8, ()), (64, 8, ()), (64, 24, ()), (64, 32, (32, 4, "affine"))]
+    assert found == [
+        (64, 8, ()),
+        (64, 8, ()),
+        (64, 24, ()),
+        (64, 32, (32, 4, "affine")),
+    ]
     products = float32_products(found)
-    assert [product.call(product.rows(3)).shape for product in products] == [(3, 1, 8), (3, 1, 24), (3, 1, 32)]
+    assert [product.call(product.rows(3)).shape for product in products] == [
+        (3, 1, 8),
+        (3, 1, 24),
+        (3, 1, 32),
+    ]
     with recorded() as found:
         pass
     mx.eval(rows @ weight)
@@ -758,7 +989,10 @@ def test_made_up_weights_lie_as_the_models_do(precision: str) -> None:
     for product in products_of(adapter_of("qwen2_vl", precision).language):
         call: Any = product.call
         weight = getattr(call, "__self__", call).weight
-        array = np.array(weight.view(mx.uint16) if weight.dtype == mx.bfloat16 else weight, copy=False)
+        array = np.array(
+            weight.view(mx.uint16) if weight.dtype == mx.bfloat16 else weight,
+            copy=False,
+        )
         assert array.strides == (array.shape[1] * array.itemsize, array.itemsize)
         assert product.rows(3).shape == (3, 1, product.width)
 
@@ -794,15 +1028,26 @@ def test_a_changed_kernel_is_proven_anew(monkeypatch: pytest.MonkeyPatch) -> Non
     exactness._sources.cache_clear()
 
 
-def test_what_agrees_nowhere_runs_a_row_at_a_time_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_agrees_nowhere_runs_a_row_at_a_time_and_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     adapter = adapter_of("qwen2_vl", "bfloat16")
     monkeypatch.setattr(
         "vlm_batch.loading.exactness.read_proof",
         lambda key, parse: parse(
-            {"classes": [[1]], "how": "it was compared", "graphs": False, "products": [], "widths": []}
+            {
+                "classes": [[1]],
+                "how": "it was compared",
+                "graphs": False,
+                "products": [],
+                "widths": [],
+            }
         ),
     )
-    with pytest.warns(UserWarning, match="qwen2_vl decodes a row at a time on this device: it was compared"):
+    with pytest.warns(
+        UserWarning,
+        match="qwen2_vl decodes a row at a time on this device: it was compared",
+    ):
         assert fixed_shapes(adapter).counts == (1,)
 
 
@@ -822,11 +1067,14 @@ def test_kernels_go_by_shapes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not spelled
     monkeypatch.setattr(kernels, "current", lambda: Call(is_fixed=True))
     kernels.attend(queries, keys, keys, 1.0, None)
-    kernels.attend(queries[:, :, :1], keys, keys, 1.0, None)  # a lone query without a mask, too
+    # a lone query without a mask, too
+    kernels.attend(queries[:, :, :1], keys, keys, 1.0, None)
     assert spelled == [(1, 2, 5, 16), (1, 2, 1, 16)]
 
 
-def test_kimi_k3_weighs_earlier_layers_along_the_last_axis(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kimi_k3_weighs_earlier_layers_along_the_last_axis(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Along the first one a softmax of 2 and 3 rows has other bits than one of 4 on CUDA, too seldom for a proof to see it."""
     file = vars(sys.modules[type(adapter_of("kimi_k3", "float32").language).__module__])
     assert file["_attn_res_combine"] is _kimi_k3.HOOKS["_attn_res_combine"].either
@@ -844,13 +1092,16 @@ def test_kimi_k3_weighs_earlier_layers_along_the_last_axis(monkeypatch: pytest.M
     assert axes == [(-1, (2, 1, 4))]
 
 
-def test_steps_are_compiled_where_graphs_have_the_same_bits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_steps_are_compiled_where_graphs_have_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Graphs that round otherwise are seen by the proof, and not made."""
     monkeypatch.setenv(FOLDER, str(tmp_path))
     adapter = adapter_of("qwen2_vl", "bfloat16")
     monkeypatch.setattr(type(adapter), "graphs", Graphs.BY_DEFAULT)
     proof = prove(adapter, None, Placement.SLAB)
-    assert proof.graphs and prove(adapter, None, Placement.SLAB) == proof  # from its file
+    # from its file
+    assert proof.graphs and prove(adapter, None, Placement.SLAB) == proof
     compiled, calls = CompiledDecode.__call__, list[int]()
 
     def other(self: CompiledDecode, step: DecodeStep) -> mx.array:
@@ -859,11 +1110,17 @@ def test_steps_are_compiled_where_graphs_have_the_same_bits(monkeypatch: pytest.
 
     monkeypatch.setenv(FOLDER, str(tmp_path / "other"))
     monkeypatch.setattr(CompiledDecode, "__call__", other)
-    assert not prove(adapter, None, Placement.SLAB).graphs and set(calls) == set(proof.best(Placement.SLAB))
+    assert not prove(adapter, None, Placement.SLAB).graphs and set(calls) == set(
+        proof.best(Placement.SLAB)
+    )
     monkeypatch.setenv(FOLDER, str(tmp_path / "third"))
     monkeypatch.setattr(CompiledDecode, "__call__", lambda self, step: 1 / 0)
-    assert prove(adapter, None, Placement.SLAB).classes == proof.classes  # rows decode together all the same
-    decoders = [BatchGenerator(adapter, shapes=FixedShapes(can_graph=graphs))._decoder for graphs in (False, True)]
+    # rows decode together all the same
+    assert prove(adapter, None, Placement.SLAB).classes == proof.classes
+    decoders = [
+        BatchGenerator(adapter, shapes=FixedShapes(can_graph=graphs))._decoder
+        for graphs in (False, True)
+    ]
     assert [decoder._compiled is not None for decoder in decoders] == [False, True]
 
 
@@ -884,16 +1141,31 @@ def half() -> Any:
 
 
 def ask(batcher: VLMBatcher, requests: list[Request]) -> list[tuple[Any, ...]]:
-    return [(r.token_ids, r.text, r.logprobs, r.error) for r in batcher.generate(requests)]
+    return [
+        (r.token_ids, r.text, r.logprobs, r.error) for r in batcher.generate(requests)
+    ]
 
 
 def requests() -> list[Request]:
-    sampled = SamplingParams(max_tokens=10, temperature=0.8, top_p=0.9, seed=3, logprobs=4)
+    sampled = SamplingParams(
+        max_tokens=10, temperature=0.8, top_p=0.9, seed=3, logprobs=4
+    )
     greedy = SamplingParams(max_tokens=12, logprobs=7, repetition_penalty=1.1)
     pictures = [str(path) for path in sample_images()]
-    made = [Request(prompt="describe the picture", images=(path,), params=greedy) for path in pictures]
-    made += [Request(prompt="describe both pictures", images=tuple(pictures[2:4]), params=sampled)]
-    return [*made, Request(prompt="count to 12", params=replace(sampled, logprobs=2)), made[2]]
+    made = [
+        Request(prompt="describe the picture", images=(path,), params=greedy)
+        for path in pictures
+    ]
+    made += [
+        Request(
+            prompt="describe both pictures", images=tuple(pictures[2:4]), params=sampled
+        )
+    ]
+    return [
+        *made,
+        Request(prompt="count to 12", params=replace(sampled, logprobs=2)),
+        made[2],
+    ]
 
 
 def test_a_reproducible_batcher(half: Any, tmp_path: Path) -> None:
@@ -904,14 +1176,18 @@ def test_a_reproducible_batcher(half: Any, tmp_path: Path) -> None:
     assert all(one[-1] is None for one in right)
     folder = tmp_path / "rows"
     for _ in range(2):  # the second finds what the first has left in files
-        with VLMBatcher(*half, reproducible=True, caches=Caches(directory=folder)) as batcher:
+        with VLMBatcher(
+            *half, reproducible=True, caches=Caches(directory=folder)
+        ) as batcher:
             assert ask(batcher, asked) == right
             assert ask(batcher, asked[::-1]) == right[::-1]
             assert batcher.stats().cached_tokens > 0
 
 
 def test_an_answer_that_is_no_switch_is_refused() -> None:
-    with pytest.raises(ValueError, match="reproducible is 'no'; it must be True or False"):
+    with pytest.raises(
+        ValueError, match="reproducible is 'no'; it must be True or False"
+    ):
         VLMBatcher(default_checkpoint(), reproducible="no")  # type: ignore[arg-type]
 
 
@@ -920,10 +1196,17 @@ def test_groups_of_rows_with_logits_of_their_own_widths() -> None:
     name, precision = "molmo_point", "float32"
     exact = replace(exact_of(name, precision), counts=(2,))
     keys = ("image:1:0", "text:5:12", "text:4:9", "text:5:14")
-    answers = play(name, engine_of(adapter_of(name, precision), exact, Way(max_rows=4)), [Arrival(key) for key in keys])
+    answers = play(
+        name,
+        engine_of(adapter_of(name, precision), exact, Way(max_rows=4)),
+        [Arrival(key) for key in keys],
+    )
     for key, answer in zip(keys, answers, strict=True):
         right = alone(name, precision, key, exact).bits
-        assert all(one[: len(other)] == other for one, other in zip(answer.bits, right, strict=True))
+        assert all(
+            one[: len(other)] == other
+            for one, other in zip(answer.bits, right, strict=True)
+        )
 
 
 def test_a_prompt_cache_changes_nothing(half: Any) -> None:
@@ -931,8 +1214,13 @@ def test_a_prompt_cache_changes_nothing(half: Any) -> None:
     chat: list[Any] = [{"role": "user", "content": "count to 12"}]
     with VLMBatcher(*half, reproducible=True) as batcher:
         first = batcher.submit(messages=chat, params=params, return_cache=True).result()
-        chat += [{"role": "assistant", "content": first.text}, {"role": "user", "content": "repeat: a a a a"}]
-        second = batcher.submit(messages=chat, params=params, cache=first.cache).result()
+        chat += [
+            {"role": "assistant", "content": first.text},
+            {"role": "user", "content": "repeat: a a a a"},
+        ]
+        second = batcher.submit(
+            messages=chat, params=params, cache=first.cache
+        ).result()
     with VLMBatcher(*half, reproducible=True, caches=None) as batcher:
         cold = batcher.submit(messages=chat, params=params).result()
     assert second.error is None
@@ -957,7 +1245,15 @@ def test_the_types_that_weights_are_loaded_in() -> None:
 
 def test_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record, drawing = tmp_path / "found.json", tmp_path / "found.png"
-    arguments = ["verify", "--model", str(default_checkpoint()), "--dtype", "bfloat16", "--max-tokens", "4"]
+    arguments = [
+        "verify",
+        "--model",
+        str(default_checkpoint()),
+        "--dtype",
+        "bfloat16",
+        "--max-tokens",
+        "4",
+    ]
     assert cli.main([*arguments, "--json", str(record), "--plot", str(drawing)]) == 0
     shown = capsys.readouterr().out
     assert "as promised" in shown
@@ -972,19 +1268,42 @@ def test_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert drawing.exists() == (find_spec("matplotlib") is not None)
 
 
-def test_verify_says_what_shares_calls(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_says_what_shares_calls(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """As on a GPU: every way gives the same bits, and the calls are named that prompts and pictures shared."""
     policy = replace(POLICIES[Device.CUDA], pad_to=16, call_tokens=96, call_patches=256)
-    monkeypatch.setattr("vlm_batch.cli.verifying.fixed_shapes", lambda adapter: fixed_shapes(adapter, policy=policy))
-    arguments = ["verify", "--model", str(default_checkpoint()), "--dtype", "bfloat16", "--max-tokens", "2"]
+    monkeypatch.setattr(
+        "vlm_batch.cli.verifying.fixed_shapes",
+        lambda adapter: fixed_shapes(adapter, policy=policy),
+    )
+    arguments = [
+        "verify",
+        "--model",
+        str(default_checkpoint()),
+        "--dtype",
+        "bfloat16",
+        "--max-tokens",
+        "2",
+    ]
     assert cli.main(arguments) == 0
-    said = re.search(r"calls of several prompts or pictures: (\d+) of (\d+) as proven", capsys.readouterr().out)
+    said = re.search(
+        r"calls of several prompts or pictures: (\d+) of (\d+) as proven",
+        capsys.readouterr().out,
+    )
     assert said is not None and said[1] == said[2] != "0"
 
 
-def test_verify_says_which_pictures_it_cannot_ask_about(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_says_which_pictures_it_cannot_ask_about(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["verify", "--images", str(tmp_path)]) == 2
     assert "no picture there" in capsys.readouterr().err
     (tmp_path / "broken.png").write_bytes(b"no picture")
-    assert cli.main(["verify", "--model", str(default_checkpoint()), "--images", str(tmp_path)]) == 2
+    assert (
+        cli.main(
+            ["verify", "--model", str(default_checkpoint()), "--images", str(tmp_path)]
+        )
+        == 2
+    )
     assert "a request cannot be read: " in capsys.readouterr().err

@@ -24,7 +24,9 @@ from vlm_batch.models import adapter_for
 from vlm_batch.records import Call
 from vlm_batch.runtime import blas, exponentials
 
-pytestmark = pytest.mark.skipif(mx.default_device().type != mx.DeviceType.cpu, reason="a CPU's way")
+pytestmark = pytest.mark.skipif(
+    mx.default_device().type != mx.DeviceType.cpu, reason="a CPU's way"
+)
 
 #: float32's and the half types' distance from MLX's, relative to 1 + what is right.
 CLOSE = {mx.float32: 2e-6, mx.float16: 4e-3, mx.bfloat16: 3e-2}
@@ -103,7 +105,10 @@ def test_functions_are_mlxs(name: str, dtype: mx.Dtype, evaluations: list[int]) 
     assert np.array_equal(numbers(x), before), "what was given stays"
 
 
-@pytest.mark.parametrize("name", ["exp", "sigmoid", "nn.silu", "nn.gelu", "nn.gelu_approx", "softmax", "logsumexp"])
+@pytest.mark.parametrize(
+    "name",
+    ["exp", "sigmoid", "nn.silu", "nn.gelu", "nn.gelu_approx", "softmax", "logsumexp"],
+)
 def test_extremes_are_mlxs(name: str) -> None:
     """Infinity, -infinity, nan and large numbers give what MLX gives."""
     row = [0.0, -0.0, 1e-30, 80.0, -80.0, 200.0, -200.0, 3e4, -3e4, *[1.0] * 55]
@@ -112,12 +117,19 @@ def test_extremes_are_mlxs(name: str) -> None:
     right = numbers(FUNCTIONS[name](rows))
     with running(Call()):
         found = numbers(FUNCTIONS[name](rows))
-    assert np.array_equal(np.isnan(found), np.isnan(right)) or name in ("nn.silu", "nn.gelu", "nn.gelu_approx")
+    assert np.array_equal(np.isnan(found), np.isnan(right)) or name in (
+        "nn.silu",
+        "nn.gelu",
+        "nn.gelu_approx",
+    )
     finite = np.isfinite(found) & np.isfinite(right)
     assert np.allclose(found[finite], right[finite], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", [name for name in FUNCTIONS if "softmax" not in name and "logsumexp" not in name])
+@pytest.mark.parametrize(
+    "name",
+    [name for name in FUNCTIONS if "softmax" not in name and "logsumexp" not in name],
+)
 def test_infinity_gives_what_mlx_gives(name: str) -> None:
     x = mx.full((exponentials.FEWEST,), mx.inf)
     right = numbers(FUNCTIONS[name](x))
@@ -125,7 +137,10 @@ def test_infinity_gives_what_mlx_gives(name: str) -> None:
         assert np.array_equal(numbers(FUNCTIONS[name](x)), right, equal_nan=True)
 
 
-@pytest.mark.parametrize("name", ["exp", "sin", "tanh", "erf", "sigmoid", "nn.silu", "nn.gelu", "nn.gelu_approx"])
+@pytest.mark.parametrize(
+    "name",
+    ["exp", "sin", "tanh", "erf", "sigmoid", "nn.silu", "nn.gelu", "nn.gelu_approx"],
+)
 def test_a_numbers_bits_depend_on_that_number_alone(name: str) -> None:
     """Wherever it stands: in vectors or behind the last whole one, at an edge of a block, in company or not."""
     x = mx.random.normal((exponentials.BLOCK + 77,)) * 3
@@ -144,11 +159,15 @@ def test_a_rows_bits_depend_on_that_row_alone(name: str, columns: int) -> None:
     with running(Call(is_fixed=True)):
         whole = numbers(FUNCTIONS[name](x))
         for start, end in ((0, 1), (66, 67), (3, 8), (50, 67)):
-            assert np.array_equal(numbers(FUNCTIONS[name](x[start:end])), whole[start:end])
+            assert np.array_equal(
+                numbers(FUNCTIONS[name](x[start:end])), whole[start:end]
+            )
 
 
 @pytest.mark.parametrize("name", ["nn.gelu", "softmax", "logsumexp"])
-def test_bits_do_not_depend_on_threads(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bits_do_not_depend_on_threads(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     x = mx.random.normal((300, 3000)) * 3
     q, k, v = (mx.random.normal((1, 4, 900, 16)) for _ in range(3))
     found = {}
@@ -163,7 +182,9 @@ def test_bits_do_not_depend_on_threads(name: str, monkeypatch: pytest.MonkeyPatc
         assert np.array_equal(one, several)
 
 
-def test_blocks_are_shared_by_as_many_threads_as_blas_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_are_shared_by_as_many_threads_as_blas_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Three threads work at once, each block is worked on once, and an error reaches the caller."""
     monkeypatch.setattr(blas, "threads", lambda: 3)
     together, done = threading.Barrier(3, timeout=30), []
@@ -190,9 +211,15 @@ def test_blocks_are_shared_by_as_many_threads_as_blas_has(monkeypatch: pytest.Mo
 MASKS: dict[str, Callable[[int, int], Any]] = {
     "none": lambda length, columns: None,
     "causal": lambda length, columns: "causal",
-    "truths": lambda length, columns: mx.random.uniform(shape=(3, 1, length, columns)) > 0.4,
-    "truths of all": lambda length, columns: mx.random.uniform(shape=(length, columns)) > 0.4,
-    "of keys": lambda length, columns: mx.random.uniform(shape=(3, 1, 1, columns)) > 0.4,
+    "truths": lambda length, columns: (
+        mx.random.uniform(shape=(3, 1, length, columns)) > 0.4
+    ),
+    "truths of all": lambda length, columns: (
+        mx.random.uniform(shape=(length, columns)) > 0.4
+    ),
+    "of keys": lambda length, columns: (
+        mx.random.uniform(shape=(3, 1, 1, columns)) > 0.4
+    ),
     "added": lambda length, columns: mx.random.normal((3, 8, length, columns)),
 }
 
@@ -201,17 +228,27 @@ MASKS: dict[str, Callable[[int, int], Any]] = {
 @pytest.mark.parametrize("kind", MASKS)
 @pytest.mark.parametrize(("length", "columns"), [(64, 64), (33, 150)])
 def test_attention_is_mlxs(
-    kind: str, length: int, columns: int, scores: int, monkeypatch: pytest.MonkeyPatch, evaluations: list[int]
+    kind: str,
+    length: int,
+    columns: int,
+    scores: int,
+    monkeypatch: pytest.MonkeyPatch,
+    evaluations: list[int],
 ) -> None:
     monkeypatch.setattr(by_numpy, "BLOCK_SCORES", scores)
     monkeypatch.setattr(by_numpy, "FEWEST_QUERIES", 5)
     queries = mx.random.normal((3, length, 8, 16)).swapaxes(1, 2)  # as layers give it
-    keys, values = mx.random.normal((3, 2, columns, 16)), mx.random.normal((3, 2, columns, 24))
+    keys = mx.random.normal((3, 2, columns, 16))
+    values = mx.random.normal((3, 2, columns, 24))
     mask = MASKS[kind](length, columns)
 
     def attend(rows: slice = slice(None), dtype: mx.Dtype = mx.float32) -> mx.array:
         own = mask[rows] if isinstance(mask, mx.array) and mask.ndim == 4 else mask
-        own = own.astype(dtype) if isinstance(own, mx.array) and own.dtype != mx.bool_ else own
+        own = (
+            own.astype(dtype)
+            if isinstance(own, mx.array) and own.dtype != mx.bool_
+            else own
+        )
         parts = [part[rows].astype(dtype) for part in (queries, keys, values)]
         return mx.fast.scaled_dot_product_attention(*parts, scale=0.25, mask=own)
 
@@ -229,7 +266,9 @@ def test_attention_is_mlxs(
 def test_sinks_and_steps_stay_mlxs(evaluations: list[int]) -> None:
     queries, keys = mx.random.normal((1, 4, 64, 16)), mx.random.normal((1, 4, 64, 16))
     with running(Call()):
-        mx.fast.scaled_dot_product_attention(queries, keys, keys, scale=0.25, sinks=mx.zeros(4))
+        mx.fast.scaled_dot_product_attention(
+            queries, keys, keys, scale=0.25, sinks=mx.zeros(4)
+        )
     with running(Call(positions=mx.zeros(4, mx.int32))):
         mx.fast.scaled_dot_product_attention(queries, keys, keys, scale=0.25)
         nn.silu(mx.softmax(queries, axis=-1))
@@ -248,16 +287,27 @@ def test_few_numbers_stay_mlxs_unless_shapes_are_fixed(evaluations: list[int]) -
 
 def test_functions_are_traced_as_mlxs() -> None:
     x = mx.random.normal((64, 128))
-    compiled = mx.compile(lambda x: mx.softmax(mx.exp(x), axis=-1) + mx.logsumexp(x, axis=-1, keepdims=True))
+    compiled = mx.compile(
+        lambda x: (
+            mx.softmax(mx.exp(x), axis=-1) + mx.logsumexp(x, axis=-1, keepdims=True)
+        )
+    )
     right = compiled(x)
     with running(Call()):
-        found = mx.compile(lambda x: mx.softmax(mx.exp(x), axis=-1) + mx.logsumexp(x, axis=-1, keepdims=True))(x)
+        found = mx.compile(
+            lambda x: (
+                mx.softmax(mx.exp(x), axis=-1) + mx.logsumexp(x, axis=-1, keepdims=True)
+            )
+        )(x)
     assert np.array_equal(numbers(found), numbers(right))
 
 
 def test_compiled_functions_of_files_run_uncompiled(evaluations: list[int]) -> None:
     gate, x = mx.random.normal((64, 128)), mx.random.normal((64, 128))
-    space = {"geglu": geglu.__wrapped__ if hasattr(geglu, "__wrapped__") else geglu, "ACTIVATIONS": {"gelu": mx.tanh}}
+    space = {
+        "geglu": geglu.__wrapped__ if hasattr(geglu, "__wrapped__") else geglu,
+        "ACTIVATIONS": {"gelu": mx.tanh},
+    }
     by_numpy._rebind(space)
     right = space["geglu"](gate, x)
     assert not evaluations
@@ -278,14 +328,22 @@ def test_scores_are_never_held_at_once() -> None:
     assert mx.get_peak_memory() - before < heads * length * length * 4 / 4
 
 
-def test_a_mended_mlx_wins(monkeypatch: pytest.MonkeyPatch, evaluations: list[int]) -> None:
+def test_a_mended_mlx_wins(
+    monkeypatch: pytest.MonkeyPatch, evaluations: list[int]
+) -> None:
     """The trial compares: twice numpy's time is no reason, twenty times is, and what every operation takes does not count."""
     monkeypatch.undo()
     trial = exponentials._is_faster.__wrapped__
     times: Iterator[float]
-    for launched, theirs, is_numpys in ((0, 2e-5, False), (1e-3, 1.02e-3, False), (1e-3, 1.2e-3, True)):
+    for launched, theirs, is_numpys in (
+        (0, 2e-5, False),
+        (1e-3, 1.02e-3, False),
+        (1e-3, 1.2e-3, True),
+    ):
         times = iter((launched, theirs, 1e-5))
-        monkeypatch.setattr(exponentials, "_best_time", lambda call, times=times: next(times))
+        monkeypatch.setattr(
+            exponentials, "_best_time", lambda call, times=times: next(times)
+        )
         assert trial() is is_numpys
     monkeypatch.setattr(exponentials, "_is_faster", lambda: False)
     with running(Call()):
@@ -329,14 +387,29 @@ def test_log_probabilities_and_noise_are_mlxs() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["gemma3", "internvl", "llava", "mllama", "phi3_v", "qwen2_5_vl", "qwen3_5", "smolvlm"]
+    "name",
+    [
+        "gemma3",
+        "internvl",
+        "llava",
+        "mllama",
+        "phi3_v",
+        "qwen2_5_vl",
+        "qwen3_5",
+        "smolvlm",
+    ],
 )
-def test_families_answer_by_numpy_as_alone(name: str, monkeypatch: pytest.MonkeyPatch, evaluations: list[int]) -> None:
+def test_families_answer_by_numpy_as_alone(
+    name: str, monkeypatch: pytest.MonkeyPatch, evaluations: list[int]
+) -> None:
     """Prompts and towers of tiny models are too small for numpy: here every array is."""
     monkeypatch.setattr(by_numpy, "FEWEST", 1)
     adapter = adapter_for(family(name).registered)(family(name).build())
     asks = [Ask("image:4:1"), Ask("text:3:9"), Ask("text:5:14", at=2)]
-    check(name, run(adapter, lambda key: inputs_of(name, key), asks, placement=Placement.SLAB))
+    check(
+        name,
+        run(adapter, lambda key: inputs_of(name, key), asks, placement=Placement.SLAB),
+    )
     assert len(evaluations) > 8
 
 

@@ -36,18 +36,29 @@ ASKED = [
 PLACES = 4
 
 
-def answers(family: str, placement: Placement, asked: list[tuple[str, int, str, int]]) -> dict[str, tuple[int, ...]]:
+def answers(
+    family: str, placement: Placement, asked: list[tuple[str, int, str, int]]
+) -> dict[str, tuple[int, ...]]:
     """Tokens by row; each request of another client comes ten steps after the one before. At most ``PLACES`` live, and whoever
     waits with less than an even share gets it."""
-    generator = BatchGenerator(shared_adapter(family), policy=settings_for(placement, max_rows=PLACES))
+    generator = BatchGenerator(
+        shared_adapter(family), policy=settings_for(placement, max_rows=PLACES)
+    )
     ends: dict[str, tuple[int, ...]] = {}
     waited: Counter[str] = Counter()
     coming, step = list(asked), 0
     while coming or generator.has_work:
         while coming and step >= 10 * (coming[0][1] - 1):
             name, client, key, n = coming.pop(0)
-            params = SamplingParams(max_tokens=40, temperature=1.0, seed=len(name), n=n, ignore_eos=True)
-            row = new_row(name, Prompt(inputs=as_mlx(inputs_of(family, key))), params, client=client)
+            params = SamplingParams(
+                max_tokens=40, temperature=1.0, seed=len(name), n=n, ignore_eos=True
+            )
+            row = new_row(
+                name,
+                Prompt(inputs=as_mlx(inputs_of(family, key))),
+                params,
+                client=client,
+            )
             generator.rows.add(row)
         for event in generator.step():
             if event.result is not None:
@@ -56,7 +67,11 @@ def answers(family: str, placement: Placement, asked: list[tuple[str, int, str, 
         placed = len(generator.rows.batch) + len(generator.rows.prefilling)
         assert placed <= PLACES
         if len(asked) > 1:
-            waited.update(name for name in generator.rows.waiting.prepared if name in ("one", "two"))
+            waited.update(
+                name
+                for name in generator.rows.waiting.prepared
+                if name in ("one", "two")
+            )
         step += 1
         assert step < 2000
     assert all(count <= 4 for count in waited.values()), waited
@@ -65,7 +80,9 @@ def answers(family: str, placement: Placement, asked: list[tuple[str, int, str, 
 
 @pytest.mark.parametrize("placement", Placement)
 @pytest.mark.parametrize("family", ["qwen2_vl", "gemma3", "qwen3_5", "mllama"])
-def test_clients_share_places_and_nobody_gets_another_answer(family: str, placement: Placement) -> None:
+def test_clients_share_places_and_nobody_gets_another_answer(
+    family: str, placement: Placement
+) -> None:
     """Rows of the client that has most give places up, with what they have, and go on from there later."""
     alone: dict[str, tuple[int, ...]] = {}
     for request in ASKED:
@@ -76,10 +93,14 @@ def test_clients_share_places_and_nobody_gets_another_answer(family: str, placem
 
 def test_who_comes_new_does_not_wait_for_all_that_others_have_asked_for() -> None:
     """Six clients who ask for four long answers each, again and again, and share two places: another's turn is the next."""
-    generator = BatchGenerator(shared_adapter("qwen2_vl"), policy=settings_for(Placement.SLAB, max_rows=2))
+    generator = BatchGenerator(
+        shared_adapter("qwen2_vl"), policy=settings_for(Placement.SLAB, max_rows=2)
+    )
 
     def ask(name: str, client: int, n: int, tokens: int) -> None:
-        params = SamplingParams(max_tokens=tokens, temperature=1.0, seed=1, n=n, ignore_eos=True)
+        params = SamplingParams(
+            max_tokens=tokens, temperature=1.0, seed=1, n=n, ignore_eos=True
+        )
         inputs = as_mlx(inputs_of("qwen2_vl", f"text:{client}:9"))
         generator.rows.add(new_row(name, Prompt(inputs=inputs), params, client=client))
 
@@ -91,7 +112,9 @@ def test_who_comes_new_does_not_wait_for_all_that_others_have_asked_for() -> Non
     ended: list[str] = []
     while "new" not in ended:
         ended += [
-            event.request_id for event in generator.step() if event.result is not None or event.answer is not None
+            event.request_id
+            for event in generator.step()
+            if event.result is not None or event.answer is not None
         ]
         assert len(ended) < 24
     assert len(ended) <= 3, ended
@@ -103,9 +126,13 @@ def test_who_has_waited_gets_a_place_from_a_row_of_those_who_ask_for_more(
 ) -> None:
     """Each of a crowd has one place at most. A row of theirs gives way, once, and all goes on as it was. Seconds are steps."""
     now = 0
-    monkeypatch.setattr(admission, "time", SimpleNamespace(perf_counter=lambda: float(now)))
+    monkeypatch.setattr(
+        admission, "time", SimpleNamespace(perf_counter=lambda: float(now))
+    )
 
-    def play(asked: list[tuple[str, int, int, int]], ageing: float) -> tuple[dict[str, tuple[int, ...]], Counter[str]]:
+    def play(
+        asked: list[tuple[str, int, int, int]], ageing: float
+    ) -> tuple[dict[str, tuple[int, ...]], Counter[str]]:
         nonlocal now
         policy = settings_for(placement, max_rows=2, ageing_seconds=ageing)
         generator = BatchGenerator(shared_adapter("qwen2_vl"), policy=policy)
@@ -114,7 +141,13 @@ def test_who_has_waited_gets_a_place_from_a_row_of_those_who_ask_for_more(
         while coming or generator.has_work:
             while coming and (coming[0][1] < 9 or now >= 20 or len(asked) == 1):
                 name, client, n, length = coming.pop(0)
-                params = SamplingParams(max_tokens=length, temperature=1.0, seed=client, n=n, ignore_eos=True)
+                params = SamplingParams(
+                    max_tokens=length,
+                    temperature=1.0,
+                    seed=client,
+                    n=n,
+                    ignore_eos=True,
+                )
                 inputs = as_mlx(inputs_of("qwen2_vl", f"text:{client}:9"))
                 row = new_row(name, Prompt(inputs=inputs), params, client=client)
                 row.clock.submitted = now
@@ -126,11 +159,14 @@ def test_who_has_waited_gets_a_place_from_a_row_of_those_who_ask_for_more(
                     assert event.result.error is None
                     tokens[event.request_id] = event.result.token_ids
             gave_way.update(
-                row.request_id for row in generator.rows.by_id.values() if row.gave_way and row not in before
+                row.request_id
+                for row in generator.rows.by_id.values()
+                if row.gave_way and row not in before
             )
             now += 1
             assert now < 3000
-        assert told == {name: len(ids) for name, ids in tokens.items()}  # nothing is told twice
+        # nothing is told twice
+        assert told == {name: len(ids) for name, ids in tokens.items()}
         return tokens, gave_way
 
     crowd = [(f"crowd {client}", client, 4, 40) for client in range(4)]
@@ -151,11 +187,18 @@ def test_who_has_waited_gets_a_place_from_a_row_of_those_who_ask_for_more(
 
 def test_who_has_places_goes_behind_who_has_none_whatever_the_priority() -> None:
     """Its next place counts with those that it has."""
-    generator = BatchGenerator(shared_adapter("qwen2_vl"), policy=settings_for(Placement.SLAB, max_rows=2))
+    generator = BatchGenerator(
+        shared_adapter("qwen2_vl"), policy=settings_for(Placement.SLAB, max_rows=2)
+    )
 
     def ask(name: str, client: int, priority: int, tokens: int) -> None:
         params = SamplingParams(max_tokens=tokens, ignore_eos=True)
-        row = new_row(name, Prompt(inputs=as_mlx(inputs_of("qwen2_vl", f"text:{client}:9"))), params, client=client)
+        row = new_row(
+            name,
+            Prompt(inputs=as_mlx(inputs_of("qwen2_vl", f"text:{client}:9"))),
+            params,
+            client=client,
+        )
         row.priority = priority
         generator.rows.add(row)
 
@@ -166,5 +209,7 @@ def test_who_has_places_goes_behind_who_has_none_whatever_the_priority() -> None
     ask("plain", 2, 0, 3)
     ended: list[str] = []
     while not ended:
-        ended += [event.request_id for event in generator.step() if event.result is not None]
+        ended += [
+            event.request_id for event in generator.step() if event.result is not None
+        ]
     assert ended == ["plain"]

@@ -96,7 +96,9 @@ def answers(batcher: VLMBatcher) -> bool:
 
 
 @pytest.mark.parametrize("priority", ["high", None, 10**400, 1.5, True, math.nan])
-def test_a_priority_that_cannot_be_ordered_is_refused_at_submit(batcher: VLMBatcher, priority: Any) -> None:
+def test_a_priority_that_cannot_be_ordered_is_refused_at_submit(
+    batcher: VLMBatcher, priority: Any
+) -> None:
     with pytest.raises(InvalidRequest, match="priority is"):
         batcher.submit(None, "count to 3", priority=priority)
     with pytest.raises(InvalidRequest, match="request_id is"):
@@ -123,7 +125,9 @@ def test_a_priority_that_cannot_be_ordered_is_refused_at_submit(batcher: VLMBatc
     ],
     ids=str,
 )
-def test_every_option_is_checked_when_the_batcher_is_made(wrong: dict[str, Any]) -> None:
+def test_every_option_is_checked_when_the_batcher_is_made(
+    wrong: dict[str, Any],
+) -> None:
     with pytest.raises(ValueError, match=next(reversed(wrong))):
         VLMBatcher(CHECKPOINT, **wrong)
 
@@ -149,7 +153,9 @@ def test_every_option_is_checked_when_the_batcher_is_made(wrong: dict[str, Any])
     ],
     ids=str,
 )
-def test_every_record_is_checked_when_it_is_made(record: Callable[..., Any], wrong: dict[str, Any]) -> None:
+def test_every_record_is_checked_when_it_is_made(
+    record: Callable[..., Any], wrong: dict[str, Any]
+) -> None:
     with pytest.raises(ValueError, match=next(reversed(wrong))):
         record(**wrong)
 
@@ -169,7 +175,8 @@ def test_a_model_is_a_path_or_a_model() -> None:
         {"repetition_penalty": 1e-40},
         {"repetition_context_size": 2**70},
         {"max_tokens": 2**70},
-        {"stop_token_ids": [-1]},  # those beyond the vocabulary are refused where it is known
+        # those beyond the vocabulary are refused where it is known
+        {"stop_token_ids": [-1]},
         {"top_p": 1e-46},
         {"logits_processors": 3},
         {"ignore_eos": "no"},
@@ -190,13 +197,19 @@ def test_what_is_natural_is_taken(batcher: VLMBatcher) -> None:
     )
     assert (params.max_tokens, params.stop, params.stop_token_ids) == (5, (), (3, 4))
     assert type(params.max_tokens) is int and type(params.temperature) is float
-    result = batcher.submit(None, "count to 9", params={"max_tokens": 2}, priority=np.int32(3)).result(60)  # type: ignore[arg-type]
+    result = batcher.submit(
+        None, "count to 9", params={"max_tokens": 2}, priority=np.int32(3)
+    ).result(60)  # type: ignore[arg-type]
     assert len(result.token_ids) == 2
-    with pytest.raises(InvalidParameters, match=r"params has no max_token .*; it has .*max_tokens"):
+    with pytest.raises(
+        InvalidParameters, match=r"params has no max_token .*; it has .*max_tokens"
+    ):
         batcher.submit(None, "count to 9", params={"max_token": 2})
 
 
-def test_facts_of_the_family_are_asked_at_submit(batcher: VLMBatcher, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_facts_of_the_family_are_asked_at_submit(
+    batcher: VLMBatcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
     spec = batcher.spec
     monkeypatch.setattr(batcher._preparer, "spec", replace(spec, multi_image=False))
     with pytest.raises(InvalidImage, match="takes one picture a request; given: 2"):
@@ -219,28 +232,53 @@ class Unspeakable:
 
 #: Ways to hand a value over, by name: each must refuse it with an error of its own, or take it.
 DOORS: dict[str, Callable[[VLMBatcher, Any], Any]] = {
-    "priority": lambda batcher, value: batcher.submit(prompt="count to 3", priority=value),
-    "request_id": lambda batcher, value: batcher.submit(prompt="count to 3", request_id=value),
+    "priority": lambda batcher, value: batcher.submit(
+        prompt="count to 3", priority=value
+    ),
+    "request_id": lambda batcher, value: batcher.submit(
+        prompt="count to 3", request_id=value
+    ),
     "cache": lambda batcher, value: batcher.submit(prompt="count to 3", cache=value),
-    "template": lambda batcher, value: batcher.submit(prompt="count to 3", template=value),
+    "template": lambda batcher, value: batcher.submit(
+        prompt="count to 3", template=value
+    ),
     **{
         name: lambda _, value, name=name: Template(**{name: value})  # type: ignore[misc]
-        for name in ("tools", "enable_thinking", "reasoning_effort", "add_generation_prompt")
+        for name in (
+            "tools",
+            "enable_thinking",
+            "reasoning_effort",
+            "add_generation_prompt",
+        )
     },
-    "return_cache": lambda batcher, value: batcher.submit(prompt="count to 3", return_cache=value),
+    "return_cache": lambda batcher, value: batcher.submit(
+        prompt="count to 3", return_cache=value
+    ),
     "params": lambda batcher, value: batcher.submit(prompt="count to 3", params=value),
     "prompt": lambda batcher, value: batcher.submit(prompt=value),
     "messages": lambda batcher, value: batcher.submit(messages=value),
-    "role": lambda batcher, value: batcher.submit(messages=[{"role": value, "content": "a"}]),
-    "content": lambda batcher, value: batcher.submit(messages=[{"role": "user", "content": value}]),
-    "part": lambda batcher, value: batcher.submit(messages=[{"role": "user", "content": [{"type": value}]}]),
-    "text": lambda batcher, value: batcher.submit(messages=chat_of({"type": "text", "text": value})),
+    "role": lambda batcher, value: batcher.submit(
+        messages=[{"role": value, "content": "a"}]
+    ),
+    "content": lambda batcher, value: batcher.submit(
+        messages=[{"role": "user", "content": value}]
+    ),
+    "part": lambda batcher, value: batcher.submit(
+        messages=[{"role": "user", "content": [{"type": value}]}]
+    ),
+    "text": lambda batcher, value: batcher.submit(
+        messages=chat_of({"type": "text", "text": value})
+    ),
     "token_ids": lambda batcher, value: batcher.submit(token_ids=value),
     "a token id": lambda batcher, value: batcher.submit(token_ids=[value]),
     "inputs": lambda batcher, value: batcher.submit_request(Request(inputs=value)),
-    "input_ids": lambda batcher, value: batcher.submit_request(Request(inputs={"input_ids": value})),
+    "input_ids": lambda batcher, value: batcher.submit_request(
+        Request(inputs={"input_ids": value})
+    ),
     "cancel": lambda batcher, value: batcher.cancel(value),
-    "timeout": lambda batcher, value: batcher.submit(prompt="count to 3").result(timeout=value),
+    "timeout": lambda batcher, value: batcher.submit(prompt="count to 3").result(
+        timeout=value
+    ),
     **{
         name: lambda _, value, name=name: SamplingParams(**{name: value})  # type: ignore[misc]
         for name in (
@@ -271,7 +309,15 @@ DOORS: dict[str, Callable[[VLMBatcher, Any], Any]] = {
     },
     **{
         name: lambda _, value, name=name: VLMBatcher(CHECKPOINT, **{name: value})  # type: ignore[misc]
-        for name in ("policy", "caches", "limits", "kv", "kv_bits", "trust_remote_code", "fetch")
+        for name in (
+            "policy",
+            "caches",
+            "limits",
+            "kv",
+            "kv_bits",
+            "trust_remote_code",
+            "fetch",
+        )
     },
     "token_gap": lambda _, value: VLMBatcher(CHECKPOINT, policy={"token_gap": value}),
     "cache bytes": lambda _, value: Caches(value),
@@ -285,33 +331,51 @@ def chat_of(part: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_what_is_of_another_kind_is_refused_in_a_line_whatever_it_is(batcher: VLMBatcher, door: str) -> None:
+def test_what_is_of_another_kind_is_refused_in_a_line_whatever_it_is(
+    batcher: VLMBatcher, door: str
+) -> None:
     """Also what cannot be shown in a message, or compared, or hashed."""
-    for value in (Unspeakable(), -(10**5000), object(), np.array([["a", "b"]]), {"a": []}):
+    for value in (
+        Unspeakable(),
+        -(10**5000),
+        object(),
+        np.array([["a", "b"]]),
+        {"a": []},
+    ):
         with pytest.raises(
             (ValueError, TimeoutError), match=r"\A.{10,500}\Z"
         ) as found:  # the library's own are ValueErrors
             DOORS[door](batcher, value)
         said = str(found.value)
-        assert "no repr" not in said and "ambiguous" not in said and "digits" not in said
+        assert (
+            "no repr" not in said and "ambiguous" not in said and "digits" not in said
+        )
     assert answers(batcher)
 
 
 @pytest.mark.parametrize("ids", [[[1, -1, 2]], [[1, -(2**31), 2]], [[1, 2**40, 2]]])
 @pytest.mark.parametrize("family", ["embedded", "molmo_point"])
-def test_ids_that_no_embedding_has_are_refused(batcher: VLMBatcher, ids: list[list[int]], family: str) -> None:
+def test_ids_that_no_embedding_has_are_refused(
+    batcher: VLMBatcher, ids: list[list[int]], family: str
+) -> None:
     """MLX reads other memory for them: a wrong answer, or the end of the process."""
     if family == "embedded":
         with suppress(InvalidRequest):
-            result = batcher.submit_request(Request(inputs={"input_ids": np.array(ids)})).result(timeout=60)
+            result = batcher.submit_request(
+                Request(inputs={"input_ids": np.array(ids)})
+            ).result(timeout=60)
             assert "InvalidPrompt: token id" in str(result.error)
     else:
         with pytest.raises(InvalidRequest, match="token id"):
-            shared_adapter(family).encode({"input_ids": mx.array(np.array(ids).clip(-(2**31), 2**31 - 1))})
+            shared_adapter(family).encode(
+                {"input_ids": mx.array(np.array(ids).clip(-(2**31), 2**31 - 1))}
+            )
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"stop": ["a"] * 2000}, {"stop": "a" * 2**21}, {"stop_token_ids": range(2**15)}], ids=["1", "2", "3"]
+    "wrong",
+    [{"stop": ["a"] * 2000}, {"stop": "a" * 2**21}, {"stop_token_ids": range(2**15)}],
+    ids=["1", "2", "3"],
 )
 def test_stops_that_would_hold_up_everybody_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(InvalidParameters, match="are looked for"):
@@ -320,8 +384,14 @@ def test_stops_that_would_hold_up_everybody_are_refused(wrong: dict[str, Any]) -
 
 @pytest.mark.parametrize("where", ["prompt", "chat"])
 def test_half_a_surrogate_pair_is_no_text(batcher: VLMBatcher, where: str) -> None:
-    given: dict[str, Any] = {"prompt": "a\ud800b"} if where == "prompt" else {"messages": chat_of("a\ud800b")}
-    with pytest.raises(InvalidPrompt, match=r"'\\ud800' at character 1, half of a surrogate pair"):
+    given: dict[str, Any] = (
+        {"prompt": "a\ud800b"}
+        if where == "prompt"
+        else {"messages": chat_of("a\ud800b")}
+    )
+    with pytest.raises(
+        InvalidPrompt, match=r"'\\ud800' at character 1, half of a surrogate pair"
+    ):
         batcher.submit(**given)
 
 
@@ -332,7 +402,9 @@ def test_errors_can_be_written_to_any_file(batcher: VLMBatcher) -> None:
 
 
 def test_pictures_may_come_from_an_iterator(batcher: VLMBatcher) -> None:
-    first, second = (batcher.submit(images, DESCRIBE) for images in (iter([CIRCLE]), [CIRCLE]))
+    first, second = (
+        batcher.submit(images, DESCRIBE) for images in (iter([CIRCLE]), [CIRCLE])
+    )
     assert first.result(timeout=60).text == second.result(timeout=60).text
     assert first.result().usage.image_tokens > 0
 
@@ -340,13 +412,19 @@ def test_pictures_may_come_from_an_iterator(batcher: VLMBatcher) -> None:
 # One request never takes the others with it -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, GeneratorExit, ValueError])
-def test_whatever_a_processor_raises_ends_its_request_alone(batcher: VLMBatcher, kind: type[BaseException]) -> None:
+@pytest.mark.parametrize(
+    "kind", [SystemExit, KeyboardInterrupt, GeneratorExit, ValueError]
+)
+def test_whatever_a_processor_raises_ends_its_request_alone(
+    batcher: VLMBatcher, kind: type[BaseException]
+) -> None:
     def raises(tokens: mx.array, logits: mx.array) -> mx.array:
         raise kind("of the test")
 
     beside = batcher.submit(None, "count to 5")
-    bad = batcher.submit(None, "count to 3", params=SamplingParams(logits_processors=[raises]))
+    bad = batcher.submit(
+        None, "count to 3", params=SamplingParams(logits_processors=[raises])
+    )
     result = bad.result(timeout=60)
     assert result.finish_reason == "error" and kind.__name__ in str(result.error)
     assert beside.result(timeout=60).text == "1 2 3 4 5"
@@ -355,8 +433,14 @@ def test_whatever_a_processor_raises_ends_its_request_alone(batcher: VLMBatcher,
 
 #: What a processor may return that is joined with six other rows' logits, and what comes of it; None: an answer as without.
 RETURNED: dict[str, tuple[Callable[[mx.array], Any], str | None]] = {
-    "complex64": (lambda logits: logits.astype(mx.complex64), "a floating type, not mlx.core.complex64"),
-    "int32": (lambda logits: logits.astype(mx.int32), "a floating type, not mlx.core.int32"),
+    "complex64": (
+        lambda logits: logits.astype(mx.complex64),
+        "a floating type, not mlx.core.complex64",
+    ),
+    "int32": (
+        lambda logits: logits.astype(mx.int32),
+        "a floating type, not mlx.core.int32",
+    ),
     "bool": (lambda logits: logits > 0, "a floating type, not mlx.core.bool"),
     "numpy": (np.array, r"logits of shape \(1, \d+\), not ndarray"),
     "no batch": (lambda logits: logits[0], "logits of shape"),
@@ -367,7 +451,9 @@ RETURNED: dict[str, tuple[Callable[[mx.array], Any], str | None]] = {
 
 
 @pytest.mark.parametrize("what", RETURNED)
-def test_whatever_a_processor_returns_harms_nobody_else(batcher: VLMBatcher, what: str) -> None:
+def test_whatever_a_processor_returns_harms_nobody_else(
+    batcher: VLMBatcher, what: str
+) -> None:
     give, said = RETURNED[what]
     params = SamplingParams(logits_processors=(lambda tokens, logits: give(logits),))
     before = batcher.submit(None, "count to 5")
@@ -384,9 +470,21 @@ def test_whatever_a_processor_returns_harms_nobody_else(batcher: VLMBatcher, wha
 @pytest.mark.parametrize(
     ("name", "change", "said"),
     [
-        ("pixel_values", lambda array: array.astype(np.complex64), "pixel_values of complex64"),
-        ("image_grid_thw", lambda array: np.concatenate([array] * 2, axis=-1), "what the model's processor makes"),
-        ("image_grid_thw", lambda array: array[None], "what the model's processor makes"),
+        (
+            "pixel_values",
+            lambda array: array.astype(np.complex64),
+            "pixel_values of complex64",
+        ),
+        (
+            "image_grid_thw",
+            lambda array: np.concatenate([array] * 2, axis=-1),
+            "what the model's processor makes",
+        ),
+        (
+            "image_grid_thw",
+            lambda array: array[None],
+            "what the model's processor makes",
+        ),
     ],
 )
 def test_processed_inputs_of_odd_types_and_shapes_are_refused_by_submit(
@@ -397,21 +495,33 @@ def test_processed_inputs_of_odd_types_and_shapes_are_refused_by_submit(
         batcher.submit_request(Request(inputs={**inputs, name: change(inputs[name])}))
 
 
-def test_embeddings_that_are_no_real_numbers_end_their_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_embeddings_that_are_no_real_numbers_end_their_request_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     generator = BatchGenerator(shared_adapter(FAMILY))
     encode = generator.adapter.encode
 
     def odd(inputs: Any, *rest: Any) -> Any:
         encoded = encode(inputs, *rest)
         is_bad = encoded.length == 9
-        return replace(encoded, inputs_embeds=encoded.inputs_embeds.astype(mx.complex64)) if is_bad else encoded
+        return (
+            replace(encoded, inputs_embeds=encoded.inputs_embeds.astype(mx.complex64))
+            if is_bad
+            else encoded
+        )
 
     monkeypatch.setattr(generator.adapter, "encode", odd)
     for key in ("text:4:9", "text:5:26", "text:6:14"):
-        generator.insert(key, as_mlx(inputs_of(FAMILY, key)), SamplingParams(max_tokens=4))
+        generator.insert(
+            key, as_mlx(inputs_of(FAMILY, key)), SamplingParams(max_tokens=4)
+        )
     results: dict[str, Any] = {}
     while generator.has_work:
-        results |= {event.request_id: event.result for event in generator.step() if event.result is not None}
+        results |= {
+            event.request_id: event.result
+            for event in generator.step()
+            if event.result is not None
+        }
     assert "real numbers (1, L, D)" in str(results["text:4:9"].error)
     assert all(results[key].error is None for key in ("text:5:26", "text:6:14"))
 
@@ -423,7 +533,9 @@ class Speechless(Exception):
         raise SystemExit("no text")
 
 
-@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, GeneratorExit, ZeroDivisionError])
+@pytest.mark.parametrize(
+    "kind", [SystemExit, KeyboardInterrupt, GeneratorExit, ZeroDivisionError]
+)
 @pytest.mark.parametrize("what", ["images", "videos", "frames"])
 def test_whatever_a_pictures_own_code_raises_is_the_pictures_fault(
     batcher: VLMBatcher, what: str, kind: type[BaseException]
@@ -434,10 +546,13 @@ def test_whatever_a_pictures_own_code_raises_is_the_pictures_fault(
         def __array__(self, *_: Any, **__: Any) -> Any:
             raise kind("of the picture")
 
-    media: dict[str, Any] = {what: Bad()} if what != "frames" else {"videos": [Video([Bad(), Bad()])]}
+    media: dict[str, Any] = (
+        {what: Bad()} if what != "frames" else {"videos": [Video([Bad(), Bad()])]}
+    )
     raised: list[BaseException] = []
 
-    def submit() -> None:  # not on the main thread, whose KeyboardInterrupt is the user's own
+    # not on the main thread, whose KeyboardInterrupt is the user's own
+    def submit() -> None:
         try:
             batcher.submit(prompt=DESCRIBE, **media)
         except BaseException as error:
@@ -452,7 +567,9 @@ def test_whatever_a_pictures_own_code_raises_is_the_pictures_fault(
         with pytest.raises(KeyboardInterrupt):
             batcher.submit(prompt=DESCRIBE, **media)
     else:
-        bad, good = batcher.generate([{"prompt": DESCRIBE, **media}, {"prompt": "count to 3"}])
+        bad, good = batcher.generate(
+            [{"prompt": DESCRIBE, **media}, {"prompt": "count to 3"}]
+        )
         assert (bad.ok, good.text) == (False, "1 2 3")
     assert answers(batcher)
 
@@ -467,7 +584,10 @@ def test_an_error_without_a_text_ends_its_request_alone(batcher: VLMBatcher) -> 
     beside = batcher.submit(None, "count to 9", params=LONG)
     next(iter(beside))
     bad = [
-        batcher.submit(None, "count to 3", params=SamplingParams(logits_processors=[one])) for one in (raises, talks)
+        batcher.submit(
+            None, "count to 3", params=SamplingParams(logits_processors=[one])
+        )
+        for one in (raises, talks)
     ]
     assert bad[0].result(timeout=60).error == "Speechless"
     assert len(str(bad[1].result(timeout=60).error)) < 2100
@@ -485,7 +605,8 @@ def test_a_listener_that_raises_is_no_part_of_the_engine(
 
     beside = batcher.submit(None, "count to 9", params=LONG)
     next(iter(beside))
-    heard, others = batcher.submit(None, "count to 3"), [batcher.submit(None, "count to 5") for _ in range(3)]
+    heard = batcher.submit(None, "count to 3")
+    others = [batcher.submit(None, "count to 5") for _ in range(3)]
     heard.when_done(raises)
     assert heard.result(timeout=60).text == "1 2 3"
     assert [other.result(timeout=60).text for other in others] == ["1 2 3 4 5"] * 3
@@ -496,7 +617,9 @@ def test_a_listener_that_raises_is_no_part_of_the_engine(
 
 
 @pytest.mark.parametrize("waits", ["result", "for", "generate"])
-def test_nobody_waits_on_the_engines_own_thread(batcher: VLMBatcher, waits: str) -> None:
+def test_nobody_waits_on_the_engines_own_thread(
+    batcher: VLMBatcher, waits: str
+) -> None:
     """A listener or a processor that waits for an answer would wait for ever, and everybody with it."""
     said: list[str] = []
     other = batcher.submit(None, "count to 9", params=LONG)
@@ -525,7 +648,9 @@ def test_whatever_loading_raises_ends_its_request_alone(
 ) -> None:
     render = Processing.inputs
 
-    def inputs(self: Processing, prompt: str, *media: Any, is_templated: bool = True) -> Any:
+    def inputs(
+        self: Processing, prompt: str, *media: Any, is_templated: bool = True
+    ) -> Any:
         if "repeat" in prompt:
             raise kind("of the test")
         return render(self, prompt, *media, is_templated=is_templated)
@@ -537,13 +662,17 @@ def test_whatever_loading_raises_ends_its_request_alone(
     assert beside.result(timeout=60).text == "1 2 3 4 5"
 
 
-def test_without_threads_a_request_ends_and_none_waits(batcher: VLMBatcher, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_threads_a_request_ends_and_none_waits(
+    batcher: VLMBatcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The system may give no thread to any pool: to read on, to process on, or for what is watched."""
     begin = threads.start
     for lacking in ("reader", "loader", "watch"):
         with VLMBatcher(CHECKPOINT) as own:
 
-            def start(work: Any, name: str, *, lacking: str = lacking, **how: Any) -> Any:
+            def start(
+                work: Any, name: str, *, lacking: str = lacking, **how: Any
+            ) -> Any:
                 if lacking in name:
                     raise RuntimeError("can't start new thread")
                 return begin(work, name, **how)
@@ -552,18 +681,24 @@ def test_without_threads_a_request_ends_and_none_waits(batcher: VLMBatcher, monk
                 patch.setattr(threads, "start", start)
                 results = [own.submit(CIRCLE, DESCRIBE) for _ in range(6)]
                 for handle in results:
-                    assert lacking == "watch" or "can't start new thread" in str(handle.result(timeout=60).error)
+                    assert lacking == "watch" or "can't start new thread" in str(
+                        handle.result(timeout=60).error
+                    )
                     assert handle.result(timeout=60).ok is (lacking == "watch")
             assert own.submit(CIRCLE, DESCRIBE).result(timeout=60).ok
 
 
-def test_loaders_that_cannot_start_end_the_request(batcher: VLMBatcher, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loaders_that_cannot_start_end_the_request(
+    batcher: VLMBatcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def start(question: Any, when_read: Any) -> Any:
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patch:
         patch.setattr(batcher._loop._loaders, "start", start)
-        assert "can't start new thread" in str(batcher.submit(None, "count to 3").result(timeout=60).error)
+        assert "can't start new thread" in str(
+            batcher.submit(None, "count to 3").result(timeout=60).error
+        )
     assert answers(batcher)
 
 
@@ -588,7 +723,9 @@ def test_a_defect_of_admission_ends_what_there_is_and_the_engine_goes_on(
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("how", ["raises", "returns"])
-def test_nobody_waits_for_a_thread_that_is_gone(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_waits_for_a_thread_that_is_gone(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The last resort fails, too: every way of waiting ends, and what comes later is refused."""
     own = VLMBatcher(CHECKPOINT, max_rows=1)
     begun, may_die = threading.Event(), threading.Event()
@@ -598,7 +735,9 @@ def test_nobody_waits_for_a_thread_that_is_gone(how: str, monkeypatch: pytest.Mo
         may_die.wait(60)
         return logits
 
-    first = own.submit(None, "count to 9", params=replace(LONG, logits_processors=[holds]))
+    first = own.submit(
+        None, "count to 9", params=replace(LONG, logits_processors=[holds])
+    )
     assert begun.wait(60)  # the others may be ready before it, and would have its place
     handles = [first, *(own.submit(None, "count to 9", params=LONG) for _ in range(3))]
     waiting = threading.Thread(target=lambda: list(handles[3]))
@@ -619,7 +758,10 @@ def test_nobody_waits_for_a_thread_that_is_gone(how: str, monkeypatch: pytest.Mo
         return await handles[1]
 
     assert asyncio.run(asyncio.wait_for(wait(), 60)).finish_reason == "error"
-    assert all("engine has stopped" in str(handle.result(timeout=60).error) for handle in handles)
+    assert all(
+        "engine has stopped" in str(handle.result(timeout=60).error)
+        for handle in handles
+    )
     assert list(handles[2]) == []
     waiting.join(60)
     assert not waiting.is_alive()
@@ -642,22 +784,32 @@ def test_a_sampler_error_is_the_culprits_alone() -> None:
     results = _finish(generator)
     assert "std::bad_cast" in str(results["bad"].error)
     for name in ("a", "b"):
-        assert list(results[name].token_ids) == oracle(FAMILY, keys[name]).tokens[:NUM_TOKENS]
+        assert (
+            list(results[name].token_ids)
+            == oracle(FAMILY, keys[name]).tokens[:NUM_TOKENS]
+        )
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_row_whose_logits_are_not_finite_ends_with_an_error(value: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_whose_logits_are_not_finite_ends_with_an_error(
+    value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     adapter = shared_adapter(FAMILY)
     generator = BatchGenerator(adapter)
     for name, key in (("a", "text:4:9"), ("bad", "text:5:26")):
-        generator.insert(name, as_mlx(inputs_of(FAMILY, key)), SamplingParams(max_tokens=NUM_TOKENS))
+        generator.insert(
+            name, as_mlx(inputs_of(FAMILY, key)), SamplingParams(max_tokens=NUM_TOKENS)
+        )
     while len(generator.rows.batch) < 2:
         generator.step()
     decode = adapter.decode
 
     def spoilt(step: Any, call: Any) -> mx.array:
         logits = decode(step, call)
-        rows = [row is not None and row.request_id == "bad" for row in generator.rows.batch.places]
+        rows = [
+            row is not None and row.request_id == "bad"
+            for row in generator.rows.batch.places
+        ]
         return mx.where(mx.array(rows)[:, None], value, logits)
 
     monkeypatch.setattr(adapter, "decode", spoilt)
@@ -665,7 +817,9 @@ def test_a_row_whose_logits_are_not_finite_ends_with_an_error(value: float, monk
     assert results["bad"].finish_reason == "error"
     assert "not finite" in str(results["bad"].error)
     assert 0 < len(results["bad"].token_ids) < NUM_TOKENS
-    assert list(results["a"].token_ids) == oracle(FAMILY, "text:4:9").tokens[:NUM_TOKENS]
+    assert (
+        list(results["a"].token_ids) == oracle(FAMILY, "text:4:9").tokens[:NUM_TOKENS]
+    )
 
 
 def test_a_prompt_that_overflows_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -675,23 +829,43 @@ def test_a_prompt_that_overflows_is_not_kept(monkeypatch: pytest.MonkeyPatch) ->
     prefill = adapter.prefill
     with monkeypatch.context() as patch:
         patch.setattr(adapter, "prefill", lambda *given: prefill(*given) * math.nan)
-        generator.insert("bad", as_mlx(inputs_of(FAMILY, "text:5:26")), SamplingParams(max_tokens=4))
+        generator.insert(
+            "bad", as_mlx(inputs_of(FAMILY, "text:5:26")), SamplingParams(max_tokens=4)
+        )
         assert "not finite" in str(_finish(generator)["bad"].error)
     assert len(prefix) == 0
-    generator.insert("good", as_mlx(inputs_of(FAMILY, "text:5:26")), SamplingParams(max_tokens=NUM_TOKENS))
-    assert list(_finish(generator)["good"].token_ids) == oracle(FAMILY, "text:5:26").tokens[:NUM_TOKENS]
+    generator.insert(
+        "good",
+        as_mlx(inputs_of(FAMILY, "text:5:26")),
+        SamplingParams(max_tokens=NUM_TOKENS),
+    )
+    assert (
+        list(_finish(generator)["good"].token_ids)
+        == oracle(FAMILY, "text:5:26").tokens[:NUM_TOKENS]
+    )
     assert len(prefix) == 1
 
 
-def test_an_entry_that_cannot_be_kept_costs_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_entry_that_cannot_be_kept_costs_no_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def broken(*_: Any) -> Any:
         raise KeyError("the budget is broken")
 
     adapter = shared_adapter(FAMILY)
-    generator = BatchGenerator(adapter, reuse=Reuse(adapter, PrefixCache(ByteBudget(2**28))))
+    generator = BatchGenerator(
+        adapter, reuse=Reuse(adapter, PrefixCache(ByteBudget(2**28)))
+    )
     monkeypatch.setattr(PrefixCache, "store", broken)
-    generator.insert("a", as_mlx(inputs_of(FAMILY, "text:5:26")), SamplingParams(max_tokens=NUM_TOKENS))
-    assert list(_finish(generator)["a"].token_ids) == oracle(FAMILY, "text:5:26").tokens[:NUM_TOKENS]
+    generator.insert(
+        "a",
+        as_mlx(inputs_of(FAMILY, "text:5:26")),
+        SamplingParams(max_tokens=NUM_TOKENS),
+    )
+    assert (
+        list(_finish(generator)["a"].token_ids)
+        == oracle(FAMILY, "text:5:26").tokens[:NUM_TOKENS]
+    )
 
 
 #: Families by the kinds of state that a row loses with a failed step: keys and values, with pictures' features at every layer,
@@ -700,17 +874,25 @@ KINDS = ("qwen2_vl", "qwen3_vl", "gemma3n", "mllama", "qwen3_5", "paligemma")
 FOUR = {"a": "text:4:9", "bad": "text:5:26", "b": "image:2:1", "c": "text:6:14"}
 
 
-def _joined(generator: BatchGenerator, family: str, asks: dict[str, str], **params: Any) -> None:
+def _joined(
+    generator: BatchGenerator, family: str, asks: dict[str, str], **params: Any
+) -> None:
     """Insert requests, and step until all of them decode and have said something."""
     for seed, (name, key) in enumerate(asks.items()):
         given = SamplingParams(max_tokens=NUM_TOKENS, seed=seed, **params)
         generator.insert(name, as_mlx(inputs_of(family, key)), given)
-    while len(generator.rows.batch) < len(asks) or not all(row.answer.token_ids for row in generator.rows.batch.rows):
-        assert not [event.result for event in generator.step() if event.result is not None]
+    while len(generator.rows.batch) < len(asks) or not all(
+        row.answer.token_ids for row in generator.rows.batch.rows
+    ):
+        assert not [
+            event.result for event in generator.step() if event.result is not None
+        ]
 
 
 @pytest.mark.fails_steps
-@pytest.mark.parametrize("placement", list(Placement), ids=lambda placement: placement.value)
+@pytest.mark.parametrize(
+    "placement", list(Placement), ids=lambda placement: placement.value
+)
 @pytest.mark.parametrize("family", KINDS)
 def test_a_decode_forward_that_raises_ends_the_culprit_alone(
     family: str, placement: Placement, monkeypatch: pytest.MonkeyPatch
@@ -723,13 +905,18 @@ def test_a_decode_forward_that_raises_ends_the_culprit_alone(
     forwards: list[list[str]] = []
 
     def breaks(step: Any, call: Any) -> mx.array:
-        group = next(group for group in generator.rows.batch.groups if group.layers is step.caches)
+        group = next(
+            group
+            for group in generator.rows.batch.groups
+            if group.layers is step.caches
+        )
         names = [row.request_id for row in group.rows]
         forwards.append(names)
         row = next((row for row in group.rows if row.request_id == "bad"), None)
         decoded = decode(step, call)
         if row is not None and row.answer.num_sampled >= 3:
-            for layer in step.caches[1:]:  # as they are when the second layer's attention raises
+            # as they are when the second layer's attention raises
+            for layer in step.caches[1:]:
                 for array in layer.arrays():
                     array[...] = math.nan if array.dtype == mx.float32 else 0
             raise ZeroDivisionError("of the test")
@@ -738,17 +925,26 @@ def test_a_decode_forward_that_raises_ends_the_culprit_alone(
     monkeypatch.setattr(adapter, "decode", breaks)
     results = _finish(generator)
     assert results["bad"].error == "ZeroDivisionError: of the test"
-    assert list(results["bad"].token_ids) == oracle(family, FOUR["bad"]).tokens[: len(results["bad"].token_ids)]
+    assert (
+        list(results["bad"].token_ids)
+        == oracle(family, FOUR["bad"]).tokens[: len(results["bad"].token_ids)]
+    )
     for name in ("a", "b", "c"):
-        assert list(results[name].token_ids) == oracle(family, FOUR[name]).tokens[:NUM_TOKENS]
+        assert (
+            list(results[name].token_ids)
+            == oracle(family, FOUR[name]).tokens[:NUM_TOKENS]
+        )
     assert ["bad"] in forwards  # tried apart
-    assert any(len(names) > 1 for names in forwards[forwards.index(["bad"]) :])  # and the others are together again
+    # and the others are together again
+    assert any(len(names) > 1 for names in forwards[forwards.index(["bad"]) :])
     assert generator.retry.num_recomputed == 4
     assert not generator.rows.batch.groups and generator.rows.batch.nbytes == 0
 
 
 @pytest.mark.fails_steps
-def test_what_fails_once_costs_nobody_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_fails_once_costs_nobody_its_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Also where nobody fails apart; drawn tokens, log-probabilities, penalties and pieces of text come out as alone."""
     adapter = shared_adapter(FAMILY)
     how: dict[str, Any] = {
@@ -760,9 +956,15 @@ def test_what_fails_once_costs_nobody_its_answer(monkeypatch: pytest.MonkeyPatch
     }
 
     def answers(fails: bool) -> tuple[dict[str, Result], dict[str, list[int | None]]]:
-        generator = BatchGenerator(adapter, text=AnswerText(lambda ids: "".join(f"<{token}>" for token in ids)))
+        generator = BatchGenerator(
+            adapter, text=AnswerText(lambda ids: "".join(f"<{token}>" for token in ids))
+        )
         for seed, (name, key) in enumerate(FOUR.items()):
-            generator.insert(name, as_mlx(inputs_of(FAMILY, key)), SamplingParams(max_tokens=12, seed=seed, **how))
+            generator.insert(
+                name,
+                as_mlx(inputs_of(FAMILY, key)),
+                SamplingParams(max_tokens=12, seed=seed, **how),
+            )
         decode, count, failed = adapter.decode, 0, 0
         results: dict[str, Result] = {}
         streams: dict[str, list[int | None]] = {name: [] for name in FOUR}
@@ -770,7 +972,12 @@ def test_what_fails_once_costs_nobody_its_answer(monkeypatch: pytest.MonkeyPatch
         def flaky(step: Any, call: Any) -> mx.array:
             nonlocal count, failed
             count += 1
-            if fails and step.tokens.shape[0] > 1 and failed < 2 and count >= (3, 20)[failed]:
+            if (
+                fails
+                and step.tokens.shape[0] > 1
+                and failed < 2
+                and count >= (3, 20)[failed]
+            ):
                 failed += 1
                 raise RuntimeError("a device had a bad moment")
             return decode(step, call)
@@ -780,7 +987,9 @@ def test_what_fails_once_costs_nobody_its_answer(monkeypatch: pytest.MonkeyPatch
             while generator.has_work:
                 for event in generator.step():
                     streams[event.request_id].append(event.token)
-                    results |= {} if event.result is None else {event.request_id: event.result}
+                    results |= (
+                        {} if event.result is None else {event.request_id: event.result}
+                    )
         assert (generator.retry.num_recomputed > 0) is fails
         return results, streams
 
@@ -788,7 +997,11 @@ def test_what_fails_once_costs_nobody_its_answer(monkeypatch: pytest.MonkeyPatch
     assert told == told_again
     for name, result in calm.items():
         again = flaky[name]
-        assert (again.token_ids, again.text, again.error) == (result.token_ids, result.text, None)
+        assert (again.token_ids, again.text, again.error) == (
+            result.token_ids,
+            result.text,
+            None,
+        )
         for one, other in zip(result.logprobs or (), again.logprobs or (), strict=True):
             assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
 
@@ -814,19 +1027,28 @@ def test_a_step_that_fails_on_the_device_is_tried_again(where: str) -> None:
         bad = any(row.seed == 1 and row.step == 4 for row in rows)
         has_failed_before = count in (2, 7) and len(rows) > 1
         sampled = sample(logits, rows)
-        return Failing(sampled.tokens, sampled.highest) if bad or has_failed_before else sampled
+        return (
+            Failing(sampled.tokens, sampled.highest)
+            if bad or has_failed_before
+            else sampled
+        )
 
     generator = BatchGenerator(shared_adapter(FAMILY), sampler=sampler)
     _joined(generator, FAMILY, FOUR)
     results = _finish(generator)
     assert "the device failed" in str(results["bad"].error)
     for name in ("a", "b", "c"):
-        assert list(results[name].token_ids) == oracle(FAMILY, FOUR[name]).tokens[:NUM_TOKENS]
+        assert (
+            list(results[name].token_ids)
+            == oracle(FAMILY, FOUR[name]).tokens[:NUM_TOKENS]
+        )
 
 
 @pytest.mark.fails_steps
 @pytest.mark.parametrize("fails", [(2,), (2, 6)], ids=["once", "twice"])
-def test_who_begins_again_is_not_sampled_by_what_was_launched_beside_it(fails: tuple[int, ...]) -> None:
+def test_who_begins_again_is_not_sampled_by_what_was_launched_beside_it(
+    fails: tuple[int, ...],
+) -> None:
     """Rows are sampled one by one, and the first of them fails when it is launched: the others begin again with it."""
     count = 0
 
@@ -842,9 +1064,15 @@ def test_who_begins_again_is_not_sampled_by_what_was_launched_beside_it(fails: t
         sampled = sample(logits, rows)
         return Failing(sampled.tokens, sampled.highest) if count in fails else sampled
 
-    generator = BatchGenerator(shared_adapter(FAMILY), policy=settings_for(Placement.SLAB), sampler=sampler)
+    generator = BatchGenerator(
+        shared_adapter(FAMILY), policy=settings_for(Placement.SLAB), sampler=sampler
+    )
     for seed, (name, key) in enumerate(FOUR.items()):
-        generator.insert(name, as_mlx(inputs_of(FAMILY, key)), SamplingParams(max_tokens=NUM_TOKENS, seed=seed))
+        generator.insert(
+            name,
+            as_mlx(inputs_of(FAMILY, key)),
+            SamplingParams(max_tokens=NUM_TOKENS, seed=seed),
+        )
     results = _finish(generator)
     assert generator.retry.num_recomputed == len(FOUR)
     ended = [name for name, result in results.items() if result.error]
@@ -855,7 +1083,9 @@ def test_who_begins_again_is_not_sampled_by_what_was_launched_beside_it(fails: t
 
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("fits", [2, 3])
-def test_for_want_of_memory_the_last_in_line_waits(fits: int, exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_for_want_of_memory_the_last_in_line_waits(
+    fits: int, exact: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rows that do not fit together are answered all the same: fewer at a time, to the same tokens, drawn ones too."""
     adapter = shared_adapter(FAMILY)
     alone: dict[str, Result] = {}
@@ -867,7 +1097,12 @@ def test_for_want_of_memory_the_last_in_line_waits(fits: int, exact: bool, monke
         alone |= _finish(generator)
     generator = BatchGenerator(adapter, shapes=setting)
     for seed, (name, key) in enumerate(FOUR.items()):
-        generator.insert(name, as_mlx(inputs_of(FAMILY, key)), replace(how, seed=seed), priority=name == "c")
+        generator.insert(
+            name,
+            as_mlx(inputs_of(FAMILY, key)),
+            replace(how, seed=seed),
+            priority=name == "c",
+        )
     decode, most = adapter.decode, 0
 
     def full(step: Any, call: Any) -> mx.array:
@@ -888,7 +1123,9 @@ def test_for_want_of_memory_the_last_in_line_waits(fits: int, exact: bool, monke
             if event.result is not None:
                 ended.append(event.request_id)
                 results[event.request_id] = event.result
-    assert [results[name].token_ids for name in FOUR] == [alone[name].token_ids for name in FOUR]
+    assert [results[name].token_ids for name in FOUR] == [
+        alone[name].token_ids for name in FOUR
+    ]
     assert most == fits
     assert set(ended[:fits]) == set(
         ["c", "a", "bad", "b"][:fits]
@@ -903,7 +1140,9 @@ def test_for_want_of_memory_when_a_complete_answers_caches_are_saved_it_still_en
 ) -> None:
     """It begins again where its user waits for them, and has no further token to say; else they are not kept."""
     adapter, prefix = shared_adapter(FAMILY), PrefixCache(ByteBudget(2**28))
-    generator = BatchGenerator(adapter, reuse=Reuse(adapter, prefix), policy=settings_for(Placement.SLAB))
+    generator = BatchGenerator(
+        adapter, reuse=Reuse(adapter, prefix), policy=settings_for(Placement.SLAB)
+    )
     owner: Any = DecodeBatch if where == "take" else Reuse
     name = "take" if where == "take" else "_saved"
     right, failed = getattr(owner, name), 0
@@ -919,10 +1158,16 @@ def test_for_want_of_memory_when_a_complete_answers_caches_are_saved_it_still_en
     monkeypatch.setattr(owner, name, full)
     tokens = {name: oracle(FAMILY, key).tokens for name, key in FOUR.items()}
     stops = (tokens["a"][3],) if end == "stop" else ()
-    params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, stop_token_ids=stops)
-    generator.insert("a", as_mlx(inputs_of(FAMILY, FOUR["a"])), params, return_cache=is_wanted)
+    params = SamplingParams(
+        max_tokens=NUM_TOKENS, ignore_eos=True, stop_token_ids=stops
+    )
     generator.insert(
-        "b", as_mlx(inputs_of(FAMILY, FOUR["b"])), SamplingParams(max_tokens=NUM_TOKENS + 9, ignore_eos=True)
+        "a", as_mlx(inputs_of(FAMILY, FOUR["a"])), params, return_cache=is_wanted
+    )
+    generator.insert(
+        "b",
+        as_mlx(inputs_of(FAMILY, FOUR["b"])),
+        SamplingParams(max_tokens=NUM_TOKENS + 9, ignore_eos=True),
     )
     told: dict[str, list[int]] = {"a": [], "b": []}
     results: dict[str, Result] = {}
@@ -941,7 +1186,10 @@ def test_for_want_of_memory_when_a_complete_answers_caches_are_saved_it_still_en
     if end == "cancelled":
         assert results["a"].finish_reason in ("cancelled", "length")
     else:
-        assert results["a"].finish_reason == end and (results["a"].cache is not None) is is_wanted
+        assert (
+            results["a"].finish_reason == end
+            and (results["a"].cache is not None) is is_wanted
+        )
     assert (generator.retry.num_recomputed > 0) is is_wanted
     assert results["b"].error is None and not generator.rows.batch.rows
 
@@ -951,10 +1199,18 @@ def test_a_long_row_that_joins_some_layers_leaves_all_of_them_as_wide(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Layers share their mask, so that one which had been widened already would no longer fit it."""
-    generator = BatchGenerator(shared_adapter(family), policy=settings_for(Placement.SLAB))
+    generator = BatchGenerator(
+        shared_adapter(family), policy=settings_for(Placement.SLAB)
+    )
     short, long = "text:5:300", "text:7:600"
-    generator.insert("short", as_mlx(inputs_of(family, short)), SamplingParams(max_tokens=NUM_TOKENS))
-    results = {event.request_id: event.result for event in generator.step() if event.result is not None}
+    generator.insert(
+        "short", as_mlx(inputs_of(family, short)), SamplingParams(max_tokens=NUM_TOKENS)
+    )
+    results = {
+        event.request_id: event.result
+        for event in generator.step()
+        if event.result is not None
+    }
     put, joined = SlabCache.put, list[int]()
 
     def failing(self: SlabCache, place: int, cache: Any) -> None:
@@ -964,26 +1220,45 @@ def test_a_long_row_that_joins_some_layers_leaves_all_of_them_as_wide(
         put(self, place, cache)
 
     monkeypatch.setattr(SlabCache, "put", failing)
-    generator.insert("long", as_mlx(inputs_of(family, long)), SamplingParams(max_tokens=2))
+    generator.insert(
+        "long", as_mlx(inputs_of(family, long)), SamplingParams(max_tokens=2)
+    )
     steps = itertools.count()
     while generator.has_work:
         assert next(steps) < 200
-        results |= {event.request_id: event.result for event in generator.step() if event.result is not None}
-        slabs = [layer for layer in generator.rows.batch.layers if type(layer) is SlabCache and layer.arrays()]
+        results |= {
+            event.request_id: event.result
+            for event in generator.step()
+            if event.result is not None
+        }
+        slabs = [
+            layer
+            for layer in generator.rows.batch.layers
+            if type(layer) is SlabCache and layer.arrays()
+        ]
         assert len({layer.capacity for layer in slabs}) <= 1
     assert len(joined) > 2
     for name, key in (("short", short), ("long", long)):
         count = len(results[name].token_ids)
-        assert count and list(results[name].token_ids) == oracle(family, key).tokens[:count], results[name].error
+        assert (
+            count
+            and list(results[name].token_ids) == oracle(family, key).tokens[:count]
+        ), results[name].error
 
 
 @pytest.mark.parametrize("work", ["decode", "prefill"])
-def test_for_want_of_memory_what_mlx_keeps_is_given_back_each_time(work: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_for_want_of_memory_what_mlx_keeps_is_given_back_each_time(
+    work: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of what the failed call had made, too, before anybody is tried again: MLX itself does not try without its cache first."""
     adapter, large, held = shared_adapter(FAMILY), 64_000_000, []
     generator = BatchGenerator(adapter, policy=policy_of({"prefill_together": 1}))
     for name, key in FOUR.items():
-        generator.insert(name, as_mlx(inputs_of(FAMILY, key)), SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True))
+        generator.insert(
+            name,
+            as_mlx(inputs_of(FAMILY, key)),
+            SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True),
+        )
     forward, release_memory, wants = getattr(adapter, work), retry.release_memory, 0
     base = mx.get_active_memory()
 
@@ -993,7 +1268,11 @@ def test_for_want_of_memory_what_mlx_keeps_is_given_back_each_time(work: str, mo
             wants += 1
             made = mx.arange(large // 4)
             mx.eval(made)
-            raise RuntimeError("CUBLAS_STATUS_ALLOC_FAILED" if wants == 1 else "[malloc] Unable to allocate 9 bytes.")
+            raise RuntimeError(
+                "CUBLAS_STATUS_ALLOC_FAILED"
+                if wants == 1
+                else "[malloc] Unable to allocate 9 bytes."
+            )
         return forward(*given)
 
     def watched() -> None:
@@ -1007,17 +1286,24 @@ def test_for_want_of_memory_what_mlx_keeps_is_given_back_each_time(work: str, mo
     assert not any(result.error for result in results.values())
 
 
-@pytest.mark.parametrize("placement", list(Placement), ids=lambda placement: placement.value)
+@pytest.mark.parametrize(
+    "placement", list(Placement), ids=lambda placement: placement.value
+)
 @pytest.mark.parametrize("family", KINDS)
 def test_rows_keep_within_a_bound_on_bytes(family: str, placement: Placement) -> None:
     """Ten times as many as fit: nothing is refused or lost, nobody waits for those that came later, and the bound holds."""
     adapter = shared_adapter(family)
     generator = BatchGenerator(adapter, policy=settings_for(placement))
-    generator.insert("first", as_mlx(inputs_of(family, "text:5:26")), SamplingParams(max_tokens=NUM_TOKENS))
+    generator.insert(
+        "first",
+        as_mlx(inputs_of(family, "text:5:26")),
+        SamplingParams(max_tokens=NUM_TOKENS),
+    )
     while not len(generator.rows.batch):
         generator.step()
     row = generator.rows.batch.nbytes
-    rows = 5 if placement is Placement.SLAB else 3  # a slab has one place, two or four: eight would be too many
+    # a slab has one place, two or four: eight would be too many
+    rows = 5 if placement is Placement.SLAB else 3
     config = {"max_rows": 8, "max_bytes": int(rows * 1.2 * row)}
     generator = BatchGenerator(adapter, policy=settings_for(placement, **config))
     generator.memory.learn(adapter_caches(adapter, family), 26)
@@ -1030,13 +1316,23 @@ def test_rows_keep_within_a_bound_on_bytes(family: str, placement: Placement) ->
     most = 0
     while generator.has_work:
         assert next(steps) < 3000
-        results |= {event.request_id: event.result for event in generator.step() if event.result is not None}
+        results |= {
+            event.request_id: event.result
+            for event in generator.step()
+            if event.result is not None
+        }
         most = max(most, len(generator.rows.batch))
         assert generator.rows.batch.nbytes <= int(rows * 1.2 * row) * 1.05
     assert most >= 2
     for index in range(30):
-        assert list(results[str(index)].token_ids) == oracle(family, keys[index % 4]).tokens[:NUM_TOKENS]
-    overtaken = [sum(int(other) > int(name) for other in list(results)[:at]) for at, name in enumerate(results)]
+        assert (
+            list(results[str(index)].token_ids)
+            == oracle(family, keys[index % 4]).tokens[:NUM_TOKENS]
+        )
+    overtaken = [
+        sum(int(other) > int(name) for other in list(results)[:at])
+        for at, name in enumerate(results)
+    ]
     assert max(overtaken) <= 8  # those that have a place beside it
 
 
@@ -1048,45 +1344,58 @@ def test_further_answers_to_one_prompt_keep_within_the_bound(family: str) -> Non
     memory.learn(adapter_caches(adapter, family), 26)
     bound = int(3.5 * memory.of(40))
     params = SamplingParams(n=12, temperature=1.0, seed=3, max_tokens=NUM_TOKENS)
-    asks = [("many", "text:5:26", params), ("last", "text:4:9", SamplingParams(max_tokens=NUM_TOKENS))]
+    asks = [
+        ("many", "text:5:26", params),
+        ("last", "text:4:9", SamplingParams(max_tokens=NUM_TOKENS)),
+    ]
     answers = []
     for max_bytes in (2**62, bound):
         config = {"max_rows": 16, "max_bytes": max_bytes}
-        generator = BatchGenerator(adapter, policy=settings_for(Placement.ROWS, **config))
+        generator = BatchGenerator(
+            adapter, policy=settings_for(Placement.ROWS, **config)
+        )
         generator.memory.learn(adapter_caches(adapter, family), 26)
         for name, key, how in asks:
             generator.insert(name, as_mlx(inputs_of(family, key)), how)
         results: dict[str, Result] = {}
         while generator.has_work:
-            results |= {event.request_id: event.result for event in generator.step() if event.result is not None}
+            results |= {
+                event.request_id: event.result
+                for event in generator.step()
+                if event.result is not None
+            }
             assert generator.rows.batch.nbytes <= max_bytes
         answers.append({name: result.token_ids for name, result in results.items()})
     assert answers[0] == answers[1] and len(answers[0]) == 13
 
 
-@pytest.mark.parametrize("kv", [None, KVQuantisation(8, 32, "uniform", 0)], ids=["exact", "8 bits"])
+@pytest.mark.parametrize(
+    "kv", [None, KVQuantisation(8, 32, "uniform", 0)], ids=["exact", "8 bits"]
+)
 def test_a_rows_bytes_are_those_that_are_allocated(kv: KVQuantisation | None) -> None:
     """By steps of 256 positions, not by the positions that are filled."""
     adapter = shared_adapter(FAMILY)
     memory = RowMemory(2**62, lambda lengths: [(1, length) for length in lengths])
     memory.probe(Trial(adapter, kv, FreeShapes()))
-    encoded, caches = adapter.encode(as_mlx(inputs_of(FAMILY, "text:5:26"))), adapter.make_cache(kv)
+    encoded = adapter.encode(as_mlx(inputs_of(FAMILY, "text:5:26")))
+    caches = adapter.make_cache(kv)
     adapter.prefill([encoded], caches, 0, encoded.length)
     assert memory.of(26) == sum(cache.nbytes for cache in caches)
 
 
 def adapter_caches(adapter: Any, family: str) -> list[Any]:
     """A row's caches after a prompt of 26 tokens."""
-    encoded, caches = adapter.encode(as_mlx(inputs_of(family, "text:5:26"))), adapter.make_cache()
+    encoded = adapter.encode(as_mlx(inputs_of(family, "text:5:26")))
+    caches = adapter.make_cache()
     adapter.prefill([encoded], caches, 0, encoded.length)
     return caches
 
 
-def test_what_does_not_fit_the_bound_alone_is_refused_with_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_fit_the_bound_alone_is_refused_with_the_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """By the first request, too: by ``submit`` where the length is known there, else before anything is encoded."""
-    numbers = (
-        r"the request has at least [\d,]+ tokens .* take [\d.]+ MB; max_bytes is 0.6 MB, which (\d+) tokens fit into"
-    )
+    numbers = r"the request has at least [\d,]+ tokens .* take [\d.]+ MB; max_bytes is 0.6 MB, which (\d+) tokens fit into"
     with VLMBatcher(CHECKPOINT, max_bytes=600_000) as own:
         for known in (
             {"token_ids": [5] * 400},
@@ -1106,9 +1415,15 @@ def test_what_does_not_fit_the_bound_alone_is_refused_with_the_numbers(monkeypat
 
         monkeypatch.setattr(adapter, "encode", watched)
         refused = own.submit(CIRCLE, "count to 3 " * 100).result(timeout=60)
-        assert isinstance(refused.exception, DoesNotFit) and isinstance(refused.exception, OutOfMemory)
+        assert isinstance(refused.exception, DoesNotFit) and isinstance(
+            refused.exception, OutOfMemory
+        )
         assert re.search(numbers, str(refused.error)) and not encoded
-        assert own.submit(token_ids=[5] * most, params=SamplingParams(max_tokens=4)).result(timeout=60).ok
+        assert (
+            own.submit(token_ids=[5] * most, params=SamplingParams(max_tokens=4))
+            .result(timeout=60)
+            .ok
+        )
         with pytest.raises(DoesNotFit):
             own.submit(token_ids=[5] * (most + 1))
         outgrown = own.submit(token_ids=[5] * (most - 20), params=LONG).result(
@@ -1117,7 +1432,11 @@ def test_what_does_not_fit_the_bound_alone_is_refused_with_the_numbers(monkeypat
         assert isinstance(outgrown.exception, DoesNotFit) and outgrown.token_ids
         assert re.search(numbers.replace("at least ", ""), str(outgrown.error))
         stats = own.stats()
-        assert stats.max_kv_bytes == 600_000 and stats.mlx_bytes > 10**6 and stats.input_bytes == 0
+        assert (
+            stats.max_kv_bytes == 600_000
+            and stats.mlx_bytes > 10**6
+            and stats.input_bytes == 0
+        )
     with pytest.raises(ValueError, match="max_bytes"):
         VLMBatcher(CHECKPOINT, max_bytes=1.5)  # type: ignore[arg-type]
     with VLMBatcher(CHECKPOINT) as own:
@@ -1134,7 +1453,9 @@ def test_a_flood_of_messages_does_not_hold_up_the_engine() -> None:
     for _ in range(20 * MESSAGES_A_TURN):
         history.loop._inbox.put(lambda loop: loop._cancel("of nobody"))
     while not told.handle.done():
-        assert not history.loop._inbox.empty(), "it was answered only when nobody wanted anything any more"
+        assert not history.loop._inbox.empty(), (
+            "it was answered only when nobody wanted anything any more"
+        )
         history.loop._serve()
     assert told.handle.result().ok
 
@@ -1148,7 +1469,9 @@ def test_many_cancels_of_one_request_are_one() -> None:
             assert go_on.wait(60)
             return logits
 
-        handle = own.submit(None, "count to 9", params=SamplingParams(logits_processors=[stops]))
+        handle = own.submit(
+            None, "count to 9", params=SamplingParams(logits_processors=[stops])
+        )
         assert stopped.wait(60)
         assert all(own.cancel(handle.request_id) for _ in range(1000))
         assert own._loop._inbox.qsize() == 1
@@ -1158,7 +1481,9 @@ def test_many_cancels_of_one_request_are_one() -> None:
         assert again.result(timeout=60).ok and not again.cancel()
 
 
-def test_the_room_that_an_encoder_needs_is_learned_from_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_room_that_an_encoder_needs_is_learned_from_the_peak(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     active, peak = [1000], [1000]
     monkeypatch.setattr(mx, "get_active_memory", lambda: active[0])
     monkeypatch.setattr(mx, "get_peak_memory", lambda: peak[0])
@@ -1170,7 +1495,14 @@ def test_the_room_that_an_encoder_needs_is_learned_from_the_peak(monkeypatch: py
     for _ in range(STEPS_OF_ENCODING + 1):
         assert memory.expected(100) == 0
         memory.step()
-    assert [memory.expected(nbytes) for nbytes in (0, 50, 100, 127, 128, 400)] == [0, 3000, 3000, 3000, 6000, 12_000]
+    assert [memory.expected(nbytes) for nbytes in (0, 50, 100, 127, 128, 400)] == [
+        0,
+        3000,
+        3000,
+        3000,
+        6000,
+        12_000,
+    ]
     assert memory.fits(100) and not memory.fits(400)
     active[0] = 8000
     assert not memory.fits(100) and memory.fits(0)
@@ -1181,7 +1513,9 @@ def test_the_room_that_an_encoder_needs_is_learned_from_the_peak(monkeypatch: py
     assert memory.expected(400) == 1500 and EncoderMemory(None).fits(10**12)
 
 
-def test_a_load_that_took_nearly_all_memory_says_nothing_of_an_encoding(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_that_took_nearly_all_memory_says_nothing_of_an_encoding(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Its peak is forgotten before the first picture, or every picture would be encoded alone; what is told of it is not."""
     peak = [9500]
     monkeypatch.setattr(mx, "get_active_memory", lambda: 1000)
@@ -1197,14 +1531,18 @@ def test_a_load_that_took_nearly_all_memory_says_nothing_of_an_encoding(monkeypa
     assert memory.expected(100) == 3000 and memory.fits(100)
     assert memory_of_device.peak_bytes() == 9500
     memory.step()
-    assert peak[0] == 4000  # it is the process's: it is left alone where an encoding can be told by it
+    # it is the process's: it is left alone where an encoding can be told by it
+    assert peak[0] == 4000
 
 
 def test_pictures_are_encoded_beside_others_only_where_there_is_room() -> None:
     with VLMBatcher(CHECKPOINT, caches=None) as own:
         generator = own._loop.generator
         asks: list[dict[str, Any]] = [
-            {"prompt": "count to 9", "params": SamplingParams(max_tokens=30, ignore_eos=True)},
+            {
+                "prompt": "count to 9",
+                "params": SamplingParams(max_tokens=30, ignore_eos=True),
+            },
             {"images": CIRCLE, "prompt": DESCRIBE},
             {"prompt": "count to 7"},
             {"images": CIRCLE, "prompt": "count to 3"},
@@ -1218,18 +1556,26 @@ def test_pictures_are_encoded_beside_others_only_where_there_is_room() -> None:
 
         def watched(inputs: Any, *given: Any) -> Any:
             if "pixel_values" in inputs:
-                beside.append(len(generator.rows.batch) + len(generator.rows.prefilling))
+                beside.append(
+                    len(generator.rows.batch) + len(generator.rows.prefilling)
+                )
             return encode(inputs, *given)
 
         generator.adapter.encode = watched  # type: ignore[assignment,method-assign]
         full_again = own.generate(asks)
-    assert [result.token_ids for result in full_again] == [result.token_ids for result in alone]
+    assert [result.token_ids for result in full_again] == [
+        result.token_ids for result in alone
+    ]
     assert beside == [0, 0]
 
 
-def test_what_never_fits_ends_alone_with_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_never_fits_ends_alone_with_the_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     adapter = shared_adapter(FAMILY)
-    generator = BatchGenerator(adapter, reuse=Reuse(adapter, PrefixCache(ByteBudget(2**28))))
+    generator = BatchGenerator(
+        adapter, reuse=Reuse(adapter, PrefixCache(ByteBudget(2**28)))
+    )
     prefill = adapter.prefill
 
     def full(rows: Any, *given: Any) -> mx.array:
@@ -1239,13 +1585,21 @@ def test_what_never_fits_ends_alone_with_the_numbers(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(adapter, "prefill", full)
     for name, key in FOUR.items():
-        generator.insert(name, as_mlx(inputs_of(FAMILY, key)), SamplingParams(max_tokens=NUM_TOKENS))
+        generator.insert(
+            name, as_mlx(inputs_of(FAMILY, key)), SamplingParams(max_tokens=NUM_TOKENS)
+        )
     results = _finish(generator)
     assert isinstance(results["bad"].exception, OutOfMemory)
     said = str(results["bad"].error)
-    assert "even alone: a prompt of 26 tokens (0 of pictures)" in said and f"{NUM_TOKENS} of answer" in said
+    assert (
+        "even alone: a prompt of 26 tokens (0 of pictures)" in said
+        and f"{NUM_TOKENS} of answer" in said
+    )
     for name in ("a", "b", "c"):
-        assert list(results[name].token_ids) == oracle(FAMILY, FOUR[name]).tokens[:NUM_TOKENS]
+        assert (
+            list(results[name].token_ids)
+            == oracle(FAMILY, FOUR[name]).tokens[:NUM_TOKENS]
+        )
 
 
 @pytest.mark.fails_steps
@@ -1255,11 +1609,26 @@ def test_answers_that_are_held_to_a_form_and_answers_to_one_prompt_begin_again_t
     """A form has seen what was said and is not told again; further answers have the prompt of the first."""
     with VLMBatcher(CHECKPOINT) as own:
         adapter = own._loop.generator.adapter
-        schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+        schema = {
+            "type": "object",
+            "properties": {"n": {"type": "integer"}},
+            "required": ["n"],
+        }
         asks: list[dict[str, Any]] = [
-            {"prompt": "count to 9", "params": SamplingParams(max_tokens=24, json_schema=schema, seed=1)},
-            {"prompt": "count to 7", "params": SamplingParams(n=3, temperature=1.0, max_tokens=20, seed=2)},
-            {"images": CIRCLE, "prompt": DESCRIBE, "params": SamplingParams(max_tokens=16), "return_cache": True},
+            {
+                "prompt": "count to 9",
+                "params": SamplingParams(max_tokens=24, json_schema=schema, seed=1),
+            },
+            {
+                "prompt": "count to 7",
+                "params": SamplingParams(n=3, temperature=1.0, max_tokens=20, seed=2),
+            },
+            {
+                "images": CIRCLE,
+                "prompt": DESCRIBE,
+                "params": SamplingParams(max_tokens=16),
+                "return_cache": True,
+            },
         ]
         calm = own.generate(asks)
         decode, count = adapter.decode, 0
@@ -1282,10 +1651,14 @@ def test_answers_that_are_held_to_a_form_and_answers_to_one_prompt_begin_again_t
                 one.parsed,
                 None,
             )
-            assert [each.text for each in other.others] == [each.text for each in one.others]
+            assert [each.text for each in other.others] == [
+                each.text for each in one.others
+            ]
         cache = shaken[2].cache
         # The token that ends an answer is in its caches if the next step was launched before it was read.
-        assert cache is not None and 0 <= calm[2].cache.num_tokens - cache.num_tokens <= 1  # type: ignore[union-attr]
+        assert (
+            cache is not None and 0 <= calm[2].cache.num_tokens - cache.num_tokens <= 1  # type: ignore[union-attr]
+        )
         assert own.stats().recomputed == own._loop.generator.retry.num_recomputed
 
 
@@ -1303,13 +1676,19 @@ def test_a_result_that_is_kept_holds_nothing_of_a_request_that_failed(
         found = work(*given, **how)
         rows = given[0] if isinstance(given[0], list) else []
         arrays = arrays_of(list(given)) + arrays_of(
-            [vars(value) for value in (*given, *rows, found) if hasattr(value, "__dict__")]
+            [
+                vars(value)
+                for value in (*given, *rows, found)
+                if hasattr(value, "__dict__")
+            ]
         )
         seen.extend(weakref.ref(array) for array in arrays_of([found, *arrays]))
         raise ZeroDivisionError("of the test")
 
     monkeypatch.setattr(adapter, place, breaks)
-    generator.insert("bad", as_mlx(inputs_of(FAMILY, "image:2:1")), SamplingParams(max_tokens=4))
+    generator.insert(
+        "bad", as_mlx(inputs_of(FAMILY, "image:2:1")), SamplingParams(max_tokens=4)
+    )
     result = _finish(generator)["bad"]
     assert (
         result.exception is not None and result.exception.__traceback__ is None
@@ -1339,7 +1718,11 @@ def test_a_step_that_hangs_is_reported(
 
     with VLMBatcher(CHECKPOINT) as own:
         assert own.stats().stalled == 0
-        handle = own.submit(None, "count to 3", params=SamplingParams(logits_processors=[process], max_tokens=1))
+        handle = own.submit(
+            None,
+            "count to 3",
+            params=SamplingParams(logits_processors=[process], max_tokens=1),
+        )
         if where == "a listener":
             handle.when_done(hangs)
         listened.set()
@@ -1365,11 +1748,25 @@ def test_two_batchers_on_one_model_object_know_nothing_of_each_other() -> None:
         raise ValueError("of the test")
 
     with VLMBatcher(model, processor) as one, VLMBatcher(model, processor) as other:
-        asks: list[tuple[Any, str]] = [(CIRCLE, DESCRIBE), (None, "count to 5"), (None, "count to 9")] * 3
-        handles = [[own.submit(picture, prompt) for picture, prompt in asks] for own in (one, other)]
-        bad = one.submit(None, "count to 3", params=SamplingParams(logits_processors=[broken]))
-        texts = [[handle.result(timeout=60).text for handle in each] for each in handles]
-        assert texts[0] == texts[1] == texts[0][:3] * 3 and texts[0][2] == "1 2 3 4 5 6 7 8 9"
+        asks: list[tuple[Any, str]] = [
+            (CIRCLE, DESCRIBE),
+            (None, "count to 5"),
+            (None, "count to 9"),
+        ] * 3
+        handles = [
+            [own.submit(picture, prompt) for picture, prompt in asks]
+            for own in (one, other)
+        ]
+        bad = one.submit(
+            None, "count to 3", params=SamplingParams(logits_processors=[broken])
+        )
+        texts = [
+            [handle.result(timeout=60).text for handle in each] for each in handles
+        ]
+        assert (
+            texts[0] == texts[1] == texts[0][:3] * 3
+            and texts[0][2] == "1 2 3 4 5 6 7 8 9"
+        )
         assert "of the test" in str(bad.result(timeout=60).error)
         running = other.submit(None, "count to 9", params=LONG)
         next(iter(running))
@@ -1384,7 +1781,11 @@ def _finish(generator: BatchGenerator) -> dict[str, Result]:
     steps = itertools.count()
     while generator.has_work:
         assert next(steps) < 2000
-        results |= {event.request_id: event.result for event in generator.step() if event.result is not None}
+        results |= {
+            event.request_id: event.result
+            for event in generator.step()
+            if event.result is not None
+        }
     return results
 
 
@@ -1401,8 +1802,11 @@ def test_an_urgent_request_goes_before_all_that_wait() -> None:
         while own.stats().waiting < 10:
             time.sleep(0.001)
         before = len(ended)
-        own.submit(None, "count to 9", params=params, priority=10, request_id="urgent").result(timeout=60)
-        assert len(ended) - before <= 4  # the one that decodes beside it, and what ended while it was prepared
+        own.submit(
+            None, "count to 9", params=params, priority=10, request_id="urgent"
+        ).result(timeout=60)
+        # the one that decodes beside it, and what ended while it was prepared
+        assert len(ended) - before <= 4
 
 
 # Nothing lost -----------------------------------------------------------------------------------------------------------
@@ -1439,7 +1843,9 @@ def test_a_handle_has_one_end() -> None:
 
 def test_a_bad_item_is_a_bad_result(batcher: VLMBatcher) -> None:
     good = Request(prompt="count to 2")
-    results = batcher.generate([good, 0.5, 5, {"promt": "x"}, {"prompt": "x", "priority": "high"}, good])  # type: ignore[list-item]
+    results = batcher.generate(
+        [good, 0.5, 5, {"promt": "x"}, {"prompt": "x", "priority": "high"}, good]  # type: ignore[list-item]
+    )
     assert [result.ok for result in results] == [True, False, False, False, False, True]
     assert "item 1 is a float; it must be a Request" in str(results[1].error)
     assert "promt" in str(results[3].error)
@@ -1468,17 +1874,26 @@ def test_as_completed_for_asyncio(batcher: VLMBatcher) -> None:
 
     async def main() -> list[Result]:
         found = [result async for result in batcher.as_completed_async(source())]
-        found += [result async for result in batcher.as_completed_async([Request(prompt="count to 3")])]
+        found += [
+            result
+            async for result in batcher.as_completed_async(
+                [Request(prompt="count to 3")]
+            )
+        ]
         return found
 
     results = asyncio.run(main())
-    assert {result.request_id for result in results if result.ok} > {f"async-{index}" for index in range(5)}
+    assert {result.request_id for result in results if result.ok} > {
+        f"async-{index}" for index in range(5)
+    }
     assert "async-last" in {result.request_id for result in results if result.ok}
     assert sum(not result.ok for result in results) == 2
     assert results[-1].text == "1 2 3"
 
 
-def test_a_timeout_of_asyncio_does_not_cancel_and_cancel_does(batcher: VLMBatcher) -> None:
+def test_a_timeout_of_asyncio_does_not_cancel_and_cancel_does(
+    batcher: VLMBatcher,
+) -> None:
     async def main() -> Result:
         handle = batcher.submit(None, "count to 9", params=LONG)
         with pytest.raises(asyncio.TimeoutError):
@@ -1497,14 +1912,17 @@ def test_awaits_that_are_given_up_leave_nothing(batcher: VLMBatcher) -> None:
                 await asyncio.wait_for(handle, 0.001)
         return len(handle._listeners)
 
-    before = [batcher.submit(None, "count to 9", params=LONG) for _ in range(9)]  # the last waits for a place
+    # the last waits for a place
+    before = [batcher.submit(None, "count to 9", params=LONG) for _ in range(9)]
     assert asyncio.run(main(before[-1])) == 0
     for handle in before:
         handle.cancel()
 
 
 def test_events_have_all_that_is_known_of_each_step(batcher: VLMBatcher) -> None:
-    handle = batcher.submit(CIRCLE, DESCRIBE, params=SamplingParams(max_tokens=6, logprobs=2))
+    handle = batcher.submit(
+        CIRCLE, DESCRIBE, params=SamplingParams(max_tokens=6, logprobs=2)
+    )
 
     async def read() -> list[Event]:
         return [event async for event in handle.events()]
@@ -1662,7 +2080,10 @@ def test_a_batcher_that_nobody_holds_does_not_abort_the_exit(end: str) -> None:
     """
     for _ in range(2):
         done = python(script)
-        assert (done.returncode, done.stdout.split("\n")[:2]) == (0, ["1 2 3", "1 2 3"]), done.stderr
+        assert (done.returncode, done.stdout.split("\n")[:2]) == (
+            0,
+            ["1 2 3", "1 2 3"],
+        ), done.stderr
 
 
 def test_a_child_forked_before_the_first_batcher_makes_its_own() -> None:
@@ -1788,9 +2209,14 @@ def test_processes_of_multiprocessing_end_well(tmp_path: Path) -> None:
             assert [child.exitcode for child in children] == [0, 0], children
         """)
     )
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=120
+    )
     answer = "a red circle"
-    assert (done.returncode, [answer in line for line in done.stdout.splitlines()]) == (0, [True] * 2), (
+    assert (done.returncode, [answer in line for line in done.stdout.splitlines()]) == (
+        0,
+        [True] * 2,
+    ), (
         done.stdout,
         done.stderr,
     )

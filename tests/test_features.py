@@ -16,13 +16,22 @@ from vlm_batch.adapters.towers import remember_features, vision_towers
 from vlm_batch.arrays import as_mlx, join_rows, split_rows
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.store.budget import ARRAY_BYTES, ByteBudget
-from vlm_batch.store.digest import _SOURCES, HASHES, Sourced, digest, hash_ahead, split_known
+from vlm_batch.store.digest import (
+    _SOURCES,
+    HASHES,
+    Sourced,
+    digest,
+    hash_ahead,
+    split_known,
+)
 from vlm_batch.store.features import FeatureStore
 
 IMAGE = "image:7:1"
 
 
-def remembering(name: str, budget: int = 2**28) -> tuple[Adapter, FeatureStore, list[int]]:
+def remembering(
+    name: str, budget: int = 2**28
+) -> tuple[Adapter, FeatureStore, list[int]]:
     """An adapter of its own that remembers, its store, and a list that grows with every call of a tower."""
     adapter = type(shared_adapter(name))(tiny_family(name).build())
     store = FeatureStore(ByteBudget(budget))
@@ -61,7 +70,10 @@ def test_a_picture_that_is_asked_twice_is_encoded_once(name: str) -> None:
     assert len(calls) > once
 
 
-@pytest.mark.parametrize(("name", "size"), [("qwen2_vl", 1), ("qwen2_5_vl", 2), ("qwen3_vl", 1), ("glm4v", 1)])
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [("qwen2_vl", 1), ("qwen2_5_vl", 2), ("qwen3_vl", 1), ("glm4v", 1)],
+)
 def test_pictures_of_one_prompt_are_remembered_one_by_one(name: str, size: int) -> None:
     adapter, store, calls = remembering(name)
     asker = Asker(name, BatchGenerator(adapter))
@@ -89,7 +101,8 @@ def test_other_pictures_are_never_taken_for_one_another() -> None:
 
 def test_the_budget_holds_and_zero_keeps_nothing() -> None:
     name = "qwen2_vl"
-    size = 6 * 64 * 4 + ARRAY_BYTES  # of the features of IMAGE: an array of 6 placeholders of 64 floats
+    # of the features of IMAGE: an array of 6 placeholders of 64 floats
+    size = 6 * 64 * 4 + ARRAY_BYTES
     adapter, store, calls = remembering(name, budget=size)
     asker = Asker(name, BatchGenerator(adapter))
     asker.ask(IMAGE)
@@ -101,7 +114,10 @@ def test_the_budget_holds_and_zero_keeps_nothing() -> None:
     assert (len(store), store.budget.nbytes) == (1, size)
 
 
-@pytest.mark.parametrize("name", [name for name in every_family() if tiny_family(name).two_images is not None])
+@pytest.mark.parametrize(
+    "name",
+    [name for name in every_family() if tiny_family(name).two_images is not None],
+)
 def test_pictures_of_other_prompts_are_not_mixed_up(name: str) -> None:
     """Pairs whose first, second or both pictures were seen before, and pairs that only look like one that was."""
     adapter, _, _ = remembering(name)
@@ -126,7 +142,8 @@ def test_features_are_split_by_picture_and_joined_again() -> None:
 def test_what_was_hashed_ahead_has_the_same_digest_and_goes_with_its_array() -> None:
     plain = np.random.default_rng(0).standard_normal((300, 100), dtype=np.float32)
     array = mx.array(plain)
-    before, small = set(HASHES._known), mx.zeros(3)  # what other tests' loaders have not let go of yet is none of this
+    # what other tests' loaders have not let go of yet is none of this
+    before, small = set(HASHES._known), mx.zeros(3)
     hash_ahead({"pixel_values": array, "small": small})
     assert set(HASHES._known) - before == {id(array)}
     reference, known = HASHES._known[id(array)]
@@ -150,7 +167,9 @@ def test_a_converted_array_is_known_by_what_it_was_made_of_alone_and_in_parts() 
         assert digest([part]) == digest([alone])
         assert mx.array_equal(part, alone).item()
         assert digest([part]) != digest([own])
-        assert digest([part], in_full=True) == digest([mx.array(own).astype(mx.bfloat16)], in_full=True)
+        assert digest([part], in_full=True) == digest(
+            [mx.array(own).astype(mx.bfloat16)], in_full=True
+        )
     assert digest([first]) != digest([second])
     assert digest([Sourced(mx.array(plain)).astype(mx.float16)]) != digest([whole])
     same = Sourced(mx.array(plain)).astype(mx.float32)
@@ -160,8 +179,12 @@ def test_a_converted_array_is_known_by_what_it_was_made_of_alone_and_in_parts() 
     assert not _SOURCES._known
 
 
-@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v", "dots_ocr"])
-def test_pixels_in_the_tower_s_type_are_not_read_back(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v", "dots_ocr"]
+)
+def test_pixels_in_the_tower_s_type_are_not_read_back(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Reading them would wait for the device. What is remembered of a picture alone is found beside another, too."""
     from vlm_batch.store import digest as module
 

@@ -147,7 +147,11 @@ def test_a_body_is_read_whole(site: str, path: str) -> None:
         ("missing", HERE, "HTTP 404"),
         ("zipped", HERE, "content encoding is gzip"),
         ("circle", HERE, "redirects more than 5 times"),
-        ("moved?file:///etc/passwd", HERE, "leads to file:/etc/passwd, which is no http"),
+        (
+            "moved?file:///etc/passwd",
+            HERE,
+            "leads to file:/etc/passwd, which is no http",
+        ),
         ("moved?data:text/plain,x", HERE, "no http or https URL"),
         ("moved?http://[", HERE, "cannot be fetched"),
         ("good", replace(HERE, allow_http=False), "URLs are not read here"),
@@ -155,7 +159,9 @@ def test_a_body_is_read_whole(site: str, path: str) -> None:
     ],
     ids=str,
 )
-def test_what_cannot_be_fetched_says_why_and_in_time(site: str, path: str, policy: FetchPolicy, said: str) -> None:
+def test_what_cannot_be_fetched_says_why_and_in_time(
+    site: str, path: str, policy: FetchPolicy, said: str
+) -> None:
     started = time.monotonic()
     with pytest.raises(Unreadable, match=said):
         fetch(f"{site}/{path}", policy)
@@ -211,7 +217,9 @@ def test_urls_of_every_wrong_kind_are_one_exception(url: str) -> None:
         "224.0.0.1",
     ],
 )
-def test_addresses_that_are_not_public_are_not_connected_to(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_addresses_that_are_not_public_are_not_connected_to(
+    host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module.httpcore.SyncBackend, "connect_tcp", _must_not_connect)
     with pytest.raises(Unreadable, match="no public address"):
         fetch(f"http://{host}/x.png", FetchPolicy())
@@ -225,12 +233,36 @@ def test_what_is_public() -> None:
     assert is_public("93.184.216.34")
     assert is_public("2606:2800:220:1:248:1893:25c8:1946")
     assert not is_public("2002:7f00:1::")  # 6to4 of 127.0.0.1
-    for carries in ("::127.0.0.1", "64:ff9b:1::7f00:1", "64:ff9b::7f00:1", "::ffff:10.0.0.1", "::ffff:0:127.0.0.1"):
+    for carries in (
+        "::127.0.0.1",
+        "64:ff9b:1::7f00:1",
+        "64:ff9b::7f00:1",
+        "::ffff:10.0.0.1",
+        "::ffff:0:127.0.0.1",
+    ):
         assert not is_public(carries)
-    for local in ("fec0::1", "fe80::1%eth0", "fd00::1", "::", "::1", "100::1", "4000::1", "ff0e::1", "2001:db8::1"):
+    for local in (
+        "fec0::1",
+        "fe80::1%eth0",
+        "fd00::1",
+        "::",
+        "::1",
+        "100::1",
+        "4000::1",
+        "ff0e::1",
+        "2001:db8::1",
+    ):
         assert not is_public(local)
     for special in (
-        *("192.0.0.192", "192.0.0.9", "192.88.99.1", "168.63.129.16", "198.18.0.1", "240.0.0.1", "255.255.255.255"),
+        *(
+            "192.0.0.192",
+            "192.0.0.9",
+            "192.88.99.1",
+            "168.63.129.16",
+            "198.18.0.1",
+            "240.0.0.1",
+            "255.255.255.255",
+        ),
         *(
             "3fff::1",
             "5f00::1",
@@ -246,7 +278,9 @@ def test_what_is_public() -> None:
     assert is_public("64:ff9b::93.184.216.34")
 
 
-def test_a_redirect_is_checked_like_the_first_address(site: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_redirect_is_checked_like_the_first_address(
+    site: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "is_public", lambda address: address == "127.0.0.1")
     assert fetch(f"{site}/moved?/good", FetchPolicy()).data == BODY
     other = site.replace("127.0.0.1", "127.0.0.2")
@@ -254,7 +288,9 @@ def test_a_redirect_is_checked_like_the_first_address(site: str, monkeypatch: py
         fetch(f"{site}/moved?{other}/good", FetchPolicy())
 
 
-def test_a_name_that_resolves_differently_a_moment_later(site: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_resolves_differently_a_moment_later(
+    site: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The address that was checked is the one that is connected to; the name is not asked again."""
     resolve, asked = socket.getaddrinfo, []
 
@@ -269,7 +305,8 @@ def test_a_name_that_resolves_differently_a_moment_later(site: str, monkeypatch:
     name = site.replace("127.0.0.1", "turning.example")
     assert fetch(f"{name}/good", FetchPolicy()).data == BODY
     assert asked == ["turning.example"]
-    assert Site.seen[-1] == name.removeprefix("http://")  # the server is asked by its name
+    # the server is asked by its name
+    assert Site.seen[-1] == name.removeprefix("http://")
 
 
 @pytest.mark.parametrize("path", ["drip", "silent", "slow_head", "endless"])
@@ -283,10 +320,8 @@ def test_a_download_stops_when_it_is_cancelled(site: str, path: str) -> None:
 
 
 def test_nothing_of_a_download_is_left(site: str) -> None:
-    before, threads = (
-        len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0,
-        threading.active_count(),
-    )
+    before = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0
+    threads = threading.active_count()
     for path in ("good", "missing", "short", "moved?/good", "zipped"):
         with contextlib.suppress(Unreadable):
             fetch(f"{site}/{path}", HERE)
@@ -295,15 +330,19 @@ def test_nothing_of_a_download_is_left(site: str) -> None:
         time.sleep(0.02)
     assert threading.active_count() <= threads
     if before:
-        assert len(os.listdir("/proc/self/fd")) <= before + 2  # the server's own of the last answers
+        # the server's own of the last answers
+        assert len(os.listdir("/proc/self/fd")) <= before + 2
 
 
-def test_a_proxy_that_the_environment_names_is_used(site: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_proxy_that_the_environment_names_is_used(
+    site: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("http_proxy", site)
     monkeypatch.setenv("no_proxy", "")
     monkeypatch.setattr(module.urllib.request, "proxy_bypass", lambda host: False)
     with pytest.raises(Unreadable, match=r"HTTP 501|cannot be fetched"):
-        fetch("http://no-such-host.invalid/good", FetchPolicy())  # asked of the site, whole: it knows no such path
+        # asked of the site, whole: it knows no such path
+        fetch("http://no-such-host.invalid/good", FetchPolicy())
     assert Site.seen[-1] == "no-such-host.invalid"
     with pytest.raises(Unreadable, match="no public address"):
         fetch("http://10.0.0.1/good", FetchPolicy())
@@ -349,7 +388,11 @@ def test_files_only_where_the_policy_says(tmp_path: Path) -> None:
     policy = FetchPolicy(directories=(inside,))
     assert fetch(inside / "a.bin", policy).data == BODY
     assert fetch((inside / "a.bin").as_uri(), policy).data == BODY
-    for path in (outside / "a.bin", inside / "link.bin", inside / ".." / "out" / "a.bin"):
+    for path in (
+        outside / "a.bin",
+        inside / "link.bin",
+        inside / ".." / "out" / "a.bin",
+    ):
         with pytest.raises(Unreadable, match="not in a folder that may be read"):
             fetch(path, policy)
     with pytest.raises(Unreadable, match="none may be read here"):
@@ -368,7 +411,10 @@ def test_files_and_data_uris_have_the_same_limit(tmp_path: Path) -> None:
 
 def test_a_data_uri_may_have_line_breaks() -> None:
     broken = base64.encodebytes(BODY).decode()
-    assert fetch(f"DATA:application/octet-stream;base64,{broken}", FetchPolicy()).data == BODY
+    assert (
+        fetch(f"DATA:application/octet-stream;base64,{broken}", FetchPolicy()).data
+        == BODY
+    )
 
 
 def test_a_picture_that_was_fetched_is_called_by_its_name() -> None:
@@ -382,7 +428,9 @@ def test_a_picture_that_was_fetched_is_called_by_its_name() -> None:
 
 def test_only_formats_that_start_no_other_program(tmp_path: Path) -> None:
     path = tmp_path / "ghost.jpg"
-    path.write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n%%EOF\n")
+    path.write_bytes(
+        b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n%%EOF\n"
+    )
     with Image.open(path) as picture:  # Pillow would
         assert picture.format == "EPS"
     with pytest.raises(InvalidImage, match="PostScript, which is not read here"):
@@ -400,12 +448,16 @@ def test_a_picture_with_a_very_long_side(size: tuple[int, int]) -> None:
 def test_a_playlist_is_no_video(tmp_path: Path) -> None:
     """FFmpeg would open what it names."""
     path = tmp_path / "list.mp4"
-    path.write_text("#EXTM3U\n#EXT-X-TARGETDURATION:5\n#EXTINF:5,\n/etc/passwd\n#EXT-X-ENDLIST\n")
+    path.write_text(
+        "#EXTM3U\n#EXT-X-TARGETDURATION:5\n#EXTINF:5,\n/etc/passwd\n#EXT-X-ENDLIST\n"
+    )
     with pytest.raises(InvalidVideo, match="playlists are not followed"):
         load_video(path)
 
 
-def test_temporary_files_go_with_what_needed_them(site: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_temporary_files_go_with_what_needed_them(
+    site: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     held = fetch_to_file(f"{site}/good", HERE)
     assert held.path is not None

@@ -31,7 +31,9 @@ from vlm_batch.records import DecodeStep
 from vlm_batch.runtime.device import Device
 from vlm_batch.types import SamplingParams
 
-needs_compiler = pytest.mark.skipif(emulated.COMPILER is None, reason="there is no compiler for C++ here")
+needs_compiler = pytest.mark.skipif(
+    emulated.COMPILER is None, reason="there is no compiler for C++ here"
+)
 #: Rounding of an answer to the type that it is given in, or of sums.
 ROUNDING = {mx.float32: 1e-5, mx.bfloat16: 2**-7, mx.float16: 2**-10}
 
@@ -52,11 +54,15 @@ def kind(
     """A kind of attention; keys and values are heads of one slab, but where values have a depth of their own."""
     keys, own = Layout(group, bits, depth), Layout(group, bits, values or depth)
     halves = (keys, 0, kv_heads), (own, 0 if values else kv_heads, kv_heads)
-    return Variant(depth**-0.5, heads, depth, *halves, dtype, scales or dtype, mask, is_by_row)
+    return Variant(
+        depth**-0.5, heads, depth, *halves, dtype, scales or dtype, mask, is_by_row
+    )
 
 
 KINDS = {
-    "8 bits, 8 heads on 1": kind(16, 2, 128, 8, 64, dtype=mx.bfloat16, mask=mx.bfloat16),
+    "8 bits, 8 heads on 1": kind(
+        16, 2, 128, 8, 64, dtype=mx.bfloat16, mask=mx.bfloat16
+    ),
     "4 bits, 7 heads on 1": kind(14, 2, 64, 4, 64, dtype=mx.bfloat16),
     "4 bits, groups of 32": kind(2, 2, 128, 4, 32),
     "groups of 128": kind(4, 1, 256, 8, 128, dtype=mx.float16, mask=mx.float16),
@@ -78,7 +84,10 @@ KINDS = {
 def test_the_kernels_are_attention(one: Variant) -> None:
     """Over rows of one span and of several, with NaN behind each of them."""
     assert few_bits.is_served(one)
-    assert few_bits.farthest(one, emulated.run, lengths=(300, 1, 128), columns=320) <= ROUNDING[one.dtype]
+    assert (
+        few_bits.farthest(one, emulated.run, lengths=(300, 1, 128), columns=320)
+        <= ROUNDING[one.dtype]
+    )
 
 
 @needs_compiler
@@ -92,12 +101,20 @@ def test_a_row_is_the_same_alone_and_in_a_wider_slab(bits: int) -> None:
 
     def alone(columns: int, seen: mx.array | None) -> mx.array:
         first, last = (
-            of_slab([part[1:2, :, :columns] for part in states.parts], *states[3:]) for states in (keys, values)
+            of_slab([part[1:2, :, :columns] for part in states.parts], *states[3:])
+            for states in (keys, values)
         )
-        return few_bits.attend(queries[1:2], first, last, one.scale, seen, emulated.run)[0]
+        return few_bits.attend(
+            queries[1:2], first, last, one.scale, seen, emulated.run
+        )[0]
 
     row = mask[1:2]
-    found = [alone(512, row), alone(256, row[..., :256]), alone(256, row[..., :256] == 0), alone(150, None)]
+    found = [
+        alone(512, row),
+        alone(256, row[..., :256]),
+        alone(256, row[..., :256] == 0),
+        alone(150, None),
+    ]
     assert all(mx.array_equal(together, answer).item() for answer in found)
 
 
@@ -107,11 +124,19 @@ def test_columns_that_a_mask_hides_are_not_read() -> None:
     one = kind(4, 2, 64)
     queries, keys, values, _ = few_bits.example(one, (300, 300), 320, 2)
     columns = mx.arange(320)
-    seen = ((columns >= 135) & (columns < 290) & (columns != 200))[None, None, None] & mx.ones((2, 1, 1, 1), mx.bool_)
+    seen = ((columns >= 135) & (columns < 290) & (columns != 200))[
+        None, None, None
+    ] & mx.ones((2, 1, 1, 1), mx.bool_)
     whole = [few_bits._in_full(states)[:, :, :300] for states in (keys, values)]
-    right = mx.fast.scaled_dot_product_attention(queries, *whole, scale=one.scale, mask=seen[..., :300])
+    right = mx.fast.scaled_dot_product_attention(
+        queries, *whole, scale=one.scale, mask=seen[..., :300]
+    )
     holed = [
-        SlabStates(states.packed, mx.where(seen.swapaxes(2, 3), states.scales, mx.nan), *states[2:])
+        SlabStates(
+            states.packed,
+            mx.where(seen.swapaxes(2, 3), states.scales, mx.nan),
+            *states[2:],
+        )
         for states in (keys, values)
     ]
     found = few_bits.attend(queries, holed[0], holed[1], one.scale, seen, emulated.run)
@@ -121,7 +146,9 @@ def test_columns_that_a_mask_hides_are_not_read() -> None:
         scales = mx.array(states[broken].scales)
         scales[0, :, 250] = mx.nan
         states[broken] = states[broken]._replace(scales=scales)
-        answers = few_bits.attend(queries, states[0], states[1], one.scale, seen, emulated.run)
+        answers = few_bits.attend(
+            queries, states[0], states[1], one.scale, seen, emulated.run
+        )
         assert mx.isnan(answers[0]).any(axis=-1).all().item()
         assert mx.array_equal(answers[1], found[1]).item()
 
@@ -130,7 +157,9 @@ def test_columns_that_a_mask_hides_are_not_read() -> None:
 def on_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The choice of a way as on CUDA, with kernels run as C++."""
     monkeypatch.setattr(few_bits, "device", lambda: Device.CUDA)
-    monkeypatch.setattr(few_bits, "on_device", lambda call, arrays: emulated.run(call, arrays))
+    monkeypatch.setattr(
+        few_bits, "on_device", lambda call, arrays: emulated.run(call, arrays)
+    )
     judge = few_bits._is_right
     judge.cache_clear()
     yield
@@ -153,17 +182,28 @@ def test_the_policy_has_slabs_in_few_bits_attended_by_the_kernel(
     policy = settings_for(Placement.SLAB, few_bits="kernel")
     engine = generator("qwen2_vl", UNIFORM, policy=policy)
     asks = [Ask(IMAGE), Ask(TEXT, at=2, tokens=4)]
-    answers = run(shared_adapter("qwen2_vl"), lambda key: request("qwen2_vl", key), asks, generator=engine)
+    answers = run(
+        shared_adapter("qwen2_vl"),
+        lambda key: request("qwen2_vl", key),
+        asks,
+        generator=engine,
+    )
     check("qwen2_vl", answers, UNIFORM)
     assert found
     assert all(answer is not None for answer in found)
 
 
 @pytest.mark.parametrize(
-    ("device", "said"), [(emulated.broken, "no such thing"), (emulated.wrong, "is off by")], ids=["unbuilt", "wrong"]
+    ("device", "said"),
+    [(emulated.broken, "no such thing"), (emulated.wrong, "is off by")],
+    ids=["unbuilt", "wrong"],
 )
 def test_a_kernel_that_cannot_be_used_is_done_without(
-    on_cuda: None, device: Any, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    on_cuda: None,
+    device: Any,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Slabs are unpacked then, and it is said once."""
     monkeypatch.setattr(few_bits, "on_device", device)
@@ -178,7 +218,9 @@ def test_a_kernel_that_cannot_be_used_is_done_without(
     assert [said in record.message for record in caplog.records] == [True]
 
 
-def test_want_of_memory_says_nothing_of_the_kernel(on_cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_want_of_memory_says_nothing_of_the_kernel(
+    on_cuda: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The step fails and its rows begin again; the kernel is tried once more then."""
     asked = []
 
@@ -194,29 +236,49 @@ def test_want_of_memory_says_nothing_of_the_kernel(on_cuda: None, monkeypatch: p
             attention(queries, keys, values, None, one.scale, mask)
         assert len(asked) == tries
     others = values._replace(scales=values.scales.astype(mx.bfloat16))
-    assert few_bits.attend_where_right(queries, keys, others, one.scale, mask) is None  # its types are another kernel's
+    # its types are another kernel's
+    assert few_bits.attend_where_right(queries, keys, others, one.scale, mask) is None
 
 
-def test_what_the_kernels_are_not_written_for_is_unpacked(on_cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_kernels_are_not_written_for_is_unpacked(
+    on_cuda: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Several queries, masks of heads, sinks, wide heads, keys and values of different heads."""
     monkeypatch.setattr(few_bits, "on_device", emulated.broken)
-    monkeypatch.setattr(few_bits, "_is_right", lambda kind: pytest.fail("a kernel would have been built"))
+    monkeypatch.setattr(
+        few_bits,
+        "_is_right",
+        lambda kind: pytest.fail("a kernel would have been built"),
+    )
     one = kind(4, 2, 64, mask=None)
     queries, keys, values, _ = few_bits.example(one, (40, 40), 40, 2)
     several = mx.concatenate([queries] * 3, axis=2)
     by_head = mx.zeros((2, 4, 1, 40))
     sinks = mx.zeros((4,))
     whole = [few_bits._in_full(states) for states in (keys, values)]
-    for asked, mask, extra in ((several, None, None), (queries, by_head, None), (queries, None, sinks)):
-        right = mx.fast.scaled_dot_product_attention(asked, *whole, scale=one.scale, mask=mask, sinks=extra)
+    for asked, mask, extra in (
+        (several, None, None),
+        (queries, by_head, None),
+        (queries, None, sinks),
+    ):
+        right = mx.fast.scaled_dot_product_attention(
+            asked, *whole, scale=one.scale, mask=mask, sinks=extra
+        )
         found = attention(asked, keys, values, None, one.scale, mask, extra)
         assert float(mx.abs(found - right).max()) < 1e-5
     assert not few_bits.is_served(kind(4, 2, 288))
     assert not few_bits.is_served(kind(4, 2, 64)._replace(scales=mx.float64))
-    assert few_bits.attend_where_right(queries, keys, values, one.scale, mx.zeros((2, 1, 1, 39))) is None
+    assert (
+        few_bits.attend_where_right(
+            queries, keys, values, one.scale, mx.zeros((2, 1, 1, 39))
+        )
+        is None
+    )
 
 
-def test_a_graph_has_no_kernels_that_the_step_has_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_graph_has_no_kernels_that_the_step_has_not(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """What a graph fuses over slabs in few bits is what it fuses over exact ones, so that it is made by default."""
 
     def on_device(call: Launch, arrays: Sequence[mx.array]) -> list[mx.array]:
@@ -231,13 +293,27 @@ def test_a_graph_has_no_kernels_that_the_step_has_not(monkeypatch: pytest.Monkey
         batch = DecodeBatch(FreeShapes(Placement.SLAB, Policy(few_bits="kernel")), 2)
         for name in "ab":
             caches = adapter.make_cache(kv)
-            adapter.prefill([adapter.encode(as_mlx(request("qwen2_vl", TEXT)))], caches, 0, 4)
+            adapter.prefill(
+                [adapter.encode(as_mlx(request("qwen2_vl", TEXT)))], caches, 0, 4
+            )
             batch.join(new_row(name, Prompt(), SamplingParams()), caches)
         assert CompiledDecode.can_compile(batch.layers, [{}, {}], is_plain=True)
-        step = DecodeStep(mx.array([[3], [4]]), mx.array([4, 4]), batch.layers, [{}, {}])
+        step = DecodeStep(
+            mx.array([[3], [4]]), mx.array([4, 4]), batch.layers, [{}, {}]
+        )
         logits = CompiledDecode(adapter.decode, uses_before_graph=0)(step)
         path = tmp_path / "graph.dot"
-        mx.export_to_dot(str(path), logits, *(array for layer in batch.layers for array in layer.arrays()))
-        fused.append({name for name in re.findall(r'label ="(\w+)"', path.read_text()) if name.startswith("Compiled")})
+        mx.export_to_dot(
+            str(path),
+            logits,
+            *(array for layer in batch.layers for array in layer.arrays()),
+        )
+        fused.append(
+            {
+                name
+                for name in re.findall(r'label ="(\w+)"', path.read_text())
+                if name.startswith("Compiled")
+            }
+        )
     assert fused[1]
     assert fused[1] <= fused[0]

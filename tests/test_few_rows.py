@@ -14,7 +14,12 @@ import pytest
 from tests.harness import Ask, check, inputs_of, run
 from tests.zoo import family
 from vlm_batch.adapters import few_rows, products
-from vlm_batch.adapters.few_rows import FewRowsEmbedding, FewRowsLinear, multiply, suit_few_rows
+from vlm_batch.adapters.few_rows import (
+    FewRowsEmbedding,
+    FewRowsLinear,
+    multiply,
+    suit_few_rows,
+)
 from vlm_batch.adapters.modules import clone_modules
 from vlm_batch.adapters.shared import share_products
 from vlm_batch.caches import Placement
@@ -22,21 +27,38 @@ from vlm_batch.models import adapter_for
 from vlm_batch.runtime import blas
 
 IS_CPU = mx.default_device().type == mx.DeviceType.cpu
-IS_HERE = IS_CPU and blas.facts()["core"] == "SkylakeX" and blas.version() in few_rows.VERSIONS
+IS_HERE = (
+    IS_CPU
+    and blas.facts()["core"] == "SkylakeX"
+    and blas.version() in few_rows.VERSIONS
+)
 needs_kernels = pytest.mark.skipif(
-    not IS_HERE, reason="only the AVX-512 kernels of known OpenBLAS gain and keep the bits"
+    not IS_HERE,
+    reason="only the AVX-512 kernels of known OpenBLAS gain and keep the bits",
 )
 
 
 class Layers(nn.Module):
     def __init__(self, width: int, outputs: int, bias: bool) -> None:
         super().__init__()
-        self.linear, self.table = nn.Linear(width, outputs, bias=bias), nn.Embedding(outputs, width)
+        self.linear, self.table = (
+            nn.Linear(width, outputs, bias=bias),
+            nn.Embedding(outputs, width),
+        )
         mx.eval(self.parameters())
 
 
 #: Inputs and outputs: one block and several of each size, and outputs that are no multiple of a block.
-WIDE = [(1024, 512), (1024, 3072), (3072, 200), (2048, 768), (5120, 130), (1024, 1152), (1024, 640), (2048, 384)]
+WIDE = [
+    (1024, 512),
+    (1024, 3072),
+    (3072, 200),
+    (2048, 768),
+    (5120, 130),
+    (1024, 1152),
+    (1024, 640),
+    (2048, 384),
+]
 
 
 def suited(model: nn.Module) -> Any:
@@ -57,7 +79,9 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 @needs_kernels
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("width", "outputs"), WIDE)
-def test_the_bits_are_those_of_mlx(width: int, outputs: int, bias: bool, threads: int) -> None:
+def test_the_bits_are_those_of_mlx(
+    width: int, outputs: int, bias: bool, threads: int
+) -> None:
     theirs = Layers(width, outputs, bias)
     ours = suited(theirs)
     assert type(ours.linear) is FewRowsLinear and type(ours.table) is FewRowsEmbedding
@@ -73,12 +97,18 @@ def test_the_bits_are_those_of_mlx(width: int, outputs: int, bias: bool, threads
 
 @needs_kernels
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(("width", "outputs"), [(600, 512), (600, 2048), (2560, 384), (130, 1000)])
-def test_blocks_of_outputs_have_the_bits_of_mlx(width: int, outputs: int, bias: bool) -> None:
+@pytest.mark.parametrize(
+    ("width", "outputs"), [(600, 512), (600, 2048), (2560, 384), (130, 1000)]
+)
+def test_blocks_of_outputs_have_the_bits_of_mlx(
+    width: int, outputs: int, bias: bool
+) -> None:
     layer = nn.Linear(width, outputs, bias=bias)
     for count in (*range(1, 18), 64):
         rows = mx.random.normal((count, 1, width))
-        assert mx.array_equal(multiply(rows, layer.weight, layer.get("bias")), layer(rows)), count
+        assert mx.array_equal(
+            multiply(rows, layer.weight, layer.get("bias")), layer(rows)
+        ), count
 
 
 @needs_kernels
@@ -93,7 +123,8 @@ def test_what_does_not_gain_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> No
     assert kind(512, 512) is nn.Linear  # too small
     assert kind(1024, 64) is nn.Linear  # of too few outputs
     assert kind(1024, 512, lambda weight: weight.astype(mx.bfloat16)) is nn.Linear
-    assert kind(512, 1024, lambda weight: weight.T) is nn.Linear  # its rows do not lie one after another
+    # its rows do not lie one after another
+    assert kind(512, 1024, lambda weight: weight.T) is nn.Linear
     layers = Layers(1024, 512, bias=True)
     layers.linear.bias = mx.zeros((1,))
     assert type(suited(layers).linear) is nn.Linear
@@ -111,7 +142,9 @@ def test_what_does_not_gain_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @needs_kernels
-def test_rows_of_other_precisions_and_prompts_take_mlx_own_product(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_other_precisions_and_prompts_take_mlx_own_product(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     layers = suited(Layers(1024, 128, bias=False))
     monkeypatch.setattr(few_rows, "multiply", None)  # raises where it is called
     half = mx.random.normal((4, 1024)).astype(mx.bfloat16)
@@ -127,7 +160,10 @@ def test_counts_of_rows_are_held_for_them_too() -> None:
     """``reproducible=True`` treats these layers as it treats MLX's."""
     model = suited(Layers(1024, 128, bias=True))
     found = products.products_of(model)
-    assert {type(product.layer) for product in found} == {FewRowsLinear, FewRowsEmbedding}
+    assert {type(product.layer) for product in found} == {
+        FewRowsLinear,
+        FewRowsEmbedding,
+    }
     products.hold_products(model, {str(product): (4,) for product in found})
     assert {type(model.linear), type(model.table)} <= set(products.PLAIN)
     rows = mx.random.normal((3, 1, 1024))
@@ -137,7 +173,9 @@ def test_counts_of_rows_are_held_for_them_too() -> None:
 
 
 @needs_kernels
-def test_layers_that_gain_and_others_are_joined_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_that_gain_and_others_are_joined_as_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Queries have 64 outputs, keys and values 32: the joined layer gains, where each by itself may not."""
     monkeypatch.setattr(few_rows, "ALIASED", 64)
     monkeypatch.setattr(few_rows, "BLOCKS", (64, 48))
@@ -145,7 +183,10 @@ def test_layers_that_gain_and_others_are_joined_as_before(monkeypatch: pytest.Mo
     first = adapter.language.model.layers[0].self_attn
     assert (type(first.q_proj), type(first.k_proj)) == (FewRowsLinear, nn.Linear)
     assert share_products(adapter) > 0
-    assert type(first.q_proj.wide.linear) is FewRowsLinear and first.q_proj.wide.linear.weight.shape[0] == 128
+    assert (
+        type(first.q_proj.wide.linear) is FewRowsLinear
+        and first.q_proj.wide.linear.weight.shape[0] == 128
+    )
 
 
 @needs_kernels
@@ -156,9 +197,25 @@ def test_models_answer_as_alone(
     name: str, placement: Placement, is_graph: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With narrow layers taken for wide ones. Not by bits: who shares a step goes by time."""
-    asks = [Ask("image:3:2"), Ask("text:4:9", at=2), Ask("image:1:0", at=3), Ask("text:5:26", at=5)]
+    asks = [
+        Ask("image:3:2"),
+        Ask("text:4:9", at=2),
+        Ask("image:1:0", at=3),
+        Ask("text:5:26", at=5),
+    ]
     monkeypatch.setattr(few_rows, "ALIASED", 32)
     monkeypatch.setattr(few_rows, "BLOCKS", (64, 32, 16))
     adapter = adapter_for(family(name).registered)(family(name).build())
-    assert [type(module) for module in adapter.language.modules()].count(FewRowsLinear) > 3
-    check(name, run(adapter, partial(inputs_of, name), asks, placement=placement, compile_decode=is_graph))
+    assert [type(module) for module in adapter.language.modules()].count(
+        FewRowsLinear
+    ) > 3
+    check(
+        name,
+        run(
+            adapter,
+            partial(inputs_of, name),
+            asks,
+            placement=placement,
+            compile_decode=is_graph,
+        ),
+    )

@@ -14,7 +14,12 @@ from vlm_batch.registry import ModelSpec
 
 
 def in_a_new_process(code: str, *args: str | Path) -> str:
-    done = subprocess.run([sys.executable, "-c", code, *map(str, args)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, args)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     return done.stdout.strip()
 
 
@@ -109,7 +114,9 @@ def test_every_family_is_found_without_the_others() -> None:
 @pytest.mark.parametrize("spec", families(), ids=lambda spec: spec.family)
 def test_a_familys_file_names_its_model_types(spec: ModelSpec) -> None:
     assert spec.adapter is not None
-    text = Path(sys.modules[spec.adapter.__module__].__file__ or "").read_text(encoding="utf-8")
+    text = Path(sys.modules[spec.adapter.__module__].__file__ or "").read_text(
+        encoding="utf-8"
+    )
     assert all(f'"{model_type}"' in text for model_type in spec.model_types)
 
 
@@ -121,7 +128,15 @@ print(*sorted(sys.modules))
 """
 #: What no run over pictures needs: back ends of transformers, libraries of tables, plots and recordings, servers.
 HEAVY = {
-    *("torch", "torchvision", "torchaudio", "tensorflow", "scipy", "sklearn", "librosa"),
+    *(
+        "torch",
+        "torchvision",
+        "torchaudio",
+        "tensorflow",
+        "scipy",
+        "sklearn",
+        "librosa",
+    ),
     *("pandas", "pyarrow", "polars", "datasets", "ray", "matplotlib"),
     *("uvicorn", "starlette", "fastapi", "openai"),
     *("httpx", "httpcore", "httpcore2", "anyio", "requests", "urllib3"),
@@ -130,17 +145,29 @@ HEAVY = {
 
 
 def test_a_run_imports_neither_what_it_does_not_need_nor_other_families() -> None:
-    found = in_a_new_process(RUN, sample_images()[0], default_checkpoint()).splitlines()[-1].split()
-    assert "vlm_batch.models.qwen2_vl" in found and "vlm_batch.models.llava" not in found
+    found = (
+        in_a_new_process(RUN, sample_images()[0], default_checkpoint())
+        .splitlines()[-1]
+        .split()
+    )
+    assert (
+        "vlm_batch.models.qwen2_vl" in found and "vlm_batch.models.llava" not in found
+    )
     assert not HEAVY & {name.partition(".")[0] for name in found}
-    assert not [name for name in found if name.startswith(("vlm_batch.server.app", "vlm_batch.cli.facts"))]
+    assert not [
+        name
+        for name in found
+        if name.startswith(("vlm_batch.server.app", "vlm_batch.cli.facts"))
+    ]
     assert len([name for name in found if name.startswith("transformers.models.")]) < 40
 
 
-@pytest.mark.parametrize("args", [["--version"], ["run", "--help"], ["run", "nowhere.jpg"]])
+@pytest.mark.parametrize(
+    "args", [["--version"], ["run", "--help"], ["run", "nowhere.jpg"]]
+)
 def test_what_needs_no_model_does_not_wait_for_mlx(args: list[str]) -> None:
-    code = (
-        "import sys\nfrom vlm_batch.cli.main import main\ntry:\n    main(sys.argv[1:])\nexcept SystemExit:\n    pass\n"
+    code = "import sys\nfrom vlm_batch.cli.main import main\ntry:\n    main(sys.argv[1:])\nexcept SystemExit:\n    pass\n"
+    told = in_a_new_process(
+        f"{code}print('mlx.core' in sys.modules, 'transformers' in sys.modules)", *args
     )
-    told = in_a_new_process(f"{code}print('mlx.core' in sys.modules, 'transformers' in sys.modules)", *args)
     assert told.splitlines()[-1] == "False False"

@@ -21,7 +21,14 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.checkpoints import write_checkpoint
 from tests.zoo import END_OF_TEXT, VOCABULARY, Trace, family, pixtral
-from vlm_batch import InvalidPrompt, Request, Result, SamplingParams, UnsupportedModel, VLMBatcher
+from vlm_batch import (
+    InvalidPrompt,
+    Request,
+    Result,
+    SamplingParams,
+    UnsupportedModel,
+    VLMBatcher,
+)
 from vlm_batch.arrays import as_numpy
 from vlm_batch.inputs.processors import with_pillow
 from vlm_batch.loading import adapt, load_model
@@ -41,11 +48,17 @@ CHAT = (
 )
 
 
-def write_tokenizer(folder: Path, markers: Mapping[str, int], picture: str = "", **named: str) -> None:
+def write_tokenizer(
+    folder: Path, markers: Mapping[str, int], picture: str = "", **named: str
+) -> None:
     """A tokenizer of words w0, w1, ... whose numbers are their ids; ``markers`` are further words, ``named`` its attributes."""
-    words = {f"w{n}": n for n in range(VOCABULARY) if n not in markers.values()} | dict(markers)
+    words = {f"w{n}": n for n in range(VOCABULARY) if n not in markers.values()} | dict(
+        markers
+    )
     tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
-    cut = [Split(marker, "isolated") for marker in sorted(markers, key=len, reverse=True)]
+    cut = [
+        Split(marker, "isolated") for marker in sorted(markers, key=len, reverse=True)
+    ]
     tokenizer.pre_tokenizer = InTurn([WhitespaceSplit(), *cut])
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -55,24 +68,46 @@ def write_tokenizer(folder: Path, markers: Mapping[str, int], picture: str = "",
         eos_token=f"w{END_OF_TEXT}",
         extra_special_tokens=named,
     ).save_pretrained(folder)
-    (folder / "chat_template.jinja").write_text(CHAT.replace("PICTURE", picture), encoding="utf-8")
+    (folder / "chat_template.jinja").write_text(
+        CHAT.replace("PICTURE", picture), encoding="utf-8"
+    )
 
 
-def write_processor(folder: Path, kind: str, pictures: Mapping[str, Any], **settings: Any) -> None:
+def write_processor(
+    folder: Path, kind: str, pictures: Mapping[str, Any], **settings: Any
+) -> None:
     """processor_config.json as transformers 5 writes it: the pictures' part within it."""
-    scaling = {"do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True, "do_resize": True, "resample": 3}
-    part = {**scaling, "do_convert_rgb": True, "image_mean": [0.5] * 3, "image_std": [0.5] * 3, **pictures}
+    scaling = {
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "do_resize": True,
+        "resample": 3,
+    }
+    part = {
+        **scaling,
+        "do_convert_rgb": True,
+        "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
+        **pictures,
+    }
     whole = {"processor_class": kind, "image_processor": part, **settings}
     (folder / "processor_config.json").write_text(json.dumps(whole), encoding="utf-8")
 
 
 def picture(wide: int = 40, high: int = 40, seed: int = 0) -> Image.Image:
-    return Image.fromarray(np.random.RandomState(seed).randint(0, 256, (high, wide, 3), dtype=np.uint8))
+    return Image.fromarray(
+        np.random.RandomState(seed).randint(0, 256, (high, wide, 3), dtype=np.uint8)
+    )
 
 
-def ask(folder: Path, images: Sequence[Image.Image], prompt: str, **more: Any) -> Result:
+def ask(
+    folder: Path, images: Sequence[Image.Image], prompt: str, **more: Any
+) -> Result:
     with VLMBatcher(folder) as batcher:
-        return batcher.submit(list(images), prompt, params=ANSWER, **more).result(timeout=60)
+        return batcher.submit(list(images), prompt, params=ANSWER, **more).result(
+            timeout=60
+        )
 
 
 def alone(name: str, folder: Path, ids: Sequence[int], **arrays: np.ndarray) -> Trace:
@@ -85,7 +120,12 @@ def alone(name: str, folder: Path, ids: Sequence[int], **arrays: np.ndarray) -> 
 def squares(images: Sequence[Image.Image], side: int) -> np.ndarray:
     """Pictures (N, 3, side, side) that have that size already, normalised as the written processors do."""
     assert all(image.size == (side, side) for image in images)
-    return np.stack([(np.asarray(image, np.float32) / 255 - 0.5).transpose(2, 0, 1) / 0.5 for image in images])
+    return np.stack(
+        [
+            (np.asarray(image, np.float32) / 255 - 0.5).transpose(2, 0, 1) / 0.5
+            for image in images
+        ]
+    )
 
 
 # Processors
@@ -95,7 +135,11 @@ def squares(images: Sequence[Image.Image], side: int) -> np.ndarray:
 def write_llava(folder: Path) -> Path:
     write_checkpoint(folder, "llava")
     write_tokenizer(folder, {"<image>": 128}, "<image>", image_token="<image>")
-    sizes = {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}, "do_center_crop": True}
+    sizes = {
+        "size": {"shortest_edge": 16},
+        "crop_size": {"height": 16, "width": 16},
+        "do_center_crop": True,
+    }
     write_processor(
         folder,
         "LlavaProcessor",
@@ -113,7 +157,9 @@ def test_llava_takes_a_picture(tmp_path: Path) -> None:
     folder, image = write_llava(tmp_path / "llava"), picture(16, 16)
     result = ask(folder, [image], "<image> w5 w6", template=None)
     assert result.ok, result.error
-    expected = alone("llava", folder, [*[128] * 16, 5, 6], pixel_values=squares([image], 16))
+    expected = alone(
+        "llava", folder, [*[128] * 16, 5, 6], pixel_values=squares([image], 16)
+    )
     assert list(result.token_ids) == expected.tokens
 
 
@@ -122,7 +168,12 @@ def test_pixtral_saved_as_llava(tmp_path: Path) -> None:
     write_checkpoint(folder, "pixtral")
     marks = {"[IMG]": 128, "[IMG_BREAK]": 129, "[IMG_END]": 130}
     write_tokenizer(
-        folder, marks, "[IMG]", image_token="[IMG]", image_break_token="[IMG_BREAK]", image_end_token="[IMG_END]"
+        folder,
+        marks,
+        "[IMG]",
+        image_token="[IMG]",
+        image_break_token="[IMG_BREAK]",
+        image_end_token="[IMG_END]",
     )
     write_processor(
         folder,
@@ -168,27 +219,46 @@ def test_granite_vision_saved_as_llava_next(tmp_path: Path) -> None:
     assert [list(grid) for grid in model.config.image_grid_pinpoints] == grids
 
 
-@pytest.mark.parametrize("mark", [128, VOCABULARY], ids=["within", "behind the vocabulary, as published"])
+@pytest.mark.parametrize(
+    "mark", [128, VOCABULARY], ids=["within", "behind the vocabulary, as published"]
+)
 def test_florence2_as_transformers_lays_it_out(mark: int, tmp_path: Path) -> None:
     folder, image = tmp_path / "florence2", picture(64, 64)
     write_checkpoint(folder, "florence2", config={"image_token_id": mark})
-    write_tokenizer(folder, {"<image>": mark, "<loc_0>": 130}, image_token="<image>", place="<loc_0>")
+    write_tokenizer(
+        folder,
+        {"<image>": mark, "<loc_0>": 130},
+        image_token="<image>",
+        place="<loc_0>",
+    )
     write_processor(
         folder,
         "Florence2Processor",
-        {"image_processor_type": "CLIPImageProcessor", "size": {"height": 64, "width": 64}, "do_center_crop": False}
+        {
+            "image_processor_type": "CLIPImageProcessor",
+            "size": {"height": 64, "width": 64},
+            "do_center_crop": False,
+        }
         | {"image_seq_length": 5},
     )
     result = ask(folder, [image], "w5 w6")
     assert result.ok, result.error
     ids = [*[mark] * 5, END_OF_TEXT - 2, 5, 6, END_OF_TEXT]
-    assert list(result.token_ids) == alone("florence2", folder, ids, pixel_values=squares([image], 64)).tokens
+    assert (
+        list(result.token_ids)
+        == alone("florence2", folder, ids, pixel_values=squares([image], 64)).tokens
+    )
 
 
 def test_command_a_vision_needs_no_torch(tmp_path: Path) -> None:
     folder, image = tmp_path / "command", picture(16, 16)
     write_checkpoint(folder, "aya_vision_cohere2")
-    named = {"image_token": "<IMG>", "boi_token": "<BOI>", "eoi_token": "<EOI>", "img_line_break_token": "<BREAK>"}
+    named = {
+        "image_token": "<IMG>",
+        "boi_token": "<BOI>",
+        "eoi_token": "<EOI>",
+        "img_line_break_token": "<BREAK>",
+    }
     marks = {"<IMG>": 128, "<BOI>": 129, "<EOI>": 130, "<BREAK>": 131}
     write_tokenizer(folder, marks, "<IMG>", **named)
     write_processor(
@@ -204,7 +274,12 @@ def test_command_a_vision_needs_no_torch(tmp_path: Path) -> None:
     )
     result = ask(folder, [image], "<IMG> w5 w6", template=None)
     assert result.ok, result.error
-    expected = alone("aya_vision_cohere2", folder, [129, *[128] * 4, 131, 130, 5, 6], pixel_values=squares([image], 16))
+    expected = alone(
+        "aya_vision_cohere2",
+        folder,
+        [129, *[128] * 4, 131, 130, 5, 6],
+        pixel_values=squares([image], 16),
+    )
     assert list(result.token_ids) == expected.tokens
     many = ask(folder, [picture(40, 24)], "w5 w6")
     assert many.ok, many.error
@@ -224,17 +299,23 @@ def test_command_a_vision_needs_no_torch(tmp_path: Path) -> None:
         ((480, 640), (2, 2), (2, 1)),
     ],
 )
-def test_grids_are_transformers(size: tuple[int, int], llama: tuple[int, int], cohere: tuple[int, int]) -> None:
+def test_grids_are_transformers(
+    size: tuple[int, int], llama: tuple[int, int], cohere: tuple[int, int]
+) -> None:
     """(high, wide) -> Llama 4's (rows, columns) and Cohere's (columns, rows), as transformers 5.23 answers with torchvision."""
     assert llama_grid(size, 336, 16) == llama
     assert cohere_grid(size, 512, 12) == cohere
 
 
-def test_settings_of_pictures_are_found_where_transformers_5_puts_them(tmp_path: Path) -> None:
+def test_settings_of_pictures_are_found_where_transformers_5_puts_them(
+    tmp_path: Path,
+) -> None:
     folder = write_llava(tmp_path / "llava")
     (folder / "video_preprocessor_config.json").write_text("{}", encoding="utf-8")
     with older_processor_files(folder, "llava") as path:
-        read = json.loads((path / "preprocessor_config.json").read_text(encoding="utf-8"))
+        read = json.loads(
+            (path / "preprocessor_config.json").read_text(encoding="utf-8")
+        )
         assert read["crop_size"] == {"height": 16, "width": 16}
         assert (path / "tokenizer.json").exists()
         assert not (path / "model.safetensors").exists()
@@ -255,17 +336,34 @@ class Saved:
     part: str
     pictures: Mapping[str, Any]
     settings: Mapping[str, Any] = field(default_factory=dict)
-    named: Mapping[str, str] = field(default_factory=dict)  # attributes of the tokenizer
+    # attributes of the tokenizer
+    named: Mapping[str, str] = field(default_factory=dict)
     has_template: bool = (
-        True  # whether its chat template is asked: mlx-vlm writes chats of some types in words of its own
+        # whether its chat template is asked: mlx-vlm writes chats of some types in words of its own
+        True
     )
 
 
-QWEN_MARKS = {"<|vision_start|>": 128, "<|vision_end|>": 129, "<|image_pad|>": 130, "<|video_pad|>": 131}
+QWEN_MARKS = {
+    "<|vision_start|>": 128,
+    "<|vision_end|>": 129,
+    "<|image_pad|>": 130,
+    "<|video_pad|>": 131,
+}
 QWEN_PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
-GLM_MARKS = {"<|begin_of_image|>": 128, "<|end_of_image|>": 129, "<|image|>": 130, "<|video|>": 131}
+GLM_MARKS = {
+    "<|begin_of_image|>": 128,
+    "<|end_of_image|>": 129,
+    "<|image|>": 130,
+    "<|video|>": 131,
+}
 GLM_PICTURE = "<|begin_of_image|><|image|><|end_of_image|>"
-AYA_MARKS = {"<|IMG_PATCH|>": 128, "<|START_OF_IMG|>": 129, "<|END_OF_IMG|>": 130, "<|BREAK|>": 131}
+AYA_MARKS = {
+    "<|IMG_PATCH|>": 128,
+    "<|START_OF_IMG|>": 129,
+    "<|END_OF_IMG|>": 130,
+    "<|BREAK|>": 131,
+}
 GRIDS: dict[str, Any] = {
     "patch_size": 4,
     "merge_size": 2,
@@ -280,7 +378,12 @@ SMALL = {
     "do_image_splitting": False,
     "do_pad": True,
 }
-SMOL_MARKS = {"<image>": 128, "<fake_token_around_image>": 129, "<global-img>": 130, "<end_of_utterance>": 131}
+SMOL_MARKS = {
+    "<image>": 128,
+    "<fake_token_around_image>": 129,
+    "<global-img>": 130,
+    "<end_of_utterance>": 131,
+}
 INTERN_MARKS = {"<IMG_CONTEXT>": 128, "<img>": 129, "</img>": 130}
 LFM = {
     "encoder_patch_size": 4,
@@ -296,18 +399,47 @@ PROCESSORS = {
         "<image>",
         "AyaVisionProcessor",
         "GotOcr2ImageProcessor",
-        {"size": {"height": 16, "width": 16}, "crop_to_patches": True, "max_patches": 4},
-        {"patch_size": 4, "img_size": 16, "downsample_factor": 2, "image_token": "<image>", "tile_token": "TILE"}
-        | {"start_of_img_token": "<|START_OF_IMG|>", "end_of_img_token": "<|END_OF_IMG|>"}
-        | {"img_patch_token": "<|IMG_PATCH|>", "img_line_break_token": "<|BREAK|>", "tile_global_token": "TILE_GLOBAL"},
+        {
+            "size": {"height": 16, "width": 16},
+            "crop_to_patches": True,
+            "max_patches": 4,
+        },
+        {
+            "patch_size": 4,
+            "img_size": 16,
+            "downsample_factor": 2,
+            "image_token": "<image>",
+            "tile_token": "TILE",
+        }
+        | {
+            "start_of_img_token": "<|START_OF_IMG|>",
+            "end_of_img_token": "<|END_OF_IMG|>",
+        }
+        | {
+            "img_patch_token": "<|IMG_PATCH|>",
+            "img_line_break_token": "<|BREAK|>",
+            "tile_global_token": "TILE_GLOBAL",
+        },
         {"image_token": "<|IMG_PATCH|>"},
     ),
-    "qwen2_vl": Saved(QWEN_MARKS, QWEN_PICTURE, "Qwen2VLProcessor", "Qwen2VLImageProcessor", GRIDS),
-    "qwen2_5_vl": Saved(QWEN_MARKS, QWEN_PICTURE, "Qwen2_5_VLProcessor", "Qwen2VLImageProcessor", GRIDS),
-    "qwen3_vl": Saved(QWEN_MARKS, QWEN_PICTURE, "Qwen3VLProcessor", "Qwen2VLImageProcessor", GRIDS),
-    "glm4v": Saved(GLM_MARKS, GLM_PICTURE, "Glm4vProcessor", "Glm4vImageProcessor", GRIDS),
-    "glm4v_moe": Saved(GLM_MARKS, GLM_PICTURE, "Glm4vProcessor", "Glm4vImageProcessor", GRIDS),
-    "glm_ocr": Saved(GLM_MARKS, GLM_PICTURE, "Glm46VProcessor", "Glm46VImageProcessor", GRIDS),
+    "qwen2_vl": Saved(
+        QWEN_MARKS, QWEN_PICTURE, "Qwen2VLProcessor", "Qwen2VLImageProcessor", GRIDS
+    ),
+    "qwen2_5_vl": Saved(
+        QWEN_MARKS, QWEN_PICTURE, "Qwen2_5_VLProcessor", "Qwen2VLImageProcessor", GRIDS
+    ),
+    "qwen3_vl": Saved(
+        QWEN_MARKS, QWEN_PICTURE, "Qwen3VLProcessor", "Qwen2VLImageProcessor", GRIDS
+    ),
+    "glm4v": Saved(
+        GLM_MARKS, GLM_PICTURE, "Glm4vProcessor", "Glm4vImageProcessor", GRIDS
+    ),
+    "glm4v_moe": Saved(
+        GLM_MARKS, GLM_PICTURE, "Glm4vProcessor", "Glm4vImageProcessor", GRIDS
+    ),
+    "glm_ocr": Saved(
+        GLM_MARKS, GLM_PICTURE, "Glm46VProcessor", "Glm46VImageProcessor", GRIDS
+    ),
     "lfm2_vl": Saved(
         {"<image>": 130, "<|image_start|>": 128, "<|image_end|>": 129},
         "<image>",
@@ -315,9 +447,21 @@ PROCESSORS = {
         "Lfm2VlImageProcessor",
         {**LFM, "min_image_tokens": 4, "max_image_tokens": 16},
     ),
-    "smolvlm": Saved(SMOL_MARKS, "<image>", "SmolVLMProcessor", "SmolVLMImageProcessor", SMALL, {"image_seq_len": 4}),
+    "smolvlm": Saved(
+        SMOL_MARKS,
+        "<image>",
+        "SmolVLMProcessor",
+        "SmolVLMImageProcessor",
+        SMALL,
+        {"image_seq_len": 4},
+    ),
     "idefics3": Saved(
-        SMOL_MARKS, "<image>", "Idefics3Processor", "Idefics3ImageProcessor", SMALL, {"image_seq_len": 4}
+        SMOL_MARKS,
+        "<image>",
+        "Idefics3Processor",
+        "Idefics3ImageProcessor",
+        SMALL,
+        {"image_seq_len": 4},
     ),
     "kimi_k25": Saved(
         {"<|media_pad|>": 128, "<|media_start|>": 129, "<|media_end|>": 130},
@@ -363,22 +507,36 @@ PROCESSORS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:Image.Image.getdata is deprecated")  # kimi_k25's, which Pillow 14 will not have
+# kimi_k25's, which Pillow 14 will not have
+@pytest.mark.filterwarnings("ignore:Image.Image.getdata is deprecated")
 @pytest.mark.parametrize("name", PROCESSORS)
 def test_a_saved_folder_takes_pictures(name: str, tmp_path: Path) -> None:
     """Through its own processor, two sizes together; the oracle has the same inputs on a model of its own."""
     saved, folder = PROCESSORS[name], write_checkpoint(tmp_path / name, name)
     write_tokenizer(folder, saved.markers, saved.picture, **saved.named)
-    write_processor(folder, saved.whole, {"image_processor_type": saved.part, **saved.pictures}, **saved.settings)
+    write_processor(
+        folder,
+        saved.whole,
+        {"image_processor_type": saved.part, **saved.pictures},
+        **saved.settings,
+    )
     images = [picture(16, 16), picture(40, 24, seed=1)]
     with VLMBatcher(folder) as batcher:
         asked: dict[str, Any] = (
-            {"prompt": "w5 w6"} if saved.has_template else {"prompt": f"{saved.picture} w5 w6", "template": None}
+            {"prompt": "w5 w6"}
+            if saved.has_template
+            else {"prompt": f"{saved.picture} w5 w6", "template": None}
         )
         requests = [Request(images=image, params=ANSWER, **asked) for image in images]
-        results = [handle.result(timeout=60) for handle in map(batcher.submit_request, requests)]
+        results = [
+            handle.result(timeout=60)
+            for handle in map(batcher.submit_request, requests)
+        ]
         questions = map(batcher._preparer.check, requests)
-        inputs = [as_numpy(batcher._preparer.prepare(question).inputs) for question in questions]
+        inputs = [
+            as_numpy(batcher._preparer.prepare(question).inputs)
+            for question in questions
+        ]
     model = read_model(folder, in_float32=True)
     for result, given in zip(results, inputs, strict=True):
         assert result.ok, result.error
@@ -391,7 +549,12 @@ def test_pictures_are_computed_with_pillow(name: str, tmp_path: Path) -> None:
     """Whether torch and torchvision are installed or not: transformers takes them where they are."""
     saved, folder = PROCESSORS[name], write_checkpoint(tmp_path / name, name)
     write_tokenizer(folder, saved.markers, saved.picture, **saved.named)
-    write_processor(folder, saved.whole, {"image_processor_type": saved.part, **saved.pictures}, **saved.settings)
+    write_processor(
+        folder,
+        saved.whole,
+        {"image_processor_type": saved.part, **saved.pictures},
+        **saved.settings,
+    )
     with VLMBatcher(folder) as batcher:
         part = batcher._preparer.processing.processor.image_processor
     assert getattr(part, "backend", None) != "torchvision"
@@ -416,28 +579,52 @@ class Whole:
 
 def test_a_part_with_torchvision_becomes_the_one_with_pillow() -> None:
     """Also of a processor that the caller has loaded."""
-    sizes = {"size": {"shortest_edge": 64, "longest_edge": 1024}, "patch_size": 4, "merge_size": 2}
+    sizes = {
+        "size": {"shortest_edge": 64, "longest_edge": 1024},
+        "patch_size": 4,
+        "merge_size": 2,
+    }
     image = picture(37, 29)
-    for name in ("Glm4vImageProcessor", "GotOcr2ImageProcessor", "DeepseekVLImageProcessor"):
-        settings = sizes if name.startswith("Glm") else {"size": {"height": 16, "width": 16}}
+    for name in (
+        "Glm4vImageProcessor",
+        "GotOcr2ImageProcessor",
+        "DeepseekVLImageProcessor",
+    ):
+        settings = (
+            sizes if name.startswith("Glm") else {"size": {"height": 16, "width": 16}}
+        )
         given = Whole(type(name, (Torchvision,), {})(settings))
         part = with_pillow(given).image_processor
         assert type(part).__name__ == f"{name}Pil"
-        expected = getattr(transformers, f"{name}Pil")(**settings)([image])["pixel_values"]
-        np.testing.assert_array_equal(np.asarray(part([image])["pixel_values"]), np.asarray(expected))
+        expected = getattr(transformers, f"{name}Pil")(**settings)([image])[
+            "pixel_values"
+        ]
+        np.testing.assert_array_equal(
+            np.asarray(part([image])["pixel_values"]), np.asarray(expected)
+        )
         assert type(given.image_processor).__name__ == name
-    cohere = type("Cohere2VisionImageProcessor", (Torchvision,), {})({"size": {"height": 16, "width": 16}})
+    cohere = type("Cohere2VisionImageProcessor", (Torchvision,), {})(
+        {"size": {"height": 16, "width": 16}}
+    )
     part = AyaVision.processor(with_pillow(Whole(cohere))).image_processor
     assert part.backend != "torchvision"
     assert part.size["height"] == 16
 
 
-def test_a_processor_that_cannot_be_read_says_what_is_wrong_with_it(tmp_path: Path) -> None:
+def test_a_processor_that_cannot_be_read_says_what_is_wrong_with_it(
+    tmp_path: Path,
+) -> None:
     """mlx-vlm passes over its own processor's failure and reports that of transformers', which has no torch."""
     folder = write_checkpoint(tmp_path / "ernie", "ernie4_5_moe_vl")
     write_tokenizer(folder, {"<|IMAGE_PLACEHOLDER|>": 130}, "<|IMAGE_PLACEHOLDER|>")
-    write_processor(folder, "Ernie4_5_VLMoeProcessor", {"image_processor_type": "Ernie4_5_VLMoeImageProcessor"})
-    with pytest.raises(UnsupportedModel, match=r"its processor cannot be read: .*model_file") as found:
+    write_processor(
+        folder,
+        "Ernie4_5_VLMoeProcessor",
+        {"image_processor_type": "Ernie4_5_VLMoeImageProcessor"},
+    )
+    with pytest.raises(
+        UnsupportedModel, match=r"its processor cannot be read: .*model_file"
+    ) as found:
         load_model(folder)
     assert "torch" not in str(found.value).lower()
 
@@ -460,14 +647,24 @@ def test_a_bare_tokenizer_of_whole_words(tmp_path: Path) -> None:
 def test_gemma3_takes_a_rendered_prompt_with_a_picture(tmp_path: Path) -> None:
     folder, image = tmp_path / "gemma3", picture(24, 24)
     write_checkpoint(folder, "gemma3")
-    named = {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
+    named = {
+        "image_token": "<image_soft_token>",
+        "boi_token": "<start_of_image>",
+        "eoi_token": "<end_of_image>",
+    }
     write_tokenizer(
-        folder, {"<image_soft_token>": 128, "<start_of_image>": 129, "<end_of_image>": 130}, "<start_of_image>", **named
+        folder,
+        {"<image_soft_token>": 128, "<start_of_image>": 129, "<end_of_image>": 130},
+        "<start_of_image>",
+        **named,
     )
     write_processor(
         folder,
         "Gemma3Processor",
-        {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 24, "width": 24}},
+        {
+            "image_processor_type": "Gemma3ImageProcessor",
+            "size": {"height": 24, "width": 24},
+        },
         image_seq_length=9,
     )
     result = ask(folder, [image], "<start_of_image> w5 w6", template=None)
@@ -475,26 +672,44 @@ def test_gemma3_takes_a_rendered_prompt_with_a_picture(tmp_path: Path) -> None:
     assert result.usage.image_tokens == 9
     ids = [129, *[128] * 9, 130, 5, 6]
     mask = np.ones((1, len(ids)), dtype=np.int32)
-    expected = alone("gemma3", folder, ids, pixel_values=squares([image], 24), attention_mask=mask)
+    expected = alone(
+        "gemma3", folder, ids, pixel_values=squares([image], 24), attention_mask=mask
+    )
     assert list(result.token_ids) == expected.tokens
     again = ask(folder, [image], "w5 w6")
     assert again.ok, again.error
-    with VLMBatcher(folder) as batcher, pytest.raises(InvalidPrompt, match="0 picture placeholders for 1"):
+    with (
+        VLMBatcher(folder) as batcher,
+        pytest.raises(InvalidPrompt, match="0 picture placeholders for 1"),
+    ):
         batcher.submit([image], "<image_soft_token> w5", template=None)
 
 
 def write_llama4(folder: Path) -> Path:
     write_checkpoint(folder, "llama4")
-    marks = {"<|patch|>": 128, "<|image|>": 129, "<|image_start|>": 130, "<|image_end|>": 131}
+    marks = {
+        "<|patch|>": 128,
+        "<|image|>": 129,
+        "<|image_start|>": 130,
+        "<|image_end|>": 131,
+    }
     marks |= {"<|tile_x_separator|>": 132, "<|tile_y_separator|>": 133}
     write_tokenizer(folder, marks, "<|image|>")
-    pictures = {"image_processor_type": "Llama4ImageProcessor", "size": {"height": 16, "width": 16}, "max_patches": 4}
-    write_processor(folder, "Llama4Processor", pictures, patch_size=4, pixel_shuffle_ratio=0.5)
+    pictures = {
+        "image_processor_type": "Llama4ImageProcessor",
+        "size": {"height": 16, "width": 16},
+        "max_patches": 4,
+    }
+    write_processor(
+        folder, "Llama4Processor", pictures, patch_size=4, pixel_shuffle_ratio=0.5
+    )
     return folder
 
 
 @pytest.mark.parametrize("size", [(16, 16), (40, 12), (50, 50)])
-def test_llama4_takes_pictures_of_several_tiles(size: tuple[int, int], tmp_path: Path) -> None:
+def test_llama4_takes_pictures_of_several_tiles(
+    size: tuple[int, int], tmp_path: Path
+) -> None:
     """The whole picture stands behind its tiles; mlx-vlm's processor makes placeholders for it, and no tile."""
     folder = write_llama4(tmp_path / "llama4")
     result = ask(folder, [picture(*size)], "w5 w6")
@@ -550,8 +765,12 @@ def test_tiles_that_do_not_fit_are_refused(name: str) -> None:
     adapter, request = adapt(tiny.build()), as_arrays(tiny.image(4, 2))
     with pytest.raises(InvalidPrompt, match=r"pixels takes \d+ tiles"):
         adapter.encode({**request, "pixel_values": request["pixel_values"][:, :1]})
-    with pytest.raises(InvalidPrompt, match="holds 2 pictures, and image_sizes the sizes of 1"):
-        adapter.encode({**request, "pixel_values": mx.concatenate([request["pixel_values"]] * 2)})
+    with pytest.raises(
+        InvalidPrompt, match="holds 2 pictures, and image_sizes the sizes of 1"
+    ):
+        adapter.encode(
+            {**request, "pixel_values": mx.concatenate([request["pixel_values"]] * 2)}
+        )
 
 
 @pytest.mark.parametrize(("name", "unit"), [("pixtral", 1), ("mistral3", 2)])
@@ -559,7 +778,8 @@ def test_pictures_larger_than_the_rotations_are_refused(name: str, unit: int) ->
     """mlx-vlm reads behind its table of 8 x 8 rotations."""
     adapter = adapt(family(name).build())
     largest, larger = (
-        as_arrays(pixtral.request(0, [(rows, 8 // unit)], 4 * unit)) for rows in (8 // unit, 8 // unit + 1)
+        as_arrays(pixtral.request(0, [(rows, 8 // unit)], 4 * unit))
+        for rows in (8 // unit, 8 // unit + 1)
     )
     assert np.isfinite(np.array(adapter.encode(largest).inputs_embeds)).all()
     with pytest.raises(InvalidPrompt, match="8 patches is larger than 8 x 8"):
@@ -574,12 +794,18 @@ def test_a_dropped_group_of_experts_is_out_of_the_choice() -> None:
     from vlm_batch.models.deepseek_vl_v2 import DeepseekVL2
 
     config = TextConfig(
-        hidden_size=4, n_routed_experts=4, num_experts_per_tok=2, n_group=2, topk_group=1, topk_method="noaux_tc"
+        hidden_size=4,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        topk_method="noaux_tc",
     )
     config.scoring_func = "sigmoid"
     gate = DeepseekVL2.patches()[MoEGate](config)
     gate.weight = mx.zeros((4, 4))
-    gate.e_score_correction_bias = mx.array([2.0, -3.0, 0.0, 0.0])  # with a half each: 2.5 and -2.5, 0.5 and 0.5
+    # with a half each: 2.5 and -2.5, 0.5 and 0.5
+    gate.e_score_correction_bias = mx.array([2.0, -3.0, 0.0, 0.0])
     experts, _ = gate(mx.ones((1, 1, 4)))
     assert set(experts.flatten().tolist()) == {2, 3}
     gate.e_score_correction_bias = mx.array([3.0, -1.0, 0.0, 0.0])
@@ -592,28 +818,58 @@ def test_a_dropped_group_of_experts_is_out_of_the_choice() -> None:
 
 
 def test_older_configurations_stay_as_they_are() -> None:
-    older = {"model_type": "qwen3_vl", "transformers_version": "4.57.0", "text_config": {"rope_theta": 5e6}}
+    older = {
+        "model_type": "qwen3_vl",
+        "transformers_version": "4.57.0",
+        "text_config": {"rope_theta": 5e6},
+    }
     assert corrected(older) == older
 
 
 def test_scaled_positions_are_handed_on() -> None:
-    rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "original_max_position_embeddings": 8192}
-    text = corrected({"model_type": "mllama", "text_config": {"rope_parameters": rope}})["text_config"]
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 5e5,
+        "factor": 8.0,
+        "original_max_position_embeddings": 8192,
+    }
+    text = corrected(
+        {"model_type": "mllama", "text_config": {"rope_parameters": rope}}
+    )["text_config"]
     assert text["rope_theta"] == 5e5
     assert text["rope_scaling"] == {"type": "llama3", **rope}
 
 
-def test_scaled_positions_that_mlx_vlm_cannot_be_told_are_refused(tmp_path: Path) -> None:
+def test_scaled_positions_that_mlx_vlm_cannot_be_told_are_refused(
+    tmp_path: Path,
+) -> None:
     folder = write_checkpoint(tmp_path / "ernie4_5_moe_vl", "ernie4_5_moe_vl")
     write_tokenizer(folder, {})
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    config["text_config"]["rope_parameters"] = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0}
+    config["text_config"]["rope_parameters"] = {
+        "rope_type": "yarn",
+        "rope_theta": 100.0,
+        "factor": 4.0,
+    }
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    with pytest.raises(UnsupportedModel, match="this ernie4_5_moe_vl model has yarn positions"):
+    with pytest.raises(
+        UnsupportedModel, match="this ernie4_5_moe_vl model has yarn positions"
+    ):
         load_model(folder)
 
 
 def test_layers_at_no_regular_distance_are_refused() -> None:
-    layers = ["linear_attention", "full_attention", "full_attention", "linear_attention"]
+    layers = [
+        "linear_attention",
+        "full_attention",
+        "full_attention",
+        "linear_attention",
+    ]
     with pytest.raises(UnsupportedModel, match="at no regular distance"):
-        corrected({"model_type": "qwen3_5", "transformers_version": "5.23.0", "text_config": {"layer_types": layers}})
+        corrected(
+            {
+                "model_type": "qwen3_5",
+                "transformers_version": "5.23.0",
+                "text_config": {"layer_types": layers},
+            }
+        )

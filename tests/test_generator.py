@@ -10,7 +10,16 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from tests.harness import NUM_TOKENS, Ask, check, inputs_of, oracle, run_family, settings_for, shared_adapter
+from tests.harness import (
+    NUM_TOKENS,
+    Ask,
+    check,
+    inputs_of,
+    oracle,
+    run_family,
+    settings_for,
+    shared_adapter,
+)
 from vlm_batch.arrays import arrays_of, as_mlx, num_bytes
 from vlm_batch.caches import Placement
 from vlm_batch.engine.generator import BatchGenerator
@@ -42,13 +51,19 @@ def engine(**settings: Any) -> BatchGenerator:
     return BatchGenerator(shared_adapter(FAMILY), **settings)
 
 
-def finish(generator: BatchGenerator, before_step: Callable[[int], None] = lambda step: None) -> dict[str, Result]:
+def finish(
+    generator: BatchGenerator, before_step: Callable[[int], None] = lambda step: None
+) -> dict[str, Result]:
     results: dict[str, Result] = {}
     for step in range(500):
         before_step(step)
         if not generator.has_work:
             return results
-        results |= {event.request_id: event.result for event in generator.step() if event.result is not None}
+        results |= {
+            event.request_id: event.result
+            for event in generator.step()
+            if event.result is not None
+        }
     raise AssertionError("the engine does not end")
 
 
@@ -72,16 +87,42 @@ def late(tokens: mx.array, logits: mx.array) -> mx.array:
 
 
 BAD: dict[str, tuple[Mapping[str, Any], SamplingParams, str]] = {
-    "processor_raises_at_once": (inputs(OTHER), SamplingParams(logits_processors=[raises]), "this processor is broken"),
-    "processor_raises_later": (inputs(TEXT), SamplingParams(logits_processors=[late]), "this processor is broken"),
-    "processor_changes_shape": (inputs(OTHER), SamplingParams(logits_processors=[lambda t, x: x[:, :3]]), "shape"),
-    "unknown_input": ({**inputs(TEXT), "spectrogram": mx.zeros((1,))}, SamplingParams(), "spectrogram"),
-    "features_do_not_fit": ({**inputs(IMAGE), "pixel_values": mx.zeros((4, 3))}, SamplingParams(), ""),
-    "too_long": ({"input_ids": mx.zeros((1, 101), dtype=mx.int32)}, SamplingParams(), "101 tokens"),
+    "processor_raises_at_once": (
+        inputs(OTHER),
+        SamplingParams(logits_processors=[raises]),
+        "this processor is broken",
+    ),
+    "processor_raises_later": (
+        inputs(TEXT),
+        SamplingParams(logits_processors=[late]),
+        "this processor is broken",
+    ),
+    "processor_changes_shape": (
+        inputs(OTHER),
+        SamplingParams(logits_processors=[lambda t, x: x[:, :3]]),
+        "shape",
+    ),
+    "unknown_input": (
+        {**inputs(TEXT), "spectrogram": mx.zeros((1,))},
+        SamplingParams(),
+        "spectrogram",
+    ),
+    "features_do_not_fit": (
+        {**inputs(IMAGE), "pixel_values": mx.zeros((4, 3))},
+        SamplingParams(),
+        "",
+    ),
+    "too_long": (
+        {"input_ids": mx.zeros((1, 101), dtype=mx.int32)},
+        SamplingParams(),
+        "101 tokens",
+    ),
 }
 
 
-def test_a_row_that_raises_while_it_is_encoded_leaves_nothing_on_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_that_raises_while_it_is_encoded_leaves_nothing_on_the_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     adapter = shared_adapter(FAMILY)
 
     def leaves_positions_and_raises(*_: Any) -> Any:
@@ -106,9 +147,13 @@ def test_a_bad_row_ends_alone(how: str, placement: Placement) -> None:
     def arrive(step: int) -> None:
         if step == 2:
             generator.insert("bad", bad_inputs, bad_params)
-            generator.insert("beside", inputs(IMAGE), SamplingParams(max_tokens=NUM_TOKENS))
+            generator.insert(
+                "beside", inputs(IMAGE), SamplingParams(max_tokens=NUM_TOKENS)
+            )
         if step == 4:
-            generator.insert("after", inputs(OTHER), SamplingParams(max_tokens=NUM_TOKENS))
+            generator.insert(
+                "after", inputs(OTHER), SamplingParams(max_tokens=NUM_TOKENS)
+            )
 
     results = finish(generator, arrive)
     assert results["bad"].finish_reason == "error"
@@ -135,14 +180,22 @@ def test_more_pictures_than_placeholders_is_an_error_not_a_wrong_answer() -> Non
     two = inputs_of(FAMILY, "two:7")
     one = inputs_of(FAMILY, IMAGE)
     generator = engine()
-    generator.insert("bad", as_mlx({**two, "input_ids": one["input_ids"]}), SamplingParams(max_tokens=2))
+    generator.insert(
+        "bad",
+        as_mlx({**two, "input_ids": one["input_ids"]}),
+        SamplingParams(max_tokens=2),
+    )
     result = finish(generator)["bad"]
     assert isinstance(result.exception, InvalidPrompt), result.error
-    assert "the pictures need 10 placeholder tokens; the prompt has 6" in str(result.error)
+    assert "the pictures need 10 placeholder tokens; the prompt has 6" in str(
+        result.error
+    )
 
 
 @pytest.mark.fails_steps
-def test_a_failing_forward_ends_its_rows_and_the_next_request_works(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_forward_ends_its_rows_and_the_next_request_works(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     generator = engine()
     generator.insert("a", inputs(TEXT), SamplingParams(max_tokens=20))
     generator.insert("b", inputs(OTHER), SamplingParams(max_tokens=20))
@@ -151,7 +204,10 @@ def test_a_failing_forward_ends_its_rows_and_the_next_request_works(monkeypatch:
     with monkeypatch.context() as broken:
         broken.setattr(type(generator.adapter), "decode", raises)
         results = finish(generator)
-    assert {name: result.finish_reason for name, result in results.items()} == {"a": "error", "b": "error"}
+    assert {name: result.finish_reason for name, result in results.items()} == {
+        "a": "error",
+        "b": "error",
+    }
     generator.insert("c", inputs(IMAGE), SamplingParams(max_tokens=NUM_TOKENS))
     assert finish(generator)["c"].token_ids == right_tokens(IMAGE)
 
@@ -195,7 +251,9 @@ def test_cancelling_again_is_nothing_and_the_only_end_has_what_was_generated() -
         tokens += [event.token for event in generator.step() if event.token is not None]
     assert [generator.cancel("a") for _ in range(3)] == [True, False, False]
     ends = [event.result for event in generator.step() if event.result is not None]
-    assert [(end.finish_reason, end.token_ids) for end in ends] == [("cancelled", tuple(tokens))]
+    assert [(end.finish_reason, end.token_ids) for end in ends] == [
+        ("cancelled", tuple(tokens))
+    ]
     assert not generator.cancel("a")
     assert not generator.has_work
 
@@ -205,15 +263,25 @@ def test_stop_tokens_and_eos() -> None:
     first = tokens.index(tokens[4])
     generator = engine(text=AnswerText(eos_token_ids=frozenset([tokens[4]])))
     generator.insert("eos", inputs(TEXT), SamplingParams(max_tokens=NUM_TOKENS))
-    generator.insert("ignored", inputs(TEXT), SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True))
     generator.insert(
-        "own", inputs(OTHER), SamplingParams(max_tokens=NUM_TOKENS, stop_token_ids=[right_tokens(OTHER)[1]])
+        "ignored", inputs(TEXT), SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
+    )
+    generator.insert(
+        "own",
+        inputs(OTHER),
+        SamplingParams(max_tokens=NUM_TOKENS, stop_token_ids=[right_tokens(OTHER)[1]]),
     )
     results = finish(generator)
     assert results["eos"].token_ids == tokens[: first + 1]
-    assert (results["eos"].finish_reason, results["eos"].stop_reason) == ("stop", tokens[4])
+    assert (results["eos"].finish_reason, results["eos"].stop_reason) == (
+        "stop",
+        tokens[4],
+    )
     assert results["ignored"].token_ids == tokens
-    assert (results["ignored"].finish_reason, results["ignored"].stop_reason) == ("length", None)
+    assert (results["ignored"].finish_reason, results["ignored"].stop_reason) == (
+        "length",
+        None,
+    )
     assert results["own"].stop_reason == right_tokens(OTHER)[1]
 
 
@@ -221,17 +289,27 @@ def test_stop_strings_cut_the_text_of_their_row_only() -> None:
     whole = letters(right_tokens(TEXT))
     stop = whole[3:5]
     generator = engine(text=AnswerText(letters))
-    generator.insert("stopped", inputs(TEXT), SamplingParams(max_tokens=NUM_TOKENS, stop=[stop]))
+    generator.insert(
+        "stopped", inputs(TEXT), SamplingParams(max_tokens=NUM_TOKENS, stop=[stop])
+    )
     generator.insert("whole", inputs(TEXT), SamplingParams(max_tokens=NUM_TOKENS))
     events: list[Event] = []
     while generator.has_work:
         events += generator.step()
-    results = {event.request_id: event.result for event in events if event.result is not None}
+    results = {
+        event.request_id: event.result for event in events if event.result is not None
+    }
     assert results["stopped"].text == whole[: whole.index(stop)]
-    assert (results["stopped"].finish_reason, results["stopped"].stop_reason) == ("stop", stop)
+    assert (results["stopped"].finish_reason, results["stopped"].stop_reason) == (
+        "stop",
+        stop,
+    )
     assert results["whole"].text == whole
     for name in ("stopped", "whole"):
-        assert "".join(event.text for event in events if event.request_id == name) == results[name].text
+        assert (
+            "".join(event.text for event in events if event.request_id == name)
+            == results[name].text
+        )
 
 
 def test_the_models_context_ends_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,7 +349,9 @@ def test_what_is_encoded_ahead_of_its_place_is_not_prefilled_meanwhile() -> None
     timings = finish(generator)["next"].timings
     assert 0 < encoded < last, "it was not encoded ahead"
     assert timings.queue + timings.encode >= last - row.clock.submitted
-    assert timings.queue + timings.encode + timings.prefill == pytest.approx(timings.ttft, abs=1e-3)
+    assert timings.queue + timings.encode + timings.prefill == pytest.approx(
+        timings.ttft, abs=1e-3
+    )
 
 
 @pytest.mark.parametrize("what", ["_encode_row", "prefill"])
@@ -280,7 +360,9 @@ def test_a_batcher_that_ends_waits_for_one_row_of_a_step(
     what: str, is_ending: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And not for all pictures and prompts that the step has taken up."""
-    generator, work, begun = engine(policy=settings_for(max_rows=8)), getattr(Runner, what), []
+    generator = engine(policy=settings_for(max_rows=8))
+    work = getattr(Runner, what)
+    begun = []
 
     def noted(*arguments: Any) -> Any:
         begun.append(what)
@@ -296,7 +378,9 @@ def test_a_batcher_that_ends_waits_for_one_row_of_a_step(
     assert len(begun) == (1 if is_ending else 4)
     for name in "abcd":
         generator.cancel(name)
-    assert {result.finish_reason for result in finish(generator).values()} == {"cancelled"}
+    assert {result.finish_reason for result in finish(generator).values()} == {
+        "cancelled"
+    }
 
 
 # Priorities and processors ----------------------------------------------------------------------------------------------
@@ -309,11 +393,15 @@ def test_numpy_arrays_are_kept_as_they_are_to_begin_again_from(
     """A mirrored view, which mlx does not take, is copied for it."""
     given = {name: np.array(array) for name, array in inputs(IMAGE).items()}
     if is_mirrored:
-        given = {name: array[..., ::-1].copy()[..., ::-1] for name, array in given.items()}
+        given = {
+            name: array[..., ::-1].copy()[..., ::-1] for name, array in given.items()
+        }
     generator = engine()
     generator.insert("a", given, SamplingParams(max_tokens=NUM_TOKENS))
     kept = generator.rows.by_id["a"].given
-    assert kept is not None and all(kept[name] is array for name, array in given.items())
+    assert kept is not None and all(
+        kept[name] is array for name, array in given.items()
+    )
     decode, fails = generator.adapter.decode, [True]
 
     def once(step: Any, call: Any) -> mx.array:
@@ -334,7 +422,9 @@ def test_priority_goes_first_when_places_are_short() -> None:
     for name, priority in (("low", 0), ("high", 5), ("middle", 3)):
         generator.insert(name, inputs(TEXT), SamplingParams(max_tokens=2), priority)
     while generator.has_work:
-        order += [event.request_id for event in generator.step() if event.result is not None]
+        order += [
+            event.request_id for event in generator.step() if event.result is not None
+        ]
     assert order == ["high", "middle", "low"]
 
 
@@ -345,7 +435,12 @@ def test_processors_see_prompt_and_answer_and_block_nobody() -> None:
         seen.append(tokens.tolist())  # type: ignore[arg-type]
         return logits
 
-    asks = [Ask(TEXT), Ask(OTHER), Ask(IMAGE, params=SamplingParams(logits_processors=[watch])), Ask("text:6:14", at=2)]
+    asks = [
+        Ask(TEXT),
+        Ask(OTHER),
+        Ask(IMAGE, params=SamplingParams(logits_processors=[watch])),
+        Ask("text:6:14", at=2),
+    ]
     answers = run_family(FAMILY, asks)
     check(FAMILY, answers)
     prompt = inputs_of(FAMILY, IMAGE)["input_ids"][0].tolist()
@@ -373,7 +468,10 @@ SAME = ("image:1:1", "image:2:1", "image:3:1")
 
 
 def together_and_apart(
-    monkeypatch: pytest.MonkeyPatch, prefill: int, fails: bool = False, name: str = FAMILY
+    monkeypatch: pytest.MonkeyPatch,
+    prefill: int,
+    fails: bool = False,
+    name: str = FAMILY,
 ) -> list[int]:
     """Three prompts of one length through an engine; how many rows each shared prefill had."""
     adapter, shared = shared_adapter(name), []
@@ -387,22 +485,33 @@ def together_and_apart(
         return whole(rows, *rest)
 
     monkeypatch.setattr(adapter, "prefill", watched)
-    check(name, run_family(name, [Ask(key) for key in SAME], config={"prefill_together": prefill}))
+    check(
+        name,
+        run_family(
+            name, [Ask(key) for key in SAME], config={"prefill_together": prefill}
+        ),
+    )
     return shared
 
 
-def test_prompts_of_one_length_are_prefilled_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_of_one_length_are_prefilled_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert together_and_apart(monkeypatch, prefill=8) == [3]
 
 
-@pytest.mark.parametrize("name", ["lfm2_vl", "aya_vision", "llama4", "falcon_h1", "qwen3_5", "step3p7"])
+@pytest.mark.parametrize(
+    "name", ["lfm2_vl", "aya_vision", "llama4", "falcon_h1", "qwen3_5", "step3p7"]
+)
 def test_prompts_of_one_length_share_windows_blocks_and_recurrent_states(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert together_and_apart(monkeypatch, prefill=8, name=name) == [3]
 
 
-def test_prefilling_together_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefilling_together_can_be_switched_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert together_and_apart(monkeypatch, prefill=1) == []
 
 
@@ -412,13 +521,17 @@ def test_what_fails_together_runs_alone(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("keeps", [False, True], ids=["nothing kept", "prefix cache"])
-def test_pictures_are_encoded_in_one_call(monkeypatch: pytest.MonkeyPatch, keeps: bool) -> None:
+def test_pictures_are_encoded_in_one_call(
+    monkeypatch: pytest.MonkeyPatch, keeps: bool
+) -> None:
     seen, results = looked_at(monkeypatch, SAME, keeps)
     assert seen == [3]
     assert results == [right_tokens(key) for key in SAME]
 
 
-def test_a_picture_that_comes_twice_is_not_encoded_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_picture_that_comes_twice_is_not_encoded_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The second row waits for what the first leaves; the third is not kept waiting by it."""
     keys = [SAME[0], SAME[0], SAME[1]]
     seen, results = looked_at(monkeypatch, keys, keeps=True)
@@ -429,16 +542,26 @@ def test_a_picture_that_comes_twice_is_not_encoded_twice(monkeypatch: pytest.Mon
 def test_as_many_pictures_are_encoded_in_one_call_as_have_room_there() -> None:
     sides = np.array(inputs(SAME[0])["image_grid_thw"])
     given = [inputs(key) for key in SAME]
-    looked = shared_adapter(FAMILY).encode_together(given, Call(most_patches=2 * int(sides.prod())))
-    assert [new is old for new, old in zip(looked, given, strict=True)] == [False, False, True]
+    looked = shared_adapter(FAMILY).encode_together(
+        given, Call(most_patches=2 * int(sides.prod()))
+    )
+    assert [new is old for new, old in zip(looked, given, strict=True)] == [
+        False,
+        False,
+        True,
+    ]
 
 
-def test_as_many_pictures_share_a_call_as_the_encoder_has_memory_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_as_many_pictures_share_a_call_as_the_encoder_has_memory_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """What is learned of the call is that of all who shared it."""
     seen: list[int] = []
     encode = shared_adapter(FAMILY).encode_together
 
-    def counted(requests: Sequence[Mapping[str, Any]], call: Call) -> list[Mapping[str, Any]]:
+    def counted(
+        requests: Sequence[Mapping[str, Any]], call: Call
+    ) -> list[Mapping[str, Any]]:
         seen.append(len(requests))
         return encode(requests, call)
 
@@ -459,12 +582,16 @@ def test_as_many_pictures_share_a_call_as_the_encoder_has_memory_for(monkeypatch
     results = finish(generator)
     assert seen == [2]
     assert begun == [2 * size, size]
-    assert [results[row.request_id].token_ids for row in rows] == [right_tokens(key) for key in SAME]
+    assert [results[row.request_id].token_ids for row in rows] == [
+        right_tokens(key) for key in SAME
+    ]
 
 
 def row_with_picture(key: str) -> Row:
     """A prepared row, whose picture has a known size."""
-    row = new_row(key, Prompt(inputs=inputs(key)), SamplingParams(max_tokens=NUM_TOKENS))
+    row = new_row(
+        key, Prompt(inputs=inputs(key)), SamplingParams(max_tokens=NUM_TOKENS)
+    )
     row.image_sizes = ((8, 8),)
     return row
 
@@ -476,7 +603,9 @@ def looked_at(
     adapter, seen = shared_adapter(FAMILY), []
     encode = adapter.encode_together
 
-    def counted(requests: Sequence[Mapping[str, Any]], call: Call) -> list[Mapping[str, Any]]:
+    def counted(
+        requests: Sequence[Mapping[str, Any]], call: Call
+    ) -> list[Mapping[str, Any]]:
         seen.append(len(requests))
         return encode(requests, call)
 
@@ -484,7 +613,9 @@ def looked_at(
     reuse = Reuse(adapter, PrefixCache(ByteBudget(2**24))) if keeps else None
     generator = engine(policy=settings_for(encode_together=3), reuse=reuse)
     for number, key in enumerate(keys):
-        generator.insert(str(number), inputs(key), SamplingParams(max_tokens=NUM_TOKENS))
+        generator.insert(
+            str(number), inputs(key), SamplingParams(max_tokens=NUM_TOKENS)
+        )
     results = finish(generator)
     return seen, [results[str(number)].token_ids for number in range(len(keys))]
 
@@ -492,24 +623,38 @@ def looked_at(
 @pytest.mark.parametrize("placement", Placement)
 def test_after_the_last_row_all_places_are_filled_at_once(placement: Placement) -> None:
     """The last tokens are told in the step that launched them, and the next pictures are not rationed as beside rows."""
-    generator = engine(policy=settings_for(placement, max_rows=3, encode_together=1, encode_seconds=0.0))
+    generator = engine(
+        policy=settings_for(
+            placement, max_rows=3, encode_together=1, encode_seconds=0.0
+        )
+    )
     keys = ["text:1:5", "text:2:9", "text:3:7", *SAME]
     for key in keys:
         generator.insert(key, inputs(key), SamplingParams(max_tokens=3))
     results, steps = dict[str, Result](), 0
     while len(results) < 3:
-        results |= {event.request_id: event.result for event in generator.step() if event.result is not None}
+        results |= {
+            event.request_id: event.result
+            for event in generator.step()
+            if event.result is not None
+        }
         steps += 1
     assert set(results) == set(keys[:3])
     assert {row.request_id for row in generator.rows.batch.rows} == set(keys[3:])
     assert steps == 3  # of three tokens, the last is read in the step that launched it
     results |= finish(generator)
-    assert [results[key].token_ids for key in keys] == [right_tokens(key, 3) for key in keys]
+    assert [results[key].token_ids for key in keys] == [
+        right_tokens(key, 3) for key in keys
+    ]
 
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_prompts_without_pictures_are_encoded_together_beside_rows(count: int) -> None:
-    generator = engine(policy=settings_for(Placement.SLAB, max_rows=4, encode_together=4, beside_decode=1))
+    generator = engine(
+        policy=settings_for(
+            Placement.SLAB, max_rows=4, encode_together=4, beside_decode=1
+        )
+    )
     generator.insert("first", inputs(TEXT), SamplingParams(max_tokens=9))
     generator.step()
     keys = ["text:1:5", "text:2:9", "text:3:7"][:count]
@@ -519,10 +664,14 @@ def test_prompts_without_pictures_are_encoded_together_beside_rows(count: int) -
     assert {row.request_id for row in generator.rows.batch.rows} == {"first", *keys}
 
 
-def test_of_parts_launched_in_one_call_the_wrong_one_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_parts_launched_in_one_call_the_wrong_one_fails_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A call for all that raises is followed by a call for each."""
     keys, wrong, calls = ["text:1:5", "text:2:9", "text:3:7"], list[Any](), list[int]()
-    generator = engine(policy=settings_for(Placement.SLAB, max_rows=3, encode_together=3))
+    generator = engine(
+        policy=settings_for(Placement.SLAB, max_rows=3, encode_together=3)
+    )
     launch, encode = mx.async_eval, generator.runner._encode_row
 
     def encodes(row: Row) -> Any:
@@ -546,16 +695,27 @@ def test_of_parts_launched_in_one_call_the_wrong_one_fails_alone(monkeypatch: py
     assert calls[0] == 3
     assert [results[key].ok for key in keys] == [True, False, True]
     assert "no such array" in str(results[keys[1]].error)
-    assert [results[key].token_ids for key in keys[::2]] == [right_tokens(key, 3) for key in keys[::2]]
+    assert [results[key].token_ids for key in keys[::2]] == [
+        right_tokens(key, 3) for key in keys[::2]
+    ]
 
 
-def test_a_prompt_without_pictures_takes_none_along_that_need_calls_of_their_own() -> None:
+def test_a_prompt_without_pictures_takes_none_along_that_need_calls_of_their_own() -> (
+    None
+):
     """Of a family whose pictures share no call, one is encoded beside decoding rows, whatever follows it."""
     name = "nemotron_h_nano_omni"
-    generator = BatchGenerator(shared_adapter(name), policy=settings_for(encode_together=16, encode_seconds=0.0))
+    generator = BatchGenerator(
+        shared_adapter(name),
+        policy=settings_for(encode_together=16, encode_seconds=0.0),
+    )
 
     def insert(key: str, count: int) -> None:
-        generator.insert(key, as_mlx(inputs_of(name, key)), SamplingParams(max_tokens=count, ignore_eos=True))
+        generator.insert(
+            key,
+            as_mlx(inputs_of(name, key)),
+            SamplingParams(max_tokens=count, ignore_eos=True),
+        )
 
     insert("text:4:9", 9)
     generator.step()
@@ -564,26 +724,44 @@ def test_a_prompt_without_pictures_takes_none_along_that_need_calls_of_their_own
         insert(key, 2)
     generator.step()
     rows = [generator.rows.by_id[key] for key in keys]
-    begun = [row.prompt.encoded is not None or row.status is not Status.WAITING for row in rows]
+    begun = [
+        row.prompt.encoded is not None or row.status is not Status.WAITING
+        for row in rows
+    ]
     assert begun == [True, False, False, False]
 
 
-def test_a_prompt_cache_outlives_a_launch_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_cache_outlives_a_launch_that_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     generator = engine()
-    generator.insert("first", inputs(TEXT), SamplingParams(max_tokens=4, ignore_eos=True), return_cache=True)
+    generator.insert(
+        "first",
+        inputs(TEXT),
+        SamplingParams(max_tokens=4, ignore_eos=True),
+        return_cache=True,
+    )
     first = finish(generator)["first"]
-    ids = mx.concatenate([inputs(TEXT)["input_ids"], mx.array([[*first.token_ids, 5, 6, 7]])], axis=1)
+    ids = mx.concatenate(
+        [inputs(TEXT)["input_ids"], mx.array([[*first.token_ids, 5, 6, 7]])], axis=1
+    )
     launch = mx.async_eval
 
     def fails(*arrays: Any) -> None:
         raise RuntimeError("no launch")
 
-    generator.insert("second", {"input_ids": ids}, SamplingParams(max_tokens=2), cache=first.cache)
+    generator.insert(
+        "second", {"input_ids": ids}, SamplingParams(max_tokens=2), cache=first.cache
+    )
     monkeypatch.setattr(mx, "async_eval", fails)
     events = generator.step()
     monkeypatch.setattr(mx, "async_eval", launch)
-    assert [event.result is not None and event.result.finish_reason for event in events] == ["error"]
-    generator.insert("third", {"input_ids": ids}, SamplingParams(max_tokens=2), cache=first.cache)
+    assert [
+        event.result is not None and event.result.finish_reason for event in events
+    ] == ["error"]
+    generator.insert(
+        "third", {"input_ids": ids}, SamplingParams(max_tokens=2), cache=first.cache
+    )
     third = finish(generator)["third"]
     assert third.ok
     assert third.usage.cached_tokens > 0
@@ -612,9 +790,13 @@ class LateForm:
         return np.ones(size, dtype=np.bool_)
 
 
-def test_a_row_with_a_late_mask_is_no_idle_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_with_a_late_mask_is_no_idle_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """It waits for its next token, and no step without a forward is timed as one."""
-    monkeypatch.setattr("vlm_batch.engine.choosing.apply_masks", lambda logits, masks: logits)
+    monkeypatch.setattr(
+        "vlm_batch.engine.choosing.apply_masks", lambda logits, masks: logits
+    )
     generator, said, timed = engine(), list[bool](), list[int]()
     budget, record = generator._pace.budget, generator.scheduler.record
 
@@ -626,7 +808,9 @@ def test_a_row_with_a_late_mask_is_no_idle_engine(monkeypatch: pytest.MonkeyPatc
         timed.append(rows)
         record(rows, *args, **how)
 
-    generator.insert("form", inputs(TEXT), SamplingParams(max_tokens=9, ignore_eos=True))
+    generator.insert(
+        "form", inputs(TEXT), SamplingParams(max_tokens=9, ignore_eos=True)
+    )
     generator.step()
     form: Any = LateForm()
     generator.rows.by_id["form"].answer.guide = form

@@ -25,14 +25,22 @@ TONE = 0.4 * np.sin(2 * np.pi * 440 * np.arange(8_000) / 16_000)
 
 def levels(part: Any, samples: np.ndarray) -> np.ndarray:
     """The levels (frames, bands) of one recording."""
-    return np.array(extract_dmel_bins(part([samples.astype(np.float32)])["input_features"]))[0]
+    return np.array(
+        extract_dmel_bins(part([samples.astype(np.float32)])["input_features"])
+    )[0]
 
 
 def test_inkling_has_transformers_levels() -> None:
     """Sums over the bands as InklingFeatureExtractor of transformers 5.23 and its processor give them."""
     part = InklingAudioFeatureExtractor()
-    assert levels(with_floored_magnitudes(part), np.zeros(3_000)).sum(1).tolist() == [160] * 4
-    assert levels(with_floored_magnitudes(part), TONE).sum(1).tolist() == [718, *[189] * 9]
+    assert (
+        levels(with_floored_magnitudes(part), np.zeros(3_000)).sum(1).tolist()
+        == [160] * 4
+    )
+    assert levels(with_floored_magnitudes(part), TONE).sum(1).tolist() == [
+        718,
+        *[189] * 9,
+    ]
     assert levels(part, np.zeros(3_000)).sum(1).tolist() == [0] * 4, (
         "mlx-vlm has mended it: with_floored_magnitudes() can go"
     )
@@ -66,19 +74,33 @@ def test_ten_minutes() -> None:
     adapter = shared_adapter("inkling")
     made = Processing(adapter.processor(inkling("inkling")), adapter.config)
     inputs = made.inputs(made.render("what?", 0, 0, 1), [], [], [Sound(samples, 600.0)])
-    assert int((np.array(inputs["input_ids"]) == adapter.config.audio_token_id).sum()) == 12_000
-    with VLMBatcher(family("nemotron_h_nano_omni").build(), nemotron("nemotron_h_nano_omni")) as batcher:
-        result = batcher.submit(prompt="what?", audios=Audio(samples, rate=16_000)).result(timeout=60)
+    assert (
+        int((np.array(inputs["input_ids"]) == adapter.config.audio_token_id).sum())
+        == 12_000
+    )
+    with VLMBatcher(
+        family("nemotron_h_nano_omni").build(), nemotron("nemotron_h_nano_omni")
+    ) as batcher:
+        result = batcher.submit(
+            prompt="what?", audios=Audio(samples, rate=16_000)
+        ).result(timeout=60)
     assert result.error is not None
-    assert "nemotron_h_nano_omni hears 399.99 s of a recording: cut it into several" in result.error
+    assert (
+        "nemotron_h_nano_omni hears 399.99 s of a recording: cut it into several"
+        in result.error
+    )
 
 
-def test_copies_of_mimos_processor_share_a_codec_at_its_own_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_of_mimos_processor_share_a_codec_at_its_own_rate(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     adapter = shared_adapter("mimo_v2")
     upstream = mimo_v2("mimo_v2")
     processor = adapter.processor(upstream)
     assert adapter.processor(processor) is processor
-    assert ProcessorCopier(processor).copy().audio_tokenizer is processor.audio_tokenizer
+    assert (
+        ProcessorCopier(processor).copy().audio_tokenizer is processor.audio_tokenizer
+    )
     assert upstream._audio_tokenizer is None, "the caller's own processor was changed"
     made = Processing(processor, adapter.config)
     assert made.audio_rate == 24_000
@@ -95,7 +117,16 @@ def test_a_checkpoint_without_mimos_codec_says_so() -> None:
     processor = mimo_v2("mimo_v2")
     processor.audio_tokenizer_path = processor.audio_tokenizer_path / "nowhere"
     with VLMBatcher(family("mimo_v2").build(), processor) as batcher:
-        result = batcher.submit(prompt="what?", audios=Audio(TONE, rate=16_000)).result(timeout=60)
+        result = batcher.submit(prompt="what?", audios=Audio(TONE, rate=16_000)).result(
+            timeout=60
+        )
         assert result.error is not None
-        assert "the checkpoint has no folder audio_tokenizer, with the codec of its recordings" in result.error
-        assert batcher.submit(prompt="what?", params={"max_tokens": 2}).result(timeout=60).ok
+        assert (
+            "the checkpoint has no folder audio_tokenizer, with the codec of its recordings"
+            in result.error
+        )
+        assert (
+            batcher.submit(prompt="what?", params={"max_tokens": 2})
+            .result(timeout=60)
+            .ok
+        )

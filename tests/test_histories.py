@@ -16,7 +16,12 @@ import mlx.core as mx
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    rule,
+    run_state_machine_as_test,
+)
 
 from tests import many_histories
 from tests.histories import (
@@ -31,7 +36,16 @@ from tests.histories import (
     History,
     play,
 )
-from tests.many_histories import How, News, Played, play_some, read_record, record_of, show, tell_fault
+from tests.many_histories import (
+    How,
+    News,
+    Played,
+    play_some,
+    read_record,
+    record_of,
+    show,
+    tell_fault,
+)
 from vlm_batch import Caches, SamplingParams, VLMBatcher, assets
 from vlm_batch.caches import Placement
 from vlm_batch.engine.compiled import CompiledDecode
@@ -60,8 +74,15 @@ class Machine(RuleBasedStateMachine):
         quantised=st.booleans(),
         drafts=st.booleans(),
     )
-    def begin(self, family: str, placement: Placement, quantised: bool, drafts: bool) -> None:
-        self.history = History(family, placement, is_quantised=quantised and family in QUANTISED, drafts=drafts)
+    def begin(
+        self, family: str, placement: Placement, quantised: bool, drafts: bool
+    ) -> None:
+        self.history = History(
+            family,
+            placement,
+            is_quantised=quantised and family in QUANTISED,
+            drafts=drafts,
+        )
 
     @rule(
         key=st.sampled_from([*TEXTS, *PICTURES]),
@@ -74,7 +95,15 @@ class Machine(RuleBasedStateMachine):
         priority=st.integers(-1, 1),
     )
     def submit(
-        self, key: str, fault: str, at: int, tokens: int, n: int, has_form: bool, is_drawn: bool, priority: int
+        self,
+        key: str,
+        fault: str,
+        at: int,
+        tokens: int,
+        n: int,
+        has_form: bool,
+        is_drawn: bool,
+        priority: int,
     ) -> None:
         exact = not self.history.is_quantised
         self.history.submit(
@@ -134,11 +163,16 @@ def test_drawn_histories(kind: str) -> None:
         happened += play(seed)
     assert happened["operations"] == 120 * HISTORIES // len(KINDS)
     assert (
-        happened["recomputed"] and happened["cancelled"] and happened["error"] and happened["stop"] + happened["length"]
+        happened["recomputed"]
+        and happened["cancelled"]
+        and happened["error"]
+        and happened["stop"] + happened["length"]
     )
 
 
-@pytest.mark.parametrize("placement", list(Placement), ids=lambda placement: placement.value)
+@pytest.mark.parametrize(
+    "placement", list(Placement), ids=lambda placement: placement.value
+)
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in NO_GOING_ON])
 def test_an_answer_held_to_a_form_is_gone_on_with_from_what_its_caches_have_seen(
     kind: str, placement: Placement
@@ -166,29 +200,57 @@ def test_the_history_that_fails_is_told_with_its_seed(
         return Counter(operations=length)
 
     monkeypatch.setattr(many_histories, "play", plays)
-    seeds, news, played = multiprocessing.Value("q", 10), queue.SimpleQueue[News](), Played()
+    seeds = multiprocessing.Value("q", 10)
+    news = queue.SimpleQueue[News]()
+    played = Played()
     play_some(0, How(length=5), seeds, threading.Event(), news)
     while not news.empty():
         played.take(news.get())
-    assert (played.histories, played.counts, list(played.faults)) == (2, Counter(operations=10), [12])
+    assert (played.histories, played.counts, list(played.faults)) == (
+        2,
+        Counter(operations=10),
+        [12],
+    )
     assert "a promise" in played.faults[12] and not played.begun
     tell_fault(12, played.faults[12], How(length=5))
     said = capsys.readouterr().out
-    assert "BROKEN, seed 12 (qwen2_vl): AssertionError: a promise\n" in said and "--seed 12 --length 5" in said
+    assert (
+        "BROKEN, seed 12 (qwen2_vl): AssertionError: a promise\n" in said
+        and "--seed 12 --length 5" in said
+    )
     record = record_of(played, 10, How(length=5), 1.0)
-    assert (record.first, record.last, record.counts["operations"], list(record.faults)) == (10, 12, 10, ["12"])
+    assert (
+        record.first,
+        record.last,
+        record.counts["operations"],
+        list(record.faults),
+    ) == (10, 12, 10, ["12"])
 
 
-def test_the_outputs_of_runs_add_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    how, files = How(length=5), [tmp_path / name for name in ("a", "b", "again", "killed")]
-    parts = [Played(Counter(operations=10, stop=1), 2), Played(Counter(operations=5), 1, faults={21: "a promise"})]
+def test_the_outputs_of_runs_add_up(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    how = How(length=5)
+    files = [tmp_path / name for name in ("a", "b", "again", "killed")]
+    parts = [
+        Played(Counter(operations=10, stop=1), 2),
+        Played(Counter(operations=5), 1, faults={21: "a promise"}),
+    ]
     for file, part, first in zip(files, [*parts, parts[0]], (10, 20, 11), strict=False):
-        file.write_text(f"10 operations\n{record_of(part, first, how, 2.0).to_json()}\n")
+        file.write_text(
+            f"10 operations\n{record_of(part, first, how, 2.0).to_json()}\n"
+        )
     files[3].write_text("10 operations\n")
-    assert show([read_record(files[0])]) == 0 and "none has broken" in capsys.readouterr().out
+    assert (
+        show([read_record(files[0])]) == 0
+        and "none has broken" in capsys.readouterr().out
+    )
     assert show([read_record(files[1]), read_record(files[0])]) == 1
     said = capsys.readouterr().out
-    assert "15 operations in 3 histories, seeds 10 to 11, 20 to 21, in 4 s" in said and "stop: 1" in said
+    assert (
+        "15 operations in 3 histories, seeds 10 to 11, 20 to 21, in 4 s" in said
+        and "stop: 1" in said
+    )
     assert "--seed 21 --length 5" in said and "1 have broken a promise" in said
     with pytest.raises(ValueError, match="11 was played twice"):
         show([read_record(files[0]), read_record(files[2])])
@@ -198,14 +260,19 @@ def test_the_outputs_of_runs_add_up(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 def test_a_history_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four threads ask, cancel and break a real batcher at once: every answer is what it is alone."""
-    monkeypatch.setattr(CompiledDecode, "USES_BEFORE_UNFUSED", 10**9)  # a graph's steps would not come by ``flaky``
+    # a graph's steps would not come by ``flaky``
+    monkeypatch.setattr(CompiledDecode, "USES_BEFORE_UNFUSED", 10**9)
     asks = [f"count to {number}" for number in range(1, 10)]
 
     def broken(tokens: mx.array, logits: mx.array) -> mx.array:
         raise ValueError("of the test")
 
-    with VLMBatcher(assets.default_checkpoint(), max_rows=8, caches=Caches(300_000)) as batcher:
-        alone = {prompt: batcher.submit(None, prompt).result(60).text for prompt in asks}
+    with VLMBatcher(
+        assets.default_checkpoint(), max_rows=8, caches=Caches(300_000)
+    ) as batcher:
+        alone = {
+            prompt: batcher.submit(None, prompt).result(60).text for prompt in asks
+        }
         adapter = batcher._loop.generator.adapter
         decode, calls = adapter.decode, 0
 
@@ -213,7 +280,11 @@ def test_a_history_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
             nonlocal calls
             calls += step.tokens.shape[0] > 1
             if step.tokens.shape[0] > 1 and calls % 15 == 0:
-                raise RuntimeError("[malloc] Unable to allocate 1 bytes" if calls % 30 else "a bad moment")
+                raise RuntimeError(
+                    "[malloc] Unable to allocate 1 bytes"
+                    if calls % 30
+                    else "a bad moment"
+                )
             return decode(step, call)
 
         adapter.decode = flaky  # type: ignore[assignment,method-assign]
@@ -223,8 +294,14 @@ def test_a_history_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
             draw = random.Random(seed)
             for _ in range(60):
                 prompt, how = draw.choice(asks), draw.random()
-                params = SamplingParams(logits_processors=[broken]) if how < 0.1 else SamplingParams()
-                handle = batcher.submit(None, prompt, params=params, priority=draw.randrange(2))
+                params = (
+                    SamplingParams(logits_processors=[broken])
+                    if how < 0.1
+                    else SamplingParams()
+                )
+                handle = batcher.submit(
+                    None, prompt, params=params, priority=draw.randrange(2)
+                )
                 if how > 0.85:
                     handle.cancel()
                 result = handle.result(timeout=60)
@@ -242,6 +319,11 @@ def test_a_history_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
             thread.join(300)
         assert not wrong
         stats = batcher.stats()
-        assert (stats.queued, stats.waiting, stats.prefilling, stats.decoding) == (0, 0, 0, 0)
+        assert (stats.queued, stats.waiting, stats.prefilling, stats.decoding) == (
+            0,
+            0,
+            0,
+            0,
+        )
         assert stats.finished + stats.failed + stats.cancelled == 4 * 60 + len(asks)
         assert stats.recomputed > 0

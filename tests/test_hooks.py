@@ -24,7 +24,13 @@ from tests.zoo import family
 from vlm_batch.adapters import kernels, rotary
 from vlm_batch.adapters.attention import HOOKS
 from vlm_batch.adapters.base import Adapter
-from vlm_batch.adapters.hooks import check_attention, current, hook, install_hooks, running
+from vlm_batch.adapters.hooks import (
+    check_attention,
+    current,
+    hook,
+    install_hooks,
+    running,
+)
 from vlm_batch.adapters.rotary import APPLY, Frequencies, StepRotation
 from vlm_batch.arrays import arrays_of, as_mlx
 from vlm_batch.caches import Placement
@@ -61,7 +67,11 @@ def logits_alone(model: Any, inputs: dict[str, Any]) -> np.ndarray:
     given.pop("attention_mask", None)
     embedded = model.get_input_embeddings(ids, pixels, **given)
     cache = make_prompt_cache(model.language_model)
-    return np.array(model.language_model(ids, inputs_embeds=embedded.inputs_embeds, cache=cache).logits[:, -1])
+    return np.array(
+        model.language_model(
+            ids, inputs_embeds=embedded.inputs_embeds, cache=cache
+        ).logits[:, -1]
+    )
 
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "llava", "qwen3_5_moe"])
@@ -71,7 +81,12 @@ def test_kernels_are_an_adapters_alone(name: str, reached: list[str]) -> None:
     before = logits_alone(own, inputs_of(name, IMAGE))
     adapter = adapter_for(family(name).registered)(own)
     for placement in Placement:
-        run(adapter, lambda key: inputs_of(name, key), [Ask(IMAGE), Ask("text:3:9")], placement=placement)
+        run(
+            adapter,
+            lambda key: inputs_of(name, key),
+            [Ask(IMAGE), Ask("text:3:9")],
+            placement=placement,
+        )
     assert {"takes_plans", "takes_powers"} == set(reached)
     reached.clear()
     after = logits_alone(own, inputs_of(name, IMAGE))
@@ -90,7 +105,12 @@ def test_a_hook_asks_its_own_thread() -> None:
             other.join()
             return str(either())
 
-    assert (either(), within(), either(), answers) == ("theirs", "ours", "theirs", ["theirs"])
+    assert (either(), within(), either(), answers) == (
+        "theirs",
+        "ours",
+        "theirs",
+        ["theirs"],
+    )
 
 
 def test_a_call_within_a_call_leaves_the_mark_and_an_error_takes_it_away() -> None:
@@ -109,11 +129,16 @@ def test_a_call_within_a_call_leaves_the_mark_and_an_error_takes_it_away() -> No
 
 
 def test_hooks_hold_mlx_vlms_functions() -> None:
-    assert HOOKS["scaled_dot_product_attention"].theirs is upstream.scaled_dot_product_attention
+    assert (
+        HOOKS["scaled_dot_product_attention"].theirs
+        is upstream.scaled_dot_product_attention
+    )
     assert HOOKS["swiglu"].theirs is swiglu
 
 
-@pytest.mark.skipif(mx.metal.is_available(), reason="with Metal, mlx-vlm's kernels are used")
+@pytest.mark.skipif(
+    mx.metal.is_available(), reason="with Metal, mlx-vlm's kernels are used"
+)
 def test_metal_functions_are_replaced_in_adapters_only() -> None:
     adapter_for("muse_spark")(family("muse_spark").build())
     for name in ("qk_norm", "expert_routing"):
@@ -126,7 +151,9 @@ def test_no_family_has_its_own_of_the_calls_that_mark_the_thread() -> None:
     for spec in families():
         assert spec.adapter is not None
         for name in ("prefill", "decode"):
-            assert getattr(spec.adapter, name) is getattr(Adapter, name), f"{spec.family}.{name}"
+            assert getattr(spec.adapter, name) is getattr(Adapter, name), (
+                f"{spec.family}.{name}"
+            )
 
 
 # The next mlx-vlm
@@ -148,14 +175,21 @@ def file(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def test_a_name_that_is_gone_refuses_the_family(file: ModuleType) -> None:
     vars(file)["attend"] = theirs
     both = {"attend": hook(theirs, theirs), "swiglu": hook(theirs, theirs)}
-    with pytest.raises(UnsupportedModel, match=r"fake: .* fake_vlm.language has no swiglu to be replaced"):
-        install_hooks([file.__name__], both, family="fake", required=["attend", "swiglu"])
+    with pytest.raises(
+        UnsupportedModel,
+        match=r"fake: .* fake_vlm.language has no swiglu to be replaced",
+    ):
+        install_hooks(
+            [file.__name__], both, family="fake", required=["attend", "swiglu"]
+        )
 
 
 def test_a_name_that_is_another_function_refuses_the_family(file: ModuleType) -> None:
     vars(file)["attend"] = lambda x: "new"
     hooks = {"attend": hook(theirs, theirs)}
-    with pytest.raises(UnsupportedModel, match=r"fake: .* fake_vlm.language.attend is not the function"):
+    with pytest.raises(
+        UnsupportedModel, match=r"fake: .* fake_vlm.language.attend is not the function"
+    ):
         install_hooks([file.__name__], hooks, family="fake")
     before = vars(file)["attend"]
     install_hooks([file.__name__], hooks, family="fake", is_strict=False)
@@ -186,9 +220,7 @@ class Attention(nn.Module):
         k, v = cache.update_and_fetch(x, x)
         return {call}(x, k, v, cache)
 """
-REFUSED_LAYER = (
-    r"fake: .* fake_vlm.language.Attention.__call__ writes to a cache and does not call scaled_dot_product_att"
-)
+REFUSED_LAYER = r"fake: .* fake_vlm.language.Attention.__call__ writes to a cache and does not call scaled_dot_product_att"
 
 
 @pytest.mark.parametrize(
@@ -198,11 +230,14 @@ REFUSED_LAYER = (
         ("helper", "", True),  # through another function of the file
         ("base.scaled_dot_product_attention", "", False),  # imported otherwise
         ("attend", " as attend", False),
-        ("mx.fast.scaled_dot_product_attention", " as attend", False),  # attends by itself
+        # attends by itself
+        ("mx.fast.scaled_dot_product_attention", " as attend", False),
         ("self.fused", "", False),  # has moved
     ],
 )
-def test_attention_past_the_hook_refuses_the_family(file: ModuleType, call: str, other_name: str, passes: bool) -> None:
+def test_attention_past_the_hook_refuses_the_family(
+    file: ModuleType, call: str, other_name: str, passes: bool
+) -> None:
     exec(LAYER.format(call=call, other_name=other_name), vars(file))
     layer = vars(file)["Attention"]()
     install_hooks([file.__name__], HOOKS, family="fake")
@@ -240,29 +275,42 @@ def test_a_familys_refusal_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     moved = vars(language)["scaled_dot_product_attention"]
     monkeypatch.delitem(vars(language), "scaled_dot_product_attention")
     monkeypatch.setitem(vars(language), "attend", moved)
-    with pytest.raises(UnsupportedModel, match=r"llava: .* mlx_vlm.models.llava.language.Attention.__call__"):
+    with pytest.raises(
+        UnsupportedModel,
+        match=r"llava: .* mlx_vlm.models.llava.language.Attention.__call__",
+    ):
         adapter_for("llava")(model)
 
 
-def test_m_rope_that_is_applied_elsewhere_refuses_the_family(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_m_rope_that_is_applied_elsewhere_refuses_the_family(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     language = sys.modules["mlx_vlm.models.qwen2_vl.language"]
     model = family("qwen2_vl").build()
     monkeypatch.delitem(vars(language), APPLY)
     with pytest.raises(
-        UnsupportedModel, match=r"qwen2_vl: the file of mlx_vlm.models.qwen2_vl.* has no apply_multimod"
+        UnsupportedModel,
+        match=r"qwen2_vl: the file of mlx_vlm.models.qwen2_vl.* has no apply_multimod",
     ):
         adapter_for("qwen2_vl")(model)
 
 
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_5"])  # axes in sections, and in turns over a part of the head
-def test_a_prompts_rotation_is_two_kernels_where_launches_count(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+# axes in sections, and in turns over a part of the head
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_5"])
+def test_a_prompts_rotation_is_two_kernels_where_launches_count(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     inputs = as_mlx(inputs_of(name, IMAGE))
 
     def keys() -> list[np.ndarray]:
         adapter = adapter_for(name)(family(name).build())
         cache = adapter.make_cache()
-        adapter.prefill([adapter.encode(inputs)], cache, 0, inputs["input_ids"].shape[1])
-        return [np.array(array) for array in arrays_of([layer.state for layer in cache])]
+        adapter.prefill(
+            [adapter.encode(inputs)], cache, 0, inputs["input_ids"].shape[1]
+        )
+        return [
+            np.array(array) for array in arrays_of([layer.state for layer in cache])
+        ]
 
     monkeypatch.setattr(kernels, "counts_launches", lambda: True)
     with monkeypatch.context() as patched:
@@ -278,18 +326,29 @@ def test_a_prompts_rotation_is_two_kernels_where_launches_count(name: str, monke
     monkeypatch.setattr(kernels, "turn_pairs", counted)
     found = keys()
     assert turned >= 2 and len(found) == len(right)
-    assert all(np.abs(one - other).max() < 1e-5 for one, other in zip(found, right, strict=True))
+    assert all(
+        np.abs(one - other).max() < 1e-5
+        for one, other in zip(found, right, strict=True)
+    )
 
 
-def test_a_decode_steps_rotation_is_an_adapters_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_decode_steps_rotation_is_an_adapters_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Where launches count, and only while an adapter runs its model."""
     monkeypatch.setattr(kernels, "counts_launches", lambda: True)
     adapter_for("qwen2_vl")(family("qwen2_vl").build())
     apply = vars(sys.modules["mlx_vlm.models.qwen2_vl.language"])[APPLY]
     states = mx.ones((2, 1, 1, 4))
-    turn = StepRotation(mx.array([3, 5]), mx.array([1.0, 2.0]), Frequencies(mx.array([1.0, 0.5])), is_traditional=False)
+    turn = StepRotation(
+        mx.array([3, 5]),
+        mx.array([1.0, 2.0]),
+        Frequencies(mx.array([1.0, 0.5])),
+        is_traditional=False,
+    )
     with running(Call()):
         queries, keys = apply(states, states, turn, None)
     assert mx.array_equal(queries, turn(states)) and mx.array_equal(keys, turn(states))
-    with pytest.raises((TypeError, AttributeError)):  # mlx-vlm's own function, which knows no StepRotation
+    # mlx-vlm's own function, which knows no StepRotation
+    with pytest.raises((TypeError, AttributeError)):
         apply(states, states, turn, None)

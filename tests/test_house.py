@@ -22,10 +22,12 @@ def source(name: str, text: str) -> Source:
 def test_arrows_and_circles() -> None:
     files = [
         source(
-            BELOW, "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from vlm_batch.engine.two import Two\n"
+            BELOW,
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from vlm_batch.engine.two import Two\n",
         ),
         source(
-            ABOVE, "import vlm_batch.caches.one\nfrom vlm_batch import errors\nfrom vlm_batch.engine import three\n"
+            ABOVE,
+            "import vlm_batch.caches.one\nfrom vlm_batch import errors\nfrom vlm_batch.engine import three\n",
         ),
     ]
     assert house.arrows(files) == {
@@ -37,7 +39,11 @@ def test_arrows_and_circles() -> None:
     assert counts["import circles between rooms"].now == "0"
     assert counts["upward arrows when it runs"].now == "0"
     assert counts["upward arrows for the type checker"].of == "caches to engine"
-    files.append(source("caches/three.py", "def later():\n    from vlm_batch.engine import two\n"))
+    files.append(
+        source(
+            "caches/three.py", "def later():\n    from vlm_batch.engine import two\n"
+        )
+    )
     counts = {count.what: count for count in house.count_imports(files)}
     assert counts["import circles between rooms"].of == "caches, engine"
     assert counts["upward arrows when it runs"].of == "caches to engine"
@@ -46,27 +52,42 @@ def test_arrows_and_circles() -> None:
 def test_branches_on_the_kind_of_shapes() -> None:
     text = "a = exact is None or self._exact is not None\nb = isinstance(shapes, FixedShapes) or self.goes_by_shapes\n"
     assert house.shape_branches(ast.parse(text)) == 4
-    assert house.shape_branches(ast.parse("a = shapes or FreeShapes()\nb = found.exact\n")) == 0
+    assert (
+        house.shape_branches(ast.parse("a = shapes or FreeShapes()\nb = found.exact\n"))
+        == 0
+    )
 
 
 def test_sizes() -> None:
-    text = "class Wide:\n    def __init__(self, a, *, b=1):\n        pass\n" + "    def m(self):\n        pass\n" * 26
-    text += "def long():\n" + "    pass\n" * 60
+    text = (
+        "class Wide:\n    def __init__(self, a, *, b=1):\n        pass\n"
+        + "    def m(self):\n        pass\n" * 26
+    )
+    text += "def long():\n" + "    pass\n" * house.MAX_LINES
     counts = {count.what: count for count in house.count_sizes([source(BELOW, text)])}
-    assert counts["functions over 60 lines"].of == "long (61)"
+    assert (
+        counts[f"functions over {house.MAX_LINES} lines"].of
+        == f"long ({house.MAX_LINES + 1})"
+    )
     assert counts["classes over 25 methods"].of == "Wide (27)"
-    assert (counts["most parameters of a constructor"].now, counts["most parameters of a constructor"].of) == (
+    assert (
+        counts["most parameters of a constructor"].now,
+        counts["most parameters of a constructor"].of,
+    ) == (
         "2",
         "Wide",
     )
 
 
 def test_declarations_of_settings() -> None:
-    text = (
-        'class A:\n    max_chunk: int = 1\n    other: int\nTABLE = Policy(max_chunk=2, slack=0)\nNAMES = ("slack",)\n'
-    )
+    text = 'class A:\n    max_chunk: int = 1\n    other: int\nTABLE = Policy(max_chunk=2, slack=0)\nNAMES = ("slack",)\n'
     text += "def run(slack: int) -> None:\n    go(max_chunk=slack)\n"
-    assert sorted(house.declarations(ast.parse(text))) == ["max_chunk", "max_chunk", "slack", "slack"]
+    assert sorted(house.declarations(ast.parse(text))) == [
+        "max_chunk",
+        "max_chunk",
+        "slack",
+        "slack",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -95,7 +116,9 @@ def test_branches_on_caches(code: str, count: int) -> None:
     ],
 )
 def test_docstrings_that_ask(code: str, is_asking: bool) -> None:
-    assert [house.asks(*one) for one in house.docstrings(ast.parse(code))] == [is_asking]
+    assert [house.asks(*one) for one in house.docstrings(ast.parse(code))] == [
+        is_asking
+    ]
 
 
 def test_a_docstring_says_what_a_thing_is_and_does_not_ask() -> None:
@@ -122,7 +145,11 @@ def test_the_package_is_counted() -> None:
     assert 10 < int(counts["files that one picture and three tokens pass"]) < 76
     assert 100 < int(counts["distinct functions that they pass"]) < 510
     assert {"Request", "Result"} <= set(house.bodies())
-    assert counts["import circles between rooms"] == counts["upward arrows when it runs"] == "0"
+    assert (
+        counts["import circles between rooms"]
+        == counts["upward arrows when it runs"]
+        == "0"
+    )
 
 
 def test_the_drawing_of_rooms_is_the_present_one() -> None:
@@ -132,29 +159,58 @@ def test_the_drawing_of_rooms_is_the_present_one() -> None:
 
 def test_the_history_is_read() -> None:
     counted = ["git", "rev-list", "--count", "HEAD"]
-    if shutil.which("git") is None or int(subprocess.run(counted, capture_output=True, cwd=PACKAGE).stdout or 0) < 200:
+    if (
+        shutil.which("git") is None
+        or int(subprocess.run(counted, capture_output=True, cwd=PACKAGE).stdout or 0)
+        < 200
+    ):
         pytest.skip("a copy without its history")
     found = house.files_of_families()
     assert len(found) == house.LAST_FAMILIES and min(found.values()) >= 1
 
 
 def test_the_script_can_be_run() -> None:
-    assert (Path(house.__file__).parent.parent / "scripts" / "house").stat().st_mode & 0o111
+    assert (
+        Path(house.__file__).parent.parent / "scripts" / "house"
+    ).stat().st_mode & 0o111
 
 
 #: Files whose functions a request calls only if it asks for what they do, and functions of other files.
 ASKED_FOR = {
-    *("engine/constraints.py", "engine/logprobs.py", "engine/several.py", "engine/compiled.py", "engine/trial.py"),
-    *("inputs/grammar.py", "inputs/videos.py", "store/prompt.py", "store/files.py", "store/directory.py"),
+    *(
+        "engine/constraints.py",
+        "engine/logprobs.py",
+        "engine/several.py",
+        "engine/compiled.py",
+        "engine/trial.py",
+    ),
+    *(
+        "inputs/grammar.py",
+        "inputs/videos.py",
+        "store/prompt.py",
+        "store/files.py",
+        "store/directory.py",
+    ),
 }
-ASKED_FOR_BY_NAME = {"_allowed", "fork", "waits_for", "new_ones", "_encode_pictures", "group", "begin_again"}
+ASKED_FOR_BY_NAME = {
+    "_allowed",
+    "fork",
+    "waits_for",
+    "new_ones",
+    "_encode_pictures",
+    "group",
+    "begin_again",
+}
 
 
 def test_a_request_calls_nothing_that_it_does_not_ask_for() -> None:
     """One picture and three tokens: no penalties, forms, log-probabilities, further answers or videos, and nobody
     beside it."""
     passed = [
-        (str(Path(file).relative_to(PACKAGE)), name.split(":")[1]) for file, name in house.way_of_a_request().functions
+        (str(Path(file).relative_to(PACKAGE)), name.split(":")[1])
+        for file, name in house.way_of_a_request().functions
     ]
     assert passed
-    assert not [one for one in passed if one[0] in ASKED_FOR or one[1] in ASKED_FOR_BY_NAME]
+    assert not [
+        one for one in passed if one[0] in ASKED_FOR or one[1] in ASKED_FOR_BY_NAME
+    ]

@@ -64,7 +64,10 @@ def test_exif_orientation_is_applied() -> None:
 def test_transparent_pictures_are_laid_on_white() -> None:
     image = Image.new("RGBA", (2, 1), (10, 20, 30, 0))
     image.putpixel((1, 0), (10, 20, 30, 255))
-    assert [load_image(image).getpixel((x, 0)) for x in (0, 1)] == [(255, 255, 255), (10, 20, 30)]
+    assert [load_image(image).getpixel((x, 0)) for x in (0, 1)] == [
+        (255, 255, 255),
+        (10, 20, 30),
+    ]
 
 
 def test_sixteen_bit_grey_is_scaled_not_clipped() -> None:
@@ -89,7 +92,9 @@ def test_sixteen_bit_grey_is_scaled_not_clipped() -> None:
         (np.float32, [-7, -7, -7], [0, 0, 0]),
     ],
 )
-def test_wide_grey_is_scaled_by_its_numbers(kind: Any, values: list[float], shown: list[int]) -> None:
+def test_wide_grey_is_scaled_by_its_numbers(
+    kind: Any, values: list[float], shown: list[int]
+) -> None:
     file = BytesIO()
     Image.fromarray(np.array([values], kind)).save(file, format="TIFF")
     image = np.asarray(load_image(file.getvalue()))
@@ -98,7 +103,9 @@ def test_wide_grey_is_scaled_by_its_numbers(kind: Any, values: list[float], show
 
 def test_transparent_grey_of_sixteen_bits_is_laid_on_white() -> None:
     file = BytesIO()
-    Image.fromarray(np.array([[0, 65535, 257]], np.uint16)).save(file, format="PNG", transparency=0)
+    Image.fromarray(np.array([[0, 65535, 257]], np.uint16)).save(
+        file, format="PNG", transparency=0
+    )
     assert np.asarray(load_image(file.getvalue()))[0, :, 0].tolist() == [255, 255, 1]
 
 
@@ -107,9 +114,15 @@ def test_premultiplied_pictures_are_laid_on_white(mode: str) -> None:
     assert load_image(Image.new(mode, (2, 1))).getpixel((0, 0)) == (255, 255, 255)
 
 
-@pytest.mark.parametrize("mode", ["L", "P", "1", "CMYK", "LA", "YCbCr", "HSV", "F", "I"])
+@pytest.mark.parametrize(
+    "mode", ["L", "P", "1", "CMYK", "LA", "YCbCr", "HSV", "F", "I"]
+)
 def test_other_modes_become_rgb(mode: str) -> None:
-    picture = Image.new("L", (3, 2), 200).convert("RGB").convert(mode) if mode != "HSV" else red().convert("HSV")
+    picture = (
+        Image.new("L", (3, 2), 200).convert("RGB").convert(mode)
+        if mode != "HSV"
+        else red().convert("HSV")
+    )
     assert load_image(picture).mode == "RGB"
 
 
@@ -131,7 +144,10 @@ def test_an_animation_gives_its_first_frame() -> None:
         (AWKWARD / "no_such_file.png", "no_such_file.png does not exist"),
         (AWKWARD, "is not a file"),
         (AWKWARD / "not_a_picture.jpg", "not a picture that Pillow can read"),
-        (AWKWARD / "truncated.jpg", "truncated.jpg cannot be decoded: image file is truncated"),
+        (
+            AWKWARD / "truncated.jpg",
+            "truncated.jpg cannot be decoded: image file is truncated",
+        ),
         (b"", r"is empty \(0 bytes\)"),
         ("data:image/png;base64", "malformed"),
         ("data:image/png;base64,???", "not base64"),
@@ -154,12 +170,16 @@ def test_what_cannot_be_read_says_why(source: Any, said: str) -> None:
         load_image(source)
 
 
-def test_no_limit_means_none_whoever_else_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_limit_means_none_whoever_else_reads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Pillow's own limit is a global, which one thread lifts while another reads."""
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 4)
     data = png(red(64, 64))
     with ThreadPoolExecutor(8) as pool:
-        read = list(pool.map(lambda most: load_image(data, most).size, [None, 4096] * 400))
+        read = list(
+            pool.map(lambda most: load_image(data, most).size, [None, 4096] * 400)
+        )
     assert set(read) == {(64, 64)}
     assert Image.MAX_IMAGE_PIXELS == 4
 
@@ -174,12 +194,18 @@ def test_a_bomb_is_refused_on_its_header() -> None:
 def test_an_icon_is_bounded_by_the_picture_within() -> None:
     """Pillow decodes it when it is opened, whatever size its header says."""
     within = png(Image.new("L", (3000, 3000)))
-    icon = struct.pack("<HHHBBBBHHII", 0, 1, 1, 16, 16, 0, 0, 1, 32, len(within), 22) + within
+    icon = (
+        struct.pack("<HHHBBBBHHII", 0, 1, 1, 16, 16, 0, 0, 1, 32, len(within), 22)
+        + within
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Pillow's, of the size
-        with pytest.raises(InvalidImage, match="9,000,000 pixels; at most 1,000,000") as found:
+        with pytest.raises(
+            InvalidImage, match="9,000,000 pixels; at most 1,000,000"
+        ) as found:
             load_image(icon, max_pixels=1_000_000)
-        assert not any("ImageFile" in str(entry.path) for entry in found.traceback)  # before Pillow was asked
+        # before Pillow was asked
+        assert not any("ImageFile" in str(entry.path) for entry in found.traceback)
         assert load_image(icon, max_pixels=9_000_000).size == (3000, 3000)
 
 
@@ -203,7 +229,17 @@ def test_what_can_change_is_copied(tmp_path: Path) -> None:
     buffer, stream = bytearray(png(red())), BytesIO(png(red()))
     (tmp_path / "red.png").write_bytes(png(red()))
     file = open(tmp_path / "red.png", "rb")  # noqa: SIM115
-    held = [own_image(source) for source in (array, frame, buffer, memoryview(bytearray(buffer)), stream, file)]
+    held = [
+        own_image(source)
+        for source in (
+            array,
+            frame,
+            buffer,
+            memoryview(bytearray(buffer)),
+            stream,
+            file,
+        )
+    ]
     array[:], buffer[:] = 0, bytes(len(buffer))
     frame.paste((0, 0, 255), (0, 0, 4, 3))
     stream.truncate(0)
@@ -230,7 +266,10 @@ def test_an_undecoded_picture_is_read_and_its_file_may_be_closed() -> None:
 def test_another_frame_or_a_draft_stays_what_it_is() -> None:
     with Image.open(AWKWARD / "animated.gif") as picture:
         picture.seek(1)
-        assert np.array_equal(np.asarray(load_image(own_image(picture))), np.asarray(picture.convert("RGB")))
+        assert np.array_equal(
+            np.asarray(load_image(own_image(picture))),
+            np.asarray(picture.convert("RGB")),
+        )
     buffer = BytesIO()
     red(64, 64).save(buffer, "JPEG")
     with Image.open(buffer) as picture:
@@ -244,14 +283,22 @@ def test_one_undecoded_picture_from_many_threads() -> None:
     """Pillow decodes and reads one file in one place: two threads at once took each other's bytes."""
     expected = np.asarray(load_image(FIXTURES / "receipt.jpg"))
     for _ in range(8):
-        with Image.open(FIXTURES / "receipt.jpg") as picture, ThreadPoolExecutor(8) as pool:
+        with (
+            Image.open(FIXTURES / "receipt.jpg") as picture,
+            ThreadPoolExecutor(8) as pool,
+        ):
             held = list(pool.map(own_image, [picture] * 8))
-            assert all(np.array_equal(np.asarray(found), expected) for found in pool.map(load_image, held))
+            assert all(
+                np.array_equal(np.asarray(found), expected)
+                for found in pool.map(load_image, held)
+            )
 
 
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
 @pytest.mark.parametrize("turned", [1, 6])
-def test_transparent_pictures_are_laid_on_white_in_strips_as_they_would_be_whole(mode: str, turned: int) -> None:
+def test_transparent_pictures_are_laid_on_white_in_strips_as_they_would_be_whole(
+    mode: str, turned: int
+) -> None:
     picture = Image.effect_noise((30, 700), 80).convert("RGB").convert(mode)
     if mode == "P":
         picture.info["transparency"] = bytes(range(256))
@@ -261,6 +308,10 @@ def test_transparent_pictures_are_laid_on_white_in_strips_as_they_would_be_whole
     exif[0x112] = turned
     file = BytesIO()
     picture.save(file, "PNG", exif=exif)
-    upright = (picture.transpose(Image.Transpose.ROTATE_270) if turned == 6 else picture).convert("RGBA")
-    whole = Image.alpha_composite(Image.new("RGBA", upright.size, "white"), upright).convert("RGB")
+    upright = (
+        picture.transpose(Image.Transpose.ROTATE_270) if turned == 6 else picture
+    ).convert("RGBA")
+    whole = Image.alpha_composite(
+        Image.new("RGBA", upright.size, "white"), upright
+    ).convert("RGB")
     assert np.array_equal(np.asarray(load_image(file.getvalue())), np.asarray(whole))

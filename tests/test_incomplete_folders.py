@@ -52,8 +52,12 @@ def in_shards(folder: Path) -> None:
     halves = names[: len(names) // 2], names[len(names) // 2 :]
     for file, half in zip(SHARDS, halves, strict=True):
         mx.save_safetensors(str(folder / file), {name: weights[name] for name in half})
-    index = {name: file for file, half in zip(SHARDS, halves, strict=True) for name in half}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    index = {
+        name: file for file, half in zip(SHARDS, halves, strict=True) for name in half
+    }
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": index})
+    )
     (folder / "model.safetensors").unlink()
 
 
@@ -73,7 +77,9 @@ def as_lora(folder: Path) -> None:
     (folder / "adapter_config.json").write_text(
         json.dumps({"base_model_name_or_path": "org/base", "peft_type": "LORA"})
     )
-    mx.save_safetensors(str(folder / "adapter_model.safetensors"), {"lora_A.weight": mx.zeros((2, 2))})
+    mx.save_safetensors(
+        str(folder / "adapter_model.safetensors"), {"lora_A.weight": mx.zeros((2, 2))}
+    )
 
 
 def as_hub_cache(folder: Path) -> None:
@@ -99,7 +105,10 @@ def lacks_tensors(folder: Path) -> None:
     in_shards(folder)
     weights = weights_of(folder / SHARDS[1])
     weights.pop(max(weights))
-    mx.save_safetensors(str(folder / SHARDS[1]), {name: mx.array(np.array(one)) for name, one in weights.items()})
+    mx.save_safetensors(
+        str(folder / SHARDS[1]),
+        {name: mx.array(np.array(one)) for name, one in weights.items()},
+    )
 
 
 def shard_is_pointer(folder: Path) -> None:
@@ -138,29 +147,51 @@ BROKEN: Mapping[str, tuple[Callable[[Path], Any], str]] = {
         lambda folder: cut(folder, "model.safetensors", 0.0001),
         r"model.safetensors is no whole safetensors file \(\d+ bytes\)",
     ),
-    "weights are empty": (lambda folder: cut(folder, "model.safetensors", 0), r"no whole safetensors file \(0 bytes\)"),
+    "weights are empty": (
+        lambda folder: cut(folder, "model.safetensors", 0),
+        r"no whole safetensors file \(0 bytes\)",
+    ),
     "weights are a page": (
-        lambda folder: (folder / "model.safetensors").write_text("<!DOCTYPE html><html>not found</html>"),
+        lambda folder: (folder / "model.safetensors").write_text(
+            "<!DOCTYPE html><html>not found</html>"
+        ),
         r"model.safetensors is no whole safetensors file",
     ),
-    "weights are a link to nothing": (dangling, r"model.safetensors cannot be read: No such file"),
+    "weights are a link to nothing": (
+        dangling,
+        r"model.safetensors cannot be read: No such file",
+    ),
     "a shard is missing": (
         lacks_a_shard,
         rf"{SHARDS[1]} is missing, so \d+ of \d+ tensors that model.safetensors.index.json names are in no file; the first "
         r"is \S+\. Download it again$",
     ),
-    "a tensor is missing": (lacks_tensors, r"not whole: 1 of \d+ tensors that model.safetensors.index.json names"),
+    "a tensor is missing": (
+        lacks_tensors,
+        r"not whole: 1 of \d+ tensors that model.safetensors.index.json names",
+    ),
     "no weights": (
         lambda folder: without(folder, "model.safetensors"),
         r"it has no weights: there is no \*.safetensors",
     ),
     "PyTorch's weights": (
-        lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
+        lambda folder: (folder / "model.safetensors").rename(
+            folder / "pytorch_model.bin"
+        ),
         r"those that are there are PyTorch's \(.bin\)",
     ),
-    "the tokenizer is cut off": (lambda folder: cut(folder, "tokenizer.json"), r"tokenizer.json is not whole"),
-    "config.json is cut off": (lambda folder: cut(folder, "config.json"), r"config.json is not whole: Expecting"),
-    "config.json is a list": (lambda folder: (folder / "config.json").write_text("[]"), r"config.json says nothing"),
+    "the tokenizer is cut off": (
+        lambda folder: cut(folder, "tokenizer.json"),
+        r"tokenizer.json is not whole",
+    ),
+    "config.json is cut off": (
+        lambda folder: cut(folder, "config.json"),
+        r"config.json is not whole: Expecting",
+    ),
+    "config.json is a list": (
+        lambda folder: (folder / "config.json").write_text("[]"),
+        r"config.json says nothing",
+    ),
     "the processor's file is cut off": (
         lambda folder: cut(folder, "preprocessor_config.json"),
         r"preprocessor_config.json is not whole: Expecting",
@@ -170,19 +201,39 @@ BROKEN: Mapping[str, tuple[Callable[[Path], Any], str]] = {
         r"it has no tokenizer: there is no tokenizer.json, tokenizer.model, vocab.json with merges.txt",
     ),
     "no tokenizer nor processor": (
-        lambda folder: without(folder, "tokenizer.json", "tokenizer_config.json", "preprocessor_config.json"),
+        lambda folder: without(
+            folder,
+            "tokenizer.json",
+            "tokenizer_config.json",
+            "preprocessor_config.json",
+        ),
         r"it has no tokenizer: there is no tokenizer.json",
     ),
     "half a tokenizer": (
         lambda folder: (folder / "tokenizer.json").rename(folder / "vocab.json"),
         r"there is vocab.json, and neither merges.txt nor tokenizer.json",
     ),
-    "a LoRA": (as_lora, r"a LoRA adapter for org/base and no model: .*merge_and_unload"),
+    "a LoRA": (
+        as_lora,
+        r"a LoRA adapter for org/base and no model: .*merge_and_unload",
+    ),
     "a hub's cache": (as_hub_cache, r"it is a hub's cache, .*give .*snapshots/0f1e2d"),
-    "GGUF": (lambda folder: only(folder, "model-Q4_K_M.gguf"), r"GGUF files, which are llama.cpp's"),
-    "a pipeline of diffusers": (lambda folder: only(folder, "model_index.json"), r"diffusers, which makes pictures"),
-    "Mistral's own files": (lambda folder: only(folder, "params.json"), r"params.json\) and no config.json"),
-    "an empty folder": (lambda folder: only(folder, ""), r"there is no config.json; it is empty"),
+    "GGUF": (
+        lambda folder: only(folder, "model-Q4_K_M.gguf"),
+        r"GGUF files, which are llama.cpp's",
+    ),
+    "a pipeline of diffusers": (
+        lambda folder: only(folder, "model_index.json"),
+        r"diffusers, which makes pictures",
+    ),
+    "Mistral's own files": (
+        lambda folder: only(folder, "params.json"),
+        r"params.json\) and no config.json",
+    ),
+    "an empty folder": (
+        lambda folder: only(folder, ""),
+        r"there is no config.json; it is empty",
+    ),
 }
 
 
@@ -192,7 +243,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_what_a_folder_lacks_is_said_in_one_line(name: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_folder_lacks_is_said_in_one_line(
+    name: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     change, said = BROKEN[name]
     change(folder)
     with pytest.raises(UnsupportedModel, match=said) as caught:
@@ -201,7 +254,19 @@ def test_what_a_folder_lacks_is_said_in_one_line(name: str, folder: Path, capsys
     assert "convert" not in str(caught.value)  # mlx-vlm's recipe for something else
     facts = folder_facts(folder)
     assert facts.faults or facts.missing_tensors
-    assert cli.main(["run", str(CHECKPOINT / "README.md"), "--model", str(folder), "--prompt", "x"]) == cli.USAGE
+    assert (
+        cli.main(
+            [
+                "run",
+                str(CHECKPOINT / "README.md"),
+                "--model",
+                str(folder),
+                "--prompt",
+                "x",
+            ]
+        )
+        == cli.USAGE
+    )
     assert "Traceback" not in capsys.readouterr().err
 
 
@@ -221,20 +286,35 @@ def test_an_index_of_another_layout_is_passed_over(folder: Path) -> None:
 
 
 def test_a_file_is_no_folder() -> None:
-    with pytest.raises(UnsupportedModel, match=r"it is a file\. Give the folder that it is in"):
+    with pytest.raises(
+        UnsupportedModel, match=r"it is a file\. Give the folder that it is in"
+    ):
         VLMBatcher(CHECKPOINT / "model.safetensors")
 
 
 def test_a_folder_without_settings_of_pictures_warns(folder: Path) -> None:
     without(folder, "preprocessor_config.json")
-    with pytest.warns(UserWarning, match="neither preprocessor_config.json nor processor_config.json"):
+    with pytest.warns(
+        UserWarning, match="neither preprocessor_config.json nor processor_config.json"
+    ):
         load_model(folder)
 
 
 def test_the_server_says_it_without_a_traceback(folder: Path) -> None:
     as_lora(folder)
-    command = [sys.executable, "-m", "vlm_batch", "serve", "--model", str(folder), "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as server:
+    command = [
+        sys.executable,
+        "-m",
+        "vlm_batch",
+        "serve",
+        "--model",
+        str(folder),
+        "--port",
+        "0",
+    ]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as server:
         assert server.stdout is not None
         said = []
         for line in server.stdout:
@@ -251,34 +331,80 @@ def test_the_server_says_it_without_a_traceback(folder: Path) -> None:
 # Methods of quantisation
 # ---------------------------------------------------------------------------------------------------------------------
 
-COMPRESSED = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+COMPRESSED = {
+    "num_bits": 4,
+    "type": "int",
+    "symmetric": True,
+    "strategy": "group",
+    "group_size": 32,
+}
 
 
 def compressed(kind: str = "pack-quantized", **weights: Any) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": {**COMPRESSED, **weights}}
-    return {"quant_method": "compressed-tensors", "format": kind, "config_groups": {"group_0": group}}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": kind,
+        "config_groups": {"group_0": group},
+    }
 
 
 #: ``quantization_config`` as published, and how the method is called.
 REFUSED: Mapping[str, tuple[dict[str, Any], str]] = {
     "nf4": (
-        {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+        {
+            "quant_method": "bitsandbytes",
+            "load_in_4bit": True,
+            "bnb_4bit_quant_type": "nf4",
+        },
         r"bitsandbytes \(NF4\)",
     ),
-    "int8": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, r"bitsandbytes \(8 bits\)"),
-    "an older one": ({"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}, r"bitsandbytes \(FP4\)"),
-    "awq": ({"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}, "AWQ"),
-    "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}, "GPTQ"),
+    "int8": (
+        {"quant_method": "bitsandbytes", "load_in_8bit": True},
+        r"bitsandbytes \(8 bits\)",
+    ),
+    "an older one": (
+        {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
+        r"bitsandbytes \(FP4\)",
+    ),
+    "awq": (
+        {
+            "quant_method": "awq",
+            "bits": 4,
+            "group_size": 128,
+            "version": "gemm",
+            "zero_point": True,
+        },
+        "AWQ",
+    ),
+    "gptq": (
+        {
+            "quant_method": "gptq",
+            "bits": 4,
+            "group_size": 128,
+            "desc_act": False,
+            "sym": True,
+        },
+        "GPTQ",
+    ),
     "torchao": ({"quant_method": "torchao", "quant_type": {"default": {}}}, "torchao"),
-    "modelopt": ({"quant_method": "modelopt", "quant_algo": "FP8"}, r"ModelOpt \(FP8\), of which mlx-vlm reads"),
-    "w8a8": (compressed("int-quantized", num_bits=8), r"compressed-tensors \(int-quantized\), of which mlx-vlm reads"),
+    "modelopt": (
+        {"quant_method": "modelopt", "quant_algo": "FP8"},
+        r"ModelOpt \(FP8\), of which mlx-vlm reads",
+    ),
+    "w8a8": (
+        compressed("int-quantized", num_bits=8),
+        r"compressed-tensors \(int-quantized\), of which mlx-vlm reads",
+    ),
     "zero points": (compressed(symmetric=False), "with zero points"),
     "three bits": (compressed(num_bits=3), "in 3 bits"),
     "channels": (compressed(strategy="channel", group_size=None), "in groups of None"),
 }
 
 
-def with_quantisation(folder: Path, settings: Mapping[str, Any], place: str | None = None) -> None:
+def with_quantisation(
+    folder: Path, settings: Mapping[str, Any], place: str | None = None
+) -> None:
     """Write a quantised folder: its matrices are bytes, as those methods pack them."""
     config = json.loads((folder / "config.json").read_text())
     part = config if place is None else config.setdefault(place, {})
@@ -286,7 +412,9 @@ def with_quantisation(folder: Path, settings: Mapping[str, Any], place: str | No
     (folder / "config.json").write_text(json.dumps(config))
     weights = weights_of(folder / "model.safetensors")
     packed = {
-        name: mx.zeros(value.shape, dtype=mx.uint8) if value.ndim == 2 and "proj" in name else mx.array(np.array(value))
+        name: mx.zeros(value.shape, dtype=mx.uint8)
+        if value.ndim == 2 and "proj" in name
+        else mx.array(np.array(value))
         for name, value in weights.items()
     }
     mx.save_safetensors(str(folder / "model.safetensors"), packed)
@@ -297,7 +425,8 @@ def test_another_method_is_refused_by_its_name(name: str, folder: Path) -> None:
     settings, said = REFUSED[name]
     with_quantisation(folder, settings)
     with pytest.raises(
-        UnsupportedModel, match=rf"quantised by .*{said}.*Take the folder that it was made of, in bfloat16"
+        UnsupportedModel,
+        match=rf"quantised by .*{said}.*Take the folder that it was made of, in bfloat16",
     ):
         load_model(folder)
 
@@ -309,12 +438,20 @@ def test_every_method_of_transformers_is_refused_or_read() -> None:
     assert listed <= UNREAD_METHODS.keys() | read
 
 
-@pytest.mark.parametrize("settings", [{"quant_method": "fp8", "weight_block_size": None}, {"quant_method": "mxfp4"}])
-def test_a_form_that_fails_is_refused_by_its_name(settings: dict[str, Any], folder: Path) -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [{"quant_method": "fp8", "weight_block_size": None}, {"quant_method": "mxfp4"}],
+)
+def test_a_form_that_fails_is_refused_by_its_name(
+    settings: dict[str, Any], folder: Path
+) -> None:
     """mlx-vlm reads some folders of these methods, and not this one's tensors."""
     with_quantisation(folder, settings)
     name = str(settings["quant_method"]).upper()
-    with pytest.raises(UnsupportedModel, match=rf"quantised by {name}, .*Take the folder that it was made of"):
+    with pytest.raises(
+        UnsupportedModel,
+        match=rf"quantised by {name}, .*Take the folder that it was made of",
+    ):
         load_model(folder)
 
 
@@ -324,20 +461,28 @@ def test_a_decoder_names_its_method_itself(folder: Path) -> None:
         load_model(folder)
 
 
-@pytest.mark.parametrize("settings", [compressed(), compressed(num_bits=8), compressed("float-quantized")])
+@pytest.mark.parametrize(
+    "settings", [compressed(), compressed(num_bits=8), compressed("float-quantized")]
+)
 def test_forms_that_mlx_vlm_reads_are_let_through(settings: dict[str, Any]) -> None:
     assert quantisation_fault({"quantization_config": settings}, {}) is None
 
 
 def test_mlxs_own_bits_come_first(folder: Path) -> None:
     """Conversions of mlx-vlm write both tables, and keep the method's name at times."""
-    config = {"quantization": {"group_size": 64, "bits": 8}, "quantization_config": {"quant_method": "awq"}}
+    config = {
+        "quantization": {"group_size": 64, "bits": 8},
+        "quantization_config": {"quant_method": "awq"},
+    }
     assert quantisation_fault(config, {}) is None
 
 
 def test_weights_that_were_made_plain_again_are_loaded(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    config["quantization_config"] = {
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": True,
+    }
     (folder / "config.json").write_text(json.dumps(config))
     load_model(folder)
 
@@ -361,7 +506,10 @@ def test_one_spelling_of_a_type_is_near() -> None:
 def test_layers_numbers_may_have_leading_zeros() -> None:
     """transformers writes them so for ten layers and more."""
     kinds = ["sliding_attention"] * 9 + ["full_attention"] * 2
-    text = {"layer_types": kinds, "per_layer_config": {"09": {"head_dim": 512}, "10": {"head_dim": 512}}}
+    text = {
+        "layer_types": kinds,
+        "per_layer_config": {"09": {"head_dim": 512}, "10": {"head_dim": 512}},
+    }
     found = corrected({"model_type": "gemma4", "text_config": text})
     assert found["text_config"]["global_head_dim"] == 512
 
@@ -372,7 +520,9 @@ def test_published_configurations_are_families() -> None:
     assert not LOADED.keys() & BY_CLASS
 
 
-@pytest.mark.skipif(not PUBLISHED, reason="VLM_BATCH_PUBLISHED names no folder with published files")
+@pytest.mark.skipif(
+    not PUBLISHED, reason="VLM_BATCH_PUBLISHED names no folder with published files"
+)
 def test_published_configurations_are_built() -> None:
     for path in sorted(Path(PUBLISHED).glob("*/config.json")):
         for setting in unread_settings(path.parent):
@@ -392,4 +542,12 @@ def test_settings_that_nobody_reads_are_listed(folder: Path) -> None:
     assert found["a_new_setting"].value == 3
     assert found["vision_config.another"].value == [1, 2]
     assert not found["a_new_setting"].read_by_transformers
-    assert not {"rms_norm_eps", "num_hidden_layers", "vision_config.depth", "image_token_id"} & found.keys()
+    assert (
+        not {
+            "rms_norm_eps",
+            "num_hidden_layers",
+            "vision_config.depth",
+            "image_token_id",
+        }
+        & found.keys()
+    )

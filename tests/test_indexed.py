@@ -22,14 +22,20 @@ from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.models import _minimax_m3_vl
 
 #: Rows of which some have something to choose from.
-UNEVEN = [Ask("text:4:3"), Ask("text:6:14", tokens=4), Ask("text:7:40"), Ask("text:5:26", at=2)]
+UNEVEN = [
+    Ask("text:4:3"),
+    Ask("text:6:14", tokens=4),
+    Ask("text:7:40"),
+    Ask("text:5:26", at=2),
+]
 CHUNKS = (5, STEP - 7, 1, 1, 1, 40, 1)
 
 
 def tokens(seed: int, count: int) -> tuple[mx.array, mx.array, mx.array]:
     """The indexer's keys (1, L, 8), their positions (3, 1, L), and keys that serve as values, too, (1, 2, L, 16)."""
     random = np.random.RandomState(seed)
-    keys, states = random.standard_normal((1, count, 8)), random.standard_normal((1, 2, count, 16))
+    keys = random.standard_normal((1, count, 8))
+    states = random.standard_normal((1, 2, count, 16))
     positions = random.randint(0, 999, (3, 1, count))
     return (
         mx.array(keys.astype(np.float32)),
@@ -79,19 +85,29 @@ def test_a_saved_index_is_cut_and_never_written_to(length: int) -> None:
         (KVQuantisation(8, 32, start=9), LateCache),
     ],
 )
-def test_keys_and_values_in_few_bits_beside_an_exact_index(how: KVQuantisation, kind: type) -> None:
+def test_keys_and_values_in_few_bits_beside_an_exact_index(
+    how: KVQuantisation, kind: type
+) -> None:
     fresh = shared_adapter("qwen4_exp").make_cache()
     assert how.counts(fresh) == (2, 4)
-    assert [type(cache.inner) for cache in fresh if isinstance(cache, IndexedCache)] == [KVCache] * 2
-    quantised = [cache for cache in how.caches(fresh) if isinstance(cache, IndexedCache)]
+    assert [
+        type(cache.inner) for cache in fresh if isinstance(cache, IndexedCache)
+    ] == [KVCache] * 2
+    quantised = [
+        cache for cache in how.caches(fresh) if isinstance(cache, IndexedCache)
+    ]
     assert [type(cache.inner) for cache in quantised] == [kind] * 2
     found, _ = filled(quantised[0])
     np.testing.assert_array_equal(found, filled(IndexedCache())[0])
 
 
 @pytest.mark.parametrize("placement", Placement, ids=lambda placement: placement.value)
-@pytest.mark.parametrize("name", ["minimax_m3_vl", "glm5_next", "qwen4_exp", "deepseek_v4"])
-def test_a_step_chooses_for_all_rows_at_once(name: str, placement: Placement, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "name", ["minimax_m3_vl", "glm5_next", "qwen4_exp", "deepseek_v4"]
+)
+def test_a_step_chooses_for_all_rows_at_once(
+    name: str, placement: Placement, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No layer goes row by row, some rows have something to choose from and others not, and each gets its answer."""
 
     def refused(*args: Any, **kwargs: Any) -> Any:
@@ -104,9 +120,15 @@ def test_a_step_chooses_for_all_rows_at_once(name: str, placement: Placement, mo
 
 
 @pytest.mark.parametrize("placement", Placement, ids=lambda placement: placement.value)
-def test_long_rows_gather_what_they_read(placement: Placement, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_minimax_m3_vl, "FAR", 4)  # rows from 32 tokens on, and every slab
-    called = {name: Mock(wraps=getattr(_minimax_m3_vl, name)) for name in ("_gathered", "each_row")}
+def test_long_rows_gather_what_they_read(
+    placement: Placement, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # rows from 32 tokens on, and every slab
+    monkeypatch.setattr(_minimax_m3_vl, "FAR", 4)
+    called = {
+        name: Mock(wraps=getattr(_minimax_m3_vl, name))
+        for name in ("_gathered", "each_row")
+    }
     for name, watched in called.items():
         monkeypatch.setattr(_minimax_m3_vl, name, watched)
     policy = settings_for(placement, max_rows=4, short_rows=0, draft="off")
@@ -116,7 +138,9 @@ def test_long_rows_gather_what_they_read(placement: Placement, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("name", ["minimax_m3_vl", "glm5_next", "qwen4_exp"])
-def test_prompts_of_one_length_share_an_array(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_of_one_length_share_an_array(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     adapter = shared_adapter(name)
     rows: list[int] = []
     plain = type(adapter).prefill
@@ -127,7 +151,15 @@ def test_prompts_of_one_length_share_an_array(name: str, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(type(adapter), "prefill", watched)
     engine = BatchGenerator(
-        adapter, policy=settings_for(Placement.ROWS, max_rows=4, idle_budget=512, prefill_together=4)
+        adapter,
+        policy=settings_for(
+            Placement.ROWS, max_rows=4, idle_budget=512, prefill_together=4
+        ),
     )
-    check(name, run_family(name, [Ask(f"text:{seed}:14") for seed in (4, 6, 7)], generator=engine))
+    check(
+        name,
+        run_family(
+            name, [Ask(f"text:{seed}:14") for seed in (4, 6, 7)], generator=engine
+        ),
+    )
     assert 3 in rows, rows

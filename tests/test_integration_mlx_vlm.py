@@ -25,7 +25,14 @@ from vlm_batch.assets import default_checkpoint
 from vlm_batch.integrations import mlx_vlm as door
 
 #: The members that mlx-vlm's application uses.
-USED = ("generate", "validate_context_budget", "_cpu_preprocess", "wait_until_ready", "stop_and_join", "__init__")
+USED = (
+    "generate",
+    "validate_context_budget",
+    "_cpu_preprocess",
+    "wait_until_ready",
+    "stop_and_join",
+    "__init__",
+)
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +40,9 @@ def server() -> Iterator[Running]:
     module = importlib.import_module("mlx_vlm.server.app")
     before = module.ResponseGenerator, module.app.router.lifespan_context
     door.install()
-    config = uvicorn.Config(module.app, host="127.0.0.1", port=0, log_level="error", ws="none")
+    config = uvicorn.Config(
+        module.app, host="127.0.0.1", port=0, log_level="error", ws="none"
+    )
     running = uvicorn.Server(config)
     thread = threading.Thread(target=running.run, daemon=True)
     thread.start()
@@ -48,7 +57,9 @@ def server() -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def client(server: Running) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as made:
+    with openai.OpenAI(
+        base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60
+    ) as made:
         yield made
 
 
@@ -75,21 +86,49 @@ def test_the_application_uses_nothing_else_of_its_engine() -> None:
     import mlx_vlm.server
 
     folder = Path(mlx_vlm.server.__file__).parent
-    sources = [path.read_text() for path in folder.glob("*.py") if path.name != "generation.py"]
-    used = {name for source in sources for name in re.findall(r"runtime\.response_generator\.(\w+)", source)}
-    used |= {name for source in sources for name in re.findall(r"\bresponse_generator\.(\w+)\(", source)}
+    sources = [
+        path.read_text() for path in folder.glob("*.py") if path.name != "generation.py"
+    ]
+    used = {
+        name
+        for source in sources
+        for name in re.findall(r"runtime\.response_generator\.(\w+)", source)
+    }
+    used |= {
+        name
+        for source in sources
+        for name in re.findall(r"\bresponse_generator\.(\w+)\(", source)
+    }
     assert used
     engine = door.Engine(MODEL)
-    assert {name for name in used if name not in vars(engine) and name not in vars(door.Engine)} == set()
+    assert {
+        name
+        for name in used
+        if name not in vars(engine) and name not in vars(door.Engine)
+    } == set()
 
 
 def test_chat(client: openai.OpenAI) -> None:
-    answer = client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "count to 5"}])
+    answer = client.chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": "count to 5"}]
+    )
     assert answer.choices[0].message.content == "1 2 3 4 5"
     assert answer.usage is not None
-    described: list[Any] = [{"role": "user", "content": [picture("red_circle.png"), text("describe the picture")]}]
-    chunks = list(client.chat.completions.create(model=MODEL, messages=described, stream=True))
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == "a red circle"
+    described: list[Any] = [
+        {
+            "role": "user",
+            "content": [picture("red_circle.png"), text("describe the picture")],
+        }
+    ]
+    chunks = list(
+        client.chat.completions.create(model=MODEL, messages=described, stream=True)
+    )
+    assert (
+        "".join(
+            chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices
+        )
+        == "a red circle"
+    )
 
 
 def test_concurrent_pictures_are_answered_as_alone(server: Running) -> None:
@@ -100,11 +139,20 @@ def test_concurrent_pictures_are_answered_as_alone(server: Running) -> None:
     }
 
     async def all_at_once() -> list[str | None]:
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        async with openai.AsyncOpenAI(
+            base_url=f"{server.url}/v1", api_key="none", max_retries=0
+        ) as client:
 
             async def one(name: str) -> str | None:
-                messages: list[Any] = [{"role": "user", "content": [picture(name), text("describe the picture")]}]
-                answer = await client.chat.completions.create(model=MODEL, messages=messages)
+                messages: list[Any] = [
+                    {
+                        "role": "user",
+                        "content": [picture(name), text("describe the picture")],
+                    }
+                ]
+                answer = await client.chat.completions.create(
+                    model=MODEL, messages=messages
+                )
                 return answer.choices[0].message.content
 
             return await asyncio.gather(*(one(name) for name in [*described] * 8))
@@ -112,7 +160,9 @@ def test_concurrent_pictures_are_answered_as_alone(server: Running) -> None:
     assert asyncio.run(all_at_once()) == [*described.values()] * 8
 
 
-def test_log_probabilities(client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_probabilities(
+    client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
     answer = client.chat.completions.create(
         model=MODEL, messages=[{"role": "user", "content": "count to 3"}], logprobs=True
     )
@@ -129,13 +179,21 @@ def test_responses_and_messages(server: Running, client: openai.OpenAI) -> None:
     reply = server.ask(
         "POST",
         "/v1/messages",
-        {"model": MODEL, "max_tokens": 20, "messages": [{"role": "user", "content": "count to 4"}]},
+        {
+            "model": MODEL,
+            "max_tokens": 20,
+            "messages": [{"role": "user", "content": "count to 4"}],
+        },
     )
     assert reply.json["content"][0]["text"] == "1 2 3 4"
 
 
-@pytest.mark.parametrize("seen", [b"data: ", b"HTTP/1.1 200"], ids=["a-token", "the-headers"])
-def test_a_streaming_client_that_leaves_ends_its_request(server: Running, seen: bytes) -> None:
+@pytest.mark.parametrize(
+    "seen", [b"data: ", b"HTTP/1.1 200"], ids=["a-token", "the-headers"]
+)
+def test_a_streaming_client_that_leaves_ends_its_request(
+    server: Running, seen: bytes
+) -> None:
     server.ask(
         "POST", "/v1/responses", {"model": MODEL, "input": "count to 2"}
     )  # the model is there from the first one on
@@ -158,8 +216,12 @@ def test_a_streaming_client_that_leaves_ends_its_request(server: Running, seen: 
 
     def is_over() -> bool:
         stats = batcher.stats()
-        submitted = seen == b"data: " or stats.cancelled > before.cancelled  # the headers go out before it is asked for
-        return stats.queued + stats.waiting + stats.decoding == 0 and stats.cancelled == before.cancelled + submitted
+        # the headers go out before it is asked for
+        submitted = seen == b"data: " or stats.cancelled > before.cancelled
+        return (
+            stats.queued + stats.waiting + stats.decoding == 0
+            and stats.cancelled == before.cancelled + submitted
+        )
 
     wait_until(is_over, "its end")
     assert batcher.stats().finished == before.finished
@@ -181,7 +243,9 @@ def rendered(words: str) -> str:
 
 
 def test_tokens_with_counts_and_probabilities(engine: door.Engine) -> None:
-    context, tokens = engine.generate(rendered("count to 3"), args=GenerationArguments(max_tokens=20, temperature=0))
+    context, tokens = engine.generate(
+        rendered("count to 3"), args=GenerationArguments(max_tokens=20, temperature=0)
+    )
     found = list(tokens)
     assert context.prompt_tokens == 12
     assert "".join(token.text for token in found) == "1 2 3"
@@ -193,7 +257,11 @@ def test_pixel_limits_reach_the_processor(engine: door.Engine) -> None:
     prompt = rendered("<|vision_start|><|image_pad|><|vision_end|>describe the picture")
     image = [str(IMAGES / "receipt.jpg")]
     lengths = []
-    for limits in ({}, {"max_pixels": 28 * 28 * 4}, {"min_pixels": 28 * 28 * 64, "max_pixels": 28 * 28 * 128}):
+    for limits in (
+        {},
+        {"max_pixels": 28 * 28 * 4},
+        {"min_pixels": 28 * 28 * 64, "max_pixels": 28 * 28 * 128},
+    ):
         args = GenerationArguments(max_tokens=2, temperature=0, **limits)
         context, tokens = engine.generate(prompt, image, args=args)
         assert len(list(tokens)) == 2
@@ -205,7 +273,9 @@ def test_pixel_limits_reach_the_processor(engine: door.Engine) -> None:
 def test_data_uris(engine: door.Engine) -> None:
     prompt = rendered("<|vision_start|><|image_pad|><|vision_end|>describe the picture")
     _, tokens = engine.generate(
-        prompt, [data_uri("red_circle.png")], args=GenerationArguments(max_tokens=20, temperature=0)
+        prompt,
+        [data_uri("red_circle.png")],
+        args=GenerationArguments(max_tokens=20, temperature=0),
     )
     assert "".join(token.text for token in tokens) == "a red circle"
 
@@ -223,7 +293,9 @@ def test_a_thinking_budget_closes_the_block(engine: door.Engine) -> None:
     _, tokens = engine.generate(rendered("count to 12"), args=args)
     said = [token.token for token in tokens]
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    newline, end = (tokenizer.encode(marker, add_special_tokens=False)[-1] for marker in ("\n", "7"))
+    newline, end = (
+        tokenizer.encode(marker, add_special_tokens=False)[-1] for marker in ("\n", "7")
+    )
     assert said[4:6] == [newline, end]  # the fourth token is beyond the budget
     assert newline not in said[6:]
     args.thinking_budget = None
@@ -242,23 +314,42 @@ def test_what_the_engine_has_nothing_for_is_refused(engine: door.Engine) -> None
             door.Engine(MODEL, **settings)  # type: ignore[arg-type]
 
 
-FORM = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "integer"}}}
+FORM = {
+    "type": "json_schema",
+    "json_schema": {"name": "n", "schema": {"type": "integer"}},
+}
 #: Tokens of this checkpoint stand for the markers of thinking.
-THINKING = {"enable_thinking": True, "thinking_start_token": "<|im_start|>", "thinking_end_token": "2"}
+THINKING = {
+    "enable_thinking": True,
+    "thinking_start_token": "<|im_start|>",
+    "thinking_end_token": "2",
+}
 
 
-def test_a_form_begins_where_thinking_ends(server: Running, client: openai.OpenAI) -> None:
+def test_a_form_begins_where_thinking_ends(
+    server: Running, client: openai.OpenAI
+) -> None:
     """As with mlx-vlm's own engine: what is thought has no form, what is answered has it, streamed or not."""
-    body = {"model": MODEL, "messages": [{"role": "user", "content": "count to 5"}], "temperature": 0, "max_tokens": 9}
+    body = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "count to 5"}],
+        "temperature": 0,
+        "max_tokens": 9,
+    }
     free = server.ask("POST", "/v1/chat/completions", body).json
-    formed = server.ask("POST", "/v1/chat/completions", {**body, "response_format": FORM}).json
+    formed = server.ask(
+        "POST", "/v1/chat/completions", {**body, "response_format": FORM}
+    ).json
     assert free["choices"][0]["message"]["content"] == "1 2 3 4 5"
     assert formed["choices"][0]["message"]["content"].isdigit()
     asked = {**body, "response_format": FORM, **THINKING}
     reply = server.ask("POST", "/v1/chat/completions", asked)
     assert reply.status == 200, reply.body
     message = reply.json["choices"][0]["message"]
-    assert (message["reasoning"].strip(), message["content"].strip().isdigit()) == ("1", True)
+    assert (message["reasoning"].strip(), message["content"].strip().isdigit()) == (
+        "1",
+        True,
+    )
     streamed = server.ask("POST", "/v1/chat/completions", {**asked, "stream": True})
     assert streamed.status == 200 and b'"error"' not in streamed.body
 
@@ -281,8 +372,15 @@ def test_arguments_out_of_range_are_no_fault_of_the_server(
     server: Running, fields: dict[str, Any], status: int, stream: bool
 ) -> None:
     content = [picture("red_circle.png"), text("describe the picture")]
-    body = {"model": MODEL, "messages": [{"role": "user", "content": content}], "temperature": 0.5, "max_tokens": 5}
-    reply = server.ask("POST", "/v1/chat/completions", {**body, "stream": stream, **fields})
+    body = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": content}],
+        "temperature": 0.5,
+        "max_tokens": 5,
+    }
+    reply = server.ask(
+        "POST", "/v1/chat/completions", {**body, "stream": stream, **fields}
+    )
     assert reply.status == status, reply.body
     assert b'"error"' not in reply.body or status == 400
     if status == 400:
@@ -291,18 +389,26 @@ def test_arguments_out_of_range_are_no_fault_of_the_server(
 
 def test_a_picture_that_cannot_be_read_is_the_requests_fault(server: Running) -> None:
     part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGVsbG8="}}
-    body = {"model": MODEL, "messages": [{"role": "user", "content": [part, text("x")]}], "max_tokens": 5}
+    body = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": [part, text("x")]}],
+        "max_tokens": 5,
+    }
     assert server.ask("POST", "/v1/chat/completions", body).status == 400
 
 
-def test_a_model_that_cannot_be_loaded_is_said_as_theirs_says_it(tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_loaded_is_said_as_theirs_says_it(
+    tmp_path: Path,
+) -> None:
     with pytest.raises(HTTPException) as ours:
         door.Engine(str(tmp_path)).wait_until_ready()
     assert ours.value.status_code == 400
     assert str(ours.value.detail).startswith("Failed to load model: ")
 
 
-def test_special_tokens_are_shown_where_parsers_look_for_them(engine: door.Engine) -> None:
+def test_special_tokens_are_shown_where_parsers_look_for_them(
+    engine: door.Engine,
+) -> None:
     from vlm_batch.handle import Handle
     from vlm_batch.types import Event, Result
 
@@ -313,7 +419,10 @@ def test_special_tokens_are_shown_where_parsers_look_for_them(engine: door.Engin
         Event("a", token=479, result=Result(request_id="a")),
     ):
         handle.push(event)
-    said = [token.text for token in door.Tokens(handle, door.special_tokens(engine.tokenizer))]
+    said = [
+        token.text
+        for token in door.Tokens(handle, door.special_tokens(engine.tokenizer))
+    ]
     assert said == ["<|vision_start|>", "x", ""]
 
 
@@ -324,8 +433,11 @@ def test_a_budget_is_a_logits_processor() -> None:
 
     budget = door.ThinkingBudget(Criteria())
     logits = mx.zeros((1, 4))
-    assert budget(mx.array([1, 9]), logits).tolist() == [[0, 0, 0, 0]]  # a prompt's tokens are no thoughts
-    assert budget(mx.array([1, 9, 9]), logits).tolist() == [[-mx.inf, -mx.inf, 0, -mx.inf]]
+    # a prompt's tokens are no thoughts
+    assert budget(mx.array([1, 9]), logits).tolist() == [[0, 0, 0, 0]]
+    assert budget(mx.array([1, 9, 9]), logits).tolist() == [
+        [-mx.inf, -mx.inf, 0, -mx.inf]
+    ]
     assert budget(mx.array([1, 9, 9, 2]), logits).tolist() == [[0, 0, 0, 0]]
 
 

@@ -46,7 +46,9 @@ __all__ = ["folder"]  # the fixture
 class Growing(Echo):
     """Its input has ``lines`` appended once some rows are answered."""
 
-    def __init__(self, path: Path, lines: str, after: int = 5, stop_after: int | None = None) -> None:
+    def __init__(
+        self, path: Path, lines: str, after: int = 5, stop_after: int | None = None
+    ) -> None:
         super().__init__(stop_after)
         self.path, self.lines, self.after = path, lines, after
 
@@ -61,29 +63,49 @@ def line(row_id: str, image: str = "new.png") -> str:
     return json.dumps({"id": row_id, "image": image, "kind": "k"}) + "\n"
 
 
-@pytest.mark.parametrize("again", ["r0", "r19"], ids=["answered", "in flight or waiting"])
+@pytest.mark.parametrize(
+    "again", ["r0", "r19"], ids=["answered", "in flight or waiting"]
+)
 def test_ids_that_are_appended_while_a_job_runs_are_skipped(
     folder: Path, again: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """``r19`` is in flight, or to be asked, when a row with its id comes."""
     asked = Growing(folder / "rows.jsonl", line(again) * 3 + line("r20"))
-    assert cli.main([*RUN, "--out", "out.jsonl"], open_batcher=asked) == cli.FAILED  # two pictures are bad
+    # two pictures are bad
+    assert cli.main([*RUN, "--out", "out.jsonl"], open_batcher=asked) == cli.FAILED
     assert set(told("out.jsonl")) == {f"r{number}" for number in range(21)}
-    assert told("out.jsonl")[again][0].endswith(f"p{again[1:]}.png")  # the first row's, and not the appended one's
+    # the first row's, and not the appended one's
+    assert told("out.jsonl")[again][0].endswith(f"p{again[1:]}.png")
     said = capsys.readouterr().out
-    assert f"3 rows skipped whose id had come before: '{again}'" in said and "21 requests" in said
+    assert (
+        f"3 rows skipped whose id had come before: '{again}'" in said
+        and "21 requests" in said
+    )
 
 
-def test_a_job_whose_input_was_given_ids_again_goes_on(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_job_whose_input_was_given_ids_again_goes_on(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A job that was stopped, after its input had grown by ids that it knew, is not refused for them."""
-    stopped = Growing(folder / "rows.jsonl", line("r0") + line("r18") + line("r20"), stop_after=8)
-    assert cli.main([*RUN, "--out", "out.jsonl"], open_batcher=stopped) == cli.INTERRUPTED
+    stopped = Growing(
+        folder / "rows.jsonl", line("r0") + line("r18") + line("r20"), stop_after=8
+    )
+    assert (
+        cli.main([*RUN, "--out", "out.jsonl"], open_batcher=stopped) == cli.INTERRUPTED
+    )
     assert len(answers("out.jsonl")) == 8
     on = Echo()
-    assert cli.main([*RUN, "--out", "out.jsonl", "--resume"], open_batcher=on) == cli.FAILED
-    assert set(told("out.jsonl")) == {f"r{number}" for number in range(21)} and len(on.asked) == 13
+    assert (
+        cli.main([*RUN, "--out", "out.jsonl", "--resume"], open_batcher=on)
+        == cli.FAILED
+    )
+    assert (
+        set(told("out.jsonl")) == {f"r{number}" for number in range(21)}
+        and len(on.asked) == 13
+    )
     assert "2 rows skipped" in capsys.readouterr().out
-    assert cli.main([*RUN, "--out", "new.jsonl"], open_batcher=Echo()) == cli.USAGE  # of a new job it is a mistake
+    # of a new job it is a mistake
+    assert cli.main([*RUN, "--out", "new.jsonl"], open_batcher=Echo()) == cli.USAGE
 
 
 def test_rows_that_cannot_be_read_on_end_a_job_with_what_was_wrong(
@@ -91,7 +113,9 @@ def test_rows_that_cannot_be_read_on_end_a_job_with_what_was_wrong(
 ) -> None:
     class Ended(Echo):
         def as_completed(self, requests: object) -> Iterator[Result]:
-            yield Result(request_id="refused-0", finish_reason="error", error="OSError: gone")
+            yield Result(
+                request_id="refused-0", finish_reason="error", error="OSError: gone"
+            )
 
     assert cli.main([*RUN, "--out", "out.jsonl"], open_batcher=Ended()) == cli.USAGE
     assert "OSError: gone" in capsys.readouterr().err
@@ -111,7 +135,10 @@ with open_sink({name!r}).locked():
 def held(name: str) -> Iterator[None]:
     """Another process has the output of this name."""
     other = subprocess.Popen(
-        [sys.executable, "-c", HELD.format(name=name)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=here()
+        [sys.executable, "-c", HELD.format(name=name)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=here(),
     )
     assert other.stdin is not None and other.stdout is not None
     try:
@@ -124,7 +151,9 @@ def held(name: str) -> Iterator[None]:
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".parquet"])
 @pytest.mark.parametrize("is_there", [True, False], ids=["there", "not there yet"])
-def test_a_link_to_an_output_is_the_output(folder: Path, suffix: str, is_there: bool) -> None:
+def test_a_link_to_an_output_is_the_output(
+    folder: Path, suffix: str, is_there: bool
+) -> None:
     """Neither a link, a link's link nor another folder's name gets a second process to a file that one writes."""
     (folder / "there").mkdir()
     os.symlink(folder / "there" / f"out{suffix}", f"link{suffix}")
@@ -132,39 +161,70 @@ def test_a_link_to_an_output_is_the_output(folder: Path, suffix: str, is_there: 
     os.symlink("there", "here")
     names = [f"there/out{suffix}", f"link{suffix}", f"far{suffix}", f"here/out{suffix}"]
     if is_there:
-        assert cli.main([*RUN, "--out", names[0]], open_batcher=Echo(stop_after=5)) == cli.INTERRUPTED
+        assert (
+            cli.main([*RUN, "--out", names[0]], open_batcher=Echo(stop_after=5))
+            == cli.INTERRUPTED
+        )
     for name in names[1:]:
         with held(name):
             for other in names:
                 echo = Echo()
-                assert cli.main([*RUN, "--out", other, "--resume"], open_batcher=echo) == cli.USAGE and not echo.opened
-    for name in names:  # begun by one name, gone on with by another, and still a link at the end
-        assert cli.main([*RUN, "--out", name, "--resume"], open_batcher=Echo()) == cli.FAILED
+                assert (
+                    cli.main([*RUN, "--out", other, "--resume"], open_batcher=echo)
+                    == cli.USAGE
+                    and not echo.opened
+                )
+    # begun by one name, gone on with by another, and still a link at the end
+    for name in names:
+        assert (
+            cli.main([*RUN, "--out", name, "--resume"], open_batcher=Echo())
+            == cli.FAILED
+        )
         assert set(told(name)) == {f"r{number}" for number in range(20)}
-    assert os.path.islink(f"link{suffix}") and not list(folder.glob("*.lock")) and not list(folder.glob("*.job.json"))
+    assert (
+        os.path.islink(f"link{suffix}")
+        and not list(folder.glob("*.lock"))
+        and not list(folder.glob("*.job.json"))
+    )
 
 
 def test_a_second_name_of_an_output_is_refused_while_one_is_written(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main([*RUN, "--out", "out.jsonl"], open_batcher=Echo(stop_after=5)) == cli.INTERRUPTED
+    assert (
+        cli.main([*RUN, "--out", "out.jsonl"], open_batcher=Echo(stop_after=5))
+        == cli.INTERRUPTED
+    )
     os.link("out.jsonl", "other.jsonl")
     capsys.readouterr()
     with held("out.jsonl"):
-        assert cli.main([*RUN, "--out", "other.jsonl", "--overwrite"], open_batcher=Echo()) == cli.USAGE
+        assert (
+            cli.main([*RUN, "--out", "other.jsonl", "--overwrite"], open_batcher=Echo())
+            == cli.USAGE
+        )
     assert "other.jsonl is being written by another process" in capsys.readouterr().err
     assert len(answers("out.jsonl")) == 5
 
 
 @pytest.mark.parametrize("link", [os.symlink, os.link])
-def test_an_input_is_no_output_by_any_name(folder: Path, link: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_input_is_no_output_by_any_name(
+    folder: Path, link: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     link("rows.jsonl", "out.jsonl")
     before = Path("rows.jsonl").read_bytes()
-    assert cli.main([*RUN, "--out", "out.jsonl", "--overwrite"], open_batcher=Echo()) == cli.USAGE
-    assert "out.jsonl is read by this job" in capsys.readouterr().err and Path("rows.jsonl").read_bytes() == before
+    assert (
+        cli.main([*RUN, "--out", "out.jsonl", "--overwrite"], open_batcher=Echo())
+        == cli.USAGE
+    )
+    assert (
+        "out.jsonl is read by this job" in capsys.readouterr().err
+        and Path("rows.jsonl").read_bytes() == before
+    )
 
 
-def test_two_jobs_do_not_write_one_folders_text_files(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_jobs_do_not_write_one_folders_text_files(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Their outputs differ, and their text files are the same."""
     Image.new("RGB", (8, 8)).save("p0.png")
     command = ["run", "p0.png", "--sidecar", ".txt", "--out"]
@@ -177,7 +237,12 @@ def test_two_jobs_do_not_write_one_folders_text_files(folder: Path, capsys: pyte
 def test_a_report_to_a_link_stays_a_link(folder: Path) -> None:
     os.symlink("page.html", "report.html")
     Path("page.html").write_text("before")
-    assert cli.main([*RUN, "--out", "out.jsonl", "--report", "report.html"], open_batcher=Echo()) == cli.FAILED
+    assert (
+        cli.main(
+            [*RUN, "--out", "out.jsonl", "--report", "report.html"], open_batcher=Echo()
+        )
+        == cli.FAILED
+    )
     assert os.path.islink("report.html") and "<html" in Path("page.html").read_text()
 
 
@@ -185,9 +250,18 @@ def write(name: str, rows: list[dict[str, Any]]) -> None:
     Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-OWN = [{"id": f"r{number}", "image": "p.png", "prompt": f"what is {number}?"} for number in range(4)]
+OWN = [
+    {"id": f"r{number}", "image": "p.png", "prompt": f"what is {number}?"}
+    for number in range(4)
+]
 CHAT = [
-    {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "q.png"}}, {"type": "text", "text": "a"}]}
+    {
+        "role": "user",
+        "content": [
+            {"type": "image_url", "image_url": {"url": "q.png"}},
+            {"type": "text", "text": "a"},
+        ],
+    }
 ]
 
 
@@ -196,12 +270,27 @@ CHAT = [
     [
         ({"prompt": "one"}, {"prompt": "other"}),
         ({}, {"prompt": "its own"}),
-        ({"params": {"temperature": 0.5, "seed": 1}}, {"params": {"temperature": 0.6, "seed": 1}}),
+        (
+            {"params": {"temperature": 0.5, "seed": 1}},
+            {"params": {"temperature": 0.6, "seed": 1}},
+        ),
         ({"params": {"max_tokens": 5}}, {}),
-        ({"messages": [{"role": "user", "content": "a"}]}, {"messages": [{"role": "user", "content": "b"}]}),
-        ({"image": "https://example.com/a.png"}, {"image": "https://example.com/b.png"}),
-        ({"image": "data:image/png;base64,AAAA"}, {"image": "data:image/png;base64,AAAB"}),
-        ({"image": "iVBORw0KGgo" + "A" * 69}, {"image": "iVBORw0KGgo" + "A" * 66 + "B" * 3}),
+        (
+            {"messages": [{"role": "user", "content": "a"}]},
+            {"messages": [{"role": "user", "content": "b"}]},
+        ),
+        (
+            {"image": "https://example.com/a.png"},
+            {"image": "https://example.com/b.png"},
+        ),
+        (
+            {"image": "data:image/png;base64,AAAA"},
+            {"image": "data:image/png;base64,AAAB"},
+        ),
+        (
+            {"image": "iVBORw0KGgo" + "A" * 69},
+            {"image": "iVBORw0KGgo" + "A" * 66 + "B" * 3},
+        ),
         ({"images": ["p.png", "p.png"]}, {"images": ["p.png"]}),
         ({"image": "p.png"}, {"image": "gone.png"}),
         ({"kind": "cat"}, {"kind": "dog"}),
@@ -210,12 +299,18 @@ CHAT = [
 )
 @pytest.mark.parametrize("out", ["out.jsonl", "out.csv"])
 def test_rows_that_ask_something_else_are_noticed(
-    folder: Path, out: str, before: dict[str, Any], now: dict[str, Any], capsys: pytest.CaptureFixture[str]
+    folder: Path,
+    out: str,
+    before: dict[str, Any],
+    now: dict[str, Any],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """What a row asks is its own prompt, params and pictures, and what a prompt takes of its columns."""
     Image.new("RGB", (8, 8)).save("p.png")
     rows = [{"id": f"r{number}", "image": "p.png", "kind": "k"} for number in range(4)]
-    own = {"id": "own", "kind": "k"} | ({} if "images" in before else {"image": "p.png"})
+    own = {"id": "own", "kind": "k"} | (
+        {} if "images" in before else {"image": "p.png"}
+    )
     write("t.jsonl", [*rows, own | before])
     command = ["run", "t.jsonl", "--prompt", "what {kind}?", "--quiet", "--out", out]
     assert cli.main(command, open_batcher=Echo()) == 0
@@ -223,24 +318,45 @@ def test_rows_that_ask_something_else_are_noticed(
     write("t.jsonl", [*rows, own | now])
     capsys.readouterr()
     refused = Echo()
-    assert cli.main([*command, "--resume"], open_batcher=refused) == cli.USAGE and not refused.opened
+    assert (
+        cli.main([*command, "--resume"], open_batcher=refused) == cli.USAGE
+        and not refused.opened
+    )
     said = capsys.readouterr().err
     assert "1 answered row" in said and ": own. --overwrite asks all rows again" in said
-    assert cli.main([*command, "--resume", "--force"], open_batcher=refused) == 0 and not refused.opened
+    assert (
+        cli.main([*command, "--resume", "--force"], open_batcher=refused) == 0
+        and not refused.opened
+    )
     assert cli.main([*command, "--overwrite"], open_batcher=Echo()) == 0
-    assert cli.main([*command, "--resume"], open_batcher=refused) == 0 and not refused.opened
+    assert (
+        cli.main([*command, "--resume"], open_batcher=refused) == 0
+        and not refused.opened
+    )
 
 
 def test_rows_that_ask_the_same_in_another_form_are_the_same(folder: Path) -> None:
     Image.new("RGB", (8, 8)).save("p.png")
-    row = {"id": "a", "image": "p.png", "prompt": "what?", "params": {"seed": 1, "max_tokens": 9}}
+    row = {
+        "id": "a",
+        "image": "p.png",
+        "prompt": "what?",
+        "params": {"seed": 1, "max_tokens": 9},
+    }
     write("t.jsonl", [row])
     command = ["run", "t.jsonl", "--quiet", "--out", "out.jsonl"]
     assert cli.main(command, open_batcher=Echo()) == 0
-    moved = {"params": {"max_tokens": 9, "seed": 1}, "image": str(folder / "p.png"), "prompt": "what?", "id": "a"}
+    moved = {
+        "params": {"max_tokens": 9, "seed": 1},
+        "image": str(folder / "p.png"),
+        "prompt": "what?",
+        "id": "a",
+    }
     write("t.jsonl", [moved, {**row, "id": "new"}])
     on = Echo()
-    assert cli.main([*command, "--resume"], open_batcher=on) == 0 and on.asked == ["new"]
+    assert cli.main([*command, "--resume"], open_batcher=on) == 0 and on.asked == [
+        "new"
+    ]
 
 
 @pytest.mark.parametrize("kind", ["bytes", "struct", "path"])
@@ -248,16 +364,36 @@ def test_pictures_of_tables_are_no_other_question(folder: Path, kind: str) -> No
     """A table's pictures are read when they are asked about, and not to count its rows."""
     Image.new("RGB", (8, 8)).save("p.png")
     data = Path("p.png").read_bytes()
-    cell: dict[str, Any] = {"bytes": data, "struct": {"bytes": None, "path": "p.png"}, "path": "p.png"}
-    pq.write_table(pa.table({"id": ["a", "b"], "image": [cell[kind]] * 2, "kind": ["c", "d"]}), "t.parquet")
-    command = ["run", "t.parquet", "--prompt", "{kind}?", "--quiet", "--out", "out.jsonl"]
+    cell: dict[str, Any] = {
+        "bytes": data,
+        "struct": {"bytes": None, "path": "p.png"},
+        "path": "p.png",
+    }
+    pq.write_table(
+        pa.table({"id": ["a", "b"], "image": [cell[kind]] * 2, "kind": ["c", "d"]}),
+        "t.parquet",
+    )
+    command = [
+        "run",
+        "t.parquet",
+        "--prompt",
+        "{kind}?",
+        "--quiet",
+        "--out",
+        "out.jsonl",
+    ]
     assert cli.main(command, open_batcher=Echo()) == 0
     assert cli.main([*command, "--resume"], open_batcher=Echo()) == 0
-    pq.write_table(pa.table({"id": ["a", "b"], "image": [cell[kind]] * 2, "kind": ["c", "other"]}), "t.parquet")
+    pq.write_table(
+        pa.table({"id": ["a", "b"], "image": [cell[kind]] * 2, "kind": ["c", "other"]}),
+        "t.parquet",
+    )
     assert cli.main([*command, "--resume"], open_batcher=Echo()) == cli.USAGE
 
 
-def test_a_picture_that_a_chat_names_is_compared(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_picture_that_a_chat_names_is_compared(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     Image.new("RGB", (8, 8)).save("q.png")
     write("t.jsonl", [{"id": "a", "messages": CHAT}])
     command = ["run", "t.jsonl", "--quiet", "--out", "out.jsonl"]
@@ -276,7 +412,11 @@ def test_what_standard_input_asks_is_compared_as_it_comes(
         return io.StringIO("".join(json.dumps(row) + "\n" for row in rows))
 
     command = ["run", "-", "--quiet", "--out", "out.jsonl"]
-    for prompt, options in (("one", []), ("one", ["--resume"]), ("other", ["--resume"])):
+    for prompt, options in (
+        ("one", []),
+        ("one", ["--resume"]),
+        ("other", ["--resume"]),
+    ):
         capsys.readouterr()
         monkeypatch.setattr("sys.stdin", lines(prompt))
         assert cli.main([*command, *options], open_batcher=Echo()) == 0
@@ -284,7 +424,9 @@ def test_what_standard_input_asks_is_compared_as_it_comes(
         assert (said in capsys.readouterr().out) == (prompt == "other")
 
 
-def test_an_output_of_an_earlier_version_is_gone_on_with(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_output_of_an_earlier_version_is_gone_on_with(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Its lines have times and contents of files alone, and rows without files have none."""
     Image.new("RGB", (8, 8)).save("p.png")
     write("t.jsonl", OWN)
@@ -292,10 +434,18 @@ def test_an_output_of_an_earlier_version_is_gone_on_with(folder: Path, capsys: p
     assert cli.main(command, open_batcher=Echo(stop_after=3)) == cli.INTERRUPTED
     stamps = answers("out.jsonl.files")
     assert len(stamps) == 3
-    write("out.jsonl.files", [{name: one[name] for name in ("id", "times", "contents")} for one in stamps[1:]])
+    write(
+        "out.jsonl.files",
+        [
+            {name: one[name] for name in ("id", "times", "contents")}
+            for one in stamps[1:]
+        ],
+    )
     write("t.jsonl", [{**row, "prompt": "other"} for row in OWN])
     assert cli.main([*command, "--resume"], open_batcher=Echo()) == 0
-    assert "of 3 answered rows it is not known what was asked" in capsys.readouterr().err
+    assert (
+        "of 3 answered rows it is not known what was asked" in capsys.readouterr().err
+    )
     assert len(told("out.jsonl")) == 4
     Image.new("RGB", (9, 9)).save("p.png")
     assert cli.main([*command, "--resume"], open_batcher=Echo()) == cli.USAGE
@@ -325,7 +475,10 @@ def replaced(name: str) -> None:
 
 
 MEDDLING: dict[str, tuple[Callable[[str], object], str]] = {
-    "deleted": (os.unlink, "was deleted while it was written; the answers until then are in {0} again"),
+    "deleted": (
+        os.unlink,
+        "was deleted while it was written; the answers until then are in {0} again",
+    ),
     "replaced": (
         replaced,
         "was replaced by another file while it was written; the answers until then are in {0}.replaced",
@@ -350,29 +503,54 @@ def test_an_output_that_goes_meanwhile_is_no_success(
         held.extend(one["id"] for one in answers(written))
         meddle(written)
 
-    assert cli.main([*RUN, "--out", out], open_batcher=Meddled(now, after)) == cli.FAILED
+    assert (
+        cli.main([*RUN, "--out", out], open_batcher=Meddled(now, after)) == cli.FAILED
+    )
     told_of = capsys.readouterr()
-    assert said.format(written) in told_of.err and "answers:" not in told_of.out and len(held) == after
-    left = {"deleted": written, "replaced": f"{written}.replaced", "moved": "moved"}.get(what)
+    assert (
+        said.format(written) in told_of.err
+        and "answers:" not in told_of.out
+        and len(held) == after
+    )
+    left = {
+        "deleted": written,
+        "replaced": f"{written}.replaced",
+        "moved": "moved",
+    }.get(what)
     if left is not None:
         assert [one["id"] for one in answers(left)][:after] == held
     if what == "deleted":
-        assert cli.main([*RUN, "--out", out, "--resume"], open_batcher=Echo()) == cli.FAILED
+        assert (
+            cli.main([*RUN, "--out", out, "--resume"], open_batcher=Echo())
+            == cli.FAILED
+        )
         assert set(told(out)) == {f"r{number}" for number in range(20)}
 
 
-def test_answers_of_earlier_runs_that_go_meanwhile_are_missed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([*RUN, "--out", "out.csv"], open_batcher=Echo(stop_after=8)) == cli.INTERRUPTED
+def test_answers_of_earlier_runs_that_go_meanwhile_are_missed(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        cli.main([*RUN, "--out", "out.csv"], open_batcher=Echo(stop_after=8))
+        == cli.INTERRUPTED
+    )
     assert len(answers("out.csv")) == 8
     gone = Meddled(lambda: os.unlink("out.csv"))
-    assert cli.main([*RUN, "--out", "out.csv", "--resume"], open_batcher=gone) == cli.FAILED
+    assert (
+        cli.main([*RUN, "--out", "out.csv", "--resume"], open_batcher=gone)
+        == cli.FAILED
+    )
     assert "out.csv was deleted or emptied while the job ran" in capsys.readouterr().err
     assert len(answers("out.csv.journal.jsonl")) == 12
 
 
 def test_side_files_that_go_meanwhile_stop_no_job(folder: Path) -> None:
     assert (
-        cli.main([*RUN, "--out", "out.jsonl"], open_batcher=Meddled(lambda: os.unlink("out.jsonl.files"))) == cli.FAILED
+        cli.main(
+            [*RUN, "--out", "out.jsonl"],
+            open_batcher=Meddled(lambda: os.unlink("out.jsonl.files")),
+        )
+        == cli.FAILED
     )
     assert len(told("out.jsonl")) == 20
 
@@ -393,7 +571,9 @@ sys.meta_path.insert(0, Pause())
 FRESH = "import os, signal, sys\nfor one in (1, 2, 15): signal.signal(one, signal.SIG_DFL)\nos.execv(sys.argv[1], sys.argv[1:])"
 
 
-def paused(folder: Path, where: str, *options: str, **streams: Any) -> subprocess.Popen[bytes]:
+def paused(
+    folder: Path, where: str, *options: str, **streams: Any
+) -> subprocess.Popen[bytes]:
     """Start a job that stands still where it imports a module, until there is a file "go"."""
     (folder / "hook").mkdir()
     (folder / "hook" / "sitecustomize.py").write_text(PAUSE)
@@ -410,11 +590,23 @@ def paused(folder: Path, where: str, *options: str, **streams: Any) -> subproces
         "2",
     ]
     environment = here() | {"PAUSE_AT": where}
-    environment["PYTHONPATH"] = f"{folder / 'hook'}:{environment.get('PYTHONPATH', ROOT)}"
-    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | streams
-    process: Any = subprocess.Popen([sys.executable, "-c", FRESH, *command, *options], env=environment, **streams)
+    environment["PYTHONPATH"] = (
+        f"{folder / 'hook'}:{environment.get('PYTHONPATH', ROOT)}"
+    )
+    streams = {
+        "stdin": subprocess.DEVNULL,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+    } | streams
+    process: Any = subprocess.Popen(
+        [sys.executable, "-c", FRESH, *command, *options], env=environment, **streams
+    )
     deadline = time.monotonic() + 60
-    while not Path("paused").exists() and process.poll() is None and time.monotonic() < deadline:
+    while (
+        not Path("paused").exists()
+        and process.poll() is None
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.01)
     return cast("subprocess.Popen[bytes]", process)
 
@@ -428,11 +620,20 @@ def test_a_signal_while_the_program_starts_ends_it_in_one_line(
     process.send_signal(number)
     out, said = process.communicate(timeout=60)
     word = {signal.SIGINT: b"interrupted", signal.SIGTERM: b"terminated"}[number]
-    assert (process.returncode, out, said) == (128 + number, b"", b"vlm-batch: " + word + b"\n")
+    assert (process.returncode, out, said) == (
+        128 + number,
+        b"",
+        b"vlm-batch: " + word + b"\n",
+    )
 
 
-@pytest.mark.parametrize(("where", "options"), [("numpy", ["--out", "out.jsonl"]), ("vlm_batch.jobs.runner", [])])
-def test_a_hangup_while_the_program_starts(folder: Path, where: str, options: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("where", "options"),
+    [("numpy", ["--out", "out.jsonl"]), ("vlm_batch.jobs.runner", [])],
+)
+def test_a_hangup_while_the_program_starts(
+    folder: Path, where: str, options: list[str]
+) -> None:
     """A job that keeps its answers goes on, and another ends by the signal."""
     process = paused(folder, where, *options)
     process.send_signal(signal.SIGHUP)
@@ -448,13 +649,24 @@ def test_a_hangup_while_the_program_starts(folder: Path, where: str, options: li
 
 def test_a_terminal_that_closes_while_the_program_starts(folder: Path) -> None:
     mine, its = pty.openpty()
-    process = paused(folder, "vlm_batch.jobs.runner", "--out", "out.jsonl", stdin=its, stdout=its, stderr=its)
+    process = paused(
+        folder,
+        "vlm_batch.jobs.runner",
+        "--out",
+        "out.jsonl",
+        stdin=its,
+        stdout=its,
+        stderr=its,
+    )
     os.close(its)
     os.close(mine)
     process.send_signal(signal.SIGHUP)  # as the session's leader would be sent
     Path("go").touch()
     assert process.wait(120) == 0
-    assert len(answers("out.jsonl")) == 1 and "answers: out.jsonl" in Path("out.jsonl.log").read_text()
+    assert (
+        len(answers("out.jsonl")) == 1
+        and "answers: out.jsonl" in Path("out.jsonl.log").read_text()
+    )
 
 
 IN_PROCESS = """
@@ -472,7 +684,10 @@ def test_standard_streams_that_are_closed(folder: Path, closed: str) -> None:
     """Nothing is shown there, and no file takes its number: the output has answers and nothing else."""
     code = IN_PROCESS.format(root=str(ROOT), command=[*RUN[:-1], "--out", "out.jsonl"])
     process = subprocess.run(
-        ["sh", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, code], capture_output=True, env=here(), timeout=120
+        ["sh", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, code],
+        capture_output=True,
+        env=here(),
+        timeout=120,
     )
     assert process.returncode == cli.FAILED, process.stderr  # two pictures are bad
     assert set(told("out.jsonl")) == {f"r{number}" for number in range(20)}
@@ -481,14 +696,26 @@ def test_standard_streams_that_are_closed(folder: Path, closed: str) -> None:
 def test_a_command_whose_streams_are_closed_starts(folder: Path) -> None:
     for closed, status in (("<&- >&- 2>&-", 0), (">&-", 0)):
         command = f'exec "$0" -m vlm_batch families qwen2_vl {closed}'
-        run = subprocess.run(["sh", "-c", command, sys.executable], capture_output=True, env=here(), timeout=120)
+        run = subprocess.run(
+            ["sh", "-c", command, sys.executable],
+            capture_output=True,
+            env=here(),
+            timeout=120,
+        )
         assert (run.returncode, run.stderr) == (status, b"")
     command = f'exec "$0" -m vlm_batch run rows.jsonl --prompt "{{kind}}" --model {default_checkpoint()} --out - >&-'
-    run = subprocess.run(["sh", "-c", command, sys.executable], capture_output=True, env=here(), timeout=120)
+    run = subprocess.run(
+        ["sh", "-c", command, sys.executable],
+        capture_output=True,
+        env=here(),
+        timeout=120,
+    )
     assert run.returncode == cli.USAGE and b"standard output is closed" in run.stderr
 
 
-def test_only_the_command_attends_to_signals_as_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_command_attends_to_signals_as_it_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     known = {
         ("python", "-m", "vlm_batch", "run"): True,
         ("python", "-X", "dev", "-m", "vlm_batch"): True,
@@ -509,8 +736,18 @@ def test_the_closing_table_shows_the_beginning_of_long_questions(
 ) -> None:
     """Nor do long names, errors or kinds of error fill the screen; the file has all of them whole."""
     long = "a long question " * 100_000
-    rows = [{"id": f"r{number}", "image": "p.png", "prompt": f"{number} {long}"} for number in range(3)]
-    write("t.jsonl", [*rows, {"id": "n" * 10**6, "image": "p.png"}, {"id": "e", "image": "bad" + "x" * 10**6}])
+    rows = [
+        {"id": f"r{number}", "image": "p.png", "prompt": f"{number} {long}"}
+        for number in range(3)
+    ]
+    write(
+        "t.jsonl",
+        [
+            *rows,
+            {"id": "n" * 10**6, "image": "p.png"},
+            {"id": "e", "image": "bad" + "x" * 10**6},
+        ],
+    )
 
     class Brief(Echo):
         def answer(self, request: Request) -> Result:
@@ -519,7 +756,10 @@ def test_the_closing_table_shows_the_beginning_of_long_questions(
     assert cli.main(["run", "t.jsonl", *out], open_batcher=Brief()) == cli.FAILED
     shown = capsys.readouterr()
     assert len(shown.out) + len(shown.err) < 400_000
-    assert "(1,600,002 characters)" in " ".join(shown.out.split()) and "(1,000,000 characters)" in shown.err
+    assert (
+        "(1,600,002 characters)" in " ".join(shown.out.split())
+        and "(1,000,000 characters)" in shown.err
+    )
     if out:
         assert told("out.jsonl").keys() == {"r0", "r1", "r2", "n" * 10**6, "e"}
     else:
@@ -542,7 +782,9 @@ class Counted(Watch):
         self.rows.append(rows)
 
 
-def test_rows_are_counted_in_sight_and_read_as_rows_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_counted_in_sight_and_read_as_rows_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The scan of a long table shows how far it is; whether lines have ids of their own takes no row."""
     write("t.jsonl", [{"id": f"r{number}", "image": "p.png"} for number in range(3500)])
     made: list[str] = []
@@ -556,7 +798,10 @@ def test_rows_are_counted_in_sight_and_read_as_rows_once(folder: Path, monkeypat
     (source,), _ = open_sources(["t.jsonl"])
     watch = Counted()
     assert Job([source], Questions(), Sink()).settings({})["tables"] == {} and not made
-    assert Job([source], Questions(), Sink()).plan(Ids(), Ids(), watch.counted).total == 3500
+    assert (
+        Job([source], Questions(), Sink()).plan(Ids(), Ids(), watch.counted).total
+        == 3500
+    )
     assert watch.rows == [1000, 2000, 3000] and len(made) == 3500
 
 
@@ -575,11 +820,20 @@ def test_rows_are_counted_in_sight_and_read_as_rows_once(folder: Path, monkeypat
     ],
     ids=str,
 )
-def test_whether_a_line_has_an_id(folder: Path, line: dict[str, Any], is_place: bool) -> None:
-    write("t.jsonl", [({} if "body" in line or "images" in line else {"image": "p.png"}) | line])
+def test_whether_a_line_has_an_id(
+    folder: Path, line: dict[str, Any], is_place: bool
+) -> None:
+    write(
+        "t.jsonl",
+        [({} if "body" in line or "images" in line else {"image": "p.png"}) | line],
+    )
     (source,), _ = open_sources(["t.jsonl"])
     (row,) = source.rows()
-    assert source.numbered == is_place == (row.error is None and row.id.startswith("t.jsonl:"))
+    assert (
+        source.numbered
+        == is_place
+        == (row.error is None and row.id.startswith("t.jsonl:"))
+    )
 
 
 class Stuck(Echo):
@@ -597,7 +851,10 @@ class Stuck(Echo):
 
 @pytest.mark.parametrize("answered", [2, 0])
 def test_a_dry_run_ends_and_says_how_far_it_is(
-    folder: Path, answered: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path,
+    answered: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(dry_run, "LONGEST_SECONDS", 0.6)
     monkeypatch.setattr(dry_run, "LOOK_SECONDS", 0.05)
@@ -609,13 +866,19 @@ def test_a_dry_run_ends_and_says_how_far_it_is(
         stuck.is_over.set()
     shown = capsys.readouterr()
     assert f"{8 - answered} of the first rows had not ended" in shown.out
-    assert f"[asking the first rows: {answered} of " in shown.err and "ended, 0 s of at most 1]" in shown.err
+    assert (
+        f"[asking the first rows: {answered} of " in shown.err
+        and "ended, 0 s of at most 1]" in shown.err
+    )
     assert status == (cli.ANSWERED if answered else cli.FAILED)
     assert ("measured on 2" in shown.out) == bool(answered)
 
 
 def test_an_interrupt_ends_a_dry_run(folder: Path) -> None:
-    assert cli.main([*RUN, "--dry-run"], open_batcher=Echo(stop_after=2)) == cli.INTERRUPTED
+    assert (
+        cli.main([*RUN, "--dry-run"], open_batcher=Echo(stop_after=2))
+        == cli.INTERRUPTED
+    )
 
 
 FORMULAS = [
@@ -645,30 +908,56 @@ class Formula(Echo):
         return replace(super().answer(request), text="=1+1")
 
 
-@pytest.mark.parametrize("options", [[], ["--spreadsheet-safe"], ["--no-spreadsheet-safe"]], ids=str)
+@pytest.mark.parametrize(
+    "options", [[], ["--spreadsheet-safe"], ["--no-spreadsheet-safe"]], ids=str
+)
 @pytest.mark.parametrize("out", ["out.csv", "out.tsv"])
-def test_no_cell_of_a_csv_file_is_a_formula(folder: Path, out: str, options: list[str]) -> None:
+def test_no_cell_of_a_csv_file_is_a_formula(
+    folder: Path, out: str, options: list[str]
+) -> None:
     """Ids, answers and names of columns; a job that goes on knows its rows, and the report its answers."""
-    rows = [{"id": row_id, "image": "p.png", "=name": "@me"} for row_id in ("=a", "-b", "-7", "'=c", "d")]
+    rows = [
+        {"id": row_id, "image": "p.png", "=name": "@me"}
+        for row_id in ("=a", "-b", "-7", "'=c", "d")
+    ]
     write("t.jsonl", rows)
-    command = ["run", "t.jsonl", "--columns", "=name,text", "--quiet", "--out", out, *options]
+    command = [
+        "run",
+        "t.jsonl",
+        "--columns",
+        "=name,text",
+        "--quiet",
+        "--out",
+        out,
+        *options,
+    ]
     assert cli.main(command, open_batcher=Formula(stop_after=2)) == cli.INTERRUPTED
     on = Formula()
     assert cli.main([*command, "--resume"], open_batcher=on) == 0 and len(on.asked) == 3
     again = Formula()
-    assert cli.main([*command, "--resume"], open_batcher=again) == 0 and not again.opened
+    assert (
+        cli.main([*command, "--resume"], open_batcher=again) == 0 and not again.opened
+    )
     with open(out, newline="") as file:
         cells = list(csv.reader(file, delimiter="\t" if out.endswith("tsv") else ","))
     mark = "" if options == ["--no-spreadsheet-safe"] else "'"
     assert cells[0] == ["id", f"{mark}=name", "text", "error"]
-    assert {row[0] for row in cells[1:]} == {f"{mark}=a", f"{mark}-b", "-7", f"{mark}'=c", "d"}
+    assert {row[0] for row in cells[1:]} == {
+        f"{mark}=a",
+        f"{mark}-b",
+        "-7",
+        f"{mark}'=c",
+        "d",
+    }
     assert all(row[1:3] == [f"{mark}@me", f"{mark}=1+1"] for row in cells[1:])
     assert cli.main(["report", out]) == 0
     page = html.unescape(Path(out).with_suffix(".html").read_text())
     assert "=1+1" in page and "'=1+1" not in page
 
 
-def test_forms_for_programs_keep_texts_as_they_are(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_forms_for_programs_keep_texts_as_they_are(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write("t.jsonl", [{"id": "=a", "image": "p.png"}])
     for out in ("out.jsonl", "out.parquet"):
         assert cli.main(["run", "t.jsonl", "--out", out], open_batcher=Formula()) == 0
@@ -689,4 +978,5 @@ def test_a_csv_file_of_an_earlier_version_is_gone_on_with(folder: Path) -> None:
     on = Formula()
     assert cli.main([*command, "--resume"], open_batcher=on) == 0 and len(on.asked) == 1
     assert {row["id"] for row in answers("out.csv")} == {"'=a", "'=b"}
-    assert cli.main([*before, "--resume"], open_batcher=on) == cli.USAGE  # now they have marks
+    # now they have marks
+    assert cli.main([*before, "--resume"], open_batcher=on) == cli.USAGE

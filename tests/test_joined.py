@@ -37,7 +37,9 @@ KINDS = [
 ID3 = b"ID3\3\0\0\0\0\0\x16TIT2\0\0\0\x0c\0\0\0a title\xff\xfb\x90\x64"
 
 
-def recording(kind: str, subtype: str | None, seconds: float, rate: int = RATE, channels: int = 1) -> bytes:
+def recording(
+    kind: str, subtype: str | None, seconds: float, rate: int = RATE, channels: int = 1
+) -> bytes:
     samples = tone(seconds, rate, 440.0 * seconds)
     return written(np.stack([samples] * channels, axis=1), kind, rate, subtype)
 
@@ -56,7 +58,9 @@ def without_contents(data: bytes) -> bytes:
 
 
 def seconds_by_ffmpeg(data: bytes, kind: str) -> float:
-    av = pytest.importorskip("av", reason="PyAV is not installed: pip install 'vlm-batch[sound]'")
+    av = pytest.importorskip(
+        "av", reason="PyAV is not installed: pip install 'vlm-batch[sound]'"
+    )
     with av.open(io.BytesIO(data), format=kind) as file:
         return sum(frame.samples / frame.sample_rate for frame in file.decode(audio=0))
 
@@ -67,17 +71,22 @@ def test_all_of_a_file_is_heard(kind: str, subtype: str | None) -> None:
     whole = heard(b"".join(parts))
     assert np.array_equal(whole, np.concatenate([heard(part) for part in parts]))
     assert len(whole) == 2.4 * RATE
-    with pytest.raises(InvalidAudio, match=r"is damaged|cannot be opened|cannot be decoded"):
+    with pytest.raises(
+        InvalidAudio, match=r"is damaged|cannot be opened|cannot be decoded"
+    ):
         heard(parts[0] + parts[1][: len(parts[1]) // 2])
 
 
 @pytest.mark.parametrize(
-    ("kind", "subtype", "name"), [("FLAC", None, "flac"), ("MP3", None, "mp3"), ("OGG", "VORBIS", "ogg")]
+    ("kind", "subtype", "name"),
+    [("FLAC", None, "flac"), ("MP3", None, "mp3"), ("OGG", "VORBIS", "ogg")],
 )
 def test_ffmpeg_hears_as_much(kind: str, subtype: str | None, name: str) -> None:
     """Up to the silence that an MP3 has before and behind, which its list of contents says is none of it."""
     data = recording(kind, subtype, 1.3) + recording(kind, subtype, 0.7)
-    assert load_audio(data, RATE).seconds == pytest.approx(seconds_by_ffmpeg(data, name), abs=0.1)
+    assert load_audio(data, RATE).seconds == pytest.approx(
+        seconds_by_ffmpeg(data, name), abs=0.1
+    )
 
 
 @pytest.mark.parametrize(
@@ -98,13 +107,17 @@ def test_mp3_without_a_list_of_contents_and_with_tags_between(between: bytes) ->
 @pytest.mark.parametrize("second", ["WAV", "AIFF", "CAF", "FLAC", "MP3", "OGG"])
 def test_files_of_two_kinds_are_refused(first: str, second: str) -> None:
     """Of which the first alone was heard."""
-    one, other = recording(first, None, 0.3, 16_000), recording(second, None, 0.2, 16_000)
+    one = recording(first, None, 0.3, 16_000)
+    other = recording(second, None, 0.2, 16_000)
     tagged = ID3 + one if first in ("FLAC", "MP3") else one
     assert load_audio(tagged, 16_000).seconds == 0.3
     assert load_audio(one + b"behind it " * 300, 16_000).seconds == 0.3
     if first == second:
         return
-    with pytest.raises(InvalidAudio, match=rf"{first.lower()} with a file of {second.lower()} joined to it; split it"):
+    with pytest.raises(
+        InvalidAudio,
+        match=rf"{first.lower()} with a file of {second.lower()} joined to it; split it",
+    ):
         load_audio(one + other, 16_000)
     with pytest.raises(InvalidAudio, match=rf"a file of {second.lower()} joined"):
         load_audio(tagged + one + other, 16_000)
@@ -112,9 +125,16 @@ def test_files_of_two_kinds_are_refused(first: str, second: str) -> None:
 
 def test_channels_may_change_and_rates_may_not() -> None:
     first = recording("MP3", None, 1.0)
-    assert load_audio(first + recording("MP3", None, 0.5, channels=2), RATE).seconds == 1.5
-    for second in (recording("MP3", None, 0.5, 22_050), without_contents(recording("MP3", None, 0.5, 22_050))):
-        with pytest.raises(InvalidAudio, match="changes its sample rate on the way; convert it first"):
+    assert (
+        load_audio(first + recording("MP3", None, 0.5, channels=2), RATE).seconds == 1.5
+    )
+    for second in (
+        recording("MP3", None, 0.5, 22_050),
+        without_contents(recording("MP3", None, 0.5, 22_050)),
+    ):
+        with pytest.raises(
+            InvalidAudio, match="changes its sample rate on the way; convert it first"
+        ):
             heard(first + second)
 
 
@@ -150,7 +170,9 @@ def test_there_are_not_as_many_as_one_likes(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(joined, "MAX_RECORDINGS", 3)
     data = recording("WAV", None, 0.1)
     assert load_audio(data * 3, RATE).seconds == pytest.approx(0.3)
-    with pytest.raises(InvalidAudio, match="is more than 3 recordings, joined to one file"):
+    with pytest.raises(
+        InvalidAudio, match="is more than 3 recordings, joined to one file"
+    ):
         heard(data * 4)
 
 
@@ -158,11 +180,15 @@ def test_there_are_not_as_many_as_one_likes(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def encoded(container: str, codec: str = "aac") -> bytes:
-    av = pytest.importorskip("av", reason="PyAV is not installed: pip install 'vlm-batch[sound]'")
+    av = pytest.importorskip(
+        "av", reason="PyAV is not installed: pip install 'vlm-batch[sound]'"
+    )
     out: Any = io.BytesIO()
     with av.open(out, "w", format=container) as file:
         stream = file.add_stream(codec, rate=RATE, layout="mono")
-        frame = av.AudioFrame.from_ndarray(tone(1.0, RATE)[None], format="fltp", layout="mono")
+        frame = av.AudioFrame.from_ndarray(
+            tone(1.0, RATE)[None], format="fltp", layout="mono"
+        )
         frame.sample_rate = RATE
         for packet in (*stream.encode(frame), *stream.encode(None)):
             file.mux(packet)
@@ -173,15 +199,20 @@ def test_raw_aac_is_heard() -> None:
     data = encoded("adts")
     assert load_audio(data, 16_000).seconds == pytest.approx(1.0, abs=0.05)
     assert load_audio(data * 2, 16_000).seconds == pytest.approx(2.0, abs=0.1)
-    with pytest.raises(InvalidAudio, match=r"cannot be opened|has no samples|cannot be decoded"):
+    with pytest.raises(
+        InvalidAudio, match=r"cannot be opened|has no samples|cannot be decoded"
+    ):
         load_audio(data[:20], 16_000)
 
 
-def test_raw_aac_without_pyav_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_raw_aac_without_pyav_says_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     data = encoded("adts")
     monkeypatch.setitem(sys.modules, "av", None)
     with pytest.raises(
-        InvalidAudio, match=r'an aac file, and PyAV.* is not installed: pip install "vlm-batch\[sound\]"'
+        InvalidAudio,
+        match=r'an aac file, and PyAV.* is not installed: pip install "vlm-batch\[sound\]"',
     ):
         load_audio(data, 16_000)
 
@@ -192,13 +223,16 @@ def test_joined_mp4_files_are_refused(container: str) -> None:
     data = encoded(container)
     assert load_audio(data, 16_000).seconds == pytest.approx(1.0, abs=0.05)
     with pytest.raises(
-        InvalidAudio, match="is several files joined, of which FFmpeg reads the first; convert it first"
+        InvalidAudio,
+        match="is several files joined, of which FFmpeg reads the first; convert it first",
     ):
         load_audio(data * 2, 16_000)
 
 
 def test_joined_mkv_files_are_heard() -> None:
-    assert load_audio(encoded("matroska") * 2, 16_000).seconds == pytest.approx(2.0, abs=0.1)
+    assert load_audio(encoded("matroska") * 2, 16_000).seconds == pytest.approx(
+        2.0, abs=0.1
+    )
 
 
 def test_folders_are_searched_for_what_is_read(tmp_path: Path) -> None:
@@ -207,7 +241,9 @@ def test_folders_are_searched_for_what_is_read(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(b"x")
     sources, _ = open_sources([str(tmp_path)], Reading(audios=True))
     rows = [row for source in sources for row in source.rows()]
-    assert [Path(row.id).name for row in rows] == names and all(row.audios for row in rows)
+    assert [Path(row.id).name for row in rows] == names and all(
+        row.audios for row in rows
+    )
 
 
 # Videos -----------------------------------------------------------------------------------------------------------------
@@ -222,25 +258,46 @@ def test_joined_videos_are_seen_to_their_end(name: str, tmp_path: Path) -> None:
     assert load_video(film).total == 30
     clip = load_video(both)
     assert clip.total == 60 and seen(clip)[-1] == 29
-    assert len([frame for frame in seen(load_video(Video(both, num_frames=60))) if frame == 0]) == 2
+    assert (
+        len(
+            [
+                frame
+                for frame in seen(load_video(Video(both, num_frames=60)))
+                if frame == 0
+            ]
+        )
+        == 2
+    )
 
 
 def test_joined_mp4_videos_are_refused(tmp_path: Path) -> None:
     film = write(tmp_path / "film.mp4")
     film.write_bytes(film.read_bytes() * 2)
     with pytest.raises(
-        InvalidVideo, match="is several files joined, of which FFmpeg reads the first; convert it first"
+        InvalidVideo,
+        match="is several files joined, of which FFmpeg reads the first; convert it first",
     ):
         load_video(film)
 
 
 def av1(path: Path) -> Path:
     """Frames that can be told by their grey, as phones and browsers code them now."""
-    av = pytest.importorskip("av", reason="PyAV is not installed: pip install 'vlm-batch[sound]'")
+    av = pytest.importorskip(
+        "av", reason="PyAV is not installed: pip install 'vlm-batch[sound]'"
+    )
     with av.open(path, "w") as file:
-        stream = file.add_stream("libsvtav1", rate=10, width=96, height=64, pix_fmt="yuv420p", options={"preset": "12"})
+        stream = file.add_stream(
+            "libsvtav1",
+            rate=10,
+            width=96,
+            height=64,
+            pix_fmt="yuv420p",
+            options={"preset": "12"},
+        )
         for index in range(10):
-            for packet in stream.encode(av.VideoFrame.from_ndarray(grey(index), format="rgb24")):
+            for packet in stream.encode(
+                av.VideoFrame.from_ndarray(grey(index), format="rgb24")
+            ):
                 file.mux(packet)
         for packet in stream.encode(None):
             file.mux(packet)
@@ -248,19 +305,24 @@ def av1(path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["film.mp4", "film.webm"])
-def test_av1_is_seen(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_av1_is_seen(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     film = av1(tmp_path / name)
     clip = load_video(Video(film, num_frames=10))
     assert (clip.size, clip.total, clip.fps) == ((10, 96, 64), 10, 10.0)
     assert seen(clip) == list(range(10))
-    assert seen(load_video(film.read_bytes(), Sampling(min_frames=2))) == seen(load_video(film, Sampling(min_frames=2)))
+    assert seen(load_video(film.read_bytes(), Sampling(min_frames=2))) == seen(
+        load_video(film, Sampling(min_frames=2))
+    )
     cancelled = Cancelled()
     cancelled.set()
     with pytest.raises(OperationCancelled):
         load_video(film, cancelled=cancelled)
     monkeypatch.setitem(sys.modules, "av", None)
     with pytest.raises(
-        InvalidVideo, match=r'coded as AV1, and PyAV.* is not installed: pip install "vlm-batch\[sound\]"'
+        InvalidVideo,
+        match=r'coded as AV1, and PyAV.* is not installed: pip install "vlm-batch\[sound\]"',
     ):
         load_video(film)
 
@@ -268,18 +330,33 @@ def test_av1_is_seen(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_both_readers_turn_a_video_upright(tmp_path: Path) -> None:
     """A quarter turn, written into the header of a film whose right half is white."""
     film = tmp_path / "film.mp4"
-    writer = cv2.VideoWriter(str(film), cv2.CAP_FFMPEG, cv2.VideoWriter_fourcc(*"mp4v"), 10.0, (96, 64))  # type: ignore[attr-defined]
+    writer = cv2.VideoWriter(
+        str(film),
+        cv2.CAP_FFMPEG,
+        cv2.VideoWriter_fourcc(*"mp4v"),  # type: ignore[attr-defined]
+        10.0,
+        (96, 64),
+    )
     for _ in range(5):
-        writer.write(np.repeat(np.uint8([[[0], [255]]]), 48, axis=1).repeat(64, axis=0).repeat(3, axis=2))  # type: ignore[arg-type]
+        writer.write(
+            np.repeat(np.uint8([[[0], [255]]]), 48, axis=1)  # type: ignore[arg-type]
+            .repeat(64, axis=0)
+            .repeat(3, axis=2)
+        )
     writer.release()
     data = bytearray(film.read_bytes())
     at = data.index(b"tkhd") + 44  # the track's matrix
-    data[at : at + 36] = np.array([0, 1 << 16, 0, -1 << 16, 0, 0, 64 << 16, 0, 1 << 30], ">i4").tobytes()
+    data[at : at + 36] = np.array(
+        [0, 1 << 16, 0, -1 << 16, 0, 0, 64 << 16, 0, 1 << 30], ">i4"
+    ).tobytes()
     film.write_bytes(data)
     capture = _Capture(film, "it")
     other = AvCapture(film, "it", capture.announced, capture.fps, capture.size)
     with closing(capture), closing(other):
-        pairs = zip(*(one.read(np.array([0, 4]), Cancelled()) for one in (capture, other)), strict=True)
+        pairs = zip(
+            *(one.read(np.array([0, 4]), Cancelled()) for one in (capture, other)),
+            strict=True,
+        )
         for one, same in pairs:
             assert one.shape == same.shape == (96, 64, 3)
             assert np.array_equal(one, same)

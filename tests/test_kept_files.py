@@ -65,7 +65,9 @@ def proof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_proof_is_read_as_it_was_written(proof: Path) -> None:
     found = read_proof(KEY, partial(Proof.kept, counts=COUNTS_HERE))
-    assert found == Proof(((1, 2, 4),), "it was tried", False, (("a product", (2, 4)),), (256, 512))
+    assert found == Proof(
+        ((1, 2, 4),), "it was tried", False, (("a product", (2, 4)),), (256, 512)
+    )
 
 
 @pytest.mark.parametrize(
@@ -91,33 +93,58 @@ def test_a_proof_is_read_as_it_was_written(proof: Path) -> None:
     ],
     ids=str,
 )
-def test_a_proof_of_another_form_is_as_none(proof: Path, changed: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_proof_of_another_form_is_as_none(
+    proof: Path, changed: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     write_proof(KEY, GOOD | changed)
     assert read_proof(KEY, partial(Proof.kept, counts=COUNTS_HERE)) is None
     assert f"{proof} is left out" in caplog.text
 
 
 @pytest.mark.parametrize("field", sorted(GOOD))
-def test_a_proof_that_lacks_something_is_as_none(proof: Path, field: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_proof_that_lacks_something_is_as_none(
+    proof: Path, field: str, caplog: pytest.LogCaptureFixture
+) -> None:
     write_proof(KEY, {name: value for name, value in GOOD.items() if name != field})
-    assert read_proof(KEY, partial(Proof.kept, counts=COUNTS_HERE)) is None and "is left out" in caplog.text
+    assert (
+        read_proof(KEY, partial(Proof.kept, counts=COUNTS_HERE)) is None
+        and "is left out" in caplog.text
+    )
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", "null", "{}", "[" * 100_000, '{"key": {"device": "x"}}', "\0" * 99, "\xff"], ids=range(9)
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "null",
+        "{}",
+        "[" * 100_000,
+        '{"key": {"device": "x"}}',
+        "\0" * 99,
+        "\xff",
+    ],
+    ids=range(9),
 )
-def test_a_file_that_is_no_proof_is_as_none(proof: Path, text: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_file_that_is_no_proof_is_as_none(
+    proof: Path, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
     proof.write_bytes(text.encode("latin-1"))
     assert read_proof(KEY, dict) is None and "is left out" in caplog.text
 
 
 @pytest.mark.parametrize("kind", SPECIAL)
-def test_what_is_no_small_file_in_a_proofs_place_is_as_none(proof: Path, kind: str) -> None:
+def test_what_is_no_small_file_in_a_proofs_place_is_as_none(
+    proof: Path, kind: str
+) -> None:
     special(proof, kind)
     assert read_proof(KEY, dict) is None
 
 
-def test_no_proof_is_no_line_in_the_log(proof: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_proof_is_no_line_in_the_log(
+    proof: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     proof.unlink()
     assert read_proof(KEY, dict) is None and not caplog.records
 
@@ -172,7 +199,9 @@ DAMAGES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "no numbers": lambda header: header["keys"].update(shape=["9", 3]),
     "negative": lambda header: header["keys"].update(shape=[-9, 3]),
     "many": lambda header: header["keys"].update(shape=[10**12, 3]),
-    "40 GB": lambda header: header["keys"].update(shape=[10**9, 3], data_offsets=[0, 24 * 10**9]),
+    "40 GB": lambda header: header["keys"].update(
+        shape=[10**9, 3], data_offsets=[0, 24 * 10**9]
+    ),
     "backwards": lambda header: header["keys"].update(data_offsets=[216, 0]),
     "below": lambda header: header["keys"].update(data_offsets=[-8, 216]),
     "another type": lambda header: header["keys"].update(dtype="F64"),
@@ -183,7 +212,9 @@ DAMAGES: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_row_of_another_form_is_as_none(kept: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_row_of_another_form_is_as_none(
+    kept: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
     header = header_of(kept)
     DAMAGES[damage](header)
     rewrite(kept, header)
@@ -192,7 +223,9 @@ def test_a_row_of_another_form_is_as_none(kept: Path, damage: str, caplog: pytes
     assert not kept.exists() and f"{kept} is left out" in caplog.text
 
 
-@pytest.mark.parametrize("text", [b"", b"[" * 100_000, b"[]", b"null", b"\xff\xfe"], ids=len)
+@pytest.mark.parametrize(
+    "text", [b"", b"[" * 100_000, b"[]", b"null", b"\xff\xfe"], ids=len
+)
 def test_a_header_that_is_none_is_as_none(kept: Path, text: bytes) -> None:
     rewrite(kept, text)
     assert not len(RowFiles(kept.parent, 10**6, Identity("m")))
@@ -204,7 +237,9 @@ def test_a_header_longer_than_its_file_is_as_none(kept: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", SPECIAL)
-def test_what_is_no_small_file_in_a_rows_place_is_as_none(kept: Path, kind: str) -> None:
+def test_what_is_no_small_file_in_a_rows_place_is_as_none(
+    kept: Path, kind: str
+) -> None:
     """At the start, and where it comes into a known file's place."""
     files = RowFiles(kept.parent, 10**6, Identity("m"))
     special(kept, kind)
@@ -221,21 +256,43 @@ def test_what_is_no_small_file_in_a_rows_place_is_as_none(kept: Path, kind: str)
 @pytest.mark.parametrize(
     "structure",
     [
-        {"num_layers": 10**9, "num_pictures": 0, "whole": {"7": {"kind": "LostState"}}, "points": {}},
+        {
+            "num_layers": 10**9,
+            "num_pictures": 0,
+            "whole": {"7": {"kind": "LostState"}},
+            "points": {},
+        },
         {"num_layers": "1", "num_pictures": 0, "whole": {}, "points": {}},
         {"num_layers": 1, "num_pictures": -1, "whole": {}, "points": {}},
-        {"num_layers": 1, "num_pictures": 0, "whole": {"1": {"kind": "FullState"}}, "points": {}},
-        {"num_layers": 1, "num_pictures": 0, "whole": {}, "points": {"99": {"layers": {}, "logits": None}}},
+        {
+            "num_layers": 1,
+            "num_pictures": 0,
+            "whole": {"1": {"kind": "FullState"}},
+            "points": {},
+        },
+        {
+            "num_layers": 1,
+            "num_pictures": 0,
+            "whole": {},
+            "points": {"99": {"layers": {}, "logits": None}},
+        },
         {"num_layers": 1, "num_pictures": 0, "whole": [], "points": {}},
     ],
     ids=str,
 )
-def test_a_sealed_row_of_another_form_is_refused(tmp_path: Path, structure: Any) -> None:
+def test_a_sealed_row_of_another_form_is_refused(
+    tmp_path: Path, structure: Any
+) -> None:
     from vlm_batch.store.files import _seal
 
     tensors = {"keys": mx.zeros((9, 3), dtype=mx.int64)}
     identity = '{"model": "m", "settings": {}}'
-    metadata = {"format": FORMAT, "version": VERSION, "identity": identity, "structure": json.dumps(structure)}
+    metadata = {
+        "format": FORMAT,
+        "version": VERSION,
+        "identity": identity,
+        "structure": json.dumps(structure),
+    }
     metadata["digest"] = _seal(tensors, metadata)
     mx.save_safetensors(str(tmp_path / "a.safetensors"), tensors, metadata)
     with pytest.raises(InvalidCache):
@@ -249,7 +306,9 @@ def test_a_prompt_cache_is_not_read_from_a_pipe(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mask", [0o000, 0o022, 0o077], ids=oct)
-def test_folders_are_private_whatever_the_umask(tmp_path: Path, mask: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_are_private_whatever_the_umask(
+    tmp_path: Path, mask: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Those on their way, too; a folder that is there stays as it is."""
     tmp_path.chmod(0o755)
     monkeypatch.setenv(FOLDER, str(tmp_path / "a" / "b"))
@@ -261,7 +320,11 @@ def test_folders_are_private_whatever_the_umask(tmp_path: Path, mask: int, monke
         os.umask(before)
     assert proof is not None
     made = [path for path in tmp_path.rglob("*") if path.is_dir()]
-    assert len(made) == 5 and {stat.S_IMODE(path.stat().st_mode) for path in made} == {0o700}
+    assert len(made) == 5 and {stat.S_IMODE(path.stat().st_mode) for path in made} == {
+        0o700
+    }
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert len(files) == 2 and {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o600}
+    assert len(files) == 2 and {
+        stat.S_IMODE(path.stat().st_mode) for path in files
+    } == {0o600}
     assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o755

@@ -34,21 +34,37 @@ def random(*shapes: tuple[int, ...]) -> list[mx.array]:
 
 
 @pytest.mark.parametrize("kind", ["causal", "none", "bool", "added"])
-@pytest.mark.parametrize(("length", "columns", "heads"), [(20, 20, 8), (5, 150, 8), (130, 140, 2), (1, 9, 8)])
-def test_spelled_out_attention_is_mlxs(length: int, columns: int, heads: int, kind: str) -> None:
-    queries, keys, values = random((3, heads, length, 16), (3, 2, columns, 16), (3, 2, columns, 24))
+@pytest.mark.parametrize(
+    ("length", "columns", "heads"), [(20, 20, 8), (5, 150, 8), (130, 140, 2), (1, 9, 8)]
+)
+def test_spelled_out_attention_is_mlxs(
+    length: int, columns: int, heads: int, kind: str
+) -> None:
+    queries, keys, values = random(
+        (3, heads, length, 16), (3, 2, columns, 16), (3, 2, columns, 24)
+    )
     masks: dict[str, Any] = {
         "causal": "causal",
         "none": None,
-        "bool": (mx.random.uniform(shape=(3, 1, length, columns)) > 0.4) | (mx.arange(columns) == 0),
+        "bool": (mx.random.uniform(shape=(3, 1, length, columns)) > 0.4)
+        | (mx.arange(columns) == 0),
         "added": mx.random.normal((3, heads, length, columns)),
     }
-    right = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=SCALE, mask=masks[kind])
-    assert largest(kernels.attend_unfused(queries, keys, values, SCALE, masks[kind]), right) < 2e-6
+    right = mx.fast.scaled_dot_product_attention(
+        queries, keys, values, scale=SCALE, mask=masks[kind]
+    )
+    assert (
+        largest(
+            kernels.attend_unfused(queries, keys, values, SCALE, masks[kind]), right
+        )
+        < 2e-6
+    )
     if kind in ("causal", "none"):
         found = kernels.attend_in_blocks(queries, keys, values, SCALE, masks[kind])
         assert largest(found, right) < 2e-6
-    assert largest(kernels.attend(queries, keys, values, SCALE, masks[kind]), right) < 2e-6
+    assert (
+        largest(kernels.attend(queries, keys, values, SCALE, masks[kind]), right) < 2e-6
+    )
 
 
 @pytest.mark.parametrize("scores", [2**25, 2**12], ids=["whole", "in parts"])
@@ -57,12 +73,18 @@ def test_a_prompts_attention_before_it_has_a_plan_is_mlxs(
     length: int, columns: int, scores: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernels, "PROMPT_SCORES", scores)
-    queries, keys, values = random((2, 8, length, 16), (2, 2, columns, 16), (2, 2, columns, 24))
-    right = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=SCALE, mask="causal")
+    queries, keys, values = random(
+        (2, 8, length, 16), (2, 2, columns, 16), (2, 2, columns, 24)
+    )
+    right = mx.fast.scaled_dot_product_attention(
+        queries, keys, values, scale=SCALE, mask="causal"
+    )
     assert largest(kernels.attend_before(queries, keys, values, SCALE), right) < 2e-6
 
 
-def test_large_prompts_are_spelled_out_until_a_plan_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_prompts_are_spelled_out_until_a_plan_pays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(kernels, "takes_plans", lambda queries: True)
     monkeypatch.setattr(kernels, "MAX_SCORES", 100)
     monkeypatch.setattr(kernels, "NUMBERS_BEFORE_PLAN", 3 * 8 * 30 * 30)
@@ -86,11 +108,15 @@ def test_large_prompts_are_spelled_out_until_a_plan_pays(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("scores", [2**25, 2**9], ids=["whole", "in parts"])
-def test_a_towers_attention_by_queries_is_mlxs(scores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_towers_attention_by_queries_is_mlxs(
+    scores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(kernels, "BLOCK_SCORES", scores)
     queries, keys, values = random((2, 4, 37, 16), (2, 4, 37, 16), (2, 4, 37, 16))
     right = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=SCALE)
-    assert largest(kernels.attend_by_queries(queries, keys, values, SCALE), right) < 2e-6
+    assert (
+        largest(kernels.attend_by_queries(queries, keys, values, SCALE), right) < 2e-6
+    )
 
 
 @pytest.fixture
@@ -113,7 +139,9 @@ def spelled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def test_a_tower_makes_plans_for_shapes_that_keep_coming(spelled: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tower_makes_plans_for_shapes_that_keep_coming(
+    spelled: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Large ones after fewer uses; where kernels go by shapes, for all that are large and none with few keys."""
     for length in (256, 512, 64):
         for _ in range(120):
@@ -128,18 +156,23 @@ def test_a_tower_makes_plans_for_shapes_that_keep_coming(spelled: list[int], mon
     assert spelled == [64]
     monkeypatch.setattr(kernels, "current", lambda: Call(is_fixed=False))
     spelled.clear()
-    queries, keys, values = random(*[(3, 1, 300, 8)] * 3)  # one by one: a plan then holds for any number of them
+    # one by one: a plan then holds for any number of them
+    queries, keys, values = random(*[(3, 1, 300, 8)] * 3)
     right = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=SCALE)
     assert largest(kernels.attend_all(queries, keys, values, SCALE), right) < 2e-6
     assert spelled == [300] * 3
 
 
-def test_pictures_of_many_sizes_are_filled_up_to_few(spelled: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pictures_of_many_sizes_are_filled_up_to_few(
+    spelled: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A length of its own is planned at once where one size comes, and late where its neighbours have been filled up."""
     planned: list[int] = []
     plain = kernels.attend_filled
 
-    def noted(queries: mx.array, keys: mx.array, values: mx.array, length: int, scale: float) -> mx.array:
+    def noted(
+        queries: mx.array, keys: mx.array, values: mx.array, length: int, scale: float
+    ) -> mx.array:
         planned.append(length)
         return plain(queries, keys, values, length, scale)
 
@@ -150,7 +183,9 @@ def test_pictures_of_many_sizes_are_filled_up_to_few(spelled: list[int], monkeyp
         queries, keys, values = random(*[(1, 2, length, 8)] * 3)
         found = kernels.attend_all(queries, keys, values, SCALE)
         if turn % 40 == 0:
-            right = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=SCALE)
+            right = mx.fast.scaled_dot_product_attention(
+                queries, keys, values, scale=SCALE
+            )
             assert largest(found, right) < 2e-6
     assert len(spelled) == 100 * 256**2 // (2 * 256**2) and set(planned) == {256, 193}
     assert planned == sorted(planned, reverse=True)  # once its own, always its own
@@ -162,33 +197,64 @@ def test_pictures_of_many_sizes_are_filled_up_to_few(spelled: list[int], monkeyp
     assert planned == [256] and not spelled
 
 
-@pytest.mark.parametrize("width", [16, 128])  # with room for further columns, and with a mask
+# with room for further columns, and with a mask
+@pytest.mark.parametrize("width", [16, 128])
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16])
-def test_what_fills_a_picture_up_is_not_attended_to(width: int, dtype: mx.Dtype) -> None:
-    queries, keys, values = (10 * part.astype(dtype) for part in random(*[(2, 3, 70, width)] * 3))
+def test_what_fills_a_picture_up_is_not_attended_to(
+    width: int, dtype: mx.Dtype
+) -> None:
+    queries, keys, values = (
+        10 * part.astype(dtype) for part in random(*[(2, 3, 70, width)] * 3)
+    )
     right = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=0.1)
     found = kernels.attend_filled(queries, keys, values, 128, 0.1)
-    assert largest(found.astype(mx.float32), right.astype(mx.float32)) < (2e-5 if dtype == mx.float32 else 0.05)
+    assert largest(found.astype(mx.float32), right.astype(mx.float32)) < (
+        2e-5 if dtype == mx.float32 else 0.05
+    )
 
 
 def test_few_numbers_lie_an_eighth_of_a_power_of_two_apart() -> None:
     assert [kernels.few_from(count, 64) for count in (1, 64, 65, 1024, 1025, 4896, 5121)] == [
         64, 64, 128, 1024, 1152, 5120, 5632
     ]  # fmt: skip
-    assert [kernels.few_to(count, 16) for count in (0, 15, 16, 81, 300)] == [0, 0, 16, 80, 288]
+    assert [kernels.few_to(count, 16) for count in (0, 15, 16, 81, 300)] == [
+        0,
+        0,
+        16,
+        80,
+        288,
+    ]
     for count in range(1, 3000):
         below, above = kernels.few_to(count, 16), kernels.few_from(count, 16)
-        assert below <= count <= above and kernels.few_from(below, 16) == below and kernels.few_to(above, 16) == above
+        assert (
+            below <= count <= above
+            and kernels.few_from(below, 16) == below
+            and kernels.few_to(above, 16) == above
+        )
 
 
-@pytest.mark.parametrize(("heads", "columns", "is_ours"), [(2, 511, False), (2, 512, True), (8, 9, True)])
-def test_one_query_over_many_keys_or_of_many_heads_is_mlxs(heads: int, columns: int, is_ours: bool) -> None:
-    queries, keys, values = random((3, heads, 1, 16), (3, 2, columns, 16), (3, 2, columns, 24))
+@pytest.mark.parametrize(
+    ("heads", "columns", "is_ours"), [(2, 511, False), (2, 512, True), (8, 9, True)]
+)
+def test_one_query_over_many_keys_or_of_many_heads_is_mlxs(
+    heads: int, columns: int, is_ours: bool
+) -> None:
+    queries, keys, values = random(
+        (3, heads, 1, 16), (3, 2, columns, 16), (3, 2, columns, 24)
+    )
     assert kernels.is_long(queries, keys) is is_ours
     right = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=SCALE)
     assert largest(kernels.attend(queries, keys, values, SCALE), right) < 2e-6
     far = kernels.attend(100 * queries, keys, values, SCALE)  # scores in the hundreds
-    assert largest(far, mx.fast.scaled_dot_product_attention(100 * queries, keys, values, scale=SCALE)) < 2e-5
+    assert (
+        largest(
+            far,
+            mx.fast.scaled_dot_product_attention(
+                100 * queries, keys, values, scale=SCALE
+            ),
+        )
+        < 2e-5
+    )
 
 
 @pytest.mark.parametrize("is_bool", [True, False])
@@ -197,16 +263,28 @@ def test_queries_of_a_group_see_the_same_columns(is_bool: bool) -> None:
     mask = (mx.arange(20) < mx.array([3, 20, 9])[:, None])[:, None, None]
     mask = mask if is_bool else mx.where(mask, 0.0, -1e30)
     assert kernels.is_groupable(queries, keys, mask)
-    right = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=SCALE, mask=mask)
-    assert largest(kernels.attend_groups(queries, keys, values, SCALE, mask), right) < 2e-6
+    right = mx.fast.scaled_dot_product_attention(
+        queries, keys, values, scale=SCALE, mask=mask
+    )
+    assert (
+        largest(kernels.attend_groups(queries, keys, values, SCALE, mask), right) < 2e-6
+    )
 
 
-def test_a_shape_gets_a_plan_once_it_keeps_coming_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shape_gets_a_plan_once_it_keeps_coming_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(kernels, "USES_BEFORE_PLAN", 2)
     monkeypatch.setattr(kernels, "_uses", type(kernels._uses)())
     queries, keys = random((1, 2, 7, 8), (1, 2, 9, 8))
-    assert [kernels.is_rare(queries, keys) for _ in range(4)] == [True, True, False, False]
-    assert not kernels.is_rare(mx.zeros((1, 64, 2048, 8)), mx.zeros((1, 64, 2048, 8)))  # too many scores
+    assert [kernels.is_rare(queries, keys) for _ in range(4)] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    # too many scores
+    assert not kernels.is_rare(mx.zeros((1, 64, 2048, 8)), mx.zeros((1, 64, 2048, 8)))
 
 
 def test_swiglu_is_mlx_vlms_and_holds_far_out() -> None:
@@ -225,7 +303,10 @@ class DistinctWindows(VisionModel):  # type: ignore[misc,valid-type]
 
 
 @pytest.mark.parametrize("by_plans", [False, True])
-@pytest.mark.parametrize("grids", [[[1, 8, 8]], [[1, 6, 10], [1, 4, 4]], [[1, 8, 8]] * 3, [[2, 6, 4]], [[1, 30, 38]]])
+@pytest.mark.parametrize(
+    "grids",
+    [[[1, 8, 8]], [[1, 6, 10], [1, 4, 4]], [[1, 8, 8]] * 3, [[2, 6, 4]], [[1, 30, 38]]],
+)
 def test_windows_of_one_size_in_one_call_see_what_mlx_vlms_see(
     grids: list[list[int]], by_plans: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -244,14 +325,18 @@ def test_windows_of_one_size_in_one_call_see_what_mlx_vlms_see(
     assert largest(found[0], found[1]) < 1e-5
 
 
-def test_windows_of_pictures_of_many_sizes_fill_calls_of_few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windows_of_pictures_of_many_sizes_fill_calls_of_few_shapes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Spelled out until the shapes have come often enough, and then in few calls, whose answers are the same."""
     monkeypatch.setattr(kernels, "takes_plans", lambda queries: True)
     monkeypatch.setattr(kernels, "_uses", Counter())
     monkeypatch.setattr(kernels, "NUMBERS_BEFORE_PLAN", 2**17)
     attend, fused, shapes = mx.fast.scaled_dot_product_attention, [], set()
 
-    def noted(queries: mx.array, *rest: Any, mask: Any = None, **options: Any) -> mx.array:
+    def noted(
+        queries: mx.array, *rest: Any, mask: Any = None, **options: Any
+    ) -> mx.array:
         fused.append(mask is not None)
         shapes.add((queries.shape, mask is not None))
         return attend(queries, *rest, mask=mask, **options)
@@ -266,11 +351,15 @@ def test_windows_of_pictures_of_many_sizes_fill_calls_of_few_shapes(monkeypatch:
         found = windows.attend_windows(both, values, runs, 16, SCALE)
         monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", attend)
         assert largest(found, right) < 2e-6 and len(fused) <= 3
-    assert 0 < len(shapes) <= 6 and {is_masked for _, is_masked in shapes} == {False, True}
+    assert 0 < len(shapes) <= 6 and {is_masked for _, is_masked in shapes} == {
+        False,
+        True,
+    }
 
 
 @pytest.mark.parametrize(
-    ("whole", "small"), [(0, 3), (5, 0), (15, 3), (16, 3), (17, 0), (17, 3), (31, 3), (32, 0), (300, 3)]
+    ("whole", "small"),
+    [(0, 3), (5, 0), (15, 3), (16, 3), (17, 0), (17, 3), (31, 3), (32, 0), (300, 3)],
 )
 def test_a_windows_kernel_goes_by_its_size_and_not_by_its_place(
     whole: int, small: int, monkeypatch: pytest.MonkeyPatch
@@ -282,7 +371,9 @@ def test_a_windows_kernel_goes_by_its_size_and_not_by_its_place(
     right = windows.attend_runs(both[0], both[1], values, runs, SCALE)
     attend, masked = mx.fast.scaled_dot_product_attention, []
 
-    def noted(queries: mx.array, *rest: Any, mask: Any = None, **options: Any) -> mx.array:
+    def noted(
+        queries: mx.array, *rest: Any, mask: Any = None, **options: Any
+    ) -> mx.array:
         masked.append((len(queries), mask is not None))
         return attend(queries, *rest, mask=mask, **options)
 
@@ -291,7 +382,9 @@ def test_a_windows_kernel_goes_by_its_size_and_not_by_its_place(
     monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", noted)
     made = windows.windows_of(runs, 4)
     assert largest(windows.attend_windows(both, values, runs, 4, SCALE), right) < 2e-6
-    assert [count for count, is_masked in masked if is_masked] == ([16] if small else [])
+    assert [count for count, is_masked in masked if is_masked] == (
+        [16] if small else []
+    )
     assert all(count % 16 == 0 or count == whole < 16 for count, _ in masked)
     assert [shape[0] for shape in made.calls(2, 8)] == [count for count, _ in masked]
 

@@ -22,12 +22,26 @@ def numbers(dtype: mx.Dtype) -> mx.array:
 
 
 def same(found: Any, right: mx.array) -> bool:
-    return isinstance(found, Known) and found.dtype == right.dtype and mx.array_equal(found, right).item() is True
+    return (
+        isinstance(found, Known)
+        and found.dtype == right.dtype
+        and mx.array_equal(found, right).item() is True
+    )
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize(
-    "at", [0, -1, slice(1, None), (..., None), (slice(None), 1), (None, 2, slice(0, 2)), (1, 1)], ids=str
+    "at",
+    [
+        0,
+        -1,
+        slice(1, None),
+        (..., None),
+        (slice(None), 1),
+        (None, 2, slice(0, 2)),
+        (1, 1),
+    ],
+    ids=str,
 )
 def test_parts_are_mlxs(dtype: mx.Dtype, at: Any) -> None:
     given = numbers(dtype)
@@ -41,7 +55,15 @@ def test_parts_are_mlxs(dtype: mx.Dtype, at: Any) -> None:
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("name", ["sum", "prod", "max", "min", "any", "all"])
 @pytest.mark.parametrize(
-    "how", [{}, {"axis": 0}, {"axis": -1, "keepdims": True}, {"axis": (0, 1)}, {"axis": [0, 1]}], ids=str
+    "how",
+    [
+        {},
+        {"axis": 0},
+        {"axis": -1, "keepdims": True},
+        {"axis": (0, 1)},
+        {"axis": [0, 1]},
+    ],
+    ids=str,
 )
 def test_sums_are_mlxs(dtype: mx.Dtype, name: str, how: dict[str, Any]) -> None:
     given = numbers(dtype)
@@ -53,7 +75,10 @@ def test_sums_are_mlxs(dtype: mx.Dtype, name: str, how: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize("compare", [operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge])
+@pytest.mark.parametrize(
+    "compare",
+    [operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge],
+)
 def test_comparisons_are_mlxs(dtype: mx.Dtype, compare: Any) -> None:
     given, other = numbers(dtype), numbers(dtype)[:1]
     mx.eval(other)

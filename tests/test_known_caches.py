@@ -22,19 +22,32 @@ Renamed.__module__ = upstream.__name__
 
 
 @pytest.mark.parametrize(
-    "caches", [[Renamed()], [upstream.KVCache(), upstream.CacheList(upstream.KVCache(), Renamed())]]
+    "caches",
+    [
+        [Renamed()],
+        [upstream.KVCache(), upstream.CacheList(upstream.KVCache(), Renamed())],
+    ],
 )
 def test_a_class_that_is_not_known_is_refused(caches: list[Any]) -> None:
-    with pytest.raises(UnsupportedModel, match=r"my_vl: .* in a mlx_vlm.models.cache.Renamed, which"):
+    with pytest.raises(
+        UnsupportedModel, match=r"my_vl: .* in a mlx_vlm.models.cache.Renamed, which"
+    ):
         check_caches(caches, family="my_vl")
 
 
-def test_a_model_with_such_a_layer_is_refused_when_it_is_adapted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_with_such_a_layer_is_refused_when_it_is_adapted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = family("llava").build()
     monkeypatch.setattr(
-        type(model.language_model), "make_cache", lambda self: [Renamed() for _ in self.layers], raising=False
+        type(model.language_model),
+        "make_cache",
+        lambda self: [Renamed() for _ in self.layers],
+        raising=False,
     )
-    with pytest.raises(UnsupportedModel, match=r"llava: .* mlx_vlm.models.cache.Renamed"):
+    with pytest.raises(
+        UnsupportedModel, match=r"llava: .* mlx_vlm.models.cache.Renamed"
+    ):
         adapt(model, "llava")
 
 
@@ -44,8 +57,16 @@ def test_every_family_has_known_caches_and_every_known_class_is_used() -> None:
         adapter = shared_adapter(name)
         caches = adapter.make_cache()
         check_caches(caches, family=adapter.spec.family)
-        inner = [part for one in caches if type(one) is upstream.CacheList for part in one.caches]
-        used |= {f"{type(one).__module__}.{type(one).__qualname__}" for one in [*caches, *inner]}
+        inner = [
+            part
+            for one in caches
+            if type(one) is upstream.CacheList
+            for part in one.caches
+        ]
+        used |= {
+            f"{type(one).__module__}.{type(one).__qualname__}"
+            for one in [*caches, *inner]
+        }
     assert used >= KNOWN
 
 

@@ -12,7 +12,15 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from tests.harness import Answer, Ask, inputs_of, oracle, run, settings_for, shared_adapter
+from tests.harness import (
+    Answer,
+    Ask,
+    inputs_of,
+    oracle,
+    run,
+    settings_for,
+    shared_adapter,
+)
 from tests.recording import record, record_none
 from tests.reuse_cases import followed_by, in_turns, only_resumable, request
 from tests.zoo import apart
@@ -64,13 +72,17 @@ def generator(name: str, kv: KVQuantisation | None, **how: Any) -> BatchGenerato
 
 
 @cache
-def alone(name: str, key: str, kv: KVQuantisation, num_tokens: int = 8) -> tuple[list[int], np.ndarray]:
+def alone(
+    name: str, key: str, kv: KVQuantisation, num_tokens: int = 8
+) -> tuple[list[int], np.ndarray]:
     """Tokens and log-probabilities (T, V) of a request that has the engine to itself, under the same settings."""
     (answer,) = run(
         shared_adapter(name),
         lambda key: request(name, key),
         [Ask(key, tokens=num_tokens)],
-        generator=generator(name, kv, policy=settings_for(Placement.ROWS, idle_budget=2048)),
+        generator=generator(
+            name, kv, policy=settings_for(Placement.ROWS, idle_budget=2048)
+        ),
     )
     assert answer.result is not None
     assert answer.result.error is None, answer.result.error
@@ -91,8 +103,11 @@ def check(name: str, answers: list[Answer], kv: KVQuantisation) -> float:
             worst = apart(answer.logprobs[step], logprobs[step])
             assert worst <= allowed, (name, answer.ask.key, step, worst)
             largest = max(largest, worst)
-            if token != tokens[step]:  # then they were as good as equal, and what follows is another text
-                assert logprobs[step][tokens[step]] - logprobs[step][token] <= 2 * allowed
+            # then they were as good as equal, and what follows is another text
+            if token != tokens[step]:
+                assert (
+                    logprobs[step][tokens[step]] - logprobs[step][token] <= 2 * allowed
+                )
                 break
     return largest
 
@@ -102,7 +117,10 @@ UNIFORM = KVQuantisation(8, 32)
 LATE = KVQuantisation(8, 32, start=20)
 #: Families that refuse, by name and with the reason.
 REFUSED = {
-    **dict.fromkeys(("deepseek_v4", "deepseek_v4_text", "deepseek_v41", "glm5_next"), "no layer of full attention"),
+    **dict.fromkeys(
+        ("deepseek_v4", "deepseek_v4_text", "deepseek_v41", "glm5_next"),
+        "no layer of full attention",
+    ),
     "kimi_k25": "cannot be run with kv_bits=8",
     "kimi_k25_groups": "cannot be run with kv_bits=8",
     "kimi_k3": "cannot be run with kv_bits=8",
@@ -114,7 +132,10 @@ REFUSED = {
 }
 _LATENT = "attention over the latent cuts the keys up itself"
 REASONS = {
-    **dict.fromkeys(("deepseek_v4", "deepseek_v4_text", "deepseek_v41", "glm5_next"), "no layer of full attention"),
+    **dict.fromkeys(
+        ("deepseek_v4", "deepseek_v4_text", "deepseek_v41", "glm5_next"),
+        "no layer of full attention",
+    ),
     "kimi_k25": _LATENT,
     "kimi_k25_groups": _LATENT,
     "kimi_k3": _LATENT,
@@ -126,7 +147,9 @@ REASONS = {
 }
 
 
-@pytest.mark.parametrize("kv", [UNIFORM, KVQuantisation(4, 32)], ids=["8 bits", "4 bits"])
+@pytest.mark.parametrize(
+    "kv", [UNIFORM, KVQuantisation(4, 32)], ids=["8 bits", "4 bits"]
+)
 @pytest.mark.parametrize("placement", list(Placement))
 def test_equal_prompts_are_prefilled_together(
     kv: KVQuantisation, placement: Placement, monkeypatch: pytest.MonkeyPatch
@@ -142,13 +165,17 @@ def test_equal_prompts_are_prefilled_together(
 
     monkeypatch.setattr(adapter, "prefill", watched)
     asks = [Ask(f"image:{seed}:1") for seed in (1, 2, 3)]
-    engine = generator(name, kv, policy=settings_for(placement, prefill_together=8, idle_budget=512))
+    engine = generator(
+        name, kv, policy=settings_for(placement, prefill_together=8, idle_budget=512)
+    )
     answers = run(adapter, lambda key: request(name, key), asks, generator=engine)
     assert shared == [(3, {QuantizedCache})]
     check(name, answers, kv)
 
 
-def test_rows_that_stay_exact_at_first_are_prefilled_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_stay_exact_at_first_are_prefilled_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     adapter = shared_adapter("qwen2_vl")
     whole = adapter.prefill
 
@@ -158,8 +185,14 @@ def test_rows_that_stay_exact_at_first_are_prefilled_apart(monkeypatch: pytest.M
 
     monkeypatch.setattr(adapter, "prefill", watched)
     asks = [Ask(f"image:{seed}:1") for seed in (1, 2)]
-    engine = generator("qwen2_vl", LATE, policy=settings_for(prefill_together=8, idle_budget=512))
-    check("qwen2_vl", run(adapter, lambda key: request("qwen2_vl", key), asks, generator=engine), LATE)
+    engine = generator(
+        "qwen2_vl", LATE, policy=settings_for(prefill_together=8, idle_budget=512)
+    )
+    check(
+        "qwen2_vl",
+        run(adapter, lambda key: request("qwen2_vl", key), asks, generator=engine),
+        LATE,
+    )
 
 
 @pytest.mark.parametrize("mask", [None, "causal"])
@@ -176,7 +209,9 @@ def test_several_queries_attend_by_the_devices_own_kernels(mask: str | None) -> 
         queries, *(part.dequantized() for part in stored), scale=0.2, mask=mask
     )
     assert float(mx.abs(found - plain).max()) < 1e-5
-    exact = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=0.2, mask=mask)
+    exact = mx.fast.scaled_dot_product_attention(
+        queries, keys, values, scale=0.2, mask=mask
+    )
     assert float(mx.abs(found - exact).max()) > 1e-4
 
 
@@ -184,14 +219,22 @@ def test_turboquant_is_refused_away_from_metal(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.delenv(loading.TURBOQUANT, raising=False)
     for kind in (Device.CPU, Device.CUDA):
         monkeypatch.setattr(loading, "device", lambda kind=kind: kind)
-        with pytest.raises(UnsupportedModel, match=r"5 to 19 times as long .* kv_bits=4 .*VLM_BATCH_TURBOQUANT=slow"):
+        with pytest.raises(
+            UnsupportedModel,
+            match=r"5 to 19 times as long .* kv_bits=4 .*VLM_BATCH_TURBOQUANT=slow",
+        ):
             VLMBatcher(default_checkpoint(), kv=KVQuantisation(4, scheme="turboquant"))
     monkeypatch.setattr(loading, "device", lambda: Device.METAL)
     loading.check_scheme(TURBO)
     monkeypatch.setattr(loading, "device", lambda: Device.CPU)
     monkeypatch.setenv(loading.TURBOQUANT, "slow")
-    with VLMBatcher(default_checkpoint(), kv=KVQuantisation(4, scheme="turboquant")) as batcher:
-        assert batcher.submit(prompt="count to 5", params={"max_tokens": 4}).result().error is None
+    with VLMBatcher(
+        default_checkpoint(), kv=KVQuantisation(4, scheme="turboquant")
+    ) as batcher:
+        assert (
+            batcher.submit(prompt="count to 5", params={"max_tokens": 4}).result().error
+            is None
+        )
 
 
 @pytest.mark.parametrize(("name", "placement"), in_turns())
@@ -201,29 +244,46 @@ def test_rows_are_what_they_are_alone(name: str, placement: Placement) -> None:
         refused(name, "kv_8_bits", TURBO)
         return
     quantised, _ = UNIFORM.counts(shared_adapter(name).make_cache())
-    assert quantised, f"{name} has no layer that bits would apply to: it is to be refused"
-    asks = [Ask(IMAGE), Ask(TEXT, tokens=3), Ask(OTHER, at=2), Ask(TEXT, at=3, cancel_at=7)]
-    engine = generator(name, UNIFORM, policy=settings_for(placement, prefill_budget=5, idle_budget=5))
-    answers = run(shared_adapter(name), lambda key: request(name, key), asks, generator=engine)
+    assert quantised, (
+        f"{name} has no layer that bits would apply to: it is to be refused"
+    )
+    asks = [
+        Ask(IMAGE),
+        Ask(TEXT, tokens=3),
+        Ask(OTHER, at=2),
+        Ask(TEXT, at=3, cancel_at=7),
+    ]
+    engine = generator(
+        name, UNIFORM, policy=settings_for(placement, prefill_budget=5, idle_budget=5)
+    )
+    answers = run(
+        shared_adapter(name), lambda key: request(name, key), asks, generator=engine
+    )
     record(name, "kv_8_bits", placement, check(name, answers, UNIFORM))
     exact = oracle(name, IMAGE).logprobs[0]
     assert 0 < apart(answers[0].logprobs[0], exact) < 1.0
 
 
 @pytest.mark.parametrize(("name", "placement"), in_turns())
-def test_turboquant_for_every_family_or_refused_by_name(name: str, placement: Placement) -> None:
+def test_turboquant_for_every_family_or_refused_by_name(
+    name: str, placement: Placement
+) -> None:
     """Two rows, one of which joins late."""
     if name in REFUSED:
         refused(name, "kv_turboquant", TURBO)
         return
     asks = [Ask(IMAGE, tokens=5), Ask(TEXT, at=2, tokens=5)]
     engine = generator(name, TURBO, policy=settings_for(placement))
-    answers = run(shared_adapter(name), lambda key: request(name, key), asks, generator=engine)
+    answers = run(
+        shared_adapter(name), lambda key: request(name, key), asks, generator=engine
+    )
     record(name, "kv_turboquant", placement, check(name, answers, TURBO))
 
 
 @pytest.mark.parametrize(("name", "placement"), in_turns())
-def test_quantised_conversations_go_on(name: str, placement: Placement, tmp_path: Path) -> None:
+def test_quantised_conversations_go_on(
+    name: str, placement: Placement, tmp_path: Path
+) -> None:
     """A prefix hit and a continued cache, by way of a file where files know its layers: as without them."""
     only_resumable(name, "kv_8_bits_continued")
     if name in REFUSED:
@@ -231,10 +291,23 @@ def test_quantised_conversations_go_on(name: str, placement: Placement, tmp_path
         return
     adapter = shared_adapter(name)
     engine = generator(
-        name, UNIFORM, policy=settings_for(placement), reuse=Reuse(adapter, PrefixCache(ByteBudget(2**28)))
+        name,
+        UNIFORM,
+        policy=settings_for(placement),
+        reuse=Reuse(adapter, PrefixCache(ByteBudget(2**28))),
     )
-    engine.insert("first", as_mlx(request(name, TEXT)), SamplingParams(max_tokens=4, seed=0), return_cache=True)
-    (first,) = [event.result for _ in range(60) for event in engine.step() if event.result is not None]
+    engine.insert(
+        "first",
+        as_mlx(request(name, TEXT)),
+        SamplingParams(max_tokens=4, seed=0),
+        return_cache=True,
+    )
+    (first,) = [
+        event.result
+        for _ in range(60)
+        for event in engine.step()
+        if event.result is not None
+    ]
     assert first.error is None, first.error
     assert first.cache is not None
     held = first.cache
@@ -242,16 +315,26 @@ def test_quantised_conversations_go_on(name: str, placement: Placement, tmp_path
         held.save(tmp_path / "a")
         held = PromptCache.load(tmp_path / "a")
     longer = followed_by(
-        request(name, TEXT), [*first.token_ids, *words(77, 5)], len(request(name, TEXT)["input_ids"][0])
+        request(name, TEXT),
+        [*first.token_ids, *words(77, 5)],
+        len(request(name, TEXT)["input_ids"][0]),
     )
     largest = 0.0
-    shared = common_length(*(adapter.prompt_key(as_mlx(one)).positions for one in (longer, request(name, TEXT))))
-    ways = [held, None] if shared else [None]  # continued, unless a longer prompt has other keys; a hit of what it left
+    shared = common_length(
+        *(
+            adapter.prompt_key(as_mlx(one)).positions
+            for one in (longer, request(name, TEXT))
+        )
+    )
+    # continued, unless a longer prompt has other keys; a hit of what it left
+    ways = [held, None] if shared else [None]
     for brought in ways:
         reuse = Reuse(adapter) if brought is not None else engine.reuse
         warm = generator(name, UNIFORM, policy=settings_for(placement), reuse=reuse)
         found = quantised_answer(name, longer, warm, brought)
-        right = quantised_answer(name, longer, generator(name, UNIFORM, policy=settings_for(Placement.ROWS)))
+        right = quantised_answer(
+            name, longer, generator(name, UNIFORM, policy=settings_for(Placement.ROWS))
+        )
         assert found.result is not None
         assert found.result.error is None, found.result.error
         if shared:
@@ -273,31 +356,50 @@ def test_quantised_slabs_in_a_compiled_step(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(CompiledDecode, "__call__", counted)
     asks = [Ask(IMAGE), Ask(TEXT, at=2, tokens=4)]
-    engine = generator("qwen2_vl", UNIFORM, policy=settings_for(Placement.SLAB), compile_decode=True)
+    engine = generator(
+        "qwen2_vl", UNIFORM, policy=settings_for(Placement.SLAB), compile_decode=True
+    )
     check(
         "qwen2_vl",
-        run(shared_adapter("qwen2_vl"), lambda key: request("qwen2_vl", key), asks, generator=engine),
+        run(
+            shared_adapter("qwen2_vl"),
+            lambda key: request("qwen2_vl", key),
+            asks,
+            generator=engine,
+        ),
         UNIFORM,
     )
     assert graphs
 
 
-@pytest.mark.parametrize("placement", list(Placement), ids=lambda placement: placement.value)
-def test_turboquant_decodes_without_unpacking_the_cache(placement: Placement, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "placement", list(Placement), ids=lambda placement: placement.value
+)
+def test_turboquant_decodes_without_unpacking_the_cache(
+    placement: Placement, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Three rows of different lengths: each goes to mlx-vlm's decode attention for one row, which reads the codes."""
     name = "qwen2_vl"
     calls = {"dequantize": 0, "decode_attention": 0}
     for method in calls:
         right = getattr(TurboCache, method)
 
-        def counted(self: Any, *args: Any, _right: Any = right, _method: str = method, **kwargs: Any) -> Any:
+        def counted(
+            self: Any,
+            *args: Any,
+            _right: Any = right,
+            _method: str = method,
+            **kwargs: Any,
+        ) -> Any:
             calls[_method] += 1
             return _right(self, *args, **kwargs)
 
         monkeypatch.setattr(TurboCache, method, counted)
     engine = generator(name, TURBO, policy=settings_for(placement))
     for index, key in enumerate((IMAGE, TEXT, OTHER)):
-        engine.insert(str(index), as_mlx(request(name, key)), SamplingParams(max_tokens=9))
+        engine.insert(
+            str(index), as_mlx(request(name, key)), SamplingParams(max_tokens=9)
+        )
     while len(engine.rows.batch) < 3:
         engine.step()
     before = dict(calls)
@@ -316,12 +418,23 @@ def refused(name: str, scenario: str, kv: KVQuantisation) -> None:
     assert shared_adapter(name).spec.family in str(raised.value)
 
 
-def quantised_answer(name: str, inputs: Any, engine: BatchGenerator, cache: PromptCache | None = None) -> Answer:
+def quantised_answer(
+    name: str, inputs: Any, engine: BatchGenerator, cache: PromptCache | None = None
+) -> Answer:
     """The first tokens of a request that may continue a cache."""
     plain = engine.insert
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "insert", lambda number, given, params: plain(number, given, params, cache=cache))
-        (answer,) = run(shared_adapter(name), lambda key: inputs, [Ask("", tokens=3)], generator=engine)
+        patch.setattr(
+            engine,
+            "insert",
+            lambda number, given, params: plain(number, given, params, cache=cache),
+        )
+        (answer,) = run(
+            shared_adapter(name),
+            lambda key: inputs,
+            [Ask("", tokens=3)],
+            generator=engine,
+        )
     return answer
 
 
@@ -330,7 +443,12 @@ def test_a_dropped_mask_is_far_off(name: str, monkeypatch: pytest.MonkeyPatch) -
     """The check can fail: rows of different lengths in one slab, without the mask between them."""
     monkeypatch.setattr(SlabCache, "make_mask", lambda self, length, **_: None)
     engine = generator(name, UNIFORM, policy=settings_for(Placement.SLAB))
-    answers = run(shared_adapter(name), lambda key: request(name, key), [Ask(IMAGE), Ask(OTHER)], generator=engine)
+    answers = run(
+        shared_adapter(name),
+        lambda key: request(name, key),
+        [Ask(IMAGE), Ask(OTHER)],
+        generator=engine,
+    )
     with pytest.raises(AssertionError):
         check(name, answers, UNIFORM)
 
@@ -354,8 +472,16 @@ def test_a_dropped_mask_is_far_off(name: str, monkeypatch: pytest.MonkeyPatch) -
 def test_other_schemes(name: str, kv: KVQuantisation, placement: Placement) -> None:
     """TurboQuant row by row; late quantisation, whose start lies in the middle of a prompt or of an answer."""
     asks = [Ask(IMAGE), Ask(OTHER, tokens=8), Ask(TEXT, at=2, tokens=4)]
-    engine = generator(name, kv, policy=settings_for(placement, prefill_budget=7, idle_budget=7))
-    check(name, run(shared_adapter(name), lambda key: request(name, key), asks, generator=engine), kv)
+    engine = generator(
+        name, kv, policy=settings_for(placement, prefill_budget=7, idle_budget=7)
+    )
+    check(
+        name,
+        run(
+            shared_adapter(name), lambda key: request(name, key), asks, generator=engine
+        ),
+        kv,
+    )
 
 
 @pytest.mark.parametrize("kv", [UNIFORM, TURBO, LATE], ids=str)
@@ -366,7 +492,9 @@ def test_kept_rows_go_on_quantised_and_exactly(kv: KVQuantisation) -> None:
     engine = generator(name, kv, reuse=reuse, policy=settings_for(Placement.SLAB))
     cached = []
     for key in (IMAGE, f"{IMAGE}~1", f"{TEXT}", f"{TEXT}+1"):
-        answers = run(adapter, lambda key: request(name, key), [Ask(key)], generator=engine)
+        answers = run(
+            adapter, lambda key: request(name, key), [Ask(key)], generator=engine
+        )
         check(name, answers, kv)
         assert answers[0].result is not None
         cached.append(answers[0].result.usage.cached_tokens)
@@ -384,7 +512,11 @@ def test_memory_of_the_issue() -> None:
         sizes[bits] = 4 * row.nbytes
     full = 4 * 2 * keys.nbytes
     assert exact.nbytes == 0
-    assert [round(size / 1e6, 1) for size in (full, sizes[8], sizes[4])] == [67.1, 18.9, 10.5]
+    assert [round(size / 1e6, 1) for size in (full, sizes[8], sizes[4])] == [
+        67.1,
+        18.9,
+        10.5,
+    ]
     assert full / sizes[8] >= 3.5
     assert full / sizes[4] >= 6
 
@@ -394,7 +526,9 @@ def test_memory_of_the_issue() -> None:
 def test_attention_reads_what_is_stored(bits: int, depth: int) -> None:
     """Grouped queries, one or several; masks of every kind; sinks: as over the unpacked arrays."""
     mx.random.seed(1)
-    keys, values = (quantize(mx.random.normal((2, 2, 12, depth)), 32, bits) for _ in range(2))
+    keys, values = (
+        quantize(mx.random.normal((2, 2, 12, depth)), 32, bits) for _ in range(2)
+    )
     plain = [states.dequantized() for states in (keys, values)]
     bools = mx.greater(mx.random.uniform(shape=(2, 1, 1, 12)), 0.3)
     cases: list[tuple[int, Any, Any]] = [
@@ -406,20 +540,28 @@ def test_attention_reads_what_is_stored(bits: int, depth: int) -> None:
         (1, mx.arange(12) > 3, None),
         (1, bools, mx.random.normal((8,))),
         (5, "causal", None),
-        (5, mx.greater(mx.random.uniform(shape=(1, 1, 5, 12)), 0.2), mx.random.normal((8,))),
+        (
+            5,
+            mx.greater(mx.random.uniform(shape=(1, 1, 5, 12)), 0.2),
+            mx.random.normal((8,)),
+        ),
     ]
     for length, mask, sinks in cases:
         queries = mx.random.normal((2, 8, length, depth))
         found = attend_quantized(queries, keys, values, 0.3, mask, sinks)
         wanted = None if isinstance(mask, str) and length == 1 else mask
-        right = mx.fast.scaled_dot_product_attention(queries, *plain, scale=0.3, mask=wanted, sinks=sinks)
+        right = mx.fast.scaled_dot_product_attention(
+            queries, *plain, scale=0.3, mask=wanted, sinks=sinks
+        )
         assert found.shape == right.shape
         assert mx.allclose(found, right, atol=1e-4).item()
 
 
 @pytest.mark.parametrize("depth", [64, 80])
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
-def test_heads_that_share_keys_attend_by_their_codes(bits: int, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heads_that_share_keys_attend_by_their_codes(
+    bits: int, depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On a CPU, where a byte holds whole codes: of one group a head and of several, the last one filled, of a cut slab."""
     calls: list[int] = []
     right = kernels.attend_codes
@@ -431,14 +573,20 @@ def test_heads_that_share_keys_attend_by_their_codes(bits: int, depth: int, monk
     monkeypatch.setattr(kernels, "MANY_CODES", 0)
     monkeypatch.setattr(kernels, "attend_codes", counted)
     mx.random.seed(bits)
-    keys, values = (quantize(mx.random.normal((2, 2, 40, depth)), 32, bits) for _ in range(2))
-    keys, values = (states.map(lambda part: part[:1, :, :37]) for states in (keys, values))
+    keys, values = (
+        quantize(mx.random.normal((2, 2, 40, depth)), 32, bits) for _ in range(2)
+    )
+    keys, values = (
+        states.map(lambda part: part[:1, :, :37]) for states in (keys, values)
+    )
     plain = [states.dequantized() for states in (keys, values)]
     for heads, mask in ((8, None), (14, "causal"), (8, mx.arange(37) > 3), (2, None)):
         queries = mx.random.normal((1, heads, 1, depth))
         found = attention(queries, keys, values, None, 0.3, mask)
         shown = None if isinstance(mask, str) else mask
-        wanted = mx.fast.scaled_dot_product_attention(queries, *plain, scale=0.3, mask=shown)
+        wanted = mx.fast.scaled_dot_product_attention(
+            queries, *plain, scale=0.3, mask=shown
+        )
         assert found.shape == wanted.shape
         assert mx.allclose(found, wanted, atol=1e-5).item()
     assert calls == ([] if bits == 3 else [8, 14])
@@ -469,13 +617,18 @@ def test_slabs_and_rows_hold_the_same() -> None:
         assert taken.offset == twin.offset
         for found, right in zip(taken.state, twin.state, strict=True):
             assert found.shape == right.shape
-            assert all(mx.array_equal(a, b).item() for a, b in zip(found.parts, right.parts, strict=True))
+            assert all(
+                mx.array_equal(a, b).item()
+                for a, b in zip(found.parts, right.parts, strict=True)
+            )
         state = kind_of(taken).saved(taken.offset)
         again = state.restore(7)
         assert again.state[0].shape == (1, 2, 7, 48)
 
 
-@pytest.mark.parametrize(("key_depth", "value_depth"), [(48, 48), (64, 32)], ids=["stacked", "of two depths"])
+@pytest.mark.parametrize(
+    ("key_depth", "value_depth"), [(48, 48), (64, 32)], ids=["stacked", "of two depths"]
+)
 def test_slabs_hand_out_what_they_hold(key_depth: int, value_depth: int) -> None:
     """Packed or unpacked, with keys and values in one slab or in two, and with many columns behind the widest row."""
     ways = (PACKED, UNPACKED, KERNEL)
@@ -484,7 +637,8 @@ def test_slabs_hand_out_what_they_hold(key_depth: int, value_depth: int) -> None
         mx.random.seed(place)
         single = QuantizedCache(32, 8)
         single.update_and_fetch(
-            mx.random.normal((1, 2, count, key_depth)), mx.random.normal((1, 2, count, value_depth))
+            mx.random.normal((1, 2, count, key_depth)),
+            mx.random.normal((1, 2, count, value_depth)),
         )
         singles.append((place, single))
     for slab in slabs:
@@ -496,24 +650,37 @@ def test_slabs_hand_out_what_they_hold(key_depth: int, value_depth: int) -> None
             for place in {0, 2} - set(kept):
                 slab.clear(place)
         mx.random.seed(5)
-        keys, values = mx.random.normal((3, 2, 1, key_depth)), mx.random.normal((3, 2, 1, value_depth))
+        keys = mx.random.normal((3, 2, 1, key_depth))
+        values = mx.random.normal((3, 2, 1, value_depth))
         for _, single in singles:
             single.update_and_fetch(keys[_ : _ + 1], values[_ : _ + 1])
-        packed, unpacked, whole_slabs = (slab.update_and_fetch(keys, values) for slab in slabs)
+        packed, unpacked, whole_slabs = (
+            slab.update_and_fetch(keys, values) for slab in slabs
+        )
         for place in kept:
             single = dict(singles)[place]
-            for found, whole, slab, states in zip(packed, unpacked, whole_slabs, single.state, strict=True):
+            for found, whole, slab, states in zip(
+                packed, unpacked, whole_slabs, single.state, strict=True
+            ):
                 right, columns = states.dequantized(), single.offset
                 assert isinstance(whole, mx.array)
                 assert slab.shape == found.shape
-                assert mx.array_equal(slab.cut().dequantized()[place : place + 1, :, :columns], right).item()
-                assert mx.array_equal(whole[place : place + 1, :, :columns], right).item()
-                assert mx.array_equal(found.dequantized()[place : place + 1, :, :columns], right).item()
+                assert mx.array_equal(
+                    slab.cut().dequantized()[place : place + 1, :, :columns], right
+                ).item()
+                assert mx.array_equal(
+                    whole[place : place + 1, :, :columns], right
+                ).item()
+                assert mx.array_equal(
+                    found.dequantized()[place : place + 1, :, :columns], right
+                ).item()
     assert packed[0].shape[2] == unpacked[0].shape[2] == 256
 
 
 @pytest.mark.parametrize("few_bits", ["packed", "unpacked", "kernel"])
-def test_the_policy_says_how_slabs_in_few_bits_are_read(few_bits: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_policy_says_how_slabs_in_few_bits_are_read(
+    few_bits: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By products of packed numbers, by the kernels of exact keys, or by one of their own; all are the row alone."""
     seen: list[type] = []
     right: Any = QuantizedSlabCache.state
@@ -529,10 +696,19 @@ def test_the_policy_says_how_slabs_in_few_bits_are_read(few_bits: str, monkeypat
     asks = [Ask(IMAGE), Ask(TEXT, at=2, tokens=4)]
     check(
         "qwen2_vl",
-        run(shared_adapter("qwen2_vl"), lambda key: request("qwen2_vl", key), asks, generator=engine),
+        run(
+            shared_adapter("qwen2_vl"),
+            lambda key: request("qwen2_vl", key),
+            asks,
+            generator=engine,
+        ),
         UNIFORM,
     )
-    assert set(seen) == {{"packed": QuantizedStates, "unpacked": mx.array, "kernel": SlabStates}[few_bits]}
+    assert set(seen) == {
+        {"packed": QuantizedStates, "unpacked": mx.array, "kernel": SlabStates}[
+            few_bits
+        ]
+    }
 
 
 def test_a_late_cache_is_exact_until_its_start() -> None:
@@ -544,19 +720,30 @@ def test_a_late_cache_is_exact_until_its_start() -> None:
     assert found.shape == (1, 2, 21, 32)
     state = kind_of(late).saved(21)
     assert state.floor == 20
-    assert [state.reaches(length) for length in (19, 20, 21, 22)] == [False, True, True, False]
+    assert [state.reaches(length) for length in (19, 20, 21, 22)] == [
+        False,
+        True,
+        True,
+        False,
+    ]
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"bits": 3.5}, "kv_bits is 3.5; uniform quantisation takes .* need scheme='turboquant'"),
+        (
+            {"bits": 3.5},
+            "kv_bits is 3.5; uniform quantisation takes .* need scheme='turboquant'",
+        ),
         ({"bits": 7}, "kv_bits is 7; uniform"),
         ({"bits": 16}, "kv_bits is 16"),
         ({"bits": 9, "scheme": "turboquant"}, "turboquant takes 2 to 8 bits"),
         ({"bits": 3.3, "scheme": "turboquant"}, "in steps of a half"),
         ({"bits": 8, "group_size": 48}, "group_size is 48"),
-        ({"bits": 8, "scheme": "fp8"}, "scheme is 'fp8'; it must be one of uniform, turboquant"),
+        (
+            {"bits": 8, "scheme": "fp8"},
+            "scheme is 'fp8'; it must be one of uniform, turboquant",
+        ),
         ({"bits": 8, "start": -1}, "start is -1"),
     ],
 )
@@ -566,18 +753,25 @@ def test_what_a_scheme_cannot_do_is_refused(options: dict[str, Any], said: str) 
 
 
 def test_heads_that_do_not_fit_are_refused_with_the_numbers() -> None:
-    with pytest.raises(ValueError, match="keys have 16 numbers a head: with group_size=64 they would be stored as 64"):
+    with pytest.raises(
+        ValueError,
+        match="keys have 16 numbers a head: with group_size=64 they would be stored as 64",
+    ):
         check_quantisation(shared_adapter("qwen2_vl"), KVQuantisation(8))
 
 
 def test_what_stays_exact_is_said_once() -> None:
-    with pytest.warns(UserWarning, match="2 of 4 layers of aya_vision are quantised; the others"):
+    with pytest.warns(
+        UserWarning, match="2 of 4 layers of aya_vision are quantised; the others"
+    ):
         check_quantisation(shared_adapter("aya_vision"), TURBO)
 
 
 def test_arrays_do_not_grow_in_number_with_an_answer() -> None:
     engine = generator("qwen2_vl", UNIFORM)
-    engine.insert("a", as_mlx(inputs_of("qwen2_vl", "text:4:9")), SamplingParams(max_tokens=300))
+    engine.insert(
+        "a", as_mlx(inputs_of("qwen2_vl", "text:4:9")), SamplingParams(max_tokens=300)
+    )
     counts = []
     for step in range(250):
         engine.step()

@@ -41,7 +41,9 @@ def scripted(reply: bytes) -> Iterator[str]:
                         return
                     held += received
                 head, _, rest = held.partition(b"\r\n\r\n")
-                length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
+                length = int(
+                    head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0]
+                )
                 while len(rest) < length:
                     rest += connection.recv(65536)
                 connection.sendall(reply)
@@ -49,7 +51,8 @@ def scripted(reply: bytes) -> Iterator[str]:
     thread = threading.Thread(target=answer, daemon=True)
     thread.start()
     yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-    socket.create_connection(listener.getsockname()).close()  # closing a socket does not end another thread's accept
+    # closing a socket does not end another thread's accept
+    socket.create_connection(listener.getsockname()).close()
     thread.join(60)
     assert not thread.is_alive()
     listener.close()
@@ -57,12 +60,27 @@ def scripted(reply: bytes) -> Iterator[str]:
 
 def events(*texts: str, end: str = "data: [DONE]\n\n") -> bytes:
     lines = "".join(f"data: {text}\n\n" for text in texts) + end
-    return b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n" + lines.encode()
+    return (
+        b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n"
+        + lines.encode()
+    )
 
 
-def test_from_the_command_line(server: Running, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_from_the_command_line(
+    server: Running, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     record = tmp_path / "figures.json"
-    command = ["bench", "--url", server.url, "--model", "qwen2_vl", "--requests", "12", "--concurrency", "6"]
+    command = [
+        "bench",
+        "--url",
+        server.url,
+        "--model",
+        "qwen2_vl",
+        "--requests",
+        "12",
+        "--concurrency",
+        "6",
+    ]
     small = [
         "--sizes",
         "64x48",
@@ -83,14 +101,32 @@ def test_from_the_command_line(server: Running, tmp_path: Path, capsys: pytest.C
     assert found["pictures"] == 6
     assert found["answer_tokens"] == 8
     assert found["checked"] == found["equal_to_alone"] == 4
-    assert 0 < found["ttft"]["p50"] <= found["ttft"]["p95"] <= found["ttft"]["max"] <= found["whole"]["max"]
+    assert (
+        0
+        < found["ttft"]["p50"]
+        <= found["ttft"]["p95"]
+        <= found["ttft"]["max"]
+        <= found["whole"]["max"]
+    )
     out = capsys.readouterr().out
-    for shown in ("12 requests", "6 with a picture", "6 at a time", "4 of 4 answers equal", "to the first token"):
+    for shown in (
+        "12 requests",
+        "6 with a picture",
+        "6 at a time",
+        "4 of 4 answers equal",
+        "to the first token",
+    ):
         assert shown in out
 
 
 def test_arrivals_by_chance(server: Running, tmp_path: Path) -> None:
-    some = Load(requests=8, rate=200.0, sizes=((56, 56),), prompt_words=(4, 4), answer_tokens=(4, 4))
+    some = Load(
+        requests=8,
+        rate=200.0,
+        sizes=((56, 56),),
+        prompt_words=(4, 4),
+        answer_tokens=(4, 4),
+    )
     report = bench.measure(Server(f"{server.url}/v1", "qwen2_vl"), some)
     found = report.figures()
     assert found["failed"] == 0
@@ -101,8 +137,20 @@ def test_arrivals_by_chance(server: Running, tmp_path: Path) -> None:
     assert (tmp_path / "plot.png").stat().st_size > 5000
 
 
-def test_refusals_are_failures(server: Running, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["bench", "--url", server.url, "--model", "other", "--requests", "2", "--check", "0"]
+def test_refusals_are_failures(
+    server: Running, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = [
+        "bench",
+        "--url",
+        server.url,
+        "--model",
+        "other",
+        "--requests",
+        "2",
+        "--check",
+        "0",
+    ]
     assert cli.main(command) == 1
     assert "HTTP 404" in capsys.readouterr().out
 
@@ -110,7 +158,10 @@ def test_refusals_are_failures(server: Running, capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("reply", "error"),
     [
-        (b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 4\r\n\r\noops", "HTTP 500: oops"),
+        (
+            b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 4\r\n\r\noops",
+            "HTTP 500: oops",
+        ),
         (b"nonsense\r\n\r\n", "BadStatusLine"),
         (b"", "RemoteDisconnected"),
         (events('{"error": {"message": "out of memory"}}'), "out of memory"),
@@ -135,7 +186,12 @@ def test_other_servers_dialects() -> None:
     )
     with scripted(events(*lines, end="")) as url:
         answer = Server(url, "m", timeout=5).ask(b"{}")
-    assert (answer.text, answer.tokens, len(answer.pieces), answer.error) == ("hm yes", 2, 2, None)
+    assert (answer.text, answer.tokens, len(answer.pieces), answer.error) == (
+        "hm yes",
+        2,
+        2,
+        None,
+    )
 
 
 def test_nobody_there() -> None:
@@ -155,7 +211,11 @@ def test_requests_are_reproducible_and_unlike() -> None:
 
 
 def test_what_differs_from_alone_is_counted() -> None:
-    answers = (Answer("a", (0.1, 0.2), 0.3, 5, 2), Answer("b", (0.1,), 0.2, 5, 1), Answer(error="x"))
+    answers = (
+        Answer("a", (0.1, 0.2), 0.3, 5, 2),
+        Answer("b", (0.1,), 0.2, 5, 1),
+        Answer(error="x"),
+    )
     alone = (Answer("a"), Answer("c"), Answer("d"))
     found = Report(Load(requests=3), "m at u", answers, alone, 2.0).figures()
     assert (found["checked"], found["equal_to_alone"], found["failed"]) == (2, 1, 1)
@@ -178,4 +238,9 @@ def test_usage_errors(flags: list[str], capsys: pytest.CaptureFixture[str]) -> N
 
 def test_percentiles() -> None:
     assert bench.spread([]) == {"p50": 0.0, "p95": 0.0, "p99": 0.0, "max": 0.0}
-    assert bench.spread([float(n) for n in range(1, 101)]) == {"p50": 50.5, "p95": 95.0, "p99": 99.0, "max": 100.0}
+    assert bench.spread([float(n) for n in range(1, 101)]) == {
+        "p50": 50.5,
+        "p95": 95.0,
+        "p99": 99.0,
+        "max": 100.0,
+    }

@@ -26,7 +26,14 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.test_fetch import Site
 from tests.test_fetch import site as site  # a fixture
-from vlm_batch import FetchPolicy, InvalidImage, InvalidRequest, Request, VLMBatcher, assets
+from vlm_batch import (
+    FetchPolicy,
+    InvalidImage,
+    InvalidRequest,
+    Request,
+    VLMBatcher,
+    assets,
+)
 from vlm_batch.arrays import as_numpy, num_bytes
 from vlm_batch.errors import let_go
 from vlm_batch.inputs import images as images_module
@@ -70,11 +77,21 @@ def test_large_pictures_hold_up_no_other(hung: threading.Event) -> None:
         return prepared(question, cancelled)
 
     loaders = Loaders(prepare, num_threads=2)
-    large = [loaders.start(Question(num_pixels=80_000_000, client=client)) for client in range(4)]
-    small = [loaders.start(Question(num_pixels=pixels, client=9)) for pixels in (0, 50_000, 12_000_000)]
+    large = [
+        loaders.start(Question(num_pixels=80_000_000, client=client))
+        for client in range(4)
+    ]
+    small = [
+        loaders.start(Question(num_pixels=pixels, client=9))
+        for pixels in (0, 50_000, 12_000_000)
+    ]
     assert wait(lambda: all(one.done() for one in small))
     assert not any(one.done() for one in large)
-    assert {one.question.lane for one in large} == {Lane.PIXELS} != {one.question.lane for one in small}
+    assert (
+        {one.question.lane for one in large}
+        == {Lane.PIXELS}
+        != {one.question.lane for one in small}
+    )
     hung.set()
     assert wait(lambda: all(one.done() for one in large))
     loaders.close()
@@ -108,7 +125,9 @@ def test_a_pool_holds_nothing_of_a_call_that_has_ended() -> None:
     pool.close()
 
 
-def test_a_pool_refuses_once_too_much_hangs(hung: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pool_refuses_once_too_much_hangs(
+    hung: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(pools, "MAX_LOST", 3)
     pool = Pool(1, "test")
     futures = [pool.submit(hung.wait, Cancelled(), seconds=0.05) for _ in range(3)]
@@ -120,7 +139,9 @@ def test_a_pool_refuses_once_too_much_hangs(hung: threading.Event, monkeypatch: 
     assert pool.submit(lambda: 7, Cancelled()).result(timeout=60) == 7
 
 
-def test_a_cancelled_call_does_not_begin_and_a_limited_one_ends(hung: threading.Event) -> None:
+def test_a_cancelled_call_does_not_begin_and_a_limited_one_ends(
+    hung: threading.Event,
+) -> None:
     pool, first, second = Pool(1, "test"), Cancelled(), Cancelled()
     running = pool.submit(hung.wait, first, seconds=60)
     waiting = pool.submit(pytest.fail, second)
@@ -146,12 +167,16 @@ def test_what_ends_a_process_ends_one_call(error: BaseException) -> None:
 
 def test_idle_threads_go() -> None:
     pool = Pool(2, "test")
-    assert [pool.submit(partial(int, at), Cancelled()).result(timeout=60) for at in range(5)] == [0, 1, 2, 3, 4]
+    assert [
+        pool.submit(partial(int, at), Cancelled()).result(timeout=60) for at in range(5)
+    ] == [0, 1, 2, 3, 4]
     assert wait(lambda: pool._threads == 0)
     assert pool.submit(lambda: 7, Cancelled()).result(timeout=60) == 7
 
 
-def test_each_lane_goes_its_own_way(site: str, hung: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_lane_goes_its_own_way(
+    site: str, hung: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every thread for downloads and every thread for disks waits; texts and bytes in memory go on."""
     read = images_module.fetch
 
@@ -163,8 +188,14 @@ def test_each_lane_goes_its_own_way(site: str, hung: threading.Event, monkeypatc
     monkeypatch.setattr(images_module, "fetch", slow_disk)
     policy = FetchPolicy(allow_private=True, seconds=30)
     loaders = Loaders(prepared)
-    dead = [loaders.start(Question("?", images=(f"/dead/{at}.png",), fetch=policy)) for at in range(9)]
-    slow = [loaders.start(Question("?", images=(f"{site}/silent",), fetch=policy)) for _ in range(17)]
+    dead = [
+        loaders.start(Question("?", images=(f"/dead/{at}.png",), fetch=policy))
+        for at in range(9)
+    ]
+    slow = [
+        loaders.start(Question("?", images=(f"{site}/silent",), fetch=policy))
+        for _ in range(17)
+    ]
     assert {loading.question.lane for loading in dead} == {Lane.DISK}
     assert {loading.question.lane for loading in slow} == {Lane.NETWORK}
     text = loaders.start(Question("?"))
@@ -186,7 +217,9 @@ def test_each_lane_goes_its_own_way(site: str, hung: threading.Event, monkeypatc
 def test_the_first_read_that_fails_ends_the_others(site: str) -> None:
     policy = FetchPolicy(allow_private=True, seconds=30)
     loaders = Loaders(prepared)
-    loading = loaders.start(Question("?", images=(f"{site}/silent", f"{site}/missing"), fetch=policy))
+    loading = loaders.start(
+        Question("?", images=(f"{site}/silent", f"{site}/missing"), fetch=policy)
+    )
     assert wait(loading.done, 5)
     with pytest.raises(InvalidImage, match="HTTP 404"):
         loading.result()
@@ -194,13 +227,19 @@ def test_the_first_read_that_fails_ends_the_others(site: str) -> None:
     loaders.close()
 
 
-def test_pictures_of_one_request_are_fetched_side_by_side_and_stay_in_order(site: str) -> None:
+def test_pictures_of_one_request_are_fetched_side_by_side_and_stay_in_order(
+    site: str,
+) -> None:
     policy = FetchPolicy(allow_private=True)
     loaders = Loaders(prepared)
     images = (f"{site}/good", str(PICTURE), f"{site}/unsized")
     loading = loaders.start(Question("?", images=images, fetch=policy))
     assert wait(loading.done)
-    assert loading.result().image_sizes == ((10_000, 1), (PICTURE.stat().st_size, 1), (10_000, 1))
+    assert loading.result().image_sizes == (
+        (10_000, 1),
+        (PICTURE.stat().st_size, 1),
+        (10_000, 1),
+    )
     loaders.close()
 
 
@@ -227,11 +266,15 @@ def test_a_loading_that_has_ended_goes_with_its_last_reference(ending: str) -> N
             loading.cancel()
         may_end.set()
         assert told.wait(60)
-        held: list[weakref.ref[Any]] = [weakref.ref(loading), weakref.ref(loading.question)]
+        held: list[weakref.ref[Any]] = [
+            weakref.ref(loading),
+            weakref.ref(loading.question),
+        ]
         if ending == "done":
             held.append(weakref.ref(loading.result()))
         elif error := loading._future.exception():
-            let_go(error)  # as the engine does with an error that it keeps with a result
+            # as the engine does with an error that it keeps with a result
+            let_go(error)
         del loading
         assert wait(lambda: not any(one() for one in held), 60)
     finally:
@@ -242,7 +285,16 @@ def test_a_loading_that_has_ended_goes_with_its_last_reference(ending: str) -> N
 def test_bytes_of_processed_inputs_are_counted() -> None:
     """Admission counts them."""
     pixels = mx.zeros((10, 3))
-    assert num_bytes({"pixel_values": [pixels, pixels], "input_ids": mx.zeros((1, 4), mx.int32), "name": "x"}) == 256
+    assert (
+        num_bytes(
+            {
+                "pixel_values": [pixels, pixels],
+                "input_ids": mx.zeros((1, 4), mx.int32),
+                "name": "x",
+            }
+        )
+        == 256
+    )
 
 
 # Processors for several threads
@@ -255,15 +307,23 @@ def preparer_of(family: str) -> Preparer:
     return make_engine(model, processor, EngineOptions()).preparer
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_5", "aya_vision", "mllama", "falcon_ocr"])
+@pytest.mark.parametrize(
+    "family", ["qwen2_vl", "qwen3_5", "aya_vision", "mllama", "falcon_ocr"]
+)
 def test_threads_make_what_one_makes(family: str) -> None:
     """Each thread has a copy of the processor; sizes asked for by one request are no other's."""
     preparer = preparer_of(family)
     random = np.random.default_rng(0)
-    bounds: list[dict[str, Any]] = [{}, {}] if preparer.processing.pixels is None else [{}, {"max_pixels": 3136 * 2}]
+    bounds: list[dict[str, Any]] = (
+        [{}, {}]
+        if preparer.processing.pixels is None
+        else [{}, {"max_pixels": 3136 * 2}]
+    )
     requests = [
         Request(
-            prompt="describe " + "the picture " * number, images=random.integers(0, 256, (60, 90, 3), np.uint8), **more
+            prompt="describe " + "the picture " * number,
+            images=random.integers(0, 256, (60, 90, 3), np.uint8),
+            **more,
         )
         for number in range(12)
         for more in bounds
@@ -271,7 +331,12 @@ def test_threads_make_what_one_makes(family: str) -> None:
     questions = [preparer.check(request) for request in requests]
     alone = [as_numpy(preparer.prepare(question).inputs) for question in questions]
     with ThreadPoolExecutor(4) as pool:
-        together = list(pool.map(lambda question: as_numpy(preparer.prepare(question).inputs), questions * 3))
+        together = list(
+            pool.map(
+                lambda question: as_numpy(preparer.prepare(question).inputs),
+                questions * 3,
+            )
+        )
     for one, other in zip(alone * 3, together, strict=True):
         assert one.keys() == other.keys()
         assert all(np.array_equal(one[name], other[name]) for name in one)
@@ -294,11 +359,16 @@ def test_what_a_processor_holds_is_any_threads() -> None:
         with pytest.raises(RuntimeError, match="no Stream"):
             late.tolist()
         with preparer._processors.acquire() as copy:
-            return copy.processor.scale.tolist(), (copy.processor.image_processor.means[0] * number).tolist()
+            return copy.processor.scale.tolist(), (
+                copy.processor.image_processor.means[0] * number
+            ).tolist()
 
     preparer = make_engine(model, processor, EngineOptions()).preparer
     with ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(used, (2, 3))) == [([0, 2, 4, 6], [2, 4]), ([0, 2, 4, 6], [3, 6])]
+        assert list(pool.map(used, (2, 3))) == [
+            ([0, 2, 4, 6], [2, 4]),
+            ([0, 2, 4, 6], [3, 6]),
+        ]
 
 
 def test_calls_of_a_shared_tokenizer_go_one_at_a_time() -> None:
@@ -319,7 +389,9 @@ def test_calls_of_a_shared_tokenizer_go_one_at_a_time() -> None:
     copier = ProcessorCopier(Watched(tokenizer_object=words, unk_token="a"))
     copies = [copier.copy() for _ in range(4)]
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda copy: [copy("b")["input_ids"] for _ in range(10)], copies))
+        found = list(
+            pool.map(lambda copy: [copy("b")["input_ids"] for _ in range(10)], copies)
+        )
     assert found == [[[1]] * 10] * 4
     assert most == 1
 
@@ -327,7 +399,9 @@ def test_calls_of_a_shared_tokenizer_go_one_at_a_time() -> None:
 def test_a_processor_that_cannot_be_copied_is_everybodys_in_turn() -> None:
     preparer = preparer_of("qwen2_vl")
     preparer.processing.processor.grip = threading.Lock()  # cannot be copied
-    questions = [preparer.check(Request(prompt=f"count to {number}")) for number in range(8)]
+    questions = [
+        preparer.check(Request(prompt=f"count to {number}")) for number in range(8)
+    ]
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(preparer.prepare, questions))
     assert len({np.array(one.inputs["input_ids"]).tobytes() for one in found}) == 8
@@ -341,9 +415,16 @@ def test_a_processor_that_cannot_be_copied_is_everybodys_in_turn() -> None:
 def test_slow_urls_hold_up_no_other_request(site: str) -> None:
     """As many as are read ahead, and their videos: texts, local pictures and bytes are answered meanwhile."""
     policy = FetchPolicy(allow_private=True, seconds=60)
-    with VLMBatcher(assets.default_checkpoint(), policy={"look_ahead": 4}, fetch=policy) as batcher:
-        slow = [batcher.submit(f"{site}/silent", "describe the picture") for _ in range(20)]
-        slow += [batcher.submit(prompt="describe the video", videos=f"{site}/silent") for _ in range(4)]
+    with VLMBatcher(
+        assets.default_checkpoint(), policy={"look_ahead": 4}, fetch=policy
+    ) as batcher:
+        slow = [
+            batcher.submit(f"{site}/silent", "describe the picture") for _ in range(20)
+        ]
+        slow += [
+            batcher.submit(prompt="describe the video", videos=f"{site}/silent")
+            for _ in range(4)
+        ]
         others = [
             batcher.submit(prompt="count to 5"),
             batcher.submit(PICTURE, "describe the picture"),
@@ -354,14 +435,18 @@ def test_slow_urls_hold_up_no_other_request(site: str) -> None:
         started, seen = time.monotonic(), len(Site.seen)
         for handle in slow:
             handle.cancel()
-        assert {handle.result(timeout=60).finish_reason for handle in slow} == {"cancelled"}
+        assert {handle.result(timeout=60).finish_reason for handle in slow} == {
+            "cancelled"
+        }
         assert batcher.submit(prompt="count to 5").result(timeout=30).ok
         assert time.monotonic() - started < 30  # a download has 60 s
         assert len(Site.seen) <= seen + 8  # those that waited were never asked for
 
 
 def test_a_download_that_takes_too_long_fails_alone(site: str) -> None:
-    with VLMBatcher(assets.default_checkpoint(), fetch=FetchPolicy(allow_private=True, seconds=0.3)) as batcher:
+    with VLMBatcher(
+        assets.default_checkpoint(), fetch=FetchPolicy(allow_private=True, seconds=0.3)
+    ) as batcher:
         late = batcher.submit(f"{site}/drip", "describe the picture").result(timeout=60)
         assert late.error is not None
         assert "longer than 0.3 s" in late.error
@@ -380,11 +465,17 @@ def test_the_process_ends_while_downloads_hang(site: str, ending: str) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     started = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], env=environment, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", textwrap.dedent(script)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert done.stdout.strip() == "1 2 3", done.stderr
     # CPython exits with 1, and not by the signal, if another thread makes a dataclass (exec of a text) at that moment
-    assert done.returncode in ((130, -2, 1) if "Interrupt" in ending else (0,)), done.stderr
+    assert done.returncode in ((130, -2, 1) if "Interrupt" in ending else (0,)), (
+        done.stderr
+    )
     assert ("KeyboardInterrupt" in done.stderr) == ("Interrupt" in ending)
     assert time.monotonic() - started < 40
 
@@ -393,8 +484,15 @@ def test_clients_take_turns() -> None:
     """Calls that one client brings by the dozen wait behind each other, and not before another's."""
     pool, order, go_on = Pool(1, "test"), list[str](), threading.Event()
     first = pool.submit(lambda: go_on.wait(30), Cancelled(), client=1)
-    calls = [(f"many {at}", 1) for at in range(6)] + [("one", 2), ("two", 2), ("other", 3)]
-    done = [pool.submit(partial(order.append, name), Cancelled(), client=client) for name, client in calls]
+    calls = [(f"many {at}", 1) for at in range(6)] + [
+        ("one", 2),
+        ("two", 2),
+        ("other", 3),
+    ]
+    done = [
+        pool.submit(partial(order.append, name), Cancelled(), client=client)
+        for name, client in calls
+    ]
     time.sleep(0.05)  # client 1 has had more than the others will have
     go_on.set()
     assert first.result(30)
@@ -416,7 +514,9 @@ def test_turns_go_by_time_and_none_is_saved_up(monkeypatch: pytest.MonkeyPatch) 
 
     first = pool.submit(lambda: go_on.wait(30), Cancelled(), client=1)
     done = [pool.submit(partial(take, 1, 0.3), Cancelled(), client=1) for _ in range(8)]
-    done += [pool.submit(partial(take, 2, 0.1), Cancelled(), client=2) for _ in range(12)]
+    done += [
+        pool.submit(partial(take, 2, 0.1), Cancelled(), client=2) for _ in range(12)
+    ]
     go_on.set()
     for call in (first, *done):
         call.result(30)

@@ -7,14 +7,27 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_vlm.models.molmo_point.processing_molmo_point import MolmoPointImageProcessor, MolmoPointProcessor
+from mlx_vlm.models.molmo_point.processing_molmo_point import (
+    MolmoPointImageProcessor,
+    MolmoPointProcessor,
+)
 from PIL import Image
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tests.harness import inputs_of, shared_adapter
 from tests.zoo import family
-from tests.zoo._molmo import COLUMN, END, LOW, LOW_START, NEW_IDS, PATCH, PATCH_TOKEN, SIDE, START
+from tests.zoo._molmo import (
+    COLUMN,
+    END,
+    LOW,
+    LOW_START,
+    NEW_IDS,
+    PATCH,
+    PATCH_TOKEN,
+    SIDE,
+    START,
+)
 from tests.zoo._types import PLAIN, VOCABULARY
 from vlm_batch import SamplingParams, VLMBatcher
 from vlm_batch.arrays import as_mlx
@@ -42,17 +55,24 @@ def processor() -> Any:
     letters = {chr(code): code for code in range(PLAIN)}
     core = Tokenizer(models.WordLevel({**letters, **MARKERS, **points}, unk_token="?"))
     core.pre_tokenizer = pre_tokenizers.Split(Regex("<[^>]+>|."), "isolated")
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="\0", eos_token="\4", unk_token="?")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token="\0", eos_token="\4", unk_token="?"
+    )
     tokenizer.chat_template = TEMPLATE
     side = SIDE * PATCH
     images = MolmoPointImageProcessor(
-        max_crops=4, overlap_margins=(1, 1), base_image_input_size=(side, side), image_patch_size=PATCH
+        max_crops=4,
+        overlap_margins=(1, 1),
+        base_image_input_size=(side, side),
+        image_patch_size=PATCH,
     )
     return MolmoPointProcessor(tokenizer, images)
 
 
 def picture(wide: int, high: int, seed: int) -> Image.Image:
-    return Image.fromarray(np.random.RandomState(seed).randint(0, 256, (high, wide, 3), dtype=np.uint8))
+    return Image.fromarray(
+        np.random.RandomState(seed).randint(0, 256, (high, wide, 3), dtype=np.uint8)
+    )
 
 
 def asked() -> list[tuple[list[Image.Image], str]]:
@@ -70,8 +90,13 @@ def asked() -> list[tuple[list[Image.Image], str]]:
 def answers(max_rows: int) -> list[tuple[tuple[int, ...], str]]:
     """Token ids and text of each request, all asked at once of one batcher."""
     params = SamplingParams(max_tokens=14)
-    with VLMBatcher(family("molmo_point").build(), processor(), max_rows=max_rows) as batcher:
-        handles = [batcher.submit(images or None, words, params=params) for images, words in asked()]
+    with VLMBatcher(
+        family("molmo_point").build(), processor(), max_rows=max_rows
+    ) as batcher:
+        handles = [
+            batcher.submit(images or None, words, params=params)
+            for images, words in asked()
+        ]
         results = [handle.result(timeout=120) for handle in handles]
     assert not [result.error for result in results if result.error]
     return [(result.token_ids, result.text) for result in results]
@@ -81,12 +106,20 @@ def test_pictures_and_texts_by_the_processor_are_answered_as_alone() -> None:
     """A text after a picture among them; a batcher that serves one row at a time is asked for each alone."""
     alone = []
     for images, words in asked():
-        with VLMBatcher(family("molmo_point").build(), processor(), max_rows=1) as batcher:
-            result = batcher.submit(images or None, words, params=SamplingParams(max_tokens=14)).result(timeout=120)
+        with VLMBatcher(
+            family("molmo_point").build(), processor(), max_rows=1
+        ) as batcher:
+            result = batcher.submit(
+                images or None, words, params=SamplingParams(max_tokens=14)
+            ).result(timeout=120)
         alone.append((result.token_ids, result.text))
     assert answers(max_rows=6) == answers(max_rows=2) == answers(max_rows=1) == alone
     assert sum("<POINT_" in text for _, text in alone) >= 2
-    assert not any("<POINT_" in text for (images, _), (_, text) in zip(asked(), alone, strict=True) if not images)
+    assert not any(
+        "<POINT_" in text
+        for (images, _), (_, text) in zip(asked(), alone, strict=True)
+        if not images
+    )
 
 
 def test_sampled_points_are_those_of_the_request_alone() -> None:
@@ -94,8 +127,13 @@ def test_sampled_points_are_those_of_the_request_alone() -> None:
     params = SamplingParams(max_tokens=14, temperature=1.0, top_p=0.95, seed=5)
     found = []
     for company in ([], [([picture(60, 60, 7)], "a wide one"), ([], "and words")]):
-        with VLMBatcher(family("molmo_point").build(), processor(), max_rows=4, caches=None) as batcher:
-            others = [batcher.submit(images or None, words, params=params) for images, words in company]
+        with VLMBatcher(
+            family("molmo_point").build(), processor(), max_rows=4, caches=None
+        ) as batcher:
+            others = [
+                batcher.submit(images or None, words, params=params)
+                for images, words in company
+            ]
             mine = batcher.submit([picture(40, 20, 0)], "point at it", params=params)
             found.append(mine.result(timeout=120).token_ids)
             for other in others:
@@ -112,11 +150,16 @@ def test_sampled_points_are_those_of_the_request_alone() -> None:
             {"image_token_pooling": np.zeros((11, 4), np.int32)},
             "the pictures need 11 placeholder tokens; the prompt has 8",
         ),
-        ({"image_grids": np.ones((2, 4), np.int32)}, "2 pictures have two views each; the prompt has the ends of 2"),
+        (
+            {"image_grids": np.ones((2, 4), np.int32)},
+            "2 pictures have two views each; the prompt has the ends of 2",
+        ),
     ],
     ids=["no kinds", "no patches", "other tokens", "other pictures"],
 )
-def test_what_does_not_fit_its_pictures_is_refused(change: dict[str, Any], said: str) -> None:
+def test_what_does_not_fit_its_pictures_is_refused(
+    change: dict[str, Any], said: str
+) -> None:
     inputs = {**inputs_of("molmo_point", "image:1:1"), **change}
     with pytest.raises(InvalidPrompt, match=said):
         shared_adapter("molmo_point").encode(
@@ -126,7 +169,10 @@ def test_what_does_not_fit_its_pictures_is_refused(change: dict[str, Any], said:
 
 def test_a_point_of_an_earlier_answer_cannot_be_given_back() -> None:
     """It stands for a patch of a picture that the model has not seen in this prompt's places."""
-    with pytest.raises(InvalidPrompt, match=r"token id 180 is beyond the model's 176: .* A point of an earlier answer"):
+    with pytest.raises(
+        InvalidPrompt,
+        match=r"token id 180 is beyond the model's 176: .* A point of an earlier answer",
+    ):
         shared_adapter("molmo_point").encode({"input_ids": mx.array([[1, 2, 180]])})
 
 
@@ -136,13 +182,24 @@ def test_another_question_about_a_picture_goes_on_from_it() -> None:
     questions = ["point at it", "where is it", "and now this one"]
     alone = []
     for question in questions:
-        with VLMBatcher(family("molmo_point").build(), processor(), caches=None) as batcher:
-            alone.append(batcher.submit(picture(40, 20, 0), question, params=params).result(timeout=120))
+        with VLMBatcher(
+            family("molmo_point").build(), processor(), caches=None
+        ) as batcher:
+            alone.append(
+                batcher.submit(picture(40, 20, 0), question, params=params).result(
+                    timeout=120
+                )
+            )
     with VLMBatcher(family("molmo_point").build(), processor()) as batcher:
         found = [
-            batcher.submit(picture(40, 20, 0), question, params=params).result(timeout=120) for question in questions
+            batcher.submit(picture(40, 20, 0), question, params=params).result(
+                timeout=120
+            )
+            for question in questions
         ]
-    assert [result.token_ids for result in found] == [result.token_ids for result in alone]
+    assert [result.token_ids for result in found] == [
+        result.token_ids for result in alone
+    ]
     assert [result.usage.cached_tokens >= 18 for result in found] == [False, True, True]
     assert sum("<POINT_" in result.text for result in found) >= 1
 
@@ -150,5 +207,9 @@ def test_another_question_about_a_picture_goes_on_from_it() -> None:
 def test_nothing_of_a_picture_stays_on_the_model() -> None:
     adapter = shared_adapter("molmo_point")
     adapter.encode(as_mlx(inputs_of("molmo_point", "image:1:1")))
-    left = (adapter.model._image_cache, adapter.model._token_bounds, adapter.model._last_predicted_patch_id)
+    left = (
+        adapter.model._image_cache,
+        adapter.model._token_bounds,
+        adapter.model._last_predicted_patch_id,
+    )
     assert left == (None, None, None)

@@ -25,9 +25,15 @@ PROMPT = [3, 3, 3, 1, 2]  # tokens before the answer, which do not count
 
 def banned(history: list[int], **settings: Any) -> list[int]:
     row = SamplingRow(
-        SamplingParams(**settings), 0, len(history), mx.array([*PROMPT, *history], dtype=mx.int32), rules=RowRules()
+        SamplingParams(**settings),
+        0,
+        len(history),
+        mx.array([*PROMPT, *history], dtype=mx.int32),
+        rules=RowRules(),
     )
-    return np.flatnonzero(np.isinf(np.array(process(mx.zeros((1, VOCABULARY)), row))[0])).tolist()
+    return np.flatnonzero(
+        np.isinf(np.array(process(mx.zeros((1, VOCABULARY)), row))[0])
+    ).tolist()
 
 
 def transformers_functions() -> dict[str, Any]:
@@ -38,7 +44,11 @@ def transformers_functions() -> dict[str, Any]:
     file = Path(found.origin).parent / "generation" / "logits_process.py"
     names = {"_get_ngrams", "_get_generated_ngrams"}
     tree = ast.parse(file.read_text(encoding="utf-8"))
-    tree.body = [one for one in tree.body if isinstance(one, ast.FunctionDef) and one.name in names]
+    tree.body = [
+        one
+        for one in tree.body
+        if isinstance(one, ast.FunctionDef) and one.name in names
+    ]
     space: dict[str, Any] = {"torch": SimpleNamespace(Tensor=object)}
     exec(compile(tree, str(file), "exec"), space)
     return {name: space[name] for name in names}
@@ -60,11 +70,16 @@ def test_what_transformers_excludes(size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", json.loads(RECORDED.read_text()), ids=lambda case: f"{case['source']} {case['settings']}"
+    "case",
+    json.loads(RECORDED.read_text()),
+    ids=lambda case: f"{case['source']} {case['settings']}",
 )
 def test_what_published_processors_exclude(case: dict[str, Any]) -> None:
     """DeepSeek-OCR's, with its window and its white list, and MinerU's (``tests/references/ngrams.py``)."""
-    found = [banned(case["history"][:end], **case["settings"]) for end in range(len(case["banned"]))]
+    found = [
+        banned(case["history"][:end], **case["settings"])
+        for end in range(len(case["banned"]))
+    ]
     assert found == case["banned"]
     assert any(case["banned"])
 
@@ -89,7 +104,9 @@ def test_parameters_out_of_range_are_refused_by_name(wrong: dict[str, Any]) -> N
 
 
 def test_a_white_list_of_tokens_that_the_model_does_not_have_is_refused() -> None:
-    with pytest.raises(InvalidParameters, match="whitelist_token_ids holds 6; this model has 6 tokens"):
+    with pytest.raises(
+        InvalidParameters, match="whitelist_token_ids holds 6; this model has 6 tokens"
+    ):
         banned([1, 1, 1], no_repeat_ngram_size=1, whitelist_token_ids=[6])
 
 
@@ -121,20 +138,34 @@ def test_through_the_door_in_company_and_with_drafts() -> None:
     asked = [
         Request(prompt=prompt, images=images, params=SamplingParams(**common, **one))
         for one in settings
-        for prompt, images in (("count to 9", ()), ("describe the image", str(sample_images()[3])))
+        for prompt, images in (
+            ("count to 9", ()),
+            ("describe the image", str(sample_images()[3])),
+        )
     ]
     with VLMBatcher(default_checkpoint(), max_rows=8) as batcher:
         alone = [batcher.submit_request(one).result(timeout=60) for one in asked]
         together = list(batcher.generate(asked * 2))
-        loop = SamplingParams(logits_processors=[looping], no_repeat_ngram_size=3, max_tokens=30)
+        loop = SamplingParams(
+            logits_processors=[looping], no_repeat_ngram_size=3, max_tokens=30
+        )
         broken = batcher.submit(prompt="count to 9", params=loop).result(timeout=60)
         drafted = batcher.stats().drafted
     for expected, found in zip(alone * 2, together, strict=True):
-        assert (found.error, found.token_ids, found.text) == (None, expected.token_ids, expected.text)
+        assert (found.error, found.token_ids, found.text) == (
+            None,
+            expected.token_ids,
+            expected.text,
+        )
     for one, result in zip(asked, alone, strict=True):
         params = one.params
         if params.no_repeat_ngram_size and not params.whitelist_token_ids:
-            assert repeats(result.token_ids, params.no_repeat_ngram_size, params.window_size) == 0
+            assert (
+                repeats(
+                    result.token_ids, params.no_repeat_ngram_size, params.window_size
+                )
+                == 0
+            )
     assert repeats(alone[0].token_ids, 3) > 0  # without the rule they do come again
     assert broken.token_ids[:3] != (11,) * 3 or broken.token_ids[3] != 11
     assert repeats(broken.token_ids, 3) == 0

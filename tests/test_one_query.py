@@ -18,7 +18,9 @@ from vlm_batch.adapters.one_query import Variant
 from vlm_batch.caches import Placement
 from vlm_batch.records import Call
 
-needs_compiler = pytest.mark.skipif(emulated.COMPILER is None, reason="there is no compiler for C++ here")
+needs_compiler = pytest.mark.skipif(
+    emulated.COMPILER is None, reason="there is no compiler for C++ here"
+)
 #: Rounding of an answer to the type that it is given in, or of sums.
 ROUNDING = {mx.float32: 1e-5, mx.bfloat16: 2**-7, mx.float16: 2**-10}
 
@@ -55,10 +57,19 @@ KINDS = {
 @pytest.mark.parametrize("one", KINDS.values(), ids=KINDS)
 def test_the_kernels_are_attention(one: Variant) -> None:
     """Over rows of one block and of several, with NaN behind each of them."""
-    assert one_query.farthest(one, emulated.run, lengths=(200, 1, 131), columns=256) <= ROUNDING[one.dtype]
+    assert (
+        one_query.farthest(one, emulated.run, lengths=(200, 1, 131), columns=256)
+        <= ROUNDING[one.dtype]
+    )
     assert len(one_query.launches_of(one, 2, 1024)) == 2
-    assert one_query.farthest(one, emulated.run, lengths=(700, 130), columns=1024) <= ROUNDING[one.dtype]
-    assert one_query.farthest(one, emulated.run, lengths=(150, 1), is_shared=True) <= ROUNDING[one.dtype]
+    assert (
+        one_query.farthest(one, emulated.run, lengths=(700, 130), columns=1024)
+        <= ROUNDING[one.dtype]
+    )
+    assert (
+        one_query.farthest(one, emulated.run, lengths=(150, 1), is_shared=True)
+        <= ROUNDING[one.dtype]
+    )
 
 
 @needs_compiler
@@ -68,9 +79,15 @@ def test_columns_that_a_mask_hides_are_not_read(columns: int) -> None:
     one = kind(4, 2, 64)
     queries, keys, values, _ = one_query.example(one, (columns, columns), columns, 2)
     at = mx.arange(columns)
-    seen = ((at >= 135) & (at < 250) & (at != 200))[None, None, None] & mx.ones((2, 1, 1, 1), mx.bool_)
-    right = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=one.scale, mask=seen)
-    keys, values = (mx.where(seen.swapaxes(2, 3), states, mx.nan) for states in (keys, values))
+    seen = ((at >= 135) & (at < 250) & (at != 200))[None, None, None] & mx.ones(
+        (2, 1, 1, 1), mx.bool_
+    )
+    right = mx.fast.scaled_dot_product_attention(
+        queries, keys, values, scale=one.scale, mask=seen
+    )
+    keys, values = (
+        mx.where(seen.swapaxes(2, 3), states, mx.nan) for states in (keys, values)
+    )
     found = one_query.attend(queries, keys, values, one.scale, seen, emulated.run)
     assert float(mx.abs(found - right).max()) < 1e-5
     values[0, :, 240] = mx.nan
@@ -91,7 +108,10 @@ def test_a_place_without_a_row_gets_zeros(columns: int) -> None:
     one = kind(4, 2, 64)
     queries, keys, values, mask = one_query.example(one, (0, 70), columns, 3)
     found = one_query.attend(queries, keys, values, one.scale, mask, emulated.run)
-    assert mx.array_equal(found[0], mx.zeros((4, 1, 64))).item() and not mx.isnan(found[1]).any().item()
+    assert (
+        mx.array_equal(found[0], mx.zeros((4, 1, 64))).item()
+        and not mx.isnan(found[1]).any().item()
+    )
 
 
 @pytest.fixture
@@ -113,17 +133,25 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
 
 @needs_compiler
 @pytest.mark.parametrize("name", ["llava", "gemma3", "qwen2_vl"])
-def test_rows_that_come_and_go_are_the_rows_alone(name: str, on_cuda: list[Launch]) -> None:
+def test_rows_that_come_and_go_are_the_rows_alone(
+    name: str, on_cuda: list[Launch]
+) -> None:
     asks = [Ask("image:1:0"), Ask("text:2:9", at=2, tokens=4), Ask("text:3:30", at=3)]
     check(name, run_family(name, asks, placement=Placement.SLAB))
     assert any(launch.grid[2] == 4 for launch in on_cuda)  # places
 
 
 @pytest.mark.parametrize(
-    ("device", "said"), [(emulated.broken, "no such thing"), (emulated.wrong, "is off by")], ids=["unbuilt", "wrong"]
+    ("device", "said"),
+    [(emulated.broken, "no such thing"), (emulated.wrong, "is off by")],
+    ids=["unbuilt", "wrong"],
 )
 def test_a_kernel_that_cannot_be_used_is_done_without(
-    on_cuda: None, device: Any, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    on_cuda: None,
+    device: Any,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """MLX attends then, and it is said once."""
     monkeypatch.setattr(one_query, "on_device", device)
@@ -137,7 +165,9 @@ def test_a_kernel_that_cannot_be_used_is_done_without(
     assert [said in record.message for record in caplog.records] == [True]
 
 
-def test_what_the_kernel_is_not_written_for_is_left_to_mlx(on_cuda: list[Launch]) -> None:
+def test_what_the_kernel_is_not_written_for_is_left_to_mlx(
+    on_cuda: list[Launch],
+) -> None:
     """Several queries, masks of heads or of none, other widths and types; fixed calls, whose bits depend on no slab."""
     one = kind(4, 2, 64)
     queries, keys, values, mask = one_query.example(one, (40, 40), 40, 2)

@@ -32,12 +32,22 @@ from vlm_batch.records import Call, DecodeStep
 from vlm_batch.runtime.device import Device
 
 pytestmark = pytest.mark.skipif(
-    mx.default_device().type != mx.DeviceType.cpu, reason="GPUs have products of few bits that are fast and exact"
+    mx.default_device().type != mx.DeviceType.cpu,
+    reason="GPUs have products of few bits that are fast and exact",
 )
 
 
-def layer_of(bits: int, dtype: mx.Dtype, *, bias: bool = False, outputs: int = 96, width: int = 512) -> Any:
-    layer = nn.QuantizedLinear.from_linear(nn.Linear(width, outputs, bias=bias), group_size=64, bits=bits)
+def layer_of(
+    bits: int,
+    dtype: mx.Dtype,
+    *,
+    bias: bool = False,
+    outputs: int = 96,
+    width: int = 512,
+) -> Any:
+    layer = nn.QuantizedLinear.from_linear(
+        nn.Linear(width, outputs, bias=bias), group_size=64, bits=bits
+    )
     layer.set_dtype(dtype)
     mx.eval(layer.parameters())
     return layer
@@ -45,16 +55,27 @@ def layer_of(bits: int, dtype: mx.Dtype, *, bias: bool = False, outputs: int = 9
 
 def exact(layer: Any, rows: mx.array) -> np.ndarray:
     """The product in float64."""
-    parts = (layer.weight, layer.scales.astype(mx.float32), layer.biases.astype(mx.float32))
+    parts = (
+        layer.weight,
+        layer.scales.astype(mx.float32),
+        layer.biases.astype(mx.float32),
+    )
     weight = mx.dequantize(*parts, group_size=layer.group_size, bits=layer.bits)
-    product = np.array(rows.astype(mx.float32)).astype(np.float64) @ np.array(weight).astype(np.float64).T
-    return product + (np.array(layer.bias.astype(mx.float32)) if "bias" in layer else 0.0)
+    product = (
+        np.array(rows.astype(mx.float32)).astype(np.float64)
+        @ np.array(weight).astype(np.float64).T
+    )
+    return product + (
+        np.array(layer.bias.astype(mx.float32)) if "bias" in layer else 0.0
+    )
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16])
 @pytest.mark.parametrize("count", [1, 3, 4, 33])
-def test_a_product_is_exact_to_the_rows_precision(bits: int, dtype: mx.Dtype, count: int) -> None:
+def test_a_product_is_exact_to_the_rows_precision(
+    bits: int, dtype: mx.Dtype, count: int
+) -> None:
     theirs = layer_of(bits, dtype, bias=True)
     ours = clone_modules(theirs, replacements())
     assert type(ours) is DequantisedLinear
@@ -98,7 +119,8 @@ def peak_of(product: Callable[[], mx.array]) -> int:
 
 def test_few_parts_are_wide_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """MLX would widen all that it can before the first product: 0.5 GB for a head of 64,000 words."""
-    layer, rows = layer_of(4, mx.float32, outputs=8192, width=512), mx.random.normal((8, 512))
+    layer = layer_of(4, mx.float32, outputs=8192, width=512)
+    rows = mx.random.normal((8, 512))
     mx.eval(rows)
     monkeypatch.setattr(packed, "PART", 512 * 256)  # 32 parts of 0.5 MB
     assert peak_of(lambda: DequantisedLinear.__call__(layer, rows)) < 8192 * 512 * 4 / 3
@@ -110,19 +132,26 @@ def test_few_experts_are_wide_at_a_time() -> None:
     rows, experts = mx.random.normal((256, 1, 512)), mx.arange(256) // 8
     mx.eval(layer.parameters(), rows, experts)
     with running(Call()):
-        assert peak_of(lambda: layer(rows, experts, sorted_indices=True)) < 32 * 256 * 512 * 4 / 3
+        assert (
+            peak_of(lambda: layer(rows, experts, sorted_indices=True))
+            < 32 * 256 * 512 * 4 / 3
+        )
 
 
 def test_other_layouts_are_left_to_mlx() -> None:
     linear = nn.Linear(512, 64, bias=False)
-    layer: Any = nn.QuantizedLinear.from_linear(linear, group_size=32, bits=4, mode="mxfp4")
+    layer: Any = nn.QuantizedLinear.from_linear(
+        linear, group_size=32, bits=4, mode="mxfp4"
+    )
     ours, rows = clone_modules(layer, replacements()), mx.random.normal((8, 512))
     assert multiply(rows, layer) is None
     assert mx.array_equal(ours(rows), layer(rows))
 
 
 def test_tied_heads_are_products_too() -> None:
-    table: Any = nn.QuantizedEmbedding.from_embedding(nn.Embedding(300, 512), group_size=64, bits=4)
+    table: Any = nn.QuantizedEmbedding.from_embedding(
+        nn.Embedding(300, 512), group_size=64, bits=4
+    )
     ours = clone_modules(table, replacements())
     rows, ids = mx.random.normal((8, 512)), mx.array([3, 299])
     assert type(ours) is DequantisedEmbedding
@@ -136,7 +165,9 @@ def in_4_bits(name: str) -> Any:
         model,
         group_size=32,
         bits=4,
-        class_predicate=lambda _, one: isinstance(one, nn.Linear) and one.weight.shape[1] % 32 == 0,
+        class_predicate=lambda _, one: (
+            isinstance(one, nn.Linear) and one.weight.shape[1] % 32 == 0
+        ),
     )
     return model
 
@@ -147,7 +178,9 @@ def test_a_model_in_4_bits_has_them_and_the_callers_model_does_not(name: str) ->
     adapter = adapter_for(family(name).registered)(model)
     kinds = {type(module) for _, module in adapter.model.named_modules()}
     assert DequantisedLinear in kinds and nn.QuantizedLinear not in kinds
-    assert DequantisedLinear not in {type(module) for _, module in model.named_modules()}
+    assert DequantisedLinear not in {
+        type(module) for _, module in model.named_modules()
+    }
 
 
 @pytest.fixture
@@ -166,13 +199,22 @@ def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("shape", [(512,), (5, 512), (4, 1, 512), (2, 3, 5, 512)])
-def test_rows_are_one_matrix_on_cuda(shape: tuple[int, ...], as_on_cuda: list[tuple[int, ...]]) -> None:
+def test_rows_are_one_matrix_on_cuda(
+    shape: tuple[int, ...], as_on_cuda: list[tuple[int, ...]]
+) -> None:
     linear = layer_of(4, mx.float32, bias=True)
-    table: Any = nn.QuantizedEmbedding.from_embedding(nn.Embedding(300, 512), group_size=64, bits=4)
-    flat_linear, flat_table = (clone_modules(layer, replacements()) for layer in (linear, table))
+    table: Any = nn.QuantizedEmbedding.from_embedding(
+        nn.Embedding(300, 512), group_size=64, bits=4
+    )
+    flat_linear, flat_table = (
+        clone_modules(layer, replacements()) for layer in (linear, table)
+    )
     assert (type(flat_linear), type(flat_table)) == (FlatLinear, FlatEmbedding)
     rows = mx.random.normal(shape)
-    for wanted, product in ((linear, flat_linear), (table.as_linear, flat_table.as_linear)):
+    for wanted, product in (
+        (linear, flat_linear),
+        (table.as_linear, flat_table.as_linear),
+    ):
         found, given = product(rows), as_on_cuda[-1]
         assert len(given) <= 2 and given[-1] == 512
         answer = wanted(rows)
@@ -182,7 +224,10 @@ def test_rows_are_one_matrix_on_cuda(shape: tuple[int, ...], as_on_cuda: list[tu
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
 def test_many_rows_have_wide_weights_on_cuda(
-    dtype: mx.Dtype, bias: bool, as_on_cuda: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+    dtype: mx.Dtype,
+    bias: bool,
+    as_on_cuda: list[tuple[int, ...]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Prompts in one array; a thread waits when it has launched as much as it may."""
     waits: list[Any] = []
@@ -201,15 +246,22 @@ def test_many_rows_have_wide_weights_on_cuda(
     assert len(waits) == 2 and not as_on_cuda
     wanted = exact(layer, rows)
     rounding = {mx.bfloat16: 2**-7, mx.float16: 2**-10}[dtype]
-    assert all(one.shape == (*rows.shape[:2], 96) and one.dtype == dtype for one in found)
-    assert np.abs(np.array(found[-1].astype(mx.float32)) - wanted).max() <= rounding * np.abs(wanted).max()
+    assert all(
+        one.shape == (*rows.shape[:2], 96) and one.dtype == dtype for one in found
+    )
+    assert (
+        np.abs(np.array(found[-1].astype(mx.float32)) - wanted).max()
+        <= rounding * np.abs(wanted).max()
+    )
     layer(rows[:, 1:])  # fewer
     with running(Call(positions=mx.array([5]))):  # a decode step
         layer(rows)
     assert as_on_cuda == [(packed.MANY_ROWS - 1, 512), (packed.MANY_ROWS + 1, 512)]
 
 
-def test_the_proof_of_products_has_the_layers_of_cuda(as_on_cuda: list[tuple[int, ...]]) -> None:
+def test_the_proof_of_products_has_the_layers_of_cuda(
+    as_on_cuda: list[tuple[int, ...]],
+) -> None:
     """Of rows in float32 that a packed layer gets, too, whatever its model's precision."""
     product = float32_products([(512, 96, (64, 4, "affine"))])[0]
     product.call(product.rows(5))
@@ -223,20 +275,31 @@ def test_a_decode_step_on_cuda_has_no_product_for_each_row(
 ) -> None:
     adapter = adapter_for(family(name).registered)(in_4_bits(name))
     if how == "joined":
-        assert share_products(adapter) and any(isinstance(one, Part) for one in adapter.language.modules())
+        assert share_products(adapter) and any(
+            isinstance(one, Part) for one in adapter.language.modules()
+        )
     elif how == "held":
-        hold_products(adapter.language, dict.fromkeys(map(str, products_of(adapter.language)), (2, 4)))
+        hold_products(
+            adapter.language,
+            dict.fromkeys(map(str, products_of(adapter.language)), (2, 4)),
+        )
     layers: list[Any] = []
     encoded = adapter.encode({"input_ids": mx.array([[3, 4, 5]])})
     for place in range(3):
         cache = adapter.make_cache()
         adapter.prefill([encoded], cache, 0, 3)
         adapter.finish_prefill(encoded, cache)
-        layers = layers or [kind_of(single).batched(Placement.SLAB, 3) for single in cache]
+        layers = layers or [
+            kind_of(single).batched(Placement.SLAB, 3) for single in cache
+        ]
         for layer, single in zip(layers, cache, strict=True):
             layer.resize(3)
             layer.put(place, single)
     as_on_cuda.clear()
-    step = DecodeStep(mx.array([[4]] * 3), mx.array([3] * 3), layers, [encoded.decode] * 3)
+    step = DecodeStep(
+        mx.array([[4]] * 3), mx.array([3] * 3), layers, [encoded.decode] * 3
+    )
     mx.eval(adapter.decode(step))
-    assert as_on_cuda and {shape[:-1] for shape in as_on_cuda} == {(4,) if how == "held" else (3,)}
+    assert as_on_cuda and {shape[:-1] for shape in as_on_cuda} == {
+        (4,) if how == "held" else (3,)
+    }

@@ -30,7 +30,17 @@ from vlm_batch.records import Thinking
 from vlm_batch.types import SamplingParams
 
 #: One family for each kind of state; every family with VLM_BATCH_PARAMETERS=all in the environment, which takes minutes.
-KINDS = ["qwen2_vl", "mllama", "falcon_h1", "gemma3", "gemma3n", "deepseek_v4", "unlimited_ocr", "florence2", "qwen3_5"]
+KINDS = [
+    "qwen2_vl",
+    "mllama",
+    "falcon_h1",
+    "gemma3",
+    "gemma3n",
+    "deepseek_v4",
+    "unlimited_ocr",
+    "florence2",
+    "qwen3_5",
+]
 KINDS += ["paligemma", "molmo_point", "mistral3_mistral4", "minimax_m3_vl", "lfm2_vl"]
 EVERY = os.environ.get("VLM_BATCH_PARAMETERS") == "all"
 TOKENS = 10
@@ -72,13 +82,23 @@ class Residues(Blind):
 
 #: name -> (prompt, parameters); what else a row has is set by ``make``.
 ASKED: Mapping[str, tuple[str, SamplingParams]] = {
-    "penalties": ("image:1:0", SamplingParams(presence_penalty=1.5, frequency_penalty=0.7, min_tokens=6)),
+    "penalties": (
+        "image:1:0",
+        SamplingParams(presence_penalty=1.5, frequency_penalty=0.7, min_tokens=6),
+    ),
     "biases": (
         "text:4:9",
-        SamplingParams(temperature=1.2, logit_bias={3: 4.0, 8: -50.0}, allowed_token_ids=[*range(2, 90, 2), 3]),
+        SamplingParams(
+            temperature=1.2,
+            logit_bias={3: 4.0, 8: -50.0},
+            allowed_token_ids=[*range(2, 90, 2), 3],
+        ),
     ),
     "bad_words": ("image:3:2", SamplingParams(temperature=0.8, bad_words=["x"])),
-    "several": ("text:5:26", SamplingParams(temperature=1.5, n=3, frequency_penalty=0.3)),
+    "several": (
+        "text:5:26",
+        SamplingParams(temperature=1.5, n=3, frequency_penalty=0.3),
+    ),
     "form": ("image:2:1", SamplingParams(temperature=0.6)),
     "thinking": ("text:6:14", SamplingParams(temperature=1.0, thinking_budget=3)),
     "thinking_then_form": ("image:1:0", SamplingParams(thinking_budget=2)),
@@ -89,16 +109,25 @@ def make(generator: BatchGenerator, name: str, family: str) -> Row:
     """A row as the batcher would make it of a request, without its tokenizer."""
     key, params = ASKED[name]
     params = replace(params, max_tokens=TOKENS, seed=len(name))
-    row = new_row(name, Prompt(inputs=as_mlx(inputs_of(family, key))), params, text=generator.text)
+    row = new_row(
+        name, Prompt(inputs=as_mlx(inputs_of(family, key))), params, text=generator.text
+    )
     generator.rows.add(row)
     if name == "bad_words":
         row.answer.bad_words = BAD
     form = Residues() if name in ("form", "thinking_then_form") else None
-    row.answer.guide = Guide.of(params, form, THINKS if name.startswith("thinking") else None, row.answer.end_ids)
+    row.answer.guide = Guide.of(
+        params,
+        form,
+        THINKS if name.startswith("thinking") else None,
+        row.answer.end_ids,
+    )
     return row
 
 
-def run(family: str, names: Sequence[str], placement: Placement, gap: int = 0) -> dict[str, tuple[int, ...]]:
+def run(
+    family: str, names: Sequence[str], placement: Placement, gap: int = 0
+) -> dict[str, tuple[int, ...]]:
     """Every answer's tokens, by the names of its row; each row comes ``gap`` steps after the one before."""
     generator = BatchGenerator(
         shared_adapter(family),
@@ -112,7 +141,9 @@ def run(family: str, names: Sequence[str], placement: Placement, gap: int = 0) -
             make(generator, coming.pop(0), family)
         for event in generator.step():
             if event.result is not None:
-                assert event.result.error is None, f"{event.request_id}: {event.result.error}"
+                assert event.result.error is None, (
+                    f"{event.request_id}: {event.result.error}"
+                )
                 ends[event.request_id] = event.result.token_ids
         step += 1
         assert step < 1000

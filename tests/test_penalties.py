@@ -20,10 +20,14 @@ CIRCLE = str(sample_images()[3])
 
 
 def logits_of(seed: int = 0) -> mx.array:
-    return mx.array(np.random.default_rng(seed).normal(0, 2, (1, VOCABULARY)).astype(np.float32))
+    return mx.array(
+        np.random.default_rng(seed).normal(0, 2, (1, VOCABULARY)).astype(np.float32)
+    )
 
 
-def processed(params: SamplingParams, history: list[int], rules: RowRules, step: int = 3) -> np.ndarray:
+def processed(
+    params: SamplingParams, history: list[int], rules: RowRules, step: int = 3
+) -> np.ndarray:
     row = SamplingRow(params, 0, step, mx.array(history), rules=rules)
     return np.array(process(logits_of(), row))[0]
 
@@ -60,45 +64,65 @@ def test_only_what_is_allowed_comes() -> None:
 @pytest.mark.parametrize("name", ["allowed_token_ids", "logit_bias"])
 def test_tokens_that_the_model_does_not_have_are_refused(name: str) -> None:
     ids: Any = {2: 1.0, 20: 1.0} if name == "logit_bias" else [2, 20]
-    with pytest.raises(InvalidParameters, match=f"{name} holds 20; this model has 20 tokens"):
+    with pytest.raises(
+        InvalidParameters, match=f"{name} holds 20; this model has 20 tokens"
+    ):
         processed(SamplingParams(**{name: ids}), [1], RowRules())
 
 
 def test_ends_wait_for_the_fewest_tokens() -> None:
     params, rules = SamplingParams(min_tokens=4), RowRules(end_ids=(6, 8, 999))
-    assert set(np.flatnonzero(np.isinf(processed(params, [1], rules, step=3)))) == {6, 8}
+    assert set(np.flatnonzero(np.isinf(processed(params, [1], rules, step=3)))) == {
+        6,
+        8,
+    }
     assert np.isfinite(processed(params, [1], rules, step=4)).all()
 
 
 def test_bad_words_end_nowhere() -> None:
-    params, rules = SamplingParams(bad_words=["x"]), RowRules(bad_words=((3,), (4, 5, 6)))
-    assert set(np.flatnonzero(np.isinf(processed(params, [9, 9, 1, 4, 5], rules)))) == {3, 6}
-    assert set(np.flatnonzero(np.isinf(processed(params, [9, 9, 4, 5, 1], rules)))) == {3}
-    assert set(np.flatnonzero(np.isinf(processed(params, [4, 5], rules, step=0)))) == {3}, (
-        "the prompt is not the answer"
-    )
+    params = SamplingParams(bad_words=["x"])
+    rules = RowRules(bad_words=((3,), (4, 5, 6)))
+    assert set(np.flatnonzero(np.isinf(processed(params, [9, 9, 1, 4, 5], rules)))) == {
+        3,
+        6,
+    }
+    assert set(np.flatnonzero(np.isinf(processed(params, [9, 9, 4, 5, 1], rules)))) == {
+        3
+    }
+    assert set(np.flatnonzero(np.isinf(processed(params, [4, 5], rules, step=0)))) == {
+        3
+    }, "the prompt is not the answer"
 
 
 def test_bad_words_of_all_lengths_at_once() -> None:
     """As one word after the other would be looked for."""
     chance = np.random.default_rng(1)
-    words = [tuple(map(int, chance.integers(0, 4, chance.integers(1, 6)))) for _ in range(40)]
+    words = [
+        tuple(map(int, chance.integers(0, 4, chance.integers(1, 6)))) for _ in range(40)
+    ]
     for size in range(1, 9):
         history = [int(token) for token in chance.integers(0, 4, size)]
         right = {
-            word[-1] for word in words if tuple(history[size - len(word) + 1 :]) == word[:-1] and len(word) <= size
+            word[-1]
+            for word in words
+            if tuple(history[size - len(word) + 1 :]) == word[:-1] and len(word) <= size
         }
         right |= {word[0] for word in words if len(word) == 1}
-        found = processed(SamplingParams(bad_words=["x"]), history, RowRules(bad_words=tuple(words)), step=size)
+        found = processed(
+            SamplingParams(bad_words=["x"]),
+            history,
+            RowRules(bad_words=tuple(words)),
+            step=size,
+        )
         assert set(np.flatnonzero(np.isinf(found))) == right
 
 
 def test_a_step_looks_at_no_list_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lists of ids become arrays once for a row: with 100,000 of them every step of every row would wait."""
-    params, rules = (
-        SamplingParams(logit_bias={3: 5}, allowed_token_ids=[3, 4], bad_words=["x"]),
-        RowRules(bad_words=((6,), (3, 4))),
+    params = SamplingParams(
+        logit_bias={3: 5}, allowed_token_ids=[3, 4], bad_words=["x"]
     )
+    rules = RowRules(bad_words=((6,), (3, 4)))
     processed(params, [1, 3], rules)
     monkeypatch.setattr(sampling, "check_within", None)
     processed(params, [1, 3], rules)
@@ -139,7 +163,9 @@ def test_through_the_door(batcher: VLMBatcher) -> None:
     """What the parameters promise, in words."""
 
     def said(**params: Any) -> Any:
-        return batcher.submit(prompt="count to 9", params=SamplingParams(**params)).result(timeout=60)
+        return batcher.submit(
+            prompt="count to 9", params=SamplingParams(**params)
+        ).result(timeout=60)
 
     plain = said()
     assert plain.text == "1 2 3 4 5 6 7 8 9"
@@ -153,7 +179,9 @@ def test_through_the_door(batcher: VLMBatcher) -> None:
     (four,) = ids("4")
     assert said(logit_bias={four: -100}).text.count("4") == 0
     assert set(said(allowed_token_ids=[four], max_tokens=3).token_ids) == {four}
-    assert said(presence_penalty=2.0, frequency_penalty=2.0).token_ids != plain.token_ids
+    assert (
+        said(presence_penalty=2.0, frequency_penalty=2.0).token_ids != plain.token_ids
+    )
 
 
 def test_in_company_as_alone(batcher: VLMBatcher) -> None:
@@ -168,18 +196,31 @@ def test_in_company_as_alone(batcher: VLMBatcher) -> None:
     ]
     asked = [
         Request(
-            prompt=prompt, images=images, params=SamplingParams(**rule, temperature=heat, seed=index, max_tokens=30)
+            prompt=prompt,
+            images=images,
+            params=SamplingParams(**rule, temperature=heat, seed=index, max_tokens=30),
         )
         for index, rule in enumerate(rules)
-        for prompt, images, heat in (("count to 9", (), 0.0), ("describe the image", CIRCLE, 1.0))
+        for prompt, images, heat in (
+            ("count to 9", (), 0.0),
+            ("describe the image", CIRCLE, 1.0),
+        )
     ]
     alone = [batcher.submit_request(one).result(timeout=60) for one in asked]
     for expected, found in zip(alone, batcher.generate(asked), strict=True):
-        assert (found.error, found.token_ids, found.text) == (None, expected.token_ids, expected.text)
+        assert (found.error, found.token_ids, found.text) == (
+            None,
+            expected.token_ids,
+            expected.text,
+        )
 
 
-@pytest.mark.parametrize("heat", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.9}], ids=str)
-def test_a_processor_that_gives_infinity_is_told(batcher: VLMBatcher, heat: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "heat", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.9}], ids=str
+)
+def test_a_processor_that_gives_infinity_is_told(
+    batcher: VLMBatcher, heat: dict[str, Any]
+) -> None:
     def force(tokens: Any, logits: mx.array) -> mx.array:
         return mx.where(mx.arange(logits.shape[-1]) == 7, mx.inf, logits)
 

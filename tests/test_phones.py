@@ -14,7 +14,13 @@ from PIL import Image
 from tests.serving import serving
 from vlm_batch.errors import InvalidImage
 from vlm_batch.inputs import heif
-from vlm_batch.inputs.images import load_image, names_picture, own_image, picture_suffixes, size_of_file
+from vlm_batch.inputs.images import (
+    load_image,
+    names_picture,
+    own_image,
+    picture_suffixes,
+    size_of_file,
+)
 from vlm_batch.jobs import Reading, open_sources
 from vlm_batch.jobs.cells import names_media
 from vlm_batch.jobs.report import summary_of
@@ -26,12 +32,21 @@ PHONE = Path(__file__).parent / "data" / "phone.heic"
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Pillow as it is at the start of a process: nobody has told it of pillow-heif."""
-    pytest.importorskip("pillow_heif", reason="pillow-heif is not installed: pip install 'vlm-batch[heic]'")
+    pytest.importorskip(
+        "pillow_heif",
+        reason="pillow-heif is not installed: pip install 'vlm-batch[heic]'",
+    )
     Image.init()
     with monkeypatch.context() as patched:
         for name in ("OPEN", "EXTENSION", "MIME", "SAVE", "SAVE_ALL"):
             patched.setattr(
-                Image, name, {key: one for key, one in vars(Image)[name].items() if "HEIF" not in (key, one)}
+                Image,
+                name,
+                {
+                    key: one
+                    for key, one in vars(Image)[name].items()
+                    if "HEIF" not in (key, one)
+                },
             )
         patched.setattr(Image, "ID", [name for name in Image.ID if name != "HEIF"])
         yield
@@ -66,18 +81,31 @@ def test_every_source_gives_the_same() -> None:
     assert all(np.array_equal(one, found[0]) for one in found)
 
 
-def test_folders_tables_and_reports_know_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_tables_and_reports_know_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.HEIC").write_bytes(PHONE.read_bytes())
     (tmp_path / "b.jpg").write_bytes(PHONE.read_bytes())
     coded = base64.b64encode(PHONE.read_bytes()).decode()
     assert {".heic", ".heif", ".hif"} <= picture_suffixes() and names_picture("x.HEIC")
-    assert names_media(coded, "") and names_media(PHONE.read_bytes(), "") and names_media("a.HEIC", "")
+    assert (
+        names_media(coded, "")
+        and names_media(PHONE.read_bytes(), "")
+        and names_media("a.HEIC", "")
+    )
     sources, _ = open_sources(["."], Reading())
-    assert [row.id for source in sources for row in source.rows()] == ["./a.HEIC", "./b.jpg"]
-    summary = summary_of(lambda: [{"id": "b.jpg", "text": "a picture", "images": ["b.jpg"]}])
+    assert [row.id for source in sources for row in source.rows()] == [
+        "./a.HEIC",
+        "./b.jpg",
+    ]
+    summary = summary_of(
+        lambda: [{"id": "b.jpg", "text": "a picture", "images": ["b.jpg"]}]
+    )
     (sample,) = summary.samples
-    assert sample.jpeg is not None and Image.open(io.BytesIO(sample.jpeg)).format == "JPEG"
+    assert (
+        sample.jpeg is not None and Image.open(io.BytesIO(sample.jpeg)).format == "JPEG"
+    )
 
 
 def test_the_server_reads_it() -> None:
@@ -86,17 +114,23 @@ def test_the_server_reads_it() -> None:
     with serving() as server:
         for kind in ("image/heic", "image/jpeg", "application/octet-stream"):
             url = f"data:{kind};base64,{coded}"
-            reply = server.chat([{"type": "image_url", "image_url": {"url": url}}], max_tokens=2)
+            reply = server.chat(
+                [{"type": "image_url", "image_url": {"url": url}}], max_tokens=2
+            )
             assert reply.status == 200, reply
 
 
-def test_without_pillow_heif_it_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_pillow_heif_it_says_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(heif, "INSTALLED", False)
     with pytest.raises(
-        InvalidImage, match=r"a HEIC picture, and pillow-heif is not installed: pip install 'vlm-batch"
+        InvalidImage,
+        match=r"a HEIC picture, and pillow-heif is not installed: pip install 'vlm-batch",
     ) as said:
         load_image(PHONE)
-    assert heif.REMEDY in said.value.reason  # the server leaves advice out, and this is for its operator, too
+    # the server leaves advice out, and this is for its operator, too
+    assert heif.REMEDY in said.value.reason
     assert ".heic" not in picture_suffixes()
 
 

@@ -41,22 +41,41 @@ def test_each_request_has_its_own_size(batcher: VLMBatcher) -> None:
         {"min_pixels": 28000, "max_pixels": 40000},
         {"max_pixels": 6272},
     ] * 3
-    results = [handle.result(timeout=60) for handle in [batcher.submit(CIRCLE, DESCRIBE, **one) for one in bounds]]
+    results = [
+        handle.result(timeout=60)
+        for handle in [batcher.submit(CIRCLE, DESCRIBE, **one) for one in bounds]
+    ]
     for bound, result in zip(bounds, results, strict=True):
-        assert bound.get("min_pixels", 1) <= pixels(result) <= bound.get("max_pixels", 12544)
+        assert (
+            bound.get("min_pixels", 1)
+            <= pixels(result)
+            <= bound.get("max_pixels", 12544)
+        )
         assert result.image_sizes == plain.image_sizes
         if not bound:
-            assert (result.text, result.model_image_sizes) == (plain.text, plain.model_image_sizes)
+            assert (result.text, result.model_image_sizes) == (
+                plain.text,
+                plain.model_image_sizes,
+            )
     assert pixels(results[1]) < pixels(plain) < pixels(results[2])
-    assert results[1].usage.image_tokens < plain.usage.image_tokens < results[2].usage.image_tokens
+    assert (
+        results[1].usage.image_tokens
+        < plain.usage.image_tokens
+        < results[2].usage.image_tokens
+    )
     assert batcher._preparer.processing.pixels == PixelBounds(3136, 12544)
 
 
 def test_the_batchers_bounds() -> None:
     with VLMBatcher(default_checkpoint(), limits=Limits(max_pixels=6272)) as batcher:
         assert pixels(batcher.submit(CIRCLE, DESCRIBE).result(timeout=60)) <= 6272
-        assert pixels(batcher.submit(CIRCLE, DESCRIBE, max_pixels=3136).result(timeout=60)) <= 3136
-        with pytest.raises(InvalidImage, match="max_pixels is 9,000; the batcher's is 6,272"):
+        assert (
+            pixels(batcher.submit(CIRCLE, DESCRIBE, max_pixels=3136).result(timeout=60))
+            <= 3136
+        )
+        with pytest.raises(
+            InvalidImage, match="max_pixels is 9,000; the batcher's is 6,272"
+        ):
             batcher.submit(CIRCLE, DESCRIBE, max_pixels=9000)
 
 
@@ -67,10 +86,23 @@ def test_a_bound_makes_no_picture_larger(batcher: VLMBatcher) -> None:
     bounds: list[dict[str, Any]] = [{"max_pixels": 200_000}, {"max_pixels": 12_545}]
     for bound in (*bounds, {"min_pixels": 3_136, "max_pixels": 200_000}):
         found = batcher.submit(large, DESCRIBE, **bound).result(timeout=60)
-        assert (found.model_image_sizes, found.text) == (plain.model_image_sizes, plain.text)
-    assert pixels(batcher.submit(large, DESCRIBE, min_pixels=12_600, max_pixels=200_000).result(timeout=60)) > 80_000
+        assert (found.model_image_sizes, found.text) == (
+            plain.model_image_sizes,
+            plain.text,
+        )
+    assert (
+        pixels(
+            batcher.submit(
+                large, DESCRIBE, min_pixels=12_600, max_pixels=200_000
+            ).result(timeout=60)
+        )
+        > 80_000
+    )
     with VLMBatcher(default_checkpoint(), limits=Limits(max_pixels=200_000)) as bounded:
-        assert bounded.submit(large, DESCRIBE).result(timeout=60).model_image_sizes == plain.model_image_sizes
+        assert (
+            bounded.submit(large, DESCRIBE).result(timeout=60).model_image_sizes
+            == plain.model_image_sizes
+        )
 
 
 @pytest.mark.parametrize(
@@ -78,12 +110,20 @@ def test_a_bound_makes_no_picture_larger(batcher: VLMBatcher) -> None:
     [
         ({"max_pixels": 0}, "max_pixels is 0"),
         ({"min_pixels": "large"}, "min_pixels is 'large'"),
-        ({"min_pixels": 5000, "max_pixels": 4000}, "min_pixels is 5000, above max_pixels"),
-        ({"min_pixels": 50000}, "min_pixels is 50,000, above max_pixels, which is 12,544"),
+        (
+            {"min_pixels": 5000, "max_pixels": 4000},
+            "min_pixels is 5000, above max_pixels",
+        ),
+        (
+            {"min_pixels": 50000},
+            "min_pixels is 50,000, above max_pixels, which is 12,544",
+        ),
     ],
     ids=str,
 )
-def test_bounds_that_are_none_are_refused(batcher: VLMBatcher, wrong: dict[str, Any], said: str) -> None:
+def test_bounds_that_are_none_are_refused(
+    batcher: VLMBatcher, wrong: dict[str, Any], said: str
+) -> None:
     with pytest.raises(InvalidImage, match=said):
         batcher.submit(CIRCLE, DESCRIBE, **wrong)
 

@@ -10,7 +10,16 @@ import numpy as np
 import pytest
 from mlx_vlm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 
-from tests.harness import NUM_TOKENS, Answer, Ask, check, inputs_of, run, settings_for, shared_adapter
+from tests.harness import (
+    NUM_TOKENS,
+    Answer,
+    Ask,
+    check,
+    inputs_of,
+    run,
+    settings_for,
+    shared_adapter,
+)
 from vlm_batch.adapters.attention import attention
 from vlm_batch.caches import Placement, RecurrentCache, kind_of
 from vlm_batch.caches.blocks import BlockCache
@@ -32,12 +41,19 @@ def tokens(count: int, seed: int, *, is_broken: bool = False) -> mx.array:
     """(1, H, L, D)"""
     if is_broken:
         return mx.full((1, HEADS, count, WIDTH), mx.nan)
-    return mx.array(np.random.RandomState(seed).standard_normal((1, HEADS, count, WIDTH)).astype(np.float32))
+    return mx.array(
+        np.random.RandomState(seed)
+        .standard_normal((1, HEADS, count, WIDTH))
+        .astype(np.float32)
+    )
 
 
 def row(kind: str, count: int, *, is_broken: bool = False) -> Any:
     cache = KINDS[kind]()
-    cache.update_and_fetch(tokens(count, count, is_broken=is_broken), tokens(count, count + 50, is_broken=is_broken))
+    cache.update_and_fetch(
+        tokens(count, count, is_broken=is_broken),
+        tokens(count, count + 50, is_broken=is_broken),
+    )
     return cache
 
 
@@ -62,11 +78,17 @@ def test_a_place_is_clean_after_a_row_of_nan(kind: str, broken: int) -> None:
             layer.clear(0)
     mine = row(kind, 5)
     for step in range(24):
-        states = [mx.concatenate([tokens(1, 100 * step + i), tokens(1, 100 * step + i + 9)]) for i in range(3)]
+        states = [
+            mx.concatenate([tokens(1, 100 * step + i), tokens(1, 100 * step + i + 9)])
+            for i in range(3)
+        ]
         together = attend(layer, states)
         for place, single in enumerate((mine, neighbour)):
             apart = attend(single, [state[place : place + 1] for state in states])
-            assert mx.allclose(together[place], apart[0], atol=1e-5).item(), (step, place)
+            assert mx.allclose(together[place], apart[0], atol=1e-5).item(), (
+                step,
+                place,
+            )
 
 
 def test_recurrent_states_are_replaced_whole() -> None:
@@ -98,25 +120,41 @@ def _poison(layer: Any, place: int) -> None:
 FAMILIES = ("qwen2_vl", "gemma3", "llama4", "qwen3_5", "falcon_h1", "inkling")
 
 
-@pytest.mark.parametrize(("name", "kv"), [*((name, None) for name in FAMILIES), ("qwen2_vl", KVQuantisation(8, 32))])
+@pytest.mark.parametrize(
+    ("name", "kv"),
+    [*((name, None) for name in FAMILIES), ("qwen2_vl", KVQuantisation(8, 32))],
+)
 def test_a_family_answers_at_a_place_that_held_nan(
     name: str, kv: KVQuantisation | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A row's keys, values and states become NaN, and it is cancelled; a shorter one gets its place beside a neighbour."""
 
     def played(is_broken: bool) -> list[Answer]:
-        generator = BatchGenerator(shared_adapter(name), policy=settings_for(Placement.SLAB), kv=kv)
+        generator = BatchGenerator(
+            shared_adapter(name), policy=settings_for(Placement.SLAB), kv=kv
+        )
         cancel = generator.cancel
 
         def broken(request_id: str) -> Any:
-            place = [row and row.request_id for row in generator.rows.batch.places].index(request_id)
+            place = [
+                row and row.request_id for row in generator.rows.batch.places
+            ].index(request_id)
             for layer in generator.rows.batch.layers if is_broken else ():
                 _poison(layer, place)
             return cancel(request_id)
 
         monkeypatch.setattr(generator, "cancel", broken)
-        asks = [Ask("text:5:26", tokens=40, cancel_at=5), Ask("image:1:0", tokens=NUM_TOKENS), Ask("text:4:9", at=6)]
-        return run(shared_adapter(name), lambda key: inputs_of(name, key), asks, generator=generator)
+        asks = [
+            Ask("text:5:26", tokens=40, cancel_at=5),
+            Ask("image:1:0", tokens=NUM_TOKENS),
+            Ask("text:4:9", at=6),
+        ]
+        return run(
+            shared_adapter(name),
+            lambda key: inputs_of(name, key),
+            asks,
+            generator=generator,
+        )
 
     answers = played(is_broken=True)
     if kv is None:

@@ -14,7 +14,16 @@ import numpy as np
 import pytest
 from mlx_vlm.models.cache import ArraysCache
 
-from tests.harness import TOLERANCE, Ask, difference, every_family, inputs_of, run, settings_for, shared_adapter
+from tests.harness import (
+    TOLERANCE,
+    Ask,
+    difference,
+    every_family,
+    inputs_of,
+    run,
+    settings_for,
+    shared_adapter,
+)
 from tests.recording import record, record_none
 from tests.reuse_cases import (
     TAIL,
@@ -50,7 +59,9 @@ from vlm_batch.types import SamplingParams
 IMAGE, TEXT, SHORT = "image:3:2", "text:5:26", "text:4:9"
 
 #: Families with a layer whose kind of cache is copied as it is and goes into no file.
-_OF_ITS_OWN = "an indexer's cache is of a kind that files do not know: kept in memory only"
+_OF_ITS_OWN = (
+    "an indexer's cache is of a kind that files do not know: kept in memory only"
+)
 NOT_WRITTEN = {
     "molmo_point": "what a row can point at is kept in memory only",
     "deepseek_v41": "one cache for all layers is of a kind that files do not know: kept in memory only",
@@ -75,7 +86,8 @@ def test_hits(name: str, placement: Placement) -> None:
         assert (other, longer) == (0, 0)
         return
     assert end_of_pictures(name, IMAGE) <= other <= length(name, IMAGE) - TAIL
-    assert longer in (length(name, SHORT), length(name, SHORT) + 1)  # the answer may begin as the longer prompt goes on
+    # the answer may begin as the longer prompt goes on
+    assert longer in (length(name, SHORT), length(name, SHORT) + 1)
 
 
 @pytest.mark.parametrize(("name", "placement"), in_turns())
@@ -93,27 +105,37 @@ def test_hits_with_two_pictures(name: str, placement: Placement) -> None:
     same, longer = asks.ask("two:7", other)
     assert same == length(name, "two:7")
     keys = [key_of(name, request(name, key)).positions for key in ("two:7", other)]
-    if common_length(*keys):  # not where the whole prompt attends both ways, or turns by a long prompt's factors
+    # not where the whole prompt attends both ways, or turns by a long prompt's factors
+    if common_length(*keys):
         assert longer >= end_of_pictures(name, "two:7")
     else:
         assert longer == 0
     record(name, "prefix_two_images", placement, asks.largest)
 
 
-@pytest.mark.parametrize("name", [name for name in every_family() if family(name).video is not None])
+@pytest.mark.parametrize(
+    "name", [name for name in every_family() if family(name).video is not None]
+)
 def test_hits_with_a_video(name: str) -> None:
     """Another question about the same video is answered from what is kept; the same words about another video are not."""
     asks = asker(name)
     assert asks.ask("video:3:2", "both:6") == [0, 0]
     again, other, both = asks.ask("video:3:2", "video:3:2~1", "both:6~1")
     assert again == length(name, "video:3:2")
-    assert end_of_pictures(name, "video:3:2") <= other <= length(name, "video:3:2") - TAIL
+    assert (
+        end_of_pictures(name, "video:3:2") <= other <= length(name, "video:3:2") - TAIL
+    )
     assert end_of_pictures(name, "both:6") <= both <= length(name, "both:6") - TAIL
     mine, theirs = request(name, "video:3:2"), request(name, "video:8:2")
     changed = {**theirs, "input_ids": mine["input_ids"]}
     assert asks.ask_inputs(changed)[0] <= key_of(name, mine).pictures[0][0]
     if "second_per_grid_ts" in mine:
-        assert asks.ask_inputs({**mine, "second_per_grid_ts": mine["second_per_grid_ts"] / 2})[0] <= 4
+        assert (
+            asks.ask_inputs(
+                {**mine, "second_per_grid_ts": mine["second_per_grid_ts"] / 2}
+            )[0]
+            <= 4
+        )
 
 
 WITH_VIDEOS = [name for name in every_family() if family(name).video is not None]
@@ -133,7 +155,11 @@ def test_hits_with_videos(name: str) -> None:
 
 
 def brighter(pixels: Any) -> Any:
-    return [brighter(part) for part in pixels] if isinstance(pixels, list) else pixels * np.float32(1.01)
+    return (
+        [brighter(part) for part in pixels]
+        if isinstance(pixels, list)
+        else pixels * np.float32(1.01)
+    )
 
 
 @pytest.mark.parametrize("name", WITH_VIDEOS)
@@ -147,7 +173,9 @@ def test_another_video_or_another_pace_is_never_a_hit(name: str) -> None:
     )  # MiniCPM's frames are pictures
     changed = [{**inputs, pixels: brighter(inputs[pixels])}]
     if "second_per_grid_ts" in inputs:
-        changed.append({**inputs, "second_per_grid_ts": inputs["second_per_grid_ts"] * 2})
+        changed.append(
+            {**inputs, "second_per_grid_ts": inputs["second_per_grid_ts"] * 2}
+        )
     start = key_of(name, inputs).pictures[0][0]
     for other in changed:
         assert asks.ask_inputs(other)[0] <= start
@@ -191,17 +219,26 @@ def test_another_picture_is_never_a_hit(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [name for name in every_family() if name in ("aya_vision", "gemma3n", "glm4v", "mllama", "qwen2_vl", "qwen3_vl")],
+    [
+        name
+        for name in every_family()
+        if name in ("aya_vision", "gemma3n", "glm4v", "mllama", "qwen2_vl", "qwen3_vl")
+    ],
 )
 def test_pictures_in_another_order_are_never_a_hit(name: str) -> None:
     """Two pictures, and the same two swapped; then the pair again, all of it cached."""
     asks = asker(name)
     inputs = _pair_of_equal_pictures(name)
-    names = [name for name in inputs if name not in ("input_ids", "cross_attention_mask")]
+    names = [
+        name for name in inputs if name not in ("input_ids", "cross_attention_mask")
+    ]
     asks.ask_inputs(inputs)
     swapped = {
         **inputs,
-        **{name: _swapped(inputs[name], 1 if "cross_attention_mask" in inputs else 0) for name in names},
+        **{
+            name: _swapped(inputs[name], 1 if "cross_attention_mask" in inputs else 0)
+            for name in names
+        },
     }
     key = key_of(name, inputs)
     assert asks.ask_inputs(swapped)[0] <= key.pictures[0][0]
@@ -213,14 +250,23 @@ def _pair_of_equal_pictures(name: str) -> dict[str, Any]:
     first, second = inputs_of(name, "image:1:1"), inputs_of(name, "image:2:1")
     if "cross_attention_mask" in first:
         both = {
-            key: np.concatenate([first[key], second[key]], axis=1) for key in first if key != "cross_attention_mask"
+            key: np.concatenate([first[key], second[key]], axis=1)
+            for key in first
+            if key != "cross_attention_mask"
         }
-        masks = [one["cross_attention_mask"] for one in (first, second)]  # (1, L, 1, tiles)
+        # (1, L, 1, tiles)
+        masks = [one["cross_attention_mask"] for one in (first, second)]
         none = [np.zeros_like(mask) for mask in masks]
-        seen = [np.concatenate([masks[0], none[0]], axis=2), np.concatenate([none[1], masks[1]], axis=2)]
+        seen = [
+            np.concatenate([masks[0], none[0]], axis=2),
+            np.concatenate([none[1], masks[1]], axis=2),
+        ]
         return {**both, "cross_attention_mask": np.concatenate(seen, axis=1)}
     axes = {key: 1 if key == "input_ids" else 0 for key in first}
-    return {key: np.concatenate([first[key], second[key]], axis=axis) for key, axis in axes.items()}
+    return {
+        key: np.concatenate([first[key], second[key]], axis=axis)
+        for key, axis in axes.items()
+    }
 
 
 def _swapped(array: np.ndarray, axis: int) -> np.ndarray:
@@ -236,13 +282,19 @@ def test_the_same_bytes_in_another_size_are_never_a_hit() -> None:
     assert found <= 4  # the words before the picture
 
 
-def test_a_picture_is_skipped_by_the_encoder_on_a_hit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_picture_is_skipped_by_the_encoder_on_a_hit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     asks = asker("qwen3_vl")
     asks.ask(IMAGE)
     for key in (f"{IMAGE}~1", f"{IMAGE}+2"):
         alone("qwen3_vl", key)  # with a tower
     tower = shared_adapter("qwen3_vl").model.vision_tower
-    monkeypatch.setattr(type(tower), "__call__", lambda *_, **__: pytest.fail("the picture was encoded again"))
+    monkeypatch.setattr(
+        type(tower),
+        "__call__",
+        lambda *_, **__: pytest.fail("the picture was encoded again"),
+    )
     assert all(count > 0 for count in asks.ask(f"{IMAGE}~1", f"{IMAGE}+2", IMAGE))
 
 
@@ -265,11 +317,24 @@ def test_rows_wait_for_a_neighbour_that_prefills_their_beginning() -> None:
 
 
 def test_rows_of_other_beginnings_do_not_wait() -> None:
-    asks = asker("qwen2_vl", policy=settings_for(max_rows=2, encode_ahead=1, idle_budget=4))
+    asks = asker(
+        "qwen2_vl", policy=settings_for(max_rows=2, encode_ahead=1, idle_budget=4)
+    )
     assert asks.ask(IMAGE, TEXT, f"{IMAGE}~1", "text:4:9", f"{TEXT}+1")[:2] == [0, 0]
 
 
-@pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_5", "qwen3_next", "falcon_h1", "aya_vision", "gemma3n", "llama4"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen2_vl",
+        "qwen3_5",
+        "qwen3_next",
+        "falcon_h1",
+        "aya_vision",
+        "gemma3n",
+        "llama4",
+    ],
+)
 def test_a_restored_row_is_the_cold_one_bit_for_bit(name: str) -> None:
     """Where chunks end at the same positions, the same numbers come out: full attention, recurrent layers, windows, blocks."""
     at = length(name, TEXT)
@@ -279,22 +344,45 @@ def test_a_restored_row_is_the_cold_one_bit_for_bit(name: str) -> None:
         adapter = shared_adapter(name)
         reuse = Reuse(adapter, PrefixCache(ByteBudget(2**28)) if warm else None)
         config = {"prefill_budget": at, "idle_budget": at}
-        generator = BatchGenerator(adapter, policy=settings_for(Placement.ROWS, **config), reuse=reuse)
+        generator = BatchGenerator(
+            adapter, policy=settings_for(Placement.ROWS, **config), reuse=reuse
+        )
         if warm:
-            generator.insert("first", as_mlx(request(name, TEXT)), SamplingParams(max_tokens=1))
+            generator.insert(
+                "first", as_mlx(request(name, TEXT)), SamplingParams(max_tokens=1)
+            )
             while generator.has_work:
                 generator.step()
         generator.insert("a", longer, SamplingParams(max_tokens=6, logprobs=5))
         results = []
         while generator.has_work:
-            results += [event.result for event in generator.step() if event.result is not None]
+            results += [
+                event.result for event in generator.step() if event.result is not None
+            ]
         assert results[-1].usage.cached_tokens == (at if warm else 0)
-        found.append([(entry.token_id, entry.logprob, entry.top) for entry in results[-1].logprobs or ()])
+        found.append(
+            [
+                (entry.token_id, entry.logprob, entry.top)
+                for entry in results[-1].logprobs or ()
+            ]
+        )
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next", "falcon_h1", "kimi_k3", "nemotron_h_nano_omni", "lfm2_vl"])
-def test_recurrent_states_set_to_empty_would_answer_otherwise(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen3_5",
+        "qwen3_next",
+        "falcon_h1",
+        "kimi_k3",
+        "nemotron_h_nano_omni",
+        "lfm2_vl",
+    ],
+)
+def test_recurrent_states_set_to_empty_would_answer_otherwise(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Going back by forgetting the recurrent layers' past, as was once proposed for mlx-lm, is far off; the kept one is not."""
     asks = asker(name)
     asks.ask(TEXT)
@@ -302,7 +390,10 @@ def test_recurrent_states_set_to_empty_would_answer_otherwise(name: str, monkeyp
     with monkeypatch.context() as forgetting:
         forgetting.setattr(RecurrentState, "restore", empty)
         answers = run(
-            shared_adapter(name), lambda key: request(name, key), [Ask(f"{TEXT}+1")], generator=asks.generator
+            shared_adapter(name),
+            lambda key: request(name, key),
+            [Ask(f"{TEXT}+1")],
+            generator=asks.generator,
         )
     assert cached(answers[0]) >= length(name, TEXT)
     assert difference(answers[0], alone(name, f"{TEXT}+1")) > 100 * TOLERANCE
@@ -311,7 +402,9 @@ def test_recurrent_states_set_to_empty_would_answer_otherwise(name: str, monkeyp
     assert second.ask(f"{TEXT}+1")[0] >= length(name, TEXT)
 
 
-def test_windows_are_resumed_where_they_were_kept_and_refused_where_they_have_rolled_past() -> None:
+def test_windows_are_resumed_where_they_were_kept_and_refused_where_they_have_rolled_past() -> (
+    None
+):
     """aya_vision's windows hold 8 tokens: a prompt that leaves the kept one in its middle starts from the front."""
     name = "aya_vision"
     asks = asker(name)
@@ -349,7 +442,9 @@ def saved(ids: list[int], *, nbytes: int = 0) -> SavedRow:
     """A row of one whole layer, or rather of none, which takes ``nbytes`` and its keys' bytes."""
     keys = np.zeros((len(ids), 3), dtype=np.int64)
     keys[:, 0] = ids
-    snapshots = {len(ids): Snapshot(logits=mx.zeros((1, nbytes // 4)))} if nbytes else {}
+    snapshots = (
+        {len(ids): Snapshot(logits=mx.zeros((1, nbytes // 4)))} if nbytes else {}
+    )
     return SavedRow(keys, 0, {}, snapshots)
 
 
@@ -372,11 +467,13 @@ def test_the_longest_beginning_is_found_and_spans_are_not_entered() -> None:
     found = cache.find(key([*base[:20], 5, 6], spans=((19, 21),)))
     assert found is not None
     assert (found.length, found.common) == (19, 20)
-    found = cache.find(key(base[:11]))  # the last token is left to do: its logits are needed
+    # the last token is left to do: its logits are needed
+    found = cache.find(key(base[:11]))
     assert found is not None
     assert found.length == 10
     assert cache.find(key([5, *base])) is None
-    cache.store(saved(base))  # a longer one, of which another's beginning is only a part
+    # a longer one, of which another's beginning is only a part
+    cache.store(saved(base))
     found = cache.find(key([*base[:20], 9, 9, 1]))
     assert found is not None
     assert found.length == 22
@@ -389,13 +486,20 @@ def test_the_index_finds_what_a_search_through_all_finds() -> None:
     rows: dict[int, np.ndarray] = {}
     trunk = random.randint(0, 2, 200)
     for number in range(300):
-        ids = np.concatenate([trunk[: random.randint(0, 200)], random.randint(0, 2, random.randint(1, 60))])
+        ids = np.concatenate(
+            [
+                trunk[: random.randint(0, 200)],
+                random.randint(0, 2, random.randint(1, 60)),
+            ]
+        )
         rows[number] = np.stack([ids, ids * 0, ids * 0], axis=1)
         index.add(number, rows[number])
         if number % 3 == 2:
             index.remove(number - 1, rows.pop(number - 1))
     for _ in range(200):
-        ids = np.concatenate([trunk[: random.randint(0, 200)], random.randint(0, 2, 40)])
+        ids = np.concatenate(
+            [trunk[: random.randint(0, 200)], random.randint(0, 2, 40)]
+        )
         keys = np.stack([ids, ids * 0, ids * 0], axis=1)
         shared = {number: common_length(row, keys) for number, row in rows.items()}
         best = max(shared.values())
@@ -427,7 +531,8 @@ def test_what_was_used_longest_ago_goes_first() -> None:
     cache.find(key([0] * 8 + [1, 5]))
     cache.store(saved([3] * 9, nbytes=700))
     assert evicted == [rows[1]]
-    cache.store(saved([4] * 9, nbytes=8000))  # larger than everything: nobody goes for it
+    # larger than everything: nobody goes for it
+    cache.store(saved([4] * 9, nbytes=8000))
     assert len(cache) == 3
     assert len(evicted) == 2
 
@@ -460,7 +565,8 @@ def test_a_budget_is_shared_by_its_owners() -> None:
     assert budget.add("another", 30, lambda: dropped.append("another"))
     assert (dropped, budget.nbytes, len(budget)) == (["features"], 90, 2)
     assert not budget.add("huge", 101, lambda: dropped.append("huge"))
-    assert budget.add("another", 40, lambda: dropped.append("another"))  # replaced, and counted once
+    # replaced, and counted once
+    assert budget.add("another", 40, lambda: dropped.append("another"))
     assert (dropped, budget.nbytes, len(budget)) == (["features"], 100, 2)
     budget.remove("nothing of that name")
     budget.clear()
@@ -477,7 +583,9 @@ def test_points_are_thinned_to_the_first_and_the_last() -> None:
 def test_chunks_end_at_stops_and_before_the_spans_that_hold_them() -> None:
     ends = [0]
     while ends[-1] < 100:
-        ends.append(chunk_end(ends[-1], 100, 64, atomic=((30, 50),), stops=(20, 40, 60)))
+        ends.append(
+            chunk_end(ends[-1], 100, 64, atomic=((30, 50),), stops=(20, 40, 60))
+        )
     assert ends[1:] == [20, 30, 50, 60, 100]
 
 
@@ -492,7 +600,9 @@ def test_nothing_is_kept_of_what_is_no_use(monkeypatch: pytest.MonkeyPatch) -> N
     generator.step()
     with monkeypatch.context() as broken:
         broken.setattr(type(generator.adapter), "prefill", lambda *_: 1 / 0)
-        generator.insert("b", as_mlx(inputs_of(name, TEXT)), SamplingParams(max_tokens=4))
+        generator.insert(
+            "b", as_mlx(inputs_of(name, TEXT)), SamplingParams(max_tokens=4)
+        )
         generator.step()
     assert generator.reuse.prefix is not None
     assert len(generator.reuse.prefix) == 0
@@ -512,8 +622,15 @@ def on_disk(
     placement: Placement | None = None,
 ) -> Asker:
     adapter = shared_adapter(name)
-    prefix = Caches(budget, directory, max_bytes).prefix_cache(ByteBudget(budget), Identity(model))
-    return Asker(name, BatchGenerator(adapter, reuse=Reuse(adapter, prefix), policy=settings_for(placement)))
+    prefix = Caches(budget, directory, max_bytes).prefix_cache(
+        ByteBudget(budget), Identity(model)
+    )
+    return Asker(
+        name,
+        BatchGenerator(
+            adapter, reuse=Reuse(adapter, prefix), policy=settings_for(placement)
+        ),
+    )
 
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "mllama", "gemma3n", "qwen3_5"])
@@ -550,7 +667,9 @@ def test_damaged_files_are_ignored_and_removed(tmp_path: Path) -> None:
     contents[-5] ^= 255
     flipped.write_bytes(bytes(contents))
     (tmp_path / f".{whole.name}.abc.part").write_bytes(b"half")
-    theirs = [tmp_path / name for name in ("model.safetensors", "download.part", "notes.txt")]
+    theirs = [
+        tmp_path / name for name in ("model.safetensors", "download.part", "notes.txt")
+    ]
     for path in theirs:
         path.write_text("a user's")
     asks = on_disk(name, tmp_path)
@@ -570,7 +689,11 @@ def test_files_are_bounded_in_bytes_and_the_oldest_go_first(tmp_path: Path) -> N
     assert files.find(rows[0].keys, 0) is not None  # used: the second one is older now
     files.put(rows[2])
     assert len(files) == 2
-    assert files.nbytes == sum(path.stat().st_size for path in tmp_path.iterdir()) <= 120_000
+    assert (
+        files.nbytes
+        == sum(path.stat().st_size for path in tmp_path.iterdir())
+        <= 120_000
+    )
     assert files.find(rows[1].keys, 0) is None
     files.put(saved([9] * 400, nbytes=400_000))  # larger than everything
     assert len(files) == 2
@@ -582,7 +705,9 @@ def test_files_are_bounded_in_bytes_and_the_oldest_go_first(tmp_path: Path) -> N
 
 def test_the_bound_holds_for_the_folder_whoever_writes_there(tmp_path: Path) -> None:
     """Of two processes and two models: by the times at which files were used, and a file that is gone is written again."""
-    one, two, other = (RowFiles(tmp_path, 170_000, Identity(model)) for model in ("m", "m", "n"))
+    one, two, other = (
+        RowFiles(tmp_path, 170_000, Identity(model)) for model in ("m", "m", "n")
+    )
     rows = [saved([index, *range(1, 400)], nbytes=40_000) for index in range(6)]
 
     def size() -> int:
@@ -593,7 +718,10 @@ def test_the_bound_holds_for_the_folder_whoever_writes_there(tmp_path: Path) -> 
     assert one.find(rows[0].keys, 0) is not None  # used: the second row is older now
     one.put(rows[3])
     assert size() <= 170_000 and two.find(rows[1].keys, 0) is None
-    assert one.find(rows[0].keys, 0) is not None and other.find(rows[2].keys, 0) is not None
+    assert (
+        one.find(rows[0].keys, 0) is not None
+        and other.find(rows[2].keys, 0) is not None
+    )
     for row in rows[4:]:
         two.put(row)
         assert size() <= 170_000
@@ -609,7 +737,9 @@ def test_the_bound_holds_for_the_folder_whoever_writes_there(tmp_path: Path) -> 
     one.put(rows[1])
 
 
-def test_a_process_killed_while_it_writes_leaves_whole_files_only(tmp_path: Path) -> None:
+def test_a_process_killed_while_it_writes_leaves_whole_files_only(
+    tmp_path: Path,
+) -> None:
     """Rows of a megabyte, written as fast as can be until the process is killed: the next one can read all that is there."""
     writer = (
         "import sys\nfrom pathlib import Path\nfrom tests.test_prefix_cache import saved\n"
@@ -620,7 +750,9 @@ def test_a_process_killed_while_it_writes_leaves_whole_files_only(tmp_path: Path
         "    print(index, flush=True)\n"
     )
     root = Path(__file__).parent.parent
-    with subprocess.Popen([sys.executable, "-c", writer, str(tmp_path)], cwd=root, stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", writer, str(tmp_path)], cwd=root, stdout=subprocess.PIPE
+    ) as process:
         assert process.stdout is not None
         while process.stdout.readline() != b"5\n":
             pass
@@ -633,7 +765,9 @@ def test_a_process_killed_while_it_writes_leaves_whole_files_only(tmp_path: Path
         assert read_row(name)[0].length == 9
 
 
-def test_a_full_disk_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     files = RowFiles(tmp_path, 10**6, Identity("m"))
 
     def full(*_: object) -> None:

@@ -10,7 +10,13 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from mlx_vlm.models.cache import ArraysCache, CacheList, ChunkedKVCache, KVCache, RotatingKVCache
+from mlx_vlm.models.cache import (
+    ArraysCache,
+    CacheList,
+    ChunkedKVCache,
+    KVCache,
+    RotatingKVCache,
+)
 from mlx_vlm.trainer.peft.lora import LoRaLayer
 
 from tests.harness import NUM_TOKENS, Ask, Inputs, run, settings_for, shared_adapter
@@ -31,7 +37,13 @@ from tests.zoo._build import words
 from vlm_batch import VLMBatcher
 from vlm_batch.adapters.fingerprint import fingerprint
 from vlm_batch.arrays import as_mlx
-from vlm_batch.caches import Placement, RecurrentCache, RingSlabCache, RowsCache, SlabCache
+from vlm_batch.caches import (
+    Placement,
+    RecurrentCache,
+    RingSlabCache,
+    RowsCache,
+    SlabCache,
+)
 from vlm_batch.caches.blocks import BlockCache
 from vlm_batch.caches.cross import CrossCache
 from vlm_batch.caches.layers import CacheKind, kind_of
@@ -50,34 +62,50 @@ from vlm_batch.types import Result, SamplingParams
 CHECKPOINTS = Path(__file__).parent.parent / "fixtures" / "checkpoints"
 IMAGE, TEXT = "image:1:0", "text:6:14"
 
-both_placements = pytest.mark.parametrize("placement", list(Placement), ids=lambda placement: placement.value)
+both_placements = pytest.mark.parametrize(
+    "placement", list(Placement), ids=lambda placement: placement.value
+)
 
 
-def first_turns(name: str, generator: BatchGenerator, *keys: str, num_tokens: int = NUM_TOKENS) -> list[Result]:
+def first_turns(
+    name: str, generator: BatchGenerator, *keys: str, num_tokens: int = NUM_TOKENS
+) -> list[Result]:
     """Rows that run together, with their caches asked for."""
     for index, key in enumerate(keys):
         params = SamplingParams(max_tokens=num_tokens + index)
-        generator.insert(str(index), as_mlx(request(name, key)), params, return_cache=True)
+        generator.insert(
+            str(index), as_mlx(request(name, key)), params, return_cache=True
+        )
     results: dict[str, Result] = {}
     while generator.has_work:
-        results |= {event.request_id: event.result for event in generator.step() if event.result is not None}
+        results |= {
+            event.request_id: event.result
+            for event in generator.step()
+            if event.result is not None
+        }
     return [results[str(index)] for index in range(len(keys))]
 
 
 def spoken(name: str, before: Result) -> list[int]:
     """An answer as far as a prompt can hold it: up to its first point at a picture, where it has any."""
     points = tiny_family(name).points
-    return list(takewhile(lambda token: points is None or token < points, before.token_ids))
+    return list(
+        takewhile(lambda token: points is None or token < points, before.token_ids)
+    )
 
 
 def next_turn(name: str, key: str, before: Result, seed: int) -> Inputs:
     """The prompt, its answer and further words."""
     inputs = request(name, key)
-    return followed_by(inputs, [*spoken(name, before), *words(seed, 5)], len(inputs["input_ids"][0]))
+    return followed_by(
+        inputs, [*spoken(name, before), *words(seed, 5)], len(inputs["input_ids"][0])
+    )
 
 
 @pytest.mark.parametrize(("name", "placement"), in_turns())
-def test_continued_beside_a_cold_row(name: str, placement: Placement, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_continued_beside_a_cold_row(
+    name: str, placement: Placement, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two conversations go on from their caches, one of them with a picture, while a third begins."""
     only_resumable(name, "continued_cache")
     if name in TWO_WAY:
@@ -86,31 +114,59 @@ def test_continued_beside_a_cold_row(name: str, placement: Placement, monkeypatc
         pytest.skip(why)
     generator = BatchGenerator(shared_adapter(name), policy=settings_for(placement))
     first = first_turns(name, generator, IMAGE, TEXT)
-    turns = {key: next_turn(name, key, result, 50) for key, result in zip((IMAGE, TEXT), first, strict=True)}
+    turns = {
+        key: next_turn(name, key, result, 50)
+        for key, result in zip((IMAGE, TEXT), first, strict=True)
+    }
     caches = [result.cache for result in first]
     for cache, result in zip(caches, first, strict=True):
         assert cache is not None
-        assert cache.num_tokens == result.usage.prompt_tokens + len(result.token_ids) - 1
+        assert (
+            cache.num_tokens == result.usage.prompt_tokens + len(result.token_ids) - 1
+        )
     brought = {"0": caches[0], "1": caches[1], "2": None}
     plain = generator.insert
     monkeypatch.setattr(
-        generator, "insert", lambda number, inputs, params: plain(number, inputs, params, cache=brought[number])
+        generator,
+        "insert",
+        lambda number, inputs, params: plain(
+            number, inputs, params, cache=brought[number]
+        ),
     )
     asks = [Ask(IMAGE), Ask(TEXT), Ask("image:3:2", at=2)]
-    answers = run(shared_adapter(name), lambda key: turns.get(key, request(name, key)), asks, generator=generator)
-    traces = [answer_to(name, turns[IMAGE]), answer_to(name, turns[TEXT]), alone(name, "image:3:2")]
-    largest = max(checked(name, answer, trace) for answer, trace in zip(answers, traces, strict=True))
+    answers = run(
+        shared_adapter(name),
+        lambda key: turns.get(key, request(name, key)),
+        asks,
+        generator=generator,
+    )
+    traces = [
+        answer_to(name, turns[IMAGE]),
+        answer_to(name, turns[TEXT]),
+        alone(name, "image:3:2"),
+    ]
+    largest = max(
+        checked(name, answer, trace)
+        for answer, trace in zip(answers, traces, strict=True)
+    )
     record(name, "continued_cache", placement, largest)
     found = [cached(answer) for answer in answers]
-    if name == "unlimited_ocr":  # an answer's tokens push each other out: the conversation goes on from its prompt
+    # an answer's tokens push each other out: the conversation goes on from its prompt
+    if name == "unlimited_ocr":
         assert found == [result.usage.prompt_tokens for result in first] + [0]
     else:
         kept = [
-            min(cache.num_tokens, result.usage.prompt_tokens + len(spoken(name, result)))  # type: ignore[union-attr]
+            min(
+                cache.num_tokens,  # type: ignore[union-attr]
+                result.usage.prompt_tokens + len(spoken(name, result)),
+            )
             for cache, result in zip(caches, first, strict=True)
         ]
         assert found == [*kept, 0]
-    assert all(cache is not None and cache.is_continued and cache.nbytes == 0 for cache in caches)
+    assert all(
+        cache is not None and cache.is_continued and cache.nbytes == 0
+        for cache in caches
+    )
 
 
 # The kinds of caches ------------------------------------------------------------------------------------------------
@@ -120,7 +176,9 @@ def filled(cache: Any, *steps: int, seed: int = 0) -> Any:
     """A cache that has seen tokens in steps of these sizes."""
     mx.random.seed(seed)
     for count in steps:
-        cache.update_and_fetch(mx.random.normal((1, 2, count, 4)), mx.random.normal((1, 2, count, 6)))
+        cache.update_and_fetch(
+            mx.random.normal((1, 2, count, 4)), mx.random.normal((1, 2, count, 6))
+        )
     return cache
 
 
@@ -128,7 +186,10 @@ def in_order(cache: KVCache | RotatingKVCache) -> list[np.ndarray]:
     """What the next token can see of a row."""
     parts = cache.state
     if isinstance(cache, RotatingKVCache):
-        parts = [cache._temporal_order(part)[:, :, -cache.max_size :] for part in (cache.keys, cache.values)]
+        parts = [
+            cache._temporal_order(part)[:, :, -cache.max_size :]
+            for part in (cache.keys, cache.values)
+        ]
     return [np.array(part) for part in parts]
 
 
@@ -140,7 +201,11 @@ def test_a_batch_gives_back_what_it_was_given(
 ) -> None:
     """put, then some tokens, then take: the row as it would be alone; holes and one row, many rows."""
     fresh = KVCache if window is None else lambda: RotatingKVCache(window)
-    slab = SlabCache(len(lengths)) if window is None else RingSlabCache(len(lengths), window)
+    slab = (
+        SlabCache(len(lengths))
+        if window is None
+        else RingSlabCache(len(lengths), window)
+    )
     layer = RowsCache() if placement is Placement.ROWS else slab
     layer.resize(len(lengths))
     twins = []
@@ -149,15 +214,20 @@ def test_a_batch_gives_back_what_it_was_given(
         twins.append(filled(fresh(), count, seed=place))
     mx.random.seed(9)
     for step in range(6):
-        keys, values = mx.random.normal((len(lengths), 2, 1, 4)), mx.random.normal((len(lengths), 2, 1, 6))
+        keys = mx.random.normal((len(lengths), 2, 1, 4))
+        values = mx.random.normal((len(lengths), 2, 1, 6))
         layer.update_and_fetch(keys, values)
         for place, twin in enumerate(twins):
             if not (place == 1 and step >= 3 and len(lengths) > 2):
-                twin.update_and_fetch(keys[place : place + 1], values[place : place + 1])
+                twin.update_and_fetch(
+                    keys[place : place + 1], values[place : place + 1]
+                )
         if step == 2 and len(lengths) > 2:
             taken_early = layer.extract(1)
             layer.clear(1)
-            for found, right in zip(in_order(taken_early), in_order(twins[1]), strict=True):
+            for found, right in zip(
+                in_order(taken_early), in_order(twins[1]), strict=True
+            ):
                 assert np.array_equal(found, right)
     for place, twin in enumerate(twins):
         if place == 1 and len(lengths) > 2:
@@ -171,7 +241,9 @@ def test_a_batch_gives_back_what_it_was_given(
 
 def recurrent(*slots: int | None) -> ArraysCache:
     cache = ArraysCache(len(slots))
-    cache.cache = [None if slot is None else mx.full((1, 3, slot), float(slot)) for slot in slots]
+    cache.cache = [
+        None if slot is None else mx.full((1, 3, slot), float(slot)) for slot in slots
+    ]
     return cache
 
 
@@ -219,7 +291,11 @@ def seen(cache: object) -> list[np.ndarray]:
     if isinstance(cache, QuantizedCache):
         return [np.array(part) for states in cache.state for part in states.parts]
     if isinstance(cache, TurboCache):
-        return [np.array(part[:, :, : cache.offset]) for states in (cache.keys, cache.values) for part in states]
+        return [
+            np.array(part[:, :, : cache.offset])
+            for states in (cache.keys, cache.values)
+            for part in states
+        ]
     if isinstance(cache, CacheList):
         return [array for part in cache.caches for array in seen(part)]
     if isinstance(cache, (KVCache, RotatingKVCache)):
@@ -236,18 +312,30 @@ def test_a_saved_cache_is_the_cache_and_shares_nothing_with_it(kind: str) -> Non
     for _ in range(2):  # a second restoring is not changed by what became of the first
         again = state.restore(12)
         assert type(again) is type(live)
-        assert all(np.array_equal(found, wanted) for found, wanted in zip(seen(again), right, strict=True))
+        assert all(
+            np.array_equal(found, wanted)
+            for found, wanted in zip(seen(again), right, strict=True)
+        )
         if isinstance(again, (KVCache, RotatingKVCache)):
             filled(again, 3, 1, 1, seed=5)
     if isinstance(live, (KVCache, RotatingKVCache)):
         filled(live, 1, 1, 1, seed=7)
-        assert all(np.array_equal(f, w) for f, w in zip(seen(state.restore(12)), right, strict=True))
+        assert all(
+            np.array_equal(f, w)
+            for f, w in zip(seen(state.restore(12)), right, strict=True)
+        )
 
 
-@pytest.mark.parametrize("places", [(0,), (0, 1, 2), (0, 2, 3)], ids=["one row", "three rows", "a hole between rows"])
+@pytest.mark.parametrize(
+    "places",
+    [(0,), (0, 1, 2), (0, 2, 3)],
+    ids=["one row", "three rows", "a hole between rows"],
+)
 @pytest.mark.parametrize("kind", [*KINDS, *IN_FEW_BITS])
 @both_placements
-def test_put_and_take_are_inverses_for_every_kind(kind: str, placement: Placement, places: tuple[int, ...]) -> None:
+def test_put_and_take_are_inverses_for_every_kind(
+    kind: str, placement: Placement, places: tuple[int, ...]
+) -> None:
     """What a batch was given it gives back, None entries and empty lists as they were, and the neighbours', too."""
     make = {**KINDS, **IN_FEW_BITS}[kind]
     layer = kind_of(make()).batched(placement, 4)
@@ -263,18 +351,29 @@ def test_put_and_take_are_inverses_for_every_kind(kind: str, placement: Placemen
         assert _nones(taken) == right[place][1]
         found = seen(taken)
         assert len(found) == len(right[place][0])
-        assert all(np.array_equal(a, b) for a, b in zip(found, right[place][0], strict=True))
+        assert all(
+            np.array_equal(a, b) for a, b in zip(found, right[place][0], strict=True)
+        )
 
 
 def test_an_unfilled_slot_stays_one_beside_filled_ones() -> None:
     """A row whose second state does not exist yet, between rows that have one; after a step it has one, too."""
     layer = RecurrentCache()
     layer.resize(3)
-    for place, cache in enumerate((recurrent(4, 2), recurrent(4, None), recurrent(4, 2))):
+    for place, cache in enumerate(
+        (recurrent(4, 2), recurrent(4, None), recurrent(4, 2))
+    ):
         layer.put(place, cache)
-    assert [_nones(layer.extract(place)) for place in range(3)] == [[False, False], [False, True], [False, False]]
+    assert [_nones(layer.extract(place)) for place in range(3)] == [
+        [False, False],
+        [False, True],
+        [False, False],
+    ]
     layer.keep_places([1, 2])
-    assert [_nones(layer.extract(place)) for place in range(2)] == [[False, True], [False, False]]
+    assert [_nones(layer.extract(place)) for place in range(2)] == [
+        [False, True],
+        [False, False],
+    ]
     layer[1] = mx.ones((2, 3, 2))
     assert _nones(layer.extract(0)) == [False, False]
 
@@ -283,15 +382,30 @@ def _nones(cache: object) -> list[bool]:
     """Which of a recurrent cache's slots are unfilled."""
     if isinstance(cache, CacheList):
         return [is_none for part in cache.caches for is_none in _nones(part)]
-    return [slot is None for slot in cache.cache] if isinstance(cache, ArraysCache) else []
+    return (
+        [slot is None for slot in cache.cache] if isinstance(cache, ArraysCache) else []
+    )
 
 
 def test_a_window_is_cut_back_only_while_it_has_not_rolled() -> None:
     state = kind_of(filled(RotatingKVCache(16), 12)).saved(12)
-    assert [state.reaches(length) for length in (1, 11, 12, 13)] == [True, True, True, False]
-    assert all(np.array_equal(a, b[:, :, :7]) for a, b in zip(seen(state.restore(7)), state.arrays(), strict=True))
+    assert [state.reaches(length) for length in (1, 11, 12, 13)] == [
+        True,
+        True,
+        True,
+        False,
+    ]
+    assert all(
+        np.array_equal(a, b[:, :, :7])
+        for a, b in zip(seen(state.restore(7)), state.arrays(), strict=True)
+    )
     rolled = kind_of(filled(RotatingKVCache(8), 12)).saved(12)
-    assert [rolled.reaches(length) for length in (1, 8, 11, 12)] == [False, False, False, True]
+    assert [rolled.reaches(length) for length in (1, 8, 11, 12)] == [
+        False,
+        False,
+        False,
+        True,
+    ]
 
 
 # Refusals, files ------------------------------------------------------------------------------------------------------
@@ -300,11 +414,15 @@ HERE = Identity("model", {"kv_bits": "None"})
 
 
 def small(
-    *, identity: Identity = HERE, layers: tuple[str, ...] = ("full", "window", "recurrent_with_none")
+    *,
+    identity: Identity = HERE,
+    layers: tuple[str, ...] = ("full", "window", "recurrent_with_none"),
 ) -> PromptCache:
     keys = np.zeros((12, 3), dtype=np.int64)
     keys[:, 0] = range(12)
-    return PromptCache(save_row([KINDS[layer]() for layer in layers], keys, {}, 0), identity)
+    return PromptCache(
+        save_row([KINDS[layer]() for layer in layers], keys, {}, 0), identity
+    )
 
 
 def test_a_cache_is_continued_once() -> None:
@@ -328,8 +446,14 @@ def test_a_cache_is_continued_once() -> None:
     ("there", "said"),
     [
         (Identity("another", HERE.settings), "another model"),
-        (Identity("model", {"kv_bits": "8"}), "kv_bits=8; this batcher has kv_bits=None"),
-        (Identity("model", {"kv_bits": "None", "window": "8"}), "window=8; this batcher has window=None"),
+        (
+            Identity("model", {"kv_bits": "8"}),
+            "kv_bits=8; this batcher has kv_bits=None",
+        ),
+        (
+            Identity("model", {"kv_bits": "None", "window": "8"}),
+            "window=8; this batcher has window=None",
+        ),
     ],
 )
 def test_a_cache_of_something_else_is_refused(there: Identity, said: str) -> None:
@@ -346,8 +470,15 @@ def test_a_fingerprint_tells_models_apart() -> None:
     other.config.text_config.rope_theta *= 2
     layer = adapted.language_model.model.layers[0].self_attn
     layer.q_proj = LoRaLayer(layer.q_proj, rank=4)
-    nn.quantize(packed, class_predicate=lambda path, module: path.endswith("q_proj"), group_size=32)
-    prints = [fingerprint(Qwen2VL(model)) for model in (plain, again, touched, other, adapted, packed)]
+    nn.quantize(
+        packed,
+        class_predicate=lambda path, module: path.endswith("q_proj"),
+        group_size=32,
+    )
+    prints = [
+        fingerprint(Qwen2VL(model))
+        for model in (plain, again, touched, other, adapted, packed)
+    ]
     assert prints[0] == prints[1]
     assert len(set(prints)) == 5
 
@@ -358,14 +489,25 @@ def test_a_prompt_that_does_not_continue_its_cache_is_refused() -> None:
     (result,) = first_turns(name, generator, TEXT)
     assert result.cache is not None
     for prompt, said in (
-        (request(name, "text:4:9"), "they differ from position 0 on, and the cache of 21 tokens"),
-        ({"input_ids": np.full((1, 40), 77, dtype=np.int32)}, "they differ from position 0 on"),
+        (
+            request(name, "text:4:9"),
+            "they differ from position 0 on, and the cache of 21 tokens",
+        ),
+        (
+            {"input_ids": np.full((1, 40), 77, dtype=np.int32)},
+            "they differ from position 0 on",
+        ),
     ):
-        generator.insert("again", as_mlx(prompt), SamplingParams(max_tokens=2), cache=result.cache)
-        (end,) = [event.result for event in generator.step() if event.result is not None]
+        generator.insert(
+            "again", as_mlx(prompt), SamplingParams(max_tokens=2), cache=result.cache
+        )
+        (end,) = [
+            event.result for event in generator.step() if event.result is not None
+        ]
         assert isinstance(end.exception, InvalidCache)
         assert said in str(end.error)
-        assert not result.cache.is_continued  # it may still be continued as it should be
+        # it may still be continued as it should be
+        assert not result.cache.is_continued
 
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "gemma3", "qwen3_5", "lfm2_vl"])
@@ -375,34 +517,64 @@ def test_a_cache_longer_than_the_prompt_is_cut(name: str) -> None:
     (result,) = first_turns(name, generator, TEXT, num_tokens=12)
     assert result.cache is not None
     prompt = request(name, TEXT)
-    turn = followed_by(prompt, [*spoken(name, result)[:3], *words(50, 2)], len(prompt["input_ids"][0]))
+    turn = followed_by(
+        prompt, [*spoken(name, result)[:3], *words(50, 2)], len(prompt["input_ids"][0])
+    )
     assert result.cache.num_tokens > len(turn["input_ids"][0])
     plain, cache = generator.insert, result.cache
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(generator, "insert", lambda number, inputs, params: plain(number, inputs, params, cache=cache))
-        (answer,) = run(shared_adapter(name), lambda key: turn, [Ask(TEXT)], generator=generator)
+        patch.setattr(
+            generator,
+            "insert",
+            lambda number, inputs, params: plain(number, inputs, params, cache=cache),
+        )
+        (answer,) = run(
+            shared_adapter(name), lambda key: turn, [Ask(TEXT)], generator=generator
+        )
     checked(name, answer, answer_to(name, turn))
-    kept = len(prompt["input_ids"][0])  # layers that cannot be cut begin after the prompt
+    # layers that cannot be cut begin after the prompt
+    kept = len(prompt["input_ids"][0])
     assert cached(answer) == (kept + 3 if name == "qwen2_vl" else kept)
 
 
 def test_submit_says_what_cannot_be_cut() -> None:
     """Recurrent states have no part for what two prompts share; keys and values do."""
-    long, short = SamplingParams(max_tokens=40, ignore_eos=True), SamplingParams(max_tokens=8)
+    long = SamplingParams(max_tokens=40, ignore_eos=True)
+    short = SamplingParams(max_tokens=8)
     with VLMBatcher(CHECKPOINTS / "qwen3_5", dtype="float32") as batcher:
-        cache = batcher.submit(prompt="count to 9", params=long, return_cache=True).result(timeout=60).cache
+        cache = (
+            batcher.submit(prompt="count to 9", params=long, return_cache=True)
+            .result(timeout=60)
+            .cache
+        )
         with pytest.raises(
-            InvalidCache, match=r"differ from position \d+ on, and the cache of \d+ tokens cannot be cut"
+            InvalidCache,
+            match=r"differ from position \d+ on, and the cache of \d+ tokens cannot be cut",
         ):
             batcher.submit(prompt="count to 3", params=short, cache=cache)
         assert cache is not None and not cache.is_continued
     with VLMBatcher(CHECKPOINTS / "qwen2_vl", caches=None) as batcher:
-        first = batcher.submit(prompt="count to 9", params=long, return_cache=True).result(timeout=60)
+        first = batcher.submit(
+            prompt="count to 9", params=long, return_cache=True
+        ).result(timeout=60)
         right = batcher.submit(prompt="count to 3", params=short).result(timeout=60)
-        assert first.cache is not None and first.cache.num_tokens > right.usage.prompt_tokens
-        found = batcher.submit(prompt="count to 3", params=short, cache=first.cache).result(timeout=60)
-        assert found.error is None and found.token_ids == right.token_ids and found.usage.cached_tokens > 0
-        foreign = batcher.submit(token_ids=[5, 6, 7], params=short, return_cache=True).result(timeout=60).cache
+        assert (
+            first.cache is not None
+            and first.cache.num_tokens > right.usage.prompt_tokens
+        )
+        found = batcher.submit(
+            prompt="count to 3", params=short, cache=first.cache
+        ).result(timeout=60)
+        assert (
+            found.error is None
+            and found.token_ids == right.token_ids
+            and found.usage.cached_tokens > 0
+        )
+        foreign = (
+            batcher.submit(token_ids=[5, 6, 7], params=short, return_cache=True)
+            .result(timeout=60)
+            .cache
+        )
         with pytest.raises(InvalidCache, match="differ from position 0 on"):
             batcher.submit(token_ids=[9, 6, 7], params=short, cache=foreign)
 
@@ -415,17 +587,22 @@ def test_submit_says_what_cannot_be_cut() -> None:
         ("block", "retained", "window_decoded"),
     ],
 )
-def test_files_give_back_what_was_saved(layers: tuple[str, ...], tmp_path: Path) -> None:
+def test_files_give_back_what_was_saved(
+    layers: tuple[str, ...], tmp_path: Path
+) -> None:
     cache = small(layers=layers)
     path = tmp_path / "conversation.safetensors"
     cache.save(path)
     again = PromptCache.load(path)
-    assert [file.name for file in tmp_path.iterdir()] == [path.name]  # nothing temporary is left
+    # nothing temporary is left
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
     assert (again.token_ids, again.identity) == (cache.token_ids, cache.identity)
     pairs = zip(cache.peek().restore(12, 0), again.peek().restore(12, 0), strict=True)
     for before, after in pairs:
         assert type(before) is type(after)
-        assert all(np.array_equal(a, b) for a, b in zip(seen(before), seen(after), strict=True))
+        assert all(
+            np.array_equal(a, b) for a, b in zip(seen(before), seen(after), strict=True)
+        )
 
 
 GUIDE = Path(__file__).parent.parent / "docs" / "adding-a-family.md"
@@ -441,7 +618,9 @@ def guides_cache() -> Any:
 
 
 @both_placements
-def test_a_new_kind_of_cache_needs_its_own_file_only(guides_cache: Any, placement: Placement, tmp_path: Path) -> None:
+def test_a_new_kind_of_cache_needs_its_own_file_only(
+    guides_cache: Any, placement: Placement, tmp_path: Path
+) -> None:
     """It is batched, saved and filed, in a list with others, too, and is not cut or quantised."""
     own = guides_cache(mx.zeros((1, 3)))
     own.update_and_fetch(mx.full((1, 12, 3), 0.5))
@@ -451,8 +630,13 @@ def test_a_new_kind_of_cache_needs_its_own_file_only(guides_cache: Any, placemen
     layer.put(0, single)
     taken = layer.extract(0)
     assert not kind_of(taken).is_whole
-    assert [type(part) for part in KVQuantisation(8, 32).caches([taken])[0].caches] == [QuantizedCache, guides_cache]
-    PromptCache(save_row([taken], np.zeros((12, 3), dtype=np.int64), {}, 0), HERE).save(tmp_path / "a")
+    assert [type(part) for part in KVQuantisation(8, 32).caches([taken])[0].caches] == [
+        QuantizedCache,
+        guides_cache,
+    ]
+    PromptCache(save_row([taken], np.zeros((12, 3), dtype=np.int64), {}, 0), HERE).save(
+        tmp_path / "a"
+    )
     (again,) = PromptCache.load(tmp_path / "a").peek().restore(12, 0)
     assert again.caches[1].total.tolist() == [[6.0] * 3]
     assert [part.offset for part in again.caches] == [12, 12]
@@ -462,13 +646,26 @@ def test_files_of_version_1_are_read() -> None:
     """A file as it was first written, with every kind of layer that files know: all arrays in their places."""
     path = Path(__file__).parent / "data" / "row_version_1.safetensors"
     row = PromptCache.load(path).peek()
-    assert {type(state).__name__ for state in [*row.whole.values(), *row.snapshots[12].layers.values()]} == {
-        *("FullState", "WindowState", "RecurrentState", "CrossState", "ListState", "WholeState", "BlockState"),
+    assert {
+        type(state).__name__
+        for state in [*row.whole.values(), *row.snapshots[12].layers.values()]
+    } == {
+        *(
+            "FullState",
+            "WindowState",
+            "RecurrentState",
+            "CrossState",
+            "ListState",
+            "WholeState",
+            "BlockState",
+        ),
         *("RetainedState", "QuantizedState", "TurboState", "LateState", "IndexedState"),
     }
     tensors = mx.load(str(path))
     assert isinstance(tensors, dict)
-    filed = sorted(np.array(tensor).tobytes() for name, tensor in tensors.items() if name != "keys")
+    filed = sorted(
+        np.array(tensor).tobytes() for name, tensor in tensors.items() if name != "keys"
+    )
     assert sorted(np.array(array).tobytes() for array in row.arrays()) == filed
     caches = row.restore(12, 1)
     assert " ".join(type(cache).__name__ for cache in caches) == (
@@ -477,14 +674,20 @@ def test_files_of_version_1_are_read() -> None:
     )
     again = save_row(caches, row.keys, {}, 1)
     assert sorted(np.array(array).tobytes() for array in again.arrays()) == sorted(
-        np.array(array).tobytes() for array in row.arrays() if array is not row.snapshots[12].logits
+        np.array(array).tobytes()
+        for array in row.arrays()
+        if array is not row.snapshots[12].logits
     )
 
 
 def test_half_precision_goes_into_a_file_as_it_is(tmp_path: Path) -> None:
     live = KVCache()
-    live.update_and_fetch(*(mx.random.normal((1, 2, 5, 4)).astype(mx.bfloat16) for _ in range(2)))
-    PromptCache(save_row([live], np.zeros((5, 3), dtype=np.int64), {}, 0), HERE).save(tmp_path / "a")
+    live.update_and_fetch(
+        *(mx.random.normal((1, 2, 5, 4)).astype(mx.bfloat16) for _ in range(2))
+    )
+    PromptCache(save_row([live], np.zeros((5, 3), dtype=np.int64), {}, 0), HERE).save(
+        tmp_path / "a"
+    )
     (again,) = PromptCache.load(tmp_path / "a").peek().restore(5, 0)
     assert again.keys.dtype == mx.bfloat16
     assert mx.array_equal(again.keys, live.state[0]).item()
@@ -500,7 +703,9 @@ def test_damaged_and_other_files_are_refused(tmp_path: Path) -> None:
         "torn in its header": whole[:40],
         "longer": whole + b"x",
         "a flipped byte": whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:],
-        "another model in its header": whole.replace(b'\\"model\\": \\"model\\"', b'\\"model\\": \\"other\\"'),
+        "another model in its header": whole.replace(
+            b'\\"model\\": \\"model\\"', b'\\"model\\": \\"other\\"'
+        ),
         "something else": b"\x89PNG" * 100,
     }
     for how, contents in damages.items():

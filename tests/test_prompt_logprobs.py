@@ -10,9 +10,22 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from tests.harness import TOLERANCE, every_family, inputs_of, settings_for, shared_adapter
+from tests.harness import (
+    TOLERANCE,
+    every_family,
+    inputs_of,
+    settings_for,
+    shared_adapter,
+)
 from tests.zoo import family as tiny_family
-from vlm_batch import InvalidRequest, PromptTooLong, Request, Result, SamplingParams, VLMBatcher
+from vlm_batch import (
+    InvalidRequest,
+    PromptTooLong,
+    Request,
+    Result,
+    SamplingParams,
+    VLMBatcher,
+)
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.arrays import as_mlx
 from vlm_batch.assets import default_checkpoint, sample_images
@@ -26,9 +39,13 @@ ASKED = SamplingParams(prompt_logprobs=3, max_tokens=2, ignore_eos=True)
 REFUSED = {"florence2", "paligemma", "paligemma2"}
 
 
-def answers(name: str, asked: Mapping[str, SamplingParams], **settings: Any) -> dict[str, Result]:
+def answers(
+    name: str, asked: Mapping[str, SamplingParams], **settings: Any
+) -> dict[str, Result]:
     """Results of requests that arrive together, by their keys."""
-    engine = BatchGenerator(shared_adapter(name), policy=settings_for(max_rows=4, **settings))
+    engine = BatchGenerator(
+        shared_adapter(name), policy=settings_for(max_rows=4, **settings)
+    )
     for key, params in asked.items():
         engine.insert(key, as_mlx(inputs_of(name, key)), params)
     found: dict[str, Result] = {}
@@ -47,14 +64,27 @@ def values(result: Result) -> list[float | None]:
 
 def apart(one: list[float | None], other: list[float | None]) -> float:
     assert [value is None for value in one] == [value is None for value in other]
-    return max((abs(a - b) for a, b in zip(one, other, strict=True) if a is not None and b is not None), default=0.0)
+    return max(
+        (
+            abs(a - b)
+            for a, b in zip(one, other, strict=True)
+            if a is not None and b is not None
+        ),
+        default=0.0,
+    )
 
 
 @pytest.mark.parametrize("name", every_family())
-def test_they_are_what_the_model_says_of_each_beginning(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_they_are_what_the_model_says_of_each_beginning(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Against the oracle's first token after some beginnings of the prompt, and against a forward for each token."""
     plain = SamplingParams(max_tokens=2, ignore_eos=True)
-    found = answers(name, {TEXT: ASKED, PICTURE: ASKED, "image:2:1": plain, "text:4:9": plain}, prefill_budget=8)
+    found = answers(
+        name,
+        {TEXT: ASKED, PICTURE: ASKED, "image:2:1": plain, "text:4:9": plain},
+        prefill_budget=8,
+    )
     if name in REFUSED:
         assert "prompt_logprobs" in (found[PICTURE].error or "")
         return
@@ -65,14 +95,18 @@ def test_they_are_what_the_model_says_of_each_beginning(name: str, monkeypatch: 
     tiny = tiny_family(name)
     model = tiny.build()
     for length in (2, 17):
-        trace = tiny.greedy(model, {**inputs_of(name, TEXT), "input_ids": ids[:, :length]}, 1)
+        trace = tiny.greedy(
+            model, {**inputs_of(name, TEXT), "input_ids": ids[:, :length]}, 1
+        )
         told = found[TEXT].prompt_logprobs
         assert told is not None
         entry = told[length]
         assert entry is not None
         assert abs(entry.logprob - trace.logprobs[0][ids[0, length]]) <= TOLERANCE
         assert abs(entry.top[0][1] - trace.logprobs[0].max()) <= TOLERANCE
-        assert [value for _, value in entry.top] == sorted((value for _, value in entry.top), reverse=True)
+        assert [value for _, value in entry.top] == sorted(
+            (value for _, value in entry.top), reverse=True
+        )
 
     monkeypatch.setattr(Adapter, "scores_chunks", False)
     singly = answers(name, {TEXT: ASKED, PICTURE: ASKED})
@@ -80,7 +114,9 @@ def test_they_are_what_the_model_says_of_each_beginning(name: str, monkeypatch: 
     assert apart(picture, values(singly[PICTURE])) <= TOLERANCE
     assert singly[PICTURE].token_ids == found[PICTURE].token_ids
     is_text = ~shared_adapter(name).encode(as_mlx(inputs_of(name, PICTURE))).is_picture
-    assert all(value is None for value, one in zip(picture, is_text, strict=True) if not one)
+    assert all(
+        value is None for value, one in zip(picture, is_text, strict=True) if not one
+    )
 
 
 @pytest.fixture
@@ -89,13 +125,19 @@ def batcher() -> Any:
         yield made
 
 
-def test_through_the_door_also_when_the_prompt_is_known(batcher: VLMBatcher, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_through_the_door_also_when_the_prompt_is_known(
+    batcher: VLMBatcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("vlm_batch.engine.runner.POSITIONS_TOGETHER", 7)
     picture, question = str(sample_images()[3]), "describe the image"
     plain = batcher.submit(picture, question).result(timeout=60)
     assert plain.prompt_logprobs is None
-    first = batcher.submit(picture, question, params={"prompt_logprobs": 2, "n": 2}).result(timeout=60)
-    again = batcher.submit(picture, question, params={"prompt_logprobs": 0}).result(timeout=60)
+    first = batcher.submit(
+        picture, question, params={"prompt_logprobs": 2, "n": 2}
+    ).result(timeout=60)
+    again = batcher.submit(picture, question, params={"prompt_logprobs": 0}).result(
+        timeout=60
+    )
     assert (first.usage.cached_tokens, again.usage.cached_tokens) == (0, 0)
     assert first.token_ids == again.token_ids == plain.token_ids
     assert first.prompt_logprobs == first.others[0].prompt_logprobs
@@ -105,21 +147,27 @@ def test_through_the_door_also_when_the_prompt_is_known(batcher: VLMBatcher, mon
     assert len(told) == first.usage.prompt_tokens
     assert sum(one is None for one in told) == first.usage.image_tokens + 1
     assert all(len(one.top) == 2 for one in told if one is not None)
-    text = batcher.processing.tokenizer.decode([one.token_id for one in told if one is not None])
+    text = batcher.processing.tokenizer.decode(
+        [one.token_id for one in told if one is not None]
+    )
     assert text.rstrip().endswith("assistant")
 
 
 def test_what_does_not_go_with_them(batcher: VLMBatcher) -> None:
     with pytest.raises(InvalidRequest, match="return_cache"):
         Request(prompt="a", params=ASKED, return_cache=True)
-    cache = batcher.submit(prompt="count to 3", return_cache=True).result(timeout=60).cache
+    cache = (
+        batcher.submit(prompt="count to 3", return_cache=True).result(timeout=60).cache
+    )
     assert cache is not None
     with pytest.raises(InvalidRequest, match="cache"):
         batcher.submit(prompt="count to 3", cache=cache, params=ASKED)
 
 
 def test_logits_of_no_more_than_so_many_positions_are_held() -> None:
-    scores = logprobs.PromptScores([3, 1, 2, 0], np.array([True, True, False, True]), ((0, 2),), 1, None)
+    scores = logprobs.PromptScores(
+        [3, 1, 2, 0], np.array([True, True, False, True]), ((0, 2),), 1, None
+    )
     assert scores.add(mx.zeros((4, 5)), 4)
     assert [one is not None for one in scores.read()] == [False, False, False, True]
     last = scores.read()[3]
@@ -135,13 +183,28 @@ SCORED = SamplingParams(prompt_logprobs=3, max_tokens=0)
 def test_a_prompt_is_scored_without_an_answer(name: str, budget: int) -> None:
     """Beside rows that answer, in chunks and whole: the numbers of a request that answers."""
     plain = SamplingParams(max_tokens=9, ignore_eos=True)
-    asked = {TEXT: SCORED, PICTURE: SCORED, "text:4:9": plain, "image:2:1": plain, "text:3:7": plain}
+    asked = {
+        TEXT: SCORED,
+        PICTURE: SCORED,
+        "text:4:9": plain,
+        "image:2:1": plain,
+        "text:3:7": plain,
+    }
     found = answers(name, asked, prefill_budget=budget)
-    right = answers(name, {TEXT: ASKED, PICTURE: ASKED, "text:4:9": plain, "image:2:1": plain}, prefill_budget=budget)
+    right = answers(
+        name,
+        {TEXT: ASKED, PICTURE: ASKED, "text:4:9": plain, "image:2:1": plain},
+        prefill_budget=budget,
+    )
     for key in (TEXT, PICTURE):
         result = found[key]
         assert apart(values(result), values(right[key])) <= TOLERANCE
-        assert (result.text, result.token_ids, result.finish_reason, result.logprobs) == ("", (), "length", None)
+        assert (
+            result.text,
+            result.token_ids,
+            result.finish_reason,
+            result.logprobs,
+        ) == ("", (), "length", None)
         assert result.usage.completion_tokens == 0
         assert result.usage.prompt_tokens == len(result.prompt_logprobs or ())
         assert result.timings.prefill > 0
@@ -175,7 +238,9 @@ def test_what_max_tokens_0_does_not_go_with() -> None:
         SamplingParams(max_tokens=0, prompt_logprobs=0, min_tokens=1)
 
 
-def test_a_prompt_may_fill_the_context_if_nothing_is_answered(batcher: VLMBatcher) -> None:
+def test_a_prompt_may_fill_the_context_if_nothing_is_answered(
+    batcher: VLMBatcher,
+) -> None:
     context = batcher._preparer.max_context
     assert context is not None
     ids = [5 + at % 50 for at in range(context)]
@@ -207,11 +272,16 @@ def test_a_scored_prompt_that_is_cancelled_ends(batcher: VLMBatcher) -> None:
     assert reasons[1::2] == ["length"] * 10
 
 
-def test_a_scored_prompt_whose_work_fails_at_its_end_begins_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scored_prompt_whose_work_fails_at_its_end_begins_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Memory may run out when work is waited for: the prompt is read once more, and ends with its last chunk."""
     long = "text:5:160"
     right = answers("qwen2_vl", {long: SCORED})[long]
-    engine = BatchGenerator(shared_adapter("qwen2_vl"), policy=settings_for(max_rows=4, idle_budget=8, slack=0))
+    engine = BatchGenerator(
+        shared_adapter("qwen2_vl"),
+        policy=settings_for(max_rows=4, idle_budget=8, slack=0),
+    )
     engine.insert(long, as_mlx(inputs_of("qwen2_vl", long)), SCORED)
     evaluate, left = mx.eval, [2]  # the parts together, and then each alone
 

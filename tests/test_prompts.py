@@ -28,7 +28,12 @@ from vlm_batch.inputs.processing import Processing
 
 BEGIN, END = "<s>", "</s>"
 #: What a tokenizer adds of itself: the pattern of TemplateProcessing.
-ADDS = {"nothing": None, "a beginning": f"{BEGIN} $A", "an end": f"$A {END}", "both": f"{BEGIN} $A {END}"}
+ADDS = {
+    "nothing": None,
+    "a beginning": f"{BEGIN} $A",
+    "an end": f"$A {END}",
+    "both": f"{BEGIN} $A {END}",
+}
 CHAT = (
     "BEGIN{% if tools %}[TOOLS]{{ tools | tojson }}\n{% endif %}"
     "{% for message in messages %}[{{ message.role }}]"
@@ -45,20 +50,38 @@ BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 def byte_level() -> Tokenizer:
     """As Llama 3's and Qwen's."""
     made = Tokenizer(BPE({char: at for at, char in enumerate(BYTES)}, []))
-    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    made.pre_tokenizer, made.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     return made
 
 
 def _pieces() -> BPE:
-    words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *(chr(code) for code in range(33, 127))]
-    return BPE({word: at for at, word in enumerate(words)}, [], byte_fallback=True, unk_token="<unk>", fuse_unk=True)
+    words = [
+        "<unk>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "▁",
+        *(chr(code) for code in range(33, 127)),
+    ]
+    return BPE(
+        {word: at for at, word in enumerate(words)},
+        [],
+        byte_fallback=True,
+        unk_token="<unk>",
+        fuse_unk=True,
+    )
 
 
 def dummy_prefix() -> Tokenizer:
     """As Llama 2's: a space before every piece of text between special tokens."""
     made = Tokenizer(_pieces())
-    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    made.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
     return made
 
 
@@ -94,7 +117,9 @@ INTERN = {
 NAMES: dict[str, Mapping[str, str]] = {"internvl": INTERN, "internvl_chat": INTERN}
 
 KINDS: dict[str, Kind] = {
-    f"adds {adds}, template writes {'it' if writes else 'none'}": Kind(adds=adds, writes_begin=writes)
+    f"adds {adds}, template writes {'it' if writes else 'none'}": Kind(
+        adds=adds, writes_begin=writes
+    )
     for adds in ADDS
     for writes in (True, False)
 }
@@ -108,7 +133,12 @@ KINDS |= {
 }
 KINDS |= {
     f"template in {place}": Kind(adds="a beginning", place=place)
-    for place in ("chat_template.json", "tokenizer_config.json", "chat_templates", "nowhere")
+    for place in (
+        "chat_template.json",
+        "tokenizer_config.json",
+        "chat_templates",
+        "nowhere",
+    )
 }
 KINDS |= {
     f"bare tokenizer adds {adds}, template writes {'it' if writes else 'none'}": Kind(
@@ -117,18 +147,30 @@ KINDS |= {
     for adds in ("nothing", "a beginning", "both")
     for writes in (True, False)
 }
-KINDS["bare tokenizer, named templates"] = Kind("falcon_h1", adds="a beginning", place="named", bare=True)
-KINDS["bare tokenizer without template"] = Kind("falcon_h1", adds="a beginning", place="nowhere", bare=True)
+KINDS["bare tokenizer, named templates"] = Kind(
+    "falcon_h1", adds="a beginning", place="named", bare=True
+)
+KINDS["bare tokenizer without template"] = Kind(
+    "falcon_h1", adds="a beginning", place="nowhere", bare=True
+)
 KINDS["bare tokenizer of bytes, called Llama's as DeepSeek's are"] = Kind(
     "falcon_h1", adds="a beginning", bare=True, named="LlamaTokenizerFast"
 )
-CLIP = {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}, "do_center_crop": True}
+CLIP = {
+    "size": {"shortest_edge": 16},
+    "crop_size": {"height": 16, "width": 16},
+    "do_center_crop": True,
+}
 PIXTRAL_MARKS = {
     "image_token": "[IMG]",
     "image_break_token": "[IMG_BREAK]",
     "image_end_token": "[IMG_END]",
 }
-GEMMA_MARKS = {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
+GEMMA_MARKS = {
+    "image_token": "<image_soft_token>",
+    "boi_token": "<start_of_image>",
+    "eoi_token": "<end_of_image>",
+}
 GEMMA3N_MARKS = {
     **GEMMA_MARKS,
     "audio_token": "<audio>",
@@ -143,7 +185,11 @@ MORE = {
         "LlavaProcessor",
         "CLIPImageProcessor",
         CLIP,
-        {"patch_size": 4, "num_additional_image_tokens": 1, "vision_feature_select_strategy": "default"},
+        {
+            "patch_size": 4,
+            "num_additional_image_tokens": 1,
+            "vision_feature_select_strategy": "default",
+        },
         {"image_token": "<image>"},
     ),
     "pixtral": Saved(
@@ -170,7 +216,11 @@ MORE = {
         "LlavaNextProcessor",
         "LlavaNextImageProcessor",
         {**CLIP, "image_grid_pinpoints": [[16, 32], [32, 16]]},
-        {"patch_size": 4, "num_additional_image_tokens": 1, "vision_feature_select_strategy": "default"},
+        {
+            "patch_size": 4,
+            "num_additional_image_tokens": 1,
+            "vision_feature_select_strategy": "default",
+        },
         {"image_token": "<image>"},
     ),
     "gemma3": Saved(
@@ -188,7 +238,12 @@ MORE = {
         "Gemma3nProcessor",
         "SiglipImageProcessor",
         {"size": {"height": 16, "width": 16}},
-        {"image_seq_length": 4, "feature_extractor": {"feature_extractor_type": "Gemma3nAudioFeatureExtractor"}},
+        {
+            "image_seq_length": 4,
+            "feature_extractor": {
+                "feature_extractor_type": "Gemma3nAudioFeatureExtractor"
+            },
+        },
         GEMMA3N_MARKS,
     ),
     "paligemma": Saved(
@@ -205,16 +260,28 @@ MORE = {
         "<image>",
         "Idefics2Processor",
         "Idefics2ImageProcessor",
-        {"size": {"shortest_edge": 16, "longest_edge": 32}, "do_image_splitting": False},
+        {
+            "size": {"shortest_edge": 16, "longest_edge": 32},
+            "do_image_splitting": False,
+        },
         {"image_seq_len": 4},
         {"image_token": "<image>", "image_boundary_token": "<fake_token_around_image>"},
     ),
 }
 #: Configurations of families that have no layout: transformers' own.
-BY_CLASS = {"gemma3n": {"model_type": "gemma3n", "text_config": {}, "vision_config": {}, "audio_config": {}}}
+BY_CLASS = {
+    "gemma3n": {
+        "model_type": "gemma3n",
+        "text_config": {},
+        "vision_config": {},
+        "audio_config": {},
+    }
+}
 SAVED = {**PROCESSORS, **MORE}
 KINDS |= {
-    f"{name}, template writes {'it' if writes else 'none'}": Kind(name, adds="a beginning", writes_begin=writes)
+    f"{name}, template writes {'it' if writes else 'none'}": Kind(
+        name, adds="a beginning", writes_begin=writes
+    )
     for name in SAVED
     for writes in (True, False)
 }
@@ -223,7 +290,11 @@ KINDS |= {
 def write(folder: Path, kind: Kind) -> Path:
     """A folder without weights."""
     folder.mkdir()
-    config = layout(kind.family)["files"]["config.json"] if kind.family in names() else BY_CLASS[kind.family]
+    config = (
+        layout(kind.family)["files"]["config.json"]
+        if kind.family in names()
+        else BY_CLASS[kind.family]
+    )
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     saved = None if kind.bare else SAVED[kind.family]
     made = kind.tokenizer()
@@ -232,43 +303,66 @@ def write(folder: Path, kind: Kind) -> Path:
     made.add_special_tokens([BEGIN, END])
     made.add_special_tokens(marks)
     if (pattern := ADDS[kind.adds]) is not None:
-        made.post_processor = TemplateProcessing(single=pattern, special_tokens=list(ids.items()))
+        made.post_processor = TemplateProcessing(
+            single=pattern, special_tokens=list(ids.items())
+        )
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=made,
         bos_token=BEGIN,
         eos_token=END,
         pad_token=END,
-        extra_special_tokens={**(saved.named if saved else {}), **NAMES.get(kind.family, {})},
+        extra_special_tokens={
+            **(saved.named if saved else {}),
+            **NAMES.get(kind.family, {}),
+        },
     )
     tokenizer.save_pretrained(folder)
     if saved is not None:
-        write_processor(folder, saved.whole, {"image_processor_type": saved.part, **saved.pictures}, **saved.settings)
+        write_processor(
+            folder,
+            saved.whole,
+            {"image_processor_type": saved.part, **saved.pictures},
+            **saved.settings,
+        )
     write_template(folder, kind, "" if saved is None else saved.picture)
     return folder
 
 
 def write_template(folder: Path, kind: Kind, picture: str) -> None:
-    text = CHAT.replace("BEGIN", "{{ bos_token }}" if kind.writes_begin else "").replace("PICTURE", picture)
+    text = CHAT.replace(
+        "BEGIN", "{{ bos_token }}" if kind.writes_begin else ""
+    ).replace("PICTURE", picture)
     config = folder / "tokenizer_config.json"
     said = json.loads(config.read_text(encoding="utf-8"))
     if kind.named is not None:
-        config.write_text(json.dumps({**said, "tokenizer_class": kind.named}), encoding="utf-8")
+        config.write_text(
+            json.dumps({**said, "tokenizer_class": kind.named}), encoding="utf-8"
+        )
     if kind.place in ("tokenizer_config.json", "named"):
-        named = [{"name": "default", "template": text}, {"name": "rag", "template": "{{ documents }}"}]
+        named = [
+            {"name": "default", "template": text},
+            {"name": "rag", "template": "{{ documents }}"},
+        ]
         said["chat_template"] = named if kind.place == "named" else text
         config.write_text(json.dumps(said), encoding="utf-8")
     elif kind.place == "chat_templates":
         (folder / "chat_templates").mkdir()
-        (folder / "chat_templates" / "rag.jinja").write_text("{{ documents }}", encoding="utf-8")
+        (folder / "chat_templates" / "rag.jinja").write_text(
+            "{{ documents }}", encoding="utf-8"
+        )
         (folder / "chat_template.jinja").write_text(text, encoding="utf-8")
     elif kind.place == "chat_template.json":
-        (folder / kind.place).write_text(json.dumps({"chat_template": text}), encoding="utf-8")
+        (folder / kind.place).write_text(
+            json.dumps({"chat_template": text}), encoding="utf-8"
+        )
     elif kind.place != "nowhere":
         (folder / kind.place).write_text(text, encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
-def oracle(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, dict[str, Any]]]:
+def oracle(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[str, tuple[Path, dict[str, Any]]]:
     """Each kind's folder, and transformers' answers to its cases."""
     root = tmp_path_factory.mktemp("prompts")
     folders = [write(root / str(at), kind) for at, kind in enumerate(KINDS.values())]
@@ -278,10 +372,14 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, di
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_prompts_are_transformers(name: str, oracle: dict[str, tuple[Path, dict[str, Any]]]) -> None:
+def test_prompts_are_transformers(
+    name: str, oracle: dict[str, tuple[Path, dict[str, Any]]]
+) -> None:
     path, answers = oracle[name]
     if "num2words" in answers.get("error", ""):
-        pytest.skip("transformers' SmolVLMProcessor needs num2words; idefics3's is the same but for videos")
+        pytest.skip(
+            "transformers' SmolVLMProcessor needs num2words; idefics3's is the same but for videos"
+        )
     assert "error" not in answers, answers
     folder = Folder(path)
     compared = 0
@@ -291,7 +389,8 @@ def test_prompts_are_transformers(name: str, oracle: dict[str, tuple[Path, dict[
         made = folder.make(case)
         assert not list(differences(made, theirs, folder.processing)), case.name
         compared += 1
-    least = 3 if KINDS[name].family == "paligemma" else 4  # transformers' processor of it takes no text alone
+    # transformers' processor of it takes no text alone
+    least = 3 if KINDS[name].family == "paligemma" else 4
     assert compared >= (1 if KINDS[name].place == "nowhere" else least)
 
 
@@ -299,11 +398,17 @@ def test_the_command_says_who_differs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A template that writes the beginning, and a tokenizer that adds one: mlx-vlm's prompt has two, and a faulty one."""
-    folder, found = str(write(tmp_path / "folder", Kind(adds="a beginning"))), tmp_path / "found.json"
-    assert cli.main(["verify", "--prompts", "--model", folder, "--json", str(found)]) == 0
+    folder = str(write(tmp_path / "folder", Kind(adds="a beginning")))
+    found = tmp_path / "found.json"
+    assert (
+        cli.main(["verify", "--prompts", "--model", folder, "--json", str(found)]) == 0
+    )
     said = json.loads(found.read_text(encoding="utf-8"))["models"][0]
     assert said["ok"]
-    assert all(not one["differs"] and (one["upstream"] or one["name"] == "plain text") for one in said["cases"])
+    assert all(
+        not one["differs"] and (one["upstream"] or one["name"] == "plain text")
+        for one in said["cases"]
+    )
     assert "others from 1: '<s><s>" in capsys.readouterr().out
     monkeypatch.setattr(Processing, "adds_special_tokens", lambda *_, **__: True)
     assert cli.main(["verify", "--prompts", "--model", folder]) == 1
@@ -317,12 +422,16 @@ def test_the_command_says_what_else_the_folder_has_and_lacks(
     """As loading finds it: a setting that nobody reads, sampling, a shard without a tensor of the index."""
     folder = write(tmp_path / "folder", Kind())
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    (folder / "config.json").write_text(json.dumps({**config, "of_no_model": 7}), encoding="utf-8")
+    (folder / "config.json").write_text(
+        json.dumps({**config, "of_no_model": 7}), encoding="utf-8"
+    )
     said = {"do_sample": True, "temperature": 0.7, "num_beams": 3}
     (folder / "generation_config.json").write_text(json.dumps(said), encoding="utf-8")
     save_file({"there": np.zeros(1, dtype=np.float32)}, folder / "model.safetensors")
     index = {"weight_map": dict.fromkeys(("there", "away"), "model.safetensors")}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps(index), encoding="utf-8"
+    )
     assert cli.main(["verify", "--prompts", "--model", str(folder)]) == 0
     printed = capsys.readouterr().out
     assert "- config.json has what nobody reads: of_no_model 7" in printed
@@ -333,11 +442,20 @@ def test_the_command_says_what_else_the_folder_has_and_lacks(
 def test_parts_for_a_template_of_text_alone_become_text(tmp_path: Path) -> None:
     """As Llama 3.1's: a list would be written out as Python writes it."""
     folder = write(tmp_path / "folder", Kind())
-    (folder / "chat_template.jinja").write_text("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}")
-    parts = [{"type": "text", "text": "What is"}, {"type": "image"}, {"type": "text", "text": " this?"}]
-    processing = Folder(folder).processing
-    assert processing.render([{"role": "user", "content": parts}], 1) == "[user]What is<|image_pad|> this?"
-    assert processing.render("What?", 1) == "[user]<|image_pad|>What?"
-    assert processing.render([{"role": "system", "content": parts[:1]}, {"role": "user", "content": "x"}]) == (
-        "[system]What is[user]x"
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
     )
+    parts = [
+        {"type": "text", "text": "What is"},
+        {"type": "image"},
+        {"type": "text", "text": " this?"},
+    ]
+    processing = Folder(folder).processing
+    assert (
+        processing.render([{"role": "user", "content": parts}], 1)
+        == "[user]What is<|image_pad|> this?"
+    )
+    assert processing.render("What?", 1) == "[user]<|image_pad|>What?"
+    assert processing.render(
+        [{"role": "system", "content": parts[:1]}, {"role": "user", "content": "x"}]
+    ) == ("[system]What is[user]x")

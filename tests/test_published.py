@@ -15,7 +15,19 @@ from typing import Any
 import pytest
 
 from tests import cut
-from tests.published import ANSWERS, ASKED, BY_OWN_CODE, FACTS, LLAMA, MOST, NAMES, VARIABLE, folder_at, root, runs
+from tests.published import (
+    ANSWERS,
+    ASKED,
+    BY_OWN_CODE,
+    FACTS,
+    LLAMA,
+    MOST,
+    NAMES,
+    VARIABLE,
+    folder_at,
+    root,
+    runs,
+)
 from vlm_batch import SamplingParams, UnsupportedModel, VLMBatcher
 from vlm_batch.cli.oracle import picture
 from vlm_batch.cli.prompts import CASES, Folder, verify_prompts
@@ -44,8 +56,14 @@ def test_facts_are_recorded_of_every_folder() -> None:
         assert facts["ends"], name
         assert "plain text" in facts["cases"], name
         assert {"text", "turns of text"} & facts["cases"].keys(), name
-        runs_first = [ids[0] for ids in facts["cases"].values() if ids and isinstance(ids[0], list)]
-        assert all(name in BY_OWN_CODE and times > 100 for _, times in runs_first), f"{name} begins twice"
+        runs_first = [
+            ids[0]
+            for ids in facts["cases"].values()
+            if ids and isinstance(ids[0], list)
+        ]
+        assert all(name in BY_OWN_CODE and times > 100 for _, times in runs_first), (
+            f"{name} begins twice"
+        )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -107,12 +125,23 @@ def test_answers_in_company_are_those_alone(name: str, small: Path) -> None:
     """And transformers' own, where it has the class."""
     params = SamplingParams(max_tokens=MOST, ignore_eos=True, logprobs=0)
     with VLMBatcher(small) as batcher:
-        asked = [([picture(*size, 0) for size in sizes], prompt) for prompt, sizes in ASKED]
-        alone = [batcher.submit(*one, params=params).result(timeout=60) for one in asked]
-        together = [batcher.submit(*one, params=params) for one in (*asked, ([], "And of France?"), *asked)]
+        asked = [
+            ([picture(*size, 0) for size in sizes], prompt) for prompt, sizes in ASKED
+        ]
+        alone = [
+            batcher.submit(*one, params=params).result(timeout=60) for one in asked
+        ]
+        together = [
+            batcher.submit(*one, params=params)
+            for one in (*asked, ([], "And of France?"), *asked)
+        ]
         found = [one.result(timeout=60) for one in together]
-    assert all(one.ok for one in (*alone, *found)), [one.error for one in (*alone, *found)]
-    assert [one.token_ids for one in (*found[:2], *found[3:])] == [one.token_ids for one in alone] * 2
+    assert all(one.ok for one in (*alone, *found)), [
+        one.error for one in (*alone, *found)
+    ]
+    assert [one.token_ids for one in (*found[:2], *found[3:])] == [
+        one.token_ids for one in alone
+    ] * 2
     assert alone[0].logprobs != alone[1].logprobs
     for one, recorded in zip(alone, ANSWERED.get(name, []), strict=name in ANSWERED):
         assert list(one.token_ids) == recorded["tokens"]
@@ -122,10 +151,14 @@ def test_answers_in_company_are_those_alone(name: str, small: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["deepseek-ocr-2", "unlimited-ocr"])
-def test_a_folder_without_a_tokenizer_is_refused_by_that(name: str, tmp_path: Path) -> None:
+def test_a_folder_without_a_tokenizer_is_refused_by_that(
+    name: str, tmp_path: Path
+) -> None:
     with cut.small_towers():
         folder = cut.write(tmp_path / name, published(name), cut.CUTS[name])
-        with pytest.raises(UnsupportedModel, match=r"it has no tokenizer: there is no tokenizer\.json"):
+        with pytest.raises(
+            UnsupportedModel, match=r"it has no tokenizer: there is no tokenizer\.json"
+        ):
             load_model(folder)
 
 

@@ -87,23 +87,50 @@ def phi4mm_weights(zoo: Any) -> dict[str, np.ndarray]:
         stem = name.removesuffix(".weight")
         found[f"{stem}.base_layer.weight"] = np.array(zoo._base_weights[path])
         for kind in ("vision", "speech"):
-            found[f"{stem}.lora_A.{kind}.weight"] = np.array(getattr(zoo, f"_{kind}_lora_a")[path])
-            found[f"{stem}.lora_B.{kind}.weight"] = np.array(getattr(zoo, f"_{kind}_lora_b")[path])
+            found[f"{stem}.lora_A.{kind}.weight"] = np.array(
+                getattr(zoo, f"_{kind}_lora_a")[path]
+            )
+            found[f"{stem}.lora_B.{kind}.weight"] = np.array(
+                getattr(zoo, f"_{kind}_lora_b")[path]
+            )
     return found
 
 
 def phi4mm_config(zoo: Any) -> dict[str, Any]:
     ours = zoo.config
     names = (
-        *("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "rope_theta"),
-        *("num_key_value_heads", "rms_norm_eps", "rope_scaling", "max_position_embeddings", "partial_rotary_factor"),
-        *("original_max_position_embeddings", "tie_word_embeddings", "audio_processor", "mm_hidden_size"),
+        *(
+            "vocab_size",
+            "hidden_size",
+            "num_hidden_layers",
+            "intermediate_size",
+            "num_attention_heads",
+            "rope_theta",
+        ),
+        *(
+            "num_key_value_heads",
+            "rms_norm_eps",
+            "rope_scaling",
+            "max_position_embeddings",
+            "partial_rotary_factor",
+        ),
+        *(
+            "original_max_position_embeddings",
+            "tie_word_embeddings",
+            "audio_processor",
+            "mm_hidden_size",
+        ),
     )
     adapters = {
-        f"{kind}_lora": {"r": rank, "lora_alpha": int(rank * scale)} for kind, (rank, scale) in phi4mm.RANKS.items()
+        f"{kind}_lora": {"r": rank, "lora_alpha": int(rank * scale)}
+        for kind, (rank, scale) in phi4mm.RANKS.items()
     }
     sizes = {"max_num_patches": phi4mm.MOST_PATCHES, "min_num_patches": 4}
-    vision = {name: value for name, value in vars(ours.vision_config).items() if name != "model_type"}
+    vision = {
+        name: value
+        for name, value in vars(ours.vision_config).items()
+        if name != "model_type"
+    }
     return {
         "model_type": "phi4mm",
         "eos_token_id": ours.eos_token_id,
@@ -115,21 +142,49 @@ def phi4mm_config(zoo: Any) -> dict[str, Any]:
 
 
 def minicpmo_weights(zoo: Any) -> dict[str, np.ndarray]:
-    found = {renamed(path, MINICPMO_NAMES): as_torch_has_it(path, value) for path, value in weights_of(zoo).items()}
+    found = {
+        renamed(path, MINICPMO_NAMES): as_torch_has_it(path, value)
+        for path, value in weights_of(zoo).items()
+    }
     for kind in ("weight", "bias"):
         parts = [found.pop(f"resampler.attn.{name}_proj.{kind}") for name in "qkv"]
         found[f"resampler.attn.in_proj_{kind}"] = np.concatenate(parts)
     path = "vpm.embeddings.patch_embedding.weight"
-    return found | {path: np.moveaxis(weights_of(zoo)["vision_tower.embeddings.patch_embedding.weight"], -1, 1)}
+    return found | {
+        path: np.moveaxis(
+            weights_of(zoo)["vision_tower.embeddings.patch_embedding.weight"], -1, 1
+        )
+    }
 
 
 def minicpmo_config(zoo: Any) -> dict[str, Any]:
     ours = zoo.config
-    names = ("query_num", "image_size", "patch_size", "audio_pool_step", "audio_chunk_length", "eos_token_id")
-    text = {name: value for name, value in vars(ours.text_config).items() if name != "model_type"}
-    parts = {f"{kind}_config": vars(getattr(ours, f"{kind}_config")) for kind in ("vision", "audio")}
+    names = (
+        "query_num",
+        "image_size",
+        "patch_size",
+        "audio_pool_step",
+        "audio_chunk_length",
+        "eos_token_id",
+    )
+    text = {
+        name: value
+        for name, value in vars(ours.text_config).items()
+        if name != "model_type"
+    }
+    parts = {
+        f"{kind}_config": vars(getattr(ours, f"{kind}_config"))
+        for kind in ("vision", "audio")
+    }
     same = {name: getattr(ours, name) for name in names}
-    return {"model_type": "minicpmo", "init_tts": False, "tie_word_embeddings": False, **text, **same, **parts}
+    return {
+        "model_type": "minicpmo",
+        "init_tts": False,
+        "tie_word_embeddings": False,
+        **text,
+        **same,
+        **parts,
+    }
 
 
 WRITTEN: dict[str, Any] = {
@@ -148,7 +203,8 @@ def write(folder: Path, name: str, **changed: Any) -> Path:
         write_model(folder, weights_of(zoo), gemma3n_config(zoo), "mlx")
     else:
         write_checkpoint(folder, name)
-    if name == "phi4mm":  # whose mark has a number far beyond the others: mlx-vlm has no detokeniser of bytes for that
+    # whose mark has a number far beyond the others: mlx-vlm has no detokeniser of bytes for that
+    if name == "phi4mm":
         processor.tokenizer.save_pretrained(folder)
     else:
         write_tokenizer(folder, processor)
@@ -156,11 +212,15 @@ def write(folder: Path, name: str, **changed: Any) -> Path:
     return folder
 
 
-def write_model(folder: Path, weights: dict[str, np.ndarray], config: dict[str, Any], form: str) -> None:
+def write_model(
+    folder: Path, weights: dict[str, np.ndarray], config: dict[str, Any], form: str
+) -> None:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     arrays = {key: mx.array(value) for key, value in weights.items()}
-    mx.save_safetensors(str(folder / "model.safetensors"), arrays, metadata={"format": form})
+    mx.save_safetensors(
+        str(folder / "model.safetensors"), arrays, metadata={"format": form}
+    )
 
 
 def gemma3n_config(zoo: Any) -> dict[str, Any]:
@@ -168,19 +228,32 @@ def gemma3n_config(zoo: Any) -> dict[str, Any]:
     found = asdict(zoo.config) | {"audio_soft_tokens_per_image": 188}
     del found["vision_soft_tokens_per_image"]
     seen = ("model_type", "hidden_size", "vocab_size", "vocab_offset")
-    return found | {"vision_config": {name: found["vision_config"][name] for name in seen}}
+    return found | {
+        "vision_config": {name: found["vision_config"][name] for name in seen}
+    }
 
 
 def write_processor(folder: Path, name: str, processor: Any) -> None:
     """The settings of what makes pictures and recordings arrays, in the files where the public loader looks for them."""
-    pictures: dict[str, dict[str, Any]] = {"qwen3_omni_moe": {"patch_size": 4, "min_pixels": 64, "max_pixels": 640}}
+    pictures: dict[str, dict[str, Any]] = {
+        "qwen3_omni_moe": {"patch_size": 4, "min_pixels": 64, "max_pixels": 640}
+    }
     pictures["gemma3n"] = {"image_processor_type": "SiglipImageProcessor"}
-    whole: dict[str, dict[str, Any]] = {"gemma3n": {"audio_seq_length": 188, "image_seq_length": 6}}
+    whole: dict[str, dict[str, Any]] = {
+        "gemma3n": {"audio_seq_length": 188, "image_seq_length": 6}
+    }
     sizes = {"patch_size": 4, "max_soft_tokens": 70}
     whole["gemma4"] = {"image_processor": {**sizes, "pooling_kernel_size": 2}}
-    whole["gemma4_unified"] = {"image_processor": {**sizes, "pooling_kernel_size": 1, "model_patch_size": 4}}
+    whole["gemma4_unified"] = {
+        "image_processor": {**sizes, "pooling_kernel_size": 1, "model_patch_size": 4}
+    }
     grey = {"norm_mean": [0.5] * 3, "norm_std": [0.5] * 3}
-    pictures["nemotron_h_nano_omni"] = {**grey, "patch_size": 4, "min_num_patches": 4, "max_num_patches": 36}
+    pictures["nemotron_h_nano_omni"] = {
+        **grey,
+        "patch_size": 4,
+        "min_num_patches": 4,
+        "max_num_patches": 36,
+    }
     if name == "minicpmo":
         WhisperFeatureExtractor(feature_size=80).save_pretrained(folder)
         part = processor.image_processor
@@ -193,26 +266,57 @@ def write_processor(folder: Path, name: str, processor: Any) -> None:
         settings = json.loads(path.read_text()) if path.exists() else {}
         path.write_text(json.dumps(settings | pictures[name]), encoding="utf-8")
     if name in whole:
-        (folder / "processor_config.json").write_text(json.dumps(whole[name]), encoding="utf-8")
+        (folder / "processor_config.json").write_text(
+            json.dumps(whole[name]), encoding="utf-8"
+        )
 
 
 def write_tokenizer(folder: Path, processor: Any) -> None:
     """The same ids by bytes, and no merges: what the published folders' class of tokenizers reads. With the marks by name."""
     letters: PreTrainedTokenizerFast = processor.tokenizer
-    marks = sorted((at, str(token)) for at, token in letters.added_tokens_decoder.items() if at >= PLAIN)
-    bytes_as = {code: chr(code) if 33 <= code < 127 else chr(256 + code - 94 * (code >= 127)) for code in range(PLAIN)}
-    core = Tokenizer(BPE({letter: code for code, letter in bytes_as.items()} | {word: at for at, word in marks}, []))
-    core.pre_tokenizer, core.decoder = ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    marks = sorted(
+        (at, str(token))
+        for at, token in letters.added_tokens_decoder.items()
+        if at >= PLAIN
+    )
+    bytes_as = {
+        code: chr(code) if 33 <= code < 127 else chr(256 + code - 94 * (code >= 127))
+        for code in range(PLAIN)
+    }
+    core = Tokenizer(
+        BPE(
+            {letter: code for code, letter in bytes_as.items()}
+            | {word: at for at, word in marks},
+            [],
+        )
+    )
+    core.pre_tokenizer, core.decoder = (
+        ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     named = {"pad_token": bytes_as[0], "eos_token": bytes_as[4], "unk_token": "?"}
     made = PreTrainedTokenizerFast(tokenizer_object=core, **named)
     made.add_special_tokens({"additional_special_tokens": [word for _, word in marks]})
     made.chat_template = letters.chat_template
     made.save_pretrained(folder)
-    by_name = {name: mark for name, mark in vars(letters).items() if name.endswith("_token") and name[0] != "_"}
-    by_name |= {name: vars(processor)[name] for name in ("boa_token", "eoa_token") if name in vars(processor)}
+    by_name = {
+        name: mark
+        for name, mark in vars(letters).items()
+        if name.endswith("_token") and name[0] != "_"
+    }
+    by_name |= {
+        name: vars(processor)[name]
+        for name in ("boa_token", "eoa_token")
+        if name in vars(processor)
+    }
     if by_name:
         path = folder / "tokenizer_config.json"
-        path.write_text(json.dumps({**json.loads(path.read_text()), "extra_special_tokens": by_name}), encoding="utf-8")
+        path.write_text(
+            json.dumps(
+                {**json.loads(path.read_text()), "extra_special_tokens": by_name}
+            ),
+            encoding="utf-8",
+        )
 
 
 @pytest.mark.parametrize("name", WRITTEN)
@@ -225,8 +329,11 @@ def test_a_published_folder_answers_as_transformers(name: str, tmp_path: Path) -
             assert apart(trace.logprobs, recorded[f"{key}/logprobs"]) < TOLERANCE, key
 
 
-@pytest.mark.filterwarnings("ignore:.* has neither preprocessor_config.json")  # the folder is made for its sound
-@pytest.mark.parametrize("name", [*WRITTEN, *(name for name in PROCESSORS if name in names())])
+# the folder is made for its sound
+@pytest.mark.filterwarnings("ignore:.* has neither preprocessor_config.json")
+@pytest.mark.parametrize(
+    "name", [*WRITTEN, *(name for name in PROCESSORS if name in names())]
+)
 def test_a_published_folder_hears(name: str, tmp_path: Path) -> None:
     """Processor and all, by its path: what the tiny model answers with a processor that was given to it."""
     params = SamplingParams(max_tokens=STEPS, ignore_eos=True)
@@ -234,7 +341,9 @@ def test_a_published_folder_hears(name: str, tmp_path: Path) -> None:
 
     def told(batcher: VLMBatcher) -> list[tuple[int, ...]]:
         handles = [batcher.submit(**job, params=params) for job in jobs]
-        return [handle.result(timeout=120).raise_for_error().token_ids for handle in handles]
+        return [
+            handle.result(timeout=120).raise_for_error().token_ids for handle in handles
+        ]
 
     with VLMBatcher(family(name).build(), PROCESSORS[name](name)) as batcher:
         wanted = told(batcher)
@@ -245,40 +354,76 @@ def test_a_published_folder_hears(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["gemma3n", "qwen3_omni_moe"])
 def test_verify_with_recordings(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    name: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What a user runs on a folder. mlx-vlm's own answers are others where something of it is corrected, which is said."""
     if name == "gemma3n":  # whose tower cannot be made tiny
         for module in ("mlx_vlm.models.gemma3n", "mlx_vlm.models.gemma3n.gemma3n"):
             monkeypatch.setattr(f"{module}.VisionModel", gemma3n._Nothing)
         monkeypatch.setattr("vlm_batch.cli.verify.sample_images", list)
-    folder, sounds, said = write(tmp_path / "model", name), tmp_path / "sounds", tmp_path / "found.json"
+    folder = write(tmp_path / "model", name)
+    sounds = tmp_path / "sounds"
+    said = tmp_path / "found.json"
     sounds.mkdir()
     for at, kind in enumerate(("flac", "ogg", "wav")):
-        soundfile.write(sounds / f"{at}.{kind}", tone(0.4 + 0.15 * at, pitch=300.0 + 200 * at), RATE)
-    command = ["verify", "--model", str(folder), "--audios", str(sounds), "--max-tokens", "12", "--json", str(said)]
+        soundfile.write(
+            sounds / f"{at}.{kind}", tone(0.4 + 0.15 * at, pitch=300.0 + 200 * at), RATE
+        )
+    command = [
+        "verify",
+        "--model",
+        str(folder),
+        "--audios",
+        str(sounds),
+        "--max-tokens",
+        "12",
+        "--json",
+        str(said),
+    ]
     assert cli(command) == 0, capsys.readouterr()
     (found,) = json.loads(said.read_text())["models"]
     rows = {one["name"]: one for one in found["comparisons"]}
-    assert all(one["requests"] == (5 if name == "gemma3n" else 11) for one in rows.values())
+    assert all(
+        one["requests"] == (5 if name == "gemma3n" else 11) for one in rows.values()
+    )
     is_right = name == "qwen3_omni_moe"
-    assert rows["mlx-vlm alone : alone"]["verdict"] == ("same tokens" if is_right else "other answers")
+    assert rows["mlx-vlm alone : alone"]["verdict"] == (
+        "same tokens" if is_right else "other answers"
+    )
     table = capsys.readouterr().out
-    assert ("mlx-vlm answers otherwise. What is corrected in" in table) == (not is_right)
+    assert ("mlx-vlm answers otherwise. What is corrected in" in table) == (
+        not is_right
+    )
     rows = {said: one for said, one in rows.items() if one["promised"]}
-    assert len(rows) == 4 and all(one["identical"] == one["requests"] for one in rows.values())
+    assert len(rows) == 4 and all(
+        one["identical"] == one["requests"] for one in rows.values()
+    )
 
 
-@pytest.mark.parametrize("name", sorted(PROCESSORS.keys() - {"gemma3n", "qwen3_omni_moe"}))
+@pytest.mark.parametrize(
+    "name", sorted(PROCESSORS.keys() - {"gemma3n", "qwen3_omni_moe"})
+)
 def test_what_verify_finds_in_the_other_families(name: str) -> None:
     """The models at hand, by what the command calls. muse_spark asks for Metal in mlx-vlm, which the table says."""
-    sounds = [Request(prompt="what?", audios=[Audio(tone(0.4, pitch=300.0 * at), rate=RATE)]) for at in (1, 2)]
+    sounds = [
+        Request(prompt="what?", audios=[Audio(tone(0.4, pitch=300.0 * at), rate=RATE)])
+        for at in (1, 2)
+    ]
     found = verify(
-        family(name).build(), PROCESSORS[name](name), [*sounds, Request(prompt="words")], name=name, max_tokens=6
+        family(name).build(),
+        PROCESSORS[name](name),
+        [*sounds, Request(prompt="words")],
+        name=name,
+        max_tokens=6,
     )
     assert found.ok, found.text()
     promised = [one for one in found.comparisons if one.promised]
-    assert len(promised) == 4 and all(one.identical == one.requests == 3 for one in promised)
+    assert len(promised) == 4 and all(
+        one.identical == one.requests == 3 for one in promised
+    )
 
 
 def test_a_conversion_that_lost_its_speech_adapter_says_so(tmp_path: Path) -> None:
@@ -286,12 +431,17 @@ def test_a_conversion_that_lost_its_speech_adapter_says_so(tmp_path: Path) -> No
     folder = write(tmp_path / "model", "phi4mm")
     mx.save_safetensors(
         str(folder / "model.safetensors"),
-        {path: mx.array(value) for path, value in weights_of(family("phi4mm").build()).items()},
+        {
+            path: mx.array(value)
+            for path, value in weights_of(family("phi4mm").build()).items()
+        },
         metadata={"format": "mlx"},
     )
     with VLMBatcher(folder) as batcher:
         assert batcher.submit(prompt="words").result(timeout=60).ok
-        with pytest.raises(InvalidAudio, match=r"takes no recordings: .* its speech adapter is lost"):
+        with pytest.raises(
+            InvalidAudio, match=r"takes no recordings: .* its speech adapter is lost"
+        ):
             batcher.submit(**asked("phi4mm")[0])
 
 
@@ -300,8 +450,18 @@ def test_prompts_of_other_adapters_share_no_keys() -> None:
     adapter, tiny = shared_adapter("phi4mm"), family("phi4mm")
     assert tiny.audio is not None
     keys = [
-        adapter.prompt_key(as_mlx({**inputs, "input_ids": np.insert(inputs["input_ids"], 0, 5, axis=1)})).positions[0]
-        for inputs in (tiny.text(1, 9), tiny.image(2, 1), tiny.audio(3, 1), tiny.text(4, 9), tiny.audio(5, 2))
+        adapter.prompt_key(
+            as_mlx(
+                {**inputs, "input_ids": np.insert(inputs["input_ids"], 0, 5, axis=1)}
+            )
+        ).positions[0]
+        for inputs in (
+            tiny.text(1, 9),
+            tiny.image(2, 1),
+            tiny.audio(3, 1),
+            tiny.text(4, 9),
+            tiny.audio(5, 2),
+        )
     ]
     assert [[bool((one == other).all()) for other in keys] for one in keys] == [
         [True, False, False, True, False],
@@ -317,6 +477,12 @@ def test_the_callers_model_keeps_its_weights() -> None:
     before = weights_of(model)
     with VLMBatcher(model, PROCESSORS["phi4mm"]("phi4mm")) as batcher:
         for job in (*asked("phi4mm")[:3], asked("phi4mm")[-1]):
-            assert batcher.submit(**job, params=SamplingParams(max_tokens=2)).result(timeout=60).ok
+            assert (
+                batcher.submit(**job, params=SamplingParams(max_tokens=2))
+                .result(timeout=60)
+                .ok
+            )
     assert model._active_lora == "vision"
-    assert all(np.array_equal(value, before[path]) for path, value in weights_of(model).items())
+    assert all(
+        np.array_equal(value, before[path]) for path, value in weights_of(model).items()
+    )

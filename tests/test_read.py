@@ -19,13 +19,18 @@ from vlm_batch.jobs.publishers import PUBLISHERS, TASKS, Publisher, publisher_of
 from vlm_batch.jobs.rows import InvalidJob
 from vlm_batch.types import Request, Result, SamplingParams
 
-LOOP = "A hive in June holds some forty thousand bees, and no two of them do the same work. " * 20
+LOOP = (
+    "A hive in June holds some forty thousand bees, and no two of them do the same work. "
+    * 20
+)
 
 
 class Pages:
     """Answers a page with its name and what it was asked; some fail, some fall into a loop."""
 
-    def __init__(self, *, bad: str = "", loops: int = 0, stop_after: int | None = None) -> None:
+    def __init__(
+        self, *, bad: str = "", loops: int = 0, stop_after: int | None = None
+    ) -> None:
         self.bad = bad
         self.loops = loops
         self.stop_after = stop_after
@@ -44,15 +49,27 @@ class Pages:
     def answer(self, request: Request) -> Result:
         name = str(request.request_id)
         if self.bad and name.endswith(self.bad):
-            return Result(request_id=name, finish_reason="error", error="InvalidImage: no ink")
+            return Result(
+                request_id=name, finish_reason="error", error="InvalidImage: no ink"
+            )
         if self.loops:
             self.loops -= 1
             return Result(request_id=name, text=LOOP, finish_reason="length")
-        size = request.images[0].size if isinstance(request.images[0], Image.Image) else None
-        return Result(request_id=name, text=f"text of {Path(name).name} {size or ''}".strip(), finish_reason="stop")
+        size = (
+            request.images[0].size
+            if isinstance(request.images[0], Image.Image)
+            else None
+        )
+        return Result(
+            request_id=name,
+            text=f"text of {Path(name).name} {size or ''}".strip(),
+            finish_reason="stop",
+        )
 
 
-def make_pdf(path: Path, num_pages: int, width: float = 200, height: float = 100) -> None:
+def make_pdf(
+    path: Path, num_pages: int, width: float = 200, height: float = 100
+) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     document = pypdfium2.PdfDocument.new()
     for _ in range(num_pages):
@@ -61,7 +78,9 @@ def make_pdf(path: Path, num_pages: int, width: float = 200, height: float = 100
 
 
 def make_tiff(path: Path, num_pages: int) -> None:
-    first, *others = [Image.new("RGB", (20 + number, 10), "white") for number in range(num_pages)]
+    first, *others = [
+        Image.new("RGB", (20 + number, 10), "white") for number in range(num_pages)
+    ]
     first.save(path, save_all=True, append_images=others, compression="tiff_deflate")
 
 
@@ -75,7 +94,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def read(batcher: Pages, *more: str) -> int:
-    return cli.main(["read", "in", "--out", "out", "--model", "some-model", "--quiet", *more], open_batcher=batcher)
+    return cli.main(
+        ["read", "in", "--out", "out", "--model", "some-model", "--quiet", *more],
+        open_batcher=batcher,
+    )
 
 
 def test_each_document_becomes_one_text(folder: Path) -> None:
@@ -84,7 +106,8 @@ def test_each_document_becomes_one_text(folder: Path) -> None:
     assert files == ["letters/book.pdf.md", "letters/book.png.md", "scan.md"]
     whole = Path("out/letters/book.pdf.md").read_text()
     assert [line for line in whole.splitlines() if line] == [
-        *("<!-- page 1 -->", "text of book.pdf#1 (417, 209)"),  # 200 x 100 points at 150 dots an inch
+        # 200 x 100 points at 150 dots an inch
+        *("<!-- page 1 -->", "text of book.pdf#1 (417, 209)"),
         *("<!-- page 2 -->", "text of book.pdf#2 (417, 209)"),
         *("<!-- page 3 -->", "text of book.pdf#3 (417, 209)"),
     ]
@@ -105,26 +128,38 @@ def test_a_documents_name_stays_on_its_line_and_a_file_that_fails_asks_no_other_
 
 def test_marks_can_be_left_out_and_plain_text_has_its_own(folder: Path) -> None:
     assert read(Pages(), "--no-marks", "--format", "txt") == 0
-    assert Path("out/scan.txt").read_text() == "text of scan.tif#1 (20, 10)\n\ntext of scan.tif#2 (21, 10)\n"
+    assert (
+        Path("out/scan.txt").read_text()
+        == "text of scan.tif#1 (20, 10)\n\ntext of scan.tif#2 (21, 10)\n"
+    )
     assert read(Pages(), "--format", "txt", "--overwrite") == 0
     assert Path("out/scan.txt").read_text().startswith("----- page 1 -----\n\ntext of")
 
 
-def test_a_page_that_fails_says_so_in_its_place(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_page_that_fails_says_so_in_its_place(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     Path("in/broken.pdf").write_bytes(b"%PDF-1.7 and nothing else")
     assert read(Pages(bad="book.pdf#2")) == 1
     whole = Path("out/letters/book.pdf.md").read_text()
-    assert "<!-- page 2 -->\n\n[page 2 could not be read: InvalidImage: no ink]\n\n<!-- page 3 -->" in whole
+    assert (
+        "<!-- page 2 -->\n\n[page 2 could not be read: InvalidImage: no ink]\n\n<!-- page 3 -->"
+        in whole
+    )
     assert "text of book.pdf#1" in whole
     assert (
-        Path("out/broken.md").read_text().startswith("[the document could not be read: in/broken.pdf cannot be read as")
+        Path("out/broken.md")
+        .read_text()
+        .startswith("[the document could not be read: in/broken.pdf cannot be read as")
     )
     said = capsys.readouterr().out
     assert "4 documents written to out" in said
     assert "in/letters/book.pdf lacks page 2" in said
 
 
-def test_failed_pages_are_asked_again_and_the_document_is_whole_then(folder: Path) -> None:
+def test_failed_pages_are_asked_again_and_the_document_is_whole_then(
+    folder: Path,
+) -> None:
     read(Pages(bad="book.pdf#2"))
     again = Pages()
     assert read(again, "--retry-errors") == 0
@@ -151,7 +186,9 @@ def test_a_text_that_was_lost_is_written_from_the_pages_answers(folder: Path) ->
     assert Path("out/letters/book.pdf.md").stat().st_mtime_ns == before
 
 
-def test_nothing_is_replaced_unasked(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_replaced_unasked(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     Path("out").mkdir()
     Path("out/scan.md").write_text("mine")
     assert read(Pages()) == 2
@@ -161,42 +198,74 @@ def test_nothing_is_replaced_unasked(folder: Path, capsys: pytest.CaptureFixture
     assert "text of" in Path("out/scan.md").read_text()
 
 
-def test_a_page_in_a_loop_is_asked_once_more_and_marked(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_page_in_a_loop_is_asked_once_more_and_marked(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     healed = Pages(loops=1)
     assert read(healed) == 0
     assert len(healed.asked) == 7
     first, second = healed.asked[0], healed.asked[-1]
     assert first.request_id == second.request_id
-    assert (first.params.no_repeat_ngram_size, second.params.no_repeat_ngram_size) == (0, 20)
+    assert (first.params.no_repeat_ngram_size, second.params.no_repeat_ngram_size) == (
+        0,
+        20,
+    )
     records = [json.loads(line) for line in Path("out", PAGES).read_text().splitlines()]
-    assert [record.get("attempts") for record in records if record["id"] == first.request_id] == [2]
+    assert [
+        record.get("attempts") for record in records if record["id"] == first.request_id
+    ] == [2]
     assert len(records) == 6
     assert read(Pages(loops=12), "--overwrite", "--format", "json") == 0
     pages = json.loads(Path("out/scan.json").read_text())["pages"]
     assert [page["repeats"] for page in pages] == [True, True]
-    assert "in/scan.tif repeats itself to the end of pages 1, 2" in capsys.readouterr().out
+    assert (
+        "in/scan.tif repeats itself to the end of pages 1, 2" in capsys.readouterr().out
+    )
 
 
 def test_json_has_each_page_and_what_is_missing(folder: Path) -> None:
     read(Pages(bad="scan.tif#2"), "--format", "json", "--task", "ocr")
     whole = json.loads(Path("out/scan.json").read_text())
-    assert (whole["document"], whole["model"], whole["task"]) == ("in/scan.tif", "some-model", "ocr")
+    assert (whole["document"], whole["model"], whole["task"]) == (
+        "in/scan.tif",
+        "some-model",
+        "ocr",
+    )
     assert whole["missing"] == [2]
-    assert [(page["page"], page["text"]) for page in whole["pages"]] == [(1, "text of scan.tif#1 (20, 10)"), (2, None)]
+    assert [(page["page"], page["text"]) for page in whole["pages"]] == [
+        (1, "text of scan.tif#1 (20, 10)"),
+        (2, None),
+    ]
 
 
 def test_pages_are_chosen(folder: Path) -> None:
     few = Pages()
     assert read(few, "--pages", "2-,9") == 0
     asked = sorted(str(request.request_id) for request in few.asked)
-    assert asked == ["in/letters/book.pdf#2", "in/letters/book.pdf#3", "in/letters/book.png", "in/scan.tif#2"]
+    assert asked == [
+        "in/letters/book.pdf#2",
+        "in/letters/book.pdf#3",
+        "in/letters/book.png",
+        "in/scan.tif#2",
+    ]
     assert read(Pages(), "--pages", "3", "--overwrite") == 1
-    assert "in/scan.tif has 2 pages, and none of --pages 3" in Path("out/scan.md").read_text()
+    assert (
+        "in/scan.tif has 2 pages, and none of --pages 3"
+        in Path("out/scan.md").read_text()
+    )
 
 
 def test_ranges_of_pages() -> None:
     chosen = PageRange.parse("1-3, 7,10-")
-    assert [page for page in range(1, 13) if chosen.has(page)] == [1, 2, 3, 7, 10, 11, 12]
+    assert [page for page in range(1, 13) if chosen.has(page)] == [
+        1,
+        2,
+        3,
+        7,
+        10,
+        11,
+        12,
+    ]
     assert PageRange.parse("-2").has(1)
     for wrong in ("", "0", "3-1", "a", "1--2", "-"):
         with pytest.raises(InvalidJob, match="--pages has"):
@@ -231,19 +300,28 @@ def test_publishers_settings_are_ours(publisher: Publisher) -> None:
 def test_a_publishers_page_is_asked_alone_and_in_its_size(folder: Path) -> None:
     alone = Pages()
     read(alone, "--model", "lightonai/LightOnOCR-2-1B")
-    request = next(one for one in alone.asked if str(one.request_id).endswith("book.pdf#1"))
+    request = next(
+        one for one in alone.asked if str(one.request_id).endswith("book.pdf#1")
+    )
     assert request.messages == ({"role": "user", "content": [{"type": "image"}]},)
     assert isinstance(request.images[0], Image.Image)
     assert request.images[0].size == (1540, 770)
     assert request.params.temperature == 0.2
 
 
-def test_a_task_that_a_publisher_lacks_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_task_that_a_publisher_lacks_is_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert read(Pages(), "--model", "olmOCR-7B", "--task", "formula") == 2
-    assert "nobody says how to ask olmOCR-7B for that; it knows markdown" in capsys.readouterr().err
+    assert (
+        "nobody says how to ask olmOCR-7B for that; it knows markdown"
+        in capsys.readouterr().err
+    )
 
 
-def test_rows_of_tables_are_no_pages(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_of_tables_are_no_pages(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     Path("in/rows.csv").write_text("id,image\n1,a.png\n")
     command = ["read", "in/rows.csv", "--out", "out", "--model", "some-model"]
     assert cli.main(command, open_batcher=Pages()) == 2
@@ -260,9 +338,21 @@ def test_names_stay_in_the_folder_and_apart() -> None:
         "data:image/png;base64,",
     ]
     names = [str(path) for path in names_of(documents, ".md").values()]
-    assert names == ["b/x.pdf.md", "b/x.png.md", "b/X.tif.md", "c/x.md", "p_20w.md", "document.md"]
-    assert [str(path) for path in names_of(["pages.jsonl.pdf"], ".md").values()] == ["pages.jsonl-2.md"]
-    twice = [str(path) for path in names_of(["http://a/x.pdf", "http://b/x.pdf"], ".md").values()]
+    assert names == [
+        "b/x.pdf.md",
+        "b/x.png.md",
+        "b/X.tif.md",
+        "c/x.md",
+        "p_20w.md",
+        "document.md",
+    ]
+    assert [str(path) for path in names_of(["pages.jsonl.pdf"], ".md").values()] == [
+        "pages.jsonl-2.md"
+    ]
+    twice = [
+        str(path)
+        for path in names_of(["http://a/x.pdf", "http://b/x.pdf"], ".md").values()
+    ]
     assert twice == ["x.pdf.md", "x.pdf-2.md"]
     long = next(iter(names_of([f"/a/{'é' * 120}.pdf"], ".md").values()))
     assert len(str(long).encode()) < 255
@@ -273,5 +363,8 @@ def test_loops_are_told_from_texts() -> None:
     assert is_loop("the same page " * 40)
     assert is_loop("一二三四五六七八九十甲乙丙丁" * 40)
     prose = (Path(__file__).parent.parent / "docs" / "architecture.md").read_text()
-    assert not any(is_loop(prose[begin : begin + 6000]) for begin in range(0, len(prose) - 6000, 2000))
+    assert not any(
+        is_loop(prose[begin : begin + 6000])
+        for begin in range(0, len(prose) - 6000, 2000)
+    )
     assert not is_loop("short short")

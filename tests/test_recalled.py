@@ -40,7 +40,9 @@ DESCRIBE = "describe the image"
 
 def picture(number: int, width: int = 112, height: int = 84) -> bytes:
     file = BytesIO()
-    values = np.random.default_rng(number).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    values = np.random.default_rng(number).integers(
+        0, 256, (height, width, 3), dtype=np.uint8
+    )
     Image.fromarray(values).save(file, "PNG")
     return file.getvalue()
 
@@ -84,17 +86,26 @@ def pair(request: Any) -> Iterator[tuple[VLMBatcher, VLMBatcher]]:
 
 
 def ask(batcher: VLMBatcher, images: Any, **said: Any) -> Any:
-    return batcher.submit(images, DESCRIBE, params=PARAMS, **said).result(timeout=120).raise_for_error()
+    return (
+        batcher.submit(images, DESCRIBE, params=PARAMS, **said)
+        .result(timeout=120)
+        .raise_for_error()
+    )
 
 
 def same(one: Any, other: Any) -> None:
-    assert one.token_ids == other.token_ids and one.model_image_sizes == other.model_image_sizes
+    assert (
+        one.token_ids == other.token_ids
+        and one.model_image_sizes == other.model_image_sizes
+    )
     assert one.image_sizes == other.image_sizes
     for ours, theirs in zip(one.logprobs, other.logprobs, strict=True):
         assert abs(ours.logprob - theirs.logprob) < 1e-4
 
 
-def test_each_turn_of_a_chat_works_for_its_new_picture_alone(pair: tuple[VLMBatcher, VLMBatcher], work: Work) -> None:
+def test_each_turn_of_a_chat_works_for_its_new_picture_alone(
+    pair: tuple[VLMBatcher, VLMBatcher], work: Work
+) -> None:
     batcher, plain = pair
     pictures = [picture(number, 84 + 28 * (number % 3)) for number in range(4)]
     for count in (1, 2, 3, 4):
@@ -106,7 +117,9 @@ def test_each_turn_of_a_chat_works_for_its_new_picture_alone(pair: tuple[VLMBatc
     assert work.take() == (4, 4), "of the plain one"
 
 
-def test_arrays_and_pillows_pictures_too(pair: tuple[VLMBatcher, VLMBatcher], work: Work) -> None:
+def test_arrays_and_pillows_pictures_too(
+    pair: tuple[VLMBatcher, VLMBatcher], work: Work
+) -> None:
     array = np.random.default_rng(50).integers(0, 256, (90, 70, 3), dtype=np.uint8)
     for _ in range(2):
         for source in (array, Image.fromarray(array)):
@@ -137,8 +150,14 @@ def test_a_known_data_uri_is_not_read_again(
     same(ask(batcher, uri), right)
     same(ask(batcher, picture(number)), right)
     assert work.take() == (0, 0) and not read
-    parts = [{"type": "image_url", "image_url": {"url": uri}}, {"type": "text", "text": DESCRIBE}]
-    chats = [one.submit(messages=[{"role": "user", "content": parts}], params=PARAMS) for one in (batcher, plain)]
+    parts = [
+        {"type": "image_url", "image_url": {"url": uri}},
+        {"type": "text", "text": DESCRIBE},
+    ]
+    chats = [
+        one.submit(messages=[{"role": "user", "content": parts}], params=PARAMS)
+        for one in (batcher, plain)
+    ]
     same(*(chat.result(timeout=120).raise_for_error() for chat in chats))
     assert work.take() == (1, 1) and len(read) == 1, "of the plain one"
     read.clear()
@@ -161,13 +180,19 @@ def test_what_was_kept_is_gone(work: Work) -> None:
         tower._store._features.clear()
         again = ask(batcher, picture(60))
     assert work.take() == (1, 1)
-    assert [one.logprob for one in again.logprobs] == [one.logprob for one in first.logprobs]
+    assert [one.logprob for one in again.logprobs] == [
+        one.logprob for one in first.logprobs
+    ]
 
 
 def test_a_changed_file_is_another_picture(tmp_path: Path, work: Work) -> None:
     """Also one of the same length, with the times of before."""
-    path, arrays = tmp_path / "a.bmp", [np.full((56, 56, 3), value, dtype=np.uint8) for value in (0, 255)]
-    with VLMBatcher(default_checkpoint()) as batcher, VLMBatcher(default_checkpoint(), caches=None) as plain:
+    path = tmp_path / "a.bmp"
+    arrays = [np.full((56, 56, 3), value, dtype=np.uint8) for value in (0, 255)]
+    with (
+        VLMBatcher(default_checkpoint()) as batcher,
+        VLMBatcher(default_checkpoint(), caches=None) as plain,
+    ):
         Image.fromarray(arrays[0]).save(path)
         before = path.stat()
         ask(batcher, path)
@@ -182,7 +207,10 @@ def test_a_changed_file_is_another_picture(tmp_path: Path, work: Work) -> None:
 
 
 def test_other_settings_are_other_pictures(work: Work) -> None:
-    with VLMBatcher(default_checkpoint()) as batcher, VLMBatcher(default_checkpoint(), caches=None) as plain:
+    with (
+        VLMBatcher(default_checkpoint()) as batcher,
+        VLMBatcher(default_checkpoint(), caches=None) as plain,
+    ):
         for said in ({}, {"max_pixels": 3136}, {}, {"max_pixels": 3136}):
             same(ask(batcher, picture(70), **said), ask(plain, picture(70), **said))
         assert work.take()[1] == 4 + 2
@@ -195,7 +223,9 @@ def test_other_settings_are_other_pictures(work: Work) -> None:
 def test_a_bad_picture_is_bad_each_time(work: Work) -> None:
     with VLMBatcher(default_checkpoint()) as batcher:
         cut = picture(80)[:-400]
-        said = [batcher.submit(cut, DESCRIBE).result(timeout=60).error for _ in range(2)]
+        said = [
+            batcher.submit(cut, DESCRIBE).result(timeout=60).error for _ in range(2)
+        ]
     assert said[0] == said[1] and "cannot be decoded" in str(said[0])
 
 
@@ -204,11 +234,18 @@ def test_a_bad_picture_is_bad_each_time(work: Work) -> None:
 
 
 @pytest.mark.parametrize("name", ["aya_vision", "mllama"])
-def test_a_call_is_made_once_and_stands_for_no_other(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_is_made_once_and_stands_for_no_other(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Not for fewer pictures, not for another order: tiles are padded to the most that a picture of the call has."""
-    with VLMBatcher(CHECKPOINTS / name) as batcher, VLMBatcher(CHECKPOINTS / name, caches=None) as plain:
+    with (
+        VLMBatcher(CHECKPOINTS / name) as batcher,
+        VLMBatcher(CHECKPOINTS / name, caches=None) as plain,
+    ):
         kind = next(
-            one for one in type(batcher.processing.processor.image_processor).__mro__ if "_preprocess" in vars(one)
+            one
+            for one in type(batcher.processing.processor.image_processor).__mro__
+            if "_preprocess" in vars(one)
         )
         theirs: Any = vars(kind)["_preprocess"]
         calls: list[int] = []
@@ -243,7 +280,12 @@ def known(data: bytes, kept: PictureStore) -> KnownPicture:
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"patch_size": 14, "temporal_patch_size": 1}, {"do_rescale": False}, {"do_normalize": False, "merge_size": 1}],
+    [
+        {},
+        {"patch_size": 14, "temporal_patch_size": 1},
+        {"do_rescale": False},
+        {"do_normalize": False, "merge_size": 1},
+    ],
     ids=str,
 )
 def test_patches_are_made_again_bit_for_bit(settings: dict[str, Any]) -> None:
@@ -297,7 +339,11 @@ def test_numbers_of_a_stand_in_reach_nobody() -> None:
         found = ours.inputs(prompt, [known(picture(3), kept)])["pixel_values"]
         assert isinstance(found, mx.array) and mx.array_equal(found, right)
     heard.clear()
-    ours.inputs(prompt, [known(picture(3), kept)], sounds=[Sound(np.zeros(8, np.float32), 8 / 16_000)])
+    ours.inputs(
+        prompt,
+        [known(picture(3), kept)],
+        sounds=[Sound(np.zeros(8, np.float32), 8 / 16_000)],
+    )
     assert len(heard) == 2 and None not in heard
 
 
@@ -305,11 +351,20 @@ def test_a_known_picture_is_not_decoded_until_it_is_read() -> None:
     kept = store()
     known(picture(4), kept)
     image = known_picture(picture(4), lambda source: pytest.fail("decoded"), kept)
-    assert (image.size, image.mode, image.convert("RGB")) == ((112, 84), "RGB", image) and image.content is not None
+    assert (image.size, image.mode, image.convert("RGB")) == (
+        (112, 84),
+        "RGB",
+        image,
+    ) and image.content is not None
     image = known(picture(4), kept)
-    assert np.array_equal(np.asarray(image.resize((50, 40))), np.asarray(load_image(picture(4)).resize((50, 40))))
+    assert np.array_equal(
+        np.asarray(image.resize((50, 40))),
+        np.asarray(load_image(picture(4)).resize((50, 40))),
+    )
     assert image.content is None, "it may have been changed"
-    assert np.array_equal(np.asarray(known(picture(4), kept)), np.asarray(load_image(picture(4))))
+    assert np.array_equal(
+        np.asarray(known(picture(4), kept)), np.asarray(load_image(picture(4)))
+    )
 
 
 def test_joined_arrays_are_known_by_their_parts() -> None:
@@ -320,7 +375,9 @@ def test_joined_arrays_are_known_by_their_parts() -> None:
     whole = joined(Joined(parts))
     assert [digest(part) for part in split_known(whole, [400, 600], 0)] == right
     assert digest(whole) == digest(mx.concatenate(parts))
-    assert [len(part) for part in split_known(whole, [100], 0)] == [100, 590], "elsewhere"
+    assert [len(part) for part in split_known(whole, [100], 0)] == [100, 590], (
+        "elsewhere"
+    )
     assert arrays_of(Joined(parts)) == parts and num_bytes(Joined(parts)) == 690 * 1200
 
 
@@ -344,7 +401,11 @@ def test_settings_notice_sizes() -> None:
     _, processor = load_model(CHECKPOINTS / "aya_vision")
     before = settings_of(processor)
     processor.image_processor.size.height = 56
-    assert settings_of(processor) != before == settings_of(load_model(CHECKPOINTS / "aya_vision")[1])
+    assert (
+        settings_of(processor)
+        != before
+        == settings_of(load_model(CHECKPOINTS / "aya_vision")[1])
+    )
 
 
 # Prompts of many placeholders
@@ -366,11 +427,19 @@ def test_runs_of_placeholders_are_tokenized_as_they_are_one_by_one(name: str) ->
         word,
     ]
     for text in texts:
-        for said in ({}, {"add_special_tokens": False}, {"padding": True, "return_tensors": "np"}):
+        for said in (
+            {},
+            {"add_special_tokens": False},
+            {"padding": True, "return_tensors": "np"},
+        ):
             for given in (text, [text]):
-                if quick is None or (said.get("return_tensors") and isinstance(given, str)):
+                if quick is None or (
+                    said.get("return_tensors") and isinstance(given, str)
+                ):
                     continue
                 right, found = tokenizer(given, **said), quick(given, **said)
                 assert {**right}.keys() == {**found}.keys()
                 for key, value in right.items():
-                    assert np.array_equal(value, found[key]) and type(value) is type(found[key]), key
+                    assert np.array_equal(value, found[key]) and type(value) is type(
+                        found[key]
+                    ), key

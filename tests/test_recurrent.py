@@ -14,7 +14,14 @@ from tests.zoo import family
 from vlm_batch.adapters.recurrent import can_draft
 from vlm_batch.adapters.single import SingleRow
 from vlm_batch.arrays import as_mlx
-from vlm_batch.caches import ListedCache, Placement, RecurrentCache, RowsCache, SlabCache, kind_of
+from vlm_batch.caches import (
+    ListedCache,
+    Placement,
+    RecurrentCache,
+    RowsCache,
+    SlabCache,
+    kind_of,
+)
 from vlm_batch.caches.drafted import most_positions
 from vlm_batch.caches.recurrent import DraftedRecurrent, rows_of
 from vlm_batch.engine.generator import BatchGenerator
@@ -31,7 +38,10 @@ def row(value: float, *, second: bool = True) -> ArraysCache:
 
 
 def values(cache: RecurrentCache) -> list[list[float]]:
-    return [np.array(state).reshape(len(state), -1)[:, 0].tolist() for state in cache.arrays()]
+    return [
+        np.array(state).reshape(len(state), -1)[:, 0].tolist()
+        for state in cache.arrays()
+    ]
 
 
 def test_rows_are_put_replaced_removed_and_cut() -> None:
@@ -83,8 +93,12 @@ def test_a_graph_takes_states_and_gives_them_back() -> None:
     assert cache.graph_key() != key
 
 
-@pytest.mark.parametrize(("placement", "kind"), [(Placement.ROWS, RowsCache), (Placement.SLAB, SlabCache)])
-def test_a_list_of_caches_has_a_layer_cache_for_each(placement: Placement, kind: type) -> None:
+@pytest.mark.parametrize(
+    ("placement", "kind"), [(Placement.ROWS, RowsCache), (Placement.SLAB, SlabCache)]
+)
+def test_a_list_of_caches_has_a_layer_cache_for_each(
+    placement: Placement, kind: type
+) -> None:
     layer = kind_of(CacheList(ArraysCache(2), KVCache())).batched(placement, 4)
     assert isinstance(layer, ListedCache)
     assert isinstance(layer[0], RecurrentCache)
@@ -92,10 +106,16 @@ def test_a_list_of_caches_has_a_layer_cache_for_each(placement: Placement, kind:
 
 
 @pytest.mark.parametrize("placement", list(Placement))
-def test_neighbours_states_stay_when_a_row_leaves_and_another_joins(placement: Placement) -> None:
-    generator = BatchGenerator(shared_adapter("qwen3_5"), policy=settings_for(placement))
+def test_neighbours_states_stay_when_a_row_leaves_and_another_joins(
+    placement: Placement,
+) -> None:
+    generator = BatchGenerator(
+        shared_adapter("qwen3_5"), policy=settings_for(placement)
+    )
     for index, key in enumerate(("text:4:9", "image:2:1", "text:5:26")):
-        generator.insert(str(index), as_mlx(inputs_of("qwen3_5", key)), SamplingParams(max_tokens=40))
+        generator.insert(
+            str(index), as_mlx(inputs_of("qwen3_5", key)), SamplingParams(max_tokens=40)
+        )
     for _ in range(4):
         generator.step()
     layer = generator.rows.batch.layers[0]
@@ -111,9 +131,13 @@ def test_neighbours_states_stay_when_a_row_leaves_and_another_joins(placement: P
 @pytest.mark.parametrize("placement", list(Placement))
 def test_nothing_grows_with_the_tokens(placement: Placement) -> None:
     """Live arrays and bytes after 60 tokens are those after 20; nothing keeps a graph of the steps before."""
-    generator = BatchGenerator(shared_adapter("qwen3_5"), policy=settings_for(placement))
+    generator = BatchGenerator(
+        shared_adapter("qwen3_5"), policy=settings_for(placement)
+    )
     for index, key in enumerate(("text:4:9", "text:5:26")):
-        generator.insert(str(index), as_mlx(inputs_of("qwen3_5", key)), SamplingParams(max_tokens=90))
+        generator.insert(
+            str(index), as_mlx(inputs_of("qwen3_5", key)), SamplingParams(max_tokens=90)
+        )
     seen = []
     for step in range(61):
         generator.step()
@@ -123,7 +147,8 @@ def test_nothing_grows_with_the_tokens(placement: Placement) -> None:
             mx.eval(mx.zeros(1))
             seen.append(mx.get_active_memory())
     assert seen[0] == seen[2] == seen[4]
-    assert seen[5] - seen[1] < 100_000  # keys and values of 40 tokens; a history of states would be 10 times that
+    # keys and values of 40 tokens; a history of states would be 10 times that
+    assert seen[5] - seen[1] < 100_000
 
 
 @pytest.mark.parametrize("width", [2, 7, 8, 16, 32, 96])
@@ -141,21 +166,37 @@ def test_the_gated_delta_rule_of_qwen3_5_is_that_of_its_definition_in_float64(
     v = random.standard_normal((1, length, heads[1], width))
     a, b = (random.standard_normal((1, length, heads[1])) for _ in range(2))
     a_log, dt_bias = random.standard_normal((2, heads[1])) * 0.5 - 1
-    given = [mx.array(value.astype(np.float32)) for value in (q, k, v, a, b, a_log, dt_bias)]
+    given = [
+        mx.array(value.astype(np.float32)) for value in (q, k, v, a, b, a_log, dt_bias)
+    ]
     normalised = Qwen3_5GatedDeltaNet._normalize_qk(None, given[0], given[1])
     found, last = gated_delta_update(*normalised, *given[2:], use_kernel=False)
-    q, k, v, a, b, a_log, dt_bias = (np.array(value).astype(np.float64) for value in given)
-    q, k = (value / np.sqrt((value**2).sum(-1, keepdims=True) + 1e-6) for value in (q, k))
-    q, k = (np.repeat(value, heads[1] // heads[0], axis=2)[0] for value in (q * width**-0.5, k))
-    decay, beta = np.exp(-np.exp(a_log) * np.log1p(np.exp(a + dt_bias)))[0], (1 / (1 + np.exp(-b)))[0]
+    q, k, v, a, b, a_log, dt_bias = (
+        np.array(value).astype(np.float64) for value in given
+    )
+    q, k = (
+        value / np.sqrt((value**2).sum(-1, keepdims=True) + 1e-6) for value in (q, k)
+    )
+    q, k = (
+        np.repeat(value, heads[1] // heads[0], axis=2)[0]
+        for value in (q * width**-0.5, k)
+    )
+    decay = np.exp(-np.exp(a_log) * np.log1p(np.exp(a + dt_bias)))[0]
+    beta = (1 / (1 + np.exp(-b)))[0]
     state = np.zeros((heads[1], width, width))  # values by keys
     for step in range(length):
         state *= decay[step][:, None, None]
         seen = np.einsum("hvk,hk->hv", state, k[step])
-        state += np.einsum("hv,hk->hvk", (v[0, step] - seen) * beta[step][:, None], k[step])
+        state += np.einsum(
+            "hv,hk->hvk", (v[0, step] - seen) * beta[step][:, None], k[step]
+        )
         right = np.einsum("hvk,hk->hv", state, q[step])
-        np.testing.assert_allclose(np.array(found[0, step]), right, atol=2e-5 * max(1.0, np.abs(right).max()))
-    np.testing.assert_allclose(np.array(last[0]), state, atol=2e-5 * max(1.0, np.abs(state).max()))
+        np.testing.assert_allclose(
+            np.array(found[0, step]), right, atol=2e-5 * max(1.0, np.abs(right).max())
+        )
+    np.testing.assert_allclose(
+        np.array(last[0]), state, atol=2e-5 * max(1.0, np.abs(state).max())
+    )
 
 
 def drafted(counts: list[int], *, fixed: bool = False) -> RecurrentCache:
@@ -178,13 +219,20 @@ def drafted(counts: list[int], *, fixed: bool = False) -> RecurrentCache:
 
 
 @pytest.mark.parametrize("fixed", [False, True])
-@pytest.mark.parametrize("counts", [[1, 3, 2], [2, 2, 2], [4, 1, 4], [1, 1, 1], [5, 4, 3]], ids=str)
-def test_each_row_keeps_the_state_of_its_last_accepted_position(counts: list[int], fixed: bool) -> None:
+@pytest.mark.parametrize(
+    "counts", [[1, 3, 2], [2, 2, 2], [4, 1, 4], [1, 1, 1], [5, 4, 3]], ids=str
+)
+def test_each_row_keeps_the_state_of_its_last_accepted_position(
+    counts: list[int], fixed: bool
+) -> None:
     for kept in ([1, 1, 1], counts, [max(1, count - 1) for count in counts]):
         cache = drafted(counts, fixed=fixed)
         for place, count in enumerate(kept):
             cache.keep(place, count)
-        assert values(cache) == [[place + 1 + 10 * count for place, count in enumerate(kept)]] * 2
+        assert (
+            values(cache)
+            == [[place + 1 + 10 * count for place, count in enumerate(kept)]] * 2
+        )
         assert not cache._later and not cache._kept
 
 
@@ -220,7 +268,9 @@ def values_of(cache: RecurrentCache, place: int, kept: int) -> list[float]:
     return [float(np.array(state).ravel()[0]) for state in cache.extract(place).cache]
 
 
-def test_states_that_are_held_for_drafts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_that_are_held_for_drafts_are_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     cache = drafted([1, 1])
     assert cache.nbytes == 80 and most_positions([cache, cache]) > 16
     for most, positions in ((160 * 3, 4), (160, 2), (159, 1)):
@@ -250,6 +300,8 @@ def test_a_model_whose_recurrent_modules_are_not_patched_has_no_drafts() -> None
         def patches(cls) -> dict[type, type]:
             return {}
 
-    assert all(can_draft(shared_adapter(name)) for name in ("qwen3_5", "falcon_h1", "qwen2_vl"))
+    assert all(
+        can_draft(shared_adapter(name)) for name in ("qwen3_5", "falcon_h1", "qwen2_vl")
+    )
     assert not can_draft(Unpatched(family("falcon_h1").build()))
     assert not can_draft(SingleRow(family("qwen2_vl").build()))

@@ -35,7 +35,9 @@ def test_every_package_of_mlx_vlm_has_an_entry() -> None:
     """A new release of mlx-vlm shows here what is missing."""
     found = packages(mlx_vlm.models) | packages(mlx_vlm.speculative.drafters)
     missing = found - registered() - set(REFUSED) - set(ONE_AT_A_TIME)
-    assert not missing, f"neither registered nor refused with a reason: {sorted(missing)}"
+    assert not missing, (
+        f"neither registered nor refused with a reason: {sorted(missing)}"
+    )
 
 
 def test_no_entry_without_a_package_and_none_twice() -> None:
@@ -55,12 +57,21 @@ def test_every_remapped_type_has_an_entry() -> None:
 def test_a_refused_type_says_why(model_type: str) -> None:
     with pytest.raises(UnsupportedModel) as refusal:
         check_model_type(model_type)
-    assert str(refusal.value) == f"model type {model_type!r} is refused: {REFUSED[model_type]}"
+    assert (
+        str(refusal.value)
+        == f"model type {model_type!r} is refused: {REFUSED[model_type]}"
+    )
 
 
-def test_a_refused_checkpoint_says_why_before_any_weight_is_read(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "rf-detr"}), encoding="utf-8")
-    with pytest.raises(UnsupportedModel, match="'rfdetr' is refused: it finds objects in pictures"):
+def test_a_refused_checkpoint_says_why_before_any_weight_is_read(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "rf-detr"}), encoding="utf-8"
+    )
+    with pytest.raises(
+        UnsupportedModel, match="'rfdetr' is refused: it finds objects in pictures"
+    ):
         VLMBatcher(tmp_path)
 
 
@@ -74,13 +85,21 @@ NOT_ON_CUDA = sorted(name for spec in families() for name, _ in spec.not_on_cuda
 
 def test_the_models_that_go_wrong_on_cuda_are_named() -> None:
     """Those that failed alone of 567 cells on an H100, or by drafts, by the names that their checkpoints carry."""
-    assert NOT_ON_CUDA == ["glm5_next", "muse_spark", "muse_spark_open", "prism_hadamard_qwen35", "youtu_vl"]
+    assert NOT_ON_CUDA == [
+        "glm5_next",
+        "muse_spark",
+        "muse_spark_open",
+        "prism_hadamard_qwen35",
+        "youtu_vl",
+    ]
     for spec in families():
         assert {name for name, _ in spec.not_on_cuda} <= set(spec.model_types)
 
 
 @pytest.mark.parametrize("model_type", NOT_ON_CUDA)
-def test_what_goes_wrong_on_cuda_is_refused_there_alone(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_goes_wrong_on_cuda_is_refused_there_alone(
+    model_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv(loading.ON_CUDA, raising=False)
     for other in (Device.CPU, Device.METAL):
         monkeypatch.setattr(loading, "device", lambda other=other: other)
@@ -88,14 +107,19 @@ def test_what_goes_wrong_on_cuda_is_refused_there_alone(model_type: str, monkeyp
     monkeypatch.setattr(loading, "device", lambda: Device.CUDA)
     check_model_type("qwen3_5")  # its Hadamard packs alone are refused
     for refuses in (check_model_type, lambda name: adapt(object(), name)):  # type: ignore[arg-type]
-        with pytest.raises(UnsupportedModel, match=f"'{model_type}' is refused on CUDA: .*ON_CUDA={model_type}"):
+        with pytest.raises(
+            UnsupportedModel,
+            match=f"'{model_type}' is refused on CUDA: .*ON_CUDA={model_type}",
+        ):
             refuses(model_type)
 
 
 def test_who_asks_for_it_is_told_what_he_risks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "device", lambda: Device.CUDA)
     monkeypatch.setenv(loading.ON_CUDA, "muse_spark, youtu_vl")
-    with pytest.warns(UserWarning, match="youtu_vl is served on CUDA, where answers may be wrong"):
+    with pytest.warns(
+        UserWarning, match="youtu_vl is served on CUDA, where answers may be wrong"
+    ):
         check_model_type("youtu_vl")
     with pytest.raises(UnsupportedModel, match="prism_hadamard_qwen35"):
         check_model_type("prism_hadamard_qwen35")
@@ -108,14 +132,18 @@ def test_a_checkpoint_is_refused_on_cuda_before_any_weight_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loading, "device", lambda: Device.CUDA)
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "youtu_vl"}), encoding="utf-8")
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "youtu_vl"}), encoding="utf-8"
+    )
     with pytest.raises(UnsupportedModel, match="illegal memory access"):
         VLMBatcher(tmp_path)
 
 
 def test_a_decoder_of_text_is_known_by_its_code(tmp_path: Path) -> None:
     """A package of mlx-vlm's next version is served one row at a time if it takes no pictures; else it needs an entry."""
-    (tmp_path / "language.py").write_text('"""As in the vision model."""\n\nclass Model:\n    pass  # no vision\n')
+    (tmp_path / "language.py").write_text(
+        '"""As in the vision model."""\n\nclass Model:\n    pass  # no vision\n'
+    )
     assert not _knows_pictures(tmp_path)
     other = tmp_path / "other"
     other.mkdir()

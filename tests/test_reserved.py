@@ -28,7 +28,9 @@ CHECKPOINTS = ["qwen2_vl", "qwen3_vl", "qwen3_5", "falcon_ocr", "aya_vision", "m
 def of(name: str) -> tuple[Processing, ReservedWords, frozenset[int]]:
     model, processor = mlx_vlm.load(str(CHECKOUT / "checkpoints" / name))
     adapter = adapter_for(str(model.config.model_type))(model)
-    processing = Processing(adapter.processor(processor), model.config, adapter.video_sampling)
+    processing = Processing(
+        adapter.processor(processor), model.config, adapter.video_sampling
+    )
     ids = adapter.image_token_ids
     return processing, ReservedWords(processing, ids), ids
 
@@ -38,8 +40,16 @@ def test_every_control_token_of_a_prompt_with_a_picture_is_reserved(name: str) -
     """Ground truth from the tokenizer: the special tokens that the template's own text becomes, and the picture's."""
     processing, reserved, ids = of(name)
     text = processing.render("x", 1)
-    special = {token: str(word) for token, word in processing.tokenizer.added_tokens_decoder.items() if word.special}
-    written = {special[token] for token in processing.tokenizer.encode(text) if token in special}
+    special = {
+        token: str(word)
+        for token, word in processing.tokenizer.added_tokens_decoder.items()
+        if word.special
+    }
+    written = {
+        special[token]
+        for token in processing.tokenizer.encode(text)
+        if token in special
+    }
     written |= {special[token] for token in ids if token in special}
     written -= {processing.tokenizer.bos_token}
     assert written
@@ -53,7 +63,10 @@ def test_a_reserved_word_is_refused_wherever_it_is_typed(name: str) -> None:
     for word in reserved.words.placeholders | reserved.words.turns:
         text = f"before {word} after"
         half = len(word) // 2
-        pieces = [{"type": "text", "text": word[:half]}, {"type": "text", "text": word[half:]}]
+        pieces = [
+            {"type": "text", "text": word[:half]},
+            {"type": "text", "text": word[half:]},
+        ]
         chats: list[dict[str, Any]] = [
             {"role": "user", "content": text},
             {"role": "user", "content": pieces},
@@ -66,12 +79,22 @@ def test_a_reserved_word_is_refused_wherever_it_is_typed(name: str) -> None:
         for message in chats:
             with pytest.raises(InvalidPrompt):
                 reserved.check([message])
-        for arguments in ({"tools": [{"function": {"description": text}}]}, {"documents": [{text: "x"}]}):
+        for arguments in (
+            {"tools": [{"function": {"description": text}}]},
+            {"documents": [{text: "x"}]},
+        ):
             with pytest.raises(InvalidPrompt):
                 reserved.check("", arguments)
     for word in reserved.words.placeholders:
         with pytest.raises(InvalidPrompt):
-            reserved.check([{"role": "assistant", "tool_calls": [{"function": {"arguments": {"a": word}}}]}])
+            reserved.check(
+                [
+                    {
+                        "role": "assistant",
+                        "tool_calls": [{"function": {"arguments": {"a": word}}}],
+                    }
+                ]
+            )
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
@@ -90,20 +113,37 @@ def test_what_is_not_refused_becomes_no_control_token(name: str) -> None:
         "<img>",
     ]
     words = reserved.words.placeholders | reserved.words.turns
-    special = {*ids, *(id for id, word in processing.tokenizer.added_tokens_decoder.items() if str(word) in words)}
+    special = {
+        *ids,
+        *(
+            id
+            for id, word in processing.tokenizer.added_tokens_decoder.items()
+            if str(word) in words
+        ),
+    }
     for word in strange:
         try:
             reserved.check(f"a {word} b")
         except InvalidPrompt:
             continue
-        plain = processing.inputs(processing.render("a b", 0), [])["input_ids"].flatten().tolist()
-        typed = processing.inputs(processing.render(f"a {word} b", 0), [])["input_ids"].flatten().tolist()
+        plain = (
+            processing.inputs(processing.render("a b", 0), [])["input_ids"]
+            .flatten()
+            .tolist()
+        )
+        typed = (
+            processing.inputs(processing.render(f"a {word} b", 0), [])["input_ids"]
+            .flatten()
+            .tolist()
+        )
         count = [sum(token in special for token in tokens) for tokens in (plain, typed)]
         assert count[0] == count[1], f"{name}: a typed {word} became a control token"
 
 
 @pytest.mark.parametrize("family", ["paligemma", "florence2", "falcon_ocr"])
-def test_families_that_take_the_last_message_alone_get_it_whole(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_families_that_take_the_last_message_alone_get_it_whole(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Their processors take its text; nothing is put around it, and there is nothing that could read an argument.
 
     A PaliGemma with a template, which this processor has, would be asked by it (tests/test_prompts.py).
@@ -113,7 +153,9 @@ def test_families_that_take_the_last_message_alone_get_it_whole(family: str, mon
     bare = Processing(processing.processor, SimpleNamespace(model_type=family))
     assert "a b" in bare.render("a b", 0)
     assert len(bare.render("a b", 0)) < 20
-    assert "said" in bare.render([{"role": "user", "content": "x"}, {"role": "user", "content": "said"}], 0)
+    assert "said" in bare.render(
+        [{"role": "user", "content": "x"}, {"role": "user", "content": "said"}], 0
+    )
     with pytest.raises(InvalidPrompt, match="takes the last message alone"):
         bare.render("a b", 0, options=Template(add_generation_prompt=False))
 
@@ -129,8 +171,14 @@ class Written:
     def render(self, prompt: Any, num_images: int = 0, *others: int) -> str:
         if any(others):
             raise InvalidPrompt("no videos")
-        marks = "".join(self.placeholder.format(index + 1) + "\n" for index in range(num_images))
-        words = prompt if isinstance(prompt, str) else "".join(turn["content"] for turn in prompt)
+        marks = "".join(
+            self.placeholder.format(index + 1) + "\n" for index in range(num_images)
+        )
+        words = (
+            prompt
+            if isinstance(prompt, str)
+            else "".join(turn["content"] for turn in prompt)
+        )
         return f"USER: {marks}{words} ASSISTANT:"
 
 
@@ -150,22 +198,44 @@ def test_placeholders_that_are_no_tokens(placeholder: str, typed: str) -> None:
     reserved.check("an <im age> of |image_1| (x)")
 
 
-@pytest.mark.parametrize("model_type", [None, "llava", "phi3_v", "internvl_chat", "gemma3", "unknown_type"])
+@pytest.mark.parametrize(
+    "model_type", [None, "llava", "phi3_v", "internvl_chat", "gemma3", "unknown_type"]
+)
 @pytest.mark.parametrize("name", [name for name in CHECKPOINTS if name != "falcon_ocr"])
-def test_what_says_nothing_is_rendered_as_transformers_does(name: str, model_type: str | None) -> None:
+def test_what_says_nothing_is_rendered_as_transformers_does(
+    name: str, model_type: str | None
+) -> None:
     """Whatever the type's name, by which mlx-vlm chooses a form: the template takes parts, pictures before the text."""
     processing, _, _ = of(name)
-    own = Processing(processing.processor, SimpleNamespace(model_type=model_type or processing.config.model_type))
-    chat = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}, {"role": "user", "content": "z"}]
+    own = Processing(
+        processing.processor,
+        SimpleNamespace(model_type=model_type or processing.config.model_type),
+    )
+    chat = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": "y"},
+        {"role": "user", "content": "z"},
+    ]
     for prompt in ("a b", chat):
         for num_images in (0, 1):
             turns: list[dict[str, Any]] = (
-                [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+                [{"role": "user", "content": prompt}]
+                if isinstance(prompt, str)
+                else list(prompt)
             )
             words = {"type": "text", "text": turns[-1]["content"]}
-            turns[-1] = {"role": "user", "content": [*[{"type": "image"}] * num_images, words]}
-            owner = processing.processor if processing.processor.chat_template else processing.tokenizer
-            theirs = owner.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+            turns[-1] = {
+                "role": "user",
+                "content": [*[{"type": "image"}] * num_images, words],
+            }
+            owner = (
+                processing.processor
+                if processing.processor.chat_template
+                else processing.tokenizer
+            )
+            theirs = owner.apply_chat_template(
+                turns, tokenize=False, add_generation_prompt=True
+            )
             assert own.render(prompt, num_images) == theirs
 
 
@@ -179,7 +249,11 @@ WRITTEN: dict[str, tuple[str, ...]] = {
     "deepseekocr": ("<image>",),
     "deepseekocr_2": ("<image>",),
     "dots_ocr": ("<|imgpad|>", "<|video_pad|>"),
-    "ernie4_5_moe_vl": ("<|IMAGE_PLACEHOLDER|>", "<|IMAGE_START|>", "<|image@placeholder|>"),
+    "ernie4_5_moe_vl": (
+        "<|IMAGE_PLACEHOLDER|>",
+        "<|IMAGE_START|>",
+        "<|image@placeholder|>",
+    ),
     "falcon_ocr": ("<|image|>",),
     "fastvlm": ("<image>",),
     "gemma4": ("<|video|>",),
@@ -252,7 +326,9 @@ def processors_of(folder: str) -> list[type]:
         found += [
             kind
             for name, kind in vars(module).items()
-            if inspect.isclass(kind) and _PROCESSOR.fullmatch(name) and kind.__module__ == module.__name__
+            if inspect.isclass(kind)
+            and _PROCESSOR.fullmatch(name)
+            and kind.__module__ == module.__name__
         ]
     return found
 
@@ -265,12 +341,20 @@ class Unmade:
     """A processing whose processor was never given its parts, and whose template writes nothing of pictures."""
 
     def __init__(self, kind: type) -> None:
-        bare = type(kind.__name__, (kind,), {"__getattr__": _nothing, "__module__": kind.__module__})
+        bare = type(
+            kind.__name__,
+            (kind,),
+            {"__getattr__": _nothing, "__module__": kind.__module__},
+        )
         self.processor: Any = object.__new__(bare)
         self.tokenizer = SimpleNamespace(added_tokens_decoder={})
 
     def render(self, prompt: Any, *counts: int) -> str:
-        return prompt if isinstance(prompt, str) else "".join(turn["content"] for turn in prompt)
+        return (
+            prompt
+            if isinstance(prompt, str)
+            else "".join(turn["content"] for turn in prompt)
+        )
 
 
 @pytest.mark.parametrize("folder", WRITTEN)
@@ -291,20 +375,30 @@ def test_what_a_familys_processor_looks_for_cannot_be_typed(folder: str) -> None
                     [{"role": "user", "content": text}],
                     [{"role": "user", "content": [{"type": "text", "text": text}]}],
                     [{"role": "tool", "content": text, "tool_call_id": "1"}],
-                    [{"role": "assistant", "content": "", "tool_calls": [{**call, "id": text}]}],
+                    [
+                        {
+                            "role": "assistant",
+                            "content": "",
+                            "tool_calls": [{**call, "id": text}],
+                        }
+                    ],
                 ):
                     with pytest.raises(InvalidPrompt, match="place"):
                         one.check(chat)
         assert refused == len(reserved), f"{folder}: {word} can be typed"
     for one in reserved:
-        one.check("an image of <b>bold</b> [text] (see the video), x < image > y, <|grounding|> <OD>")
+        one.check(
+            "an image of <b>bold</b> [text] (see the video), x < image > y, <|grounding|> <OD>"
+        )
 
 
 def test_every_familys_processor_with_such_words_is_there() -> None:
     for spec in families():
         for folder in {spec.family, *spec.model_types}:
             if (Path(mlx_vlm.__file__).parent / "models" / folder).is_dir():
-                marks = {word for kind in processors_of(folder) for word in _marks_of(kind)}
+                marks = {
+                    word for kind in processors_of(folder) for word in _marks_of(kind)
+                }
                 named = {word for word in marks if "\\" not in word or r"\d+" in word}
                 assert not named or folder in WRITTEN, f"{folder}: {sorted(named)}"
 
@@ -313,7 +407,11 @@ def test_every_familys_processor_with_such_words_is_there() -> None:
 def test_an_escaped_spelling_is_plain_text(name: str) -> None:
     """The tokens say the same text and none of them is special; pictures, and text without spellings, are as without it."""
     processing, reserved, image_ids = of(name)
-    special = [*sorted(reserved.words.turns | reserved.words.placeholders), "<|image_1|>", "<|im_<|im_end|>end|>"]
+    special = [
+        *sorted(reserved.words.turns | reserved.words.placeholders),
+        "<|image_1|>",
+        "<|im_<|im_end|>end|>",
+    ]
     typed = "so " + " ".join(special) + " end"
     escaped = reserved.escaped([{"role": "user", "content": typed}])
     reserved.check(escaped)  # nothing is left to be refused
@@ -323,16 +421,23 @@ def test_an_escaped_spelling_is_plain_text(name: str) -> None:
     copy = processing.copy()
     plain, held = (
         made(processing.render([{"role": "user", "content": said}], 1), [picture])
-        for made, said in ((processing.inputs, "so end"), (copy.escaped_inputs, escaped[0]["content"]))
+        for made, said in (
+            (processing.inputs, "so end"),
+            (copy.escaped_inputs, escaped[0]["content"]),
+        )
     )
     ids, without = held["input_ids"][0].tolist(), plain["input_ids"][0].tolist()
-    of_special = {token for token, word in processing.tokenizer.added_tokens_decoder.items() if word.special}
+    of_special = {
+        token
+        for token, word in processing.tokenizer.added_tokens_decoder.items()
+        if word.special
+    }
     assert [token for token in ids if token in of_special | image_ids] == [
         token for token in without if token in of_special | image_ids
     ]
     said = processing.tokenizer.decode(ids, skip_special_tokens=False)
     assert all(word in said for word in special)
     assert ESCAPE not in said
-    assert {key: value.shape for key, value in held.items() if key == "pixel_values"} == {
-        key: value.shape for key, value in plain.items() if key == "pixel_values"
-    }
+    assert {
+        key: value.shape for key, value in held.items() if key == "pixel_values"
+    } == {key: value.shape for key, value in plain.items() if key == "pixel_values"}

@@ -9,7 +9,16 @@ from typing import Any
 
 import pytest
 
-from tests.harness import NUM_TOKENS, Ask, check, inputs_of, oracle, run_family, settings_for, shared_adapter
+from tests.harness import (
+    NUM_TOKENS,
+    Ask,
+    check,
+    inputs_of,
+    oracle,
+    run_family,
+    settings_for,
+    shared_adapter,
+)
 from tests.zoo import family
 from vlm_batch import VLMBatcher
 from vlm_batch.arrays import as_mlx
@@ -37,24 +46,40 @@ CURVES: dict[str, Curve] = {
 
 
 def climbed(
-    curve: Curve, *, first: int = 8, most: int = 64, steps: int = 2000, noise: float = 0.0, **how: Any
+    curve: Curve,
+    *,
+    first: int = 8,
+    most: int = 64,
+    steps: int = 2000,
+    noise: float = 0.0,
+    **how: Any,
 ) -> list[int]:
     """The number of rows after each step of a full batch."""
     chance = random.Random(7)
     limit = RowLimit(first, most, **how)
     found = []
     for _ in range(steps):
-        limit.record(limit.rows, curve(limit.rows) * (1 + noise * (2 * chance.random() - 1)))
+        limit.record(
+            limit.rows, curve(limit.rows) * (1 + noise * (2 * chance.random() - 1))
+        )
         found.append(limit.rows)
     return found
 
 
-@pytest.mark.parametrize(("name", "rows"), [("flat", 64), ("linear", 8), ("mixed", 24), ("knee", 16)])
+@pytest.mark.parametrize(
+    ("name", "rows"), [("flat", 64), ("linear", 8), ("mixed", 24), ("knee", 16)]
+)
 @pytest.mark.parametrize("noise", [0.0, 0.05])
-def test_it_ends_where_more_rows_stop_paying(name: str, rows: int, noise: float) -> None:
+def test_it_ends_where_more_rows_stop_paying(
+    name: str, rows: int, noise: float
+) -> None:
     found = climbed(CURVES[name], noise=noise)
     often = max(set(found[200:]), key=found[200:].count)
-    assert often == rows if not noise else LADDER.index(often) - LADDER.index(rows) in (-1, 0, 1)
+    assert (
+        often == rows
+        if not noise
+        else LADDER.index(often) - LADDER.index(rows) in (-1, 0, 1)
+    )
 
 
 def test_a_flat_curve_is_climbed_at_once() -> None:
@@ -65,19 +90,24 @@ def test_what_does_not_pay_is_tried_ever_more_rarely() -> None:
     found = climbed(CURVES["linear"], steps=8000)
     tries = [step for step in range(1, len(found)) if found[step] > found[step - 1]]
     gaps = [later - earlier for earlier, later in pairwise(tries)]
-    assert len(tries) >= 4 and all(later >= 1.8 * earlier for earlier, later in pairwise(gaps))
+    assert len(tries) >= 4 and all(
+        later >= 1.8 * earlier for earlier, later in pairwise(gaps)
+    )
     assert sum(rows > 8 for rows in found) < 0.02 * len(found)
 
 
 @pytest.mark.parametrize("name", CURVES)
 @pytest.mark.parametrize("noise", [0.0, 0.5])
 def test_it_stays_between_one_and_the_most(name: str, noise: float) -> None:
-    assert {1 <= rows <= 24 for rows in climbed(CURVES[name], first=3, most=24, noise=noise)} == {True}
+    assert {
+        1 <= rows <= 24 for rows in climbed(CURVES[name], first=3, most=24, noise=noise)
+    } == {True}
 
 
 def test_it_goes_below_the_first_where_fewer_rows_were_cheaper_each() -> None:
     limit = RowLimit(8, 64)
-    for rows, seconds in ((4, 0.01), (8, 0.1)):  # memory is short, say: the machine swaps
+    # memory is short, say: the machine swaps
+    for rows, seconds in ((4, 0.01), (8, 0.1)):
         for _ in range(RowLimit.STEPS):
             limit.record(rows, seconds)
     assert limit.rows == 4
@@ -109,7 +139,8 @@ def test_only_steps_that_did_nothing_else_are_fed() -> None:
     scheduler = Scheduler(Policy(first_rows=8, most_rows=64))
     for _ in range(50):
         scheduler.record(8, 0.01, 256, are_waiting=True)
-        scheduler.record(8, 0.01, 0, are_waiting=True)  # a device may still be at the chunk
+        # a device may still be at the chunk
+        scheduler.record(8, 0.01, 0, are_waiting=True)
     assert scheduler.num_places == 8
     for _ in range(50):
         scheduler.record(8, 0.01, 0, are_waiting=True)
@@ -138,12 +169,21 @@ NAME = "qwen2_vl"
     ids=["rows", "slab", "reproducible slab"],
 )
 def test_rows_come_and_go_while_their_number_changes(
-    placement: Placement, exact: FixedShapes | None, places: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    placement: Placement,
+    exact: FixedShapes | None,
+    places: tuple[int, ...],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A limit that moves at almost every step, and slabs that are made anew: each row's answer is the one it gets alone."""
     config = {"first_rows": 1, "most_rows": 6, "prefill_budget": 64}
-    adapter = adapter_for(NAME)(family(NAME).build()) if exact is not None else shared_adapter(NAME)
-    generator = BatchGenerator(adapter, policy=settings_for(placement, **config), shapes=exact)
+    adapter = (
+        adapter_for(NAME)(family(NAME).build())
+        if exact is not None
+        else shared_adapter(NAME)
+    )
+    generator = BatchGenerator(
+        adapter, policy=settings_for(placement, **config), shapes=exact
+    )
     limit = generator.scheduler.limit
     assert limit is not None and generator.scheduler.num_places == 1
     keys = [f"text:{seed}:{5 + seed}" for seed in range(9)] + ["image:1:0", "image:2:1"]
@@ -166,7 +206,9 @@ def test_rows_come_and_go_while_their_number_changes(
 
 
 def test_slabs_have_the_places_that_their_rows_need() -> None:
-    generator = BatchGenerator(shared_adapter(NAME), policy=settings_for(Placement.SLAB, max_rows=16))
+    generator = BatchGenerator(
+        shared_adapter(NAME), policy=settings_for(Placement.SLAB, max_rows=16)
+    )
     batch, few = generator.rows.batch, 0
     for seed, count in enumerate((28, 24, 4, 16, 20)):
         inputs = as_mlx(inputs_of(NAME, f"text:{seed}:{5 + seed}"))
@@ -175,7 +217,11 @@ def test_slabs_have_the_places_that_their_rows_need() -> None:
     while generator.has_work:
         generator.step()
         if batch.layers:
-            assert {len(layer.arrays()[0]) for layer in batch.layers} == {len(batch.places)} <= {8, 2, 1}
+            assert (
+                {len(layer.arrays()[0]) for layer in batch.layers}
+                == {len(batch.places)}
+                <= {8, 2, 1}
+            )
             few += len(batch.places) < 8
     assert few, "what is left at the end is among a few of them"
     assert not batch.places and not batch.layers
@@ -189,12 +235,28 @@ def test_a_batcher_says_how_many_may_live() -> None:
 
 
 @pytest.mark.parametrize("placement", list(Placement))
-def test_no_place_is_left_for_rows_that_did_not_come(placement: Placement, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_place_is_left_for_rows_that_did_not_come(
+    placement: Placement, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Others were to join in the same step and failed."""
     join = DecodeBatch.join
-    monkeypatch.setattr(DecodeBatch, "join", lambda self, row, caches, others=0: join(self, row, caches, others + 2))
+    monkeypatch.setattr(
+        DecodeBatch,
+        "join",
+        lambda self, row, caches, others=0: join(self, row, caches, others + 2),
+    )
     generator = BatchGenerator(shared_adapter(NAME), policy=settings_for(placement))
-    generator.insert("a", as_mlx(inputs_of(NAME, "text:5:26")), SamplingParams(max_tokens=NUM_TOKENS))
-    results = [event.result for _ in range(200) if generator.has_work for event in generator.step() if event.result]
-    assert [list(result.token_ids) for result in results] == [oracle(NAME, "text:5:26").tokens[:NUM_TOKENS]]
+    generator.insert(
+        "a", as_mlx(inputs_of(NAME, "text:5:26")), SamplingParams(max_tokens=NUM_TOKENS)
+    )
+    results = [
+        event.result
+        for _ in range(200)
+        if generator.has_work
+        for event in generator.step()
+        if event.result
+    ]
+    assert [list(result.token_ids) for result in results] == [
+        oracle(NAME, "text:5:26").tokens[:NUM_TOKENS]
+    ]
     assert not generator.rows.batch.places and not generator.rows.batch.layers

@@ -14,8 +14,14 @@ TRUTH = {
     ("receipt", "Which shop is this?"): "CORNER STORE",
     ("receipt", "How much was the bread?"): "2.40",
     ("receipt", "describe the picture"): "a receipt of CORNER STORE, total 17.80",
-    ("red_circle_above_blue_triangle", "describe the picture"): "a red circle above a blue triangle",
-    ("yellow_triangle_left_of_green_cross", "what is left of the cross?"): "a yellow triangle",
+    (
+        "red_circle_above_blue_triangle",
+        "describe the picture",
+    ): "a red circle above a blue triangle",
+    (
+        "yellow_triangle_left_of_green_cross",
+        "what is left of the cross?",
+    ): "a yellow triangle",
     ("digits_728", "read the digits"): "728",
 }
 PRICES = ["2.40", "1.15", "3.36", "5.90", "1.79", "3.20"]
@@ -24,15 +30,35 @@ PRICES = ["2.40", "1.15", "3.36", "5.90", "1.79", "3.20"]
 def test_the_sample_reads_a_receipt_and_knows_shapes() -> None:
     pictures = {path.stem: path for path in sample_images()}
     amount = {"type": "string", "pattern": r"^[0-9]{1,5}\.[0-9]{2}$"}
-    total = {"type": "object", "properties": {"total": amount}, "required": ["total"], "additionalProperties": False}
+    total = {
+        "type": "object",
+        "properties": {"total": amount},
+        "required": ["total"],
+        "additionalProperties": False,
+    }
     with VLMBatcher(sample_model()) as batcher:
-        asked = {one: batcher.submit(pictures[one[0]], one[1], params=SHORT) for one in TRUTH}
-        whole = batcher.submit(pictures["receipt"], "Read this receipt.", params=SamplingParams(max_tokens=300))
-        held = batcher.submit(pictures["receipt"], "Read this receipt.", params=SamplingParams(json_schema=total))
-        assert {one: handle.result(timeout=120).text for one, handle in asked.items()} == TRUTH
+        asked = {
+            one: batcher.submit(pictures[one[0]], one[1], params=SHORT) for one in TRUTH
+        }
+        whole = batcher.submit(
+            pictures["receipt"],
+            "Read this receipt.",
+            params=SamplingParams(max_tokens=300),
+        )
+        held = batcher.submit(
+            pictures["receipt"],
+            "Read this receipt.",
+            params=SamplingParams(json_schema=total),
+        )
+        assert {
+            one: handle.result(timeout=120).text for one, handle in asked.items()
+        } == TRUTH
         receipt = json.loads(whole.result(timeout=120).text)
         assert held.result(timeout=120).parsed == {"total": "17.80"}
-    assert ([item["price"] for item in receipt["items"]], receipt["total"]) == (PRICES, "17.80")
+    assert ([item["price"] for item in receipt["items"]], receipt["total"]) == (
+        PRICES,
+        "17.80",
+    )
 
 
 IMAGES = Path(__file__).parent.parent / "fixtures" / "images"
@@ -53,5 +79,9 @@ SAID = {
 def test_the_sample_reads_a_letter_a_chart_and_a_table() -> None:
     with VLMBatcher(sample_model()) as batcher:
         params = SamplingParams(max_tokens=120)
-        asked = {one: batcher.submit(IMAGES / one[0], one[1], params=params) for one in SAID}
-        assert {one: handle.result(timeout=120).text for one, handle in asked.items()} == SAID
+        asked = {
+            one: batcher.submit(IMAGES / one[0], one[1], params=params) for one in SAID
+        }
+        assert {
+            one: handle.result(timeout=120).text for one, handle in asked.items()
+        } == SAID

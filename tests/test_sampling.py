@@ -19,7 +19,9 @@ VOCABULARY = 50
 
 
 def logits_of(seed: int, rows: int = 1) -> mx.array:
-    return mx.array(np.random.default_rng(seed).normal(0, 2, (rows, VOCABULARY)).astype(np.float32))
+    return mx.array(
+        np.random.default_rng(seed).normal(0, 2, (rows, VOCABULARY)).astype(np.float32)
+    )
 
 
 def draw(logits: mx.array, params: SamplingParams, count: int) -> np.ndarray:
@@ -74,7 +76,8 @@ def test_temperature_draws_from_the_softmax() -> None:
         tokens = draw(logits, SamplingParams(temperature=temperature), 4_000)
         found = np.bincount(tokens, minlength=VOCABULARY) / tokens.size
         right = np.array(mx.softmax(logits[0] / temperature))
-        assert np.abs(found - right).sum() < 0.12, temperature  # 4,000 draws differ by about 0.07
+        # 4,000 draws differ by about 0.07
+        assert np.abs(found - right).sum() < 0.12, temperature
 
 
 def test_top_k_keeps_k_tokens_in_proportion() -> None:
@@ -95,7 +98,9 @@ def test_top_p_keeps_the_smallest_set_that_reaches_p() -> None:
         size = int(np.searchsorted(np.cumsum(probabilities[order]), p)) + 1
         tokens = draw(logits, SamplingParams(temperature=1.0, top_p=p), 3_000)
         assert set(tokens.tolist()) <= set(order[:size].tolist())
-        assert {int(t) for t in order[:size] if probabilities[t] > 5e-3} <= set(tokens.tolist())
+        assert {int(t) for t in order[:size] if probabilities[t] > 5e-3} <= set(
+            tokens.tolist()
+        )
 
 
 def test_min_p_is_relative_to_the_most_likely() -> None:
@@ -104,7 +109,14 @@ def test_min_p_is_relative_to_the_most_likely() -> None:
     kept = set(np.flatnonzero(probabilities >= 0.2 * probabilities.max()).tolist())
     tokens = draw(logits, SamplingParams(temperature=1.0, min_p=0.2), 2_000)
     assert set(tokens.tolist()) == kept
-    assert set(draw(logits, SamplingParams(temperature=1.0, min_p=0.2, top_p=0.999), 2_000).tolist()) <= kept
+    assert (
+        set(
+            draw(
+                logits, SamplingParams(temperature=1.0, min_p=0.2, top_p=0.999), 2_000
+            ).tolist()
+        )
+        <= kept
+    )
 
 
 def test_rows_of_all_kinds_draw_the_same_alone_and_together() -> None:
@@ -118,7 +130,9 @@ def test_rows_of_all_kinds_draw_the_same_alone_and_together() -> None:
     logits = logits_of(5, rows=len(params))
     for step in range(20):
         rows = [SamplingRow(p, seed=100 + i, step=step) for i, p in enumerate(params)]
-        alone = [sample(logits[i : i + 1], [row]).tokens.item() for i, row in enumerate(rows)]
+        alone = [
+            sample(logits[i : i + 1], [row]).tokens.item() for i, row in enumerate(rows)
+        ]
         assert sample(logits, rows).tokens.tolist() == alone
         assert sample(logits[::-1], rows[::-1]).tokens.tolist() == alone[::-1]
 
@@ -133,27 +147,38 @@ def test_neighbouring_seeds_and_steps_are_unrelated() -> None:
     }
     by_seed = [tuple(draws[seed, step] for step in range(20)) for seed in range(20)]
     assert len(set(by_seed)) == 20
-    shifted = sum(draws[seed, step + 1] == draws[seed + 1, step] for seed in range(19) for step in range(19))
+    shifted = sum(
+        draws[seed, step + 1] == draws[seed + 1, step]
+        for seed in range(19)
+        for step in range(19)
+    )
     assert shifted < 30  # 361 pairs would agree by chance about 7 times
 
 
 def test_repetition_penalty_divides_and_multiplies() -> None:
     logits = mx.array([[2.0, -2.0, 1.0, -1.0, 0.5]])
-    row = SamplingRow(SamplingParams(repetition_penalty=2.0), 0, 0, history=mx.array([0, 1, 1]))
+    row = SamplingRow(
+        SamplingParams(repetition_penalty=2.0), 0, 0, history=mx.array([0, 1, 1])
+    )
     assert process(logits, row).tolist() == [[1.0, -4.0, 1.0, -1.0, 0.5]]
-    assert logits.tolist() == [[2.0, -2.0, 1.0, -1.0, 0.5]]  # the caller's array is untouched
+    # the caller's array is untouched
+    assert logits.tolist() == [[2.0, -2.0, 1.0, -1.0, 0.5]]
 
 
 def test_repetition_penalty_passes_over_ids_without_a_logit() -> None:
     logits = mx.array([[2.0, -2.0, 1.0]])
-    row = SamplingRow(SamplingParams(repetition_penalty=2.0), 0, 0, history=mx.array([-1, 0, 3, 200]))
+    row = SamplingRow(
+        SamplingParams(repetition_penalty=2.0), 0, 0, history=mx.array([-1, 0, 3, 200])
+    )
     assert process(logits, row).tolist() == [[1.0, -2.0, 1.0]]
 
 
 def test_repetition_penalty_looks_at_its_context_only() -> None:
     logits = mx.array([[2.0, 2.0, 2.0]])
     params = SamplingParams(repetition_penalty=2.0, repetition_context_size=1)
-    assert process(logits, SamplingRow(params, 0, 0, history=mx.array([0, 1]))).tolist() == [[2.0, 1.0, 2.0]]
+    assert process(
+        logits, SamplingRow(params, 0, 0, history=mx.array([0, 1]))
+    ).tolist() == [[2.0, 1.0, 2.0]]
 
 
 def test_processors_get_all_tokens_and_one_row() -> None:
@@ -161,22 +186,34 @@ def test_processors_get_all_tokens_and_one_row() -> None:
 
     def forbid_best(tokens: mx.array, logits: mx.array) -> mx.array:
         seen.append((tokens.tolist(), logits.shape))
-        return mx.where(mx.arange(logits.shape[-1]) == mx.argmax(logits), -mx.inf, logits)
+        return mx.where(
+            mx.arange(logits.shape[-1]) == mx.argmax(logits), -mx.inf, logits
+        )
 
-    row = SamplingRow(SamplingParams(logits_processors=[forbid_best]), 0, 0, history=mx.array([7, 8]))
+    row = SamplingRow(
+        SamplingParams(logits_processors=[forbid_best]), 0, 0, history=mx.array([7, 8])
+    )
     assert mx.argmax(process(mx.array([[0.0, 3.0, 2.0]]), row)).item() == 2
     assert seen == [([7, 8], (1, 3))]
 
 
 def test_a_processor_that_changes_the_shape_is_refused() -> None:
-    row = SamplingRow(SamplingParams(logits_processors=[lambda tokens, logits: logits[0]]), 0, 0, mx.array([1]))
+    row = SamplingRow(
+        SamplingParams(logits_processors=[lambda tokens, logits: logits[0]]),
+        0,
+        0,
+        mx.array([1]),
+    )
     with pytest.raises(ValueError, match="shape"):
         process(mx.zeros((1, 4)), row)
 
 
 def test_logprobs_are_of_the_logits_before_temperature() -> None:
     logits = logits_of(6, rows=2)
-    rows = [SamplingRow(SamplingParams(temperature=5.0, logprobs=3), 1, 0), SamplingRow(SamplingParams(), 2, 0)]
+    rows = [
+        SamplingRow(SamplingParams(temperature=5.0, logprobs=3), 1, 0),
+        SamplingRow(SamplingParams(), 2, 0),
+    ]
     sampled = sample(logits, rows)
     _, _, entry = sampled.read()
     right = np.array(logits[0] - mx.logsumexp(logits[0]))
@@ -239,18 +276,26 @@ def test_rows_of_other_widths_draw_what_they_do_alone(params: SamplingParams) ->
             SamplingRow(params, seed=7, step=step, vocabulary=VOCABULARY),
             SamplingRow(params, seed=8, step=step, vocabulary=VOCABULARY + WIDE),
         ]
-        alone = [sample(logits, [row]).tokens.item() for logits, row in zip((short, wide), rows, strict=True)]
+        alone = [
+            sample(logits, [row]).tokens.item()
+            for logits, row in zip((short, wide), rows, strict=True)
+        ]
         assert sample(together, rows).tokens.tolist() == alone
 
 
 def test_log_probabilities_name_no_token_of_a_neighbour() -> None:
     params = SamplingParams(logprobs=60)
-    rows = [SamplingRow(params, seed=1, step=0, vocabulary=VOCABULARY), SamplingRow(params, seed=2, step=0)]
+    rows = [
+        SamplingRow(params, seed=1, step=0, vocabulary=VOCABULARY),
+        SamplingRow(params, seed=2, step=0),
+    ]
     sampled = sample(stack_logits(list(of_two_widths(0.0))), rows)
     short, wide = sampled.read()[2].values()
     assert len(short.top) == VOCABULARY
     assert len(wide.top) == 60
-    assert all(token < VOCABULARY and math.isfinite(value) for token, value in short.top)
+    assert all(
+        token < VOCABULARY and math.isfinite(value) for token, value in short.top
+    )
 
 
 def test_processors_see_a_rows_own_tokens_only() -> None:
@@ -263,7 +308,9 @@ def test_processors_see_a_rows_own_tokens_only() -> None:
     params = SamplingParams(logits_processors=[processor])
     together = stack_logits(list(of_two_widths(0.0)))
     for place, vocabulary in enumerate((VOCABULARY, None)):
-        row = SamplingRow(params, seed=1, step=0, history=mx.array([1]), vocabulary=vocabulary)
+        row = SamplingRow(
+            params, seed=1, step=0, history=mx.array([1]), vocabulary=vocabulary
+        )
         process(together[place : place + 1], row)
     assert seen == [(1, VOCABULARY), (1, VOCABULARY + WIDE)]
 
@@ -280,10 +327,14 @@ def test_processors_see_a_rows_own_tokens_only() -> None:
     ],
     ids=str,
 )
-def test_one_logit_that_is_no_number_is_told_of(params: SamplingParams, wrong: float) -> None:
+def test_one_logit_that_is_no_number_is_told_of(
+    params: SamplingParams, wrong: float
+) -> None:
     """Also where another token is drawn; and nothing is said of a neighbour, or of tokens that may not come."""
     logits = logits_of(9, rows=2)
     logits[0, 30] = wrong
     logits[1, 30] = -mx.inf
-    _, highest, _ = sample(logits, [SamplingRow(params, 1, 0), SamplingRow(params, 2, 0)]).read()
+    _, highest, _ = sample(
+        logits, [SamplingRow(params, 1, 0), SamplingRow(params, 2, 0)]
+    ).read()
     assert list(map(math.isfinite, highest)) == [False, True]

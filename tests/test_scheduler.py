@@ -17,7 +17,9 @@ def chunk_of(name: str, begin: int, end: int) -> Work:
     return Work((name,), begin, end)
 
 
-SCHEDULER = Scheduler(Policy(max_rows=4, prefill_budget=10, idle_budget=100, ageing_seconds=5))
+SCHEDULER = Scheduler(
+    Policy(max_rows=4, prefill_budget=10, idle_budget=100, ageing_seconds=5)
+)
 
 
 def chunks_of(row: PrefillRow, budget: int) -> list[tuple[int, int]]:
@@ -56,12 +58,18 @@ def test_what_the_first_row_leaves_of_the_budget_goes_to_the_next() -> None:
 
 
 def test_short_prompts_go_before_long_ones_that_have_waited_as_long() -> None:
-    rows = [PrefillRow("long", 50, 0, waited=1.0), PrefillRow("short", 6, 0, waited=0.9)]
+    rows = [
+        PrefillRow("long", 50, 0, waited=1.0),
+        PrefillRow("short", 6, 0, waited=0.9),
+    ]
     assert SCHEDULER.plan(rows, 10) == (chunk_of("short", 0, 6), chunk_of("long", 0, 4))
 
 
 def test_what_is_left_of_a_prompt_counts() -> None:
-    rows = [PrefillRow("fresh", 20, 0, waited=1.0), PrefillRow("begun", 50, 40, waited=1.0)]
+    rows = [
+        PrefillRow("fresh", 20, 0, waited=1.0),
+        PrefillRow("begun", 50, 40, waited=1.0),
+    ]
     assert SCHEDULER.plan(rows, 10) == (chunk_of("begun", 40, 50),)
 
 
@@ -72,7 +80,10 @@ def test_a_long_prompt_is_not_kept_waiting_by_short_ones_that_keep_coming() -> N
     for second in range(60):
         waiting.append((f"short-{second}", second))
         rows = [replace(long, waited=float(second))]
-        rows += [PrefillRow(name, 30, 0, waited=float(second - came)) for name, came in waiting]
+        rows += [
+            PrefillRow(name, 30, 0, waited=float(second - came))
+            for name, came in waiting
+        ]
         (chunk,) = scheduler.plan(rows, 30)[:1]
         if chunk.rows[0] == "long":
             long = replace(long, done=chunk.end)
@@ -80,13 +91,21 @@ def test_a_long_prompt_is_not_kept_waiting_by_short_ones_that_keep_coming() -> N
                 return
         else:
             waiting = [item for item in waiting if item[0] != chunk.rows[0]]
-    raise AssertionError(f"{long.length - long.done} tokens of the long prompt are left")
+    raise AssertionError(
+        f"{long.length - long.done} tokens of the long prompt are left"
+    )
 
 
 def test_priority_and_its_ageing_rule_over_length() -> None:
-    rows = [PrefillRow("short", 5, 0, waited=1.0), PrefillRow("urgent", 50, 0, priority=1)]
+    rows = [
+        PrefillRow("short", 5, 0, waited=1.0),
+        PrefillRow("urgent", 50, 0, priority=1),
+    ]
     assert SCHEDULER.plan(rows, 10) == (chunk_of("urgent", 0, 10),)
-    rows = [PrefillRow("short", 5, 0, waited=4.0), PrefillRow("aged", 50, 0, waited=5.5)]
+    rows = [
+        PrefillRow("short", 5, 0, waited=4.0),
+        PrefillRow("aged", 50, 0, waited=5.5),
+    ]
     assert SCHEDULER.plan(rows, 10) == (chunk_of("aged", 0, 10),)
 
 
@@ -99,12 +118,19 @@ def test_a_prompt_that_was_found_whole_waits_for_no_budget(budget: int) -> None:
     """Where decoding alone takes longer than the gap between tokens may, a step has no room for prefill."""
     found, rest = PrefillRow("found", 40, 40), PrefillRow("rest", 7, 0)
     chunks = (chunk_of("rest", 0, 7),) if budget else ()
-    assert set(SCHEDULER.plan([rest, found], budget)) == {chunk_of("found", 40, 40), *chunks}
+    assert set(SCHEDULER.plan([rest, found], budget)) == {
+        chunk_of("found", 40, 40),
+        *chunks,
+    }
 
 
 def test_rows_wait_by_priority_then_age() -> None:
     old, new, urgent = (0, 10.0), (0, 12.0), (2, 13.0)  # priority, and when they came
-    assert sorted([old, new, urgent], key=lambda row: SCHEDULER.urgency(*row)) == [urgent, old, new]
+    assert sorted([old, new, urgent], key=lambda row: SCHEDULER.urgency(*row)) == [
+        urgent,
+        old,
+        new,
+    ]
 
 
 def test_waiting_lifts_a_row_over_any_priority() -> None:
@@ -116,15 +142,32 @@ def test_clients_get_places_by_turns() -> None:
     """Whoever has the fewest is next, whatever others have asked for, and within a client the most urgent."""
 
     def line(rows: list[tuple[int, float]], placed: dict[int, int]) -> list[int]:
-        return SCHEDULER.share_out([(client, when, when) for client, when in rows], placed)
+        return SCHEDULER.share_out(
+            [(client, when, when) for client, when in rows], placed
+        )
 
     many = [(1, float(at)) for at in range(6)]
-    assert line([*many, (2, 50.0), (2, 40.0), (3, 60.0)], {}) == [0, 7, 8, 1, 6, 2, 3, 4, 5]
+    assert line([*many, (2, 50.0), (2, 40.0), (3, 60.0)], {}) == [
+        0,
+        7,
+        8,
+        1,
+        6,
+        2,
+        3,
+        4,
+        5,
+    ]
     assert line([*many[:2], (2, 50.0)], {1: 2}) == [2, 0, 1]
-    assert line([(1, 3.0), (1, 1.0), (1, 1.0)], {1: 9}) == [1, 2, 0]  # alone: as it always was
+    # alone: as it always was
+    assert line([(1, 3.0), (1, 1.0), (1, 1.0)], {1: 9}) == [1, 2, 0]
     assert line([], {1: 1}) == []
     # of equals who was given a place longest ago, whatever goes first among a client's own
-    assert SCHEDULER.share_out([(1, 1.0, 9.0), (1, 0.0, 9.0), (2, 5.0, 5.0)], {}) == [2, 1, 0]
+    assert SCHEDULER.share_out([(1, 1.0, 9.0), (1, 0.0, 9.0), (2, 5.0, 5.0)], {}) == [
+        2,
+        1,
+        0,
+    ]
 
 
 def test_who_has_most_places_gives_them_up_until_they_are_even() -> None:
@@ -175,9 +218,12 @@ def test_a_fixed_budget_holds_beside_decoding_rows_only() -> None:
 
 def measured(decode: float, prefill: float, tokens: int) -> Pace:
     """After steps of decoding alone, and steps that launch ``tokens`` which are waited for in this step or the next."""
-    pace = Pace(Policy(token_gap=0.1, encode_seconds=0.0, smallest_chunk=64, idle_budget=2048))
+    pace = Pace(
+        Policy(token_gap=0.1, encode_seconds=0.0, smallest_chunk=64, idle_budget=2048)
+    )
     assert pace.budget(is_decoding=True, pending=4096) == Pace.FIRST_CHUNK
-    for here in (1.0, 0.0):  # a CPU works while it is launched, a GPU while the next step waits
+    # a CPU works while it is launched, a GPU while the next step waits
+    for here in (1.0, 0.0):
         for _ in range(30):
             pace.record(decode, 0)
         for _ in range(30):
@@ -188,9 +234,17 @@ def measured(decode: float, prefill: float, tokens: int) -> Pace:
 
 def test_a_budget_in_time_follows_what_is_measured() -> None:
     """0.1 s between tokens, of which decoding takes 0.04: 0.06 s at 2,000 tokens/s are 120 tokens."""
-    assert measured(0.04, 0.1, 200).budget(is_decoding=True, pending=4096) == pytest.approx(120, abs=2)
-    slow = [measured(0.2, 0.1, 200)] * Pace.LONGEST_SAVING  # progress, however slow decoding is
-    assert [pace.budget(is_decoding=True, pending=4096) for pace in slow] == [0, 0, 0, 64]
+    assert measured(0.04, 0.1, 200).budget(
+        is_decoding=True, pending=4096
+    ) == pytest.approx(120, abs=2)
+    # progress, however slow decoding is
+    slow = [measured(0.2, 0.1, 200)] * Pace.LONGEST_SAVING
+    assert [pace.budget(is_decoding=True, pending=4096) for pace in slow] == [
+        0,
+        0,
+        0,
+        64,
+    ]
     assert measured(0.001, 0.0001, 200).budget(is_decoding=True, pending=4096) == 2048
 
 
@@ -198,27 +252,39 @@ def test_what_fits_is_saved_up_for_a_chunk_that_is_worth_it() -> None:
     """120 tokens fit beside each step: 256 after three, the end of a prompt at once."""
     pace = measured(0.04, 0.1, 200)
     pace._config = Policy(token_gap=0.1, idle_budget=2048, smallest_chunk=256)
-    assert [pace.budget(is_decoding=True, pending=4096) for _ in range(3)] == [0, 0, pytest.approx(360, abs=6)]
+    assert [pace.budget(is_decoding=True, pending=4096) for _ in range(3)] == [
+        0,
+        0,
+        pytest.approx(360, abs=6),
+    ]
     assert pace.budget(is_decoding=True, pending=100) == pytest.approx(120, abs=2)
 
 
 def test_a_prompt_that_has_waited_long_may_stretch_the_gap() -> None:
     """0.1 s and 120 tokens (above); 0.15 s leave room for 220 after 0.75 s, and 0.2 s for 320 from 1 s on."""
     pace = measured(0.04, 0.1, 200)
-    budgets = [pace.budget(is_decoding=True, pending=4096, waited=waited) for waited in (0.45, 0.75, 1.0, 60.0)]
+    budgets = [
+        pace.budget(is_decoding=True, pending=4096, waited=waited)
+        for waited in (0.45, 0.75, 1.0, 60.0)
+    ]
     assert budgets == pytest.approx([120, 220, 320, 320], abs=6)
 
 
 def test_how_far_it_is_stretched_is_the_devices() -> None:
     pace = measured(0.04, 0.1, 200)
     pace._config = Policy(token_gap=0.1, smallest_chunk=64, idle_budget=2048, stretch=1)
-    assert pace.budget(is_decoding=True, pending=4096, waited=60.0) == pytest.approx(120, abs=3)
+    assert pace.budget(is_decoding=True, pending=4096, waited=60.0) == pytest.approx(
+        120, abs=3
+    )
 
 
 def test_what_pictures_took_of_a_step_is_not_left_for_prompts() -> None:
     """0.06 s beside decoding, less 0.04 for a picture: 40 tokens, and none where it took longer."""
     pace = measured(0.04, 0.1, 200)
-    budgets = [pace.budget(is_decoding=True, pending=30, encoding=encoding) for encoding in (0.04, 0.2, 0.2, 0.0)]
+    budgets = [
+        pace.budget(is_decoding=True, pending=30, encoding=encoding)
+        for encoding in (0.04, 0.2, 0.2, 0.0)
+    ]
     assert budgets == [pytest.approx(40, abs=2), 0, 0, pytest.approx(3 * 120, abs=6)]
 
 
@@ -239,16 +305,22 @@ def test_a_group_of_prompts_has_a_limit_in_tokens() -> None:
 
 
 @pytest.mark.parametrize(("seconds", "budget"), [(0.1, 1024), (1.0, 600), (10.0, 256)])
-def test_a_step_in_which_nothing_decodes_takes_two_seconds_or_a_chunk(seconds: float, budget: int) -> None:
+def test_a_step_in_which_nothing_decodes_takes_two_seconds_or_a_chunk(
+    seconds: float, budget: int
+) -> None:
     pace = Pace(Policy(idle_budget=1024))
     assert pace.budget(is_decoding=False, pending=5000) == 1024, "nothing was measured"
     for tokens in [0] * 30 + [300, 0] * 40:
         pace.record(0.04 + (seconds if tokens else 0.0), tokens)
-    assert pace.budget(is_decoding=False, pending=5000) == pytest.approx(budget, rel=0.02)
+    assert pace.budget(is_decoding=False, pending=5000) == pytest.approx(
+        budget, rel=0.02
+    )
 
 
 def test_prompts_without_a_break_are_measured_too() -> None:
-    pace = Pace(Policy(token_gap=0.1, encode_seconds=0.0, smallest_chunk=64, idle_budget=2048))
+    pace = Pace(
+        Policy(token_gap=0.1, encode_seconds=0.0, smallest_chunk=64, idle_budget=2048)
+    )
     for _ in range(30):
         pace.record(0.04, 0)
     for _ in range(80):

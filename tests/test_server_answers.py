@@ -26,7 +26,10 @@ TEMPLATE = (
     "{% for message in messages %}{{ message.content }}{% endfor %}"
     "{# {{ tool_call.name }} <tool_call> </tool_call> </think> #}{% if enable_thinking %}<think>\n{% endif %}"
 )
-TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}},
+}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"place": "Bern", "days": [1, 2]}}\n</tool_call>'
 
 
@@ -34,9 +37,15 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"place": "Bern", "days": 
 class Scripted:
     """Stands for ``Processing`` of a model that reasons and calls tools."""
 
-    tokenizer: Any = field(default_factory=lambda: AutoTokenizer.from_pretrained(default_checkpoint()))
+    tokenizer: Any = field(
+        default_factory=lambda: AutoTokenizer.from_pretrained(default_checkpoint())
+    )
     chat_template: str = TEMPLATE
-    template: Any = field(default_factory=lambda: SimpleNamespace(reads=frozenset({"tools", "enable_thinking"})))
+    template: Any = field(
+        default_factory=lambda: SimpleNamespace(
+            reads=frozenset({"tools", "enable_thinking"})
+        )
+    )
 
     @property
     def processor(self) -> Any:
@@ -62,14 +71,22 @@ class ScriptedBatcher:
     def submit_request(self, request: Request) -> Handle:
         self.requests.append(request)
         handle = Handle(request.request_id or "", lambda _: False)
-        pieces = [self.answer[at : at + self.piece] for at in range(0, len(self.answer), self.piece)]
+        pieces = [
+            self.answer[at : at + self.piece]
+            for at in range(0, len(self.answer), self.piece)
+        ]
 
         def answer() -> None:
             for text in pieces:
                 handle.push(Event(handle.request_id, token=5, text=text))
             usage = Usage(prompt_tokens=3, completion_tokens=len(pieces))
             handle.push(
-                Event(handle.request_id, result=Result(request_id=handle.request_id, text=self.answer, usage=usage))
+                Event(
+                    handle.request_id,
+                    result=Result(
+                        request_id=handle.request_id, text=self.answer, usage=usage
+                    ),
+                )
             )
 
         threading.Thread(target=answer).start()
@@ -86,8 +103,14 @@ def answered(answer: str, piece: int, **options: Any) -> list[tuple[Any, str]]:
     """The message and finish reason of an answer, whole and put together from its stream."""
     batcher = ScriptedBatcher(answer, piece)
     with serving(lambda: batcher) as server:  # type: ignore[arg-type,return-value]
-        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-        asked: dict[str, Any] = {"model": "qwen2_vl", "messages": [{"role": "user", "content": "hello"}], **options}
+        client = openai.OpenAI(
+            base_url=f"{server.url}/v1", api_key="none", max_retries=0
+        )
+        asked: dict[str, Any] = {
+            "model": "qwen2_vl",
+            "messages": [{"role": "user", "content": "hello"}],
+            **options,
+        }
         with client:
             whole = client.chat.completions.create(**asked).choices[0]
             streamed = joined(server, asked)
@@ -96,7 +119,9 @@ def answered(answer: str, piece: int, **options: Any) -> list[tuple[Any, str]]:
 
 def joined(server: Running, asked: dict[str, Any]) -> tuple[dict[str, Any], str]:
     """A stream's deltas, put together as clients do."""
-    body = server.ask("POST", "/v1/chat/completions", {**asked, "stream": True}).body.decode()
+    body = server.ask(
+        "POST", "/v1/chat/completions", {**asked, "stream": True}
+    ).body.decode()
     found: dict[str, Any] = {"content": "", "reasoning_content": "", "tool_calls": []}
     reason = ""
     for line in body.splitlines():
@@ -110,7 +135,9 @@ def joined(server: Running, asked: dict[str, Any]) -> tuple[dict[str, Any], str]
             if call["index"] == len(found["tool_calls"]):
                 found["tool_calls"].append(call)
             else:
-                found["tool_calls"][call["index"]]["function"]["arguments"] += call["function"]["arguments"]
+                found["tool_calls"][call["index"]]["function"]["arguments"] += call[
+                    "function"
+                ]["arguments"]
         reason = choice["finish_reason"] or reason
     return found, reason
 
@@ -118,12 +145,21 @@ def joined(server: Running, asked: dict[str, Any]) -> tuple[dict[str, Any], str]
 @pytest.mark.parametrize("piece", [1, 3, 7, 1000])
 def test_tool_calls_whole_and_streamed(piece: int) -> None:
     second = CALL.replace("Bern", "Z\u00fcrich")
-    for message, reason in answered(f"Let me see.\n{CALL}\n{second}", piece, tools=[TOOL]):
+    for message, reason in answered(
+        f"Let me see.\n{CALL}\n{second}", piece, tools=[TOOL]
+    ):
         assert reason == "tool_calls"
         assert message["content"].strip() == "Let me see."
-        assert [call["function"]["name"] for call in message["tool_calls"]] == ["weather", "weather"]
-        arguments = [json.loads(call["function"]["arguments"]) for call in message["tool_calls"]]
-        assert arguments == [{"place": place, "days": [1, 2]} for place in ("Bern", "Z\u00fcrich")]
+        assert [call["function"]["name"] for call in message["tool_calls"]] == [
+            "weather",
+            "weather",
+        ]
+        arguments = [
+            json.loads(call["function"]["arguments"]) for call in message["tool_calls"]
+        ]
+        assert arguments == [
+            {"place": place, "days": [1, 2]} for place in ("Bern", "Z\u00fcrich")
+        ]
         assert len({call["id"] for call in message["tool_calls"]}) == 2
 
 
@@ -146,7 +182,8 @@ def test_a_call_that_is_cut_off_is_no_call() -> None:
         assert message["content"].strip() == "Well."
         (call,) = message["tool_calls"]
         assert call["function"]["arguments"].startswith('{"place": ')
-    for message, reason in answered("Well. " + CALL[:20], 4, tools=[TOOL]):  # not even its name is there
+    # not even its name is there
+    for message, reason in answered("Well. " + CALL[:20], 4, tools=[TOOL]):
         assert reason == "stop"
         assert not message["tool_calls"]
         assert message["content"].startswith("Well. <tool_call>")
@@ -159,26 +196,36 @@ def test_reasoning_is_told_apart(piece: int) -> None:
         assert message["reasoning_content"].strip() == "Red, I think."
         assert message["content"] == "a red circle"
         assert reason == "stop"
-    for message, _ in answered("Red, I think.</think>a red circle", piece, extra_body={"enable_thinking": True})[:1]:
+    for message, _ in answered(
+        "Red, I think.</think>a red circle", piece, extra_body={"enable_thinking": True}
+    )[:1]:
         assert message["reasoning_content"] == "Red, I think."
         assert message["content"] == "a red circle"
 
 
 def test_the_model_gets_the_tools_and_earlier_calls() -> None:
     batcher = ScriptedBatcher("Fine.")
-    call = {"id": "a", "type": "function", "function": {"name": "weather", "arguments": '{"place": "Bern"}'}}
+    call = {
+        "id": "a",
+        "type": "function",
+        "function": {"name": "weather", "arguments": '{"place": "Bern"}'},
+    }
     messages = [
         {"role": "user", "content": "weather?"},
         {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None},
         {"role": "tool", "tool_call_id": "a", "content": "sunny"},
     ]
     with serving(lambda: batcher) as server:  # type: ignore[arg-type,return-value]
-        reply = server.ask("POST", "/v1/chat/completions", {"messages": messages, "tools": [TOOL]})
+        reply = server.ask(
+            "POST", "/v1/chat/completions", {"messages": messages, "tools": [TOOL]}
+        )
         assert reply.status == 200
     (request,) = batcher.requests
     assert request.template is not None and request.template.tools == [TOOL]
     assert request.messages is not None
-    assert request.messages[1]["tool_calls"][0]["function"]["arguments"] == {"place": "Bern"}
+    assert request.messages[1]["tool_calls"][0]["function"]["arguments"] == {
+        "place": "Bern"
+    }
     assert request.messages[1]["content"] == ""
 
 
@@ -201,7 +248,9 @@ def test_markers_that_decoding_leaves_out_are_put_back() -> None:
     """A special token that ends reasoning has no text of its own; its id says that it came."""
     from mlx_vlm.server.responses_state import ThinkingStreamState
 
-    reader = AnswerReader(ThinkingStreamState(False), None, (), {7: "<think>", 8: "</think>"})
+    reader = AnswerReader(
+        ThinkingStreamState(False), None, (), {7: "<think>", 8: "</think>"}
+    )
     deltas = [
         reader.feed(event)
         for event in (
@@ -233,13 +282,22 @@ def test_mlx_vlm_has_what_is_used_of_it() -> None:
     from mlx_vlm.server import responses_state
     from mlx_vlm.tools import registry, streaming
 
-    assert list(inspect.signature(responses_state.make_response_stream_state).parameters)[:2] == [
+    assert list(
+        inspect.signature(responses_state.make_response_stream_state).parameters
+    )[:2] == [
         "processor",
         "enable_thinking",
     ]
-    assert list(inspect.signature(responses_state.ThinkingStreamState.feed).parameters) == ["self", "text", "last"]
-    assert list(inspect.signature(responses_state.ToolCallStreamState.feed).parameters) == ["self", "text", "last"]
-    assert list(inspect.signature(streaming.ToolCallDeltaState).parameters) == ["module", "tools"]
+    assert list(
+        inspect.signature(responses_state.ThinkingStreamState.feed).parameters
+    ) == ["self", "text", "last"]
+    assert list(
+        inspect.signature(responses_state.ToolCallStreamState.feed).parameters
+    ) == ["self", "text", "last"]
+    assert list(inspect.signature(streaming.ToolCallDeltaState).parameters) == [
+        "module",
+        "tools",
+    ]
     assert len(registry.SPECS) >= 14
 
 
@@ -247,10 +305,18 @@ NESTED, DIGITS = "[" * 5000 + "]" * 5000, "1" * 5000
 
 
 @pytest.mark.parametrize(
-    ("parser", "value"), [("json_tools", NESTED), ("gemma4", NESTED), ("json_tools", DIGITS), ("qwen3_coder", DIGITS)]
+    ("parser", "value"),
+    [
+        ("json_tools", NESTED),
+        ("gemma4", NESTED),
+        ("json_tools", DIGITS),
+        ("qwen3_coder", DIGITS),
+    ],
 )
 @pytest.mark.parametrize("piece", [100, 10**6])
-def test_a_call_that_python_has_no_room_for_is_said_to_be_unreadable(parser: str, value: str, piece: int) -> None:
+def test_a_call_that_python_has_no_room_for_is_said_to_be_unreadable(
+    parser: str, value: str, piece: int
+) -> None:
     module = load_tool_module(parser)
     call = {
         "gemma4": f"call:f{{x:{value}}}",
@@ -258,7 +324,10 @@ def test_a_call_that_python_has_no_room_for_is_said_to_be_unreadable(parser: str
         "qwen3_coder": f"<function=f>\n<parameter=x>\n{value}\n</parameter>\n</function>",
     }[parser]
     text = module.tool_call_start + call + module.tool_call_end
-    tool = {"name": "f", "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}}}
+    tool = {
+        "name": "f",
+        "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}},
+    }
     reader = AnswerReader(None, module, [{"type": "function", "function": tool}])
     events = [Event("a", 1, text[at : at + piece]) for at in range(0, len(text), piece)]
     with pytest.raises(UnreadableCall):

@@ -33,7 +33,9 @@ class Places:
     def __init__(self, most: int = 100) -> None:
         self.free = 0
         self.given: Counter[int] = Counter()
-        self.burst: Burst[int] = Burst(self.take, self.give_back, lambda: Counter(self.given), Sent)
+        self.burst: Burst[int] = Burst(
+            self.take, self.give_back, lambda: Counter(self.given), Sent
+        )
         self.burst.most = most
 
     def take(self, client: int) -> int | None:
@@ -63,7 +65,14 @@ def test_places_go_to_who_has_fewest_then_in_order() -> None:
         places = Places()
         tasks = await places.come(1, 1, 1, 1, 2, 3)
         await places.open(3)
-        assert [task.done() for task in tasks] == [True, False, False, False, True, True]
+        assert [task.done() for task in tasks] == [
+            True,
+            False,
+            False,
+            False,
+            True,
+            True,
+        ]
         await places.open(2)
         assert [task.done() for task in tasks] == [True, True, True, False, True, True]
         await places.open(1)
@@ -79,7 +88,9 @@ def test_sockets_are_shared_by_client() -> None:
         places = Places(most=6)
         many = await places.come(*[1] * 7)
         await asyncio.sleep(0)
-        assert isinstance(many[6].exception(), Sent), "a client alone has all, and no more"
+        assert isinstance(many[6].exception(), Sent), (
+            "a client alone has all, and no more"
+        )
         others = await places.come(2, 2, 2, 2)
         await asyncio.sleep(0)
         refused = [at for at, task in enumerate(many) if task.done()]
@@ -122,7 +133,9 @@ def test_a_client_has_a_part_of_the_bytes() -> None:
 @pytest.fixture
 def narrow() -> Iterator[Running]:
     """A server with one row and two places."""
-    with serving(lambda: VLMBatcher(default_checkpoint(), max_rows=1), max_queue=2) as running:
+    with serving(
+        lambda: VLMBatcher(default_checkpoint(), max_rows=1), max_queue=2
+    ) as running:
         yield running
 
 
@@ -131,7 +144,10 @@ def fill(server: Running) -> list[socket.socket]:
     streams: list[socket.socket] = []
     for count in (1, 2, 3):
         streams.append(begin_stream(server))
-        wait_until(lambda count=count: rows(server) == count and decoding(server), "the queue to fill")  # type: ignore[misc]
+        wait_until(
+            lambda count=count: rows(server) == count and decoding(server),  # type: ignore[misc]
+            "the queue to fill",
+        )
     return streams
 
 
@@ -184,10 +200,16 @@ def test_a_held_client_that_leaves_is_forgotten(narrow: Running) -> None:
 
 def test_who_waits_is_answered_when_the_server_stops() -> None:
     replies: list[Reply] = []
-    with serving(lambda: VLMBatcher(default_checkpoint(), max_rows=1), max_queue=1, shutdown_seconds=5.0) as server:
+    with serving(
+        lambda: VLMBatcher(default_checkpoint(), max_rows=1),
+        max_queue=1,
+        shutdown_seconds=5.0,
+    ) as server:
 
         def begin(*given: Any, **named: Any) -> threading.Thread:
-            said = threading.Thread(target=lambda: replies.append(server.chat(*given, **named)), daemon=True)
+            said = threading.Thread(
+                target=lambda: replies.append(server.chat(*given, **named)), daemon=True
+            )
             said.start()
             return said
 

@@ -31,7 +31,14 @@ def server() -> Iterator[Running]:
 def test_the_curl_lines_run(server: Running, line: str) -> None:
     here = line.replace("http://127.0.0.1:8080", server.url)
     assert here != line
-    ran = subprocess.run(["bash", "-c", here], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    ran = subprocess.run(
+        ["bash", "-c", here],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
     assert '"error": {' not in ran.stdout
     assert '{"error":{' not in ran.stdout
     if '"stream"' in line:
@@ -40,11 +47,19 @@ def test_the_curl_lines_run(server: Running, line: str) -> None:
         assert "vllm:num_requests_running" in ran.stdout
     else:
         found = json.loads(ran.stdout)
-        said = {"red_circle": "a red circle", "count to 5": "1 2 3 4 5", "count to 3": "1 2 3"}
+        said = {
+            "red_circle": "a red circle",
+            "count to 5": "1 2 3 4 5",
+            "count to 3": "1 2 3",
+        }
         for asked, answer in said.items():
             if asked in line:
                 choice = found["choices"][0]
-                assert answer == (choice["message"]["content"] if "message" in choice else choice["text"])
+                assert answer == (
+                    choice["message"]["content"]
+                    if "message" in choice
+                    else choice["text"]
+                )
 
 
 def test_there_are_curl_lines() -> None:
@@ -59,6 +74,8 @@ def test_every_flag_that_is_named_is_one() -> None:
     _, _, about = PAGE.partition("## Who may use it")
     about = about.partition("## mlx-vlm's own server")[0]
     parser = cli.parser()
-    help_text = parser._subparsers._group_actions[0].choices["serve"].format_everything()  # type: ignore[union-attr,index]
+    help_text = (
+        parser._subparsers._group_actions[0].choices["serve"].format_everything()  # type: ignore[index,union-attr]
+    )
     for flag in set(re.findall(r"`(--[a-z-]+)", about)):
         assert flag in help_text, flag

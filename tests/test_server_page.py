@@ -34,7 +34,9 @@ def server() -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def page(server: Running) -> Iterator[chromium.Browser]:
-    assert BINARY is not None, "VLM_BATCH_BROWSER asks for this test, and there is no Chromium"
+    assert BINARY is not None, (
+        "VLM_BATCH_BROWSER asks for this test, and there is no Chromium"
+    )
     with chromium.browser(BINARY) as opened:
         opened.size(1200, 900)
         opened.open(server.url)
@@ -60,23 +62,35 @@ def drop_files(page: chromium.Browser, kind: str, files: list[tuple[str, str]]) 
         document.getElementById("drop").dispatchEvent(event);
         }})()"""
     )
-    page.wait(f"document.querySelectorAll('#pictures li').length === {before + len(files)}")
+    page.wait(
+        f"document.querySelectorAll('#pictures li').length === {before + len(files)}"
+    )
 
 
 def clear(page: chromium.Browser) -> None:
     page.run("document.getElementById('clear').click()")
-    page.run("for (let one; (one = document.querySelector('#pictures button')); ) one.click()")
-    page.run("document.getElementById('times').value = 1; document.getElementById('each').checked = false;")
+    page.run(
+        "for (let one; (one = document.querySelector('#pictures button')); ) one.click()"
+    )
+    page.run(
+        "document.getElementById('times').value = 1; document.getElementById('each').checked = false;"
+    )
     page.run("document.getElementById('question').value = 'describe the picture'")
 
 
 def answers(page: chromium.Browser) -> list[str]:
-    page.wait("document.querySelectorAll('.answer').length && !document.querySelector('.answer.running')")
-    found: list[str] = page.run("[...document.querySelectorAll('.answer .text')].map((one) => one.textContent)")
+    page.wait(
+        "document.querySelectorAll('.answer').length && !document.querySelector('.answer.running')"
+    )
+    found: list[str] = page.run(
+        "[...document.querySelectorAll('.answer .text')].map((one) => one.textContent)"
+    )
     return found
 
 
-def test_dropped_pictures_are_asked_about_in_several_streams(page: chromium.Browser) -> None:
+def test_dropped_pictures_are_asked_about_in_several_streams(
+    page: chromium.Browser,
+) -> None:
     clear(page)
     names = (
         "red_circle.png",
@@ -96,7 +110,9 @@ def test_dropped_pictures_are_asked_about_in_several_streams(page: chromium.Brow
     facts = page.run("document.querySelector('.answer .facts').textContent")
     assert "first token after" in facts
     assert "tokens/s" not in facts  # of eight tokens
-    page.wait("Number(document.getElementById('cache-now').textContent.replace(/\\D/g, '')) >= 0")
+    page.wait(
+        "Number(document.getElementById('cache-now').textContent.replace(/\\D/g, '')) >= 0"
+    )
     page.wait("document.querySelectorAll('#speed rect').length > 0")
     assert page.run("document.getElementById('model').textContent") == "qwen2_vl: ready"
 
@@ -110,19 +126,27 @@ def test_the_sample_reads_what_is_dropped(tmp_path: Path) -> None:
         "sales_by_city.png": ("Which bar is the highest?", "Rome"),
     }
     with (
-        serving(lambda: VLMBatcher(str(sample_model())), served_names=("reader",)) as running,
+        serving(
+            lambda: VLMBatcher(str(sample_model())), served_names=("reader",)
+        ) as running,
         chromium.browser(BINARY) as page,
     ):
         page.size(1200, 900)
         page.open(running.url)
         for number, (name, (question, right)) in enumerate(asked.items(), 1):
-            page.run("for (let one; (one = document.querySelector('#pictures button')); ) one.click()")
+            page.run(
+                "for (let one; (one = document.querySelector('#pictures button')); ) one.click()"
+            )
             drop(page, name)
-            page.run(f"document.getElementById('question').value = {json.dumps(question)}")
+            page.run(
+                f"document.getElementById('question').value = {json.dumps(question)}"
+            )
             page.run("document.getElementById('send').click()")
             page.wait(f"document.querySelectorAll('.answer').length === {number}")
             assert right in answers(page)[0], answers(page)
-        shot = Path(os.environ.get("VLM_BATCH_SCREENSHOTS", tmp_path)) / "server-page.png"
+        shot = (
+            Path(os.environ.get("VLM_BATCH_SCREENSHOTS", tmp_path)) / "server-page.png"
+        )
         page.screenshot(shot)
         assert shot.stat().st_size > 10_000
 
@@ -130,7 +154,9 @@ def test_the_sample_reads_what_is_dropped(tmp_path: Path) -> None:
 def test_by_keyboard_alone(page: chromium.Browser) -> None:
     """Typed and sent from the keyboard, stopped by Escape; everything that can be used can be reached by Tab."""
     clear(page)
-    page.run("const box = document.getElementById('question'); box.value = ''; box.focus()")
+    page.run(
+        "const box = document.getElementById('question'); box.value = ''; box.focus()"
+    )
     page.type("count to 7")
     page.press("Enter", code=13, control=True)
     assert answers(page) == ["1 2 3 4 5 6 7"]
@@ -139,14 +165,27 @@ def test_by_keyboard_alone(page: chromium.Browser) -> None:
     for _ in range(20):
         page.press("Tab", code=9)
         reached.add(page.run("document.activeElement.id"))
-    assert {"files", "question", "max-tokens", "temperature", "times", "each", "send", "clear"} <= reached
+    assert {
+        "files",
+        "question",
+        "max-tokens",
+        "temperature",
+        "times",
+        "each",
+        "send",
+        "clear",
+    } <= reached
 
 
 def test_a_stream_can_be_stopped(page: chromium.Browser, server: Running) -> None:
     clear(page)
-    page.run("document.getElementById('question').value = 'repeat: ' + 'a b c d '.repeat(60)")
+    page.run(
+        "document.getElementById('question').value = 'repeat: ' + 'a b c d '.repeat(60)"
+    )
     page.run("document.getElementById('temperature').value = 2")
-    page.run("document.getElementById('times').value = 16; document.getElementById('max-tokens').value = 1500")
+    page.run(
+        "document.getElementById('times').value = 16; document.getElementById('max-tokens').value = 1500"
+    )
     page.run("document.getElementById('send').click()")
     page.wait("document.querySelectorAll('.answer').length === 16")
     page.press("Escape", code=27)
@@ -154,7 +193,9 @@ def test_a_stream_can_be_stopped(page: chromium.Browser, server: Running) -> Non
     page.run("document.getElementById('temperature').value = 0")
     stats = server.server.service.stats()
     assert stats is not None
-    page.wait("fetch('/stats').then((r) => r.json()).then((s) => s.batch.decoding + s.batch.prefilling === 0)")
+    page.wait(
+        "fetch('/stats').then((r) => r.json()).then((s) => s.batch.decoding + s.batch.prefilling === 0)"
+    )
 
 
 def test_a_pasted_picture(page: chromium.Browser) -> None:
@@ -175,7 +216,9 @@ def test_a_pasted_picture(page: chromium.Browser) -> None:
 def test_a_refusal_is_shown_in_words(page: chromium.Browser) -> None:
     clear(page)
     drop(page, "red_circle.png")
-    page.run("pictures.push({ name: 'broken $&.png', url: 'data:image/png;base64,aGVsbG8=' })")
+    page.run(
+        "pictures.push({ name: 'broken $&.png', url: 'data:image/png;base64,aGVsbG8=' })"
+    )
     for each in (False, True):
         page.run(f"document.getElementById('each').checked = {json.dumps(each)}")
         page.run("document.getElementById('send').click()")
@@ -185,7 +228,9 @@ def test_a_refusal_is_shown_in_words(page: chromium.Browser) -> None:
     page.run("pictures.length = 0")
 
 
-def test_files_that_are_no_pictures_are_refused_before_they_are_sent(page: chromium.Browser) -> None:
+def test_files_that_are_no_pictures_are_refused_before_they_are_sent(
+    page: chromium.Browser,
+) -> None:
     clear(page)
     files = [
         ["drawing.svg", "image/svg+xml", "<svg/>"],
@@ -202,16 +247,23 @@ def test_files_that_are_no_pictures_are_refused_before_they_are_sent(page: chrom
 
 def test_a_picture_that_browsers_do_not_show_is_sent(page: chromium.Browser) -> None:
     """Chromium gives a HEIC file no type, and has no picture of it."""
-    pytest.importorskip("pillow_heif", reason="pillow-heif is not installed: pip install 'vlm-batch[heic]'")
+    pytest.importorskip(
+        "pillow_heif",
+        reason="pillow-heif is not installed: pip install 'vlm-batch[heic]'",
+    )
     clear(page)
-    coded = base64.b64encode((Path(__file__).parent / "data" / "phone.heic").read_bytes()).decode()
+    coded = base64.b64encode(
+        (Path(__file__).parent / "data" / "phone.heic").read_bytes()
+    ).decode()
     drop_files(page, "", [("phone.HEIC", f"data:;base64,{coded}")])
     page.wait("document.querySelectorAll('#pictures .unseen').length === 1")
     page.run("document.getElementById('answers').replaceChildren()")
     page.run("document.getElementById('send').click()")
     assert answers(page)[0]
     assert page.run("document.getElementById('problem').textContent") == ""
-    shown = page.run("[...document.querySelectorAll('.answer img, .answer .unseen')].map((one) => one.textContent)")
+    shown = page.run(
+        "[...document.querySelectorAll('.answer img, .answer .unseen')].map((one) => one.textContent)"
+    )
     assert shown == ["phone.HEIC (no preview in this browser)"]
 
 
@@ -220,15 +272,21 @@ def test_the_speed_of_long_answers_is_shown(page: chromium.Browser) -> None:
     page.run("document.getElementById('question').value = 'count to 20'")
     page.run("document.getElementById('send').click()")
     answers(page)
-    assert "tokens/s" in page.run("document.querySelector('.answer .facts').textContent")
+    assert "tokens/s" in page.run(
+        "document.querySelector('.answer .facts').textContent"
+    )
 
 
 def test_what_a_model_writes_is_text_and_never_markup(page: chromium.Browser) -> None:
     clear(page)
-    page.run("document.getElementById('question').value = '<img src=x onerror=window.caught=1>'")
+    page.run(
+        "document.getElementById('question').value = '<img src=x onerror=window.caught=1>'"
+    )
     page.run("document.getElementById('send').click()")
     answers(page)
-    assert page.run("document.querySelector('.answer h2').textContent").startswith("<img")
+    assert page.run("document.querySelector('.answer h2').textContent").startswith(
+        "<img"
+    )
     assert page.run("window.caught") is None
 
 
@@ -237,7 +295,9 @@ def test_on_a_phone(page: chromium.Browser, tmp_path: Path) -> None:
     page.size(360, 740, mobile=True)
     try:
         assert page.run("document.documentElement.scrollWidth") <= 360
-        low = page.run("Math.min(...[...document.querySelectorAll('#ask button')].map((one) => one.offsetHeight))")
+        low = page.run(
+            "Math.min(...[...document.querySelectorAll('#ask button')].map((one) => one.offsetHeight))"
+        )
         assert low >= 36
         shot = tmp_path / "phone.png"
         page.screenshot(shot)
@@ -250,13 +310,25 @@ def test_nothing_is_fetched_from_elsewhere_and_nothing_is_complained_about(
     page: chromium.Browser, server: Running
 ) -> None:
     sent = [
-        event["params"]["request"]["url"] for event in page.events if event["method"] == "Network.requestWillBeSent"
+        event["params"]["request"]["url"]
+        for event in page.events
+        if event["method"] == "Network.requestWillBeSent"
     ]
     assert any(url.endswith("/v1/chat/completions") for url in sent)
-    assert [url for url in sent if not url.startswith((server.url, "data:", "blob:", "about:"))] == []
-    logged = [event["params"]["entry"] for event in page.events if event["method"] == "Log.entryAdded"]
+    assert [
+        url
+        for url in sent
+        if not url.startswith((server.url, "data:", "blob:", "about:"))
+    ] == []
+    logged = [
+        event["params"]["entry"]
+        for event in page.events
+        if event["method"] == "Log.entryAdded"
+    ]
     assert [entry["text"] for entry in logged if "400" not in entry["text"]] == []
-    thrown = [event for event in page.events if event["method"] == "Runtime.exceptionThrown"]
+    thrown = [
+        event for event in page.events if event["method"] == "Runtime.exceptionThrown"
+    ]
     assert thrown == []
 
 
@@ -269,7 +341,9 @@ def test_a_key_is_asked_for_when_one_is_needed() -> None:
         page.type("open sesame")
         page.press("Tab", code=9)
         page.wait("document.getElementById('model').textContent === 'qwen2_vl: ready'")
-        page.run("document.getElementById('question').value = 'count to 3'; document.getElementById('send').click()")
+        page.run(
+            "document.getElementById('question').value = 'count to 3'; document.getElementById('send').click()"
+        )
         assert answers(page) == ["1 2 3"]
 
 
@@ -277,4 +351,9 @@ def test_the_page_travels_in_the_package() -> None:
     from importlib.resources import files
 
     page = files("vlm_batch.server") / "page"
-    assert {one.name for one in page.iterdir()} == {"index.html", "app.js", "style.css", "icon.svg"}
+    assert {one.name for one in page.iterdir()} == {
+        "index.html",
+        "app.js",
+        "style.css",
+        "icon.svg",
+    }

@@ -36,7 +36,9 @@ def server() -> Iterator[Running]:
 @pytest.fixture(scope="module")
 def operations(server: Running) -> dict[str, Any]:
     """Every endpoint of the description."""
-    found = schemathesis.openapi.from_url(f"{server.url}/openapi.json").get_all_operations()
+    found = schemathesis.openapi.from_url(
+        f"{server.url}/openapi.json"
+    ).get_all_operations()
     return {operation.label: operation for operation in map(_known, found)}
 
 
@@ -78,7 +80,8 @@ def test_no_request_is_a_fault(
     try:
         ask()
     except hypothesis.errors.Unsatisfiable:
-        assert mode is GenerationMode.NEGATIVE  # there is nothing to get wrong about this endpoint
+        # there is nothing to get wrong about this endpoint
+        assert mode is GenerationMode.NEGATIVE
         assert endpoint.startswith("GET")
     if endpoint.startswith("POST"):
         assert statuses & ({200} if mode is GenerationMode.POSITIVE else {400})
@@ -87,7 +90,11 @@ def test_no_request_is_a_fault(
 def _shorten(body: Any) -> None:
     """A long answer is no fault; nobody wants to wait for it."""
     for name in ("max_tokens", "max_completion_tokens"):
-        if isinstance(body, dict) and isinstance(body.get(name), int) and body[name] > 4:
+        if (
+            isinstance(body, dict)
+            and isinstance(body.get(name), int)
+            and body[name] > 4
+        ):
             body[name] = 4
 
 
@@ -97,11 +104,16 @@ def test_the_endpoints_are_those_of_the_description(operations: dict[str, Any]) 
 
 def test_the_description_allows_no_other_fields(server: Running) -> None:
     found = server.ask("GET", "/openapi.json").json
-    assert found["components"]["schemas"]["ChatRequest"]["additionalProperties"] is False
+    assert (
+        found["components"]["schemas"]["ChatRequest"]["additionalProperties"] is False
+    )
 
 
 def test_after_all_of_it_the_server_answers(server: Running) -> None:
     reply = server.chat("count to 3", max_tokens=10)
     assert reply.json["choices"][0]["message"]["content"] == "1 2 3"
     stats = server.ask("GET", "/stats").json["batch"]
-    assert stats["decoding"] + stats["prefilling"] + stats["waiting"] + stats["queued"] == 0, json.dumps(stats)
+    assert (
+        stats["decoding"] + stats["prefilling"] + stats["waiting"] + stats["queued"]
+        == 0
+    ), json.dumps(stats)

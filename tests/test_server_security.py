@@ -137,7 +137,13 @@ def hostile() -> Iterator[int]:
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
     """Fetches URLs, with tight limits."""
-    policy = FetchPolicy(allow_http=True, allow_files=False, max_bytes=1 << 20, seconds=1.0, max_redirects=3)
+    policy = FetchPolicy(
+        allow_http=True,
+        allow_files=False,
+        max_bytes=1 << 20,
+        seconds=1.0,
+        max_redirects=3,
+    )
     with serving(policy=policy) as running:
         yield running
 
@@ -146,20 +152,37 @@ def server() -> Iterator[Running]:
 def public(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes one address count as public."""
     monkeypatch.setattr(download, "is_public", lambda address: address == PUBLIC)
-    for name in ("http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):
+    for name in (
+        "http_proxy",
+        "HTTP_PROXY",
+        "https_proxy",
+        "HTTPS_PROXY",
+        "all_proxy",
+        "ALL_PROXY",
+    ):
         monkeypatch.delenv(name, raising=False)
     Hostile.seen.clear()
 
 
 def describe(server: Running, url: str) -> Reply:
-    return server.chat([{"type": "image_url", "image_url": {"url": url}}, text("describe the picture")])
+    return server.chat(
+        [{"type": "image_url", "image_url": {"url": url}}, text("describe the picture")]
+    )
 
 
 def refused(reply: Reply) -> str:
     """The message of a refusal, which tells nothing of this machine's network."""
     assert reply.status == 400, reply.body
     assert reply.error["code"] == "unreadable"
-    for secret in ("127.0.0.1", "169.254", "hunter2", "root:", "HTTP 404", "refused", "/etc"):
+    for secret in (
+        "127.0.0.1",
+        "169.254",
+        "hunter2",
+        "root:",
+        "HTTP 404",
+        "refused",
+        "/etc",
+    ):
         assert secret not in reply.body.decode()
     return str(reply.error["message"])
 
@@ -181,15 +204,25 @@ def test_a_public_picture_is_fetched(server: Running, hostile: int) -> None:
     ],
 )  # fmt: skip
 @pytest.mark.usefixtures("public")
-def test_private_hosts_are_never_asked(server: Running, hostile: int, host: str) -> None:
+def test_private_hosts_are_never_asked(
+    server: Running, hostile: int, host: str
+) -> None:
     refused(describe(server, f"http://{host}:{hostile}/secret"))
     assert Hostile.seen == []
 
 
 def test_urls_are_public_ones_only_where_they_are_allowed(hostile: int) -> None:
     """The configuration's own policy, as ``--allow-urls`` makes it."""
-    policy = policy_of(ServerConfig(model="m", allow_urls=True, max_file=5, fetch_seconds=2.0))
-    assert policy == FetchPolicy(allow_http=True, allow_private=False, allow_files=False, max_bytes=5, seconds=2.0)
+    policy = policy_of(
+        ServerConfig(model="m", allow_urls=True, max_file=5, fetch_seconds=2.0)
+    )
+    assert policy == FetchPolicy(
+        allow_http=True,
+        allow_private=False,
+        allow_files=False,
+        max_bytes=5,
+        seconds=2.0,
+    )
     Hostile.seen.clear()
     with serving(allow_urls=True, fetch_seconds=5.0) as server:
         refused(describe(server, f"http://127.0.0.1:{hostile}/secret"))
@@ -213,11 +246,22 @@ def test_size_and_time_are_bounded(server: Running, hostile: int, path: str) -> 
 
 
 @pytest.mark.usefixtures("public")
-def test_the_picture_that_cannot_be_fetched_is_named(server: Running, hostile: int) -> None:
-    urls = [f"http://{host}:{hostile}/picture" for host in (PUBLIC, "127.0.0.1", PUBLIC)]
-    reply = server.chat([*({"type": "image_url", "image_url": {"url": url}} for url in urls), text("what?")])
+def test_the_picture_that_cannot_be_fetched_is_named(
+    server: Running, hostile: int
+) -> None:
+    urls = [
+        f"http://{host}:{hostile}/picture" for host in (PUBLIC, "127.0.0.1", PUBLIC)
+    ]
+    reply = server.chat(
+        [
+            *({"type": "image_url", "image_url": {"url": url}} for url in urls),
+            text("what?"),
+        ]
+    )
     assert refused(reply).startswith("picture 2 of 3: its URL cannot be fetched")
-    assert refused(describe(server, urls[1])).startswith("the picture: its URL cannot be fetched")
+    assert refused(describe(server, urls[1])).startswith(
+        "the picture: its URL cannot be fetched"
+    )
 
 
 @pytest.mark.usefixtures("public")
@@ -238,7 +282,9 @@ def test_a_name_that_changes_its_address_reaches_nothing_else(
         if host != "changing.test":
             return resolve(host, port, *args, **options)
         asked.append(host)
-        return resolve(PUBLIC if len(asked) == 1 else "127.0.0.1", port, *args, **options)
+        return resolve(
+            PUBLIC if len(asked) == 1 else "127.0.0.1", port, *args, **options
+        )
 
     monkeypatch.setattr(socket, "getaddrinfo", changing)
     reply = describe(server, f"http://changing.test:{hostile}/picture")
@@ -249,15 +295,22 @@ def test_a_name_that_changes_its_address_reaches_nothing_else(
 
 
 @pytest.mark.usefixtures("public")
-def test_slow_hosts_hold_up_only_those_who_ask_for_them(server: Running, hostile: int) -> None:
+def test_slow_hosts_hold_up_only_those_who_ask_for_them(
+    server: Running, hostile: int
+) -> None:
     asking = [
-        threading.Thread(target=describe, args=(server, f"http://{PUBLIC}:{hostile}/silent/{number}"))
+        threading.Thread(
+            target=describe, args=(server, f"http://{PUBLIC}:{hostile}/silent/{number}")
+        )
         for number in range(12)
     ]
     for thread in asking:
         thread.start()
     began = time.monotonic()
-    assert server.chat("count to 5").json["choices"][0]["message"]["content"] == "1 2 3 4 5"
+    assert (
+        server.chat("count to 5").json["choices"][0]["message"]["content"]
+        == "1 2 3 4 5"
+    )
     assert time.monotonic() - began < 5
     for thread in asking:
         thread.join(30)
@@ -291,7 +344,10 @@ def test_files_only_below_allowed_folders(tmp_path: Path) -> None:
     os.mkfifo(allowed / "pipe.png")
     with serving(allow_dirs=(allowed,)) as server:
         for right in (f"file://{allowed}/circle.png", f"{allowed}/circle.png"):
-            assert describe(server, right).json["choices"][0]["message"]["content"] == "a red circle"
+            assert (
+                describe(server, right).json["choices"][0]["message"]["content"]
+                == "a red circle"
+            )
         for wrong in (
             f"{other}/circle.png",
             f"{allowed}/../allowed-not/circle.png",
@@ -312,12 +368,21 @@ def test_messages_for_strangers_have_no_paths() -> None:
     assert without_paths("no /home/ann/models/x.safetensors here") == "no (a path) here"
     assert without_paths("see file:///etc/passwd") == "see (a file)"
     assert without_paths("[Errno 2] '/tmp/a b'") == "[Errno 2] '(a path) b'"
-    assert without_paths("either/or at 1/2, http://example.org/a/b") == "either/or at 1/2, http://example.org/a/b"
+    assert (
+        without_paths("either/or at 1/2, http://example.org/a/b")
+        == "either/or at 1/2, http://example.org/a/b"
+    )
     assert len(without_paths("x" * 10_000)) == 600
 
 
 @pytest.mark.parametrize(
-    "wrong", [r"\d\d\w+/[a-z", "/home/ann/é/x([a", r"(\\server\share|file:///etc/passwd[a", "a" * 60 + r"\b\c\d[z"]
+    "wrong",
+    [
+        r"\d\d\w+/[a-z",
+        "/home/ann/é/x([a",
+        r"(\\server\share|file:///etc/passwd[a",
+        "a" * 60 + r"\b\c\d[z",
+    ],
 )
 def test_what_a_client_sent_comes_back_as_it_was(locked: Running, wrong: str) -> None:
     said = locked.chat("x", guided_regex=wrong, headers=SESAME).error["message"]
@@ -329,7 +394,10 @@ def test_what_a_client_sent_comes_back_as_it_was(locked: Running, wrong: str) ->
 def test_paths_of_the_machine_do_not_come_back_beside_what_was_sent() -> None:
     sent = rb'{"guided_regex": "\\d/home/ann/x"}'
     said = r"\d/home/ann/x, which /home/ann/models/y and \d/home/ann say"
-    assert without_paths(said, sent) == r"\d/home/ann/x, which (a path) and \d/home/ann say"
+    assert (
+        without_paths(said, sent)
+        == r"\d/home/ann/x, which (a path) and \d/home/ann say"
+    )
 
 
 # Who may come in ---------------------------------------------------------------------------------------------------
@@ -342,15 +410,29 @@ def locked() -> Iterator[Running]:
 
 
 @pytest.mark.parametrize(
-    "given", [None, "", "Bearer", "Bearer ", "Bearer wrong", "Basic s\u00e9same", "s\u00e9same", "Bearer s\u00e9same2"]
+    "given",
+    [
+        None,
+        "",
+        "Bearer",
+        "Bearer ",
+        "Bearer wrong",
+        "Basic s\u00e9same",
+        "s\u00e9same",
+        "Bearer s\u00e9same2",
+    ],
 )
 def test_a_wrong_key_is_refused(locked: Running, given: str | None) -> None:
-    headers = {} if given is None else {"Authorization": given.encode().decode("latin-1")}
+    headers = (
+        {} if given is None else {"Authorization": given.encode().decode("latin-1")}
+    )
     for method, path in (
         ("GET", "/v1/models"), ("GET", "/metrics"), ("GET", "/stats"), ("GET", "/openapi.json"), ("GET", "/no/such"),
         ("POST", "/v1/chat/completions"), ("GET", "/page/../v1/models"), ("GET", "//v1/models"),
     ):  # fmt: skip
-        reply = locked.ask(method, path, {} if method == "POST" else None, headers=headers)
+        reply = locked.ask(
+            method, path, {} if method == "POST" else None, headers=headers
+        )
         assert reply.status in (401, 404), path
         assert (reply.status == 404) == path.startswith("/page/")
         assert b"qwen2_vl" not in reply.body
@@ -363,7 +445,9 @@ def test_the_right_key_is_let_in(locked: Running) -> None:
     assert locked.ask("GET", "/").status == 200
 
 
-def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch, locked: Running) -> None:
+def test_keys_are_compared_in_constant_time(
+    monkeypatch: pytest.MonkeyPatch, locked: Running
+) -> None:
     compared: list[tuple[bytes, bytes]] = []
     compare = edge.hmac.compare_digest
 
@@ -377,14 +461,24 @@ def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch, loc
 
 
 @pytest.mark.parametrize(
-    "host", ["evil.example", "127.0.0.1.evil.example", "localhost.evil", "", "[::2]", "evil.example:80"]
+    "host",
+    [
+        "evil.example",
+        "127.0.0.1.evil.example",
+        "localhost.evil",
+        "",
+        "[::2]",
+        "evil.example:80",
+    ],
 )
 def test_other_host_names_are_refused(server: Running, host: str) -> None:
     """A page of another site whose name is made to resolve to this machine."""
     assert server.ask("GET", "/v1/models", headers={"Host": host}).status == 403
 
 
-@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "LOCALHOST:1234", "[::1]:80"])
+@pytest.mark.parametrize(
+    "host", ["localhost", "127.0.0.1", "LOCALHOST:1234", "[::1]:80"]
+)
 def test_own_host_names_are_let_in(server: Running, host: str) -> None:
     assert server.ask("GET", "/v1/models", headers={"Host": host}).status == 200
 
@@ -396,7 +490,12 @@ def test_other_sites_get_no_leave_to_read(server: Running) -> None:
         server.chat("count to 3", headers=origin),
     ):
         assert not [name for name in reply.headers if name.startswith("access-control")]
-    simple = server.ask("POST", "/v1/chat/completions", b"{}", headers={"Content-Type": "text/plain", **origin})
+    simple = server.ask(
+        "POST",
+        "/v1/chat/completions",
+        b"{}",
+        headers={"Content-Type": "text/plain", **origin},
+    )
     assert simple.status == 415
 
 
@@ -412,7 +511,9 @@ def test_pages_may_load_nothing_from_elsewhere(server: Running) -> None:
 
 @pytest.fixture(scope="module")
 def small() -> Iterator[Running]:
-    with serving(max_body=100_000, max_images=2, max_videos=0, max_choices=2, max_prompts=2) as running:
+    with serving(
+        max_body=100_000, max_images=2, max_videos=0, max_choices=2, max_prompts=2
+    ) as running:
         yield running
 
 
@@ -431,7 +532,9 @@ def test_large_bodies_are_refused(small: Running) -> None:
     assert small.chat("count to 3").status == 200
 
 
-def test_bodies_that_do_not_come_are_not_waited_for(small: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bodies_that_do_not_come_are_not_waited_for(
+    small: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(edge, "BODY_SECONDS", 0.5)
     connection = socket.create_connection(("127.0.0.1", small.port), timeout=20)
     head = "POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
@@ -440,7 +543,9 @@ def test_bodies_that_do_not_come_are_not_waited_for(small: Running, monkeypatch:
     connection.close()
 
 
-def test_heads_that_do_not_come_are_not_waited_for(small: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heads_that_do_not_come_are_not_waited_for(
+    small: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A byte now and then keeps no place: neither on a new connection nor on one that was used before."""
     monkeypatch.setattr(run, "HEAD_SECONDS", 0.5)
     health = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n"
@@ -458,21 +563,29 @@ def test_heads_that_do_not_come_are_not_waited_for(small: Running, monkeypatch: 
     assert small.ask("GET", "/health").status == 200
 
 
-def test_answers_that_nobody_reads_are_not_kept(small: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_that_nobody_reads_are_not_kept(
+    small: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whether the connection was to be closed or kept: what was written for it stays for so long and no longer."""
     monkeypatch.setattr(run, "UNREAD_SECONDS", 0.3)
     monkeypatch.setattr(small.server.service.metrics, "text", lambda: bytes(50 << 20))
     connections = small.server.server_state.connections
     wait_until(lambda: not connections, "the other tests' connections to be gone")
     for more in (b"", b"Connection: close\r\n"):
-        with socket.create_connection(("127.0.0.1", small.port), timeout=60) as connection:
-            connection.sendall(b"GET /metrics HTTP/1.1\r\nHost: 127.0.0.1\r\n" + more + b"\r\n")
+        with socket.create_connection(
+            ("127.0.0.1", small.port), timeout=60
+        ) as connection:
+            connection.sendall(
+                b"GET /metrics HTTP/1.1\r\nHost: 127.0.0.1\r\n" + more + b"\r\n"
+            )
             wait_until(lambda: bool(connections), "the connection")
             wait_until(lambda: not connections, "the connection to be given up")
     assert len(small.ask("GET", "/metrics").body) == 50 << 20  # who reads gets all
 
 
-def test_a_form_that_takes_long_to_check_holds_up_nobody(small: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_form_that_takes_long_to_check_holds_up_nobody(
+    small: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
     checks, is_done = Forms.check, threading.Event()
 
     def slowly(self: Forms, params: SamplingParams) -> int:
@@ -495,8 +608,12 @@ def test_bodies_of_all_requests_are_bounded_together(hostile: int) -> None:
     with serving(policy=policy, max_body=100_000, max_held=150_000) as server:
         head = "POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
         connection = socket.create_connection(("127.0.0.1", server.port), timeout=60)
-        connection.sendall(f"{head}Content-Length: 99000\r\n\r\n".encode() + b" " * 98_000)
-        body = b" " * 70_000 + b'{"messages": [{"role": "user", "content": "count to 3"}]}'
+        connection.sendall(
+            f"{head}Content-Length: 99000\r\n\r\n".encode() + b" " * 98_000
+        )
+        body = (
+            b" " * 70_000 + b'{"messages": [{"role": "user", "content": "count to 3"}]}'
+        )
         replies: list[Reply] = []
 
         def ask(status: int) -> bool:
@@ -508,7 +625,12 @@ def test_bodies_of_all_requests_are_bounded_together(hostile: int) -> None:
         assert replies[-1].headers["retry-after"] == "1"
         connection.close()
         wait_until(lambda: ask(200), "the first body to be gone")
-        urls = [{"type": "image_url", "image_url": {"url": f"http://127.0.0.1:{hostile}/large"}}] * 2
+        urls = [
+            {
+                "type": "image_url",
+                "image_url": {"url": f"http://127.0.0.1:{hostile}/large"},
+            }
+        ] * 2
         assert server.chat(urls).status == 429, "what is fetched counts as well"
         assert server.chat("count to 3").status == 200
 
@@ -519,7 +641,9 @@ def test_counts_are_bounded(small: Running) -> None:
     assert "at most 2" in small.chat([part] * 3).error["message"]
     assert "at most 0" in small.chat([clip]).error["message"]
     assert small.chat("count to 3", n=3).status == 400
-    assert small.ask("POST", "/v1/completions", {"prompt": ["a", "b", "c"]}).status == 400
+    assert (
+        small.ask("POST", "/v1/completions", {"prompt": ["a", "b", "c"]}).status == 400
+    )
 
 
 def test_a_prompt_beyond_the_context_is_refused(server: Running) -> None:
@@ -530,13 +654,18 @@ def test_a_prompt_beyond_the_context_is_refused(server: Running) -> None:
 def test_a_bomb_of_a_picture_is_refused(server: Running) -> None:
     import base64
 
-    bomb = base64.b64encode((IMAGES / "awkward" / "decompression_bomb.png").read_bytes()).decode()
+    bomb = base64.b64encode(
+        (IMAGES / "awkward" / "decompression_bomb.png").read_bytes()
+    ).decode()
     reply = describe(server, f"data:image/png;base64,{bomb}")
     assert (reply.status, reply.error["code"]) == (400, "InvalidImage")
 
 
 def test_connections_that_say_nothing_stop_nobody(server: Running) -> None:
-    idle = [socket.create_connection(("127.0.0.1", server.port), timeout=5) for _ in range(50)]
+    idle = [
+        socket.create_connection(("127.0.0.1", server.port), timeout=5)
+        for _ in range(50)
+    ]
     try:
         assert server.chat("count to 3").status == 200
     finally:
@@ -544,8 +673,12 @@ def test_connections_that_say_nothing_stop_nobody(server: Running) -> None:
             connection.close()
 
 
-@pytest.mark.parametrize("said", [b"", b"GET /health HT", b"POST /v1/chat/completions HTTP/1.1\r\n"], ids=len)
-def test_connections_without_a_request_make_room(monkeypatch: pytest.MonkeyPatch, said: bytes) -> None:
+@pytest.mark.parametrize(
+    "said", [b"", b"GET /health HT", b"POST /v1/chat/completions HTTP/1.1\r\n"], ids=len
+)
+def test_connections_without_a_request_make_room(
+    monkeypatch: pytest.MonkeyPatch, said: bytes
+) -> None:
     """However many a client opens and leaves: the oldest of them go, and nobody else waits."""
     monkeypatch.setattr(run, "MAX_PER_ADDRESS", 20)
     if said.startswith(b"POST"):
@@ -553,13 +686,18 @@ def test_connections_without_a_request_make_room(monkeypatch: pytest.MonkeyPatch
     with serving() as running:
         held = []
         for _ in range(60):
-            held.append(socket.create_connection(("127.0.0.1", running.port), timeout=5))
+            held.append(
+                socket.create_connection(("127.0.0.1", running.port), timeout=5)
+            )
             held[-1].sendall(said)
         begin = time.monotonic()
         assert running.ask("GET", "/health").status == 200
         assert running.chat("count to 3").status == 200
         assert time.monotonic() - begin < 20  # not HEAD_SECONDS, nor BODY_SECONDS
-        wait_until(lambda: len(running.server.server_state.connections) <= 20, "the oldest to be closed")
+        wait_until(
+            lambda: len(running.server.server_state.connections) <= 20,
+            "the oldest to be closed",
+        )
         held[0].settimeout(5)
         with suppress(ConnectionResetError):
             assert held[0].recv(1) == b""
@@ -570,7 +708,9 @@ def test_connections_without_a_request_make_room(monkeypatch: pytest.MonkeyPatch
 def test_places_are_shared_out_by_address(monkeypatch: pytest.MonkeyPatch) -> None:
     class Peer:
         def __init__(self, address: str, *, is_waited_for: bool = True) -> None:
-            self.address, self.is_waited_for, self.is_open = address, is_waited_for, True
+            self.address = address
+            self.is_waited_for = is_waited_for
+            self.is_open = True
             self.transport = self
 
         def abort(self) -> None:
@@ -593,30 +733,52 @@ def test_places_are_shared_out_by_address(monkeypatch: pytest.MonkeyPatch) -> No
     first = [come("a") for _ in range(6)]
     connections.touch(first[0])
     seventh = come("a")
-    assert [one.is_open for one in (*first, seventh)] == [True, False, True, True, True, True, True]
+    assert [one.is_open for one in (*first, seventh)] == [
+        True,
+        False,
+        True,
+        True,
+        True,
+        True,
+        True,
+    ]
     others = [come("b") for _ in range(4)]
-    assert (come("c").is_open, first[2].is_open) == (True, False), "of the address that has most"
+    assert (come("c").is_open, first[2].is_open) == (True, False), (
+        "of the address that has most"
+    )
     for one in peers:
         one.is_waited_for = False
     assert all(one.is_open for one in others)
-    assert [come("d").is_open for _ in range(2)] == [True, True], "kept for those who ask whether it lives"
+    assert [come("d").is_open for _ in range(2)] == [True, True], (
+        "kept for those who ask whether it lives"
+    )
     last = Peer("d", is_waited_for=False)
     connections.add(last)
     assert not last.is_open
 
 
-@pytest.mark.parametrize(("how", "least"), [("-Sn 256", 300), ("-n 256", 64), ("-n 64", 16)])
-def test_few_open_files_do_not_close_the_door(tmp_path: Path, how: str, least: int) -> None:
+@pytest.mark.parametrize(
+    ("how", "least"), [("-Sn 256", 300), ("-n 256", 64), ("-n 64", 16)]
+)
+def test_few_open_files_do_not_close_the_door(
+    tmp_path: Path, how: str, least: int
+) -> None:
     """A Mac's soft limit is 256: it is raised before it is read, and where it cannot be, connections get a part of it."""
     with served_by_command(tmp_path, f"ulimit {how}") as running:
-        held = [socket.create_connection(("127.0.0.1", running.port), timeout=20) for _ in range(least)]
+        held = [
+            socket.create_connection(("127.0.0.1", running.port), timeout=20)
+            for _ in range(least)
+        ]
         request = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
         for connection in held:
             connection.sendall(request)
             assert b" 200 " in connection.recv(4000).splitlines()[0]
         for connection in held:
             connection.close()
-        assert running.chat("count to 3").json["choices"][0]["message"]["content"] == "1 2 3"
+        assert (
+            running.chat("count to 3").json["choices"][0]["message"]["content"]
+            == "1 2 3"
+        )
 
 
 @contextmanager
@@ -624,12 +786,29 @@ def served_by_command(folder: Path, before: str, *flags: str) -> Iterator[Runnin
     """``vlm-batch serve`` in a shell that does something ``before``."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "vlm_batch", "serve", "--port", str(port), "--shutdown-timeout", "1", *flags]
+    command = [
+        sys.executable,
+        "-m",
+        "vlm_batch",
+        "serve",
+        "--port",
+        str(port),
+        "--shutdown-timeout",
+        "1",
+        *flags,
+    ]
     with (folder / "said").open("wb") as said:
-        process = subprocess.Popen(["sh", "-c", f"{before}; exec {shlex.join(command)}"], stdout=said, stderr=said)
+        process = subprocess.Popen(
+            ["sh", "-c", f"{before}; exec {shlex.join(command)}"],
+            stdout=said,
+            stderr=said,
+        )
         try:
             running = Running(None, port)  # type: ignore[arg-type]
-            wait_until(lambda: process.poll() is not None or is_healthy(running), "the server to answer")
+            wait_until(
+                lambda: process.poll() is not None or is_healthy(running),
+                "the server to answer",
+            )
             assert process.poll() is None, (folder / "said").read_text()
             yield running
         finally:
@@ -644,7 +823,9 @@ def is_healthy(running: Running) -> bool:
 
 
 @pytest.mark.parametrize(("proxies", "number"), [((), 1), (("127.0.0.0/8",), 3)])
-def test_only_named_proxies_say_who_the_client_is(proxies: tuple[str, ...], number: int) -> None:
+def test_only_named_proxies_say_who_the_client_is(
+    proxies: tuple[str, ...], number: int
+) -> None:
     """Otherwise a local process counts as as many clients as it likes."""
     seen: set[int] = set()
     visit = Service.visit
@@ -656,7 +837,12 @@ def test_only_named_proxies_say_who_the_client_is(proxies: tuple[str, ...], numb
     with pytest.MonkeyPatch.context() as patched, serving(proxies=proxies) as running:
         patched.setattr(Service, "visit", noted)
         for address in ("10.1.1.1", "10.1.1.2", "10.1.1.3"):
-            assert running.chat("count to 3", max_tokens=1, headers={"X-Forwarded-For": address}).status == 200
+            assert (
+                running.chat(
+                    "count to 3", max_tokens=1, headers={"X-Forwarded-For": address}
+                ).status
+                == 200
+            )
     assert len(seen) == number
 
 
@@ -666,7 +852,9 @@ def test_proxies_are_addresses(proxies: tuple[str, ...]) -> None:
         ServerConfig(model="m", proxies=proxies)
 
 
-def test_probes_are_answered_when_all_else_is_full(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probes_are_answered_when_all_else_is_full(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(edge, "MAX_REQUESTS", 0)
     assert server.ask("GET", "/health").status == 200
     assert server.ask("GET", "/ready").status == 200
@@ -678,7 +866,8 @@ def test_a_body_with_two_lengths_closes_the_connection(server: Running) -> None:
     head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
     with socket.create_connection(("127.0.0.1", server.port), timeout=5) as raw:
         raw.sendall(
-            head + b"Content-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\nGET /health HTTP/1.1\r\n\r\n"
+            head
+            + b"Content-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\nGET /health HTTP/1.1\r\n\r\n"
         )
         answer = b"".join(iter(lambda: raw.recv(4096), b""))
     assert answer.count(b"HTTP/1.1 ") == 1
@@ -694,13 +883,20 @@ def test_a_slash_too_many_leads_nowhere(server: Running) -> None:
 
 def test_a_form_with_files_gets_its_hint(server: Running) -> None:
     kind = {"Content-Type": "multipart/form-data; boundary=x"}
-    for path, hint in (("/v1/audio/transcriptions", "input_audio"), ("/v1/files", "data URIs")):
+    for path, hint in (
+        ("/v1/audio/transcriptions", "input_audio"),
+        ("/v1/files", "data URIs"),
+    ):
         reply = server.ask("POST", path, b"--x--", headers=kind)
         assert (reply.status, hint in reply.error["message"]) == (404, True)
-    assert server.ask("POST", "/v1/chat/completions", b"--x--", headers=kind).status == 415
+    assert (
+        server.ask("POST", "/v1/chat/completions", b"--x--", headers=kind).status == 415
+    )
 
 
-def test_large_bodies_are_read_beside_the_event_loop(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_bodies_are_read_beside_the_event_loop(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
     read: list[tuple[int, str]] = []
 
     def noted(data: bytes, kind: Any) -> Any:
@@ -708,7 +904,10 @@ def test_large_bodies_are_read_beside_the_event_loop(server: Running, monkeypatc
         return read_body(data, kind)
 
     monkeypatch.setattr(bodies, "read_body", noted)
-    large = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 500_000}}
+    large = {
+        "type": "image_url",
+        "image_url": {"url": "data:image/png;base64," + "A" * 500_000},
+    }
     server.chat([large], max_tokens=1)
     server.chat("count to 3", max_tokens=1, allowed_token_ids=list(range(500)) * 80)
     assert read[0][0] > 500_000
@@ -718,9 +917,14 @@ def test_large_bodies_are_read_beside_the_event_loop(server: Running, monkeypatc
 
 
 @pytest.mark.usefixtures("public")
-def test_cheap_refusals_come_before_dear_ones(server: Running, hostile: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cheap_refusals_come_before_dear_ones(
+    server: Running, hostile: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What the fields alone tell is said before a picture is fetched; who has no room is told before a body is parsed."""
-    part = {"type": "image_url", "image_url": {"url": f"http://{PUBLIC}:{hostile}/picture"}}
+    part = {
+        "type": "image_url",
+        "image_url": {"url": f"http://{PUBLIC}:{hostile}/picture"},
+    }
     assert server.chat([part], n=999).error["param"] == "n"
     assert Hostile.seen == []
 
@@ -733,7 +937,9 @@ def test_cheap_refusals_come_before_dear_ones(server: Running, hostile: int, mon
 
 
 @pytest.mark.usefixtures("public")
-def test_every_shared_thread_knows_its_clients(server: Running, hostile: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_shared_thread_knows_its_clients(
+    server: Running, hostile: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     submit = Pool.submit
     asked: dict[str, set[int]] = {}
 
@@ -742,11 +948,26 @@ def test_every_shared_thread_knows_its_clients(server: Running, hostile: int, mo
         return submit(self, *given, **named)
 
     monkeypatch.setattr(Pool, "submit", noted)
-    url = {"type": "image_url", "image_url": {"url": f"http://{PUBLIC}:{hostile}/picture"}}
-    assert server.chat([url, text("describe the picture")], allowed_token_ids=list(range(500)) * 100).status == 200
+    url = {
+        "type": "image_url",
+        "image_url": {"url": f"http://{PUBLIC}:{hostile}/picture"},
+    }
+    assert (
+        server.chat(
+            [url, text("describe the picture")],
+            allowed_token_ids=list(range(500)) * 100,
+        ).status
+        == 200
+    )
     assert server.chat("count to 3", guided_choice=["yes", "no"]).status == 200
-    assert {"vlm-batch-media", "vlm-batch-bodies", "vlm-batch-submit", "vlm-batch-submit-form"} <= asked.keys()
-    asked.pop("vlm-batch-form-check")  # called by the one thread that submits forms, in the turns of its clients
+    assert {
+        "vlm-batch-media",
+        "vlm-batch-bodies",
+        "vlm-batch-submit",
+        "vlm-batch-submit-form",
+    } <= asked.keys()
+    # called by the one thread that submits forms, in the turns of its clients
+    asked.pop("vlm-batch-form-check")
     assert not {name for name, clients in asked.items() if 0 in clients}
 
 
@@ -760,18 +981,32 @@ def test_bodies_take_turns_by_client_and_by_cost() -> None:
         assert go_on.wait(30)
 
     def entry(client: int, num_values: int) -> edge.Entry:
-        return edge.Entry("x", "POST", "/", "", edge.ByteQuota(0), number=client, num_values=num_values)
+        return edge.Entry(
+            "x",
+            "POST",
+            "/",
+            "",
+            edge.ByteQuota(0),
+            number=client,
+            num_values=num_values,
+        )
 
     async def read() -> None:
         reader = bodies.Bodies()
         first = asyncio.ensure_future(reader.read(entry(1, 200_000), hold))
         await asyncio.to_thread(held.wait, 30)
-        asked = [("dear", 1, 200_000)] * 6 + [("cheaper", 1, 20_000), ("another's", 2, 200_000)]
+        asked = [("dear", 1, 200_000)] * 6 + [
+            ("cheaper", 1, 20_000),
+            ("another's", 2, 200_000),
+        ]
         rest = [
-            asyncio.ensure_future(reader.read(entry(client, values), order.append, name))
+            asyncio.ensure_future(
+                reader.read(entry(client, values), order.append, name)
+            )
             for name, client, values in asked
         ]
-        await asyncio.sleep(0.05)  # so that they are submitted, and the first has taken more than the others will
+        # so that they are submitted, and the first has taken more than the others will
+        await asyncio.sleep(0.05)
         go_on.set()
         await asyncio.gather(first, *rest)
         reader.close()
@@ -809,11 +1044,17 @@ def test_a_storm_of_clients_that_leave_leaves_nothing_behind(server: Running) ->
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n"
     for number in range(40):
         connection = socket.create_connection(("127.0.0.1", server.port), timeout=5)
-        connection.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + body[: len(body) - number % 2])
+        connection.sendall(
+            f"{head}Content-Type: application/json\r\n\r\n".encode()
+            + body[: len(body) - number % 2]
+        )
         connection.close()
     stats = server.server.service.stats
     wait_until(
-        lambda: (now := stats()) is not None and now.queued + now.waiting + now.prefilling + now.decoding == 0,
+        lambda: (
+            (now := stats()) is not None
+            and now.queued + now.waiting + now.prefilling + now.decoding == 0
+        ),
         "the batch to be empty",
     )
     wait_until(lambda: not server.server.service._visits, "nobody to be there")
@@ -833,10 +1074,14 @@ def count_errors(body: dict[str, Any]) -> int:
     return 0
 
 
-def test_the_thread_of_large_bodies_rests_for_as_long_as_each_took(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_thread_of_large_bodies_rests_for_as_long_as_each_took(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now = [0.0]
     rests: list[float] = []
-    monkeypatch.setattr(pool, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=rests.append))
+    monkeypatch.setattr(
+        pool, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=rests.append)
+    )
 
     def take(seconds: float) -> None:
         now[0] += seconds
@@ -846,7 +1091,9 @@ def test_the_thread_of_large_bodies_rests_for_as_long_as_each_took(monkeypatch: 
         entry = edge.Entry("x", "POST", "/", "", edge.ByteQuota(0), num_values=200_000)
         for seconds in (2.0, 0.5, 0.0):
             await reader.read(entry, take, seconds)
-        await asyncio.to_thread(wait_until, lambda: len(rests) == 3, "the thread to rest")
+        await asyncio.to_thread(
+            wait_until, lambda: len(rests) == 3, "the thread to rest"
+        )
         reader.close()
 
     asyncio.run(read())
@@ -868,7 +1115,11 @@ def nested(depth: int) -> str:
         {"tools": [{"type": "function", "function": {"name": "f"}}] * 600},
         {"messages": [{"role": "user"}] * 60_000},
         {"messages": [TURN] * 5000},
-        {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 1025}]},
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "x"}] * 1025}
+            ]
+        },
         {"bad_words": ["x y"] * 1025},
         {"guided_choice": ["x"] * 5000},
         {"documents": [{}] * 1025},
@@ -880,7 +1131,9 @@ def nested(depth: int) -> str:
     ],
     ids=lambda fields: next(iter(fields)),
 )
-def test_wrong_and_long_lists_cost_little(server: Running, fields: dict[str, Any]) -> None:
+def test_wrong_and_long_lists_cost_little(
+    server: Running, fields: dict[str, Any]
+) -> None:
     """pydantic makes an error of each wrong value; with hundreds of thousands of them nobody else was heard for seconds."""
     body = {"messages": [TURN], "max_tokens": 2, **fields}
     assert count_errors(body) < 10
@@ -892,20 +1145,44 @@ def test_wrong_and_long_lists_cost_little(server: Running, fields: dict[str, Any
 def test_what_is_nested_too_deeply_is_refused(server: Running) -> None:
     """Wherever Python's stack ends: in the parser, in pydantic, in a template, in what looks through texts."""
     for depth in (250, 500, 900, 990, 5000, 50_000):
-        call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": nested(depth)}}
+        call = {
+            "id": "1",
+            "type": "function",
+            "function": {"name": "f", "arguments": nested(depth)},
+        }
         chat = [
             TURN,
             {"role": "assistant", "tool_calls": [call]},
             {"role": "tool", "tool_call_id": "1", "content": "x"},
         ]
-        assert server.ask("POST", "/v1/chat/completions", {"messages": chat, "max_tokens": 2}).status in (200, 400)
-        for name in ("chat_template_kwargs", "documents", "tools", "response_format", "messages"):
+        assert server.ask(
+            "POST", "/v1/chat/completions", {"messages": chat, "max_tokens": 2}
+        ).status in (200, 400)
+        for name in (
+            "chat_template_kwargs",
+            "documents",
+            "tools",
+            "response_format",
+            "messages",
+        ):
             body = f'{{"messages": [{{"role": "user", "content": "x"}}], "max_tokens": 2, "{name}": {nested(depth)}}}'
-            assert server.ask("POST", "/v1/chat/completions", body.encode()).status in (400, 413)
+            assert server.ask("POST", "/v1/chat/completions", body.encode()).status in (
+                400,
+                413,
+            )
 
 
 @pytest.mark.parametrize(
-    "ids", [{"\u0663": 1}, {"3_0": 1}, {" 3": 1}, {"3": 1, "03": 2}, {"-1": 1}, {"9" * 5000: 1}], ids=ascii
+    "ids",
+    [
+        {"\u0663": 1},
+        {"3_0": 1},
+        {" 3": 1},
+        {"3": 1, "03": 2},
+        {"-1": 1},
+        {"9" * 5000: 1},
+    ],
+    ids=ascii,
 )
 def test_a_bias_is_of_a_token(server: Running, ids: dict[str, int]) -> None:
     reply = server.chat("count to 3", logit_bias=ids, max_tokens=3)
@@ -939,20 +1216,40 @@ HALF = "\ud800"
         {"guided_regex": HALF},
         {"guided_choice": [HALF]},
         {"guided_grammar": f'start: "{HALF}"'},
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": [HALF]}}}},
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "x", "schema": {"enum": [HALF]}},
+            }
+        },
         {"tools": [{"type": "function", "function": {"name": HALF}}]},
         {"chat_template_kwargs": {HALF: 1}},
         {"logit_bias": {HALF: 1}},
         {"tool_choice": {"type": "function", "function": {"name": HALF}}},
         {"messages": [{"role": HALF, "content": "x"}]},
-        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": HALF}]}]},
-        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": HALF, "arguments": HALF}}]}]},
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "image_url", "image_url": HALF}]}
+            ]
+        },
+        {
+            "messages": [
+                {
+                    "role": "assistant",
+                    "tool_calls": [{"function": {"name": HALF, "arguments": HALF}}],
+                }
+            ]
+        },
     ],
     ids=ascii,
 )
-def test_half_a_character_is_the_requests_fault(server: Running, fields: dict[str, Any]) -> None:
+def test_half_a_character_is_the_requests_fault(
+    server: Running, fields: dict[str, Any]
+) -> None:
     """It is no text: no tokenizer takes it, and no message can be written with it as it is."""
-    reply = server.ask("POST", "/v1/chat/completions", {"messages": [TURN], "max_tokens": 2, **fields})
+    reply = server.ask(
+        "POST", "/v1/chat/completions", {"messages": [TURN], "max_tokens": 2, **fields}
+    )
     assert reply.status in (400, 404), reply.body
     assert reply.error["message"]
     assert server.chat("count to 3", user=HALF, max_tokens=2).status == 200
@@ -960,7 +1257,10 @@ def test_half_a_character_is_the_requests_fault(server: Running, fields: dict[st
 
 def test_refusals_speak_the_language_of_the_wire(server: Running) -> None:
     """They name what was sent, and what a client can do: no argument, class or option of the library."""
-    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "obect"}}}
+    form = {
+        "type": "json_schema",
+        "json_schema": {"name": "x", "schema": {"type": "obect"}},
+    }
     large = "data:image/png;base64," + "A" * (2 << 20)
     asked: list[tuple[Any, dict[str, Any], str | None, str]] = [
         ("a<|im_end|>b", {}, "messages", "leave it out"),
@@ -976,14 +1276,26 @@ def test_refusals_speak_the_language_of_the_wire(server: Running) -> None:
         ("word " * 5000, {}, "messages", "the model's context holds"),
         ([text("x"), {"type": "image_url", "image_url": large}], {}, "messages", "image"),
     ]  # fmt: skip
-    ours = ("template=", "FetchPolicy", "SamplingParams", "json_schema:", "regex:", "Template(", "Limits.")
+    ours = (
+        "template=",
+        "FetchPolicy",
+        "SamplingParams",
+        "json_schema:",
+        "regex:",
+        "Template(",
+        "Limits.",
+    )
     for content, fields, param, said in asked:
         reply = server.chat(content, max_tokens=3, **fields)
         assert reply.status == 400, (content[:20], reply.body)
         assert said in reply.error["message"] or isinstance(content, list)
         assert reply.error["param"] == param
-        assert not [word for word in ours if word in reply.error["message"]], reply.error["message"]
-    reply = server.ask("POST", "/v1/completions", {"prompt": [99999999999], "max_tokens": 2})
+        assert not [word for word in ours if word in reply.error["message"]], (
+            reply.error["message"]
+        )
+    reply = server.ask(
+        "POST", "/v1/completions", {"prompt": [99999999999], "max_tokens": 2}
+    )
     assert (reply.status, reply.error["param"]) == (400, "prompt")
 
 
@@ -996,10 +1308,22 @@ def test_a_wide_form_fails_alone_and_as_the_requests_fault(server: Running) -> N
 # Ways around the key -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE", "TRACE", "get"])
-def test_no_method_and_no_spelling_of_a_path_goes_around_the_key(locked: Running, method: str) -> None:
+@pytest.mark.parametrize(
+    "method",
+    ["GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE", "TRACE", "get"],
+)
+def test_no_method_and_no_spelling_of_a_path_goes_around_the_key(
+    locked: Running, method: str
+) -> None:
     """Whatever is not the page's own file, or whether the server lives, is refused before it is looked at."""
-    paths = ("/metrics", "/stats", "/openapi.json", "/v1/models", "/v1/chat/completions", "/v1/models/qwen2_vl")
+    paths = (
+        "/metrics",
+        "/stats",
+        "/openapi.json",
+        "/v1/models",
+        "/v1/chat/completions",
+        "/v1/models/qwen2_vl",
+    )
     odd = (
         "//v1/models",
         "/page/../v1/models",
@@ -1009,10 +1333,25 @@ def test_no_method_and_no_spelling_of_a_path_goes_around_the_key(locked: Running
         "/./v1/models",
         "/%2fv1/models",
     )
-    for path in (*paths, *odd, "/page", "/Page/app.js", "/healthy", "/?/v1/models", "/v1/models?x=/page/"):
-        reply = locked.ask(method, path, headers={"X-Original-URL": "/health", "X-Forwarded-For": "127.0.0.1"})
+    for path in (
+        *paths,
+        *odd,
+        "/page",
+        "/Page/app.js",
+        "/healthy",
+        "/?/v1/models",
+        "/v1/models?x=/page/",
+    ):
+        reply = locked.ask(
+            method,
+            path,
+            headers={"X-Original-URL": "/health", "X-Forwarded-For": "127.0.0.1"},
+        )
         is_page = path.startswith(("/page/", "/?"))
-        assert reply.status in ((401, 404, 405, 415, 200) if is_page else (401,)), (path, reply.status)
+        assert reply.status in ((401, 404, 405, 415, 200) if is_page else (401,)), (
+            path,
+            reply.status,
+        )
         assert b"qwen2_vl" not in reply.body
         assert b"vllm:" not in reply.body
 

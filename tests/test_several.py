@@ -20,7 +20,16 @@ from vlm_batch.types import Result
 CIRCLE = str(sample_images()[3])
 SAMPLED = SamplingParams(temperature=4.0, seed=2**64 - 2, max_tokens=24)
 #: One family for each kind of state: plain, cross-attention, recurrent, windows, shared layers, pooled blocks.
-KINDS = ["qwen2_vl", "mllama", "falcon_h1", "gemma3", "gemma3n", "deepseek_v4", "unlimited_ocr", "florence2"]
+KINDS = [
+    "qwen2_vl",
+    "mllama",
+    "falcon_h1",
+    "gemma3",
+    "gemma3n",
+    "deepseek_v4",
+    "unlimited_ocr",
+    "florence2",
+]
 
 
 @pytest.fixture(scope="module")
@@ -41,11 +50,15 @@ def answers_of(result: Result) -> list[Result]:
     return [result, *result.others]
 
 
-def test_n_answers_are_those_of_n_requests(batcher: VLMBatcher, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_n_answers_are_those_of_n_requests(
+    batcher: VLMBatcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Seeds count on from the request's; there are more answers than places; nothing is kept, and yet nothing is done twice."""
     seeds = [(SAMPLED.seed or 0) + index for index in range(5)]
     alone = [
-        batcher.submit(CIRCLE, "describe the image", params=replace(SAMPLED, seed=seed % 2**64)).result(timeout=60)
+        batcher.submit(
+            CIRCLE, "describe the image", params=replace(SAMPLED, seed=seed % 2**64)
+        ).result(timeout=60)
         for seed in seeds
     ]
     adapter = batcher._loop.generator.adapter
@@ -53,9 +66,13 @@ def test_n_answers_are_those_of_n_requests(batcher: VLMBatcher, monkeypatch: pyt
     for name in ("encode", "prefill"):
         monkeypatch.setattr(adapter, name, counted(name, getattr(adapter, name), calls))
     busy = batcher.submit(prompt="count to 9")
-    result = batcher.submit(CIRCLE, "describe the image", params=replace(SAMPLED, n=5)).result(timeout=60)
+    result = batcher.submit(
+        CIRCLE, "describe the image", params=replace(SAMPLED, n=5)
+    ).result(timeout=60)
     assert busy.result(timeout=60).text == "1 2 3 4 5 6 7 8 9"
-    assert [one.token_ids for one in answers_of(result)] == [one.token_ids for one in alone]
+    assert [one.token_ids for one in answers_of(result)] == [
+        one.token_ids for one in alone
+    ]
     assert len({one.token_ids for one in alone}) > 1, "the seeds make no difference"
     assert calls.count("encode") == 2
     assert calls.count("prefill") <= 3
@@ -79,15 +96,22 @@ def test_events_say_whose_they_are(batcher: VLMBatcher) -> None:
 def test_no_request_has_the_name_of_anothers_answer(batcher: VLMBatcher) -> None:
     """Answers have names inside the engine; whatever a request is called, it gets its own tokens and its own end."""
     alone = batcher.submit(prompt="count to 5").result(timeout=60)
-    several = batcher.submit(CIRCLE, "describe the image", request_id="a", params=replace(SAMPLED, n=3))
-    others = [batcher.submit(prompt="count to 5", request_id=name) for name in ("a[1]", "a 2", "a1")]
+    several = batcher.submit(
+        CIRCLE, "describe the image", request_id="a", params=replace(SAMPLED, n=3)
+    )
+    others = [
+        batcher.submit(prompt="count to 5", request_id=name)
+        for name in ("a[1]", "a 2", "a1")
+    ]
     assert [handle.result(timeout=60).text for handle in others] == [alone.text] * 3
     assert len(answers_of(several.result(timeout=60))) == 3
 
 
 @pytest.mark.parametrize("after", [0, 6])
 def test_cancelling_ends_all(batcher: VLMBatcher, after: int) -> None:
-    handle = batcher.submit(prompt="count to 9", params=SamplingParams(n=4, ignore_eos=True, max_tokens=500))
+    handle = batcher.submit(
+        prompt="count to 9", params=SamplingParams(n=4, ignore_eos=True, max_tokens=500)
+    )
     for count, _ in enumerate(handle.events() if after else ()):
         if count >= after:
             break
@@ -102,9 +126,15 @@ def test_a_request_that_fails_fails_as_one(batcher: VLMBatcher) -> None:
     def broken(tokens: Any, logits: Any) -> Any:
         raise RuntimeError("broken")
 
-    result = batcher.submit("gone.png", "what?", params=SamplingParams(n=3)).result(timeout=60)
-    assert all("gone.png does not exist" in (one.error or "") for one in answers_of(result))
-    result = batcher.submit(prompt="a", params=SamplingParams(n=3, logits_processors=[broken])).result(timeout=60)
+    result = batcher.submit("gone.png", "what?", params=SamplingParams(n=3)).result(
+        timeout=60
+    )
+    assert all(
+        "gone.png does not exist" in (one.error or "") for one in answers_of(result)
+    )
+    result = batcher.submit(
+        prompt="a", params=SamplingParams(n=3, logits_processors=[broken])
+    ).result(timeout=60)
     assert ["broken" in (one.error or "") for one in answers_of(result)] == [True] * 3
     assert batcher.stats().decoding == 0
 
@@ -116,39 +146,58 @@ def test_forms_and_rules_of_several_answers(batcher: VLMBatcher) -> None:
     assert all(one.parsed == one.text and len(one.text) == 8 for one in found)
     (four,) = batcher._preparer.processing.ids_of("4")
     params = SamplingParams(
-        n=3, bad_words=["4"], presence_penalty=0.5, min_tokens=10, max_tokens=12, temperature=1, seed=3
+        n=3,
+        bad_words=["4"],
+        presence_penalty=0.5,
+        min_tokens=10,
+        max_tokens=12,
+        temperature=1,
+        seed=3,
     )
-    for one in answers_of(batcher.submit(prompt="count to 9", params=params).result(timeout=60)):
+    for one in answers_of(
+        batcher.submit(prompt="count to 9", params=params).result(timeout=60)
+    ):
         assert four not in one.token_ids
         assert len(one.token_ids) >= 10
 
 
 def test_closing_ends_all() -> None:
     batcher = VLMBatcher(default_checkpoint(), max_rows=2)
-    handle = batcher.submit(prompt="count to 9", params=SamplingParams(n=6, ignore_eos=True, max_tokens=900))
+    handle = batcher.submit(
+        prompt="count to 9", params=SamplingParams(n=6, ignore_eos=True, max_tokens=900)
+    )
     next(iter(handle))
     batcher.close()
-    assert {one.finish_reason for one in answers_of(handle.result(timeout=10))} == {"cancelled"}
+    assert {one.finish_reason for one in answers_of(handle.result(timeout=10))} == {
+        "cancelled"
+    }
 
 
 def test_several_of_several(batcher: VLMBatcher) -> None:
-    asked = [Request(prompt="count to 4", params=replace(SAMPLED, n=n, seed=9)) for n in (1, 4, 2, 3)]
+    asked = [
+        Request(prompt="count to 4", params=replace(SAMPLED, n=n, seed=9))
+        for n in (1, 4, 2, 3)
+    ]
     results = batcher.generate(asked)
     assert [len(one.others) for one in results] == [0, 3, 1, 2]
     for result in results:
-        assert [one.text for one in answers_of(result)] == [one.text for one in answers_of(results[1])][
-            : 1 + len(result.others)
-        ]
+        assert [one.text for one in answers_of(result)] == [
+            one.text for one in answers_of(results[1])
+        ][: 1 + len(result.others)]
 
 
-@pytest.mark.parametrize("placement", list(Placement), ids=lambda placement: placement.name.lower())
+@pytest.mark.parametrize(
+    "placement", list(Placement), ids=lambda placement: placement.name.lower()
+)
 @pytest.mark.parametrize("name", KINDS)
 def test_every_kind_of_state_forks(name: str, placement: Placement) -> None:
     """A prompt's state, copied for each answer: the tokens are those of single requests with the same seeds."""
     inputs = as_mlx(inputs_of(name, "image:1:2"))
 
     def run(asked: dict[str, SamplingParams]) -> dict[str, tuple[int, ...]]:
-        generator = BatchGenerator(shared_adapter(name), policy=settings_for(placement, max_rows=2))
+        generator = BatchGenerator(
+            shared_adapter(name), policy=settings_for(placement, max_rows=2)
+        )
         for request_id, params in asked.items():
             generator.insert(request_id, inputs, params)
         ends: dict[str, tuple[int, ...]] = {}

@@ -32,11 +32,25 @@ from vlm_batch.types import SamplingParams
 
 #: Families whose layers have one projection for all, or no linear layers that share an input: nothing becomes one.
 WITHOUT = frozenset(
-    {"falcon_ocr", "falcon_perception", "glm5_next", "jina_vlm", "molmo", "molmo2", "molmo_point", "moondream2"}
+    {
+        "falcon_ocr",
+        "falcon_perception",
+        "glm5_next",
+        "jina_vlm",
+        "molmo",
+        "molmo2",
+        "molmo_point",
+        "moondream2",
+    }
 )
 WITHOUT |= {"moondream3", "muse_spark", "phi3_v", "phi4_siglip", "phi4mm", "plamo2vl"}
 NARROW = policy_of({"wide_products": False})
-ASKS = (Ask("image:3:2"), Ask("text:4:9", at=2), Ask("image:1:0", at=3), Ask("text:5:26", at=5))
+ASKS = (
+    Ask("image:3:2"),
+    Ask("text:4:9", at=2),
+    Ask("image:1:0", at=3),
+    Ask("text:5:26", at=5),
+)
 
 
 @contextmanager
@@ -56,22 +70,37 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
 
     with monkeypatch.context() as patch:
         patch.setattr(Wide, "part", counting_part)
-        patch.setattr(shared, "mx", type("mx", (), {**vars(mx), "split": staticmethod(counting_split)}))
+        patch.setattr(
+            shared,
+            "mx",
+            type("mx", (), {**vars(mx), "split": staticmethod(counting_split)}),
+        )
         yield found
 
 
 @pytest.mark.parametrize("name", every_family())
-def test_every_family_answers_as_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_family_answers_as_alone(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also: each part of a product that is made is taken, in prompts and in steps; none is computed twice."""
     tiny = tiny_family(name)
     model = tiny.build()
     adapter = adapter_for(tiny.registered)(model)
     assert (share_products(adapter, model) > 0) == (name not in WITHOUT)
     with counted(monkeypatch) as found:
-        answers = run(adapter, lambda key: inputs_of(name, key), ASKS, placement=Placement.for_device())
+        answers = run(
+            adapter,
+            lambda key: inputs_of(name, key),
+            ASKS,
+            placement=Placement.for_device(),
+        )
     check(name, answers)
     assert found["made"] == found["parts"]
-    assert all(vars(wide)["_rows"] is None for _, wide in adapter.language.named_modules() if isinstance(wide, Wide))
+    assert all(
+        vars(wide)["_rows"] is None
+        for _, wide in adapter.language.named_modules()
+        if isinstance(wide, Wide)
+    )
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -109,19 +138,33 @@ def test_the_caller_s_model_keeps_its_numbers_and_nothing_is_held_twice() -> Non
     assert mx.get_active_memory() - held < 20_000  # of 500,000 or so
     after = dict(tree_flatten(model.parameters()))
     assert {path: array.shape for path, array in after.items()} == shapes
-    assert all(np.array_equal(copies[path], np.array(array)) for path, array in after.items())
-    assert not any(isinstance(child, (Part, Wide)) for _, child in model.named_modules())
+    assert all(
+        np.array_equal(copies[path], np.array(array)) for path, array in after.items()
+    )
+    assert not any(
+        isinstance(child, (Part, Wide)) for _, child in model.named_modules()
+    )
 
 
 def test_a_policy_says_so_and_answers_stay_the_same() -> None:
     found = []
     for wide in (False, True):
         adapter = adapt(tiny_model(), policy=policy_of({"wide_products": wide}))
-        assert any(isinstance(child, Wide) for _, child in adapter.language.named_modules()) == wide
+        assert (
+            any(
+                isinstance(child, Wide) for _, child in adapter.language.named_modules()
+            )
+            == wide
+        )
         found.append(adapter)
-    assert fingerprint(found[0]) != fingerprint(found[1])  # what is kept of one is no beginning for the other
-    narrow, wide_ones = ({str(product) for product in products_of(adapter.language)} for adapter in found)
-    assert "products of 64 by 128 in mlx.core.float32 with a bias" in wide_ones - narrow, (narrow, wide_ones)
+    # what is kept of one is no beginning for the other
+    assert fingerprint(found[0]) != fingerprint(found[1])
+    narrow, wide_ones = (
+        {str(product) for product in products_of(adapter.language)} for adapter in found
+    )
+    assert (
+        "products of 64 by 128 in mlx.core.float32 with a bias" in wide_ones - narrow
+    ), (narrow, wide_ones)
 
 
 @pytest.mark.parametrize("name", ["deepseek_v4", "deepseek_v41", "qwen3_5"])
@@ -132,7 +175,9 @@ def test_what_the_trial_leaves_behind_can_be_used_on_another_thread(name: str) -
     assert share_products(adapter) > 0
     asks = [Ask("text:5:26"), Ask("image:3:2")]
     with ThreadPoolExecutor(1) as other:
-        answers = other.submit(run, adapter, lambda key: inputs_of(name, key), asks).result()
+        answers = other.submit(
+            run, adapter, lambda key: inputs_of(name, key), asks
+        ).result()
     check(name, answers)
 
 
@@ -144,7 +189,10 @@ def test_packed_weights_are_shared_too(bits: int) -> None:
     plain, wide = (adapt(model, policy=NARROW) for _ in range(2))
     assert share_products(wide, model) > 0
     answers = [
-        [answer.logprobs for answer in run(adapter, lambda key: inputs_of("qwen2_5_vl", key), ASKS)]
+        [
+            answer.logprobs
+            for answer in run(adapter, lambda key: inputs_of("qwen2_5_vl", key), ASKS)
+        ]
         for adapter in (plain, wide)
     ]
     for one, other in zip(*answers, strict=True):
@@ -155,14 +203,21 @@ def test_reproducible_answers_are_proven_with_wide_products() -> None:
     """The proof tries the wide products; a row's answer is the same bits alone and in company."""
     adapter = adapt(tiny_model(), policy=policy_of({"wide_products": True}))
     shapes = fixed_shapes(adapter, max_rows=4)
-    engines = [BatchGenerator(adapter, policy=policy_of({"max_rows": 4}), shapes=shapes) for _ in ASKS] + [
+    engines = [
         BatchGenerator(adapter, policy=policy_of({"max_rows": 4}), shapes=shapes)
+        for _ in ASKS
+    ] + [BatchGenerator(adapter, policy=policy_of({"max_rows": 4}), shapes=shapes)]
+    asked = [
+        Asked(inputs_of("qwen2_5_vl", ask.key), SamplingParams(max_tokens=8), ask.at)
+        for ask in ASKS
     ]
-    asked = [Asked(inputs_of("qwen2_5_vl", ask.key), SamplingParams(max_tokens=8), ask.at) for ask in ASKS]
     together = played(engines[-1], asked)
     for one, engine, (_, logits) in zip(asked, engines, together, strict=False):
         ((_, alone),) = played(engine, [one])
-        assert all(mx.array_equal(mine, theirs) for mine, theirs in zip(alone, logits, strict=True))
+        assert all(
+            mx.array_equal(mine, theirs)
+            for mine, theirs in zip(alone, logits, strict=True)
+        )
 
 
 def test_a_model_that_reads_more_of_its_layers_stays_as_it_is() -> None:
@@ -181,10 +236,14 @@ def test_a_model_that_reads_more_of_its_layers_stays_as_it_is() -> None:
     before = fingerprint(adapter)
     assert share_products(adapter, model) == 0
     assert fingerprint(adapter) == before
-    assert not any(isinstance(child, (Part, Wide)) for _, child in adapter.language.named_modules())
+    assert not any(
+        isinstance(child, (Part, Wide)) for _, child in adapter.language.named_modules()
+    )
 
 
-def test_without_memory_to_join_them_layers_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_memory_to_join_them_layers_stay_as_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     adapter = adapt(tiny_model(), policy=NARROW)
     before, calls = fingerprint(adapter), 0
 
@@ -198,14 +257,24 @@ def test_without_memory_to_join_them_layers_stay_as_they_are(monkeypatch: pytest
     monkeypatch.setattr(shared, "widened", ends)
     assert share_products(adapter) == 0 and calls == 3
     assert fingerprint(adapter) == before
-    assert not any(isinstance(child, (Part, Wide)) for _, child in adapter.language.named_modules())
+    assert not any(
+        isinstance(child, (Part, Wide)) for _, child in adapter.language.named_modules()
+    )
 
 
 def test_an_input_that_is_not_shared_after_all_is_right_all_the_same() -> None:
     wide = widened([nn.Linear(8, 3), nn.Linear(8, 5)])
     one, other = mx.random.normal((2, 8)), mx.random.normal((2, 8))
     first, second = (nn.Linear(8, 3), nn.Linear(8, 5))
-    for at, (layer, part) in enumerate(((first, wide.linear.weight[:3]), (second, wide.linear.weight[3:]))):
+    for at, (layer, part) in enumerate(
+        ((first, wide.linear.weight[:3]), (second, wide.linear.weight[3:]))
+    ):
         layer.weight, layer.bias = part, wide.linear.bias[3 * at : 3 + 5 * at]
-    for at, layer, rows in ((0, first, one), (1, second, other), (1, second, one), (1, second, one), (0, first, one)):
+    for at, layer, rows in (
+        (0, first, one),
+        (1, second, other),
+        (1, second, one),
+        (1, second, one),
+        (0, first, one),
+    ):
         np.testing.assert_allclose(wide.part(at, rows), layer(rows), atol=1e-6)

@@ -34,7 +34,9 @@ SHORT = FreeShapes(short_rows=1024)
 
 
 def engine_of(name: str, **said: Any) -> BatchGenerator:
-    return BatchGenerator(shared_adapter(name), policy=settings_for(Placement.ROWS, max_rows=4, **said))
+    return BatchGenerator(
+        shared_adapter(name), policy=settings_for(Placement.ROWS, max_rows=4, **said)
+    )
 
 
 @pytest.fixture
@@ -53,7 +55,9 @@ def layouts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_rows_join_leave_and_move_apart(name: str, layouts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_join_leave_and_move_apart(
+    name: str, layouts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A longer row comes and goes: all have caches of their own while it is there. Each gets the answer that it gets alone."""
     monkeypatch.setattr(shapes, "SPREAD", 8)
     engine = engine_of(name)
@@ -73,13 +77,20 @@ def test_rows_join_leave_and_move_apart(name: str, layouts: list[str], monkeypat
 def test_places_stay_dense() -> None:
     """An array of short rows has a place for each, no more: others would be computed in vain."""
     adapter, seen = shared_adapter("llava"), set[tuple[int, int]]()
-    asks = [Ask("text:4:9", tokens=3), Ask("text:6:14", tokens=7), Ask("text:5:12", tokens=9), Ask("text:7:12", at=5)]
+    asks = [
+        Ask("text:4:9", tokens=3),
+        Ask("text:6:14", tokens=7),
+        Ask("text:5:12", tokens=9),
+        Ask("text:7:12", at=5),
+    ]
     plain = adapter.decode
 
     def watched(step: Any, call: Call = Call()) -> mx.array:
         for layer in step.caches:
             if isinstance(layer, SlabCache):
-                assert layer.keys is not None and layer.keys.shape[0] == len(engine.rows.batch)
+                assert layer.keys is not None and layer.keys.shape[0] == len(
+                    engine.rows.batch
+                )
                 seen.add((layer.keys.shape[0], layer.keys.shape[2]))
         return plain(step, call)
 
@@ -89,7 +100,9 @@ def test_places_stay_dense() -> None:
         check("llava", run_family("llava", asks, generator=engine))
     finally:
         del adapter.decode  # type: ignore[attr-defined]
-    assert {rows for rows, _ in seen} == {2, 3} and {columns for _, columns in seen} == {SHORT_STEP}
+    assert {rows for rows, _ in seen} == {2, 3} and {
+        columns for _, columns in seen
+    } == {SHORT_STEP}
 
 
 def test_a_row_that_is_removed_leaves_the_others_as_they_were() -> None:
@@ -103,14 +116,18 @@ def test_a_row_that_is_removed_leaves_the_others_as_they_were() -> None:
     layer.keep_places([0, 2])
     assert layer.lengths == (5, 9) and layer.num_places == 2
     for place, length in enumerate((5, 9)):
-        assert mx.array_equal(layer.extract(place).keys, rows[length].keys[:, :, :length]).item()
+        assert mx.array_equal(
+            layer.extract(place).keys, rows[length].keys[:, :, :length]
+        ).item()
 
 
 def kv(length: int) -> Any:
     from mlx_vlm.models.cache import KVCache
 
     cache = KVCache()
-    cache.update_and_fetch(mx.random.normal((1, 2, length, 8)), mx.random.normal((1, 2, length, 8)))
+    cache.update_and_fetch(
+        mx.random.normal((1, 2, length, 8)), mx.random.normal((1, 2, length, 8))
+    )
     return cache
 
 
@@ -120,11 +137,18 @@ def test_the_layout_goes_by_lengths_and_by_what_it_is() -> None:
     assert SHORT.placement([20, 30, 40]) is slab
     assert SHORT.placement([20, 20 + 2 * SPREAD]) is slab
     assert SHORT.placement([20, 21 + 2 * SPREAD]) is rows
-    assert SHORT.placement([20, 21 + 2 * SPREAD], slab) is slab  # until it is twice as many
+    # until it is twice as many
+    assert SHORT.placement([20, 21 + 2 * SPREAD], slab) is slab
     assert SHORT.placement([20, 21 + 4 * SPREAD], slab) is rows
-    assert SHORT.placement([1000, 1000]) is rows and SHORT.placement([1000, 1000], slab) is slab
+    assert (
+        SHORT.placement([1000, 1000]) is rows
+        and SHORT.placement([1000, 1000], slab) is slab
+    )
     assert SHORT.placement([1025, 1025], slab) is rows
-    assert FreeShapes().placement([20, 30]) is rows and FixedShapes().placement([20, 30]) is rows
+    assert (
+        FreeShapes().placement([20, 30]) is rows
+        and FixedShapes().placement([20, 30]) is rows
+    )
     assert FreeShapes(Placement.SLAB).placement([20]) is slab
 
 
@@ -139,19 +163,33 @@ def test_keys_in_few_bits_and_reproducible_answers_keep_rows_apart() -> None:
 
 def test_a_few_positions_fill_up_prompts_that_share_an_array() -> None:
     policy = POLICIES[Device.CPU]
-    groups = FreeShapes.of(shared_adapter("llava"), None, policy).groups([30, 20, 9, 31, 100])
+    groups = FreeShapes.of(shared_adapter("llava"), None, policy).groups(
+        [30, 20, 9, 31, 100]
+    )
     assert sorted(map(sorted, groups)) == [[0, 1, 3], [2], [4]]
-    assert FreeShapes.of(shared_adapter("llava"), None, settings_for(Placement.SLAB, pad_to=0)).fill == 0
+    assert (
+        FreeShapes.of(
+            shared_adapter("llava"), None, settings_for(Placement.SLAB, pad_to=0)
+        ).fill
+        == 0
+    )
 
 
 @pytest.mark.parametrize("width", [16, 24])
 @pytest.mark.parametrize("is_traditional", [False, True])
-def test_a_steps_rotation_by_shared_factors_is_mlxs(width: int, is_traditional: bool) -> None:
-    x, offset = mx.random.normal((3, 4, 1, width)), mx.array([3, 700, 41], dtype=mx.int32)
+def test_a_steps_rotation_by_shared_factors_is_mlxs(
+    width: int, is_traditional: bool
+) -> None:
+    x = mx.random.normal((3, 4, 1, width))
+    offset = mx.array([3, 700, 41], dtype=mx.int32)
     plain: Any
     ours: Any
-    plain, ours = (cls(16, traditional=is_traditional, base=500.0, scale=0.5) for cls in (nn.RoPE, RowRoPE))
-    assert np.allclose(np.array(ours(x, offset)), np.array(plain(x, offset)), atol=1e-6)  # as it is without an adapter
+    plain, ours = (
+        cls(16, traditional=is_traditional, base=500.0, scale=0.5)
+        for cls in (nn.RoPE, RowRoPE)
+    )
+    # as it is without an adapter
+    assert np.allclose(np.array(ours(x, offset)), np.array(plain(x, offset)), atol=1e-6)
     with running(Call(positions=offset)):
         found = ours(x, offset)
     assert not mx.array_equal(found, x).item()
@@ -161,10 +199,18 @@ def test_a_steps_rotation_by_shared_factors_is_mlxs(width: int, is_traditional: 
 
 
 def test_llama_3s_rotation_by_shared_factors_is_mlxs() -> None:
-    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    scaling = {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
     plain: Any
     ours: Any
-    plain, ours = (cls(16, base=500.0, scaling_config=scaling) for cls in (Llama3RoPE, RowLlama3RoPE))
+    plain, ours = (
+        cls(16, base=500.0, scaling_config=scaling)
+        for cls in (Llama3RoPE, RowLlama3RoPE)
+    )
     x, offset = mx.random.normal((3, 4, 1, 16)), mx.array([3, 70, 41], dtype=mx.int32)
     with running(Call(positions=offset)):
         found = ours(x, offset)
@@ -174,14 +220,21 @@ def test_llama_3s_rotation_by_shared_factors_is_mlxs() -> None:
 @pytest.mark.parametrize("columns", [40, 400])
 def test_masked_attention_of_short_rows_is_mlxs(columns: int) -> None:
     queries, keys, values = (
-        mx.random.normal(shape) for shape in ((8, 4, 1, 16), (8, 2, columns, 16), (8, 2, columns, 16))
+        mx.random.normal(shape)
+        for shape in ((8, 4, 1, 16), (8, 2, columns, 16), (8, 2, columns, 16))
     )
     mask = (mx.arange(columns)[None] <= mx.arange(8)[:, None] * 3)[:, None, None]
-    right = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=0.3, mask=mask)
+    right = mx.fast.scaled_dot_product_attention(
+        queries, keys, values, scale=0.3, mask=mask
+    )
     for scores in (2**30, 0):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(kernels, "FEW_SCORES", scores)
-            assert np.allclose(np.array(kernels.attend(queries, keys, values, 0.3, mask)), np.array(right), atol=2e-6)
+            assert np.allclose(
+                np.array(kernels.attend(queries, keys, values, 0.3, mask)),
+                np.array(right),
+                atol=2e-6,
+            )
 
 
 @pytest.fixture
@@ -201,9 +254,15 @@ def kernels_built(monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
     return seen
 
 
-def test_graphs_on_a_cpu_fuse_nothing(kernels_built: list[set[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_on_a_cpu_fuse_nothing(
+    kernels_built: list[set[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No kernel is built while rows decode, and log-probabilities have the bits of steps without a graph."""
-    asks = [Ask("text:4:9", tokens=12), Ask("text:6:14", tokens=7), Ask("image:2:1", at=3, tokens=6)]
+    asks = [
+        Ask("text:4:9", tokens=12),
+        Ask("text:6:14", tokens=7),
+        Ask("image:2:1", at=3, tokens=6),
+    ]
     graphs: list[Any] = []
     plain = mx.compile
 
@@ -218,14 +277,24 @@ def test_graphs_on_a_cpu_fuse_nothing(kernels_built: list[set[str]], monkeypatch
     assert any("CompiledDecode" in repr(function) for function in graphs)
     assert kernels_built and not set().union(*kernels_built)
     for one, other in zip(steps, found, strict=True):
-        assert [row.tobytes() for row in one.logprobs] == [row.tobytes() for row in other.logprobs]
+        assert [row.tobytes() for row in one.logprobs] == [
+            row.tobytes() for row in other.logprobs
+        ]
     check("llava", found)
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "lfm2_vl", "falcon_h1", "glm4v", "kimi_vl"])
-def test_graphs_have_the_bits_of_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "name", ["qwen3_5", "lfm2_vl", "falcon_h1", "glm4v", "kimi_vl"]
+)
+def test_graphs_have_the_bits_of_steps(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Recurrent states beside slabs, both in one layer, and experts; rows join and leave."""
-    asks = [Ask("text:4:9", tokens=12), Ask("text:6:14", tokens=7), Ask("text:5:12", at=3, tokens=6)]
+    asks = [
+        Ask("text:4:9", tokens=12),
+        Ask("text:6:14", tokens=7),
+        Ask("text:5:12", at=3, tokens=6),
+    ]
     graphs: list[CompiledDecode] = []
     plain = CompiledDecode._new
 
@@ -239,11 +308,17 @@ def test_graphs_have_the_bits_of_steps(name: str, monkeypatch: pytest.MonkeyPatc
     found = run_family(name, asks, compile_decode=None)
     assert len(graphs) >= 2 and all(one._is_graph for one in graphs)
     for one, other in zip(steps, found, strict=True):
-        assert [row.tobytes() for row in one.logprobs] == [row.tobytes() for row in other.logprobs]
+        assert [row.tobytes() for row in one.logprobs] == [
+            row.tobytes() for row in other.logprobs
+        ]
 
 
 def test_graphs_that_were_asked_for_are_fused(kernels_built: list[set[str]]) -> None:
-    run_family("llava", [Ask("text:4:9", tokens=4), Ask("text:6:14", tokens=4)], compile_decode=True)
+    run_family(
+        "llava",
+        [Ask("text:4:9", tokens=4), Ask("text:6:14", tokens=4)],
+        compile_decode=True,
+    )
     assert set().union(*kernels_built)
 
 
@@ -252,15 +327,20 @@ def test_a_step_that_is_no_graph_goes_on_without_one() -> None:
 
     def decode(step: DecodeStep) -> mx.array:
         layer: Any = step.caches[0]
-        layer.update_and_fetch(*[mx.full((2, 1, 1, 4), 1.0 + layer.offset.max().item())] * 2)
+        layer.update_and_fetch(
+            *[mx.full((2, 1, 1, 4), 1.0 + layer.offset.max().item())] * 2
+        )
         return mx.exp(step.tokens * 2.0) + 1
 
-    graph, slab = CompiledDecode(decode, 0, is_fused=False, adds_masks=False), SlabCache(2)
+    graph = CompiledDecode(decode, 0, is_fused=False, adds_masks=False)
+    slab = SlabCache(2)
     single = KVCache()
     single.update_and_fetch(*[mx.zeros((1, 1, 3, 4))] * 2)
     for place in range(2):
         slab.put(place, single)
-    step = DecodeStep(mx.zeros((2, 1), dtype=mx.int32), mx.zeros(2, dtype=mx.int32), [slab], [{}, {}])
+    step = DecodeStep(
+        mx.zeros((2, 1), dtype=mx.int32), mx.zeros(2, dtype=mx.int32), [slab], [{}, {}]
+    )
     for _ in range(2):
         assert graph(step).tolist() == [[2.0], [2.0]]
     assert slab.lengths == (5, 5)
@@ -293,19 +373,26 @@ def test_who_wants_no_graphs_has_none() -> None:
     assert can_leave_unfused()
 
 
-def test_an_mlx_without_the_switch_has_no_graphs_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_mlx_without_the_switch_has_no_graphs_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(compiled, "SET_MODE", "no_such_function")
     compiled._set_mode.cache_clear()
     try:
         assert not can_leave_unfused()
         engine = engine_of("llava")
         assert engine._decoder._compiled is None
-        check("llava", run_family("llava", [Ask("text:4:9"), Ask("text:6:14")], generator=engine))
+        check(
+            "llava",
+            run_family("llava", [Ask("text:4:9"), Ask("text:6:14")], generator=engine),
+        )
     finally:
         compiled._set_mode.cache_clear()
 
 
-def test_a_line_that_has_not_changed_is_not_gone_through_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_that_has_not_changed_is_not_gone_through_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Places are taken and rows ahead are encoded: what waits costs a step nothing until somebody comes, goes or ends."""
     engine = engine_of("llava")
     looks: list[int] = []
@@ -316,6 +403,8 @@ def test_a_line_that_has_not_changed_is_not_gone_through_again(monkeypatch: pyte
         return plain(self)
 
     monkeypatch.setattr(BatchGenerator, "_line", counted)
-    asks = [Ask(f"text:{4 + n}:9", tokens=30) for n in range(9)] + [Ask("image:2:1", at=5, tokens=3)]
+    asks = [Ask(f"text:{4 + n}:9", tokens=30) for n in range(9)] + [
+        Ask("image:2:1", at=5, tokens=3)
+    ]
     check("llava", run_family("llava", asks, generator=engine))
     assert 9 < len(looks) < 40  # of some 90 steps

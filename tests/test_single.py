@@ -7,7 +7,16 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from tests.harness import TOLERANCE, Answer, Ask, difference, inputs_of, oracle, run, settings_for
+from tests.harness import (
+    TOLERANCE,
+    Answer,
+    Ask,
+    difference,
+    inputs_of,
+    oracle,
+    run,
+    settings_for,
+)
 from tests.zoo import family, generate_alone
 from vlm_batch.adapters.single import SingleRow
 from vlm_batch.caches import Placement
@@ -26,7 +35,11 @@ def test_rows_one_after_another(name: str, placement: Placement) -> None:
     keys = ("image:1:0", "text:4:9", "image:3:2", "text:4:9", "image:1:0")
     adapter = SingleRow(family(name).build())
     answers = run(
-        adapter, lambda key: inputs_of(name, key), [Ask(key) for key in keys], config=ONE, placement=placement
+        adapter,
+        lambda key: inputs_of(name, key),
+        [Ask(key) for key in keys],
+        config=ONE,
+        placement=placement,
     )
     for answer in answers:
         assert answer.result is not None
@@ -51,7 +64,9 @@ def test_mlx_vlms_own_answers(name: str, placement: Placement) -> None:
     asks = [cancelled, *map(Ask, [*texts, *pictures, *texts[::-1], *pictures])]
     adapter = (Marked if name == "deepseek_v4" else SingleRow)(family(name).build())
     engine = BatchGenerator(adapter, policy=settings_for(placement, **ONE))
-    answers = run(adapter, lambda key: inputs_of(name, key), asks, config=ONE, generator=engine)
+    answers = run(
+        adapter, lambda key: inputs_of(name, key), asks, config=ONE, generator=engine
+    )
     assert answers[0].result is not None
     assert answers[0].result.finish_reason == "cancelled"
     check_alone(name, answers[1:])
@@ -62,6 +77,11 @@ def check_alone(name: str, answers: Sequence[Answer]) -> None:
         assert answer.result is not None
         assert answer.result.error is None, answer.result.error
         model = family(name).build()
-        trace = generate_alone(model, inputs_of(name, answer.ask.key), answer.ask.tokens, prefill_step_size=None)
+        trace = generate_alone(
+            model,
+            inputs_of(name, answer.ask.key),
+            answer.ask.tokens,
+            prefill_step_size=None,
+        )
         assert list(answer.result.token_ids) == trace.tokens
         assert np.abs(np.stack(answer.logprobs) - trace.logprobs).max() <= TOLERANCE

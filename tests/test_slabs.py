@@ -32,7 +32,11 @@ def empty(kind: str, places: int = PLACES) -> SlabCache:
     if kind == "full":
         slab = SlabCache(places)
     else:
-        slab = RingSlabCache(places, WINDOW) if kind == "sliding" else QuantizedSlabCache(places, 64, 8)
+        slab = (
+            RingSlabCache(places, WINDOW)
+            if kind == "sliding"
+            else QuantizedSlabCache(places, 64, 8)
+        )
     slab.resize(places)
     return slab
 
@@ -53,16 +57,25 @@ def row(kind: str, length: int) -> Any:
 def held(slab: SlabCache, place: int) -> list[mx.array]:
     """The arrays of the row at a place."""
     state = slab.extract(place).state
-    return [part for states in state for part in (states.parts if hasattr(states, "parts") else [states])]
+    return [
+        part
+        for states in state
+        for part in (states.parts if hasattr(states, "parts") else [states])
+    ]
 
 
 def own(cache: Any) -> list[mx.array]:
-    return [part for states in cache.state for part in (states.parts if hasattr(states, "parts") else [states])]
+    return [
+        part
+        for states in cache.state
+        for part in (states.parts if hasattr(states, "parts") else [states])
+    ]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_are_the_same_while_slabs_grow_and_give_back(kind: str) -> None:
-    slab, rows = empty(kind), {place: row(kind, length) for place, length in enumerate((200, 900, 2100))}
+    slab = empty(kind)
+    rows = {place: row(kind, length) for place, length in enumerate((200, 900, 2100))}
     for place, single in rows.items():
         slab.put(place, single)
     assert slab.capacity == 2304
@@ -110,7 +123,9 @@ def test_a_slab_grows_an_array_at_a_time(kind: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "gemma3n", "llama4", "qwen3_5"])
-def test_answers_are_the_same_over_slabs_that_grow_and_give_back(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_are_the_same_over_slabs_that_grow_and_give_back(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Capacities in steps of 4 columns: rows of several lengths make slabs wide and narrow again within a few tokens."""
     monkeypatch.setattr("vlm_batch.caches.slab.CAPACITY_STEP", 4)
     cuts: list[int] = []
@@ -132,7 +147,9 @@ def test_answers_are_the_same_over_slabs_that_grow_and_give_back(name: str, monk
 
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl"])
-def test_steps_are_graphs_by_default_where_launches_decide(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_are_graphs_by_default_where_launches_decide(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rows join and leave, and the slab grows: each answer is the one alone. Products of few bits, and packed weights, have
     none."""
     monkeypatch.setattr(kernels, "counts_launches", lambda: True)
@@ -146,11 +163,20 @@ def test_steps_are_graphs_by_default_where_launches_decide(name: str, monkeypatc
 
     monkeypatch.setattr(CompiledDecode, "__init__", watched)
     monkeypatch.setattr("vlm_batch.engine.decoding.can_leave_unfused", lambda: False)
-    engine = BatchGenerator(shared_adapter(name), policy=settings_for(Placement.SLAB, max_rows=4))
-    asks = [Ask("text:4:250", tokens=12), Ask("image:2:1", at=2), Ask("text:5:9", at=5), Ask("text:6:14", at=6)]
+    engine = BatchGenerator(
+        shared_adapter(name), policy=settings_for(Placement.SLAB, max_rows=4)
+    )
+    asks = [
+        Ask("text:4:250", tokens=12),
+        Ask("image:2:1", at=2),
+        Ask("text:5:9", at=5),
+        Ask("text:6:14", at=6),
+    ]
     check(name, run_family(name, asks, generator=engine))
     (graphs,) = made
-    assert len(graphs._graphs) > 2, "of one, two and four places, and of 256 and 512 columns"
+    assert len(graphs._graphs) > 2, (
+        "of one, two and four places, and of 256 and 512 columns"
+    )
     ids = []
     for few_bits, has_graphs in (("packed", False), ("kernel", True)):
         policy = settings_for(Placement.SLAB, few_bits=few_bits)
@@ -163,9 +189,16 @@ def test_steps_are_graphs_by_default_where_launches_decide(name: str, monkeypatc
     assert ids[0] == ids[1]
     assert len(made) == 3
     packed = adapter_for(name)(family(name).build())
-    nn.quantize(packed.language, group_size=32, bits=8, class_predicate=lambda path, _: path.endswith("q_proj"))
+    nn.quantize(
+        packed.language,
+        group_size=32,
+        bits=8,
+        class_predicate=lambda path, _: path.endswith("q_proj"),
+    )
     BatchGenerator(packed, policy=settings_for(Placement.SLAB))
-    BatchGenerator(shared_adapter(name), policy=settings_for(Placement.ROWS), compile_decode=False)
+    BatchGenerator(
+        shared_adapter(name), policy=settings_for(Placement.ROWS), compile_decode=False
+    )
     assert len(made) == 3
 
 
@@ -188,16 +221,24 @@ def test_a_compiled_step_that_fails_holds_no_slab() -> None:
 
 
 @pytest.mark.parametrize("count", [2, 5, 8])
-@pytest.mark.parametrize("lengths", [(3, 0, 6), (8, 21, 0), (7, 15, 40), (2, 3, 4)], ids=str)
-def test_a_ring_after_a_forward_with_drafts_holds_what_single_steps_leave(lengths: tuple[int, ...], count: int) -> None:
+@pytest.mark.parametrize(
+    "lengths", [(3, 0, 6), (8, 21, 0), (7, 15, 40), (2, 3, 4)], ids=str
+)
+def test_a_ring_after_a_forward_with_drafts_holds_what_single_steps_leave(
+    lengths: tuple[int, ...], count: int
+) -> None:
     """Each position sees what it sees in a step of its own; rejected positions have overwritten nothing."""
     window = 8
     mx.random.seed(count)
-    tokens = [mx.random.normal((1, HEADS, 64, DEPTH)) for _ in lengths]  # keys of each place; values are their doubles
+    # keys of each place; values are their doubles
+    tokens = [mx.random.normal((1, HEADS, 64, DEPTH)) for _ in lengths]
 
     def at(position: int) -> mx.array:  # of each place's sequence
         return mx.concatenate(
-            [own[:, :, (n + position) % 64][:, :, None] for own, n in zip(tokens, lengths, strict=True)]
+            [
+                own[:, :, (n + position) % 64][:, :, None]
+                for own, n in zip(tokens, lengths, strict=True)
+            ]
         )
 
     def ring() -> RingSlabCache:
@@ -214,25 +255,42 @@ def test_a_ring_after_a_forward_with_drafts_holds_what_single_steps_leave(length
     for kept in {1, count // 2 + 1, count}:
         slab, single = ring(), ring()
         view = slab.drafted([count] * len(lengths))
-        new = mx.stack([at(position) for position in range(count)], axis=1).reshape(-1, HEADS, 1, DEPTH)
+        new = mx.stack([at(position) for position in range(count)], axis=1).reshape(
+            -1, HEADS, 1, DEPTH
+        )
         mask = view.make_mask(1)
         states = view.update_and_fetch(new, 2 * new)
         for position in range(count):
             seen = single.make_mask(1)
             keys, values = single.update_and_fetch(at(position), 2 * at(position))
             if position == kept - 1:
-                done = {place: single.extract(place).state for place, length in enumerate(lengths) if length}
+                done = {
+                    place: single.extract(place).state
+                    for place, length in enumerate(lengths)
+                    if length
+                }
             for place, length in enumerate(lengths):
                 row = mask[place * count + position, 0, 0]
                 right = mx.ones_like(row) if seen is None else seen[place, 0, 0]
                 if length:
-                    assert row[: right.size].tolist() == right.tolist() and not row[right.size :].any().item()
+                    assert (
+                        row[: right.size].tolist() == right.tolist()
+                        and not row[right.size :].any().item()
+                    )
                 for half, other in zip(states, (keys, values), strict=True):
                     mine = half.of(position)[place][:, : right.size]
-                    assert mx.array_equal(mine * right[:, None], other[place] * right[:, None]).item() or not length
+                    assert (
+                        mx.array_equal(
+                            mine * right[:, None], other[place] * right[:, None]
+                        ).item()
+                        or not length
+                    )
         for place, length in enumerate(lengths):
             if length:
                 slab.keep(place, kept)
                 found = slab.extract(place)
                 assert found.offset == length + kept
-                assert all(mx.array_equal(*pair).item() for pair in zip(found.state, done[place] or (), strict=True))
+                assert all(
+                    mx.array_equal(*pair).item()
+                    for pair in zip(found.state, done[place] or (), strict=True)
+                )

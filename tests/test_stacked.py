@@ -22,7 +22,10 @@ HEADS, KV_HEADS, WIDTH = 4, 2, 8
 def filled(length: int, seed: int) -> KVCache:
     cache = KVCache()
     cache.update_and_fetch(
-        *(mx.random.normal((1, KV_HEADS, length, WIDTH), key=mx.random.key(seed + i)) for i in (0, 1))
+        *(
+            mx.random.normal((1, KV_HEADS, length, WIDTH), key=mx.random.key(seed + i))
+            for i in (0, 1)
+        )
     )
     return cache
 
@@ -38,22 +41,36 @@ def layer_of(may_stack: bool, lengths: tuple[int, ...] = LENGTHS) -> RowsCache:
 def step(layer: RowsCache, number: int) -> np.ndarray:
     """Attention of a new token of each place (B, H, 1, D)."""
     shape = (len(layer.lengths), KV_HEADS, 1, WIDTH)
-    keys, values, wide = (mx.random.normal(shape, key=mx.random.key(1000 + 3 * number + i)) for i in range(3))
+    keys, values, wide = (
+        mx.random.normal(shape, key=mx.random.key(1000 + 3 * number + i))
+        for i in range(3)
+    )
     mask = layer.make_mask(1)
     found = layer.update_and_fetch(keys, values)
-    return np.array(attention(mx.concatenate([wide, -wide], axis=1), *found, layer, 0.35, mask))
+    return np.array(
+        attention(mx.concatenate([wide, -wide], axis=1), *found, layer, 0.35, mask)
+    )
 
 
 def held(layer: RowsCache) -> list[str]:
     ids = list(map(id, layer.places))
-    return ["empty" if one is None else "one of several" if ids.count(id(one)) > 1 else "own" for one in layer.places]
+    return [
+        "empty"
+        if one is None
+        else "one of several"
+        if ids.count(id(one)) > 1
+        else "own"
+        for one in layer.places
+    ]
 
 
 def same(one: RowsCache, other: RowsCache) -> None:
     assert one.lengths == other.lengths
     for place, length in enumerate(one.lengths):
         if length:
-            for mine, theirs in zip(one.extract(place).state, other.extract(place).state, strict=True):
+            for mine, theirs in zip(
+                one.extract(place).state, other.extract(place).state, strict=True
+            ):
                 assert np.array_equal(np.array(mine), np.array(theirs))
 
 
@@ -64,7 +81,9 @@ def test_neighbours_of_one_length_are_one_array_with_the_numbers_of_each() -> No
         assert np.array_equal(step(stacked, number), step(apart, number))
     several = "one of several"
     assert held(stacked) == ["own", several, several, several, several, several, "own"]
-    assert stacked.nbytes == apart.nbytes and len(stacked.arrays()) < len(apart.arrays())
+    assert stacked.nbytes == apart.nbytes and len(stacked.arrays()) < len(
+        apart.arrays()
+    )
     same(stacked, apart)
     for layer in (stacked, apart):
         layer.clear(2)
@@ -111,7 +130,9 @@ def test_reproducible_rows_attend_by_themselves() -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "kimi_vl", "gemma3"])
-def test_pictures_of_one_size_decode_as_one_array(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pictures_of_one_size_decode_as_one_array(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Three that come together, of which one ends early, and one that comes later: each gets the answer that it gets alone."""
     seen: list[list[str]] = []
     plain = RowsCache.update_and_fetch
@@ -123,8 +144,15 @@ def test_pictures_of_one_size_decode_as_one_array(name: str, monkeypatch: pytest
 
     monkeypatch.setattr(RowsCache, "update_and_fetch", watched)
     config = {"max_rows": 4, "idle_budget": 512, "prefill_together": 4, "short_rows": 0}
-    engine = BatchGenerator(shared_adapter(name), policy=settings_for(Placement.ROWS, **config))
-    asks = [Ask("text:4:14"), Ask("text:6:14", tokens=4), Ask("text:7:14"), Ask("text:5:26", at=2)]
+    engine = BatchGenerator(
+        shared_adapter(name), policy=settings_for(Placement.ROWS, **config)
+    )
+    asks = [
+        Ask("text:4:14"),
+        Ask("text:6:14", tokens=4),
+        Ask("text:7:14"),
+        Ask("text:5:26", at=2),
+    ]
     check(name, run_family(name, asks, generator=engine))
     assert ["one of several"] * 3 in [one[:3] for one in seen], seen[:3]
     assert seen[-1] == ["own"] * len(seen[-1])

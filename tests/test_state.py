@@ -11,7 +11,15 @@ import mlx.nn as nn
 import pytest
 from mlx_vlm.models.cache import KVCache, RotatingKVCache
 
-from tests.harness import Ask, check, every_family, inputs_of, run, run_family, settings_for
+from tests.harness import (
+    Ask,
+    check,
+    every_family,
+    inputs_of,
+    run,
+    run_family,
+    settings_for,
+)
 from tests.zoo import FAMILIES
 from tests.zoo import family as tiny_family
 from vlm_batch.arrays import arrays_of, as_mlx
@@ -46,7 +54,9 @@ def _mark(value: Any) -> Any:
         return id(value)
     if isinstance(value, (list, tuple)):
         return [_mark(item) for item in value]
-    return value if isinstance(value, (int, float, str, bool, type(None))) else id(value)
+    return (
+        value if isinstance(value, (int, float, str, bool, type(None))) else id(value)
+    )
 
 
 @pytest.mark.parametrize("name", every_family())
@@ -88,7 +98,9 @@ def test_embeddings_and_pixels_are_let_go_of_after_prefill(
 
     adapter = shared_adapter("qwen3_vl")
     prefix = PrefixCache(ByteBudget(2**28)) if is_kept else None
-    generator = BatchGenerator(adapter, policy=settings_for(placement), reuse=Reuse(adapter, prefix))
+    generator = BatchGenerator(
+        adapter, policy=settings_for(placement), reuse=Reuse(adapter, prefix)
+    )
     inputs = as_mlx(inputs_of("qwen3_vl", "image:1:0"))
     gone = [weakref.ref(inputs["pixel_values"])]
     encode = adapter.encode
@@ -115,7 +127,9 @@ def test_embeddings_and_pixels_are_let_go_of_after_prefill(
     assert not generator.rows.batch.layers
 
 
-def test_nobody_holds_what_a_chunk_is_written_into(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_holds_what_a_chunk_is_written_into(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A row's keys and values would be copied with every chunk, and once more by the first token."""
     from tests.harness import shared_adapter
 
@@ -141,7 +155,9 @@ def test_nobody_holds_what_a_chunk_is_written_into(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(Runner, "_settle", settled)
     monkeypatch.setattr(adapter, "prefill", noting(adapter.prefill))
     monkeypatch.setattr(generator._decoder, "logits", noting(generator._decoder.logits))
-    generator.insert("a", as_mlx(inputs_of("qwen2_vl", "text:5:26")), SamplingParams(max_tokens=2))
+    generator.insert(
+        "a", as_mlx(inputs_of("qwen2_vl", "text:5:26")), SamplingParams(max_tokens=2)
+    )
     while generator.has_work:
         generator.step()
     assert len(held) > 5
@@ -154,60 +170,91 @@ def test_a_join_and_a_leave_touch_no_other_row(placement: Placement) -> None:
     """Neighbours' arrays are the same objects before and after, one cache a row; a slab's other rows have the same bytes."""
     from tests.harness import shared_adapter
 
-    generator = BatchGenerator(shared_adapter("qwen2_vl"), policy=settings_for(placement))
+    generator = BatchGenerator(
+        shared_adapter("qwen2_vl"), policy=settings_for(placement)
+    )
     for index, key in enumerate(("text:4:9", "image:2:1", "text:5:26")):
-        generator.insert(str(index), as_mlx(inputs_of("qwen2_vl", key)), SamplingParams(max_tokens=40))
+        generator.insert(
+            str(index),
+            as_mlx(inputs_of("qwen2_vl", key)),
+            SamplingParams(max_tokens=40),
+        )
     for _ in range(4):
         generator.step()
     before = _kv_of(generator, "0")
     generator.cancel("1")
     assert _kv_of(generator, "0") == before
     generator.step()
-    generator.insert("3", as_mlx(inputs_of("qwen2_vl", "text:6:14")), SamplingParams(max_tokens=40))
+    generator.insert(
+        "3", as_mlx(inputs_of("qwen2_vl", "text:6:14")), SamplingParams(max_tokens=40)
+    )
     length = generator.rows.batch.layers[0].lengths[0]  # type: ignore[attr-defined]
     kept = _kv_of(generator, "0", length)
     generator.step()
     assert _kv_of(generator, "0", length) == kept
 
 
-def _kv_of(generator: BatchGenerator, request_id: str, length: int | None = None) -> list[Any]:
+def _kv_of(
+    generator: BatchGenerator, request_id: str, length: int | None = None
+) -> list[Any]:
     """The row's keys in every layer, as numbers."""
-    place = [row.request_id if row else None for row in generator.rows.batch.places].index(request_id)
+    place = [
+        row.request_id if row else None for row in generator.rows.batch.places
+    ].index(request_id)
     found = []
     for layer in generator.rows.batch.layers:
         length = length or layer.lengths[place]  # type: ignore[attr-defined]
         keys, _ = layer.state  # type: ignore[attr-defined]
-        row = keys.apart()[place].state if isinstance(keys, RowStates) else keys[place : place + 1]
+        row = (
+            keys.apart()[place].state
+            if isinstance(keys, RowStates)
+            else keys[place : place + 1]
+        )
         assert row is not None
         found.append(row[:, :, :length].tolist())
     return found
 
 
 @pytest.mark.parametrize("placement", list(Placement))
-def test_finished_rows_are_released_or_kept_and_never_both(placement: Placement) -> None:
+def test_finished_rows_are_released_or_kept_and_never_both(
+    placement: Placement,
+) -> None:
     """Bytes that are alive once all rows have ended: those that the prefix cache counts, and none without one."""
     from tests.harness import shared_adapter
 
     name = "qwen2_vl"
     adapter = shared_adapter(name)
-    for is_warm, budget in ((False, 0), (True, 0), (True, 2**28)):  # the first makes the masks that all prompts share
+    # the first makes the masks that all prompts share
+    for is_warm, budget in ((False, 0), (True, 0), (True, 2**28)):
         prefix = PrefixCache(ByteBudget(budget)) if budget else None
-        generator = BatchGenerator(adapter, policy=settings_for(placement), reuse=Reuse(adapter, prefix))
+        generator = BatchGenerator(
+            adapter, policy=settings_for(placement), reuse=Reuse(adapter, prefix)
+        )
         gc.collect()
-        earlier = _live_arrays()  # held, so that no new array gets the identity of one that is gone
+        # held, so that no new array gets the identity of one that is gone
+        earlier = _live_arrays()
         before = {id(array) for array in earlier}
         for index in range(6):
-            inputs = as_mlx(inputs_of(name, ("image:1:0", "text:4:9", "image:3:2")[index % 3]))
+            inputs = as_mlx(
+                inputs_of(name, ("image:1:0", "text:4:9", "image:3:2")[index % 3])
+            )
             generator.insert(str(index), inputs, SamplingParams(max_tokens=5 + index))
         del inputs
         while generator.has_work:
             generator.step()
         gc.collect()
         alive = [array for array in _live_arrays() if id(array) not in before]
-        kept = [] if prefix is None else [array for row in prefix.rows for array in row.arrays()]
+        kept = (
+            []
+            if prefix is None
+            else [array for row in prefix.rows for array in row.arrays()]
+        )
         assert {id(array) for array in kept} <= {id(array) for array in alive}
-        others = sum(array.nbytes for array in alive) - sum(array.nbytes for array in kept)
-        assert others <= 256 or not is_warm  # the lengths of the last steps, as small arrays
+        others = sum(array.nbytes for array in alive) - sum(
+            array.nbytes for array in kept
+        )
+        # the lengths of the last steps, as small arrays
+        assert others <= 256 or not is_warm
         assert bool(kept) == bool(budget)
 
 
@@ -220,7 +267,9 @@ def test_the_arrays_of_a_row_do_not_grow_in_number() -> None:
     from tests.harness import shared_adapter
 
     generator = BatchGenerator(shared_adapter("qwen2_vl"))
-    generator.insert("a", as_mlx(inputs_of("qwen2_vl", "text:4:9")), SamplingParams(max_tokens=400))
+    generator.insert(
+        "a", as_mlx(inputs_of("qwen2_vl", "text:4:9")), SamplingParams(max_tokens=400)
+    )
     counts = []
     for step in range(300):
         generator.step()
@@ -237,10 +286,15 @@ def test_two_thousand_tokens_leave_no_more_arrays_than_a_hundred() -> None:
 
     adapter = shared_adapter("qwen3_5")  # keys and values in every other layer
     caches = adapter.make_cache()
-    mx.eval(adapter.prefill([adapter.encode(as_mlx(inputs_of("qwen3_5", "text:4:9")))], caches, 0, 9))
+    mx.eval(
+        adapter.prefill(
+            [adapter.encode(as_mlx(inputs_of("qwen3_5", "text:4:9")))], caches, 0, 9
+        )
+    )
     batch = DecodeBatch(FreeShapes(Placement.ROWS), 1)
     row = new_row("a", Prompt(), SamplingParams())
-    own = [RotatingKVCache(64) if type(cache) is KVCache else cache for cache in caches]  # of one length
+    # of one length
+    own = [RotatingKVCache(64) if type(cache) is KVCache else cache for cache in caches]
     for cache in own:
         if isinstance(cache, RotatingKVCache):
             cache.update_and_fetch(*caches[-1].state)
@@ -248,7 +302,9 @@ def test_two_thousand_tokens_leave_no_more_arrays_than_a_hundred() -> None:
     counts = []
     for step in range(2_000):
         token = mx.array([[step % 100]], dtype=mx.int32)
-        logits = adapter.decode(DecodeStep(token, mx.array([9 + step], dtype=mx.int32), batch.layers, [{}]))
+        logits = adapter.decode(
+            DecodeStep(token, mx.array([9 + step], dtype=mx.int32), batch.layers, [{}])
+        )
         mx.eval(logits, [layer.arrays() for layer in batch.layers])
         if step in (100, 1_000, 1_999):
             gc.collect()

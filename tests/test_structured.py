@@ -83,9 +83,17 @@ def has_the_schema(value: Any) -> bool:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
-def test_json_parses_and_has_its_schema(batcher: VLMBatcher, temperature: float) -> None:
+def test_json_parses_and_has_its_schema(
+    batcher: VLMBatcher, temperature: float
+) -> None:
     handles = [
-        batcher.submit(CIRCLE, DESCRIBE, params=SamplingParams(json_schema=SCHEMA, temperature=temperature, seed=seed))
+        batcher.submit(
+            CIRCLE,
+            DESCRIBE,
+            params=SamplingParams(
+                json_schema=SCHEMA, temperature=temperature, seed=seed
+            ),
+        )
         for seed in range(6)
     ]
     for handle in handles:
@@ -107,7 +115,10 @@ def test_a_choice_is_what_the_model_finds_likeliest(batcher: VLMBatcher) -> None
     [
         ({"regex": r"[a-f]{3}-[0-9]{2}"}, r"[a-f]{3}-[0-9]{2}"),
         ({"grammar": 'start: "<" word ">"\nword: /[xyz]{2,4}/'}, r"<[xyz]{2,4}>"),
-        ({"choice": ['say "so"', "back\\slash", "naïve\n"]}, r'say "so"|back\\slash|naïve\n'),
+        (
+            {"choice": ['say "so"', "back\\slash", "naïve\n"]},
+            r'say "so"|back\\slash|naïve\n',
+        ),
     ],
     ids=["regex", "grammar", "choice"],
 )
@@ -121,7 +132,9 @@ def test_other_forms(batcher: VLMBatcher, form: dict[str, Any], pattern: str) ->
 
 
 def test_an_answer_that_is_cut_says_so(batcher: VLMBatcher) -> None:
-    result = batcher.submit(prompt="a", params=SamplingParams(json_schema=SCHEMA, max_tokens=5)).result(timeout=60)
+    result = batcher.submit(
+        prompt="a", params=SamplingParams(json_schema=SCHEMA, max_tokens=5)
+    ).result(timeout=60)
     assert (result.finish_reason, result.parsed) == ("length", None)
     assert result.text
 
@@ -129,22 +142,37 @@ def test_an_answer_that_is_cut_says_so(batcher: VLMBatcher) -> None:
 def test_in_company_as_alone(batcher: VLMBatcher) -> None:
     """Rows with and without forms, greedy and sampled, joining at different times: each has the answer that it has alone."""
     asked = [
-        Request(prompt=DESCRIBE, images=CIRCLE, params=SamplingParams(json_schema=SCHEMA)),
+        Request(
+            prompt=DESCRIBE, images=CIRCLE, params=SamplingParams(json_schema=SCHEMA)
+        ),
         Request(prompt="count to 9"),
         Request(
             prompt=DESCRIBE,
             images=CIRCLE,
-            params=SamplingParams(json_schema=SCHEMA, temperature=1.0, seed=5, logprobs=2),
+            params=SamplingParams(
+                json_schema=SCHEMA, temperature=1.0, seed=5, logprobs=2
+            ),
         ),
-        Request(prompt="count to 7", params=SamplingParams(temperature=1.0, seed=3, max_tokens=30)),
-        Request(prompt=DESCRIBE, images=CIRCLE, params=SamplingParams(regex="[a-z ]{20,40}", temperature=0.8, seed=9)),
+        Request(
+            prompt="count to 7",
+            params=SamplingParams(temperature=1.0, seed=3, max_tokens=30),
+        ),
+        Request(
+            prompt=DESCRIBE,
+            images=CIRCLE,
+            params=SamplingParams(regex="[a-z ]{20,40}", temperature=0.8, seed=9),
+        ),
         Request(prompt=DESCRIBE, images=CIRCLE),
     ]
     alone = [batcher.submit_request(one).result(timeout=60) for one in asked]
     together = batcher.generate(asked * 3)
     for index, result in enumerate(together):
         expected = alone[index % len(asked)]
-        assert (result.text, result.token_ids, result.parsed) == (expected.text, expected.token_ids, expected.parsed)
+        assert (result.text, result.token_ids, result.parsed) == (
+            expected.text,
+            expected.token_ids,
+            expected.parsed,
+        )
         if expected.logprobs is not None:
             assert [one.logprob for one in result.logprobs or ()] == pytest.approx(
                 [one.logprob for one in expected.logprobs], abs=1e-4
@@ -157,28 +185,51 @@ def test_in_company_as_alone(batcher: VLMBatcher) -> None:
         ({"json_schema": {"type": "obect"}}, "json_schema: Invalid type: obect"),
         ({"json_schema": {"type": "object", "if": {}}}, "json_schema: .*if"),
         ({"regex": "([a"}, "regex: .*unclosed character class"),
-        ({"regex": "a?" * 5000}, "regex has 10,000 characters; at most 8,192 are compiled"),  # took seconds to compile
+        # took seconds to compile
         (
-            {"json_schema": {"type": "array", "items": {"type": "string", "pattern": "a?" * 5000}}},
+            {"regex": "a?" * 5000},
+            "regex has 10,000 characters; at most 8,192 are compiled",
+        ),
+        (
+            {
+                "json_schema": {
+                    "type": "array",
+                    "items": {"type": "string", "pattern": "a?" * 5000},
+                }
+            },
             "json_schema has regular expressions of 10,000 characters; at most 8,192 are compiled",
         ),
         (
-            {"json_schema": {"type": "object", "patternProperties": {"a?" * 5000: {"type": "string"}}}},
+            {
+                "json_schema": {
+                    "type": "object",
+                    "patternProperties": {"a?" * 5000: {"type": "string"}},
+                }
+            },
             "json_schema has regular expressions of 10,000 characters",
         ),
         (
-            {"grammar": "start: A\nA: " + " ".join(f"/{'a?' * 1000}{n}/" for n in range(8))},
+            {
+                "grammar": "start: A\nA: "
+                + " ".join(f"/{'a?' * 1000}{n}/" for n in range(8))
+            },
             "grammar has regular expressions of 16,024 characters",
         ),
         (
-            {"grammar": 'start: %json {"type": "string", "pattern": "' + "a?" * 5000 + '"}'},
+            {
+                "grammar": 'start: %json {"type": "string", "pattern": "'
+                + "a?" * 5000
+                + '"}'
+            },
             "grammar has regular expressions of 10,000 characters",
         ),
         ({"grammar": "start: nothing"}, "grammar: .*nothing"),
     ],
     ids=str,
 )
-def test_a_form_that_is_none_is_refused_at_submit(batcher: VLMBatcher, wrong: dict[str, Any], said: str) -> None:
+def test_a_form_that_is_none_is_refused_at_submit(
+    batcher: VLMBatcher, wrong: dict[str, Any], said: str
+) -> None:
     with pytest.raises(InvalidParameters, match=said):
         batcher.submit(prompt="a", params=SamplingParams(**wrong))
 
@@ -196,7 +247,9 @@ def test_a_form_that_is_none_is_refused_at_submit(batcher: VLMBatcher, wrong: di
     ],
     ids=str,
 )
-def test_forms_are_checked_where_they_are_made(wrong: dict[str, Any], said: str) -> None:
+def test_forms_are_checked_where_they_are_made(
+    wrong: dict[str, Any], said: str
+) -> None:
     with pytest.raises(InvalidParameters, match=said):
         SamplingParams(**wrong)
 
@@ -206,12 +259,22 @@ def test_forms_are_checked_where_they_are_made(wrong: dict[str, Any], said: str)
     [
         ({"const": 2**53 + 1}, "const 9007199254740993"),
         ({"const": -(2**63)}, "const -9223372036854775808"),  # ended the process
-        ({"properties": {"a": {"items": {"enum": [1, {"maximum": [2**63 - 1]}]}}}}, "enum 9223372036854775807"),
+        (
+            {"properties": {"a": {"items": {"enum": [1, {"maximum": [2**63 - 1]}]}}}},
+            "enum 9223372036854775807",
+        ),
         ({"type": "integer", "minimum": 2**53 + 1}, "minimum 9007199254740993"),
-        ({"type": "integer", "exclusiveMinimum": 2**53, "maximum": 2**53 + 1}, "maximum 9007199254740993"),
-        ({"type": "integer", "minimum": -1e19, "maximum": -1e19}, "m -1e"),  # ended the process
+        (
+            {"type": "integer", "exclusiveMinimum": 2**53, "maximum": 2**53 + 1},
+            "maximum 9007199254740993",
+        ),
+        # ended the process
+        ({"type": "integer", "minimum": -1e19, "maximum": -1e19}, "m -1e"),
         ({"type": "integer", "multipleOf": 2**31}, "multipleOf"),  # did not come back
-        ({"type": "number", "allOf": [{"multipleOf": 1000}, {"multipleOf": 0.001}]}, "multipleOf"),
+        (
+            {"type": "number", "allOf": [{"multipleOf": 1000}, {"multipleOf": 0.001}]},
+            "multipleOf",
+        ),
         ('{"const": NaN}', "NaN is no number of JSON"),
         ('{"const": 1e400}', "'1e400' is larger than any number"),
         ({"const": float("-inf")}, "-Infinity is no number of JSON"),
@@ -248,20 +311,28 @@ SLOW = {"type": "integer", "multipleOf": 2**31}
         '{"allOf": [{"$ref": "#/properties/NAME"}], "properties": {"NAME": {"items": INNER}}}',
     ],
 )
-def test_what_a_schema_says_is_checked_wherever_it_stands(name: str, inner: dict[str, Any], schema: str) -> None:
+def test_what_a_schema_says_is_checked_wherever_it_stands(
+    name: str, inner: dict[str, Any], schema: str
+) -> None:
     """A property may have the name of a keyword, and a reference may lead anywhere."""
     whole = schema.replace("NAME", name).replace("INNER", json.dumps(inner))
-    with pytest.raises(InvalidParameters, match=r"const 1234567890123456789|multipleOf"):
+    with pytest.raises(
+        InvalidParameters, match=r"const 1234567890123456789|multipleOf"
+    ):
         SamplingParams(json_schema=whole)
 
 
 @pytest.mark.parametrize("name", ["default", "example", "examples"])
 def test_what_is_only_spoken_of_may_be_any_number(name: str) -> None:
     """llguidance reads no integer that is larger than 64 bits, wherever it stands."""
-    for schema in ({"type": "integer", name: 10**30}, {"properties": {name: {"type": "integer", name: [10**400]}}}):
+    for schema in (
+        {"type": "integer", name: 10**30},
+        {"properties": {name: {"type": "integer", name: [10**400]}}},
+    ):
         params = SamplingParams(json_schema={**schema})
         grammar.check_form(params)
-        assert ("properties" in schema) == (name in str(params.json_schema))  # a property of that name stays
+        # a property of that name stays
+        assert ("properties" in schema) == (name in str(params.json_schema))
 
 
 @pytest.mark.parametrize("name", ["default", "example", "examples"])
@@ -274,18 +345,37 @@ def test_constants_have_no_annotations(name: str) -> None:
 @pytest.mark.parametrize(
     "schema",
     [
-        {"allOf": [{"multipleOf": 50000}, {"multipleOf": 100000}]},  # were followed as 14,100
-        {"multipleOf": 50000, "$ref": "#/$defs/a", "$defs": {"a": {"multipleOf": 100000}}},
-        {"multipleOf": 50000, "$ref": "#own", "$defs": {"a": {"$anchor": "own", "multipleOf": 100000}}},
-        {"properties": {"a": {"multipleOf": 5}}, "patternProperties": {"a": {"multipleOf": 70001}}},
-        {"allOf": [{"properties": {"a": {"multipleOf": 50000}}}, {"properties": {"a": {"multipleOf": 100000}}}]},
+        # were followed as 14,100
+        {"allOf": [{"multipleOf": 50000}, {"multipleOf": 100000}]},
+        {
+            "multipleOf": 50000,
+            "$ref": "#/$defs/a",
+            "$defs": {"a": {"multipleOf": 100000}},
+        },
+        {
+            "multipleOf": 50000,
+            "$ref": "#own",
+            "$defs": {"a": {"$anchor": "own", "multipleOf": 100000}},
+        },
+        {
+            "properties": {"a": {"multipleOf": 5}},
+            "patternProperties": {"a": {"multipleOf": 70001}},
+        },
+        {
+            "allOf": [
+                {"properties": {"a": {"multipleOf": 50000}}},
+                {"properties": {"a": {"multipleOf": 100000}}},
+            ]
+        },
         {"multipleOf": 999983},
         {"multipleOf": 86_400_000},
         {"multipleOf": 0.100003},
     ],
     ids=str,
 )
-def test_multiples_that_are_slow_or_become_others_are_refused(schema: dict[str, Any]) -> None:
+def test_multiples_that_are_slow_or_become_others_are_refused(
+    schema: dict[str, Any],
+) -> None:
     """llguidance follows some number by number, and multiplies those of one value in 32 bits."""
     with pytest.raises(InvalidParameters, match="multipleOf"):
         SamplingParams(json_schema={"type": "number", **schema})
@@ -296,7 +386,9 @@ def test_multiples_that_are_slow_or_become_others_are_refused(schema: dict[str, 
     [(0.01, 3600), (1e-6, 15), (1e-8, 1), (1_000_000, 7), (100_000, 99_991)],
     ids=str,
 )
-def test_multiples_of_unrelated_values_are_each_their_own(multiples: tuple[float, float]) -> None:
+def test_multiples_of_unrelated_values_are_each_their_own(
+    multiples: tuple[float, float],
+) -> None:
     one, other = ({"type": "number", "multipleOf": number} for number in multiples)
     money = {"description": "money", "$ref": "#/$defs/money"}
     for schema in (
@@ -313,28 +405,50 @@ def test_multiples_of_unrelated_values_are_each_their_own(multiples: tuple[float
         {"minimum": -(2**63), "maximum": 2**63 - 1},
         {"minimum": 0, "maximum": 2**64 - 1},
         {"minimum": -9223372036854776000, "maximum": 9223372036854776000},
-        {"exclusiveMinimum": -1.7976931348623157e308, "maximum": 1.7976931348623157e308},
+        {
+            "exclusiveMinimum": -1.7976931348623157e308,
+            "maximum": 1.7976931348623157e308,
+        },
         {"minimum": -3.4028234663852886e38, "exclusiveMaximum": 3.4028234663852886e38},
     ],
     ids=str,
 )
 @pytest.mark.parametrize("kind", ["integer", "number"])
-def test_the_limits_of_number_types_are_no_bounds(batcher: VLMBatcher, bounds: dict[str, Any], kind: str) -> None:
-    schema = {"properties": {"minimum": {"type": kind, **bounds}}, "required": ["minimum"]}
+def test_the_limits_of_number_types_are_no_bounds(
+    batcher: VLMBatcher, bounds: dict[str, Any], kind: str
+) -> None:
+    schema = {
+        "properties": {"minimum": {"type": kind, **bounds}},
+        "required": ["minimum"],
+    }
     shape = {"type": "object", "additionalProperties": False, **schema}
-    params = SamplingParams(json_schema=shape, max_tokens=40, logits_processors=[forced(batcher, '{"minimum": 7}')])
+    params = SamplingParams(
+        json_schema=shape,
+        max_tokens=40,
+        logits_processors=[forced(batcher, '{"minimum": 7}')],
+    )
     result = batcher.submit(prompt="a", params=params).result(timeout=60)
     assert result.parsed == {"minimum": 7}, result.error
     with pytest.raises(InvalidParameters, match="numbers below 2"):
-        SamplingParams(json_schema={"type": kind, "minimum": 2**63 - 1, "maximum": -(2**63)})
+        SamplingParams(
+            json_schema={"type": kind, "minimum": 2**63 - 1, "maximum": -(2**63)}
+        )
 
 
-@pytest.mark.parametrize("name", ["int64", "decimal", "password", "byte", "uri-reference", "url"])
+@pytest.mark.parametrize(
+    "name", ["int64", "decimal", "password", "byte", "uri-reference", "url"]
+)
 def test_formats_that_nobody_knows_ask_nothing(batcher: VLMBatcher, name: str) -> None:
     schema = {"enum": [{"format": name}]}
     text = {"type": "string", "format": name, "maxLength": 5}
-    shape = {"type": "object", "properties": {"format": text, "const": text, "own": schema}, "required": ["own"]}
-    result = batcher.submit(prompt="a", params=SamplingParams(json_schema=shape, max_tokens=1)).result(timeout=60)
+    shape = {
+        "type": "object",
+        "properties": {"format": text, "const": text, "own": schema},
+        "required": ["own"],
+    }
+    result = batcher.submit(
+        prompt="a", params=SamplingParams(json_schema=shape, max_tokens=1)
+    ).result(timeout=60)
     assert result.error is None
     settled = SamplingParams(json_schema=shape).json_schema
     assert isinstance(settled, dict)
@@ -348,18 +462,36 @@ def test_formats_that_nobody_knows_ask_nothing(batcher: VLMBatcher, name: str) -
 
 def test_a_schema_within_a_grammar_is_a_schema(batcher: VLMBatcher) -> None:
     with pytest.raises(InvalidParameters, match="grammar has const 9007199254740993"):
-        batcher.submit(prompt="a", params=SamplingParams(grammar='start: "n" %json {"const": 9007199254740993}'))
+        batcher.submit(
+            prompt="a",
+            params=SamplingParams(
+                grammar='start: "n" %json {"const": 9007199254740993}'
+            ),
+        )
     schema = json.dumps({"type": "object", "properties": {"example": SLOW}})
     with pytest.raises(InvalidParameters, match="grammar has multipleOf 2147483648"):
-        batcher.submit(prompt="a", params=SamplingParams(grammar=f"start: %json {schema}"))
+        batcher.submit(
+            prompt="a", params=SamplingParams(grammar=f"start: %json {schema}")
+        )
 
 
 @pytest.mark.parametrize("number", [2**53, -(2**53), 2**60, 0.1, 5])
-def test_other_numbers_are_written_as_they_are(batcher: VLMBatcher, number: float) -> None:
+def test_other_numbers_are_written_as_they_are(
+    batcher: VLMBatcher, number: float
+) -> None:
     schema = {"const": number, "default": 2**53 + 1}
-    result = batcher.submit(prompt="a", params=SamplingParams(json_schema=schema, max_tokens=40)).result(timeout=60)
+    result = batcher.submit(
+        prompt="a", params=SamplingParams(json_schema=schema, max_tokens=40)
+    ).result(timeout=60)
     assert result.parsed == number, result.error
-    SamplingParams(json_schema={"type": "integer", "minimum": 0, "maximum": 2**63 - 1, "multipleOf": 60})
+    SamplingParams(
+        json_schema={
+            "type": "integer",
+            "minimum": 0,
+            "maximum": 2**63 - 1,
+            "multipleOf": 60,
+        }
+    )
 
 
 DEEP = 1200
@@ -375,17 +507,26 @@ CHAIN = {"properties": {"a": {"$ref": "NEXT"}}, "required": ["a"]}
     ],
     ids=["schema", "grammar"],
 )  # fmt: skip
-def test_a_form_that_goes_deep_does_not_end_the_process(batcher: VLMBatcher, form: dict[str, Any]) -> None:
+def test_a_form_that_goes_deep_does_not_end_the_process(
+    batcher: VLMBatcher, form: dict[str, Any]
+) -> None:
     """A thread's usual stack ends before llguidance has gone from one to the last."""
-    result = batcher.submit(prompt="a", params=SamplingParams(max_tokens=3, **form)).result(timeout=60)
+    result = batcher.submit(
+        prompt="a", params=SamplingParams(max_tokens=3, **form)
+    ).result(timeout=60)
     assert result.ok or isinstance(result.exception, InvalidParameters), result.error
 
 
-def test_submitting_waits_for_no_form_that_is_being_compiled(batcher: VLMBatcher) -> None:
+def test_submitting_waits_for_no_form_that_is_being_compiled(
+    batcher: VLMBatcher,
+) -> None:
     """Which can take seconds, and is the loaders' to wait for."""
     forms = batcher._preparer._forms
     with forms._vocabulary_lock:
-        handles = [batcher.submit(CIRCLE, DESCRIBE, params=SamplingParams(choice=[word])) for word in ("a", "the")]
+        handles = [
+            batcher.submit(CIRCLE, DESCRIBE, params=SamplingParams(choice=[word]))
+            for word in ("a", "the")
+        ]
     assert [handle.result(timeout=60).text for handle in handles] == ["a", "the"]
 
 
@@ -394,29 +535,48 @@ MANY = [f"colour {number}" for number in range(3000)]
 
 def test_a_choice_of_thousands_and_one_that_begins_another(batcher: VLMBatcher) -> None:
     """One lexeme: llguidance follows at most 2,000 alternatives of a rule."""
-    result = batcher.submit(CIRCLE, DESCRIBE, params=SamplingParams(choice=MANY)).result(timeout=60)
+    result = batcher.submit(
+        CIRCLE, DESCRIBE, params=SamplingParams(choice=MANY)
+    ).result(timeout=60)
     assert result.error is None
     assert result.parsed in MANY
     for last in (2, 3, 4):
         params = SamplingParams(choice=["1 2", "1 2 3", "1 2 3 4"])
-        said = batcher.submit(prompt=f"count to {last}", params=params).result(timeout=60)
+        said = batcher.submit(prompt=f"count to {last}", params=params).result(
+            timeout=60
+        )
         assert said.parsed == " ".join(map(str, range(1, last + 1)))
 
 
 @pytest.mark.parametrize(
     ("form", "said"),
     [
-        ({"choice": [f"{number:0100}" for number in range(2000)]}, "at most 131,072 are compiled"),
+        (
+            {"choice": [f"{number:0100}" for number in range(2000)]},
+            "at most 131,072 are compiled",
+        ),
         ({"json_schema": {"description": "x" * 2**17}}, "at most 131,072 are compiled"),
-        ({"grammar": "start: " + " | ".join(f'"a{number}"' for number in range(3000))}, "Current row has 3001 items"),
+        (
+            {
+                "grammar": "start: "
+                + " | ".join(f'"a{number}"' for number in range(3000))
+            },
+            "Current row has 3001 items",
+        ),
         ({"regex": "(a?){500}a{500}"}, "too many expressions"),
     ],
     ids=["many-choices", "a-large-schema", "many-alternatives", "a-wide-regex"],
 )
-def test_a_form_that_costs_too_much_is_the_requests_fault(batcher: VLMBatcher, form: dict[str, Any], said: str) -> None:
+def test_a_form_that_costs_too_much_is_the_requests_fault(
+    batcher: VLMBatcher, form: dict[str, Any], said: str
+) -> None:
     """Refused when it is submitted, prepared, or met on the way, and always as what was asked."""
     try:
-        error = batcher.submit(prompt="count to 3", params=SamplingParams(**form)).result(timeout=60).exception
+        error = (
+            batcher.submit(prompt="count to 3", params=SamplingParams(**form))
+            .result(timeout=60)
+            .exception
+        )
     except InvalidParameters as raised:
         error = raised
     assert isinstance(error, InvalidParameters)
@@ -434,12 +594,16 @@ class Receipt(pydantic.BaseModel, extra="forbid"):
 def test_a_pydantic_models_class_is_a_schema(batcher: VLMBatcher) -> None:
     """The same answer as by its schema; ``parsed`` is what the JSON says, and the class validates it."""
     by_class, by_schema = (
-        batcher.submit(CIRCLE, DESCRIBE, params={"json_schema": schema}).result(timeout=60)
+        batcher.submit(CIRCLE, DESCRIBE, params={"json_schema": schema}).result(
+            timeout=60
+        )
         for schema in (Receipt, Receipt.model_json_schema())
     )
     assert by_class.error is None and by_class.token_ids == by_schema.token_ids
     assert Receipt.model_validate(by_class.parsed).model_dump() == by_class.parsed
-    with pytest.raises(InvalidParameters, match=r"json_schema is .*a class that gives no schema"):
+    with pytest.raises(
+        InvalidParameters, match=r"json_schema is .*a class that gives no schema"
+    ):
         SamplingParams(json_schema=dict)
 
 
@@ -447,10 +611,14 @@ def forced(batcher: VLMBatcher, text: str) -> LogitsProcessor:
     """A logits processor that has the answer say a text, as far as the form goes along."""
     tokens = batcher.processing.tokenizer.encode(text)
     steps = iter([*tokens, *batcher.processing.eos_token_ids[:1] * 100])
-    return lambda _, logits: mx.where(mx.arange(logits.shape[-1]) == next(steps), 0.0, -100.0)[None]
+    return lambda _, logits: mx.where(
+        mx.arange(logits.shape[-1]) == next(steps), 0.0, -100.0
+    )[None]
 
 
-def test_a_finished_answer_that_python_cannot_read_is_finished(batcher: VLMBatcher) -> None:
+def test_a_finished_answer_that_python_cannot_read_is_finished(
+    batcher: VLMBatcher,
+) -> None:
     """Integers have 4,300 digits at most there (640 here), and values a thousand levels, of which writers need several each."""
     whole = {
         "type": "object",
@@ -459,7 +627,15 @@ def test_a_finished_answer_that_python_cannot_read_is_finished(batcher: VLMBatch
         "additionalProperties": False,
     }
     inner = {
-        "anyOf": [{"type": "array", "items": {"$ref": "#/$defs/a"}, "minItems": 1, "maxItems": 1}, {"type": "null"}]
+        "anyOf": [
+            {
+                "type": "array",
+                "items": {"$ref": "#/$defs/a"},
+                "minItems": 1,
+                "maxItems": 1,
+            },
+            {"type": "null"},
+        ]
     }
     deep = {"$ref": "#/$defs/a", "$defs": {"a": inner}}
     texts: dict[str, Any] = {
@@ -471,15 +647,21 @@ def test_a_finished_answer_that_python_cannot_read_is_finished(batcher: VLMBatch
     sys.set_int_max_str_digits(640)
     try:
         asked = [
-            SamplingParams(json_schema=schema, max_tokens=1500, logits_processors=[forced(batcher, text)])
+            SamplingParams(
+                json_schema=schema,
+                max_tokens=1500,
+                logits_processors=[forced(batcher, text)],
+            )
             for text, schema in texts.items()
         ]
-        results = batcher.generate([Request(prompt="a", params=params) for params in asked])
+        results = batcher.generate(
+            [Request(prompt="a", params=params) for params in asked]
+        )
     finally:
         sys.set_int_max_str_digits(most)
-    assert [(result.finish_reason, result.error, result.text) for result in results] == [
-        ("stop", None, text) for text in texts
-    ]
+    assert [
+        (result.finish_reason, result.error, result.text) for result in results
+    ] == [("stop", None, text) for text in texts]
     assert [result.parsed is None for result in results] == [True, True, False]
     assert json.dumps(asdict(results[2]))
     assert grammar.read_json("[" * 5000 + "]" * 5000) is None
@@ -488,19 +670,34 @@ def test_a_finished_answer_that_python_cannot_read_is_finished(batcher: VLMBatch
 @pytest.mark.parametrize(
     ("params", "said"),
     [
-        ({"choice": ["yes", "no"], "min_tokens": 10}, "min_tokens is 10, and the answer has its choice after "),
+        (
+            {"choice": ["yes", "no"], "min_tokens": 10},
+            "min_tokens is 10, and the answer has its choice after ",
+        ),
         (
             {"choice": ["yes", "no"], "allowed_token_ids": [5, 6]},
             "choice and allowed_token_ids leave no token to choose",
         ),
-        ({"regex": "a+", "bad_words": ["a", "aa", "aaa", "aaaa"]}, "regex and bad_words leave no token to choose"),
-        ({"allowed_token_ids": [64], "bad_words": ["a"]}, "allowed_token_ids and bad_words leave no token to choose"),
+        (
+            {"regex": "a+", "bad_words": ["a", "aa", "aaa", "aaaa"]},
+            "regex and bad_words leave no token to choose",
+        ),
+        (
+            {"allowed_token_ids": [64], "bad_words": ["a"]},
+            "allowed_token_ids and bad_words leave no token to choose",
+        ),
         (
             {"grammar": "start: a\na: start"},
             "grammar: no text has this form: it refers to itself, or contradicts itself",
         ),
     ],
-    ids=["min_tokens", "allowed_token_ids", "bad_words", "no form", "a grammar of itself"],
+    ids=[
+        "min_tokens",
+        "allowed_token_ids",
+        "bad_words",
+        "no form",
+        "a grammar of itself",
+    ],
 )
 def test_what_contradicts_a_form_is_named_and_fails_alone(
     batcher: VLMBatcher, params: dict[str, Any], said: str
@@ -513,23 +710,35 @@ def test_what_contradicts_a_form_is_named_and_fails_alone(
 
 
 @pytest.mark.parametrize(
-    "schema", [{"$ref": "#"}, {"type": "object", "required": ["a"], "properties": {"a": {"$ref": "#"}}}]
+    "schema",
+    [
+        {"$ref": "#"},
+        {"type": "object", "required": ["a"], "properties": {"a": {"$ref": "#"}}},
+    ],
 )
-def test_a_schema_that_requires_itself_is_refused_at_once(schema: dict[str, Any]) -> None:
-    with pytest.raises(InvalidParameters, match="requires a value within itself without an end"):
+def test_a_schema_that_requires_itself_is_refused_at_once(
+    schema: dict[str, Any],
+) -> None:
+    with pytest.raises(
+        InvalidParameters, match="requires a value within itself without an end"
+    ):
         SamplingParams(json_schema=schema)
 
 
 def test_min_tokens_hold_for_a_form_that_can_go_on(batcher: VLMBatcher) -> None:
     plain, longer = (
-        batcher.submit(prompt="a", params={"regex": "a*", "min_tokens": least, "max_tokens": 40}).result(timeout=60)
+        batcher.submit(
+            prompt="a", params={"regex": "a*", "min_tokens": least, "max_tokens": 40}
+        ).result(timeout=60)
         for least in (0, 9)
     )
     assert len(plain.token_ids) < 9 <= len(longer.token_ids) < 40
     assert longer.finish_reason == "stop" and longer.parsed == longer.text
 
 
-def test_a_large_form_is_compiled_beside_the_others(batcher: VLMBatcher, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_form_is_compiled_beside_the_others(
+    batcher: VLMBatcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its compiling may take seconds: plain requests and small forms are loaded and answered meanwhile."""
     compiles, is_done = grammar.Forms._compile, threading.Event()
 
@@ -540,11 +749,17 @@ def test_a_large_form_is_compiled_beside_the_others(batcher: VLMBatcher, monkeyp
 
     monkeypatch.setattr(grammar.Forms, "_compile", slowly)
     words = [f"word {number}" for number in range(2500)]
-    large = [batcher.submit(prompt="count to 3", params={"choice": [*words, str(index)]}) for index in range(9)]
+    large = [
+        batcher.submit(prompt="count to 3", params={"choice": [*words, str(index)]})
+        for index in range(9)
+    ]
     try:
         assert batcher.submit(prompt="count to 3").result(timeout=60).text == "1 2 3"
         assert (
-            batcher.submit(prompt="count to 3", params={"choice": ["small", "form"]}).result(timeout=60).error is None
+            batcher.submit(prompt="count to 3", params={"choice": ["small", "form"]})
+            .result(timeout=60)
+            .error
+            is None
         )
         assert not any(handle.done() for handle in large)
     finally:
@@ -560,18 +775,26 @@ def test_kept_forms_are_bounded_by_what_they_took_and_hold_nobody(
 
     def ask(words: Sequence[str]) -> None:
         for word in words:
-            batcher.submit(prompt="count to 3", params={"choice": [word]}).result(timeout=60)
+            batcher.submit(prompt="count to 3", params={"choice": [word]}).result(
+                timeout=60
+            )
 
     ask(["kept", "kept too"])
     assert sum("kept" in text for _, text in forms._compiled) == 2
     monkeypatch.setattr(grammar, "MOST_SECONDS_KEPT", 0.0)
     ask(["first", "second", "third"])
-    done = [text for (_, text), form in forms._compiled.items() if form.done() and not form.exception()]
+    done = [
+        text
+        for (_, text), form in forms._compiled.items()
+        if form.done() and not form.exception()
+    ]
     assert len(done) == 1 and "third" in done[0]
     assert not any(vars(form)["_done_callbacks"] for form in forms._compiled.values())
 
 
-def test_forms_are_compiled_beside_everything_else(batcher: VLMBatcher, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forms_are_compiled_beside_everything_else(
+    batcher: VLMBatcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Plain requests, and those whose forms are known, wait for nobody's; the same form is compiled once, refused or not."""
     known = {"choice": ["yes", "no"]}
     batcher.submit(prompt="count to 3", params=known).result(timeout=60)
@@ -584,10 +807,15 @@ def test_forms_are_compiled_beside_everything_else(batcher: VLMBatcher, monkeypa
 
     monkeypatch.setattr(grammar.Forms, "_compile", slowly)
     wrong, right = {"regex": "(.*a){9}(.*b){9}[^a]{9999}x{9999}"}, {"regex": "a{1,20}"}
-    slow = [batcher.submit(prompt="count to 3", params=params) for params in [wrong, right] * 12]
+    slow = [
+        batcher.submit(prompt="count to 3", params=params)
+        for params in [wrong, right] * 12
+    ]
     try:
         assert batcher.submit(prompt="count to 3").result(timeout=60).text == "1 2 3"
-        assert batcher.submit(prompt="count to 3", params=known).result(timeout=60).parsed in ("yes", "no")
+        assert batcher.submit(prompt="count to 3", params=known).result(
+            timeout=60
+        ).parsed in ("yes", "no")
         assert not any(handle.done() for handle in slow)
         slow[1].cancel()  # the first who waits for a form: the others ask again
     finally:
@@ -603,18 +831,30 @@ def test_nested_repetition_costs_little(batcher: VLMBatcher, depth: str) -> None
     begin = time.process_time()
     params = SamplingParams(regex=f"{depth[:-1]}(((a{{100}}){{100}}){{100}}){{100}}")
     result = batcher.submit(prompt="count to 3", params=params).result(timeout=60)
-    assert isinstance(result.exception, InvalidParameters) and "too many expressions" in str(result.error)
+    assert isinstance(
+        result.exception, InvalidParameters
+    ) and "too many expressions" in str(result.error)
     assert time.process_time() - begin < 1.0
 
 
-def test_a_slow_token_is_the_requests_fault(batcher: VLMBatcher, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_token_is_the_requests_fault(
+    batcher: VLMBatcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(grammar, "MOST_SECONDS", 0.0)
-    result = batcher.submit(prompt="count to 3", params=SamplingParams(regex="[a-z ]{9}")).result(timeout=60)
-    assert isinstance(result.exception, InvalidParameters) and "a token took over" in str(result.error)
+    result = batcher.submit(
+        prompt="count to 3", params=SamplingParams(regex="[a-z ]{9}")
+    ).result(timeout=60)
+    assert isinstance(
+        result.exception, InvalidParameters
+    ) and "a token took over" in str(result.error)
     assert batcher.submit(prompt="count to 3").result(timeout=60).text == "1 2 3"
 
 
-LOOP: dict[str, Any] = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
+LOOP: dict[str, Any] = {
+    "type": "object",
+    "properties": {"a": {"$ref": "#"}},
+    "required": ["a"],
+}
 
 
 @pytest.mark.parametrize(
@@ -646,7 +886,9 @@ LOOP: dict[str, Any] = {"type": "object", "properties": {"a": {"$ref": "#"}}, "r
     ],
     ids=lambda one: str(one)[:60],
 )  # fmt: skip
-def test_what_requires_itself_without_an_end_is_refused_at_once(schema: dict[str, Any], has_an_end: bool) -> None:
+def test_what_requires_itself_without_an_end_is_refused_at_once(
+    schema: dict[str, Any], has_an_end: bool
+) -> None:
     if has_an_end:
         SamplingParams(json_schema=schema)
         return
@@ -663,16 +905,18 @@ def test_a_schema_may_be_changed_after_submit(batcher: VLMBatcher) -> None:
     }
     params = SamplingParams(json_schema=schema)
     schema.clear()
-    assert set(batcher.submit(prompt="a", params=params).result(timeout=60).parsed) == {"a"}
+    assert set(batcher.submit(prompt="a", params=params).result(timeout=60).parsed) == {
+        "a"
+    }
 
 
 def test_thinking_ends_when_its_budget_is_spent(thinker: VLMBatcher) -> None:
     end = thinker._preparer.processing.ids_of("</think>")
     for budget in (0, 1, 4):
         params = SamplingParams(thinking_budget=budget, max_tokens=30)
-        result = thinker.submit(prompt="count to 9", template=Template(enable_thinking=True), params=params).result(
-            timeout=60
-        )
+        result = thinker.submit(
+            prompt="count to 9", template=Template(enable_thinking=True), params=params
+        ).result(timeout=60)
         assert result.token_ids[budget : budget + len(end)] == end
         assert result.text.count("</think>") == 1
 
@@ -680,31 +924,41 @@ def test_thinking_ends_when_its_budget_is_spent(thinker: VLMBatcher) -> None:
 def test_a_budget_of_thinking_counts_drafted_tokens(thinker: VLMBatcher) -> None:
     """Answers that repeat earlier ones have drafts, some of which hold; they end thinking where answers without do."""
     params = SamplingParams(thinking_budget=9, max_tokens=40, ignore_eos=True)
-    ask: dict[str, Any] = {"prompt": "count to 9", "template": Template(enable_thinking=True), "params": params}
+    ask: dict[str, Any] = {
+        "prompt": "count to 9",
+        "template": Template(enable_thinking=True),
+        "params": params,
+    }
     right = thinker.submit_request(Request(**ask, draft="off")).result(timeout=60)
     before = thinker.stats()
-    found = [thinker.submit_request(Request(**ask)).result(timeout=60) for _ in range(4)]
+    found = [
+        thinker.submit_request(Request(**ask)).result(timeout=60) for _ in range(4)
+    ]
     assert thinker.stats().drafts_held > before.drafts_held
     assert [one.token_ids for one in found] == [right.token_ids] * 4
 
 
 def test_a_form_begins_after_thinking(thinker: VLMBatcher) -> None:
     params = SamplingParams(json_schema=SCHEMA, thinking_budget=3, ignore_eos=False)
-    result = thinker.submit(CIRCLE, DESCRIBE, template=Template(enable_thinking=True), params=params).result(timeout=60)
+    result = thinker.submit(
+        CIRCLE, DESCRIBE, template=Template(enable_thinking=True), params=params
+    ).result(timeout=60)
     _, after = result.text.split("</think>")
     assert result.finish_reason == "stop"
     assert json.loads(after) == result.parsed
     assert has_the_schema(result.parsed)
-    plain = thinker.submit(CIRCLE, DESCRIBE, params=SamplingParams(json_schema=SCHEMA)).result(timeout=60)
+    plain = thinker.submit(
+        CIRCLE, DESCRIBE, params=SamplingParams(json_schema=SCHEMA)
+    ).result(timeout=60)
     assert json.loads(plain.text) == plain.parsed
 
 
 def test_thinking_that_does_not_end_has_no_value(thinker: VLMBatcher) -> None:
     """End tokens may not come before the answer has its form."""
     params = SamplingParams(json_schema=SCHEMA, max_tokens=20)
-    result = thinker.submit(prompt="count to 2", template=Template(enable_thinking=True), params=params).result(
-        timeout=60
-    )
+    result = thinker.submit(
+        prompt="count to 2", template=Template(enable_thinking=True), params=params
+    ).result(timeout=60)
     assert (result.finish_reason, result.parsed) == ("length", None)
     assert result.usage.completion_tokens == 20
 
@@ -748,8 +1002,14 @@ def test_nobody_waits_for_a_mask() -> None:
     generator = BatchGenerator(shared_adapter("qwen2_vl"), sampler=recording)
     for index in (1, 2):
         params = SamplingParams(max_tokens=6, seed=index)
-        row = new_row(str(index), Prompt(inputs=as_mlx(inputs_of("qwen2_vl", f"text:{index}:6"))), params)
-        row.answer.guide = Guide.of(params, AnyForm(noted) if index == 2 else None, None, ())
+        row = new_row(
+            str(index),
+            Prompt(inputs=as_mlx(inputs_of("qwen2_vl", f"text:{index}:6"))),
+            params,
+        )
+        row.answer.guide = Guide.of(
+            params, AnyForm(noted) if index == 2 else None, None, ()
+        )
         generator.rows.add(row)
     while generator.has_work:
         generator.step()
@@ -773,18 +1033,26 @@ class Stuck(AnyForm):
 
 
 @pytest.mark.parametrize("placement", Placement)
-def test_a_form_that_takes_long_holds_up_its_own_row_alone(placement: Placement) -> None:
+def test_a_form_that_takes_long_holds_up_its_own_row_alone(
+    placement: Placement,
+) -> None:
     """The others have all their tokens while it is at one of its own; then it goes on, to the same answer."""
     texts: dict[str, tuple[int, ...]] = {}
     for names in (["stuck"], ["stuck", "plain", "other"]):
-        generator, form = (
-            BatchGenerator(shared_adapter("qwen2_vl"), policy=settings_for(placement, max_rows=3)),
-            Stuck(),
+        generator = BatchGenerator(
+            shared_adapter("qwen2_vl"), policy=settings_for(placement, max_rows=3)
         )
+        form = Stuck()
         for name in names:
             params = SamplingParams(max_tokens=12, seed=len(name), temperature=1.0)
-            row = new_row(name, Prompt(inputs=as_mlx(inputs_of("qwen2_vl", f"text:{len(name)}:6"))), params)
-            row.answer.guide = Guide.of(params, form, None, ()) if name == "stuck" else None
+            row = new_row(
+                name,
+                Prompt(inputs=as_mlx(inputs_of("qwen2_vl", f"text:{len(name)}:6"))),
+                params,
+            )
+            row.answer.guide = (
+                Guide.of(params, form, None, ()) if name == "stuck" else None
+            )
             generator.rows.add(row)
         order = []
         while generator.has_work:
@@ -792,7 +1060,10 @@ def test_a_form_that_takes_long_holds_up_its_own_row_alone(placement: Placement)
             order += [event.request_id for event in ends]
             for event in ends:
                 assert event.result is not None
-                assert texts.setdefault(event.request_id, event.result.token_ids) == event.result.token_ids
+                assert (
+                    texts.setdefault(event.request_id, event.result.token_ids)
+                    == event.result.token_ids
+                )
             if form.held and len(order) == len(names) - 1:
                 form.held.pop().set_result(None)
         assert order[-1] == "stuck" and len(texts["stuck"]) == 12
@@ -800,14 +1071,23 @@ def test_a_form_that_takes_long_holds_up_its_own_row_alone(placement: Placement)
 
 @pytest.mark.parametrize("placement", Placement)
 def test_the_caches_of_a_cancelled_row_are_kept_with_the_token_that_its_form_has(
-    placement: Placement, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    placement: Placement,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     adapter = shared_adapter("qwen2_vl")
     reuse, stored = Reuse(adapter, PrefixCache(ByteBudget(2**28))), list[SavedRow]()
     monkeypatch.setattr(reuse, "store", stored.append)
-    generator = BatchGenerator(adapter, policy=settings_for(placement, max_rows=2), reuse=reuse)
-    row = new_row("stuck", Prompt(inputs=as_mlx(inputs_of("qwen2_vl", "text:3:40"))), SamplingParams(max_tokens=12))
-    row.answer.guide, answer = Guide.of(row.params, form := Stuck(), None, ()), row.answer
+    generator = BatchGenerator(
+        adapter, policy=settings_for(placement, max_rows=2), reuse=reuse
+    )
+    row = new_row(
+        "stuck",
+        Prompt(inputs=as_mlx(inputs_of("qwen2_vl", "text:3:40"))),
+        SamplingParams(max_tokens=12),
+    )
+    row.answer.guide = Guide.of(row.params, form := Stuck(), None, ())
+    answer = row.answer
     generator.rows.add(row)
     while not form.held:
         generator.step()
@@ -819,7 +1099,9 @@ def test_the_caches_of_a_cancelled_row_are_kept_with_the_token_that_its_form_has
     assert answer.num_fed == len(answer.token_ids) + 1  # or the case is another one
 
 
-def test_looking_ahead_leaves_the_beginning_to_all(batcher: VLMBatcher, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_looking_ahead_leaves_the_beginning_to_all(
+    batcher: VLMBatcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A form that looked along tokens before its first one has changed nothing of what other copies begin with."""
     monkeypatch.setattr(grammar, "AHEAD_SECONDS", 1.0)
     params = SamplingParams(regex="(ab|cd)e*")
@@ -832,7 +1114,8 @@ def test_looking_ahead_leaves_the_beginning_to_all(batcher: VLMBatcher, monkeypa
     one.look_ahead([first, second]).result()
     assert one.ahead == (first, second)
     one.follow(first, 4).result()
-    assert one.ahead in ((), (second,))  # forgotten; what follows may be one token with what comes then
+    # forgotten; what follows may be one token with what comes then
+    assert one.ahead in ((), (second,))
     start.copy().fill(after)
     assert (before == after).all() and before.any()
 
@@ -843,10 +1126,19 @@ def test_looking_ahead_along_a_token_beyond_the_limits_leaves_the_form_as_it_was
     """llguidance keeps the error of a step that grew too large, which no rollback clears."""
     monkeypatch.setattr(grammar, "AHEAD_SECONDS", 1.0)
     letters = "ABCDEFGHIJKLMNOPQRST"
-    words = " | ".join(f"n {one} {two} {three}" for one in letters for two in letters for three in letters)
+    words = " | ".join(
+        f"n {one} {two} {three}"
+        for one in letters
+        for two in letters
+        for three in letters
+    )
     rules = "\n".join(f'{letter}: "{letter.lower()}"' for letter in letters)
     text = f'start: s\ns: "z" | s "z" | s "!" t\nn: | "-"\nt: {words}\n{rules}\n'
-    form = batcher._preparer._forms.compiled(SamplingParams(grammar=text), Cancelled()).result().copy()
+    form = (
+        batcher._preparer._forms.compiled(SamplingParams(grammar=text), Cancelled())
+        .result()
+        .copy()
+    )
     z, mark = (batcher._preparer.processing.ids_of(one)[0] for one in "z!")
     form.follow(z).result()
     form.look_ahead([mark]).result()
@@ -854,10 +1146,21 @@ def test_looking_ahead_along_a_token_beyond_the_limits_leaves_the_form_as_it_was
     form.follow(z).result()
 
 
-def test_a_late_check_of_a_draft_does_not_end_its_row(batcher: VLMBatcher, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_late_check_of_a_draft_does_not_end_its_row(
+    batcher: VLMBatcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It fails after the answer's last token came, and what it found is not taken for what follows another."""
-    form = batcher._preparer._forms.compiled(SamplingParams(regex="(ab|cd)e*"), Cancelled()).result().copy()
-    (first, second), end = (batcher._preparer.processing.ids_of(text)[0] for text in "ab"), 1000
+    form = (
+        batcher._preparer._forms.compiled(
+            SamplingParams(regex="(ab|cd)e*"), Cancelled()
+        )
+        .result()
+        .copy()
+    )
+    (first, second), end = (
+        (batcher._preparer.processing.ids_of(text)[0] for text in "ab"),
+        1000,
+    )
     guide, may_go = Guide(form, None, None, (end,)), threading.Event()
     look_ahead = grammar.Form._look_ahead
 
@@ -879,8 +1182,16 @@ def test_a_late_check_of_a_draft_does_not_end_its_row(batcher: VLMBatcher, monke
     assert bits is not None and bits[second // 32] >> (second % 32) & 1
 
 
-def test_a_look_ahead_that_fails_loses_the_draft_alone(batcher: VLMBatcher, monkeypatch: pytest.MonkeyPatch) -> None:
-    form = batcher._preparer._forms.compiled(SamplingParams(regex="(ab|cd)e*"), Cancelled()).result().copy()
+def test_a_look_ahead_that_fails_loses_the_draft_alone(
+    batcher: VLMBatcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    form = (
+        batcher._preparer._forms.compiled(
+            SamplingParams(regex="(ab|cd)e*"), Cancelled()
+        )
+        .result()
+        .copy()
+    )
     guide = Guide(form, None, None)
     first = batcher._preparer.processing.ids_of("a")[0]
 
@@ -909,7 +1220,9 @@ class Late:
         return False
 
 
-@pytest.mark.parametrize(("beside_others", "most"), [(True, 0.002), (False, telling.FORM_SECONDS)])
+@pytest.mark.parametrize(
+    ("beside_others", "most"), [(True, 0.002), (False, telling.FORM_SECONDS)]
+)
 def test_a_step_waits_for_forms_as_long_as_its_own_work_takes(
     beside_others: bool, most: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

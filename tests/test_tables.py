@@ -31,13 +31,17 @@ from vlm_batch.records import Call
 KEEPS = type(functools.lru_cache(lambda: None))
 PACKAGES = ("mlx_vlm", "mlx_audio", "vlm_batch", "tests")
 MEDIA = {"image": "image:3:1", "video": "video:3:1", "audio": "audio:3:1"}
-PICTURE = Image.fromarray(np.random.default_rng(0).integers(0, 255, (37, 23, 3), dtype=np.uint8))
+PICTURE = Image.fromarray(
+    np.random.default_rng(0).integers(0, 255, (37, 23, 3), dtype=np.uint8)
+)
 
 
 def results(function: Any) -> list[mx.array]:
     """Arrays that an ``lru_cache`` keeps."""
     kept = [one for one in gc.get_referents(function) if not callable(one)]
-    return arrays_of([list(one.values()) if isinstance(one, dict) else one for one in kept])
+    return arrays_of(
+        [list(one.values()) if isinstance(one, dict) else one for one in kept]
+    )
 
 
 def caches() -> Iterator[Any]:
@@ -48,10 +52,14 @@ def caches() -> Iterator[Any]:
         values = list(vars(module).values())
         for value in list(values):
             if isinstance(value, type):
-                values += [getattr(part, "__func__", part) for part in vars(value).values()]
+                values += [
+                    getattr(part, "__func__", part) for part in vars(value).values()
+                ]
             elif isinstance(value, FunctionType):
                 values += [cell.cell_contents for cell in value.__closure__ or ()]
-        yield from {id(one): one for one in values if type(one) is KEEPS and results(one)}.values()
+        yield from {
+            id(one): one for one in values if type(one) is KEEPS and results(one)
+        }.values()
 
 
 def is_pending(array: mx.array) -> bool:
@@ -116,13 +124,19 @@ def test_tables_are_found(function: Any) -> None:
     assert not is_pending(results(function)[0])
 
 
-@pytest.mark.parametrize("name", [name for name in sorted(FAMILIES) if not family(name).text_only])
+@pytest.mark.parametrize(
+    "name", [name for name in sorted(FAMILIES) if not family(name).text_only]
+)
 def test_no_family_keeps_what_other_threads_cannot_evaluate(name: str) -> None:
     adapter, tiny = shared_adapter(name), family(name)
     for kind, key in MEDIA.items():
         if getattr(tiny, kind) is not None:
             encoded = adapter.encode(given(name, key))
-            pending = [function.__name__ for function in caches() if any(map(is_pending, results(function)))]
+            pending = [
+                function.__name__
+                for function in caches()
+                if any(map(is_pending, results(function)))
+            ]
             mx.eval(encoded.inputs_embeds)  # tables of the adapter's own model, too
             assert pending == []
 
@@ -130,10 +144,14 @@ def test_no_family_keeps_what_other_threads_cannot_evaluate(name: str) -> None:
 @pytest.mark.parametrize("name", ["lfm2_vl", "phi4_siglip"])
 def test_two_engines_meet_a_size_at_the_same_moment(name: str) -> None:
     inputs = given(name, MEDIA["image"])
-    adapters: list[Adapter] = [type(shared_adapter(name))(family(name).build()) for _ in range(2)]
+    adapters: list[Adapter] = [
+        type(shared_adapter(name))(family(name).build()) for _ in range(2)
+    ]
     first = elsewhere(lambda: adapters[0].encode(inputs))  # and not evaluated yet
     assert is_pending(first.inputs_embeds)
-    assert np.isfinite(elsewhere(lambda: np.array(adapters[1].encode(inputs).inputs_embeds))).all()
+    assert np.isfinite(
+        elsewhere(lambda: np.array(adapters[1].encode(inputs).inputs_embeds))
+    ).all()
 
 
 def test_two_engines_decode_at_the_same_lengths() -> None:
@@ -141,19 +159,35 @@ def test_two_engines_decode_at_the_same_lengths() -> None:
     mx.eval(x)
 
     def rotated() -> mx.array:
-        return rotate_step(x, plain_frequencies(8, 10_000.0, 1.0), lengths_array((3, 5)), is_traditional=False)
+        return rotate_step(
+            x,
+            plain_frequencies(8, 10_000.0, 1.0),
+            lengths_array((3, 5)),
+            is_traditional=False,
+        )
 
     first = elsewhere(rotated)
     assert is_pending(first)
-    wanted = mx.fast.rope(x, 8, traditional=False, base=10_000.0, scale=1.0, offset=mx.array([3, 5]))
-    assert np.abs(elsewhere(lambda: np.array(rotated())) - np.array(wanted)).max() < 1e-5
+    wanted = mx.fast.rope(
+        x, 8, traditional=False, base=10_000.0, scale=1.0, offset=mx.array([3, 5])
+    )
+    assert (
+        np.abs(elsewhere(lambda: np.array(rotated())) - np.array(wanted)).max() < 1e-5
+    )
 
 
-def test_nemotrons_pictures_of_one_size_are_resized_by_any_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nemotrons_pictures_of_one_size_are_resized_by_any_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     adapter = shared_adapter("nemotron_h_nano_omni")
-    wanted = nemotron("nemotron_h_nano_omni").image_processor(images=[PICTURE])["pixel_values"]
+    wanted = nemotron("nemotron_h_nano_omni").image_processor(images=[PICTURE])[
+        "pixel_values"
+    ]
     forget()
-    made = [adapter.processor(nemotron("nemotron_h_nano_omni")).image_processor for _ in range(2)]
+    made = [
+        adapter.processor(nemotron("nemotron_h_nano_omni")).image_processor
+        for _ in range(2)
+    ]
 
     def fail(*_: Any) -> None:
         raise MemoryError
@@ -169,14 +203,24 @@ def test_nemotrons_pictures_of_one_size_are_resized_by_any_thread(monkeypatch: p
 def test_inkling_is_loaded_twice_at_the_same_moment() -> None:
     adapter = shared_adapter("inkling")
     first = elsewhere(lambda: inkling("inkling"))
-    second = elsewhere(lambda: Processing(adapter.processor(inkling("inkling")), adapter.config).processor)
-    with pytest.raises(RuntimeError, match="There is no Stream"):  # mlx-audio's table, still
+    second = elsewhere(
+        lambda: (
+            Processing(adapter.processor(inkling("inkling")), adapter.config).processor
+        )
+    )
+    # mlx-audio's table, still
+    with pytest.raises(RuntimeError, match="There is no Stream"):
         elsewhere(lambda: mx.eval(first.feature_extractor.mel_filters))
     forget()
-    assert mx.array_equal(second.feature_extractor.mel_filters, inkling("inkling").feature_extractor.mel_filters)
+    assert mx.array_equal(
+        second.feature_extractor.mel_filters,
+        inkling("inkling").feature_extractor.mel_filters,
+    )
 
 
-def test_a_recording_of_mimos_that_fails_leaves_the_next_its_table(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recording_of_mimos_that_fails_leaves_the_next_its_table(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from mlx_audio.codec.models.mimo_audio_tokenizer import MiMoAudioTokenizer
 
     codec = shared_adapter("mimo_v2").processor(mimo_v2("mimo_v2")).audio_tokenizer
@@ -210,7 +254,10 @@ def test_tables_are_mlx_vlms_and_made_once(name: str, sizes: tuple[Any, ...]) ->
     assert bound is tables.HOOKS[name].either
     with running(Call()):
         ours = arrays_of([bound(*sizes)])
-        assert all(one is other for one, other in zip(ours, arrays_of([bound(*sizes)]), strict=True))
+        assert all(
+            one is other
+            for one, other in zip(ours, arrays_of([bound(*sizes)]), strict=True)
+        )
     assert not any(map(is_pending, ours))
     for one, theirs in zip(ours, arrays_of([bound(*sizes)]), strict=True):
         assert one is not theirs and mx.array_equal(one, theirs)

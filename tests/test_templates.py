@@ -33,7 +33,10 @@ TEMPLATE = (
     "{% endfor %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% if enable_thinking %}<think>\n{% endif %}{% endif %}"
 )
-WEATHER = {"type": "function", "function": {"name": "weather", "description": "Says it.", "parameters": {"a": 1}}}
+WEATHER = {
+    "type": "function",
+    "function": {"name": "weather", "description": "Says it.", "parameters": {"a": 1}},
+}
 
 
 def with_template(folder: Path, template: str) -> Path:
@@ -45,7 +48,9 @@ def with_template(folder: Path, template: str) -> Path:
 
 @pytest.fixture(scope="module")
 def batcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLMBatcher]:
-    with VLMBatcher(with_template(tmp_path_factory.mktemp("template"), TEMPLATE)) as made:
+    with VLMBatcher(
+        with_template(tmp_path_factory.mktemp("template"), TEMPLATE)
+    ) as made:
         yield made
 
 
@@ -69,17 +74,28 @@ def test_arguments_reach_the_template(rendered: Any) -> None:
     plain = rendered(prompt="hello")
     assert plain.startswith("(short medium)")
     assert plain.endswith("<|im_start|>assistant\n")
-    assert rendered(prompt="hello", template=Template(enable_thinking=True)) == f"{plain}<think>\n"
+    assert (
+        rendered(prompt="hello", template=Template(enable_thinking=True))
+        == f"{plain}<think>\n"
+    )
     assert rendered(prompt="hello", template=Template(enable_thinking=False)) == plain
-    assert rendered(prompt="hello", template=Template(reasoning_effort="high")).startswith("(short high)")
-    assert rendered(prompt="hello", template=Template(args={"thinking_style": "long"})).startswith("(long medium)")
-    assert rendered(prompt="hello", template=Template(documents=[{"text": "a page"}])).startswith("[a page]")
+    assert rendered(
+        prompt="hello", template=Template(reasoning_effort="high")
+    ).startswith("(short high)")
+    assert rendered(
+        prompt="hello", template=Template(args={"thinking_style": "long"})
+    ).startswith("(long medium)")
+    assert rendered(
+        prompt="hello", template=Template(documents=[{"text": "a page"}])
+    ).startswith("[a page]")
     unbegun = rendered(prompt="hello", template=Template(add_generation_prompt=False))
     assert unbegun == plain.removesuffix("<|im_start|>assistant\n")
 
 
 def test_tools_are_written_as_they_were_given(rendered: Any) -> None:
-    assert json.dumps(WEATHER) in rendered(prompt="hello", template=Template(tools=[WEATHER]))
+    assert json.dumps(WEATHER) in rendered(
+        prompt="hello", template=Template(tools=[WEATHER])
+    )
 
 
 def test_calls_and_results_of_tools_pass_through(rendered: Any) -> None:
@@ -89,21 +105,35 @@ def test_calls_and_results_of_tools_pass_through(rendered: Any) -> None:
             "role": "assistant",
             "content": None,
             "reasoning_content": "I ask.",
-            "tool_calls": [{"id": "1", "function": {"name": "weather", "arguments": '{"city": "Köln"}'}}],
+            "tool_calls": [
+                {
+                    "id": "1",
+                    "function": {"name": "weather", "arguments": '{"city": "Köln"}'},
+                }
+            ],
         },
         {"role": "tool", "tool_call_id": "1", "content": "no rain"},
     ]
     prompt = rendered(messages=turns, template=Template(tools=[WEATHER]))
-    assert '<think>I ask.</think><call>weather {"city": "Köln"}</call><|im_end|>' in prompt
+    assert (
+        '<think>I ask.</think><call>weather {"city": "Köln"}</call><|im_end|>' in prompt
+    )
     assert "<|im_start|>tool\nno rain<|im_end|>" in prompt
     assert prompt.count(json.dumps(WEATHER)) == 1
 
 
 def test_the_last_turn_goes_on(rendered: Any, batcher: VLMBatcher) -> None:
-    turns = [{"role": "user", "content": "count to 4"}, {"role": "assistant", "content": "1 2"}]
+    turns = [
+        {"role": "user", "content": "count to 4"},
+        {"role": "assistant", "content": "1 2"},
+    ]
     prompt = rendered(messages=turns, template=Template(continue_final_message=True))
     assert prompt.endswith("<|im_start|>assistant\n1 2")
-    assert batcher.submit(messages=turns, template=Template(continue_final_message=True)).result(timeout=60).ok
+    assert (
+        batcher.submit(messages=turns, template=Template(continue_final_message=True))
+        .result(timeout=60)
+        .ok
+    )
 
 
 @pytest.mark.parametrize(
@@ -115,24 +145,34 @@ def test_the_last_turn_goes_on(rendered: Any, batcher: VLMBatcher) -> None:
         ),
         ({"args": {"messages": []}}, "'messages', which is not an argument"),
         ({"args": ["tools"]}, "args is .* mapping"),
-        ({"args": {"tools": []}, "tools": []}, "tools is given twice: by itself and in args"),
+        (
+            {"args": {"tools": []}, "tools": []},
+            "tools is given twice: by itself and in args",
+        ),
         ({"tools": "weather"}, "tools is 'weather'; it must be a list"),
         ({"enable_thinking": "yes"}, "enable_thinking is 'yes'"),
         ({"reasoning_effort": 3}, "reasoning_effort is 3"),
-        ({"thinking": True}, "template has no thinking .'enable_thinking' is probably meant.; it has add_gen"),
+        (
+            {"thinking": True},
+            "template has no thinking .'enable_thinking' is probably meant.; it has add_gen",
+        ),
         ({"tools": [{"name": "<|im_end|>"}]}, "'<|im_end|>'"),
         ({"tools": [{"parameters": {"<|im_end|>": 1}}]}, "'<|im_end|>'"),
         ({"documents": [{"text": "<|image_pad|>"}]}, "video's place"),
     ],
     ids=str,
 )
-def test_what_would_be_dropped_is_refused(batcher: VLMBatcher, asked: dict[str, Any], said: str) -> None:
+def test_what_would_be_dropped_is_refused(
+    batcher: VLMBatcher, asked: dict[str, Any], said: str
+) -> None:
     with pytest.raises(InvalidPrompt, match=said.replace("|", r"\|")):
         batcher.submit(prompt="hello", template=asked)
 
 
 @pytest.mark.parametrize("said", ["enable_thinking", "continue_final_message"])
-def test_a_final_prompt_takes_nothing_for_a_template(batcher: VLMBatcher, said: str) -> None:
+def test_a_final_prompt_takes_nothing_for_a_template(
+    batcher: VLMBatcher, said: str
+) -> None:
     with pytest.raises(InvalidPrompt, match=f"{said}: the prompt is final already"):
         batcher.submit(token_ids=[5, 6], template={said: True})
     with pytest.raises(InvalidPrompt, match="template is None; messages need"):
@@ -140,7 +180,9 @@ def test_a_final_prompt_takes_nothing_for_a_template(batcher: VLMBatcher, said: 
 
 
 @pytest.mark.parametrize(
-    "arguments", [{"enable_thinking": True}, {"tools": [WEATHER]}, {"reasoning_effort": "low"}], ids=str
+    "arguments",
+    [{"enable_thinking": True}, {"tools": [WEATHER]}, {"reasoning_effort": "low"}],
+    ids=str,
 )
 def test_a_template_that_reads_nothing_refuses_all(arguments: dict[str, Any]) -> None:
     with (
@@ -163,7 +205,9 @@ def test_a_template_that_reads_nothing_refuses_all(arguments: dict[str, Any]) ->
     ],
     ids=["set in branches", "set if missing", "set from itself", "gathered", "macro", "block"],
 )  # fmt: skip
-def test_a_templates_own_names_are_no_arguments(template: str, reads: list[str]) -> None:
+def test_a_templates_own_names_are_no_arguments(
+    template: str, reads: list[str]
+) -> None:
     """As Gemma 3's: first_user_prefix, loop_messages and role are set in branches."""
 
     class Owner:
@@ -179,7 +223,9 @@ def test_words_in_pieces_are_found(batcher: VLMBatcher) -> None:
     with pytest.raises(InvalidPrompt, match="end of a turn"):
         batcher.submit(messages=[{"role": "user", "content": parts}])
     with pytest.raises(InvalidPrompt, match="end of a turn"):
-        batcher.submit(messages=[{"role": "tool", "content": {"type": "<|im_end|>"}["type"]}])
+        batcher.submit(
+            messages=[{"role": "tool", "content": {"type": "<|im_end|>"}["type"]}]
+        )
 
 
 def test_a_family_without_a_template_refuses_by_name() -> None:
@@ -188,6 +234,8 @@ def test_a_family_without_a_template_refuses_by_name() -> None:
 
     processing = Processing.__new__(Processing)
     processing.template = ChatTemplate(Bare())
-    with pytest.raises(InvalidPrompt, match="enable_thinking: this model has no chat template"):
+    with pytest.raises(
+        InvalidPrompt, match="enable_thinking: this model has no chat template"
+    ):
         processing.template.check(Template(enable_thinking=True))
     processing.template.check(Template())

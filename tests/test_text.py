@@ -60,8 +60,24 @@ def test_the_cost_of_a_token_does_not_grow_with_the_answer() -> None:
 
 @pytest.mark.parametrize(
     "tokens",
-    [[0xE2], [0xFF], [0xE2, 0x82], [256], [257], [0xE2, 257, 257], [258, 0xF0, 0x9F, 0x91, 0xA9]],
-    ids=["unfinished", "no text", "two of three", "never at an end", "empty", "unfinished and empty", "text and bytes"],
+    [
+        [0xE2],
+        [0xFF],
+        [0xE2, 0x82],
+        [256],
+        [257],
+        [0xE2, 257, 257],
+        [258, 0xF0, 0x9F, 0x91, 0xA9],
+    ],
+    ids=[
+        "unfinished",
+        "no text",
+        "two of three",
+        "never at an end",
+        "empty",
+        "unfinished and empty",
+        "text and bytes",
+    ],
 )
 def test_text_that_never_ends_costs_no_more_either(tokens: list[int]) -> None:
     """Bytes that never become a character, characters that end within tokens, and tokens without text: thousands of them."""
@@ -124,25 +140,43 @@ def test_stop_strings_are_found_as_by_looking_for_each_of_them() -> None:
     chance = random.Random(3)
     matches = 0
     for _ in range(3000):
-        stops = ["".join(chance.choices("abc", k=chance.randint(1, 7))) for _ in range(chance.randint(1, 6))]
+        stops = [
+            "".join(chance.choices("abc", k=chance.randint(1, 7)))
+            for _ in range(chance.randint(1, 6))
+        ]
         matcher, held = StopStrings(stops), ""
         for _ in range(12):
             piece = "".join(chance.choices("abc", k=chance.randint(0, 5)))
             text = held + piece
-            found = sorted((text.find(stop), -len(stop), stop) for stop in stops if stop in text)
+            found = sorted(
+                (text.find(stop), -len(stop), stop) for stop in stops if stop in text
+            )
             if found:
-                assert matcher.feed(piece) == (text[: found[0][0]], found[0][2]), (stops, text)
+                assert matcher.feed(piece) == (text[: found[0][0]], found[0][2]), (
+                    stops,
+                    text,
+                )
                 matches += 1
                 break
-            ends = [n for stop in stops for n in range(len(stop)) if n == 0 or text.endswith(stop[:n])]
+            ends = [
+                n
+                for stop in stops
+                for n in range(len(stop))
+                if n == 0 or text.endswith(stop[:n])
+            ]
             held = text[len(text) - max(ends) :]
-            assert matcher.feed(piece) == (text[: len(text) - len(held)], None), (stops, text)
+            assert matcher.feed(piece) == (text[: len(text) - len(held)], None), (
+                stops,
+                text,
+            )
         else:
             assert matcher.finish() == held
     assert 1000 < matches < 3000
 
 
-def test_the_cost_of_a_character_does_not_grow_with_the_stop_strings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cost_of_a_character_does_not_grow_with_the_stop_strings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A text that has nearly become one of a hundred long ones, ever again."""
     looks = 0
     longer = StopStrings._longer
@@ -153,7 +187,10 @@ def test_the_cost_of_a_character_does_not_grow_with_the_stop_strings(monkeypatch
         return longer(*given)
 
     monkeypatch.setattr(StopStrings, "_longer", counted)
-    matcher = StopStrings(["a" * (5000 - n) + "b" for n in range(50)] + ["b" * (5000 - n) for n in range(50)])
+    matcher = StopStrings(
+        ["a" * (5000 - n) + "b" for n in range(50)]
+        + ["b" * (5000 - n) for n in range(50)]
+    )
     pieces = (["aaaa"] * 1200 + ["c"]) * 3
     begin = time.perf_counter()
     assert "".join(matcher.feed(piece)[0] for piece in pieces) == "".join(pieces)

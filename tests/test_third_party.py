@@ -108,22 +108,36 @@ WAYS = {
 def test_a_family_in_one_file_is_answered_as_alone(folder: Path, way: str) -> None:
     if "entry point" in way:
         install_entry_point(folder, "my_family")
-    done = run(folder, ASK.format(before=WAYS[way]), str(PICTURES), str(default_checkpoint()))
+    done = run(
+        folder, ASK.format(before=WAYS[way]), str(PICTURES), str(default_checkpoint())
+    )
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     assert "my_vl" in found["families"] and "llava" in found["families"]
     answers = set()
-    for (tokens, logprobs, error), alone in zip(found["together"], found["alone"], strict=True):
+    for (tokens, logprobs, error), alone in zip(
+        found["together"], found["alone"], strict=True
+    ):
         assert error is None
         assert tokens == [token for token, _ in alone]
-        assert max(abs(one - right) for one, (_, right) in zip(logprobs, alone, strict=True)) < TOLERANCE
+        assert (
+            max(
+                abs(one - right)
+                for one, (_, right) in zip(logprobs, alone, strict=True)
+            )
+            < TOLERANCE
+        )
         answers.add(tuple(tokens))
     assert len(answers) == 4  # a picture, and what is asked, make a difference
-    with_pictures = [count for index, count in enumerate(found["prompt_tokens"]) if index != 2]
+    with_pictures = [
+        count for index, count in enumerate(found["prompt_tokens"]) if index != 2
+    ]
     assert min(with_pictures) > 10
 
 
-def test_a_family_that_is_taken_is_refused_whatever_was_imported_first(folder: Path) -> None:
+def test_a_family_that_is_taken_is_refused_whatever_was_imported_first(
+    folder: Path,
+) -> None:
     for before in ("", "vlm_batch.families()\n"):
         done = run(
             folder,
@@ -153,9 +167,7 @@ def test_a_class_that_is_registered_again_takes_its_own_place(folder: Path) -> N
 
 def test_the_command_line_knows_a_family_by_its_entry_point(folder: Path) -> None:
     install_entry_point(folder, "my_family")
-    code = (
-        "from vlm_batch.cli.main import main\nimport sys\nfor args in ([], ['my_vl']):\n    main(['families', *args])"
-    )
+    code = "from vlm_batch.cli.main import main\nimport sys\nfor args in ([], ['my_vl']):\n    main(['families', *args])"
     done = run(folder, code)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("my_vl") >= 2
@@ -169,7 +181,10 @@ def test_a_module_that_fails_is_said_and_the_others_are_there(folder: Path) -> N
     )
     done = run(folder, code)
     assert int(done.stdout.split()[0]) > 60, done.stderr
-    assert "the families of no_such_module (entry point 'my_vl') are left out: ModuleNotFoundError" in done.stdout
+    assert (
+        "the families of no_such_module (entry point 'my_vl') are left out: ModuleNotFoundError"
+        in done.stdout
+    )
 
 
 @pytest.mark.parametrize(
@@ -180,9 +195,14 @@ def test_a_module_that_fails_is_said_and_the_others_are_there(folder: Path) -> N
         ('package="json"', "its model code 'json' has no Model and no ModelConfig"),
     ],
 )
-def test_model_code_that_is_not_there_is_said(folder: Path, change: str, said: str) -> None:
+def test_model_code_that_is_not_there_is_said(
+    folder: Path, change: str, said: str
+) -> None:
     file = folder / "my_family.py"
-    file.write_text(file.read_text(encoding="utf-8").replace('package="my_vl_model"', change), encoding="utf-8")
+    file.write_text(
+        file.read_text(encoding="utf-8").replace('package="my_vl_model"', change),
+        encoding="utf-8",
+    )
     code = (
         "import sys, my_family, my_vl_model\nfrom pathlib import Path\nfrom vlm_batch import UnsupportedModel\n"
         "from vlm_batch.loading import load_model\n"

@@ -37,18 +37,24 @@ def test_one_thread_serves_one_after_another() -> None:
     assert len(set(seen)) == 1
 
 
-def test_a_thread_that_has_been_in_mlx_does_nothing_that_the_exit_does_not_await() -> None:
+def test_a_thread_that_has_been_in_mlx_does_nothing_that_the_exit_does_not_await() -> (
+    None
+):
     """It would be woken while the interpreter ends, by a wait for more to read, and abort the process as it goes."""
     seen: list[int] = []
     for is_awaited in (True, False, True, False):
-        threads.start(lambda: seen.append(threading.get_ident()), NAME, is_awaited=is_awaited).join()
+        threads.start(
+            lambda: seen.append(threading.get_ident()), NAME, is_awaited=is_awaited
+        ).join()
     assert seen[0] == seen[2] != seen[1] == seen[3]
 
 
 def python(script: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", textwrap.dedent(script)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=120
+    )
 
 
 #: Work that wakes all the time, also while the interpreter ends, which the last object here makes long.
@@ -137,7 +143,9 @@ def test_the_exit_waits_until_nothing_of_the_work_is_held(holder: str) -> None:
     assert (done.returncode, done.stdout) == (0, "let go of\n"), done.stderr
 
 
-def test_a_hook_that_raises_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hook_that_raises_keeps_nobody_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def fails(*_: object) -> None:
         raise ValueError("the log is closed")
 
@@ -174,7 +182,9 @@ def test_an_exception_ends_the_work_and_not_the_thread() -> None:
     assert seen[0] == seen[1]
 
 
-def test_waits_without_an_end_look_up_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waits_without_an_end_look_up_now_and_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A Ctrl-C that comes just before a wait is lost for as long as the wait lasts: of this library's none lasts long."""
     main, waits = threading.get_ident(), list[float | None]()
 
@@ -208,14 +218,19 @@ def test_waits_without_an_end_look_up_now_and_then(monkeypatch: pytest.MonkeyPat
         waits.clear()
         way()
         assert waits, name
-        assert all(seconds is not None and seconds <= threads.LOOK_SECONDS for seconds in waits), (name, waits)
+        assert all(
+            seconds is not None and seconds <= threads.LOOK_SECONDS for seconds in waits
+        ), (name, waits)
 
 
-def test_a_look_is_repeated_until_it_finds_something_or_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_look_is_repeated_until_it_finds_something_or_time_is_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(threads, "LOOK_SECONDS", 0.01)
     found = iter((None, None, "it"))
     assert threads.wait_until_found(lambda seconds: next(found)) == "it"
     looks: list[float] = []
     assert threads.wait_until_found(looks.append, 0.03) is None
     assert looks and all(0 <= seconds <= 0.01 for seconds in looks)
-    assert threads.wait_until_found(lambda seconds: seconds, 0) == 0.0  # it is looked for once, whatever the time
+    # it is looked for once, whatever the time
+    assert threads.wait_until_found(lambda seconds: seconds, 0) == 0.0

@@ -32,14 +32,21 @@ SOME = ("qwen2_5_vl", "llava", "llava_next", "kimi_k25", "gemma4", "mllama", "ph
 
 def given(name: str, keys: Sequence[str] = KEYS) -> list[dict[str, Any]]:
     has_two = tiny_family(name).two_images is not None
-    return [as_mlx(inputs_of(name, key)) for key in keys if has_two or not key.startswith("two")]
+    return [
+        as_mlx(inputs_of(name, key))
+        for key in keys
+        if has_two or not key.startswith("two")
+    ]
 
 
 @contextmanager
 def counted(adapter: Adapter) -> Iterator[list[int]]:
     """A list that grows with every call of the tower itself."""
     calls: list[int] = []
-    if any(not isinstance(owner[name], RememberingTower) for owner, name in vision_towers(adapter.model)):
+    if any(
+        not isinstance(owner[name], RememberingTower)
+        for owner, name in vision_towers(adapter.model)
+    ):
         remember_features(adapter, None)
     before = []
     for owner, name in vision_towers(adapter.model):
@@ -61,10 +68,16 @@ def counted(adapter: Adapter) -> Iterator[list[int]]:
 
 def farthest(one: Encoded, other: Encoded) -> float:
     """The largest difference of two rows' embeddings and features."""
-    ours, theirs = (arrays_of([row.inputs_embeds, row.prefill, row.decode]) for row in (one, other))
+    ours, theirs = (
+        arrays_of([row.inputs_embeds, row.prefill, row.decode]) for row in (one, other)
+    )
     assert [array.shape for array in ours] == [array.shape for array in theirs]
     pairs = zip(ours, theirs, strict=True)
-    found = [float(mx.abs(a.astype(mx.float32) - b.astype(mx.float32)).max()) for a, b in pairs if a.size]
+    found = [
+        float(mx.abs(a.astype(mx.float32) - b.astype(mx.float32)).max())
+        for a, b in pairs
+        if a.size
+    ]
     assert np.isfinite(found).all()
     return max(found)
 
@@ -74,27 +87,46 @@ def with_nothing_finite(inputs: Mapping[str, Any]) -> dict[str, Any]:
 
     def spoilt(value: Any) -> Any:
         if isinstance(value, mx.array):
-            return mx.full(value.shape, mx.nan, value.dtype) if mx.issubdtype(value.dtype, mx.floating) else value
-        return [spoilt(one) for one in value] if isinstance(value, (list, tuple)) else value
+            return (
+                mx.full(value.shape, mx.nan, value.dtype)
+                if mx.issubdtype(value.dtype, mx.floating)
+                else value
+            )
+        return (
+            [spoilt(one) for one in value]
+            if isinstance(value, (list, tuple))
+            else value
+        )
 
-    return {name: spoilt(value) if name.startswith("pixel_values") else value for name, value in inputs.items()}
+    return {
+        name: spoilt(value) if name.startswith("pixel_values") else value
+        for name, value in inputs.items()
+    }
 
 
 def towered() -> list[str]:
     """The families whose pictures go through a tower in the tests."""
-    return [name for name in every_family() if name not in NO_TOWER and vision_towers(shared_adapter(name).model)]
+    return [
+        name
+        for name in every_family()
+        if name not in NO_TOWER and vision_towers(shared_adapter(name).model)
+    ]
 
 
 def joined() -> list[str]:
     """Those whose pictures share calls. A Hadamard pack's do not (``qwen3_5.PACKED``)."""
-    return [name for name in towered() if shared_adapter(name).tower_class.why_apart is None]
+    return [
+        name for name in towered() if shared_adapter(name).tower_class.why_apart is None
+    ]
 
 
 @pytest.mark.parametrize("name", every_family())
 def test_a_family_joins_its_pictures_or_says_why_not(name: str) -> None:
     adapter = shared_adapter(name)
     has_said = adapter.tower_class.why_apart != RememberingTower.why_apart
-    assert has_said or not vision_towers(adapter.model), "tower_class says how, or why not"
+    assert has_said or not vision_towers(adapter.model), (
+        "tower_class says how, or why not"
+    )
 
 
 @pytest.mark.parametrize("name", every_family())
@@ -107,13 +139,19 @@ def test_pictures_together_are_those_apart(name: str) -> None:
         calls.clear()
         looked = adapter.encode_together(requests)
         together = [adapter.encode(inputs) for inputs in looked]
-    assert max(farthest(one, other) for one, other in zip(together, apart, strict=True)) < TOLERANCE / 4
+    assert (
+        max(farthest(one, other) for one, other in zip(together, apart, strict=True))
+        < TOLERANCE / 4
+    )
     if name in joined():
         assert len(calls) < alone
         assert all(isinstance(inputs, PrecomputedInputs) for inputs in looked)
     else:
         assert len(calls) == alone
-        assert all((new is old) == has_pictures(old) for new, old in zip(looked, requests, strict=True))
+        assert all(
+            (new is old) == has_pictures(old)
+            for new, old in zip(looked, requests, strict=True)
+        )
 
 
 @pytest.mark.parametrize("name", joined())
@@ -128,7 +166,9 @@ def test_what_is_not_finite_stays_in_its_own_request(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SOME)
-def test_a_call_that_fails_leaves_its_requests_to_themselves(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_fails_leaves_its_requests_to_themselves(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     adapter, requests = shared_adapter(name), given(name, ("image:1:0", "image:3:0"))
     alone = [adapter.encode(inputs) for inputs in requests]
 
@@ -138,7 +178,10 @@ def test_a_call_that_fails_leaves_its_requests_to_themselves(name: str, monkeypa
     monkeypatch.setattr(adapter.tower_class, "run_joined", fail)
     looked = adapter.encode_together(requests)
     together = [adapter.encode(inputs) for inputs in looked]
-    assert max(farthest(one, other) for one, other in zip(together, alone, strict=True)) < TOLERANCE / 4
+    assert (
+        max(farthest(one, other) for one, other in zip(together, alone, strict=True))
+        < TOLERANCE / 4
+    )
 
 
 @pytest.mark.parametrize("name", SOME)

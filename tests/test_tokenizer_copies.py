@@ -16,7 +16,9 @@ from vlm_batch.inputs import processors
 from vlm_batch.inputs.processors import copy_for_thread
 from vlm_batch.loading.checkpoints import detokenizer_of
 
-CHECKPOINTS = sorted(path.parent for path in default_checkpoint().parent.glob("*/tokenizer.json"))
+CHECKPOINTS = sorted(
+    path.parent for path in default_checkpoint().parent.glob("*/tokenizer.json")
+)
 TEXTS = (
     "count to 5",
     "  two  spaces\n\ttab",
@@ -51,10 +53,14 @@ def test_settings_of_a_copy_are_its_own() -> None:
     copied.add_tokens([AddedToken("<new>")])
     assert tokenizer._tokenizer.truncation["max_length"] == 3
     assert tokenizer._tokenizer.padding is None
-    assert tokenizer.convert_tokens_to_ids("<new>") != copied.convert_tokens_to_ids("<new>")
+    assert tokenizer.convert_tokens_to_ids("<new>") != copied.convert_tokens_to_ids(
+        "<new>"
+    )
 
 
-def test_tokens_with_a_gap_between_their_ids_are_copied_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_with_a_gap_between_their_ids_are_copied_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """They would get other ids in a tokenizer that is made anew."""
     made: list[Any] = []
     theirs = processors._with_same_vocabulary
@@ -66,8 +72,12 @@ def test_tokens_with_a_gap_between_their_ids_are_copied_whole(monkeypatch: pytes
     monkeypatch.setattr(processors, "_with_same_vocabulary", watched)
     whole = json.loads((default_checkpoint() / "tokenizer.json").read_text())
     last = max(token["id"] for token in whole["added_tokens"])
-    whole["added_tokens"].append({**whole["added_tokens"][-1], "id": last + 40, "content": "<far>"})
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=processors.Tokenizer.from_str(json.dumps(whole)))
+    whole["added_tokens"].append(
+        {**whole["added_tokens"][-1], "id": last + 40, "content": "<far>"}
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=processors.Tokenizer.from_str(json.dumps(whole))
+    )
     copied = copy_for_thread(tokenizer)
     assert copied.encode("x<far>") == tokenizer.encode("x<far>")
     assert len(made) == 1
@@ -75,7 +85,8 @@ def test_tokens_with_a_gap_between_their_ids_are_copied_whole(monkeypatch: pytes
 
 @pytest.mark.parametrize("folder", CHECKPOINTS, ids=lambda path: path.name)
 def test_the_detokenizer_is_the_one_that_mlx_vlm_chooses(folder: Path) -> None:
-    ours, theirs = detokenizer_of(folder), load_tokenizer(folder, return_tokenizer=False)
+    ours = detokenizer_of(folder)
+    theirs = load_tokenizer(folder, return_tokenizer=False)
     assert getattr(ours, "func", ours) is getattr(theirs, "func", theirs)
     assert getattr(ours, "keywords", {}) == getattr(theirs, "keywords", {})
 
@@ -89,7 +100,11 @@ def test_the_detokenizer_is_the_one_that_mlx_vlm_chooses(folder: Path) -> None:
             {
                 "type": "Sequence",
                 "decoders": [
-                    {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "},
+                    {
+                        "type": "Replace",
+                        "pattern": {"String": "\u2581"},
+                        "content": " ",
+                    },
                     {"type": "ByteFallback"},
                     {"type": "Fuse"},
                 ],
@@ -102,6 +117,8 @@ def test_the_decoder_is_found_beside_tokens_that_are_spelled_like_it(
     decoder: object, name: str, tmp_path: Path
 ) -> None:
     added = [{"content": '"decoder": {"type": "ByteLevel"}'}, {"content": "decoder"}]
-    (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": added, "decoder": decoder, "model": {}}))
+    (tmp_path / "tokenizer.json").write_text(
+        json.dumps({"added_tokens": added, "decoder": decoder, "model": {}})
+    )
     found = detokenizer_of(tmp_path)
     assert getattr(found, "func", found).__name__ == name

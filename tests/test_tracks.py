@@ -15,7 +15,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import soxr
-from transformers.models.qwen3_omni_moe.processing_qwen3_omni_moe import Qwen3OmniMoeProcessor as Theirs
+from transformers.models.qwen3_omni_moe.processing_qwen3_omni_moe import (
+    Qwen3OmniMoeProcessor as Theirs,
+)
 
 from tests.harness import shared_adapter
 from tests.hearing import PROCESSORS
@@ -44,11 +46,15 @@ from vlm_batch.inputs.fetch import Cancelled, OperationCancelled
 from vlm_batch.inputs.processing import Processing
 from vlm_batch.inputs.videos import load_video
 
-av: Any = pytest.importorskip("av", reason="PyAV is not installed: pip install 'vlm-batch[sound]'")
+av: Any = pytest.importorskip(
+    "av", reason="PyAV is not installed: pip install 'vlm-batch[sound]'"
+)
 RATE = 48_000
 #: Families that see videos and hear.
 BOTH = ("gemma4", "gemma4_unified", "qwen3_omni_moe")
-POSITIONS = json.loads((Path(__file__).parent / "references" / "omni_positions.json").read_text())
+POSITIONS = json.loads(
+    (Path(__file__).parent / "references" / "omni_positions.json").read_text()
+)
 pytestmark = pytest.mark.filterwarnings("ignore:At least one mel filter")
 
 
@@ -72,10 +78,18 @@ def film(
     """
     file = io.BytesIO()
     with av.open(file, "w", format=container) as made:
-        pictures: Any = made.add_stream("libvpx" if container == "webm" else "mpeg4", rate=10) if sees else None
+        pictures: Any = (
+            made.add_stream("libvpx" if container == "webm" else "mpeg4", rate=10)
+            if sees
+            else None
+        )
         if sees:
             pictures.width, pictures.height, pictures.pix_fmt = 32, 32, "yuv420p"
-        sounds: Any = [made.add_stream(codec, rate=RATE, layout="stereo") for _ in range(tracks)] if hears else []
+        sounds: Any = (
+            [made.add_stream(codec, rate=RATE, layout="stereo") for _ in range(tracks)]
+            if hears
+            else []
+        )
         for at in range(int(seconds * 10) if sees else 0):
             grey = np.full((32, 32, 3), 20 * (at % 12), np.uint8)
             made.mux(pictures.encode(av.VideoFrame.from_ndarray(grey, format="rgb24")))
@@ -84,7 +98,9 @@ def film(
             size = sound.codec_context.frame_size or 1024
             for begin in range(0, len(mono), size):
                 block = mono[begin : begin + size]
-                frame = av.AudioFrame.from_ndarray(np.stack([block, 0.5 * block]), format="fltp", layout="stereo")
+                frame = av.AudioFrame.from_ndarray(
+                    np.stack([block, 0.5 * block]), format="fltp", layout="stereo"
+                )
                 frame.sample_rate, frame.pts = RATE, begin + round(silence * RATE)
                 made.mux(sound.encode(frame))
         for stream in filter(None, (pictures, *sounds)):
@@ -107,7 +123,9 @@ def film(
         ("mp4", "aac", False, 0.05),
     ],
 )
-def test_every_container_is_mono_at_the_rate_asked_for(container: str, codec: str, sees: bool, loss: float) -> None:
+def test_every_container_is_mono_at_the_rate_asked_for(
+    container: str, codec: str, sees: bool, loss: float
+) -> None:
     found = load_audio(film(container, codec, sees=sees), 16_000)
     wanted = soxr.resample(0.75 * tone(1.0, RATE), RATE, 16_000, quality="HQ")
     assert found.samples.dtype == np.float32
@@ -129,7 +147,9 @@ CONTAINERS = [
 
 
 @pytest.mark.parametrize(("container", "codec"), CONTAINERS)
-def test_a_sound_track_may_be_shorter_than_its_video(container: str, codec: str) -> None:
+def test_a_sound_track_may_be_shorter_than_its_video(
+    container: str, codec: str
+) -> None:
     """It ends before it, comes late, is longer, or stands beside a longer one; the first track is heard, all of it."""
     for more in (
         {"seconds": 3.0, "of_sound": 1.0},
@@ -155,7 +175,10 @@ def test_every_source_gives_the_same(tmp_path: Path) -> None:
     path = tmp_path / "talk.mov"
     path.write_bytes(data)
     uri = f"data:video/quicktime;base64,{base64.b64encode(data).decode()}"
-    found = [load_audio(source, 16_000).samples for source in (data, path, uri, io.BytesIO(data))]
+    found = [
+        load_audio(source, 16_000).samples
+        for source in (data, path, uri, io.BytesIO(data))
+    ]
     assert all(np.array_equal(one, found[0]) for one in found)
 
 
@@ -180,7 +203,10 @@ def test_what_cannot_be_read_says_why(data: bytes, said: str) -> None:
 
 
 def test_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(InvalidAudio, match=r"1.0 s of sound; at most 0.5 s are read \(Limits.audio_seconds\)"):
+    with pytest.raises(
+        InvalidAudio,
+        match=r"1.0 s of sound; at most 0.5 s are read \(Limits.audio_seconds\)",
+    ):
         load_audio(film(), 16_000, 0.5)
     cancelled = Cancelled()
     cancelled.set()
@@ -216,7 +242,9 @@ def test_the_forms_of_messages() -> None:
     assert media[0] == ["g.png"]
     assert media[1] == [Video("a.mp4", sound=True), "c.mp4", *spare]
     assert media[2] == [Track(0), "b.wav", Track(2), Track(3), "h.wav"]
-    kinds = [[part["type"] for part in turn["content"]] for turn in (turns[0], turns[2])]
+    kinds = [
+        [part["type"] for part in turn["content"]] for turn in (turns[0], turns[2])
+    ]
     assert kinds[0] == ["video", "audio", "audio", "video", "video", "audio", "text"]
     assert kinds[1] == ["image", "video", "audio", "video", "audio", "text"]
 
@@ -233,7 +261,10 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 def jobs(paths: list[Path]) -> list[dict[str, Any]]:
     first, second, silent = paths
-    heard = [{"type": "video", "video": str(first), "sound": True}, {"type": "text", "text": "hm"}]
+    heard = [
+        {"type": "video", "video": str(first), "sound": True},
+        {"type": "text", "text": "hm"},
+    ]
     return [
         {"prompt": "what?", "videos": Video(first, sound=True)},
         {"prompt": "what?", "videos": first},
@@ -262,8 +293,14 @@ def test_a_videos_sound_is_a_recording_behind_it(name: str, paths: list[Path]) -
         return [handle.result(timeout=120) for handle in handles]
 
     def apart(prompt: str, *media: tuple[str, Any]) -> dict[str, Any]:
-        parts: list[dict[str, Any]] = [{"type": kind, kind: source} for kind, source in media]
-        return {"messages": [{"role": "user", "content": [*parts, {"type": "text", "text": prompt}]}]}
+        parts: list[dict[str, Any]] = [
+            {"type": kind, kind: source} for kind, source in media
+        ]
+        return {
+            "messages": [
+                {"role": "user", "content": [*parts, {"type": "text", "text": prompt}]}
+            ]
+        }
 
     first, second = paths[:2]
     by_hand = [
@@ -277,16 +314,26 @@ def test_a_videos_sound_is_a_recording_behind_it(name: str, paths: list[Path]) -
             ("audio", film(pitch=300.0)),
         ),
     ]
-    with VLMBatcher(family(name).build(), PROCESSORS[name](name), max_rows=1, caches=None) as batcher:
+    with VLMBatcher(
+        family(name).build(), PROCESSORS[name](name), max_rows=1, caches=None
+    ) as batcher:
         alone, wanted = answers(batcher, jobs(paths)), answers(batcher, by_hand)
-    with VLMBatcher(family(name).build(), PROCESSORS[name](name), max_rows=4) as batcher:
+    with VLMBatcher(
+        family(name).build(), PROCESSORS[name](name), max_rows=4
+    ) as batcher:
         together, again = answers(batcher, jobs(paths)), answers(batcher, jobs(paths))
     for one, other in zip(alone * 2, together + again, strict=True):
-        assert (one.token_ids, one.error, one.audio_seconds) == (other.token_ids, other.error, other.audio_seconds)
+        assert (one.token_ids, one.error, one.audio_seconds) == (
+            other.token_ids,
+            other.error,
+            other.audio_seconds,
+        )
         for before, after in zip(one.logprobs or (), other.logprobs or (), strict=True):
             assert abs(before.logprob - after.logprob) < 1e-4
     assert [result.ok for result in together] == [at != 4 for at in range(7)]
-    assert together[4].error is not None and "silent.mov has no sound" in together[4].error
+    assert (
+        together[4].error is not None and "silent.mov has no sound" in together[4].error
+    )
     assert isinstance(together[4].exception, InvalidAudio)
     assert together[2].audio_seconds == pytest.approx((0.6, 0.8, 1.0))
     for mine, theirs in zip((alone[0], alone[2]), wanted, strict=True):
@@ -294,21 +341,32 @@ def test_a_videos_sound_is_a_recording_behind_it(name: str, paths: list[Path]) -
             assert mine.logprobs != theirs.logprobs
             continue
         assert mine.token_ids == theirs.token_ids
-        for one_step, other_step in zip(mine.logprobs or (), theirs.logprobs or (), strict=True):
+        for one_step, other_step in zip(
+            mine.logprobs or (), theirs.logprobs or (), strict=True
+        ):
             assert abs(one_step.logprob - other_step.logprob) < 1e-4
     assert alone[0].logprobs != alone[1].logprobs  # the sound is heard
 
 
-def test_without_pyav_a_request_fails_alone(paths: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_pyav_a_request_fails_alone(
+    paths: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "av", None)
-    with VLMBatcher(family("gemma4").build(), PROCESSORS["gemma4"]("gemma4")) as batcher:
+    with VLMBatcher(
+        family("gemma4").build(), PROCESSORS["gemma4"]("gemma4")
+    ) as batcher:
         params = SamplingParams(max_tokens=2, ignore_eos=True)
-        video = batcher.submit(prompt="a", videos=Video(paths[0], sound=True), params=params)
+        video = batcher.submit(
+            prompt="a", videos=Video(paths[0], sound=True), params=params
+        )
         recording = batcher.submit(prompt="a", audios=film(), params=params)
         text = batcher.submit(prompt="a", params=params)
         for handle in (video, recording):
             result = handle.result(timeout=60)
-            assert result.error is not None and 'not installed: pip install "vlm-batch[sound]"' in result.error
+            assert (
+                result.error is not None
+                and 'not installed: pip install "vlm-batch[sound]"' in result.error
+            )
         assert text.result(timeout=60).ok
 
 
@@ -317,29 +375,51 @@ def test_what_has_no_sound_of_its_own_is_refused(paths: list[Path]) -> None:
         Video("a.mp4", sound=1)  # type: ignore[arg-type]
     video = Video(paths[0], sound=True)
     with VLMBatcher(
-        family("gemma4").build(), PROCESSORS["gemma4"]("gemma4"), limits=Limits(audio_seconds=0.5)
+        family("gemma4").build(),
+        PROCESSORS["gemma4"]("gemma4"),
+        limits=Limits(audio_seconds=0.5),
     ) as batcher:
-        with pytest.raises(InvalidVideo, match="has no sound; give its recording as audios="):
-            batcher.submit(prompt="a", videos=Video(np.zeros((2, 8, 8, 3), np.uint8), sound=True))
-        for final in ({"token_ids": [5, 6]}, {"prompt": "<|video|><|audio|>", "template": None}):
+        with pytest.raises(
+            InvalidVideo, match="has no sound; give its recording as audios="
+        ):
+            batcher.submit(
+                prompt="a", videos=Video(np.zeros((2, 8, 8, 3), np.uint8), sound=True)
+            )
+        for final in (
+            {"token_ids": [5, 6]},
+            {"prompt": "<|video|><|audio|>", "template": None},
+        ):
             with pytest.raises(InvalidVideo, match="audios= takes the video's file"):
                 batcher.submit(**final, videos=video)  # type: ignore[arg-type]
         result = batcher.submit(prompt="a", videos=video).result(timeout=60)
         assert result.error is not None and "at most 0.5 s are read" in result.error
     said = "qwen2_vl takes no video's sound: its model has no part that hears"
-    with VLMBatcher(assets.default_checkpoint()) as batcher, pytest.raises(InvalidAudio, match=said):
+    with (
+        VLMBatcher(assets.default_checkpoint()) as batcher,
+        pytest.raises(InvalidAudio, match=said),
+    ):
         batcher.submit(prompt="what?", videos=video)
     blind = VLMBatcher(family("gemma3n").build(), PROCESSORS["gemma3n"]("gemma3n"))
-    with blind as batcher, pytest.raises(InvalidVideo, match="gemma3n takes no videos: "):
+    with (
+        blind as batcher,
+        pytest.raises(InvalidVideo, match="gemma3n takes no videos: "),
+    ):
         batcher.submit(prompt="what?", videos=video)
 
 
 # Qwen3-Omni -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("inputs", "wanted"), list(zip(placed(), POSITIONS["cases"], strict=True)), ids=range(7))
-def test_positions_by_seconds_are_transformers(inputs: Inputs, wanted: dict[str, Any]) -> None:
-    ids, extra = mx.array(inputs["input_ids"]), {name: value for name, value in inputs.items() if name != "input_ids"}
+@pytest.mark.parametrize(
+    ("inputs", "wanted"),
+    list(zip(placed(), POSITIONS["cases"], strict=True)),
+    ids=range(7),
+)
+def test_positions_by_seconds_are_transformers(
+    inputs: Inputs, wanted: dict[str, Any]
+) -> None:
+    ids = mx.array(inputs["input_ids"])
+    extra = {name: value for name, value in inputs.items() if name != "input_ids"}
     found = shared_adapter("qwen3_omni_moe").positions(ids, extra, {})
     np.testing.assert_array_equal(np.array(found.prompt)[:, 0], wanted["positions"])
     assert found.delta == wanted["delta"]
@@ -349,20 +429,45 @@ def test_positions_by_seconds_are_transformers(inputs: Inputs, wanted: dict[str,
 def test_sound_stands_between_the_frames_of_its_video() -> None:
     """As transformers' processor writes it, with ``load_audio_from_video``; each video at its own rate, or silent."""
     adapter = shared_adapter("qwen3_omni_moe")
-    made = Processing(adapter.processor(PROCESSORS["qwen3_omni_moe"]("qwen3_omni_moe")), adapter.config)
+    made = Processing(
+        adapter.processor(PROCESSORS["qwen3_omni_moe"]("qwen3_omni_moe")),
+        adapter.config,
+    )
     frames = np.zeros((4, 64, 128, 3), np.uint8)  # 128 placeholders a step
     clips = [load_video(Video(frames, fps=fps)) for fps in (2, 1)]
-    sounds = [Sound(np.zeros(count, np.float32), count / 16_000, at) for count, at in ((20_000, 0), (8_000, None))]
+    sounds = [
+        Sound(np.zeros(count, np.float32), count / 16_000, at)
+        for count, at in ((20_000, 0), (8_000, None))
+    ]
     parts = [{"type": kind} for kind in ("video", "audio", "audio", "video")]
-    inputs = made.inputs(made.render([{"role": "user", "content": parts}], 0, 2, 2), [], clips, sounds)
-    names = {VIDEO: "v", AUDIO: "a", AUDIO_START: "<", AUDIO_END: ">", VISION_START: "[", VISION_END: "]"}
-    text = "".join(names.get(token, "") for token in np.array(inputs["input_ids"])[0].tolist())
+    inputs = made.inputs(
+        made.render([{"role": "user", "content": parts}], 0, 2, 2), [], clips, sounds
+    )
+    names = {
+        VIDEO: "v",
+        AUDIO: "a",
+        AUDIO_START: "<",
+        AUDIO_END: ">",
+        VISION_START: "[",
+        VISION_END: "]",
+    }
+    text = "".join(
+        names.get(token, "") for token in np.array(inputs["input_ids"])[0].tolist()
+    )
     theirs = Theirs.replace_video_with_audio_token(
         SimpleNamespace(  # type: ignore[arg-type]
             video_processor=SimpleNamespace(merge_size=2),
-            **{"video_token": "v", "audio_token": "a", "audio_bos_token": "<", "audio_eos_token": ">"},
+            **{
+                "video_token": "v",
+                "audio_token": "a",
+                "audio_bos_token": "<",
+                "audio_eos_token": ">",
+            },
         ),
-        {"video_grid_thw": np.array(inputs["video_grid_thw"]), "video_second_per_grid": [1.0]},
+        {
+            "video_grid_thw": np.array(inputs["video_grid_thw"]),
+            "video_second_per_grid": [1.0],
+        },
         0,
         {"num_audio_tokens": [17]},
         0,
@@ -372,11 +477,23 @@ def test_sound_stands_between_the_frames_of_its_video() -> None:
     assert text == f"[{theirs}]<{'a' * 7}>[{'v' * 256}]"
     assert np.array(inputs["video_second_per_grid"]).tolist() == [1.0, 2.0]
     adapter.check_inputs(inputs)
-    with pytest.raises(InvalidPrompt, match=r"6\.5 positions, and whole ones alone are taken"):
-        made.inputs(made.render("?", 0, 1, 0), [], [load_video(Video(frames, fps=4))], [])
-    for wrong in ([parts[1], *parts[:2], parts[0]], [parts[3], parts[0], parts[1], parts[1]]):
+    with pytest.raises(
+        InvalidPrompt, match=r"6\.5 positions, and whole ones alone are taken"
+    ):
+        made.inputs(
+            made.render("?", 0, 1, 0), [], [load_video(Video(frames, fps=4))], []
+        )
+    for wrong in (
+        [parts[1], *parts[:2], parts[0]],
+        [parts[3], parts[0], parts[1], parts[1]],
+    ):
         with pytest.raises(InvalidPrompt, match="does not stand right behind it"):
-            made.inputs(made.render([{"role": "user", "content": wrong}], 0, 2, 2), [], clips, sounds)
+            made.inputs(
+                made.render([{"role": "user", "content": wrong}], 0, 2, 2),
+                [],
+                clips,
+                sounds,
+            )
 
 
 def test_every_family_that_sees_videos_and_hears_is_here() -> None:
@@ -386,10 +503,17 @@ def test_every_family_that_sees_videos_and_hears_is_here() -> None:
 def test_the_server_takes_it(paths: list[Path]) -> None:
     data = base64.b64encode(film()).decode()
     words = {"type": "text", "text": "what?"}
-    part = {"type": "video_url", "video_url": {"url": f"data:video/quicktime;base64,{data}"}}
-    with serving(lambda: VLMBatcher(family("gemma4").build(), PROCESSORS["gemma4"]("gemma4"))) as running:
+    part = {
+        "type": "video_url",
+        "video_url": {"url": f"data:video/quicktime;base64,{data}"},
+    }
+    with serving(
+        lambda: VLMBatcher(family("gemma4").build(), PROCESSORS["gemma4"]("gemma4"))
+    ) as running:
         sizes = [
-            running.chat([{**part, **more}, words], max_tokens=2).json["usage"]["prompt_tokens"]
+            running.chat([{**part, **more}, words], max_tokens=2).json["usage"][
+                "prompt_tokens"
+            ]
             for more in ({}, {"sound": True}, {"sound": False})
         ]
     assert sizes[0] == sizes[2] < sizes[1]

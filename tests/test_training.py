@@ -24,8 +24,21 @@ from vlm_batch.adapters.base import Adapter
 from vlm_batch.loading import adapt
 
 CHECKPOINTS = Path(__file__).parent.parent / "fixtures" / "checkpoints"
-NOT_FAMILIES = {"common", "evaluate", "heads", "hearing", "patches", "reader", "scenes", "tokenizer", "train"}
-FAMILIES = sorted({module.name for module in pkgutil.iter_modules(fixtures.training.__path__)} - NOT_FAMILIES)
+NOT_FAMILIES = {
+    "common",
+    "evaluate",
+    "heads",
+    "hearing",
+    "patches",
+    "reader",
+    "scenes",
+    "tokenizer",
+    "train",
+}
+FAMILIES = sorted(
+    {module.name for module in pkgutil.iter_modules(fixtures.training.__path__)}
+    - NOT_FAMILIES
+)
 # The one without a picture first: mlx-vlm's models keep a picture's positions for the next call.
 KINDS = ("repeat", "describe", "digits", "one of two", "describe", "same", "is there")
 # mlx-vlm's own call runs mllama's cross-attention on texts, too (mllama/language.py:336); the published model skips it.
@@ -39,7 +52,9 @@ def family(request: pytest.FixtureRequest) -> Any:
 
 def records_of(family: Any) -> list[scenes.Record]:
     """Some with one picture, some with two or none; sizes differ."""
-    records = [scenes.training(f"test {index}", kind) for index, kind in enumerate(KINDS)]
+    records = [
+        scenes.training(f"test {index}", kind) for index, kind in enumerate(KINDS)
+    ]
     return [record for record in records if record.kind in family.KINDS]
 
 
@@ -49,7 +64,9 @@ def start(family: Any) -> tuple[Tokenizer, dict[str, Any], Any]:
     config = family.configuration(tokenizer)
     mx.random.seed(0)
     model = family.build(config)
-    common.warm_start(model, family.warm(mx.load(str(CHECKPOINTS / "qwen2_vl" / "model.safetensors"))))
+    common.warm_start(
+        model, family.warm(mx.load(str(CHECKPOINTS / "qwen2_vl" / "model.safetensors")))
+    )
     return tokenizer, config, model
 
 
@@ -64,7 +81,9 @@ class Always(random.Random):
         return self.value
 
 
-def test_training_sees_what_the_checkpoint_computes(family: Any, tmp_path: Path) -> None:
+def test_training_sees_what_the_checkpoint_computes(
+    family: Any, tmp_path: Path
+) -> None:
     """mlx-vlm loads what was saved, writes prompts of the tokens training has, and has the same logits after them."""
     tokenizer, config, model = start(family)
     collate, records = family.Collator(tokenizer), records_of(family)
@@ -75,32 +94,49 @@ def test_training_sees_what_the_checkpoint_computes(family: Any, tmp_path: Path)
     read: dict[str, Any] = dict(tree_flatten(saved.parameters()))  # type: ignore[arg-type]
     flat: list[tuple[str, Any]] = tree_flatten(model.parameters())  # type: ignore[assignment]
     for name, value in flat:
-        np.testing.assert_allclose(np.array(read[name]), np.array(value), atol=1e-3, rtol=1e-3, err_msg=name)
+        np.testing.assert_allclose(
+            np.array(read[name]), np.array(value), atol=1e-3, rtol=1e-3, err_msg=name
+        )
     model.load_weights(list(read.items()))  # float16 has rounded them
     inputs = [inputs_of(saved, processor, record) for record in records]
     orders = [collate(records, Always(value)) for value in (0.4, 0.6)]
-    prompts = [[batch_prompt(arrays, row).tolist() for row in range(len(records))] for arrays in orders]
+    prompts = [
+        [batch_prompt(arrays, row).tolist() for row in range(len(records))]
+        for arrays in orders
+    ]
     written = [one["input_ids"][0].tolist() for one in inputs]
     assert written in prompts
     arrays = orders[prompts.index(written)]
-    trained = np.array(family.logits(model, {name: mx.array(value) for name, value in arrays.items()}))
+    trained = np.array(
+        family.logits(model, {name: mx.array(value) for name, value in arrays.items()})
+    )
     adapter = adapt(saved)
     for row, one in enumerate(inputs):
         found = trained[row, len(written[row]) - 1]
         np.testing.assert_allclose(found, prefilled(adapter, one), atol=1e-3, rtol=0)
         if records[row].images or config["model_type"] not in WRONG_ON_TEXTS:
             alone = saved(**one, cache=make_prompt_cache(saved.language_model))
-            np.testing.assert_allclose(found, np.array(alone.logits)[0, -1], atol=1e-3, rtol=0)
+            np.testing.assert_allclose(
+                found, np.array(alone.logits)[0, -1], atol=1e-3, rtol=0
+            )
 
 
 def prefilled(adapter: Adapter, inputs: dict[str, Any]) -> np.ndarray:
     """(V,): this library's logits after the prompt."""
-    encoded = adapter.encode({name: value for name, value in inputs.items() if value is not None})
-    return np.array(adapter.prefill([encoded], adapter.make_cache(), 0, inputs["input_ids"].shape[1]))[0]
+    encoded = adapter.encode(
+        {name: value for name, value in inputs.items() if value is not None}
+    )
+    return np.array(
+        adapter.prefill(
+            [encoded], adapter.make_cache(), 0, inputs["input_ids"].shape[1]
+        )
+    )[0]
 
 
 def inputs_of(model: Any, processor: Any, record: scenes.Record) -> dict[str, Any]:
-    prompt = apply_chat_template(processor, model.config, record.question, num_images=len(record.images))
+    prompt = apply_chat_template(
+        processor, model.config, record.question, num_images=len(record.images)
+    )
     inputs = prepare_inputs(processor, images=record.images or None, prompts=prompt)
     # No padding, so no mask: some models take the processor's for one of attention.
     extra = {name: value for name, value in inputs.items() if name != "attention_mask"}
@@ -117,9 +153,9 @@ def test_every_array_of_the_model_is_trained(family: Any) -> None:
     tokenizer, _, model = start(family)
     arrays = family.Collator(tokenizer)(records_of(family), random.Random(0))
     batch = {name: mx.array(value) for name, value in arrays.items()}
-    _, gradients = mx.value_and_grad(lambda weights: loss_with(family, model, weights, batch))(
-        model.trainable_parameters()
-    )
+    _, gradients = mx.value_and_grad(
+        lambda weights: loss_with(family, model, weights, batch)
+    )(model.trainable_parameters())
     flat: list[tuple[str, Any]] = tree_flatten(gradients)  # type: ignore[assignment]
     idle = [name for name, value in flat if not mx.any(value).item()]
     assert idle == []

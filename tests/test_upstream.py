@@ -18,7 +18,9 @@ assert SPEC is not None and SPEC.origin is not None
 MLX_VLM = Path(SPEC.origin).parent
 
 
-@pytest.mark.parametrize("one", CASES, ids=[f"{one.run.__module__}-{one.name}" for one in CASES])
+@pytest.mark.parametrize(
+    "one", CASES, ids=[f"{one.run.__module__}-{one.name}" for one in CASES]
+)
 def test_mlx_vlm_still_shows_it(one: Any) -> None:
     found, right = one.run()
     assert shows(found, right), (
@@ -27,10 +29,14 @@ def test_mlx_vlm_still_shows_it(one: Any) -> None:
 
 
 def test_the_page_is_up_to_date() -> None:
-    assert (DOCS / "upstream.md").read_text(encoding="utf-8") == render(), "run python -m tests.upstream_page"
+    assert (DOCS / "upstream.md").read_text(encoding="utf-8") == render(), (
+        "run python -m tests.upstream_page"
+    )
 
 
-@pytest.mark.skipif(version("mlx-vlm") != "0.7.10", reason="places are lines of mlx-vlm 0.7.10")
+@pytest.mark.skipif(
+    version("mlx-vlm") != "0.7.10", reason="places are lines of mlx-vlm 0.7.10"
+)
 def test_places_are_lines_of_mlx_vlm() -> None:
     for one in CASES:
         for place in one.places:
@@ -45,8 +51,15 @@ def test_every_place_that_a_note_names_is_shown() -> None:
 
     def is_shown(place: str) -> bool:
         file, _, line = place.rpartition(":")
-        near = [int(other) for name, _, other in shown if f"/{name}".endswith("/" + file)]
+        near = [
+            int(other) for name, _, other in shown if f"/{name}".endswith("/" + file)
+        ]
         return any(abs(int(line) - other) <= 30 for other in near)
 
-    missing = {place for spec in families() for place in places_of_notes(spec.notes) if not is_shown(place)}
+    missing = {
+        place
+        for spec in families()
+        for place in places_of_notes(spec.notes)
+        if not is_shown(place)
+    }
     assert missing == NOT_SHOWN.keys()

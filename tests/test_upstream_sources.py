@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 
 from tests import upstream_sources
-from tests.upstream_sources import RECORD, differences, digest, found, overridden, record
+from tests.upstream_sources import (
+    RECORD,
+    differences,
+    digest,
+    found,
+    overridden,
+    record,
+)
 
 ADVICE = """
 Read what each of them does now (pip download mlx-vlm=={recorded} has it as it was), change the adapters that replace it where
@@ -21,17 +28,27 @@ def sources() -> upstream_sources.Sources:
     return found()
 
 
-def test_mlx_vlms_replaced_functions_are_those_that_were_read(sources: upstream_sources.Sources) -> None:
+def test_mlx_vlms_replaced_functions_are_those_that_were_read(
+    sources: upstream_sources.Sources,
+) -> None:
     recorded = json.loads(RECORD.read_text(encoding="utf-8"))
     changed = differences(recorded, sources)
-    said = f"mlx-vlm {version('mlx-vlm')}, recorded with {recorded['mlx_vlm']}:\n" + "\n".join(changed)
+    said = (
+        f"mlx-vlm {version('mlx-vlm')}, recorded with {recorded['mlx_vlm']}:\n"
+        + "\n".join(changed)
+    )
     assert not changed, said + ADVICE.format(recorded=recorded["mlx_vlm"])
-    assert recorded["mlx_vlm"] == version("mlx-vlm"), "nothing replaced has changed: python -m tests.upstream_sources"
+    assert recorded["mlx_vlm"] == version("mlx-vlm"), (
+        "nothing replaced has changed: python -m tests.upstream_sources"
+    )
 
 
 def test_what_is_found(sources: upstream_sources.Sources) -> None:
     """One of each kind: a patch, a patch by a helper, a cache, a hook, M-RoPE's, and a call made by an adapter itself."""
-    who = {name.removeprefix("mlx_vlm.models."): families for name, (_, families) in sources.items()}
+    who = {
+        name.removeprefix("mlx_vlm.models."): families
+        for name, (_, families) in sources.items()
+    }
     assert "muse_spark" in who["muse_spark.language.MuseSparkTextModel.__call__"]
     assert {"kimi_vl", "youtu_vl"} & who["youtu_vl.language.MoEGate.__call__"]
     assert "every family" in who["base.scaled_dot_product_attention"]
@@ -53,7 +70,9 @@ def test_a_change_is_named(sources: upstream_sources.Sources) -> None:
     assert len(lines) == 3
     assert lines[0] == f"{changed} has changed, and my_vl replaces it"
     assert lines[1].startswith(f"{gone} is no longer there")
-    assert lines[2].startswith(f"{new} is replaced by ") and lines[2].endswith("and not recorded")
+    assert lines[2].startswith(f"{new} is replaced by ") and lines[2].endswith(
+        "and not recorded"
+    )
 
 
 def test_overriding_is_found_along_the_bases() -> None:
@@ -77,6 +96,9 @@ def test_overriding_is_found_along_the_bases() -> None:
         def size(self) -> int:
             return 5
 
-    names = {function.__qualname__.split(".<locals>.")[-1] for function in overridden(Ours, Theirs)}
+    names = {
+        function.__qualname__.split(".<locals>.")[-1]
+        for function in overridden(Ours, Theirs)
+    }
     assert names == {"Ours.size", "Theirs.size", "Between.__call__", "Theirs.__call__"}
     assert digest(Theirs.__call__) != digest(Between.__call__)

@@ -15,7 +15,9 @@ from vlm_batch.loading import adapt
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_a_folder_with_other_settings_answers_as_transformers(name: str, tmp_path: Path) -> None:
+def test_a_folder_with_other_settings_answers_as_transformers(
+    name: str, tmp_path: Path
+) -> None:
     """Through the adapter, and two requests in company."""
     adapter = adapt(loaded(write_variant(tmp_path / name, name)))
     requests = recorded_requests(family(VARIANTS[name][0]))
@@ -23,5 +25,11 @@ def test_a_folder_with_other_settings_answers_as_transformers(name: str, tmp_pat
         for answer in run(adapter, requests.__getitem__, [Ask("text"), Ask("image_1")]):
             assert answer.result is not None
             assert answer.result.error is None, answer.result.error
-            assert list(answer.result.token_ids) == recorded[f"{answer.ask.key}/tokens"].tolist(), answer.ask
-            assert apart(np.array(answer.logprobs), recorded[f"{answer.ask.key}/logprobs"]) < TOLERANCE, answer.ask
+            assert (
+                list(answer.result.token_ids)
+                == recorded[f"{answer.ask.key}/tokens"].tolist()
+            ), answer.ask
+            assert (
+                apart(np.array(answer.logprobs), recorded[f"{answer.ask.key}/logprobs"])
+                < TOLERANCE
+            ), answer.ask

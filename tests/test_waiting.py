@@ -83,10 +83,13 @@ def picture_of(name: str) -> dict[str, Any]:
     return inputs
 
 
-@pytest.mark.parametrize("name", [name for name in sorted(FAMILIES) if not family(name).text_only])
+@pytest.mark.parametrize(
+    "name", [name for name in sorted(FAMILIES) if not family(name).text_only]
+)
 def test_a_picture_waits_seldom(name: str) -> None:
     adapter = shared_adapter(name)
-    mx.eval(adapter.encode(picture_of(name)).inputs_embeds)  # and its own tables: kimi_k25's tower keeps one
+    # and its own tables: kimi_k25's tower keeps one
+    mx.eval(adapter.encode(picture_of(name)).inputs_embeds)
     inputs = picture_of(name)
     with waits() as found:
         adapter.encode(inputs)
@@ -105,7 +108,10 @@ def placers() -> dict[str, FunctionType]:
     """mlx-vlm's functions, by file."""
     found = {}
     for name in sorted(FAMILIES):
-        for file in {type(child).__module__ for _, child in shared_adapter(name).model.named_modules()}:
+        for file in {
+            type(child).__module__
+            for _, child in shared_adapter(name).model.named_modules()
+        }:
             for own in NAMES:
                 bound = vars(import_module(file)).get(own)
                 if isinstance(bound, FunctionType):
@@ -131,7 +137,9 @@ def test_features_are_placed_as_mlx_vlm_places_them() -> None:
 @pytest.mark.parametrize("count", [3, 6])
 def test_features_that_do_not_fit_are_refused(count: int) -> None:
     mask = mx.broadcast_to((mx.arange(9) < 5)[None, :, None], (1, 9, 4))
-    with pytest.raises(ValueError, match=f"{count} rows of features do not fit 5 placeholder tokens"):
+    with pytest.raises(
+        ValueError, match=f"{count} rows of features do not fit 5 placeholder tokens"
+    ):
         place(mx.zeros((1, 9, 4)), mask, mx.ones((count, 4)))
 
 
@@ -141,7 +149,9 @@ AXES = {"aya_vision": 2, "aya_vision_cohere2": 2, "got": 1, "llava": 1}
 
 
 @pytest.mark.parametrize(
-    "types", [(mx.float32, mx.float32), (mx.bfloat16, mx.float32), (mx.float32, mx.bfloat16)], ids=str
+    "types",
+    [(mx.float32, mx.float32), (mx.bfloat16, mx.float32), (mx.float32, mx.bfloat16)],
+    ids=str,
 )
 @pytest.mark.parametrize("name", MERGING)
 def test_a_merge_is_mlx_vlms(name: str, types: tuple[mx.Dtype, mx.Dtype]) -> None:
@@ -163,9 +173,18 @@ def test_a_merge_is_mlx_vlms(name: str, types: tuple[mx.Dtype, mx.Dtype]) -> Non
         "kind": "image",
         "name": "image",
     }
-    given = {argument: values.get(argument, mark) for argument in signature(theirs).parameters}
+    given = {
+        argument: values.get(argument, mark)
+        for argument in signature(theirs).parameters
+    }
     with running(Call()), waits() as found:
-        answer = ours(**{argument: value for argument, value in given.items() if argument != "self"})
+        answer = ours(
+            **{
+                argument: value
+                for argument, value in given.items()
+                if argument != "self"
+            }
+        )
     assert not found
     with running(Call()):
         right = theirs(**given)
@@ -175,22 +194,38 @@ def test_a_merge_is_mlx_vlms(name: str, types: tuple[mx.Dtype, mx.Dtype]) -> Non
     assert answer.dtype == right.dtype
     assert mx.array_equal(answer, right)
     with pytest.raises(ValueError, match="do not fit 5 placeholder tokens"):
-        ours(**{argument: value[..., :3, :] if value is features else value for argument, value in given.items()})
+        ours(
+            **{
+                argument: value[..., :3, :] if value is features else value
+                for argument, value in given.items()
+            }
+        )
 
 
-def merged(merge: Merge, ids: Sequence[int], marks: Sequence[int], **said: Any) -> list[int]:
+def merged(
+    merge: Merge, ids: Sequence[int], marks: Sequence[int], **said: Any
+) -> list[int]:
     """The places that get features, by a model's merge that takes one id."""
 
-    def theirs(image_features: mx.array, inputs_embeds: mx.array, input_ids: mx.array, token_id: Any = None) -> Any: ...
+    def theirs(
+        image_features: mx.array,
+        inputs_embeds: mx.array,
+        input_ids: mx.array,
+        token_id: Any = None,
+    ) -> Any: ...
 
-    def strict(inputs_embeds: mx.array, input_ids: mx.array, token_id: Any, features: mx.array) -> Any: ...
+    def strict(
+        inputs_embeds: mx.array, input_ids: mx.array, token_id: Any, features: mx.array
+    ) -> Any: ...
 
     model: Any = SimpleNamespace(merge=strict if "features" in said else theirs)
     know_places(model, merge, marks)
     count = sum(token != 1 for token in ids)
     given = {"inputs_embeds": mx.zeros((1, len(ids), 2)), "input_ids": mx.array([ids])}
     name = "features" if "features" in said else "image_features"
-    found = model.merge(**{**given, name: mx.ones((count, 2)), "token_id": said["token_id"]})
+    found = model.merge(
+        **{**given, name: mx.ones((count, 2)), "token_id": said["token_id"]}
+    )
     return [int(number) for number in found[0, :, 0].tolist()]
 
 
@@ -203,14 +238,16 @@ def test_a_merge_takes_the_id_that_it_is_given_or_all() -> None:
     assert merged(every, [1, 9, 1], [9], token_id=mx.array([])) == [0, 1, 0]
     with pytest.raises(ValueError, match="do not fit 0 placeholder tokens"):
         merged(one, [1, 9, 1], [9], token_id=7)
-    with pytest.raises(ValueError, match="names no placeholder"):  # of sound, beside a picture's
+    # of sound, beside a picture's
+    with pytest.raises(ValueError, match="names no placeholder"):
         merged(one, [1, 9, 1], [9], token_id=None, features=True)
 
 
 MROPE = [
     name
     for name in sorted(FAMILIES)
-    if isinstance(adapter := shared_adapter(name), MRoPEAdapter) and "image_grid_thw" in adapter.input_keys
+    if isinstance(adapter := shared_adapter(name), MRoPEAdapter)
+    and "image_grid_thw" in adapter.input_keys
 ]
 
 
@@ -223,7 +260,9 @@ def test_positions_of_pictures_are_mlx_vlms(name: str, size: int) -> None:
     ids, grids = inputs["input_ids"], inputs["image_grid_thw"]
     found = adapter.positions(ids, {"image_grid_thw": grids}, {})
     wanted, delta = (
-        adapter._rope_index(ids, grids, None) if name != "ernie4_5_moe_vl" else adapter._rope_index(ids, grids)
+        adapter._rope_index(ids, grids, None)
+        if name != "ernie4_5_moe_vl"
+        else adapter._rope_index(ids, grids)
     )
     if wanted.shape[-1] == 3:  # ERNIE's
         wanted = wanted.transpose(2, 0, 1)
@@ -242,14 +281,21 @@ class Positions(nn.Module):
         self.config = SimpleNamespace(spatial_merge_size=merge)
 
 
-@pytest.mark.parametrize("grids", [[[1, 4, 6]], [[1, 30, 44], [3, 8, 6]], [[1, 2, 100]], [[2, 2, 2], [1, 48, 48]]])
+@pytest.mark.parametrize(
+    "grids",
+    [[[1, 4, 6]], [[1, 30, 44], [3, 8, 6]], [[1, 2, 100]], [[2, 2, 2], [1, 48, 48]]],
+)
 def test_the_tower_of_qwen3_vl_has_mlx_vlms_positions(grids: list[list[int]]) -> None:
     model, given = Positions(48, 2), mx.array(grids)
-    layout = layout_of(tuple((frames, high, wide) for frames, high, wide in grids), 48, 2)
+    layout = layout_of(
+        tuple((frames, high, wide) for frames, high, wide in grids), 48, 2
+    )
     learned = model.pos_embed(layout.corners) * layout.shares[..., None]
     wanted = VisionModel.fast_pos_embed_interpolate(model, given)
     assert mx.array_equal(learned[0] + learned[1] + learned[2] + learned[3], wanted)
-    angles = model.rotary_pos_emb(layout.longest)[layout.places].reshape(len(layout.places), -1)
+    angles = model.rotary_pos_emb(layout.longest)[layout.places].reshape(
+        len(layout.places), -1
+    )
     assert mx.array_equal(angles, VisionModel.rot_pos_emb(model, given))
 
 
@@ -261,7 +307,10 @@ def test_mistral3_merges_as_mlx_vlm_does() -> None:
     side = ours.patch_size
     sizes = mx.array([[4 * side, 6 * side], [3 * side, 5 * side], [2 * side, 2 * side]])
     states = mx.random.normal(
-        (4 * 6 + 3 * 5 + 2 * 2, theirs.merging_layer.weight.shape[1] // ours.spatial_merge_size**2)
+        (
+            4 * 6 + 3 * 5 + 2 * 2,
+            theirs.merging_layer.weight.shape[1] // ours.spatial_merge_size**2,
+        )
     )
     assert type(ours) is not Mistral3PatchMerger and isinstance(adapter, Mistral3)
     assert mx.allclose(ours(states, sizes), theirs(states, sizes), atol=1e-6)
@@ -273,11 +322,20 @@ def test_pixtrals_tower_is_mlx_vlms_for_pictures_of_several_sizes() -> None:
     theirs: Any = model.vision_tower.vision_model
     assert type(theirs) is PixtralVisionModel is not type(ours)
     side = ours.patch_size
-    pictures, sizes = mx.random.normal((3, 4 * side, 5 * side, 3)), mx.array([[4, 2], [3, 5], [3, 5]]) * side
-    for one, other in zip(ours(pictures, True, sizes)[1], theirs(pictures, True, sizes)[1], strict=True):
+    pictures = mx.random.normal((3, 4 * side, 5 * side, 3))
+    sizes = mx.array([[4, 2], [3, 5], [3, 5]]) * side
+    for one, other in zip(
+        ours(pictures, True, sizes)[1], theirs(pictures, True, sizes)[1], strict=True
+    ):
         assert mx.allclose(one, other, atol=1e-4)
-    apart = [ours(pictures[at : at + 1], False, sizes[at : at + 1])[0] for at in range(3)]
-    assert mx.allclose(ours([pictures[:1], pictures[1:]], False, sizes)[0], mx.concatenate(apart, axis=1), atol=1e-5)
+    apart = [
+        ours(pictures[at : at + 1], False, sizes[at : at + 1])[0] for at in range(3)
+    ]
+    assert mx.allclose(
+        ours([pictures[:1], pictures[1:]], False, sizes)[0],
+        mx.concatenate(apart, axis=1),
+        atol=1e-5,
+    )
 
 
 @pytest.mark.parametrize("name", ["pixtral", "mistral3"])
@@ -285,7 +343,9 @@ def test_pictures_without_sizes_of_their_own_fail_alone(name: str) -> None:
     """A request with a size too few and one with a size too many are none together: the one between gets its own picture."""
     adapter, tiny = shared_adapter(name), family(name)
     assert tiny.two_images is not None
-    few, good, many = to_mx(tiny.image(5, 1)), picture_of(name), to_mx(tiny.two_images(9))
+    few = to_mx(tiny.image(5, 1))
+    good = picture_of(name)
+    many = to_mx(tiny.two_images(9))
     few["pixel_values"] = mx.concatenate([few["pixel_values"], few["pixel_values"]])
     many["pixel_values"] = many["pixel_values"][:1]
     wanted = adapter.encode(good).inputs_embeds
@@ -298,8 +358,14 @@ def test_pictures_without_sizes_of_their_own_fail_alone(name: str) -> None:
 
 def test_a_picture_of_molmo2_pools_its_own_patches() -> None:
     inputs = picture_of("molmo2")
-    inputs["image_token_pooling"] = inputs["image_token_pooling"] + int(inputs["image_token_pooling"].max().item()) + 1
-    with pytest.raises(InvalidPrompt, match="names a patch that its picture does not have"):
+    inputs["image_token_pooling"] = (
+        inputs["image_token_pooling"]
+        + int(inputs["image_token_pooling"].max().item())
+        + 1
+    )
+    with pytest.raises(
+        InvalidPrompt, match="names a patch that its picture does not have"
+    ):
         shared_adapter("molmo2").encode(inputs)
 
 
@@ -312,7 +378,12 @@ def test_a_video_without_its_seconds_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in MROPE if name not in ("ernie4_5_moe_vl", "qwen2_vl", "qwen2_5_vl", "qwen3_omni_moe")]
+    "name",
+    [
+        name
+        for name in MROPE
+        if name not in ("ernie4_5_moe_vl", "qwen2_vl", "qwen2_5_vl", "qwen3_omni_moe")
+    ],
 )
 def test_positions_without_marks_are_mlx_vlms(name: str) -> None:
     """mlx-vlm counts pictures by the marks before them."""
@@ -322,7 +393,8 @@ def test_positions_without_marks_are_mlx_vlms(name: str) -> None:
         pytest.skip(f"{name} has no such mark")
     assert isinstance(adapter, MRoPEAdapter)
     inputs = picture_of(name)
-    ids, grids = mx.where(inputs["input_ids"] == mark, 5, inputs["input_ids"]), inputs["image_grid_thw"]
+    ids = mx.where(inputs["input_ids"] == mark, 5, inputs["input_ids"])
+    grids = inputs["image_grid_thw"]
     found = adapter.positions(ids, {"image_grid_thw": grids}, {})
     wanted, _ = adapter._rope_index(ids, grids, None)
     assert found.prompt is not None and mx.array_equal(found.prompt, wanted)

@@ -45,13 +45,17 @@ class Want:
             raise RuntimeError(WANT)
 
 
-def answers(family: str, placement: Placement, want: Want) -> tuple[dict[str, Result], int]:
+def answers(
+    family: str, placement: Placement, want: Want
+) -> tuple[dict[str, Result], int]:
     """The results of requests that come a step after one another, or at once, and how often one began again; after each step
     layers are looked at."""
     name, _, how = family.partition(" ")
     kv = KVQuantisation(8, 32, "uniform", 0) if how == "in few bits" else None
     config = {"max_rows": 4, "prefill_together": 2}
-    generator = BatchGenerator(shared_adapter(name), policy=settings_for(placement, **config), kv=kv)
+    generator = BatchGenerator(
+        shared_adapter(name), policy=settings_for(placement, **config), kv=kv
+    )
     results: dict[str, Result] = {}
     asked, steps = iter(ASKS[family].items()), itertools.count()
     while len(results) < len(ASKS[family]):
@@ -62,13 +66,19 @@ def answers(family: str, placement: Placement, want: Want) -> tuple[dict[str, Re
             generator.insert(key, as_mlx(inputs_of(name, key)), params)
         with announced(want):
             events = generator.step()
-        results |= {event.request_id: event.result for event in events if event.result is not None}
+        results |= {
+            event.request_id: event.result
+            for event in events
+            if event.result is not None
+        }
         for group in generator.rows.batch.groups:
             check_alike(group)
     return results, generator.retry.num_recomputed
 
 
-@pytest.mark.parametrize("placement", list(Placement), ids=lambda placement: placement.value)
+@pytest.mark.parametrize(
+    "placement", list(Placement), ids=lambda placement: placement.value
+)
 @pytest.mark.parametrize("family", ASKS)
 def test_whichever_allocation_fails_every_answer_is_as_alone(
     family: str, placement: Placement, monkeypatch: pytest.MonkeyPatch
@@ -77,26 +87,34 @@ def test_whichever_allocation_fails_every_answer_is_as_alone(
     monkeypatch.setattr("vlm_batch.caches.slab.CAPACITY_STEP", 8)
     monkeypatch.setattr("vlm_batch.caches.quantized.STEP", 8)
     monkeypatch.setattr("mlx_vlm.models.cache.KVCache.step", 8)
-    monkeypatch.setattr(retry, "release_memory", lambda: None)  # it takes most of the time, and has tests of its own
+    # it takes most of the time, and has tests of its own
+    monkeypatch.setattr(retry, "release_memory", lambda: None)
     calm = Want()
     right, again = answers(family, placement, calm)
     assert calm.count > 9 and not again
     if "bits" not in family:
         for key, result in right.items():
-            assert list(result.token_ids) == oracle(family.split()[0], key).tokens[: len(result.token_ids)]
+            assert (
+                list(result.token_ids)
+                == oracle(family.split()[0], key).tokens[: len(result.token_ids)]
+            )
     begun = 0
     for at in range(1, calm.count + 1):
         found, again = answers(family, placement, Want(at))
         begun += again
         for key, result in found.items():
-            assert result.token_ids == right[key].token_ids, f"allocation {at} of {calm.count}: {result.error}"
+            assert result.token_ids == right[key].token_ids, (
+                f"allocation {at} of {calm.count}: {result.error}"
+            )
     assert begun > calm.count // 2  # in the others prompts were made again one by one
 
 
 def test_a_row_that_has_ended_is_not_ended_again() -> None:
     """Two failures of one call may be the same row's: the second finds that it has ended."""
     generator = BatchGenerator(shared_adapter("qwen2_vl"))
-    generator.insert("one", as_mlx(inputs_of("qwen2_vl", "text:4:9")), SamplingParams(max_tokens=2))
+    generator.insert(
+        "one", as_mlx(inputs_of("qwen2_vl", "text:4:9")), SamplingParams(max_tokens=2)
+    )
     row = generator.rows.by_id["one"]
     for error in (ValueError("first"), MemoryError("second"), ValueError("third")):
         generator.retry.settle(Failed([row], error))

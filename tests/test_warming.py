@@ -29,8 +29,20 @@ from vlm_batch.store.budget import ByteBudget
 from vlm_batch.store.prefix import PrefixCache
 
 FAMILY = "qwen2_vl"
-CONFIG = {"max_rows": 4, "pad_to": 16, "max_chunk": 64, "prefill_together": 4, "together_tokens": 128}
-ASKS = [Ask("text:4:9"), Ask("text:6:14"), Ask("image:2:1", at=1), Ask("text:5:26", at=2), Ask("text:9:40", at=2)]
+CONFIG = {
+    "max_rows": 4,
+    "pad_to": 16,
+    "max_chunk": 64,
+    "prefill_together": 4,
+    "together_tokens": 128,
+}
+ASKS = [
+    Ask("text:4:9"),
+    Ask("text:6:14"),
+    Ask("image:2:1", at=1),
+    Ask("text:5:26", at=2),
+    Ask("text:9:40", at=2),
+]
 QUESTION = Request(prompt="count to 5", params={"max_tokens": 8})  # type: ignore[arg-type]
 SLAB = {"placement": "slab", "most_rows": 4, "max_chunk": 128}
 
@@ -64,16 +76,26 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("is_exact", [False, True], ids=["by default", "reproducible"])
-def test_requests_bring_no_shape_that_was_not_computed(is_exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_bring_no_shape_that_was_not_computed(
+    is_exact: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     adapter = adapter_of(FAMILY, "float32")
     policy = replace(POLICIES[Device.CUDA], grid=256, pad_to=16, call_tokens=64)
     exact = fixed_shapes(adapter, policy=policy) if is_exact else None
     reuse = Reuse(adapter, PrefixCache(ByteBudget(2**28)), shapes=exact or FreeShapes())
-    engine = BatchGenerator(adapter, policy=settings_for(Placement.SLAB, **CONFIG), reuse=reuse, shapes=exact)
+    engine = BatchGenerator(
+        adapter,
+        policy=settings_for(Placement.SLAB, **CONFIG),
+        reuse=reuse,
+        shapes=exact,
+    )
     if exact is not None:
-        assert [exact.prompts(length) for length in (9, 25, 48, 64)] == [4, 2, 1, 1]  # proven before it is watched
+        # proven before it is watched
+        assert [exact.prompts(length) for length in (9, 25, 48, 64)] == [4, 2, 1, 1]
     shapes = Shapes(adapter, monkeypatch)
-    assert sum(1 for _ in engine.warm_up()) == len(shapes.seen) - 1, "one is of the row that steps are of"
+    assert sum(1 for _ in engine.warm_up()) == len(shapes.seen) - 1, (
+        "one is of the row that steps are of"
+    )
     warmed = shapes.take()
     assert (
         not engine.has_work
@@ -85,7 +107,9 @@ def test_requests_bring_no_shape_that_was_not_computed(is_exact: bool, monkeypat
     assert shapes.take() <= warmed
 
 
-def test_prompts_of_shapes_that_were_computed_attend_by_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_of_shapes_that_were_computed_attend_by_plans(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """On CUDA a plan is made then, and not beside rows that decode."""
     monkeypatch.setattr(kernels, "takes_plans", lambda queries: True)
     monkeypatch.setattr(kernels, "_uses", Counter())
@@ -103,7 +127,9 @@ def test_prompts_of_shapes_that_were_computed_attend_by_plans(monkeypatch: pytes
     watch("attend_unfused")
     watch("attend_before")
     asks = [ask for ask in ASKS if ask.key.startswith("text")]
-    engine = BatchGenerator(adapter_of(FAMILY, "float32"), policy=settings_for(Placement.SLAB, **CONFIG))
+    engine = BatchGenerator(
+        adapter_of(FAMILY, "float32"), policy=settings_for(Placement.SLAB, **CONFIG)
+    )
     check(FAMILY, run_family(FAMILY, asks, generator=engine))
     assert spelled, "without a warm-up shapes that come seldom are spelled out"
     for _ in engine.warm_up():
@@ -113,17 +139,29 @@ def test_prompts_of_shapes_that_were_computed_attend_by_plans(monkeypatch: pytes
     assert not spelled
 
 
-def test_lengths_of_reproducible_prompts_are_proven_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lengths_of_reproducible_prompts_are_proven_ahead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """No request waits for the proof of its length, where there was time for a warm-up."""
     adapter = adapter_of(FAMILY, "float32")
-    exact = fixed_shapes(adapter, policy=replace(POLICIES[Device.CUDA], grid=256, pad_to=16, call_tokens=64))
+    exact = fixed_shapes(
+        adapter,
+        policy=replace(POLICIES[Device.CUDA], grid=256, pad_to=16, call_tokens=64),
+    )
     engine = BatchGenerator(
-        adapter, policy=settings_for(Placement.SLAB, **CONFIG), reuse=Reuse(adapter, shapes=exact), shapes=exact
+        adapter,
+        policy=settings_for(Placement.SLAB, **CONFIG),
+        reuse=Reuse(adapter, shapes=exact),
+        shapes=exact,
     )
     for _ in engine.warm_up():
         pass
     measured: list[int] = []
-    monkeypatch.setattr(SharedCallProofs, "_of_prompts", lambda self, count, length: measured.append(length))
+    monkeypatch.setattr(
+        SharedCallProofs,
+        "_of_prompts",
+        lambda self, count, length: measured.append(length),
+    )
     assert [exact.prompts(length) for length in (9, 25, 48, 64)] == [4, 2, 1, 1]
     assert not measured
 
@@ -137,13 +175,25 @@ def test_steps_of_long_rows_are_computed_too(monkeypatch: pytest.MonkeyPatch) ->
     for _ in engine.warm_up():
         pass
     warmed = shapes.take()
-    assert {shape for kind, shape in warmed if kind == "step"} == {(1, 256), (2, 256), (1, 512), (2, 512)}
-    check(FAMILY, run_family(FAMILY, [Ask("text:4:9"), Ask("text:5:300", at=1)], generator=engine))
+    assert {shape for kind, shape in warmed if kind == "step"} == {
+        (1, 256),
+        (2, 256),
+        (1, 512),
+        (2, 512),
+    }
+    check(
+        FAMILY,
+        run_family(
+            FAMILY, [Ask("text:4:9"), Ask("text:5:300", at=1)], generator=engine
+        ),
+    )
     assert shapes.take() <= warmed
 
 
 def test_there_is_nothing_to_compute_where_rows_keep_caches_of_their_own() -> None:
-    engine = BatchGenerator(shared_adapter(FAMILY), policy=settings_for(Placement.ROWS, **CONFIG))
+    engine = BatchGenerator(
+        shared_adapter(FAMILY), policy=settings_for(Placement.ROWS, **CONFIG)
+    )
     assert list(engine.warm_up()) == []
 
 
@@ -167,10 +217,15 @@ def test_no_counter_moves_and_no_answer_changes() -> None:
         assert [vars(one)[f.name] for f in fields(one) if f.name not in moving] == [
             vars(other)[f.name] for f in fields(other) if f.name not in moving
         ]
-        assert warm.submit_request(QUESTION).result().token_ids == plain.submit_request(QUESTION).result().token_ids
+        assert (
+            warm.submit_request(QUESTION).result().token_ids
+            == plain.submit_request(QUESTION).result().token_ids
+        )
 
 
-def test_requests_go_before_whatever_is_left_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_go_before_whatever_is_left_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A warm-up without an end: its forwards lie between requests, while one is read, and never between a request's steps."""
     asked, beside = threading.Event(), list[bool]()
 
@@ -197,7 +252,10 @@ def test_a_warm_up_that_raises_ends_and_fails_no_request(
         raise RuntimeError("[malloc] Unable to allocate 4096 bytes.")
 
     monkeypatch.setattr(BatchGenerator, "warm_up", forwards)
-    with caplog.at_level(logging.WARNING), VLMBatcher(default_checkpoint(), warm_up=True) as batcher:
+    with (
+        caplog.at_level(logging.WARNING),
+        VLMBatcher(default_checkpoint(), warm_up=True) as batcher,
+    ):
         wait_until(lambda: batcher._loop._warming is None)
         assert batcher.submit_request(QUESTION).result().ok
     assert "the warm-up ended early" in caplog.text

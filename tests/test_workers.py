@@ -62,14 +62,22 @@ class MadeUp:
         self.most = self.num_refs = 0
         self.cancelled: list[str] = []
 
-    def workers(self, count: int, say: Callable[[str], None] = lambda text: None) -> Workers:
-        return Workers(self, [self.actor(number) for number in range(count)], (), self.room, say)
+    def workers(
+        self, count: int, say: Callable[[str], None] = lambda text: None
+    ) -> Workers:
+        return Workers(
+            self, [self.actor(number) for number in range(count)], (), self.room, say
+        )
 
     def actor(self, number: int) -> Actor:
         self.rows[number] = {}
         load = SimpleNamespace(remote=lambda: self.load(number))
         ask = SimpleNamespace(remote=lambda request: self.ask(number, request))
-        return Actor(number=number, load=SimpleNamespace(options=lambda max_task_retries: load), ask=ask)
+        return Actor(
+            number=number,
+            load=SimpleNamespace(options=lambda max_task_retries: load),
+            ask=ask,
+        )
 
     def available_resources(self) -> dict[str, float]:
         return {"CPU": 0.0, "memory": 1.0}
@@ -90,7 +98,9 @@ class MadeUp:
         self.num_refs += 1
         return f"reference {self.num_refs}"
 
-    def wait(self, refs: list[str], *, num_returns: int, timeout: float) -> tuple[list[str], list[str]]:
+    def wait(
+        self, refs: list[str], *, num_returns: int, timeout: float
+    ) -> tuple[list[str], list[str]]:
         if num_returns == 1 and not any(ref in self.ended for ref in refs):
             self.happen()
         return [ref for ref in refs if ref in self.ended][:num_returns], []
@@ -111,17 +121,24 @@ class MadeUp:
 
     def happen(self) -> None:
         """Have one actor load, answer or die."""
-        busy = [number for number in self.rows if self.rows[number] or number in self.loading]
+        busy = [
+            number
+            for number in self.rows
+            if self.rows[number] or number in self.loading
+        ]
         assert busy, "nothing can happen any more"
         number = self.chance.choice(busy)
         if number in self.loading:
             ref = self.loading.pop(number)
-            dies = self.chance.random() < self.death_rate / 10  # Ray has loaded it five times by then
+            # Ray has loaded it five times by then
+            dies = self.chance.random() < self.death_rate / 10
             self.ended[ref] = Died("killed") if dies else f"machine {number}"
             if number in self.broken:
                 self.ended[ref] = Raised(ValueError(self.broken[number]))
             return
-        poisoned = any(request.prompt == "poison" for request in self.rows[number].values())
+        poisoned = any(
+            request.prompt == "poison" for request in self.rows[number].values()
+        )
         if poisoned or self.kills_everything or self.chance.random() < self.death_rate:
             self.answer(number, self.chance.randrange(2))
             for ref, request in self.rows[number].items():
@@ -132,27 +149,43 @@ class MadeUp:
             self.answer(number, 1 + self.chance.randrange(2))
 
     def answer(self, number: int, count: int) -> None:
-        fine = [] if self.kills_everything else [ref for ref, r in self.rows[number].items() if r.prompt != "poison"]
+        fine = (
+            []
+            if self.kills_everything
+            else [ref for ref, r in self.rows[number].items() if r.prompt != "poison"]
+        )
         for ref in self.chance.sample(fine, min(count, len(fine))):
             request = self.rows[number].pop(ref)
-            self.ended[ref] = Result(request_id=str(request.request_id), text=str(request.prompt))
+            self.ended[ref] = Result(
+                request_id=str(request.request_id), text=str(request.prompt)
+            )
 
 
 def rows(count: int, poison: set[int] = frozenset()) -> Iterator[Request]:  # type: ignore[assignment]
     for number in range(count):
-        yield Request(prompt="poison" if number in poison else f"row {number}", request_id=f"r{number}")
+        yield Request(
+            prompt="poison" if number in poison else f"row {number}",
+            request_id=f"r{number}",
+        )
 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_every_row_is_answered_once_whoever_dies(seed: int) -> None:
     chance = random.Random(seed)
-    made_up = MadeUp(chance, death_rate=chance.choice([0.0, 0.02, 0.1]), room=chance.choice([1, 3, 8]))
+    made_up = MadeUp(
+        chance,
+        death_rate=chance.choice([0.0, 0.02, 0.1]),
+        room=chance.choice([1, 3, 8]),
+    )
     poison = set(chance.sample(range(80), chance.choice([0, 1, 3])))
     results: list[Result] = []
     lost = None
     try:
-        results += made_up.workers(chance.choice([1, 2, 5])).as_completed(rows(80, poison))
-    except NoWorkers as error:  # by chance one place saw many deaths: what was answered is answered once all the same
+        results += made_up.workers(chance.choice([1, 2, 5])).as_completed(
+            rows(80, poison)
+        )
+    except NoWorkers as error:
+        # by chance one place saw many deaths: what was answered is answered once all the same
         lost = error
     by_id = Counter(result.request_id for result in results)
     assert set(by_id.values()) <= {1}
@@ -160,7 +193,8 @@ def test_every_row_is_answered_once_whoever_dies(seed: int) -> None:
     assert made_up.most <= made_up.room
     for result in results:
         if result.error is not None:
-            assert made_up.deaths[result.request_id] == MAX_ROW_DEATHS  # no row is blamed before
+            # no row is blamed before
+            assert made_up.deaths[result.request_id] == MAX_ROW_DEATHS
             assert "workers died while they answered this row" in result.error
         else:
             assert result.request_id not in {f"r{number}" for number in poison}
@@ -171,7 +205,10 @@ def test_a_row_that_kills_fails_alone() -> None:
     """All others are answered, however many were in flight beside it at the first two deaths."""
     made_up = MadeUp(random.Random(1), room=8)
     results = list(made_up.workers(2).as_completed(rows(50, {3, 20})))
-    assert sorted(result.request_id for result in results if result.error) == ["r20", "r3"]
+    assert sorted(result.request_id for result in results if result.error) == [
+        "r20",
+        "r3",
+    ]
     assert len(results) == 50
 
 
@@ -182,7 +219,9 @@ def test_workers_that_die_of_everything_are_not_started_for_ever() -> None:
     with pytest.raises(NoWorkers, match="killed"):
         results += made_up.workers(2, said.append).as_completed(rows(1000))
     assert max(made_up.loads.values()) <= MAX_DEATHS
-    assert any("no other one is started in its place (0 are left)" in one for one in said)
+    assert any(
+        "no other one is started in its place (0 are left)" in one for one in said
+    )
 
 
 def test_a_model_that_cannot_be_loaded_is_said_at_once() -> None:
@@ -227,7 +266,9 @@ def test_rows_are_read_when_there_is_room() -> None:
 
 def test_requests_without_ids_get_one() -> None:
     made_up = MadeUp(random.Random(7))
-    results = list(made_up.workers(2).as_completed(Request(prompt="x") for _ in range(9)))
+    results = list(
+        made_up.workers(2).as_completed(Request(prompt="x") for _ in range(9))
+    )
     assert len({result.request_id for result in results}) == 9
 
 

@@ -15,7 +15,11 @@ from vlm_batch import __version__
 
 ROOT = Path(__file__).parent.parent
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
-FORMS = sorted(path for path in (ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml") if path.name != "config.yml")
+FORMS = sorted(
+    path
+    for path in (ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml")
+    if path.name != "config.yml"
+)
 
 
 def read(path: Path) -> dict[Any, Any]:
@@ -34,7 +38,13 @@ def test_both_workflows_are_there() -> None:
 
 
 def test_setup_names_what_it_takes() -> None:
-    done = subprocess.run(["scripts/setup", "everything"], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["scripts/setup", "everything"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert (done.returncode, done.stderr) == (2, "usage: scripts/setup [demo]\n")
 
 
@@ -45,16 +55,21 @@ def test_the_demo_brings_no_tools_of_development() -> None:
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
 def test_a_workflow_is_thin_over_scripts(path: Path) -> None:
     workflow = read(path)
-    assert {"name", True, "permissions", "jobs"} <= workflow.keys()  # YAML reads the key "on" as true
+    # YAML reads the key "on" as true
+    assert {"name", True, "permissions", "jobs"} <= workflow.keys()
     assert workflow["permissions"] == {"contents": "read"}
     for name, job in workflow["jobs"].items():
         assert job["timeout-minutes"] <= 60
-        assert {*([job["needs"]] if "needs" in job else [])} <= workflow["jobs"].keys() - {name}
+        assert {*([job["needs"]] if "needs" in job else [])} <= workflow[
+            "jobs"
+        ].keys() - {name}
     for step in steps(workflow):
         assert ("uses" in step) != ("run" in step)
         if "run" in step:
             script = step["run"].split()[0]
-            assert script.startswith("scripts/") and os.access(ROOT / script, os.X_OK), step["run"]
+            assert script.startswith("scripts/") and os.access(
+                ROOT / script, os.X_OK
+            ), step["run"]
         else:
             assert re.fullmatch(r"[\w.-]+/[\w./-]+@(v\d+|release/v\d+)", step["uses"])
 
@@ -64,7 +79,8 @@ def test_ci_runs_every_python_that_is_promised() -> None:
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert pythons == re.findall(r"Python :: (3\.\d+)", text)
     assert f'requires-python = ">={pythons[0]}"' in text
-    assert all(isinstance(python, str) for python in pythons)  # 3.10 without quotes is 3.1
+    # 3.10 without quotes is 3.1
+    assert all(isinstance(python, str) for python in pythons)
 
 
 def test_only_the_job_that_publishes_may_publish() -> None:
@@ -82,20 +98,28 @@ def test_an_issue_form_asks_for_verify(path: Path) -> None:
     form = read(path)
     assert {"name", "description", "body"} <= form.keys()
     fields = [part for part in form["body"] if part["type"] != "markdown"]
-    assert all(part["type"] in ("textarea", "input", "dropdown", "checkboxes") for part in fields)
+    assert all(
+        part["type"] in ("textarea", "input", "dropdown", "checkboxes")
+        for part in fields
+    )
     assert len({part["id"] for part in fields}) == len(fields)
     assert all(part["attributes"]["label"] for part in fields)
     asked = [
         part
         for part in fields
-        if "vlm-batch verify" in part["attributes"]["label"] + part["attributes"].get("description", "")
+        if "vlm-batch verify"
+        in part["attributes"]["label"] + part["attributes"].get("description", "")
     ]
     assert any(part.get("validations", {}).get("required") for part in asked)
 
 
 def test_the_citation_is_of_this_version() -> None:
     citation = read(ROOT / "CITATION.cff")
-    assert {"cff-version", "message", "title", "authors"} <= citation.keys()  # what the format asks for
+    # what the format asks for
+    assert {"cff-version", "message", "title", "authors"} <= citation.keys()
     assert citation["version"] == __version__
     assert citation["license"] == "MIT"
-    assert all("name" in author or {"family-names", "given-names"} <= author.keys() for author in citation["authors"])
+    assert all(
+        "name" in author or {"family-names", "given-names"} <= author.keys()
+        for author in citation["authors"]
+    )

@@ -52,7 +52,10 @@ def model(tiny: TinyFamily) -> Any:
 @pytest.fixture(scope="module")
 def traces(tiny: TinyFamily, model: Any) -> dict[str, Trace]:
     """The oracle's answer to one request of every kind."""
-    return {name: tiny.greedy(model, inputs, STEPS) for name, inputs in requests_of(tiny).items()}
+    return {
+        name: tiny.greedy(model, inputs, STEPS)
+        for name, inputs in requests_of(tiny).items()
+    }
 
 
 def farthest(one: np.ndarray, other: np.ndarray) -> float:
@@ -71,7 +74,9 @@ def test_weights_repeat(tiny: TinyFamily, model: Any) -> None:
     assert weights_hash(tiny.build()) == weights_hash(model)
 
 
-def test_answers_repeat_in_any_order(tiny: TinyFamily, model: Any, traces: dict[str, Trace]) -> None:
+def test_answers_repeat_in_any_order(
+    tiny: TinyFamily, model: Any, traces: dict[str, Trace]
+) -> None:
     for name, inputs in reversed(requests_of(tiny).items()):
         again = tiny.greedy(model, inputs, STEPS)
         assert again.tokens == traces[name].tokens
@@ -83,29 +88,45 @@ def test_lively(tiny: TinyFamily, traces: dict[str, Trace]) -> None:
         assert len(trace.tokens) == len(trace.logprobs) == STEPS
         assert trace.logprobs.dtype == np.float32
         possible = [row[row > IMPOSSIBLE] for row in trace.logprobs]
-        assert tiny.points is not None or all(len(row) == trace.logprobs.shape[1] for row in possible)
+        assert tiny.points is not None or all(
+            len(row) == trace.logprobs.shape[1] for row in possible
+        )
         assert 1.8 < np.mean([row.std() for row in possible]) < 4.5
         assert len(set(trace.tokens)) >= 3
 
 
-def test_markers_are_never_generated(tiny: TinyFamily, traces: dict[str, Trace]) -> None:
+def test_markers_are_never_generated(
+    tiny: TinyFamily, traces: dict[str, Trace]
+) -> None:
     for trace in traces.values():
-        words, markers = trace.logprobs[:, :PLAIN], trace.logprobs[:, PLAIN : tiny.points]
+        words = trace.logprobs[:, :PLAIN]
+        markers = trace.logprobs[:, PLAIN : tiny.points]
         can_be_words = words.max(axis=-1) > IMPOSSIBLE
         assert can_be_words.all() or tiny.points is not None
         assert (words.max(axis=-1) > markers.max(axis=-1) + 2.0)[can_be_words].all()
 
 
-@pytest.mark.parametrize("name", [name for name, tiny in FAMILIES.items() if tiny.points is not None])
+@pytest.mark.parametrize(
+    "name", [name for name, tiny in FAMILIES.items() if tiny.points is not None]
+)
 def test_answers_point(name: str) -> None:
     """Most answers to pictures do, at a patch, a part of it and a place in that."""
     tiny = family(name)
-    found = [tiny.greedy(tiny.build(), tiny.image(seed, seed % 3), STEPS) for seed in range(6)]
-    beyond = [sum(token >= trace.logprobs.shape[1] - 9 for token in trace.tokens) for trace in found]
+    found = [
+        tiny.greedy(tiny.build(), tiny.image(seed, seed % 3), STEPS)
+        for seed in range(6)
+    ]
+    beyond = [
+        sum(token >= trace.logprobs.shape[1] - 9 for token in trace.tokens)
+        for trace in found
+    ]
     assert sum(count > 0 for count in beyond) >= 4, "too few points are complete"
 
 
-@pytest.mark.parametrize("request_name", ["short_text", "text", "image_0", "image_1", "image_2", "two_images"])
+@pytest.mark.parametrize(
+    "request_name",
+    ["short_text", "text", "image_0", "image_1", "image_2", "two_images"],
+)
 def test_molmo_point_alone_agrees(request_name: str) -> None:
     """But for the pictures' mask and the first token's choices, mlx-vlm's loop on a fresh model has the oracle's rules."""
     tiny, num_tokens = family("molmo_point"), 2 * STEPS
@@ -126,13 +147,25 @@ def test_pixels_matter(tiny: TinyFamily, model: Any) -> None:
         pytest.skip("a model without pictures")
     request, other = tiny.image(1, 1), tiny.image(2, 1)
     swapped = {**other, "input_ids": request["input_ids"]}
-    assert farthest(tiny.greedy(model, request, 1).logprobs, tiny.greedy(model, swapped, 1).logprobs) > SEEN
+    assert (
+        farthest(
+            tiny.greedy(model, request, 1).logprobs,
+            tiny.greedy(model, swapped, 1).logprobs,
+        )
+        > SEEN
+    )
 
 
 def test_order_matters(tiny: TinyFamily, model: Any) -> None:
     request = tiny.text(1, 9)
     turned = {**request, "input_ids": request["input_ids"][:, [1, 0, *range(2, 9)]]}
-    assert farthest(tiny.greedy(model, request, 1).logprobs, tiny.greedy(model, turned, 1).logprobs) > SEEN
+    assert (
+        farthest(
+            tiny.greedy(model, request, 1).logprobs,
+            tiny.greedy(model, turned, 1).logprobs,
+        )
+        > SEEN
+    )
 
 
 def test_two_pictures_or_a_reason(tiny: TinyFamily) -> None:
@@ -153,14 +186,21 @@ def test_rope_delta_matters(name: str) -> None:
     tiny = family(name)
     model, request = tiny.build(), tiny.image(1, 2)
     without = {**request, "rope_deltas": np.zeros((1, 1), dtype=np.int32)}
-    assert farthest_step(tiny.greedy(model, request, 4), tiny.greedy(model, without, 4)) > SEEN
+    assert (
+        farthest_step(tiny.greedy(model, request, 4), tiny.greedy(model, without, 4))
+        > SEEN
+    )
 
 
 def test_swapped_pictures_matter(tiny: TinyFamily, model: Any) -> None:
     if tiny.two_images is None:
         pytest.skip(tiny.no_two_images)
     request = tiny.two_images(1)
-    name = "cached_image_features" if "cached_image_features" in request else "pixel_values"
+    name = (
+        "cached_image_features"
+        if "cached_image_features" in request
+        else "pixel_values"
+    )
     axis = 1 if len(request[name]) == 1 else 0  # (1, images, ...) in some families
 
     def turn(value: Any) -> Any:
@@ -171,14 +211,29 @@ def test_swapped_pictures_matter(tiny: TinyFamily, model: Any) -> None:
         return np.roll(value, value.shape[axis] // 2, axis=axis)
 
     turned = {**request, name: turn(request[name])}
-    assert farthest(tiny.greedy(model, request, 1).logprobs, tiny.greedy(model, turned, 1).logprobs) > SEEN
+    assert (
+        farthest(
+            tiny.greedy(model, request, 1).logprobs,
+            tiny.greedy(model, turned, 1).logprobs,
+        )
+        > SEEN
+    )
 
 
 def test_padding_tiles_matter() -> None:
     tiny = family("mllama")
     model, request = tiny.build(), tiny.image(1, 1)
-    unmasked = {**request, "cross_attention_mask": np.ones_like(request["cross_attention_mask"])}
-    assert farthest(tiny.greedy(model, request, 1).logprobs, tiny.greedy(model, unmasked, 1).logprobs) > SEEN
+    unmasked = {
+        **request,
+        "cross_attention_mask": np.ones_like(request["cross_attention_mask"]),
+    }
+    assert (
+        farthest(
+            tiny.greedy(model, request, 1).logprobs,
+            tiny.greedy(model, unmasked, 1).logprobs,
+        )
+        > SEEN
+    )
 
 
 # Where an oracle is not mlx-vlm's own loop, that loop gives another answer to this request. When this fails, the
@@ -214,11 +269,20 @@ WRONG_ALONE = [
 ]
 
 
-@pytest.mark.parametrize(("name", "make"), WRONG_ALONE, ids=[f"{i}-{name}" for i, (name, _) in enumerate(WRONG_ALONE)])
-def test_mlx_vlm_alone_is_wrong(name: str, make: Callable[[TinyFamily], Inputs]) -> None:
+@pytest.mark.parametrize(
+    ("name", "make"),
+    WRONG_ALONE,
+    ids=[f"{i}-{name}" for i, (name, _) in enumerate(WRONG_ALONE)],
+)
+def test_mlx_vlm_alone_is_wrong(
+    name: str, make: Callable[[TinyFamily], Inputs]
+) -> None:
     tiny = family(name)
     model, request = tiny.build(), make(tiny)
-    assert farthest_step(tiny.greedy(model, request, 4), generate_alone(model, request, 4)) > SEEN
+    assert (
+        farthest_step(tiny.greedy(model, request, 4), generate_alone(model, request, 4))
+        > SEEN
+    )
 
 
 @pytest.mark.parametrize("name", ["moondream2", "moondream3"])
@@ -229,15 +293,25 @@ def test_moondream_call_agrees(name: str, request_name: str) -> None:
     model = tiny.build()
     request = tiny.text(2, 14) if request_name == "text" else tiny.image(4, 0)
     arrays = to_mx(request)
-    logits = model(arrays.pop("input_ids"), pixel_values=arrays.pop("pixel_values", None), **arrays).logits[0, -1]
+    logits = model(
+        arrays.pop("input_ids"), pixel_values=arrays.pop("pixel_values", None), **arrays
+    ).logits[0, -1]
     logprobs = np.array(logits - mx.logsumexp(logits))
-    np.testing.assert_allclose(logprobs, tiny.greedy(model, request, 1).logprobs[0], atol=2e-5)
+    np.testing.assert_allclose(
+        logprobs, tiny.greedy(model, request, 1).logprobs[0], atol=2e-5
+    )
 
 
 @pytest.mark.parametrize(("high", "wide"), [(27, 27), (27, 46), (65, 46), (103, 27)])
 def test_adaptive_average_is_the_formula(high: int, wide: int) -> None:
-    grid = np.random.RandomState(high + wide).standard_normal((high, wide, 3)).astype(np.float32)
-    np.testing.assert_allclose(adaptive_average(mx.array(grid), 27), averages(grid, 27), atol=1e-6)
+    grid = (
+        np.random.RandomState(high + wide)
+        .standard_normal((high, wide, 3))
+        .astype(np.float32)
+    )
+    np.testing.assert_allclose(
+        adaptive_average(mx.array(grid), 27), averages(grid, 27), atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("size", [0, 1, 2])
@@ -246,7 +320,8 @@ def test_one_picture_agrees_with_mlx_vlm(name: str, size: int) -> None:
     """Families whose second picture mlx-vlm misplaces."""
     tiny = family(name)
     model, request = tiny.build(), tiny.image(4, size)
-    alone, right = generate_alone(model, request, STEPS), tiny.greedy(model, request, STEPS)
+    alone = generate_alone(model, request, STEPS)
+    right = tiny.greedy(model, request, STEPS)
     assert alone.tokens == right.tokens
     np.testing.assert_allclose(alone.logprobs, right.logprobs, atol=2e-5)
 
@@ -256,17 +331,23 @@ def test_falcon_ocr_recomputed_agrees(size: int) -> None:
     tiny = family("falcon_ocr")
     model = tiny.build()
     arrays = to_mx(tiny.image(4, size))
-    language, prompt = model.language_model, model.get_input_embeddings(**arrays).inputs_embeds
+    language = model.language_model
+    prompt = model.get_input_embeddings(**arrays).inputs_embeds
 
     def logits(generated: list[int]) -> mx.array:
         tail = mx.array([generated], dtype=mx.int32)
         tokens = mx.concatenate([arrays["input_ids"], tail], axis=1)
         hidden = mx.concatenate([prompt, language.model.embed_tokens(tail)], axis=1)
-        positions, places, _, mask = language.get_rope_index(tokens, arrays["image_grid_hw"])
-        hidden = language.model(tokens, hidden, mask=mask, position_ids=positions[None], pos_hw=places)
+        positions, places, _, mask = language.get_rope_index(
+            tokens, arrays["image_grid_hw"]
+        )
+        hidden = language.model(
+            tokens, hidden, mask=mask, position_ids=positions[None], pos_hw=places
+        )
         return language.lm_head(hidden[0, -1])
 
-    whole, alone = generate_by_recomputing(logits, STEPS), tiny.greedy(model, tiny.image(4, size), STEPS)
+    whole = generate_by_recomputing(logits, STEPS)
+    alone = tiny.greedy(model, tiny.image(4, size), STEPS)
     assert whole.tokens == alone.tokens
     np.testing.assert_allclose(whole.logprobs, alone.logprobs, atol=2e-5)
 
@@ -274,7 +355,9 @@ def test_falcon_ocr_recomputed_agrees(size: int) -> None:
 @pytest.mark.parametrize("size", [0, 1, 2])
 def test_falcon_perception_alone_agrees(size: int) -> None:
     tiny = family("falcon_perception")
-    alone = generate_alone(tiny.build(), tiny.image(4, size), STEPS, prefill_step_size=None)
+    alone = generate_alone(
+        tiny.build(), tiny.image(4, size), STEPS, prefill_step_size=None
+    )
     right = tiny.greedy(tiny.build(), tiny.image(4, size), STEPS)
     assert {7, 8, 9} & set(right.tokens), "it points at nothing"
     assert alone.tokens == right.tokens
@@ -306,7 +389,9 @@ def test_agrees_with_transformers(tiny: TinyFamily, traces: dict[str, Trace]) ->
             "the weights have changed: run tests/references/record.py"
         )
         for name, inputs in recorded_requests(tiny).items():
-            assert recorded[f"{name}/inputs"] == inputs_hash(inputs), f"{name} has changed: run record.py"
+            assert recorded[f"{name}/inputs"] == inputs_hash(inputs), (
+                f"{name} has changed: run record.py"
+            )
             assert traces[name].tokens == recorded[f"{name}/tokens"].tolist(), name
             distance = apart(traces[name].logprobs, recorded[f"{name}/logprobs"])
             assert distance < REFERENCE_TOLERANCE, (name, distance)

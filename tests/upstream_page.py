@@ -116,7 +116,11 @@ def shows(found: Any, right: Any) -> bool:
 def render() -> str:
     """Return the page."""
     families = {family for one in cases() for family in one.families}
-    parts = [HEAD.format(cases=len(cases()), families=len(families)).rstrip(), "", *_causes()]
+    parts = [
+        HEAD.format(cases=len(cases()), families=len(families)).rstrip(),
+        "",
+        *_causes(),
+    ]
     for name, module in modules().items():
         title, _, rest = inspect.cleandoc(module.__doc__).partition("\n")
         parts += [f"## {title.rstrip('.')}", "", f"[{name}.py](upstream/{name}.py)", ""]
@@ -142,7 +146,9 @@ def _causes() -> list[str]:
         title = inspect.cleandoc(module.__doc__).partition("\n")[0].rstrip(".")
         found = _cases_of(name)
         families = {family for one in found for family in one.families}
-        rows.append(f"| [{title}](#{_anchor(title)}) | {len(found)} | {len(families)} |")
+        rows.append(
+            f"| [{title}](#{_anchor(title)}) | {len(found)} | {len(families)} |"
+        )
     return [*rows, ""]
 
 
@@ -161,7 +167,9 @@ def _entries(found: list[Any]) -> list[str]:
     for one in found:
         alike = ALIKE.fullmatch(_words(one))
         same = (group for group in groups if _words(group[0]) == _words(one))
-        like = (group for group in groups if alike and group[0].name.startswith(alike[1]))
+        like = (
+            group for group in groups if alike and group[0].name.startswith(alike[1])
+        )
         first = next(same, None) or next(like, None)
         if first is None:
             groups.append([one])
@@ -172,7 +180,10 @@ def _entries(found: list[Any]) -> list[str]:
 
 def _entry(group: list[Any]) -> str:
     families = dict.fromkeys(family for one in group for family in one.families)
-    shown = [f"`{one.name}` ({', '.join(f'`{_short(place)}`' for place in one.places)})" for one in group]
+    shown = [
+        f"`{one.name}` ({', '.join(f'`{_short(place)}`' for place in one.places)})"
+        for one in group
+    ]
     return f"- **{', '.join(families)}**: {_words(group[0])}\n  {', '.join(shown)}"
 
 

@@ -30,7 +30,10 @@ from vlm_batch.models import _kimi_k3, families, muse_spark
 
 RECORD = Path(__file__).parent / "data" / "upstream_sources.json"
 #: Methods of an adapter that make a call of the model's -> the class of the model's package and the method.
-CALLS = {"features": ("Model", "get_input_embeddings"), "forward": ("LanguageModel", "__call__")}
+CALLS = {
+    "features": ("Model", "get_input_embeddings"),
+    "forward": ("LanguageModel", "__call__"),
+}
 
 #: Dotted name of a function of mlx-vlm's -> the digest of its source, and who replaces it.
 Sources = dict[str, tuple[str, set[str]]]
@@ -50,7 +53,9 @@ def found() -> Sources:
 def digest(function: Any) -> str:
     """Of a function's source, whatever stands around it."""
     source = textwrap.dedent(inspect.getsource(function))
-    return hashlib.sha256("\n".join(line.rstrip() for line in source.splitlines()).encode()).hexdigest()[:16]
+    return hashlib.sha256(
+        "\n".join(line.rstrip() for line in source.splitlines()).encode()
+    ).hexdigest()[:16]
 
 
 def differences(recorded: dict[str, Any], now: Sources) -> list[str]:
@@ -58,7 +63,11 @@ def differences(recorded: dict[str, Any], now: Sources) -> list[str]:
     before = recorded["functions"]
     lines = []
     for name in sorted(before.keys() | now.keys()):
-        who = ", ".join(sorted(now[name][1])) if name in now else ", ".join(before[name]["replaced_by"])
+        who = (
+            ", ".join(sorted(now[name][1]))
+            if name in now
+            else ", ".join(before[name]["replaced_by"])
+        )
         if name not in now:
             lines.append(f"{name} is no longer there, or no longer replaced by {who}")
         elif name not in before:
@@ -73,14 +82,19 @@ def record(sources: Sources) -> dict[str, Any]:
     return {
         "mlx_vlm": version("mlx-vlm"),
         "functions": {
-            name: {"digest": digest_, "replaced_by": sorted(who)} for name, (digest_, who) in sorted(sources.items())
+            name: {"digest": digest_, "replaced_by": sorted(who)}
+            for name, (digest_, who) in sorted(sources.items())
         },
     }
 
 
 def overridden(ours: type, theirs: type) -> Iterator[Any]:
     """The functions of ``theirs`` that ``ours`` has others for, and functions of mlx-vlm's that it takes from elsewhere."""
-    bases = ours.__mro__[: ours.__mro__.index(theirs)] if theirs in ours.__mro__ else (ours,)
+    bases = (
+        ours.__mro__[: ours.__mro__.index(theirs)]
+        if theirs in ours.__mro__
+        else (ours,)
+    )
     for name, value in (item for base in bases for item in vars(base).items()):
         if _functions(value):
             yield from _functions(value)
@@ -100,7 +114,9 @@ def _functions(value: Any) -> list[Any]:
 
 def _adapters() -> Iterator[tuple[str, tuple[str, ...], type[Adapter]]]:
     for spec in families():
-        if spec.adapter is not None and spec.adapter.__module__.startswith("vlm_batch."):
+        if spec.adapter is not None and spec.adapter.__module__.startswith(
+            "vlm_batch."
+        ):
             yield spec.family, spec.model_types, spec.adapter
 
 
@@ -118,7 +134,14 @@ def _inherited() -> Iterator[tuple[str, Any]]:
             continue
         for value in list(vars(import_module(module.name)).values()):
             if isinstance(value, type) and value.__module__ == module.name:
-                theirs = next((base for base in value.__mro__ if base.__module__.startswith("mlx_vlm.")), None)
+                theirs = next(
+                    (
+                        base
+                        for base in value.__mro__
+                        if base.__module__.startswith("mlx_vlm.")
+                    ),
+                    None,
+                )
                 if theirs is not None:
                     for function in overridden(value, theirs):
                         yield module.name, function
@@ -137,7 +160,9 @@ def _hooked() -> Iterator[tuple[str, Any]]:
         if issubclass(adapter, MRoPEAdapter):
             for model_type in model_types:
                 model = vars(import_module(package_of(model_type))).get("LanguageModel")
-                applied = model and vars(sys.modules[model.__module__]).get(rotary.APPLY)
+                applied = model and vars(sys.modules[model.__module__]).get(
+                    rotary.APPLY
+                )
                 if applied:
                     yield family, applied
 
@@ -146,10 +171,18 @@ def _called() -> Iterator[tuple[str, Any]]:
     for family, model_types, adapter in _adapters():
         if adapter.merge is not None:
             for model_type in model_types:
-                yield family, getattr(vars(import_module(package_of(model_type)))["Model"], adapter.merge.name)
+                yield (
+                    family,
+                    getattr(
+                        vars(import_module(package_of(model_type)))["Model"],
+                        adapter.merge.name,
+                    ),
+                )
         for name, (owner, method) in CALLS.items():
             ours = inspect.unwrap(getattr(adapter, name))
-            if ours.__module__ == Adapter.__module__ or {"super", method} & set(ours.__code__.co_names):
+            if ours.__module__ == Adapter.__module__ or {"super", method} & set(
+                ours.__code__.co_names
+            ):
                 continue
             for model_type in model_types:
                 theirs = vars(import_module(package_of(model_type))).get(owner)
@@ -165,5 +198,10 @@ def package_of(model_type: str) -> str:
 if __name__ == "__main__":
     sources = found()
     if RECORD.exists():
-        print("\n".join(differences(json.loads(RECORD.read_text(encoding="utf-8")), sources)) or "nothing has changed")
+        print(
+            "\n".join(
+                differences(json.loads(RECORD.read_text(encoding="utf-8")), sources)
+            )
+            or "nothing has changed"
+        )
     RECORD.write_text(json.dumps(record(sources), indent=1) + "\n", encoding="utf-8")

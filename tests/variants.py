@@ -19,8 +19,17 @@ from tests.zoo import PLAIN
 
 FOLDER = Path(__file__).parent / "references" / "variants"
 
-_LLAMA3 = {"rope_type": "llama3", "rope_theta": 100.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-TIED: Mapping[str, Any] = {"tie_word_embeddings": True, "text_config": {"tie_word_embeddings": True}}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 100.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
+TIED: Mapping[str, Any] = {
+    "tie_word_embeddings": True,
+    "text_config": {"tie_word_embeddings": True},
+}
 
 #: Name -> (the family whose recipe and requests are used, what its config has otherwise).
 VARIANTS: dict[str, tuple[str, Mapping[str, Any]]] = {
@@ -29,7 +38,10 @@ VARIANTS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "llava_next_tied": ("llava_next", TIED),
     "idefics3_tied": ("idefics3", TIED),
     "smolvlm_tied": ("smolvlm", TIED),
-    "gemma4_untied": ("gemma4", {"tie_word_embeddings": False, "text_config": {"tie_word_embeddings": False}}),
+    "gemma4_untied": (
+        "gemma4",
+        {"tie_word_embeddings": False, "text_config": {"tie_word_embeddings": False}},
+    ),
     "gemma4_unified_untied": (
         "gemma4_unified",
         {"tie_word_embeddings": False, "text_config": {"tie_word_embeddings": False}},
@@ -48,18 +60,29 @@ VARIANTS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "smolvlm_biases": ("smolvlm", {"text_config": {"attention_bias": True}}),
     "llava_llama3": (
         "llava",
-        {"text_config": {"rope_parameters": {**_LLAMA3, "original_max_position_embeddings": 8}}},
+        {
+            "text_config": {
+                "rope_parameters": {**_LLAMA3, "original_max_position_embeddings": 8}
+            }
+        },
     ),
     "llava_dynamic": (
         "llava",
         {
             "text_config": {
-                "rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 2.0},
+                "rope_parameters": {
+                    "rope_type": "dynamic",
+                    "rope_theta": 100.0,
+                    "factor": 2.0,
+                },
                 "max_position_embeddings": 512,
             }
         },
     ),
-    "internvl_qwen2": ("internvl", {"text_config": {"model_type": "qwen2", "use_sliding_window": False}}),
+    "internvl_qwen2": (
+        "internvl",
+        {"text_config": {"model_type": "qwen2", "use_sliding_window": False}},
+    ),
 }
 
 
@@ -72,7 +95,9 @@ def merged(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
     return found
 
 
-def drawn(name: str, shape: tuple[int, ...], *, less_one: bool, is_tied: bool) -> np.ndarray:
+def drawn(
+    name: str, shape: tuple[int, ...], *, less_one: bool, is_tied: bool
+) -> np.ndarray:
     """A tensor of a file by its name: lively, as tests/zoo draws them."""
     random = np.random.default_rng(zlib.crc32(name.encode()))
     values = random.standard_normal(shape)
@@ -84,7 +109,9 @@ def drawn(name: str, shape: tuple[int, ...], *, less_one: bool, is_tied: bool) -
         values *= 3 / np.sqrt(shape[1]) if not is_table or is_tied else 1.0
         values[PLAIN:] *= 0.1  # no marker is ever the best
     elif "position_embedding" not in name:
-        values *= 1.3 / np.sqrt(np.prod(shape[1:]) if ".experts." not in name else shape[1])
+        values *= 1.3 / np.sqrt(
+            np.prod(shape[1:]) if ".experts." not in name else shape[1]
+        )
     return values.astype(np.float32)
 
 
@@ -96,7 +123,9 @@ def write_variant(folder: Path, name: str) -> Path:
     for file, settings in facts["files"].items():
         (folder / file).write_text(json.dumps(settings), encoding="utf-8")
     tensors = {key: mx.array(value) for key, value in tensors_of(facts).items()}
-    mx.save_safetensors(str(folder / "model.safetensors"), tensors, metadata={"format": "pt"})
+    mx.save_safetensors(
+        str(folder / "model.safetensors"), tensors, metadata={"format": "pt"}
+    )
     return folder
 
 
@@ -105,5 +134,6 @@ def tensors_of(facts: Mapping[str, Any]) -> dict[str, np.ndarray]:
     shapes: Mapping[str, list[int]] = facts["tensors"]
     is_tied = not any("lm_head" in name for name in shapes)
     return {
-        name: drawn(name, tuple(shape), less_one=facts["less_one"], is_tied=is_tied) for name, shape in shapes.items()
+        name: drawn(name, tuple(shape), less_one=facts["less_one"], is_tied=is_tied)
+        for name, shape in shapes.items()
     }

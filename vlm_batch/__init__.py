@@ -59,7 +59,15 @@ from vlm_batch.types import (  # noqa: E402
 )
 
 if TYPE_CHECKING:
-    from vlm_batch.batcher import Caches, Handle, KVQuantisation, Limits, PromptCache, Stats, VLMBatcher
+    from vlm_batch.batcher import (
+        Caches,
+        Handle,
+        KVQuantisation,
+        Limits,
+        PromptCache,
+        Stats,
+        VLMBatcher,
+    )
     from vlm_batch.jobs import map_table
     from vlm_batch.models import families, register
 
@@ -105,7 +113,15 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import the engine, which takes seconds, with its first name."""
-    if name in ("Caches", "Handle", "KVQuantisation", "Limits", "PromptCache", "Stats", "VLMBatcher"):
+    if name in (
+        "Caches",
+        "Handle",
+        "KVQuantisation",
+        "Limits",
+        "PromptCache",
+        "Stats",
+        "VLMBatcher",
+    ):
         from vlm_batch import batcher
 
         return vars(batcher)[name]

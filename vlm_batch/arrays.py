@@ -68,12 +68,19 @@ def split_rows(tree: Any, counts: Sequence[int]) -> list[Any] | None:
     """Split a tree's arrays along the first axis in proportion to ``counts``; None if impossible."""
     arrays = arrays_of(tree)
     total = sum(counts)
-    if not is_array_tree(tree) or not arrays or any(array.ndim == 0 for array in arrays):
+    if (
+        not is_array_tree(tree)
+        or not arrays
+        or any(array.ndim == 0 for array in arrays)
+    ):
         return None
     if any(array.shape[0] * count % total for array in arrays for count in counts):
         return None
     bounds = itertools.pairwise([0, *itertools.accumulate(counts)])
-    return [map_arrays(tree, partial(_share, begin=begin, end=end, total=total)) for begin, end in bounds]
+    return [
+        map_arrays(tree, partial(_share, begin=begin, end=end, total=total))
+        for begin, end in bounds
+    ]
 
 
 def join_rows(trees: Sequence[Any]) -> Any:
@@ -85,7 +92,11 @@ def join_rows(trees: Sequence[Any]) -> Any:
         return mx.concatenate(list(trees))
     if isinstance(first, Mapping):
         return {name: join_rows([tree[name] for tree in trees]) for name in first}
-    return None if first is None else type(first)(join_rows(parts) for parts in zip(*trees, strict=True))
+    return (
+        None
+        if first is None
+        else type(first)(join_rows(parts) for parts in zip(*trees, strict=True))
+    )
 
 
 def _share(array: mx.array, begin: int, end: int, total: int) -> mx.array:
@@ -113,12 +124,19 @@ def launch(arrays: Sequence[mx.array]) -> None:
 
 
 def grown(
-    array: mx.array | None, shape: Sequence[int], dtype: mx.Dtype, *, axis: int = 2, kept: int | None = None
+    array: mx.array | None,
+    shape: Sequence[int],
+    dtype: mx.Dtype,
+    *,
+    axis: int = 2,
+    kept: int | None = None,
 ) -> mx.array:
     """Return an array's ``kept`` columns, then zeros, along ``axis``."""
     room = mx.zeros(shape, dtype)
     if array is not None:
-        columns = (slice(None),) * axis + (slice(array.shape[axis] if kept is None else kept),)
+        columns = (slice(None),) * axis + (
+            slice(array.shape[axis] if kept is None else kept),
+        )
         room[columns] = array[columns]
     return room
 
@@ -137,7 +155,9 @@ def stack_logits(rows: Sequence[mx.array]) -> mx.array:
     """Stack logits (R, V), narrow ones padded with -inf."""
     widest = max(row.shape[-1] for row in rows)
     filled = [
-        row if row.shape[-1] == widest else mx.pad(row, [(0, 0), (0, widest - row.shape[-1])], constant_values=-mx.inf)
+        row
+        if row.shape[-1] == widest
+        else mx.pad(row, [(0, 0), (0, widest - row.shape[-1])], constant_values=-mx.inf)
         for row in rows
     ]
     return mx.concatenate(filled)
@@ -148,7 +168,9 @@ def stack_logits(rows: Sequence[mx.array]) -> mx.array:
 
 def as_numpy(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """Return arrays as numpy: no other thread can use lazy mlx arrays."""
-    found = map_arrays({name: _whole(value) for name, value in inputs.items()}, _to_numpy)
+    found = map_arrays(
+        {name: _whole(value) for name, value in inputs.items()}, _to_numpy
+    )
     return found  # type: ignore[no-any-return]
 
 
@@ -175,7 +197,8 @@ def evaluated(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """Return evaluated mlx arrays for any thread; half precision becomes float32."""
     halves = (mx.bfloat16, mx.float16)
     found: dict[str, Any] = map_arrays(
-        as_mlx(inputs), lambda array: array.astype(mx.float32) if array.dtype in halves else array
+        as_mlx(inputs),
+        lambda array: array.astype(mx.float32) if array.dtype in halves else array,
     )
     mx.eval(arrays_of(found))
     return found
@@ -184,18 +207,25 @@ def evaluated(inputs: Mapping[str, Any]) -> dict[str, Any]:
 def _whole(value: Any) -> Any:
     if not isinstance(value, Joined):
         return value
-    parts = [part.array() if isinstance(part, Deferred) else _to_mlx(part) for part in value]
+    parts = [
+        part.array() if isinstance(part, Deferred) else _to_mlx(part) for part in value
+    ]
     return mx.concatenate(parts)
 
 
 def _to_numpy(array: Any) -> np.ndarray:
     if isinstance(array, np.ndarray):
         return array
-    return np.array(array.astype(mx.float32) if array.dtype in (mx.bfloat16, mx.float16) else array)
+    return np.array(
+        array.astype(mx.float32) if array.dtype in (mx.bfloat16, mx.float16) else array
+    )
 
 
 def _to_host(array: Any) -> Any:
-    is_numpys = isinstance(array, np.ndarray) or array.dtype in (mx.bfloat16, mx.complex64)
+    is_numpys = isinstance(array, np.ndarray) or array.dtype in (
+        mx.bfloat16,
+        mx.complex64,
+    )
     return array if is_numpys else np.array(array)
 
 

@@ -6,7 +6,14 @@ import asyncio
 import itertools
 import threading
 import weakref
-from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncIterable,
+    AsyncIterator,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -43,7 +50,15 @@ from vlm_batch.types import (
     VideoInput,
 )
 
-__all__ = ["Caches", "Handle", "KVQuantisation", "Limits", "PromptCache", "Stats", "VLMBatcher"]
+__all__ = [
+    "Caches",
+    "Handle",
+    "KVQuantisation",
+    "Limits",
+    "PromptCache",
+    "Stats",
+    "VLMBatcher",
+]
 
 DEFAULT_CACHES = Caches()
 
@@ -98,18 +113,28 @@ class VLMBatcher:
     ) -> None:
         threads.check_not_forked()  # before anything of MLX is called
         if not isinstance(model, (str, Path, nn.Module)):
-            raise ValueError(f"model is a {type(model).__name__}; it must be a path, a hub id or a loaded model")
+            raise ValueError(
+                f"model is a {type(model).__name__}; it must be a path, a hub id or a loaded model"
+            )
         if isinstance(model, nn.Module) and processor is None:
-            raise ValueError("a loaded model needs its processor: VLMBatcher(model, processor)")
+            raise ValueError(
+                "a loaded model needs its processor: VLMBatcher(model, processor)"
+            )
         if not isinstance(trust_remote_code, bool):
-            raise ValueError(f"trust_remote_code is {shown(trust_remote_code)}; it must be True or False")
+            raise ValueError(
+                f"trust_remote_code is {shown(trust_remote_code)}; it must be True or False"
+            )
         if kv_bits is not None:
             if kv is not None:
-                raise ValueError("kv_bits and kv exclude each other: the second has its bits")
+                raise ValueError(
+                    "kv_bits and kv exclude each other: the second has its bits"
+                )
             kv = KVQuantisation(kv_bits)
         self._policy_overrides = check_policy(policy)
         options = EngineOptions(
-            policy=policy_of({**self._policy_overrides, "max_rows": max_rows, "max_bytes": max_bytes}),
+            policy=policy_of(
+                {**self._policy_overrides, "max_rows": max_rows, "max_bytes": max_bytes}
+            ),
             limits=Limits() if limits is None else limits,
             fetch=FetchPolicy() if fetch is None else fetch,
             caches=Caches(0) if caches is None else caches,
@@ -121,16 +146,26 @@ class VLMBatcher:
         self._lock = threading.Lock()
         self._closed = False
         self._ids = itertools.count()
-        if isinstance(model, nn.Module):  # lazy arrays must be evaluated on the thread that made them
+        # lazy arrays must be evaluated on the thread that made them
+        if isinstance(model, nn.Module):
             made = make_engine(model, processor, options)
             engine, self._running = engine_loop.start(lambda look: made)
-            self._folder = vars(model).get("model_path")  # mlx-vlm's loader keeps it there
+            # mlx-vlm's loader keeps it there
+            self._folder = vars(model).get("model_path")
         else:
-            folder = self._folder = find_checkpoint(model)  # on this thread, where Ctrl-C ends a download
-            load = partial(load_engine, folder, options, dtype=dtype, trust_remote_code=trust_remote_code)
+            # on this thread, where Ctrl-C ends a download
+            folder = self._folder = find_checkpoint(model)
+            load = partial(
+                load_engine,
+                folder,
+                options,
+                dtype=dtype,
+                trust_remote_code=trust_remote_code,
+            )
             engine, self._running = engine_loop.start(load)
         self._loop, self._preparer = engine.loop, engine.preparer
-        weakref.finalize(self, self._loop.stop).atexit = False  # ends the thread of a batcher that was not closed
+        # ends the thread of a batcher that was not closed
+        weakref.finalize(self, self._loop.stop).atexit = False
 
     def submit(
         self,
@@ -178,24 +213,37 @@ class VLMBatcher:
 
     def submit_request(self, request: Request) -> Handle:
         """Submit a ``Request``, as ``submit``."""
-        self._loop.check_runs()  # before any lock, which a child process might find held
+        # before any lock, which a child process might find held
+        self._loop.check_runs()
         question = self._preparer.check(request)
         self._loop.generator.memory.check_length(question.least_tokens)
-        self._loop.generator.reuse.check(request, partial(self._preparer.text_ids, question))
-        request_id = request.request_id if request.request_id is not None else f"request-{next(self._ids)}"
+        self._loop.generator.reuse.check(
+            request, partial(self._preparer.text_ids, question)
+        )
+        request_id = (
+            request.request_id
+            if request.request_id is not None
+            else f"request-{next(self._ids)}"
+        )
         handle = Handle(request_id, self.cancel, self._running.is_here)
         with self._lock:
             if self._closed:
                 raise BatcherClosed("the batcher is closed; make a new one")
             if self._loop.is_alive(request_id):
-                raise InvalidRequest(f"request id {shown(request_id)} is in use by a request that has not ended")
+                raise InvalidRequest(
+                    f"request id {shown(request_id)} is in use by a request that has not ended"
+                )
             if request.cache is not None:
                 request.cache.claim(self._loop.generator.reuse.identity)
             self._loop.submit(question, request, handle)
         return handle
 
     def generate(
-        self, requests: RequestLike | Iterable[RequestLike], *, progress: bool = False, raise_on_error: bool = False
+        self,
+        requests: RequestLike | Iterable[RequestLike],
+        *,
+        progress: bool = False,
+        raise_on_error: bool = False,
     ) -> list[Result]:
         """Answer one or many requests.
 
@@ -211,7 +259,9 @@ class VLMBatcher:
         requests = many.as_requests(requests)
         total = len(requests) if isinstance(requests, Sequence) else None
         with progress_bar(total, enabled=progress) as advance:
-            for index, result in many.as_completed(self.submit_request, requests, self._most_in_flight):
+            for index, result in many.as_completed(
+                self.submit_request, requests, self._most_in_flight
+            ):
                 results[index] = result
                 advance(result)
         ordered = [results[index] for index in sorted(results)]
@@ -219,17 +269,25 @@ class VLMBatcher:
             result.raise_for_error()
         return ordered
 
-    def as_completed(self, requests: RequestLike | Iterable[RequestLike]) -> Iterator[Result]:
+    def as_completed(
+        self, requests: RequestLike | Iterable[RequestLike]
+    ) -> Iterator[Result]:
         """Yield results as requests end; ``request_id`` matches them. Leaving the loop cancels the rest."""
-        for _, result in many.as_completed(self.submit_request, many.as_requests(requests), self._most_in_flight):
+        for _, result in many.as_completed(
+            self.submit_request, many.as_requests(requests), self._most_in_flight
+        ):
             yield result
 
     async def as_completed_async(
         self, requests: RequestLike | Iterable[RequestLike] | AsyncIterable[RequestLike]
     ) -> AsyncIterator[Result]:
         """Yield results for ``async for``. ``requests`` may be asynchronous."""
-        asked: Iterable[RequestLike] | AsyncIterable[RequestLike] = many.as_requests(requests, AsyncIterable)
-        async for _, result in many.as_completed_async(self.submit_request, asked, self._most_in_flight):
+        asked: Iterable[RequestLike] | AsyncIterable[RequestLike] = many.as_requests(
+            requests, AsyncIterable
+        )
+        async for _, result in many.as_completed_async(
+            self.submit_request, asked, self._most_in_flight
+        ):
             yield result
 
     def _most_in_flight(self) -> int:
@@ -250,7 +308,9 @@ class VLMBatcher:
             InvalidRequest: the id is not a string.
         """
         if not isinstance(request_id, str):
-            raise InvalidRequest(f"request_id is {shown(request_id)}; it must be a string: handle.request_id")
+            raise InvalidRequest(
+                f"request_id is {shown(request_id)}; it must be a string: handle.request_id"
+            )
         return self._loop.cancel(request_id)
 
     @property
@@ -272,7 +332,11 @@ class VLMBatcher:
     def recommended_sampling(self) -> RecommendedSampling:
         """The publisher's sampling, from generation_config.json; nothing of it is taken unless a request says so:
         ``params={**batcher.recommended_sampling.params, "max_tokens": 500}``."""
-        return RecommendedSampling() if self._folder is None else read_recommended(self._folder)
+        return (
+            RecommendedSampling()
+            if self._folder is None
+            else read_recommended(self._folder)
+        )
 
     @property
     def max_context(self) -> int | None:

@@ -17,7 +17,13 @@ from vlm_batch.errors import InvalidImage, InvalidParameters, describe, shown
 MOST = 2**31 - 1
 #: Keywords of a JSON schema that are annotations, those with constants, and those that map names to schemas.
 _SPOKEN, _CONSTANTS = {"default", "example", "examples"}, {"const", "enum"}
-_OF_NAMES = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
+_OF_NAMES = {
+    "properties",
+    "patternProperties",
+    "$defs",
+    "definitions",
+    "dependentSchemas",
+}
 #: Keywords whose schemas apply to the same value, and those that constrain nothing.
 _SAME_VALUE = {"$ref", "allOf", "anyOf", "oneOf"}
 _ASK_NOTHING = _SPOKEN | {
@@ -25,12 +31,30 @@ _ASK_NOTHING = _SPOKEN | {
     "$defs", "definitions", "$schema", "$id", "$anchor", "$comment",
 }  # fmt: skip
 #: Formats that llguidance knows. By the standard, unknown ones constrain nothing.
-_FORMATS = {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
+_FORMATS = {
+    "date-time",
+    "time",
+    "date",
+    "duration",
+    "email",
+    "hostname",
+    "ipv4",
+    "ipv6",
+    "uuid",
+    "uri",
+}
 #: Limits of 64-bit integers (also as JavaScript writes them) and floats: such bounds name a type and constrain no value.
 _LOWER, _UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 _FLOATS = {3.4028234663852886e38, 3.4028235e38, 1.7976931348623157e308}
 _LEAST = {-(2**63), -9223372036854776000} | {-one for one in _FLOATS}
-_MOST = {2**63 - 1, 2**63, 2**64 - 1, 2**64, 9223372036854776000, 18446744073709552000} | _FLOATS
+_MOST = {
+    2**63 - 1,
+    2**63,
+    2**64 - 1,
+    2**64,
+    9223372036854776000,
+    18446744073709552000,
+} | _FLOATS
 #: Largest ``multipleOf``, in units of its last decimal place, and a larger one that is quick: others take llguidance seconds,
 #: which its limits do not bound. It multiplies those of one value in 32 bits.
 MOST_MULTIPLE, QUICK_MULTIPLE, MOST_OF_SEVERAL = 100_000, 1_000_000, 2**16 - 1
@@ -55,7 +79,9 @@ _TABLES = {"pandas", "polars", "pyarrow", "datasets"}
 def is_table(value: Any) -> bool:
     """Return whether a value is another library's table, which may look like a list."""
     kind = type(value)
-    is_one = kind.__name__.endswith(("Frame", "Table", "Dataset", "DatasetDict", "Batch", "BatchReader"))
+    is_one = kind.__name__.endswith(
+        ("Frame", "Table", "Dataset", "DatasetDict", "Batch", "BatchReader")
+    )
     return is_one and kind.__module__.partition(".")[0] in _TABLES
 
 
@@ -63,7 +89,9 @@ def set_pixel_bounds(holder: Any, least: Any, most: Any) -> None:
     """Check and set both pixel bounds. Raises InvalidImage."""
     for name, value in (("min_pixels", least), ("max_pixels", most)):
         if value is not None and not (is_whole(value) and 1 <= value <= MOST):
-            raise InvalidImage(f"{name} is {shown(value)}; it must be an integer of at least 1, or None")
+            raise InvalidImage(
+                f"{name} is {shown(value)}; it must be an integer of at least 1, or None"
+            )
         object.__setattr__(holder, name, None if value is None else int(value))
     if least is not None and most is not None and least > most:
         raise InvalidImage(f"min_pixels is {least}, above max_pixels, which is {most}")
@@ -74,14 +102,18 @@ def whole_option(name: str, value: Any, *, least: int, or_none: bool = False) ->
     if value is None and or_none:
         return None
     if not (is_whole(value) and value >= least):
-        raise ValueError(f"{name} is {shown(value)}; it must be an integer of at least {least}{' or None' * or_none}")
+        raise ValueError(
+            f"{name} is {shown(value)}; it must be an integer of at least {least}{' or None' * or_none}"
+        )
     return int(value)
 
 
 def seconds_option(name: str, value: Any) -> float:
     """Return a finite option above 0. Raises ValueError."""
     if not (is_real(value) and value > 0):
-        raise ValueError(f"{name} is {shown(value)}; it must be a finite number of seconds above 0")
+        raise ValueError(
+            f"{name} is {shown(value)}; it must be a finite number of seconds above 0"
+        )
     return float(value)
 
 
@@ -138,7 +170,9 @@ def parse_json(text: str | bytes) -> Any:
     def number(digits: str) -> float:
         found = float(digits)
         if math.isinf(found):
-            raise ValueError(f"{shown(digits)} is larger than any number that can be held")
+            raise ValueError(
+                f"{shown(digits)} is larger than any number that can be held"
+            )
         return found
 
     return json.loads(text, parse_constant=constant, parse_float=number)
@@ -149,7 +183,9 @@ def check_regexes(name: str, regexes: Iterable[str]) -> None:
     length = sum(map(len, set(regexes)))
     if length > MOST_OF_REGEX:
         inside = "" if name == "regex" else "regular expressions of "
-        raise InvalidParameters(f"{name} has {inside}{length:,} characters; at most {MOST_OF_REGEX:,} are compiled")
+        raise InvalidParameters(
+            f"{name} has {inside}{length:,} characters; at most {MOST_OF_REGEX:,} are compiled"
+        )
 
 
 def simplify_schema(schema: Any) -> None:
@@ -167,10 +203,21 @@ def simplify_schema(schema: Any) -> None:
         if isinstance(value, dict) and keyword not in _CONSTANTS | _OF_NAMES:
             is_integer = value.get("type") == "integer"
             for key, one in list(value.items()):
-                is_type = is_real(one) and ((key in _LOWER and one in _LEAST) or (key in _UPPER and one in _MOST))
-                is_format = key == "format" and isinstance(one, str) and one not in _FORMATS
-                asks_nothing = is_format or key in _SPOKEN or (key == "uniqueItems" and one is False)
-                if asks_nothing or (is_type and not (is_integer and _is_int64(key, one))):
+                is_type = is_real(one) and (
+                    (key in _LOWER and one in _LEAST)
+                    or (key in _UPPER and one in _MOST)
+                )
+                is_format = (
+                    key == "format" and isinstance(one, str) and one not in _FORMATS
+                )
+                asks_nothing = (
+                    is_format
+                    or key in _SPOKEN
+                    or (key == "uniqueItems" and one is False)
+                )
+                if asks_nothing or (
+                    is_type and not (is_integer and _is_int64(key, one))
+                ):
                     del value[key]
 
 
@@ -193,14 +240,20 @@ def check_schema(name: str, schema: Any) -> None:
         elif _is_int64(keyword, value):
             continue
         elif is_real(value) and abs(value) >= 2**63:
-            raise InvalidParameters(f"{name} has {keyword} {shown(value)}; numbers below 2**63 can be followed")
+            raise InvalidParameters(
+                f"{name} has {keyword} {shown(value)}; numbers below 2**63 can be followed"
+            )
         elif is_real(value) and float(value) != value:
             said = "cannot be followed exactly; integers up to 2**53 can"
-            raise InvalidParameters(f"{name} has {keyword} {shown(value)}, which {said}")
+            raise InvalidParameters(
+                f"{name} has {keyword} {shown(value)}, which {said}"
+            )
     check_regexes(name, regexes)
     _check_multiples(name, schema, is_odd)
     if not _has_an_end(schema):
-        raise InvalidParameters(f"{name} requires a value within itself without an end: no answer could fit it")
+        raise InvalidParameters(
+            f"{name} requires a value within itself without an end: no answer could fit it"
+        )
 
 
 def _is_int64(keyword: str, value: Any) -> bool:
@@ -266,7 +319,9 @@ def _check_multiples(name: str, schema: Any, is_odd: bool) -> None:
             if isinstance(ref := value.get("$ref"), str):
                 found = _referred(schema, ref)
                 is_known = isinstance(found, Mapping)
-                left.append(("", found if is_known else schema, is_several or not is_known))
+                left.append(
+                    ("", found if is_known else schema, is_several or not is_known)
+                )
         left += [(key, one, is_several) for key, one in _parts(keyword, value, is_odd)]
     for one in alone:
         if (units := _in_units([one])) > MOST_MULTIPLE and units != QUICK_MULTIPLE:
@@ -298,16 +353,24 @@ def _has_an_end(schema: Any) -> bool:
             needed.append(_referred(schema, ref))
         properties = part.get("properties")
         if part.get("type") == "object" and isinstance(properties, Mapping):
-            needed += [properties.get(name) for name in _listed(part.get("required")) if isinstance(name, str)]
+            needed += [
+                properties.get(name)
+                for name in _listed(part.get("required"))
+                if isinstance(name, str)
+            ]
         if part.get("type") == "array" and is_whole(least := part.get("minItems", 0)):
             first = _listed(part.get("prefixItems"))
             needed += (
-                [*first, part.get("items")][: max(0, least)] if least <= len(first) else [*first, part.get("items")]
+                [*first, part.get("items")][: max(0, least)]
+                if least <= len(first)
+                else [*first, part.get("items")]
             )
         if not all(ends(one, within) for one in needed):
             return False
         choices = [_listed(part.get(word)) for word in ("anyOf", "oneOf")]
-        return all(any(ends(one, within) for one in several) for several in choices if several)
+        return all(
+            any(ends(one, within) for one in several) for several in choices if several
+        )
 
     return ends(schema, ())
 
@@ -336,7 +399,12 @@ def _referred(schema: Any, ref: str) -> Any:
         return None
     for step in unquote(ref[1:]).split("/")[1:] if ref != "#" else ():
         step = step.replace("~1", "/").replace("~0", "~")
-        if isinstance(schema, list) and step.isdecimal() and len(step) < 8 and int(step) < len(schema):
+        if (
+            isinstance(schema, list)
+            and step.isdecimal()
+            and len(step) < 8
+            and int(step) < len(schema)
+        ):
             schema = schema[int(step)]
         elif isinstance(schema, Mapping):
             schema = schema.get(step)
@@ -352,7 +420,9 @@ def as_tuple(name: str, value: Any) -> tuple[Any, ...]:
             raise TypeError
         return () if value is None else tuple(value)
     except TypeError:
-        raise InvalidParameters(f"{name} is {shown(value)}; it must be a sequence, or None for none") from None
+        raise InvalidParameters(
+            f"{name} is {shown(value)}; it must be a sequence, or None for none"
+        ) from None
 
 
 def is_whole(value: Any) -> bool:
@@ -363,6 +433,10 @@ def is_whole(value: Any) -> bool:
 def is_real(value: Any) -> bool:
     """Return whether a value is a finite number of Python or numpy."""
     try:
-        return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+        return (
+            isinstance(value, Real)
+            and not isinstance(value, bool)
+            and math.isfinite(value)
+        )
     except OverflowError:  # an integer beyond what a float holds
         return False

@@ -28,7 +28,8 @@ import traceback
 #: Messages of the RuntimeErrors that MLX's allocators raise on CPUs, Metal and CUDA.
 _NO_MEMORY = re.compile(
     r"\[(?:metal::)?malloc|unable to allocate|out of memory|insufficient memory|maximum allowed buffer|OutOfMemory|"
-    r"memory allocation (?:of .* )?failed|_ALLOC_FAILED",  # the last of cuBLAS and cuDNN
+    # the last of cuBLAS and cuDNN
+    r"memory allocation (?:of .* )?failed|_ALLOC_FAILED",
     re.IGNORECASE,
 )
 
@@ -117,7 +118,9 @@ def let_go(error: BaseException) -> BaseException:
     if error.__traceback__ is None and error.__context__ is None:
         return error
     try:
-        text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        text = "".join(
+            traceback.format_exception(type(error), error, error.__traceback__)
+        )
     except BaseException:  # an error's own text may raise anything
         text = ""
     values = {
@@ -126,7 +129,8 @@ def let_go(error: BaseException) -> BaseException:
         "__cause__": RaisedAt(printable(text[-TRACEBACK_CHARACTERS:])),
     }
     for name, value in values.items():
-        BaseException.__setattr__(error, name, value)  # works for classes that forbid it, too
+        # works for classes that forbid it, too
+        BaseException.__setattr__(error, name, value)
     if isinstance(error, AttributeError):
         error.obj = None  # the object without the attribute
     return error
@@ -161,4 +165,6 @@ def printable(text: str) -> str:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error is a lack of memory."""
-    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and bool(_NO_MEMORY.search(str(error))))
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and bool(_NO_MEMORY.search(str(error)))
+    )

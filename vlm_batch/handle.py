@@ -27,15 +27,20 @@ class Handle:
     """
 
     def __init__(
-        self, request_id: str, cancel: Callable[[str], bool], is_on_engine: Callable[[], bool] = lambda: False
+        self,
+        request_id: str,
+        cancel: Callable[[str], bool],
+        is_on_engine: Callable[[], bool] = lambda: False,
     ) -> None:
         self.request_id = request_id
         self._is_on_engine = is_on_engine
-        self._cancel: Callable[[str], bool] | None = cancel  # None at the end, so that handles hold no model
+        # None at the end, so that handles hold no model
+        self._cancel: Callable[[str], bool] | None = cancel
         self._new_conditions()
         self._events: list[Event] = []
         self._result: Result | None = None
-        self._listeners: list[tuple[bool, Callable[[], None]]] = []  # (only at the end, call); each is called once
+        # (only at the end, call); each is called once
+        self._listeners: list[tuple[bool, Callable[[], None]]] = []
 
     def __repr__(self) -> str:
         state = "running" if self._result is None else self._result.finish_reason
@@ -59,9 +64,13 @@ class Handle:
         if self._result is None:
             self.check_can_wait()
             with self._ended:
-                threads.wait_until_found(lambda left: self._ended.wait_for(self.done, left) or None, seconds)
+                threads.wait_until_found(
+                    lambda left: self._ended.wait_for(self.done, left) or None, seconds
+                )
             if self._result is None:
-                raise TimeoutError(f"request {self.request_id} has not ended within {shown(timeout)} s")
+                raise TimeoutError(
+                    f"request {self.request_id} has not ended within {shown(timeout)} s"
+                )
         assert self._result is not None
         return self._result
 
@@ -110,7 +119,8 @@ class Handle:
                 loop.call_soon_threadsafe(_set, future)
 
         def forget(given_up: asyncio.Future[None]) -> None:
-            if given_up.cancelled():  # by a timeout; there may be many before the next event
+            # by a timeout; there may be many before the next event
+            if given_up.cancelled():
                 with self._changed, contextlib.suppress(ValueError):
                     self._listeners.remove((only_end, tell))
 
@@ -138,8 +148,12 @@ class Handle:
             self._events.append(event)
             self._result = event.result
             is_end = event.result is not None
-            listeners = [call for only_end, call in self._listeners if is_end or not only_end]
-            self._listeners = [] if is_end else [one for one in self._listeners if one[0]]
+            listeners = [
+                call for only_end, call in self._listeners if is_end or not only_end
+            ]
+            self._listeners = (
+                [] if is_end else [one for one in self._listeners if one[0]]
+            )
             if is_end:
                 self._cancel, self._is_on_engine = None, lambda: False
                 self._ended.notify_all()
@@ -158,7 +172,8 @@ class Handle:
     def _new_conditions(self) -> None:
         lock = threading.RLock()
         self._changed = threading.Condition(lock)
-        self._ended = threading.Condition(lock)  # a token wakes nobody who waits for the result
+        # a token wakes nobody who waits for the result
+        self._ended = threading.Condition(lock)
 
 
 class EventStream:
@@ -184,12 +199,18 @@ class EventStream:
     def _wait(self, position: int, seconds: float) -> bool | None:
         """Return True after an event or the end, None after ``seconds``."""
         handle = self._handle
-        return handle._changed.wait_for(lambda: len(handle._events) > position or handle.done(), seconds) or None
+        return (
+            handle._changed.wait_for(
+                lambda: len(handle._events) > position or handle.done(), seconds
+            )
+            or None
+        )
 
     async def __aiter__(self) -> AsyncIterator[Event]:
         handle, position = self._handle, 0
         while True:
-            is_done = handle.done()  # before the events: the last one comes with the end
+            # before the events: the last one comes with the end
+            is_done = handle.done()
             events = handle._events[position:]
             if not events:
                 if is_done:
@@ -208,7 +229,9 @@ class EventStream:
 def _checked_timeout(timeout: float) -> float | None:
     """Return a timeout for ``Condition.wait``, None beyond the system's limit."""
     if isinstance(timeout, bool) or not isinstance(timeout, Real) or timeout != timeout:
-        raise ValueError(f"timeout is {shown(timeout)}; it must be a number of seconds, or None to wait for ever")
+        raise ValueError(
+            f"timeout is {shown(timeout)}; it must be a number of seconds, or None to wait for ever"
+        )
     return None if timeout > threading.TIMEOUT_MAX else float(max(timeout, 0))
 
 

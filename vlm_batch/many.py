@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import queue
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import (
+    AsyncIterable,
+    AsyncIterator,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+)
 from functools import partial
 from pathlib import PurePath
 from typing import Any, TypeAlias, TypeVar
@@ -22,7 +29,9 @@ RequestLike: TypeAlias = "Request | Mapping[str, Any] | str"
 Many = TypeVar("Many")
 
 
-def as_requests(given: RequestLike | Many, *more: type) -> tuple[RequestLike, ...] | Many:
+def as_requests(
+    given: RequestLike | Many, *more: type
+) -> tuple[RequestLike, ...] | Many:
     """Return requests; one becomes a tuple.
 
     Args:
@@ -34,8 +43,14 @@ def as_requests(given: RequestLike | Many, *more: type) -> tuple[RequestLike, ..
     if isinstance(given, (Request, Mapping, str)):
         return (given,)
     hints = (
-        (is_table(given), "; map_table(batcher, table, prompt) answers the rows of a table"),
-        (isinstance(given, (Handle, Result)), "; submit gives handles, and handle.result() their answers"),
+        (
+            is_table(given),
+            "; map_table(batcher, table, prompt) answers the rows of a table",
+        ),
+        (
+            isinstance(given, (Handle, Result)),
+            "; submit gives handles, and handle.result() their answers",
+        ),
         (
             isinstance(given, (bytes, bytearray, PurePath)),
             "; a picture goes with its question: Request(images=..., prompt=...)",
@@ -45,7 +60,9 @@ def as_requests(given: RequestLike | Many, *more: type) -> tuple[RequestLike, ..
     for is_wrong, hint in hints:
         if is_wrong:
             said = "must be Request objects, mappings of their fields, or prompts: several, or one"
-            raise InvalidRequest(f"requests {said}; given: {type(given).__name__}{hint}")
+            raise InvalidRequest(
+                f"requests {said}; given: {type(given).__name__}{hint}"
+            )
     return given
 
 
@@ -97,7 +114,9 @@ def as_completed(
             handle.cancel()
 
 
-def _next(ended: queue.SimpleQueue[tuple[int, Handle]], seconds: float) -> tuple[int, Handle] | None:
+def _next(
+    ended: queue.SimpleQueue[tuple[int, Handle]], seconds: float
+) -> tuple[int, Handle] | None:
     try:
         return ended.get(timeout=seconds)
     except queue.Empty:
@@ -105,7 +124,9 @@ def _next(ended: queue.SimpleQueue[tuple[int, Handle]], seconds: float) -> tuple
 
 
 async def as_completed_async(
-    submit: Submit, requests: Iterable[RequestLike] | AsyncIterable[RequestLike], most: Callable[[], int]
+    submit: Submit,
+    requests: Iterable[RequestLike] | AsyncIterable[RequestLike],
+    most: Callable[[], int],
 ) -> AsyncIterator[tuple[int, Result]]:
     """Yield as ``as_completed``, for asyncio."""
     source = _as_async(requests)
@@ -145,7 +166,9 @@ async def as_completed_async(
             reading.cancel()
 
 
-async def _as_async(requests: Iterable[RequestLike] | AsyncIterable[RequestLike]) -> AsyncIterator[RequestLike]:
+async def _as_async(
+    requests: Iterable[RequestLike] | AsyncIterable[RequestLike],
+) -> AsyncIterator[RequestLike]:
     if isinstance(requests, AsyncIterable):
         async for request in requests:
             yield request
@@ -171,4 +194,6 @@ def try_submit(submit: Submit, given: Any, index: int = 0) -> Handle | Result:
         name = given.get("request_id") if isinstance(given, Mapping) else None
         if isinstance(given, Request):
             name = given.request_id
-        return failed_result(name if isinstance(name, str) and name else f"refused-{index}", error)
+        return failed_result(
+            name if isinstance(name, str) and name else f"refused-{index}", error
+        )

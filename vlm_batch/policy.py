@@ -26,7 +26,9 @@ _SET = "measured: docs/log.md, settings that were measured"
 _LAUNCHES = "measured: docs/log.md, where the time went"
 _ROWS = "measured: docs/log.md, rows by themselves"
 _TARGETS = "measured: docs/log.md, missed targets on a CPU"
-_FORWARD = "measured: a forward of 64 tokens takes as long as one of 1,024 (docs/log.md)"
+_FORWARD = (
+    "measured: a forward of 64 tokens takes as long as one of 1,024 (docs/log.md)"
+)
 _PROMISE = "the same everywhere"
 
 
@@ -43,7 +45,9 @@ Check = Callable[[str, Any], Any]
 
 def _word(name: str, value: Any, *, words: tuple[str, ...]) -> Any:
     if value not in words:
-        raise ValueError(f"{name} is {shown(value)}; it must be one of {', '.join(words)}")
+        raise ValueError(
+            f"{name} is {shown(value)}; it must be one of {', '.join(words)}"
+        )
     return value
 
 
@@ -57,14 +61,18 @@ def _draft(name: str, value: Any) -> str:
 
 def _seconds(name: str, value: Any) -> Any:
     if not (is_real(value) and value >= 0):
-        raise ValueError(f"{name} is {shown(value)}; it must be a number of seconds of at least 0")
+        raise ValueError(
+            f"{name} is {shown(value)}; it must be a number of seconds of at least 0"
+        )
     return value
 
 
 def _grid(name: str, value: Any) -> int:
     number = int(whole_option(name, value, least=1))
     if number % 256:
-        raise ValueError(f"{name} is {number}; it must be a multiple of 256, in which single-row caches grow")
+        raise ValueError(
+            f"{name} is {number}; it must be a multiple of 256, in which single-row caches grow"
+        )
     return number
 
 
@@ -74,7 +82,8 @@ def _yes_or_no(name: str, value: Any) -> Any:
     return value
 
 
-_AT_LEAST_0, _AT_LEAST_1 = partial(whole_option, least=0), partial(whole_option, least=1)
+_AT_LEAST_0 = partial(whole_option, least=0)
+_AT_LEAST_1 = partial(whole_option, least=1)
 _OR_NONE = partial(whole_option, least=1, or_none=True)
 
 
@@ -90,7 +99,9 @@ def _setting(
     if cuda is not None and metal is None:
         metal = (cuda[0], "assumed, as on CUDA")
     values = {Device.CPU: cpu, Device.CUDA: cuda or cpu, Device.METAL: metal or cpu}
-    return field(default=cpu[0], metadata={"setting": Setting(meaning, values), "check": check})
+    return field(
+        default=cpu[0], metadata={"setting": Setting(meaning, values), "check": check}
+    )
 
 
 def _bound() -> Any:
@@ -126,7 +137,10 @@ class Policy:
         check=partial(_word, words=(PACKED, UNPACKED, KERNEL)),
     )
     first_rows: int = _setting(
-        "rows that may live at first, where max_rows leaves it open", (16, _ROWS), (64, _ROWS), (8, "assumed")
+        "rows that may live at first, where max_rows leaves it open",
+        (16, _ROWS),
+        (64, _ROWS),
+        (8, "assumed"),
     )
     most_rows: int = _setting(
         "rows that may live at most, where max_rows leaves it open",
@@ -134,9 +148,13 @@ class Policy:
         (64, "assumed: more were not measured"),
         (32, "assumed"),
     )
-    max_chunk: int = _setting("prompt tokens of one forward", (256, _SET), (2048, _LAUNCHES))
+    max_chunk: int = _setting(
+        "prompt tokens of one forward", (256, _SET), (2048, _LAUNCHES)
+    )
     smallest_chunk: int = _setting(
-        "prompt tokens of a chunk beside decoding rows, at least", (256, _SET), (1024, _FORWARD)
+        "prompt tokens of a chunk beside decoding rows, at least",
+        (256, _SET),
+        (1024, _FORWARD),
     )
     idle_budget: int = _setting(
         "prompt tokens of a step in which nothing decodes",
@@ -150,12 +168,17 @@ class Policy:
         check=_OR_NONE,
     )
     token_gap: float = _setting(
-        "seconds between two tokens of a decoding row, about", (0.1, _PROMISE), check=seconds_option
+        "seconds between two tokens of a decoding row, about",
+        (0.1, _PROMISE),
+        check=seconds_option,
     )
     stretch: int = _setting(
         "times token_gap that a step takes at most while a prompt has waited long",
         (2, _TARGETS),
-        (1, "assumed: a longer step has fewer launches to save than a CPU has steps of few rows"),
+        (
+            1,
+            "assumed: a longer step has fewer launches to save than a CPU has steps of few rows",
+        ),
     )
     slack: int = _setting(
         "tokens by which a chunk may be longer if that ends its prompt; 0 beside a prefill_budget",
@@ -169,7 +192,9 @@ class Policy:
         (16, _LAUNCHES),
     )
     beside_decode: int = _setting(
-        "times fewer pictures in that call while rows decode", (4, "takes no part: one picture a call"), (4, _SET)
+        "times fewer pictures in that call while rows decode",
+        (4, "takes no part: one picture a call"),
+        (4, _SET),
     )
     encode_seconds: float = _setting(
         "seconds of a step that go to encoding beside decoding rows, one picture at least",
@@ -186,7 +211,9 @@ class Policy:
         (8, "measured: docs/log.md"),
         (32, _LAUNCHES),
     )
-    together_tokens: int = _setting("prompt tokens of that array", (4096, "assumed, as on CUDA"), (4096, _SET))
+    together_tokens: int = _setting(
+        "prompt tokens of that array", (4096, "assumed, as on CUDA"), (4096, _SET)
+    )
     pad_to: int = _setting(
         "chunks of prompts are padded to multiples of so many tokens, long ones to coarser lengths; 0: never",
         (0, "padding takes as long as tokens do"),
@@ -200,9 +227,14 @@ class Policy:
         (0, "takes no part: all rows do"),
         check=_AT_LEAST_0,
     )
-    encode_ahead: int = _setting("rows that are encoded before they have a place", (2, "assumed"), check=_AT_LEAST_0)
+    encode_ahead: int = _setting(
+        "rows that are encoded before they have a place",
+        (2, "assumed"),
+        check=_AT_LEAST_0,
+    )
     look_ahead: int = _setting(
-        "requests whose pictures are read while they wait, beside a batch's worth", (16, _PROMISE)
+        "requests whose pictures are read while they wait, beside a batch's worth",
+        (16, _PROMISE),
     )
     look_ahead_bytes: int = _setting(
         "bytes of pictures that are prepared ahead: some forty of a megapixel each as Qwen's processors make them, or two "
@@ -210,7 +242,9 @@ class Policy:
         (2**30, _PROMISE),
     )
     ageing_seconds: float = _setting(
-        "seconds of waiting that lift a row by one priority", (5.0, _PROMISE), check=seconds_option
+        "seconds of waiting that lift a row by one priority",
+        (5.0, _PROMISE),
+        check=seconds_option,
     )
     draft: str = _setting(
         "drafted tokens: auto, where they are measured to be faster, off, or the folder or hub id of a model that drafts, too "
@@ -237,14 +271,20 @@ class Policy:
     call_patches: int = _setting(
         "patches up to which a small picture of reproducible answers shares a call, in the same way",
         (0, "idle pictures take as long as others do"),
-        (2048, "assumed: about as many as keep the device busy while the next call is launched"),
+        (
+            2048,
+            "assumed: about as many as keep the device busy while the next call is launched",
+        ),
         (0, "assumed, as on a CPU"),
         check=_AT_LEAST_0,
     )
     wide_products: bool = _setting(
         "whether layers of one input (queries, keys and values; a gate and what it gates) are one product",
         (False, "measured: 0.97 to 1.07 of a step's time (docs/log.md)"),
-        (True, "measured: 0.82 to 0.93 of a compiled step's time, and no more memory (docs/benchmarks.md)"),
+        (
+            True,
+            "measured: 0.82 to 0.93 of a compiled step's time, and no more memory (docs/benchmarks.md)",
+        ),
         (False, "not measured"),
         check=_yes_or_no,
     )
@@ -254,17 +294,26 @@ class Policy:
 
     def __post_init__(self) -> None:
         for one in fields(self):
-            object.__setattr__(self, one.name, one.metadata["check"](one.name, vars(self)[one.name]))
+            object.__setattr__(
+                self, one.name, one.metadata["check"](one.name, vars(self)[one.name])
+            )
         if self.first_rows > self.most_rows:
-            raise ValueError(f"first_rows is {self.first_rows}, above most_rows, which is {self.most_rows}")
+            raise ValueError(
+                f"first_rows is {self.first_rows}, above most_rows, which is {self.most_rows}"
+            )
 
 
 #: Settings with a value for each device, by name.
 SETTINGS: Mapping[str, Setting] = {
-    one.name: one.metadata["setting"] for one in fields(Policy) if "setting" in one.metadata
+    one.name: one.metadata["setting"]
+    for one in fields(Policy)
+    if "setting" in one.metadata
 }
 POLICIES: Mapping[Device, Policy] = {
-    kind: Policy(**{name: setting.values[kind][0] for name, setting in SETTINGS.items()}) for kind in Device
+    kind: Policy(
+        **{name: setting.values[kind][0] for name, setting in SETTINGS.items()}
+    )
+    for kind in Device
 }
 
 
@@ -277,8 +326,17 @@ def policy_of(said: Mapping[str, Any], kind: Device | None = None) -> Policy:
     policy = own
     if said.get("placement", own.placement) != own.placement:
         other = POLICIES[Device.CPU if said["placement"] == "rows" else Device.CUDA]
-        policy = replace(other, idle_budget=own.idle_budget, draft=own.draft, wide_products=own.wide_products)
-    checked = {one.name: one.metadata["check"](one.name, said[one.name]) for one in fields(Policy) if one.name in said}
+        policy = replace(
+            other,
+            idle_budget=own.idle_budget,
+            draft=own.draft,
+            wide_products=own.wide_products,
+        )
+    checked = {
+        one.name: one.metadata["check"](one.name, said[one.name])
+        for one in fields(Policy)
+        if one.name in said
+    }
     moved: dict[str, Any] = {}
     if "most_rows" in said:
         moved["first_rows"] = min(policy.first_rows, checked["most_rows"])
@@ -294,14 +352,20 @@ def check_policy(given: Any) -> dict[str, Any]:
     if given is None:
         return {}
     if not isinstance(given, Mapping):
-        raise ValueError(f"policy is {shown(given)}; it must be a mapping of settings, or None")
+        raise ValueError(
+            f"policy is {shown(given)}; it must be a mapping of settings, or None"
+        )
     unknown = [str(name) for name in given if name not in SETTINGS]
     if unknown:
-        raise ValueError(f"policy has no {', '.join(sorted(unknown))}; it has {', '.join(SETTINGS)}")
+        raise ValueError(
+            f"policy has no {', '.join(sorted(unknown))}; it has {', '.join(SETTINGS)}"
+        )
     return dict(given)
 
 
-def describe_policy(policy: Policy, said: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def describe_policy(
+    policy: Policy, said: Mapping[str, Any]
+) -> dict[str, dict[str, Any]]:
     """Return each setting's value and source."""
     kind = device()
     return {

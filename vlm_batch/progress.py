@@ -20,7 +20,9 @@ from vlm_batch.types import Result
 
 
 @contextmanager
-def progress_bar(total: int | None, *, enabled: bool) -> Iterator[Callable[[Result], None]]:
+def progress_bar(
+    total: int | None, *, enabled: bool
+) -> Iterator[Callable[[Result], None]]:
     """Yield a function to call with each result. ``total`` None: no end is shown."""
     if not enabled:
         yield lambda result: None
@@ -42,7 +44,9 @@ def progress_bar(total: int | None, *, enabled: bool) -> Iterator[Callable[[Resu
             nonlocal num_tokens, num_failed
             num_tokens += result.usage.completion_tokens
             num_failed += not result.ok
-            note = f"{num_tokens} tokens" + (f", [red]{num_failed} failed[/red]" if num_failed else "")
+            note = f"{num_tokens} tokens" + (
+                f", [red]{num_failed} failed[/red]" if num_failed else ""
+            )
             progress.update(task, advance=1, note=note)
 
         yield advance

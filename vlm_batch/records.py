@@ -41,11 +41,15 @@ class Encoded:
     #: Further arguments of each decode step.
     decode: Mapping[str, Any] = field(default_factory=dict)
     atomic: tuple[tuple[int, int], ...] = ()  # spans [start, end) that no chunk cuts
-    is_picture: Any = None  # (L,) bool, numpy: positions of picture features; None for none
+    # (L,) bool, numpy: positions of picture features; None for none
+    is_picture: Any = None
     model_image_sizes: tuple[tuple[int, int], ...] = ()
-    cached: int = 0  # first positions that are in the caches already; their values here are not read
-    vocabulary: int | None = None  # tokens that this row chooses from; None: the model's
-    has_rows: bool = False  # whether features and masks of several rows can be joined along their first axis
+    # first positions that are in the caches already; their values here are not read
+    cached: int = 0
+    # tokens that this row chooses from; None: the model's
+    vocabulary: int | None = None
+    # whether features and masks of several rows can be joined along their first axis
+    has_rows: bool = False
 
     @property
     def length(self) -> int:
@@ -58,7 +62,8 @@ class Encoded:
     @property
     def kind(self) -> tuple[Any, ...]:
         """Return what prompts of one array have in common."""
-        whole = self.length if self.atomic else 0  # nothing may stand behind a span's positions
+        # nothing may stand behind a span's positions
+        whole = self.length if self.atomic else 0
         return (self.inputs_embeds.dtype, whole, *sorted(self.prefill))
 
     @property
@@ -74,7 +79,8 @@ class Picture:
     start: int
     end: int
     inputs: Any  # its part of the processor's output
-    seen: Any | None = None  # (L, tiles) bool, numpy: tiles that each position cross-attends
+    # (L, tiles) bool, numpy: tiles that each position cross-attends
+    seen: Any | None = None
 
 
 @dataclass(frozen=True)
@@ -84,7 +90,8 @@ class PromptKey:
     #: (L, 3) int64, numpy: token id, and 128 bits of content. Content is 0 for text; for a picture's position it is the digest
     #: of its processed pixels, size and layout.
     positions: Any
-    spans: tuple[tuple[int, int], ...] = ()  # [start, end), within which no row continues
+    # [start, end), within which no row continues
+    spans: tuple[tuple[int, int], ...] = ()
     pictures: tuple[tuple[int, int], ...] = ()
     answer: Any = (0, 0)  # (2,) int64, content of the tokens after the prompt
 
@@ -96,11 +103,17 @@ class PromptKey:
         """Return the key with ``contents`` mixed in, (2,) for all positions or (L, 2)."""
         positions = self.positions.copy()
         positions[:, 1:] ^= contents
-        return replace(self, positions=positions, answer=contents if contents.ndim == 1 else contents[-1])
+        return replace(
+            self,
+            positions=positions,
+            answer=contents if contents.ndim == 1 else contents[-1],
+        )
 
     def before_span(self, length: int) -> int:
         """Return ``length``, or the beginning of the span that it cuts."""
-        return min([start for start, end in self.spans if start < length < end], default=length)
+        return min(
+            [start for start, end in self.spans if start < length < end], default=length
+        )
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,11 @@ def register(spec: ModelSpec) -> Callable[[AdapterType], AdapterType]:
                     f"model type {model_type!r} of {spec.family!r} ({_place(adapter)}) is already registered by "
                     f"{other.family!r} ({_place(other.adapter)})"
                 )
-        for family in [other.family for other in _SPECS.values() if _is_same(other.adapter, adapter)]:
+        for family in [
+            other.family
+            for other in _SPECS.values()
+            if _is_same(other.adapter, adapter)
+        ]:
             del _SPECS[family]
         bound = replace(spec, adapter=adapter)
         _SPECS[spec.family] = bound
@@ -93,7 +97,11 @@ def _is_same(one: type | None, other: type) -> bool:
 
 
 def _place(adapter: type | None) -> str:
-    return "no adapter" if adapter is None else f"{adapter.__module__}.{adapter.__qualname__}"
+    return (
+        "no adapter"
+        if adapter is None
+        else f"{adapter.__module__}.{adapter.__qualname__}"
+    )
 
 
 def registered() -> tuple[ModelSpec, ...]:

@@ -24,7 +24,15 @@ from vlm_batch.checks import (
     non_empty_texts,
     set_pixel_bounds,
 )
-from vlm_batch.errors import InvalidParameters, InvalidPrompt, InvalidRequest, RequestFailed, describe, let_go, shown
+from vlm_batch.errors import (
+    InvalidParameters,
+    InvalidPrompt,
+    InvalidRequest,
+    RequestFailed,
+    describe,
+    let_go,
+    shown,
+)
 
 if TYPE_CHECKING:
     from vlm_batch.store.prompt import PromptCache
@@ -70,10 +78,22 @@ _WHOLE_PARAMETERS = (
 _MAY_BE_NONE = ("seed", "logprobs", "prompt_logprobs", "thinking_budget", "window_size")
 #: Bounds within which logits of float32 or less do not overflow.
 _REAL_PARAMETERS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
-    ("temperature", lambda x: x == 0 or 1e-6 <= x <= 1e6, "0 (greedy) or a number in 1e-6..1e6"),
-    ("top_p", lambda x: 1e-30 <= x <= 1, "a number above 0 (1e-30) and at most 1 (1 is off)"),
+    (
+        "temperature",
+        lambda x: x == 0 or 1e-6 <= x <= 1e6,
+        "0 (greedy) or a number in 1e-6..1e6",
+    ),
+    (
+        "top_p",
+        lambda x: 1e-30 <= x <= 1,
+        "a number above 0 (1e-30) and at most 1 (1 is off)",
+    ),
     ("min_p", lambda x: 0 <= x < 1, "a number of at least 0 and below 1 (0 is off)"),
-    ("repetition_penalty", lambda x: 1e-3 <= x <= 1e3, "a number in 0.001..1000 (1 is off)"),
+    (
+        "repetition_penalty",
+        lambda x: 1e-3 <= x <= 1e3,
+        "a number in 0.001..1000 (1 is off)",
+    ),
     ("presence_penalty", lambda x: -2 <= x <= 2, "a number in -2..2 (0 is off)"),
     ("frequency_penalty", lambda x: -2 <= x <= 2, "a number in -2..2 (0 is off)"),
 )
@@ -162,7 +182,10 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         put = partial(object.__setattr__, self)
-        put("stop", (self.stop,) if isinstance(self.stop, str) else as_tuple("stop", self.stop))
+        put(
+            "stop",
+            (self.stop,) if isinstance(self.stop, str) else as_tuple("stop", self.stop),
+        )
         put("stop_token_ids", as_tuple("stop_token_ids", self.stop_token_ids))
         put("logits_processors", as_tuple("logits_processors", self.logits_processors))
         for name, least, most in _WHOLE_PARAMETERS:
@@ -170,7 +193,9 @@ class SamplingParams:
             if value is None and name in _MAY_BE_NONE:
                 continue
             if not (is_whole(value) and least <= value <= most):
-                raise InvalidParameters(f"{name} is {shown(value)}; it must be an integer in {least}..{most}")
+                raise InvalidParameters(
+                    f"{name} is {shown(value)}; it must be an integer in {least}..{most}"
+                )
             put(name, int(value))
         for name, is_right, right in _REAL_PARAMETERS:
             value = getattr(self, name)
@@ -178,8 +203,13 @@ class SamplingParams:
                 raise InvalidParameters(f"{name} is {shown(value)}; it must be {right}")
             put(name, float(value))
         if not all(isinstance(stop, str) and stop for stop in self.stop):
-            raise InvalidParameters(f"stop is {shown(self.stop)}; it must be non-empty strings")
-        if len(self.stop) > _MOST_STOPS or sum(map(len, self.stop)) > _MOST_STOP_CHARACTERS:
+            raise InvalidParameters(
+                f"stop is {shown(self.stop)}; it must be non-empty strings"
+            )
+        if (
+            len(self.stop) > _MOST_STOPS
+            or sum(map(len, self.stop)) > _MOST_STOP_CHARACTERS
+        ):
             raise InvalidParameters(
                 f"stop has {len(self.stop):,} strings; at most {_MOST_STOPS:,} of {_MOST_STOP_CHARACTERS:,} characters together"
                 " are looked for"
@@ -194,12 +224,21 @@ class SamplingParams:
             )
         put("stop_token_ids", tuple(map(int, self.stop_token_ids)))
         if not all(map(callable, self.logits_processors)):
-            raise InvalidParameters("logits_processors must be callables (tokens, logits) -> logits")
+            raise InvalidParameters(
+                "logits_processors must be callables (tokens, logits) -> logits"
+            )
         if not isinstance(self.ignore_eos, (bool, np.bool_)):
-            raise InvalidParameters(f"ignore_eos is {shown(self.ignore_eos)}; it must be True or False")
-        if not (self.skip_special_tokens is None or isinstance(self.skip_special_tokens, (bool, np.bool_))):
+            raise InvalidParameters(
+                f"ignore_eos is {shown(self.ignore_eos)}; it must be True or False"
+            )
+        if not (
+            self.skip_special_tokens is None
+            or isinstance(self.skip_special_tokens, (bool, np.bool_))
+        ):
             said = shown(self.skip_special_tokens)
-            raise InvalidParameters(f"skip_special_tokens is {said}; it must be True, False or None")
+            raise InvalidParameters(
+                f"skip_special_tokens is {said}; it must be True, False or None"
+            )
 
         self._check_token_rules(put)
         self._check_form(put)
@@ -207,35 +246,53 @@ class SamplingParams:
 
     def _check_lengths(self) -> None:
         if self.min_tokens > self.max_tokens:
-            raise InvalidParameters(f"min_tokens is {self.min_tokens}, above max_tokens, which is {self.max_tokens}")
+            raise InvalidParameters(
+                f"min_tokens is {self.min_tokens}, above max_tokens, which is {self.max_tokens}"
+            )
         if self.max_tokens:
             return
         if self.prompt_logprobs is None:
-            raise InvalidParameters("max_tokens is 0; an answer has at least one token, but with prompt_logprobs")
+            raise InvalidParameters(
+                "max_tokens is 0; an answer has at least one token, but with prompt_logprobs"
+            )
         if self.n > 1:
-            raise InvalidParameters(f"n is {self.n}; with max_tokens=0 there is one answer, which is empty")
+            raise InvalidParameters(
+                f"n is {self.n}; with max_tokens=0 there is one answer, which is empty"
+            )
 
     def _check_token_rules(self, put: Callable[[str, Any], None]) -> None:
         bias = {} if self.logit_bias is None else self.logit_bias
         if not isinstance(bias, Mapping) or not all(
-            is_whole(token) and token >= 0 and is_real(value) and -100 <= value <= 100 for token, value in bias.items()
+            is_whole(token) and token >= 0 and is_real(value) and -100 <= value <= 100
+            for token, value in bias.items()
         ):
             raise InvalidParameters(
                 f"logit_bias is {shown(bias)}; it must be a mapping of token ids to numbers in -100..100"
             )
         if len(bias) > _MOST_BIASED:
-            raise InvalidParameters(f"logit_bias has {len(bias):,} tokens; {_MOST_BIASED:,} may have one")
+            raise InvalidParameters(
+                f"logit_bias has {len(bias):,} tokens; {_MOST_BIASED:,} may have one"
+            )
         put("logit_bias", {int(token): float(value) for token, value in bias.items()})
         if self.allowed_token_ids is not None:
             allowed = as_tuple("allowed_token_ids", self.allowed_token_ids)
             if len(allowed) > _MOST_ALLOWED:
-                raise InvalidParameters(f"allowed_token_ids has {len(allowed):,} ids; {_MOST_ALLOWED:,} are the most")
-            if not allowed or not all(is_whole(token) and token >= 0 for token in allowed):
-                raise InvalidParameters(f"allowed_token_ids is {shown(allowed)}; it must be token ids, or None for all")
+                raise InvalidParameters(
+                    f"allowed_token_ids has {len(allowed):,} ids; {_MOST_ALLOWED:,} are the most"
+                )
+            if not allowed or not all(
+                is_whole(token) and token >= 0 for token in allowed
+            ):
+                raise InvalidParameters(
+                    f"allowed_token_ids is {shown(allowed)}; it must be token ids, or None for all"
+                )
             put("allowed_token_ids", tuple(map(int, allowed)))
         self._check_ngrams(put)
         put("bad_words", non_empty_texts("bad_words", self.bad_words))
-        if len(self.bad_words) > _MOST_WORDS or sum(map(len, self.bad_words)) > _MOST_STOP_CHARACTERS:
+        if (
+            len(self.bad_words) > _MOST_WORDS
+            or sum(map(len, self.bad_words)) > _MOST_STOP_CHARACTERS
+        ):
             raise InvalidParameters(
                 f"bad_words has {len(self.bad_words):,} texts; at most {_MOST_WORDS:,} of {_MOST_STOP_CHARACTERS:,} characters "
                 "together are looked for"
@@ -244,12 +301,19 @@ class SamplingParams:
     def _check_ngrams(self, put: Callable[[str, Any], None]) -> None:
         white = as_tuple("whitelist_token_ids", self.whitelist_token_ids)
         if len(white) > _MOST_ALLOWED:
-            raise InvalidParameters(f"whitelist_token_ids has {len(white):,} ids; {_MOST_ALLOWED:,} are the most")
+            raise InvalidParameters(
+                f"whitelist_token_ids has {len(white):,} ids; {_MOST_ALLOWED:,} are the most"
+            )
         if not all(is_whole(token) and 0 <= token <= MOST for token in white):
-            raise InvalidParameters(f"whitelist_token_ids is {shown(white)}; it must be token ids of at least 0")
+            raise InvalidParameters(
+                f"whitelist_token_ids is {shown(white)}; it must be token ids of at least 0"
+            )
         put("whitelist_token_ids", tuple(map(int, white)))
         if self.no_repeat_ngram_size:
-            if self.window_size is not None and self.window_size < self.no_repeat_ngram_size:
+            if (
+                self.window_size is not None
+                and self.window_size < self.no_repeat_ngram_size
+            ):
                 raise InvalidParameters(
                     f"window_size is {self.window_size}, below no_repeat_ngram_size, which is "
                     f"{self.no_repeat_ngram_size}: nothing would be found in it"
@@ -257,30 +321,46 @@ class SamplingParams:
             return
         for name in ("window_size", "whitelist_token_ids"):
             if getattr(self, name):
-                raise InvalidParameters(f"{name} belongs to no_repeat_ngram_size, which is 0 (off)")
+                raise InvalidParameters(
+                    f"{name} belongs to no_repeat_ngram_size, which is 0 (off)"
+                )
 
     def _check_form(self, put: Callable[[str, Any], None]) -> None:
         if self.choice is not None:
             put("choice", non_empty_texts("choice", self.choice))
             if not self.choice:
-                raise InvalidParameters("choice is empty; it must be texts to choose from, or None")
+                raise InvalidParameters(
+                    "choice is empty; it must be texts to choose from, or None"
+                )
         for name in ("regex", "grammar"):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, str) and value):
-                raise InvalidParameters(f"{name} is {shown(value)}; it must be non-empty text, or None")
+                raise InvalidParameters(
+                    f"{name} is {shown(value)}; it must be non-empty text, or None"
+                )
         if self.json_schema is not None:
             put("json_schema", json_schema_of(self.json_schema))
-            check_unicode("json_schema", (json.dumps(self.json_schema, ensure_ascii=False),))
+            check_unicode(
+                "json_schema", (json.dumps(self.json_schema, ensure_ascii=False),)
+            )
         for name in ("stop", "bad_words", "choice"):
             check_unicode(name, getattr(self, name) or ())
         for name in ("regex", "grammar"):
             check_unicode(name, (getattr(self, name) or "",))
         given = [name for name in FORMS if getattr(self, name) is not None]
         if len(given) > 1:
-            raise InvalidParameters(f"{' and '.join(given)} exclude each other: an answer has one form")
-        ends = [name for name in ("stop", "stop_token_ids", "ignore_eos") if getattr(self, name)]
+            raise InvalidParameters(
+                f"{' and '.join(given)} exclude each other: an answer has one form"
+            )
+        ends = [
+            name
+            for name in ("stop", "stop_token_ids", "ignore_eos")
+            if getattr(self, name)
+        ]
         if given and ends:
-            raise InvalidParameters(f"{ends[0]} would end the answer elsewhere than {given[0]} does; leave it out")
+            raise InvalidParameters(
+                f"{ends[0]} would end the answer elsewhere than {given[0]} does; leave it out"
+            )
 
     @property
     def form(self) -> str | None:
@@ -315,14 +395,20 @@ class Video:
 
     def __post_init__(self) -> None:
         if not isinstance(self.sound, bool):
-            raise InvalidParameters(f"sound is {shown(self.sound)}; it must be True or False")
+            raise InvalidParameters(
+                f"sound is {shown(self.sound)}; it must be True or False"
+            )
         fps = self.fps
         if fps is not None and not (is_real(fps) and fps > 0):
-            raise InvalidParameters(f"fps is {shown(fps)}; it must be a finite number above 0")
+            raise InvalidParameters(
+                f"fps is {shown(fps)}; it must be a finite number above 0"
+            )
         for name in ("num_frames", "max_frames", "max_pixels"):
             value = getattr(self, name)
             if value is not None and not (is_whole(value) and value >= 1):
-                raise InvalidParameters(f"{name} is {shown(value)}; it must be an integer of at least 1")
+                raise InvalidParameters(
+                    f"{name} is {shown(value)}; it must be an integer of at least 1"
+                )
         if self.num_frames is not None and self.max_frames is not None:
             raise InvalidParameters("num_frames and max_frames exclude each other")
 
@@ -345,8 +431,12 @@ class Audio:
     rate: int | None = None
 
     def __post_init__(self) -> None:
-        if self.rate is not None and not (is_whole(self.rate) and 1_000 <= self.rate <= 768_000):
-            raise InvalidParameters(f"rate is {shown(self.rate)}; it must be an integer in 1,000..768,000")
+        if self.rate is not None and not (
+            is_whole(self.rate) and 1_000 <= self.rate <= 768_000
+        ):
+            raise InvalidParameters(
+                f"rate is {shown(self.rate)}; it must be an integer in 1,000..768,000"
+            )
 
 
 #: Most seconds for reading a source: a day. Clocks and locks take no much larger number.
@@ -383,18 +473,30 @@ class FetchPolicy:
     def __post_init__(self) -> None:
         for name in ("allow_http", "allow_private", "allow_files"):
             if not isinstance(value := getattr(self, name), bool):
-                raise InvalidParameters(f"{name} is {shown(value)}; it must be True or False")
+                raise InvalidParameters(
+                    f"{name} is {shown(value)}; it must be True or False"
+                )
         for name, least in (("max_bytes", 1), ("max_redirects", 0)):
             if not (is_whole(value := getattr(self, name)) and value >= least):
-                raise InvalidParameters(f"{name} is {shown(value)}; it must be an integer of at least {least}")
+                raise InvalidParameters(
+                    f"{name} is {shown(value)}; it must be an integer of at least {least}"
+                )
         if not (is_real(self.seconds) and 0 < self.seconds <= MAX_SECONDS):
             raise InvalidParameters(
                 f"seconds is {shown(self.seconds)}; it must be a number above 0, {MAX_SECONDS:,} at most"
             )
         given = self.directories
-        directories = (given,) if isinstance(given, (str, Path)) else as_tuple("directories", given)
-        if isinstance(given, bytes) or not all(isinstance(one, (str, Path)) and str(one) for one in directories):
-            raise InvalidParameters(f"directories is {shown(given)}; it must be a sequence of paths")
+        directories = (
+            (given,)
+            if isinstance(given, (str, Path))
+            else as_tuple("directories", given)
+        )
+        if isinstance(given, bytes) or not all(
+            isinstance(one, (str, Path)) and str(one) for one in directories
+        ):
+            raise InvalidParameters(
+                f"directories is {shown(given)}; it must be a sequence of paths"
+            )
         object.__setattr__(self, "directories", directories)
 
 
@@ -432,32 +534,73 @@ class Template:
             value = getattr(self, name)
             if value is None:
                 continue
-            if not isinstance(value, (list, tuple)) or not all(isinstance(one, Mapping) for one in value):
-                raise InvalidPrompt(f"{name} is {shown(value)}; it must be a list of mappings, or None")
+            if not isinstance(value, (list, tuple)) or not all(
+                isinstance(one, Mapping) for one in value
+            ):
+                raise InvalidPrompt(
+                    f"{name} is {shown(value)}; it must be a list of mappings, or None"
+                )
             put(name, [dict(one) for one in value])
-        if self.enable_thinking is not None and not isinstance(self.enable_thinking, bool):
-            raise InvalidPrompt(f"enable_thinking is {shown(self.enable_thinking)}; it must be True, False or None")
-        if self.reasoning_effort is not None and not isinstance(self.reasoning_effort, str):
-            raise InvalidPrompt(f"reasoning_effort is {shown(self.reasoning_effort)}; it must be text, or None")
-        if not isinstance(self.args, Mapping) or not all(isinstance(name, str) for name in self.args):
-            raise InvalidPrompt(f"args is {shown(self.args)}; it must be a mapping of names to values")
+        if self.enable_thinking is not None and not isinstance(
+            self.enable_thinking, bool
+        ):
+            raise InvalidPrompt(
+                f"enable_thinking is {shown(self.enable_thinking)}; it must be True, False or None"
+            )
+        if self.reasoning_effort is not None and not isinstance(
+            self.reasoning_effort, str
+        ):
+            raise InvalidPrompt(
+                f"reasoning_effort is {shown(self.reasoning_effort)}; it must be text, or None"
+            )
+        if not isinstance(self.args, Mapping) or not all(
+            isinstance(name, str) for name in self.args
+        ):
+            raise InvalidPrompt(
+                f"args is {shown(self.args)}; it must be a mapping of names to values"
+            )
         put("args", dict(self.args))
-        if twice := sorted(name for name in self.args.keys() & _NAMED if getattr(self, name) is not None):
+        if twice := sorted(
+            name
+            for name in self.args.keys() & _NAMED
+            if getattr(self, name) is not None
+        ):
             raise InvalidPrompt(f"{twice[0]} is given twice: by itself and in args")
-        for name in ("add_generation_prompt", "continue_final_message", "escape_special_tokens"):
+        for name in (
+            "add_generation_prompt",
+            "continue_final_message",
+            "escape_special_tokens",
+        ):
             if not isinstance(getattr(self, name), (bool, np.bool_)):
-                raise InvalidPrompt(f"{name} is {shown(getattr(self, name))}; it must be True or False")
+                raise InvalidPrompt(
+                    f"{name} is {shown(getattr(self, name))}; it must be True or False"
+                )
 
     @property
     def arguments(self) -> dict[str, Any]:
         """All arguments, by the template's names."""
-        return {**self.args, **{name: value for name in _NAMED if (value := getattr(self, name)) is not None}}
+        return {
+            **self.args,
+            **{
+                name: value
+                for name in _NAMED
+                if (value := getattr(self, name)) is not None
+            },
+        }
 
     @property
     def said(self) -> list[str]:
         """Names of arguments that differ from the defaults."""
-        turn = [] if self.add_generation_prompt or self.continue_final_message else ["add_generation_prompt=False"]
-        return sorted(self.arguments) + turn + ["continue_final_message"] * bool(self.continue_final_message)
+        turn = (
+            []
+            if self.add_generation_prompt or self.continue_final_message
+            else ["add_generation_prompt=False"]
+        )
+        return (
+            sorted(self.arguments)
+            + turn
+            + ["continue_final_message"] * bool(self.continue_final_message)
+        )
 
 
 #: Arguments of chat templates that are fields of ``Template``.
@@ -525,35 +668,62 @@ class Request:
 
     def __post_init__(self) -> None:
         if self.draft not in DRAFTS:
-            raise InvalidRequest(f"draft is {shown(self.draft)}; it must be one of {', '.join(DRAFTS)}")
+            raise InvalidRequest(
+                f"draft is {shown(self.draft)}; it must be one of {', '.join(DRAFTS)}"
+            )
         for name in ("images", "videos", "audios"):
             given: Any = getattr(self, name)
             is_read = isinstance(given, Iterator) and not isinstance(given, IOBase)
-            several = given if is_read or isinstance(given, (list, tuple)) else () if given is None else (given,)
+            several = (
+                given
+                if is_read or isinstance(given, (list, tuple))
+                else ()
+                if given is None
+                else (given,)
+            )
             object.__setattr__(self, name, tuple(several))
         object.__setattr__(self, "params", params_of(self.params))
         if self.template is not None:
-            object.__setattr__(self, "template", record_of(Template, "template", self.template, InvalidPrompt))
+            object.__setattr__(
+                self,
+                "template",
+                record_of(Template, "template", self.template, InvalidPrompt),
+            )
         if not (is_whole(self.priority) and abs(self.priority) <= MAX_PRIORITY):
             raise InvalidRequest(
                 f"priority is {shown(self.priority)}; it must be an integer in -{MAX_PRIORITY}..{MAX_PRIORITY}"
             )
         object.__setattr__(self, "priority", int(self.priority))
-        if not (self.cache_salt is None or (isinstance(self.cache_salt, str) and self.cache_salt)):
-            raise InvalidRequest(f"cache_salt is {shown(self.cache_salt)}; it must be text, not empty, or None")
+        if not (
+            self.cache_salt is None
+            or (isinstance(self.cache_salt, str) and self.cache_salt)
+        ):
+            raise InvalidRequest(
+                f"cache_salt is {shown(self.cache_salt)}; it must be text, not empty, or None"
+            )
         if not is_whole(self.client):
-            raise InvalidRequest(f"client is {shown(self.client)}; it must be an integer")
+            raise InvalidRequest(
+                f"client is {shown(self.client)}; it must be an integer"
+            )
         object.__setattr__(self, "client", int(self.client))
         called = self.request_id
-        if called is not None and not (isinstance(called, str) and called and "\0" not in called):
+        if called is not None and not (
+            isinstance(called, str) and called and "\0" not in called
+        ):
             raise InvalidRequest(
                 f"request_id is {shown(called)}; it must be text, not empty and without null characters, or None"
             )
         set_pixel_bounds(self, self.min_pixels, self.max_pixels)
-        if self.params.prompt_logprobs is not None and (self.cache is not None or self.return_cache):
-            raise InvalidRequest("prompt_logprobs need every token prefilled; leave cache and return_cache out")
+        if self.params.prompt_logprobs is not None and (
+            self.cache is not None or self.return_cache
+        ):
+            raise InvalidRequest(
+                "prompt_logprobs need every token prefilled; leave cache and return_cache out"
+            )
         if not isinstance(self.return_cache, (bool, np.bool_)):
-            raise InvalidRequest(f"return_cache is {shown(self.return_cache)}; it must be True or False")
+            raise InvalidRequest(
+                f"return_cache is {shown(self.return_cache)}; it must be True or False"
+            )
 
 
 @dataclass(frozen=True)
@@ -645,11 +815,14 @@ class Result:
     if TYPE_CHECKING:
         exception: BaseException | None = None
         cache: PromptCache | None = None
-    else:  # objects, not data: set like the others, and left out by dataclasses.asdict, which goes to JSON
+    else:
+        # objects, not data: set like the others, and left out by dataclasses.asdict, which goes to JSON
         exception: InitVar[BaseException | None] = None
         cache: InitVar[PromptCache | None] = None
 
-        def __post_init__(self, exception: BaseException | None, cache: PromptCache | None) -> None:
+        def __post_init__(
+            self, exception: BaseException | None, cache: PromptCache | None
+        ) -> None:
             object.__setattr__(self, "exception", exception)
             object.__setattr__(self, "cache", cache)
 
@@ -661,13 +834,20 @@ class Result:
     def raise_for_error(self) -> Result:
         """Return self, or raise RequestFailed."""
         if self.error is not None:
-            raise RequestFailed(f"request {self.request_id}: {self.error}") from self.exception
+            raise RequestFailed(
+                f"request {self.request_id}: {self.error}"
+            ) from self.exception
         return self
 
 
 def failed_result(request_id: str, error: BaseException) -> Result:
     """Return a failed request's result."""
-    return Result(request_id=request_id, finish_reason="error", error=describe(error), exception=let_go(error))
+    return Result(
+        request_id=request_id,
+        finish_reason="error",
+        error=describe(error),
+        exception=let_go(error),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -710,32 +890,49 @@ class Stats:
     cache_hits: int = 0  # requests that reused a prefix
     cached_tokens: int = 0  # prompt positions that they reused
     cache_bytes: int = 0  # kept for later requests
-    steps: int = 0  # of the engine: if it does not grow while requests run, the engine hangs
-    recomputed: int = 0  # requests recomputed after a failed step or a lack of memory; no token is told twice
+    # of the engine: if it does not grow while requests run, the engine hangs
+    steps: int = 0
+    # requests recomputed after a failed step or a lack of memory; no token is told twice
+    recomputed: int = 0
     input_bytes: int = 0  # processors' outputs of live requests, on the host
     max_kv_bytes: int | None = None  # bound on kv_bytes
-    mlx_bytes: int = 0  # all of MLX's memory in this process: weights, and everything here but input_bytes
+    # all of MLX's memory in this process: weights, and everything here but input_bytes
+    mlx_bytes: int = 0
     stalled: float = 0.0  # seconds in a step that does not end; 0 while steps go on
     ahead_bytes: int = 0  # read and prepared for requests that wait
     most_rows: int = 0  # requests that may have a place now; varies with max_rows=None
-    busy_seconds: float = 0.0  # with requests to compute; waiting for their media to be read does not count
+    # with requests to compute; waiting for their media to be read does not count
+    busy_seconds: float = 0.0
     drafted: int = 0  # tokens computed as drafts
     drafts_held: int = 0  # accepted drafts: each saved its request a step
 
 
 def params_of(given: SamplingParams | Mapping[str, Any] | None) -> SamplingParams:
-    return SamplingParams() if given is None else record_of(SamplingParams, "params", given, InvalidParameters)
+    return (
+        SamplingParams()
+        if given is None
+        else record_of(SamplingParams, "params", given, InvalidParameters)
+    )
 
 
-def record_of(kind: type[Kind], name: str, given: Any, error: type[InvalidRequest]) -> Kind:
+def record_of(
+    kind: type[Kind], name: str, given: Any, error: type[InvalidRequest]
+) -> Kind:
     """Return a record from itself or a mapping of fields. Raises ``error`` for anything else."""
     if isinstance(given, kind):
         return given
     if not isinstance(given, Mapping):
-        raise error(f"{name} is {shown(given)}; it must be a {kind.__name__} or a mapping of its fields")
+        raise error(
+            f"{name} is {shown(given)}; it must be a {kind.__name__} or a mapping of its fields"
+        )
     known = {field.name for field in fields(kind)}
     unknown = sorted(str(one) for one in given if one not in known)
     if unknown:
-        likely = "".join(f" ({one!r} is probably meant)" for one in get_close_matches(unknown[0], known, 1))
-        raise error(f"{name} has no {', '.join(unknown)}{likely}; it has {', '.join(sorted(known))}")
+        likely = "".join(
+            f" ({one!r} is probably meant)"
+            for one in get_close_matches(unknown[0], known, 1)
+        )
+        raise error(
+            f"{name} has no {', '.join(unknown)}{likely}; it has {', '.join(sorted(known))}"
+        )
     return kind(**given)

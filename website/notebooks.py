@@ -40,7 +40,10 @@ def run(path: Path) -> nbformat.NotebookNode:
         "OPENBLAS_NUM_THREADS", "1"
     )  # two that wait for each other say more of the machine's other work
     NotebookClient(
-        notebook, timeout=SECONDS, kernel_name="python3", resources={"metadata": {"path": path.parent}}
+        notebook,
+        timeout=SECONDS,
+        kernel_name="python3",
+        resources={"metadata": {"path": path.parent}},
     ).execute()
     return notebook
 
@@ -55,7 +58,11 @@ def tidied(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
             continue
         count += 1
         cell.execution_count = count
-        cell.outputs = [_tidied(output, count) for output in _joined(cell.outputs) if _says_something(output)]
+        cell.outputs = [
+            _tidied(output, count)
+            for output in _joined(cell.outputs)
+            if _says_something(output)
+        ]
     return notebook
 
 
@@ -63,7 +70,11 @@ def _joined(outputs: list[Any]) -> list[Any]:
     """Outputs with neighbouring pieces of one stream put together: how it was cut is chance."""
     joined: list[Any] = []
     for output in outputs:
-        if joined and output.output_type == "stream" and joined[-1].get("name") == output.name:
+        if (
+            joined
+            and output.output_type == "stream"
+            and joined[-1].get("name") == output.name
+        ):
             joined[-1].text += output.text
         else:
             joined.append(output)
@@ -72,7 +83,9 @@ def _joined(outputs: list[Any]) -> list[Any]:
 
 def _says_something(output: Any) -> bool:
     data = output.get("data", {})
-    return "application/vnd.jupyter.widget-view+json" not in data and bool(data or output.get("text", "").strip())
+    return "application/vnd.jupyter.widget-view+json" not in data and bool(
+        data or output.get("text", "").strip()
+    )
 
 
 def _tidied(output: Any, count: int) -> Any:
@@ -96,7 +109,9 @@ def _without_paths(text: str) -> str:
 def first_picture(notebook: nbformat.NotebookNode) -> bytes:
     """The first picture that a notebook shows, as PNG."""
     outputs = (output for cell in notebook.cells for output in cell.get("outputs", []))
-    data = next(output.data for output in outputs if "image/png" in output.get("data", {}))
+    data = next(
+        output.data for output in outputs if "image/png" in output.get("data", {})
+    )
     return base64.b64decode(data["image/png"])
 
 

@@ -33,16 +33,27 @@ def on_files(files: Files, config: MkDocsConfig, **_: Any) -> Files:
         for name, data in pictures.items():
             files.append(File.generated(config, f"notebooks/{name}", content=data))
     for source, uri in OTHER_PAGES.items():
-        files.append(File.generated(config, uri, content=(ROOT / source).read_text(encoding="utf-8")))
+        files.append(
+            File.generated(
+                config, uri, content=(ROOT / source).read_text(encoding="utf-8")
+            )
+        )
     linking = [file for file in files if file.is_documentation_page()]
     while linking:
         page = linking.pop()
         for target in _links(page.content_string):
             copied = _lands_on(_place_in_repository(page.src_uri), target)
             source_file = ROOT / copied.removeprefix("files/")
-            if copied.startswith("files/") and files.get_file_from_path(copied) is None and source_file.is_file():
+            if (
+                copied.startswith("files/")
+                and files.get_file_from_path(copied) is None
+                and source_file.is_file()
+            ):
                 copy = File.generated(
-                    config, copied, content=source_file.read_bytes(), inclusion=InclusionLevel.NOT_IN_NAV
+                    config,
+                    copied,
+                    content=source_file.read_bytes(),
+                    inclusion=InclusionLevel.NOT_IN_NAV,
                 )
                 files.append(copy)
                 linking += [copy] if copy.is_documentation_page() else []
@@ -62,12 +73,16 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
         return f"{opening}{posixpath.relpath(landing, folder or '.')}{anchor or ''}{closing}"
 
     parts = _FENCE.split(markdown)
-    return "".join(part if part.startswith("```") else _LINK.sub(moved, part) for part in parts)
+    return "".join(
+        part if part.startswith("```") else _LINK.sub(moved, part) for part in parts
+    )
 
 
 def _links(markdown: str) -> list[str]:
     """The target of every link that stays in the repository, outside code."""
-    prose = "".join(part for part in _FENCE.split(markdown) if not part.startswith("```"))
+    prose = "".join(
+        part for part in _FENCE.split(markdown) if not part.startswith("```")
+    )
     return [target for _, target, _, _ in _LINK.findall(prose) if not _leaves(target)]
 
 

@@ -22,14 +22,31 @@ LAST = re.compile(r"\d+ requests, ")
 
 def record() -> str:
     """The command's own output, in its colours, as SVG that loads nothing from elsewhere."""
-    environment = {**os.environ, "FORCE_COLOR": "1", "COLUMNS": str(COLUMNS), "PYTHONPATH": str(ROOT)}
+    environment = {
+        **os.environ,
+        "FORCE_COLOR": "1",
+        "COLUMNS": str(COLUMNS),
+        "PYTHONPATH": str(ROOT),
+    }
     arguments = TYPED.removeprefix("vlm-batch ")
-    shell = f"{shlex.quote(sys.executable)} -m vlm_batch {arguments} --max-errors 2 --quiet"
+    shell = (
+        f"{shlex.quote(sys.executable)} -m vlm_batch {arguments} --max-errors 2 --quiet"
+    )
     run = subprocess.run(
-        ["bash", "-c", shell], cwd=ROOT, env=environment, capture_output=True, text=True, check=True, timeout=300
+        ["bash", "-c", shell],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
     )
     lines = run.stdout.strip("\n").splitlines()
-    upto = next(number for number, line in enumerate(lines) if LAST.search(Text.from_ansi(line).plain))
+    upto = next(
+        number
+        for number, line in enumerate(lines)
+        if LAST.search(Text.from_ansi(line).plain)
+    )
     with Path(os.devnull).open("w", encoding="utf-8") as nowhere:
         console = Console(record=True, width=COLUMNS, file=nowhere, force_terminal=True)
         console.print(f"$ {TYPED}", style="bold", highlight=False, markup=False)

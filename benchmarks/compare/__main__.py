@@ -43,14 +43,31 @@ OURS = report.OURS
 class Remote:
     """An engine's process, asked a line at a time."""
 
-    def __init__(self, engine: str, python: str, args: argparse.Namespace, log: Path) -> None:
+    def __init__(
+        self, engine: str, python: str, args: argparse.Namespace, log: Path
+    ) -> None:
         self.log = log
-        environment = {**os.environ, "OPENBLAS_NUM_THREADS": str(args.threads), "PYTHONPATH": _python_path()}
-        if engine not in (OURS, report.OURS_DEFAULTS, report.REPRODUCIBLE) and args.launches == "own":
+        environment = {
+            **os.environ,
+            "OPENBLAS_NUM_THREADS": str(args.threads),
+            "PYTHONPATH": _python_path(),
+        }
+        if (
+            engine not in (OURS, report.OURS_DEFAULTS, report.REPRODUCIBLE)
+            and args.launches == "own"
+        ):
             for name in ("MLX_USE_CUDA_GRAPHS", "MLX_ENABLE_TF32"):
-                environment.setdefault(name, "1")  # what MLX does where nothing asks otherwise
+                # what MLX does where nothing asks otherwise
+                environment.setdefault(name, "1")
         command = [python, "-m", "benchmarks.compare.worker", "--engine", engine]
-        command += ["--shape", args.shape, "--clock", args.clock, "--threads", str(args.threads)]
+        command += [
+            "--shape",
+            args.shape,
+            "--clock",
+            args.clock,
+            "--threads",
+            str(args.threads),
+        ]
         self.errors = log.open("w", encoding="utf-8")
         self.process = subprocess.Popen(
             command,
@@ -85,7 +102,8 @@ class Remote:
         self.process.stdin.close()
         try:
             self.process.wait(timeout=30)
-        except subprocess.TimeoutExpired:  # still at work on a run that nobody waits for
+        except subprocess.TimeoutExpired:
+            # still at work on a run that nobody waits for
             self.process.kill()
         with self.process, self.errors:
             pass
@@ -97,8 +115,12 @@ class Remote:
 
     def _ended(self) -> dict[str, Any]:
         status = self.process.wait(timeout=60)
-        lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        self.ready = {"error": f"its process ended with {status}: {lines[-1] if lines else 'no word'}"}
+        lines = (
+            self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        )
+        self.ready = {
+            "error": f"its process ended with {status}: {lines[-1] if lines else 'no word'}"
+        }
         return self.ready
 
 
@@ -126,7 +148,9 @@ class Remotes:
             if self.apart:
                 self.close()
             python = self._args.vllm_python if engine == "vllm-mlx" else sys.executable
-            self._running[engine] = Remote(engine, python, self._args, self._folder / f"{engine}.log")
+            self._running[engine] = Remote(
+                engine, python, self._args, self._folder / f"{engine}.log"
+            )
             self._running[engine].wait()
         return self._running[engine]
 
@@ -140,13 +164,19 @@ class Remotes:
 class Comparison:
     """The rounds of every workload, and what is known of them so far."""
 
-    def __init__(self, args: argparse.Namespace, console: Console, folder: Path) -> None:
+    def __init__(
+        self, args: argparse.Namespace, console: Console, folder: Path
+    ) -> None:
         self.args = args
         self.shape = SHAPES[args.shape]
         self.remotes = Remotes(args, folder)
-        self.wanted = {name: [engine for engine in WANTED[name] if engine in args.engines] for name in args.workloads}
+        self.wanted = {
+            name: [engine for engine in WANTED[name] if engine in args.engines]
+            for name in args.workloads
+        }
         self.found: report.Found = {
-            name: {engine: [] for engine in [*engines, REFERENCE]} for name, engines in self.wanted.items()
+            name: {engine: [] for engine in [*engines, REFERENCE]}
+            for name, engines in self.wanted.items()
         }
         self.began = time.perf_counter()
         self.ready: dict[str, Any] = {}  # of the first engine
@@ -162,7 +192,11 @@ class Comparison:
         if "error" in ready:
             raise SystemExit(f"{engine} cannot run: {ready['error']}")
         apart = self.args.apart
-        self.remotes.apart = "gpu" in ready["device"] and not self.args.unchecked if apart is None else apart
+        self.remotes.apart = (
+            "gpu" in ready["device"] and not self.args.unchecked
+            if apart is None
+            else apart
+        )
         self.ready = ready
 
     def run(self) -> None:
@@ -171,14 +205,19 @@ class Comparison:
         for number in range(self.args.rounds):
             for name in self.wanted:
                 start = time.perf_counter()
-                if self.args.seconds is not None and start - self.began + taken.get(name, 0.0) > self.args.seconds:
+                if (
+                    self.args.seconds is not None
+                    and start - self.began + taken.get(name, 0.0) > self.args.seconds
+                ):
                     self._say(name, f"round {number + 1}: left out, time is up")
                     continue
                 self._round(name, number)
                 taken[name] = time.perf_counter() - start
 
     def _engines(self) -> list[str]:
-        wanted = dict.fromkeys(engine for engines in self.wanted.values() for engine in engines)
+        wanted = dict.fromkeys(
+            engine for engines in self.wanted.values() for engine in engines
+        )
         return [engine for engine in wanted if engine in self.remotes]
 
     def _warm(self, remote: Any, name: str) -> None:
@@ -188,9 +227,14 @@ class Comparison:
     def probes(self) -> dict[str, dict[str, Any]]:
         """The engines' own share of a step, and what a join and a leave copy."""
         engines = [
-            engine for engine in (OURS, "mlx-vlm best") if any(engine in names for names in self.wanted.values())
+            engine
+            for engine in (OURS, "mlx-vlm best")
+            if any(engine in names for names in self.wanted.values())
         ]
-        return {engine: _probe(self.remotes.start(engine), list(self.wanted)) for engine in engines}
+        return {
+            engine: _probe(self.remotes.start(engine), list(self.wanted))
+            for engine in engines
+        }
 
     def _round(self, name: str, number: int) -> None:
         draw = self.args.seed + number % self.args.draws
@@ -198,21 +242,35 @@ class Comparison:
         source = workload.answers_of or name
         if not self.args.unchecked and (source, draw) not in self._answers:
             result = self._answer_alone(source, draw)
-            if source == name and REFERENCE not in self.wanted[name] and not workload.recalled:
+            if (
+                source == name
+                and REFERENCE not in self.wanted[name]
+                and not workload.recalled
+            ):
                 self.found[name][REFERENCE].append(result)
         answers = None if self.args.unchecked else str(self._answers[source, draw])
         order = [engine for engine in self.wanted[name] if engine in self.remotes]
         results: dict[str, dict[str, Any]] = {}
         for engine in order if number % 2 == 0 else order[::-1]:
             remote = self.remotes.start(engine)
-            if self.remotes.apart or self.args.warm_up or (number == 0 and "gpu" in str(remote.ready.get("device"))):
+            if (
+                self.remotes.apart
+                or self.args.warm_up
+                or (number == 0 and "gpu" in str(remote.ready.get("device")))
+            ):
                 self._warm(remote, name)
-            results[engine] = remote.ask(do="run", workload=name, draw=draw, answers=answers)
+            results[engine] = remote.ask(
+                do="run", workload=name, draw=draw, answers=answers
+            )
         for engine, result in results.items():
             if answers is not None:
                 self._judge(result, name, draw)
             elif "error" not in result:
-                result |= {"answers": "not compared", "rows_that_differ": None, "worst_gap": None}
+                result |= {
+                    "answers": "not compared",
+                    "rows_that_differ": None,
+                    "worst_gap": None,
+                }
             self.found[name][engine].append(result)
             self._say(name, f"round {number + 1}, {engine}: {_outcome(result)}")
         self._keep()
@@ -220,7 +278,9 @@ class Comparison:
     def _answer_alone(self, source: str, draw: int) -> dict[str, Any]:
         """Have the answers one after another stored for the engines' processes; that run's figures are a row in the tables."""
         path = self._folder / f"{source}-{draw}.npz"
-        result = self.remotes.start(REFERENCE).ask(do="reference", workload=source, draw=draw, answers=str(path))
+        result = self.remotes.start(REFERENCE).ask(
+            do="reference", workload=source, draw=draw, answers=str(path)
+        )
         if "error" in result:
             raise SystemExit(f"the reference failed on {source}: {result['error']}")
         self._answers[source, draw] = path
@@ -242,21 +302,40 @@ class Comparison:
         result["rows_that_differ"] = len(others)
         result["worst_gap"] = max(verdict.gaps.values(), default=0.0)
 
-    def _limits(self, verdict: measure.Verdict, name: str, draw: int) -> dict[str, float]:
+    def _limits(
+        self, verdict: measure.Verdict, name: str, draw: int
+    ) -> dict[str, float]:
         """The widest gap of a near-tie for each row that differs: two runs err, each by the precision's rounding there."""
         if self.shape.near_tie is not None:
             return dict.fromkeys(verdict.others, self.shape.near_tie)
         source = make_workload(name, self.shape, draw).answers_of or name
-        steps = {ask: other.step for ask, other in verdict.others.items() if math.isfinite(other.gap)}
-        missing = {ask: step for ask, step in steps.items() if (source, draw, ask, step) not in self._roundings}
+        steps = {
+            ask: other.step
+            for ask, other in verdict.others.items()
+            if math.isfinite(other.gap)
+        }
+        missing = {
+            ask: step
+            for ask, step in steps.items()
+            if (source, draw, ask, step) not in self._roundings
+        }
         if missing:
             said = self.remotes.start(REFERENCE).ask(
-                do="rounding", workload=name, draw=draw, answers=str(self._answers[source, draw]), steps=missing
+                do="rounding",
+                workload=name,
+                draw=draw,
+                answers=str(self._answers[source, draw]),
+                steps=missing,
             )
             if "error" in said:
                 raise SystemExit(f"the reference failed in float32: {said['error']}")
-            self._roundings |= {(source, draw, ask, missing[ask]): value for ask, value in said.items()}
-        return {ask: 2 * self._roundings[source, draw, ask, step] for ask, step in steps.items()}
+            self._roundings |= {
+                (source, draw, ask, missing[ask]): value for ask, value in said.items()
+            }
+        return {
+            ask: 2 * self._roundings[source, draw, ask, step]
+            for ask, step in steps.items()
+        }
 
     @property
     def is_gpu(self) -> bool:
@@ -265,14 +344,20 @@ class Comparison:
     def result(self, probes: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """What the JSON line says, of all that is known by now."""
         args, ready, found = self.args, self.ready, self.found
-        titles = {name: make_workload(name, self.shape, args.seed).title for name in found}
+        titles = {
+            name: make_workload(name, self.shape, args.seed).title for name in found
+        }
         ours = [one for one in (OURS, report.OURS_DEFAULTS) if one in args.engines]
         return {
             "shape": args.shape,
             "parameters": ready["parameters"],
             "device": ready["device"],
             "machine": f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}",
-            "versions": {"mlx": ready["mlx"], "mlx_vlm": version("mlx-vlm"), "python": platform.python_version()},
+            "versions": {
+                "mlx": ready["mlx"],
+                "mlx_vlm": version("mlx-vlm"),
+                "python": platform.python_version(),
+            },
             "clock": args.clock,
             "launches": args.launches,
             "warm_up": args.warm_up,
@@ -280,9 +365,19 @@ class Comparison:
             "draws": [args.seed + number for number in range(args.draws)],
             "apart": self.remotes.apart,
             "seconds": round(time.perf_counter() - self.began, 1),
-            "workloads": {name: {"title": titles[name], "engines": engines} for name, engines in found.items()},
+            "workloads": {
+                name: {"title": titles[name], "engines": engines}
+                for name, engines in found.items()
+            },
             "ratios": [
-                {"workload": w, "ours": one, "against": e, "figure": f, "target": t, **report.spread(ratios)}
+                {
+                    "workload": w,
+                    "ours": one,
+                    "against": e,
+                    "figure": f,
+                    "target": t,
+                    **report.spread(ratios),
+                }
                 for w, e, f, t in report.targets(self.is_gpu, args.shape)
                 for one in ours
                 if (ratios := report.ratios(found, w, e, f, ours=one))
@@ -297,7 +392,9 @@ class Comparison:
 
     def _say(self, workload: str, words: str) -> None:
         seconds = time.perf_counter() - self.began
-        self._console.print(f"[{seconds:4.0f} s] {workload}, {words}", highlight=False, markup=False)
+        self._console.print(
+            f"[{seconds:4.0f} s] {workload}, {words}", highlight=False, markup=False
+        )
 
 
 def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
@@ -312,7 +409,9 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
             comparison.remotes.close()
     result = comparison.result(probes)
     titles = {name: entry["title"] for name, entry in result["workloads"].items()}
-    report.show(console, titles, comparison.found, report.targets(comparison.is_gpu, args.shape))
+    report.show(
+        console, titles, comparison.found, report.targets(comparison.is_gpu, args.shape)
+    )
     if probes:
         report.show_probes(console, probes)
     return result
@@ -334,25 +433,52 @@ def _probe(remote: Remote, workloads: Sequence[str]) -> dict[str, Any]:
 
 
 def _outcome(result: Mapping[str, Any]) -> str:
-    return result.get("error") or f"{result['seconds']:.2f} s, {result.get('answers', 'recorded')}"
+    return (
+        result.get("error")
+        or f"{result['seconds']:.2f} s, {result.get('answers', 'recorded')}"
+    )
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks.compare",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     names = [name for name in WANTED if name in WORKLOADS]
-    parser.add_argument("--shape", choices=list(SHAPES), default="small", help="the model (default: small)")
-    parser.add_argument("--workloads", nargs="+", choices=names, metavar="NAME", help=", ".join(names))
     parser.add_argument(
-        "--engines", nargs="+", choices=list(ENGINES), default=list(ENGINES), metavar="NAME", help=", ".join(ENGINES)
+        "--shape",
+        choices=list(SHAPES),
+        default="small",
+        help="the model (default: small)",
     )
     parser.add_argument(
-        "--rounds", type=int, help="timed rounds, of which the median counts (default: 2, or one a draw)"
+        "--workloads", nargs="+", choices=names, metavar="NAME", help=", ".join(names)
     )
-    parser.add_argument("--draws", type=int, default=1, help="draws of the workloads that the rounds take turns with")
     parser.add_argument(
-        "--seed", type=int, default=0, help="the first draw's number: 0 is what the engines were tuned on"
+        "--engines",
+        nargs="+",
+        choices=list(ENGINES),
+        default=list(ENGINES),
+        metavar="NAME",
+        help=", ".join(ENGINES),
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        help="timed rounds, of which the median counts (default: 2, or one a draw)",
+    )
+    parser.add_argument(
+        "--draws",
+        type=int,
+        default=1,
+        help="draws of the workloads that the rounds take turns with",
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="the first draw's number: 0 is what the engines were tuned on",
     )
     parser.add_argument(
         "--apart",
@@ -365,8 +491,16 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         type=float,
         help="begin no workload's round that would end after this; --out has what is known by then",
     )
-    parser.add_argument("--vllm-python", help="the interpreter of an environment with vllm-mlx; without it, left out")
-    parser.add_argument("--threads", type=int, default=max(1, (os.cpu_count() or 1) // 2), help="of the BLAS on a CPU")
+    parser.add_argument(
+        "--vllm-python",
+        help="the interpreter of an environment with vllm-mlx; without it, left out",
+    )
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=max(1, (os.cpu_count() or 1) // 2),
+        help="of the BLAS on a CPU",
+    )
     parser.add_argument(
         "--clock",
         choices=("wall", "work"),
@@ -389,9 +523,18 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         action="store_true",
         help="times alone: no answers one after another, which take longest, to compare with",
     )
-    parser.add_argument("--probes", action=argparse.BooleanOptionalAction, default=True, help="own work, copied bytes")
-    parser.add_argument("--out", type=Path, help="a folder for compare.json and compare.png")
-    parser.add_argument("--markdown", action="store_true", help="print the tables in Markdown, too")
+    parser.add_argument(
+        "--probes",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="own work, copied bytes",
+    )
+    parser.add_argument(
+        "--out", type=Path, help="a folder for compare.json and compare.png"
+    )
+    parser.add_argument(
+        "--markdown", action="store_true", help="print the tables in Markdown, too"
+    )
     parser.add_argument(
         "--reproducible",
         action="store_true",
@@ -400,11 +543,15 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     args.rounds = args.rounds or max(2, args.draws)
     shape = SHAPES[args.shape]
-    args.workloads = args.workloads or (names if shape.family == "qwen2_5_vl" else list(OTHERS_WORKLOADS))
+    args.workloads = args.workloads or (
+        names if shape.family == "qwen2_5_vl" else list(OTHERS_WORKLOADS)
+    )
     args.unchecked = args.unchecked or bool(shape.unchecked)
     if args.reproducible:
         args.engines = [OURS, report.REPRODUCIBLE]
-        args.workloads = [name for name in args.workloads if report.REPRODUCIBLE in WANTED[name]]
+        args.workloads = [
+            name for name in args.workloads if report.REPRODUCIBLE in WANTED[name]
+        ]
     return args
 
 
@@ -417,7 +564,10 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         found = {name: entry["engines"] for name, entry in result["workloads"].items()}
         titles = {name: entry["title"] for name, entry in result["workloads"].items()}
         if not report.draw(args.out / "compare.png", titles, found):
-            console.print("no picture: matplotlib is not installed (pip install 'vlm-batch[bench]')", markup=False)
+            console.print(
+                "no picture: matplotlib is not installed (pip install 'vlm-batch[bench]')",
+                markup=False,
+            )
     if args.markdown:
         print(report.markdown(*report.merged([result])))
     print(json.dumps(result))

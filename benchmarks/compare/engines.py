@@ -77,8 +77,13 @@ def alone(model: Any, ask: Ask) -> Iterator[tuple[int, Any]]:
     from mlx_vlm.generate.ar import generate_step
 
     inputs = to_mlx(ask)
-    ids, pixels, mask = (inputs.pop(name, None) for name in ("input_ids", "pixel_values", "attention_mask"))
-    steps = generate_step(ids, model, pixels, mask, max_tokens=ask.max_tokens, temperature=0.0, **inputs)
+    ids, pixels, mask = (
+        inputs.pop(name, None)
+        for name in ("input_ids", "pixel_values", "attention_mask")
+    )
+    steps = generate_step(
+        ids, model, pixels, mask, max_tokens=ask.max_tokens, temperature=0.0, **inputs
+    )
     for count, (token, logprobs) in enumerate(steps, start=1):
         yield int(token), logprobs
         if count == ask.max_tokens:  # it would run one step more
@@ -101,7 +106,11 @@ class Driven:
         for event in events:
             if event.result is not None and event.result.error is not None:
                 raise RuntimeError(event.result.error) from event.result.exception
-        return [(event.request_id, event.token) for event in events if event.token is not None]
+        return [
+            (event.request_id, event.token)
+            for event in events
+            if event.token is not None
+        ]
 
     def warm_up(self) -> None:
         """Compute the shapes that requests will bring, as a server does while nothing is asked."""
@@ -118,7 +127,9 @@ class ThisLibrary(Driven):
     reproducible = False
     says_rows = True
 
-    def __init__(self, model: Any, workload: Workload, contexts: Contexts | None = None) -> None:
+    def __init__(
+        self, model: Any, workload: Workload, contexts: Contexts | None = None
+    ) -> None:
         from vlm_batch.engine.generator import BatchGenerator
         from vlm_batch.loading import adapt
         from vlm_batch.loading.exactness import fixed_shapes
@@ -128,11 +139,17 @@ class ThisLibrary(Driven):
         said: dict[str, Any] = {"max_rows": rows}
         if workload.chunk is not None:
             chunk = workload.chunk
-            said |= {"prefill_budget": chunk, "idle_budget": 8 * chunk, "max_chunk": chunk}
+            said |= {
+                "prefill_budget": chunk,
+                "idle_budget": 8 * chunk,
+                "max_chunk": chunk,
+            }
         adapter: Any = adapt(model)
         if contexts is not None:
             adapter = RecallingAdapter(adapter, contexts)
-        shapes = fixed_shapes(adapter, max_rows=workload.rows) if self.reproducible else None
+        shapes = (
+            fixed_shapes(adapter, max_rows=workload.rows) if self.reproducible else None
+        )
         self.generator = BatchGenerator(adapter, policy=policy_of(said), shapes=shapes)
 
 
@@ -167,7 +184,9 @@ class MlxVlm:
         self.model = model
         self.names: dict[int, str] = {}
         self.generator = BatchGenerator(
-            model.language_model if contexts is None else RecallingLanguageModel(model.language_model, contexts),
+            model.language_model
+            if contexts is None
+            else RecallingLanguageModel(model.language_model, contexts),
             Processor(),
             sampler=lambda logprobs: mx.argmax(logprobs, axis=-1),
             completion_batch_size=rows,
@@ -180,33 +199,62 @@ class MlxVlm:
 
     def add(self, ask: Ask) -> None:
         inputs = to_mlx(ask)
-        ids, pixels, mask = (inputs.pop(name, None) for name in ("input_ids", "pixel_values", "attention_mask"))
+        ids, pixels, mask = (
+            inputs.pop(name, None)
+            for name in ("input_ids", "pixel_values", "attention_mask")
+        )
         features = self.model.get_input_embeddings(ids, pixels, mask=mask, **inputs)
-        keywords = {**inputs, **{name: value for name, value in features.to_dict().items() if value is not None}}
-        (uid,) = self.generator.insert([ids[0].tolist()], max_tokens=ask.max_tokens, prompt_kwargs=[keywords])
+        keywords = {
+            **inputs,
+            **{
+                name: value
+                for name, value in features.to_dict().items()
+                if value is not None
+            },
+        }
+        (uid,) = self.generator.insert(
+            [ids[0].tolist()], max_tokens=ask.max_tokens, prompt_kwargs=[keywords]
+        )
         self.names[uid] = ask.name
 
     def step(self) -> Tokens:
         _, responses = self.generator.next()
-        return [(self.names[response.uid], int(response.token)) for response in responses]
+        return [
+            (self.names[response.uid], int(response.token)) for response in responses
+        ]
 
     def close(self) -> None:
         self.generator.close()
 
 
-def mlx_vlm_defaults(model: Any, workload: Workload, contexts: Contexts | None = None) -> MlxVlm:
+def mlx_vlm_defaults(
+    model: Any, workload: Workload, contexts: Contexts | None = None
+) -> MlxVlm:
     """The server's defaults: 8 prompts together, 32 rows, chunks of 2,048. They know nothing of a workload's rows."""
     return MlxVlm(model, workload, contexts, prefill_rows=8, rows=32, step_size=2048)
 
 
-def mlx_vlm_capped(model: Any, workload: Workload, contexts: Contexts | None = None) -> MlxVlm:
+def mlx_vlm_capped(
+    model: Any, workload: Workload, contexts: Contexts | None = None
+) -> MlxVlm:
     """The defaults with the workload's rows."""
-    return MlxVlm(model, workload, contexts, prefill_rows=min(8, workload.rows), rows=workload.rows, step_size=2048)
+    return MlxVlm(
+        model,
+        workload,
+        contexts,
+        prefill_rows=min(8, workload.rows),
+        rows=workload.rows,
+        step_size=2048,
+    )
 
 
-def mlx_vlm_best(model: Any, workload: Workload, contexts: Contexts | None = None) -> MlxVlm:
+def mlx_vlm_best(
+    model: Any, workload: Workload, contexts: Contexts | None = None
+) -> MlxVlm:
     """What serves a mixed load best: one prompt at a time, in chunks of 256, so that a free row is filled at once."""
-    return MlxVlm(model, workload, contexts, prefill_rows=1, rows=workload.rows, step_size=256)
+    return MlxVlm(
+        model, workload, contexts, prefill_rows=1, rows=workload.rows, step_size=256
+    )
 
 
 class BatchGenerate:
@@ -216,7 +264,9 @@ class BatchGenerate:
     returns the recorded inputs of the request that the text names, so preprocessing costs it nothing.
     """
 
-    def __init__(self, model: Any, workload: Workload, contexts: Contexts | None = None) -> None:
+    def __init__(
+        self, model: Any, workload: Workload, contexts: Contexts | None = None
+    ) -> None:
         self.model = model
         self.asks: list[Ask] = []
 
@@ -231,7 +281,8 @@ class BatchGenerate:
             return []
         asks, self.asks = self.asks, []
         processor = Processor({ask.name: ask for ask in asks})
-        pictures = [Image.new("RGB", (wide, high)) for high, wide in map(_size, asks)]  # grouped by size, never read
+        # grouped by size, never read
+        pictures = [Image.new("RGB", (wide, high)) for high, wide in map(_size, asks)]
         batch_generate(
             self.model,
             processor,
@@ -241,7 +292,11 @@ class BatchGenerate:
         )
         # It answers with texts alone; the tokens are what its detokenizer was given, a reset for each request.
         order = [name for group in processor.groups for name in group]
-        return [(name, token) for name, tokens in zip(order, processor.answers, strict=True) for token in tokens]
+        return [
+            (name, token)
+            for name, tokens in zip(order, processor.answers, strict=True)
+            for token in tokens
+        ]
 
     def close(self) -> None:
         pass
@@ -274,9 +329,15 @@ class Processor:
     def add_eos_token_ids(self, ids: Any) -> None:
         """None of them ends an answer."""
 
-    def apply_chat_template(self, messages: Sequence[dict[str, Any]], *args: Any, **kwargs: Any) -> str:
+    def apply_chat_template(
+        self, messages: Sequence[dict[str, Any]], *args: Any, **kwargs: Any
+    ) -> str:
         content = messages[0]["content"]
-        parts = [content] if isinstance(content, str) else [part.get("text", "") for part in content]
+        parts = (
+            [content]
+            if isinstance(content, str)
+            else [part.get("text", "") for part in content]
+        )
         return "".join(parts)
 
     def reset(self) -> None:
@@ -294,7 +355,8 @@ class Processor:
         if text is None:
             return False
         rendered = [text] if isinstance(text, str) else list(text)
-        names = [re.sub("<[^>]*>", " ", prompt).split()[-1] for prompt in rendered]  # beside markers of pictures
+        # beside markers of pictures
+        names = [re.sub("<[^>]*>", " ", prompt).split()[-1] for prompt in rendered]
         self.groups.append(names)
         return _stack([self.asks[name] for name in names])
 
@@ -302,7 +364,11 @@ class Processor:
 def _size(ask: Ask) -> tuple[int, ...]:
     """A picture's (high, wide): patches of a grid, or pixels."""
     grid = ask.inputs.get("image_grid_thw")
-    return ask.inputs["pixel_values"].shape[-2:] if grid is None else tuple(int(n) for n in grid[0, 1:])
+    return (
+        ask.inputs["pixel_values"].shape[-2:]
+        if grid is None
+        else tuple(int(n) for n in grid[0, 1:])
+    )
 
 
 def _stack(asks: Sequence[Ask]) -> dict[str, Any]:
@@ -315,12 +381,16 @@ def _stack(asks: Sequence[Ask]) -> dict[str, Any]:
         ids[row, width - ask.length :] = ask.inputs["input_ids"][0]
         mask[row, width - ask.length :] = 1
     pictures = {
-        name: np.concatenate([ask.inputs[name] for ask in asks]) for name in asks[0].inputs if name != "input_ids"
+        name: np.concatenate([ask.inputs[name] for ask in asks])
+        for name in asks[0].inputs
+        if name != "input_ids"
     }
     return {"input_ids": ids, "attention_mask": mask, **pictures}
 
 
-def vllm_mlx(model: Any, workload: Workload, contexts: Contexts | None = None) -> Engine:
+def vllm_mlx(
+    model: Any, workload: Workload, contexts: Contexts | None = None
+) -> Engine:
     """Imported when asked for: it lives in an environment of its own."""
     from benchmarks.compare.vllm import VllmMlx
 
@@ -366,6 +436,19 @@ WANTED: dict[str, tuple[str, ...]] = {
     "churn-8": ("vlm_batch", "vlm_batch defaults", "mlx-vlm best"),
     "captions": _OFFLINE,
     "documents": _OFFLINE,
-    "chat-32": ("vlm_batch", "vlm_batch defaults", "reproducible", "mlx-vlm defaults", "mlx-vlm best", "vllm-mlx"),
-    "single": ("vlm_batch", "vlm_batch defaults", "reproducible", "mlx-vlm best", "one after another"),
+    "chat-32": (
+        "vlm_batch",
+        "vlm_batch defaults",
+        "reproducible",
+        "mlx-vlm defaults",
+        "mlx-vlm best",
+        "vllm-mlx",
+    ),
+    "single": (
+        "vlm_batch",
+        "vlm_batch defaults",
+        "reproducible",
+        "mlx-vlm best",
+        "one after another",
+    ),
 }

@@ -53,7 +53,8 @@ class Trace:
 
     tokens: dict[str, list[int]] = field(default_factory=dict)
     times: dict[str, list[float]] = field(default_factory=dict)
-    handed: dict[str, float] = field(default_factory=dict)  # when an ask was due: its arrival, or its turn
+    # when an ask was due: its arrival, or its turn
+    handed: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
     peak: int = 0  # bytes of MLX arrays beyond those that were there before
     rss: int = 0  # bytes, the process's highest
@@ -70,9 +71,15 @@ def drive(engine: Engine, workload: Workload, trace: Trace) -> None:
     start = last = time.perf_counter()
     while missing:
         now = time.perf_counter() - start
-        while due and due[0].arrival <= now and (workload.in_flight is None or alive < workload.in_flight):
+        while (
+            due
+            and due[0].arrival <= now
+            and (workload.in_flight is None or alive < workload.in_flight)
+        ):
             ask = due.pop(0)
-            trace.handed[ask.name] = now if workload.in_flight is not None else ask.arrival
+            trace.handed[ask.name] = (
+                now if workload.in_flight is not None else ask.arrival
+            )
             engine.add(ask)
             alive += 1
         if not alive:
@@ -83,7 +90,9 @@ def drive(engine: Engine, workload: Workload, trace: Trace) -> None:
         if tokens:
             last = now
         elif now - last > PATIENCE:
-            raise RuntimeError(f"no token for {PATIENCE:.0f} s; {len(missing)} requests are without an end")
+            raise RuntimeError(
+                f"no token for {PATIENCE:.0f} s; {len(missing)} requests are without an end"
+            )
         for name, token in tokens:
             trace.tokens.setdefault(name, []).append(token)
             trace.times.setdefault(name, []).append(now - start)
@@ -127,7 +136,11 @@ def forget(model: Any) -> None:
 def figures(workload: Workload, trace: Trace) -> dict[str, float]:
     """Requests and tokens a second, waiting times in seconds, memory in MB."""
     ttft = [times[0] - trace.handed[name] for name, times in trace.times.items()]
-    gaps = [later - sooner for times in trace.times.values() for sooner, later in pairwise(times)]
+    gaps = [
+        later - sooner
+        for times in trace.times.values()
+        for sooner, later in pairwise(times)
+    ]
     count = sum(len(tokens) for tokens in trace.tokens.values())
     found = {
         "seconds": trace.seconds,
@@ -185,13 +198,17 @@ def reference(model: Any, workload: Workload, path: Path) -> dict[str, float]:
     for source, ask in distinct.items():
         arrays[f"{source}/tokens"] = np.array(trace.tokens[ask.name])
         arrays[f"{source}/best"] = np.stack([np.array(best) for best, _ in top[source]])
-        arrays[f"{source}/logprobs"] = np.stack([np.array(logprobs) for _, logprobs in top[source]])
+        arrays[f"{source}/logprobs"] = np.stack(
+            [np.array(logprobs) for _, logprobs in top[source]]
+        )
     with path.open("wb") as file:
         np.savez(file, **arrays)  # type: ignore[arg-type]
     return figures(asked, trace)
 
 
-def rounding(model: Any, ask: Ask, answers: Mapping[str, np.ndarray], step: int) -> float:
+def rounding(
+    model: Any, ask: Ask, answers: Mapping[str, np.ndarray], step: int
+) -> float:
     """The most by which the model's precision errs, in nats, on the likeliest tokens of one step of an answer.
 
     The model reads the prompt and the answer up to there once more in float32, with the same weights, and says how
@@ -201,11 +218,19 @@ def rounding(model: Any, ask: Ask, answers: Mapping[str, np.ndarray], step: int)
     import mlx.core as mx
     from mlx.utils import tree_unflatten
 
-    kept = {path: array for path, array in parameters(model) if mx.issubdtype(array.dtype, mx.floating)}
+    kept = {
+        path: array
+        for path, array in parameters(model)
+        if mx.issubdtype(array.dtype, mx.floating)
+    }
     if all(array.dtype == mx.float32 for array in kept.values()):
         raise ValueError("the model is in float32: nothing here is more exact")
-    ids = np.concatenate([ask.inputs["input_ids"], answers[f"{ask.source}/tokens"][None, :step]], axis=1)
-    longer = replace(ask, inputs={**ask.inputs, "input_ids": ids.astype(np.int32)}, max_tokens=1)
+    ids = np.concatenate(
+        [ask.inputs["input_ids"], answers[f"{ask.source}/tokens"][None, :step]], axis=1
+    )
+    longer = replace(
+        ask, inputs={**ask.inputs, "input_ids": ids.astype(np.int32)}, max_tokens=1
+    )
     seen: list[np.ndarray] = []
 
     def see(_: Ask, __: int, logprobs: Any) -> None:
@@ -218,7 +243,8 @@ def rounding(model: Any, ask: Ask, answers: Mapping[str, np.ndarray], step: int)
         measure(partial(OneAfterAnother, see=see), model, asked, None)
     finally:
         model.update(tree_unflatten(list(kept.items())))
-    best, logprobs = answers[f"{ask.source}/best"][step], answers[f"{ask.source}/logprobs"][step]
+    best = answers[f"{ask.source}/best"][step]
+    logprobs = answers[f"{ask.source}/logprobs"][step]
     return float(np.abs(seen[0][best] - logprobs).max())
 
 
@@ -243,17 +269,25 @@ class Verdict:
 
     def is_right(self, limits: Mapping[str, float]) -> bool:
         """Whether no row differs, or each only from a near-tie on: a gap within the row's limit (0 where there is none)."""
-        return all(other.gap <= limits.get(name, 0.0) for name, other in self.others.items())
+        return all(
+            other.gap <= limits.get(name, 0.0) for name, other in self.others.items()
+        )
 
     def describe(self, limits: Mapping[str, float]) -> str:
         if not self.others:
             return "same"
-        name, worst = max(self.gaps.items(), key=lambda item: item[1] - limits.get(item[0], 0.0))
+        name, worst = max(
+            self.gaps.items(), key=lambda item: item[1] - limits.get(item[0], 0.0)
+        )
         kind = "near-ties" if self.is_right(limits) else "WRONG"
         return f"{kind}: {len(self.others)} of {self.rows} rows, gap {worst:.2g} of {limits.get(name, 0.0):.2g}"
 
 
-def compare(workload: Workload, tokens: Mapping[str, Sequence[int]], answers: Mapping[str, np.ndarray]) -> Verdict:
+def compare(
+    workload: Workload,
+    tokens: Mapping[str, Sequence[int]],
+    answers: Mapping[str, np.ndarray],
+) -> Verdict:
     """Every ask's tokens against the stored answers."""
     others: dict[str, Other] = {}
     for ask in workload.asks:
@@ -261,13 +295,21 @@ def compare(workload: Workload, tokens: Mapping[str, Sequence[int]], answers: Ma
         given = list(tokens.get(ask.name, ()))
         if given == right:
             continue
-        step = next((i for i, (a, b) in enumerate(zip(given, right, strict=False)) if a != b), None)
+        step = next(
+            (i for i, (a, b) in enumerate(zip(given, right, strict=False)) if a != b),
+            None,
+        )
         if step is None or len(given) != len(right):
             others[ask.name] = Other(0, math.inf)
             continue
-        best, logprobs = answers[f"{ask.source}/best"][step].tolist(), answers[f"{ask.source}/logprobs"][step]
+        best = answers[f"{ask.source}/best"][step].tolist()
+        logprobs = answers[f"{ask.source}/logprobs"][step]
         known = given[step] in best
-        gap = float(logprobs.max() - logprobs[best.index(given[step])]) if known else math.inf
+        gap = (
+            float(logprobs.max() - logprobs[best.index(given[step])])
+            if known
+            else math.inf
+        )
         others[ask.name] = Other(step, gap)
     return Verdict(len(workload.asks), others)
 

@@ -59,7 +59,9 @@ class Watched:
         return self._timed(*args, **keywords)
 
 
-def own_share(make: Any, model: Any, workload: Workload, contexts: Any) -> dict[str, float]:
+def own_share(
+    make: Any, model: Any, workload: Workload, contexts: Any
+) -> dict[str, float]:
     """The engine's own work as a share of its steps: its thread's computing outside of model calls and of MLX's eval.
 
     Model calls are the adapter's encode, prefill and decode, or mlx-vlm's language model. What MLX does to launch a
@@ -117,7 +119,9 @@ def own_share(make: Any, model: Any, workload: Workload, contexts: Any) -> dict[
     }
 
 
-def copied_bytes(make: Any, model: Any, workload: Workload, contexts: Any) -> dict[str, float]:
+def copied_bytes(
+    make: Any, model: Any, workload: Workload, contexts: Any
+) -> dict[str, float]:
     """Megabytes of KV that a join and a leave copy, on average, beside other rows; and those of one row's KV.
 
     For this library, found from where the arrays lie: a layer whose array moved was copied whole; one that stayed took
@@ -129,7 +133,11 @@ def copied_bytes(make: Any, model: Any, workload: Workload, contexts: Any) -> di
     row_bytes: list[int] = []
     engine = make(model, workload, contexts)
     ours = hasattr(engine.generator, "adapter")
-    with _watch_ours(joins, leaves, row_bytes) if ours else _watch_mlx_vlm(joins, leaves, row_bytes):
+    with (
+        _watch_ours(joins, leaves, row_bytes)
+        if ours
+        else _watch_mlx_vlm(joins, leaves, row_bytes)
+    ):
         try:
             drive(engine, workload, Trace())
         finally:
@@ -161,7 +169,9 @@ def _watch_ours(joins: list[int], leaves: list[int], rows: list[int]) -> Iterato
         before = [_places(layer) for layer in batch.layers]
         leave(batch, row)
         if len(batch):
-            leaves.append(_moved(before, [_places(layer) for layer in batch.layers], set()))
+            leaves.append(
+                _moved(before, [_places(layer) for layer in batch.layers], set())
+            )
 
     DecodeBatch.join, DecodeBatch.leave = watched_join, watched_leave  # type: ignore[method-assign,assignment]
     try:
@@ -171,13 +181,17 @@ def _watch_ours(joins: list[int], leaves: list[int], rows: list[int]) -> Iterato
 
 
 @contextmanager
-def _watch_mlx_vlm(joins: list[int], leaves: list[int], rows: list[int]) -> Iterator[None]:
+def _watch_mlx_vlm(
+    joins: list[int], leaves: list[int], rows: list[int]
+) -> Iterator[None]:
     from mlx_vlm.generate.ar import GenerationBatch
 
     extend, keep_only = GenerationBatch.extend, GenerationBatch.filter
 
     def held(batch: Any) -> int:
-        return sum(layer.keys.nbytes + layer.values.nbytes for layer in batch.prompt_cache)
+        return sum(
+            layer.keys.nbytes + layer.values.nbytes for layer in batch.prompt_cache
+        )
 
     def watched_extend(batch: Any, other: Any) -> None:
         others, size = len(batch), held(other)
@@ -203,10 +217,17 @@ def _places(layer: Any) -> dict[int, int]:
     return {_address(array): array.nbytes for array in layer.arrays()}
 
 
-def _moved(before: list[dict[int, int]], after: list[dict[int, int]], adopted: set[int]) -> int:
+def _moved(
+    before: list[dict[int, int]], after: list[dict[int, int]], adopted: set[int]
+) -> int:
     """Bytes of arrays that lie elsewhere than before, adopted ones left out. A first layer list has nothing to move."""
     known = {address for layer in before for address in layer} | adopted
-    return sum(size for layer in after for address, size in layer.items() if before and address not in known)
+    return sum(
+        size
+        for layer in after
+        for address, size in layer.items()
+        if before and address not in known
+    )
 
 
 def _address(array: Any) -> int:

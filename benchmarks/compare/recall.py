@@ -39,7 +39,9 @@ class Contexts:
                 )
                 mx.eval([layer.state for layer in cache])
             logits = mx.contiguous(output.logits[:, -1])  # (1, V)
-            layers = [tuple(mx.contiguous(array) for array in layer.state) for layer in cache]
+            layers = [
+                tuple(mx.contiguous(array) for array in layer.state) for layer in cache
+            ]
             mx.eval(logits, layers)
             self.stored[first] = (layers, logits)
             for name in ("_position_ids", "_rope_deltas"):
@@ -65,8 +67,12 @@ class RecallingAdapter:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._adapter, name)
 
-    def prefill(self, rows: Any, cache: list[Any], begin: int, end: int, call: Any) -> Any:
-        return self._contexts.recall(int(rows[0].input_ids[0, 0].item()), cache, begin, end)
+    def prefill(
+        self, rows: Any, cache: list[Any], begin: int, end: int, call: Any
+    ) -> Any:
+        return self._contexts.recall(
+            int(rows[0].input_ids[0, 0].item()), cache, begin, end
+        )
 
 
 class RecallingLanguageModel:
@@ -81,12 +87,16 @@ class RecallingLanguageModel:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._language, name)
 
-    def __call__(self, ids: Any, cache: Sequence[Any], inputs_embeds: Any = None, **keywords: Any) -> Any:
+    def __call__(
+        self, ids: Any, cache: Sequence[Any], inputs_embeds: Any = None, **keywords: Any
+    ) -> Any:
         if inputs_embeds is None:
             return self._language(ids, cache=cache, **keywords)
         length = inputs_embeds.shape[1]
         if cache[0].keys is None:  # a new prompt
             self._first, self._done = int(ids[0, 0].item()), 0
-        logits = self._contexts.recall(self._first, cache, self._done, self._done + length)
+        logits = self._contexts.recall(
+            self._first, cache, self._done, self._done + length
+        )
         self._done += length
         return SimpleNamespace(logits=logits[:, None])  # (1, 1, V)

@@ -127,21 +127,37 @@ class Shape:
         """Positions of a picture of so many patches (high, wide), without the marks around it."""
         return self.picture_tokens or size[0] * size[1] // MERGE**2
 
-    def picture(self, random: np.random.RandomState, size: tuple[int, int]) -> dict[str, np.ndarray]:
+    def picture(
+        self, random: np.random.RandomState, size: tuple[int, int]
+    ) -> dict[str, np.ndarray]:
         """What a processor makes of a picture."""
         high, wide = size
-        is_whole, side = self.picture_tokens is not None, int(self.vision.get("image_size", 0))
+        is_whole = self.picture_tokens is not None
+        side = int(self.vision.get("image_size", 0))
         shape = (1, 3, side, side) if is_whole else (high * wide, self.patch_length)
         pixels = random.standard_normal(shape)
-        found = {"pixel_values": (pixels + 0.5 * random.standard_normal()).astype(np.float32)}
-        return found if is_whole else found | {"image_grid_thw": np.array([[1, high, wide]], dtype=np.int32)}
+        found = {
+            "pixel_values": (pixels + 0.5 * random.standard_normal()).astype(np.float32)
+        }
+        return (
+            found
+            if is_whole
+            else found | {"image_grid_thw": np.array([[1, high, wide]], dtype=np.int32)}
+        )
 
 
 def _text(
-    hidden: int, layers: int, inner: int, heads: int, kv_heads: int, vocabulary: int, tied: bool
+    hidden: int,
+    layers: int,
+    inner: int,
+    heads: int,
+    kv_heads: int,
+    vocabulary: int,
+    tied: bool,
 ) -> dict[str, Any]:
     half = hidden // heads // 2
-    section = [half - 2 * (half * 3 // 8), half * 3 // 8, half * 3 // 8]  # the published models' shares
+    # the published models' shares
+    section = [half - 2 * (half * 3 // 8), half * 3 // 8, half * 3 // 8]
     return {
         "model_type": "qwen2_5_vl",
         "hidden_size": hidden,
@@ -156,7 +172,9 @@ def _text(
     }
 
 
-def _vision(depth: int, hidden: int, inner: int, heads: int, out: int, full: list[int]) -> dict[str, Any]:
+def _vision(
+    depth: int, hidden: int, inner: int, heads: int, out: int, full: list[int]
+) -> dict[str, Any]:
     return {
         "depth": depth,
         "hidden_size": hidden,
@@ -176,7 +194,12 @@ def _one_size(scale: Scale, patches: int) -> Scale:
 
 
 def gemma3_shape(
-    name: str, text: dict[str, Any], vision: dict[str, Any], dtype: str, tie: float | None, scale: Scale
+    name: str,
+    text: dict[str, Any],
+    vision: dict[str, Any],
+    dtype: str,
+    tie: float | None,
+    scale: Scale,
 ) -> Shape:
     """Sliding and full layers, and a SigLIP tower whose patches are pooled."""
     side = vision["image_size"] // vision["patch_size"]
@@ -191,35 +214,71 @@ def gemma3_shape(
         markers={"image_token_index": IMAGE},
         picture_tokens=text["mm_tokens_per_image"],
         # norms multiply by one plus their weight
-        quiet={r"language_model\..*norm\.weight$|mm_soft_emb_norm": (0.2, 0.0), "embed_tokens": (None, 0.0)},
+        quiet={
+            r"language_model\..*norm\.weight$|mm_soft_emb_norm": (0.2, 0.0),
+            "embed_tokens": (None, 0.0),
+        },
         has_mask=True,
         unchecked="mlx-vlm's own loop does not hand the mask of pictures to the language model",
     )
 
 
 def qwen3_5_shape(
-    name: str, text: dict[str, Any], vision: dict[str, Any], dtype: str, tie: float | None, scale: Scale
+    name: str,
+    text: dict[str, Any],
+    vision: dict[str, Any],
+    dtype: str,
+    tie: float | None,
+    scale: Scale,
 ) -> Shape:
     """Layers of a gated delta net, and each fourth of attention."""
     rope = {"type": "default", "rope_theta": 10_000_000, "partial_rotary_factor": 0.25}
     turned = text["head_dim"] // 8  # pairs of columns that turn, in three sections
     section = [turned - 2 * (turned // 3), turned // 3, turned // 3]
-    common = {"rms_norm_eps": 1e-6, "linear_conv_kernel_dim": 4, "max_position_embeddings": 32768}
-    patches = {"patch_size": 16, "spatial_patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2}
+    common = {
+        "rms_norm_eps": 1e-6,
+        "linear_conv_kernel_dim": 4,
+        "max_position_embeddings": 32768,
+    }
+    patches = {
+        "patch_size": 16,
+        "spatial_patch_size": 16,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+    }
     return Shape(
         name,
-        {"model_type": "qwen3_5_text", **common, **text, "rope_parameters": {**rope, "mrope_section": section}},
-        {**patches, "out_hidden_size": text["hidden_size"], "deepstack_visual_indexes": [], **vision},
+        {
+            "model_type": "qwen3_5_text",
+            **common,
+            **text,
+            "rope_parameters": {**rope, "mrope_section": section},
+        },
+        {
+            **patches,
+            "out_hidden_size": text["hidden_size"],
+            "deepstack_visual_indexes": [],
+            **vision,
+        },
         dtype,
         tie,
         scale,
         family="qwen3_5",
-        quiet={r"\.A_log$": (0.5, -0.5), r"\.dt_bias$": (0.5, -2.0), r"linear_attn\.norm\.weight": (0.2, 1.0)},
+        quiet={
+            r"\.A_log$": (0.5, -0.5),
+            r"\.dt_bias$": (0.5, -2.0),
+            r"linear_attn\.norm\.weight": (0.2, 1.0),
+        },
     )
 
 
 def llava_shape(
-    name: str, text: dict[str, Any], vision: dict[str, Any], dtype: str, tie: float | None, scale: Scale
+    name: str,
+    text: dict[str, Any],
+    vision: dict[str, Any],
+    dtype: str,
+    tie: float | None,
+    scale: Scale,
 ) -> Shape:
     """A decoder of Llama's kind in 4 bits, and a CLIP tower."""
     side = vision["image_size"] // vision["patch_size"]
@@ -239,7 +298,13 @@ def llava_shape(
 
 
 def sizes(
-    hidden: int, layers: int, inner: int, heads: int, kv_heads: int, vocabulary: int, **more: Any
+    hidden: int,
+    layers: int,
+    inner: int,
+    heads: int,
+    kv_heads: int,
+    vocabulary: int,
+    **more: Any,
 ) -> dict[str, Any]:
     return {
         "hidden_size": hidden,
@@ -252,7 +317,9 @@ def sizes(
     }
 
 
-def tower_sizes(hidden: int, layers: int, inner: int, heads: int, patch: int, side: int) -> dict[str, Any]:
+def tower_sizes(
+    hidden: int, layers: int, inner: int, heads: int, patch: int, side: int
+) -> dict[str, Any]:
     return {
         "hidden_size": hidden,
         "num_hidden_layers": layers,
@@ -265,12 +332,26 @@ def tower_sizes(hidden: int, layers: int, inner: int, heads: int, patch: int, si
 
 def linear_heads(heads: int, width: int, head_dim: int) -> dict[str, int]:
     """Heads of gated delta nets, and the width of attention's."""
-    names = ("linear_num_value_heads", "linear_num_key_heads"), ("linear_key_head_dim", "linear_value_head_dim")
-    return dict.fromkeys(names[0], heads) | dict.fromkeys(names[1], width) | {"head_dim": head_dim}
+    names = (
+        ("linear_num_value_heads", "linear_num_key_heads"),
+        ("linear_key_head_dim", "linear_value_head_dim"),
+    )
+    return (
+        dict.fromkeys(names[0], heads)
+        | dict.fromkeys(names[1], width)
+        | {"head_dim": head_dim}
+    )
 
 
-def grid_tower_sizes(depth: int, hidden: int, inner: int, heads: int, side: int) -> dict[str, int]:
-    sizes = {"depth": depth, "hidden_size": hidden, "intermediate_size": inner, "num_heads": heads}
+def grid_tower_sizes(
+    depth: int, hidden: int, inner: int, heads: int, side: int
+) -> dict[str, int]:
+    sizes = {
+        "depth": depth,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_heads": heads,
+    }
     return {**sizes, "num_position_embeddings": side**2}
 
 
@@ -280,7 +361,14 @@ def grid_tower_sizes(depth: int, hidden: int, inner: int, heads: int, side: int)
 SHAPES = {
     shape.name: shape
     for shape in (
-        Shape("tiny", _text(64, 2, 96, 4, 2, 256, False), _vision(2, 32, 64, 2, 64, [1]), "float32", 1e-3, TINY_SCALE),
+        Shape(
+            "tiny",
+            _text(64, 2, 96, 4, 2, 256, False),
+            _vision(2, 32, 64, 2, 64, [1]),
+            "float32",
+            1e-3,
+            TINY_SCALE,
+        ),
         Shape(
             "small",
             _text(512, 6, 2048, 8, 8, 16384, False),
@@ -307,7 +395,17 @@ SHAPES = {
         ),
         gemma3_shape(
             "gemma3-4b",
-            sizes(2560, 34, 10240, 8, 4, 262208, head_dim=256, sliding_window=1024, mm_tokens_per_image=256),
+            sizes(
+                2560,
+                34,
+                10240,
+                8,
+                4,
+                262208,
+                head_dim=256,
+                sliding_window=1024,
+                mm_tokens_per_image=256,
+            ),
             tower_sizes(1152, 27, 4304, 16, 14, 896),
             "bfloat16",
             None,
@@ -315,7 +413,17 @@ SHAPES = {
         ),
         gemma3_shape(
             "gemma3-small",
-            sizes(512, 6, 2048, 8, 4, 16384, head_dim=64, sliding_window=256, mm_tokens_per_image=64),
+            sizes(
+                512,
+                6,
+                2048,
+                8,
+                4,
+                16384,
+                head_dim=64,
+                sliding_window=256,
+                mm_tokens_per_image=64,
+            ),
             tower_sizes(256, 4, 768, 4, 14, 224),
             "float32",
             1e-3,
@@ -373,7 +481,8 @@ def build(shape: Shape, seed: int = 25) -> Any:
             model_type=shape.family,
             vocab_size=size,
             eos_token_id=[],
-            text_config=upstream.TextConfig(**deepcopy(shape.text)),  # some change what they are given
+            # some change what they are given
+            text_config=upstream.TextConfig(**deepcopy(shape.text)),
             vision_config=upstream.VisionConfig(**deepcopy(shape.vision)),
             **{name: size + mark for name, mark in shape.markers.items()},
         )
@@ -391,7 +500,12 @@ def build(shape: Shape, seed: int = 25) -> Any:
     return model
 
 
-def enliven(model: Any, dtype: Any, seed: int, quiet: Mapping[str, tuple[float | None, float]] | None = None) -> None:
+def enliven(
+    model: Any,
+    dtype: Any,
+    seed: int,
+    quiet: Mapping[str, tuple[float | None, float]] | None = None,
+) -> None:
     """Fill every parameter so that logits are far from flat (a standard deviation near 3) and every branch counts.
 
     Matrices keep the scale of their input; a tied embedding is scaled down so that the head, which it is too, is not
@@ -404,10 +518,15 @@ def enliven(model: Any, dtype: Any, seed: int, quiet: Mapping[str, tuple[float |
     tied = not any(path.endswith("lm_head.weight") for path, _ in parameters(model))
     for path, value in parameters(model):
         noise = mx.random.normal(value.shape)
-        said = next((how for pattern, how in (quiet or {}).items() if re.search(pattern, path)), None)
+        said = next(
+            (how for pattern, how in (quiet or {}).items() if re.search(pattern, path)),
+            None,
+        )
         if said is not None:
             deviation, middle = said
-            noise = middle + noise * (value.shape[-1] ** -0.5 if deviation is None else deviation)
+            noise = middle + noise * (
+                value.shape[-1] ** -0.5 if deviation is None else deviation
+            )
         elif path.endswith("bias"):
             noise = 0.2 * noise
         elif value.ndim == 1:
@@ -426,7 +545,11 @@ def enliven(model: Any, dtype: Any, seed: int, quiet: Mapping[str, tuple[float |
 
 def count_parameters(model: Any) -> int:
     """All parameters, the vision tower's included; of packed ones, those that they stand for."""
-    packed = {path: module.bits for path, module in model.named_modules() if "scales" in module}
+    packed = {
+        path: module.bits
+        for path, module in model.named_modules()
+        if "scales" in module
+    }
     found = 0
     for path, value in parameters(model):
         owner, _, name = path.rpartition(".")

@@ -44,12 +44,16 @@ class VllmMlx:
             ask = self.waiting.popleft()
             self.running.add(ask.name)
             pictures = ["recorded"] if ask.has_picture else None
-            request = self.make_request(0, ask.name, "", pictures, max_tokens=ask.max_tokens, temperature=0.0)
+            request = self.make_request(
+                0, ask.name, "", pictures, max_tokens=ask.max_tokens, temperature=0.0
+            )
             self.generator.insert([request])
         tokens = []
         for response in self.generator.next():
             if response.finish_reason == "error":
-                raise RuntimeError(f"vllm-mlx failed {response.request_id}; run it with logging to see why")
+                raise RuntimeError(
+                    f"vllm-mlx failed {response.request_id}; run it with logging to see why"
+                )
             if response.finish_reason is not None:
                 self.running.discard(response.request_id)
             tokens.append((response.request_id, int(response.token)))

@@ -20,7 +20,8 @@ class Worker:
     """An engine's process between two commands."""
 
     def __init__(self, engine: str, shape: str, threads: int) -> None:
-        from vlm_batch.runtime import blas  # before MLX: it loads the fast BLAS that every engine gets
+        # before MLX: it loads the fast BLAS that every engine gets
+        from vlm_batch.runtime import blas
 
         blas.limit_threads(threads)
         import mlx.core as mx
@@ -63,8 +64,13 @@ class Worker:
                 }
         contexts = self._contexts(workload, draw)
         if command["do"] == "warm":
-            asks = [replace(ask, max_tokens=min(ask.max_tokens, 6), arrival=0.0) for ask in workload.asks[:8]]
-            measure.measure(self.make, self.model, replace(workload, asks=asks), contexts)
+            asks = [
+                replace(ask, max_tokens=min(ask.max_tokens, 6), arrival=0.0)
+                for ask in workload.asks[:8]
+            ]
+            measure.measure(
+                self.make, self.model, replace(workload, asks=asks), contexts
+            )
             if command.get("shapes") and workload.name not in self.warmed:
                 self.warmed.add(workload.name)
                 engine = self.make(self.model, workload, contexts)
@@ -81,9 +87,14 @@ class Worker:
             return {
                 **measure.figures(workload, trace),
                 "rows": verdict.rows,
-                "others": {name: [other.step, _finite(other.gap)] for name, other in verdict.others.items()},
+                "others": {
+                    name: [other.step, _finite(other.gap)]
+                    for name, other in verdict.others.items()
+                },
             }
-        call = {"own_share": probe.own_share, "copied_bytes": probe.copied_bytes}[command["do"]]
+        call = {"own_share": probe.own_share, "copied_bytes": probe.copied_bytes}[
+            command["do"]
+        ]
         return call(self.make, self.model, workload, contexts)
 
     def _contexts(self, workload: Any, draw: int) -> Any:
@@ -91,7 +102,8 @@ class Worker:
 
         if not workload.recalled:
             return None
-        if self.contexts is None or self.contexts[0] != draw:  # all recalled workloads of a draw have the same contexts
+        # all recalled workloads of a draw have the same contexts
+        if self.contexts is None or self.contexts[0] != draw:
             self.contexts = draw, Contexts(self.model, workload.asks)
         return self.contexts[1]
 
@@ -112,11 +124,15 @@ def main() -> None:
         from benchmarks.compare.measure import WorkClock
 
         WorkClock().install()
-    answer = os.fdopen(os.dup(1), "w", encoding="utf-8")  # whatever a library prints must not get between
+    # whatever a library prints must not get between
+    answer = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 
     def say(line: dict[str, Any]) -> None:
-        finite = {name: _finite(value) if isinstance(value, float) else value for name, value in line.items()}
+        finite = {
+            name: _finite(value) if isinstance(value, float) else value
+            for name, value in line.items()
+        }
         answer.write(json.dumps(finite) + "\n")
         answer.flush()
 

@@ -17,7 +17,8 @@ class Ask:
     """One request: what a processor would have made of it, as numpy arrays. ``arrival`` is in seconds from the start."""
 
     name: str
-    inputs: Mapping[str, np.ndarray]  # input_ids (1, L); pixel_values (patches, values), image_grid_thw (1, 3)
+    # input_ids (1, L); pixel_values (patches, values), image_grid_thw (1, 3)
+    inputs: Mapping[str, np.ndarray]
     max_tokens: int
     arrival: float = 0.0
     same_as: str = ""  # asks of one source have the same inputs
@@ -50,8 +51,10 @@ class Workload:
     rows: int
     in_flight: int | None = None
     recalled: bool = False
-    chunk: int | None = None  # prompt tokens a step, where the workload needs a whole prompt in one
-    answers_of: str = ""  # the workload whose answers hold for this one's asks too; its own by default
+    # prompt tokens a step, where the workload needs a whole prompt in one
+    chunk: int | None = None
+    # the workload whose answers hold for this one's asks too; its own by default
+    answers_of: str = ""
 
 
 def make_workload(name: str, shape: Shape, draw: int = 0) -> Workload:
@@ -64,7 +67,11 @@ def _captions(shape: Shape, draw: int) -> Workload:
     side = scale.image_patches[-2]
     text = _words(random, shape, 24)
     asks = [
-        Ask(f"caption-{i}", _prompt(random, shape, text[:8], (side, side), text[8:]), scale.caption_tokens)
+        Ask(
+            f"caption-{i}",
+            _prompt(random, shape, text[:8], (side, side), text[8:]),
+            scale.caption_tokens,
+        )
         for i in range(scale.captions)
     ]
     return Workload(
@@ -78,13 +85,23 @@ def _captions(shape: Shape, draw: int) -> Workload:
 def _documents(shape: Shape, draw: int) -> Workload:
     scale, random = shape.scale, _random(shape, 2, draw)
     sides = scale.image_patches
-    sizes = list(dict.fromkeys((high, wide) for high in sides for wide in sides if abs(high - wide) <= 4))[:10]
+    sizes = list(
+        dict.fromkeys(
+            (high, wide) for high in sides for wide in sides if abs(high - wide) <= 4
+        )
+    )[:10]
     asks = []
     for i in range(scale.documents):
         size = sizes[i % len(sizes)]
         length = int(random.randint(*scale.document_prompts))
         text = _words(random, shape, max(8, length - shape.count_tokens(size) - 2))
-        asks.append(Ask(f"document-{i}", _prompt(random, shape, text[:4], size, text[4:]), scale.document_tokens))
+        asks.append(
+            Ask(
+                f"document-{i}",
+                _prompt(random, shape, text[:4], size, text[4:]),
+                scale.document_tokens,
+            )
+        )
     return Workload(
         "documents",
         f"(b) documents: {len(asks)} pictures of {len(sizes)} sizes, prompts of "
@@ -102,10 +119,16 @@ def _chat(rows: int) -> Callable[[Shape, int], Workload]:
         for i in range(scale.chat_requests):
             length = _between(random, scale.chat_prompts)
             tokens = _between(random, scale.chat_tokens)
-            fitting = [side for side in scale.image_patches if shape.count_tokens((side, side)) + 12 <= length]
+            fitting = [
+                side
+                for side in scale.image_patches
+                if shape.count_tokens((side, side)) + 12 <= length
+            ]
             if fitting and random.random_sample() < 0.6:
                 side = fitting[random.randint(len(fitting))]
-                text = _words(random, shape, length - shape.count_tokens((side, side)) - 2)
+                text = _words(
+                    random, shape, length - shape.count_tokens((side, side)) - 2
+                )
                 inputs = _prompt(random, shape, text[:4], (side, side), text[4:])
             else:
                 inputs = {"input_ids": _ids(_words(random, shape, length))}
@@ -131,12 +154,25 @@ def _churn(every: int) -> Callable[[Shape, int], Workload]:
         rows = 8
         spread = scale.churn_context // 20
         contexts = [
-            {"input_ids": _ids([10 + i, *_words(random, shape, scale.churn_context - 1 + spread * (i - 2))])}
+            {
+                "input_ids": _ids(
+                    [
+                        10 + i,
+                        *_words(
+                            random, shape, scale.churn_context - 1 + spread * (i - 2)
+                        ),
+                    ]
+                )
+            }
             for i in range(4)
         ]
-        ends = [every * (row + 1) for row in range(rows)]  # the first rows leave one by one
+        # the first rows leave one by one
+        ends = [every * (row + 1) for row in range(rows)]
         ends += [every * rows] * (scale.churn_steps // every)
-        asks = [Ask(f"churn-{i}", contexts[i % 4], tokens, same_as=f"context-{i % 4}") for i, tokens in enumerate(ends)]
+        asks = [
+            Ask(f"churn-{i}", contexts[i % 4], tokens, same_as=f"context-{i % 4}")
+            for i, tokens in enumerate(ends)
+        ]
         return Workload(
             f"churn-{every}",
             f"(d) churn: {rows} rows at {scale.churn_context} tokens, a leave and a join every {every} steps, "
@@ -156,7 +192,11 @@ def _single(shape: Shape, draw: int) -> Workload:
     random = _random(shape, 6, draw)
     side = shape.scale.image_patches[-1]
     text = _words(random, shape, shape.scale.document_prompts[0])
-    ask = Ask("single", _prompt(random, shape, text[:4], (side, side), text[4:]), shape.scale.caption_tokens * 2)
+    ask = Ask(
+        "single",
+        _prompt(random, shape, text[:4], (side, side), text[4:]),
+        shape.scale.caption_tokens * 2,
+    )
     asks = [replace(ask, name=f"single-{i}", same_as="single") for i in range(4)]
     title = f"one request at a time: a picture of {_pixels(shape, side)}, prompt {ask.length}, {ask.max_tokens} tokens"
     return Workload("single", title, asks, rows=1, in_flight=1)
@@ -165,10 +205,19 @@ def _single(shape: Shape, draw: int) -> Workload:
 def _steady(shape: Shape, draw: int) -> Workload:
     random = _random(shape, 7, draw)
     asks = [
-        Ask(f"steady-{i}", {"input_ids": _ids(_words(random, shape, 40 + 8 * i))}, 2 * shape.scale.caption_tokens)
+        Ask(
+            f"steady-{i}",
+            {"input_ids": _ids(_words(random, shape, 40 + 8 * i))},
+            2 * shape.scale.caption_tokens,
+        )
         for i in range(8)
     ]
-    return Workload("steady", f"8 rows of text, {asks[0].max_tokens} tokens each, nothing joins", asks, rows=8)
+    return Workload(
+        "steady",
+        f"8 rows of text, {asks[0].max_tokens} tokens each, nothing joins",
+        asks,
+        rows=8,
+    )
 
 
 WORKLOADS: dict[str, Callable[[Shape, int], Workload]] = {
@@ -188,7 +237,9 @@ def _random(shape: Shape, number: int, draw: int) -> np.random.RandomState:
 
 
 def _words(random: np.random.RandomState, shape: Shape, length: int) -> list[int]:
-    return [int(token) for token in random.randint(16, shape.vocabulary - 8, size=length)]
+    return [
+        int(token) for token in random.randint(16, shape.vocabulary - 8, size=length)
+    ]
 
 
 def _ids(tokens: Sequence[int]) -> np.ndarray:
@@ -202,11 +253,19 @@ def _between(random: np.random.RandomState, limits: tuple[int, int]) -> int:
 
 
 def _prompt(
-    random: np.random.RandomState, shape: Shape, before: Sequence[int], size: tuple[int, int], after: Sequence[int]
+    random: np.random.RandomState,
+    shape: Shape,
+    before: Sequence[int],
+    size: tuple[int, int],
+    after: Sequence[int],
 ) -> dict[str, np.ndarray]:
     """Text, a picture of ``size`` patches (high, wide), text."""
     last = shape.vocabulary
-    picture = [last + VISION_START, *[last + IMAGE] * shape.count_tokens(size), last + VISION_END]
+    picture = [
+        last + VISION_START,
+        *[last + IMAGE] * shape.count_tokens(size),
+        last + VISION_END,
+    ]
     ids = _ids([*before, *picture, *after])
     mask = {"attention_mask": np.ones_like(ids)} if shape.has_mask else {}
     return {"input_ids": ids, **mask, **shape.picture(random, size)}

@@ -12,29 +12,55 @@ import numpy as np
 from PIL import Image
 from tiny import alone, attempt, case, noise, prompt, report, tiny
 
-ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 123.0, "partial_rotary_factor": 0.5}}
+ROPE = {
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 123.0,
+        "partial_rotary_factor": 0.5,
+    }
+}
 
 
-@case("falcon_h1", at="models/falcon_h1/language.py:425 models/falcon_h1/language.py:427")
+@case(
+    "falcon_h1", at="models/falcon_h1/language.py:425 models/falcon_h1/language.py:427"
+)
 def falcon_h1_multipliers():
     """``key_multiplier`` is looked for beside "key_proj.weight", which is no name of the model, and values miss
     ``attention_in_multiplier``. Right (transformers, modeling_falcon_h1.py): keys times both, values times one."""
     upstream = import_module("mlx_vlm.models.falcon_h1")
-    config = upstream.ModelConfig(num_hidden_layers=1, hidden_size=8, vocab_size=8, head_dim=4, num_attention_heads=2)
+    config = upstream.ModelConfig(
+        num_hidden_layers=1,
+        hidden_size=8,
+        vocab_size=8,
+        head_dim=4,
+        num_attention_heads=2,
+    )
     config.key_multiplier, config.attention_in_multiplier = 0.5, 3.0
-    weights = {f"model.layers.0.self_attn.{name}_proj.weight": mx.ones((1, 1)) for name in "kv"}
+    weights = {
+        f"model.layers.0.self_attn.{name}_proj.weight": mx.ones((1, 1)) for name in "kv"
+    }
     weights["model.layers.0.mamba.conv1d.weight"] = mx.zeros((8, 1, 4))
     holder = SimpleNamespace(args=config, model=SimpleNamespace(_mup_vector=mx.ones(1)))
-    found = import_module("mlx_vlm.models.falcon_h1.language").LanguageModel.sanitize(holder, weights)
-    return [value.item() for name, value in sorted(found.items()) if "_proj" in name], [1.5, 3.0]
+    found = import_module("mlx_vlm.models.falcon_h1.language").LanguageModel.sanitize(
+        holder, weights
+    )
+    return [value.item() for name, value in sorted(found.items()) if "_proj" in name], [
+        1.5,
+        3.0,
+    ]
 
 
 def norm_from_one(sanitize, name):
     """A norm of 1.0037 whose file has 0.0037 in bfloat16, and what lies beside it to be told as transformers' folder."""
-    weight, right = mx.array([0.0037], mx.bfloat16), 1 + mx.array([0.0037], mx.bfloat16).astype(mx.float32)
-    beside = {"model.language_model.layers.0.linear_attn.conv1d.weight": mx.zeros((8, 1, 4))}
+    weight = mx.array([0.0037], mx.bfloat16)
+    right = 1 + mx.array([0.0037], mx.bfloat16).astype(mx.float32)
+    beside = {
+        "model.language_model.layers.0.linear_attn.conv1d.weight": mx.zeros((8, 1, 4))
+    }
     found = sanitize({**beside, name: weight})
-    return next(value for key, value in found.items() if "norm" in key).astype(mx.float32), right
+    return next(value for key, value in found.items() if "norm" in key).astype(
+        mx.float32
+    ), right
 
 
 @case("qwen3_5", at="models/qwen3_5/qwen3_5.py:171")
@@ -47,24 +73,38 @@ def qwen3_5_norms():
 def qwen3_5_moe_norms():
     """As qwen3_5."""
     upstream = import_module("mlx_vlm.models.qwen3_5_moe.qwen3_5_moe")
-    text = SimpleNamespace(tie_word_embeddings=False, num_hidden_layers=0, num_experts=0)
+    text = SimpleNamespace(
+        tie_word_embeddings=False, num_hidden_layers=0, num_experts=0
+    )
     holder = SimpleNamespace(config=SimpleNamespace(text_config=text))
-    return norm_from_one(lambda weights: upstream.Model.sanitize(holder, weights), "model.language_model.norm.weight")
+    return norm_from_one(
+        lambda weights: upstream.Model.sanitize(holder, weights),
+        "model.language_model.norm.weight",
+    )
 
 
 @case("qwen3_next", at="models/qwen3_next/language.py:443")
 def qwen3_next_norms():
     """As qwen3_5."""
     upstream = import_module("mlx_vlm.models.qwen3_next.language")
-    holder = SimpleNamespace(args=SimpleNamespace(tie_word_embeddings=False, num_hidden_layers=0, num_experts=0))
+    holder = SimpleNamespace(
+        args=SimpleNamespace(
+            tie_word_embeddings=False, num_hidden_layers=0, num_experts=0
+        )
+    )
     weights = {"model.layers.0.mlp.experts.0.up_proj.weight": mx.zeros((1, 1))}
-    return norm_from_one(lambda more: upstream.LanguageModel.sanitize(holder, {**weights, **more}), "model.norm.weight")
+    return norm_from_one(
+        lambda more: upstream.LanguageModel.sanitize(holder, {**weights, **more}),
+        "model.norm.weight",
+    )
 
 
 @case("minicpmv4_6", at="models/minicpmv4_6/minicpmv4_6.py:492")
 def minicpmv4_6_norms():
     """As qwen3_5."""
-    return norm_from_one(tiny("minicpmv4_6").sanitize, "model.language_model.norm.weight")
+    return norm_from_one(
+        tiny("minicpmv4_6").sanitize, "model.language_model.norm.weight"
+    )
 
 
 @case("step3p7", at="models/step3p7/language.py:353 models/step3p5/language.py:415")
@@ -74,7 +114,10 @@ def step3p7_norms():
     holder = SimpleNamespace(args=SimpleNamespace(num_hidden_layers=1))
     weights = {"language_model.model.layers.0.moe.gate.weight": mx.zeros((1, 1))}
     sanitize = upstream.LanguageModel.sanitize
-    return norm_from_one(lambda more: sanitize(holder, {**weights, **more}), "language_model.model.norm.weight")
+    return norm_from_one(
+        lambda more: sanitize(holder, {**weights, **more}),
+        "language_model.model.norm.weight",
+    )
 
 
 @case("muse_spark", at="models/muse_spark/sanitize.py:11")
@@ -97,7 +140,9 @@ def base_of(family):
         "vocab_size",
         "num_key_value_heads",
     ]
-    return upstream.TextConfig.from_dict({"model_type": "", **dict.fromkeys(sizes, 1), **ROPE}).rope_theta
+    return upstream.TextConfig.from_dict(
+        {"model_type": "", **dict.fromkeys(sizes, 1), **ROPE}
+    ).rope_theta
 
 
 @case(
@@ -126,7 +171,8 @@ def mllama_heads():
 @case("gemma3", at="models/gemma3/language.py:266")
 def gemma3_head():
     """A head of its own is looked for under a name that it does not have, and overwritten with the embedding table."""
-    head, table = "language_model.lm_head.weight", "language_model.model.embed_tokens.weight"
+    head = "language_model.lm_head.weight"
+    table = "language_model.model.embed_tokens.weight"
     holder = SimpleNamespace()
     found = import_module("mlx_vlm.models.gemma3.language").LanguageModel.sanitize(
         holder, {head: mx.ones((2, 2)), table: mx.zeros((2, 2))}
@@ -139,11 +185,19 @@ def llama4_placeholders():
     """With a placeholder more than a picture has features, an index reads past the features' end, and the request is
     answered. Right: an error.
     """
-    request = {"input_ids": prompt(1, [128] * 5), "pixel_values": noise(2, 1, 3, 16, 16)}
-    return attempt(lambda: f"{len(alone(tiny('llama4'), request, 1))} token"), "an error that names both numbers"
+    request = {
+        "input_ids": prompt(1, [128] * 5),
+        "pixel_values": noise(2, 1, 3, 16, 16),
+    }
+    return attempt(
+        lambda: f"{len(alone(tiny('llama4'), request, 1))} token"
+    ), "an error that names both numbers"
 
 
-@case("llama4", at="models/llama4/processing_llama4.py:67 models/llama4/processing_llama4.py:206")
+@case(
+    "llama4",
+    at="models/llama4/processing_llama4.py:67 models/llama4/processing_llama4.py:206",
+)
 def llama4_tiles():
     """The whole picture that stands behind several tiles has placeholders and no pixels. Right (transformers,
     image_processing_llama4.py): as many tiles as the prompt has room for, undistorted, from grids of up to 16."""
@@ -173,9 +227,20 @@ def llava_padding():
             return {"pixel_values": np.zeros((1, 3, 4, 4), np.float32)}
 
     processor = copy.copy(LlavaProcessor.__new__(LlavaProcessor))
-    processor.__dict__.update(image_processor=Pictures(), tokenizer=Words(), image_token="<image>", patch_size=4)
-    processor.__dict__.update(num_additional_image_tokens=0, vision_feature_select_strategy="full")
-    found = attempt(lambda: str(sorted(process_inputs(processor, ["<image>"], [Image.new("RGB", (4, 4))]))))
+    processor.__dict__.update(
+        image_processor=Pictures(),
+        tokenizer=Words(),
+        image_token="<image>",
+        patch_size=4,
+    )
+    processor.__dict__.update(
+        num_additional_image_tokens=0, vision_feature_select_strategy="full"
+    )
+    found = attempt(
+        lambda: str(
+            sorted(process_inputs(processor, ["<image>"], [Image.new("RGB", (4, 4))]))
+        )
+    )
     return found, "['input_ids', 'pixel_values']"
 
 
@@ -189,7 +254,9 @@ def bare_tokenizer():
             return ""
 
     detokenizer = NaiveStreamingDetokenizer(Words())
-    return attempt(lambda: type(copy.deepcopy(detokenizer)).__name__), "NaiveStreamingDetokenizer"
+    return attempt(
+        lambda: type(copy.deepcopy(detokenizer)).__name__
+    ), "NaiveStreamingDetokenizer"
 
 
 if __name__ == "__main__":

@@ -46,13 +46,20 @@ def ernie4_5_moe_vl():
     return whole_and_chunked("ernie4_5_moe_vl", pictures(3, (6, 8), length=48))
 
 
-@case("hunyuan_vl", at="models/hunyuan_vl/language.py:206 models/hunyuan_vl/language.py:459")
+@case(
+    "hunyuan_vl",
+    at="models/hunyuan_vl/language.py:206 models/hunyuan_vl/language.py:459",
+)
 def hunyuan_vl():
     """From the second chunk on, tokens count as text, and turn by one axis."""
     ids = text(4, 16)["input_ids"]
     # below 4: the first chunk's table of angles has as many rows as the chunk has tokens
-    positions = mx.concatenate([mx.arange(16)[None], noise(5, 3, 16).astype(mx.int32) % 4])[None]
-    return whole_and_chunked("hunyuan_vl", {"input_ids": ids, "position_ids": positions})
+    positions = mx.concatenate(
+        [mx.arange(16)[None], noise(5, 3, 16).astype(mx.int32) % 4]
+    )[None]
+    return whole_and_chunked(
+        "hunyuan_vl", {"input_ids": ids, "position_ids": positions}
+    )
 
 
 @case("gemma3n", at="models/gemma3n/language.py:138")
@@ -81,9 +88,18 @@ def phi_long_rope():
     """
     from mlx_vlm.models.rope_utils import SuScaledRoPE
 
-    rope = SuScaledRoPE(8, 100.0, 64, 8, short_factor=[1.0, 1.1, 1.2, 1.3], long_factor=[2.0, 3.0, 4.0, 5.0])
+    rope = SuScaledRoPE(
+        8,
+        100.0,
+        64,
+        8,
+        short_factor=[1.0, 1.1, 1.2, 1.3],
+        long_factor=[2.0, 3.0, 4.0, 5.0],
+    )
     x = noise(1, 1, 1, 20, 8)
-    return mx.concatenate([rope(x[:, :, i : i + 4], offset=i) for i in range(0, 20, 4)], axis=2), rope(x)
+    return mx.concatenate(
+        [rope(x[:, :, i : i + 4], offset=i) for i in range(0, 20, 4)], axis=2
+    ), rope(x)
 
 
 @case("unlimited_ocr", at="models/unlimited_ocr/language.py:38")
@@ -95,13 +111,17 @@ def unlimited_ocr():
     from mlx_vlm.models.unlimited_ocr.language import RingSlidingKVCache
 
     cache = RingSlidingKVCache(3)
-    for start, end in [(0, 4), (4, 5), *[(place, place + 1) for place in range(5, 9)]]:  # a prompt of 5, an answer of 4
+    # a prompt of 5, an answer of 4
+    for start, end in [(0, 4), (4, 5), *[(place, place + 1) for place in range(5, 9)]]:
         keys = mx.arange(start, end, dtype=mx.float32)[None, None, :, None]
         seen, _ = cache.update_and_fetch(keys, keys)
     return sorted(seen.flatten().tolist()), [0, 1, 2, 3, 4, 6, 7, 8]
 
 
-@case("deepseek_v4", at="models/deepseek_v4/language.py:403 models/deepseek_v4/language.py:857")
+@case(
+    "deepseek_v4",
+    at="models/deepseek_v4/language.py:403 models/deepseek_v4/language.py:857",
+)
 def deepseek_v4_pools():
     """A pool is made of its four tokens and of the four before, which are forgotten at the end of every chunk, at every
     decoded token, and in prompts of up to eight tokens, which run token by token. Right (transformers,

@@ -14,13 +14,17 @@ X = noise(1, 64) * 2
 
 def activations(module):
     """What a GELU of the module makes of some values."""
-    return next(child for _, child in module.named_modules() if isinstance(child, nn.GELU))(X)
+    return next(
+        child for _, child in module.named_modules() if isinstance(child, nn.GELU)
+    )(X)
 
 
 def tower_of(name):
     """The vision tower of a tiny model."""
     model = tiny(name)
-    return next(model[part] for part in ("vision_tower", "vision_model") if part in model)
+    return next(
+        model[part] for part in ("vision_tower", "vision_model") if part in model
+    )
 
 
 @case("llava", at="models/llava/vision.py:8")
@@ -153,7 +157,10 @@ def glm4v_moe_epsilon():
 
 def _norm1_epsilon(name):
     vision = {**CONFIGS[name]["vision_config"], "rms_norm_eps": 1e-3}
-    return f"{tiny(name, vision_config=vision).vision_tower.blocks[0].norm1.eps:g}", "0.001"
+    return (
+        f"{tiny(name, vision_config=vision).vision_tower.blocks[0].norm1.eps:g}",
+        "0.001",
+    )
 
 
 @case("mistral3", at="models/mistral4/language.py:34")
@@ -168,7 +175,11 @@ def mistral4_yarn():
         "factor": 4.0,
         "mscale_all_dim": 1.0,
     }
-    attention = tiny("mistral3_mistral4", text_config=text_config).language_model.model.layers[0].self_attn
+    attention = (
+        tiny("mistral3_mistral4", text_config=text_config)
+        .language_model.model.layers[0]
+        .self_attn
+    )
     return attention.scale, attention.qk_head_dim**-0.5 * (0.1 * math.log(4.0) + 1) ** 2
 
 
@@ -180,9 +191,16 @@ def gemma3_scale():
     """
     model = tiny("gemma3")
     ids, pixels = mx.array([[5, *[128] * 9, 6]]), noise(2, 1, 3, 24, 24)
-    embeds = model.get_input_embeddings(ids, pixels, mask=mx.ones(ids.shape)).inputs_embeds[0, 1:10]
-    states, *_ = model.vision_tower(pixels.transpose(0, 2, 3, 1), output_hidden_states=True)
-    return embeds * model.config.text_config.hidden_size**0.5, model.multi_modal_projector(states)[0]
+    embeds = model.get_input_embeddings(
+        ids, pixels, mask=mx.ones(ids.shape)
+    ).inputs_embeds[0, 1:10]
+    states, *_ = model.vision_tower(
+        pixels.transpose(0, 2, 3, 1), output_hidden_states=True
+    )
+    return (
+        embeds * model.config.text_config.hidden_size** 0.5,
+        model.multi_modal_projector(states)[0],
+    )
 
 
 @case("paligemma", at="models/paligemma/paligemma.py:97")
@@ -193,8 +211,12 @@ def paligemma2_scale():
     model = tiny("paligemma2")
     ids, pixels = mx.array([[*[128] * 9, 5, 6]]), noise(2, 1, 3, 12, 12)
     width = model.config.text_config.hidden_size
-    embeds = model.get_input_embeddings(ids, pixels, mask=mx.ones(ids.shape)).inputs_embeds[0, :9]
-    states, *_ = model.vision_tower(pixels.transpose(0, 2, 3, 1), output_hidden_states=True)
+    embeds = model.get_input_embeddings(
+        ids, pixels, mask=mx.ones(ids.shape)
+    ).inputs_embeds[0, :9]
+    states, *_ = model.vision_tower(
+        pixels.transpose(0, 2, 3, 1), output_hidden_states=True
+    )
     return embeds * width**0.5, model.multi_modal_projector(states).reshape(-1, width)
 
 

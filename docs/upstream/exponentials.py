@@ -41,7 +41,9 @@ def calls_of_fmaf():
     library = Path(mx.__file__).parent / "lib" / "libmlx.so"
     if shutil.which("objdump") is None or not library.exists():
         return None
-    code = subprocess.run(["objdump", "-d", "--no-show-raw-insn", library], capture_output=True, text=True).stdout
+    code = subprocess.run(
+        ["objdump", "-d", "--no-show-raw-insn", library], capture_output=True, text=True
+    ).stdout
     return code.count("<fmaf@plt>\n"), code.count("vfmadd")
 
 
@@ -52,13 +54,19 @@ def main():
     rows = numbers.reshape(-1, 1024)
     print("nanoseconds a number")
     for name in ("exp", "sigmoid", "erf", "sin", "cos", "tanh"):
-        print(f"  mx.{name:<10}{best(lambda name=name: mx.eval(getattr(mx, name)(numbers))):8.2f}")
-    print(f"  mx.{'softmax':<10}{best(lambda: mx.eval(mx.softmax(rows, axis=-1))):8.2f}")
+        print(
+            f"  mx.{name:<10}{best(lambda name=name: mx.eval(getattr(mx, name)(numbers))):8.2f}"
+        )
+    print(
+        f"  mx.{'softmax':<10}{best(lambda: mx.eval(mx.softmax(rows, axis=-1))):8.2f}"
+    )
     print(f"  mx.{'multiply':<10}{best(lambda: mx.eval(numbers * numbers)):8.2f}")
     print(f"  np.{'exp':<10}{best(lambda: np.exp(own, out=out)):8.2f}")
     counts = calls_of_fmaf()
     if counts is not None:
-        print(f"calls of fmaf in libmlx.so: {counts[0]}, instructions vfmadd: {counts[1]}")
+        print(
+            f"calls of fmaf in libmlx.so: {counts[0]}, instructions vfmadd: {counts[1]}"
+        )
 
 
 if __name__ == "__main__":

@@ -32,9 +32,17 @@ def gemma3():
     for layer_window in (model.language_model.config, model.language_model.model):
         layer_window.sliding_window = layer_window.window_size = 64
     ids = prompt(1, [129, *[128] * 9, 130])
-    request = {"input_ids": ids, "attention_mask": mx.ones(ids.shape), "pixel_values": noise(2, 1, 3, 24, 24)}
-    embeds = model.get_input_embeddings(ids, request["pixel_values"], mask=request["attention_mask"]).inputs_embeds
-    return first_logprobs(model, request), logprobs(model.language_model(ids, embeds, mask=two_way(ids, 128)).logits)
+    request = {
+        "input_ids": ids,
+        "attention_mask": mx.ones(ids.shape),
+        "pixel_values": noise(2, 1, 3, 24, 24),
+    }
+    embeds = model.get_input_embeddings(
+        ids, request["pixel_values"], mask=request["attention_mask"]
+    ).inputs_embeds
+    return first_logprobs(model, request), logprobs(
+        model.language_model(ids, embeds, mask=two_way(ids, 128)).logits
+    )
 
 
 def moondream(name):
@@ -46,7 +54,12 @@ def moondream(name):
         "num_crops": [1],
         "crop_layouts": [None],
     }
-    right = model(request["input_ids"], pixel_values=request["pixel_values"], num_crops=[1], crop_layouts=[None]).logits
+    right = model(
+        request["input_ids"],
+        pixel_values=request["pixel_values"],
+        num_crops=[1],
+        crop_layouts=[None],
+    ).logits
     return first_logprobs(model, request), logprobs(right)
 
 
@@ -73,7 +86,9 @@ def molmo2():
     embeds = noise(3, 1, ids.shape[1], 64)
     types = mx.array([[0, 0, 0, 1, 1, 1, 0, 0, 0]])
     found = language(ids, inputs_embeds=embeds, token_type_ids=types).logits
-    return logprobs(found), logprobs(language(ids, inputs_embeds=embeds, mask=two_way(types, 1)).logits)
+    return logprobs(found), logprobs(
+        language(ids, inputs_embeds=embeds, mask=two_way(types, 1)).logits
+    )
 
 
 if __name__ == "__main__":

@@ -5,7 +5,19 @@ concatenates other arrays, and takes the rest from the first row.
 """
 
 import mlx.core as mx
-from tiny import alone, attempt, batched, case, noise, pictures, prompt, report, text, tiny, together_and_alone
+from tiny import (
+    alone,
+    attempt,
+    batched,
+    case,
+    noise,
+    pictures,
+    prompt,
+    report,
+    text,
+    tiny,
+    together_and_alone,
+)
 
 SMALL, LARGE = pictures(1, (4, 4)), pictures(2, (6, 8))
 
@@ -17,10 +29,21 @@ def merged(name, *shapes):
     rows = [{"inputs_embeds": mx.zeros((1, 5 + 2 * row, 4))} for row in range(2)]
     for row, shape in zip(rows, shapes, strict=True):
         row |= {name: mx.zeros(shape)} if shape else {}
-    return attempt(lambda: list(_merge_prefill_prompt_kwargs(rows, [[1] * 5, [1] * 7])[1][name].shape))
+    return attempt(
+        lambda: list(
+            _merge_prefill_prompt_kwargs(rows, [[1] * 5, [1] * 7])[1][name].shape
+        )
+    )
 
 
-@case("gemma3", "moondream2", "moondream3", "paligemma", "falcon_ocr", at="generate/ar.py:799")
+@case(
+    "gemma3",
+    "moondream2",
+    "moondream3",
+    "paligemma",
+    "falcon_ocr",
+    at="generate/ar.py:799",
+)
 def square_masks():
     """Masks (1, 1, L, L) of two prompts are concatenated as they are. Right: padded as the prompts are."""
     return merged("attention_mask_4d", (1, 1, 5, 5), (1, 1, 7, 7)), [2, 1, 7, 7]
@@ -57,7 +80,10 @@ def gemma3():
         {"input_ids": prompt(seed, *parts), "pixel_values": noise(seed, 1, 3, 24, 24)}
         for seed, parts in ((1, [image]), (2, [image, [5, 6, 7]]))
     ]
-    requests = [{**request, "attention_mask": marks(request["input_ids"].shape)} for request in requests]
+    requests = [
+        {**request, "attention_mask": marks(request["input_ids"].shape)}
+        for request in requests
+    ]
     return together_and_alone("gemma3", *requests)
 
 
@@ -87,10 +113,20 @@ def qwen3_vl_chunks():
     """One request in chunks of 5: the mask is cut for the chunk and the list of features is not, so each chunk takes the
     first ones.
     """
-    return batched(tiny("qwen3_vl"), LARGE, prefill_step_size=5), [alone(tiny("qwen3_vl"), LARGE)]
+    return batched(tiny("qwen3_vl"), LARGE, prefill_step_size=5), [
+        alone(tiny("qwen3_vl"), LARGE)
+    ]
 
 
-@case("multi_modality", "llava_next", "granite_vision", "phi4_siglip", "phi4mm", "fastvlm", at="generate/ar.py:826")
+@case(
+    "multi_modality",
+    "llava_next",
+    "granite_vision",
+    "phi4_siglip",
+    "phi4mm",
+    "fastvlm",
+    at="generate/ar.py:826",
+)
 def one_placeholder_for_a_picture():
     """A row's length is counted in ids, where one id stands for all of a picture's features (multi_modality,
     beside a text).
@@ -99,7 +135,10 @@ def one_placeholder_for_a_picture():
     return together_and_alone("multi_modality", text(5, 9), picture)
 
 
-@case("falcon_ocr", at="models/falcon_ocr/language.py:386 models/falcon_ocr/language.py:384")
+@case(
+    "falcon_ocr",
+    at="models/falcon_ocr/language.py:386 models/falcon_ocr/language.py:384",
+)
 def falcon_ocr_cut_twice():
     """``position_ids`` and ``pos_hw`` are cut to the chunk by BatchGenerator, and again by the model.
 
@@ -111,7 +150,9 @@ def falcon_ocr_cut_twice():
         "pixel_values": noise(6, 1, 8, 12, 3),
         "image_grid_hw": mx.array([[2, 3]]),
     }
-    return attempt(lambda: batched(tiny("falcon_ocr"), request)), [alone(tiny("falcon_ocr"), request)]
+    return attempt(lambda: batched(tiny("falcon_ocr"), request)), [
+        alone(tiny("falcon_ocr"), request)
+    ]
 
 
 if __name__ == "__main__":

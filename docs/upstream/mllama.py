@@ -2,15 +2,32 @@
 
 import mlx.core as mx
 from mlx_vlm.generate.ar import generate_step
-from tiny import alone, batched, case, first_logprobs, noise, prompt, report, text, tiny, together_and_alone
+from tiny import (
+    alone,
+    batched,
+    case,
+    first_logprobs,
+    noise,
+    prompt,
+    report,
+    text,
+    tiny,
+    together_and_alone,
+)
 
 
 def picture(num_tiles):
     """A request with one picture of 8 x 8 tiles, padded with black ones to four."""
     ids = prompt(1, [152])
-    tiles = mx.concatenate([noise(2, 1, 1, num_tiles, 3, 8, 8), mx.zeros((1, 1, 4 - num_tiles, 3, 8, 8))], axis=2)
+    tiles = mx.concatenate(
+        [noise(2, 1, 1, num_tiles, 3, 8, 8), mx.zeros((1, 1, 4 - num_tiles, 3, 8, 8))],
+        axis=2,
+    )
     mask = mx.array([[[1] * num_tiles + [0] * (4 - num_tiles)]])
-    seen = mx.broadcast_to(mask[:, None], (1, ids.shape[1], 1, 4)) * (mx.arange(ids.shape[1]) >= 3)[None, :, None, None]
+    seen = (
+        mx.broadcast_to(mask[:, None], (1, ids.shape[1], 1, 4))
+        * (mx.arange(ids.shape[1]) >= 3)[None, :, None, None]
+    )
     ratio = {1: 1, 2: 2, 4: 6}[num_tiles]
     return {
         "input_ids": ids,
@@ -53,10 +70,16 @@ def mask_forgotten_at_decode():
     """
     request = picture(1)
     ids, pixels = request.pop("input_ids"), request.pop("pixel_values")
-    steps = generate_step(ids, tiny("mllama"), pixels, None, max_tokens=2, temperature=0.0, **request)
+    steps = generate_step(
+        ids, tiny("mllama"), pixels, None, max_tokens=2, temperature=0.0, **request
+    )
     (token, _), (_, found) = steps
     seen = request["cross_attention_mask"]
-    longer = {**request, "input_ids": mx.concatenate([ids, mx.array([[int(token)]])], axis=1), "pixel_values": pixels}
+    longer = {
+        **request,
+        "input_ids": mx.concatenate([ids, mx.array([[int(token)]])], axis=1),
+        "pixel_values": pixels,
+    }
     longer["cross_attention_mask"] = mx.concatenate([seen, seen[:, -1:]], axis=1)
     return found, first_logprobs(tiny("mllama"), longer)
 
@@ -64,7 +87,9 @@ def mask_forgotten_at_decode():
 @case("mllama", at="models/mllama/language.py:150")
 def shared_column():
     """RoPE takes the batch's column for all rows: a shorter text is turned too far as soon as a longer one has joined."""
-    return together_and_alone("mllama", text(1, 9), text(2, 26), at=(0, 2), num_tokens=8)
+    return together_and_alone(
+        "mllama", text(1, 9), text(2, 26), at=(0, 2), num_tokens=8
+    )
 
 
 if __name__ == "__main__":

@@ -17,7 +17,9 @@ def jina_vlm():
     from mlx_vlm.models.jina_vlm.language import RoPE
 
     rope, x = RoPE(8), noise(1, 2, 1, 1, 8)
-    right = mx.concatenate([rope(x[row : row + 1], offset=offset) for row, offset in enumerate((3, 7))])
+    right = mx.concatenate(
+        [rope(x[row : row + 1], offset=offset) for row, offset in enumerate((3, 7))]
+    )
     return attempt(lambda: rope(x, offset=mx.array([3, 7]))), right
 
 
@@ -60,9 +62,18 @@ def phi_long_rope():
     """
     from mlx_vlm.models.rope_utils import SuScaledRoPE
 
-    rope = SuScaledRoPE(8, 100.0, 64, 8, short_factor=[1.0, 1.1, 1.2, 1.3], long_factor=[2.0, 3.0, 4.0, 5.0])
+    rope = SuScaledRoPE(
+        8,
+        100.0,
+        64,
+        8,
+        short_factor=[1.0, 1.1, 1.2, 1.3],
+        long_factor=[2.0, 3.0, 4.0, 5.0],
+    )
     x = noise(1, 2, 1, 1, 8)
-    right = mx.concatenate([rope(x[row : row + 1], offset=offset) for row, offset in enumerate((2, 30))])
+    right = mx.concatenate(
+        [rope(x[row : row + 1], offset=offset) for row, offset in enumerate((2, 30))]
+    )
     return rope(x, offset=mx.array([2, 30])), right
 
 

@@ -25,7 +25,10 @@ from tiny import (
 )
 
 
-@case("deepseek_vl_v2", at="models/deepseek_vl_v2/language.py:340 models/deepseek_vl_v2/language.py:361")
+@case(
+    "deepseek_vl_v2",
+    at="models/deepseek_vl_v2/language.py:340 models/deepseek_vl_v2/language.py:361",
+)
 def deepseek_vl_v2_experts():
     """Experts are chosen without the correction bias (and two rows raise).
 
@@ -34,8 +37,17 @@ def deepseek_vl_v2_experts():
     from mlx_vlm.models.deepseek_vl_v2.config import TextConfig
     from mlx_vlm.models.deepseek_vl_v2.language import MoEGate
 
-    settings = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "n_group": 4, "topk_group": 2}
-    gate = MoEGate(TextConfig(hidden_size=16, n_routed_experts=8, num_experts_per_tok=2, **settings))
+    settings = {
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "n_group": 4,
+        "topk_group": 2,
+    }
+    gate = MoEGate(
+        TextConfig(
+            hidden_size=16, n_routed_experts=8, num_experts_per_tok=2, **settings
+        )
+    )
     gate.weight, gate.e_score_correction_bias = noise(1, 8, 16), noise(2, 8)
     x = noise(3, 1, 6, 16)
     choice = mx.sigmoid(x @ gate.weight.T) + gate.e_score_correction_bias
@@ -53,14 +65,22 @@ def minimax_m3_vl_groups():
     """
     indexer = tiny("minimax_m3_vl").language_model.model.layers[1].self_attn.indexer
     size, top = indexer.block_size, indexer.topk_blocks
-    keys = mx.repeat(mx.eye(top + 1), size, axis=0)[None, None]  # (1, 1, T, D): a block's keys are alike
-    queries = mx.stack([9 * mx.eye(top + 1)[0], mx.eye(top + 1)[1]])[None, :, None]  # each head wants its own block
+    # (1, 1, T, D): a block's keys are alike
+    keys = mx.repeat(mx.eye(top + 1), size, axis=0)[None, None]
+    # each head wants its own block
+    queries = mx.stack([9 * mx.eye(top + 1)[0], mx.eye(top + 1)[1]])[None, :, None]
     here = mx.array([[keys.shape[2] - 1]])
-    apart = [indexer.select_blocks(queries[:, head : head + 1], keys, 0, None, here).tolist() for head in (0, 1)]
+    apart = [
+        indexer.select_blocks(queries[:, head : head + 1], keys, 0, None, here).tolist()
+        for head in (0, 1)
+    ]
     return indexer.select_blocks(queries, keys, 0, None, here).tolist(), apart
 
 
-@case("deepseek_vl_v2", at="models/deepseek_vl_v2/language.py:150 models/deepseek_vl_v2/language.py:123")
+@case(
+    "deepseek_vl_v2",
+    at="models/deepseek_vl_v2/language.py:150 models/deepseek_vl_v2/language.py:123",
+)
 def deepseek_vl_v2_rotation():
     """Without rope_scaling, the halves of a head are turned (and the norms of the latents have an epsilon of 1e-5).
 
@@ -69,12 +89,26 @@ def deepseek_vl_v2_rotation():
     from mlx_vlm.models.deepseek_vl_v2.config import TextConfig
     from mlx_vlm.models.deepseek_vl_v2.language import DeepseekV2Attention
 
-    sizes = {"hidden_size": 16, "num_attention_heads": 1, "num_key_value_heads": 1, "kv_lora_rank": 8, "q_lora_rank": 8}
+    sizes = {
+        "hidden_size": 16,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "kv_lora_rank": 8,
+        "q_lora_rank": 8,
+    }
     attention = DeepseekV2Attention(
-        TextConfig(**sizes, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=4, rope_theta=100.0)
+        TextConfig(
+            **sizes,
+            qk_rope_head_dim=4,
+            qk_nope_head_dim=4,
+            v_head_dim=4,
+            rope_theta=100.0,
+        )
     )
     heads = noise(4, 1, 1, 3, 4)
-    return attention.rope(heads), mx.fast.rope(heads, 4, traditional=True, base=100.0, scale=1.0, offset=0)
+    return attention.rope(heads), mx.fast.rope(
+        heads, 4, traditional=True, base=100.0, scale=1.0, offset=0
+    )
 
 
 @case("ernie4_5_moe_vl", at="models/ernie4_5_moe_vl/ernie4_5_moe_vl.py:253")
@@ -87,10 +121,14 @@ def ernie4_5_moe_vl_experts():
     request = pictures(1, (4, 4), length=48)
     model = tiny("ernie4_5_moe_vl")
     ids, grids = request["input_ids"], request["image_grid_thw"]
-    embeds = model.get_input_embeddings(ids, request["pixel_values"], image_grid_thw=grids).inputs_embeds
+    embeds = model.get_input_embeddings(
+        ids, request["pixel_values"], image_grid_thw=grids
+    ).inputs_embeds
     positions, _ = model.language_model.get_rope_index(ids, grids)
     types = ((ids >= 128) & (ids <= 130)).astype(mx.int32)
-    hidden = model.language_model.model(ids, embeds, mask="causal", position_ids=positions, token_type_ids=types)
+    hidden = model.language_model.model(
+        ids, embeds, mask="causal", position_ids=positions, token_type_ids=types
+    )
     logits = model.language_model.lm_head(hidden[0, -1])
     found = first_logprobs(tiny("ernie4_5_moe_vl"), request, prefill_step_size=None)
     return found, logits - mx.logsumexp(logits)
@@ -104,7 +142,9 @@ def granite4_vision_in_a_batch():
         "pixel_values": noise(3, 1, 3, 3, 16, 16),
         "image_sizes": mx.array([[16, 32]]),
     }
-    return attempt(lambda: batched(tiny("granite4_vision"), request)), [alone(tiny("granite4_vision"), request)]
+    return attempt(lambda: batched(tiny("granite4_vision"), request)), [
+        alone(tiny("granite4_vision"), request)
+    ]
 
 
 @case("florence2", at="generate/ar.py:1190")
@@ -114,7 +154,9 @@ def florence2_in_a_batch():
     """
 
     def build():
-        with mock.patch("mlx_vlm.models.florence2.florence2.VisionModel", return_value=nn.Module()):
+        with mock.patch(
+            "mlx_vlm.models.florence2.florence2.VisionModel", return_value=nn.Module()
+        ):
             return tiny("florence2")
 
     request = {
@@ -130,8 +172,13 @@ def nemotron_parse_in_a_batch():
     """A batch has no encoder output after the first token, and the decoder cannot go on without it: any request ends in an
     exception.
     """
-    request = {"input_ids": mx.array([[5, 6, 7, 8, 9]]), "pixel_values": noise(1, 1, 3, 8, 16)}
-    return attempt(lambda: batched(tiny("nemotron_parse"), request)), [alone(tiny("nemotron_parse"), request)]
+    request = {
+        "input_ids": mx.array([[5, 6, 7, 8, 9]]),
+        "pixel_values": noise(1, 1, 3, 8, 16),
+    }
+    return attempt(lambda: batched(tiny("nemotron_parse"), request)), [
+        alone(tiny("nemotron_parse"), request)
+    ]
 
 
 @case("mistral_large3", at="models/deepseek_v3/language.py:519")
@@ -142,7 +189,9 @@ def mistral_large3_ignores_pictures():
     """
     language = tiny("mistral_large3").language_model
     ids, embeds = text(10, 6)["input_ids"], noise(11, 1, 6, 64)
-    return language(ids, inputs_embeds=embeds).logits, language(ids[:, ::-1], inputs_embeds=embeds).logits
+    return language(ids, inputs_embeds=embeds).logits, language(
+        ids[:, ::-1], inputs_embeds=embeds
+    ).logits
 
 
 @case("mistral_large3", at="models/mistral_large3/config.py:78")
@@ -153,12 +202,48 @@ def mistral_large3_yarn():
     """
     from mlx_vlm.models.mistral_large3.config import config_from_params
 
-    params = dict.fromkeys(["vocab_size", "dim", "hidden_dim", "n_layers", "n_heads", "n_kv_heads", "norm_eps"], 8)
-    params |= dict.fromkeys(["q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"], 8)
-    experts = ["expert_hidden_dim", "num_experts", "num_shared_experts", "num_experts_per_tok", "first_k_dense_replace"]
-    sizes = ["hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "image_size", "patch_size"]
+    params = dict.fromkeys(
+        [
+            "vocab_size",
+            "dim",
+            "hidden_dim",
+            "n_layers",
+            "n_heads",
+            "n_kv_heads",
+            "norm_eps",
+        ],
+        8,
+    )
+    params |= dict.fromkeys(
+        [
+            "q_lora_rank",
+            "kv_lora_rank",
+            "qk_nope_head_dim",
+            "qk_rope_head_dim",
+            "v_head_dim",
+        ],
+        8,
+    )
+    experts = [
+        "expert_hidden_dim",
+        "num_experts",
+        "num_shared_experts",
+        "num_experts_per_tok",
+        "first_k_dense_replace",
+    ]
+    sizes = [
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "intermediate_size",
+        "image_size",
+        "patch_size",
+    ]
     sizes += ["rope_theta", "image_token_id", "spatial_merge_size", "adapter_bias"]
-    params |= {"moe": dict.fromkeys(experts, 1), "vision_encoder": dict.fromkeys(sizes, 8)}
+    params |= {
+        "moe": dict.fromkeys(experts, 1),
+        "vision_encoder": dict.fromkeys(sizes, 8),
+    }
     params |= {"rope_theta": 10000.0, "max_position_embeddings": 294912}
     params["yarn"] = {
         "original_max_position_embeddings": 8192,
@@ -167,7 +252,9 @@ def mistral_large3_yarn():
         "beta": 32,
         "alpha": 1,
     }
-    scaling = config_from_params(params)["text_config"].get("rope_scaling") or {"factor": 1}
+    scaling = config_from_params(params)["text_config"].get("rope_scaling") or {
+        "factor": 1
+    }
     return mx.array([float(scaling["factor"])]), mx.array([36.0])
 
 
@@ -177,17 +264,26 @@ def mistral_large3_experts():
 
     Right (vLLM's configs/mistral.py, _remap_moe_args, and transformers' Mistral 4): by a softmax.
     """
-    gate = next(layer.mlp.gate for layer in tiny("mistral_large3").layers if "gate" in layer.mlp)
+    gate = next(
+        layer.mlp.gate for layer in tiny("mistral_large3").layers if "gate" in layer.mlp
+    )
     hidden = noise(12, 1, 5, 64)
     chosen, weights = gate(hidden)
-    return weights, mx.softmax(mx.take_along_axis(hidden @ gate.weight.T, chosen, axis=-1), axis=-1)
+    return weights, mx.softmax(
+        mx.take_along_axis(hidden @ gate.weight.T, chosen, axis=-1), axis=-1
+    )
 
 
 @case("zaya1_vl", at="models/zaya1_vl/language.py:680")
 def zaya1_vl_text_and_picture():
     """A picture beside a text in a batch: the mask is cut by ``int`` of the rows' offsets, which raises."""
-    right = [alone(tiny("zaya1_vl"), one, prefill_step_size=None) for one in (text(8, 9), pictures(9, (4, 4)))]
-    return attempt(lambda: batched(tiny("zaya1_vl"), text(8, 9), pictures(9, (4, 4)))), right
+    right = [
+        alone(tiny("zaya1_vl"), one, prefill_step_size=None)
+        for one in (text(8, 9), pictures(9, (4, 4)))
+    ]
+    return attempt(
+        lambda: batched(tiny("zaya1_vl"), text(8, 9), pictures(9, (4, 4)))
+    ), right
 
 
 @case("falcon_ocr", at="models/falcon_ocr/language.py:368")
@@ -207,18 +303,31 @@ def gemma3n_padding():
 
     language = filled(LanguageModel(config_of("gemma3n").text_config))
     embeds = mx.concatenate([mx.zeros((1, 1, 64)), noise(6, 1, 3, 64)], axis=1)
-    per_layer = noise(7, 1, 4, language.config.num_hidden_layers, language.config.hidden_size_per_layer_input)
+    per_layer = noise(
+        7,
+        1,
+        4,
+        language.config.num_hidden_layers,
+        language.config.hidden_size_per_layer_input,
+    )
     logits = language(None, inputs_embeds=embeds, per_layer_inputs=per_layer).logits
     return int(mx.isnan(logits[0, -1]).sum()), 0
 
 
-@case("qwen3_5", "qwen3_5_moe", at="models/qwen3_5/language.py:830 models/qwen3_5/language.py:952")
+@case(
+    "qwen3_5",
+    "qwen3_5_moe",
+    at="models/qwen3_5/language.py:830 models/qwen3_5/language.py:952",
+)
 def qwen3_5_quantised():
     """With kv_bits, prompts of different lengths attend to their padding. Right: each in a batch of its own."""
     settings = {"kv_bits": 8, "kv_group_size": 32, "num_tokens": 8}
     config = {**CONFIGS["qwen3_5"]["text_config"], "head_dim": 32}
     short, long = text(1, 9), text(2, 40)
-    right = [batched(tiny("qwen3_5", text_config=config), one, **settings)[0] for one in (short, long)]
+    right = [
+        batched(tiny("qwen3_5", text_config=config), one, **settings)[0]
+        for one in (short, long)
+    ]
     return batched(tiny("qwen3_5", text_config=config), short, long, **settings), right
 
 
@@ -281,15 +390,25 @@ def molmo_point_nothing_left():
     """After a patch whose last part the point before has had, no token at all may come. Right: some token (the published
     code stops with an assertion).
     """
-    from mlx_vlm.models.molmo_point.molmo_point import GeneratedTokenBounds, MolmoPointLogitProcessor
+    from mlx_vlm.models.molmo_point.molmo_point import (
+        GeneratedTokenBounds,
+        MolmoPointLogitProcessor,
+    )
 
-    bounds = GeneratedTokenBounds(10, n_patches=3, n_subpatches=2, n_locations=9, no_more_points_class=True)
+    bounds = GeneratedTokenBounds(
+        10, n_patches=3, n_subpatches=2, n_locations=9, no_more_points_class=True
+    )
     patch, last_part, place = 10, bounds.subpatch_end - 1, bounds.location_start
-    mask = MolmoPointLogitProcessor(bounds, True, True, True)([patch, last_part, place, patch], patch, 25)
+    mask = MolmoPointLogitProcessor(bounds, True, True, True)(
+        [patch, last_part, place, patch], patch, 25
+    )
     return bool((mask == 0).any().item()), True
 
 
-@case("deepseek_v4", at="models/deepseek_v4/language.py:685 models/deepseek_v4/language.py:745")
+@case(
+    "deepseek_v4",
+    at="models/deepseek_v4/language.py:685 models/deepseek_v4/language.py:745",
+)
 def deepseek_v4_indexer():
     """From ``index_block * index_keep`` pools on (1,024 by default), pools are chosen among means of blocks, and those behind
     the last whole block never are. Right (transformers, modeling_deepseek_v4.py, DeepseekV4Indexer): the best of all.
@@ -301,7 +420,9 @@ def deepseek_v4_indexer():
         indexer = filled(Indexer(config_of("deepseek_v4", index_topk=4, **settings), 4))
         cache, rope = PoolingCache(4), DeepseekV4RoPE(8, 400.0)
         indexer(noise(8, 1, 60, 64), noise(9, 1, 60, 24), rope, cache, 0)  # 15 pools
-        return mx.sort(indexer(noise(10, 1, 1, 64), noise(11, 1, 1, 24), rope, cache, 60), axis=-1)
+        return mx.sort(
+            indexer(noise(10, 1, 1, 64), noise(11, 1, 1, 24), rope, cache, 60), axis=-1
+        )
 
     return chosen(index_block=4, index_keep=2), chosen(index_block=0)
 
@@ -317,15 +438,27 @@ def deepseek_v41_tables():
     model.model_path = "a/folder/without/them"
     language = whole.language_model
     kinds = [token // 4 for token in range(160)]
-    language.engram_hash = NgramHashState(language.config, language.layout, token_map=kinds)
+    language.engram_hash = NgramHashState(
+        language.config, language.layout, token_map=kinds
+    )
     return first_logprobs(model, text(7, 12)), first_logprobs(whole, text(7, 12))
 
 
 def dropped_groups(package):
     """Which experts a gate with two groups takes, of which one is dropped, and which the published one does."""
     gate = importlib.import_module(f"mlx_vlm.models.{package}.language").MoEGate
-    settings = {"num_experts_per_tok": 2, "norm_topk_prob": True, "n_routed_experts": 8, "routed_scaling_factor": 1.0}
-    settings |= {"n_group": 2, "topk_group": 1, "hidden_size": 16, "topk_method": "noaux_tc"}
+    settings = {
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "n_routed_experts": 8,
+        "routed_scaling_factor": 1.0,
+    }
+    settings |= {
+        "n_group": 2,
+        "topk_group": 1,
+        "hidden_size": 16,
+        "topk_method": "noaux_tc",
+    }
     gate, x = gate(SimpleNamespace(**settings)), noise(3, 1, 6, 16)
     gate.weight, gate.e_score_correction_bias = noise(1, 8, 16), noise(2, 8) - 0.8
     choice = mx.sigmoid(x @ gate.weight.T) + gate.e_score_correction_bias

@@ -29,7 +29,10 @@ def falcon_perception():
     return together_and_alone("falcon_perception", SHORT, LONG)
 
 
-@case("qwen4_exp", at="models/qwen4_exp/language.py:1872 models/qwen4_exp/language.py:1113")
+@case(
+    "qwen4_exp",
+    at="models/qwen4_exp/language.py:1872 models/qwen4_exp/language.py:1113",
+)
 def qwen4_exp():
     """Once any row of a batch is padded, every row's new tokens attend to all keys: the blocks that the indexer has picked
     are put into no mask there. Beyond the indexer's budget (2,048 tokens as published) both rows get other answers.

@@ -12,7 +12,10 @@ from tiny import attempt, case, first_logprobs, noise, pictures, prompt, report,
 
 def second_picture(name, request_of):
     """Whether another second picture changes the answer."""
-    one, other = (attempt(lambda seed=seed: first_logprobs(tiny(name), request_of(seed))) for seed in (1, 2))
+    one, other = (
+        attempt(lambda seed=seed: first_logprobs(tiny(name), request_of(seed)))
+        for seed in (1, 2)
+    )
     if isinstance(one, str):
         return one, "another second picture changes the answer"
     same = abs(one - other).max() < 1e-6
@@ -26,7 +29,9 @@ def apart(tower, patches, grids):
     """Features of pictures encoded together, and of each encoded alone."""
     sizes = [high * wide for _, high, wide in grids]
     parts = mx.split(patches, [sum(sizes[:i]) for i in range(1, len(sizes))])
-    alone = [tower(part, mx.array([grid])) for part, grid in zip(parts, grids, strict=True)]
+    alone = [
+        tower(part, mx.array([grid])) for part, grid in zip(parts, grids, strict=True)
+    ]
     return tower(patches, mx.array(grids)), mx.concatenate(alone, axis=-2)
 
 
@@ -94,7 +99,11 @@ def multi_modality():
     model = tiny("multi_modality")
     tokens = model.config.num_image_tokens
     both = noise(5, 2, 3, 16, 16)
-    found = attempt(lambda: model.get_input_embeddings(prompt(4, [128], [128]), both).inputs_embeds.shape[1])
+    found = attempt(
+        lambda: model.get_input_embeddings(
+            prompt(4, [128], [128]), both
+        ).inputs_embeds.shape[1]
+    )
     return found, 9 + 2 * tokens
 
 
@@ -106,13 +115,22 @@ def fastvlm():
     """
     from mlx_vlm.models.fastvlm.fastvlm import Model
 
-    embed = SimpleNamespace(model=SimpleNamespace(embed_tokens=lambda ids: ids[:, None].astype(mx.float32)))
+    embed = SimpleNamespace(
+        model=SimpleNamespace(embed_tokens=lambda ids: ids[:, None].astype(mx.float32))
+    )
     like = SimpleNamespace(
-        config=SimpleNamespace(image_token_index=128, tokenizer_model_max_length=99), language_model=embed
+        config=SimpleNamespace(image_token_index=128, tokenizer_model_max_length=99),
+        language_model=embed,
     )
     features = mx.array([[[1001.0]], [[1002.0]]])
     ids = mx.array([[1, 2, 128, 3, 4, 128, 5, 6]])
-    found = attempt(lambda: Model.prepare_inputs_for_multimodal(like, features, ids, None).flatten().tolist())
+    found = attempt(
+        lambda: (
+            Model.prepare_inputs_for_multimodal(like, features, ids, None)
+            .flatten()
+            .tolist()
+        )
+    )
     return found, [1, 2, 1001, 3, 4, 1002, 5, 6]
 
 
@@ -134,17 +152,25 @@ def ernie4_5_moe_vl():
 def hunyuan_vl():
     """All pictures of a request are one sequence to the tower: two of them see each other."""
     tower = tiny("hunyuan_vl").vision_tower
-    return apart(lambda patches, grid: tower(patches, grid.tolist()), noise(6, 32, 48), [[1, 4, 4]] * 2)
+    return apart(
+        lambda patches, grid: tower(patches, grid.tolist()),
+        noise(6, 32, 48),
+        [[1, 4, 4]] * 2,
+    )
 
 
 def video_beside_a_picture(name):
     """Whether another video changes the embeddings of a prompt with a picture and a video."""
     frames = [131] * 4
     request = {**pictures(7, (4, 4)), "video_grid_thw": mx.array([[1, 4, 4]])}
-    ids = mx.concatenate([request.pop("input_ids"), prompt(8, [128, *frames, 129])], axis=1)
+    ids = mx.concatenate(
+        [request.pop("input_ids"), prompt(8, [128, *frames, 129])], axis=1
+    )
     one, other = (
         attempt(
-            lambda seed=seed: tiny(name).get_input_embeddings(ids, pixel_values_videos=noise(seed, 16, 96), **request)
+            lambda seed=seed: tiny(name).get_input_embeddings(
+                ids, pixel_values_videos=noise(seed, 16, 96), **request
+            )
         )
         for seed in (9, 10)
     )

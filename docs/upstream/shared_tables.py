@@ -25,7 +25,9 @@ def second_thread(resize, **how):
             return pool.submit(work).result()
 
     on_thread(lambda: resize(picture, (2, 2), **how))
-    return on_thread(lambda: attempt(lambda: resize(picture, (2, 2), **how).flatten().tolist())), [1.0] * 4
+    return on_thread(
+        lambda: attempt(lambda: resize(picture, (2, 2), **how).flatten().tolist())
+    ), [1.0] * 4
 
 
 @case("lfm2_vl", at="models/interpolate.py:190 models/lfm2_vl/vision.py:92")
@@ -42,7 +44,9 @@ def lfm2_vl_tables():
 )
 def nemotron_h_nano_omni_tables():
     """Two threads of its processor resize pictures of one size."""
-    from mlx_vlm.models.nemotron_h_nano_omni.image_processing_nemotron_h_nano_omni import resize_bicubic_nhwc
+    from mlx_vlm.models.nemotron_h_nano_omni.image_processing_nemotron_h_nano_omni import (
+        resize_bicubic_nhwc,
+    )
 
     return second_thread(resize_bicubic_nhwc, antialias=True)
 

@@ -11,21 +11,28 @@ from tiny import case, report, text, together_and_alone
 SHORT, LONG = text(1, 9), text(2, 26)
 
 
-@case("glm4v", at="models/glm4v/glm4v.py:31 models/glm4v/glm4v.py:76 models/glm4v/language.py:518")
+@case(
+    "glm4v",
+    at="models/glm4v/glm4v.py:31 models/glm4v/glm4v.py:76 models/glm4v/language.py:518",
+)
 def glm4v():
     """A short text beside a long one gets wrong positions."""
     return together_and_alone("glm4v", SHORT, LONG)
 
 
 @case(
-    "glm4v_moe", at="models/glm4v_moe/glm4v_moe.py:32 models/glm4v_moe/glm4v_moe.py:66 models/glm4v_moe/language.py:577"
+    "glm4v_moe",
+    at="models/glm4v_moe/glm4v_moe.py:32 models/glm4v_moe/glm4v_moe.py:66 models/glm4v_moe/language.py:577",
 )
 def glm4v_moe():
     """A short text beside a long one gets wrong positions."""
     return together_and_alone("glm4v_moe", SHORT, LONG)
 
 
-@case("glm_ocr", at="models/glm_ocr/glm_ocr.py:31 models/glm_ocr/glm_ocr.py:77 models/glm_ocr/language.py:482")
+@case(
+    "glm_ocr",
+    at="models/glm_ocr/glm_ocr.py:31 models/glm_ocr/glm_ocr.py:77 models/glm_ocr/language.py:482",
+)
 def glm_ocr():
     """A short text beside a long one gets wrong positions."""
     return together_and_alone("glm_ocr", SHORT, LONG)
@@ -58,13 +65,19 @@ def hunyuan_vl():
     return together_and_alone("hunyuan_vl", SHORT, LONG)
 
 
-@case("minimax_m3_vl", at="models/minimax_m3_vl/minimax_m3_vl.py:262 models/minimax_m3_vl/language.py:2081")
+@case(
+    "minimax_m3_vl",
+    at="models/minimax_m3_vl/minimax_m3_vl.py:262 models/minimax_m3_vl/language.py:2081",
+)
 def minimax_m3_vl():
     """A text that arrives while another decodes: positions of the running one begin again at 0."""
     return together_and_alone("minimax_m3_vl", SHORT, LONG, at=(0, 3))
 
 
-@case("cohere_compass", at="models/cohere_compass/language.py:615 models/cohere_compass/language.py:713")
+@case(
+    "cohere_compass",
+    at="models/cohere_compass/language.py:615 models/cohere_compass/language.py:713",
+)
 def cohere_compass():
     """Two texts: the padding that the batch's cache has already is added to it once more."""
     return together_and_alone("cohere_compass", SHORT, LONG)

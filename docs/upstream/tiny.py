@@ -22,8 +22,11 @@ from mlx_vlm.generate.ar import BatchGenerator, generate_step
 from mlx_vlm.models.cache import make_prompt_cache
 from mlx_vlm.utils import StoppingCriteria, update_module_configs
 
-CONFIGS: dict[str, dict] = json.loads(Path(__file__).with_name("configs.json").read_text(encoding="utf-8"))
-IMAGE = 128  # the first id after those of plain text; families that count positions have START, END, PATCH
+CONFIGS: dict[str, dict] = json.loads(
+    Path(__file__).with_name("configs.json").read_text(encoding="utf-8")
+)
+# the first id after those of plain text; families that count positions have START, END, PATCH
+IMAGE = 128
 
 Request = dict[str, Any]
 PASSED_BY_POSITION = ("input_ids", "pixel_values", "attention_mask")
@@ -34,7 +37,9 @@ def config_of(name: str, **changes: Any) -> Any:
     config = {**CONFIGS[name], **changes}
     module = importlib.import_module(f"mlx_vlm.models.{config['model_type']}")
     parts = ["text", "vision", "perceiver", "projector", "audio"]
-    return update_module_configs(module.ModelConfig.from_dict(dict(config)), module, config, parts)
+    return update_module_configs(
+        module.ModelConfig.from_dict(dict(config)), module, config, parts
+    )
 
 
 def tiny(name: str, **changes: Any) -> Any:
@@ -51,10 +56,24 @@ def filled(module: nn.Module, head: float = 3.0) -> Any:
         if not mx.issubdtype(value.dtype, mx.floating):
             continue
         random = np.random.RandomState(zlib.crc32(path.encode()))
-        fan_in = value.shape[-1] if value.ndim == 3 else np.prod(value.shape[1:])  # three axes are experts
-        scale = 0.2 if value.ndim < 2 else (head if "lm_head" in path else 1.3) / np.sqrt(fan_in)
+        # three axes are experts
+        fan_in = value.shape[-1] if value.ndim == 3 else np.prod(value.shape[1:])
+        scale = (
+            0.2
+            if value.ndim < 2
+            else (head if "lm_head" in path else 1.3) / np.sqrt(fan_in)
+        )
         mean = 1.0 if value.ndim == 1 and path.endswith("weight") else 0.0
-        weights.append((path, mx.array((mean + scale * random.standard_normal(value.shape)).astype(np.float32))))
+        weights.append(
+            (
+                path,
+                mx.array(
+                    (mean + scale * random.standard_normal(value.shape)).astype(
+                        np.float32
+                    )
+                ),
+            )
+        )
     module.load_weights(weights, strict=False)
     module.eval()
     mx.eval(module.parameters())
@@ -63,41 +82,61 @@ def filled(module: nn.Module, head: float = 3.0) -> Any:
 
 def noise(seed: int, *shape: int) -> mx.array:
     """Normal values of a shape, the same for the same seed."""
-    return mx.array(np.random.RandomState(seed).standard_normal(shape).astype(np.float32))
+    return mx.array(
+        np.random.RandomState(seed).standard_normal(shape).astype(np.float32)
+    )
 
 
 def text(seed: int, length: int) -> Request:
     """A request of plain text."""
-    return {"input_ids": mx.array(np.random.RandomState(seed).randint(1, 128, size=(1, length)))}
+    return {
+        "input_ids": mx.array(
+            np.random.RandomState(seed).randint(1, 128, size=(1, length))
+        )
+    }
 
 
 def prompt(seed: int, *parts: Sequence[int]) -> mx.array:
     """(1, L) ids: three words, then each part followed by three words."""
-    words = iter(np.random.RandomState(seed).randint(1, 128, size=3 * len(parts) + 3).tolist())
+    words = iter(
+        np.random.RandomState(seed).randint(1, 128, size=3 * len(parts) + 3).tolist()
+    )
     ids = [next(words) for _ in range(3)]
     for part in parts:
         ids += [*part, *[next(words) for _ in range(3)]]
     return mx.array([ids])
 
 
-def pictures(seed: int, *grids: tuple[int, int], length: int = 96, frame: tuple[int, ...] = (128, 130, 129)) -> Request:
+def pictures(
+    seed: int,
+    *grids: tuple[int, int],
+    length: int = 96,
+    frame: tuple[int, ...] = (128, 130, 129),
+) -> Request:
     """A request with pictures of (high, wide) patches as Qwen's processor lays them out, four patches to a placeholder.
 
     ``length`` is a patch's; ``frame`` holds the ids of a picture's start, of its placeholders and of its end.
     """
     start, inside, end = frame
     return {
-        "input_ids": prompt(seed, *[[start, *[inside] * (high * wide // 4), end] for high, wide in grids]),
+        "input_ids": prompt(
+            seed,
+            *[[start, *[inside] * (high * wide // 4), end] for high, wide in grids],
+        ),
         "pixel_values": noise(seed, sum(high * wide for high, wide in grids), length),
         "image_grid_thw": mx.array([[1, high, wide] for high, wide in grids]),
     }
 
 
-def alone(model: Any, request: Request, num_tokens: int = 4, **settings: Any) -> list[int]:
+def alone(
+    model: Any, request: Request, num_tokens: int = 4, **settings: Any
+) -> list[int]:
     """The greedy tokens of ``mlx_vlm.generate``'s loop."""
     rest = {**request, **settings}
     ids, pixels, mask = (rest.pop(name, None) for name in PASSED_BY_POSITION)
-    steps = generate_step(ids, model, pixels, mask, max_tokens=num_tokens, temperature=0.0, **rest)
+    steps = generate_step(
+        ids, model, pixels, mask, max_tokens=num_tokens, temperature=0.0, **rest
+    )
     return [int(token) for token, _ in steps]
 
 
@@ -113,10 +152,24 @@ def first_logprobs(model: Any, request: Request, **settings: Any) -> np.ndarray:
     """(V,) log-probabilities of the first token of ``mlx_vlm.generate``'s loop."""
     rest = {**request, **settings}
     ids, pixels, mask = (rest.pop(name, None) for name in PASSED_BY_POSITION)
-    return np.array(next(iter(generate_step(ids, model, pixels, mask, max_tokens=1, temperature=0.0, **rest)))[1])
+    return np.array(
+        next(
+            iter(
+                generate_step(
+                    ids, model, pixels, mask, max_tokens=1, temperature=0.0, **rest
+                )
+            )
+        )[1]
+    )
 
 
-def batched(model: Any, *requests: Request, at: Sequence[int] = (), num_tokens: int = 4, **settings: Any) -> list:
+def batched(
+    model: Any,
+    *requests: Request,
+    at: Sequence[int] = (),
+    num_tokens: int = 4,
+    **settings: Any,
+) -> list:
     """Each request's greedy tokens in one ``BatchGenerator``, fed as the server feeds it (server/generation.py).
 
     ``at`` holds the step at which each arrives, one after another; without it, all come at once.
@@ -130,10 +183,18 @@ def batched(model: Any, *requests: Request, at: Sequence[int] = (), num_tokens: 
         for request, arrival in zip(requests, at or [0] * len(requests), strict=True):
             if arrival == step:
                 rest = dict(request)
-                ids, pixels, mask = (rest.pop(name, None) for name in PASSED_BY_POSITION)
-                embedded = model.get_input_embeddings(ids, pixels, mask=mask, **rest).to_dict()
-                rest |= {name: value for name, value in embedded.items() if value is not None}
-                (uid,) = generator.insert([ids[0].tolist()], max_tokens=num_tokens, prompt_kwargs=[rest])
+                ids, pixels, mask = (
+                    rest.pop(name, None) for name in PASSED_BY_POSITION
+                )
+                embedded = model.get_input_embeddings(
+                    ids, pixels, mask=mask, **rest
+                ).to_dict()
+                rest |= {
+                    name: value for name, value in embedded.items() if value is not None
+                }
+                (uid,) = generator.insert(
+                    [ids[0].tolist()], max_tokens=num_tokens, prompt_kwargs=[rest]
+                )
                 answers[uid] = []
         for response in generator.next()[1]:
             answers[response.uid].append(response.token)
@@ -159,7 +220,9 @@ class Case:
 CASES: list[Case] = []
 
 
-def case(*families: str, at: str) -> Callable[[Callable[[], tuple[Any, Any]]], Callable[[], tuple[Any, Any]]]:
+def case(
+    *families: str, at: str
+) -> Callable[[Callable[[], tuple[Any, Any]]], Callable[[], tuple[Any, Any]]]:
     """Marks a function as a case of these families, whose cause is ``at`` places "file:line file:line" of mlx_vlm."""
 
     def add(run: Callable[[], tuple[Any, Any]]) -> Callable[[], tuple[Any, Any]]:
@@ -177,10 +240,14 @@ def attempt(what: Callable[[], Any]) -> Any:
         return f"{type(error).__name__}: {error}"
 
 
-def together_and_alone(name: str, *requests: Request, num_tokens: int = 4, **settings: Any) -> tuple[Any, Any]:
+def together_and_alone(
+    name: str, *requests: Request, num_tokens: int = 4, **settings: Any
+) -> tuple[Any, Any]:
     """The tokens of requests that share a batch, and of each alone, every time in a fresh model."""
     right = [alone(tiny(name), request, num_tokens) for request in requests]
-    return attempt(lambda: batched(tiny(name), *requests, num_tokens=num_tokens, **settings)), right
+    return attempt(
+        lambda: batched(tiny(name), *requests, num_tokens=num_tokens, **settings)
+    ), right
 
 
 def shows(found: Any, right: Any) -> bool:
@@ -191,7 +258,9 @@ def shows(found: Any, right: Any) -> bool:
         one, other = np.array(found, dtype=float), np.array(right, dtype=float)
     except ValueError:  # lists of different lengths
         return bool(found != right)
-    return one.shape != other.shape or not bool(np.allclose(one, other, rtol=0, atol=1e-4))
+    return one.shape != other.shape or not bool(
+        np.allclose(one, other, rtol=0, atol=1e-4)
+    )
 
 
 def report() -> None:
@@ -200,9 +269,14 @@ def report() -> None:
         try:
             found, right = one.run()
         except Exception as error:
-            found, right = f"the reproduction itself fails: {type(error).__name__}: {error}", ""
-        print(f"{one.name} ({', '.join(one.families)})\n  mlx-vlm: {_short(found)}\n  right:   {_short(right)}")
-        print(f"  at       {', '.join(one.places)}" if shows(found, right) else "  mended")
+            found = f"the reproduction itself fails: {type(error).__name__}: {error}"
+            right = ""
+        print(
+            f"{one.name} ({', '.join(one.families)})\n  mlx-vlm: {_short(found)}\n  right:   {_short(right)}"
+        )
+        print(
+            f"  at       {', '.join(one.places)}" if shows(found, right) else "  mended"
+        )
 
 
 def _short(value: Any) -> str:

@@ -16,9 +16,16 @@ def glm4v_positions():
     from mlx_vlm.models.glm4v.vision import Glm4vVisionEmbeddings
 
     embeddings = Glm4vVisionEmbeddings(config_of("glm4v").vision_config)
-    embeddings.position_embedding.weight = mx.ones_like(embeddings.position_embedding.weight)
-    rows, columns = (mx.array(axis.reshape(-1)) for axis in np.meshgrid(range(8), range(8), indexing="ij"))
-    found = embeddings(mx.zeros((64, embeddings.embed_dim)), [64], mx.array([[1, 8, 8]]), rows, columns)
+    embeddings.position_embedding.weight = mx.ones_like(
+        embeddings.position_embedding.weight
+    )
+    rows, columns = (
+        mx.array(axis.reshape(-1))
+        for axis in np.meshgrid(range(8), range(8), indexing="ij")
+    )
+    found = embeddings(
+        mx.zeros((64, embeddings.embed_dim)), [64], mx.array([[1, 8, 8]]), rows, columns
+    )
     return found[:, 0], mx.ones(64)
 
 
@@ -28,9 +35,16 @@ def glm4v_moe_positions():
     from mlx_vlm.models.glm4v_moe.vision import Glm4vVisionEmbeddings
 
     embeddings = Glm4vVisionEmbeddings(config_of("glm4v_moe").vision_config)
-    embeddings.position_embedding.weight = mx.ones_like(embeddings.position_embedding.weight)
-    rows, columns = (mx.array(axis.reshape(-1)) for axis in np.meshgrid(range(8), range(8), indexing="ij"))
-    found = embeddings(mx.zeros((64, embeddings.embed_dim)), [64], mx.array([[1, 8, 8]]), rows, columns)
+    embeddings.position_embedding.weight = mx.ones_like(
+        embeddings.position_embedding.weight
+    )
+    rows, columns = (
+        mx.array(axis.reshape(-1))
+        for axis in np.meshgrid(range(8), range(8), indexing="ij")
+    )
+    found = embeddings(
+        mx.zeros((64, embeddings.embed_dim)), [64], mx.array([[1, 8, 8]]), rows, columns
+    )
     return found[:, 0], mx.ones(64)
 
 
@@ -45,7 +59,9 @@ def qwen2_5_vl_windows():
 
     def recording(hidden, cu_seqlens, rotary_pos_emb):
         seen.append(cu_seqlens)
-        return attend(hidden, cu_seqlens=mx.array([0, len(hidden)]), rotary_pos_emb=rotary_pos_emb)
+        return attend(
+            hidden, cu_seqlens=mx.array([0, len(hidden)]), rotary_pos_emb=rotary_pos_emb
+        )
 
     tower.blocks = [recording] * len(tower.blocks)
     tower(noise(1, 256, 96), mx.array([[1, 16, 16]]))
@@ -53,7 +69,11 @@ def qwen2_5_vl_windows():
     return int((lengths == 0).sum()), 0
 
 
-@case("deepseekocr", "unlimited_ocr", at="models/base.py:570 models/deepseekocr/vision.py:132")
+@case(
+    "deepseekocr",
+    "unlimited_ocr",
+    at="models/base.py:570 models/deepseekocr/vision.py:132",
+)
 def deepseekocr_clip_positions():
     """For crops of 640 pixels CLIP's table of 16 x 16 positions is resized to 10 x 10 along the wrong axes, and scrambled.
 
@@ -64,10 +84,14 @@ def deepseekocr_clip_positions():
 
     embeddings = VisionEmbeddings(VisionConfig(model_type="vision", hidden_size=64))
     table = mx.broadcast_to(mx.arange(64, dtype=mx.float32), (1, 1 + 16 * 16, 64))
-    return embeddings._get_abs_pos(table, 1 + 10 * 10)[0, 1:], mx.broadcast_to(table[0, :1], (100, 64))
+    return embeddings._get_abs_pos(table, 1 + 10 * 10)[0, 1:], mx.broadcast_to(
+        table[0, :1], (100, 64)
+    )
 
 
-@case("deepseekocr", "deepseekocr_2", "unlimited_ocr", at="models/deepseekocr/sam.py:431")
+@case(
+    "deepseekocr", "deepseekocr_2", "unlimited_ocr", at="models/deepseekocr/sam.py:431"
+)
 def deepseekocr_sam_positions():
     """Crops of 640 pixels have 79 of SAM's 127 relative positions, which are read from the first on in steps of 127 / 79.
     Right (torch, mode linear): half a step later, so that no distance stays no distance.
@@ -78,7 +102,11 @@ def deepseekocr_sam_positions():
     return get_rel_pos(40, 40, distances)[7, 7], mx.zeros(4)
 
 
-@case("deepseekocr", "unlimited_ocr", at="models/deepseekocr/vision.py:56 models/deepseekocr/config.py:60")
+@case(
+    "deepseekocr",
+    "unlimited_ocr",
+    at="models/deepseekocr/vision.py:56 models/deepseekocr/config.py:60",
+)
 def deepseekocr_clip_activation():
     """CLIP's layers have the exact GELU, and an epsilon of 1e-6.
 
@@ -89,10 +117,16 @@ def deepseekocr_clip_activation():
 
     layer = EncoderLayer(VisionConfig(model_type="vision"))
     x = mx.array([-2.0, -1.0, 1.0, 2.0])
-    return [*layer.mlp.activation_fn(x).tolist(), layer.layer_norm1.eps], [*(x * mx.sigmoid(1.702 * x)).tolist(), 1e-5]
+    return [*layer.mlp.activation_fn(x).tolist(), layer.layer_norm1.eps], [
+        *(x * mx.sigmoid(1.702 * x)).tolist(),
+        1e-5,
+    ]
 
 
-@case("multi_modality", at="models/multi_modality/vision.py:166 models/multi_modality/config.py:53")
+@case(
+    "multi_modality",
+    at="models/multi_modality/vision.py:166 models/multi_modality/config.py:53",
+)
 def multi_modality_activation():
     """SigLIP's layers have the tanh form of GELU, and an epsilon of 1e-5.
 
@@ -101,10 +135,15 @@ def multi_modality_activation():
     from mlx_vlm.models.multi_modality.config import VisionConfig
     from mlx_vlm.models.multi_modality.vision import EncoderLayer
 
-    layer = EncoderLayer(VisionConfig(model_type="vision", cls="CLIPVisionTower", params={}))
+    layer = EncoderLayer(
+        VisionConfig(model_type="vision", cls="CLIPVisionTower", params={})
+    )
     x = mx.array([-2.0, -1.0, 1.0, 2.0])
     right = x * (1 + mx.erf(x / math.sqrt(2))) / 2
-    return [*layer.mlp.activation_fn(x).tolist(), layer.norm1.eps], [*right.tolist(), 1e-6]
+    return [*layer.mlp.activation_fn(x).tolist(), layer.norm1.eps], [
+        *right.tolist(),
+        1e-6,
+    ]
 
 
 @case("hunyuan_vl", at="models/hunyuan_vl/vision.py:163")
@@ -116,7 +155,9 @@ def hunyuan_vl_positions():
     from mlx_vlm.models.hunyuan_vl.vision import PatchEmbed
 
     embed = PatchEmbed(config_of("hunyuan_vl").vision_config)
-    table = mx.broadcast_to(mx.arange(4, dtype=mx.float32)[None, :, None, None], (1, 4, 4, 1))
+    table = mx.broadcast_to(
+        mx.arange(4, dtype=mx.float32)[None, :, None, None], (1, 4, 4, 1)
+    )
     return embed._interpolate_pos_embed(table, 6, 4)[0, 0, 0], mx.zeros(1)
 
 
@@ -139,11 +180,22 @@ def phi4_siglip_padding():
     from mlx_vlm.models.phi4_siglip.config import VisionConfig
     from mlx_vlm.models.phi4_siglip.vision import VisionModel
 
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     tower = filled(VisionModel(VisionConfig(**sizes, patch_size=4, num_patches=4)))
     patches, shape = noise(5, 1, 4, 48), mx.array([[2, 2]])
-    padded = tower(mx.pad(patches, [(0, 0), (0, 5), (0, 0)]), spatial_shapes=shape, output_hidden_states=True)
-    return padded[2][0, :4], tower(patches, spatial_shapes=shape, output_hidden_states=True)[2][0]
+    padded = tower(
+        mx.pad(patches, [(0, 0), (0, 5), (0, 0)]),
+        spatial_shapes=shape,
+        output_hidden_states=True,
+    )
+    return padded[2][0, :4], tower(
+        patches, spatial_shapes=shape, output_hidden_states=True
+    )[2][0]
 
 
 @case("idefics2", at="models/idefics2/vision.py:135")
@@ -161,8 +213,14 @@ def idefics2_positions():
     )
     if "bias" in embeddings.patch_embedding:
         embeddings.patch_embedding.bias = mx.zeros_like(embeddings.patch_embedding.bias)
-    pixels = mx.zeros((1, side * embeddings.patch_size, side * embeddings.patch_size, 3))
-    found = attempt(lambda: embeddings(pixels, mask=mx.ones((1, side, side), dtype=mx.bool_))[0, :, 0].tolist())
+    pixels = mx.zeros(
+        (1, side * embeddings.patch_size, side * embeddings.patch_size, 3)
+    )
+    found = attempt(
+        lambda: embeddings(pixels, mask=mx.ones((1, side, side), dtype=mx.bool_))[
+            0, :, 0
+        ].tolist()
+    )
     return found, list(range(side**2))
 
 
@@ -187,25 +245,42 @@ def moondream_pooling():
     calls): over overlapping ones.
     """
     tower = tiny("moondream3").vision
-    side, margin = tower.config.crop_size // tower.config.patch_size, tower.config.overlap_margin
+    side = tower.config.crop_size // tower.config.patch_size
+    margin = tower.config.overlap_margin
     crops = [noise(seed, side**2, 5) for seed in (3, 4)]
     left, right = (np.array(crop).reshape(side, side, 5) for crop in crops)
     grid = np.concatenate([left[:, : side - margin], right[:, margin:]], axis=1)
     wide = grid.shape[1]
-    ends = [(math.floor(i * wide / side), math.ceil((i + 1) * wide / side)) for i in range(side)]
-    expected = np.stack([grid[:, start:end].mean(axis=1) for start, end in ends], axis=1)
-    return tower._reconstruct_local_features(crops, (1, 2)).reshape(expected.shape), expected
+    ends = [
+        (math.floor(i * wide / side), math.ceil((i + 1) * wide / side))
+        for i in range(side)
+    ]
+    expected = np.stack(
+        [grid[:, start:end].mean(axis=1) for start, end in ends], axis=1
+    )
+    return tower._reconstruct_local_features(crops, (1, 2)).reshape(
+        expected.shape
+    ), expected
 
 
 def packed(name):
     """The number of positions that a prompt with a picture of two tiles takes, and the prompt's own."""
     ids = prompt(4, [128] * (16 + 4 * (8 + 1)))
     tiles = noise(5, 1, 3, 3, 16, 16)
-    found = attempt(lambda: tiny(name).get_input_embeddings(ids, tiles, image_sizes=mx.array([[16, 32]])).inputs_embeds)
+    found = attempt(
+        lambda: (
+            tiny(name)
+            .get_input_embeddings(ids, tiles, image_sizes=mx.array([[16, 32]]))
+            .inputs_embeds
+        )
+    )
     return (found if isinstance(found, str) else found.shape[1]), ids.shape[1]
 
 
-@case("llava_next", at="models/llava_next/llava_next.py:87 models/llava_next/llava_next.py:117")
+@case(
+    "llava_next",
+    at="models/llava_next/llava_next.py:87 models/llava_next/llava_next.py:117",
+)
 def llava_next_packing():
     """Each placeholder gets a tile, and a tile of newlines follows. Right (transformers, pack_image_features): a feature
     for each placeholder, here 16 and 4 rows of 8 and a newline.
@@ -224,7 +299,11 @@ def gemma4_scatter():
     """Where there are more placeholders than features, the first feature comes again. Right (transformers): an error."""
     from mlx_vlm.models.gemma4.gemma4 import masked_scatter
 
-    found = attempt(lambda: masked_scatter(mx.zeros((3, 1)), mx.ones((3, 1), dtype=mx.bool_), mx.array([[7.0], [8.0]])))
+    found = attempt(
+        lambda: masked_scatter(
+            mx.zeros((3, 1)), mx.ones((3, 1), dtype=mx.bool_), mx.array([[7.0], [8.0]])
+        )
+    )
     return (found if isinstance(found, str) else found.flatten().tolist()), "an error"
 
 
@@ -234,8 +313,14 @@ def gemma4_two_way_in_full_layers():
     trunk = tiny("gemma4_experts").language_model.model
     types = mx.array([[0, 0, 1, 1, 1, 0]])
     masks = trunk._make_masks(mx.zeros((1, 6, 64)), [None] * len(trunk.layers), types)
-    full = next(mask for layer, mask in zip(trunk.layers, masks, strict=True) if layer.layer_type == "full_attention")
-    return full.reshape(6, 6).astype(mx.int32), mx.tril(mx.ones((6, 6))).astype(mx.int32)
+    full = next(
+        mask
+        for layer, mask in zip(trunk.layers, masks, strict=True)
+        if layer.layer_type == "full_attention"
+    )
+    return full.reshape(6, 6).astype(mx.int32), mx.tril(mx.ones((6, 6))).astype(
+        mx.int32
+    )
 
 
 @case("moondream2", "moondream3", at="models/moondream3/image_crops.py:13")

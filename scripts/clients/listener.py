@@ -46,18 +46,41 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.server.bodies.append({"method": "GET", "path": self.path})
-        self._json({"object": "list", "data": [{"id": "model", "object": "model", "created": 1, "owned_by": "us"}]})
+        self._json(
+            {
+                "object": "list",
+                "data": [
+                    {"id": "model", "object": "model", "created": 1, "owned_by": "us"}
+                ],
+            }
+        )
 
     def do_POST(self) -> None:
         text = self._read().decode()
-        self.server.bodies.append({"method": "POST", "path": self.path, "body": json.loads(_DATA.sub(PICTURE, text))})
+        self.server.bodies.append(
+            {
+                "method": "POST",
+                "path": self.path,
+                "body": json.loads(_DATA.sub(PICTURE, text)),
+            }
+        )
         body = json.loads(text)
         message = _message(body)
         if body.get("stream"):
-            self._stream(message, usage=bool((body.get("stream_options") or {}).get("include_usage")))
+            self._stream(
+                message,
+                usage=bool((body.get("stream_options") or {}).get("include_usage")),
+            )
         else:
-            choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": _reason(message)}
-            self._json({**_head("chat.completion"), "choices": [choice], "usage": USAGE})
+            choice = {
+                "index": 0,
+                "message": message,
+                "logprobs": None,
+                "finish_reason": _reason(message),
+            }
+            self._json(
+                {**_head("chat.completion"), "choices": [choice], "usage": USAGE}
+            )
 
     def log_message(self, format: str, *args: Any) -> None:
         pass
@@ -81,19 +104,30 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def _stream(self, message: dict[str, Any], *, usage: bool) -> None:
-        calls = [{"index": at, **call} for at, call in enumerate(message.get("tool_calls") or ())]
-        delta = {"role": "assistant", "content": message["content"], **({"tool_calls": calls} if calls else {})}
+        calls = [
+            {"index": at, **call}
+            for at, call in enumerate(message.get("tool_calls") or ())
+        ]
+        delta = {
+            "role": "assistant",
+            "content": message["content"],
+            **({"tool_calls": calls} if calls else {}),
+        }
         chunks: list[dict[str, Any]] = [
             {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]},
             {"choices": [{"index": 0, "delta": {}, "finish_reason": _reason(message)}]},
         ]
         chunks += [{"choices": [], "usage": USAGE}] if usage else []
-        lines = [json.dumps({**_head("chat.completion.chunk"), **chunk}) for chunk in chunks]
+        lines = [
+            json.dumps({**_head("chat.completion.chunk"), **chunk}) for chunk in chunks
+        ]
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Connection", "close")
         self.end_headers()
-        self.wfile.write("".join(f"data: {line}\n\n" for line in [*lines, "[DONE]"]).encode())
+        self.wfile.write(
+            "".join(f"data: {line}\n\n" for line in [*lines, "[DONE]"]).encode()
+        )
         self.close_connection = True
 
 
@@ -114,12 +148,28 @@ def _message(body: dict[str, Any]) -> dict[str, Any]:
     is_answered = any(turn.get("role") == "tool" for turn in turns)
     if tools and body.get("tool_choice") != "none" and not is_answered:
         named = tools[0]["function"]
-        call = {"name": named["name"], "arguments": json.dumps(_filled(named.get("parameters") or {}))}
+        call = {
+            "name": named["name"],
+            "arguments": json.dumps(_filled(named.get("parameters") or {})),
+        }
         calls = [{"id": "call_1", "type": "function", "function": call}]
-        return {"role": "assistant", "content": None, "refusal": None, "tool_calls": calls}
+        return {
+            "role": "assistant",
+            "content": None,
+            "refusal": None,
+            "tool_calls": calls,
+        }
     form = body.get("response_format") or {}
-    schema = (form.get("json_schema") or {}).get("schema") if form.get("type") == "json_schema" else None
-    text = "3.00" if form.get("type") in (None, "text") else json.dumps(_filled(schema or {}))
+    schema = (
+        (form.get("json_schema") or {}).get("schema")
+        if form.get("type") == "json_schema"
+        else None
+    )
+    text = (
+        "3.00"
+        if form.get("type") in (None, "text")
+        else json.dumps(_filled(schema or {}))
+    )
     return {"role": "assistant", "content": text, "refusal": None}
 
 

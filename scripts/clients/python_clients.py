@@ -27,7 +27,10 @@ def asked(detail: str | None = None) -> list[dict[str, Any]]:
     return [
         {
             "role": "user",
-            "content": [{"type": "text", "text": QUESTION}, {"type": "image_url", "image_url": url}],
+            "content": [
+                {"type": "text", "text": QUESTION},
+                {"type": "image_url", "image_url": url},
+            ],
         }
     ]
 
@@ -50,17 +53,63 @@ def openai(url: str) -> None:
     make: Any = client.chat.completions
     client.models.list()
     make.create(model="model", messages=asked("high"), max_tokens=8)
-    make.create(model="model", messages=asked(), max_completion_tokens=8, seed=1, user="me", metadata={"run": "1"})
-    first = make.parse(model="model", messages=asked(), response_format=Receipt, max_completion_tokens=60)
-    again = [*asked(), first.choices[0].message, {"role": "user", "content": "And the shop?"}]
-    make.parse(model="model", messages=again, response_format=Receipt, max_completion_tokens=60)
+    make.create(
+        model="model",
+        messages=asked(),
+        max_completion_tokens=8,
+        seed=1,
+        user="me",
+        metadata={"run": "1"},
+    )
+    first = make.parse(
+        model="model",
+        messages=asked(),
+        response_format=Receipt,
+        max_completion_tokens=60,
+    )
+    again = [
+        *asked(),
+        first.choices[0].message,
+        {"role": "user", "content": "And the shop?"},
+    ]
+    make.parse(
+        model="model", messages=again, response_format=Receipt, max_completion_tokens=60
+    )
     tools = [pydantic_function_tool(Lookup, name="lookup")]
-    called = make.parse(model="model", messages=asked(), tools=tools, max_completion_tokens=60).choices[0].message
-    done = {"role": "tool", "tool_call_id": called.tool_calls[0].id, "content": "a bakery"}
-    make.parse(model="model", messages=[*asked(), called, done], tools=tools, max_completion_tokens=60)
-    plain = make.create(model="model", messages=asked(), tools=tools, max_completion_tokens=60).choices[0].message
-    make.create(model="model", messages=[*asked(), plain.model_dump(), done], tools=tools, max_completion_tokens=60)
-    with make.stream(model="model", messages=asked(), max_completion_tokens=8) as stream:
+    called = (
+        make.parse(
+            model="model", messages=asked(), tools=tools, max_completion_tokens=60
+        )
+        .choices[0]
+        .message
+    )
+    done = {
+        "role": "tool",
+        "tool_call_id": called.tool_calls[0].id,
+        "content": "a bakery",
+    }
+    make.parse(
+        model="model",
+        messages=[*asked(), called, done],
+        tools=tools,
+        max_completion_tokens=60,
+    )
+    plain = (
+        make.create(
+            model="model", messages=asked(), tools=tools, max_completion_tokens=60
+        )
+        .choices[0]
+        .message
+    )
+    make.create(
+        model="model",
+        messages=[*asked(), plain.model_dump(), done],
+        tools=tools,
+        max_completion_tokens=60,
+    )
+    with make.stream(
+        model="model", messages=asked(), max_completion_tokens=8
+    ) as stream:
         said = stream.get_final_completion().choices[0].message
     with make.stream(
         model="model",
@@ -89,22 +138,42 @@ def langchain(url: str) -> None:
         """Look a shop up."""
         return "a bakery"
 
-    chat = ChatOpenAI(base_url=url + "/v1", api_key="none", model="model", max_tokens=60, max_retries=0)
+    chat = ChatOpenAI(
+        base_url=url + "/v1",
+        api_key="none",
+        model="model",
+        max_tokens=60,
+        max_retries=0,
+    )
     turn = HumanMessage(
         content_blocks=[
             {"type": "text", "text": QUESTION},
-            {"type": "image", "base64": picture().partition(",")[2], "mime_type": "image/png"},
+            {
+                "type": "image",
+                "base64": picture().partition(",")[2],
+                "mime_type": "image/png",
+            },
         ]
     )
     first = chat.invoke([turn])
     chat.invoke([turn, first, HumanMessage(content="Sure?")])
     blocks = first.model_copy(update={"content": first.content_blocks})
-    chat.invoke([turn, blocks, HumanMessage(content_blocks=[{"type": "text", "text": "Sure?", "id": "lc_1"}])])
+    chat.invoke(
+        [
+            turn,
+            blocks,
+            HumanMessage(
+                content_blocks=[{"type": "text", "text": "Sure?", "id": "lc_1"}]
+            ),
+        ]
+    )
     chat.with_structured_output(Receipt).invoke([turn])
     chat.with_structured_output(Receipt, method="function_calling").invoke([turn])
     with_tools = chat.bind_tools([lookup])
     called = with_tools.invoke([turn])
-    with_tools.invoke([turn, called, ToolMessage("a bakery", tool_call_id=called.tool_calls[0]["id"])])
+    with_tools.invoke(
+        [turn, called, ToolMessage("a bakery", tool_call_id=called.tool_calls[0]["id"])]
+    )
     list(chat.stream([turn]))
 
 
@@ -114,19 +183,43 @@ def litellm(url: str) -> None:
 
     lite.telemetry = False
     lite.drop_params = False
-    how: dict[str, Any] = {"model": "openai/model", "api_base": url + "/v1", "api_key": "none", "max_tokens": 60}
+    how: dict[str, Any] = {
+        "model": "openai/model",
+        "api_base": url + "/v1",
+        "api_key": "none",
+        "max_tokens": 60,
+    }
     first = lite.completion(messages=asked(), **how).choices[0].message
-    lite.completion(messages=[*asked(), first, {"role": "user", "content": "Sure?"}], **how)
+    lite.completion(
+        messages=[*asked(), first, {"role": "user", "content": "Sure?"}], **how
+    )
     cached = asked()
     cached[0]["content"][0]["cache_control"] = {"type": "ephemeral"}
     lite.completion(messages=cached, **how)
-    function = {"name": "lookup", "parameters": {"type": "object", "properties": {"shop": {"type": "string"}}}}
+    function = {
+        "name": "lookup",
+        "parameters": {"type": "object", "properties": {"shop": {"type": "string"}}},
+    }
     tools = [{"type": "function", "function": function}]
     called = lite.completion(messages=asked(), tools=tools, **how).choices[0].message
-    done = {"role": "tool", "tool_call_id": called.tool_calls[0].id, "name": "lookup", "content": "a bakery"}
+    done = {
+        "role": "tool",
+        "tool_call_id": called.tool_calls[0].id,
+        "name": "lookup",
+        "content": "a bakery",
+    }
     lite.completion(messages=[*asked(), called, done], tools=tools, **how)
-    lite.completion(messages=asked(), reasoning_effort="low", allowed_openai_params=["reasoning_effort"], **how)
-    list(lite.completion(messages=asked(), stream=True, stream_options={"include_usage": True}, **how))
+    lite.completion(
+        messages=asked(),
+        reasoning_effort="low",
+        allowed_openai_params=["reasoning_effort"],
+        **how,
+    )
+    list(
+        lite.completion(
+            messages=asked(), stream=True, stream_options={"include_usage": True}, **how
+        )
+    )
 
 
 def instructor(url: str) -> None:
@@ -140,9 +233,15 @@ def instructor(url: str) -> None:
         total: str
 
     for mode in (make.Mode.TOOLS, make.Mode.JSON_SCHEMA, make.Mode.JSON):
-        client = make.from_openai(OpenAI(base_url=url + "/v1", api_key="none", max_retries=0), mode=mode)
+        client = make.from_openai(
+            OpenAI(base_url=url + "/v1", api_key="none", max_retries=0), mode=mode
+        )
         client.chat.completions.create(
-            model="model", messages=asked(), response_model=Receipt, max_tokens=60, max_retries=1
+            model="model",
+            messages=asked(),
+            response_model=Receipt,
+            max_tokens=60,
+            max_retries=1,
         )
 
 
@@ -157,8 +256,12 @@ def pydantic_ai(url: str) -> None:
         shop: str
         total: str
 
-    model = OpenAIChatModel("model", provider=OpenAIProvider(base_url=url + "/v1", api_key="none"))
-    shown = BinaryContent(base64.b64decode(picture().partition(",")[2]), media_type="image/png")
+    model = OpenAIChatModel(
+        "model", provider=OpenAIProvider(base_url=url + "/v1", api_key="none")
+    )
+    shown = BinaryContent(
+        base64.b64decode(picture().partition(",")[2]), media_type="image/png"
+    )
     plain = Agent(model, instructions="Be short.")
 
     @plain.tool_plain
@@ -167,13 +270,23 @@ def pydantic_ai(url: str) -> None:
         return "a bakery"
 
     first = plain.run_sync([QUESTION, shown], model_settings={"max_tokens": 60})
-    plain.run_sync("Sure?", message_history=first.all_messages(), model_settings={"max_tokens": 60})
-    Agent(model, output_type=Receipt).run_sync([QUESTION, shown], model_settings={"max_tokens": 60})
+    plain.run_sync(
+        "Sure?", message_history=first.all_messages(), model_settings={"max_tokens": 60}
+    )
+    Agent(model, output_type=Receipt).run_sync(
+        [QUESTION, shown], model_settings={"max_tokens": 60}
+    )
 
 
 def openai_agents(url: str) -> None:
     """An agent with a tool over chat completions."""
-    from agents import Agent, OpenAIChatCompletionsModel, Runner, function_tool, set_tracing_disabled
+    from agents import (
+        Agent,
+        OpenAIChatCompletionsModel,
+        Runner,
+        function_tool,
+        set_tracing_disabled,
+    )
     from openai import AsyncOpenAI
 
     @function_tool
@@ -185,7 +298,10 @@ def openai_agents(url: str) -> None:
     client = AsyncOpenAI(base_url=url + "/v1", api_key="none", max_retries=0)
     model = OpenAIChatCompletionsModel(model="model", openai_client=client)
     agent = Agent(name="reader", instructions="Be short.", model=model, tools=[lookup])
-    parts = [{"type": "input_text", "text": QUESTION}, {"type": "input_image", "image_url": picture()}]
+    parts = [
+        {"type": "input_text", "text": QUESTION},
+        {"type": "input_image", "image_url": picture()},
+    ]
     turn: Any = [{"role": "user", "content": parts}]
 
     async def run() -> None:
@@ -206,7 +322,9 @@ def mineru(url: str) -> None:
     client = MinerUClient(backend="http-client", server_url=url, model_name="model")
     client.layout_detect(page)
     client.content_extract(page)
-    client.client.predict(page, "Read.", SamplingParams(no_repeat_ngram_size=100, max_new_tokens=60), 3)
+    client.client.predict(
+        page, "Read.", SamplingParams(no_repeat_ngram_size=100, max_new_tokens=60), 3
+    )
 
 
 def docling(url: str) -> None:
@@ -219,7 +337,9 @@ def docling(url: str) -> None:
         spec = getattr(preset, "model_spec", None)
         for engine, config in getattr(spec, "api_overrides", {}).items():
             if name.isupper() and engine.value == "api_openai":
-                api_image_request(page, spec.prompt, url + "/v1/chat/completions", **config.params)
+                api_image_request(
+                    page, spec.prompt, url + "/v1/chat/completions", **config.params
+                )
 
 
 def olmocr(url: str) -> None:
@@ -232,7 +352,11 @@ def olmocr(url: str) -> None:
     async def run(path: str, *, guided: bool) -> None:
         pipeline.max_concurrent_requests_limit = asyncio.BoundedSemaphore(1)
         args = SimpleNamespace(
-            server=url + "/v1", model="model", target_longest_image_dim=1288, guided_decoding=guided, api_key=None
+            server=url + "/v1",
+            model="model",
+            target_longest_image_dim=1288,
+            guided_decoding=guided,
+            api_key=None,
         )
         await pipeline.try_single_page(args, path, path, 1, 0, 0)
 
@@ -277,7 +401,9 @@ def paddlex(url: str) -> None:
         bounds = (112896, 1003520) if backend == "vllm-server" else (None, None)
         for skips in (True, False):
             holder = SimpleNamespace(model_name="PaddleOCR-VL-1.5-0.9B")
-            for messages, how in build(holder, client, page, "PNG", None, skips, None, None, None, *bounds):
+            for messages, how in build(
+                holder, client, page, "PNG", None, skips, None, None, None, *bounds
+            ):
                 client.create_chat_completion(messages, **how)
 
 

@@ -41,7 +41,15 @@ def record_python(name: str, folder: Path, listener: Any) -> str:
     packages = PYTHON[name]
     where = folder / name
     if not where.exists():
-        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(where)]
+        pip = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--target",
+            str(where),
+        ]
         subprocess.run([*pip, *packages, "pillow"], check=True)
     environment = {
         **os.environ,
@@ -50,7 +58,10 @@ def record_python(name: str, folder: Path, listener: Any) -> str:
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",
     }
     subprocess.run(
-        [sys.executable, str(HERE / "python_clients.py"), name, listener.url], check=True, env=environment, timeout=300
+        [sys.executable, str(HERE / "python_clients.py"), name, listener.url],
+        check=True,
+        env=environment,
+        timeout=300,
     )
     first = packages[0].partition("[")[0]
     return f"{first} {next(one.version for one in distributions(name=first, path=[str(where)]))}"
@@ -61,19 +72,34 @@ def record_node(name: str, folder: Path, listener: Any) -> str:
     where.mkdir(exist_ok=True)
     if not (where / "node_modules" / NODE[name][0]).exists():
         packages = [package for several in NODE.values() for package in several]
-        subprocess.run(["npm", "install", "--silent", "--no-audit", "--no-fund", *packages], check=True, cwd=where)
-    subprocess.run(["node", str(HERE / "node_clients.mjs"), name, listener.url], check=True, cwd=where, timeout=300)
+        subprocess.run(
+            ["npm", "install", "--silent", "--no-audit", "--no-fund", *packages],
+            check=True,
+            cwd=where,
+        )
+    subprocess.run(
+        ["node", str(HERE / "node_clients.mjs"), name, listener.url],
+        check=True,
+        cwd=where,
+        timeout=300,
+    )
     first = NODE[name][0]
-    version = json.loads((where / "node_modules" / first / "package.json").read_text())["version"]
+    version = json.loads((where / "node_modules" / first / "package.json").read_text())[
+        "version"
+    ]
     return f"{first} (npm) {version}"
 
 
 def main(folder: Path, names: list[str]) -> None:
-    todo = dict.fromkeys(PYTHON, record_python) | {f"node_{name}": record_node for name in NODE}
+    todo = dict.fromkeys(PYTHON, record_python) | {
+        f"node_{name}": record_node for name in NODE
+    }
     for name in names or list(todo):
         with listening() as listener:
             client = todo[name](name.removeprefix("node_"), folder, listener)
-            lines = ",\n".join("  " + json.dumps(body, ensure_ascii=False) for body in listener.bodies)
+            lines = ",\n".join(
+                "  " + json.dumps(body, ensure_ascii=False) for body in listener.bodies
+            )
         text = f'{{"client": {json.dumps(client)}, "requests": [\n{lines}\n]}}\n'
         (DATA / f"{name}.json").write_text(text, encoding="utf-8")
         print(f"{client}: {len(listener.bodies)} requests")

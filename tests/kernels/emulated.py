@@ -37,16 +37,26 @@ def run(call: Launch, arrays: Sequence[mx.array]) -> list[mx.array]:
     inputs = [_bytes_of(array) for array in arrays]
     outputs = [
         np.array(
-            mx.full(shape, UNWRITTEN, dtype).view(mx.uint16) if dtype.size == 2 else mx.full(shape, UNWRITTEN, dtype)
+            mx.full(shape, UNWRITTEN, dtype).view(mx.uint16)
+            if dtype.size == 2
+            else mx.full(shape, UNWRITTEN, dtype)
         )
         for shape, dtype in zip(call.shapes, call.dtypes, strict=True)
     ]
     outputs = [np.ascontiguousarray(output) for output in outputs]
     shapes = _of_eight([array.shape for array in arrays], np.int32)
     strides = _of_eight([_strides(array.shape) for array in arrays], np.int64)
-    blocks = [-(-grid // threads) for grid, threads in zip(call.grid, call.threads, strict=True)]
+    blocks = [
+        -(-grid // threads)
+        for grid, threads in zip(call.grid, call.threads, strict=True)
+    ]
     is_even = library.run(
-        _pointers(inputs), _pointers(outputs), _pointer(shapes), _pointer(strides), *blocks, call.threads[0]
+        _pointers(inputs),
+        _pointers(outputs),
+        _pointer(shapes),
+        _pointer(strides),
+        *blocks,
+        call.threads[0],
     )
     assert is_even, "some threads of a block ended while others stood at a barrier"
     return [
@@ -62,7 +72,10 @@ def broken(call: Launch, arrays: Sequence[mx.array]) -> list[mx.array]:
 
 def wrong(call: Launch, arrays: Sequence[mx.array]) -> list[mx.array]:
     """A device on which it gives ones."""
-    return [mx.ones(shape, dtype) for shape, dtype in zip(call.shapes, call.dtypes, strict=True)]
+    return [
+        mx.ones(shape, dtype)
+        for shape, dtype in zip(call.shapes, call.dtypes, strict=True)
+    ]
 
 
 def source_of(call: Launch, dtypes: Sequence[mx.Dtype]) -> str:
@@ -75,7 +88,9 @@ def source_of(call: Launch, dtypes: Sequence[mx.Dtype]) -> str:
             if f"{name}_{what}" in body:
                 parameters.append(f"const {kind} {name}_{what}")
                 arguments.append(f"{'shapes' if what == 'shape' else 'strides'}[{i}]")
-    for i, (name, dtype) in enumerate(zip(call.kernel.outputs, call.dtypes, strict=True)):
+    for i, (name, dtype) in enumerate(
+        zip(call.kernel.outputs, call.dtypes, strict=True)
+    ):
         parameters.append(f"{TYPES[dtype]}* {name}")
         arguments.append(f"({TYPES[dtype]}*)outputs[{i}]")
     constants = [
@@ -114,8 +129,22 @@ def _built(code: str) -> ctypes.CDLL:
     assert COMPILER is not None
     path = Path(_folder().name) / hashlib.sha256(code.encode()).hexdigest()
     path.with_suffix(".cpp").write_text(code)
-    flags = ["-std=c++17", "-O1", "-shared", "-fPIC", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror"]
-    allowed = ["-Wno-unknown-pragmas", "-Wno-unused-parameter", "-Wno-unused-function", "-Wno-unused-variable"]
+    flags = [
+        "-std=c++17",
+        "-O1",
+        "-shared",
+        "-fPIC",
+        "-ffp-contract=off",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+    ]
+    allowed = [
+        "-Wno-unknown-pragmas",
+        "-Wno-unused-parameter",
+        "-Wno-unused-function",
+        "-Wno-unused-variable",
+    ]
     command = [
         COMPILER,
         *flags,
@@ -131,7 +160,9 @@ def _built(code: str) -> ctypes.CDLL:
 
 def _bytes_of(array: mx.array) -> np.ndarray:
     array = mx.contiguous(array)
-    return np.ascontiguousarray(np.array(array.view(mx.uint16) if array.dtype.size == 2 else array))
+    return np.ascontiguousarray(
+        np.array(array.view(mx.uint16) if array.dtype.size == 2 else array)
+    )
 
 
 def _strides(shape: Sequence[int]) -> list[int]:

@@ -21,9 +21,29 @@ from tests.zoo._pictures import expanded
 
 def florence2(zoo: nn.Module) -> torch.nn.Module:
     ours, vision = zoo.config.text_config, zoo.config.vision_config
-    names = ["d_model", "encoder_attention_heads", "decoder_attention_heads", "encoder_ffn_dim", "decoder_ffn_dim"]
-    names += ["encoder_layers", "decoder_layers", "max_position_embeddings", "vocab_size", "decoder_start_token_id"]
-    seen = ["depths", "num_heads", "num_groups", "window_size", "patch_size", "patch_stride", "patch_padding"]
+    names = [
+        "d_model",
+        "encoder_attention_heads",
+        "decoder_attention_heads",
+        "encoder_ffn_dim",
+        "decoder_ffn_dim",
+    ]
+    names += [
+        "encoder_layers",
+        "decoder_layers",
+        "max_position_embeddings",
+        "vocab_size",
+        "decoder_start_token_id",
+    ]
+    seen = [
+        "depths",
+        "num_heads",
+        "num_groups",
+        "window_size",
+        "patch_size",
+        "patch_stride",
+        "patch_padding",
+    ]
     config = transformers.Florence2Config(
         text_config={**same(ours, *names), "forced_eos_token_id": None},
         vision_config={
@@ -42,14 +62,19 @@ def florence2_weights(weights: Weights) -> Weights:
     weights = dict(weights)
     weights["image_projection.weight"] = weights.pop("image_projection").T.copy()
     words = weights["language_model.model.shared.weight"]
-    return weights | {f"language_model.model.{side}.embed_tokens.weight": words for side in ("encoder", "decoder")}
+    return weights | {
+        f"language_model.model.{side}.embed_tokens.weight": words
+        for side in ("encoder", "decoder")
+    }
 
 
 def florence2_inputs(inputs: Inputs) -> dict[str, Any]:
     """A placeholder for every feature."""
     count = [florence2_zoo.NUM_FEATURES] if "pixel_values" in inputs else []
     return {
-        "input_ids": torch.tensor(expanded(inputs["input_ids"], florence2_zoo.IMAGE, count)),
+        "input_ids": torch.tensor(
+            expanded(inputs["input_ids"], florence2_zoo.IMAGE, count)
+        ),
         "attention_mask": None,
     }
 
@@ -73,7 +98,13 @@ FLORENCE2 = (
 
 def got(zoo: nn.Module) -> torch.nn.Module:
     ours, vision = zoo.config.text_config, zoo.config.vision_config
-    names = ["hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads"]
+    names = [
+        "hidden_size",
+        "num_hidden_layers",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+    ]
     config = transformers.GotOcr2Config(
         text_config={
             **same(ours, *names, "rms_norm_eps", "vocab_size"),
@@ -101,14 +132,21 @@ def as_convolution(value: np.ndarray) -> np.ndarray:
 
 
 def got_weights(weights: Weights) -> Weights:
-    return {path: as_convolution(value) if path.endswith("pos_embed") else value for path, value in weights.items()}
+    return {
+        path: as_convolution(value) if path.endswith("pos_embed") else value
+        for path, value in weights.items()
+    }
 
 
 def got_inputs(inputs: Inputs) -> dict[str, Any]:
     """Channels first."""
     if "pixel_values" not in inputs:
         return {}
-    return {"pixel_values": torch.tensor(inputs["pixel_values"].transpose(0, 3, 1, 2).copy())}
+    return {
+        "pixel_values": torch.tensor(
+            inputs["pixel_values"].transpose(0, 3, 1, 2).copy()
+        )
+    }
 
 
 GOT = (
@@ -133,12 +171,28 @@ UNLIMITED = 1000
 
 def deepseek_text(zoo: nn.Module) -> dict[str, Any]:
     ours = zoo.config.text_config
-    names = ["vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers"]
-    names += ["num_attention_heads", "num_key_value_heads", "n_shared_experts", "n_routed_experts", "topk_method"]
+    names = [
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "moe_intermediate_size",
+        "num_hidden_layers",
+    ]
+    names += [
+        "num_attention_heads",
+        "num_key_value_heads",
+        "n_shared_experts",
+        "n_routed_experts",
+        "topk_method",
+    ]
     names += ["num_experts_per_tok", "max_position_embeddings", "rms_norm_eps"]
     dense = ours.first_k_dense_replace
     kinds = ["dense"] * dense + ["sparse"] * (ours.num_hidden_layers - dense)
-    return {**same(ours, *names), "mlp_layer_types": kinds, "rope_parameters": rope(ours.rope_theta)}
+    return {
+        **same(ours, *names),
+        "mlp_layer_types": kinds,
+        "rope_parameters": rope(ours.rope_theta),
+    }
 
 
 def small_sam(zoo: nn.Module) -> dict[str, Any]:
@@ -159,13 +213,19 @@ def small_sam(zoo: nn.Module) -> dict[str, Any]:
 
 def deepseekocr(zoo: nn.Module) -> torch.nn.Module:
     vision = zoo.config.vision_config
-    sizes = same(vision, "hidden_size", "intermediate_size", "num_attention_heads", "patch_size")
+    sizes = same(
+        vision, "hidden_size", "intermediate_size", "num_attention_heads", "patch_size"
+    )
     window = getattr(zoo.config.text_config, "sliding_window", UNLIMITED)
     config = transformers.UnlimitedOcrConfig(
         text_config={**deepseek_text(zoo), "sliding_window": window},
         vision_config={
             "sam_config": small_sam(zoo),
-            "encoder_config": {**sizes, "num_hidden_layers": vision.layers, "image_size": 224},
+            "encoder_config": {
+                **sizes,
+                "num_hidden_layers": vision.layers,
+                "image_size": 224,
+            },
         },
         image_token_id=zoo.config.image_token_index,
         tie_word_embeddings=False,
@@ -181,12 +241,21 @@ class StandIn(torch.nn.Module):
         self.sam_encoder, self.project = sam_encoder, torch.nn.Linear(32, 32)
 
     def forward(self, pixel_values: torch.Tensor, **more: Any) -> Any:
-        features = self.sam_encoder(pixel_values).last_hidden_state.flatten(2).transpose(1, 2)
-        return transformers.modeling_outputs.BaseModelOutput(last_hidden_state=self.project(features))
+        features = (
+            self.sam_encoder(pixel_values).last_hidden_state.flatten(2).transpose(1, 2)
+        )
+        return transformers.modeling_outputs.BaseModelOutput(
+            last_hidden_state=self.project(features)
+        )
 
 
 def deepseekocr_2(zoo: nn.Module) -> torch.nn.Module:
-    encoder = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    encoder = {
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+    }
     config = transformers.DeepseekOcr2Config(
         text_config=deepseek_text(zoo),
         vision_config={"sam_config": small_sam(zoo), "encoder_config": encoder},
@@ -199,7 +268,10 @@ def deepseekocr_2(zoo: nn.Module) -> torch.nn.Module:
 
 
 def deepseekocr_weights(weights: Weights) -> Weights:
-    weights = {path: as_convolution(value) if path.endswith("pos_embed") else value for path, value in weights.items()}
+    weights = {
+        path: as_convolution(value) if path.endswith("pos_embed") else value
+        for path, value in weights.items()
+    }
     for path in [path for path in weights if ".qkv_proj." in path]:
         split(weights, path, "qkv_proj", ["q_proj", "k_proj", "v_proj"], [32, 32, 32])
     return weights
@@ -212,14 +284,22 @@ def deepseekocr_inputs(inputs: Inputs) -> dict[str, Any]:
     crops, views = inputs["pixel_values"]
     grids = inputs["images_spatial_crop"].tolist()
     numbers = [wide * high if wide * high > 1 else 0 for wide, high in grids]
-    found = {"pixel_values": torch.tensor(views), "num_local_patches": numbers, "patches_grid": grids}
+    found = {
+        "pixel_values": torch.tensor(views),
+        "num_local_patches": numbers,
+        "patches_grid": grids,
+    }
     local = {"pixel_values_local": torch.tensor(crops)} if sum(numbers) else {}
     return {**found, **local, "images_seq_mask": None, "images_spatial_crop": None}
 
 
 def deepseekocr_2_inputs(inputs: Inputs) -> dict[str, Any]:
     """Crops stand one after another, without rows."""
-    return {name: value for name, value in deepseekocr_inputs(inputs).items() if name != "patches_grid"}
+    return {
+        name: value
+        for name, value in deepseekocr_inputs(inputs).items()
+        if name != "patches_grid"
+    }
 
 
 DEEPSEEKOCR = (
@@ -250,7 +330,14 @@ def hunyuan_vl(zoo: nn.Module) -> torch.nn.Module:
     one axis: transformers repeats a head's sections as numbers, not as a list (modeling_hunyuan_vl.py:165). And vision
     positions are resized by a tenth of a patch more: transformers gives the size instead (modeling_hunyuan_vl.py:214)."""
     ours, vision = zoo.config.text_config, zoo.config.vision_config
-    names = ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"]
+    names = [
+        "vocab_size",
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+    ]
     sections = ours.rope_scaling["xdrope_section"]
     config = transformers.HunYuanVLConfig(
         text_config={
@@ -261,7 +348,13 @@ def hunyuan_vl(zoo: nn.Module) -> torch.nn.Module:
         },
         vision_config=same(
             vision,
-            *["hidden_size", "out_hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"],
+            *[
+                "hidden_size",
+                "out_hidden_size",
+                "num_hidden_layers",
+                "num_attention_heads",
+                "intermediate_size",
+            ],
             *["patch_size", "max_image_size"],
         ),
         image_token_id=zoo.config.image_token_id,
@@ -279,7 +372,9 @@ def hunyuan_vl(zoo: nn.Module) -> torch.nn.Module:
         side, table = embed.position_edge, embed.position_embedding.weight[1:]
         grid = table.reshape(1, side, side, -1).permute(0, 3, 1, 2)
         factors = (float(height + 0.1) / side, float(width + 0.1) / side)
-        resized = torch.nn.functional.interpolate(grid, scale_factor=factors, mode="bilinear", align_corners=False)
+        resized = torch.nn.functional.interpolate(
+            grid, scale_factor=factors, mode="bilinear", align_corners=False
+        )
         return resized.flatten(2).transpose(1, 2)
 
     model = transformers.HunYuanVLForConditionalGeneration(config)
@@ -330,6 +425,10 @@ DOCUMENTS: dict[str, dict[str, Any]] = {
         "regroup": deepseekocr_weights,
         "inputs": deepseekocr_2_inputs,
     },
-    "hunyuan_vl": {"build": hunyuan_vl, "rename": HUNYUAN_VL, "inputs": hunyuan_vl_inputs},
+    "hunyuan_vl": {
+        "build": hunyuan_vl,
+        "rename": HUNYUAN_VL,
+        "inputs": hunyuan_vl_inputs,
+    },
     "got": {"build": got, "rename": GOT, "regroup": got_weights, "inputs": got_inputs},
 }

@@ -59,7 +59,9 @@ def described(tensor: np.ndarray, real: np.ndarray) -> dict[str, Any]:
     kind: dict[str, Any] = {"shape": list(tensor.shape), "dtype": str(tensor.dtype)}
     if tensor.dtype.kind != "f" or tensor.max(initial=-np.inf) > -FIRST:
         values = np.unique(tensor)
-        return kind | {"values": tensor.item(0) if len(values) == 1 else tensor.ravel().tolist()}
+        return kind | {
+            "values": tensor.item(0) if len(values) == 1 else tensor.ravel().tolist()
+        }
     numbers = -tensor.astype(np.float64)
     odd = numbers.flat[0] % 2
     places = (numbers - odd - FIRST) / 2
@@ -67,17 +69,24 @@ def described(tensor: np.ndarray, real: np.ndarray) -> dict[str, Any]:
         if real.size > SMALL:
             raise LookupError("numbers were computed with on their way")
         return kind | {"values": real.ravel().tolist()}
-    return kind | {"less_one": bool(odd), "pieces": list(pieces(places.astype(np.int64), [0] * tensor.ndim))}
+    return kind | {
+        "less_one": bool(odd),
+        "pieces": list(pieces(places.astype(np.int64), [0] * tensor.ndim)),
+    }
 
 
 def pieces(places: np.ndarray, corner: list[int]) -> Iterator[list[list[int]]]:
     """Parts of an array in which places grow evenly along each axis: [corner, shape, [place, *strides]]."""
     first = int(places.flat[0])
     strides = [
-        int(np.take(places, 1, axis).flat[0]) - first if size > 1 else 0 for axis, size in enumerate(places.shape)
+        int(np.take(places, 1, axis).flat[0]) - first if size > 1 else 0
+        for axis, size in enumerate(places.shape)
     ]
     even = first + sum(
-        np.arange(size).reshape([-1 if other == axis else 1 for other in range(places.ndim)]) * stride
+        np.arange(size).reshape(
+            [-1 if other == axis else 1 for other in range(places.ndim)]
+        )
+        * stride
         for axis, (size, stride) in enumerate(zip(places.shape, strides, strict=True))
     )
     if (places == even).all():
@@ -106,7 +115,10 @@ def saved(zoo: nn.Module, name: str) -> tuple[dict[str, np.ndarray], dict[str, A
     """The tensors and the configurations that transformers writes for a model."""
     with tempfile.TemporaryDirectory() as folder:
         load(zoo, RECIPES[name]).save_pretrained(folder)
-        files = {path.name: json.loads(path.read_text()) for path in sorted(Path(folder).glob("*config.json"))}
+        files = {
+            path.name: json.loads(path.read_text())
+            for path in sorted(Path(folder).glob("*config.json"))
+        }
         return load_file(f"{folder}/model.safetensors"), files
 
 
@@ -119,12 +131,17 @@ def record(name: str) -> None:
     found, files = saved(zoo, name)
     tensors = {key: described(value, real[key]) for key, value in sorted(found.items())}
     for key, facts in tensors.items():
-        is_random = re.search(RECIPES[name].absent, key)  # nothing of the zoo's: transformers draws it
-        if not is_random and not np.allclose(tensor_of(facts, flat), real[key], atol=1e-6):
+        # nothing of the zoo's: transformers draws it
+        is_random = re.search(RECIPES[name].absent, key)
+        if not is_random and not np.allclose(
+            tensor_of(facts, flat), real[key], atol=1e-6
+        ):
             raise LookupError(f"{key} was computed with on its way")
     text = json.dumps({"files": files, "tensors": tensors}, separators=(",", ":"))
     (FOLDER / f"{name}.json.gz").write_bytes(gzip.compress(text.encode(), mtime=0))
-    print(f"{name:22} {len(tensors)} tensors, {sum(len(one.get('pieces', ())) for one in tensors.values())} pieces")
+    print(
+        f"{name:22} {len(tensors)} tensors, {sum(len(one.get('pieces', ())) for one in tensors.values())} pieces"
+    )
 
 
 def record_multipliers() -> None:
@@ -135,12 +152,19 @@ def record_multipliers() -> None:
     multiplied = type(model)(config).eval().float()
     multiplied.set_attn_implementation("eager")
     multiplied.load_state_dict(
-        {name: value for name, value in model.state_dict().items() if "mup" not in name}, strict=False
+        {
+            name: value
+            for name, value in model.state_dict().items()
+            if "mup" not in name
+        },
+        strict=False,
     )
     multiplied.tie_weights()
     stored: dict[str, Any] = {}
     for name, inputs in requests_of(tiny).items():
-        stored[f"{name}/tokens"], stored[f"{name}/logprobs"] = answer(multiplied, recipe, inputs)
+        stored[f"{name}/tokens"], stored[f"{name}/logprobs"] = answer(
+            multiplied, recipe, inputs
+        )
     np.savez_compressed(HERE / "layouts" / "falcon_h1_multipliers.npz", **stored)
 
 

@@ -18,7 +18,10 @@ from tests.zoo.nemotron_h_nano_omni import PATCH as NEMOTRON_PATCH
 
 Weights = dict[str, np.ndarray]
 
-LANGUAGE = (r"^language_model\.model\.", "model.language_model."), (r"^language_model\.lm_head\.", "lm_head.")
+LANGUAGE = (
+    (r"^language_model\.model\.", "model.language_model."),
+    (r"^language_model\.lm_head\.", "lm_head."),
+)
 
 
 def rope(theta: float) -> dict[str, Any]:
@@ -30,7 +33,9 @@ def same(ours: Any, *names: str) -> dict[str, Any]:
     return {name: getattr(ours, name) for name in names}
 
 
-def split(weights: Weights, path: str, joined: str, names: list[str], sizes: list[int]) -> None:
+def split(
+    weights: Weights, path: str, joined: str, names: list[str], sizes: list[int]
+) -> None:
     """Put the rows of a joined projection under their own names."""
     value, prefix = weights.pop(path), path[: path.index(joined)]
     suffix = path[len(prefix) + len(joined) :]
@@ -43,18 +48,55 @@ def split(weights: Weights, path: str, joined: str, names: list[str], sizes: lis
 
 def muse_spark(zoo: nn.Module) -> torch.nn.Module:
     ours, vision = zoo.config.text_config, zoo.config.vision_config
-    names = ["hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "num_hidden_layers", "vocab_size"]
-    names += ["rms_norm_eps", "post_norm_eps", "layer_rope_theta", "layer_types", "sliding_window", "moe_hidden_size"]
-    names += ["final_logit_softcapping", "output_multiplier", "num_local_experts", "num_experts_per_tok"]
+    names = [
+        "hidden_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "num_hidden_layers",
+        "vocab_size",
+    ]
+    names += [
+        "rms_norm_eps",
+        "post_norm_eps",
+        "layer_rope_theta",
+        "layer_types",
+        "sliding_window",
+        "moe_hidden_size",
+    ]
+    names += [
+        "final_logit_softcapping",
+        "output_multiplier",
+        "num_local_experts",
+        "num_experts_per_tok",
+    ]
     names += ["moe_intermediate_size", "qk_scale_factor", "routed_scaling_factor"]
-    seen = ["hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "patch_size", "merge_size"]
+    seen = [
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "patch_size",
+        "merge_size",
+    ]
     seen += ["pos_emb_height", "pos_emb_width", "layer_types"]
     config = transformers.MuseSparkConfig(
         text_config={**same(ours, *names), "rope_parameters": rope(THETA)},
         vision_config=same(vision, *seen),
-        audio_config=same(zoo.config.audio_config, "patch_sizes", "hidden_sizes", "depths", "out_hidden_size"),
+        audio_config=same(
+            zoo.config.audio_config,
+            "patch_sizes",
+            "hidden_sizes",
+            "depths",
+            "out_hidden_size",
+        ),
         **same(
-            zoo.config, "image_token_id", "video_token_id", "audio_token_id", "out_hidden_size", "projector_hidden_size"
+            zoo.config,
+            "image_token_id",
+            "video_token_id",
+            "audio_token_id",
+            "out_hidden_size",
+            "projector_hidden_size",
         ),
         tie_word_embeddings=False,
     )
@@ -63,13 +105,23 @@ def muse_spark(zoo: nn.Module) -> torch.nn.Module:
 
 def halves(value: np.ndarray, width: int) -> np.ndarray:
     """Rows of heads whose neighbours turn together, as transformers wants them: a half of a head each."""
-    return value.reshape(-1, width // 2, 2, *value.shape[1:]).swapaxes(1, 2).reshape(value.shape)
+    return (
+        value.reshape(-1, width // 2, 2, *value.shape[1:])
+        .swapaxes(1, 2)
+        .reshape(value.shape)
+    )
 
 
 def muse_spark_weights(weights: Weights) -> Weights:
     weights = dict(weights)
     for path in [path for path in weights if "qkvg_proj" in path]:
-        split(weights, path, "qkvg_proj", ["q_proj", "k_proj", "v_proj", "gate_proj"], [64, 32, 32, 64])
+        split(
+            weights,
+            path,
+            "qkvg_proj",
+            ["q_proj", "k_proj", "v_proj", "gate_proj"],
+            [64, 32, 32, 64],
+        )
     for path in [path for path in weights if ".qkv_proj." in path]:
         split(weights, path, "qkv_proj", ["q_proj", "k_proj", "v_proj"], [32, 32, 32])
     found = {}
@@ -81,7 +133,9 @@ def muse_spark_weights(weights: Weights) -> Weights:
             path = f"{path.rpartition('.')[0]}.post_{site}_residual_gate.gate"
             value = 0.3 * np.log(value / (1 - value))
         if not path.endswith("_alpha"):
-            found[re.sub(r"experts\.(gate|up|down)_proj", r"switch_mlp.\1_proj", path)] = value
+            found[
+                re.sub(r"experts\.(gate|up|down)_proj", r"switch_mlp.\1_proj", path)
+            ] = value
     return found
 
 
@@ -92,10 +146,15 @@ def muse_spark_inputs(inputs: Inputs) -> dict[str, Any]:
     packed, grids = [], []
     for picture in inputs["pixel_values"]:
         _, high, wide = (size // PATCH for size in picture.shape)
-        cells = np.broadcast_to(picture, (2, *picture.shape)).reshape(2, 3, high, PATCH, wide, PATCH)
+        cells = np.broadcast_to(picture, (2, *picture.shape)).reshape(
+            2, 3, high, PATCH, wide, PATCH
+        )
         packed.append(cells.transpose(2, 4, 0, 1, 3, 5).reshape(high * wide, -1))
         grids.append([1, high, wide])
-    return {"pixel_values": torch.tensor(np.concatenate(packed)), "image_grid_thw": torch.tensor(grids)}
+    return {
+        "pixel_values": torch.tensor(np.concatenate(packed)),
+        "image_grid_thw": torch.tensor(grids),
+    }
 
 
 # Inkling --------------------------------------------------------------------------------------------------------------
@@ -111,7 +170,13 @@ def inkling(zoo: nn.Module) -> torch.nn.Module:
         "num_attention_heads",
         "num_key_value_heads",
     ]
-    names += ["head_dim", "swa_num_attention_heads", "swa_num_key_value_heads", "swa_head_dim", "sliding_window_size"]
+    names += [
+        "head_dim",
+        "swa_num_attention_heads",
+        "swa_num_key_value_heads",
+        "swa_head_dim",
+        "sliding_window_size",
+    ]
     names += [
         "d_rel",
         "rel_extent",
@@ -122,13 +187,24 @@ def inkling(zoo: nn.Module) -> torch.nn.Module:
     ]
     names += ["n_shared_experts", "route_scale", "logits_mup_width_multiplier"]
     text = same(ours, *names)
-    text["layer_types"] = [name.replace("hybrid_full", "hybrid") for name in ours.layer_types]
+    text["layer_types"] = [
+        name.replace("hybrid_full", "hybrid") for name in ours.layer_types
+    ]
     text["mlp_layer_types"] = ["dense", "sparse", "sparse", "sparse"]
-    text |= {"intermediate_size": ours.dense_intermediate_size, "moe_intermediate_size": ours.intermediate_size}
+    text |= {
+        "intermediate_size": ours.dense_intermediate_size,
+        "moe_intermediate_size": ours.intermediate_size,
+    }
     config = transformers.InklingConfig(
         text_config=text,
-        vision_config={**same(zoo.config.vision_config, "patch_size"), "num_hidden_layers": 2, "text_hidden_size": 64},
-        audio_config=same(zoo.config.audio_config, "n_mel_bins", "mel_vocab_size", "text_hidden_size"),
+        vision_config={
+            **same(zoo.config.vision_config, "patch_size"),
+            "num_hidden_layers": 2,
+            "text_hidden_size": 64,
+        },
+        audio_config=same(
+            zoo.config.audio_config, "n_mel_bins", "mel_vocab_size", "text_hidden_size"
+        ),
         **same(zoo.config, "image_token_id", "audio_token_id"),
     )
     return transformers.InklingForConditionalGeneration(config)
@@ -137,19 +213,38 @@ def inkling(zoo: nn.Module) -> torch.nn.Module:
 def inkling_weights(weights: Weights) -> Weights:
     weights = dict(weights)
     for path in [path for path in weights if path.endswith("qkvr_proj.weight")]:
-        split(weights, path, "qkvr_proj", ["q_proj", "k_proj", "v_proj", "r_proj"], [64, 32, 32, 32])
-    for path in [path for path in weights if path.endswith(".gate_scale")]:  # of experts in four bits
+        split(
+            weights,
+            path,
+            "qkvr_proj",
+            ["q_proj", "k_proj", "v_proj", "r_proj"],
+            [64, 32, 32, 32],
+        )
+    # of experts in four bits
+    for path in [path for path in weights if path.endswith(".gate_scale")]:
         base = path.rpartition(".")[0]
-        weights[f"{base}.gate_proj.weight"] = weights[f"{base}.gate_proj.weight"] * weights.pop(path)[:, None, None]
+        weights[f"{base}.gate_proj.weight"] = (
+            weights[f"{base}.gate_proj.weight"] * weights.pop(path)[:, None, None]
+        )
         down = weights[f"{base}.down_proj.weight"]
-        weights[f"{base}.down_proj.weight"] = down * weights.pop(f"{base}.out_scale")[:, None, None]
+        weights[f"{base}.down_proj.weight"] = (
+            down * weights.pop(f"{base}.out_scale")[:, None, None]
+        )
     for path in [path for path in weights if ".shared_experts." in path]:
         value, is_down = weights.pop(path), "down_proj" in path
-        value = value.reshape(64, 2, 32).swapaxes(0, 1) if is_down else value.reshape(2, 32, 64)
+        value = (
+            value.reshape(64, 2, 32).swapaxes(0, 1)
+            if is_down
+            else value.reshape(2, 32, 64)
+        )
         weights[path.removesuffix(".weight")] = value
-    sparse = {path.partition(".mlp.")[0] for path in weights if ".mlp.gate_weight" in path}
+    sparse = {
+        path.partition(".mlp.")[0] for path in weights if ".mlp.gate_weight" in path
+    }
     for path in [
-        path for path in weights if path.endswith("mlp.global_scale") and path.partition(".mlp.")[0] in sparse
+        path
+        for path in weights
+        if path.endswith("mlp.global_scale") and path.partition(".mlp.")[0] in sparse
     ]:
         weights[path.replace("mlp.global", "mlp.gate.global")] = weights.pop(path)
     return weights
@@ -172,14 +267,52 @@ INKLING = (
 
 def glm5_next(zoo: nn.Module) -> torch.nn.Module:
     ours = zoo.config.text_config
-    names = ["vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers"]
-    names += ["num_attention_heads", "num_key_value_heads", "n_routed_experts", "num_experts_per_tok", "kv_lora_rank"]
-    names += ["routed_scaling_factor", "q_lora_rank", "v_head_dim", "qk_nope_head_dim", "indexer_types", "index_topk"]
-    names += ["index_kpool", "index_head_dim", "index_n_heads", "linear_head_dim", "linear_num_heads", "hc_mult"]
+    names = [
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "moe_intermediate_size",
+        "num_hidden_layers",
+    ]
+    names += [
+        "num_attention_heads",
+        "num_key_value_heads",
+        "n_routed_experts",
+        "num_experts_per_tok",
+        "kv_lora_rank",
+    ]
+    names += [
+        "routed_scaling_factor",
+        "q_lora_rank",
+        "v_head_dim",
+        "qk_nope_head_dim",
+        "indexer_types",
+        "index_topk",
+    ]
+    names += [
+        "index_kpool",
+        "index_head_dim",
+        "index_n_heads",
+        "linear_head_dim",
+        "linear_num_heads",
+        "hc_mult",
+    ]
     names += ["layer_types", "mlp_layer_types", "pad_token_id", "rms_norm_eps"]
-    seen = ["depth", "hidden_size", "num_heads", "patch_size", "spatial_merge_size", "temporal_patch_size"]
+    seen = [
+        "depth",
+        "hidden_size",
+        "num_heads",
+        "patch_size",
+        "spatial_merge_size",
+        "temporal_patch_size",
+    ]
     seen += ["out_hidden_size", "intermediate_size", "projection_intermediate_size"]
-    markers = ["image_token_id", "video_token_id", "image_start_token_id", "image_end_token_id"]
+    markers = [
+        "image_token_id",
+        "video_token_id",
+        "image_start_token_id",
+        "image_end_token_id",
+    ]
     config = transformers.Glm5NextConfig(
         text_config=same(ours, *names),
         vision_config=same(zoo.config.vision_config, *seen),
@@ -191,13 +324,19 @@ def glm5_next(zoo: nn.Module) -> torch.nn.Module:
 
 def glm5_next_weights(weights: Weights) -> Weights:
     weights = dict(weights)
-    for path in [path for path in weights if ".mlp." in path and "gate_up_proj" in path]:
+    for path in [
+        path for path in weights if ".mlp." in path and "gate_up_proj" in path
+    ]:
         half = len(weights[path]) // 2
         split(weights, path, "gate_up_proj", ["gate_proj", "up_proj"], [half, half])
-    for path in [path for path in weights if path.endswith("self_attn.qkv_proj.weight")]:
+    for path in [
+        path for path in weights if path.endswith("self_attn.qkv_proj.weight")
+    ]:
         split(weights, path, "qkv_proj", ["q_proj", "k_proj", "v_proj"], [32, 32, 32])
     for path in [path for path in weights if "fbg_a_proj" in path]:
-        split(weights, path, "fbg_a_proj", ["f_a_proj", "b_proj", "g_a_proj"], [8, 4, 8])
+        split(
+            weights, path, "fbg_a_proj", ["f_a_proj", "b_proj", "g_a_proj"], [8, 4, 8]
+        )
     for path in [path for path in weights if "qkv_a_proj" in path]:
         split(weights, path, "qkv_a_proj", ["q_a_proj", "kv_a_proj_with_mqa"], [24, 16])
     join_latent(weights)
@@ -207,9 +346,12 @@ def glm5_next_weights(weights: Weights) -> Weights:
 def join_latent(weights: Weights) -> None:
     """Put what makes keys and values of a latent under the one name that it has in transformers."""
     for path in [path for path in weights if path.endswith("embed_q.weight")]:
-        keys, values = weights.pop(path).swapaxes(1, 2), weights.pop(path.replace("embed_q", "unembed_out"))
+        keys = weights.pop(path).swapaxes(1, 2)
+        values = weights.pop(path.replace("embed_q", "unembed_out"))
         joined = np.concatenate([keys, values], axis=1)
-        weights[path.replace("embed_q", "kv_b_proj")] = joined.reshape(-1, joined.shape[-1])
+        weights[path.replace("embed_q", "kv_b_proj")] = joined.reshape(
+            -1, joined.shape[-1]
+        )
 
 
 GLM5_NEXT = (
@@ -225,7 +367,13 @@ GLM5_NEXT = (
 
 def kimi_k25(zoo: nn.Module) -> torch.nn.Module:
     ours, vision = zoo.config.text_config, zoo.config.vision_config
-    names = ["vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers"]
+    names = [
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "moe_intermediate_size",
+        "num_hidden_layers",
+    ]
     names += [
         "num_attention_heads",
         "num_key_value_heads",
@@ -233,11 +381,28 @@ def kimi_k25(zoo: nn.Module) -> torch.nn.Module:
         "n_shared_experts",
         "num_experts_per_tok",
     ]
-    names += ["first_k_dense_replace", "kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim"]
-    names += ["v_head_dim", "n_group", "topk_group", "routed_scaling_factor", "norm_topk_prob", "rms_norm_eps"]
+    names += [
+        "first_k_dense_replace",
+        "kv_lora_rank",
+        "q_lora_rank",
+        "qk_rope_head_dim",
+        "qk_nope_head_dim",
+    ]
+    names += [
+        "v_head_dim",
+        "n_group",
+        "topk_group",
+        "routed_scaling_factor",
+        "norm_topk_prob",
+        "rms_norm_eps",
+    ]
     names += ["max_position_embeddings"]
     config = transformers.Kimi_K25Config(
-        text_config={**same(ours, *names), "model_type": "deepseek_v3", "rope_parameters": rope(ours.rope_theta)},
+        text_config={
+            **same(ours, *names),
+            "model_type": "deepseek_v3",
+            "rope_parameters": rope(ours.rope_theta),
+        },
         vision_config={
             "num_hidden_layers": 2,
             "hidden_size": 32,
@@ -260,7 +425,10 @@ def kimi_k25_weights(weights: Weights) -> Weights:
     for path in [path for path in weights if ".wqkv." in path]:
         split(weights, path, "wqkv", ["q_proj", "k_proj", "v_proj"], [32, 32, 32])
     turned = re.compile(r"vision_tower.*attn\.[qk]_proj\.")
-    return {path: halves(value, 16) if turned.search(path) else value for path, value in weights.items()}
+    return {
+        path: halves(value, 16) if turned.search(path) else value
+        for path, value in weights.items()
+    }
 
 
 def kimi_k25_inputs(inputs: Inputs) -> dict[str, Any]:
@@ -289,7 +457,10 @@ KIMI_K25 = (
 def kimi_vl_weights(weights: Weights) -> Weights:
     """Kimi-VL's projector has other names, and its keys and values are made of the latent by one projection."""
     return kimi_k25_weights(
-        {path.replace("multi_modal_projector.", "mm_projector."): value for path, value in weights.items()}
+        {
+            path.replace("multi_modal_projector.", "mm_projector."): value
+            for path, value in weights.items()
+        }
     )
 
 
@@ -299,13 +470,34 @@ def kimi_vl_weights(weights: Weights) -> Weights:
 def mistral_large3(zoo: nn.Module) -> torch.nn.Module:
     """Mistral Small 4 has the same text model, whose queries also grow."""
     ours = zoo.config.text_config
-    names = ["num_key_value_heads", "q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"]
-    names += ["n_routed_experts", "n_shared_experts", "num_experts_per_tok", "moe_intermediate_size"]
+    names = [
+        "num_key_value_heads",
+        "q_lora_rank",
+        "kv_lora_rank",
+        "qk_rope_head_dim",
+        "qk_nope_head_dim",
+        "v_head_dim",
+    ]
+    names += [
+        "n_routed_experts",
+        "n_shared_experts",
+        "num_experts_per_tok",
+        "moe_intermediate_size",
+    ]
     names += ["first_k_dense_replace"]
-    turned = {"rope_type": "yarn", "factor": 1.0, "rope_theta": ours.rope_theta}  # the default turns whole heads
-    turned |= {"llama_4_scaling_beta": 0.0, "original_max_position_embeddings": ours.max_position_embeddings}
+    # the default turns whole heads
+    turned = {"rope_type": "yarn", "factor": 1.0, "rope_theta": ours.rope_theta}
+    turned |= {
+        "llama_4_scaling_beta": 0.0,
+        "original_max_position_embeddings": ours.max_position_embeddings,
+    }
     config = transformers.Mistral3Config(
-        text_config={**text_of(zoo), **same(ours, *names), "model_type": "mistral4", "rope_parameters": turned},
+        text_config={
+            **text_of(zoo),
+            **same(ours, *names),
+            "model_type": "mistral4",
+            "rope_parameters": turned,
+        },
         vision_config={"model_type": "pixtral", **vision_of(zoo), **PIXTRAL},
         image_token_index=zoo.config.image_token_index,
         spatial_merge_size=zoo.config.spatial_merge_size,
@@ -317,7 +509,11 @@ def mistral_large3(zoo: nn.Module) -> torch.nn.Module:
 
 def mistral_large3_weights(weights: Weights) -> Weights:
     """Published ones have no bias on the choice of experts (`use_load_balancing_bias`)."""
-    weights = {path: value for path, value in weights.items() if not path.endswith("e_score_correction_bias")}
+    weights = {
+        path: value
+        for path, value in weights.items()
+        if not path.endswith("e_score_correction_bias")
+    }
     join_latent(weights)
     return weights
 
@@ -326,10 +522,33 @@ def mistral_large3_weights(weights: Weights) -> Weights:
 
 
 def qwen3_next(zoo: nn.Module) -> torch.nn.Module:
-    names = ["hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads"]
-    names += ["head_dim", "linear_num_value_heads", "linear_num_key_heads", "linear_key_head_dim", "vocab_size"]
-    names += ["linear_value_head_dim", "linear_conv_kernel_dim", "num_experts", "num_experts_per_tok", "norm_topk_prob"]
-    names += ["decoder_sparse_step", "shared_expert_intermediate_size", "moe_intermediate_size", "rms_norm_eps"]
+    names = [
+        "hidden_size",
+        "num_hidden_layers",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+    ]
+    names += [
+        "head_dim",
+        "linear_num_value_heads",
+        "linear_num_key_heads",
+        "linear_key_head_dim",
+        "vocab_size",
+    ]
+    names += [
+        "linear_value_head_dim",
+        "linear_conv_kernel_dim",
+        "num_experts",
+        "num_experts_per_tok",
+        "norm_topk_prob",
+    ]
+    names += [
+        "decoder_sparse_step",
+        "shared_expert_intermediate_size",
+        "moe_intermediate_size",
+        "rms_norm_eps",
+    ]
     config = transformers.Qwen3NextConfig(
         **same(zoo.config, *names),
         layer_types=["linear_attention", "full_attention"] * 2,
@@ -344,23 +563,69 @@ def qwen3_next(zoo: nn.Module) -> torch.nn.Module:
 
 def minimax_m3_vl(zoo: nn.Module) -> torch.nn.Module:
     ours, vision = zoo.config.text_config, zoo.config.vision_config
-    names = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"]
-    names += ["num_key_value_heads", "head_dim", "rms_norm_eps", "num_experts_per_tok", "num_local_experts"]
-    names += ["dense_intermediate_size", "shared_intermediate_size", "routed_scaling_factor", "rotary_dim"]
+    names = [
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+    ]
+    names += [
+        "num_key_value_heads",
+        "head_dim",
+        "rms_norm_eps",
+        "num_experts_per_tok",
+        "num_local_experts",
+    ]
+    names += [
+        "dense_intermediate_size",
+        "shared_intermediate_size",
+        "routed_scaling_factor",
+        "rotary_dim",
+    ]
     names += ["swiglu_alpha", "swiglu_limit", "max_position_embeddings"]
     sparse = ours.sparse_attention_config
     text = same(ours, *names)
-    text["rope_parameters"] = {**rope(ours.rope_theta), "partial_rotary_factor": ours.partial_rotary_factor}
-    text["mlp_layer_types"] = ["sparse" if one else "dense" for one in ours.moe_layer_freq]
-    text["layer_types"] = ["minimax_m3_sparse" if one else "full_attention" for one in sparse["sparse_attention_freq"]]
-    text |= {"index_n_heads": sparse["sparse_num_index_heads"], "index_head_dim": sparse["sparse_index_dim"]}
-    text |= {"index_block_size": sparse["sparse_block_size"], "index_topk_blocks": sparse["sparse_topk_blocks"]}
+    text["rope_parameters"] = {
+        **rope(ours.rope_theta),
+        "partial_rotary_factor": ours.partial_rotary_factor,
+    }
+    text["mlp_layer_types"] = [
+        "sparse" if one else "dense" for one in ours.moe_layer_freq
+    ]
+    text["layer_types"] = [
+        "minimax_m3_sparse" if one else "full_attention"
+        for one in sparse["sparse_attention_freq"]
+    ]
+    text |= {
+        "index_n_heads": sparse["sparse_num_index_heads"],
+        "index_head_dim": sparse["sparse_index_dim"],
+    }
+    text |= {
+        "index_block_size": sparse["sparse_block_size"],
+        "index_topk_blocks": sparse["sparse_topk_blocks"],
+    }
     text["index_local_blocks"] = sparse["sparse_local_block"]
-    seen = ["hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "patch_size", "image_size"]
+    seen = [
+        "hidden_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_hidden_layers",
+        "patch_size",
+        "image_size",
+    ]
     config = transformers.MiniMaxM3VLConfig(
         text_config=text,
-        vision_config={**same(vision, *seen), "rope_parameters": rope(vision.rope_theta)},
-        **same(zoo.config, "image_token_index", "video_token_index", "projector_hidden_size"),
+        vision_config={
+            **same(vision, *seen),
+            "rope_parameters": rope(vision.rope_theta),
+        },
+        **same(
+            zoo.config,
+            "image_token_index",
+            "video_token_index",
+            "projector_hidden_size",
+        ),
         tie_word_embeddings=False,
     )
     return transformers.MiniMaxM3SparseForConditionalGeneration(config)
@@ -370,20 +635,26 @@ def minimax_m3_vl_weights(weights: Weights) -> Weights:
     found = {}
     for path, value in weights.items():
         if "patch_embedding" in path:
-            value = np.moveaxis(value, 1, -1)  # where the zoo's other convolutions have their channels
+            # where the zoo's other convolutions have their channels
+            value = np.moveaxis(value, 1, -1)
         if ".switch_mlp." in path:  # the shared expert is the last one
             found[path.replace("switch_mlp.", "shared_experts.")] = value[-1]
-            path, value = path.replace("switch_mlp.", "experts.").removesuffix(".weight"), value[:-1]
+            path = path.replace("switch_mlp.", "experts.").removesuffix(".weight")
+            value = value[:-1]
         if re.search(r"layers\.\d\.mlp\.gate_proj", path) and "language" in path:
             up = weights[path.replace("gate_proj", "up_proj")]
-            path, value = path.replace("gate_proj", "gate_up_proj"), np.concatenate([value, up])
+            path = path.replace("gate_proj", "gate_up_proj")
+            value = np.concatenate([value, up])
         if not (re.search(r"layers\.\d\.mlp\.up_proj", path) and "language" in path):
             found[path] = value
     return found
 
 
 MINIMAX_M3_VL = (
-    (r"^vision_tower\.vision_model\.embeddings\.patch_embedding", "model.vision_tower.embeddings.proj"),
+    (
+        r"^vision_tower\.vision_model\.embeddings\.patch_embedding",
+        "model.vision_tower.embeddings.proj",
+    ),
     (r"^vision_tower\.vision_model\.encoder\.", "model.vision_tower."),
     (r"^vision_tower\.vision_model\.", "model.vision_tower."),
     (r"^patch_merge_mlp\.linear", "model.multi_modal_projector.merge_linear"),
@@ -409,19 +680,46 @@ def deepseek_v4_text(zoo: nn.Module) -> torch.nn.Module:
         "num_attention_heads",
         "head_dim",
     ]
-    names += ["q_lora_rank", "num_experts_per_tok", "n_routed_experts", "routed_scaling_factor", "rope_theta"]
-    names += ["compress_rope_theta", "hc_mult", "swiglu_limit", "sliding_window", "o_groups", "o_lora_rank"]
-    names += ["index_n_heads", "index_head_dim", "index_topk", "rms_norm_eps", "compress_ratios", "num_hash_layers"]
+    names += [
+        "q_lora_rank",
+        "num_experts_per_tok",
+        "n_routed_experts",
+        "routed_scaling_factor",
+        "rope_theta",
+    ]
+    names += [
+        "compress_rope_theta",
+        "hc_mult",
+        "swiglu_limit",
+        "sliding_window",
+        "o_groups",
+        "o_lora_rank",
+    ]
+    names += [
+        "index_n_heads",
+        "index_head_dim",
+        "index_topk",
+        "rms_norm_eps",
+        "compress_ratios",
+        "num_hash_layers",
+    ]
     names += ["qk_rope_head_dim", "max_position_embeddings"]
     rates = {"compressed_sparse_attention": 4}
-    rates["heavily_compressed_attention"] = zoo.language_model.layers[2].attn.compress_ratio
-    config = transformers.DeepseekV4Config(**same(ours, *names), compress_rates=rates, tie_word_embeddings=False)
+    rates["heavily_compressed_attention"] = zoo.language_model.layers[
+        2
+    ].attn.compress_ratio
+    config = transformers.DeepseekV4Config(
+        **same(ours, *names), compress_rates=rates, tie_word_embeddings=False
+    )
     return transformers.DeepseekV4ForCausalLM(config)
 
 
 def deepseek_v4_weights(weights: Weights) -> Weights:
     """Heads' groups of the output side by side."""
-    return {path: np.concatenate(list(value)) if ".wo_a." in path else value for path, value in weights.items()}
+    return {
+        path: np.concatenate(list(value)) if ".wo_a." in path else value
+        for path, value in weights.items()
+    }
 
 
 DEEPSEEK_V4 = (
@@ -451,13 +749,40 @@ DEEPSEEK_V4 = (
 
 def step3p7(zoo: nn.Module) -> torch.nn.Module:
     ours, vision = zoo.config.text_config, zoo.config.vision_config
-    names = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim"]
-    names += ["num_attention_groups", "moe_num_experts", "moe_top_k", "moe_intermediate_size", "share_expert_dim"]
-    names += ["layer_types", "sliding_window", "swiglu_limits", "partial_rotary_factors", "moe_layers_enum"]
-    names += ["rope_theta", "attention_other_setting", "max_position_embeddings", "rms_norm_eps", "pad_token_id"]
+    names = [
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "head_dim",
+    ]
+    names += [
+        "num_attention_groups",
+        "moe_num_experts",
+        "moe_top_k",
+        "moe_intermediate_size",
+        "share_expert_dim",
+    ]
+    names += [
+        "layer_types",
+        "sliding_window",
+        "swiglu_limits",
+        "partial_rotary_factors",
+        "moe_layers_enum",
+    ]
+    names += [
+        "rope_theta",
+        "attention_other_setting",
+        "max_position_embeddings",
+        "rms_norm_eps",
+        "pad_token_id",
+    ]
     config = transformers.Step3p7Config(
         text_config=same(ours, *names),
-        vision_config=same(vision, "width", "layers", "heads", "image_size", "patch_size", "mlp_ratio"),
+        vision_config=same(
+            vision, "width", "layers", "heads", "image_size", "patch_size", "mlp_ratio"
+        ),
         image_token_id=zoo.config.image_token_id,
         tie_word_embeddings=False,
     )
@@ -470,13 +795,20 @@ def step3p7_weights(weights: Weights) -> Weights:
     for path in [path for path in weights if ".in_proj." in path]:
         split(weights, path, "in_proj", ["q_proj", "k_proj", "v_proj"], [32, 32, 32])
     turned = re.compile(r"vision_model.*attn\.[qk]_proj\.")
-    return {path: halves(value, 16) if turned.search(path) else value for path, value in weights.items()}
+    return {
+        path: halves(value, 16) if turned.search(path) else value
+        for path, value in weights.items()
+    }
 
 
 def step3p7_inputs(inputs: Inputs) -> dict[str, Any]:
     if "pixel_values" not in inputs:
         return {}
-    patches = {"num_local_patches": inputs["num_patches"].tolist(), "num_patches": None, "patch_pixel_values": None}
+    patches = {
+        "num_local_patches": inputs["num_patches"].tolist(),
+        "num_patches": None,
+        "patch_pixel_values": None,
+    }
     if "patch_pixel_values" in inputs:
         patches["pixel_values_local"] = torch.tensor(inputs["patch_pixel_values"])
     return patches
@@ -508,13 +840,50 @@ STEP3P7 = (
 
 def nemotron_h_nano_omni(zoo: nn.Module) -> torch.nn.Module:
     ours, vision = zoo.config.text_config, zoo.config.vision_config
-    names = ["vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings", "num_attention_heads"]
-    names += ["num_key_value_heads", "head_dim", "mamba_num_heads", "mamba_head_dim", "ssm_state_size", "conv_kernel"]
-    names += ["n_groups", "layer_norm_epsilon", "use_conv_bias", "moe_intermediate_size", "n_group", "topk_group"]
-    names += ["moe_shared_expert_intermediate_size", "n_routed_experts", "n_shared_experts", "num_experts_per_tok"]
+    names = [
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "max_position_embeddings",
+        "num_attention_heads",
+    ]
+    names += [
+        "num_key_value_heads",
+        "head_dim",
+        "mamba_num_heads",
+        "mamba_head_dim",
+        "ssm_state_size",
+        "conv_kernel",
+    ]
+    names += [
+        "n_groups",
+        "layer_norm_epsilon",
+        "use_conv_bias",
+        "moe_intermediate_size",
+        "n_group",
+        "topk_group",
+    ]
+    names += [
+        "moe_shared_expert_intermediate_size",
+        "n_routed_experts",
+        "n_shared_experts",
+        "num_experts_per_tok",
+    ]
     kinds = {"M": "linear_attention", "E": "moe", "*": "full_attention"}
-    seen = ["hidden_size", "num_hidden_layers", "num_attention_heads", "patch_size", "image_size"]
-    heard = ["hidden_size", "num_attention_heads", "num_hidden_layers", "intermediate_size", "num_mel_bins"]
+    seen = [
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "patch_size",
+        "image_size",
+    ]
+    heard = [
+        "hidden_size",
+        "num_attention_heads",
+        "num_hidden_layers",
+        "intermediate_size",
+        "num_mel_bins",
+    ]
     heard += ["subsampling_conv_channels", "projection_hidden_size", "projection_bias"]
     generator = zoo.vision_model.radio_model.model.patch_generator
     config = transformers.NemotronH_Omni_Reasoning_V3_Config(
@@ -530,7 +899,10 @@ def nemotron_h_nano_omni(zoo: nn.Module) -> torch.nn.Module:
             "num_registers": generator.num_registers,
             "torch_dtype": torch.float32,
         },
-        audio_config={**same(zoo.config.sound_config, *heard), "convolution_bias": False},
+        audio_config={
+            **same(zoo.config.sound_config, *heard),
+            "convolution_bias": False,
+        },
         audio_token_id=zoo.config.sound_context_token_id,
         vision_hidden_size=zoo.config.vit_hidden_size,
         **same(zoo.config, "projector_hidden_size", "downsample_ratio"),
@@ -552,12 +924,17 @@ def nemotron_h_nano_omni_inputs(inputs: Inputs) -> dict[str, Any]:
     if "sound_clips" in inputs:
         part = transformers.ParakeetFeatureExtractor(feature_size=BANDS)
         made = part(inputs["sound_clips"], sampling_rate=16_000, return_tensors="pt")
-        found = {"input_features": made["input_features"], "input_features_mask": made["attention_mask"]}
+        found = {
+            "input_features": made["input_features"],
+            "input_features_mask": made["attention_mask"],
+        }
     if "pixel_values" not in inputs:
         return found
     number, channels, high, wide = inputs["pixel_values"].shape
     rows, columns = high // NEMOTRON_PATCH, wide // NEMOTRON_PATCH
-    cells = inputs["pixel_values"].reshape(number, channels, rows, NEMOTRON_PATCH, columns, NEMOTRON_PATCH)
+    cells = inputs["pixel_values"].reshape(
+        number, channels, rows, NEMOTRON_PATCH, columns, NEMOTRON_PATCH
+    )
     patches = cells.transpose(0, 2, 4, 1, 3, 5).reshape(number * rows * columns, -1)
     grids = torch.tensor([[rows, columns]] * number)
     return {**found, "pixel_values": torch.tensor(patches), "image_grid_hw": grids}
@@ -575,7 +952,10 @@ NEMOTRON_H_NANO_OMNI = (
     (r"patch_generator\.embedder\.", "patch_generator.patch_projection."),
     (r"patch_generator\.video_embedder\.", "patch_generator.video_patch_projection."),
     (r"patch_generator\.pos_embed$", "patch_generator.position_embedding"),
-    (r"^vision_model\.radio_model\.model\.patch_generator\.", "vision_model.embeddings."),
+    (
+        r"^vision_model\.radio_model\.model\.patch_generator\.",
+        "vision_model.embeddings.",
+    ),
     (r"\.attn\.proj\.", ".attention.o_proj."),
     (r"\.attn\.", ".attention."),
     (r"^mlp1\.layers\.0\.", "multi_modal_projector.layer_norm."),
@@ -586,12 +966,35 @@ NEMOTRON_H_NANO_OMNI = (
 
 #: What each family's ``Recipe`` is made of.
 NEWER: dict[str, dict[str, Any]] = {
-    "deepseek_v4_text": {"build": deepseek_v4_text, "rename": DEEPSEEK_V4, "regroup": deepseek_v4_weights},
-    "glm5_next": {"build": glm5_next, "rename": GLM5_NEXT, "regroup": glm5_next_weights},
-    "kimi_k25": {"build": kimi_k25, "rename": KIMI_K25, "regroup": kimi_k25_weights, "inputs": kimi_k25_inputs},
-    "kimi_k25_groups": {"build": kimi_k25, "rename": KIMI_K25, "regroup": kimi_k25_weights, "inputs": kimi_k25_inputs},
+    "deepseek_v4_text": {
+        "build": deepseek_v4_text,
+        "rename": DEEPSEEK_V4,
+        "regroup": deepseek_v4_weights,
+    },
+    "glm5_next": {
+        "build": glm5_next,
+        "rename": GLM5_NEXT,
+        "regroup": glm5_next_weights,
+    },
+    "kimi_k25": {
+        "build": kimi_k25,
+        "rename": KIMI_K25,
+        "regroup": kimi_k25_weights,
+        "inputs": kimi_k25_inputs,
+    },
+    "kimi_k25_groups": {
+        "build": kimi_k25,
+        "rename": KIMI_K25,
+        "regroup": kimi_k25_weights,
+        "inputs": kimi_k25_inputs,
+    },
     # The same model but for videos, which Kimi-VL has not: transformers has K2.5 alone.
-    "kimi_vl": {"build": kimi_k25, "rename": KIMI_K25, "regroup": kimi_vl_weights, "inputs": kimi_k25_inputs},
+    "kimi_vl": {
+        "build": kimi_k25,
+        "rename": KIMI_K25,
+        "regroup": kimi_vl_weights,
+        "inputs": kimi_k25_inputs,
+    },
     "mistral_large3": {
         "build": mistral_large3,
         "rename": RENAME,
@@ -604,7 +1007,11 @@ NEWER: dict[str, dict[str, Any]] = {
         "rename": ((r"^language_model\.", ""),),
         "less_one": r"layernorm\.weight$|[qk]_norm\.weight$|model\.norm\.weight$",
     },
-    "minimax_m3_vl": {"build": minimax_m3_vl, "rename": MINIMAX_M3_VL, "regroup": minimax_m3_vl_weights},
+    "minimax_m3_vl": {
+        "build": minimax_m3_vl,
+        "rename": MINIMAX_M3_VL,
+        "regroup": minimax_m3_vl_weights,
+    },
     "nemotron_h_nano_omni": {
         "build": nemotron_h_nano_omni,
         "rename": NEMOTRON_H_NANO_OMNI,
@@ -622,7 +1029,13 @@ NEWER: dict[str, dict[str, Any]] = {
     },
     "muse_spark": {
         "build": muse_spark,
-        "rename": ((r"^(audio_tower|vision_tower|vision_adapter|vision_projection)\.", r"model.\1."), *LANGUAGE),
+        "rename": (
+            (
+                r"^(audio_tower|vision_tower|vision_adapter|vision_projection)\.",
+                r"model.\1.",
+            ),
+            *LANGUAGE,
+        ),
         "regroup": muse_spark_weights,
         "inputs": muse_spark_inputs,
         "less_one": r"(input|pre_feedforward|post_feedforward)_layernorm\.weight$|(pre|post)_expert_norm\.weight$",

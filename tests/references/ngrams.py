@@ -32,8 +32,15 @@ class Scores(dict[int, float]):
 def class_in(file: str, name: str) -> Any:
     """Return a class of a file, without the imports of torch and transformers."""
     lines = Path(file).read_text(encoding="utf-8").splitlines()
-    source = "\n".join(line for line in lines if not line.startswith(("import torch", "from transformers")))
-    space: dict[str, Any] = {"LogitsProcessor": object, "torch": SimpleNamespace(FloatTensor=object)}
+    source = "\n".join(
+        line
+        for line in lines
+        if not line.startswith(("import torch", "from transformers"))
+    )
+    space: dict[str, Any] = {
+        "LogitsProcessor": object,
+        "torch": SimpleNamespace(FloatTensor=object),
+    }
     exec(compile(source, file, "exec"), space)
     return space[name]
 
@@ -46,7 +53,9 @@ def cases(deepseek: Any, mineru: Any) -> list[dict[str, Any]]:
         for window, white in ((12, ()), (25, (1, 4)), (LENGTH, ())):
             history = [chance.randrange(count) for _ in range(LENGTH)]
             process = deepseek(size, window, set(white))
-            banned = [process(history[:end], Scores()).banned for end in range(LENGTH + 1)]
+            banned = [
+                process(history[:end], Scores()).banned for end in range(LENGTH + 1)
+            ]
             found.append(_case("DeepSeek-OCR", size, window, white, history, banned))
         history = [chance.randrange(count) for _ in range(LENGTH)]
         process, banned = mineru(size), []
@@ -58,17 +67,31 @@ def cases(deepseek: Any, mineru: Any) -> list[dict[str, Any]]:
     return found
 
 
-def _case(source: str, size: int, window: int | None, white: Any, history: Any, banned: Any) -> dict[str, Any]:
-    settings = {"no_repeat_ngram_size": size, "window_size": window, "whitelist_token_ids": list(white)}
-    return {"source": source, "settings": settings, "history": history, "banned": banned}
+def _case(
+    source: str, size: int, window: int | None, white: Any, history: Any, banned: Any
+) -> dict[str, Any]:
+    settings = {
+        "no_repeat_ngram_size": size,
+        "window_size": window,
+        "whitelist_token_ids": list(white),
+    }
+    return {
+        "source": source,
+        "settings": settings,
+        "history": history,
+        "banned": banned,
+    }
 
 
 def main() -> None:
     deepseek, mineru = sys.argv[1:]
     found = cases(
-        class_in(deepseek, "NoRepeatNGramLogitsProcessor"), class_in(mineru, "VllmV0NoRepeatNGramLogitsProcessor")
+        class_in(deepseek, "NoRepeatNGramLogitsProcessor"),
+        class_in(mineru, "VllmV0NoRepeatNGramLogitsProcessor"),
     )
-    RECORDED.write_text("[\n" + ",\n".join(map(json.dumps, found)) + "\n]\n", encoding="utf-8")
+    RECORDED.write_text(
+        "[\n" + ",\n".join(map(json.dumps, found)) + "\n]\n", encoding="utf-8"
+    )
 
 
 if __name__ == "__main__":

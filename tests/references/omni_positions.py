@@ -40,5 +40,9 @@ if __name__ == "__main__":
     thinker = load(family("qwen3_omni_moe").build(), RECIPES["qwen3_omni_moe"])
     found = [place(thinker, inputs) for inputs in placed()]
     Path(__file__).with_suffix(".json").write_text(
-        json.dumps({"transformers": transformers.__version__, "cases": found}, separators=(",", ":")) + "\n"
+        json.dumps(
+            {"transformers": transformers.__version__, "cases": found},
+            separators=(",", ":"),
+        )
+        + "\n"
     )

@@ -30,13 +30,22 @@ def answered(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[st
             last = torch.log_softmax(model(**inputs, use_cache=False).logits[0, -1], -1)
         tokens.append(int(last.argmax()))
         logprobs.append(round(float(last.max()), 6))
-        for name in inputs.keys() & {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"}:
+        for name in inputs.keys() & {
+            "input_ids",
+            "attention_mask",
+            "token_type_ids",
+            "mm_token_type_ids",
+        }:
             more = tokens[-1] if name == "input_ids" else int(name == "attention_mask")
-            inputs[name] = torch.cat([inputs[name], torch.tensor([[more]], dtype=inputs[name].dtype)], 1)
+            inputs[name] = torch.cat(
+                [inputs[name], torch.tensor([[more]], dtype=inputs[name].dtype)], 1
+            )
     return {"tokens": tokens, "logprobs": logprobs}
 
 
-def given(folder: Folder, model: torch.nn.Module, case: Case) -> dict[str, torch.Tensor]:
+def given(
+    folder: Folder, model: torch.nn.Module, case: Case
+) -> dict[str, torch.Tensor]:
     """Our inputs of a case, in torch."""
     made = folder.make(case)
     assert made.error is None, made.error
@@ -59,12 +68,22 @@ def main() -> None:
     for name in NAMES:
         with TemporaryDirectory() as scratch:
             path = cut.write(Path(scratch) / name, directory / name, cut.CUTS[name])
-            model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+            model = AutoModelForImageTextToText.from_pretrained(
+                path, dtype=torch.float32, attn_implementation="eager"
+            )
             folder = Folder(path)
-            cases = [Case(prompt, [{"role": "user", "content": prompt}], images=sizes) for prompt, sizes in ASKED]
-            found[name] = [answered(model.eval(), given(folder, model, case)) for case in cases]
+            cases = [
+                Case(prompt, [{"role": "user", "content": prompt}], images=sizes)
+                for prompt, sizes in ASKED
+            ]
+            found[name] = [
+                answered(model.eval(), given(folder, model, case)) for case in cases
+            ]
             print(name, found[name])
-    lines = [f"  {json.dumps(name)}: {json.dumps(answers)}" for name, answers in found.items()]
+    lines = [
+        f"  {json.dumps(name)}: {json.dumps(answers)}"
+        for name, answers in found.items()
+    ]
     ANSWERS.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
 

@@ -22,13 +22,28 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.checkpoints import names
 from tests.harness import inputs_of
 from tests.references import record
-from tests.settings import APPLIED, KEYS, NOT_SWEPT, NUM_TOKENS, SETTINGS, merged, nested, swept
+from tests.settings import (
+    APPLIED,
+    KEYS,
+    NOT_SWEPT,
+    NUM_TOKENS,
+    SETTINGS,
+    merged,
+    nested,
+    swept,
+)
 from tests.zoo import FAMILIES
 
 
 def with_settings(plain: Any, change: Mapping[str, Any]) -> Any:
     """A model of the same weights with other settings."""
-    changed = type(plain)(type(plain.config).from_dict(merged(plain.config.to_dict(), change))).eval().float()
+    changed = (
+        type(plain)(
+            type(plain.config).from_dict(merged(plain.config.to_dict(), change))
+        )
+        .eval()
+        .float()
+    )
     changed.set_attn_implementation("eager")
     changed.load_state_dict(plain.state_dict())
     changed.tie_weights()
@@ -46,8 +61,12 @@ def record_case(name: str) -> None:
         inputs = inputs_of(case.family, key)
         tokens, logprobs = record.answer(changed, recipe, inputs)
         plain_tokens, plain_logprobs = record.answer(plain, recipe, inputs)
-        print(f"{name:24} {key:12} moves the first token's log-probabilities by", end=" ")
-        print(f"{np.abs(logprobs[0] - plain_logprobs[0]).max():.2g}, {(tokens == plain_tokens).sum()} tokens equal")
+        print(
+            f"{name:24} {key:12} moves the first token's log-probabilities by", end=" "
+        )
+        print(
+            f"{np.abs(logprobs[0] - plain_logprobs[0]).max():.2g}, {(tokens == plain_tokens).sum()} tokens equal"
+        )
         stored |= {f"{key}/tokens": tokens, f"{key}/logprobs": logprobs}
     np.savez_compressed(SETTINGS / f"{name}.npz", **stored)
 
@@ -65,18 +84,25 @@ def record_swept() -> None:
         for path, value in swept(plain.config.to_dict()):
             try:
                 after = first_logprobs(with_settings(plain, nested(path, value)), name)
-            except Exception as error:  # transformers does not take it, or has other tensors then
-                print(f"{name:24} {'.'.join(path)}: {value!r} is not taken: {type(error).__name__}")
+            except Exception as error:
+                # transformers does not take it, or has other tensors then
+                print(
+                    f"{name:24} {'.'.join(path)}: {value!r} is not taken: {type(error).__name__}"
+                )
                 continue
             moved = float(np.abs(after - before).max())
-            stored[json.dumps([name, path, value, round(moved, 6)])] = after.astype(np.float32)
+            stored[json.dumps([name, path, value, round(moved, 6)])] = after.astype(
+                np.float32
+            )
         print(f"{name:24} {len(stored)} in all")
     np.savez_compressed(SETTINGS / "swept.npz", **stored)
 
 
 def first_logprobs(model: Any, name: str) -> np.ndarray:
     recipe = record.RECIPES[name]
-    return np.stack([record.answer(model, recipe, inputs_of(name, key))[1][0] for key in KEYS])
+    return np.stack(
+        [record.answer(model, recipe, inputs_of(name, key))[1][0] for key in KEYS]
+    )
 
 
 if __name__ == "__main__":

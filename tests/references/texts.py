@@ -17,15 +17,31 @@ from tests.references.newer import Weights, join_latent, rope, same
 from tests.references.towers import joined_experts
 from tests.zoo import PLAIN, Inputs
 
-NAMES = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"]
+NAMES = [
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+]
 NAMES += ["num_key_value_heads", "rms_norm_eps", "max_position_embeddings"]
-LATENT = ["kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"]
+LATENT = [
+    "kv_lora_rank",
+    "q_lora_rank",
+    "qk_rope_head_dim",
+    "qk_nope_head_dim",
+    "v_head_dim",
+]
 
 
 def plain(zoo: nn.Module) -> dict[str, Any]:
     """What every decoder's configuration has."""
     ours = zoo.config.text_config
-    turned = {"rope_parameters": rope(ours.rope_theta), "tie_word_embeddings": False, "pad_token_id": 0}
+    turned = {
+        "rope_parameters": rope(ours.rope_theta),
+        "tie_word_embeddings": False,
+        "pad_token_id": 0,
+    }
     return {**same(ours, *NAMES), **turned}
 
 
@@ -41,15 +57,32 @@ def qwen3(zoo: nn.Module) -> torch.nn.Module:
 
 def deepseek_v2(zoo: nn.Module) -> torch.nn.Module:
     ours = zoo.config.text_config
-    names = [*LATENT, "moe_intermediate_size", "n_shared_experts", "n_routed_experts", "num_experts_per_tok"]
-    names += ["n_group", "topk_group", "topk_method", "routed_scaling_factor", "first_k_dense_replace"]
-    return transformers.DeepseekV2ForCausalLM(transformers.DeepseekV2Config(**plain(zoo), **same(ours, *names)))
+    names = [
+        *LATENT,
+        "moe_intermediate_size",
+        "n_shared_experts",
+        "n_routed_experts",
+        "num_experts_per_tok",
+    ]
+    names += [
+        "n_group",
+        "topk_group",
+        "topk_method",
+        "routed_scaling_factor",
+        "first_k_dense_replace",
+    ]
+    return transformers.DeepseekV2ForCausalLM(
+        transformers.DeepseekV2Config(**plain(zoo), **same(ours, *names))
+    )
 
 
 def youtu(zoo: nn.Module) -> torch.nn.Module:
     ours = zoo.config.text_config
     return transformers.YoutuForCausalLM(
-        transformers.YoutuConfig(**plain(zoo), **same(ours, *LATENT, "rope_interleave", "attention_bias", "mlp_bias"))
+        transformers.YoutuConfig(
+            **plain(zoo),
+            **same(ours, *LATENT, "rope_interleave", "attention_bias", "mlp_bias"),
+        )
     )
 
 
@@ -62,8 +95,20 @@ def youtu_weights(weights: Weights) -> Weights:
 def mimo_v2(zoo: nn.Module) -> torch.nn.Module:
     """The text model of MiMo-V2-Flash; its window counts the token itself, as mlx-vlm's does."""
     ours = zoo.config.text_config
-    names = ["head_dim", "v_head_dim", "moe_intermediate_size", "n_routed_experts", "num_experts_per_tok"]
-    names += ["n_group", "topk_group", "norm_topk_prob", "routed_scaling_factor", "attention_value_scale"]
+    names = [
+        "head_dim",
+        "v_head_dim",
+        "moe_intermediate_size",
+        "n_routed_experts",
+        "num_experts_per_tok",
+    ]
+    names += [
+        "n_group",
+        "topk_group",
+        "norm_topk_prob",
+        "routed_scaling_factor",
+        "attention_value_scale",
+    ]
     part = {"partial_rotary_factor": ours.partial_rotary_factor}
     turned = {
         "full_attention": {**rope(ours.rope_theta), **part},
@@ -75,7 +120,10 @@ def mimo_v2(zoo: nn.Module) -> torch.nn.Module:
         rms_norm_eps=ours.layernorm_epsilon,
         rope_parameters=turned,
         sliding_window=ours.sliding_window_size,
-        layer_types=[("full_attention", "sliding_attention")[kind] for kind in ours.hybrid_layer_pattern],
+        layer_types=[
+            ("full_attention", "sliding_attention")[kind]
+            for kind in ours.hybrid_layer_pattern
+        ],
         mlp_layer_types=[("dense", "sparse")[kind] for kind in ours.moe_layer_freq],
         tie_word_embeddings=False,
         pad_token_id=0,
@@ -85,9 +133,17 @@ def mimo_v2(zoo: nn.Module) -> torch.nn.Module:
 
 def phi3(zoo: nn.Module) -> torch.nn.Module:
     ours = zoo.config
-    scaling = {"rope_type": "longrope", "rope_theta": ours.rope_theta, "partial_rotary_factor": 1.0}
-    scaling |= {name: ours.rope_scaling[name] for name in ("short_factor", "long_factor")}
-    scaling |= {"original_max_position_embeddings": ours.original_max_position_embeddings}
+    scaling = {
+        "rope_type": "longrope",
+        "rope_theta": ours.rope_theta,
+        "partial_rotary_factor": 1.0,
+    }
+    scaling |= {
+        name: ours.rope_scaling[name] for name in ("short_factor", "long_factor")
+    }
+    scaling |= {
+        "original_max_position_embeddings": ours.original_max_position_embeddings
+    }
     config = transformers.Phi3Config(
         **same(ours, *NAMES),
         rope_parameters=scaling,
@@ -104,8 +160,16 @@ class HearingQwen3(transformers.Qwen3ForCausalLM):
 
     def __init__(self, config: Any, zoo: Any) -> None:
         super().__init__(config)
-        heard = same(zoo.audio_config, "d_model", "encoder_layers", "encoder_attention_heads", "encoder_ffn_dim")
-        whisper = transformers.WhisperConfig(**heard, num_mel_bins=zoo.audio_config.num_mel_bins)
+        heard = same(
+            zoo.audio_config,
+            "d_model",
+            "encoder_layers",
+            "encoder_attention_heads",
+            "encoder_ffn_dim",
+        )
+        whisper = transformers.WhisperConfig(
+            **heard, num_mel_bins=zoo.audio_config.num_mel_bins
+        )
         self.zoo, self.apm = zoo, WhisperEncoder(whisper)
         self.linear1 = torch.nn.Linear(whisper.d_model, config.hidden_size)
         self.linear2 = torch.nn.Linear(config.hidden_size, config.hidden_size)
@@ -114,7 +178,9 @@ class HearingQwen3(transformers.Qwen3ForCausalLM):
     def encoded(self, piece: torch.Tensor) -> torch.Tensor:
         """(features, D) of a spectrogram (1, bands, frames)."""
         apm, size = self.apm, (piece.shape[-1] - 1) // 2 + 1
-        hidden = torch.nn.functional.gelu(apm.conv2(torch.nn.functional.gelu(apm.conv1(piece)))).permute(0, 2, 1)
+        hidden = torch.nn.functional.gelu(
+            apm.conv2(torch.nn.functional.gelu(apm.conv1(piece)))
+        ).permute(0, 2, 1)
         hidden = hidden + apm.embed_positions.weight[:size]
         chunk = int(self.zoo.audio_chunk_length * 50)
         mask = torch.full((1, 1, size, size), float("-inf"))
@@ -128,25 +194,36 @@ class HearingQwen3(transformers.Qwen3ForCausalLM):
 
     def generate(self, input_ids: torch.Tensor, **given: Any) -> Any:
         features, lengths, bounds = (
-            given.pop(f"audio_{name}", None) for name in ("features", "feature_lens", "bounds")
+            given.pop(f"audio_{name}", None)
+            for name in ("features", "feature_lens", "bounds")
         )
         if features is not None:
             pieces = zip(features, lengths, strict=True)
-            rows = torch.cat([self.encoded(piece[None, :, :length]) for piece, length in pieces])
+            rows = torch.cat(
+                [self.encoded(piece[None, :, :length]) for piece, length in pieces]
+            )
             embeds = self.model.embed_tokens(input_ids)
-            embeds[0, torch.cat([torch.arange(first, end) for first, end in bounds])] = rows
+            embeds[
+                0, torch.cat([torch.arange(first, end) for first, end in bounds])
+            ] = rows
             given["inputs_embeds"] = embeds
         return super().generate(input_ids, **given)
 
 
 def minicpmo(zoo: nn.Module) -> torch.nn.Module:
-    config = transformers.Qwen3Config(**plain(zoo), head_dim=zoo.config.text_config.head_dim)
+    config = transformers.Qwen3Config(
+        **plain(zoo), head_dim=zoo.config.text_config.head_dim
+    )
     return HearingQwen3(config, zoo.config)
 
 
 def in_pieces(inputs: Inputs) -> dict[str, Any]:
     """The lengths of recordings' pieces and their places, of the one request."""
-    return {name: inputs[name][0] for name in ("audio_feature_lens", "audio_bounds") if name in inputs}
+    return {
+        name: inputs[name][0]
+        for name in ("audio_feature_lens", "audio_bounds")
+        if name in inputs
+    }
 
 
 class AdaptedPhi4(transformers.Phi4MultimodalForCausalLM):
@@ -160,8 +237,15 @@ class AdaptedPhi4(transformers.Phi4MultimodalForCausalLM):
         theirs = encoder.forward
 
         def each(spectrograms: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-            frames = spectrograms.shape[1:2] * len(spectrograms) if mask is None else mask.sum(dim=1).tolist()
-            states = [theirs(one[None, :count], None)[0] for one, count in zip(spectrograms, frames, strict=True)]
+            frames = (
+                spectrograms.shape[1:2] * len(spectrograms)
+                if mask is None
+                else mask.sum(dim=1).tolist()
+            )
+            states = [
+                theirs(one[None, :count], None)[0]
+                for one, count in zip(spectrograms, frames, strict=True)
+            ]
             return torch.nn.utils.rnn.pad_sequence(states, batch_first=True)
 
         encoder.forward = each
@@ -170,29 +254,50 @@ class AdaptedPhi4(transformers.Phi4MultimodalForCausalLM):
         for path, base in self.zoo._base_weights.items():
             weight = np.array(base)
             if "audio_input_features" in given:
-                down, up = (np.array(half[path]) for half in (self.zoo._speech_lora_a, self.zoo._speech_lora_b))
+                down, up = (
+                    np.array(half[path])
+                    for half in (self.zoo._speech_lora_a, self.zoo._speech_lora_b)
+                )
                 weight = weight + self.zoo._speech_lora_scale * (up @ down)
-            self.get_parameter(path.removeprefix("language_model.")).data = torch.tensor(weight)
+            self.get_parameter(
+                path.removeprefix("language_model.")
+            ).data = torch.tensor(weight)
         return super().generate(input_ids, **given)
 
 
 def phi4mm(zoo: nn.Module) -> torch.nn.Module:
     ours, heard = zoo.config, zoo.config._audio_config
-    names = ["num_blocks", "time_reduction", "kernel_size", "input_size", "ext_pw_out_channel", "depthwise_multiplier"]
+    names = [
+        "num_blocks",
+        "time_reduction",
+        "kernel_size",
+        "input_size",
+        "ext_pw_out_channel",
+        "depthwise_multiplier",
+    ]
     turned = {
         "rope_type": "longrope",
         "rope_theta": ours.rope_theta,
         "partial_rotary_factor": ours.partial_rotary_factor,
     }
-    turned |= {name: ours.rope_scaling[name] for name in ("short_factor", "long_factor")}
-    turned |= {"original_max_position_embeddings": ours.original_max_position_embeddings}
+    turned |= {
+        name: ours.rope_scaling[name] for name in ("short_factor", "long_factor")
+    }
+    turned |= {
+        "original_max_position_embeddings": ours.original_max_position_embeddings
+    }
     config = transformers.Phi4MultimodalConfig(
         **same(ours, *NAMES),
         rope_parameters=turned,
         original_max_position_embeddings=ours.original_max_position_embeddings,
         tie_word_embeddings=False,
         pad_token_id=0,
-        vision_config={"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2},
+        vision_config={
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+        },
         audio_config={
             **same(heard, *names),
             "hidden_size": heard.attention_dim,
@@ -210,17 +315,29 @@ def phi4mm(zoo: nn.Module) -> torch.nn.Module:
 def phi4mm_weights(weights: Weights) -> Weights:
     """Convolutions over one place are products in mlx-vlm."""
     shapes = {"b1": (1, 1, -1), "b2": (1, 1, -1)}
-    found = {path: value.reshape(shapes.get(path.rpartition(".")[2], value.shape)) for path, value in weights.items()}
-    return {path: value[:, None] if "ext_pw_conv_1d.weight" in path else value for path, value in found.items()}
+    found = {
+        path: value.reshape(shapes.get(path.rpartition(".")[2], value.shape))
+        for path, value in weights.items()
+    }
+    return {
+        path: value[:, None] if "ext_pw_conv_1d.weight" in path else value
+        for path, value in found.items()
+    }
 
 
 def heard_phi4(inputs: Inputs) -> dict[str, Any]:
     """transformers' name of the spectrograms; it looks up placeholders, too, so that theirs is one of the tiny table."""
     if "input_audio_embeds" not in inputs:
         return {}
-    marked = np.where(inputs["input_ids"] == inputs["input_ids"].max(), PLAIN, inputs["input_ids"])
+    marked = np.where(
+        inputs["input_ids"] == inputs["input_ids"].max(), PLAIN, inputs["input_ids"]
+    )
     spectrograms = torch.tensor(inputs["input_audio_embeds"])
-    return {"input_ids": torch.tensor(marked).long(), "input_audio_embeds": None, "audio_input_features": spectrograms}
+    return {
+        "input_ids": torch.tensor(marked).long(),
+        "input_audio_embeds": None,
+        "audio_input_features": spectrograms,
+    }
 
 
 AUDIO = "model.embed_tokens_extend.audio_embed."
@@ -268,7 +385,11 @@ TEXTS: dict[str, dict[str, Any]] = {
     },
     "minicpmo": {
         "build": minicpmo,
-        "rename": (*TRUNK, (r"^audio_tower\.", "apm."), (r"^audio_projection_layer\.", "")),
+        "rename": (
+            *TRUNK,
+            (r"^audio_tower\.", "apm."),
+            (r"^audio_projection_layer\.", ""),
+        ),
         "inputs": in_pieces,
         "unused": r"^(?!language_model\.|audio_)",
     },

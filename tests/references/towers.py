@@ -27,8 +27,14 @@ TEXT: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
-LANGUAGE = (r"^language_model\.model\.", "model.language_model."), (r"^language_model\.lm_head\.", "lm_head.")
-TOWER = (r"^vision_tower\.vision_model\.", "model.vision_tower."), (r"^vision_tower\.", "model.vision_tower.")
+LANGUAGE = (
+    (r"^language_model\.model\.", "model.language_model."),
+    (r"^language_model\.lm_head\.", "lm_head."),
+)
+TOWER = (
+    (r"^vision_tower\.vision_model\.", "model.vision_tower."),
+    (r"^vision_tower\.", "model.vision_tower."),
+)
 PROJECTOR = (r"^multi_modal_projector\.", "model.multi_modal_projector.")
 RENAME = (*TOWER, PROJECTOR, (r"^image_newline", "model.image_newline"), *LANGUAGE)
 
@@ -47,13 +53,24 @@ def text_of(zoo: nn.Module, **more: Any) -> dict[str, Any]:
 def vision_of(zoo: nn.Module, **more: Any) -> dict[str, Any]:
     """A vision configuration like the zoo's."""
     ours = zoo.config.vision_config
-    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "image_size", "patch_size")
+    names = (
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "image_size",
+        "patch_size",
+    )
     return {name: getattr(ours, name) for name in names} | more
 
 
 def without_batch(inputs: Inputs) -> dict[str, Any]:
     """transformers' processor has no axis in front of the tiles."""
-    return {"pixel_values": torch.tensor(inputs["pixel_values"][0])} if "pixel_values" in inputs else {}
+    return (
+        {"pixel_values": torch.tensor(inputs["pixel_values"][0])}
+        if "pixel_values" in inputs
+        else {}
+    )
 
 
 def llava(zoo: nn.Module) -> torch.nn.Module:
@@ -77,10 +94,23 @@ def llava_next(zoo: nn.Module) -> torch.nn.Module:
 
 def granite_vision(zoo: nn.Module) -> torch.nn.Module:
     ours, text = zoo.config, zoo.config.text_config
-    names = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
+    names = (
+        "embedding_multiplier",
+        "attention_multiplier",
+        "residual_multiplier",
+        "logits_scaling",
+    )
     config = transformers.LlavaNextConfig(
-        text_config={"model_type": "granite", **text_of(zoo), **{name: getattr(text, name) for name in names}},
-        vision_config={"model_type": "siglip_vision_model", **vision_of(zoo), "vision_use_head": False},
+        text_config={
+            "model_type": "granite",
+            **text_of(zoo),
+            **{name: getattr(text, name) for name in names},
+        },
+        vision_config={
+            "model_type": "siglip_vision_model",
+            **vision_of(zoo),
+            "vision_use_head": False,
+        },
         image_token_index=ours.image_token_index,
         image_grid_pinpoints=ours.image_grid_pinpoints,
         vision_feature_layer=ours.vision_feature_layer,
@@ -92,7 +122,12 @@ def granite_vision(zoo: nn.Module) -> torch.nn.Module:
 
 def granite4_vision(zoo: nn.Module) -> torch.nn.Module:
     ours, text = zoo.config, zoo.config.text_config
-    names = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
+    names = (
+        "embedding_multiplier",
+        "attention_multiplier",
+        "residual_multiplier",
+        "logits_scaling",
+    )
     config = transformers.Granite4VisionConfig(
         text_config={
             "model_type": "granitemoehybrid",
@@ -102,7 +137,11 @@ def granite4_vision(zoo: nn.Module) -> torch.nn.Module:
             "num_local_experts": 0,
             "position_embedding_type": "rope",
         },
-        vision_config={"model_type": "siglip_vision_model", **vision_of(zoo), "vision_use_head": False},
+        vision_config={
+            "model_type": "siglip_vision_model",
+            **vision_of(zoo),
+            "vision_use_head": False,
+        },
         image_token_index=ours.image_token_index,
         image_grid_pinpoints=ours.image_grid_pinpoints,
         downsample_rate=ours.downsample_rate,
@@ -120,7 +159,11 @@ def llava_onevision(zoo: nn.Module) -> torch.nn.Module:
     ours = zoo.config
     config = transformers.LlavaOnevisionConfig(
         text_config={"model_type": "qwen2", **text_of(zoo)},
-        vision_config={"model_type": "siglip_vision_model", **vision_of(zoo), "vision_use_head": False},
+        vision_config={
+            "model_type": "siglip_vision_model",
+            **vision_of(zoo),
+            "vision_use_head": False,
+        },
         image_token_index=ours.image_token_index,
         video_token_index=ours.video_token_index,
         image_grid_pinpoints=PINPOINTS,
@@ -134,10 +177,15 @@ def paligemma(zoo: nn.Module) -> torch.nn.Module:
     text = text_of(zoo, model_type=ours.model_type, head_dim=ours.head_dim)
     if ours.model_type == "gemma2":
         text |= {"query_pre_attn_scalar": ours.query_pre_attn_scalar}
-        text |= {name: getattr(ours, name) for name in ("attn_logit_softcapping", "final_logit_softcapping")}
+        text |= {
+            name: getattr(ours, name)
+            for name in ("attn_logit_softcapping", "final_logit_softcapping")
+        }
     config = transformers.PaliGemmaConfig(
         text_config=text,
-        vision_config=vision_of(zoo, model_type="siglip_vision_model", vision_use_head=False),
+        vision_config=vision_of(
+            zoo, model_type="siglip_vision_model", vision_use_head=False
+        ),
         image_token_index=zoo.config.image_token_index,
         projection_dim=64,
     )
@@ -150,13 +198,22 @@ def all_prefix(inputs: Inputs) -> dict[str, Any]:
 
 
 #: Published checkpoints say silu; transformers' default is gelu.
-PIXTRAL: dict[str, Any] = {"head_dim": 16, "rope_parameters": rope(10000.0), "hidden_act": "silu"}
+PIXTRAL: dict[str, Any] = {
+    "head_dim": 16,
+    "rope_parameters": rope(10000.0),
+    "hidden_act": "silu",
+}
 
 
 def pixtral(zoo: nn.Module) -> torch.nn.Module:
     ours = zoo.config
     config = transformers.LlavaConfig(
-        text_config={"model_type": "mistral", "head_dim": 16, "sliding_window": None, **text_of(zoo)},
+        text_config={
+            "model_type": "mistral",
+            "head_dim": 16,
+            "sliding_window": None,
+            **text_of(zoo),
+        },
         vision_config={"model_type": "pixtral", **vision_of(zoo), **PIXTRAL},
         image_token_index=ours.image_token_index,
         vision_feature_layer=-1,
@@ -165,8 +222,20 @@ def pixtral(zoo: nn.Module) -> torch.nn.Module:
     return transformers.LlavaForConditionalGeneration(config)
 
 
-MISTRAL4 = ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "rope_interleave")
-MISTRAL4 += ("n_routed_experts", "n_shared_experts", "num_experts_per_tok", "moe_intermediate_size")
+MISTRAL4 = (
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_rope_head_dim",
+    "qk_nope_head_dim",
+    "v_head_dim",
+    "rope_interleave",
+)
+MISTRAL4 += (
+    "n_routed_experts",
+    "n_shared_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+)
 MISTRAL4 += ("first_k_dense_replace",)
 
 
@@ -176,7 +245,9 @@ def mistral3(zoo: nn.Module) -> torch.nn.Module:
     if text.rope_parameters:
         more["rope_parameters"] = dict(text.rope_parameters)
     if text.model_type == "mistral4":
-        more |= {name: getattr(text, name) for name in MISTRAL4} | {"num_key_value_heads": 4}
+        more |= {name: getattr(text, name) for name in MISTRAL4} | {
+            "num_key_value_heads": 4
+        }
     else:
         more["head_dim"] = text.head_dim
     config = transformers.Mistral3Config(
@@ -193,7 +264,13 @@ def mistral3(zoo: nn.Module) -> torch.nn.Module:
 
 def idefics2(zoo: nn.Module) -> torch.nn.Module:
     perceiver = zoo.config.perceiver_config
-    names = ("num_key_value_heads", "resampler_depth", "resampler_head_dim", "resampler_n_heads", "resampler_n_latents")
+    names = (
+        "num_key_value_heads",
+        "resampler_depth",
+        "resampler_head_dim",
+        "resampler_n_heads",
+        "resampler_n_latents",
+    )
     config = transformers.Idefics2Config(
         text_config={"model_type": "mistral", "sliding_window": None, **text_of(zoo)},
         vision_config=vision_of(zoo),
@@ -226,22 +303,65 @@ IDEFICS = (
 
 def gemma4_text(zoo: nn.Module) -> dict[str, Any]:
     ours = zoo.config.text_config
-    names = ("head_dim", "global_head_dim", "num_key_value_heads", "num_global_key_value_heads", "num_kv_shared_layers")
-    names += ("hidden_size_per_layer_input", "vocab_size_per_layer_input", "use_double_wide_mlp", "attention_k_eq_v")
-    names += ("enable_moe_block", "num_experts", "top_k_experts", "moe_intermediate_size", "sliding_window")
+    names = (
+        "head_dim",
+        "global_head_dim",
+        "num_key_value_heads",
+        "num_global_key_value_heads",
+        "num_kv_shared_layers",
+    )
+    names += (
+        "hidden_size_per_layer_input",
+        "vocab_size_per_layer_input",
+        "use_double_wide_mlp",
+        "attention_k_eq_v",
+    )
+    names += (
+        "enable_moe_block",
+        "num_experts",
+        "top_k_experts",
+        "moe_intermediate_size",
+        "sliding_window",
+    )
     names += ("layer_types", "use_bidirectional_attention", "final_logit_softcapping")
-    return text_of(zoo, rope_parameters=ours.rope_parameters, **{name: getattr(ours, name) for name in names})
+    return text_of(
+        zoo,
+        rope_parameters=ours.rope_parameters,
+        **{name: getattr(ours, name) for name in names},
+    )
 
 
-GEMMA4_SOUND = ("hidden_size", "num_hidden_layers", "num_attention_heads", "subsampling_conv_channels")
-GEMMA4_SOUND += ("attention_chunk_size", "attention_context_left", "output_proj_dims", "use_clipped_linears")
+GEMMA4_SOUND = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "subsampling_conv_channels",
+)
+GEMMA4_SOUND += (
+    "attention_chunk_size",
+    "attention_context_left",
+    "output_proj_dims",
+    "use_clipped_linears",
+)
 
 
 def gemma4(zoo: nn.Module) -> torch.nn.Module:
     heard = vars(zoo.config.audio_config or zoo.config)
     vision = zoo.config.vision_config
-    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-    names += ("head_dim", "global_head_dim", "patch_size", "position_embedding_size", "pooling_kernel_size")
+    names = (
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+    )
+    names += (
+        "head_dim",
+        "global_head_dim",
+        "patch_size",
+        "position_embedding_size",
+        "pooling_kernel_size",
+    )
     config = transformers.Gemma4Config(
         text_config=gemma4_text(zoo),
         vision_config={
@@ -249,7 +369,9 @@ def gemma4(zoo: nn.Module) -> torch.nn.Module:
             "rope_parameters": rope(100.0),
             "use_clipped_linears": False,
         },
-        audio_config=None if zoo.config.audio_config is None else {name: heard[name] for name in GEMMA4_SOUND},
+        audio_config=None
+        if zoo.config.audio_config is None
+        else {name: heard[name] for name in GEMMA4_SOUND},
         image_token_id=zoo.config.image_token_id,
         audio_token_id=zoo.config.audio_token_id,
         video_token_id=zoo.config.video_token_id,
@@ -262,7 +384,11 @@ def gemma4_unified(zoo: nn.Module) -> torch.nn.Module:
     vision = {name: getattr(zoo.config.vision_config, name) for name in names}
     config = transformers.Gemma4UnifiedConfig(
         text_config=gemma4_text(zoo),
-        vision_config={**vision, "patch_size": vision["model_patch_size"], "pooling_kernel_size": 1},
+        vision_config={
+            **vision,
+            "patch_size": vision["model_patch_size"],
+            "pooling_kernel_size": 1,
+        },
         audio_config={"audio_embed_dim": zoo.config.audio_config.audio_embed_dim},
         image_token_id=zoo.config.image_token_id,
         audio_token_id=zoo.config.audio_token_id,
@@ -274,19 +400,27 @@ def gemma4_unified(zoo: nn.Module) -> torch.nn.Module:
 def as_patches(inputs: Inputs) -> dict[str, Any]:
     """transformers' processor cuts the patches, which mlx-vlm's model does, and says where they lie."""
     found: dict[str, Any] = {
-        "mm_token_type_ids": torch.tensor(inputs.get("mm_token_type_ids", inputs["input_ids"] * 0))
+        "mm_token_type_ids": torch.tensor(
+            inputs.get("mm_token_type_ids", inputs["input_ids"] * 0)
+        )
     }
     if "pixel_values" in inputs and "image_position_ids" not in inputs:
         pictures = inputs["pixel_values"]
         number, _, high, wide = pictures.shape
         rows, columns = high // GEMMA4_PATCH, wide // GEMMA4_PATCH
-        cut = pictures.reshape(number, 3, rows, GEMMA4_PATCH, columns, GEMMA4_PATCH).transpose(0, 2, 4, 3, 5, 1)
-        places = np.stack(np.meshgrid(np.arange(columns), np.arange(rows)), axis=-1).reshape(1, -1, 2)
+        cut = pictures.reshape(
+            number, 3, rows, GEMMA4_PATCH, columns, GEMMA4_PATCH
+        ).transpose(0, 2, 4, 3, 5, 1)
+        places = np.stack(
+            np.meshgrid(np.arange(columns), np.arange(rows)), axis=-1
+        ).reshape(1, -1, 2)
         found["pixel_values"] = torch.tensor(cut.reshape(number, rows * columns, -1))
         found["image_position_ids"] = torch.tensor(places.repeat(number, axis=0))
     if "pixel_values_videos" in inputs:  # transformers has all videos' frames in a row
         for name in ("pixel_values_videos", "video_position_ids"):
-            found[name] = torch.tensor(inputs[name].reshape(-1, *inputs[name].shape[-2:]))
+            found[name] = torch.tensor(
+                inputs[name].reshape(-1, *inputs[name].shape[-2:])
+            )
         found["num_frames_per_video"] = torch.tensor(inputs["num_frames_per_video"])
     return found
 
@@ -309,17 +443,30 @@ GEMMA4_UNIFIED = (
 
 def times_last(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Convolutions over time alone, which have their places last."""
-    return {name: value.movedim(-1, 1) if "depthwise_conv1d" in name else value for name, value in weights.items()}
+    return {
+        name: value.movedim(-1, 1) if "depthwise_conv1d" in name else value
+        for name, value in weights.items()
+    }
 
 
 def gemma4_experts(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Gate and up projections of the experts are one parameter in transformers."""
-    return joined_experts({name.replace("experts.switch_glu", "switch_mlp"): value for name, value in weights.items()})
+    return joined_experts(
+        {
+            name.replace("experts.switch_glu", "switch_mlp"): value
+            for name, value in weights.items()
+        }
+    )
 
 
 def internvl(zoo: nn.Module) -> torch.nn.Module:
     config = transformers.InternVLConfig(
-        text_config={"model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": False, **text_of(zoo)},
+        text_config={
+            "model_type": "qwen3",
+            "head_dim": 16,
+            "tie_word_embeddings": False,
+            **text_of(zoo),
+        },
         vision_config=vision_of(zoo, attention_bias=True, use_mask_token=False),
         image_token_id=zoo.config.image_token_id,
         downsample_ratio=zoo.config.downsample_ratio,
@@ -331,7 +478,11 @@ def internvl(zoo: nn.Module) -> torch.nn.Module:
 def internvl_chat(zoo: nn.Module) -> torch.nn.Module:
     """The original format holds the same model under other names."""
     config = transformers.InternVLConfig(
-        text_config={"model_type": "qwen2", "tie_word_embeddings": False, **text_of(zoo)},
+        text_config={
+            "model_type": "qwen2",
+            "tie_word_embeddings": False,
+            **text_of(zoo),
+        },
         vision_config=vision_of(zoo, attention_bias=True, use_mask_token=False),
         image_token_id=zoo.config.image_token_index,
         downsample_ratio=zoo.config.downsample_ratio,
@@ -345,7 +496,9 @@ def internvl_chat_weights(weights: dict[str, np.ndarray]) -> dict[str, np.ndarra
     found = {}
     for path, value in weights.items():
         parts = zip("qkv", np.split(value, 3), strict=True) if ".qkv." in path else ()
-        found |= {path.replace(".qkv.", f".{name}_proj."): part for name, part in parts} or {path: value}
+        found |= {
+            path.replace(".qkv.", f".{name}_proj."): part for name, part in parts
+        } or {path: value}
     return found
 
 
@@ -355,9 +508,18 @@ def unnamed(inputs: Inputs) -> dict[str, Any]:
 
 
 INTERNVL_CHAT = (
-    (r"^vision_model\.embeddings\.class_embedding$", "vision_model.embeddings.cls_token"),
-    (r"^vision_model\.embeddings\.position_embedding$", "vision_model.embeddings.position_embeddings"),
-    (r"^vision_model\.embeddings\.patch_embedding\.", "vision_model.embeddings.patch_embeddings.projection."),
+    (
+        r"^vision_model\.embeddings\.class_embedding$",
+        "vision_model.embeddings.cls_token",
+    ),
+    (
+        r"^vision_model\.embeddings\.position_embedding$",
+        "vision_model.embeddings.position_embeddings",
+    ),
+    (
+        r"^vision_model\.embeddings\.patch_embedding\.",
+        "vision_model.embeddings.patch_embeddings.projection.",
+    ),
     (r"^vision_model\.encoder\.layers\.", "vision_model.encoder.layer."),
     (r"\.attn\.proj\.", ".attention.projection_layer."),
     (r"\.attn\.", ".attention."),
@@ -376,7 +538,9 @@ def llava_bunny(zoo: nn.Module) -> torch.nn.Module:
     """Bunny's class (remote code) is LLaVA's; its features are given."""
     config = transformers.LlavaConfig(
         text_config={"model_type": "qwen2", **text_of(zoo)},
-        vision_config=vision_of(zoo, model_type="siglip_vision_model", vision_use_head=False),
+        vision_config=vision_of(
+            zoo, model_type="siglip_vision_model", vision_use_head=False
+        ),
         image_token_index=zoo.config.image_token_index,
         vision_feature_layer=-1,
         vision_feature_select_strategy="full",
@@ -388,12 +552,25 @@ def llava_bunny(zoo: nn.Module) -> torch.nn.Module:
 def given_features(inputs: Inputs) -> dict[str, Any]:
     """A placeholder for every feature, and features in the pictures' place."""
     pictures = inputs.get("cached_image_features", np.zeros((0, 0, 0)))
-    ids = torch.tensor(expanded(inputs["input_ids"], CACHED_IMAGE, [len(picture) for picture in pictures]))
-    found: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": None}
+    ids = torch.tensor(
+        expanded(
+            inputs["input_ids"], CACHED_IMAGE, [len(picture) for picture in pictures]
+        )
+    )
+    found: dict[str, Any] = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "pixel_values": None,
+    }
     if len(pictures):
         features = [torch.tensor(picture) for picture in pictures]
-        output = transformers.modeling_outputs.BaseModelOutputWithPooling(pooler_output=features)
-        found |= {"mm_encoder_outputs": {"image": output}, "cached_image_features": None}
+        output = transformers.modeling_outputs.BaseModelOutputWithPooling(
+            pooler_output=features
+        )
+        found |= {
+            "mm_encoder_outputs": {"image": output},
+            "cached_image_features": None,
+        }
     return found
 
 
@@ -402,7 +579,11 @@ def multi_modality(zoo: nn.Module) -> torch.nn.Module:
     config = transformers.DeepseekVLConfig(
         text_config={"model_type": "llama", **text_of(zoo)},
         vision_config=vision_of(
-            zoo, model_type="siglip_vision_model", vision_use_head=False, hidden_act="gelu", layer_norm_eps=1e-6
+            zoo,
+            model_type="siglip_vision_model",
+            vision_use_head=False,
+            hidden_act="gelu",
+            layer_norm_eps=1e-6,
         ),
         image_token_id=zoo.config.image_token_index,
         tie_word_embeddings=False,
@@ -413,7 +594,10 @@ def multi_modality(zoo: nn.Module) -> torch.nn.Module:
 def multi_modality_weights(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """A table of positions without an axis in front, and queries, keys and values under their own names."""
     weights = internvl_chat_weights(weights)
-    return {path: value[0] if path.endswith("pos_embed") else value for path, value in weights.items()}
+    return {
+        path: value[0] if path.endswith("pos_embed") else value
+        for path, value in weights.items()
+    }
 
 
 def multi_modality_inputs(inputs: Inputs) -> dict[str, Any]:
@@ -422,12 +606,21 @@ def multi_modality_inputs(inputs: Inputs) -> dict[str, Any]:
     ids = inputs["input_ids"]
     if number and (ids == MULTI_IMAGE).sum() == number:
         ids = expanded(ids, MULTI_IMAGE, [MULTI_TOKENS] * number)
-    return {"input_ids": torch.tensor(ids).long(), "attention_mask": torch.ones(ids.shape, dtype=torch.long)}
+    return {
+        "input_ids": torch.tensor(ids).long(),
+        "attention_mask": torch.ones(ids.shape, dtype=torch.long),
+    }
 
 
 MULTI_MODALITY = (
-    (r"^vision_model\.vision_tower\.patch_embed\.proj\.", "model.vision_model.embeddings.patch_embedding."),
-    (r"^vision_model\.vision_tower\.pos_embed$", "model.vision_model.embeddings.position_embedding.weight"),
+    (
+        r"^vision_model\.vision_tower\.patch_embed\.proj\.",
+        "model.vision_model.embeddings.patch_embedding.",
+    ),
+    (
+        r"^vision_model\.vision_tower\.pos_embed$",
+        "model.vision_model.embeddings.position_embedding.weight",
+    ),
     (r"^vision_model\.vision_tower\.blocks\.", "model.vision_model.encoder.layers."),
     (r"^vision_model\.vision_tower\.norm\.", "model.vision_model.post_layernorm."),
     (r"\.norm([12])\.", r".layer_norm\1."),
@@ -449,9 +642,15 @@ class Naflex(torch.nn.Module):
         super().__init__()
         self.tower = tower
 
-    def forward(self, pixel_values: torch.Tensor, image_sizes: torch.Tensor, **more: Any) -> Any:
-        is_real = torch.arange(pixel_values.shape[1]) < image_sizes.prod(dim=-1, keepdim=True)
-        output = self.tower(pixel_values, is_real.long(), image_sizes, output_hidden_states=True)
+    def forward(
+        self, pixel_values: torch.Tensor, image_sizes: torch.Tensor, **more: Any
+    ) -> Any:
+        is_real = torch.arange(pixel_values.shape[1]) < image_sizes.prod(
+            dim=-1, keepdim=True
+        )
+        output = self.tower(
+            pixel_values, is_real.long(), image_sizes, output_hidden_states=True
+        )
         output.hidden_states = [state[is_real][None] for state in output.hidden_states]
         return output
 
@@ -459,9 +658,20 @@ class Naflex(torch.nn.Module):
 def phi4_siglip(zoo: nn.Module) -> torch.nn.Module:
     """The published class (remote code, modeling_phi4_visionr.py) is LLaVA's with Phi-3 and SigLIP 2."""
     ours, vision = zoo.config.text_config, zoo.config.vision_config
-    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "patch_size")
+    names = (
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "patch_size",
+    )
     config = transformers.LlavaConfig(
-        text_config={**text_of(zoo), "model_type": "phi3", "rms_norm_eps": ours.rms_norm_eps, "pad_token_id": 0},
+        text_config={
+            **text_of(zoo),
+            "model_type": "phi3",
+            "rms_norm_eps": ours.rms_norm_eps,
+            "pad_token_id": 0,
+        },
         vision_config={
             **{name: getattr(vision, name) for name in names},
             "model_type": "siglip2_vision_model",
@@ -480,13 +690,21 @@ def phi4_siglip(zoo: nn.Module) -> torch.nn.Module:
 
 def phi4_siglip_inputs(inputs: Inputs) -> dict[str, Any]:
     """A placeholder for every patch, and a picture's rows and columns where LLaVA has its size."""
-    counts = inputs["spatial_shapes"].prod(axis=1).tolist() if "spatial_shapes" in inputs else []
+    counts = (
+        inputs["spatial_shapes"].prod(axis=1).tolist()
+        if "spatial_shapes" in inputs
+        else []
+    )
     ids = expanded(inputs["input_ids"], NO_TOKEN, counts)
     ids = torch.tensor(np.where(ids == NO_TOKEN, PHI4_VOCABULARY - 1, ids))
     found = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if counts:
         sizes = torch.tensor(inputs["spatial_shapes"]).long()
-        found |= {"image_sizes": sizes, "spatial_shapes": None, "pixel_attention_mask": None}
+        found |= {
+            "image_sizes": sizes,
+            "spatial_shapes": None,
+            "pixel_attention_mask": None,
+        }
     return found
 
 
@@ -532,9 +750,13 @@ def joined_experts(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     for name, value in weights.items():
         if "switch_mlp.gate_proj" in name:
             up = weights[name.replace("gate_proj", "up_proj")]
-            found[name.replace("switch_mlp.gate_proj.weight", "experts.gate_up_proj")] = torch.cat([value, up], dim=1)
+            found[
+                name.replace("switch_mlp.gate_proj.weight", "experts.gate_up_proj")
+            ] = torch.cat([value, up], dim=1)
         elif "switch_mlp.down_proj" in name:
-            found[name.replace("switch_mlp.down_proj.weight", "experts.down_proj")] = value
+            found[name.replace("switch_mlp.down_proj.weight", "experts.down_proj")] = (
+                value
+            )
         elif "switch_mlp" not in name:
             found[name] = value
     return found
@@ -545,7 +767,11 @@ TOWERS: dict[str, dict[str, Any]] = {
     "llava": {"build": llava, "rename": RENAME},
     "mistral3": {"build": mistral3, "rename": RENAME},
     "mistral3_ministral3": {"build": mistral3, "rename": RENAME},
-    "mistral3_mistral4": {"build": mistral3, "rename": RENAME, "convert": joined_experts},
+    "mistral3_mistral4": {
+        "build": mistral3,
+        "rename": RENAME,
+        "convert": joined_experts,
+    },
     "paligemma": {"build": paligemma, "rename": RENAME, "inputs": all_prefix},
     "paligemma2": {"build": paligemma, "rename": RENAME, "inputs": all_prefix},
     "pixtral": {"build": pixtral, "rename": RENAME},
@@ -557,12 +783,29 @@ TOWERS: dict[str, dict[str, Any]] = {
         "unused": r"vision_model\.head\.",
         "logit_scale": 0.5,
     },
-    "gemma4": {"build": gemma4, "rename": GEMMA4, "inputs": as_patches, "convert": times_last},
-    "gemma4_experts": {"build": gemma4, "rename": GEMMA4, "inputs": as_patches, "convert": gemma4_experts},
-    "gemma4_unified": {"build": gemma4_unified, "rename": GEMMA4_UNIFIED, "inputs": as_patches},
+    "gemma4": {
+        "build": gemma4,
+        "rename": GEMMA4,
+        "inputs": as_patches,
+        "convert": times_last,
+    },
+    "gemma4_experts": {
+        "build": gemma4,
+        "rename": GEMMA4,
+        "inputs": as_patches,
+        "convert": gemma4_experts,
+    },
+    "gemma4_unified": {
+        "build": gemma4_unified,
+        "rename": GEMMA4_UNIFIED,
+        "inputs": as_patches,
+    },
     "granite4_vision": {
         "build": granite4_vision,
-        "rename": (*RENAME, (r"^(layerwise|spatial)_projectors", r"model.\1_projectors")),
+        "rename": (
+            *RENAME,
+            (r"^(layerwise|spatial)_projectors", r"model.\1_projectors"),
+        ),
         "unused": r"vision_model\.head\.",
     },
     "idefics2": {"build": idefics2, "rename": IDEFICS},
@@ -593,7 +836,11 @@ TOWERS: dict[str, dict[str, Any]] = {
         "inputs": multi_modality_inputs,
         "unused": r"attn_pool",
     },
-    "phi4_siglip": {"build": phi4_siglip, "rename": PHI4_SIGLIP, "inputs": phi4_siglip_inputs},
+    "phi4_siglip": {
+        "build": phi4_siglip,
+        "rename": PHI4_SIGLIP,
+        "inputs": phi4_siglip_inputs,
+    },
     "llava_next": {"build": llava_next, "rename": RENAME},
     "llava_onevision": {"build": llava_onevision, "rename": RENAME},
 }

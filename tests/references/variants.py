@@ -37,19 +37,31 @@ def record(name: str) -> None:
     config = type(plain.config)(**merged(plain.config.to_dict(), changes))
     with tempfile.TemporaryDirectory() as folder:
         type(plain)(config).float().save_pretrained(folder)
-        files = {path.name: json.loads(path.read_text()) for path in sorted(Path(folder).glob("*config.json"))}
+        files = {
+            path.name: json.loads(path.read_text())
+            for path in sorted(Path(folder).glob("*config.json"))
+        }
         lying = load_file(f"{folder}/model.safetensors")
         facts: dict[str, Any] = {
             "files": files,
             "tensors": {key: list(value.shape) for key, value in sorted(lying.items())},
-            "less_one": recipe.less_one != "^$" or ("gemma" in base and not base.startswith("gemma4")),
+            "less_one": recipe.less_one != "^$"
+            or ("gemma" in base and not base.startswith("gemma4")),
         }
-        save_file(tensors_of(facts), f"{folder}/model.safetensors", metadata={"format": "pt"})
-        model = type(plain).from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+        save_file(
+            tensors_of(facts), f"{folder}/model.safetensors", metadata={"format": "pt"}
+        )
+        model = (
+            type(plain)
+            .from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+            .eval()
+        )
     stored: dict[str, Any] = {"folder": np.array(json.dumps(facts))}
     for request, inputs in recorded_requests(tiny).items():
         if request in REQUESTS:
-            stored[f"{request}/tokens"], stored[f"{request}/logprobs"] = answer(model, recipe, inputs)
+            stored[f"{request}/tokens"], stored[f"{request}/logprobs"] = answer(
+                model, recipe, inputs
+            )
             print(f"{name:24} {request:8} {stored[f'{request}/tokens'].tolist()}")
     FOLDER.mkdir(exist_ok=True)
     np.savez_compressed(FOLDER / f"{name}.npz", **stored)

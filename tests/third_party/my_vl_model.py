@@ -21,7 +21,8 @@ from mlx_vlm.models.base import (
 )
 from mlx_vlm.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
 
-install_auto_processor_patch("my_vl", Qwen2VLProcessor)  # as mlx-vlm's own packages name their processors
+# as mlx-vlm's own packages name their processors
+install_auto_processor_patch("my_vl", Qwen2VLProcessor)
 
 
 @dataclass
@@ -37,7 +38,8 @@ class TextConfig(BaseModelConfig):
 class VisionConfig(BaseModelConfig):
     patch_size: int = 14
     spatial_merge_size: int = 2
-    num_values: int = 3 * 2 * 14 * 14  # of a patch: its colours, twice, as Qwen's processor gives them
+    # of a patch: its colours, twice, as Qwen's processor gives them
+    num_values: int = 3 * 2 * 14 * 14
 
 
 @dataclass
@@ -60,7 +62,10 @@ class Attention(nn.Module):
     def __init__(self, config: TextConfig) -> None:
         super().__init__()
         self.heads, width = config.num_heads, config.hidden_size
-        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
+        self.qkv, self.out = (
+            nn.Linear(width, 3 * width, bias=False),
+            nn.Linear(width, width, bias=False),
+        )
         self.rope = nn.RoPE(width // self.heads, base=100.0)
         self.temper = Temper(width // self.heads)
 
@@ -68,9 +73,14 @@ class Attention(nn.Module):
         batch, length, width = x.shape
         heads = self.qkv(x).reshape(batch, length, 3 * self.heads, -1).swapaxes(1, 2)
         queries, keys, values = mx.split(heads, 3, axis=1)
-        queries, keys = (self.rope(part, offset=cache.offset) for part in (queries * self.temper.scale, keys))
+        queries, keys = (
+            self.rope(part, offset=cache.offset)
+            for part in (queries * self.temper.scale, keys)
+        )
         keys, values = cache.update_and_fetch(keys, values)
-        output = scaled_dot_product_attention(queries, keys, values, cache, scale=1.0, mask=mask)
+        output = scaled_dot_product_attention(
+            queries, keys, values, cache, scale=1.0, mask=mask
+        )
         return self.out(output.swapaxes(1, 2).reshape(batch, length, width))
 
 
@@ -79,7 +89,11 @@ class Layer(nn.Module):
         super().__init__()
         width = config.hidden_size
         self.attention, self.norm = Attention(config), nn.RMSNorm(width)
-        self.wide, self.narrow, self.second_norm = nn.Linear(width, 64), nn.Linear(64, width), nn.RMSNorm(width)
+        self.wide, self.narrow, self.second_norm = (
+            nn.Linear(width, 64),
+            nn.Linear(64, width),
+            nn.RMSNorm(width),
+        )
 
     def __call__(self, x: mx.array, mask: Any, cache: Any) -> mx.array:
         x = x + self.attention(self.norm(x), mask, cache)
@@ -93,7 +107,9 @@ class Trunk(nn.Module):
         self.layers = [Layer(config) for _ in range(config.num_layers)]
         self.norm = nn.RMSNorm(config.hidden_size)
 
-    def __call__(self, ids: mx.array, inputs_embeds: mx.array | None = None, cache: Any = None) -> mx.array:
+    def __call__(
+        self, ids: mx.array, inputs_embeds: mx.array | None = None, cache: Any = None
+    ) -> mx.array:
         x = self.embed_tokens(ids) if inputs_embeds is None else inputs_embeds
         mask = create_attention_mask(x, cache[0])
         for layer, one in zip(self.layers, cache, strict=True):
@@ -107,7 +123,11 @@ class LanguageModel(nn.Module):
         self.model = Trunk(config)
 
     def __call__(
-        self, inputs: mx.array, inputs_embeds: mx.array | None = None, cache: Any = None, **unread: Any
+        self,
+        inputs: mx.array,
+        inputs_embeds: mx.array | None = None,
+        cache: Any = None,
+        **unread: Any,
     ) -> LanguageModelOutput:
         hidden = self.model(inputs, inputs_embeds=inputs_embeds, cache=cache)
         return LanguageModelOutput(logits=self.model.embed_tokens.as_linear(hidden))
@@ -122,28 +142,43 @@ class VisionModel(nn.Module):
 
     def __init__(self, config: VisionConfig, width: int) -> None:
         super().__init__()
-        self.merged, self.project = config.spatial_merge_size**2, nn.Linear(config.num_values, width)
+        self.merged, self.project = (
+            config.spatial_merge_size**2,
+            nn.Linear(config.num_values, width),
+        )
 
     def __call__(self, patches: mx.array, grids: mx.array) -> mx.array:
-        return mx.tanh(self.project(patches)).reshape(-1, self.merged, self.project.weight.shape[0]).mean(axis=1)
+        return (
+            mx.tanh(self.project(patches))
+            .reshape(-1, self.merged, self.project.weight.shape[0])
+            .mean(axis=1)
+        )
 
 
 class Model(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.vision_tower = VisionModel(config.vision_config, config.text_config.hidden_size)
+        self.vision_tower = VisionModel(
+            config.vision_config, config.text_config.hidden_size
+        )
         self.language_model = LanguageModel(config.text_config)
 
     def get_input_embeddings(
-        self, ids: mx.array, pixels: mx.array | None = None, image_grid_thw: mx.array | None = None, **unread: Any
+        self,
+        ids: mx.array,
+        pixels: mx.array | None = None,
+        image_grid_thw: mx.array | None = None,
+        **unread: Any,
     ) -> InputEmbeddingsFeatures:
         embeds = self.language_model.model.embed_tokens(ids)
         if pixels is not None and image_grid_thw is not None:
             features = 3 * self.vision_tower(pixels, image_grid_thw)
             is_picture = ids[0] == self.config.image_token_id
             of_position = mx.maximum(mx.cumsum(is_picture.astype(mx.int32)) - 1, 0)
-            embeds = mx.where(is_picture[:, None], features[of_position], embeds[0])[None]
+            embeds = mx.where(is_picture[:, None], features[of_position], embeds[0])[
+                None
+            ]
         return InputEmbeddingsFeatures(inputs_embeds=embeds)
 
     @property
@@ -156,10 +191,22 @@ def save_checkpoint(folder: Path, processor: Path) -> None:
     config = ModelConfig()
     mx.random.seed(7)
     model = Model(config)
-    model.update(tree_map(lambda weight: weight * 2.5 if weight.ndim == 2 else weight, model.parameters()))
+    model.update(
+        tree_map(
+            lambda weight: weight * 2.5 if weight.ndim == 2 else weight,
+            model.parameters(),
+        )
+    )
     folder.mkdir()
-    mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())))
+    mx.save_safetensors(
+        str(folder / "model.safetensors"), dict(tree_flatten(model.parameters()))
+    )
     (folder / "config.json").write_text(json.dumps(asdict(config)), encoding="utf-8")
     for file in processor.iterdir():
-        if file.name not in ("config.json", "generation_config.json", "model.safetensors", "README.md"):
+        if file.name not in (
+            "config.json",
+            "generation_config.json",
+            "model.safetensors",
+            "README.md",
+        ):
             shutil.copy(file, folder)

@@ -10,7 +10,16 @@ from pkgutil import iter_modules
 
 from ._build import inputs_hash, weights_hash
 from ._oracle import generate_alone, to_mx
-from ._types import END_OF_TEXT, IMPOSSIBLE, PLAIN, VOCABULARY, Inputs, TinyFamily, Trace, apart
+from ._types import (
+    END_OF_TEXT,
+    IMPOSSIBLE,
+    PLAIN,
+    VOCABULARY,
+    Inputs,
+    TinyFamily,
+    Trace,
+    apart,
+)
 
 #: Every file of this folder without a leading underscore holds one family: adding a file is the whole act of adding it.
 FAMILIES: dict[str, TinyFamily] = {
@@ -24,7 +33,9 @@ FAMILIES: dict[str, TinyFamily] = {
 def family(name: str) -> TinyFamily:
     """The family called `name`; KeyError with the known names if there is none."""
     if name not in FAMILIES:
-        raise KeyError(f"no tiny family {name!r}; there are {', '.join(sorted(FAMILIES))}")
+        raise KeyError(
+            f"no tiny family {name!r}; there are {', '.join(sorted(FAMILIES))}"
+        )
     return FAMILIES[name]
 
 
@@ -54,8 +65,13 @@ def recorded_requests(tiny: TinyFamily) -> dict[str, Inputs]:
     pictures (MiMo-V2's recordings come as codes, and it has no place for them either); or what published code answers,
     pictures."""
     requests = requests_of(tiny)
-    if tiny.points is not None:  # tests/references/published.py: it answers no text without a picture
-        return {name: inputs for name, inputs in requests.items() if "pixel_values" in inputs}
+    # tests/references/published.py: it answers no text without a picture
+    if tiny.points is not None:
+        return {
+            name: inputs
+            for name, inputs in requests.items()
+            if "pixel_values" in inputs
+        }
     if not tiny.no_pictures_recorded:
         return requests
     heard = (
@@ -67,7 +83,11 @@ def recorded_requests(tiny: TinyFamily) -> dict[str, Inputs]:
         "audio_embed",
         "audio_attention",
     )
-    return {name: inputs for name, inputs in requests.items() if all(key.startswith(heard) for key in inputs)}
+    return {
+        name: inputs
+        for name, inputs in requests.items()
+        if all(key.startswith(heard) for key in inputs)
+    }
 
 
 __all__ = [

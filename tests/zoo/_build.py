@@ -35,12 +35,16 @@ def spread(std: float, mean: float = 0.0) -> Fill:
 
 def fan_in(gain: float) -> Fill:
     """Normal values that keep the scale of the input times `gain`; all axes but the first are summed over."""
-    return lambda random, shape: gain / np.sqrt(np.prod(shape[1:])) * random.standard_normal(shape)
+    return lambda random, shape: (
+        gain / np.sqrt(np.prod(shape[1:])) * random.standard_normal(shape)
+    )
 
 
 def per_expert(gain: float) -> Fill:
     """As `fan_in`, for (experts, out, in): each expert sums over the last axis only."""
-    return lambda random, shape: gain / np.sqrt(shape[-1]) * random.standard_normal(shape)
+    return lambda random, shape: (
+        gain / np.sqrt(shape[-1]) * random.standard_normal(shape)
+    )
 
 
 def constant(value: np.ndarray) -> Fill:
@@ -74,7 +78,9 @@ _BY_MODULE: tuple[tuple[type, str, Fill], ...] = (
 )
 
 
-def enliven(model: nn.Module, seed: int, rules: Sequence[Rule] = (), quiet: str = "") -> None:
+def enliven(
+    model: nn.Module, seed: int, rules: Sequence[Rule] = (), quiet: str = ""
+) -> None:
     """Fill every parameter of `model` from `seed`, and evaluate it.
 
     A parameter draws from its own stream, named by its path, so adding one leaves the others as they were.
@@ -82,15 +88,22 @@ def enliven(model: nn.Module, seed: int, rules: Sequence[Rule] = (), quiet: str 
     made small, so that their logits are near zero and none of them is ever the best.
     A parameter that no rule covers is an error, because a default (a zero gate, a unit norm) is not lively.
     """
-    weights = {path: _draw(seed, path, value.shape, fill) for path, value, fill in _plan(model, rules)}
+    weights = {
+        path: _draw(seed, path, value.shape, fill)
+        for path, value, fill in _plan(model, rules)
+    }
     if quiet:
         weights[quiet][PLAIN:] *= 0.1
-    model.load_weights([(path, mx.array(value)) for path, value in weights.items()], strict=False)
+    model.load_weights(
+        [(path, mx.array(value)) for path, value in weights.items()], strict=False
+    )
     model.eval()
     mx.eval(model.parameters())
 
 
-def _plan(model: nn.Module, rules: Sequence[Rule]) -> Iterator[tuple[str, mx.array, Fill]]:
+def _plan(
+    model: nn.Module, rules: Sequence[Rule]
+) -> Iterator[tuple[str, mx.array, Fill]]:
     modules = dict(model.named_modules())
     for path, value in _parameters(model):
         yield path, value, _fill_for(modules, path, rules)
@@ -129,7 +142,11 @@ def _digest(arrays: Mapping[str, np.ndarray]) -> str:
     for name, value in sorted(arrays.items()):
         digest.update(f"{name}{value.shape}".encode())
         # Rounded: the last bit of a drawn value may differ between builds of the C library.
-        digest.update(np.round(np.asarray(value, dtype=np.float64) * 2**16).astype(np.int64).tobytes())
+        digest.update(
+            np.round(np.asarray(value, dtype=np.float64) * 2**16)
+            .astype(np.int64)
+            .tobytes()
+        )
     return digest.hexdigest()
 
 
@@ -140,7 +157,9 @@ def weights_hash(model: nn.Module) -> str:
 
 def inputs_hash(inputs: Inputs) -> str:
     """A digest of a request's arrays."""
-    return _digest({name: value for name, value in inputs.items() if isinstance(value, np.ndarray)})
+    return _digest(
+        {name: value for name, value in inputs.items() if isinstance(value, np.ndarray)}
+    )
 
 
 def words(seed: int, length: int) -> list[int]:
@@ -151,7 +170,9 @@ def words(seed: int, length: int) -> list[int]:
 def pixels(seed: int, *shape: int) -> np.ndarray:
     """Normalised pixels: random, with a mean per channel block that differs between seeds."""
     random = np.random.RandomState(seed + 7919)
-    return (random.standard_normal(shape) + 0.5 * random.standard_normal()).astype(np.float32)
+    return (random.standard_normal(shape) + 0.5 * random.standard_normal()).astype(
+        np.float32
+    )
 
 
 def ids(*parts: Sequence[int]) -> np.ndarray:
@@ -165,7 +186,9 @@ def text_request(seed: int, length: int) -> Inputs:
 
 
 def asks(
-    make: Callable[[int, list[Kind]], Inputs], kinds: Sequence[Kind], pair: Sequence[Kind]
+    make: Callable[[int, list[Kind]], Inputs],
+    kinds: Sequence[Kind],
+    pair: Sequence[Kind],
 ) -> tuple[Callable[[int, int], Inputs], Callable[[int], Inputs]]:
     """A family's requests by seed: with one picture of the three ``kinds``, and with the ``pair`` of them.
 
@@ -182,7 +205,9 @@ def asks(
 
 
 @contextmanager
-def activated(holders: Sequence[nn.Module], activation: nn.Module, name: str = "act_fn") -> Iterator[None]:
+def activated(
+    holders: Sequence[nn.Module], activation: nn.Module, name: str = "act_fn"
+) -> Iterator[None]:
     """Modules with another activation for a while: the one of their configuration, where mlx-vlm has fixed another."""
     before = [holder[name] for holder in holders]
     for holder in holders:

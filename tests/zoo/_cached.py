@@ -20,7 +20,9 @@ TOKENS, HIDDEN = 7, 64
 def request(seed: int, num_images: int, num_words: int) -> Inputs:
     """Pictures of seven features each, which are words' embeddings in scale, and words after each."""
     random = np.random.RandomState(seed + 7919)
-    features = random.standard_normal((num_images, TOKENS, HIDDEN)) + random.standard_normal((num_images, 1, HIDDEN))
+    features = random.standard_normal(
+        (num_images, TOKENS, HIDDEN)
+    ) + random.standard_normal((num_images, 1, HIDDEN))
     return {
         "input_ids": prompt(seed, [[IMAGE]] * num_images, num_words),
         "pixel_values": np.zeros((num_images, 3, 4, 4), dtype=np.float32),
@@ -43,14 +45,21 @@ def greedy(model: nn.Module, inputs: Inputs, num_tokens: int) -> Trace:
     arrays = to_mx(inputs)
     tokens, features = arrays["input_ids"], arrays.get("cached_image_features")
     if features is not None:
-        tokens = mx.array(expanded(inputs["input_ids"], IMAGE, [len(picture) for picture in features]))
+        tokens = mx.array(
+            expanded(inputs["input_ids"], IMAGE, [len(picture) for picture in features])
+        )
     embeds = model.language_model.model.embed_tokens(tokens)
     if features is not None:
         embeds = put_pictures(embeds, tokens, IMAGE, features.reshape(-1, HIDDEN))
     return generate_from_embeddings(model, embeds, num_tokens)
 
 
-FACTS: dict[str, Any] = {"text": text_request, "image": image, "two_images": two_images, "greedy": greedy}
+FACTS: dict[str, Any] = {
+    "text": text_request,
+    "image": image,
+    "two_images": two_images,
+    "greedy": greedy,
+}
 
 
 def tiny(name: str, build: Any, **facts: Any) -> TinyFamily:

@@ -75,7 +75,13 @@ def sam(*, final_out_chans: int = 32, **sizes: Any) -> nn.Module:
 
 def clip(**facts: Any) -> dict[str, Any]:
     """The settings of a CLIP of two layers, whose 224 pixels are written into it: 4 x 4 positions."""
-    sizes = {"layers": 2, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "patch_size": 56}
+    sizes = {
+        "layers": 2,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 2,
+        "patch_size": 56,
+    }
     return {"model_type": "vision", **sizes, **facts}
 
 
@@ -84,7 +90,9 @@ def resized_as_published() -> Iterator[None]:
     """Positions for pictures of other sizes as torch resizes them, in place of mlx-vlm's."""
     with (
         mock.patch("mlx_vlm.models.deepseekocr.sam.get_rel_pos", _relative),
-        mock.patch("mlx_vlm.models.deepseekocr.vision.VisionEmbeddings._get_abs_pos", _resized),
+        mock.patch(
+            "mlx_vlm.models.deepseekocr.vision.VisionEmbeddings._get_abs_pos", _resized
+        ),
     ):
         yield
 
@@ -93,9 +101,14 @@ def resized_as_published() -> Iterator[None]:
 def clip_as_published(model: nn.Module) -> Iterator[None]:
     """Besides, the epsilon of CLIP's norms and its activation."""
     layers = model.vision_model.transformer.layers
-    norms = [norm for layer in layers for norm in (layer.layer_norm1, layer.layer_norm2)]
+    norms = [
+        norm for layer in layers for norm in (layer.layer_norm1, layer.layer_norm2)
+    ]
     before = [norm.eps for norm in norms]
-    with resized_as_published(), activated([layer.mlp for layer in layers], QuickGELU(), "activation_fn"):
+    with (
+        resized_as_published(),
+        activated([layer.mlp for layer in layers], QuickGELU(), "activation_fn"),
+    ):
         try:
             for norm in norms:
                 norm.eps = 1e-5
@@ -117,7 +130,9 @@ def _relative(q_size: int, k_size: int, table: mx.array) -> mx.array:
     old, new = len(table), 2 * q_size - 1
     at = (np.arange(new) + 0.5) * old / new - 0.5
     values = np.array(table, dtype=np.float64)
-    stretched = np.stack([np.interp(at, np.arange(old), column) for column in values.T], axis=1)
+    stretched = np.stack(
+        [np.interp(at, np.arange(old), column) for column in values.T], axis=1
+    )
     places = np.arange(q_size)[:, None] - np.arange(k_size) + q_size - 1
     return mx.array(stretched[places].astype(np.float32))
 
@@ -129,11 +144,19 @@ def _resized(embeddings: nn.Module, table: mx.array, length: int) -> mx.array:
     step = old / new
     width = max(step, 1.0)
     far = np.abs(np.arange(old) + 0.5 - (np.arange(new)[:, None] + 0.5) * step) / width
-    weights = np.where(far < 1, 1.5 * far**3 - 2.5 * far**2 + 1, -0.5 * far**3 + 2.5 * far**2 - 4 * far + 2)
+    weights = np.where(
+        far < 1,
+        1.5 * far**3 - 2.5 * far**2 + 1,
+        -0.5 * far**3 + 2.5 * far**2 - 4 * far + 2,
+    )
     weights = np.where(far < 2, weights, 0)
     weights /= weights.sum(axis=1, keepdims=True)
-    grid = np.einsum("yY,xX,YXd->yxd", weights, weights, values[1:].reshape(old, old, -1))
-    return mx.array(np.concatenate([values[:1], grid.reshape(new * new, -1)]).astype(np.float32))[None]
+    grid = np.einsum(
+        "yY,xX,YXd->yxd", weights, weights, values[1:].reshape(old, old, -1)
+    )
+    return mx.array(
+        np.concatenate([values[:1], grid.reshape(new * new, -1)]).astype(np.float32)
+    )[None]
 
 
 def num_features(high: int, wide: int) -> int:
@@ -155,5 +178,7 @@ def ocr_request(seed: int, tiles: list[tuple[int, int]]) -> Inputs:
         "input_ids": tokens,
         "pixel_values": [crops, pixels(seed + 31, len(tiles), 3, VIEW, VIEW)],
         "images_seq_mask": tokens == IMAGE,
-        "images_spatial_crop": np.array([[wide, high] for high, wide in tiles], dtype=np.int32),
+        "images_spatial_crop": np.array(
+            [[wide, high] for high, wide in tiles], dtype=np.int32
+        ),
     }

@@ -11,16 +11,23 @@ from ._build import ids, pixels, words
 from ._types import VOCABULARY, Inputs
 
 NEW_IDS = 16
-PATCH_TOKEN, COLUMN, START, END, LOW_START, LOW, FRAME, FRAME_END = (VOCABULARY + index for index in range(8))
+PATCH_TOKEN, COLUMN, START, END, LOW_START, LOW, FRAME, FRAME_END = (
+    VOCABULARY + index for index in range(8)
+)
 SIDE, PATCH = 4, 4
 Grid = tuple[int, int]
 LOW_GRID = (2, 2)
-GRIDS = ((1, 2), (2, 2), (2, 4))  # pooled tokens (high, wide) of the close view; a crop of it has 2 x 2
+# pooled tokens (high, wide) of the close view; a crop of it has 2 x 2
+GRIDS = ((1, 2), (2, 2), (2, 4))
 PAIR = (GRIDS[1], GRIDS[0])
 VIT_LAYERS = [-1, -3]
 
 #: Four text layers of 64, three vision layers of 32 of which two are read, and the pooling between them.
-HEADS: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
+HEADS: dict[str, Any] = {
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
 TEXT: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -40,7 +47,12 @@ VISION: dict[str, Any] = {
     "image_patch_size": PATCH,
     "image_num_pos": SIDE**2,
 }
-POOLING: dict[str, Any] = {**HEADS, "hidden_size": 32, "intermediate_size": 48, "text_hidden_size": 64}
+POOLING: dict[str, Any] = {
+    **HEADS,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "text_hidden_size": 64,
+}
 
 
 def close_view(grid: Grid) -> list[int]:
@@ -49,7 +61,9 @@ def close_view(grid: Grid) -> list[int]:
     return [START, *([PATCH_TOKEN] * wide + [COLUMN]) * high, END]
 
 
-def request(seed: int, grids: Sequence[Grid], picture: Callable[[Grid], list[int]]) -> Inputs:
+def request(
+    seed: int, grids: Sequence[Grid], picture: Callable[[Grid], list[int]]
+) -> Inputs:
     """Words, then each picture followed by words."""
     parts = [words(seed, 3)]
     for index, grid in enumerate(grids):

@@ -48,7 +48,9 @@ def image(seed: int, size: int) -> Inputs:
     layout = LAYOUTS[size]
     num_crops = 1 if layout is None else 1 + layout[0] * layout[1]
     request: dict[str, Any] = {
-        "input_ids": ids([BOS], [PLACEHOLDER] * NUM_FEATURES, words(seed, 4 + 3 * size), [ANSWER]),
+        "input_ids": ids(
+            [BOS], [PLACEHOLDER] * NUM_FEATURES, words(seed, 4 + 3 * size), [ANSWER]
+        ),
         "pixel_values": pixels(seed, num_crops, CROP, CROP, 3),
         "num_crops": [num_crops],
         "crop_layouts": [layout],
@@ -73,19 +75,27 @@ def averages(grid: np.ndarray, size: int) -> np.ndarray:
 
 def features(vision: nn.Module, arrays: dict) -> mx.array:
     """(1, N, D) of one picture: the whole picture's beside its crops', put together and averaged."""
-    encoded = np.array(vision.encoder(arrays["pixel_values"])).reshape(-1, SIDE, SIDE, vision.config.hidden_size)
+    encoded = np.array(vision.encoder(arrays["pixel_values"])).reshape(
+        -1, SIDE, SIDE, vision.config.hidden_size
+    )
     layout, close = arrays["crop_layouts"][0], encoded[0]
     if layout is not None:
         high, wide = layout
         inner = SIDE - 2 * MARGIN
-        whole = np.zeros((high * inner + 2 * MARGIN, wide * inner + 2 * MARGIN, encoded.shape[-1]), dtype=np.float32)
+        whole = np.zeros(
+            (high * inner + 2 * MARGIN, wide * inner + 2 * MARGIN, encoded.shape[-1]),
+            dtype=np.float32,
+        )
         for index, crop in enumerate(encoded[1:]):
             # Later crops lie over earlier ones' margins, and leave out their own; so each margin is its neighbour's.
             row, column = divmod(index, wide)
             top, left = MARGIN if row else 0, MARGIN if column else 0
             bottom = SIDE - MARGIN if row < high - 1 else SIDE
             right = SIDE - MARGIN if column < wide - 1 else SIDE
-            place = whole[row * inner + top : row * inner + bottom, column * inner + left : column * inner + right]
+            place = whole[
+                row * inner + top : row * inner + bottom,
+                column * inner + left : column * inner + right,
+            ]
             place[...] = crop[top:bottom, left:right]
         close = averages(whole, SIDE)
     both = np.concatenate([encoded[0], close], axis=-1).reshape(1, NUM_FEATURES, -1)
@@ -97,7 +107,14 @@ def embeddings(model: nn.Module, arrays: dict, table: nn.Module) -> mx.array:
     embedded = table(arrays["input_ids"])
     if "pixel_values" not in arrays:
         return embedded
-    return mx.concatenate([embedded[:, :1], features(model.vision, arrays), embedded[:, 1 + NUM_FEATURES :]], axis=1)
+    return mx.concatenate(
+        [
+            embedded[:, :1],
+            features(model.vision, arrays),
+            embedded[:, 1 + NUM_FEATURES :],
+        ],
+        axis=1,
+    )
 
 
 def visible(length: int, prefix: int) -> mx.array:
@@ -107,7 +124,11 @@ def visible(length: int, prefix: int) -> mx.array:
 
 
 def generate_under_prefix(
-    model: nn.Module, inputs: Inputs, num_tokens: int, table: nn.Module, blocks: Sequence[nn.Module]
+    model: nn.Module,
+    inputs: Inputs,
+    num_tokens: int,
+    table: nn.Module,
+    blocks: Sequence[nn.Module],
 ) -> Trace:
     """The whole sequence at each step over the trunk's ``blocks``, under the prefix mask when there is a picture."""
     arrays = to_mx(inputs)
@@ -115,7 +136,9 @@ def generate_under_prefix(
     prefix = 1 + NUM_FEATURES if "pixel_values" in arrays else 0
 
     def logits(generated: list[int]) -> mx.array:
-        hidden = mx.concatenate([prompt, table(mx.array([generated], dtype=mx.int32))], axis=1)
+        hidden = mx.concatenate(
+            [prompt, table(mx.array([generated], dtype=mx.int32))], axis=1
+        )
         mask = visible(hidden.shape[1], prefix)
         for block in blocks:
             hidden = block(hidden, mask)

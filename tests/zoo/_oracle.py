@@ -32,7 +32,9 @@ def to_mx(inputs: Inputs) -> dict:
 def nothing_remembered(model: nn.Module) -> Iterator[None]:
     """Hide what an earlier request left on the language model, and put it back afterwards."""
     language = model.language_model
-    before = {name: getattr(language, name) for name in _REMEMBERED if hasattr(language, name)}
+    before = {
+        name: getattr(language, name) for name in _REMEMBERED if hasattr(language, name)
+    }
     for name in before:
         setattr(language, name, None)
     try:
@@ -42,26 +44,44 @@ def nothing_remembered(model: nn.Module) -> Iterator[None]:
             setattr(language, name, value)
 
 
-def generate_alone(model: nn.Module, inputs: Inputs, num_tokens: int, **settings: Any) -> Trace:
+def generate_alone(
+    model: nn.Module, inputs: Inputs, num_tokens: int, **settings: Any
+) -> Trace:
     """mlx-vlm's own single-request path, with nothing left over from an earlier request. `settings` are the loop's."""
     arrays = to_mx(inputs)
     input_ids, pixel_values = arrays.pop("input_ids"), arrays.pop("pixel_values", None)
     mask = arrays.pop("attention_mask", None)
     with nothing_remembered(model):
         steps = generate_step(
-            input_ids, model, pixel_values, mask, max_tokens=num_tokens, temperature=0.0, **arrays, **settings
+            input_ids,
+            model,
+            pixel_values,
+            mask,
+            max_tokens=num_tokens,
+            temperature=0.0,
+            **arrays,
+            **settings,
         )
-        pairs = [(int(token), np.array(logprobs, dtype=np.float32)) for token, logprobs in steps]
-    return Trace([token for token, _ in pairs], of_one_width([logprobs for _, logprobs in pairs]))
+        pairs = [
+            (int(token), np.array(logprobs, dtype=np.float32))
+            for token, logprobs in steps
+        ]
+    return Trace(
+        [token for token, _ in pairs], of_one_width([logprobs for _, logprobs in pairs])
+    )
 
 
 def of_one_width(rows: list[np.ndarray]) -> np.ndarray:
     """(T, V) of rows (V,); where a step had fewer tokens to choose from, the others are impossible there."""
     widest = max(map(len, rows))
-    return np.stack([np.pad(row, (0, widest - len(row)), constant_values=-np.inf) for row in rows])
+    return np.stack(
+        [np.pad(row, (0, widest - len(row)), constant_values=-np.inf) for row in rows]
+    )
 
 
-def generate_by_recomputing(logits: Callable[[list[int]], mx.array], num_tokens: int) -> Trace:
+def generate_by_recomputing(
+    logits: Callable[[list[int]], mx.array], num_tokens: int
+) -> Trace:
     """Greedy tokens where `logits` maps the tokens generated so far to the (V,) logits of the next."""
     tokens: list[int] = []
     rows: list[np.ndarray] = []
@@ -73,7 +93,9 @@ def generate_by_recomputing(logits: Callable[[list[int]], mx.array], num_tokens:
     return Trace(tokens, of_one_width(rows))
 
 
-def generate_from_embeddings(model: nn.Module, prompt: mx.array, num_tokens: int) -> Trace:
+def generate_from_embeddings(
+    model: nn.Module, prompt: mx.array, num_tokens: int
+) -> Trace:
     """The whole sequence at each step through the language model, without a cache: (1, L, D) embeddings of the prompt.
 
     For families whose pictures mlx-vlm embeds wrongly and whose language model is right.
@@ -83,12 +105,16 @@ def generate_from_embeddings(model: nn.Module, prompt: mx.array, num_tokens: int
     def logits(generated: list[int]) -> mx.array:
         tail = language.model.embed_tokens(mx.array([generated], dtype=mx.int32))
         hidden = mx.concatenate([prompt, tail], axis=1)
-        return language(mx.zeros(hidden.shape[:2], mx.int32), inputs_embeds=hidden).logits[0, -1]
+        return language(
+            mx.zeros(hidden.shape[:2], mx.int32), inputs_embeds=hidden
+        ).logits[0, -1]
 
     return generate_by_recomputing(logits, num_tokens)
 
 
-def put_pictures(embeds: mx.array, ids: mx.array, marker: int, features: mx.array) -> mx.array:
+def put_pictures(
+    embeds: mx.array, ids: mx.array, marker: int, features: mx.array
+) -> mx.array:
     """(1, L, D) embeddings with the rows of (N, D) features in place of the N ids that are `marker`."""
     places = np.flatnonzero(np.array(ids[0]) == marker)
     assert len(places) == len(features)

@@ -60,22 +60,35 @@ Grid = tuple[int, int]
 """Patches (high, wide); both divisible by `MERGE`."""
 
 
-def request(seed: int, grids: Sequence[Grid], start: int = VISION_START, end: int = VISION_END) -> Inputs:
+def request(
+    seed: int, grids: Sequence[Grid], start: int = VISION_START, end: int = VISION_END
+) -> Inputs:
     """Words, then each picture between its markers followed by words."""
     parts = [words(seed, 3)]
     for index, (high, wide) in enumerate(grids):
         placeholders = [IMAGE] * (high * wide // MERGE**2)
-        parts += [[start, *placeholders, end], words(seed + 101 * (index + 1), 4 + index)]
+        parts += [
+            [start, *placeholders, end],
+            words(seed + 101 * (index + 1), 4 + index),
+        ]
     return {
         "input_ids": ids(*parts),
-        "pixel_values": np.concatenate([pixels(seed + 31 * i, h * w, PATCH_LENGTH) for i, (h, w) in enumerate(grids)]),
+        "pixel_values": np.concatenate(
+            [
+                pixels(seed + 31 * i, h * w, PATCH_LENGTH)
+                for i, (h, w) in enumerate(grids)
+            ]
+        ),
         "image_grid_thw": np.array([[1, h, w] for h, w in grids], dtype=np.int32),
     }
 
 
 def still_request(seed: int, grids: Sequence[Grid]) -> Inputs:
     """The same, where a patch is one moment."""
-    flat = [pixels(seed + 31 * i, high * wide, 3 * PATCH**2) for i, (high, wide) in enumerate(grids)]
+    flat = [
+        pixels(seed + 31 * i, high * wide, 3 * PATCH**2)
+        for i, (high, wide) in enumerate(grids)
+    ]
     return {**request(seed, grids), "pixel_values": np.concatenate(flat)}
 
 
@@ -101,18 +114,26 @@ def video_tokens(steps: Steps, timestamped: bool) -> list[int]:
     step = [VIDEO] * (high * wide // MERGE**2)
     if not timestamped:
         return [VISION_START, *step * time, VISION_END]
-    return [token for index in range(time) for token in (11 + index, 7, VISION_START, *step, VISION_END)]
+    return [
+        token
+        for index in range(time)
+        for token in (11 + index, 7, VISION_START, *step, VISION_END)
+    ]
 
 
 def video_pixels(seed: int, steps: Steps) -> np.ndarray:
     return pixels(seed + 57, steps[0] * steps[1] * steps[2], PATCH_LENGTH)
 
 
-def video_request(seed: int, size: int, *, timestamped: bool = False, **more: Any) -> Inputs:
+def video_request(
+    seed: int, size: int, *, timestamped: bool = False, **more: Any
+) -> Inputs:
     """Words, a video, words."""
     steps = VIDEOS[size]
     return {
-        "input_ids": ids(words(seed, 3), video_tokens(steps, timestamped), words(seed + 101, 4)),
+        "input_ids": ids(
+            words(seed, 3), video_tokens(steps, timestamped), words(seed + 101, 4)
+        ),
         "pixel_values_videos": video_pixels(seed, steps),
         "video_grid_thw": np.array([steps], dtype=np.int32),
         **more,
@@ -121,7 +142,9 @@ def video_request(seed: int, size: int, *, timestamped: bool = False, **more: An
 
 def timed_video_request(seed: int, size: int) -> Inputs:
     """A video whose positions go by its seconds."""
-    return video_request(seed, size, second_per_grid_ts=np.array([SECONDS[size]], dtype=np.float32))
+    return video_request(
+        seed, size, second_per_grid_ts=np.array([SECONDS[size]], dtype=np.float32)
+    )
 
 
 def stamped_video_request(seed: int, size: int) -> Inputs:
@@ -132,11 +155,26 @@ def stamped_video_request(seed: int, size: int) -> Inputs:
 def picture_and_video(seed: int, *, timestamped: bool = False, **more: Any) -> Inputs:
     """A picture, a video, and another picture, with words around each."""
     grids, steps = [(4, 6), (4, 4)], VIDEOS[1]
-    first, last = ([VISION_START, *[IMAGE] * (high * wide // MERGE**2), VISION_END] for high, wide in grids)
-    parts = [words(seed, 2), first, words(seed + 1, 2), video_tokens(steps, timestamped), words(seed + 2, 3), last]
+    first, last = (
+        [VISION_START, *[IMAGE] * (high * wide // MERGE**2), VISION_END]
+        for high, wide in grids
+    )
+    parts = [
+        words(seed, 2),
+        first,
+        words(seed + 1, 2),
+        video_tokens(steps, timestamped),
+        words(seed + 2, 3),
+        last,
+    ]
     return {
         "input_ids": ids(*parts, words(seed + 3, 3)),
-        "pixel_values": np.concatenate([pixels(seed + 31 * i, h * w, PATCH_LENGTH) for i, (h, w) in enumerate(grids)]),
+        "pixel_values": np.concatenate(
+            [
+                pixels(seed + 31 * i, h * w, PATCH_LENGTH)
+                for i, (h, w) in enumerate(grids)
+            ]
+        ),
         "image_grid_thw": np.array([[1, h, w] for h, w in grids], dtype=np.int32),
         "pixel_values_videos": video_pixels(seed, steps),
         "video_grid_thw": np.array([steps], dtype=np.int32),
@@ -145,7 +183,9 @@ def picture_and_video(seed: int, *, timestamped: bool = False, **more: Any) -> I
 
 
 def timed_picture_and_video(seed: int) -> Inputs:
-    return picture_and_video(seed, second_per_grid_ts=np.array([SECONDS[1]], dtype=np.float32))
+    return picture_and_video(
+        seed, second_per_grid_ts=np.array([SECONDS[1]], dtype=np.float32)
+    )
 
 
 def stamped_picture_and_video(seed: int) -> Inputs:

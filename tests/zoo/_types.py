@@ -39,9 +39,18 @@ def apart(one: np.ndarray, other: np.ndarray) -> float:
     width = min(one.shape[-1], other.shape[-1])
     possible, same = one[..., :width] > IMPOSSIBLE, other[..., :width] > IMPOSSIBLE
     beyond = [rows[..., width:] > IMPOSSIBLE for rows in (one, other)]
-    if (possible != same).any() or any(rest.any() for rest in beyond) or np.isnan(one).any() or np.isnan(other).any():
+    if (
+        (possible != same).any()
+        or any(rest.any() for rest in beyond)
+        or np.isnan(one).any()
+        or np.isnan(other).any()
+    ):
         return np.inf
-    return float(np.abs(one[..., :width][possible] - other[..., :width][possible]).max(initial=0.0))
+    return float(
+        np.abs(one[..., :width][possible] - other[..., :width][possible]).max(
+            initial=0.0
+        )
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

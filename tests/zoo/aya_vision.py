@@ -59,7 +59,11 @@ def build(model_type: str = "aya_vision", seed: int = 4) -> nn.Module:
 
 def _picture(num_crops: int) -> list[int]:
     """The ids of one picture, as `AyaVisionProcessor._prompt_split_image` orders them."""
-    tiles = [token for index in range(num_crops - 1) for token in [TILE + index, *[IMAGE] * TOKENS_PER_CROP]]
+    tiles = [
+        token
+        for index in range(num_crops - 1)
+        for token in [TILE + index, *[IMAGE] * TOKENS_PER_CROP]
+    ]
     return [START, *tiles, GLOBAL, *[IMAGE] * TOKENS_PER_CROP, END]
 
 
@@ -67,7 +71,10 @@ def _request(seed: int, crops: list[int]) -> Inputs:
     parts = [words(seed, 3)]
     for index, num_crops in enumerate(crops):
         parts += [_picture(num_crops), words(seed + 101 * (index + 1), 5)]
-    return {"input_ids": ids(*parts), "pixel_values": pixels(seed, sum(crops), 3, CROP, CROP)}
+    return {
+        "input_ids": ids(*parts),
+        "pixel_values": pixels(seed, sum(crops), 3, CROP, CROP),
+    }
 
 
 # One picture of 1, 3 or 5 crops. A picture of three crops and one of a single crop.

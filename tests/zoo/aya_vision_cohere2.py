@@ -18,7 +18,9 @@ def greedy(model: nn.Module, inputs: Inputs, num_tokens: int) -> Trace:
     """mlx-vlm's loop, given features of the tower's normed output."""
     if "pixel_values" in inputs:
         tower = model.vision_tower.vision_model
-        hidden, _ = tower.encoder(tower.embeddings(mx.array(inputs["pixel_values"].transpose(0, 2, 3, 1))))
+        hidden, _ = tower.encoder(
+            tower.embeddings(mx.array(inputs["pixel_values"].transpose(0, 2, 3, 1)))
+        )
         features = model.multi_modal_projector(tower.post_layernorm(hidden))
         inputs = {**inputs, "cached_image_features": np.array(features)}
     return generate_alone(model, inputs, num_tokens)

@@ -32,7 +32,10 @@ def build() -> nn.Module:
                 num_key_value_heads=2,
                 head_dim=16,
                 max_position_embeddings=512,
-                rope_parameters={"sliding_attention": section, "full_attention": section},
+                rope_parameters={
+                    "sliding_attention": section,
+                    "full_attention": section,
+                },
                 sliding_window=WINDOW,
                 layer_types=["sliding_attention", "full_attention"] * 2,
                 logit_scale=3.0,

@@ -14,13 +14,27 @@ from mlx_vlm.models.deepseek_v4 import language
 from mlx_vlm.models.deepseek_v4.config import ModelConfig
 from mlx_vlm.models.deepseek_v4.processing_deepseek_v4 import build_image_block
 
-from ._build import Fill, Rule, Shape, asks, enliven, fan_in, ids, per_expert, pixels, spread, text_request, words
+from ._build import (
+    Fill,
+    Rule,
+    Shape,
+    asks,
+    enliven,
+    fan_in,
+    ids,
+    per_expert,
+    pixels,
+    spread,
+    text_request,
+    words,
+)
 from ._oracle import generate_by_recomputing, to_mx
 from ._types import VOCABULARY, Inputs, TinyFamily, Trace
 
 PATCH, RATIO = 4, 2
 EXPERTS, ACTIVE = 4, 2
-GRIDS = ((2, 1), (4, 8), (6, 5))  # of patches; two by two make a token, and an odd row or column is filled up
+# of patches; two by two make a token, and an odd row or column is filled up
+GRIDS = ((2, 1), (4, 8), (6, 5))
 HEAVY = 8
 
 
@@ -51,7 +65,8 @@ def settings(ratios: Sequence[int] = (0, 4, 128, 4), **more: Any) -> ModelConfig
         num_hash_layers=1,
         swiglu_limit=2.0,
         sliding_window=16,
-        index_n_heads=16,  # of fewer, some pools have no score at all, and which of them are taken is chance
+        # of fewer, some pools have no score at all, and which of them are taken is chance
+        index_n_heads=16,
         index_head_dim=16,
         index_topk=3,
         hc_mult=2,
@@ -106,8 +121,13 @@ def request(seed: int, grids: Sequence[tuple[int, int]]) -> Inputs:
     parts, patches, offsets, types, orders = [words(seed, 3)], [], [], [], []
     for index, (high, wide) in enumerate(grids):
         offsets.append(sum(map(len, parts)))
-        kinds, order = build_image_block(-(-high // RATIO), -(-wide // RATIO), offsets[-1])
-        parts += [(VOCABULARY + kinds).tolist(), words(seed + 101 * (index + 1), 4 + index)]
+        kinds, order = build_image_block(
+            -(-high // RATIO), -(-wide // RATIO), offsets[-1]
+        )
+        parts += [
+            (VOCABULARY + kinds).tolist(),
+            words(seed + 101 * (index + 1), 4 + index),
+        ]
         patches.append(pixels(seed + 31 * index, high * wide, 3, PATCH, PATCH))
         types.append(kinds)
         orders.append(order)
@@ -132,7 +152,9 @@ def greedy(model: nn.Module, inputs: Inputs, num_tokens: int) -> Trace:
     """mlx-vlm's prefill of the whole sequence, at each step anew: whatever it forgets between two chunks is there."""
     arrays = to_mx(inputs)
     prompt, tower = arrays.pop("input_ids"), model
-    embeds = tower.get_input_embeddings(prompt, arrays.pop("pixel_values", None), **arrays).inputs_embeds
+    embeds = tower.get_input_embeddings(
+        prompt, arrays.pop("pixel_values", None), **arrays
+    ).inputs_embeds
     lm = model.language_model
 
     def logits(generated: list[int]) -> mx.array:
@@ -141,7 +163,8 @@ def greedy(model: nn.Module, inputs: Inputs, num_tokens: int) -> Trace:
         hidden = mx.concatenate([embeds, lm.model.embed_tokens(tail)], axis=1)
         return lm(sequence, inputs_embeds=hidden, cache=lm.make_cache()).logits[0, -1]
 
-    with mock.patch.object(language, "DECODE_BLOCK_SIZE", 0):  # short sequences are otherwise run token by token
+    # short sequences are otherwise run token by token
+    with mock.patch.object(language, "DECODE_BLOCK_SIZE", 0):
         return generate_by_recomputing(logits, num_tokens)
 
 

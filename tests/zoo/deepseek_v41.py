@@ -10,9 +10,23 @@ from mlx_vlm.models.deepseek_v41 import deepseek_v41 as upstream
 from mlx_vlm.models.deepseek_v41 import fakequant
 from mlx_vlm.models.deepseek_v41.config import ModelConfig
 from mlx_vlm.models.deepseek_v41.engram import NgramHashState
-from mlx_vlm.models.deepseek_v41.processing_deepseek_v41 import ImageInput, image_token_types
+from mlx_vlm.models.deepseek_v41.processing_deepseek_v41 import (
+    ImageInput,
+    image_token_types,
+)
 
-from ._build import Rule, asks, enliven, fan_in, ids, per_expert, pixels, spread, text_request, words
+from ._build import (
+    Rule,
+    asks,
+    enliven,
+    fan_in,
+    ids,
+    per_expert,
+    pixels,
+    spread,
+    text_request,
+    words,
+)
 from ._oracle import generate_alone
 from ._types import PLAIN, VOCABULARY, Inputs, TinyFamily
 
@@ -22,7 +36,8 @@ from ._types import PLAIN, VOCABULARY, Inputs, TinyFamily
 fakequant.DISABLE = True
 
 PATCH, RATIO, IMAGE = 4, 2, PLAIN
-GRIDS = ((3, 3), (4, 6), (6, 5))  # of patches; two by two make a token, and an odd row or column is filled up
+# of patches; two by two make a token, and an odd row or column is filled up
+GRIDS = ((3, 3), (4, 6), (6, 5))
 ENGRAMS = (1, 3)
 TABLE = 2 * 2 * 64 + 400  # four primes above 64
 
@@ -51,7 +66,8 @@ def settings() -> ModelConfig:
         compress_ratios=[0, 2, 2, 1, 1, 1],
         kv_source_layer_ids=[1, 3],
         index_source_layer_ids=[1, 3, 4],
-        index_n_heads=16,  # of fewer, some pools have no score at all, and which of them are taken is chance
+        # of fewer, some pools have no score at all, and which of them are taken is chance
+        index_n_heads=16,
         index_head_dim=32,
         index_topk=4,
         candidate_source_layer_id=3,
@@ -99,7 +115,9 @@ def build() -> nn.Module:
     ]
     enliven(model, seed=14, rules=rules, quiet=head)
     language = model.language_model
-    language.engram_hash = NgramHashState(config, language.layout, token_map=token_map())
+    language.engram_hash = NgramHashState(
+        config, language.layout, token_map=token_map()
+    )
     return model
 
 

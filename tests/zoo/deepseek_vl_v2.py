@@ -15,7 +15,8 @@ from ._deepseek import HEAD, IMAGE, LATENT, RULES, TEXT
 from ._oracle import generate_alone
 from ._types import END_OF_TEXT, Inputs, TinyFamily, Trace
 
-SIDE, PATCH = 4, 4  # patches a side of a view, pixels a side of a patch; the projector joins 2 x 2 patches
+# patches a side of a view, pixels a side of a patch; the projector joins 2 x 2 patches
+SIDE, PATCH = 4, 4
 TILES = ((1, 1), (1, 2), (2, 2))
 
 
@@ -40,7 +41,11 @@ def build() -> nn.Module:
             projector_config=ProjectorConfig(input_dim=32, n_embed=64),
         )
     )
-    rules = [*RULES, Rule(r"pos_embed$", spread(0.5)), Rule(r"attn_pool\.", spread(0.1))]
+    rules = [
+        *RULES,
+        Rule(r"pos_embed$", spread(0.5)),
+        Rule(r"attn_pool\.", spread(0.1)),
+    ]
     enliven(model, seed=26, rules=rules, quiet=HEAD)
     return model
 
@@ -61,7 +66,9 @@ def _request(seed: int, tiles: list[tuple[int, int]]) -> Inputs:
         "input_ids": tokens,
         "pixel_values": pixels(seed, 1, views, 3, SIDE * PATCH, SIDE * PATCH),
         "images_seq_mask": tokens == IMAGE,
-        "images_spatial_crop": np.array([[[wide, high] for high, wide in tiles]], dtype=np.int32),
+        "images_spatial_crop": np.array(
+            [[[wide, high] for high, wide in tiles]], dtype=np.int32
+        ),
     }
 
 
@@ -73,9 +80,18 @@ def greedy(model: nn.Module, inputs: Inputs, num_tokens: int) -> Trace:
     """mlx-vlm's own path, turning neighbours, with 1e-6 in the latents' norms, and zeros after the tile counts."""
     if "images_spatial_crop" in inputs:
         crops, views = inputs["images_spatial_crop"], inputs["pixel_values"].shape[1]
-        inputs = {**inputs, "images_spatial_crop": np.pad(crops, [(0, 0), (0, views - crops.shape[1]), (0, 0)])}
+        inputs = {
+            **inputs,
+            "images_spatial_crop": np.pad(
+                crops, [(0, 0), (0, views - crops.shape[1]), (0, 0)]
+            ),
+        }
     attentions = [layer.self_attn for layer in model.language_model.model.layers]
-    norms = [norm for attention in attentions for norm in (attention.q_a_layernorm, attention.kv_a_layernorm)]
+    norms = [
+        norm
+        for attention in attentions
+        for norm in (attention.q_a_layernorm, attention.kv_a_layernorm)
+    ]
     changes = [(attention.rope, "traditional", True) for attention in attentions]
     with ExitStack() as stack:
         for module, name, value in [*changes, *((norm, "eps", 1e-6) for norm in norms)]:

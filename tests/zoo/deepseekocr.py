@@ -25,7 +25,9 @@ def build() -> nn.Module:
                 model_type="deepseekocr",
                 image_token_index=_deepseek.IMAGE,
                 eos_token_id=[END_OF_TEXT],
-                text_config=upstream.TextConfig(**_deepseek.TEXT, num_key_value_heads=4),
+                text_config=upstream.TextConfig(
+                    **_deepseek.TEXT, num_key_value_heads=4
+                ),
                 vision_config=upstream.VisionConfig(**_deepseek.clip()),
                 projector_config=ProjectorConfig(input_dim=64, n_embed=64),
             )

@@ -33,14 +33,18 @@ class Encoder(nn.Module):
 def build() -> nn.Module:
     """Four layers of 64, the last three of four experts."""
     with mock.patch.multiple(
-        "mlx_vlm.models.deepseekocr_2.deepseekocr_2", SAMEncoder=_deepseek.sam, VisionModel=Encoder
+        "mlx_vlm.models.deepseekocr_2.deepseekocr_2",
+        SAMEncoder=_deepseek.sam,
+        VisionModel=Encoder,
     ):
         model = upstream.Model(
             upstream.ModelConfig(
                 model_type="deepseekocr_2",
                 image_token_index=_deepseek.IMAGE,
                 eos_token_id=[END_OF_TEXT],
-                text_config=upstream.TextConfig(**_deepseek.TEXT, num_key_value_heads=4),
+                text_config=upstream.TextConfig(
+                    **_deepseek.TEXT, num_key_value_heads=4
+                ),
                 vision_config=upstream.VisionConfig(model_type="vision"),
                 projector_config=upstream.ProjectorConfig(input_dim=32, n_embed=64),
             )
@@ -53,9 +57,17 @@ def image(seed: int, size: int) -> Inputs:
     """One picture of its whole view alone, or of 2 or 4 crops and the whole view."""
     high, wide = TILES[size]
     num_crops = high * wide if high * wide > 1 else 0
-    tokens = ids(words(seed, 3), [_deepseek.IMAGE] * (FEATURES * (num_crops + 1) + 1), words(seed + 101, 5))
+    tokens = ids(
+        words(seed, 3),
+        [_deepseek.IMAGE] * (FEATURES * (num_crops + 1) + 1),
+        words(seed + 101, 5),
+    )
     view, crop = _deepseek.VIEW, _deepseek.CROP
-    crops = pixels(seed, num_crops, 3, crop, crop) if num_crops else np.zeros((1, 3, crop, crop), dtype=np.float32)
+    crops = (
+        pixels(seed, num_crops, 3, crop, crop)
+        if num_crops
+        else np.zeros((1, 3, crop, crop), dtype=np.float32)
+    )
     return {
         "input_ids": tokens,
         "pixel_values": [crops, pixels(seed + 31, 1, 3, view, view)],

@@ -40,7 +40,10 @@ def build() -> nn.Module:
         )
     )
     head = "language_model.model.lm_head.weight"
-    rules = [Rule(head, fan_in(3.0)), Rule(r"^vision_tower.*norm\d?\.weight$", spread(0.2, 1.0))]
+    rules = [
+        Rule(head, fan_in(3.0)),
+        Rule(r"^vision_tower.*norm\d?\.weight$", spread(0.2, 1.0)),
+    ]
     enliven(model, seed=66, rules=rules, quiet=head)
     return model
 

@@ -47,7 +47,12 @@ def build() -> nn.Module:
                 mrope_section=[3, 3, 2],
             ),
             vision_config=upstream.VisionConfig(
-                depth=2, embed_dim=32, hidden_size=32, mlp_ratio=2.0, num_heads=2, patch_size=_qwen.PATCH
+                depth=2,
+                embed_dim=32,
+                hidden_size=32,
+                mlp_ratio=2.0,
+                num_heads=2,
+                patch_size=_qwen.PATCH,
             ),
         )
     )
@@ -62,7 +67,9 @@ image, two_images = asks(_qwen.still_request, _qwen.GRIDS, _qwen.PAIR)
 
 def four_images(seed: int) -> Inputs:
     """Four pictures: mlx-vlm's vision attention keeps only the first two apart."""
-    return _qwen.still_request(seed, [_qwen.GRIDS[0], _qwen.GRIDS[1], _qwen.GRIDS[0], _qwen.GRIDS[1]])
+    return _qwen.still_request(
+        seed, [_qwen.GRIDS[0], _qwen.GRIDS[1], _qwen.GRIDS[0], _qwen.GRIDS[1]]
+    )
 
 
 def _features(model: nn.Module, arrays: dict) -> mx.array:
@@ -71,7 +78,12 @@ def _features(model: nn.Module, arrays: dict) -> mx.array:
     ends = np.cumsum([high * wide for _, high, wide in grids.tolist()])[:-1].tolist()
     parts = mx.split(arrays["pixel_values"], ends)
     alone = [(part, grids[i : i + 1]) for i, part in enumerate(parts)]
-    return mx.concatenate([model.resampler_model(model.vision_tower(part, grid), grid) for part, grid in alone])
+    return mx.concatenate(
+        [
+            model.resampler_model(model.vision_tower(part, grid), grid)
+            for part, grid in alone
+        ]
+    )
 
 
 def greedy(model: nn.Module, inputs: Inputs, num_tokens: int) -> Trace:
@@ -89,7 +101,9 @@ def greedy(model: nn.Module, inputs: Inputs, num_tokens: int) -> Trace:
         hidden = mx.concatenate([prompt, language.model.embed_tokens(tail)], axis=1)
         positions, _ = language.get_rope_index(tokens, arrays.get("image_grid_thw"))
         types = mx.array(np.isin(np.array(tokens), MARKS).astype(np.int32))
-        hidden = language.model(tokens, hidden, mask="causal", position_ids=positions, token_type_ids=types)
+        hidden = language.model(
+            tokens, hidden, mask="causal", position_ids=positions, token_type_ids=types
+        )
         return language.lm_head(hidden[0, -1])
 
     return generate_by_recomputing(logits, num_tokens)

@@ -10,7 +10,17 @@ import mlx.nn as nn
 import numpy as np
 from mlx_vlm.models import falcon_ocr as upstream
 
-from ._build import Rule, constant, enliven, fan_in, ids, pixels, spread, text_request, words
+from ._build import (
+    Rule,
+    constant,
+    enliven,
+    fan_in,
+    ids,
+    pixels,
+    spread,
+    text_request,
+    words,
+)
 from ._oracle import generate_alone
 from ._types import END_OF_TEXT, PLAIN, VOCABULARY, Inputs, TinyFamily
 
@@ -26,7 +36,10 @@ MARKERS: dict[str, Any] = {
     "eos_token_id": [END_OF_TEXT],
     "img_id": IMAGE,
     "image_cls_token_id": CLASS,
-    **{f"image_reg_{number}_token_id": token for number, token in enumerate(REGISTERS, 1)},
+    **{
+        f"image_reg_{number}_token_id": token
+        for number, token in enumerate(REGISTERS, 1)
+    },
     "img_end_id": END,
 }
 TEXT: dict[str, Any] = {
@@ -59,16 +72,27 @@ def build() -> nn.Module:
 
 def rules_beside_the_head(model: nn.Module) -> list[Rule]:
     """Sinks and frequencies; and computed tables, not weights, which keep the values the class gave them."""
-    tables = {name: np.array(getattr(model.language_model.model, name)) for name in ("cos_1d", "sin_1d")}
+    tables = {
+        name: np.array(getattr(model.language_model.model, name))
+        for name in ("cos_1d", "sin_1d")
+    }
     kept = [Rule(rf"\.{name}$", constant(table)) for name, table in tables.items()]
-    return [Rule(r"\.sinks$", spread(1.0)), Rule("freqs_cis_golden", spread(1.5)), *kept]
+    return [
+        Rule(r"\.sinks$", spread(1.0)),
+        Rule("freqs_cis_golden", spread(1.5)),
+        *kept,
+    ]
 
 
 def image(seed: int, size: int) -> Inputs:
     """A picture of 6, 12 or 10 patches and then the instruction, as `FalconOCRProcessor` orders them."""
     high, wide = GRIDS[size]
     return {
-        "input_ids": ids([CLASS, *REGISTERS, *[IMAGE] * (high * wide), END], words(seed, 4 + size), [OCR]),
+        "input_ids": ids(
+            [CLASS, *REGISTERS, *[IMAGE] * (high * wide), END],
+            words(seed, 4 + size),
+            [OCR],
+        ),
         "pixel_values": pixels(seed, 1, high * PATCH, wide * PATCH, 3),
         "image_grid_hw": np.array([[high, wide]], dtype=np.int32),
     }

@@ -12,7 +12,16 @@ from mlx_vlm.models.falcon_perception.language import create_falcon_perception_m
 from ._build import Rule, enliven, fan_in, text_request
 from ._oracle import generate_by_recomputing, to_mx
 from ._types import Inputs, TinyFamily, Trace
-from .falcon_ocr import CLASS, END, IMAGE, MARKERS, PATCH, TEXT, image, rules_beside_the_head
+from .falcon_ocr import (
+    CLASS,
+    END,
+    IMAGE,
+    MARKERS,
+    PATCH,
+    TEXT,
+    image,
+    rules_beside_the_head,
+)
 
 # Plain ids here, with large rows in the head, so that tiny models point often.
 COORDINATE, SIZE, SEGMENT = 7, 8, 9
@@ -39,7 +48,10 @@ def build() -> nn.Module:
         )
     )
     head = "language_model.lm_head.weight"
-    rules = [Rule(head, lambda random, shape: often(fan_in(3.0)(random, shape))), *rules_beside_the_head(model)]
+    rules = [
+        Rule(head, lambda random, shape: often(fan_in(3.0)(random, shape))),
+        *rules_beside_the_head(model),
+    ]
     enliven(model, seed=6, rules=rules, quiet=head)
     return model
 
@@ -56,7 +68,9 @@ def _point(logits: np.ndarray, found: list[tuple[float, float]]) -> tuple[float,
     while True:
         column, row = logits.argmax(axis=-1)
         point = (column / (BINS - 1), row / (BINS - 1))
-        if not any(abs(x - point[0]) < 0.01 and abs(y - point[1]) < 0.01 for x, y in found):
+        if not any(
+            abs(x - point[0]) < 0.01 and abs(y - point[1]) < 0.01 for x, y in found
+        ):
             return point
         logits[0, column] -= 1e9
         logits[1, row] -= 1e9
@@ -71,12 +85,17 @@ def greedy(model: nn.Module, inputs: Inputs, num_tokens: int) -> Trace:
     places = mx.zeros((1, prompt.shape[1], 2))
     if "pixel_values" in arrays:
         features = model._patchify_and_project(arrays["pixel_values"])
-        prompt = model._merge_image_features(IMAGE, features, prompt, arrays["input_ids"])
-        positions, places, delta = model._precompute_positions(arrays["input_ids"], arrays["image_grid_hw"])
+        prompt = model._merge_image_features(
+            IMAGE, features, prompt, arrays["input_ids"]
+        )
+        positions, places, delta = model._precompute_positions(
+            arrays["input_ids"], arrays["image_grid_hw"]
+        )
     found: list[tuple[float, float]] = []
     current: dict[str, tuple[float, float]] = {}
     answer: list[mx.array] = []  # (1, 1, D) of each token so far
-    last = mx.zeros((1, prompt.shape[-1]))  # the state that the next token was taken from
+    # the state that the next token was taken from
+    last = mx.zeros((1, prompt.shape[-1]))
 
     def embed(token: int) -> mx.array:
         nonlocal current
@@ -85,7 +104,9 @@ def greedy(model: nn.Module, inputs: Inputs, num_tokens: int) -> Trace:
             return model.coord_encoder(mx.array([current["point"]]))[None]
         if token == SIZE:
             current["size"] = (0.0, 0.0)
-            return model.size_encoder(model.process_sizes(model.decode_sizes(last)))[None]
+            return model.size_encoder(model.process_sizes(model.decode_sizes(last)))[
+                None
+            ]
         if token == SEGMENT:
             found.extend([current["point"]] if len(current) == 2 else [])
             current = {}
@@ -95,14 +116,18 @@ def greedy(model: nn.Module, inputs: Inputs, num_tokens: int) -> Trace:
         nonlocal last
         if generated:
             answer.append(embed(generated[-1]))
-        tokens = mx.concatenate([arrays["input_ids"], mx.array([generated], dtype=mx.int32)], axis=1)
+        tokens = mx.concatenate(
+            [arrays["input_ids"], mx.array([generated], dtype=mx.int32)], axis=1
+        )
         hidden = mx.concatenate([prompt, *answer], axis=1)
         end = prompt.shape[1] + delta
         hidden = trunk(
             tokens,
             hidden,
             mask=create_falcon_perception_mask(tokens, CLASS, END),
-            position_ids=mx.concatenate([positions, mx.arange(end, end + len(generated))])[None],
+            position_ids=mx.concatenate(
+                [positions, mx.arange(end, end + len(generated))]
+            )[None],
             pos_hw=mx.concatenate([places, mx.zeros((1, len(generated), 2))], axis=1),
         )
         last = hidden[:, -1]

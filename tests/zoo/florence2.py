@@ -51,8 +51,12 @@ def build() -> nn.Module:
         Rule(head, fan_in(3.0)),
         Rule(r"image_proj|image_pos_embed|visual_temporal", spread(0.3)),
         # Small beside the tokens, which would else not be told apart after the last of the norms.
-        Rule(r"decoder\.layers\.\d\.(self|encoder)_attn\.out_proj\.weight$", fan_in(0.4)),
-        Rule(r"decoder\.layers\.\d\.(self|encoder)_attn\.[qk]_proj\.weight$", fan_in(2.0)),
+        Rule(
+            r"decoder\.layers\.\d\.(self|encoder)_attn\.out_proj\.weight$", fan_in(0.4)
+        ),
+        Rule(
+            r"decoder\.layers\.\d\.(self|encoder)_attn\.[qk]_proj\.weight$", fan_in(2.0)
+        ),
         Rule(r"decoder\.layers\.\d\.fc2\.weight$", fan_in(0.6)),
     ]
     enliven(model, seed=40, rules=rules, quiet=head)
@@ -61,7 +65,10 @@ def build() -> nn.Module:
 
 def image(seed: int, size: int) -> Inputs:
     """One picture and 5, 8 or 11 words."""
-    return {"input_ids": ids([IMAGE], words(seed, 5 + 3 * size)), "pixel_values": pixels(seed, 1, 3, SIZE, SIZE)}
+    return {
+        "input_ids": ids([IMAGE], words(seed, 5 + 3 * size)),
+        "pixel_values": pixels(seed, 1, 3, SIZE, SIZE),
+    }
 
 
 FAMILY = TinyFamily(

@@ -94,7 +94,9 @@ def masks(tokens: np.ndarray) -> tuple[mx.array, mx.array]:
     is_image = tokens == IMAGE
     number = np.cumsum(is_image & ~np.roll(is_image, 1)) * is_image
     same = (number[:, None] == number) & is_image
-    return mx.array((distance >= 0) | same), mx.array(((distance >= 0) | same) & (distance < WINDOW))
+    return mx.array((distance >= 0) | same), mx.array(
+        ((distance >= 0) | same) & (distance < WINDOW)
+    )
 
 
 def greedy(model: nn.Module, inputs: Inputs, num_tokens: int) -> Trace:
@@ -103,14 +105,18 @@ def greedy(model: nn.Module, inputs: Inputs, num_tokens: int) -> Trace:
     trunk = model.language_model.model
     prompt = trunk.embed_tokens(arrays["input_ids"]) * HIDDEN**0.5
     if "pixel_values" in arrays:
-        states, *_ = model.vision_tower(arrays["pixel_values"].transpose(0, 2, 3, 1), output_hidden_states=True)
+        states, *_ = model.vision_tower(
+            arrays["pixel_values"].transpose(0, 2, 3, 1), output_hidden_states=True
+        )
         features = model.multi_modal_projector(states).reshape(-1, HIDDEN)
         prompt = put_pictures(prompt, arrays["input_ids"], IMAGE, features)
 
     def logits(generated: list[int]) -> mx.array:
         tail = trunk.embed_tokens(mx.array([generated], dtype=mx.int32)) * HIDDEN**0.5
         hidden = mx.concatenate([prompt, tail], axis=1)
-        full, sliding = masks(np.append(inputs["input_ids"][0], np.array(generated, dtype=np.int32)))
+        full, sliding = masks(
+            np.append(inputs["input_ids"][0], np.array(generated, dtype=np.int32))
+        )
         for index, layer in enumerate(trunk.layers):
             hidden = layer(hidden, full if index % PATTERN == PATTERN - 1 else sliding)
         return model.language_model.lm_head(trunk.norm(hidden))[0, -1]

@@ -20,14 +20,16 @@ HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 64, 4, 2, 16
 SLIDING, FULL = "sliding_attention", "full_attention"
 LAYER_TYPES = [SLIDING, SLIDING, FULL, SLIDING, FULL]
 NUM_SHARED = 2
-INTERMEDIATE: Any = [96] * len(LAYER_TYPES)  # declared an int upstream, and indexed as a list
+# declared an int upstream, and indexed as a list
+INTERMEDIATE: Any = [96] * len(LAYER_TYPES)
 ROPE_SLIDING, ROPE_FULL = 100.0, 1000.0
 
 # As in the real vocabulary: text, then the vision tower's hard tokens, then the audio tower's.
 VISION_OFFSET, AUDIO_OFFSET = PLAIN, PLAIN + 16
 END_OF_IMAGE, IMAGE, END_OF_AUDIO, AUDIO = PLAIN, PLAIN + 1, PLAIN + 16, PLAIN + 17
 FEATURES_PER_IMAGE = 6  # 256 in the real model, for pictures of any size
-FEATURES_PER_RECORDING, FRAMES_PER_FEATURE, BANDS = 6, 16, 16  # 188 for 30 s, and 128 bands, in the real model
+# 188 for 30 s, and 128 bands, in the real model
+FEATURES_PER_RECORDING, FRAMES_PER_FEATURE, BANDS = 6, 16, 16
 
 
 class _Nothing(nn.Module):
@@ -68,10 +70,13 @@ def _config() -> upstream.ModelConfig:
             num_kv_shared_layers=NUM_SHARED,
             layer_types=LAYER_TYPES,
         ),
-        vision_config=upstream.VisionConfig(hidden_size=32, vocab_size=16, vocab_offset=VISION_OFFSET),
+        vision_config=upstream.VisionConfig(
+            hidden_size=32, vocab_size=16, vocab_offset=VISION_OFFSET
+        ),
         audio_config=upstream.AudioConfig(
             hidden_size=32,
-            vocab_size=VOCABULARY - AUDIO_OFFSET,  # its last id is what fills a short recording up
+            # its last id is what fills a short recording up
+            vocab_size=VOCABULARY - AUDIO_OFFSET,
             vocab_offset=AUDIO_OFFSET,
             input_feat_size=BANDS,
             conf_num_attention_heads=2,
@@ -96,7 +101,10 @@ def build() -> nn.Module:
         Rule(r"modality_router\.weight", fan_in(0.4 * HIDDEN)),
         Rule(r"[qk]_norm\.weight$", spread(0.1, 0.6)),
         Rule(r"per_layer_input_gate\.weight$", fan_in(0.5)),
-        Rule(r"post_(attention_layer|feedforward_layer|per_layer_input_|laurel_)norm\.weight$", spread(0.1, 0.6)),
+        Rule(
+            r"post_(attention_layer|feedforward_layer|per_layer_input_|laurel_)norm\.weight$",
+            spread(0.1, 0.6),
+        ),
         Rule(r"correct_output_scale$", spread(0.3, 1.0)),
         Rule(r"(hard|soft)_embedding_norm\.weight$", spread(0.2, 1.0)),
         Rule(r"audio_tower.*norm\.weight$", spread(0.2, 1.0)),
@@ -109,14 +117,22 @@ def build() -> nn.Module:
 def _features(seed: int, num_images: int) -> np.ndarray:
     """(images, FEATURES_PER_IMAGE, D): what the vision tower and its embedder, which ends in a norm, would return."""
     random = np.random.RandomState(seed + 7919)
-    values = random.standard_normal((num_images, FEATURES_PER_IMAGE, HIDDEN)) + random.standard_normal(HIDDEN)
-    return (values / np.sqrt(np.mean(values**2, axis=-1, keepdims=True))).astype(np.float32)
+    values = random.standard_normal(
+        (num_images, FEATURES_PER_IMAGE, HIDDEN)
+    ) + random.standard_normal(HIDDEN)
+    return (values / np.sqrt(np.mean(values**2, axis=-1, keepdims=True))).astype(
+        np.float32
+    )
 
 
 def _request(seed: int, num_images: int, num_words: int) -> Inputs:
     parts = [words(seed, 3)]
     for index in range(num_images):
-        parts += [[IMAGE] * FEATURES_PER_IMAGE, [END_OF_IMAGE], words(seed + 101 * (index + 1), num_words + index)]
+        parts += [
+            [IMAGE] * FEATURES_PER_IMAGE,
+            [END_OF_IMAGE],
+            words(seed + 101 * (index + 1), num_words + index),
+        ]
     return {
         "input_ids": ids(*parts),
         "pixel_values": np.zeros((num_images, 3, 4, 4), dtype=np.float32),
@@ -138,7 +154,9 @@ def sound(seed: int, frames: Sequence[int]) -> Inputs:
     """Spectrograms (recordings, longest, BANDS) and which frames of each are its own."""
     random = np.random.RandomState(seed + 104729)
     longest = max(frames)
-    values = random.standard_normal((len(frames), longest, BANDS)) + random.standard_normal((len(frames), 1, BANDS))
+    values = random.standard_normal(
+        (len(frames), longest, BANDS)
+    ) + random.standard_normal((len(frames), 1, BANDS))
     mask = np.arange(longest)[None] < np.array(frames)[:, None]
     return {"input_features": values.astype(np.float32), "input_features_mask": mask}
 
@@ -146,14 +164,21 @@ def sound(seed: int, frames: Sequence[int]) -> Inputs:
 def _heard(seed: int, frames: Sequence[int], num_words: int) -> list[list[int]]:
     parts = [words(seed, 2)]
     for index in range(len(frames)):
-        parts += [[AUDIO] * FEATURES_PER_RECORDING, [END_OF_AUDIO], words(seed + 103 * (index + 1), num_words + index)]
+        parts += [
+            [AUDIO] * FEATURES_PER_RECORDING,
+            [END_OF_AUDIO],
+            words(seed + 103 * (index + 1), num_words + index),
+        ]
     return parts
 
 
 def audio(seed: int, size: int) -> Inputs:
     """One recording of 3 to 6 features' length, always of six, and 4, 7 or 10 words after it."""
     frames = [FRAMES_PER_FEATURE * (3 + size) - 7]
-    return {"input_ids": ids(*_heard(seed, frames, 4 + 3 * size)), **sound(seed, frames)}
+    return {
+        "input_ids": ids(*_heard(seed, frames, 4 + 3 * size)),
+        **sound(seed, frames),
+    }
 
 
 def two_audios(seed: int) -> Inputs:
@@ -166,7 +191,11 @@ def picture_and_audio(seed: int) -> Inputs:
     """A picture, and then a recording."""
     seen, frames = _request(seed, 1, 4), [70]
     heard = ids(*_heard(seed + 7, frames, 5))
-    return {**seen, "input_ids": np.concatenate([seen["input_ids"], heard], axis=1), **sound(seed, frames)}
+    return {
+        **seen,
+        "input_ids": np.concatenate([seen["input_ids"], heard], axis=1),
+        **sound(seed, frames),
+    }
 
 
 def _embeddings(model: nn.Module, arrays: dict, tokens: mx.array) -> mx.array:
@@ -183,10 +212,14 @@ def _embeddings(model: nn.Module, arrays: dict, tokens: mx.array) -> mx.array:
         (model.embed_audio, AUDIO_OFFSET, VOCABULARY),
     ):
         hard = (tokens >= first) & (tokens < end)
-        hidden = mx.where(hard[..., None], _hard(embedder, mx.where(hard, tokens - first, 0)), hidden)
+        hidden = mx.where(
+            hard[..., None], _hard(embedder, mx.where(hard, tokens - first, 0)), hidden
+        )
     if "pixel_values" in arrays:
         soft = np.flatnonzero(np.array(tokens[0]) == IMAGE)
-        hidden[:, mx.array(soft)] = arrays["cached_image_features"].reshape(1, -1, HIDDEN)
+        hidden[:, mx.array(soft)] = arrays["cached_image_features"].reshape(
+            1, -1, HIDDEN
+        )
     if "input_features" in arrays:
         soft = np.flatnonzero(np.array(tokens[0]) == AUDIO)
         hidden[:, mx.array(soft)] = _recordings(model, arrays).reshape(1, -1, HIDDEN)
@@ -201,13 +234,25 @@ def _hard(embedder: nn.Module, tokens: mx.array) -> mx.array:
 
 def _recordings(model: nn.Module, arrays: dict) -> mx.array:
     """(recordings, FEATURES_PER_RECORDING, D): what the tower hears, and the last hard token behind a recording's end."""
-    states, is_behind = model.audio_tower(arrays["input_features"], ~arrays["input_features_mask"])
+    states, is_behind = model.audio_tower(
+        arrays["input_features"], ~arrays["input_features_mask"]
+    )
     embedder = model.embed_audio
-    features = _rms(embedder.embedding_projection(_rms(states) * embedder.soft_embedding_norm.weight))
+    features = _rms(
+        embedder.embedding_projection(
+            _rms(states) * embedder.soft_embedding_norm.weight
+        )
+    )
     filler = _hard(embedder, mx.array([[VOCABULARY - AUDIO_OFFSET - 1]]))
     features = mx.where(is_behind[..., None], filler, features)
     missing = FEATURES_PER_RECORDING - features.shape[1]
-    return mx.concatenate([features, mx.repeat(mx.repeat(filler, missing, axis=1), len(features), axis=0)], axis=1)
+    return mx.concatenate(
+        [
+            features,
+            mx.repeat(mx.repeat(filler, missing, axis=1), len(features), axis=0),
+        ],
+        axis=1,
+    )
 
 
 def _rms(x: mx.array) -> mx.array:
@@ -233,7 +278,9 @@ def _mask(length: int, kind: str) -> mx.array:
     return (distance >= 0) & (distance < (WINDOW if kind == SLIDING else length))
 
 
-def _attention(attention: nn.Module, x: mx.array, kind: str, shared: dict | None) -> tuple[mx.array, tuple]:
+def _attention(
+    attention: nn.Module, x: mx.array, kind: str, shared: dict | None
+) -> tuple[mx.array, tuple]:
     """The output, and this layer's keys and values; those of `shared` are used if given.
 
     A sharing layer turns its queries by their own positions, as any layer does (transformers,
@@ -246,21 +293,40 @@ def _attention(attention: nn.Module, x: mx.array, kind: str, shared: dict | None
         values = _rms(_heads(attention.v_proj(x), KV_HEADS))
     else:
         keys, values = shared[kind]
-    mixed = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=1.0, mask=_mask(x.shape[1], kind))
-    return attention.o_proj(mixed.transpose(0, 2, 1, 3).reshape(1, x.shape[1], -1)), (keys, values)
+    mixed = mx.fast.scaled_dot_product_attention(
+        queries, keys, values, scale=1.0, mask=_mask(x.shape[1], kind)
+    )
+    return attention.o_proj(mixed.transpose(0, 2, 1, 3).reshape(1, x.shape[1], -1)), (
+        keys,
+        values,
+    )
 
 
-def _layer(layer: nn.Module, streams: mx.array, kind: str, per_layer: mx.array, shared: dict | None) -> tuple:
+def _layer(
+    layer: nn.Module,
+    streams: mx.array,
+    kind: str,
+    per_layer: mx.array,
+    shared: dict | None,
+) -> tuple:
     """One layer over (4, 1, L, D) streams; returns them and the layer's keys and values."""
     predictions = layer.altup.predict(streams)
     active = predictions[0]
     normed = layer.input_layernorm(active)
     attended, state = _attention(layer.self_attn, normed, kind, shared)
-    mixed = (active + layer.post_attention_layernorm(attended) + layer.laurel(normed)) * 2.0**-0.5
-    activated = mixed + layer.post_feedforward_layernorm(layer.mlp(layer.pre_feedforward_layernorm(mixed)))
+    mixed = (
+        active + layer.post_attention_layernorm(attended) + layer.laurel(normed)
+    ) * 2.0**-0.5
+    activated = mixed + layer.post_feedforward_layernorm(
+        layer.mlp(layer.pre_feedforward_layernorm(mixed))
+    )
     corrected = layer.altup.correct(predictions, activated)
-    gate = nn.gelu_approx(layer.per_layer_input_gate(corrected[0] * layer.altup.correct_output_scale))
-    added = layer.post_per_layer_input_norm(layer.per_layer_projection(gate * per_layer))
+    gate = nn.gelu_approx(
+        layer.per_layer_input_gate(corrected[0] * layer.altup.correct_output_scale)
+    )
+    added = layer.post_per_layer_input_norm(
+        layer.per_layer_projection(gate * per_layer)
+    )
     return mx.concatenate([corrected[:1], corrected[1:] + added]), state
 
 
@@ -269,11 +335,20 @@ def _same_magnitude(stream: mx.array, target: mx.array) -> mx.array:
     return stream * mx.sqrt(mx.mean(target**2, axis=-1, keepdims=True)) / magnitude
 
 
-def _per_layer_inputs(text_model: nn.Module, tokens: mx.array, hidden: mx.array) -> mx.array:
+def _per_layer_inputs(
+    text_model: nn.Module, tokens: mx.array, hidden: mx.array
+) -> mx.array:
     """(1, L, layers, PER_LAYER): ids outside the text vocabulary count as id 0."""
     shape = (*tokens.shape, len(LAYER_TYPES), -1)
-    looked_up = text_model.embed_tokens_per_layer(mx.where(tokens < PLAIN, tokens, 0)).reshape(shape) * PER_LAYER**0.5
-    projected = (text_model.per_layer_model_projection(hidden) * HIDDEN**-0.5).reshape(shape)
+    looked_up = (
+        text_model.embed_tokens_per_layer(mx.where(tokens < PLAIN, tokens, 0)).reshape(
+            shape
+        )
+        * PER_LAYER**0.5
+    )
+    projected = (text_model.per_layer_model_projection(hidden) * HIDDEN**-0.5).reshape(
+        shape
+    )
     return (text_model.per_layer_projection_norm(projected) + looked_up) * 2.0**-0.5
 
 
@@ -281,15 +356,26 @@ def _logits(model: nn.Module, tokens: mx.array, hidden: mx.array) -> mx.array:
     """(V,) after the last of (1, L) tokens whose embeddings are (1, L, D), computed from nothing."""
     text_model = model.language_model.model
     per_layer = _per_layer_inputs(text_model, tokens, hidden)
-    streams = mx.stack([hidden, *[_same_magnitude(p(hidden), hidden) for p in text_model.altup_projections]])
+    streams = mx.stack(
+        [
+            hidden,
+            *[_same_magnitude(p(hidden), hidden) for p in text_model.altup_projections],
+        ]
+    )
     states: dict[str, tuple] = {}
-    for index, (layer, kind) in enumerate(zip(text_model.layers, LAYER_TYPES, strict=True)):
+    for index, (layer, kind) in enumerate(
+        zip(text_model.layers, LAYER_TYPES, strict=True)
+    ):
         sharing = index >= len(LAYER_TYPES) - NUM_SHARED
-        streams, state = _layer(layer, streams, kind, per_layer[:, :, index], states if sharing else None)
+        streams, state = _layer(
+            layer, streams, kind, per_layer[:, :, index], states if sharing else None
+        )
         states[kind] = state
     unembedded = [
         _same_magnitude(projection(stream), streams[0])
-        for projection, stream in zip(text_model.altup_unembed_projections, streams[1:], strict=True)
+        for projection, stream in zip(
+            text_model.altup_unembed_projections, streams[1:], strict=True
+        )
     ]
     final = text_model.norm(mx.mean(mx.stack([streams[0], *unembedded]), axis=0)[:, -1])
     cap = model.config.text_config.final_logit_softcapping
@@ -301,7 +387,9 @@ def greedy(model: nn.Module, inputs: Inputs, num_tokens: int) -> Trace:
     arrays = to_mx(inputs)
 
     def logits(generated: list[int]) -> mx.array:
-        tokens = mx.concatenate([arrays["input_ids"], mx.array([generated], dtype=mx.int32)], axis=1)
+        tokens = mx.concatenate(
+            [arrays["input_ids"], mx.array([generated], dtype=mx.int32)], axis=1
+        )
         return _logits(model, tokens, _embeddings(model, arrays, tokens))
 
     return generate_by_recomputing(logits, num_tokens)

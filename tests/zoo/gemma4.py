@@ -20,7 +20,11 @@ PATCH, POOL, WINDOW, HIDDEN = 4, 2, 8, 64
 IMAGE, AUDIO, START, END, VIDEO = PLAIN, PLAIN + 1, PLAIN + 2, PLAIN + 3, PLAIN + 4
 GRIDS = ((4, 4), (4, 6), (6, 4))  # patches; a third of each side's pairs are tokens
 ROPE = {
-    "full_attention": {"partial_rotary_factor": 0.5, "rope_theta": 100.0, "rope_type": "proportional"},
+    "full_attention": {
+        "partial_rotary_factor": 0.5,
+        "rope_theta": 100.0,
+        "rope_type": "proportional",
+    },
     "sliding_attention": {"rope_theta": 50.0, "rope_type": "default"},
 }
 LAYER_TYPES = ["sliding_attention", "full_attention"] * 2
@@ -127,7 +131,8 @@ def build() -> nn.Module:
         hidden_size=32,
         num_hidden_layers=2,
         num_attention_heads=2,
-        subsampling_conv_channels=(128, 16),  # transformers takes the first for the number of bands
+        # transformers takes the first for the number of bands
+        subsampling_conv_channels=(128, 16),
         attention_chunk_size=4,
         attention_context_left=5,
         output_proj_dims=24,
@@ -137,7 +142,13 @@ def build() -> nn.Module:
 
 def _request(seed: int, grids: list[tuple[int, int]]) -> Inputs:
     """Pictures of one grid of patches, as mlx-vlm's processor stacks them."""
-    ids = prompt(seed, [[START, *[IMAGE] * (rows * columns // POOL**2), END] for rows, columns in grids])
+    ids = prompt(
+        seed,
+        [
+            [START, *[IMAGE] * (rows * columns // POOL**2), END]
+            for rows, columns in grids
+        ],
+    )
     rows, columns = grids[0]
     return {
         "input_ids": ids,
@@ -164,15 +175,30 @@ def two_images(seed: int) -> Inputs:
     return _request(seed, [GRIDS[1], GRIDS[1]])
 
 
-def frames(seed: int, count: int, pool: int, grid: tuple[int, int] = (4, 4)) -> tuple[list[int], Inputs]:
+def frames(
+    seed: int, count: int, pool: int, grid: tuple[int, int] = (4, 4)
+) -> tuple[list[int], Inputs]:
     """A video's placeholders, each frame's apart after two words for its time, and its patches, of which the last pads."""
     rows, columns = grid
-    tokens = [[11 + frame, 7, START, *[VIDEO] * (rows * columns // pool**2), END] for frame in range(count)]
-    patches = np.zeros((1, count, rows * columns + pool**2, 3 * PATCH * PATCH), dtype=np.float32)
-    patches[:, :, : rows * columns] = pixels(seed + 57, 1, count, rows * columns, 3 * PATCH * PATCH)
+    tokens = [
+        [11 + frame, 7, START, *[VIDEO] * (rows * columns // pool**2), END]
+        for frame in range(count)
+    ]
+    patches = np.zeros(
+        (1, count, rows * columns + pool**2, 3 * PATCH * PATCH), dtype=np.float32
+    )
+    patches[:, :, : rows * columns] = pixels(
+        seed + 57, 1, count, rows * columns, 3 * PATCH * PATCH
+    )
     places = np.full((1, count, rows * columns + pool**2, 2), -1, dtype=np.int32)
-    places[:, :, : rows * columns] = np.stack(np.meshgrid(np.arange(columns), np.arange(rows)), axis=-1).reshape(-1, 2)
-    more = {"pixel_values_videos": patches, "video_position_ids": places, "num_frames_per_video": [count]}
+    places[:, :, : rows * columns] = np.stack(
+        np.meshgrid(np.arange(columns), np.arange(rows)), axis=-1
+    ).reshape(-1, 2)
+    more = {
+        "pixel_values_videos": patches,
+        "video_position_ids": places,
+        "num_frames_per_video": [count],
+    }
     return [token for frame in tokens for token in frame], more
 
 
@@ -193,17 +219,25 @@ def picture_and_video(seed: int) -> Inputs:
     rows, columns = GRIDS[1]
     picture = [START, *[IMAGE] * (rows * columns // POOL**2), END]
     tokens, more = frames(seed, 3, POOL)
-    return with_types(prompt(seed, [picture, tokens, picture]), {"pixel_values": pictures["pixel_values"], **more})
+    return with_types(
+        prompt(seed, [picture, tokens, picture]),
+        {"pixel_values": pictures["pixel_values"], **more},
+    )
 
 
-BANDS, FRAMES = 128, (13, 22, 39)  # of a recording's spectrogram; four frames are a placeholder
+# of a recording's spectrogram; four frames are a placeholder
+BANDS, FRAMES = 128, (13, 22, 39)
 
 
-def heard(seed: int, counts: Sequence[int], pieces: Sequence[int], width: int) -> Inputs:
+def heard(
+    seed: int, counts: Sequence[int], pieces: Sequence[int], width: int
+) -> Inputs:
     """Recordings of so many frames, padded to the longest, with so many placeholders each."""
     random = np.random.RandomState(seed + 104729)
     longest = max(counts)
-    values = random.standard_normal((len(counts), longest, width)) + random.standard_normal((len(counts), 1, width))
+    values = random.standard_normal(
+        (len(counts), longest, width)
+    ) + random.standard_normal((len(counts), 1, width))
     mask = np.arange(longest)[None] < np.array(counts)[:, None]
     ids = prompt(seed, [[START, *[AUDIO] * count, END] for count in pieces])
     features = (values * mask[..., None]).astype(np.float32)
@@ -243,8 +277,14 @@ def greedy_hearing(model: nn.Module, inputs: Inputs, num_tokens: int) -> Trace:
         return generate_alone(model, inputs, num_tokens)
     features, mask = inputs["input_features"], inputs["input_features_mask"]
     states, is_behind = model.audio_tower(mx.array(features), ~mx.array(mask))
-    embedded = model.embed_audio(states).reshape(-1, HIDDEN)[mx.array(np.flatnonzero(~np.array(is_behind)))]
-    rest = {name: value for name, value in inputs.items() if not name.startswith("input_features")}
+    embedded = model.embed_audio(states).reshape(-1, HIDDEN)[
+        mx.array(np.flatnonzero(~np.array(is_behind)))
+    ]
+    rest = {
+        name: value
+        for name, value in inputs.items()
+        if not name.startswith("input_features")
+    }
     embed, ids = model.get_input_embeddings, to_mx(inputs)["input_ids"]
 
     def with_sound(input_ids: mx.array, *args: Any, **kwargs: Any) -> Any:
@@ -265,7 +305,9 @@ def _masks(tokens: np.ndarray) -> tuple[mx.array, mx.array]:
     is_image = (tokens == IMAGE) | (tokens == VIDEO)
     number = np.cumsum(is_image & ~np.roll(is_image, 1)) * is_image
     same = (number[:, None] == number) & is_image
-    return mx.array(distance >= 0), mx.array(((distance >= 0) | same) & (distance < WINDOW))
+    return mx.array(distance >= 0), mx.array(
+        ((distance >= 0) | same) & (distance < WINDOW)
+    )
 
 
 def greedy_both_ways(model: nn.Module, inputs: Inputs, num_tokens: int) -> Trace:
@@ -277,8 +319,13 @@ def greedy_both_ways(model: nn.Module, inputs: Inputs, num_tokens: int) -> Trace
     trunk = model.language_model.model
 
     def logits(generated: list[int]) -> mx.array:
-        tail = trunk.embed_tokens(mx.array([generated], dtype=mx.int32)) * trunk.embed_scale
-        full, sliding = _masks(np.append(inputs["input_ids"][0], np.array(generated, dtype=np.int32)))
+        tail = (
+            trunk.embed_tokens(mx.array([generated], dtype=mx.int32))
+            * trunk.embed_scale
+        )
+        full, sliding = _masks(
+            np.append(inputs["input_ids"][0], np.array(generated, dtype=np.int32))
+        )
         right = [full if kind == "full_attention" else sliding for kind in LAYER_TYPES]
         with mock.patch.object(type(trunk), "_make_masks", return_value=right):
             hidden = mx.concatenate([prompt, tail], axis=1)

@@ -13,4 +13,6 @@ def build() -> nn.Module:
     return build_with(94, **EXPERTS)
 
 
-FAMILY = TinyFamily(name="gemma4_experts", build=build, variant_of="gemma4", **BOTH_WAYS)
+FAMILY = TinyFamily(
+    name="gemma4_experts", build=build, variant_of="gemma4", **BOTH_WAYS
+)

@@ -29,7 +29,8 @@ from .gemma4 import (
 
 PATCH = 4
 SAMPLES = (
-    640  # of a recording's piece, which is one token; transformers saves another width under no name that mlx-vlm reads
+    # of a recording's piece, which is one token; transformers saves another width under no name that mlx-vlm reads
+    640
 )
 #: The last has more tokens than the window.
 GRIDS = ((2, 2), (2, 3), (2, 5))
@@ -43,11 +44,16 @@ def build() -> nn.Module:
             image_token_id=IMAGE,
             audio_token_id=AUDIO,
             video_token_id=VIDEO,
-            audio_config=upstream.AudioConfig(audio_embed_dim=SAMPLES, hidden_size=SAMPLES, output_proj_dims=SAMPLES),
+            audio_config=upstream.AudioConfig(
+                audio_embed_dim=SAMPLES, hidden_size=SAMPLES, output_proj_dims=SAMPLES
+            ),
             eos_token_id=[END_OF_TEXT],
             text_config=upstream.TextConfig(**text_of(**text)),
             vision_config=upstream.VisionConfig(
-                model_patch_size=PATCH, mm_embed_dim=32, mm_posemb_size=16, output_proj_dims=32
+                model_patch_size=PATCH,
+                mm_embed_dim=32,
+                mm_posemb_size=16,
+                output_proj_dims=32,
             ),
         )
     )
@@ -57,14 +63,18 @@ def build() -> nn.Module:
 
 def _request(seed: int, grids: list[tuple[int, int]]) -> Inputs:
     """Pictures as lists of patches with their places, padded to the longest."""
-    ids = prompt(seed, [[START, *[IMAGE] * (rows * columns), END] for rows, columns in grids])
+    ids = prompt(
+        seed, [[START, *[IMAGE] * (rows * columns), END] for rows, columns in grids]
+    )
     most = max(rows * columns for rows, columns in grids)
     patches = np.zeros((len(grids), most, 3 * PATCH * PATCH), dtype=np.float32)
     places = np.full((len(grids), most, 2), -1, dtype=np.int32)
     for index, (rows, columns) in enumerate(grids):
         count = rows * columns
         patches[index, :count] = pixels(seed + 31 * index, count, 3 * PATCH * PATCH)
-        places[index, :count] = np.stack(np.meshgrid(np.arange(columns), np.arange(rows)), axis=-1).reshape(-1, 2)
+        places[index, :count] = np.stack(
+            np.meshgrid(np.arange(columns), np.arange(rows)), axis=-1
+        ).reshape(-1, 2)
     return {
         "input_ids": ids,
         "pixel_values": patches,
@@ -85,15 +95,22 @@ def video(seed: int, size: int) -> Inputs:
 
 def flat(videos: Inputs) -> Inputs:
     """All videos' frames in a row, as this family's processor has them."""
-    return {name: value if isinstance(value, list) else value[0] for name, value in videos.items()}
+    return {
+        name: value if isinstance(value, list) else value[0]
+        for name, value in videos.items()
+    }
 
 
 def picture_and_video(seed: int) -> Inputs:
     """A picture, a video, and another picture."""
     pictures = two_images(seed)
-    first, last = ([START, *[IMAGE] * (rows * columns), END] for rows, columns in GRIDS[1:])
+    first, last = (
+        [START, *[IMAGE] * (rows * columns), END] for rows, columns in GRIDS[1:]
+    )
     tokens, more = frames(seed, 3, 1, (2, 3))
-    pixels_of = {name: pictures[name] for name in ("pixel_values", "image_position_ids")}
+    pixels_of = {
+        name: pictures[name] for name in ("pixel_values", "image_position_ids")
+    }
     return with_types(prompt(seed, [first, tokens, last]), {**pixels_of, **flat(more)})
 
 
@@ -113,6 +130,15 @@ def picture_and_audio(seed: int) -> Inputs:
     return with_picture(image(seed, 1), audio(seed + 1, 1))
 
 
-OWN = {"image": image, "two_images": two_images, "video": video, "picture_and_video": picture_and_video}
-OWN |= {"audio": audio, "two_audios": two_audios, "picture_and_audio": picture_and_audio}
+OWN = {
+    "image": image,
+    "two_images": two_images,
+    "video": video,
+    "picture_and_video": picture_and_video,
+}
+OWN |= {
+    "audio": audio,
+    "two_audios": two_audios,
+    "picture_and_audio": picture_and_audio,
+}
 FAMILY = TinyFamily(name="gemma4_unified", build=build, **{**FACTS, **OWN})

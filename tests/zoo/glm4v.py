@@ -70,14 +70,22 @@ def build() -> nn.Module:
 
 def four_images(seed: int) -> Inputs:
     """Four pictures: mlx-vlm's vision attention keeps only the first two apart."""
-    return _qwen.request(seed, [_qwen.GRIDS[0], _qwen.GRIDS[1], _qwen.GRIDS[0], _qwen.GRIDS[1]])
+    return _qwen.request(
+        seed, [_qwen.GRIDS[0], _qwen.GRIDS[1], _qwen.GRIDS[0], _qwen.GRIDS[1]]
+    )
 
 
 def _patch_positions(high: int, wide: int) -> np.ndarray:
     """(high * wide, 2) row and column of each patch, in the order of patches: merged block by merged block."""
     rows, columns = np.meshgrid(np.arange(high), np.arange(wide), indexing="ij")
     shape = (high // _qwen.MERGE, _qwen.MERGE, wide // _qwen.MERGE, _qwen.MERGE)
-    return np.stack([axis.reshape(shape).transpose(0, 2, 1, 3).reshape(-1) for axis in (rows, columns)], axis=-1)
+    return np.stack(
+        [
+            axis.reshape(shape).transpose(0, 2, 1, 3).reshape(-1)
+            for axis in (rows, columns)
+        ],
+        axis=-1,
+    )
 
 
 def _bicubic_weights(offset: np.ndarray) -> np.ndarray:
@@ -100,32 +108,53 @@ def _interpolation(size: int, positions: np.ndarray) -> np.ndarray:
     points = (positions + 0.5) / size * SIDE - 0.5
     first = np.floor(points).astype(int)
     weights = np.zeros((len(points), SIDE))
-    for tap, column in zip((-1, 0, 1, 2), _bicubic_weights(points - first).T, strict=True):
-        np.add.at(weights, (np.arange(len(points)), np.clip(first + tap, 0, SIDE - 1)), column)
+    for tap, column in zip(
+        (-1, 0, 1, 2), _bicubic_weights(points - first).T, strict=True
+    ):
+        np.add.at(
+            weights, (np.arange(len(points)), np.clip(first + tap, 0, SIDE - 1)), column
+        )
     return weights
 
 
 def _position_embedding(tower: nn.Module, high: int, wide: int) -> mx.array:
     """(high * wide, D)"""
     positions = _patch_positions(high, wide)
-    rows, columns = _interpolation(high, positions[:, 0]), _interpolation(wide, positions[:, 1])
-    weights = (rows[:, :, None] * columns[:, None, :]).reshape(len(positions), SIDE * SIDE)
-    return mx.array(weights.astype(np.float32)) @ tower.embeddings.position_embedding.weight
+    rows = _interpolation(high, positions[:, 0])
+    columns = _interpolation(wide, positions[:, 1])
+    weights = (rows[:, :, None] * columns[:, None, :]).reshape(
+        len(positions), SIDE * SIDE
+    )
+    return (
+        mx.array(weights.astype(np.float32))
+        @ tower.embeddings.position_embedding.weight
+    )
 
 
 def _rms(x: mx.array, norm: nn.Module) -> mx.array:
     """A norm of the vision tower with the epsilon of its configuration."""
-    return x * mx.rsqrt(mx.mean(x * x, axis=-1, keepdims=True) + VISION_EPS) * norm.weight
+    return (
+        x * mx.rsqrt(mx.mean(x * x, axis=-1, keepdims=True) + VISION_EPS) * norm.weight
+    )
 
 
-def _vision_attention(attention: nn.Module, x: mx.array, positions: np.ndarray) -> mx.array:
+def _vision_attention(
+    attention: nn.Module, x: mx.array, positions: np.ndarray
+) -> mx.array:
     """Over one picture's (N, D): half of the frequencies turn with the row, half with the column."""
-    queries, keys, values = attention.qkv(x).reshape(len(x), 3, VISION_HEADS, -1).transpose(1, 2, 0, 3)
+    queries, keys, values = (
+        attention.qkv(x).reshape(len(x), 3, VISION_HEADS, -1).transpose(1, 2, 0, 3)
+    )
     quarter = queries.shape[-1] // 4
     frequencies = 10000.0 ** (-np.arange(quarter) / quarter)
-    angles = mx.array((positions[:, :, None] * frequencies).reshape(len(x), -1).astype(np.float32))
+    angles = mx.array(
+        (positions[:, :, None] * frequencies).reshape(len(x), -1).astype(np.float32)
+    )
     mixed = mx.fast.scaled_dot_product_attention(
-        _turn(queries, angles)[None], _turn(keys, angles)[None], values[None], scale=queries.shape[-1] ** -0.5
+        _turn(queries, angles)[None],
+        _turn(keys, angles)[None],
+        values[None],
+        scale=queries.shape[-1] ** -0.5,
     )
     return attention.proj(mixed[0].transpose(1, 0, 2).reshape(len(x), -1))
 
@@ -140,11 +169,17 @@ def _turn(x: mx.array, angles: mx.array) -> mx.array:
 def _picture(tower: nn.Module, patches: mx.array, high: int, wide: int) -> mx.array:
     """(high * wide / 4, 64) features of one picture, which sees no other."""
     positions = _patch_positions(high, wide)
-    hidden = _rms(tower.patch_embed(patches), tower.post_conv_layernorm) + _position_embedding(tower, high, wide)
+    hidden = _rms(
+        tower.patch_embed(patches), tower.post_conv_layernorm
+    ) + _position_embedding(tower, high, wide)
     for block in tower.blocks:
-        hidden = hidden + _vision_attention(block.attn, _rms(hidden, block.norm1), positions)
+        hidden = hidden + _vision_attention(
+            block.attn, _rms(hidden, block.norm1), positions
+        )
         hidden = hidden + block.mlp(_rms(hidden, block.norm2))
-    blocks = _rms(hidden, tower.post_layernorm).reshape(-1, _qwen.MERGE, _qwen.MERGE, hidden.shape[-1])
+    blocks = _rms(hidden, tower.post_layernorm).reshape(
+        -1, _qwen.MERGE, _qwen.MERGE, hidden.shape[-1]
+    )
     return tower.merger(tower.downsample(blocks).reshape(len(blocks), -1))
 
 
@@ -153,7 +188,12 @@ def _features(model: nn.Module, arrays: dict) -> mx.array:
     grids = arrays["image_grid_thw"].tolist()
     ends = np.cumsum([high * wide for _, high, wide in grids])
     parts = mx.split(arrays["pixel_values"], ends[:-1].tolist())
-    return mx.concatenate([_picture(model.vision_tower, p, h, w) for p, (_, h, w) in zip(parts, grids, strict=True)])
+    return mx.concatenate(
+        [
+            _picture(model.vision_tower, p, h, w)
+            for p, (_, h, w) in zip(parts, grids, strict=True)
+        ]
+    )
 
 
 def greedy(model: nn.Module, inputs: Inputs, num_tokens: int) -> Trace:

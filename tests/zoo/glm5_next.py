@@ -46,7 +46,8 @@ def build() -> nn.Module:
                 index_topk=6,
                 index_kpool=2,
                 index_head_dim=16,
-                index_n_heads=16,  # of fewer, some pools have no score at all, and which of them are taken is chance
+                # of fewer, some pools have no score at all, and which of them are taken is chance
+                index_n_heads=16,
                 linear_head_dim=8,
                 linear_num_heads=4,
                 hc_mult=2,

@@ -58,7 +58,11 @@ def build() -> nn.Module:
 def image(seed: int, size: int) -> Inputs:
     """One picture and 4, 7 or 10 words."""
     return {
-        "input_ids": ids(words(seed, 2), [START, *[IMAGE] * NUM_FEATURES, END], words(seed + 101, 4 + 3 * size)),
+        "input_ids": ids(
+            words(seed, 2),
+            [START, *[IMAGE] * NUM_FEATURES, END],
+            words(seed + 101, 4 + 3 * size),
+        ),
         "pixel_values": pixels(seed, 1, SIZE, SIZE, 3),
     }
 

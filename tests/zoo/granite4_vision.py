@@ -33,7 +33,9 @@ def build() -> nn.Module:
         upstream.ModelConfig(
             model_type="granite4_vision",
             image_token_index=IMAGE,
-            image_grid_pinpoints=[[TILE * rows, TILE * columns] for rows, columns in GRIDS],
+            image_grid_pinpoints=[
+                [TILE * rows, TILE * columns] for rows, columns in GRIDS
+            ],
             downsample_rate="1/2",
             deepstack_layer_map=DEEP,
             spatial_target_layers=SPATIAL,
@@ -78,7 +80,9 @@ def _request(seed: int, sizes: list[int]) -> Inputs:
     tiles = np.zeros((len(pictures), most, 3, TILE, TILE), dtype=np.float32)
     counts = []
     for index, (_, (rows, columns)) in enumerate(pictures):
-        tiles[index, : rows * columns + 1] = pixels(seed + 31 * index, rows * columns + 1, 3, TILE, TILE)
+        tiles[index, : rows * columns + 1] = pixels(
+            seed + 31 * index, rows * columns + 1, 3, TILE, TILE
+        )
         counts.append(SIDE**2 + rows * SIDE * (columns * SIDE + 1))
     return {
         "input_ids": prompt(seed, [[IMAGE] * count for count in counts]),
@@ -96,16 +100,31 @@ def _packed(features: mx.array, grid: tuple[int, int], newline: mx.array) -> mx.
     rows, columns = grid
     tiles = features[1 : 1 + rows * columns].reshape(rows, columns, SIDE, SIDE, -1)
     plane = tiles.transpose(0, 2, 1, 3, 4).reshape(rows * SIDE, columns * SIDE, -1)
-    return mx.concatenate([features[0], *[mx.concatenate([line, newline[None]]) for line in plane]])
+    return mx.concatenate(
+        [features[0], *[mx.concatenate([line, newline[None]]) for line in plane]]
+    )
 
 
-def _features(model: nn.Module, tiles: mx.array, grid: tuple[int, int]) -> list[tuple[int, mx.array]]:
+def _features(
+    model: nn.Module, tiles: mx.array, grid: tuple[int, int]
+) -> list[tuple[int, mx.array]]:
     """(language layer, features (tokens, D)) of one picture."""
     with with_tanh_gelu(model):
-        *_, states = model.vision_tower(tiles.transpose(0, 2, 3, 1), output_hidden_states=True)
-    deep = [(layer, p(states[seen])) for p, (seen, layer) in zip(model.layerwise_projectors, DEEP, strict=True)]
-    spatial = [(layer, p(states[-1])) for p, layer in zip(model.spatial_projectors, SPATIAL, strict=False)]
-    return [(layer, _packed(found, grid, model.image_newline)) for layer, found in deep + spatial]
+        *_, states = model.vision_tower(
+            tiles.transpose(0, 2, 3, 1), output_hidden_states=True
+        )
+    deep = [
+        (layer, p(states[seen]))
+        for p, (seen, layer) in zip(model.layerwise_projectors, DEEP, strict=True)
+    ]
+    spatial = [
+        (layer, p(states[-1]))
+        for p, layer in zip(model.spatial_projectors, SPATIAL, strict=False)
+    ]
+    return [
+        (layer, _packed(found, grid, model.image_newline))
+        for layer, found in deep + spatial
+    ]
 
 
 def greedy(model: nn.Module, inputs: Inputs, num_tokens: int) -> Trace:
@@ -120,14 +139,21 @@ def greedy(model: nn.Module, inputs: Inputs, num_tokens: int) -> Trace:
         grids = dict(PICTURES)
         pictures = [
             _features(model, tiles, grids[tuple(size)])
-            for tiles, size in zip(arrays["pixel_values"], inputs["image_sizes"].tolist(), strict=True)
+            for tiles, size in zip(
+                arrays["pixel_values"], inputs["image_sizes"].tolist(), strict=True
+            )
         ]
-        sets = [(one[0][0], mx.concatenate([found for _, found in one])) for one in zip(*pictures, strict=True)]
+        sets = [
+            (one[0][0], mx.concatenate([found for _, found in one]))
+            for one in zip(*pictures, strict=True)
+        ]
     places = mx.array(np.flatnonzero(np.array(is_picture[0])))
 
     def logits(generated: list[int]) -> mx.array:
         tail = trunk.embed_tokens(mx.array([generated], dtype=mx.int32))
-        hidden = mx.concatenate([mx.where(is_picture[..., None], 0, prompt), tail], axis=1)
+        hidden = mx.concatenate(
+            [mx.where(is_picture[..., None], 0, prompt), tail], axis=1
+        )
         hidden = hidden * trunk.embedding_multiplier
         for index, layer in enumerate(trunk.layers):
             for target, found in sets:

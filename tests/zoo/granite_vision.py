@@ -32,7 +32,9 @@ def build() -> nn.Module:
             model_type="granite_vision",
             image_token_index=IMAGE,
             vision_feature_layer=LAYERS,
-            image_grid_pinpoints=[[TILE * rows, TILE * columns] for rows, columns in GRIDS],
+            image_grid_pinpoints=[
+                [TILE * rows, TILE * columns] for rows, columns in GRIDS
+            ],
             eos_token_id=[END_OF_TEXT],
             text_config=upstream.TextConfig(
                 hidden_size=64,
@@ -58,7 +60,11 @@ def build() -> nn.Module:
         )
     )
     head = "language_model.lm_head.weight"
-    rules = [Rule(head, fan_in(6.0)), Rule("embed_tokens", spread(0.3)), Rule("image_newline", spread(0.3))]
+    rules = [
+        Rule(head, fan_in(6.0)),
+        Rule("embed_tokens", spread(0.3)),
+        Rule("image_newline", spread(0.3)),
+    ]
     rules += [Rule(r"\.probe$", spread(0.5)), Rule(r"linear_2\.weight$", fan_in(0.4))]
     enliven(model, seed=83, rules=rules, quiet=head)
     return model
@@ -76,8 +82,12 @@ image, two_images = asks(request, (0, 1, 2), (2, 0))
 def _features(model: nn.Module, tiles: mx.array) -> mx.array:
     """(T, 3, TILE, TILE) -> (T, SIDE * SIDE, D)"""
     with with_tanh_gelu(model):
-        *_, states = model.vision_tower(tiles.transpose(0, 2, 3, 1), output_hidden_states=True)
-    return model.multi_modal_projector(mx.concatenate([states[layer] for layer in LAYERS], axis=-1))
+        *_, states = model.vision_tower(
+            tiles.transpose(0, 2, 3, 1), output_hidden_states=True
+        )
+    return model.multi_modal_projector(
+        mx.concatenate([states[layer] for layer in LAYERS], axis=-1)
+    )
 
 
 def greedy(model: nn.Module, inputs: Inputs, num_tokens: int) -> Trace:
@@ -85,7 +95,9 @@ def greedy(model: nn.Module, inputs: Inputs, num_tokens: int) -> Trace:
     arrays: dict[str, Any] = to_mx(inputs)
     embeds = model.language_model.model.embed_tokens(arrays["input_ids"])
     if "pixel_values" in arrays:
-        packed = packed_features(partial(_features, model), inputs, PICTURES, model.image_newline)
+        packed = packed_features(
+            partial(_features, model), inputs, PICTURES, model.image_newline
+        )
         embeds = put_pictures(embeds, arrays["input_ids"], IMAGE, packed)
     return generate_from_embeddings(model, embeds, num_tokens)
 

@@ -10,7 +10,17 @@ import mlx.nn as nn
 import numpy as np
 from mlx_vlm.models import hunyuan_vl as upstream
 
-from ._build import Rule, asks, enliven, fan_in, ids, pixels, spread, text_request, words
+from ._build import (
+    Rule,
+    asks,
+    enliven,
+    fan_in,
+    ids,
+    pixels,
+    spread,
+    text_request,
+    words,
+)
 from ._oracle import generate_by_recomputing, to_mx
 from ._types import END_OF_TEXT, PLAIN, VOCABULARY, Inputs, TinyFamily, Trace
 
@@ -54,7 +64,10 @@ def build() -> nn.Module:
         )
     )
     head = "language_model.lm_head.weight"
-    rules = [Rule(head, fan_in(3.0)), Rule(r"perceive\.image_(newline|begin|end|sep)$", spread(1.0))]
+    rules = [
+        Rule(head, fan_in(3.0)),
+        Rule(r"perceive\.image_(newline|begin|end|sep)$", spread(1.0)),
+    ]
     enliven(model, seed=120, rules=rules, quiet=head)
     return model
 
@@ -67,12 +80,20 @@ def request(seed: int, grids: Sequence[Grid]) -> Inputs:
     """Words, then each picture between its markers followed by words; positions are the oracle's and the adapter's own."""
     parts = [words(seed, 3)]
     for index, (high, wide) in enumerate(_merged(grids)):
-        parts += [[START, *[IMAGE] * (high * (wide + 1) + 2), END], words(seed + 101 * (index + 1), 4 + index)]
-    flat = [pixels(seed + 31 * i, high * wide, 3 * PATCH * PATCH) for i, (high, wide) in enumerate(grids)]
+        parts += [
+            [START, *[IMAGE] * (high * (wide + 1) + 2), END],
+            words(seed + 101 * (index + 1), 4 + index),
+        ]
+    flat = [
+        pixels(seed + 31 * i, high * wide, 3 * PATCH * PATCH)
+        for i, (high, wide) in enumerate(grids)
+    ]
     return {
         "input_ids": ids(*parts),
         "pixel_values": np.concatenate(flat),
-        "image_grid_thw": np.array([[1, high, wide] for high, wide in grids], dtype=np.int32),
+        "image_grid_thw": np.array(
+            [[1, high, wide] for high, wide in grids], dtype=np.int32
+        ),
     }
 
 
@@ -83,8 +104,11 @@ image, two_images = asks(request, GRIDS, (GRIDS[1], GRIDS[0]))
 def _positions(tokens: np.ndarray, grids: Sequence[Grid]) -> mx.array:
     """(1, 4, L): all tokens; then, inside a picture, its columns, rows and number."""
     positions = np.tile(np.arange(len(tokens)), (4, 1))
-    starts = np.flatnonzero(tokens == START) + 2  # the marker, then the picture's own begin
-    for number, (start, (high, wide)) in enumerate(zip(starts, _merged(grids), strict=False)):
+    # the marker, then the picture's own begin
+    starts = np.flatnonzero(tokens == START) + 2
+    for number, (start, (high, wide)) in enumerate(
+        zip(starts, _merged(grids), strict=False)
+    ):
         for row in range(high):
             for column in range(wide + 1):
                 positions[1:, start + row * (wide + 1) + column] = column, row, number
@@ -101,7 +125,9 @@ def _resized(embed: nn.Module, table: mx.array, high: int, wide: int) -> mx.arra
         at = (np.arange(new) + 0.5) * old / (new + 0.1) - 0.5
         flat = np.moveaxis(values, axis, -1).reshape(-1, old)
         rows = np.stack([np.interp(at, np.arange(old), row) for row in flat])
-        values = np.moveaxis(rows.reshape(*np.moveaxis(values, axis, -1).shape[:-1], new), -1, axis)
+        values = np.moveaxis(
+            rows.reshape(*np.moveaxis(values, axis, -1).shape[:-1], new), -1, axis
+        )
     return mx.array(values[None].astype(np.float32))
 
 
@@ -116,15 +142,25 @@ def greedy(model: nn.Module, inputs: Inputs, num_tokens: int) -> Trace:
         ends = np.cumsum([high * wide for high, wide in grids])[:-1].tolist()
         parts = zip(mx.split(arrays["pixel_values"], ends), grids, strict=True)
         holes = np.flatnonzero(np.array(arrays["input_ids"][0]) == IMAGE)
-        with mock.patch("mlx_vlm.models.hunyuan_vl.vision.PatchEmbed._interpolate_pos_embed", _resized):
-            found = [model.vision_tower(part, [[1, high, wide]]) for part, (high, wide) in parts]
+        with mock.patch(
+            "mlx_vlm.models.hunyuan_vl.vision.PatchEmbed._interpolate_pos_embed",
+            _resized,
+        ):
+            found = [
+                model.vision_tower(part, [[1, high, wide]])
+                for part, (high, wide) in parts
+            ]
         prompt[:, mx.array(holes)] = mx.concatenate(found, axis=1)
 
     def logits(generated: list[int]) -> mx.array:
         tail = mx.array([generated], dtype=mx.int32)
         tokens = mx.concatenate([arrays["input_ids"], tail], axis=1)
         hidden = mx.concatenate([prompt, trunk.embed_tokens(tail)], axis=1)
-        hidden = trunk(inputs_embeds=hidden, mask="causal", position_ids=_positions(np.array(tokens[0]), grids))
+        hidden = trunk(
+            inputs_embeds=hidden,
+            mask="causal",
+            position_ids=_positions(np.array(tokens[0]), grids),
+        )
         return model.language_model.lm_head(hidden[0, -1])
 
     return generate_by_recomputing(logits, num_tokens)

@@ -60,7 +60,12 @@ def build() -> nn.Module:
         )
     )
     head = "language_model.lm_head.weight"
-    enliven(model, seed=72, rules=[Rule(head, fan_in(3.0)), Rule(r"\.latents$", spread(1.0))], quiet=head)
+    enliven(
+        model,
+        seed=72,
+        rules=[Rule(head, fan_in(3.0)), Rule(r"\.latents$", spread(1.0))],
+        quiet=head,
+    )
     return model
 
 
@@ -70,7 +75,9 @@ def _request(seed: int, sizes: Sequence[tuple[int, int]], num_words: int) -> Inp
     padded = np.zeros((1, len(sizes), 3, high, wide), dtype=np.float32)
     mask = np.zeros((1, len(sizes), high, wide), dtype=np.int32)
     for index, (rows, columns) in enumerate(sizes):
-        padded[0, index, :, :rows, :columns] = pixels(seed + 31 * index, 3, rows, columns)
+        padded[0, index, :, :rows, :columns] = pixels(
+            seed + 31 * index, 3, rows, columns
+        )
         mask[0, index, :rows, :columns] = 1
     ids = prompt(seed, [[FENCE, *[IMAGE] * LATENTS, FENCE]] * len(sizes), num_words)
     return {"input_ids": ids, "pixel_values": padded, "pixel_attention_mask": mask}
@@ -89,12 +96,17 @@ def two_images(seed: int) -> Inputs:
 def _states(tower: nn.Module, picture: mx.array) -> mx.array:
     """(3, H, W) of whole patches -> (1, patches, D): the tower written out, with even positions and tanh GELU."""
     patches = tower.embeddings.patch_embedding(picture.transpose(1, 2, 0)[None])
-    rows, columns = (np.floor(np.arange(n) * (PER_SIDE / n) + 1e-6).astype(int) for n in patches.shape[1:3])
+    rows, columns = (
+        np.floor(np.arange(n) * (PER_SIDE / n) + 1e-6).astype(int)
+        for n in patches.shape[1:3]
+    )
     places = mx.array((rows[:, None] * PER_SIDE + columns).reshape(-1))
     hidden = patches.flatten(1, 2) + tower.embeddings.position_embedding(places)
     for layer in tower.encoder.layers:
         hidden = hidden + layer.self_attn(layer.layer_norm1(hidden))
-        hidden = hidden + layer.mlp.fc2(nn.gelu_approx(layer.mlp.fc1(layer.layer_norm2(hidden))))
+        hidden = hidden + layer.mlp.fc2(
+            nn.gelu_approx(layer.mlp.fc1(layer.layer_norm2(hidden)))
+        )
     return tower.post_layernorm(hidden)
 
 
@@ -105,14 +117,24 @@ def greedy(model: nn.Module, inputs: Inputs, num_tokens: int) -> Trace:
     embeds = language.embed_tokens(arrays["input_ids"])
     if "pixel_values" in arrays:
         found = []
-        for picture, mask in zip(arrays["pixel_values"][0], inputs["pixel_attention_mask"][0], strict=True):
-            high, wide = (int(mask.any(axis=axis).sum()) // PATCH * PATCH for axis in (1, 0))
-            found.append(model.connector(_states(model.vision_model, picture[:, :high, :wide]))[0])
+        for picture, mask in zip(
+            arrays["pixel_values"][0], inputs["pixel_attention_mask"][0], strict=True
+        ):
+            high, wide = (
+                int(mask.any(axis=axis).sum()) // PATCH * PATCH for axis in (1, 0)
+            )
+            found.append(
+                model.connector(_states(model.vision_model, picture[:, :high, :wide]))[
+                    0
+                ]
+            )
         embeds = put_pictures(embeds, arrays["input_ids"], IMAGE, mx.concatenate(found))
 
     def logits(generated: list[int]) -> mx.array:
         tail = language.embed_tokens(mx.array([generated], dtype=mx.int32))
-        return language(None, inputs_embeds=mx.concatenate([embeds, tail], axis=1)).logits[0, -1]
+        return language(
+            None, inputs_embeds=mx.concatenate([embeds, tail], axis=1)
+        ).logits[0, -1]
 
     return generate_by_recomputing(logits, num_tokens)
 

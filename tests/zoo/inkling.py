@@ -9,7 +9,17 @@ import numpy as np
 from mlx_vlm.models import inkling as upstream
 from mlx_vlm.models.inkling.config import AudioConfig
 
-from ._build import Rule, asks, enliven, fan_in, ids, pixels, spread, text_request, words
+from ._build import (
+    Rule,
+    asks,
+    enliven,
+    fan_in,
+    ids,
+    pixels,
+    spread,
+    text_request,
+    words,
+)
 from ._oracle import generate_alone
 from ._pictures import both, prompt
 from ._types import END_OF_TEXT, PLAIN, VOCABULARY, Inputs, TinyFamily
@@ -77,7 +87,10 @@ def request(seed: int, patches: list[int]) -> Inputs:
     parts = [words(seed, 3)]
     for index, count in enumerate(patches):
         parts += [[IMAGE] * count, words(seed + 101 * (index + 1), 4 + index)]
-    return {"input_ids": ids(*parts), "pixel_values": pixels(seed, sum(patches), 2, PATCH, PATCH, 3)}
+    return {
+        "input_ids": ids(*parts),
+        "pixel_values": pixels(seed, sum(patches), 2, PATCH, PATCH, 3),
+    }
 
 
 # One picture of 2, 4 or 9 placeholders. Two pictures of different sizes.
@@ -88,9 +101,16 @@ def heard(seed: int, counts: Sequence[int]) -> Inputs:
     """Recordings of so many frames behind their marker, padded to the longest, and words after each."""
     random = np.random.RandomState(seed + 104729)
     mask = np.arange(max(counts)) < np.array(counts)[:, None]
-    levels = random.randint(0, LEVELS, (*mask.shape, BANDS)).astype(np.int32) * mask[..., None]
+    levels = (
+        random.randint(0, LEVELS, (*mask.shape, BANDS)).astype(np.int32)
+        * mask[..., None]
+    )
     ids = prompt(seed, [[AUDIO_START, *[AUDIO] * count] for count in counts])
-    return {"input_ids": ids, "audio_input_ids": levels.astype(np.int32), "audio_input_ids_mask": mask}
+    return {
+        "input_ids": ids,
+        "audio_input_ids": levels.astype(np.int32),
+        "audio_input_ids_mask": mask,
+    }
 
 
 def audio(seed: int, size: int) -> Inputs:

@@ -61,9 +61,13 @@ def build() -> nn.Module:
 def request(seed: int, tiles: list[int]) -> Inputs:
     """Pictures of the given numbers of tiles, as ``InternVLChatProcessor`` lays them out."""
     return {
-        "input_ids": prompt(seed, [[START, *[IMAGE] * (TOKENS_PER_TILE * number), END] for number in tiles]),
+        "input_ids": prompt(
+            seed,
+            [[START, *[IMAGE] * (TOKENS_PER_TILE * number), END] for number in tiles],
+        ),
         "pixel_values": np.concatenate(
-            [pixels(seed + 31 * i, 1, n, 3, TILE, TILE) for i, n in enumerate(tiles)], axis=1
+            [pixels(seed + 31 * i, 1, n, 3, TILE, TILE) for i, n in enumerate(tiles)],
+            axis=1,
         ),
     }
 

@@ -7,7 +7,17 @@ import numpy as np
 from mlx_vlm.models.jina_vlm import config as upstream
 from mlx_vlm.models.jina_vlm.jina_vlm import Model
 
-from ._build import Rule, asks, enliven, fan_in, ids, pixels, spread, text_request, words
+from ._build import (
+    Rule,
+    asks,
+    enliven,
+    fan_in,
+    ids,
+    pixels,
+    spread,
+    text_request,
+    words,
+)
 from ._oracle import generate_alone
 from ._types import END_OF_TEXT, VOCABULARY, Inputs, TinyFamily
 

@@ -24,7 +24,9 @@ def made(seed: int, **groups: int) -> nn.Module:
             vocab_size=VOCABULARY,
             media_placeholder_token_id=IMAGE,
             eos_token_id=[END_OF_TEXT],
-            text_config=upstream.TextConfig(**{**TEXT, **LATENT, **groups}, num_key_value_heads=4),
+            text_config=upstream.TextConfig(
+                **{**TEXT, **LATENT, **groups}, num_key_value_heads=4
+            ),
             vision_config=upstream.VisionConfig(**VISION),
         )
     )

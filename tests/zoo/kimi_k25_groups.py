@@ -19,13 +19,21 @@ def build() -> nn.Module:
     """Eight experts in two groups; biases near -1, so that choices are often of less than zero."""
     model = made(seed=62, n_routed_experts=8, n_group=2, topk_group=1)
     for layer in model.language_model.layers[1:]:
-        layer.mlp.gate.e_score_correction_bias = layer.mlp.gate.e_score_correction_bias - 0.8
+        layer.mlp.gate.e_score_correction_bias = (
+            layer.mlp.gate.e_score_correction_bias - 0.8
+        )
     mx.eval(model.parameters())
     return model
 
 
 def select(
-    gates: mx.array, bias: mx.array, top_k: int, groups: int, kept: int, scale: float, normed: bool
+    gates: mx.array,
+    bias: mx.array,
+    top_k: int,
+    groups: int,
+    kept: int,
+    scale: float,
+    normed: bool,
 ) -> tuple[mx.array, mx.array]:
     """The published choice of experts (transformers, modeling_deepseek_v3.py:132-160), by sorting."""
     scores = mx.sigmoid(gates)
@@ -35,7 +43,9 @@ def select(
     choice = mx.where((ranks >= least)[..., None], grouped, -mx.inf).flatten(-2)
     experts = mx.argsort(-choice, axis=-1)[..., :top_k]
     weights = mx.take_along_axis(scores, experts, axis=-1)
-    return experts, scale * (weights / weights.sum(axis=-1, keepdims=True) if normed else weights)
+    return experts, scale * (
+        weights / weights.sum(axis=-1, keepdims=True) if normed else weights
+    )
 
 
 def greedy(model: Any, inputs: Inputs, num_tokens: int) -> Trace:

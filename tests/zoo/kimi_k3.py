@@ -9,7 +9,18 @@ import numpy as np
 from mlx_vlm.models.kimi_k3 import config as upstream_config
 from mlx_vlm.models.kimi_k3 import kimi_k3 as upstream
 
-from ._build import Rule, asks, enliven, fan_in, ids, per_expert, pixels, spread, text_request, words
+from ._build import (
+    Rule,
+    asks,
+    enliven,
+    fan_in,
+    ids,
+    per_expert,
+    pixels,
+    spread,
+    text_request,
+    words,
+)
 from ._oracle import generate_alone
 from ._types import END_OF_TEXT, PLAIN, VOCABULARY, Inputs, TinyFamily
 
@@ -77,7 +88,8 @@ def build() -> nn.Module:
         Rule(r"\.dt_bias$", spread(0.5, -2.0)),
         Rule(r"self_attn\.(b_proj|f_b_proj)\.weight$", fan_in(0.7)),
         Rule(r"\.(embed_q|unembed_out)\.weight$", per_expert(1.3)),
-        Rule(r"_res_proj\.weight$", fan_in(0.3)),  # peaked, the mixture over blocks would magnify rounding
+        # peaked, the mixture over blocks would magnify rounding
+        Rule(r"_res_proj\.weight$", fan_in(0.3)),
         Rule(r"e_score_correction_bias$", spread(0.1)),
         Rule(r"pos_emb\.weight$", spread(0.5)),
     ]
@@ -89,12 +101,20 @@ def request(seed: int, grids: Sequence[Grid]) -> Inputs:
     """Words, then each picture between its markers followed by words; patches are (patches, channels, high, wide)."""
     parts = [words(seed, 3)]
     for index, (high, wide) in enumerate(grids):
-        parts += [[START, *[IMAGE] * (high * wide // 4), END], words(seed + 101 * (index + 1), 4 + index)]
-    flat = [pixels(seed + 31 * i, high * wide, 3, PATCH, PATCH) for i, (high, wide) in enumerate(grids)]
+        parts += [
+            [START, *[IMAGE] * (high * wide // 4), END],
+            words(seed + 101 * (index + 1), 4 + index),
+        ]
+    flat = [
+        pixels(seed + 31 * i, high * wide, 3, PATCH, PATCH)
+        for i, (high, wide) in enumerate(grids)
+    ]
     return {
         "input_ids": ids(*parts),
         "pixel_values": np.concatenate(flat),
-        "grid_thws": np.array([[1, high, wide] for high, wide in grids], dtype=np.int32),
+        "grid_thws": np.array(
+            [[1, high, wide] for high, wide in grids], dtype=np.int32
+        ),
     }
 
 

@@ -19,7 +19,9 @@ def build() -> nn.Module:
             vocab_size=VOCABULARY,
             media_placeholder_token_id=IMAGE,
             eos_token_id=[END_OF_TEXT],
-            text_config=upstream.TextConfig(**TEXT, **LATENT, num_key_value_heads=4, n_group=1, topk_group=1),
+            text_config=upstream.TextConfig(
+                **TEXT, **LATENT, num_key_value_heads=4, n_group=1, topk_group=1
+            ),
             vision_config=upstream.VisionConfig(**VISION),
         )
     )

@@ -65,8 +65,13 @@ def request(seed: int, grids: Sequence[Grid]) -> Inputs:
     mask = np.zeros((len(grids), MAX_PATCHES), dtype=np.int32)
     for index, (high, wide) in enumerate(grids):
         placeholders = [IMAGE] * (high * wide // FACTOR**2)
-        parts += [[START, *placeholders, END], words(seed + 101 * (index + 1), 4 + index)]
-        flat[index, : high * wide] = pixels(seed + 31 * index, high * wide, 3 * PATCH * PATCH)
+        parts += [
+            [START, *placeholders, END],
+            words(seed + 101 * (index + 1), 4 + index),
+        ]
+        flat[index, : high * wide] = pixels(
+            seed + 31 * index, high * wide, 3 * PATCH * PATCH
+        )
         mask[index, : high * wide] = 1
     return {
         "input_ids": ids(*parts),

@@ -6,7 +6,17 @@ import mlx.nn as nn
 from mlx_vlm.models import llama4 as upstream
 from mlx_vlm.models.llama4.vision import Llama4VisionMLP
 
-from ._build import Rule, asks, enliven, fan_in, ids, pixels, spread, text_request, words
+from ._build import (
+    Rule,
+    asks,
+    enliven,
+    fan_in,
+    ids,
+    pixels,
+    spread,
+    text_request,
+    words,
+)
 from ._deepseek import heads
 from ._oracle import generate_alone
 from ._types import END_OF_TEXT, PLAIN, VOCABULARY, Inputs, TinyFamily, Trace
@@ -79,9 +89,14 @@ def build() -> nn.Module:
 def _request(seed: int, tiles: list[int]) -> Inputs:
     parts = [words(seed, 3)]
     for index, count in enumerate(tiles):
-        views = [token for _ in range(count) for token in [*[IMAGE] * TOKENS_PER_TILE, TILE]]
+        views = [
+            token for _ in range(count) for token in [*[IMAGE] * TOKENS_PER_TILE, TILE]
+        ]
         parts += [[START, *views, END], words(seed + 101 * (index + 1), 5)]
-    return {"input_ids": ids(*parts), "pixel_values": pixels(seed, sum(tiles), 3, SIDE * PATCH, SIDE * PATCH)}
+    return {
+        "input_ids": ids(*parts),
+        "pixel_values": pixels(seed, sum(tiles), 3, SIDE * PATCH, SIDE * PATCH),
+    }
 
 
 # One picture of 1, 3 or 5 views. A picture of three views and one of a single view.
@@ -90,7 +105,11 @@ image, two_images = asks(_request, NUM_TILES, (3, 1))
 
 def greedy(model: nn.Module, inputs: Inputs, num_tokens: int) -> Trace:
     """mlx-vlm's own path, with the exact GELU in the tower while it lasts."""
-    found = [module for _, module in model.vision_model.named_modules() if isinstance(module, Llama4VisionMLP)]
+    found = [
+        module
+        for _, module in model.vision_model.named_modules()
+        if isinstance(module, Llama4VisionMLP)
+    ]
     before = [module.activation_fn for module in found]
     for module in found:
         module.activation_fn = nn.GELU()

@@ -45,7 +45,12 @@ def build() -> nn.Module:
         )
     )
     head = "language_model.lm_head.weight"
-    enliven(model, seed=21, rules=[Rule(head, fan_in(3.0)), Rule("class_embedding", spread(0.5))], quiet=head)
+    enliven(
+        model,
+        seed=21,
+        rules=[Rule(head, fan_in(3.0)), Rule("class_embedding", spread(0.5))],
+        quiet=head,
+    )
     return model
 
 

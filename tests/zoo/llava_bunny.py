@@ -43,7 +43,12 @@ def build() -> nn.Module:
         )
     )
     head = "language_model.model.lm_head.weight"
-    enliven(model, seed=81, rules=[Rule(head, fan_in(3.0)), Rule(r"\.probe$", spread(0.5))], quiet=head)
+    enliven(
+        model,
+        seed=81,
+        rules=[Rule(head, fan_in(3.0)), Rule(r"\.probe$", spread(0.5))],
+        quiet=head,
+    )
     return model
 
 

@@ -60,7 +60,11 @@ def build() -> nn.Module:
         )
     )
     head = "language_model.lm_head.weight"
-    rules = [Rule(head, fan_in(3.0)), Rule("class_embedding", spread(0.5)), Rule("image_newline", spread(1.0))]
+    rules = [
+        Rule(head, fan_in(3.0)),
+        Rule("class_embedding", spread(0.5)),
+        Rule("image_newline", spread(1.0)),
+    ]
     enliven(model, seed=22, rules=rules, quiet=head)
     return model
 
@@ -92,9 +96,13 @@ def tiled_request(seed: int, pictures: Sequence[Picture], marker: int) -> Inputs
     most = max(rows * columns for _, (rows, columns) in pictures) + 1
     tiles = np.zeros((len(pictures), most, 3, TILE, TILE), dtype=np.float32)
     for index, (_, (rows, columns)) in enumerate(pictures):
-        tiles[index, : rows * columns + 1] = pixels(seed + 31 * index, rows * columns + 1, 3, TILE, TILE)
+        tiles[index, : rows * columns + 1] = pixels(
+            seed + 31 * index, rows * columns + 1, 3, TILE, TILE
+        )
     return {
-        "input_ids": prompt(seed, [[marker] * num_tokens_of(*picture) for picture in pictures]),
+        "input_ids": prompt(
+            seed, [[marker] * num_tokens_of(*picture) for picture in pictures]
+        ),
         "pixel_values": tiles,
         "image_sizes": np.array([size for size, _ in pictures]),
     }
@@ -104,17 +112,24 @@ def tiled_request(seed: int, pictures: Sequence[Picture], marker: int) -> Inputs
 image, two_images = asks(request, (0, 1, 2), (1, 0))
 
 
-def pack(features: mx.array, size: tuple[int, int], grid: tuple[int, int], newline: mx.array) -> mx.array:
+def pack(
+    features: mx.array, size: tuple[int, int], grid: tuple[int, int], newline: mx.array
+) -> mx.array:
     """(1 + tiles, SIDE * SIDE, D) of one picture -> (tokens, D)."""
     rows, columns = grid
     tiles = features[1 : 1 + rows * columns].reshape(rows, columns, SIDE, SIDE, -1)
-    plane = tiles.transpose(0, 2, 1, 3, 4).reshape(rows * SIDE, columns * SIDE, -1)[kept(size, grid)]
+    plane = tiles.transpose(0, 2, 1, 3, 4).reshape(rows * SIDE, columns * SIDE, -1)[
+        kept(size, grid)
+    ]
     lines = [mx.concatenate([line, newline[None]]) for line in plane]
     return mx.concatenate([features[0], *lines])
 
 
 def packed_features(
-    features: Callable[[mx.array], mx.array], inputs: Inputs, pictures: Sequence[Picture], newline: mx.array
+    features: Callable[[mx.array], mx.array],
+    inputs: Inputs,
+    pictures: Sequence[Picture],
+    newline: mx.array,
 ) -> mx.array:
     """(tokens, D) of all pictures of a request, whose grids ``pictures`` say."""
     grids = dict(pictures)
@@ -129,7 +144,9 @@ def packed_features(
 
 def _features(model: nn.Module, tiles: mx.array) -> mx.array:
     """(T, 3, TILE, TILE) -> (T, SIDE * SIDE, D)"""
-    *_, states = model.vision_tower(tiles.transpose(0, 2, 3, 1), output_hidden_states=True)
+    *_, states = model.vision_tower(
+        tiles.transpose(0, 2, 3, 1), output_hidden_states=True
+    )
     return model.multi_modal_projector(states[-2][:, 1:])
 
 
@@ -138,7 +155,9 @@ def greedy(model: nn.Module, inputs: Inputs, num_tokens: int) -> Trace:
     arrays: dict[str, Any] = to_mx(inputs)
     prompt = model.language_model.model.embed_tokens(arrays["input_ids"])
     if "pixel_values" in arrays:
-        packed = packed_features(partial(_features, model), inputs, PICTURES, model.image_newline)
+        packed = packed_features(
+            partial(_features, model), inputs, PICTURES, model.image_newline
+        )
         prompt = put_pictures(prompt, arrays["input_ids"], IMAGE, packed)
     return generate_from_embeddings(model, prompt, num_tokens)
 

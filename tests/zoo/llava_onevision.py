@@ -70,9 +70,13 @@ def _request(seed: int, sizes: list[int], num_words: int) -> Inputs:
     most = max(rows * columns for _, (rows, columns) in pictures) + 1
     tiles = np.zeros((len(pictures), most, 3, TILE, TILE), dtype=np.float32)
     for index, (_, (rows, columns)) in enumerate(pictures):
-        tiles[index, : rows * columns + 1] = pixels(seed + 31 * index, rows * columns + 1, 3, TILE, TILE)
+        tiles[index, : rows * columns + 1] = pixels(
+            seed + 31 * index, rows * columns + 1, 3, TILE, TILE
+        )
     return {
-        "input_ids": prompt(seed, [[IMAGE] * _num_tokens(*picture) for picture in pictures], num_words),
+        "input_ids": prompt(
+            seed, [[IMAGE] * _num_tokens(*picture) for picture in pictures], num_words
+        ),
         "pixel_values": tiles,
         "image_sizes": np.array([size for size, _ in pictures]),
     }
@@ -90,7 +94,9 @@ def two_images(seed: int) -> Inputs:
 
 def _video(seed: int, frames: int) -> tuple[list[int], np.ndarray]:
     """A video's placeholders, one for each 2 x 2 patches and one for the end of the video, and its frames."""
-    return [VIDEO] * (frames * math.ceil(SIDE / 2) ** 2 + 1), pixels(seed + 57, 1, frames, 3, TILE, TILE)
+    return [VIDEO] * (frames * math.ceil(SIDE / 2) ** 2 + 1), pixels(
+        seed + 57, 1, frames, 3, TILE, TILE
+    )
 
 
 def video(seed: int, size: int) -> Inputs:
@@ -104,7 +110,11 @@ def picture_and_video(seed: int) -> Inputs:
     pictures = two_images(seed)
     tokens, frames = _video(seed, 3)
     first, last = ([IMAGE] * _num_tokens(*PICTURES[size]) for size in (1, 0))
-    return {**pictures, "input_ids": prompt(seed, [first, tokens, last]), "pixel_values_videos": frames}
+    return {
+        **pictures,
+        "input_ids": prompt(seed, [first, tokens, last]),
+        "pixel_values_videos": frames,
+    }
 
 
 FAMILY = TinyFamily(

@@ -52,8 +52,14 @@ def build() -> nn.Module:
 def _request(seed: int, tiles: list[int]) -> Inputs:
     parts = [words(seed, 3)]
     for index, count in enumerate(tiles):
-        parts += [[START, *[IMAGE] * (count * TOKENS_PER_TILE), END], words(seed + 101 * (index + 1), 4)]
-    return {"input_ids": ids(*parts), "pixel_values": pixels(seed, sum(tiles), 3, SIDE * PATCH, SIDE * PATCH)}
+        parts += [
+            [START, *[IMAGE] * (count * TOKENS_PER_TILE), END],
+            words(seed + 101 * (index + 1), 4),
+        ]
+    return {
+        "input_ids": ids(*parts),
+        "pixel_values": pixels(seed, sum(tiles), 3, SIDE * PATCH, SIDE * PATCH),
+    }
 
 
 # One picture of 1, 2 or 4 tiles. Pictures of two tiles and of one.

@@ -33,7 +33,8 @@ def build() -> nn.Module:
                 rope_theta=100.0,
             ),
             vision_config=upstream_config.VisionConfig(
-                hidden_size=64,  # heads of 32 are the least that the rotary split of 4:6:6 allows
+                # heads of 32 are the least that the rotary split of 4:6:6 allows
+                hidden_size=64,
                 num_hidden_layers=2,
                 num_attention_heads=2,
                 intermediate_size=64,

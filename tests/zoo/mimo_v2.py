@@ -104,10 +104,14 @@ def build() -> nn.Module:
 def heard(seed: int, lengths: Sequence[int]) -> Inputs:
     """Recordings of so many frames of codes between their markers, and words after each."""
     random = np.random.RandomState(seed + 104729)
-    marked = [[AUDIO_START, *[AUDIO] * -(-length // GROUP), AUDIO_END] for length in lengths]
+    marked = [
+        [AUDIO_START, *[AUDIO] * -(-length // GROUP), AUDIO_END] for length in lengths
+    ]
     return {
         "input_ids": prompt(seed, marked),
-        "audio_codes": random.randint(0, CODES, (sum(lengths), CHANNELS)).astype(np.int32),
+        "audio_codes": random.randint(0, CODES, (sum(lengths), CHANNELS)).astype(
+            np.int32
+        ),
         "audio_code_lengths": list(lengths),
     }
 

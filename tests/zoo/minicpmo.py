@@ -9,7 +9,17 @@ import mlx.nn as nn
 import numpy as np
 from mlx_vlm.models import minicpmo as upstream
 
-from ._build import Rule, asks, enliven, fan_in, ids, pixels, spread, text_request, words
+from ._build import (
+    Rule,
+    asks,
+    enliven,
+    fan_in,
+    ids,
+    pixels,
+    spread,
+    text_request,
+    words,
+)
 from ._oracle import generate_alone, generate_by_recomputing, nothing_remembered, to_mx
 from ._types import END_OF_TEXT, PLAIN, VOCABULARY, Inputs, TinyFamily, Trace
 
@@ -18,7 +28,8 @@ BANDS, WIDTH, SOUND_HEADS = 80, 16, 2
 #: States of the encoder that are one feature, and that see each other: a fifth of a second, as the whole is small.
 POOLED, CHUNK = 5, 10
 PATCH, QUERIES = 4, 4
-SLICES = (((2, 3),), ((2, 2), (3, 2)), ((3, 3), (2, 4), (2, 4)))  # patches (high, wide) of a picture's slices
+# patches (high, wide) of a picture's slices
+SLICES = (((2, 3),), ((2, 2), (3, 2)), ((3, 3), (2, 4), (2, 4)))
 
 
 def build() -> nn.Module:
@@ -76,7 +87,9 @@ def _request(seed: int, pictures: list[tuple[tuple[int, int], ...]]) -> Inputs:
         for number, (high, wide) in enumerate(picture):
             bounds.append([len(tokens) + 1, len(tokens) + 1 + QUERIES])
             tokens += [START, *[UNKNOWN] * QUERIES, END]
-            slices.append(pixels(seed + 31 * index + number, 3, PATCH, PATCH * high * wide))
+            slices.append(
+                pixels(seed + 31 * index + number, 3, PATCH, PATCH * high * wide)
+            )
             sizes.append([high, wide])
         tokens += words(seed + 101 * (index + 1), 4)
     return {
@@ -98,7 +111,12 @@ def _heard(seed: int, recordings: Sequence[Sequence[int]]) -> Inputs:
     for index, pieces in enumerate(recordings):
         count = sum((frames + 1) // 2 // POOLED for frames in pieces)
         bounds.append([len(tokens) + 1, len(tokens) + 1 + count])
-        tokens += [AUDIO_START, *[UNKNOWN] * count, AUDIO_END, *words(seed + 103 * (index + 1), 4 + index)]
+        tokens += [
+            AUDIO_START,
+            *[UNKNOWN] * count,
+            AUDIO_END,
+            *words(seed + 103 * (index + 1), 4 + index),
+        ]
     lengths = [frames for pieces in recordings for frames in pieces]
     shape = (len(lengths), BANDS, max(lengths))
     values = random.standard_normal(shape) + 2 * random.standard_normal((*shape[:2], 1))
@@ -134,7 +152,9 @@ def _encoded(model: nn.Module, piece: mx.array) -> mx.array:
     hidden = nn.gelu(tower.conv2(nn.gelu(tower.conv1(piece.swapaxes(1, 2)))))[0]
     hidden = hidden + tower.embed_positions.weight[: len(hidden)]
     places = np.arange(len(hidden)) // CHUNK
-    hidden_from = mx.array(np.where(places[None] > places[:, None], -np.inf, 0).astype(np.float32))
+    hidden_from = mx.array(
+        np.where(places[None] > places[:, None], -np.inf, 0).astype(np.float32)
+    )
     for layer in tower.layers:
         attend, normed = layer.self_attn, layer.self_attn_layer_norm(hidden)
         queries, keys, values = (
@@ -142,7 +162,9 @@ def _encoded(model: nn.Module, piece: mx.array) -> mx.array:
             for project in (attend.q_proj, attend.k_proj, attend.v_proj)
         )
         scores = queries @ keys.swapaxes(1, 2) * attend.head_dim**-0.5 + hidden_from
-        hidden = hidden + attend.out_proj((mx.softmax(scores, axis=-1) @ values).swapaxes(0, 1).flatten(1))
+        hidden = hidden + attend.out_proj(
+            (mx.softmax(scores, axis=-1) @ values).swapaxes(0, 1).flatten(1)
+        )
         hidden = hidden + layer.fc2(nn.gelu(layer.fc1(layer.final_layer_norm(hidden))))
     projector = model.audio_projection_layer
     states = projector.linear2(nn.relu(projector.linear1(tower.layer_norm(hidden))))
@@ -155,19 +177,35 @@ def greedy(model: nn.Module, inputs: Inputs, num_tokens: int) -> Trace:
     if "audio_features" not in inputs:
         return generate_alone(model, inputs, num_tokens)
     arrays = to_mx(inputs)
-    seen = {name: arrays[name] for name in ("pixel_values", "tgt_sizes", "image_bound") if name in arrays}
+    seen = {
+        name: arrays[name]
+        for name in ("pixel_values", "tgt_sizes", "image_bound")
+        if name in arrays
+    }
     embeds = model.get_input_embeddings(arrays["input_ids"], **seen).inputs_embeds
     pieces = zip(arrays["audio_features"], inputs["audio_feature_lens"][0], strict=True)
-    features = mx.concatenate([_encoded(model, piece[None, :, :length]) for piece, length in pieces])
-    places = np.concatenate([np.arange(first, end) for first, end in inputs["audio_bounds"][0]])
+    features = mx.concatenate(
+        [_encoded(model, piece[None, :, :length]) for piece, length in pieces]
+    )
+    places = np.concatenate(
+        [np.arange(first, end) for first, end in inputs["audio_bounds"][0]]
+    )
     embeds[:, mx.array(places)] = features[None]
     language = model.language_model
 
     def logits(generated: list[int]) -> mx.array:
-        hidden = mx.concatenate([embeds, language.model.embed_tokens(mx.array([generated], dtype=mx.int32))], axis=1)
+        hidden = mx.concatenate(
+            [
+                embeds,
+                language.model.embed_tokens(mx.array([generated], dtype=mx.int32)),
+            ],
+            axis=1,
+        )
         positions = mx.broadcast_to(mx.arange(hidden.shape[1]), (3, *hidden.shape[:2]))
         blank = mx.zeros(hidden.shape[:2], mx.int32)
-        return language(blank, inputs_embeds=hidden, position_ids=positions).logits[0, -1]
+        return language(blank, inputs_embeds=hidden, position_ids=positions).logits[
+            0, -1
+        ]
 
     with nothing_remembered(model):
         return generate_by_recomputing(logits, num_tokens)

@@ -26,14 +26,22 @@ VISION: dict[str, Any] = {
     "image_size": PATCH * 8,
     "patch_size": PATCH,
 }
-MODEL: dict[str, Any] = {"patch_size": PATCH, "insert_layer_id": 0, "eos_token_id": [END_OF_TEXT]}
+MODEL: dict[str, Any] = {
+    "patch_size": PATCH,
+    "insert_layer_id": 0,
+    "eos_token_id": [END_OF_TEXT],
+}
 
 
 def build() -> nn.Module:
     """Four layers of 64: two recurrent, two with attention; two vision blocks of 32."""
-    text = upstream_config.TextConfig(model_type="qwen3_5_text", intermediate_size=96, rope_parameters=rope(), **TEXT)
+    text = upstream_config.TextConfig(
+        model_type="qwen3_5_text", intermediate_size=96, rope_parameters=rope(), **TEXT
+    )
     vision = upstream_config.VisionConfig(**VISION)
-    model = upstream.Model(upstream_config.ModelConfig(text_config=text, vision_config=vision, **MODEL))
+    model = upstream.Model(
+        upstream_config.ModelConfig(text_config=text, vision_config=vision, **MODEL)
+    )
     assert text.vocab_size == VOCABULARY
     enliven(model, seed=46, rules=RULES, quiet=HEAD)
     return model
@@ -46,7 +54,10 @@ def request(seed: int, grid: tuple[int, int], number: int) -> Inputs:
     for index in range(number):
         tokens = high * wide // 16
         bounds.append([length + 1, length + 1 + tokens])
-        parts += [[START, *[IMAGE] * tokens, END], words(seed + 101 * (index + 1), 4 + index)]
+        parts += [
+            [START, *[IMAGE] * tokens, END],
+            words(seed + 101 * (index + 1), 4 + index),
+        ]
         length += tokens + 6 + index
     return {
         "input_ids": ids(*parts),
@@ -72,12 +83,18 @@ def _with_frames(seed: int, slices: list[tuple[int, tuple[int, int], int]]) -> I
     for index, (marker, (high, wide), behind) in enumerate(slices):
         tokens = high * wide // 16
         bounds.append([length + 1, length + 1 + tokens])
-        parts += [[START, *[marker] * tokens, END], words(seed + 101 * (index + 1), behind)]
+        parts += [
+            [START, *[marker] * tokens, END],
+            words(seed + 101 * (index + 1), behind),
+        ]
         length += tokens + 2 + behind
     return {
         "input_ids": ids(*parts),
         "pixel_values": [
-            [pixels(seed + 31 * i, 3, PATCH, grid[0] * grid[1] * PATCH) for i, (_, grid, _) in enumerate(slices)]
+            [
+                pixels(seed + 31 * i, 3, PATCH, grid[0] * grid[1] * PATCH)
+                for i, (_, grid, _) in enumerate(slices)
+            ]
         ],
         "tgt_sizes": np.array([[grid for _, grid, _ in slices]], dtype=np.int32),
         "image_bound": np.array([bounds], dtype=np.int32),
@@ -87,7 +104,9 @@ def _with_frames(seed: int, slices: list[tuple[int, tuple[int, int], int]]) -> I
 def video(seed: int, size: int) -> Inputs:
     """A video of 2, 3 or 5 frames."""
     count = (2, 3, 5)[size]
-    return _with_frames(seed, [(VIDEO, GRIDS[1], 4 * (index == count - 1)) for index in range(count)])
+    return _with_frames(
+        seed, [(VIDEO, GRIDS[1], 4 * (index == count - 1)) for index in range(count)]
+    )
 
 
 def picture_and_video(seed: int) -> Inputs:

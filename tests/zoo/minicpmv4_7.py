@@ -67,7 +67,10 @@ def _placed(found: Inputs) -> Inputs:
     """4.6's request, with this family's placeholder for videos; the places of the slices are found in the ids."""
     del found["image_bound"]
     tokens = found["input_ids"]
-    return {**found, "input_ids": np.where(tokens == before.VIDEO, VIDEO, tokens).astype(np.int32)}
+    return {
+        **found,
+        "input_ids": np.where(tokens == before.VIDEO, VIDEO, tokens).astype(np.int32),
+    }
 
 
 def video(seed: int, size: int) -> Inputs:
@@ -88,7 +91,9 @@ def sliced(seed: int) -> Inputs:
     slices = [SLICE_START, *placeholders, SLICE_END] * 2
     return {
         "input_ids": ids(words(seed, 3), thumbnail, slices, words(seed + 101, 5)),
-        "pixel_values": pixels(seed, 1, 3, 3, before.PATCH, grid[0] * grid[1] * before.PATCH),
+        "pixel_values": pixels(
+            seed, 1, 3, 3, before.PATCH, grid[0] * grid[1] * before.PATCH
+        ),
         "tgt_sizes": np.array([[grid] * 3], dtype=np.int32),
     }
 

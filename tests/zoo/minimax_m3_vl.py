@@ -81,22 +81,40 @@ def build() -> nn.Module:
     return model
 
 
-def _picked(indexer: Any, queries: mx.array, keys: mx.array, start: int, mask: Any, positions: mx.array) -> np.ndarray:
+def _picked(
+    indexer: Any,
+    queries: mx.array,
+    keys: mx.array,
+    start: int,
+    mask: Any,
+    positions: mx.array,
+) -> np.ndarray:
     """(B, index heads, L, blocks): whether a head of the index picks a block for a token: its own block and the best."""
     here = np.array(positions)[:, None, :, None]
     scores = np.array(queries) @ np.array(keys).swapaxes(2, 3)  # (B, index heads, L, T)
     length = scores.shape[3]
     scores = np.where(np.arange(length) <= here, scores, -np.inf)
-    scores = np.pad(scores, [(0, 0)] * 3 + [(0, -length % BLOCK)], constant_values=-np.inf)
+    scores = np.pad(
+        scores, [(0, 0)] * 3 + [(0, -length % BLOCK)], constant_values=-np.inf
+    )
     best = scores.reshape(*scores.shape[:3], -1, BLOCK).max(axis=4)
-    best[np.broadcast_to(np.arange(best.shape[3]) == here // BLOCK, best.shape)] = np.inf
+    best[np.broadcast_to(np.arange(best.shape[3]) == here // BLOCK, best.shape)] = (
+        np.inf
+    )
     order = np.argsort(-best, axis=3, kind="stable")[..., :TOP]
     picked = np.zeros(best.shape, dtype=bool)
     np.put_along_axis(picked, order, True, axis=3)
     return picked & (best > -np.inf)
 
 
-def _mask(indexer: Any, picked: np.ndarray, mask: Any, length: int, dtype: Any, positions: mx.array) -> mx.array:
+def _mask(
+    indexer: Any,
+    picked: np.ndarray,
+    mask: Any,
+    length: int,
+    dtype: Any,
+    positions: mx.array,
+) -> mx.array:
     """(B, heads, L, T): what each attention head sees, through the blocks of its group's head of the index."""
     groups = indexer.attention.num_attention_heads // picked.shape[1]
     seen = picked.repeat(BLOCK, axis=3)[..., :length].repeat(groups, axis=1)
@@ -106,7 +124,9 @@ def _mask(indexer: Any, picked: np.ndarray, mask: Any, length: int, dtype: Any, 
 def greedy(model: nn.Module, inputs: Inputs, num_tokens: int) -> Trace:
     """mlx-vlm's own loop, with blocks of its own for every head of the index."""
     with mock.patch.multiple(
-        "mlx_vlm.models.minimax_m3_vl.language.MiniMaxM3Indexer", select_blocks=_picked, build_block_mask=_mask
+        "mlx_vlm.models.minimax_m3_vl.language.MiniMaxM3Indexer",
+        select_blocks=_picked,
+        build_block_mask=_mask,
     ):
         return generate_alone(model, inputs, num_tokens)
 

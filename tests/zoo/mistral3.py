@@ -44,7 +44,9 @@ def build_with(seed: int, rules: Sequence[Rule] = (), **text: Any) -> nn.Module:
 
 def build() -> nn.Module:
     """Mistral's text, as in Mistral Small 3.1."""
-    return build_with(61, model_type="mistral", num_key_value_heads=2, head_dim=16, rope_theta=100.0)
+    return build_with(
+        61, model_type="mistral", num_key_value_heads=2, head_dim=16, rope_theta=100.0
+    )
 
 
 def image(seed: int, size: int) -> Inputs:

@@ -15,7 +15,14 @@ from .mistral3 import build_with, tiny
 from .mistral3_ministral3 import ROPE
 
 #: Rotations as published (YaRN without a factor of its own for attention), over a length that short prompts exceed.
-YARN: dict[str, Any] = {**ROPE, "type": "yarn", "rope_type": "yarn", "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0}
+YARN: dict[str, Any] = {
+    **ROPE,
+    "type": "yarn",
+    "rope_type": "yarn",
+    "factor": 8.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+}
 YARN |= {"mscale": 1.0, "mscale_all_dim": 1.0}
 
 
@@ -62,7 +69,9 @@ def greedy(model: nn.Module, inputs: Inputs, num_tokens: int) -> Trace:
     finally:
         for layer in layers:
             layer.self_attn.scale /= factor
-            layer.self_attn.q_a_layernorm.eps = layer.self_attn.kv_a_layernorm.eps = 1e-5
+            layer.self_attn.q_a_layernorm.eps = layer.self_attn.kv_a_layernorm.eps = (
+                1e-5
+            )
 
 
 FAMILY = tiny(

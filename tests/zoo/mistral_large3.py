@@ -30,7 +30,12 @@ def build() -> nn.Module:
             vision_config=vision_config(),
         )
     )
-    enliven(model, seed=91, rules=[Rule(r"e_score_correction_bias$", spread(0.0)), *RULES], quiet=HEAD)
+    enliven(
+        model,
+        seed=91,
+        rules=[Rule(r"e_score_correction_bias$", spread(0.0)), *RULES],
+        quiet=HEAD,
+    )
     return model
 
 
@@ -50,11 +55,15 @@ def greedy(model: nn.Module, inputs: Inputs, num_tokens: int) -> Trace:
             hidden = layer(hidden, mask)
         return language.lm_head(language.model.norm(hidden))[0, -1]
 
-    with mock.patch("mlx_vlm.models.deepseek_v3.language.group_expert_select", _by_softmax):
+    with mock.patch(
+        "mlx_vlm.models.deepseek_v3.language.group_expert_select", _by_softmax
+    ):
         return generate_by_recomputing(logits, num_tokens)
 
 
-def _by_softmax(gates: mx.array, bias: mx.array, count: int, *settings: Any) -> tuple[mx.array, mx.array]:
+def _by_softmax(
+    gates: mx.array, bias: mx.array, count: int, *settings: Any
+) -> tuple[mx.array, mx.array]:
     """The likeliest experts, and their shares of what they have together."""
     chosen = mx.argsort(-gates, axis=-1)[..., :count]
     return chosen, mx.softmax(mx.take_along_axis(gates, chosen, axis=-1), axis=-1)

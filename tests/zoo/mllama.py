@@ -9,7 +9,17 @@ import mlx.nn as nn
 import numpy as np
 from mlx_vlm.models import mllama as upstream
 
-from ._build import Rule, asks, enliven, fan_in, ids, pixels, spread, text_request, words
+from ._build import (
+    Rule,
+    asks,
+    enliven,
+    fan_in,
+    ids,
+    pixels,
+    spread,
+    text_request,
+    words,
+)
 from ._oracle import generate_by_recomputing, to_mx
 from ._types import VOCABULARY, Inputs, TinyFamily, Trace
 
@@ -79,7 +89,9 @@ def _request(seed: int, ratios: Sequence[int]) -> Inputs:
     tiles = np.zeros((1, len(ratios), MAX_TILES, 3, TILE, TILE), dtype=np.float32)
     tile_mask = np.zeros((1, len(ratios), MAX_TILES), dtype=np.int32)
     for index, ratio in enumerate(ratios):
-        tiles[0, index, : NUM_TILES[ratio]] = pixels(seed + 31 * index, NUM_TILES[ratio], 3, TILE, TILE)
+        tiles[0, index, : NUM_TILES[ratio]] = pixels(
+            seed + 31 * index, NUM_TILES[ratio], 3, TILE, TILE
+        )
         tile_mask[0, index, : NUM_TILES[ratio]] = 1
     return {
         "input_ids": input_ids,
@@ -106,8 +118,12 @@ image, two_images = asks(_request, SIZES, (WIDE, ONE))
 
 def _vision_states(model: nn.Module, arrays: dict) -> mx.array:
     """(1, images * tiles * tokens, D)"""
-    features = model.vision_tower(arrays["pixel_values"], arrays["aspect_ratio_ids"], arrays["aspect_ratio_mask"])[0]
-    return model.multi_modal_projector(features).reshape(1, -1, model.config.text_config.hidden_size)
+    features = model.vision_tower(
+        arrays["pixel_values"], arrays["aspect_ratio_ids"], arrays["aspect_ratio_mask"]
+    )[0]
+    return model.multi_modal_projector(features).reshape(
+        1, -1, model.config.text_config.hidden_size
+    )
 
 
 def _cross_bias(seen: mx.array) -> tuple[mx.array, mx.array]:
@@ -116,12 +132,16 @@ def _cross_bias(seen: mx.array) -> tuple[mx.array, mx.array]:
     A row that sees nothing attends to everything, but its MLP is skipped (transformers,
     modeling_mllama.py:46-71 and 703-707).
     """
-    keys = mx.repeat(seen.reshape(1, 1, seen.shape[0], -1), TOKENS_PER_TILE, axis=-1).astype(mx.float32)
+    keys = mx.repeat(
+        seen.reshape(1, 1, seen.shape[0], -1), TOKENS_PER_TILE, axis=-1
+    ).astype(mx.float32)
     sees = keys.max(axis=-1, keepdims=True)
     return (1.0 - keys) * -1e9 * sees, sees
 
 
-def _logits(model: nn.Module, tokens: mx.array, states: mx.array | None, seen: mx.array | None) -> mx.array:
+def _logits(
+    model: nn.Module, tokens: mx.array, states: mx.array | None, seen: mx.array | None
+) -> mx.array:
     """(V,) after the last of (1, L) tokens, computed from nothing."""
     language = model.language_model
     bias, sees = (None, None) if seen is None else _cross_bias(seen)
@@ -130,7 +150,9 @@ def _logits(model: nn.Module, tokens: mx.array, states: mx.array | None, seen: m
         if index not in CROSS_LAYERS:
             hidden = layer(hidden, mask="causal")
         elif states is not None:
-            hidden = layer(hidden, states, attention_mask=bias, full_text_row_masked_out_mask=sees)
+            hidden = layer(
+                hidden, states, attention_mask=bias, full_text_row_masked_out_mask=sees
+            )
     return language.lm_head(language.model.norm(hidden[:, -1]))[0]
 
 
@@ -141,7 +163,9 @@ def greedy(model: nn.Module, inputs: Inputs, num_tokens: int) -> Trace:
     states = _vision_states(model, arrays) if has_image else None
 
     def logits(generated: list[int]) -> mx.array:
-        tokens = mx.concatenate([arrays["input_ids"], mx.array([generated], dtype=mx.int32)], axis=1)
+        tokens = mx.concatenate(
+            [arrays["input_ids"], mx.array([generated], dtype=mx.int32)], axis=1
+        )
         if not has_image:
             return _logits(model, tokens, None, None)
         seen = arrays["cross_attention_mask"][0]

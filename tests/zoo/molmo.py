@@ -76,7 +76,9 @@ def image(seed: int, size: int) -> Inputs:
     return {
         "input_ids": ids(tokens, words(seed, 5)),
         "pixel_values": pixels(seed, crops, SIDE**2, 3 * PATCH**2),
-        "image_input_idx": np.array(index, dtype=np.int32).reshape(crops, TOKENS_PER_CROP),
+        "image_input_idx": np.array(index, dtype=np.int32).reshape(
+            crops, TOKENS_PER_CROP
+        ),
         "image_masks": masks,
     }
 

@@ -52,7 +52,9 @@ def build() -> nn.Module:
             eos_token_id=[VOCABULARY - 1],
             text_config=upstream.TextConfig(**TEXT),
             vision_config=upstream.VisionConfig(
-                vit_config=upstream.VitConfig(**VISION, image_default_input_size=[SIDE * PATCH, SIDE * PATCH]),
+                vit_config=upstream.VitConfig(
+                    **VISION, image_default_input_size=[SIDE * PATCH, SIDE * PATCH]
+                ),
                 adapter_config=upstream.AdapterConfig(**POOLING, vit_layers=VIT_LAYERS),
             ),
         )
@@ -66,7 +68,12 @@ def build() -> nn.Module:
 def picture(grid: Grid) -> list[int]:
     """The ids of one picture, far view and then close view, as `Molmo2Processor.replace_image_token` orders them."""
     low_high, low_wide = LOW_GRID
-    return [LOW_START, *([PATCH_TOKEN] * low_wide + [COLUMN]) * low_high, END, *close_view(grid)]
+    return [
+        LOW_START,
+        *([PATCH_TOKEN] * low_wide + [COLUMN]) * low_high,
+        END,
+        *close_view(grid),
+    ]
 
 
 def request(seed: int, grids: Sequence[Grid]) -> Inputs:
@@ -85,16 +92,21 @@ def is_picture(tokens: np.ndarray) -> np.ndarray:
 def greedy(model: nn.Module, inputs: Inputs, num_tokens: int) -> Trace:
     """The whole sequence at each step, under a mask that lets picture tokens see each other."""
     arrays = to_mx(inputs)
-    for (
-        block
-    ) in model.vision_tower.image_vit.transformer:  # upstream: a sigmoid for the tanh form that its config names
+    for block in model.vision_tower.image_vit.transformer:
+        # upstream: a sigmoid for the tanh form that its config names
         block.feed_forward.act = nn.GELU(approx="precise")
     prompt = model.get_input_embeddings(**arrays).inputs_embeds
     language, tokens = model.language_model, np.asarray(inputs["input_ids"])[0]
 
     def logits(generated: list[int]) -> mx.array:
-        hidden = mx.concatenate([prompt, language.model.wte(mx.array([generated], dtype=mx.int32))], axis=1)
-        picture = mx.array(is_picture(np.concatenate([tokens, np.array(generated, dtype=tokens.dtype)])))
+        hidden = mx.concatenate(
+            [prompt, language.model.wte(mx.array([generated], dtype=mx.int32))], axis=1
+        )
+        picture = mx.array(
+            is_picture(
+                np.concatenate([tokens, np.array(generated, dtype=tokens.dtype)])
+            )
+        )
         places = mx.arange(hidden.shape[1])
         mask = (places[None] <= places[:, None]) | (picture[None] & picture[:, None])
         for block in language.model.blocks:

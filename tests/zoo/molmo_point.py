@@ -61,13 +61,23 @@ def build() -> nn.Module:
             token_prediction_rotary_theta=100.0,
             eos_token_id=[VOCABULARY - 1],
             text_config=upstream.TextConfig(**TEXT, max_position_embeddings=1024),
-            vision_config=upstream.VisionConfig(**VISION, image_default_input_size=(SIDE * PATCH, SIDE * PATCH)),
-            adapter_config=upstream.AdapterConfig(**POOLING, vit_layers=tuple(VIT_LAYERS), pooling_attention_mask=True),
+            vision_config=upstream.VisionConfig(
+                **VISION, image_default_input_size=(SIDE * PATCH, SIDE * PATCH)
+            ),
+            adapter_config=upstream.AdapterConfig(
+                **POOLING, vit_layers=tuple(VIT_LAYERS), pooling_attention_mask=True
+            ),
         )
     )
     rules = [
-        Rule(r"lm_head\.output_embeddings$", lambda random, shape: quiet(fan_in(3.0)(random, shape))),
-        Rule(r"lm_head\.new_output_embeddings$", lambda random, shape: pointing(fan_in(0.3)(random, shape))),
+        Rule(
+            r"lm_head\.output_embeddings$",
+            lambda random, shape: quiet(fan_in(3.0)(random, shape)),
+        ),
+        Rule(
+            r"lm_head\.new_output_embeddings$",
+            lambda random, shape: pointing(fan_in(0.3)(random, shape)),
+        ),
         Rule(r"embedding$", spread(1.0)),
         Rule(r"add_no_point_class_embed\.vector$", spread(1.0)),
         Rule(r"(patch_q|patch_k|subpatch_q|subpatch_k)\.weight$", fan_in(1.3)),
@@ -96,7 +106,10 @@ def picture(grid: Grid) -> list[int]:
 
 def request(seed: int, grids: Sequence[Grid]) -> Inputs:
     made = _molmo.request(seed, grids, picture)
-    return {**made, "token_type_ids": (made["input_ids"] >= VOCABULARY).astype(np.int32)}
+    return {
+        **made,
+        "token_type_ids": (made["input_ids"] >= VOCABULARY).astype(np.int32),
+    }
 
 
 # One picture of 6, 8 or 12 features. Two pictures with words between; the first sees the second.
@@ -116,8 +129,12 @@ class Answering:
         self.model, self.config, self.published = model, model.config, published
         self.prompt = model.get_input_embeddings(**arrays).inputs_embeds
         self.image, self.bounds = model._image_cache, model._token_bounds
-        self.processor: MolmoPointLogitProcessor | None = model._build_logit_processor() if self.image else None
-        self.is_picture = inputs.get("token_type_ids", np.zeros_like(inputs["input_ids"]))[0] > 0
+        self.processor: MolmoPointLogitProcessor | None = (
+            model._build_logit_processor() if self.image else None
+        )
+        self.is_picture = (
+            inputs.get("token_type_ids", np.zeros_like(inputs["input_ids"]))[0] > 0
+        )
         model._image_cache = model._token_bounds = None
 
     def logits(self, generated: list[int]) -> mx.array:
@@ -127,16 +144,29 @@ class Answering:
         words_ = self.model.lm.lm_head(self.model.lm.model.ln_f(hidden[:, -1]))[0]
         if self.image is None:
             return words_
-        marks = mx.array([self.config.patch_token_id, self.config.subpatch_token_id, self.config.location_token_id])
+        marks = mx.array(
+            [
+                self.config.patch_token_id,
+                self.config.subpatch_token_id,
+                self.config.location_token_id,
+            ]
+        )
         general, words_ = words_[marks], mx.array(words_)
-        if not self.published and not generated:  # nor are there any points to choose from
+        # nor are there any points to choose from
+        if not self.published and not generated:
             return words_
         words_[marks] = SMALL
-        points = np.full(self.bounds.location_end - self.bounds.patch_start, SMALL, dtype=np.float32)
+        points = np.full(
+            self.bounds.location_end - self.bounds.patch_start, SMALL, dtype=np.float32
+        )
         if generated:
             self.point(points, hidden[0], generated, float(general[0].item()))
         logits = mx.concatenate([words_, mx.array(points)])
-        return logits + mx.array(self.allowed(generated, logits.size)) if generated else logits
+        return (
+            logits + mx.array(self.allowed(generated, logits.size))
+            if generated
+            else logits
+        )
 
     def allowed(self, generated: list[int], size: int) -> np.ndarray:
         """(V,) 0 where a token may come next, and far below 0 where it may not.
@@ -155,7 +185,9 @@ class Answering:
         length = embeds.shape[1]
         seen = np.tril(np.ones((length, length), dtype=bool))
         if self.published:
-            inside = np.concatenate([self.is_picture, np.zeros(length - len(self.is_picture), dtype=bool)])
+            inside = np.concatenate(
+                [self.is_picture, np.zeros(length - len(self.is_picture), dtype=bool)]
+            )
             seen |= inside[:, None] & inside[None]
         for block in self.model.lm.model.blocks:
             embeds = block(embeds, mx.array(seen))
@@ -168,9 +200,15 @@ class Answering:
             embed = self.model.lm.model.wte(mx.array([[self.spelled(token)]]))
             kind, number = self.kind(token)
             if kind == "patch" and number < self.bounds.n_patches:
-                embed, last = embed + self.image["image_features"].reshape(-1, embed.shape[-1])[number], number
+                embed = (
+                    embed
+                    + self.image["image_features"].reshape(-1, embed.shape[-1])[number]
+                )
+                last = number
             if kind == "part":
-                embed = self.model.build_vit_embedding(self.image["vit_features"][0, last, number])[None, None]
+                embed = self.model.build_vit_embedding(
+                    self.image["vit_features"][0, last, number]
+                )[None, None]
             found.append(embed)
         return found
 
@@ -189,37 +227,61 @@ class Answering:
 
     def spelled(self, token: int) -> int:
         config = self.config
-        names = {"patch": config.patch_token_id, "part": config.subpatch_token_id, "place": config.location_token_id}
+        names = {
+            "patch": config.patch_token_id,
+            "part": config.subpatch_token_id,
+            "place": config.location_token_id,
+        }
         return int(names.get(self.kind(token)[0], token))
 
-    def point(self, points: np.ndarray, hidden: mx.array, generated: list[int], general: float) -> None:
+    def point(
+        self, points: np.ndarray, hidden: mx.array, generated: list[int], general: float
+    ) -> None:
         """Fill in the logits of points after an answer's last token, from (L, D) hidden states."""
         predictor, b = self.model.point_predictor, self.bounds
         normed = predictor.x_norm(hidden)
         kind, number = self.kind(generated[-1])
-        pointed = [number for what, number in map(self.kind, generated) if what == "patch" and number < b.n_patches]
+        pointed = [
+            number
+            for what, number in map(self.kind, generated)
+            if what == "patch" and number < b.n_patches
+        ]
         before = pointed[:-1] if kind == "patch" and number < b.n_patches else pointed
-        at, choosable = self.image["image_indices"], np.array(self.image["is_indexable_flat"])
+        at = self.image["image_indices"]
+        choosable = np.array(self.image["is_indexable_flat"])
         turns = mx.array(np.cumsum(choosable) - 1)[at]
         keys = predictor.patch_rotary(predictor.patch_k(normed[at]), turns)
         query = predictor.patch_q(normed[-1:])
         if before:
             query = predictor.patch_rotary(query, turns[before[-1] : before[-1] + 1])
-        scores = np.array(query @ mx.concatenate([keys, predictor.add_no_point_class_embed.vector[None]]).T)[0]
+        scores = np.array(
+            query
+            @ mx.concatenate([keys, predictor.add_no_point_class_embed.vector[None]]).T
+        )[0]
         scores[:-1][choosable[np.array(at)] == 0] = -np.inf
         points[scores.argmax()] = general
         if kind == "patch" and number < b.n_patches:
-            found = self.image["subpatch_k"][0, number] @ predictor.subpatch_q(normed[-1])
+            found = self.image["subpatch_k"][0, number] @ predictor.subpatch_q(
+                normed[-1]
+            )
             found = np.array(found) / math.sqrt(self.config.patch_embed_dim)
             start = b.subpatch_start - b.patch_start
-            points[start : start + len(found)] = np.where(self.image["vit_features_mask"][0, number], found, SMALL)
+            points[start : start + len(found)] = np.where(
+                self.image["vit_features_mask"][0, number], found, SMALL
+            )
         if kind == "part":
-            points[b.location_start - b.patch_start :] = np.array(predictor.subpatch_loc_k(hidden[-1]))
+            points[b.location_start - b.patch_start :] = np.array(
+                predictor.subpatch_loc_k(hidden[-1])
+            )
 
 
-def greedy(model: nn.Module, inputs: Inputs, num_tokens: int, published: bool = True) -> Trace:
+def greedy(
+    model: nn.Module, inputs: Inputs, num_tokens: int, published: bool = True
+) -> Trace:
     """The published rules, spelled out."""
-    return generate_by_recomputing(Answering(model, inputs, published).logits, num_tokens)
+    return generate_by_recomputing(
+        Answering(model, inputs, published).logits, num_tokens
+    )
 
 
 FAMILY = TinyFamily(

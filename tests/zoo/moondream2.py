@@ -30,14 +30,21 @@ def build() -> nn.Module:
         )
     )
     head = "text.lm_head.weight"
-    enliven(model, seed=25, rules=[Rule(head, fan_in(3.0)), Rule(r"\.pos_emb$", spread(0.5))], quiet=head)
+    enliven(
+        model,
+        seed=25,
+        rules=[Rule(head, fan_in(3.0)), Rule(r"\.pos_emb$", spread(0.5))],
+        quiet=head,
+    )
     return model
 
 
 def greedy(model: nn.Module, inputs: Inputs, num_tokens: int) -> Trace:
     """The whole sequence at each step, under the prefix mask when there is a picture."""
     trunk = model.text.model
-    return generate_under_prefix(model, inputs, num_tokens, trunk.embed_tokens, trunk.layers)
+    return generate_under_prefix(
+        model, inputs, num_tokens, trunk.embed_tokens, trunk.layers
+    )
 
 
 FAMILY = TinyFamily(

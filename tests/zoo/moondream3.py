@@ -8,7 +8,15 @@ from mlx_vlm.models.moondream3 import config as upstream
 from mlx_vlm.models.moondream3.moondream3 import Model
 
 from ._build import Rule, Shape, enliven, fan_in, spread
-from ._moondream import BOS, NUM_FEATURES, ONE_PICTURE, VISION, generate_under_prefix, image, text
+from ._moondream import (
+    BOS,
+    NUM_FEATURES,
+    ONE_PICTURE,
+    VISION,
+    generate_under_prefix,
+    image,
+    text,
+)
 from ._types import END_OF_TEXT, VOCABULARY, Inputs, TinyFamily, Trace
 
 

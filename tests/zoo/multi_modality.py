@@ -26,7 +26,9 @@ def build() -> nn.Module:
             num_image_tokens=TOKENS,
             eos_token_id=[END_OF_TEXT],
             projector_config=ProjectorConfig(
-                cls="MlpProjector", model_type="aligner", params={"projector_type": "mlp_gelu", "depth": 2}
+                cls="MlpProjector",
+                model_type="aligner",
+                params={"projector_type": "mlp_gelu", "depth": 2},
             ),
             text_config=upstream.TextConfig(
                 model_type="llama",
@@ -57,7 +59,9 @@ def build() -> nn.Module:
     return model
 
 
-def _request(seed: int, num_images: int, num_words: int, num_placeholders: int = TOKENS) -> Inputs:
+def _request(
+    seed: int, num_images: int, num_words: int, num_placeholders: int = TOKENS
+) -> Inputs:
     return {
         "input_ids": prompt(seed, [[IMAGE] * num_placeholders] * num_images, num_words),
         "pixel_values": pixels(seed, num_images, 3, SIDE, SIDE),
@@ -80,7 +84,12 @@ def _tower(model: nn.Module, picture: mx.array) -> mx.array:
 
     def normed(norm: nn.LayerNorm, x: mx.array) -> mx.array:
         centred = x - x.mean(axis=-1, keepdims=True)
-        return centred * mx.rsqrt(mx.square(centred).mean(axis=-1, keepdims=True) + 1e-6) * norm.weight + norm.bias
+        return (
+            centred
+            * mx.rsqrt(mx.square(centred).mean(axis=-1, keepdims=True) + 1e-6)
+            * norm.weight
+            + norm.bias
+        )
 
     hidden = tower.patch_embed(picture[None].transpose(0, 2, 3, 1)) + tower.pos_embed
     for block in tower.blocks:
@@ -95,14 +104,22 @@ def greedy(model: nn.Module, inputs: Inputs, num_tokens: int) -> Trace:
     arrays = to_mx(inputs)
     tokens = arrays["input_ids"]
     if "pixel_values" not in arrays:
-        return generate_from_embeddings(model, model.language_model.model.embed_tokens(tokens), num_tokens)
+        return generate_from_embeddings(
+            model, model.language_model.model.embed_tokens(tokens), num_tokens
+        )
     pictures = arrays["pixel_values"]
     if (tokens == IMAGE).sum().item() == len(pictures):
-        ids = [token for one in tokens[0].tolist() for token in [one] * (TOKENS if one == IMAGE else 1)]
+        ids = [
+            token
+            for one in tokens[0].tolist()
+            for token in [one] * (TOKENS if one == IMAGE else 1)
+        ]
         tokens = mx.array([ids])
     features = [model.aligner(_tower(model, picture)[None])[0] for picture in pictures]
     embeds = model.language_model.model.embed_tokens(tokens)
-    return generate_from_embeddings(model, put_pictures(embeds, tokens, IMAGE, mx.concatenate(features)), num_tokens)
+    return generate_from_embeddings(
+        model, put_pictures(embeds, tokens, IMAGE, mx.concatenate(features)), num_tokens
+    )
 
 
 FAMILY = TinyFamily(

@@ -9,7 +9,18 @@ import mlx.nn as nn
 import numpy as np
 from mlx_vlm.models import muse_spark as upstream
 
-from ._build import Rule, Shape, asks, enliven, fan_in, ids, pixels, spread, text_request, words
+from ._build import (
+    Rule,
+    Shape,
+    asks,
+    enliven,
+    fan_in,
+    ids,
+    pixels,
+    spread,
+    text_request,
+    words,
+)
 from ._oracle import generate_by_recomputing, to_mx
 from ._pictures import both, prompt
 from ._types import END_OF_TEXT, PLAIN, VOCABULARY, Inputs, TinyFamily, Trace
@@ -68,7 +79,9 @@ def build() -> nn.Module:
                 pos_emb_width=4,
                 layer_types=["window_attention", "full_attention"],
             ),
-            audio_config=upstream.AudioConfig(hidden_sizes=(8, 8, 8, 16), depths=(1, 1, 1, 1), out_hidden_size=64),
+            audio_config=upstream.AudioConfig(
+                hidden_sizes=(8, 8, 8, 16), depths=(1, 1, 1, 1), out_hidden_size=64
+            ),
         )
     )
     head = "language_model.lm_head.weight"
@@ -81,9 +94,11 @@ def build() -> nn.Module:
         Rule(r"position_embedding_table", spread(0.5)),
     ]
     enliven(model, seed=94, rules=rules, quiet=head)
-    for layer in model.language_model.layers:  # as a gate gives them: the squares of both sum to one
+    # as a gate gives them: the squares of both sum to one
+    for layer in model.language_model.layers:
         layer.add_attn_alpha, layer.add_ffn_alpha = (
-            mx.sqrt(1 - beta * beta) for beta in (layer.add_attn_beta, layer.add_ffn_beta)
+            mx.sqrt(1 - beta * beta)
+            for beta in (layer.add_attn_beta, layer.add_ffn_beta)
         )
     mx.eval(model.parameters())
     return model
@@ -93,8 +108,14 @@ def request(seed: int, grids: list[tuple[int, int]]) -> Inputs:
     """Pictures of (high, wide) patches, a placeholder for each 2 x 2 of them, words after each picture."""
     parts = [words(seed, 3)]
     for index, (high, wide) in enumerate(grids):
-        parts += [[IMAGE] * (high * wide // MERGE**2), words(seed + 101 * (index + 1), 4 + index)]
-    pictures = [pixels(seed + 31 * i, 3, high * PATCH, wide * PATCH) for i, (high, wide) in enumerate(grids)]
+        parts += [
+            [IMAGE] * (high * wide // MERGE**2),
+            words(seed + 101 * (index + 1), 4 + index),
+        ]
+    pictures = [
+        pixels(seed + 31 * i, 3, high * PATCH, wide * PATCH)
+        for i, (high, wide) in enumerate(grids)
+    ]
     return {"input_ids": ids(*parts), "pixel_values": pictures}
 
 
@@ -107,7 +128,9 @@ def heard(seed: int, counts: Sequence[int]) -> Inputs:
     random = np.random.RandomState(seed + 104729)
     lengths = np.array(counts) * SAMPLES - SAMPLES // 2
     mask = (np.arange(max(counts) * SAMPLES) < lengths[:, None]).astype(np.int32)
-    values = random.standard_normal(mask.shape) + random.standard_normal((len(counts), 1))
+    values = random.standard_normal(mask.shape) + random.standard_normal(
+        (len(counts), 1)
+    )
     marked = [[AUDIO_START, *[AUDIO] * count, AUDIO_END] for count in counts]
     return {
         "input_ids": prompt(seed, marked),
@@ -140,11 +163,25 @@ def greedy(model: nn.Module, inputs: Inputs, num_tokens: int) -> Trace:
         tail = language.model.embed(mx.array([generated], dtype=mx.int32))
         stream = mx.concatenate([prompt, tail], axis=1)[0]  # (L, D)
         for layer in language.layers:
-            branch = _attend(layer.self_attn, layer.input_layernorm(stream), WINDOW if layer.use_sliding else None)
-            stream = layer.add_attn_alpha * stream + layer.add_attn_beta * _norm(branch, layer.post_norm_eps)
-            branch = _mix(layer.mlp, layer.pre_feedforward_layernorm(stream)) * layer.post_feedforward_layernorm.weight
-            stream = layer.add_ffn_alpha * stream + layer.add_ffn_beta * _norm(branch, layer.post_norm_eps)
-        out = language.lm_head(language.model.norm(stream[-1])) * language.config.output_multiplier
+            branch = _attend(
+                layer.self_attn,
+                layer.input_layernorm(stream),
+                WINDOW if layer.use_sliding else None,
+            )
+            stream = layer.add_attn_alpha * stream + layer.add_attn_beta * _norm(
+                branch, layer.post_norm_eps
+            )
+            branch = (
+                _mix(layer.mlp, layer.pre_feedforward_layernorm(stream))
+                * layer.post_feedforward_layernorm.weight
+            )
+            stream = layer.add_ffn_alpha * stream + layer.add_ffn_beta * _norm(
+                branch, layer.post_norm_eps
+            )
+        out = (
+            language.lm_head(language.model.norm(stream[-1]))
+            * language.config.output_multiplier
+        )
         return 20.0 * mx.tanh(out / 20.0)
 
     return generate_by_recomputing(logits, num_tokens)
@@ -156,13 +193,21 @@ def _norm(x: mx.array, eps: float = 1e-5) -> mx.array:
 
 def _attend(module: nn.Module, x: mx.array, window: int | None) -> mx.array:
     """Attention over all of (L, D), with its gate."""
-    length, heads, kv_heads, width = len(x), module.n_heads, module.n_kv_heads, module.head_dim
-    split = module.qkvg_proj(x).reshape(length, -1, width).swapaxes(0, 1)  # (heads of all kinds, L, D_head)
-    queries, keys, values, gates = mx.split(split, [heads, heads + kv_heads, heads + 2 * kv_heads], axis=0)
+    length = len(x)
+    heads = module.n_heads
+    kv_heads = module.n_kv_heads
+    width = module.head_dim
+    # (heads of all kinds, L, D_head)
+    split = module.qkvg_proj(x).reshape(length, -1, width).swapaxes(0, 1)
+    queries, keys, values, gates = mx.split(
+        split, [heads, heads + kv_heads, heads + 2 * kv_heads], axis=0
+    )
     queries, keys = _norm(queries) * module.query_scale, _norm(keys)
     if module.use_rope:
         queries, keys = _rotated(queries), _rotated(keys)
-    keys, values = (mx.repeat(part, heads // kv_heads, axis=0) for part in (keys, values))
+    keys, values = (
+        mx.repeat(part, heads // kv_heads, axis=0) for part in (keys, values)
+    )
     back = mx.arange(length)[:, None] - mx.arange(length)
     seen = (back >= 0) if window is None else (back >= 0) & (back < window)
     scores = mx.where(seen, queries @ keys.swapaxes(1, 2) * width**-0.5, -mx.inf)
@@ -175,7 +220,10 @@ def _rotated(x: mx.array) -> mx.array:
     frequencies = THETA ** (-mx.arange(0, x.shape[-1], 2) / x.shape[-1])
     angles = mx.arange(x.shape[1])[:, None] * frequencies
     even, odd = x[..., 0::2], x[..., 1::2]
-    turned = [even * mx.cos(angles) - odd * mx.sin(angles), odd * mx.cos(angles) + even * mx.sin(angles)]
+    turned = [
+        even * mx.cos(angles) - odd * mx.sin(angles),
+        odd * mx.cos(angles) + even * mx.sin(angles),
+    ]
     return mx.stack(turned, axis=-1).reshape(x.shape)
 
 
@@ -188,9 +236,14 @@ def _mix(module: nn.Module, x: mx.array) -> mx.array:
     weights = weights / weights.sum(axis=-1, keepdims=True) * module.route_scale
     narrow = module.pre_expert_norm(module.pre_expert_proj(x))
     experts = module.experts
-    ups, gates = (mx.einsum("ld,eid->eli", narrow, part.weight) for part in (experts.up_proj, experts.gate_proj))
+    ups, gates = (
+        mx.einsum("ld,eid->eli", narrow, part.weight)
+        for part in (experts.up_proj, experts.gate_proj)
+    )
     outputs = mx.einsum("eli,edi->eld", nn.silu(gates) * ups, experts.down_proj.weight)
-    outputs = _norm(outputs * experts.post_expert_norm.weight, experts.post_expert_norm.eps)
+    outputs = _norm(
+        outputs * experts.post_expert_norm.weight, experts.post_expert_norm.eps
+    )
     return module.post_expert_proj((outputs * weights.T[..., None]).sum(axis=0))
 
 

@@ -16,7 +16,8 @@ from ._types import END_OF_TEXT, PLAIN, VOCABULARY, Inputs, TinyFamily
 
 PATCH = 4
 IMAGE, START, END, AUDIO, AUDIO_START, AUDIO_END = range(PLAIN, PLAIN + 6)
-BANDS, HOP, SHRINK = 128, 160, 8  # of a spectrogram: its bands, samples a frame, and frames that are one token
+# of a spectrogram: its bands, samples a frame, and frames that are one token
+BANDS, HOP, SHRINK = 128, 160, 8
 GRIDS = ((4, 4), (4, 6), (6, 6))
 
 
@@ -64,7 +65,10 @@ def build() -> nn.Module:
                 image_size=16,
                 patch_size=PATCH,
                 max_resolution=32,
-                args={"teachers": [{"name": "one"}, {"name": "other"}], "register_multiple": 4},
+                args={
+                    "teachers": [{"name": "one"}, {"name": "other"}],
+                    "register_multiple": 4,
+                },
             ),
             sound_config=upstream_config.AudioConfig(
                 hidden_size=16,
@@ -109,8 +113,14 @@ def request(seed: int, grid: tuple[int, int], number: int) -> Inputs:
     high, wide = grid
     parts = [words(seed, 3)]
     for index in range(number):
-        parts += [[START, *[IMAGE] * (high * wide // 4), END], words(seed + 101 * (index + 1), 4 + index)]
-    return {"input_ids": ids(*parts), "pixel_values": pixels(seed, number, 3, high * PATCH, wide * PATCH)}
+        parts += [
+            [START, *[IMAGE] * (high * wide // 4), END],
+            words(seed + 101 * (index + 1), 4 + index),
+        ]
+    return {
+        "input_ids": ids(*parts),
+        "pixel_values": pixels(seed, number, 3, high * PATCH, wide * PATCH),
+    }
 
 
 def image(seed: int, size: int) -> Inputs:
@@ -126,7 +136,9 @@ def two_images(seed: int) -> Inputs:
 def heard(seed: int, counts: Sequence[int]) -> Inputs:
     """Recordings of so many samples between their markers, and words after each."""
     random = np.random.RandomState(seed + 104729)
-    clips = [(0.3 * random.standard_normal(count)).astype(np.float32) for count in counts]
+    clips = [
+        (0.3 * random.standard_normal(count)).astype(np.float32) for count in counts
+    ]
     pieces = [-(-(1 + count // HOP) // SHRINK) for count in counts]
     marked = [[AUDIO_START, *[AUDIO] * count, AUDIO_END] for count in pieces]
     return {"input_ids": prompt(seed, marked), "sound_clips": clips}

@@ -17,7 +17,9 @@ SIZES = ((8, 16), (16, 16), (8, 48))
 
 def build() -> nn.Module:
     """Two vision blocks of 32 and three decoder layers of 64."""
-    vision = upstream.VisionConfig(hidden_size=32, num_heads=2, num_layers=2, patch_size=PATCH, neck_dim=64)
+    vision = upstream.VisionConfig(
+        hidden_size=32, num_heads=2, num_layers=2, patch_size=PATCH, neck_dim=64
+    )
     text = upstream.TextConfig(
         d_model=64,
         decoder_attention_heads=4,
@@ -31,7 +33,11 @@ def build() -> nn.Module:
         pad_token_id=PLAIN + 1,
     )
     config = upstream.ModelConfig(
-        vision_config=vision, text_config=text, vocab_size=VOCABULARY, eos_token_id=END_OF_TEXT, bos_token_id=START
+        vision_config=vision,
+        text_config=text,
+        vocab_size=VOCABULARY,
+        eos_token_id=END_OF_TEXT,
+        bos_token_id=START,
     )
     model = upstream.Model(config)
     head = "language_model.lm_head.weight"
@@ -57,7 +63,10 @@ def image(seed: int, size: int) -> Inputs:
 
 def text(seed: int, length: int) -> Inputs:
     """There is no request without a picture: `length` words as they are, below a small one."""
-    return {"input_ids": ids(words(seed, length)), "pixel_values": pixels(seed, 1, 3, *SIZES[0])}
+    return {
+        "input_ids": ids(words(seed, length)),
+        "pixel_values": pixels(seed, 1, 3, *SIZES[0]),
+    }
 
 
 FAMILY = TinyFamily(

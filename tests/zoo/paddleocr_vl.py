@@ -33,7 +33,11 @@ def build() -> nn.Module:
                 max_position_embeddings=1024,
                 rope_theta=100.0,
                 use_bias=False,
-                rope_scaling={"type": "default", "rope_type": "default", "mrope_section": [2, 3, 3]},
+                rope_scaling={
+                    "type": "default",
+                    "rope_type": "default",
+                    "mrope_section": [2, 3, 3],
+                },
             ),
             vision_config=upstream.VisionConfig(
                 hidden_size=32,
@@ -54,7 +58,9 @@ def build() -> nn.Module:
 
 def request(seed: int, grids: Sequence[_qwen.Grid]) -> Inputs:
     """As Qwen's prompt; pixels are (1, patches, channels, high, wide)."""
-    flat = pixels(seed, 1, sum(high * wide for high, wide in grids), 3, _qwen.PATCH, _qwen.PATCH)
+    flat = pixels(
+        seed, 1, sum(high * wide for high, wide in grids), 3, _qwen.PATCH, _qwen.PATCH
+    )
     return {**_qwen.request(seed, grids), "pixel_values": flat}
 
 

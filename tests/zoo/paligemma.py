@@ -71,7 +71,8 @@ def build() -> nn.Module:
 
 def _request(seed: int, num_images: int, num_words: int) -> Inputs:
     ids = prompt(seed, [[IMAGE] * TOKENS] * num_images, num_words)
-    ids = ids[:, 3:] if num_images == 1 else ids  # the processor begins the prompt with its pictures
+    # the processor begins the prompt with its pictures
+    ids = ids[:, 3:] if num_images == 1 else ids
     return {
         "input_ids": ids,
         "attention_mask": np.ones_like(ids),
@@ -96,15 +97,24 @@ def greedy(model: nn.Module, inputs: Inputs, num_tokens: int) -> Trace:
     prompt = trunk.embed_tokens(arrays["input_ids"])
     if "pixel_values" in arrays:
         features = [
-            model.multi_modal_projector(model.vision_tower(p[None].transpose(0, 2, 3, 1), output_hidden_states=True)[0])
+            model.multi_modal_projector(
+                model.vision_tower(
+                    p[None].transpose(0, 2, 3, 1), output_hidden_states=True
+                )[0]
+            )
             for p in arrays["pixel_values"]
         ]
-        prompt = put_pictures(prompt, arrays["input_ids"], IMAGE, mx.concatenate(features) / HIDDEN**0.5)
+        prompt = put_pictures(
+            prompt, arrays["input_ids"], IMAGE, mx.concatenate(features) / HIDDEN**0.5
+        )
     length = prompt.shape[1]
 
     def logits(generated: list[int]) -> mx.array:
-        hidden = mx.concatenate([prompt, trunk.embed_tokens(mx.array([generated], dtype=mx.int32))], axis=1)
-        rows, columns = mx.arange(hidden.shape[1])[:, None], mx.arange(hidden.shape[1])[None]
+        hidden = mx.concatenate(
+            [prompt, trunk.embed_tokens(mx.array([generated], dtype=mx.int32))], axis=1
+        )
+        rows = mx.arange(hidden.shape[1])[:, None]
+        columns = mx.arange(hidden.shape[1])[None]
         mask = mx.where((columns <= rows) | (columns < length), 0.0, -1e9)[None, None]
         return model.language_model(None, inputs_embeds=hidden, mask=mask).logits[0, -1]
 

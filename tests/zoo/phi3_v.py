@@ -17,8 +17,10 @@ from ._types import END_OF_TEXT, VOCABULARY, Inputs, TinyFamily
 CROP = 336
 CHANNELS = 8
 GRIDS = ((1, 1), (1, 2), (2, 2))  # crops (high, wide) besides the whole picture
-ORIGINAL_LENGTH = 32  # texts of up to 26 tokens begin below it, some pass it while they answer, one begins beyond it
-SHORT, LONG = [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7], [2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0]
+# texts of up to 26 tokens begin below it, some pass it while they answer, one begins beyond it
+ORIGINAL_LENGTH = 32
+SHORT = [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7]
+LONG = [2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0]
 
 
 class Tower(nn.Module):
@@ -29,11 +31,17 @@ class Tower(nn.Module):
         self.project = nn.Linear(CHANNELS, config.hidden_size)
 
     def __call__(
-        self, pixel_values: mx.array, embeds: mx.array, sizes: mx.array, positions: list[list[int]]
+        self,
+        pixel_values: mx.array,
+        embeds: mx.array,
+        sizes: mx.array,
+        positions: list[list[int]],
     ) -> mx.array:
         """Features of (N, most features, channels) into the embeddings, one picture's placeholders after another's."""
         done = 0
-        for features, (high, wide) in zip(self.project(pixel_values), np.array(sizes // CROP).tolist(), strict=True):
+        for features, (high, wide) in zip(
+            self.project(pixel_values), np.array(sizes // CROP).tolist(), strict=True
+        ):
             row, start = positions[done]
             count = num_features(high, wide)
             embeds[row, start : start + count] = features[:count]
@@ -72,12 +80,17 @@ def build() -> nn.Module:
 def _request(seed: int, grids: list[tuple[int, int]]) -> Inputs:
     parts = [words(seed, 3)]
     for index, grid in enumerate(grids):
-        parts += [[-1 - index] * num_features(*grid), words(seed + 101 * (index + 1), 5)]
+        parts += [
+            [-1 - index] * num_features(*grid),
+            words(seed + 101 * (index + 1), 5),
+        ]
     most = max(num_features(*grid) for grid in grids)
     return {
         "input_ids": ids(*parts),
         "pixel_values": pixels(seed, len(grids), most, CHANNELS),
-        "image_sizes": np.array([[CROP * high, CROP * wide] for high, wide in grids], dtype=np.int32),
+        "image_sizes": np.array(
+            [[CROP * high, CROP * wide] for high, wide in grids], dtype=np.int32
+        ),
     }
 
 

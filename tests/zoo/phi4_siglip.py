@@ -55,7 +55,9 @@ def _request(seed: int, grids: Sequence[tuple[int, int]], num_words: int) -> Inp
     patches = np.zeros((len(grids), MOST_PATCHES, 3 * PATCH * PATCH), dtype=np.float32)
     mask = np.zeros((len(grids), MOST_PATCHES), dtype=np.int32)
     for index, (rows, columns) in enumerate(grids):
-        patches[index, : rows * columns] = pixels(seed + 31 * index, rows * columns, 3 * PATCH * PATCH)
+        patches[index, : rows * columns] = pixels(
+            seed + 31 * index, rows * columns, 3 * PATCH * PATCH
+        )
         mask[index, : rows * columns] = 1
     return {
         "input_ids": prompt(seed, [[NO_TOKEN]] * len(grids), num_words),
@@ -78,7 +80,10 @@ def two_images(seed: int) -> Inputs:
 def _spread(new: int, old: int) -> np.ndarray:
     """(new, old): triangles around each new place, as wide as the step where there are fewer new places than old."""
     width = max(old / new, 1.0)
-    far = np.abs(np.arange(old) + 0.5 - (np.arange(new)[:, None] + 0.5) * old / new) / width
+    far = (
+        np.abs(np.arange(old) + 0.5 - (np.arange(new)[:, None] + 0.5) * old / new)
+        / width
+    )
     weights = np.clip(1 - far, 0, None)
     return weights / weights.sum(axis=1, keepdims=True)
 
@@ -88,16 +93,24 @@ def greedy(model: nn.Module, inputs: Inputs, num_tokens: int) -> Trace:
     tower, projector = model.vision_tower.vision_tower.vision_model, model.mm_projector
     table = np.array(tower.embeddings.position_embedding.weight).reshape(3, 3, -1)
     pictures: list[mx.array] = []
-    for rows, columns in inputs.get("spatial_shapes", np.zeros((0, 2), dtype=np.int32)).tolist():
-        patches = mx.array(inputs["pixel_values"][len(pictures), : rows * columns])[None]
-        positions = np.einsum("yY,xX,YXd->yxd", _spread(rows, 3), _spread(columns, 3), table)
+    for rows, columns in inputs.get(
+        "spatial_shapes", np.zeros((0, 2), dtype=np.int32)
+    ).tolist():
+        patches = mx.array(inputs["pixel_values"][len(pictures), : rows * columns])[
+            None
+        ]
+        positions = np.einsum(
+            "yY,xX,YXd->yxd", _spread(rows, 3), _spread(columns, 3), table
+        )
         hidden = tower.embeddings.patch_embedding(patches) + mx.array(
             positions.reshape(1, rows * columns, -1), mx.float32
         )
         for layer in tower.encoder.layers[:-1]:  # the last but one is taken
             hidden = layer(hidden)
         pictures.append(projector(hidden[0]))
-    tokens = mx.array(expanded(inputs["input_ids"], NO_TOKEN, [len(picture) for picture in pictures]))
+    tokens = mx.array(
+        expanded(inputs["input_ids"], NO_TOKEN, [len(picture) for picture in pictures])
+    )
     embeds = model.language_model.model.embed_tokens(mx.maximum(tokens, 0))
     if pictures:
         embeds = put_pictures(embeds, tokens, NO_TOKEN, mx.concatenate(pictures))

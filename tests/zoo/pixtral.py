@@ -62,7 +62,9 @@ def request(seed: int, grids: Sequence[Grid], unit: int = PATCH) -> Inputs:
     high, wide = (unit * max(grid[axis] for grid in grids) for axis in (0, 1))
     padded = np.zeros((len(grids), 3, high, wide), dtype=np.float32)
     for index, (rows, columns) in enumerate(grids):
-        padded[index, :, : rows * unit, : columns * unit] = pixels(seed + 31 * index, 3, rows * unit, columns * unit)
+        padded[index, :, : rows * unit, : columns * unit] = pixels(
+            seed + 31 * index, 3, rows * unit, columns * unit
+        )
     return {
         "input_ids": prompt(seed, [_picture(*grid) for grid in grids]),
         "pixel_values": padded,
@@ -72,7 +74,11 @@ def request(seed: int, grids: Sequence[Grid], unit: int = PATCH) -> Inputs:
 
 def _picture(rows: int, columns: int) -> list[int]:
     """A break after each row but the last, which an end follows (``PixtralProcessor``)."""
-    return [token for row in range(rows) for token in [*[IMAGE] * columns, BREAK if row < rows - 1 else END]]
+    return [
+        token
+        for row in range(rows)
+        for token in [*[IMAGE] * columns, BREAK if row < rows - 1 else END]
+    ]
 
 
 # One picture of 4, 6 or 12 placeholders. Two pictures of different grids.

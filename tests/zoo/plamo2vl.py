@@ -69,8 +69,14 @@ def request(seed: int, tiles: list[int]) -> Inputs:
     """Pictures of so many tiles, words after each."""
     parts = [words(seed, 3)]
     for index, count in enumerate(tiles):
-        parts += [[IMAGE] * (TOKENS * count), words(seed + 101 * (index + 1), 4 + index)]
-    return {"input_ids": ids(*parts), "pixel_values": pixels(seed, 1, sum(tiles), 3, SIDE, SIDE)}
+        parts += [
+            [IMAGE] * (TOKENS * count),
+            words(seed + 101 * (index + 1), 4 + index),
+        ]
+    return {
+        "input_ids": ids(*parts),
+        "pixel_values": pixels(seed, 1, sum(tiles), 3, SIDE, SIDE),
+    }
 
 
 # One picture of 1, 2 or 4 tiles. A picture of two tiles and one of a single tile.

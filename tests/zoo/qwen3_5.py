@@ -64,15 +64,25 @@ RULES = [
 
 def rope() -> dict[str, Any]:
     """Half of each head turns; a fresh dict, because the configuration changes its keys."""
-    return {"type": "default", "mrope_section": [2, 1, 1], "rope_theta": 100.0, "partial_rotary_factor": 0.5}
+    return {
+        "type": "default",
+        "mrope_section": [2, 1, 1],
+        "rope_theta": 100.0,
+        "partial_rotary_factor": 0.5,
+    }
 
 
 def build() -> nn.Module:
     """Four layers of 64: two recurrent, two with attention; two vision blocks of 32."""
-    text = upstream.TextConfig(model_type="qwen3_5_text", intermediate_size=96, rope_parameters=rope(), **TEXT)
+    text = upstream.TextConfig(
+        model_type="qwen3_5_text", intermediate_size=96, rope_parameters=rope(), **TEXT
+    )
     model = upstream.Model(
         upstream.ModelConfig(
-            model_type="qwen3_5", text_config=text, vision_config=upstream.VisionConfig(**VISION), **MARKERS
+            model_type="qwen3_5",
+            text_config=text,
+            vision_config=upstream.VisionConfig(**VISION),
+            **MARKERS,
         )
     )
     enliven(model, seed=35, rules=RULES, quiet=HEAD)

@@ -12,7 +12,9 @@ import numpy as np
 from mlx.utils import tree_flatten
 from mlx_vlm.models import prism_hadamard_qwen35 as upstream
 from mlx_vlm.models import qwen3_5
-from mlx_vlm.models.prism_hadamard_qwen35.prism_hadamard_qwen35 import hadamard_transform
+from mlx_vlm.models.prism_hadamard_qwen35.prism_hadamard_qwen35 import (
+    hadamard_transform,
+)
 
 from vlm_batch.adapters.towers import embed_by_product
 from vlm_batch.adapters.windows import attend_pictures
@@ -30,8 +32,17 @@ BITS: dict[str, Any] = {"bits": 2, "group_size": 128, "mode": "affine"}
 
 def configs() -> dict[str, Any]:
     """What the plain model and its pack have in common; fresh, because the configurations change what they are given."""
-    text = qwen3_5.TextConfig(model_type="qwen3_5_text", intermediate_size=128, rope_parameters=tiny.rope(), **TEXT)
-    return {"text_config": text, "vision_config": qwen3_5.VisionConfig(**VISION), **tiny.MARKERS}
+    text = qwen3_5.TextConfig(
+        model_type="qwen3_5_text",
+        intermediate_size=128,
+        rope_parameters=tiny.rope(),
+        **TEXT,
+    )
+    return {
+        "text_config": text,
+        "vision_config": qwen3_5.VisionConfig(**VISION),
+        **tiny.MARKERS,
+    }
 
 
 def block_of(path: str) -> int:
@@ -41,19 +52,35 @@ def block_of(path: str) -> int:
 
 def is_packed(path: str, module: nn.Module) -> bool:
     """The head stays whole, so that markers can be kept from being generated."""
-    narrow = path.endswith(("o_proj", "out_proj")) or "in_proj_a" in path or "in_proj_b" in path
-    return isinstance(module, (nn.Linear, nn.Embedding)) and not narrow and path != "lm_head"
+    narrow = (
+        path.endswith(("o_proj", "out_proj"))
+        or "in_proj_a" in path
+        or "in_proj_b" in path
+    )
+    return (
+        isinstance(module, (nn.Linear, nn.Embedding))
+        and not narrow
+        and path != "lm_head"
+    )
 
 
 def pack(path: str, weight: mx.array) -> dict[str, mx.array]:
     """The packed parameters of a module with a (rows, width) weight: its rows are turned as the input will be."""
     signs = mx.array(
-        np.random.RandomState(zlib.crc32(path.encode())).choice([-1.0, 1.0], size=weight.shape[1]).astype(np.float32)
+        np.random.RandomState(zlib.crc32(path.encode()))
+        .choice([-1.0, 1.0], size=weight.shape[1])
+        .astype(np.float32)
     )
     block = block_of(path)
     turned = hadamard_transform(weight, block, signs) if block else weight
-    quantised, scales, biases = mx.quantize(turned, group_size=BITS["group_size"], bits=BITS["bits"])
-    found = {"weight": quantised, "scales": scales.astype(mx.float16), "biases": biases.astype(mx.float16)}
+    quantised, scales, biases = mx.quantize(
+        turned, group_size=BITS["group_size"], bits=BITS["bits"]
+    )
+    found = {
+        "weight": quantised,
+        "scales": scales.astype(mx.float16),
+        "biases": biases.astype(mx.float16),
+    }
     return {**found, "signs": signs} if block else found
 
 
@@ -67,17 +94,28 @@ def build() -> nn.Module:
         if not is_packed(path, module):
             continue
         is_embedding = isinstance(module, nn.Embedding)
-        records.append({"path": path, "embedding": is_embedding, "dtype": "float16", "block": block_of(path)})
+        records.append(
+            {
+                "path": path,
+                "embedding": is_embedding,
+                "dtype": "float16",
+                "block": block_of(path),
+            }
+        )
         whole = f"language_model.{path}"
         for name, value in pack(path, weights.pop(f"{whole}.weight")).items():
             weights[f"{whole}.{name}"] = value
     config = upstream.ModelConfig(
-        model_type="prism_hadamard_qwen35", modules=records, quantization=dict(BITS), **configs()
+        model_type="prism_hadamard_qwen35",
+        modules=records,
+        quantization=dict(BITS),
+        **configs(),
     )
     model = upstream.Model(config)
     model.load_weights(list(model.sanitize(weights).items()), strict=True)
     tower = model.vision_tower
-    tower.patch_embed.__class__ = embed_by_product(type(tower.patch_embed))  # in the adapter's bits: see ``greedy``
+    # in the adapter's bits: see ``greedy``
+    tower.patch_embed.__class__ = embed_by_product(type(tower.patch_embed))
     for block in tower.blocks:
         block.attn.__class__ = attend_pictures(type(block.attn))
     model.eval()

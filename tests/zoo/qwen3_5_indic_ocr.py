@@ -13,9 +13,16 @@ from ._build import enliven
 
 def build() -> nn.Module:
     """As Qwen3.5's: two recurrent layers and two with attention."""
-    text = qwen3_5.TextConfig(model_type="qwen3_5_text", intermediate_size=96, rope_parameters=tiny.rope(), **tiny.TEXT)
+    text = qwen3_5.TextConfig(
+        model_type="qwen3_5_text",
+        intermediate_size=96,
+        rope_parameters=tiny.rope(),
+        **tiny.TEXT,
+    )
     vision = qwen3_5.VisionConfig(**tiny.VISION)
-    model = indic_ocr.Model(indic_ocr.ModelConfig(text_config=text, vision_config=vision, **tiny.MARKERS))
+    model = indic_ocr.Model(
+        indic_ocr.ModelConfig(text_config=text, vision_config=vision, **tiny.MARKERS)
+    )
     enliven(model, seed=38, rules=tiny.RULES, quiet=tiny.HEAD)
     return model
 

@@ -25,7 +25,10 @@ def build() -> nn.Module:
     )
     model = upstream.Model(
         upstream.ModelConfig(
-            model_type="qwen3_5_moe", text_config=text, vision_config=upstream.VisionConfig(**VISION), **MARKERS
+            model_type="qwen3_5_moe",
+            text_config=text,
+            vision_config=upstream.VisionConfig(**VISION),
+            **MARKERS,
         )
     )
     enliven(model, seed=36, rules=RULES, quiet=HEAD)

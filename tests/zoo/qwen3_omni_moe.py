@@ -83,7 +83,9 @@ def build() -> nn.Module:
     model = upstream.Model(
         upstream_config.ModelConfig(
             thinker_config=thinker,
-            talker_config=upstream_config.TalkerConfig(text_config=text, code_predictor_config=predictor),
+            talker_config=upstream_config.TalkerConfig(
+                text_config=text, code_predictor_config=predictor
+            ),
             code2wav_config=upstream_config.Code2WavConfig(),
             enable_audio_output=False,
             eos_token_id=END_OF_TEXT,
@@ -98,9 +100,13 @@ def _heard(seed: int, lengths: Sequence[int]) -> Inputs:
     """Recordings of so many frames between their markers, padded to the longest, and words after each."""
     random = np.random.RandomState(seed + 104729)
     longest = max(lengths)
-    values = random.standard_normal((len(lengths), BANDS, longest)) + random.standard_normal((len(lengths), BANDS, 1))
+    values = random.standard_normal(
+        (len(lengths), BANDS, longest)
+    ) + random.standard_normal((len(lengths), BANDS, 1))
     mask = (np.arange(longest)[None] < np.array(lengths)[:, None]).astype(np.int32)
-    marked = [[AUDIO_START, *[AUDIO] * LENGTHS[length], AUDIO_END] for length in lengths]
+    marked = [
+        [AUDIO_START, *[AUDIO] * LENGTHS[length], AUDIO_END] for length in lengths
+    ]
     return {
         "input_ids": prompt(seed, marked),
         "input_features": (values * mask[:, None]).astype(np.float32),
@@ -140,8 +146,11 @@ class Film:
     def tokens(self) -> list[int]:
         """Markers and placeholders: by time, a frame before the sound that begins with it."""
         time, high, wide = self.steps
-        step, length = [_qwen.VIDEO] * (high * wide // _qwen.MERGE**2), LENGTHS[self.frames] if self.frames else 0
-        timed = [(t * self.spacing, 0, step) for t in range(time)] + [(at, 1, [AUDIO]) for at in range(length)]
+        step = [_qwen.VIDEO] * (high * wide // _qwen.MERGE**2)
+        length = LENGTHS[self.frames] if self.frames else 0
+        timed = [(t * self.spacing, 0, step) for t in range(time)] + [
+            (at, 1, [AUDIO]) for at in range(length)
+        ]
         inside = [token for *_, some in sorted(timed) for token in some]
         if not length:
             return [_qwen.VISION_START, *inside, _qwen.VISION_END]
@@ -165,7 +174,9 @@ def filmed(seed: int, film: Film, after: Inputs | None = None) -> Inputs:
     }
     if film.frames:
         heard = _heard(seed, [film.frames])
-        made |= {name: heard[name] for name in ("input_features", "feature_attention_mask")}
+        made |= {
+            name: heard[name] for name in ("input_features", "feature_attention_mask")
+        }
     return made if after is None else both(made, after)
 
 
@@ -183,7 +194,9 @@ def placed() -> list[Inputs]:
     """Requests whose positions transformers gave (tests/references/omni_positions.json)."""
     films = (*FILMS, Film((5, 4, 4), 1 / 13, 230))
     more = (SHORT, Film((2, 20, 4), 1.0, 130), Film((4, 4, 4), 2.0))
-    return [filmed(5, film) for film in films] + [filmed(5, film, two_images(6)) for film in more]
+    return [filmed(5, film) for film in films] + [
+        filmed(5, film, two_images(6)) for film in more
+    ]
 
 
 def positions(inputs: Inputs) -> np.ndarray:
@@ -207,8 +220,15 @@ def positions(inputs: Inputs) -> np.ndarray:
         time, high, wide = next(grids[marker])
         spacing = round(13 * float(next(seconds))) if marker == _qwen.VIDEO else 1
         shape = time, high // _qwen.MERGE, wide // _qwen.MERGE
-        frames = iter([(after + t * spacing, after + y, after + x) for t, y, x in np.ndindex(*shape)])
-        heard, pieces, end = 0, list[tuple[int, list[tuple[int, int, int]]]](), len(found)
+        frames = iter(
+            [
+                (after + t * spacing, after + y, after + x)
+                for t, y, x in np.ndindex(*shape)
+            ]
+        )
+        heard = 0
+        pieces = list[tuple[int, list[tuple[int, int, int]]]]()
+        end = len(found)
         left = int(np.prod(shape))
         while left or tokens[end] == AUDIO:
             kind = tokens[end]
@@ -229,7 +249,10 @@ def greedy(model: nn.Module, inputs: Inputs, num_tokens: int) -> Trace:
 
     With a video: mlx-vlm's embeddings, and the whole sequence at each step, with positions by the definition.
     """
-    with activated([block.mlp for block in model.thinker.vision_tower.blocks], nn.GELU(approx="tanh")):
+    with activated(
+        [block.mlp for block in model.thinker.vision_tower.blocks],
+        nn.GELU(approx="tanh"),
+    ):
         if "video_grid_thw" not in inputs:
             return generate_alone(model, inputs, num_tokens)
         with nothing_remembered(model):
@@ -245,15 +268,23 @@ def _recomputed(model: nn.Module, inputs: Inputs, num_tokens: int) -> Trace:
     asked = positions(inputs)
 
     def logits(generated: list[int]) -> mx.array:
-        tail = [language.model.embed_tokens(mx.array([generated], dtype=mx.int32))] if generated else []
+        tail = (
+            [language.model.embed_tokens(mx.array([generated], dtype=mx.int32))]
+            if generated
+            else []
+        )
         hidden = mx.concatenate([prompt, *tail], axis=1)
         after = asked.max() + 1 + np.arange(len(generated))
-        where = np.concatenate([asked, np.broadcast_to(after, (3, len(generated)))], axis=1)
+        where = np.concatenate(
+            [asked, np.broadcast_to(after, (3, len(generated)))], axis=1
+        )
         return language(
             mx.zeros(hidden.shape[:2], mx.int32),
             inputs_embeds=hidden,
             position_ids=mx.array(where[:, None]),
-            deepstack_visual_embeds=mx.pad(deep, [(0, 0), (0, len(generated)), (0, 0), (0, 0)]),
+            deepstack_visual_embeds=mx.pad(
+                deep, [(0, 0), (0, len(generated)), (0, 0), (0, 0)]
+            ),
         ).logits[0, -1]
 
     return generate_by_recomputing(logits, num_tokens)

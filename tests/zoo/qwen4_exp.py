@@ -30,7 +30,8 @@ def build() -> nn.Module:
         ngram_vocab_size_base=60,
         make_ngram_vocab_size_divisible_by=8,
         split_ngram_parts=4,
-        indexer_n_heads=16,  # of fewer, some blocks have no score at all, and which of them are taken is chance
+        # of fewer, some blocks have no score at all, and which of them are taken is chance
+        indexer_n_heads=16,
         indexer_head_dim=16,
         indexer_budget=6,
         indexer_compress_ratio=2,
@@ -39,13 +40,19 @@ def build() -> nn.Module:
     )
     model = upstream.Model(
         upstream.ModelConfig(
-            model_type="qwen4_exp", text_config=text, vision_config=upstream.VisionConfig(**VISION), **MARKERS
+            model_type="qwen4_exp",
+            text_config=text,
+            vision_config=upstream.VisionConfig(**VISION),
+            **MARKERS,
         )
     )
     rules = [
         Rule(HEAD, fan_in(6.5)),  # the last layer's streams are gated and averaged
         *RULES,
-        Rule(r"(hc_norm|layernorm|[qk]_norm|norm_(key|query|conv))\.weight$", spread(0.2)),  # centred at zero
+        # centred at zero
+        Rule(
+            r"(hc_norm|layernorm|[qk]_norm|norm_(key|query|conv))\.weight$", spread(0.2)
+        ),
         Rule(r"block_inject_weight", fan_in(3.0)),
     ]
     enliven(model, seed=41, rules=rules, quiet=HEAD)

@@ -43,14 +43,22 @@ def build() -> nn.Module:
                 sliding_window=WINDOW,
                 use_head_wise_attn_gate=True,
                 use_moe_router_bias=True,
-                attention_other_setting={"num_attention_heads": 6, "num_attention_groups": 2},
+                attention_other_setting={
+                    "num_attention_heads": 6,
+                    "num_attention_groups": 2,
+                },
                 swiglu_limits=[None, None, 2.0, None],
                 partial_rotary_factors=[0.5, 1.0, 0.5, 1.0],
                 moe_layers_enum="2,3",
                 max_position_embeddings=512,
             ),
             vision_config=upstream.VisionConfig(
-                width=32, layers=2, heads=2, image_size=SIDE * PATCH, mlp_ratio=2.0, patch_size=PATCH
+                width=32,
+                layers=2,
+                heads=2,
+                image_size=SIDE * PATCH,
+                mlp_ratio=2.0,
+                patch_size=PATCH,
             ),
         )
     )
@@ -69,7 +77,9 @@ def build() -> nn.Module:
 def _request(seed: int, patches: list[int]) -> Inputs:
     parts = [words(seed, 3)]
     for index, count in enumerate(patches):
-        views = [token for _ in range(count + 1) for token in [START, *[IMAGE] * TOKENS, END]]
+        views = [
+            token for _ in range(count + 1) for token in [START, *[IMAGE] * TOKENS, END]
+        ]
         parts += [views, words(seed + 101 * (index + 1), 4)]
     view = (3, SIDE * PATCH, SIDE * PATCH)
     request: Inputs = {
@@ -77,7 +87,11 @@ def _request(seed: int, patches: list[int]) -> Inputs:
         "pixel_values": pixels(seed, len(patches), *view),
         "num_patches": np.array(patches, dtype=np.int32),
     }
-    return request | ({"patch_pixel_values": pixels(seed + 31, sum(patches), *view)} if sum(patches) else {})
+    return request | (
+        {"patch_pixel_values": pixels(seed + 31, sum(patches), *view)}
+        if sum(patches)
+        else {}
+    )
 
 
 def image(seed: int, size: int) -> Inputs:

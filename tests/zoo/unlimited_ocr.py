@@ -26,7 +26,10 @@ def build() -> nn.Module:
                 image_token_index=_deepseek.IMAGE,
                 eos_token_id=[END_OF_TEXT],
                 text_config=upstream.TextConfig(
-                    **_deepseek.TEXT, num_key_value_heads=4, sliding_window_size=WINDOW, sliding_window=WINDOW
+                    **_deepseek.TEXT,
+                    num_key_value_heads=4,
+                    sliding_window_size=WINDOW,
+                    sliding_window=WINDOW,
                 ),
                 vision_config=upstream.VisionConfig(**_deepseek.clip()),
                 projector_config=upstream.ProjectorConfig(input_dim=64, n_embed=64),

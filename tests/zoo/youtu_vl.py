@@ -57,10 +57,15 @@ def build() -> nn.Module:
 def _request(seed: int, grids: list[tuple[int, int]]) -> Inputs:
     parts = [words(seed, 3)]
     for index, (high, wide) in enumerate(grids):
-        parts += [[IMAGE] * (high * wide // 4), words(seed + 101 * (index + 1), 4 + index)]
+        parts += [
+            [IMAGE] * (high * wide // 4),
+            words(seed + 101 * (index + 1), 4 + index),
+        ]
     return {
         "input_ids": ids(*parts),
-        "pixel_values": pixels(seed, sum(high * wide for high, wide in grids), 3 * PATCH * PATCH),
+        "pixel_values": pixels(
+            seed, sum(high * wide for high, wide in grids), 3 * PATCH * PATCH
+        ),
         "spatial_shapes": np.array(grids, dtype=np.int32),
     }
 

@@ -13,7 +13,12 @@ from mlx_vlm.models import base as upstream
 from vlm_batch.adapters import few_bits, kernels
 from vlm_batch.adapters.hooks import current, hook
 from vlm_batch.caches.drafted import DraftedStates, attend_drafted
-from vlm_batch.caches.quantized import QuantizedStates, SlabStates, attend_quantized, unpacked
+from vlm_batch.caches.quantized import (
+    QuantizedStates,
+    SlabStates,
+    attend_quantized,
+    unpacked,
+)
 from vlm_batch.caches.rows import RowsCache, RowStates, attend_rows
 from vlm_batch.caches.turbo import TurboStates
 
@@ -44,23 +49,35 @@ def attention(
         return attend_rows(attention, queries, keys, values, scale, mask, sinks)
     if isinstance(keys, DraftedStates):
         fixed = current().is_fixed
-        return attend_drafted(attention, queries, keys, values, cache, scale, mask, sinks, is_fixed=fixed)
+        return attend_drafted(
+            attention, queries, keys, values, cache, scale, mask, sinks, is_fixed=fixed
+        )
     if isinstance(keys, QuantizedStates):
-        if queries.shape[2] > 1 and sinks is None:  # several queries share one dequantisation
-            return kernels.attend(queries, keys.dequantized(), values.dequantized(), scale, mask)
+        # several queries share one dequantisation
+        if queries.shape[2] > 1 and sinks is None:
+            return kernels.attend(
+                queries, keys.dequantized(), values.dequantized(), scale, mask
+            )
         if sinks is None and kernels.takes_codes(queries, keys, mask):
             return kernels.attend_codes(queries, keys, values, scale)
         return attend_quantized(queries, keys, values, scale, mask, sinks)
     if isinstance(keys, SlabStates):
-        found = few_bits.attend_where_right(queries, keys, values, scale, mask) if sinks is None else None
+        found = (
+            few_bits.attend_where_right(queries, keys, values, scale, mask)
+            if sinks is None
+            else None
+        )
         if found is not None:
             return found
         keys, values = unpacked(keys, values)
     if isinstance(keys, TurboStates):
         cache = keys.cache
-    elif sinks is None and isinstance(keys, mx.array) and not hasattr(cache, "bits"):  # not quantised
+    elif sinks is None and isinstance(keys, mx.array) and not hasattr(cache, "bits"):
+        # not quantised
         return kernels.attend(queries, keys, values, scale, mask)
-    return SCALED_DOT_PRODUCT_ATTENTION(queries, keys, values, cache, scale=scale, mask=mask, sinks=sinks)
+    return SCALED_DOT_PRODUCT_ATTENTION(
+        queries, keys, values, cache, scale=scale, mask=mask, sinks=sinks
+    )
 
 
 #: Functions that replace mlx-vlm's in a language model's files. Most models call a module-level
@@ -76,7 +93,14 @@ def row_by_row(attention_class: type[nn.Module]) -> type[nn.Module]:
 
     class RowByRow(attention_class):  # type: ignore[misc,valid-type]
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            rows = next((value for value in (*args, *kwargs.values()) if isinstance(value, RowsCache)), None)
+            rows = next(
+                (
+                    value
+                    for value in (*args, *kwargs.values())
+                    if isinstance(value, RowsCache)
+                ),
+                None,
+            )
             if rows is None:
                 return super().__call__(*args, **kwargs)
             return each_row(super().__call__, rows, *args, **kwargs)
@@ -84,7 +108,9 @@ def row_by_row(attention_class: type[nn.Module]) -> type[nn.Module]:
     return RowByRow
 
 
-def each_row(function: Callable[..., Any], rows: RowsCache, *args: Any, **kwargs: Any) -> Any:
+def each_row(
+    function: Callable[..., Any], rows: RowsCache, *args: Any, **kwargs: Any
+) -> Any:
     """Call a function per live row, at least once; join its arrays or tuples of arrays.
 
     Arrays are cut from (B, ...) to (1, ...). Empty places get zeros.
@@ -98,7 +124,11 @@ def each_row(function: Callable[..., Any], rows: RowsCache, *args: Any, **kwargs
         if single is not None
     }
     like = next(iter(answers.values()))
-    empty = tuple(map(mx.zeros_like, like)) if isinstance(like, tuple) else mx.zeros_like(like)
+    empty = (
+        tuple(map(mx.zeros_like, like))
+        if isinstance(like, tuple)
+        else mx.zeros_like(like)
+    )
     filled = [answers.get(place, empty) for place in range(len(rows.places))]
     if isinstance(like, tuple):
         return tuple(mx.concatenate(list(part)) for part in zip(*filled, strict=True))
@@ -111,25 +141,42 @@ def _of_row(value: Any, place: int) -> Any:
     return value[place : place + 1] if isinstance(value, mx.array) else value
 
 
-def fused_attention(module: Any, project: Any, output: Any, x: mx.array, mask: Any, cache: Any) -> mx.array:
+def fused_attention(
+    module: Any, project: Any, output: Any, x: mx.array, mask: Any, cache: Any
+) -> mx.array:
     """Run attention (B, L, D) with one projection for queries, keys and values.
 
     ``module`` has ``n_heads``, ``n_kv_heads``, ``head_dim``, ``scale`` and ``rope``.
     """
     batch, length, _ = x.shape
     heads, kv_heads = module.n_heads, module.n_kv_heads
-    split = project(x).reshape(batch, length, heads + 2 * kv_heads, module.head_dim).swapaxes(1, 2)
-    queries, keys, values = mx.split(split, [heads, heads + kv_heads], axis=1)  # (B, H, L, D_head)
-    queries, keys = (module.rope(rotated, offset=cache.offset) for rotated in (queries, keys))
+    split = (
+        project(x)
+        .reshape(batch, length, heads + 2 * kv_heads, module.head_dim)
+        .swapaxes(1, 2)
+    )
+    # (B, H, L, D_head)
+    queries, keys, values = mx.split(split, [heads, heads + kv_heads], axis=1)
+    queries, keys = (
+        module.rope(rotated, offset=cache.offset) for rotated in (queries, keys)
+    )
     keys, values = cache.update_and_fetch(keys, values)
-    return output(attention(queries, keys, values, cache, module.scale, mask).swapaxes(1, 2).flatten(-2))
+    return output(
+        attention(queries, keys, values, cache, module.scale, mask)
+        .swapaxes(1, 2)
+        .flatten(-2)
+    )
 
 
-def fuse_rows(attention_class: type[nn.Module], project: str, output: str) -> type[nn.Module]:
+def fuse_rows(
+    attention_class: type[nn.Module], project: str, output: str
+) -> type[nn.Module]:
     """Subclass an attention to run ``fused_attention``."""
 
     class FusedRows(attention_class):  # type: ignore[misc,valid-type]
-        def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        def __call__(
+            self, x: mx.array, mask: Any = None, cache: Any = None
+        ) -> mx.array:
             return fused_attention(self, self[project], self[output], x, mask, cache)
 
     return FusedRows
@@ -142,7 +189,9 @@ def seal_masks(attention_class: type[nn.Module]) -> type[nn.Module]:
     """
 
     class SealedAttention(attention_class):  # type: ignore[misc,valid-type]
-        def __call__(self, x: mx.array, mask: Any = None, cache: Any = None, **positions: Any) -> mx.array:
+        def __call__(
+            self, x: mx.array, mask: Any = None, cache: Any = None, **positions: Any
+        ) -> mx.array:
             sealed = SealedMask(mask) if isinstance(mask, mx.array) else mask
             return super().__call__(x, mask=sealed, cache=cache, **positions)
 

@@ -23,10 +23,22 @@ from vlm_batch.adapters.convolution import convolutions
 from vlm_batch.adapters.experts import EXPERTS
 from vlm_batch.adapters.few_rows import suit_few_rows
 from vlm_batch.adapters.hooks import check_attention, files_of, install_hooks, running
-from vlm_batch.adapters.joint import PrecomputedInputs, TowerCall, TowerOutputs, advance, make_calls
+from vlm_batch.adapters.joint import (
+    PrecomputedInputs,
+    TowerCall,
+    TowerOutputs,
+    advance,
+    make_calls,
+)
 from vlm_batch.adapters.known import know
 from vlm_batch.adapters.longrope import ROW_ROPES, longest_short, marked_long
-from vlm_batch.adapters.modules import RememberingTower, clone_modules, cut_answer, evaluate_arrays, part_of
+from vlm_batch.adapters.modules import (
+    RememberingTower,
+    clone_modules,
+    cut_answer,
+    evaluate_arrays,
+    part_of,
+)
 from vlm_batch.adapters.packed import replacements
 from vlm_batch.adapters.placing import Merge, hook_placing, know_places
 from vlm_batch.adapters.products import hold_products, turned, watched
@@ -44,25 +56,57 @@ from vlm_batch.adapters.prompts import (
 )
 from vlm_batch.adapters.rotary import STEP_ROPES
 from vlm_batch.adapters.tables import hook_tables
-from vlm_batch.adapters.towers import audio_towers, can_hear, remember_features, vision_towers
+from vlm_batch.adapters.towers import (
+    audio_towers,
+    can_hear,
+    remember_features,
+    vision_towers,
+)
 from vlm_batch.arrays import Joined, join_rows
 from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.caches.recurrent import mask_behind, masked
 from vlm_batch.errors import InvalidPrompt, InvalidRequest
 from vlm_batch.inputs.videos import Sampling
-from vlm_batch.records import Call, DecodeStep, Encoded, Graphs, Picture, PositionState, PromptKey
+from vlm_batch.records import (
+    Call,
+    DecodeStep,
+    Encoded,
+    Graphs,
+    Picture,
+    PositionState,
+    PromptKey,
+)
 from vlm_batch.registry import ModelSpec
 from vlm_batch.store.digest import as_words, digest, joined, sourced
 
 #: Prefixes of the processor outputs that hold pictures, videos or their features.
-PICTURE_INPUTS = ("pixel_values", "patch_pixel_values", "cached_image_features", "image_embeds", "encoder_outputs")
+PICTURE_INPUTS = (
+    "pixel_values",
+    "patch_pixel_values",
+    "cached_image_features",
+    "image_embeds",
+    "encoder_outputs",
+)
 
 #: Prefixes of the processor outputs that hold recordings or their features.
-AUDIO_INPUTS = ("input_features", "input_audio", "input_values", "audio_", "feature_attention_mask", "sound_")
+AUDIO_INPUTS = (
+    "input_features",
+    "input_audio",
+    "input_values",
+    "audio_",
+    "feature_attention_mask",
+    "sound_",
+)
 
 #: Processor outputs that no decoder reads: a row has no padding, token types repeat the ids, and few families count seconds.
 IGNORED_INPUTS = frozenset(
-    {"attention_mask", "token_type_ids", "mm_token_type_ids", "image_sizes", "second_per_grid_ts"}
+    {
+        "attention_mask",
+        "token_type_ids",
+        "mm_token_type_ids",
+        "image_sizes",
+        "second_per_grid_ts",
+    }
 )
 #: Attributes in which mlx-vlm's language models keep the last request's positions.
 POSITIONS = frozenset({"_position_ids", "_rope_deltas"})
@@ -78,7 +122,9 @@ class Adapter:
 
     spec: ClassVar[ModelSpec]
     #: Processor outputs that ``get_input_embeddings`` takes; unknown ones are refused.
-    input_keys: ClassVar[frozenset[str]] = frozenset({"pixel_values", "cached_image_features"})
+    input_keys: ClassVar[frozenset[str]] = frozenset(
+        {"pixel_values", "cached_image_features"}
+    )
     #: Features that prefill takes -> the axis along which a chunk is cut, or None to pass them whole.
     prefill_axes: ClassVar[Mapping[str, int | None]] = {}
     #: Whether ``chunk_features`` are a row's own arrays (1, ...), so that prompts may share an array.
@@ -108,10 +154,22 @@ class Adapter:
         evaluate_arrays(model)
         self.config: Any = model.config
         self.model: Any = clone_modules(
-            model, {**replacements(), **convolutions(), **ROW_ROPES, **STEP_ROPES, **EXPERTS, **self.patches()}
+            model,
+            {
+                **replacements(),
+                **convolutions(),
+                **ROW_ROPES,
+                **STEP_ROPES,
+                **EXPERTS,
+                **self.patches(),
+            },
         )
         if self.spec.audio and not can_hear(self.model):
-            silent = replace(self.spec, audio=False, no_audio="this checkpoint has no part that hears")
+            silent = replace(
+                self.spec,
+                audio=False,
+                no_audio="this checkpoint has no part that hears",
+            )
             vars(self)["spec"] = silent
         self.language: Any = self.model.language_model
         #: The token embedding, or None if ``embeddings`` names no module.
@@ -166,7 +224,9 @@ class Adapter:
     # Encode
     # -------------------------------------------------------------------------------------------------------------
 
-    def encode(self, inputs: Mapping[str, Any], call: Call = Call(), cached: int = 0) -> Encoded:
+    def encode(
+        self, inputs: Mapping[str, Any], call: Call = Call(), cached: int = 0
+    ) -> Encoded:
         """Turn one request's processor output into a row.
 
         Args:
@@ -184,7 +244,8 @@ class Adapter:
         with running(call):
             try:
                 return self._encoded(inputs, call, cached)
-            finally:  # the next request must not see these positions, even if this one raised
+            finally:
+                # the next request must not see these positions, even if this one raised
                 for name in POSITIONS:
                     if hasattr(self.language, name):
                         setattr(self.language, name, None)
@@ -192,10 +253,20 @@ class Adapter:
     def _encoded(self, inputs: Mapping[str, Any], call: Call, cached: int) -> Encoded:
         ids, extra = self._read(inputs)
         with self._fitting(ids, extra):
-            is_text_left = cached > 0 and all(picture.end <= cached for picture in self._media(ids, extra))
-            features = self.features_after(ids, extra, cached) if is_text_left else self.features(ids, sourced(extra))
+            is_text_left = cached > 0 and all(
+                picture.end <= cached for picture in self._media(ids, extra)
+            )
+            features = (
+                self.features_after(ids, extra, cached)
+                if is_text_left
+                else self.features(ids, sourced(extra))
+            )
         embeds = features["inputs_embeds"]
-        dtype = dtype_of(self.token_table) if call.is_fixed and embeds.dtype == mx.float32 else None
+        dtype = (
+            dtype_of(self.token_table)
+            if call.is_fixed and embeds.dtype == mx.float32
+            else None
+        )
         return Encoded(
             input_ids=ids,
             # a batch with rows of two dtypes computes in the wider one
@@ -210,24 +281,34 @@ class Adapter:
             has_rows=self._features_have_rows,
         )
 
-    def encode_together(self, requests: Sequence[Mapping[str, Any]], call: Call = Call()) -> list[Mapping[str, Any]]:
+    def encode_together(
+        self, requests: Sequence[Mapping[str, Any]], call: Call = Call()
+    ) -> list[Mapping[str, Any]]:
         """Join several requests' tower calls, up to ``call.most_patches`` patches.
 
         Returns:
             The inputs for ``encode``, with any tower outputs attached. Those that still need a tower are the same objects.
         """
-        kinds = ((vision_towers(self.model), has_pictures), (audio_towers(self.model), has_sound))
+        kinds = (
+            (vision_towers(self.model), has_pictures),
+            (audio_towers(self.model), has_sound),
+        )
         shared = [
             has_any
             for towers, has_any in kinds
-            if self.spec.max_rows != 1 and any(self._shares(owner[name], call) for owner, name in towers)
+            if self.spec.max_rows != 1
+            and any(self._shares(owner[name], call) for owner, name in towers)
         ]
         outputs = {
-            at: TowerOutputs() for at, inputs in enumerate(requests) if any(has_any(inputs) for has_any in shared)
+            at: TowerOutputs()
+            for at, inputs in enumerate(requests)
+            if any(has_any(inputs) for has_any in shared)
         }
 
         def encode(at: int, outputs: TowerOutputs) -> Encoded:
-            return Adapter.encode(self, requests[at], replace(call, tower_outputs=outputs))
+            return Adapter.encode(
+                self, requests[at], replace(call, tower_outputs=outputs)
+            )
 
         calls: dict[int, TowerCall] = {}
         room = call.most_patches
@@ -249,12 +330,19 @@ class Adapter:
         for at, inputs in enumerate(requests):
             theirs = outputs.get(at) or TowerOutputs()
             is_text = not any(has_any(inputs) for _, has_any in kinds)
-            prepared.append(PrecomputedInputs(inputs, theirs) if theirs.is_any or is_text else inputs)
+            prepared.append(
+                PrecomputedInputs(inputs, theirs)
+                if theirs.is_any or is_text
+                else inputs
+            )
         return prepared
 
     @staticmethod
     def _shares(tower: RememberingTower, call: Call) -> bool:
-        if call.is_fixed and (call.pictures is None or type(tower).run_by_shape is RememberingTower.run_by_shape):
+        if call.is_fixed and (
+            call.pictures is None
+            or type(tower).run_by_shape is RememberingTower.run_by_shape
+        ):
             return False
         return tower.why_apart is None
 
@@ -273,10 +361,13 @@ class Adapter:
         """Raise InvalidPrompt unless ids (1, L), numpy or MLX, have the media's placeholders."""
         if self.spec.audio:
             self._check_sound(ids, extra)
-        marks, is_any = list(self.image_token_ids - self._audio_token_ids), has_pictures(extra)
+        marks = list(self.image_token_ids - self._audio_token_ids)
+        is_any = has_pictures(extra)
         given = int(are_any(np.array(ids)[0], marks).sum())
         if given and not is_any:
-            raise InvalidPrompt(f"the prompt has {given} placeholder tokens for pictures, and there is no picture")
+            raise InvalidPrompt(
+                f"the prompt has {given} placeholder tokens for pictures, and there is no picture"
+            )
         needed = self.count_placeholders(extra) if is_any else None
         if not marks:  # the processor names the pictures' positions
             if needed:
@@ -285,23 +376,39 @@ class Adapter:
                 )
             return
         if is_any and needed is None and not given:
-            raise InvalidPrompt("the pictures need placeholder tokens; the prompt has 0")
+            raise InvalidPrompt(
+                "the pictures need placeholder tokens; the prompt has 0"
+            )
         if needed is not None and given != needed:
-            raise InvalidPrompt(f"the pictures need {needed} placeholder tokens; the prompt has {given}")
+            raise InvalidPrompt(
+                f"the pictures need {needed} placeholder tokens; the prompt has {given}"
+            )
 
     def _check_sound(self, ids: Any, extra: Mapping[str, Any]) -> None:
         is_any = has_sound(extra)
         if not is_any and not self._audio_token_ids:
             return
         given = int(are_any(np.array(ids)[0], self._audio_token_ids).sum())
-        sound = (value for name, value in extra.items() if name.startswith(AUDIO_INPUTS))
-        parts = (part for value in sound for part in (value if isinstance(value, list) else [value]))
+        sound = (
+            value for name, value in extra.items() if name.startswith(AUDIO_INPUTS)
+        )
+        parts = (
+            part
+            for value in sound
+            for part in (value if isinstance(value, list) else [value])
+        )
         if any(0 in np.shape(part) for part in parts):
-            raise InvalidPrompt("a recording is so short that the model's processor makes nothing of it")
+            raise InvalidPrompt(
+                "a recording is so short that the model's processor makes nothing of it"
+            )
         if given and not is_any:
-            raise InvalidPrompt(f"the prompt has {given} placeholder tokens for recordings, and there is no recording")
+            raise InvalidPrompt(
+                f"the prompt has {given} placeholder tokens for recordings, and there is no recording"
+            )
         if is_any and not given and self._audio_token_ids:
-            raise InvalidPrompt("the recordings need placeholder tokens; the prompt has 0")
+            raise InvalidPrompt(
+                "the recordings need placeholder tokens; the prompt has 0"
+            )
 
     def count_placeholders(self, extra: Mapping[str, Any]) -> int | None:
         """Count the pictures' placeholders by shapes alone, where possible."""
@@ -311,12 +418,18 @@ class Adapter:
         """Repeat placeholders, one per feature, where the processor leaves fewer."""
         return ids
 
-    def features_after(self, ids: mx.array, extra: Mapping[str, Any], cached: int) -> dict[str, Any]:
+    def features_after(
+        self, ids: mx.array, extra: Mapping[str, Any], cached: int
+    ) -> dict[str, Any]:
         """Return a prompt's features: zeros for the first ``cached`` positions, then text."""
         start = min(cached, ids.shape[1] - 1)  # models cannot embed an empty prompt
         found = self.features(ids[:, start:], {})
         axes = {"inputs_embeds": 1, **self.prefill_axes}
-        return {name: pad_front(value, axes[name], start) for name, value in found.items() if name in axes}
+        return {
+            name: pad_front(value, axes[name], start)
+            for name, value in found.items()
+            if name in axes
+        }
 
     # Recognise
     # ----------------------------------------------------------------------------------------------------------
@@ -350,44 +463,69 @@ class Adapter:
         return taken_apart(ids, extra, self.image_token_ids - self._audio_token_ids)
 
     def _media(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[Picture, ...]:
-        sound = {name: value for name, value in extra.items() if name.startswith(AUDIO_INPUTS)}
+        sound = {
+            name: value
+            for name, value in extra.items()
+            if name.startswith(AUDIO_INPUTS)
+        }
         if not sound:
             return self.pictures(ids, extra)
         rest = {name: value for name, value in extra.items() if name not in sound}
-        silent = mx.where(mx.array(are_any(np.array(ids), self._audio_token_ids)), 0, ids)
+        silent = mx.where(
+            mx.array(are_any(np.array(ids), self._audio_token_ids)), 0, ids
+        )
         found = (*self.pictures(silent, rest), *self.recordings(ids, sound))
         media = sorted(found, key=lambda one: one.start)
         if all(one.end <= other.start for one, other in pairwise(media)):
             return tuple(media)
         return (Picture(media[0].start, max(one.end for one in media), extra),)
 
-    def recordings(self, ids: mx.array, sound: Mapping[str, Any]) -> tuple[Picture, ...]:
+    def recordings(
+        self, ids: mx.array, sound: Mapping[str, Any]
+    ) -> tuple[Picture, ...]:
         return taken_apart(ids, sound, self._audio_token_ids)
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
         """Run the model's ``get_input_embeddings``."""
         extra = {name: know(value) for name, value in extra.items()}
-        found = self.model.get_input_embeddings(know(ids), extra.pop("pixel_values", None), **extra)
-        return {name: value for name, value in found.to_dict().items() if value is not None}
+        found = self.model.get_input_embeddings(
+            know(ids), extra.pop("pixel_values", None), **extra
+        )
+        return {
+            name: value for name, value in found.to_dict().items() if value is not None
+        }
 
     def _for_prefill(self, features: Mapping[str, Any]) -> dict[str, Any]:
-        unknown = features.keys() - self.prefill_axes.keys() - self.ignored - KNOWN_FEATURES
+        unknown = (
+            features.keys() - self.prefill_axes.keys() - self.ignored - KNOWN_FEATURES
+        )
         if unknown:
-            raise TypeError(f"{self.spec.family} does not know the features {sorted(unknown)}")
+            raise TypeError(
+                f"{self.spec.family} does not know the features {sorted(unknown)}"
+            )
         return {name: features[name] for name in self.prefill_axes if name in features}
 
-    def positions(self, ids: mx.array, extra: Mapping[str, Any], features: Mapping[str, Any]) -> PositionState:
+    def positions(
+        self, ids: mx.array, extra: Mapping[str, Any], features: Mapping[str, Any]
+    ) -> PositionState:
         """Return the row's positions; the default counts tokens."""
         return PositionState()
 
-    def atomic_spans(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
+    def atomic_spans(
+        self, ids: mx.array, extra: Mapping[str, Any]
+    ) -> tuple[tuple[int, int], ...]:
         """Return spans [start, end) that no chunk may cut."""
         return ()
 
     @cached_property
     def image_token_ids(self) -> frozenset[int]:
         """Placeholder ids of all media; empty if the processor gives positions instead."""
-        names = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
+        names = (
+            "image_token_id",
+            "image_token_index",
+            "video_token_id",
+            "video_token_index",
+        )
         return ids_named(self.config, names) | self._audio_token_ids
 
     @property
@@ -409,7 +547,9 @@ class Adapter:
             else np.ones(len(tokens), dtype=np.bool_)
         )
 
-    def model_image_sizes(self, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
+    def model_image_sizes(
+        self, extra: Mapping[str, Any]
+    ) -> tuple[tuple[int, int], ...]:
         """Return each processed picture's (width, height) in pixels, if known."""
         return ()
 
@@ -426,26 +566,44 @@ class Adapter:
         fresh: list[Any] = make_prompt_cache(self.language)
         return masked(fresh) if self._masks_states else fresh
 
-    def prefill(self, rows: Sequence[Encoded], cache: list[Any], begin: int, end: int, call: Call = Call()) -> mx.array:
+    def prefill(
+        self,
+        rows: Sequence[Encoded],
+        cache: list[Any],
+        begin: int,
+        end: int,
+        call: Call = Call(),
+    ) -> mx.array:
         """Prefill positions [begin, end) of one row into its cache, or R whole prompts, padded to ``end``, into a fresh one.
 
         Returns:
             Logits (R, V) of each row's last position before ``call.ends``; (end - begin, V) for one scored row.
         """
-        with running(replace(call, begin=begin, lengths=tuple(row.length for row in rows))):
-            filled = [row if row.length >= end else padded(row, end, self.prefill_axes) for row in rows]
+        with running(
+            replace(call, begin=begin, lengths=tuple(row.length for row in rows))
+        ):
+            filled = [
+                row if row.length >= end else padded(row, end, self.prefill_axes)
+                for row in rows
+            ]
             if call.ends is not None:
                 mask_behind(cache, [stop - begin for stop in call.ends])
             return self.run_chunk(filled, cache, begin, end)
 
-    def run_chunk(self, rows: Sequence[Encoded], cache: list[Any], start: int, end: int) -> mx.array:
+    def run_chunk(
+        self, rows: Sequence[Encoded], cache: list[Any], start: int, end: int
+    ) -> mx.array:
         ids = mx.concatenate([row.input_ids[:, start:end] for row in rows], axis=0)
-        embeds = mx.concatenate([row.inputs_embeds[:, start:end] for row in rows], axis=0)
+        embeds = mx.concatenate(
+            [row.inputs_embeds[:, start:end] for row in rows], axis=0
+        )
         own = rows if rows[0].has_rows else rows[:1]
         extra = join_rows([self.chunk_features(row, start, end) for row in own])
         prompts: list[Any] = [row.position.prompt for row in rows]
         if prompts[0] is not None:
-            extra["position_ids"] = mx.concatenate([prompt[..., start:end] for prompt in prompts], axis=-2)
+            extra["position_ids"] = mx.concatenate(
+                [prompt[..., start:end] for prompt in prompts], axis=-2
+            )
         return self.forward(ids, embeds, cache, extra)
 
     @property
@@ -457,7 +615,10 @@ class Adapter:
         """Act on a row between its last chunk and its join."""
 
     def chunk_features(self, encoded: Encoded, start: int, end: int) -> dict[str, Any]:
-        return {name: cut(value, self.prefill_axes[name], start, end) for name, value in encoded.prefill.items()}
+        return {
+            name: cut(value, self.prefill_axes[name], start, end)
+            for name, value in encoded.prefill.items()
+        }
 
     def decode(self, step: DecodeStep, call: Call = Call()) -> mx.array:
         """Decode one token per place: logits (B, V)."""
@@ -471,10 +632,16 @@ class Adapter:
         return self.forward(step.tokens, None, step.caches, {})
 
     def forward(
-        self, ids: mx.array, embeds: mx.array | None, cache: Sequence[Any], extra: Mapping[str, Any]
+        self,
+        ids: mx.array,
+        embeds: mx.array | None,
+        cache: Sequence[Any],
+        extra: Mapping[str, Any],
     ) -> mx.array:
         """Run the language model on (B, L) ids or (B, L, D) embeddings: last logits (B, V)."""
-        return self.language(ids, inputs_embeds=embeds, cache=cache, **extra).logits[:, -1]
+        return self.language(ids, inputs_embeds=embeds, cache=cache, **extra).logits[
+            :, -1
+        ]
 
     # Facts
     # --------------------------------------------------------------------------------------------------------------
@@ -483,7 +650,9 @@ class Adapter:
         extra = self._known_inputs(inputs)
         ids = self.expand_ids(inputs["input_ids"], extra)
         # without a picture, a placeholder id is looked up like any other
-        check_tokens(ids, self._num_words, self._without_embeddings if extra else frozenset())
+        check_tokens(
+            ids, self._num_words, self._without_embeddings if extra else frozenset()
+        )
         self.check_placeholders(ids, extra)
         return ids, extra
 
@@ -503,7 +672,11 @@ class Adapter:
             ) from error
 
     def _known_inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        given = {name: value for name, value in inputs.items() if value is not None and name != "input_ids"}
+        given = {
+            name: value
+            for name, value in inputs.items()
+            if value is not None and name != "input_ids"
+        }
         unknown = set(given) - self.input_keys - self.ignored - IGNORED_INPUTS
         if unknown:
             raise InvalidPrompt(
@@ -529,16 +702,24 @@ class GraphedSteps(Adapter):
         A graph fuses that bias with the broadcast before it.
         """
         modules = [module for _, module in self.language.named_modules()]
-        has_bias = any(isinstance(module, nn.QuantizedLinear) and "bias" in module for module in modules)
+        has_bias = any(
+            isinstance(module, nn.QuantizedLinear) and "bias" in module
+            for module in modules
+        )
         is_chosen = self.are_compared and kernels.counts_launches() and not has_bias
         return Graphs.BY_DEFAULT if is_chosen else Graphs.IF_ASKED
 
 
 def trunk_logits(
-    language: Any, ids: mx.array, embeds: mx.array | None, cache: Sequence[Any], extra: Mapping[str, Any]
+    language: Any,
+    ids: mx.array,
+    embeds: mx.array | None,
+    cache: Sequence[Any],
+    extra: Mapping[str, Any],
 ) -> mx.array:
     """Run a language model's trunk and head, past its ``__call__``: logits (B, V)."""
-    hidden = language.model(ids, inputs_embeds=embeds, cache=cache, **extra)  # (B, 1, D)
+    # (B, 1, D)
+    hidden = language.model(ids, inputs_embeds=embeds, cache=cache, **extra)
     return head_of(language)(hidden)[:, -1]
 
 

@@ -47,7 +47,9 @@ OF_LAYERS: Mapping[str, Kernel] = {
     "gelu_fast_approx": exponentials.gelu_by_sigmoid,
 }
 #: Names by which a function's code asks for exponentials.
-NAMES = frozenset({*OF_NUMBERS, *OF_LAYERS, "softmax", "logsumexp", "softplus", "logaddexp"})
+NAMES = frozenset(
+    {*OF_NUMBERS, *OF_LAYERS, "softmax", "logsumexp", "softplus", "logaddexp"}
+)
 
 SOFTMAX, LOGSUMEXP = exponentials.SOFTMAX, exponentials.LOGSUMEXP
 ATTENTION = mx.fast.scaled_dot_product_attention
@@ -60,7 +62,11 @@ def takes(array: Any, size: int | None = None) -> bool:
     The size of one row (prompt, picture, crop) decides: MLX's and numpy's last bits differ, and how many rows share an array
     must not matter. With fixed shapes every array counts as large.
     """
-    if not is_adapting() or not isinstance(array, mx.array) or array.dtype not in FLOATS:
+    if (
+        not is_adapting()
+        or not isinstance(array, mx.array)
+        or array.dtype not in FLOATS
+    ):
         return False
     call = current()
     if call.positions is not None or not array.size:
@@ -78,7 +84,9 @@ def takes_attention(queries: mx.array, keys: mx.array) -> bool:
     return takes(queries, math.prod(queries.shape[:3]) * keys.shape[2])
 
 
-def attend(queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Any = None) -> mx.array | None:
+def attend(
+    queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Any = None
+) -> mx.array | None:
     """Attend block by block, in float32; None while MLX traces.
 
     Args:
@@ -92,16 +100,27 @@ def attend(queries: mx.array, keys: mx.array, values: mx.array, scale: float, ma
     shared, depth = heads // kv_heads, values.shape[3]
     parts = [part.astype(mx.float32) for part in (queries, keys, values)]
     out = mx.zeros((batch, length, heads, depth))  # as layers read it
-    if not exponentials.evaluated(*parts, out, *([mask] if isinstance(mask, mx.array) else [])):
+    if not exponentials.evaluated(
+        *parts, out, *([mask] if isinstance(mask, mx.array) else [])
+    ):
         return None
-    rows, keys, values = (_by_heads(part, kv_heads) for part in parts)  # (B H_kv, G L or K, D)
-    rows, turned = (rows * scale).reshape(-1, shared, length, width), keys.swapaxes(1, 2)
-    found = exponentials.view(out).reshape(batch, length, kv_heads, shared, depth).transpose(0, 2, 3, 1, 4)
+    # (B H_kv, G L or K, D)
+    rows, keys, values = (_by_heads(part, kv_heads) for part in parts)
+    rows = (rows * scale).reshape(-1, shared, length, width)
+    turned = keys.swapaxes(1, 2)
+    found = (
+        exponentials.view(out)
+        .reshape(batch, length, kv_heads, shared, depth)
+        .transpose(0, 2, 3, 1, 4)
+    )
     masked = _Mask(mask, (batch, kv_heads, shared, length, columns))
     with np.errstate(all="ignore"):
         for heads_at, queries_at in _parts(batch * kv_heads, length, shared * columns):
             seen = masked.seen(queries_at.stop)
-            block = rows[heads_at, :, queries_at].reshape(heads_at.stop - heads_at.start, -1, width)  # (N, G l, D)
+            # (N, G l, D)
+            block = rows[heads_at, :, queries_at].reshape(
+                heads_at.stop - heads_at.start, -1, width
+            )
             scores = block @ turned[heads_at, :, :seen]
             mx.eval(scores)
             weights = exponentials.view(scores)
@@ -111,8 +130,12 @@ def attend(queries: mx.array, keys: mx.array, values: mx.array, scale: float, ma
             mx.eval(attended)
             done = exponentials.view(attended)
             done /= totals
-            for own, head in zip(done, range(heads_at.start, heads_at.stop), strict=True):
-                found[divmod(head, kv_heads)][:, queries_at] = own.reshape(shared, -1, depth)
+            for own, head in zip(
+                done, range(heads_at.start, heads_at.stop), strict=True
+            ):
+                found[divmod(head, kv_heads)][:, queries_at] = own.reshape(
+                    shared, -1, depth
+                )
     return out.swapaxes(1, 2).astype(queries.dtype)
 
 
@@ -133,10 +156,14 @@ class _Mask:
         self._is_causal = isinstance(mask, str)
         self._numbers: np.ndarray | None = None  # (B, H_kv, G, L, K), broadcast
         if isinstance(mask, mx.array):
-            own: Any = np.array(mask if mask.dtype == mx.bool_ else mask.astype(mx.float32))
+            own: Any = np.array(
+                mask if mask.dtype == mx.bool_ else mask.astype(mx.float32)
+            )
             own = own.reshape((1,) * (4 - own.ndim) + own.shape)
             heads = shape[1:3] if own.shape[1] > 1 else (1, 1)
-            self._numbers = np.broadcast_to(own.reshape(own.shape[0], *heads, *own.shape[2:]), shape)
+            self._numbers = np.broadcast_to(
+                own.reshape(own.shape[0], *heads, *own.shape[2:]), shape
+            )
 
     def seen(self, stop: int) -> int:
         """Return how many keys the queries before ``stop`` may see."""
@@ -145,7 +172,8 @@ class _Mask:
 
     def hide(self, scores: np.ndarray, heads: slice, queries: slice) -> None:
         """Mask scores (N, G l, K) of a block in place."""
-        apart = scores.reshape(len(scores), self._shape[2], -1, scores.shape[-1])  # (N, G, l, K)
+        # (N, G, l, K)
+        apart = scores.reshape(len(scores), self._shape[2], -1, scores.shape[-1])
         if self._is_causal:
             length = queries.stop - queries.start
             np.copyto(apart[..., -length:], LOWEST, where=_later(length))
@@ -181,7 +209,14 @@ def _parts(heads: int, length: int, columns: int) -> Iterator[tuple[slice, slice
 
 
 def _attention(
-    q: mx.array, k: mx.array, v: mx.array, *, scale: float, mask: Any = None, sinks: Any = None, **how: Any
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    *,
+    scale: float,
+    mask: Any = None,
+    sinks: Any = None,
+    **how: Any,
 ) -> mx.array:
     if sinks is None and takes_attention(q, k):
         found = attend(q, k, v, scale, mask)
@@ -198,7 +233,9 @@ def _softmax(a: mx.array, /, axis: Any = None, **how: Any) -> mx.array:
     return SOFTMAX(a, axis, **how) if found is None else found
 
 
-def _logsumexp(a: mx.array, /, axis: Any = None, keepdims: bool = False, **how: Any) -> mx.array:
+def _logsumexp(
+    a: mx.array, /, axis: Any = None, keepdims: bool = False, **how: Any
+) -> mx.array:
     found = exponentials.logsumexp(a) if _is_last(a, axis) and takes(a) else None
     if found is None:
         return LOGSUMEXP(a, axis, keepdims, **how)
@@ -207,7 +244,11 @@ def _logsumexp(a: mx.array, /, axis: Any = None, keepdims: bool = False, **how: 
 
 def _is_last(array: Any, axis: Any) -> bool:
     axes = tuple(axis) if isinstance(axis, (list, tuple)) else (axis,)
-    return isinstance(array, mx.array) and array.ndim > 0 and axes in ((-1,), (array.ndim - 1,))
+    return (
+        isinstance(array, mx.array)
+        and array.ndim > 0
+        and axes in ((-1,), (array.ndim - 1,))
+    )
 
 
 def _of_numbers(theirs: Callable[..., Any], kernel: Kernel) -> Callable[..., Any]:
@@ -223,7 +264,9 @@ def silu(x: mx.array) -> mx.array | None:
     return exponentials.changed(exponentials.silu, x) if takes(x) else None
 
 
-def _uncompiled(theirs: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+def _uncompiled(
+    theirs: Callable[..., Any], plain: Callable[..., Any]
+) -> Callable[..., Any]:
     def ours(*args: Any, **kwargs: Any) -> Any:
         return (plain if any(map(takes, args)) else theirs)(*args, **kwargs)
 
@@ -240,9 +283,14 @@ def _hooks() -> dict[int, tuple[Any, Callable[..., Any]]]:
     """Return MLX's functions and their stand-ins, by the functions' ids."""
     module: Any = mx
     pairs = [
-        (theirs, _of_numbers(theirs, kernel)) for name, kernel in OF_NUMBERS.items() if (theirs := vars(module)[name])
+        (theirs, _of_numbers(theirs, kernel))
+        for name, kernel in OF_NUMBERS.items()
+        if (theirs := vars(module)[name])
     ]
-    pairs += [(vars(activations)[name], _of_numbers(vars(activations)[name], one)) for name, one in OF_LAYERS.items()]
+    pairs += [
+        (vars(activations)[name], _of_numbers(vars(activations)[name], one))
+        for name, one in OF_LAYERS.items()
+    ]
     pairs += [(SOFTMAX, _softmax), (LOGSUMEXP, _logsumexp), (ATTENTION, _attention)]
     return {id(theirs): (theirs, hook(theirs, ours).either) for theirs, ours in pairs}
 
@@ -250,7 +298,9 @@ def _hooks() -> dict[int, tuple[Any, Callable[..., Any]]]:
 @cache
 def _compiled_hook(theirs: Any) -> Callable[..., Any] | None:
     """Return a compiled function's stand-in, if its code asks for exponentials."""
-    plain = next((one for one in gc.get_referents(theirs) if isinstance(one, FunctionType)), None)
+    plain = next(
+        (one for one in gc.get_referents(theirs) if isinstance(one, FunctionType)), None
+    )
     if plain is None or not NAMES & set(plain.__code__.co_names):
         return None
     return hook(theirs, _uncompiled(theirs, plain)).either
@@ -268,7 +318,13 @@ def hook_exponentials(model: nn.Module, files: Iterable[str]) -> None:
     """Hook MLX's functions, where numpy is faster, and what a private copy and imported files hold of them."""
     if not exponentials.is_numpys():
         return
-    for space in (vars(mx), vars(mx.fast), vars(nn), vars(activations), *(vars(sys.modules[file]) for file in files)):
+    for space in (
+        vars(mx),
+        vars(mx.fast),
+        vars(nn),
+        vars(activations),
+        *(vars(sys.modules[file]) for file in files),
+    ):
         _rebind(space)
     for module in model.modules():
         _rebind(vars(module))
@@ -279,7 +335,11 @@ def _rebind(space: dict[str, Any]) -> None:
     for name, bound in list(space.items()):
         if isinstance(bound, dict) and name.isupper():  # a table of activations
             _rebind(bound)
-        elif callable(bound) and not is_hook(bound) and (found := _stand_in(bound)) is not bound:
+        elif (
+            callable(bound)
+            and not is_hook(bound)
+            and (found := _stand_in(bound)) is not bound
+        ):
             space[name] = found
 
 

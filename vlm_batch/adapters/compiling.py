@@ -56,7 +56,9 @@ class Packing(NamedTuple):
     width: int
 
     def is_built(self, rows: int) -> bool:
-        is_naive = self.width % FULL or self.dtype == "float32" or self.bits not in (4, 8)
+        is_naive = (
+            self.width % FULL or self.dtype == "float32" or self.bits not in (4, 8)
+        )
         name = f"qmm_{'naive' if is_naive else 'sm*'}_*{self.dtype}_m{rows}_b{self.bits}_g{self.group_size}_{self.mode}.ptx"
         return next(_folder().glob(name), None) is not None
 
@@ -65,11 +67,19 @@ def compile_products(model: nn.Module) -> None:
     """Compile the kernels of a quantised model's products, where MLX would do so later."""
     if device() is not Device.CUDA:
         return
-    missing = [(one, rows) for one in sorted(packings(model)) for rows in ROWS if not one.is_built(rows)]
+    missing = [
+        (one, rows)
+        for one in sorted(packings(model))
+        for rows in ROWS
+        if not one.is_built(rows)
+    ]
     if not missing:
         return
     begin, count = time.monotonic(), len(missing)
-    logger.warning("MLX compiles %d kernels for this model, once on this machine: about a minute", count)
+    logger.warning(
+        "MLX compiles %d kernels for this model, once on this machine: about a minute",
+        count,
+    )
     _run([[*map(str, (*one, rows))] for one, rows in missing])
     logger.info("compiled %d kernels in %.0f s", count, time.monotonic() - begin)
 
@@ -106,7 +116,9 @@ def _computes_in(layer: Any) -> str:
 def _folder() -> Path:
     """Return the folder in which MLX keeps compiled kernels (mlx/backend/cuda/jit_module.cpp, ``ptx_cache_dir``)."""
     own = os.environ.get("MLX_PTX_CACHE_DIR")
-    return Path(own) if own else Path(tempfile.gettempdir(), "mlx", version("mlx"), "ptx")
+    return (
+        Path(own) if own else Path(tempfile.gettempdir(), "mlx", version("mlx"), "ptx")
+    )
 
 
 def _run(products: Iterable[list[str]]) -> None:
@@ -116,16 +128,28 @@ def _run(products: Iterable[list[str]]) -> None:
     try:
         for one in products:
             command = [sys.executable, "-c", PRODUCT, *one]
-            running.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE))
+            running.append(
+                subprocess.Popen(
+                    command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+                )
+            )
         for process in running:
             _, said = process.communicate(timeout=max(0.0, until - time.monotonic()))
             if process.returncode:
                 lines = said.decode(errors="replace").strip().splitlines()
-                logger.warning("a kernel could not be compiled: %s", lines[-1] if lines else process.returncode)
+                logger.warning(
+                    "a kernel could not be compiled: %s",
+                    lines[-1] if lines else process.returncode,
+                )
     except subprocess.TimeoutExpired:
-        logger.warning("kernels were not compiled within %.0f s; the first prompt waits for them", MOST_SECONDS)
+        logger.warning(
+            "kernels were not compiled within %.0f s; the first prompt waits for them",
+            MOST_SECONDS,
+        )
     except OSError as error:
-        logger.warning("kernels could not be compiled: %s; the first prompt waits for them", error)
+        logger.warning(
+            "kernels could not be compiled: %s; the first prompt waits for them", error
+        )
     finally:
         for process in running:  # that have not ended: too slow, or interrupted
             process.kill()

@@ -20,11 +20,18 @@ class ShortConvolution(nn.Conv1d):
         """Convolve (B, L, C). A decode step's one position stays MLX's: its shapes are few."""
         channels, taps, per_group = self.weight.shape
         length = x.shape[1] - self.dilation * (taps - 1)
-        if per_group != 1 or channels != x.shape[2] or self.stride != 1 or self.padding or length < 2:
+        if (
+            per_group != 1
+            or channels != x.shape[2]
+            or self.stride != 1
+            or self.padding
+            or length < 2
+        ):
             return super().__call__(x)
         firsts = [self.dilation * tap for tap in range(taps)]
         found = _summed(
-            [x[:, first : first + length] for first in firsts], [self.weight[:, tap, 0] for tap in range(taps)]
+            [x[:, first : first + length] for first in firsts],
+            [self.weight[:, tap, 0] for tap in range(taps)],
         )
         return found + self.bias if "bias" in self else found
 
@@ -33,7 +40,8 @@ class ShortConvolution(nn.Conv1d):
 def _summed(shifted: Sequence[mx.array], weights: Sequence[mx.array]) -> mx.array:
     """Sum (B, L, C) by weights (C), in float32."""
     products = [
-        rows.astype(mx.float32) * weight.astype(mx.float32) for rows, weight in zip(shifted, weights, strict=True)
+        rows.astype(mx.float32) * weight.astype(mx.float32)
+        for rows, weight in zip(shifted, weights, strict=True)
     ]
     found = products[0]
     for product in products[1:]:

@@ -35,16 +35,26 @@ class CrossingAdapter(Adapter):
 
     def hold(self, states: mx.array, cache: Sequence[Any]) -> None:
         """Store each layer's keys and values of the encoder's output (1, T, D)."""
-        for layer, single in zip(self.language.model.decoder.layers, cache[len(cache) // 2 :], strict=True):
+        for layer, single in zip(
+            self.language.model.decoder.layers, cache[len(cache) // 2 :], strict=True
+        ):
             over = layer.encoder_attn
-            single.hold(*(split_heads(project(states), over.num_heads) for project in (over.k_proj, over.v_proj)))
+            single.hold(
+                *(
+                    split_heads(project(states), over.num_heads)
+                    for project in (over.k_proj, over.v_proj)
+                )
+            )
 
 
 def attend_own(module: Any, hidden: mx.array, cache: Any) -> mx.array:
     """Attend causally within tokens (B, L, D)."""
     mask = create_attention_mask(hidden, cache)
     fetched = cache.update_and_fetch(
-        *(split_heads(project(hidden), module.num_heads) for project in (module.k_proj, module.v_proj))
+        *(
+            split_heads(project(hidden), module.num_heads)
+            for project in (module.k_proj, module.v_proj)
+        )
     )
     return _attend(module, hidden, fetched, cache, mask)
 
@@ -59,7 +69,9 @@ def split_heads(projected: mx.array, count: int) -> mx.array:
     return projected.reshape(*projected.shape[:2], count, -1).swapaxes(1, 2)
 
 
-def _attend(module: Any, hidden: mx.array, fetched: Any, cache: Any, mask: Any) -> mx.array:
+def _attend(
+    module: Any, hidden: mx.array, fetched: Any, cache: Any, mask: Any
+) -> mx.array:
     queries = split_heads(module.q_proj(hidden), module.num_heads)
     keys, values = fetched
     output = attention(queries, keys, values, cache, module.scaling, mask)

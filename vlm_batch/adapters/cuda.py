@@ -47,11 +47,21 @@ Run = Callable[[Launch, Sequence[mx.array]], list[mx.array]]
 
 
 def kernel(
-    file: str, name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], body: str, *, uses: Sequence[str] = ()
+    file: str,
+    name: str,
+    inputs: tuple[str, ...],
+    outputs: tuple[str, ...],
+    body: str,
+    *,
+    uses: Sequence[str] = (),
 ) -> Kernel:
     """Return a kernel whose functions are in ``file``, beside this module, and those that it ``uses``."""
-    header = "\n".join(Path(__file__).with_name(f"{one}.cu").read_text(encoding="utf-8") for one in (*uses, file))
-    source = hashlib.sha256((header + body).encode()).hexdigest()[:12]  # MLX caches kernels by name
+    header = "\n".join(
+        Path(__file__).with_name(f"{one}.cu").read_text(encoding="utf-8")
+        for one in (*uses, file)
+    )
+    # MLX caches kernels by name
+    source = hashlib.sha256((header + body).encode()).hexdigest()[:12]
     return Kernel(f"{file}_{name}_{source}", inputs, outputs, header, body)
 
 
@@ -86,7 +96,8 @@ def is_right(farthest: Callable[[], float], tolerance: float, kernel: str) -> bo
     try:
         far = farthest()
     except Exception as error:
-        if is_out_of_memory(error):  # not the kernel's fault: a later call tests it again
+        # not the kernel's fault: a later call tests it again
+        if is_out_of_memory(error):
             raise
         logger.warning("%s cannot be used (%s)", kernel, describe(error))
         return False

@@ -23,7 +23,8 @@ class Layout:
     places: mx.array  # (N, 2) rows and columns
     corners: mx.array  # (4, N) the learned positions around each patch
     shares: mx.array  # (4, N) of each of these, float32
-    boundaries: mx.array  # (P + 1,) of the pictures' patches, a video's time steps apart
+    # (P + 1,) of the pictures' patches, a video's time steps apart
+    boundaries: mx.array
 
 
 def layout_of(grids: tuple[tuple[int, int, int], ...], side: int, merge: int) -> Layout:
@@ -37,16 +38,37 @@ def layout_of(grids: tuple[tuple[int, int, int], ...], side: int, merge: int) ->
     return (_kept_layout if is_small else _new_layout)(grids, side, merge)
 
 
-def _new_layout(grids: tuple[tuple[int, int, int], ...], side: int, merge: int) -> Layout:
+def _new_layout(
+    grids: tuple[tuple[int, int, int], ...], side: int, merge: int
+) -> Layout:
     places: list[np.ndarray] = []
     corners: list[np.ndarray] = []
     shares: list[np.ndarray] = []
     for frames, high, wide in grids:
         at = np.tile(patch_positions(high, wide, merge), (frames, 1))
-        (above, below), (left, right) = (_between(length, side, at[:, axis]) for axis, length in ((0, high), (1, wide)))
+        (above, below), (left, right) = (
+            _between(length, side, at[:, axis])
+            for axis, length in ((0, high), (1, wide))
+        )
         places.append(at)
-        corners.append(np.stack([row[0] * side + column[0] for row in (above, below) for column in (left, right)]))
-        shares.append(np.stack([row[1] * column[1] for row in (above, below) for column in (left, right)]))
+        corners.append(
+            np.stack(
+                [
+                    row[0] * side + column[0]
+                    for row in (above, below)
+                    for column in (left, right)
+                ]
+            )
+        )
+        shares.append(
+            np.stack(
+                [
+                    row[1] * column[1]
+                    for row in (above, below)
+                    for column in (left, right)
+                ]
+            )
+        )
     lengths = [high * wide for frames, high, wide in grids for _ in range(frames)]
     return Layout(
         max(max(high, wide) for _, high, wide in grids),
@@ -60,7 +82,9 @@ def _new_layout(grids: tuple[tuple[int, int, int], ...], side: int, merge: int) 
 _kept_layout = lru_cache(maxsize=8)(_new_layout)
 
 
-def _between(length: int, side: int, at: np.ndarray) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
+def _between(
+    length: int, side: int, at: np.ndarray
+) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
     """Return the two learned positions around places ``at`` of ``length``, each with its share."""
     step = np.arange(length, dtype=np.float32) / np.float32(max(length - 1, 1))
     points = (step * np.float32(side - 1)).astype(np.float32)[at]
@@ -82,13 +106,17 @@ class HostPositions:
     num_grid_per_side: int
     spatial_merge_size: int
 
-    def __call__(self, hidden_states: mx.array, grid_thw: mx.array, **kwargs: Any) -> tuple[mx.array, list[mx.array]]:
+    def __call__(
+        self, hidden_states: mx.array, grid_thw: mx.array, **kwargs: Any
+    ) -> tuple[mx.array, list[mx.array]]:
         """Return features (N / merge**2, D) of patches (N, values) and grids (P, 3), and those of deepstack layers."""
         grids = tuple(map(tuple, np.array(grid_thw).tolist()))
         layout = layout_of(grids, self.num_grid_per_side, self.spatial_merge_size)
         learned = self.pos_embed(layout.corners)  # (4, N, D)
         learned = learned * layout.shares[..., None].astype(learned.dtype)
-        states = self.patch_embed(hidden_states) + (learned[0] + learned[1] + learned[2] + learned[3])
+        states = self.patch_embed(hidden_states) + (
+            learned[0] + learned[1] + learned[2] + learned[3]
+        )
         count = states.shape[0]
         states = states.reshape(count, -1)
         angles = self.rotary_pos_emb(layout.longest)[layout.places].reshape(count, -1)
@@ -96,5 +124,9 @@ class HostPositions:
         for number, block in enumerate(self.blocks):
             states = block(states, cu_seqlens=layout.boundaries, rotary_pos_emb=angles)
             if number in self.deepstack_visual_indexes:
-                deepstack.append(self.deepstack_merger_list[self.deepstack_visual_indexes.index(number)](states))
+                deepstack.append(
+                    self.deepstack_merger_list[
+                        self.deepstack_visual_indexes.index(number)
+                    ](states)
+                )
         return self.merger(states), deepstack

@@ -28,7 +28,9 @@ _INPUTS = ("queries", "keys", "values", "decays", "rates", "states", "mask", "mo
 
 
 def _view(name: str, kind: str, *axes: int | None) -> str:
-    strides = ", ".join("0" if axis is None else f"{name}_strides[{axis}]" for axis in axes)
+    strides = ", ".join(
+        "0" if axis is None else f"{name}_strides[{axis}]" for axis in axes
+    )
     return f"const delta::View<{kind}> of_{name} = {{{name}, {strides}}};"
 
 
@@ -71,10 +73,17 @@ class Rule(NamedTuple):
 def served(rule: Rule) -> bool:
     *_, heads, depth = rule.keys.shape
     wide = rule.values.shape[-1]
-    is_narrow = depth <= MOST_KEY and wide <= MOST_VALUE and rule.values.shape[2] % heads == 0
-    is_alike = rule.queries.dtype == rule.keys.dtype == rule.values.dtype and rule.states.dtype == mx.float32
+    is_narrow = (
+        depth <= MOST_KEY and wide <= MOST_VALUE and rule.values.shape[2] % heads == 0
+    )
+    is_alike = (
+        rule.queries.dtype == rule.keys.dtype == rule.values.dtype
+        and rule.states.dtype == mx.float32
+    )
     mask = rule.mask
-    is_plain = mask is None or (mask.dtype == mx.bool_ and mask.shape == rule.keys.shape[:2])
+    is_plain = mask is None or (
+        mask.dtype == mx.bool_ and mask.shape == rule.keys.shape[:2]
+    )
     return is_narrow and is_alike and is_plain
 
 
@@ -88,24 +97,46 @@ def run_rule(rule: Rule, kept: int, run: Run) -> list[mx.array]:
         tuple(template.items()),
         (wide, heads, rows),
         (wide, 1, 1),
-        (rule.values.shape, rule.states.shape, (rows, kept, heads, wide, depth) if kept else (1,)),
+        (
+            rule.values.shape,
+            rule.states.shape,
+            (rows, kept, heads, wide, depth) if kept else (1,),
+        ),
         (dtype, mx.float32, mx.float32),
     )
     decays, rates = rule.decays.astype(mx.float32), rule.rates.astype(mx.float32)
-    mask = mx.broadcast_to(mx.array(True), rule.keys.shape[:2]) if rule.mask is None else rule.mask
-    found = run(launch, [*rule[:3], decays, rates, rule.states, mask, mx.array([kept], mx.int32)])
+    mask = (
+        mx.broadcast_to(mx.array(True), rule.keys.shape[:2])
+        if rule.mask is None
+        else rule.mask
+    )
+    found = run(
+        launch,
+        [*rule[:3], decays, rates, rule.states, mask, mx.array([kept], mx.int32)],
+    )
     return found if kept else found[:2]
 
 
 def hook_rule(files: Iterable[str], family: str) -> None:
     """Hook mlx-vlm's functions of the rule for the layers in imported files."""
-    for home in {one.__module__ for file in files if (one := vars(sys.modules[file]).get("gated_delta_update"))}:
+    for home in {
+        one.__module__
+        for file in files
+        if (one := vars(sys.modules[file]).get("gated_delta_update"))
+    }:
         install_hooks([home], hooks_of(home), family=family)
 
 
 def hooks_of(home: str) -> dict[str, Hook]:
-    bound = {name: vars(sys.modules[home])[name] for name in NAMES if name in vars(sys.modules[home])}
-    return {name: _hook_of(one.__wrapped__ if is_hook(one) else one) for name, one in bound.items()}
+    bound = {
+        name: vars(sys.modules[home])[name]
+        for name in NAMES
+        if name in vars(sys.modules[home])
+    }
+    return {
+        name: _hook_of(one.__wrapped__ if is_hook(one) else one)
+        for name, one in bound.items()
+    }
 
 
 @lru_cache(maxsize=16)
@@ -125,7 +156,9 @@ def _hook_of(theirs: Callable[..., Any]) -> Hook:
         kept = k.shape[1] if has_states and state_steps is None else state_steps
         if device() is Device.CUDA and state is not None and kept != 0:
             rule = Rule(q, k, v, g, beta, state, mask)
-            if served(rule) and _is_right(k.shape[-1], v.shape[-1], q.dtype, g.ndim == 4):
+            if served(rule) and _is_right(
+                k.shape[-1], v.shape[-1], q.dtype, g.ndim == 4
+            ):
                 return tuple(run_rule(rule, kept or 0, on_device))
         given = (q, k, v, g, beta, state, mask)
         return theirs(*given) if state_steps is None else theirs(*given, state_steps)
@@ -137,23 +170,40 @@ def _hook_of(theirs: Callable[..., Any]) -> Hook:
 def _is_right(depth: int, wide: int, dtype: mx.Dtype, by_number: bool) -> bool:
     rule = example(depth, wide, dtype, by_number)
     return is_right(
-        lambda: farthest(rule, on_device), TOLERANCE, "recurrent layers take mlx-vlm's operations: their kernel"
+        lambda: farthest(rule, on_device),
+        TOLERANCE,
+        "recurrent layers take mlx-vlm's operations: their kernel",
     )
 
 
 def example(
-    depth: int, wide: int, dtype: mx.Dtype, by_number: bool, positions: int = 5, is_masked: bool = False
+    depth: int,
+    wide: int,
+    dtype: mx.Dtype,
+    by_number: bool,
+    positions: int = 5,
+    is_masked: bool = False,
 ) -> Rule:
     """Return random arrays of two rows, and of two heads of values for one of keys."""
     draw = [mx.random.key(number) for number in range(6)]
     shape = (2, positions)
-    queries, keys = (mx.random.normal((*shape, 2, depth), key=draw[i]).astype(dtype) for i in (0, 1))
+    queries, keys = (
+        mx.random.normal((*shape, 2, depth), key=draw[i]).astype(dtype) for i in (0, 1)
+    )
     values = mx.random.normal((*shape, 4, wide), key=draw[2]).astype(dtype)
-    decays = mx.random.uniform(0.8, 1, (*shape, 4, depth) if by_number else (*shape, 4), key=draw[3])
+    decays = mx.random.uniform(
+        0.8, 1, (*shape, 4, depth) if by_number else (*shape, 4), key=draw[3]
+    )
     rates = mx.random.uniform(0, 1, (*shape, 4), key=draw[4])
     states = mx.random.normal((2, 4, wide, depth), key=draw[5])
-    mask = mx.arange(positions)[None] < mx.array([[positions], [positions - 2]]) if is_masked else None
-    return Rule(queries / depth, keys * depth**-0.5, values, decays, rates, states, mask)
+    mask = (
+        mx.arange(positions)[None] < mx.array([[positions], [positions - 2]])
+        if is_masked
+        else None
+    )
+    return Rule(
+        queries / depth, keys * depth**-0.5, values, decays, rates, states, mask
+    )
 
 
 def farthest(rule: Rule, run: Run, kept: int = 0) -> float:
@@ -161,21 +211,31 @@ def farthest(rule: Rule, run: Run, kept: int = 0) -> float:
     found = [np.array(one.astype(mx.float32)) for one in run_rule(rule, kept, run)]
     if rule.mask is not None:
         found[0][~np.array(rule.mask)] = 0
-    return max(float(np.abs(one - other).max()) for one, other in zip(found, plain(rule, kept), strict=True))
+    return max(
+        float(np.abs(one - other).max())
+        for one, other in zip(found, plain(rule, kept), strict=True)
+    )
 
 
 def plain(rule: Rule, kept: int = 0) -> list[np.ndarray]:
     """Return what ``run_rule`` returns; mlx-vlm's operations take MLX ten seconds to build."""
-    queries, keys, values, decays, rates, state = (np.array(one.astype(mx.float32)) for one in rule[:6])
+    queries, keys, values, decays, rates, state = (
+        np.array(one.astype(mx.float32)) for one in rule[:6]
+    )
     share, answers, states = values.shape[2] // keys.shape[2], np.zeros_like(values), []
     for t in range(values.shape[1]):
-        query, key = (np.repeat(one[:, t], share, axis=1) for one in (queries, keys))  # (B, Hv, Dk)
+        # (B, Hv, Dk)
+        query, key = (np.repeat(one[:, t], share, axis=1) for one in (queries, keys))
         decay = decays[:, t].reshape(*decays.shape[:1], decays.shape[2], 1, -1)
         new = state * decay
         change = (values[:, t] - (new @ key[..., None])[..., 0]) * rates[:, t, :, None]
         new = new + change[..., None] * key[..., None, :]
-        seen = np.ones(len(new), bool) if rule.mask is None else np.array(rule.mask)[:, t]
+        seen = (
+            np.ones(len(new), bool) if rule.mask is None else np.array(rule.mask)[:, t]
+        )
         state = np.where(seen[:, None, None, None], new, state)
-        answers[:, t] = np.where(seen[:, None, None], (new @ query[..., None])[..., 0], 0)
+        answers[:, t] = np.where(
+            seen[:, None, None], (new @ query[..., None])[..., 0], 0
+        )
         states.append(state)
     return [answers, state, *([np.stack(states[:kept], axis=1)] if kept else [])]

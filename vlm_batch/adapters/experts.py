@@ -21,19 +21,33 @@ ROWS_APART = 2
 class ExpertsApart(SwitchLinear):
     """Multiplies an expert's prompt rows in one product; on a CPU, mlx-vlm multiplies row by row."""
 
-    def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> Any:
+    def __call__(
+        self, x: mx.array, indices: mx.array, sorted_indices: bool = False
+    ) -> Any:
         """Map (N, 1, D_in) with rising experts (N,) to (N, 1, D_out)."""
-        if not (sorted_indices and x.shape[-2] == 1 and multiplies_apart(x, indices, self.num_experts)):
+        if not (
+            sorted_indices
+            and x.shape[-2] == 1
+            and multiplies_apart(x, indices, self.num_experts)
+        ):
             return super().__call__(x, indices, sorted_indices=sorted_indices)
-        return by_expert(self, x, indices, lambda rows, expert: rows @ self["weight"][expert].T)
+        return by_expert(
+            self, x, indices, lambda rows, expert: rows @ self["weight"][expert].T
+        )
 
 
 class FewBitsApart(QuantizedSwitchLinear):
     """The same of weights in few bits, which are widened for ``packed.FEW_ROWS`` rows and more."""
 
-    def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> Any:
+    def __call__(
+        self, x: mx.array, indices: mx.array, sorted_indices: bool = False
+    ) -> Any:
         """Map (N, 1, D_in) with rising experts (N,) to (N, 1, D_out)."""
-        if not (sorted_indices and x.shape[-2] == 1 and multiplies_apart(x, indices, self.num_experts)):
+        if not (
+            sorted_indices
+            and x.shape[-2] == 1
+            and multiplies_apart(x, indices, self.num_experts)
+        ):
             return super().__call__(x, indices, sorted_indices=sorted_indices)
         return by_expert(self, x, indices, self._product)
 
@@ -43,30 +57,54 @@ class FewBitsApart(QuantizedSwitchLinear):
             biases = None if self.biases is None else self.biases[expert]
             how = {"group_size": self.group_size, "bits": self.bits, "mode": self.mode}
             found = mx.quantized_matmul(
-                rows, self["weight"][expert], self["scales"][expert], biases, transpose=True, **how
+                rows,
+                self["weight"][expert],
+                self["scales"][expert],
+                biases,
+                transpose=True,
+                **how,
             )
         return found
 
 
-def by_expert(layer: Any, x: mx.array, indices: mx.array, product: Callable[[mx.array, int], mx.array]) -> mx.array:
+def by_expert(
+    layer: Any,
+    x: mx.array,
+    indices: mx.array,
+    product: Callable[[mx.array, int], mx.array],
+) -> mx.array:
     rows = x.reshape(-1, x.shape[-1])
-    ends = np.searchsorted(np.array(indices).reshape(-1), np.arange(layer.num_experts + 1)).tolist()
+    ends = np.searchsorted(
+        np.array(indices).reshape(-1), np.arange(layer.num_experts + 1)
+    ).tolist()
     parts: list[mx.array] = []
     for expert, (first, end) in enumerate(pairwise(ends)):
         if first < end:
             own = rows[first:end]
             # One after another: what a product needs beside its rows is made when these are there.
-            parts.append(product(mx.depends([own], parts[-1:])[0] if parts else own, expert))
+            parts.append(
+                product(mx.depends([own], parts[-1:])[0] if parts else own, expert)
+            )
     found = mx.concatenate(parts).reshape(*x.shape[:-1], -1)
-    return found + mx.expand_dims(layer["bias"][indices], -2) if "bias" in layer else found
+    return (
+        found + mx.expand_dims(layer["bias"][indices], -2) if "bias" in layer else found
+    )
 
 
 def multiplies_apart(x: mx.array, indices: mx.array, num_experts: int) -> bool:
     """Whether a prompt's experts may be read back, and have several rows on average."""
     call = current()
-    is_prompt = call.positions is None and not call.is_fixed  # a decode step may be a graph
-    return is_prompt and indices.size >= ROWS_APART * num_experts and kernels.takes_powers(x)
+    # a decode step may be a graph
+    is_prompt = call.positions is None and not call.is_fixed
+    return (
+        is_prompt
+        and indices.size >= ROWS_APART * num_experts
+        and kernels.takes_powers(x)
+    )
 
 
 #: Patches of every family.
-EXPERTS: Mapping[type, type] = {SwitchLinear: ExpertsApart, QuantizedSwitchLinear: FewBitsApart}
+EXPERTS: Mapping[type, type] = {
+    SwitchLinear: ExpertsApart,
+    QuantizedSwitchLinear: FewBitsApart,
+}

@@ -13,7 +13,15 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from vlm_batch.adapters.cuda import Kernel, Launch, Run, is_right, kernel, merging, on_device
+from vlm_batch.adapters.cuda import (
+    Kernel,
+    Launch,
+    Run,
+    is_right,
+    kernel,
+    merging,
+    on_device,
+)
 from vlm_batch.adapters.one_query import error_of
 from vlm_batch.arrays import round_up
 from vlm_batch.caches.quantized import Layout, SlabStates, of_parts, of_slab, quantize
@@ -32,7 +40,11 @@ TOLERANCE = 0.02
 
 #: The arrays of quantised keys or values.
 _PARTS = ("packed", "scales", "biases")
-_SPAN_INPUTS = ("queries", *(f"{what}_{part}" for what in ("keys", "values") for part in _PARTS), "mask")
+_SPAN_INPUTS = (
+    "queries",
+    *(f"{what}_{part}" for what in ("keys", "values") for part in _PARTS),
+    "mask",
+)
 
 
 def _views(what: str, first: str) -> str:
@@ -52,7 +64,9 @@ def span_kernel(scale: float) -> Kernel:
       queries, queries_strides[0], queries_strides[1], queries_strides[3], keys, values,
       mask, BY_ROW ? mask_strides[0] : 0, mask_strides[3], keys_packed_shape[2], {scale!r}f, sums, stats);
 """
-    return kernel("few_bits", "spans", _SPAN_INPUTS, ("sums", "stats"), body, uses=("masks",))
+    return kernel(
+        "few_bits", "spans", _SPAN_INPUTS, ("sums", "stats"), body, uses=("masks",)
+    )
 
 
 class Variant(NamedTuple):
@@ -61,7 +75,8 @@ class Variant(NamedTuple):
     scale: float
     heads: int  # query heads
     depth: int
-    keys: tuple[Layout, int, int]  # the layout, the first head in the slab, the number of heads
+    # the layout, the first head in the slab, the number of heads
+    keys: tuple[Layout, int, int]
     values: tuple[Layout, int, int]
     dtype: mx.Dtype
     scales: mx.Dtype
@@ -75,15 +90,34 @@ def launches_of(variant: Variant, rows: int, columns: int) -> tuple[Launch, Laun
     share = variant.heads // kv_heads
     tiles, spans, wide = -(-share // MOST_HEADS), -(-columns // SPAN), layout_v.depth
     template = {
-        **{"T": variant.dtype, "S": variant.scales, "M": variant.dtype if variant.mask is None else variant.mask},
-        **{"BITS": layout.bits, "GROUP": layout.group_size, "DEPTH_K": variant.depth, "DEPTH_V": wide},
-        **{"SHARE": share, "HEADS": -(-share // tiles), "FIRST_K": first_k, "FIRST_V": first_v},
+        **{
+            "T": variant.dtype,
+            "S": variant.scales,
+            "M": variant.dtype if variant.mask is None else variant.mask,
+        },
+        **{
+            "BITS": layout.bits,
+            "GROUP": layout.group_size,
+            "DEPTH_K": variant.depth,
+            "DEPTH_V": wide,
+        },
+        **{
+            "SHARE": share,
+            "HEADS": -(-share // tiles),
+            "FIRST_K": first_k,
+            "FIRST_V": first_v,
+        },
         **{"IS_MASKED": variant.mask is not None, "BY_ROW": variant.is_by_row},
     }
     shapes = ((rows, variant.heads, spans, wide), (rows, variant.heads, spans, 2))
     grid = (THREADS * spans, kv_heads * tiles, rows)
     first = Launch(
-        span_kernel(variant.scale), tuple(template.items()), grid, (THREADS, 1, 1), shapes, (mx.float32, mx.float32)
+        span_kernel(variant.scale),
+        tuple(template.items()),
+        grid,
+        (THREADS, 1, 1),
+        shapes,
+        (mx.float32, mx.float32),
     )
     return first, merging(variant.dtype, rows, variant.heads, wide)
 
@@ -92,63 +126,128 @@ def attend_where_right(
     queries: mx.array, keys: SlabStates, values: SlabStates, scale: float, mask: Any
 ) -> mx.array | None:
     """Run ``attend`` if the kernels support these arrays accurately here, else return None."""
-    if device() is not Device.CUDA or queries.shape[2] != 1 or not fits_mask(mask, queries.shape[0], keys.columns):
+    if (
+        device() is not Device.CUDA
+        or queries.shape[2] != 1
+        or not fits_mask(mask, queries.shape[0], keys.columns)
+    ):
         return None
     if keys.scales.dtype != values.scales.dtype:
         return None
     variant = variant_of(queries, keys, values, scale, mask)
     return (
-        _attend(variant, queries, keys, values, mask, on_device) if is_served(variant) and _is_right(variant) else None
+        _attend(variant, queries, keys, values, mask, on_device)
+        if is_served(variant) and _is_right(variant)
+        else None
     )
 
 
-def attend(queries: mx.array, keys: SlabStates, values: SlabStates, scale: float, mask: Any, run: Run) -> mx.array:
+def attend(
+    queries: mx.array,
+    keys: SlabStates,
+    values: SlabStates,
+    scale: float,
+    mask: Any,
+    run: Run,
+) -> mx.array:
     """Attend with queries (B, H, 1, D) over quantised slabs: (B, H, 1, D_v).
 
     Args:
         mask: (B or 1, 1, 1, C), bool or additive; None or "causal" hides nothing. Hidden columns are not read.
         run: Runs a launch.
     """
-    return _attend(variant_of(queries, keys, values, scale, mask), queries, keys, values, mask, run)
+    return _attend(
+        variant_of(queries, keys, values, scale, mask), queries, keys, values, mask, run
+    )
 
 
-def _attend(variant: Variant, queries: mx.array, keys: SlabStates, values: SlabStates, mask: Any, run: Run) -> mx.array:
+def _attend(
+    variant: Variant,
+    queries: mx.array,
+    keys: SlabStates,
+    values: SlabStates,
+    mask: Any,
+    run: Run,
+) -> mx.array:
     first, last = launches_of(variant, queries.shape[0], keys.columns)
-    sums, stats = run(first, [queries, *keys.parts, *values.parts, queries if variant.mask is None else mask])
+    sums, stats = run(
+        first,
+        [
+            queries,
+            *keys.parts,
+            *values.parts,
+            queries if variant.mask is None else mask,
+        ],
+    )
     return run(last, [sums, stats])[0]
 
 
-def variant_of(queries: mx.array, keys: SlabStates, values: SlabStates, scale: float, mask: Any) -> Variant:
-    masked, is_by_row = (mask.dtype, mask.shape[0] > 1) if isinstance(mask, mx.array) else (None, False)
+def variant_of(
+    queries: mx.array, keys: SlabStates, values: SlabStates, scale: float, mask: Any
+) -> Variant:
+    masked, is_by_row = (
+        (mask.dtype, mask.shape[0] > 1) if isinstance(mask, mx.array) else (None, False)
+    )
     _, heads, _, depth = queries.shape
-    one, other = ((states.layout, states.first, states.heads) for states in (keys, values))
-    return Variant(float(scale), heads, depth, one, other, queries.dtype, keys.scales.dtype, masked, is_by_row)
+    one, other = (
+        (states.layout, states.first, states.heads) for states in (keys, values)
+    )
+    return Variant(
+        float(scale),
+        heads,
+        depth,
+        one,
+        other,
+        queries.dtype,
+        keys.scales.dtype,
+        masked,
+        is_by_row,
+    )
 
 
 def fits_mask(mask: Any, rows: int, columns: int) -> bool:
     if not isinstance(mask, mx.array):
         return True
-    return mask.ndim == 4 and mask.shape[0] in (1, rows) and tuple(mask.shape[1:]) == (1, 1, columns)
+    return (
+        mask.ndim == 4
+        and mask.shape[0] in (1, rows)
+        and tuple(mask.shape[1:]) == (1, 1, columns)
+    )
 
 
 @lru_cache(maxsize=64)
 def is_served(variant: Variant) -> bool:
     (layout, _, kv_heads), (layout_v, _, kv_heads_v) = variant.keys, variant.values
     widest = max(round_up(one.depth, one.group_size) for one in (layout, layout_v))
-    is_alike = layout[:2] == layout_v[:2] and kv_heads == kv_heads_v and variant.heads % kv_heads == 0
+    is_alike = (
+        layout[:2] == layout_v[:2]
+        and kv_heads == kv_heads_v
+        and variant.heads % kv_heads == 0
+    )
     types = {variant.dtype, variant.scales} | ({variant.mask} - {None, mx.bool_})
-    return is_alike and variant.depth == layout.depth and widest <= WIDEST and types <= set(TYPES)
+    return (
+        is_alike
+        and variant.depth == layout.depth
+        and widest <= WIDEST
+        and types <= set(TYPES)
+    )
 
 
 @lru_cache(maxsize=64)
 def _is_right(variant: Variant) -> bool:
     return is_right(
-        lambda: farthest(variant, on_device), TOLERANCE, "keys in few bits are unpacked for attention: its kernel"
+        lambda: farthest(variant, on_device),
+        TOLERANCE,
+        "keys in few bits are unpacked for attention: its kernel",
     )
 
 
 def farthest(
-    variant: Variant, run: Run, lengths: Sequence[int] = (300, 131), columns: int = 320, seed: int = 0
+    variant: Variant,
+    run: Run,
+    lengths: Sequence[int] = (300, 131),
+    columns: int = 320,
+    seed: int = 0,
 ) -> float:
     """Return the largest error against exact attention over random rows with NaN behind them."""
     queries, keys, values, mask = example(variant, lengths, columns, seed)
@@ -157,7 +256,9 @@ def farthest(
         lengths = [columns] * len(lengths)
     elif not variant.is_by_row:
         lengths = [lengths[0]] * len(lengths)
-    return error_of(found, queries, _in_full(keys), _in_full(values), variant.scale, lengths)
+    return error_of(
+        found, queries, _in_full(keys), _in_full(values), variant.scale, lengths
+    )
 
 
 def example(
@@ -166,25 +267,55 @@ def example(
     random = np.random.RandomState(seed)
     rows = len(lengths)
     ends = np.array(lengths if variant.is_by_row else [lengths[0]] * rows)
-    behind = mx.array(np.arange(columns)[None] >= (columns if variant.mask is None else ends[:, None]))  # (B, C)
+    # (B, C)
+    behind = mx.array(
+        np.arange(columns)[None] >= (columns if variant.mask is None else ends[:, None])
+    )
 
     def slab(which: tuple[Layout, int, int], heads: int) -> tuple[mx.array, ...]:
         layout = which[0]
-        array = mx.array(random.standard_normal((rows, heads, columns, layout.depth)).astype(np.float32))
-        packed, scales, biases = quantize(array.astype(variant.scales), layout.group_size, layout.bits).parts
-        return packed, mx.where(behind[:, None, :, None], mx.array(mx.nan, variant.scales), scales), biases
+        array = mx.array(
+            random.standard_normal((rows, heads, columns, layout.depth)).astype(
+                np.float32
+            )
+        )
+        packed, scales, biases = quantize(
+            array.astype(variant.scales), layout.group_size, layout.bits
+        ).parts
+        return (
+            packed,
+            mx.where(
+                behind[:, None, :, None], mx.array(mx.nan, variant.scales), scales
+            ),
+            biases,
+        )
 
-    whole = [slab(which, which[1] + which[2]) for which in (variant.keys, variant.values)]
-    slabs = [whole[1]] * 2 if variant.values[1] else whole  # values behind the keys in one slab
-    keys, values = (of_slab(parts, *which) for parts, which in zip(slabs, (variant.keys, variant.values), strict=True))
-    queries = mx.array(random.standard_normal((rows, variant.heads, 1, variant.depth)).astype(np.float32) * 2)
+    whole = [
+        slab(which, which[1] + which[2]) for which in (variant.keys, variant.values)
+    ]
+    # values behind the keys in one slab
+    slabs = [whole[1]] * 2 if variant.values[1] else whole
+    keys, values = (
+        of_slab(parts, *which)
+        for parts, which in zip(slabs, (variant.keys, variant.values), strict=True)
+    )
+    queries = mx.array(
+        random.standard_normal((rows, variant.heads, 1, variant.depth)).astype(
+            np.float32
+        )
+        * 2
+    )
     mask = None
     if variant.mask is not None:
         hidden = behind[: rows if variant.is_by_row else 1, None, None]
         mask = (
             ~hidden
             if variant.mask == mx.bool_
-            else mx.where(hidden, mx.array(mx.finfo(variant.mask).min, variant.mask), mx.array(0, variant.mask))
+            else mx.where(
+                hidden,
+                mx.array(mx.finfo(variant.mask).min, variant.mask),
+                mx.array(0, variant.mask),
+            )
         )
     return queries.astype(variant.dtype), keys, values, mask
 
@@ -192,4 +323,6 @@ def example(
 def _in_full(states: SlabStates) -> mx.array:
     """Dequantise to float32 (B, H, C, D)."""
     packed, scales, biases = states.cut().parts
-    return of_parts([packed, scales.astype(mx.float32), biases.astype(mx.float32)], states.layout).dequantized()
+    return of_parts(
+        [packed, scales.astype(mx.float32), biases.astype(mx.float32)], states.layout
+    ).dequantized()

@@ -31,25 +31,40 @@ MOST_ROWS = 64
 MOST_ROWS_OF_THREADS = 7
 
 
-def multiply(rows: mx.array, weight: mx.array, bias: mx.array | None = None) -> mx.array:
+def multiply(
+    rows: mx.array, weight: mx.array, bias: mx.array | None = None
+) -> mx.array:
     """Return a product (..., outputs) of rows (..., width) and weights (outputs, width)."""
     outputs, width = weight.shape
-    count, block = rows.size // width, next((size for size in BLOCKS if outputs % size == 0), outputs)
+    count = rows.size // width
+    block = next((size for size in BLOCKS if outputs % size == 0), outputs)
     blocks, flat = weight.reshape(-1, block, width), rows.reshape(1, count, width)
     if width % ALIASED == 0:
         columns = flat.swapaxes(1, 2)
-        found = blocks @ columns if bias is None else mx.addmm(bias.reshape(-1, block, 1), blocks, columns)
+        found = (
+            blocks @ columns
+            if bias is None
+            else mx.addmm(bias.reshape(-1, block, 1), blocks, columns)
+        )
         product = found.reshape(outputs, count).T
     else:
         turned = blocks.swapaxes(1, 2)
-        found = flat @ turned if bias is None else mx.addmm(bias.reshape(-1, 1, block), flat, turned)
+        found = (
+            flat @ turned
+            if bias is None
+            else mx.addmm(bias.reshape(-1, 1, block), flat, turned)
+        )
         product = found.swapaxes(0, 1)
     return mx.contiguous(product).reshape(*rows.shape[:-1], outputs)
 
 
 class FewRowsLinear(nn.Linear):
     def __call__(self, x: mx.array) -> mx.array:
-        return multiply(x, self["weight"], self.get("bias")) if _gains(self, x) else super().__call__(x)
+        return (
+            multiply(x, self["weight"], self.get("bias"))
+            if _gains(self, x)
+            else super().__call__(x)
+        )
 
 
 class FewRowsEmbedding(nn.Embedding):
@@ -58,7 +73,10 @@ class FewRowsEmbedding(nn.Embedding):
 
 
 def _gains(layer: nn.Module, rows: mx.array) -> bool:
-    return rows.dtype == mx.float32 and rows.size <= rows.shape[-1] * layer.__dict__["most_rows"]
+    return (
+        rows.dtype == mx.float32
+        and rows.size <= rows.shape[-1] * layer.__dict__["most_rows"]
+    )
 
 
 #: MLX's classes -> these.
@@ -83,7 +101,12 @@ def suit_few_rows(model: nn.Module) -> None:
 
 def _has_fitting_weight(layer: Any, is_one: bool) -> bool:
     weight, bias = layer.get("weight"), layer.get("bias")
-    if weight is None or weight.dtype != mx.float32 or weight.ndim != 2 or not weight.size:
+    if (
+        weight is None
+        or weight.dtype != mx.float32
+        or weight.ndim != 2
+        or not weight.size
+    ):
         return False
     outputs, width = weight.shape
     if outputs < BLOCKS[-1] or (bias is not None and bias.shape != (outputs,)):

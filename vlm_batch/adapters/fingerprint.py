@@ -21,11 +21,17 @@ def fingerprint(adapter: Adapter) -> str:
     """Digest the configuration, and each weight's bit sum and samples."""
     flat: Any = tree_flatten(adapter.model.parameters())
     weights: list[tuple[str, mx.array]] = sorted(flat, key=lambda item: str(item[0]))
-    samples = [array.reshape(-1)[:: max(1, array.size // SAMPLES)][:SAMPLES] for _, array in weights]
+    samples = [
+        array.reshape(-1)[:: max(1, array.size // SAMPLES)][:SAMPLES]
+        for _, array in weights
+    ]
     sums = [mx.sum(array.view(UNSIGNED[array.itemsize])) for _, array in weights]
     mx.eval(samples, sums)
     shapes = [[path, list(array.shape), str(array.dtype)] for path, array in weights]
-    rows = [table._read_rows(slice(0, SAMPLES)) for table in tables_on_disk(adapter.language)]
+    rows = [
+        table._read_rows(slice(0, SAMPLES))
+        for table in tables_on_disk(adapter.language)
+    ]
     return digest([plain(adapter.config), shapes, samples, sums, *rows]).hex()
 
 
@@ -33,7 +39,12 @@ def plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(name): plain(item) for name, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
-        return [plain(item) for item in (sorted(value) if isinstance(value, (set, frozenset)) else value)]
+        return [
+            plain(item)
+            for item in (
+                sorted(value) if isinstance(value, (set, frozenset)) else value
+            )
+        ]
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     return plain(vars(value)) if hasattr(value, "__dict__") else str(value)

@@ -11,7 +11,11 @@ import mlx.nn as nn
 import numpy as np
 
 from vlm_batch.adapters.base import Adapter
-from vlm_batch.adapters.modules import RememberingGridTower, RememberingTower, split_patches
+from vlm_batch.adapters.modules import (
+    RememberingGridTower,
+    RememberingTower,
+    split_patches,
+)
 from vlm_batch.adapters.pictures import with_part, with_quick_patches
 from vlm_batch.adapters.rotary import hook_rotary
 from vlm_batch.errors import InvalidPrompt
@@ -29,8 +33,16 @@ class GridAdapter(Adapter):
         return with_part(processor, "image_processor", with_quick_patches)
 
     def count_placeholders(self, extra: Mapping[str, Any]) -> int | None:
-        grids = [extra[name] for name in ("image_grid_thw", "video_grid_thw") if name in extra]
-        return sum(t * h * w // self.merged for grid in grids for t, h, w in np.array(grid).tolist())
+        grids = [
+            extra[name]
+            for name in ("image_grid_thw", "video_grid_thw")
+            if name in extra
+        ]
+        return sum(
+            t * h * w // self.merged
+            for grid in grids
+            for t, h, w in np.array(grid).tolist()
+        )
 
     @cached_property
     def merged(self) -> int:
@@ -51,15 +63,26 @@ class GridAdapter(Adapter):
         found, place = [], 0
         for grid, picture in zip(grids, pixels, strict=True):
             positions = places[place : place + int(grid.prod()) // merged]
-            found.append(Picture(int(positions[0]), int(positions[-1]) + 1, {"pixels": picture, "grid": grid}))
+            found.append(
+                Picture(
+                    int(positions[0]),
+                    int(positions[-1]) + 1,
+                    {"pixels": picture, "grid": grid},
+                )
+            )
             place += len(positions)
         return tuple(found)
 
-    def model_image_sizes(self, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
+    def model_image_sizes(
+        self, extra: Mapping[str, Any]
+    ) -> tuple[tuple[int, int], ...]:
         if "image_grid_thw" not in extra:
             return ()
         patch = int(self.config.vision_config.patch_size)
-        return tuple((width * patch, height * patch) for _, height, width in extra["image_grid_thw"].tolist())
+        return tuple(
+            (width * patch, height * patch)
+            for _, height, width in extra["image_grid_thw"].tolist()
+        )
 
 
 class MRoPEAdapter(GridAdapter):
@@ -88,26 +111,46 @@ class MRoPEAdapter(GridAdapter):
             ids, extra = self.videos_as_pictures(ids, extra)
         return super().features(ids, extra)
 
-    def videos_as_pictures(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[mx.array, dict[str, Any]]:
+    def videos_as_pictures(
+        self, ids: mx.array, extra: Mapping[str, Any]
+    ) -> tuple[mx.array, dict[str, Any]]:
         """Return ids (1, L) and inputs with videos as pictures."""
         parts: list[tuple[int, mx.array, list[list[int]]]] = []
-        for kind, pixels in (("image", "pixel_values"), ("video", "pixel_values_videos")):
+        for kind, pixels in (
+            ("image", "pixel_values"),
+            ("video", "pixel_values_videos"),
+        ):
             row = 0
             for first, (t, h, w) in self.placed(ids, extra, kind):
-                parts.append((first, extra[pixels][row : row + t * h * w], [[1, h, w]] * t))
+                parts.append(
+                    (first, extra[pixels][row : row + t * h * w], [[1, h, w]] * t)
+                )
                 row += t * h * w
         parts.sort(key=lambda part: part[0])
-        others = {name: extra[name] for name in extra.keys() - {"pixel_values_videos", "video_grid_thw"}}
+        others = {
+            name: extra[name]
+            for name in extra.keys() - {"pixel_values_videos", "video_grid_thw"}
+        }
         pictures = {
             "pixel_values": mx.concatenate([pixels for _, pixels, _ in parts]),
-            "image_grid_thw": mx.array([grid for *_, grids in parts for grid in grids], dtype=mx.int32),
+            "image_grid_thw": mx.array(
+                [grid for *_, grids in parts for grid in grids], dtype=mx.int32
+            ),
         }
         tokens = np.array(ids)
-        return mx.array(np.where(tokens == self.marker("video"), self.marker("image"), tokens)), {**others, **pictures}
+        return mx.array(
+            np.where(tokens == self.marker("video"), self.marker("image"), tokens)
+        ), {**others, **pictures}
 
-    def placed(self, ids: mx.array, extra: Mapping[str, Any], kind: str) -> list[tuple[int, list[int]]]:
+    def placed(
+        self, ids: mx.array, extra: Mapping[str, Any], kind: str
+    ) -> list[tuple[int, list[int]]]:
         """Return (first placeholder, grid) of each medium; raise InvalidPrompt if placeholders do not fit."""
-        grids = np.array(extra.get(f"{kind}_grid_thw", np.zeros((0, 3)))).astype(int).tolist()
+        grids = (
+            np.array(extra.get(f"{kind}_grid_thw", np.zeros((0, 3))))
+            .astype(int)
+            .tolist()
+        )
         if any(min(grid) < 1 for grid in grids):
             raise InvalidPrompt(f"{kind}_grid_thw has an entry below 1")
         places = np.flatnonzero(np.array(ids)[0] == self.marker(kind))
@@ -117,27 +160,43 @@ class MRoPEAdapter(GridAdapter):
             raise InvalidPrompt(
                 f"{len(grids)} {noun} need {sum(needed)} placeholder tokens; the prompt has {len(places)}"
             )
-        return [(int(places[count]), grid) for count, grid in zip(np.cumsum([0, *needed]), grids, strict=False)]
+        return [
+            (int(places[count]), grid)
+            for count, grid in zip(np.cumsum([0, *needed]), grids, strict=False)
+        ]
 
     def marker(self, kind: str) -> int:
         found = getattr(self.config, f"{kind}_token_id", None)
-        return int(getattr(self.config, f"{kind}_token_index") if found is None else found)
+        return int(
+            getattr(self.config, f"{kind}_token_index") if found is None else found
+        )
 
-    def positions(self, ids: mx.array, extra: Mapping[str, Any], features: Mapping[str, Any]) -> PositionState:
+    def positions(
+        self, ids: mx.array, extra: Mapping[str, Any], features: Mapping[str, Any]
+    ) -> PositionState:
         if "video_grid_thw" not in extra and self._are_marked(ids, extra):
             return self.grid_positions(ids, extra)
-        found, delta = self._rope_index(ids, extra.get("image_grid_thw"), extra.get("video_grid_thw"))
+        found, delta = self._rope_index(
+            ids, extra.get("image_grid_thw"), extra.get("video_grid_thw")
+        )
         if found.ndim == 2:
             found = mx.broadcast_to(found[None], (3, *found.shape))
         return PositionState(prompt=found.astype(mx.int32), delta=int(delta.item()))
 
     def _are_marked(self, ids: mx.array, extra: Mapping[str, Any]) -> bool:
         """Whether each picture follows a mark of its own: mlx-vlm counts pictures by marks, ``grid_positions`` by grids."""
-        mark, tokens = getattr(self.config, "vision_start_token_id", None), np.array(ids)[0]
-        return mark is None or all(first and tokens[first - 1] == mark for first, _ in self.placed(ids, extra, "image"))
+        mark = getattr(self.config, "vision_start_token_id", None)
+        tokens = np.array(ids)[0]
+        return mark is None or all(
+            first and tokens[first - 1] == mark
+            for first, _ in self.placed(ids, extra, "image")
+        )
 
     def grid_positions(
-        self, ids: mx.array, extra: Mapping[str, Any], steps: Sequence[float] | None = None
+        self,
+        ids: mx.array,
+        extra: Mapping[str, Any],
+        steps: Sequence[float] | None = None,
     ) -> PositionState:
         """Return M-RoPE positions, rounded down, with a time step per video, or None without videos.
 
@@ -147,15 +206,22 @@ class MRoPEAdapter(GridAdapter):
         pictures = [(*one, 1.0) for one in self.placed(ids, extra, "image")]
         timed = [] if steps is None else self.placed(ids, extra, "video")
         if len(timed) != len(steps or ()):
-            raise InvalidPrompt(f"{len(timed)} videos have {len(steps or ())} time steps")
+            raise InvalidPrompt(
+                f"{len(timed)} videos have {len(steps or ())} time steps"
+            )
         videos = [(*one, step) for one, step in zip(timed, steps or (), strict=True)]
-        blocks = [(first, (t, h // side, w // side), step) for first, (t, h, w), step in (*pictures, *videos)]
+        blocks = [
+            (first, (t, h // side, w // side), step)
+            for first, (t, h, w), step in (*pictures, *videos)
+        ]
         found = np.empty((3, ids.shape[1]), dtype=np.int32)
         place = following = 0
         for first, shape, step in sorted(blocks):
             found[:, place:first] = np.arange(following, following + first - place)
             following += first - place
-            inside = np.indices(shape).reshape(3, -1).astype(np.float32) * np.array([[step], [1], [1]], np.float32)
+            inside = np.indices(shape).reshape(3, -1).astype(np.float32) * np.array(
+                [[step], [1], [1]], np.float32
+            )
             place = first + inside.shape[1]
             found[:, first:place] = inside.astype(np.int32) + following
             following = int(found[:, first:place].max()) + 1
@@ -164,7 +230,9 @@ class MRoPEAdapter(GridAdapter):
         return PositionState(prompt=mx.array(found[:, None]), delta=following - place)
 
     def run_step(self, step: DecodeStep) -> mx.array:
-        positions = mx.broadcast_to(step.positions[None, :, None], (3, step.positions.size, 1))
+        positions = mx.broadcast_to(
+            step.positions[None, :, None], (3, step.positions.size, 1)
+        )
         return self.forward(step.tokens, None, step.caches, {"position_ids": positions})
 
 

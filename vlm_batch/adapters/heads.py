@@ -48,7 +48,9 @@ class Heads(ABC):
         if (dtype := dtype_of(adapter.token_table)) is not None:
             model.set_dtype(dtype)
         family = adapter.spec.family
-        self.model: Any = clone_modules(model, {**replacements(), **ROW_ROPES, **STEP_ROPES, **adapter.patches()})
+        self.model: Any = clone_modules(
+            model, {**replacements(), **ROW_ROPES, **STEP_ROPES, **adapter.patches()}
+        )
         self.model.bind(adapter.language)
         install_hooks(files_of(self.model), HOOKS, family=family, is_strict=False)
         hook_rotary(self.model, family=family)
@@ -56,7 +58,9 @@ class Heads(ABC):
         suit_few_rows(self.model)
 
     @abstractmethod
-    def propose(self, rows: Sequence[DraftState | None], layers: Sequence[Any], count: int) -> mx.array:
+    def propose(
+        self, rows: Sequence[DraftState | None], layers: Sequence[Any], count: int
+    ) -> mx.array:
         """See ``DraftModel``."""
 
     @staticmethod
@@ -64,7 +68,9 @@ class Heads(ABC):
         """Return each place's last hidden state (B, 1, D); empty places get place 0's."""
         last = [None if row is None else row.hidden[-1] for row in rows]
         some = next(one for one in last if one is not None)
-        return gathered([some if one is None else one for one in last], last_only=True)[:, None]
+        return gathered([some if one is None else one for one in last], last_only=True)[
+            :, None
+        ]
 
 
 class Assistant(Heads):
@@ -77,30 +83,56 @@ class Assistant(Heads):
 
     def __init__(self, model: Any, adapter: Adapter) -> None:
         super().__init__(model, adapter)
-        from mlx_vlm.speculative.drafters.gemma4_assistant import gemma4_assistant as upstream
+        from mlx_vlm.speculative.drafters.gemma4_assistant import (
+            gemma4_assistant as upstream,
+        )
 
-        masks = hook(upstream.make_drafter_masks, lambda seen, *args, **kwargs: seen.masks)
-        install_hooks([upstream.__name__], {"make_drafter_masks": masks}, family=adapter.spec.family, is_strict=False)
+        masks = hook(
+            upstream.make_drafter_masks, lambda seen, *args, **kwargs: seen.masks
+        )
+        install_hooks(
+            [upstream.__name__],
+            {"make_drafter_masks": masks},
+            family=adapter.spec.family,
+            is_strict=False,
+        )
         config = adapter.language.config
         own = config.layer_types[: len(adapter.make_cache())]
-        self._layers = {kind: index for index, kind in enumerate(own)}  # the last of each kind
-        missing = {layer.layer_type for layer in self.model.model.layers} - self._layers.keys()
+        # the last of each kind
+        self._layers = {kind: index for index, kind in enumerate(own)}
+        missing = {
+            layer.layer_type for layer in self.model.model.layers
+        } - self._layers.keys()
         if missing:
             raise ValueError(f"the model has no layers of the kinds {sorted(missing)}")
 
-    def propose(self, rows: Sequence[DraftState | None], layers: Sequence[Any], count: int) -> mx.array:
-        at = mx.array([0 if row is None else row.hidden[-1].end - 1 for row in rows], dtype=mx.int32)
-        tokens = mx.array([0 if row is None else row.tokens[-1] for row in rows], dtype=mx.int32)
+    def propose(
+        self, rows: Sequence[DraftState | None], layers: Sequence[Any], count: int
+    ) -> mx.array:
+        at = mx.array(
+            [0 if row is None else row.hidden[-1].end - 1 for row in rows],
+            dtype=mx.int32,
+        )
+        tokens = mx.array(
+            [0 if row is None else row.tokens[-1] for row in rows], dtype=mx.int32
+        )
         seen = Seen({kind: layers[index] for kind, index in self._layers.items()})
         self.model.set_shared_kv(seen, kv_offset=0, position=at)
         try:
             with running(Call(positions=at)):
                 found = self.model.draft_block(
-                    tokens, self.last_states(rows), None, count + 1, _likeliest, mx.int32, greedy=True
+                    tokens,
+                    self.last_states(rows),
+                    None,
+                    count + 1,
+                    _likeliest,
+                    mx.int32,
+                    greedy=True,
                 )
             mx.eval(found)
         finally:
-            self.model.set_shared_kv({}, kv_offset=0)  # who holds keys makes the next step copy them
+            # who holds keys makes the next step copy them
+            self.model.set_shared_kv({}, kv_offset=0)
         return found
 
 
@@ -117,18 +149,34 @@ class NextTokens(Heads):
         dtype = dtype_of(adapter.token_table) or mx.float32
         self.bytes_per_token = width * dtype.size * len(self.model.layers)
 
-    def propose(self, rows: Sequence[DraftState | None], layers: Sequence[Any], count: int) -> mx.array:
+    def propose(
+        self, rows: Sequence[DraftState | None], layers: Sequence[Any], count: int
+    ) -> mx.array:
         live = [row for row in rows if row is not None]
         for row in live:
             row.caches = row.caches or self.model.make_cache()
             if len(row.tokens) > FEW:
                 self._catch_up(row)
-        own = [rows_cache(caches) for caches in zip(*(row.caches for row in live), strict=True)]
+        own = [
+            rows_cache(caches)
+            for caches in zip(*(row.caches for row in live), strict=True)
+        ]
         counts = [len(row.tokens) for row in live]
-        tokens = mx.array([[token] for row in live for token in row.tokens], dtype=mx.int32)
-        at = mx.array([[place] for row in live for one in row.hidden for place in range(one.begin, one.end)])
+        tokens = mx.array(
+            [[token] for row in live for token in row.tokens], dtype=mx.int32
+        )
+        at = mx.array(
+            [
+                [place]
+                for row in live
+                for one in row.hidden
+                for place in range(one.begin, one.end)
+            ]
+        )
         hidden = gathered([one for row in live for one in row.hidden])[:, None]
-        hidden = self._forward(tokens, hidden, [DraftedRows(layer, counts) for layer in own], at)
+        hidden = self._forward(
+            tokens, hidden, [DraftedRows(layer, counts) for layer in own], at
+        )
         ends = mx.array([end - 1 for end in accumulate(counts)])
         hidden, at = hidden[ends], at[ends]
         found = [self._told(hidden)]
@@ -136,8 +184,11 @@ class NextTokens(Heads):
             hidden = self._forward(found[-1], hidden, own, at + ahead)
             found.append(self._told(hidden))
         told = mx.concatenate(found, axis=1)
-        mx.eval(told, [(cache.keys, cache.values) for row in live for cache in row.caches])
-        for row in live:  # what was drafted is computed again from the model's own states, if it is accepted
+        mx.eval(
+            told, [(cache.keys, cache.values) for row in live for cache in row.caches]
+        )
+        # what was drafted is computed again from the model's own states, if it is accepted
+        for row in live:
             for cache in row.caches:
                 cache.trim(count - 1)
         places = iter(range(len(live)))
@@ -146,14 +197,22 @@ class NextTokens(Heads):
     def _catch_up(self, row: DraftState) -> None:
         """Read all but the last unread position in one call."""
         last = row.hidden[-1]
-        at = mx.array([[place for one in row.hidden for place in range(one.begin, one.end)]])
+        at = mx.array(
+            [[place for one in row.hidden for place in range(one.begin, one.end)]]
+        )
         tokens = mx.array([row.tokens], dtype=mx.int32)
-        self._forward(tokens[:, :-1], gathered(row.hidden)[None, :-1], row.caches, at[:, :-1])
+        self._forward(
+            tokens[:, :-1], gathered(row.hidden)[None, :-1], row.caches, at[:, :-1]
+        )
         row.hidden.clear()
-        row.hidden.append(Hidden(last.states, last.first + last.count - 1, last.end - 1))
+        row.hidden.append(
+            Hidden(last.states, last.first + last.count - 1, last.end - 1)
+        )
         row.tokens = row.tokens[-1:]
 
-    def _forward(self, tokens: mx.array, hidden: mx.array, caches: Sequence[Any], at: mx.array) -> mx.array:
+    def _forward(
+        self, tokens: mx.array, hidden: mx.array, caches: Sequence[Any], at: mx.array
+    ) -> mx.array:
         """Run the heads over tokens, hidden states (R, L, D) and positions (R, L)."""
         with running(Call(positions=at[:, 0] if at.shape[1] == 1 else None)):
             positions = mx.broadcast_to(at[None], (3, *at.shape))
@@ -180,19 +239,27 @@ def load_heads(path: str, adapter: Adapter) -> Heads:
     Raises:
         ValueError: There is none, or it does not fit the adapter's model.
     """
-    from mlx_vlm.speculative.drafters import load_drafter, validate_drafter_compatibility
+    from mlx_vlm.speculative.drafters import (
+        load_drafter,
+        validate_drafter_compatibility,
+    )
 
     try:
         model: Any
         model, kind = load_drafter(path)
         found = str(model.config.model_type)
         if found not in KINDS:
-            raise ValueError(f"it is a {found}; those that are run are {', '.join(KINDS)}")
+            raise ValueError(
+                f"it is a {found}; those that are run are {', '.join(KINDS)}"
+            )
         cls, family = KINDS[found], adapter.spec.family
         if family not in cls.families:
-            raise ValueError(f"a {found} drafts for {', '.join(sorted(cls.families))}, not for {family}")
+            raise ValueError(
+                f"a {found} drafts for {', '.join(sorted(cls.families))}, not for {family}"
+            )
         validate_drafter_compatibility(adapter.model, model, kind)
-        theirs, ours = model.config.text_config.vocab_size, num_words(adapter.token_table)
+        theirs = model.config.text_config.vocab_size
+        ours = num_words(adapter.token_table)
         if theirs != ours:
             raise ValueError(f"its vocabulary has {theirs} tokens, the model's {ours}")
         return cls(model, adapter)
@@ -243,7 +310,11 @@ class Seen(dict[str, tuple[Any, Any]]):
             if not isinstance(layer, RowsCache):
                 self.masks[kind] = layer.seen(mx.maximum(layer.offset - 1, 0), 0, None)
                 continue
-            windows = [cache.max_size for cache in layer.places if isinstance(cache, RotatingKVCache)]
+            windows = [
+                cache.max_size
+                for cache in layer.places
+                if isinstance(cache, RotatingKVCache)
+            ]
             if windows:  # after a draft a row holds more than its window
                 keys, values = self[kind]
                 self[kind] = (_last(keys, windows[0]), _last(values, windows[0]))
@@ -251,6 +322,9 @@ class Seen(dict[str, tuple[Any, Any]]):
 
 def _last(states: RowStates, window: int) -> RowStates:
     runs = (
-        replace(run, state=run.state[:, :, -window:]) if isinstance(run.state, mx.array) else run for run in states.runs
+        replace(run, state=run.state[:, :, -window:])
+        if isinstance(run.state, mx.array)
+        else run
+        for run in states.runs
     )
     return RowStates(tuple(runs))

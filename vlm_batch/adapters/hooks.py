@@ -86,7 +86,11 @@ def is_hook(bound: Any) -> bool:
 
 def files_of(module: nn.Module) -> set[str]:
     """Name the modules of a tree's classes and bases, except ours."""
-    files = {base.__module__ for _, child in module.named_modules() for base in type(child).__mro__}
+    files = {
+        base.__module__
+        for _, child in module.named_modules()
+        for base in type(child).__mro__
+    }
     return {file for file in files if not file.startswith("vlm_batch.")}
 
 
@@ -117,10 +121,14 @@ def install_hooks(
             elif not (is_hook(bound) and bound.__wrapped__ is hooks[name].theirs):
                 if not is_strict:
                     continue
-                raise UnsupportedModel(f"{_misfit(family)}: {file}.{name} is not the function that is replaced there")
+                raise UnsupportedModel(
+                    f"{_misfit(family)}: {file}.{name} is not the function that is replaced there"
+                )
             found.add(name)
     if missing := sorted(set(required) - found):
-        raise UnsupportedModel(f"{_misfit(family)}: {', '.join(files)} has no {', '.join(missing)} to be replaced")
+        raise UnsupportedModel(
+            f"{_misfit(family)}: {', '.join(files)} has no {', '.join(missing)} to be replaced"
+        )
 
 
 #: mlx-vlm's classes that write to a cache without attending, such as indexers.
@@ -128,12 +136,20 @@ WITHOUT_ATTENTION = frozenset({"Compressor", "Glm5NextIndexer"})
 
 
 def check_attention(
-    module: nn.Module, hooked: Hook, *, family: str, exempt: frozenset[str] = WITHOUT_ATTENTION
+    module: nn.Module,
+    hooked: Hook,
+    *,
+    family: str,
+    exempt: frozenset[str] = WITHOUT_ATTENTION,
 ) -> None:
     """Raise UnsupportedModel if a class, neither exempt nor ours, writes to a cache without the hook."""
     for cls in {type(child) for _, child in module.named_modules()} - {nn.Module}:
         functions = list(_upstream_functions(cls))
-        writers = [function for function in functions if "update_and_fetch" in _names(function.__code__)]
+        writers = [
+            function
+            for function in functions
+            if "update_and_fetch" in _names(function.__code__)
+        ]
         if not writers or cls.__name__ in exempt:
             continue
         seen: set[FunctionType] = set()
@@ -156,7 +172,8 @@ def _upstream_functions(cls: type) -> Iterator[FunctionType]:
             if not isinstance(value, FunctionType) or name in ended:
                 continue
             if is_patch and value.__module__ == base.__module__:
-                if "super" not in _names(value.__code__):  # bases do not run this function
+                # bases do not run this function
+                if "super" not in _names(value.__code__):
                     ended.add(name)
                 continue
             ended.add(name)
@@ -168,12 +185,17 @@ def is_replacement(cls: type) -> bool:
     return cls.__module__.startswith("vlm_batch.") or "<locals>" in cls.__qualname__
 
 
-def _reaches(function: FunctionType, wanted: Callable[..., Any], seen: set[FunctionType]) -> bool:
+def _reaches(
+    function: FunctionType, wanted: Callable[..., Any], seen: set[FunctionType]
+) -> bool:
     if function in seen:
         return False
     seen.add(function)
     called = [function.__globals__.get(name) for name in _globals(function.__code__)]
-    return any(one is wanted or (isinstance(one, FunctionType) and _reaches(one, wanted, seen)) for one in called)
+    return any(
+        one is wanted or (isinstance(one, FunctionType) and _reaches(one, wanted, seen))
+        for one in called
+    )
 
 
 def _names(code: CodeType) -> set[str]:
@@ -181,7 +203,12 @@ def _names(code: CodeType) -> set[str]:
 
 
 def _globals(code: CodeType) -> set[str]:
-    return {one.argval for part in _parts(code) for one in dis.get_instructions(part) if one.opname == "LOAD_GLOBAL"}
+    return {
+        one.argval
+        for part in _parts(code)
+        for one in dis.get_instructions(part)
+        if one.opname == "LOAD_GLOBAL"
+    }
 
 
 def _parts(code: CodeType) -> Iterator[CodeType]:

@@ -36,8 +36,15 @@ class Kind(NamedTuple):
         """Return a call's kind; its first array is joined along ``axis``, others along their first."""
         tree = _tree(args, kwargs)
         arrays = arrays_of(tree)
-        settings = repr(map_arrays(tree, lambda one: "array" if isinstance(one, mx.array) else one.tolist()))
-        shapes = (arrays[0].shape[axis + 1 :], *(array.shape[1:] for array in arrays[1:]))
+        settings = repr(
+            map_arrays(
+                tree, lambda one: "array" if isinstance(one, mx.array) else one.tolist()
+            )
+        )
+        shapes = (
+            arrays[0].shape[axis + 1 :],
+            *(array.shape[1:] for array in arrays[1:]),
+        )
         return cls(settings, shapes, tuple(str(array.dtype) for array in arrays))
 
 
@@ -57,7 +64,10 @@ class TowerCall:
     def shape(self) -> tuple[Any, ...]:
         """The call's settings, dtypes, shapes and integer values, which are sizes."""
         whole = (mx.int32, mx.int64, mx.uint32, mx.uint64)
-        arrays = [(one.shape, one.tolist() if one.dtype in whole else None) for one in self.arrays]
+        arrays = [
+            (one.shape, one.tolist() if one.dtype in whole else None)
+            for one in self.arrays
+        ]
         return (self.kind.settings, self.kind.dtypes, str(arrays))
 
 
@@ -113,7 +123,9 @@ class PrecomputedInputs(dict[str, Any]):
         self.outputs = outputs
 
 
-def advance(outputs: TowerOutputs, encode: Callable[[TowerOutputs], Any]) -> TowerCall | None:
+def advance(
+    outputs: TowerOutputs, encode: Callable[[TowerOutputs], Any]
+) -> TowerCall | None:
     """Encode up to the first call without an output; errors are left to ``encode``."""
     outputs.place, outputs.awaits = 0, True
     try:
@@ -127,7 +139,9 @@ def advance(outputs: TowerOutputs, encode: Callable[[TowerOutputs], Any]) -> Tow
     return None
 
 
-def make_calls(calls: Mapping[int, TowerCall], *, by_shapes: bool = False) -> dict[int, Any]:
+def make_calls(
+    calls: Mapping[int, TowerCall], *, by_shapes: bool = False
+) -> dict[int, Any]:
     """Run tower calls, joined by tower and kind; return outputs by request.
 
     Calls that fail together have none: each request raises its own error. With ``by_shapes``, only calls of fixed
@@ -145,7 +159,11 @@ def make_calls(calls: Mapping[int, TowerCall], *, by_shapes: bool = False) -> di
             mx.async_eval(*arrays_of(made))
         except Exception:
             continue
-        found.update((at, answer) for at, answer in zip(places, made, strict=True) if answer is not None)
+        found.update(
+            (at, answer)
+            for at, answer in zip(places, made, strict=True)
+            if answer is not None
+        )
     return found
 
 

@@ -105,7 +105,9 @@ def takes_powers(array: mx.array) -> bool:
     return array.dtype == mx.float32 and mx.default_device().type == mx.DeviceType.cpu
 
 
-def attend(queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Any = None) -> mx.array:
+def attend(
+    queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Any = None
+) -> mx.array:
     """Compute ``mx.fast.scaled_dot_product_attention`` the fastest way."""
     call = current()
     if call.attends_apart and queries.shape[0] > 1:
@@ -114,26 +116,48 @@ def attend(queries: mx.array, keys: mx.array, values: mx.array, scale: float, ma
         found = one_query.attend_where_right(queries, keys, values, scale, mask)
         if found is not None:
             return found
-    if is_groupable(queries, keys, mask) and (takes_plans(queries) or mask.shape[1] > 1):
+    if is_groupable(queries, keys, mask) and (
+        takes_plans(queries) or mask.shape[1] > 1
+    ):
         return attend_groups(queries, keys, values, scale, mask)
     if takes_plans(queries):
-        if is_unfused(queries, keys, mask) if call.is_fixed else queries.shape[2] > 1 and is_rare(queries, keys):
+        if (
+            is_unfused(queries, keys, mask)
+            if call.is_fixed
+            else queries.shape[2] > 1 and is_rare(queries, keys)
+        ):
             return attend_unfused(queries, keys, values, scale, mask)
-        if not call.is_fixed and isinstance(mask, str) and queries.shape[2] > 1 and is_early(queries, keys):
+        if (
+            not call.is_fixed
+            and isinstance(mask, str)
+            and queries.shape[2] > 1
+            and is_early(queries, keys)
+        ):
             return attend_before(queries, keys, values, scale)
     elif takes_powers(queries):
-        if isinstance(mask, mx.array) and mask.ndim == 4 and mask.shape[1:3] == (1, 1):  # a decode step's over a slab
-            mask, is_ours = added(mask, queries.dtype), queries.size // queries.shape[3] * keys.shape[2] > FEW_SCORES
+        # a decode step's over a slab
+        if isinstance(mask, mx.array) and mask.ndim == 4 and mask.shape[1:3] == (1, 1):
+            mask = added(mask, queries.dtype)
+            is_ours = queries.size // queries.shape[3] * keys.shape[2] > FEW_SCORES
         else:
             is_ours = not isinstance(mask, mx.array) and is_long(queries, keys)
         if is_ours and not by_numpy.takes_attention(queries, keys):
             return attend_in_blocks(queries, keys, values, scale, mask)
-    return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
+    return mx.fast.scaled_dot_product_attention(
+        queries, keys, values, scale=scale, mask=mask
+    )
 
 
-def attend_all(queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
+def attend_all(
+    queries: mx.array, keys: mx.array, values: mx.array, scale: float
+) -> mx.array:
     """Attend without a mask among a picture's patches (B, H, L, D)."""
-    if takes_plans(queries) and len(queries) > 1 and keys.shape[2] > FEW_KEYS and not is_small(queries[:1], keys[:1]):
+    if (
+        takes_plans(queries)
+        and len(queries) > 1
+        and keys.shape[2] > FEW_KEYS
+        and not is_small(queries[:1], keys[:1])
+    ):
         # Large pictures run one by one, so that one plan serves any number of them.
         rows = zip(queries[:, None], keys[:, None], values[:, None], strict=True)
         return mx.concatenate([attend_all(*row, scale) for row in rows])
@@ -155,20 +179,25 @@ def planned_length(shape: tuple[int, ...]) -> int | None:
     if current().is_fixed:
         is_light = batch * heads * length**2 <= MAX_SCORES or length <= FEW_KEYS
         return None if is_light else filled
-    is_own, is_filled = not is_new(shape, times=FILLED_TIMES if few in _filled else 1), not is_new(few, True)
+    is_own = not is_new(shape, times=FILLED_TIMES if few in _filled else 1)
+    is_filled = not is_new(few, True)
     if is_own or not is_filled:
         return length if is_own else None
     _filled.add(few)
     return filled
 
 
-def attend_filled(queries: mx.array, keys: mx.array, values: mx.array, length: int, scale: float) -> mx.array:
+def attend_filled(
+    queries: mx.array, keys: mx.array, values: mx.array, length: int, scale: float
+) -> mx.array:
     """Attend without a mask among (B, H, L, D), padded to ``length``."""
     batch, heads, own, width = queries.shape
     if own == length:
         return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale)
-    fill = [(0, 0), (0, length - own), (0, 0), (0, 0)]  # along the patches, in memory order
-    parts, mask = [mx.pad(part.swapaxes(1, 2), fill) for part in (queries, keys, values)], None
+    # along the patches, in memory order
+    fill = [(0, 0), (0, length - own), (0, 0), (0, 0)]
+    parts = [mx.pad(part.swapaxes(1, 2), fill) for part in (queries, keys, values)]
+    mask = None
     if width + FAST_WIDTH <= WIDEST:
         for at, columns in enumerate(columns_of(own, length, queries.dtype)):
             wide = mx.broadcast_to(columns, (batch, length, heads, FAST_WIDTH))
@@ -176,7 +205,9 @@ def attend_filled(queries: mx.array, keys: mx.array, values: mx.array, length: i
     else:
         mask = mask_of((own,) * batch, length, queries.dtype)
     queries, keys, values = (part.swapaxes(1, 2) for part in parts)
-    return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)[:, :, :own]
+    return mx.fast.scaled_dot_product_attention(
+        queries, keys, values, scale=scale, mask=mask
+    )[:, :, :own]
 
 
 @lru_cache(maxsize=32)
@@ -194,7 +225,10 @@ def columns_of(own: int, filled: int, dtype: mx.Dtype) -> tuple[mx.array, mx.arr
 def mask_of(lengths: tuple[int, ...], filled: int, dtype: mx.Dtype) -> mx.array:
     """Mask keys beyond ``lengths`` (B,): additive (B, 1, 1, ``filled``), for any thread."""
     is_there = np.arange(filled) < np.array(lengths)[:, None]
-    return mx.array(np.where(is_there, 0.0, mx.finfo(dtype).min).astype(np.float32)[:, None, None], dtype)
+    return mx.array(
+        np.where(is_there, 0.0, mx.finfo(dtype).min).astype(np.float32)[:, None, None],
+        dtype,
+    )
 
 
 def few_from(count: int, step: int) -> int:
@@ -207,12 +241,24 @@ def few_to(count: int, step: int) -> int:
     return count // step * step
 
 
-def attend_apart(queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Any) -> mx.array:
+def attend_apart(
+    queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Any
+) -> mx.array:
     """Run ``attend`` for each row separately."""
-    is_each = isinstance(mask, mx.array) and mask.ndim == 4 and mask.shape[0] == queries.shape[0]
+    is_each = (
+        isinstance(mask, mx.array)
+        and mask.ndim == 4
+        and mask.shape[0] == queries.shape[0]
+    )
     with running(replace(current(), attends_apart=False)):
         rows = [
-            attend(queries[i : i + 1], keys[i : i + 1], values[i : i + 1], scale, mask[i : i + 1] if is_each else mask)
+            attend(
+                queries[i : i + 1],
+                keys[i : i + 1],
+                values[i : i + 1],
+                scale,
+                mask[i : i + 1] if is_each else mask,
+            )
             for i in range(queries.shape[0])
         ]
     return mx.concatenate(rows)
@@ -239,7 +285,10 @@ def is_unfused(queries: mx.array, keys: mx.array, mask: Any) -> bool:
 
 def is_rare(queries: mx.array, keys: mx.array) -> bool:
     """Count a shape; return whether it is small and too rare for a plan."""
-    return is_small(queries, keys) and _count((queries.shape, keys.shape)) <= USES_BEFORE_PLAN
+    return (
+        is_small(queries, keys)
+        and _count((queries.shape, keys.shape)) <= USES_BEFORE_PLAN
+    )
 
 
 def has_plans(shapes: Sequence[tuple[int, ...]]) -> bool:
@@ -252,7 +301,11 @@ def is_early(queries: mx.array, keys: mx.array) -> bool:
     uses = _count((queries.shape, keys.shape))
     batch, heads, length, _ = queries.shape
     scores = batch * heads * length * keys.shape[2]
-    return uses <= USES_BEFORE_PLAN and uses * scores <= NUMBERS_BEFORE_PLAN and scores <= MAX_PROMPT_SCORES
+    return (
+        uses <= USES_BEFORE_PLAN
+        and uses * scores <= NUMBERS_BEFORE_PLAN
+        and scores <= MAX_PROMPT_SCORES
+    )
 
 
 def is_new(shape: tuple[int, ...], is_filled: bool = False, times: int = 1) -> bool:
@@ -260,7 +313,10 @@ def is_new(shape: tuple[int, ...], is_filled: bool = False, times: int = 1) -> b
     batch, heads, length, width = shape
     numbers = batch * heads * length * (length + NUMBERS_OF_PATCH * width)
     uses = _count((shape, is_filled))
-    return uses <= times * USES_BEFORE_PLAN and uses * numbers <= times * NUMBERS_BEFORE_PLAN
+    return (
+        uses <= times * USES_BEFORE_PLAN
+        and uses * numbers <= times * NUMBERS_BEFORE_PLAN
+    )
 
 
 def _count(shape: tuple[Any, ...]) -> int:
@@ -272,7 +328,9 @@ def _count(shape: tuple[Any, ...]) -> int:
     return _uses[own]
 
 
-def attend_unfused(queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Any) -> mx.array:
+def attend_unfused(
+    queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Any
+) -> mx.array:
     """Attend by products and a float32 softmax; ``mask`` is None, "causal" or an array."""
     batch, heads, length, width = queries.shape
     kv_heads, columns = keys.shape[1], keys.shape[2]
@@ -281,12 +339,20 @@ def attend_unfused(queries: mx.array, keys: mx.array, values: mx.array, scale: f
     if isinstance(mask, str):
         mask = _not_later(length, columns)
     if mask is not None:
-        scores = mx.where(mask, scores, mx.finfo(scores.dtype).min) if mask.dtype == mx.bool_ else scores + mask
-    weights = mx.softmax(scores, axis=-1, precise=True).reshape(batch, kv_heads, -1, columns)
+        scores = (
+            mx.where(mask, scores, mx.finfo(scores.dtype).min)
+            if mask.dtype == mx.bool_
+            else scores + mask
+        )
+    weights = mx.softmax(scores, axis=-1, precise=True).reshape(
+        batch, kv_heads, -1, columns
+    )
     return (weights @ values).reshape(batch, heads, length, -1)
 
 
-def attend_by_queries(queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
+def attend_by_queries(
+    queries: mx.array, keys: mx.array, values: mx.array, scale: float
+) -> mx.array:
     batch, heads, length, _ = queries.shape
     size = max(1, BLOCK_SCORES // (batch * heads * keys.shape[2]))  # queries at a time
     parts = [
@@ -296,7 +362,9 @@ def attend_by_queries(queries: mx.array, keys: mx.array, values: mx.array, scale
     return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
 
 
-def attend_before(queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
+def attend_before(
+    queries: mx.array, keys: mx.array, values: mx.array, scale: float
+) -> mx.array:
     batch, heads, length, _ = queries.shape
     columns = keys.shape[2]
     size = max(1, PROMPT_SCORES // (batch * heads * columns))  # queries at a time
@@ -304,22 +372,40 @@ def attend_before(queries: mx.array, keys: mx.array, values: mx.array, scale: fl
     for start in range(0, length, size):
         seen = columns - length + min(start + size, length)
         some = queries[:, :, start : start + size]
-        parts.append(attend_unfused(some, keys[:, :, :seen], values[:, :, :seen], scale, "causal"))
+        parts.append(
+            attend_unfused(
+                some, keys[:, :, :seen], values[:, :, :seen], scale, "causal"
+            )
+        )
     return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
 
 
 def is_groupable(queries: mx.array, keys: mx.array, mask: Any) -> bool:
-    is_masked = isinstance(mask, mx.array) and mask.ndim == 4 and mask.shape[1] in (1, keys.shape[1])
-    return is_masked and mask.shape[2] == queries.shape[2] == 1 and queries.shape[1] > keys.shape[1]
+    is_masked = (
+        isinstance(mask, mx.array)
+        and mask.ndim == 4
+        and mask.shape[1] in (1, keys.shape[1])
+    )
+    return (
+        is_masked
+        and mask.shape[2] == queries.shape[2] == 1
+        and queries.shape[1] > keys.shape[1]
+    )
 
 
-def attend_groups(queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array) -> mx.array:
+def attend_groups(
+    queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array
+) -> mx.array:
     """Attend with queries (B, H, 1, D) and mask (B, 1 or H_kv, 1, K), grouped by shared keys."""
     batch, heads, _, width = queries.shape
     kv_heads, columns = keys.shape[1], keys.shape[2]
     grouped = queries.reshape(batch, kv_heads, heads // kv_heads, width)
-    wide = mx.broadcast_to(added(mask, queries.dtype), (batch, mask.shape[1], heads // kv_heads, columns))
-    attended = mx.fast.scaled_dot_product_attention(grouped, keys, values, scale=scale, mask=wide)
+    wide = mx.broadcast_to(
+        added(mask, queries.dtype), (batch, mask.shape[1], heads // kv_heads, columns)
+    )
+    attended = mx.fast.scaled_dot_product_attention(
+        grouped, keys, values, scale=scale, mask=wide
+    )
     return attended.reshape(batch, heads, 1, -1)
 
 
@@ -345,7 +431,11 @@ def once(array: mx.array, make: Callable[..., Any], *settings: Any) -> Any:
 
 
 def attend_in_blocks(
-    queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array | str | None
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    scale: float,
+    mask: mx.array | str | None,
 ) -> mx.array:
     """Attend with ``BLOCK`` queries at a time; ``mask`` is None, "causal" or a slab's."""
     is_causal = mask is not None and not isinstance(mask, mx.array)
@@ -355,12 +445,14 @@ def attend_in_blocks(
     for start in range(0, length, BLOCK):
         stop = min(start + BLOCK, length)
         seen = columns - length + stop if is_causal else columns
-        block = queries[:, :, start:stop].reshape(batch, kv_heads, -1, width)  # (B, H_kv, G l, D)
+        # (B, H_kv, G l, D)
+        block = queries[:, :, start:stop].reshape(batch, kv_heads, -1, width)
         scores = block @ keys[:, :, :seen].swapaxes(-1, -2)
         if is_causal:
-            scores = (scores.reshape(batch, heads, stop - start, seen) + _later(stop - start, seen)).reshape(
-                scores.shape
-            )
+            scores = (
+                scores.reshape(batch, heads, stop - start, seen)
+                + _later(stop - start, seen)
+            ).reshape(scores.shape)
         elif isinstance(mask, mx.array):
             scores = scores + added(mask, scores.dtype)
         weights = mx.power(E, scores - scores.max(axis=-1, keepdims=True))
@@ -373,10 +465,18 @@ def takes_codes(queries: mx.array, keys: QuantizedStates, mask: Any) -> bool:
     is_plain = mask is None or isinstance(mask, str)
     is_shared = queries.shape[2] == 1 and queries.shape[1] >= FEW_HEADS * keys.shape[1]
     is_much = queries.size * keys.shape[2] >= MANY_CODES
-    return is_plain and is_shared and is_much and keys.layout.bits in CODES_OF_BYTES and takes_powers(queries)
+    return (
+        is_plain
+        and is_shared
+        and is_much
+        and keys.layout.bits in CODES_OF_BYTES
+        and takes_powers(queries)
+    )
 
 
-def attend_codes(queries: mx.array, keys: QuantizedStates, values: QuantizedStates, scale: float) -> mx.array:
+def attend_codes(
+    queries: mx.array, keys: QuantizedStates, values: QuantizedStates, scale: float
+) -> mx.array:
     """Attend with queries (B, H, 1, D) over packed keys and values: (B, H, 1, D_v).
 
     A number is ``code * scale + bias`` of its group. So scores are products with codes, scaled, plus biases times the
@@ -385,14 +485,26 @@ def attend_codes(queries: mx.array, keys: QuantizedStates, values: QuantizedStat
     batch, heads, _, depth = queries.shape
     kv_heads, size = keys.shape[1], keys.layout.group_size
     missing = [(0, 0)] * 3 + [(0, -depth % size)]  # pad the last group
-    grouped = mx.pad((queries * scale).reshape(batch, kv_heads, heads // kv_heads, depth), missing)
-    grouped = grouped.reshape(batch, kv_heads, heads // kv_heads, -1, size)  # (B, G, R, n, g)
-    apart = grouped[..., None, :, :] * mx.eye(grouped.shape[3])[:, :, None]  # (B, G, R, n, n, g)
+    grouped = mx.pad(
+        (queries * scale).reshape(batch, kv_heads, heads // kv_heads, depth), missing
+    )
+    # (B, G, R, n, g)
+    grouped = grouped.reshape(batch, kv_heads, heads // kv_heads, -1, size)
+    # (B, G, R, n, n, g)
+    apart = grouped[..., None, :, :] * mx.eye(grouped.shape[3])[:, :, None]
     apart = apart.flatten(-2).flatten(2, 3)
     planes = _planes(keys)
-    found: Any = sum(apart[..., i :: len(planes)] @ plane.swapaxes(-1, -2) for i, plane in enumerate(planes))
-    scales, biases = (numbers.swapaxes(-1, -2) for numbers in (keys.scales, keys.biases))  # (B, G, n, K)
-    scores = (found.reshape(*grouped.shape[:4], -1) * scales[:, :, None]).sum(axis=3) + grouped.sum(axis=-1) @ biases
+    found: Any = sum(
+        apart[..., i :: len(planes)] @ plane.swapaxes(-1, -2)
+        for i, plane in enumerate(planes)
+    )
+    # (B, G, n, K)
+    scales, biases = (
+        numbers.swapaxes(-1, -2) for numbers in (keys.scales, keys.biases)
+    )
+    scores = (found.reshape(*grouped.shape[:4], -1) * scales[:, :, None]).sum(
+        axis=3
+    ) + grouped.sum(axis=-1) @ biases
     weights = mx.power(E, scores - scores.max(axis=-1, keepdims=True))
     attended = _weighted(values, weights) / weights.sum(axis=-1, keepdims=True)
     return attended[..., : values.layout.depth].reshape(batch, heads, 1, -1)
@@ -403,16 +515,28 @@ def _weighted(values: QuantizedStates, weights: mx.array) -> mx.array:
     batch, kv_heads, rows, columns = weights.shape
     scales = values.scales.swapaxes(-1, -2)  # (B, G, n, K)
     count = scales.shape[2]
-    scaled = (weights[:, :, :, None] * scales[:, :, None]).reshape(batch, kv_heads, -1, columns)
-    planes = [(scaled @ plane).reshape(batch, kv_heads, rows, count, count, -1) for plane in _planes(values)]
-    own = [(plane * mx.eye(count)[:, :, None]).sum(axis=3) for plane in planes]  # each group by its own scales
-    return (mx.stack(own, axis=-1).flatten(-2) + (weights @ values.biases)[..., None]).flatten(-2)
+    scaled = (weights[:, :, :, None] * scales[:, :, None]).reshape(
+        batch, kv_heads, -1, columns
+    )
+    planes = [
+        (scaled @ plane).reshape(batch, kv_heads, rows, count, count, -1)
+        for plane in _planes(values)
+    ]
+    # each group by its own scales
+    own = [(plane * mx.eye(count)[:, :, None]).sum(axis=3) for plane in planes]
+    return (
+        mx.stack(own, axis=-1).flatten(-2) + (weights @ values.biases)[..., None]
+    ).flatten(-2)
 
 
 def _planes(states: QuantizedStates) -> list[mx.array]:
     """Return float codes; with ``p`` a byte, array ``i`` holds numbers i, i + p, ..."""
     packed, bits = states.packed.view(mx.uint8), states.layout.bits
-    parts = [packed] if bits == 8 else [(packed >> shift) & (2**bits - 1) for shift in range(0, 8, bits)]
+    parts = (
+        [packed]
+        if bits == 8
+        else [(packed >> shift) & (2**bits - 1) for shift in range(0, 8, bits)]
+    )
     return [part.astype(mx.float32) for part in parts]
 
 
@@ -425,7 +549,9 @@ def _not_later(queries: int, keys: int) -> mx.array:
 @lru_cache(maxsize=64)
 def _later(queries: int, keys: int) -> mx.array:
     is_later = np.arange(keys)[None] > np.arange(keys - queries, keys)[:, None]
-    return mx.array(np.where(is_later, np.finfo(np.float32).min / 2, 0.0).astype(np.float32))
+    return mx.array(
+        np.where(is_later, np.finfo(np.float32).min / 2, 0.0).astype(np.float32)
+    )
 
 
 def swiglu(gate: mx.array, x: mx.array) -> mx.array:
@@ -434,17 +560,24 @@ def swiglu(gate: mx.array, x: mx.array) -> mx.array:
         return gated * x
     if takes_powers(gate):
         return gate * x / (1 + mx.power(E, -gate))
-    is_step = gate.ndim == 3 and gate.shape[1] == 1  # decode steps have few shapes to trace
-    return SWIGLU_OF_STEPS(gate, x) if is_step and counts_launches() else SWIGLU(gate, x)
+    # decode steps have few shapes to trace
+    is_step = gate.ndim == 3 and gate.shape[1] == 1
+    return (
+        SWIGLU_OF_STEPS(gate, x) if is_step and counts_launches() else SWIGLU(gate, x)
+    )
 
 
-def turn_pairs(first: mx.array, second: mx.array, by_first: mx.array, by_second: mx.array) -> mx.array:
+def turn_pairs(
+    first: mx.array, second: mx.array, by_first: mx.array, by_second: mx.array
+) -> mx.array:
     """Rotate pairs of numbers by broadcast factors."""
     turn = _turn_at_once if counts_launches() else _turn
     return turn(first, second, by_first, by_second)
 
 
-def _turn(first: mx.array, second: mx.array, by_first: mx.array, by_second: mx.array) -> mx.array:
+def _turn(
+    first: mx.array, second: mx.array, by_first: mx.array, by_second: mx.array
+) -> mx.array:
     return (first * by_first + second * by_second).astype(first.dtype)
 
 

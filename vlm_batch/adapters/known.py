@@ -41,7 +41,10 @@ class Known(mx.array):
 
     def __getitem__(self, at: Any) -> Any:
         places = at if isinstance(at, tuple) else (at,)
-        if not all(isinstance(place, _INDEX) and not isinstance(place, bool) for place in places):
+        if not all(
+            isinstance(place, _INDEX) and not isinstance(place, bool)
+            for place in places
+        ):
             return super().__getitem__(at)
         return known(self.numbers[at])
 
@@ -50,11 +53,15 @@ class Known(mx.array):
 
     def _compared(self, compare: Callable[[Any, Any], Any], other: Any) -> Any:
         given = other.numbers if isinstance(other, Known) else other
-        if not isinstance(given, int) and not (isinstance(given, np.ndarray) and given.dtype.kind in "iub"):
+        if not isinstance(given, int) and not (
+            isinstance(given, np.ndarray) and given.dtype.kind in "iub"
+        ):
             return getattr(mx.array, f"__{compare.__name__.rstrip('_')}__")(self, other)
         return known(compare(self.numbers, given))
 
-    def _reduced(self, name: str, axis: Any = None, keepdims: bool = False, **how: Any) -> Any:
+    def _reduced(
+        self, name: str, axis: Any = None, keepdims: bool = False, **how: Any
+    ) -> Any:
         theirs: mx.array = getattr(mx.array, name)(self, axis, keepdims, **how)
         dtype, axes = theirs.dtype, tuple(axis) if isinstance(axis, list) else axis
         found = np.asarray(getattr(self.numbers, name)(axis=axes, keepdims=keepdims))
@@ -77,7 +84,16 @@ def _changing(change: Callable[..., Any]) -> Callable[[Known, Any], Any]:
     return changed
 
 
-for one in (operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge, operator.and_, operator.or_):
+for one in (
+    operator.eq,
+    operator.ne,
+    operator.lt,
+    operator.le,
+    operator.gt,
+    operator.ge,
+    operator.and_,
+    operator.or_,
+):
     setattr(Known, f"__{one.__name__.rstrip('_')}__", _comparing(one))
 for name in ("sum", "prod", "max", "min", "any", "all"):
     setattr(Known, name, _reducing(name))
@@ -105,4 +121,8 @@ def know(value: Any) -> Any:
 def concatenated(parts: Sequence[mx.array]) -> mx.array:
     """Concatenate arrays along the first axis; the result is known if all are."""
     numbers = [part.numbers for part in parts if isinstance(part, Known)]
-    return known(np.concatenate(numbers)) if len(numbers) == len(parts) else mx.concatenate(list(parts))
+    return (
+        known(np.concatenate(numbers))
+        if len(numbers) == len(parts)
+        else mx.concatenate(list(parts))
+    )

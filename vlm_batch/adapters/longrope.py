@@ -32,11 +32,25 @@ class RowLongRoPE(SuScaledRoPE):
         end = mx.array(lengths) if lengths else mx.array(offset) + x.shape[-2]
         is_long = (end > self.original_max_position_embeddings).reshape(-1, 1, 1, 1)
         short = self._rotated(x, offset, self._short_freqs, self._short_scale)
-        return mx.where(is_long, self._rotated(x, offset, self._long_freqs, self._long_scale), short)
+        return mx.where(
+            is_long, self._rotated(x, offset, self._long_freqs, self._long_scale), short
+        )
 
-    def _rotated(self, x: mx.array, offset: Any, freqs: mx.array, scale: mx.array) -> mx.array:
-        scaled = mx.concatenate([scale.astype(x.dtype) * x[..., : self.dim], x[..., self.dim :]], axis=-1)
-        return mx.fast.rope(scaled, self.dim, traditional=False, base=None, scale=1.0, offset=offset, freqs=freqs)
+    def _rotated(
+        self, x: mx.array, offset: Any, freqs: mx.array, scale: mx.array
+    ) -> mx.array:
+        scaled = mx.concatenate(
+            [scale.astype(x.dtype) * x[..., : self.dim], x[..., self.dim :]], axis=-1
+        )
+        return mx.fast.rope(
+            scaled,
+            self.dim,
+            traditional=False,
+            base=None,
+            scale=1.0,
+            offset=offset,
+            freqs=freqs,
+        )
 
 
 #: Patches of every family.
@@ -45,7 +59,9 @@ ROW_ROPES: Mapping[type, type] = {SuScaledRoPE: RowLongRoPE}
 
 def longest_short(model: nn.Module) -> int | None:
     """Return the longest prompt with short factors, if any are long."""
-    ropes = [module for _, module in model.named_modules() if isinstance(module, RowLongRoPE)]
+    ropes = [
+        module for _, module in model.named_modules() if isinstance(module, RowLongRoPE)
+    ]
     return min((rope.original_max_position_embeddings for rope in ropes), default=None)
 
 

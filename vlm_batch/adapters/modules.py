@@ -13,7 +13,14 @@ import numpy as np
 
 from vlm_batch.adapters.hooks import current
 from vlm_batch.adapters.joint import Kind, TowerCall, join_calls
-from vlm_batch.arrays import arrays_of, is_array_tree, join_rows, launch, map_arrays, split_rows
+from vlm_batch.arrays import (
+    arrays_of,
+    is_array_tree,
+    join_rows,
+    launch,
+    map_arrays,
+    split_rows,
+)
 from vlm_batch.store.digest import digest, split_known
 from vlm_batch.store.features import FeatureStore
 
@@ -27,7 +34,8 @@ def _clone(node: Any, patches: Mapping[type, type], seen: dict[int, Any]) -> Any
     if isinstance(node, nn.Module):
         if id(node) not in seen:
             cls: Any = patches.get(type(node), type(node))
-            seen[id(node)] = copy = dict.__new__(cls)  # a class's own ``__new__`` may need its config
+            # a class's own ``__new__`` may need its config
+            seen[id(node)] = copy = dict.__new__(cls)
             copy.__dict__.update(node.__dict__)
             for name, child in node.items():
                 dict.__setitem__(copy, name, _clone(child, patches, seen))
@@ -43,7 +51,9 @@ def _clone(node: Any, patches: Mapping[type, type], seen: dict[int, Any]) -> Any
 
 def patches_in(module: str, *patched: tuple[str, Callable[[Any], type]]) -> Any:
     """Make ``patches`` of a module's ``PATCHES``, imported when asked for, and others as ``patching`` takes them."""
-    return classmethod(lambda cls: {**import_module(module).PATCHES, **_replacements(patched)})
+    return classmethod(
+        lambda cls: {**import_module(module).PATCHES, **_replacements(patched)}
+    )
 
 
 def patching(*patched: tuple[str, Callable[[Any], type]]) -> Any:
@@ -51,13 +61,17 @@ def patching(*patched: tuple[str, Callable[[Any], type]]) -> Any:
     return classmethod(lambda cls: _replacements(patched))
 
 
-def _replacements(patched: Sequence[tuple[str, Callable[[Any], type]]]) -> dict[type, type]:
+def _replacements(
+    patched: Sequence[tuple[str, Callable[[Any], type]]],
+) -> dict[type, type]:
     return {(theirs := _class_at(path)): make(theirs) for path, make in patched}
 
 
 def under(mixin: type) -> Callable[[Any], type]:
     """Return what makes a class's replacement: the class under a mixin."""
-    return lambda parent: type(parent.__name__, (mixin, parent), {"__module__": mixin.__module__})
+    return lambda parent: type(
+        parent.__name__, (mixin, parent), {"__module__": mixin.__module__}
+    )
 
 
 def _class_at(path: str) -> Any:
@@ -79,7 +93,11 @@ class CutAnswer:
             return hidden[0][:, None]
         if call.ends is None:
             return hidden[:, -1:]
-        return mx.take_along_axis(hidden, mx.array([end - call.begin - 1 for end in call.ends])[:, None, None], axis=1)
+        return mx.take_along_axis(
+            hidden,
+            mx.array([end - call.begin - 1 for end in call.ends])[:, None, None],
+            axis=1,
+        )
 
 
 def cut_answer(module: Any) -> None:
@@ -89,7 +107,9 @@ def cut_answer(module: Any) -> None:
 
 def part_of(module: Any, path: str) -> Any:
     """Return the module at a dotted path, or None."""
-    return reduce(lambda owner, name: getattr(owner, name, None), path.split("."), module)
+    return reduce(
+        lambda owner, name: getattr(owner, name, None), path.split("."), module
+    )
 
 
 class RememberingTower(nn.Module):
@@ -98,14 +118,20 @@ class RememberingTower(nn.Module):
     #: The reason why pictures of several requests are not encoded in one call; None where they are.
     why_apart: ClassVar[str | None] = "nobody has said how its pictures share a call"
 
-    def __init__(self, tower: nn.Module, store: FeatureStore | None, config: Any) -> None:
+    def __init__(
+        self, tower: nn.Module, store: FeatureStore | None, config: Any
+    ) -> None:
         super().__init__()
         self.tower = tower
         self.__dict__.update(_store=store, _config=config)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         outputs = current().tower_outputs
-        return self.look(args, kwargs) if outputs is None else outputs.next(self, args, kwargs)
+        return (
+            self.look(args, kwargs)
+            if outputs is None
+            else outputs.next(self, args, kwargs)
+        )
 
     def look(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return stored or new features; only calls of arrays are stored."""
@@ -119,13 +145,27 @@ class RememberingTower(nn.Module):
     def fresh(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run the tower; keep only hidden states that the model reads."""
         found = self.tower(*args, **kwargs)
-        wanted = getattr(self._config, "vision_feature_layer", None) if kwargs.get("output_hidden_states") else None
-        is_list = isinstance(found, (list, tuple)) and len(found) and isinstance(found[-1], (list, tuple))
+        wanted = (
+            getattr(self._config, "vision_feature_layer", None)
+            if kwargs.get("output_hidden_states")
+            else None
+        )
+        is_list = (
+            isinstance(found, (list, tuple))
+            and len(found)
+            and isinstance(found[-1], (list, tuple))
+        )
         if wanted is None or not is_list:
             return found
         states = list(found[-1])
-        kept = {range(len(states))[layer] for layer in ([wanted] if isinstance(wanted, int) else wanted)}
-        return (*found[:-1], [state if index in kept else None for index, state in enumerate(states)])
+        kept = {
+            range(len(states))[layer]
+            for layer in ([wanted] if isinstance(wanted, int) else wanted)
+        }
+        return (
+            *found[:-1],
+            [state if index in kept else None for index, state in enumerate(states)],
+        )
 
     def key(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes | None:
         """Return a call's digest, or None if unstored."""
@@ -149,12 +189,20 @@ class RememberingTower(nn.Module):
         """Join calls of one kind; raise ValueError if the output cannot be split."""
         raise NotImplementedError
 
-    def each_once(self, calls: Sequence[TowerCall], make: Callable[[Sequence[TowerCall]], list[Any]]) -> list[Any]:
+    def each_once(
+        self,
+        calls: Sequence[TowerCall],
+        make: Callable[[Sequence[TowerCall]], list[Any]],
+    ) -> list[Any]:
         """Return stored features; make missing ones together, duplicates once."""
         keys = [self.key(call.args, call.kwargs) for call in calls]
         found = [None if key is None else self._store.get(key) for key in keys]
         names = [at if key is None else key for at, key in enumerate(keys)]
-        first = {name: at for at, name in reversed(list(enumerate(names))) if found[at] is None}
+        first = {
+            name: at
+            for at, name in reversed(list(enumerate(names)))
+            if found[at] is None
+        }
         places = sorted(first.values())
         if not places:
             return found
@@ -162,7 +210,10 @@ class RememberingTower(nn.Module):
         made = {names[at]: part for at, part in zip(places, parts, strict=True)}
         for at in places:
             self.remember(keys[at], made[names[at]])
-        return [made[name] if known is None else known for name, known in zip(names, found, strict=True)]
+        return [
+            made[name] if known is None else known
+            for name, known in zip(names, found, strict=True)
+        ]
 
     def run_by_shape(self, calls: Sequence[TowerCall]) -> list[Any]:
         """Make calls whose features depend on a picture's own shape; None if unknown."""
@@ -185,7 +236,9 @@ class RememberingBatchTower(RememberingTower):
 
     def kind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Kind | None:
         arrays = arrays_of([list(args), dict(kwargs)])
-        if not arrays or not all(array.ndim and array.shape[0] == arrays[0].shape[0] for array in arrays):
+        if not arrays or not all(
+            array.ndim and array.shape[0] == arrays[0].shape[0] for array in arrays
+        ):
             return None
         return Kind.of(args, kwargs)
 
@@ -196,13 +249,18 @@ class RememberingBatchTower(RememberingTower):
         args, kwargs = join_calls(calls)
         parts = self.split(self.fresh(args, kwargs), calls)
         if parts is None:
-            raise ValueError(f"the answer of {type(self.tower).__name__} cannot be taken apart")
+            raise ValueError(
+                f"the answer of {type(self.tower).__name__} cannot be taken apart"
+            )
         return parts
 
     def split(self, found: Any, calls: Sequence[TowerCall]) -> list[Any] | None:
         """Split an output by calls; None if it does not fit."""
         counts = [call.arrays[0].shape[0] for call in calls]
-        if any(array.ndim == 0 or array.shape[0] != sum(counts) for array in arrays_of(found)):
+        if any(
+            array.ndim == 0 or array.shape[0] != sum(counts)
+            for array in arrays_of(found)
+        ):
             return None
         return split_rows(found, counts)
 
@@ -220,7 +278,12 @@ class RememberingRowTower(RememberingBatchTower):
 
     def split(self, found: Any, calls: Sequence[TowerCall]) -> list[Any] | None:
         counts = [call.arrays[0].shape[0] for call in calls]
-        if not isinstance(found, mx.array) or found.ndim != 3 or found.shape[0] != 1 or found.shape[1] % sum(counts):
+        if (
+            not isinstance(found, mx.array)
+            or found.ndim != 3
+            or found.shape[0] != 1
+            or found.shape[1] % sum(counts)
+        ):
             return None
         parts = split_rows(found[0], counts)
         return None if parts is None else [part[None] for part in parts]
@@ -234,7 +297,11 @@ class RememberingPackedTower(RememberingBatchTower):
 
     def kind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Kind | None:
         arrays = arrays_of([list(args), dict(sorted(kwargs.items()))])
-        if len(arrays) != 2 or arrays[1].ndim != 2 or sum(num_patches(arrays[1])) != arrays[0].shape[0]:
+        if (
+            len(arrays) != 2
+            or arrays[1].ndim != 2
+            or sum(num_patches(arrays[1])) != arrays[0].shape[0]
+        ):
             return None
         return Kind.of(args, kwargs)
 
@@ -253,14 +320,17 @@ class RememberingSizedTower(RememberingTower):
     why_apart = None
 
     def fresh(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        return super().fresh(args, kwargs)[1:]  # the last states are among those of the layers
+        # the last states are among those of the layers
+        return super().fresh(args, kwargs)[1:]
 
     def kind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Kind | None:
         """Return the kind of pictures of any size, if each has one: a call that does not fit must fail alone."""
         sizes = kwargs.get("image_sizes")
         if len(args) != 1 or args[0].ndim != 4 or not isinstance(sizes, mx.array):
             return None
-        if sizes.shape != (args[0].shape[0], 2) or not mx.issubdtype(sizes.dtype, mx.integer):
+        if sizes.shape != (args[0].shape[0], 2) or not mx.issubdtype(
+            sizes.dtype, mx.integer
+        ):
             return None
         kind = Kind.of(args, kwargs)
         return kind._replace(shapes=(kind.shapes[0][2:], *kind.shapes[1:]))
@@ -269,12 +339,19 @@ class RememberingSizedTower(RememberingTower):
         return self.each_once(calls, self._as_one)
 
     def _as_one(self, calls: Sequence[TowerCall]) -> list[Any]:
-        sizes = mx.array(np.concatenate([np.array(call.kwargs["image_sizes"]) for call in calls]))
-        found = self.fresh([[call.args[0] for call in calls]], {**calls[0].kwargs, "image_sizes": sizes})
+        sizes = mx.array(
+            np.concatenate([np.array(call.kwargs["image_sizes"]) for call in calls])
+        )
+        found = self.fresh(
+            [[call.args[0] for call in calls]],
+            {**calls[0].kwargs, "image_sizes": sizes},
+        )
         counts = [self.count_patches(call, 0) for call in calls]
         parts = split_rows(map_arrays(found, lambda states: states[0]), counts)
         if parts is None:
-            raise ValueError(f"the answer of {type(self.tower).__name__} cannot be taken apart")
+            raise ValueError(
+                f"the answer of {type(self.tower).__name__} cannot be taken apart"
+            )
         return [map_arrays(part, lambda states: states[None]) for part in parts]
 
     def count_patches(self, call: TowerCall, patch: int) -> int:
@@ -292,8 +369,14 @@ class RememberingGridTower(RememberingTower):
 
     def look(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         is_fixed = current().is_fixed
-        is_one = len(args) != 2 or not isinstance(args[1], mx.array) or args[1].shape[0] == 1
-        kind = None if not is_fixed and (is_one or self._store is None) else self.kind(args, kwargs)
+        is_one = (
+            len(args) != 2 or not isinstance(args[1], mx.array) or args[1].shape[0] == 1
+        )
+        kind = (
+            None
+            if not is_fixed and (is_one or self._store is None)
+            else self.kind(args, kwargs)
+        )
         if kind is None:
             return super().look(args, kwargs)
         call = TowerCall(self, tuple(args), kwargs, kind)
@@ -305,7 +388,11 @@ class RememberingGridTower(RememberingTower):
             return self.fresh(args, kwargs)
 
     def kind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Kind | None:
-        if len(args) != 2 or not all(isinstance(value, mx.array) for value in args) or args[1].ndim != 2:
+        if (
+            len(args) != 2
+            or not all(isinstance(value, mx.array) for value in args)
+            or args[1].ndim != 2
+        ):
             return None
         axis = patch_axis(args[0], num_patches(args[1]))
         if axis is None or arrays_of(dict(kwargs)):
@@ -319,7 +406,12 @@ class RememberingGridTower(RememberingTower):
 
     def run_by_shape(self, calls: Sequence[TowerCall]) -> list[Any]:
         pictures = [self._pictures(call) for call in calls]
-        found = iter(self.each_once([picture for several in pictures for picture in several], self._by_shapes))
+        found = iter(
+            self.each_once(
+                [picture for several in pictures for picture in several],
+                self._by_shapes,
+            )
+        )
         answers = []
         for call, several in zip(calls, pictures, strict=True):
             alone = [next(found) for _ in several]
@@ -341,7 +433,9 @@ class RememberingGridTower(RememberingTower):
             count = 1 if pictures is None else pictures(calls[places[0]])
             for start in range(0, len(places), count):
                 part = places[start : start + count]
-                found |= zip(part, self.as_one([calls[at] for at in part], count), strict=True)
+                found |= zip(
+                    part, self.as_one([calls[at] for at in part], count), strict=True
+                )
         return [found[at] for at in range(len(calls))]
 
     def as_one(self, calls: Sequence[TowerCall], count: int = 1) -> list[Any]:
@@ -349,14 +443,19 @@ class RememberingGridTower(RememberingTower):
         filled = [*calls, *[calls[0]] * (count - len(calls))]
         if len(filled) == 1:
             return [self.fresh(calls[0].args, calls[0].kwargs)]
-        return self._shares(self.fresh(self._joined(filled), calls[0].kwargs), filled)[: len(calls)]
+        return self._shares(self.fresh(self._joined(filled), calls[0].kwargs), filled)[
+            : len(calls)
+        ]
 
     def _pictures(self, call: TowerCall) -> list[TowerCall]:
         pixels, grids = call.args
         parts = split_patches(pixels, num_patches(grids)) or [pixels]
         if len(parts) == 1:
             return [call]
-        return [TowerCall(self, (part, grids[at : at + 1]), call.kwargs, call.kind) for at, part in enumerate(parts)]
+        return [
+            TowerCall(self, (part, grids[at : at + 1]), call.kwargs, call.kind)
+            for at, part in enumerate(parts)
+        ]
 
     def _joined(self, calls: Sequence[TowerCall]) -> tuple[mx.array, mx.array]:
         axis = patch_axis(calls[0].args[0], num_patches(calls[0].args[1]))
@@ -368,7 +467,9 @@ class RememberingGridTower(RememberingTower):
     def _shares(self, found: Any, calls: Sequence[TowerCall]) -> list[Any]:
         parts = split_rows(found, [sum(num_patches(call.args[1])) for call in calls])
         if parts is None:
-            raise ValueError(f"the answer of {type(self.tower).__name__} cannot be taken apart")
+            raise ValueError(
+                f"the answer of {type(self.tower).__name__} cannot be taken apart"
+            )
         return parts
 
     def count_patches(self, call: TowerCall, patch: int) -> int:
@@ -395,7 +496,14 @@ def num_patches(grids: mx.array) -> list[int]:
 
 def patch_axis(pixels: mx.array, counts: Sequence[int]) -> int | None:
     """Return the patches' axis, 0 or 1; None if neither fits."""
-    return next((axis for axis in (0, 1) if pixels.shape[: axis + 1] == (1,) * axis + (sum(counts),)), None)
+    return next(
+        (
+            axis
+            for axis in (0, 1)
+            if pixels.shape[: axis + 1] == (1,) * axis + (sum(counts),)
+        ),
+        None,
+    )
 
 
 def split_patches(pixels: mx.array, counts: Sequence[int]) -> list[mx.array] | None:
@@ -424,7 +532,8 @@ def tables_on_disk(module: nn.Module) -> list[Any]:
 
 
 def _is_on_disk(node: Any) -> bool:
-    return hasattr(type(node), "_read_rows")  # mlx-vlm's only such class is OffloadedEngramEmbedding
+    # mlx-vlm's only such class is OffloadedEngramEmbedding
+    return hasattr(type(node), "_read_rows")
 
 
 def leave_on_disk(module: nn.Module) -> None:
@@ -470,7 +579,8 @@ def two_tables(parent: type) -> type:
         def __call__(self, ids: mx.array) -> mx.array:
             size = self.embedding.shape[0]
             is_new = ids >= size
-            old, new = self.embedding[mx.where(is_new, 0, ids)], self.new_embedding[mx.where(is_new, ids - size, 0)]
+            old = self.embedding[mx.where(is_new, 0, ids)]
+            new = self.new_embedding[mx.where(is_new, ids - size, 0)]
             return mx.where(is_new[..., None], new, old)
 
     return TwoTables

@@ -14,7 +14,15 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from vlm_batch.adapters.cuda import Kernel, Launch, Run, is_right, kernel, merging, on_device
+from vlm_batch.adapters.cuda import (
+    Kernel,
+    Launch,
+    Run,
+    is_right,
+    kernel,
+    merging,
+    on_device,
+)
 
 #: Equal to the constant of ``one_query.cu``.
 THREADS = 128
@@ -60,7 +68,9 @@ def _kernel(scale: float) -> Kernel:
       of_queries, of_keys, of_values, mask, mask_shape[0] > 1 ? mask_strides[0] : 0, mask_strides[3], keys_shape[2], {scale!r}f,
       out, sums, stats);
 """
-    return kernel("one_query", "attend", _INPUTS, ("out", "sums", "stats"), body, uses=("masks",))
+    return kernel(
+        "one_query", "attend", _INPUTS, ("out", "sums", "stats"), body, uses=("masks",)
+    )
 
 
 @lru_cache(maxsize=256)
@@ -86,38 +96,62 @@ def launches_of(variant: Variant, rows: int, columns: int) -> tuple[Launch, ...]
         tuple(template.items()),
         (THREADS * spans, variant.kv_heads * tiles, rows),
         (THREADS, 1, 1),
-        (whole, (1,), (1,)) if spans == 1 else ((1,), (*part, variant.depth), (*part, 2)),
+        (whole, (1,), (1,))
+        if spans == 1
+        else ((1,), (*part, variant.depth), (*part, 2)),
         (variant.dtype, mx.float32, mx.float32),
     )
-    return (first,) if spans == 1 else (first, merging(variant.dtype, rows, variant.heads, variant.depth))
+    return (
+        (first,)
+        if spans == 1
+        else (first, merging(variant.dtype, rows, variant.heads, variant.depth))
+    )
 
 
-def attend_where_right(queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Any) -> mx.array | None:
+def attend_where_right(
+    queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Any
+) -> mx.array | None:
     """Run ``attend`` if the kernels support these arrays accurately here, else return None."""
-    if not is_served(queries, keys, values, mask) or not _is_right(_variant(queries, keys, scale, mask)):
+    if not is_served(queries, keys, values, mask) or not _is_right(
+        _variant(queries, keys, scale, mask)
+    ):
         return None
     return attend(queries, keys, values, scale, mask, on_device)
 
 
-def attend(queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array, run: Run) -> mx.array:
+def attend(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    scale: float,
+    mask: mx.array,
+    run: Run,
+) -> mx.array:
     """Attend with queries (B, H, 1, D) over keys and values (B, H_kv, C, D): (B, H, 1, D).
 
     Args:
         mask: (B or 1, 1, 1, C), bool or additive. Hidden columns are not read; a row that sees none gets zeros.
         run: Runs a launch.
     """
-    first, *rest = launches_of(_variant(queries, keys, scale, mask), queries.shape[0], keys.shape[2])
+    first, *rest = launches_of(
+        _variant(queries, keys, scale, mask), queries.shape[0], keys.shape[2]
+    )
     answer, *parts = run(first, [queries, keys, values, mask])
     return run(rest[0], parts)[0] if rest else answer
 
 
-def _variant(queries: mx.array, keys: mx.array, scale: float, mask: mx.array) -> Variant:
+def _variant(
+    queries: mx.array, keys: mx.array, scale: float, mask: mx.array
+) -> Variant:
     _, heads, _, depth = queries.shape
     return Variant(float(scale), heads, keys.shape[1], depth, queries.dtype, mask.dtype)
 
 
 def is_served(queries: mx.array, keys: mx.array, values: mx.array, mask: Any) -> bool:
-    if not isinstance(mask, mx.array) or not queries.ndim == keys.ndim == mask.ndim == 4:
+    if (
+        not isinstance(mask, mx.array)
+        or not queries.ndim == keys.ndim == mask.ndim == 4
+    ):
         return False
     rows, heads, _, depth = queries.shape
     is_fitting = (
@@ -128,17 +162,38 @@ def is_served(queries: mx.array, keys: mx.array, values: mx.array, mask: Any) ->
         and heads % keys.shape[1] == 0
     )
     is_wide = depth <= WIDEST and depth * queries.dtype.size % PACK == 0
-    is_mask = mask.shape[0] in (1, rows) and tuple(mask.shape[1:]) == (1, 1, keys.shape[2])
+    is_mask = mask.shape[0] in (1, rows) and tuple(mask.shape[1:]) == (
+        1,
+        1,
+        keys.shape[2],
+    )
     is_typed = queries.dtype == keys.dtype == values.dtype and queries.dtype in TYPES
-    return is_fitting and is_wide and is_mask and is_typed and mask.dtype in (mx.bool_, *TYPES)
+    return (
+        is_fitting
+        and is_wide
+        and is_mask
+        and is_typed
+        and mask.dtype in (mx.bool_, *TYPES)
+    )
 
 
 @lru_cache(maxsize=64)
 def _is_right(variant: Variant) -> bool:
     def worst() -> float:
-        return float(np.max([farthest(variant, on_device, columns=columns) for columns in (ONE_BLOCK, 2 * ONE_BLOCK)]))
+        return float(
+            np.max(
+                [
+                    farthest(variant, on_device, columns=columns)
+                    for columns in (ONE_BLOCK, 2 * ONE_BLOCK)
+                ]
+            )
+        )
 
-    return is_right(worst, TOLERANCE, "decode steps attend by MLX's operations: the kernel for one query")
+    return is_right(
+        worst,
+        TOLERANCE,
+        "decode steps attend by MLX's operations: the kernel for one query",
+    )
 
 
 def farthest(
@@ -163,15 +218,25 @@ def farthest(
 
 
 def error_of(
-    found: mx.array, queries: mx.array, keys: mx.array, values: mx.array, scale: float, lengths: Sequence[int]
+    found: mx.array,
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    scale: float,
+    lengths: Sequence[int],
 ) -> float:
     """Return the largest error of attention over each row's first columns, of ``lengths``; NaN if any is."""
     share, errors = queries.shape[1] // keys.shape[1], []
     for row, length in enumerate(lengths):
-        seen = [mx.repeat(one[row, :, :length].astype(mx.float32), share, axis=0) for one in (keys, values)]
+        seen = [
+            mx.repeat(one[row, :, :length].astype(mx.float32), share, axis=0)
+            for one in (keys, values)
+        ]
         scores = queries[row].astype(mx.float32) * scale @ seen[0].swapaxes(-1, -2)
         right = mx.softmax(scores, axis=-1) @ seen[1]
-        errors.append(np.abs(np.array(found[row].astype(mx.float32)) - np.array(right)).max())
+        errors.append(
+            np.abs(np.array(found[row].astype(mx.float32)) - np.array(right)).max()
+        )
     return float(np.max(errors))
 
 
@@ -180,15 +245,28 @@ def example(
 ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
     random = np.random.RandomState(seed)
     rows = len(lengths)
-    behind = mx.array(np.arange(columns)[None] >= np.array(lengths)[:, None])[:, None]  # (B, 1, C)
+    # (B, 1, C)
+    behind = mx.array(np.arange(columns)[None] >= np.array(lengths)[:, None])[:, None]
 
     def slab() -> mx.array:
-        array = mx.array(random.standard_normal((rows, variant.kv_heads, columns, variant.depth)).astype(np.float32))
+        array = mx.array(
+            random.standard_normal(
+                (rows, variant.kv_heads, columns, variant.depth)
+            ).astype(np.float32)
+        )
         return mx.where(behind[..., None], mx.nan, array).astype(variant.dtype)
 
     keys, values = slab(), slab()
     scale = 2 / (variant.scale * variant.depth**0.5)  # scores of a few units
-    queries = mx.array((random.standard_normal((rows, variant.heads, 1, variant.depth)) * scale).astype(np.float32))
+    queries = mx.array(
+        (
+            random.standard_normal((rows, variant.heads, 1, variant.depth)) * scale
+        ).astype(np.float32)
+    )
     hidden, kind = behind[:, None], variant.mask
-    mask = ~hidden if kind == mx.bool_ else mx.where(hidden, mx.array(mx.finfo(kind).min, kind), mx.array(0, kind))
+    mask = (
+        ~hidden
+        if kind == mx.bool_
+        else mx.where(hidden, mx.array(mx.finfo(kind).min, kind), mx.array(0, kind))
+    )
     return queries.astype(variant.dtype), keys, values, mask

@@ -49,12 +49,19 @@ def multiply(rows: mx.array, layer: Any, expert: int | None = None) -> mx.array 
         return None
     wide, step = rows.astype(mx.float32).reshape(count, width), max(1, PART // width)
     found: list[mx.array] = []
-    arrays = [layer[name] if expert is None else layer[name][expert] for name in ("weight", "scales", "biases")]
+    arrays = [
+        layer[name] if expert is None else layer[name][expert]
+        for name in ("weight", "scales", "biases")
+    ]
     for first in range(0, arrays[0].shape[0], step):
         packed, scales, biases = (array[first : first + step] for array in arrays)
-        packed = mx.depends([packed], [found[-1] if found else wide])[0]  # else MLX widens all parts first
+        # else MLX widens all parts first
+        packed = mx.depends([packed], [found[-1] if found else wide])[0]
         by = (scales.astype(mx.float32), biases.astype(mx.float32))
-        found.append(wide @ mx.dequantize(packed, *by, group_size=layer.group_size, bits=layer.bits).T)
+        found.append(
+            wide
+            @ mx.dequantize(packed, *by, group_size=layer.group_size, bits=layer.bits).T
+        )
     product = found[0] if len(found) == 1 else mx.concatenate(found, axis=-1)
     return product.reshape(*rows.shape[:-1], -1).astype(rows.dtype)
 
@@ -83,20 +90,37 @@ class FlatEmbedding(nn.QuantizedEmbedding):
         return _flat(self, super().as_linear, x)
 
 
-def _flat(layer: Any, product: Callable[[mx.array], mx.array], rows: mx.array) -> mx.array:
+def _flat(
+    layer: Any, product: Callable[[mx.array], mx.array], rows: mx.array
+) -> mx.array:
     """Return a layer's product of rows (..., width) as of one matrix."""
     flat = rows.flatten(0, -2) if rows.ndim > 2 and rows.size else rows
-    found = _widened(layer, flat) if gains_from_width(layer, flat) else qmm.multiply_where_right(layer, flat)
+    found = (
+        _widened(layer, flat)
+        if gains_from_width(layer, flat)
+        else qmm.multiply_where_right(layer, flat)
+    )
     found = product(flat) if found is None else found
-    return found if found.ndim == rows.ndim else found.reshape(*rows.shape[:-1], found.shape[-1])
+    return (
+        found
+        if found.ndim == rows.ndim
+        else found.reshape(*rows.shape[:-1], found.shape[-1])
+    )
 
 
 def gains_from_width(layer: Any, rows: mx.array) -> bool:
     """Whether a prompt's or a tower's rows (N, width) take wide weights; a decode step may be a graph, which cannot wait."""
     if current().positions is not None:
         return False
-    is_half = rows.dtype in (mx.bfloat16, mx.float16) and rows.dtype == layer["scales"].dtype
-    return is_half and rows.ndim == 2 and rows.shape[0] >= MANY_ROWS and layer.mode == "affine"
+    is_half = (
+        rows.dtype in (mx.bfloat16, mx.float16) and rows.dtype == layer["scales"].dtype
+    )
+    return (
+        is_half
+        and rows.ndim == 2
+        and rows.shape[0] >= MANY_ROWS
+        and layer.mode == "affine"
+    )
 
 
 class _Launched(threading.local):
@@ -112,10 +136,13 @@ def _widened(layer: Any, rows: mx.array) -> mx.array:
     how = {"group_size": layer.group_size, "bits": layer.bits}
     weight = mx.dequantize(layer["weight"], layer["scales"], layer["biases"], **how)
     _launched.bytes += weight.nbytes
-    if _launched.bytes > MOST_WIDE:  # MLX frees what a launch has read when the device is through with it
+    # MLX frees what a launch has read when the device is through with it
+    if _launched.bytes > MOST_WIDE:
         mx.eval(rows)
         _launched.bytes = weight.nbytes
-    return mx.addmm(layer["bias"], rows, weight.T) if "bias" in layer else rows @ weight.T
+    return (
+        mx.addmm(layer["bias"], rows, weight.T) if "bias" in layer else rows @ weight.T
+    )
 
 
 #: A device's layers for MLX's ``QuantizedLinear`` and ``QuantizedEmbedding``.

@@ -46,7 +46,11 @@ def with_quick_patches(part: Any) -> Any:
     mlx-vlm's converts to numpy and back, and normalises pictures whole (qwen3_vl/processing_qwen3_vl.py:351).
     """
     kind: Any = type(part)
-    if not hasattr(kind, "_resolved_size") or not hasattr(kind, "_process_one") or isinstance(part, PatchesOfRows):
+    if (
+        not hasattr(kind, "_resolved_size")
+        or not hasattr(kind, "_process_one")
+        or isinstance(part, PatchesOfRows)
+    ):
         return part
     part = copy.copy(part)
     part.__class__ = _quick(kind)
@@ -79,21 +83,37 @@ class PatchesOfRows:
         theirs: Any = super()
         is_known = type(self.rescale_factor) is float or not self.do_rescale
         pictures = images if isinstance(images, list) else [images]
-        if not is_known or not all(isinstance(one, Image.Image) and one.mode == "RGB" for one in pictures):
+        if not is_known or not all(
+            isinstance(one, Image.Image) and one.mode == "RGB" for one in pictures
+        ):
             return theirs.__call__(images, **kwargs)
         said = {name: kwargs[name] for name in SIZES if name in kwargs}
-        sizes = [theirs._resolved_size(one.height, one.width, **said) for one in pictures]  # (height, width)
+        # (height, width)
+        sizes = [
+            theirs._resolved_size(one.height, one.width, **said) for one in pictures
+        ]
         grids = np.array(
-            [[1, high // self.patch_size, wide // self.patch_size] for high, wide in sizes], dtype=np.int64
+            [
+                [1, high // self.patch_size, wide // self.patch_size]
+                for high, wide in sizes
+            ],
+            dtype=np.int64,
         )
-        if self.pictures is not None and all(isinstance(one, KnownPicture) and one.content for one in pictures):
-            parts = [self._recalled(picture, size) for picture, size in zip(pictures, sizes, strict=True)]
+        if self.pictures is not None and all(
+            isinstance(one, KnownPicture) and one.content for one in pictures
+        ):
+            parts = [
+                self._recalled(picture, size)
+                for picture, size in zip(pictures, sizes, strict=True)
+            ]
             pictures[0].stand_in = StandIn(parts)
             return {"pixel_values": pictures[0].stand_in, "image_grid_thw": grids}
         counts = grids.prod(axis=1).tolist()
         patches = np.empty((sum(counts), self._width), dtype=np.float32)
         ends = np.cumsum(counts)[:-1].tolist()
-        for picture, size, filled in zip(pictures, sizes, np.split(patches, ends), strict=True):
+        for picture, size, filled in zip(
+            pictures, sizes, np.split(patches, ends), strict=True
+        ):
             self._fill(filled, resized(picture, size))
         return {"pixel_values": patches, "image_grid_thw": grids}
 
@@ -101,23 +121,32 @@ class PatchesOfRows:
     def _width(self) -> int:
         return 3 * self.temporal_patch_size * self.patch_size**2
 
-    def _recalled(self, picture: KnownPicture, size: tuple[int, int]) -> mx.array | Patches:
+    def _recalled(
+        self, picture: KnownPicture, size: tuple[int, int]
+    ) -> mx.array | Patches:
         assert self.pictures is not None
         settings = (self.patch_size, self.merge_size, self.temporal_patch_size)
-        table = self._normalised(np.repeat(np.arange(256, dtype=np.uint8)[None, :, None], 3, axis=2))[:, 0].T.copy()
+        table = self._normalised(
+            np.repeat(np.arange(256, dtype=np.uint8)[None, :, None], 3, axis=2)
+        )[:, 0].T.copy()
         key = digest(["patches", picture.content, size, settings, table])
         if (kept := self.pictures.get(key)) is not None:
             found: Patches = kept
             return found
         seen = resized(picture, size)
-        patches = np.empty((size[0] * size[1] // self.patch_size**2, self._width), dtype=np.float32)
+        patches = np.empty(
+            (size[0] * size[1] // self.patch_size**2, self._width), dtype=np.float32
+        )
         self._fill(patches, seen)
         made = mx.array(patches)
         hash_ahead(made)
-        self.pictures.put(key, Patches(mx.array(seen), mx.array(table), settings, HASHES.of(made)))
+        self.pictures.put(
+            key, Patches(mx.array(seen), mx.array(table), settings, HASHES.of(made))
+        )
         return made
 
-    def _normalised(self, lines: np.ndarray) -> np.ndarray:  # (lines, W, 3) -> (3, lines, W)
+    # (lines, W, 3) -> (3, lines, W)
+    def _normalised(self, lines: np.ndarray) -> np.ndarray:
         values = lines.transpose(2, 0, 1).astype(np.float32, order="C")
         if self.do_rescale:
             values *= self.rescale_factor
@@ -128,16 +157,22 @@ class PatchesOfRows:
 
     def _fill(self, patches: np.ndarray, picture: np.ndarray) -> None:
         side, merged, steps = self.patch_size, self.merge_size, self.temporal_patch_size
-        high, wide = picture.shape[0] // (side * merged), picture.shape[1] // (side * merged)
+        high = picture.shape[0] // (side * merged)
+        wide = picture.shape[1] // (side * merged)
         shape = (high, wide, merged, merged, 3, steps, side, side)
         for row, filled in enumerate(patches.reshape(shape)):
-            values = self._normalised(picture[row * side * merged : (row + 1) * side * merged])
-            parts = values.reshape(3, merged, side, wide, merged, side).transpose(3, 1, 4, 0, 2, 5)
+            values = self._normalised(
+                picture[row * side * merged : (row + 1) * side * merged]
+            )
+            parts = values.reshape(3, merged, side, wide, merged, side).transpose(
+                3, 1, 4, 0, 2, 5
+            )
             for step in range(steps):
                 filled[:, :, :, :, step] = parts
 
 
-def resized(picture: Image.Image, size: tuple[int, int]) -> np.ndarray:  # (height, width, 3) bytes
+# (height, width, 3) bytes
+def resized(picture: Image.Image, size: tuple[int, int]) -> np.ndarray:
     high, wide = size
     if picture.size != (wide, high):
         picture = picture.resize((wide, high), resample=Image.Resampling.BICUBIC)
@@ -147,8 +182,17 @@ def resized(picture: Image.Image, size: tuple[int, int]) -> np.ndarray:  # (heig
 class Patches(Deferred):
     """Patches stored as a picture's bytes (H, W, 3) and a value table; ``known`` is their BLAKE3."""
 
-    def __init__(self, picture: mx.array, table: mx.array, settings: tuple[int, int, int], known: bytes | None) -> None:
-        self._picture, self._table, self._settings, self._known = picture, table, settings, known
+    def __init__(
+        self,
+        picture: mx.array,
+        table: mx.array,
+        settings: tuple[int, int, int],
+        known: bytes | None,
+    ) -> None:
+        self._picture = picture
+        self._table = table
+        self._settings = settings
+        self._known = known
         side, _, steps = settings
         self.shape = (picture.size // (3 * side * side), 3 * steps * side * side)
         self.nbytes = picture.nbytes + table.nbytes
@@ -156,9 +200,16 @@ class Patches(Deferred):
     def array(self) -> mx.array:
         side, merged, steps = self._settings
         high, wide = (length // (side * merged) for length in self._picture.shape[:2])
-        values = mx.take(self._table.reshape(-1), self._picture.astype(mx.uint32) * 3 + mx.arange(3, dtype=mx.uint32))
-        parts = values.reshape(high, merged, side, wide, merged, side, 3).transpose(0, 3, 1, 4, 6, 2, 5)
-        several = mx.broadcast_to(parts[:, :, :, :, :, None], (*parts.shape[:5], steps, side, side))
+        values = mx.take(
+            self._table.reshape(-1),
+            self._picture.astype(mx.uint32) * 3 + mx.arange(3, dtype=mx.uint32),
+        )
+        parts = values.reshape(high, merged, side, wide, merged, side, 3).transpose(
+            0, 3, 1, 4, 6, 2, 5
+        )
+        several = mx.broadcast_to(
+            parts[:, :, :, :, :, None], (*parts.shape[:5], steps, side, side)
+        )
         made = several.reshape(self.shape)
         if self._known is not None:
             HASHES.note(made, self._known)

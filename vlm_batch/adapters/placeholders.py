@@ -25,13 +25,25 @@ class PlacingAdapter(Adapter):
         embeds = self.token_table(mx.maximum(ids, 0))
         if "pixel_values" in extra:
             given = extra.get("cached_image_features")
-            given = self.encode_pictures(extra, embeds.dtype) if given is None else given
+            given = (
+                self.encode_pictures(extra, embeds.dtype) if given is None else given
+            )
             pictures = [given] if isinstance(given, mx.array) else given
-            rows = mx.concatenate([picture.reshape(-1, picture.shape[-1]) for picture in pictures])  # (N, D)
-            embeds = put_features(embeds, ids, self.image_token_ids, self.to_embeddings(rows, embeds.dtype))
+            # (N, D)
+            rows = mx.concatenate(
+                [picture.reshape(-1, picture.shape[-1]) for picture in pictures]
+            )
+            embeds = put_features(
+                embeds,
+                ids,
+                self.image_token_ids,
+                self.to_embeddings(rows, embeds.dtype),
+            )
         return {"inputs_embeds": embeds}
 
-    def encode_pictures(self, extra: Mapping[str, Any], dtype: mx.Dtype) -> list[mx.array]:
+    def encode_pictures(
+        self, extra: Mapping[str, Any], dtype: mx.Dtype
+    ) -> list[mx.array]:
         """Return each picture's features (tokens, D)."""
         raise NotImplementedError
 
@@ -51,7 +63,11 @@ class OnePlaceholder(PlacingAdapter):
 
     def count_features(self, extra: Mapping[str, Any]) -> list[int]:
         given = extra.get("cached_image_features")
-        return self.count_positions(extra) if given is None else [len(picture) for picture in given]
+        return (
+            self.count_positions(extra)
+            if given is None
+            else [len(picture) for picture in given]
+        )
 
     def count_positions(self, extra: Mapping[str, Any]) -> list[int]:
         """Count the features that the tower makes of each picture."""
@@ -62,7 +78,10 @@ class MaskedPlaces(Adapter):
     """Families whose processors mark features by ``images_seq_mask`` (1, L)."""
 
     def pictures(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[Picture, ...]:
-        return super().pictures(ids, {name: value for name, value in extra.items() if name != "images_seq_mask"})
+        return super().pictures(
+            ids,
+            {name: value for name, value in extra.items() if name != "images_seq_mask"},
+        )
 
     def count_placeholders(self, extra: Mapping[str, Any]) -> int | None:
         mask = extra.get("images_seq_mask")
@@ -71,5 +90,9 @@ class MaskedPlaces(Adapter):
     def check_placeholders(self, ids: Any, extra: Mapping[str, Any]) -> None:
         super().check_placeholders(ids, extra)
         mask, marks = extra.get("images_seq_mask"), list(self.image_token_ids)
-        if mask is not None and not np.array_equal(np.array(mask).astype(bool), np.isin(np.array(ids), marks)):
-            raise InvalidPrompt("images_seq_mask marks other positions than those of the prompt's placeholder tokens")
+        if mask is not None and not np.array_equal(
+            np.array(mask).astype(bool), np.isin(np.array(ids), marks)
+        ):
+            raise InvalidPrompt(
+                "images_seq_mask marks other positions than those of the prompt's placeholder tokens"
+            )

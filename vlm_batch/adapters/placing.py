@@ -23,8 +23,16 @@ def hook_placing(files: Iterable[str], family: str) -> None:
     """Hook the functions named ``NAMES`` to place whole rows. mlx-vlm's place number by number (gemma3/gemma3.py:67)."""
     for file in sorted(files):
         names = vars(sys.modules[file])
-        theirs = {name: bound for name in NAMES if isinstance(bound := names.get(name), FunctionType)}
-        hooks = {name: hook(bound, place) for name, bound in theirs.items() if not is_hook(bound)}
+        theirs = {
+            name: bound
+            for name in NAMES
+            if isinstance(bound := names.get(name), FunctionType)
+        }
+        hooks = {
+            name: hook(bound, place)
+            for name, bound in theirs.items()
+            if not is_hook(bound)
+        }
         install_hooks([file], hooks, family=family)
 
 
@@ -51,9 +59,13 @@ def fill(embeds: mx.array, is_place: np.ndarray, features: mx.array) -> mx.array
     wide = embeds.shape[-1]
     new, given = int(is_place.sum()), features.size // features.shape[-1]
     if features.shape[-1] != wide:
-        raise ValueError(f"features of {features.shape[-1]} numbers do not fit embeddings of {wide}")
+        raise ValueError(
+            f"features of {features.shape[-1]} numbers do not fit embeddings of {wide}"
+        )
     if new != given:
-        raise ValueError(f"{given} rows of features do not fit {new} placeholder tokens")
+        raise ValueError(
+            f"{given} rows of features do not fit {new} placeholder tokens"
+        )
     if not new:
         return embeds
     at = mx.array(np.maximum(np.cumsum(is_place) - 1, 0))
@@ -81,18 +93,37 @@ class Merge:
 def know_places(model: Any, merge: Merge, marks: Collection[int]) -> None:
     """Replace a model's merge by one that knows the ids. ``marks``: the family's placeholders."""
     arguments = signature(getattr(model, merge.name)).parameters
-    ids = {name: argument.default is argument.empty for name, argument in arguments.items() if "token_i" in name}
+    ids = {
+        name: argument.default is argument.empty
+        for name, argument in arguments.items()
+        if "token_i" in name
+    }
 
     def put(*given: Any, **named: Any) -> Any:
         said = dict(zip(arguments, given, strict=False)) | named
         embeds, tokens = said["inputs_embeds"], np.array(said["input_ids"])[0]
         features = said["image_features" if "image_features" in said else "features"]
-        asked = [int(token) for name in ids if said.get(name) is not None for token in np.ravel(said[name])]
+        asked = [
+            int(token)
+            for name in ids
+            if said.get(name) is not None
+            for token in np.ravel(said[name])
+        ]
         if not asked and any(ids.values()):
             raise ValueError(f"the configuration names no placeholder for {merge.name}")
         first = [token for token in asked if (tokens == token).any()][:1]
-        is_place = are_any(tokens, [*asked, *marks] if merge.takes_all else first or asked or marks)
-        found = fill(embeds, is_place, features.astype(embeds.dtype) if merge.keeps_type else features)
-        return (found, mx.broadcast_to(mx.array(is_place)[:, None], embeds.shape)) if merge.gives_mask else found
+        is_place = are_any(
+            tokens, [*asked, *marks] if merge.takes_all else first or asked or marks
+        )
+        found = fill(
+            embeds,
+            is_place,
+            features.astype(embeds.dtype) if merge.keeps_type else features,
+        )
+        return (
+            (found, mx.broadcast_to(mx.array(is_place)[:, None], embeds.shape))
+            if merge.gives_mask
+            else found
+        )
 
     setattr(model, merge.name, put)

@@ -17,7 +17,11 @@ def precision_of(model: nn.Module) -> str:
         weight = module.get("weight")
         if isinstance(weight, mx.array):
             dtype = module["scales"].dtype if bits else weight.dtype
-            named = f"{bits} bits over {str(dtype).split('.')[-1]}" if bits else str(dtype).split(".")[-1]
+            named = (
+                f"{bits} bits over {str(dtype).split('.')[-1]}"
+                if bits
+                else str(dtype).split(".")[-1]
+            )
             kinds[named] = kinds.get(named, 0) + weight.nbytes
     return max(kinds, key=lambda kind: kinds[kind]) if kinds else "unknown"
 
@@ -26,7 +30,9 @@ def quantised(model: nn.Module, bits: int, group_size: int = 32) -> bool:
     """Quantise the language model in place; return False if no layer fits the group size."""
 
     def fits(path: str, module: Any) -> bool:
-        return isinstance(module, nn.Linear) and module.weight.shape[-1] % group_size == 0
+        return (
+            isinstance(module, nn.Linear) and module.weight.shape[-1] % group_size == 0
+        )
 
     language: Any = model.language_model
     if not any(fits(path, module) for path, module in language.named_modules()):

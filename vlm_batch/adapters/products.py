@@ -52,19 +52,27 @@ class Product:
     is_head: bool = False  # computed for a prompt's last position only
 
     def __str__(self) -> str:
-        parts = [" with a bias"] * ("bias" in self.layer) + [" as a head"] * self.is_head
+        parts = [" with a bias"] * ("bias" in self.layer) + [
+            " as a head"
+        ] * self.is_head
         return f"products of {self.width} by {self.outputs} in {self.layout or self.dtype}{''.join(parts)}"
 
     @property
     def far(self) -> int:
         """The columns between two equal halves; 0 without room."""
-        unit = self.layout[0] if self.layout and self.width >= 2 * self.layout[0] else BLOCK
+        unit = (
+            self.layout[0]
+            if self.layout and self.width >= 2 * self.layout[0]
+            else BLOCK
+        )
         return self.width // 2 // unit * unit
 
     @property
     def call(self) -> Callable[[mx.array], mx.array]:
         """The layer with new weights."""
-        columns = np.random.RandomState(self.width).standard_normal((DIFFERENT, self.width))
+        columns = np.random.RandomState(self.width).standard_normal(
+            (DIFFERENT, self.width)
+        )
         blocks = _blocks(columns)
         blocks[:, :, 1] = blocks[:, :, 0]
         columns[:, : blocks[0].size] = blocks.reshape(DIFFERENT, -1)
@@ -73,7 +81,11 @@ class Product:
         which = mx.arange(self.outputs) % DIFFERENT
         twin: Any = clone_modules(self.layer, PLAIN)
         layout = self.layout
-        parts = mx.quantize(weight, group_size=layout[0], bits=layout[1], mode=layout[2]) if layout else (weight,)
+        parts = (
+            mx.quantize(weight, group_size=layout[0], bits=layout[1], mode=layout[2])
+            if layout
+            else (weight,)
+        )
         for name, part in zip(("weight", "scales", "biases"), parts, strict=False):
             # Materialised rows: CUDA has no quantised kernel for broadcast ones.
             twin[name] = part[which]
@@ -107,7 +119,9 @@ Shape: TypeAlias = tuple[int, int, tuple[Any, ...]]
 def float32_products(shapes: Iterable[Shape], most: int | None = None) -> list[Product]:
     """Return products of ``recorded`` shapes; ``most`` as in ``products_of``."""
     return [
-        Product(width, mx.float32, _cut(width, outputs, most), _plain_layer(layout), layout)
+        Product(
+            width, mx.float32, _cut(width, outputs, most), _plain_layer(layout), layout
+        )
         for width, outputs, layout in dict.fromkeys(shapes)
     ]
 
@@ -116,8 +130,11 @@ def _plain_layer(layout: tuple[Any, ...]) -> nn.Module:
     if not layout:
         return nn.Linear(1, 1, bias=False)
     group_size, bits, mode = layout
-    kind: Any = replacements().get(nn.QuantizedLinear, nn.QuantizedLinear)  # as layers are in an adapter's copy
-    layer: nn.Module = kind(group_size, 1, bias=False, group_size=group_size, bits=bits, mode=mode)
+    # as layers are in an adapter's copy
+    kind: Any = replacements().get(nn.QuantizedLinear, nn.QuantizedLinear)
+    layer: nn.Module = kind(
+        group_size, 1, bias=False, group_size=group_size, bits=bits, mode=mode
+    )
     return layer
 
 
@@ -136,20 +153,31 @@ def recorded() -> Iterator[list[Shape]]:
     module: Any = mx
 
     def note(rows: mx.array, weight: mx.array, *layout: Any) -> None:
-        if threading.get_ident() == thread and weight.ndim == 2 and mx.float32 in (rows.dtype, weight.dtype):
+        if (
+            threading.get_ident() == thread
+            and weight.ndim == 2
+            and mx.float32 in (rows.dtype, weight.dtype)
+        ):
             width, outputs = weight.shape
-            found.append((outputs * 32 // layout[1], width, layout) if layout else (width, outputs, ()))
+            found.append(
+                (outputs * 32 // layout[1], width, layout)
+                if layout
+                else (width, outputs, ())
+            )
 
     def times(rows: mx.array, weight: mx.array, **how: Any) -> mx.array:
         note(rows, weight)
         return matmul(rows, weight, **how)
 
-    def plus(bias: mx.array, rows: mx.array, weight: mx.array, *scales: Any, **how: Any) -> mx.array:
+    def plus(
+        bias: mx.array, rows: mx.array, weight: mx.array, *scales: Any, **how: Any
+    ) -> mx.array:
         note(rows, weight)
         return addmm(bias, rows, weight, *scales, **how)
 
     def packed(rows: mx.array, weight: mx.array, *parts: Any, **how: Any) -> mx.array:
-        if how.get("transpose", True) and how.keys() >= {"group_size", "bits", "mode"}:  # as layers do
+        # as layers do
+        if how.get("transpose", True) and how.keys() >= {"group_size", "bits", "mode"}:
             note(rows, weight, how["group_size"], how["bits"], how["mode"])
         return quantized(rows, weight, *parts, **how)
 
@@ -236,7 +264,9 @@ class Turned(nn.Linear):
 @contextmanager
 def turned(model: nn.Module) -> Iterator[None]:
     """Let a private copy's linear layers be ``Turned`` meanwhile: the same bits."""
-    layers: list[Any] = [module for module in model.modules() if type(module) is nn.Linear]
+    layers: list[Any] = [
+        module for module in model.modules() if type(module) is nn.Linear
+    ]
     weights = [layer["weight"].T for layer in layers]
     mx.eval(weights)
     try:
@@ -257,7 +287,9 @@ def watched(model: nn.Module) -> Iterator[list[mx.array]]:
     bits.
     """
     found: list[mx.array] = []
-    layers: list[Any] = [module for module in model.modules() if _plain_class(module) in HELD]
+    layers: list[Any] = [
+        module for module in model.modules() if _plain_class(module) in HELD
+    ]
     before = [type(layer) for layer in layers]
     kinds = {kind: _watching(kind, found) for kind in set(before)}
     for layer in layers:
@@ -280,7 +312,9 @@ def _watching(kind: type, found: list[mx.array]) -> type:
     return type(kind.__name__, (kind,), {product: watching})
 
 
-def in_numbers(call: Callable[[mx.array], mx.array], rows: mx.array, numbers: Sequence[int]) -> mx.array:
+def in_numbers(
+    call: Callable[[mx.array], mx.array], rows: mx.array, numbers: Sequence[int]
+) -> mx.array:
     """Compute a product of rows (R, ..., width) in one of the row counts ``numbers``, ascending.
 
     Rows are repeated up to a count or split. Prompts (over ``MOST_ROWS`` rows, or several per place) run unchanged.
@@ -293,7 +327,9 @@ def in_numbers(call: Callable[[mx.array], mx.array], rows: mx.array, numbers: Se
         return mx.concatenate([in_numbers(call, part, numbers) for part in parts])
     number = next(one for one in numbers if one > count)
     repeats = -(-number // count)
-    return call(mx.broadcast_to(rows[None], (repeats, *rows.shape)).flatten(0, 1)[:number])[:count]
+    return call(
+        mx.broadcast_to(rows[None], (repeats, *rows.shape)).flatten(0, 1)[:number]
+    )[:count]
 
 
 @lru_cache(maxsize=8)
@@ -304,7 +340,8 @@ def _rows(width: int, far: int, count: int) -> np.ndarray:
     sizes = blocks[:, :, 0, ::2].shape
     large = np.exp2(random.uniform(8, 13, size=sizes)) * random.choice((-1, 1), sizes)
     blocks[:, :, 0, ::2], blocks[:, :, 1, ::2] = large, -large
-    far = far // BLOCK  # in blocks: every second block has its opposite there instead of beside it
+    # in blocks: every second block has its opposite there instead of beside it
+    far = far // BLOCK
     for block in range(1, far, 2):
         blocks[:, block, 1, ::2] = random.standard_normal((count, BLOCK // 4)) / 64
         blocks[:, block + far] = random.standard_normal((count, 2, BLOCK // 2)) / 64
@@ -314,12 +351,16 @@ def _rows(width: int, far: int, count: int) -> np.ndarray:
 
 
 def _blocks(rows: np.ndarray) -> np.ndarray:  # (R, width) -> (R, blocks, 2, BLOCK / 2)
-    return rows[:, : rows.shape[1] // BLOCK * BLOCK].reshape(len(rows), -1, 2, BLOCK // 2)
+    return rows[:, : rows.shape[1] // BLOCK * BLOCK].reshape(
+        len(rows), -1, 2, BLOCK // 2
+    )
 
 
 def shapes_of(model: nn.Module) -> list[list[Any]]:
     flat: Any = tree_flatten(model.parameters())
-    return sorted([str(path), list(array.shape), str(array.dtype)] for path, array in flat)
+    return sorted(
+        [str(path), list(array.shape), str(array.dtype)] for path, array in flat
+    )
 
 
 def size_of(model: nn.Module) -> int:

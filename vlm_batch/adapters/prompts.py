@@ -57,8 +57,14 @@ def padded(row: Encoded, length: int, axes: Mapping[str, int | None]) -> Encoded
         row,
         input_ids=repeat_last(row.input_ids, 1, count),
         inputs_embeds=repeat_last(row.inputs_embeds, 1, count),
-        position=replace(row.position, prompt=None if prompt is None else repeat_last(prompt, -1, count)),
-        prefill={name: pad_behind(value, axes[name], count) for name, value in row.prefill.items()},
+        position=replace(
+            row.position,
+            prompt=None if prompt is None else repeat_last(prompt, -1, count),
+        ),
+        prefill={
+            name: pad_behind(value, axes[name], count)
+            for name, value in row.prefill.items()
+        },
     )
 
 
@@ -69,10 +75,14 @@ def num_entries(value: Any) -> int | None:
 
 
 def ids_named(config: Any, names: Sequence[str]) -> frozenset[int]:
-    return frozenset(token for name in names if isinstance(token := getattr(config, name, None), int))
+    return frozenset(
+        token for name in names if isinstance(token := getattr(config, name, None), int)
+    )
 
 
-def taken_apart(ids: mx.array, inputs: Mapping[str, Any], markers: frozenset[int]) -> tuple[Picture, ...]:
+def taken_apart(
+    ids: mx.array, inputs: Mapping[str, Any], markers: frozenset[int]
+) -> tuple[Picture, ...]:
     """Return a prompt's media of one kind (1, L); see ``Adapter.pictures``."""
     if not inputs:
         return ()
@@ -80,9 +90,17 @@ def taken_apart(ids: mx.array, inputs: Mapping[str, Any], markers: frozenset[int
     if not runs:
         return (Picture(0, ids.shape[1], inputs),)
     lengths = {end - start for start, end in runs}
-    if len(lengths) == 1 and all(num_entries(value) == len(runs) for value in inputs.values()):
-        parts = [{name: value[index] for name, value in inputs.items()} for index in range(len(runs))]
-        return tuple(Picture(start, end, part) for (start, end), part in zip(runs, parts, strict=True))
+    if len(lengths) == 1 and all(
+        num_entries(value) == len(runs) for value in inputs.values()
+    ):
+        parts = [
+            {name: value[index] for name, value in inputs.items()}
+            for index in range(len(runs))
+        ]
+        return tuple(
+            Picture(start, end, part)
+            for (start, end), part in zip(runs, parts, strict=True)
+        )
     return (Picture(runs[0][0], runs[-1][1], inputs),)
 
 
@@ -106,12 +124,19 @@ def check_tokens(ids: mx.array, size: int | None, marks: frozenset[int]) -> None
 
 
 def num_words(table: Any) -> int | None:
-    parts = [getattr(table, name, None) for name in ("weight", "embedding", "new_embedding")]  # Molmo has two tables
+    # Molmo has two tables
+    parts = [
+        getattr(table, name, None) for name in ("weight", "embedding", "new_embedding")
+    ]
     return sum(part.shape[0] for part in parts if part is not None) or None
 
 
 def dtype_of(table: Any) -> mx.Dtype | None:
-    known = getattr(table, "scales", None) if hasattr(table, "bits") else getattr(table, "weight", None)
+    known = (
+        getattr(table, "scales", None)
+        if hasattr(table, "bits")
+        else getattr(table, "weight", None)
+    )
     return None if known is None else known.dtype
 
 
@@ -135,7 +160,9 @@ def repeat_placeholders(ids: mx.array, marker: int, counts: Sequence[int]) -> mx
     tokens = np.array(ids)[0]
     places = np.flatnonzero(tokens == marker)
     if len(places) != len(counts):
-        raise InvalidPrompt(f"the prompt has {len(places)} placeholders for {len(counts)} pictures")
+        raise InvalidPrompt(
+            f"the prompt has {len(places)} placeholders for {len(counts)} pictures"
+        )
     repeats = np.ones(len(tokens), dtype=np.int64)
     repeats[places] = counts
     return mx.array(np.repeat(tokens, repeats)[None])
@@ -150,24 +177,40 @@ def check_places(ids: Any, runs: Sequence[np.ndarray], noun: str = "pictures") -
     runs = [run for run in runs if run.size]
     said = np.unique(np.concatenate(runs)) if runs else np.zeros(0, np.int64)
     if said.size and not 0 <= said[0] <= said[-1] < len(tokens):
-        raise InvalidPrompt(f"features of {noun} belong to position {said[-1]} of a prompt of {len(tokens)} tokens")
-    marks = [np.bincount(tokens[run] - tokens.min()).argmax() + tokens.min() for run in runs]
+        raise InvalidPrompt(
+            f"features of {noun} belong to position {said[-1]} of a prompt of {len(tokens)} tokens"
+        )
+    marks = [
+        np.bincount(tokens[run] - tokens.min()).argmax() + tokens.min() for run in runs
+    ]
     found = np.flatnonzero(np.isin(tokens, marks))
     if not np.array_equal(found, said):
         elsewhere = " at other positions" * (len(found) == len(said))
-        raise InvalidPrompt(f"the {noun} need {len(said)} placeholder tokens; the prompt has {len(found)}{elsewhere}")
+        raise InvalidPrompt(
+            f"the {noun} need {len(said)} placeholder tokens; the prompt has {len(found)}{elsewhere}"
+        )
 
 
 def put_features(
-    embeds: mx.array, ids: mx.array, markers: frozenset[int], features: mx.array, noun: str = "pictures"
+    embeds: mx.array,
+    ids: mx.array,
+    markers: frozenset[int],
+    features: mx.array,
+    noun: str = "pictures",
 ) -> mx.array:
     """Replace N placeholders in (1, L, D) embeddings by features (N, D); raise InvalidPrompt if N differs."""
-    return put_rows(embeds, np.flatnonzero(are_any(np.array(ids)[0], markers)), features, noun)
+    return put_rows(
+        embeds, np.flatnonzero(are_any(np.array(ids)[0], markers)), features, noun
+    )
 
 
-def put_rows(embeds: mx.array, places: np.ndarray, features: mx.array, noun: str) -> mx.array:
+def put_rows(
+    embeds: mx.array, places: np.ndarray, features: mx.array, noun: str
+) -> mx.array:
     if len(places) != len(features):
-        raise InvalidPrompt(f"the {noun} need {len(features)} placeholder tokens; the prompt has {len(places)}")
+        raise InvalidPrompt(
+            f"the {noun} need {len(features)} placeholder tokens; the prompt has {len(places)}"
+        )
     filled = mx.array(embeds)
     filled[:, mx.array(places)] = features.astype(embeds.dtype)[None]
     return filled
@@ -177,14 +220,22 @@ def sight_of(pictures: Sequence[Picture], rows: np.ndarray) -> np.ndarray:
     """Digest each position's visible tiles, or all pictures: (L, 2)."""
     masks = np.concatenate([picture.seen for picture in pictures], axis=1)
     everything = digest([rows[picture.start] for picture in pictures])
-    return np.stack([as_words(digest(np.flatnonzero(mask)) if mask.any() else everything) for mask in masks])
+    return np.stack(
+        [
+            as_words(digest(np.flatnonzero(mask)) if mask.any() else everything)
+            for mask in masks
+        ]
+    )
 
 
 def sized_pictures(extra: Mapping[str, Any]) -> list[tuple[mx.array, list[int]]]:
     """Pair pictures' tiles (T, 3, S, S) with (height, width); raise InvalidPrompt if numbers differ."""
-    pictures, sizes = list(extra["pixel_values"]), np.array(extra["image_sizes"]).reshape(-1, 2).tolist()
+    pictures = list(extra["pixel_values"])
+    sizes = np.array(extra["image_sizes"]).reshape(-1, 2).tolist()
     if len(pictures) != len(sizes):
-        raise InvalidPrompt(f"pixel_values holds {len(pictures)} pictures, and image_sizes the sizes of {len(sizes)}")
+        raise InvalidPrompt(
+            f"pixel_values holds {len(pictures)} pictures, and image_sizes the sizes of {len(sizes)}"
+        )
     return list(zip(pictures, sizes, strict=True))
 
 
@@ -200,7 +251,12 @@ def tiles_of(tiles: mx.array, size: Sequence[int], grid: tuple[int, int]) -> mx.
 
 
 def bidirectional_mask(
-    spans: Sequence[tuple[int, int]], start: int, end: int, window: int | None = None, *, cut_pictures: bool = True
+    spans: Sequence[tuple[int, int]],
+    start: int,
+    end: int,
+    window: int | None = None,
+    *,
+    cut_pictures: bool = True,
 ) -> mx.array | None:
     """Return a chunk's mask (1, 1, end - start, end), True attends, with bidirectional pictures.
 
@@ -216,6 +272,8 @@ def bidirectional_mask(
     near = mx.array(True) if window is None else columns > rows - window
     mask = (columns <= rows) & near
     for first, stop in inside:
-        picture = (rows >= first) & (rows < stop) & (columns >= first) & (columns < stop)
+        picture = (
+            (rows >= first) & (rows < stop) & (columns >= first) & (columns < stop)
+        )
         mask = mask | (picture & near if cut_pictures else picture)
     return mask[None, None]

@@ -37,7 +37,9 @@ class Variant(NamedTuple):
 @lru_cache(maxsize=1)
 def _kernel() -> Kernel:
     inputs = ("rows", "weight", "scales", "biases", "bias")
-    matrices = ", ".join(f"{{{name}, {name}_strides[0], {name}_strides[1]}}" for name in inputs[:4])
+    matrices = ", ".join(
+        f"{{{name}, {name}_strides[0], {name}_strides[1]}}" for name in inputs[:4]
+    )
     body = f"""
   qmm::multiply<T, BITS, GROUP>(
       {matrices}, bias_shape[0] == 1 ? nullptr : bias, rows_shape[0], weight_shape[0], rows_shape[1], out);
@@ -63,22 +65,37 @@ def launch_of(variant: Variant, rows: int, outputs: int) -> Launch:
 
 def multiply_where_right(layer: Any, rows: mx.array) -> mx.array | None:
     """Run ``multiply`` if the kernel supports this layer and these rows accurately here, else return None."""
-    if not is_served(layer, rows) or not _is_right(Variant(rows.dtype, layer.bits, layer.group_size)):
+    if not is_served(layer, rows) or not _is_right(
+        Variant(rows.dtype, layer.bits, layer.group_size)
+    ):
         return None
     return multiply(layer, rows, on_device)
 
 
 def is_served(layer: Any, rows: mx.array) -> bool:
     """Whether the kernel is written for a layer and rows (N, width)."""
-    return suits(layer) and rows.dtype == layer["scales"].dtype and rows.ndim == 2 and rows.shape[0] > 0
+    return (
+        suits(layer)
+        and rows.dtype == layer["scales"].dtype
+        and rows.ndim == 2
+        and rows.shape[0] > 0
+    )
 
 
 def suits(layer: Any) -> bool:
     """Whether the kernel is written for a layer's weight, with rows of the type of its scales."""
-    if layer.mode != "affine" or layer.bits not in BITS or layer.group_size not in GROUPS:
+    if (
+        layer.mode != "affine"
+        or layer.bits not in BITS
+        or layer.group_size not in GROUPS
+    ):
         return False
     outputs, dtype = layer["scales"].shape[0], layer["scales"].dtype
-    return outputs > 1 and dtype in TYPES and ("bias" not in layer or layer["bias"].dtype == dtype)
+    return (
+        outputs > 1
+        and dtype in TYPES
+        and ("bias" not in layer or layer["bias"].dtype == dtype)
+    )
 
 
 def multiply(layer: Any, rows: mx.array, run: Run) -> mx.array:
@@ -90,7 +107,9 @@ def multiply(layer: Any, rows: mx.array, run: Run) -> mx.array:
     bias = layer["bias"] if "bias" in layer else _nothing(rows.dtype)
     parts = [layer["weight"], layer["scales"], layer["biases"], bias]
     variant = Variant(rows.dtype, layer.bits, layer.group_size)
-    return run(launch_of(variant, rows.shape[0], layer["scales"].shape[0]), [rows, *parts])[0]
+    return run(
+        launch_of(variant, rows.shape[0], layer["scales"].shape[0]), [rows, *parts]
+    )[0]
 
 
 @lru_cache(maxsize=4)
@@ -128,23 +147,46 @@ def farthest(
 
 
 def example(
-    variant: Variant, count: int, outputs: int, groups: int, seed: int, *, has_bias: bool
+    variant: Variant,
+    count: int,
+    outputs: int,
+    groups: int,
+    seed: int,
+    *,
+    has_bias: bool,
 ) -> tuple[nn.QuantizedLinear, mx.array]:
     random, width = np.random.RandomState(seed), groups * variant.group_size
-    layer = nn.QuantizedLinear(width, outputs, bias=has_bias, group_size=variant.group_size, bits=variant.bits)
-    weight = mx.array(random.standard_normal((outputs, width)).astype(np.float32)).astype(variant.dtype)
-    layer.weight, layer.scales, layer.biases = mx.quantize(weight, variant.group_size, variant.bits)
+    layer = nn.QuantizedLinear(
+        width, outputs, bias=has_bias, group_size=variant.group_size, bits=variant.bits
+    )
+    weight = mx.array(
+        random.standard_normal((outputs, width)).astype(np.float32)
+    ).astype(variant.dtype)
+    layer.weight, layer.scales, layer.biases = mx.quantize(
+        weight, variant.group_size, variant.bits
+    )
     if has_bias:
-        layer.bias = mx.array(10 * random.standard_normal(outputs)).astype(variant.dtype)
-    return layer, mx.array(random.standard_normal((count, width)).astype(np.float32)).astype(variant.dtype)
+        layer.bias = mx.array(10 * random.standard_normal(outputs)).astype(
+            variant.dtype
+        )
+    return layer, mx.array(
+        random.standard_normal((count, width)).astype(np.float32)
+    ).astype(variant.dtype)
 
 
 def exact(layer: Any, rows: mx.array) -> np.ndarray:
     """Return the product in float64."""
-    scales, biases = (np.array(layer[name].astype(mx.float32), np.float64) for name in ("scales", "biases"))
+    scales, biases = (
+        np.array(layer[name].astype(mx.float32), np.float64)
+        for name in ("scales", "biases")
+    )
     words, per_word = np.array(layer["weight"]), 32 // layer.bits
-    codes = words[:, :, None] >> (layer.bits * np.arange(per_word, dtype=np.uint32)) & (2**layer.bits - 1)
+    codes = words[:, :, None] >> (layer.bits * np.arange(per_word, dtype=np.uint32)) & (
+        2**layer.bits - 1
+    )
     codes = codes.reshape(*scales.shape, layer.group_size)
     weight = (codes * scales[..., None] + biases[..., None]).reshape(len(words), -1)
     found: np.ndarray = np.array(rows.astype(mx.float32), np.float64) @ weight.T
-    return found + np.array(layer["bias"].astype(mx.float32)) if "bias" in layer else found
+    return (
+        found + np.array(layer["bias"].astype(mx.float32)) if "bias" in layer else found
+    )

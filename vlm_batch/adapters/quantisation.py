@@ -25,7 +25,9 @@ def check_quantisation(adapter: Adapter, kv: KVQuantisation) -> None:
     """
     family = adapter.spec.family
     if adapter.spec.max_rows is not None:
-        raise UnsupportedModel(f"{family}: a model without a verified adapter is not run with kv_bits")
+        raise UnsupportedModel(
+            f"{family}: a model without a verified adapter is not run with kv_bits"
+        )
     fresh = adapter.make_cache()
     count, total = kv.counts(fresh)
     if not count:
@@ -36,7 +38,10 @@ def check_quantisation(adapter: Adapter, kv: KVQuantisation) -> None:
     _run(adapter, fresh)
     kv.check_shapes(fresh)
     try:
-        _run(adapter, adapter.make_cache(KVQuantisation(kv.bits, kv.group_size, kv.scheme)))
+        _run(
+            adapter,
+            adapter.make_cache(KVQuantisation(kv.bits, kv.group_size, kv.scheme)),
+        )
     except Exception as error:
         raise UnsupportedModel(
             f"{family} cannot be run with kv_bits={kv.bits:g} ({kv.scheme}): its attention does not take quantised keys "
@@ -51,6 +56,8 @@ def check_quantisation(adapter: Adapter, kv: KVQuantisation) -> None:
 
 
 def _run(adapter: Adapter, caches: list[Any]) -> None:
-    encoded = adapter.encode({"input_ids": mx.array([PROBE], dtype=mx.int32)}, Call(is_made_up=True))
+    encoded = adapter.encode(
+        {"input_ids": mx.array([PROBE], dtype=mx.int32)}, Call(is_made_up=True)
+    )
     logits = [adapter.prefill([encoded], caches, at, at + 1) for at in (0, 1)]
     mx.eval(logits, [cache.state for cache in caches])

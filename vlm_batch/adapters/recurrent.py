@@ -24,13 +24,23 @@ def can_draft(adapter: Adapter) -> bool:
     if adapter.spec.max_rows is not None:
         return False
     caches = adapter.make_cache()
-    parts = [part for cache in caches for part in (cache.caches if isinstance(cache, CacheList) else (cache,))]
+    parts = [
+        part
+        for cache in caches
+        for part in (cache.caches if isinstance(cache, CacheList) else (cache,))
+    ]
     has_states = any(isinstance(part, ArraysCache) for part in parts)
-    return not has_states or any(isinstance(module, InOrder) for module in adapter.language.modules())
+    return not has_states or any(
+        isinstance(module, InOrder) for module in adapter.language.modules()
+    )
 
 
 def in_order(
-    module_class: type[nn.Module], before: Sequence[str] = (), after: str = "", *, has_history: bool = False
+    module_class: type[nn.Module],
+    before: Sequence[str] = (),
+    after: str = "",
+    *,
+    has_history: bool = False,
 ) -> type[nn.Module]:
     """Subclass a module with recurrent states to run drafted positions in order.
 
@@ -42,16 +52,33 @@ def in_order(
 
     class Ordered(InOrder, module_class):  # type: ignore[misc,valid-type]
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            cache = next((one for value in (*args, *kwargs.values()) if (one := _drafted(value)) is not None), None)
+            cache = next(
+                (
+                    one
+                    for value in (*args, *kwargs.values())
+                    if (one := _drafted(value)) is not None
+                ),
+                None,
+            )
             if cache is None:
                 return super().__call__(*args, **kwargs)
-            num_arrays = sum(isinstance(value, mx.array) for value in (*args, *kwargs.values()))
-            if has_history and num_arrays == 1 and (square := cache.square()) is not None:
+            num_arrays = sum(
+                isinstance(value, mx.array) for value in (*args, *kwargs.values())
+            )
+            if (
+                has_history
+                and num_arrays == 1
+                and (square := cache.square()) is not None
+            ):
                 return self.at_once(cache, square, args, kwargs)
             return self.each_step(cache, args, kwargs)
 
         def at_once(
-            self, cache: DraftedRecurrent, square: Square, args: Sequence[Any], kwargs: Mapping[str, Any]
+            self,
+            cache: DraftedRecurrent,
+            square: Square,
+            args: Sequence[Any],
+            kwargs: Mapping[str, Any],
         ) -> Any:
             """Call the module once, with a place's positions as a row."""
             x = args[0] if args else next(iter(kwargs.values()))
@@ -60,11 +87,22 @@ def in_order(
             with cache.history(square.count) as lent:
                 given = {id(x): square.padded(x[:, 0]), id(cache): lent}
                 cut = [given.get(id(value), value) for value in args]
-                found = twin(*cut, **{name: given.get(id(value), value) for name, value in kwargs.items()})
+                found = twin(
+                    *cut,
+                    **{
+                        name: given.get(id(value), value)
+                        for name, value in kwargs.items()
+                    },
+                )
             flat = square.flat(found)[:, None]
             return self[after](flat) if after else flat
 
-        def each_step(self, cache: DraftedRecurrent, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        def each_step(
+            self,
+            cache: DraftedRecurrent,
+            args: Sequence[Any],
+            kwargs: Mapping[str, Any],
+        ) -> Any:
             """Call the module per step, with its rows of arrays (N, ...); join the answers."""
             x = args[0] if args else next(iter(kwargs.values()))
             known = {name: Known(self[name](x)) for name in before}
@@ -75,18 +113,26 @@ def in_order(
                     one.rows = step.rows
                 with cache.step(number) as lent:
                     cut = [_of_step(value, cache, step, lent) for value in args]
-                    named = {name: _of_step(value, cache, step, lent) for name, value in kwargs.items()}
+                    named = {
+                        name: _of_step(value, cache, step, lent)
+                        for name, value in kwargs.items()
+                    }
                     answers.append(twin(*cut, **named))
             order = cache.steps.order
             if isinstance(answers[0], tuple):
-                return tuple(rows_of(mx.concatenate(list(parts)), order) for parts in zip(*answers, strict=True))
+                return tuple(
+                    rows_of(mx.concatenate(list(parts)), order)
+                    for parts in zip(*answers, strict=True)
+                )
             joined = rows_of(mx.concatenate(answers), order)
             return self[after](joined) if after else joined
 
     return Ordered
 
 
-def _twin(module: Any, module_class: type[nn.Module], known: Mapping[str, Any], after: str) -> Any:
+def _twin(
+    module: Any, module_class: type[nn.Module], known: Mapping[str, Any], after: str
+) -> Any:
     """Return the module as ``module_class``, with known outputs."""
     twin: Any = dict.__new__(module_class)
     twin.__dict__.update(module.__dict__)
@@ -110,14 +156,22 @@ def _same(x: mx.array) -> mx.array:
 
 
 def _drafted(value: Any) -> DraftedRecurrent | None:
-    return next((part for part in parts_of(value) if isinstance(part, DraftedRecurrent)), None)
+    return next(
+        (part for part in parts_of(value) if isinstance(part, DraftedRecurrent)), None
+    )
 
 
 def _of_step(value: Any, cache: DraftedRecurrent, step: Step, lent: Any) -> Any:
     if value is cache:
         return lent
     if isinstance(value, ListedCache):
-        return ListedCache(*(_of_step(part, cache, step, lent) for part in value.caches))
-    if isinstance(value, mx.array) and value.ndim and value.shape[0] == cache.steps.num_rows:
+        return ListedCache(
+            *(_of_step(part, cache, step, lent) for part in value.caches)
+        )
+    if (
+        isinstance(value, mx.array)
+        and value.ndim
+        and value.shape[0] == cache.steps.num_rows
+    ):
         return rows_of(value, step.rows)
     return value

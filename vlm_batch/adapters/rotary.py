@@ -19,7 +19,14 @@ import mlx.nn as nn
 from mlx_vlm.models.rope_utils import Llama3RoPE, MRoPERotaryEmbedding
 
 from vlm_batch.adapters import kernels
-from vlm_batch.adapters.hooks import current, files_of, hook, install_hooks, is_hook, is_replacement
+from vlm_batch.adapters.hooks import (
+    current,
+    files_of,
+    hook,
+    install_hooks,
+    is_hook,
+    is_replacement,
+)
 from vlm_batch.errors import UnsupportedModel
 
 APPLY = "apply_multimodal_rotary_pos_emb"
@@ -37,13 +44,17 @@ class Frequencies:
         self._hash = hash(self._known)
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Frequencies) and self._known == other._known)
+        return self is other or (
+            isinstance(other, Frequencies) and self._known == other._known
+        )
 
     def __hash__(self) -> int:
         return self._hash
 
 
-def rotate_step(x: mx.array, frequencies: Frequencies, offset: mx.array, *, is_traditional: bool) -> mx.array:
+def rotate_step(
+    x: mx.array, frequencies: Frequencies, offset: mx.array, *, is_traditional: bool
+) -> mx.array:
     """Compute ``mx.fast.rope`` of a decode step (B, H, 1, D), with factors made once per step."""
     own, others = kernels.once(offset, _factors, frequencies, is_traditional)
     width = 2 * frequencies.array.size
@@ -55,7 +66,12 @@ def rotate_step(x: mx.array, frequencies: Frequencies, offset: mx.array, *, is_t
 
 
 def shares_angles(x: mx.array, offset: Any) -> bool:
-    is_step = isinstance(offset, mx.array) and offset.shape == x.shape[:1] and x.ndim == 4 and x.shape[2] == 1
+    is_step = (
+        isinstance(offset, mx.array)
+        and offset.shape == x.shape[:1]
+        and x.ndim == 4
+        and x.shape[2] == 1
+    )
     return is_step and makes_factors(x)
 
 
@@ -65,7 +81,9 @@ def makes_factors(x: mx.array) -> bool:
     return call.positions is not None and not call.is_fixed and kernels.takes_powers(x)
 
 
-def _factors(offset: mx.array, frequencies: Frequencies, is_traditional: bool) -> tuple[mx.array, mx.array]:
+def _factors(
+    offset: mx.array, frequencies: Frequencies, is_traditional: bool
+) -> tuple[mx.array, mx.array]:
     positions = offset[:, None].astype(mx.float32)
     if frequencies.scale != 1:
         positions = positions * frequencies.scale
@@ -81,7 +99,10 @@ class RowRoPE(nn.RoPE):
         if not shares_angles(x, offset):
             return super().__call__(x, offset)
         return rotate_step(
-            x, plain_frequencies(self.dims, self.base, self.scale), offset, is_traditional=self.traditional
+            x,
+            plain_frequencies(self.dims, self.base, self.scale),
+            offset,
+            is_traditional=self.traditional,
         )
 
 
@@ -91,13 +112,20 @@ class RowLlama3RoPE(Llama3RoPE):
             return super().__call__(x, offset)
         if "_frequencies" not in self.__dict__:
             self.__dict__["_frequencies"] = inverse(self._freqs)
-        return rotate_step(x, self.__dict__["_frequencies"], offset, is_traditional=self.traditional)
+        return rotate_step(
+            x, self.__dict__["_frequencies"], offset, is_traditional=self.traditional
+        )
 
 
 @lru_cache(maxsize=64)
 def plain_frequencies(width: int, base: float, scale: float) -> Frequencies:
     half = width // 2
-    return Frequencies(evaluated(mx.exp(mx.arange(0, -half, -1, dtype=mx.float32) * (math.log(base) / half))), scale)
+    return Frequencies(
+        evaluated(
+            mx.exp(mx.arange(0, -half, -1, dtype=mx.float32) * (math.log(base) / half))
+        ),
+        scale,
+    )
 
 
 def inverse(periods: mx.array) -> Frequencies:
@@ -124,7 +152,9 @@ class StepRotation:
 
     def __call__(self, x: mx.array) -> mx.array:
         if shares_angles(x, self.positions):
-            return rotate_step(x, self.frequencies, self.positions, is_traditional=self.is_traditional)
+            return rotate_step(
+                x, self.frequencies, self.positions, is_traditional=self.is_traditional
+            )
         width = 2 * self.periods.size
         return mx.fast.rope(
             x,
@@ -151,31 +181,52 @@ class PromptRotation:
     def of(cls, cos: mx.array, sin: mx.array) -> PromptRotation:
         """Make a rotation of cosines and sines (B, L, D_rotary) with equal halves."""
         half = cos.shape[-1] // 2
-        cos, sin = (turned[:, None, :, :half].astype(mx.float32) for turned in (cos, sin))
+        cos, sin = (
+            turned[:, None, :, :half].astype(mx.float32) for turned in (cos, sin)
+        )
         return cls(mx.stack([cos, sin], axis=-2), mx.stack([-sin, cos], axis=-2))
 
     def __call__(self, x: mx.array) -> mx.array:
         width = 2 * self.by_first.shape[-1]
         turned = x[..., :width]
         pairs = turned.reshape(*turned.shape[:-1], 2, -1)
-        found = kernels.turn_pairs(pairs[..., :1, :], pairs[..., 1:, :], self.by_first, self.by_second)
+        found = kernels.turn_pairs(
+            pairs[..., :1, :], pairs[..., 1:, :], self.by_first, self.by_second
+        )
         found = found.reshape(turned.shape)
-        return found if width == x.shape[-1] else mx.concatenate([found, x[..., width:]], axis=-1)
+        return (
+            found
+            if width == x.shape[-1]
+            else mx.concatenate([found, x[..., width:]], axis=-1)
+        )
 
 
 def hook_rotary(module: nn.Module, *, family: str) -> None:
     """Hook a model's M-RoPE; raise UnsupportedModel if a file does not apply it."""
-    found = [child for _, child in module.named_modules() if isinstance(child, MRoPERotaryEmbedding)]
-    found = [child for child in found if not child.fused_apply and child.attention_scaling == 1.0]
+    found = [
+        child
+        for _, child in module.named_modules()
+        if isinstance(child, MRoPERotaryEmbedding)
+    ]
+    found = [
+        child
+        for child in found
+        if not child.fused_apply and child.attention_scaling == 1.0
+    ]
     for child in found:
         periods = 1.0 / child.inv_freq
         child.__class__ = turning(type(child))
-        child.__dict__.update(_periods=evaluated(periods), _frequencies=Frequencies(evaluated(child.inv_freq)))
+        child.__dict__.update(
+            _periods=evaluated(periods),
+            _frequencies=Frequencies(evaluated(child.inv_freq)),
+        )
     if found:
         for file in files_of(module):
             theirs = vars(sys.modules[file]).get(APPLY)
             if theirs is not None and not is_hook(theirs):
-                install_hooks([file], {APPLY: hook(theirs, applying(theirs))}, family=family)
+                install_hooks(
+                    [file], {APPLY: hook(theirs, applying(theirs))}, family=family
+                )
         check_applied(module, found, family=family)
 
 
@@ -184,9 +235,13 @@ def check_applied(module: nn.Module, found: list[nn.Module], *, family: str) -> 
     for _, owner in module.named_modules():
         if any(id(child) in ours for child in owner.values()):
             bases = [base for base in type(owner).__mro__ if not is_replacement(base)]
-            if not any(is_hook(vars(sys.modules[base.__module__]).get(APPLY)) for base in bases):
+            if not any(
+                is_hook(vars(sys.modules[base.__module__]).get(APPLY)) for base in bases
+            ):
                 at = f"{bases[0].__module__}.{bases[0].__qualname__}"
-                raise UnsupportedModel(f"{family}: the file of {at} has no {APPLY}, by which its M-RoPE is applied")
+                raise UnsupportedModel(
+                    f"{family}: the file of {at} has no {APPLY}, by which its M-RoPE is applied"
+                )
 
 
 def turning(parent: type) -> type:
@@ -197,17 +252,27 @@ def turning(parent: type) -> type:
             positions = current().positions
             if positions is None or not (kernels.counts_launches() or makes_factors(x)):
                 cos, sin = super().__call__(x, position_ids)
-                is_plain = self.style in PLAIN_STYLES and cos.ndim == 3 and kernels.counts_launches()
+                is_plain = (
+                    self.style in PLAIN_STYLES
+                    and cos.ndim == 3
+                    and kernels.counts_launches()
+                )
                 return (PromptRotation.of(cos, sin), None) if is_plain else (cos, sin)
-            return StepRotation(positions, self._periods, self._frequencies, self.pairing == "even_odd"), None
+            return StepRotation(
+                positions, self._periods, self._frequencies, self.pairing == "even_odd"
+            ), None
 
     return Turning
 
 
-def applying(upstream: Callable[..., tuple[mx.array, mx.array]]) -> Callable[..., tuple[mx.array, mx.array]]:
+def applying(
+    upstream: Callable[..., tuple[mx.array, mx.array]],
+) -> Callable[..., tuple[mx.array, mx.array]]:
     """Wrap mlx-vlm's function to take a rotation for cosines."""
 
-    def apply(q: mx.array, k: mx.array, cos: Any, sin: Any, *args: Any, **kwargs: Any) -> tuple[mx.array, mx.array]:
+    def apply(
+        q: mx.array, k: mx.array, cos: Any, sin: Any, *args: Any, **kwargs: Any
+    ) -> tuple[mx.array, mx.array]:
         return (
             (cos(q), cos(k))
             if isinstance(cos, StepRotation | PromptRotation)

@@ -46,7 +46,10 @@ class Wide(nn.Module):
     def part(self, at: int, rows: mx.array) -> mx.array:
         own = self.__dict__
         if own["_rows"] is not rows or at not in own["_parts"]:
-            own["_rows"], own["_parts"] = rows, dict(enumerate(mx.split(self.linear(rows), own["_cuts"], axis=-1)))
+            own["_rows"], own["_parts"] = (
+                rows,
+                dict(enumerate(mx.split(self.linear(rows), own["_cuts"], axis=-1))),
+            )
         found: mx.array = own["_parts"].pop(at)
         if not own["_parts"]:
             own["_rows"] = None
@@ -94,7 +97,9 @@ def share_products(adapter: Adapter, model: nn.Module | None = None) -> int:
     return sum(len(layers) for _, layers in groups)
 
 
-def _are_joined(groups: Sequence[Group], holders: Mapping[int, Sequence[tuple[nn.Module, str]]]) -> bool:
+def _are_joined(
+    groups: Sequence[Group], holders: Mapping[int, Sequence[tuple[nn.Module, str]]]
+) -> bool:
     """Join groups of layers; return False if memory ends. A group's weights are held twice meanwhile."""
     try:
         for owner, layers in groups:
@@ -128,7 +133,11 @@ def shared_layers(adapter: Adapter) -> list[Group]:
 
 
 def _kind(layer: Any) -> tuple[Any, ...]:
-    arrays = [(name, layer[name].dtype, layer[name].shape[1:]) for name in ARRAYS[type(layer)] if name in layer]
+    arrays = [
+        (name, layer[name].dtype, layer[name].shape[1:])
+        for name in ARRAYS[type(layer)]
+        if name in layer
+    ]
     return (
         THEIRS.get(type(layer), type(layer)),
         *arrays,
@@ -166,13 +175,18 @@ def _is_tried(adapter: Adapter) -> bool:
     logits, extras, places = [], [], 1 if adapter.spec.max_rows == 1 else 2
     try:
         for place in range(places):
-            encoded = adapter.encode({"input_ids": mx.array([PROMPT], dtype=mx.int32)}, Call(is_made_up=True))
+            encoded = adapter.encode(
+                {"input_ids": mx.array([PROMPT], dtype=mx.int32)}, Call(is_made_up=True)
+            )
             cache = adapter.make_cache()
             for begin, end in ((0, len(PROMPT) - 1), (len(PROMPT) - 1, len(PROMPT))):
                 logits.append(adapter.prefill([encoded], cache, begin, end))
             adapter.finish_prefill(encoded, cache)
             if not layers:
-                layers = [kind_of(single).batched(Placement.for_device(), places) for single in cache]
+                layers = [
+                    kind_of(single).batched(Placement.for_device(), places)
+                    for single in cache
+                ]
             for layer, single in zip(layers, cache, strict=True):
                 layer.resize(places)
                 layer.put(place, single)
@@ -186,7 +200,9 @@ def _is_tried(adapter: Adapter) -> bool:
     return True
 
 
-def widened(layers: Sequence[Any], holders: Mapping[int, Sequence[tuple[nn.Module, str]]] = {}) -> Wide:
+def widened(
+    layers: Sequence[Any], holders: Mapping[int, Sequence[tuple[nn.Module, str]]] = {}
+) -> Wide:
     """Join layers; their arrays, also those in ``holders`` by id, become views."""
     linear = clone_modules(layers[0])
     ends = list(accumulate(layer["weight"].shape[0] for layer in layers))

@@ -30,13 +30,17 @@ class SingleRow(Adapter):
     last_hidden = None  # the trunk is unknown
 
     def hook_functions(self) -> None:
-        install_hooks(files_of(self.language), HOOKS, family=self.spec.family, is_strict=False)
+        install_hooks(
+            files_of(self.language), HOOKS, family=self.spec.family, is_strict=False
+        )
         hook_tables(self.spec.family)
 
     @staticmethod
     def can_run(model: nn.Module) -> bool:
         """Whether the model has a decoder's usual parts."""
-        return hasattr(model, "get_input_embeddings") and hasattr(getattr(model, "language_model", None), "layers")
+        return hasattr(model, "get_input_embeddings") and hasattr(
+            getattr(model, "language_model", None), "layers"
+        )
 
     def _known_inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         return {
@@ -46,9 +50,13 @@ class SingleRow(Adapter):
         }
 
     def _for_prefill(self, features: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in features.items() if name != "inputs_embeds"}
+        return {
+            name: value for name, value in features.items() if name != "inputs_embeds"
+        }
 
-    def encode(self, inputs: Mapping[str, Any], call: Call = Call(), cached: int = 0) -> Encoded:
+    def encode(
+        self, inputs: Mapping[str, Any], call: Call = Call(), cached: int = 0
+    ) -> Encoded:
         """Encode a request; the model keeps its positions."""
         for name in POSITIONS:
             if hasattr(self.language, name):
@@ -56,12 +64,18 @@ class SingleRow(Adapter):
         with running(call):
             return self._encoded(inputs, call, cached)
 
-    def atomic_spans(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
+    def atomic_spans(
+        self, ids: mx.array, extra: Mapping[str, Any]
+    ) -> tuple[tuple[int, int], ...]:
         return ((0, 2**31),)
 
-    def run_chunk(self, rows: Sequence[Encoded], cache: list[Any], start: int, end: int) -> mx.array:
+    def run_chunk(
+        self, rows: Sequence[Encoded], cache: list[Any], start: int, end: int
+    ) -> mx.array:
         (encoded,) = rows
-        return self.forward(encoded.input_ids, encoded.inputs_embeds, cache, encoded.prefill)
+        return self.forward(
+            encoded.input_ids, encoded.inputs_embeds, cache, encoded.prefill
+        )
 
     def run_step(self, step: DecodeStep) -> mx.array:
         """Decode with the row's own caches, then put them back."""

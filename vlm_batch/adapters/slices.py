@@ -27,22 +27,37 @@ class SlicedAdapter(MRoPEAdapter):
         if self.image_token_ids:
             super().check_placeholders(ids, extra)
             return
-        bounds = [bound for request in slice_bounds(extra) for bound in request.tolist()]
+        bounds = [
+            bound for request in slice_bounds(extra) for bound in request.tolist()
+        ]
         sizes = sum(np.array(size).size // 2 for size in extra.get("tgt_sizes", ()))
         if has_pictures(extra) and sizes != len(bounds):
             raise InvalidPrompt(
                 f"the pictures have {sizes} slices (tgt_sizes); the prompt has room for {len(bounds)} (image_bound)"
             )
         if bounds and not has_pictures(extra):
-            raise InvalidPrompt("image_bound names placeholder tokens for pictures, and there is no picture")
-        check_places(ids, self.places(extra), "media" if has_sound(extra) else "pictures")
+            raise InvalidPrompt(
+                "image_bound names placeholder tokens for pictures, and there is no picture"
+            )
+        check_places(
+            ids, self.places(extra), "media" if has_sound(extra) else "pictures"
+        )
 
     def places(self, extra: Mapping[str, Any]) -> list[np.ndarray]:
         """Return the positions (N,) of each run of features."""
-        return [np.arange(first, end) for first, end in itertools.chain(*slice_bounds(extra))]
+        return [
+            np.arange(first, end)
+            for first, end in itertools.chain(*slice_bounds(extra))
+        ]
 
-    def positions(self, ids: mx.array, extra: Mapping[str, Any], features: Mapping[str, Any]) -> PositionState:
-        return PositionState(prompt=mx.broadcast_to(mx.arange(ids.shape[1], dtype=mx.int32), (3, 1, ids.shape[1])))
+    def positions(
+        self, ids: mx.array, extra: Mapping[str, Any], features: Mapping[str, Any]
+    ) -> PositionState:
+        return PositionState(
+            prompt=mx.broadcast_to(
+                mx.arange(ids.shape[1], dtype=mx.int32), (3, 1, ids.shape[1])
+            )
+        )
 
     def picture_places(self, ids: mx.array, extra: Mapping[str, Any]) -> np.ndarray:
         mask = np.zeros(ids.shape[1], dtype=np.bool_)
@@ -56,9 +71,15 @@ class SlicedAdapter(MRoPEAdapter):
         if not found:
             return super().pictures(ids, extra)
         bounds = np.concatenate(found)
-        return (Picture(int(bounds.min()), int(bounds.max()), extra),) if len(bounds) else ()
+        return (
+            (Picture(int(bounds.min()), int(bounds.max()), extra),)
+            if len(bounds)
+            else ()
+        )
 
-    def model_image_sizes(self, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
+    def model_image_sizes(
+        self, extra: Mapping[str, Any]
+    ) -> tuple[tuple[int, int], ...]:
         return ()
 
 

@@ -17,11 +17,19 @@ class SoundAdapter(Adapter):
     """Families with a placeholder per feature, where mlx-vlm repeats or drops misfits."""
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
-        sound = {name: value for name, value in extra.items() if name.startswith(AUDIO_INPUTS)}
-        made = super().features(ids, {name: value for name, value in extra.items() if name not in sound})
+        sound = {
+            name: value
+            for name, value in extra.items()
+            if name.startswith(AUDIO_INPUTS)
+        }
+        made = super().features(
+            ids, {name: value for name, value in extra.items() if name not in sound}
+        )
         if sound:
             rows, embeds = self.encode_sound(sound), made["inputs_embeds"]
-            made["inputs_embeds"] = put_rows(embeds, self.sound_places(ids, sound), rows, "recordings")
+            made["inputs_embeds"] = put_rows(
+                embeds, self.sound_places(ids, sound), rows, "recordings"
+            )
         return made
 
     def sound_places(self, ids: Any, sound: Mapping[str, Any]) -> np.ndarray:
@@ -64,7 +72,11 @@ class PartsAsText:
         def text_of(part: Any) -> str:
             kind = part["type"] if isinstance(part, Mapping) else "text"
             if kind not in ("image", "audio"):
-                return str(part.get("text", part.get("content", "")) if isinstance(part, Mapping) else part)
+                return str(
+                    part.get("text", part.get("content", ""))
+                    if isinstance(part, Mapping)
+                    else part
+                )
             counts[kind] = counts.get(kind, 0) + 1
             return self.mark(kind, counts[kind])
 

@@ -28,7 +28,11 @@ def kept(theirs: Any) -> Hook:
 
 
 #: Indices and weights of resized pictures and positions.
-HOOKS = {name: kept(bound) for name, bound in vars(interpolate).items() if hasattr(bound, "cache_parameters")}
+HOOKS = {
+    name: kept(bound)
+    for name, bound in vars(interpolate).items()
+    if hasattr(bound, "cache_parameters")
+}
 
 
 def hook_tables(family: str) -> None:

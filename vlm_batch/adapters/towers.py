@@ -38,7 +38,10 @@ def audio_towers(model: Any) -> list[tuple[nn.Module, str]]:
 def can_hear(model: Any) -> bool:
     """Whether a model has audio parts; some sizes have none."""
     owner = model.get("thinker") or model
-    return any(isinstance(owner.get(name), nn.Module) for name in (*AUDIO_TOWERS, "embed_audio"))
+    return any(
+        isinstance(owner.get(name), nn.Module)
+        for name in (*AUDIO_TOWERS, "embed_audio")
+    )
 
 
 def _towers(model: Any, names: tuple[str, ...]) -> list[tuple[nn.Module, str]]:
@@ -49,7 +52,10 @@ def _towers(model: Any, names: tuple[str, ...]) -> list[tuple[nn.Module, str]]:
 def remember_features(adapter: Any, store: FeatureStore | None) -> None:
     """Wrap towers to store features; equally long recordings share calls unless the adapter has a ``sound_tower``."""
     sound_tower = getattr(adapter, "sound_tower", RememberingBatchTower)
-    for towers, kind in ((vision_towers, adapter.tower_class), (audio_towers, sound_tower)):
+    for towers, kind in (
+        (vision_towers, adapter.tower_class),
+        (audio_towers, sound_tower),
+    ):
         for owner, name in towers(adapter.model):
             tower = owner[name]
             tower = tower.tower if isinstance(tower, RememberingTower) else tower
@@ -71,7 +77,9 @@ def widen(model: Any, names: Inner) -> None:
     """Pad towers' MLPs with zeros to fast widths; outputs change by rounding only."""
     for owner, name in vision_towers(model):
         for _, module in owner[name].named_modules():
-            layers: list[Any] = [module.get(layer) for layer in (*names.first, names.last)]
+            layers: list[Any] = [
+                module.get(layer) for layer in (*names.first, names.last)
+            ]
             if all(type(layer) is nn.Linear for layer in layers):
                 _widen(layers[:-1], layers[-1])
 
@@ -79,8 +87,14 @@ def widen(model: Any, names: Inner) -> None:
 def _widen(first: list[Any], last: Any) -> None:
     width = last.weight.shape[1]
     missing = -width % kernels.FAST_WIDTH
-    is_wanted = all(kernels.wants_fast_widths(layer.weight.dtype) for layer in (*first, last))
-    if not missing or not is_wanted or any(layer.weight.shape[0] != width for layer in first):
+    is_wanted = all(
+        kernels.wants_fast_widths(layer.weight.dtype) for layer in (*first, last)
+    )
+    if (
+        not missing
+        or not is_wanted
+        or any(layer.weight.shape[0] != width for layer in first)
+    ):
         return
     for layer in first:
         layer.weight = mx.pad(layer.weight, [(0, missing), (0, 0)])
@@ -100,10 +114,15 @@ def embed_by_product(parent: type[nn.Module]) -> type[nn.Module]:
         def __call__(self, hidden_states: mx.array) -> mx.array:
             if not kernels.counts_launches():
                 return super().__call__(hidden_states)
-            kernel = self.proj.weight  # (D, time, rows, columns, colours); patches are colour first
+            # (D, time, rows, columns, colours); patches are colour first
+            kernel = self.proj.weight
             weight = kernel.transpose(0, 4, 1, 2, 3).reshape(len(kernel), -1)
             patches = hidden_states.reshape(-1, weight.shape[1])
-            return mx.addmm(self.proj.bias, patches, weight.T) if "bias" in self.proj else patches @ weight.T
+            return (
+                mx.addmm(self.proj.bias, patches, weight.T)
+                if "bias" in self.proj
+                else patches @ weight.T
+            )
 
     return PatchProduct
 

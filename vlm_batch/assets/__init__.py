@@ -10,7 +10,18 @@ CHECKOUT = PACKAGED.parent.parent / "fixtures"
 #: File suffixes of videos and recordings, for the command line and file pickers.
 VIDEO_SUFFIXES = (".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".mpg", ".mpeg")
 AUDIO_SUFFIXES = (
-    *(".wav", ".flac", ".mp3", ".ogg", ".oga", ".opus", ".aif", ".aiff", ".aifc", ".caf"),
+    *(
+        ".wav",
+        ".flac",
+        ".mp3",
+        ".ogg",
+        ".oga",
+        ".opus",
+        ".aif",
+        ".aiff",
+        ".aifc",
+        ".caf",
+    ),
     *(".m4a", ".m4b", ".mka", ".aac"),  # read by PyAV
 )
 

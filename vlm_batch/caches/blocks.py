@@ -41,18 +41,24 @@ class BlockCache(CacheKind, ChunkedKVCache):
             self.keys, self.values = self.keys[..., kept, :], self.values[..., kept, :]  # type: ignore[index]
             self.start_position = start
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+    def update_and_fetch(
+        self, keys: mx.array, values: mx.array
+    ) -> tuple[mx.array, mx.array]:
         self.maybe_trim_front()
         return super().update_and_fetch(keys, values)
 
-    def make_mask(self, length: int, window_size: int | None = None, return_array: bool = False) -> mx.array | None:
+    def make_mask(
+        self, length: int, window_size: int | None = None, return_array: bool = False
+    ) -> mx.array | None:
         """Return the mask (L, K) of new tokens; None if they see all."""
         self.maybe_trim_front()
         if length == 1:
             return None
         columns = mx.arange(self.start_position, self.offset + length)[None]
         rows = mx.arange(self.offset, self.offset + length)[:, None]
-        return (columns <= rows) & (columns // self.chunk_size == rows // self.chunk_size)
+        return (columns <= rows) & (
+            columns // self.chunk_size == rows // self.chunk_size
+        )
 
     @property
     def state(self) -> tuple[mx.array | None, mx.array | None]:
@@ -63,14 +69,24 @@ class BlockCache(CacheKind, ChunkedKVCache):
 
     def saved(self, length: int) -> BlockState:
         keys, values = (own_array(part) for part in self.state if part is not None)
-        return BlockState(keys, values, self.offset, self.start_position, self.chunk_size)
+        return BlockState(
+            keys, values, self.offset, self.start_position, self.chunk_size
+        )
 
     def bytes_at(self, tokens: int, seen: int) -> int:
         kept = max(1, self.offset - self.start_position)
-        return sum(part.nbytes for part in self.state if part is not None) * min(tokens, self.chunk_size) // kept
+        return (
+            sum(part.nbytes for part in self.state if part is not None)
+            * min(tokens, self.chunk_size)
+            // kept
+        )
 
     def batched(self, placement: Placement, num_places: int) -> LayerCache:
-        return BlockSlabCache(num_places, self.chunk_size) if placement is Placement.SLAB else RowsCache()
+        return (
+            BlockSlabCache(num_places, self.chunk_size)
+            if placement is Placement.SLAB
+            else RowsCache()
+        )
 
 
 @filed
@@ -109,10 +125,14 @@ class BlockSlabCache(RingSlabCache):
         cache.offset = self._lengths[place]
         cache.start_position = (cache.offset - 1) // self.window * self.window
         kept = cache.offset - cache.start_position
-        cache.keys, cache.values = (self._row(slab, place, 0, kept) for slab in (self.keys, self.values))
+        cache.keys, cache.values = (
+            self._row(slab, place, 0, kept) for slab in (self.keys, self.values)
+        )
         return cache
 
-    def make_mask(self, length: int, window_size: int | None = None, return_array: bool = False) -> mx.array | None:
+    def make_mask(
+        self, length: int, window_size: int | None = None, return_array: bool = False
+    ) -> mx.array | None:
         return SlabCache.make_mask(self, length)
 
     def _is_uniform(self, window_size: int | None) -> bool:

@@ -42,7 +42,9 @@ class CrossCache(CacheKind):
         return self.nbytes
 
     def saved(self, length: int) -> CrossState:
-        return CrossState(*(None if part is None else own_array(part) for part in self.state))
+        return CrossState(
+            *(None if part is None else own_array(part) for part in self.state)
+        )
 
 
 @filed

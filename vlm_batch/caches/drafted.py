@@ -58,9 +58,15 @@ class Square:
     def of(cls, counts: tuple[int, ...]) -> Square:
         most, ends = max(counts), list(accumulate(counts))
         there = [
-            end - count + min(at, count - 1) for end, count in zip(ends, counts, strict=True) for at in range(most)
+            end - count + min(at, count - 1)
+            for end, count in zip(ends, counts, strict=True)
+            for at in range(most)
         ]
-        back = [place * most + at for place, count in enumerate(counts) for at in range(count)]
+        back = [
+            place * most + at
+            for place, count in enumerate(counts)
+            for at in range(count)
+        ]
         return cls(counts, index_of(there, ends[-1]), index_of(back, len(there)))
 
     @property
@@ -129,11 +135,26 @@ def attend_drafted(
     extra = {} if sinks is None else {"sinks": sinks}
     square = keys.square
     apart = square.padded(queries[:, :, 0])  # (S, count, H, D)
-    shown = None if mask is None else square.padded(mask) if mask.shape[0] > 1 else mask[:, None]
+    shown = (
+        None
+        if mask is None
+        else square.padded(mask)
+        if mask.shape[0] > 1
+        else mask[:, None]
+    )
     is_one = len(keys.slabs) == 1 and isinstance(keys.of(0), mx.array)
     if is_one and not is_fixed and (shown is None or shown.shape[2] == 1):
-        wide = None if shown is None else shown[:, :, 0].swapaxes(1, 2)  # (S, 1, count, C)
-        found = attention(apart.swapaxes(1, 2), keys.of(0), values.of(0), cache, scale=scale, mask=wide, **extra)
+        # (S, 1, count, C)
+        wide = None if shown is None else shown[:, :, 0].swapaxes(1, 2)
+        found = attention(
+            apart.swapaxes(1, 2),
+            keys.of(0),
+            values.of(0),
+            cache,
+            scale=scale,
+            mask=wide,
+            **extra,
+        )
         found = found.swapaxes(1, 2)  # (S, count, H, D_v)
     else:
         each = [
@@ -143,7 +164,9 @@ def attend_drafted(
                 values.of(ahead),
                 cache,
                 scale=scale,
-                mask=None if shown is None else shown[:, min(ahead, shown.shape[1] - 1)],
+                mask=None
+                if shown is None
+                else shown[:, min(ahead, shown.shape[1] - 1)],
                 **extra,
             )[:, :, 0]
             for ahead in range(square.count)

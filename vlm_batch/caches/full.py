@@ -10,7 +10,13 @@ import mlx.core as mx
 from mlx_vlm.models.cache import KVCache
 
 from vlm_batch.arrays import arrays_of, own_array, round_up
-from vlm_batch.caches.layers import LayerCache, Placement, UpstreamKind, kind_of, upstream
+from vlm_batch.caches.layers import (
+    LayerCache,
+    Placement,
+    UpstreamKind,
+    kind_of,
+    upstream,
+)
 from vlm_batch.caches.rows import RowsCache, one_of
 from vlm_batch.caches.slab import SlabCache
 from vlm_batch.caches.states import CopiedState, LayerState, filed
@@ -30,7 +36,9 @@ class FullState(LayerState):
 
     def restore(self, length: int) -> KVCache:
         cache = KVCache()
-        cache.keys, cache.values, cache.offset = self.keys[:, :, :length], self.values[:, :, :length], length
+        cache.keys = self.keys[:, :, :length]
+        cache.values = self.values[:, :, :length]
+        cache.offset = length
         return cache
 
 
@@ -42,7 +50,11 @@ class FullKind(UpstreamKind):
     can_trim = True
 
     def row(self, index: int, *, is_own: bool = True) -> KVCache:
-        return KVCache() if self.cache.keys is None else one_of(self.cache, index, is_own=is_own)
+        return (
+            KVCache()
+            if self.cache.keys is None
+            else one_of(self.cache, index, is_own=is_own)
+        )
 
     def trim(self, count: int) -> None:
         self.cache.offset -= count
@@ -51,10 +63,19 @@ class FullKind(UpstreamKind):
         cache = self.cache
         if cache.keys is None:  # GLM-5-Next has layers with empty caches
             return CopiedState.of(cache, length)
-        return FullState(*(own_array(part[:, :, : cache.offset]) for part in (cache.keys, cache.values)))
+        return FullState(
+            *(
+                own_array(part[:, :, : cache.offset])
+                for part in (cache.keys, cache.values)
+            )
+        )
 
     def batched(self, placement: Placement, num_places: int) -> LayerCache:
-        return SlabCache(num_places) if placement is Placement.SLAB else RowsCache(may_stack=True)
+        return (
+            SlabCache(num_places)
+            if placement is Placement.SLAB
+            else RowsCache(may_stack=True)
+        )
 
     def bytes_at(self, tokens: int, seen: int) -> int:
         held = sum(array.nbytes for array in arrays_of(self.cache.state))

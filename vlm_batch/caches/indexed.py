@@ -35,15 +35,25 @@ class IndexedCache(CacheKind):
         self._keys: mx.array | None = None  # (B, capacity, D)
         self._positions: mx.array | None = None  # (3, B, capacity)
 
-    def update_indexer(self, keys: mx.array, positions: mx.array) -> tuple[mx.array, mx.array]:
+    def update_indexer(
+        self, keys: mx.array, positions: mx.array
+    ) -> tuple[mx.array, mx.array]:
         """Append keys (B, L, D) at positions (B, L) or (3, B, L); return ``index``."""
         if positions.ndim == 2:
             positions = mx.broadcast_to(positions[None], (AXES, *positions.shape))
         start, end = self.index_offset, self.index_offset + keys.shape[1]
         if self._keys is None or self._positions is None or end > self._keys.shape[1]:
             width = round_up(end, STEP)
-            self._keys = grown(self._keys, (len(keys), width, keys.shape[2]), keys.dtype, axis=1, kept=start)
-            self._positions = grown(self._positions, (AXES, len(keys), width), positions.dtype, kept=start)
+            self._keys = grown(
+                self._keys,
+                (len(keys), width, keys.shape[2]),
+                keys.dtype,
+                axis=1,
+                kept=start,
+            )
+            self._positions = grown(
+                self._positions, (AXES, len(keys), width), positions.dtype, kept=start
+            )
         self._keys[:, start:end] = keys
         self._positions[..., start:end] = positions
         self.index_offset = end
@@ -54,12 +64,16 @@ class IndexedCache(CacheKind):
         """The indexer's keys (B, N, D) and positions (3, B, N); raises LookupError if empty."""
         if self._keys is None or self._positions is None:
             raise LookupError("the cache has seen no token")
-        return self._keys[:, : self.index_offset], self._positions[..., : self.index_offset]
+        return self._keys[:, : self.index_offset], self._positions[
+            ..., : self.index_offset
+        ]
 
     @classmethod
     def of(cls, inner: Any, keys: mx.array, positions: mx.array) -> IndexedCache:
         cache = cls(inner)
-        cache._keys, cache._positions, cache.index_offset = keys, positions, int(keys.shape[1])
+        cache._keys = keys
+        cache._positions = positions
+        cache.index_offset = int(keys.shape[1])
         return cache
 
     @property
@@ -70,10 +84,13 @@ class IndexedCache(CacheKind):
         keys, positions = self.index
         cut = row_of(index, is_own=is_own)
         taken = IndexedCache.of(
-            kind_of(self.inner).row(index, is_own=is_own), cut(keys), cut(positions.swapaxes(0, 1)).swapaxes(0, 1)
+            kind_of(self.inner).row(index, is_own=is_own),
+            cut(keys),
+            cut(positions.swapaxes(0, 1)).swapaxes(0, 1),
         )
         if self.index_block_keys is not None:
-            taken.index_block_keys, taken.index_block_ratio = cut(self.index_block_keys), self.index_block_ratio
+            taken.index_block_keys = cut(self.index_block_keys)
+            taken.index_block_ratio = self.index_block_ratio
         return taken
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
@@ -90,10 +107,16 @@ class IndexedCache(CacheKind):
         kind_of(self.inner).trim(count)
         self.index_offset -= count
         if self.index_block_keys is not None and self.index_block_ratio is not None:
-            self.index_block_keys = self.index_block_keys[:, :, : self.index_offset // self.index_block_ratio]
+            self.index_block_keys = self.index_block_keys[
+                :, :, : self.index_offset // self.index_block_ratio
+            ]
 
-    def make_mask(self, length: int, window_size: int | None = None, return_array: bool = False) -> Any:
-        return self.inner.make_mask(length, window_size=window_size, return_array=return_array)
+    def make_mask(
+        self, length: int, window_size: int | None = None, return_array: bool = False
+    ) -> Any:
+        return self.inner.make_mask(
+            length, window_size=window_size, return_array=return_array
+        )
 
     @property
     def offset(self) -> int:
@@ -108,14 +131,18 @@ class IndexedCache(CacheKind):
     @property
     def nbytes(self) -> int:
         own = (self._keys, self._positions, self.index_block_keys)
-        return int(self.inner.nbytes) + sum(array.nbytes for array in own if array is not None)
+        return int(self.inner.nbytes) + sum(
+            array.nbytes for array in own if array is not None
+        )
 
     @property
     def is_whole(self) -> bool:  # type: ignore[override]
         return kind_of(self.inner).is_whole
 
     def saved(self, length: int) -> IndexedState:
-        return IndexedState(kind_of(self.inner).saved(length), *(own_array(part) for part in self.index))
+        return IndexedState(
+            kind_of(self.inner).saved(length), *(own_array(part) for part in self.index)
+        )
 
     def full_parts(self) -> tuple[KVCache, ...]:
         return kind_of(self.inner).full_parts()
@@ -144,4 +171,6 @@ class IndexedState(LayerState):
 
     def restore(self, length: int) -> IndexedCache:
         inner = self.state.restore(length)
-        return IndexedCache.of(inner, self.index_keys[:, :length], self.positions[..., :length])
+        return IndexedCache.of(
+            inner, self.index_keys[:, :length], self.positions[..., :length]
+        )

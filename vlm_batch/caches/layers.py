@@ -48,7 +48,13 @@ class LayerCache:
     state_bytes: int = 0
     always_masked = False
 
-    def configure(self, columns: Callable[[int], int], few_bits: str, *, always_masked: bool = False) -> None:
+    def configure(
+        self,
+        columns: Callable[[int], int],
+        few_bits: str,
+        *,
+        always_masked: bool = False,
+    ) -> None:
         """Set its rules.
 
         Args:
@@ -56,7 +62,9 @@ class LayerCache:
             few_bits: The policy's form of quantised states.
             always_masked: Every step masks columns and rows attend apart, to be batch-invariant.
         """
-        self.columns, self.few_bits, self.always_masked = columns, few_bits, always_masked
+        self.columns = columns
+        self.few_bits = few_bits
+        self.always_masked = always_masked
 
     @property
     def nbytes(self) -> int:
@@ -139,7 +147,11 @@ class CacheKind:
 
     def bytes_at(self, tokens: int, seen: int) -> int:
         """Estimate the bytes at ``tokens`` from those at ``seen``."""
-        return sum(array.nbytes for array in arrays_of(self.state)) * tokens // max(1, seen)
+        return (
+            sum(array.nbytes for array in arrays_of(self.state))
+            * tokens
+            // max(1, seen)
+        )
 
     def full_parts(self) -> tuple[KVCache, ...]:
         """Return the full-attention caches in it."""
@@ -161,10 +173,16 @@ class UpstreamKind(CacheKind):
         return self.cache
 
     def saved(self, length: int) -> LayerState:
-        return CopiedState.of(self.cache, length) if is_cache(self.cache) else LostState()
+        return (
+            CopiedState.of(self.cache, length) if is_cache(self.cache) else LostState()
+        )
 
     def bytes_at(self, tokens: int, seen: int) -> int:
-        held = sum(array.nbytes for array in arrays_of(self.cache.state)) if is_cache(self.cache) else 0
+        held = (
+            sum(array.nbytes for array in arrays_of(self.cache.state))
+            if is_cache(self.cache)
+            else 0
+        )
         return held * tokens // max(1, seen)
 
     def with_full(self, change: Callable[[KVCache], Any]) -> Any:

@@ -26,7 +26,13 @@ class ListedCache(LayerCache, CacheList):
 
     caches: tuple[Any, ...]
 
-    def configure(self, columns: Callable[[int], int], few_bits: str, *, always_masked: bool = False) -> None:
+    def configure(
+        self,
+        columns: Callable[[int], int],
+        few_bits: str,
+        *,
+        always_masked: bool = False,
+    ) -> None:
         for part in self.caches:
             part.configure(columns, few_bits, always_masked=always_masked)
 
@@ -142,19 +148,32 @@ class ListKind(UpstreamKind):
             kind_of(part).trim(count)
 
     def row(self, index: int, *, is_own: bool = True) -> CacheList:
-        return CacheList(*(kind_of(part).row(index, is_own=is_own) for part in self.cache.caches))
+        return CacheList(
+            *(kind_of(part).row(index, is_own=is_own) for part in self.cache.caches)
+        )
 
     def saved(self, length: int) -> ListState:
-        return ListState(tuple(kind_of(part).saved(length) for part in self.cache.caches))
+        return ListState(
+            tuple(kind_of(part).saved(length) for part in self.cache.caches)
+        )
 
     def bytes_at(self, tokens: int, seen: int) -> int:
         return row_bytes(self.cache.caches, tokens, seen)
 
     def batched(self, placement: Placement, num_places: int) -> LayerCache:
-        return ListedCache(*(kind_of(part).batched(placement, num_places) for part in self.cache.caches))
+        return ListedCache(
+            *(
+                kind_of(part).batched(placement, num_places)
+                for part in self.cache.caches
+            )
+        )
 
     def full_parts(self) -> tuple[KVCache, ...]:
-        return tuple(full for part in self.cache.caches for full in kind_of(part).full_parts())
+        return tuple(
+            full for part in self.cache.caches for full in kind_of(part).full_parts()
+        )
 
     def with_full(self, change: Callable[[KVCache], Any]) -> CacheList:
-        return CacheList(*(kind_of(part).with_full(change) for part in self.cache.caches))
+        return CacheList(
+            *(kind_of(part).with_full(change) for part in self.cache.caches)
+        )

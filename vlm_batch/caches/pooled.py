@@ -22,8 +22,10 @@ class PoolCache(CacheKind):
     def __init__(self, ratio: int, *, overlaps: bool) -> None:
         self.ratio, self.overlaps = ratio, overlaps
         self.pooled: mx.array | None = None  # (1, P, D)
-        self.pieces: tuple[tuple[mx.array, mx.array], ...] = ()  # values and gates (1, L, W) of the open window
-        self.before: tuple[mx.array, ...] = ()  # value and gate (1, ratio, W) of the last full window, if they overlap
+        # values and gates (1, L, W) of the open window
+        self.pieces: tuple[tuple[mx.array, mx.array], ...] = ()
+        # value and gate (1, ratio, W) of the last full window, if they overlap
+        self.before: tuple[mx.array, ...] = ()
 
     @property
     def offset(self) -> int:
@@ -40,7 +42,9 @@ class PoolCache(CacheKind):
         full = length // self.ratio * self.ratio
         if not full:
             self.pieces = pieces
-            return tuple(mx.unflatten(part[:, :0], 1, (0, self.ratio)) for part in (value, gate))
+            return tuple(
+                mx.unflatten(part[:, :0], 1, (0, self.ratio)) for part in (value, gate)
+            )
         parts = _joined(pieces)
         rest = tuple(mx.contiguous(part[:, full:]) for part in parts)
         self.pieces = ((rest[0], rest[1]),) if full < length else ()
@@ -48,9 +52,12 @@ class PoolCache(CacheKind):
         if self.overlaps:
             if self.before:
                 windows = tuple(
-                    mx.concatenate([old, new], axis=1) for old, new in zip(self.before, windows, strict=True)
+                    mx.concatenate([old, new], axis=1)
+                    for old, new in zip(self.before, windows, strict=True)
                 )
-            self.before = tuple(mx.contiguous(part[:, -self.ratio :]) for part in windows)
+            self.before = tuple(
+                mx.contiguous(part[:, -self.ratio :]) for part in windows
+            )
         count = windows[0].shape[1] // self.ratio
         return tuple(mx.unflatten(part, 1, (count, self.ratio)) for part in windows)
 
@@ -60,7 +67,11 @@ class PoolCache(CacheKind):
         return _joined(self.pieces) if self.pieces else ()
 
     def append(self, pools: mx.array) -> None:
-        self.pooled = pools if self.pooled is None else mx.concatenate([self.pooled, pools], axis=1)
+        self.pooled = (
+            pools
+            if self.pooled is None
+            else mx.concatenate([self.pooled, pools], axis=1)
+        )
 
     def visible(self, length: int, offset: int) -> mx.array | None:
         """Return the mask (length, P) of pools whose windows ended by each token; None if all did."""
@@ -71,7 +82,11 @@ class PoolCache(CacheKind):
 
     @property
     def state(self) -> tuple[mx.array, ...]:
-        return (*(() if self.pooled is None else (self.pooled,)), *chain(*self.pieces), *self.before)
+        return (
+            *(() if self.pooled is None else (self.pooled,)),
+            *chain(*self.pieces),
+            *self.before,
+        )
 
     @property
     def nbytes(self) -> int:
@@ -79,11 +94,15 @@ class PoolCache(CacheKind):
 
     def bytes_at(self, tokens: int, seen: int) -> int:
         held = sum(array.nbytes for array in (*chain(*self.pieces), *self.before))
-        return held + (0 if self.pooled is None else self.pooled.nbytes * tokens // max(1, seen))
+        return held + (
+            0 if self.pooled is None else self.pooled.nbytes * tokens // max(1, seen)
+        )
 
     def saved(self, length: int) -> PoolState:
         pooled = None if self.pooled is None else own_array(self.pooled)
-        rest, before = (tuple(map(own_array, part)) for part in (self.rest, self.before))
+        rest, before = (
+            tuple(map(own_array, part)) for part in (self.rest, self.before)
+        )
         return PoolState(pooled, rest, before, self.ratio, self.overlaps, length)
 
 
@@ -112,4 +131,6 @@ class PoolState(LayerState):
 def _joined(pieces: Sequence[tuple[mx.array, mx.array]]) -> tuple[mx.array, ...]:
     if len(pieces) == 1:
         return pieces[0]
-    return tuple(mx.concatenate(list(part), axis=1) for part in zip(*pieces, strict=True))
+    return tuple(
+        mx.concatenate(list(part), axis=1) for part in zip(*pieces, strict=True)
+    )

@@ -54,11 +54,17 @@ class KVQuantisation:
 
     def __post_init__(self) -> None:
         if not isinstance(self.scheme, str) or self.scheme not in SCHEMES:
-            raise ValueError(f"scheme is {shown(self.scheme)}; it must be one of {', '.join(SCHEMES)}")
+            raise ValueError(
+                f"scheme is {shown(self.scheme)}; it must be one of {', '.join(SCHEMES)}"
+            )
         if isinstance(self.bits, bool) or not isinstance(self.bits, Real):
-            raise ValueError(f"kv_bits is {shown(self.bits)}; it must be a number of bits")
+            raise ValueError(
+                f"kv_bits is {shown(self.bits)}; it must be a number of bits"
+            )
         for name, least in (("group_size", 1), ("start", 0)):
-            object.__setattr__(self, name, whole_option(name, vars(self)[name], least=least))
+            object.__setattr__(
+                self, name, whole_option(name, vars(self)[name], least=least)
+            )
         if self.scheme == "turboquant":
             low, high = TURBO_BITS
             if not low <= self.bits <= high or self.bits * 2 != int(self.bits * 2):
@@ -67,14 +73,27 @@ class KVQuantisation:
                 )
             return
         if self.bits not in UNIFORM_BITS:
-            halves = "; 3.5 and other halves need scheme='turboquant'" if self.bits != int(self.bits) else ""
-            raise ValueError(f"kv_bits is {shown(self.bits)}; uniform quantisation takes {UNIFORM_BITS}{halves}")
+            halves = (
+                "; 3.5 and other halves need scheme='turboquant'"
+                if self.bits != int(self.bits)
+                else ""
+            )
+            raise ValueError(
+                f"kv_bits is {shown(self.bits)}; uniform quantisation takes {UNIFORM_BITS}{halves}"
+            )
         if self.group_size not in UNIFORM_GROUPS:
-            raise ValueError(f"group_size is {shown(self.group_size)}; it must be one of {UNIFORM_GROUPS}")
+            raise ValueError(
+                f"group_size is {shown(self.group_size)}; it must be one of {UNIFORM_GROUPS}"
+            )
 
     def caches(self, fresh: Sequence[Any]) -> list[Any]:
         """Replace the full-attention caches of a row."""
-        return [kind_of(cache).with_full(lambda _: LateCache(self) if self.start else self.empty()) for cache in fresh]
+        return [
+            kind_of(cache).with_full(
+                lambda _: LateCache(self) if self.start else self.empty()
+            )
+            for cache in fresh
+        ]
 
     def counts(self, fresh: Sequence[Any]) -> tuple[int, int]:
         """Return (quantised layers, all layers)."""
@@ -132,8 +151,12 @@ class LateCache(CacheKind):
     def state(self) -> Any:
         return self.inner.state
 
-    def make_mask(self, length: int, window_size: int | None = None, return_array: bool = False) -> Any:
-        return self.inner.make_mask(length, window_size=window_size, return_array=return_array)
+    def make_mask(
+        self, length: int, window_size: int | None = None, return_array: bool = False
+    ) -> Any:
+        return self.inner.make_mask(
+            length, window_size=window_size, return_array=return_array
+        )
 
     @property
     def nbytes(self) -> int:
@@ -141,7 +164,10 @@ class LateCache(CacheKind):
 
     def saved(self, length: int) -> LateState:
         how = self.how
-        return LateState(kind_of(self.inner).saved(length), (how.bits, how.group_size, how.scheme, how.start))
+        return LateState(
+            kind_of(self.inner).saved(length),
+            (how.bits, how.group_size, how.scheme, how.start),
+        )
 
 
 @filed
@@ -166,5 +192,11 @@ class LateState(LayerState):
 
 def settings_of(kv: KVQuantisation | None) -> dict[str, str]:
     """Return settings that a saved row must share with its batcher."""
-    values = ("None",) * 4 if kv is None else (f"{kv.bits:g}", str(kv.group_size), kv.scheme, str(kv.start))
-    return dict(zip(("kv_bits", "kv_group_size", "kv_scheme", "kv_start"), values, strict=True))
+    values = (
+        ("None",) * 4
+        if kv is None
+        else (f"{kv.bits:g}", str(kv.group_size), kv.scheme, str(kv.start))
+    )
+    return dict(
+        zip(("kv_bits", "kv_group_size", "kv_scheme", "kv_start"), values, strict=True)
+    )

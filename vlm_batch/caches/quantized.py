@@ -54,7 +54,9 @@ class QuantizedStates(NamedTuple):
     def dequantized(self) -> mx.array:
         packed, scales, biases = (mx.contiguous(part) for part in self.parts)
         group_size, bits, depth = self.layout
-        return mx.dequantize(packed, scales, biases, group_size=group_size, bits=bits)[..., :depth]
+        return mx.dequantize(packed, scales, biases, group_size=group_size, bits=bits)[
+            ..., :depth
+        ]
 
 
 class SlabStates(NamedTuple):
@@ -80,10 +82,15 @@ class SlabStates(NamedTuple):
         return (self.packed, self.scales, self.biases)
 
     def cut(self) -> QuantizedStates:
-        return of_parts([part[:, self.first : self.first + self.heads] for part in self.parts], self.layout)
+        return of_parts(
+            [part[:, self.first : self.first + self.heads] for part in self.parts],
+            self.layout,
+        )
 
 
-def of_slab(parts: Sequence[mx.array], layout: Layout, first: int, heads: int) -> SlabStates:
+def of_slab(
+    parts: Sequence[mx.array], layout: Layout, first: int, heads: int
+) -> SlabStates:
     packed, scales, biases = parts
     return SlabStates(packed, scales, biases, layout, first, heads)
 
@@ -93,7 +100,9 @@ def unpacked(keys: SlabStates, values: SlabStates) -> tuple[mx.array, mx.array]:
     if keys.packed is not values.packed:
         return keys.cut().dequantized(), values.cut().dequantized()
     both = of_parts(keys.parts, keys.layout).dequantized()
-    found_k, found_v = (both[:, one.first : one.first + one.heads] for one in (keys, values))
+    found_k, found_v = (
+        both[:, one.first : one.first + one.heads] for one in (keys, values)
+    )
     return found_k, found_v
 
 
@@ -105,12 +114,19 @@ def of_parts(parts: Sequence[mx.array], layout: Layout) -> QuantizedStates:
 def quantize(array: mx.array, group_size: int, bits: int) -> QuantizedStates:
     """Quantise (B, H, L, D) along D."""
     layout = Layout(group_size, bits, array.shape[-1])
-    return of_parts(mx.quantize(_filled(array, group_size), group_size=group_size, bits=bits), layout)
+    return of_parts(
+        mx.quantize(_filled(array, group_size), group_size=group_size, bits=bits),
+        layout,
+    )
 
 
 def _filled(array: mx.array, group_size: int) -> mx.array:
     missing = -array.shape[-1] % group_size
-    return mx.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, missing)]) if missing else array
+    return (
+        mx.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, missing)])
+        if missing
+        else array
+    )
 
 
 class QuantizedCache(CacheKind):
@@ -122,11 +138,14 @@ class QuantizedCache(CacheKind):
     def __init__(self, group_size: int, bits: int) -> None:
         self.group_size = group_size
         self.bits = bits
-        self.keys: QuantizedStates | None = None  # (1, H, capacity, D), or several rows of one length
+        # (1, H, capacity, D), or several rows of one length
+        self.keys: QuantizedStates | None = None
         self.values: QuantizedStates | None = None
         self.offset = 0
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[QuantizedStates, QuantizedStates]:
+    def update_and_fetch(
+        self, keys: mx.array, values: mx.array
+    ) -> tuple[QuantizedStates, QuantizedStates]:
         end = self.offset + keys.shape[2]
         self.keys, self.values = (
             _append(held, quantize(new, self.group_size, self.bits), self.offset)
@@ -138,11 +157,18 @@ class QuantizedCache(CacheKind):
     @property
     def state(self) -> tuple[QuantizedStates, QuantizedStates]:
         assert self.keys is not None and self.values is not None
-        keys, values = (held.map(lambda part: part[:, :, : self.offset]) for held in (self.keys, self.values))
+        keys, values = (
+            held.map(lambda part: part[:, :, : self.offset])
+            for held in (self.keys, self.values)
+        )
         return keys, values
 
-    def make_mask(self, length: int, window_size: int | None = None, return_array: bool = False) -> Any:
-        return create_attention_mask(length, self.offset, return_array=return_array, window_size=window_size)
+    def make_mask(
+        self, length: int, window_size: int | None = None, return_array: bool = False
+    ) -> Any:
+        return create_attention_mask(
+            length, self.offset, return_array=return_array, window_size=window_size
+        )
 
     def most_positions(self, *, is_fixed: bool) -> int:
         return NO_LIMIT
@@ -151,7 +177,8 @@ class QuantizedCache(CacheKind):
         self.offset -= count
 
     def row(self, index: int, *, is_own: bool = True) -> QuantizedCache:
-        taken, cut = QuantizedCache(self.group_size, self.bits), row_of(index, is_own=is_own)
+        taken = QuantizedCache(self.group_size, self.bits)
+        cut = row_of(index, is_own=is_own)
         assert self.keys is not None and self.values is not None
         taken.keys, taken.values = self.keys.map(cut), self.values.map(cut)
         taken.offset = self.offset
@@ -159,15 +186,24 @@ class QuantizedCache(CacheKind):
 
     @property
     def nbytes(self) -> int:
-        return sum(part.nbytes for held in (self.keys, self.values) if held is not None for part in held.parts)
+        return sum(
+            part.nbytes
+            for held in (self.keys, self.values)
+            if held is not None
+            for part in held.parts
+        )
 
     def bytes_at(self, tokens: int, seen: int) -> int:
         return super().bytes_at(round_up(tokens, STEP), seen)
 
     def saved(self, length: int) -> QuantizedState:
-        keys, values = (tuple(own_array(part) for part in states.parts) for states in self.state)
+        keys, values = (
+            tuple(own_array(part) for part in states.parts) for states in self.state
+        )
         depths = tuple(states.layout.depth for states in self.state)
-        return QuantizedState(keys, values, self.group_size, self.bits, (depths[0], depths[1]))
+        return QuantizedState(
+            keys, values, self.group_size, self.bits, (depths[0], depths[1])
+        )
 
     def batched(self, placement: Placement, num_places: int) -> LayerCache:
         if placement is Placement.SLAB:
@@ -193,7 +229,10 @@ class QuantizedState(LayerState):
     def restore(self, length: int) -> QuantizedCache:
         cache = QuantizedCache(self.group_size, self.bits)
         cache.keys, cache.values = (
-            of_parts([part[:, :, :length] for part in parts], Layout(self.group_size, self.bits, depth))
+            of_parts(
+                [part[:, :, :length] for part in parts],
+                Layout(self.group_size, self.bits, depth),
+            )
             for parts, depth in zip((self.keys, self.values), self.depths, strict=True)
         )
         cache.offset = length
@@ -215,20 +254,31 @@ def attend_quantized(
     batch, heads, length, _ = queries.shape
     if length > 1:
         plain = (states.dequantized() for states in (keys, values))
-        return mx.fast.scaled_dot_product_attention(queries, *plain, scale=scale, mask=mask, sinks=sinks)
+        return mx.fast.scaled_dot_product_attention(
+            queries, *plain, scale=scale, mask=mask, sinks=sinks
+        )
     groups = keys.shape[1]
     group_size, bits, _ = keys.layout
     product = partial(mx.quantized_matmul, group_size=group_size, bits=bits)
-    if device() is Device.CUDA:  # MLX 0.32 has no product of strided columns (supports_qmm_naive)
+    # MLX 0.32 has no product of strided columns (supports_qmm_naive)
+    if device() is Device.CUDA:
         keys, values = (states.map(mx.contiguous) for states in (keys, values))
     # heads that share keys become rows
-    grouped = _filled(queries * scale, group_size).reshape(batch, groups, heads // groups, -1)
+    grouped = _filled(queries * scale, group_size).reshape(
+        batch, groups, heads // groups, -1
+    )
     scores = product(grouped, *keys.parts, transpose=True)  # (B, G, H / G, K)
     if isinstance(mask, mx.array):  # "causal" hides nothing from the last query
         by_group = _by_group(mask, groups, heads)
-        scores = mx.where(by_group, scores, -mx.inf) if mask.dtype == mx.bool_ else scores + by_group
+        scores = (
+            mx.where(by_group, scores, -mx.inf)
+            if mask.dtype == mx.bool_
+            else scores + by_group
+        )
     if sinks is not None:
-        column = mx.broadcast_to(sinks.reshape(1, groups, heads // groups, 1), (*scores.shape[:3], 1))
+        column = mx.broadcast_to(
+            sinks.reshape(1, groups, heads // groups, 1), (*scores.shape[:3], 1)
+        )
         scores = mx.concatenate([scores, column.astype(scores.dtype)], axis=-1)
     weights = mx.softmax(scores, axis=-1, precise=True)
     if sinks is not None:
@@ -244,7 +294,9 @@ def _by_group(mask: mx.array, groups: int, heads: int) -> mx.array:
     return mask.reshape(mask.shape[0], groups, heads // groups, mask.shape[3])
 
 
-def _append(held: QuantizedStates | None, new: QuantizedStates, at: int) -> QuantizedStates:
+def _append(
+    held: QuantizedStates | None, new: QuantizedStates, at: int
+) -> QuantizedStates:
     """Write ``new`` behind ``at`` columns, growing the array."""
     end = at + new.shape[2]
     if held is None or end > held.packed.shape[2]:
@@ -270,14 +322,18 @@ class QuantizedSlabCache(SlabCache):
     SlabStates or arrays, which live for one layer's attention.
     """
 
-    keys: Any  # parts of QuantizedStates, with the values' heads last if stacked; or None
+    # parts of QuantizedStates, with the values' heads last if stacked; or None
+    keys: Any
     values: Any  # parts likewise, () if stacked; or None
 
-    def __init__(self, num_places: int, group_size: int, bits: int, *, few_bits: str = PACKED) -> None:
+    def __init__(
+        self, num_places: int, group_size: int, bits: int, *, few_bits: str = PACKED
+    ) -> None:
         super().__init__(num_places)
         self.few_bits = few_bits
         self._group_size = group_size
-        self._num_bits = bits  # not ``bits``, by which mlx-vlm recognises caches that return packed numbers
+        # not ``bits``, by which mlx-vlm recognises caches that return packed numbers
+        self._num_bits = bits
         self._heads = (0, 0)  # of keys, of values
         self._layouts: list[Layout] = []
         #: (heads, width, dtype) of every part of every slab.
@@ -285,10 +341,16 @@ class QuantizedSlabCache(SlabCache):
 
     def put(self, place: int, cache: QuantizedCache) -> None:
         length, states = cache.offset, cache.state
-        self._layouts, self._heads = [one.layout for one in states], (states[0].shape[1], states[1].shape[1])
-        self._parts = [[(one.shape[1], part.shape[3], part.dtype) for part in one.parts] for one in states]
+        self._layouts = [one.layout for one in states]
+        self._heads = (states[0].shape[1], states[1].shape[1])
+        self._parts = [
+            [(one.shape[1], part.shape[3], part.dtype) for part in one.parts]
+            for one in states
+        ]
         if self._is_stacked:
-            self._parts = [[(sum(self._heads), width, dtype) for _, width, dtype in self._parts[0]]]
+            self._parts = [
+                [(sum(self._heads), width, dtype) for _, width, dtype in self._parts[0]]
+            ]
         self._reserve_parts(length + 1)
         self._left[place] = max(self._left[place], length, self.ahead)
         for (slabs, heads), one in zip(self._halves(), states, strict=True):
@@ -301,19 +363,36 @@ class QuantizedSlabCache(SlabCache):
         cache = QuantizedCache(self._group_size, self._num_bits)
         cache.offset = self._lengths[place]
         cache.keys, cache.values = (
-            of_parts([own_array(slab[place : place + 1, heads, : cache.offset]) for slab in slabs], layout)
-            for (slabs, heads), layout in zip(self._halves(), self._layouts, strict=True)
+            of_parts(
+                [
+                    own_array(slab[place : place + 1, heads, : cache.offset])
+                    for slab in slabs
+                ],
+                layout,
+            )
+            for (slabs, heads), layout in zip(
+                self._halves(), self._layouts, strict=True
+            )
         )
         return cache
 
     def append(self, keys: mx.array, values: mx.array) -> None:
-        stacks = [mx.concatenate([keys, values], axis=1)] if self._is_stacked else [keys, values]
+        stacks = (
+            [mx.concatenate([keys, values], axis=1)]
+            if self._is_stacked
+            else [keys, values]
+        )
         count = keys.shape[2]
-        new = [quantize(stack, self._group_size, self._num_bits).parts for stack in stacks]
+        new = [
+            quantize(stack, self._group_size, self._num_bits).parts for stack in stacks
+        ]
         self._reserve_parts(self._columns(count))
         at, self.ahead = columns_at(self._positions(), count), max(self.ahead, count)
         written = [
-            tuple(put_columns(slab, at, part) for slab, part in zip(slabs, parts, strict=True))
+            tuple(
+                put_columns(slab, at, part)
+                for slab, part in zip(slabs, parts, strict=True)
+            )
             for slabs, parts in zip((self.keys, self.values), new, strict=False)
         ]
         self.keys, self.values = written if len(written) == 2 else (written[0], ())
@@ -328,7 +407,12 @@ class QuantizedSlabCache(SlabCache):
         return (tuple(part.shape for part in self.arrays()), self.keys[1].dtype)
 
     def arrays(self) -> list[mx.array]:
-        return [part for slabs in (self.keys, self.values) if slabs is not None for part in slabs]
+        return [
+            part
+            for slabs in (self.keys, self.values)
+            if slabs is not None
+            for part in slabs
+        ]
 
     @property
     def _is_stacked(self) -> bool:
@@ -339,7 +423,10 @@ class QuantizedSlabCache(SlabCache):
         """(slabs, heads) of keys and of values."""
         if not self._is_stacked:
             return [(self.keys, slice(None)), (self.values, slice(None))]
-        return [(self.keys, slice(self._heads[0])), (self.keys, slice(self._heads[0], None))]
+        return [
+            (self.keys, slice(self._heads[0])),
+            (self.keys, slice(self._heads[0], None)),
+        ]
 
     @property
     def state(self) -> Any:
@@ -347,15 +434,23 @@ class QuantizedSlabCache(SlabCache):
         firsts = (0, self._heads[0] if self._is_stacked else 0)
         keys, values = (
             of_slab(parts, layout, first, heads)
-            for parts, layout, first, heads in zip(slabs, self._layouts, firsts, self._heads, strict=True)
+            for parts, layout, first, heads in zip(
+                slabs, self._layouts, firsts, self._heads, strict=True
+            )
         )
         if self.few_bits == KERNEL:
             return keys, values
-        return unpacked(keys, values) if self.few_bits == UNPACKED else (keys.cut(), values.cut())
+        return (
+            unpacked(keys, values)
+            if self.few_bits == UNPACKED
+            else (keys.cut(), values.cut())
+        )
 
     def _change(self, change: Callable[[mx.array], mx.array]) -> None:
         if self.keys is not None:
-            self.keys, self.values = (tuple(map(change, slabs)) for slabs in (self.keys, self.values))
+            self.keys, self.values = (
+                tuple(map(change, slabs)) for slabs in (self.keys, self.values)
+            )
 
     def _reserve_parts(self, tokens: int) -> None:
         if tokens <= self.capacity:
@@ -364,6 +459,13 @@ class QuantizedSlabCache(SlabCache):
         slabs_grown: list[tuple[mx.array, ...]] = []
         for slabs, parts in zip((self.keys, self.values), self._parts, strict=False):
             old = slabs or (None,) * len(parts)
-            shapes = [((places, heads, capacity, width), dtype) for heads, width, dtype in parts]
-            slabs_grown.append(tuple(widened(o, *shape) for o, shape in zip(old, shapes, strict=True)))
-        self.keys, self.values = slabs_grown if len(slabs_grown) == 2 else (slabs_grown[0], ())
+            shapes = [
+                ((places, heads, capacity, width), dtype)
+                for heads, width, dtype in parts
+            ]
+            slabs_grown.append(
+                tuple(widened(o, *shape) for o, shape in zip(old, shapes, strict=True))
+            )
+        self.keys, self.values = (
+            slabs_grown if len(slabs_grown) == 2 else (slabs_grown[0], ())
+        )

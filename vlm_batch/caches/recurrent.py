@@ -37,11 +37,14 @@ class RecurrentCache(LayerCache, ArraysCache):
 
     def __init__(self) -> None:
         self._states: list[Any] = []
-        self._later: dict[int, list[Source]] = {}  # by place: the states after its second, third ... position
-        self._kept: dict[int, Source] = {}  # by place: the state that replaces the one in ``_states``
+        # by place: the states after its second, third ... position
+        self._later: dict[int, list[Source]] = {}
+        # by place: the state that replaces the one in ``_states``
+        self._kept: dict[int, Source] = {}
         super().__init__(0)
         self._num_places = 0
-        self._unfilled: set[tuple[int, int]] = set()  # (slot, place) with zeros for an unused slot
+        # (slot, place) with zeros for an unused slot
+        self._unfilled: set[tuple[int, int]] = set()
 
     @property
     def cache(self) -> list[Any]:
@@ -50,7 +53,10 @@ class RecurrentCache(LayerCache, ArraysCache):
             self._states = [
                 None
                 if states is None
-                else _replaced(states, {place: (one[0][slot], one[1]) for place, one in kept.items()})
+                else _replaced(
+                    states,
+                    {place: (one[0][slot], one[1]) for place, one in kept.items()},
+                )
                 for slot, states in enumerate(self._states)
             ]
         return self._states
@@ -84,23 +90,32 @@ class RecurrentCache(LayerCache, ArraysCache):
         return self.cache[slot]
 
     def __setitem__(self, slot: int, states: Any) -> None:
-        self._unfilled = {(other, place) for other, place in self._unfilled if other != slot}
+        self._unfilled = {
+            (other, place) for other, place in self._unfilled if other != slot
+        }
         super().__setitem__(slot, states)
 
     def put(self, place: int, cache: ArraysCache) -> None:
         """Copy a row's states (1, ...) to a place; empty slots become zeros."""
         self._forget(place)
         slots = self.cache or [None] * len(cache.cache)
-        self._unfilled = {(slot, other) for slot, other in self._unfilled if other != place}
-        self._unfilled |= {(slot, place) for slot, row in enumerate(cache.cache) if row is None}
+        self._unfilled = {
+            (slot, other) for slot, other in self._unfilled if other != place
+        }
+        self._unfilled |= {
+            (slot, place) for slot, row in enumerate(cache.cache) if row is None
+        }
         self.cache = [
-            _put(states, place, row, self._num_places) for states, row in zip(slots, cache.cache, strict=True)
+            _put(states, place, row, self._num_places)
+            for states, row in zip(slots, cache.cache, strict=True)
         ]
 
     def extract(self, place: int) -> ArraysCache:
         cache = ArraysCache(len(self.cache))
         cache.cache = [
-            None if states is None or (slot, place) in self._unfilled else mx.contiguous(states[place : place + 1])
+            None
+            if states is None or (slot, place) in self._unfilled
+            else mx.contiguous(states[place : place + 1])
             for slot, states in enumerate(self.cache)
         ]
         return cache
@@ -113,20 +128,30 @@ class RecurrentCache(LayerCache, ArraysCache):
         """Keep these places, in their order, copied once."""
         states, at = self.cache, mx.array(places)  # with what they keep
         now = {before: place for place, before in enumerate(places)}
-        self._later = {now[before]: later for before, later in self._later.items() if before in now}
-        self._unfilled = {(slot, now[before]) for slot, before in self._unfilled if before in now}
+        self._later = {
+            now[before]: later for before, later in self._later.items() if before in now
+        }
+        self._unfilled = {
+            (slot, now[before]) for slot, before in self._unfilled if before in now
+        }
         self._num_places = len(places)
-        self.cache = [None if one is None else mx.take(one, at, axis=0) for one in states]
+        self.cache = [
+            None if one is None else mx.take(one, at, axis=0) for one in states
+        ]
 
     def resize(self, num_places: int) -> None:
         for place in range(num_places, self._num_places):
             self._forget(place)
         self._num_places = num_places
-        self.cache = [None if states is None else _fit(states, num_places) for states in self.cache]
+        self.cache = [
+            None if states is None else _fit(states, num_places)
+            for states in self.cache
+        ]
 
     @property
     def nbytes(self) -> int:
-        return sum(states.nbytes for states in self._states if states is not None)  # another thread may ask
+        # another thread may ask
+        return sum(states.nbytes for states in self._states if states is not None)
 
     def arrays(self) -> list[mx.array]:
         return [states for states in self.cache if states is not None]
@@ -134,12 +159,17 @@ class RecurrentCache(LayerCache, ArraysCache):
     # A compiled step ----------------------------------------------------------------------------------------------------
 
     def graph_key(self) -> tuple[Any, ...]:
-        return tuple(None if states is None else (states.shape, states.dtype) for states in self.cache)
+        return tuple(
+            None if states is None else (states.shape, states.dtype)
+            for states in self.cache
+        )
 
     def step_inputs(self, *, is_added: bool) -> tuple[mx.array, ...]:
         return ()
 
-    def trace(self, slots: Sequence[Sequence[mx.array]], made: Sequence[mx.array]) -> None:
+    def trace(
+        self, slots: Sequence[Sequence[mx.array]], made: Sequence[mx.array]
+    ) -> None:
         """Work on placeholders until the next ``give``."""
         self.take(slots, 0)
 
@@ -153,7 +183,11 @@ class RecurrentCache(LayerCache, ArraysCache):
     def take(self, slots: Sequence[Sequence[mx.array]], count: int) -> None:
         """Take states back after a step of ``count`` tokens for every place."""
         self.cache = [one[0] if one else None for one in slots]
-        self._unfilled = {(slot, place) for slot, place in self._unfilled if not (count and slots[slot])}
+        self._unfilled = {
+            (slot, place)
+            for slot, place in self._unfilled
+            if not (count and slots[slot])
+        }
 
 
 @dataclass(frozen=True)
@@ -181,12 +215,31 @@ class Steps:
         last, steps, at = begins[-1] - 1, list[Step](), dict[tuple[int, int], int]()
         there: tuple[int, ...] = tuple(range(len(counts)))
         for ahead in range(max(counts)):
-            places = tuple(place for place, count in enumerate(counts) if is_fixed or not ahead or count > ahead)
-            rows = [min(max(0, begins[place] + min(ahead, counts[place] - 1)), last) for place in places]
-            steps.append(Step(places, index_of(rows), index_of([there.index(place) for place in places], len(there))))
-            at |= {(place, ahead): len(at) + index for index, place in enumerate(places)}
+            places = tuple(
+                place
+                for place, count in enumerate(counts)
+                if is_fixed or not ahead or count > ahead
+            )
+            rows = [
+                min(max(0, begins[place] + min(ahead, counts[place] - 1)), last)
+                for place in places
+            ]
+            steps.append(
+                Step(
+                    places,
+                    index_of(rows),
+                    index_of([there.index(place) for place in places], len(there)),
+                )
+            )
+            at |= {
+                (place, ahead): len(at) + index for index, place in enumerate(places)
+            }
             there = places
-        order = [at[place, ahead] for place, count in enumerate(counts) for ahead in range(count)]
+        order = [
+            at[place, ahead]
+            for place, count in enumerate(counts)
+            for ahead in range(count)
+        ]
         return cls(tuple(steps), len(order), index_of(order, len(at)))
 
 
@@ -206,7 +259,9 @@ class DraftedRecurrent(ArraysCache):
         self.steps = Steps.of(self._counts, is_fixed=layer.always_masked)
         #: By slot: its states before the first step, and after each that has run.
         self._slots: list[list[mx.array | None]] = [[states] for states in layer.cache]
-        self._later: list[list[mx.array | None]] = [[None] * len(self._slots) for _ in self.steps.each[1:]]
+        self._later: list[list[mx.array | None]] = [
+            [None] * len(self._slots) for _ in self.steps.each[1:]
+        ]
         later: dict[int, list[Source]] = {}
         for slots, step in zip(self._later, self.steps.each[1:], strict=True):
             for row, place in enumerate(step.places):
@@ -215,8 +270,15 @@ class DraftedRecurrent(ArraysCache):
 
     def square(self) -> Square | None:
         """Return how one call may run all positions, or None."""
-        wide = len(self._counts) * max(self._counts) <= MOST_PADDED * sum(self._counts) and min(self._counts) > 0
-        if self._layer.always_masked or not wide or any(slot[0] is None for slot in self._slots):
+        wide = (
+            len(self._counts) * max(self._counts) <= MOST_PADDED * sum(self._counts)
+            and min(self._counts) > 0
+        )
+        if (
+            self._layer.always_masked
+            or not wide
+            or any(slot[0] is None for slot in self._slots)
+        ):
             return None
         return Square.of(self._counts)
 
@@ -232,7 +294,8 @@ class DraftedRecurrent(ArraysCache):
         for slot, one in enumerate(states):
             self._layer[slot] = one.position(0)
         later: dict[int, list[Source]] = {
-            place: [(Slots(states, ahead), place) for ahead in range(1, of)] for place, of in enumerate(self._counts)
+            place: [(Slots(states, ahead), place) for ahead in range(1, of)]
+            for place, of in enumerate(self._counts)
         }
         self._layer.draft(later)
 
@@ -284,16 +347,22 @@ class Slots(Sequence[mx.array | None]):
         return len(self.states)
 
 
-def _replaced(states: mx.array, kept: Mapping[int, tuple[mx.array | None, int]]) -> mx.array:
+def _replaced(
+    states: mx.array, kept: Mapping[int, tuple[mx.array | None, int]]
+) -> mx.array:
     """Return states (B, ...), some places from other arrays' rows."""
     parts: list[mx.array] = []
     for place in range(states.shape[0]):
         array, row = kept.get(place, (None, 0))
-        parts.append(states[place : place + 1] if array is None else array[row : row + 1])
+        parts.append(
+            states[place : place + 1] if array is None else array[row : row + 1]
+        )
     return parts[0] if len(parts) == 1 else mx.concatenate(parts)
 
 
-def _put(states: mx.array | None, place: int, row: mx.array | None, num_places: int) -> mx.array | None:
+def _put(
+    states: mx.array | None, place: int, row: mx.array | None, num_places: int
+) -> mx.array | None:
     if states is None and row is None:
         return None
     if row is None:
@@ -340,7 +409,12 @@ class RecurrentKind(UpstreamKind):
         return taken
 
     def saved(self, length: int) -> RecurrentState:
-        return RecurrentState(tuple(None if slot is None else own_array(slot) for slot in self.cache.cache), length)
+        return RecurrentState(
+            tuple(
+                None if slot is None else own_array(slot) for slot in self.cache.cache
+            ),
+            length,
+        )
 
     def bytes_at(self, tokens: int, seen: int) -> int:
         return sum(slot.nbytes for slot in self.cache.cache if slot is not None)
@@ -367,7 +441,9 @@ def masked(caches: Sequence[Any]) -> list[Any]:
     for cache in caches:
         if isinstance(cache, CacheList):
             cache.caches = tuple(masked(cache.caches))
-        found.append(MaskedStates(len(cache.cache)) if type(cache) is ArraysCache else cache)
+        found.append(
+            MaskedStates(len(cache.cache)) if type(cache) is ArraysCache else cache
+        )
     return found
 
 

@@ -23,7 +23,9 @@ class RetainedPromptCache(CacheKind, KVCache):
     def end_prompt(self) -> None:
         self.prompt = self.offset
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array | None, mx.array | None]:
+    def update_and_fetch(
+        self, keys: mx.array, values: mx.array
+    ) -> tuple[mx.array | None, mx.array | None]:
         if self.prompt is None or self.offset < self.prompt + self.window:
             return super().update_and_fetch(keys, values)
         place = self.prompt + (self.offset - self.prompt) % self.window
@@ -36,7 +38,11 @@ class RetainedPromptCache(CacheKind, KVCache):
     def state(self) -> tuple[mx.array | None, mx.array | None]:
         if self.keys is None:
             return None, None
-        kept = self.offset if self.prompt is None else min(self.offset, self.prompt + self.window)
+        kept = (
+            self.offset
+            if self.prompt is None
+            else min(self.offset, self.prompt + self.window)
+        )
         return self.keys[..., :kept, :], self.values[..., :kept, :]
 
     def saved(self, length: int) -> LayerState:
@@ -60,5 +66,7 @@ class RetainedState(LayerState):
 
     def restore(self, length: int) -> RetainedPromptCache:
         cache = RetainedPromptCache(self.window)
-        cache.keys, cache.values, cache.offset = self.keys[:, :, :length], self.values[:, :, :length], length
+        cache.keys = self.keys[:, :, :length]
+        cache.values = self.values[:, :, :length]
+        cache.offset = length
         return cache

@@ -39,7 +39,9 @@ class Run:
     @property
     def is_ahead(self) -> bool:
         """Whether the places are positions of one row."""
-        return isinstance(self.state, mx.array) and len(self.state) < self.end - self.first
+        return (
+            isinstance(self.state, mx.array) and len(self.state) < self.end - self.first
+        )
 
     def apart(self) -> list[Run]:
         """Return a run for each place."""
@@ -49,8 +51,15 @@ class Run:
             length = whole.shape[2] - count + 1
             states = [whole[:, :, : length + at] for at in range(count)]
         else:
-            states = [whole] if count == 1 or whole is None else list(mx.split(whole, len(whole)))
-        return [Run(self.first + at, self.first + at + 1, state, self.cache) for at, state in enumerate(states)]
+            states = (
+                [whole]
+                if count == 1 or whole is None
+                else list(mx.split(whole, len(whole)))
+            )
+        return [
+            Run(self.first + at, self.first + at + 1, state, self.cache)
+            for at, state in enumerate(states)
+        ]
 
 
 @dataclass(frozen=True)
@@ -63,7 +72,12 @@ class RowStates:
     def shape(self) -> tuple[int, int, int, int]:
         """(B, H, longest L, D)"""
         shapes = [run.state.shape for run in self.runs if run.state is not None]
-        return (self.runs[-1].end, shapes[0][1], max(shape[2] for shape in shapes), shapes[0][3])
+        return (
+            self.runs[-1].end,
+            shapes[0][1],
+            max(shape[2] for shape in shapes),
+            shapes[0][3],
+        )
 
     def apart(self) -> list[Run]:
         """Return a run for each place."""
@@ -107,9 +121,12 @@ def attend_rows(
             count, length = run.end - run.first, run.state.shape[2]
             own = mx.arange(length) <= mx.arange(length - count, length)[:, None]
             of_rows = of_rows.swapaxes(0, 2)
-        found = attention(of_rows, run.state, other.state, run.cache, scale=scale, mask=own, **extra)
+        found = attention(
+            of_rows, run.state, other.state, run.cache, scale=scale, mask=own, **extra
+        )
         outputs.append(found.swapaxes(0, 2) if run.is_ahead else found)
-    like = next((output[:1] for output in outputs if output is not None), queries[:1])  # values may have another width
+    # values may have another width
+    like = next((output[:1] for output in outputs if output is not None), queries[:1])
     filled = [mx.zeros_like(like) if output is None else output for output in outputs]
     return filled[0] if len(filled) == 1 else mx.concatenate(filled, axis=0)
 
@@ -162,38 +179,54 @@ class RowsCache(LayerCache):
         """The longest row, as mlx-vlm names it."""
         return max(self.lengths, default=0)
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[RowStates, RowStates]:
+    def update_and_fetch(
+        self, keys: mx.array, values: mx.array
+    ) -> tuple[RowStates, RowStates]:
         self.settle_new()
-        return self._states(lambda cache, first, end: cache.update_and_fetch(keys[first:end], values[first:end]))
+        return self._states(
+            lambda cache, first, end: cache.update_and_fetch(
+                keys[first:end], values[first:end]
+            )
+        )
 
     def settle_new(self) -> None:
         """Stack neighbours of one length that were put since the last token."""
         if len(self._new) > 1 and not self.always_masked:
-            kinds = [_kind(cache) if cache in self._new else None for cache in self.places]
+            kinds = [
+                _kind(cache) if cache in self._new else None for cache in self.places
+            ]
             for kind, run in groupby(range(len(kinds)), key=lambda place: kinds[place]):
                 places = list(run)
                 if kind is not None and len(places) > 1:
                     first, end = places[0], places[-1] + 1
-                    self.places[first:end] = [_stacked(self.places[first:end])] * len(places)
+                    self.places[first:end] = [_stacked(self.places[first:end])] * len(
+                        places
+                    )
         self._new.clear()
 
     def separate(self, place: int) -> None:
         """Unstack the row at a place."""
         first, end = self._run_of(place)
         if end - first > 1:
-            self.places[first:end] = [one_of(self.places[place], index) for index in range(end - first)]
+            self.places[first:end] = [
+                one_of(self.places[place], index) for index in range(end - first)
+            ]
 
     @property
     def state(self) -> tuple[RowStates, RowStates]:
         """All keys and values, for layers that share them."""
         return self._states(lambda cache, first, end: cache.state)
 
-    def make_mask(self, length: int, window_size: int | None = None, return_array: bool = False) -> RowMasks | None:
+    def make_mask(
+        self, length: int, window_size: int | None = None, return_array: bool = False
+    ) -> RowMasks | None:
         """Return the rows' masks for one token; None if no row needs one."""
         if length != 1:
             raise ValueError(f"a batch decodes one token a row, not {length}")
         masks = tuple(
-            None if cache is None else cache.make_mask(1, window_size=window_size, return_array=False)
+            None
+            if cache is None
+            else cache.make_mask(1, window_size=window_size, return_array=False)
             for cache in self.places
         )
         return None if all(mask is None for mask in masks) else RowMasks(masks)
@@ -203,11 +236,14 @@ class RowsCache(LayerCache):
         return sum(cache_nbytes(cache) for _, _, cache in self.runs())
 
     def arrays(self) -> list[mx.array]:
-        return arrays_of([cache.state for _, _, cache in self.runs() if cache is not None])
+        return arrays_of(
+            [cache.state for _, _, cache in self.runs() if cache is not None]
+        )
 
     def runs(self) -> Iterator[tuple[int, int, Any]]:
         """Yield each row's, stack's or empty place's (first, end, cache)."""
-        places, first = tuple(self.places), 0  # another thread may read while rows leave
+        # another thread may read while rows leave
+        places, first = tuple(self.places), 0
         for end in range(1, len(places) + 1):
             cache = places[first]
             if end == len(places) or cache is None or places[end] is not cache:
@@ -217,7 +253,10 @@ class RowsCache(LayerCache):
     @property
     def most_positions(self) -> int:  # type: ignore[override]
         held = [kind_of(cache) for _, _, cache in self.runs() if cache is not None]
-        return min((kind.most_positions(is_fixed=self.always_masked) for kind in held), default=1)
+        return min(
+            (kind.most_positions(is_fixed=self.always_masked) for kind in held),
+            default=1,
+        )
 
     def drafted(self, counts: Sequence[int]) -> DraftedRows:
         return DraftedRows(self, counts)
@@ -227,15 +266,23 @@ class RowsCache(LayerCache):
             kind_of(self.places[place]).keep(kept, of)
 
     def _run_of(self, place: int) -> tuple[int, int]:
-        return next((first, end) for first, end, _ in self.runs() if first <= place < end)
+        return next(
+            (first, end) for first, end, _ in self.runs() if first <= place < end
+        )
 
-    def _states(self, state: Callable[[Any, int, int], tuple[Any, Any]]) -> tuple[RowStates, RowStates]:
+    def _states(
+        self, state: Callable[[Any, int, int], tuple[Any, Any]]
+    ) -> tuple[RowStates, RowStates]:
         runs = list(self.runs())
-        states = [(None, None) if cache is None else state(cache, first, end) for first, end, cache in runs]
+        states = [
+            (None, None) if cache is None else state(cache, first, end)
+            for first, end, cache in runs
+        ]
         keys, values = (
             RowStates(
                 tuple(
-                    Run(first, end, held[half], cache) for (first, end, cache), held in zip(runs, states, strict=True)
+                    Run(first, end, held[half], cache)
+                    for (first, end, cache), held in zip(runs, states, strict=True)
                 )
             )
             for half in (0, 1)
@@ -256,9 +303,15 @@ class DraftedRows(RowsCache):
         self.always_masked = layer.always_masked
         self._layer, self._counts = layer, tuple(counts)
         self._ends = [0, *accumulate(counts)]
-        self.places = [cache for cache, count in zip(layer.places, counts, strict=True) for _ in range(count)]
+        self.places = [
+            cache
+            for cache, count in zip(layer.places, counts, strict=True)
+            for _ in range(count)
+        ]
         self._before = tuple(
-            length + ahead for length, count in zip(layer.lengths, counts, strict=True) for ahead in range(count)
+            length + ahead
+            for length, count in zip(layer.lengths, counts, strict=True)
+            for ahead in range(count)
         )
         self._appended: tuple[RowStates, RowStates] | None = None
 
@@ -266,14 +319,18 @@ class DraftedRows(RowsCache):
     def lengths(self) -> tuple[int, ...]:
         done = self._appended is not None
         return tuple(
-            before + done * (cache is not None) for before, cache in zip(self._before, self.places, strict=True)
+            before + done * (cache is not None)
+            for before, cache in zip(self._before, self.places, strict=True)
         )
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[RowStates, RowStates]:
+    def update_and_fetch(
+        self, keys: mx.array, values: mx.array
+    ) -> tuple[RowStates, RowStates]:
         runs: tuple[list[Run], list[Run]] = ([], [])
         for first, end, cache in self._layer.runs():
             begin, stop = self._ends[first], self._ends[end]
-            if cache is None:  # it may have any number of positions, and each is a place by itself
+            # it may have any number of positions, and each is a place by itself
+            if cache is None:
                 for found in runs:
                     found += [Run(at, at + 1, None, None) for at in range(begin, stop)]
                 continue
@@ -284,13 +341,16 @@ class DraftedRows(RowsCache):
                 for found, state in zip(runs, one, strict=True):
                     found.append(Run(begin, stop, state, cache))
                 continue
-            both = cache.update_and_fetch(*(part[begin:stop].swapaxes(0, 2) for part in (keys, values)))
+            both = cache.update_and_fetch(
+                *(part[begin:stop].swapaxes(0, 2) for part in (keys, values))
+            )
             for found, state in zip(runs, both, strict=True):
                 if type(cache) is KVCache and not self.always_masked:
                     found.append(Run(begin, stop, state, cache))
                     continue
                 found += [
-                    Run(at, at + 1, seen, cache) for at, seen in enumerate(_seen(state, cache, stop - begin), begin)
+                    Run(at, at + 1, seen, cache)
+                    for at, seen in enumerate(_seen(state, cache, stop - begin), begin)
                 ]
         self._appended = RowStates(tuple(runs[0])), RowStates(tuple(runs[1]))
         return self._appended
@@ -300,13 +360,19 @@ class DraftedRows(RowsCache):
         assert self._appended is not None
         return self._appended
 
-    def make_mask(self, length: int, window_size: int | None = None, return_array: bool = False) -> RowMasks | None:
+    def make_mask(
+        self, length: int, window_size: int | None = None, return_array: bool = False
+    ) -> RowMasks | None:
         masks: list[mx.array | None] = []
         for cache, count in zip(self._layer.places, self._counts, strict=True):
             for ahead in range(count):
                 with _further(cache, ahead):
                     masks.append(
-                        None if cache is None else cache.make_mask(length, window_size=window_size, return_array=False)
+                        None
+                        if cache is None
+                        else cache.make_mask(
+                            length, window_size=window_size, return_array=False
+                        )
                     )
         return None if all(mask is None for mask in masks) else RowMasks(tuple(masks))
 
@@ -348,7 +414,11 @@ def row_of(index: int, *, is_own: bool) -> Callable[[mx.array], mx.array]:
 def one_of(stack: KVCache, index: int, *, is_own: bool = True) -> KVCache:
     """Return one row's cache in a stack."""
     taken, cut = KVCache(), row_of(index, is_own=is_own)
-    taken.keys, taken.values, taken.offset = cut(stack.keys), cut(stack.values), stack.offset
+    taken.keys, taken.values, taken.offset = (
+        cut(stack.keys),
+        cut(stack.values),
+        stack.offset,
+    )
     return taken
 
 
@@ -356,7 +426,13 @@ def _kind(cache: KVCache) -> tuple[Any, ...] | None:
     """Return a key that stackable rows share, or None."""
     if cache.keys is None or cache.offset > MOST_STACKED:
         return None
-    return (cache.offset, cache.keys.shape, cache.values.shape, cache.keys.dtype, cache.values.dtype)
+    return (
+        cache.offset,
+        cache.keys.shape,
+        cache.values.shape,
+        cache.keys.dtype,
+        cache.values.dtype,
+    )
 
 
 def _stacked(rows: Sequence[Any]) -> KVCache:

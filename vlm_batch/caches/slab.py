@@ -34,7 +34,8 @@ class SlabArrays(LayerCache):
         self.columns: Callable[[int], int] = capacity_for
         self.keys: mx.array | None = None  # (S, H, C, D)
         self.values: mx.array | None = None  # (S, H, C, D_v)
-        self._left = [0] * num_places  # columns that ended rows may have left in each place
+        # columns that ended rows may have left in each place
+        self._left = [0] * num_places
 
     @property
     def num_places(self) -> int:
@@ -86,8 +87,16 @@ class SlabArrays(LayerCache):
         if tokens <= self.capacity:
             return
         capacity = self._capacity(tokens)
-        self.keys = widened(self.keys, (self.num_places, keys.shape[1], capacity, keys.shape[3]), keys.dtype)
-        self.values = widened(self.values, (self.num_places, values.shape[1], capacity, values.shape[3]), values.dtype)
+        self.keys = widened(
+            self.keys,
+            (self.num_places, keys.shape[1], capacity, keys.shape[3]),
+            keys.dtype,
+        )
+        self.values = widened(
+            self.values,
+            (self.num_places, values.shape[1], capacity, values.shape[3]),
+            values.dtype,
+        )
 
     def _cut(self, capacity: int) -> None:
         self._change(lambda slab: own_array(slab[:, :, :capacity]))
@@ -111,7 +120,8 @@ class SlabCache(SlabArrays):
     def __init__(self, num_places: int) -> None:
         super().__init__(num_places)
         self._lengths = [0] * num_places
-        self._traced: mx.array | None = None  # (S,) the lengths, while a compiled step is traced
+        # (S,) the lengths, while a compiled step is traced
+        self._traced: mx.array | None = None
         self._given = self.lengths  # before a compiled step
         self._traced_mask: mx.array | None = None
         self._traced_steps = 0
@@ -124,7 +134,8 @@ class SlabCache(SlabArrays):
         """
         keys, values = self._ordered(cache)
         self.reserve(keys, values, int(cache.offset) + 1)
-        self._left[place] = max(self._left[place], int(cache.offset), self.ahead)  # even if a later line raises
+        # even if a later line raises
+        self._left[place] = max(self._left[place], int(cache.offset), self.ahead)
         self._write(place, keys, values, int(cache.offset))
         self._wipe(place, min(int(cache.offset), int(keys.shape[2])))
         self._lengths[place] = int(cache.offset)
@@ -133,7 +144,9 @@ class SlabCache(SlabArrays):
         """Return a copied row."""
         cache = KVCache()
         cache.offset = self._lengths[place]
-        cache.keys, cache.values = (self._row(slab, place, 0, cache.offset) for slab in (self.keys, self.values))
+        cache.keys, cache.values = (
+            self._row(slab, place, 0, cache.offset) for slab in (self.keys, self.values)
+        )
         return cache
 
     def clear(self, place: int) -> None:
@@ -141,7 +154,10 @@ class SlabCache(SlabArrays):
         self._left[place] = max(self._left[place], self._lengths[place] + self.ahead)
         self._lengths[place] = 0
         longest = max(self._lengths, default=0)
-        if longest and 2 * (needed := self._capacity(longest + self.ahead)) <= self.capacity:
+        if (
+            longest
+            and 2 * (needed := self._capacity(longest + self.ahead)) <= self.capacity
+        ):
             self._cut(needed)
 
     def keep_places(self, places: list[int]) -> None:
@@ -206,17 +222,29 @@ class SlabCache(SlabArrays):
         mask = self.seen(self.offset, 1, None)
         if not is_added:
             return self.offset, mask
-        dtype = next(array.dtype for array in self.arrays() if mx.issubdtype(array.dtype, mx.floating))
-        return self.offset, mx.where(mask, mx.array(0, dtype), mx.array(mx.finfo(dtype).min, dtype))
+        dtype = next(
+            array.dtype
+            for array in self.arrays()
+            if mx.issubdtype(array.dtype, mx.floating)
+        )
+        return self.offset, mx.where(
+            mask, mx.array(0, dtype), mx.array(mx.finfo(dtype).min, dtype)
+        )
 
     def trace(self, slabs: Any, made: Sequence[mx.array]) -> None:
         """Work on placeholders for the results of ``give`` and ``step_inputs`` until the next ``give``."""
-        (self.keys, self.values), (self._traced, self._traced_mask), self._traced_steps = slabs, made, 0
+        (
+            (self.keys, self.values),
+            (self._traced, self._traced_mask),
+            self._traced_steps,
+        ) = slabs, made, 0
 
     def give(self) -> tuple[Any, Any]:
         """Hand the slabs to a step, which writes them; a traced step counts no tokens."""
         if self._traced is not None:
-            self._lengths, self._traced, self._traced_mask = list(self._given), None, None
+            self._lengths = list(self._given)
+            self._traced = None
+            self._traced_mask = None
         self._given = self.lengths
         slabs, self.keys, self.values = (self.keys, self.values), None, None
         return slabs
@@ -232,13 +260,19 @@ class SlabCache(SlabArrays):
         assert self.keys is not None and self.values is not None
         return self.keys, self.values
 
-    def make_mask(self, length: int, window_size: int | None = None, return_array: bool = False) -> mx.array | None:
+    def make_mask(
+        self, length: int, window_size: int | None = None, return_array: bool = False
+    ) -> mx.array | None:
         """Return the mask (S, 1, 1, C) for one token; None if all is visible."""
         if length != 1:
             raise ValueError(f"a batch decodes one token a row, not {length}")
         if self._traced_mask is not None and window_size is None:
             return self._traced_mask
-        return None if self._is_uniform(window_size) else self.seen(self.offset, 1, window_size)
+        return (
+            None
+            if self._is_uniform(window_size)
+            else self.seen(self.offset, 1, window_size)
+        )
 
     def seen(self, offset: mx.array, count: int, window_size: int | None) -> mx.array:
         """Return the mask (B, 1, 1, C) of positions (B,) with ``count`` tokens appended."""
@@ -254,7 +288,9 @@ class SlabCache(SlabArrays):
         if self._traced is not None or self.always_masked:
             return False
         columns = self._columns(1)
-        return window_size is None and all(length + 1 == columns for length in self._lengths)
+        return window_size is None and all(
+            length + 1 == columns for length in self._lengths
+        )
 
     def _columns(self, count: int) -> int:
         """Return the columns of a slab to which ``count`` tokens are appended."""
@@ -291,7 +327,9 @@ class RingSlabCache(SlabCache):
 
     def keep_places(self, places: list[int]) -> None:
         super().keep_places(places)
-        self._later = tuple(mx.take(new, mx.array(places), axis=0) for new in self._later)
+        self._later = tuple(
+            mx.take(new, mx.array(places), axis=0) for new in self._later
+        )
 
     def drafted(self, counts: Sequence[int]) -> DraftedSlab:
         is_overwritten = self.window < max(self.lengths) + max(counts)
@@ -304,7 +342,9 @@ class RingSlabCache(SlabCache):
             column = (self._lengths[place] + begin) % self.window
             stop = min(end, begin + self.window - column)
             for slab, new in zip(self.arrays(), self._later, strict=True):
-                slab[place : place + 1, :, column : column + stop - begin] = new[place : place + 1, :, begin:stop]
+                slab[place : place + 1, :, column : column + stop - begin] = new[
+                    place : place + 1, :, begin:stop
+                ]
             begin = stop
         super().keep(place, kept)
 
@@ -315,15 +355,22 @@ class RingSlabCache(SlabCache):
         kept = min(cache.offset, self.window)
         turn = cache.offset % self.window if kept == self.window else 0
         cache.keys, cache.values = (
-            mx.concatenate([self._row(slab, place, turn, kept), self._row(slab, place, 0, turn)], axis=2)
+            mx.concatenate(
+                [self._row(slab, place, turn, kept), self._row(slab, place, 0, turn)],
+                axis=2,
+            )
             for slab in (self.keys, self.values)
         )
         cache._idx = kept
         return cache
 
-    def make_mask(self, length: int, window_size: int | None = None, return_array: bool = False) -> mx.array | None:
+    def make_mask(
+        self, length: int, window_size: int | None = None, return_array: bool = False
+    ) -> mx.array | None:
         if window_size is not None and window_size < self.window:
-            raise ValueError(f"a window of {window_size} inside a ring of {self.window} is not supported")
+            raise ValueError(
+                f"a window of {window_size} inside a ring of {self.window} is not supported"
+            )
         return super().make_mask(length)
 
     def seen(self, offset: mx.array, count: int, window_size: int | None) -> mx.array:
@@ -375,7 +422,9 @@ class DraftedSlab:
     def lengths(self) -> tuple[int, ...]:
         return tuple(
             (length + more + self._is_done) * (length > 0)
-            for length, count in zip(self._layer.lengths, self.square.counts, strict=True)
+            for length, count in zip(
+                self._layer.lengths, self.square.counts, strict=True
+            )
             for more in range(count)
         )
 
@@ -390,7 +439,9 @@ class DraftedSlab:
         try:
             yield self._layer
         finally:
-            for place, (old, length) in enumerate(zip(before, self._layer.lengths, strict=True)):
+            for place, (old, length) in enumerate(
+                zip(before, self._layer.lengths, strict=True)
+            ):
                 self._layer.keep(place, old - length)
             self._layer.ahead, self._is_done = max(self._layer.ahead, self.count), True
 
@@ -398,7 +449,9 @@ class DraftedSlab:
     def _idx(self) -> int:
         return max(self.lengths, default=0)
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[DraftedStates, DraftedStates]:
+    def update_and_fetch(
+        self, keys: mx.array, values: mx.array
+    ) -> tuple[DraftedStates, DraftedStates]:
         """Append (N, H, 1, D) keys and values, uncounted."""
         self._layer.append(*(self._by_place(part) for part in (keys, values)))
         self._is_done = True
@@ -412,7 +465,9 @@ class DraftedSlab:
         keys, values = self._layer.state
         return DraftedStates([keys], self.square), DraftedStates([values], self.square)
 
-    def make_mask(self, length: int, window_size: int | None = None, return_array: bool = False) -> mx.array:
+    def make_mask(
+        self, length: int, window_size: int | None = None, return_array: bool = False
+    ) -> mx.array:
         """Return the mask (N, 1, 1, C)."""
         if length != 1:
             raise ValueError(f"a position has one token, not {length}")
@@ -424,12 +479,15 @@ class DraftedRing(DraftedSlab):
 
     _layer: RingSlabCache
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[DraftedStates, DraftedStates]:
+    def update_and_fetch(
+        self, keys: mx.array, values: mx.array
+    ) -> tuple[DraftedStates, DraftedStates]:
         new = (self._by_place(keys), self._by_place(values))
         self._layer.reserve(*new, tokens=self._layer._idx + self.count)
         with self.steps() as layer:
             slabs: list[tuple[mx.array, mx.array]] = [
-                layer.update_and_fetch(*(part[:, :, at : at + 1] for part in new)) for at in range(self.count)
+                layer.update_and_fetch(*(part[:, :, at : at + 1] for part in new))
+                for at in range(self.count)
             ]
         self._layer.hold(*slabs[0], new)
         states = (DraftedStates(half, self.square) for half in zip(*slabs, strict=True))
@@ -441,7 +499,9 @@ class DraftedRing(DraftedSlab):
         return self._states
 
 
-def widened(slab: mx.array | None, shape: tuple[int, int, int, int], dtype: mx.Dtype) -> mx.array:
+def widened(
+    slab: mx.array | None, shape: tuple[int, int, int, int], dtype: mx.Dtype
+) -> mx.array:
     """Add columns at once: pending copies of many layers would stay in memory."""
     wide = grown(slab, shape, dtype)
     if slab is not None:
@@ -461,7 +521,9 @@ def with_places(slab: mx.array, num_places: int) -> mx.array:
 def columns_at(first: mx.array, count: int) -> mx.array:
     """Return ``count`` columns from each place's ``first`` on: (S, 1, L, 1)."""
     at = first[:, None, None, None]
-    return at if count == 1 else at + mx.arange(count, dtype=mx.int32)[None, None, :, None]
+    return (
+        at if count == 1 else at + mx.arange(count, dtype=mx.int32)[None, None, :, None]
+    )
 
 
 def put_columns(slab: mx.array, at: mx.array, new: mx.array) -> mx.array:

@@ -40,11 +40,18 @@ class LayerState:
         return self
 
     def parts(self) -> list[LayerState]:
-        values = [part for value in vars(self).values() for part in (value if isinstance(value, tuple) else (value,))]
+        values = [
+            part
+            for value in vars(self).values()
+            for part in (value if isinstance(value, tuple) else (value,))
+        ]
         return [part for part in values if isinstance(part, LayerState)]
 
     def arrays(self) -> list[mx.array]:
-        return [*arrays_of(vars(self)), *(array for part in self.parts() for array in part.arrays())]
+        return [
+            *arrays_of(vars(self)),
+            *(array for part in self.parts() for array in part.arrays()),
+        ]
 
 
 def filed(state: State) -> State:
@@ -58,7 +65,9 @@ def filed(state: State) -> State:
 
 def can_file(state: LayerState) -> bool:
     """Whether files can hold a state and its parts."""
-    return FILED_STATES.get(type(state).__name__) is type(state) and all(map(can_file, state.parts()))
+    return FILED_STATES.get(type(state).__name__) is type(state) and all(
+        map(can_file, state.parts())
+    )
 
 
 @dataclass(frozen=True)
@@ -109,6 +118,8 @@ def _copy(value: Any, copied: list[mx.array]) -> Any:
         return {name: _copy(item, copied) for name, item in value.items()}
     if is_cache(value):
         twin = copy.copy(value)
-        twin.__dict__.update({name: _copy(item, copied) for name, item in vars(value).items()})
+        twin.__dict__.update(
+            {name: _copy(item, copied) for name, item in vars(value).items()}
+        )
         return twin
     return value

@@ -5,7 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import mlx.core as mx
-from mlx_vlm.turboquant import TurboQuantKVCache, TurboQuantMSEState, _QuantizedStateProxy
+from mlx_vlm.turboquant import (
+    TurboQuantKVCache,
+    TurboQuantMSEState,
+    _QuantizedStateProxy,
+)
 
 from vlm_batch.arrays import own_array
 from vlm_batch.caches.layers import CacheKind
@@ -25,13 +29,16 @@ class TurboStates(_QuantizedStateProxy):  # type: ignore[misc]
 class TurboCache(CacheKind, TurboQuantKVCache):  # type: ignore[misc]
     is_whole = True
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[TurboStates, TurboStates]:
+    def update_and_fetch(
+        self, keys: mx.array, values: mx.array
+    ) -> tuple[TurboStates, TurboStates]:
         coded_keys, coded_values = super().update_and_fetch(keys, values)
         return TurboStates(coded_keys, self), TurboStates(coded_values, self)
 
     def saved(self, length: int) -> TurboState:
         keys, values = (
-            tuple(own_array(part[:, :, : self.offset]) for part in state) for state in (self.keys, self.values)
+            tuple(own_array(part[:, :, : self.offset]) for part in state)
+            for state in (self.keys, self.values)
         )
         return TurboState(keys, values, self.bits, self.seed)
 
@@ -53,7 +60,8 @@ class TurboState(LayerState):
     def restore(self, length: int) -> TurboCache:
         cache = TurboCache(bits=self.bits, seed=self.seed)
         cache.keys, cache.values = (
-            TurboQuantMSEState(*(part[:, :, :length] for part in parts)) for parts in (self.keys, self.values)
+            TurboQuantMSEState(*(part[:, :, :length] for part in parts))
+            for parts in (self.keys, self.values)
         )
         cache.offset = length
         return cache

@@ -19,7 +19,8 @@ from vlm_batch.caches.states import CopiedState, LayerState, can_file, filed
 class WholeCache(CacheKind, CacheList):
     """A ``CacheList`` of a layer that runs row by row: its parts select each other's positions."""
 
-    _before: tuple[int, ...] | None = None  # the parts' offsets before a forward with drafts
+    # the parts' offsets before a forward with drafts
+    _before: tuple[int, ...] | None = None
 
     @property
     def offset(self) -> int:
@@ -30,10 +31,16 @@ class WholeCache(CacheKind, CacheList):
         return all(kind_of(part).holds_rows for part in self.caches)
 
     def row(self, index: int, *, is_own: bool = True) -> WholeCache:
-        return WholeCache(*(kind_of(part).row(index, is_own=is_own) for part in self.caches))
+        return WholeCache(
+            *(kind_of(part).row(index, is_own=is_own) for part in self.caches)
+        )
 
     def most_positions(self, *, is_fixed: bool) -> int:
-        return NO_LIMIT if all(type(part) in (KVCache, PoolingCache) for part in self.caches) else 1
+        return (
+            NO_LIMIT
+            if all(type(part) in (KVCache, PoolingCache) for part in self.caches)
+            else 1
+        )
 
     def draft(self, count: int) -> None:
         self._before = tuple(int(part.offset) for part in self.caches)
@@ -43,7 +50,8 @@ class WholeCache(CacheKind, CacheList):
     def keep(self, kept: int, of: int) -> None:
         assert self._before is not None
         for part, before in zip(self.caches, self._before, strict=True):
-            kind_of(part).keep(kept, int(part.offset) - before)  # decode steps leave some parts as they are
+            # decode steps leave some parts as they are
+            kind_of(part).keep(kept, int(part.offset) - before)
         self._before = None
 
     @property
@@ -53,7 +61,11 @@ class WholeCache(CacheKind, CacheList):
     def saved(self, length: int) -> LayerState:
         """Save the parts; copy all if one is of an unknown class."""
         states = tuple(kind_of(part).saved(length) for part in self.caches)
-        return WholeState(states) if all(map(can_file, states)) else CopiedState.of(self, length)
+        return (
+            WholeState(states)
+            if all(map(can_file, states))
+            else CopiedState.of(self, length)
+        )
 
 
 @upstream(PoolingCache)

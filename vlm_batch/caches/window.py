@@ -26,7 +26,9 @@ class WindowState(LayerState):
     keep: int
 
     def reaches(self, length: int) -> bool:
-        return length == self.length or (length <= self.length <= int(self.keys.shape[2]))
+        return length == self.length or (
+            length <= self.length <= int(self.keys.shape[2])
+        )
 
     def restore(self, length: int) -> RotatingKVCache:
         cache = RotatingKVCache(self.window, self.keep)
@@ -70,20 +72,28 @@ class WindowKind(UpstreamKind):
     def trim(self, count: int) -> None:
         """Cut the last positions; a chunk keeps all that its first position sees."""
         cache = self.cache
-        cache.keys, cache.values = (part[:, :, :-count] for part in (cache.keys, cache.values))
+        cache.keys, cache.values = (
+            part[:, :, :-count] for part in (cache.keys, cache.values)
+        )
         cache.offset, cache._idx = cache.offset - count, cache._idx - count
 
     def saved(self, length: int) -> WindowState:
         cache = self.cache
         ordered = [cache._temporal_order(part) for part in (cache.keys, cache.values)]
         if cache.keep == 0:  # a chunk keeps more than the next token sees
-            ordered = [part[:, :, -min(cache.offset, cache.max_size) :] for part in ordered]
+            ordered = [
+                part[:, :, -min(cache.offset, cache.max_size) :] for part in ordered
+            ]
         keys, values = (own_array(part) for part in ordered)
         return WindowState(keys, values, cache.offset, cache.max_size, cache.keep)
 
     def bytes_at(self, tokens: int, seen: int) -> int:
-        held = [part for part in (self.cache.keys, self.cache.values) if part is not None]
-        return sum(part.nbytes // part.shape[2] for part in held) * min(tokens, self.cache.max_size)
+        held = [
+            part for part in (self.cache.keys, self.cache.values) if part is not None
+        ]
+        return sum(part.nbytes // part.shape[2] for part in held) * min(
+            tokens, self.cache.max_size
+        )
 
     def batched(self, placement: Placement, num_places: int) -> LayerCache:
         if placement is Placement.SLAB and self.cache.keep == 0:

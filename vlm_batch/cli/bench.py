@@ -66,7 +66,13 @@ class Load:
     requests: int = 32
     concurrency: int | None = None
     rate: float | None = None
-    sizes: tuple[tuple[int, int], ...] = ((448, 336), (224, 560), (336, 336), (560, 448), (224, 224))
+    sizes: tuple[tuple[int, int], ...] = (
+        (448, 336),
+        (224, 560),
+        (336, 336),
+        (560, 448),
+        (224, 224),
+    )
     picture_share: float = 0.5
     prompt_words: tuple[int, int] = (24, 900)
     answer_tokens: tuple[int, int] = (8, 128)
@@ -82,21 +88,35 @@ class Load:
             ("--answer-tokens", self.answer_tokens),
         ):
             if not 1 <= least <= most:
-                raise ValueError(f"{option} {least} {most}: the least must be at least 1 and no more than the most")
+                raise ValueError(
+                    f"{option} {least} {most}: the least must be at least 1 and no more than the most"
+                )
         if self.rate is not None and not (self.rate >= 0 and math.isfinite(self.rate)):
-            raise ValueError(f"the rate is {self.rate}; it must be a finite number, at least 0")
+            raise ValueError(
+                f"the rate is {self.rate}; it must be a finite number, at least 0"
+            )
         if not 0 <= self.picture_share <= 1:
-            raise ValueError(f"the share of pictures is {self.picture_share}; it must be in 0..1")
+            raise ValueError(
+                f"the share of pictures is {self.picture_share}; it must be in 0..1"
+            )
 
     def has_picture(self, index: int) -> bool:
-        return math.floor((index + 1) * self.picture_share) > math.floor(index * self.picture_share)
+        return math.floor((index + 1) * self.picture_share) > math.floor(
+            index * self.picture_share
+        )
 
     def request(self, index: int) -> Request:
         """Make a request that depends only on load and index."""
         chance = random.Random(f"{self.seed}/{index}")
-        words = " ".join(chance.choice(WORDS) for _ in range(_between(chance, self.prompt_words)))
+        words = " ".join(
+            chance.choice(WORDS) for _ in range(_between(chance, self.prompt_words))
+        )
         tokens = _between(chance, self.answer_tokens)
-        pictures = (picture(self.sizes[index % len(self.sizes)], chance),) if self.has_picture(index) else ()
+        pictures = (
+            (picture(self.sizes[index % len(self.sizes)], chance),)
+            if self.has_picture(index)
+            else ()
+        )
         params = SamplingParams(max_tokens=tokens, ignore_eos=self.ignore_eos)
         return Request(prompt=words, images=pictures, params=params)
 
@@ -105,11 +125,23 @@ _SERVED = Load(requests=64, concurrency=8, picture_share=1.0, ignore_eos=False, 
 #: Named loads. "chat" resembles a chat server's; "384" is the load of a published figure on Apple hardware.
 PRESETS: dict[str, Load] = {
     "chat": Load(),
-    "384": replace(_SERVED, sizes=((384, 384),), prompt_words=(256, 256), answer_tokens=(128, 128)),
-    "documents": replace(
-        _SERVED, requests=32, sizes=((1240, 1754), (850, 1100)), prompt_words=(48, 48), answer_tokens=(256, 256)
+    "384": replace(
+        _SERVED, sizes=((384, 384),), prompt_words=(256, 256), answer_tokens=(128, 128)
     ),
-    "text": replace(_SERVED, concurrency=16, picture_share=0.0, prompt_words=(256, 256), answer_tokens=(128, 128)),
+    "documents": replace(
+        _SERVED,
+        requests=32,
+        sizes=((1240, 1754), (850, 1100)),
+        prompt_words=(48, 48),
+        answer_tokens=(256, 256),
+    ),
+    "text": replace(
+        _SERVED,
+        concurrency=16,
+        picture_share=0.0,
+        prompt_words=(256, 256),
+        answer_tokens=(128, 128),
+    ),
 }
 
 
@@ -158,7 +190,11 @@ class Report:
     def figures(self) -> dict[str, Any]:
         done = self.done
         tokens = sum(answer.tokens for answer in done)
-        pairs = [pair for pair in zip(self.alone, self.answers, strict=False) if not any(one.error for one in pair)]
+        pairs = [
+            pair
+            for pair in zip(self.alone, self.answers, strict=False)
+            if not any(one.error for one in pair)
+        ]
         found: dict[str, Any] = {
             "asked": self.asked,
             "requests": len(self.answers),
@@ -166,7 +202,9 @@ class Report:
             "concurrency": self.load.concurrency,
             "arrivals_per_s": self.load.rate,
             "pictures": sum(map(self.load.has_picture, range(self.load.requests))),
-            "prompt_tokens": statistics.mean([answer.prompt_tokens for answer in done]) if done else 0,
+            "prompt_tokens": statistics.mean([answer.prompt_tokens for answer in done])
+            if done
+            else 0,
             "answer_tokens": tokens / len(done) if done else 0,
             "seconds": self.seconds,
             "requests_per_s": len(done) / self.seconds,
@@ -175,10 +213,15 @@ class Report:
             "checked": len(pairs),
             "equal_to_alone": sum(first.text == second.text for first, second in pairs),
         }
-        if timings := [vars(answer.timings) for answer in done if answer.timings is not None]:
+        if timings := [
+            vars(answer.timings) for answer in done if answer.timings is not None
+        ]:
             spent = {stage: sum(one[stage] for one in timings) for stage in STAGES}
             found["stages"] = {
-                stage: {"share": spent[stage] / sum(spent.values()), **spread([one[stage] for one in timings])}
+                stage: {
+                    "share": spent[stage] / sum(spent.values()),
+                    **spread([one[stage] for one in timings]),
+                }
                 for stage in STAGES
             }
         return found
@@ -202,7 +245,13 @@ class Local:
         result, seconds = handle.result(), time.perf_counter() - begin
         usage = result.usage
         return Answer(
-            result.text, pieces, seconds, usage.prompt_tokens, usage.completion_tokens, result.error, result.timings
+            result.text,
+            pieces,
+            seconds,
+            usage.prompt_tokens,
+            usage.completion_tokens,
+            result.error,
+            result.timings,
         )
 
 
@@ -230,11 +279,21 @@ class Server:
         return kind(parts.hostname, parts.port, timeout=self.timeout), path
 
     def prepare(self, request: Request) -> bytes:
-        pictures = ["data:image/jpeg;base64," + base64.b64encode(one).decode() for one in request.images]
-        content: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in pictures]
+        pictures = [
+            "data:image/jpeg;base64," + base64.b64encode(one).decode()
+            for one in request.images
+        ]
+        content: list[dict[str, Any]] = [
+            {"type": "image_url", "image_url": {"url": url}} for url in pictures
+        ]
         fields: dict[str, Any] = {
             "model": self.model,
-            "messages": [{"role": "user", "content": [*content, {"type": "text", "text": request.prompt}]}],
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [*content, {"type": "text", "text": request.prompt}],
+                }
+            ],
             "max_tokens": request.params.max_tokens,
             "temperature": 0,
             "stream": True,
@@ -255,10 +314,15 @@ class Server:
             connection.request("POST", path, prepared, headers)
             response = connection.getresponse()
             if response.status != 200:
-                return Answer(error=f"HTTP {response.status}: {response.read(300).decode('utf-8', 'replace')}")
+                return Answer(
+                    error=f"HTTP {response.status}: {response.read(300).decode('utf-8', 'replace')}"
+                )
             return _read(response, begin)
         except (OSError, HTTPException, ValueError) as error:
-            return Answer(error=f"{type(error).__name__}: {error}", seconds=time.perf_counter() - begin)
+            return Answer(
+                error=f"{type(error).__name__}: {error}",
+                seconds=time.perf_counter() - begin,
+            )
         finally:
             connection.close()
 
@@ -282,7 +346,9 @@ def _read(response: Any, begin: float) -> Answer:
         usage = event.get("usage") or usage
         for choice in event.get("choices", ()):
             delta = choice.get("delta") or {}
-            text = (delta.get("reasoning_content") or delta.get("reasoning") or "") + (delta.get("content") or "")
+            text = (delta.get("reasoning_content") or delta.get("reasoning") or "") + (
+                delta.get("content") or ""
+            )
             has_ended = has_ended or bool(choice.get("finish_reason"))
             if text:
                 said.append(text)
@@ -291,7 +357,11 @@ def _read(response: Any, begin: float) -> Answer:
         return Answer(error="the stream broke off", seconds=time.perf_counter() - begin)
     tokens = usage.get("completion_tokens", len(times))
     return Answer(
-        "".join(said), tuple(times), time.perf_counter() - begin, int(usage.get("prompt_tokens", 0)), int(tokens)
+        "".join(said),
+        tuple(times),
+        time.perf_counter() - begin,
+        int(usage.get("prompt_tokens", 0)),
+        int(tokens),
     )
 
 
@@ -301,7 +371,9 @@ def _read(response: Any, begin: float) -> Answer:
 def measure(target: Local | Server, load: Load) -> Report:
     """Run the load, then ask some requests alone: asked before, their cached prompts would lighten it."""
     asked = [target.prepare(load.request(index)) for index in range(load.requests)]
-    target.ask(target.prepare(replace(load, answer_tokens=(4, 4)).request(load.requests)))
+    target.ask(
+        target.prepare(replace(load, answer_tokens=(4, 4)).request(load.requests))
+    )
     if load.concurrency is None and load.rate is None:
         begin = time.perf_counter()
         target.ask(target.prepare(load.request(load.requests + 1)))
@@ -318,12 +390,16 @@ def measure(target: Local | Server, load: Load) -> Report:
                 due += chance.expovariate(load.rate) if load.rate else 0.0
             answers = tuple(future.result() for future in waiting)
     seconds = time.perf_counter() - begin
-    return Report(load, target.name, answers, tuple(map(target.ask, asked[: load.check])), seconds)
+    return Report(
+        load, target.name, answers, tuple(map(target.ask, asked[: load.check])), seconds
+    )
 
 
 def picture(size: tuple[int, int], chance: random.Random) -> bytes:
     """Return noise as a JPEG, different each time against caches."""
-    noise = np.random.default_rng(chance.getrandbits(32)).integers(0, 256, (16, 16, 3), dtype=np.uint8)
+    noise = np.random.default_rng(chance.getrandbits(32)).integers(
+        0, 256, (16, 16, 3), dtype=np.uint8
+    )
     held = io.BytesIO()
     Image.fromarray(noise).resize(size).save(held, "JPEG", quality=90)
     return held.getvalue()
@@ -339,13 +415,20 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     known = sorted(value for value in values if value == value)
     if not known:
         return {"p50": 0.0, "p95": 0.0, "p99": 0.0, "max": 0.0}
-    at = {name: known[max(0, math.ceil(share * len(known)) - 1)] for name, share in (("p95", 0.95), ("p99", 0.99))}
+    at = {
+        name: known[max(0, math.ceil(share * len(known)) - 1)]
+        for name, share in (("p95", 0.95), ("p99", 0.99))
+    }
     return {"p50": statistics.median(known), **at, "max": known[-1]}
 
 
 # Shown -------------------------------------------------------------------------------------------------------------
 
-SHOWN = {"ttft": "to the first token", "gap": "between two pieces", "whole": "to the end"}
+SHOWN = {
+    "ttft": "to the first token",
+    "gap": "between two pieces",
+    "whole": "to the end",
+}
 
 
 def show(report: Report, out: TextIO) -> None:
@@ -362,15 +445,26 @@ def show(report: Report, out: TextIO) -> None:
         f"{found['prompt_tokens']:.0f} tokens of prompt and {found['answer_tokens']:.0f} of answer each"
     )
     if found["checked"]:
-        console.print(f"{found['equal_to_alone']} of {found['checked']} answers equal to the same request alone")
+        console.print(
+            f"{found['equal_to_alone']} of {found['checked']} answers equal to the same request alone"
+        )
     columns = ("p50", "p95", "p99", "max")
-    table = Table("", *(Column(f"{name} s", justify="right") for name in columns), box=box.SIMPLE_HEAD)
+    table = Table(
+        "",
+        *(Column(f"{name} s", justify="right") for name in columns),
+        box=box.SIMPLE_HEAD,
+    )
     rows = [(label, found[name]) for name, label in SHOWN.items()]
-    rows += [(f"{stage}, {100 * one['share']:.0f} %", one) for stage, one in found.get("stages", {}).items()]
+    rows += [
+        (f"{stage}, {100 * one['share']:.0f} %", one)
+        for stage, one in found.get("stages", {}).items()
+    ]
     for label, one in rows:
         table.add_row(label, *(f"{one[column]:.3f}" for column in columns))
     console.print(table)
-    for error in sorted({answer.error for answer in report.answers if answer.error is not None})[:5]:
+    for error in sorted(
+        {answer.error for answer in report.answers if answer.error is not None}
+    )[:5]:
         console.print(f"failed: {error}", style="red", markup=False)
 
 
@@ -383,13 +477,17 @@ def plot(report: Report, path: Path) -> None:
     figure, axes = pyplot.subplots(1, 3, figsize=(11, 3.2))
     for axis, (name, values) in zip(axes, report.times().items(), strict=True):
         ordered = sorted(values)
-        axis.plot(ordered, [(index + 1) / len(ordered) for index in range(len(ordered))])
+        axis.plot(
+            ordered, [(index + 1) / len(ordered) for index in range(len(ordered))]
+        )
         axis.set(title=SHOWN[name], xlabel="seconds", ylim=(0, 1.02))
         axis.set_xlim(left=0)
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("share of them within")
     rate = report.figures()["requests_per_s"]
-    figure.suptitle(f"{report.asked}: {len(report.done)} answers, {rate:.2f} requests/s")
+    figure.suptitle(
+        f"{report.asked}: {len(report.done)} answers, {rate:.2f} requests/s"
+    )
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
@@ -416,7 +514,10 @@ def run(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
         report = measure(server, load)
     else:
         with open_batcher(args) as batcher:
-            report = measure(Local(cast("VLMBatcher", batcher), args.model or "the embedded model"), load)
+            report = measure(
+                Local(cast("VLMBatcher", batcher), args.model or "the embedded model"),
+                load,
+            )
     show(report, sys.stderr if args.json == "-" else sys.stdout)
     if args.plot is not None:
         plot(report, Path(args.plot))
@@ -444,30 +545,79 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="most rows in the batch (default: as many as pay, by measured steps)",
     )
     add_speed(parser)
-    parser.add_argument("--preset", choices=sorted(PRESETS), help="default: chat; of a server, 384")
+    parser.add_argument(
+        "--preset", choices=sorted(PRESETS), help="default: chat; of a server, 384"
+    )
     say = parser.add_argument
-    say("--requests", type=number, metavar="N", help="how many (default: the preset's, as all that follows)")
-    say("--concurrency", type=int, metavar="N", help="requests that are always under way")
+    say(
+        "--requests",
+        type=number,
+        metavar="N",
+        help="how many (default: the preset's, as all that follows)",
+    )
+    say(
+        "--concurrency",
+        type=int,
+        metavar="N",
+        help="requests that are always under way",
+    )
     say(
         "--rate",
         type=float,
         metavar="R",
         help="arrivals a second instead; 0 is all at once (chat: twice what one request at a time could serve)",
     )
-    say("--pictures", type=float, metavar="SHARE", help="share of the requests that have one")
+    say(
+        "--pictures",
+        type=float,
+        metavar="SHARE",
+        help="share of the requests that have one",
+    )
     say("--sizes", nargs="+", metavar="WxH", help="the pictures' sizes")
-    say("--prompt-words", type=number, nargs="+", metavar="N", help="words of a prompt: all so many, or least and most")
-    say("--answer-tokens", type=number, nargs="+", metavar="N", help="tokens of an answer, likewise")
-    say("--ignore-eos", action=argparse.BooleanOptionalAction, help="answers of full length")
-    say("--check", type=int, metavar="N", help="requests whose answers are compared with those alone")
+    say(
+        "--prompt-words",
+        type=number,
+        nargs="+",
+        metavar="N",
+        help="words of a prompt: all so many, or least and most",
+    )
+    say(
+        "--answer-tokens",
+        type=number,
+        nargs="+",
+        metavar="N",
+        help="tokens of an answer, likewise",
+    )
+    say(
+        "--ignore-eos",
+        action=argparse.BooleanOptionalAction,
+        help="answers of full length",
+    )
+    say(
+        "--check",
+        type=int,
+        metavar="N",
+        help="requests whose answers are compared with those alone",
+    )
     say("--seed", type=int, help="of the requests and arrivals")
-    say("--json", metavar="FILE", help="add the figures to a file as a JSON line; - is standard output")
+    say(
+        "--json",
+        metavar="FILE",
+        help="add the figures to a file as a JSON line; - is standard output",
+    )
     say("--plot", metavar="FILE", help="a picture of the distributions")
     group = parser.add_argument_group("a server")
     group.add_argument(
-        "--url", help="a server that speaks OpenAI's chat completions, to be measured instead of a model"
+        "--url",
+        help="a server that speaks OpenAI's chat completions, to be measured instead of a model",
     )
-    group.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="default: %(default)s")
+    group.add_argument(
+        "--timeout",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="default: %(default)s",
+    )
     tune.add_flags(parser)
 
 
@@ -480,7 +630,9 @@ def load_of(args: argparse.Namespace) -> Load:
         "requests": args.requests,
         "concurrency": args.concurrency,
         "rate": args.rate,
-        "sizes": None if args.sizes is None else tuple(_size(text) for text in args.sizes),
+        "sizes": None
+        if args.sizes is None
+        else tuple(_size(text) for text in args.sizes),
         "picture_share": args.pictures,
         "prompt_words": _limits("--prompt-words", args.prompt_words),
         "answer_tokens": _limits("--answer-tokens", args.answer_tokens),
@@ -488,7 +640,9 @@ def load_of(args: argparse.Namespace) -> Load:
         "check": args.check,
         "seed": args.seed,
     }
-    return replace(preset, **{name: value for name, value in said.items() if value is not None})
+    return replace(
+        preset, **{name: value for name, value in said.items() if value is not None}
+    )
 
 
 def server_of(args: argparse.Namespace) -> Server:
@@ -509,6 +663,11 @@ def _limits(option: str, said: Sequence[int] | None) -> tuple[int, int] | None:
 
 def _size(text: str) -> tuple[int, int]:
     width, _, height = text.lower().partition("x")
-    if not (width.isdecimal() and height.isdecimal() and 1 <= int(width) <= 20_000 and 1 <= int(height) <= 20_000):
+    if not (
+        width.isdecimal()
+        and height.isdecimal()
+        and 1 <= int(width) <= 20_000
+        and 1 <= int(height) <= 20_000
+    ):
         raise ValueError(f"{text} is no size; 384x384 is one")
     return int(width), int(height)

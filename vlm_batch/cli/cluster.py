@@ -22,9 +22,18 @@ def add_cluster(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="engines (default: one a GPU, or one a machine where there are none)",
     )
-    group.add_argument("--ray-gpus", type=float, metavar="N", help="GPUs of an engine, 0 to 1 (default: 1, if any)")
     group.add_argument(
-        "--ray-cpus", type=float, default=1.0, metavar="N", help="CPUs set aside for an engine (default: 1)"
+        "--ray-gpus",
+        type=float,
+        metavar="N",
+        help="GPUs of an engine, 0 to 1 (default: 1, if any)",
+    )
+    group.add_argument(
+        "--ray-cpus",
+        type=float,
+        default=1.0,
+        metavar="N",
+        help="CPUs set aside for an engine (default: 1)",
     )
     group.add_argument(
         "--ray-shared-files",

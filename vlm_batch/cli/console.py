@@ -19,11 +19,18 @@ def brief(text: str, most: int) -> str:
 def plain_text(text: str, most: int | None = None) -> str:
     """Escape control characters, and bytes that are not UTF-8, of at most so many characters."""
     text = text if most is None else brief(text, most)
-    return "".join(c if c in "\n\t" or unicodedata.category(c) != "Cc" else f"\\x{ord(c):02x}" for c in spelled(text))
+    return "".join(
+        c if c in "\n\t" or unicodedata.category(c) != "Cc" else f"\\x{ord(c):02x}"
+        for c in spelled(text)
+    )
 
 
 def open_console(file: TextIO) -> Console:
     """Return a console that hardly wraps in files."""
     if file.isatty():
         return Console(file=file, highlight=False)
-    return Console(file=file, highlight=False, width=max(160, int(os.environ.get("COLUMNS", "0") or 0)))
+    return Console(
+        file=file,
+        highlight=False,
+        width=max(160, int(os.environ.get("COLUMNS", "0") or 0)),
+    )

@@ -17,7 +17,14 @@ from rich.progress import Progress, SpinnerColumn, TextColumn
 from rich.text import Text
 
 from vlm_batch.cli.console import brief, open_console, plain_text
-from vlm_batch.cli.watching import MAX_ANSWER, MAX_NAME, answer_text, print_wrong, spell_memory, spell_seconds
+from vlm_batch.cli.watching import (
+    MAX_ANSWER,
+    MAX_NAME,
+    answer_text,
+    print_wrong,
+    spell_memory,
+    spell_seconds,
+)
 from vlm_batch.jobs.order import by_size
 from vlm_batch.jobs.plan import Job
 from vlm_batch.jobs.questions import Item
@@ -63,15 +70,26 @@ class Pace:
         self.failed += not result.ok
         self.answered += result.ok
         self.tokens += result.usage.completion_tokens if result.ok else 0
-        self.marks.append((seconds, self.answered, 0 if generated is None else max(0, generated - self.tokens)))
+        self.marks.append(
+            (
+                seconds,
+                self.answered,
+                0 if generated is None else max(0, generated - self.tokens),
+            )
+        )
 
     def seconds_a_row(self) -> float:
         """Return seconds per further row."""
         # Short answers end first, so the mean length needs the tokens of unfinished rows, too.
         each = (self.tokens + self.marks[-1][2]) / max(1, self.answered)
-        done = [answered + (more / each if each else 0.0) for _, answered, more in self.marks]
+        done = [
+            answered + (more / each if each else 0.0)
+            for _, answered, more in self.marks
+        ]
         first = min(len(done) // 4, 2 * DRY_ROWS) - 1
-        end, begin, before = self.marks[-1][0], self.marks[max(0, first)][0], done[max(0, first)]
+        end = self.marks[-1][0]
+        begin = self.marks[max(0, first)][0]
+        before = done[max(0, first)]
         if (
             first < 0 or end - begin < end / 4 or done[-1] <= before
         ):  # rows of one length end together: the first count, too
@@ -80,7 +98,9 @@ class Pace:
         return (end - begin) / max(1.0, done[-1] - before) * share
 
 
-def show_dry_run(job: Job, open_batcher: OpenBatcher, out: TextIO, *, cache_bytes: int) -> int:
+def show_dry_run(
+    job: Job, open_batcher: OpenBatcher, out: TextIO, *, cache_bytes: int
+) -> int:
     """Ask the first rows; show prompts, sizes, tokens and an estimate for all."""
     console = open_console(out)
     plan = job.plan(Ids(), Ids())
@@ -92,7 +112,8 @@ def show_dry_run(job: Job, open_batcher: OpenBatcher, out: TextIO, *, cache_byte
         return 1
     num_shown = len(shown)
     rest: Iterator[Item] = itertools.chain(list(shown.values()), items)
-    if all(isinstance(source, Files) for source in job.sources):  # in the order in which the job asks them
+    # in the order in which the job asks them
+    if all(isinstance(source, Files) for source in job.sources):
         rest = by_size(rest)
     pace, results = Pace(), list[Result]()
     with _Progress() as progress, open_batcher() as batcher:
@@ -101,8 +122,15 @@ def show_dry_run(job: Job, open_batcher: OpenBatcher, out: TextIO, *, cache_byte
         while True:
             waited = time.monotonic() - since
             progress.show(pace, waited)
-            has_enough = max(waited, last) > MOST_SECONDS or pace.answered >= 2 * DRY_ROWS + ENOUGH_ROWS
-            if has_enough and len(results) == len(shown) and 2 * pace.ended >= pace.handed:
+            has_enough = (
+                max(waited, last) > MOST_SECONDS
+                or pace.answered >= 2 * DRY_ROWS + ENOUGH_ROWS
+            )
+            if (
+                has_enough
+                and len(results) == len(shown)
+                and 2 * pace.ended >= pace.handed
+            ):
                 break  # and the others are cancelled
             if waited > LONGEST_SECONDS:
                 break
@@ -123,15 +151,29 @@ def show_dry_run(job: Job, open_batcher: OpenBatcher, out: TextIO, *, cache_byte
         for result in results:
             _show_asked(console, shown[result.request_id], result, batcher)
         if missing := len(shown) - len(results):
-            console.print(f"{missing} of the first rows had not ended after {spell_seconds(LONGEST_SECONDS)}")
-        kept = batcher.stats().cache_bytes if isinstance(batcher, Counting) else cache_bytes
-    _show_estimate(console, None if plan.total is None else plan.total - plan.wrong.counts.total(), pace)
+            console.print(
+                f"{missing} of the first rows had not ended after {spell_seconds(LONGEST_SECONDS)}"
+            )
+        kept = (
+            batcher.stats().cache_bytes
+            if isinstance(batcher, Counting)
+            else cache_bytes
+        )
+    _show_estimate(
+        console,
+        None if plan.total is None else plan.total - plan.wrong.counts.total(),
+        pace,
+    )
     more = max(0, cache_bytes - kept) / 1e9
     console.print(
         f"memory: {spell_memory()} so far; with what is kept for later rows at its most (--cache-bytes), {more:.1f} GB more",
         soft_wrap=True,
     )
-    return 0 if results and len(shown) == num_shown and all(result.ok for result in results) else 1
+    return (
+        0
+        if results and len(shown) == num_shown and all(result.ok for result in results)
+        else 1
+    )
 
 
 @dataclass(frozen=True)
@@ -143,7 +185,9 @@ class _Ended:
     generated: int | None
 
 
-def _asked(batcher: Batcher, requests: Iterator[Request], pace: Pace) -> queue.Queue[_Ended | BaseException | None]:
+def _asked(
+    batcher: Batcher, requests: Iterator[Request], pace: Pace
+) -> queue.Queue[_Ended | BaseException | None]:
     """Ask on a thread, so that a row that takes long keeps nobody waiting. None is the end, an exception, too.
 
     The thread waits until what it found is taken, and ends with ``pace.is_over``.
@@ -160,7 +204,11 @@ def _asked(batcher: Batcher, requests: Iterator[Request], pace: Pace) -> queue.Q
     def ask() -> None:
         try:
             for result in batcher.as_completed(requests):
-                generated = batcher.stats().generated_tokens if isinstance(batcher, Counting) else None
+                generated = (
+                    batcher.stats().generated_tokens
+                    if isinstance(batcher, Counting)
+                    else None
+                )
                 tell(_Ended(result, time.perf_counter() - began, generated))
             tell(None)
         except BaseException as error:
@@ -177,7 +225,9 @@ class _Progress:
         self._console = open_console(sys.stderr)
         said = TextColumn("{task.description}", markup=False)
         is_off = not self._console.is_terminal
-        self._bar = Progress(SpinnerColumn(), said, console=self._console, disable=is_off, transient=True)
+        self._bar = Progress(
+            SpinnerColumn(), said, console=self._console, disable=is_off, transient=True
+        )
         self._task = self._bar.add_task("loading the model", total=None)
         self._next = PLAIN_SECONDS
 
@@ -199,7 +249,9 @@ class _Progress:
         self._bar.stop()
 
 
-def _requests(items: Iterator[Item], pace: Pace, shown: dict[str, Item], console: Console) -> Iterator[Request]:
+def _requests(
+    items: Iterator[Item], pace: Pace, shown: dict[str, Item], console: Console
+) -> Iterator[Request]:
     """Yield requests; rows that cannot be one are no longer ``shown``, but for their errors."""
     for item in items:
         if pace.is_over:
@@ -211,7 +263,12 @@ def _requests(items: Iterator[Item], pace: Pace, shown: dict[str, Item], console
             continue
         pace.failed += 1
         if shown.pop(item.id, None) is not None:
-            console.print(Text(plain_text(f"{brief(item.id, MAX_NAME)}: {asked.error}", MAX_ANSWER)), soft_wrap=True)
+            console.print(
+                Text(
+                    plain_text(f"{brief(item.id, MAX_NAME)}: {asked.error}", MAX_ANSWER)
+                ),
+                soft_wrap=True,
+            )
 
 
 def _show_estimate(console: Console, num_rows: int | None, pace: Pace) -> None:
@@ -221,7 +278,9 @@ def _show_estimate(console: Console, num_rows: int | None, pace: Pace) -> None:
     seconds, ended = pace.marks[-1][0], pace.ended
     each = pace.seconds_a_row() if ended != num_rows else seconds / ended
     if num_rows is None:
-        console.print(f"{each:.2g} s a row; standard input does not say how many rows there are")
+        console.print(
+            f"{each:.2g} s a row; standard input does not say how many rows there are"
+        )
         return
     whole = seconds + max(0, num_rows - ended) * each
     console.print(
@@ -241,13 +300,24 @@ def _show_asked(console: Console, item: Item, result: Result, batcher: object) -
         messages = item.messages or ({"role": "user", "content": item.prompt},)
         rendered = "\n".join(f"{one['role']}: {one['content']}" for one in messages)
     lines = rendered[:MAX_PROMPT].rstrip("\n").split("\n")
-    lines += [f"... and {len(rendered) - MAX_PROMPT:,} characters more"] if len(rendered) > MAX_PROMPT else []
+    lines += (
+        [f"... and {len(rendered) - MAX_PROMPT:,} characters more"]
+        if len(rendered) > MAX_PROMPT
+        else []
+    )
     for line in lines:
         console.print(Text(plain_text(f"  | {line}")), soft_wrap=True)
     sizes = [f"{width}x{height}" for width, height in result.image_sizes]
-    sizes += [f"{frames} frames of {width}x{height}" for frames, width, height in result.video_sizes]
-    sizes += [f"processed to {width}x{height}" for width, height in result.model_image_sizes]
+    sizes += [
+        f"{frames} frames of {width}x{height}"
+        for frames, width, height in result.video_sizes
+    ]
+    sizes += [
+        f"processed to {width}x{height}" for width, height in result.model_image_sizes
+    ]
     usage = result.usage
     tokens = f"{usage.prompt_tokens} prompt tokens, {usage.image_tokens} of them pictures; {usage.completion_tokens} answered"
     console.print(Text("  " + "; ".join([*sizes, tokens]), style="dim"), soft_wrap=True)
-    console.print(Text("  ").append_text(answer_text(result, MAX_ANSWER)), soft_wrap=True)
+    console.print(
+        Text("  ").append_text(answer_text(result, MAX_ANSWER)), soft_wrap=True
+    )

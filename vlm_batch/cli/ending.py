@@ -47,7 +47,10 @@ class Signals:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         for number, handler in self._before:
             signal.signal(number, handler)  # type: ignore[arg-type]
@@ -61,7 +64,9 @@ class Signals:
 
     def _leave_terminal(self, number: int, frame: FrameType | None) -> None:
         try:
-            file = os.open(str(self._log), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            file = os.open(
+                str(self._log), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644
+            )
         except OSError:
             file = os.open(os.devnull, os.O_WRONLY)
         for stream in self._terminals:

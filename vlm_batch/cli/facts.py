@@ -42,7 +42,11 @@ class FamilyFacts:
 
     def cell(self, *scenarios: str) -> float | str:
         """Return the largest difference, or why there is none."""
-        found = [self._cell(model, scenario) for model in self.models.values() for scenario in scenarios]
+        found = [
+            self._cell(model, scenario)
+            for model in self.models.values()
+            for scenario in scenarios
+        ]
         numbers = [one for one in found if isinstance(one, float)]
         reasons = [one for one in found if isinstance(one, str)]
         if NOT_RECORDED in reasons or not found:
@@ -53,33 +57,65 @@ class FamilyFacts:
         if scenario in dict(self.spec.known_gaps):
             return f"known gap: {dict(self.spec.known_gaps)[scenario]}"
         if scenario == TWO_IMAGES and not self.spec.multi_image:
-            return f"{TAKES} one picture a request" if self.spec.images else f"{TAKES} text only"
-        for word, is_taken in (("video", self.spec.video), ("recording", self.spec.audio)):
+            return (
+                f"{TAKES} one picture a request"
+                if self.spec.images
+                else f"{TAKES} text only"
+            )
+        for word, is_taken in (
+            ("video", self.spec.video),
+            ("recording", self.spec.audio),
+        ):
             if word in scenario and not is_taken:
                 return f"{TAKES} no {word}"
         return model.get(scenario, NOT_RECORDED)
 
     @property
     def verified(self) -> dict[str, float]:
-        return {name: cell for name in self.scenarios if isinstance(cell := self.cell(name), float)}
+        return {
+            name: cell
+            for name in self.scenarios
+            if isinstance(cell := self.cell(name), float)
+        }
 
     @property
     def unverified(self) -> dict[str, str]:
-        return {name: cell for name in self.scenarios if isinstance(cell := self.cell(name), str)}
+        return {
+            name: cell
+            for name in self.scenarios
+            if isinstance(cell := self.cell(name), str)
+        }
 
     @property
     def explained(self) -> dict[str, str]:
         """Unverified scenarios, without inputs that the family refuses."""
-        return {scenario: why for scenario, why in self.unverified.items() if not why.startswith(TAKES)}
+        return {
+            scenario: why
+            for scenario, why in self.unverified.items()
+            if not why.startswith(TAKES)
+        }
 
     @property
     def largest(self) -> float | None:
         """The largest verified difference, quantised KV caches aside."""
-        return max((cell for name, cell in self.verified.items() if not name.startswith("kv_")), default=None)
+        return max(
+            (
+                cell
+                for name, cell in self.verified.items()
+                if not name.startswith("kv_")
+            ),
+            default=None,
+        )
 
     @property
     def pictures(self) -> str:
-        return "none" if not self.spec.images else "several" if self.spec.multi_image else "one"
+        return (
+            "none"
+            if not self.spec.images
+            else "several"
+            if self.spec.multi_image
+            else "one"
+        )
 
     @property
     def upstream(self) -> str:
@@ -107,7 +143,11 @@ class FamilyFacts:
             "known_gaps": dict(spec.known_gaps),
             "mlx_vlm": {
                 "in_words": self.upstream,
-                **{name: upstream()["models"][name] for name in self.models if name in upstream()["models"]},
+                **{
+                    name: upstream()["models"][name]
+                    for name in self.models
+                    if name in upstream()["models"]
+                },
             },
         }
 
@@ -116,11 +156,20 @@ def all_facts() -> tuple[FamilyFacts, ...]:
     return facts_of(recorded(), families())
 
 
-def facts_of(record: Mapping[str, Any], specs: Sequence[ModelSpec]) -> tuple[FamilyFacts, ...]:
+def facts_of(
+    record: Mapping[str, Any], specs: Sequence[ModelSpec]
+) -> tuple[FamilyFacts, ...]:
     models: Mapping[str, Cells] = record["models"]
-    scenarios = tuple(sorted({scenario for cells in models.values() for scenario in cells}))
+    scenarios = tuple(
+        sorted({scenario for cells in models.values() for scenario in cells})
+    )
     family_of = {name: record["variants"].get(name, name) for name in models}
-    own = {spec.family: {name: models[name] for name in models if family_of[name] == spec.family} for spec in specs}
+    own = {
+        spec.family: {
+            name: models[name] for name in models if family_of[name] == spec.family
+        }
+        for spec in specs
+    }
     return tuple(FamilyFacts(spec, own[spec.family], scenarios) for spec in specs)
 
 
@@ -141,7 +190,9 @@ def upstream() -> dict[str, Any]:
 
 
 def _data(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((files("vlm_batch") / "data" / name).read_text(encoding="utf-8"))
+    found: dict[str, Any] = json.loads(
+        (files("vlm_batch") / "data" / name).read_text(encoding="utf-8")
+    )
     return found
 
 
@@ -159,17 +210,30 @@ def by_reason(reasons: Mapping[str, str]) -> dict[str, list[str]]:
 def print_families(known: Sequence[FamilyFacts], out: TextIO) -> None:
     console = open_console(out)
     columns: dict[str, Callable[[FamilyFacts], str]] = {
-        "family": lambda one: "\n  ".join(dict.fromkeys((one.spec.family, *one.spec.model_types))),
+        "family": lambda one: "\n  ".join(
+            dict.fromkeys((one.spec.family, *one.spec.model_types))
+        ),
         "pictures": lambda one: one.pictures,
         "video": lambda one: "yes" if one.spec.video else "no",
         "prefill": lambda one: "chunks" if one.spec.chunked_prefill else "whole",
         "reuse": lambda one: _yes_or_no(one.cell(PREFIX_REUSE)),
         "8 bits": lambda one: _yes_or_no(one.cell(QUANTISED_KV)),
-        "verified": lambda one: f"{len(one.verified)}/{len(one.verified) + len(_open(one))}",
+        "verified": lambda one: (
+            f"{len(one.verified)}/{len(one.verified) + len(_open(one))}"
+        ),
         "off by": lambda one: "-" if one.largest is None else f"{one.largest:.0e}",
     }
-    shown = {name: show for name, show in columns.items() if any(show(one) != UNKNOWN for one in known)}
-    table = Table(*(Column(name, no_wrap=True) for name in shown), box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    shown = {
+        name: show
+        for name, show in columns.items()
+        if any(show(one) != UNKNOWN for one in known)
+    }
+    table = Table(
+        *(Column(name, no_wrap=True) for name in shown),
+        box=None,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
     for one in known:
         table.add_row(*(Text(show(one)) for show in shown.values()))
     console.print(table)
@@ -178,18 +242,27 @@ def print_families(known: Sequence[FamilyFacts], out: TextIO) -> None:
         "request of a batch gets the answer that it gets alone; "
         "off by: the largest difference of a log-probability in them. vlm-batch families NAME shows all about one."
     )
-    for title, reasons in (("Refused:", REFUSED), ("One row at a time:", ONE_AT_A_TIME)):
+    for title, reasons in (
+        ("Refused:", REFUSED),
+        ("One row at a time:", ONE_AT_A_TIME),
+    ):
         console.print(f"\n{title}")
         for why, model_types in by_reason(reasons).items():
             console.print(Padding(f"{why}: {', '.join(model_types)}", (0, 0, 0, 2)))
 
 
 def _yes_or_no(cell: float | str) -> str:
-    return "yes" if isinstance(cell, float) else UNKNOWN if cell == NOT_RECORDED else "no"
+    return (
+        "yes" if isinstance(cell, float) else UNKNOWN if cell == NOT_RECORDED else "no"
+    )
 
 
 def _open(one: FamilyFacts) -> list[str]:
-    return [name for name, why in one.unverified.items() if why == NOT_RECORDED or why.startswith("known gap")]
+    return [
+        name
+        for name, why in one.unverified.items()
+        if why == NOT_RECORDED or why.startswith("known gap")
+    ]
 
 
 def print_family_details(known: Sequence[FamilyFacts], out: TextIO) -> None:
@@ -202,13 +275,27 @@ def print_family_details(known: Sequence[FamilyFacts], out: TextIO) -> None:
             "video": "yes" if spec.video else f"no: {spec.no_video}",
             "audio": "yes" if spec.audio else f"no: {spec.no_audio}",
             "prefill": "in chunks" if spec.chunked_prefill else "whole prompts",
-            "verified": ", ".join(f"{name.replace('_', ' ')} {off:.0e}" for name, off in one.verified.items()),
-            "not verified": "\n".join(f"{name.replace('_', ' ')}: {why}" for name, why in one.explained.items()),
-            "refused on CUDA": "\n".join(f"{name}: {why}" for name, why in spec.not_on_cuda),
+            "verified": ", ".join(
+                f"{name.replace('_', ' ')} {off:.0e}"
+                for name, off in one.verified.items()
+            ),
+            "not verified": "\n".join(
+                f"{name.replace('_', ' ')}: {why}"
+                for name, why in one.explained.items()
+            ),
+            "refused on CUDA": "\n".join(
+                f"{name}: {why}" for name, why in spec.not_on_cuda
+            ),
             "notes": "\n".join(spec.notes),
             "mlx-vlm's batch": one.upstream,
         }
-        table = Table(Column(no_wrap=True), Column(overflow="fold"), box=None, show_header=False, padding=(0, 2, 0, 0))
+        table = Table(
+            Column(no_wrap=True),
+            Column(overflow="fold"),
+            box=None,
+            show_header=False,
+            padding=(0, 2, 0, 0),
+        )
         for name, value in facts.items():
             if value:
                 table.add_row(name, Text(value))

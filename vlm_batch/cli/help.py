@@ -18,17 +18,27 @@ class Parser(argparse.ArgumentParser):
     def set_everyday(self, names: Sequence[str], examples: Sequence[str]) -> None:
         """Set ``--help``'s options and examples."""
         self._everyday, self._examples = names, examples
-        self.add_argument("--help-all", action=_HelpAll, nargs=0, help="show every option, in groups")
+        self.add_argument(
+            "--help-all", action=_HelpAll, nargs=0, help="show every option, in groups"
+        )
 
     def format_help(self) -> str:
         return self.format_everyday() if self._everyday else super().format_help()
 
     def format_everyday(self) -> str:
-        by_name = {name: action for action in self._actions for name in (*action.option_strings, action.dest)}
+        by_name = {
+            name: action
+            for action in self._actions
+            for name in (*action.option_strings, action.dest)
+        }
         shown = [by_name[name] for name in (*self._everyday, "--help", "--help-all")]
         places = [action for action in shown if not action.option_strings]
         formatter = self._get_formatter()
-        formatter.add_usage(f"{self.prog} {''.join(f'{one.metavar} ... ' for one in places)}[options]", [], [])
+        formatter.add_usage(
+            f"{self.prog} {''.join(f'{one.metavar} ... ' for one in places)}[options]",
+            [],
+            [],
+        )
         formatter.add_text(self.description)
         formatter.start_section("options")
         formatter.add_arguments(shown)
@@ -44,7 +54,9 @@ class Parser(argparse.ArgumentParser):
         name = unknown[0].partition("=")[0]
         names = [name for action in self._actions for name in action.option_strings]
         meant = difflib.get_close_matches(name, names, 1)
-        self.error(f"there is no {name}" + (f"; {meant[0]} is probably meant" if meant else ""))
+        self.error(
+            f"there is no {name}" + (f"; {meant[0]} is probably meant" if meant else "")
+        )
 
     def error(self, message: str) -> NoReturn:
         """Exit with the message, without a long usage line."""

@@ -33,12 +33,18 @@ with without_gc():
     from vlm_batch.jobs.rows import InvalidJob
     from vlm_batch.jobs.workers import NoWorkers
 
-ANSWERED, FAILED, USAGE, INTERRUPTED, TERMINATED = answering.ANSWERED, answering.FAILED, 2, 130, 143
+ANSWERED = answering.ANSWERED
+FAILED = answering.FAILED
+USAGE = 2
+INTERRUPTED = 130
+TERMINATED = 143
 #: Commands that attend to a terminal that hangs up.
 OUTLIVING = (answering.run, answering.demo)
 
 
-def main(argv: Sequence[str] | None = None, *, open_batcher: OpenBatcher | None = None) -> int:
+def main(
+    argv: Sequence[str] | None = None, *, open_batcher: OpenBatcher | None = None
+) -> int:
     """Run one command, and return its exit status."""
     beginning.open_closed_streams()
     beginning.hand_over()
@@ -50,7 +56,8 @@ def main(argv: Sequence[str] | None = None, *, open_batcher: OpenBatcher | None 
             beginning.end_with_terminal()
         blas.limit_threads(max(1, (os.cpu_count() or 1) // 2))
         status = int(args.command(args, open_batcher or load_model))
-        sys.stdout.flush()  # a full disk shows itself here, and not at the interpreter's end
+        # a full disk shows itself here, and not at the interpreter's end
+        sys.stdout.flush()
         return status
     except (UsageError, InvalidJob, InvalidParameters, MissingAssets) as error:
         print(f"vlm-batch: {error}", file=sys.stderr)
@@ -64,7 +71,8 @@ def main(argv: Sequence[str] | None = None, *, open_batcher: OpenBatcher | None 
     except KeyboardInterrupt:
         print("vlm-batch: interrupted", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:  # whoever read our output has gone; nothing is left to say, not even at exit
+    except BrokenPipeError:
+        # whoever read our output has gone; nothing is left to say, not even at exit
         _drop_output()
         return FAILED
     except OSError as error:  # the disk behind standard output is full
@@ -88,7 +96,9 @@ def list_families(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
     from vlm_batch.models import not_known
 
     known = facts.all_facts()
-    by_name = {name: one for one in known for name in (*one.spec.model_types, one.spec.family)}
+    by_name = {
+        name: one for one in known for name in (*one.spec.model_types, one.spec.family)
+    }
     for name in args.names:
         if name not in by_name:
             why = facts.REFUSED.get(name) or facts.ONE_AT_A_TIME.get(name)
@@ -98,7 +108,10 @@ def list_families(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
     if args.json:
         listed: dict[str, object] = {"families": [one.as_json() for one in chosen]}
         if not args.names:
-            listed |= {"refused": dict(facts.REFUSED), "one_at_a_time": dict(facts.ONE_AT_A_TIME)}
+            listed |= {
+                "refused": dict(facts.REFUSED),
+                "one_at_a_time": dict(facts.ONE_AT_A_TIME),
+            }
         print(json.dumps(listed, indent=2))
     elif args.names:
         facts.print_family_details(chosen, sys.stdout)
@@ -108,7 +121,12 @@ def list_families(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
 
 
 def add_families(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("names", nargs="*", metavar="NAME", help="a family or a model type: all that is known of it")
+    parser.add_argument(
+        "names",
+        nargs="*",
+        metavar="NAME",
+        help="a family or a model type: all that is known of it",
+    )
     parser.add_argument("--json", action="store_true", help="as JSON")
 
 
@@ -186,7 +204,10 @@ EVERYDAY: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 
 def parser() -> argparse.ArgumentParser:
-    top = Parser(prog="vlm-batch", description="Ask a vision-language model about many pictures at once.")
+    top = Parser(
+        prog="vlm-batch",
+        description="Ask a vision-language model about many pictures at once.",
+    )
     top.add_argument("--version", action="version", version=f"vlm-batch {__version__}")
     commands = top.add_subparsers(required=True, metavar="COMMAND", parser_class=Parser)
     for name, command, add_options, said, said_in_full in COMMANDS:

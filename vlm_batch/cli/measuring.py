@@ -75,7 +75,10 @@ def measure(
     decode: dict[str, dict[int, float]] = {}
     if adapter.spec.max_rows != 1 and context > 8:
         say("decode steps")
-        rows = [trial.row(max(2, context * part // LENGTHS)) for part in range(1, LENGTHS + 1)]
+        rows = [
+            trial.row(max(2, context * part // LENGTHS))
+            for part in range(1, LENGTHS + 1)
+        ]
         for layout in Placement:
             step = partial(_step, Trial(adapter, kv, FreeShapes(layout)), rows)
             decode[layout.value] = _climb(clock, _rows(adapter), step)
@@ -84,21 +87,31 @@ def measure(
     sizes = [size for size in CHUNKS if size < prompt.length] or [prompt.length]
     if not adapter.spec.chunked_prefill or prompt.atomic:
         sizes = []
-    chunks = {size: clock.timed(partial(_in_chunks, trial, prompt, size)) for size in sizes}
+    chunks = {
+        size: clock.timed(partial(_in_chunks, trial, prompt, size)) for size in sizes
+    }
     prompts: dict[int, float] = {}
     if adapter.is_causal and can_share(adapter.make_cache(kv)):
         say("prompts in one array")
         short = trial.prompt(min(SHORT, prompt.length))
-        prompts = _climb(clock, TOGETHER, lambda n: lambda: _wait(*trial.prefilled([short] * n)[:2]))
+        prompts = _climb(
+            clock, TOGETHER, lambda n: lambda: _wait(*trial.prefilled([short] * n)[:2])
+        )
     found: dict[int, float] = {}
     if pictures:
         say("pictures in one call")
         found = _climb(
-            clock, [n for n in TOGETHER if n <= len(pictures)], lambda n: lambda: _looked(adapter, pictures[:n])
+            clock,
+            [n for n in TOGETHER if n <= len(pictures)],
+            lambda n: lambda: _looked(adapter, pictures[:n]),
         )
     return Measured(
         decode,
-        {size: spent / prompt.length for size, spent in chunks.items() if spent is not None},
+        {
+            size: spent / prompt.length
+            for size, spent in chunks.items()
+            if spent is not None
+        },
         {n: spent / n for n, spent in prompts.items()},
         {n: spent / n for n, spent in found.items()},
     )
@@ -125,7 +138,9 @@ class _Clock:
         return statistics.median(taken)
 
 
-def _climb(clock: _Clock, counts: Sequence[int], make: Callable[[int], Callable[[], Any]]) -> dict[int, float]:
+def _climb(
+    clock: _Clock, counts: Sequence[int], make: Callable[[int], Callable[[], Any]]
+) -> dict[int, float]:
     """Return seconds by ascending count, until sharing fails to pay twice in a row."""
     found: dict[int, float] = {}
     worse = 0
@@ -142,12 +157,18 @@ def _climb(clock: _Clock, counts: Sequence[int], make: Callable[[int], Callable[
 
 
 def _rows(adapter: Adapter) -> list[int]:
-    most = MOST_ROWS if adapter.spec.max_rows is None else min(MOST_ROWS, adapter.spec.max_rows)
+    most = (
+        MOST_ROWS
+        if adapter.spec.max_rows is None
+        else min(MOST_ROWS, adapter.spec.max_rows)
+    )
     return [rows for rows in LADDER if rows <= most]
 
 
 def _most(adapter: Adapter, tokens: int) -> int:
-    return tokens if adapter.max_context is None else min(tokens, adapter.max_context - 1)
+    return (
+        tokens if adapter.max_context is None else min(tokens, adapter.max_context - 1)
+    )
 
 
 def _step(trial: Trial, rows: Sequence[TrialRow], count: int) -> Callable[[], None]:
@@ -158,7 +179,12 @@ def _step(trial: Trial, rows: Sequence[TrialRow], count: int) -> Callable[[], No
 def _in_chunks(trial: Trial, prompt: Encoded, size: int) -> None:
     caches = trial.adapter.make_cache(trial.kv)
     for start in range(0, prompt.length, size):
-        _wait(trial.adapter.prefill([prompt], caches, start, min(start + size, prompt.length)), caches)
+        _wait(
+            trial.adapter.prefill(
+                [prompt], caches, start, min(start + size, prompt.length)
+            ),
+            caches,
+        )
 
 
 def _wait(logits: mx.array, caches: Sequence[Any]) -> None:
@@ -178,17 +204,34 @@ def settings_of(measured: Measured, policy: Policy | None = None) -> dict[str, A
     """
     policy = policy or policy_of({})
     found: dict[str, Any] = {}
-    rows = {layout: _pays(times, policy.token_gap) for layout, times in measured.decode.items() if times}
+    rows = {
+        layout: _pays(times, policy.token_gap)
+        for layout, times in measured.decode.items()
+        if times
+    }
     if rows:
-        shares = {layout: measured.decode[layout][most] / most for layout, most in rows.items()}
+        shares = {
+            layout: measured.decode[layout][most] / most
+            for layout, most in rows.items()
+        }
         placement = min(shares, key=lambda layout: shares[layout])
-        if policy.placement in shares and shares[policy.placement] <= shares[placement] * (1 + 2 * MARGIN):
+        if policy.placement in shares and shares[policy.placement] <= shares[
+            placement
+        ] * (1 + 2 * MARGIN):
             placement = policy.placement
-        found |= {"placement": placement, "first_rows": rows[placement], "most_rows": rows[placement]}
+        found |= {
+            "placement": placement,
+            "first_rows": rows[placement],
+            "most_rows": rows[placement],
+        }
     if len(measured.chunks) > 1:
         longest = max(_cheap(measured.chunks))
         budget = longest * max(1, policy.idle_budget // policy.max_chunk)
-        found |= {"max_chunk": longest, "smallest_chunk": min(_cheap(measured.chunks)), "idle_budget": budget}
+        found |= {
+            "max_chunk": longest,
+            "smallest_chunk": min(_cheap(measured.chunks)),
+            "idle_budget": budget,
+        }
     if measured.prompts:
         found["prefill_together"] = min(_cheap(measured.prompts))
     if measured.pictures:
@@ -201,7 +244,9 @@ def _pays(times: Mapping[int, float], gap: float) -> int:
     counts = [rows for rows in sorted(times) if times[rows] <= gap] or [min(times)]
     shares = {rows: times[rows] / rows for rows in counts}
     cheapest = min(shares.values())
-    return next(rows for rows in counts if cheapest >= shares[rows] * (1 - RowLimit.GAIN))
+    return next(
+        rows for rows in counts if cheapest >= shares[rows] * (1 - RowLimit.GAIN)
+    )
 
 
 def _cheap(costs: Mapping[int, float]) -> list[int]:

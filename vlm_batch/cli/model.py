@@ -29,7 +29,11 @@ BATCHER_OPTIONS: Mapping[str | None, Mapping[str, str]] = {
         "min_pixels": "min_pixels",
         "max_pixels": "max_pixels",
     },
-    "caches": {"cache_bytes": "max_bytes", "cache_dir": "directory", "cache_dir_bytes": "directory_bytes"},
+    "caches": {
+        "cache_bytes": "max_bytes",
+        "cache_dir": "directory",
+        "cache_dir_bytes": "directory_bytes",
+    },
     "kv": {
         "kv_bits": "bits",
         "kv_group_size": "group_size",
@@ -66,8 +70,11 @@ def load_model(args: argparse.Namespace) -> AbstractContextManager[Batcher]:
     options = said_options(args)
     try:
         return VLMBatcher(str(Path(model).expanduser()), max_rows=args.batch, **options)
-    except Exception as error:  # whatever the loader raises, the user needs one line of it
-        raise UsageError(f"cannot load the model {model}: {type(error).__name__}: {error}") from error
+    except Exception as error:
+        # whatever the loader raises, the user needs one line of it
+        raise UsageError(
+            f"cannot load the model {model}: {type(error).__name__}: {error}"
+        ) from error
 
 
 def said_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -82,18 +89,36 @@ def said_options(args: argparse.Namespace) -> dict[str, Any]:
     said["policy"] |= given.get("policy", {})
     if "bits" not in said["kv"]:
         said["kv"] = {}  # settings of what nobody asked for
-    kinds: Mapping[str, Callable[..., Any]] = {"limits": Limits, "caches": Caches, "kv": KVQuantisation, "policy": dict}
+    kinds: Mapping[str, Callable[..., Any]] = {
+        "limits": Limits,
+        "caches": Caches,
+        "kv": KVQuantisation,
+        "policy": dict,
+    }
     try:
-        return said[None] | {record: kind(**said[record]) for record, kind in kinds.items() if said[record]}
+        return said[None] | {
+            record: kind(**said[record])
+            for record, kind in kinds.items()
+            if said[record]
+        }
     except ValueError as error:
         raise UsageError(str(error)) from error
 
 
-def add_model(parser: argparse._ActionsContainer, default: str = "default: the embedded sample") -> None:
+def add_model(
+    parser: argparse._ActionsContainer, default: str = "default: the embedded sample"
+) -> None:
     parser.add_argument(
-        "--model", default=None, metavar="PATH|HUB_ID", help=f"a folder, or an id of Hugging Face's hub ({default})"
+        "--model",
+        default=None,
+        metavar="PATH|HUB_ID",
+        help=f"a folder, or an id of Hugging Face's hub ({default})",
     )
-    parser.add_argument("--trust-remote-code", action="store_true", help="allow code that comes with the model")
+    parser.add_argument(
+        "--trust-remote-code",
+        action="store_true",
+        help="allow code that comes with the model",
+    )
 
 
 def add_batcher(group: argparse._ArgumentGroup) -> None:
@@ -107,42 +132,113 @@ def add_batcher(group: argparse._ArgumentGroup) -> None:
     )
     size = amount_of_bytes
     for option, kind, metavar, said in (
-        ("--look-ahead", at_least(1), "N", "requests that are read ahead of the batch (default: 16)"),
-        ("--look-ahead-bytes", size, "N", "memory for what is read ahead, as 2G (default: 1.07G)"),
+        (
+            "--look-ahead",
+            at_least(1),
+            "N",
+            "requests that are read ahead of the batch (default: 16)",
+        ),
+        (
+            "--look-ahead-bytes",
+            size,
+            "N",
+            "memory for what is read ahead, as 2G (default: 1.07G)",
+        ),
         (
             "--max-bytes",
             size,
             "N",
             "memory for keys and values of the batch, as 4GB (default: what weights and caches leave)",
         ),
-        ("--max-prompt-tokens", at_least(1), "N", "longest prompt, pictures included (default: the model's)"),
-        ("--max-image-pixels", _amount, "N", "largest picture, as 40M; none lifts it (default: 89.5M)"),
-        ("--max-video-pixels", _amount, "N", "likewise, all frames of a video together (default: 500M)"),
-        ("--max-request-pixels", _amount, "N", "likewise, all pictures and frames of a request (default: 500M)"),
-        ("--max-audio-seconds", float, "SECONDS", "longest recordings of a request together (default: 1800)"),
-        ("--min-pixels", size, "N", "least that the model sees of a picture (default: the model's)"),
+        (
+            "--max-prompt-tokens",
+            at_least(1),
+            "N",
+            "longest prompt, pictures included (default: the model's)",
+        ),
+        (
+            "--max-image-pixels",
+            _amount,
+            "N",
+            "largest picture, as 40M; none lifts it (default: 89.5M)",
+        ),
+        (
+            "--max-video-pixels",
+            _amount,
+            "N",
+            "likewise, all frames of a video together (default: 500M)",
+        ),
+        (
+            "--max-request-pixels",
+            _amount,
+            "N",
+            "likewise, all pictures and frames of a request (default: 500M)",
+        ),
+        (
+            "--max-audio-seconds",
+            float,
+            "SECONDS",
+            "longest recordings of a request together (default: 1800)",
+        ),
+        (
+            "--min-pixels",
+            size,
+            "N",
+            "least that the model sees of a picture (default: the model's)",
+        ),
         (
             "--max-pixels",
             size,
             "N",
             "most that the model sees of a picture, as 1M: fewer tokens (default, and most: the model's)",
         ),
-        ("--cache-bytes", size, "N", "memory kept for later rows, as 2G; 0 keeps nothing (default: 1.07G)"),
-        ("--cache-dir", str, "FOLDER", "where what memory cannot keep goes (default: nowhere)"),
+        (
+            "--cache-bytes",
+            size,
+            "N",
+            "memory kept for later rows, as 2G; 0 keeps nothing (default: 1.07G)",
+        ),
+        (
+            "--cache-dir",
+            str,
+            "FOLDER",
+            "where what memory cannot keep goes (default: nowhere)",
+        ),
         ("--cache-dir-bytes", size, "N", "most bytes of that folder"),
     ):
-        group.add_argument(option, type=kind, metavar=metavar, help=said, default=argparse.SUPPRESS)
+        group.add_argument(
+            option, type=kind, metavar=metavar, help=said, default=argparse.SUPPRESS
+        )
     add_speed(group)
 
 
 def add_speed(group: argparse._ActionsContainer) -> None:
     """Add options that change speed, not questions."""
     say = partial(group.add_argument, default=argparse.SUPPRESS)
-    say("--kv-bits", type=float, metavar="BITS", help="keys and values in so many bits (default: exact)")
-    say("--kv-group-size", type=at_least(1), metavar="N", help="values that share a scale (default: 64)")
+    say(
+        "--kv-bits",
+        type=float,
+        metavar="BITS",
+        help="keys and values in so many bits (default: exact)",
+    )
+    say(
+        "--kv-group-size",
+        type=at_least(1),
+        metavar="N",
+        help="values that share a scale (default: 64)",
+    )
     say("--kv-quant-scheme", choices=("uniform", "turboquant"), help="default: uniform")
-    say("--quantized-kv-start", type=at_least(0), metavar="N", help="tokens that stay exact (default: 0)")
-    say("--reproducible", action="store_true", help="the same answers, bit for bit, whoever else is in the batch")
+    say(
+        "--quantized-kv-start",
+        type=at_least(0),
+        metavar="N",
+        help="tokens that stay exact (default: 0)",
+    )
+    say(
+        "--reproducible",
+        action="store_true",
+        help="the same answers, bit for bit, whoever else is in the batch",
+    )
     say(
         "--policy",
         type=_policy,
@@ -156,7 +252,9 @@ def _policy(text: str) -> dict[str, Any]:
 
     pairs = (part.partition("=") for part in text.split(","))
     try:
-        return check_policy({name.strip(): _plain_value(value.strip()) for name, _, value in pairs})
+        return check_policy(
+            {name.strip(): _plain_value(value.strip()) for name, _, value in pairs}
+        )
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
@@ -186,7 +284,9 @@ def amount_of_bytes(text: str) -> int:
         if not 0 <= value < 2**62:
             raise ValueError
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no amount such as 500M or 2G") from None
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no amount such as 500M or 2G"
+        ) from None
     return int(value)
 
 
@@ -199,7 +299,9 @@ def at_least(least: int) -> Callable[[str], int]:
         except ValueError:
             value = least - 1
         if value < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is not a whole number of at least {least}"
+            )
         return value
 
     return number

@@ -17,8 +17,24 @@ COLUMNS = ("image", "video", "audio", "id", "prompt")
 #: Everyday options and examples of ``run``.
 EVERYDAY = (
     (
-        *("paths", "--model", "--prompt", "--out", "--resume", "--overwrite", "--retry-errors", "--columns"),
-        *("--json-schema", "--sidecar", "--max-tokens", "--max-pixels", "--dry-run", "--verbose"),
+        *(
+            "paths",
+            "--model",
+            "--prompt",
+            "--out",
+            "--resume",
+            "--overwrite",
+            "--retry-errors",
+            "--columns",
+        ),
+        *(
+            "--json-schema",
+            "--sidecar",
+            "--max-tokens",
+            "--max-pixels",
+            "--dry-run",
+            "--verbose",
+        ),
     ),
     (
         'vlm-batch run photos/ --model MODEL --prompt "Describe the picture." --out answers.jsonl',
@@ -42,8 +58,12 @@ def add_run(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help=f"the question, with {{column}} for a row's own; several ask each row each (default: {DEFAULT_PROMPT})",
     )
-    parser.add_argument("--prompt-file", action="append", metavar="FILE", help="a question from a file")
-    parser.add_argument("--system", metavar="TEXT", help="the system prompt, with {column} likewise")
+    parser.add_argument(
+        "--prompt-file", action="append", metavar="FILE", help="a question from a file"
+    )
+    parser.add_argument(
+        "--system", metavar="TEXT", help="the system prompt, with {column} likewise"
+    )
     parser.add_argument(
         "--thinking",
         action=argparse.BooleanOptionalAction,
@@ -58,27 +78,55 @@ def add_run(parser: argparse.ArgumentParser) -> None:
         default=True,
         help="look into folders in folders (default: yes)",
     )
-    reading.add_argument("--videos", action="store_true", help="look for videos in folders, too")
-    reading.add_argument("--audios", action="store_true", help="look for recordings in folders, too")
-    reading.add_argument("--pdf", action="store_true", help="look for PDF files in folders, too")
+    reading.add_argument(
+        "--videos", action="store_true", help="look for videos in folders, too"
+    )
+    reading.add_argument(
+        "--audios", action="store_true", help="look for recordings in folders, too"
+    )
+    reading.add_argument(
+        "--pdf", action="store_true", help="look for PDF files in folders, too"
+    )
     for option, kind, default, metavar, said in (
         ("--dpi", at_least(1), DEFAULT_DPI, "N", "of PDF pages (default: %(default)s)"),
-        ("--fps", float, None, "R", "frames a second of a video (default: the family's habit)"),
-        ("--max-frames", at_least(1), None, "N", "most frames of a video (default: likewise)"),
+        (
+            "--fps",
+            float,
+            None,
+            "R",
+            "frames a second of a video (default: the family's habit)",
+        ),
+        (
+            "--max-frames",
+            at_least(1),
+            None,
+            "N",
+            "most frames of a video (default: likewise)",
+        ),
     ):
-        reading.add_argument(option, type=kind, default=default, metavar=metavar, help=said)
+        reading.add_argument(
+            option, type=kind, default=default, metavar=metavar, help=said
+        )
     for what in COLUMNS:
         reading.add_argument(
-            f"--{what}-column", metavar="NAME", help=f"the column of a table that holds the {what}; '' for none"
+            f"--{what}-column",
+            metavar="NAME",
+            help=f"the column of a table that holds the {what}; '' for none",
         )
-    reading.add_argument("--split", metavar="NAME", help="of a folder of the datasets library (default: all)")
+    reading.add_argument(
+        "--split",
+        metavar="NAME",
+        help="of a folder of the datasets library (default: all)",
+    )
     reading.add_argument(
         "--shard",
         metavar="I/N",
         help="only part I of N (from 1), by the rows' ids; auto: under mlx.launch, a part for each process",
     )
     reading.add_argument(
-        "--dry-run", action="store_true", help="show the first prompts, sizes and an estimate, and stop"
+        "--dry-run",
+        action="store_true",
+        help="show the first prompts, sizes and an estimate, and stop",
     )
     add_cluster(parser.add_argument_group("several machines"))
     _add_answering(parser)
@@ -116,13 +164,26 @@ def _add_answering(parser: argparse.ArgumentParser) -> None:
         ("--top-k", int, "K", f"0 is off (default: {defaults.top_k})"),
         ("--min-p", float, "P", f"0 is off (default: {defaults.min_p})"),
         ("--repetition-penalty", float, "P", "of words that come again; 1 is off"),
-        ("--no-repeat-ngram-size", int, "N", "no N tokens of an answer twice; 0 is off"),
-        ("--window-size", int, "N", "number of last tokens in which they are looked for (default: all)"),
+        (
+            "--no-repeat-ngram-size",
+            int,
+            "N",
+            "no N tokens of an answer twice; 0 is off",
+        ),
+        (
+            "--window-size",
+            int,
+            "N",
+            "number of last tokens in which they are looked for (default: all)",
+        ),
         ("--seed", int, "N", "makes sampled answers reproducible, whatever the batch"),
     ):
         sampling.add_argument(option, type=kind, metavar=metavar, help=said)
     sampling.add_argument(
-        "--stop", action="append", metavar="TEXT", help="text that ends an answer; several may be given"
+        "--stop",
+        action="append",
+        metavar="TEXT",
+        help="text that ends an answer; several may be given",
     )
     sampling.add_argument(
         "--skip-special-tokens",
@@ -130,15 +191,27 @@ def _add_answering(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="leave special tokens such as <|box_start|> out of answers, or show them (default: as the model needs)",
     )
-    sampling.add_argument("--thinking-budget", type=at_least(0), metavar="N", help="most tokens of thinking")
+    sampling.add_argument(
+        "--thinking-budget",
+        type=at_least(0),
+        metavar="N",
+        help="most tokens of thinking",
+    )
     form = parser.add_argument_group("the form of answers (one at most)")
     form.add_argument(
         "--json-schema",
         metavar="FILE",
         help="answers are JSON that follows this schema; --columns may name the fields of its object",
     )
-    form.add_argument("--regex", metavar="PATTERN", help="answers match a regular expression")
-    form.add_argument("--choice", action="append", metavar="TEXT", help="answers are one of these texts")
+    form.add_argument(
+        "--regex", metavar="PATTERN", help="answers match a regular expression"
+    )
+    form.add_argument(
+        "--choice",
+        action="append",
+        metavar="TEXT",
+        help="answers are one of these texts",
+    )
     add_batcher(parser.add_argument_group("the batch and its memory"))
     _add_writing(parser.add_argument_group("what is written"))
     parser.add_argument(
@@ -149,9 +222,13 @@ def _add_answering(parser: argparse.ArgumentParser) -> None:
         help="exit with 0 if no more than N fail (default: 0)",
     )
     lines = parser.add_mutually_exclusive_group()
-    lines.add_argument("--quiet", action="store_true", help="show no line for each answer")
     lines.add_argument(
-        "--verbose", action="store_true", help=f"show a line for each answer, also beyond {SHOWN_ROWS} rows"
+        "--quiet", action="store_true", help="show no line for each answer"
+    )
+    lines.add_argument(
+        "--verbose",
+        action="store_true",
+        help=f"show a line for each answer, also beyond {SHOWN_ROWS} rows",
     )
 
 
@@ -168,10 +245,16 @@ def _add_writing(writing: argparse._ArgumentGroup) -> None:
         choices=tuple(FORMS),
         help="the output's form, whatever its suffix; openai-batch: the lines of a batch of OpenAI's",
     )
-    writing.add_argument("--sidecar", metavar="SUFFIX", help="a text file beside each picture, such as .txt")
+    writing.add_argument(
+        "--sidecar",
+        metavar="SUFFIX",
+        help="a text file beside each picture, such as .txt",
+    )
     writing.add_argument(
         "--columns",
-        type=lambda text: tuple(name.strip() for name in text.split(",") if name.strip()),
+        type=lambda text: tuple(
+            name.strip() for name in text.split(",") if name.strip()
+        ),
         metavar="A,B",
         help="fields of the answers and columns of the rows, in this order (id and error are always there)",
     )
@@ -188,5 +271,7 @@ def _add_writing(writing: argparse._ArgumentGroup) -> None:
     ):
         writing.add_argument(option, action="store_true", help=said)
     writing.add_argument(
-        "--report", metavar="FILE", help="a page (HTML, offline) with plots, failures and a sample of answers"
+        "--report",
+        metavar="FILE",
+        help="a page (HTML, offline) with plots, failures and a sample of answers",
     )

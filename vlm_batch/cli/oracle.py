@@ -30,7 +30,9 @@ SMALL = 256
 def main() -> None:
     asked = json.load(sys.stdin)
     given, sys.stdout = sys.stdout, sys.stderr  # some processors print
-    answers = [answer(Path(one["folder"]), one["cases"], Path(one["pixels"])) for one in asked]
+    answers = [
+        answer(Path(one["folder"]), one["cases"], Path(one["pixels"])) for one in asked
+    ]
     json.dump(answers, given)
 
 
@@ -39,10 +41,19 @@ def answer(folder: Path, cases: list[dict[str, Any]], pixels: Path) -> dict[str,
     try:
         processor = read(folder)
     except Exception as error:
-        return {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
-    found = [case_answer(processor, case, pixels / f"{at}.npy") for at, case in enumerate(cases)]
+        return {
+            "error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        }
+    found = [
+        case_answer(processor, case, pixels / f"{at}.npy")
+        for at, case in enumerate(cases)
+    ]
     tokenizer = tokenizer_of(processor)
-    return {"processor": type(processor).__name__, "tokenizer": type(tokenizer).__name__, "cases": found}
+    return {
+        "processor": type(processor).__name__,
+        "tokenizer": type(tokenizer).__name__,
+        "cases": found,
+    }
 
 
 def read(folder: Path) -> Any:
@@ -51,7 +62,9 @@ def read(folder: Path) -> Any:
 
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     # As AutoProcessor: what the folder says goes before the model's type. Pixtral is saved as llava.
-    name = processor_class(folder) or PROCESSOR_MAPPING_NAMES.get(str(config.get("model_type")))
+    name = processor_class(folder) or PROCESSOR_MAPPING_NAMES.get(
+        str(config.get("model_type"))
+    )
     if name is None:
         return read_tokenizer(folder)
     without_torch()
@@ -67,7 +80,12 @@ def class_named(name: str) -> Any:
     for path in models.glob("*/processing_*.py"):
         if f"class {name}(" in path.read_text(encoding="utf-8"):
             try:
-                return getattr(import_module(f"transformers.models.{path.parent.name}.{path.stem}"), name)
+                return getattr(
+                    import_module(
+                        f"transformers.models.{path.parent.name}.{path.stem}"
+                    ),
+                    name,
+                )
             except ImportError:
                 return TextAlone
     return kind
@@ -77,12 +95,19 @@ class TextAlone(transformers.ProcessorMixin):
     """The part for text that all of transformers' processors share, for one that cannot be imported."""
 
     def __init__(self, tokenizer: Any = None, **options: Any) -> None:
-        super().__init__(tokenizer, **{name: options[name] for name in ("chat_template",) if name in options})
+        super().__init__(
+            tokenizer,
+            **{name: options[name] for name in ("chat_template",) if name in options},
+        )
 
 
 def processor_class(folder: Path) -> str | None:
     """Return the class that a folder names, if transformers has it."""
-    for file in ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json"):
+    for file in (
+        "processor_config.json",
+        "preprocessor_config.json",
+        "tokenizer_config.json",
+    ):
         if (path := folder / file).exists():
             named = json.loads(path.read_text(encoding="utf-8")).get("processor_class")
             if isinstance(named, str) and named in dir(transformers):
@@ -141,23 +166,32 @@ def read_tokenizer(folder: Path) -> Any:
     path = folder / "tokenizer_config.json"
     said = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     named = str(said.get("tokenizer_class"))
-    return getattr(transformers, named if named in dir(transformers) else "PreTrainedTokenizerFast").from_pretrained(
-        folder
-    )
+    return getattr(
+        transformers, named if named in dir(transformers) else "PreTrainedTokenizerFast"
+    ).from_pretrained(folder)
 
 
 def case_answer(processor: Any, case: dict[str, Any], pixels: Path) -> dict[str, Any]:
     try:
         return processed(processor, case, pixels)
     except Exception as error:
-        return {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
+        return {
+            "error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        }
 
 
 def processed(processor: Any, case: dict[str, Any], pixels: Path) -> dict[str, Any]:
     """Return a case's answer, by ``apply_chat_template(tokenize=True)`` where there is a template."""
-    images = [picture(width, height, seed) for seed, (width, height) in enumerate(case["images"])]
+    images = [
+        picture(width, height, seed)
+        for seed, (width, height) in enumerate(case["images"])
+    ]
     tokenizer = tokenizer_of(processor)
-    options = {name: case[name] for name in ("tools", "continue_final_message") if case.get(name)}
+    options = {
+        name: case[name]
+        for name in ("tools", "continue_final_message")
+        if case.get(name)
+    }
     options["add_generation_prompt"] = "continue_final_message" not in options
     text = case.get("text")
     if text is None:
@@ -165,21 +199,38 @@ def processed(processor: Any, case: dict[str, Any], pixels: Path) -> dict[str, A
         owner = processor if processor.chat_template is not None else tokenizer
         text = owner.apply_chat_template(case["messages"], tokenize=False, **options)
         if "[{'type':" in text:
-            raise ValueError("its template takes text alone, and writes parts out as Python writes a list")
+            raise ValueError(
+                "its template takes text alone, and writes parts out as Python writes a list"
+            )
         if owner is tokenizer and tokenizer is processor:
-            found = tokenizer.apply_chat_template(case["messages"], tokenize=True, return_dict=True, **options)
+            found = tokenizer.apply_chat_template(
+                case["messages"], tokenize=True, return_dict=True, **options
+            )
         else:
             found = called(processor, text, images)
             if owner is processor and not images:
-                alike = owner.apply_chat_template(case["messages"], tokenize=True, return_dict=True, **options)
-                assert np.array_equal(flat(alike["input_ids"]), flat(found["input_ids"]))
+                alike = owner.apply_chat_template(
+                    case["messages"], tokenize=True, return_dict=True, **options
+                )
+                assert np.array_equal(
+                    flat(alike["input_ids"]), flat(found["input_ids"])
+                )
     else:
         found = called(processor, text, images)
     ids = flat(found["input_ids"])
-    arrays = {name: facts(value) for name, value in found.items() if name != "input_ids" and value is not None}
+    arrays = {
+        name: facts(value)
+        for name, value in found.items()
+        if name != "input_ids" and value is not None
+    }
     if images and "pixel_values" in found:
         np.save(pixels, np.asarray(found["pixel_values"], dtype=np.float32))
-    return {"text": text, "ids": ids, "arrays": arrays, "pixels": str(pixels) if pixels.exists() else None}
+    return {
+        "text": text,
+        "ids": ids,
+        "arrays": arrays,
+        "pixels": str(pixels) if pixels.exists() else None,
+    }
 
 
 def called(processor: Any, text: str, images: list[Image.Image]) -> Any:
@@ -193,7 +244,11 @@ def called(processor: Any, text: str, images: list[Image.Image]) -> Any:
 
 
 def tokenizer_of(processor: Any) -> Any:
-    return processor.tokenizer if isinstance(processor, transformers.ProcessorMixin) else processor
+    return (
+        processor.tokenizer
+        if isinstance(processor, transformers.ProcessorMixin)
+        else processor
+    )
 
 
 def flat(ids: Any) -> list[int]:
@@ -206,7 +261,10 @@ def facts(value: Any) -> Any:
     except ValueError:  # lists of several lengths
         return None
     small = array.dtype.kind in "biu" and array.size <= SMALL
-    return {"shape": list(array.shape), "values": array.reshape(-1).tolist() if small else None}
+    return {
+        "shape": list(array.shape),
+        "values": array.reshape(-1).tolist() if small else None,
+    }
 
 
 def picture(width: int, height: int, seed: int) -> Image.Image:

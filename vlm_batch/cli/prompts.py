@@ -17,7 +17,12 @@ from typing import Any
 
 import numpy as np
 from mlx_vlm.prompt_utils import apply_chat_template
-from mlx_vlm.utils import get_model_and_args, get_model_type, prepare_inputs, should_add_special_tokens
+from mlx_vlm.utils import (
+    get_model_and_args,
+    get_model_type,
+    prepare_inputs,
+    should_add_special_tokens,
+)
 
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.cli import oracle
@@ -38,7 +43,11 @@ WEATHER = {
     "function": {
         "name": "weather",
         "description": "Says the weather of a city.",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}},
+            "required": ["city"],
+        },
     },
 }
 #: A pixel's largest difference that rounding explains: transformers may resize with torch.
@@ -58,29 +67,46 @@ class Case:
 
     def request(self) -> Request:
         """Return the request as a user submits it."""
-        images = tuple(oracle.picture(*size, seed) for seed, size in enumerate(self.images))
+        images = tuple(
+            oracle.picture(*size, seed) for seed, size in enumerate(self.images)
+        )
         if self.text is not None:
             return Request(prompt=self.text, images=images, template=None)
-        options = Template(tools=self.tools, continue_final_message=self.continue_final_message)
+        options = Template(
+            tools=self.tools, continue_final_message=self.continue_final_message
+        )
         return Request(messages=self.messages, images=images, template=options)
 
 
 def _user(text: str, pictures: int = 0) -> Message:
-    return {"role": "user", "content": [*[{"type": "image"}] * pictures, {"type": "text", "text": text}]}
+    return {
+        "role": "user",
+        "content": [*[{"type": "image"}] * pictures, {"type": "text", "text": text}],
+    }
 
 
 def _said(role: str, text: str) -> Message:
     return {"role": role, "content": [{"type": "text", "text": text}]}
 
 
-_CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Cardiff"}}}
+_CALL = {
+    "type": "function",
+    "function": {"name": "weather", "arguments": {"city": "Cardiff"}},
+}
 CASES = (
     Case("text", [_user("What is the capital of Wales?")]),
     Case("picture", [_user("What is this?", 1)], images=((320, 240),)),
-    Case("two pictures", [_user("What has changed?", 2)], images=((320, 240), (224, 448))),
+    Case(
+        "two pictures", [_user("What has changed?", 2)], images=((320, 240), (224, 448))
+    ),
     Case(
         "turns",
-        [_said("system", "Be brief."), _user("What is this?", 1), _said("assistant", "A ramp."), _user("Of what?")],
+        [
+            _said("system", "Be brief."),
+            _user("What is this?", 1),
+            _said("assistant", "A ramp."),
+            _user("Of what?"),
+        ],
         images=((320, 240),),
     ),
     Case(
@@ -100,14 +126,21 @@ CASES = (
         ],
         tools=[WEATHER],
     ),
-    Case("prefix", [_user("Count to four."), _said("assistant", "1 2")], continue_final_message=True),
+    Case(
+        "prefix",
+        [_user("Count to four."), _said("assistant", "1 2")],
+        continue_final_message=True,
+    ),
     Case("plain text", text="Once upon a time"),
 )
 
 
 #: (family, case) -> why transformers' prompt is none to follow.
 NOT_FOLLOWED = {
-    ("mllama", "plain text"): "transformers writes a beginning into the text, and its tokenizer adds another "
+    (
+        "mllama",
+        "plain text",
+    ): "transformers writes a beginning into the text, and its tokenizer adds another "
     "(processing_mllama.py, build_string_from_input): here there is one",
 }
 
@@ -174,13 +207,19 @@ class PromptVerification:
     @property
     def ok(self) -> bool:
         """Whether prompts are transformers' and answers end where the folder says."""
-        return not any(one.differs for one in self.cases) and set(self.published_ends) <= set(self.ends)
+        return not any(one.differs for one in self.cases) and set(
+            self.published_ends
+        ) <= set(self.ends)
 
     def as_json(self) -> dict[str, Any]:
         return {**asdict(self), "ok": self.ok}
 
     def text(self) -> str:
-        said = "as transformers makes them" if self.ok else "NOT as transformers makes them"
+        said = (
+            "as transformers makes them"
+            if self.ok
+            else "NOT as transformers makes them"
+        )
         if self.ok and not self.compared:
             said = "not compared: transformers cannot read this folder"
         lines = [
@@ -190,24 +229,38 @@ class PromptVerification:
             f"- an answer ends at {_listed(self.ends)}; the folder names {_listed(self.published_ends)}, mlx-vlm takes "
             f"{_listed(self.upstream_ends)}",
         ]
-        lines += [f"- the folder recommends {self.recommended} (`--sampling recommended` takes it)"]
+        lines += [
+            f"- the folder recommends {self.recommended} (`--sampling recommended` takes it)"
+        ]
         unused = [_setting(one) for one in self.unread if one.read_by_transformers]
         nobodys = [_setting(one) for one in self.unread if not one.read_by_transformers]
         if unused:
-            lines.append(f"- config.json has what transformers reads and mlx-vlm does not: {', '.join(unused)}")
+            lines.append(
+                f"- config.json has what transformers reads and mlx-vlm does not: {', '.join(unused)}"
+            )
         if nobodys:
             lines.append(f"- config.json has what nobody reads: {', '.join(nobodys)}")
         if self.unread_error is not None:
-            lines.append(f"- not known what of config.json nobody reads: {self.unread_error}")
+            lines.append(
+                f"- not known what of config.json nobody reads: {self.unread_error}"
+            )
         if self.missing:
-            lines.append(f"- {len(self.missing):,} tensors of the index are not in the folder: {_few(self.missing)}")
+            lines.append(
+                f"- {len(self.missing):,} tensors of the index are not in the folder: {_few(self.missing)}"
+            )
         lines += [f"- {fault}" for fault in self.faults]
-        lines += ["", "| | tokens | here : transformers | mlx-vlm : transformers |", "|---|---|---|---|"]
+        lines += [
+            "",
+            "| | tokens | here : transformers | mlx-vlm : transformers |",
+            "|---|---|---|---|",
+        ]
         for one in self.cases:
             if one.reason is not None:
                 lines.append(f"| {one.name} | - | {one.reason} | |")
                 continue
-            ours, theirs = ("; ".join(part) or "equal" for part in (one.differs, one.upstream))
+            ours, theirs = (
+                "; ".join(part) or "equal" for part in (one.differs, one.upstream)
+            )
             lines.append(f"| {one.name} | {one.tokens or '-'} | {ours} | {theirs} |")
         return "\n".join(lines)
 
@@ -233,21 +286,29 @@ class Folder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.written: dict[str, Any] = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        self.written: dict[str, Any] = json.loads(
+            (path / "config.json").read_text(encoding="utf-8")
+        )
         read = read_config(path)
         model_type = str(get_model_type(read))
         spec = spec_for(model_type)
         if spec is None or spec.adapter is None:
-            raise UnsupportedModel(f"model type {model_type!r} has no adapter; prompts of it are not compared")
+            raise UnsupportedModel(
+                f"model type {model_type!r} has no adapter; prompts of it are not compared"
+            )
         self.spec: ModelSpec = spec
         self.package = package_of(model_type) or get_model_and_args(read)[0]
-        self.config = self.package.ModelConfig.from_dict({"text_config": {}, "vision_config": {}, **read})
+        self.config = self.package.ModelConfig.from_dict(
+            {"text_config": {}, "vision_config": {}, **read}
+        )
         self.config.model_type = model_type
         self.config.eos_token_id = read.get("eos_token_id")
         without_weights: Any = SimpleNamespace(config=self.config)
         self.processor = read_processor(path, without_weights)
         adapter: type[Adapter] = spec.adapter
-        self.processing = Processing(adapter.processor(with_pillow(self.processor)), self.config)
+        self.processing = Processing(
+            adapter.processor(with_pillow(self.processor)), self.config
+        )
         self.preparer = Preparer(self.processing, spec, image_token_ids=frozenset())
 
     def make(self, case: Case) -> Made:
@@ -270,7 +331,13 @@ class Folder:
         try:
             text = case.text
             if text is None:
-                text = apply_chat_template(self.processor, self.config, case.messages, num_images=len(images), **more)
+                text = apply_chat_template(
+                    self.processor,
+                    self.config,
+                    case.messages,
+                    num_images=len(images),
+                    **more,
+                )
             text = text.get("content", "") if isinstance(text, Mapping) else text
             adds = should_add_special_tokens(self.config.model_type, self.processor)
             marker = vars(self.config).get("image_token_index")
@@ -282,9 +349,15 @@ class Folder:
                 add_special_tokens=adds,
             )
         except Exception as error:  # whatever upstream's path raises, it is the finding
-            return Made(error=f"{type(error).__name__}: {' '.join(str(error).split())[:120]}")
+            return Made(
+                error=f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+            )
         ids = np.array(found["input_ids"])[0]
-        return Made(tuple(map(int, ids)), text, {name: value for name, value in found.items() if name != "input_ids"})
+        return Made(
+            tuple(map(int, ids)),
+            text,
+            {name: value for name, value in found.items() if name != "input_ids"},
+        )
 
     @property
     def published_ends(self) -> tuple[int, ...]:
@@ -292,32 +365,53 @@ class Folder:
         path = self.path / "generation_config.json"
         said = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         text = self.written.get("text_config") or {}
-        named = (said.get("eos_token_id"), self.written.get("eos_token_id"), text.get("eos_token_id"))
+        named = (
+            said.get("eos_token_id"),
+            self.written.get("eos_token_id"),
+            text.get("eos_token_id"),
+        )
         found = next((ends for ends in named if ends is not None), ())
         return (found,) if isinstance(found, int) else tuple(found)
 
 
-def ask_transformers(folders: Sequence[Path], cases: Sequence[Case], pixels: Path) -> list[dict[str, Any]]:
+def ask_transformers(
+    folders: Sequence[Path], cases: Sequence[Case], pixels: Path
+) -> list[dict[str, Any]]:
     """Ask ``oracle.py`` in another process; pictures' values lie under ``pixels`` by folder and case."""
     asked = []
     for at, folder in enumerate(folders):
         (pixels / str(at)).mkdir()
         asked.append(
-            {"folder": str(folder), "cases": [asdict(case) for case in cases], "pixels": str(pixels / str(at))}
+            {
+                "folder": str(folder),
+                "cases": [asdict(case) for case in cases],
+                "pixels": str(pixels / str(at)),
+            }
         )
     given = json.dumps(asked)
-    run = subprocess.run([sys.executable, oracle.__file__], input=given, capture_output=True, text=True, check=False)
+    run = subprocess.run(
+        [sys.executable, oracle.__file__],
+        input=given,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if run.returncode:
         raise RuntimeError(f"transformers could not be asked: {run.stderr[-500:]}")
     found: list[dict[str, Any]] = json.loads(run.stdout)
     return found
 
 
-def verify_prompts(folder: Folder, *, name: str | None = None, cases: Sequence[Case] = CASES) -> PromptVerification:
+def verify_prompts(
+    folder: Folder, *, name: str | None = None, cases: Sequence[Case] = CASES
+) -> PromptVerification:
     """Compare a folder's prompts with transformers'."""
     with TemporaryDirectory(prefix="vlm_batch-") as pixels:
         (answers,) = ask_transformers([folder.path], cases, Path(pixels))
-        compared = tuple(_compared(folder, case, _theirs(answers, at)) for at, case in enumerate(cases))
+        compared = tuple(
+            _compared(folder, case, _theirs(answers, at))
+            for at, case in enumerate(cases)
+        )
     facts = folder_facts(folder.path)
     unread, unread_error = _unread(folder.path)
     stops = vars(folder.processing.tokenizer)["stopping_criteria"]
@@ -352,11 +446,16 @@ def _theirs(answers: Mapping[str, Any], at: int) -> Mapping[str, Any]:
 
 
 def _compared(folder: Folder, case: Case, theirs: Mapping[str, Any]) -> Compared:
-    refused = folder.spec.images is False or (len(case.images) > 1 and not folder.spec.multi_image)
+    refused = folder.spec.images is False or (
+        len(case.images) > 1 and not folder.spec.multi_image
+    )
     if case.images and refused:
         return Compared(case.name, reason=f"{folder.spec.family} takes no such request")
     if case.tools and "tools" not in folder.processing.template.reads:
-        return Compared(case.name, reason="its template reads no tools: refused here, left out by transformers")
+        return Compared(
+            case.name,
+            reason="its template reads no tools: refused here, left out by transformers",
+        )
     if "error" in theirs:
         return Compared(case.name, reason=f"transformers: {theirs['error']}")
     if (why := NOT_FOLLOWED.get((folder.spec.family, case.name))) is not None:
@@ -370,28 +469,49 @@ def _compared(folder: Folder, case: Case, theirs: Mapping[str, Any]) -> Compared
     )
 
 
-def differences(made: Made, theirs: Mapping[str, Any], processing: Processing) -> Iterator[str]:
+def differences(
+    made: Made, theirs: Mapping[str, Any], processing: Processing
+) -> Iterator[str]:
     """Yield what is not transformers'."""
     if made.error is not None:
         yield made.error
         return
     ids = tuple(theirs["ids"])
     if made.ids != ids:
-        at = next((at for at, (a, b) in enumerate(zip(made.ids, ids, strict=False)) if a != b), -1)
+        at = next(
+            (
+                at
+                for at, (a, b) in enumerate(zip(made.ids, ids, strict=False))
+                if a != b
+            ),
+            -1,
+        )
         at = min(len(made.ids), len(ids)) if at < 0 else at
-        words = [processing.tokenizer.decode(list(side[max(at - 1, 0) : at + 3])) for side in (made.ids, ids)]
+        words = [
+            processing.tokenizer.decode(list(side[max(at - 1, 0) : at + 3]))
+            for side in (made.ids, ids)
+        ]
         yield f"{len(made.ids)} ids for {len(ids)}, others from {at}: {words[0]!r} for {words[1]!r}"
     for name, facts in theirs["arrays"].items():
         given = made.arrays.get(name)
-        if facts is None or facts["values"] is None or given is None or name == "attention_mask":
+        if (
+            facts is None
+            or facts["values"] is None
+            or given is None
+            or name == "attention_mask"
+        ):
             continue
         if np.array(given).reshape(-1).tolist() != facts["values"]:
             yield f"{name} is another"
     if theirs.get("pixels") and "pixel_values" in made.arrays:
-        yield from _pixel_differences(made.arrays["pixel_values"], np.load(theirs["pixels"]), processing)
+        yield from _pixel_differences(
+            made.arrays["pixel_values"], np.load(theirs["pixels"]), processing
+        )
 
 
-def _pixel_differences(ours: Any, theirs: np.ndarray, processing: Processing) -> Iterator[str]:
+def _pixel_differences(
+    ours: Any, theirs: np.ndarray, processing: Processing
+) -> Iterator[str]:
     if isinstance(ours, (list, tuple)):
         return  # one array a picture, of a layout of its own
     given = np.array(ours, dtype=np.float32)

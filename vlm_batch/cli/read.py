@@ -13,7 +13,13 @@ from pathlib import Path
 from vlm_batch.assets import sample_model
 from vlm_batch.cli.console import plain_text
 from vlm_batch.cli.ending import Signals
-from vlm_batch.cli.model import OpenBatcher, UsageError, add_batcher, add_model, at_least
+from vlm_batch.cli.model import (
+    OpenBatcher,
+    UsageError,
+    add_batcher,
+    add_model,
+    at_least,
+)
 from vlm_batch.cli.run import ANSWERED, FAILED, text_of, write_report
 from vlm_batch.cli.watching import JobView
 from vlm_batch.jobs import journal
@@ -21,7 +27,14 @@ from vlm_batch.jobs.documents import DOCUMENT_FORMS, Documents, is_loop
 from vlm_batch.jobs.lines import CannotWrite
 from vlm_batch.jobs.pages import ChosenPages, PageRange
 from vlm_batch.jobs.plan import Job
-from vlm_batch.jobs.publishers import AGAIN, PLAIN_PROMPTS, SAMPLE, TASKS, Publisher, publisher_of
+from vlm_batch.jobs.publishers import (
+    AGAIN,
+    PLAIN_PROMPTS,
+    SAMPLE,
+    TASKS,
+    Publisher,
+    publisher_of,
+)
 from vlm_batch.jobs.questions import Item, Questions
 from vlm_batch.jobs.rows import InvalidJob, Row, Shard, Source, count_of
 from vlm_batch.jobs.runner import run as run_job
@@ -59,7 +72,9 @@ def run(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
 
 def _read(args: argparse.Namespace, open_batcher: OpenBatcher, signals: Signals) -> int:
     model = str(args.model or sample_model())
-    publisher = SAMPLE if args.model is None else publisher_of(model, _model_type(model))
+    publisher = (
+        SAMPLE if args.model is None else publisher_of(model, _model_type(model))
+    )
     questions = _questions(args, publisher)
     sources = _sources(args, publisher)
     if args.report is not None:
@@ -70,7 +85,11 @@ def _read(args: argparse.Namespace, open_batcher: OpenBatcher, signals: Signals)
         lambda: Job(sources, questions, Sink()),
         form=args.format,
         has_marks=args.marks,
-        facts={"model": Path(model).name, "task": _task(args, publisher), "prompt": questions.prompts[0]},
+        facts={
+            "model": Path(model).name,
+            "task": _task(args, publisher),
+            "prompt": questions.prompts[0],
+        },
     )
     print(f"vlm-batch: {_how_it_asks(args, publisher)}", file=sys.stderr)
     view = JobView(
@@ -116,7 +135,9 @@ def _read(args: argparse.Namespace, open_batcher: OpenBatcher, signals: Signals)
 def _model_type(model: str) -> str | None:
     """Return a local model's type; of a model on the hub the name must do."""
     try:
-        config = json.loads((Path(model).expanduser() / "config.json").read_text(encoding="utf-8"))
+        config = json.loads(
+            (Path(model).expanduser() / "config.json").read_text(encoding="utf-8")
+        )
     except (OSError, ValueError):
         return None
     return config.get("model_type") if isinstance(config, Mapping) else None
@@ -149,12 +170,20 @@ def _prompt(args: argparse.Namespace, publisher: Publisher | None) -> str:
 def _questions(args: argparse.Namespace, publisher: Publisher | None) -> Questions:
     prompt = _prompt(args, publisher)
     published = dict(publisher.params) if publisher is not None else {}
-    names = ("max_tokens", "temperature", "repetition_penalty", "no_repeat_ngram_size", "seed")
+    names = (
+        "max_tokens",
+        "temperature",
+        "repetition_penalty",
+        "no_repeat_ngram_size",
+        "seed",
+    )
     said = {name: vars(args)[name] for name in names if vars(args)[name] is not None}
     params = SamplingParams(**{"max_tokens": MAX_TOKENS, **published, **said})
     # Braces of a publisher's prompt are no columns. A page that is asked alone has a chat of its own (``_PagesAlone``).
     text = prompt.replace("{", "{{").replace("}", "}}")
-    return Questions((text or "(the page alone)",), args.system, params, again=_Again(publisher))
+    return Questions(
+        (text or "(the page alone)",), args.system, params, again=_Again(publisher)
+    )
 
 
 def _how_it_asks(args: argparse.Namespace, publisher: Publisher | None) -> str:
@@ -163,7 +192,9 @@ def _how_it_asks(args: argparse.Namespace, publisher: Publisher | None) -> str:
     task = _task(args, publisher)
     if publisher is None:
         return f"the publisher of this model is not known: pages are asked for {task} in plain words; --prompt asks otherwise"
-    return f"pages are asked for {task} as the model's publisher does ({publisher.source})"
+    return (
+        f"pages are asked for {task} as the model's publisher does ({publisher.source})"
+    )
 
 
 def _longest(args: argparse.Namespace, publisher: Publisher | None) -> int | None:
@@ -175,10 +206,14 @@ def _sources(args: argparse.Namespace, publisher: Publisher | None) -> list[Sour
     if "-" in args.paths:
         raise UsageError("read takes documents by their names; - is no name")
     dpi = DEFAULT_DPI if args.dpi is None else args.dpi
-    opened, found = open_sources(args.paths, Reading(recursive=args.recursive, pdfs=True, dpi=dpi))
+    opened, found = open_sources(
+        args.paths, Reading(recursive=args.recursive, pdfs=True, dpi=dpi)
+    )
     if said := found.said():
         print(f"vlm-batch: {said}", file=sys.stderr)
-    sources = [one for source in opened for one in _paged(source, _longest(args, publisher))]
+    sources = [
+        one for source in opened for one in _paged(source, _longest(args, publisher))
+    ]
     if args.pages is not None:
         sources = [ChosenPages(one, args.pages) for one in sources]
     if _prompt(args, publisher) == "":
@@ -192,7 +227,9 @@ def _paged(source: Source, longest: int | None) -> Iterator[Source]:
         yield replace(source, longest=longest)
         return
     if not isinstance(source, Files):
-        raise InvalidJob(f"{source.name} holds rows, not pages: vlm-batch run asks about them")
+        raise InvalidJob(
+            f"{source.name} holds rows, not pages: vlm-batch run asks about them"
+        )
     for path in source.paths:
         yield replace(source, paths=(path,))
 
@@ -213,7 +250,10 @@ class _PagesAlone(Source):
 
     def rows(self) -> Iterator[Row]:
         alone = ({"role": "user", "content": [{"type": "image"}]},)
-        return (row if row.error is not None else replace(row, messages=alone) for row in self._inner.rows())
+        return (
+            row if row.error is not None else replace(row, messages=alone)
+            for row in self._inner.rows()
+        )
 
 
 class _Again:
@@ -223,7 +263,11 @@ class _Again:
         self._params = AGAIN if publisher is None else publisher.again
 
     def __call__(self, item: Item, result: Result) -> Item | None:
-        if result.error is not None or result.finish_reason != "length" or not is_loop(result.text):
+        if (
+            result.error is not None
+            or result.finish_reason != "length"
+            or not is_loop(result.text)
+        ):
             return None
         return replace(item, params=replace(item.params, **self._params))
 
@@ -231,7 +275,8 @@ class _Again:
 def _say_what_was_written(documents: Documents, folder: Path) -> None:
     print(f"{count_of(documents.num_written, 'document')} written to {folder}")
     for lacking in documents.lacking:
-        print(plain_text(lacking.said().replace("\n", " ")))  # a name may hold control characters
+        # a name may hold control characters
+        print(plain_text(lacking.said().replace("\n", " ")))
     if documents.num_incomplete:
         whole = count_of(documents.num_incomplete, "document")
         print(f"{whole} still to be read: --resume goes on")
@@ -265,23 +310,41 @@ def add_read(parser: argparse.ArgumentParser) -> None:
         help="exit with 0 if no more than N pages fail (default: 0)",
     )
     lines = parser.add_mutually_exclusive_group()
-    lines.add_argument("--quiet", action="store_true", help="show no line for each page")
-    lines.add_argument("--verbose", action="store_true", help="show a line for each page, however many there are")
+    lines.add_argument(
+        "--quiet", action="store_true", help="show no line for each page"
+    )
+    lines.add_argument(
+        "--verbose",
+        action="store_true",
+        help="show a line for each page, however many there are",
+    )
 
 
 def _add_asking(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--task", choices=TASKS, help="what is wanted of a page (default: what the model's publisher asks first)"
+        "--task",
+        choices=TASKS,
+        help="what is wanted of a page (default: what the model's publisher asks first)",
     )
-    group.add_argument("--prompt", metavar="TEXT", help="a question in the place of the publisher's")
+    group.add_argument(
+        "--prompt", metavar="TEXT", help="a question in the place of the publisher's"
+    )
     group.add_argument("--prompt-file", metavar="FILE", help="likewise, from a file")
     group.add_argument("--system", metavar="TEXT", help="the system prompt")
 
 
 def _add_reading(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--pages", type=_pages, metavar="RANGES", help="only these of each document, as 1-20,35")
     group.add_argument(
-        "--dpi", type=at_least(1), metavar="N", help=f"of PDF pages (default: the publisher's size, or {DEFAULT_DPI})"
+        "--pages",
+        type=_pages,
+        metavar="RANGES",
+        help="only these of each document, as 1-20,35",
+    )
+    group.add_argument(
+        "--dpi",
+        type=at_least(1),
+        metavar="N",
+        help=f"of PDF pages (default: the publisher's size, or {DEFAULT_DPI})",
     )
     group.add_argument(
         "--recursive",
@@ -293,10 +356,20 @@ def _add_reading(group: argparse._ArgumentGroup) -> None:
 
 def _add_sampling(group: argparse._ArgumentGroup) -> None:
     for option, kind, metavar, said in (
-        ("--max-tokens", at_least(1), "N", f"longest answer of a page (default: {MAX_TOKENS})"),
+        (
+            "--max-tokens",
+            at_least(1),
+            "N",
+            f"longest answer of a page (default: {MAX_TOKENS})",
+        ),
         ("--temperature", float, "T", "0 is greedy"),
         ("--repetition-penalty", float, "P", "of words that come again; 1 is off"),
-        ("--no-repeat-ngram-size", at_least(0), "N", "no N tokens come twice; 0 is off"),
+        (
+            "--no-repeat-ngram-size",
+            at_least(0),
+            "N",
+            "no N tokens come twice; 0 is off",
+        ),
         ("--seed", int, "N", "makes sampled answers reproducible"),
     ):
         group.add_argument(option, type=kind, default=None, metavar=metavar, help=said)
@@ -322,7 +395,11 @@ def _add_writing(group: argparse._ArgumentGroup) -> None:
         ("--force", "with --resume: also with other settings than the first run's"),
     ):
         group.add_argument(option, action="store_true", help=said)
-    group.add_argument("--report", metavar="FILE", help="a page (HTML, offline) with figures, failures and a sample")
+    group.add_argument(
+        "--report",
+        metavar="FILE",
+        help="a page (HTML, offline) with figures, failures and a sample",
+    )
 
 
 def _pages(text: str) -> PageRange:

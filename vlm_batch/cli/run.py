@@ -43,8 +43,14 @@ DEMO_QUESTIONS = (
     (("red_circle_above_blue_triangle",), "what is below the circle?"),
     (("black_circle_left_of_blue_square",), "what colour is the square?"),
     (("red_circle", "red_circle_above_blue_triangle"), "are the pictures the same?"),
-    (("black_circle_left_of_blue_square", "yellow_triangle_left_of_green_cross"), "which picture has a cross?"),
-    (("black_circle_left_of_blue_square", "yellow_triangle_left_of_green_cross"), "describe both pictures"),
+    (
+        ("black_circle_left_of_blue_square", "yellow_triangle_left_of_green_cross"),
+        "which picture has a cross?",
+    ),
+    (
+        ("black_circle_left_of_blue_square", "yellow_triangle_left_of_green_cross"),
+        "describe both pictures",
+    ),
     ((), "count to 12"),
     ((), "repeat: a a a a"),
     ((), "reverse: m l x"),
@@ -59,16 +65,23 @@ def run(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
 
 def _signals(args: argparse.Namespace) -> Signals:
     """Return how signals end the job: one that keeps its answers outlives its terminal."""
-    is_kept = (args.out not in (None, "-") or args.sidecar is not None) and not args.dry_run
+    is_kept = (
+        args.out not in (None, "-") or args.sidecar is not None
+    ) and not args.dry_run
     if not is_kept:
         return Signals(None)
-    name = None if args.out in (None, "-") else args.out.replace("{shard}", (args.shard or "1/1").replace("/", "-of-"))
+    name = (
+        None
+        if args.out in (None, "-")
+        else args.out.replace("{shard}", (args.shard or "1/1").replace("/", "-of-"))
+    )
     return Signals(os.devnull if name is None else f"{name}.log")
 
 
 def _run(args: argparse.Namespace, open_batcher: OpenBatcher, signals: Signals) -> int:
     questions = _questions(args)
-    Video("", fps=args.fps, max_frames=args.max_frames)  # its own check, before anything is read
+    # its own check, before anything is read
+    Video("", fps=args.fps, max_frames=args.max_frames)
     reading = Reading(
         columns=Columns(**{what: vars(args)[f"{what}_column"] for what in COLUMNS}),
         recursive=args.recursive,
@@ -85,14 +98,21 @@ def _run(args: argparse.Namespace, open_batcher: OpenBatcher, signals: Signals) 
     if said := found.said():
         print(f"vlm-batch: {said}", file=sys.stderr)
     is_kept = args.out is not None or args.sidecar is not None
-    if args.model is None and is_kept and open_batcher is load_model and not all(map(_is_samples, sources)):
+    if (
+        args.model is None
+        and is_kept
+        and open_batcher is load_model
+        and not all(map(_is_samples, sources))
+    ):
         raise UsageError(
             f"these are more than the sample pictures: name a model with --model PATH|HUB_ID to keep answers about them "
             f"(without one {EMBEDDED} answers; {KNOWS})"
         )
     if args.ray is not None:
         if args.shard == "auto":
-            raise UsageError("--ray and --shard auto are two ways to use several machines; give one of them")
+            raise UsageError(
+                "--ray and --shard auto are two ways to use several machines; give one of them"
+            )
         open_batcher = open_cluster
     if args.dry_run:
         from vlm_batch.engine.reuse import Caches  # with MLX, which is needed now
@@ -108,7 +128,13 @@ def _run(args: argparse.Namespace, open_batcher: OpenBatcher, signals: Signals) 
 
 def demo(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
     with _signals(args) as signals:
-        return _answer([Demo()], Questions(params=_sampling_params(args)), args, open_batcher, signals)
+        return _answer(
+            [Demo()],
+            Questions(params=_sampling_params(args)),
+            args,
+            open_batcher,
+            signals,
+        )
 
 
 class Demo(Source):
@@ -120,7 +146,11 @@ class Demo(Source):
         by_name = {picture.stem: picture for picture in sample_images()}
         asked = [((name,), DEFAULT_PROMPT) for name in by_name] + list(DEMO_QUESTIONS)
         for number, (names, prompt) in enumerate(asked):
-            yield Row(id=f"demo-{number}", images=tuple(str(by_name[name]) for name in names), prompt=prompt)
+            yield Row(
+                id=f"demo-{number}",
+                images=tuple(str(by_name[name]) for name in names),
+                prompt=prompt,
+            )
 
 
 def _answer(
@@ -134,9 +164,13 @@ def _answer(
     target = _target(args, shard)
     if args.report is not None:
         if not args.report.lower().endswith((".html", ".htm")):
-            raise UsageError(f"--report {args.report}: the report is a page; give it a name that ends in .html")
+            raise UsageError(
+                f"--report {args.report}: the report is a page; give it a name that ends in .html"
+            )
         if target is not None and is_same_file(args.report, target):
-            raise UsageError(f"--report {args.report}: --out names the same file; give the page another name")
+            raise UsageError(
+                f"--report {args.report}: --out names the same file; give the page another name"
+            )
         journal.check_writable(Path(args.report))
     sink = _sink(target, sources, questions, args, shard)
     file = None if target == "-" else target
@@ -169,12 +203,18 @@ def _answer(
                 watch=view,
             )
     except (CannotWrite, NoWorkers) as error:
-        raise type(error)(f"{error}; --resume goes on from there" if is_kept else str(error)) from error
+        raise type(error)(
+            f"{error}; --resume goes on from there" if is_kept else str(error)
+        ) from error
     view.show(summary)
     if args.report is not None and summary.ended_rows:
         write_report(args, summary, questions)
     elif args.report is not None:  # an earlier run's page stays
-        whole = "" if file is None else f"; vlm-batch report {file} makes one about all runs"
+        whole = (
+            ""
+            if file is None
+            else f"; vlm-batch report {file} makes one about all runs"
+        )
         said = f"{args.report} is not written: a report is about the rows of its own run{whole}"
         print(f"vlm-batch: {said}", file=sys.stderr)
     if summary.interrupted:
@@ -191,10 +231,14 @@ def _wait_for_all() -> None:
     mx.eval(mx.distributed.all_sum(mx.ones(1)))
 
 
-def write_report(args: argparse.Namespace, summary: Summary, questions: Questions) -> None:
+def write_report(
+    args: argparse.Namespace, summary: Summary, questions: Questions
+) -> None:
     from vlm_batch.jobs import report
 
-    page = report.render(summary, model=str(args.model or EMBEDDED), prompts=questions.prompts)
+    page = report.render(
+        summary, model=str(args.model or EMBEDDED), prompts=questions.prompts
+    )
     replace_file(Path(args.report), spelled(page).encode())
 
 
@@ -204,19 +248,36 @@ def _is_samples(source: Source) -> bool:
 
 def _labels(sources: Sequence[Source]) -> Callable[[Row], str]:
     """Return a function that names rows without their common folder."""
-    where = _folder_of(sources) if all(isinstance(source, Files) for source in sources) else ""
-    samples = {str(path): path.stem for path in sample_images()} if any(isinstance(s, Demo) for s in sources) else {}
+    where = (
+        _folder_of(sources)
+        if all(isinstance(source, Files) for source in sources)
+        else ""
+    )
+    samples = (
+        {str(path): path.stem for path in sample_images()}
+        if any(isinstance(s, Demo) for s in sources)
+        else {}
+    )
 
     def label(row: Row) -> str:
         if samples:
-            return " + ".join(samples[str(image)] for image in row.images) or "(text only)"
+            return (
+                " + ".join(samples[str(image)] for image in row.images) or "(text only)"
+            )
         return row.id[len(where) :]
 
     return label
 
 
 def _folder_of(sources: Sequence[Source]) -> str:
-    return common_folder([path for source in sources if isinstance(source, Files) for path in source.paths])
+    return common_folder(
+        [
+            path
+            for source in sources
+            if isinstance(source, Files)
+            for path in source.paths
+        ]
+    )
 
 
 def _questions(args: argparse.Namespace) -> Questions:
@@ -224,7 +285,12 @@ def _questions(args: argparse.Namespace) -> Questions:
     texts += [text_of(file).strip() for file in args.prompt_file or ()]
     if not all(text.strip() for text in texts):
         raise UsageError("--prompt is empty; say what is asked about the pictures")
-    return Questions(tuple(texts) or (DEFAULT_PROMPT,), args.system, _sampling_params(args), args.thinking)
+    return Questions(
+        tuple(texts) or (DEFAULT_PROMPT,),
+        args.system,
+        _sampling_params(args),
+        args.thinking,
+    )
 
 
 def _shard(args: argparse.Namespace) -> Shard:
@@ -241,18 +307,34 @@ def _target(args: argparse.Namespace, shard: Shard) -> str | None:
     if target == "-" and 1 in BEGINNING.closed:
         raise UsageError("standard output is closed; name a file with --out FILE")
     if args.format is not None and target is None:
-        raise UsageError("--format is the form of the output; name it with --out FILE (- is standard output)")
+        raise UsageError(
+            "--format is the form of the output; name it with --out FILE (- is standard output)"
+        )
     if args.shard == "auto" and target is not None and "{shard}" not in target:
-        raise UsageError("--shard auto needs {shard} in the output's name, or its processes would write one file")
-    return None if target is None else target.replace("{shard}", f"{shard.number}-of-{shard.count}")
+        raise UsageError(
+            "--shard auto needs {shard} in the output's name, or its processes would write one file"
+        )
+    return (
+        None
+        if target is None
+        else target.replace("{shard}", f"{shard.number}-of-{shard.count}")
+    )
 
 
 def _sink(
-    target: str | None, sources: Sequence[Source], questions: Questions, args: argparse.Namespace, shard: Shard
+    target: str | None,
+    sources: Sequence[Source],
+    questions: Questions,
+    args: argparse.Namespace,
+    shard: Shard,
 ) -> Sink:
-    columns = tuple(dict.fromkeys(("id", *args.columns, "error"))) if args.columns else None
+    columns = (
+        tuple(dict.fromkeys(("id", *args.columns, "error"))) if args.columns else None
+    )
     model = Path(args.model or sample_model()).name
-    is_delimited = target is not None and (args.format or suffix_form(target)) in DELIMITED
+    is_delimited = (
+        target is not None and (args.format or suffix_form(target)) in DELIMITED
+    )
     if args.spreadsheet_safe and not is_delimited:
         raise UsageError(
             "--spreadsheet-safe is for CSV and TSV files; other forms are for programs, and keep texts as they are"
@@ -261,7 +343,11 @@ def _sink(
         None
         if target is None
         else open_sink(
-            target, columns, form=args.format, model=model, spreadsheet_safe=args.spreadsheet_safe is not False
+            target,
+            columns,
+            form=args.format,
+            model=model,
+            spreadsheet_safe=args.spreadsheet_safe is not False,
         )
     )
     if args.sidecar is None:
@@ -270,7 +356,12 @@ def _sink(
     def pictures() -> Iterator[tuple[str, str]]:
         for item in Job(sources, questions, Sink(), shard).items(scan=True):
             files = item.row.sources
-            is_file = len(files) == 1 and item.row.load is None and isinstance(files[0], str) and not is_url(files[0])
+            is_file = (
+                len(files) == 1
+                and item.row.load is None
+                and isinstance(files[0], str)
+                and not is_url(files[0])
+            )
             if item.row.error is None:
                 yield item.id, str(files[0]) if is_file else ""
 
@@ -284,7 +375,13 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
         model = str(Path(model).expanduser().resolve())
         files = journal.model_files(Path(model))
     names = (
-        *("max_prompt_tokens", "max_image_pixels", "min_pixels", "max_pixels", "reproducible"),
+        *(
+            "max_prompt_tokens",
+            "max_image_pixels",
+            "min_pixels",
+            "max_pixels",
+            "reproducible",
+        ),
         *("kv_bits", "kv_group_size", "kv_quant_scheme", "quantized_kv_start"),
     )
     said = {name: value for name, value in vars(args).items() if name in names}
@@ -292,13 +389,20 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
     said |= {"format": args.format} if args.format == "openai-batch" else {}
     if (args.format or suffix_form(args.out or "")) in DELIMITED:
         said[journal.SAFE] = args.spreadsheet_safe is not False
-    return {**said, **{name: vars(args)[name] for name in ("columns", "dpi", "fps", "max_frames")}}
+    return {
+        **said,
+        **{name: vars(args)[name] for name in ("columns", "dpi", "fps", "max_frames")},
+    }
 
 
 def _sampling_params(args: argparse.Namespace) -> SamplingParams:
     given = vars(args)  # each parameter that has an option of its name
     read = {"stop", "json_schema"}
-    names = [one.name for one in fields(SamplingParams) if given.get(one.name) is not None and one.name not in read]
+    names = [
+        one.name
+        for one in fields(SamplingParams)
+        if given.get(one.name) is not None and one.name not in read
+    ]
     said = {name: given[name] for name in names}
     recommended = _recommended(args) if args.sampling == "recommended" else {}
     return SamplingParams(
@@ -316,7 +420,9 @@ def _recommended(args: argparse.Namespace) -> Mapping[str, Any]:
     model = str(args.model or sample_model())
     try:
         found = read_recommended(
-            find_checkpoint(Path(model).expanduser() if Path(model).expanduser().exists() else model)
+            find_checkpoint(
+                Path(model).expanduser() if Path(model).expanduser().exists() else model
+            )
         )
     except FileNotFoundError as error:
         raise UsageError(f"cannot load the model {model}: {error}") from error

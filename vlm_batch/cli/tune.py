@@ -56,16 +56,22 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     from vlm_batch.loading import adapt, load_model
     from vlm_batch.runtime.device import device
 
-    out, kv = sys.stderr if args.json == "-" else sys.stdout, said_options(args).get("kv")
+    out = sys.stderr if args.json == "-" else sys.stdout
+    kv = said_options(args).get("kv")
     try:
-        model, processor = load_model(args.model or default_checkpoint(), trust_remote_code=args.trust_remote_code)
+        model, processor = load_model(
+            args.model or default_checkpoint(), trust_remote_code=args.trust_remote_code
+        )
         adapter = adapt(model)
         if kv is not None:
             check_quantisation(adapter, kv)
         pictures = _pictures(adapter, model, processor)
         measured = measure(adapter, kv, pictures, seconds=args.tune_seconds, say=_say)
-    except Exception as error:  # whatever the loader or the model raises, the user needs one line of it
-        raise CannotTune(f"cannot measure the model: {type(error).__name__}: {error}") from error
+    except Exception as error:
+        # whatever the loader or the model raises, the user needs one line of it
+        raise CannotTune(
+            f"cannot measure the model: {type(error).__name__}: {error}"
+        ) from error
     found = settings_of(measured)
     show(measured, found, out)
     figures = {"device": device().value, "family": adapter.spec.family}
@@ -78,7 +84,10 @@ def show(measured: Measured, found: Mapping[str, Any], out: TextIO) -> None:
 
     console = open_console(out)
     curves = [
-        *((f"a decode step, {layout}: ms by rows", times) for layout, times in measured.decode.items()),
+        *(
+            (f"a decode step, {layout}: ms by rows", times)
+            for layout, times in measured.decode.items()
+        ),
         ("a prompt's token: ms by tokens of a chunk", measured.chunks),
         ("a prompt: ms by prompts in one array", measured.prompts),
         ("a picture: ms by pictures in one call", measured.pictures),
@@ -86,7 +95,12 @@ def show(measured: Measured, found: Mapping[str, Any], out: TextIO) -> None:
     table = Table(box=box.SIMPLE_HEAD, show_header=False)
     for title, times in curves:
         if times:
-            table.add_row(title, "  ".join(f"{count}: {1000 * seconds:.3g}" for count, seconds in times.items()))
+            table.add_row(
+                title,
+                "  ".join(
+                    f"{count}: {1000 * seconds:.3g}" for count, seconds in times.items()
+                ),
+            )
     console.print(table)
     table = Table(
         "setting",
@@ -100,7 +114,11 @@ def show(measured: Measured, found: Mapping[str, Any], out: TextIO) -> None:
     console.print(table)
     if found:
         said = ",".join(f"{name}={value}" for name, value in found.items())
-        console.print(f"VLMBatcher(..., policy={found})\nvlm-batch ... --policy {said}", markup=False, soft_wrap=True)
+        console.print(
+            f"VLMBatcher(..., policy={found})\nvlm-batch ... --policy {said}",
+            markup=False,
+            soft_wrap=True,
+        )
 
 
 def _say(said: str) -> None:
@@ -115,10 +133,19 @@ def _pictures(adapter: Any, model: Any, processor: Any) -> Sequence[Mapping[str,
     if not adapter.spec.images:
         return ()
     random = np.random.default_rng(4)
-    noise = [Image.fromarray(random.integers(0, 256, (16, 16, 3), dtype=np.uint8)) for _ in range(PICTURES)]
-    requests = [Request(prompt="describe the picture", images=(one.resize((SIDE, SIDE)),)) for one in noise]
+    noise = [
+        Image.fromarray(random.integers(0, 256, (16, 16, 3), dtype=np.uint8))
+        for _ in range(PICTURES)
+    ]
+    requests = [
+        Request(prompt="describe the picture", images=(one.resize((SIDE, SIDE)),))
+        for one in noise
+    ]
     try:
-        given = [as_mlx(dict(inputs)) for inputs in prepared(adapter, model, processor, requests)]
+        given = [
+            as_mlx(dict(inputs))
+            for inputs in prepared(adapter, model, processor, requests)
+        ]
         alike = adapter.encode_together(given[:2])
     except (VLMBatchError, ValueError):  # its template wants more than this, say
         return ()

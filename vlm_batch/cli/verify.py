@@ -32,7 +32,10 @@ TEXTS = ("count to 12", "repeat: a a a a")
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--model", default=None, metavar="PATH|HUB_ID", help="the model (default: the embedded one, in five precisions)"
+        "--model",
+        default=None,
+        metavar="PATH|HUB_ID",
+        help="the model (default: the embedded one, in five precisions)",
     )
     parser.add_argument(
         "--dtype",
@@ -41,25 +44,43 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="what the model's weights are loaded in (default: as they are stored)",
     )
     parser.add_argument(
-        "--images", metavar="DIR", help=f"your pictures, {MOST_PICTURES} at most (default: the sample pictures)"
+        "--images",
+        metavar="DIR",
+        help=f"your pictures, {MOST_PICTURES} at most (default: the sample pictures)",
     )
     parser.add_argument(
         "--audios",
         metavar="DIR",
         help=f"your recordings, {MOST_PICTURES} at most, for a model that hears (default: none)",
     )
-    parser.add_argument("--prompt", default="describe the picture", help="the question (default: %(default)s)")
     parser.add_argument(
-        "--max-tokens", type=int, default=24, metavar="N", help="tokens of each answer (default: %(default)s)"
+        "--prompt",
+        default="describe the picture",
+        help="the question (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--max-tokens",
+        type=int,
+        default=24,
+        metavar="N",
+        help="tokens of each answer (default: %(default)s)",
     )
     parser.add_argument(
         "--prompts",
         action="store_true",
         help="compare prompts, ends and pixels with transformers' instead, in seconds and without running the model",
     )
-    parser.add_argument("--json", metavar="FILE", help="write what was found as JSON; - is standard output")
+    parser.add_argument(
+        "--json",
+        metavar="FILE",
+        help="write what was found as JSON; - is standard output",
+    )
     parser.add_argument("--plot", metavar="FILE", help="draw it (needs matplotlib)")
-    parser.add_argument("--trust-remote-code", action="store_true", help="allow code that comes with the model")
+    parser.add_argument(
+        "--trust-remote-code",
+        action="store_true",
+        help="allow code that comes with the model",
+    )
 
 
 def run(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
@@ -68,8 +89,14 @@ def run(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
         raise UsageError(f"--max-tokens {args.max_tokens}: at least 1")
     if args.prompts:
         return _run_prompts(args)
-    requests = [Request(prompt=args.prompt, images=(str(path),)) for path in pictures(args.images)]
-    requests += [Request(prompt=args.prompt, audios=(str(path),)) for path in recordings(args.audios)]
+    requests = [
+        Request(prompt=args.prompt, images=(str(path),))
+        for path in pictures(args.images)
+    ]
+    requests += [
+        Request(prompt=args.prompt, audios=(str(path),))
+        for path in recordings(args.audios)
+    ]
     requests += [Request(prompt=text) for text in TEXTS]
     found: list[Verification] = []
     table = sys.stderr if args.json == "-" else sys.stdout
@@ -77,30 +104,48 @@ def run(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
         print(("\n" if found else "") + one.text(), file=table, flush=True)
         found.append(one)
     if args.json is not None:
-        text = json.dumps({"ok": all(one.ok for one in found), "models": [one.as_json() for one in found]}, indent=2)
+        text = json.dumps(
+            {
+                "ok": all(one.ok for one in found),
+                "models": [one.as_json() for one in found],
+            },
+            indent=2,
+        )
         _write(args.json, text + "\n")
     if args.plot is not None and not draw(Path(args.plot), found):
-        print("no picture: matplotlib is not installed (pip install 'vlm-batch[bench]')", file=sys.stderr)
+        print(
+            "no picture: matplotlib is not installed (pip install 'vlm-batch[bench]')",
+            file=sys.stderr,
+        )
     return 0 if all(one.ok for one in found) else 1
 
 
 def _run_prompts(args: argparse.Namespace) -> int:
     """Compare a folder's prompts; return 0 if they are transformers'."""
-    from vlm_batch.cli.prompts import Folder, verify_prompts  # --help should not wait for MLX
+    # --help should not wait for MLX
+    from vlm_batch.cli.prompts import Folder, verify_prompts
     from vlm_batch.loading import find_checkpoint
 
     name = args.model or str(default_checkpoint())
     path = Path(name).expanduser()
     if not path.exists() and name.startswith((".", "/", "~")):
-        raise UsageError(f"there is no model at {name}; give a folder that holds config.json, or a hub id")
+        raise UsageError(
+            f"there is no model at {name}; give a folder that holds config.json, or a hub id"
+        )
     try:
         folder = Folder(path if path.exists() else find_checkpoint(name))
         found = verify_prompts(folder, name=args.model or "the embedded checkpoint")
-    except Exception as error:  # whatever a processor's files raise, the user needs one line of it
-        raise UsageError(f"cannot read the folder {name}: {type(error).__name__}: {error}") from error
+    except Exception as error:
+        # whatever a processor's files raise, the user needs one line of it
+        raise UsageError(
+            f"cannot read the folder {name}: {type(error).__name__}: {error}"
+        ) from error
     print(found.text(), file=sys.stderr if args.json == "-" else sys.stdout, flush=True)
     if args.json is not None:
-        _write(args.json, json.dumps({"ok": found.ok, "models": [found.as_json()]}, indent=2) + "\n")
+        _write(
+            args.json,
+            json.dumps({"ok": found.ok, "models": [found.as_json()]}, indent=2) + "\n",
+        )
     return 0 if found.ok else 1
 
 
@@ -111,12 +156,22 @@ def pictures(folder: str | None) -> list[Path]:
 
 
 def recordings(folder: str | None) -> list[Path]:
-    return [] if folder is None else _found("--audios", "recording", folder, AUDIO_SUFFIXES)
+    return (
+        []
+        if folder is None
+        else _found("--audios", "recording", folder, AUDIO_SUFFIXES)
+    )
 
 
-def _found(option: str, noun: str, folder: str, suffixes: Collection[str]) -> list[Path]:
+def _found(
+    option: str, noun: str, folder: str, suffixes: Collection[str]
+) -> list[Path]:
     where = Path(folder).expanduser()
-    found = sorted(path for path in where.rglob("*") if path.suffix.lower() in suffixes and path.is_file())
+    found = sorted(
+        path
+        for path in where.rglob("*")
+        if path.suffix.lower() in suffixes and path.is_file()
+    )
     if not found:
         raise UsageError(
             f"{option} {folder}: no {noun} there; looked for files that end in {' '.join(sorted(suffixes))}"
@@ -124,27 +179,44 @@ def _found(option: str, noun: str, folder: str, suffixes: Collection[str]) -> li
     return found[:MOST_PICTURES]
 
 
-def _verified(args: argparse.Namespace, requests: Sequence[Request]) -> Iterator[Verification]:
+def _verified(
+    args: argparse.Namespace, requests: Sequence[Request]
+) -> Iterator[Verification]:
     from vlm_batch.adapters.precision import quantised  # --help should not wait for MLX
     from vlm_batch.cli.verifying import verify
     from vlm_batch.loading import load_model
 
     name = args.model or str(default_checkpoint())
-    if args.model and args.model.startswith((".", "/", "~")) and not Path(args.model).expanduser().exists():
-        raise UsageError(f"there is no model at {args.model}; give a folder that holds config.json, or a hub id")
+    if (
+        args.model
+        and args.model.startswith((".", "/", "~"))
+        and not Path(args.model).expanduser().exists()
+    ):
+        raise UsageError(
+            f"there is no model at {args.model}; give a folder that holds config.json, or a hub id"
+        )
     for dtype, bits in ((args.dtype, None),) if args.model else PRECISIONS:
         try:
             model, processor = load_model(
-                Path(name).expanduser() if args.model is None or Path(name).expanduser().exists() else name,
+                Path(name).expanduser()
+                if args.model is None or Path(name).expanduser().exists()
+                else name,
                 dtype=dtype,
                 trust_remote_code=args.trust_remote_code,
             )
-        except Exception as error:  # whatever the loader raises, the user needs one line of it
-            raise UsageError(f"cannot load the model {name}: {type(error).__name__}: {error}") from error
+        except Exception as error:
+            # whatever the loader raises, the user needs one line of it
+            raise UsageError(
+                f"cannot load the model {name}: {type(error).__name__}: {error}"
+            ) from error
         if bits is not None and not quantised(model, bits):
             continue
         called = args.model or "the embedded checkpoint"
-        taken = requests if not args.model or _takes_pictures(model) else [r for r in requests if not r.images]
+        taken = (
+            requests
+            if not args.model or _takes_pictures(model)
+            else [r for r in requests if not r.images]
+        )
         try:
             found = verify(
                 model,
@@ -152,7 +224,9 @@ def _verified(args: argparse.Namespace, requests: Sequence[Request]) -> Iterator
                 taken,
                 name=called,
                 max_tokens=args.max_tokens,
-                progress=lambda said: print(f"  {said} ...", file=sys.stderr, flush=True),
+                progress=lambda said: print(
+                    f"  {said} ...", file=sys.stderr, flush=True
+                ),
             )
         except InvalidRequest as error:
             raise UsageError(f"a request cannot be read: {error}") from error
@@ -185,20 +259,35 @@ def draw(path: Path, found: Sequence[Verification]) -> bool:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(len(found), 1, figsize=(9, 0.6 + 2.3 * len(found)), squeeze=False)
+    figure, axes = pyplot.subplots(
+        len(found), 1, figsize=(9, 0.6 + 2.3 * len(found)), squeeze=False
+    )
     for axis, one in zip(axes[:, 0], found, strict=True):
         names = [comparison.name for comparison in one.comparisons]
         share = [100 / max(comparison.requests, 1) for comparison in one.comparisons]
-        equal = [part * comparison.equal for part, comparison in zip(share, one.comparisons, strict=True)]
-        same = [part * comparison.identical for part, comparison in zip(share, one.comparisons, strict=True)]
+        equal = [
+            part * comparison.equal
+            for part, comparison in zip(share, one.comparisons, strict=True)
+        ]
+        same = [
+            part * comparison.identical
+            for part, comparison in zip(share, one.comparisons, strict=True)
+        ]
         axis.barh(names, equal, color="lightsteelblue", label="same tokens")
         axis.barh(names, same, color="tab:blue", label="same bits")
-        axis.bar_label(axis.containers[0], [comparison.verdict[:32] for comparison in one.comparisons], fontsize=7)
+        axis.bar_label(
+            axis.containers[0],
+            [comparison.verdict[:32] for comparison in one.comparisons],
+            fontsize=7,
+        )
         axis.set_xlim(0, 125)
         axis.invert_yaxis()
         axis.tick_params(labelsize=7)
         axis.set_title(f"{one.model}: {one.family}, {one.precision}", fontsize=8)
-    axes[-1][0].legend(fontsize=7, loc="upper right", bbox_to_anchor=(1.0, -0.12), ncols=2)  # no bar or label is there
+    # no bar or label is there
+    axes[-1][0].legend(
+        fontsize=7, loc="upper right", bbox_to_anchor=(1.0, -0.12), ncols=2
+    )
     axes[-1][0].set_xlabel("% of the requests", fontsize=8)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -25,7 +25,13 @@ from vlm_batch.engine.trial import Asked, played
 from vlm_batch.inputs.prepare import Preparer
 from vlm_batch.inputs.processing import Processing
 from vlm_batch.loading import adapt
-from vlm_batch.loading.exactness import Proof, device_facts, fixed_shapes, prove, versions
+from vlm_batch.loading.exactness import (
+    Proof,
+    device_facts,
+    fixed_shapes,
+    prove,
+    versions,
+)
 from vlm_batch.policy import policy_of
 from vlm_batch.store.budget import ByteBudget
 from vlm_batch.store.features import FeatureStore
@@ -112,7 +118,10 @@ class Verification:
         return all(one.ok for one in self.comparisons)
 
     def as_json(self) -> dict[str, Any]:
-        comparisons = [{**asdict(one), "ok": one.ok, "verdict": one.verdict} for one in self.comparisons]
+        comparisons = [
+            {**asdict(one), "ok": one.ok, "verdict": one.verdict}
+            for one in self.comparisons
+        ]
         return {**asdict(self), "ok": self.ok, "comparisons": comparisons}
 
     def _shared(self) -> str:
@@ -123,7 +132,9 @@ class Verification:
         )
 
     def text(self) -> str:
-        device = ", ".join(f"{name} {value}" for name, value in self.device.items() if value)
+        device = ", ".join(
+            f"{name} {value}" for name, value in self.device.items() if value
+        )
         library = ", ".join(f"{name} {value}" for name, value in self.versions.items())
         lines = [
             f"**{self.model}** ({self.family}, {self.precision}): {'as promised' if self.ok else 'NOT as promised'}",
@@ -144,9 +155,20 @@ class Verification:
                 f"| {one.name} | {one.equal}/{one.requests} | {one.identical}/{one.requests} | {first} | {gap} "
                 f"| {one.apart:.2g} | {one.verdict}{'' if one.ok else ' (!)'} |"
             )
-        corrected = next((one.corrected for one in self.comparisons if one.gap > NEAR_TIE and one.corrected), ())
+        corrected = next(
+            (
+                one.corrected
+                for one in self.comparisons
+                if one.gap > NEAR_TIE and one.corrected
+            ),
+            (),
+        )
         if corrected:
-            lines += ["", f"mlx-vlm answers otherwise. What is corrected in {self.family}:", ""]
+            lines += [
+                "",
+                f"mlx-vlm answers otherwise. What is corrected in {self.family}:",
+                "",
+            ]
             lines += [f"- {note}" for note in corrected]
         return "\n".join(lines)
 
@@ -183,10 +205,16 @@ def verify(
     inputs = prepared(plain, model, processor, requests)
     layout = Placement.for_device()
     shapes = fixed_shapes(held)
-    proof = Proof(((1,),), "one row at a time") if held.spec.max_rows == 1 else prove(held, None, layout)
+    proof = (
+        Proof(((1,),), "one row at a time")
+        if held.spec.max_rows == 1
+        else prove(held, None, layout)
+    )
     found: list[Comparison] = []
 
-    def ask(adapter: Adapter, way: _Way, shapes: FixedShapes | None, said: str) -> list[Trace]:
+    def ask(
+        adapter: Adapter, way: _Way, shapes: FixedShapes | None, said: str
+    ) -> list[Trace]:
         progress(said)
         return _asked(adapter, inputs, way, shapes, max_tokens)
 
@@ -196,9 +224,18 @@ def verify(
     corrected = tuple(note for note in held.spec.notes if "mlx-vlm" in note)
     theirs = compare("mlx-vlm alone : alone", upstream, alone, promised=False)
     found.append(replace(theirs, corrected=corrected))
-    found.append(compare("alone : in company", alone, ask(plain, COMPANY, None, "in company"), promised=False))
+    found.append(
+        compare(
+            "alone : in company",
+            alone,
+            ask(plain, COMPANY, None, "in company"),
+            promised=False,
+        )
+    )
     fixed = ask(held, ALONE, shapes, "reproducible, alone")
-    theirs = compare("mlx-vlm alone : reproducible alone", upstream, fixed, promised=False)
+    theirs = compare(
+        "mlx-vlm alone : reproducible alone", upstream, fixed, promised=False
+    )
     found.append(replace(theirs, corrected=corrected))
     del upstream, alone
     ways = {
@@ -209,7 +246,9 @@ def verify(
     }
     for said, way in ways.items():
         other = ask(held, way, shapes, f"reproducible, {said}")
-        found.append(compare(f"reproducible: alone : {said}", fixed, other, promised=True))
+        found.append(
+            compare(f"reproducible: alone : {said}", fixed, other, promised=True)
+        )
     return Verification(
         name,
         held.spec.family,
@@ -224,19 +263,28 @@ def verify(
     )
 
 
-def prepared(adapter: Adapter, model: nn.Module, processor: Any, requests: Sequence[Request]) -> list[Inputs]:
+def prepared(
+    adapter: Adapter, model: nn.Module, processor: Any, requests: Sequence[Request]
+) -> list[Inputs]:
     """Process each request to numpy arrays."""
-    processing = Processing(adapter.processor(processor), model.config, adapter.video_sampling)
+    processing = Processing(
+        adapter.processor(processor), model.config, adapter.video_sampling
+    )
     preparer = Preparer(
         processing,
         adapter.spec,
         image_token_ids=adapter.image_token_ids,
         max_context=adapter.max_context,
     )
-    return [as_numpy(preparer.prepare(preparer.check(request)).inputs) for request in requests]
+    return [
+        as_numpy(preparer.prepare(preparer.check(request)).inputs)
+        for request in requests
+    ]
 
 
-def compare(name: str, ones: Sequence[Trace], others: Sequence[Trace], *, promised: bool) -> Comparison:
+def compare(
+    name: str, ones: Sequence[Trace], others: Sequence[Trace], *, promised: bool
+) -> Comparison:
     """Compare answers to the same requests; ``ones`` are the reference."""
     result = Comparison(name, promised, len(ones))
     for one, other in zip(ones, others, strict=True):
@@ -246,9 +294,15 @@ def compare(name: str, ones: Sequence[Trace], others: Sequence[Trace], *, promis
         pairs = list(zip(one.tokens, other.tokens, strict=False))
         differs = next((step for step, (a, b) in enumerate(pairs) if a != b), None)
         upto = len(pairs) if differs is None else differs + 1
-        rows = [(_logprobs(a), _logprobs(b)) for a, b in zip(one.logits[:upto], other.logits[:upto], strict=True)]
+        rows = [
+            (_logprobs(a), _logprobs(b))
+            for a, b in zip(one.logits[:upto], other.logits[:upto], strict=True)
+        ]
         apart = max((_apart(a, b) for a, b in rows), default=0.0)
-        same = all(np.array_equal(a, b, equal_nan=True) for a, b in zip(one.logits, other.logits, strict=False))
+        same = all(
+            np.array_equal(a, b, equal_nan=True)
+            for a, b in zip(one.logits, other.logits, strict=False)
+        )
         result = replace(
             result,
             equal=result.equal + (differs is None),
@@ -258,7 +312,11 @@ def compare(name: str, ones: Sequence[Trace], others: Sequence[Trace], *, promis
         if differs is not None:
             measure, (mine, theirs) = rows[differs][0], pairs[differs]
             first = min(differs + 1, result.first or differs + 1)
-            result = replace(result, first=first, gap=max(result.gap, float(abs(measure[mine] - measure[theirs]))))
+            result = replace(
+                result,
+                first=first,
+                gap=max(result.gap, float(abs(measure[mine] - measure[theirs]))),
+            )
     return result
 
 
@@ -274,10 +332,17 @@ def _apart(one: np.ndarray, other: np.ndarray) -> float:
 
 
 def _asked(
-    adapter: Adapter, inputs: Sequence[Inputs], way: _Way, shapes: FixedShapes | None, max_tokens: int
+    adapter: Adapter,
+    inputs: Sequence[Inputs],
+    way: _Way,
+    shapes: FixedShapes | None,
+    max_tokens: int,
 ) -> list[Trace]:
     if way.max_rows == 1:
-        return [_play(_engine(adapter, way, shapes), [one], way, max_tokens)[0] for one in inputs]
+        return [
+            _play(_engine(adapter, way, shapes), [one], way, max_tokens)[0]
+            for one in inputs
+        ]
     engine = _engine(adapter, way, shapes)
     if way.twice:
         _play(engine, inputs, way, max_tokens)
@@ -285,24 +350,45 @@ def _asked(
 
 
 def _engine(adapter: Adapter, way: _Way, shapes: FixedShapes | None) -> BatchGenerator:
-    rows = way.max_rows if adapter.spec.max_rows is None else min(way.max_rows, adapter.spec.max_rows)
-    budgets = {} if way.budget is None else {"prefill_budget": way.budget, "idle_budget": way.budget}
+    rows = (
+        way.max_rows
+        if adapter.spec.max_rows is None
+        else min(way.max_rows, adapter.spec.max_rows)
+    )
+    budgets = (
+        {}
+        if way.budget is None
+        else {"prefill_budget": way.budget, "idle_budget": way.budget}
+    )
     policy = policy_of({"max_rows": rows, **budgets})
     if adapter.spec.max_rows is not None:
         policy = replace(policy, encode_ahead=0)
     budget = ByteBudget(KEPT_BYTES if way.keeps else 0)
     remember_features(adapter, FeatureStore(budget))
-    prefix = PrefixCache(budget) if way.keeps and adapter.spec.no_prefix_reuse is None else None
+    prefix = (
+        PrefixCache(budget)
+        if way.keeps and adapter.spec.no_prefix_reuse is None
+        else None
+    )
     reuse = Reuse(adapter, prefix, shapes=shapes or FreeShapes())
     return BatchGenerator(adapter, policy=policy, reuse=reuse, shapes=shapes)
 
 
-def _play(engine: BatchGenerator, inputs: Sequence[Inputs], way: _Way, max_tokens: int) -> list[Trace]:
+def _play(
+    engine: BatchGenerator, inputs: Sequence[Inputs], way: _Way, max_tokens: int
+) -> list[Trace]:
     """Run requests to their ends, in their order."""
-    turn, params = -1 if way.backwards else 1, SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-    asked = [Asked(one, params, at * way.apart) for at, one in enumerate(inputs[::turn])]
+    turn = -1 if way.backwards else 1
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    asked = [
+        Asked(one, params, at * way.apart) for at, one in enumerate(inputs[::turn])
+    ]
     return [
-        Trace(result.token_ids, tuple(np.array(row.astype(mx.float32)) for row in logits), result.error)
+        Trace(
+            result.token_ids,
+            tuple(np.array(row.astype(mx.float32)) for row in logits),
+            result.error,
+        )
         for result, logits in played(engine, asked)[::turn]
     ]
 
@@ -311,10 +397,22 @@ def _upstream(model: nn.Module, inputs: Inputs, max_tokens: int) -> Trace:
     from mlx_vlm.generate.ar import generate_step
 
     arrays = as_mlx(dict(inputs))
-    ids, pixels, mask = (arrays.pop(name, None) for name in ("input_ids", "pixel_values", "attention_mask"))
+    ids, pixels, mask = (
+        arrays.pop(name, None)
+        for name in ("input_ids", "pixel_values", "attention_mask")
+    )
     try:
-        steps: Iterator[Any] = generate_step(ids, model, pixels, mask, max_tokens=max_tokens, temperature=0.0, **arrays)
-        pairs = [(int(token), np.array(logprobs.astype(mx.float32))) for token, logprobs in steps]
+        steps: Iterator[Any] = generate_step(
+            ids, model, pixels, mask, max_tokens=max_tokens, temperature=0.0, **arrays
+        )
+        pairs = [
+            (int(token), np.array(logprobs.astype(mx.float32)))
+            for token, logprobs in steps
+        ]
     except Exception as error:  # whatever upstream's path raises, it is the finding
-        return Trace(error=f"mlx-vlm: {type(error).__name__}: {' '.join(str(error).split())[:120]}")
-    return Trace(tuple(token for token, _ in pairs), tuple(logprobs for _, logprobs in pairs))
+        return Trace(
+            error=f"mlx-vlm: {type(error).__name__}: {' '.join(str(error).split())[:120]}"
+        )
+    return Trace(
+        tuple(token for token, _ in pairs), tuple(logprobs for _, logprobs in pairs)
+    )

@@ -14,7 +14,14 @@ from typing import TextIO
 
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -26,7 +33,12 @@ from vlm_batch.jobs.runner import Batcher, Watch
 from vlm_batch.jobs.summary import Summary
 from vlm_batch.types import Result
 
-STATUS_STYLES = {"stop": "green", "length": "yellow", "cancelled": "yellow", "error": "red"}
+STATUS_STYLES = {
+    "stop": "green",
+    "length": "yellow",
+    "cancelled": "yellow",
+    "error": "red",
+}
 #: Seconds between progress lines without a terminal.
 PLAIN_SECONDS = 60.0
 #: Most rows with a line for each answer, and of the table at the end if a file has the answers.
@@ -61,7 +73,8 @@ class JobView(Watch):
         self._label = label
         self._answers_in = answers_in
         self._goes_on = goes_on
-        self._stdout, self._stderr = table_to, sys.stderr  # the bar puts others in their place
+        # the bar puts others in their place
+        self._stdout, self._stderr = table_to, sys.stderr
         self._out, self._err = open_console(table_to), open_console(sys.stderr)
         self._rows: list[tuple[Item, Result]] = []
         self._summary = Summary()
@@ -69,11 +82,23 @@ class JobView(Watch):
         self._is_over = threading.Event()
         self._plain = threading.Thread(target=self._say_plainly, daemon=True)
         said = TextColumn(
-            "{task.description}", markup=False, table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")
+            "{task.description}",
+            markup=False,
+            table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"),
         )
-        columns = (SpinnerColumn(), BarColumn(16), MofNCompleteColumn(), TimeElapsedColumn(), said)
+        columns = (
+            SpinnerColumn(),
+            BarColumn(16),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            said,
+        )
         self._bar = Progress(
-            *columns, console=self._err, disable=not self._err.is_terminal, transient=True, expand=True
+            *columns,
+            console=self._err,
+            disable=not self._err.is_terminal,
+            transient=True,
+            expand=True,
         )
         self._stage = "reading the rows"
         self._task = self._bar.add_task(self._stage, total=None)
@@ -84,7 +109,10 @@ class JobView(Watch):
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._is_over.set()
         self._bar.stop()
@@ -104,13 +132,20 @@ class JobView(Watch):
     def planned(self, plan: Plan) -> None:
         if plan.done or plan.failed_before:
             left = f", {plan.left} left" if plan.left is not None else ""
-            self._err.print(f"going on: {plan.done} rows are answered, {plan.failed_before} failed before{left}")
+            self._err.print(
+                f"going on: {plan.done} rows are answered, {plan.failed_before} failed before{left}"
+            )
         if plan.unknown:
             said = f"of {count_of(plan.unknown, 'answered row')} it is not known what was asked (earlier versions kept nothing)"
-            self._err.print(f"{said}: changed prompts and params of rows are not seen", soft_wrap=True)
+            self._err.print(
+                f"{said}: changed prompts and params of rows are not seen",
+                soft_wrap=True,
+            )
         if plan.others and not (plan.done or plan.failed_before):
             said = f"none of the {count_of(plan.others, 'answer')} in the output is to one of these rows"
-            self._err.print(f"{said}: are paths spelled as in its first run?", soft_wrap=True)
+            self._err.print(
+                f"{said}: are paths spelled as in its first run?", soft_wrap=True
+            )
         print_wrong(self._err, plan)
         if plan.own and self._says_prompt:
             self._err.print(
@@ -131,32 +166,53 @@ class JobView(Watch):
         if self._answers_in is None or len(self._rows) <= SHOWN_ROWS:
             self._rows.append((item, result))
         if self._is_shown(result):
-            line = Text.assemble((plain_text(self._label(item.row), MAX_NAME), "bold"), ": ", self._answer(result))
+            line = Text.assemble(
+                (plain_text(self._label(item.row), MAX_NAME), "bold"),
+                ": ",
+                self._answer(result),
+            )
             line = Text(" ").join(line.split()) if "\n" in line.plain else line
             is_wide = not self._err.is_terminal
             with _whatever_becomes_of_the_terminal():
-                self._err.print(line, no_wrap=not is_wide, overflow="ellipsis", soft_wrap=is_wide)
-        self._bar.update(self._task, completed=self._summary.ended_rows, description=self.progress())
+                self._err.print(
+                    line, no_wrap=not is_wide, overflow="ellipsis", soft_wrap=is_wide
+                )
+        self._bar.update(
+            self._task, completed=self._summary.ended_rows, description=self.progress()
+        )
 
     def _is_shown(self, result: Result) -> bool:
         """Whether an answer gets a line; long jobs show only new kinds of failure."""
         kinds = len(self._summary.reasons.counts)
         is_new, self._num_kinds = kinds > self._num_kinds, kinds
         self._shown += 1
-        is_long = self._left > SHOWN_ROWS if self._left is not None else self._shown > SHOWN_ROWS
+        is_long = (
+            self._left > SHOWN_ROWS
+            if self._left is not None
+            else self._shown > SHOWN_ROWS
+        )
         if self._left is None and self._shown == SHOWN_ROWS + 1:
             self._say_how_long(f"more than {SHOWN_ROWS} rows: no further line for each")
-        return not self._quiet and (self._verbose or not is_long or (is_new and result.error is not None))
+        return not self._quiet and (
+            self._verbose or not is_long or (is_new and result.error is not None)
+        )
 
     def _say_how_long(self, said: str) -> None:
         if not (self._verbose or self._quiet):
-            self._err.print(f"{said}, but for failures of a new kind; --verbose shows them all", soft_wrap=True)
+            self._err.print(
+                f"{said}, but for failures of a new kind; --verbose shows them all",
+                soft_wrap=True,
+            )
 
     def _say_plainly(self) -> None:
         """Print progress now and then, without a terminal."""
         while not self._is_over.wait(PLAIN_SECONDS):
             if not self._err.is_terminal:
-                said = f"[{self._place()}] {self.progress()}" if self._has_begun else f"[{self._stage}]"
+                said = (
+                    f"[{self._place()}] {self.progress()}"
+                    if self._has_begun
+                    else f"[{self._stage}]"
+                )
                 with _whatever_becomes_of_the_terminal():
                     self._err.print(said, soft_wrap=True, markup=False)
 
@@ -168,7 +224,8 @@ class JobView(Watch):
         summary = self._summary
         seconds = summary.seconds
         parts = [f"{summary.failed} failed"] if summary.failed else []
-        if summary.asked_rows is not None and summary.ended_rows:  # first: a narrow terminal cuts the end off
+        # first: a narrow terminal cuts the end off
+        if summary.asked_rows is not None and summary.ended_rows:
             left = summary.asked_rows - summary.ended_rows
             parts.append(f"{spell_seconds(left * seconds / summary.ended_rows)} left")
         parts.append(f"{self._in_flight} in flight")
@@ -176,7 +233,9 @@ class JobView(Watch):
             parts.append(f"{summary.pictures / seconds:.1f} pictures/s")
         parts.append(f"{summary.tokens / seconds:.0f} tokens/s")
         if summary.cached_tokens:
-            parts.append(f"{summary.cached_tokens / summary.prompt_tokens:.0%} of prompts cached")
+            parts.append(
+                f"{summary.cached_tokens / summary.prompt_tokens:.0%} of prompts cached"
+            )
         if summary.busy_share is not None:
             parts.append(f"engine busy {summary.busy_share:.0%}")
         parts.append(spell_memory())
@@ -186,7 +245,9 @@ class JobView(Watch):
 
     def show(self, summary: Summary) -> None:
         if not summary.ended_rows and summary.done_before:
-            self._out.print(f"nothing is left to ask: {count_of(summary.done_before, 'row')} answered before")
+            self._out.print(
+                f"nothing is left to ask: {count_of(summary.done_before, 'row')} answered before"
+            )
         elif self._answers_in is None or len(self._rows) <= SHOWN_ROWS:
             self._out.print(self._table())
         if summary.ended_rows or summary.interrupted or not summary.done_before:
@@ -198,9 +259,14 @@ class JobView(Watch):
                 if part is not None:
                     self._out.print(part)
             if summary.busy_share is not None:
-                self._out.print(f"the engine had work for {summary.busy_share:.0%} of the time", soft_wrap=True)
+                self._out.print(
+                    f"the engine had work for {summary.busy_share:.0%} of the time",
+                    soft_wrap=True,
+                )
         if self._answers_in is not None:
-            self._out.print(Text(plain_text(f"answers: {self._answers_in}")), soft_wrap=True)
+            self._out.print(
+                Text(plain_text(f"answers: {self._answers_in}")), soft_wrap=True
+            )
 
     def _advice(self, summary: Summary) -> Iterator[str]:
         """Yield hints about rows without whole answers."""
@@ -218,7 +284,9 @@ class JobView(Watch):
         if summary.again:
             named = ", ".join(repr(brief(one, MAX_NAME)) for one in summary.again_ids)
             named += ", ..." * (summary.again > len(summary.again_ids))
-            yield plain_text(f"{count_of(summary.again, 'row')} skipped whose id had come before: {named}")
+            yield plain_text(
+                f"{count_of(summary.again, 'row')} skipped whose id had come before: {named}"
+            )
 
     def _answer(self, result: Result) -> Text:
         """Return an answer, whole where no file has it."""
@@ -226,12 +294,15 @@ class JobView(Watch):
 
     def _table(self) -> Table:
         rows = sorted(self._rows, key=lambda row: row[0].number)
-        asked_alike = len({item.prompt for item, _ in rows if item.prompt}) <= 1  # a file that fails is asked nothing
+        # a file that fails is asked nothing
+        asked_alike = len({item.prompt for item, _ in rows if item.prompt}) <= 1
         table = Table(
             Column("picture", overflow="fold", max_width=60),
             Column("size", no_wrap=True),
             *([] if asked_alike else [Column("question", overflow="fold")]),
-            Column("answer", overflow="fold", ratio=1 if self._out.is_terminal else None),
+            Column(
+                "answer", overflow="fold", ratio=1 if self._out.is_terminal else None
+            ),
             Column("tokens", justify="right", no_wrap=True),
             Column("seconds", justify="right", no_wrap=True),
             Column("status", no_wrap=True),
@@ -240,15 +311,24 @@ class JobView(Watch):
         for item, result in rows:
             sizes = " + ".join(
                 [f"{width}x{height}" for width, height in result.image_sizes]
-                + [f"{frames} of {width}x{height}" for frames, width, height in result.video_sizes]
+                + [
+                    f"{frames} of {width}x{height}"
+                    for frames, width, height in result.video_sizes
+                ]
             )
             table.add_row(
                 Text(plain_text(self._label(item.row), MAX_NAME)),
                 brief(sizes, MAX_NAME) or "-",
-                *([] if asked_alike else [Text(plain_text(item.prompt or "", MAX_QUESTION))]),
+                *(
+                    []
+                    if asked_alike
+                    else [Text(plain_text(item.prompt or "", MAX_QUESTION))]
+                ),
                 self._answer(result),
                 str(result.usage.completion_tokens),
-                "-" if result.error is not None else f"{result.timings.total - result.timings.queue:.2f}",
+                "-"
+                if result.error is not None
+                else f"{result.timings.total - result.timings.queue:.2f}",
                 Text(result.finish_reason, style=STATUS_STYLES[result.finish_reason]),
             )
         return table
@@ -256,11 +336,20 @@ class JobView(Watch):
     def _totals(self, summary: Summary) -> Text:
         done, asked = summary.ended_rows, summary.asked_rows
         known = f"{done} of {asked}" if asked is not None else str(done)
-        totals = Text(f"{known} requests done" if summary.interrupted else count_of(done, "request"))
+        totals = Text(
+            f"{known} requests done"
+            if summary.interrupted
+            else count_of(done, "request")
+        )
         totals.append(", ")
-        totals.append(count_of(summary.failed, "error"), style="red" if summary.failed else "green")
+        totals.append(
+            count_of(summary.failed, "error"),
+            style="red" if summary.failed else "green",
+        )
         rate = summary.tokens / summary.seconds
-        totals.append(f", {count_of(summary.tokens, 'token')} in {summary.seconds:.2f} s, {rate:.1f} tokens/s")
+        totals.append(
+            f", {count_of(summary.tokens, 'token')} in {summary.seconds:.2f} s, {rate:.1f} tokens/s"
+        )
         if summary.interrupted:
             totals.append(" (interrupted)", style="yellow")
         return totals
@@ -280,14 +369,23 @@ def _latencies(summary: Summary) -> Table | None:
     largest = max(count for _, _, count in buckets)
     for least, high, count in buckets:
         bar = "#" * max(1 if count else 0, round(40 * count / largest))
-        table.add_row(Text(f"{least:.2g} - {high:.2g}", justify="right"), bar, Text(str(count), justify="right"))
+        table.add_row(
+            Text(f"{least:.2g} - {high:.2g}", justify="right"),
+            bar,
+            Text(str(count), justify="right"),
+        )
     return table
 
 
 def _stages(summary: Summary) -> Table | None:
     if not summary.answered:
         return None
-    table = Table(title="where a row's time goes (mean seconds)", title_justify="left", box=None, show_header=False)
+    table = Table(
+        title="where a row's time goes (mean seconds)",
+        title_justify="left",
+        box=None,
+        show_header=False,
+    )
     for stage, said, seconds in summary.mean_stages:
         table.add_row(stage, f"{seconds:.3f}", Text(said, style="dim"))
     return table
@@ -296,9 +394,16 @@ def _stages(summary: Summary) -> Table | None:
 def _reasons(summary: Summary) -> Table | None:
     if not summary.failed:
         return None
-    table = Table(title="failures, by the first of each kind", title_justify="left", box=None, show_header=False)
+    table = Table(
+        title="failures, by the first of each kind",
+        title_justify="left",
+        box=None,
+        show_header=False,
+    )
     for reason, count in summary.reasons.most_common(8):
-        table.add_row(Text(str(count), justify="right"), Text(plain_text(reason), style="red"))
+        table.add_row(
+            Text(str(count), justify="right"), Text(plain_text(reason), style="red")
+        )
     return table
 
 
@@ -324,9 +429,12 @@ def _whatever_becomes_of_the_terminal() -> Iterator[None]:
 
 def spell_memory() -> str:
     """Return this process's peak memory, and MLX's on a GPU."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
     said = f"{peak / 1e9:.1f} GB"
-    if "mlx.core" in sys.modules:  # loaded with the model; not loaded here for the sake of a figure
+    # loaded with the model; not loaded here for the sake of a figure
+    if "mlx.core" in sys.modules:
         mx = sys.modules["mlx.core"]
         if mx.default_device() == mx.Device(mx.gpu):
             from vlm_batch.runtime.memory import peak_bytes
@@ -346,4 +454,8 @@ def answer_text(result: Result, most: int | None = None) -> Text:
     """Return an answer, of at most so many characters, or its error."""
     if result.error is not None:
         return Text(plain_text(result.error, MAX_ANSWER), style="red")
-    return Text(plain_text(result.text, most)) if result.text else Text("(empty)", style="dim")
+    return (
+        Text(plain_text(result.text, most))
+        if result.text
+        else Text("(empty)", style="dim")
+    )

@@ -46,8 +46,10 @@ class Admission:
         self._processing: dict[Row, int] = {}  # with the loaders: expected bytes
         self.prepared: dict[str, Row] = {}
         self._look_ahead, self._most_bytes = config.look_ahead, config.look_ahead_bytes
-        self.placed: Counter[int] = Counter()  # rows that have places, by client, as of ``note_placed``
-        self.asked: Counter[int] = Counter()  # answers that each client has asked for, as of then
+        # rows that have places, by client, as of ``note_placed``
+        self.placed: Counter[int] = Counter()
+        # answers that each client has asked for, as of then
+        self.asked: Counter[int] = Counter()
         self._most_asked = 0
         self.changes = 0  # of who waits, counted
         self._served: dict[int, float] = {}  # when each client last had a place
@@ -58,7 +60,12 @@ class Admission:
         """Bytes read or prepared for rows not encoded yet. Thread-safe."""
         return sum(
             row.prompt.nbytes
-            for rows in (self._reading, self._read, self._processing, self.prepared.values())
+            for rows in (
+                self._reading,
+                self._read,
+                self._processing,
+                self.prepared.values(),
+            )
             for row in tuple(rows)
         )
 
@@ -67,7 +74,10 @@ class Admission:
         return self._scheduler.urgency(row.priority, row.clock.submitted)
 
     def line(
-        self, rows: Iterable[Row], first: Collection[Row] = (), placed: Mapping[int, int] | None = None
+        self,
+        rows: Iterable[Row],
+        first: Collection[Row] = (),
+        placed: Mapping[int, int] | None = None,
     ) -> list[Row]:
         """Return rows in the order in which they get places.
 
@@ -79,8 +89,16 @@ class Admission:
         if len({row.client for row in given}) < 2:
             return sorted(given, key=lambda row: (row not in first, self.urgency(row)))
         turn = self._turn if placed is None else self.urgency
-        keys = [(row.client, (row not in first, self.urgency(row)), turn(row)) for row in given]
-        return [given[at] for at in self._scheduler.share_out(keys, self.placed if placed is None else placed)]
+        keys = [
+            (row.client, (row not in first, self.urgency(row)), turn(row))
+            for row in given
+        ]
+        return [
+            given[at]
+            for at in self._scheduler.share_out(
+                keys, self.placed if placed is None else placed
+            )
+        ]
 
     def note_placed(self, placed: Counter[int], rows: Iterable[Row] | None) -> None:
         """Count places by client. ``rows``: all rows that have not ended; None if unchanged."""
@@ -92,7 +110,11 @@ class Admission:
             self._most_asked = max(self.asked.values(), default=0)
         self._served |= dict.fromkeys(placed, time.perf_counter())
         if len(self._served) > 2 * len(self.asked) + MOST_AHEAD:
-            self._served = {client: when for client, when in self._served.items() if client in self.asked}
+            self._served = {
+                client: when
+                for client, when in self._served.items()
+                if client in self.asked
+            }
 
     def is_due(self, row: Row) -> bool:
         """Return whether a client has waited ``ageing_seconds`` while another wants two more answers."""
@@ -144,7 +166,15 @@ class Admission:
         if not heads or len(self.prepared) + len(self._read) >= MOST_AHEAD * most:
             return None
         before: list[Row] = []
-        for row in self.line([*self._reading, *self._processing, *self._read, *self.prepared.values(), *heads]):
+        for row in self.line(
+            [
+                *self._reading,
+                *self._processing,
+                *self._read,
+                *self.prepared.values(),
+                *heads,
+            ]
+        ):
             if row not in heads:
                 before.append(row)
             elif self._has_room(row, before):
@@ -154,13 +184,21 @@ class Admission:
         return None
 
     def _has_room(self, row: Row, before: Sequence[Row]) -> bool:
-        working = [one for one in (*self._reading, *self._processing) if one.lane == row.lane]
+        working = [
+            one for one in (*self._reading, *self._processing) if one.lane == row.lane
+        ]
         waiting = {*working, *self._read, *self.prepared.values()}
         if row.has_videos and sum(one.has_videos for one in waiting) >= VIDEOS_AHEAD:
             return False
         beside = [one for one in before if one in waiting]
-        files = any(one.prompt.nbytes for one in (*self._reading, *self._read) if one.lane == row.lane)
-        has_bytes = not files or sum(one.prompt.nbytes for one in beside) < self._most_bytes
+        files = any(
+            one.prompt.nbytes
+            for one in (*self._reading, *self._read)
+            if one.lane == row.lane
+        )
+        has_bytes = (
+            not files or sum(one.prompt.nbytes for one in beside) < self._most_bytes
+        )
         most = self._look_ahead + self._scheduler.num_places
         return len(working) < WITH_LOADERS and len(beside) < most and has_bytes
 
@@ -175,11 +213,21 @@ class Admission:
         A row without room blocks all that need room. Large pictures have room of their own.
         """
         least = self._most_bytes // LARGE_PART
-        large = {row for row in (*self._read, *self._processing) if self._decoded(row) > least}
-        row = self._first_with_room(self._read - large, [one for one in self._processing if one not in large])
-        return row or self._first_with_room(self._read & large, [one for one in self._processing if one in large])
+        large = {
+            row
+            for row in (*self._read, *self._processing)
+            if self._decoded(row) > least
+        }
+        row = self._first_with_room(
+            self._read - large, [one for one in self._processing if one not in large]
+        )
+        return row or self._first_with_room(
+            self._read & large, [one for one in self._processing if one in large]
+        )
 
-    def _first_with_room(self, those: Collection[Row], processing: Sequence[Row]) -> Row | None:
+    def _first_with_room(
+        self, those: Collection[Row], processing: Sequence[Row]
+    ) -> Row | None:
         if not those:
             return None
         sizes = {row: self._expected(row) for row in those}
@@ -193,7 +241,11 @@ class Admission:
         if decoded and decoded + self._decoded(row) > self._most_bytes:
             return None  # even if it is the first: decoded pixels are freed soon
         is_first = not any(ahead.get(other) for other in line[: line.index(row)])
-        if expected and held + expected > self._most_bytes and not (is_first and held <= self._most_bytes):
+        if (
+            expected
+            and held + expected > self._most_bytes
+            and not (is_first and held <= self._most_bytes)
+        ):
             return None
         self._read.remove(row)
         self._processing[row] = expected
@@ -217,13 +269,16 @@ class Admission:
         self._reading.discard(row)
         self._processing.pop(row, None)
         row.prompt.loading = None
-        row.clock.read_seconds, row.clock.process_seconds = loading.read_seconds, loading.process_seconds
+        row.clock.read_seconds = loading.read_seconds
+        row.clock.process_seconds = loading.process_seconds
         prepared = loading.result()
         row.image_sizes, row.video_sizes = prepared.image_sizes, prepared.video_sizes
         row.audio_seconds = prepared.audio_seconds
         row.answer.bad_words = prepared.bad_words
         if prepared.form is not None or row.params.thinking_budget is not None:
-            row.answer.guide = Guide.of(row.params, prepared.form, prepared.thinking, row.answer.end_ids)
+            row.answer.guide = Guide.of(
+                row.params, prepared.form, prepared.thinking, row.answer.end_ids
+            )
         row.prompt.inputs, row.given = prepared.inputs, prepared.kept
         self.memory.check_length(row.prompt.inputs["input_ids"].shape[-1])
         if loading.known_nbytes is None:

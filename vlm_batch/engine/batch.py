@@ -24,7 +24,9 @@ class DecodeBatch:
         is_apart: the batch has one row, whose last forward failed.
     """
 
-    def __init__(self, shapes: Shapes, max_rows: int, least: int = 0, *, is_apart: bool = False) -> None:
+    def __init__(
+        self, shapes: Shapes, max_rows: int, least: int = 0, *, is_apart: bool = False
+    ) -> None:
         self.least = least
         self.is_apart = is_apart
         self.max_rows = max_rows
@@ -34,7 +36,8 @@ class DecodeBatch:
         self.layers: list[LayerCache] = []
         self._placement = shapes.layout
         self.num_positions = 0  # of the last forward
-        self._drafted: dict[Row, int] = {}  # positions of rows with drafts in the last forward
+        # positions of rows with drafts in the last forward
+        self._drafted: dict[Row, int] = {}
 
     @property
     def rows(self) -> list[Row]:
@@ -79,7 +82,9 @@ class DecodeBatch:
     def _switch(self, *joining: Row) -> None:
         """Switch between caches per row and slabs before ``joining`` rows join."""
         rows = [*self.rows, *joining]
-        wanted = self._shapes.placement([next_length(row) for row in rows], self._placement)
+        wanted = self._shapes.placement(
+            [next_length(row) for row in rows], self._placement
+        )
         if wanted is self._placement or not self.layers or self._drafted:
             return
         live = [place for place, row in enumerate(self.places) if row is not None]
@@ -100,7 +105,8 @@ class DecodeBatch:
             self.keep(row, 1)
         place = self.places.index(row)
         taken = [layer.extract(place) for layer in self.layers]
-        mx.async_eval([cache.state for cache in taken])  # the next step writes to the slab, which nobody may hold then
+        # the next step writes to the slab, which nobody may hold then
+        mx.async_eval([cache.state for cache in taken])
         return taken
 
     def leave(self, row: Row) -> None:
@@ -113,7 +119,9 @@ class DecodeBatch:
             return
         for layer in self.layers:
             layer.clear(place)
-        last = max(index + 1 for index, other in enumerate(self.places) if other is not None)
+        last = max(
+            index + 1 for index, other in enumerate(self.places) if other is not None
+        )
         if self._shapes.layout is Placement.SLAB and FEW * last <= len(self.places):
             self._resize(last)
 
@@ -127,9 +135,17 @@ class DecodeBatch:
         """Return each place's positions for these draft lengths, or None."""
         wanted = [None if row is None else drafts.get(row, 0) for row in self.places]
         most = most_positions(self.layers) if self.layers else 1
-        counts = self._shapes.counts_of(wanted, self._placement) if most > max(drafts.values(), default=0) else None
+        counts = (
+            self._shapes.counts_of(wanted, self._placement)
+            if most > max(drafts.values(), default=0)
+            else None
+        )
         longest = max((next_length(row) for row in self.rows), default=0)
-        if counts is None or max(counts) > most or not self._shapes.has_room(longest, max(counts)):
+        if (
+            counts is None
+            or max(counts) > most
+            or not self._shapes.has_room(longest, max(counts))
+        ):
             return None
         return counts
 
@@ -168,7 +184,9 @@ class DecodeBatch:
             self.drop()
         for layer in self.layers:
             layer.resize(num_places)
-            for place in [place for place, row in enumerate(self.places) if row is None]:
+            for place in [
+                place for place, row in enumerate(self.places) if row is None
+            ]:
                 layer.clear(place)
         equalise_capacity(self.layers)
 

@@ -56,21 +56,30 @@ class CompiledDecode:
         self._adds_masks = adds_masks
         self._is_graph = True  # until one could not be made
         usual = self.USES_BEFORE_GRAPH if is_fused else self.USES_BEFORE_UNFUSED
-        self._uses_before_graph = usual if uses_before_graph is None else uses_before_graph
+        self._uses_before_graph = (
+            usual if uses_before_graph is None else uses_before_graph
+        )
         self._graphs: OrderedDict[tuple[Any, ...], _Graph] = OrderedDict()
         self._uses: Counter[tuple[Any, ...]] = Counter()
-        self._layers: Sequence[Any] = ()  # only during a call, so that graphs hold no slab
+        # only during a call, so that graphs hold no slab
+        self._layers: Sequence[Any] = ()
 
     @staticmethod
     def can_compile(
-        layers: Sequence[LayerCache], extras: Sequence[Mapping[str, Any]], *, is_plain: bool = False
+        layers: Sequence[LayerCache],
+        extras: Sequence[Mapping[str, Any]],
+        *,
+        is_plain: bool = False,
     ) -> bool:
         """Return whether a step depends only on tokens, positions, slabs and recurrent states. ``is_plain``: and needs
         no new kernels.
         """
         if any(extras):
             return False
-        return all(layer.can_trace and (layer.has_graphs_kernels or not is_plain) for layer in layers)
+        return all(
+            layer.can_trace and (layer.has_graphs_kernels or not is_plain)
+            for layer in layers
+        )
 
     def __call__(self, step: DecodeStep) -> Any:
         """Return what ``decode`` returns."""
@@ -82,7 +91,9 @@ class CompiledDecode:
         if self._uses[key] <= self._uses_before_graph or not self._is_graph:
             return self._decode(step)
         graph = self._graphs.get(key)
-        made = [layer.step_inputs(is_added=self._adds_masks) for layer in kinds.values()]
+        made = [
+            layer.step_inputs(is_added=self._adds_masks) for layer in kinds.values()
+        ]
         # nobody else may hold the slabs, or they would be copied to be written
         slabs = [layer.give() for layer in layers]
         self._layers = step.caches
@@ -94,7 +105,8 @@ class CompiledDecode:
         except (ValueError, IndexError, TypeError):
             if graph is not None:
                 raise
-            self._is_graph = False  # something in it reads what is computed, or MLX cannot put it together
+            # something in it reads what is computed, or MLX cannot put it together
+            self._is_graph = False
             for layer, given in zip(layers, slabs, strict=True):
                 layer.give()
                 layer.take(given, 0)
@@ -105,13 +117,15 @@ class CompiledDecode:
         self._graphs[key] = graph
         self._graphs.move_to_end(key)
         if len(self._graphs) > self.MAX_GRAPHS:
-            del self._uses[self._graphs.popitem(last=False)[0]]  # it is made again once it has come back as often
+            # it is made again once it has come back as often
+            del self._uses[self._graphs.popitem(last=False)[0]]
         for layer, given in zip(layers, written, strict=True):
             layer.take(given, 1)
         return found
 
     def _new(self, step: DecodeStep, made: Any, slabs: Any) -> tuple[_Graph, Any]:
-        own = weakref.ref(self)  # a graph that held its maker would keep the model until garbage is collected
+        # a graph that held its maker would keep the model until garbage is collected
+        own = weakref.ref(self)
 
         def run(*given: Any) -> Any:
             made = own()
@@ -134,7 +148,11 @@ class CompiledDecode:
         kinds = list(dict.fromkeys(map(_kind, layers)))
         for layer, given in zip(layers, slabs, strict=True):
             layer.trace(given, made[kinds.index(_kind(layer))])
-        found = self._decode(DecodeStep(tokens, positions, self._layers, [{}] * tokens.shape[0], is_traced=True))
+        found = self._decode(
+            DecodeStep(
+                tokens, positions, self._layers, [{}] * tokens.shape[0], is_traced=True
+            )
+        )
         return found, [layer.give() for layer in layers]
 
 
@@ -171,7 +189,8 @@ def can_leave_unfused() -> bool:
 def unfused() -> Iterator[None]:
     """Let new graphs fuse nothing, those of other threads included."""
     set_mode = _set_mode()
-    if set_mode is None or not _is_enabled():  # who said that MLX is to make none has none
+    # who said that MLX is to make none has none
+    if set_mode is None or not _is_enabled():
         yield
         return
     set_mode(NO_FUSE)

@@ -52,7 +52,11 @@ class Guide:
     """
 
     def __init__(
-        self, form: Form | None, thinking: Thinking | None, budget: int | None, end_ids: Collection[int] = ()
+        self,
+        form: Form | None,
+        thinking: Thinking | None,
+        budget: int | None,
+        end_ids: Collection[int] = (),
     ) -> None:
         self._form = form
         self._thinking = thinking
@@ -61,7 +65,8 @@ class Guide:
         self._thought: list[int] = []
         self._forced: list[int] = []  # tokens left of the mark that ends thinking
         self._answer: list[int] = []  # tokens that the form has seen
-        self._following: Future[None] | None = None  # the form's work on the last of them
+        # the form's work on the last of them
+        self._following: Future[None] | None = None
         self._checking: Future[None] | None = None  # its work on a draft behind that
         self.most_ahead = 0  # tokens that the form looks ahead
         self.phase = Phase.ANSWER
@@ -72,7 +77,11 @@ class Guide:
 
     @classmethod
     def of(
-        cls, params: SamplingParams, form: Form | None, thinking: Thinking | None, end_ids: Collection[int]
+        cls,
+        params: SamplingParams,
+        form: Form | None,
+        thinking: Thinking | None,
+        end_ids: Collection[int],
     ) -> Guide | None:
         if form is None and params.thinking_budget is None:
             return None
@@ -87,7 +96,11 @@ class Guide:
     @property
     def is_whole(self) -> bool:
         """Whether the answer can only end."""
-        return self.phase is Phase.ANSWER and self._form is not None and self._form.is_whole
+        return (
+            self.phase is Phase.ANSWER
+            and self._form is not None
+            and self._form.is_whole
+        )
 
     def feed(self, token: int) -> None:
         """Start work on the next token; returns at once."""
@@ -115,21 +128,33 @@ class Guide:
     def is_ready(self, seconds: float = 0.0) -> bool:
         """Wait up to ``seconds``. Return whether ``settle`` would not block."""
         following = self._following
-        return following is None or following.done() or (seconds > 0 and bool(wait((following,), seconds).done))
+        return (
+            following is None
+            or following.done()
+            or (seconds > 0 and bool(wait((following,), seconds).done))
+        )
 
     def look_ahead(self, tokens: Sequence[int], seconds: float) -> None:
         """Let the form check drafted tokens, within ``seconds``. A late check loses the draft. Raises what it raises."""
         if self.looks_ahead and self._form is not None and self._following is None:
             self._checking = self._form.look_ahead(tokens)
-            if self._checking.done() or (seconds > 0 and wait((self._checking,), seconds).done):
+            if self._checking.done() or (
+                seconds > 0 and wait((self._checking,), seconds).done
+            ):
                 self._checking.result()
 
     @property
     def ahead(self) -> tuple[int, ...]:
         """Tokens that the form forces, or drafted ones that it allows."""
         checking = self._checking
-        is_known = self._following is None and (checking is None or (checking.done() and not checking.exception()))
-        return self._form.ahead if self.looks_ahead and self._form is not None and is_known else ()
+        is_known = self._following is None and (
+            checking is None or (checking.done() and not checking.exception())
+        )
+        return (
+            self._form.ahead
+            if self.looks_ahead and self._form is not None and is_known
+            else ()
+        )
 
     @property
     def looks_ahead(self) -> bool:
@@ -166,7 +191,11 @@ class Guide:
 
     def parsed(self, decode: Callable[[Sequence[int]], str]) -> Any:
         """Return the complete answer as parsed JSON or text, else None."""
-        if self._form is None or self.phase is not Phase.ANSWER or not (self._form.is_whole or self._form.may_end):
+        if (
+            self._form is None
+            or self.phase is not Phase.ANSWER
+            or not (self._form.is_whole or self._form.may_end)
+        ):
             return None
         return self._form.read(decode(self._answer))
 
@@ -200,7 +229,8 @@ def apply_masks(logits: mx.array, masks: Sequence[np.ndarray | None]) -> mx.arra
         return logits
     size = logits.shape[-1]
     free = np.full(_words(size), 0xFFFFFFFF, dtype=np.uint32)
-    words = mx.array(np.stack([free if mask is None else mask for mask in masks]))  # (R, W)
+    # (R, W)
+    words = mx.array(np.stack([free if mask is None else mask for mask in masks]))
     bits = (words[:, :, None] >> mx.arange(32, dtype=mx.uint32)) & 1  # (R, W, 32)
     return mx.where(bits.reshape(len(masks), -1)[:, :size] > 0, logits, -mx.inf)
 

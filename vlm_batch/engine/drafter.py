@@ -28,13 +28,16 @@ class Drafter:
         spoken: the client's earlier answers, likewise.
     """
 
-    def __init__(self, prompt: bytes, spoken: bytearray, rates: Mapping[str, float]) -> None:
+    def __init__(
+        self, prompt: bytes, spoken: bytearray, rates: Mapping[str, float]
+    ) -> None:
         self._prompt = prompt
         self._said = bytearray(prompt)
         self._begin = len(self._said)
         self._spoken = spoken
         self.rates = dict(rates)
-        self.forced = 1.0  # smoothed number of tokens that its form forces after a token
+        # smoothed number of tokens that its form forces after a token
+        self.forced = 1.0
         self.source = "text"  # of its last draft: form, text or model
         self.num_sure = 0  # tokens of its last draft, first ones, that its form forces
         self._proposed: tuple[int, ...] = ()
@@ -66,7 +69,11 @@ class Drafter:
         """Return up to ``most`` tokens that followed the last ones, and ``ahead`` behind them, earlier."""
         said = self._said + array("i", ahead).tobytes() if ahead else self._said
         tail = bytes(said[-TAIL * WIDTH :])
-        found = (behind for text in (said, self._spoken) for behind in behinds(text, tail, most))
+        found = (
+            behind
+            for text in (said, self._spoken)
+            for behind in behinds(text, tail, most)
+        )
         return common(list(islice(found, PLACES)))
 
     @property
@@ -74,7 +81,8 @@ class Drafter:
         """Probable next tokens; the first may be launched. Raises what ``propose`` raises."""
         if not self._is_searched and self._rest <= 0:
             self._proposed = checked(self.propose(MOST_PROPOSED), MOST_PROPOSED)
-            self._is_searched, self._rest = True, REST if self.rates["text"] < LOW_RATE else 0
+            self._is_searched = True
+            self._rest = REST if self.rates["text"] < LOW_RATE else 0
         return self._proposed
 
     def note(self, source: str, *, held: bool) -> None:
@@ -85,12 +93,16 @@ class Drafter:
         self.forced += OWN_WEIGHT * (count - self.forced)
 
 
-def checked(tokens: Iterable[Any], most: int, num_words: int = 2**31) -> tuple[int, ...]:
+def checked(
+    tokens: Iterable[Any], most: int, num_words: int = 2**31
+) -> tuple[int, ...]:
     """Return up to ``most`` tokens. Raises ValueError for what is no token."""
     found = tuple(islice(tokens, most))
     for token in found:
         if not isinstance(token, Integral) or not 0 <= int(token) < num_words:
-            raise ValueError(f"drafted {token!r}, which is none of {num_words:,} tokens")
+            raise ValueError(
+                f"drafted {token!r}, which is none of {num_words:,} tokens"
+            )
     return tuple(map(int, found))
 
 
@@ -104,7 +116,11 @@ def behinds(text: bytearray, tail: bytes, most: int) -> Iterator[tuple[int, ...]
     """Yield ``most`` tokens after each earlier ``tail``, last first, repeated if the text ends."""
     at = text.rfind(tail, 0, len(text) - 1) if tail else -1
     while at >= 0:
-        found = array("i", bytes(text[at + len(tail) :][: most * WIDTH])) if at % WIDTH == 0 else ()
+        found = (
+            array("i", bytes(text[at + len(tail) :][: most * WIDTH]))
+            if at % WIDTH == 0
+            else ()
+        )
         if found:
             yield tuple((found * -(-most // len(found)))[:most])
         at = text.rfind(tail, 0, at + len(tail) - 1)
@@ -114,4 +130,9 @@ def common(texts: Sequence[Sequence[int]]) -> tuple[int, ...]:
     """Return what all texts begin with."""
     if not texts:
         return ()
-    return tuple(tokens[0] for tokens in takewhile(lambda tokens: len(set(tokens)) == 1, zip(*texts, strict=False)))
+    return tuple(
+        tokens[0]
+        for tokens in takewhile(
+            lambda tokens: len(set(tokens)) == 1, zip(*texts, strict=False)
+        )
+    )

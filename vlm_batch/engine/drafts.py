@@ -16,7 +16,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from vlm_batch.engine.batch import DecodeBatch
-from vlm_batch.engine.drafter import MOST_PROPOSED, OWN_WEIGHT, WIDTH, Drafter, checked, expected
+from vlm_batch.engine.drafter import (
+    MOST_PROPOSED,
+    OWN_WEIGHT,
+    WIDTH,
+    Drafter,
+    checked,
+    expected,
+)
 from vlm_batch.engine.port import DraftModel
 from vlm_batch.engine.row import Row, Status
 from vlm_batch.records import DraftState
@@ -79,7 +86,10 @@ class StepSeconds:
         if rows > self.REACH * max(self._known, default=0):
             return None
         if rows in self._known or not self._known:
-            return min((seconds for size, seconds in self._known.items() if size >= rows), default=None)
+            return min(
+                (seconds for size, seconds in self._known.items() if size >= rows),
+                default=None,
+            )
         below = [known for known in self._known if known < rows]
         above = [known for known in self._known if known > rows]
         if not below:
@@ -113,7 +123,11 @@ class Hope:
     def within(self, size: int, floor: float) -> int:
         """Return the draft's length, at most ``size``: tokens accepted at ``floor`` or more."""
         likely = self.of_all * self.sure_rate**self.num_sure / floor
-        more = math.log(likely) / -math.log(min(self.rate, 0.99)) if likely > 1 and self.rate > 0 else 0.0
+        more = (
+            math.log(likely) / -math.log(min(self.rate, 0.99))
+            if likely > 1 and self.rate > 0
+            else 0.0
+        )
         return min(size, self.most, self.num_sure + int(more))
 
     def tokens(self, count: int) -> float:
@@ -143,7 +157,8 @@ class Drafts:
         self._positions = 0  # of the last forward, if it can be timed
         self._read = 0.0  # time at which the one before was read
         self._drafting = 0.0  # seconds since then in which the model drafted
-        self._awaited = 0  # positions of the next forward if nobody drafts, though it had to wait for what they said
+        # positions of the next forward if nobody drafts, though it had to wait for what they said
+        self._awaited = 0
         self._is_usual = True  # the last forward did not wait, or has drafts
         self._refused, self._patience, self._rest = 0, FIRST_PATIENCE, 0
         self._spoken: OrderedDict[int, bytearray] = OrderedDict()
@@ -165,29 +180,49 @@ class Drafts:
     def is_due(self, groups: Sequence[DecodeBatch]) -> bool:
         """Return whether drafts need launched tokens read first."""
         self._rest -= 1
-        return self._rest < 0 and any(self._is_due(group) for group in groups if not group.is_apart)
+        return self._rest < 0 and any(
+            self._is_due(group) for group in groups if not group.is_apart
+        )
 
     def _is_due(self, group: DecodeBatch) -> bool:
         found = {row: hope for row in group.rows if (hope := self._foreseen(row))}
         if not found:
             return False
         is_due = bool(self._chosen(group, found, LEAST_GAIN))
-        self._rest = 0 if is_due or any(row.answer.guide for row in found) else min(PAUSE + self._refused, MOST_PAUSE)
+        self._rest = (
+            0
+            if is_due or any(row.answer.guide for row in found)
+            else min(PAUSE + self._refused, MOST_PAUSE)
+        )
         return is_due
 
-    def _chosen(self, group: DecodeBatch, found: Mapping[Row, Hope], least: float) -> dict[Row, int]:
+    def _chosen(
+        self, group: DecodeBatch, found: Mapping[Row, Hope], least: float
+    ) -> dict[Row, int]:
         """Return each row's drafted tokens, if worth their forward."""
         num_rows, places = len(group), len(group.places)
         best, chosen = least, dict[Row, int]()
         for size, floor in itertools.product(SIZES, FLOORS) if found else ():
-            sizes = {row: count for row, hope in found.items() if (count := hope.within(size, floor)) > 0}
+            sizes = {
+                row: count
+                for row, hope in found.items()
+                if (count := hope.within(size, floor)) > 0
+            }
             hoped = sum(found[row].tokens(count) for row, count in sizes.items())
             if num_rows + hoped < least * num_rows:
                 continue  # not even if the forward took no longer
             counts = group.counts(sizes)
             if counts is not None:
-                asked = max((count for row, count in sizes.items() if found[row].source == "model"), default=0)
-                drafting = asked * (self.model_seconds.of(places) or 0.0)  # unknown: it is tried
+                asked = max(
+                    (
+                        count
+                        for row, count in sizes.items()
+                        if found[row].source == "model"
+                    ),
+                    default=0,
+                )
+                # unknown: it is tried
+                drafting = asked * (self.model_seconds.of(places) or 0.0)
                 gain = self.gain(num_rows, hoped, places, sum(counts), drafting)
                 if gain > best:
                     best, chosen = gain, sizes
@@ -198,35 +233,53 @@ class Drafts:
     def _foreseen(self, row: Row) -> Hope | None:
         """Return a row's probable draft before its token is known."""
         answer, drafter = row.answer, row.answer.drafter
-        if drafter is None or (answer.guide is None and self.model is None and not self._proposed(row)):
+        if drafter is None or (
+            answer.guide is None and self.model is None and not self._proposed(row)
+        ):
             return None  # as mostly
         if answer.known_token is not None or row.is_suspect:
             return None
         if answer.guide is not None:
-            own = Hope("form", max(1, round(drafter.forced)), drafter.rates["form"], longest=drafter.forced)
+            own = Hope(
+                "form",
+                max(1, round(drafter.forced)),
+                drafter.rates["form"],
+                longest=drafter.forced,
+            )
         else:
             rate, proposed = drafter.rates["text"], self._proposed(row)
             if answer.drafter is None:
                 return None
-            own = Hope("text", len(proposed) - 1, rate, of_all=rate)  # the first may be wrong already
+            # the first may be wrong already
+            own = Hope("text", len(proposed) - 1, rate, of_all=rate)
         return self._better(row, own, _most(row) - 1)
 
     def _better(self, row: Row, own: Hope, most: int) -> Hope | None:
         """Return the better of a row's own draft and the model's, up to ``most`` tokens, or None."""
         state, guide = row.answer.draft_state, row.answer.guide
-        if self.model is not None and state is not None and state.hidden and (guide is None or guide.looks_ahead):
+        if (
+            self.model is not None
+            and state is not None
+            and state.hidden
+            and (guide is None or guide.looks_ahead)
+        ):
             model = Hope("model", min(SIZES[-1], most), _drafter(row).rates["model"])
-            is_known = state.hidden[-1].end == row.facts.length + row.answer.num_sampled - 1
+            is_known = (
+                state.hidden[-1].end == row.facts.length + row.answer.num_sampled - 1
+            )
             if is_known and most > 0 and model.tokens(most) > own.tokens(own.most):
                 return model
         return own if own.most > 0 else None
 
     def launched(self, positions: int) -> None:
         """Record a forward's positions; 0 if other work ran beside it."""
-        self._positions, self._is_usual, self._awaited = positions, positions != self._awaited, 0
+        self._positions = positions
+        self._is_usual = positions != self._awaited
+        self._awaited = 0
 
     def was_read(self) -> None:
-        now = time.perf_counter()  # the last forward took the time since the one before was read
+        # the last forward took the time since the one before was read
+        now = time.perf_counter()
         if self._positions and self._read and self._is_usual:
             self.seconds.record(self._positions, now - self._read - self._drafting)
         self._read = now if self._positions else 0.0
@@ -250,23 +303,39 @@ class Drafts:
                 self._give_up(row)
                 continue
             rates = drafter.rates
-            own = Hope(source, len(drafts[row]), rates["text"], num_sure=drafter.num_sure, sure_rate=rates["form"])
+            own = Hope(
+                source,
+                len(drafts[row]),
+                rates["text"],
+                num_sure=drafter.num_sure,
+                sure_rate=rates["form"],
+            )
             is_forced = source == "form" and own.most > 0
             if hope := own if is_forced else self._better(row, own, _most(row)):
                 found[row] = hope
         chosen = self._chosen(group, found, LEAST_GAIN_READ)
-        asked = {row: count for row, count in chosen.items() if found[row].source == "model"}
+        asked = {
+            row: count for row, count in chosen.items() if found[row].source == "model"
+        }
         drafts |= self._ask(group, asked) if asked else {}
         for row, count in chosen.items():
             self._refused = 0
-            tokens, drafter, guide = drafts[row][:count], _drafter(row), row.answer.guide
+            tokens = drafts[row][:count]
+            drafter = _drafter(row)
+            guide = row.answer.guide
             drafter.source = "model" if row in asked else "text"
             if row in asked:
                 drafter.num_sure = 0
-                tokens = self._allowed(row, tokens, form_seconds) if guide is not None else tokens
+                tokens = (
+                    self._allowed(row, tokens, form_seconds)
+                    if guide is not None
+                    else tokens
+                )
             row.answer.ahead = tokens
 
-    def _ask(self, group: DecodeBatch, sizes: Mapping[Row, int]) -> dict[Row, tuple[int, ...]]:
+    def _ask(
+        self, group: DecodeBatch, sizes: Mapping[Row, int]
+    ) -> dict[Row, tuple[int, ...]]:
         """Let the model draft. A model that raises is not asked again."""
         begin, count = time.perf_counter(), max(sizes.values())
         states: list[DraftState | None] = []
@@ -274,16 +343,27 @@ class Drafts:
             state = None if row is None or row not in sizes else row.answer.draft_state
             if row is not None and state is not None:
                 state.tokens = [
-                    token for one in state.hidden for token in _drafter(row).said(one.begin + 1, one.end + 1)
+                    token
+                    for one in state.hidden
+                    for token in _drafter(row).said(one.begin + 1, one.end + 1)
                 ]
             states.append(state)
-        is_long = any(state is not None and len(state.tokens) > 1 + MOST_PROPOSED for state in states)  # a prompt's end
+        # a prompt's end
+        is_long = any(
+            state is not None and len(state.tokens) > 1 + MOST_PROPOSED
+            for state in states
+        )
         try:
             assert self.model is not None
             told: Any = self.model.propose(states, group.layers, count).tolist()
-            found = {row: checked(told[group.places.index(row)], size, self.num_words) for row, size in sizes.items()}
+            found = {
+                row: checked(told[group.places.index(row)], size, self.num_words)
+                for row, size in sizes.items()
+            }
         except Exception:
-            logger.exception("the model that drafts has failed; requests go on without its drafts")
+            logger.exception(
+                "the model that drafts has failed; requests go on without its drafts"
+            )
             self.model = None
             return dict.fromkeys(sizes, ())
         for state in states:
@@ -298,7 +378,9 @@ class Drafts:
     def _give_up(self, row: Row) -> None:
         """Let a row go on without drafts: a source raised."""
         if not self._is_told:
-            logger.exception("a source of drafts has failed; requests go on without its drafts")
+            logger.exception(
+                "a source of drafts has failed; requests go on without its drafts"
+            )
         self._is_told, row.answer.drafter, row.answer.ahead = True, None, ()
 
     def _proposed(self, row: Row) -> tuple[int, ...]:
@@ -309,7 +391,9 @@ class Drafts:
             self._give_up(row)
             return ()
 
-    def _allowed(self, row: Row, tokens: tuple[int, ...], form_seconds: Callable[[], float]) -> tuple[int, ...]:
+    def _allowed(
+        self, row: Row, tokens: tuple[int, ...], form_seconds: Callable[[], float]
+    ) -> tuple[int, ...]:
         """Return the first drafted tokens that a row's form allows."""
         assert row.answer.guide is not None
         try:
@@ -325,16 +409,36 @@ class Drafts:
         if self._refused >= self._patience:
             self.seconds.forget(places)
             self.model_seconds.forget(0)
-            for rates in (self.rates, *(row.answer.drafter.rates for row in rows if row.answer.drafter is not None)):
+            for rates in (
+                self.rates,
+                *(
+                    row.answer.drafter.rates
+                    for row in rows
+                    if row.answer.drafter is not None
+                ),
+            ):
                 rates["model"] = max(rates["model"], FIRST_RATES["model"])
             self._refused, self._patience = 0, min(2 * self._patience, MOST_PATIENCE)
 
-    def gain(self, rows: int, hoped: float, places: int, positions: int, drafting: float = 0.0) -> float:
+    def gain(
+        self,
+        rows: int,
+        hoped: float,
+        places: int,
+        positions: int,
+        drafting: float = 0.0,
+    ) -> float:
         """Return the speed-up by ``hoped`` tokens drafted in ``drafting`` seconds; 0 if unknown."""
         with_drafts, without = self.seconds.of(positions), self.seconds.of(places)
-        return (rows + hoped) / rows * without / (with_drafts + drafting) if with_drafts and without else 0.0
+        return (
+            (rows + hoped) / rows * without / (with_drafts + drafting)
+            if with_drafts and without
+            else 0.0
+        )
 
-    def draft(self, row: Row, form_seconds: Callable[[], float]) -> tuple[str, tuple[int, ...]]:
+    def draft(
+        self, row: Row, form_seconds: Callable[[], float]
+    ) -> tuple[str, tuple[int, ...]]:
         """Return the source and tokens of a draft. What a form forces goes on with what followed it earlier."""
         answer, drafter, most = row.answer, _drafter(row), min(_most(row), SIZES[-1])
         if answer.guide is None:
@@ -342,7 +446,11 @@ class Drafts:
             return "text", drafter.proposed[:most]
         forced = answer.guide.ahead[:most]
         drafter.num_sure, more = len(forced), most - len(forced)
-        if answer.guide.looks_ahead and more > 0 and (text := checked(drafter.propose(more, forced), more)):
+        if (
+            answer.guide.looks_ahead
+            and more > 0
+            and (text := checked(drafter.propose(more, forced), more))
+        ):
             answer.guide.look_ahead((*forced, *text), form_seconds())
         tokens = answer.guide.ahead[:most]
         drafter.forced += OWN_WEIGHT * (len(tokens) - len(forced))
@@ -355,7 +463,8 @@ class Drafts:
         self.num_held += held
         for at, one in enumerate((True,) * held + (False,) * (held < count)):
             source = "form" if at < drafter.num_sure else drafter.source
-            if source != "text" or row.answer.guide is not None:  # other text is counted by ``Drafter.add``
+            # other text is counted by ``Drafter.add``
+            if source != "text" or row.answer.guide is not None:
                 drafter.note(source, held=one)
             self.rates[source] += COMMON_WEIGHT * (one - self.rates[source])
 
@@ -368,7 +477,12 @@ def _drafter(row: Row) -> Drafter:
 def _can(row: Row) -> bool:
     answer = row.answer
     is_read = answer.known_token is None and answer.num_sampled == len(answer.token_ids)
-    return row.status is Status.DECODE and answer.drafter is not None and is_read and not row.is_suspect
+    return (
+        row.status is Status.DECODE
+        and answer.drafter is not None
+        and is_read
+        and not row.is_suspect
+    )
 
 
 def _most(row: Row) -> int:

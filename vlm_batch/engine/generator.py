@@ -68,11 +68,15 @@ class BatchGenerator:
         shapes: Shapes | None = None,
         drafts: Drafts | None = None,
     ) -> None:
-        policy = policy or policy_of({} if shapes is None else {"placement": shapes.layout.value})
+        policy = policy or policy_of(
+            {} if shapes is None else {"placement": shapes.layout.value}
+        )
         shapes = shapes or FreeShapes.of(adapter, kv, policy)
         self.reuse = reuse or Reuse(adapter, shapes=shapes)
         if shapes.settings != self.reuse.shapes.settings:
-            raise ValueError("what is reused is not what is computed here: reuse and generator need the same shapes")
+            raise ValueError(
+                "what is reused is not what is computed here: reuse and generator need the same shapes"
+            )
         policy, self.adapter = shapes.limited(policy), shapes.adapter(adapter)
         self.shapes = shapes
         self.text = text or AnswerText()
@@ -81,30 +85,49 @@ class BatchGenerator:
         model = None if drafts is None else drafts.model
         graphs = shapes.graphs(compile_decode)
         self._decoder = Decoder(
-            self.adapter, shapes.decode_call(), compile_decode=graphs, keeps_hidden=model is not None
+            self.adapter,
+            shapes.decode_call(),
+            compile_decode=graphs,
+            keeps_hidden=model is not None,
         )
         batch = DecodeGroups(shapes, self.scheduler.most_rows)
         self._pace = Pace(policy)
         self.trial = Trial(self.adapter, kv, shapes)
         more = 0 if model is None else model.bytes_per_token
         self.memory = RowMemory(policy.max_bytes, batch.slabs, more)
-        self.rows = Rows(Admission(self.scheduler, self.memory), batch, self.scheduler, self.reuse)
+        self.rows = Rows(
+            Admission(self.scheduler, self.memory), batch, self.scheduler, self.reuse
+        )
         self.retry = Retry(self.rows, self.scheduler, self.memory, self.reuse.budget)
         self.drafts = drafts
         self.runner = Runner(
-            self.adapter, self.rows, self.reuse, self._decoder, policy.max_prompt_tokens, kv, shapes, self.drafts
+            self.adapter,
+            self.rows,
+            self.reuse,
+            self._decoder,
+            policy.max_prompt_tokens,
+            kv,
+            shapes,
+            self.drafts,
         )
-        self._launched: list[Flight | Part] = []  # in the device's order; the next step reads it
-        self._at_rest: tuple[int, ...] = ()  # who was there when nothing was left to be encoded or placed
+        # in the device's order; the next step reads it
+        self._launched: list[Flight | Part] = []
+        # who was there when nothing was left to be encoded or placed
+        self._at_rest: tuple[int, ...] = ()
         self._rested = 0  # steps since then
-        self.is_ending = False  # set by any thread: a step begins no further picture or prompt
-        self.telling = Telling(self.rows, self.retry, self.reuse, self.text, self.drafts)
+        # set by any thread: a step begins no further picture or prompt
+        self.is_ending = False
+        self.telling = Telling(
+            self.rows, self.retry, self.reuse, self.text, self.drafts
+        )
 
     def warm_up(self) -> Iterator[None]:
         """Run a made-up forward of the next shape for each ``next``."""
         if self.shapes.layout is Placement.ROWS:
             return iter(())
-        return forwards(self.trial, self._decoder, self.sampler, self.scheduler.num_places)
+        return forwards(
+            self.trial, self._decoder, self.sampler, self.scheduler.num_places
+        )
 
     # Rows in and out
 
@@ -178,9 +201,12 @@ class BatchGenerator:
         begin, rows = time.perf_counter(), self.rows
         before, self._launched = self._launched, []
         rows.note_placed()
-        self.telling.patience.begin(beside_others=any(row.answer.guide is None for row in rows.batch.rows))
+        self.telling.patience.begin(
+            beside_others=any(row.answer.guide is None for row in rows.batch.rows)
+        )
         if self.drafts is not None and (
-            any(row.answer.ahead for row in rows.batch.rows) or self.drafts.is_due(rows.batch.groups)
+            any(row.answer.ahead for row in rows.batch.rows)
+            or self.drafts.is_due(rows.batch.groups)
         ):
             before = self._draft(self.drafts, before)
         for row in rows.batch.misplaced():
@@ -189,7 +215,9 @@ class BatchGenerator:
         groups, num_decoding = rows.batch.groups, len(rows.batch)
         decoded: list[Part] = []
         for group in groups:
-            decoded += self.retry.settled(attempt(group.rows, self.runner.decode, group, is_shared=True))
+            decoded += self.retry.settled(
+                attempt(group.rows, self.runner.decode, group, is_shared=True)
+            )
         if len(rows.waiting.asked) > 1:
             decoded = self._share_places(decoded)
         held = [part for part in decoded if part.is_held]
@@ -201,7 +229,8 @@ class BatchGenerator:
             self._choose(self._in_time(held))
         joined = self._join(self._next_forks()) if rows.forks else []
         is_decoding = bool(rows.batch or self.telling.untold)
-        if groups and not is_decoding:  # nobody waits for a next token: the last ones are told first
+        # nobody waits for a next token: the last ones are told first
+        if groups and not is_decoding:
             launched, self._launched = self._launched, []
             self.telling.read(launched)
         encoding = self._encode(is_decoding)
@@ -212,29 +241,47 @@ class BatchGenerator:
         self._choose(joined + self._join(self._prefill(plan)))
         if self.drafts is not None:
             is_alone = len(groups) == 1 and not plan and not encoding and not joined
-            self.drafts.launched(rows.batch.groups[0].num_positions if is_alone and rows.batch.groups else 0)
+            self.drafts.launched(
+                rows.batch.groups[0].num_positions
+                if is_alone and rows.batch.groups
+                else 0
+            )
         if num_decoding:
-            seconds, tokens = time.perf_counter() - begin - encoding, sum(work.end - work.begin for work in plan)
+            seconds = time.perf_counter() - begin - encoding
+            tokens = sum(work.end - work.begin for work in plan)
             self.telling.patience.end(seconds)
             self._pace.record(seconds, tokens)
             are_waiting = bool(rows.waiting.prepared)
-            self.scheduler.record(num_decoding, seconds, tokens, are_waiting=are_waiting)
-        if not rows.is_active:  # no step may follow: nothing stays launched of rows that have ended
+            self.scheduler.record(
+                num_decoding, seconds, tokens, are_waiting=are_waiting
+            )
+        # no step may follow: nothing stays launched of rows that have ended
+        if not rows.is_active:
             self._launched = []
             self.reuse.settle_ended()
         return rows.tell()
 
-    def _draft(self, drafts: Drafts, before: Sequence[Flight | Part]) -> list[Flight | Part]:
+    def _draft(
+        self, drafts: Drafts, before: Sequence[Flight | Part]
+    ) -> list[Flight | Part]:
         self.telling.read(before)
         self.telling.take_untold()
         for group in self.rows.batch.groups:
-            if isinstance(failed := attempt(group.rows, group.lay_out, is_shared=True), Failed):
+            if isinstance(
+                failed := attempt(group.rows, group.lay_out, is_shared=True), Failed
+            ):
                 self.retry.settle(failed)
         begin, patience = time.perf_counter(), self.telling.patience
         until = begin + patience.left
         drafts.begin(self.rows.batch.groups)
         for group in self.rows.batch.groups:
-            found = attempt(group.rows, drafts.plan, group, lambda: until - time.perf_counter(), is_shared=True)
+            found = attempt(
+                group.rows,
+                drafts.plan,
+                group,
+                lambda: until - time.perf_counter(),
+                is_shared=True,
+            )
             if isinstance(found, Failed):
                 self.retry.settle(found)
         patience.spend(time.perf_counter() - begin)
@@ -247,14 +294,19 @@ class BatchGenerator:
         if self.drafts is not None and parts[0].logits is not None:
             self.drafts.num_words = parts[0].logits.shape[-1]
         shared = [part for part in parts if not part.rows[0].is_suspect]
-        for those in ([shared] if shared else []) + [[part] for part in parts if part.rows[0].is_suspect]:
+        for those in ([shared] if shared else []) + [
+            [part] for part in parts if part.rows[0].is_suspect
+        ]:
             rows = [row for part in those for row in part.rows]
-            for flight in self.retry.settled(attempt(rows, choose, those, self.sampler, is_shared=True)):
+            for flight in self.retry.settled(
+                attempt(rows, choose, those, self.sampler, is_shared=True)
+            ):
                 tokens = flight.sampled.tokens.astype(mx.int32)
                 for index, row in enumerate(flight.rows):
                     if flight.is_for(index) and not row.answer.ahead:
                         row.answer.advance(tokens, index)
-                        if row.answer.num_sampled >= row.answer.max_tokens:  # no further forward
+                        # no further forward
+                        if row.answer.num_sampled >= row.answer.max_tokens:
                             self.retry.attempt(row, self.rows.leave, row)
                 self._launched.append(flight)
 
@@ -263,14 +315,19 @@ class BatchGenerator:
         late = self.telling.untold
         for part in parts:
             if part.rows[0] in late and part.rows[0].status is Status.DECODE:
-                self.retry.attempt(part.rows[0], self.rows.park, part.rows[0], part.logits)
+                self.retry.attempt(
+                    part.rows[0], self.rows.park, part.rows[0], part.logits
+                )
         return [part for part in parts if part.rows[0] not in late]
 
     # Rows on their way to a place
 
     def _encode(self, is_decoding: bool) -> float:
         """Encode the first rows and place those that fit. Returns seconds."""
-        begin, rows, waiting, runner = time.perf_counter(), self.rows, self.rows.waiting, self.runner
+        begin = time.perf_counter()
+        rows = self.rows
+        waiting = self.rows.waiting
+        runner = self.runner
         runner.encoding.step()
         if not waiting.prepared:
             return 0.0
@@ -282,7 +339,10 @@ class BatchGenerator:
         live = [*rows.prefilling.values(), *rows.batch.rows, *rows.forks]
         whole = self._line()
         # rows whose prefixes others may wait for
-        others = [*rows.prefilling.values(), *(row for row in whole if row.prompt.encoded is not None)]
+        others = [
+            *rows.prefilling.values(),
+            *(row for row in whole if row.prompt.encoded is not None),
+        ]
         ahead = [row for row in whole[free:] if row.request_id in waiting.prepared]
         line = [*whole[:free], *ahead[: self.scheduler.config.encode_ahead]]
         is_at_rest = not free and all(row.prompt.encoded is not None for row in line)
@@ -291,22 +351,33 @@ class BatchGenerator:
         for place, (row, losses) in enumerate([(row, row.losses) for row in line]):
             if self.is_ending:
                 break
-            if row.losses != losses or row.status is Status.FINISHED or row.request_id not in waiting.prepared:
+            if (
+                row.losses != losses
+                or row.status is Status.FINISHED
+                or row.request_id not in waiting.prepared
+            ):
                 continue  # it failed in a call with another, or is a fork
             if row.prompt.encoded is None:
                 if others and self.reuse.waits_for(row, others):
                     continue  # a row encoded in this step has its prefix
                 if live and not runner.encoding.fits(picture_bytes(row)):
-                    break  # no row overtakes it: it is encoded once the others have ended
+                    # no row overtakes it: it is encoded once the others have ended
+                    break
                 seconds = time.perf_counter() - begin
-                most = self.scheduler.most_encoded(is_decoding, seconds, rows.num_pending, has_begun=has_begun)
+                most = self.scheduler.most_encoded(
+                    is_decoding, seconds, rows.num_pending, has_begun=has_begun
+                )
                 if not most or (has_begun and place >= free):
                     break
                 those = [row]  # a row that ran out of memory alone stays alone
                 if most > 1 and not row.was_alone:
-                    unencoded = [other for other in line[place:] if other.prompt.encoded is None]
+                    unencoded = [
+                        other for other in line[place:] if other.prompt.encoded is None
+                    ]
                     those = self.reuse.new_ones(unencoded, others, most)
-                others += [part.rows[0] for part in self.retry.settled(runner.encode(those))]
+                others += [
+                    part.rows[0] for part in self.retry.settled(runner.encode(those))
+                ]
                 has_begun = True
             if place >= free or row.prompt.encoded is None:
                 continue  # encoded ahead, or failed
@@ -323,7 +394,9 @@ class BatchGenerator:
         rows = self.rows
         live = [*rows.batch.rows, *rows.prefilling.values()]
         taken: list[Part] = []
-        for row in [row for row in self._line()[: self._num_free()] if row in rows.forks]:
+        for row in [
+            row for row in self._line()[: self._num_free()] if row in rows.forks
+        ]:
             if live and not self.memory.fits(row, live):
                 break
             live.append(row)
@@ -332,8 +405,15 @@ class BatchGenerator:
 
     def _num_free(self) -> int:
         rows = self.rows
-        num_late = sum(row in self.telling.untold for row in rows.forks)  # rows with late masks keep their places
-        return max(0, self.scheduler.num_places - len(rows.batch) - len(rows.prefilling) - num_late)
+        # rows with late masks keep their places
+        num_late = sum(row in self.telling.untold for row in rows.forks)
+        return max(
+            0,
+            self.scheduler.num_places
+            - len(rows.batch)
+            - len(rows.prefilling)
+            - num_late,
+        )
 
     def _line(self) -> list[Row]:
         """Return rows for places, in order; a client's forks first."""
@@ -341,10 +421,18 @@ class BatchGenerator:
         rows.note_placed()
         others = [
             *rows.prefilling.values(),
-            *(row for row in waiting.prepared.values() if row.prompt.encoded is not None),
+            *(
+                row
+                for row in waiting.prepared.values()
+                if row.prompt.encoded is not None
+            ),
         ]
         forks = {row: None for row in rows.forks if row not in self.telling.untold}
-        prepared = [row for row in waiting.prepared.values() if not (others and self.reuse.waits_for(row, others))]
+        prepared = [
+            row
+            for row in waiting.prepared.values()
+            if not (others and self.reuse.waits_for(row, others))
+        ]
         return waiting.line([*forks, *prepared], first=forks)
 
     def _share_places(self, decoded: list[Part]) -> list[Part]:
@@ -355,14 +443,29 @@ class BatchGenerator:
         line, placed, asked = self._line(), waiting.placed, waiting.asked
         for row in line[: self.scheduler.config.encode_ahead]:
             giver = self.scheduler.giver(placed, row.client)
-            decoding = [one for part in decoded for one in part.rows if not (one.is_suspect or part.ahead)]
+            decoding = [
+                one
+                for part in decoded
+                for one in part.rows
+                if not (one.is_suspect or part.ahead)
+            ]
             mine = [one for one in decoding if one.client == giver]
             if giver is None and waiting.is_due(row):
-                mine = [one for one in decoding if asked[one.client] >= asked[row.client] + 2 and not one.gave_way]
+                mine = [
+                    one
+                    for one in decoding
+                    if asked[one.client] >= asked[row.client] + 2 and not one.gave_way
+                ]
             held = [*rows.live(), *(one for one in rows.forks if one is not row)]
-            if not mine or not (row.prompt.encoded is not None or row in rows.forks) or not memory.fits(row, held):
+            if (
+                not mine
+                or not (row.prompt.encoded is not None or row in rows.forks)
+                or not memory.fits(row, held)
+            ):
                 break
-            last = sorted(mine, key=lambda one: (asked[one.client], waiting.urgency(one)))[-1]
+            last = sorted(
+                mine, key=lambda one: (asked[one.client], waiting.urgency(one))
+            )[-1]
             last.gave_way |= giver is None
             for part in decoded:
                 if last in part.rows and part.logits is not None:
@@ -396,5 +499,7 @@ class BatchGenerator:
         return [
             part
             for left, part in zip(reversed(range(len(joining))), joining, strict=True)
-            if self.retry.attempt(part.rows[0], self.rows.join, part.rows[0], part.logits, left)
+            if self.retry.attempt(
+                part.rows[0], self.rows.join, part.rows[0], part.logits, left
+            )
         ]

@@ -42,7 +42,11 @@ class DecodeGroups:
         """Give a row a place in the first group that takes it, else in a new one."""
         least, is_apart = self._shapes.least_columns(next_length(row)), row.is_suspect
         for group in self.groups:
-            if not (is_apart or group.is_apart) and group.least == least and len(group) < self._most:
+            if (
+                not (is_apart or group.is_apart)
+                and group.least == least
+                and len(group) < self._most
+            ):
                 group.join(row, caches, min(others, self._most - len(group) - 1))
                 return
         most = self._shapes.group_size(1) if is_apart else self._most
@@ -56,7 +60,8 @@ class DecodeGroups:
             row
             for group in self.groups
             for row in group.rows
-            if row.is_suspect is not group.is_apart or group.least != self._shapes.least_columns(next_length(row))
+            if row.is_suspect is not group.is_apart
+            or group.least != self._shapes.least_columns(next_length(row))
         ]
 
     def move(self, row: Row) -> None:
@@ -79,7 +84,11 @@ class DecodeGroups:
         for least, of_kind in kinds.items():
             full, rest = divmod(len(of_kind), self._most)
             wanted = full * self._most + self._shapes.places(rest, self._most)
-            there = sum(len(group.places) for group in self.groups if group.least == least and not group.is_apart)
+            there = sum(
+                len(group.places)
+                for group in self.groups
+                if group.least == least and not group.is_apart
+            )
             places = wanted if len(lengths) == 1 else max(wanted, there)
             found.append((places, self._shapes.columns(max(of_kind), least)))
         return found

@@ -25,15 +25,20 @@ class RowLimit:
 
     def __init__(self, first: int, most: int, *, gap: float = 0.1) -> None:
         if not 1 <= first <= most:
-            raise ValueError(f"first is {first} and most {most}; it must be 1 <= first <= most")
-        self._ladder = tuple(sorted({first, most, *(rows for rows in LADDER if rows < most)}))
+            raise ValueError(
+                f"first is {first} and most {most}; it must be 1 <= first <= most"
+            )
+        self._ladder = tuple(
+            sorted({first, most, *(rows for rows in LADDER if rows < most)})
+        )
         self._first = first
         self._gap = gap
         self.most = most
         self.rows = first
         self._times: list[float] = []  # of the last steps with ``_at`` rows
         self._at = 0
-        self._known: dict[int, tuple[float, int]] = {}  # by number of rows: (median seconds, step of the measurement)
+        # by number of rows: (median seconds, step of the measurement)
+        self._known: dict[int, tuple[float, int]] = {}
         self._count = 0
         self._patience = self.PATIENCE
         self._rests_until = 0
@@ -65,7 +70,12 @@ class RowLimit:
                 self.rows = self._ladder[place - 1]
                 return
         is_slow = here * self.rows > self._gap
-        if are_waiting and self.rows < self.most and not is_slow and self._count >= self._rests_until:
+        if (
+            are_waiting
+            and self.rows < self.most
+            and not is_slow
+            and self._count >= self._rests_until
+        ):
             self.rows = self._ladder[place + 1]
             self._known.pop(self.rows, None)  # it is measured anew
 

@@ -27,7 +27,8 @@ class Logprobs:
     top: mx.array  # (R, k)
 
     @classmethod
-    def of(cls, logits: mx.array, tokens: mx.array, counts: Sequence[int]) -> Logprobs:  # logits (R, V), tokens (R,)
+    # logits (R, V), tokens (R,)
+    def of(cls, logits: mx.array, tokens: mx.array, counts: Sequence[int]) -> Logprobs:
         logits = logits.astype(mx.float32)
         logprobs = logits - exponentials.log_of_sum(logits)
         chosen = mx.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]
@@ -42,7 +43,9 @@ class Logprobs:
         held: list[Any] = [array.tolist() for array in self.arrays()]
         values = zip(tokens, self.counts, *held, strict=True)
         for token, count, logprob, ids, top in values:
-            likely = [pair for pair in zip(ids, top, strict=True) if pair[1] > -math.inf]
+            likely = [
+                pair for pair in zip(ids, top, strict=True) if pair[1] > -math.inf
+            ]
             found.append(TokenLogprobs(token, logprob, tuple(likely[:count])))
         return found
 
@@ -54,13 +57,18 @@ def likeliest(logprobs: mx.array, counts: Sequence[int]) -> tuple[mx.array, mx.a
     """
     if len(set(counts)) > 1:
         widest = max(counts)
-        found = [likeliest(logprobs[row : row + 1], [count]) for row, count in enumerate(counts)]
+        found = [
+            likeliest(logprobs[row : row + 1], [count])
+            for row, count in enumerate(counts)
+        ]
         missing = [[(0, 0), (0, widest - count)] for count in counts]
         wide = [
             (mx.pad(ids, width), mx.pad(top, width, constant_values=-mx.inf))
             for (ids, top), width in zip(found, missing, strict=True)
         ]
-        return mx.concatenate([ids for ids, _ in wide]), mx.concatenate([top for _, top in wide])
+        return mx.concatenate([ids for ids, _ in wide]), mx.concatenate(
+            [top for _, top in wide]
+        )
     k = min(counts[0], logprobs.shape[-1])
     if k == 0:
         return mx.zeros((len(counts), 0), dtype=mx.uint32), mx.zeros((len(counts), 0))
@@ -80,10 +88,14 @@ def largest(values: mx.array, count: int) -> mx.array:
     if mx.default_device().type == mx.DeviceType.gpu or 4 * count * width > size:
         return mx.argpartition(-values, kth=count - 1, axis=-1)[:, :count]
     maxima = values[:, :whole].reshape(len(values), -1, width).max(axis=-1)
-    parts = mx.argpartition(-maxima, kth=count - 1, axis=-1)[:, :count, None] * width + mx.arange(width)
+    parts = mx.argpartition(-maxima, kth=count - 1, axis=-1)[
+        :, :count, None
+    ] * width + mx.arange(width)
     rest = mx.broadcast_to(mx.arange(whole, size), (len(values), size - whole))
     ids = mx.concatenate([parts.reshape(len(values), -1), rest], axis=-1)
-    found = mx.argpartition(-mx.take_along_axis(values, ids, axis=-1), kth=count - 1, axis=-1)[:, :count]
+    found = mx.argpartition(
+        -mx.take_along_axis(values, ids, axis=-1), kth=count - 1, axis=-1
+    )[:, :count]
     return mx.take_along_axis(ids, found, axis=-1)
 
 
@@ -123,12 +135,14 @@ class PromptScores:
     def add(self, logits: mx.array, end: int) -> list[mx.array]:
         """Add logits (R, V) of positions before ``end``. Returns arrays to evaluate."""
         first = end - logits.shape[0]
-        size = min(logits.shape[1], self._vocabulary or logits.shape[1])  # later ids occur in prompts only
+        # later ids occur in prompts only
+        size = min(logits.shape[1], self._vocabulary or logits.shape[1])
         asked = range(first + 1, min(end + 1, len(self._ids)))
         told = [at for at in asked if self._said[at] and self._ids[at] < size]
         if not told:
             return []
-        rows, own = mx.array([at - 1 - first for at in told]), mx.array([self._ids[at] for at in told])
+        rows = mx.array([at - 1 - first for at in told])
+        own = mx.array([self._ids[at] for at in told])
         found = Logprobs.of(logits[rows][:, :size], own, [self._count] * len(told))
         self._parts.append((told, found))
         return found.arrays()
@@ -137,7 +151,9 @@ class PromptScores:
         if self._read is None:
             read: list[TokenLogprobs | None] = [None] * len(self._ids)
             for told, found in self._parts:
-                for at, one in zip(told, found.read([self._ids[at] for at in told]), strict=True):
+                for at, one in zip(
+                    told, found.read([self._ids[at] for at in told]), strict=True
+                ):
                     read[at] = one
             self._read, self._parts = tuple(read), []
         return self._read

@@ -46,7 +46,8 @@ class _Totals:
     cached_tokens: int = 0
     cache_hits: int = 0
     busy_seconds: float = 0.0
-    times: deque[float] = field(default_factory=deque)  # of the tokens in the last ``SPAN`` seconds
+    # of the tokens in the last ``SPAN`` seconds
+    times: deque[float] = field(default_factory=deque)
 
     def add(self, event: Event) -> None:
         if event.token is not None:
@@ -64,7 +65,11 @@ class _Totals:
     @property
     def tokens_per_second(self) -> float:
         times = tuple(self.times)
-        return (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 and times[-1] > times[0] else 0.0
+        return (
+            (len(times) - 1) / (times[-1] - times[0])
+            if len(times) > 1 and times[-1] > times[0]
+            else 0.0
+        )
 
 
 #: Most messages between two steps, so that a flooded inbox stops no request.
@@ -78,14 +83,20 @@ class EngineLoop:
     The engine's own error ends its requests; the engine goes on.
     """
 
-    def __init__(self, generator: BatchGenerator, loaders: Loaders, *, warm_up: bool = False) -> None:
+    def __init__(
+        self, generator: BatchGenerator, loaders: Loaders, *, warm_up: bool = False
+    ) -> None:
         self.generator = generator
         self._warming = generator.warm_up() if warm_up else None
         self._loaders = loaders
-        self._inbox: queue.SimpleQueue[Callable[[EngineLoop], None] | None] = queue.SimpleQueue()  # None ends the loop
+        # None ends the loop
+        self._inbox: queue.SimpleQueue[Callable[[EngineLoop], None] | None] = (
+            queue.SimpleQueue()
+        )
         self._alive: dict[str, Handle] = {}  # of every request that has not ended
         self._several: dict[str, Several] = {}  # by row id
-        self._receiver: Handle | None = None  # gets an event now, and may have left ``_alive`` for it
+        # gets an event now, and may have left ``_alive`` for it
+        self._receiver: Handle | None = None
         self._cancelling: set[str] = set()  # requests with a cancel in the inbox
         self._num_messages = 0  # messages since the last turn
         self._is_busy = False
@@ -111,7 +122,8 @@ class EngineLoop:
             may_draft=request.draft == "auto",
         )
         row.lane, row.has_videos = question.lane, bool(question.videos)
-        row.returns_prompt_ids, row.cache_salt = request.return_prompt_ids, request.cache_salt
+        row.returns_prompt_ids = request.return_prompt_ids
+        row.cache_salt = request.cache_salt
         self._alive[row.request_id] = handle
         self._inbox.put(lambda loop: loop._add(row))
         if self._gone is not None:  # the loop ended meanwhile
@@ -168,7 +180,9 @@ class EngineLoop:
 
     def stats(self) -> Stats:
         generator, rows, totals = self.generator, self.generator.rows, self._totals
-        waiting, prefilling, decoding = len(rows.waiting.prepared), len(rows.prefilling), len(rows.batch)
+        waiting = len(rows.waiting.prepared)
+        prefilling = len(rows.prefilling)
+        decoding = len(rows.batch)
         return Stats(
             queued=max(0, len(self._alive) - waiting - prefilling - decoding),
             waiting=waiting,
@@ -300,14 +314,18 @@ class EngineLoop:
         question, row.prompt.question = row.prompt.question, None
         put = self._inbox.put  # loaders' threads must not hold the engine
         try:
-            when_read = partial(put, lambda loop: loop.generator.rows.waiting.note_read(row))
+            when_read = partial(
+                put, lambda loop: loop.generator.rows.waiting.note_read(row)
+            )
             row.prompt.loading = loading = self._loaders.start(question, when_read)
         except BaseException as error:
             self.generator.rows.end(row, "error", error)
             return
         if loading.is_read:
             self.generator.rows.waiting.note_read(row)
-        loading.when_done(partial(put, lambda loop: loop.generator.take_in(row, loading)))
+        loading.when_done(
+            partial(put, lambda loop: loop.generator.take_in(row, loading))
+        )
 
     def _hand_out(self, event: Event) -> None:
         several = self._several.get(event.request_id)
@@ -352,7 +370,8 @@ def start(make: Callable[[Look], Made]) -> tuple[Made, threads.ThreadTask]:
         make: makes the engine. Between stages it calls its argument, which raises CancelledError once nobody waits.
     """
     ready: Future[Made] = Future()
-    made: list[Made] = []  # for a child process, which may find the lock of ``ready`` held
+    # for a child process, which may find the lock of ``ready`` held
+    made: list[Made] = []
     running = threads.start(
         partial(_work, make, ready, made),
         name="vlm-batch-engine",

@@ -33,7 +33,10 @@ class RowMemory:
     """
 
     def __init__(
-        self, max_bytes: int | None, slabs: Callable[[Sequence[int]], Sequence[tuple[int, int]]], more: int = 0
+        self,
+        max_bytes: int | None,
+        slabs: Callable[[Sequence[int]], Sequence[tuple[int, int]]],
+        more: int = 0,
     ) -> None:
         self.max_bytes = max_bytes
         self._slabs = slabs
@@ -58,9 +61,16 @@ class RowMemory:
             return
         known, self._is_probed = () if self._is_probed else self._at, False
         place = min(bisect_left(LENGTHS, seen), len(LENGTHS) - 1)
-        if known and row_bytes(caches, LENGTHS[place], seen) + self._more * LENGTHS[place] <= known[place]:
-            return  # rows differ by their pictures alone, which take the same at every length
-        found = tuple(row_bytes(caches, tokens, seen) + self._more * tokens for tokens in LENGTHS)
+        if (
+            known
+            and row_bytes(caches, LENGTHS[place], seen) + self._more * LENGTHS[place]
+            <= known[place]
+        ):
+            # rows differ by their pictures alone, which take the same at every length
+            return
+        found = tuple(
+            row_bytes(caches, tokens, seen) + self._more * tokens for tokens in LENGTHS
+        )
         self._at = tuple(map(max, found, known)) if known else found
 
     def of(self, tokens: int) -> int:
@@ -81,14 +91,20 @@ class RowMemory:
         return sum(places * self.of(tokens) for places, tokens in slabs)
 
     def fits(self, row: Row, others: Sequence[Row]) -> bool:
-        return self.max_bytes is None or self.together([tokens(one) for one in (*others, row)]) <= self.max_bytes
+        return (
+            self.max_bytes is None
+            or self.together([tokens(one) for one in (*others, row)]) <= self.max_bytes
+        )
 
     def check(self, row: Row) -> None:
         self.check_length(tokens(row), "")
 
     def check_length(self, length: int, how: str = "at least ") -> None:
         """Raise DoesNotFit for a prompt that never fits. Safe from any thread."""
-        if self.max_bytes is not None and (needed := self.together([length])) > self.max_bytes:
+        if (
+            self.max_bytes is not None
+            and (needed := self.together([length])) > self.max_bytes
+        ):
             most = f"max_bytes is {self.max_bytes / 1e6:,.1f} MB, which {self._most_tokens():,} tokens fit into"
             raise DoesNotFit(
                 f"the request has {how}{length:,} tokens (pictures included), whose keys and values take "
@@ -100,7 +116,11 @@ class RowMemory:
         least, most = 0, LENGTHS[-1]
         while least < most:
             middle = (least + most + 1) // 2
-            least, most = (middle, most) if self.together([middle]) <= self.max_bytes else (least, middle - 1)
+            least, most = (
+                (middle, most)
+                if self.together([middle]) <= self.max_bytes
+                else (least, middle - 1)
+            )
         return least
 
 
@@ -135,18 +155,22 @@ class EncoderMemory:
     def __init__(self, limit: int | None) -> None:
         self._limit = limit
         self._sizes = Sizes(min)  # a peak may have other causes
-        self._running: list[tuple[int, int, int]] = []  # (input bytes, active bytes before, steps since)
+        # (input bytes, active bytes before, steps since)
+        self._running: list[tuple[int, int, int]] = []
 
     def begin(self, nbytes: int, before: int | None = None) -> None:
         """Record the launch of an encoding. ``before``: bytes in use then; None: now."""
         if nbytes:
-            self._running.append((nbytes, mx.get_active_memory() if before is None else before, 0))
+            self._running.append(
+                (nbytes, mx.get_active_memory() if before is None else before, 0)
+            )
 
     def step(self) -> None:
         """Learn from finished encodings."""
         if not self._running:
             if self._limit is not None and mx.get_peak_memory() > self._limit:
-                reset_peak()  # a load or a long prompt left a peak that would hide those of encodings
+                # a load or a long prompt left a peak that would hide those of encodings
+                reset_peak()
             return
         peak, still = mx.get_peak_memory(), []
         for nbytes, before, steps in self._running:
@@ -158,7 +182,10 @@ class EncoderMemory:
 
     def fits(self, nbytes: int) -> bool:
         """Return whether an encoding has room; an unknown size has."""
-        return self._limit is None or mx.get_active_memory() + self.expected(nbytes) <= self._limit
+        return (
+            self._limit is None
+            or mx.get_active_memory() + self.expected(nbytes) <= self._limit
+        )
 
     def expected(self, nbytes: int) -> int:
         """Return expected bytes; 0 if unknown."""

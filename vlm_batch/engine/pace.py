@@ -14,7 +14,8 @@ class Pace:
 
     PATIENCE = 5
     FIRST_CHUNK = 256
-    IDLE_SECONDS = 2.0  # of a step without decoding: new requests and cancellations wait for its end
+    # of a step without decoding: new requests and cancellations wait for its end
+    IDLE_SECONDS = 2.0
     SMOOTHING = 0.3
     LONGEST_RUN = 4  # steps
     LONGEST_SAVING = 4  # steps
@@ -26,7 +27,13 @@ class Pace:
         self._saved_steps = 0
         self._run_steps, self._run_seconds, self._run_tokens = 0, 0.0, 0
 
-    def budget(self, is_decoding: bool, pending: int, waited: float = 0.0, encoding: float = 0.0) -> int:
+    def budget(
+        self,
+        is_decoding: bool,
+        pending: int,
+        waited: float = 0.0,
+        encoding: float = 0.0,
+    ) -> int:
         """Return the prompt tokens of a step.
 
         Args:
@@ -34,16 +41,25 @@ class Pace:
             waited: their longest wait, seconds.
             encoding: seconds spent on pictures.
         """
-        config, rate, most = self._config, self._tokens_per_second, self._config.idle_budget
+        config = self._config
+        rate = self._tokens_per_second
+        most = self._config.idle_budget
         if not is_decoding:
             self._saved_steps = 0
-            return min(most, max(self.FIRST_CHUNK, int(self.IDLE_SECONDS * rate))) if rate else most
+            return (
+                min(most, max(self.FIRST_CHUNK, int(self.IDLE_SECONDS * rate)))
+                if rate
+                else most
+            )
         if config.prefill_budget is not None:
             return config.prefill_budget
         if not rate:
             return min(self.FIRST_CHUNK, most)
         self._saved_steps += 1
-        gap = min(max(config.token_gap, waited / self.PATIENCE), config.stretch * config.token_gap)
+        gap = min(
+            max(config.token_gap, waited / self.PATIENCE),
+            config.stretch * config.token_gap,
+        )
         room = self._saved_steps * max(gap - self._decode_seconds, 0.0)
         if not config.encode_seconds:
             room = max(room - encoding, 0.0)
@@ -63,8 +79,12 @@ class Pace:
         self._run_seconds += seconds
         self._run_tokens += tokens
         if not tokens or self._run_steps >= self.LONGEST_RUN:
-            spent = max(self._run_seconds - self._run_steps * self._decode_seconds, 1e-6)
-            self._tokens_per_second = self._smooth(self._tokens_per_second, self._run_tokens / spent)
+            spent = max(
+                self._run_seconds - self._run_steps * self._decode_seconds, 1e-6
+            )
+            self._tokens_per_second = self._smooth(
+                self._tokens_per_second, self._run_tokens / spent
+            )
             self._run_steps, self._run_seconds, self._run_tokens = 0, 0.0, 0
 
     def _smooth(self, old: float, new: float) -> float:

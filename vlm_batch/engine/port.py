@@ -12,7 +12,15 @@ import mlx.core as mx
 from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.engine.constraints import Form
 from vlm_batch.engine.sampling import Sampled, SamplingRow
-from vlm_batch.records import Call, DecodeStep, DraftState, Encoded, Graphs, PromptKey, Thinking
+from vlm_batch.records import (
+    Call,
+    DecodeStep,
+    DraftState,
+    Encoded,
+    Graphs,
+    PromptKey,
+    Thinking,
+)
 
 #: ``(processed logits (B, V), their rows) -> Sampled``; ``sampling.sample`` unless another is handed in.
 Sampler: TypeAlias = Callable[[mx.array, Sequence[SamplingRow]], Sampled]
@@ -46,10 +54,17 @@ class ModelAdapter(Protocol):
     def encode_together(
         self, requests: Sequence[Mapping[str, Any]], call: Call = Call()
     ) -> list[Mapping[str, Any]]: ...
-    def encode(self, inputs: Mapping[str, Any], call: Call = Call(), cached: int = 0) -> Encoded: ...
+    def encode(
+        self, inputs: Mapping[str, Any], call: Call = Call(), cached: int = 0
+    ) -> Encoded: ...
     def make_cache(self, kv: KVQuantisation | None = None) -> list[Any]: ...
     def prefill(
-        self, rows: Sequence[Encoded], cache: list[Any], begin: int, end: int, call: Call = Call()
+        self,
+        rows: Sequence[Encoded],
+        cache: list[Any],
+        begin: int,
+        end: int,
+        call: Call = Call(),
     ) -> mx.array: ...
     def finish_prefill(self, encoded: Encoded, cache: list[Any]) -> None: ...
     def decode(self, step: DecodeStep, call: Call = Call()) -> mx.array: ...
@@ -68,7 +83,9 @@ class DraftModel(Protocol):
     def bytes_per_token(self) -> int:
         """Bytes per position in its own caches."""
 
-    def propose(self, rows: Sequence[DraftState | None], layers: Sequence[Any], count: int) -> mx.array:
+    def propose(
+        self, rows: Sequence[DraftState | None], layers: Sequence[Any], count: int
+    ) -> mx.array:
         """Return each row's probable next tokens (B, count).
 
         Args:
@@ -141,7 +158,8 @@ class Loading(Protocol):
     @property
     def num_pixels(self) -> int: ...  # once it ``is_read``
     @property
-    def known_nbytes(self) -> int | None: ...  # the output's size, where it is known once it ``is_read``
+    # the output's size, where it is known once it ``is_read``
+    def known_nbytes(self) -> int | None: ...
     @property
     def read_seconds(self) -> float: ...
     @property

@@ -21,7 +21,10 @@ from vlm_batch.records import Call
 from vlm_batch.store.digest import array_bytes
 
 #: Numbers of rows to test. CPUs pay for each idle row, so they have more of them.
-COUNTS = {Placement.ROWS: (1, 2, 3, 4, 6, 8, 12, 16, 24, 32), Placement.SLAB: (2, 4, 8, 16, 32)}
+COUNTS = {
+    Placement.ROWS: (1, 2, 3, 4, 6, 8, 12, 16, 24, 32),
+    Placement.SLAB: (2, 4, 8, 16, 32),
+}
 #: Further numbers for larger batches: on a GPU two forwards of 32 rows cost twice as much as one of 64.
 LARGER = {Placement.ROWS: (), Placement.SLAB: (64,)}
 #: Numbers of columns to test, of slabs.
@@ -70,7 +73,9 @@ def counts_for(layout: Placement, max_rows: int = 1) -> tuple[int, ...]:
     return (*COUNTS[layout], *(LARGER[layout] if max_rows > COUNTS[layout][-1] else ()))
 
 
-def step_bits(trial: Trial, counts: Sequence[int], decode: Decode | None = None) -> dict[int, Found]:
+def step_bits(
+    trial: Trial, counts: Sequence[int], decode: Decode | None = None
+) -> dict[int, Found]:
     """Return ``Bits`` of decode steps, by columns (0: none) and rows. With ``decode``, of their logits alone."""
     context, layout = trial.adapter.max_context, trial.shapes.layout
     rows = [
@@ -86,15 +91,26 @@ def step_bits(trial: Trial, counts: Sequence[int], decode: Decode | None = None)
         if context is not None and width >= 2 * context:
             break
         nbytes = row_bytes(rows[0].restored(), width, rows[0].encoded.length)
-        some = [count for count in counts if count == counts[0] or count * nbytes <= MOST_BYTES]
+        some = [
+            count
+            for count in counts
+            if count == counts[0] or count * nbytes <= MOST_BYTES
+        ]
         fitting = [row for row in rows if row.encoded.length + STEPS <= width]
         bits = decode_bits(trial, fitting, some, columns=width, decode=decode)
-        found[width] = {count: bits[n] for count in counts if (n := min(count, some[-1])) in bits}
+        found[width] = {
+            count: bits[n] for count in counts if (n := min(count, some[-1])) in bits
+        }
     return found
 
 
 def decode_bits(
-    trial: Trial, rows: Sequence[TrialRow], counts: Sequence[int], *, columns: int = 0, decode: Decode | None = None
+    trial: Trial,
+    rows: Sequence[TrialRow],
+    counts: Sequence[int],
+    *,
+    columns: int = 0,
+    decode: Decode | None = None,
 ) -> Found:
     """Return ``Bits`` of decode steps of ``rows``, by number of rows.
 
@@ -105,7 +121,8 @@ def decode_bits(
         seen: list[set[Bits]] = [set() for _ in rows]
         for shift in range(len(rows) if count < len(rows) else 2):
             places = [(place + shift) % len(rows) for place in range(count)]
-            live = places[: count - (shift > 0 and count > len(rows))]  # the last place is idle
+            # the last place is idle
+            live = places[: count - (shift > 0 and count > len(rows))]
             bits = _place_bits(trial, [rows[n] for n in live], count, columns, decode)
             for place, number in enumerate(live):
                 seen[number].add(bits[place])
@@ -114,7 +131,13 @@ def decode_bits(
     return found
 
 
-def _place_bits(trial: Trial, rows: Sequence[TrialRow], count: int, columns: int, decode: Decode | None) -> list[Bits]:
+def _place_bits(
+    trial: Trial,
+    rows: Sequence[TrialRow],
+    count: int,
+    columns: int,
+    decode: Decode | None,
+) -> list[Bits]:
     """Return the bits of each row in its place."""
     steps = trial.steps(rows, count, columns=columns, decode=decode)
     logits, between = [], []
@@ -122,7 +145,9 @@ def _place_bits(trial: Trial, rows: Sequence[TrialRow], count: int, columns: int
         if decode is None:
             with trial.adapter.watched() as given:
                 logits.append(next(steps))
-            between += [_marks(one, count) for one in given if one.size == count * one.shape[-1]]
+            between += [
+                _marks(one, count) for one in given if one.size == count * one.shape[-1]
+            ]
             given.clear()  # a layer's rows are freed once they are marked
         else:  # a graph's arrays have no numbers
             logits.append(next(steps))
@@ -149,7 +174,10 @@ def agreeing_widths(found: Mapping[int, Found], count: int) -> tuple[int, ...]:
     classes: list[list[int]] = []
     for width in sorted(found, reverse=True):
         for known in classes:
-            pairs = [zip(found[width][count], found[other][count], strict=False) for other in known]
+            pairs = [
+                zip(found[width][count], found[other][count], strict=False)
+                for other in known
+            ]
             if all(bits == others for pair in pairs for bits, others in pair):
                 known.append(width)
                 break
@@ -177,7 +205,8 @@ def product_bits(products: Sequence[Rows], counts: Sequence[int]) -> Found:
         call, rows = product.call, product.rows(max(TOKENS, *counts))
         for count in list(found):
             others = max(1, count - 1)
-            out = call(mx.concatenate([rows[:others], rows[: count - others]]))  # the first row stands last, too
+            # the first row stands last, too
+            out = call(mx.concatenate([rows[:others], rows[: count - others]]))
             bits = array_bytes(out[0]).tobytes()
             if array_bytes(out[count - 1]).tobytes() == bits:
                 found[count].append(bits)
@@ -186,7 +215,9 @@ def product_bits(products: Sequence[Rows], counts: Sequence[int]) -> Found:
     return {count: tuple(bits) for count, bits in found.items()}
 
 
-def moving_product(products: Sequence[Rows], places: int, length: int, *, is_packed: bool = False) -> str:
+def moving_product(
+    products: Sequence[Rows], places: int, length: int, *, is_packed: bool = False
+) -> str:
     """Describe the first product whose bits depend on place or neighbours; "" if none does.
 
     Args:
@@ -195,8 +226,12 @@ def moving_product(products: Sequence[Rows], places: int, length: int, *, is_pac
     """
     for product in products:
         call, rows = product.call, product.rows(TOKENS)[:, 0]
-        height = 1 if product.is_head else length  # a head answers for a prompt's last position alone
-        two = [mx.tile(part, (-(-height // TOKENS), 1))[:height] for part in (rows, rows[::-1])]
+        # a head answers for a prompt's last position alone
+        height = 1 if product.is_head else length
+        two = [
+            mx.tile(part, (-(-height // TOKENS), 1))[:height]
+            for part in (rows, rows[::-1])
+        ]
         found = []
         for turn in (0, 1):
             all_rows = mx.stack(by_turns(two, places, turn))
@@ -207,7 +242,9 @@ def moving_product(products: Sequence[Rows], places: int, length: int, *, is_pac
     return ""
 
 
-def prefill_is_still(trial: Trial, places: int, length: int, *, attends_apart: bool = False) -> bool:
+def prefill_is_still(
+    trial: Trial, places: int, length: int, *, attends_apart: bool = False
+) -> bool:
     """Return whether a joint prefill gives a prompt the same bits at every place: logits, caches, products' rows."""
     two = [trial.prompt(length, seed) for seed in (0, 1)]
     call = Call(ends=(length,) * places, is_fixed=True, attends_apart=attends_apart)
@@ -215,7 +252,9 @@ def prefill_is_still(trial: Trial, places: int, length: int, *, attends_apart: b
     for turn in (0, 1):
         caches = trial.adapter.make_cache(trial.kv)
         with trial.adapter.watched() as given:
-            logits = trial.adapter.prefill(by_turns(two, places, turn), caches, 0, length, call)
+            logits = trial.adapter.prefill(
+                by_turns(two, places, turn), caches, 0, length, call
+            )
         between = [_marks(rows, places) for rows in given if rows.shape[0] == places]
         given.clear()
         found.append([logits, *arrays_of([cache.state for cache in caches]), *between])
@@ -223,7 +262,8 @@ def prefill_is_still(trial: Trial, places: int, length: int, *, attends_apart: b
 
 
 def by_turns(two: Sequence[Any], places: int, turn: int) -> list[Any]:
-    return [two[(place + turn) % 2] for place in range(places)]  # a, b, a, ... or b, a, b, ...
+    # a, b, a, ... or b, a, b, ...
+    return [two[(place + turn) % 2] for place in range(places)]
 
 
 def is_still(some: Sequence[mx.array], others: Sequence[mx.array]) -> bool:
@@ -231,11 +271,18 @@ def is_still(some: Sequence[mx.array], others: Sequence[mx.array]) -> bool:
 
     ``others``: the arrays with the two exchanged.
     """
-    agree = [array.shape == other.shape for array, other in zip(some, others, strict=True)]
+    agree = [
+        array.shape == other.shape for array, other in zip(some, others, strict=True)
+    ]
     same = []
     for array, other in zip(map(_bits, some), map(_bits, others), strict=True):
         one, two = array[:1], other[:1]
-        for found, right in ((array[::2], one), (other[1::2], one), (array[1::2], two), (other[::2], two)):
+        for found, right in (
+            (array[::2], one),
+            (other[1::2], one),
+            (array[1::2], two),
+            (other[::2], two),
+        ):
             same.append(mx.all(found == right))
     return all(agree) and bool(mx.all(mx.stack(same)).item())
 
@@ -248,12 +295,18 @@ def _bits(array: mx.array) -> mx.array:
 def best_class(classes: Classes, layout: Placement) -> tuple[int, ...]:
     """Return the cheapest class for few and many rows, or (1,); the same in every process."""
     last = COUNTS[layout][-1]
-    whole = {known: counts for counts in classes if (known := tuple(n for n in counts if n <= last))}
+    whole = {
+        known: counts
+        for counts in classes
+        if (known := tuple(n for n in counts if n <= last))
+    }
     best = min([*whole, (1,)], key=lambda counts: _cost(counts, FORWARD[layout]))
     return whole.get(best, best)
 
 
-def numbers_apart(found: Mapping[str, Found], layout: Placement) -> dict[str, tuple[int, ...]]:
+def numbers_apart(
+    found: Mapping[str, Found], layout: Placement
+) -> dict[str, tuple[int, ...]]:
     """Return numbers of rows, by product, for the products that alone keep all ``COUNTS`` from agreeing.
 
     Padding or splitting them costs launches, so it is for few products over slabs.
@@ -261,12 +314,23 @@ def numbers_apart(found: Mapping[str, Found], layout: Placement) -> dict[str, tu
     wanted = COUNTS[layout]
     apart = {}
     for name, one in found.items():
-        classes = {tuple(n for n in counts if n in wanted): counts for counts in classes_of(one)}
+        classes = {
+            tuple(n for n in counts if n in wanted): counts
+            for counts in classes_of(one)
+        }
         known = [counts for counts in classes if counts]
         if wanted not in known:
-            best = min(known, key=lambda counts: (_launches(counts, layout), -counts[-1]), default=())
+            best = min(
+                known,
+                key=lambda counts: (_launches(counts, layout), -counts[-1]),
+                default=(),
+            )
             apart[name] = classes[best] if best else ()
-    return apart if layout is Placement.SLAB and len(apart) <= MOST_APART and all(apart.values()) else {}
+    return (
+        apart
+        if layout is Placement.SLAB and len(apart) <= MOST_APART and all(apart.values())
+        else {}
+    )
 
 
 def _launches(counts: Sequence[int], layout: Placement) -> int:
@@ -290,6 +354,8 @@ def _cost(counts: Sequence[int], forward: int) -> float:
     total = 0.0
     for rows in JUDGED_BY:
         full, rest = divmod(rows, counts[-1])
-        groups = [counts[-1]] * full + [next(count for count in counts if count >= rest)] * (rest > 0)
+        groups = [counts[-1]] * full + [
+            next(count for count in counts if count >= rest)
+        ] * (rest > 0)
         total += sum(forward + places for places in groups) / rows
     return total

@@ -27,7 +27,9 @@ Made = TypeVar("Made")
 class Retry:
     """Settles failures. ``kept``: memory for later requests, freed before a row is refused."""
 
-    def __init__(self, rows: Rows, scheduler: Scheduler, memory: RowMemory, kept: ByteBudget) -> None:
+    def __init__(
+        self, rows: Rows, scheduler: Scheduler, memory: RowMemory, kept: ByteBudget
+    ) -> None:
         self._rows = rows
         self._scheduler = scheduler
         self._memory = memory
@@ -40,7 +42,8 @@ class Retry:
         rows, error, batch = failed.rows, failed.error, self._rows.batch
         is_want = is_out_of_memory(error)
         if not failed.is_shared:
-            rows = [row for row in rows if row.status is not Status.FINISHED]  # ended by another failure of the call
+            # ended by another failure of the call
+            rows = [row for row in rows if row.status is not Status.FINISHED]
             if not rows:
                 return
             if is_want and not isinstance(error, OutOfMemory):
@@ -50,7 +53,9 @@ class Retry:
                 self._rows.end(row, "error", error)
             return
         group = batch.of(rows[0])
-        is_alone = len(rows) == 1 and (rows[0].is_suspect or (group is not None and group.is_apart))
+        is_alone = len(rows) == 1 and (
+            rows[0].is_suspect or (group is not None and group.is_apart)
+        )
         found = dict.fromkeys([*rows, *batch.drop(rows)])
         lost = [row for row in found if row.status is not Status.FINISHED]
         if is_want:
@@ -90,7 +95,9 @@ class Retry:
         while live and not self._memory.fits(live[-1], live[:-1]):
             row = live.pop()
             if live:
-                self._begin_again(row, OutOfMemory("keys and values have grown beyond max_bytes"))
+                self._begin_again(
+                    row, OutOfMemory("keys and values have grown beyond max_bytes")
+                )
             else:
                 self.attempt(row, self._memory.check, row)
 
@@ -126,7 +133,5 @@ def _too_large(row: Row, error: BaseException) -> OutOfMemory:
     if not row.facts.length:
         prompt = f"{num_bytes(row.given) / 1e6:,.1f} MB"
     answer = f"a prompt of {prompt} and up to {row.params.max_tokens} of answer"
-    said = (
-        f"the request does not fit into memory, even alone: {answer}; MLX holds {mx.get_active_memory() / 1e6:,.0f} MB"
-    )
+    said = f"the request does not fit into memory, even alone: {answer}; MLX holds {mx.get_active_memory() / 1e6:,.0f} MB"
     return OutOfMemory(f"{said} beside it ({describe(error)})")

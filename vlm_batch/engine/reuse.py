@@ -64,19 +64,27 @@ class Caches:
 
     def __post_init__(self) -> None:
         for name in ("max_bytes", "directory_bytes"):
-            object.__setattr__(self, name, whole_option(name, vars(self)[name], least=0))
+            object.__setattr__(
+                self, name, whole_option(name, vars(self)[name], least=0)
+            )
         if self.directory is None:
             return
         if not isinstance(self.directory, (str, Path)):
-            raise ValueError(f"directory is a {type(self.directory).__name__}; it must be a path")
+            raise ValueError(
+                f"directory is a {type(self.directory).__name__}; it must be a path"
+            )
         if not (self.max_bytes and self.directory_bytes):
-            raise ValueError("directory needs max_bytes and directory_bytes above 0: files are read into memory")
+            raise ValueError(
+                "directory needs max_bytes and directory_bytes above 0: files are read into memory"
+            )
 
     def prefix_cache(self, budget: ByteBudget, identity: Identity) -> PrefixCache:
         """Return an empty prefix cache, with the directory if any."""
         if self.directory is None:
             return PrefixCache(budget)
-        return PrefixCache(budget, RowFiles(Path(self.directory), self.directory_bytes, identity))
+        return PrefixCache(
+            budget, RowFiles(Path(self.directory), self.directory_bytes, identity)
+        )
 
 
 @contextlib.contextmanager
@@ -87,7 +95,9 @@ def if_it_can_be(book: RowReuse) -> Iterator[None]:
     except Exception as error:
         if book.is_returned:
             raise
-        logger.warning("the caches of a row that ended are not kept: %s", describe(error))
+        logger.warning(
+            "the caches of a row that ended are not kept: %s", describe(error)
+        )
 
 
 class Reuse:
@@ -124,7 +134,9 @@ class Reuse:
         self.budget.clear()
         release_memory()
 
-    def check(self, request: Request, text_ids: Callable[[], Sequence[int] | None]) -> None:
+    def check(
+        self, request: Request, text_ids: Callable[[], Sequence[int] | None]
+    ) -> None:
         """Refuse what is known not to work, on the submitter's thread. Raises InvalidCache.
 
         Args:
@@ -140,7 +152,9 @@ class Reuse:
         saved, ids = cache.peek(), text_ids()
         if ids is None:
             return
-        common = common_length(saved.keys[:, :1], np.array(ids, dtype=np.int64)[:, None])
+        common = common_length(
+            saved.keys[:, :1], np.array(ids, dtype=np.int64)[:, None]
+        )
         limit = common - (common == len(ids))  # the last position is computed again
         can_begin_anew = not self.shapes.goes_on_anywhere and common > 0
         if not saved.resumable(limit) and not can_begin_anew:
@@ -148,13 +162,21 @@ class Reuse:
 
     def _check_family(self, params: SamplingParams) -> None:
         if params.prompt_logprobs is not None:
-            raise InvalidCache("prompt_logprobs: every token is prefilled for them; leave cache and return_cache out")
+            raise InvalidCache(
+                "prompt_logprobs: every token is prefilled for them; leave cache and return_cache out"
+            )
         if self.adapter.spec.no_prefix_reuse is not None:
-            raise InvalidCache(f"this model's conversations have no prompt caches: {self.adapter.spec.no_prefix_reuse}")
+            raise InvalidCache(
+                f"this model's conversations have no prompt caches: {self.adapter.spec.no_prefix_reuse}"
+            )
 
     def waits_for(self, row: Row, others: Iterable[Row]) -> bool:
         """Return whether a row in prefill will leave a much longer prefix than the cached one."""
-        if self.prefix is None or row.prompt.encoded is not None or row.params.prompt_logprobs is not None:
+        if (
+            self.prefix is None
+            or row.prompt.encoded is not None
+            or row.params.prompt_logprobs is not None
+        ):
             return False
         book = row.reuse
         if book.continues is not None:
@@ -173,11 +195,17 @@ class Reuse:
             book.known = (self.prefix.version, 0 if found is None else found.length)
         return coming >= book.known[1] + _min_shared_tokens(key.length)
 
-    def new_ones(self, rows: Sequence[Row], others: Iterable[Row], most: int) -> list[Row]:
+    def new_ones(
+        self, rows: Sequence[Row], others: Iterable[Row], most: int
+    ) -> list[Row]:
         """Return the first rows without a shared prefix: 1 to ``most``."""
         chosen: list[Row] = []
         for row in rows[:most]:
-            if (chosen and row.was_alone) or not self._is_new(row) or self.waits_for(row, [*others, *chosen]):
+            if (
+                (chosen and row.was_alone)
+                or not self._is_new(row)
+                or self.waits_for(row, [*others, *chosen])
+            ):
                 break
             chosen.append(row)
         return chosen or [rows[0]]
@@ -191,7 +219,9 @@ class Reuse:
             key = self._key(row)
         except Exception:  # raised again when it is encoded
             return False
-        return key is None or self.prefix.find(key, _min_shared_tokens(key.length)) is None
+        return (
+            key is None or self.prefix.find(key, _min_shared_tokens(key.length)) is None
+        )
 
     def _shared(self, book: RowReuse, other: Row) -> int:
         """Return the shared positions after which a row could continue."""
@@ -221,7 +251,11 @@ class Reuse:
         if book.continues is not None:
             found: Match | None = self._continued(book)
         else:
-            found = None if self.prefix is None else self.prefix.find(key, _min_shared_tokens(key.length))
+            found = (
+                None
+                if self.prefix is None
+                else self.prefix.find(key, _min_shared_tokens(key.length))
+            )
         if not all(kind_of(cache).is_whole for cache in fresh):
             common = 0 if found is None else found.common
             book.stops = tuple(sorted({common, *(end for _, end in key.pictures)}))
@@ -230,8 +264,12 @@ class Reuse:
         saved, length = found.row, found.length
         pictures = key.pictures
         num_pictures = sum(end <= length for _, end in pictures)
-        row.prompt.cache = saved.restore(length, num_pictures if num_pictures == len(pictures) else 0)
-        book.snapshots = {at: snapshot for at, snapshot in saved.snapshots.items() if at <= length}
+        row.prompt.cache = saved.restore(
+            length, num_pictures if num_pictures == len(pictures) else 0
+        )
+        book.snapshots = {
+            at: snapshot for at, snapshot in saved.snapshots.items() if at <= length
+        }
         book.logits = saved.logits_at(length) if length == key.length else None
         book.cached = length
         return length
@@ -245,18 +283,36 @@ class Reuse:
         if book.key is None or prompt.cache is None:
             return []
         if logits is None:
-            last = max((at for at in book.snapshots if at <= prompt.prefilled), default=0)
-            is_far = prompt.prefilled in book.stops or prompt.prefilled - last >= SNAPSHOT_STRIDE
+            last = max(
+                (at for at in book.snapshots if at <= prompt.prefilled), default=0
+            )
+            is_far = (
+                prompt.prefilled in book.stops
+                or prompt.prefilled - last >= SNAPSHOT_STRIDE
+            )
             can_be_cut = all(kind_of(cache).is_whole for cache in prompt.cache)
-            return _add_snapshot(book, prompt, None) if is_far and not can_be_cut else []
-        if book.key.length != length:  # a token took several positions, for which there are no keys
+            return (
+                _add_snapshot(book, prompt, None) if is_far and not can_be_cut else []
+            )
+        # a token took several positions, for which there are no keys
+        if book.key.length != length:
             book.key = None
             if book.is_returned:
-                raise InvalidCache("the family's prompts have more positions than ids: they have no prompt caches")
+                raise InvalidCache(
+                    "the family's prompts have more positions than ids: they have no prompt caches"
+                )
             return []
-        book.is_wanted = book.is_returned or (self.prefix is not None and self.shapes.goes_on_anywhere)
-        book.constant = {at: kind.saved(0) for at, kind in enumerate(map(kind_of, prompt.cache)) if kind.is_constant}
-        constant = [array for state in book.constant.values() for array in state.arrays()]
+        book.is_wanted = book.is_returned or (
+            self.prefix is not None and self.shapes.goes_on_anywhere
+        )
+        book.constant = {
+            at: kind.saved(0)
+            for at, kind in enumerate(map(kind_of, prompt.cache))
+            if kind.is_constant
+        }
+        constant = [
+            array for state in book.constant.values() for array in state.arrays()
+        ]
         if book.cached == length:
             return constant
         arrays = _add_snapshot(book, prompt, logits) + constant
@@ -297,19 +353,29 @@ class Reuse:
             if self.prefix is not None:
                 self.prefix.store(saved)
 
-    def _saved(self, row: Row, book: RowReuse, caches: Sequence[Any], said: Sequence[int]) -> SavedRow:
+    def _saved(
+        self, row: Row, book: RowReuse, caches: Sequence[Any], said: Sequence[int]
+    ) -> SavedRow:
         assert book.key is not None
         answer = np.zeros((len(said), 3), dtype=np.int64)
         answer[:, 0], answer[:, 1:] = said, book.key.answer
         keys = np.concatenate([book.key.positions, answer])
-        return save_row(caches, keys, book.snapshots, len(book.key.pictures), book.constant)
+        return save_row(
+            caches, keys, book.snapshots, len(book.key.pictures), book.constant
+        )
 
     def _key(self, row: Row) -> PromptKey | None:
         """Return a prompt's key, made once; None if the family has none."""
         book, inputs = row.reuse, row.prompt.inputs
-        if book.key is None and self.adapter.spec.no_prefix_reuse is None and inputs is not None:
+        if (
+            book.key is None
+            and self.adapter.spec.no_prefix_reuse is None
+            and inputs is not None
+        ):
             key = self.adapter.prompt_key(inputs)
-            book.key = self.shapes.key(key if row.cache_salt is None else key.mixed(_salt(row.cache_salt)))
+            book.key = self.shapes.key(
+                key if row.cache_salt is None else key.mixed(_salt(row.cache_salt))
+            )
         return book.key
 
     def _continued(self, book: RowReuse) -> Match:
@@ -318,7 +384,9 @@ class Reuse:
         self.identity.check(book.continues.identity)
         saved = book.continues.peek()
         found = match(saved, book.key)
-        is_other = self.shapes.goes_on_anywhere or not common_length(saved.keys[:, :1], book.key.positions[:, :1])
+        is_other = self.shapes.goes_on_anywhere or not common_length(
+            saved.keys[:, :1], book.key.positions[:, :1]
+        )
         if not found.length and is_other:
             raise _misfit(saved, found.common)
         return found
@@ -326,7 +394,10 @@ class Reuse:
 
 def _salt(text: str) -> np.ndarray:
     """Return 128 bits (2,) that set a prompt's key apart from those with another salt."""
-    return np.frombuffer(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:16], dtype=np.int64)
+    return np.frombuffer(
+        hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:16],
+        dtype=np.int64,
+    )
 
 
 def _misfit(saved: SavedRow, common: int) -> InvalidCache:
@@ -336,7 +407,9 @@ def _misfit(saved: SavedRow, common: int) -> InvalidCache:
     )
 
 
-def _add_snapshot(book: RowReuse, prompt: Prompt, logits: mx.array | None) -> list[mx.array]:
+def _add_snapshot(
+    book: RowReuse, prompt: Prompt, logits: mx.array | None
+) -> list[mx.array]:
     """Save a prompt's present state. Returns arrays to evaluate."""
     assert prompt.cache is not None
     snapshot = save_snapshot(prompt.cache, prompt.prefilled, logits)

@@ -24,7 +24,15 @@ from vlm_batch.errors import InvalidParameters, describe
 from vlm_batch.records import DraftState, Encoded, PromptKey
 from vlm_batch.store.prompt import PromptCache
 from vlm_batch.store.saved import SavedRow, Snapshot
-from vlm_batch.types import Event, FinishReason, Result, SamplingParams, Timings, TokenLogprobs, Usage
+from vlm_batch.types import (
+    Event,
+    FinishReason,
+    Result,
+    SamplingParams,
+    Timings,
+    TokenLogprobs,
+    Usage,
+)
 
 
 class Status(Enum):
@@ -72,7 +80,8 @@ class Facts:
     image_tokens: int = 0
     model_image_sizes: tuple[tuple[int, int], ...] = ()
     vocabulary: int | None = None
-    extras: Mapping[str, Any] = field(default_factory=dict)  # arguments of every decode step
+    # arguments of every decode step
+    extras: Mapping[str, Any] = field(default_factory=dict)
     token_ids: tuple[int, ...] | None = None  # the prompt's, if they are asked for
 
 
@@ -98,7 +107,8 @@ class Answer:
     drawn_at: int = 0
     num_sampled: int = 0  # launched tokens included
     num_fed: int = 0  # tokens in its caches: those sampled before its last forward
-    ahead: tuple[int, ...] = ()  # drafted tokens of its next forward, or of the launched one
+    # drafted tokens of its next forward, or of the launched one
+    ahead: tuple[int, ...] = ()
     drafter: Drafter | None = None  # for rows that may have drafts
     draft_state: DraftState | None = None  # for rows that a model may draft for
     history: mx.array | None = None  # (T,) prompt and answer, for rows with processors
@@ -132,7 +142,9 @@ class Answer:
         if self.history is not None:
             self.history = mx.concatenate([self.history, drawn[at : at + count]])
 
-    def add_text(self, token: int, is_stop: bool, is_end: bool, min_tokens: int) -> tuple[str, str | None]:
+    def add_text(
+        self, token: int, is_stop: bool, is_end: bool, min_tokens: int
+    ) -> tuple[str, str | None]:
         """Return a token's text, and the stop string that it completes, after ``min_tokens``."""
         piece = "" if is_stop else self.detokenizer.add(token)
         if is_end:
@@ -181,12 +193,15 @@ class RowReuse:
     key: PromptKey | None = None
     cached: int = 0  # positions taken from an earlier row
     logits: mx.array | None = None  # (1, V) after its prompt, if they were kept
-    known: tuple[int, int] = (-1, 0)  # (version of the prefix cache, length of its match then)
-    shared: dict[Row, int] = field(default_factory=dict)  # positions shared with each row in prefill
+    # (version of the prefix cache, length of its match then)
+    known: tuple[int, int] = (-1, 0)
+    # positions shared with each row in prefill
+    shared: dict[Row, int] = field(default_factory=dict)
     stops: tuple[int, ...] = ()  # ends of chunks, for snapshots
     snapshots: dict[int, Snapshot] = field(default_factory=dict)
     constant: dict[int, LayerState] = field(default_factory=dict)
-    pending: SavedRow | None = None  # its prompt's state, until its first token is known to be finite
+    # its prompt's state, until its first token is known to be finite
+    pending: SavedRow | None = None
     is_wanted: bool = False  # whether its caches are kept at its end
     left: list[Any] | None = None  # its single-row caches, after it left the batch
 
@@ -212,10 +227,13 @@ class Row:
     audio_seconds: tuple[float, ...] = ()
     clock: Clock = field(default_factory=Clock)
     reuse: RowReuse = field(default_factory=RowReuse)
-    siblings: tuple[Row, ...] = ()  # further answers to its prompt, until that is prefilled
-    given: Mapping[str, Any] | None = None  # its processor's output, to recompute it from
+    # further answers to its prompt, until that is prefilled
+    siblings: tuple[Row, ...] = ()
+    # its processor's output, to recompute it from
+    given: Mapping[str, Any] | None = None
     losses: int = 0  # number of times that it was recomputed
-    suspected: tuple[int, int] | None = None  # [first, last] token that the failed forward may have computed
+    # [first, last] token that the failed forward may have computed
+    suspected: tuple[int, int] | None = None
     was_alone: bool = False  # when memory ran out
     gave_way: bool = False  # parked once for a due client
 
@@ -230,7 +248,8 @@ class Row:
 
     @property
     def is_parked(self) -> bool:
-        return self.status is Status.WAITING and self.answer.num_sampled > 0  # with its caches
+        # with its caches
+        return self.status is Status.WAITING and self.answer.num_sampled > 0
 
     @property
     def is_only_read(self) -> bool:
@@ -241,7 +260,11 @@ class Row:
         """Suspect unread tokens and the next, or all after ``ALWAYS_SUSPECT`` losses."""
         known = len(self.answer.token_ids)
         last = max(known, self.answer.num_sampled)
-        self.suspected = (known, last) if self.losses < ALWAYS_SUSPECT else (0, self.params.max_tokens)
+        self.suspected = (
+            (known, last)
+            if self.losses < ALWAYS_SUSPECT
+            else (0, self.params.max_tokens)
+        )
 
     def begin_again(self) -> None:
         """Go back to before encoding. Told tokens stay."""
@@ -254,23 +277,32 @@ class Row:
         self.status = Status.WAITING
         self.prompt = Prompt(inputs=None if self.given is None else as_mlx(self.given))
         self.reuse = RowReuse(continues=book.continues, is_returned=book.is_returned)
-        answer.drawn, answer.num_sampled, answer.num_fed, answer.history = None, 0, 0, None
+        answer.drawn = None
+        answer.num_sampled = 0
+        answer.num_fed = 0
+        answer.history = None
         answer.ahead = ()
         if answer.draft_state is not None:
             answer.draft_state.clear()
 
     def take(
-        self, token: int, logprobs: TokenLogprobs | None, decode: Callable[[Sequence[int]], str]
+        self,
+        token: int,
+        logprobs: TokenLogprobs | None,
+        decode: Callable[[Sequence[int]], str],
     ) -> Event | Ending:
         """Append a token fed to its guide. Returns its event, or the answer's end."""
-        answer, guide, min_tokens = self.answer, self.answer.guide, self.params.min_tokens
+        answer = self.answer
+        guide = self.answer.guide
+        min_tokens = self.params.min_tokens
         self.clock.first_token = self.clock.first_token or time.perf_counter()
         answer.token_ids.append(token)
         if answer.drafter is not None:
             answer.drafter.add(token)
         if logprobs is not None:
             answer.logprobs.append(logprobs)
-        is_stop, is_whole = token in answer.end_ids, False  # whole: its form is complete, it can only end
+        # whole: its form is complete, it can only end
+        is_stop, is_whole = token in answer.end_ids, False
         if guide is not None:
             guide.settle()
             if answer.drafter is not None:
@@ -300,7 +332,13 @@ class Row:
             return Ending(token, text, logprobs, "stop", matched)
         if is_whole:
             return Ending(token, text, logprobs, "stop", None)
-        return Ending(token, text, logprobs, "stop" if is_stop else "length", token if is_stop else None)
+        return Ending(
+            token,
+            text,
+            logprobs,
+            "stop" if is_stop else "length",
+            token if is_stop else None,
+        )
 
     @property
     def position(self) -> int:
@@ -316,21 +354,32 @@ class Row:
         cache: PromptCache | None = None,
     ) -> Result:
         answer, facts, scores = self.answer, self.facts, self.answer.prompt_scores
-        is_prefilled = reason == "length" or (reason != "error" and bool(answer.token_ids))
+        is_prefilled = reason == "length" or (
+            reason != "error" and bool(answer.token_ids)
+        )
         return Result(
             request_id=self.request_id,
             text=answer.text,
             token_ids=tuple(answer.token_ids),
             finish_reason=reason,
             stop_reason=stop_reason,
-            usage=Usage(facts.length, len(answer.token_ids), facts.image_tokens, self.reuse.cached),
+            usage=Usage(
+                facts.length,
+                len(answer.token_ids),
+                facts.image_tokens,
+                self.reuse.cached,
+            ),
             timings=self.clock.timings(),
             image_sizes=self.image_sizes,
             model_image_sizes=facts.model_image_sizes,
             video_sizes=self.video_sizes,
             audio_seconds=self.audio_seconds,
-            logprobs=tuple(answer.logprobs) if self.params.logprobs is not None else None,
-            prompt_logprobs=scores.read() if scores is not None and is_prefilled else None,
+            logprobs=tuple(answer.logprobs)
+            if self.params.logprobs is not None
+            else None,
+            prompt_logprobs=scores.read()
+            if scores is not None and is_prefilled
+            else None,
             prompt_token_ids=facts.token_ids,
             parsed=answer.parsed,
             error=None if error is None else describe(error),
@@ -358,7 +407,8 @@ def new_answer(params: SamplingParams, text: AnswerText = NO_TEXT) -> Answer:
         Detokenizer(decoder_of(text, params.skip_special_tokens)),
         StopStrings(params.stop) if params.stop else None,
         params.max_tokens,
-        end_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else text.eos_token_ids),
+        end_ids=frozenset(params.stop_token_ids)
+        | (frozenset() if params.ignore_eos else text.eos_token_ids),
     )
 
 
@@ -378,13 +428,30 @@ def new_row(
     """Return a waiting row. ``given``: inputs to recompute from (default: the prompt's), on the host unless too large."""
     seed = params.seed
     if seed is None:
-        seed = secrets.randbits(64) if params.temperature else 0  # a system call, which greedy rows need not pay
-    row = Row(request_id, params, seed, new_answer(params, text), prompt, priority, client, may_draft=may_draft)
-    if (given := given or prompt.inputs) is not None and num_bytes(given) <= MOST_ON_HOST:
+        # a system call, which greedy rows need not pay
+        seed = secrets.randbits(64) if params.temperature else 0
+    row = Row(
+        request_id,
+        params,
+        seed,
+        new_answer(params, text),
+        prompt,
+        priority,
+        client,
+        may_draft=may_draft,
+    )
+    if (given := given or prompt.inputs) is not None and num_bytes(
+        given
+    ) <= MOST_ON_HOST:
         row.given = on_host(given)
     row.reuse.continues, row.reuse.is_returned = cache, return_cache
     row.siblings = tuple(
-        Row(sibling_id(request_id, index), params, (seed + index) % 2**64, new_answer(params, text))
+        Row(
+            sibling_id(request_id, index),
+            params,
+            (seed + index) % 2**64,
+            new_answer(params, text),
+        )
         for index in range(1, params.n)
     )
     return row
@@ -398,10 +465,14 @@ def sibling_id(request_id: str, index: int) -> str:
 def fork(row: Row) -> list[Row]:
     """Detach a prefilled row's siblings with lazy copies of its caches."""
     for sibling in row.siblings:
-        sibling.prompt = Prompt(cache=copy.deepcopy(row.prompt.cache), prefilled=row.prompt.prefilled)
+        sibling.prompt = Prompt(
+            cache=copy.deepcopy(row.prompt.cache), prefilled=row.prompt.prefilled
+        )
         sibling.facts, sibling.clock = row.facts, replace(row.clock)
         sibling.priority, sibling.client = row.priority, row.client
-        sibling.image_sizes, sibling.video_sizes, sibling.given = row.image_sizes, row.video_sizes, row.given
+        sibling.image_sizes = row.image_sizes
+        sibling.video_sizes = row.video_sizes
+        sibling.given = row.given
         sibling.audio_seconds = row.audio_seconds
         answer, given = sibling.answer, row.answer
         answer.max_tokens, answer.history = given.max_tokens, given.history
@@ -409,6 +480,8 @@ def fork(row: Row) -> list[Row]:
         answer.bad_words, answer.prompt_scores = given.bad_words, given.prompt_scores
         answer.guide = None if given.guide is None else given.guide.copy()
         answer.drafter = None if given.drafter is None else given.drafter.copy()
-        answer.draft_state = None if given.draft_state is None else given.draft_state.copy()
+        answer.draft_state = (
+            None if given.draft_state is None else given.draft_state.copy()
+        )
     siblings, row.siblings = row.siblings, ()
     return list(siblings)

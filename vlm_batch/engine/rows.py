@@ -18,7 +18,13 @@ from vlm_batch.types import Event, FinishReason
 
 
 class Rows:
-    def __init__(self, waiting: Admission, batch: DecodeGroups, scheduler: Scheduler, reuse: Reuse) -> None:
+    def __init__(
+        self,
+        waiting: Admission,
+        batch: DecodeGroups,
+        scheduler: Scheduler,
+        reuse: Reuse,
+    ) -> None:
         self.waiting = waiting
         self.batch = batch
         self.by_id: dict[str, Row] = {}
@@ -45,16 +51,24 @@ class Rows:
     @property
     def num_pending(self) -> int:
         """Prompt tokens left of rows with places."""
-        return sum(row.facts.length - row.prompt.prefilled for row in self.prefilling.values())
+        return sum(
+            row.facts.length - row.prompt.prefilled for row in self.prefilling.values()
+        )
 
     def live(self) -> list[Row]:
         """Return the rows with places, in their order."""
-        return self.waiting.line([*self.batch.rows, *self.prefilling.values()], placed={})
+        return self.waiting.line(
+            [*self.batch.rows, *self.prefilling.values()], placed={}
+        )
 
     def note_placed(self) -> None:
         """Note each client's places and rows."""
-        placed = Counter(row.client for row in (*self.batch.rows, *self.prefilling.values()))
-        self.waiting.note_placed(placed, self.by_id.values() if self._are_others else None)
+        placed = Counter(
+            row.client for row in (*self.batch.rows, *self.prefilling.values())
+        )
+        self.waiting.note_placed(
+            placed, self.by_id.values() if self._are_others else None
+        )
         self._are_others = False
 
     def place(self, row: Row) -> None:
@@ -87,7 +101,10 @@ class Rows:
         assert group is not None
         cache = group.take(row)
         self.batch.leave(row)
-        row.status, row.prompt = Status.WAITING, Prompt(cache=cache, prefilled=row.facts.length)
+        row.status, row.prompt = (
+            Status.WAITING,
+            Prompt(cache=cache, prefilled=row.facts.length),
+        )
         self.forks[row] = logits
 
     def leave(self, row: Row) -> None:
@@ -106,28 +123,40 @@ class Rows:
     def finish(self, row: Row, ending: Ending) -> None:
         """End a complete row. Raises if the user's cache cannot be saved."""
         row.answer.ending = ending
-        row.clock.first_token = row.clock.first_token or time.perf_counter()  # of an answer without tokens: its end
+        # of an answer without tokens: its end
+        row.clock.first_token = row.clock.first_token or time.perf_counter()
         self.leave(row)
         cache = self._reuse.end(row)
         result = row.result(ending.reason, ending.stop_reason, cache=cache)
         self._scheduler.end()
-        self.events.append(Event(row.request_id, ending.token, ending.text, ending.logprobs, result))
+        self.events.append(
+            Event(row.request_id, ending.token, ending.text, ending.logprobs, result)
+        )
         self.forget(row)
 
-    def end(self, row: Row, reason: FinishReason, error: BaseException | None = None) -> None:
+    def end(
+        self, row: Row, reason: FinishReason, error: BaseException | None = None
+    ) -> None:
         """End an incomplete row, and its siblings."""
         cache = None
         if reason == "cancelled" and (row.status is Status.DECODE or row.is_parked):
-            with contextlib.suppress(Exception):  # cancelled, even if its caches are lost
+            # cancelled, even if its caches are lost
+            with contextlib.suppress(Exception):
                 self.leave(row)
                 cache = self._reuse.end(row)
         if error is not None:
             let_go(error)
         if (ending := row.answer.ending) is not None:
-            self.events.append(Event(row.request_id, ending.token, ending.text, ending.logprobs))
-        self.events.append(Event(row.request_id, result=row.result(reason, error=error, cache=cache)))
+            self.events.append(
+                Event(row.request_id, ending.token, ending.text, ending.logprobs)
+            )
+        self.events.append(
+            Event(row.request_id, result=row.result(reason, error=error, cache=cache))
+        )
         for sibling in row.siblings:
-            self.events.append(Event(sibling.request_id, result=sibling.result(reason, error=error)))
+            self.events.append(
+                Event(sibling.request_id, result=sibling.result(reason, error=error))
+            )
             sibling.clear()
         if row.status is Status.DECODE or row.is_parked:
             self._scheduler.end()

@@ -27,7 +27,16 @@ from vlm_batch.engine.rows import Rows
 from vlm_batch.engine.sampling import READ_HISTORY, RowRules, stages_of
 from vlm_batch.engine.scheduler import PrefillRow
 from vlm_batch.engine.shapes import Shapes
-from vlm_batch.engine.work import Failed, Made, Part, Work, attempt, check_encoded, launch, note_again
+from vlm_batch.engine.work import (
+    Failed,
+    Made,
+    Part,
+    Work,
+    attempt,
+    check_encoded,
+    launch,
+    note_again,
+)
 from vlm_batch.errors import InvalidParameters, PromptTooLong, is_out_of_memory, let_go
 from vlm_batch.records import DraftState, Encoded, Hidden
 from vlm_batch.runtime.memory import default_limit
@@ -63,7 +72,11 @@ class Runner:
         logits = self._decoder.logits(group, rows)
         for row in rows:
             row.answer.num_fed = row.answer.num_sampled
-        apart = [row for row in rows if row.answer.ahead or (row.answer.guide and row.answer.known_token is None)]
+        apart = [
+            row
+            for row in rows
+            if row.answer.ahead or (row.answer.guide and row.answer.known_token is None)
+        ]
         if not apart:
             return [Part(rows, logits)]
         mx.async_eval(logits)
@@ -72,7 +85,14 @@ class Runner:
             end = first + 1 + len(row.answer.ahead)
             if row in apart:
                 is_held = not row.answer.ahead
-                parts.append(Part([row], logits[first:end], is_held=is_held, ahead=row.answer.ahead))
+                parts.append(
+                    Part(
+                        [row],
+                        logits[first:end],
+                        is_held=is_held,
+                        ahead=row.answer.ahead,
+                    )
+                )
             else:
                 free.append(first)
             first = end
@@ -89,7 +109,10 @@ class Runner:
             count = 1
         found = launch(attempt([row], self._encode_row, row) for row in rows[:count])
         for part in found:
-            if isinstance(part, Part) and (continues := part.rows[0].reuse.continues) is not None:
+            if (
+                isinstance(part, Part)
+                and (continues := part.rows[0].reuse.continues) is not None
+            ):
                 continues.take()
                 part.rows[0].reuse.continues = None
         return found
@@ -97,7 +120,14 @@ class Runner:
     def _encode_pictures(self, rows: Sequence[Row]) -> int:
         """Encode first rows' pictures in one call. Returns the number of rows, 0 if none share it."""
         sizes = list(itertools.accumulate(map(picture_bytes, rows)))
-        count = next((at for at, nbytes in enumerate(sizes) if at and not self.encoding.fits(nbytes)), len(rows))
+        count = next(
+            (
+                at
+                for at, nbytes in enumerate(sizes)
+                if at and not self.encoding.fits(nbytes)
+            ),
+            len(rows),
+        )
         if count < 2:
             return 0
         before = mx.get_active_memory()
@@ -109,12 +139,17 @@ class Runner:
             return 0  # each row is encoded alone, for an error of its own
         for prompt, inputs in zip(prompts, found, strict=True):
             prompt.inputs = inputs
-        reach = max((index + 1 for index in range(count) if found[index] is not given[index]), default=1)
+        reach = max(
+            (index + 1 for index in range(count) if found[index] is not given[index]),
+            default=1,
+        )
         if reach < 2:
             return 0
         self.encoding.begin(sizes[reach - 1], before)
         # the next row that needs a tower of its own is another call's
-        return next((index for index in range(1, reach) if found[index] is given[index]), reach)
+        return next(
+            (index for index in range(1, reach) if found[index] is given[index]), reach
+        )
 
     def _encode_row(self, row: Row) -> Made:
         """Encode a row. Raises PromptTooLong, DoesNotFit, and the family's errors."""
@@ -132,7 +167,12 @@ class Runner:
                 )
             answer.prompt_scores = self._scores(params.prompt_logprobs, encoded)
         context = self.adapter.max_context
-        check_length(encoded.length, context, self._max_prompt_tokens, least=min(1, params.max_tokens))
+        check_length(
+            encoded.length,
+            context,
+            self._max_prompt_tokens,
+            least=min(1, params.max_tokens),
+        )
         prompt.is_shared = answer.prompt_scores is None and self._shapes.shares(encoded)
         prompt.inputs, prompt.encoded, prompt.prefilled = None, encoded, cached
         row.facts = Facts(
@@ -144,7 +184,11 @@ class Runner:
             encoded.decode,
             tuple(encoded.input_ids[0].tolist()) if row.returns_prompt_ids else None,
         )
-        answer.max_tokens = params.max_tokens if context is None else min(params.max_tokens, context - encoded.length)
+        answer.max_tokens = (
+            params.max_tokens
+            if context is None
+            else min(params.max_tokens, context - encoded.length)
+        )
         answer.rules = RowRules(answer.end_ids, answer.bad_words)
         stages = stages_of(params, answer.rules)
         answer.changes_logits = bool(stages)
@@ -159,11 +203,19 @@ class Runner:
 
     def _give_drafter(self, row: Row, encoded: Encoded) -> None:
         """Let a row draft, unless its logits processors may count calls."""
-        if self.drafts is None or not row.may_draft or row.params.logits_processors or row.answer.drafter is not None:
+        if (
+            self.drafts is None
+            or not row.may_draft
+            or row.params.logits_processors
+            or row.answer.drafter is not None
+        ):
             return
-        row.answer.drafter = self.drafts.drafter(row.client, np.array(encoded.input_ids, dtype=np.int32)[0].tobytes())
+        row.answer.drafter = self.drafts.drafter(
+            row.client, np.array(encoded.input_ids, dtype=np.int32)[0].tobytes()
+        )
         model = self.drafts.model
-        if model is not None and encoded.input_ids.shape[1] == encoded.length:  # else tokens and states do not fit
+        # else tokens and states do not fit
+        if model is not None and encoded.input_ids.shape[1] == encoded.length:
             row.answer.draft_state = DraftState(deque(maxlen=model.context))
         if row.answer.guide is not None:
             row.answer.guide.most_ahead = SIZES[-1]
@@ -171,9 +223,13 @@ class Runner:
     def _scores(self, count: int, encoded: Encoded) -> PromptScores:
         """Return an empty record, or raise InvalidParameters."""
         if encoded.input_ids.shape[1] != encoded.length:
-            raise InvalidParameters("prompt_logprobs: this family's prompts have more positions than tokens")
+            raise InvalidParameters(
+                "prompt_logprobs: this family's prompts have more positions than tokens"
+            )
         ids: Any = encoded.input_ids[0].tolist()
-        scores = PromptScores(ids, ~encoded.is_picture, encoded.atomic, count, encoded.vocabulary)
+        scores = PromptScores(
+            ids, ~encoded.is_picture, encoded.atomic, count, encoded.vocabulary
+        )
         if len(ids) > 1 and not scores.says_any:
             raise InvalidParameters(
                 "prompt_logprobs: this family sees its prompts as wholes, and tells none of their tokens"
@@ -192,8 +248,14 @@ class Runner:
                 together = POSITIONS_TOGETHER if self.adapter.scores_chunks else 1
                 stops = (*stops, *range(together, length, together))
             waited = max(0.0, now - row.clock.submitted)
-            atomic, at, client = prompt.encoded.atomic, (length, prompt.prefilled), row.client
-            found.append(PrefillRow(name, *at, atomic, stops, row.priority, waited, prompt.ends, client))
+            atomic = prompt.encoded.atomic
+            at = (length, prompt.prefilled)
+            client = row.client
+            found.append(
+                PrefillRow(
+                    name, *at, atomic, stops, row.priority, waited, prompt.ends, client
+                )
+            )
         return found
 
     def group(self, chunks: Sequence[Work]) -> list[Work]:
@@ -202,7 +264,8 @@ class Runner:
         whole = [
             chunk
             for chunk in chunks
-            if (row := rows[chunk.rows[0]]).prompt.is_shared and (chunk.begin, chunk.end) == (0, row.facts.length)
+            if (row := rows[chunk.rows[0]]).prompt.is_shared
+            and (chunk.begin, chunk.end) == (0, row.facts.length)
         ]
         works = {chunk: chunk for chunk in chunks if chunk not in whole}
         kinds: dict[Any, list[Work]] = {}
@@ -213,17 +276,25 @@ class Runner:
             for places in self._shapes.groups([chunk.end for chunk in those]):
                 group = [those[place] for place in places]
                 names = tuple(chunk.rows[0] for chunk in group)
-                works[group[0]] = replace(group[0], rows=names, end=max(chunk.end for chunk in group))
+                works[group[0]] = replace(
+                    group[0], rows=names, end=max(chunk.end for chunk in group)
+                )
         return [works[chunk] for chunk in chunks if chunk in works]
 
     def prefill(self, work: Work) -> list[Part | Failed]:
         """Launch a chunk, or several prompts together; if that fails, each alone."""
-        here = self._rows.prefilling  # without those that failed in an earlier chunk of this step
+        # without those that failed in an earlier chunk of this step
+        here = self._rows.prefilling
         rows = [here[name] for name in work.rows if name in here]
         if len(rows) > 1:
             try:
                 made = self._launch(rows)
-                return launch([attempt([row], self._take, row, index, *made) for index, row in enumerate(rows)])
+                return launch(
+                    [
+                        attempt([row], self._take, row, index, *made)
+                        for index, row in enumerate(rows)
+                    ]
+                )
             except Exception as error:
                 if not is_out_of_memory(error):
                     note_again(len(rows), let_go(error))
@@ -231,7 +302,17 @@ class Runner:
         return [
             part
             for row in rows
-            for part in launch([attempt([row], self._prefill_alone, row, begin, min(end, row.facts.length))])
+            for part in launch(
+                [
+                    attempt(
+                        [row],
+                        self._prefill_alone,
+                        row,
+                        begin,
+                        min(end, row.facts.length),
+                    )
+                ]
+            )
         ]
 
     def _prefill_alone(self, row: Row, begin: int, end: int) -> Made:
@@ -242,12 +323,23 @@ class Runner:
         logits = row.reuse.logits  # (1, V), kept from the same prompt
         scores, scored = row.answer.prompt_scores, []
         if logits is None:
-            is_scored = scores is not None and self.adapter.scores_chunks  # else a forward per token
-            count, stop, call = self._shapes.prefill_call(begin, [end], is_whole=is_whole, is_scored=is_scored)
+            # else a forward per token
+            is_scored = scores is not None and self.adapter.scores_chunks
+            count, stop, call = self._shapes.prefill_call(
+                begin, [end], is_whole=is_whole, is_scored=is_scored
+            )
             if count > 1:
                 return self._take(row, 0, *self._launch([row]))
-            hidden: list[mx.array] | None = None if row.answer.draft_state is None else []
-            logits = self.adapter.prefill([prompt.encoded], prompt.cache, begin, stop, replace(call, hidden=hidden))
+            hidden: list[mx.array] | None = (
+                None if row.answer.draft_state is None else []
+            )
+            logits = self.adapter.prefill(
+                [prompt.encoded],
+                prompt.cache,
+                begin,
+                stop,
+                replace(call, hidden=hidden),
+            )
             if hidden:
                 _keep_hidden(hidden[0], [row], begin, [end])
             if stop > end:
@@ -260,22 +352,35 @@ class Runner:
     def _launch(self, rows: Sequence[Row]) -> tuple[mx.array, list[Any], int]:
         prompts = [row.prompt.encoded for row in rows if row.prompt.encoded is not None]
         cache = self.adapter.make_cache(self._kv)
-        count, end, call = self._shapes.prefill_call(0, [prompt.length for prompt in prompts], is_whole=True)
+        count, end, call = self._shapes.prefill_call(
+            0, [prompt.length for prompt in prompts], is_whole=True
+        )
         filled = [*prompts, *[prompts[-1]] * (count - len(prompts))]
-        hidden: list[mx.array] | None = [] if any(row.answer.draft_state is not None for row in rows) else None
-        logits = self.adapter.prefill(filled, cache, 0, end, replace(call, hidden=hidden))
+        hidden: list[mx.array] | None = (
+            [] if any(row.answer.draft_state is not None for row in rows) else None
+        )
+        logits = self.adapter.prefill(
+            filled, cache, 0, end, replace(call, hidden=hidden)
+        )
         if hidden:
             _keep_hidden(hidden[0], rows, 0, [prompt.length for prompt in prompts])
         mx.async_eval(logits, [layer.state for layer in cache])
         return logits, cache, end
 
-    def _take(self, row: Row, index: int, logits: mx.array, cache: list[Any], width: int) -> Made:
+    def _take(
+        self, row: Row, index: int, logits: mx.array, cache: list[Any], width: int
+    ) -> Made:
         prompt, length = row.prompt, row.facts.length
-        prompt.cache, prompt.prefilled = take_row(cache, index, is_own=self._shapes.layout is Placement.ROWS), length
+        prompt.cache = take_row(
+            cache, index, is_own=self._shapes.layout is Placement.ROWS
+        )
+        prompt.prefilled = length
         trim(prompt.cache, width - length)
         return self._settle(row, logits[index : index + 1])
 
-    def _settle(self, row: Row, logits: mx.array, scored: Sequence[mx.array] = ()) -> Made:
+    def _settle(
+        self, row: Row, logits: mx.array, scored: Sequence[mx.array] = ()
+    ) -> Made:
         """Return a chunk's part and arrays. ``logits`` (1, V): of its last position."""
         prompt = row.prompt
         assert prompt.encoded is not None and prompt.cache is not None
@@ -283,13 +388,18 @@ class Runner:
         kept = self._reuse.keep(row, logits if is_done else None)
         if is_done:
             self.adapter.finish_prefill(prompt.encoded, prompt.cache)
-        state, last = arrays_of([cache.state for cache in prompt.cache]), [logits] if is_done else []
+        state = arrays_of([cache.state for cache in prompt.cache])
+        last = [logits] if is_done else []
         # A part does not hold a row's state, which the next token would have to copy.
-        part = Part([row], logits if is_done else None, [*(last or state), *kept, *scored])
+        part = Part(
+            [row], logits if is_done else None, [*(last or state), *kept, *scored]
+        )
         return part, [*state, *last, *kept, *scored]
 
 
-def _keep_hidden(hidden: mx.array, rows: Sequence[Row], begin: int, ends: Sequence[int]) -> None:
+def _keep_hidden(
+    hidden: mx.array, rows: Sequence[Row], begin: int, ends: Sequence[int]
+) -> None:
     """Keep the last of a chunk's hidden states (R, L, D) from ``begin`` for the draft model."""
     for index, (row, end) in enumerate(zip(rows, ends, strict=True)):
         if (state := row.answer.draft_state) is not None:
@@ -300,14 +410,23 @@ def _keep_hidden(hidden: mx.array, rows: Sequence[Row], begin: int, ends: Sequen
 
 
 def picture_bytes(row: Row) -> int:
-    return row.prompt.nbytes if row.image_sizes or row.video_sizes or row.audio_seconds else 0
+    return (
+        row.prompt.nbytes
+        if row.image_sizes or row.video_sizes or row.audio_seconds
+        else 0
+    )
 
 
-def check_length(prompt: int, context: int | None, limit: int | None, *, least: int = 1) -> None:
+def check_length(
+    prompt: int, context: int | None, limit: int | None, *, least: int = 1
+) -> None:
     """Raise PromptTooLong. ``least``: fewest tokens of the answer."""
     if limit is not None and prompt > limit:
         raise PromptTooLong(
-            f"the prompt has {prompt} tokens (pictures included); {limit} are taken", advice=" (Limits.prompt_tokens)"
+            f"the prompt has {prompt} tokens (pictures included); {limit} are taken",
+            advice=" (Limits.prompt_tokens)",
         )
     if context is not None and prompt + least > context:
-        raise PromptTooLong(f"the prompt has {prompt} tokens (pictures included); the model's context holds {context}")
+        raise PromptTooLong(
+            f"the prompt has {prompt} tokens (pictures included); the model's context holds {context}"
+        )

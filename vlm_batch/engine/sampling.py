@@ -29,10 +29,16 @@ class RowRules:
 
     end_ids: Collection[int] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
-    _made: list[tuple[SamplingParams, _Arrays]] = field(init=False, compare=False, repr=False, default_factory=list)
+    _made: list[tuple[SamplingParams, _Arrays]] = field(
+        init=False, compare=False, repr=False, default_factory=list
+    )
 
     def arrays(self, params: SamplingParams, size: int) -> _Arrays:
-        if not self._made or self._made[0][0] is not params or self._made[0][1].size != size:
+        if (
+            not self._made
+            or self._made[0][0] is not params
+            or self._made[0][1].size != size
+        ):
             self._made[:] = [(params, _Arrays.of(params, self.bad_words, size))]
         return self._made[0][1]
 
@@ -64,13 +70,16 @@ class _Arrays:
     biases: mx.array | None = None
     allowed: mx.array | None = None  # (V,) bool
     single: mx.array | None = None  # bad words of one token
-    words: mx.array | None = None  # (B, L) longer bad words without their last token, padded on the left with -1
+    # (B, L) longer bad words without their last token, padded on the left with -1
+    words: mx.array | None = None
     lengths: mx.array | None = None  # (B,) of ``words``
     lasts: mx.array | None = None  # (B,) their last tokens
     may_repeat: mx.array | None = None  # ids that ``no_repeat_ngrams`` leaves alone
 
     @classmethod
-    def of(cls, params: SamplingParams, bad_words: Sequence[Sequence[int]], size: int) -> _Arrays:
+    def of(
+        cls, params: SamplingParams, bad_words: Sequence[Sequence[int]], size: int
+    ) -> _Arrays:
         """Raise InvalidParameters for ids outside the vocabulary."""
         made: dict[str, mx.array] = {}
         if params.logit_bias:
@@ -89,7 +98,9 @@ class _Arrays:
             made["single"] = mx.array(single)
         if several := [word for word in known if len(word) > 1]:
             width = max(map(len, several)) - 1
-            made["words"] = mx.array([[-1] * (width + 1 - len(word)) + list(word[:-1]) for word in several])
+            made["words"] = mx.array(
+                [[-1] * (width + 1 - len(word)) + list(word[:-1]) for word in several]
+            )
             made["lengths"] = mx.array([len(word) - 1 for word in several])
             made["lasts"] = mx.array([word[-1] for word in several])
         return cls(size, **made)
@@ -100,7 +111,8 @@ class Sampled:
     """Chosen tokens (B,), and log-probabilities for rows that asked. Lazy."""
 
     tokens: mx.array  # (B,)
-    highest: mx.array | None = None  # (B,) logits: not finite if the row has NaN, +inf, or only -inf
+    # (B,) logits: not finite if the row has NaN, +inf, or only -inf
+    highest: mx.array | None = None
     logprobs: Logprobs | None = None
     logprob_rows: Sequence[int] = ()
 
@@ -111,8 +123,14 @@ class Sampled:
     def read(self) -> tuple[list[int], list[float], dict[int, TokenLogprobs]]:
         """Wait for tokens, each row's highest logit, and log-probabilities by row."""
         tokens: Any = self.tokens.tolist()
-        highest: Any = [0.0] * len(tokens) if self.highest is None else self.highest.tolist()
-        told = [] if self.logprobs is None else self.logprobs.read([tokens[row] for row in self.logprob_rows])
+        highest: Any = (
+            [0.0] * len(tokens) if self.highest is None else self.highest.tolist()
+        )
+        told = (
+            []
+            if self.logprobs is None
+            else self.logprobs.read([tokens[row] for row in self.logprob_rows])
+        )
         return tokens, highest, dict(zip(self.logprob_rows, told, strict=True))
 
 
@@ -129,7 +147,8 @@ def repetition_penalty(logits: mx.array, row: SamplingRow) -> mx.array:
         return logits
     context = row.history[-row.params.repetition_context_size :]
     context = mx.where((context >= 0) & (context < size), context, size)
-    padded = mx.pad(logits, [(0, 0), (0, 1)])  # a copy, since the assignment below is in place
+    # a copy, since the assignment below is in place
+    padded = mx.pad(logits, [(0, 0), (0, 1)])
     picked = padded[:, context]
     padded[:, context] = mx.where(picked > 0, picked / penalty, picked * penalty)
     return padded[:, :size]
@@ -141,8 +160,16 @@ def count_penalties(logits: mx.array, row: SamplingRow) -> mx.array:
     if row.history is None:
         return logits
     answer = row.history[row.history.shape[0] - row.step :]
-    counts = mx.zeros((size,)).at[mx.where(answer < size, answer, 0)].add((answer < size).astype(mx.float32))
-    lowered = logits - params.frequency_penalty * counts - params.presence_penalty * (counts > 0)
+    counts = (
+        mx.zeros((size,))
+        .at[mx.where(answer < size, answer, 0)]
+        .add((answer < size).astype(mx.float32))
+    )
+    lowered = (
+        logits
+        - params.frequency_penalty * counts
+        - params.presence_penalty * (counts > 0)
+    )
     return lowered.astype(logits.dtype)
 
 
@@ -177,7 +204,8 @@ def no_repeat_ngrams(logits: mx.array, row: SamplingRow) -> mx.array:
     begins = mx.as_strided(seen, (num_ngrams, count - 1), (1, 1))
     ends = seen[count - 1 :]  # (W,)
     is_repeated = mx.all(begins == prefix, axis=1) & (ends >= 0) & (ends < size)
-    is_banned = mx.zeros((size + 1,), dtype=mx.bool_)  # the last place is for those that are not repeated
+    # the last place is for those that are not repeated
+    is_banned = mx.zeros((size + 1,), dtype=mx.bool_)
     is_banned[mx.where(is_repeated, ends, size)] = True
     may_repeat = row.rules.arrays(params, size).may_repeat
     if may_repeat is not None:
@@ -191,13 +219,22 @@ def forbidden(logits: mx.array, row: SamplingRow) -> mx.array:
     made = rules.arrays(params, size)
     if made.allowed is not None:
         logits = mx.where(made.allowed, logits, -mx.inf)
-    if row.step < params.min_tokens and (ends := [token for token in rules.end_ids if 0 <= token < size]):
+    if row.step < params.min_tokens and (
+        ends := [token for token in rules.end_ids if 0 <= token < size]
+    ):
         logits = logits.at[:, mx.array(ends)].add(mx.array(-mx.inf, dtype=logits.dtype))
     if made.single is not None:
         logits = logits.at[:, made.single].add(mx.array(-mx.inf, dtype=logits.dtype))
-    if made.words is not None and made.lengths is not None and made.lasts is not None and row.history is not None:
+    if (
+        made.words is not None
+        and made.lengths is not None
+        and made.lasts is not None
+        and row.history is not None
+    ):
         ends_word = _ends_with(row.history, made.words) & (made.lengths <= row.step)
-        logits = logits.at[:, made.lasts].add(mx.where(ends_word, -mx.inf, 0.0).astype(logits.dtype))
+        logits = logits.at[:, made.lasts].add(
+            mx.where(ends_word, -mx.inf, 0.0).astype(logits.dtype)
+        )
     return logits
 
 
@@ -208,13 +245,17 @@ def stages_of(params: SamplingParams, rules: RowRules) -> tuple[Stage, ...]:
         biases: params.logit_bias,
         processors: params.logits_processors,
         no_repeat_ngrams: params.no_repeat_ngram_size,
-        forbidden: params.allowed_token_ids is not None or params.min_tokens or rules.bad_words,
+        forbidden: params.allowed_token_ids is not None
+        or params.min_tokens
+        or rules.bad_words,
     }
     return tuple(stage for stage, is_asked in stages.items() if is_asked)
 
 
 #: Stages that read ``SamplingRow.history``, as bad words do.
-READ_HISTORY: Set[Stage] = frozenset({repetition_penalty, count_penalties, processors, no_repeat_ngrams})
+READ_HISTORY: Set[Stage] = frozenset(
+    {repetition_penalty, count_penalties, processors, no_repeat_ngrams}
+)
 
 
 def process(logits: mx.array, row: SamplingRow) -> mx.array:
@@ -231,13 +272,17 @@ def _ends_with(history: mx.array, words: mx.array) -> mx.array:
     tail = history[history.shape[0] - width :]
     padding = words[:, : words.shape[1] - width]
     begun = words[:, words.shape[1] - width :]
-    return mx.all((begun == tail) | (begun == -1), axis=1) & mx.all(padding == -1, axis=1)
+    return mx.all((begun == tail) | (begun == -1), axis=1) & mx.all(
+        padding == -1, axis=1
+    )
 
 
 def check_within(name: str, ids: Iterable[int], size: int) -> None:
     """Raise InvalidParameters for the first id outside the vocabulary."""
     if beyond := next((token for token in ids if token >= size), None):
-        raise InvalidParameters(f"{name} holds {beyond}; this model has {size:,} tokens")
+        raise InvalidParameters(
+            f"{name} holds {beyond}; this model has {size:,} tokens"
+        )
 
 
 # All rows at once -----------------------------------------------------------------------------------------------------
@@ -252,28 +297,50 @@ def sample(logits: mx.array, rows: Sequence[SamplingRow]) -> Sampled:
     tokens = mx.argmax(logits, axis=-1)
     drawn = [i for i, row in enumerate(rows) if row.params.temperature > 0]
     # Drawn rows look for infinity or NaN in all logits: a cutoff could hide them.
-    highest = mx.max(logits, axis=-1) if drawn else mx.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
+    highest = (
+        mx.max(logits, axis=-1)
+        if drawn
+        else mx.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
+    )
     ordered = [i for i in drawn if rows[i].params.top_k > 0 or rows[i].params.top_p < 1]
-    for group, draw in (([i for i in drawn if i not in ordered], _draw), (ordered, _draw_sorted)):
+    for group, draw in (
+        ([i for i in drawn if i not in ordered], _draw),
+        (ordered, _draw_sorted),
+    ):
         if group:
             picked = [rows[i] for i in group]
-            scaled = logits[mx.array(group)].astype(mx.float32) / _column([row.params.temperature for row in picked])
+            scaled = logits[mx.array(group)].astype(mx.float32) / _column(
+                [row.params.temperature for row in picked]
+            )
             noise = mx.stack([_noise(row, scaled.shape[-1]) for row in picked])
             tokens = _merge(tokens, group, draw(scaled, noise, picked))
-    counts = {i: row.params.logprobs for i, row in enumerate(rows) if row.params.logprobs is not None}
+    counts = {
+        i: row.params.logprobs
+        for i, row in enumerate(rows)
+        if row.params.logprobs is not None
+    }
     if not counts:
         return Sampled(tokens, highest)
     asked = mx.array(list(counts))
-    return Sampled(tokens, highest, Logprobs.of(logits[asked], tokens[asked], list(counts.values())), tuple(counts))
+    return Sampled(
+        tokens,
+        highest,
+        Logprobs.of(logits[asked], tokens[asked], list(counts.values())),
+        tuple(counts),
+    )
 
 
 def top_k(ranked: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
     """Keep the first ``top_k`` of sorted logits (R, C)."""
     counts = _column([row.params.top_k for row in rows])
-    return mx.where((counts == 0) | (mx.arange(ranked.shape[-1])[None, :] < counts), ranked, -mx.inf)
+    return mx.where(
+        (counts == 0) | (mx.arange(ranked.shape[-1])[None, :] < counts), ranked, -mx.inf
+    )
 
 
-def top_p(ranked: mx.array, rows: Sequence[SamplingRow], scaled: mx.array) -> tuple[mx.array, mx.array]:
+def top_p(
+    ranked: mx.array, rows: Sequence[SamplingRow], scaled: mx.array
+) -> tuple[mx.array, mx.array]:
     """Keep sorted logits (R, C) up to probability ``top_p``. Also returns the mass (R,) of all C.
 
     Probabilities are among what ``top_k`` left, else among ``scaled`` (R, V).
@@ -283,7 +350,9 @@ def top_p(ranked: mx.array, rows: Sequence[SamplingRow], scaled: mx.array) -> tu
     probabilities = mx.exp(ranked - total)
     cumulative = mx.cumsum(probabilities, axis=-1)
     most = _column([row.params.top_p for row in rows])
-    return mx.where((cumulative - probabilities < most) | (most >= 1), ranked, -mx.inf), cumulative[:, -1]
+    return mx.where(
+        (cumulative - probabilities < most) | (most >= 1), ranked, -mx.inf
+    ), cumulative[:, -1]
 
 
 def min_p(scaled: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
@@ -291,20 +360,26 @@ def min_p(scaled: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
     least = [row.params.min_p for row in rows]
     if not any(least):
         return scaled
-    floor = mx.max(scaled, axis=-1, keepdims=True) + mx.log(_column(least))  # -inf where it is 0
+    # -inf where it is 0
+    floor = mx.max(scaled, axis=-1, keepdims=True) + mx.log(_column(least))
     return mx.where(scaled >= floor, scaled, -mx.inf)
 
 
-def _draw(scaled: mx.array, noise: mx.array, rows: Sequence[SamplingRow]) -> mx.array:  # (R, V) -> (R,)
+# (R, V) -> (R,)
+def _draw(scaled: mx.array, noise: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
     return mx.argmax(min_p(scaled, rows) + noise, axis=-1)
 
 
-def _draw_sorted(scaled: mx.array, noise: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
+def _draw_sorted(
+    scaled: mx.array, noise: mx.array, rows: Sequence[SamplingRow]
+) -> mx.array:
     """Draw with ``top_k`` or ``top_p`` from logits (R, V) -> (R,)."""
     return _draw_among(scaled, noise, rows, NUM_CANDIDATES)
 
 
-def _draw_among(scaled: mx.array, noise: mx.array, rows: Sequence[SamplingRow], count: int) -> mx.array:
+def _draw_among(
+    scaled: mx.array, noise: mx.array, rows: Sequence[SamplingRow], count: int
+) -> mx.array:
     """Sort ``count`` tokens first, and more for rows that may draw beyond them."""
     # On a GPU the check that they suffice costs more than to sort all.
     size = scaled.shape[-1]
@@ -312,15 +387,21 @@ def _draw_among(scaled: mx.array, noise: mx.array, rows: Sequence[SamplingRow], 
         return _draw_in_order(scaled, noise, rows, mx.argsort(-scaled, axis=-1))[0]
     candidates = largest(scaled, count)
     order = mx.argsort(-mx.take_along_axis(scaled, candidates, axis=-1), axis=-1)
-    tokens, mass = _draw_in_order(scaled, noise, rows, mx.take_along_axis(candidates, order, axis=-1))
+    tokens, mass = _draw_in_order(
+        scaled, noise, rows, mx.take_along_axis(candidates, order, axis=-1)
+    )
     may_miss = [not 0 < row.params.top_k <= count for row in rows]
     held: Any = mass.tolist() if any(may_miss) else []
     for index, row in enumerate(rows):
-        if may_miss[index] and (row.params.top_k > count or held[index] < row.params.top_p):
+        if may_miss[index] and (
+            row.params.top_k > count or held[index] < row.params.top_p
+        ):
             own = slice(index, index + 1)
             is_near = 2 * held[index] >= row.params.top_p
             more = count * MORE_CANDIDATES if is_near else size
-            tokens = _merge(tokens, [index], _draw_among(scaled[own], noise[own], [row], more))
+            tokens = _merge(
+                tokens, [index], _draw_among(scaled[own], noise[own], [row], more)
+            )
     return tokens
 
 
@@ -328,9 +409,15 @@ def _draw_in_order(
     scaled: mx.array, noise: mx.array, rows: Sequence[SamplingRow], order: mx.array
 ) -> tuple[mx.array, mx.array]:
     """Draw among sorted tokens ``order`` (R, C). Also returns their probability mass (R,)."""
-    ranked, mass = top_p(top_k(mx.take_along_axis(scaled, order, axis=-1), rows), rows, scaled)
+    ranked, mass = top_p(
+        top_k(mx.take_along_axis(scaled, order, axis=-1), rows), rows, scaled
+    )
     # Noise belongs to token ids, so that almost equal logits that swap ranks keep their draws.
-    best = mx.argmax(min_p(ranked, rows) + mx.take_along_axis(noise, order, axis=-1), axis=-1, keepdims=True)
+    best = mx.argmax(
+        min_p(ranked, rows) + mx.take_along_axis(noise, order, axis=-1),
+        axis=-1,
+        keepdims=True,
+    )
     return mx.take_along_axis(order, best, axis=-1)[:, 0], mass
 
 
@@ -338,11 +425,16 @@ def _column(values: Sequence[float]) -> mx.array:  # (R, 1) float32
     return mx.array(list(values), dtype=mx.float32)[:, None]
 
 
-def _merge(tokens: mx.array, places: Sequence[int], chosen: mx.array) -> mx.array:  # (B,), with (R,) at places
+# (B,), with (R,) at places
+def _merge(tokens: mx.array, places: Sequence[int], chosen: mx.array) -> mx.array:
     if len(places) == tokens.size:
         return chosen
-    source = mx.array([places.index(i) if i in places else 0 for i in range(tokens.size)])
-    return mx.where(mx.array([i in places for i in range(tokens.size)]), chosen[source], tokens)
+    source = mx.array(
+        [places.index(i) if i in places else 0 for i in range(tokens.size)]
+    )
+    return mx.where(
+        mx.array([i in places for i in range(tokens.size)]), chosen[source], tokens
+    )
 
 
 def _noise(row: SamplingRow, size: int) -> mx.array:
@@ -352,5 +444,7 @@ def _noise(row: SamplingRow, size: int) -> mx.array:
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & mask
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & mask
     own = size if row.vocabulary is None else row.vocabulary
-    noise = exponentials.gumbel(mx.random.uniform(shape=(own,), key=mx.random.key(value ^ (value >> 31))))
+    noise = exponentials.gumbel(
+        mx.random.uniform(shape=(own,), key=mx.random.key(value ^ (value >> 31)))
+    )
     return noise if own == size else mx.pad(noise, (0, size - own))

@@ -27,7 +27,8 @@ class PrefillRow:
     length: int
     done: int
     atomic: tuple[tuple[int, int], ...] = ()  # spans that no chunk cuts
-    stops: tuple[int, ...] = ()  # a chunk ends at each, or before the span that holds it
+    # a chunk ends at each, or before the span that holds it
+    stops: tuple[int, ...] = ()
     priority: int = 0
     waited: float = 0.0  # seconds since submission
     ends: tuple[int, ...] = ()  # if any, the only ends of chunks, whatever the budget
@@ -43,20 +44,34 @@ class Scheduler:
     def __init__(self, config: Policy) -> None:
         self.config = config
         self.most_rows = config.max_rows or config.most_rows
-        self.limit = None if config.max_rows else RowLimit(config.first_rows, self.most_rows, gap=config.token_gap)
+        self.limit = (
+            None
+            if config.max_rows
+            else RowLimit(config.first_rows, self.most_rows, gap=config.token_gap)
+        )
         self.most_live = self.most_rows
         self._is_plain = False
         self._ended = 0  # rows that ended since ``most_live`` changed
 
     @property
     def num_places(self) -> int:
-        return self.most_live if self.limit is None else min(self.most_live, self.limit.rows)
+        return (
+            self.most_live
+            if self.limit is None
+            else min(self.most_live, self.limit.rows)
+        )
 
-    def record(self, rows: int, seconds: float, tokens: int, *, are_waiting: bool) -> None:
+    def record(
+        self, rows: int, seconds: float, tokens: int, *, are_waiting: bool
+    ) -> None:
         """Record a step. The limit counts decode-only steps that follow another."""
         was_plain, self._is_plain = self._is_plain, not tokens
         if self.limit is not None and was_plain and self._is_plain:
-            self.limit.record(rows, seconds, are_waiting=are_waiting and self.most_live > self.limit.rows)
+            self.limit.record(
+                rows,
+                seconds,
+                are_waiting=are_waiting and self.most_live > self.limit.rows,
+            )
 
     def run_out(self, num_live: int) -> None:
         """Record that so many rows did not fit."""
@@ -70,14 +85,17 @@ class Scheduler:
         if self._ended >= self.most_live:
             self.most_live, self._ended = self.most_live + 1, 0
 
-    def most_encoded(self, is_decoding: bool, seconds: float, pending: int, *, has_begun: bool) -> int:
+    def most_encoded(
+        self, is_decoding: bool, seconds: float, pending: int, *, has_begun: bool
+    ) -> int:
         """Return the next encoder call's most requests, 0 after ``encode_seconds`` beside decoding rows.
 
         Without such rows it is 0 once ``pending`` tokens fill a step.
         """
         config, most = self.config, self.config.encode_together
         if is_decoding:
-            is_enough, most = seconds >= config.encode_seconds, -(-most // config.beside_decode)
+            is_enough = seconds >= config.encode_seconds
+            most = -(-most // config.beside_decode)
         else:
             is_enough = pending >= config.idle_budget
         return 0 if has_begun and is_enough else most
@@ -92,7 +110,9 @@ class Scheduler:
         pad_to = self.config.pad_to
         least = self.config.smallest_chunk if pad_to else 0
         keys = [(row.client, self._prefill_urgency(row)) for row in prefill]
-        order = self.share_out([(*key, key[1]) for key in keys], Counter(client for client, _ in keys))
+        order = self.share_out(
+            [(*key, key[1]) for key in keys], Counter(client for client, _ in keys)
+        )
         for row in [prefill[at] for at in order]:
             if row.done == row.length:  # all of it was cached
                 chunks.append(Work((row.request_id,), row.done, row.done))
@@ -109,13 +129,17 @@ class Scheduler:
                     room = padded_length(budget, pad_to) if budget >= pad_to else budget
                 room = min(room, self.config.max_chunk)
                 fixed = next((end for end in row.ends if end > row.done), None)
-                end = fixed or chunk_end(row.done, row.length, room, row.atomic, row.stops)
+                end = fixed or chunk_end(
+                    row.done, row.length, room, row.atomic, row.stops
+                )
                 chunks.append(Work((row.request_id,), row.done, end))
                 budget -= end - row.done
                 row = replace(row, done=end)
         return tuple(chunks)
 
-    def share_out(self, rows: Sequence[tuple[int, Any, Any]], placed: Mapping[int, int]) -> list[int]:
+    def share_out(
+        self, rows: Sequence[tuple[int, Any, Any]], placed: Mapping[int, int]
+    ) -> list[int]:
         """Return the rows' order for places: the client with the fewest is next, then the smallest key.
 
         Args:
@@ -124,7 +148,10 @@ class Scheduler:
         lines: dict[int, deque[int]] = {}
         for at in sorted(range(len(rows)), key=lambda at: rows[at][1]):
             lines.setdefault(rows[at][0], deque()).append(at)
-        heap = [(placed.get(client, 0), rows[line[0]][2], line[0], client) for client, line in lines.items()]
+        heap = [
+            (placed.get(client, 0), rows[line[0]][2], line[0], client)
+            for client, line in lines.items()
+        ]
         heapq.heapify(heap)
         order = []
         while heap:
@@ -132,7 +159,9 @@ class Scheduler:
             order.append(lines[client].popleft())
             if lines[client]:
                 following = lines[client][0]
-                heapq.heapreplace(heap, (count + 1, rows[following][2], following, client))
+                heapq.heapreplace(
+                    heap, (count + 1, rows[following][2], following, client)
+                )
             else:
                 heapq.heappop(heap)
         return order

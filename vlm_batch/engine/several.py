@@ -11,7 +11,10 @@ from vlm_batch.types import Event, Result
 class Several:
     def __init__(self, request_id: str, n: int) -> None:
         self.request_id = request_id
-        self.row_ids = (request_id, *(sibling_id(request_id, index) for index in range(1, n)))
+        self.row_ids = (
+            request_id,
+            *(sibling_id(request_id, index) for index in range(1, n)),
+        )
         self._ended: dict[int, Result] = {}
 
     def take(self, event: Event) -> Event:
@@ -24,4 +27,10 @@ class Several:
         if len(self._ended) == len(self.row_ids):
             first, *others = (self._ended[at] for at in range(len(self.row_ids)))
             whole = replace(first, others=tuple(others))
-        return replace(event, request_id=self.request_id, index=index, answer=self._ended[index], result=whole)
+        return replace(
+            event,
+            request_id=self.request_id,
+            index=index,
+            answer=self._ended[index],
+            result=whole,
+        )

@@ -70,7 +70,8 @@ class FreeShapes:
     padding: int = 0  # chunks have multiples of so many positions; 0: any
     most_prompts: int = 1  # whole prompts that may share an array
     fill: int = 0  # padding positions that saving a forward is worth
-    short_rows: int = 0  # tokens of rows that may share a slab in ``Placement.ROWS``, too
+    # tokens of rows that may share a slab in ``Placement.ROWS``, too
+    short_rows: int = 0
 
     #: Whether a row may continue from any position, decoded ones included.
     goes_on_anywhere = True
@@ -78,12 +79,19 @@ class FreeShapes:
     settings: Mapping[str, str] = field(default_factory=dict, init=False)
 
     @classmethod
-    def of(cls, adapter: ModelAdapter, kv: KVQuantisation | None, policy: Policy) -> FreeShapes:
+    def of(
+        cls, adapter: ModelAdapter, kv: KVQuantisation | None, policy: Policy
+    ) -> FreeShapes:
         fresh = adapter.make_cache(kv)
         can_pad = pads(adapter, fresh)
         padding = policy.pad_to if can_pad else 0
         fill = policy.smallest_chunk // 2 if padding else 0
-        if policy.placement == "rows" and adapter.is_causal and adapter.scores_chunks and can_fill(fresh):
+        if (
+            policy.placement == "rows"
+            and adapter.is_causal
+            and adapter.scores_chunks
+            and can_fill(fresh)
+        ):
             fill = FEW_POSITIONS if can_pad else MORE_POSITIONS
         most = policy.prefill_together if shares(adapter, fresh) else 1
         short = policy.short_rows if kv is None else 0
@@ -117,22 +125,50 @@ class FreeShapes:
 
     def groups(self, lengths: Sequence[int]) -> list[list[int]]:
         """Group whole prompts that share an array, as indices of ``lengths``."""
-        return together(lengths, self.most_prompts, self.policy.together_tokens, self.padding, self.fill)
+        return together(
+            lengths,
+            self.most_prompts,
+            self.policy.together_tokens,
+            self.padding,
+            self.fill,
+        )
 
     def prefill_call(
-        self, begin: int, ends: Sequence[int], *, is_whole: bool = False, is_scored: bool = False
+        self,
+        begin: int,
+        ends: Sequence[int],
+        *,
+        is_whole: bool = False,
+        is_scored: bool = False,
     ) -> tuple[int, int, Call]:
         """Return padded (rows, end, ``Call``) for each row's positions [begin, ends[i]). ``is_scored``: all get logits."""
         rows = padded_count(len(ends), self.padding)
-        return _prefill_call(begin, ends, rows, 0 if is_scored else self.padding, Call(is_scored=is_scored))
+        return _prefill_call(
+            begin,
+            ends,
+            rows,
+            0 if is_scored else self.padding,
+            Call(is_scored=is_scored),
+        )
 
     def arrays(self, context: int | None) -> list[tuple[int, int]]:
         """Return (rows, positions) of one-chunk prompts' arrays, single rows first."""
-        widths, most = _widths(self.policy.max_chunk, context, self.padding), self.policy.together_tokens
+        widths = _widths(self.policy.max_chunk, context, self.padding)
+        most = self.policy.together_tokens
         if not self.padding:
             return [(1, width) for width in widths]
-        counts = sorted({padded_count(count, self.padding) for count in range(1, self.most_prompts + 1)})
-        return [(count, width) for count in counts for width in widths if count == 1 or count * width <= most]
+        counts = sorted(
+            {
+                padded_count(count, self.padding)
+                for count in range(1, self.most_prompts + 1)
+            }
+        )
+        return [
+            (count, width)
+            for count in counts
+            for width in widths
+            if count == 1 or count * width <= most
+        ]
 
     # Decode steps
 
@@ -145,16 +181,27 @@ class FreeShapes:
         return rows
 
     def places(self, rows: int, most: int) -> int:
-        return min(1 << (rows - 1).bit_length(), most) if self.layout is Placement.SLAB and rows else rows
+        return (
+            min(1 << (rows - 1).bit_length(), most)
+            if self.layout is Placement.SLAB and rows
+            else rows
+        )
 
     def least_columns(self, tokens: int) -> int:
         """Return the fewest columns of a row's slab. Different ones decode apart."""
         return 0
 
     def columns(self, tokens: int, least: int = 0) -> int:
-        return max(least, slab.capacity_for(tokens) if self.layout is Placement.SLAB else round_up(tokens, SHORT_STEP))
+        return max(
+            least,
+            slab.capacity_for(tokens)
+            if self.layout is Placement.SLAB
+            else round_up(tokens, SHORT_STEP),
+        )
 
-    def placement(self, lengths: Sequence[int], now: Placement | None = None) -> Placement:
+    def placement(
+        self, lengths: Sequence[int], now: Placement | None = None
+    ) -> Placement:
         """Return the layout of rows of these lengths; ``now``: the present one. On a CPU, short rows of similar lengths
         share a slab.
         """
@@ -162,15 +209,24 @@ class FreeShapes:
             return self.layout
         are_there = now is Placement.SLAB
         longest, spread = max(lengths), 2 * SPREAD if are_there else SPREAD
-        is_short = longest <= (self.short_rows if are_there else self.short_rows - SPREAD)
+        is_short = longest <= (
+            self.short_rows if are_there else self.short_rows - SPREAD
+        )
         is_even = longest * len(lengths) - sum(lengths) <= spread * len(lengths)
         return Placement.SLAB if is_short and is_even else Placement.ROWS
 
     def layers(
-        self, caches: Sequence[Any], places: int, least: int = 0, placement: Placement | None = None
+        self,
+        caches: Sequence[Any],
+        places: int,
+        least: int = 0,
+        placement: Placement | None = None,
     ) -> list[LayerCache]:
         """Return an empty batch's layers for such caches."""
-        layers = [kind_of(single).batched(placement or self.layout, places) for single in caches]
+        layers = [
+            kind_of(single).batched(placement or self.layout, places)
+            for single in caches
+        ]
         for layer in layers:
             layer.configure(partial(self.columns, least=least), self.policy.few_bits)
         return layers
@@ -178,7 +234,9 @@ class FreeShapes:
     def decode_call(self) -> Call:
         return Call()
 
-    def counts_of(self, drafts: Sequence[int | None], placement: Placement) -> list[int] | None:
+    def counts_of(
+        self, drafts: Sequence[int | None], placement: Placement
+    ) -> list[int] | None:
         """Return each place's positions for these draft lengths (None: no row), or None."""
         return [1 + (count or 0) for count in drafts]
 
@@ -189,7 +247,9 @@ class FreeShapes:
     def steps(self, rows: int, longest: int) -> list[tuple[int, int]]:
         """Return (rows, columns) of decode steps, fewest columns first."""
         counts = [1 << power for power in range(rows.bit_length())]
-        widths = range(slab.CAPACITY_STEP, max(longest, slab.CAPACITY_STEP) + 1, slab.CAPACITY_STEP)
+        widths = range(
+            slab.CAPACITY_STEP, max(longest, slab.CAPACITY_STEP) + 1, slab.CAPACITY_STEP
+        )
         return [(count, columns) for columns in widths for count in counts]
 
 
@@ -226,10 +286,14 @@ class FixedShapes:
     def settings(self) -> Mapping[str, str]:
         padded = f"; padded to {self.pad_to}" if self.pad_to else ""
         joint = (
-            f"; in calls of {self.call_tokens} tokens, {self.call_patches} patches" if self.joint is not None else ""
+            f"; in calls of {self.call_tokens} tokens, {self.call_patches} patches"
+            if self.joint is not None
+            else ""
         )
         # named by the smallest number: a larger engine proves larger ones with the same bits
-        apart = "".join(f"; {name} as {counts[0]} rows" for name, counts in self.products)
+        apart = "".join(
+            f"; {name} as {counts[0]} rows" for name, counts in self.products
+        )
         return {
             "reproducible": f"as {self.counts[0]} rows{apart}; {self.layout.value}; grid {self.grid}{padded}{joint}"
         }
@@ -252,12 +316,15 @@ class FixedShapes:
         atomic = key.spans[len(key.pictures) :]
         chunks = tuple(pairwise((0, *self.ends(key.length, atomic))))
         rows = self.prompts(key.length, atomic)
-        beside = [rows] if rows > 1 else []  # a longer prompt's chunk of this length is alone
+        # a longer prompt's chunk of this length is alone
+        beside = [rows] if rows > 1 else []
         positions = key.positions.copy()
         for start, end in chunks:
             positions[start:end, 1:] ^= as_words(digest(["chunk", start, end, *beside]))
         answer = as_words(digest(["decoded", [int(word) for word in key.answer]]))
-        return replace(key, positions=positions, spans=(*key.spans, *chunks), answer=answer)
+        return replace(
+            key, positions=positions, spans=(*key.spans, *chunks), answer=answer
+        )
 
     # Pictures
 
@@ -267,7 +334,11 @@ class FixedShapes:
     def pictures(self, call: Any) -> int:
         """Return the pictures, idle ones included, of a tower's call."""
         most = filling(call.tower.count_patches(call, 0), self.call_patches)
-        return self.joint.pictures(most, call) if self.joint is not None and most > 1 else 1
+        return (
+            self.joint.pictures(most, call)
+            if self.joint is not None and most > 1
+            else 1
+        )
 
     # Prompts
 
@@ -279,7 +350,9 @@ class FixedShapes:
         ends: list[int] = []
         done = 0
         while done < length:
-            end = chunk_end(done, length, self.grid - done % self.grid, atomic, self.stops)
+            end = chunk_end(
+                done, length, self.grid - done % self.grid, atomic, self.stops
+            )
             done = length if length - end == 1 and end not in self.stops else end
             ends.append(done)
         return tuple(ends)
@@ -300,7 +373,8 @@ class FixedShapes:
         return self.joint.prompts(most, width) if most > 1 else 1
 
     def groups(self, lengths: Sequence[int]) -> list[list[int]]:
-        found: dict[tuple[int, int], list[int]] = {}  # by positions, and how many arrays of these are full
+        # by positions, and how many arrays of these are full
+        found: dict[tuple[int, int], list[int]] = {}
         sizes: dict[int, int] = {}
         for place, length in enumerate(lengths):
             width = self.positions(length)
@@ -312,15 +386,25 @@ class FixedShapes:
         return padded_length(count, self.pad_to)
 
     def prefill_call(
-        self, begin: int, ends: Sequence[int], *, is_whole: bool = False, is_scored: bool = False
+        self,
+        begin: int,
+        ends: Sequence[int],
+        *,
+        is_whole: bool = False,
+        is_scored: bool = False,
     ) -> tuple[int, int, Call]:
         rows = self._prompts(ends[0]) if is_whole and not is_scored else 1
-        is_apart = self.joint is not None and self.joint.attends_apart(rows, self.positions(ends[0] - begin))
-        call = Call(is_scored=is_scored, is_fixed=True, attends_apart=rows > 1 and is_apart)
+        is_apart = self.joint is not None and self.joint.attends_apart(
+            rows, self.positions(ends[0] - begin)
+        )
+        call = Call(
+            is_scored=is_scored, is_fixed=True, attends_apart=rows > 1 and is_apart
+        )
         return _prefill_call(begin, ends, rows, 0 if is_scored else self.pad_to, call)
 
     def arrays(self, context: int | None) -> list[tuple[int, int]]:
-        return [(1, width) for width in _widths(self.grid, context, self.pad_to)]  # idle rows fill them
+        # idle rows fill them
+        return [(1, width) for width in _widths(self.grid, context, self.pad_to)]
 
     # Decode steps
 
@@ -338,29 +422,46 @@ class FixedShapes:
         return next(count for count in self.counts if count >= rows) if rows else 0
 
     def least_columns(self, tokens: int) -> int:
-        has_own = self.layout is Placement.SLAB and self.widths and tokens > self.widths[-1]
+        has_own = (
+            self.layout is Placement.SLAB and self.widths and tokens > self.widths[-1]
+        )
         return self.columns(tokens) if has_own else 0
 
     def columns(self, tokens: int, least: int = 0) -> int:
         """Return the least sufficient of ``widths``, or a power of two."""
-        power = slab.CAPACITY_STEP << ((max(tokens, 1) - 1) // slab.CAPACITY_STEP).bit_length()
-        return max(least, next((width for width in self.widths if width >= tokens), power))
+        power = (
+            slab.CAPACITY_STEP
+            << ((max(tokens, 1) - 1) // slab.CAPACITY_STEP).bit_length()
+        )
+        return max(
+            least, next((width for width in self.widths if width >= tokens), power)
+        )
 
-    def placement(self, lengths: Sequence[int], now: Placement | None = None) -> Placement:
+    def placement(
+        self, lengths: Sequence[int], now: Placement | None = None
+    ) -> Placement:
         return self.layout
 
     def layers(
-        self, caches: Sequence[Any], places: int, least: int = 0, placement: Placement | None = None
+        self,
+        caches: Sequence[Any],
+        places: int,
+        least: int = 0,
+        placement: Placement | None = None,
     ) -> list[LayerCache]:
         layers = [kind_of(single).batched(self.layout, places) for single in caches]
         for layer in layers:
-            layer.configure(partial(self.columns, least=least), self.few_bits, always_masked=True)
+            layer.configure(
+                partial(self.columns, least=least), self.few_bits, always_masked=True
+            )
         return layers
 
     def decode_call(self) -> Call:
         return Call(is_fixed=True)
 
-    def counts_of(self, drafts: Sequence[int | None], placement: Placement) -> list[int] | None:
+    def counts_of(
+        self, drafts: Sequence[int | None], placement: Placement
+    ) -> list[int] | None:
         """As ``FreeShapes``, but the positions add up to one of ``counts``, and in slabs all are equal."""
         if placement is Placement.SLAB:
             count = 1 + max(count or 0 for count in drafts)
@@ -369,15 +470,24 @@ class FixedShapes:
         total = next((total for total in self.counts if total >= sum(counts)), None)
         if total is None:
             return None
-        counts[next((place for place, count in enumerate(drafts) if count is None), -1)] += total - sum(counts)
+        counts[
+            next((place for place, count in enumerate(drafts) if count is None), -1)
+        ] += total - sum(counts)
         return counts
 
     def has_room(self, longest: int, count: int) -> bool:
-        return self.layout is Placement.ROWS or self.columns(longest) == self.columns(longest + count - 1)
+        return self.layout is Placement.ROWS or self.columns(longest) == self.columns(
+            longest + count - 1
+        )
 
     def steps(self, rows: int, longest: int) -> list[tuple[int, int]]:
         counts = [count for count in self.counts if count <= self.group_size(rows)]
-        widths = sorted({self.columns(tokens) for tokens in range(1, longest + 1, slab.CAPACITY_STEP)})
+        widths = sorted(
+            {
+                self.columns(tokens)
+                for tokens in range(1, longest + 1, slab.CAPACITY_STEP)
+            }
+        )
         return [(count, columns) for columns in widths for count in counts]
 
 
@@ -399,7 +509,9 @@ def filling(size: int, room: int) -> int:
     return 1 << max(0, (room // max(size, 1)).bit_length() - 1)
 
 
-def chunk_end(done: int, length: int, room: int, atomic: Spans = (), stops: Sequence[int] = ()) -> int:
+def chunk_end(
+    done: int, length: int, room: int, atomic: Spans = (), stops: Sequence[int] = ()
+) -> int:
     """Return the end of a chunk from ``done``: after ``room`` positions, or at the first stop.
 
     It ends before a span that it would cut, or after one at its beginning.
@@ -427,7 +539,9 @@ def padded_count(count: int, pad_to: int) -> int:
     return power - power // 4 if count <= power - power // 4 else power
 
 
-def together(lengths: Sequence[int], most: int, most_tokens: int | None, pad_to: int, fill: int) -> list[list[int]]:
+def together(
+    lengths: Sequence[int], most: int, most_tokens: int | None, pad_to: int, fill: int
+) -> list[list[int]]:
     """Group whole prompts of one padded length, as indices of ``lengths``.
 
     A shorter group joins a longer one for under ``fill`` more positions.
@@ -449,8 +563,15 @@ def together(lengths: Sequence[int], most: int, most_tokens: int | None, pad_to:
     widest, longer = 0, list[int]()
     for width, group in sorted(groups, key=lambda pair: -pair[0]) if fill else ():
         count = len(longer) + len(group)
-        apart = padded_count(len(longer), pad_to) * widest + padded_count(len(group), pad_to) * width
-        if longer and has_room(count, widest) and padded_count(count, pad_to) * widest - apart < fill:
+        apart = (
+            padded_count(len(longer), pad_to) * widest
+            + padded_count(len(group), pad_to) * width
+        )
+        if (
+            longer
+            and has_room(count, widest)
+            and padded_count(count, pad_to) * widest - apart < fill
+        ):
             longer.extend(group)
             group.clear()
         else:
@@ -458,7 +579,9 @@ def together(lengths: Sequence[int], most: int, most_tokens: int | None, pad_to:
     return [group for _, group in groups if group]
 
 
-def _prefill_call(begin: int, ends: Sequence[int], rows: int, pad_to: int, call: Call) -> tuple[int, int, Call]:
+def _prefill_call(
+    begin: int, ends: Sequence[int], rows: int, pad_to: int, call: Call
+) -> tuple[int, int, Call]:
     end = begin + padded_length(max(ends) - begin, pad_to)
     filled = (*ends, *[ends[-1]] * (rows - len(ends)))
     is_asked = any(one < end for one in filled) or (call.is_fixed and rows > 1)
@@ -468,4 +591,9 @@ def _prefill_call(begin: int, ends: Sequence[int], rows: int, pad_to: int, call:
 def _widths(longest: int, context: int | None, pad_to: int) -> list[int]:
     """Return the padded lengths of one-chunk prompts; without padding, the longest."""
     most = longest if context is None else min(longest, context - 1)
-    return sorted({padded_length(length, pad_to) for length in range(1 if pad_to else most, most + 1)})
+    return sorted(
+        {
+            padded_length(length, pad_to)
+            for length in range(1 if pad_to else most, most + 1)
+        }
+    )

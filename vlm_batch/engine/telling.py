@@ -38,7 +38,9 @@ class Patience:
 
     def begin(self, *, beside_others: bool) -> None:
         """Begin a step."""
-        self.left = self._given = min(FORM_SECONDS, self._work) if beside_others else FORM_SECONDS
+        self.left = self._given = (
+            min(FORM_SECONDS, self._work) if beside_others else FORM_SECONDS
+        )
 
     def end(self, seconds: float) -> None:
         """End a step that took ``seconds``."""
@@ -58,7 +60,14 @@ class Patience:
 class Telling:
     """Reads launched work. ``untold``: rows whose forms still check their last token, with its log-probabilities."""
 
-    def __init__(self, rows: Rows, retry: Retry, reuse: Reuse, text: AnswerText, drafts: Drafts | None) -> None:
+    def __init__(
+        self,
+        rows: Rows,
+        retry: Retry,
+        reuse: Reuse,
+        text: AnswerText,
+        drafts: Drafts | None,
+    ) -> None:
         self._rows = rows
         self._retry = retry
         self._reuse = reuse
@@ -97,23 +106,31 @@ class Telling:
             if row.is_only_read and row.answer.ending is not None:
                 self._retry.attempt(row, self._end_held, row, row.answer.ending)
         for part in parts:
-            part.arrays.clear()  # the next chunk is written into what they are cut out of, if nobody holds them
+            # the next chunk is written into what they are cut out of, if nobody holds them
+            part.arrays.clear()
 
     def _end_held(self, row: Row, ending: Ending) -> None:
         """End a row that asks for no token. Raises FloatingPointError."""
         scores = row.answer.prompt_scores
         told = () if scores is None else scores.read()
         if any(one is not None and math.isnan(one.logprob) for one in told):
-            raise FloatingPointError("the prompt's logits are not finite (NaN or infinity): the model overflows on it")
+            raise FloatingPointError(
+                "the prompt's logits are not finite (NaN or infinity): the model overflows on it"
+            )
         self._rows.finish(row, ending)
 
     def _take(
-        self, flight: Flight, tokens: Sequence[int], highest: Sequence[float], logprobs: Mapping[int, TokenLogprobs]
+        self,
+        flight: Flight,
+        tokens: Sequence[int],
+        highest: Sequence[float],
+        logprobs: Mapping[int, TokenLogprobs],
     ) -> None:
         """Append tokens to rows. Complete rows and those with non-finite logits end."""
         drafted: Row | None = None
         for index, row in enumerate(flight.rows):
-            if not flight.is_for(index) or row is drafted:  # it has ended, or has its tokens
+            # it has ended, or has its tokens
+            if not flight.is_for(index) or row is drafted:
                 continue
             if row.answer.ahead:
                 self._take_drafted(row, flight, index, tokens, highest, logprobs)
@@ -128,7 +145,8 @@ class Telling:
                     self._tell(row, tokens[index], logprobs.get(index))
                 elif self._retry.attempt(row, row.answer.guide.feed, tokens[index]):
                     self._wait(row, tokens[index], logprobs.get(index))
-            elif row.answer.ending is not None and row.answer.known_token is None:  # recomputed to its end
+            elif row.answer.ending is not None and row.answer.known_token is None:
+                # recomputed to its end
                 self._retry.attempt(row, self._rows.finish, row, row.answer.ending)
 
     def _take_drafted(
@@ -157,7 +175,13 @@ class Telling:
                     self._wait(row, tokens[place], logprobs.get(place))
                     break
             if told is None:
-                told = attempt([row], row.take, tokens[place], logprobs.get(place), self._text.decode)
+                told = attempt(
+                    [row],
+                    row.take,
+                    tokens[place],
+                    logprobs.get(place),
+                    self._text.decode,
+                )
             if not isinstance(told, Event):
                 break
             self._rows.events.append(told)

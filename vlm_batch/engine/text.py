@@ -35,7 +35,10 @@ class Detokenizer:
         if unfinished or len(text) <= self._given:
             if len(self._tokens) - self._emitted <= MOST_HELD:
                 return ""
-            if not self._decode([token]) and self._decode(self._tokens[self._context : -1]) == text:
+            if (
+                not self._decode([token])
+                and self._decode(self._tokens[self._context : -1]) == text
+            ):
                 del self._tokens[-1]  # a token without text; there may be thousands
                 return ""
             context = len(self._tokens) - DECODED_AGAIN
@@ -68,14 +71,17 @@ class StopStrings:
         self._firsts = frozenset(stop[0] for stop in stops)
         self._root = self._state = (0, len(self._stops), 0)
         #: For each prefix: the longest other prefix and the longest stop string that it ends with.
-        self._links: dict[_Beginning, tuple[_Beginning, str]] = {self._root: (self._root, "")}
+        self._links: dict[_Beginning, tuple[_Beginning, str]] = {
+            self._root: (self._root, "")
+        }
 
     def feed(self, piece: str) -> tuple[str, str | None]:
         """Return the safe text and the matched stop string."""
         before, held = self._state, self._state[2]
         if not held and self._firsts.isdisjoint(piece):
             return piece, None
-        found: list[tuple[int, int, str]] = []  # (begin, -length, stop string): the longest first
+        # (begin, -length, stop string): the longest first
+        found: list[tuple[int, int, str]] = []
         for end, character in enumerate(piece, held + 1):
             self._state = self._next(self._state, character)
             if stop := self._links[self._state][1]:
@@ -108,7 +114,10 @@ class StopStrings:
         assert longer is not None
         for one in reversed(made):
             stop = self._stops[one[0]]
-            self._links[one] = longer, stop if len(stop) == one[2] else self._links[longer][1]
+            self._links[one] = (
+                longer,
+                stop if len(stop) == one[2] else self._links[longer][1],
+            )
             longer = one
         return longer
 
@@ -119,7 +128,11 @@ class StopStrings:
         first = bisect_left(self._stops, character, first, end, key=key)
         if first == end or _character(length, self._stops[first]) != character:
             return None
-        return first, bisect_right(self._stops, character, first, end, key=key), length + 1
+        return (
+            first,
+            bisect_right(self._stops, character, first, end, key=key),
+            length + 1,
+        )
 
 
 def _character(at: int, text: str) -> str:

@@ -44,19 +44,27 @@ class TrialRow:
 class Trial:
     """Runs made-up prompts in an engine's shapes. Raises what the model raises."""
 
-    def __init__(self, adapter: ModelAdapter, kv: KVQuantisation | None, shapes: Shapes) -> None:
+    def __init__(
+        self, adapter: ModelAdapter, kv: KVQuantisation | None, shapes: Shapes
+    ) -> None:
         self.adapter = adapter
         self.kv = kv
         self.shapes = shapes
 
     def prompt(self, length: int, seed: int = 0) -> Encoded:
         """Return a prompt of random tokens."""
-        ids = np.random.RandomState(seed).randint(FIRST_ID, LAST_ID + 1, size=(1, length))
+        ids = np.random.RandomState(seed).randint(
+            FIRST_ID, LAST_ID + 1, size=(1, length)
+        )
         call = replace(self.shapes.encode_call(), is_made_up=True)
         return self.adapter.encode({"input_ids": mx.array(ids, dtype=mx.int32)}, call)
 
     def prefilled(
-        self, prompts: Sequence[Encoded], *, is_whole: bool = True, makes_plans: bool = False
+        self,
+        prompts: Sequence[Encoded],
+        *,
+        is_whole: bool = True,
+        makes_plans: bool = False,
     ) -> tuple[mx.array, list[Any], int]:
         """Prefill prompts lazily in one forward. Returns logits (R, V), the shared cache, its positions.
 
@@ -64,10 +72,14 @@ class Trial:
             is_whole: in the shape of whole prompts.
         """
         is_whole = is_whole and self.shapes.shares(prompts[0])
-        rows, end, call = self.shapes.prefill_call(0, [prompt.length for prompt in prompts], is_whole=is_whole)
+        rows, end, call = self.shapes.prefill_call(
+            0, [prompt.length for prompt in prompts], is_whole=is_whole
+        )
         cache = self.adapter.make_cache(self.kv)
         filled = [*prompts, *[prompts[-1]] * (rows - len(prompts))]
-        logits = self.adapter.prefill(filled, cache, 0, end, replace(call, makes_plans=makes_plans))
+        logits = self.adapter.prefill(
+            filled, cache, 0, end, replace(call, makes_plans=makes_plans)
+        )
         return logits, cache, end
 
     def row(self, length: int, seed: int = 0) -> TrialRow:
@@ -79,7 +91,9 @@ class Trial:
         mx.eval(logits, [layer.state for layer in cache])
         copied = tuple(CopiedState.of(layer, encoded.length) for layer in cache)
         mx.eval([array for state in copied for array in state.arrays()])
-        answer = np.random.RandomState(seed + 1).randint(FIRST_ID, LAST_ID + 1, size=ANSWER)
+        answer = np.random.RandomState(seed + 1).randint(
+            FIRST_ID, LAST_ID + 1, size=ANSWER
+        )
         return TrialRow(encoded, copied, tuple(int(token) for token in answer))
 
     def steps(
@@ -91,7 +105,9 @@ class Trial:
         decode: Callable[[DecodeStep], mx.array] | None = None,
     ) -> Iterator[mx.array]:
         """Decode copies of rows without end, beside idle places. Yields lazy logits (places, V)."""
-        decode = decode or (lambda step: self.adapter.decode(step, self.shapes.decode_call()))
+        decode = decode or (
+            lambda step: self.adapter.decode(step, self.shapes.decode_call())
+        )
         layers = self.shapes.layers(rows[0].restored(), places, columns)
         for layer in layers:
             layer.resize(places)
@@ -103,8 +119,13 @@ class Trial:
         extras = [*(row.encoded.decode for row in rows), *({} for _ in range(idle))]
         first = [row.encoded.length + row.encoded.position.delta for row in rows]
         for step in count():
-            tokens = mx.array([*(row.answer[step % ANSWER] for row in rows), *[0] * idle], dtype=mx.int32)
-            positions = mx.array([*(at + step for at in first), *[0] * idle], dtype=mx.int32)
+            tokens = mx.array(
+                [*(row.answer[step % ANSWER] for row in rows), *[0] * idle],
+                dtype=mx.int32,
+            )
+            positions = mx.array(
+                [*(at + step for at in first), *[0] * idle], dtype=mx.int32
+            )
             yield decode(DecodeStep(tokens[:, None], positions, layers, extras))
 
 
@@ -117,9 +138,12 @@ class Asked:
     at: int = 0
 
 
-def played(engine: BatchGenerator, asked: Sequence[Asked]) -> list[tuple[Result, list[mx.array]]]:
+def played(
+    engine: BatchGenerator, asked: Sequence[Asked]
+) -> list[tuple[Result, list[mx.array]]]:
     """Run requests to their ends. Returns results and each token's logits (V,)."""
-    recorded: list[dict[int, mx.array]] = [{} for _ in asked]  # by step; wrong drafts are overwritten
+    # by step; wrong drafts are overwritten
+    recorded: list[dict[int, mx.array]] = [{} for _ in asked]
     results: dict[int, Result] = {}
 
     def recording(logits: mx.array, rows: Sequence[SamplingRow]) -> Any:
@@ -133,9 +157,16 @@ def played(engine: BatchGenerator, asked: Sequence[Asked]) -> list[tuple[Result,
     while due or engine.has_work:
         while due and asked[due[0]].at <= step:
             index = due.pop(0)
-            engine.insert(str(index), as_mlx(asked[index].inputs), replace(asked[index].params, seed=index))
+            engine.insert(
+                str(index),
+                as_mlx(asked[index].inputs),
+                replace(asked[index].params, seed=index),
+            )
         for event in engine.step():
             if event.result is not None:
                 results[int(event.request_id)] = event.result
         step += 1
-    return [(results[index], [one for _, one in sorted(recorded[index].items())]) for index in range(len(asked))]
+    return [
+        (results[index], [one for _, one in sorted(recorded[index].items())])
+        for index in range(len(asked))
+    ]

@@ -19,7 +19,9 @@ from vlm_batch.types import SamplingParams
 LENGTH = 32
 
 
-def forwards(trial: Trial, decode: Callable[[DecodeStep], mx.array], sampler: Sampler, most: int) -> Iterator[None]:
+def forwards(
+    trial: Trial, decode: Callable[[DecodeStep], mx.array], sampler: Sampler, most: int
+) -> Iterator[None]:
     """Run a forward per ``next``: single prompts, decode steps of up to ``most`` rows, arrays of prompts."""
     arrays = trial.shapes.arrays(trial.adapter.max_context)
     alone = [shape for shape in arrays if shape[0] == 1]

@@ -35,10 +35,12 @@ class Part:
     """Launched work of some rows."""
 
     rows: Sequence[Row]
-    logits: mx.array | None = None  # (R, V) for their next tokens, if the work gives any
+    # (R, V) for their next tokens, if the work gives any
+    logits: mx.array | None = None
     arrays: list[mx.array] = field(default_factory=list)  # further arrays to wait for
     is_held: bool = False  # the choice depends on tokens that must be read first
-    ahead: tuple[int, ...] = ()  # K drafted tokens of the only row, whose logits are (1 + K, V)
+    # K drafted tokens of the only row, whose logits are (1 + K, V)
+    ahead: tuple[int, ...] = ()
 
     def without(self, row: Row) -> list[Part]:
         """Return the part without a row in a list, empty if none is left."""
@@ -46,7 +48,11 @@ class Part:
         if len(places) == len(self.rows) or self.logits is None:
             return [self]
         rows = [self.rows[place] for place in places]
-        return [replace(self, rows=rows, logits=self.logits[mx.array(places)])] if rows else []
+        return (
+            [replace(self, rows=rows, logits=self.logits[mx.array(places)])]
+            if rows
+            else []
+        )
 
 
 #: A row's part, and what it launches.
@@ -63,13 +69,20 @@ class Failed:
 
 
 def attempt(
-    rows: Sequence[Row], work: Callable[..., T], *arguments: Any, is_shared: bool = False, **how: Any
+    rows: Sequence[Row],
+    work: Callable[..., T],
+    *arguments: Any,
+    is_shared: bool = False,
+    **how: Any,
 ) -> T | Failed:
     """Run rows' work. Returns its result or ``Failed``. Ctrl-C on the main thread is raised."""
     try:
         return work(*arguments, **how)
     except BaseException as error:
-        if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+        if (
+            isinstance(error, KeyboardInterrupt)
+            and threading.current_thread() is threading.main_thread()
+        ):
             raise
         # frees the arrays that the frames of its traceback hold
         return Failed(rows, let_go(error), is_shared)
@@ -80,13 +93,23 @@ def note_again(num_rows: int, error: BaseException) -> None:
 
     Nobody gets the error if all rows succeed then, as after a fault of the engine's own.
     """
-    logger.warning("a step failed; %d requests are computed again: %s", num_rows, describe(error), exc_info=error)
+    logger.warning(
+        "a step failed; %d requests are computed again: %s",
+        num_rows,
+        describe(error),
+        exc_info=error,
+    )
 
 
 def launch(made: Iterable[Made | Failed]) -> list[Part | Failed]:
     """Launch parts' arrays in one call, since each call costs on a GPU; if that raises, each part's alone."""
     found = list(made)
-    if attempt([], mx.async_eval, [one[1] for one in found if not isinstance(one, Failed)]) is not None:
+    if (
+        attempt(
+            [], mx.async_eval, [one[1] for one in found if not isinstance(one, Failed)]
+        )
+        is not None
+    ):
         for at, one in enumerate(found):
             if not isinstance(one, Failed):
                 found[at] = attempt(one[0].rows, mx.async_eval, one[1]) or one
@@ -100,16 +123,25 @@ def checked_logits(found: Any, shape: tuple[int, ...]) -> mx.array:
     """Return a logits processor's result, at most float32 wide. Raises ValueError for another shape, or no real numbers."""
     if not isinstance(found, mx.array) or found.shape != shape:
         said = found.shape if isinstance(found, mx.array) else type(found).__name__
-        raise ValueError(f"a logits processor must return logits of shape {shape}, not {said}")
+        raise ValueError(
+            f"a logits processor must return logits of shape {shape}, not {said}"
+        )
     if not mx.issubdtype(found.dtype, mx.floating):
-        raise ValueError(f"a logits processor must return logits of a floating type, not {found.dtype}")
+        raise ValueError(
+            f"a logits processor must return logits of a floating type, not {found.dtype}"
+        )
     return found.astype(mx.float32) if found.dtype == mx.float64 else found
 
 
 def check_encoded(encoded: Encoded) -> None:
     """Raise ValueError unless a prompt's embeddings are real numbers (1, L, D)."""
     embeds, length = encoded.inputs_embeds, int(encoded.inputs_embeds.shape[1])
-    if embeds.ndim != 3 or embeds.shape[0] != 1 or not length or not mx.issubdtype(embeds.dtype, mx.floating):
+    if (
+        embeds.ndim != 3
+        or embeds.shape[0] != 1
+        or not length
+        or not mx.issubdtype(embeds.dtype, mx.floating)
+    ):
         raise ValueError(
             f"the prompt's embeddings have the shape {embeds.shape} and the type {embeds.dtype}; they must be real numbers "
             "(1, L, D)"

@@ -13,10 +13,23 @@ from typing import Any, Literal
 import numpy as np
 
 from vlm_batch.errors import InvalidAudio, describe
-from vlm_batch.inputs.fetch import Cancelled, Fetched, Unreadable, fetch, is_data_uri, name_medium
+from vlm_batch.inputs.fetch import (
+    Cancelled,
+    Fetched,
+    Unreadable,
+    fetch,
+    is_data_uri,
+    name_medium,
+)
 from vlm_batch.inputs.images import pass_on_ctrl_c
 from vlm_batch.inputs.joined import parts_of
-from vlm_batch.inputs.tracks import MAX_MISSING_SHARE, UNKNOWN_BYTES, container_at, container_of, opened_track
+from vlm_batch.inputs.tracks import (
+    MAX_MISSING_SHARE,
+    UNKNOWN_BYTES,
+    container_at,
+    container_of,
+    opened_track,
+)
 from vlm_batch.types import Audio, AudioInput, FetchPolicy
 
 #: Most seconds of recordings in one request: 115 MB of samples at 16 kHz, and as much again for the spectrogram.
@@ -30,8 +43,12 @@ RATES = (1_000, 768_000)
 _BLOCK = 1 << 18
 #: First bytes, and libsndfile's names, of the formats that are read.
 _BEGINNINGS = (b"RIFF", b"RIFX", b"RF64", b"fLaC", b"OggS", b"ID3", b"FORM", b"caff")
-_FORMATS = frozenset({"WAV", "WAVEX", "RF64", "FLAC", "OGG", "MP3", "MPEG", "AIFF", "CAF"})
-FORMATS = "wav, flac, mp3, ogg, aiff, caf or aac, nor a file of mp4, mov, mkv, webm or avi"
+_FORMATS = frozenset(
+    {"WAV", "WAVEX", "RF64", "FLAC", "OGG", "MP3", "MPEG", "AIFF", "CAF"}
+)
+FORMATS = (
+    "wav, flac, mp3, ogg, aiff, caf or aac, nor a file of mp4, mov, mkv, webm or avi"
+)
 #: Largest float sample. Larger values mean another scale than -1..1; clipping overshoots by a few decibels only.
 _LOUDEST = 16.0
 
@@ -47,9 +64,16 @@ class Sound:
 
 def as_audio(source: AudioInput) -> Audio:
     audio = (
-        source if isinstance(source, Audio) else _of_mapping(source) if isinstance(source, Mapping) else Audio(source)
+        source
+        if isinstance(source, Audio)
+        else _of_mapping(source)
+        if isinstance(source, Mapping)
+        else Audio(source)
     )
-    if isinstance(audio.source, (str, Path, bytes, bytearray, memoryview, BytesIO, IOBase, Fetched)):
+    if isinstance(
+        audio.source,
+        (str, Path, bytes, bytearray, memoryview, BytesIO, IOBase, Fetched),
+    ):
         return audio
     if audio.rate is None:
         raise InvalidAudio(
@@ -87,10 +111,14 @@ def own_audio(audio: Audio, policy: FetchPolicy) -> Audio:
         raise
     except BaseException as error:
         pass_on_ctrl_c(error)
-        raise InvalidAudio(f"{describe_audio(audio)} cannot be read: {describe(error)}") from error
+        raise InvalidAudio(
+            f"{describe_audio(audio)} cannot be read: {describe(error)}"
+        ) from error
 
 
-def fetch_audio(audio: Audio, policy: FetchPolicy, cancelled: Cancelled | None = None) -> Audio:
+def fetch_audio(
+    audio: Audio, policy: FetchPolicy, cancelled: Cancelled | None = None
+) -> Audio:
     """Read the recording's path or URL into memory."""
     if not isinstance(audio.source, (str, Path)):
         return audio
@@ -112,7 +140,11 @@ def load_audio(
     ``max_seconds`` is checked on the header and while decoding. Raises InvalidAudio or OperationCancelled.
     """
     cancelled = cancelled or Cancelled()
-    audio = fetch_audio(own_audio(as_audio(audio), policy or FetchPolicy()), policy or FetchPolicy(), cancelled)
+    audio = fetch_audio(
+        own_audio(as_audio(audio), policy or FetchPolicy()),
+        policy or FetchPolicy(),
+        cancelled,
+    )
     parts: list[np.ndarray] = []
     count = 0
     with _blocks(audio, cancelled, is_whole=True) as (own_rate, announced, blocks):
@@ -133,13 +165,16 @@ def load_audio(
 
 def _check_all_there(announced: int, count: int, name: str) -> None:
     if announced - count > MAX_MISSING_SHARE * announced:
-        raise InvalidAudio(f"{name} is damaged: its header says {announced:,} samples, and it ends after {count:,}")
+        raise InvalidAudio(
+            f"{name} is damaged: its header says {announced:,} samples, and it ends after {count:,}"
+        )
 
 
 def check_seconds(seconds: float, most: float | None, name: str) -> None:
     if most is not None and seconds > most:
         raise InvalidAudio(
-            f"{name}: {seconds:,.1f} s of sound; at most {most:,g} s are read", advice=" (Limits.audio_seconds)"
+            f"{name}: {seconds:,.1f} s of sound; at most {most:,g} s are read",
+            advice=" (Limits.audio_seconds)",
         )
 
 
@@ -172,28 +207,44 @@ def _blocks(
     data = source if isinstance(source, bytes) else source.data
     container = container_of(data) if path is None else container_at(path)
     if container is not None:
-        with opened_track(data if path is None else path, container, name, _check_header, cancelled) as track:
+        with opened_track(
+            data if path is None else path, container, name, _check_header, cancelled
+        ) as track:
             rate, announced, blocks = track
             yield rate, announced, _mono(blocks, audio)
         return
     if path is not None:
-        raise InvalidAudio(f"the sound of {name} cannot be read: that of mp4, mov, mkv, webm and avi files can")
+        raise InvalidAudio(
+            f"the sound of {name} cannot be read: that of mp4, mov, mkv, webm and avi files can"
+        )
     _check_kind(data, name)
     parts = parts_of(data, name, cancelled) if is_whole else [data]
     with _opened(parts[0], name) as file:
         if len(parts) == 1:
             blocks = _decoded(file, name, cancelled)
-            yield file.samplerate, _announced(parts[0], file.frames), _mono(blocks, audio)
+            yield (
+                file.samplerate,
+                _announced(parts[0], file.frames),
+                _mono(blocks, audio),
+            )
         else:
-            yield file.samplerate, 0, _mono(_of_parts(parts, file.samplerate, name, cancelled), audio)
+            yield (
+                file.samplerate,
+                0,
+                _mono(_of_parts(parts, file.samplerate, name, cancelled), audio),
+            )
 
 
-def _of_parts(parts: list[bytes], rate: int, name: str, cancelled: Cancelled) -> Iterator[np.ndarray]:
+def _of_parts(
+    parts: list[bytes], rate: int, name: str, cancelled: Cancelled
+) -> Iterator[np.ndarray]:
     """Decode recordings that were joined, one after another."""
     for part in parts:
         with _opened(part, name) as file:
             if file.samplerate != rate:
-                raise InvalidAudio(f"{name} changes its sample rate on the way; convert it first")
+                raise InvalidAudio(
+                    f"{name} changes its sample rate on the way; convert it first"
+                )
             count = 0
             for block in _decoded(file, name, cancelled):
                 count += len(block)
@@ -239,7 +290,8 @@ def _announced(data: bytes, frames: int) -> int:
             long = int.from_bytes(data[at + 16 : at + 24], order)
         size = int.from_bytes(data[at + 4 : at + 8], order)
         at += 8 + size + size % 2
-    size, held = int.from_bytes(data[at + 4 : at + 8], order) if long is None else long, len(data) - at - 8
+    size = int.from_bytes(data[at + 4 : at + 8], order) if long is None else long
+    held = len(data) - at - 8
     is_known = long is not None or size < UNKNOWN_BYTES
     return frames * size // held if is_known and 0 < held < size else frames
 
@@ -256,9 +308,13 @@ def _announced_by_aiff(data: bytes, frames: int) -> int:
 
 def _check_header(name: str, frames: int, rate: int, channels: int) -> None:
     if not RATES[0] <= rate <= RATES[1]:
-        raise InvalidAudio(f"{name} has {rate:,} samples a second; {RATES[0]:,} to {RATES[1]:,} are read")
+        raise InvalidAudio(
+            f"{name} has {rate:,} samples a second; {RATES[0]:,} to {RATES[1]:,} are read"
+        )
     if channels > MAX_CHANNELS:
-        raise InvalidAudio(f"{name} has {channels} channels; at most {MAX_CHANNELS} are read")
+        raise InvalidAudio(
+            f"{name} has {channels} channels; at most {MAX_CHANNELS} are read"
+        )
     if frames * channels > MAX_VALUES:
         raise InvalidAudio(
             f"{name} has {frames:,} samples of {channels} channels; at most {MAX_VALUES:,} values are decoded"
@@ -269,7 +325,9 @@ def _decoded(file: Any, name: str, cancelled: Cancelled) -> Iterator[np.ndarray]
     while True:
         cancelled.check()
         try:
-            block = file.read(max(1, _BLOCK // file.channels), dtype="float32", always_2d=True)
+            block = file.read(
+                max(1, _BLOCK // file.channels), dtype="float32", always_2d=True
+            )
         except Exception as error:
             raise InvalidAudio(f"{name} cannot be decoded: {_said(error)}") from error
         if not len(block):
@@ -283,14 +341,18 @@ def _mono(blocks: Iterator[np.ndarray], audio: Audio) -> Iterator[np.ndarray]:
     for block in blocks:
         count += block.size
         if count > MAX_VALUES:
-            raise InvalidAudio(f"{describe_audio(audio)} has more than {MAX_VALUES:,} values; no more are decoded")
+            raise InvalidAudio(
+                f"{describe_audio(audio)} has more than {MAX_VALUES:,} values; no more are decoded"
+            )
         yield _samples_of(block, audio)
 
 
 def _samples_of(array: np.ndarray, audio: Audio) -> np.ndarray:
     """Convert (N,) or (N, channels), floats or integers, to mono float32 (N,)."""
     name = describe_audio(audio)
-    if array.ndim not in (1, 2) or (array.ndim == 2 and not 1 <= array.shape[1] <= MAX_CHANNELS):
+    if array.ndim not in (1, 2) or (
+        array.ndim == 2 and not 1 <= array.shape[1] <= MAX_CHANNELS
+    ):
         raise InvalidAudio(
             f"an array of shape {array.shape} is no recording: (samples,) or (samples, channels) is expected"
         )
@@ -311,7 +373,9 @@ def _checked(samples: np.ndarray, name: str) -> np.ndarray:
     if not np.isfinite(loudest):
         raise InvalidAudio(f"{name} has values that are no numbers (NaN or infinity)")
     if loudest > _LOUDEST:
-        raise InvalidAudio(f"{name} has a value of {loudest:,.4g}; floats in -1..1 are expected")
+        raise InvalidAudio(
+            f"{name} has a value of {loudest:,.4g}; floats in -1..1 are expected"
+        )
     return samples
 
 
@@ -323,7 +387,9 @@ class _Resampled:
         if own_rate != rate:
             import soxr
 
-            self._stream = soxr.ResampleStream(own_rate, rate, 1, dtype="float32", quality="HQ")
+            self._stream = soxr.ResampleStream(
+                own_rate, rate, 1, dtype="float32", quality="HQ"
+            )
 
     def next(self, block: np.ndarray) -> np.ndarray:
         """Return the samples that are ready."""
@@ -331,7 +397,11 @@ class _Resampled:
 
     def rest(self) -> np.ndarray:
         nothing = np.zeros(0, np.float32)
-        return nothing if self._stream is None else self._stream.resample_chunk(nothing, last=True)
+        return (
+            nothing
+            if self._stream is None
+            else self._stream.resample_chunk(nothing, last=True)
+        )
 
 
 def _said(error: Exception) -> str:

@@ -27,7 +27,9 @@ class AvCapture:
         InvalidVideo: PyAV is not installed, or the file is of another kind or damaged.
     """
 
-    def __init__(self, path: Path, name: str, announced: int, fps: float, size: tuple[int, int]) -> None:
+    def __init__(
+        self, path: Path, name: str, announced: int, fps: float, size: tuple[int, int]
+    ) -> None:
         try:
             import av
         except ImportError as error:
@@ -41,7 +43,9 @@ class AvCapture:
         self._file = open(path, "rb")  # noqa: SIM115  (``close`` closes it)
         try:
             # a container that is named, behind a file of ours: FFmpeg follows no playlist and opens nothing else
-            self._opened = av.open(self._file, format=container_at(path), metadata_errors="ignore")
+            self._opened = av.open(
+                self._file, format=container_at(path), metadata_errors="ignore"
+            )
         except Exception as error:
             self._file.close()
             raise InvalidVideo(f"{name} cannot be opened: {describe(error)}") from error
@@ -52,7 +56,9 @@ class AvCapture:
         try:
             self._frame = next(self._frames, None)
         except Exception as error:
-            raise InvalidVideo(f"{self._name} cannot be decoded: {describe(error)}") from error
+            raise InvalidVideo(
+                f"{self._name} cannot be decoded: {describe(error)}"
+            ) from error
         found = self._frame is not None
         self.seen += found
         return found

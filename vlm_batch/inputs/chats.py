@@ -15,14 +15,17 @@ from vlm_batch.types import Message, Video
 
 _TEXT_PARTS = ("text", "input_text", "output_text")
 #: Keys of qwen-vl-utils that no chat template reads.
-_PICTURE_SIZES = frozenset({"min_pixels", "max_pixels", "resized_height", "resized_width"})
+_PICTURE_SIZES = frozenset(
+    {"min_pixels", "max_pixels", "resized_height", "resized_width"}
+)
 #: Keys that a picture part without a picture may have.
 _BARE = frozenset({"type", "text", "detail", "id", "index", "cache_control"})
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _EMPTY = (str, list, tuple, Mapping)
 #: Words that mean picture or video in the name of a key or a column.
 _MEDIA_WORDS = re.compile(
-    r"images?|imgs?|pictures?|photos?|photographs?|pics?|scans?|screenshots?|thumbnails?|png|jpe?gs?|videos?", re.I
+    r"images?|imgs?|pictures?|photos?|photographs?|pics?|scans?|screenshots?|thumbnails?|png|jpe?gs?|videos?",
+    re.I,
 )
 #: Options of a video part, and the field of ``Video`` that each one sets.
 _VIDEO_OPTIONS = {
@@ -56,7 +59,9 @@ class Media:
         if payload is None:
             payload = next(self.spare, None)
             if payload is None:
-                raise InvalidPrompt(f"the chat has more {self.kind.noun} parts than {self.kind.noun}s")
+                raise InvalidPrompt(
+                    f"the chat has more {self.kind.noun} parts than {self.kind.noun}s"
+                )
         self.ordered.append(payload)
         return payload
 
@@ -67,14 +72,18 @@ def says_media(name: str) -> bool:
     return any(_MEDIA_WORDS.fullmatch(word) for word in words)
 
 
-def split_messages(messages: Sequence[Message], *media: Sequence[Any]) -> tuple[list[Message], list[list[Any]]]:
+def split_messages(
+    messages: Sequence[Message], *media: Sequence[Any]
+) -> tuple[list[Message], list[list[Any]]]:
     """Separate a chat from its media, a list for each of ``KINDS``.
 
     A bare ``{"type": "image"}`` part uses the next of the request's own ``media``. The last user turn gets the rest. A
     video's sound follows it, as a ``Track`` among the recordings.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)):
-        raise InvalidPrompt(f"messages is of type {type(messages).__name__}; a list of messages is expected")
+        raise InvalidPrompt(
+            f"messages is of type {type(messages).__name__}; a list of messages is expected"
+        )
     if not messages:
         raise InvalidPrompt("the chat has no messages")
     kinds = [Media(kind, iter(spare)) for kind, spare in zip(KINDS, media, strict=True)]
@@ -82,12 +91,24 @@ def split_messages(messages: Sequence[Message], *media: Sequence[Any]) -> tuple[
     left = [list(taken.spare) for taken in kinds]
     last = next((turn for turn in reversed(turns) if turn["role"] == "user"), None)
     if last is not None and any(map(has_sound, left[1])):
-        again = [replace(taken, spare=iter(spare)) for taken, spare in zip(kinds, left, strict=True)]
-        bare = [{"type": taken.kind.marker} for taken, spare in zip(kinds, left, strict=True) for _ in spare]
+        again = [
+            replace(taken, spare=iter(spare))
+            for taken, spare in zip(kinds, left, strict=True)
+        ]
+        bare = [
+            {"type": taken.kind.marker}
+            for taken, spare in zip(kinds, left, strict=True)
+            for _ in spare
+        ]
         words, left = last["content"], [[]] * len(kinds)
         words = words if isinstance(words, list) else [{"type": "text", "text": words}]
-        last["content"] = [*(part for one in bare for part in _strip(one, again)), *words]
-    return list[Message](turns), [taken.ordered + spare for taken, spare in zip(kinds, left, strict=True)]
+        last["content"] = [
+            *(part for one in bare for part in _strip(one, again)),
+            *words,
+        ]
+    return list[Message](turns), [
+        taken.ordered + spare for taken, spare in zip(kinds, left, strict=True)
+    ]
 
 
 def has_sound(video: Any) -> bool:
@@ -101,15 +122,21 @@ def _turn(message: Any, media: Sequence[Media]) -> dict[str, Any]:
         raise InvalidPrompt('every message must be a mapping with "role" and "content"')
     role, content = message["role"], message.get("content")
     if not (isinstance(role, str) and role in ROLES):
-        raise InvalidPrompt(f"a message has the role {shown(role)}; the roles are {', '.join(ROLES)}")
+        raise InvalidPrompt(
+            f"a message has the role {shown(role)}; the roles are {', '.join(ROLES)}"
+        )
     if content is None and role == "assistant":  # it called tools and said nothing
         content = ""
     if "content" not in message and role != "assistant":
-        raise InvalidPrompt(f'a message of the role {role} has no "content"; it has {sorted(map(str, message))}')
+        raise InvalidPrompt(
+            f'a message of the role {role} has no "content"; it has {sorted(map(str, message))}'
+        )
     if isinstance(content, (list, tuple)):
         content = [stripped for part in content for stripped in _strip(part, media)]
     elif not isinstance(content, str):
-        raise InvalidPrompt(f"a message has the content {shown(content)}; text or a list of parts is expected")
+        raise InvalidPrompt(
+            f"a message has the content {shown(content)}; text or a list of parts is expected"
+        )
     if stray := _stray(message, ()):
         raise InvalidPrompt(
             f"a message has {stray[0]!r}, which no model would see: its pictures and videos are parts of its content, "
@@ -117,20 +144,32 @@ def _turn(message: Any, media: Sequence[Media]) -> dict[str, Any]:
         )
     turn = {**message, "content": content}
     if role == "assistant" and message.get("tool_calls") is not None:
-        turn["tool_calls"] = [_tool_call(call) for call in _listed(message["tool_calls"])]
+        turn["tool_calls"] = [
+            _tool_call(call) for call in _listed(message["tool_calls"])
+        ]
     return turn
 
 
 def _stray(given: Mapping[str, Any], known: Sequence[str]) -> list[str]:
     def is_nothing(value: Any) -> bool:
-        return value is None or isinstance(value, (int, float)) or (isinstance(value, _EMPTY) and not value)
+        return (
+            value is None
+            or isinstance(value, (int, float))
+            or (isinstance(value, _EMPTY) and not value)
+        )
 
-    return [str(key) for key in given if key not in known and says_media(str(key)) and not is_nothing(given[key])]
+    return [
+        str(key)
+        for key in given
+        if key not in known and says_media(str(key)) and not is_nothing(given[key])
+    ]
 
 
 def _listed(calls: Any) -> Sequence[Any]:
     if not isinstance(calls, (list, tuple)):
-        raise InvalidPrompt(f"a message has the tool_calls {shown(calls)}; a list of mappings is expected")
+        raise InvalidPrompt(
+            f"a message has the tool_calls {shown(calls)}; a list of mappings is expected"
+        )
     return calls
 
 
@@ -140,13 +179,17 @@ def _tool_call(call: Any) -> dict[str, Any]:
         raise InvalidPrompt(f"a tool call is {shown(call)}; a mapping is expected")
     function = call.get("function", call)
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise InvalidPrompt(f"a tool call is {shown(call)}; it needs a function with a name")
+        raise InvalidPrompt(
+            f"a tool call is {shown(call)}; it needs a function with a name"
+        )
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")
         except (ValueError, RecursionError) as error:
-            raise InvalidPrompt(f"the arguments of a tool call are no JSON: {shown(arguments)}: {error}") from error
+            raise InvalidPrompt(
+                f"the arguments of a tool call are no JSON: {shown(arguments)}: {error}"
+            ) from error
     named = {**function, "arguments": arguments}
     return {**call, "function": named} if "function" in call else named
 
@@ -166,13 +209,21 @@ def _strip(part: Any, media: Sequence[Media]) -> list[Any]:
             recordings.take(Track(len(taken.ordered) - 1))
             return [{"type": taken.kind.marker}, {"type": recordings.kind.marker}]
     if kind not in _TEXT_PARTS:
-        known = ", ".join((*_TEXT_PARTS, *(name for taken in media for name in taken.kind.parts)))
-        raise InvalidPrompt(f"a content part has the type {shown(part['type'])}; the types are {known}")
+        known = ", ".join(
+            (*_TEXT_PARTS, *(name for taken in media for name in taken.kind.parts))
+        )
+        raise InvalidPrompt(
+            f"a content part has the type {shown(part['type'])}; the types are {known}"
+        )
     if stray := _stray(part, ("type",)):
-        raise InvalidPrompt(f"a part of type {kind!r} has {stray[0]!r}; a picture or video is a part of its own")
+        raise InvalidPrompt(
+            f"a part of type {kind!r} has {stray[0]!r}; a picture or video is a part of its own"
+        )
     text = part.get("text", part.get("content"))
     if not isinstance(text, str):
-        raise InvalidPrompt(f"a content part of type {kind!r} has the text {shown(text)}; a string is expected")
+        raise InvalidPrompt(
+            f"a content part of type {kind!r} has the text {shown(text)}; a string is expected"
+        )
     return [part]
 
 
@@ -182,13 +233,26 @@ def _medium(part: Mapping[str, Any], kind: Kind) -> Any:
         return _recording(_given(part, kind.keys)[1])
     payload = _payload(part, kind.keys)
     if kind.marker == "video":
-        return _with_options(payload, {key: value for key, value in part.items() if key not in ("type", *kind.keys)})
-    if sized := sorted(_PICTURE_SIZES & {key for key, value in part.items() if value is not None}):
+        return _with_options(
+            payload,
+            {
+                key: value
+                for key, value in part.items()
+                if key not in ("type", *kind.keys)
+            },
+        )
+    if sized := sorted(
+        _PICTURE_SIZES & {key for key, value in part.items() if value is not None}
+    ):
         raise InvalidPrompt(
             f"a picture part has {', '.join(sized)}; how large pictures are seen is the request's to say: min_pixels= "
             "and max_pixels="
         )
-    strange = [] if payload is not None else sorted({key for key in part if part[key] is not None} - _BARE)
+    strange = (
+        []
+        if payload is not None
+        else sorted({key for key in part if part[key] is not None} - _BARE)
+    )
     if wrong := strange or _stray(part, (*kind.keys, "type")):
         raise InvalidPrompt(
             f"a picture part does not know {', '.join(wrong)}; its picture is in {' or '.join(kind.keys)}"
@@ -199,7 +263,9 @@ def _medium(part: Mapping[str, Any], kind: Kind) -> Any:
 def _given(part: Mapping[str, Any], keys: Sequence[str]) -> tuple[str, Any]:
     given = [key for key in keys if part.get(key) is not None]
     if len(given) > 1:
-        raise InvalidPrompt(f"{given[0]} and {given[1]} exclude each other in a content part")
+        raise InvalidPrompt(
+            f"{given[0]} and {given[1]} exclude each other in a content part"
+        )
     return (given[0], part[given[0]]) if given else ("", None)
 
 
@@ -207,7 +273,9 @@ def _payload(part: Mapping[str, Any], keys: Sequence[str]) -> Any:
     key, payload = _given(part, keys)
     if isinstance(payload, Mapping) and payload.get("url") is None:
         has = ", ".join(map(str, payload)) or "nothing"
-        raise InvalidPrompt(f'{key} of a content part is a mapping without "url"; it has {has}')
+        raise InvalidPrompt(
+            f'{key} of a content part is a mapping without "url"; it has {has}'
+        )
     return payload["url"] if isinstance(payload, Mapping) else payload
 
 
@@ -216,19 +284,33 @@ def _recording(named: Any) -> Any:
         return named
     payload = named.get("data", named.get("url"))
     if not isinstance(payload, str):
-        raise InvalidPrompt(f"a recording part has the data {shown(payload)}; base64 is expected")
+        raise InvalidPrompt(
+            f"a recording part has the data {shown(payload)}; base64 is expected"
+        )
     # the bytes say which format they are of
-    return payload if "data" not in named or is_data_uri(payload) else f"data:audio;base64,{payload}"
+    return (
+        payload
+        if "data" not in named or is_data_uri(payload)
+        else f"data:audio;base64,{payload}"
+    )
 
 
 def _with_options(payload: Any, options: Mapping[str, Any]) -> Any:
     if unknown := sorted(set(options) - set(_VIDEO_OPTIONS)):
-        raise InvalidPrompt(f"a video part does not know {unknown}; it takes {sorted(_VIDEO_OPTIONS)}")
-    said = {_VIDEO_OPTIONS[key]: value for key, value in options.items() if value is not None}
+        raise InvalidPrompt(
+            f"a video part does not know {unknown}; it takes {sorted(_VIDEO_OPTIONS)}"
+        )
+    said = {
+        _VIDEO_OPTIONS[key]: value
+        for key, value in options.items()
+        if value is not None
+    }
     if not said:
         return payload
     if payload is None:
-        raise InvalidPrompt("a video part without a video says how it is sampled; say so in videos=[Video(...)]")
+        raise InvalidPrompt(
+            "a video part without a video says how it is sampled; say so in videos=[Video(...)]"
+        )
     return replace(payload if isinstance(payload, Video) else Video(payload), **said)
 
 
@@ -237,13 +319,25 @@ def with_parts(prompt: str | list[Message], *counts: int) -> list[dict[str, Any]
 
     Missing markers go before the last user turn's text, pictures first, as in mlx-vlm.
     """
-    turns: list[dict[str, Any]] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else []
+    turns: list[dict[str, Any]] = (
+        [{"role": "user", "content": prompt}] if isinstance(prompt, str) else []
+    )
     for message in prompt if not isinstance(prompt, str) else ():
         content = message.get("content") or ""
         turns.append(
-            {**message, "content": [_plain(part) for part in content] if isinstance(content, list) else content}
+            {
+                **message,
+                "content": [_plain(part) for part in content]
+                if isinstance(content, list)
+                else content,
+            }
         )
-    placed = [part["type"] for turn in turns if isinstance(turn["content"], list) for part in turn["content"]]
+    placed = [
+        part["type"]
+        for turn in turns
+        if isinstance(turn["content"], list)
+        for part in turn["content"]
+    ]
     missing = [
         {"type": kind.marker}
         for kind, count in zip(KINDS, counts, strict=False)
@@ -252,16 +346,24 @@ def with_parts(prompt: str | list[Message], *counts: int) -> list[dict[str, Any]
     if missing:
         last = next((turn for turn in reversed(turns) if turn["role"] == "user"), None)
         if last is None:
-            raise InvalidPrompt("the chat has no user turn for its pictures, videos and recordings")
+            raise InvalidPrompt(
+                "the chat has no user turn for its pictures, videos and recordings"
+            )
         words = last["content"]
-        last["content"] = missing + (words if isinstance(words, list) else [{"type": "text", "text": words}])
+        last["content"] = missing + (
+            words if isinstance(words, list) else [{"type": "text", "text": words}]
+        )
     return turns
 
 
 def in_parts(turn: Mapping[str, Any]) -> dict[str, Any]:
     """Return a turn whose text is a part."""
     content = turn["content"]
-    return {**turn, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else dict(turn)
+    return (
+        {**turn, "content": [{"type": "text", "text": content}]}
+        if isinstance(content, str)
+        else dict(turn)
+    )
 
 
 def in_text(turn: Mapping[str, Any], image_mark: str) -> dict[str, Any]:
@@ -270,7 +372,12 @@ def in_text(turn: Mapping[str, Any], image_mark: str) -> dict[str, Any]:
     if not isinstance(content, list):
         return dict(turn)
     parts = map(_plain, content)
-    return {**turn, "content": "".join(part["text"] if part["type"] == "text" else image_mark for part in parts)}
+    return {
+        **turn,
+        "content": "".join(
+            part["text"] if part["type"] == "text" else image_mark for part in parts
+        ),
+    }
 
 
 def _plain(part: Any) -> dict[str, Any]:

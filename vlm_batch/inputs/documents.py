@@ -12,7 +12,13 @@ from typing import Any
 from PIL import Image
 
 from vlm_batch.errors import InvalidImage
-from vlm_batch.inputs.images import DEFAULT_MAX_PIXELS, MAX_SIDE, load_image, opened, page_numbers
+from vlm_batch.inputs.images import (
+    DEFAULT_MAX_PIXELS,
+    MAX_SIDE,
+    load_image,
+    opened,
+    page_numbers,
+)
 
 DEFAULT_DPI = 150
 PDF_SUFFIXES = (".pdf",)
@@ -39,7 +45,9 @@ def count_pages(path: str) -> int:
         raise InvalidImage(f"{path} cannot be opened: {error}") from error
 
 
-def load_page(path: str, number: int, dpi: int = DEFAULT_DPI, longest: int | None = None) -> Image.Image:
+def load_page(
+    path: str, number: int, dpi: int = DEFAULT_DPI, longest: int | None = None
+) -> Image.Image:
     """Read page ``number``, counted from 0, as RGB.
 
     Args:
@@ -58,7 +66,9 @@ def load_page(path: str, number: int, dpi: int = DEFAULT_DPI, longest: int | Non
             image.seek(page_numbers(image)[number])
             return load_image(image)
     except Exception as error:
-        raise InvalidImage(f"{path}#{number + 1} cannot be rendered: {error}") from error
+        raise InvalidImage(
+            f"{path}#{number + 1} cannot be rendered: {error}"
+        ) from error
 
 
 # PDF
@@ -98,8 +108,11 @@ def _count_pdf_pages(path: str) -> int:
             count = len(document)
     except InvalidImage:
         raise
-    except Exception as error:  # damaged, encrypted, missing: the library has errors of its own
-        raise InvalidImage(f"{path} cannot be read as a PDF: {_said(str(error))}") from error
+    except Exception as error:
+        # damaged, encrypted, missing: the library has errors of its own
+        raise InvalidImage(
+            f"{path} cannot be read as a PDF: {_said(str(error))}"
+        ) from error
     if not count:
         raise InvalidImage(f"{path} cannot be read as a PDF: {_NO_PAGES}")
     return count
@@ -108,7 +121,8 @@ def _count_pdf_pages(path: str) -> int:
 def _said(message: str) -> str:
     if "password" in message.lower():
         return f"{message} It opens with a password alone; save a copy without one"
-    return _NO_PAGES if "Success" in message else message  # what PDFium says of a document without pages
+    # what PDFium says of a document without pages
+    return _NO_PAGES if "Success" in message else message
 
 
 def _render(path: str, number: int, dpi: int, longest: int | None) -> Image.Image:
@@ -119,9 +133,13 @@ def _render(path: str, number: int, dpi: int, longest: int | None) -> Image.Imag
             scale = longest / max(1, *page.get_size())
         width, height = (round(side * scale) for side in page.get_size())
         if width < 1 or height < 1:
-            raise InvalidImage(f"it has no area ({width} x {height} pixels at {dpi} dots an inch)")
+            raise InvalidImage(
+                f"it has no area ({width} x {height} pixels at {dpi} dots an inch)"
+            )
         if width * height > DEFAULT_MAX_PIXELS or max(width, height) > MAX_SIDE:
-            raise InvalidImage(f"it would have {width} x {height} pixels at {dpi} dots an inch; --dpi makes it smaller")
+            raise InvalidImage(
+                f"it would have {width} x {height} pixels at {dpi} dots an inch; --dpi makes it smaller"
+            )
         has_fields = _has_fields(page)
         _check_form(document, has_fields)
         if has_fields and document.formenv is None:

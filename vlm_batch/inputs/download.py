@@ -33,7 +33,14 @@ _NOT_PUBLIC = tuple(
     map(
         ipaddress.ip_network,
         (
-            *("192.0.0.0/24", "192.88.99.0/24", "168.63.129.16/32", "240.0.0.0/4", "198.18.0.0/15", "100.64.0.0/10"),
+            *(
+                "192.0.0.0/24",
+                "192.88.99.0/24",
+                "168.63.129.16/32",
+                "240.0.0.0/4",
+                "198.18.0.0/15",
+                "100.64.0.0/10",
+            ),
             *("64:ff9b:1::/48", "2001::/23", "2001:db8::/32", "3fff::/20", "5f00::/16"),
         ),
     )
@@ -64,11 +71,18 @@ class Download:
                 self._follow(httpx.URL(self._url), write)
         except Unreadable:
             raise
-        except Exception as error:  # of sockets, TLS, HTTP, URLs and codecs: every library has its own
+        except Exception as error:
+            # of sockets, TLS, HTTP, URLs and codecs: every library has its own
             self._cancelled.check()
             late = time.monotonic() >= self._deadline
-            why = f"it took longer than {self._policy.seconds:g} s" if late else said(error)
-            raise Unreadable(f"{self.name} cannot be fetched: {why}", "seconds" if late else "") from error
+            why = (
+                f"it took longer than {self._policy.seconds:g} s"
+                if late
+                else said(error)
+            )
+            raise Unreadable(
+                f"{self.name} cannot be fetched: {why}", "seconds" if late else ""
+            ) from error
         finally:
             timer.cancel()
             self._network.close()
@@ -76,7 +90,9 @@ class Download:
     def _follow(self, url: httpx.URL, write: Callable[[bytes], Any]) -> None:
         for _ in range(self._policy.max_redirects + 1):
             if url.scheme not in ("http", "https") or not url.host:
-                raise self._refused(f"it leads to {shown(str(url))}, which is no http or https URL")
+                raise self._refused(
+                    f"it leads to {shown(str(url))}, which is no http or https URL"
+                )
             if not self._policy.allow_http:
                 raise self._refused("URLs are not read here", "allow_http")
             self._cancelled.check()
@@ -84,7 +100,10 @@ class Download:
             if found is None:
                 return
             url = url.join(found)
-        raise self._refused(f"it redirects more than {self._policy.max_redirects} times", "max_redirects")
+        raise self._refused(
+            f"it redirects more than {self._policy.max_redirects} times",
+            "max_redirects",
+        )
 
     def _ask(self, url: httpx.URL, write: Callable[[bytes], Any]) -> str | None:
         """Read the body, or return a redirect's address."""
@@ -93,30 +112,48 @@ class Download:
             "Host": url.netloc.decode("ascii"),
             "User-Agent": f"vlm-batch/{__version__}",
             "Accept": "*/*",
-            "Accept-Encoding": "identity",  # a compressed body could grow beyond its limit
+            # a compressed body could grow beyond its limit
+            "Accept-Encoding": "identity",
         }
         if url.userinfo:
-            headers["Authorization"] = "Basic " + base64.b64encode(url.userinfo).decode("ascii")
-        target = httpcore.URL(scheme=url.raw_scheme, host=url.raw_host, port=url.port, target=url.raw_path)
+            headers["Authorization"] = "Basic " + base64.b64encode(url.userinfo).decode(
+                "ascii"
+            )
+        target = httpcore.URL(
+            scheme=url.raw_scheme, host=url.raw_host, port=url.port, target=url.raw_path
+        )
         timeout = dict.fromkeys(("connect", "read", "write", "pool"), seconds)
         proxy = _proxy_of(url)
         if proxy is not None:
             self._network.let_through(url.host, proxy)
         with (
-            httpcore.ConnectionPool(_trusted(), proxy=proxy, network_backend=self._network) as pool,
-            pool.stream("GET", target, headers=headers, extensions={"timeout": timeout}) as response,
+            httpcore.ConnectionPool(
+                _trusted(), proxy=proxy, network_backend=self._network
+            ) as pool,
+            pool.stream(
+                "GET", target, headers=headers, extensions={"timeout": timeout}
+            ) as response,
         ):
-            fields = {name.lower(): value.decode("latin-1") for name, value in response.headers}
+            fields = {
+                name.lower(): value.decode("latin-1")
+                for name, value in response.headers
+            }
             if response.status in (301, 302, 303, 307, 308) and b"location" in fields:
                 return fields[b"location"]
             if response.status != 200:
                 raise self._refused(f"HTTP {response.status}")
             if fields.get(b"content-encoding", "identity") != "identity":
-                raise self._refused(f"its content encoding is {fields[b'content-encoding'][:40]}")
-            self._receive(response.iter_stream(), fields.get(b"content-length", "0"), write)
+                raise self._refused(
+                    f"its content encoding is {fields[b'content-encoding'][:40]}"
+                )
+            self._receive(
+                response.iter_stream(), fields.get(b"content-length", "0"), write
+            )
         return None
 
-    def _receive(self, blocks: Iterable[bytes], announced: str, write: Callable[[bytes], Any]) -> None:
+    def _receive(
+        self, blocks: Iterable[bytes], announced: str, write: Callable[[bytes], Any]
+    ) -> None:
         most, size = self._policy.max_bytes, int(announced)
         received = 0
         for block in blocks if size <= most else ():
@@ -126,7 +163,8 @@ class Download:
             write(block)
         if max(size, received) > most:
             raise self._refused(f"it has more than {most:,} bytes", "max_bytes")
-        if time.monotonic() >= self._deadline:  # a body without an announced length ends where it was interrupted
+        # a body without an announced length ends where it was interrupted
+        if time.monotonic() >= self._deadline:
             raise TimeoutError
         self._cancelled.check()
 
@@ -159,7 +197,9 @@ class _CheckedNetwork(httpcore.NetworkBackend):
         local_address: str | None = None,
         socket_options: Any = None,
     ) -> httpcore.NetworkStream:
-        addresses = [host] if self._proxy == (host, port) else self._addresses(host, port)
+        addresses = (
+            [host] if self._proxy == (host, port) else self._addresses(host, port)
+        )
         failure: Exception | None = None
         for address in addresses:
             left = self._deadline - time.monotonic()
@@ -181,7 +221,9 @@ class _CheckedNetwork(httpcore.NetworkBackend):
             return addresses
         allowed = [address for address in addresses if is_public(address)]
         if not allowed:
-            raise _NotPublic(f"{host} is at {addresses[0]}, which is no public address (FetchPolicy.allow_private)")
+            raise _NotPublic(
+                f"{host} is at {addresses[0]}, which is no public address (FetchPolicy.allow_private)"
+            )
         return allowed
 
     def _remember(self, stream: httpcore.NetworkStream) -> None:
@@ -231,7 +273,11 @@ def is_public(address: str) -> bool:
 
 
 def _is_everyones(number: Any) -> bool:
-    is_own = any(number in network for network in _NOT_PUBLIC if network.version == number.version)
+    is_own = any(
+        number in network
+        for network in _NOT_PUBLIC
+        if network.version == number.version
+    )
     return bool(number.is_global and not number.is_multicast and not is_own)
 
 
@@ -250,5 +296,7 @@ def _proxy_of(url: httpx.URL) -> httpcore.Proxy | None:
     proxy = httpx.URL(found if "://" in found else f"http://{found}")
     auth = (proxy.username, proxy.password) if proxy.userinfo else None
     port = proxy.port or (443 if proxy.scheme == "https" else 80)
-    target = httpcore.URL(scheme=proxy.raw_scheme, host=proxy.raw_host, port=port, target=b"/")
+    target = httpcore.URL(
+        scheme=proxy.raw_scheme, host=proxy.raw_host, port=port, target=b"/"
+    )
     return httpcore.Proxy(target, auth=auth)

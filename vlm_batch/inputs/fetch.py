@@ -94,7 +94,8 @@ class Fetched:
     name: str
     data: bytes = field(default=b"", repr=False)
     path: Path | None = None
-    owner: Any = field(default=None, repr=False)  # a temporary file, deleted once nothing refers to it
+    # a temporary file, deleted once nothing refers to it
+    owner: Any = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,11 @@ def shown(source: str | Path) -> str:
     if is_data_uri(text):
         return "the data URI"
     text = _SECRET.sub("//...@", text)
-    short = text if len(text) <= SHOWN_CHARACTERS else f"{text[: SHOWN_CHARACTERS // 2]}... ({len(text):,} characters)"
+    short = (
+        text
+        if len(text) <= SHOWN_CHARACTERS
+        else f"{text[: SHOWN_CHARACTERS // 2]}... ({len(text):,} characters)"
+    )
     return printable(short if short.strip() else repr(short))
 
 
@@ -131,10 +136,14 @@ def is_data_uri(source: Any) -> bool:
 
 
 def is_url(source: Any) -> bool:
-    return isinstance(source, str) and source[:8].lower().startswith(("http://", "https://"))
+    return isinstance(source, str) and source[:8].lower().startswith(
+        ("http://", "https://")
+    )
 
 
-def fetch(source: str | Path, policy: FetchPolicy, cancelled: Cancelled | None = None) -> Fetched:
+def fetch(
+    source: str | Path, policy: FetchPolicy, cancelled: Cancelled | None = None
+) -> Fetched:
     """Read a source into memory. Raises Unreadable or OperationCancelled."""
     cancelled = cancelled or Cancelled()
     buffer = io.BytesIO()
@@ -142,7 +151,9 @@ def fetch(source: str | Path, policy: FetchPolicy, cancelled: Cancelled | None =
     return Fetched(shown(source), buffer.getvalue())
 
 
-def fetch_to_file(source: str | Path, policy: FetchPolicy, cancelled: Cancelled | None = None) -> Fetched:
+def fetch_to_file(
+    source: str | Path, policy: FetchPolicy, cancelled: Cancelled | None = None
+) -> Fetched:
     """Return a video's file, temporary unless local.
 
     A local file's first byte is read, to notice a hanging drive.
@@ -175,11 +186,17 @@ class _TemporaryFile:
         weakref.finalize(self, self.path.unlink, missing_ok=True)
 
 
-def _read_into(source: str | Path, policy: FetchPolicy, cancelled: Cancelled, write: Callable[[bytes], Any]) -> None:
+def _read_into(
+    source: str | Path,
+    policy: FetchPolicy,
+    cancelled: Cancelled,
+    write: Callable[[bytes], Any],
+) -> None:
     if is_data_uri(source):
         write(_of_data_uri(str(source), policy))
     elif is_url(source):
-        from vlm_batch.inputs.download import Download  # with libraries that take long to import
+        # with libraries that take long to import
+        from vlm_batch.inputs.download import Download
 
         Download(str(source), policy, cancelled).read(write)
     else:
@@ -187,8 +204,12 @@ def _read_into(source: str | Path, policy: FetchPolicy, cancelled: Cancelled, wr
         with _opened(local_path(source, policy), name) as file:
             size = os.fstat(file.fileno()).st_size
             if size > policy.max_bytes:
-                raise Unreadable(f"{name} has {size:,} bytes; at most {policy.max_bytes:,} are read", "max_bytes")
-            while block := file.read(min(BLOCK_BYTES, max(size, 1))):  # what is appended meanwhile is left out
+                raise Unreadable(
+                    f"{name} has {size:,} bytes; at most {policy.max_bytes:,} are read",
+                    "max_bytes",
+                )
+            # what is appended meanwhile is left out
+            while block := file.read(min(BLOCK_BYTES, max(size, 1))):
                 cancelled.check()
                 write(block)
                 size -= len(block)
@@ -199,9 +220,13 @@ def _read_into(source: str | Path, policy: FetchPolicy, cancelled: Cancelled, wr
 def _of_data_uri(uri: str, policy: FetchPolicy) -> bytes:
     head, _, data = uri.partition(",")
     if not data or head.lower().rpartition(";")[2].strip() != "base64":
-        raise Unreadable("the data URI is malformed: data:image/...;base64,... is expected")
+        raise Unreadable(
+            "the data URI is malformed: data:image/...;base64,... is expected"
+        )
     if len(data) // 4 * 3 > policy.max_bytes + 2:
-        raise Unreadable(f"the data URI holds more than {policy.max_bytes:,} bytes", "max_bytes")
+        raise Unreadable(
+            f"the data URI holds more than {policy.max_bytes:,} bytes", "max_bytes"
+        )
     try:
         return of_base64(data)
     except ValueError as error:
@@ -227,18 +252,25 @@ def local_path(source: str | Path, policy: FetchPolicy) -> Path:
     """Return a text's path, if the policy allows it."""
     text, name = str(source), shown(source)
     if not policy.allow_files:
-        raise Unreadable(f"{name} is a local path, and none may be read here", "allow_files")
+        raise Unreadable(
+            f"{name} is a local path, and none may be read here", "allow_files"
+        )
     if len(text) > MAX_PATH_CHARACTERS:
-        raise Unreadable(f"{name} is no path; pictures in base64 go as data:image/png;base64,...")
+        raise Unreadable(
+            f"{name} is no path; pictures in base64 go as data:image/png;base64,..."
+        )
     if scheme := _SCHEME.match(text):
         if scheme[1].lower() != "file":
-            raise Unreadable(f"{name} cannot be fetched: {scheme[1]} URLs are not read; http, https, data and file are")
+            raise Unreadable(
+                f"{name} cannot be fetched: {scheme[1]} URLs are not read; http, https, data and file are"
+            )
         text = urllib.request.url2pathname(urlsplit(text).path)
     try:
         path = Path(text).expanduser()
         roots = [Path(root).expanduser().resolve() for root in policy.directories]
         resolved = path.resolve() if roots else path
-    except (OSError, RuntimeError, ValueError) as error:  # no such user, a loop of links, a null character
+    except (OSError, RuntimeError, ValueError) as error:
+        # no such user, a loop of links, a null character
         raise Unreadable(f"{name} is no path: {said(error)}") from error
     if roots and not any(resolved.is_relative_to(root) for root in roots):
         raise Unreadable(f"{name} is not in a folder that may be read", "directories")

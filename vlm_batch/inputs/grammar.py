@@ -47,7 +47,11 @@ AHEAD_SECONDS = 0.002
 #: of a second. Nested repetitions use it up; ordinary long forms do not.
 FUEL, FUEL_A_CHARACTER, MOST_FUEL = 60_000, 16, 1_000_000
 #: llguidance's limits for one step, and for lexer states (1-2 KB each).
-_STEP: Any = {"step_lexer_fuel": 100_000, "step_max_items": 20_000, "max_lexer_states": 50_000}
+_STEP: Any = {
+    "step_lexer_fuel": 100_000,
+    "step_max_items": 20_000,
+    "max_lexer_states": 50_000,
+}
 #: Most levels of a parsed answer: ``dataclasses.asdict``, copies and JSON writers recurse several Python calls for each.
 MOST_LEVELS = 128
 #: A JSON schema within a grammar; comments, strings and regular expressions of a grammar.
@@ -56,7 +60,11 @@ _LITERALS = re.compile(r"//[^\n]*|\"(?:\\.|[^\"\\\n])*\"?|/(?:\\.|[^/\\\n])+/?")
 #: Threads that validate forms, with deep stacks: llguidance recurses along references between rules.
 _checks = Pool(NUM_THREADS, "vlm-batch-form-check", is_awaited=True, is_deep=True)
 #: JSON's whitespace as ``json.dumps`` writes it: a model that may choose could write whitespace for ever.
-_JSON: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_JSON: Any = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+}
 
 
 class Form:
@@ -65,7 +73,14 @@ class Form:
     Use nothing else until ``follow``'s future is done.
     """
 
-    def __init__(self, start: LLMatcher, bits: np.ndarray, name: str, read: Callable[[str], Any], pool: Pool) -> None:
+    def __init__(
+        self,
+        start: LLMatcher,
+        bits: np.ndarray,
+        name: str,
+        read: Callable[[str], Any],
+        pool: Pool,
+    ) -> None:
         self._start = self._matcher = start
         self._first = self._bits = bits
         self._ahead: list[tuple[int, np.ndarray]] = []
@@ -89,7 +104,9 @@ class Form:
         The future raises InvalidParameters on failure.
         """
         self._num_followed += 1
-        return self._pool.submit(partial(self._step, token, most_ahead), Cancelled(), client=self._client)
+        return self._pool.submit(
+            partial(self._step, token, most_ahead), Cancelled(), client=self._client
+        )
 
     def look_ahead(self, tokens: Sequence[int]) -> Future[None]:
         """Set ``ahead`` to the longest prefix of ``tokens`` that fits, unless another token follows meanwhile."""
@@ -111,7 +128,8 @@ class Form:
 
     @staticmethod
     def _fill(bits: np.ndarray, found: np.ndarray) -> None:
-        known = min(len(bits), len(found))  # a model may have more columns than tokens, or fewer
+        # a model may have more columns than tokens, or fewer
+        known = min(len(bits), len(found))
         bits[:known], bits[known:] = found[:known], 0
 
     @property
@@ -139,11 +157,17 @@ class Form:
         begin = time.perf_counter()
         self._matcher.consume_token(token)
         if not self._matcher.is_stopped():  # an error stops it, too
-            self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
+            self._matcher.unsafe_compute_mask_ptr(
+                self._bits.ctypes.data, self._bits.nbytes
+            )
         if self._matcher.is_error():
-            raise InvalidParameters(_cannot_follow(self._name, self._matcher.get_error()))
+            raise InvalidParameters(
+                _cannot_follow(self._name, self._matcher.get_error())
+            )
         if time.perf_counter() - begin > MOST_SECONDS:
-            raise InvalidParameters(f"{self._name} cannot be followed further: a token took over {MOST_SECONDS:g} s")
+            raise InvalidParameters(
+                f"{self._name} cannot be followed further: a token took over {MOST_SECONDS:g} s"
+            )
         self._ahead = []
         if most_ahead and not self._matcher.is_stopped():
             with suppress(Exception):  # nothing is known ahead
@@ -158,7 +182,9 @@ class Form:
             found.append((token, np.zeros_like(self._first)))
             if matcher.is_stopped() or time.perf_counter() - begin > AHEAD_SECONDS:
                 break  # nothing may follow, or it is not worth it
-            matcher.unsafe_compute_mask_ptr(found[-1][1].ctypes.data, found[-1][1].nbytes)
+            matcher.unsafe_compute_mask_ptr(
+                found[-1][1].ctypes.data, found[-1][1].nbytes
+            )
         if found and not found[-1][1].any():
             found.pop()
         self._ahead = found
@@ -167,7 +193,9 @@ class Form:
 def _cannot_follow(name: str, error: str) -> str:
     said = _said(error)
     if said.startswith("NoExtension"):  # NoExtension, NoExtensionBias
-        return f"{name}: no text has this form: it refers to itself, or contradicts itself"
+        return (
+            f"{name}: no text has this form: it refers to itself, or contradicts itself"
+        )
     return f"{name} cannot be followed further: {said}"
 
 
@@ -175,7 +203,8 @@ def read_json(text: str) -> Any:
     """Parse JSON; None for what Python's ``json`` cannot hold."""
     try:
         found = json.loads(text)
-    except (ValueError, RecursionError):  # an integer of more than 4,300 digits, a thousand levels
+    except (ValueError, RecursionError):
+        # an integer of more than 4,300 digits, a thousand levels
         return None
     values, levels = [found], 0
     while values:
@@ -211,13 +240,21 @@ class Forms:
     """Compiled forms for one model's tokenizer. All methods are thread-safe."""
 
     def __init__(self, tokenizer: Any, end_ids: Sequence[int]) -> None:
-        self._tokenizer = copy_for_thread(tokenizer)  # written out while other threads encode
+        # written out while other threads encode
+        self._tokenizer = copy_for_thread(tokenizer)
         self._end_ids = list(end_ids)
-        self._compiling = Pool(NUM_THREADS, "vlm-batch-form", is_awaited=True, is_deep=True)
-        self._compiling_large = Pool(1, "vlm-batch-large-form", is_awaited=True, is_deep=True)
-        self._following = Pool(NUM_THREADS, "vlm-batch-mask", is_awaited=True, is_deep=True)
+        self._compiling = Pool(
+            NUM_THREADS, "vlm-batch-form", is_awaited=True, is_deep=True
+        )
+        self._compiling_large = Pool(
+            1, "vlm-batch-large-form", is_awaited=True, is_deep=True
+        )
+        self._following = Pool(
+            NUM_THREADS, "vlm-batch-mask", is_awaited=True, is_deep=True
+        )
         self._lock = Lock()  # of what is kept; nothing is compiled within it
-        self._compiled: OrderedDict[tuple[str, str], Future[Form]] = OrderedDict()  # refused ones too
+        # refused ones too
+        self._compiled: OrderedDict[tuple[str, str], Future[Form]] = OrderedDict()
         self._checked: OrderedDict[str, str] = OrderedDict()
         self._vocabulary_lock = Lock()
         self._vocabulary: LLTokenizer | None = None
@@ -225,11 +262,14 @@ class Forms:
     def check(self, params: SamplingParams) -> int:
         """Raise InvalidParameters for a bad form; return the characters still to compile."""
         if not isinstance(self._tokenizer, PreTrainedTokenizerFast):
-            raise InvalidParameters(f"{params.form}: this model's tokenizer is not one that forms can be compiled for")
+            raise InvalidParameters(
+                f"{params.form}: this model's tokenizer is not one that forms can be compiled for"
+            )
         assert params.form is not None
         text = _sized_grammar(params)
         with self._lock:
-            said, found = self._checked.get(text), self._compiled.get((params.form, text))
+            said = self._checked.get(text)
+            found = self._compiled.get((params.form, text))
         if said is None:
             said = _validated(text)
             with self._lock:
@@ -237,7 +277,9 @@ class Forms:
         _raise_for(params, said)
         return len(text) if found is None or not found.done() else 0
 
-    def compiled(self, params: SamplingParams, cancelled: Cancelled, client: int = 0) -> Future[Form]:
+    def compiled(
+        self, params: SamplingParams, cancelled: Cancelled, client: int = 0
+    ) -> Future[Form]:
         """Compile a request's form at ``client``'s turn, equal forms once.
 
         If that request is cancelled, all waiting ones get OperationCancelled and may ask again.
@@ -249,7 +291,9 @@ class Forms:
             found = self._compiled.get(key)
             if found is not None:
                 self._compiled.move_to_end(key)
-        if found is None or (found.done() and isinstance(found.exception(), OperationCancelled)):
+        if found is None or (
+            found.done() and isinstance(found.exception(), OperationCancelled)
+        ):
             pool = self._compiling_large if len(key[1]) >= LARGE else self._compiling
             found = pool.submit(partial(self._compile, *key), cancelled, client=client)
             with self._lock:
@@ -269,7 +313,11 @@ class Forms:
             if self._compiled.get(key) is not found:
                 return
             self._compiled[key] = kept
-            made = {name: one.result() for name, one in self._compiled.items() if one.done() and not one.exception()}
+            made = {
+                name: one.result()
+                for name, one in self._compiled.items()
+                if one.done() and not one.exception()
+            }
             seconds = sum(form.seconds for form in made.values())
             for name, form in made.items():
                 if seconds > MOST_SECONDS_KEPT and name != key:
@@ -283,30 +331,46 @@ class Forms:
         bits = np.zeros(-(-vocabulary.vocab_size // 32), dtype=np.uint32)
         if wrong is None:
             matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
-            wrong = _cannot_follow(name, matcher.get_error()) if matcher.is_error() else None
+            wrong = (
+                _cannot_follow(name, matcher.get_error())
+                if matcher.is_error()
+                else None
+            )
         if wrong is not None:
             del matcher  # megabytes, which the error's traceback would keep with it
             raise InvalidParameters(wrong)
-        made = Form(matcher, bits, name, read_json if name == "json_schema" else str, self._following)
+        made = Form(
+            matcher,
+            bits,
+            name,
+            read_json if name == "json_schema" else str,
+            self._following,
+        )
         made.seconds = time.thread_time() - begin
         return made
 
     def _words(self) -> LLTokenizer:
         with self._vocabulary_lock:
             if self._vocabulary is None:
-                self._vocabulary = from_tokenizer(self._tokenizer, eos_token=self._end_ids or None)
+                self._vocabulary = from_tokenizer(
+                    self._tokenizer, eos_token=self._end_ids or None
+                )
             return self._vocabulary
 
 
 def _limits(text: str) -> LLParserLimits:
-    return LLParserLimits(initial_lexer_fuel=min(FUEL + FUEL_A_CHARACTER * len(text), MOST_FUEL), **_STEP)
+    return LLParserLimits(
+        initial_lexer_fuel=min(FUEL + FUEL_A_CHARACTER * len(text), MOST_FUEL), **_STEP
+    )
 
 
 def _sized_grammar(params: SamplingParams) -> str:
     check_regexes("regex", [params.regex or ""])
     text = _grammar(params)
     if len(text) > MOST_CHARACTERS:
-        raise InvalidParameters(f"{params.form} has {len(text):,} characters; at most {MOST_CHARACTERS:,} are compiled")
+        raise InvalidParameters(
+            f"{params.form} has {len(text):,} characters; at most {MOST_CHARACTERS:,} are compiled"
+        )
     return text
 
 
@@ -337,13 +401,18 @@ def _of_lark(text: str) -> str:
         except (ValueError, RecursionError):  # llguidance says what is wrong with it
             continue
         check_schema("grammar", schema)
-    check_regexes("grammar", (one for one in _LITERALS.findall(text) if one[0] == "/" and one[1] != "/"))
+    check_regexes(
+        "grammar",
+        (one for one in _LITERALS.findall(text) if one[0] == "/" and one[1] != "/"),
+    )
     return LLMatcher.grammar_from_lark(text)
 
 
 def _of_choice(texts: Sequence[str]) -> str:
     """Return one lexeme: llguidance follows at most 2,000 alternatives of a rule."""
-    return "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
+    return "start: CHOICE\nCHOICE: " + " | ".join(
+        json.dumps(text, ensure_ascii=False) for text in texts
+    )
 
 
 def _keep(kept: OrderedDict[Any, Any], key: Any, value: Any) -> None:

@@ -9,7 +9,9 @@ from PIL import Image
 SUFFIXES = (".heic", ".heif", ".hif")
 REMEDY = "pip install 'vlm-batch[heic]'"
 #: Brands of ISO/IEC 23008-12, at the ninth byte of a file; the last two are of AVIF files, too.
-_BRANDS = frozenset({b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1"})
+_BRANDS = frozenset(
+    {b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1"}
+)
 #: Whether pillow-heif is installed, which takes a tenth of a second to import.
 INSTALLED = find_spec("pillow_heif") is not None
 

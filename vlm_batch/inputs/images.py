@@ -50,15 +50,33 @@ _NO_PICTURES = (
         rb"\s*<svg|\s*(?:<\?xml|<!--|<!DOCTYPE svg).*<svg",
         "an SVG drawing, which is not read here; save it as PNG first",
     ),
-    (rb"%PDF", "a PDF; make a picture of each page first (vlm-batch run reads PDF files)"),
-    (rb"\s*<(?:!doctype html|html|head|body)", "a web page; give the address of the picture itself"),
-    (rb".{4}ftyp(?:isom|mp4|M4V|qt|avc)|\x1aE\xdf\xa3", "a video; it goes where videos go"),
+    (
+        rb"%PDF",
+        "a PDF; make a picture of each page first (vlm-batch run reads PDF files)",
+    ),
+    (
+        rb"\s*<(?:!doctype html|html|head|body)",
+        "a web page; give the address of the picture itself",
+    ),
+    (
+        rb".{4}ftyp(?:isom|mp4|M4V|qt|avc)|\x1aE\xdf\xa3",
+        "a video; it goes where videos go",
+    ),
     (rb"PK\x03\x04|\x1f\x8b", "an archive; unpack it first"),
     (rb".{4}ftyp(?:hei|hev|mif1|msf1)", "a HEIC picture that is damaged"),
-    (rb".{4}ftypavi", "an AVIF picture that is damaged, or this Pillow reads none: pip install --upgrade pillow"),
-    (rb"\0\0\0\x0cJXL |\xff\x0a", "a JPEG XL picture, which is not read here; save it as PNG first"),
+    (
+        rb".{4}ftypavi",
+        "an AVIF picture that is damaged, or this Pillow reads none: pip install --upgrade pillow",
+    ),
+    (
+        rb"\0\0\0\x0cJXL |\xff\x0a",
+        "a JPEG XL picture, which is not read here; save it as PNG first",
+    ),
     (rb"8BPS", "a Photoshop file, which is not read here; save it as PNG first"),
-    (rb"%!PS|\xc5\xd0\xd3\xc6", "PostScript, which is not read here; save it as PNG first"),
+    (
+        rb"%!PS|\xc5\xd0\xd3\xc6",
+        "PostScript, which is not read here; save it as PNG first",
+    ),
 )
 #: First bytes of an ICO file.
 ICON = b"\x00\x00\x01\x00"
@@ -81,7 +99,9 @@ def load_image(
     """
     if isinstance(source, Image.Image):
         image = source
-    elif isinstance(source, (str, Path, bytes, bytearray, memoryview, BytesIO, Fetched, KnownUri)):
+    elif isinstance(
+        source, (str, Path, bytes, bytearray, memoryview, BytesIO, Fetched, KnownUri)
+    ):
         image = _open(source, max_pixels, policy or FetchPolicy(), cancelled)
     else:
         image = _from_array(source)
@@ -96,11 +116,13 @@ def load_image(
             return _to_rgb(ImageOps.exif_transpose(image))
         _check_pages(image, name)
         image.load()
-        ImageOps.exif_transpose(image, in_place=True)  # a copy less of what may be a quarter of a gigabyte
+        # a copy less of what may be a quarter of a gigabyte
+        ImageOps.exif_transpose(image, in_place=True)
         return _to_rgb(image)
     except InvalidImage:
         raise
-    except Exception as error:  # Pillow's decoders raise OSError, SyntaxError, ValueError, struct.error, ...
+    except Exception as error:
+        # Pillow's decoders raise OSError, SyntaxError, ValueError, struct.error, ...
         raise InvalidImage(f"{name} cannot be decoded: {_said(error)}") from error
 
 
@@ -117,7 +139,9 @@ def check_size(
             advice=" (Limits.image_pixels)",
         )
     if max(width, height) > MAX_SIDE:
-        raise kind(f"{name} has {width} x {height} pixels; a side may have {MAX_SIDE:,} at most")
+        raise kind(
+            f"{name} has {width} x {height} pixels; a side may have {MAX_SIDE:,} at most"
+        )
 
 
 def _icon_sizes(data: bytes) -> Iterator[tuple[int, int]]:
@@ -126,9 +150,14 @@ def _icon_sizes(data: bytes) -> Iterator[tuple[int, int]]:
         start = int.from_bytes(data[18 + 16 * index : 22 + 16 * index], "little")
         head = data[start : start + 24]
         if head.startswith(b"\x89PNG"):
-            width, height = (int.from_bytes(head[at : at + 4], "big") for at in (16, 20))
+            width, height = (
+                int.from_bytes(head[at : at + 4], "big") for at in (16, 20)
+            )
         else:  # a bitmap, with its mask below it
-            width, height = (abs(int.from_bytes(head[at : at + 4], "little", signed=True)) for at in (4, 8))
+            width, height = (
+                abs(int.from_bytes(head[at : at + 4], "little", signed=True))
+                for at in (4, 8)
+            )
             height //= 2
         yield width, height
 
@@ -136,7 +165,8 @@ def _icon_sizes(data: bytes) -> Iterator[tuple[int, int]]:
 def size_of_file(path: str) -> tuple[int, int] | None:
     """Return (width, height) from a file's header, or None."""
     try:
-        if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe would wait for somebody to write
+        # opening a pipe would wait for somebody to write
+        if not stat.S_ISREG(os.stat(path).st_mode):
             return None
         with open(path, "rb") as file:
             if file.read(len(ICON)) == ICON:
@@ -151,7 +181,11 @@ def size_of_file(path: str) -> tuple[int, int] | None:
 
 def names_picture(text: str) -> bool:
     """Whether a text looks like a picture's address or file name."""
-    return is_url(text) or is_data_uri(text) or text.lower().endswith(tuple(picture_suffixes()))
+    return (
+        is_url(text)
+        or is_data_uri(text)
+        or text.lower().endswith(tuple(picture_suffixes()))
+    )
 
 
 describe_source = partial(name_medium, noun="picture")
@@ -176,7 +210,9 @@ def own_image(source: ImageInput) -> ImageInput:
             return bytes(source.read())
     except BaseException as error:
         pass_on_ctrl_c(error)
-        raise InvalidImage(f"{describe_source(source)} cannot be decoded: {_said(error)}") from error
+        raise InvalidImage(
+            f"{describe_source(source)} cannot be decoded: {_said(error)}"
+        ) from error
     try:
         array = np.array(source)
     except BaseException as error:
@@ -185,15 +221,26 @@ def own_image(source: ImageInput) -> ImageInput:
             f"{describe_source(source)} is no path, bytes, PIL image or array ({type(error).__name__}: {_said(error)})"
         ) from error
     if array.dtype.kind in "USO" or array.ndim == 0 or is_table(source):
-        hint = "; several pictures go in a list, images=[first, second]" if array.ndim == 1 else ""
-        hint = "; a file is opened by 'rb'" if isinstance(source, io.TextIOBase) else hint
-        raise InvalidImage(f"{describe_source(source)} is no path, URL, bytes, PIL image or array of numbers{hint}")
+        hint = (
+            "; several pictures go in a list, images=[first, second]"
+            if array.ndim == 1
+            else ""
+        )
+        hint = (
+            "; a file is opened by 'rb'" if isinstance(source, io.TextIOBase) else hint
+        )
+        raise InvalidImage(
+            f"{describe_source(source)} is no path, URL, bytes, PIL image or array of numbers{hint}"
+        )
     return array
 
 
 def pass_on_ctrl_c(error: BaseException) -> None:
     """Raise the main thread's KeyboardInterrupt again."""
-    if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+    if (
+        isinstance(error, KeyboardInterrupt)
+        and threading.current_thread() is threading.main_thread()
+    ):
         raise error
 
 
@@ -203,7 +250,11 @@ _PILLOW_LOCK = threading.Lock()
 
 def _own_pillow(image: Image.Image) -> ImageInput:
     with _PILLOW_LOCK:
-        if isinstance(image, ImageFile.ImageFile) and image.tile and image.format in FORMATS:
+        if (
+            isinstance(image, ImageFile.ImageFile)
+            and image.tile
+            and image.format in FORMATS
+        ):
             data = _file_bytes(image)
             if data is not None:
                 return data
@@ -219,7 +270,8 @@ def _file_bytes(image: ImageFile.ImageFile) -> bytes | None:
     """Return an undecoded picture's file, unless rereads could differ."""
     if image.fp is None:
         raise InvalidImage("the picture was closed before it was decoded")
-    is_of_pages = image.format == "TIFF" and getattr(image, "n_frames", 1) > 1  # of which the caller has opened one
+    # of which the caller has opened one
+    is_of_pages = image.format == "TIFF" and getattr(image, "n_frames", 1) > 1
     if image.tell() != 0 or is_of_pages:
         return None
     position = image.fp.tell()
@@ -252,7 +304,9 @@ def count_pixels(source: ImageInput) -> int:
     return int(width * height)
 
 
-def fetch_image(source: ImageInput, policy: FetchPolicy, cancelled: Cancelled | None = None) -> ImageInput:
+def fetch_image(
+    source: ImageInput, policy: FetchPolicy, cancelled: Cancelled | None = None
+) -> ImageInput:
     """Read a path or URL into memory."""
     if isinstance(source, KnownUri):
         source = source.uri
@@ -264,7 +318,12 @@ def fetch_image(source: ImageInput, policy: FetchPolicy, cancelled: Cancelled | 
         raise InvalidImage(error.reason, advice=error.advice) from error
 
 
-def _open(source: Any, max_pixels: int | None, policy: FetchPolicy, cancelled: Cancelled | None) -> Image.Image:
+def _open(
+    source: Any,
+    max_pixels: int | None,
+    policy: FetchPolicy,
+    cancelled: Cancelled | None,
+) -> Image.Image:
     name = describe_source(source)
     source = fetch_image(source, policy, cancelled)
     if isinstance(source, Fetched):
@@ -280,9 +339,17 @@ def _open(source: Any, max_pixels: int | None, policy: FetchPolicy, cancelled: C
         return opened(file)
     except Image.UnidentifiedImageError as error:
         if heif.is_heif(data) and "HEIF" not in Image.OPEN:
-            raise InvalidImage(f"{name} is a HEIC picture, and pillow-heif is not installed: {heif.REMEDY}") from error
-        what = (said for begin, said in _NO_PICTURES if re.match(begin, data[:1024], re.DOTALL | re.IGNORECASE))
-        raise InvalidImage(f"{name} is {next(what, 'not a picture that Pillow can read')}") from error
+            raise InvalidImage(
+                f"{name} is a HEIC picture, and pillow-heif is not installed: {heif.REMEDY}"
+            ) from error
+        what = (
+            said
+            for begin, said in _NO_PICTURES
+            if re.match(begin, data[:1024], re.DOTALL | re.IGNORECASE)
+        )
+        raise InvalidImage(
+            f"{name} is {next(what, 'not a picture that Pillow can read')}"
+        ) from error
     except Exception as error:
         raise InvalidImage(f"{name} cannot be opened: {_said(error)}") from error
 
@@ -297,7 +364,9 @@ def opened(source: Any) -> Image.Image:
                 heif.register()
             source.seek(0)
             # of the formats that are read, those that this Pillow has, with what plugins have registered since
-            return Image.open(source, formats=[name for name in FORMATS if name in Image.OPEN])
+            return Image.open(
+                source, formats=[name for name in FORMATS if name in Image.OPEN]
+            )
         finally:
             Image.MAX_IMAGE_PIXELS = limit
 
@@ -305,12 +374,15 @@ def opened(source: Any) -> Image.Image:
 def page_numbers(image: Image.Image) -> list[int]:
     """Return the frames of a TIFF that are pages, without previews and masks; of other pictures the first."""
     pages = [0]
-    for number in range(1, getattr(image, "n_frames", 1) if image.format == "TIFF" else 1):
+    for number in range(
+        1, getattr(image, "n_frames", 1) if image.format == "TIFF" else 1
+    ):
         try:
             is_page = _is_page(image, number)
         except EOFError:
             break
-        except Exception:  # a page of an unknown kind: it fails by itself, when it is read
+        except Exception:
+            # a page of an unknown kind: it fails by itself, when it is read
             is_page = True
         pages += [number] if is_page else []
     return pages
@@ -338,7 +410,11 @@ def _check_pages(image: Image.Image, name: str) -> None:
 def picture_suffixes() -> frozenset[str]:
     """Return the suffixes of pictures that can be read here."""
     Image.init()
-    known = (suffix for suffix, name in Image.EXTENSION.items() if name in FORMATS and name in Image.OPEN)
+    known = (
+        suffix
+        for suffix, name in Image.EXTENSION.items()
+        if name in FORMATS and name in Image.OPEN
+    )
     return frozenset(known).union(heif.SUFFIXES if heif.INSTALLED else ())
 
 
@@ -351,8 +427,14 @@ def _from_array(source: Any) -> Image.Image:
     try:
         array = np.asarray(source)
     except Exception as error:
-        raise InvalidImage(f"{describe_source(source)} is no path, bytes, PIL image or array") from error
-    if array.ndim not in (2, 3) or (array.ndim == 3 and array.shape[2] not in (3, 4)) or array.dtype.kind not in "buif":
+        raise InvalidImage(
+            f"{describe_source(source)} is no path, bytes, PIL image or array"
+        ) from error
+    if (
+        array.ndim not in (2, 3)
+        or (array.ndim == 3 and array.shape[2] not in (3, 4))
+        or array.dtype.kind not in "buif"
+    ):
         raise InvalidImage(
             f"an array of shape {array.shape} and type {array.dtype} is no picture: "
             "(H, W), (H, W, 3) or (H, W, 4) of uint8 or floats in 0..1 is expected"
@@ -387,26 +469,40 @@ def _range_of(values: np.ndarray) -> tuple[float, float]:
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
-    if image.mode.startswith("I") or image.mode == "F":  # Pillow's own conversion clips these at 255
+    # Pillow's own conversion clips these at 255
+    if image.mode.startswith("I") or image.mode == "F":
         values = np.asarray(image)
         if image.mode == "F" and not np.isfinite(values).all():
             raise ValueError("it has values that are no numbers (NaN or infinity)")
         least, most = _range_of(values)
         scaled = np.empty(values.shape, np.uint8)
-        for top in range(0, len(values), _STRIP):  # in eight bytes a value: a few rows at a time
+        # in eight bytes a value: a few rows at a time
+        for top in range(0, len(values), _STRIP):
             rows = values[top : top + _STRIP].astype(np.float64)
-            scaled[top : top + _STRIP] = np.clip((rows - least) / (most - least) * 255, 0, 255).round()
+            scaled[top : top + _STRIP] = np.clip(
+                (rows - least) / (most - least) * 255, 0, 255
+            ).round()
         clear = image.info.get("transparency")  # of a 16-bit PNG, in its own numbers
         image = Image.fromarray(scaled)
         if clear is not None:
-            image.putalpha(Image.fromarray(np.where(values == clear, np.uint8(0), np.uint8(255))))
+            image.putalpha(
+                Image.fromarray(np.where(values == clear, np.uint8(0), np.uint8(255)))
+            )
     elif image.mode in ("La", "RGBa"):
         image = image.convert(image.mode.upper())
     if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
         width, height = image.size
         laid = Image.new("RGB", image.size)
-        for top in range(0, height, _STRIP):  # in twelve bytes a pixel: a few rows at a time
-            strip = image.crop((0, top, width, min(top + _STRIP, height))).convert("RGBA")
-            laid.paste(Image.alpha_composite(Image.new("RGBA", strip.size, "white"), strip).convert("RGB"), (0, top))
+        # in twelve bytes a pixel: a few rows at a time
+        for top in range(0, height, _STRIP):
+            strip = image.crop((0, top, width, min(top + _STRIP, height))).convert(
+                "RGBA"
+            )
+            laid.paste(
+                Image.alpha_composite(
+                    Image.new("RGBA", strip.size, "white"), strip
+                ).convert("RGB"),
+                (0, top),
+            )
         return laid
     return image.convert("RGB")

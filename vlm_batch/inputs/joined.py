@@ -51,12 +51,17 @@ def parts_of(data: bytes, name: str, cancelled: Cancelled) -> list[bytes]:
     """
     starts = list(itertools.islice(_starts(data, name, cancelled), MAX_RECORDINGS + 1))
     if len(starts) > MAX_RECORDINGS:
-        raise InvalidAudio(f"{name} is more than {MAX_RECORDINGS:,} recordings, joined to one file")
+        raise InvalidAudio(
+            f"{name} is more than {MAX_RECORDINGS:,} recordings, joined to one file"
+        )
     _check_nothing_else(data, starts or [0], name)
     if len(starts) < 2:
         return [_with_contents(data, starts[0] if starts else 0, cancelled)]
     ends = [*starts[1:], len(data)]
-    return [_with_contents(data[start:end], 0, cancelled) for start, end in zip(starts, ends, strict=True)]
+    return [
+        _with_contents(data[start:end], 0, cancelled)
+        for start, end in zip(starts, ends, strict=True)
+    ]
 
 
 def _starts(data: bytes, name: str, cancelled: Cancelled) -> Iterator[int]:
@@ -65,7 +70,9 @@ def _starts(data: bytes, name: str, cancelled: Cancelled) -> Iterator[int]:
         return _ogg_starts(data, begin, name, cancelled)
     if data.startswith((b"fLaC", b"caff"), begin):
         mark = _FLAC if data.startswith(b"fLaC", begin) else _CAF
-        return itertools.chain([0], (found.start() for found in mark.finditer(data, begin + 1)))
+        return itertools.chain(
+            [0], (found.start() for found in mark.finditer(data, begin + 1))
+        )
     if data.startswith((b"RIFF", b"RIFX", b"FORM")):
         return _chunk_starts(data, cancelled)
     return _mpeg_starts(data, begin, cancelled)
@@ -74,12 +81,16 @@ def _starts(data: bytes, name: str, cancelled: Cancelled) -> Iterator[int]:
 def _check_nothing_else(data: bytes, starts: list[int], name: str) -> None:
     """Raise InvalidAudio if a file of another kind stands behind these recordings."""
     first = _behind_tags(data, starts[0])
-    own = next((kind for kind, mark in _signatures().items() if mark.match(data, first)), "mp3")
+    own = next(
+        (kind for kind, mark in _signatures().items() if mark.match(data, first)), "mp3"
+    )
     # where the others end is known only to their decoders
     begin = first if own in ("flac", "mp3", "caf") else _end_of(data, starts[-1], own)
     for kind, mark in _signatures().items():
         if kind != own and mark.search(data, begin):
-            raise InvalidAudio(f"{name} is a recording of {own} with a file of {kind} joined to it; split it first")
+            raise InvalidAudio(
+                f"{name} is a recording of {own} with a file of {kind} joined to it; split it first"
+            )
 
 
 @cache
@@ -102,7 +113,9 @@ def _chunk_starts(data: bytes, cancelled: Cancelled) -> Iterator[int]:
     while data.startswith(kind, at) and len(data) >= at + 12:
         cancelled.check()
         yield at
-        size = int.from_bytes(data[at + 4 : at + 8], "little" if kind == b"RIFF" else "big")
+        size = int.from_bytes(
+            data[at + 4 : at + 8], "little" if kind == b"RIFF" else "big"
+        )
         at += 8 + size + size % 2
 
 
@@ -144,11 +157,16 @@ def _ogg_starts(data: bytes, at: int, name: str, cancelled: Cancelled) -> Iterat
             begins = True
             alive.add(serial)
             begun.add(serial)
-        elif serial not in begun:  # whose first page is in the middle of one that was cut
-            raise InvalidAudio(f"{name} is damaged: a page of it belongs to no stream that began")
+        elif serial not in begun:
+            # whose first page is in the middle of one that was cut
+            raise InvalidAudio(
+                f"{name} is damaged: a page of it belongs to no stream that began"
+            )
         else:
             begins = False
-        at += _OGG_HEAD + segments + sum(data[at + _OGG_HEAD : at + _OGG_HEAD + segments])
+        at += (
+            _OGG_HEAD + segments + sum(data[at + _OGG_HEAD : at + _OGG_HEAD + segments])
+        )
         if kind & _OGG_LAST and at <= len(data):
             alive.discard(serial)
     _check_ended(alive, name)
@@ -156,7 +174,9 @@ def _ogg_starts(data: bytes, at: int, name: str, cancelled: Cancelled) -> Iterat
 
 def _check_ended(alive: set[bytes], name: str) -> None:
     if alive:
-        raise InvalidAudio(f"{name} is damaged: it ends before the last page of its stream")
+        raise InvalidAudio(
+            f"{name} is damaged: it ends before the last page of its stream"
+        )
 
 
 # MPEG
@@ -264,7 +284,9 @@ def _frames(data: bytes, at: int, cancelled: Cancelled) -> Iterator[tuple[int, _
         if turns % _TURN == 0:
             cancelled.check()
         frame = _frame(data[at : at + 4])
-        if frame is not None and (frame.kind == kind or _follows(data, at + frame.size, frame)):
+        if frame is not None and (
+            frame.kind == kind or _follows(data, at + frame.size, frame)
+        ):
             yield at, frame
             kind = frame.kind
             at += frame.size
@@ -272,7 +294,9 @@ def _frames(data: bytes, at: int, cancelled: Cancelled) -> Iterator[tuple[int, _
         behind = _behind_tags(data, at)
         if behind == at:
             found = _HEADER.search(data, at + 1)
-            behind = len(data) if found is None or tries == _MAX_TRIES else found.start()
+            behind = (
+                len(data) if found is None or tries == _MAX_TRIES else found.start()
+            )
             tries += 1
         at = behind
 

@@ -39,7 +39,9 @@ CLOSE_SECONDS = 5.0
 class Loading:
     """One question on its way to ``Prepared``. All methods are thread-safe."""
 
-    def __init__(self, question: Question, when_read: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, question: Question, when_read: Callable[[], None] | None = None
+    ) -> None:
         self.question = question
         self.when_read = when_read
         self.cancelled = Cancelled()
@@ -47,12 +49,24 @@ class Loading:
         self._began = time.perf_counter()
         self._media = list(question.media)
         #: Index and lane of each medium that has still to be read.
-        self.unread = {at: lane for at, medium in enumerate(self._media) if (lane := lane_of(medium)) is not None}
-        self.is_read = not self.unread  # its pictures and videos are in memory, or at hand
+        self.unread = {
+            at: lane
+            for at, medium in enumerate(self._media)
+            if (lane := lane_of(medium)) is not None
+        }
+        # its pictures and videos are in memory, or at hand
+        self.is_read = not self.unread
         #: Bytes of the prepared inputs; None while unknown.
-        self.known_nbytes = num_bytes(question.inputs) if question.inputs is not None else None if question.media else 0
+        self.known_nbytes = (
+            num_bytes(question.inputs)
+            if question.inputs is not None
+            else None
+            if question.media
+            else 0
+        )
         self._future: Future[Prepared] = Future()
-        self._calls: list[Callable[[], None]] = []  # to be told that it is done; its future would keep them
+        # to be told that it is done; its future would keep them
+        self._calls: list[Callable[[], None]] = []
         self._lock = threading.Lock()
 
     @property
@@ -63,7 +77,9 @@ class Loading:
     @property
     def nbytes(self) -> int:
         media = self.question.media if self.is_read else tuple(self._media)
-        files = (medium.source if isinstance(medium, Audio) else medium for medium in media)
+        files = (
+            medium.source if isinstance(medium, Audio) else medium for medium in media
+        )
         return sum(
             len(file.data if isinstance(file, Fetched) else file.uri)
             for file in files
@@ -147,7 +163,9 @@ class Loaders:
         }
         self._open: set[Loading] = set()
 
-    def start(self, question: Question, when_read: Callable[[], None] | None = None) -> Loading:
+    def start(
+        self, question: Question, when_read: Callable[[], None] | None = None
+    ) -> Loading:
         """Start to read a question.
 
         The thread that reads the last medium calls ``when_read``, if given, instead of processing.
@@ -177,14 +195,24 @@ class Loaders:
         """Start to process a question that was read, once its form is compiled."""
         question = loading.question
         try:
-            if question.params.form is not None and question.form is None and self._compiled is not None:
+            if (
+                question.params.form is not None
+                and question.form is None
+                and self._compiled is not None
+            ):
                 compiling = self._compiled(question, loading.cancelled)
                 compiling.add_done_callback(partial(self._was_compiled, loading))
                 return
             pool = self._large_work if question.has_many_pixels else self._work
             pool = self._long_work if question.takes_long else pool
-            working = pool.submit(partial(self._prepared, loading), loading.cancelled, client=question.client)
-            working.add_done_callback(lambda done: loading.end(done.exception() or done.result()))
+            working = pool.submit(
+                partial(self._prepared, loading),
+                loading.cancelled,
+                client=question.client,
+            )
+            working.add_done_callback(
+                lambda done: loading.end(done.exception() or done.result())
+            )
         except BaseException as error:
             loading.end(error)
 
@@ -193,7 +221,8 @@ class Loaders:
             loading.question = replace(loading.question, form=compiling.result())
         except OperationCancelled:
             if loading.done():
-                return  # else another's request for the same form was cancelled: this one asks again
+                # else another's request for the same form was cancelled: this one asks again
+                return
         except BaseException as error:
             loading.end(error)
             return
@@ -222,5 +251,6 @@ class Loaders:
         try:
             if loading.put(at, reading.result()):
                 (loading.when_read or partial(self.process, loading))()
-        except BaseException as error:  # also of what comes next: a future's callback tells nobody
+        except BaseException as error:
+            # also of what comes next: a future's callback tells nobody
             loading.end(error)

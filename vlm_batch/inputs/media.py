@@ -30,12 +30,21 @@ class Kind:
 
     @classmethod
     def of(cls, medium: Any) -> Kind:
-        return _AUDIO if isinstance(medium, Audio) else _VIDEO if isinstance(medium, Video) else _IMAGE
+        return (
+            _AUDIO
+            if isinstance(medium, Audio)
+            else _VIDEO
+            if isinstance(medium, Video)
+            else _IMAGE
+        )
 
 
-def _kind(marker: str, noun: str, error: type[InvalidRequest], describe: Any, fetch: Any) -> Kind:
+def _kind(
+    marker: str, noun: str, error: type[InvalidRequest], describe: Any, fetch: Any
+) -> Kind:
     parts = (marker, f"{marker}_url", f"input_{marker}")
-    keys = parts if marker == "audio" else parts[:2]  # OpenAI's input_image has its picture in image_url
+    # OpenAI's input_image has its picture in image_url
+    keys = parts if marker == "audio" else parts[:2]
     return Kind(marker, noun, parts, (*keys, "url", "path"), error, describe, fetch)
 
 

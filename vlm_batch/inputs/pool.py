@@ -71,7 +71,8 @@ class Pool:
         self._changed = threading.Condition()
         self._waiting: deque[_Job] = deque()
         self._used: dict[int, float] = {}  # client -> seconds that its calls took
-        self._level = 0.0  # the same of the client that was served last: whoever comes anew begins there
+        # the same of the client that was served last: whoever comes anew begins there
+        self._level = 0.0
         self._running: set[_Job] = set()
         self._threads = 0
         self._lost = 0  # threads whose call was given up and has not returned
@@ -97,7 +98,15 @@ class Pool:
             client: Whose call it is.
             cost: Seconds that it will probably take.
         """
-        job = _Job(self, call, cancelled, seconds, late, client, time.monotonic() + PATIENCE * cost)
+        job = _Job(
+            self,
+            call,
+            cancelled,
+            seconds,
+            late,
+            client,
+            time.monotonic() + PATIENCE * cost,
+        )
         with self._changed:
             refused = self._is_closed or self._lost >= MAX_LOST
             if not refused:
@@ -108,7 +117,9 @@ class Pool:
             job.future.set_exception(
                 OperationCancelled()
                 if self._is_closed
-                else InvalidRequest(f"{MAX_LOST} reads before this one hang: a drive or a name server does not answer")
+                else InvalidRequest(
+                    f"{MAX_LOST} reads before this one hang: a drive or a name server does not answer"
+                )
             )
         else:
             cancelled.when_set(job.cancel)
@@ -127,13 +138,20 @@ class Pool:
     def join(self, seconds: float) -> bool:
         """Wait up to ``seconds``; return whether nothing runs."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self._running and not self._lost, seconds)
+            return self._changed.wait_for(
+                lambda: not self._running and not self._lost, seconds
+            )
 
     def _add_thread(self) -> None:
         if self._threads >= self._num_threads:
             return
         try:
-            threads.start(self._run, self._name, is_awaited=self._is_awaited, is_deep=self._is_deep)
+            threads.start(
+                self._run,
+                self._name,
+                is_awaited=self._is_awaited,
+                is_deep=self._is_deep,
+            )
         except RuntimeError:
             if not self._threads:
                 raise
@@ -141,29 +159,44 @@ class Pool:
             self._threads += 1
 
     def _run(self) -> None:
-        while self._serve():  # a frame of its own: nothing of a call is held while the next one runs
+        # a frame of its own: nothing of a call is held while the next one runs
+        while self._serve():
             pass
 
     def _begin_turn(self, client: int) -> None:
         """Let a client that had nothing to do begin where the others are: time without calls is not saved up."""
-        if any(one.client == client for one in self._waiting) or self._running_of(client):
+        if any(one.client == client for one in self._waiting) or self._running_of(
+            client
+        ):
             return
         if len(self._used) >= MAX_CLIENTS:
-            self._used = {one: used for one, used in self._used.items() if used > self._level}
+            self._used = {
+                one: used for one, used in self._used.items() if used > self._level
+            }
         self._used[client] = max(self._used.get(client, 0.0), self._level)
 
     def _next(self) -> _Job | None:
         """Return the call whose turn it is, unless those that wait are of clients that have their part."""
         if len(self._waiting) == 1 and self._most_of_client >= self._num_threads:
             return self._waiting[0]
-        waiting = [one for one in self._waiting if self._running_of(one.client) < self._most_of_client]
-        return min(waiting, key=lambda one: (self._used.get(one.client, self._level), one.due), default=None)
+        waiting = [
+            one
+            for one in self._waiting
+            if self._running_of(one.client) < self._most_of_client
+        ]
+        return min(
+            waiting,
+            key=lambda one: (self._used.get(one.client, self._level), one.due),
+            default=None,
+        )
 
     def _running_of(self, client: int) -> int:
         return sum(one.client == client for one in self._running)
 
     def _charge(self, client: int, seconds: float) -> None:
-        self._used[client] = self._used.get(client, self._level) + min(MOST_CHARGED, max(0.0, seconds))
+        self._used[client] = self._used.get(client, self._level) + min(
+            MOST_CHARGED, max(0.0, seconds)
+        )
 
     def _serve(self) -> bool:
         """Run the next call; return whether the thread goes on."""
@@ -182,7 +215,8 @@ class Pool:
             if job.seconds is not None:
                 job.deadline = time.monotonic() + job.seconds
                 if not self._has_watch:
-                    with suppress(RuntimeError):  # no thread to be had: then the next call tries again
+                    # no thread to be had: then the next call tries again
+                    with suppress(RuntimeError):
                         threads.start(self._watch, f"{self._name}-watch")
                         self._has_watch = True
                 self._changed.notify_all()
@@ -192,8 +226,11 @@ class Pool:
             result = job.call()
         except Exception as raised:
             error = raised
-        except BaseException as raised:  # SystemExit of a picture's own code would end whoever asks for the result
-            error = InvalidRequest(f"{type(raised).__name__} was raised while the request was prepared: {raised}")
+        except BaseException as raised:
+            # SystemExit of a picture's own code would end whoever asks for the result
+            error = InvalidRequest(
+                f"{type(raised).__name__} was raised while the request was prepared: {raised}"
+            )
             error.__cause__ = raised
         seconds = time.monotonic() - begin
         goes_on = self._end(job, result, error, seconds)
@@ -202,7 +239,9 @@ class Pool:
             time.sleep(seconds)
         return goes_on
 
-    def _end(self, job: _Job, result: Any, error: Exception | None, seconds: float) -> bool:
+    def _end(
+        self, job: _Job, result: Any, error: Exception | None, seconds: float
+    ) -> bool:
         """Deliver an outcome; return whether the pool keeps the thread."""
         with self._changed:
             self._charge(job.client, seconds - LEAST_CHARGED)
@@ -241,17 +280,29 @@ class Pool:
         job.cancelled.forget(job.cancel)
         job.future.set_exception(error())
         for other in without_thread:
-            self.give_up(other, partial(RuntimeError, "the system gives no thread to read the request's pictures on"))
+            self.give_up(
+                other,
+                partial(
+                    RuntimeError,
+                    "the system gives no thread to read the request's pictures on",
+                ),
+            )
 
     def _watch(self) -> None:
         while True:
             with self._changed:
-                deadlines = [job.deadline for job in self._running if job.deadline is not None]
+                deadlines = [
+                    job.deadline for job in self._running if job.deadline is not None
+                ]
                 if not deadlines:
                     self._has_watch = False
                     return
                 now = time.monotonic()
-                late = [job for job in self._running if job.deadline is not None and job.deadline <= now]
+                late = [
+                    job
+                    for job in self._running
+                    if job.deadline is not None and job.deadline <= now
+                ]
                 if not late:
                     self._changed.wait(min(deadlines) - now)
             for job in late:

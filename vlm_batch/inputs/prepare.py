@@ -75,7 +75,16 @@ from vlm_batch.runtime.memory import trim
 from vlm_batch.store.digest import hash_ahead
 from vlm_batch.store.pictures import PictureStore
 from vlm_batch.store.prompt import PromptCache
-from vlm_batch.types import Audio, FetchPolicy, ImageInput, Message, Request, SamplingParams, Template, Video
+from vlm_batch.types import (
+    Audio,
+    FetchPolicy,
+    ImageInput,
+    Message,
+    Request,
+    SamplingParams,
+    Template,
+    Video,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,9 +116,15 @@ class Limits:
     def __post_init__(self) -> None:
         set_pixel_bounds(self, self.min_pixels, self.max_pixels)
         for name in ("image_pixels", "video_pixels", "request_pixels", "prompt_tokens"):
-            object.__setattr__(self, name, whole_option(name, vars(self)[name], least=1, or_none=True))
+            object.__setattr__(
+                self, name, whole_option(name, vars(self)[name], least=1, or_none=True)
+            )
         if self.audio_seconds is not None:
-            object.__setattr__(self, "audio_seconds", seconds_option("audio_seconds", self.audio_seconds))
+            object.__setattr__(
+                self,
+                "audio_seconds",
+                seconds_option("audio_seconds", self.audio_seconds),
+            )
 
 
 #: Most characters per token, on average; English has four to five.
@@ -167,7 +182,11 @@ class Question:
         """The prompt's fewest possible positions."""
         if self.inputs is not None:
             return int(self.inputs["input_ids"].shape[-1])
-        return len(self.token_ids) if self.prompt is None else len(self.prompt) // CHARACTERS_PER_TOKEN
+        return (
+            len(self.token_ids)
+            if self.prompt is None
+            else len(self.prompt) // CHARACTERS_PER_TOKEN
+        )
 
     @property
     def media(self) -> tuple[ImageInput | Video | Audio, ...]:
@@ -175,14 +194,20 @@ class Question:
 
     def with_media(self, media: Sequence[Any]) -> Question:
         ends = len(self.images), len(self.images) + len(self.videos)
-        images, videos, audios = media[: ends[0]], media[ends[0] : ends[1]], media[ends[1] :]
-        return replace(self, images=tuple(images), videos=tuple(videos), audios=tuple(audios)).measured()
+        images = media[: ends[0]]
+        videos = media[ends[0] : ends[1]]
+        audios = media[ends[1] :]
+        return replace(
+            self, images=tuple(images), videos=tuple(videos), audios=tuple(audios)
+        ).measured()
 
     def measured(self) -> Question:
         """Return a copy with counted ``num_pixels`` and ``seconds``."""
         frames = (count_video_pixels(video, self.sampling) for video in self.videos)
         pixels = sum(map(count_pixels, self.images)) + sum(frames)
-        return replace(self, num_pixels=pixels, seconds=sum(map(count_seconds, self.audios)))
+        return replace(
+            self, num_pixels=pixels, seconds=sum(map(count_seconds, self.audios))
+        )
 
     @property
     def takes_long(self) -> bool:
@@ -258,7 +283,8 @@ class Preparer:
         self._check_inputs = check_inputs
         self._reserved = ReservedWords(processing, image_token_ids)
         self._forms = Forms(processing.tokenizer, processing.eos_token_ids)
-        self._processors = ProcessorPool(processing)  # processors and tokenizers are not made for two threads at once
+        # processors and tokenizers are not made for two threads at once
+        self._processors = ProcessorPool(processing)
         self._rare_lock = Lock()
         #: Whether it escapes words -> settings, and the processor made with them.
         self._rare: dict[bool, tuple[str, Processing]] = {}
@@ -271,16 +297,29 @@ class Preparer:
         params, options = request.params, request.template
         new_form = 0 if params.form is None else self._forms.check(params)
         _check_types(request)
-        if options is not None and (request.inputs is not None or request.token_ids is not None):
-            refuse(options, "the prompt is final already; a chat template's arguments go with prompt or messages")
+        if options is not None and (
+            request.inputs is not None or request.token_ids is not None
+        ):
+            refuse(
+                options,
+                "the prompt is final already; a chat template's arguments go with prompt or messages",
+            )
         if any(map(has_sound, request.videos)) and request.messages is None:
             if request.prompt is None or options is None:
                 raise InvalidVideo(
                     "a video's sound goes with a prompt or messages, and a chat template that says where it stands; "
                     "elsewhere audios= takes the video's file"
                 )
-            request = replace(request, prompt=None, messages=[{"role": "user", "content": request.prompt}])
-        media: Sequence[Sequence[Any]] = (request.images, request.videos, request.audios)
+            request = replace(
+                request,
+                prompt=None,
+                messages=[{"role": "user", "content": request.prompt}],
+            )
+        media: Sequence[Sequence[Any]] = (
+            request.images,
+            request.videos,
+            request.audios,
+        )
         turns: list[Message] = []
         if request.messages is not None:
             turns, media = split_messages(request.messages, *media)
@@ -294,15 +333,20 @@ class Preparer:
                 self._check_inputs(inputs)
             except InvalidRequest:
                 raise
-            except Exception as error:  # the family's arithmetic on shapes and types that it does not know
-                raise InvalidPrompt(f"inputs= are not what the model's processor makes: {describe(error)}") from error
+            except Exception as error:
+                # the family's arithmetic on shapes and types that it does not know
+                raise InvalidPrompt(
+                    f"inputs= are not what the model's processor makes: {describe(error)}"
+                ) from error
         elif request.token_ids is not None:
             ids = _checked_ids(request.token_ids, self._image_token_ids)
             if not any(media):
                 self._check_inputs({"input_ids": np.array([ids])})
             self._check_length(len(ids), 1, "token_ids has {} ids")
         else:
-            prompt = self._rendered(request, turns, [len(several) for several in media], options)
+            prompt = self._rendered(
+                request, turns, [len(several) for several in media], options
+            )
         question = Question(
             prompt,
             ids,
@@ -310,7 +354,9 @@ class Preparer:
             images,
             videos,
             tuple(audio for audio in audios if not isinstance(audio, Track)),
-            tuple(audio.video if isinstance(audio, Track) else None for audio in audios),
+            tuple(
+                audio.video if isinstance(audio, Track) else None for audio in audios
+            ),
             self._fetch,
             params,
             pixels=self._pixels(request),
@@ -327,7 +373,9 @@ class Preparer:
 
     def _check_size(self, question: Question) -> None:
         if question.seconds:
-            check_seconds(question.seconds, self.limits.audio_seconds, "the request's recordings")
+            check_seconds(
+                question.seconds, self.limits.audio_seconds, "the request's recordings"
+            )
         most, num_pixels = self.limits.request_pixels, question.num_pixels
         if most is not None and num_pixels > most:
             raise InvalidImage(
@@ -337,21 +385,38 @@ class Preparer:
 
     def _pixels(self, request: Request) -> PixelBounds | None:
         limits = self.limits
-        if request.min_pixels is None and request.max_pixels is None and limits.min_pixels is limits.max_pixels is None:
+        if (
+            request.min_pixels is None
+            and request.max_pixels is None
+            and limits.min_pixels is limits.max_pixels is None
+        ):
             return None
         own = self.processing.pixels
         if own is None:
             raise InvalidImage(
                 f"min_pixels and max_pixels: {self.spec.family}'s processor has no such bounds; leave them out"
             )
-        most = next(value for value in (request.max_pixels, limits.max_pixels, own.most) if value is not None)
+        most = next(
+            value
+            for value in (request.max_pixels, limits.max_pixels, own.most)
+            if value is not None
+        )
         if limits.max_pixels is not None and most > limits.max_pixels:
-            raise InvalidImage(f"max_pixels is {most:,}; the batcher's is {limits.max_pixels:,}")
-        least = next(value for value in (request.min_pixels, limits.min_pixels, own.least) if value is not None)
-        if least <= own.most:  # a most is a bound, and makes no picture larger; a least above the model's asks for it
+            raise InvalidImage(
+                f"max_pixels is {most:,}; the batcher's is {limits.max_pixels:,}"
+            )
+        least = next(
+            value
+            for value in (request.min_pixels, limits.min_pixels, own.least)
+            if value is not None
+        )
+        # a most is a bound, and makes no picture larger; a least above the model's asks for it
+        if least <= own.most:
             most = min(most, own.most)
         if request.min_pixels is not None and least > most:
-            raise InvalidImage(f"min_pixels is {least:,}, above max_pixels, which is {most:,}")
+            raise InvalidImage(
+                f"min_pixels is {least:,}, above max_pixels, which is {most:,}"
+            )
         bounds = PixelBounds(min(least, most), most)
         return None if bounds == own else bounds
 
@@ -360,15 +425,28 @@ class Preparer:
         params, marks = request.params, self.processing.template.thinking
         if marks is None:
             if params.thinking_budget is not None:
-                raise InvalidParameters("thinking_budget: this model's chat template does not mark thinking")
+                raise InvalidParameters(
+                    "thinking_budget: this model's chat template does not mark thinking"
+                )
             return None
         start, end = (self.processing.ids_of(word) for word in (marks.start, marks.end))
         if question.prompt is None:
-            given = question.token_ids if question.inputs is None else question.inputs["input_ids"][0].tolist()
+            given = (
+                question.token_ids
+                if question.inputs is None
+                else question.inputs["input_ids"][0].tolist()
+            )
             return Thinking(start, end, is_open=rfind(given, start) > rfind(given, end))
         is_open = marks.is_open(question.prompt)
-        is_asked = params.form is None or (request.template is not None and request.template.enable_thinking is True)
-        may_begin = is_asked and not is_open and not marks.is_over(question.prompt) and len(start) == 1
+        is_asked = params.form is None or (
+            request.template is not None and request.template.enable_thinking is True
+        )
+        may_begin = (
+            is_asked
+            and not is_open
+            and not marks.is_over(question.prompt)
+            and len(start) == 1
+        )
         return Thinking(start, end, is_open=is_open, may_begin=may_begin)
 
     def _own_media(
@@ -376,27 +454,52 @@ class Preparer:
     ) -> tuple[tuple[ImageInput, ...], tuple[Video, ...], tuple[Audio | Track, ...]]:
         spec = self.spec
         if images and not spec.images:
-            raise InvalidImage(f"{spec.family} takes no pictures: it is a language model")
+            raise InvalidImage(
+                f"{spec.family} takes no pictures: it is a language model"
+            )
         if len(images) > 1 and not spec.multi_image:
-            raise InvalidImage(f"{spec.family} takes one picture a request; given: {len(images)}")
+            raise InvalidImage(
+                f"{spec.family} takes one picture a request; given: {len(images)}"
+            )
         owned = []
         for number, source in enumerate(images, 1):
             with _naming_the_picture(source, number, len(images)):
                 store = self._pictures if is_data_uri(source) else None
-                owned.append(self._own_image(source) if store is None else own_uri(source, self._own_image, store))
+                owned.append(
+                    self._own_image(source)
+                    if store is None
+                    else own_uri(source, self._own_image, store)
+                )
         if videos and not spec.video:
             raise InvalidVideo(f"{spec.family} takes no videos: {spec.no_video}")
         clips = tuple(own_video(as_video(video), self._own_image) for video in videos)
         if audios and not spec.audio:
-            what = "no video's sound" if isinstance(audios[0], Track) else "no recordings"
+            what = (
+                "no video's sound" if isinstance(audios[0], Track) else "no recordings"
+            )
             raise InvalidAudio(f"{spec.family} takes {what}: {spec.no_audio}")
-        heard = (audio if isinstance(audio, Track) else own_audio(as_audio(audio), self._fetch) for audio in audios)
+        heard = (
+            audio
+            if isinstance(audio, Track)
+            else own_audio(as_audio(audio), self._fetch)
+            for audio in audios
+        )
         return tuple(owned), clips, tuple(heard)
 
     def _own_image(self, source: ImageInput) -> ImageInput:
-        return fetch_image(source, self._fetch) if is_data_uri(source) else own_image(source)
+        return (
+            fetch_image(source, self._fetch)
+            if is_data_uri(source)
+            else own_image(source)
+        )
 
-    def _rendered(self, request: Request, turns: list[Message], counts: Sequence[int], options: Template | None) -> str:
+    def _rendered(
+        self,
+        request: Request,
+        turns: list[Message],
+        counts: Sequence[int],
+        options: Template | None,
+    ) -> str:
         asked: str | list[Message] = turns if request.prompt is None else request.prompt
         for text in texts_of(asked):
             try:
@@ -408,7 +511,9 @@ class Preparer:
                 ) from error
         if options is None and not isinstance(asked, str):
             raise InvalidPrompt("template is None; messages need the chat template")
-        said = f"the {'prompt' if isinstance(asked, str) else 'chat'} has {{}} characters"
+        said = (
+            f"the {'prompt' if isinstance(asked, str) else 'chat'} has {{}} characters"
+        )
         self._check_length(sum(map(len, texts_of(asked))), CHARACTERS_PER_TOKEN, said)
         if options is not None:
             if options.escape_special_tokens:
@@ -421,18 +526,26 @@ class Preparer:
         for kind, given in zip(KINDS, counts, strict=True):
             room = self.processing.count_placeholders(asked, kind.marker)
             if room is not None and room != given:
-                raise InvalidPrompt(f"the rendered prompt has {room} {kind.noun} placeholders for {given} {kind.noun}s")
+                raise InvalidPrompt(
+                    f"the rendered prompt has {room} {kind.noun} placeholders for {given} {kind.noun}s"
+                )
         return asked
 
     def _escaped(self, options: Template) -> Template:
         escaped = self._reserved.escaped
         return replace(
-            options, tools=escaped(options.tools), documents=escaped(options.documents), args=escaped(options.args)
+            options,
+            tools=escaped(options.tools),
+            documents=escaped(options.documents),
+            args=escaped(options.args),
         )
 
     def _check_length(self, size: int, per_token: int, said: str) -> None:
         """Refuse a prompt too long in any tokenization."""
-        most = min((n for n in (self.max_context, self.limits.prompt_tokens) if n is not None), default=MAX_TOKENS)
+        most = min(
+            (n for n in (self.max_context, self.limits.prompt_tokens) if n is not None),
+            default=MAX_TOKENS,
+        )
         if size > most * per_token:
             raise PromptTooLong(
                 f"{said.format(f'{size:,}')}; {most:,} tokens fit, which are {most * per_token:,} at most"
@@ -455,7 +568,9 @@ class Preparer:
     # On a loader's thread
     # -----------------------------------------------------------------------------------------------------------------
 
-    def prepare(self, question: Question, cancelled: Cancelled | None = None) -> Prepared:
+    def prepare(
+        self, question: Question, cancelled: Cancelled | None = None
+    ) -> Prepared:
         """Read media and run the processor. Raises InvalidRequest or OperationCancelled."""
         self._check_size(question)
         try:
@@ -466,45 +581,77 @@ class Preparer:
 
     def _decoded(self, question: Question, cancelled: Cancelled) -> Prepared:
         limits, params = self.limits, question.params
-        load = partial(load_image, max_pixels=limits.image_pixels, policy=self._fetch, cancelled=cancelled)
+        load = partial(
+            load_image,
+            max_pixels=limits.image_pixels,
+            policy=self._fetch,
+            cancelled=cancelled,
+        )
         images = []
         for number, source in enumerate(question.images, 1):
             cancelled.check()
             with _naming_the_picture(source, number, len(question.images)):
-                images.append(load(source) if self._pictures is None else known_picture(source, load, self._pictures))
+                images.append(
+                    load(source)
+                    if self._pictures is None
+                    else known_picture(source, load, self._pictures)
+                )
         clips = []
         for video in question.videos:
             cancelled.check()
             bounds = limits.video_pixels, limits.image_pixels
-            clips.append(load_video(video, question.sampling, *bounds, self._fetch, cancelled))
+            clips.append(
+                load_video(video, question.sampling, *bounds, self._fetch, cancelled)
+            )
         sounds = []
         recordings = iter(question.audios)
         for at in question.tracks:
             cancelled.check()
-            audio = next(recordings) if at is None else Audio(question.videos[at].source)
+            audio = (
+                next(recordings) if at is None else Audio(question.videos[at].source)
+            )
             sounds.append(replace(self._sound(audio, cancelled), video=at))
         if sounds:
-            check_seconds(sum(sound.seconds for sound in sounds), limits.audio_seconds, "the request's recordings")
+            check_seconds(
+                sum(sound.seconds for sound in sounds),
+                limits.audio_seconds,
+                "the request's recordings",
+            )
         cancelled.check()
         inputs = evaluated(
-            self._processed(question, images, clips, sounds) if question.inputs is None else question.inputs
+            self._processed(question, images, clips, sounds)
+            if question.inputs is None
+            else question.inputs
         )
-        if self._pictures is not None:  # what the engine would otherwise do on its own thread
+        # what the engine would otherwise do on its own thread
+        if self._pictures is not None:
             hash_ahead(inputs)
-        words = [spelled for word in params.bad_words for spelled in (word, f" {word.lstrip()}")]
+        words = [
+            spelled
+            for word in params.bad_words
+            for spelled in (word, f" {word.lstrip()}")
+        ]
         return Prepared(
             inputs,
             tuple(image.size for image in images),
             tuple(clip.size for clip in clips),
             tuple(sound.seconds for sound in sounds),
             kept=on_host(inputs) if num_bytes(inputs) <= MOST_ON_HOST else None,
-            bad_words=tuple(dict.fromkeys(filter(None, map(self.processing.ids_of, words)))),
+            bad_words=tuple(
+                dict.fromkeys(filter(None, map(self.processing.ids_of, words)))
+            ),
             form=None if question.form is None else question.form.copy(question.client),
             thinking=question.thinking,
         )
 
     def _sound(self, audio: Audio, cancelled: Cancelled) -> Sound:
-        sound = load_audio(audio, self.processing.audio_rate, self.limits.audio_seconds, self._fetch, cancelled)
+        sound = load_audio(
+            audio,
+            self.processing.audio_rate,
+            self.limits.audio_seconds,
+            self._fetch,
+            cancelled,
+        )
         most = self.spec.audio_seconds
         if most is not None and sound.seconds > most:
             raise InvalidAudio(
@@ -514,19 +661,29 @@ class Preparer:
         return sound
 
     def _processed(
-        self, question: Question, images: Sequence[Image.Image], clips: Sequence[Clip], sounds: Sequence[Sound]
+        self,
+        question: Question,
+        images: Sequence[Image.Image],
+        clips: Sequence[Clip],
+        sounds: Sequence[Sound],
     ) -> dict[str, Any]:
         prompt = question.prompt
         is_escaped = prompt is not None and ESCAPE in prompt
         is_rare = is_escaped or question.takes_long
         with (
-            self._rare_one(escapes=is_escaped) if is_rare else self._processors.acquire() as processing,
+            self._rare_one(escapes=is_escaped)
+            if is_rare
+            else self._processors.acquire() as processing,
             processing.scaled_to(question.pixels),
         ):
             if prompt is None:
-                return processing.inputs_of_ids(question.token_ids, images, self._image_token_ids, clips, sounds)
+                return processing.inputs_of_ids(
+                    question.token_ids, images, self._image_token_ids, clips, sounds
+                )
             make = processing.escaped_inputs if is_escaped else processing.inputs
-            return make(prompt, images, clips, sounds, is_templated=question.is_templated)
+            return make(
+                prompt, images, clips, sounds, is_templated=question.is_templated
+            )
 
     @contextmanager
     def _rare_one(self, *, escapes: bool) -> Iterator[Processing]:
@@ -543,7 +700,11 @@ def lane_of(medium: ImageInput | Video | Audio) -> Lane | None:
     if isinstance(medium, Video):
         if not is_to_be_fetched(medium):
             return None
-        sources = [medium.source] if isinstance(medium.source, (str, Path, bytes)) else list(medium.source)
+        sources = (
+            [medium.source]
+            if isinstance(medium.source, (str, Path, bytes))
+            else list(medium.source)
+        )
         return Lane.NETWORK if any(map(is_url, sources)) else Lane.DISK
     source = medium.source if isinstance(medium, Audio) else medium
     if not isinstance(source, (str, Path)):
@@ -551,7 +712,9 @@ def lane_of(medium: ImageInput | Video | Audio) -> Lane | None:
     return Lane.NETWORK if is_url(source) else Lane.DISK
 
 
-def late_error(medium: ImageInput | Video | Audio, policy: FetchPolicy) -> InvalidRequest:
+def late_error(
+    medium: ImageInput | Video | Audio, policy: FetchPolicy
+) -> InvalidRequest:
     """Return the error of a hanging read."""
     kind = Kind.of(medium)
     return kind.error(
@@ -563,7 +726,14 @@ def late_error(medium: ImageInput | Video | Audio, policy: FetchPolicy) -> Inval
 def rfind(ids: Sequence[int], wanted: Sequence[int]) -> int:
     """Return the last index of ``wanted`` in ``ids``, or -1."""
     size = len(wanted)
-    return next((at for at in range(len(ids) - size, -1, -1) if tuple(ids[at : at + size]) == tuple(wanted)), -1)
+    return next(
+        (
+            at
+            for at in range(len(ids) - size, -1, -1)
+            if tuple(ids[at : at + size]) == tuple(wanted)
+        ),
+        -1,
+    )
 
 
 def _check_types(request: Request) -> None:
@@ -577,9 +747,15 @@ def _check_types(request: Request) -> None:
     if len(given) != 1:
         said = ", ".join(given) or "none"
         hint = ""
-        if not given and len(request.images) == 1 and isinstance(request.images[0], str):
+        if (
+            not given
+            and len(request.images) == 1
+            and isinstance(request.images[0], str)
+        ):
             hint = f" (images is {shown(request.images[0])}; text alone is prompt=...)"
-        raise InvalidPrompt(f"exactly one of prompt, messages, token_ids and inputs is needed; given: {said}{hint}")
+        raise InvalidPrompt(
+            f"exactly one of prompt, messages, token_ids and inputs is needed; given: {said}{hint}"
+        )
     rules: tuple[tuple[str, Any, type, str, type[InvalidRequest]], ...] = (
         (
             "prompt",
@@ -588,8 +764,20 @@ def _check_types(request: Request) -> None:
             "text (str), and comes after the pictures: submit(images, prompt)",
             InvalidPrompt,
         ),
-        ("inputs", request.inputs, Mapping, "a mapping of names to arrays", InvalidPrompt),
-        ("cache", request.cache, PromptCache, "a PromptCache: Result.cache, or PromptCache.load(path)", InvalidCache),
+        (
+            "inputs",
+            request.inputs,
+            Mapping,
+            "a mapping of names to arrays",
+            InvalidPrompt,
+        ),
+        (
+            "cache",
+            request.cache,
+            PromptCache,
+            "a PromptCache: Result.cache, or PromptCache.load(path)",
+            InvalidCache,
+        ),
     )
     for name, value, kind, right, error in rules:
         if value is not None and not isinstance(value, kind):
@@ -607,18 +795,32 @@ def _naming_the_picture(source: ImageInput, number: int, count: int) -> Iterator
         has_name = isinstance(source, (str, Path)) and not is_data_uri(str(source))
         if count == 1 or has_name:
             raise
-        raise InvalidImage(f"picture {number} of {count}: {error.reason}", advice=error.advice) from error
+        raise InvalidImage(
+            f"picture {number} of {count}: {error.reason}", advice=error.advice
+        ) from error
 
 
-def _check_places(prompt: str, images: Sequence[ImageInput], videos: Sequence[Any]) -> None:
+def _check_places(
+    prompt: str, images: Sequence[ImageInput], videos: Sequence[Any]
+) -> None:
     """Refuse a picture in the prompt's place."""
     name = prompt.lower().partition("?")[0]
-    if name.endswith(tuple(picture_suffixes())) and len(name.split()) == 1 and not images and not videos:
+    if (
+        name.endswith(tuple(picture_suffixes()))
+        and len(name.split()) == 1
+        and not images
+        and not videos
+    ):
         raise InvalidPrompt(
             f"prompt is {shown(prompt)}, the name of a picture: that is images=, and prompt= asks about it"
         )
     image = images[0] if len(images) == 1 else None
-    if isinstance(image, str) and not names_picture(image) and names_picture(prompt) and not os.path.exists(image):
+    if (
+        isinstance(image, str)
+        and not names_picture(image)
+        and names_picture(prompt)
+        and not os.path.exists(image)
+    ):
         raise InvalidImage(
             f"images is {shown(image)}, which is no file, and prompt is {shown(prompt)}: have they changed places? "
             "It is submit(images, prompt)"
@@ -630,39 +832,56 @@ def _checked_ids(given: Any, image_token_ids: frozenset[int]) -> tuple[int, ...]
     try:
         array = np.asarray(given)
     except Exception as error:
-        raise InvalidPrompt(f"token_ids is {shown(given)}; a list or array of integers is expected") from error
+        raise InvalidPrompt(
+            f"token_ids is {shown(given)}; a list or array of integers is expected"
+        ) from error
     if array.size == 0:
         raise InvalidPrompt("token_ids is empty")
     if array.ndim == 2 and len(array) == 1:
         array = array[0]
-    holds_truths = isinstance(given, Sequence) and any(isinstance(token, bool) for token in given)
+    holds_truths = isinstance(given, Sequence) and any(
+        isinstance(token, bool) for token in given
+    )
     if array.ndim != 1 or array.dtype.kind not in "iu" or holds_truths:
-        raise InvalidPrompt(f"token_ids is {shown(given)}; a list or array (L,) of integers is expected")
+        raise InvalidPrompt(
+            f"token_ids is {shown(given)}; a list or array (L,) of integers is expected"
+        )
     ids = tuple(map(int, array.tolist()))
     for token in ids:
         if not 0 <= token < 2**31 and token not in image_token_ids:
-            raise InvalidPrompt(f"token_ids holds {token}; token ids are integers of at least 0")
+            raise InvalidPrompt(
+                f"token_ids holds {token}; token ids are integers of at least 0"
+            )
     return ids
 
 
 def _checked_inputs(inputs: Mapping[str, Any], has_media: bool) -> dict[str, Any]:
     if has_media:
-        raise InvalidPrompt("inputs= are processed already: their pictures belong into pixel_values, not into images")
+        raise InvalidPrompt(
+            "inputs= are processed already: their pictures belong into pixel_values, not into images"
+        )
     if "input_ids" not in inputs:
         raise InvalidPrompt("inputs= needs input_ids of shape (1, L)")
     try:
-        arrays = copy.deepcopy(as_numpy(inputs))  # the caller's buffers stay the caller's
+        # the caller's buffers stay the caller's
+        arrays = copy.deepcopy(as_numpy(inputs))
     except Exception as error:
         raise InvalidPrompt(f"inputs= cannot be copied: {describe(error)}") from error
     for name, value in arrays.items():
         if isinstance(value, np.ndarray) and value.dtype.kind not in "biuf":
-            raise InvalidPrompt(f"inputs= has {name} of {value.dtype}; arrays of real numbers are needed")
+            raise InvalidPrompt(
+                f"inputs= has {name} of {value.dtype}; arrays of real numbers are needed"
+            )
     ids = arrays["input_ids"]
     if not isinstance(ids, np.ndarray):
-        raise InvalidPrompt(f"inputs= needs input_ids as an array (1, L); given: {shown(ids)}")
+        raise InvalidPrompt(
+            f"inputs= needs input_ids as an array (1, L); given: {shown(ids)}"
+        )
     shape = ids.shape
     if len(shape) != 2 or shape[0] != 1 or shape[1] == 0:
-        raise InvalidPrompt(f"inputs= needs input_ids of shape (1, L), one request a submit; given: {tuple(shape)}")
+        raise InvalidPrompt(
+            f"inputs= needs input_ids of shape (1, L), one request a submit; given: {tuple(shape)}"
+        )
     if ids.dtype.kind not in "iu":
         raise InvalidPrompt(f"inputs= needs input_ids of integers; given: {ids.dtype}")
     if ids.min() < -(2**31) or ids.max() >= 2**31:  # MLX would cut them to 32 bits

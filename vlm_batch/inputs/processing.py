@@ -57,8 +57,12 @@ class PixelBounds:
 class Processing:
     """A model's processor: renders prompts (any thread), makes inputs (one thread at a time), decodes text."""
 
-    def __init__(self, processor: Any, config: Any, sampling: Sampling | None = None) -> None:
-        self.processor = processor = with_switched_tokens(without_text_options(processor))
+    def __init__(
+        self, processor: Any, config: Any, sampling: Sampling | None = None
+    ) -> None:
+        self.processor = processor = with_switched_tokens(
+            without_text_options(processor)
+        )
         evaluate_held(processor)
         self.config = config
         self.sampling = _sampling(processor, sampling or Sampling())
@@ -93,7 +97,9 @@ class Processing:
                 refuse(options, "this family's processor takes the last message alone")
                 rendered = messages
             elif self.template.owner is None:
-                rendered = get_chat_template(self.processor, messages, add_generation_prompt=True)
+                rendered = get_chat_template(
+                    self.processor, messages, add_generation_prompt=True
+                )
             else:
                 rendered = self.template.fill(messages, options)
         except Exception as error:
@@ -101,18 +107,25 @@ class Processing:
                 f"the chat template cannot render this prompt: {error}",
                 advice="; a prompt that is final already goes with template=None",
             ) from error
-        if isinstance(rendered, Mapping):  # families without a template get their last message back
+        # families without a template get their last message back
+        if isinstance(rendered, Mapping):
             rendered = rendered.get("content", "")
         if not isinstance(rendered, str):
-            raise InvalidPrompt(f"the chat template gave {type(rendered).__name__}, not text")
+            raise InvalidPrompt(
+                f"the chat template gave {type(rendered).__name__}, not text"
+            )
         return rendered
 
     @property
     def chat_template(self) -> Any:
         """transformers' template: text, texts by name, or None."""
-        return getattr(self.processor, "chat_template", None) or getattr(self.tokenizer, "chat_template", None)
+        return getattr(self.processor, "chat_template", None) or getattr(
+            self.tokenizer, "chat_template", None
+        )
 
-    def _messages(self, prompt: str | Sequence[Message], num_images: int = 0, *others: int) -> Any:
+    def _messages(
+        self, prompt: str | Sequence[Message], num_images: int = 0, *others: int
+    ) -> Any:
         """Return turns as the template takes them: with the parts that the request has, as in transformers, or as text.
 
         mlx-vlm goes by the family's name (``prompt_utils.MODEL_CONFIG``): it places pictures behind the text for some, writes
@@ -120,23 +133,46 @@ class Processing:
         """
         turns = prompt if isinstance(prompt, str) else list(prompt)
         is_known = str(self.config.model_type).lower() in MODEL_CONFIG
-        is_last_alone = self.config.model_type in _LAST_MESSAGE and not self._has_own_template
+        is_last_alone = (
+            self.config.model_type in _LAST_MESSAGE and not self._has_own_template
+        )
         takes = not is_last_alone and self.template.takes(turns, num_images)
         # it knows videos of single prompts only, by their paths, and no types but its own
         if takes or any(others) or (num_images and not is_known):
             made = with_parts(turns, num_images, *others)
-            return made if self.template.takes_text else [in_parts(turn) for turn in made]
-        made = apply_chat_template(self.processor, self.config, turns, num_images=num_images, return_messages=True)
+            return (
+                made if self.template.takes_text else [in_parts(turn) for turn in made]
+            )
+        made = apply_chat_template(
+            self.processor,
+            self.config,
+            turns,
+            num_images=num_images,
+            return_messages=True,
+        )
         if is_last_alone:
             return made[-1]
         if self.template.takes_text_alone:
-            made = [in_text(turn, self._image_mark) if isinstance(turn, Mapping) else turn for turn in made]
+            made = [
+                in_text(turn, self._image_mark) if isinstance(turn, Mapping) else turn
+                for turn in made
+            ]
         if isinstance(turns, str):
             return made
         # with the fields of each turn that mlx-vlm leaves out, such as a name or earlier reasoning
-        kept = [{name: value for name, value in turn.items() if name not in ("role", "content")} for turn in turns]
+        kept = [
+            {
+                name: value
+                for name, value in turn.items()
+                if name not in ("role", "content")
+            }
+            for turn in turns
+        ]
         pairs = zip(made, kept, strict=True)
-        return [{**more, **message} if isinstance(message, Mapping) else message for message, more in pairs]
+        return [
+            {**more, **message} if isinstance(message, Mapping) else message
+            for message, more in pairs
+        ]
 
     @property
     def _has_own_template(self) -> bool:
@@ -145,32 +181,49 @@ class Processing:
 
     @property
     def _image_mark(self) -> str:
-        named = (getattr(part, "image_token", None) for part in (self.processor, self.tokenizer))
+        named = (
+            getattr(part, "image_token", None)
+            for part in (self.processor, self.tokenizer)
+        )
         return next((mark for mark in named if isinstance(mark, str)), "<image>")
 
     def count_placeholders(self, rendered: str, kind: str = "image") -> int | None:
         """Count placeholders of ``kind`` ("image", "video", "audio"); None if the processor names none."""
         name = f"{kind}_token"
-        token = getattr(self.processor, name, None) or getattr(self.tokenizer, name, None)
+        token = getattr(self.processor, name, None) or getattr(
+            self.tokenizer, name, None
+        )
         return rendered.count(token) if isinstance(token, str) and token else None
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return a text without special tokens."""
-        return str(self._decoder.decode(list(token_ids), skip_special_tokens=True)) if len(token_ids) else ""
+        return (
+            str(self._decoder.decode(list(token_ids), skip_special_tokens=True))
+            if len(token_ids)
+            else ""
+        )
 
     def decode_all(self, token_ids: Sequence[int]) -> str:
         """Return a text with its special tokens."""
-        return str(self._decoder.decode(list(token_ids), skip_special_tokens=False)) if len(token_ids) else ""
+        return (
+            str(self._decoder.decode(list(token_ids), skip_special_tokens=False))
+            if len(token_ids)
+            else ""
+        )
 
     def decode_content(self, token_ids: Sequence[int]) -> str:
         """Return a text with all special tokens but those that begin, end and pad sequences."""
-        return self.decode_all([token for token in token_ids if token not in self._around])
+        return self.decode_all(
+            [token for token in token_ids if token not in self._around]
+        )
 
     @cached_property
     def _around(self) -> frozenset[int]:
         names = ("bos_token_id", "eos_token_id", "pad_token_id")
         ids = {getattr(self.tokenizer, name, None) for name in names}
-        return frozenset({token for token in ids if token is not None} | set(self.eos_token_ids))
+        return frozenset(
+            {token for token in ids if token is not None} | set(self.eos_token_ids)
+        )
 
     def has_special(self, word: str) -> bool:
         """Return whether a word is a special token of the tokenizer, which ``decode`` leaves out."""
@@ -189,7 +242,9 @@ class Processing:
 
         mlx-vlm has put those of generation_config.json into the configuration (utils.py:105).
         """
-        ends = resolve_eos_token_ids(getattr(self.config, "eos_token_id", None), self.tokenizer)
+        ends = resolve_eos_token_ids(
+            getattr(self.config, "eos_token_id", None), self.tokenizer
+        )
         ends += getattr(self.processor, "additional_eos_token_ids", ())
         return tuple(dict.fromkeys(end for end in ends if isinstance(end, int)))
 
@@ -209,9 +264,17 @@ class Processing:
         kept = np.flatnonzero(ids[0] != self.tokenizer.convert_tokens_to_ids(ESCAPE))
         by_position = BY_POSITION & found.keys() if images or sounds else ()
         if ids.shape[1] - len(kept) != rendered.count(ESCAPE) or by_position:
-            raise InvalidPrompt("the text holds a special token's spelling, which this model's processor cannot escape")
-        is_of_ids = {name: getattr(value, "shape", None) == ids.shape for name, value in found.items()}
-        return {name: value[:, mx.array(kept)] if is_of_ids[name] else value for name, value in found.items()}
+            raise InvalidPrompt(
+                "the text holds a special token's spelling, which this model's processor cannot escape"
+            )
+        is_of_ids = {
+            name: getattr(value, "shape", None) == ids.shape
+            for name, value in found.items()
+        }
+        return {
+            name: value[:, mx.array(kept)] if is_of_ids[name] else value
+            for name, value in found.items()
+        }
 
     # Inputs
     # -------------------------------------------------------------------------------------------------------------
@@ -220,8 +283,13 @@ class Processing:
     def pixels(self) -> PixelBounds | None:
         """The checkpoint's own bounds, if it has any."""
         part = getattr(self.processor, "image_processor", None)
-        least, most = getattr(part, "min_pixels", None), getattr(part, "max_pixels", None)
-        return PixelBounds(least, most) if isinstance(least, int) and isinstance(most, int) else None
+        least = getattr(part, "min_pixels", None)
+        most = getattr(part, "max_pixels", None)
+        return (
+            PixelBounds(least, most)
+            if isinstance(least, int) and isinstance(most, int)
+            else None
+        )
 
     @contextmanager
     def scaled_to(self, bounds: PixelBounds | None) -> Iterator[None]:
@@ -253,12 +321,21 @@ class Processing:
         is_templated: bool = True,
     ) -> dict[str, Any]:
         """Return ``input_ids`` (1, L) and the media's arrays; ``is_templated`` if ``render`` made the prompt."""
-        media: dict[str, Any] = {"audio": [sound.samples for sound in sounds]} if sounds else {}
-        if clips:  # decoded frames (T, 3, H, W) as mlx-vlm's processors take them, and when each was taken
+        media: dict[str, Any] = (
+            {"audio": [sound.samples for sound in sounds]} if sounds else {}
+        )
+        # decoded frames (T, 3, H, W) as mlx-vlm's processors take them, and when each was taken
+        if clips:
             frames = [clip.frames.transpose(0, 3, 1, 2) for clip in clips]
-            media |= {"videos": frames, "video_metadata": [_metadata(clip) for clip in clips]}
+            media |= {
+                "videos": frames,
+                "video_metadata": [_metadata(clip) for clip in clips],
+            }
         if clips and hasattr(self.processor, "takes_rates"):
-            media |= {"rates": [clip.rate for clip in clips], "sound_of": [sound.video for sound in sounds]}
+            media |= {
+                "rates": [clip.rate for clip in clips],
+                "sound_of": [sound.video for sound in sounds],
+            }
         adds = self.adds_special_tokens(rendered, is_templated=is_templated)
         try:
             with no_special_tokens(not adds):
@@ -271,17 +348,35 @@ class Processing:
                     **media,
                 )
         except Exception as error:
-            raise InvalidPrompt(f"the processor refuses this request: {error}") from error
+            raise InvalidPrompt(
+                f"the processor refuses this request: {error}"
+            ) from error
         found: dict[str, Any] = {**given}
-        if images and isinstance(images[0], KnownPicture) and (stand_in := images[0].stand_in) is not None:
-            if not any(value is stand_in for value in found.values()):  # the processor computed with its numbers
+        if (
+            images
+            and isinstance(images[0], KnownPicture)
+            and (stand_in := images[0].stand_in) is not None
+        ):
+            # the processor computed with its numbers
+            if not any(value is stand_in for value in found.values()):
                 own = [image.copy() for image in images]
-                return self.inputs(rendered, own, clips, sounds, is_templated=is_templated)
-            found = {name: stand_in.joined if value is stand_in else value for name, value in found.items()}
-        step = getattr(getattr(self.processor, "video_processor", None), "temporal_patch_size", None)
+                return self.inputs(
+                    rendered, own, clips, sounds, is_templated=is_templated
+                )
+            found = {
+                name: stand_in.joined if value is stand_in else value
+                for name, value in found.items()
+            }
+        step = getattr(
+            getattr(self.processor, "video_processor", None),
+            "temporal_patch_size",
+            None,
+        )
         if clips and step is not None:
             # transformers' seconds between a video's time steps (N,), which mlx-vlm leaves out
-            found["second_per_grid_ts"] = np.array([step / clip.sampled_fps for clip in clips], dtype=np.float32)
+            found["second_per_grid_ts"] = np.array(
+                [step / clip.sampled_fps for clip in clips], dtype=np.float32
+            )
         return as_mlx(found)
 
     def adds_special_tokens(self, rendered: str, *, is_templated: bool = True) -> bool:
@@ -291,9 +386,14 @@ class Processing:
         (tokenization_utils_base.py:3190). mlx-vlm goes by the family's name (utils.py:2346): most prompts of templates that
         write the beginning have two.
         """
-        if not getattr(self.processor, "adds_special_tokens", True):  # families whose class in transformers adds none
+        # families whose class in transformers adds none
+        if not getattr(self.processor, "adds_special_tokens", True):
             return False
-        if is_templated and self.processor is self.tokenizer and self.template.owner is not None:
+        if (
+            is_templated
+            and self.processor is self.tokenizer
+            and self.template.owner is not None
+        ):
             return False
         begin = getattr(self.tokenizer, "bos_token", None)
         return not (isinstance(begin, str) and begin and rendered.startswith(begin))
@@ -310,12 +410,19 @@ class Processing:
         ids = mx.array([list(token_ids)], dtype=mx.int32)
         if not images and not clips and not sounds:
             return {"input_ids": ids}
-        found = self.inputs(self.render("?", len(images), len(clips), len(sounds)), images, clips, sounds)
+        found = self.inputs(
+            self.render("?", len(images), len(clips), len(sounds)),
+            images,
+            clips,
+            sounds,
+        )
         needed = _count(found["input_ids"], image_ids)
         given = _count(ids, image_ids)
         if needed != given:
             noun = "media" if sounds else "pictures and videos"
-            raise InvalidPrompt(f"the {noun} need {needed} placeholder tokens; the token ids hold {given}")
+            raise InvalidPrompt(
+                f"the {noun} need {needed} placeholder tokens; the token ids hold {given}"
+            )
         return with_token_ids(found, ids, image_ids)
 
 
@@ -325,7 +432,8 @@ class ProcessorPool:
     def __init__(self, processing: Processing) -> None:
         self._processing = processing
         self._copier: ProcessorCopier | None = ProcessorCopier(processing.processor)
-        self._free: deque[tuple[str, Processing]] = deque()  # with the settings that each was made with
+        # with the settings that each was made with
+        self._free: deque[tuple[str, Processing]] = deque()
         self._turn = Lock()
 
     @contextmanager
@@ -340,11 +448,15 @@ class ProcessorPool:
         if taken is None and self._copier is not None:
             try:
                 processor = self._copier.copy()
-            except Exception:  # a class of somebody's own that holds what cannot be copied
+            except Exception:
+                # a class of somebody's own that holds what cannot be copied
                 self._copier = None
             else:
                 taken = copy.copy(self._processing)
-                taken.processor, taken.tokenizer = processor, getattr(processor, "tokenizer", processor)
+                taken.processor, taken.tokenizer = (
+                    processor,
+                    getattr(processor, "tokenizer", processor),
+                )
         if taken is None:
             with self._turn:
                 yield self._processing
@@ -359,10 +471,14 @@ class ProcessorPool:
 _LAST_MESSAGE = ("paligemma", "florence2", "falcon_ocr")
 
 #: Processor outputs that hold positions, valid for the processor's own prompt only.
-BY_POSITION = frozenset({"image_input_idx", "image_bound", "audio_bounds", "cross_attention_mask"})
+BY_POSITION = frozenset(
+    {"image_input_idx", "image_bound", "audio_bounds", "cross_attention_mask"}
+)
 
 
-def with_token_ids(found: Mapping[str, Any], ids: mx.array, image_ids: frozenset[int]) -> dict[str, Any]:
+def with_token_ids(
+    found: Mapping[str, Any], ids: mx.array, image_ids: frozenset[int]
+) -> dict[str, Any]:
     """Adapt a processor's output to other ``ids`` (1, N) with as many placeholders.
 
     Raises InvalidPrompt if an array says more by position than where pictures are.
@@ -394,9 +510,14 @@ def with_token_ids(found: Mapping[str, Any], ids: mx.array, image_ids: frozenset
 
 def _sampling(processor: Any, habit: Sampling) -> Sampling:
     declared = processor_video_sampling(processor)
-    said = {name: getattr(declared, name) for name in ("fps", "min_frames", "max_frames", "frame_factor")}
+    said = {
+        name: getattr(declared, name)
+        for name in ("fps", "min_frames", "max_frames", "frame_factor")
+    }
     said["num_frames"] = declared.nframes
-    return replace(habit, **{name: value for name, value in said.items() if value is not None})
+    return replace(
+        habit, **{name: value for name, value in said.items() if value is not None}
+    )
 
 
 def _metadata(clip: Clip) -> VideoMetadata:

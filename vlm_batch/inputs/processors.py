@@ -38,7 +38,8 @@ def with_pillow(processor: Any) -> Any:
         if kind is None:  # transformers has it for torchvision alone
             return processor
         other = kind.from_dict(part.to_dict())
-    elif getattr(part, "use_transformers_backend", False):  # mlx-vlm's, which asks transformers where there is torch
+    elif getattr(part, "use_transformers_backend", False):
+        # mlx-vlm's, which asks transformers where there is torch
         other = copy.copy(part)
         other.use_transformers_backend = False
     else:
@@ -60,11 +61,17 @@ def without_text_options(processor: Any) -> Any:
     theirs = type(part)
 
     def call(self: Any, *args: Any, **options: Any) -> Any:
-        known = {name: value for name, value in options.items() if name not in OF_THE_TOKENIZER}
+        known = {
+            name: value
+            for name, value in options.items()
+            if name not in OF_THE_TOKENIZER
+        }
         return theirs.__call__(self, *args, **known)
 
     processor, part = copy.copy(processor), copy.copy(part)
-    part.__class__ = type(theirs.__name__, (theirs,), {"__call__": call, "__module__": theirs.__module__})
+    part.__class__ = type(
+        theirs.__name__, (theirs,), {"__call__": call, "__module__": theirs.__module__}
+    )
     processor.image_processor = part
     return processor
 
@@ -89,7 +96,9 @@ class SwitchedTokens:
     Most processors cannot be told: they call the tokenizer with its default, which adds a beginning to the template's own.
     """
 
-    def _encode_plus(self, *args: Any, add_special_tokens: bool = True, **options: Any) -> Any:
+    def _encode_plus(
+        self, *args: Any, add_special_tokens: bool = True, **options: Any
+    ) -> Any:
         adds = add_special_tokens and not getattr(_prompt, "is_whole", False)
         return super()._encode_plus(*args, add_special_tokens=adds, **options)  # type: ignore[misc]
 
@@ -98,10 +107,14 @@ def with_switched_tokens(processor: Any) -> Any:
     """Return a copy whose tokenizer ``no_special_tokens`` reaches."""
     tokenizer = getattr(processor, "tokenizer", processor)
     kind: Any = type(tokenizer)
-    if not isinstance(tokenizer, PreTrainedTokenizerBase) or issubclass(kind, SwitchedTokens):
+    if not isinstance(tokenizer, PreTrainedTokenizerBase) or issubclass(
+        kind, SwitchedTokens
+    ):
         return processor
     switched = copy.copy(tokenizer)
-    switched.__class__ = type(kind.__name__, (SwitchedTokens, kind), {"__module__": kind.__module__})
+    switched.__class__ = type(
+        kind.__name__, (SwitchedTokens, kind), {"__module__": kind.__module__}
+    )
     if tokenizer is processor:
         return switched
     processor = copy.copy(processor)
@@ -121,7 +134,11 @@ def with_stops(processor: Any, detokenizer: Any, config: Any) -> Any:
     tokenizer = getattr(processor, "tokenizer", processor)
     processor.detokenizer = detokenizer(tokenizer)
     further = getattr(processor, "additional_eos_token_ids", ())
-    stops = StoppingCriteria(getattr(config, "eos_token_id", None), tokenizer, additional_eos_token_ids=further)
+    stops = StoppingCriteria(
+        getattr(config, "eos_token_id", None),
+        tokenizer,
+        additional_eos_token_ids=further,
+    )
     tokenizer.stopping_criteria = stops
     return processor
 
@@ -134,7 +151,11 @@ def evaluate_held(processor: Any) -> None:
 
 def _without_vocabulary(part: Any) -> dict[str, Any]:
     """Return an object's attributes without a tokenizer's hundreds of thousands of words, among which is no array."""
-    return {name: value for name, value in getattr(part, "__dict__", {}).items() if name not in _MADE_OF}
+    return {
+        name: value
+        for name, value in getattr(part, "__dict__", {}).items()
+        if name not in _MADE_OF
+    }
 
 
 def copy_for_thread(part: Any) -> Any:
@@ -148,7 +169,10 @@ def copy_for_thread(part: Any) -> Any:
         if held.get("detokenizer") is not None:
             memo[id(held["detokenizer"])] = None
         backend = held.get("_tokenizer")
-        if isinstance(backend, Tokenizer) and (twin := _with_same_vocabulary(backend)) is not None:
+        if (
+            isinstance(backend, Tokenizer)
+            and (twin := _with_same_vocabulary(backend)) is not None
+        ):
             memo[id(backend)] = twin
         for name in _MADE_OF:
             if isinstance(held.get(name), (dict, list)):
@@ -171,7 +195,9 @@ def _with_same_vocabulary(backend: Tokenizer) -> Tokenizer | None:
     twin.encode_special_tokens = backend.encode_special_tokens
     # Tokens that were added with gaps between their ids would get others.
     is_equal = twin.get_added_tokens_decoder().keys() == added.keys()
-    return twin if is_equal and twin.get_vocab_size() == backend.get_vocab_size() else None
+    return (
+        twin if is_equal and twin.get_vocab_size() == backend.get_vocab_size() else None
+    )
 
 
 #: Levels of nested objects whose settings count.
@@ -184,11 +210,21 @@ def settings_of(processor: Any) -> str:
 
 
 def _settings(owner: Any, depth: int) -> dict[str, Any]:
-    if isinstance(owner, (PreTrainedTokenizerBase, type)) or not hasattr(owner, "__dict__"):
+    if isinstance(owner, (PreTrainedTokenizerBase, type)) or not hasattr(
+        owner, "__dict__"
+    ):
         return {}
-    values = {name: value for name, value in vars(owner).items() if name not in ("tokenizer", "detokenizer")}
+    values = {
+        name: value
+        for name, value in vars(owner).items()
+        if name not in ("tokenizer", "detokenizer")
+    }
     plain = {name: value for name, value in values.items() if _is_plain(value)}
-    parts = {name: _settings(value, depth - 1) for name, value in values.items() if depth and name not in plain}
+    parts = {
+        name: _settings(value, depth - 1)
+        for name, value in values.items()
+        if depth and name not in plain
+    }
     return plain | {name: part for name, part in parts.items() if part}
 
 
@@ -216,7 +252,15 @@ _TOKENIZES = (
 
 
 #: Tokenizer options that allow a shortened text.
-_PLAIN_OPTIONS = frozenset({"padding", "padding_side", "add_special_tokens", "return_tensors", "return_token_type_ids"})
+_PLAIN_OPTIONS = frozenset(
+    {
+        "padding",
+        "padding_side",
+        "add_special_tokens",
+        "return_tensors",
+        "return_token_type_ids",
+    }
+)
 #: Placeholders from which a text is shortened.
 _MANY = 64
 
@@ -229,29 +273,57 @@ class PlaceholderRuns:
 
     def __init__(self, processor: Any) -> None:
         tokenizer = getattr(processor, "tokenizer", processor)
-        known = getattr(tokenizer, "added_tokens_decoder", {}) if getattr(tokenizer, "is_fast", False) else {}
+        known = (
+            getattr(tokenizer, "added_tokens_decoder", {})
+            if getattr(tokenizer, "is_fast", False)
+            else {}
+        )
         apart = {
             str(token): at
             for at, token in known.items()
-            if not (token.lstrip or token.rstrip or token.single_word or token.normalized)
+            if not (
+                token.lstrip or token.rstrip or token.single_word or token.normalized
+            )
         }
         words = [
-            getattr(owner, f"{kind}_token", None) for owner in (processor, tokenizer) for kind in ("image", "video")
+            getattr(owner, f"{kind}_token", None)
+            for owner in (processor, tokenizer)
+            for kind in ("image", "video")
         ]
-        self._ids = {word: apart[word] for word in words if isinstance(word, str) and word in apart}
-        self._pattern = re.compile("|".join(f"(?:{re.escape(word)})+" for word in self._ids) or "(?!)")
+        self._ids = {
+            word: apart[word]
+            for word in words
+            if isinstance(word, str) and word in apart
+        }
+        self._pattern = re.compile(
+            "|".join(f"(?:{re.escape(word)})+" for word in self._ids) or "(?!)"
+        )
 
-    def call(self, method: Callable[..., Any], text: Any, options: dict[str, Any]) -> BatchEncoding | None:
+    def call(
+        self, method: Callable[..., Any], text: Any, options: dict[str, Any]
+    ) -> BatchEncoding | None:
         """Call the method with a shortened text; None if inapplicable."""
         texts = [text] if isinstance(text, str) else text
-        if not isinstance(texts, list) or len(texts) != 1 or not isinstance(texts[0], str) or not self._ids:
+        if (
+            not isinstance(texts, list)
+            or len(texts) != 1
+            or not isinstance(texts[0], str)
+            or not self._ids
+        ):
             return None
-        if not options.keys() <= _PLAIN_OPTIONS or options.get("padding") not in (None, False, True):
+        if not options.keys() <= _PLAIN_OPTIONS or options.get("padding") not in (
+            None,
+            False,
+            True,
+        ):
             return None
         runs = [match[0] for match in self._pattern.finditer(texts[0])]
         if sum(map(len, runs)) < _MANY * max(map(len, self._ids)):
             return None
-        shortest = {run: next(word for word in self._ids if run.startswith(word)) for run in set(runs)}
+        shortest = {
+            run: next(word for word in self._ids if run.startswith(word))
+            for run in set(runs)
+        }
         short = self._pattern.sub(lambda match: shortest[match[0]], texts[0])
         found = method([short], **{**options, "return_tensors": None})
         ids = np.array(found["input_ids"][0])
@@ -260,7 +332,10 @@ class PlaceholderRuns:
             return None
         repeats = np.ones(len(ids), dtype=np.int64)
         repeats[places] = [len(run) // len(shortest[run]) for run in runs]
-        data = {name: np.repeat(np.array(values), repeats, axis=1).tolist() for name, values in found.items()}
+        data = {
+            name: np.repeat(np.array(values), repeats, axis=1).tolist()
+            for name, values in found.items()
+        }
         if isinstance(text, str) and options.get("return_tensors") is None:
             data = {name: values[0] for name, values in data.items()}
         return BatchEncoding(data, tensor_type=options.get("return_tensors"))
@@ -281,20 +356,33 @@ class ProcessorCopier:
     def copy(self) -> Any:
         """Return a processor for one thread."""
         theirs = type(self._tokenizer)
-        calls = {name: self._one_at_a_time(getattr(theirs, name)) for name in _TOKENIZES if hasattr(theirs, name)}
+        calls = {
+            name: self._one_at_a_time(getattr(theirs, name))
+            for name in _TOKENIZES
+            if hasattr(theirs, name)
+        }
         if "__call__" in calls:
             calls["__call__"] = self._by_runs(calls["__call__"])
-        guarded: Any = object.__new__(type(theirs.__name__, (theirs,), {**calls, "__module__": theirs.__module__}))
+        guarded: Any = object.__new__(
+            type(theirs.__name__, (theirs,), {**calls, "__module__": theirs.__module__})
+        )
         vars(guarded).update(vars(self._tokenizer))
         memo: dict[int, Any] = {id(self._tokenizer): guarded}
         if (detokenizer := vars(self._processor).get("detokenizer")) is not None:
-            memo[id(detokenizer)] = detokenizer  # two lists of the vocabulary's length, which no thread uses
+            # two lists of the vocabulary's length, which no thread uses
+            memo[id(detokenizer)] = detokenizer
         return copy.deepcopy(self._processor, memo)
 
     def _by_runs(self, method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def call(tokenizer: Any, text: Any = None, *args: Any, **options: Any) -> Any:
-            found = None if args else self._runs.call(functools.partial(method, tokenizer), text, options)
+            found = (
+                None
+                if args
+                else self._runs.call(
+                    functools.partial(method, tokenizer), text, options
+                )
+            )
             return method(tokenizer, text, *args, **options) if found is None else found
 
         return call

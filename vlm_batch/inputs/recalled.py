@@ -26,7 +26,9 @@ from vlm_batch.types import ImageInput
 class KnownPicture(Image.Image):
     """An RGB picture, decoded when read."""
 
-    def __init__(self, size: tuple[int, int], content: bytes, decode: Callable[[], Image.Image]) -> None:
+    def __init__(
+        self, size: tuple[int, int], content: bytes, decode: Callable[[], Image.Image]
+    ) -> None:
         super().__init__()
         self._mode, self._size = "RGB", size
         #: The digest; None once the pixels may have changed.
@@ -40,11 +42,15 @@ class KnownPicture(Image.Image):
             self.im, self.content = self._decode().im, None
         return super().load()
 
-    def convert(self, mode: str | None = None, *args: Any, **options: Any) -> Image.Image:
+    def convert(
+        self, mode: str | None = None, *args: Any, **options: Any
+    ) -> Image.Image:
         return self if mode == "RGB" else super().convert(mode, *args, **options)
 
 
-def own_uri(uri: str, read: Callable[[str], ImageInput], store: PictureStore) -> ImageInput:
+def own_uri(
+    uri: str, read: Callable[[str], ImageInput], store: PictureStore
+) -> ImageInput:
     """Read a data URI, unless its picture was decoded before."""
     key = b"uri " + blake3(uri.encode("utf-8", "surrogatepass")).digest()
     content = store.get(key)
@@ -60,14 +66,18 @@ def _content(data: bytes) -> bytes:
     return b"file " + blake3(data).digest()
 
 
-def known_picture(source: ImageInput, load: Callable[[ImageInput], Image.Image], store: PictureStore) -> KnownPicture:
+def known_picture(
+    source: ImageInput, load: Callable[[ImageInput], Image.Image], store: PictureStore
+) -> KnownPicture:
     """Return a picture that ``load`` decodes, now or later."""
     if isinstance(source, KnownUri):
         return KnownPicture(source.size, source.content, partial(load, source))
     data = source.data if isinstance(source, Fetched) else source
     if not isinstance(data, bytes):
         image = load(source)
-        return KnownPicture(image.size, digest(["pixels", np.asarray(image)]), lambda: image)
+        return KnownPicture(
+            image.size, digest(["pixels", np.asarray(image)]), lambda: image
+        )
     content = _content(data)
     if (size := store.get(content)) is not None:
         return KnownPicture(size, content, partial(load, source))
@@ -116,11 +126,15 @@ class PictureCaching:
     def preprocess(self, *args: Any, **options: Any) -> Any:
         return self._recalled("preprocess", args, options)
 
-    def _recalled(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    def _recalled(
+        self, name: str, args: tuple[Any, ...], options: dict[str, Any]
+    ) -> Any:
         theirs = getattr(super(), name)
         key = None
         if not self._is_within:
-            key = call_key([type(self).__qualname__, name, settings_of(self)], [args, options])
+            key = call_key(
+                [type(self).__qualname__, name, settings_of(self)], [args, options]
+            )
         if key is None:
             return theirs(*args, **options)
         if (found := self.pictures.get(key)) is None:
@@ -145,7 +159,11 @@ def call_key(facts: list[Any], call: list[Any]) -> bytes | None:
             return value.content
         if isinstance(value, Mapping):
             return {name: replaced(one) for name, one in value.items()}
-        return [replaced(one) for one in value] if isinstance(value, (list, tuple)) else value
+        return (
+            [replaced(one) for one in value]
+            if isinstance(value, (list, tuple))
+            else value
+        )
 
     try:
         key = digest([facts, replaced(call)])
@@ -156,5 +174,9 @@ def call_key(facts: list[Any], call: list[Any]) -> bytes | None:
 
 def is_plain_tree(tree: Any) -> bool:
     if isinstance(tree, (Mapping, list, tuple)):
-        return all(map(is_plain_tree, tree.values() if isinstance(tree, Mapping) else tree))
-    return tree is None or isinstance(tree, (bool, int, float, str, np.ndarray, np.generic, mx.array))
+        return all(
+            map(is_plain_tree, tree.values() if isinstance(tree, Mapping) else tree)
+        )
+    return tree is None or isinstance(
+        tree, (bool, int, float, str, np.ndarray, np.generic, mx.array)
+    )

@@ -34,17 +34,26 @@ _PLACEHOLDER_NAMES = (
 )
 _NUMBER = re.compile(r"\d+")
 #: A mark of a picture, video or sound in a processor's source file.
-_MARK = re.compile(r"(?i)[<\[(◁][^\s]*(image|img|im_patch|video|vision|audio|media|patch|frame)[^\s]*[>\])▷]")
+_MARK = re.compile(
+    r"(?i)[<\[(◁][^\s]*(image|img|im_patch|video|vision|audio|media|patch|frame)[^\s]*[>\])▷]"
+)
 #: Chats whose renderings show how a template marks turns.
 _PROBES: tuple[list[Message], ...] = (
     [{"role": "user", "content": "x"}],
-    [{"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}, {"role": "user", "content": "x"}],
+    [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": "x"},
+        {"role": "user", "content": "x"},
+    ],
     [{"role": "system", "content": "x"}, {"role": "user", "content": "x"}],
 )
 
 
 #: Media counts: none, and one of each kind by itself.
-_ONE_OF_EACH = ((), *(tuple(int(at == one) for one in range(at + 1)) for at in range(len(KINDS))))
+_ONE_OF_EACH = (
+    (),
+    *(tuple(int(at == one) for one in range(at + 1)) for at in range(len(KINDS))),
+)
 
 
 @dataclass(frozen=True)
@@ -62,37 +71,64 @@ class Words:
 class ReservedWords:
     """The reserved words of one processor."""
 
-    def __init__(self, processing: Processing, image_token_ids: Iterable[int] = ()) -> None:
+    def __init__(
+        self, processing: Processing, image_token_ids: Iterable[int] = ()
+    ) -> None:
         self._processing = processing
         self._image_token_ids = image_token_ids
 
     @cached_property
     def words(self) -> Words:
         processor, tokenizer = self._processing.processor, self._processing.tokenizer
-        added = {int(at): word for at, word in (getattr(tokenizer, "added_tokens_decoder", None) or {}).items()}
+        added = {
+            int(at): word
+            for at, word in (
+                getattr(tokenizer, "added_tokens_decoder", None) or {}
+            ).items()
+        }
         special = self._special
         renderings = "".join(filter(None, map(self._rendering, _PROBES)))
         turns = frozenset(word for word in special if word in renderings)
-        named = [getattr(part, name, None) for part in (processor, tokenizer) for name in _PLACEHOLDER_NAMES]
-        marked = [str(added[token]) for token in self._image_token_ids if token in added]
+        named = [
+            getattr(part, name, None)
+            for part in (processor, tokenizer)
+            for name in _PLACEHOLDER_NAMES
+        ]
+        marked = [
+            str(added[token]) for token in self._image_token_ids if token in added
+        ]
         # What the template writes for each kind of media, tokens or not: processors look for it in the text.
-        plain, picture, *others = (self._rendering("x", *counts) or "" for counts in _ONE_OF_EACH)
+        plain, picture, *others = (
+            self._rendering("x", *counts) or "" for counts in _ONE_OF_EACH
+        )
         around = [word for word in special if word in picture and word not in turns]
         written = [_middle(plain, text) for text in (picture, *others) if text]
         written = [word for word in written if len(word) > 1 and not word.isalnum()]
         kind: type = type(processor)
         known = _marks_of(kind)
-        fixed = (*named, *marked, *around, *(word for word in written if not _NUMBER.search(word)))
+        fixed = (
+            *named,
+            *marked,
+            *around,
+            *(word for word in written if not _NUMBER.search(word)),
+        )
         fixed = (*fixed, *(word for word in known if "\\" not in word))
-        patterns = {r"\d+".join(map(re.escape, _NUMBER.split(word))) for word in written if _NUMBER.search(word)}
+        patterns = {
+            r"\d+".join(map(re.escape, _NUMBER.split(word)))
+            for word in written
+            if _NUMBER.search(word)
+        }
         patterns |= {word for word in known if r"\d+" in word and _compiles(word)}
-        placeholders = frozenset(word for word in fixed if isinstance(word, str) and len(word.strip()) > 1)
+        placeholders = frozenset(
+            word for word in fixed if isinstance(word, str) and len(word.strip()) > 1
+        )
         return Words(placeholders, tuple(map(re.compile, sorted(patterns))), turns)
 
     @cached_property
     def _spellings(self) -> re.Pattern[str]:
         thinking, words = self._processing.template.thinking, self.words
-        marks = set() if thinking is None else {thinking.start, thinking.end}  # templates look for an earlier answer's
+        # templates look for an earlier answer's
+        marks = set() if thinking is None else {thinking.start, thinking.end}
         literal = {*words.placeholders, *words.turns, *self._special} - marks
         either = [pattern.pattern for pattern in words.numbered]
         either += map(re.escape, sorted(literal, key=len, reverse=True))
@@ -100,21 +136,38 @@ class ReservedWords:
 
     @property
     def _special(self) -> list[str]:
-        added = (getattr(self._processing.tokenizer, "added_tokens_decoder", None) or {}).values()
-        return [str(word) for word in added if getattr(word, "special", False) and not str(word).isalnum()]
+        added = (
+            getattr(self._processing.tokenizer, "added_tokens_decoder", None) or {}
+        ).values()
+        return [
+            str(word)
+            for word in added
+            if getattr(word, "special", False) and not str(word).isalnum()
+        ]
 
     def escaped(self, value: Any) -> Any:
         """Put ``ESCAPE`` into each special token's spelling."""
         if isinstance(value, str):
             text, number = value, 1
             while number:  # what is left of one may be another
-                text, number = self._spellings.subn(lambda found: found[0][0] + ESCAPE + found[0][1:], text)
+                text, number = self._spellings.subn(
+                    lambda found: found[0][0] + ESCAPE + found[0][1:], text
+                )
             return text
         if isinstance(value, Mapping):
-            return {name: part if name == "role" else self.escaped(part) for name, part in value.items()}
-        return [self.escaped(part) for part in value] if isinstance(value, (list, tuple)) else value
+            return {
+                name: part if name == "role" else self.escaped(part)
+                for name, part in value.items()
+            }
+        return (
+            [self.escaped(part) for part in value]
+            if isinstance(value, (list, tuple))
+            else value
+        )
 
-    def check(self, asked: str | Iterable[Message], arguments: Mapping[str, Any] | None = None) -> None:
+    def check(
+        self, asked: str | Iterable[Message], arguments: Mapping[str, Any] | None = None
+    ) -> None:
         """Raise InvalidPrompt if a prompt, a chat or an argument holds a reserved word.
 
         An assistant's turn may hold turn tokens.
@@ -123,23 +176,45 @@ class ReservedWords:
             self._check([asked], "give text that is final already with template=None")
         for message in () if isinstance(asked, str) else asked:
             parts = message.get("content")
-            texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts or ()]
+            texts = [
+                part.get("text") if isinstance(part, Mapping) else part
+                for part in parts or ()
+            ]
             # Templates write the parts' texts one after the other.
             in_one = (
-                "".join(text for text in texts if isinstance(text, str)) if isinstance(parts, (list, tuple)) else ""
+                "".join(text for text in texts if isinstance(text, str))
+                if isinstance(parts, (list, tuple))
+                else ""
             )
-            way_out = "render the chat yourself and give it as prompt with template=None"
-            self._check([*texts_of(message), in_one], way_out, may_end_turns=message.get("role") == "assistant")
+            way_out = (
+                "render the chat yourself and give it as prompt with template=None"
+            )
+            self._check(
+                [*texts_of(message), in_one],
+                way_out,
+                may_end_turns=message.get("role") == "assistant",
+            )
         self._check(texts_of(arguments), "leave that argument out")
 
-    def _check(self, texts: Iterable[str], way_out: str, *, may_end_turns: bool = False) -> None:
-        words = sorted(self.words.placeholders | (frozenset() if may_end_turns else self.words.turns))
+    def _check(
+        self, texts: Iterable[str], way_out: str, *, may_end_turns: bool = False
+    ) -> None:
+        words = sorted(
+            self.words.placeholders
+            | (frozenset() if may_end_turns else self.words.turns)
+        )
         for text in texts:
             found = [word for word in words if word in text]
-            found += [match.group() for pattern in self.words.numbered if (match := pattern.search(text))]
+            found += [
+                match.group()
+                for pattern in self.words.numbered
+                if (match := pattern.search(text))
+            ]
             if found:
                 meaning = (
-                    "the beginning or end of a turn" if found[0] in self.words.turns else "a picture's or video's place"
+                    "the beginning or end of a turn"
+                    if found[0] in self.words.turns
+                    else "a picture's or video's place"
                 )
                 raise InvalidPrompt(
                     f"the text holds {found[0]!r}, which this model's processor reads as {meaning}; leave it out "
@@ -161,14 +236,29 @@ def _marks_of(kind: type) -> frozenset[str]:
     A mark need be neither token nor attribute.
     """
     found: set[str] = set()
-    for module in {parent.__module__ for parent in kind.__mro__ if ".models." in parent.__module__}:
+    for module in {
+        parent.__module__ for parent in kind.__mro__ if ".models." in parent.__module__
+    }:
         try:
             file = Path(inspect.getfile(sys.modules[module]))
-            trees = [ast.parse(path.read_text(encoding="utf-8")) for path in {file, *file.parent.glob("*process*.py")}]
-        except (KeyError, OSError, TypeError, ValueError):  # no file to read, or none of Python's
+            trees = [
+                ast.parse(path.read_text(encoding="utf-8"))
+                for path in {file, *file.parent.glob("*process*.py")}
+            ]
+        except (KeyError, OSError, TypeError, ValueError):
+            # no file to read, or none of Python's
             continue
-        constants = (node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant))
-        found.update(text.strip() for text in constants if isinstance(text, str) and _MARK.fullmatch(text.strip()))
+        constants = (
+            node.value
+            for tree in trees
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Constant)
+        )
+        found.update(
+            text.strip()
+            for text in constants
+            if isinstance(text, str) and _MARK.fullmatch(text.strip())
+        )
     return frozenset(found)
 
 

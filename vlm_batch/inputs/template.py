@@ -22,10 +22,40 @@ from vlm_batch.types import PLAIN_TEMPLATE, Template
 #: Names in a template that users cannot set: the chat, the tokenizer's words, transformers' functions.
 _GIVEN = frozenset(
     (
-        *("messages", "conversation", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize"),
-        *("raise_exception", "strftime_now", "kwargs", "args", "self", "processor_kwargs", "template_kwargs"),
-        *("tokenizer_kwargs", "return_dict", "return_tensors", "return_assistant_tokens_mask", "padding", "truncation"),
-        *("sanitize_control_tokens", "max_length", "load_audio_from_video", "images", "image", "audio", "videos"),
+        *(
+            "messages",
+            "conversation",
+            "add_generation_prompt",
+            "continue_final_message",
+            "chat_template",
+            "tokenize",
+        ),
+        *(
+            "raise_exception",
+            "strftime_now",
+            "kwargs",
+            "args",
+            "self",
+            "processor_kwargs",
+            "template_kwargs",
+        ),
+        *(
+            "tokenizer_kwargs",
+            "return_dict",
+            "return_tensors",
+            "return_assistant_tokens_mask",
+            "padding",
+            "truncation",
+        ),
+        *(
+            "sanitize_control_tokens",
+            "max_length",
+            "load_audio_from_video",
+            "images",
+            "image",
+            "audio",
+            "videos",
+        ),
         *("video", "fps", "num_frames"),
     )
 )
@@ -61,7 +91,10 @@ class ThinkingMarks:
 
     def is_open(self, text: str) -> bool:
         """Whether a prompt ends within thinking."""
-        return text.rstrip().endswith(self.start) or text.rfind(self.start) > text.rfind(self.end) >= 0
+        return (
+            text.rstrip().endswith(self.start)
+            or text.rfind(self.start) > text.rfind(self.end) >= 0
+        )
 
     def is_over(self, text: str) -> bool:
         """Whether a prompt ends with finished thinking."""
@@ -79,7 +112,10 @@ class ChatTemplate:
     def owner(self) -> Any:
         """The object whose ``apply_chat_template`` mlx-vlm calls."""
         for part in (self._processor, self._tokenizer):
-            if hasattr(part, "apply_chat_template") and getattr(part, "chat_template", None) is not None:
+            if (
+                hasattr(part, "apply_chat_template")
+                and getattr(part, "chat_template", None) is not None
+            ):
                 return part
         return None
 
@@ -89,40 +125,75 @@ class ChatTemplate:
         given = getattr(self.owner, "chat_template", None)
         if isinstance(given, str):
             return {"default": given}
-        return {str(name): text for name, text in (given or {}).items() if isinstance(text, str)}
+        return {
+            str(name): text
+            for name, text in (given or {}).items()
+            if isinstance(text, str)
+        }
 
     @cached_property
     def reads(self) -> frozenset[str]:
         """The arguments that it reads."""
         read: set[str] = set()
-        environment = ImmutableSandboxedEnvironment(extensions=[_Generation, loopcontrols])
+        environment = ImmutableSandboxedEnvironment(
+            extensions=[_Generation, loopcontrols]
+        )
         for source in self.sources.values():
             with suppress(TemplateError):  # rendering says what is wrong with it
                 parsed = environment.parse(source)
                 read |= find_undeclared_variables(parsed) - _set_first(parsed)
-        if self.owner is not None:  # some processors render in Python, with arguments of their own
-            named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        # some processors render in Python, with arguments of their own
+        if self.owner is not None:
+            named = (
+                inspect.Parameter.POSITIONAL_OR_KEYWORD,
+                inspect.Parameter.KEYWORD_ONLY,
+            )
             function = self.owner.apply_chat_template
-            parameters = _parameters(function) if function.__module__.startswith("mlx_vlm.") else {}
-            read |= {name for name, parameter in parameters.items() if parameter.kind in named}
+            parameters = (
+                _parameters(function)
+                if function.__module__.startswith("mlx_vlm.")
+                else {}
+            )
+            read |= {
+                name
+                for name, parameter in parameters.items()
+                if parameter.kind in named
+            }
         special = getattr(self._tokenizer, "special_tokens_map", None) or {}
-        return frozenset(read - _GIVEN - set(special) - {f"{name}_token" for name in ("bos", "eos", "pad", "unk")})
+        return frozenset(
+            read
+            - _GIVEN
+            - set(special)
+            - {f"{name}_token" for name in ("bos", "eos", "pad", "unk")}
+        )
 
     @cached_property
     def thinking(self) -> ThinkingMarks | None:
         text = "".join(self.sources.values())
-        return next((ThinkingMarks(start, end) for start, end in _THINKING if end in text), None)
+        return next(
+            (ThinkingMarks(start, end) for start, end in _THINKING if end in text), None
+        )
 
     def check(self, options: Template) -> None:
         """Raise InvalidPrompt for unread arguments."""
         if self.owner is None:
-            refuse(options, "this model has no chat template, which alone could read it")
+            refuse(
+                options, "this model has no chat template, which alone could read it"
+            )
         if taken := sorted(_GIVEN & set(options.args)):
-            raise InvalidPrompt(f"args holds {taken[0]!r}, which is not an argument of the template to set")
+            raise InvalidPrompt(
+                f"args holds {taken[0]!r}, which is not an argument of the template to set"
+            )
         if unknown := sorted(set(options.arguments) - self.reads):
-            known = f"it reads {', '.join(sorted(self.reads))}" if self.reads else "it reads none"
+            known = (
+                f"it reads {', '.join(sorted(self.reads))}"
+                if self.reads
+                else "it reads none"
+            )
             holds = "args holds " if unknown[0] in options.args else ""
-            raise InvalidPrompt(f"{holds}{', '.join(unknown)}: this model's chat template does not read that; {known}")
+            raise InvalidPrompt(
+                f"{holds}{', '.join(unknown)}: this model's chat template does not read that; {known}"
+            )
 
     def fill(self, messages: Sequence[Any], options: Template = PLAIN_TEMPLATE) -> str:
         """Render messages, as transformers does: with what the request says and no default of our own.
@@ -137,7 +208,8 @@ class ChatTemplate:
         found = self.owner.apply_chat_template(
             list(messages),
             tokenize=False,
-            add_generation_prompt=options.add_generation_prompt and not options.continue_final_message,
+            add_generation_prompt=options.add_generation_prompt
+            and not options.continue_final_message,
             **arguments,
         )
         assert isinstance(found, str)
@@ -149,8 +221,12 @@ class ChatTemplate:
             return False
         if num_images:
             return self.takes_parts and self.writes_pictures
-        contents = [] if isinstance(turns, str) else [turn.get("content") for turn in turns]
-        return self.takes_parts or all(content is None or isinstance(content, str) for content in contents)
+        contents = (
+            [] if isinstance(turns, str) else [turn.get("content") for turn in turns]
+        )
+        return self.takes_parts or all(
+            content is None or isinstance(content, str) for content in contents
+        )
 
     @cached_property
     def takes_text(self) -> bool:
@@ -171,7 +247,10 @@ class ChatTemplate:
     @cached_property
     def writes_pictures(self) -> bool:
         """Whether it has a mark for a picture's part."""
-        return self._probed([{"type": "image"}, _TEXT_PART]) not in ("", self._probed([_TEXT_PART]))
+        return self._probed([{"type": "image"}, _TEXT_PART]) not in (
+            "",
+            self._probed([_TEXT_PART]),
+        )
 
     def _probed(self, content: Any) -> str:
         """Render a turn; "" if that fails."""
@@ -205,10 +284,20 @@ def _names(node: nodes.Node) -> Iterator[nodes.Name]:
         yield node
     children = list(node.iter_child_nodes())
     if isinstance(node, nodes.For):
-        last = [node.target, *(child for child in children if child is not node.iter and child is not node.target)]
+        last = [
+            node.target,
+            *(
+                child
+                for child in children
+                if child is not node.iter and child is not node.target
+            ),
+        ]
         children = [node.iter, *last]
     elif isinstance(node, (nodes.Assign, nodes.AssignBlock)):
-        children = [*(child for child in children if child is not node.target), node.target]
+        children = [
+            *(child for child in children if child is not node.target),
+            node.target,
+        ]
     for child in children:
         yield from _names(child)
 

@@ -29,7 +29,8 @@ def container_of(data: bytes) -> str | None:
         return "mov"
     if data.startswith(b"\x1aE\xdf\xa3"):  # EBML: mkv and webm
         return "matroska"
-    if len(data) > 1 and data[0] == 0xFF and data[1] & 0xF6 == 0xF0:  # ADTS, whose layer is 0
+    # ADTS, whose layer is 0
+    if len(data) > 1 and data[0] == 0xFF and data[1] & 0xF6 == 0xF0:
         return "aac"
     return "avi" if data.startswith(b"RIFF") and data[8:_HEAD] == b"AVI " else None
 
@@ -58,12 +59,17 @@ def opened_track(
             f"{name} is a video, an mp4 or an aac file, and PyAV, which decodes the sound in those, is not installed",
             advice=': pip install "vlm-batch[sound]"',
         ) from error
-    file: BinaryIO = BytesIO(source) if isinstance(source, bytes) else open(source, "rb")  # noqa: SIM115
+    if isinstance(source, bytes):
+        file: BinaryIO = BytesIO(source)
+    else:
+        file = open(source, "rb")  # noqa: SIM115
     with file:
         if container == "avi":
             _check_size(file, name)
         if container == "mov" and count_movies(file, cancelled) > 1:
-            raise InvalidAudio(f"{name} is several files joined, of which FFmpeg reads the first; convert it first")
+            raise InvalidAudio(
+                f"{name} is several files joined, of which FFmpeg reads the first; convert it first"
+            )
         try:
             # a container that is named, behind a file of ours: FFmpeg follows no playlist and opens nothing else
             opened = av.open(file, format=container, metadata_errors="ignore")
@@ -111,33 +117,53 @@ def _check_size(file: BinaryIO, name: str) -> None:
     held = file.seek(0, SEEK_END)
     file.seek(0)
     if said < UNKNOWN_BYTES and said - held > MAX_MISSING_SHARE * said:
-        raise InvalidAudio(f"{name} is damaged: its header says {said:,} bytes, and it has {held:,}")
+        raise InvalidAudio(
+            f"{name} is damaged: its header says {said:,} bytes, and it has {held:,}"
+        )
 
 
-def _frames(opened: Any, stream: Any, seconds: float, name: str, cancelled: Cancelled) -> Iterator[Any]:
+def _frames(
+    opened: Any, stream: Any, seconds: float, name: str, cancelled: Cancelled
+) -> Iterator[Any]:
     """Decode a stream of a container of ``seconds``, which the last packet of any stream must reach."""
     packets, end = opened.demux(), 0.0
     while True:
         cancelled.check()
         try:
             packet = next(packets, None)
-            frames = stream.decode(packet) if packet is not None and packet.stream is stream else ()
+            frames = (
+                stream.decode(packet)
+                if packet is not None and packet.stream is stream
+                else ()
+            )
         except Exception as error:
-            raise InvalidAudio(f"{name} cannot be decoded: {describe(error)}") from error
+            raise InvalidAudio(
+                f"{name} cannot be decoded: {describe(error)}"
+            ) from error
         if packet is None:
             break
         if packet.pts is not None:
-            end = max(end, float((packet.pts + (packet.duration or 0)) * packet.time_base))
+            end = max(
+                end, float((packet.pts + (packet.duration or 0)) * packet.time_base)
+            )
         yield from frames
     if seconds - end > MAX_MISSING_SHARE * seconds:
-        raise InvalidAudio(f"{name} is damaged: its header says {seconds:,.1f} s, and it ends after {end:,.1f}")
+        raise InvalidAudio(
+            f"{name} is damaged: its header says {seconds:,.1f} s, and it ends after {end:,.1f}"
+        )
 
 
 def _samples(first: Any, rest: Iterator[Any], name: str) -> Iterator[np.ndarray]:
     frame, channels = first, len(first.layout.channels)
     while frame is not None:
-        if (frame.sample_rate, len(frame.layout.channels)) != (first.sample_rate, channels):
-            raise InvalidAudio(f"{name} changes its sample rate or its channels on the way; convert it first")
-        values = frame.to_ndarray()  # (channels, n), or (1, n * channels) where they alternate
+        if (frame.sample_rate, len(frame.layout.channels)) != (
+            first.sample_rate,
+            channels,
+        ):
+            raise InvalidAudio(
+                f"{name} changes its sample rate or its channels on the way; convert it first"
+            )
+        # (channels, n), or (1, n * channels) where they alternate
+        values = frame.to_ndarray()
         yield values.T if frame.format.is_planar else values.reshape(-1, channels)
         frame = next(rest, None)

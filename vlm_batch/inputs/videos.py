@@ -14,7 +14,14 @@ from PIL import Image
 
 from vlm_batch.errors import InvalidImage, InvalidVideo, describe
 from vlm_batch.inputs.captures import AvCapture
-from vlm_batch.inputs.fetch import Cancelled, Fetched, Unreadable, fetch_to_file, file_of_bytes, name_medium
+from vlm_batch.inputs.fetch import (
+    Cancelled,
+    Fetched,
+    Unreadable,
+    fetch_to_file,
+    file_of_bytes,
+    name_medium,
+)
 from vlm_batch.inputs.images import (
     DEFAULT_MAX_PIXELS,
     check_size,
@@ -52,10 +59,15 @@ class Sampling:
         if video.num_frames is not None:
             wanted, most = float(video.num_frames), total
         else:
-            wanted, most = self._wanted(total / fps, video.fps), min(video.max_frames or self.max_frames, total)
+            wanted = self._wanted(total / fps, video.fps)
+            most = min(video.max_frames or self.max_frames, total)
         number = math.floor(min(wanted, most) / self.frame_factor) * self.frame_factor
         number = number or min(self.frame_factor, most)
-        return spread(total, number) if self.to_the_end else np.arange(number) * total // number
+        return (
+            spread(total, number)
+            if self.to_the_end
+            else np.arange(number) * total // number
+        )
 
     def _wanted(self, seconds: float, fps: float | None) -> float:
         if self.num_frames is not None and fps is None:
@@ -101,7 +113,9 @@ def as_video(source: VideoInput) -> Video:
     if isinstance(source, (str, Path, bytes, bytearray, memoryview, Fetched)):
         return video
     if video.sound:
-        raise InvalidVideo(f"{describe_video(video)} has no sound; give its recording as audios=")
+        raise InvalidVideo(
+            f"{describe_video(video)} has no sound; give its recording as audios="
+        )
     if isinstance(source, Sequence):
         if not source:
             raise InvalidVideo("the video has no frames")
@@ -127,17 +141,22 @@ def load_video(
     ``max_pixels`` bounds all frames together. Raises InvalidVideo or OperationCancelled.
     """
     cancelled = cancelled or Cancelled()
-    video, sampling = fetch_video(as_video(video), policy or FetchPolicy(), cancelled), sampling or Sampling()
+    video = fetch_video(as_video(video), policy or FetchPolicy(), cancelled)
+    sampling = sampling or Sampling()
     source = video.source
     if isinstance(source, (bytes, bytearray, memoryview)):
         source = file_of_bytes(bytes(source), describe_video(video))
     if isinstance(source, Fetched):
         assert source.path is not None
         limits = max_pixels, max_image_pixels
-        return _decode(source.path, replace(video, source=source), sampling, limits, cancelled)
+        return _decode(
+            source.path, replace(video, source=source), sampling, limits, cancelled
+        )
     indices = _thinned(len(source), video)
     pictures = _pictures(video, indices, max_image_pixels, cancelled)
-    clip = _clip(pictures, video, indices, len(source), video.fps or sampling.fps, max_pixels)
+    clip = _clip(
+        pictures, video, indices, len(source), video.fps or sampling.fps, max_pixels
+    )
     return replace(clip, asked=clip.fps if len(clip.indices) == clip.total else None)
 
 
@@ -159,17 +178,25 @@ def _of_foreign(call: Callable[[Any], Any], video: Video) -> Any:
         return call(video.source)
     except BaseException as error:
         pass_on_ctrl_c(error)
-        raise InvalidVideo(f"{describe_video(video)} cannot be read: {describe(error)}") from error
+        raise InvalidVideo(
+            f"{describe_video(video)} cannot be read: {describe(error)}"
+        ) from error
 
 
-def _with_frames(video: Video, change: Callable[[ImageInput], ImageInput], wanted: Collection[int] = ()) -> Video:
+def _with_frames(
+    video: Video,
+    change: Callable[[ImageInput], ImageInput],
+    wanted: Collection[int] = (),
+) -> Video:
     """Apply ``change`` to the ``wanted`` frames, or all."""
     frames = list(video.source)
     for at in wanted or range(len(frames)):
         try:
             frames[at] = change(frames[at])
         except InvalidImage as error:
-            raise InvalidVideo(f"frame {at} of {describe_video(video)}: {error}") from error
+            raise InvalidVideo(
+                f"frame {at} of {describe_video(video)}: {error}"
+            ) from error
     return replace(video, source=frames)
 
 
@@ -177,7 +204,8 @@ def is_to_be_fetched(video: Video) -> bool:
     """Whether reading the video waits for a disk or network."""
     source = video.source
     return isinstance(source, (str, Path, bytes)) or (
-        isinstance(source, Sequence) and any(isinstance(frame, (str, Path)) for frame in source)
+        isinstance(source, Sequence)
+        and any(isinstance(frame, (str, Path)) for frame in source)
     )
 
 
@@ -194,7 +222,9 @@ def fetch_video(video: Video, policy: FetchPolicy, cancelled: Cancelled) -> Vide
     if not is_to_be_fetched(video):
         return video
     wanted = _thinned(len(source), video).tolist()
-    return _with_frames(video, lambda frame: fetch_image(frame, policy, cancelled), wanted)
+    return _with_frames(
+        video, lambda frame: fetch_image(frame, policy, cancelled), wanted
+    )
 
 
 def count_video_pixels(video: Video, sampling: Sampling) -> int:
@@ -227,13 +257,17 @@ def _thinned(total: int, video: Video) -> np.ndarray:
     return spread(total, min(total, video.num_frames or video.max_frames or total))
 
 
-def _pictures(video: Video, indices: np.ndarray, max_pixels: int | None, cancelled: Cancelled) -> Iterator[np.ndarray]:
+def _pictures(
+    video: Video, indices: np.ndarray, max_pixels: int | None, cancelled: Cancelled
+) -> Iterator[np.ndarray]:
     for index in indices.tolist():
         cancelled.check()
         try:
             yield np.asarray(load_image(video.source[index], max_pixels))
         except InvalidImage as error:
-            raise InvalidVideo(f"frame {index} of {describe_video(video)}: {error}") from error
+            raise InvalidVideo(
+                f"frame {index} of {describe_video(video)}: {error}"
+            ) from error
 
 
 def _clip(
@@ -275,10 +309,14 @@ def _scaled(width: int, height: int, max_pixels: int | None) -> tuple[int, int]:
 def _resized(picture: np.ndarray, width: int, height: int) -> np.ndarray:
     if picture.shape[:2] == (height, width):
         return picture
-    return np.asarray(Image.fromarray(picture).resize((width, height), Image.Resampling.BICUBIC))
+    return np.asarray(
+        Image.fromarray(picture).resize((width, height), Image.Resampling.BICUBIC)
+    )
 
 
-def _check_pixels(video: Video, count: int, width: int, height: int, max_pixels: int | None) -> None:
+def _check_pixels(
+    video: Video, count: int, width: int, height: int, max_pixels: int | None
+) -> None:
     if max_pixels is not None and count * width * height > max_pixels:
         raise InvalidVideo(
             f"{describe_video(video)}: {count} frames of {width} x {height} are {count * width * height:,} pixels; at most "
@@ -292,39 +330,59 @@ def _check_pixels(video: Video, count: int, width: int, height: int, max_pixels:
 
 
 def _decode(
-    path: Path, video: Video, sampling: Sampling, limits: tuple[int | None, int | None], cancelled: Cancelled
+    path: Path,
+    video: Video,
+    sampling: Sampling,
+    limits: tuple[int | None, int | None],
+    cancelled: Cancelled,
 ) -> Clip:
     """Decode in one pass: seeking is not always exact."""
     name, (max_pixels, max_frame_pixels) = describe_video(video), limits
     if path.is_file() and not path.stat().st_size:
         raise InvalidVideo(f"{name} is empty (0 bytes)")
     if _is_text(path):
-        raise InvalidVideo(f"{name} is not a video that FFmpeg can read: it is text (playlists are not followed)")
+        raise InvalidVideo(
+            f"{name} is not a video that FFmpeg can read: it is text (playlists are not followed)"
+        )
     with _opened(path, name) as capture:
         announced, fps = capture.announced, capture.fps
         check_size(f"a frame of {name}", *capture.size, max_frame_pixels, InvalidVideo)
     if container_at(path) == "mov":
         with open(path, "rb") as file:
             if count_movies(file, cancelled) > 1:
-                raise InvalidVideo(f"{name} is several files joined, of which FFmpeg reads the first; convert it first")
+                raise InvalidVideo(
+                    f"{name} is several files joined, of which FFmpeg reads the first; convert it first"
+                )
     total = announced if announced > 0 else _count(path, name, cancelled)
     for _ in range(2):
         if total == 0:
             break
         indices = sampling.indices(total, fps, video)
         with _opened(path, name) as capture:
-            _check_pixels(video, len(indices), *_scaled(*capture.size, video.max_pixels), max_pixels)
-            clip = _clip(capture.read(indices, cancelled), video, indices, total, fps, max_pixels)
-            while capture.skip():  # to the end, for its header may speak of the first of several files that were joined
+            _check_pixels(
+                video,
+                len(indices),
+                *_scaled(*capture.size, video.max_pixels),
+                max_pixels,
+            )
+            clip = _clip(
+                capture.read(indices, cancelled), video, indices, total, fps, max_pixels
+            )
+            # to the end, for its header may speak of the first of several files that were joined
+            while capture.skip():
                 cancelled.check()
         is_longer = capture.seen - total > max(2, MAX_MISSING_SHARE * total)
         if len(clip.indices) == len(indices) and not is_longer:
             by_number = sampling.num_frames if video.fps is None else None
             is_by_rate = video.num_frames is None and by_number is None
-            return replace(clip, asked=(video.fps or sampling.fps) if is_by_rate else None)
+            return replace(
+                clip, asked=(video.fps or sampling.fps) if is_by_rate else None
+            )
         missing = total - capture.seen
         if missing > max(2, MAX_MISSING_SHARE * total):
-            raise InvalidVideo(f"{name} is damaged: its header says {total} frames, and it ends after {capture.seen}")
+            raise InvalidVideo(
+                f"{name} is damaged: its header says {total} frames, and it ends after {capture.seen}"
+            )
         total = capture.seen
     raise InvalidVideo(f"{name} has no frame that can be decoded")
 
@@ -349,9 +407,15 @@ class _Capture:
             raise InvalidVideo(f"{name} is not a video that FFmpeg can read")
         self.announced = int(self._capture.get(cv2.CAP_PROP_FRAME_COUNT))
         self.fps = float(self._capture.get(cv2.CAP_PROP_FPS))
-        self.is_av1 = int(self._capture.get(cv2.CAP_PROP_FOURCC)).to_bytes(4, "little").upper() == b"AV01"
+        self.is_av1 = (
+            int(self._capture.get(cv2.CAP_PROP_FOURCC)).to_bytes(4, "little").upper()
+            == b"AV01"
+        )
         #: (width, height) as the header says; the frames decide.
-        self.size = int(self._capture.get(cv2.CAP_PROP_FRAME_WIDTH)), int(self._capture.get(cv2.CAP_PROP_FRAME_HEIGHT))
+        self.size = (
+            int(self._capture.get(cv2.CAP_PROP_FRAME_WIDTH)),
+            int(self._capture.get(cv2.CAP_PROP_FRAME_HEIGHT)),
+        )
         if not (math.isfinite(self.fps) and self.fps > 0):
             self.close()
             raise InvalidVideo(f"{name} does not say how many frames a second it has")
@@ -384,7 +448,9 @@ def _opened(path: Path, name: str) -> Iterator[_Capture | AvCapture]:
     try:
         if isinstance(capture, _Capture) and capture.is_av1:
             capture.close()
-            capture = AvCapture(path, name, capture.announced, capture.fps, capture.size)
+            capture = AvCapture(
+                path, name, capture.announced, capture.fps, capture.size
+            )
         yield capture
     finally:
         capture.close()

@@ -112,8 +112,15 @@ class Engine:
         draft_kind: str | None = None,
         prefill_step_size: int | None = None,
     ) -> None:
-        refused: dict[str, Any] = {"kv_key_bits": kv_key_bits, "kv_value_bits": kv_value_bits}
-        refused |= {"kv_key_scheme": kv_key_scheme, "kv_value_scheme": kv_value_scheme, "draft_model": draft_model_path}
+        refused: dict[str, Any] = {
+            "kv_key_bits": kv_key_bits,
+            "kv_value_bits": kv_value_bits,
+        }
+        refused |= {
+            "kv_key_scheme": kv_key_scheme,
+            "kv_value_scheme": kv_value_scheme,
+            "draft_model": draft_model_path,
+        }
         for name, value in refused.items():
             if value is not None:
                 raise ValueError(f"{name} is not supported by vlm_batch's engine")
@@ -143,12 +150,15 @@ class Engine:
                     self.batcher = self._load()
                 except Exception as error:
                     logger.exception("Error loading model %s", self._source[0])
-                    raise HTTPException(400, f"Failed to load model: {error}") from error
+                    raise HTTPException(
+                        400, f"Failed to load model: {error}"
+                    ) from error
                 self.processor = self.batcher.processing.processor
                 self.tokenizer = self.batcher.processing.tokenizer
                 self.config = self.model.config
                 gc.collect()
-                gc.freeze()  # the application collects garbage after every request, on its event loop
+                # the application collects garbage after every request, on its event loop
+                gc.freeze()
         return self.model, self.processor, self.config
 
     def stop_and_join(self, timeout: float = 10.0) -> None:
@@ -171,15 +181,21 @@ class Engine:
             BadRequest: The prompt, a medium or an argument cannot be used.
         """
         args = args or GenerationArguments(max_tokens=get_server_max_tokens())
-        inputs = self._cpu_preprocess(prompt, images, audio, videos, **args.preprocessing_kwargs())
+        inputs = self._cpu_preprocess(
+            prompt, images, audio, videos, **args.preprocessing_kwargs()
+        )
         assert self.batcher is not None
         length = int(inputs["input_ids"].shape[-1])
         _check_context(length, args.max_tokens)
         with _as_bad_requests():
-            params = sampling_params(args, self.tokenizer, inputs["input_ids"], self._top_logprobs)
+            params = sampling_params(
+                args, self.tokenizer, inputs["input_ids"], self._top_logprobs
+            )
             handle = self.batcher.submit_request(Request(inputs=inputs, params=params))
         shown = {} if args.skip_special_tokens else special_tokens(self.tokenizer)
-        return GenerationContext(uid=id(handle), prompt_tokens=length), Tokens(handle, shown)
+        return GenerationContext(uid=id(handle), prompt_tokens=length), Tokens(
+            handle, shown
+        )
 
     def validate_context_budget(
         self,
@@ -196,10 +212,17 @@ class Engine:
         args = args or GenerationArguments(max_tokens=get_server_max_tokens())
         self.wait_until_ready()
         with _as_bad_requests():
-            sampling_params(args, self.tokenizer, mx.zeros((1, 0), dtype=mx.int32), self._top_logprobs)
+            sampling_params(
+                args,
+                self.tokenizer,
+                mx.zeros((1, 0), dtype=mx.int32),
+                self._top_logprobs,
+            )
         if get_configured_context_limit() is None:
             return
-        inputs = self._cpu_preprocess(prompt, images, audio, videos, **args.preprocessing_kwargs())
+        inputs = self._cpu_preprocess(
+            prompt, images, audio, videos, **args.preprocessing_kwargs()
+        )
         _check_context(int(inputs["input_ids"].shape[-1]), args.max_tokens)
 
     def _cpu_preprocess(
@@ -218,14 +241,24 @@ class Engine:
             raise BadRequest(f"{spec.family} takes no recordings: {spec.no_audio}")
         unknown = preprocessing_kwargs.keys() - OF_PICTURES
         if unknown:
-            raise BadRequest(f"vlm_batch's engine does not know the processor's {', '.join(sorted(unknown))}")
+            raise BadRequest(
+                f"vlm_batch's engine does not know the processor's {', '.join(sorted(unknown))}"
+            )
         shape = preprocessing_kwargs.pop("resize_shape", None)
         sizer = vars(processing.processor).get("image_processor")
         with _as_bad_requests():
             sounds = [load_audio(sound, processing.audio_rate) for sound in audio or ()]
-            pictures = [process_image(load_image(image), shape, sizer) for image in images or ()]
-            clips = [load_video(as_video(video), processing.sampling) for video in videos or ()]
-            with self._lock, processing.scaled_to(_pixels(processing.pixels, preprocessing_kwargs)):
+            pictures = [
+                process_image(load_image(image), shape, sizer) for image in images or ()
+            ]
+            clips = [
+                load_video(as_video(video), processing.sampling)
+                for video in videos or ()
+            ]
+            with (
+                self._lock,
+                processing.scaled_to(_pixels(processing.pixels, preprocessing_kwargs)),
+            ):
                 return processing.inputs(prompt, pictures, clips, sounds)
 
     def _load(self) -> VLMBatcher:
@@ -249,8 +282,12 @@ def _pixels(own: PixelBounds | None, asked: Mapping[str, Any]) -> PixelBounds | 
     if not asked:
         return None
     if own is None:
-        raise BadRequest("the model's processor has no bounds on pixels: leave min_pixels and max_pixels out")
-    return PixelBounds(asked.get("min_pixels") or own.least, asked.get("max_pixels") or own.most)
+        raise BadRequest(
+            "the model's processor has no bounds on pixels: leave min_pixels and max_pixels out"
+        )
+    return PixelBounds(
+        asked.get("min_pixels") or own.least, asked.get("max_pixels") or own.most
+    )
 
 
 class Waiting:
@@ -287,7 +324,9 @@ class Tokens:
         event = next(self._events)
         if event.result is not None:
             if isinstance(event.result.exception, InvalidRequest):
-                raise BadRequest(str(event.result.exception)) from event.result.exception
+                raise BadRequest(
+                    str(event.result.exception)
+                ) from event.result.exception
             event.result.raise_for_error()
         return self._token(event)
 
@@ -300,8 +339,16 @@ class Tokens:
 
     def _token(self, event: Event) -> StreamingToken:
         result, known = event.result, event.logprobs
-        reason = None if result is None else {"cancelled": "stop"}.get(result.finish_reason, result.finish_reason)
-        marker = "" if reason == "stop" or event.token is None else self._shown.get(event.token, "")
+        reason = (
+            None
+            if result is None
+            else {"cancelled": "stop"}.get(result.finish_reason, result.finish_reason)
+        )
+        marker = (
+            ""
+            if reason == "stop" or event.token is None
+            else self._shown.get(event.token, "")
+        )
         timings = None if result is None else result.timings
         usage = None if result is None else result.usage
         return StreamingToken(
@@ -310,7 +357,9 @@ class Tokens:
             logprobs=known.logprob if known is not None else 0.0,
             finish_reason=reason,
             peak_memory=peak_bytes() / 1e9 if result is not None else 0.0,
-            prompt_tps=usage.prompt_tokens / timings.prefill if usage and timings and timings.prefill else None,
+            prompt_tps=usage.prompt_tokens / timings.prefill
+            if usage and timings and timings.prefill
+            else None,
             top_logprobs=list(known.top) if known is not None else None,
             cached_tokens=0 if usage is None else usage.cached_tokens,
             token_count=0 if event.token is None else 1,
@@ -359,8 +408,11 @@ class FormAfterThinking:
             self._end = None
         if self._end is not None:
             return logits
-        mask = np.array(self._form.prepare_next_token_mask(int(tokens[-1])))  # (1, V / 32), bits from the lowest
-        allowed = np.unpackbits(mask.view(np.uint8), bitorder="little")[: logits.shape[-1]]
+        # (1, V / 32), bits from the lowest
+        mask = np.array(self._form.prepare_next_token_mask(int(tokens[-1])))
+        allowed = np.unpackbits(mask.view(np.uint8), bitorder="little")[
+            : logits.shape[-1]
+        ]
         allowed = np.pad(allowed, (0, logits.shape[-1] - allowed.size))
         return mx.where(mx.array(allowed.astype(bool)), logits, -mx.inf)
 
@@ -377,14 +429,16 @@ def sampling_params(
         if vars(args)[name] != neutral:
             raise InvalidParameters(f"{name} is not supported by vlm_batch's engine")
     try:
-        processors: list[Callable[[mx.array, mx.array], mx.array]] = make_logits_processors(
-            args.logit_bias,
-            args.repetition_penalty,
-            args.repetition_context_size,
-            args.presence_penalty,
-            args.presence_context_size,
-            args.frequency_penalty,
-            args.frequency_context_size,
+        processors: list[Callable[[mx.array, mx.array], mx.array]] = (
+            make_logits_processors(
+                args.logit_bias,
+                args.repetition_penalty,
+                args.repetition_context_size,
+                args.presence_penalty,
+                args.presence_context_size,
+                args.frequency_penalty,
+                args.frequency_context_size,
+            )
         )
     except ValueError as error:
         raise InvalidParameters(str(error)) from error
@@ -404,14 +458,21 @@ def sampling_params(
 
 def special_tokens(tokenizer: Any) -> dict[int, str]:
     """Return special tokens' texts by id, for parsers of tool calls."""
-    return {token: added.content for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+    return {
+        token: added.content
+        for token, added in tokenizer.added_tokens_decoder.items()
+        if added.special
+    }
 
 
 def install() -> None:
     """Put ``Engine`` into mlx-vlm's application, and enlarge its event loop's thread pool."""
-    module = importlib.import_module("mlx_vlm.server.app")  # the attribute of that name is the application
+    # the attribute of that name is the application
+    module = importlib.import_module("mlx_vlm.server.app")
     module.ResponseGenerator = Engine  # type: ignore[attr-defined]
-    life: Callable[[Any], AbstractAsyncContextManager[Any]] = module.app.router.lifespan_context
+    life: Callable[[Any], AbstractAsyncContextManager[Any]] = (
+        module.app.router.lifespan_context
+    )
 
     @asynccontextmanager
     async def with_threads(app: Any) -> AsyncIterator[Any]:
@@ -438,7 +499,9 @@ def main() -> None:
     serve()
 
 
-def _of_form(args: GenerationArguments, tokenizer: Any, input_ids: mx.array) -> list[FormAfterThinking]:
+def _of_form(
+    args: GenerationArguments, tokenizer: Any, input_ids: mx.array
+) -> list[FormAfterThinking]:
     if not args.logits_processors:
         return []
     end, marks = None, list[str]()
@@ -446,10 +509,15 @@ def _of_form(args: GenerationArguments, tokenizer: Any, input_ids: mx.array) -> 
         _, word, marks = _thinking_marks(args, tokenizer, input_ids)
         end = tokenizer.encode(word, add_special_tokens=False)[-1]
     is_closed = len(set(marks)) == 2 and marks[-1] == "end"  # by the prompt
-    return [FormAfterThinking(form, None if is_closed else end) for form in args.logits_processors]
+    return [
+        FormAfterThinking(form, None if is_closed else end)
+        for form in args.logits_processors
+    ]
 
 
-def _budget(args: GenerationArguments, tokenizer: Any, input_ids: mx.array) -> ThinkingBudgetCriteria:
+def _budget(
+    args: GenerationArguments, tokenizer: Any, input_ids: mx.array
+) -> ThinkingBudgetCriteria:
     start, end, marks = _thinking_marks(args, tokenizer, input_ids)
     return ThinkingBudgetCriteria(
         tokenizer=tokenizer,
@@ -461,10 +529,16 @@ def _budget(args: GenerationArguments, tokenizer: Any, input_ids: mx.array) -> T
     )
 
 
-def _thinking_marks(args: GenerationArguments, tokenizer: Any, input_ids: mx.array) -> tuple[str, str, list[str]]:
+def _thinking_marks(
+    args: GenerationArguments, tokenizer: Any, input_ids: mx.array
+) -> tuple[str, str, list[str]]:
     """Return the texts that begin and end thinking, and which of both the prompt has, in order."""
-    start, end = args.thinking_start_token or THINKING[0], args.thinking_end_token or THINKING[1]
-    opening, closing = (tokenizer.encode(marker, add_special_tokens=False)[-1] for marker in (start, end))
+    start = args.thinking_start_token or THINKING[0]
+    end = args.thinking_end_token or THINKING[1]
+    opening, closing = (
+        tokenizer.encode(marker, add_special_tokens=False)[-1]
+        for marker in (start, end)
+    )
     names = {closing: "end", opening: "start"}
     prompt = np.array(input_ids).reshape(-1).tolist()
     return start, end, [names[token] for token in prompt if token in names]
@@ -473,7 +547,9 @@ def _thinking_marks(args: GenerationArguments, tokenizer: Any, input_ids: mx.arr
 def _check_context(prompt: int, answer: int) -> None:
     limit = get_configured_context_limit()
     if limit is not None and prompt + answer > limit:
-        raise PromptTooLongError(f"{prompt} tokens of prompt and {answer} of answer; at most {limit} go together")
+        raise PromptTooLongError(
+            f"{prompt} tokens of prompt and {answer} of answer; at most {limit} go together"
+        )
 
 
 if __name__ == "__main__":

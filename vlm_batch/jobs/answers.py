@@ -18,20 +18,31 @@ def with_form(params: SamplingParams, result: Result) -> Result:
     """Add an error to a result with an incomplete form."""
     others = tuple(with_form(params, other) for other in result.others)
     if params.json_schema is not None:
-        is_whole, what = result.parsed is not None or result.text.strip() == "null", "its JSON was whole"
+        is_whole = result.parsed is not None or result.text.strip() == "null"
+        what = "its JSON was whole"
     elif params.choice is not None:
         is_whole, what = result.text in params.choice, "it was one of the choices"
     else:
-        is_whole, what = params.form is None or result.parsed is not None, f"it had the form of its {params.form}"
+        is_whole = params.form is None or result.parsed is not None
+        what = f"it had the form of its {params.form}"
     if is_whole or result.error is not None:
         return replace(result, others=others)
-    cut = f" by its longest length (max_tokens is {params.max_tokens})" if result.finish_reason == "length" else ""
-    return replace(result, error=f"CutAnswer: the answer was ended{cut} before {what}", others=others)
+    cut = (
+        f" by its longest length (max_tokens is {params.max_tokens})"
+        if result.finish_reason == "length"
+        else ""
+    )
+    return replace(
+        result,
+        error=f"CutAnswer: the answer was ended{cut} before {what}",
+        others=others,
+    )
 
 
 def record_of(item: Item, result: Result) -> Record:
     timings = {
-        name: None if seconds != seconds else round(seconds, 6) for name, seconds in vars(result.timings).items()
+        name: None if seconds != seconds else round(seconds, 6)
+        for name, seconds in vars(result.timings).items()
     }
     record: Record = {
         "id": item.id,
@@ -76,15 +87,22 @@ def result_of(record: Record) -> Result:
         text=str(record.get("text") or ""),
         finish_reason="error" if error else record.get("finish_reason") or "stop",
         error=error and str(error),
-        usage=Usage(**{one.name: int(_number(spread.get(one.name), 0)) for one in fields(Usage)}),
+        usage=Usage(
+            **{one.name: int(_number(spread.get(one.name), 0)) for one in fields(Usage)}
+        ),
         timings=Timings(
             **{
-                one.name: _number(timings.get(one.name), math.nan if one.name == "total" else one.default)
+                one.name: _number(
+                    timings.get(one.name),
+                    math.nan if one.name == "total" else one.default,
+                )
                 for one in fields(Timings)
             }
         ),
         image_sizes=tuple(record.get("image_sizes") or record.get("images") or ()),
-        others=tuple(result_of({"id": record["id"], **one}) for one in record.get("others") or ()),
+        others=tuple(
+            result_of({"id": record["id"], **one}) for one in record.get("others") or ()
+        ),
     )
 
 
@@ -107,13 +125,19 @@ def _other(item: Item, result: Result) -> Record:
 
 
 def _as_json(one: TokenLogprobs | None) -> dict[str, Any] | None:
-    return None if one is None else {"token_id": one.token_id, "logprob": one.logprob, "top": one.top}
+    return (
+        None
+        if one is None
+        else {"token_id": one.token_id, "logprob": one.logprob, "top": one.top}
+    )
 
 
 #: Fields of an answer that exist only on request.
 _ASKED_FOR = ("parsed", "logprobs", "prompt_logprobs", "others", "attempts")
 #: Fields of an answer that ``--columns`` may name.
-ANSWER_FIELDS = frozenset(record_of(Item("", Row(id="")), Result(request_id=""))) - {"columns"} | {
+ANSWER_FIELDS = frozenset(record_of(Item("", Row(id="")), Result(request_id=""))) - {
+    "columns"
+} | {
     "seconds",
     *_ASKED_FOR,
     *vars(Usage()),

@@ -55,15 +55,24 @@ class ArrowTable(Source):
         opened = self._open()
         columns = self._columns(opened)
         asked = {columns.image} if with_pictures else set()
-        kept = [name for name in opened.names if name not in opened.pictures or name in asked]
+        kept = [
+            name
+            for name in opened.names
+            if name not in opened.pictures or name in asked
+        ]
         if not kept:  # pictures and nothing else: batches without columns have no rows
-            yield from (Row(id=f"{self.name}:{number}", is_scanned=True) for number in range(opened.num_rows))
+            yield from (
+                Row(id=f"{self.name}:{number}", is_scanned=True)
+                for number in range(opened.num_rows)
+            )
             return
         is_scanned = columns.image is not None and columns.image not in kept
         columns = replace(columns, image=None) if is_scanned else columns
         rows = (cells for batch in opened.batches(kept) for cells in batch.to_pylist())
         for number, cells in enumerate(rows):
-            row = row_of_cells(cells, columns, place=f"{self.name}:{number}", folder=opened.folder)
+            row = row_of_cells(
+                cells, columns, place=f"{self.name}:{number}", folder=opened.folder
+            )
             yield replace(row, is_scanned=True) if is_scanned else row
 
 
@@ -78,7 +87,9 @@ class Parquet(ArrowTable, SourceFile):
         try:
             file = pq.ParquetFile(self.path, buffer_size=1 << 20)
         except OSError as error:
-            raise InvalidJob(f"cannot read {self.path}: {error.strerror or error}") from error
+            raise InvalidJob(
+                f"cannot read {self.path}: {error.strerror or error}"
+            ) from error
         except pa.ArrowException as error:
             raise InvalidJob(f"{self.path} is no Parquet file: {error}") from error
         schema = file.schema_arrow
@@ -87,7 +98,11 @@ class Parquet(ArrowTable, SourceFile):
             return file.iter_batches(batch_size=BATCH_ROWS, columns=columns)
 
         return _Opened(
-            os.path.dirname(self.path), schema.names, picture_columns(schema), file.metadata.num_rows, batches
+            os.path.dirname(self.path),
+            schema.names,
+            picture_columns(schema),
+            file.metadata.num_rows,
+            batches,
         )
 
 
@@ -100,14 +115,21 @@ def picture_columns(schema: pa.Schema) -> list[str]:
             return holds_bytes(kind.value_type)
         if pa.types.is_struct(kind):
             return any(one.name == "bytes" and holds_bytes(one.type) for one in kind)
-        return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind))
+        return bool(
+            pa.types.is_binary(kind)
+            or pa.types.is_large_binary(kind)
+            or pa.types.is_binary_view(kind)
+        )
 
     return [one.name for one in schema if holds_bytes(one.type)]
 
 
 def is_dataset(folder: str) -> bool:
     """Whether ``save_to_disk`` wrote the folder."""
-    return any(os.path.isfile(os.path.join(folder, name)) for name in ("state.json", "dataset_dict.json"))
+    return any(
+        os.path.isfile(os.path.join(folder, name))
+        for name in ("state.json", "dataset_dict.json")
+    )
 
 
 def datasets_in(folder: str, own: Columns, split: str | None) -> list[HuggingFace]:
@@ -122,7 +144,10 @@ def datasets_in(folder: str, own: Columns, split: str | None) -> list[HuggingFac
     if split is not None and split not in loaded:
         raise InvalidJob(f"{folder} has no split {split!r}; it has {', '.join(loaded)}")
     names = [split] if split is not None else list(loaded)
-    return [HuggingFace(f"{folder.rstrip(os.sep)}/{name}", loaded[name], own) for name in names]
+    return [
+        HuggingFace(f"{folder.rstrip(os.sep)}/{name}", loaded[name], own)
+        for name in names
+    ]
 
 
 @dataclass(frozen=True)
@@ -134,7 +159,13 @@ class HuggingFace(ArrowTable, SourceFile):
         def batches(columns: list[str]) -> Iterable[Any]:
             return stored(self.dataset.select_columns(columns))
 
-        return _Opened("", self.dataset.column_names, picture_features(self.dataset), len(self.dataset), batches)
+        return _Opened(
+            "",
+            self.dataset.column_names,
+            picture_features(self.dataset),
+            len(self.dataset),
+            batches,
+        )
 
 
 def stored(dataset: Any) -> Iterable[Any]:

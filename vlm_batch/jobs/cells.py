@@ -33,7 +33,18 @@ AUDIO_COLUMNS = ("audio", "audios", "audio_path", "audio_url")
 ID_COLUMNS = ("id", "custom_id", "request_id", "key", "__key__")
 #: Synonyms that spelling does not show.
 OTHER_WORDS = {
-    **dict.fromkeys(("img", "picture", "photo", "pic", "image_file", "image_name", "image_filename"), "image"),
+    **dict.fromkeys(
+        (
+            "img",
+            "picture",
+            "photo",
+            "pic",
+            "image_file",
+            "image_name",
+            "image_filename",
+        ),
+        "image",
+    ),
     **dict.fromkeys(("imgs", "pictures", "photos", "pics"), "images"),
     **dict.fromkeys(("file_path", "filepath"), "image_path"),
     **dict.fromkeys(("question", "query", "instruction"), "prompt"),
@@ -41,11 +52,19 @@ OTHER_WORDS = {
     **dict.fromkeys(("param", "parameters", "sampling", "sampling_params"), "params"),
 }
 #: Words of column names that mean a fact about a picture, not the picture.
-FACTS = re.compile(r"(?:^|[_ -])(?:ids?|size|width|height|count|num|hash|date|type|format|quality)(?:$|[_ -])", re.I)
+FACTS = re.compile(
+    r"(?:^|[_ -])(?:ids?|size|width|height|count|num|hash|date|type|format|quality)(?:$|[_ -])",
+    re.I,
+)
 #: First bytes of picture files.
-MAGIC = re.compile(rb"\x89PNG|\xff\xd8\xff|GIF8|BM.{4}\0\0\0\0|II\*\0|MM\0\*|RIFF.{4}WEBP|.{4}ftyp", re.DOTALL)
+MAGIC = re.compile(
+    rb"\x89PNG|\xff\xd8\xff|GIF8|BM.{4}\0\0\0\0|II\*\0|MM\0\*|RIFF.{4}WEBP|.{4}ftyp",
+    re.DOTALL,
+)
 #: The same in base64 (PNG, JPEG, GIF, WebP, TIFF, HEIC and AVIF); no path begins so.
-BASE64 = re.compile(r"(?:iVBORw0KGgo|/9j/[24]|R0lGOD|UklGR|SUkqA|TU0AK|AAAA.GZ0eXB[hmo])[A-Za-z0-9+/\s]{64,}={0,2}\s*")
+BASE64 = re.compile(
+    r"(?:iVBORw0KGgo|/9j/[24]|R0lGOD|UklGR|SUkqA|TU0AK|AAAA.GZ0eXB[hmo])[A-Za-z0-9+/\s]{64,}={0,2}\s*"
+)
 #: Names of tables in messages to users of Python functions, who have no command line options.
 PYTHON_TABLES = THE_TABLE, THE_DATASET = "the table", "the dataset"
 #: The longest text that may be a path or a URL.
@@ -77,14 +96,17 @@ class Columns:
     id: str | None = None
     prompt: str | None = None
 
-    def resolve(self, names: Sequence[str], table: str, pictures: Sequence[str] = ()) -> Columns:
+    def resolve(
+        self, names: Sequence[str], table: str, pictures: Sequence[str] = ()
+    ) -> Columns:
         """Resolve the names in a table; ``pictures`` are picture columns by type."""
         for option, name in vars(self).items():
             if name and name not in names:
                 raise InvalidJob(
                     f"{table} has no column {name!r} ({_option(option, table)}); it has {', '.join(names)}"
                 )
-        others = {*VIDEO_COLUMNS, *AUDIO_COLUMNS, self.video, self.audio}  # mappings of bytes, as pictures are
+        # mappings of bytes, as pictures are
+        others = {*VIDEO_COLUMNS, *AUDIO_COLUMNS, self.video, self.audio}
         pictures = [name for name in pictures if name not in others]
         likely = (
             [name for name in PICTURE_NAMES + FILE_NAMES if name in pictures],
@@ -95,32 +117,61 @@ class Columns:
         return replace(
             self,
             image=_only("image", self.image, next(filter(None, likely), ()), table),
-            video=_only("video", self.video, [name for name in VIDEO_COLUMNS if name in names], table),
-            audio=_only("audio", self.audio, [name for name in AUDIO_COLUMNS if name in names], table),
-            id=next((name for name in ID_COLUMNS if name in names), None) if self.id is None else self.id,
+            video=_only(
+                "video",
+                self.video,
+                [name for name in VIDEO_COLUMNS if name in names],
+                table,
+            ),
+            audio=_only(
+                "audio",
+                self.audio,
+                [name for name in AUDIO_COLUMNS if name in names],
+                table,
+            ),
+            id=next((name for name in ID_COLUMNS if name in names), None)
+            if self.id is None
+            else self.id,
         )
 
     @property
     def has_media(self) -> bool:
         return bool(self.image or self.video or self.audio) or self.image == ""
 
-    def check_overlooked(self, names: Collection[str], table: str, named: Collection[str], *, asks: bool) -> None:
+    def check_overlooked(
+        self, names: Collection[str], table: str, named: Collection[str], *, asks: bool
+    ) -> None:
         """Raise InvalidJob if an unused column resembles missing pictures, chats or prompts."""
-        strange = [name for name in names if name not in named and name not in vars(self).values()]
+        strange = [
+            name
+            for name in names
+            if name not in named and name not in vars(self).values()
+        ]
         wanted = {} if self.has_media else dict.fromkeys(PICTURE_NAMES, "image")
         if wanted:
-            wanted |= {**dict.fromkeys(VIDEO_COLUMNS, "video"), **dict.fromkeys(AUDIO_COLUMNS, "audio")}
+            wanted |= {
+                **dict.fromkeys(VIDEO_COLUMNS, "video"),
+                **dict.fromkeys(AUDIO_COLUMNS, "audio"),
+            }
         wanted |= {"prompt": "prompt"} if self.prompt is None and not asks else {}
         found = [
-            (name, wanted[likely]) for name in strange if (likely := closest_name(name, wanted)) and name not in wanted
+            (name, wanted[likely])
+            for name in strange
+            if (likely := closest_name(name, wanted)) and name not in wanted
         ]
-        if "messages" in strange and (not self.has_media or (self.prompt is None and not asks)):
+        if "messages" in strange and (
+            not self.has_media or (self.prompt is None and not asks)
+        ):
             raise InvalidJob(
                 f"{table} has a column 'messages', and chats are read from JSON lines (.jsonl) alone; "
                 f"{_something_else('image', table, 'messages')} says that it is something else"
             )
         if not self.has_media:
-            found += [(name, "image") for name in sorted(strange, key=_is_fact) if says_media(name)]
+            found += [
+                (name, "image")
+                for name in sorted(strange, key=_is_fact)
+                if says_media(name)
+            ]
         for name, what in found[:1]:
             raise InvalidJob(
                 f"{table} has no column of {what}s, but {name!r}: {_option(what, table, name)} takes it for that, "
@@ -128,7 +179,9 @@ class Columns:
             )
 
 
-def _only(what: str, named: str | None, likely: Sequence[str], table: str) -> str | None:
+def _only(
+    what: str, named: str | None, likely: Sequence[str], table: str
+) -> str | None:
     if named is None and len(likely) > 1:
         raise InvalidJob(
             f"{likely[0]} and {likely[1]} exclude each other in {table}: {_option(what, table)} says which one holds the "
@@ -141,7 +194,9 @@ def _option(what: str, table: str, name: str | None = None) -> str:
     """Return the option for a column, on the command line or in Python."""
     if table in PYTHON_TABLES:
         return f"{what}=" if name is None else f"{what}={name!r}"
-    return f"--{what}-column" if name is None else f"--{what}-column {name or repr(name)}"
+    return (
+        f"--{what}-column" if name is None else f"--{what}-column {name or repr(name)}"
+    )
 
 
 def _something_else(what: str, table: str, name: str) -> str:
@@ -155,8 +210,14 @@ def _is_fact(name: str) -> bool:
 def flag_overlooked_media(row: Row, table: str, folder: str = "") -> Row:
     """Add an error if a row without pictures names one."""
     for name, value in row.columns.items() if row.error is None else ():
-        if names_media(value, folder) or (says_media(name) and isinstance(value, str) and is_url(value)):
-            like = f" ({value} looks like one)" if isinstance(value, str) and len(value) <= 100 else ""
+        if names_media(value, folder) or (
+            says_media(name) and isinstance(value, str) and is_url(value)
+        ):
+            like = (
+                f" ({value} looks like one)"
+                if isinstance(value, str) and len(value) <= 100
+                else ""
+            )
             error = (
                 f"{table} has no column of images, but {name!r}: {_option('image', table, name)} takes it for that{like}, and "
                 f"{_option('image', table, '')} says that rows are asked without"
@@ -167,7 +228,9 @@ def flag_overlooked_media(row: Row, table: str, folder: str = "") -> Row:
 
 def flag_doubtful_media(row: Row, own: Columns, table: str, folder: str = "") -> Row:
     """Add an error if a row's doubtful column holds no picture."""
-    for name in DOUBTFUL_NAMES if own.image is None and row.images and row.error is None else ():
+    for name in (
+        DOUBTFUL_NAMES if own.image is None and row.images and row.error is None else ()
+    ):
         value = row.columns.get(name)
         if (
             isinstance(value, str)
@@ -194,11 +257,15 @@ def names_media(value: Any, folder: str) -> bool:
         suffix = os.path.splitext(path)[1].lower()
         if suffix not in _media_suffixes():
             return value.startswith(("data:image/", "data:video/"))
-        return not re.search(r"\s", value.strip()) or os.path.isfile(located(value, folder))
+        return not re.search(r"\s", value.strip()) or os.path.isfile(
+            located(value, folder)
+        )
     if isinstance(value, (bytes, bytearray)):
         return MAGIC.match(value) is not None
     if isinstance(value, Mapping):
-        return any(names_media(value.get(name), folder) for name in ("bytes", "path", "url"))
+        return any(
+            names_media(value.get(name), folder) for name in ("bytes", "path", "url")
+        )
     if isinstance(value, (list, tuple)):
         return any(names_media(one, folder) for one in value)
     return isinstance(value, Image.Image)
@@ -209,10 +276,16 @@ def _media_suffixes() -> frozenset[str]:
     return picture_suffixes().union(VIDEO_SUFFIXES, heif.SUFFIXES)
 
 
-def row_of_cells(cells: Mapping[str, Any], columns: Columns, *, place: str, folder: str) -> Row:
+def row_of_cells(
+    cells: Mapping[str, Any], columns: Columns, *, place: str, folder: str
+) -> Row:
     """Return a table's row, with ``place`` as its default id."""
     row_id = id_of(cells.get(columns.id) if columns.id else None, place)
-    shown = {name: value for name, value in cells.items() if name != columns.image or isinstance(value, str)}
+    shown = {
+        name: value
+        for name, value in cells.items()
+        if name != columns.image or isinstance(value, str)
+    }
 
     def wrong(error: str) -> Row:
         return Row(id=row_id, columns=shown, error=f"{place}: {error}")
@@ -224,14 +297,25 @@ def row_of_cells(cells: Mapping[str, Any], columns: Columns, *, place: str, fold
     except InvalidJob as error:
         return wrong(str(error))
     if not images and not videos and not audios:
-        given = {name: cells.get(name) for name in (columns.image, columns.video, columns.audio) if name}
-        if given and not any(isinstance(value, (list, tuple)) and not value for value in given.values()):
+        given = {
+            name: cells.get(name)
+            for name in (columns.image, columns.video, columns.audio)
+            if name
+        }
+        if given and not any(
+            isinstance(value, (list, tuple)) and not value for value in given.values()
+        ):
             return wrong(f"column {next(iter(given))!r} is empty; leave the row out")
     prompt = cells.get(columns.prompt) if columns.prompt else None
     if columns.prompt and not isinstance(prompt, str):
         return wrong(f"column {columns.prompt!r} holds no text to ask")
     kinds = [kind_of(image) if isinstance(image, str) else "image" for image in images]
-    named = {kind: tuple(image for image, own in zip(images, kinds, strict=True) if own == kind) for kind in set(kinds)}
+    named = {
+        kind: tuple(
+            image for image, own in zip(images, kinds, strict=True) if own == kind
+        )
+        for kind in set(kinds)
+    }
     return Row(
         id=row_id,
         columns=shown,
@@ -259,18 +343,28 @@ def media_of(value: Any, folder: str) -> tuple[ImageInput, ...]:
     if isinstance(value, (bytes, bytearray, memoryview)):
         return (bytes(value),)
     if isinstance(value, (Image.Image, np.ndarray, os.PathLike)):
-        return (value if not isinstance(value, os.PathLike) else located(os.fspath(value), folder),)
+        return (
+            value
+            if not isinstance(value, os.PathLike)
+            else located(os.fspath(value), folder),
+        )
     if isinstance(value, Mapping):
         data, path = value.get("bytes"), value.get("path") or value.get("url")
         if data is None and path is None:
-            raise InvalidJob(f"a picture's mapping needs bytes, path or url; it has {', '.join(map(str, value))}")
+            raise InvalidJob(
+                f"a picture's mapping needs bytes, path or url; it has {', '.join(map(str, value))}"
+            )
         return media_of(data if data is not None else path, folder)
     if isinstance(value, (list, tuple)):
         found = [media_of(one, folder) for one in value]
         if not all(found):
-            raise InvalidJob(f"number {found.index(()) + 1} of the list is empty; leave it out")
+            raise InvalidJob(
+                f"number {found.index(()) + 1} of the list is empty; leave it out"
+            )
         return tuple(picture for pictures in found for picture in pictures)
-    raise InvalidJob(f"a picture is a path, URL, bytes or a list of these, not {type(value).__name__}")
+    raise InvalidJob(
+        f"a picture is a path, URL, bytes or a list of these, not {type(value).__name__}"
+    )
 
 
 def audios_of(value: Any, folder: str) -> tuple[Audio, ...]:
@@ -286,9 +380,13 @@ def _of_text(value: str, folder: str) -> ImageInput:
         try:
             return base64.b64decode("".join(value.split()), validate=True)
         except ValueError as error:
-            raise InvalidJob(f"a picture in base64 of {len(value):,} characters is cut or damaged: {error}") from error
+            raise InvalidJob(
+                f"a picture in base64 of {len(value):,} characters is cut or damaged: {error}"
+            ) from error
     path = located(value, folder)
-    return path if os.path.exists(path) or is_url(path) else located(value.strip(), folder)
+    return (
+        path if os.path.exists(path) or is_url(path) else located(value.strip(), folder)
+    )
 
 
 def located(path: str, folder: str) -> str:

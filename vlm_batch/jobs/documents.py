@@ -47,7 +47,9 @@ class PageText:
 
     @property
     def repeats(self) -> bool:
-        return self.error is None and self.finish_reason == "length" and is_loop(self.text)
+        return (
+            self.error is None and self.finish_reason == "length" and is_loop(self.text)
+        )
 
 
 @dataclass
@@ -112,7 +114,13 @@ class Documents(Sink):
     """
 
     def __init__(
-        self, folder: Path, job: Callable[[], Job], *, form: str, has_marks: bool, facts: Mapping[str, Any]
+        self,
+        folder: Path,
+        job: Callable[[], Job],
+        *,
+        form: str,
+        has_marks: bool,
+        facts: Mapping[str, Any],
     ) -> None:
         self.folder = folder
         self._job = job
@@ -132,16 +140,24 @@ class Documents(Sink):
 
     def locked(self) -> contextlib.AbstractContextManager[None]:
         if self.folder.exists() and not self.folder.is_dir():
-            raise InvalidJob(f"--out {self.folder} is a file; name a folder for the documents' texts")
+            raise InvalidJob(
+                f"--out {self.folder} is a file; name a folder for the documents' texts"
+            )
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise InvalidJob(f"cannot make the folder {self.folder}: {error.strerror}") from error
+            raise InvalidJob(
+                f"cannot make the folder {self.folder}: {error.strerror}"
+            ) from error
         return self._answers.locked()
 
-    def check(self, settings: Mapping[str, Any], *, resume: bool, overwrite: bool, force: bool) -> None:
+    def check(
+        self, settings: Mapping[str, Any], *, resume: bool, overwrite: bool, force: bool
+    ) -> None:
         self._answers.check(settings, resume=resume, overwrite=overwrite, force=force)
-        self._open = {name: _Document(count) for name, count in self._count_pages().items()}
+        self._open = {
+            name: _Document(count) for name, count in self._count_pages().items()
+        }
         self._names = names_of(self._open, f".{self._form}")
         there = [path for path in self._paths() if path.exists()]
         if there and not resume and not overwrite:
@@ -151,7 +167,10 @@ class Documents(Sink):
             )
 
     def _count_pages(self) -> Counter[str]:
-        return Counter(_document_of(item.row.columns, item.id) for item in self._job().items(scan=True))
+        return Counter(
+            _document_of(item.row.columns, item.id)
+            for item in self._job().items(scan=True)
+        )
 
     def _paths(self) -> Iterator[Path]:
         return (self.folder / name for name in self._names.values())
@@ -162,7 +181,9 @@ class Documents(Sink):
     def stamps(self) -> Mapping[int, Stamp]:
         return self._answers.stamps()
 
-    def begin(self, settings: Mapping[str, Any], *, overwrite: bool, drop_errors: bool) -> None:
+    def begin(
+        self, settings: Mapping[str, Any], *, overwrite: bool, drop_errors: bool
+    ) -> None:
         if overwrite:
             for path in self._paths():
                 path.unlink(missing_ok=True)
@@ -175,7 +196,10 @@ class Documents(Sink):
 
     def append(self, record: Record) -> None:
         columns = record["columns"]
-        document = {"document": _document_of(columns, str(record["id"])), "page": columns.get("page")}
+        document = {
+            "document": _document_of(columns, str(record["id"])),
+            "page": columns.get("page"),
+        }
         record = {**record, **document}
         self._answers.append(record)
         self._take(record, is_new=True)
@@ -207,7 +231,9 @@ class Documents(Sink):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise CannotWrite(f"cannot make the folder {path.parent}: {error.strerror}") from error
+            raise CannotWrite(
+                f"cannot make the folder {path.parent}: {error.strerror}"
+            ) from error
         replace_file(path, spelled(text).encode())
         self.num_written += 1
 
@@ -318,7 +344,8 @@ def _free_name(folder: PurePosixPath, base: str, suffix: str, taken: set[str]) -
     while True:
         place = folder / f"{base}{'' if number == 1 else f'-{number}'}{suffix}"
         key = _key(place)
-        is_ours = key.startswith(f"{PAGES}.")  # the pages' answers, and the files beside them
+        # the pages' answers, and the files beside them
+        is_ours = key.startswith(f"{PAGES}.")
         if key not in taken and not is_ours:
             taken.add(key)
             return Path(place)
@@ -340,7 +367,10 @@ def _short(base: str) -> str:
 
 def _places(documents: list[str]) -> Iterator[PurePosixPath]:
     """Yield each document's relative place; what is no file has one at the top."""
-    files = {name: os.path.realpath(os.path.dirname(os.path.expanduser(name)) or ".") for name in documents}
+    files = {
+        name: os.path.realpath(os.path.dirname(os.path.expanduser(name)) or ".")
+        for name in documents
+    }
     folders = [folder for name, folder in files.items() if not is_url(name)]
     top = os.path.commonpath(folders) if folders else ""
     for name, folder in files.items():

@@ -15,7 +15,17 @@ from vlm_batch.inputs import heif
 from vlm_batch.jobs.rows import InvalidJob, count_of
 
 #: Files that are skipped when a pattern names them among pictures.
-TEXT_SUFFIXES = (".txt", ".caption", ".md", ".log", ".html", ".xml", ".yaml", ".yml", ".json")
+TEXT_SUFFIXES = (
+    ".txt",
+    ".caption",
+    ".md",
+    ".log",
+    ".html",
+    ".xml",
+    ".yaml",
+    ".yml",
+    ".json",
+)
 ARCHIVE_SUFFIXES = (".zip", ".7z", ".rar", ".gz", ".zst")
 OFFICE_SUFFIXES = (".xlsx", ".xls", ".ods", ".docx", ".doc", ".odt", ".pptx")
 NO_PICTURES = TEXT_SUFFIXES + ARCHIVE_SUFFIXES + OFFICE_SUFFIXES
@@ -39,12 +49,18 @@ class Found:
         self.files.add(key)
         return is_new
 
-    def look_for(self, path: str, *, suffixes: Collection[str], recursive: bool) -> Iterator[str]:
+    def look_for(
+        self, path: str, *, suffixes: Collection[str], recursive: bool
+    ) -> Iterator[str]:
         """Yield a path's new files, a folder's by suffix."""
         is_folder = os.path.isdir(path)
         for file in self._walk(path, recursive) if is_folder else (path,):
             suffix = "" if is_url(file) else os.path.splitext(file)[1].lower()
-            if suffix not in suffixes if is_folder else suffix in NO_PICTURES and os.path.lexists(file):
+            if (
+                suffix not in suffixes
+                if is_folder
+                else suffix in NO_PICTURES and os.path.lexists(file)
+            ):
                 self.skipped[suffix] += 1
             elif self.add(file):
                 yield file
@@ -57,13 +73,23 @@ class Found:
         def unreadable(error: OSError) -> None:
             self.unreadable.append(str(error.filename))
 
-        for where, folders, names in os.walk(folder, onerror=unreadable, followlinks=True):
+        for where, folders, names in os.walk(
+            folder, onerror=unreadable, followlinks=True
+        ):
             real = os.path.realpath(where)
             is_again = real in self.folders
             self.num_folders_again += is_again
             self.folders.add(real)
-            folders[:] = sorted(one for one in folders if not one.startswith(".")) if recursive and not is_again else []
-            paths = [] if is_again else [os.path.join(where, name) for name in sorted(names)]
+            folders[:] = (
+                sorted(one for one in folders if not one.startswith("."))
+                if recursive and not is_again
+                else []
+            )
+            paths = (
+                []
+                if is_again
+                else [os.path.join(where, name) for name in sorted(names)]
+            )
             for path in sorted(paths, key=os.path.islink):
                 name = os.path.basename(path)
                 if not name.startswith(".") and os.path.isfile(path):
@@ -74,14 +100,21 @@ class Found:
     def said(self) -> str:
         """Describe skipped files in one line."""
         kinds = [
-            f"{count} {suffix or 'without a suffix'}{_hint(suffix)}" for suffix, count in self.skipped.most_common(6)
+            f"{count} {suffix or 'without a suffix'}{_hint(suffix)}"
+            for suffix, count in self.skipped.most_common(6)
         ]
         if len(self.skipped) > 6:
-            kinds.append(f"{sum(self.skipped.values()) - sum(n for _, n in self.skipped.most_common(6))} others")
+            kinds.append(
+                f"{sum(self.skipped.values()) - sum(n for _, n in self.skipped.most_common(6))} others"
+            )
         if self.num_folders_again:
-            kinds.append(f"{count_of(self.num_folders_again, 'folder')} that links lead to again")
+            kinds.append(
+                f"{count_of(self.num_folders_again, 'folder')} that links lead to again"
+            )
         if self.num_links:
-            kinds.append(f"{count_of(self.num_links, 'link')} to files that are there already")
+            kinds.append(
+                f"{count_of(self.num_links, 'link')} to files that are there already"
+            )
         kinds += [f"{folder} (cannot be read)" for folder in self.unreadable]
         return f"skipped: {', '.join(kinds)}" if kinds else ""
 
@@ -99,7 +132,12 @@ def _hint(suffix: str) -> str:
         (heif.SUFFIXES, f"{heif.REMEDY} reads them"),
     )
     if suffix in Image.EXTENSION:  # pictures of another kind than those of FORMATS
-        hints += (((suffix,), f"{Image.EXTENSION[suffix]} is not read here: to be saved as PNG first"),)
+        hints += (
+            (
+                (suffix,),
+                f"{Image.EXTENSION[suffix]} is not read here: to be saved as PNG first",
+            ),
+        )
     return next((f" ({hint})" for suffixes, hint in hints if suffix in suffixes), "")
 
 
@@ -107,7 +145,11 @@ def expanded(argument: str) -> list[str]:
     """Return a pattern's matches, or the normalised argument: jobs resume by names."""
     if argument and not is_url(argument):
         argument = os.path.expanduser(argument)
-        argument = argument if os.pardir in argument.split(os.sep) else os.path.normpath(argument)
+        argument = (
+            argument
+            if os.pardir in argument.split(os.sep)
+            else os.path.normpath(argument)
+        )
     if is_url(argument) or os.path.lexists(argument) or not glob.has_magic(argument):
         return [argument]
     return sorted(glob.glob(argument, recursive=True)) or [argument]
@@ -117,10 +159,16 @@ def check_there(arguments: Sequence[str]) -> None:
     """Raise InvalidJob for a missing folder or pattern, or if no named file exists."""
     named = (one for one in arguments if one != "-" and not is_url(one))
     missing = [one for one in named if not any(map(os.path.lexists, expanded(one)))]
-    folders = [one for one in missing if glob.has_magic(one) or not os.path.splitext(one)[1]]
+    folders = [
+        one for one in missing if glob.has_magic(one) or not os.path.splitext(one)[1]
+    ]
     if folders or (missing and len(missing) == len(arguments)):
         first = (folders or missing)[0]
-        raise InvalidJob(f"nothing matches {first}" if glob.has_magic(first) else f"{first} does not exist")
+        raise InvalidJob(
+            f"nothing matches {first}"
+            if glob.has_magic(first)
+            else f"{first} does not exist"
+        )
 
 
 def is_url(path: str) -> bool:
@@ -130,7 +178,13 @@ def is_url(path: str) -> bool:
 def kind_of(path: str) -> str:
     """Return "image", "video" or "audio" by the suffix."""
     name = path.partition("?")[0].lower()
-    return "video" if name.endswith(VIDEO_SUFFIXES) else "audio" if name.endswith(AUDIO_SUFFIXES) else "image"
+    return (
+        "video"
+        if name.endswith(VIDEO_SUFFIXES)
+        else "audio"
+        if name.endswith(AUDIO_SUFFIXES)
+        else "image"
+    )
 
 
 def common_folder(paths: Sequence[str]) -> str:

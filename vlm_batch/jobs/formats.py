@@ -18,7 +18,12 @@ GROUP_ROWS = 1000
 
 class Format(Protocol):
     def read(self, path: Path) -> Iterator[Record]: ...
-    def write(self, path: Path, records: Callable[[], Iterator[Record]], columns: tuple[str, ...]) -> None:
+    def write(
+        self,
+        path: Path,
+        records: Callable[[], Iterator[Record]],
+        columns: tuple[str, ...],
+    ) -> None:
         """Write the file; ``records`` starts over each time."""
         ...
 
@@ -58,9 +63,20 @@ class DelimitedFile:
                 raise no_output(path, "it has no column id")
             for cells in reader:
                 if cells:
-                    yield dict(zip(names, [self._text(cell) or None for cell in cells], strict=False))
+                    yield dict(
+                        zip(
+                            names,
+                            [self._text(cell) or None for cell in cells],
+                            strict=False,
+                        )
+                    )
 
-    def write(self, path: Path, records: Callable[[], Iterator[Record]], columns: tuple[str, ...]) -> None:
+    def write(
+        self,
+        path: Path,
+        records: Callable[[], Iterator[Record]],
+        columns: tuple[str, ...],
+    ) -> None:
         with open(path, "w", encoding="utf-8", newline="") as file:
             writer = csv.writer(file, delimiter=self.separator, lineterminator="\n")
             writer.writerow([self._cell(name) for name in columns])
@@ -71,7 +87,11 @@ class DelimitedFile:
         return restored(cell) if self.is_safe else cell
 
     def _cell(self, value: Any) -> Any:
-        cell = json.dumps(value, ensure_ascii=False) if isinstance(value, (list, dict, tuple)) else value
+        cell = (
+            json.dumps(value, ensure_ascii=False)
+            if isinstance(value, (list, dict, tuple))
+            else value
+        )
         return neutralised(cell) if self.is_safe and isinstance(cell, str) else cell
 
 
@@ -90,7 +110,12 @@ class ParquetFile:
         for batch in file.iter_batches(batch_size=GROUP_ROWS):
             yield from batch.to_pylist()
 
-    def write(self, path: Path, records: Callable[[], Iterator[Record]], columns: tuple[str, ...]) -> None:
+    def write(
+        self,
+        path: Path,
+        records: Callable[[], Iterator[Record]],
+        columns: tuple[str, ...],
+    ) -> None:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -98,7 +123,10 @@ class ParquetFile:
         with pq.ParquetWriter(path, schema) as writer:
             for group in _groups(records()):
                 cells = {
-                    one.name: [_typed(record.get(one.name), one.type == pa.string()) for record in group]
+                    one.name: [
+                        _typed(record.get(one.name), one.type == pa.string())
+                        for record in group
+                    ]
                     for one in schema
                 }
                 writer.write_table(pa.Table.from_pydict(cells, schema=schema))
@@ -112,13 +140,25 @@ def _schema(records: Iterator[Record], columns: tuple[str, ...]) -> Any:
     for group in _groups(records):
         for name in columns:
             try:
-                here = pa.field(name, pa.array([_typed(record.get(name), False) for record in group]).type)
+                here = pa.field(
+                    name,
+                    pa.array(
+                        [_typed(record.get(name), False) for record in group]
+                    ).type,
+                )
                 fields[name] = pa.unify_schemas(
-                    [pa.schema([fields[name]]), pa.schema([here])], promote_options="permissive"
+                    [pa.schema([fields[name]]), pa.schema([here])],
+                    promote_options="permissive",
                 ).field(0)
-            except (pa.ArrowException, OverflowError, TypeError, ValueError):  # no type holds all of them
+            except (pa.ArrowException, OverflowError, TypeError, ValueError):
+                # no type holds all of them
                 fields[name] = pa.field(name, pa.string())
-    return pa.schema([pa.field(name, pa.string()) if one.type == pa.null() else one for name, one in fields.items()])
+    return pa.schema(
+        [
+            pa.field(name, pa.string()) if one.type == pa.null() else one
+            for name, one in fields.items()
+        ]
+    )
 
 
 def _groups(records: Iterator[Record]) -> Iterator[list[Record]]:

@@ -22,9 +22,16 @@ from vlm_batch.types import SamplingParams
 #: Version of the header's form.
 FORM = 1
 #: The setting with the stamps of a model's files, and the suffixes of those that decide answers.
-MODEL_FILES, MODEL_SUFFIXES = (
-    "model_files",
-    (".safetensors", ".npz", ".json", ".jinja", ".model", ".txt", ".tiktoken", ".py"),
+MODEL_FILES = "model_files"
+MODEL_SUFFIXES = (
+    ".safetensors",
+    ".npz",
+    ".json",
+    ".jinja",
+    ".model",
+    ".txt",
+    ".tiktoken",
+    ".py",
 )
 
 #: The setting of CSV and TSV files in which no spreadsheet finds a formula.
@@ -40,7 +47,9 @@ def check_writable(path: Path) -> None:
     if path.is_dir():
         raise InvalidJob(f"cannot write {path}: it is a folder; name a file in it")
     if not path.parent.is_dir():
-        raise InvalidJob(f"cannot write {path}: there is no folder {path.parent}; make it first")
+        raise InvalidJob(
+            f"cannot write {path}: there is no folder {path.parent}; make it first"
+        )
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise InvalidJob(f"cannot write {path}: no permission")
 
@@ -69,7 +78,8 @@ def locked(output: Path) -> Iterator[None]:
         with _locked_itself(output):
             yield
     finally:
-        lock.release()  # keeps the file: a process that has just opened it would lock a deleted one
+        # keeps the file: a process that has just opened it would lock a deleted one
+        lock.release()
 
 
 @contextlib.contextmanager
@@ -91,7 +101,9 @@ def _locked_itself(output: Path) -> Iterator[None]:
 
 
 def _taken(output: Path) -> InvalidJob:
-    return InvalidJob(f"{output} is being written by another process; wait for it, or name another file")
+    return InvalidJob(
+        f"{output} is being written by another process; wait for it, or name another file"
+    )
 
 
 def read_header(output: Path) -> dict[str, Any] | None:
@@ -103,7 +115,9 @@ def read_header(output: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InvalidJob(f"{path} cannot be read ({error}); --force goes on without it") from error
+        raise InvalidJob(
+            f"{path} cannot be read ({error}); --force goes on without it"
+        ) from error
     if not is_known:
         raise InvalidJob(
             f"{path} is of another version of vlm-batch ({header.get('vlm_batch')}): go on with that one, or name another file"
@@ -112,7 +126,9 @@ def read_header(output: Path) -> dict[str, Any] | None:
 
 
 def write_header(output: Path, settings: Mapping[str, Any]) -> None:
-    text = json.dumps({"form": FORM, "vlm_batch": __version__, "settings": settings}, indent=1)
+    text = json.dumps(
+        {"form": FORM, "vlm_batch": __version__, "settings": settings}, indent=1
+    )
     replace_file(header_path(output), (text + "\n").encode())
 
 
@@ -120,23 +136,36 @@ def check_same(output: Path, settings: Mapping[str, Any]) -> None:
     """Raise InvalidJob without a header, or if its settings differ."""
     before = read_header(output)
     if before is None:
-        raise InvalidJob(f"{output} has no header beside it that says how it was made; --force goes on without it")
+        raise InvalidJob(
+            f"{output} has no header beside it that says how it was made; --force goes on without it"
+        )
     now = json.loads(json.dumps(settings))
     for one in (before, now):
         _settle(one)
     if SAFE in now:  # which earlier versions did not know
         before.setdefault(SAFE, now[SAFE])
     first, second = before.pop(MODEL_FILES, {}), now.pop(MODEL_FILES, {})
-    changed = [name for name in sorted({*first, *second}) if not _is_same(first.get(name), second.get(name))]
+    changed = [
+        name
+        for name in sorted({*first, *second})
+        if not _is_same(first.get(name), second.get(name))
+    ]
     if first and second and not changed:  # the same model in another place
         before["model"] = now["model"]
     other = [
         f"{name} {_difference(before.get(name), now.get(name))}"
         for name in sorted({*before, *now})
-        if before.get(name) != now.get(name) and not (name == "tables" and _tables_agree(before, now))
+        if before.get(name) != now.get(name)
+        and not (name == "tables" and _tables_agree(before, now))
     ]
-    if changed and (before.get("model") == now.get("model") or len(changed) < len(first)):  # or a copy of it
-        told = [name + " (new)" * (name not in first) + " (gone)" * (name not in second) for name in changed[:3]]
+    # or a copy of it
+    if changed and (
+        before.get("model") == now.get("model") or len(changed) < len(first)
+    ):
+        told = [
+            name + " (new)" * (name not in first) + " (gone)" * (name not in second)
+            for name in changed[:3]
+        ]
         other.append(f"the model's files have changed: {', '.join(told)}")
     if other:
         raise InvalidJob(
@@ -147,7 +176,11 @@ def check_same(output: Path, settings: Mapping[str, Any]) -> None:
 
 def _settle(settings: dict[str, Any]) -> None:
     """Convert an earlier version's settings."""
-    defaults = {name: value for name, value in vars(SamplingParams()).items() if name != "logits_processors"}
+    defaults = {
+        name: value
+        for name, value in vars(SamplingParams()).items()
+        if name != "logits_processors"
+    }
     settings |= {**json.loads(json.dumps(defaults)), **settings}
     if isinstance(settings.get("json_schema"), dict):
         simplify_schema(settings["json_schema"])
@@ -169,7 +202,9 @@ def stamp(path: str | Path, blocks: int) -> Stamp | None:
 
 def _is_same(first: Stamp | None, second: Stamp | None) -> bool:
     """Compare stamps by content: files are touched and copied."""
-    return first == second or (first is not None and second is not None and first[2:] == second[2:] != [])
+    return first == second or (
+        first is not None and second is not None and first[2:] == second[2:] != []
+    )
 
 
 def fingerprint(path: str | Path, blocks: int = MEDIUM_BLOCKS) -> str:
@@ -179,7 +214,11 @@ def fingerprint(path: str | Path, blocks: int = MEDIUM_BLOCKS) -> str:
             size = os.fstat(file.fileno()).st_size
             found = hashlib.blake2b(str(size).encode(), digest_size=16)
             last = max(0, size - BLOCK)
-            for place in range(0, size, BLOCK) if size <= blocks * BLOCK else range(0, last + 1, last // (blocks - 1)):
+            for place in (
+                range(0, size, BLOCK)
+                if size <= blocks * BLOCK
+                else range(0, last + 1, last // (blocks - 1))
+            ):
                 file.seek(place)
                 found.update(file.read(BLOCK))
             return found.hexdigest()
@@ -189,7 +228,11 @@ def fingerprint(path: str | Path, blocks: int = MEDIUM_BLOCKS) -> str:
 
 def model_files(folder: Path) -> dict[str, Stamp | None]:
     """Return stamps of files that decide answers."""
-    return {path.name: stamp(path, MODEL_BLOCKS) for path in folder.iterdir() if path.suffix in MODEL_SUFFIXES}
+    return {
+        path.name: stamp(path, MODEL_BLOCKS)
+        for path in folder.iterdir()
+        if path.suffix in MODEL_SUFFIXES
+    }
 
 
 def times_of(paths: Iterable[str | Path]) -> list[list[int]]:

@@ -28,7 +28,9 @@ class CannotWrite(VLMBatchError):
 
 def encoded(record: Mapping[str, Any]) -> bytes:
     """Return a record as a line of valid UTF-8."""
-    return (spelled(json.dumps(record, ensure_ascii=False, allow_nan=False), "\\\\") + "\n").encode()
+    return (
+        spelled(json.dumps(record, ensure_ascii=False, allow_nan=False), "\\\\") + "\n"
+    ).encode()
 
 
 class LineFile:
@@ -63,7 +65,8 @@ class LineFile:
             if time.monotonic() - self._synced > SYNC_SECONDS:
                 self.sync()
         except OSError as error:
-            with contextlib.suppress(OSError):  # not every file can be cut: a device, a pipe
+            # not every file can be cut: a device, a pipe
+            with contextlib.suppress(OSError):
                 os.ftruncate(self._file.fileno(), begin)
             raise CannotWrite(
                 f"cannot write {self.path}: {error.strerror}; what was written before is whole"
@@ -86,11 +89,17 @@ class LineFile:
                 )
             return
         if ours.st_nlink:
-            raise CannotWrite(f"{self.path} was moved while it was written; its answers are where it was moved to")
+            raise CannotWrite(
+                f"{self.path} was moved while it was written; its answers are where it was moved to"
+            )
         if there is None:
-            raise CannotWrite(f"{self.path} was deleted while it was written; {self._written_to(self.path)}")
+            raise CannotWrite(
+                f"{self.path} was deleted while it was written; {self._written_to(self.path)}"
+            )
         beside = self.path.with_name(f"{self.path.name}.replaced")
-        raise CannotWrite(f"{self.path} was replaced by another file while it was written; {self._written_to(beside)}")
+        raise CannotWrite(
+            f"{self.path} was replaced by another file while it was written; {self._written_to(beside)}"
+        )
 
     def _written_to(self, path: Path) -> str:
         """Write what the file held to another one. Returns where it is."""
@@ -128,7 +137,10 @@ def torn_bytes(path: Path) -> int:
     """Measure an incomplete last line."""
     if not path.stat().st_size:
         return 0
-    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+    with (
+        open(path, "rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
+    ):
         last = data[data.rfind(b"\n") + 1 :]
     try:
         return 0 if not last or isinstance(json.loads(last), dict) else len(last)
@@ -169,7 +181,9 @@ def read_answers(path: Path) -> Iterator[Record]:
 
 def no_output(path: Path, why: str) -> InvalidJob:
     """Return the error of a file that no job wrote."""
-    return InvalidJob(f"{path} is no output of a job: {why}; name the file that vlm-batch run --out wrote")
+    return InvalidJob(
+        f"{path} is no output of a job: {why}; name the file that vlm-batch run --out wrote"
+    )
 
 
 def is_device(path: Path) -> bool:
@@ -179,7 +193,11 @@ def is_device(path: Path) -> bool:
 
 def linked_file(path: Path) -> Path:
     """Return the file that a link leads to, which need not exist. Others, devices and pipes stay as they are named."""
-    return Path(os.path.realpath(path)) if path.is_symlink() and not is_device(path) else path
+    return (
+        Path(os.path.realpath(path))
+        if path.is_symlink() and not is_device(path)
+        else path
+    )
 
 
 @contextlib.contextmanager

@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from vlm_batch.handle import Handle
 from vlm_batch.jobs.answers import with_form
 from vlm_batch.jobs.arrow import BATCH_ROWS, picture_columns, picture_features, stored
-from vlm_batch.jobs.cells import THE_TABLE, Columns, flag_doubtful_media, flag_overlooked_media, row_of_cells
+from vlm_batch.jobs.cells import (
+    THE_TABLE,
+    Columns,
+    flag_doubtful_media,
+    flag_overlooked_media,
+    row_of_cells,
+)
 from vlm_batch.jobs.questions import DEFAULT_PROMPT, Questions
 from vlm_batch.jobs.rows import InvalidJob
 from vlm_batch.jobs.runner import submitted_row
@@ -58,11 +64,23 @@ def map_table(
     """
     questions = Questions((prompt or DEFAULT_PROMPT,), system, params_of(params))
     names = (into, f"{into}_error", f"{into}_tokens")
-    asked = _Asked(batcher, prompt, Columns(image=image, video=video, audio=audio), questions, names)
+    asked = _Asked(
+        batcher,
+        prompt,
+        Columns(image=image, video=video, audio=audio),
+        questions,
+        names,
+    )
     if "pandas" in sys.modules and isinstance(table, sys.modules["pandas"].DataFrame):
         starts = range(0, len(table), BATCH_ROWS)
-        rows = (row for start in starts for row in table.iloc[start : start + BATCH_ROWS].to_dict("records"))
-        return table.assign(**asked.lists(rows, [str(name) for name in table.columns], []))
+        rows = (
+            row
+            for start in starts
+            for row in table.iloc[start : start + BATCH_ROWS].to_dict("records")
+        )
+        return table.assign(
+            **asked.lists(rows, [str(name) for name in table.columns], [])
+        )
     if "polars" in sys.modules:
         polars = sys.modules["polars"]
         if isinstance(table, polars.LazyFrame):
@@ -72,7 +90,9 @@ def map_table(
     if "datasets" in sys.modules:
         datasets = sys.modules["datasets"]
         if isinstance(table, datasets.Dataset):
-            found = asked.lists(_rows_of(stored(table)), table.column_names, picture_features(table))
+            found = asked.lists(
+                _rows_of(stored(table)), table.column_names, picture_features(table)
+            )
             for name, values in found.items():
                 table = table.add_column(name, values)
             return table
@@ -91,7 +111,9 @@ class _Asked:
 
     def columns(self, names: list[str], pictures: list[str]) -> Columns:
         if taken := [name for name in self.names if name in names]:
-            raise InvalidJob(f"the table has a column {taken[0]!r} already; into= takes another name")
+            raise InvalidJob(
+                f"the table has a column {taken[0]!r} already; into= takes another name"
+            )
         missing = sorted(self.questions.columns - set(names))
         if missing and self.prompt is not None:
             raise InvalidJob(
@@ -125,17 +147,28 @@ class _Asked:
                 if isinstance(one, Handle):
                     one.cancel()
 
-    def _answered(self, cells: Mapping[str, Any], one: Handle | Result) -> tuple[Mapping[str, Any], Answer]:
-        result = with_form(self.questions.params, one.result() if isinstance(one, Handle) else one)
+    def _answered(
+        self, cells: Mapping[str, Any], one: Handle | Result
+    ) -> tuple[Mapping[str, Any], Answer]:
+        result = with_form(
+            self.questions.params, one.result() if isinstance(one, Handle) else one
+        )
         text = result.text if result.error is None else None
         return cells, (text, result.error, result.usage.completion_tokens)
 
-    def lists(self, rows: Iterable[Mapping[str, Any]], names: list[str], pictures: list[str]) -> dict[str, list[Any]]:
-        answers = [answer for _, answer in self.answers(rows, self.columns(names, pictures))]
+    def lists(
+        self, rows: Iterable[Mapping[str, Any]], names: list[str], pictures: list[str]
+    ) -> dict[str, list[Any]]:
+        answers = [
+            answer for _, answer in self.answers(rows, self.columns(names, pictures))
+        ]
         return self.by_name(answers)
 
     def by_name(self, answers: Sequence[Answer]) -> dict[str, list[Any]]:
-        return {name: [answer[place] for answer in answers] for place, name in enumerate(self.names)}
+        return {
+            name: [answer[place] for answer in answers]
+            for place, name in enumerate(self.names)
+        }
 
 
 def _rows_of(batches: Iterable[Any]) -> Iterator[dict[str, Any]]:
@@ -146,7 +179,10 @@ def _map_arrow(asked: _Asked, table: Any) -> pa.Table | pa.RecordBatchReader:
     import pyarrow as pa
 
     kinds = [
-        pa.field(name, kind) for name, kind in zip(asked.names, (pa.string(), pa.string(), pa.int64()), strict=True)
+        pa.field(name, kind)
+        for name, kind in zip(
+            asked.names, (pa.string(), pa.string(), pa.int64()), strict=True
+        )
     ]
     if isinstance(table, pa.RecordBatchReader):
         whole = pa.schema([*table.schema, *kinds], table.schema.metadata)
@@ -165,7 +201,9 @@ def _map_arrow(asked: _Asked, table: Any) -> pa.Table | pa.RecordBatchReader:
     return table
 
 
-def _batches(asked: _Asked, table: pa.RecordBatchReader, whole: pa.Schema) -> Iterator[pa.RecordBatch]:
+def _batches(
+    asked: _Asked, table: pa.RecordBatchReader, whole: pa.Schema
+) -> Iterator[pa.RecordBatch]:
     import pyarrow as pa
 
     columns = asked.columns(table.schema.names, picture_columns(table.schema))
@@ -175,12 +213,17 @@ def _batches(asked: _Asked, table: pa.RecordBatchReader, whole: pa.Schema) -> It
     def rows() -> Iterator[Mapping[str, Any]]:
         for batch in table:
             waiting.append(batch)
-            yield from _rows_of(batch.slice(start, BATCH_ROWS) for start in range(0, batch.num_rows, BATCH_ROWS))
+            yield from _rows_of(
+                batch.slice(start, BATCH_ROWS)
+                for start in range(0, batch.num_rows, BATCH_ROWS)
+            )
 
     def filled(batch: pa.RecordBatch) -> pa.RecordBatch:
         found = asked.by_name(ready[: batch.num_rows])
         del ready[: batch.num_rows]
-        made = [pa.array(values, whole.field(name).type) for name, values in found.items()]
+        made = [
+            pa.array(values, whole.field(name).type) for name, values in found.items()
+        ]
         return pa.RecordBatch.from_arrays([*batch.columns, *made], schema=whole)
 
     for _, answer in asked.answers(rows(), columns):
@@ -193,15 +236,26 @@ def _batches(asked: _Asked, table: pa.RecordBatchReader, whole: pa.Schema) -> It
 def _map_stream(asked: _Asked, dataset: Any, datasets: Any) -> Any:
     pictures = picture_features(dataset)
     bare = dataset
-    for name in pictures:  # as they are stored: they are decoded when they are asked about
+    # as they are stored: they are decoded when they are asked about
+    for name in pictures:
         kind, stored = dataset.features[name], datasets.Image(decode=False)
-        bare = bare.cast_column(name, stored if isinstance(kind, datasets.Image) else type(kind)(stored))
+        bare = bare.cast_column(
+            name, stored if isinstance(kind, datasets.Image) else type(kind)(stored)
+        )
     columns = asked.columns(list(dataset.features or next(iter(dataset), {})), pictures)
     features = None
     if dataset.features is not None:
-        kinds = (datasets.Value("string"), datasets.Value("string"), datasets.Value("int64"))
-        features = datasets.Features({**dataset.features, **dict(zip(asked.names, kinds, strict=True))})
-    return datasets.IterableDataset.from_generator(_Stream(asked, bare, columns), features=features)
+        kinds = (
+            datasets.Value("string"),
+            datasets.Value("string"),
+            datasets.Value("int64"),
+        )
+        features = datasets.Features(
+            {**dataset.features, **dict(zip(asked.names, kinds, strict=True))}
+        )
+    return datasets.IterableDataset.from_generator(
+        _Stream(asked, bare, columns), features=features
+    )
 
 
 class _Stream:

@@ -17,7 +17,9 @@ from vlm_batch.types import SamplingParams
 #: Parameters that a body spells in other fields, or cannot hold.
 _SPELLED = ("json_schema", "logprobs", "logits_processors")
 #: Fields of a body, and the sampling parameters that they set.
-_PARAMS = {one.name: one.name for one in fields(SamplingParams) if one.name not in _SPELLED} | {
+_PARAMS = {
+    one.name: one.name for one in fields(SamplingParams) if one.name not in _SPELLED
+} | {
     "max_completion_tokens": "max_tokens",
     "response_format": "json_schema",
 }
@@ -30,7 +32,9 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
     "tool_choice": ("none", None),
 }
 _LINE = ("custom_id", "method", "url", "body")
-_KNOWN = frozenset((*_PARAMS, *_ONLY, *_WITHOUT_EFFECT, "messages", "logprobs", "top_logprobs"))
+_KNOWN = frozenset(
+    (*_PARAMS, *_ONLY, *_WITHOUT_EFFECT, "messages", "logprobs", "top_logprobs")
+)
 
 
 def row_of_body(line: Mapping[str, Any], place: str) -> Row:
@@ -43,16 +47,30 @@ def row_of_body(line: Mapping[str, Any], place: str) -> Row:
         params = _params(body)
     except ValueError as error:
         return Row(id=row_id, error=f"{place}: {error}")
-    return Row(id=row_id, messages=body["messages"], params=params, columns={"custom_id": row_id})
+    return Row(
+        id=row_id,
+        messages=body["messages"],
+        params=params,
+        columns={"custom_id": row_id},
+    )
 
 
 def line_of_answer(record: Mapping[str, Any], model: str) -> dict[str, Any]:
     """Return an answer's line, without ``response`` if it failed."""
     number = f"{digest(str(record['id'])):016x}"
-    line: dict[str, Any] = {"id": f"batch_req_{number}", "custom_id": record["id"], "response": None, "error": None}
+    line: dict[str, Any] = {
+        "id": f"batch_req_{number}",
+        "custom_id": record["id"],
+        "response": None,
+        "error": None,
+    }
     if record["error"] is not None:
         kind, colon, message = str(record["error"]).partition(": ")
-        code, message = (kind, message) if colon and kind.isidentifier() else ("error", str(record["error"]))
+        code, message = (
+            (kind, message)
+            if colon and kind.isidentifier()
+            else ("error", str(record["error"]))
+        )
         return {**line, "error": {"code": code, "message": message}}
     answers = [record, *record.get("others", ())]
     prompt = record["usage"]["prompt_tokens"]
@@ -72,7 +90,10 @@ def line_of_answer(record: Mapping[str, Any], model: str) -> dict[str, Any]:
         "usage": usage,
         "system_fingerprint": None,
     }
-    return {**line, "response": {"status_code": 200, "request_id": number, "body": body}}
+    return {
+        **line,
+        "response": {"status_code": 200, "request_id": number, "body": body},
+    }
 
 
 def record_of_line(line: Mapping[str, Any]) -> dict[str, Any]:
@@ -81,16 +102,27 @@ def record_of_line(line: Mapping[str, Any]) -> dict[str, Any]:
         return {**record, "error": f"{error.get('code')}: {error.get('message')}"}
     body = line["response"]["body"]
     first, *others = (
-        {"text": one["message"]["content"], "finish_reason": one["finish_reason"]} for one in body["choices"]
+        {"text": one["message"]["content"], "finish_reason": one["finish_reason"]}
+        for one in body["choices"]
     )
     usage = {**body["usage"], **body["usage"].get("prompt_tokens_details", {})}
-    return {**record, **first, "others": others, "error": None, "usage": usage, "created": body["created"]}
+    return {
+        **record,
+        **first,
+        "others": others,
+        "error": None,
+        "usage": usage,
+        "created": body["created"],
+    }
 
 
 def _choice(index: int, answer: Mapping[str, Any]) -> dict[str, Any]:
     steps = answer.get("logprobs")
     content = steps and [
-        {**_token(step["token_id"], step["logprob"]), "top_logprobs": [_token(*one) for one in step["top"]]}
+        {
+            **_token(step["token_id"], step["logprob"]),
+            "top_logprobs": [_token(*one) for one in step["top"]],
+        }
         for step in steps
     ]
     return {
@@ -106,13 +138,22 @@ def _token(token_id: int, logprob: float) -> dict[str, Any]:
 
 
 def _params(body: Mapping[str, Any]) -> dict[str, Any]:
-    given = {name: value for name, value in body.items() if name in _PARAMS and value is not None}
-    if "response_format" in given and (schema := _schema(given.pop("response_format"))) is not None:
+    given = {
+        name: value
+        for name, value in body.items()
+        if name in _PARAMS and value is not None
+    }
+    if (
+        "response_format" in given
+        and (schema := _schema(given.pop("response_format"))) is not None
+    ):
         given["response_format"] = schema
     if "logit_bias" in given:
         if not isinstance(given["logit_bias"], dict):
             raise ValueError("logit_bias maps token ids to numbers")
-        given["logit_bias"] = {int(token): bias for token, bias in given["logit_bias"].items()}
+        given["logit_bias"] = {
+            int(token): bias for token, bias in given["logit_bias"].items()
+        }
     params = {_PARAMS[name]: value for name, value in given.items()}
     if body.get("logprobs"):
         params["logprobs"] = body.get("top_logprobs") or 0
@@ -133,7 +174,9 @@ def _schema(given: Any) -> Mapping[str, Any] | None:
         else None
     )
     if not isinstance(schema, dict):
-        raise ValueError("response_format is text, json_object, or json_schema with its schema")
+        raise ValueError(
+            "response_format is text, json_object, or json_schema with its schema"
+        )
     return schema
 
 
@@ -141,7 +184,10 @@ def _wrong(line: Mapping[str, Any]) -> str | None:
     body = line["body"]
     if strange := [name for name in line if name not in _LINE]:
         return f"the line has {strange[0]!r} beside its body{did_you_mean(strange[0], _LINE)}"
-    if line.get("method", "POST") != "POST" or line.get("url", "/v1/chat/completions") != "/v1/chat/completions":
+    if (
+        line.get("method", "POST") != "POST"
+        or line.get("url", "/v1/chat/completions") != "/v1/chat/completions"
+    ):
         return f"{line.get('method', 'POST')} {line.get('url')} is not answered here; POST /v1/chat/completions is"
     if not isinstance(body, dict) or not isinstance(body.get("messages"), list):
         return "body has no list of messages"

@@ -26,7 +26,11 @@ def by_size(items: Iterator[Item]) -> Iterator[Item]:
 def _window(items: Iterator[Item]) -> Iterator[tuple[tuple[object, ...], Item]]:
     end = time.monotonic() + LOOK_SECONDS
     for item in itertools.islice(items, WINDOW):
-        sizes = [size_of_file(image) or (0, 0) for image in item.row.images if isinstance(image, str)]
+        sizes = [
+            size_of_file(image) or (0, 0)
+            for image in item.row.images
+            if isinstance(image, str)
+        ]
         yield (sizes, len(item.prompt or "")), item
         if time.monotonic() > end:
             return

@@ -24,20 +24,27 @@ class PageRange:
         return cls(tuple(map(_span, text.split(","))), text)
 
     def has(self, page: int) -> bool:
-        return any(first <= page and (last is None or page <= last) for first, last in self.spans)
+        return any(
+            first <= page and (last is None or page <= last)
+            for first, last in self.spans
+        )
 
 
 def _span(text: str) -> tuple[int, int | None]:
     match = _SPAN.fullmatch(text.replace(" ", ""))
     if match is None or not (match[1] or match[3]):
-        raise InvalidJob(f"--pages has {text!r}; it takes pages and ranges of them, as 1-20,35")
+        raise InvalidJob(
+            f"--pages has {text!r}; it takes pages and ranges of them, as 1-20,35"
+        )
     first = int(match[1] or 1)
     if not match[2]:
         last: int | None = first
     else:
         last = int(match[3]) if match[3] else None
     if first < 1 or (last is not None and last < first):
-        raise InvalidJob(f"--pages has {text!r}; pages are counted from 1, and a range goes upwards")
+        raise InvalidJob(
+            f"--pages has {text!r}; pages are counted from 1, and a range goes upwards"
+        )
     return first, last
 
 
@@ -70,4 +77,7 @@ class ChosenPages(Source):
             last = row
         if last is not None and not has_any:
             path, count = last.columns["path"], last.columns["pages"]
-            yield Row(id=path, error=f"{path} has {count} pages, and none of --pages {self.pages.text}")
+            yield Row(
+                id=path,
+                error=f"{path} has {count} pages, and none of --pages {self.pages.text}",
+            )

@@ -13,7 +13,11 @@ from vlm_batch.errors import describe
 from vlm_batch.jobs import journal
 from vlm_batch.jobs.answers import ANSWER_FIELDS
 from vlm_batch.jobs.arrow import ArrowTable
-from vlm_batch.jobs.cells import did_you_mean, flag_doubtful_media, flag_overlooked_media
+from vlm_batch.jobs.cells import (
+    did_you_mean,
+    flag_doubtful_media,
+    flag_overlooked_media,
+)
 from vlm_batch.jobs.questions import DEFAULT_PROMPT, Item, Questions, schema_fields
 from vlm_batch.jobs.rows import Ids, InvalidJob, Row, Shard, Source, count_of, digest
 from vlm_batch.jobs.sinks import NAMESPACES, Sink
@@ -54,7 +58,9 @@ class Plan:
     otherwise: list[str] = field(default_factory=list)
     unknown: int = 0
 
-    def add(self, item: Item, done: Ids, failed: Ids, stamps: Mapping[int, Stamp]) -> None:
+    def add(
+        self, item: Item, done: Ids, failed: Ids, stamps: Mapping[int, Stamp]
+    ) -> None:
         assert self.total is not None
         self.total += 1
         self.own += item.row.prompt is not None or item.row.messages is not None
@@ -95,7 +101,9 @@ class Plan:
 
     @property
     def left(self) -> int | None:
-        return None if self.total is None else self.total - self.done - self.failed_before
+        return (
+            None if self.total is None else self.total - self.done - self.failed_before
+        )
 
 
 @dataclass
@@ -119,11 +127,19 @@ class Job:
 
     @cached_property
     def named(self) -> frozenset[str]:
-        carried = (name.removeprefix("columns.") for name in self.carried if name not in ANSWER_FIELDS)
+        carried = (
+            name.removeprefix("columns.")
+            for name in self.carried
+            if name not in ANSWER_FIELDS
+        )
         return self.questions.columns.union(carried)
 
     def _known(self, row: Row) -> Row:
-        strange = [name for name in row.strange if name not in self.named] if row.error is None else []
+        strange = (
+            [name for name in row.strange if name not in self.named]
+            if row.error is None
+            else []
+        )
         return replace(row, error=_said_of(strange[0])) if strange else row
 
     def _rows_of(self, source: Source, scan: bool) -> Iterator[Row]:
@@ -132,15 +148,25 @@ class Job:
         Raises InvalidJob if a column holds pictures but no row has one.
         """
         given = source.own if isinstance(source, TABLES) else None
-        is_seen = given is None or given.image == "" or (source.found is not None and source.found.has_media)
+        is_seen = (
+            given is None
+            or given.image == ""
+            or (source.found is not None and source.found.has_media)
+        )
         folder, left_out = os.path.dirname(source.name), None
         try:
             for row in map(self._known, source.scan() if scan else source.rows()):
-                sure = row if given is None else flag_doubtful_media(row, given, source.name, folder)
+                sure = (
+                    row
+                    if given is None
+                    else flag_doubtful_media(row, given, source.name, folder)
+                )
                 if scan and sure is not row:
                     raise InvalidJob(sure.error or "")
                 row = sure
-                is_seen = is_seen or bool(row.images or row.videos or row.messages is not None)
+                is_seen = is_seen or bool(
+                    row.images or row.videos or row.messages is not None
+                )
                 if not is_seen and row.error is None:
                     checked = flag_overlooked_media(row, source.name, folder)
                     left_out = left_out or checked.error
@@ -149,12 +175,17 @@ class Job:
         except Exception as error:  # whatever Arrow, datasets and disks have
             if scan and isinstance(error, InvalidJob):  # nothing has begun yet
                 raise
-            yield Row(id=f"{source.name}:damaged", error=f"{source.name} cannot be read to its end: {describe(error)}")
+            yield Row(
+                id=f"{source.name}:damaged",
+                error=f"{source.name} cannot be read to its end: {describe(error)}",
+            )
         if scan and not is_seen:
             if left_out is not None:
                 raise InvalidJob(left_out)
             if source.found is not None:
-                source.found.check_overlooked(source.columns or (), source.name, self.named, asks=self._asks)
+                source.found.check_overlooked(
+                    source.columns or (), source.name, self.named, asks=self._asks
+                )
 
     @property
     def _asks(self) -> bool:
@@ -168,14 +199,23 @@ class Job:
         """Return settings that resumed runs must share."""
         tables = {
             source.name: journal.fingerprint(
-                os.path.join(source.name, "state.json") if os.path.isdir(source.name) else source.name
+                os.path.join(source.name, "state.json")
+                if os.path.isdir(source.name)
+                else source.name
             )
             for source in self.sources
             if not source.is_once and source.numbered
         }
-        return {**self.questions.settings(), "shard": str(self.shard), "tables": tables, **more}
+        return {
+            **self.questions.settings(),
+            "shard": str(self.shard),
+            "tables": tables,
+            **more,
+        }
 
-    def plan(self, done: Ids, failed: Ids, counted: Callable[[int], None] = lambda rows: None) -> Plan:
+    def plan(
+        self, done: Ids, failed: Ids, counted: Callable[[int], None] = lambda rows: None
+    ) -> Plan:
         """Count rows; check columns, ids and the answers' form. ``counted`` is told now and then how many rows there are."""
         self._check_sources()
         if self.is_once:
@@ -196,7 +236,8 @@ class Job:
             fields |= schema_fields(item.params)
             if is_first and self.shard.has(item.id):
                 plan.add(item, done, failed, stamps)
-        has_begun = len(done) + len(failed) > 0  # then its sources may have grown since: the runner skips these rows
+        # then its sources may have grown since: the runner skips these rows
+        has_begun = len(done) + len(failed) > 0
         if twice and not has_begun:
             named = ", ".join(repr(one) for one in dict.fromkeys(twice[:3]))
             said = "1 row has" if len(twice) == 1 else f"{len(twice)} rows have"
@@ -204,16 +245,23 @@ class Job:
                 f"{said} an id that another row has: {named}; --id-column names another column, and '' counts rows instead"
             )
         if not num_items:
-            raise InvalidJob(f"there are no rows in {', '.join(source.name for source in self.sources)}")
+            raise InvalidJob(
+                f"there are no rows in {', '.join(source.name for source in self.sources)}"
+            )
         self._check_columns(tuple(sorted(columns)), "any row", fields)
-        if mistakes := [name for name, count in strange.items() if count == num_items and name not in self.named]:
+        if mistakes := [
+            name
+            for name, count in strange.items()
+            if count == num_items and name not in self.named
+        ]:
             raise InvalidJob(_said_of(mistakes[0]))
         plan.others = len(done) + len(failed) - plan.done - plan.failed_before
         return plan
 
     def _check_sources(self) -> None:
         if self.questions.params.form is not None:
-            from vlm_batch.inputs.grammar import check_form  # with transformers, which no other job needs here
+            # with transformers, which no other job needs here
+            from vlm_batch.inputs.grammar import check_form
 
             check_form(self.questions.params)
         for source in self.sources:
@@ -221,9 +269,13 @@ class Job:
                 self._check_columns(source.columns, source.name)
             if source.found is not None:  # of pictures its rows say more than its names
                 found = replace(source.found, image=source.found.image or "")
-                found.check_overlooked(source.columns or (), source.name, self.named, asks=self._asks)
+                found.check_overlooked(
+                    source.columns or (), source.name, self.named, asks=self._asks
+                )
 
-    def _check_columns(self, known: tuple[str, ...], where: str, fields: Set[str] = frozenset()) -> None:
+    def _check_columns(
+        self, known: tuple[str, ...], where: str, fields: Set[str] = frozenset()
+    ) -> None:
         if missing := sorted(self.questions.columns - set(known)):
             raise InvalidJob(
                 f"the prompt names {{{missing[0]}}}, which is no column of {where}; columns: {', '.join(known) or 'none'} "
@@ -231,15 +283,23 @@ class Job:
             )
         self._check_carried(frozenset(known), where, fields)
 
-    def _check_carried(self, known: Set[str], where: str | None, fields: Set[str] = frozenset()) -> None:
+    def _check_carried(
+        self, known: Set[str], where: str | None, fields: Set[str] = frozenset()
+    ) -> None:
         """Raise InvalidJob for an unknown or ambiguous output column."""
         fields = fields | schema_fields(self.questions.params)
-        spaces = dict(zip(NAMESPACES, (ANSWER_FIELDS, fields, known - ROW_FIELDS), strict=True))
+        spaces = dict(
+            zip(NAMESPACES, (ANSWER_FIELDS, fields, known - ROW_FIELDS), strict=True)
+        )
         whole = {f"{space}.{name}" for space, names in spaces.items() for name in names}
         for name in self.carried:
-            there = [f"{space}.{name}" for space, names in spaces.items() if name in names]
+            there = [
+                f"{space}.{name}" for space, names in spaces.items() if name in names
+            ]
             if len(there) > 1:
-                raise InvalidJob(f"{name!r} in --columns may be {' or '.join(there)}; write which")
+                raise InvalidJob(
+                    f"{name!r} in --columns may be {' or '.join(there)}; write which"
+                )
             if where is not None and not there and name not in whole | known:
                 fields = ANSWER_FIELDS | fields
                 raise InvalidJob(

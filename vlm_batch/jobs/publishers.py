@@ -25,7 +25,9 @@ PLAIN_PROMPTS: Mapping[str, str] = MappingProxyType(
 )
 #: A second attempt at a page that fell into a loop, where the publisher says nothing of loops. A sequence of so many
 #: tokens is seldom repeated within a window of a page's text, but for tables' rules and empty cells.
-AGAIN: Mapping[str, Any] = MappingProxyType({"no_repeat_ngram_size": 20, "window_size": 400})
+AGAIN: Mapping[str, Any] = MappingProxyType(
+    {"no_repeat_ngram_size": 20, "window_size": 400}
+)
 
 _DOTS_LAYOUT = """Please output the layout information from the PDF image, including each layout element's bbox, its category, \
 and the corresponding text content within the bbox.
@@ -116,7 +118,10 @@ PUBLISHERS = (
     Publisher(
         models=("dotsocr", "dotsmocr"),
         model_types=("dots_ocr",),
-        prompts={"ocr": "Extract the text content from this image.", "layout": _DOTS_LAYOUT},
+        prompts={
+            "ocr": "Extract the text content from this image.",
+            "layout": _DOTS_LAYOUT,
+        },
         params={"max_tokens": 16384},
         source="dots_ocr/utils/prompts.py of rednote-hilab/dots.ocr",
     ),
@@ -141,7 +146,11 @@ PUBLISHERS = (
     Publisher(
         models=("paddleocrvl",),
         model_types=("paddleocr_vl",),
-        prompts={"ocr": "OCR:", "table": "Table Recognition:", "formula": "Formula Recognition:"},
+        prompts={
+            "ocr": "OCR:",
+            "table": "Table Recognition:",
+            "formula": "Formula Recognition:",
+        },
         params={"max_tokens": 4096},
         source="paddlex 3.7.2: inference/pipelines/paddleocr_vl/pipeline.py",
     ),
@@ -154,7 +163,11 @@ PUBLISHERS = (
     Publisher(
         models=("glmocr",),
         model_types=("glm_ocr",),
-        prompts={"ocr": "Text Recognition:", "table": "Table Recognition:", "formula": "Formula Recognition:"},
+        prompts={
+            "ocr": "Text Recognition:",
+            "table": "Table Recognition:",
+            "formula": "Formula Recognition:",
+        },
         params={"max_tokens": 8192},
         source="docling 2.143: stage_model_specs.py; model card of zai-org/GLM-OCR",
     ),

@@ -9,7 +9,14 @@ from typing import Any
 
 from vlm_batch.jobs.cells import did_you_mean
 from vlm_batch.jobs.rows import InvalidJob, Row
-from vlm_batch.types import ImageInput, Message, Request, Result, SamplingParams, Template
+from vlm_batch.types import (
+    ImageInput,
+    Message,
+    Request,
+    Result,
+    SamplingParams,
+    Template,
+)
 
 DEFAULT_PROMPT = "describe the picture"
 #: ``{{``, ``}}``, or ``{name}`` with a name that JSON cannot look like.
@@ -29,10 +36,18 @@ def filled(text: str, columns: Mapping[str, Any]) -> str:
             return match[0][0]
         if columns.get(match[1]) is None:
             known = ", ".join(columns) or "none"
-            why = "is empty" if match[1] in columns else f"is not there (columns: {known})"
+            why = (
+                "is empty"
+                if match[1] in columns
+                else f"is not there (columns: {known})"
+            )
             raise InvalidJob(f"the prompt's column {match[1]!r} {why}")
         # Tokenizers take no lone surrogates, so bytes of names that are not UTF-8 become replacement marks.
-        return str(columns[match[1]]).encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+        return (
+            str(columns[match[1]])
+            .encode("utf-8", "surrogateescape")
+            .decode("utf-8", "replace")
+        )
 
     return _PARTS.sub(value, text)
 
@@ -61,7 +76,9 @@ class Item:
     def request(self) -> Request:
         """Return the request with its pictures read."""
         row = self.row
-        images: Sequence[ImageInput] = row.images if row.load is None else tuple(row.load())
+        images: Sequence[ImageInput] = (
+            row.images if row.load is None else tuple(row.load())
+        )
         return Request(
             prompt=None if self.messages is not None else self.prompt,
             messages=self.messages,
@@ -90,7 +107,9 @@ class Questions:
 
     def __post_init__(self) -> None:
         if not self.prompts or not all(prompt.strip() for prompt in self.prompts):
-            raise InvalidJob("the prompt is empty; say what is asked about the pictures")
+            raise InvalidJob(
+                "the prompt is empty; say what is asked about the pictures"
+            )
 
     @property
     def columns(self) -> frozenset[str]:
@@ -99,10 +118,14 @@ class Questions:
 
     def ask(self, row: Row) -> Iterator[Item]:
         """Yield the row's questions, filled in or with an ``error``."""
-        own = row.error is not None or row.prompt is not None or row.messages is not None
+        own = (
+            row.error is not None or row.prompt is not None or row.messages is not None
+        )
         for number, text in enumerate(self.prompts[:1] if own else self.prompts, 1):
             item_id = row.id if own or len(self.prompts) == 1 else f"{row.id}#{number}"
-            item = Item(item_id, row, enable_thinking=self.enable_thinking, error=row.error)
+            item = Item(
+                item_id, row, enable_thinking=self.enable_thinking, error=row.error
+            )
             if row.error is None:
                 try:
                     item = self._filled(item, text)
@@ -121,19 +144,36 @@ class Questions:
         if self.system is None:
             return replace(item, prompt=prompt, params=params)
         system = filled(self.system, row.columns)
-        chat = ({"role": "system", "content": system}, {"role": "user", "content": prompt})
+        chat = (
+            {"role": "system", "content": system},
+            {"role": "user", "content": prompt},
+        )
         return replace(item, prompt=prompt, messages=chat, params=params)
 
     def _with_system(self, row: Row) -> tuple[Message, ...]:
         messages = tuple(row.messages or ())
-        has_one = any(isinstance(one, Mapping) and one.get("role") == "system" for one in messages)
+        has_one = any(
+            isinstance(one, Mapping) and one.get("role") == "system" for one in messages
+        )
         if self.system is None or has_one:
             return messages
-        return ({"role": "system", "content": filled(self.system, row.columns)}, *messages)
+        return (
+            {"role": "system", "content": filled(self.system, row.columns)},
+            *messages,
+        )
 
     def settings(self) -> dict[str, Any]:
-        params = {one.name: vars(self.params)[one.name] for one in fields(SamplingParams) if one.name in _PARAMS}
-        return {"prompts": list(self.prompts), "system": self.system, "thinking": self.enable_thinking, **params}
+        params = {
+            one.name: vars(self.params)[one.name]
+            for one in fields(SamplingParams)
+            if one.name in _PARAMS
+        }
+        return {
+            "prompts": list(self.prompts),
+            "system": self.system,
+            "thinking": self.enable_thinking,
+            **params,
+        }
 
 
 def schema_fields(params: SamplingParams) -> frozenset[str]:

@@ -41,7 +41,9 @@ class Worker:
     def __init__(self) -> None:
         self._batcher: VLMBatcher | None = None
 
-    async def load(self, model: str | None, options: Mapping[str, Any], version: str) -> str:
+    async def load(
+        self, model: str | None, options: Mapping[str, Any], version: str
+    ) -> str:
         """Load the model; return its place. Raises InvalidJob for what no retry mends."""
         where = platform.node()
         if version != __version__:
@@ -51,14 +53,23 @@ class Worker:
         self._batcher = self._batcher or open_here(model, options)
         import mlx.core as mx
 
-        return f"{where}, {'GPU' if mx.default_device() == mx.Device(mx.gpu) else 'CPU'}"
+        return (
+            f"{where}, {'GPU' if mx.default_device() == mx.Device(mx.gpu) else 'CPU'}"
+        )
 
     async def ask(self, request: Request) -> Result:
         assert self._batcher is not None
         # A new id, because a row that is asked again after a lost connection may still run here.
-        result = await ended(try_submit(self._batcher.submit_request, replace(request, request_id=None)))
-        bare = partial(replace, exception=None, cache=None)  # these two are bound to the process
-        return bare(result, request_id=request.request_id or "", others=tuple(map(bare, result.others)))
+        result = await ended(
+            try_submit(self._batcher.submit_request, replace(request, request_id=None))
+        )
+        # these two are bound to the process
+        bare = partial(replace, exception=None, cache=None)
+        return bare(
+            result,
+            request_id=request.request_id or "",
+            others=tuple(map(bare, result.others)),
+        )
 
 
 def open_here(model: str | None, options: Mapping[str, Any]) -> VLMBatcher:
@@ -67,10 +78,14 @@ def open_here(model: str | None, options: Mapping[str, Any]) -> VLMBatcher:
     path = Path(sample_model() if model is None else model).expanduser()
     try:
         if str(model).startswith((".", "/", "~")) and not path.exists():
-            raise InvalidJob("there is no such folder on this machine; every worker needs the files")
+            raise InvalidJob(
+                "there is no such folder on this machine; every worker needs the files"
+            )
         return VLMBatcher(str(path), **options)
     except Exception as error:
-        raise InvalidJob(f"cannot load the model {model} on {platform.node()}: {describe(error)}") from error
+        raise InvalidJob(
+            f"cannot load the model {model} on {platform.node()}: {describe(error)}"
+        ) from error
 
 
 async def ended(one: Handle | Result) -> Result:
@@ -115,7 +130,9 @@ class Cluster:
         if workers is not None and workers < 1:
             raise InvalidJob(f"{workers} workers answer nothing; at least 1 is needed")
         if num_gpus is not None and not 0 <= num_gpus <= 1:
-            raise InvalidJob(f"num_gpus is {num_gpus}; a worker uses one GPU, or a part of it: a number in 0..1")
+            raise InvalidJob(
+                f"num_gpus is {num_gpus}; a worker uses one GPU, or a part of it: a number in 0..1"
+            )
         if not num_cpus >= 0:
             raise InvalidJob(f"num_cpus is {num_cpus}; it must be at least 0")
         self._model = (model, dict(options or {}), __version__)
@@ -129,7 +146,9 @@ class Cluster:
         try:
             import ray
         except ImportError as error:
-            raise InvalidJob("Ray is not installed here: pip install 'vlm-batch[ray]'") from error
+            raise InvalidJob(
+                "Ray is not installed here: pip install 'vlm-batch[ray]'"
+            ) from error
         with contextlib.ExitStack() as held:
             if not ray.is_initialized():
                 self._join(ray)
@@ -147,12 +166,17 @@ class Cluster:
 
     def as_completed(self, requests: Iterable[Request]) -> Iterator[Result]:
         """Yield results as they end; leaving cancels the rest. Raises NoWorkers."""
-        assert self._workers is not None, "a cluster is entered first: with Cluster(...) as batcher"
+        assert self._workers is not None, (
+            "a cluster is entered first: with Cluster(...) as batcher"
+        )
         import ray
 
         try:
-            yield from self._workers.as_completed(to_send(request, self._shared_files) for request in requests)
-        except (ray.exceptions.RayError, ConnectionError) as error:  # the cluster itself has gone
+            yield from self._workers.as_completed(
+                to_send(request, self._shared_files) for request in requests
+            )
+        except (ray.exceptions.RayError, ConnectionError) as error:
+            # the cluster itself has gone
             raise NoWorkers(f"the Ray cluster is gone: {why_of(error)}") from error
 
     def close(self) -> None:
@@ -162,19 +186,32 @@ class Cluster:
         more = {"include_dashboard": False} if self._address == "local" else {}
         before = signal.getsignal(signal.SIGTERM)
         try:
-            ray.init(address=self._address, log_to_driver=False, logging_level="ERROR", **more)
-        except Exception as error:  # ConnectionError, RuntimeError, ValueError: whatever the address leads to
+            ray.init(
+                address=self._address,
+                log_to_driver=False,
+                logging_level="ERROR",
+                **more,
+            )
+        except Exception as error:
+            # ConnectionError, RuntimeError, ValueError: whatever the address leads to
             raise InvalidJob(
                 f"cannot join a Ray cluster at {self._address} (does it run? local needs none): {why_of(error)}"
             ) from error
-        finally:  # Ray's own handler leaves the process in the middle of a job, and Ray with an abort
-            if before is not None and threading.current_thread() is threading.main_thread():
+        finally:
+            # Ray's own handler leaves the process in the middle of a job, and Ray with an abort
+            if (
+                before is not None
+                and threading.current_thread() is threading.main_thread()
+            ):
                 signal.signal(signal.SIGTERM, before)
 
     def _start(self, ray: Any) -> Workers:
         all_gpus = float(ray.cluster_resources().get("GPU", 0))
         gpus = min(1.0, all_gpus) if self._gpus is None else self._gpus
-        machines = sum(bool(node["Alive"]) and node["Resources"].get("CPU", 0) > 0 for node in ray.nodes())
+        machines = sum(
+            bool(node["Alive"]) and node["Resources"].get("CPU", 0) > 0
+            for node in ray.nodes()
+        )
         count = self._count or max(1, int(all_gpus / gpus + 1e-9) if gpus else machines)
         options = self._model[1]
         ahead = (options.get("policy") or {}).get("look_ahead", DEFAULT_LOOK_AHEAD)
@@ -187,8 +224,12 @@ class Cluster:
             max_task_retries=0,
             scheduling_strategy="SPREAD",
         )
-        self._say(f"Ray is asked for {count} workers, with {gpus:g} GPU and {self._cpus:g} CPU each")
-        return Workers(ray, [actor.remote() for _ in range(count)], self._model, room, self._say)
+        self._say(
+            f"Ray is asked for {count} workers, with {gpus:g} GPU and {self._cpus:g} CPU each"
+        )
+        return Workers(
+            ray, [actor.remote() for _ in range(count)], self._model, room, self._say
+        )
 
 
 def to_send(request: Request, shared_files: bool) -> Request:
@@ -197,7 +238,9 @@ def to_send(request: Request, shared_files: bool) -> Request:
     def changed(source: Any) -> Any:
         if isinstance(source, (Video, Audio)):
             found = changed(source.source)
-            return replace(source, source=found.data if isinstance(found, Fetched) else found)
+            return replace(
+                source, source=found.data if isinstance(found, Fetched) else found
+            )
         if isinstance(source, (list, tuple)):
             return [changed(one) for one in source]
         if not isinstance(source, (str, Path)) or is_url(source) or is_data_uri(source):
@@ -217,4 +260,6 @@ def to_send(request: Request, shared_files: bool) -> Request:
         except Exception:
             return request
     images, videos, audios = (tuple(map(changed, several)) for several in media)
-    return replace(request, messages=messages, images=images, videos=videos, audios=audios)
+    return replace(
+        request, messages=messages, images=images, videos=videos, audios=audios
+    )

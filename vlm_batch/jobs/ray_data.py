@@ -11,7 +11,13 @@ from typing import Any
 import numpy as np
 
 from vlm_batch.errors import describe, shown
-from vlm_batch.jobs.cells import THE_DATASET, Columns, flag_doubtful_media, flag_overlooked_media, row_of_cells
+from vlm_batch.jobs.cells import (
+    THE_DATASET,
+    Columns,
+    flag_doubtful_media,
+    flag_overlooked_media,
+    row_of_cells,
+)
 from vlm_batch.jobs.questions import DEFAULT_PROMPT, Questions
 from vlm_batch.jobs.ray import ended, open_here
 from vlm_batch.jobs.rows import InvalidJob, Row
@@ -54,23 +60,47 @@ class Answer:
     ) -> None:
         self._prompt = prompt
         self._columns = Columns(image=image, video=video, audio=audio)
-        self._questions = Questions((prompt or DEFAULT_PROMPT,), system, params_of(params))
+        self._questions = Questions(
+            (prompt or DEFAULT_PROMPT,), system, params_of(params)
+        )
         self._batcher = open_here(model, options or {})
 
     async def __call__(self, batch: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         if not isinstance(batch, dict):
-            raise InvalidJob(f"a batch is {type(batch).__name__}; leave batch_format as it is (numpy)")
-        rows = [dict(zip(batch, cells, strict=True)) for cells in zip(*batch.values(), strict=True)]
-        answers = await asyncio.gather(*(self._answer(row, f"row {at}") for at, row in enumerate(rows)))
-        yield {**batch, **{name: _column([one[at] for one in answers]) for at, name in enumerate(OUTPUT_COLUMNS)}}
+            raise InvalidJob(
+                f"a batch is {type(batch).__name__}; leave batch_format as it is (numpy)"
+            )
+        rows = [
+            dict(zip(batch, cells, strict=True))
+            for cells in zip(*batch.values(), strict=True)
+        ]
+        answers = await asyncio.gather(
+            *(self._answer(row, f"row {at}") for at, row in enumerate(rows))
+        )
+        yield {
+            **batch,
+            **{
+                name: _column([one[at] for one in answers])
+                for at, name in enumerate(OUTPUT_COLUMNS)
+            },
+        }
 
     async def _answer(self, cells: dict[str, Any], place: str) -> tuple[Any, ...]:
         began = time.perf_counter()
-        result: Result = await ended(submitted_row(self._batcher, self._questions, self._row(cells, place)))
+        result: Result = await ended(
+            submitted_row(self._batcher, self._questions, self._row(cells, place))
+        )
         seconds = time.perf_counter() - began if result.ok else -1.0
         tokens, usage = np.asarray(result.token_ids, np.int64), result.usage
         counts = (usage.prompt_tokens, usage.completion_tokens)
-        return (result.text, tokens, *counts, result.finish_reason, seconds, result.error or "")
+        return (
+            result.text,
+            tokens,
+            *counts,
+            result.finish_reason,
+            seconds,
+            result.error or "",
+        )
 
     def _row(self, cells: dict[str, Any], place: str) -> Row:
         try:
@@ -79,18 +109,28 @@ class Answer:
             messages, params = cells.get("messages"), cells.get("sampling_params") or {}
             if not messages:
                 others = [name for name in cells if name != "messages"]
-                columns.check_overlooked(others, THE_DATASET, self._questions.columns, asks=True)
+                columns.check_overlooked(
+                    others, THE_DATASET, self._questions.columns, asks=True
+                )
             elif columns.image and cells[columns.image] is None:
                 columns = replace(columns, image=None)
-            row = flag_doubtful_media(row_of_cells(cells, columns, place=place, folder=""), self._columns, THE_DATASET)
+            row = flag_doubtful_media(
+                row_of_cells(cells, columns, place=place, folder=""),
+                self._columns,
+                THE_DATASET,
+            )
             if not columns.has_media and not messages:
                 row = flag_overlooked_media(row, THE_DATASET)
             if not isinstance(params, Mapping):
-                raise InvalidJob(f"sampling_params is {shown(params)}; it must be a mapping")
+                raise InvalidJob(
+                    f"sampling_params is {shown(params)}; it must be a mapping"
+                )
             if self._prompt is not None:
                 return replace(row, params=params)
             if not messages and not isinstance(cells.get("prompt"), str):
-                raise InvalidJob(f"a row needs messages, or a prompt; it has the columns {', '.join(cells)}")
+                raise InvalidJob(
+                    f"a row needs messages, or a prompt; it has the columns {', '.join(cells)}"
+                )
             asked = {"messages": messages} if messages else {"prompt": cells["prompt"]}
             return replace(row, params=params, **asked)
         except Exception as error:
@@ -99,10 +139,14 @@ class Answer:
 
 def _plain(value: Any) -> Any:
     """Return a cell as Python values, without Arrow's added None."""
-    if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.dtype == object):
+    if isinstance(value, np.generic) or (
+        isinstance(value, np.ndarray) and value.dtype == object
+    ):
         value = value.tolist()
     if isinstance(value, Mapping):
-        return {str(name): _plain(one) for name, one in value.items() if one is not None}
+        return {
+            str(name): _plain(one) for name, one in value.items() if one is not None
+        }
     return [_plain(one) for one in value] if isinstance(value, (list, tuple)) else value
 
 

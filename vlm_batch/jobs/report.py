@@ -25,10 +25,14 @@ from vlm_batch.jobs.summary import MAX_FAILURES, Summary
 Plot: TypeAlias = tuple[str, Sequence[tuple[float, str]], str, str]
 
 
-def render(summary: Summary, *, model: str, prompts: Sequence[str], is_whole: bool = False) -> str:
+def render(
+    summary: Summary, *, model: str, prompts: Sequence[str], is_whole: bool = False
+) -> str:
     """Return the page of one run, or, with ``is_whole``, of an output."""
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("vlm_batch.jobs"), autoescape=True, undefined=jinja2.StrictUndefined
+        loader=jinja2.PackageLoader("vlm_batch.jobs"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
     )
     stages = summary.mean_stages
     return environment.get_template("report.html").render(
@@ -42,18 +46,27 @@ def render(summary: Summary, *, model: str, prompts: Sequence[str], is_whole: bo
         stages=stages,
         longest_stage=max([seconds for _, _, seconds in stages] + [1e-9]),
         failures_left_out=max(0, summary.failed - MAX_FAILURES),
-        samples=[(one, None if one.jpeg is None else base64.b64encode(one.jpeg).decode()) for one in summary.samples],
+        samples=[
+            (one, None if one.jpeg is None else base64.b64encode(one.jpeg).decode())
+            for one in summary.samples
+        ],
     )
 
 
-def summary_of(records: Callable[[], Iterable[Record]], dpi: int | None = None) -> Summary:
+def summary_of(
+    records: Callable[[], Iterable[Record]], dpi: int | None = None
+) -> Summary:
     """Summarise an output; ``records`` is called twice."""
     ends = [_times(record) for record in records()]
     clock = _Clock(end for end in ends if end is not None)
     summary = Summary(total=len(ends), keeps_samples=True, began=0.0)
     for record, end in zip(records(), ends, strict=True):
         images = tuple(record.get("images") or (record["id"],))
-        item = Item(str(record["id"]), _row(str(record["id"]), images, dpi or DEFAULT_DPI), prompt=record.get("prompt"))
+        item = Item(
+            str(record["id"]),
+            _row(str(record["id"]), images, dpi or DEFAULT_DPI),
+            prompt=record.get("prompt"),
+        )
         summary.add(item, result_of(record), 0.0 if end is None else clock.at(end[1]))
     return summary
 
@@ -61,7 +74,11 @@ def summary_of(records: Callable[[], Iterable[Record]], dpi: int | None = None) 
 def _times(record: Record) -> tuple[float, float] | None:
     created = record.get("created")
     seconds = result_of(record).timings.total
-    return (float(created) - (seconds if seconds == seconds else 0.0), float(created)) if created else None
+    return (
+        (float(created) - (seconds if seconds == seconds else 0.0), float(created))
+        if created
+        else None
+    )
 
 
 class _Clock:
@@ -86,17 +103,29 @@ def _row(row_id: str, images: Sequence[Any], dpi: int) -> Row:
     name = str(images[0])
     path, mark, page = name.rpartition("#")
     if mark and page.isdigit() and os.path.isfile(path):
-        return Row(id=row_id, images=tuple(images), load=partial(render_page, path, int(page) - 1, dpi))
+        return Row(
+            id=row_id,
+            images=tuple(images),
+            load=partial(render_page, path, int(page) - 1, dpi),
+        )
     return Row(id=row_id, images=(name,) if os.path.isfile(name) else ())
 
 
 def _plots(summary: Summary) -> Iterator[Plot]:
     buckets = summary.latencies.filled()
-    seconds = [(count, f"{least:.3g} to {most:.3g} s: {count} rows") for least, most, count in buckets]
-    ends = (f"{buckets[0][0]:.2g} s", f"{buckets[-1][1]:.2g} s") if buckets else ("", "")
+    seconds = [
+        (count, f"{least:.3g} to {most:.3g} s: {count} rows")
+        for least, most, count in buckets
+    ]
+    ends = (
+        (f"{buckets[0][0]:.2g} s", f"{buckets[-1][1]:.2g} s") if buckets else ("", "")
+    )
     yield "Seconds a row, from being read to its end", seconds, *ends
     if summary.ended <= summary.began:  # nothing says when
         return
     width, counts = summary.course.width, summary.course.counts
-    rates = [(count, f"from {number * width:g} s: {count / width:.3g} rows/s") for number, count in enumerate(counts)]
+    rates = [
+        (count, f"from {number * width:g} s: {count / width:.3g} rows/s")
+        for number, count in enumerate(counts)
+    ]
     yield "Rows that ended, over time", rates, "0 s", f"{len(counts) * width:g} s"

@@ -48,7 +48,11 @@ class Row:
     def sources(self) -> list[Any]:
         """The files or data of its media."""
         images = self.images if self.load is None else ()
-        return [*images, *(video.source for video in self.videos), *(audio.source for audio in self.audios)]
+        return [
+            *images,
+            *(video.source for video in self.videos),
+            *(audio.source for audio in self.audios),
+        ]
 
 
 class Source:
@@ -79,7 +83,10 @@ class Source:
 
     def _has_places(self) -> bool:
         try:
-            return any(row.error is None and row.id.startswith(f"{self.name}:") for row in self.scan())
+            return any(
+                row.error is None and row.id.startswith(f"{self.name}:")
+                for row in self.scan()
+            )
         except Exception:  # the file is damaged: the plan says so, of its last row
             return False
 
@@ -131,7 +138,11 @@ def spelled(text: str, backslash: str = "\\") -> str:
 
     def code(match: re.Match[str]) -> str:
         value = ord(match[0])
-        return f"{backslash}x{value - 0xDC00:02x}" if 0xDC80 <= value <= 0xDCFF else f"{backslash}u{value:04x}"
+        return (
+            f"{backslash}x{value - 0xDC00:02x}"
+            if 0xDC80 <= value <= 0xDCFF
+            else f"{backslash}u{value:04x}"
+        )
 
     return _NO_UTF8.sub(code, text)
 
@@ -142,7 +153,9 @@ def count_of(number: int, noun: str) -> str:
 
 def digest(text: str) -> int:
     """Return a text's 64-bit digest."""
-    return int.from_bytes(hashlib.blake2b(spelled(text).encode(), digest_size=8).digest(), "big")
+    return int.from_bytes(
+        hashlib.blake2b(spelled(text).encode(), digest_size=8).digest(), "big"
+    )
 
 
 @dataclass(frozen=True)
@@ -174,7 +187,11 @@ class Shard:
 
 def name_of(image: ImageInput) -> str:
     if isinstance(image, str):
-        return image if not image.startswith("data:") else f"data URI of {len(image):,} characters"
+        return (
+            image
+            if not image.startswith("data:")
+            else f"data URI of {len(image):,} characters"
+        )
     if isinstance(image, (bytes, bytearray, memoryview)):
         return f"{len(image):,} bytes"
     return str(image) if not isinstance(image, Mapping) else type(image).__name__

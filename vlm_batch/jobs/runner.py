@@ -101,13 +101,20 @@ def run(
         plan = job.plan(done, failed, watch.counted)
         if not force:
             plan.check_resumable()
-        if plan.total is None:  # of rows that are not known yet, what the output has is what was done
+        # of rows that are not known yet, what the output has is what was done
+        if plan.total is None:
             plan = replace(plan, done=len(done), failed_before=len(failed))
         summary = Summary(plan.total, plan.done, plan.failed_before, keeps_samples)
         watch.planned(plan)
-        is_done = _known([done, failed], sink.stamps() if resume and job.is_once else {}, summary)
+        is_done = _known(
+            [done, failed], sink.stamps() if resume and job.is_once else {}, summary
+        )
         with _opened(batcher, plan) as ready:
-            sink.begin(header, overwrite=overwrite and ready is not None, drop_errors=retry_errors)
+            sink.begin(
+                header,
+                overwrite=overwrite and ready is not None,
+                drop_errors=retry_errors,
+            )
             try:
                 if ready is not None:
                     _stream(job, ready, summary, watch, is_done)
@@ -117,14 +124,18 @@ def run(
     return summary
 
 
-def _opened(batcher: Batcher | OpenBatcher, plan: Plan) -> AbstractContextManager[Batcher | None]:
+def _opened(
+    batcher: Batcher | OpenBatcher, plan: Plan
+) -> AbstractContextManager[Batcher | None]:
     """Open the batcher; None if no row is left: the last run may have been killed before it could make the output."""
     if plan.left == 0:
         return contextlib.nullcontext()
     return batcher() if callable(batcher) else contextlib.nullcontext(batcher)
 
 
-def _known(ended: Sequence[Ids], stamps: Mapping[int, Stamp], summary: Summary) -> Callable[[Item], bool]:
+def _known(
+    ended: Sequence[Ids], stamps: Mapping[int, Stamp], summary: Summary
+) -> Callable[[Item], bool]:
     """Return whether a row has ended before; ``stamps`` are of rows that no plan has compared."""
 
     def is_done(item: Item) -> bool:
@@ -145,10 +156,18 @@ def _check_apart(sources: Sequence[Source], sink: Sink) -> None:
     for source in sources:
         paths = source.paths if isinstance(source, Files) else (source.name,)
         if any(path == sink.name or is_file_of(path, there) for path in paths):
-            raise InvalidJob(f"{sink.name} is read by this job; its answers need a file of their own")
+            raise InvalidJob(
+                f"{sink.name} is read by this job; its answers need a file of their own"
+            )
 
 
-def _stream(job: Job, batcher: Batcher, summary: Summary, watch: Watch, is_done: Callable[[Item], bool]) -> None:
+def _stream(
+    job: Job,
+    batcher: Batcher,
+    summary: Summary,
+    watch: Watch,
+    is_done: Callable[[Item], bool],
+) -> None:
     """Ask the questions that are left, then those whose answers are asked for again."""
     alive: dict[str, Item] = {}
     second: list[Item] = []
@@ -171,7 +190,8 @@ def _stream(job: Job, batcher: Batcher, summary: Summary, watch: Watch, is_done:
 
     def left() -> Iterator[Item]:
         for item in job.items():
-            if not seen.add(item.id):  # its source has grown since it was counted, or can be read only once
+            # its source has grown since it was counted, or can be read only once
+            if not seen.add(item.id):
                 summary.skip(item.id)
             elif not is_done(item):
                 yield item
@@ -185,7 +205,10 @@ def _stream(job: Job, batcher: Batcher, summary: Summary, watch: Watch, is_done:
             request, item = make_request(item)
             summary.source += time.perf_counter() - began
             if request is None:
-                end(item, Result(request_id=item.id, finish_reason="error", error=item.error))
+                end(
+                    item,
+                    Result(request_id=item.id, finish_reason="error", error=item.error),
+                )
                 continue
             alive[item.id], stamps[item.id] = item, line_of(item)
             yield request
@@ -197,14 +220,21 @@ def _stream(job: Job, batcher: Batcher, summary: Summary, watch: Watch, is_done:
     def answer(items: Iterator[Item]) -> None:
         for result in batcher.as_completed(requests(items)):
             item = alive.pop(result.request_id, None)
-            if item is None:  # of no row: as_completed makes a result of what the rows' own iterator raises
-                raise InvalidJob(f"the rows cannot be read to their end: {result.error}")
+            # of no row: as_completed makes a result of what the rows' own iterator raises
+            if item is None:
+                raise InvalidJob(
+                    f"the rows cannot be read to their end: {result.error}"
+                )
             end(item, result)
             if isinstance(batcher, Counting):
                 summary.busy = batcher.stats().busy_seconds - busy_before
 
     try:
-        answer(by_size(left()) if all(isinstance(source, Files) for source in job.sources) else left())
+        answer(
+            by_size(left())
+            if all(isinstance(source, Files) for source in job.sources)
+            else left()
+        )
         answer(iter(second))
     except KeyboardInterrupt:
         summary.interrupted = True
@@ -220,7 +250,9 @@ def make_request(item: Item) -> tuple[Request | None, Item]:
         return None, replace(item, error=f"{type(error).__name__}: {error}")
 
 
-def submitted_row(batcher: VLMBatcher, questions: Questions, row: Row) -> Handle | Result:
+def submitted_row(
+    batcher: VLMBatcher, questions: Questions, row: Row
+) -> Handle | Result:
     """Submit a table's row, or return its error."""
     request, item = make_request(next(questions.ask(row)))
     if request is None:

@@ -25,12 +25,16 @@ class Sidecars(Sink):
     ``sink`` records answered rows; without one, existing files do.
     """
 
-    def __init__(self, suffix: str, folder: str, pictures: Pictures, sink: Sink | None) -> None:
+    def __init__(
+        self, suffix: str, folder: str, pictures: Pictures, sink: Sink | None
+    ) -> None:
         self._suffix = suffix if suffix.startswith(".") else f".{suffix}"
-        if self._suffix.lower() in picture_suffixes().union(VIDEO_SUFFIXES, AUDIO_SUFFIXES) or not self._suffix[
-            1:
-        ].strip(". "):
-            raise InvalidJob(f"--sidecar {suffix} is no suffix for text; .txt and .caption are")
+        if self._suffix.lower() in picture_suffixes().union(
+            VIDEO_SUFFIXES, AUDIO_SUFFIXES
+        ) or not self._suffix[1:].strip(". "):
+            raise InvalidJob(
+                f"--sidecar {suffix} is no suffix for text; .txt and .caption are"
+            )
         self._pictures = pictures
         self._beside = Path(folder or ".") / f".vlm-batch{self._suffix}"
         self._sink = sink or _TextFiles(self._beside, self._texts)
@@ -46,18 +50,25 @@ class Sidecars(Sink):
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         journal.check_writable(self._beside)
-        with journal.locked(self._beside), self._sink.locked():  # jobs with outputs of their own may share these files
+        # jobs with outputs of their own may share these files
+        with journal.locked(self._beside), self._sink.locked():
             yield
 
-    def check(self, settings: Mapping[str, Any], *, resume: bool, overwrite: bool, force: bool) -> None:
+    def check(
+        self, settings: Mapping[str, Any], *, resume: bool, overwrite: bool, force: bool
+    ) -> None:
         taken: dict[Path, str] = {}
         there = 0
         for row_id, picture in self._pictures():
             if not picture:
-                raise InvalidJob(f"--sidecar needs one picture on disk for each row; {row_id} has none or several")
+                raise InvalidJob(
+                    f"--sidecar needs one picture on disk for each row; {row_id} has none or several"
+                )
             path = self.path_of(picture)
             if path in taken:
-                raise InvalidJob(f"{path} would hold the answers for {taken[path]} and {row_id}: ask them in two jobs")
+                raise InvalidJob(
+                    f"{path} would hold the answers for {taken[path]} and {row_id}: ask them in two jobs"
+                )
             taken[path] = row_id
             there += path.exists()
         self._sink.check(settings, resume=resume, overwrite=overwrite, force=force)
@@ -75,7 +86,9 @@ class Sidecars(Sink):
     def stamps(self) -> Mapping[int, Stamp]:
         return self._sink.stamps()
 
-    def begin(self, settings: Mapping[str, Any], *, overwrite: bool, drop_errors: bool) -> None:
+    def begin(
+        self, settings: Mapping[str, Any], *, overwrite: bool, drop_errors: bool
+    ) -> None:
         self._sink.begin(settings, overwrite=overwrite, drop_errors=drop_errors)
 
     def stamp(self, line: Record) -> None:
@@ -85,7 +98,9 @@ class Sidecars(Sink):
         if not record.get("error"):
             pictures = record["images"] or record["videos"] or record["audios"]
             text = str(record["text"]).strip() + "\n"
-            replace_file(self.path_of(pictures[0]), text.encode("utf-8", "backslashreplace"))
+            replace_file(
+                self.path_of(pictures[0]), text.encode("utf-8", "backslashreplace")
+            )
         self._sink.append(record)
 
     def finish(self) -> None:
@@ -96,12 +111,16 @@ class Sidecars(Sink):
 
 
 class _TextFiles(Sink):
-    def __init__(self, header: Path, texts: Callable[[], Iterable[tuple[str, Path]]]) -> None:
+    def __init__(
+        self, header: Path, texts: Callable[[], Iterable[tuple[str, Path]]]
+    ) -> None:
         self._header = header
         self._texts = texts
         self._stamps = Stamps(header)
 
-    def check(self, settings: Mapping[str, Any], *, resume: bool, overwrite: bool, force: bool) -> None: ...
+    def check(
+        self, settings: Mapping[str, Any], *, resume: bool, overwrite: bool, force: bool
+    ) -> None: ...
 
     def existing(self) -> tuple[Ids, Ids]:
         return Ids(row_id for row_id, path in self._texts() if path.exists()), Ids()
@@ -109,8 +128,11 @@ class _TextFiles(Sink):
     def stamps(self) -> Mapping[int, Stamp]:
         return self._stamps.read()
 
-    def begin(self, settings: Mapping[str, Any], *, overwrite: bool, drop_errors: bool) -> None:
-        if overwrite:  # or a job that is killed and resumed would take old answers for its own
+    def begin(
+        self, settings: Mapping[str, Any], *, overwrite: bool, drop_errors: bool
+    ) -> None:
+        # or a job that is killed and resumed would take old answers for its own
+        if overwrite:
             for _, path in self._texts():
                 path.unlink(missing_ok=True)
             self._stamps.clear()

@@ -77,10 +77,14 @@ class Sink:
         """Lock the output for this process."""
         return contextlib.nullcontext()
 
-    def check(self, settings: Mapping[str, Any], *, resume: bool, overwrite: bool, force: bool) -> None:
+    def check(
+        self, settings: Mapping[str, Any], *, resume: bool, overwrite: bool, force: bool
+    ) -> None:
         """Raise InvalidJob if the job may not write here."""
         if resume:
-            raise InvalidJob("--resume needs a file to go on with; name it with --out FILE")
+            raise InvalidJob(
+                "--resume needs a file to go on with; name it with --out FILE"
+            )
 
     def existing(self) -> tuple[Ids, Ids]:
         """Return answered ids, and failed ones."""
@@ -90,7 +94,9 @@ class Sink:
         """Return stamps of answered rows (``Stamps.read``)."""
         return {}
 
-    def begin(self, settings: Mapping[str, Any], *, overwrite: bool, drop_errors: bool) -> None: ...
+    def begin(
+        self, settings: Mapping[str, Any], *, overwrite: bool, drop_errors: bool
+    ) -> None: ...
 
     def stamp(self, line: Record) -> None:
         """Store what a row asks (``stamps.line_of``)."""
@@ -136,15 +142,21 @@ def open_sink(
         form = SUFFIXES[suffix]
     form = form or "jsonl"
     if form not in FORMS:
-        raise InvalidJob(f"there is no form {form!r} of outputs; {', '.join(FORMS)} are")
+        raise InvalidJob(
+            f"there is no form {form!r} of outputs; {', '.join(FORMS)} are"
+        )
     line_of = partial(chosen, columns=columns)
     if form == "openai-batch":
         if columns:
-            raise InvalidJob("OpenAI's batch form has its own fields; leave --columns out")
+            raise InvalidJob(
+                "OpenAI's batch form has its own fields; leave --columns out"
+            )
         line_of = partial(line_of_answer, model=model)
     if target == "-":
         if FORMS[form] is not None:
-            raise InvalidJob(f"--format {form} needs a file: it is made when the job ends; give it by --out FILE")
+            raise InvalidJob(
+                f"--format {form} needs a file: it is made when the job ends; give it by --out FILE"
+            )
         return StandardOutput(line_of)
     if form == "openai-batch":
         return BatchFile(path, line_of)
@@ -168,12 +180,24 @@ class StandardOutput(Sink):
 class AnswerFile(Sink):
     """JSON lines, or, with a ``form``, a file made of them at the end."""
 
-    def __init__(self, path: Path, columns: tuple[str, ...] | None = None, form: Format | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        columns: tuple[str, ...] | None = None,
+        form: Format | None = None,
+    ) -> None:
         self.name = str(path)
-        self.path = path = linked_file(path)  # what lies beside it is the same by whatever name it is given
-        self.journal = path if form is None else path.with_name(f"{path.name}.journal.jsonl")
-        self._columns = FLAT_COLUMNS if form is not None and columns is None else columns
-        self._line_of: Callable[[Record], Record] = partial(chosen, columns=self._columns)
+        # what lies beside it is the same by whatever name it is given
+        self.path = path = linked_file(path)
+        self.journal = (
+            path if form is None else path.with_name(f"{path.name}.journal.jsonl")
+        )
+        self._columns = (
+            FLAT_COLUMNS if form is not None and columns is None else columns
+        )
+        self._line_of: Callable[[Record], Record] = partial(
+            chosen, columns=self._columns
+        )
         self._form = form
         self._file: LineFile | None = None
         self._had_lines = False
@@ -185,9 +209,15 @@ class AnswerFile(Sink):
             raise InvalidJob(
                 f"{self.path} is no file; CSV and Parquet need one, and JSON lines (--format jsonl) do not"
             )
-        return contextlib.nullcontext() if is_device(self.path) else journal.locked(self.path)
+        return (
+            contextlib.nullcontext()
+            if is_device(self.path)
+            else journal.locked(self.path)
+        )
 
-    def check(self, settings: Mapping[str, Any], *, resume: bool, overwrite: bool, force: bool) -> None:
+    def check(
+        self, settings: Mapping[str, Any], *, resume: bool, overwrite: bool, force: bool
+    ) -> None:
         if resume and overwrite:
             raise InvalidJob("--resume and --overwrite exclude each other")
         if not has_lines(self.path) and not has_lines(self.journal):
@@ -198,7 +228,9 @@ class AnswerFile(Sink):
                     f"{self.path} is not empty, and nothing beside it says that a job wrote it: name another file with --out, "
                     "or --overwrite replaces it"
                 )
-            raise InvalidJob(f"{self.path} has answers already: --resume goes on with them, --overwrite replaces them")
+            raise InvalidJob(
+                f"{self.path} has answers already: --resume goes on with them, --overwrite replaces them"
+            )
         if resume and not force:
             journal.check_same(self.path, settings)
 
@@ -211,7 +243,9 @@ class AnswerFile(Sink):
     def stamps(self) -> Mapping[int, Stamp]:
         return self._stamps.read()
 
-    def begin(self, settings: Mapping[str, Any], *, overwrite: bool, drop_errors: bool) -> None:
+    def begin(
+        self, settings: Mapping[str, Any], *, overwrite: bool, drop_errors: bool
+    ) -> None:
         if is_device(self.path):
             self._file = LineFile(self.path)
             return
@@ -226,7 +260,11 @@ class AnswerFile(Sink):
                             file.append(record)
                     file.close()
             if self._form is not None and has_lines(self.path):
-                self._make(lambda: (record for record in self._made() if not record.get("error")))
+                self._make(
+                    lambda: (
+                        record for record in self._made() if not record.get("error")
+                    )
+                )
         self._file = LineFile(self.journal, is_watched=True)
         self._had_lines = self._form is not None and has_lines(self.path)
         journal.write_header(self.path, settings)
@@ -273,7 +311,11 @@ class AnswerFile(Sink):
             raise CannotWrite(f"cannot write {self.path}: {error.strerror}") from error
 
     def _made(self) -> Iterator[Record]:
-        return self._form.read(self.path) if self._form is not None and has_lines(self.path) else iter(())
+        return (
+            self._form.read(self.path)
+            if self._form is not None and has_lines(self.path)
+            else iter(())
+        )
 
     def records(self) -> Iterator[Record]:
         """Yield the file's answers, then those only in the journal."""
@@ -289,10 +331,19 @@ class AnswerFile(Sink):
         assert self._form is not None
         try:
             with replacing(self.path) as beside:
-                self._form.write(beside, records, tuple(map(spelled, self._columns or ())))
-        except Exception as error:  # a full disk, or whatever Arrow finds: the journal has every answer
-            why = error.strerror if isinstance(error, OSError) and error.strerror else error
-            raise CannotWrite(f"cannot write {self.path}: {why}; every answer is in {self.journal}") from error
+                self._form.write(
+                    beside, records, tuple(map(spelled, self._columns or ()))
+                )
+        except Exception as error:
+            # a full disk, or whatever Arrow finds: the journal has every answer
+            why = (
+                error.strerror
+                if isinstance(error, OSError) and error.strerror
+                else error
+            )
+            raise CannotWrite(
+                f"cannot write {self.path}: {why}; every answer is in {self.journal}"
+            ) from error
 
 
 class BatchFile(AnswerFile):
@@ -303,7 +354,9 @@ class BatchFile(AnswerFile):
     def records(self) -> Iterator[Record]:
         for line in super().records():
             if "custom_id" not in line:
-                raise InvalidJob(f"{self.path} is not in OpenAI's batch form; --format says which form an output has")
+                raise InvalidJob(
+                    f"{self.path} is not in OpenAI's batch form; --format says which form an output has"
+                )
             yield record_of_line(line)
 
 
@@ -313,7 +366,11 @@ def chosen(record: Record, columns: tuple[str, ...] | None) -> Record:
         return {name: value for name, value in record.items() if name != "columns"}
     parsed = record.get("parsed")
     own = {**record, **record["usage"], "seconds": record["timings"]["total"]}
-    spaces = (own, parsed if isinstance(parsed, Mapping) else {}, record.get("columns", {}))
+    spaces = (
+        own,
+        parsed if isinstance(parsed, Mapping) else {},
+        record.get("columns", {}),
+    )
     flat = {
         f"{space}.{name}": value
         for space, there in zip(NAMESPACES, spaces, strict=True)
@@ -333,4 +390,6 @@ def plain(value: Any) -> Any:
         return {str(name): plain(one) for name, one in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain(one) for one in value]
-    return f"{len(value)} bytes" if isinstance(value, (bytes, bytearray)) else str(value)
+    return (
+        f"{len(value)} bytes" if isinstance(value, (bytes, bytearray)) else str(value)
+    )

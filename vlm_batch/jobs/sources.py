@@ -38,13 +38,11 @@ from vlm_batch.jobs.rows import InvalidJob, Row, Source, SourceFile, name_of
 from vlm_batch.jobs.tables import Delimited, JsonLines
 from vlm_batch.types import Audio, ImageInput, Video
 
-LINES, DELIMITED, PARQUET, PDF, TAR = (
-    (".jsonl", ".ndjson"),
-    (".csv", ".tsv"),
-    (".parquet", ".pq"),
-    (".pdf",),
-    (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz"),
-)
+LINES = (".jsonl", ".ndjson")
+DELIMITED = (".csv", ".tsv")
+PARQUET = (".parquet", ".pq")
+PDF = (".pdf",)
+TAR = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 #: Columns of files, which prompts may name.
 FILE_COLUMNS = ("path", "name", "stem", "folder")
 #: Largest archive member that is read as text.
@@ -78,11 +76,17 @@ class Reading:
 
     @property
     def suffixes(self) -> frozenset[str]:
-        further = (VIDEO_SUFFIXES * self.videos, AUDIO_SUFFIXES * self.audios, PDF * self.pdfs)
+        further = (
+            VIDEO_SUFFIXES * self.videos,
+            AUDIO_SUFFIXES * self.audios,
+            PDF * self.pdfs,
+        )
         return picture_suffixes().union(*further)
 
 
-def open_sources(arguments: Sequence[str], reading: Reading | None = None) -> tuple[list[Source], Found]:
+def open_sources(
+    arguments: Sequence[str], reading: Reading | None = None
+) -> tuple[list[Source], Found]:
     """Open the arguments' sources, in order; ``-`` is standard input. Missing files become failed rows.
 
     Returns:
@@ -100,16 +104,24 @@ def open_sources(arguments: Sequence[str], reading: Reading | None = None) -> tu
         for path in expanded(argument):
             opened = _table(path, reading)
             if opened is None:
-                files += found.look_for(path, suffixes=reading.suffixes, recursive=reading.recursive)
-            elif path == "-" or found.add(path):  # a table in two spellings is one table
+                files += found.look_for(
+                    path, suffixes=reading.suffixes, recursive=reading.recursive
+                )
+            elif path == "-" or found.add(path):
+                # a table in two spellings is one table
                 sources += [*_of_files(files, reading), *opened]
                 files = []
     sources += _of_files(files, reading)
     if not sources:
         looked = " ".join(sorted(reading.suffixes))
         said = f"{found.said()}; " if found.said() else ""
-        raise InvalidJob(f"no picture in {', '.join(arguments)} ({said}looked for files that end in {looked})")
-    return [_with_own_prompts(source) if reading.own_prompts else source for source in sources], found
+        raise InvalidJob(
+            f"no picture in {', '.join(arguments)} ({said}looked for files that end in {looked})"
+        )
+    return [
+        _with_own_prompts(source) if reading.own_prompts else source
+        for source in sources
+    ], found
 
 
 def _with_own_prompts(source: Source) -> Source:
@@ -130,7 +142,11 @@ def _table(path: str, reading: Reading) -> list[Source] | None:
     if is_url(path):
         return None
     if os.path.isdir(path):
-        return list(datasets_in(path, columns, reading.split)) if is_dataset(path) else None
+        return (
+            list(datasets_in(path, columns, reading.split))
+            if is_dataset(path)
+            else None
+        )
     kinds = ((LINES, JsonLines), (DELIMITED, Delimited), (PARQUET, Parquet))
     for suffixes, kind in kinds:
         if name.endswith(suffixes):
@@ -140,12 +156,16 @@ def _table(path: str, reading: Reading) -> list[Source] | None:
 
 def _there(path: str) -> str:
     if not os.access(os.path.expanduser(path), os.R_OK):
-        raise InvalidJob(f"{path} {'cannot be read' if os.path.exists(os.path.expanduser(path)) else 'does not exist'}")
+        raise InvalidJob(
+            f"{path} {'cannot be read' if os.path.exists(os.path.expanduser(path)) else 'does not exist'}"
+        )
     return os.path.expanduser(path)
 
 
 def _of_files(paths: Sequence[str], reading: Reading) -> Iterator[Source]:
-    for is_pdf, run in itertools.groupby(paths, lambda path: path.lower().endswith(PDF) and not is_url(path)):
+    for is_pdf, run in itertools.groupby(
+        paths, lambda path: path.lower().endswith(PDF) and not is_url(path)
+    ):
         if is_pdf:
             yield from (Pdf(path, reading.dpi) for path in run)
         else:
@@ -179,7 +199,8 @@ class Files(Source):
 
 
 def _count_tiff_pages(path: str) -> int:
-    if not path.lower().endswith(TIFF_SUFFIXES) or not os.path.isfile(path):  # no URL, and no pipe to wait at
+    # no URL, and no pipe to wait at
+    if not path.lower().endswith(TIFF_SUFFIXES) or not os.path.isfile(path):
         return 1
     with contextlib.suppress(InvalidImage):  # whoever decodes it will say what is wrong
         return count_pages(path)
@@ -191,9 +212,15 @@ def read_standard_input(reading: Reading) -> Source:
     lines = (line for line in sys.stdin if line.strip())
     first = next(lines, None)
     if first is None:
-        raise InvalidJob("standard input is empty; send paths, URLs or JSON lines: ls photos/*.jpg | vlm-batch run -")
+        raise InvalidJob(
+            "standard input is empty; send paths, URLs or JSON lines: ls photos/*.jpg | vlm-batch run -"
+        )
     whole = itertools.chain([first], lines)
-    return JsonLines("-", reading.columns, stream=whole) if first.lstrip().startswith("{") else Paths(whole, reading)
+    return (
+        JsonLines("-", reading.columns, stream=whole)
+        if first.lstrip().startswith("{")
+        else Paths(whole, reading)
+    )
 
 
 @dataclass(frozen=True)
@@ -233,7 +260,9 @@ class Pdf(SourceFile):
         yield from _pages(self.path, count, self.dpi, self.longest)
 
 
-def _pages(path: str, count: int, dpi: int = DEFAULT_DPI, longest: int | None = None) -> Iterator[Row]:
+def _pages(
+    path: str, count: int, dpi: int = DEFAULT_DPI, longest: int | None = None
+) -> Iterator[Row]:
     for number in range(count):
         page = f"{path}#{number + 1}"
         columns = {**file_columns(path), "page": number + 1, "pages": count}
@@ -243,10 +272,17 @@ def _pages(path: str, count: int, dpi: int = DEFAULT_DPI, longest: int | None = 
 
 def file_columns(path: str) -> Mapping[str, Any]:
     name = os.path.basename(path.partition("?")[0] if is_url(path) else path)
-    return {"path": path, "name": name, "stem": Path(name).stem, "folder": os.path.dirname(path)}
+    return {
+        "path": path,
+        "name": name,
+        "stem": Path(name).stem,
+        "folder": os.path.dirname(path),
+    }
 
 
-def render_page(path: str, number: int, dpi: int, longest: int | None = None) -> tuple[ImageInput, ...]:
+def render_page(
+    path: str, number: int, dpi: int, longest: int | None = None
+) -> tuple[ImageInput, ...]:
     return (load_page(path, number, dpi, longest),)
 
 
@@ -276,16 +312,25 @@ class Tar(SourceFile):
                         members = {}
                     key, suffix = this, suffix.lower()
                     is_wanted = (
-                        with_pictures if _is_picture(suffix) else suffix == "json" or member.size <= MAX_TEXT_BYTES
+                        with_pictures
+                        if _is_picture(suffix)
+                        else suffix == "json" or member.size <= MAX_TEXT_BYTES
                     )
                     members[suffix] = self._data(archive, member) if is_wanted else b""
                 if key is not None:
                     yield self._row(key, members)
-                if archive.fileobj is None or archive.fileobj.tell() < archive.offset + tarfile.BLOCKSIZE:
-                    raise tarfile.ReadError("it ends without the mark of its end")  # tarfile itself says nothing of it
+                if (
+                    archive.fileobj is None
+                    or archive.fileobj.tell() < archive.offset + tarfile.BLOCKSIZE
+                ):
+                    # tarfile itself says nothing of it
+                    raise tarfile.ReadError("it ends without the mark of its end")
         except (tarfile.TarError, OSError, EOFError) as error:
             after = f" after {key}" if key is not None else ""
-            yield Row(id=f"{self.path}:damaged", error=f"{self.path} is damaged{after}: {error}")
+            yield Row(
+                id=f"{self.path}:damaged",
+                error=f"{self.path} is damaged{after}: {error}",
+            )
 
     @staticmethod
     def _data(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
@@ -305,14 +350,20 @@ class Tar(SourceFile):
             elif suffix == "json":
                 try:
                     cells = parse_json(data)
-                    columns.update(cells if isinstance(cells, dict) else {"json": cells})
+                    columns.update(
+                        cells if isinstance(cells, dict) else {"json": cells}
+                    )
                 except ValueError as error:
                     return Row(id=row_id, error=f"{row_id}.json is not JSON: {error}")
             else:
                 with contextlib.suppress(UnicodeDecodeError):
                     columns[suffix] = data.decode()
         if not images:
-            return Row(id=row_id, columns=columns, error=f"{row_id} has no picture, only {', '.join(members)}")
+            return Row(
+                id=row_id,
+                columns=columns,
+                error=f"{row_id} has no picture, only {', '.join(members)}",
+            )
         names = tuple(f"{row_id}.{suffix}" for suffix in members if _is_picture(suffix))
         load: Callable[[], tuple[bytes, ...]] = partial(tuple, images)
         return Row(id=row_id, images=names, columns=columns, load=load)

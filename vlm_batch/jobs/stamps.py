@@ -38,16 +38,25 @@ class Stamp(NamedTuple):
     @classmethod
     def of(cls, line: Record) -> Stamp:
         paths, asked, media = (
-            None if line.get(name) is None else digest(str(line[name])) for name in ("paths", "asked", "media")
+            None if line.get(name) is None else digest(str(line[name]))
+            for name in ("paths", "asked", "media")
         )
-        return cls(digest(str(line.get("times"))), digest(str(line.get("contents"))), paths, asked, media)
+        return cls(
+            digest(str(line.get("times"))),
+            digest(str(line.get("contents"))),
+            paths,
+            asked,
+            media,
+        )
 
     def asks_else(self, item: Item) -> bool:
         """Whether the row's prompt, messages, params or media have changed."""
         if self.asked is not None and digest(asked_of(item)) != self.asked:
             return True
         media = media_of(item.row)
-        return self.media is not None and media is not None and digest(media) != self.media
+        return (
+            self.media is not None and media is not None and digest(media) != self.media
+        )
 
     def has_other_files(self, row: Row) -> bool:
         """Whether the row's files hold something else. Files that are gone have not changed."""
@@ -56,7 +65,11 @@ class Stamp(NamedTuple):
         files = files_of(row)
         times = times_of(files)
         if not times:
-            return bool(files) and self.paths is not None and digest(str(list(map(str, files)))) != self.paths
+            return (
+                bool(files)
+                and self.paths is not None
+                and digest(str(list(map(str, files)))) != self.paths
+            )
         if digest(str(times)) == self.times:
             return False
         return digest(str(list(map(fingerprint, files)))) != self.contents
@@ -69,13 +82,19 @@ def line_of(item: Item) -> Record:
     if (media := media_of(item.row)) is not None:
         line["media"] = media
     if times := times_of(files):
-        line |= {"times": times, "contents": list(map(fingerprint, files)), "paths": list(map(str, files))}
+        line |= {
+            "times": times,
+            "contents": list(map(fingerprint, files)),
+            "paths": list(map(str, files)),
+        }
     return line
 
 
 def asked_of(item: Item) -> str:
     """Return a digest of a row's prompt or messages and its own params; the header has the command line's settings."""
-    return _digest([item.prompt if item.messages is None else item.messages, item.row.params])
+    return _digest(
+        [item.prompt if item.messages is None else item.messages, item.row.params]
+    )
 
 
 def media_of(row: Row) -> str | None:
@@ -97,17 +116,21 @@ def _plain(value: Any) -> Any:
     """Return what JSON can hold of a medium or a chat's part."""
     if isinstance(value, (bytes, bytearray, memoryview)):
         return hashlib.blake2b(value, digest_size=16).hexdigest()
-    return type(value).__name__  # a picture that an own source holds in memory, of which nothing is kept
+    # a picture that an own source holds in memory, of which nothing is kept
+    return type(value).__name__
 
 
 def files_of(row: Row) -> list[str | Path]:
     """Return the files that a row is about, those that its chat names, too."""
     sources = list(row.sources)
     if row.messages is not None:
-        with contextlib.suppress(Exception):  # what is wrong with a chat, its answer says
+        # what is wrong with a chat, its answer says
+        with contextlib.suppress(Exception):
             _, media = split_messages(row.messages, *([()] * len(KINDS)))
             named = [one for several in media for one in several]
-            sources += [one.source if isinstance(one, (Video, Audio)) else one for one in named]
+            sources += [
+                one.source if isinstance(one, (Video, Audio)) else one for one in named
+            ]
     return [one for one in sources if _is_file(one)]
 
 
@@ -124,7 +147,9 @@ class Stamps:
 
     def read(self) -> dict[int, Stamp]:
         """Return stamps by their ids' digests."""
-        return {digest(str(line["id"])): Stamp.of(line) for line in read_answers(self._path)}
+        return {
+            digest(str(line["id"])): Stamp.of(line) for line in read_answers(self._path)
+        }
 
     def add(self, line: Record) -> None:
         self._file = self._file or LineFile(self._path)

@@ -40,7 +40,14 @@ STAGES = {
 
 def stages_of(timings: Timings) -> dict[str, float]:
     waiting = max(0.0, timings.queue - timings.read - timings.process)
-    parts = (timings.read, timings.process, waiting, timings.encode, timings.prefill, timings.decode)
+    parts = (
+        timings.read,
+        timings.process,
+        waiting,
+        timings.encode,
+        timings.prefill,
+        timings.decode,
+    )
     return dict(zip(STAGES, parts, strict=True))
 
 
@@ -72,7 +79,10 @@ class Histogram:
         used = [bucket for bucket, count in enumerate(self.counts) if count]
         if not used:
             return []
-        return [(self.edge(b), self.edge(b + 1), self.counts[b]) for b in range(used[0], used[-1] + 1)]
+        return [
+            (self.edge(b), self.edge(b + 1), self.counts[b])
+            for b in range(used[0], used[-1] + 1)
+        ]
 
 
 @dataclass
@@ -85,7 +95,10 @@ class Course:
     def add(self, seconds: float) -> None:
         while seconds >= self.width * MAX_BINS:
             pairs = [*self.counts, 0] if len(self.counts) % 2 else self.counts
-            self.counts = [first + second for first, second in zip(pairs[::2], pairs[1::2], strict=True)]
+            self.counts = [
+                first + second
+                for first, second in zip(pairs[::2], pairs[1::2], strict=True)
+            ]
             self.width *= 2
         bin_number = int(seconds / self.width)
         self.counts += [0] * (bin_number + 1 - len(self.counts))
@@ -106,17 +119,25 @@ class Kinds:
     def add(self, message: str, names: Iterable[str] = ()) -> None:
         kind = message[:MAX_READ]
         for name in names:
-            if name and name in kind:  # or long names would cost far more than they are worth
+            # or long names would cost far more than they are worth
+            if name and name in kind:
                 kind = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", "0", kind)
         kind = _OWN_WORDS.sub("0", kind)
-        kind = kind if kind in self.counts or len(self.counts) < MAX_REASONS else "others"
-        message = message if len(message) <= MAX_REASON else f"{message[: MAX_REASON - 3]}..."
+        kind = (
+            kind if kind in self.counts or len(self.counts) < MAX_REASONS else "others"
+        )
+        message = (
+            message if len(message) <= MAX_REASON else f"{message[: MAX_REASON - 3]}..."
+        )
         self.firsts.setdefault(kind, message if kind != "others" else kind)
         self.counts[kind] += 1
 
     def most_common(self, number: int | None = None) -> list[tuple[str, int]]:
         """Return each kind's first message and count."""
-        return [(self.firsts[kind], count) for kind, count in self.counts.most_common(number)]
+        return [
+            (self.firsts[kind], count)
+            for kind, count in self.counts.most_common(number)
+        ]
 
 
 @dataclass(frozen=True)
@@ -197,9 +218,15 @@ class Summary:
 
     @property
     def mean_stages(self) -> list[tuple[str, str, float]]:
-        means = [(name, said, self.stages[name] / max(1, self.answered)) for name, said in STAGES.items()]
+        means = [
+            (name, said, self.stages[name] / max(1, self.answered))
+            for name, said in STAGES.items()
+        ]
         source = self.source / max(1, self.ended_rows)
-        return [*means, ("source", "rows and pages of the source, one at a time", source)]
+        return [
+            *means,
+            ("source", "rows and pages of the source, one at a time", source),
+        ]
 
     def begin(self) -> None:
         self.began = self.ended = time.perf_counter()
@@ -212,7 +239,9 @@ class Summary:
 
     def add(self, item: Item, result: Result, at: float | None = None) -> None:
         """Count a row ended now, or ``at`` seconds after the beginning."""
-        self.ended = time.perf_counter() if at is None else max(self.ended, self.began + at)
+        self.ended = (
+            time.perf_counter() if at is None else max(self.ended, self.began + at)
+        )
         self.course.add(self.ended - self.began)
         self.pictures += len(result.image_sizes)
         if result.error is not None:
@@ -226,7 +255,9 @@ class Summary:
         timings, usage = result.timings, result.usage
         self.prompt_tokens += usage.prompt_tokens
         self.cached_tokens += usage.cached_tokens
-        self.tokens += usage.completion_tokens + sum(other.usage.completion_tokens for other in result.others)
+        self.tokens += usage.completion_tokens + sum(
+            other.usage.completion_tokens for other in result.others
+        )
         if timings.total == timings.total:
             self.latencies.add(timings.total)
         if timings.ttft == timings.ttft:
@@ -238,7 +269,11 @@ class Summary:
 
     def _keep(self, item: Item, result: Result) -> None:
         """Keep a uniform sample (reservoir sampling)."""
-        place = len(self.samples) if len(self.samples) < MAX_SAMPLES else self._random.randrange(self.answered)
+        place = (
+            len(self.samples)
+            if len(self.samples) < MAX_SAMPLES
+            else self._random.randrange(self.answered)
+        )
         if place >= MAX_SAMPLES:
             return
         prompt = None if item.prompt is None else item.prompt[:MAX_SAMPLE]
@@ -247,7 +282,8 @@ class Summary:
 
 
 def thumbnail(item: Item) -> bytes | None:
-    with contextlib.suppress(Exception):  # a picture that has gone since is not worth the report
+    # a picture that has gone since is not worth the report
+    with contextlib.suppress(Exception):
         images = item.row.images if item.row.load is None else tuple(item.row.load())
         if images:
             picture = load_image(images[0])

@@ -52,7 +52,10 @@ class JsonLines(SourceFile):
             return False
         try:
             with open_text(self.path) as lines:
-                return any(self._is_place(line, f"{self.path}:{number}") for number, line in enumerate(lines, 1))
+                return any(
+                    self._is_place(line, f"{self.path}:{number}")
+                    for number, line in enumerate(lines, 1)
+                )
         except Exception:  # as in the base class
             return False
 
@@ -81,7 +84,8 @@ class JsonLines(SourceFile):
                 if line.strip():
                     place = f"{self.path}:{number}"
                     row = self._row(line, place)
-                    if self.is_once and row.id == place:  # of other lines in the next run: their ids are others
+                    # of other lines in the next run: their ids are others
+                    if self.is_once and row.id == place:
                         row = replace(row, id=f"{place}:{digest(line.strip()):016x}")
                     yield row
 
@@ -93,7 +97,10 @@ class JsonLines(SourceFile):
         except RecursionError:
             return Row(id=place, error=f"{place}: the line is nested too deeply")
         if not isinstance(cells, dict):
-            return Row(id=place, error=f"{place}: the line is {type(cells).__name__}, not an object")
+            return Row(
+                id=place,
+                error=f"{place}: the line is {type(cells).__name__}, not an object",
+            )
         if "body" in cells and "custom_id" in cells:
             return row_of_body(cells, place)
         return self._request(cells, place)
@@ -103,19 +110,31 @@ class JsonLines(SourceFile):
         prompt, messages = cells.get(self.own.prompt or "prompt"), cells.get("messages")
         params = cells.get("params") or {}
         try:
-            given = _resolved(self.own, tuple(name for name in cells if cells[name] is not None or name in named))
+            given = _resolved(
+                self.own,
+                tuple(
+                    name for name in cells if cells[name] is not None or name in named
+                ),
+            )
         except InvalidJob as error:
             return Row(id=place, columns=cells, error=f"{place}: {error}")
-        if not given.has_media:  # null is no picture by mistake, unless the row is a chat
-            given = replace(given, image=next((name for name in MEDIA_NAMES if name in cells), None))
+        # null is no picture by mistake, unless the row is a chat
+        if not given.has_media:
+            given = replace(
+                given, image=next((name for name in MEDIA_NAMES if name in cells), None)
+            )
         if messages is not None and given.image and cells[given.image] is None:
             given = replace(given, image=None)
         row = row_of_cells(cells, given, place=place, folder=os.path.dirname(self.path))
         wrong = _wrong(prompt, messages, params)
         if wrong is not None and row.error is None:
             return replace(row, error=f"{place}: {wrong}")
-        strange = tuple(name for name in cells if name not in REQUEST_KEYS and name not in named)
-        return replace(row, prompt=prompt, messages=messages, params=params, strange=strange)
+        strange = tuple(
+            name for name in cells if name not in REQUEST_KEYS and name not in named
+        )
+        return replace(
+            row, prompt=prompt, messages=messages, params=params, strange=strange
+        )
 
 
 @lru_cache(maxsize=256)
@@ -125,10 +144,18 @@ def _resolved(own: Columns, names: tuple[str, ...]) -> Columns:
 
 
 def _wrong(prompt: Any, messages: Any, params: Any) -> str | None:
-    for name, value, kind in (("prompt", prompt, str), ("messages", messages, list), ("params", params, dict)):
+    for name, value, kind in (
+        ("prompt", prompt, str),
+        ("messages", messages, list),
+        ("params", params, dict),
+    ):
         if value is not None and not isinstance(value, kind):
             return f"{name} is {type(value).__name__}, not {kind.__name__}"
-    return "prompt and messages exclude each other" if prompt is not None and messages is not None else None
+    return (
+        "prompt and messages exclude each other"
+        if prompt is not None and messages is not None
+        else None
+    )
 
 
 def open_text(path: str) -> TextIO:
@@ -136,7 +163,12 @@ def open_text(path: str) -> TextIO:
     try:
         with open(path, "rb") as file:
             is_wide = file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-        return open(path, encoding="utf-16" if is_wide else "utf-8-sig", errors="surrogateescape", newline="")
+        return open(
+            path,
+            encoding="utf-16" if is_wide else "utf-8-sig",
+            errors="surrogateescape",
+            newline="",
+        )
     except OSError as error:
         raise InvalidJob(f"cannot read {path}: {error.strerror}") from error
 
@@ -171,7 +203,12 @@ class Delimited(SourceFile):
                     return
                 if len(cells) == len(names):
                     folder = os.path.dirname(self.path)
-                    yield row_of_cells(dict(zip(names, cells, strict=True)), columns, place=place, folder=folder)
+                    yield row_of_cells(
+                        dict(zip(names, cells, strict=True)),
+                        columns,
+                        place=place,
+                        folder=folder,
+                    )
                 elif cells:
                     yield Row(
                         id=place,
@@ -181,16 +218,27 @@ class Delimited(SourceFile):
     def _reader(self, file: TextIO) -> tuple[list[str], Any]:
         csv.field_size_limit(2**31 - 1)
         header = file.readline()
-        separator = max(",;\t|", key=header.count) if not self.path.lower().endswith(".tsv") else "\t"
+        separator = (
+            max(",;\t|", key=header.count)
+            if not self.path.lower().endswith(".tsv")
+            else "\t"
+        )
         file.seek(0)
         reader = csv.reader(file, delimiter=separator)
         names = next(reader, [])
         if not any(names):
-            raise InvalidJob(f"{self.path} has no header: its first line must name the columns")
-        if first := next((name for name in names if names_media(name, os.path.dirname(self.path))), None):
+            raise InvalidJob(
+                f"{self.path} has no header: its first line must name the columns"
+            )
+        if first := next(
+            (name for name in names if names_media(name, os.path.dirname(self.path))),
+            None,
+        ):
             raise InvalidJob(
                 f"{self.path} has no header: its first line names a picture ({first}), and must name the columns"
             )
         if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise InvalidJob(f"{self.path} has the column {twice[0]!r} twice; rename one")
+            raise InvalidJob(
+                f"{self.path} has the column {twice[0]!r} twice; rename one"
+            )
         return names, reader

@@ -38,7 +38,9 @@ class _Row:
         return self.deaths == MAX_ROW_DEATHS - 1
 
     def failed(self, error: str) -> Result:
-        return Result(request_id=self.request.request_id or "", finish_reason="error", error=error)
+        return Result(
+            request_id=self.request.request_id or "", finish_reason="error", error=error
+        )
 
 
 class Workers:
@@ -47,7 +49,14 @@ class Workers:
     A row is asked again after its worker's first death, alone after the second; the third is its error.
     """
 
-    def __init__(self, ray: Any, actors: Iterable[Any], model: Sequence[Any], room: int, say: Callable[[str], None]):
+    def __init__(
+        self,
+        ray: Any,
+        actors: Iterable[Any],
+        model: Sequence[Any],
+        room: int,
+        say: Callable[[str], None],
+    ):
         self._ray, self._model, self._room, self._say = ray, model, room, say
         self._ready: list[Any] = []
         self._loading: dict[Any, Any] = {}  # actors by Ray's references, as the next
@@ -94,15 +103,23 @@ class Workers:
 
         def ask(actor: Any, row: _Row) -> None:
             if row.request.request_id is None:  # the workers' own would be alike
-                row.request = replace(row.request, request_id=f"request-{next(self._numbers)}")
+                row.request = replace(
+                    row.request, request_id=f"request-{next(self._numbers)}"
+                )
             try:
                 self._asked[actor.ask.remote(row.request)] = actor, row
                 count[actor] += 1
             except Exception as error:  # what cannot be pickled, or is too large
                 failed.append(row.failed(describe(error)))
 
-        while free := [actor for actor in self._ready if actor not in taken and count[actor] < self._room]:
-            if (row := self._again.popleft() if self._again else next(rows, None)) is None:
+        while free := [
+            actor
+            for actor in self._ready
+            if actor not in taken and count[actor] < self._room
+        ]:
+            if (
+                row := self._again.popleft() if self._again else next(rows, None)
+            ) is None:
                 self._is_open = False
                 break
             ask(min(free, key=lambda actor: count[actor]), row)
@@ -120,20 +137,31 @@ class Workers:
         if ready:  # all that there is
             ready, _ = self._ray.wait(refs, num_returns=len(refs), timeout=0)
         elif self._loading:
-            free = {name: amount for name, amount in self._ray.available_resources().items() if name in ("GPU", "CPU")}
-            self._say(f"waiting for {len(self._loading)} workers to start; free in the cluster: {free}")
+            free = {
+                name: amount
+                for name, amount in self._ray.available_resources().items()
+                if name in ("GPU", "CPU")
+            }
+            self._say(
+                f"waiting for {len(self._loading)} workers to start; free in the cluster: {free}"
+            )
         return [result for ref in ready if (result := self._taken(ref)) is not None]
 
     def _taken(self, ref: Any) -> Result | None:
         """Record an outcome; return its row's result, if ended."""
-        actor, row = self._asked.pop(ref) if ref in self._asked else (self._loading.pop(ref), None)
+        actor, row = (
+            self._asked.pop(ref)
+            if ref in self._asked
+            else (self._loading.pop(ref), None)
+        )
         try:
             value = self._ray.get(ref)
         except self._ray.exceptions.RayError as error:
             if row is None:  # Ray has had it load as often as it pays
                 self._give_up(actor, why_of(error))
                 return None
-            if isinstance(error, self._ray.exceptions.RayTaskError):  # raised by the call, and its worker lives
+            # raised by the call, and its worker lives
+            if isinstance(error, self._ray.exceptions.RayTaskError):
                 return row.failed(describe(error))
             return self._died(actor, row, why_of(error))
         if row is None:
@@ -149,7 +177,9 @@ class Workers:
             self._ready.remove(actor)
             self._deaths[actor] += not row.is_suspected  # that death is the row's own
             if self._deaths[actor] < MAX_DEATHS:
-                self._say(f"a worker is gone: {why}; the rows that it had are asked again")
+                self._say(
+                    f"a worker is gone: {why}; the rows that it had are asked again"
+                )
                 self._load(actor)
             else:
                 self._give_up(actor, why)
@@ -161,14 +191,18 @@ class Workers:
         return None
 
     def _load(self, actor: Any) -> None:
-        self._loading[actor.load.options(max_task_retries=MAX_DEATHS - 1).remote(*self._model)] = actor
+        self._loading[
+            actor.load.options(max_task_retries=MAX_DEATHS - 1).remote(*self._model)
+        ] = actor
 
     def _give_up(self, actor: Any, why: str) -> None:
         self._last_words = why
         with contextlib.suppress(Exception):
             self._ray.kill(actor, no_restart=True)
         left = len(self._ready) + len(self._loading)
-        self._say(f"a worker is gone: {why}; no other one is started in its place ({left} are left)")
+        self._say(
+            f"a worker is gone: {why}; no other one is started in its place ({left} are left)"
+        )
 
 
 def why_of(error: BaseException) -> str:

@@ -40,7 +40,12 @@ from vlm_batch.inputs.processors import with_pillow
 from vlm_batch.inputs.recalled import with_picture_cache
 from vlm_batch.loading.checkpoints import read_config, read_model, read_processor
 from vlm_batch.loading.exactness import fixed_shapes
-from vlm_batch.loading.folders import check_config, check_folder, folder_facts, what_is_missing
+from vlm_batch.loading.folders import (
+    check_config,
+    check_folder,
+    folder_facts,
+    what_is_missing,
+)
 from vlm_batch.loading.quantised import INSTEAD, quantisation_of
 from vlm_batch.models import not_known, package_of, spec_for
 from vlm_batch.models._refused import ONE_AT_A_TIME, REFUSED
@@ -70,14 +75,23 @@ class EngineOptions:
     warm_up: bool = False
 
     def __post_init__(self) -> None:
-        kinds = {"limits": Limits, "fetch": FetchPolicy, "caches": Caches, "kv": KVQuantisation}
+        kinds = {
+            "limits": Limits,
+            "fetch": FetchPolicy,
+            "caches": Caches,
+            "kv": KVQuantisation,
+        }
         for name, kind in kinds.items():
             value = vars(self)[name]
             if not (isinstance(value, kind) or (name == "kv" and value is None)):
-                raise ValueError(f"{name} is a {type(value).__name__}; it must be a {kind.__name__}")
+                raise ValueError(
+                    f"{name} is a {type(value).__name__}; it must be a {kind.__name__}"
+                )
         for name in ("reproducible", "warm_up"):
             if not isinstance(vars(self)[name], bool):
-                raise ValueError(f"{name} is {shown(vars(self)[name])}; it must be True or False")
+                raise ValueError(
+                    f"{name} is {shown(vars(self)[name])}; it must be True or False"
+                )
 
 
 @dataclass(frozen=True)
@@ -104,11 +118,17 @@ def make_engine(model: nn.Module, processor: Any, options: EngineOptions) -> Eng
     if adapter.spec.max_rows is not None:
         # Rows that cannot share a batch keep the state of their encoding on the model until they end.
         policy = replace(
-            policy, max_rows=min(policy.max_rows or adapter.spec.max_rows, adapter.spec.max_rows), encode_ahead=0
+            policy,
+            max_rows=min(
+                policy.max_rows or adapter.spec.max_rows, adapter.spec.max_rows
+            ),
+            encode_ahead=0,
         )
     shapes = None
     if options.reproducible:
-        shapes = fixed_shapes(adapter, options.kv, policy, max_rows=policy.max_rows or policy.most_rows)
+        shapes = fixed_shapes(
+            adapter, options.kv, policy, max_rows=policy.max_rows or policy.most_rows
+        )
     reuse = _reuse(adapter, options, shapes or FreeShapes())
     if policy.max_bytes is None:
         policy = replace(policy, max_bytes=_bytes_for_rows(options.caches.max_bytes))
@@ -136,7 +156,12 @@ def make_engine(model: nn.Module, processor: Any, options: EngineOptions) -> Eng
         pictures=reuse.pictures,
     )
     return Engine(
-        EngineLoop(generator, Loaders(preparer.prepare, preparer.compiled), warm_up=options.warm_up), preparer
+        EngineLoop(
+            generator,
+            Loaders(preparer.prepare, preparer.compiled),
+            warm_up=options.warm_up,
+        ),
+        preparer,
     )
 
 
@@ -160,9 +185,18 @@ def _drafts(draft: str, adapter: Adapter) -> Drafts | None:
     return Drafts(load_heads(draft, adapter))
 
 
-def load_engine(folder: Path, options: EngineOptions, look: Look, *, dtype: str, trust_remote_code: bool) -> Engine:
+def load_engine(
+    folder: Path,
+    options: EngineOptions,
+    look: Look,
+    *,
+    dtype: str,
+    trust_remote_code: bool,
+) -> Engine:
     """Return a folder's engine."""
-    model, processor = load_model(folder, dtype=dtype, trust_remote_code=trust_remote_code)
+    model, processor = load_model(
+        folder, dtype=dtype, trust_remote_code=trust_remote_code
+    )
     look()
     return make_engine(model, processor, options)
 
@@ -174,12 +208,18 @@ def _bytes_for_rows(for_caches: int) -> int | None:
 
 
 def _reuse(adapter: Adapter, options: EngineOptions, shapes: Shapes) -> Reuse:
-    identity = Identity(fingerprint(adapter), {**settings_of(options.kv), **shapes.settings})
+    identity = Identity(
+        fingerprint(adapter), {**settings_of(options.kv), **shapes.settings}
+    )
     if not options.caches.max_bytes:
         return Reuse(adapter, None, identity, shapes=shapes)
     budget = ByteBudget(options.caches.max_bytes)
     remember_features(adapter, FeatureStore(budget))
-    prefix = options.caches.prefix_cache(budget, identity) if adapter.spec.no_prefix_reuse is None else None
+    prefix = (
+        options.caches.prefix_cache(budget, identity)
+        if adapter.spec.no_prefix_reuse is None
+        else None
+    )
     return Reuse(adapter, prefix, identity, budget, shapes, PictureStore(budget))
 
 
@@ -222,11 +262,14 @@ def load_model(
     check_folder(path)
     try:
         model = read_model(
-            path, in_float32=on_cpu and wanted is not None and wanted == mx.float32, trust_remote_code=trust_remote_code
+            path,
+            in_float32=on_cpu and wanted is not None and wanted == mx.float32,
+            trust_remote_code=trust_remote_code,
         )
     except UnsupportedModel as error:
         raise UnsupportedModel(f"{path}: {error}") from error
-    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:  # a missing or wrong entry
+    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        # a missing or wrong entry
         if is_out_of_memory(error):
             raise
         raise UnsupportedModel(f"{path}: {_misfit(path, model_type, error)}") from error
@@ -234,7 +277,9 @@ def load_model(
         processor = read_processor(path, model, trust_remote_code=trust_remote_code)
     except Exception as error:  # anything that a tokenizer or processor may raise
         said = " ".join(str(error).split())[:300]
-        raise UnsupportedModel(f"{path}: its processor cannot be read: {type(error).__name__}: {said}") from error
+        raise UnsupportedModel(
+            f"{path}: its processor cannot be read: {type(error).__name__}: {said}"
+        ) from error
     _warn_of_missing_processor(path, str(model_type))
     leave_on_disk(model)
     if wanted is not None:
@@ -248,13 +293,13 @@ def _misfit(path: Path, model_type: str | None, error: Exception) -> str:
     """Describe a folder that could not be read, by its files and the loader's error."""
     if missing := what_is_missing(path):
         return missing
-    said = " ".join(str(error).split())[:300]  # mlx lists every weight that does not fit
+    # mlx lists every weight that does not fit
+    said = " ".join(str(error).split())[:300]
     reason = f"{type(error).__name__}: {said}"
     if method := quantisation_of(folder_facts(path).config):
-        return (
-            f"its weights are quantised by {method.name}, in a form that mlx-vlm cannot read here ({reason}). {INSTEAD}"
-        )
-    if not said.startswith(("Received ", "Missing ", "Expected shape ")):  # mlx.nn.Module.load_weights
+        return f"its weights are quantised by {method.name}, in a form that mlx-vlm cannot read here ({reason}). {INSTEAD}"
+    # mlx.nn.Module.load_weights
+    if not said.startswith(("Received ", "Missing ", "Expected shape ")):
         return f"config.json does not describe a whole {model_type} model: {reason}"
     return (
         f"its tensors are not those of the {model_type} model that mlx-vlm builds by its config.json: the folder is not whole, "
@@ -264,7 +309,9 @@ def _misfit(path: Path, model_type: str | None, error: Exception) -> str:
 
 def _warn_of_missing_processor(path: Path, model_type: str) -> None:
     """Warn where transformers would refuse a folder, and mlx-vlm takes the defaults of a class."""
-    if model_type in IMAGE_PROCESSOR_MAPPING_NAMES and not any((path / name).exists() for name in PROCESSOR_FILES):
+    if model_type in IMAGE_PROCESSOR_MAPPING_NAMES and not any(
+        (path / name).exists() for name in PROCESSOR_FILES
+    ):
         message = (
             f"{path} has neither {' nor '.join(PROCESSOR_FILES)}: pictures are scaled and normalised by the defaults of "
             f"mlx-vlm's {model_type}, which may not be this model's"
@@ -289,7 +336,10 @@ def _warn_of_tf32(model: nn.Module) -> None:
 
 
 def _has_float32(model: nn.Module) -> bool:
-    return any(array.dtype == mx.float32 for array in dict(tree_flatten(model.parameters())).values())
+    return any(
+        array.dtype == mx.float32
+        for array in dict(tree_flatten(model.parameters())).values()
+    )
 
 
 def find_checkpoint(path_or_id: str | Path) -> Path:
@@ -297,23 +347,32 @@ def find_checkpoint(path_or_id: str | Path) -> Path:
     try:
         return Path(get_model_path(str(path_or_id)))
     except Exception as error:
-        raise FileNotFoundError(f"{path_or_id} is no folder here, and the hub did not provide it: {error}") from error
+        raise FileNotFoundError(
+            f"{path_or_id} is no folder here, and the hub did not provide it: {error}"
+        ) from error
 
 
 def check_model_type(model_type: str | None) -> None:
     """Raise UnsupportedModel for a type that is refused or unknown."""
     if model_type is None:
-        raise UnsupportedModel("config.json names no model_type, so it is not known whose model it is")
+        raise UnsupportedModel(
+            "config.json names no model_type, so it is not known whose model it is"
+        )
     check_refused(model_type)
     check_device(model_type)
-    if spec_for(model_type) is None and find_spec(f"mlx_vlm.models.{model_type}") is None:
+    if (
+        spec_for(model_type) is None
+        and find_spec(f"mlx_vlm.models.{model_type}") is None
+    ):
         raise UnsupportedModel(not_known(model_type))
 
 
 def check_refused(model_type: str) -> None:
     """Raise UnsupportedModel for a model that writes no text token by token."""
     if model_type in REFUSED:
-        raise UnsupportedModel(f"model type {model_type!r} is refused: {REFUSED[model_type]}")
+        raise UnsupportedModel(
+            f"model type {model_type!r} is refused: {REFUSED[model_type]}"
+        )
 
 
 #: Environment variable with comma-separated model types to serve on CUDA although they are refused; ``all`` for every one.
@@ -343,7 +402,11 @@ TURBOQUANT = "VLM_BATCH_TURBOQUANT"
 
 def check_scheme(kv: KVQuantisation) -> None:
     """Refuse TurboQuant away from Metal, unless ``TURBOQUANT`` allows it."""
-    if kv.scheme == "turboquant" and device() is not Device.METAL and os.environ.get(TURBOQUANT) != "slow":
+    if (
+        kv.scheme == "turboquant"
+        and device() is not Device.METAL
+        and os.environ.get(TURBOQUANT) != "slow"
+    ):
         raise UnsupportedModel(
             "scheme='turboquant' is refused here: its fused kernels are Metal's, and without them a decode step takes "
             "5 to 19 times as long (docs/benchmarks.md, caches). kv_bits=4 in scheme='uniform' takes a fifth more "
@@ -351,7 +414,9 @@ def check_scheme(kv: KVQuantisation) -> None:
         )
 
 
-def adapt(model: nn.Module, model_type: str | None = None, policy: Policy | None = None) -> Adapter:
+def adapt(
+    model: nn.Module, model_type: str | None = None, policy: Policy | None = None
+) -> Adapter:
     """Return a model's adapter. An unknown decoder runs one row at a time, with a warning.
 
     Args:
@@ -372,13 +437,17 @@ def adapt(model: nn.Module, model_type: str | None = None, policy: Policy | None
         try:
             adapter: Adapter = spec.adapter(model)
         except AttributeError as error:
-            raise UnsupportedModel(f"this {model_type} model lacks what its adapter needs: {error}") from error
+            raise UnsupportedModel(
+                f"this {model_type} model lacks what its adapter needs: {error}"
+            ) from error
         check_caches(adapter.make_cache(), family=spec.family)
         if (policy or POLICIES[device()]).wide_products:
             share_products(adapter, model)
         return adapter
     if not SingleRow.can_run(model):
-        raise UnsupportedModel(f"{not_known(model_type)}. It is no decoder that could be run one row at a time, either")
+        raise UnsupportedModel(
+            f"{not_known(model_type)}. It is no decoder that could be run one row at a time, either"
+        )
     warnings.warn(
         f"model type {model_type!r} runs one request at a time, through mlx-vlm's own path: "
         f"{ONE_AT_A_TIME.get(model_type, 'it has no verified adapter')}",

@@ -60,27 +60,49 @@ def read_config(path: Path, **options: Any) -> Config:
 def read_model(path: Path, *, in_float32: bool, **options: Any) -> nn.Module:
     """Read a folder's model; ``in_float32`` raises half-precision weights."""
     written = mlx_vlm.utils.load_config(path, **options)
-    read, watch = readable(copy.deepcopy(written)), ConfigWatch()  # mlx-vlm's loader changes what it is given
+    # mlx-vlm's loader changes what it is given
+    read, watch = readable(copy.deepcopy(written)), ConfigWatch()
     tensors = TENSORS.get(str(get_model_type(read)), Tensors())
     on_disk: Weights = {}
 
-    def sanitize_weights(theirs: Callable[..., Weights], model: Any, weights: Weights, config: Any = None) -> Weights:
+    def sanitize_weights(
+        theirs: Callable[..., Weights], model: Any, weights: Weights, config: Any = None
+    ) -> Weights:
         if config is not None:  # a part's call; the whole model's comes first
             return theirs(model, weights, config)
-        on_disk.update(to_float32(weights, "" if in_float32 else tensors.norms_from_one))
+        on_disk.update(
+            to_float32(weights, "" if in_float32 else tensors.norms_from_one)
+        )
         return theirs(model, with_nested_towers(tensors.apply(on_disk, read), model))
 
     def load_model_weights(
-        theirs: Callable[..., nn.Module], model: nn.Module, config: Config, weights: Weights, *args: Any, **kwargs: Any
+        theirs: Callable[..., nn.Module],
+        model: nn.Module,
+        config: Config,
+        weights: Weights,
+        *args: Any,
+        **kwargs: Any,
     ) -> nn.Module:
         watch.end()
         spec = spec_for(str(get_model_type(read)))
-        apply_settings(model, written, watch, object if spec is None or spec.adapter is None else spec.adapter)
+        apply_settings(
+            model,
+            written,
+            watch,
+            object if spec is None or spec.adapter is None else spec.adapter,
+        )
         loaded = fit(model, tensors.finish(on_disk, weights, read), read)
-        on_disk.clear()  # before anything is computed: joined and transposed tensors are not held twice
-        if tensors.unused and not any(name.startswith(tensors.unused) for name in loaded):
+        # before anything is computed: joined and transposed tensors are not held twice
+        on_disk.clear()
+        if tensors.unused and not any(
+            name.startswith(tensors.unused) for name in loaded
+        ):
             parameters = dict(tree_flatten(model.parameters()))
-            unused = {name: value for name, value in parameters.items() if name.startswith(tensors.unused)}
+            unused = {
+                name: value
+                for name, value in parameters.items()
+                if name.startswith(tensors.unused)
+            }
             loaded |= {name: mx.zeros(value.shape) for name, value in unused.items()}
         check_decoded(loaded, written)
         if in_float32:
@@ -90,14 +112,22 @@ def read_model(path: Path, *, in_float32: bool, **options: Any) -> nn.Module:
             config = without("quantization")(config)
         return theirs(model, config, loaded, *args, **kwargs)
 
-    ours: dict[str, Callable[..., Any]] = {"apply_generation_config_defaults": watch.start}
-    with reading(read, sanitize_weights=sanitize_weights, load_model_weights=load_model_weights, **ours):
+    ours: dict[str, Callable[..., Any]] = {
+        "apply_generation_config_defaults": watch.start
+    }
+    with reading(
+        read,
+        sanitize_weights=sanitize_weights,
+        load_model_weights=load_model_weights,
+        **ours,
+    ):
         if decoder_config(written) is None:
             check_rope(read, path)
         model: nn.Module = mlx_vlm.utils.load_model(path, **options)
     if not in_float32:
         keep_type(model)
-    if "image_grid_pinpoints" in read:  # mlx-vlm's LLaVA-NeXT drops the grids of its tiles
+    # mlx-vlm's LLaVA-NeXT drops the grids of its tiles
+    if "image_grid_pinpoints" in read:
         model.config.image_grid_pinpoints = read["image_grid_pinpoints"]
     return model
 
@@ -132,12 +162,18 @@ def detokenizer_of(folder: Path) -> Callable[..., Any]:
     written = path.read_bytes() if path.exists() else b""
     found = _DECODER.search(written)
     if found is None:
-        return cast("Callable[..., Any]", load_tokenizer(folder, return_tokenizer=False))
-    part = written[found.end() : found.end() + MOST_DECODER_BYTES].decode("utf-8", "ignore")
+        return cast(
+            "Callable[..., Any]", load_tokenizer(folder, return_tokenizer=False)
+        )
+    part = written[found.end() : found.end() + MOST_DECODER_BYTES].decode(
+        "utf-8", "ignore"
+    )
     with TemporaryDirectory(prefix="vlm_batch-") as name:
         alone = {"decoder": json.JSONDecoder().raw_decode(part)[0]}
         (Path(name) / path.name).write_text(json.dumps(alone), encoding="utf-8")
-        return cast("Callable[..., Any]", load_tokenizer(Path(name), return_tokenizer=False))
+        return cast(
+            "Callable[..., Any]", load_tokenizer(Path(name), return_tokenizer=False)
+        )
 
 
 def _has_read(processor: Any, kind: type) -> bool:
@@ -167,11 +203,20 @@ def reading(config: Config, **ours: Callable[..., Any]) -> Iterator[None]:
     The first argument of each is the replaced function.
     """
 
-    def get_model_and_args(theirs: Callable[..., Any], config: Config, model_path: Path | None = None) -> Any:
+    def get_model_and_args(
+        theirs: Callable[..., Any], config: Config, model_path: Path | None = None
+    ) -> Any:
         package = package_of(str(get_model_type(config)))
-        return theirs(config, model_path) if package is None else (package, get_model_type(config))
+        return (
+            theirs(config, model_path)
+            if package is None
+            else (package, get_model_type(config))
+        )
 
-    ours |= {"load_config": lambda *_, **__: config, "get_model_and_args": get_model_and_args}
+    ours |= {
+        "load_config": lambda *_, **__: config,
+        "get_model_and_args": get_model_and_args,
+    }
     for name in ours:
         _hook(name)
     before, _thread.ours = _thread.ours, ours
@@ -191,24 +236,44 @@ def _hook(name: str) -> None:
     @wraps(theirs)
     def either(*args: Any, **kwargs: Any) -> Any:
         ours = _thread.ours.get(name)
-        return theirs(*args, **kwargs) if ours is None else ours(theirs, *args, **kwargs)
+        return (
+            theirs(*args, **kwargs) if ours is None else ours(theirs, *args, **kwargs)
+        )
 
     vars(mlx_vlm.utils)[name] = either
 
 
 def widened(weights: Weights, layout: Mapping[str, Any]) -> Weights:
     """Return weights, those in few bits as float32, if at most ``MOST_WIDENED``."""
-    layers = [name.removesuffix(".scales") for name in weights if name.endswith(".scales")]
-    told = {one: layout[one] if isinstance(layout.get(one), Mapping) else layout for one in layers}
+    layers = [
+        name.removesuffix(".scales") for name in weights if name.endswith(".scales")
+    ]
+    told = {
+        one: layout[one] if isinstance(layout.get(one), Mapping) else layout
+        for one in layers
+    }
     if not all("bits" in one for one in told.values()):
         return weights
-    if sum(weights[f"{name}.weight"].size * 32 // one["bits"] for name, one in told.items()) > MOST_WIDENED:
+    if (
+        sum(
+            weights[f"{name}.weight"].size * 32 // one["bits"]
+            for name, one in told.items()
+        )
+        > MOST_WIDENED
+    ):
         return weights
     kept = dict(weights)
     for name, one in told.items():
         scales, biases = kept.pop(f"{name}.scales"), kept.pop(f"{name}.biases", None)
         size, bits, mode = one.get("group_size"), one["bits"], one.get("mode", "affine")
-        weight = mx.dequantize(kept[f"{name}.weight"], scales, biases, group_size=size, bits=bits, mode=mode)
+        weight = mx.dequantize(
+            kept[f"{name}.weight"],
+            scales,
+            biases,
+            group_size=size,
+            bits=bits,
+            mode=mode,
+        )
         kept[f"{name}.weight"] = weight.astype(mx.float32)
     return kept
 
@@ -217,9 +282,20 @@ def check_rope(config: Mapping[str, Any], path: Path) -> None:
     """Raise UnsupportedModel for position scaling that mlx-vlm's class does not read."""
     architecture, model_type = mlx_vlm.utils.get_model_and_args(dict(config), path)
     text = config.get("text_config")
-    part, name = (text, "TextConfig") if isinstance(text, Mapping) and text else (config, "ModelConfig")
-    places = [place for place in ("rope_parameters", "rope_scaling") if isinstance(part.get(place), Mapping)]
-    kinds = {part[place].get("rope_type", part[place].get("type", "default")) for place in places} - {*PLAIN_ROPE}
+    part, name = (
+        (text, "TextConfig")
+        if isinstance(text, Mapping) and text
+        else (config, "ModelConfig")
+    )
+    places = [
+        place
+        for place in ("rope_parameters", "rope_scaling")
+        if isinstance(part.get(place), Mapping)
+    ]
+    kinds = {
+        part[place].get("rope_type", part[place].get("type", "default"))
+        for place in places
+    } - {*PLAIN_ROPE}
     if not kinds or name not in vars(architecture):
         return
     fields = inspect.signature(vars(architecture)[name]).parameters
@@ -236,7 +312,11 @@ def with_nested_towers(weights: Weights, model: nn.Module) -> Weights:
     def nested(name: str) -> str:
         inner = name.replace("vision_tower.", "vision_tower.vision_model.", 1)
         inner = inner[inner.find("vision_tower.") :]  # some have "model." before it
-        return inner if inner in there and name not in there and ".vision_model." not in name else name
+        return (
+            inner
+            if inner in there and name not in there and ".vision_model." not in name
+            else name
+        )
 
     return {nested(name): value for name, value in weights.items()}
 
@@ -264,8 +344,14 @@ def processor_error(folder: Path, config: Config, **options: Any) -> Exception |
     mlx-vlm hides it and falls back to transformers (models/base.py:675).
     """
     package = mlx_vlm.utils.get_model_and_args(config)[0].__name__
-    files = [module for name, module in sys.modules.items() if name == package or name.startswith(f"{package}.")]
-    found = {one for file in files for one in vars(file).values() if isinstance(one, type)} - {ProcessorMixin}
+    files = [
+        module
+        for name, module in sys.modules.items()
+        if name == package or name.startswith(f"{package}.")
+    ]
+    found = {
+        one for file in files for one in vars(file).values() if isinstance(one, type)
+    } - {ProcessorMixin}
     error = None
     for kind in found:
         if issubclass(kind, ProcessorMixin):
@@ -282,8 +368,12 @@ def older_processor_files(path: Path, model_type: str) -> Iterator[Path]:
 
     If files must change, it is a temporary folder with links.
     """
-    config, together = _read_json(path / "config.json"), _read_json(path / "processor_config.json")
-    named = {"preprocessor_config.json": "image_processor", "video_preprocessor_config.json": "video_processor"}
+    config = _read_json(path / "config.json")
+    together = _read_json(path / "processor_config.json")
+    named = {
+        "preprocessor_config.json": "image_processor",
+        "video_preprocessor_config.json": "video_processor",
+    }
     kept = {name: together[name] for name in ("processor_class",) if name in together}
     files = {
         name: {**kept, **together[part]}
@@ -310,5 +400,7 @@ def older_processor_files(path: Path, model_type: str) -> Iterator[Path]:
 
 
 def _read_json(path: Path) -> Config:
-    found: Config = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    found: Config = (
+        json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    )
     return found

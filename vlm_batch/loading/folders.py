@@ -22,7 +22,15 @@ INDEX = "model.safetensors.index.json"
 #: Largest head of a safetensors file that is believed, as in the format's own reader.
 MOST_HEAD_BYTES = 100_000_000
 #: Any of these files holds a vocabulary.
-VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "tekken.json", "*.tiktoken", "*.model", "*.model.v*")
+VOCABULARIES = (
+    "tokenizer.json",
+    "vocab.json",
+    "vocab.txt",
+    "tekken.json",
+    "*.tiktoken",
+    "*.model",
+    "*.model.v*",
+)
 #: Files that are read as JSON.
 JSON_FILES = (
     "config.json",
@@ -107,7 +115,11 @@ def what_is_missing(folder: Path) -> str | None:
     found = _Folder(folder)
     if not found.missing_tensors:
         return None
-    files = f"{_listed(found.missing_files)} {_are(found.missing_files)} missing" if found.missing_files else ""
+    files = (
+        f"{_listed(found.missing_files)} {_are(found.missing_files)} missing"
+        if found.missing_files
+        else ""
+    )
     count = f"{len(found.missing_tensors)} of {len(found.weight_map)} tensors that {INDEX} names are in no file"
     first = f"the first is {found.missing_tensors[0]}"
     return f"the folder is not whole: {f'{files}, so ' if files else ''}{count}; {first}. Download it again"
@@ -151,18 +163,28 @@ class _Folder:
         paths = [path for path in indexed if path.exists() or path.is_symlink()]
         if not paths:  # an index of another layout
             paths = sorted(self.path.glob("*.safetensors"))
-            paths = [path for path in paths if not path.name.endswith("consolidated.safetensors")]
+            paths = [
+                path
+                for path in paths
+                if not path.name.endswith("consolidated.safetensors")
+            ]
         return [read_head(path) for path in paths]
 
     @cached_property
     def tensors(self) -> dict[str, TensorHead]:
-        return {name: head for file in self.weights for name, head in file.tensors.items()}
+        return {
+            name: head for file in self.weights for name, head in file.tensors.items()
+        }
 
     @cached_property
     def missing_files(self) -> list[str]:
         there = {file.path.name for file in self.weights}
         named = sorted(set(self.weight_map.values()))
-        return [] if there.isdisjoint(named) else [name for name in named if name not in there]
+        return (
+            []
+            if there.isdisjoint(named)
+            else [name for name in named if name not in there]
+        )
 
     @cached_property
     def missing_tensors(self) -> list[str]:
@@ -203,17 +225,15 @@ class _Folder:
                 f"it is a LoRA adapter for {base} and no model: there is no config.json. Merge it into its base "
                 "(peft: merge_and_unload, then save_pretrained), and give the merged folder"
             )
-        inner = sorted(path.parent for path in self.path.glob("snapshots/*/config.json"))
+        inner = sorted(
+            path.parent for path in self.path.glob("snapshots/*/config.json")
+        )
         if inner:
             return f"it is a hub's cache, and the model is within it: give {inner[-1]}"
         if list(self.path.glob("*.gguf")):
-            return (
-                "it holds GGUF files, which are llama.cpp's. Take the model's safetensors, or a folder of mlx-community"
-            )
+            return "it holds GGUF files, which are llama.cpp's. Take the model's safetensors, or a folder of mlx-community"
         if (self.path / "params.json").exists():
-            return (
-                "it has Mistral's own files (params.json) and no config.json. Take the folder in transformers' layout"
-            )
+            return "it has Mistral's own files (params.json) and no config.json. Take the folder in transformers' layout"
         if (self.path / "model_index.json").exists():
             return "it is a pipeline of diffusers, which makes pictures, not text: there is no config.json"
         files = sorted(path.name for path in self.path.iterdir())
@@ -232,7 +252,9 @@ class _Folder:
             elif fault := _json_fault(path, self._is_small(name)):
                 yield f"{name} is not whole: {fault}. Download it again"
         for path in sorted(self.path.iterdir()):
-            if path.suffix in (".model", ".tiktoken", ".jinja", ".txt") and (said := _pointer(path)):
+            if path.suffix in (".model", ".tiktoken", ".jinja", ".txt") and (
+                said := _pointer(path)
+            ):
                 yield said
 
     @staticmethod
@@ -249,13 +271,19 @@ class _Folder:
             "*.npz": "NumPy's (.npz)",
             "consolidated*.safetensors": "in Mistral's own layout (consolidated.safetensors)",
         }
-        found = [said for pattern, said in others.items() if any(self.path.glob(pattern))]
+        found = [
+            said for pattern, said in others.items() if any(self.path.glob(pattern))
+        ]
         if found:
             return (
                 f"it has no weights that can be read: those that are there are {found[0]}. Take a folder with "
                 "safetensors, or save it as such (transformers: from_pretrained, then save_pretrained)"
             )
-        named = f" {INDEX} names {len(set(self.weight_map.values()))} of them." if self.weight_map else ""
+        named = (
+            f" {INDEX} names {len(set(self.weight_map.values()))} of them."
+            if self.weight_map
+            else ""
+        )
         return f"it has no weights: there is no *.safetensors.{named} Download it again"
 
     def _tokenizer_faults(self) -> Iterator[str]:
@@ -279,18 +307,37 @@ def read_head(path: Path) -> WeightsFile:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or not 0 < length <= min(size - 8, MOST_HEAD_BYTES):
-                return WeightsFile(path, {}, f"{path.name} is no whole safetensors file ({size:,} bytes). {again}")
+                return WeightsFile(
+                    path,
+                    {},
+                    f"{path.name} is no whole safetensors file ({size:,} bytes). {again}",
+                )
             head = json.loads(file.read(length))
-        entries = {name: entry for name, entry in head.items() if name != "__metadata__"}
-        tensors = {name: TensorHead(entry["dtype"], tuple(entry["shape"])) for name, entry in entries.items()}
+        entries = {
+            name: entry for name, entry in head.items() if name != "__metadata__"
+        }
+        tensors = {
+            name: TensorHead(entry["dtype"], tuple(entry["shape"]))
+            for name, entry in entries.items()
+        }
         end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
     except OSError as error:
-        return WeightsFile(path, {}, f"{path.name} cannot be read: {error.strerror or error}. {again}")
+        return WeightsFile(
+            path, {}, f"{path.name} cannot be read: {error.strerror or error}. {again}"
+        )
     except (ValueError, KeyError, TypeError, IndexError, AttributeError):
-        return WeightsFile(path, {}, f"{path.name} is no whole safetensors file: its head cannot be read. {again}")
+        return WeightsFile(
+            path,
+            {},
+            f"{path.name} is no whole safetensors file: its head cannot be read. {again}",
+        )
     if size < 8 + length + end:
         missing = 8 + length + end - size
-        return WeightsFile(path, tensors, f"{path.name} is cut off: {missing:,} of its bytes are missing. {again}")
+        return WeightsFile(
+            path,
+            tensors,
+            f"{path.name} is cut off: {missing:,} of its bytes are missing. {again}",
+        )
     return WeightsFile(path, tensors)
 
 
@@ -303,7 +350,11 @@ def _pointer(path: Path) -> str | None:
         return None
     if not start.startswith(POINTER):
         return None
-    sizes = [line.partition(b" ")[2] for line in start.splitlines() if line.startswith(b"size ")]
+    sizes = [
+        line.partition(b" ")[2]
+        for line in start.splitlines()
+        if line.startswith(b"size ")
+    ]
     size = f" of {int(sizes[0]):,} bytes" if sizes and sizes[0].isdigit() else ""
     return f"{path.name} is a pointer of Git LFS to a file{size} that was not fetched: run git lfs pull in the folder"
 

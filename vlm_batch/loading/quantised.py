@@ -75,13 +75,24 @@ def quantisation_of(config: Mapping[str, Any]) -> Quantisation | None:
     """Return the method that config.json names; None if there is none, or it is MLX's own."""
     if config.get("quantization"):  # MLX's, which mlx-vlm's loader takes first
         return None
-    parts = [config, *(config[name] for name in DECODERS if isinstance(config.get(name), Mapping))]
-    found = [part["quantization_config"] for part in parts if isinstance(part.get("quantization_config"), Mapping)]
+    parts = [
+        config,
+        *(config[name] for name in DECODERS if isinstance(config.get(name), Mapping)),
+    ]
+    found = [
+        part["quantization_config"]
+        for part in parts
+        if isinstance(part.get("quantization_config"), Mapping)
+    ]
     if not found:
         return None
     settings = found[0]
     method = _method(settings)
-    return None if method is None else Quantisation(method, _name(method, settings), settings)
+    return (
+        None
+        if method is None
+        else Quantisation(method, _name(method, settings), settings)
+    )
 
 
 def _method(settings: Mapping[str, Any]) -> str | None:
@@ -94,9 +105,15 @@ def _method(settings: Mapping[str, Any]) -> str | None:
 
 def _name(method: str, settings: Mapping[str, Any]) -> str:
     if method == "bitsandbytes":
-        bits = "8 bits" if settings.get("load_in_8bit") or settings.get("_load_in_8bit") else "4 bits"
+        bits = (
+            "8 bits"
+            if settings.get("load_in_8bit") or settings.get("_load_in_8bit")
+            else "4 bits"
+        )
         kind = settings.get("bnb_4bit_quant_type")
-        return f"bitsandbytes ({str(kind).upper() if kind and bits == '4 bits' else bits})"
+        return (
+            f"bitsandbytes ({str(kind).upper() if kind and bits == '4 bits' else bits})"
+        )
     if method == "compressed-tensors":
         return f"compressed-tensors ({settings.get('format', 'no format')})"
     if method in ("modelopt", "modelopt_mixed"):
@@ -105,7 +122,9 @@ def _name(method: str, settings: Mapping[str, Any]) -> str:
     return {**UNREAD_METHODS, **own}.get(method, method)
 
 
-def quantisation_fault(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> str | None:
+def quantisation_fault(
+    config: Mapping[str, Any], tensors: Mapping[str, Any]
+) -> str | None:
     """Return why quantised weights cannot be read; None if they can, or are plain all the same.
 
     Args:
@@ -125,7 +144,9 @@ def quantisation_fault(config: Mapping[str, Any], tensors: Mapping[str, Any]) ->
 def is_quantised(tensors: Mapping[str, Any]) -> bool:
     """Whether some matrix is of integers or small floats."""
     return any(
-        head.dtype not in PLAIN_TYPES and len(head.shape) > 1 and not name.endswith(("position_ids", "index"))
+        head.dtype not in PLAIN_TYPES
+        and len(head.shape) > 1
+        and not name.endswith(("position_ids", "index"))
         for name, head in tensors.items()
     )
 
@@ -138,19 +159,33 @@ def _why_unread(found: Quantisation, tensors: Mapping[str, Any]) -> str | None:
     if found.method in ("modelopt", "modelopt_mixed"):
         algorithm = found.settings.get("quant_algo")
         read = ", ".join(sorted(READ_ALGORITHMS))
-        return None if algorithm in READ_ALGORITHMS else f"of which mlx-vlm reads {read}"
+        return (
+            None if algorithm in READ_ALGORITHMS else f"of which mlx-vlm reads {read}"
+        )
     return None
 
 
-def _why_unread_compressed(settings: Mapping[str, Any], tensors: Mapping[str, Any]) -> str | None:
+def _why_unread_compressed(
+    settings: Mapping[str, Any], tensors: Mapping[str, Any]
+) -> str | None:
     """Judge a folder of compressed-tensors, which mlx-vlm reads in part and where it drops zero points silently."""
-    groups = [one for one in (settings.get("config_groups") or {}).values() if isinstance(one, Mapping)]
-    kind = settings.get("format") or next((one["format"] for one in groups if one.get("format")), None)
+    groups = [
+        one
+        for one in (settings.get("config_groups") or {}).values()
+        if isinstance(one, Mapping)
+    ]
+    kind = settings.get("format") or next(
+        (one["format"] for one in groups if one.get("format")), None
+    )
     if kind is not None and kind not in READ_FORMATS:
         return f"of which mlx-vlm reads {', '.join(sorted(READ_FORMATS))}"
     if any(name.endswith(".weight_g_idx") for name in tensors):
         return "with groups in an order of their own (actorder: group), which mlx-vlm cannot read"
-    packed = [one.get("weights") or {} for one in groups if one.get("format", kind) == "pack-quantized"]
+    packed = [
+        one.get("weights") or {}
+        for one in groups
+        if one.get("format", kind) == "pack-quantized"
+    ]
     for weights in packed:
         if not weights.get("symmetric", True):
             return "with zero points (symmetric: false), which mlx-vlm leaves out of the answer"

@@ -53,8 +53,14 @@ class RecommendedSampling:
     not_taken: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        said = ", ".join(f"{name} {value:g}" for name, value in self.params.items() if name not in _IMPLIED)
-        left = ", ".join(f"{name} {json.dumps(value)}" for name, value in self.not_taken.items())
+        said = ", ".join(
+            f"{name} {value:g}"
+            for name, value in self.params.items()
+            if name not in _IMPLIED
+        )
+        left = ", ".join(
+            f"{name} {json.dumps(value)}" for name, value in self.not_taken.items()
+        )
         return (said or "greedy") + (f"; not taken: {left}" if left else "")
 
 
@@ -64,7 +70,9 @@ _IMPLIED = frozenset({"repetition_context_size"})
 def read_recommended(folder: str | Path) -> RecommendedSampling:
     """Return a folder's recommendation. A missing or broken file recommends nothing."""
     try:
-        found = json.loads((Path(folder) / "generation_config.json").read_text(encoding="utf-8"))
+        found = json.loads(
+            (Path(folder) / "generation_config.json").read_text(encoding="utf-8")
+        )
     except (OSError, ValueError):
         return RecommendedSampling()
     return recommended_sampling(found if isinstance(found, Mapping) else {})
@@ -77,11 +85,19 @@ def recommended_sampling(written: Mapping[str, Any]) -> RecommendedSampling:
     """
     params: dict[str, Any] = {}
     if written.get("do_sample") is True:
-        params = {name: _or(written.get(name), value) for name, value in TRANSFORMERS_DEFAULTS.items()}
+        params = {
+            name: _or(written.get(name), value)
+            for name, value in TRANSFORMERS_DEFAULTS.items()
+        }
     if (penalty := written.get("repetition_penalty")) not in (None, 1, 1.0):
-        params |= {"repetition_penalty": penalty, "repetition_context_size": WHOLE_CONTEXT}
+        params |= {
+            "repetition_penalty": penalty,
+            "repetition_context_size": WHOLE_CONTEXT,
+        }
     neutral = SamplingParams()
-    params = {name: value for name, value in params.items() if value != vars(neutral)[name]}
+    params = {
+        name: value for name, value in params.items() if value != vars(neutral)[name]
+    }
     not_taken = {
         name: written[name]
         for name, nothing in NOT_TAKEN.items()

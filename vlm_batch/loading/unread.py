@@ -22,7 +22,16 @@ from vlm_batch.models._settings import HARD_CODED, SettingsCheck
 from vlm_batch.models._tensors import TENSORS
 
 #: Settings without an effect on any answer, beside those that ``SettingsCheck`` leaves out.
-NO_EFFECT = frozenset({"auto_map", "gradient_checkpointing", "id2label", "ignore_index", "label2id", "quantization"})
+NO_EFFECT = frozenset(
+    {
+        "auto_map",
+        "gradient_checkpointing",
+        "id2label",
+        "ignore_index",
+        "label2id",
+        "quantization",
+    }
+)
 #: Parts of a model that have a configuration of their own in mlx-vlm (utils.py, load_model).
 _PARTS = ["text", "vision", "perceiver", "projector", "audio"]
 
@@ -56,11 +65,16 @@ def unread_settings(folder: str | Path) -> tuple[UnreadSetting, ...]:
     model_type = str(mlx_vlm.utils.get_model_type(corrected(config)))
     try:
         reads = _reads(config, model_type)
-    except Exception as error:  # whatever mlx-vlm's classes raise for settings that they cannot take
+    except Exception as error:
+        # whatever mlx-vlm's classes raise for settings that they cannot take
         said = " ".join(str(error).split())[:300]
-        raise UnsupportedModel(f"{folder}: no {model_type} can be built by config.json: {said}") from error
+        raise UnsupportedModel(
+            f"{folder}: no {model_type} can be built by config.json: {said}"
+        ) from error
     check = SettingsCheck(config, reads)
-    hard_coded = {tuple(name.split(".")) for kind, name in HARD_CODED if kind == model_type}
+    hard_coded = {
+        tuple(name.split(".")) for kind, name in HARD_CODED if kind == model_type
+    }
     by_transformers = check.ignored().keys()
     found = []
     for path, value in check.unread().items():
@@ -78,7 +92,9 @@ def _reads(config: Mapping[str, Any], model_type: str) -> ConfigReads:
     read.setdefault("text_config", read.pop("llm_config", {}))
     for name in ("vision_config", "audio_config"):
         read.setdefault(name, {})
-    built = mlx_vlm.utils.update_module_configs(package.ModelConfig.from_dict(read), package, read, _PARTS)
+    built = mlx_vlm.utils.update_module_configs(
+        package.ModelConfig.from_dict(read), package, read, _PARTS
+    )
     watch = ConfigWatch()
     watch.start(mlx_vlm.utils.apply_generation_config_defaults, built, read)
     model = package.Model(built)

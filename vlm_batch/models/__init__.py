@@ -70,20 +70,37 @@ def adapter_for(model_type: str) -> type[Adapter]:
 def not_known(model_type: str) -> str:
     """Say that a type is unknown, the nearest known ones first."""
     near = near_types(model_type)
-    nearest = f"the nearest are {', '.join(near)}" if near else "no other is spelled like it"
+    nearest = (
+        f"the nearest are {', '.join(near)}" if near else "no other is spelled like it"
+    )
     return f"model type {model_type!r} is not known; {nearest}. vlm-batch families lists all {len(families())} families"
 
 
 def near_types(model_type: str, most: int = 5) -> list[str]:
     """Return known model types and families that are spelled like ``model_type``, the nearest first."""
-    known = sorted({name for spec in families() for name in (*spec.model_types, spec.family)})
-    plain = {name: spelled for spelled, name in {_plain(name): name for name in known}.items()}  # one of each spelling
+    known = sorted(
+        {name for spec in families() for name in (*spec.model_types, spec.family)}
+    )
+    # one of each spelling
+    plain = {
+        name: spelled
+        for spelled, name in {_plain(name): name for name in known}.items()
+    }
     asked = _plain(model_type)
-    likeness = {name: SequenceMatcher(None, asked, spelled).ratio() for name, spelled in plain.items()}
+    likeness = {
+        name: SequenceMatcher(None, asked, spelled).ratio()
+        for name, spelled in plain.items()
+    }
     # "minicpmv" is minicpmv4_6's beginning, and "minicpmv4_5" shares most of it.
-    begins = {name for name, spelled in plain.items() if spelled.startswith(asked) or asked.startswith(spelled)}
+    begins = {
+        name
+        for name, spelled in plain.items()
+        if spelled.startswith(asked) or asked.startswith(spelled)
+    }
     near = [name for name in plain if likeness[name] >= NEAR or name in begins]
-    return sorted(near, key=lambda name: (name not in begins, -likeness[name], name))[:most]
+    return sorted(near, key=lambda name: (name not in begins, -likeness[name], name))[
+        :most
+    ]
 
 
 def _plain(name: str) -> str:
@@ -106,9 +123,13 @@ def package_of(model_type: str) -> ModuleType | None:
     try:
         package = import_module(spec.package)
     except ImportError as error:
-        raise UnsupportedModel(f"{spec.family}: its model code {spec.package!r} cannot be imported: {error}") from error
+        raise UnsupportedModel(
+            f"{spec.family}: its model code {spec.package!r} cannot be imported: {error}"
+        ) from error
     if missing := [needed for needed in NEEDED if needed not in vars(package)]:
-        raise UnsupportedModel(f"{spec.family}: its model code {spec.package!r} has no {' and no '.join(missing)}")
+        raise UnsupportedModel(
+            f"{spec.family}: its model code {spec.package!r} has no {' and no '.join(missing)}"
+        )
     return package
 
 
@@ -132,7 +153,11 @@ def _import_naming(model_type: str) -> None:
 
 
 def _files() -> list[str]:
-    return [module.name for module in iter_modules(__path__) if not module.name.startswith("_")]
+    return [
+        module.name
+        for module in iter_modules(__path__)
+        if not module.name.startswith("_")
+    ]
 
 
 @cache

@@ -10,7 +10,12 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_vlm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
-from mlx_vlm.models.rope_utils import Llama3RoPE, SuScaledRoPE, YarnRoPE, initialize_rope
+from mlx_vlm.models.rope_utils import (
+    Llama3RoPE,
+    SuScaledRoPE,
+    YarnRoPE,
+    initialize_rope,
+)
 
 from vlm_batch.adapters.towers import vision_towers
 from vlm_batch.errors import UnsupportedModel
@@ -40,8 +45,13 @@ def apply_setting(model: Any, path: tuple[str, ...], value: Any) -> bool:
     """Apply a setting by path; False if unknown here."""
     if is_activation(path[-1]):
         return apply_activation(model, path, value)
-    inner = path[1:] if path[0] == "thinker_config" else path  # the whole of a Qwen3-Omni
-    return inner[0] == "vision_config" and inner[-1] == "rope_theta" and apply_tower_base(model, value)
+    # the whole of a Qwen3-Omni
+    inner = path[1:] if path[0] == "thinker_config" else path
+    return (
+        inner[0] == "vision_config"
+        and inner[-1] == "rope_theta"
+        and apply_tower_base(model, value)
+    )
 
 
 # Positions
@@ -58,9 +68,16 @@ def with_plain_rope(part: Mapping[str, Any]) -> dict[str, Any]:
     """Copy a configuration's part with plain positions."""
     found = dict(part)
     plain = {"type": "default", "rope_type": "default"}
-    for name, needed in (("rope_parameters", "rope_theta"), ("rope_scaling", "mrope_section")):
+    for name, needed in (
+        ("rope_parameters", "rope_theta"),
+        ("rope_scaling", "mrope_section"),
+    ):
         if isinstance(found.get(name), Mapping):
-            kept = {key: found[name][key] for key in ("mrope_section", "rope_theta") if key in found[name]}
+            kept = {
+                key: found[name][key]
+                for key in ("mrope_section", "rope_theta")
+                if key in found[name]
+            }
             found[name] = {**kept, **plain} if needed in kept else None
     return found
 
@@ -77,16 +94,23 @@ def scale_rope(language: nn.Module, scaling: dict[str, Any], longest: int) -> bo
             scaling.pop(name, None)
     scaling = {name: value for name, value in scaling.items() if value is not None}
     if scaling["rope_type"] == "yarn":  # as in transformers: only YaRN has a default
-        scaling.setdefault("factor", longest / scaling["original_max_position_embeddings"])
-    if missing := [name for name in NEEDED[scaling["rope_type"]] if name not in scaling]:
+        scaling.setdefault(
+            "factor", longest / scaling["original_max_position_embeddings"]
+        )
+    if missing := [
+        name for name in NEEDED[scaling["rope_type"]] if name not in scaling
+    ]:
         raise UnsupportedModel(
             f"rope_parameters say {scaling['rope_type']} positions, and have no {' and no '.join(missing)}"
         )
     found = False
     for owner, name, child in _children(language):
         if isinstance(child, ROTATIONS):
-            dims, traditional = child.dim if isinstance(child, SuScaledRoPE) else child.dims, _is_traditional(child)
-            owner[name] = _rotation(dims, scaling["rope_theta"], traditional, scaling, longest)
+            dims = child.dim if isinstance(child, SuScaledRoPE) else child.dims
+            traditional = _is_traditional(child)
+            owner[name] = _rotation(
+                dims, scaling["rope_theta"], traditional, scaling, longest
+            )
         elif "_inv_freq" in child and "attention_scaling" in vars(child):  # M-RoPE
             _scale_frequencies(child, scaling, longest)
         else:
@@ -95,7 +119,9 @@ def scale_rope(language: nn.Module, scaling: dict[str, Any], longest: int) -> bo
     return found
 
 
-def _children(module: nn.Module, without: str = "\n") -> Iterator[tuple[Any, str, nn.Module]]:
+def _children(
+    module: nn.Module, without: str = "\n"
+) -> Iterator[tuple[Any, str, nn.Module]]:
     """Yield (owner, name, module) of submodules, except below names with ``without``."""
     for path, owner in module.named_modules():
         for name, child in list(owner.items()):
@@ -107,9 +133,13 @@ def _is_traditional(rotation: Any) -> bool:
     return not isinstance(rotation, SuScaledRoPE) and bool(rotation.traditional)
 
 
-def _rotation(dims: int, base: float, traditional: bool, scaling: dict[str, Any], longest: int) -> nn.Module:
+def _rotation(
+    dims: int, base: float, traditional: bool, scaling: dict[str, Any], longest: int
+) -> nn.Module:
     """Return mlx-vlm's rotation with transformers' factor."""
-    rotation: Any = initialize_rope(dims, base, traditional, {**scaling, "type": scaling["rope_type"]}, longest)
+    rotation: Any = initialize_rope(
+        dims, base, traditional, {**scaling, "type": scaling["rope_type"]}, longest
+    )
     factor = attention_factor(scaling, longest)
     if isinstance(rotation, YarnRoPE):
         rotation.mscale = factor
@@ -125,23 +155,35 @@ def attention_factor(scaling: Mapping[str, Any], longest: int) -> float:
     original = scaling["original_max_position_embeddings"]
     factor = scaling.get("factor") or longest / original
     if scaling["rope_type"] == "longrope":
-        return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+        return (
+            math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+        )
     if scaling["rope_type"] != "yarn" or factor <= 1:
         return 1.0
-    over, under = (0.1 * scaling.get(name, 0) * math.log(factor) + 1 for name in ("mscale", "mscale_all_dim"))
+    over, under = (
+        0.1 * scaling.get(name, 0) * math.log(factor) + 1
+        for name in ("mscale", "mscale_all_dim")
+    )
     return over / under if "mscale" in scaling else 0.1 * math.log(factor) + 1
 
 
 def _scale_frequencies(embedding: Any, scaling: dict[str, Any], longest: int) -> None:
     if scaling["rope_type"] == "longrope":
-        raise UnsupportedModel("rope_parameters say longrope, which mlx-vlm's positions on several axes do not have")
+        raise UnsupportedModel(
+            "rope_parameters say longrope, which mlx-vlm's positions on several axes do not have"
+        )
     dims = 2 * embedding._inv_freq.size
     rotation: Any = _rotation(dims, scaling["rope_theta"], False, scaling, longest)
     is_linear = isinstance(rotation, nn.RoPE)
-    embedding._inv_freq = embedding._inv_freq * rotation.scale if is_linear else 1.0 / rotation._freqs
+    embedding._inv_freq = (
+        embedding._inv_freq * rotation.scale if is_linear else 1.0 / rotation._freqs
+    )
     embedding.attention_scaling = attention_factor(scaling, longest)
-    if "fused_apply" in vars(embedding):  # mlx-vlm's kernel for Metal has no such factor
-        embedding.fused_apply = embedding.fused_apply and embedding.attention_scaling == 1.0
+    # mlx-vlm's kernel for Metal has no such factor
+    if "fused_apply" in vars(embedding):
+        embedding.fused_apply = (
+            embedding.fused_apply and embedding.attention_scaling == 1.0
+        )
 
 
 def apply_tower_epsilon(model: Any, epsilon: float) -> None:
@@ -159,7 +201,8 @@ def apply_tower_base(model: Any, base: float) -> bool:
         (module, name)
         for tower in towers
         for _, module in tower.named_modules()
-        for name in ("theta", "theta_base")  # attributes of mlx-vlm's rotations for grids
+        # attributes of mlx-vlm's rotations for grids
+        for name in ("theta", "theta_base")
         if name in vars(module)
     ]
     for module, name in found:
@@ -179,12 +222,17 @@ def apply_sliding_window(model: Any, text: Any, *, all_slide: bool) -> None:
     window: int | None = getattr(text, "sliding_window", None)
     kinds = getattr(text, "layer_types", None)
     caches = make_prompt_cache(model.language_model)
-    if window is None or (not all_slide if kinds is None else "sliding_attention" not in kinds):
+    if window is None or (
+        not all_slide if kinds is None else "sliding_attention" not in kinds
+    ):
         return
-    if any(type(cache) is not KVCache for cache in caches):  # mlx-vlm's class has windows
+    # mlx-vlm's class has windows
+    if any(type(cache) is not KVCache for cache in caches):
         return
     if kinds is None or set(kinds) == {"sliding_attention"}:
-        model.language_model.make_cache = lambda: [RotatingKVCache(window) for _ in caches]
+        model.language_model.make_cache = lambda: [
+            RotatingKVCache(window) for _ in caches
+        ]
         return
     for config in (model.config, getattr(model.config, "text_config", None)):
         if config is not None:

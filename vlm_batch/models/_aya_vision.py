@@ -8,8 +8,12 @@ from typing import Any
 import numpy as np
 from transformers import AutoTokenizer
 from transformers.image_utils import SizeDict
-from transformers.models.cohere2_vision.processing_cohere2_vision import Cohere2VisionProcessor
-from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.cohere2_vision.processing_cohere2_vision import (
+    Cohere2VisionProcessor,
+)
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import (
+    GotOcr2ImageProcessorPil,
+)
 
 
 class TileProcessor(GotOcr2ImageProcessorPil):
@@ -32,13 +36,21 @@ class TileProcessor(GotOcr2ImageProcessorPil):
         assert patch_size is not None
         high, wide = int(patch_size.height or 0), int(patch_size.width or 0)
         columns, rows = best_grid((image.shape[1], image.shape[2]), high, max_patches)
-        resized = self.resize(image, SizeDict(height=rows * high, width=columns * wide), resample=resample)
+        resized = self.resize(
+            image, SizeDict(height=rows * high, width=columns * wide), resample=resample
+        )
         tiles = [
-            resized[:, row * high : (row + 1) * high, column * wide : (column + 1) * wide]
+            resized[
+                :, row * high : (row + 1) * high, column * wide : (column + 1) * wide
+            ]
             for row in range(rows)
             for column in range(columns)
         ]
-        whole = [self.resize(image, patch_size, resample=resample)] if use_thumbnail and len(tiles) > 1 else []
+        whole = (
+            [self.resize(image, patch_size, resample=resample)]
+            if use_thumbnail and len(tiles) > 1
+            else []
+        )
         return [*tiles, *whole]
 
 
@@ -50,7 +62,12 @@ def best_grid(size: tuple[int, int], side: int, max_tiles: int) -> tuple[int, in
     high, wide = size
     counts = range(1, max_tiles + 1)
     grids = sorted(
-        ((columns, rows) for columns in counts for rows in counts if columns * rows <= max_tiles),
+        (
+            (columns, rows)
+            for columns in counts
+            for rows in counts
+            if columns * rows <= max_tiles
+        ),
         key=lambda grid: grid[0] * grid[1],
     )
     scales = [min(columns * side / wide, rows * side / high) for columns, rows in grids]
@@ -64,4 +81,6 @@ def from_pretrained(path: str | Path, **options: Any) -> Cohere2VisionProcessor:
     tokenizer = AutoTokenizer.from_pretrained(path, **options)
     load_chat_template(tokenizer, path)
     pictures = TileProcessor.from_pretrained(path, **options)
-    return Cohere2VisionProcessor(pictures, tokenizer, chat_template=tokenizer.chat_template)
+    return Cohere2VisionProcessor(
+        pictures, tokenizer, chat_template=tokenizer.chat_template
+    )

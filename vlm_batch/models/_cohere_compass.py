@@ -23,7 +23,9 @@ class RowAttention(Attention):
     ) -> mx.array:
         batch, length, _ = hidden_states.shape
         queries, keys, values = (
-            project(hidden_states).reshape(batch, length, -1, self.head_dim).swapaxes(1, 2)
+            project(hidden_states)
+            .reshape(batch, length, -1, self.head_dim)
+            .swapaxes(1, 2)
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
         if position_embeddings is not None:
@@ -36,9 +38,18 @@ class RowAttention(Attention):
 class RowLayer(DecoderLayer):
     """mlx-vlm runs the MLP row by row (cohere_compass/language.py:364)."""
 
-    def __call__(self, x: mx.array, mask: Any, cache: Any, position_ids: Any, position_embeddings: Any) -> Any:
+    def __call__(
+        self,
+        x: mx.array,
+        mask: Any,
+        cache: Any,
+        position_ids: Any,
+        position_embeddings: Any,
+    ) -> Any:
         normed = self.input_layernorm(x)
-        attended = x + self.self_attn(normed, mask, cache, position_ids, position_embeddings)
+        attended = x + self.self_attn(
+            normed, mask, cache, position_ids, position_embeddings
+        )
         if self.is_parallel:
             return attended + self.mlp(normed)
         return attended + self.mlp(self.post_attention_layernorm(attended))

@@ -15,15 +15,25 @@ class RelativeAttention(Attention):
 
     def __call__(self, x: mx.array) -> mx.array:
         batch, high, wide, _ = x.shape
-        if not self.use_rel_pos or (len(self.rel_pos_h), len(self.rel_pos_w)) == (2 * high - 1, 2 * wide - 1):
+        if not self.use_rel_pos or (len(self.rel_pos_h), len(self.rel_pos_w)) == (
+            2 * high - 1,
+            2 * wide - 1,
+        ):
             return super().__call__(x)
         split = self.qkv(x).reshape(batch, high * wide, 3, self.num_heads, -1)
-        queries, keys, values = split.transpose(2, 0, 3, 1, 4)  # (B, heads, H W, D_head) each
+        # (B, heads, H W, D_head) each
+        queries, keys, values = split.transpose(2, 0, 3, 1, 4)
         cells = queries.reshape(batch, self.num_heads, high, wide, -1)
-        down = mx.einsum("bnhwd,hkd->bnhwk", cells, relative(self.rel_pos_h, high))[..., None]
-        across = mx.einsum("bnhwd,wkd->bnhwk", cells, relative(self.rel_pos_w, wide))[..., None, :]
+        down = mx.einsum("bnhwd,hkd->bnhwk", cells, relative(self.rel_pos_h, high))[
+            ..., None
+        ]
+        across = mx.einsum("bnhwd,wkd->bnhwk", cells, relative(self.rel_pos_w, wide))[
+            ..., None, :
+        ]
         bias = (down + across).reshape(batch, self.num_heads, high * wide, high * wide)
-        out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=self.scale, mask=bias)
+        out = mx.fast.scaled_dot_product_attention(
+            queries, keys, values, scale=self.scale, mask=bias
+        )
         return self.proj(out.swapaxes(1, 2).reshape(batch, high, wide, -1))
 
 
@@ -42,8 +52,16 @@ class ResizedEmbeddings(VisionEmbeddings):
         if old == new:
             return abs_pos
         grid = abs_pos[:, 1:].reshape(1, old, old, -1).transpose(0, 3, 1, 2)
-        resized = bicubic_interpolate(grid.astype(mx.float32), size=(new, new), antialias=True)
-        return mx.concatenate([abs_pos[:, :1], resized.flatten(2).swapaxes(1, 2).astype(abs_pos.dtype)], axis=1)
+        resized = bicubic_interpolate(
+            grid.astype(mx.float32), size=(new, new), antialias=True
+        )
+        return mx.concatenate(
+            [abs_pos[:, :1], resized.flatten(2).swapaxes(1, 2).astype(abs_pos.dtype)],
+            axis=1,
+        )
 
 
-PATCHES: dict[type, type] = {Attention: RelativeAttention, VisionEmbeddings: ResizedEmbeddings}
+PATCHES: dict[type, type] = {
+    Attention: RelativeAttention,
+    VisionEmbeddings: ResizedEmbeddings,
+}

@@ -60,7 +60,11 @@ def _readable(config: Config) -> tuple[Config, MlxAttributes | None]:
     is_refused = found is None or (kind == "dynamic" and "alpha" not in rope)
     if not is_refused or kind not in SCALED | {"dynamic"}:
         return read, found
-    parts = {name: with_plain_rope(read[name]) for name in ("text_config", "llm_config") if read.get(name)}
+    parts = {
+        name: with_plain_rope(read[name])
+        for name in ("text_config", "llm_config")
+        if read.get(name)
+    }
     return with_plain_rope(read) | parts, None
 
 
@@ -71,7 +75,9 @@ def _mlx_attributes(read: Config) -> MlxAttributes:
     for name in ("vision_config", "audio_config"):
         read.setdefault(name, {})
     parts = ["text", "vision", "perceiver", "projector", "audio"]
-    config = mlx_vlm.utils.update_module_configs(package.ModelConfig.from_dict(read), package, read, parts)
+    config = mlx_vlm.utils.update_module_configs(
+        package.ModelConfig.from_dict(read), package, read, parts
+    )
     return {
         (path, name): repr(value)
         for path, part in config_objects(config)
@@ -84,7 +90,9 @@ def _mlx_attributes(read: Config) -> MlxAttributes:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def known_parts(config: Config, path: SettingPath = ()) -> Iterator[tuple[SettingPath, Config]]:
+def known_parts(
+    config: Config, path: SettingPath = ()
+) -> Iterator[tuple[SettingPath, Config]]:
     """Yield (path, part) of parts with a transformers class."""
     if config.get("model_type") in CONFIG_MAPPING:
         yield path, config
@@ -99,7 +107,9 @@ def decoder_config(config: Config) -> Any:
     for _, part in known_parts(config):
         try:
             with without_warnings():
-                return _transformers_config(CONFIG_MAPPING[part["model_type"]], part).get_text_config(decoder=True)
+                return _transformers_config(
+                    CONFIG_MAPPING[part["model_type"]], part
+                ).get_text_config(decoder=True)
         except Exception:  # transformers' class refuses the file
             return None
     return None
@@ -120,7 +130,8 @@ def transformers_attributes(kind: type, config: Config) -> TransformersAttribute
 
 
 def _transformers_config(kind: Any, config: Config) -> Any:
-    read = kind._decode_special_floats(copy.deepcopy(config))  # infinity is a mapping in the file
+    # infinity is a mapping in the file
+    read = kind._decode_special_floats(copy.deepcopy(config))
     # PreTrainedConfig.from_dict also writes a log, which takes most of its time (configuration_utils.py:1108).
     has_own = kind.from_dict.__func__ is not PreTrainedConfig.from_dict.__func__  # type: ignore[attr-defined]
     return kind.from_dict(read) if has_own else kind(**read)
@@ -132,7 +143,10 @@ def read_by_models(kind: type) -> frozenset[str]:
 
 
 def models_source(kind: type) -> str:
-    return "".join(path.read_text(encoding="utf-8") for path in sorted(_folder(kind).glob("modeling_*.py")))
+    return "".join(
+        path.read_text(encoding="utf-8")
+        for path in sorted(_folder(kind).glob("modeling_*.py"))
+    )
 
 
 def _folder(kind: type) -> Path:
@@ -157,11 +171,23 @@ def _read_in(folder: Path) -> frozenset[str]:
 def _names_read(node: ast.AST) -> set[str]:
     if isinstance(node, ast.FunctionDef):
         decorators = map(ast.unparse, node.decorator_list)
-        return {argument.arg for argument in node.args.args} if "merge_with_config_defaults" in decorators else set()
+        return (
+            {argument.arg for argument in node.args.args}
+            if "merge_with_config_defaults" in decorators
+            else set()
+        )
     if isinstance(node, ast.Attribute):
-        owner = node.value.id if isinstance(node.value, ast.Name) else getattr(node.value, "attr", "")
+        owner = (
+            node.value.id
+            if isinstance(node.value, ast.Name)
+            else getattr(node.value, "attr", "")
+        )
         return {node.attr} if owner.endswith("config") else set()
-    if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "getattr" and len(node.args) > 1:
+    if (
+        isinstance(node, ast.Call)
+        and getattr(node.func, "id", "") == "getattr"
+        and len(node.args) > 1
+    ):
         return {str(getattr(node.args[1], "value", ""))}
     return set()
 

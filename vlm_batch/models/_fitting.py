@@ -46,26 +46,43 @@ def _add_biases(model: nn.Module, weights: Weights, text: Config) -> None:
     for name, value in weights.items():
         path, _, leaf = name.rpartition(".")
         layer = modules.get(path)
-        is_asked = any(said and re.search(pattern, path) for pattern, said in asked.items())
-        if leaf == "bias" and is_asked and type(layer) is nn.Linear and "bias" not in layer:
+        is_asked = any(
+            said and re.search(pattern, path) for pattern, said in asked.items()
+        )
+        if (
+            leaf == "bias"
+            and is_asked
+            and type(layer) is nn.Linear
+            and "bias" not in layer
+        ):
             layer.bias = mx.zeros(value.shape)
 
 
 def _set_head_widths(language: nn.Module, text: Config) -> None:
-    heads, hidden, width = (text.get(name) for name in ("num_attention_heads", "hidden_size", "head_dim"))
+    heads, hidden, width = (
+        text.get(name) for name in ("num_attention_heads", "hidden_size", "head_dim")
+    )
     if not heads or not hidden or not width or width == hidden // heads:
         return
     usual = hidden // heads
     for attention, (queries, keys, values, out) in _attentions(language):
-        if queries.weight.shape[0] != heads * usual or type(attention.rope) is not nn.RoPE:
+        if (
+            queries.weight.shape[0] != heads * usual
+            or type(attention.rope) is not nn.RoPE
+        ):
             continue  # the class reads the width itself
         for part in (queries, keys, values):
-            part.weight = mx.zeros((part.weight.shape[0] // usual * width, part.weight.shape[1]))
+            part.weight = mx.zeros(
+                (part.weight.shape[0] // usual * width, part.weight.shape[1])
+            )
             if "bias" in part:
                 part.bias = mx.zeros(part.weight.shape[:1])
         out.weight = mx.zeros((out.weight.shape[0], heads * width))
         attention.rope.dims = width
-        if not text.get("attention_multiplier") and abs(attention.scale - usual**-0.5) < 1e-6:
+        if (
+            not text.get("attention_multiplier")
+            and abs(attention.scale - usual**-0.5) < 1e-6
+        ):
             attention.scale = width**-0.5
         if hasattr(attention, "head_dim"):
             attention.head_dim = width
@@ -73,9 +90,12 @@ def _set_head_widths(language: nn.Module, text: Config) -> None:
 
 def _widen_projector(model: nn.Module, config: Config) -> None:
     layers = config.get("vision_feature_layer")
-    if config.get("model_type") not in READ_SEVERAL or not isinstance(layers, (list, tuple)):
+    if config.get("model_type") not in READ_SEVERAL or not isinstance(
+        layers, (list, tuple)
+    ):
         return
-    first, width = model.multi_modal_projector.linear_1, config["vision_config"].get("hidden_size")
+    first = model.multi_modal_projector.linear_1
+    width = config["vision_config"].get("hidden_size")
     if first.weight.shape[1] == width:
         first.weight = mx.zeros((first.weight.shape[0], width * len(layers)))
 
@@ -84,8 +104,14 @@ def _add_heads(language: nn.Module, weights: Weights, config: Config) -> Weights
     """Copy a tied head, or add an untied one. Raises UnsupportedModel if the adapter does not read it."""
     text: Mapping[str, Any] = config.get("text_config") or config
     is_tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings"))
-    table = "language_model.model.embed_tokens." if "model" in language else "language_model.embed_tokens."
-    has_head = any(name.startswith(("language_model.lm_head.", "lm_head.")) for name in weights)
+    table = (
+        "language_model.model.embed_tokens."
+        if "model" in language
+        else "language_model.embed_tokens."
+    )
+    has_head = any(
+        name.startswith(("language_model.lm_head.", "lm_head.")) for name in weights
+    )
     if is_tied and "lm_head" in language and not has_head:
         return weights | {
             name.replace(table, "language_model.lm_head."): value

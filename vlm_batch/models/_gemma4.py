@@ -11,14 +11,21 @@ from mlx_vlm.models.gemma4.language import Gemma4TextModel, LanguageModel, logit
 class PictureMasks(Gemma4TextModel):
     """Takes a chunk's masks by kind of layer; mlx-vlm makes a whole prompt's (gemma4/language.py:499)."""
 
-    def _make_masks(self, h: mx.array, cache: Any, mm_token_type_ids: Any = None) -> list[Any]:
+    def _make_masks(
+        self, h: mx.array, cache: Any, mm_token_type_ids: Any = None
+    ) -> list[Any]:
         masks = super()._make_masks(h, cache)
         kinds = dict(mm_token_type_ids or {})
         for index, (layer, entry) in enumerate(zip(self.layers, cache, strict=True)):
             if layer.layer_type in kinds:
-                if entry is not None:  # a layer without a cache shares an earlier one's keys
-                    usual = entry.make_mask(h.shape[1], window_size=self.window_size, return_array=True)
-                    kinds[layer.layer_type] = kinds[layer.layer_type][..., -usual.shape[-1] :]
+                # a layer without a cache shares an earlier one's keys
+                if entry is not None:
+                    usual = entry.make_mask(
+                        h.shape[1], window_size=self.window_size, return_array=True
+                    )
+                    kinds[layer.layer_type] = kinds[layer.layer_type][
+                        ..., -usual.shape[-1] :
+                    ]
                 masks[index] = kinds[layer.layer_type]
         return masks
 

@@ -21,19 +21,32 @@ class GatedLatentAttention(latent_attention(KimiK3MLAAttention)):  # type: ignor
         return part
 
     def projected(self, output: mx.array, x: mx.array) -> mx.array:
-        return self.o_proj(output * mx.sigmoid(self.g_proj(x)) if self.use_gate else output)
+        return self.o_proj(
+            output * mx.sigmoid(self.g_proj(x)) if self.use_gate else output
+        )
 
 
-def combine(raw: mx.array, inv_rms: mx.array, partial_sum: mx.array, w_eff: mx.array, eps: float) -> mx.array:
+def combine(
+    raw: mx.array, inv_rms: mx.array, partial_sum: mx.array, w_eff: mx.array, eps: float
+) -> mx.array:
     """Weigh earlier blocks (N, B, L, D) and this one (B, L, D): (B, L, D).
 
     A softmax along the first axis (language.py:216) gives 2 and 3 rows other bits than 1 on CUDA.
     """
     own = partial_sum.astype(mx.float32)
-    scores = [(block.astype(mx.float32) @ w_eff) * scale for block, scale in zip(raw, inv_rms, strict=True)]
+    scores = [
+        (block.astype(mx.float32) @ w_eff) * scale
+        for block, scale in zip(raw, inv_rms, strict=True)
+    ]
     scores.append((own @ w_eff) * mx.rsqrt((own * own).mean(axis=-1) + eps))
-    *weights, last = mx.split(mx.softmax(mx.stack(scores, axis=-1), axis=-1, precise=True), len(scores), axis=-1)
-    found = sum((weight * block for weight, block in zip(weights, raw, strict=True)), last * own)
+    *weights, last = mx.split(
+        mx.softmax(mx.stack(scores, axis=-1), axis=-1, precise=True),
+        len(scores),
+        axis=-1,
+    )
+    found = sum(
+        (weight * block for weight, block in zip(weights, raw, strict=True)), last * own
+    )
     return found.astype(partial_sum.dtype)
 
 

@@ -25,12 +25,21 @@ class RowAttention(Attention):
         )
         offset = cache.offset  # an int, or (B,)
         if self.use_rope:
-            queries, keys = (self.rope(rotated, offset=offset) for rotated in (queries, keys))
+            queries, keys = (
+                self.rope(rotated, offset=offset) for rotated in (queries, keys)
+            )
         if self.use_qk_norm:
-            queries, keys = (mx.fast.rms_norm(normed, weight=None, eps=self.norm_eps) for normed in (queries, keys))
+            queries, keys = (
+                mx.fast.rms_norm(normed, weight=None, eps=self.norm_eps)
+                for normed in (queries, keys)
+            )
         if self.attn_temperature_tuning and not self.use_rope:
-            counts = mx.array(offset).reshape(-1, 1) + mx.arange(1, length + 1)  # (B or 1, L)
-            scales = mx.log(mx.floor(counts / self.floor_scale) + 1.0) * self.attn_scale + 1.0
+            # (B or 1, L)
+            counts = mx.array(offset).reshape(-1, 1) + mx.arange(1, length + 1)
+            scales = (
+                mx.log(mx.floor(counts / self.floor_scale) + 1.0) * self.attn_scale
+                + 1.0
+            )
             queries = (queries * scales[:, None, :, None]).astype(queries.dtype)
         keys, values = cache.update_and_fetch(keys, values)
         output = attention(queries, keys, values, cache, self.scale, mask)
@@ -67,11 +76,23 @@ class SeveralExperts(MoE):
         if self.top_k == 1:
             return super().__call__(x)
         logits = self.router(x)
-        chosen = mx.argpartition(-logits, kth=self.top_k - 1, axis=-1)[..., : self.top_k]  # (B, L, K)
-        scores = mx.sigmoid(mx.take_along_axis(logits, chosen, axis=-1).astype(mx.float32)).astype(x.dtype)
-        scaled = (x[..., None, :] * scores[..., None]).reshape(-1, 1, x.shape[-1])  # an expert's input a row
-        answers = self.experts(scaled, chosen.reshape(-1, 1, 1)).reshape(*chosen.shape, -1)
+        # (B, L, K)
+        chosen = mx.argpartition(-logits, kth=self.top_k - 1, axis=-1)[
+            ..., : self.top_k
+        ]
+        scores = mx.sigmoid(
+            mx.take_along_axis(logits, chosen, axis=-1).astype(mx.float32)
+        ).astype(x.dtype)
+        # an expert's input a row
+        scaled = (x[..., None, :] * scores[..., None]).reshape(-1, 1, x.shape[-1])
+        answers = self.experts(scaled, chosen.reshape(-1, 1, 1)).reshape(
+            *chosen.shape, -1
+        )
         return answers.sum(axis=-2) + self.shared_expert(x)
 
 
-PATCHES: dict[type, type] = {Attention: RowAttention, LlamaModel: RowModel, MoE: SeveralExperts}
+PATCHES: dict[type, type] = {
+    Attention: RowAttention,
+    LlamaModel: RowModel,
+    MoE: SeveralExperts,
+}

@@ -22,7 +22,9 @@ class GroupEncoder(AudioEncoder):
     tables: list[Any]
 
     def __call__(self, groups: mx.array) -> mx.array:
-        embeds = sum(table(groups[..., channel]) for channel, table in enumerate(self.tables))
+        embeds = sum(
+            table(groups[..., channel]) for channel, table in enumerate(self.tables)
+        )
         return self.projection(self.input_local_transformer(embeds).flatten(1))  # type: ignore[no-any-return]
 
 
@@ -45,15 +47,21 @@ class Codec:
     def __deepcopy__(self, memo: dict[int, Any]) -> Codec:
         return self
 
-    def encode(self, samples: Any, *, sample_rate: int, num_quantizers: int) -> mx.array:
+    def encode(
+        self, samples: Any, *, sample_rate: int, num_quantizers: int
+    ) -> mx.array:
         """Return codes (quantizers, frames)."""
         folder = self._owner.audio_tokenizer_path
         if folder is None or not Path(folder).is_dir():
-            raise FileNotFoundError("the checkpoint has no folder audio_tokenizer, with the codec of its recordings")
+            raise FileNotFoundError(
+                "the checkpoint has no folder audio_tokenizer, with the codec of its recordings"
+            )
         with _TURN, running(Call()):
             codec = self._owner.audio_tokenizer
             _hook_bands()
-            codes = codec.encode(samples, sample_rate=self.sampling_rate, num_quantizers=num_quantizers)
+            codes = codec.encode(
+                samples, sample_rate=self.sampling_rate, num_quantizers=num_quantizers
+            )
             mx.eval(codes)
         return codes  # type: ignore[no-any-return]
 
@@ -69,7 +77,9 @@ def _hook_bands() -> None:
 
 def with_codec(processor: Any) -> Any:
     """Make a processor's copies share one codec."""
-    if not hasattr(processor, "audio_tokenizer_path") or isinstance(processor._audio_tokenizer, Codec):
+    if not hasattr(processor, "audio_tokenizer_path") or isinstance(
+        processor._audio_tokenizer, Codec
+    ):
         return processor
     codec, processor = Codec(processor), copy.copy(processor)
     processor._audio_tokenizer = processor.feature_extractor = codec

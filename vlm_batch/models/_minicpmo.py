@@ -20,13 +20,18 @@ PIECE = 30
 class SecondsAttention(AudioAttention):
     """Attention with a bool mask (L, L); mlx-vlm masks padding only."""
 
-    def __call__(self, hidden_states: mx.array, attention_mask: mx.array | None = None) -> mx.array:
+    def __call__(
+        self, hidden_states: mx.array, attention_mask: mx.array | None = None
+    ) -> mx.array:
         batch, length, _ = hidden_states.shape
         shape = (batch, length, self.num_heads, self.head_dim)
         queries, keys, values = (
-            project(hidden_states).reshape(shape).swapaxes(1, 2) for project in (self.q_proj, self.k_proj, self.v_proj)
+            project(hidden_states).reshape(shape).swapaxes(1, 2)
+            for project in (self.q_proj, self.k_proj, self.v_proj)
         )
-        mixed = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=self.scale, mask=attention_mask)
+        mixed = mx.fast.scaled_dot_product_attention(
+            queries, keys, values, scale=self.scale, mask=attention_mask
+        )
         return self.out_proj(mixed.swapaxes(1, 2).flatten(-2))  # type: ignore[no-any-return]
 
 
@@ -64,16 +69,23 @@ class PiecewiseRecordings(PartsAsText):
     def mark(self, kind: str, number: int) -> str:
         return f"<{kind}>./</{kind}>"
 
-    def _extract_audio_inputs(self, batched_audios: list[list[np.ndarray]]) -> tuple[Any, Any, Any]:
+    def _extract_audio_inputs(
+        self, batched_audios: list[list[np.ndarray]]
+    ) -> tuple[Any, Any, Any]:
         """Return spectrograms (pieces, bands, frames), pieces' frames and recordings' texts."""
         (recordings,) = batched_audios
         part = self.audio_processor
         if not recordings:
             return np.zeros((0, 80, 0), np.float32), [[]], [[]]
         if part is None:
-            raise InvalidPrompt("this checkpoint has no feature extractor for recordings")
+            raise InvalidPrompt(
+                "this checkpoint has no feature extractor for recordings"
+            )
         most = PIECE * part.sampling_rate
-        pieces = [[one[at : at + most] for at in range(0, len(one), most)] for one in recordings]
+        pieces = [
+            [one[at : at + most] for at in range(0, len(one), most)]
+            for one in recordings
+        ]
         made = part(
             [piece for each in pieces for piece in each],
             sampling_rate=part.sampling_rate,
@@ -81,11 +93,22 @@ class PiecewiseRecordings(PartsAsText):
             max_length=most,
             return_tensors="np",
         )
-        frames = [[-(-len(piece) // part.hop_length) for piece in each] for each in pieces]
-        counts = [sum(count_states(one) // self.audio_pool_step for one in each) for each in frames]
+        frames = [
+            [-(-len(piece) // part.hop_length) for piece in each] for each in pieces
+        ]
+        counts = [
+            sum(count_states(one) // self.audio_pool_step for one in each)
+            for each in frames
+        ]
         if 0 in counts:
-            raise InvalidPrompt("a recording is so short that the model's processor makes nothing of it")
+            raise InvalidPrompt(
+                "a recording is so short that the model's processor makes nothing of it"
+            )
         start, end = self.tokenizer.audio_start, self.tokenizer.audio_end
         written = [start + "<unk>" * count + end for count in counts]
         flat = [one for each in frames for one in each]
-        return made["input_features"][..., : max(flat)].astype(np.float32), [flat], [written]
+        return (
+            made["input_features"][..., : max(flat)].astype(np.float32),
+            [flat],
+            [written],
+        )

@@ -29,7 +29,10 @@ class BlocksKind(UpstreamKind):
 
     def row(self, index: int, *, is_own: bool = True) -> MiniMaxM3KVCache:
         cut = row_of(index, is_own=is_own)
-        return _cache(one_of(self.cache.kv_cache, index, is_own=is_own), cut(self.cache.index_keys))
+        return _cache(
+            one_of(self.cache.kv_cache, index, is_own=is_own),
+            cut(self.cache.index_keys),
+        )
 
     def trim(self, count: int) -> None:
         self.cache.trim(count)
@@ -63,23 +66,36 @@ class BlocksSlab(SlabCache):
         super().put(place, cache)
         new = cache.index_keys
         if self.index is None:
-            self.index = mx.zeros((self.num_places, new.shape[1], self.capacity, new.shape[3]), new.dtype)
+            self.index = mx.zeros(
+                (self.num_places, new.shape[1], self.capacity, new.shape[3]), new.dtype
+            )
         self.index[place : place + 1, :, : cache.offset] = new[:, :, : cache.offset]
 
     def extract(self, place: int) -> MiniMaxM3KVCache:  # type: ignore[override]
-        return _cache(super().extract(place), self._row(self.index, place, 0, self._lengths[place]))
+        return _cache(
+            super().extract(place),
+            self._row(self.index, place, 0, self._lengths[place]),
+        )
 
     def reserve(self, keys: mx.array, values: mx.array, tokens: int) -> None:
         super().reserve(keys, values, tokens)
         if self.index is not None and self.index.shape[2] < tokens:
             places, heads, _, width = self.index.shape
-            self.index = widened(self.index, (places, heads, self._capacity(tokens), width), self.index.dtype)
+            self.index = widened(
+                self.index,
+                (places, heads, self._capacity(tokens), width),
+                self.index.dtype,
+            )
 
     def update_index_and_fetch(self, index_keys: mx.array) -> mx.array:
         """Write one token's index (S, 1, 1, D_i) before its keys and values; return the index."""
-        assert self.keys is not None and self.values is not None and self.index is not None
+        assert (
+            self.keys is not None and self.values is not None and self.index is not None
+        )
         self.reserve(self.keys, self.values, self._columns(1))
-        self.index = put_columns(self.index, columns_at(self._positions(), 1), index_keys)
+        self.index = put_columns(
+            self.index, columns_at(self._positions(), 1), index_keys
+        )
         return self.index
 
     def trace(self, slabs: Any, made: Sequence[mx.array]) -> None:
@@ -112,7 +128,9 @@ class RowAttention(MiniMaxAttention):
     mlx-vlm picks one set for all heads (minimax_m3_vl/language.py:238, :1466-1530).
     """
 
-    def __call__(self, x: mx.array, mask: Any = None, cache: Any = None, position_ids: Any = None) -> mx.array:
+    def __call__(
+        self, x: mx.array, mask: Any = None, cache: Any = None, position_ids: Any = None
+    ) -> mx.array:
         if not self.has_sparse_index:
             return super().__call__(x, mask, cache, position_ids)
         queries, keys, *index = self._turned(x, cache.offset)
@@ -120,7 +138,9 @@ class RowAttention(MiniMaxAttention):
         if isinstance(cache, BlocksSlab):
             output = self._slab(cache, *parts)
         else:
-            output = (self._rows if isinstance(cache, RowsCache) else self._row)(cache, *parts)
+            output = (self._rows if isinstance(cache, RowsCache) else self._row)(
+                cache, *parts
+            )
         return self.o_proj(output.swapaxes(1, 2).flatten(-2))
 
     @property
@@ -137,12 +157,17 @@ class RowAttention(MiniMaxAttention):
         heads = []
         for name, width in (("", self.head_dim), ("index_", self.index_dim)):
             for part in ("q", "k"):
-                made, norm = self._heads(x, self[f"{name}{part}_proj"], width), f"{name}{part}_norm"
+                made = self._heads(x, self[f"{name}{part}_proj"], width)
+                norm = f"{name}{part}_norm"
                 heads.append(self[norm](made) if norm in self else made)
         if x.shape[1] > 1 or self.index_dim != self.head_dim or counts_launches():
             return [self.rope(part, offset=offset) for part in heads]
         ends = list(accumulate(part.shape[1] for part in heads[:-1]))
-        return [*mx.split(self.rope(mx.concatenate(heads, axis=1), offset=offset), ends, axis=1)]
+        return [
+            *mx.split(
+                self.rope(mx.concatenate(heads, axis=1), offset=offset), ends, axis=1
+            )
+        ]
 
     def _slab(
         self,
@@ -159,7 +184,9 @@ class RowAttention(MiniMaxAttention):
         columns, size = keys.shape[2], self.sparse_block_size
         mask = once(offset, _seen, round_up(columns, size), queries.dtype)
         if columns > self.most:
-            scores = index_queries.squeeze(2).astype(mx.float32) @ index.squeeze(1).astype(mx.float32).swapaxes(1, 2)
+            scores = index_queries.squeeze(2).astype(mx.float32) @ index.squeeze(
+                1
+            ).astype(mx.float32).swapaxes(1, 2)
             if columns % size:
                 scores = mx.pad(scores, [(0, 0), (0, 0), (0, -columns % size)])
             if not self.sparse_local_blocks:  # a row's last block goes by its scores
@@ -168,8 +195,12 @@ class RowAttention(MiniMaxAttention):
             if columns < FAR * self.most or columns % size:
                 mask = self._mask(best, mask)
             else:
-                picked = mx.argpartition(-best, self.sparse_topk_blocks - 1)[..., : self.sparse_topk_blocks]
-                keys, values = (_gathered(part, picked, size) for part in (keys, values))
+                picked = mx.argpartition(-best, self.sparse_topk_blocks - 1)[
+                    ..., : self.sparse_topk_blocks
+                ]
+                keys, values = (
+                    _gathered(part, picked, size) for part in (keys, values)
+                )
                 mask = _gathered(mask.swapaxes(2, 3), picked, size).swapaxes(2, 3)
             mask = _of_heads(mask, queries, keys)
         return attention(queries, keys, values, slab, self.scale, mask[..., :columns])
@@ -180,8 +211,14 @@ class RowAttention(MiniMaxAttention):
         if not any(is_far):
             return self._step(rows, *parts)
         near, far = RowsCache(), RowsCache()
-        near.places = [None if apart else cache for apart, cache in zip(is_far, rows.places, strict=True)]
-        far.places = [cache if apart else None for apart, cache in zip(is_far, rows.places, strict=True)]
+        near.places = [
+            None if apart else cache
+            for apart, cache in zip(is_far, rows.places, strict=True)
+        ]
+        far.places = [
+            cache if apart else None
+            for apart, cache in zip(is_far, rows.places, strict=True)
+        ]
         return self._step(near, *parts) + each_row(self._row, far, far, *parts)
 
     def _step(
@@ -207,16 +244,22 @@ class RowAttention(MiniMaxAttention):
             mx.broadcast_to(outside, (1, index_queries.shape[1], 1, width))
             if keys is None
             else mx.pad(
-                index_queries[row : row + 1].astype(mx.float32) @ keys.astype(mx.float32).swapaxes(2, 3),
+                index_queries[row : row + 1].astype(mx.float32)
+                @ keys.astype(mx.float32).swapaxes(2, 3),
                 [(0, 0), (0, 0), (0, 0), (0, width - length)],
                 constant_values=outside,
             )
             for row, (keys, length) in enumerate(zip(index, lengths, strict=True))
         ]
         best = self._best(mx.concatenate(scores).squeeze(2), offset)
-        mask = _of_heads(self._mask(best, mx.zeros((1, 1, 1, width), queries.dtype)), queries, states[0])
+        mask = _of_heads(
+            self._mask(best, mx.zeros((1, 1, 1, width), queries.dtype)),
+            queries,
+            states[0],
+        )
         masks = [
-            mask[row : row + 1, ..., :length] if length > self.most else None for row, length in enumerate(lengths)
+            mask[row : row + 1, ..., :length] if length > self.most else None
+            for row, length in enumerate(lengths)
         ]
         return attention(queries, *states, rows, self.scale, RowMasks(tuple(masks)))
 
@@ -224,9 +267,15 @@ class RowAttention(MiniMaxAttention):
         # Return the scores of blocks (B, G, N) from those of positions.
         blocks = mx.unflatten(scores, -1, (-1, self.sparse_block_size))
         is_lse = self.sparse_score_type == "lse"
-        best = mx.logsumexp(blocks * self.scale, axis=-1) if is_lse else blocks.max(axis=-1)
+        best = (
+            mx.logsumexp(blocks * self.scale, axis=-1)
+            if is_lse
+            else blocks.max(axis=-1)
+        )
         near, first = self.sparse_local_blocks, self.sparse_init_blocks
-        is_set, others = once(offset, _set_scores, best.shape[2], self.sparse_block_size, near, first)
+        is_set, others = once(
+            offset, _set_scores, best.shape[2], self.sparse_block_size, near, first
+        )
         return mx.where(is_set, others, best)
 
     def _mask(self, best: mx.array, seen: mx.array) -> mx.array:
@@ -234,7 +283,9 @@ class RowAttention(MiniMaxAttention):
         others = best.shape[2] - self.sparse_topk_blocks
         is_picked = best >= mx.partition(best, others)[..., others : others + 1]
         blocks = mx.unflatten(seen.squeeze(2), -1, (-1, self.sparse_block_size))
-        mask = mx.where(is_picked[..., None], blocks, mx.array(mx.finfo(seen.dtype).min, seen.dtype))
+        mask = mx.where(
+            is_picked[..., None], blocks, mx.array(mx.finfo(seen.dtype).min, seen.dtype)
+        )
         return mask.flatten(-2)[:, :, None]
 
     def _row(
@@ -251,12 +302,15 @@ class RowAttention(MiniMaxAttention):
         index_keys = single.update_index_and_fetch(index_keys)
         length, new = index_keys.shape[2], queries.shape[2]
         if length <= self.most:
-            return attention(queries, keys, values, single, self.scale, "causal" if new > 1 else None)
+            return attention(
+                queries, keys, values, single, self.scale, "causal" if new > 1 else None
+            )
         here = mx.broadcast_to(mx.arange(length - new, length), (len(queries), new))
         groups, outputs = index_queries.shape[1], []
         for group in range(groups):
             q, k, v, index = (
-                part[:, share(part.shape[1], group, groups)] for part in (queries, keys, values, index_queries)
+                part[:, share(part.shape[1], group, groups)]
+                for part in (queries, keys, values, index_queries)
             )
             outputs.append(self._over_blocks(single, q, k, v, index, index_keys, here))
         return mx.concatenate(outputs, axis=1)
@@ -271,12 +325,16 @@ class RowAttention(MiniMaxAttention):
         index_keys: mx.array,
         here: mx.array,
     ) -> mx.array:
-        blocks = self.indexer.select_blocks(index_queries, index_keys, 0, None, here)  # (B, L, picked)
-        for attend in (self._sparse_prefill_attention, self._sparse_decode_attention):  # where those are faster
+        # (B, L, picked)
+        blocks = self.indexer.select_blocks(index_queries, index_keys, 0, None, here)
+        # where those are faster
+        for attend in (self._sparse_prefill_attention, self._sparse_decode_attention):
             output = attend(queries, keys, values, blocks, None, here)
             if output is not None:
                 return output
-        mask = self.indexer.build_block_mask(blocks, None, index_keys.shape[2], queries.dtype, here)
+        mask = self.indexer.build_block_mask(
+            blocks, None, index_keys.shape[2], queries.dtype, here
+        )
         return attention(queries, keys, values, single, self.scale, mask)
 
 
@@ -286,12 +344,18 @@ def _seen(offset: mx.array, columns: int, dtype: mx.Dtype) -> mx.array:
     return mx.where(is_seen, mx.array(0, dtype), mx.array(mx.finfo(dtype).min, dtype))
 
 
-def _set_scores(offset: mx.array, count: int, size: int, near: int, first: int) -> tuple[mx.array, mx.array]:
+def _set_scores(
+    offset: mx.array, count: int, size: int, near: int, first: int
+) -> tuple[mx.array, mx.array]:
     """Return which blocks (B, 1, N) have mlx-vlm's scores, not their own, and these scores."""
     blocks, own = mx.arange(count), offset[:, None, None] // size
     is_near = blocks > own - near
     scores = mx.where(blocks > own, mx.array(-math.inf), mx.array(1e29))
-    return (is_near | (blocks < first), mx.where(is_near, scores, mx.array(1e30))) if first else (is_near, scores)
+    return (
+        (is_near | (blocks < first), mx.where(is_near, scores, mx.array(1e30)))
+        if first
+        else (is_near, scores)
+    )
 
 
 def _of_heads(mask: mx.array, queries: Any, keys: Any) -> mx.array:
@@ -308,7 +372,9 @@ def _gathered(states: mx.array, picked: mx.array, size: int) -> mx.array:
         picked = mx.repeat(picked, heads // picked.shape[1], axis=1)
     at = picked.reshape(batch, heads, -1, picked.shape[2], 1)
     blocks = states.reshape(batch, heads, 1, columns // size, size * width)
-    return mx.take_along_axis(blocks, at, axis=3).reshape(batch, -1, picked.shape[2] * size, width)
+    return mx.take_along_axis(blocks, at, axis=3).reshape(
+        batch, -1, picked.shape[2] * size, width
+    )
 
 
 def share(heads: int, group: int, groups: int) -> slice:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import mlx.core as mx
-from mlx_vlm.models.deepseek_v3.language import DeepseekV3Attention, LanguageModel, MoEGate
+from mlx_vlm.models.deepseek_v3.language import (
+    DeepseekV3Attention,
+    LanguageModel,
+    MoEGate,
+)
 from mlx_vlm.models.kimi_k25.language import LanguageModel as Embedded
 
 from vlm_batch.adapters.latent import latent_attention
@@ -19,7 +23,9 @@ class SoftmaxGate(MoEGate):
     def __call__(self, x: mx.array) -> tuple[mx.array, mx.array]:
         """(B, L, D) -> experts and weights (B, L, K)."""
         scores = mx.softmax((x @ self.weight.T).astype(mx.float32), axis=-1)
-        ranked = mx.argpartition(-(scores + self.e_score_correction_bias), kth=self.top_k - 1, axis=-1)
+        ranked = mx.argpartition(
+            -(scores + self.e_score_correction_bias), kth=self.top_k - 1, axis=-1
+        )
         chosen = ranked[..., : self.top_k]
         weights = mx.take_along_axis(scores, chosen, axis=-1)
         if self.norm_topk_prob:

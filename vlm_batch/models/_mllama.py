@@ -20,8 +20,12 @@ class RowSelfAttention(upstream.MllamaTextSelfAttention):
     """mlx-vlm rotates all rows by one column (mllama/language.py:150)."""
 
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
-        queries, keys, values = (_heads(p(x), self.head_dim) for p in (self.q_proj, self.k_proj, self.v_proj))
-        queries, keys = (self.rope(rotated, offset=cache.offset) for rotated in (queries, keys))
+        queries, keys, values = (
+            _heads(p(x), self.head_dim) for p in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        queries, keys = (
+            self.rope(rotated, offset=cache.offset) for rotated in (queries, keys)
+        )
         keys, values = cache.update_and_fetch(keys, values)
         output = attention(queries, keys, values, cache, self.scale, mask)
         return self.o_proj(output.swapaxes(1, 2).flatten(-2))
@@ -38,7 +42,10 @@ class RowCrossAttention(upstream.MllamaTextCrossAttention):
         cache: Any = None,
     ) -> mx.array:
         if (states := cross_attention_states) is not None:
-            keys, values = (_heads(project(states), self.head_dim) for project in (self.k_proj, self.v_proj))
+            keys, values = (
+                _heads(project(states), self.head_dim)
+                for project in (self.k_proj, self.v_proj)
+            )
             cache.hold(self.k_norm(keys), values)
         queries = self.q_norm(_heads(self.q_proj(hidden_states), self.head_dim))
         keys, values = cache.state
@@ -60,7 +67,11 @@ class SkippingLayer(upstream.MllamaCrossAttentionDecoderLayer):
         if cross_attention_states is None and not cache_position_offset(cache):
             return hidden_states
         return super().__call__(
-            hidden_states, cross_attention_states, attention_mask, full_text_row_masked_out_mask, cache
+            hidden_states,
+            cross_attention_states,
+            attention_mask,
+            full_text_row_masked_out_mask,
+            cache,
         )
 
 

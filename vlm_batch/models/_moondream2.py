@@ -25,13 +25,20 @@ def with_published_crops(processor: Any) -> Any:
 class PublishedCrops(Moondream3Processor):
     """Makes ``pixel_values`` (crops, side, side, 3): a picture, then its crops."""
 
-    def __call__(self, text: Any = None, images: Any = None, **options: Any) -> dict[str, Any]:
-        pictures: Sequence[Image.Image] = images if isinstance(images, list) else [] if images is None else [images]
+    def __call__(
+        self, text: Any = None, images: Any = None, **options: Any
+    ) -> dict[str, Any]:
+        pictures: Sequence[Image.Image] = (
+            images if isinstance(images, list) else [] if images is None else [images]
+        )
         stand_ins = [Image.new("RGB", (1, 1)) for _ in pictures]
         found: dict[str, Any] = super().__call__(text, stand_ins or None, **options)
         if pictures:
             cut = [
-                overlapping_crops(picture, self.crop_size, self.max_crops, self.overlap_margin) for picture in pictures
+                overlapping_crops(
+                    picture, self.crop_size, self.max_crops, self.overlap_margin
+                )
+                for picture in pictures
             ]
             found["pixel_values"] = np.concatenate([crops for crops, _ in cut])
             found["num_crops"] = [len(crops) for crops, _ in cut]
@@ -39,7 +46,9 @@ class PublishedCrops(Moondream3Processor):
         return found
 
 
-def overlapping_crops(picture: Image.Image, side: int, most: int, margin: int) -> tuple[np.ndarray, tuple[int, int]]:
+def overlapping_crops(
+    picture: Image.Image, side: int, most: int, margin: int
+) -> tuple[np.ndarray, tuple[int, int]]:
     """Return a picture and its crops, (1 + rows * columns, side, side, 3) float32 in [-1, 1], and (rows, columns).
 
     Args:
@@ -50,13 +59,24 @@ def overlapping_crops(picture: Image.Image, side: int, most: int, margin: int) -
     """
     border = margin * PATCH
     window = side // PATCH * PATCH - 2 * border
-    rows, columns = crop_grid(picture.height - 2 * border, picture.width - 2 * border, window, most)
+    rows, columns = crop_grid(
+        picture.height - 2 * border, picture.width - 2 * border, window, most
+    )
     picture = picture.convert("RGB")
-    large = picture.resize((columns * window + 2 * border, rows * window + 2 * border), Image.Resampling.LANCZOS)
-    corners = [(column * window, row * window) for row in range(rows) for column in range(columns)]
+    large = picture.resize(
+        (columns * window + 2 * border, rows * window + 2 * border),
+        Image.Resampling.LANCZOS,
+    )
+    corners = [
+        (column * window, row * window)
+        for row in range(rows)
+        for column in range(columns)
+    ]
     parts = [picture.resize((side, side), Image.Resampling.LANCZOS)]
     parts += [large.crop((left, top, left + side, top + side)) for left, top in corners]
-    return np.stack([np.asarray(part, dtype=np.float32) for part in parts]) / 127.5 - 1, (rows, columns)
+    return np.stack(
+        [np.asarray(part, dtype=np.float32) for part in parts]
+    ) / 127.5 - 1, (rows, columns)
 
 
 def crop_grid(height: int, width: int, window: int, most: int) -> tuple[int, int]:
@@ -70,5 +90,7 @@ def crop_grid(height: int, width: int, window: int, most: int) -> tuple[int, int
     rows = max(rows, math.floor(math.sqrt(most * height / width)))
     columns = max(columns, math.floor(math.sqrt(most * width / height)))
     if rows * columns > most:
-        rows, columns = (rows, most // rows) if columns > rows else (most // columns, columns)
+        rows, columns = (
+            (rows, most // rows) if columns > rows else (most // columns, columns)
+        )
     return max(1, rows), max(1, columns)

@@ -22,10 +22,15 @@ class RowAttention(Attention):
         start = offset[:, None] if isinstance(offset, mx.array) else offset
         tau_q, tau_v = self.tau(qkv, start + mx.arange(length))  # (B, H, L, 1)
         heads, kv_heads = self.n_heads, self.n_kv_heads
-        split = qkv.reshape(*qkv.shape[:2], heads + 2 * kv_heads, self.head_dim).swapaxes(1, 2)
-        queries, keys, values = mx.split(split, [heads, heads + kv_heads], axis=1)  # (B, H, L, D_head)
+        split = qkv.reshape(
+            *qkv.shape[:2], heads + 2 * kv_heads, self.head_dim
+        ).swapaxes(1, 2)
+        # (B, H, L, D_head)
+        queries, keys, values = mx.split(split, [heads, heads + kv_heads], axis=1)
         queries = self.rope(queries * tau_q, offset=offset)
-        keys, values = cache.update_and_fetch(self.rope(keys, offset=offset), values * tau_v)
+        keys, values = cache.update_and_fetch(
+            self.rope(keys, offset=offset), values * tau_v
+        )
         output = attention(queries, keys, values, cache, self.scale, mask)
         return self.proj(output.swapaxes(1, 2).flatten(-2))
 

@@ -22,15 +22,25 @@ class UnroundedTextModel(MuseSparkTextModel):
         mask: mx.array | None = None,
     ) -> mx.array:
         """(B, L) or (B, L, D) -> (B, L, D), float32."""
-        stream = (self.embed(inputs) if inputs_embeds is None else inputs_embeds).astype(mx.float32)
+        stream = (
+            self.embed(inputs) if inputs_embeds is None else inputs_embeds
+        ).astype(mx.float32)
         masks = {False: create_attention_mask(stream, cache[self.fa_idx])}
         if self.swa_idx is not None:
-            masks[True] = create_attention_mask(stream, cache[self.swa_idx], window_size=self.sliding_window)
+            masks[True] = create_attention_mask(
+                stream, cache[self.swa_idx], window_size=self.sliding_window
+            )
         norms = [layer.input_layernorm for layer in self.layers]
         normed = norms[0](stream).astype(norms[0].weight.dtype)
-        for layer, single, following in zip(self.layers, cache, [*norms[1:], None], strict=True):
+        for layer, single, following in zip(
+            self.layers, cache, [*norms[1:], None], strict=True
+        ):
             stream, normed = layer(
-                stream, mask=masks[layer.use_sliding], cache=single, attn_input=normed, next_norm=following
+                stream,
+                mask=masks[layer.use_sliding],
+                cache=single,
+                attn_input=normed,
+                next_norm=following,
             )
         return self.norm(stream)
 

@@ -20,7 +20,9 @@ ADAPTERS = ("vision", "speech")
 class AdaptedLinear(nn.Module):
     """A linear layer with unmerged LoRA (arXiv:2106.09685), weighted by ``Call.adapters``."""
 
-    def __init__(self, base: nn.Linear, parts: Mapping[str, tuple[mx.array, mx.array]]) -> None:
+    def __init__(
+        self, base: nn.Linear, parts: Mapping[str, tuple[mx.array, mx.array]]
+    ) -> None:
         super().__init__()
         self.base = base
         self.down = {name: _linear(down) for name, (down, _) in parts.items()}
@@ -30,7 +32,11 @@ class AdaptedLinear(nn.Module):
         found: mx.array = self.base(x)
         for name, weight in current().adapters.items():
             if name in self.down:
-                weight = weight.astype(found.dtype) if isinstance(weight, mx.array) else weight
+                weight = (
+                    weight.astype(found.dtype)
+                    if isinstance(weight, mx.array)
+                    else weight
+                )
                 found = found + self.up[name](self.down[name](x)) * weight
         return found
 
@@ -44,14 +50,25 @@ def _linear(weight: mx.array) -> nn.Linear:
 def unmerge_adapters(model: Any) -> dict[str, float]:
     """Restore published weights, which mlx-vlm merges with an adapter; return the adapters' scales."""
     bases = dict(model.pop("_base_weights", {}))
-    parts = {name: [model.pop(f"_{name}_lora_{half}", {}) for half in "ab"] for name in ADAPTERS}
+    parts = {
+        name: [model.pop(f"_{name}_lora_{half}", {}) for half in "ab"]
+        for name in ADAPTERS
+    }
     found: set[str] = set()
     for path, weight in bases.items():
         owner, name = path.removesuffix(".weight").rpartition(".")[::2]
-        own = {kind: (down[path], up[path]) for kind, (down, up) in parts.items() if path in down and path in up}
+        own = {
+            kind: (down[path], up[path])
+            for kind, (down, up) in parts.items()
+            if path in down and path in up
+        }
         setattr(part_of_lists(model, owner), name, AdaptedLinear(_linear(weight), own))
         found |= own.keys()
-    return {name: float(getattr(model, f"_{name}_lora_scale")) for name in ADAPTERS if name in found}
+    return {
+        name: float(getattr(model, f"_{name}_lora_scale"))
+        for name in ADAPTERS
+        if name in found
+    }
 
 
 def part_of_lists(model: Any, path: str) -> Any:
@@ -69,12 +86,16 @@ class NumberedPlaceholders(PartsAsText):
     def mark(self, kind: str, number: int) -> str:
         return f"<|{kind}_{number}|>"
 
-    def __call__(self, images: Any = None, text: Any = None, audio: Any = None, **said: Any) -> Any:
+    def __call__(
+        self, images: Any = None, text: Any = None, audio: Any = None, **said: Any
+    ) -> Any:
         """Raise InvalidPrompt for too short recordings."""
         recordings = audio or ()
         if recordings and self.audio_processor is None:
             raise InvalidPrompt("this checkpoint's config.json has no audio_processor")
         if any(len(one) < self.shortest for one in recordings):
-            raise InvalidPrompt("a recording is so short that the model's processor makes nothing of it")
+            raise InvalidPrompt(
+                "a recording is so short that the model's processor makes nothing of it"
+            )
         theirs: Any = super()
         return theirs.__call__(images=images, text=text, audio=audio, **said)

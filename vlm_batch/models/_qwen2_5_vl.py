@@ -35,7 +35,8 @@ class Layout:
     windows: tuple[Run, ...]
     size: int  # patches of a whole window
     pictures: tuple[Run, ...]
-    by_picture: tuple[mx.array, mx.array] | None  # (N,) patches, and back again; None for one picture
+    # (N,) patches, and back again; None for one picture
+    by_picture: tuple[mx.array, mx.array] | None
 
 
 @dataclass(frozen=True)
@@ -69,12 +70,17 @@ def _new_layout(grids: tuple[tuple[int, int, int], ...], tower: TowerSizes) -> L
             orders.append(order + start)
             sizes.extend(np.full(count * size, size) for count, size in runs)
             wholes.append((1, high * wide))
-            places.append(patch_positions(high, wide, merge).reshape(-1, unit, 2)[order])
+            places.append(
+                patch_positions(high, wide, merge).reshape(-1, unit, 2)[order]
+            )
             start += len(order)
-    by_size = np.argsort(-np.concatenate(sizes), kind="stable")  # groups windows of one size of all pictures
+    # groups windows of one size of all pictures
+    by_size = np.argsort(-np.concatenate(sizes), kind="stable")
     order = np.concatenate(orders)[by_size]
     counts = Counter(np.concatenate(sizes).tolist())
-    in_windows = tuple((counts[size] // size, size * unit) for size in sorted(counts, reverse=True))
+    in_windows = tuple(
+        (counts[size] // size, size * unit) for size in sorted(counts, reverse=True)
+    )
     by_picture = None
     if len(wholes) > 1:
         by_picture = _patches_of(np.argsort(by_size), unit), _patches_of(by_size, unit)
@@ -94,23 +100,45 @@ _kept_layout = lru_cache(maxsize=8)(_new_layout)
 
 def _rotation(places: np.ndarray, tower: TowerSizes) -> RotationFactors:
     """Return the rotation of patches at (row, column), (N, 2)."""
-    speeds = 1.0 / (tower.theta ** (np.arange(0, tower.width, 2, dtype=np.float32) / tower.width))
-    angles = (np.arange(places.max() + 1)[:, None] * speeds.astype(np.float32)).astype(np.float32).astype(np.float64)
-    cos, sin = (
-        turned.astype(np.float32)[places].reshape(len(places), 1, -1) for turned in (np.cos(angles), np.sin(angles))
+    speeds = 1.0 / (
+        tower.theta ** (np.arange(0, tower.width, 2, dtype=np.float32) / tower.width)
     )
-    return mx.array(np.stack([cos, sin], axis=2)), mx.array(np.stack([-sin, cos], axis=2))
+    angles = (
+        (np.arange(places.max() + 1)[:, None] * speeds.astype(np.float32))
+        .astype(np.float32)
+        .astype(np.float64)
+    )
+    cos, sin = (
+        turned.astype(np.float32)[places].reshape(len(places), 1, -1)
+        for turned in (np.cos(angles), np.sin(angles))
+    )
+    return mx.array(np.stack([cos, sin], axis=2)), mx.array(
+        np.stack([-sin, cos], axis=2)
+    )
 
 
 class WindowRuns(VisionModel):
-    def __call__(self, hidden_states: mx.array, grid_thw: mx.array, output_hidden_states: Any = None) -> mx.array:
+    def __call__(
+        self,
+        hidden_states: mx.array,
+        grid_thw: mx.array,
+        output_hidden_states: Any = None,
+    ) -> mx.array:
         """Patches (N, values) of grids (P, 3) -> features (N / merge², D)."""
         merge, rotary = self.spatial_merge_size, self.rotary_pos_emb
-        tower = TowerSizes(merge, self.window_size // merge // self.patch_size, rotary.theta, rotary.dim)
+        tower = TowerSizes(
+            merge,
+            self.window_size // merge // self.patch_size,
+            rotary.theta,
+            rotary.dim,
+        )
         layout = layout_of(tuple(map(tuple, np.array(grid_thw).tolist())), tower)
         x = self.patch_embed(hidden_states)
         patches = x.shape[0]
-        x = x.reshape(-1, self.spatial_merge_unit, x.shape[-1])[layout.order].reshape(patches, -1)  # (N, D)
+        # (N, D)
+        x = x.reshape(-1, self.spatial_merge_unit, x.shape[-1])[layout.order].reshape(
+            patches, -1
+        )
         for number, block in enumerate(self.blocks):
             is_whole = number in self.fullatt_block_indexes
             x = x + self._attend(block.attn, block.norm1(x), layout, is_whole)
@@ -126,11 +154,17 @@ class WindowRuns(VisionModel):
         split = module.qkv(x).reshape(x.shape[0], 3, module.num_heads, -1)
         both, values = rotate(split[:, :2].swapaxes(0, 1), layout.turn), split[:, 2]
         if not is_whole:
-            return module.proj(attend_windows(both, values, layout.windows, layout.size, module.scale))
+            return module.proj(
+                attend_windows(both, values, layout.windows, layout.size, module.scale)
+            )
         if layout.by_picture is None:
-            return module.proj(attend_runs(both[0], both[1], values, layout.pictures, module.scale))
+            return module.proj(
+                attend_runs(both[0], both[1], values, layout.pictures, module.scale)
+            )
         there, back = layout.by_picture
-        attended = attend_runs(both[0][there], both[1][there], values[there], layout.pictures, module.scale)
+        attended = attend_runs(
+            both[0][there], both[1][there], values[there], layout.pictures, module.scale
+        )
         return module.proj(attended[back])
 
 

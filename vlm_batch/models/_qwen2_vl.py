@@ -33,9 +33,14 @@ class FrameBoundedVideoProcessor(Qwen3VLVideoProcessor):
     def _process_one(self, video: np.ndarray) -> tuple[np.ndarray, list[int]]:
         """(T, 3, H, W) -> patches (t * h * w, 3 * 2 * patch * patch), (t, h, w)."""
         frames, _, height, width = video.shape
-        most = max(min(self.max_pixels, MAX_FRAME_PIXELS, MAX_FRAMES_PIXELS // frames), int(self.min_pixels * 1.05))
+        most = max(
+            min(self.max_pixels, MAX_FRAME_PIXELS, MAX_FRAMES_PIXELS // frames),
+            int(self.min_pixels * 1.05),
+        )
         factor = self.patch_size * self.merge_size
         high, wide = _smart_resize_image(height, width, factor, self.min_pixels, most)
         whole = copy.copy(self)
         whole.min_pixels, whole.max_pixels = 0, frames * high * wide * 2
-        return Qwen3VLVideoProcessor._process_one(whole, _resize_video_frames(video, high, wide))
+        return Qwen3VLVideoProcessor._process_one(
+            whole, _resize_video_frames(video, high, wide)
+        )

@@ -9,8 +9,13 @@ from typing import Any
 
 import numpy as np
 from mlx_vlm.models.base import to_mlx
-from mlx_vlm.models.qwen3_omni_moe.processing_qwen3_omni_moe import _get_feat_extract_output_lengths
-from mlx_vlm.models.qwen3_vl.processing_qwen3_vl import _resize_video_frames, _smart_resize_image
+from mlx_vlm.models.qwen3_omni_moe.processing_qwen3_omni_moe import (
+    _get_feat_extract_output_lengths,
+)
+from mlx_vlm.models.qwen3_vl.processing_qwen3_vl import (
+    _resize_video_frames,
+    _smart_resize_image,
+)
 from transformers.feature_extraction_utils import BatchFeature
 
 from vlm_batch.adapters.pictures import with_mixin, with_part
@@ -24,7 +29,9 @@ POSITIONS_A_SECOND = 13.0
 
 def with_videos(processor: Any) -> Any:
     """Make a processor size and place videos and any sound as transformers' does."""
-    bounded = with_part(processor, "video_processor", lambda part: with_mixin(part, FrameBounded))
+    bounded = with_part(
+        processor, "video_processor", lambda part: with_mixin(part, FrameBounded)
+    )
     return with_mixin(bounded, InOrderOfTime)
 
 
@@ -38,7 +45,9 @@ class FrameBounded:
         """(T, 3, H, W) -> patches and (t, h, w)."""
         frames, _, height, width = video.shape
         side = self.patch_size * self.merge_size
-        high, wide = _smart_resize_image(height, width, side, LEAST_FRAME * side**2, MOST_FRAME * side**2)
+        high, wide = _smart_resize_image(
+            height, width, side, LEAST_FRAME * side**2, MOST_FRAME * side**2
+        )
         whole: Any = copy.copy(self)
         whole.min_pixels, whole.max_pixels = 0, 2 * frames * high * wide
         parent: Any = super(FrameBounded, whole)
@@ -71,7 +80,12 @@ class InOrderOfTime:
         if videos is None:
             theirs: Any = super()
             return theirs.__call__(
-                text=text, images=images, videos=None, audio=audio, padding_side=padding_side, **options
+                text=text,
+                images=images,
+                videos=None,
+                audio=audio,
+                padding_side=padding_side,
+                **options,
             )
         found: dict[str, Any] = dict(self.video_processor(videos=videos))
         seconds = [self.video_processor.temporal_patch_size / rate for rate in rates]
@@ -83,17 +97,29 @@ class InOrderOfTime:
         if audio is not None:
             heard = self.feature_extractor(audio)
             mask = heard["attention_mask"]
-            found |= {"input_features": heard["input_features"], "feature_attention_mask": mask}
+            found |= {
+                "input_features": heard["input_features"],
+                "feature_attention_mask": mask,
+            }
             lengths = _get_feat_extract_output_lengths(np.asarray(mask).sum(-1))
         shapes = self._shapes("video", found), self._shapes("image", found)
-        texts = [self._expanded(one, *shapes, spacing, lengths.tolist(), sound_of) for one in _listed(text)]
+        texts = [
+            self._expanded(one, *shapes, spacing, lengths.tolist(), sound_of)
+            for one in _listed(text)
+        ]
         options.pop("return_tensors", None)
-        return BatchFeature(data=to_mlx({**self.tokenizer(texts, padding_side=padding_side, **options), **found}))
+        return BatchFeature(
+            data=to_mlx(
+                {**self.tokenizer(texts, padding_side=padding_side, **options), **found}
+            )
+        )
 
     def _shapes(self, kind: str, found: dict[str, Any]) -> list[tuple[int, int]]:
         """Return each medium's time steps, and placeholders in one."""
         side = getattr(self, f"{kind}_processor").merge_size
-        grids = np.asarray(found.get(f"{kind}_grid_thw", np.zeros((0, 3), int))).tolist()
+        grids = np.asarray(
+            found.get(f"{kind}_grid_thw", np.zeros((0, 3), int))
+        ).tolist()
         return [(t, h * w // side**2) for t, h, w in grids]
 
     def _expanded(
@@ -106,9 +132,13 @@ class InOrderOfTime:
         sound_of: Sequence[int | None],
     ) -> str:
         """Repeat each medium's placeholder; put a video's sound between its frames."""
-        token = {name: getattr(self.tokenizer, f"{name}_token") for name in ("image", "video", "audio")}
+        token = {
+            name: getattr(self.tokenizer, f"{name}_token")
+            for name in ("image", "video", "audio")
+        }
         begin, end, hear, heard = (
-            getattr(self.tokenizer, f"{name}_token") for name in ("vision_bos", "vision_eos", "audio_bos", "audio_eos")
+            getattr(self.tokenizer, f"{name}_token")
+            for name in ("vision_bos", "vision_eos", "audio_bos", "audio_eos")
         )
         pair = f"{begin}{token['video']}{end}{hear}{token['audio']}{heard}"
         counts = {"image": 0, "video": 0, "audio": 0}
@@ -131,7 +161,8 @@ class InOrderOfTime:
             if match[0] == token["video"]:
                 return token["video"] * (steps * each)
             heard_at = next_of("audio", of=at)
-            if not sound_of or sound_of[heard_at] is None:  # a recording of its own behind a video
+            # a recording of its own behind a video
+            if not sound_of or sound_of[heard_at] is None:
                 return f"{begin}{token['video'] * (steps * each)}{end}{hear}{token['audio'] * lengths[heard_at]}{heard}"
             mixed = merged(steps, each, spacing[at], lengths[heard_at])
             return begin + hear + "".join(token[kind] for kind in mixed) + heard + end

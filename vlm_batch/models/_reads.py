@@ -46,18 +46,29 @@ class ConfigWatch:
         for _, part in self._objects.values():
             part.__class__ = type(part).__mro__[1]
 
-    def reads(self, model: nn.Module, adapter: type, functions: Iterable[Callable[..., Any]]) -> ConfigReads:
+    def reads(
+        self, model: nn.Module, adapter: type, functions: Iterable[Callable[..., Any]]
+    ) -> ConfigReads:
         """Return what building ``model`` read, and what it, its adapter and ``functions`` can read later."""
-        later = set(class_code(adapter)).union(*(_with_inner(function.__code__) for function in functions))
+        later = set(class_code(adapter)).union(
+            *(_with_inner(function.__code__) for function in functions)
+        )
         everywhere: set[CodeType] = set()
         for _, module in model.named_modules():
             code = class_code(module.__class__)
             everywhere |= code
-            if any(id(value) in self._objects for value in vars(module).values()):  # it keeps a configuration
+            # it keeps a configuration
+            if any(id(value) in self._objects for value in vars(module).values()):
                 later |= code
-        while_built = {(self._objects[owner][0], name) for owner, name in self._read if owner in self._objects}
+        while_built = {
+            (self._objects[owner][0], name)
+            for owner, name in self._read
+            if owner in self._objects
+        }
         names = {name for code in later for name in code.co_names} | _strings(later)
-        return ConfigReads(frozenset(while_built), frozenset(names), frozenset(_strings(everywhere)))
+        return ConfigReads(
+            frozenset(while_built), frozenset(names), frozenset(_strings(everywhere))
+        )
 
 
 def config_objects(config: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -80,7 +91,9 @@ def _watched(kind: type, read: set[tuple[int, str]]) -> type:
         read.add((id(self), name))
         return kind.__getattribute__(self, name)  # type: ignore[call-arg]
 
-    return type(kind.__name__, (kind,), {"__getattribute__": get, "__module__": kind.__module__})
+    return type(
+        kind.__name__, (kind,), {"__getattribute__": get, "__module__": kind.__module__}
+    )
 
 
 @cache
@@ -88,19 +101,32 @@ def class_code(kind: Any) -> frozenset[CodeType]:
     """Return the code of a class's functions, also inherited."""
     found: set[CodeType] = set()
     for base in kind.__mro__:
-        if base.__module__ in ("builtins", "vlm_batch.adapters.base") or base.__module__.startswith("mlx."):
+        if base.__module__ in (
+            "builtins",
+            "vlm_batch.adapters.base",
+        ) or base.__module__.startswith("mlx."):
             continue
         for value in vars(base).values():
             function = getattr(value, "fget", value)  # a property's
             function = getattr(function, "func", function)  # a cached property's
-            if isinstance(function, FunctionType) and function.__name__ not in ("__init__", "sanitize"):
+            if isinstance(function, FunctionType) and function.__name__ not in (
+                "__init__",
+                "sanitize",
+            ):
                 found |= _with_inner(function.__code__)
     return frozenset(found)
 
 
 def _with_inner(code: CodeType) -> frozenset[CodeType]:
-    return frozenset({code}).union(*(_with_inner(inner) for inner in code.co_consts if isinstance(inner, CodeType)))
+    return frozenset({code}).union(
+        *(_with_inner(inner) for inner in code.co_consts if isinstance(inner, CodeType))
+    )
 
 
 def _strings(codes: Iterable[CodeType]) -> set[str]:
-    return {constant for code in codes for constant in code.co_consts if isinstance(constant, str)}
+    return {
+        constant
+        for code in codes
+        for constant in code.co_consts
+        if isinstance(constant, str)
+    }

@@ -19,7 +19,9 @@ MODELS, DRAFTERS = "mlx_vlm.models", "mlx_vlm.speculative.drafters"
 _PICTURES = "it makes pictures by diffusion, not text"
 _DENOISES = "it writes text by denoising blocks of it, not one token at a time"
 _EMBEDS = "it gives embeddings of its input, not text"
-_ENCODES = "it is an encoder without a decoder: it gives features of its input, not text"
+_ENCODES = (
+    "it is an encoder without a decoder: it gives features of its input, not text"
+)
 _DECIDES = "it chooses among given answers by scores, and writes no text"
 _LABELS = "it labels the words of its input, and writes no text"
 _DETECTS = "it finds objects in pictures and gives boxes or masks, not text"
@@ -31,8 +33,16 @@ _DRAFTS = "it only proposes tokens to another model that decodes speculatively"
 def _packages(parent: str) -> dict[str, Path]:
     """Return a folder's packages by model type."""
     spec = find_spec(parent)
-    roots = [Path(root) for root in (spec.submodule_search_locations or ())] if spec is not None else []
-    return {path.parent.name: path.parent for root in roots for path in sorted(root.glob("*/__init__.py"))}
+    roots = (
+        [Path(root) for root in (spec.submodule_search_locations or ())]
+        if spec is not None
+        else []
+    )
+    return {
+        path.parent.name: path.parent
+        for root in roots
+        for path in sorted(root.glob("*/__init__.py"))
+    }
 
 
 #: Model type, after mlx-vlm's remapping, -> why it is refused.
@@ -54,7 +64,9 @@ REFUSED: Mapping[str, str] = {
         _PICTURES,
     ),
     "minimax_h3": "it makes videos with sound by diffusion, not text",
-    **dict.fromkeys(("diffusion_gemma", "llada2_moe", "nemotron_labs_diffusion"), _DENOISES),
+    **dict.fromkeys(
+        ("diffusion_gemma", "llada2_moe", "nemotron_labs_diffusion"), _DENOISES
+    ),
     **dict.fromkeys(
         (
             "colidefics3",
@@ -72,15 +84,24 @@ REFUSED: Mapping[str, str] = {
         ),
         _EMBEDS,
     ),
-    **dict.fromkeys(("bert", "dinov2", "lfm2_encoder", "modernbert", "xlm_roberta"), _ENCODES),
+    **dict.fromkeys(
+        ("bert", "dinov2", "lfm2_encoder", "modernbert", "xlm_roberta"), _ENCODES
+    ),
     **dict.fromkeys(("clef", "d1", "d1_omni", "decider2", "laya"), _DECIDES),
     **dict.fromkeys(("gliner2_5", "openai_privacy_filter"), _LABELS),
-    **dict.fromkeys(("pp_doclayout_v3", "rfdetr", "rt_detr_v2", "sam3", "sam3_1", "yolo11"), _DETECTS),
-    **dict.fromkeys(("moge3", "sam3d_body", "sam3d_objects", "video_depth_anything"), _GEOMETRY),
+    **dict.fromkeys(
+        ("pp_doclayout_v3", "rfdetr", "rt_detr_v2", "sam3", "sam3_1", "yolo11"),
+        _DETECTS,
+    ),
+    **dict.fromkeys(
+        ("moge3", "sam3d_body", "sam3d_objects", "video_depth_anything"), _GEOMETRY
+    ),
     "sapiens2": "it gives poses and dense maps of people in pictures, not text",
     "nemotron_voicechat": "it answers speech with speech, frame by frame",
     "mistral4": "it is the language half of mistral3, whose model type its checkpoints carry",
-    **dict.fromkeys(sorted(_packages(DRAFTERS).keys() - _packages(MODELS).keys()), _DRAFTS),
+    **dict.fromkeys(
+        sorted(_packages(DRAFTERS).keys() - _packages(MODELS).keys()), _DRAFTS
+    ),
 }
 
 _TEXT_ONLY = "it takes text only, and its rows have not been verified in a batch"
@@ -89,7 +110,12 @@ _TEXT_ONLY = "it takes text only, and its rows have not been verified in a batch
 class _TextDecoders(Mapping[str, str]):
     def __getitem__(self, model_type: str) -> str:
         folder = _packages(MODELS).get(model_type)
-        if folder is None or model_type in REFUSED or model_type in _registered() or _knows_pictures(folder):
+        if (
+            folder is None
+            or model_type in REFUSED
+            or model_type in _registered()
+            or _knows_pictures(folder)
+        ):
             raise KeyError(model_type)
         return _TEXT_ONLY
 
@@ -108,7 +134,12 @@ def _registered() -> set[str]:
 def _knows_pictures(folder: Path) -> bool:
     """Whether a package's code, read without import, mentions vision."""
     texts = [file.read_text(encoding="utf-8") for file in folder.rglob("*.py")]
-    return any("vision" in name.lower() for text in texts if "vision" in text.lower() for name in _names(text))
+    return any(
+        "vision" in name.lower()
+        for text in texts
+        if "vision" in text.lower()
+        for name in _names(text)
+    )
 
 
 def _names(text: str) -> Iterator[str]:

@@ -47,15 +47,22 @@ class Rule:
 
     def _fits(self, part: Mapping[str, Any]) -> bool:
         return all(
-            isinstance(part.get(name), Mapping) if name.endswith("_config") else part.get(name) is not None
+            isinstance(part.get(name), Mapping)
+            if name.endswith("_config")
+            else part.get(name) is not None
             for name in self.needs.split()
         )
 
     def _everywhere(self, config: Mapping[str, Any]) -> Config:
         parts = {
-            name: value for name, value in config.items() if name.endswith("_config") and isinstance(value, Mapping)
+            name: value
+            for name, value in config.items()
+            if name.endswith("_config") and isinstance(value, Mapping)
         }
-        found = {**config, **{name: self._everywhere(part) for name, part in parts.items()}}
+        found = {
+            **config,
+            **{name: self._everywhere(part) for name, part in parts.items()},
+        }
         return self.change(found) if self._fits(found) else found
 
 
@@ -68,7 +75,9 @@ class Tensors:
     #: (renamed tensors, configuration) -> tensors for mlx-vlm's ``sanitize``.
     change: Callable[[Weights, Config], Weights] = lambda weights, config: weights
     #: (tensors on disk, sanitized tensors, configuration) -> tensors for the model.
-    finish: Callable[[Weights, Weights, Config], Weights] = lambda on_disk, sanitized, config: sanitized
+    finish: Callable[[Weights, Weights, Config], Weights] = (
+        lambda on_disk, sanitized, config: sanitized
+    )
     #: Prefix of parameters that no answer needs; zeros if a folder lacks them.
     unused: str = ""
     #: Pattern of norms whose weights count from one; they are kept in float32, as in transformers.
@@ -100,17 +109,27 @@ def chain(*steps: Change) -> Change:
 def renamed(**names: str) -> Change:
     """Copy entries to new names (old -> new), if missing."""
     return lambda config: (
-        config | {new: config[old] for old, new in names.items() if old in config and config.get(new) is None}
+        config
+        | {
+            new: config[old]
+            for old, new in names.items()
+            if old in config and config.get(new) is None
+        }
     )
 
 
 def filled(**values: Any) -> Change:
     """Add constants of transformers' class, if missing."""
-    return lambda config: config | {name: value for name, value in values.items() if config.get(name) is None}
+    return lambda config: (
+        config
+        | {name: value for name, value in values.items() if config.get(name) is None}
+    )
 
 
 def without(*names: str) -> Change:
-    return lambda config: {name: value for name, value in config.items() if name not in names}
+    return lambda config: {
+        name: value for name, value in config.items() if name not in names
+    }
 
 
 def only_known(package: str, name: str) -> Change:
@@ -118,14 +137,20 @@ def only_known(package: str, name: str) -> Change:
 
     def change(config: Config) -> Config:
         kind = vars(import_module(f"mlx_vlm.models.{package}"))[name]
-        return {name: value for name, value in config.items() if name in signature(kind).parameters}
+        return {
+            name: value
+            for name, value in config.items()
+            if name in signature(kind).parameters
+        }
 
     return change
 
 
 def refused(reason: str) -> Change:
     def refuse(config: Config) -> Config:
-        raise UnsupportedModel(f"model type {config['model_type']!r} cannot be read: {reason}")
+        raise UnsupportedModel(
+            f"model type {config['model_type']!r} cannot be read: {reason}"
+        )
 
     return refuse
 
@@ -137,7 +162,9 @@ def full_attention_interval(name: str) -> Change:
         full = [kind == "full_attention" for kind in config["layer_types"]]
         interval = full.index(True) + 1 if any(full) else len(full) + 1
         if full != [(layer + 1) % interval == 0 for layer in range(len(full))]:
-            raise UnsupportedModel(f"layer_types {config['layer_types']} have full attention at no regular distance")
+            raise UnsupportedModel(
+                f"layer_types {config['layer_types']} have full attention at no regular distance"
+            )
         return config | {name: interval}
 
     return change
@@ -152,11 +179,15 @@ def text_at_the_root(config: Config) -> Config:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def joined_attention(weights: Weights, queries: str, before: str, after: str) -> Weights:
+def joined_attention(
+    weights: Weights, queries: str, before: str, after: str
+) -> Weights:
     """Join queries, keys and values whose name ``queries`` matches; ``before`` + q_proj becomes ``after``."""
     found = dict(weights)
     for name in [name for name in weights if re.search(queries, name)]:
-        parts = [found.pop(name.replace(".q_proj.", f".{part}_proj.")) for part in "qkv"]
+        parts = [
+            found.pop(name.replace(".q_proj.", f".{part}_proj.")) for part in "qkv"
+        ]
         found[name.replace(f"{before}q_proj.", after)] = mx.concatenate(parts)
     return found
 
@@ -165,14 +196,18 @@ def to_float32(weights: Weights, names: str) -> Weights:
     """Convert matching half-precision weights to float32, so that norms keep their digits."""
     half = (mx.bfloat16, mx.float16)
     return {
-        name: value.astype(mx.float32) if value.dtype in half and re.search(names, name) else value
+        name: value.astype(mx.float32)
+        if value.dtype in half and re.search(names, name)
+        else value
         for name, value in weights.items()
     }
 
 
 def with_layer_kinds(name: str, **words: str) -> Change:
     """Rename kinds of layers in a list."""
-    return lambda config: config | {name: [words.get(kind, kind) for kind in config[name]]}
+    return lambda config: (
+        config | {name: [words.get(kind, kind) for kind in config[name]]}
+    )
 
 
 def layers_of(name: str, kinds: Sequence[str]) -> list[int]:

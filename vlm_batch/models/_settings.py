@@ -61,14 +61,19 @@ NO_EFFECT = re.compile(
 )
 #: (model type, setting) -> values that mlx-vlm's class computes, at least in part, whatever config.json says.
 HARD_CODED: dict[tuple[str, str], tuple[Any, ...]] = {
-    ("ernie4_5_moe_vl", "text_config.rms_norm_eps"): (1e-5,),  # its resampler's norm (ernie4_5_moe_vl.py:63)
-    ("ernie4_5_moe_vl", "vision_config.rms_norm_eps"): (1e-6,),  # its resampler's norms (ernie4_5_moe_vl.py:51)
-    ("gemma4", "vision_config.rms_norm_eps"): (1e-6,),  # queries' and keys' norms (gemma4/vision.py:74)
+    # its resampler's norm (ernie4_5_moe_vl.py:63)
+    ("ernie4_5_moe_vl", "text_config.rms_norm_eps"): (1e-5,),
+    # its resampler's norms (ernie4_5_moe_vl.py:51)
+    ("ernie4_5_moe_vl", "vision_config.rms_norm_eps"): (1e-6,),
+    # queries' and keys' norms (gemma4/vision.py:74)
+    ("gemma4", "vision_config.rms_norm_eps"): (1e-6,),
     ("glm5_next", "text_config.index_kpool_always_select_tail"): (True,),
-    ("idefics2", "perceiver_config.rms_norm_eps"): (1e-5,),  # that of the decoder (idefics2/idefics2.py:92)
+    # that of the decoder (idefics2/idefics2.py:92)
+    ("idefics2", "perceiver_config.rms_norm_eps"): (1e-5,),
     ("idefics2", "text_config.rms_norm_eps"): (1e-5,),  # it is the perceiver's, too
     ("kimi_k25", "text_config.rope_interleave"): (True,),
-    ("minicpmv4_6", "vision_config.layer_norm_eps"): (1e-6,),  # the mergers' norms (minicpmv4_6.py:109)
+    # the mergers' norms (minicpmv4_6.py:109)
+    ("minicpmv4_6", "vision_config.layer_norm_eps"): (1e-6,),
     ("minicpmv4_7", "vision_config.layer_norm_eps"): (1e-6,),
     ("mistral3", "vision_config.hidden_act"): ("silu",),
     ("mllama", "vision_config.norm_eps"): (1e-5,),
@@ -76,14 +81,18 @@ HARD_CODED: dict[tuple[str, str], tuple[Any, ...]] = {
     ("multi_modality", "vision_config.layer_norm_eps"): (1e-6,),
     ("muse_glimmer", "vision_config.layer_norm_eps"): (1e-5,),
     ("muse_spark", "vision_config.layer_norm_eps"): (1e-5,),
-    ("paligemma", "text_config.use_bidirectional_attention"): (True,),  # as transformers' whatever is said
+    # as transformers' whatever is said
+    ("paligemma", "text_config.use_bidirectional_attention"): (True,),
     ("pixtral", "vision_config.hidden_act"): ("silu",),
     ("pixtral", "vision_feature_layer"): (-1,),
-    ("qwen3_vl_moe", "text_config.norm_topk_prob"): (True,),  # as transformers' whatever is said
+    # as transformers' whatever is said
+    ("qwen3_vl_moe", "text_config.norm_topk_prob"): (True,),
 }
 
 
-def apply_settings(model: Any, config: Config, watch: ConfigWatch, adapter: type) -> None:
+def apply_settings(
+    model: Any, config: Config, watch: ConfigWatch, adapter: type
+) -> None:
     """Apply settings that matter and that neither mlx-vlm's class nor the adapter reads.
 
     Raises:
@@ -97,8 +106,14 @@ def apply_settings(model: Any, config: Config, watch: ConfigWatch, adapter: type
     reads = watch.reads(model, adapter, (tensors.change, tensors.finish))
     ignored = SettingsCheck(config, reads).ignored()
     written = dict(settings_of(config))
-    hard_coded = {tuple(name.split(".")): values for (kind, name), values in HARD_CODED.items() if kind == model_type}
-    for path, value in (ignored | {path: written[path] for path in hard_coded if path in written}).items():
+    hard_coded = {
+        tuple(name.split(".")): values
+        for (kind, name), values in HARD_CODED.items()
+        if kind == model_type
+    }
+    for path, value in (
+        ignored | {path: written[path] for path in hard_coded if path in written}
+    ).items():
         # transformers 4.52 to 4.56 write the decoder's settings twice; mlx-vlm reads one of the two.
         twin = path[1:] if path[0] == "text_config" else ("text_config", *path)
         if written.get(twin) == value and twin not in ignored:
@@ -106,7 +121,9 @@ def apply_settings(model: Any, config: Config, watch: ConfigWatch, adapter: type
         computed = hard_coded.get(path, ())
         if value not in computed and not apply_setting(model, path, value):
             does_not = (
-                f"does not compute; it computes {' or '.join(map(repr, computed))}" if computed else "never reads"
+                f"does not compute; it computes {' or '.join(map(repr, computed))}"
+                if computed
+                else "never reads"
             )
             raise UnsupportedModel(
                 f"config.json says {'.'.join(path)}: {json.dumps(value)}, which mlx-vlm's {model_type} {does_not}"
@@ -117,11 +134,15 @@ def _apply_positions(model: Any, model_type: str, decoder: Any) -> None:
     if decoder is None:
         return
     scaling = rope_scaling_of(decoder)
-    if scaling is not None and not scale_rope(model.language_model, scaling, decoder.max_position_embeddings):
+    if scaling is not None and not scale_rope(
+        model.language_model, scaling, decoder.max_position_embeddings
+    ):
         raise UnsupportedModel(
             f"this {model_type} model has {scaling['rope_type']} positions, which mlx-vlm's class of it does not know"
         )
-    apply_sliding_window(model, decoder, all_slide=ALL_LAYERS_SLIDE in models_source(type(decoder)))
+    apply_sliding_window(
+        model, decoder, all_slide=ALL_LAYERS_SLIDE in models_source(type(decoder))
+    )
 
 
 class SettingsCheck:
@@ -140,11 +161,14 @@ class SettingsCheck:
                 served = self._copied([path + inner for inner, _ in settings_of(part)])
                 try:
                     attributes = transformers_attributes(kind, part)
-                except Exception:  # transformers' class refuses the file, so nothing is known
+                except Exception:
+                    # transformers' class refuses the file, so nothing is known
                     continue
                 for inner, value in settings_of(part):
                     whole_path = path + inner
-                    if whole_path in served or not matters(kind, part, inner, attributes):
+                    if whole_path in served or not matters(
+                        kind, part, inner, attributes
+                    ):
                         continue
                     if not self._is_served(whole_path):
                         found[whole_path] = value
@@ -155,7 +179,11 @@ class SettingsCheck:
         written = dict(settings_of(self._config))
         with without_warnings():
             served = self._copied(list(written))
-            return {path: value for path, value in written.items() if path not in served and not self._is_served(path)}
+            return {
+                path: value
+                for path, value in written.items()
+                if path not in served and not self._is_served(path)
+            }
 
     def _is_served(self, path: SettingPath) -> bool:
         """Whether another value changes an attribute that mlx-vlm's model reads."""
@@ -166,20 +194,32 @@ class SettingsCheck:
         except Exception:  # mlx-vlm reads a setting whose values it refuses
             return True
         before = self._attributes
-        return any(at in self._reads for at in before.keys() | moved.keys() if before.get(at) != moved.get(at))
+        return any(
+            at in self._reads
+            for at in before.keys() | moved.keys()
+            if before.get(at) != moved.get(at)
+        )
 
     def _is_computed(self, path: SettingPath) -> bool:
         """Whether the code names a chosen activation; some modules ignore arguments."""
-        return not is_activation(path[-1]) or value_at(self._config, path) in self._reads.strings
+        return (
+            not is_activation(path[-1])
+            or value_at(self._config, path) in self._reads.strings
+        )
 
     def _copied(self, paths: Sequence[SettingPath]) -> set[SettingPath]:
         """Return served settings: mlx-vlm keeps their name, and its model reads them."""
         # To build few configurations, all change at once, and are halved if refused.
-        attributes = {path: (".".join(path[:-1]), path[-1]) for path in paths if self._is_computed(path)}
+        attributes = {
+            path: (".".join(path[:-1]), path[-1])
+            for path in paths
+            if self._is_computed(path)
+        }
         asked = [
             path
             for path, at in attributes.items()
-            if at in self._reads and self._attributes.get(at) == repr(value_at(self._config, path))
+            if at in self._reads
+            and self._attributes.get(at) == repr(value_at(self._config, path))
         ]
         if not asked:
             return set()
@@ -187,27 +227,46 @@ class SettingsCheck:
             moved = mlx_attributes(reduce(with_other_value, asked, self._config))
         except Exception:
             half = len(asked) // 2
-            return self._copied(asked[:half]) | self._copied(asked[half:]) if half else set(asked)
+            return (
+                self._copied(asked[:half]) | self._copied(asked[half:])
+                if half
+                else set(asked)
+            )
         return {
-            path for path in asked if moved.get(attributes[path]) == repr(other_value(value_at(self._config, path)))
+            path
+            for path in asked
+            if moved.get(attributes[path])
+            == repr(other_value(value_at(self._config, path)))
         }
 
 
-def matters(kind: type, config: Config, path: SettingPath, attributes: TransformersAttributes) -> bool:
+def matters(
+    kind: type, config: Config, path: SettingPath, attributes: TransformersAttributes
+) -> bool:
     """Whether transformers' model reads something that changes without a setting; ``attributes`` are those with it."""
     try:
-        without = transformers_attributes(kind, changed(config, path, lambda part: _dropped(part, path[-1])))
+        without = transformers_attributes(
+            kind, changed(config, path, lambda part: _dropped(part, path[-1]))
+        )
     except Exception:  # a setting that cannot be left out agrees with others
         return False
-    moved = [at for at in attributes.keys() | without.keys() if attributes.get(at) != without.get(at)]
-    return any(name in read_by_models(owner) | read_by_models(kind) for owner, _, name in moved)
+    moved = [
+        at
+        for at in attributes.keys() | without.keys()
+        if attributes.get(at) != without.get(at)
+    ]
+    return any(
+        name in read_by_models(owner) | read_by_models(kind) for owner, _, name in moved
+    )
 
 
 # Settings of a configuration
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def settings_of(config: Config, path: SettingPath = ()) -> Iterator[tuple[SettingPath, Any]]:
+def settings_of(
+    config: Config, path: SettingPath = ()
+) -> Iterator[tuple[SettingPath, Any]]:
     """Yield (path, value) of settings that may matter."""
     for name, value in config.items():
         if name.endswith("_config") and isinstance(value, Mapping):
@@ -215,11 +274,17 @@ def settings_of(config: Config, path: SettingPath = ()) -> Iterator[tuple[Settin
                 yield from settings_of(dict(value), (*path, name))
         elif name == "rope_parameters" and isinstance(value, Mapping):
             yield from _rotations(value, (*path, name))
-        elif not NO_EFFECT.fullmatch(name) and not SIZES.fullmatch(name) and value is not None:
+        elif (
+            not NO_EFFECT.fullmatch(name)
+            and not SIZES.fullmatch(name)
+            and value is not None
+        ):
             yield (*path, name), value
 
 
-def _rotations(rope: Mapping[str, Any], path: SettingPath) -> Iterator[tuple[SettingPath, Any]]:
+def _rotations(
+    rope: Mapping[str, Any], path: SettingPath
+) -> Iterator[tuple[SettingPath, Any]]:
     """Yield bases and rotated shares, by kind of layers."""
     for name, value in rope.items():
         if isinstance(value, Mapping):
@@ -232,7 +297,9 @@ def value_at(config: Config, path: SettingPath) -> Any:
     return value_at(config[path[0]], path[1:]) if path else config
 
 
-def changed(config: Config, path: SettingPath, change: Callable[[Config], Config]) -> Config:
+def changed(
+    config: Config, path: SettingPath, change: Callable[[Config], Config]
+) -> Config:
     """Return the configuration with a setting's part changed."""
     if len(path) == 1:
         return change(config)
@@ -240,7 +307,9 @@ def changed(config: Config, path: SettingPath, change: Callable[[Config], Config
 
 
 def with_other_value(config: Config, path: SettingPath) -> Config:
-    return changed(config, path, lambda part: part | {path[-1]: other_value(part[path[-1]])})
+    return changed(
+        config, path, lambda part: part | {path[-1]: other_value(part[path[-1]])}
+    )
 
 
 def other_value(value: Any) -> Any:

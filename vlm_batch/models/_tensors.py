@@ -50,12 +50,16 @@ def falcon_h1(weights: Weights, config: Config) -> Weights:
         "o_proj.bias": config.get("attention_out_multiplier", 1.0),
         "gate_proj.bias": gate,
         "down_proj.bias": down,
-        "in_proj.bias": mx.array(np.repeat(config.get("ssm_multipliers") or [1.0] * 5, sizes), mx.float32),
+        "in_proj.bias": mx.array(
+            np.repeat(config.get("ssm_multipliers") or [1.0] * 5, sizes), mx.float32
+        ),
         "out_proj.bias": config.get("ssm_out_multiplier", 1.0),
     }
     ends = {name: ".".join(name.rsplit(".", 2)[1:]) for name in weights}
     return {
-        name: (value * factors[ends[name]]).astype(value.dtype) if ends[name] in factors else value
+        name: (value * factors[ends[name]]).astype(value.dtype)
+        if ends[name] in factors
+        else value
         for name, value in weights.items()
     }
 
@@ -64,7 +68,8 @@ def muse_spark_norms(on_disk: Weights, sanitized: Weights, config: Config) -> We
     """Keep norms in float32, not bfloat16 (muse_spark/sanitize.py:10)."""
     norms = r"(input_layernorm|p(re|ost)_feedforward_layernorm|p(re|ost)_expert_norm)\.weight$"
     found = {
-        name.replace("model.language_model.", "language_model.model.", 1): 1.0 + value.astype(mx.float32)
+        name.replace("model.language_model.", "language_model.model.", 1): 1.0
+        + value.astype(mx.float32)
         for name, value in on_disk.items()
         if re.search(rf"^model\.language_model\..*{norms}", name)
     }
@@ -74,16 +79,22 @@ def muse_spark_norms(on_disk: Weights, sanitized: Weights, config: Config) -> We
 def florence2_projection(weights: Weights, config: Config) -> Weights:
     """Transpose Florence-2's projection."""
     projection = weights.pop("image_projection.weight", None)
-    return weights if projection is None else weights | {"image_projection": projection.T}
+    return (
+        weights if projection is None else weights | {"image_projection": projection.T}
+    )
 
 
 def internvl_attention(weights: Weights, config: Config) -> Weights:
-    return joined_attention(weights, r"\.attention\.q_proj\.(weight|bias)$", ".attention.", ".attn.qkv.")
+    return joined_attention(
+        weights, r"\.attention\.q_proj\.(weight|bias)$", ".attention.", ".attn.qkv."
+    )
 
 
 def molmo2_tables(weights: Weights, config: Config) -> Weights:
     """Cut two embedding tables where the vocabulary ends."""
-    first, second = (f"model.transformer.wte.{name}" for name in ("embedding", "new_embedding"))
+    first, second = (
+        f"model.transformer.wte.{name}" for name in ("embedding", "new_embedding")
+    )
     if first not in weights or second not in weights:
         return weights
     size = config["text_config"]["vocab_size"]
@@ -98,7 +109,9 @@ def radio_weights(weights: Weights, config: Config) -> Weights:
     """
     before = {"layer_scale1": "attn.proj", "layer_scale2": "mlp.fc2"}
     found = dict(weights)
-    for name in [name for name in weights if re.search(r"\.layer_scale[12]\.lambda1$", name)]:
+    for name in [
+        name for name in weights if re.search(r"\.layer_scale[12]\.lambda1$", name)
+    ]:
         block, scale, _ = name.rsplit(".", 2)
         layer, factors = f"{block}.{before[scale]}", found.pop(name)
         found[f"{layer}.weight"] = found[f"{layer}.weight"] * factors[:, None]
@@ -106,7 +119,11 @@ def radio_weights(weights: Weights, config: Config) -> Weights:
     norm = "vision_model.radio_model.input_conditioner.norm_"
     if not any("radio_model" in name for name in weights):
         return found
-    return {f"{norm}mean": mx.zeros((3, 1, 1)), f"{norm}std": mx.ones((3, 1, 1)), **found}
+    return {
+        f"{norm}mean": mx.zeros((3, 1, 1)),
+        f"{norm}std": mx.ones((3, 1, 1)),
+        **found,
+    }
 
 
 def nemotron_weights(weights: Weights, config: Config) -> Weights:
@@ -121,26 +138,39 @@ def nemotron_weights(weights: Weights, config: Config) -> Weights:
 def transposed_experts(weights: Weights, config: Config) -> Weights:
     """Transpose experts saved as (experts, outputs, inputs)."""
     inner = (config.get("text_config") or {}).get("moe_intermediate_size")
-    downs = [value for name, value in weights.items() if name.endswith(".experts.down_proj")]
+    downs = [
+        value for name, value in weights.items() if name.endswith(".experts.down_proj")
+    ]
     if not downs or downs[0].shape[-1] != inner:
         return weights
     ends = (".experts.down_proj", ".experts.gate_up_proj")
-    return {name: value.swapaxes(1, 2) if name.endswith(ends) else value for name, value in weights.items()}
+    return {
+        name: value.swapaxes(1, 2) if name.endswith(ends) else value
+        for name, value in weights.items()
+    }
 
 
 def deepseek_vl_tower(weights: Weights, config: Config) -> Weights:
     """Join queries, keys and values; give positions a batch axis."""
-    positions = weights.pop("model.vision_model.embeddings.position_embedding.weight", None)
+    positions = weights.pop(
+        "model.vision_model.embeddings.position_embedding.weight", None
+    )
     if positions is None:
         return weights
-    found = joined_attention(weights, r"vision_tower.*\.self_attn\.q_proj\.", ".self_attn.", ".attn.qkv.")
+    found = joined_attention(
+        weights, r"vision_tower.*\.self_attn\.q_proj\.", ".self_attn.", ".attn.qkv."
+    )
     return found | {"vision_model.vision_tower.pos_embed": positions[None]}
 
 
 def thinker_names(weights: Weights, config: Config) -> Weights:
     """Prefix a lone thinker's tensors."""
     is_whole = any(name.startswith("thinker.") for name in weights)
-    return weights if is_whole else {f"thinker.{name}": value for name, value in weights.items()}
+    return (
+        weights
+        if is_whole
+        else {f"thinker.{name}": value for name, value in weights.items()}
+    )
 
 
 #: Norms of Qwen's decoders, which transformers saves as the distance from one. mlx-vlm's conversions have other names, and
@@ -149,7 +179,8 @@ QWEN = Tensors(norms_from_one=r"^model\..*(_layernorm|[qk]_norm|\bnorm)\.weight$
 STEP = Tensors(norms_from_one=r"^model\..*norm\.weight$")
 #: SigLIP's pooling head, which no answer needs.
 SIGLIP = Tensors(
-    ((r"(\.head\.attention)\.in_proj_(weight|bias)$", r"\1.in_proj.\2"),), unused="vision_tower.vision_model.head."
+    ((r"(\.head\.attention)\.in_proj_(weight|bias)$", r"\1.in_proj.\2"),),
+    unused="vision_tower.vision_model.head.",
 )
 
 #: Corrections of tensors by the model type that mlx-vlm reads. New names are mlx-vlm's, or the published ones.
@@ -166,7 +197,10 @@ TENSORS: dict[str, Tensors] = {
             (r"_block\.norm2\.", "_block.ffn.norm."),
             (r"\.(window_attn|channel_attn)\.(qkv|proj)\.", r".\1.fn.\2."),
             (r"\.ffn\.(fc[12])\.", r".ffn.fn.net.\1."),
-            (r"^model\.multi_modal_projector\.image_position_embed\.", "image_pos_embed."),
+            (
+                r"^model\.multi_modal_projector\.image_position_embed\.",
+                "image_pos_embed.",
+            ),
             (r"^model\.multi_modal_projector\.", ""),
             (r"^model\.language_model\.", "language_model.model."),
             (r"^lm_head\.", "language_model.lm_head."),
@@ -180,11 +214,20 @@ TENSORS: dict[str, Tensors] = {
         (
             (r"^multi_modal_projector\.conv_upsampler1\.", "vision_tower.net_2."),
             (r"^multi_modal_projector\.conv_upsampler2\.", "vision_tower.net_3."),
-            (r"^multi_modal_projector\.multimodal_projector\.", "multi_modal_projector."),
+            (
+                r"^multi_modal_projector\.multimodal_projector\.",
+                "multi_modal_projector.",
+            ),
             (r"^vision_tower\.neck\.layer_norm", "vision_tower.norm"),
             (r"^vision_tower\.neck\.conv", "vision_tower.conv"),
-            (r"^vision_tower\.patch_embed\.projection\.", "vision_tower.patch_embed.proj."),
-            (r"^vision_tower\.layers\.(\d+)\.layer_norm", r"vision_tower.blocks.\1.norm"),
+            (
+                r"^vision_tower\.patch_embed\.projection\.",
+                "vision_tower.patch_embed.proj.",
+            ),
+            (
+                r"^vision_tower\.layers\.(\d+)\.layer_norm",
+                r"vision_tower.blocks.\1.norm",
+            ),
             (r"^vision_tower\.layers\.", "vision_tower.blocks."),
         )
     ),
@@ -193,9 +236,18 @@ TENSORS: dict[str, Tensors] = {
     "hunyuan_vl": Tensors(((r"^lm_head\.", "language_model.lm_head."),)),
     "internvl_chat": Tensors(
         (
-            (r"^vision_tower\.embeddings\.cls_token$", "vision_model.embeddings.class_embedding"),
-            (r"^vision_tower\.embeddings\.position_embeddings$", "vision_model.embeddings.position_embedding"),
-            (r"^vision_tower\.embeddings\.patch_embeddings\.projection\.", "vision_model.embeddings.patch_embedding."),
+            (
+                r"^vision_tower\.embeddings\.cls_token$",
+                "vision_model.embeddings.class_embedding",
+            ),
+            (
+                r"^vision_tower\.embeddings\.position_embeddings$",
+                "vision_model.embeddings.position_embedding",
+            ),
+            (
+                r"^vision_tower\.embeddings\.patch_embeddings\.projection\.",
+                "vision_model.embeddings.patch_embedding.",
+            ),
             (r"^vision_tower\.encoder\.layer\.", "vision_model.encoder.layers."),
             (r"\.attention\.projection_layer\.", ".attn.proj."),
             (r"\.layernorm_before\.", ".norm1."),
@@ -218,9 +270,18 @@ TENSORS: dict[str, Tensors] = {
     "molmo2": Tensors(change=molmo2_tables),
     "multi_modality": Tensors(
         (
-            (r"^model\.vision_model\.embeddings\.patch_embedding\.", "vision_model.vision_tower.patch_embed.proj."),
-            (r"^model\.vision_model\.encoder\.layers\.", "vision_model.vision_tower.blocks."),
-            (r"^model\.vision_model\.post_layernorm\.", "vision_model.vision_tower.norm."),
+            (
+                r"^model\.vision_model\.embeddings\.patch_embedding\.",
+                "vision_model.vision_tower.patch_embed.proj.",
+            ),
+            (
+                r"^model\.vision_model\.encoder\.layers\.",
+                "vision_model.vision_tower.blocks.",
+            ),
+            (
+                r"^model\.vision_model\.post_layernorm\.",
+                "vision_model.vision_tower.norm.",
+            ),
             (r"\.layer_norm([12])\.", r".norm\1."),
             (r"(vision_tower.*)\.self_attn\.out_proj\.", r"\1.attn.proj."),
             (r"^model\.aligner\.linear1\.", "aligner.layers.0."),

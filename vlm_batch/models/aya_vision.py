@@ -47,7 +47,13 @@ class AyaVision(Adapter):
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
         given = extra.keys() & {"pixel_values", "cached_image_features"}
         if self.config.model_type == "cohere2_vision" and given == {"pixel_values"}:
-            pixels, shapes = extra["pixel_values"].transpose(0, 2, 3, 1), extra.get("spatial_shapes")
-            normed, *_ = self.model.vision_tower(pixels, spatial_shapes=shapes, output_hidden_states=True)
-            extra = {**extra, "cached_image_features": self.model.multi_modal_projector(normed)}
+            pixels = extra["pixel_values"].transpose(0, 2, 3, 1)
+            shapes = extra.get("spatial_shapes")
+            normed, *_ = self.model.vision_tower(
+                pixels, spatial_shapes=shapes, output_hidden_states=True
+            )
+            extra = {
+                **extra,
+                "cached_image_features": self.model.multi_modal_projector(normed),
+            }
         return super().features(ids, extra)

@@ -32,11 +32,17 @@ class CohereCompass(Qwen3VL):
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
         found = super().features(ids, extra)
         if "deepstack_visual_embeds" in found:
-            found["deepstack_visual_embeds"] = found["deepstack_visual_embeds"].embeddings
+            found["deepstack_visual_embeds"] = found[
+                "deepstack_visual_embeds"
+            ].embeddings
         return found
 
     def forward(
-        self, ids: mx.array, embeds: mx.array | None, cache: Sequence[Any], extra: Mapping[str, Any]
+        self,
+        ids: mx.array,
+        embeds: mx.array | None,
+        cache: Sequence[Any],
+        extra: Mapping[str, Any],
     ) -> mx.array:
         """Run trunk and head, without read-backs. Without M-RoPE, positions are (B, L)."""
         if self.language.model.rotary_emb.position_selector is None:

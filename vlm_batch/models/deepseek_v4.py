@@ -56,7 +56,8 @@ class DeepseekV4(Adapter):
     def row_caches(self) -> list[Any]:
         caches: list[Any] = []
         for layer in self.language.layers:
-            window, ratio = RotatingKVCache(max_size=self.config.sliding_window), layer.attn.compress_ratio
+            window = RotatingKVCache(max_size=self.config.sliding_window)
+            ratio = layer.attn.compress_ratio
             kinds = [layer.attn.compressor] if "compressor" in layer.attn else []
             kinds += [layer.attn.indexer.compressor] if "indexer" in layer.attn else []
             pools = [PoolCache(ratio, overlaps=kind.overlap) for kind in kinds]
@@ -64,9 +65,14 @@ class DeepseekV4(Adapter):
         return caches
 
     def forward(
-        self, ids: mx.array, embeds: mx.array | None, cache: Sequence[Any], extra: Mapping[str, Any]
+        self,
+        ids: mx.array,
+        embeds: mx.array | None,
+        cache: Sequence[Any],
+        extra: Mapping[str, Any],
     ) -> mx.array:
-        hidden = self.language.model(ids, inputs_embeds=embeds, cache=cache)  # (B, 1, D)
+        # (B, 1, D)
+        hidden = self.language.model(ids, inputs_embeds=embeds, cache=cache)
         return self.language.lm_head(hidden)[:, -1]
 
     # Pictures
@@ -75,16 +81,25 @@ class DeepseekV4(Adapter):
     @cached_property
     def image_token_ids(self) -> frozenset[int]:
         size = int(self.config.vocab_size)
-        return frozenset(range(size, size + NUM_MARKS)) if self.config.vision_n_layers else frozenset()
+        return (
+            frozenset(range(size, size + NUM_MARKS))
+            if self.config.vision_n_layers
+            else frozenset()
+        )
 
     def count_placeholders(self, extra: Mapping[str, Any]) -> int | None:
         if "image_grid_hw" not in extra:
             return 0
-        return sum(len(np.array(extra["image_types"])[start:end]) for start, end in self.parts(extra))
+        return sum(
+            len(np.array(extra["image_types"])[start:end])
+            for start, end in self.parts(extra)
+        )
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
         if "image_grid_hw" in extra and np.any(np.array(extra["image_sample_indices"])):
-            raise InvalidPrompt("the pictures belong to several prompts; a request is one prompt with its own pictures")
+            raise InvalidPrompt(
+                "the pictures belong to several prompts; a request is one prompt with its own pictures"
+            )
         return super().features(ids, extra)
 
     def parts(self, extra: Mapping[str, Any]) -> list[tuple[int, int]]:
@@ -99,21 +114,37 @@ class DeepseekV4(Adapter):
         starts = np.array(extra["image_offsets"]).tolist()
         return tuple(
             Picture(
-                start, start + last - first, {"pixels": extra["pixel_values"][end - grid.prod() : end], "grid": grid}
+                start,
+                start + last - first,
+                {
+                    "pixels": extra["pixel_values"][end - grid.prod() : end],
+                    "grid": grid,
+                },
             )
-            for start, end, grid, (first, last) in zip(starts, ends, grids, self.parts(extra), strict=True)
+            for start, end, grid, (first, last) in zip(
+                starts, ends, grids, self.parts(extra), strict=True
+            )
         )
 
-    def atomic_spans(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
+    def atomic_spans(
+        self, ids: mx.array, extra: Mapping[str, Any]
+    ) -> tuple[tuple[int, int], ...]:
         """Return spans from start to end marks; padding before is causal."""
         if not self.config.vision_n_layers:
             return ()
         tokens, size = np.array(ids)[0], int(self.config.vocab_size)
-        starts, ends = (np.flatnonzero(tokens == size + mark).tolist() for mark in (START, END))
+        starts, ends = (
+            np.flatnonzero(tokens == size + mark).tolist() for mark in (START, END)
+        )
         return tuple((start, end + 1) for start, end in zip(starts, ends, strict=True))
 
-    def model_image_sizes(self, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
+    def model_image_sizes(
+        self, extra: Mapping[str, Any]
+    ) -> tuple[tuple[int, int], ...]:
         if "image_grid_hw" not in extra:
             return ()
         patch = int(self.config.vision_patch_size)
-        return tuple((wide * patch, high * patch) for high, wide in np.array(extra["image_grid_hw"]).tolist())
+        return tuple(
+            (wide * patch, high * patch)
+            for high, wide in np.array(extra["image_grid_hw"]).tolist()
+        )

@@ -10,7 +10,13 @@ import mlx.nn as nn
 
 from vlm_batch.adapters.attention import each_row
 from vlm_batch.adapters.base import Adapter
-from vlm_batch.adapters.modules import RememberingTower, evaluate_arrays, leave_on_disk, patches_in, unshared
+from vlm_batch.adapters.modules import (
+    RememberingTower,
+    evaluate_arrays,
+    leave_on_disk,
+    patches_in,
+    unshared,
+)
 from vlm_batch.adapters.prompts import spans_of
 from vlm_batch.caches import RowsCache
 from vlm_batch.errors import InvalidPrompt, UnsupportedModel
@@ -24,7 +30,9 @@ class Rows:
     def __init__(self, cache: RowsCache) -> None:
         self.cache = cache
 
-    def map(self, function: Callable[..., mx.array], *arrays: mx.array | None) -> mx.array:
+    def map(
+        self, function: Callable[..., mx.array], *arrays: mx.array | None
+    ) -> mx.array:
         """Call a function per row with its cache and parts (1, ...): (B, ...), zeros for empty places."""
         return each_row(function, self.cache, self.cache, *arrays)
 
@@ -74,7 +82,11 @@ class DeepseekV41(Adapter):
         evaluate_arrays(self.language)
 
     def forward(
-        self, ids: mx.array, embeds: mx.array | None, cache: Sequence[Any], extra: Mapping[str, Any]
+        self,
+        ids: mx.array,
+        embeds: mx.array | None,
+        cache: Sequence[Any],
+        extra: Mapping[str, Any],
     ) -> mx.array:
         """Pass the ids, which n-grams and experts need."""
         shared = Rows(cache[0]) if isinstance(cache[0], RowsCache) else cache[0]
@@ -86,7 +98,9 @@ class DeepseekV41(Adapter):
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
         """Refuse pictures outside placeholders: mlx-vlm would overwrite words."""
         spans = [(one.start, one.start + len(one.types)) for one in self.given(extra)]
-        marked = {at for span in spans_of(ids, self.image_token_ids) for at in range(*span)}
+        marked = {
+            at for span in spans_of(ids, self.image_token_ids) for at in range(*span)
+        }
         if marked != {at for span in spans for at in range(*span)}:
             needed = sum(end - start for start, end in spans)
             raise InvalidPrompt(
@@ -97,7 +111,9 @@ class DeepseekV41(Adapter):
     def given(self, extra: Mapping[str, Any]) -> list[Any]:
         prompts = extra.get("pixel_values") or [[]]
         if len(prompts) > 1:
-            raise InvalidPrompt("the pictures belong to several prompts; a request is one prompt with its own pictures")
+            raise InvalidPrompt(
+                "the pictures belong to several prompts; a request is one prompt with its own pictures"
+            )
         return list(prompts[0])
 
     def pictures(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[Picture, ...]:
@@ -105,11 +121,19 @@ class DeepseekV41(Adapter):
             Picture(
                 one.start,
                 one.start + len(one.types),
-                {"pixels": one.patches, "grid": [one.n_vit_h, one.n_vit_w], "types": list(one.types)},
+                {
+                    "pixels": one.patches,
+                    "grid": [one.n_vit_h, one.n_vit_w],
+                    "types": list(one.types),
+                },
             )
             for one in self.given(extra)
         )
 
-    def model_image_sizes(self, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
+    def model_image_sizes(
+        self, extra: Mapping[str, Any]
+    ) -> tuple[tuple[int, int], ...]:
         patch = int(self.config.vision_patch_size)
-        return tuple((one.n_vit_w * patch, one.n_vit_h * patch) for one in self.given(extra))
+        return tuple(
+            (one.n_vit_w * patch, one.n_vit_h * patch) for one in self.given(extra)
+        )

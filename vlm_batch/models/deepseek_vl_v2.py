@@ -48,7 +48,8 @@ class DeepseekVL2(MaskedPlaces):
         from mlx_vlm.models.deepseek_vl_v2.language import DeepseekV2Attention
 
         super().__init__(model)
-        for _, module in self.language.named_modules():  # as modeling_deepseek.py has it
+        # as modeling_deepseek.py has it
+        for _, module in self.language.named_modules():
             if isinstance(module, DeepseekV2Attention):
                 if isinstance(module.rope, nn.RoPE):
                     module.rope.traditional = True
@@ -60,4 +61,10 @@ class DeepseekVL2(MaskedPlaces):
             return super().features(ids, extra)
         crops = extra["images_spatial_crop"]  # (1, pictures, 2)
         missing = max(0, extra["pixel_values"].shape[1] - crops.shape[1])
-        return super().features(ids, {**extra, "images_spatial_crop": mx.pad(crops, [(0, 0), (0, missing), (0, 0)])})
+        return super().features(
+            ids,
+            {
+                **extra,
+                "images_spatial_crop": mx.pad(crops, [(0, 0), (0, missing), (0, 0)]),
+            },
+        )

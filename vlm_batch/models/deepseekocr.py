@@ -42,9 +42,15 @@ class SamOCR(MaskedPlaces):
         return super().features(ids, extra)
 
     def check_one_picture(self, extra: Mapping[str, Any]) -> None:
-        crops = np.array(extra["images_spatial_crop"]) if "images_spatial_crop" in extra else np.zeros((0, 2))
+        crops = (
+            np.array(extra["images_spatial_crop"])
+            if "images_spatial_crop" in extra
+            else np.zeros((0, 2))
+        )
         if not self.spec.multi_image and len(crops) > 1:
-            raise InvalidPrompt(f"{self.spec.family} takes one picture a request: it fills one picture's placeholders")
+            raise InvalidPrompt(
+                f"{self.spec.family} takes one picture a request: it fills one picture's placeholders"
+            )
 
 
 @register(
@@ -67,6 +73,7 @@ class DeepseekOCR(SamOCR):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        for layer in self.model.vision_model.transformer.layers:  # as deepencoder.py has it
+        # as deepencoder.py has it
+        for layer in self.model.vision_model.transformer.layers:
             layer.layer_norm1.eps = layer.layer_norm2.eps = 1e-5
             layer.mlp.activation_fn = nn.GELU(approx="fast")

@@ -41,4 +41,6 @@ class DeepseekOCR2(SamOCR):
         return {"inputs_embeds": put_features(embeds, ids, self.image_token_ids, found)}
 
     def _view(self, pixels: mx.array) -> mx.array:
-        return self.model.projector(self.model.vision_model(pixels, self.model.sam_model(pixels)))[0]
+        return self.model.projector(
+            self.model.vision_model(pixels, self.model.sam_model(pixels))
+        )[0]

@@ -42,17 +42,33 @@ class Ernie45MoeVL(MRoPEAdapter):
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
         """Add the mask (1, L) of pictures' tokens."""
         config = self.config
-        marks = {config.image_token_id, config.image_start_token_id, config.image_end_token_id}
+        marks = {
+            config.image_token_id,
+            config.image_start_token_id,
+            config.image_end_token_id,
+        }
         is_vision = mx.stack([ids == mark for mark in marks]).any(axis=0)
         found = super().features(ids, extra)
-        return {**found, "token_type_ids": is_vision.astype(mx.int32)} if is_vision.any().item() else found
+        return (
+            {**found, "token_type_ids": is_vision.astype(mx.int32)}
+            if is_vision.any().item()
+            else found
+        )
 
-    def positions(self, ids: mx.array, extra: Mapping[str, Any], features: Mapping[str, Any]) -> PositionState:
+    def positions(
+        self, ids: mx.array, extra: Mapping[str, Any], features: Mapping[str, Any]
+    ) -> PositionState:
         found, delta = self._rope_index(ids, extra.get("image_grid_thw"))  # (1, L, 3)
-        return PositionState(prompt=mx.moveaxis(found.astype(mx.int32), -1, 0), delta=int(delta.item()))
+        return PositionState(
+            prompt=mx.moveaxis(found.astype(mx.int32), -1, 0), delta=int(delta.item())
+        )
 
     def forward(
-        self, ids: mx.array, embeds: mx.array | None, cache: Sequence[Any], extra: Mapping[str, Any]
+        self,
+        ids: mx.array,
+        embeds: mx.array | None,
+        cache: Sequence[Any],
+        extra: Mapping[str, Any],
     ) -> mx.array:
         positions = mx.moveaxis(extra["position_ids"], 0, -1)  # (B, L, 3)
         return super().forward(ids, embeds, cache, {**extra, "position_ids": positions})

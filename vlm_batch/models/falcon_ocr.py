@@ -40,23 +40,37 @@ class FalconOCR(Adapter):
 
     def count_placeholders(self, extra: Mapping[str, Any]) -> int | None:
         grids = extra.get("image_grid_hw")
-        return None if grids is None else sum(high * wide for high, wide in np.array(grids).tolist())
+        return (
+            None
+            if grids is None
+            else sum(high * wide for high, wide in np.array(grids).tolist())
+        )
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
         """Refuse a second picture, which mlx-vlm gives no rows and columns."""
         if len(extra.get("image_grid_hw", ())) > 1:
-            raise InvalidPrompt("falcon_ocr takes one picture a request: its prompt has room for one")
+            raise InvalidPrompt(
+                "falcon_ocr takes one picture a request: its prompt has room for one"
+            )
         return super().features(ids, extra)
 
-    def features_after(self, ids: mx.array, extra: Mapping[str, Any], cached: int) -> dict[str, Any]:
+    def features_after(
+        self, ids: mx.array, extra: Mapping[str, Any], cached: int
+    ) -> dict[str, Any]:
         return self.features(ids, extra)
 
-    def positions(self, ids: mx.array, extra: Mapping[str, Any], features: Mapping[str, Any]) -> PositionState:
+    def positions(
+        self, ids: mx.array, extra: Mapping[str, Any], features: Mapping[str, Any]
+    ) -> PositionState:
         if "position_ids" not in features:
             return PositionState()
-        return PositionState(prompt=features["position_ids"], delta=int(features["rope_deltas"].item()))
+        return PositionState(
+            prompt=features["position_ids"], delta=int(features["rope_deltas"].item())
+        )
 
-    def atomic_spans(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
+    def atomic_spans(
+        self, ids: mx.array, extra: Mapping[str, Any]
+    ) -> tuple[tuple[int, int], ...]:
         """Return spans up to the end token, which is causal (language.py, create_falcon_ocr_mask)."""
         spans, first = [], None
         for index, token in enumerate(np.array(ids)[0].tolist()):
@@ -71,11 +85,16 @@ class FalconOCR(Adapter):
     def image_token_ids(self) -> frozenset[int]:
         return frozenset({self.config.img_id})
 
-    def model_image_sizes(self, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
+    def model_image_sizes(
+        self, extra: Mapping[str, Any]
+    ) -> tuple[tuple[int, int], ...]:
         if "image_grid_hw" not in extra:
             return ()
         patch = int(self.config.vision_config.spatial_patch_size)
-        return tuple((wide * patch, high * patch) for high, wide in extra["image_grid_hw"].tolist())
+        return tuple(
+            (wide * patch, high * patch)
+            for high, wide in extra["image_grid_hw"].tolist()
+        )
 
     def chunk_features(self, encoded: Encoded, start: int, end: int) -> dict[str, Any]:
         return {
@@ -84,10 +103,16 @@ class FalconOCR(Adapter):
         }
 
     def run_step(self, step: DecodeStep) -> mx.array:
-        return self.forward(step.tokens, None, step.caches, {"position_ids": step.positions[:, None]})
+        return self.forward(
+            step.tokens, None, step.caches, {"position_ids": step.positions[:, None]}
+        )
 
     def forward(
-        self, ids: mx.array, embeds: mx.array | None, cache: Sequence[Any], extra: Mapping[str, Any]
+        self,
+        ids: mx.array,
+        embeds: mx.array | None,
+        cache: Sequence[Any],
+        extra: Mapping[str, Any],
     ) -> mx.array:
         """Run trunk and head, without mlx-vlm's deltas."""
         return trunk_logits(self.language, ids, embeds, cache, extra)

@@ -27,10 +27,12 @@ MAX_RETRIES = 100
 class Pointer:
     """Points of one row, kept as another layer's cache."""
 
-    found: list[tuple[float, float]] = field(default_factory=list)  # points of finished detections
+    # points of finished detections
+    found: list[tuple[float, float]] = field(default_factory=list)
     point: tuple[float, float] | None = None  # of the unfinished detection
     has_size: bool = False
-    logits: tuple[mx.array, mx.array] | None = None  # (2, bins) of the next token's point and size
+    # (2, bins) of the next token's point and size
+    logits: tuple[mx.array, mx.array] | None = None
     offset: int = 0
     nbytes: int = 0
     state: tuple[()] = ()
@@ -62,19 +64,41 @@ class FalconPerception(FalconOCR):
         if "pixel_values" not in extra:
             return {"inputs_embeds": embeds}
         if len(extra["image_grid_hw"]) > 1:
-            raise InvalidPrompt("falcon_perception takes one picture a request: its prompt has room for one")
+            raise InvalidPrompt(
+                "falcon_perception takes one picture a request: its prompt has room for one"
+            )
         found = extra.get("cached_image_features")
-        found = self.model._patchify_and_project(extra["pixel_values"]) if found is None else found  # (N, D)
+        # (N, D)
+        found = (
+            self.model._patchify_and_project(extra["pixel_values"])
+            if found is None
+            else found
+        )
         if (given := int(self.picture_places(ids, extra).sum())) != len(found):
-            raise InvalidPrompt(f"the picture needs {len(found)} placeholder tokens; the prompt has {given}")
-        positions, places, delta = self.model._precompute_positions(ids, extra["image_grid_hw"])
-        embeds = self.model._merge_image_features(self.config.img_id, found, embeds, ids)
-        return {"inputs_embeds": embeds, "pos_hw": places, "position_ids": positions[None], "rope_deltas": delta}
+            raise InvalidPrompt(
+                f"the picture needs {len(found)} placeholder tokens; the prompt has {given}"
+            )
+        positions, places, delta = self.model._precompute_positions(
+            ids, extra["image_grid_hw"]
+        )
+        embeds = self.model._merge_image_features(
+            self.config.img_id, found, embeds, ids
+        )
+        return {
+            "inputs_embeds": embeds,
+            "pos_hw": places,
+            "position_ids": positions[None],
+            "rope_deltas": delta,
+        }
 
-    def positions(self, ids: mx.array, extra: Mapping[str, Any], features: Mapping[str, Any]) -> PositionState:
+    def positions(
+        self, ids: mx.array, extra: Mapping[str, Any], features: Mapping[str, Any]
+    ) -> PositionState:
         if "position_ids" not in features:
             return PositionState()
-        return PositionState(prompt=features["position_ids"], delta=int(features["rope_deltas"]))
+        return PositionState(
+            prompt=features["position_ids"], delta=int(features["rope_deltas"])
+        )
 
     def row_caches(self) -> list[Any]:
         return [*super().row_caches(), Pointer()]
@@ -84,25 +108,38 @@ class FalconPerception(FalconOCR):
         rows = step.caches[-1]
         assert isinstance(rows, RowsCache)
         embeds = self.language.model.embed_tokens(step.tokens)  # (B, 1, D)
-        for place, (row, token) in enumerate(zip(rows.places, step.tokens[:, 0].tolist(), strict=True)):
+        for place, (row, token) in enumerate(
+            zip(rows.places, step.tokens[:, 0].tolist(), strict=True)
+        ):
             if row is not None and (fed := self._take(row, token)) is not None:
                 embeds[place] = fed.astype(embeds.dtype)
-        return self.forward(step.tokens, embeds, step.caches, {"position_ids": step.positions[:, None]})
+        return self.forward(
+            step.tokens, embeds, step.caches, {"position_ids": step.positions[:, None]}
+        )
 
     def forward(
-        self, ids: mx.array, embeds: mx.array | None, cache: Sequence[Any], extra: Mapping[str, Any]
+        self,
+        ids: mx.array,
+        embeds: mx.array | None,
+        cache: Sequence[Any],
+        extra: Mapping[str, Any],
     ) -> mx.array:
         """Run trunk and head; keep logits of points and sizes."""
         *layers, pointers = cache
         mask = extra.get("mask")
         mask = create_attention_mask(ids, layers[0]) if mask is None else mask
-        hidden = self.language.model(ids, inputs_embeds=embeds, cache=layers, **{**extra, "mask": mask})  # (B, 1, D)
+        # (B, 1, D)
+        hidden = self.language.model(
+            ids, inputs_embeds=embeds, cache=layers, **{**extra, "mask": mask}
+        )
         self.language.model._last_hidden_state = None
         rows = pointers.places if isinstance(pointers, RowsCache) else [pointers]
-        points, sizes = self.model.decode_coords(hidden[:, -1]), self.model.decode_sizes(hidden[:, -1])
+        points = self.model.decode_coords(hidden[:, -1])
+        sizes = self.model.decode_sizes(hidden[:, -1])
         for place, row in enumerate(rows):
             if row is not None:
-                at = place - len(rows)  # a scored prompt has several positions: its last one
+                # a scored prompt has several positions: its last one
+                at = place - len(rows)
                 row.logits = (points[at], sizes[at])
         return head_of(self.language)(hidden)[:, -1]
 
@@ -123,14 +160,19 @@ class FalconPerception(FalconOCR):
         return None
 
 
-def new_point(logits: mx.array, found: Sequence[tuple[float, float]]) -> tuple[float, float]:
+def new_point(
+    logits: mx.array, found: Sequence[tuple[float, float]]
+) -> tuple[float, float]:
     """Return the likeliest new point (x, y) in 0..1 of (2, bins) logits."""
     last = logits.shape[-1] - 1
     point = (0.0, 0.0)
     for _ in range(MAX_RETRIES):
         x, y = np.array(mx.argmax(logits, axis=-1)).tolist()
         point = (x / last, y / last)
-        if not any(abs(a - point[0]) < SAME_POINT and abs(b - point[1]) < SAME_POINT for a, b in found):
+        if not any(
+            abs(a - point[0]) < SAME_POINT and abs(b - point[1]) < SAME_POINT
+            for a, b in found
+        ):
             break
         logits = logits.at[mx.array([0, 1]), mx.array([x, y])].add(-1e9)
     return point
@@ -140,4 +182,9 @@ def to_size(logits: mx.array) -> mx.array:
     """Convert (2, bins) logits to (1, 2) height and width (falcon_perception.py, process_sizes)."""
     bins = logits.shape[-1]
     least = math.log2(1 / bins)
-    return 2 ** (mx.argmax(logits, axis=-1).astype(mx.float32) / (bins - 1) * -least + least)[None]
+    return (
+        2
+        ** (
+            mx.argmax(logits, axis=-1).astype(mx.float32) / (bins - 1) * -least + least
+        )[None]
+    )

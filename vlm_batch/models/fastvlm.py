@@ -20,12 +20,15 @@ FASTVIT_STRIDE = 64
     ModelSpec(
         family="fastvlm",
         model_types=("fastvlm", "llava_qwen2"),
-        notes=("text between two pictures is cut where they are; mlx-vlm cuts one id too late (fastvlm.py:120)",),
+        notes=(
+            "text between two pictures is cut where they are; mlx-vlm cuts one id too late (fastvlm.py:120)",
+        ),
     )
 )
 class FastVLM(GraphedSteps, OnePlaceholder):
     tower_class = unshared(
-        RememberingTower, "no tiny model has its tower: nothing shows that pictures of a batch are those alone"
+        RememberingTower,
+        "no tiny model has its tower: nothing shows that pictures of a batch are those alone",
     )
 
     def count_positions(self, extra: Mapping[str, Any]) -> list[int]:
@@ -33,8 +36,13 @@ class FastVLM(GraphedSteps, OnePlaceholder):
         count, _, height, width = extra["pixel_values"].shape
         return [-(-height // FASTVIT_STRIDE) * -(-width // FASTVIT_STRIDE)] * count
 
-    def encode_pictures(self, extra: Mapping[str, Any], dtype: mx.Dtype) -> list[mx.array]:
+    def encode_pictures(
+        self, extra: Mapping[str, Any], dtype: mx.Dtype
+    ) -> list[mx.array]:
         tower = self.model.vision_tower
         dtype = tower.vision_model.patch_embed.blocks[0].reparam_conv.weight.dtype
-        _, features, _ = tower(extra["pixel_values"].transpose(0, 2, 3, 1).astype(dtype))  # (N, H, W, C)
+        # (N, H, W, C)
+        _, features, _ = tower(
+            extra["pixel_values"].transpose(0, 2, 3, 1).astype(dtype)
+        )
         return list(self.model.mm_projector(features.flatten(1, 2)))

@@ -40,10 +40,14 @@ class Florence2(CrossingAdapter):
     #: A row is not padded, and ``run_chunk`` feeds the decoder's start token.
     ignored = frozenset({"attention_mask", "decoder_inputs_embeds"})
 
-    def atomic_spans(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
+    def atomic_spans(
+        self, ids: mx.array, extra: Mapping[str, Any]
+    ) -> tuple[tuple[int, int], ...]:
         return ((0, 2**31),)
 
-    def positions(self, ids: mx.array, extra: Mapping[str, Any], features: Mapping[str, Any]) -> PositionState:
+    def positions(
+        self, ids: mx.array, extra: Mapping[str, Any], features: Mapping[str, Any]
+    ) -> PositionState:
         """Begin the answer's positions after the start token."""
         return PositionState(delta=1 - features["inputs_embeds"].shape[1])
 
@@ -56,24 +60,38 @@ class Florence2(CrossingAdapter):
         """The mark that mlx-vlm's processor adds behind the published vocabulary (processing_florence2.py:77)."""
         return frozenset({self.config.image_token_id})
 
-    def run_chunk(self, rows: Sequence[Encoded], cache: list[Any], start: int, end: int) -> mx.array:
+    def run_chunk(
+        self, rows: Sequence[Encoded], cache: list[Any], start: int, end: int
+    ) -> mx.array:
         (encoded,), model = rows, self.language.model
-        self.hold(model.encoder(inputs_embeds=encoded.inputs_embeds * model.embed_scale), cache)  # (1, L, D)
+        # (1, L, D)
+        self.hold(
+            model.encoder(inputs_embeds=encoded.inputs_embeds * model.embed_scale),
+            cache,
+        )
         first = mx.array([[self.config.text_config.decoder_start_token_id]])
         return self.answer(first, mx.zeros((1,), dtype=mx.int32), cache)
 
     def run_step(self, step: DecodeStep) -> mx.array:
         return self.answer(step.tokens, step.positions, step.caches)
 
-    def answer(self, tokens: mx.array, positions: mx.array, caches: Sequence[Any]) -> mx.array:
+    def answer(
+        self, tokens: mx.array, positions: mx.array, caches: Sequence[Any]
+    ) -> mx.array:
         """Decode tokens (B, 1) at positions (B,): logits (B, V); mlx-vlm has one position (florence2/language.py:318)."""
         model = self.language.model
         decoder, half = model.decoder, len(caches) // 2
         places = decoder.embed_positions(positions + decoder.offset)[:, None]
         hidden = decoder.layernorm_embedding(model.shared(tokens) + places)  # (B, 1, D)
-        for layer, own, cross in zip(decoder.layers, caches[:half], caches[half:], strict=True):
-            hidden = layer.self_attn_layer_norm(hidden + attend_own(layer.self_attn, hidden, own))
-            hidden = layer.encoder_attn_layer_norm(hidden + attend_over(layer.encoder_attn, hidden, cross))
+        for layer, own, cross in zip(
+            decoder.layers, caches[:half], caches[half:], strict=True
+        ):
+            hidden = layer.self_attn_layer_norm(
+                hidden + attend_own(layer.self_attn, hidden, own)
+            )
+            hidden = layer.encoder_attn_layer_norm(
+                hidden + attend_over(layer.encoder_attn, hidden, cross)
+            )
             widened = layer.fc2(layer.activation_fn(layer.fc1(hidden)))
             hidden = layer.final_layer_norm(hidden + widened)
         return self.language.lm_head(hidden)[:, -1]

@@ -44,7 +44,9 @@ class Gemma3(PlacingAdapter):
         processor.image_token = processor.boi_token
         return processor
 
-    def encode_pictures(self, extra: Mapping[str, Any], dtype: mx.Dtype) -> list[mx.array]:
+    def encode_pictures(
+        self, extra: Mapping[str, Any], dtype: mx.Dtype
+    ) -> list[mx.array]:
         pictures = extra["pixel_values"].transpose(0, 2, 3, 1).astype(dtype)
         states, *_ = self.model.vision_tower(pictures, output_hidden_states=True)
         return list(self.model.multi_modal_projector(states))
@@ -52,7 +54,9 @@ class Gemma3(PlacingAdapter):
     def to_embeddings(self, features: mx.array, dtype: mx.Dtype) -> mx.array:
         return features / embedding_scale(features.shape[-1], dtype)
 
-    def atomic_spans(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
+    def atomic_spans(
+        self, ids: mx.array, extra: Mapping[str, Any]
+    ) -> tuple[tuple[int, int], ...]:
         return spans_of(ids, self.image_token_ids) if "pixel_values" in extra else ()
 
     def chunk_features(self, encoded: Encoded, start: int, end: int) -> dict[str, Any]:

@@ -34,7 +34,8 @@ from vlm_batch.registry import ModelSpec, register
 )
 class Gemma3n(Adapter):
     tower_class = unshared(
-        RememberingTower, "no tiny model has its tower: nothing shows that pictures of a batch are those alone"
+        RememberingTower,
+        "no tiny model has its tower: nothing shows that pictures of a batch are those alone",
     )
     graphs = Graphs.NEVER  # its answers lie at the tolerance (docs/log.md)
     input_keys = Adapter.input_keys | {"input_features", "input_features_mask"}
@@ -48,12 +49,17 @@ class Gemma3n(Adapter):
         class RowAttention(Gemma3nAttention):
             """Rotates sharing layers by tokens' positions, not the updated offset (gemma3n/language.py:136)."""
 
-            def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+            def __call__(
+                self, x: mx.array, mask: Any = None, cache: Any = None
+            ) -> mx.array:
                 if not self.is_kv_shared_layer:
                     return super().__call__(x, mask, cache)
                 batch, length, _ = x.shape
-                queries = self.q_norm(self.q_proj(x).reshape(batch, length, -1, self.head_dim)).swapaxes(1, 2)
-                queries = self.rope(queries, offset=cache.offset - length)  # -1 at empty places, which nobody reads
+                queries = self.q_norm(
+                    self.q_proj(x).reshape(batch, length, -1, self.head_dim)
+                ).swapaxes(1, 2)
+                # -1 at empty places, which nobody reads
+                queries = self.rope(queries, offset=cache.offset - length)
                 keys, values = cache.state
                 output = attention(queries, keys, values, cache, self.scale, mask)
                 return self.o_proj(output.swapaxes(1, 2).flatten(-2))
@@ -66,10 +72,18 @@ class Gemma3n(Adapter):
         embeds = found["inputs_embeds"]
         scaled = embeds * self.config.text_config.hidden_size**0.5
         is_word = (ids < self.config.vision_config.vocab_offset)[..., None]
-        return {**found, "inputs_embeds": mx.where(is_word, scaled, embeds) if extra else scaled}
+        return {
+            **found,
+            "inputs_embeds": mx.where(is_word, scaled, embeds) if extra else scaled,
+        }
 
     def pictures(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[Picture, ...]:
         """Include the hard tokens that follow a picture."""
-        is_hard = np.append(np.array(ids)[0] >= self.config.vision_config.vocab_offset, False)
+        is_hard = np.append(
+            np.array(ids)[0] >= self.config.vision_config.vocab_offset, False
+        )
         found = super().pictures(ids, extra)
-        return tuple(replace(picture, end=picture.end + int(is_hard[picture.end :].argmin())) for picture in found)
+        return tuple(
+            replace(picture, end=picture.end + int(is_hard[picture.end :].argmin()))
+            for picture in found
+        )

@@ -72,14 +72,22 @@ class Gemma4(SoundAdapter):
     def processor(cls, processor: Any) -> Any:
         from mlx_vlm.models.gemma4.processing_gemma4 import Gemma4VideoProcessor
 
-        return with_audio_token_counts(keep_every_frame(processor, Gemma4VideoProcessor, "num_frames"))
+        return with_audio_token_counts(
+            keep_every_frame(processor, Gemma4VideoProcessor, "num_frames")
+        )
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
         extra = dict(extra)
-        picture_places, frame_places = (extra.pop(f"{kind}_position_ids", None) for kind in ("image", "video"))
+        picture_places, frame_places = (
+            extra.pop(f"{kind}_position_ids", None) for kind in ("image", "video")
+        )
         if "pixel_values" in extra:
             found = extra.get("cached_image_features")
-            found = self.model.encode_image(extra["pixel_values"], picture_places) if found is None else found
+            found = (
+                self.model.encode_image(extra["pixel_values"], picture_places)
+                if found is None
+                else found
+            )
             self.check_room(ids, self.config.image_token_id, found, "pictures")
             extra["cached_image_features"] = found
         if "pixel_values_videos" in extra:
@@ -94,40 +102,64 @@ class Gemma4(SoundAdapter):
         states, is_behind = self.model.audio_tower(sound["input_features"], ~is_own)
         return rows_within(self.model.embed_audio(states), ~np.array(is_behind))
 
-    def encode_frames(self, videos: mx.array | list[mx.array], places: mx.array | list[mx.array]) -> mx.array:
+    def encode_frames(
+        self, videos: mx.array | list[mx.array], places: mx.array | list[mx.array]
+    ) -> mx.array:
         """Patches (..., frames, N, 3 * patch * patch) and places -> (..., tokens, D)."""
         patches, where = (
             mx.concatenate(
-                [part.reshape(-1, *part.shape[-2:]) for part in ([parts] if isinstance(parts, mx.array) else parts)]
+                [
+                    part.reshape(-1, *part.shape[-2:])
+                    for part in ([parts] if isinstance(parts, mx.array) else parts)
+                ]
             )
             for parts in (videos, places)
         )
         return self.model.encode_image(patches, where)
 
-    def check_room(self, ids: mx.array, marker: int, found: mx.array, noun: str) -> None:
-        needed, given = found.size // found.shape[-1], int(np.sum(np.array(ids) == marker))
+    def check_room(
+        self, ids: mx.array, marker: int, found: mx.array, noun: str
+    ) -> None:
+        needed = found.size // found.shape[-1]
+        given = int(np.sum(np.array(ids) == marker))
         if needed != given:
-            raise InvalidPrompt(f"the {noun} need {needed} placeholder tokens; the prompt has {given}")
+            raise InvalidPrompt(
+                f"the {noun} need {needed} placeholder tokens; the prompt has {given}"
+            )
 
-    def atomic_spans(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
+    def atomic_spans(
+        self, ids: mx.array, extra: Mapping[str, Any]
+    ) -> tuple[tuple[int, int], ...]:
         text = self.config.text_config
-        if not {"pixel_values", "pixel_values_videos"} & extra.keys() or text.use_bidirectional_attention != "vision":
+        if (
+            not {"pixel_values", "pixel_values_videos"} & extra.keys()
+            or text.use_bidirectional_attention != "vision"
+        ):
             return ()
         return spans_of(ids, self.image_token_ids - self._audio_token_ids)
 
     def chunk_features(self, encoded: Encoded, start: int, end: int) -> dict[str, Any]:
         features = super().chunk_features(encoded, start, end)
-        return {**features, "mm_token_type_ids": self.picture_masks(encoded.atomic, start, end)}
+        return {
+            **features,
+            "mm_token_type_ids": self.picture_masks(encoded.atomic, start, end),
+        }
 
-    def picture_masks(self, spans: Sequence[tuple[int, int]], start: int, end: int) -> dict[str, mx.array]:
-        sliding = bidirectional_mask(spans, start, end, self.config.text_config.sliding_window)
+    def picture_masks(
+        self, spans: Sequence[tuple[int, int]], start: int, end: int
+    ) -> dict[str, mx.array]:
+        sliding = bidirectional_mask(
+            spans, start, end, self.config.text_config.sliding_window
+        )
         return {} if sliding is None else {"sliding_attention": sliding}
 
 
 def with_audio_token_counts(processor: Any) -> Any:
     """Make a processor count recordings' placeholders as the encoder does, and keep media in place."""
     return (
-        with_mixin(processor, AudioTokenCounts) if hasattr(type(processor), "_compute_audio_num_tokens") else processor
+        with_mixin(processor, AudioTokenCounts)
+        if hasattr(type(processor), "_compute_audio_num_tokens")
+        else processor
     )
 
 
@@ -138,11 +170,17 @@ class AudioTokenCounts:
 
     def apply_chat_template(self, messages: Any, **options: Any) -> Any:
         """Fill the template with unchanged messages; mlx-vlm rebuilds them (gemma4/processing_gemma4.py:877)."""
-        return self.tokenizer.apply_chat_template(messages, **{"tokenize": False, **options})
+        return self.tokenizer.apply_chat_template(
+            messages, **{"tokenize": False, **options}
+        )
 
     def _compute_audio_num_tokens(self, waveform: Any, rate: int) -> int:
         part, count = self.feature_extractor, len(waveform)
-        if hasattr(part, "audio_samples_per_token"):  # raw waveforms, without a spectrogram
+        # raw waveforms, without a spectrogram
+        if hasattr(part, "audio_samples_per_token"):
             return min(-(-count // part.audio_samples_per_token), self.audio_seq_length)
-        frames = (count + part.frame_length // 2 - part.frame_length - 1) // part.hop_length + 1
-        return min(-(-max(frames, 0) // 4), self.audio_seq_length)  # two convolutions of stride 2
+        frames = (
+            count + part.frame_length // 2 - part.frame_length - 1
+        ) // part.hop_length + 1
+        # two convolutions of stride 2
+        return min(-(-max(frames, 0) // 4), self.audio_seq_length)

@@ -30,18 +30,29 @@ from vlm_batch.registry import ModelSpec, register
     )
 )
 class Gemma4Unified(Gemma4):
-    def picture_masks(self, spans: Sequence[tuple[int, int]], start: int, end: int) -> dict[str, mx.array]:
+    def picture_masks(
+        self, spans: Sequence[tuple[int, int]], start: int, end: int
+    ) -> dict[str, mx.array]:
         window = self.config.text_config.sliding_window
         full = bidirectional_mask(spans, start, end)
         sliding = bidirectional_mask(spans, start, end, window, cut_pictures=False)
-        return {} if full is None or sliding is None else {"full_attention": full, "sliding_attention": sliding}
+        return (
+            {}
+            if full is None or sliding is None
+            else {"full_attention": full, "sliding_attention": sliding}
+        )
 
     def encode_sound(self, sound: Mapping[str, Any]) -> mx.array:
-        return rows_within(self.model.embed_audio(sound["input_features"]), np.array(sound["input_features_mask"]))
+        return rows_within(
+            self.model.embed_audio(sound["input_features"]),
+            np.array(sound["input_features_mask"]),
+        )
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
         """Remove mlx-vlm's note on the model (gemma4_unified.py:133)."""
         try:
             return super().features(ids, extra)
         finally:
-            self.model.no_chunked_prefill = self.language.no_chunked_prefill = self.model._base_no_chunked_prefill
+            self.model.no_chunked_prefill = self.language.no_chunked_prefill = (
+                self.model._base_no_chunked_prefill
+            )

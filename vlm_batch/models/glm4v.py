@@ -32,7 +32,10 @@ class BicubicEmbeddings:
         table = self.position_embedding.weight  # (side * side, D)
         side = int(table.shape[0] ** 0.5)
         sizes = mx.concatenate(
-            [mx.repeat(shape[None], length, axis=0) for shape, length in zip(image_shapes[:, 1:], lengths, strict=True)]
+            [
+                mx.repeat(shape[None], length, axis=0)
+                for shape, length in zip(image_shapes[:, 1:], lengths, strict=True)
+            ]
         )  # (N, 2) rows and columns of each patch's picture
         rows, columns = (
             cubic_weights((coords + 0.5) / sizes[:, axis] * side - 0.5, side)

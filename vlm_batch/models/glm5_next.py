@@ -34,4 +34,7 @@ class Glm5Next(GridAdapter):
     patches = patches_in("vlm_batch.models._glm5_next")
 
     def row_caches(self) -> list[Any]:
-        return [WholeCache(*one.caches) if isinstance(one, CacheList) else one for one in super().row_caches()]
+        return [
+            WholeCache(*one.caches) if isinstance(one, CacheList) else one
+            for one in super().row_caches()
+        ]

@@ -25,7 +25,9 @@ class GOT(GraphedSteps):
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
         if "pixel_values" in extra and extra["pixel_values"].shape[0] != 1:
-            raise InvalidPrompt("got takes one picture a request: its prompt has room for one")
+            raise InvalidPrompt(
+                "got takes one picture a request: its prompt has room for one"
+            )
         return super().features(ids, extra)
 
     @cached_property

@@ -32,12 +32,17 @@ from vlm_batch.registry import ModelSpec, register
 class Granite4Vision(Adapter):
     tower_class = RememberingBatchTower
     input_keys = frozenset({"pixel_values", "image_sizes"})
-    prefill_axes: ClassVar[Mapping[str, int | None]] = {"deepstack_visual_embeds": 1, "visual_pos_masks": 1}
+    prefill_axes: ClassVar[Mapping[str, int | None]] = {
+        "deepstack_visual_embeds": 1,
+        "visual_pos_masks": 1,
+    }
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         use_tanh_gelu(self.model.vision_tower)
-        self.language.model._deepstack_target_layers = [layer for _, layer in self._projections()]
+        self.language.model._deepstack_target_layers = [
+            layer for _, layer in self._projections()
+        ]
 
     def _projections(self) -> list[tuple[tuple[int, Any], int]]:
         """((tower layer, projector), decoder layer) of each set."""
@@ -45,12 +50,21 @@ class Granite4Vision(Adapter):
         found = [
             ((int(seen), projector), int(layer))
             for projector, (seen, layer) in zip(
-                model.layerwise_projectors, config.deepstack_layer_map or (), strict=True
+                model.layerwise_projectors,
+                config.deepstack_layer_map or (),
+                strict=True,
             )
         ]
         if config.use_spatial_sampling:
-            pairs = zip(model.spatial_projectors, config.spatial_target_layers or (), strict=False)
-            found += [((int(config.spatial_vision_layer), projector), int(layer)) for projector, layer in pairs]
+            pairs = zip(
+                model.spatial_projectors,
+                config.spatial_target_layers or (),
+                strict=False,
+            )
+            found += [
+                ((int(config.spatial_vision_layer), projector), int(layer))
+                for projector, layer in pairs
+            ]
         return found
 
     def chunk_features(self, encoded: Encoded, start: int, end: int) -> dict[str, Any]:
@@ -62,10 +76,15 @@ class Granite4Vision(Adapter):
         if "pixel_values" not in extra:
             return {"inputs_embeds": embeds}
         if "image_sizes" not in extra:
-            raise InvalidPrompt("granite4_vision takes its pictures with their image_sizes (pictures, 2)")
+            raise InvalidPrompt(
+                "granite4_vision takes its pictures with their image_sizes (pictures, 2)"
+            )
         packed = [self._encode(*picture) for picture in sized_pictures(extra)]
         empty, markers = mx.zeros_like(embeds), self.image_token_ids
-        sets = [put_features(empty, ids, markers, mx.concatenate(list(one))) for one in zip(*packed, strict=True)]
+        sets = [
+            put_features(empty, ids, markers, mx.concatenate(list(one)))
+            for one in zip(*packed, strict=True)
+        ]
         is_picture = ids == self.config.image_token_index
         return {
             "inputs_embeds": mx.where(is_picture[..., None], 0, embeds),
@@ -76,11 +95,23 @@ class Granite4Vision(Adapter):
     def _encode(self, tiles: mx.array, size: list[int]) -> list[mx.array]:
         """(tiles, 3, S, S) of (height, width) pixels -> features (tokens, D) per decoder layer."""
         tile = int(self.config.vision_config.image_size)
-        grid = best_grid(size, tile, [(high // tile, wide // tile) for high, wide in self.config.image_grid_pinpoints])
+        grid = best_grid(
+            size,
+            tile,
+            [
+                (high // tile, wide // tile)
+                for high, wide in self.config.image_grid_pinpoints
+            ],
+        )
         tiles = tiles_of(tiles, size, grid).transpose(0, 2, 3, 1)
         *_, states = self.model.vision_tower(tiles, output_hidden_states=True)
         skipped = int(self.config.vision_feature_select_strategy == "default")
         return [
-            pack_tiles(projector(states[layer][:, skipped:]), size, grid, self.model.image_newline)
+            pack_tiles(
+                projector(states[layer][:, skipped:]),
+                size,
+                grid,
+                self.model.image_newline,
+            )
             for (layer, projector), _ in self._projections()
         ]

@@ -49,52 +49,86 @@ class HunyuanVL(Adapter):
             return {"inputs_embeds": embeds}
         needed = sum(len(positions[0]) + 2 for positions in self._pictures(extra))
         if (given := int(self.picture_places(ids, extra).sum())) != needed:
-            raise InvalidPrompt(f"the pictures need {needed} placeholder tokens; the prompt has {given}")
+            raise InvalidPrompt(
+                f"the pictures need {needed} placeholder tokens; the prompt has {given}"
+            )
         found = extra.get("cached_image_features")
         found = self._encode(extra) if found is None else found  # (1, tokens, D)
         is_picture = ids[0] == self.config.image_token_id
-        embeds[:, mx.array(np.flatnonzero(np.array(is_picture)))] = found.astype(embeds.dtype)
+        embeds[:, mx.array(np.flatnonzero(np.array(is_picture)))] = found.astype(
+            embeds.dtype
+        )
         return {"inputs_embeds": embeds}
 
-    def positions(self, ids: mx.array, extra: Mapping[str, Any], features: Mapping[str, Any]) -> PositionState:
+    def positions(
+        self, ids: mx.array, extra: Mapping[str, Any], features: Mapping[str, Any]
+    ) -> PositionState:
         """Return (4, 1, L), all token counts but inside pictures."""
         positions = np.tile(np.arange(ids.shape[1]), (4, 1))
         places = np.flatnonzero(np.array(ids[0] == self.config.image_token_id))
         for number, (columns, rows) in enumerate(self._pictures(extra)):
             inside, places = places[1 : 1 + len(rows)], places[2 + len(rows) :]
-            positions[1:, inside] = np.stack([columns, rows, np.full_like(rows, number)])
+            positions[1:, inside] = np.stack(
+                [columns, rows, np.full_like(rows, number)]
+            )
         axes = len(self.config.text_config.rope_scaling["xdrope_section"])
-        return PositionState(prompt=mx.array(positions[4 - axes :, None].astype(np.int32)))
+        return PositionState(
+            prompt=mx.array(positions[4 - axes :, None].astype(np.int32))
+        )
 
     def run_step(self, step: DecodeStep) -> mx.array:
         axes = len(self.config.text_config.rope_scaling["xdrope_section"])
-        positions = mx.broadcast_to(step.positions[None, :, None], (axes, step.positions.size, 1))
+        positions = mx.broadcast_to(
+            step.positions[None, :, None], (axes, step.positions.size, 1)
+        )
         return self.forward(step.tokens, None, step.caches, {"position_ids": positions})
 
     def forward(
-        self, ids: mx.array, embeds: mx.array | None, cache: Sequence[Any], extra: Mapping[str, Any]
+        self,
+        ids: mx.array,
+        embeds: mx.array | None,
+        cache: Sequence[Any],
+        extra: Mapping[str, Any],
     ) -> mx.array:
         """Run trunk and head with positions after the rows."""
         positions = extra["position_ids"].swapaxes(0, 1)  # (B, axes, L)
-        return trunk_logits(self.language, ids, embeds, cache, {**extra, "position_ids": positions})
+        return trunk_logits(
+            self.language, ids, embeds, cache, {**extra, "position_ids": positions}
+        )
 
-    def model_image_sizes(self, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
+    def model_image_sizes(
+        self, extra: Mapping[str, Any]
+    ) -> tuple[tuple[int, int], ...]:
         patch = int(self.config.vision_config.patch_size)
         return tuple((wide * patch, high * patch) for high, wide in self._grids(extra))
 
     def _grids(self, extra: Mapping[str, Any]) -> list[tuple[int, int]]:
-        grids = np.array(extra["image_grid_thw"]).reshape(-1, 3).tolist() if "image_grid_thw" in extra else []
+        grids = (
+            np.array(extra["image_grid_thw"]).reshape(-1, 3).tolist()
+            if "image_grid_thw" in extra
+            else []
+        )
         return [(high, wide) for _, high, wide in grids]
 
-    def _pictures(self, extra: Mapping[str, Any]) -> list[tuple[np.ndarray, np.ndarray]]:
+    def _pictures(
+        self, extra: Mapping[str, Any]
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
         """Return each picture's (columns, rows) of merged patches and line breaks."""
         merge = int(self.config.vision_config.spatial_merge_size)
-        merged = [(high // merge, wide // merge + 1) for high, wide in self._grids(extra)]
-        return [(np.tile(np.arange(wide), high), np.repeat(np.arange(high), wide)) for high, wide in merged]
+        merged = [
+            (high // merge, wide // merge + 1) for high, wide in self._grids(extra)
+        ]
+        return [
+            (np.tile(np.arange(wide), high), np.repeat(np.arange(high), wide))
+            for high, wide in merged
+        ]
 
     def _encode(self, extra: Mapping[str, Any]) -> mx.array:
         grids = self._grids(extra)
         ends = np.cumsum([high * wide for high, wide in grids])[:-1].tolist()
         pictures = mx.split(extra["pixel_values"], ends)
         tower: nn.Module = self.model.vision_tower
-        return mx.concatenate([tower(p, [[1, *grid]]) for p, grid in zip(pictures, grids, strict=True)], axis=1)
+        return mx.concatenate(
+            [tower(p, [[1, *grid]]) for p, grid in zip(pictures, grids, strict=True)],
+            axis=1,
+        )

@@ -51,8 +51,12 @@ class Idefics2(PlacingAdapter, Idefics3):
 
             def __call__(self, x: mx.array, mask: Any = None) -> mx.array:
                 patches = self.patch_embedding(x)  # (1, rows, columns, D)
-                rows, columns = (buckets(count, self.num_patches) for count in patches.shape[1:3])
-                places = mx.array((rows[:, None] * self.num_patches + columns).reshape(-1))
+                rows, columns = (
+                    buckets(count, self.num_patches) for count in patches.shape[1:3]
+                )
+                places = mx.array(
+                    (rows[:, None] * self.num_patches + columns).reshape(-1)
+                )
                 return patches.flatten(1, 2) + self.position_embedding(places)
 
         return {VisionEmbeddings: EvenPositions, nn.GELU: TanhGELU}
@@ -60,12 +64,22 @@ class Idefics2(PlacingAdapter, Idefics3):
     def check_placeholders(self, ids: Any, extra: Mapping[str, Any]) -> None:
         Adapter.check_placeholders(self, ids, extra)
 
-    def encode_pictures(self, extra: Mapping[str, Any], dtype: mx.Dtype) -> list[mx.array]:
+    def encode_pictures(
+        self, extra: Mapping[str, Any], dtype: mx.Dtype
+    ) -> list[mx.array]:
         """Encode each picture alone; pictures of zeros are padding."""
         pictures = extra["pixel_values"].flatten(0, 1)  # (N, 3, H, W)
         masks = extra.get("pixel_attention_mask")
-        masks = mx.ones((len(pictures), *pictures.shape[2:])) if masks is None else masks.flatten(0, 1)
-        return [self._encode(*one) for one in zip(pictures, masks, strict=True) if mx.any(one[0] != 0).item()]
+        masks = (
+            mx.ones((len(pictures), *pictures.shape[2:]))
+            if masks is None
+            else masks.flatten(0, 1)
+        )
+        return [
+            self._encode(*one)
+            for one in zip(pictures, masks, strict=True)
+            if mx.any(one[0] != 0).item()
+        ]
 
     def _encode(self, picture: mx.array, mask: mx.array) -> mx.array:
         """(3, H, W) and mask (H, W) -> (latents, D)."""
@@ -74,8 +88,12 @@ class Idefics2(PlacingAdapter, Idefics3):
         high, wide = (int(own.any(axis=axis).sum()) // patch * patch for axis in (1, 0))
         if not high or not wide:
             size = f"{own.any(1).sum()}x{own.any(0).sum()}"
-            raise InvalidPrompt(f"a picture's own pixels are {size}, less than a patch of {patch}")
-        states, *_ = self.model.vision_model(picture[:, :high, :wide].transpose(1, 2, 0)[None])
+            raise InvalidPrompt(
+                f"a picture's own pixels are {size}, less than a patch of {patch}"
+            )
+        states, *_ = self.model.vision_model(
+            picture[:, :high, :wide].transpose(1, 2, 0)[None]
+        )
         return self.model.connector(states)[0]
 
 
@@ -83,4 +101,6 @@ def buckets(count: int, size: int) -> np.ndarray:
     """Return learned positions, of ``size``, of ``count`` even patches."""
     boundaries = (np.arange(1, size) * (1 / size)).astype(np.float32)
     points = np.arange(count, dtype=np.float32) * np.float32(1 / count)
-    return np.searchsorted(boundaries, np.minimum(points, np.float32(1 - 1e-6)), side="right")
+    return np.searchsorted(
+        boundaries, np.minimum(points, np.float32(1 - 1e-6)), side="right"
+    )

@@ -35,7 +35,9 @@ class Inkling(SoundAdapter):
     def processor(cls, processor: Any) -> Any:
         from vlm_batch.models._inkling import with_floored_magnitudes
 
-        return with_part(super().processor(processor), "feature_extractor", with_floored_magnitudes)
+        return with_part(
+            super().processor(processor), "feature_extractor", with_floored_magnitudes
+        )
 
     def count_placeholders(self, extra: Mapping[str, Any]) -> int | None:
         return len(extra["pixel_values"]) if "pixel_values" in extra else 0

@@ -27,4 +27,6 @@ class InternVLChat(InternVL):
     ignored = frozenset({"num_patches_list"})
 
     def picture_places(self, ids: mx.array, extra: Mapping[str, Any]) -> np.ndarray:
-        return np.array(ids)[0] == int(extra.get("image_token_index", self.config.image_token_index))
+        return np.array(ids)[0] == int(
+            extra.get("image_token_index", self.config.image_token_index)
+        )

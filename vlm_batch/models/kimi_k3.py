@@ -24,15 +24,23 @@ class KimiK3(Adapter):
     def hook_functions(self) -> None:
         from vlm_batch.models._kimi_k3 import HOOKS
 
-        install_hooks(files_of(self.language), HOOKS, family=self.spec.family, required=HOOKS)
+        install_hooks(
+            files_of(self.language), HOOKS, family=self.spec.family, required=HOOKS
+        )
         super().hook_functions()
 
     @cached_property
     def image_token_ids(self) -> frozenset[int]:
-        return frozenset({self.config.image_token_index, self.config.media_placeholder_token_id})
+        return frozenset(
+            {self.config.image_token_index, self.config.media_placeholder_token_id}
+        )
 
-    def model_image_sizes(self, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
+    def model_image_sizes(
+        self, extra: Mapping[str, Any]
+    ) -> tuple[tuple[int, int], ...]:
         if "grid_thws" not in extra:
             return ()
         patch = int(self.config.vision_config.patch_size)
-        return tuple((grid[-1] * patch, grid[-2] * patch) for grid in extra["grid_thws"].tolist())
+        return tuple(
+            (grid[-1] * patch, grid[-2] * patch) for grid in extra["grid_thws"].tolist()
+        )

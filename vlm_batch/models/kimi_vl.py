@@ -26,10 +26,13 @@ class Kimi(Adapter):
         super().__init__(model)
         use_tanh_gelu(self.model.vision_tower)
 
-    def model_image_sizes(self, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
+    def model_image_sizes(
+        self, extra: Mapping[str, Any]
+    ) -> tuple[tuple[int, int], ...]:
         patch = int(self.config.vision_config.patch_size)
         return tuple(
-            (int(w) * patch, int(h) * patch) for h, w in extra.get("image_grid_hws", mx.zeros((0, 2))).tolist()
+            (int(w) * patch, int(h) * patch)
+            for h, w in extra.get("image_grid_hws", mx.zeros((0, 2))).tolist()
         )
 
 
@@ -58,4 +61,7 @@ class KimiVL(Kimi):
         if "image_grid_hws" not in extra:
             return None
         high, wide = self.config.vision_config.merge_kernel_size
-        return sum((h // high) * (w // wide) for h, w in np.array(extra["image_grid_hws"]).tolist())
+        return sum(
+            (h // high) * (w // wide)
+            for h, w in np.array(extra["image_grid_hws"]).tolist()
+        )

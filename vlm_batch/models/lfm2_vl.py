@@ -19,7 +19,12 @@ class Lfm2VL(Adapter):
     tower_class = RememberingBatchTower
     input_keys = Adapter.input_keys | {"spatial_shapes", "pixel_attention_mask"}
     ignored = frozenset({"image_rows", "image_cols"})
-    patches = patching(("lfm2.language.ShortConv", lambda conv: in_order(conv, ("in_proj",), "out_proj")))
+    patches = patching(
+        (
+            "lfm2.language.ShortConv",
+            lambda conv: in_order(conv, ("in_proj",), "out_proj"),
+        )
+    )
 
     @classmethod
     def processor(cls, processor: Any) -> Any:

@@ -46,7 +46,8 @@ class Llama4(Adapter):
         super().__init__(model)
         for _, module in self.model.vision_model.named_modules():
             if isinstance(module, Llama4VisionMLP):
-                module.activation_fn = nn.GELU()  # mlx-vlm: a sigmoid (llama4/vision.py:155)
+                # mlx-vlm: a sigmoid (llama4/vision.py:155)
+                module.activation_fn = nn.GELU()
         for layer in self.language.layers:
             # mlx-vlm: 1e-6 (llama4/language.py:81); transformers: the configuration's (modeling_llama4.py, Llama4TextL2Norm).
             layer.self_attn.norm_eps = self.config.text_config.rms_norm_eps
@@ -58,9 +59,16 @@ class Llama4(Adapter):
         from vlm_batch.models._llama4_pictures import TileProcessor
 
         def published(theirs: Any) -> Any:
-            if not isinstance(theirs, Llama4ImageProcessor) or isinstance(theirs, TileProcessor):
+            if not isinstance(theirs, Llama4ImageProcessor) or isinstance(
+                theirs, TileProcessor
+            ):
                 return theirs
-            return TileProcessor(theirs.size, theirs.max_patches, tuple(theirs.image_mean), tuple(theirs.image_std))
+            return TileProcessor(
+                theirs.size,
+                theirs.max_patches,
+                tuple(theirs.image_mean),
+                tuple(theirs.image_std),
+            )
 
         return with_part(processor, "image_processor", published)
 
@@ -70,11 +78,20 @@ class Llama4(Adapter):
         if "pixel_values" not in extra:
             return {"inputs_embeds": embeds}
         seen = self.model.get_image_features(
-            pixel_values=extra["pixel_values"], vision_feature_layer=-1, vision_feature_select_strategy="default"
+            pixel_values=extra["pixel_values"],
+            vision_feature_layer=-1,
+            vision_feature_select_strategy="default",
         )
         features = self.model.multi_modal_projector(seen.flatten(0, -2))
-        return {"inputs_embeds": put_features(embeds, ids, self.image_token_ids, features)}
+        return {
+            "inputs_embeds": put_features(embeds, ids, self.image_token_ids, features)
+        }
 
     def row_caches(self) -> list[Any]:
         made = super().row_caches()
-        return [BlockCache(single.chunk_size) if isinstance(single, ChunkedKVCache) else single for single in made]
+        return [
+            BlockCache(single.chunk_size)
+            if isinstance(single, ChunkedKVCache)
+            else single
+            for single in made
+        ]

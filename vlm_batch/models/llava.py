@@ -26,7 +26,9 @@ from vlm_batch.registry import ModelSpec, register
     )
 )
 class Llava(GraphedSteps):
-    merge: ClassVar[Merge | None] = Merge("_merge_input_ids_with_image_features", keeps_type=True)
+    merge: ClassVar[Merge | None] = Merge(
+        "_merge_input_ids_with_image_features", keeps_type=True
+    )
     tower_class = RememberingBatchTower
 
     def __init__(self, model: nn.Module) -> None:
@@ -37,16 +39,22 @@ class Llava(GraphedSteps):
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
         """Select several layers; mlx-vlm fails (llava/llava.py:66)."""
         several = not isinstance(self.model.vision_feature_layer, int)
-        if several and extra.keys() & {"pixel_values", "cached_image_features"} == {"pixel_values"}:
+        if several and extra.keys() & {"pixel_values", "cached_image_features"} == {
+            "pixel_values"
+        }:
             seen = self.model.multi_modal_projector(self.states(extra["pixel_values"]))
             extra = {**extra, "cached_image_features": seen}
         return super().features(ids, extra)
 
     def states(self, pictures: mx.array) -> mx.array:
         """(N, 3, S, S) -> (N, tokens, D) of selected layers."""
-        *_, states = self.model.vision_tower(pictures.transpose(0, 2, 3, 1), output_hidden_states=True)
+        *_, states = self.model.vision_tower(
+            pictures.transpose(0, 2, 3, 1), output_hidden_states=True
+        )
         layers = self.model.vision_feature_layer
-        chosen = [states[layer] for layer in ([layers] if isinstance(layers, int) else layers)]
+        chosen = [
+            states[layer] for layer in ([layers] if isinstance(layers, int) else layers)
+        ]
         if self.model.vision_feature_select_strategy == "default":
             chosen = [layer[:, 1:] for layer in chosen]
         return mx.concatenate(chosen, axis=-1)

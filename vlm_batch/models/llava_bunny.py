@@ -30,7 +30,8 @@ class LlavaBunny(GraphedSteps, OnePlaceholder):
 
     last_hidden = "model.norm"
     tower_class = unshared(
-        RememberingTower, "no tiny model has its tower: nothing shows that pictures of a batch are those alone"
+        RememberingTower,
+        "no tiny model has its tower: nothing shows that pictures of a batch are those alone",
     )
 
     def __init__(self, model: nn.Module) -> None:
@@ -39,8 +40,16 @@ class LlavaBunny(GraphedSteps, OnePlaceholder):
 
     def count_positions(self, extra: Mapping[str, Any]) -> list[int]:
         vision = self.config.vision_config
-        return [(vision.image_size // vision.patch_size) ** 2] * len(extra["pixel_values"])
+        return [(vision.image_size // vision.patch_size) ** 2] * len(
+            extra["pixel_values"]
+        )
 
-    def encode_pictures(self, extra: Mapping[str, Any], dtype: mx.Dtype) -> list[mx.array]:
-        *_, states = self.model.vision_tower(extra["pixel_values"].transpose(0, 2, 3, 1), output_hidden_states=True)
-        return list(self.model.mm_projector(states[-1].astype(extra["pixel_values"].dtype)))
+    def encode_pictures(
+        self, extra: Mapping[str, Any], dtype: mx.Dtype
+    ) -> list[mx.array]:
+        *_, states = self.model.vision_tower(
+            extra["pixel_values"].transpose(0, 2, 3, 1), output_hidden_states=True
+        )
+        return list(
+            self.model.mm_projector(states[-1].astype(extra["pixel_values"].dtype))
+        )

@@ -32,17 +32,27 @@ GRIDS = ((1, 2), (2, 1), (2, 2), (3, 1), (1, 3))
 class LlavaNext(PlacingAdapter, Llava):
     input_keys = frozenset({"pixel_values", "image_sizes"})
 
-    def encode_pictures(self, extra: Mapping[str, Any], dtype: mx.Dtype) -> list[mx.array]:
+    def encode_pictures(
+        self, extra: Mapping[str, Any], dtype: mx.Dtype
+    ) -> list[mx.array]:
         if "image_sizes" not in extra:
-            raise InvalidPrompt(f"{self.spec.family} takes its pictures with their image_sizes (pictures, 2)")
+            raise InvalidPrompt(
+                f"{self.spec.family} takes its pictures with their image_sizes (pictures, 2)"
+            )
         packed = []
         for tiles, size in sized_pictures(extra):
             grid = self.grid(size)
-            features = self.model.multi_modal_projector(self.states(tiles_of(tiles, size, grid)))
+            features = self.model.multi_modal_projector(
+                self.states(tiles_of(tiles, size, grid))
+            )
             packed.append(pack_tiles(features, size, grid, self.model.image_newline))
         return packed
 
     def grid(self, size: Sequence[int]) -> tuple[int, int]:
         tile = int(self.config.vision_config.image_size)
         configured = getattr(self.config, "image_grid_pinpoints", None) or ()
-        return best_grid(size, tile, [(high // tile, wide // tile) for high, wide in configured] or GRIDS)
+        return best_grid(
+            size,
+            tile,
+            [(high // tile, wide // tile) for high, wide in configured] or GRIDS,
+        )

@@ -33,7 +33,11 @@ from vlm_batch.registry import ModelSpec, register
 )
 class LocateAnything(Adapter):
     tower_class = RememberingPackedTower
-    input_keys = Adapter.input_keys | {"image_grid_hws", "image_token_id", "_grid_shapes"}
+    input_keys = Adapter.input_keys | {
+        "image_grid_hws",
+        "image_token_id",
+        "_grid_shapes",
+    }
     patches = patching(
         ("locateanything.vision.Learnable2DInterpPosEmb", resized_positions),
         ("locateanything.vision.Attention", moon_attention),
@@ -43,4 +47,7 @@ class LocateAnything(Adapter):
         if "image_grid_hws" not in extra:
             return None
         high, wide = self.config.vision_config.merge_kernel_size
-        return sum((h // high) * (w // wide) for h, w in np.array(extra["image_grid_hws"]).tolist())
+        return sum(
+            (h // high) * (w // wide)
+            for h, w in np.array(extra["image_grid_hws"]).tolist()
+        )

@@ -31,7 +31,11 @@ from vlm_batch.registry import ModelSpec, register
 class MiMoV2(SoundAdapter):
     merge = Merge("_replace_modal_embeddings", keeps_type=True)
     tower_class = RememberingPackedTower
-    input_keys = SoundAdapter.input_keys | {"image_grid_thw", "audio_codes", "audio_code_lengths"}
+    input_keys = SoundAdapter.input_keys | {
+        "image_grid_thw",
+        "audio_codes",
+        "audio_code_lengths",
+    }
     patches = patches_in("vlm_batch.models._mimo_v2")
 
     @classmethod
@@ -50,6 +54,8 @@ class MiMoV2(SoundAdapter):
         for length in sound["audio_code_lengths"]:
             codes = sound["audio_codes"][start : start + length]
             rest = mx.repeat(codes[-1:], -length % size, axis=0)
-            parts.append(mx.concatenate([codes, rest]).reshape(-1, size, codes.shape[-1]))
+            parts.append(
+                mx.concatenate([codes, rest]).reshape(-1, size, codes.shape[-1])
+            )
             start += length
         return self.model.audio_encoder(mx.concatenate(parts))  # type: ignore[no-any-return]

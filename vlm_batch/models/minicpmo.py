@@ -70,39 +70,65 @@ class MiniCPMO(SoundAdapter, SlicedAdapter):
         """Refuse what mlx-vlm would leave out (minicpmo.py:438)."""
         super().check_placeholders(ids, extra)
         needed = int(self.config.query_num)
-        for first, end in (bound for request in slice_bounds(extra) for bound in request.tolist()):
+        for first, end in (
+            bound for request in slice_bounds(extra) for bound in request.tolist()
+        ):
             if end - first != needed:
-                raise InvalidPrompt(f"a slice needs {needed} placeholder tokens; the prompt has {end - first}")
+                raise InvalidPrompt(
+                    f"a slice needs {needed} placeholder tokens; the prompt has {end - first}"
+                )
         if "audio_features" in extra:
-            needed, given = sum(map(self._count_features, lengths_of(extra))), len(self.sound_places(ids, extra))
+            needed = sum(map(self._count_features, lengths_of(extra)))
+            given = len(self.sound_places(ids, extra))
             if needed != given:
-                raise InvalidPrompt(f"the recordings need {needed} placeholder tokens; the prompt has {given}")
+                raise InvalidPrompt(
+                    f"the recordings need {needed} placeholder tokens; the prompt has {given}"
+                )
 
     def places(self, extra: Mapping[str, Any]) -> list[np.ndarray]:
-        return [*super().places(extra), *(np.arange(first, end) for first, end in sound_bounds(extra))]
+        return [
+            *super().places(extra),
+            *(np.arange(first, end) for first, end in sound_bounds(extra)),
+        ]
 
     def sound_places(self, ids: Any, sound: Mapping[str, Any]) -> np.ndarray:
-        return np.concatenate([np.zeros(0, int), *(np.arange(first, end) for first, end in sound_bounds(sound))])
+        return np.concatenate(
+            [
+                np.zeros(0, int),
+                *(np.arange(first, end) for first, end in sound_bounds(sound)),
+            ]
+        )
 
-    def recordings(self, ids: mx.array, sound: Mapping[str, Any]) -> tuple[Picture, ...]:
+    def recordings(
+        self, ids: mx.array, sound: Mapping[str, Any]
+    ) -> tuple[Picture, ...]:
         """Separate one-piece recordings; otherwise return all as one."""
-        bounds, lengths, features = sound_bounds(sound), lengths_of(sound), sound["audio_features"]
+        bounds = sound_bounds(sound)
+        lengths = lengths_of(sound)
+        features = sound["audio_features"]
         if len(bounds) != len(lengths):
             return (Picture(bounds[0][0], bounds[-1][1], sound),)
         return tuple(
             Picture(first, end, features[at, :, :length])
-            for at, ((first, end), length) in enumerate(zip(bounds, lengths, strict=True))
+            for at, ((first, end), length) in enumerate(
+                zip(bounds, lengths, strict=True)
+            )
         )
 
     def encode_sound(self, sound: Mapping[str, Any]) -> mx.array:
         tower, step = self.model.audio_tower, int(self.config.audio_pool_step)
-        chunk, dtype = int(self.config.audio_chunk_length * 50), tower.conv1.weight.dtype  # 50 states are a second
+        # 50 states are a second
+        chunk = int(self.config.audio_chunk_length * 50)
+        dtype = tower.conv1.weight.dtype
         rows = []
         for at, length in enumerate(lengths_of(sound)):
-            if not (count := self._count_features(length)):  # a recording's end, shorter than a feature
+            # a recording's end, shorter than a feature
+            if not (count := self._count_features(length)):
                 continue
             piece = sound["audio_features"][at : at + 1, :, :length]
-            states = self.model.audio_projection_layer(tower(piece.astype(dtype), chunk=chunk))[0]
+            states = self.model.audio_projection_layer(
+                tower(piece.astype(dtype), chunk=chunk)
+            )[0]
             rows.append(states[: count * step].reshape(count, step, -1).mean(axis=1))
         return mx.concatenate(rows)
 
@@ -111,12 +137,20 @@ class MiniCPMO(SoundAdapter, SlicedAdapter):
 
     def _known_inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         if not np.size(inputs.get("audio_features", ())):
-            inputs = {name: value for name, value in inputs.items() if not name.startswith(AUDIO_INPUTS)}
+            inputs = {
+                name: value
+                for name, value in inputs.items()
+                if not name.startswith(AUDIO_INPUTS)
+            }
         return super()._known_inputs(inputs)
 
 
 def sound_bounds(sound: Mapping[str, Any]) -> list[tuple[int, int]]:
-    return [(first, end) for bounds in sound.get("audio_bounds", ()) for first, end in np.array(bounds).tolist()]
+    return [
+        (first, end)
+        for bounds in sound.get("audio_bounds", ())
+        for first, end in np.array(bounds).tolist()
+    ]
 
 
 def lengths_of(sound: Mapping[str, Any]) -> list[int]:

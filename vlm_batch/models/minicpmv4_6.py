@@ -28,8 +28,15 @@ class FramePerSecond(Sampling):
         seconds, most = total / fps, video.max_frames or self.max_frames
         if seconds <= most:
             return (np.arange(math.ceil(seconds)) * fps).astype(int)
-        tenths = np.minimum((np.round(np.arange(int(seconds / 0.1)) * 0.1, 1) * fps).astype(int), total - 1)
-        return tenths[np.linspace(0, len(tenths) - 1, most, dtype=int)] if len(tenths) > most else tenths
+        tenths = np.minimum(
+            (np.round(np.arange(int(seconds / 0.1)) * 0.1, 1) * fps).astype(int),
+            total - 1,
+        )
+        return (
+            tenths[np.linspace(0, len(tenths) - 1, most, dtype=int)]
+            if len(tenths) > most
+            else tenths
+        )
 
 
 @register(
@@ -47,9 +54,22 @@ class FramePerSecond(Sampling):
 )
 class MiniCPMV46(SlicedAdapter, Qwen35):
     merge = None
-    tower_class = unshared(RememberingGridTower, "mlx-vlm's code calls the tower's parts, and not the tower")
-    video_sampling = FramePerSecond(fps=1.0, min_frames=1, max_frames=128, frame_factor=1)
-    input_keys = frozenset({"pixel_values", "tgt_sizes", "image_bound", "downsample_mode", "cached_image_features"})
+    tower_class = unshared(
+        RememberingGridTower,
+        "mlx-vlm's code calls the tower's parts, and not the tower",
+    )
+    video_sampling = FramePerSecond(
+        fps=1.0, min_frames=1, max_frames=128, frame_factor=1
+    )
+    input_keys = frozenset(
+        {
+            "pixel_values",
+            "tgt_sizes",
+            "image_bound",
+            "downsample_mode",
+            "cached_image_features",
+        }
+    )
     ignored = frozenset(
         {
             "grids",
@@ -63,9 +83,13 @@ class MiniCPMV46(SlicedAdapter, Qwen35):
 
     @classmethod
     def processor(cls, processor: Any) -> Any:
-        from mlx_vlm.models.minicpmv4_6.processing_minicpmv4_6 import MiniCPMVVideoProcessor
+        from mlx_vlm.models.minicpmv4_6.processing_minicpmv4_6 import (
+            MiniCPMVVideoProcessor,
+        )
 
-        return keep_every_frame(super().processor(processor), MiniCPMVVideoProcessor, "max_num_frames")
+        return keep_every_frame(
+            super().processor(processor), MiniCPMVVideoProcessor, "max_num_frames"
+        )
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)

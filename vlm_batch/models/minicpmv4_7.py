@@ -26,10 +26,14 @@ class MiniCPMV47(MiniCPMV46):
     ignored = MiniCPMV46.ignored | {"image_bound"}
     input_keys = MiniCPMV46.input_keys - {"image_bound"}
 
-    def features_after(self, ids: mx.array, extra: Mapping[str, Any], cached: int) -> dict[str, Any]:
+    def features_after(
+        self, ids: mx.array, extra: Mapping[str, Any], cached: int
+    ) -> dict[str, Any]:
         return self.features(ids, extra)
 
-    def positions(self, ids: mx.array, extra: Mapping[str, Any], features: Mapping[str, Any]) -> PositionState:
+    def positions(
+        self, ids: mx.array, extra: Mapping[str, Any], features: Mapping[str, Any]
+    ) -> PositionState:
         prompt, delta = features["position_ids"], features["rope_deltas"]
         return PositionState(prompt=prompt.astype(mx.int32), delta=int(delta.item()))
 

@@ -34,8 +34,13 @@ class MiniMaxM3VL(Adapter):
     patches = patches_in("vlm_batch.models._minimax_m3_vl")
 
     def forward(
-        self, ids: mx.array, embeds: mx.array | None, cache: Sequence[Any], extra: Mapping[str, Any]
+        self,
+        ids: mx.array,
+        embeds: mx.array | None,
+        cache: Sequence[Any],
+        extra: Mapping[str, Any],
     ) -> mx.array:
         """Run trunk and head, without mlx-vlm's positions."""
-        hidden = self.language.model(ids, inputs_embeds=embeds, cache=cache, **extra)  # (B, 1, D)
+        # (B, 1, D)
+        hidden = self.language.model(ids, inputs_embeds=embeds, cache=cache, **extra)
         return self.language.logits_from_hidden(hidden)[:, -1]

@@ -24,9 +24,13 @@ class ByOwnPosition:
 
     config: Any
 
-    def __call__(self, x: mx.array, attn_scale: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+    def __call__(
+        self, x: mx.array, attn_scale: mx.array, mask: Any = None, cache: Any = None
+    ) -> mx.array:
         theirs: Any = super()
-        found: mx.array = theirs.__call__(x, query_scale(self.config, cache.offset, x), mask, cache)
+        found: mx.array = theirs.__call__(
+            x, query_scale(self.config, cache.offset, x), mask, cache
+        )
         return found
 
 
@@ -69,11 +73,15 @@ class GridMerger:
     def __call__(self, image_features: mx.array, image_sizes: mx.array) -> mx.array:
         """States (N, D) -> (N / merge**2, D)."""
         merge, merged, begin = self.spatial_merge_size, [], 0
-        for high, wide in (np.array(image_sizes).astype(int) // self.patch_size).tolist():
+        for high, wide in (
+            np.array(image_sizes).astype(int) // self.patch_size
+        ).tolist():
             rows, columns = high // merge, wide // merge
             plane = image_features[begin : begin + high * wide].reshape(high, wide, -1)
             grid = plane[: rows * merge, : columns * merge]
-            squares = grid.reshape(rows, merge, columns, merge, -1).transpose(0, 2, 4, 1, 3)
+            squares = grid.reshape(rows, merge, columns, merge, -1).transpose(
+                0, 2, 4, 1, 3
+            )
             merged.append(squares.reshape(rows * columns, -1))
             begin += high * wide
         found: mx.array = self.merging_layer(mx.concatenate(merged))
@@ -82,7 +90,9 @@ class GridMerger:
 
 def yarn_scale(rope: Mapping[str, Any]) -> float:
     """Return YaRN's factor for partly rotated keys (transformers, modeling_rope_utils.py, yarn_apply_mscale)."""
-    kind, factor, all_dim = rope.get("rope_type", rope.get("type")), rope.get("factor", 1.0), rope.get("mscale_all_dim")
+    kind = rope.get("rope_type", rope.get("type"))
+    factor = rope.get("factor", 1.0)
+    all_dim = rope.get("mscale_all_dim")
     if kind != "yarn" or not all_dim or factor <= 1:
         return 1.0
     return float((0.1 * all_dim * math.log(factor) + 1) ** 2)
@@ -95,7 +105,9 @@ def query_scale(config: Any, offset: Any, x: mx.array) -> mx.array:
     """
     rope = config.rope_parameters
     start = offset[:, None] if isinstance(offset, mx.array) else offset
-    periods = mx.floor((start + mx.arange(x.shape[1])) / rope["original_max_position_embeddings"])
+    periods = mx.floor(
+        (start + mx.arange(x.shape[1])) / rope["original_max_position_embeddings"]
+    )
     scale = 1 + rope["llama_4_scaling_beta"] * mx.log(1 + periods)
     return scale.reshape(-1, 1, x.shape[1], 1).astype(x.dtype)
 
@@ -130,12 +142,21 @@ class Mistral3(Pixtral):
         for layer in self.language.layers:
             layer.self_attn.config = text  # for ``query_scale``
             if text.model_type == "mistral4":
-                layer.self_attn.scale = layer.self_attn.qk_head_dim**-0.5 * yarn_scale(text.rope_parameters)
-                for norm in (layer.self_attn.get("q_a_layernorm"), layer.self_attn.kv_a_layernorm):
+                layer.self_attn.scale = layer.self_attn.qk_head_dim**-0.5 * yarn_scale(
+                    text.rope_parameters
+                )
+                for norm in (
+                    layer.self_attn.get("q_a_layernorm"),
+                    layer.self_attn.kv_a_layernorm,
+                ):
                     if norm is not None:
                         norm.eps = LATENT_EPS
 
     @property
     def graphs(self) -> Graphs:  # type: ignore[override]
         """Only graphs fuse other decoders' factors."""
-        return super().graphs if self.config.text_config.model_type == "mistral" else Graphs.IF_ASKED
+        return (
+            super().graphs
+            if self.config.text_config.model_type == "mistral"
+            else Graphs.IF_ASKED
+        )

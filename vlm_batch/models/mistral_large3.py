@@ -24,4 +24,6 @@ from vlm_batch.registry import ModelSpec, register
 )
 class MistralLarge3(Pixtral):
     last_hidden = "model.norm"
-    patches = patches_in("vlm_batch.models._mistral_large3", *Pixtral.sized, Mistral3.merger)
+    patches = patches_in(
+        "vlm_batch.models._mistral_large3", *Pixtral.sized, Mistral3.merger
+    )

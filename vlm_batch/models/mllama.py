@@ -34,9 +34,16 @@ class Mllama(Adapter):
     """Cross-attention adds nothing to rows without pictures."""
 
     tower_class = RememberingBatchTower
-    input_keys = Adapter.input_keys | {"aspect_ratio_ids", "aspect_ratio_mask", "cross_attention_mask"}
+    input_keys = Adapter.input_keys | {
+        "aspect_ratio_ids",
+        "aspect_ratio_mask",
+        "cross_attention_mask",
+    }
     #: ``seen`` (1, L, images * tiles), bool: the tiles that a token sees.
-    prefill_axes: ClassVar[Mapping[str, int | None]] = {"cross_attention_states": None, "seen": 1}
+    prefill_axes: ClassVar[Mapping[str, int | None]] = {
+        "cross_attention_states": None,
+        "seen": 1,
+    }
     patches = patches_in("vlm_batch.models._mllama")
 
     def count_placeholders(self, extra: Mapping[str, Any]) -> int | None:
@@ -49,40 +56,65 @@ class Mllama(Adapter):
         found = super().features(ids, extra)
         if "cross_attention_states" in found:
             # The tower's float32 masks make its output float32, and so the whole batch's decode step.
-            found["cross_attention_states"] = found["cross_attention_states"].astype(found["inputs_embeds"].dtype)
+            found["cross_attention_states"] = found["cross_attention_states"].astype(
+                found["inputs_embeds"].dtype
+            )
             if seen is None:
-                raise InvalidPrompt("mllama takes its pictures with a cross_attention_mask (1, length, images, tiles)")
+                raise InvalidPrompt(
+                    "mllama takes its pictures with a cross_attention_mask (1, length, images, tiles)"
+                )
             found |= _sight(seen)
         return found
 
-    def features_after(self, ids: mx.array, extra: Mapping[str, Any], cached: int) -> dict[str, Any]:
+    def features_after(
+        self, ids: mx.array, extra: Mapping[str, Any], cached: int
+    ) -> dict[str, Any]:
         found = super().features_after(ids, extra, cached)
         seen = extra.get("cross_attention_mask")
         return found if seen is None else {**found, **_sight(seen)}
 
     def pictures(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[Picture, ...]:
-        places = np.flatnonzero(np.isin(np.array(ids)[0], list(self.image_token_ids))).tolist()
-        per_picture = {name: value for name, value in extra.items() if name != "cross_attention_mask"}
-        if not all(value.ndim > 1 and value.shape[1] == len(places) for value in per_picture.values()):
+        places = np.flatnonzero(
+            np.isin(np.array(ids)[0], list(self.image_token_ids))
+        ).tolist()
+        per_picture = {
+            name: value
+            for name, value in extra.items()
+            if name != "cross_attention_mask"
+        }
+        if not all(
+            value.ndim > 1 and value.shape[1] == len(places)
+            for value in per_picture.values()
+        ):
             return super().pictures(ids, extra)
-        parts = [{name: value[:, index] for name, value in per_picture.items()} for index in range(len(places))]
+        parts = [
+            {name: value[:, index] for name, value in per_picture.items()}
+            for index in range(len(places))
+        ]
         masks: Any = [None] * len(places)
         if "cross_attention_mask" in extra:
-            masks = np.array(extra["cross_attention_mask"])[0].swapaxes(0, 1) > 0  # (images, L, tiles)
+            # (images, L, tiles)
+            masks = np.array(extra["cross_attention_mask"])[0].swapaxes(0, 1) > 0
         return tuple(
-            Picture(place, place + 1, part, seen) for place, part, seen in zip(places, parts, masks, strict=True)
+            Picture(place, place + 1, part, seen)
+            for place, part, seen in zip(places, parts, masks, strict=True)
         )
 
     def row_caches(self) -> list[Any]:
         cross = set(self.config.text_config.cross_attention_layers)
-        return [CrossCache() if index in cross else single for index, single in enumerate(super().row_caches())]
+        return [
+            CrossCache() if index in cross else single
+            for index, single in enumerate(super().row_caches())
+        ]
 
     def chunk_features(self, encoded: Encoded, start: int, end: int) -> dict[str, Any]:
         features = super().chunk_features(encoded, start, end)
         if not features:
             return {}
         visible, sees = self._visible(features["seen"])
-        states = features.get("cross_attention_states") if start == encoded.cached else None
+        states = (
+            features.get("cross_attention_states") if start == encoded.cached else None
+        )
         return {
             "cross_attention_states": states,
             "cross_attention_mask": visible,
@@ -104,12 +136,18 @@ class Mllama(Adapter):
         return self.forward(step.tokens, None, step.caches, mask)
 
     def forward(
-        self, ids: mx.array, embeds: mx.array | None, cache: Sequence[Any], extra: Mapping[str, Any]
+        self,
+        ids: mx.array,
+        embeds: mx.array | None,
+        cache: Sequence[Any],
+        extra: Mapping[str, Any],
     ) -> mx.array:
         """Take the mask of the first self-attention cache."""
         cross = self.config.text_config.cross_attention_layers
         own = next(entry for index, entry in enumerate(cache) if index not in cross)
-        return super().forward(ids, embeds, cache, {**extra, "mask": create_attention_mask(ids, own)})
+        return super().forward(
+            ids, embeds, cache, {**extra, "mask": create_attention_mask(ids, own)}
+        )
 
     def _visible(self, seen: mx.array) -> tuple[mx.array, mx.array]:
         """(1, L, tiles) -> masks (1, 1, L, keys) and, of the MLP, (1, 1, L, 1).

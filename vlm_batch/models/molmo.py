@@ -28,7 +28,9 @@ class Molmo(Adapter):
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
         if ids.shape[0] != 1:
-            raise InvalidPrompt("molmo takes one picture a request: its processor places one in a prompt")
+            raise InvalidPrompt(
+                "molmo takes one picture a request: its processor places one in a prompt"
+            )
         return super().features(ids, extra)
 
     def picture_places(self, ids: mx.array, extra: Mapping[str, Any]) -> np.ndarray:
@@ -38,10 +40,16 @@ class Molmo(Adapter):
     def check_placeholders(self, ids: Any, extra: Mapping[str, Any]) -> None:
         places = np.array(extra.get("image_input_idx", -1)).reshape(-1)
         if has_pictures(extra) != (places >= 0).any():
-            raise InvalidPrompt("pixel_values and image_input_idx belong together: one of them holds no picture")
+            raise InvalidPrompt(
+                "pixel_values and image_input_idx belong together: one of them holds no picture"
+            )
         check_places(ids, [places[places >= 0]])
 
     def pictures(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[Picture, ...]:
         places = np.array(extra.get("image_input_idx", -1)).reshape(-1)
         places = places[places >= 0]
-        return (Picture(int(places.min()), int(places.max()) + 1, extra),) if len(places) else ()
+        return (
+            (Picture(int(places.min()), int(places.max()) + 1, extra),)
+            if len(places)
+            else ()
+        )

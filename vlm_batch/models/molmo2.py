@@ -36,10 +36,14 @@ class HostCrops:
             ValueError: Pictures, crops, or pooled patches are not as many as said, or a patch is of another picture.
         """
         pooling, grids, crops = (
-            np.array(given).astype(int) for given in (image_token_pooling, image_grids, image_num_crops)
+            np.array(given).astype(int)
+            for given in (image_token_pooling, image_grids, image_num_crops)
         )
-        lengths = grids.reshape(-1, 2, 2).prod(axis=2).sum(axis=1)  # of the whole picture and of its crops
-        pictures = int((np.array(input_ids) == self.config.image_end_token_id).sum()) // 2
+        # of the whole picture and of its crops
+        lengths = grids.reshape(-1, 2, 2).prod(axis=2).sum(axis=1)
+        pictures = (
+            int((np.array(input_ids) == self.config.image_end_token_id).sum()) // 2
+        )
         for what, said, given in (
             ("image grids", pictures, len(grids)),
             ("image crop counts", pictures, len(crops)),
@@ -50,9 +54,13 @@ class HostCrops:
                 raise ValueError(f"Expected {said} {what}, got {given}")
         counts = crops * pixel_values.shape[1]
         if (crops < 0).any() or (pooling >= np.repeat(counts, lengths)[:, None]).any():
-            raise ValueError("image_token_pooling names a patch that its picture does not have")
+            raise ValueError(
+                "image_token_pooling names a patch that its picture does not have"
+            )
         firsts = np.repeat(np.cumsum(counts) - counts, lengths)[:, None]
-        return pixel_values[None], mx.array(np.where(pooling >= 0, pooling + firsts, pooling).astype(np.int32))[None]
+        return pixel_values[None], mx.array(
+            np.where(pooling >= 0, pooling + firsts, pooling).astype(np.int32)
+        )[None]
 
 
 class PoolingTower(RememberingTower):
@@ -67,15 +75,24 @@ class PoolingTower(RememberingTower):
         if len(args) != 2 or kwargs or [array.ndim for array in args] != [4, 3]:
             return None
         crops, pooled = args
-        return Kind("", (crops.shape[2:], pooled.shape[2:]), (str(crops.dtype), str(pooled.dtype)))
+        return Kind(
+            "",
+            (crops.shape[2:], pooled.shape[2:]),
+            (str(crops.dtype), str(pooled.dtype)),
+        )
 
     def run_joined(self, calls: Sequence[TowerCall]) -> list[Any]:
         return self.each_once(calls, self._as_one)
 
     def _as_one(self, calls: Sequence[TowerCall]) -> list[Any]:
-        firsts = np.cumsum([0, *(self.count_patches(call, 0) for call in calls)]).tolist()
+        firsts = np.cumsum(
+            [0, *(self.count_patches(call, 0) for call in calls)]
+        ).tolist()
         numbers = [np.array(call.args[1]) for call in calls]
-        counted = [np.where(each >= 0, each + first, each) for each, first in zip(numbers, firsts, strict=False)]
+        counted = [
+            np.where(each >= 0, each + first, each)
+            for each, first in zip(numbers, firsts, strict=False)
+        ]
         crops = mx.concatenate([call.args[0] for call in calls], axis=1)
         found = self.fresh((crops, mx.array(np.concatenate(counted, axis=1))), {})
         ends = np.cumsum([(each >= 0).any(axis=-1).sum() for each in numbers]).tolist()
@@ -103,8 +120,15 @@ class Molmo2(Adapter):
     _features_have_rows = True
     embeddings = "model.wte"
     tower_class = PoolingTower
-    input_keys = Adapter.input_keys | {"image_token_pooling", "image_grids", "image_num_crops"}
-    patches = patching(("molmo2.language.Molmo2Embedding", two_tables), ("molmo2.molmo2.Model", under(HostCrops)))
+    input_keys = Adapter.input_keys | {
+        "image_token_pooling",
+        "image_grids",
+        "image_num_crops",
+    }
+    patches = patching(
+        ("molmo2.language.Molmo2Embedding", two_tables),
+        ("molmo2.molmo2.Model", under(HostCrops)),
+    )
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
@@ -117,10 +141,16 @@ class Molmo2(Adapter):
     def image_token_ids(self) -> frozenset[int]:
         return frozenset({self.config.image_patch_id})
 
-    def atomic_spans(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
+    def atomic_spans(
+        self, ids: mx.array, extra: Mapping[str, Any]
+    ) -> tuple[tuple[int, int], ...]:
         """Return one span over all pictures."""
         marked = np.flatnonzero(self._is_picture(ids))
-        return ((int(marked[0]), int(marked[-1]) + 1),) if "pixel_values" in extra and len(marked) else ()
+        return (
+            ((int(marked[0]), int(marked[-1]) + 1),)
+            if "pixel_values" in extra and len(marked)
+            else ()
+        )
 
     def chunk_features(self, encoded: Encoded, start: int, end: int) -> dict[str, Any]:
         """Return the pictures' mask (1, 1, L, end), bool."""
@@ -128,10 +158,21 @@ class Molmo2(Adapter):
             return {}
         picture = mx.array(self._is_picture(encoded.input_ids)[:end])
         rows, columns = mx.arange(start, end)[:, None], mx.arange(end)[None, :]
-        return {"mask": ((columns <= rows) | (picture[start:][:, None] & picture[None, :]))[None, None]}
+        return {
+            "mask": ((columns <= rows) | (picture[start:][:, None] & picture[None, :]))[
+                None, None
+            ]
+        }
 
     def _is_picture(self, ids: mx.array) -> np.ndarray:
         config = self.config
-        markers = [config.image_start_token_id, config.low_res_image_start_token_id, config.image_end_token_id]
+        markers = [
+            config.image_start_token_id,
+            config.low_res_image_start_token_id,
+            config.image_end_token_id,
+        ]
         markers += [config.image_patch_id, config.image_col_id, config.image_low_res_id]
-        return np.isin(np.array(ids)[0], [*markers, config.frame_start_token_id, config.frame_end_token_id])
+        return np.isin(
+            np.array(ids)[0],
+            [*markers, config.frame_start_token_id, config.frame_end_token_id],
+        )

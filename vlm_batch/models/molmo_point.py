@@ -93,7 +93,10 @@ class PointerState(LayerState):
     is_whole = True
 
     def arrays(self) -> list[mx.array]:
-        return [*super().arrays(), *([] if self.pictures is None else self.pictures.arrays())]
+        return [
+            *super().arrays(),
+            *([] if self.pictures is None else self.pictures.arrays()),
+        ]
 
     def reaches(self, length: int) -> bool:
         return True
@@ -109,8 +112,10 @@ class Pointer(CacheKind):
     """Points of one row, kept as another layer's cache."""
 
     pictures: Pictures | None = None
-    keys: mx.array | None = None  # (P, E) of the patches, from the prompt's hidden states
-    recent: list[int] = field(default_factory=list)  # last tokens, of a point that may be incomplete
+    # (P, E) of the patches, from the prompt's hidden states
+    keys: mx.array | None = None
+    # last tokens, of a point that may be incomplete
+    recent: list[int] = field(default_factory=list)
     last: int | None = None  # the answer's last token
     patch: int | None = None  # id of the last complete point's patch
     part: int | None = None
@@ -152,14 +157,18 @@ class Pointer(CacheKind):
             spans = [(0, tokens.parts), (tokens.places, tokens.end)]
             if order.sorted_parts and self.patch == self.last and self.part is not None:
                 # The published code stops if no part is left; here the last one may repeat.
-                spans.append((tokens.parts, min(self.part + order.no_repeats, tokens.places - 1)))
+                spans.append(
+                    (tokens.parts, min(self.part + order.no_repeats, tokens.places - 1))
+                )
             return spans
         if tokens.num_places and tokens.is_part(self.last):
             return [(0, tokens.places)]
         spans = [(tokens.parts, tokens.end)]
         if self.patch is not None and order.sorted_patches:
             spans.append((tokens.first, self.patch))
-        is_full = order.no_repeats and order.sorted_parts and self.part == tokens.places - 1
+        is_full = (
+            order.no_repeats and order.sorted_parts and self.part == tokens.places - 1
+        )
         if self.patch is not None and is_full:
             spans.append((self.patch, self.patch + 1))
         return spans
@@ -169,7 +178,10 @@ class PooledLayers(RememberingBatchTower):
     def fresh(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         count = self._config.vision_config.num_hidden_layers
         kept = {layer % count for layer in self._config.adapter_config.vit_layers}
-        return [states if index in kept else None for index, states in enumerate(self.tower(*args, **kwargs))]
+        return [
+            states if index in kept else None
+            for index, states in enumerate(self.tower(*args, **kwargs))
+        ]
 
 
 @register(
@@ -204,8 +216,19 @@ class MolmoPoint(Adapter):
 
     last_hidden = None
     tower_class = PooledLayers
-    input_keys = frozenset({"pixel_values", "image_token_pooling", "image_grids", "image_num_crops", "token_type_ids"})
-    prefill_axes: ClassVar[Mapping[str, int | None]] = {"pictures": None, "is_picture": None}
+    input_keys = frozenset(
+        {
+            "pixel_values",
+            "image_token_pooling",
+            "image_grids",
+            "image_num_crops",
+            "token_type_ids",
+        }
+    )
+    prefill_axes: ClassVar[Mapping[str, int | None]] = {
+        "pictures": None,
+        "is_picture": None,
+    }
     patches = patching(("molmo_point.language.Molmo2Embedding", two_tables))
 
     def __init__(self, model: nn.Module) -> None:
@@ -222,12 +245,18 @@ class MolmoPoint(Adapter):
 
     @cached_property
     def image_token_ids(self) -> frozenset[int]:
-        return frozenset({self.config.image_patch_id, self.config.image_non_indexable_patch_id})
+        return frozenset(
+            {self.config.image_patch_id, self.config.image_non_indexable_patch_id}
+        )
 
     def _read(self, inputs: Mapping[str, Any]) -> tuple[mx.array, dict[str, Any]]:
         """Refuse earlier answers' points."""
         ids, extra = super()._read(inputs)
-        beyond = [token for token in np.array(ids)[0].tolist() if not 0 <= token < self.num_words]
+        beyond = [
+            token
+            for token in np.array(ids)[0].tolist()
+            if not 0 <= token < self.num_words
+        ]
         if beyond:
             raise InvalidPrompt(
                 f"token id {beyond[0]} is beyond the model's {self.num_words}: does the tokenizer belong to this model? A "
@@ -237,10 +266,17 @@ class MolmoPoint(Adapter):
 
     @property
     def num_words(self) -> int:
-        return int(self.config.text_config.vocab_size + self.config.text_config.additional_vocab_size)
+        return int(
+            self.config.text_config.vocab_size
+            + self.config.text_config.additional_vocab_size
+        )
 
     def _encoded(self, inputs: Mapping[str, Any], call: Call, cached: int) -> Encoded:
-        words = self.tokens(inputs).end if inputs.get("image_token_pooling") is not None else self.num_words
+        words = (
+            self.tokens(inputs).end
+            if inputs.get("image_token_pooling") is not None
+            else self.num_words
+        )
         return replace(super()._encoded(inputs, call, cached), vocabulary=words)
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
@@ -248,7 +284,8 @@ class MolmoPoint(Adapter):
         if "pixel_values" not in extra:
             return {"inputs_embeds": self.words(ids)}
         self._check(ids, extra)
-        embeds = self.model.get_input_embeddings(ids, **extra).inputs_embeds  # float32, for float16 would overflow
+        # float32, for float16 would overflow
+        embeds = self.model.get_input_embeddings(ids, **extra).inputs_embeds
         if (dtype := self.model.lm.model.wte.embedding.dtype) != mx.float16:
             embeds = embeds.astype(dtype)
         found = self._taken()
@@ -266,7 +303,11 @@ class MolmoPoint(Adapter):
             can_choose=can_choose[at] > 0,
             end=self.atomic_spans(ids, extra)[0][1],
         )
-        return {"inputs_embeds": embeds, "pictures": pictures, "is_picture": np.array(extra["token_type_ids"][0]) > 0}
+        return {
+            "inputs_embeds": embeds,
+            "pictures": pictures,
+            "is_picture": np.array(extra["token_type_ids"][0]) > 0,
+        }
 
     def _taken(self) -> dict[str, Any]:
         """Remove and return mlx-vlm's state."""
@@ -278,12 +319,18 @@ class MolmoPoint(Adapter):
 
     def _check(self, ids: mx.array, extra: Mapping[str, Any]) -> None:
         if missing := self.input_keys - extra.keys():
-            raise InvalidPrompt(f"a picture of molmo_point comes with {sorted(missing)}, which its processor returns")
+            raise InvalidPrompt(
+                f"a picture of molmo_point comes with {sorted(missing)}, which its processor returns"
+            )
         has_patch: np.ndarray = np.array(extra["image_token_pooling"]).max(axis=1) >= 0
         if not has_patch.all():
-            raise InvalidPrompt("a token of the picture pools no patch: image_token_pooling has a row below zero")
+            raise InvalidPrompt(
+                "a token of the picture pools no patch: image_token_pooling has a row below zero"
+            )
         if (given := int(self.picture_places(ids, extra).sum())) != len(has_patch):
-            raise InvalidPrompt(f"the pictures need {len(has_patch)} placeholder tokens; the prompt has {given}")
+            raise InvalidPrompt(
+                f"the pictures need {len(has_patch)} placeholder tokens; the prompt has {given}"
+            )
         ends = int((np.array(ids)[0] == self.config.image_end_token_id).sum())
         if ends != 2 * len(extra["image_grids"]):
             raise InvalidPrompt(
@@ -293,14 +340,24 @@ class MolmoPoint(Adapter):
     def tokens(self, extra: Mapping[str, Any]) -> Tokens:
         num_patches, num_parts = extra["image_token_pooling"].shape
         places = 9 if self.config.patch_location else 0
-        return Tokens(self.num_words, num_patches, num_parts, places, bool(self.config.no_more_points_class))
+        return Tokens(
+            self.num_words,
+            num_patches,
+            num_parts,
+            places,
+            bool(self.config.no_more_points_class),
+        )
 
     def pictures(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[Picture, ...]:
         spans = self.atomic_spans(ids, extra)
-        inputs = {name: value for name, value in extra.items() if name != "token_type_ids"}
+        inputs = {
+            name: value for name, value in extra.items() if name != "token_type_ids"
+        }
         return tuple(Picture(start, end, inputs) for start, end in spans)
 
-    def atomic_spans(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
+    def atomic_spans(
+        self, ids: mx.array, extra: Mapping[str, Any]
+    ) -> tuple[tuple[int, int], ...]:
         """Return one span over all pictures."""
         if "pixel_values" not in extra or "token_type_ids" not in extra:
             return ()
@@ -313,7 +370,9 @@ class MolmoPoint(Adapter):
     def row_caches(self) -> list[Any]:
         return [*super().row_caches(), Pointer()]
 
-    def run_chunk(self, rows: Sequence[Encoded], cache: list[Any], start: int, end: int) -> mx.array:
+    def run_chunk(
+        self, rows: Sequence[Encoded], cache: list[Any], start: int, end: int
+    ) -> mx.array:
         (encoded,) = rows
         *layers, pointer = cache
         mask, pictures = None, encoded.prefill.get("pictures")
@@ -321,21 +380,30 @@ class MolmoPoint(Adapter):
         if has_pictures:
             picture = mx.array(encoded.prefill["is_picture"][:end])
             lines, columns = mx.arange(start, end)[:, None], mx.arange(end)[None, :]
-            mask = ((columns <= lines) | (picture[start:][:, None] & picture[None, :]))[None, None]
+            mask = ((columns <= lines) | (picture[start:][:, None] & picture[None, :]))[
+                None, None
+            ]
         states, hidden = self.trunk(encoded.inputs_embeds[:, start:end], layers, mask)
         if has_pictures and pictures is not None:
             pointer.pictures = pictures
-            pointer.keys = self.patch_keys(self.normed(hidden)[0, pictures.at - start], pictures)
+            pointer.keys = self.patch_keys(
+                self.normed(hidden)[0, pictures.at - start], pictures
+            )
         logits = self.model.lm.lm_head(states[:, -1])  # (1, V)
         if pointer.pictures is None:
             return logits
         extra = pointer.pictures.tokens.end - pointer.pictures.tokens.first
-        return mx.pad(self.words_only(logits), [(0, 0), (0, extra)], constant_values=SMALL)
+        return mx.pad(
+            self.words_only(logits), [(0, 0), (0, extra)], constant_values=SMALL
+        )
 
     def run_step(self, step: DecodeStep) -> mx.array:
         *layers, pointers = step.caches
         assert isinstance(pointers, RowsCache)
-        places: list[Pointer | None] = [None if row is None or row.pictures is None else row for row in pointers.places]
+        places: list[Pointer | None] = [
+            None if row is None or row.pictures is None else row
+            for row in pointers.places
+        ]
         if not any(places):
             states, _ = self.trunk(self.words(step.tokens), layers, None)
             return self.model.lm.lm_head(states[:, -1])
@@ -347,7 +415,11 @@ class MolmoPoint(Adapter):
         rows = []
         for place, (row, token) in enumerate(zip(places, tokens, strict=True)):
             words = logits[place : place + 1]
-            rows.append(words if row is None else self.with_points(words, asked.of_row(place), row, token))
+            rows.append(
+                words
+                if row is None
+                else self.with_points(words, asked.of_row(place), row, token)
+            )
         return stack_logits(rows)
 
     def words(self, ids: mx.array) -> mx.array:
@@ -355,9 +427,13 @@ class MolmoPoint(Adapter):
         embeds: mx.array = self.model.lm.model.wte(ids)
         return embeds.astype(mx.float32) if embeds.dtype == mx.float16 else embeds
 
-    def trunk(self, embeds: mx.array, layers: Sequence[Any], mask: Any) -> tuple[mx.array, mx.array]:
+    def trunk(
+        self, embeds: mx.array, layers: Sequence[Any], mask: Any
+    ) -> tuple[mx.array, mx.array]:
         """(B, L, D) -> states, normed and not."""
-        states, hidden = self.model.lm.model(inputs_embeds=embeds, mask=mask, cache=layers, return_pre_ln=True)
+        states, hidden = self.model.lm.model(
+            inputs_embeds=embeds, mask=mask, cache=layers, return_pre_ln=True
+        )
         return states, hidden
 
     def normed(self, hidden: mx.array) -> mx.array:
@@ -370,13 +446,21 @@ class MolmoPoint(Adapter):
         keys = predictor.patch_k(states)
         if predictor.patch_rotary is not None:
             keys = predictor.patch_rotary(keys, pictures.positions)
-        return predictor.add_no_point_class_embed(keys[None])[0] if pictures.tokens.has_end else keys
+        return (
+            predictor.add_no_point_class_embed(keys[None])[0]
+            if pictures.tokens.has_end
+            else keys
+        )
 
-    def embed(self, tokens: Sequence[int], places: Sequence[Pointer | None]) -> mx.array:
+    def embed(
+        self, tokens: Sequence[int], places: Sequence[Pointer | None]
+    ) -> mx.array:
         """Embed words, patches and parts: (B, 1, D)."""
         config = self.config
         ids = [
-            token if row is None or row.pictures is None else general(token, row.pictures.tokens, config)
+            token
+            if row is None or row.pictures is None
+            else general(token, row.pictures.tokens, config)
             for token, row in zip(tokens, places, strict=True)
         ]
         embeds = self.words(mx.array(ids)[:, None])
@@ -386,7 +470,9 @@ class MolmoPoint(Adapter):
             if row is not None and row.pictures is not None:
                 pictures, kinds = row.pictures, row.pictures.tokens
                 if kinds.is_patch(token):
-                    embed = embed + pictures.patches[token - kinds.first].astype(embed.dtype)
+                    embed = embed + pictures.patches[token - kinds.first].astype(
+                        embed.dtype
+                    )
                 elif kinds.is_part(token) and row.pointed >= 0:
                     part = pictures.parts[row.pointed, token - kinds.parts]
                     # CUDA has no quantised product for a vector.
@@ -397,10 +483,16 @@ class MolmoPoint(Adapter):
     def words_only(self, logits: mx.array) -> mx.array:
         """Mask general point tokens in logits (1, V)."""
         config, ids = self.config, mx.arange(logits.shape[-1])
-        general = (ids == config.patch_token_id) | (ids == config.subpatch_token_id) | (ids == config.location_token_id)
+        general = (
+            (ids == config.patch_token_id)
+            | (ids == config.subpatch_token_id)
+            | (ids == config.location_token_id)
+        )
         return mx.where(general, SMALL, logits)
 
-    def with_points(self, logits: mx.array, asked: PointQueries, row: Pointer, token: int) -> mx.array:
+    def with_points(
+        self, logits: mx.array, asked: PointQueries, row: Pointer, token: int
+    ) -> mx.array:
         """Extend logits (1, V) of a row to points: (1, W)."""
         pictures, kinds = row.pictures, row.pictures.tokens if row.pictures else None
         assert pictures is not None and kinds is not None and row.keys is not None
@@ -408,7 +500,9 @@ class MolmoPoint(Adapter):
         query = asked.patch
         rotary = self.model.point_predictor.patch_rotary
         if rotary is not None and row.pointed >= 0:
-            query = rotary(query[None], pictures.positions[row.pointed : row.pointed + 1])[0]
+            query = rotary(
+                query[None], pictures.positions[row.pointed : row.pointed + 1]
+            )[0]
         scores = row.keys @ query  # (P,), and one for "no more points"
         can_choose = pictures.can_choose
         if kinds.has_end:
@@ -427,7 +521,10 @@ class MolmoPoint(Adapter):
         if kinds.is_part(token) and asked.place is not None:
             places = asked.place
         row.take(token)
-        both = [self.words_only(logits)[0], *(part.astype(logits.dtype) for part in (patches, parts, places))]
+        both = [
+            self.words_only(logits)[0],
+            *(part.astype(logits.dtype) for part in (patches, parts, places)),
+        ]
         whole, ids = mx.concatenate(both), mx.arange(kinds.end)
         for start, end in row.forbidden(self.order):
             whole = mx.where((ids >= start) & (ids < end), -mx.inf, whole)
@@ -449,7 +546,11 @@ class PointQueries:
         return cls(predictor.patch_q(normed), predictor.subpatch_q(normed), logits)
 
     def of_row(self, place: int) -> PointQueries:
-        return PointQueries(self.patch[place], self.part[place], None if self.place is None else self.place[place])
+        return PointQueries(
+            self.patch[place],
+            self.part[place],
+            None if self.place is None else self.place[place],
+        )
 
 
 def general(token: int, tokens: Tokens, config: Any) -> int:

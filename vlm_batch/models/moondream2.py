@@ -38,20 +38,33 @@ class AdaptivePooling:
 
     config: Any
 
-    def _reconstruct_local_features(self, crops: list[mx.array], layout: tuple[int, int]) -> mx.array:
+    def _reconstruct_local_features(
+        self, crops: list[mx.array], layout: tuple[int, int]
+    ) -> mx.array:
         """Crops' features (N, D) -> (N, D), without margins."""
-        size, margin = self.config.crop_size // self.config.patch_size, self.config.overlap_margin
+        size = self.config.crop_size // self.config.patch_size
+        margin = self.config.overlap_margin
         high, wide = layout
 
         def inner(index: int, count: int) -> slice:
-            return slice(margin if index else 0, size - margin if index < count - 1 else size)
+            return slice(
+                margin if index else 0, size - margin if index < count - 1 else size
+            )
 
         grids = [crop.reshape(size, size, -1) for crop in crops]
         rows = [
-            mx.concatenate([grids[r * wide + c][inner(r, high), inner(c, wide)] for c in range(wide)], axis=1)
+            mx.concatenate(
+                [
+                    grids[r * wide + c][inner(r, high), inner(c, wide)]
+                    for c in range(wide)
+                ],
+                axis=1,
+            )
             for r in range(high)
         ]
-        return adaptive_average(mx.concatenate(rows, axis=0), size).reshape(size * size, -1)
+        return adaptive_average(mx.concatenate(rows, axis=0), size).reshape(
+            size * size, -1
+        )
 
 
 @register(
@@ -63,7 +76,9 @@ class AdaptivePooling:
     )
 )
 class Moondream2(Adapter):
-    tower_class = unshared(RememberingTower, "its tower makes one picture of the crops that it is given")
+    tower_class = unshared(
+        RememberingTower, "its tower makes one picture of the crops that it is given"
+    )
     graphs = Graphs.IF_ASKED
     input_keys = Adapter.input_keys | {"num_crops", "crop_layouts"}
     _features_have_rows = True
@@ -71,7 +86,10 @@ class Moondream2(Adapter):
     ignored = frozenset({"attention_mask_4d"})
     patches = patching(
         # mlx-vlm calls ``mx.fast`` itself (moondream2/language.py:61).
-        ("moondream2.language.Attention", lambda attention: fuse_rows(attention, "qkv", "proj")),
+        (
+            "moondream2.language.Attention",
+            lambda attention: fuse_rows(attention, "qkv", "proj"),
+        ),
         ("moondream2.vision.VisionModel", under(AdaptivePooling)),
     )
 
@@ -84,15 +102,20 @@ class Moondream2(Adapter):
     def check_placeholders(self, ids: Any, extra: Mapping[str, Any]) -> None:
         """Check the ids after BOS, which mlx-vlm overwrites (moondream3.py:70)."""
         if len(extra.get("num_crops", ())) > 1:
-            raise InvalidPrompt(f"{self.spec.family} takes one picture a request: its prompt has room for one")
+            raise InvalidPrompt(
+                f"{self.spec.family} takes one picture a request: its prompt has room for one"
+            )
         needed, tokens = self.num_features(extra), np.array(ids)[0, 1:]
-        same = int(np.append(tokens == tokens[:1], False).argmin())  # leading tokens of one id
+        # leading tokens of one id
+        same = int(np.append(tokens == tokens[:1], False).argmin())
         if needed and same != needed:
             raise InvalidPrompt(
                 f"the picture needs {needed} placeholder tokens; the prompt has {same} alike ones after BOS"
             )
 
-    def atomic_spans(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
+    def atomic_spans(
+        self, ids: mx.array, extra: Mapping[str, Any]
+    ) -> tuple[tuple[int, int], ...]:
         count = self.num_features(extra)
         return ((0, 1 + count),) if count else ()
 
@@ -108,7 +131,11 @@ class Moondream2(Adapter):
     def num_features(self, extra: Mapping[str, Any]) -> int:
         """Count a crop's patches (moondream3/vision.py:114)."""
         vision = self.config.vision_config
-        return (vision.crop_size // vision.patch_size) ** 2 if "pixel_values" in extra else 0
+        return (
+            (vision.crop_size // vision.patch_size) ** 2
+            if "pixel_values" in extra
+            else 0
+        )
 
     def chunk_features(self, encoded: Encoded, start: int, end: int) -> dict[str, Any]:
         return {"mask": bidirectional_mask(encoded.atomic, start, end)}

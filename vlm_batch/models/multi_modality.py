@@ -45,19 +45,33 @@ class MultiModality(GraphedSteps, PlacingAdapter):
         super().__init__(model)
         for _, tower in self.model.vision_model.named_modules():
             if isinstance(tower, SigLipVisionModel):
-                for norm in (tower.norm, *(norm for block in tower.blocks for norm in (block.norm1, block.norm2))):
+                for norm in (
+                    tower.norm,
+                    *(
+                        norm
+                        for block in tower.blocks
+                        for norm in (block.norm1, block.norm2)
+                    ),
+                ):
                     norm.eps = 1e-6
 
     def expand_ids(self, ids: mx.array, extra: Mapping[str, Any]) -> mx.array:
         pictures = len(extra["pixel_values"]) if "pixel_values" in extra else 0
         if not pictures or self.picture_places(ids, extra).sum() != pictures:
             return ids
-        return repeat_placeholders(ids, self.config.image_token_index, [self.config.num_image_tokens] * pictures)
+        return repeat_placeholders(
+            ids,
+            self.config.image_token_index,
+            [self.config.num_image_tokens] * pictures,
+        )
 
-    def encode_pictures(self, extra: Mapping[str, Any], dtype: mx.Dtype) -> list[mx.array]:
+    def encode_pictures(
+        self, extra: Mapping[str, Any], dtype: mx.Dtype
+    ) -> list[mx.array]:
         found = []
         for picture in extra["pixel_values"].transpose(0, 2, 3, 1):
             states = self.model.vision_model(picture[None], output_hidden_states=True)
-            is_hybrid = self.config.vision_config.cls == "HybridVisionTower"  # its result is already (high, low)
+            # its result is already (high, low)
+            is_hybrid = self.config.vision_config.cls == "HybridVisionTower"
             found.append(self.model.aligner(states if is_hybrid else states[0])[0])
         return found

@@ -43,7 +43,9 @@ class MuseSpark(Adapter):
     def hook_functions(self) -> None:
         if not mx.metal.is_available():
             hooks = without_metal()
-            install_hooks(files_of(self.language), hooks, family=self.spec.family, required=hooks)
+            install_hooks(
+                files_of(self.language), hooks, family=self.spec.family, required=hooks
+            )
         super().hook_functions()
 
 
@@ -58,23 +60,41 @@ def without_metal() -> dict[str, Hook]:
         post_expert_norm_combine,
         rms_norm_sigmoid_gate,
     )
-    return {function.__name__: hook(vars(kernels)[function.__name__], function) for function in functions}
+    return {
+        function.__name__: hook(vars(kernels)[function.__name__], function)
+        for function in functions
+    }
 
 
 def qk_norm(
-    qkvg: mx.array, *, n_heads: int, n_kv_heads: int, head_dim: int, eps: float, query_scale: float
+    qkvg: mx.array,
+    *,
+    n_heads: int,
+    n_kv_heads: int,
+    head_dim: int,
+    eps: float,
+    query_scale: float,
 ) -> list[mx.array]:
     """Norm a projection's queries (B, L, H, D) and keys (B, L, H_kv, D)."""
-    heads = qkvg[..., : (n_heads + n_kv_heads) * head_dim].reshape(*qkvg.shape[:-1], -1, head_dim)
+    heads = qkvg[..., : (n_heads + n_kv_heads) * head_dim].reshape(
+        *qkvg.shape[:-1], -1, head_dim
+    )
     queries, keys = mx.split(mx.fast.rms_norm(heads, None, eps), [n_heads], axis=-2)
     return [queries * query_scale, keys]
 
 
-def qk_norm_rope(qkvg: mx.array, *, rope_base: float, offset: int | mx.array, **norm: Any) -> list[mx.array]:
+def qk_norm_rope(
+    qkvg: mx.array, *, rope_base: float, offset: int | mx.array, **norm: Any
+) -> list[mx.array]:
     """Apply ``qk_norm``, and rotate from ``offset`` (int or (B,)) on."""
     return [
         mx.fast.rope(
-            heads.swapaxes(1, 2), heads.shape[-1], traditional=True, base=rope_base, scale=1.0, offset=offset
+            heads.swapaxes(1, 2),
+            heads.shape[-1],
+            traditional=True,
+            base=rope_base,
+            scale=1.0,
+            offset=offset,
         ).swapaxes(1, 2)
         for heads in qk_norm(qkvg, **norm)
     ]
@@ -91,8 +111,12 @@ def norm_add_norm(
     next_norm: Any | None,
 ) -> tuple[mx.array, mx.array | None]:
     """Add a branch's normed output to the stream (B, L, D)."""
-    scaled = branch if post_weight is None else post_weight.astype(branch.dtype) * branch
-    mixed = alpha * stream + beta * mx.fast.rms_norm(scaled, None, post_eps).astype(mx.float32)
+    scaled = (
+        branch if post_weight is None else post_weight.astype(branch.dtype) * branch
+    )
+    mixed = alpha * stream + beta * mx.fast.rms_norm(scaled, None, post_eps).astype(
+        mx.float32
+    )
     if next_norm is None:
         return mixed, None
     normed = mx.fast.rms_norm(mixed, next_norm.weight.astype(mx.float32), next_norm.eps)
@@ -100,22 +124,39 @@ def norm_add_norm(
 
 
 def expert_routing(
-    logits: mx.array, expert_bias: mx.array, *, top_k: int, multiplier: float, score_eps: float, route_scale: float
+    logits: mx.array,
+    expert_bias: mx.array,
+    *,
+    top_k: int,
+    multiplier: float,
+    score_eps: float,
+    route_scale: float,
 ) -> list[mx.array]:
     """Return experts and weights (B, L, K)."""
     scores = mx.sigmoid(logits * multiplier)
     chosen = mx.argsort(-(scores + expert_bias), axis=-1)[..., :top_k]
     weights = mx.take_along_axis(scores, chosen, axis=-1)
-    return [chosen, weights / (weights.sum(axis=-1, keepdims=True) + score_eps) * route_scale]
+    return [
+        chosen,
+        weights / (weights.sum(axis=-1, keepdims=True) + score_eps) * route_scale,
+    ]
 
 
-def post_expert_norm_combine(experts: mx.array, weights: mx.array, *, norm_weight: mx.array, eps: float) -> mx.array:
+def post_expert_norm_combine(
+    experts: mx.array, weights: mx.array, *, norm_weight: mx.array, eps: float
+) -> mx.array:
     """Sum experts' normed outputs (B, L, K, D): (B, L, D)."""
     scaled = experts.astype(mx.float32) * norm_weight.astype(mx.float32)
-    return (mx.fast.rms_norm(scaled, None, eps) * weights[..., None]).sum(axis=-2).astype(experts.dtype)
+    return (
+        (mx.fast.rms_norm(scaled, None, eps) * weights[..., None])
+        .sum(axis=-2)
+        .astype(experts.dtype)
+    )
 
 
 def rms_norm_sigmoid_gate(x: mx.array, gate: mx.array, *, eps: float) -> mx.array:
     """Norm attention's output (B, H, L, D), and gate it by (B, L, H * D)."""
-    normed = mx.fast.rms_norm(x.astype(mx.float32), None, eps).swapaxes(1, 2).flatten(-2)
+    normed = (
+        mx.fast.rms_norm(x.astype(mx.float32), None, eps).swapaxes(1, 2).flatten(-2)
+    )
     return (normed * mx.sigmoid(gate.astype(mx.float32))).astype(x.dtype)

@@ -36,23 +36,34 @@ class NemotronHNanoOmni(Adapter):
     merge = Merge("_merge_features", keeps_type=True)
     embeddings = "backbone.embeddings"
     last_hidden = "backbone"
-    tower_class = unshared(RememberingTower, "its tower answers with an object of its own")
+    tower_class = unshared(
+        RememberingTower, "its tower answers with an object of its own"
+    )
     input_keys = frozenset({"pixel_values", "sound_clips"})
     ignored = frozenset({"num_patches", "num_tokens", "imgs_sizes"})
     patches = patching(
-        ("nemotron_h.language.NemotronHMamba2Mixer", lambda mixer: in_order(mixer, ("in_proj",), "out_proj"))
+        (
+            "nemotron_h.language.NemotronHMamba2Mixer",
+            lambda mixer: in_order(mixer, ("in_proj",), "out_proj"),
+        )
     )
 
     @classmethod
     def processor(cls, processor: Any) -> Any:
         hook_tables(cls.spec.family)
-        return with_part(super().processor(processor), "image_processor", lambda part: with_mixin(part, HookedPictures))
+        return with_part(
+            super().processor(processor),
+            "image_processor",
+            lambda part: with_mixin(part, HookedPictures),
+        )
 
     def hook_functions(self) -> None:
         """Make spectrograms' tables here: only the thread that made mlx_audio's may evaluate them."""
         super().hook_functions()
         if self.model.sound_feature_extractor is not None:
-            self.model.sound_feature_extractor = with_tables(self.model.sound_feature_extractor)
+            self.model.sound_feature_extractor = with_tables(
+                self.model.sound_feature_extractor
+            )
 
     @cached_property
     def image_token_ids(self) -> frozenset[int]:

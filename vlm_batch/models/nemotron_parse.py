@@ -59,7 +59,10 @@ class NemotronParse(CrossingAdapter):
         if states is None:
             states = self._picture(extra.get("pixel_values"))
         model = self.language.model
-        return {"inputs_embeds": model.shared(ids) * model.decoder.embed_scale, "encoder_outputs": states}
+        return {
+            "inputs_embeds": model.shared(ids) * model.decoder.embed_scale,
+            "encoder_outputs": states,
+        }
 
     def _picture(self, pixels: mx.array | None) -> mx.array:
         if pixels is None and current().is_made_up:
@@ -67,11 +70,15 @@ class NemotronParse(CrossingAdapter):
         if pixels is None:
             raise InvalidPrompt("nemotron_parse reads a picture: a request needs one")
         if len(pixels) != 1:
-            raise InvalidPrompt(f"nemotron_parse takes one picture a request; given: {len(pixels)}")
+            raise InvalidPrompt(
+                f"nemotron_parse takes one picture a request; given: {len(pixels)}"
+            )
         states: mx.array = self.model.vision_tower(pixels)
         return states
 
-    def run_chunk(self, rows: Sequence[Encoded], cache: list[Any], start: int, end: int) -> mx.array:
+    def run_chunk(
+        self, rows: Sequence[Encoded], cache: list[Any], start: int, end: int
+    ) -> mx.array:
         (encoded,) = rows
         if start == 0:
             self.hold(encoded.prefill["encoder_outputs"], cache)
@@ -79,14 +86,24 @@ class NemotronParse(CrossingAdapter):
 
     def run_step(self, step: DecodeStep) -> mx.array:
         model = self.language.model
-        return self.answer(model.shared(step.tokens) * model.decoder.embed_scale, step.caches)
+        return self.answer(
+            model.shared(step.tokens) * model.decoder.embed_scale, step.caches
+        )
 
     def answer(self, embeds: mx.array, caches: Sequence[Any]) -> mx.array:
         """Embeddings (B, L, D) -> logits (B, V)."""
         decoder, half = self.language.model.decoder, len(caches) // 2
         hidden = decoder.layernorm_embedding(embeds)
-        for layer, own, cross in zip(decoder.layers, caches[:half], caches[half:], strict=True):
-            hidden = hidden + attend_own(layer.self_attn, layer.self_attn_layer_norm(hidden), own)
-            hidden = hidden + attend_over(layer.encoder_attn, layer.encoder_attn_layer_norm(hidden), cross)
-            hidden = hidden + layer.fc2(layer.activation_fn(layer.fc1(layer.final_layer_norm(hidden))))
+        for layer, own, cross in zip(
+            decoder.layers, caches[:half], caches[half:], strict=True
+        ):
+            hidden = hidden + attend_own(
+                layer.self_attn, layer.self_attn_layer_norm(hidden), own
+            )
+            hidden = hidden + attend_over(
+                layer.encoder_attn, layer.encoder_attn_layer_norm(hidden), cross
+            )
+            hidden = hidden + layer.fc2(
+                layer.activation_fn(layer.fc1(layer.final_layer_norm(hidden)))
+            )
         return self.language.lm_head(decoder.layer_norm(hidden[:, -1]))

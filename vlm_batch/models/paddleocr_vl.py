@@ -38,8 +38,11 @@ class PaddleOCRVL(MRoPEAdapter):
     merge = Merge("merge_input_ids_with_image_features")
     input_keys = GridAdapter.input_keys
     # mlx-vlm's masks a request's pictures apart in one attention over all of them (paddleocr_vl/vision.py:254).
-    patches = patching(("paddleocr_vl.vision.Attention", partial(attend_pictures, output="out_proj")))
+    patches = patching(
+        ("paddleocr_vl.vision.Attention", partial(attend_pictures, output="out_proj"))
+    )
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        self.model.visual.projector.pre_norm.eps = 1e-5  # transformers: PaddleOCRProjector
+        # transformers: PaddleOCRProjector
+        self.model.visual.projector.pre_norm.eps = 1e-5

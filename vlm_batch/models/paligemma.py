@@ -54,16 +54,27 @@ class PaliGemma(PlacingAdapter):
     def is_causal(self) -> bool:  # type: ignore[override]
         return not self.config.text_config.use_bidirectional_attention
 
-    def encode_pictures(self, extra: Mapping[str, Any], dtype: mx.Dtype) -> list[mx.array]:
+    def encode_pictures(
+        self, extra: Mapping[str, Any], dtype: mx.Dtype
+    ) -> list[mx.array]:
         """Norm all pictures; mlx-vlm norms the first (paligemma/vision.py:99)."""
         tower = self.model.vision_tower
-        *_, states = tower(extra["pixel_values"].astype(dtype).transpose(0, 2, 3, 1), output_hidden_states=True)
-        return list(self.model.multi_modal_projector(tower.vision_model.post_layernorm(states[-1])))
+        *_, states = tower(
+            extra["pixel_values"].astype(dtype).transpose(0, 2, 3, 1),
+            output_hidden_states=True,
+        )
+        return list(
+            self.model.multi_modal_projector(
+                tower.vision_model.post_layernorm(states[-1])
+            )
+        )
 
     def to_embeddings(self, features: mx.array, dtype: mx.Dtype) -> mx.array:
         return features / mx.array(features.shape[-1] ** 0.5, dtype=dtype)
 
-    def atomic_spans(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
+    def atomic_spans(
+        self, ids: mx.array, extra: Mapping[str, Any]
+    ) -> tuple[tuple[int, int], ...]:
         return ((0, ids.shape[1]),) if not self.is_causal else ()
 
     def run_step(self, step: DecodeStep) -> mx.array:

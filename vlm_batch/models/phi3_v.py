@@ -28,7 +28,12 @@ class Phi3V(Adapter):
 
     input_keys = frozenset({"pixel_values", "image_sizes"})
     # mlx-vlm calls ``mx.fast`` itself (phi3_v.py:89).
-    patches = patching(("phi3_v.phi3_v.Attention", lambda attention: fuse_rows(attention, "qkv_proj", "o_proj")))
+    patches = patching(
+        (
+            "phi3_v.phi3_v.Attention",
+            lambda attention: fuse_rows(attention, "qkv_proj", "o_proj"),
+        )
+    )
 
     def run_step(self, step: DecodeStep) -> mx.array:
         """Embed tokens here: mlx-vlm reads ids back to look for pictures (phi3_v.py:211)."""
@@ -37,16 +42,23 @@ class Phi3V(Adapter):
     def check_placeholders(self, ids: Any, extra: Mapping[str, Any]) -> None:
         super().check_placeholders(ids, extra)
         tokens, each = np.array(ids)[0], int(self.config.vision_config.num_img_tokens)
-        for index, (high, wide) in enumerate((np.array(extra.get("image_sizes", ())) // CROP).tolist()):
+        for index, (high, wide) in enumerate(
+            (np.array(extra.get("image_sizes", ())) // CROP).tolist()
+        ):
             needed = (high * wide + 1) * each + 1 + (high + 1) * math.isqrt(each)
             given = int((tokens == -1 - index).sum())
             if given != needed:
-                raise InvalidPrompt(f"picture {index + 1} needs {needed} placeholder tokens; the prompt has {given}")
+                raise InvalidPrompt(
+                    f"picture {index + 1} needs {needed} placeholder tokens; the prompt has {given}"
+                )
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
-        given, needed = len(set(np.array(ids)[0].clip(max=0).tolist()) - {0}), len(extra.get("image_sizes", ()))
+        given = len(set(np.array(ids)[0].clip(max=0).tolist()) - {0})
+        needed = len(extra.get("image_sizes", ()))
         if given != needed:
-            raise InvalidPrompt(f"the prompt has placeholders for {given} pictures, and {needed} are given")
+            raise InvalidPrompt(
+                f"the prompt has placeholders for {given} pictures, and {needed} are given"
+            )
         return super().features(ids, extra)
 
     @cached_property

@@ -44,14 +44,29 @@ class Phi4SigLip(OnePlaceholder):
             """Resizes bilinearly, not bicubically (phi4_siglip/vision.py:87)."""
 
             @staticmethod
-            def resize_positional_embeddings(table: mx.array, shapes: mx.array, max_length: int) -> mx.array:
+            def resize_positional_embeddings(
+                table: mx.array, shapes: mx.array, max_length: int
+            ) -> mx.array:
                 """(H, W, D), shapes (pictures, 2) -> (pictures, patches, D)."""
-                sizes = [(int(rows), int(columns)) for rows, columns in np.array(shapes).tolist()]
-                tables = [resize_bilinear_nhwc(table[None].astype(mx.float32), size, antialias=True) for size in sizes]
-                return mx.concatenate([one.flatten(1, 2) for one in tables]).astype(table.dtype)
+                sizes = [
+                    (int(rows), int(columns))
+                    for rows, columns in np.array(shapes).tolist()
+                ]
+                tables = [
+                    resize_bilinear_nhwc(
+                        table[None].astype(mx.float32), size, antialias=True
+                    )
+                    for size in sizes
+                ]
+                return mx.concatenate([one.flatten(1, 2) for one in tables]).astype(
+                    table.dtype
+                )
 
         # mlx-vlm calls ``mx.fast`` itself (phi4_siglip/language.py:66).
-        return {Attention: fuse_rows(Attention, "qkv_proj", "o_proj"), VisionEmbeddings: BilinearEmbeddings}
+        return {
+            Attention: fuse_rows(Attention, "qkv_proj", "o_proj"),
+            VisionEmbeddings: BilinearEmbeddings,
+        }
 
     @cached_property
     def image_token_ids(self) -> frozenset[int]:
@@ -63,10 +78,19 @@ class Phi4SigLip(OnePlaceholder):
             return [extra["pixel_values"].shape[1]] * len(extra["pixel_values"])
         return [int(count) for count in mask.sum(axis=-1).tolist()]
 
-    def encode_pictures(self, extra: Mapping[str, Any], dtype: mx.Dtype) -> list[mx.array]:
+    def encode_pictures(
+        self, extra: Mapping[str, Any], dtype: mx.Dtype
+    ) -> list[mx.array]:
         features = []
         for index, count in enumerate(self.count_positions(extra)):
-            patches, shape = (extra[name][index : index + 1] for name in ("pixel_values", "spatial_shapes"))
-            states, *_ = self.model.vision_tower(patches[:, :count], output_hidden_states=True, spatial_shapes=shape)
-            features.append(self.model.mm_projector(states[self.config.mm_vision_select_layer][0]))
+            patches, shape = (
+                extra[name][index : index + 1]
+                for name in ("pixel_values", "spatial_shapes")
+            )
+            states, *_ = self.model.vision_tower(
+                patches[:, :count], output_hidden_states=True, spatial_shapes=shape
+            )
+            features.append(
+                self.model.mm_projector(states[self.config.mm_vision_select_layer][0])
+            )
         return features

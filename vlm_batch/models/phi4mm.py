@@ -61,7 +61,10 @@ class Phi4MM(Adapter):
     }
     patches = patching(
         # mlx-vlm calls ``mx.fast`` itself (phi4mm/language.py:62).
-        ("phi4mm.language.Attention", lambda attention: fuse_rows(attention, "qkv_proj", "o_proj")),
+        (
+            "phi4mm.language.Attention",
+            lambda attention: fuse_rows(attention, "qkv_proj", "o_proj"),
+        ),
         ("phi4mm.audio.ConformerEncoder", under(Unpadded)),
     )
 
@@ -92,40 +95,76 @@ class Phi4MM(Adapter):
             needed = sum(map(self._count_features, frames_of(extra)))
             given = int(np.isin(np.array(ids), list(self._audio_token_ids)).sum())
             if needed != given:
-                raise InvalidPrompt(f"the recordings need {needed} placeholder tokens; the prompt has {given}")
+                raise InvalidPrompt(
+                    f"the recordings need {needed} placeholder tokens; the prompt has {given}"
+                )
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
         """Give mlx-vlm one id per picture, and add recordings."""
-        sound = {name: value for name, value in extra.items() if name.startswith(AUDIO_INPUTS)}
+        sound = {
+            name: value
+            for name, value in extra.items()
+            if name.startswith(AUDIO_INPUTS)
+        }
         rest = {name: value for name, value in extra.items() if name not in sound}
         tokens = np.array(ids)[0]
-        places = np.flatnonzero(np.isin(tokens, list(self.image_token_ids - self._audio_token_ids)))
+        places = np.flatnonzero(
+            np.isin(tokens, list(self.image_token_ids - self._audio_token_ids))
+        )
         firsts = np.cumsum([0, *self._num_patches(rest)])[:-1]
-        kept = np.delete(np.where(np.isin(tokens, list(self._audio_token_ids)), 0, tokens), np.delete(places, firsts))
+        kept = np.delete(
+            np.where(np.isin(tokens, list(self._audio_token_ids)), 0, tokens),
+            np.delete(places, firsts),
+        )
         made = super().features(mx.array(kept[None]), rest)
         if sound:
-            rows = self.encode_sound(sound, "vision" if has_pictures(rest) else "speech")
+            rows = self.encode_sound(
+                sound, "vision" if has_pictures(rest) else "speech"
+            )
             embeds = made["inputs_embeds"]
-            made["inputs_embeds"] = put_features(embeds, ids, self._audio_token_ids, rows, "recordings")
+            made["inputs_embeds"] = put_features(
+                embeds, ids, self._audio_token_ids, rows, "recordings"
+            )
         return {**made, "decode": self._own(extra)}
 
-    def features_after(self, ids: mx.array, extra: Mapping[str, Any], cached: int) -> dict[str, Any]:
-        return {**super().features_after(ids, extra, cached), "decode": self._own(extra)}
+    def features_after(
+        self, ids: mx.array, extra: Mapping[str, Any], cached: int
+    ) -> dict[str, Any]:
+        return {
+            **super().features_after(ids, extra, cached),
+            "decode": self._own(extra),
+        }
 
     def encode_sound(self, sound: Mapping[str, Any], projection: str) -> mx.array:
         """Encode each recording alone: (N, D)."""
         dtype = self.model.audio_projection.speech.proj_0.bias.dtype
         rows = []
         for at, frames in enumerate(frames_of(sound)):
-            spectrogram = sound["input_audio_embeds"][at : at + 1, :frames].astype(dtype)
-            rows.append(self.model.audio_projection(self.model.audio_encoder(spectrogram), mode=projection)[0])
+            spectrogram = sound["input_audio_embeds"][at : at + 1, :frames].astype(
+                dtype
+            )
+            rows.append(
+                self.model.audio_projection(
+                    self.model.audio_encoder(spectrogram), mode=projection
+                )[0]
+            )
         return mx.concatenate(rows)
 
-    def recordings(self, ids: mx.array, sound: Mapping[str, Any]) -> tuple[Picture, ...]:
-        places, found, done = np.flatnonzero(np.isin(np.array(ids)[0], list(self._audio_token_ids))), [], 0
+    def recordings(
+        self, ids: mx.array, sound: Mapping[str, Any]
+    ) -> tuple[Picture, ...]:
+        places = np.flatnonzero(np.isin(np.array(ids)[0], list(self._audio_token_ids)))
+        found = []
+        done = 0
         for at, frames in enumerate(frames_of(sound)):
             own = places[done : done + self._count_features(frames)]
-            found.append(Picture(int(own[0]), int(own[-1]) + 1, sound["input_audio_embeds"][at, :frames]))
+            found.append(
+                Picture(
+                    int(own[0]),
+                    int(own[-1]) + 1,
+                    sound["input_audio_embeds"][at, :frames],
+                )
+            )
             done += len(own)
         return tuple(found)
 
@@ -134,7 +173,9 @@ class Phi4MM(Adapter):
         key, own = super()._marked(key, extra), self._own(extra)
         return key.mixed(as_words(digest(own["adapter"]))) if own else key
 
-    def run_chunk(self, rows: Sequence[Encoded], cache: list[Any], start: int, end: int) -> mx.array:
+    def run_chunk(
+        self, rows: Sequence[Encoded], cache: list[Any], start: int, end: int
+    ) -> mx.array:
         names = [row.decode.get("adapter") for row in rows]
         with running(replace(current(), adapters=weights_of_rows(names, self._scales))):
             return super().run_chunk(rows, cache, start, end)
@@ -152,16 +193,27 @@ class Phi4MM(Adapter):
         return -(-frames // self.model.audio_encoder.config.time_reduction)
 
     def _num_patches(self, extra: Mapping[str, Any]) -> list[int]:
-        return [high * wide for high, wide in np.array(extra.get("spatial_shapes", ())).astype(int).tolist()]
+        return [
+            high * wide
+            for high, wide in np.array(extra.get("spatial_shapes", ()))
+            .astype(int)
+            .tolist()
+        ]
 
 
-def weights_of_rows(names: Sequence[str | None], scales: Mapping[str, float]) -> dict[str, Any]:
+def weights_of_rows(
+    names: Sequence[str | None], scales: Mapping[str, float]
+) -> dict[str, Any]:
     """Return adapters' weights (R, 1, 1), or a number for all rows."""
     found: dict[str, Any] = {}
     for name, scale in scales.items():
         is_own = [one == name for one in names]
         if any(is_own):
-            found[name] = scale if all(is_own) else mx.array([scale * own for own in is_own])[:, None, None]
+            found[name] = (
+                scale
+                if all(is_own)
+                else mx.array([scale * own for own in is_own])[:, None, None]
+            )
     return found
 
 

@@ -12,7 +12,13 @@ import numpy as np
 from vlm_batch.adapters.base import Adapter, GraphedSteps
 from vlm_batch.adapters.modules import RememberingSizedTower, patching, under
 from vlm_batch.adapters.placing import Merge
-from vlm_batch.adapters.windows import RotationFactors, Run, attend_runs, rotate, turn_by
+from vlm_batch.adapters.windows import (
+    RotationFactors,
+    Run,
+    attend_runs,
+    rotate,
+    turn_by,
+)
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.registry import ModelSpec, register
 
@@ -57,7 +63,10 @@ class SizedVision:
     patch_positional_embedding: Any
 
     def __call__(
-        self, x: Any, output_hidden_states: bool | None = None, image_sizes: mx.array | None = None
+        self,
+        x: Any,
+        output_hidden_states: bool | None = None,
+        image_sizes: mx.array | None = None,
     ) -> tuple[mx.array, list[mx.array] | None]:
         """Encode pictures.
 
@@ -71,10 +80,18 @@ class SizedVision:
         Raises:
             InvalidPrompt: A size is missing, or larger than its picture or than the model's rotations.
         """
-        pictures = [picture for several in (x if isinstance(x, list) else [x]) for picture in several]
-        given = [] if image_sizes is None else np.array(image_sizes).astype(int).tolist()
+        pictures = [
+            picture
+            for several in (x if isinstance(x, list) else [x])
+            for picture in several
+        ]
+        given = (
+            [] if image_sizes is None else np.array(image_sizes).astype(int).tolist()
+        )
         if len(given) != len(pictures):
-            raise InvalidPrompt(f"{len(pictures)} pictures have {len(given)} image_sizes")
+            raise InvalidPrompt(
+                f"{len(pictures)} pictures have {len(given)} image_sizes"
+            )
         for (high, wide), picture in zip(given, pictures, strict=True):
             if not (0 < high <= picture.shape[0] and 0 < wide <= picture.shape[1]):
                 raise InvalidPrompt(
@@ -83,17 +100,32 @@ class SizedVision:
         side, weight = self.patch_size, self.patch_conv.weight  # (D, side, side, C)
         sizes = [(high // side, wide // side) for high, wide in given]
         patches = mx.concatenate(
-            [_patches(picture, *size, side) for picture, size in zip(pictures, sizes, strict=True)]
+            [
+                _patches(picture, *size, side)
+                for picture, size in zip(pictures, sizes, strict=True)
+            ]
         )
         longest = self.config.image_size // side
-        places = [np.add.outer(np.arange(high) * longest, np.arange(wide)).ravel() for high, wide in sizes]
-        table = self.patch_positional_embedding.inv_freq  # (places, D), the same half twice
+        places = [
+            np.add.outer(np.arange(high) * longest, np.arange(wide)).ravel()
+            for high, wide in sizes
+        ]
+        # (places, D), the same half twice
+        table = self.patch_positional_embedding.inv_freq
         for high, wide in sizes:
-            if (high - 1) * longest + wide > len(table):  # mlx-vlm reads what lies behind the table
-                raise InvalidPrompt(f"a picture of {high} x {wide} patches is larger than {longest} x {longest}")
+            # mlx-vlm reads what lies behind the table
+            if (high - 1) * longest + wide > len(table):
+                raise InvalidPrompt(
+                    f"a picture of {high} x {wide} patches is larger than {longest} x {longest}"
+                )
         turn = turn_by(table[mx.array(np.concatenate(places)), : table.shape[1] // 2])
-        runs = tuple((len(list(same)), length) for length, same in groupby(high * wide for high, wide in sizes))
-        states = [self.ln_pre((patches.astype(weight.dtype) @ weight.flatten(1).T)[None])]
+        runs = tuple(
+            (len(list(same)), length)
+            for length, same in groupby(high * wide for high, wide in sizes)
+        )
+        states = [
+            self.ln_pre((patches.astype(weight.dtype) @ weight.flatten(1).T)[None])
+        ]
         for layer in self.transformer.layers:
             states.append(layer(states[-1], position_embeddings=turn, mask=runs))
         return states[-1], states if output_hidden_states else None
@@ -119,12 +151,24 @@ class Pixtral(GraphedSteps):
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
         """Check placeholders: mlx-vlm drops pictures without any."""
-        unit = self.config.vision_config.patch_size * getattr(self.config, "spatial_merge_size", 1)
+        unit = self.config.vision_config.patch_size * getattr(
+            self.config, "spatial_merge_size", 1
+        )
         sizes = extra["image_sizes"].tolist() if "pixel_values" in extra else []
         needed = sum((high // unit) * (wide // unit) for high, wide in sizes)
         if (given := int(self.picture_places(ids, extra).sum())) != needed:
-            raise InvalidPrompt(f"{len(sizes)} pictures need {needed} placeholder tokens; the prompt has {given}")
+            raise InvalidPrompt(
+                f"{len(sizes)} pictures need {needed} placeholder tokens; the prompt has {given}"
+            )
         return super().features(ids, extra)
 
-    def model_image_sizes(self, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
-        return tuple((int(wide), int(high)) for high, wide in extra["image_sizes"].tolist()) if extra else ()
+    def model_image_sizes(
+        self, extra: Mapping[str, Any]
+    ) -> tuple[tuple[int, int], ...]:
+        return (
+            tuple(
+                (int(wide), int(high)) for high, wide in extra["image_sizes"].tolist()
+            )
+            if extra
+            else ()
+        )

@@ -12,7 +12,9 @@ from vlm_batch.registry import ModelSpec, register
     ModelSpec(
         family="plamo2vl",
         model_types=("plamo2vl",),
-        notes=("attention runs a row at a time too; mlx-vlm calls MLX's directly (plamo2vl/language.py:262)",),
+        notes=(
+            "attention runs a row at a time too; mlx-vlm calls MLX's directly (plamo2vl/language.py:262)",
+        ),
     )
 )
 class Plamo2VL(Adapter):

@@ -39,9 +39,13 @@ class Qwen25VL(Qwen2VL):
         widen(self.model, GATED)  # 3,420 in the published 3B and 7B
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
-        return super().features(ids, {name: extra[name] for name in extra.keys() - {"second_per_grid_ts"}})
+        return super().features(
+            ids, {name: extra[name] for name in extra.keys() - {"second_per_grid_ts"}}
+        )
 
-    def positions(self, ids: mx.array, extra: Mapping[str, Any], features: Mapping[str, Any]) -> PositionState:
+    def positions(
+        self, ids: mx.array, extra: Mapping[str, Any], features: Mapping[str, Any]
+    ) -> PositionState:
         """Space a video's time steps by ``tokens_per_second`` times seconds (arXiv:2502.13923, section 2.1.2).
 
         float32, as in transformers 4.49, get_rope_index.
@@ -49,5 +53,8 @@ class Qwen25VL(Qwen2VL):
         if "video_grid_thw" not in extra:
             return super().positions(ids, extra, features)
         rate = np.float32(self.config.vision_config.tokens_per_second)
-        seconds = np.array(extra.get("second_per_grid_ts", np.ones(len(extra["video_grid_thw"]))), dtype=np.float32)
+        seconds = np.array(
+            extra.get("second_per_grid_ts", np.ones(len(extra["video_grid_thw"]))),
+            dtype=np.float32,
+        )
         return self.grid_positions(ids, extra, (seconds * rate).tolist())

@@ -64,13 +64,23 @@ class Qwen2VL(GraphedSteps, MRoPEAdapter):
             found = tower(pixels, extra["image_grid_thw"], output_hidden_states=False)
         if found is None:
             return {"inputs_embeds": embeds}
-        return {"inputs_embeds": fill(embeds, np.isin(np.array(ids)[0], list(self.image_token_ids)), found)}
+        return {
+            "inputs_embeds": fill(
+                embeds, np.isin(np.array(ids)[0], list(self.image_token_ids)), found
+            )
+        }
 
-    def positions(self, ids: mx.array, extra: Mapping[str, Any], features: Mapping[str, Any]) -> PositionState:
-        return self.grid_positions(ids, extra, [1.0] * len(extra.get("video_grid_thw", ())))
+    def positions(
+        self, ids: mx.array, extra: Mapping[str, Any], features: Mapping[str, Any]
+    ) -> PositionState:
+        return self.grid_positions(
+            ids, extra, [1.0] * len(extra.get("video_grid_thw", ()))
+        )
 
     @classmethod
     def processor(cls, processor: Any) -> Any:
         from vlm_batch.models._qwen2_vl import each_frame_bounded
 
-        return with_part(super().processor(processor), "video_processor", each_frame_bounded)
+        return with_part(
+            super().processor(processor), "video_processor", each_frame_bounded
+        )

@@ -39,16 +39,23 @@ PACKED = "features become float16 among a pack's embeddings: other last bits of 
 )
 class Qwen35(MRoPEAdapter):
     merge: ClassVar[Merge | None] = Merge(
-        "merge_input_ids_with_image_features", keeps_type=True, takes_all=True, gives_mask=True
+        "merge_input_ids_with_image_features",
+        keeps_type=True,
+        takes_all=True,
+        gives_mask=True,
     )
     _masks_states = True
     video_sampling = Sampling(frame_factor=1)
     patches = patching(
-        ("qwen3_5.language.Qwen3_5Attention", seal_masks),  # cut to the longest row at qwen3_5/language.py:1024
+        # cut to the longest row at qwen3_5/language.py:1024
+        ("qwen3_5.language.Qwen3_5Attention", seal_masks),
         (
             "qwen3_5.language.Qwen3_5GatedDeltaNet",
             lambda net: in_order(
-                net, ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), "out_proj", has_history=True
+                net,
+                ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+                "out_proj",
+                has_history=True,
             ),
         ),
         ("qwen3_vl.vision.Attention", attend_pictures),

@@ -36,10 +36,17 @@ def unwaiting(trunk: type[nn.Module]) -> type[nn.Module]:
             position_ids: mx.array,
             deepstack_visual_embeds: mx.array | None = None,
         ) -> mx.array:
-            hidden = self.embed_tokens(inputs) if inputs_embeds is None else inputs_embeds
-            rotary, mask = self.layers[0].self_attn.rotary_emb, create_attention_mask(hidden, cache[0])
+            hidden = (
+                self.embed_tokens(inputs) if inputs_embeds is None else inputs_embeds
+            )
+            rotary = self.layers[0].self_attn.rotary_emb
+            mask = create_attention_mask(hidden, cache[0])
             angles = None if rotary.fused_apply else rotary(hidden, position_ids)
-            added = [] if deepstack_visual_embeds is None else mx.unstack(deepstack_visual_embeds, axis=2)
+            added = (
+                []
+                if deepstack_visual_embeds is None
+                else mx.unstack(deepstack_visual_embeds, axis=2)
+            )
             for at, (layer, own) in enumerate(zip(self.layers, cache, strict=True)):
                 hidden = layer(hidden, mask, own, position_ids, angles)
                 if at < len(added):
@@ -73,16 +80,22 @@ def unwaiting(trunk: type[nn.Module]) -> type[nn.Module]:
     )
 )
 class Qwen3OmniMoe(SoundAdapter, MRoPEAdapter):
-    input_keys = MRoPEAdapter.input_keys | {"input_features", "feature_attention_mask", "video_second_per_grid"}
+    input_keys = MRoPEAdapter.input_keys | {
+        "input_features",
+        "feature_attention_mask",
+        "video_second_per_grid",
+    }
     sound_tower = unshared(
-        RememberingTower, "its encoder pads parts of less than a second to the longest that is beside them"
+        RememberingTower,
+        "its encoder pads parts of less than a second to the longest that is beside them",
     )
     prefill_axes: ClassVar[Mapping[str, int | None]] = {"deepstack_visual_embeds": 1}
     _features_have_rows = True
     #: The decoder adds features everywhere, zeros included (qwen3_omni_moe/language.py, _deepstack_process).
     ignored = frozenset({"visual_pos_masks"})
     patches = patching(
-        ("qwen3_omni_moe.language.Attention", seal_masks),  # cut to the longest row at qwen3_omni_moe/language.py:123
+        # cut to the longest row at qwen3_omni_moe/language.py:123
+        ("qwen3_omni_moe.language.Attention", seal_masks),
         ("qwen3_omni_moe.language.Qwen3VLMoEModel", unwaiting),
         ("qwen3_omni_moe.vision.Attention", attend_pictures),
         ("qwen3_omni_moe.vision.PatchEmbed", embed_by_product),
@@ -93,19 +106,29 @@ class Qwen3OmniMoe(SoundAdapter, MRoPEAdapter):
         super().__init__(model)
         self.config = self.config.thinker_config
         for block in self.model.thinker.vision_tower.blocks:
-            if type(block.mlp.act_fn) is nn.GELU:  # transformers: Qwen3OmniMoeVisionMLP takes hidden_act
+            # transformers: Qwen3OmniMoeVisionMLP takes hidden_act
+            if type(block.mlp.act_fn) is nn.GELU:
                 block.mlp.act_fn = nn.GELU(approx="tanh")
 
     @classmethod
     def processor(cls, processor: Any) -> Any:
         from vlm_batch.models._qwen3_omni_moe import with_videos
 
-        return with_videos(with_part(super().processor(processor), "feature_extractor", with_whole_recordings))
+        return with_videos(
+            with_part(
+                super().processor(processor), "feature_extractor", with_whole_recordings
+            )
+        )
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
-        return super().features(ids, {name: extra[name] for name in extra.keys() - {"video_second_per_grid"}})
+        return super().features(
+            ids,
+            {name: extra[name] for name in extra.keys() - {"video_second_per_grid"}},
+        )
 
-    def positions(self, ids: mx.array, extra: Mapping[str, Any], features: Mapping[str, Any]) -> PositionState:
+    def positions(
+        self, ids: mx.array, extra: Mapping[str, Any], features: Mapping[str, Any]
+    ) -> PositionState:
         """Space a video's time steps by seconds, and count its sound beside them (get_rope_index).
 
         Positions after such a video continue from its last run of frames or sound alone.
@@ -113,44 +136,63 @@ class Qwen3OmniMoe(SoundAdapter, MRoPEAdapter):
         if "video_grid_thw" not in extra:
             return super().positions(ids, extra, features)
         rate = float(self.config.position_id_per_seconds)
-        given = extra.get("video_second_per_grid", np.ones(len(extra["video_grid_thw"])))
+        given = extra.get(
+            "video_second_per_grid", np.ones(len(extra["video_grid_thw"]))
+        )
         steps = [spacing_of(float(seconds), rate) for seconds in np.array(given)]
-        tokens, side = np.array(ids)[0], int(self.config.vision_config.spatial_merge_size)
+        tokens = np.array(ids)[0]
+        side = int(self.config.vision_config.spatial_merge_size)
         video, sounds = self.marker("video"), list(self._audio_token_ids)
         blocks = [(*one, 1) for one in self.placed(ids, extra, "image")]
-        blocks += [(*one, step) for one, step in zip(self.placed(ids, extra, "video"), steps, strict=True)]
+        blocks += [
+            (*one, step)
+            for one, step in zip(self.placed(ids, extra, "video"), steps, strict=True)
+        ]
         found = np.empty((3, len(tokens)), dtype=np.int32)
         place = following = 0
         for first, (t, h, w), step in sorted(blocks):
             found[:, place:first] = np.arange(following, following + first - place)
             following += first - place
-            inside = np.indices((t, h // side, w // side)).reshape(3, -1) * np.array([[step], [1], [1]])
+            inside = np.indices((t, h // side, w // side)).reshape(3, -1) * np.array(
+                [[step], [1], [1]]
+            )
             is_frame = np.ones(inside.shape[1], bool)
             if tokens[first] == video:
                 is_block = np.isin(tokens[first:], [video, *sounds])
                 run = tokens[first : first + int(np.argmin(np.append(is_block, False)))]
                 is_frame = run == video if np.isin(run, sounds).any() else is_frame
             if is_frame.sum() != inside.shape[1]:
-                raise InvalidPrompt("a video's sound stands between the placeholders of another video")
+                raise InvalidPrompt(
+                    "a video's sound stands between the placeholders of another video"
+                )
             place = first + len(is_frame)
             block = found[:, first:place]
             block[:, is_frame] = inside
             block[:, ~is_frame] = np.arange((~is_frame).sum())
             block += following
-            last = len(is_frame) - int(np.argmin(np.append(is_frame[::-1] == is_frame[-1], False)))
+            last = len(is_frame) - int(
+                np.argmin(np.append(is_frame[::-1] == is_frame[-1], False))
+            )
             following = int(block[:, 0 if is_frame.all() else last :].max()) + 1
         found[:, place:] = np.arange(following, following + len(tokens) - place)
-        return PositionState(prompt=mx.array(found[:, None]), delta=int(found.max()) + 1 - len(tokens))
+        return PositionState(
+            prompt=mx.array(found[:, None]), delta=int(found.max()) + 1 - len(tokens)
+        )
 
     def forward(
-        self, ids: mx.array, embeds: mx.array | None, cache: Sequence[Any], extra: Mapping[str, Any]
+        self,
+        ids: mx.array,
+        embeds: mx.array | None,
+        cache: Sequence[Any],
+        extra: Mapping[str, Any],
     ) -> mx.array:
         """Skip the model's own call, which waits for the positions (qwen3_omni_moe/language.py:648)."""
         return trunk_logits(self.language, ids, embeds, cache, extra)
 
     def encode_sound(self, sound: Mapping[str, Any]) -> mx.array:
         return self.model.thinker.get_audio_features(  # type: ignore[no-any-return]
-            sound["input_features"], feature_attention_mask=sound["feature_attention_mask"]
+            sound["input_features"],
+            feature_attention_mask=sound["feature_attention_mask"],
         )
 
 
@@ -174,4 +216,6 @@ class WholeRecordings:
     def __call__(self, audio: Any, **said: Any) -> Any:
         theirs: Any = super()
         told = {"padding": True, "truncation": False, "return_attention_mask": True}
-        return theirs.__call__(audio, **{"sampling_rate": vars(self)["sampling_rate"], **said, **told})
+        return theirs.__call__(
+            audio, **{"sampling_rate": vars(self)["sampling_rate"], **said, **told}
+        )

@@ -34,15 +34,24 @@ class Qwen3VL(MRoPEAdapter):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        widen(self.model, Inner(("linear_fc1",), "linear_fc2"))  # 3,420 by mlx-vlm's default
+        # 3,420 by mlx-vlm's default
+        widen(self.model, Inner(("linear_fc1",), "linear_fc2"))
 
     def chunk_features(self, encoded: Encoded, start: int, end: int) -> dict[str, Any]:
         """Cut the chunk's deepstack rows; mlx-vlm's batch takes the prompt's."""
-        if "deepstack_visual_embeds" not in encoded.prefill:  # text, or picture features that came without them
+        # text, or picture features that came without them
+        if "deepstack_visual_embeds" not in encoded.prefill:
             return {}
         mask = encoded.prefill["visual_pos_masks"]  # (1, L)
-        before, inside = int(mask[:, :start].sum().item()), int(mask[:, start:end].sum().item())
+        before = int(mask[:, :start].sum().item())
+        inside = int(mask[:, start:end].sum().item())
         if not inside:
             return {}
-        features = [layer[before : before + inside] for layer in encoded.prefill["deepstack_visual_embeds"]]
-        return {"visual_pos_masks": cut(mask, 1, start, end), "deepstack_visual_embeds": features}
+        features = [
+            layer[before : before + inside]
+            for layer in encoded.prefill["deepstack_visual_embeds"]
+        ]
+        return {
+            "visual_pos_masks": cut(mask, 1, start, end),
+            "deepstack_visual_embeds": features,
+        }

@@ -26,9 +26,15 @@ from vlm_batch.registry import ModelSpec, register
     )
 )
 class Qwen3VLMoe(Qwen3VL):
-    merge = Merge("merge_input_ids_with_image_features", keeps_type=True, takes_all=True, gives_mask=True)
+    merge = Merge(
+        "merge_input_ids_with_image_features",
+        keeps_type=True,
+        takes_all=True,
+        gives_mask=True,
+    )
     patches = patching(
-        ("qwen3_vl_moe.language.Attention", seal_masks),  # cut to the longest row at qwen3_vl_moe/language.py:107
+        # cut to the longest row at qwen3_vl_moe/language.py:107
+        ("qwen3_vl_moe.language.Attention", seal_masks),
         ("qwen3_vl_moe.vision.Attention", attend_pictures),
         ("qwen3_vl_moe.vision.PatchEmbed", embed_by_product),
         ("qwen3_vl_moe.vision.VisionModel", under(HostPositions)),

@@ -35,26 +35,45 @@ SPARSE = "mlx_vlm.models.qwen4_exp.qsa_kernel"
     )
 )
 class Qwen4Exp(MRoPEAdapter):
-    merge = Merge("merge_input_ids_with_image_features", keeps_type=True, takes_all=True, gives_mask=True)
+    merge = Merge(
+        "merge_input_ids_with_image_features",
+        keeps_type=True,
+        takes_all=True,
+        gives_mask=True,
+    )
     video_sampling = Sampling(frame_factor=1)
     patches = patches_in("vlm_batch.models._qwen4_exp")
 
     def hook_functions(self) -> None:
         """Hook sparse attention's file, but not M-RoPE: attention runs by rows."""
-        install_hooks([SPARSE], HOOKS, family=self.spec.family, required=["scaled_dot_product_attention"])
+        install_hooks(
+            [SPARSE],
+            HOOKS,
+            family=self.spec.family,
+            required=["scaled_dot_product_attention"],
+        )
         Adapter.hook_functions(self)
 
     def row_caches(self) -> list[Any]:
         from mlx_vlm.models.qwen4_exp.language import QSAKVCache
 
-        return [IndexedCache() if isinstance(one, QSAKVCache) else one for one in super().row_caches()]
+        return [
+            IndexedCache() if isinstance(one, QSAKVCache) else one
+            for one in super().row_caches()
+        ]
 
     def run_step(self, step: DecodeStep) -> mx.array:
         """Pass positions (B, 1), the same for all axes."""
-        return self.forward(step.tokens, None, step.caches, {"position_ids": step.positions[:, None]})
+        return self.forward(
+            step.tokens, None, step.caches, {"position_ids": step.positions[:, None]}
+        )
 
     def forward(
-        self, ids: mx.array, embeds: mx.array | None, cache: Sequence[Any], extra: Mapping[str, Any]
+        self,
+        ids: mx.array,
+        embeds: mx.array | None,
+        cache: Sequence[Any],
+        extra: Mapping[str, Any],
     ) -> mx.array:
         """Run trunk and head, not ``Qwen4ExpBatchInvariantForward``, which needs its own caches (language.py)."""
         return trunk_logits(self.language, ids, embeds, cache, extra)

@@ -10,4 +10,6 @@ from vlm_batch.registry import ModelSpec, register
 @register(ModelSpec(family="step3p7", model_types=("step3p7",)))
 class Step3p7(Adapter):
     tower_class = RememberingBatchTower
-    input_keys = frozenset({"pixel_values", "patch_pixel_values", "num_patches", "image_embeds"})
+    input_keys = frozenset(
+        {"pixel_values", "patch_pixel_values", "num_patches", "image_embeds"}
+    )

@@ -39,17 +39,27 @@ class UnlimitedOCR(DeepseekOCR):
         """Refuse placeholders that mlx-vlm leaves empty (unlimitedocr.py:176)."""
         found = super().features(ids, extra)
         if has_pictures(extra):
-            places = mx.array(np.flatnonzero(np.isin(np.array(ids)[0], list(self.image_token_ids))))
+            places = mx.array(
+                np.flatnonzero(np.isin(np.array(ids)[0], list(self.image_token_ids)))
+            )
             empty = self.token_table(ids[0, places])
-            needed = int((found["inputs_embeds"][0, places] != empty).any(axis=-1).sum())
+            needed = int(
+                (found["inputs_embeds"][0, places] != empty).any(axis=-1).sum()
+            )
             if needed != places.size:
-                raise InvalidPrompt(f"the pictures need {needed} placeholder tokens; the prompt has {places.size}")
+                raise InvalidPrompt(
+                    f"the pictures need {needed} placeholder tokens; the prompt has {places.size}"
+                )
         return found
 
     def row_caches(self) -> list[Any]:
         text = self.config.text_config
         window = text.sliding_window_size or text.sliding_window
-        return super().row_caches() if window is None else [RetainedPromptCache(window) for _ in self.language.layers]
+        return (
+            super().row_caches()
+            if window is None
+            else [RetainedPromptCache(window) for _ in self.language.layers]
+        )
 
     def finish_prefill(self, encoded: Encoded, cache: list[Any]) -> None:
         for single in cache:

@@ -19,7 +19,9 @@ from vlm_batch.registry import ModelSpec, register
     ModelSpec(
         family="youtu_vl",
         model_types=("youtu_vl",),
-        notes=("a dropped group of experts is out of the choice, as for kimi_k25 (youtu_vl/language.py:186)",),
+        notes=(
+            "a dropped group of experts is out of the choice, as for kimi_k25 (youtu_vl/language.py:186)",
+        ),
         not_on_cuda=(
             (
                 "youtu_vl",
@@ -42,8 +44,6 @@ class YoutuVL(Adapter):
     def count_placeholders(self, extra: Mapping[str, Any]) -> int | None:
         if "spatial_shapes" not in extra:
             return None
-        sizes, merged = (
-            np.array(extra["spatial_shapes"]).tolist(),
-            int(self.config.vision_config.spatial_merge_size) ** 2,
-        )
+        sizes = np.array(extra["spatial_shapes"]).tolist()
+        merged = int(self.config.vision_config.spatial_merge_size) ** 2
         return sum(high * wide // merged for high, wide in sizes)

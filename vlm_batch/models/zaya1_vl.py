@@ -35,4 +35,7 @@ class DistinctWindows:
 )
 class Zaya1VL(GridAdapter):
     prefill_axes: ClassVar[Mapping[str, int | None]] = {"visual_pos_masks": 1}
-    patches = patching(("zaya1_vl.language.CCA", in_order), ("zaya1_vl.vision.VisionModel", under(DistinctWindows)))
+    patches = patching(
+        ("zaya1_vl.language.CCA", in_order),
+        ("zaya1_vl.vision.VisionModel", under(DistinctWindows)),
+    )

@@ -13,7 +13,10 @@ from types import FrameType
 
 #: Names of the standard streams, by descriptor, and how they are opened.
 _STREAMS = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))
-_ENDED_BY = {signal.SIGINT: b"vlm-batch: interrupted\n", signal.SIGTERM: b"vlm-batch: terminated\n"}
+_ENDED_BY = {
+    signal.SIGINT: b"vlm-batch: interrupted\n",
+    signal.SIGTERM: b"vlm-batch: terminated\n",
+}
 
 
 class Beginning:

@@ -26,5 +26,6 @@ def rounds_float32() -> bool:
     """Whether products of float32 round their factors to TF32 here: measured, as MLX reads its setting only once."""
     if device() is Device.CPU:
         return False
-    fine = mx.full((MEASURED, MEASURED), 1 + 2.0**-12)  # TF32 keeps 10 bits behind the point
+    # TF32 keeps 10 bits behind the point
+    fine = mx.full((MEASURED, MEASURED), 1 + 2.0**-12)
     return not mx.array_equal(fine @ mx.eye(MEASURED), fine).item()

@@ -131,19 +131,26 @@ def logsumexp(array: mx.array) -> mx.array | None:
         return None
     rows = view(whole).reshape(-1, array.shape[-1])
     found = np.empty(len(rows), np.float32)
-    each(_write_logs, list(zip(_blocks(rows), _blocks(found[:, None], rows.shape[1]), strict=True)))
+    each(
+        _write_logs,
+        list(zip(_blocks(rows), _blocks(found[:, None], rows.shape[1]), strict=True)),
+    )
     return mx.array(found.reshape(array.shape[:-1])).astype(array.dtype)
 
 
 def log_of_sum(rows: mx.array) -> mx.array:
     """Return ``logsumexp`` (R, 1) of rows (R, V), whichever way is faster for V."""
     found = logsumexp(rows) if rows.shape[-1] >= FEWEST and is_numpys() else None
-    return LOGSUMEXP(rows, axis=-1, keepdims=True) if found is None else found[..., None]
+    return (
+        LOGSUMEXP(rows, axis=-1, keepdims=True) if found is None else found[..., None]
+    )
 
 
 def gumbel(uniform: mx.array) -> mx.array:
     """Return Gumbel noise -log(-log(u)) of uniform numbers (V,), as ``mx.random.gumbel`` makes it of its own."""
-    found = changed(_gumbel, uniform) if uniform.size >= FEWEST and is_numpys() else None
+    found = (
+        changed(_gumbel, uniform) if uniform.size >= FEWEST and is_numpys() else None
+    )
     return -mx.log(-mx.log(uniform)) if found is None else found
 
 
@@ -157,14 +164,26 @@ def exponentials(rows: np.ndarray) -> np.ndarray:
 
 def turned(rows: np.ndarray) -> np.ndarray:
     """Do what ``exponentials`` does to rows (..., K) that lie together, on several threads. Returns the sums (..., 1)."""
-    flat, totals = rows.reshape(-1, rows.shape[-1]), np.empty((*rows.shape[:-1], 1), np.float32)
-    each(_write_sums, list(zip(_blocks(flat), _blocks(totals.reshape(-1, 1), rows.shape[-1]), strict=True)))
+    flat = rows.reshape(-1, rows.shape[-1])
+    totals = np.empty((*rows.shape[:-1], 1), np.float32)
+    each(
+        _write_sums,
+        list(
+            zip(
+                _blocks(flat),
+                _blocks(totals.reshape(-1, 1), rows.shape[-1]),
+                strict=True,
+            )
+        ),
+    )
     return totals
 
 
 def _fresh(array: mx.array) -> mx.array:
     """Return a float32 copy that nobody else holds, row by row in memory."""
-    return mx.contiguous(array * 1 if array.dtype == mx.float32 else array.astype(mx.float32))
+    return mx.contiguous(
+        array * 1 if array.dtype == mx.float32 else array.astype(mx.float32)
+    )
 
 
 def _blocks(rows: np.ndarray, columns: int | None = None) -> list[np.ndarray]:
@@ -206,18 +225,22 @@ def each(work: Callable[[Block], None], blocks: Sequence[Block]) -> None:
     try:
         some()
     finally:
-        begun = [one for one in waiting if not one.cancel()]  # a pool that others keep busy is not waited for
+        # a pool that others keep busy is not waited for
+        begun = [one for one in waiting if not one.cancel()]
         for one in begun:
             one.result()
 
 
 @cache
 def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="vlm-batch-exponentials")
+    return ThreadPoolExecutor(
+        os.cpu_count(), thread_name_prefix="vlm-batch-exponentials"
+    )
 
 
 if os.name == "posix":
-    os.register_at_fork(after_in_child=_pool.cache_clear)  # a child has none of its parent's threads
+    # a child has none of its parent's threads
+    os.register_at_fork(after_in_child=_pool.cache_clear)
 
 
 # Kernels --------------------------------------------------------------------------------------------------------------
@@ -284,7 +307,9 @@ def erf(x: np.ndarray, spare: np.ndarray) -> None:
     np.copysign(complement, x, out=x)
 
 
-def _erfc(x: np.ndarray, factor: np.float32, spare: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _erfc(
+    x: np.ndarray, factor: np.float32, spare: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """Return the size of ``x`` times a factor, at most 16, and its erfc.
 
     It is Abramowitz and Stegun 7.1.26, as MLX's, within 1.5e-7.
@@ -292,7 +317,8 @@ def _erfc(x: np.ndarray, factor: np.float32, spare: np.ndarray) -> tuple[np.ndar
     size, t, found = spare
     np.abs(x, out=size)
     size *= factor
-    np.minimum(size, np.float32(16), out=size)  # where erfc is 0 already: infinity times 0 would be nan
+    # where erfc is 0 already: infinity times 0 would be nan
+    np.minimum(size, np.float32(16), out=size)
     np.multiply(size, np.float32(0.3275911), out=t)
     t += np.float32(1)
     np.reciprocal(t, out=t)

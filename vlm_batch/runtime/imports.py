@@ -32,9 +32,12 @@ def without_gc() -> Iterator[None]:
 def deferred_import(*names: str) -> Iterator[None]:
     """Defer imports of packages by modules imported within, until their use."""
     specs = {name: find_spec(name) for name in names if name not in sys.modules}
-    modules = [_DeferredModule(name) for name, spec in specs.items() if spec is not None]
+    modules = [
+        _DeferredModule(name) for name, spec in specs.items() if spec is not None
+    ]
     for module in modules:
-        module.__spec__ = specs[module.__name__]  # others look here to see if it is installed
+        # others look here to see if it is installed
+        module.__spec__ = specs[module.__name__]
         sys.modules[module.__name__] = module
     try:
         yield

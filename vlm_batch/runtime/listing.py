@@ -23,12 +23,20 @@ from typing import Any
 
 FILE = "transformers.utils.import_utils"
 #: Attributes of a lazy module that list its contents.
-LISTS = ("__all__", "_class_to_module", "_import_structure", "_modules", "_object_missing_backend")
+LISTS = (
+    "__all__",
+    "_class_to_module",
+    "_import_structure",
+    "_modules",
+    "_object_missing_backend",
+)
 
 
 def list_models_quickly() -> None:
     """Have transformers list models lazily, unless already imported."""
-    if FILE not in sys.modules and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+    if FILE not in sys.modules and not any(
+        isinstance(finder, _Finder) for finder in sys.meta_path
+    ):
         sys.meta_path.insert(0, _Finder())
 
 
@@ -36,7 +44,10 @@ class _Finder:
     """Finds ``FILE`` once, and replaces its names after its run."""
 
     def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+        self,
+        name: str,
+        path: Sequence[str] | None = None,
+        target: ModuleType | None = None,
     ) -> ModuleSpec | None:
         if name != FILE:
             return None
@@ -56,7 +67,8 @@ class _Finder:
 def change(module: ModuleType) -> None:
     """Replace the module's names, if it has them."""
     names = vars(module)
-    fetch, listed = names.get("fetch__all__"), names.get("create_import_structure_from_path")
+    fetch = names.get("fetch__all__")
+    listed = names.get("create_import_structure_from_path")
     unbounded = vars(listed).get("__wrapped__") if callable(listed) else None
     if fetch is None or unbounded is None:
         return
@@ -79,21 +91,31 @@ def _from_last_line(fetch: Callable[[str], list[str]]) -> Callable[[str], list[s
 class Few(dict[Any, Any]):
     """The listing of some folders, in place of all."""
 
-    def __init__(self, define: Callable[..., dict[Any, Any]], models: Path, prefix: str | None) -> None:
+    def __init__(
+        self, define: Callable[..., dict[Any, Any]], models: Path, prefix: str | None
+    ) -> None:
         self.all = functools.partial(define, models, prefix)
-        self._folder = lambda name: define(models / name, name if prefix is None else f"{prefix}.{name}")
+        self._folder = lambda name: define(
+            models / name, name if prefix is None else f"{prefix}.{name}"
+        )
         self._names = [path.name for path in models.iterdir() if path.is_dir()]
         super().__init__({frozenset(): {}, **self._folder("auto")})
 
     def like(self, name: str) -> dict[Any, Any]:
         """Return the listing of the folder with the longest name that begins the class's, or an empty one."""
         spelled = name.lower()
-        folders = [folder for folder in self._names if spelled.startswith(folder.replace("_", ""))]
+        folders = [
+            folder
+            for folder in self._names
+            if spelled.startswith(folder.replace("_", ""))
+        ]
         return self._folder(max(folders, key=len)) if folders else {}
 
 
 def _of_few(define: Any, models: Path) -> Callable[..., dict[Any, Any]]:
-    def define_import_structure(module_path: str | Path, prefix: str | None = None) -> dict[Any, Any]:
+    def define_import_structure(
+        module_path: str | Path, prefix: str | None = None
+    ) -> dict[Any, Any]:
         path = Path(module_path)
         is_of_all = (path if path.is_dir() else path.parent) == models
         return Few(define, models, prefix) if is_of_all else define(module_path, prefix)
@@ -103,11 +125,20 @@ def _of_few(define: Any, models: Path) -> Callable[..., dict[Any, Any]]:
 
 def _lazier(lazy: Any) -> type:
     class LazyModule(lazy):  # type: ignore[misc]
-        def __init__(self, name: str, module_file: str, import_structure: Any, *args: Any, **options: Any) -> None:
+        def __init__(
+            self,
+            name: str,
+            module_file: str,
+            import_structure: Any,
+            *args: Any,
+            **options: Any,
+        ) -> None:
             super().__init__(name, module_file, import_structure, *args, **options)
             if isinstance(import_structure, Few):
                 self._few = import_structure
-                self._listed = lambda structure: vars(lazy(name, module_file, structure, *args, **options))
+                self._listed = lambda structure: vars(
+                    lazy(name, module_file, structure, *args, **options)
+                )
                 del self.__all__
 
         def __getattr__(self, name: str) -> Any:
@@ -126,7 +157,10 @@ def _lazier(lazy: Any) -> type:
             return super().__reduce__()
 
         def _has(self, name: str) -> bool:
-            return any(name in known for known in (self._objects, self._class_to_module, self._modules))
+            return any(
+                name in known
+                for known in (self._objects, self._class_to_module, self._modules)
+            )
 
         def _list(self, name: str) -> None:
             """List the models that may have a name, else all."""
@@ -135,12 +169,16 @@ def _lazier(lazy: Any) -> type:
                 self._modules |= found["_modules"]
                 self._class_to_module |= found["_class_to_module"]
                 self._object_missing_backend |= found["_object_missing_backend"]
-            if not self._has(name) and not (name.endswith("Fast") and self._has(name[:-4])):
+            if not self._has(name) and not (
+                name.endswith("Fast") and self._has(name[:-4])
+            ):
                 self._list_rest()
 
         def _list_rest(self) -> None:
             if (few := vars(self).get("_few")) is not None:
-                everything = {backends: dict(found) for backends, found in few.all().items()}
+                everything = {
+                    backends: dict(found) for backends, found in few.all().items()
+                }
                 for backends, found in few.items():  # with what was added to it
                     everything.setdefault(backends, {}).update(found)
                 whole = self._listed(everything)

@@ -36,7 +36,8 @@ def trim() -> None:
 
 
 def _wait_for_device() -> None:
-    with contextlib.suppress(RuntimeError):  # launched work has failed: its reader gets the error
+    # launched work has failed: its reader gets the error
+    with contextlib.suppress(RuntimeError):
         mx.synchronize()
 
 
@@ -69,14 +70,19 @@ def wired() -> Iterator[None]:
 
     Otherwise macOS may page out weights. The last engine's end restores the limit.
     """
-    limit = mx.device_info().get("max_recommended_working_set_size") if mx.metal.is_available() else None
+    limit = (
+        mx.device_info().get("max_recommended_working_set_size")
+        if mx.metal.is_available()
+        else None
+    )
     if not isinstance(limit, int):
         yield
         return
     with _wiring:
         try:
             _wired.append(mx.set_wired_limit(limit))
-        except (RuntimeError, ValueError):  # macOS has no limit, or a lower one by sysctl: leave it
+        except (RuntimeError, ValueError):
+            # macOS has no limit, or a lower one by sysctl: leave it
             _wired.append(-1)
     try:
         yield
@@ -90,13 +96,18 @@ def wired() -> Iterator[None]:
 #: Share of all memory for arrays; the rest is for the system and for work in progress (a chunk, a picture's encoding).
 SHARE = 0.8
 #: Linux's files with a container's memory limit.
-_CGROUP_FILES = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+_CGROUP_FILES = (
+    "/sys/fs/cgroup/memory.max",
+    "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+)
 
 
 def free_bytes() -> int | None:
     """Return the bytes left for new arrays; None if unknown."""
     total = _total_bytes()
-    return None if total is None else max(0, int(total * SHARE) - mx.get_active_memory())
+    return (
+        None if total is None else max(0, int(total * SHARE) - mx.get_active_memory())
+    )
 
 
 def _total_bytes() -> int | None:

@@ -47,17 +47,25 @@ _running: set[ThreadTask] = set()
 
 def num_cores() -> int:
     """Return the number of cores for this process."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    return (
+        len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    )
 
 
-def wait_until_found(look: Callable[[float], Found | None], seconds: float | None = None) -> Found | None:
+def wait_until_found(
+    look: Callable[[float], Found | None], seconds: float | None = None
+) -> Found | None:
     """Call ``look(seconds)``, which may wait that long, until it finds something. None after ``seconds``.
 
     Waits without a limit go through this, so that they see a Ctrl-C.
     """
     end = None if seconds is None else time.monotonic() + seconds
     while True:
-        left = LOOK_SECONDS if end is None else max(0.0, min(LOOK_SECONDS, end - time.monotonic()))
+        left = (
+            LOOK_SECONDS
+            if end is None
+            else max(0.0, min(LOOK_SECONDS, end - time.monotonic()))
+        )
         found = look(left)
         if found is not None or (end is not None and time.monotonic() >= end):
             return found
@@ -74,7 +82,15 @@ class ThreadTask:
         after: Called at any end, also in a forked child.
     """
 
-    def __init__(self, work: Work, *, is_awaited: bool, is_deep: bool, stop: Work | None, after: Work | None) -> None:
+    def __init__(
+        self,
+        work: Work,
+        *,
+        is_awaited: bool,
+        is_deep: bool,
+        stop: Work | None,
+        after: Work | None,
+    ) -> None:
         self.is_awaited = is_awaited
         self.is_deep = is_deep
         self._work: list[Work] = [work]  # emptied when it ends
@@ -85,7 +101,11 @@ class ThreadTask:
     def join(self, timeout: float | None = None) -> bool:
         """Wait at most ``timeout`` seconds. True if the work has ended or this is its thread."""
         return (
-            self.is_here() or wait_until_found(lambda seconds: self._ended.wait(seconds) or None, timeout) is not None
+            self.is_here()
+            or wait_until_found(
+                lambda seconds: self._ended.wait(seconds) or None, timeout
+            )
+            is not None
         )
 
     def is_here(self) -> bool:
@@ -115,7 +135,9 @@ def start(
     after: Work | None = None,
 ) -> ThreadTask:
     """Run ``work`` on an idle or new thread. Work that may enter MLX must be ``is_awaited``."""
-    running = ThreadTask(work, is_awaited=is_awaited, is_deep=is_deep, stop=stop, after=after)
+    running = ThreadTask(
+        work, is_awaited=is_awaited, is_deep=is_deep, stop=stop, after=after
+    )
     try:
         tasks = _idle.setdefault((is_awaited, is_deep), []).pop()
     except IndexError:
@@ -134,7 +156,8 @@ def start(
 
 def _serve(tasks: _Tasks) -> None:
     while True:
-        _run(tasks, tasks.get())  # a frame of its own: an idle thread holds nothing of an engine
+        # a frame of its own: an idle thread holds nothing of an engine
+        _run(tasks, tasks.get())
 
 
 def _run(tasks: _Tasks, running: ThreadTask) -> None:
@@ -143,14 +166,20 @@ def _run(tasks: _Tasks, running: ThreadTask) -> None:
         running._work.pop()()
     except BaseException:
         with contextlib.suppress(BaseException):  # a user's hook, or a closed stream
-            threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
+            threading.excepthook(
+                threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread()))
+            )
     _idle.setdefault((running.is_awaited, running.is_deep), []).append(tasks)
     running.end()
 
 
 def _stop_all() -> None:
     begin, has_said = time.monotonic(), False
-    while awaited := [running for running in tuple(_running) if running.is_awaited and not running.is_here()]:
+    while awaited := [
+        running
+        for running in tuple(_running)
+        if running.is_awaited and not running.is_here()
+    ]:
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             with contextlib.suppress(Exception):
                 sys.stdout.flush()
@@ -183,8 +212,13 @@ def check_not_forked() -> None:
 def _keep_arrays() -> None:
     """Keep this child from freeing the parent's arrays."""
     # A lost thread may hold MLX's allocator lock for ever. mlx-vlm's exit hook frees random state.
-    arrays = [one for one in gc.get_objects() if vars(type(one)).get("__module__") == "mlx.core"]
-    arrays.append(arrays)  # a reference to itself, which freezing hides from the collector
+    arrays = [
+        one
+        for one in gc.get_objects()
+        if vars(type(one)).get("__module__") == "mlx.core"
+    ]
+    # a reference to itself, which freezing hides from the collector
+    arrays.append(arrays)
     gc.freeze()
     with contextlib.suppress(KeyError, AttributeError):
         atexit.unregister(sys.modules["mlx_vlm"].clear_mlx_streams)

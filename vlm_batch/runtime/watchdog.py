@@ -33,7 +33,11 @@ class Watchdog:
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """Time one step."""
-        self._thread, self._is_said, self._since = threading.get_ident(), False, time.monotonic()
+        self._thread, self._is_said, self._since = (
+            threading.get_ident(),
+            False,
+            time.monotonic(),
+        )
         try:
             yield
         finally:
@@ -52,8 +56,16 @@ class Watchdog:
             return
         self._is_said = True
         frame = sys._current_frames().get(self._thread)
-        place = "".join(traceback.format_stack(frame)[-FRAMES:]) if frame is not None else "(its thread is gone)"
-        _log.warning("a step of the engine has not ended for %.0f s; requests wait for it. It is at\n%s", taken, place)
+        place = (
+            "".join(traceback.format_stack(frame)[-FRAMES:])
+            if frame is not None
+            else "(its thread is gone)"
+        )
+        _log.warning(
+            "a step of the engine has not ended for %.0f s; requests wait for it. It is at\n%s",
+            taken,
+            place,
+        )
 
 
 _watched: weakref.WeakSet[Watchdog] = weakref.WeakSet()

@@ -55,37 +55,60 @@ class Delta:
 
     @property
     def is_empty(self) -> bool:
-        return not (self.content or self.reasoning or self.tool_calls or self.logprobs or self.token_ids)
+        return not (
+            self.content
+            or self.reasoning
+            or self.tool_calls
+            or self.logprobs
+            or self.token_ids
+        )
 
 
 class Dialect:
     """A checkpoint's form of reasoning, tool calls and tokens."""
 
     def __init__(
-        self, processing: Processing, tool_parser: str | None = None, recommended: Mapping[str, Any] | None = None
+        self,
+        processing: Processing,
+        tool_parser: str | None = None,
+        recommended: Mapping[str, Any] | None = None,
     ) -> None:
         self._processor = processing.processor
-        self.recommended = dict(recommended or {})  # sampling for requests that ask for it
+        # sampling for requests that ask for it
+        self.recommended = dict(recommended or {})
         self._tokenizer = copy_for_thread(
             processing.tokenizer
         )  # a fast one serves one thread at a time; this is the loop's
         self._special = set(self._tokenizer.all_special_ids)
-        self._special |= {token for token, added in self._tokenizer.added_tokens_decoder.items() if added.special}
+        self._special |= {
+            token
+            for token, added in self._tokenizer.added_tokens_decoder.items()
+            if added.special
+        }
         self._template = processing.chat_template
         self.reads = processing.template.reads  # arguments of the chat template
         self._known_token = lru_cache(maxsize=1 << 16)(self._token)
         self.tool_parser: str | None = _infer_tool_parser(self._template, tool_parser)
-        self.tool_module = None if self.tool_parser is None else load_tool_module(self.tool_parser)
+        self.tool_module = (
+            None if self.tool_parser is None else load_tool_module(self.tool_parser)
+        )
         pairs = ThinkingStreamState._build_open_close_markers(None, None)
         text = _template_text(self._template) or ""
-        self.reasons = _response_template_tokenizer(self._processor) is not None or any(end in text for _, end in pairs)
-        self._hidden = self._hidden_markers([marker for pair in pairs for marker in pair])
+        self.reasons = _response_template_tokenizer(self._processor) is not None or any(
+            end in text for _, end in pairs
+        )
+        self._hidden = self._hidden_markers(
+            [marker for pair in pairs for marker in pair]
+        )
 
     @cached_property
     def writer(self) -> CallWriter | None:
         if self.tool_parser is None:
             return None
-        marks = {str(word): int(token) for token, word in self._tokenizer.added_tokens_decoder.items()}
+        marks = {
+            str(word): int(token)
+            for token, word in self._tokenizer.added_tokens_decoder.items()
+        }
         return CallWriter(self.tool_parser, marks, _template_text(self._template) or "")
 
     def token(self, token_id: int) -> tuple[str, list[int]]:
@@ -120,23 +143,54 @@ class Dialect:
         return token_id in self._special
 
     def text_of(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+        return str(
+            self._tokenizer.decode(
+                list(token_ids), skip_special_tokens=skip_special_tokens
+            )
+        )
 
     def reader(
-        self, *, tools: Sequence[Mapping[str, Any]] = (), thinking: bool = False, is_forced: bool = False
+        self,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        thinking: bool = False,
+        is_forced: bool = False,
     ) -> AnswerReader:
         """Return a reader of one answer; an answer that ``is_forced`` to be calls has no content."""
-        reasoning = make_response_stream_state(self._processor, thinking) if self.reasons else None
-        return AnswerReader(reasoning, self.tool_module if tools else None, tools, self._hidden, is_forced)
+        reasoning = (
+            make_response_stream_state(self._processor, thinking)
+            if self.reasons
+            else None
+        )
+        return AnswerReader(
+            reasoning,
+            self.tool_module if tools else None,
+            tools,
+            self._hidden,
+            is_forced,
+        )
 
     def _hidden_markers(self, markers: Sequence[str]) -> dict[int, str]:
         """Return markers that decoding omits, by id."""
         if self.tool_module is not None:
             inner = INNER_MARKS.get(self.tool_parser or "", ())
-            markers = [*markers, self.tool_module.tool_call_start, self.tool_module.tool_call_end, *inner]
-        ids = {marker: self._tokenizer.convert_tokens_to_ids(marker) for marker in markers if marker}
+            markers = [
+                *markers,
+                self.tool_module.tool_call_start,
+                self.tool_module.tool_call_end,
+                *inner,
+            ]
+        ids = {
+            marker: self._tokenizer.convert_tokens_to_ids(marker)
+            for marker in markers
+            if marker
+        }
         unknown = self._tokenizer.unk_token_id
-        return {token: marker for marker, token in ids.items() if token in self._special and token != unknown}
+        return {
+            token: marker
+            for marker, token in ids.items()
+            if token in self._special and token != unknown
+        }
 
     def _token(self, token_id: int) -> tuple[str, bytes]:
         text = str(self._tokenizer.decode([token_id], skip_special_tokens=False))
@@ -164,17 +218,33 @@ class AnswerReader:
 
     def __post_init__(self) -> None:
         module = self.tool_module
-        self._shown = ToolCallStreamState(module.tool_call_start, module.tool_call_end) if module else None
+        self._shown = (
+            ToolCallStreamState(module.tool_call_start, module.tool_call_end)
+            if module
+            else None
+        )
         self._calls = ToolCallDeltaState(module, list(self.tools)) if module else None
         self._content: list[str] = []  # with its calls
 
     def feed(self, event: Event) -> Delta:
-        marker = self.hidden.get(event.token) if event.token is not None and self._reads else None
-        text = event.text if marker is None or marker in event.text else marker + event.text
+        marker = (
+            self.hidden.get(event.token)
+            if event.token is not None and self._reads
+            else None
+        )
+        text = (
+            event.text
+            if marker is None or marker in event.text
+            else marker + event.text
+        )
         logprobs = () if event.logprobs is None else (event.logprobs,)
         if not self._reads:
             return Delta(text, logprobs=logprobs)
-        if event.token is not None and isinstance(self.reasoning, ThinkingStreamState) and self.reasoning.in_thinking:
+        if (
+            event.token is not None
+            and isinstance(self.reasoning, ThinkingStreamState)
+            and self.reasoning.in_thinking
+        ):
             self.reasoning_tokens += 1
         return self._read(text, logprobs, last=False)
 
@@ -187,9 +257,12 @@ class AnswerReader:
             return delta
         text = "".join(self._content)
         found = process_tool_calls(text, self.tool_module, list(self.tools)).calls
-        if len(found) < text.count(self.tool_module.tool_call_start) and _TOO_LONG.search(text):
+        if len(found) < text.count(
+            self.tool_module.tool_call_start
+        ) and _TOO_LONG.search(text):
             raise UnreadableCall("it has a number of more than 4,300 digits")
-        if len(found) < len(self._calls.calls):  # the answer ended inside a call: what was given out of it stands
+        # the answer ended inside a call: what was given out of it stands
+        if len(found) < len(self._calls.calls):
             self.has_calls = bool(found)
             return Delta(reasoning=delta.reasoning, tool_calls=delta.tool_calls)
         try:
@@ -203,7 +276,9 @@ class AnswerReader:
     def _reads(self) -> bool:
         return self.reasoning is not None or self.tool_module is not None
 
-    def _read(self, text: str, logprobs: tuple[TokenLogprobs, ...], *, last: bool) -> Delta:
+    def _read(
+        self, text: str, logprobs: tuple[TokenLogprobs, ...], *, last: bool
+    ) -> Delta:
         reasoning, content = "", text
         if self.reasoning is not None:
             told = self.reasoning.feed(text, last=last)

@@ -49,7 +49,11 @@ NOT_SERVED = {
     "/v1/rerank": "no family here ranks",
 }
 
-PAGE = {"app.js": "text/javascript", "style.css": "text/css", "icon.svg": "image/svg+xml"}
+PAGE = {
+    "app.js": "text/javascript",
+    "style.css": "text/css",
+    "icon.svg": "image/svg+xml",
+}
 #: Seconds after a request's own time limit at which its stream is cut.
 GRACE = 10.0
 
@@ -67,7 +71,13 @@ def create_app(service: Service, media: MediaReader) -> FastAPI:
             media.close()
             app.state.bodies.close()
 
-    app = FastAPI(title="vlm-batch", version=__version__, lifespan=life, docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="vlm-batch",
+        version=__version__,
+        lifespan=life,
+        docs_url=None,
+        redoc_url=None,
+    )
     app.state.bodies = Bodies()
     app.state.service = service
     app.router.route_class = BodyRoute
@@ -98,13 +108,29 @@ def _add_answers(app: FastAPI, service: Service, media: MediaReader) -> None:
 
         async def prepare(dialect: Dialect) -> Ask:
             make = partial(chat_ask, thinks=dialect.reasons)
-            ask: Ask = await read(entry, make, body, config, dialect.writer, dialect.reads, dialect.recommended)
+            ask: Ask = await read(
+                entry,
+                make,
+                body,
+                config,
+                dialect.writer,
+                dialect.reads,
+                dialect.recommended,
+            )
             (prompt,) = ask.prompts
-            messages = await media.read(prompt["messages"], entry.hold, client=entry.number)
+            messages = await media.read(
+                prompt["messages"], entry.hold, client=entry.number
+            )
             return replace(ask, prompts=({"messages": messages},))
 
         return await _reply(
-            ChatExchange(service, entry, prepare, priority=_priority(request), names=names_of(body)),
+            ChatExchange(
+                service,
+                entry,
+                prepare,
+                priority=_priority(request),
+                names=names_of(body),
+            ),
             body.stream,
             request,
         )
@@ -117,11 +143,19 @@ def _add_answers(app: FastAPI, service: Service, media: MediaReader) -> None:
         entry, read = _entry(request), app.state.bodies.read
 
         async def prepare(dialect: Dialect) -> Ask:
-            ask: Ask = await read(entry, completion_ask, body, config, dialect.recommended)
+            ask: Ask = await read(
+                entry, completion_ask, body, config, dialect.recommended
+            )
             return ask
 
         return await _reply(
-            TextExchange(service, entry, prepare, priority=_priority(request), names=names_of(body)),
+            TextExchange(
+                service,
+                entry,
+                prepare,
+                priority=_priority(request),
+                names=names_of(body),
+            ),
             body.stream,
             request,
         )
@@ -132,7 +166,10 @@ def _add_facts(app: FastAPI, service: Service) -> None:
     @app.get("/models", include_in_schema=False)
     async def models() -> dict[str, Any]:
         """List the model and its abilities."""
-        return {"object": "list", "data": [_card(service, name) for name in service.config.all_names]}
+        return {
+            "object": "list",
+            "data": [_card(service, name) for name in service.config.all_names],
+        }
 
     @app.get("/v1/models/{name:path}", responses=_ERRORS)
     @app.get("/models/{name:path}", include_in_schema=False)
@@ -155,18 +192,27 @@ def _add_facts(app: FastAPI, service: Service) -> None:
     async def ready() -> JsonResponse:
         """Answer 200 if requests would be answered, else 503."""
         is_ready = service.state in ("ready", "idle")
-        return JsonResponse({"status": service.state, "error": service.error}, 200 if is_ready else 503)
+        return JsonResponse(
+            {"status": service.state, "error": service.error}, 200 if is_ready else 503
+        )
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Return metrics in Prometheus's text format."""
-        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(
+            service.metrics.text(),
+            media_type="text/plain; version=0.0.4; charset=utf-8",
+        )
 
     @app.get("/stats")
     async def stats() -> dict[str, Any]:
         """Return the batch's state, for the page."""
         now = service.stats()
-        return {"status": service.state, "model": service.config.name, "batch": None if now is None else vars(now)}
+        return {
+            "status": service.state,
+            "model": service.config.name,
+            "batch": None if now is None else vars(now),
+        }
 
 
 def _add_page(app: FastAPI) -> None:
@@ -174,7 +220,9 @@ def _add_page(app: FastAPI) -> None:
 
     @app.get("/", include_in_schema=False)
     async def index() -> Response:
-        return Response((page / "index.html").read_bytes(), media_type="text/html; charset=utf-8")
+        return Response(
+            (page / "index.html").read_bytes(), media_type="text/html; charset=utf-8"
+        )
 
     @app.get("/page/{name}", include_in_schema=False)
     async def asset(name: str) -> Response:
@@ -215,14 +263,25 @@ def _check_model(config: ServerConfig, name: str | None) -> None:
 def _priority(request: Request) -> int:
     given = request.headers.get("x-priority", "0")
     if not re.fullmatch(r"-?[0-9]{1,3}", given) or abs(int(given)) > MAX_PRIORITY:
-        raise ApiError(400, f"X-Priority must be an integer in -{MAX_PRIORITY}..{MAX_PRIORITY}; higher goes first")
+        raise ApiError(
+            400,
+            f"X-Priority must be an integer in -{MAX_PRIORITY}..{MAX_PRIORITY}; higher goes first",
+        )
     if int(given) and not _entry(request).has_priority:
-        raise ApiError(403, "X-Priority is taken with keys that are marked for it (vlm-batch serve --keys)")
+        raise ApiError(
+            403,
+            "X-Priority is taken with keys that are marked for it (vlm-batch serve --keys)",
+        )
     return int(given)
 
 
 def _card(service: Service, name: str) -> dict[str, Any]:
-    card: dict[str, Any] = {"id": name, "object": "model", "created": service.created, "owned_by": "vlm-batch"}
+    card: dict[str, Any] = {
+        "id": name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "vlm-batch",
+    }
     loaded = service.model
     if loaded is not None:
         spec = loaded.batcher.spec
@@ -245,7 +304,9 @@ def _card(service: Service, name: str) -> dict[str, Any]:
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if not isinstance(error, ApiError):
-        error = ApiError(error.status_code, _sentence(request, error), headers=error.headers)
+        error = ApiError(
+            error.status_code, _sentence(request, error), headers=error.headers
+        )
     error.quote(_entry(request).sent)
     _entry(request).said["error"] = error.reason
     return JsonResponse(error.body, error.status_code, error.headers)
@@ -255,7 +316,12 @@ async def _validation_error(request: Request, error: Exception) -> Response:
     """Answer an empty body; ``bodies`` checks the others."""
     assert isinstance(error, RequestValidationError)
     return await _http_error(
-        request, ApiError(400, "the body is empty; send JSON with messages or a prompt", code="missing")
+        request,
+        ApiError(
+            400,
+            "the body is empty; send JSON with messages or a prompt",
+            code="missing",
+        ),
     )
 
 
@@ -271,12 +337,20 @@ async def _too_deep(request: Request, error: Exception) -> Response:
 def _sentence(request: Request, error: HTTPException) -> str:
     path = _entry(request).path
     if error.status_code == 404:
-        instead = next((why for prefix, why in NOT_SERVED.items() if path.startswith(prefix)), None)
+        instead = next(
+            (why for prefix, why in NOT_SERVED.items() if path.startswith(prefix)), None
+        )
         served = "served are /v1/chat/completions, /v1/completions and /v1/models"
-        return f"{path[:100]} is not served: {instead}" if instead else f"there is no {path[:100]}; {served}"
+        return (
+            f"{path[:100]} is not served: {instead}"
+            if instead
+            else f"there is no {path[:100]}; {served}"
+        )
     if error.status_code == 405:
         taken = (error.headers or {}).get("Allow", "")
-        return f"{path[:100]} does not take {request.method[:20]}" + (f"; it takes {taken}" if taken else "")
+        return f"{path[:100]} does not take {request.method[:20]}" + (
+            f"; it takes {taken}" if taken else ""
+        )
     return str(error.detail)
 
 

@@ -26,7 +26,13 @@ from vlm_batch.server.errors import ApiError, bounded
 from vlm_batch.server.openai import REFUSED
 from vlm_batch.server.service import Service
 from vlm_batch.server.streams import unless_left
-from vlm_batch.server.wire import UNIONS, ChatRequest, Common, CompletionRequest, field_names
+from vlm_batch.server.wire import (
+    UNIONS,
+    ChatRequest,
+    Common,
+    CompletionRequest,
+    field_names,
+)
 
 #: Estimated seconds up to which the event loop parses a body itself.
 SMALL = 0.002
@@ -34,7 +40,10 @@ SMALL = 0.002
 _OF_BYTE, _OF_VALUE, _OF_NESTED = 2.5e-9, 4e-7, 1.5e-6
 #: Most parts of a field's place in a message.
 MAX_DEPTH_SHOWN = 12
-KINDS: Mapping[str, type[Common]] = {"/chat/completions": ChatRequest, "/completions": CompletionRequest}
+KINDS: Mapping[str, type[Common]] = {
+    "/chat/completions": ChatRequest,
+    "/completions": CompletionRequest,
+}
 
 Value = TypeVar("Value")
 
@@ -53,13 +62,17 @@ class Bodies:
     def __init__(self) -> None:
         self._worker = Pool(1, "vlm-batch-bodies", rests=True)
 
-    async def read(self, entry: Entry, call: Callable[..., Value], *given: Any) -> Value:
+    async def read(
+        self, entry: Entry, call: Callable[..., Value], *given: Any
+    ) -> Value:
         """Return ``call(*given)``, which reads the body of ``entry``."""
         cost = cost_of(entry.num_bytes, entry.num_values, entry.num_nested)
         if cost <= SMALL:
             return call(*given)
         cancelled = Cancelled()
-        reading: Future[Value] = self._worker.submit(partial(call, *given), cancelled, client=entry.number, cost=cost)
+        reading: Future[Value] = self._worker.submit(
+            partial(call, *given), cancelled, client=entry.number, cost=cost
+        )
         try:
             return await asyncio.shield(asyncio.wrap_future(reading))
         except OperationCancelled:  # the server stops
@@ -99,7 +112,9 @@ class _Read(Request):
         # Whoever must wait for a place or is sent away is told before the body is parsed.
         entry.visit = await unless_left(self, service.admit(entry.number))
         entry.at_end = partial(service.dismiss, entry.visit)
-        return await bodies.read(entry, read_body, body, KINDS[entry.path.removeprefix("/v1")])
+        return await bodies.read(
+            entry, read_body, body, KINDS[entry.path.removeprefix("/v1")]
+        )
 
 
 def read_body(data: bytes, kind: type[Common]) -> Common:
@@ -140,8 +155,13 @@ def _place_of_infinity(body: Any) -> str | None:
 def _wrong(error: ValidationError, body: Any, kind: type[Common]) -> ApiError:
     """Return a body's first error, placed in the client's terms."""
     found = error.errors(include_url=False)
-    first = max(found, key=lambda one: len(one["loc"]))  # of a value's forms, the nearest
-    lacking = {str(one["loc"][-1]): one["loc"][:-1] for one in found if one["type"] == "missing"}
+    # of a value's forms, the nearest
+    first = max(found, key=lambda one: len(one["loc"]))
+    lacking = {
+        str(one["loc"][-1]): one["loc"][:-1]
+        for one in found
+        if one["type"] == "missing"
+    }
     misspelt = {
         meant: one
         for one in found
@@ -151,12 +171,22 @@ def _wrong(error: ValidationError, body: Any, kind: type[Common]) -> ApiError:
     }
     first = next(iter(misspelt.values()), first)
     where = _place(first["loc"], body, is_missing=first["type"] == "missing")
-    name, message, param = str(first["loc"][-1]) if first["loc"] else "", str(first["msg"]), where[:200] or None
+    name = str(first["loc"][-1]) if first["loc"] else ""
+    message = str(first["msg"])
+    param = where[:200] or None
     if first["type"] == "extra_forbidden":
         near = [*misspelt, *difflib.get_close_matches(name, _KNOWN, 1, NEAR)]
-        unknown = f"there is no field {name}" + "".join(f" ({meant} is probably meant)" for meant in near[:1])
-        message = f"{name} is not supported: {REFUSED[name]}" if name in REFUSED else unknown
-        if name not in REFUSED and len(first["loc"]) == 1 and isinstance(taken := kind.nothing.get(name), tuple):
+        unknown = f"there is no field {name}" + "".join(
+            f" ({meant} is probably meant)" for meant in near[:1]
+        )
+        message = (
+            f"{name} is not supported: {REFUSED[name]}" if name in REFUSED else unknown
+        )
+        if (
+            name not in REFUSED
+            and len(first["loc"]) == 1
+            and isinstance(taken := kind.nothing.get(name), tuple)
+        ):
             values = " or ".join([*map(json.dumps, taken), "null"])
             message = f"it has no effect here, so it may only be {values}"
     elif first["type"] == "union_tag_invalid":
@@ -166,12 +196,19 @@ def _wrong(error: ValidationError, body: Any, kind: type[Common]) -> ApiError:
         message = "an object with fields is expected"
     elif first["type"] == "too_short" and first["ctx"]["actual_length"] == 0:
         message = "it is empty"
-    return ApiError(400, bounded(f"{param or 'the body'}: {message}"), param=param, code=first["type"])
+    return ApiError(
+        400,
+        bounded(f"{param or 'the body'}: {message}"),
+        param=param,
+        code=first["type"],
+    )
 
 
 def _place(parts: tuple[int | str, ...], body: Any, *, is_missing: bool) -> str:
     """Return the place of pydantic's ``parts`` in a body."""
-    return _written([*_keys(parts, body), *parts[-1:]] if is_missing else _keys(parts, body))
+    return _written(
+        [*_keys(parts, body), *parts[-1:]] if is_missing else _keys(parts, body)
+    )
 
 
 def _written(keys: Sequence[int | str]) -> str:
@@ -190,7 +227,11 @@ def _keys(parts: tuple[int | str, ...], body: Any) -> list[int | str]:
     found: list[int | str] = []
     named = None  # the object whose name was met last
     for part in parts:
-        is_name = part in UNIONS and isinstance(body, dict) and part in (body.get("type"), body.get("role"))
+        is_name = (
+            part in UNIONS
+            and isinstance(body, dict)
+            and part in (body.get("type"), body.get("role"))
+        )
         if is_name and body is not named:
             named = body
         elif _has(body, part):

@@ -96,13 +96,19 @@ class Burst(Generic[Place]):
         placed = self._num_open()
         if self.size + placed.total() < self.most:
             return
-        busiest = max(self._lines, key=lambda one: len(self._lines[one]) + placed[one], default=client)
+        busiest = max(
+            self._lines,
+            key=lambda one: len(self._lines[one]) + placed[one],
+            default=client,
+        )
         has = placed[client] + len(self._lines.get(client, ()))
         if busiest == client or placed[busiest] + len(self._lines[busiest]) < has + 2:
             raise self._refused()
         self._refuse(busiest, self._lines[busiest][-1], self._refused())
 
-    def _refuse(self, client: int, future: asyncio.Future[Place], error: Exception) -> None:
+    def _refuse(
+        self, client: int, future: asyncio.Future[Place], error: Exception
+    ) -> None:
         self._forget(client, future)
         if not future.done():
             future.set_exception(error)

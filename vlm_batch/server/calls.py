@@ -21,14 +21,22 @@ Schema: TypeAlias = Mapping[str, Any]
 
 #: Special tokens inside calls that decoding omits.
 INNER_MARKS: Mapping[str, tuple[str, ...]] = {
-    "kimi_k2": ("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+    "kimi_k2": (
+        "<|tool_call_begin|>",
+        "<|tool_call_argument_begin|>",
+        "<|tool_call_end|>",
+    ),
     "mistral": ("[ARGS]",),
     "gemma4": ('<|"|>',),
     "glm47": ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     "minicpm5": ("<param", "</param>"),
 }
 #: JSON's whitespace as ``json.dumps`` writes it: a model that may choose could write whitespace for ever.
-_GUIDANCE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_GUIDANCE = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+}
 _KINDS = ("string", "integer", "number", "boolean", "null", "array", "object")
 
 
@@ -50,13 +58,21 @@ class CallWriter:
     marks: Mapping[str, int]
     template: str = ""
 
-    def grammar(self, tools: Sequence[Mapping[str, Any]], *, several: bool, is_free: bool = False) -> str:
+    def grammar(
+        self,
+        tools: Sequence[Mapping[str, Any]],
+        *,
+        several: bool,
+        is_free: bool = False,
+    ) -> str:
         """Return a grammar of one or ``several`` calls of OpenAI's ``tools``; ``is_free`` also allows text. Raises
         CannotForce."""
         form, grammar = self._form(), _Grammar(self.marks)
         calls = [form.call_of(grammar, tool["function"]) for tool in tools]
         one = grammar.rule(" | ".join(calls))
-        more = f"({grammar.text(form.between)} {one})*" if several and form.repeats else ""
+        more = (
+            f"({grammar.text(form.between)} {one})*" if several and form.repeats else ""
+        )
         whole = f"{grammar.text(form.begin)} {one} {more} {grammar.text(form.end)}"
         if is_free:
             words = grammar.rule("/(?s:.*)/")
@@ -70,9 +86,14 @@ class CallWriter:
         return any(start.startswith(mark) for mark in self.marks)
 
     def _form(self) -> _Form:
-        if self.parser == "mistral" and "[ARGS]" not in self.template:  # the older tokenizers'
+        # the older tokenizers'
+        if self.parser == "mistral" and "[ARGS]" not in self.template:
             return _Form(
-                _in_json('{"name": NAME, "arguments": ', "}"), begin="[TOOL_CALLS][", between=", ", end="]", keys=_ANY
+                _in_json('{"name": NAME, "arguments": ', "}"),
+                begin="[TOOL_CALLS][",
+                between=", ",
+                end="]",
+                keys=_ANY,
             )
         if self.parser not in _FORMS:
             raise CannotForce(
@@ -88,7 +109,9 @@ class _Grammar:
         self.rules: list[str] = []
         self._marks = marks
         words = sorted(marks, key=len, reverse=True)
-        self._cut = re.compile("(" + "|".join(map(re.escape, words)) + ")") if words else None
+        self._cut = (
+            re.compile("(" + "|".join(map(re.escape, words)) + ")") if words else None
+        )
 
     def rule(self, body: str, attributes: str = "") -> str:
         name = f"r{len(self.rules)}"
@@ -97,20 +120,32 @@ class _Grammar:
 
     def text(self, words: str) -> str:
         parts = [words] if self._cut is None else self._cut.split(words)
-        return " ".join(f"<[{self._marks[part]}]>" if part in self._marks else _quoted(part) for part in parts if part)
+        return " ".join(
+            f"<[{self._marks[part]}]>" if part in self._marks else _quoted(part)
+            for part in parts
+            if part
+        )
 
     def json(self, schema: Schema, root: Schema) -> str:
         """Return a schema's value; ``root`` holds its definitions."""
         kept = {name: root[name] for name in ("$defs", "definitions") if name in root}
-        return self.rule("%json " + json.dumps({**kept, **schema, "x-guidance": _GUIDANCE}))
+        return self.rule(
+            "%json " + json.dumps({**kept, **schema, "x-guidance": _GUIDANCE})
+        )
 
     def until(self, end: str, schema: Schema, forbidden: str = "") -> str:
         """Return text of a schema and its ending words."""
         if unknown := {"pattern", "format"} & schema.keys():
-            raise CannotForce(f"the {unknown.pop()} of a text cannot be forced in this model's form")
+            raise CannotForce(
+                f"the {unknown.pop()} of a text cannot be forced in this model's form"
+            )
         length = f"{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}"
         inner = f"[^{forbidden}]{length}" if forbidden else f"(?s:.{length})"
-        if self._cut is not None and (found := self._cut.search(end)) and found.start() == 0:
+        if (
+            self._cut is not None
+            and (found := self._cut.search(end))
+            and found.start() == 0
+        ):
             return f"{self.rule(f'/{inner}/')} {self.text(end)}"
         return self.rule(f"/{inner}/", f"[suffix={_quoted(end)}]")
 
@@ -120,12 +155,17 @@ class _Grammar:
     def items(self, items: Sequence[tuple[str, bool]], separator: str) -> str:
         """Return items in order; optional ones may be missing."""
         comma = self.text(separator)
-        after = {True: "", False: ""}  # what follows, by whether an item has come before
+        # what follows, by whether an item has come before
+        after = {True: "", False: ""}
         for item, is_needed in reversed(items):
             rest: dict[bool, str] = {}
             for has_begun in (True, False):
                 taken = f"{comma if has_begun else ''} {item} {after[True]}"
-                rest[has_begun] = self.rule(taken if is_needed else f"({taken}) | ({after[has_begun] or _quoted('')})")
+                rest[has_begun] = self.rule(
+                    taken
+                    if is_needed
+                    else f"({taken}) | ({after[has_begun] or _quoted('')})"
+                )
             after = rest
         return after[False] or _quoted("")
 
@@ -145,7 +185,9 @@ class _Form:
     def call_of(self, grammar: _Grammar, function: Mapping[str, Any]) -> str:
         name, schema = function["name"], function.get("parameters") or {}
         if not re.fullmatch(self.names, name):
-            raise CannotForce(f"the tool's name {name[:100]!r} cannot be written in this model's form of calls")
+            raise CannotForce(
+                f"the tool's name {name[:100]!r} cannot be written in this model's form of calls"
+            )
         try:
             schema = deepcopy(schema)
             simplify_schema(schema)
@@ -160,8 +202,11 @@ class _Form:
             raise
         except InvalidParameters as error:
             raise CannotForce(error.reason) from error
-        except Exception as error:  # wherever it is no schema: a list for an object, a number for a list, too deep
-            raise CannotForce(f"the parameters of {name[:100]!r} are no JSON schema that can be followed") from error
+        except Exception as error:
+            # wherever it is no schema: a list for an object, a number for a list, too deep
+            raise CannotForce(
+                f"the parameters of {name[:100]!r} are no JSON schema that can be followed"
+            ) from error
 
 
 def _in_json(before: str, after: str) -> Callable[[_Grammar, str, Schema], str]:
@@ -172,7 +217,9 @@ def _in_json(before: str, after: str) -> Callable[[_Grammar, str, Schema], str]:
         whole = {"type": "object", **schema}
         if "properties" not in whole and "additionalProperties" not in whole:
             whole["additionalProperties"] = False
-        return f"{grammar.text(begin)} {grammar.json(whole, schema)} {grammar.text(after)}"
+        return (
+            f"{grammar.text(begin)} {grammar.json(whole, schema)} {grammar.text(after)}"
+        )
 
     return call
 
@@ -193,7 +240,9 @@ def _in_tags(
     return call
 
 
-def _tagged(grammar: _Grammar, value: Schema, root: Schema, end: str, forbidden: str) -> str:
+def _tagged(
+    grammar: _Grammar, value: Schema, root: Schema, end: str, forbidden: str
+) -> str:
     words = value.get("enum", [value["const"]] if "const" in value else None)
     if words is not None and all(isinstance(word, str) for word in words):
         return grammar.one_of(words, end)
@@ -205,7 +254,9 @@ def _tagged(grammar: _Grammar, value: Schema, root: Schema, end: str, forbidden:
     return f"{grammar.text(before)} {grammar.json(value, root)} {grammar.text(behind + end)}"
 
 
-def _in_braces(before: str, key: str, after: str, quote: str, words: Mapping[str, str]) -> Callable[..., str]:
+def _in_braces(
+    before: str, key: str, after: str, quote: str, words: Mapping[str, str]
+) -> Callable[..., str]:
     """Program-like calls: ``key`` with KEY and a value; ``words`` are constants."""
 
     def call(grammar: _Grammar, name: str, schema: Schema) -> str:
@@ -213,7 +264,12 @@ def _in_braces(before: str, key: str, after: str, quote: str, words: Mapping[str
 
     def members(grammar: _Grammar, schema: Schema, root: Schema) -> str:
         items = [
-            (grammar.rule(f"{grammar.text(key.replace('KEY', name))} {value(grammar, part, root)}"), is_needed)
+            (
+                grammar.rule(
+                    f"{grammar.text(key.replace('KEY', name))} {value(grammar, part, root)}"
+                ),
+                is_needed,
+            )
             for name, part, is_needed in _properties(schema)
         ]
         return grammar.items(items, "," if quote else ", ")
@@ -231,14 +287,20 @@ def _in_braces(before: str, key: str, after: str, quote: str, words: Mapping[str
             return f"({' | '.join(constant(grammar, word) for word in schema.get('enum', [schema.get('const')]))})"
         kind = _kind(schema, root)
         if kind == "string":
-            return f"{grammar.text(quote)} {grammar.until(quote, schema)}" if quote else grammar.json(schema, root)
+            return (
+                f"{grammar.text(quote)} {grammar.until(quote, schema)}"
+                if quote
+                else grammar.json(schema, root)
+            )
         if kind in ("boolean", "null"):
             choices = ("true", "false") if kind == "boolean" else ("null",)
             return f"({' | '.join(grammar.text(words[word]) for word in choices)})"
         if kind == "array":
             item = value(grammar, schema.get("items", {}), root)
             if "uniqueItems" in schema:
-                raise CannotForce("uniqueItems of an array cannot be forced in this model's form")
+                raise CannotForce(
+                    "uniqueItems of an array cannot be forced in this model's form"
+                )
             one, comma = grammar.rule(item), grammar.text("," if quote else ", ")
             least, most = schema.get("minItems", 0), schema.get("maxItems")
             if most == 0:
@@ -247,7 +309,9 @@ def _in_braces(before: str, key: str, after: str, quote: str, words: Mapping[str
             return f'"[" ({one} ({comma} {one}){more}){"" if least else "?"} "]"'
         if kind == "object":
             if not quote:
-                raise CannotForce("an object within a call of this form cannot be forced")
+                raise CannotForce(
+                    "an object within a call of this form cannot be forced"
+                )
             return f'"{{" {members(grammar, schema, root)} "}}"'
         return grammar.json(schema, root)
 
@@ -256,7 +320,10 @@ def _in_braces(before: str, key: str, after: str, quote: str, words: Mapping[str
 
 def _properties(schema: Schema) -> list[tuple[str, Schema, bool]]:
     needed = schema.get("required", ())
-    return [(name, part, name in needed) for name, part in (schema.get("properties") or {}).items()]
+    return [
+        (name, part, name in needed)
+        for name, part in (schema.get("properties") or {}).items()
+    ]
 
 
 def _names_in(schema: Schema) -> Iterator[str]:
@@ -281,8 +348,16 @@ def _quoted(words: str) -> str:
 
 
 _FORMS: Mapping[str, _Form] = {
-    "json_tools": _Form(_in_json('<tool_call>\n{"name": NAME, "arguments": ', "}\n</tool_call>"), keys=_ANY),
-    "longcat": _Form(_in_json('<longcat_tool_call>{"name": NAME, "arguments": ', "}</longcat_tool_call>"), keys=_ANY),
+    "json_tools": _Form(
+        _in_json('<tool_call>\n{"name": NAME, "arguments": ', "}\n</tool_call>"),
+        keys=_ANY,
+    ),
+    "longcat": _Form(
+        _in_json(
+            '<longcat_tool_call>{"name": NAME, "arguments": ', "}</longcat_tool_call>"
+        ),
+        keys=_ANY,
+    ),
     "mistral": _Form(_in_json("[TOOL_CALLS]BARE[ARGS]", ""), repeats=False, keys=_ANY),
     "cohere2_moe": _Form(
         _in_json('{"tool_call_id": "0", "tool_name": NAME, "parameters": ', "}"),
@@ -292,7 +367,10 @@ _FORMS: Mapping[str, _Form] = {
         end="\n]<|END_ACTION|>",
     ),
     "kimi_k2": _Form(
-        _in_json("<|tool_call_begin|>functions.BARE:0<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+        _in_json(
+            "<|tool_call_begin|>functions.BARE:0<|tool_call_argument_begin|>",
+            "<|tool_call_end|>",
+        ),
         begin="<|tool_calls_section_begin|>",
         between="",
         end="<|tool_calls_section_end|>",
@@ -301,12 +379,20 @@ _FORMS: Mapping[str, _Form] = {
     ),
     "qwen3_coder": _Form(
         _in_tags(
-            "<tool_call>\n<function=BARE>\n", "<parameter=KEY>\n", "\n</parameter>\n", "</function>\n</tool_call>"
+            "<tool_call>\n<function=BARE>\n",
+            "<parameter=KEY>\n",
+            "\n</parameter>\n",
+            "</function>\n</tool_call>",
         ),
         keys=_IN_TAGS,
     ),
     "glm47": _Form(
-        _in_tags("<tool_call>BARE\n", "<arg_key>KEY</arg_key>\n<arg_value>", "</arg_value>\n", "</tool_call>"),
+        _in_tags(
+            "<tool_call>BARE\n",
+            "<arg_key>KEY</arg_key>\n<arg_value>",
+            "</arg_value>\n",
+            "</tool_call>",
+        ),
         keys=_IN_TAGS,
     ),
     "minimax_m2": _Form(
@@ -320,7 +406,11 @@ _FORMS: Mapping[str, _Form] = {
     ),
     "minicpm5": _Form(
         _in_tags(
-            '<function name="BARE">', '<param name="KEY">', "</param>", "</function>", "<&\\x00-\\x1f\\ufffe\\uffff"
+            '<function name="BARE">',
+            '<param name="KEY">',
+            "</param>",
+            "</function>",
+            "<&\\x00-\\x1f\\ufffe\\uffff",
         ),
         keys=_IN_TAGS,
     ),
@@ -337,7 +427,9 @@ _FORMS: Mapping[str, _Form] = {
         keys=r"[\w./$-]+",
     ),
     "pythonic": _Form(
-        _in_braces("BARE(", "KEY=", ")", "", {"true": "True", "false": "False", "null": "None"}),
+        _in_braces(
+            "BARE(", "KEY=", ")", "", {"true": "True", "false": "False", "null": "None"}
+        ),
         begin="<|tool_call_start|>[",
         between=", ",
         end="]<|tool_call_end|>",

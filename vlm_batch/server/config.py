@@ -34,10 +34,23 @@ def read_keys(path: Path) -> tuple[Key, ...]:
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidConfig(f"--keys: the file cannot be read: {error}") from error
     lines = [words for words in lines if words and not words[0].startswith("#")]
-    wrong = next((at for at, words in enumerate(lines, 1) if words[1:] not in ([], ["priority"])), None)
+    wrong = next(
+        (
+            at
+            for at, words in enumerate(lines, 1)
+            if words[1:] not in ([], ["priority"])
+        ),
+        None,
+    )
     if wrong is not None or not lines:
-        said = "there is none" if wrong is None else f"number {wrong} is followed by something else than 'priority'"
-        raise InvalidConfig(f"{path} must have a key a line, with 'priority' behind it or nothing: {said}")
+        said = (
+            "there is none"
+            if wrong is None
+            else f"number {wrong} is followed by something else than 'priority'"
+        )
+        raise InvalidConfig(
+            f"{path} must have a key a line, with 'priority' behind it or nothing: {said}"
+        )
     return tuple(Key(words[0], len(words) > 1) for words in lines)
 
 
@@ -111,21 +124,33 @@ class ServerConfig:
             "max_queue",
         ):
             if vars(self)[name] < 1:
-                raise InvalidConfig(f"{name} is {vars(self)[name]}; it must be at least 1")
+                raise InvalidConfig(
+                    f"{name} is {vars(self)[name]}; it must be at least 1"
+                )
         for name in ("request_seconds", "fetch_seconds"):
             if vars(self)[name] <= 0:
                 raise InvalidConfig(f"{name} is {vars(self)[name]}; it must be above 0")
         for name in ("max_videos", "max_audios", "shutdown_seconds", "port"):
             if vars(self)[name] < 0:
-                raise InvalidConfig(f"{name} is {vars(self)[name]}; it must be at least 0")
+                raise InvalidConfig(
+                    f"{name} is {vars(self)[name]}; it must be at least 0"
+                )
         if self.sampling not in SAMPLINGS:
-            raise InvalidConfig(f"sampling is {self.sampling!r}; it must be one of {', '.join(SAMPLINGS)}")
+            raise InvalidConfig(
+                f"sampling is {self.sampling!r}; it must be one of {', '.join(SAMPLINGS)}"
+            )
         if self.idle_unload is not None and self.idle_unload <= 0:
-            raise InvalidConfig(f"idle_unload is {self.idle_unload}; it must be above 0")
+            raise InvalidConfig(
+                f"idle_unload is {self.idle_unload}; it must be above 0"
+            )
         if self.api_key is not None and not self.api_key.strip():
-            raise InvalidConfig("the API key is empty; give one, or leave --api-key and VLM_BATCH_API_KEY out")
+            raise InvalidConfig(
+                "the API key is empty; give one, or leave --api-key and VLM_BATCH_API_KEY out"
+            )
         if self.needs_key and self.no_auth:
-            raise InvalidConfig("an API key and --no-auth exclude each other; leave one out")
+            raise InvalidConfig(
+                "an API key and --no-auth exclude each other; leave one out"
+            )
         if not self.is_loopback and not self.needs_key and not self.no_auth:
             raise InvalidConfig(
                 f"{self.host} can be reached from other machines: give an API key (--api-key, or VLM_BATCH_API_KEY), "
@@ -133,16 +158,25 @@ class ServerConfig:
             )
         if not all(self.served_names):
             raise InvalidConfig("--served-model-name: a name is empty")
-        if self.root_path and not (self.root_path.startswith("/") and self.root_path.rstrip("/") == self.root_path):
-            raise InvalidConfig(f"--root-path: {self.root_path!r} must begin with a slash and not end with one")
+        if self.root_path and not (
+            self.root_path.startswith("/")
+            and self.root_path.rstrip("/") == self.root_path
+        ):
+            raise InvalidConfig(
+                f"--root-path: {self.root_path!r} must begin with a slash and not end with one"
+            )
         for proxy in self.proxies:
             try:
                 ipaddress.ip_network(proxy)
             except ValueError as error:
-                raise InvalidConfig(f"--proxies: {proxy!r} is no address and no network: {error}") from error
+                raise InvalidConfig(
+                    f"--proxies: {proxy!r} is no address and no network: {error}"
+                ) from error
         for folder in self.allow_dirs:
             if not folder.is_dir():
-                raise InvalidConfig(f"{folder} is no folder; requests cannot be allowed to read files from it")
+                raise InvalidConfig(
+                    f"{folder} is no folder; requests cannot be allowed to read files from it"
+                )
 
     @property
     def name(self) -> str:
@@ -175,4 +209,13 @@ class ServerConfig:
         """Allowed ``Host`` headers, against DNS rebinding; a key protects by itself."""
         if self.needs_key or not self.is_loopback:
             return None
-        return frozenset({"localhost", "127.0.0.1", "[::1]", self.host, f"[{self.host}]", *self.allowed_hosts})
+        return frozenset(
+            {
+                "localhost",
+                "127.0.0.1",
+                "[::1]",
+                self.host,
+                f"[{self.host}]",
+                *self.allowed_hosts,
+            }
+        )

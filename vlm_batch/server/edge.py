@@ -40,7 +40,9 @@ RETRY = 1
 OPEN = frozenset({"/", "/health", "/ready"})
 OPEN_FOLDER = "/page/"
 #: Paths with a JSON body.
-BODIES = frozenset({"/v1/chat/completions", "/v1/completions", "/chat/completions", "/completions"})
+BODIES = frozenset(
+    {"/v1/chat/completions", "/v1/completions", "/chat/completions", "/completions"}
+)
 #: Most open requests, waiting ones included.
 MAX_REQUESTS = 2048
 
@@ -63,7 +65,10 @@ class ByteQuota:
         self._of: Counter[int] = Counter()
 
     def acquire(self, size: int, client: int) -> None:
-        is_full = self.size + size > self._most or self._of[client] + size > self._most_of_client
+        is_full = (
+            self.size + size > self._most
+            or self._of[client] + size > self._most_of_client
+        )
         if self._most and is_full:
             raise ApiError(
                 429,
@@ -97,7 +102,8 @@ class Entry:
     said: dict[str, Any] = field(default_factory=dict)
     num_held: int = 0
     num_bytes: int = 0  # of the body
-    num_values: int = 0  # commas and opening brackets of the body, for the cost of reading it
+    # commas and opening brackets of the body, for the cost of reading it
+    num_values: int = 0
     num_nested: int = 0
     sent: bytes = field(default=b"", repr=False)  # the body, until the answer begins
     visit: Any = None  # the place in the queue, once there is one
@@ -110,8 +116,15 @@ class Entry:
 
     def line(self) -> str:
         seconds = round(time.perf_counter() - self.began, 6)
-        fixed = {"request_id": self.request_id, "client": self.client, "method": self.method, "path": self.path}
-        return json.dumps({**fixed, "status": self.status, "seconds": seconds, **self.said})
+        fixed = {
+            "request_id": self.request_id,
+            "client": self.client,
+            "method": self.method,
+            "path": self.path,
+        }
+        return json.dumps(
+            {**fixed, "status": self.status, "seconds": seconds, **self.said}
+        )
 
 
 class Edge:
@@ -123,59 +136,85 @@ class Edge:
         self._metrics = metrics
         self._held = ByteQuota(config.max_held, config.max_body)
         self._num_open = 0
-        keys = [*([] if config.api_key is None else [Key(config.api_key)]), *config.keys]
+        keys = [
+            *([] if config.api_key is None else [Key(config.api_key)]),
+            *config.keys,
+        ]
         self._keys = [(_digest(key.text.encode()), key) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        scope = {**scope, "root_path": self._config.root_path}  # for the routes: the path may have it or not
+        # for the routes: the path may have it or not
+        scope = {**scope, "root_path": self._config.root_path}
         headers = Headers(scope=scope)
         client = scope["client"][0] if scope["client"] else ""
         given = headers.get("x-request-id", "")
         request_id = given if _SAFE_ID.fullmatch(given) else uuid.uuid4().hex
         entry = Entry(request_id, scope["method"], _path_of(scope), client, self._held)
         # HEAD is served as GET; uvicorn leaves out the body.
-        scope = {**scope, "method": "GET" if scope["method"] == "HEAD" else scope["method"], ENTRY: entry}
+        scope = {
+            **scope,
+            "method": "GET" if scope["method"] == "HEAD" else scope["method"],
+            ENTRY: entry,
+        }
         self._num_open += 1
 
         async def sending(message: Message) -> None:
             if message["type"] == "http.response.start":
                 entry.status = message["status"]
-                MutableHeaders(raw=message["headers"]).update({"x-request-id": request_id, **_HEADERS})
+                MutableHeaders(raw=message["headers"]).update(
+                    {"x-request-id": request_id, **_HEADERS}
+                )
             await send(message)
 
         try:
             key = self._check(scope, headers)
             entry.has_priority = key is not None and key.has_priority
-            entry.number = self._config.keys.index(key) if key in self._config.keys else _number(client)
-            await self._app(scope, _Body(receive, self._config.max_body, entry).receive, sending)
+            entry.number = (
+                self._config.keys.index(key)
+                if key in self._config.keys
+                else _number(client)
+            )
+            await self._app(
+                scope, _Body(receive, self._config.max_body, entry).receive, sending
+            )
         except Exception as error:
             answer = _answer_to(error, entry)
-            if entry.status:  # half an answer is out: all that is left is to close the connection
+            # half an answer is out: all that is left is to close the connection
+            if entry.status:
                 raise
-            await JsonResponse(answer.body, answer.status_code, answer.headers)(scope, receive, sending)
+            await JsonResponse(answer.body, answer.status_code, answer.headers)(
+                scope, receive, sending
+            )
         finally:
             self._num_open -= 1
             self._held.release(entry.num_held, entry.number)
             if entry.at_end is not None:
                 entry.at_end()
             route = scope.get("route")  # what strangers make up is no label of a metric
-            self._metrics.responded("other" if route is None else str(route.path), entry.status)
+            self._metrics.responded(
+                "other" if route is None else str(route.path), entry.status
+            )
             access.info(entry.line())
 
     def _check(self, scope: Scope, headers: Headers) -> Key | None:
         """Return the request's key, if needed."""
         hosts = self._config.hosts
         if hosts is not None and _host(headers.get("host", "")) not in hosts:
-            raise ApiError(403, "this server does not answer under that host name (--allowed-host adds one)")
+            raise ApiError(
+                403,
+                "this server does not answer under that host name (--allowed-host adds one)",
+            )
         path = _path_of(scope)
         found: Key | None = None
         if self._keys and path not in OPEN and not path.startswith(OPEN_FOLDER):
             kind, _, given = headers.get("authorization", "").partition(" ")
             said = _digest(given.strip().encode("latin-1"))
-            known = [key for digest, key in self._keys if hmac.compare_digest(said, digest)]
+            known = [
+                key for digest, key in self._keys if hmac.compare_digest(said, digest)
+            ]
             found = known[-1] if known and kind.lower() == "bearer" else None
             if found is None:
                 raise ApiError(
@@ -184,18 +223,28 @@ class Edge:
                     code="invalid_api_key",
                     headers={"WWW-Authenticate": "Bearer"},
                 )
-        if self._num_open > MAX_REQUESTS and path not in OPEN:  # those who ask whether the server lives are told
+        # those who ask whether the server lives are told
+        if self._num_open > MAX_REQUESTS and path not in OPEN:
             raise ApiError(
-                503, "too many requests are open; try again in 5 s", code="busy", headers={"Retry-After": "5"}
+                503,
+                "too many requests are open; try again in 5 s",
+                code="busy",
+                headers={"Retry-After": "5"},
             )
-        if "transfer-encoding" in headers and "content-length" in headers:  # two readers of it may see two requests
+        # two readers of it may see two requests
+        if "transfer-encoding" in headers and "content-length" in headers:
             wrong = "the body has a Content-Length beside a Transfer-Encoding; send one"
             raise ApiError(400, wrong, headers={"Connection": "close"})
         if scope["method"] != "POST" or path not in BODIES:
             return found
         # Pages of other sites can post forms and plain text without being asked back, but not JSON.
-        if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-            raise ApiError(415, "the body must be JSON, with Content-Type: application/json")
+        if (
+            headers.get("content-type", "").partition(";")[0].strip().lower()
+            != "application/json"
+        ):
+            raise ApiError(
+                415, "the body must be JSON, with Content-Type: application/json"
+            )
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length) > self._config.max_body:
             raise _too_large(self._config.max_body)
@@ -216,23 +265,32 @@ class _Body:
         if self._is_whole:
             return await self._receive()
         try:
-            message = await asyncio.wait_for(self._receive(), max(0.0, self._until - time.monotonic()))
+            message = await asyncio.wait_for(
+                self._receive(), max(0.0, self._until - time.monotonic())
+            )
         except asyncio.TimeoutError as error:
             raise ApiError(
-                408, f"the body did not arrive within {BODY_SECONDS:.0f} s; send it again, or less"
+                408,
+                f"the body did not arrive within {BODY_SECONDS:.0f} s; send it again, or less",
             ) from error
         body = message.get("body", b"")
         entry = self._entry
         entry.num_bytes += len(body)
         entry.num_values += body.count(b",")
         entry.num_nested += body.count(b"[") + body.count(b"{")
-        self._is_whole = message["type"] != "http.request" or not message.get("more_body", False)
+        self._is_whole = message["type"] != "http.request" or not message.get(
+            "more_body", False
+        )
         if entry.num_bytes > self._max_bytes:
             raise _too_large(self._max_bytes)
         entry.hold(len(body))
         if entry.num_values > MAX_VALUES or entry.num_nested > MAX_NESTED:
-            said = f"more than {MAX_VALUES:,} commas, or {MAX_NESTED:,} lists and objects"
-            raise ApiError(413, f"the body holds {said}", headers={"Connection": "close"})
+            said = (
+                f"more than {MAX_VALUES:,} commas, or {MAX_NESTED:,} lists and objects"
+            )
+            raise ApiError(
+                413, f"the body holds {said}", headers={"Connection": "close"}
+            )
         return message
 
 
@@ -243,7 +301,9 @@ def _answer_to(error: Exception, entry: Entry) -> ApiError:
         return error
     entry.said["error"] = type(error).__name__
     logger.error("request %s: %s", entry.request_id, error, exc_info=error)
-    return ApiError(500, f"the server failed; its log has more under {entry.request_id}")
+    return ApiError(
+        500, f"the server failed; its log has more under {entry.request_id}"
+    )
 
 
 def _too_large(most: int) -> ApiError:
@@ -266,7 +326,11 @@ def _number(address: str) -> int:
     """Number an address or IPv6 /64 as a client, after the keys."""
     try:
         host = ipaddress.ip_address(address)
-        address = str(host if host.version == 4 else ipaddress.ip_network((host, 64), strict=False))
+        address = str(
+            host
+            if host.version == 4
+            else ipaddress.ip_network((host, 64), strict=False)
+        )
     except ValueError:
         pass  # no address: a socket of the system's
     return (1 << 32) + int.from_bytes(_digest(address.encode())[:8], "big")

@@ -19,7 +19,9 @@ _PATH = re.compile(r"(?<![\w:/.])(?:~|[A-Za-z]:)?(?:[/\\][^\s/\\:'\",;()<>]+){2,
 _FILE = re.compile(r"file://\S+")
 _SLASHES = re.compile(r"[/\\]+")
 #: The library's field names -> the wire's.
-_ON_THE_WIRE = {ours: wire for wire, ours in {**SAMPLING, **TEMPLATE}.items()} | {"token_ids": "prompt"}
+_ON_THE_WIRE = {ours: wire for wire, ours in {**SAMPLING, **TEMPLATE}.items()} | {
+    "token_ids": "prompt"
+}
 _FIELDS = re.compile(r"(?:(?:, | and )?\b(?:" + "|".join(_ON_THE_WIRE) + r")\b)+")
 #: Most characters of a message.
 MAX_MESSAGE = 600
@@ -44,7 +46,11 @@ _KNOWN_NAMES = field_names()
 
 def _known_place(param: str) -> str:
     """Return a field's place with question marks for names that are the client's own."""
-    return re.sub(r"[^.\[\]]+", lambda one: one[0] if one[0].isdecimal() or one[0] in _KNOWN_NAMES else "?", param)
+    return re.sub(
+        r"[^.\[\]]+",
+        lambda one: one[0] if one[0].isdecimal() or one[0] in _KNOWN_NAMES else "?",
+        param,
+    )
 
 
 class JsonResponse(JSONResponse):
@@ -106,7 +112,8 @@ class ApiError(HTTPException):
         if self.status_code not in _QUOTING:
             return str(self.detail)
         kind = self.code or _TYPES.get(
-            self.status_code, "invalid_request_error" if self.status_code < 500 else "server_error"
+            self.status_code,
+            "invalid_request_error" if self.status_code < 500 else "server_error",
         )
         return kind if self.param is None else f"{_known_place(self.param)}: {kind}"
 
@@ -115,8 +122,12 @@ class ApiError(HTTPException):
         return envelope(self.status_code, str(self.detail), self.param, self.code)
 
 
-def envelope(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+def envelope(
+    status: int, message: str, param: str | None = None, code: str | None = None
+) -> dict[str, Any]:
+    kind = _TYPES.get(
+        status, "invalid_request_error" if status < 500 else "server_error"
+    )
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
@@ -124,18 +135,35 @@ def refusal(error: InvalidRequest) -> ApiError:
     """Return 400 for library refusals, with the wire's field names."""
     text, param = error.reason, None
     if fields := _FIELDS.match(text):
-        names = [_ON_THE_WIRE[name] for name in re.findall(r"\w+", fields[0]) if name != "and"]
+        names = [
+            _ON_THE_WIRE[name]
+            for name in re.findall(r"\w+", fields[0])
+            if name != "and"
+        ]
         text, param = " and ".join(names) + text[fields.end() :], names[0]
-    instead = "; text that is final already goes to /v1/completions" if "template=None" in error.advice else ""
-    code = "context_length_exceeded" if isinstance(error, PromptTooLong) else type(error).__name__
-    return ApiError(400, without_paths(text) + instead, param=param, code=code, whole=text)
+    instead = (
+        "; text that is final already goes to /v1/completions"
+        if "template=None" in error.advice
+        else ""
+    )
+    code = (
+        "context_length_exceeded"
+        if isinstance(error, PromptTooLong)
+        else type(error).__name__
+    )
+    return ApiError(
+        400, without_paths(text) + instead, param=param, code=code, whole=text
+    )
 
 
 def failure(result: Result) -> ApiError:
     """Return 400 if the request was at fault, else 500."""
     if isinstance(result.exception, InvalidRequest):
         return refusal(result.exception)
-    return ApiError(500, f"the engine could not finish this request: {without_paths(result.error or 'unknown')}")
+    return ApiError(
+        500,
+        f"the engine could not finish this request: {without_paths(result.error or 'unknown')}",
+    )
 
 
 def without_paths(message: str, sent: bytes = b"") -> str:
@@ -147,14 +175,20 @@ def without_paths(message: str, sent: bytes = b"") -> str:
 
     def shown_for(match: re.Match[str], instead: str) -> str:
         nonlocal known
-        known = _SLASHES.sub("", sent.decode("utf-8", "replace")) if known is None else known
+        known = (
+            _SLASHES.sub("", sent.decode("utf-8", "replace"))
+            if known is None
+            else known
+        )
         found = match[0].rstrip(".")
         forms = [
             _SLASHES.sub("", form) for form in (found, json.dumps(found)[1:-1])
         ]  # JSON may spell a character in two ways
         return match[0] if any(form in known for form in forms) else instead
 
-    line = _FILE.sub(lambda match: shown_for(match, "(a file)"), " ".join(message.split()))
+    line = _FILE.sub(
+        lambda match: shown_for(match, "(a file)"), " ".join(message.split())
+    )
     line = _PATH.sub(lambda match: shown_for(match, "(a path)"), line)
     return bounded(line)
 

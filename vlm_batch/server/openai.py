@@ -34,7 +34,11 @@ from vlm_batch.types import FORMS, Request, SamplingParams, Template
 #: Sampling of a folder that recommends none.
 NOTHING_RECOMMENDED: Mapping[str, Any] = MappingProxyType({})
 #: Arguments of templates that ask for no thinking.
-_NO_THINKING: Mapping[str, Any] = {"enable_thinking": False, "thinking": False, "reasoning_effort": "none"}
+_NO_THINKING: Mapping[str, Any] = {
+    "enable_thinking": False,
+    "thinking": False,
+    "reasoning_effort": "none",
+}
 _END = object()
 #: Largest priority.
 MAX_PRIORITY = 100
@@ -78,7 +82,8 @@ NEUTRAL: Mapping[str, Any] = {
 class Ask:
     """A body as engine requests, one per prompt, each answered ``n`` times."""
 
-    prompts: tuple[Mapping[str, Any], ...]  # each a Request's messages, or its prompt or token_ids
+    # each a Request's messages, or its prompt or token_ids
+    prompts: tuple[Mapping[str, Any], ...]
     params: SamplingParams
     template: Template | None
     stream: bool
@@ -136,31 +141,63 @@ def chat_ask(
     """
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
-    if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
-        raise ApiError(400, "max_tokens and max_completion_tokens differ; give one", param="max_completion_tokens")
-    max_tokens = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
+    if body.max_tokens is not None and body.max_completion_tokens not in (
+        None,
+        body.max_tokens,
+    ):
+        raise ApiError(
+            400,
+            "max_tokens and max_completion_tokens differ; give one",
+            param="max_completion_tokens",
+        )
+    max_tokens = (
+        body.max_completion_tokens if body.max_tokens is None else body.max_tokens
+    )
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     tools = _tools(body)
     names = [tool["function"]["name"] for tool in tools]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise ApiError(400, f"tools: two of them are named {twice[:100]!r}", param="tools")
-    given = {TEMPLATE[name]: value for name, value in _asked(body, TEMPLATE).items() if name != "tools"}
-    pixels: dict[str, Any] = {name: given.pop(name) for name in ("min_pixels", "max_pixels") if name in given}
+        raise ApiError(
+            400, f"tools: two of them are named {twice[:100]!r}", param="tools"
+        )
+    given = {
+        TEMPLATE[name]: value
+        for name, value in _asked(body, TEMPLATE).items()
+        if name != "tools"
+    }
+    pixels: dict[str, Any] = {
+        name: given.pop(name) for name in ("min_pixels", "max_pixels") if name in given
+    }
     if body.mm_processor_kwargs is not None:
         pixels = body.mm_processor_kwargs.model_dump(exclude_none=True) | pixels
-    if config.enable_thinking and "enable_thinking" not in (body.chat_template_kwargs or {}):
+    if config.enable_thinking and "enable_thinking" not in (
+        body.chat_template_kwargs or {}
+    ):
         given.setdefault("enable_thinking", True)
     if not thinks and "reasoning_effort" not in (reads or ()):
         given.pop("reasoning_effort", None)
     if reads is not None:
         given = _without_no_thinking(given, reads)
     try:
-        template = Template(tools=tools or None, escape_special_tokens=config.escape_special_tokens, **given)
+        template = Template(
+            tools=tools or None,
+            escape_special_tokens=config.escape_special_tokens,
+            **given,
+        )
     except InvalidPrompt as error:
         raise refusal(error) from error
     return Ask(
-        prompts=({"messages": _with_frames(wire_messages(body), body.media_io_kwargs)},),
-        params=_params(body, max_tokens, logprobs, config, recommended, grammar=_call_grammar(body, tools, writer)),
+        prompts=(
+            {"messages": _with_frames(wire_messages(body), body.media_io_kwargs)},
+        ),
+        params=_params(
+            body,
+            max_tokens,
+            logprobs,
+            config,
+            recommended,
+            grammar=_call_grammar(body, tools, writer),
+        ),
         template=template,
         is_forced=_is_forced(body),
         tools=tools,
@@ -169,19 +206,29 @@ def chat_ask(
     )
 
 
-def _without_no_thinking(given: Mapping[str, Any], reads: Collection[str]) -> dict[str, Any]:
+def _without_no_thinking(
+    given: Mapping[str, Any], reads: Collection[str]
+) -> dict[str, Any]:
     """Return a template's arguments without those that say not to think to a model that does not."""
     args = {
         name: value
         for name, value in given.get("args", {}).items()
         if name in reads or _NO_THINKING.get(name, _END) != value
     }
-    others = {name: value for name, value in given.items() if name in reads or _NO_THINKING.get(name, _END) != value}
+    others = {
+        name: value
+        for name, value in given.items()
+        if name in reads or _NO_THINKING.get(name, _END) != value
+    }
     return {**others, "args": args} if "args" in given else others
 
 
 def _tools(body: ChatRequest) -> tuple[dict[str, Any], ...]:
-    tools = tuple(tool.model_dump(exclude_none=True) for tool in body.tools or () if body.tool_choice != "none")
+    tools = tuple(
+        tool.model_dump(exclude_none=True)
+        for tool in body.tools or ()
+        if body.tool_choice != "none"
+    )
     if not isinstance(body.tool_choice, AllowedChoice):
         return tools
     allowed = {tool.function.name for tool in body.tool_choice.allowed_tools.tools}
@@ -198,16 +245,31 @@ def _no_tool(name: str | None, tools: Sequence[Mapping[str, Any]]) -> str:
 
 
 def completion_ask(
-    body: CompletionRequest, config: ServerConfig, recommended: Mapping[str, Any] = NOTHING_RECOMMENDED
+    body: CompletionRequest,
+    config: ServerConfig,
+    recommended: Mapping[str, Any] = NOTHING_RECOMMENDED,
 ) -> Ask:
     prompts = _prompts(body.prompt)
     if len(prompts) > config.max_prompts:
-        raise ApiError(400, f"{len(prompts)} prompts; at most {config.max_prompts} go into one request", param="prompt")
+        raise ApiError(
+            400,
+            f"{len(prompts)} prompts; at most {config.max_prompts} go into one request",
+            param="prompt",
+        )
     if body.echo and body.stream:
-        raise ApiError(400, "echo comes with the whole answer; leave stream out", param="echo")
+        raise ApiError(
+            400, "echo comes with the whole answer; leave stream out", param="echo"
+        )
     return Ask(
         prompts=prompts,
-        params=_params(body, body.max_tokens, body.logprobs, config, recommended, echoes=bool(body.echo)),
+        params=_params(
+            body,
+            body.max_tokens,
+            body.logprobs,
+            config,
+            recommended,
+            echoes=bool(body.echo),
+        ),
         template=None,
         is_chat=False,
         echoes=bool(body.echo),
@@ -219,7 +281,8 @@ def wire_messages(body: ChatRequest) -> list[dict[str, Any]]:
     """Return messages as plain mappings, with calls' arguments parsed."""
     found = [message.model_dump(exclude_none=True) for message in body.messages]
     for plain in found:
-        if plain["role"] == "developer":  # OpenAI's newer name; templates know the older one
+        # OpenAI's newer name; templates know the older one
+        if plain["role"] == "developer":
             plain["role"] = "system"
         for call in plain.get("tool_calls", ()):
             call["function"]["arguments"] = _arguments(call["function"]["arguments"])
@@ -229,13 +292,17 @@ def wire_messages(body: ChatRequest) -> list[dict[str, Any]]:
     return found
 
 
-def _with_frames(messages: list[dict[str, Any]], given: MediaArguments | None) -> list[dict[str, Any]]:
+def _with_frames(
+    messages: list[dict[str, Any]], given: MediaArguments | None
+) -> list[dict[str, Any]]:
     """Return messages whose videos have the choice of frames that is said for all; what a part says goes first."""
     frames = {} if given is None or given.video is None else _frames(given.video)
     for message in messages if frames else ():
         parts = message["content"] if isinstance(message["content"], list) else ()
         for part in parts:
-            if part["type"] == "video_url" and part.keys().isdisjoint(("fps", "num_frames", "max_frames")):
+            if part["type"] == "video_url" and part.keys().isdisjoint(
+                ("fps", "num_frames", "max_frames")
+            ):
                 part |= frames
     return messages
 
@@ -246,7 +313,11 @@ def _frames(given: FrameArguments) -> dict[str, Any]:
     fps = None if given.fps == NO_LIMIT else given.fps
     if number is None and fps is None and given.num_frames == NO_LIMIT:
         said = "num_frames -1 takes every frame; say a number, or fps"
-        raise ApiError(400, f"media_io_kwargs.video: {said}", param="media_io_kwargs.video.num_frames")
+        raise ApiError(
+            400,
+            f"media_io_kwargs.video: {said}",
+            param="media_io_kwargs.video.num_frames",
+        )
     named = {"fps": fps, "num_frames" if fps is None else "max_frames": number}
     return {name: value for name, value in named.items() if value is not None}
 
@@ -258,7 +329,8 @@ def _clean_answer(plain: dict[str, Any]) -> None:
     plain.setdefault("content", refused or "")
     if isinstance(plain["content"], list):
         plain["content"] = [
-            {"type": "text", "text": part.get("text", part.get("refusal"))} for part in plain["content"]
+            {"type": "text", "text": part.get("text", part.get("refusal"))}
+            for part in plain["content"]
         ]
     if (reasoning := plain.pop("reasoning", None)) is not None:
         plain.setdefault("reasoning_content", reasoning)
@@ -268,7 +340,11 @@ def _shape(body: Common) -> dict[str, Any]:
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options needs stream: true", param="stream_options")
     if body.prompt_logprobs is not None and body.stream:
-        raise ApiError(400, "prompt_logprobs come with the whole answer; leave stream out", param="prompt_logprobs")
+        raise ApiError(
+            400,
+            "prompt_logprobs come with the whole answer; leave stream out",
+            param="prompt_logprobs",
+        )
     options = body.stream_options or StreamOptions()
     if options.continuous_usage_stats and not options.include_usage:
         said = "continuous_usage_stats needs include_usage: true"
@@ -279,13 +355,16 @@ def _shape(body: Common) -> dict[str, Any]:
         "has_running_usage": bool(options.continuous_usage_stats),
         "returns_ids": bool(body.return_token_ids),
         "tells_prompt": body.prompt_logprobs is not None,
-        "priority": max(-MAX_PRIORITY, min(MAX_PRIORITY, -(body.priority or 0))),  # vLLM's lower goes first
+        # vLLM's lower goes first
+        "priority": max(-MAX_PRIORITY, min(MAX_PRIORITY, -(body.priority or 0))),
         "cache_salt": body.cache_salt,
         "user": body.user or body.safety_identifier,
     }
 
 
-def _call_grammar(body: ChatRequest, tools: Sequence[Mapping[str, Any]], writer: CallWriter | None) -> str | None:
+def _call_grammar(
+    body: ChatRequest, tools: Sequence[Mapping[str, Any]], writer: CallWriter | None
+) -> str | None:
     """Return the grammar that restricts tool calls, or None."""
     choice = body.tool_choice
     named = choice.function.name if isinstance(choice, NamedTool) else None
@@ -300,14 +379,24 @@ def _call_grammar(body: ChatRequest, tools: Sequence[Mapping[str, Any]], writer:
     is_strict = any(tool["function"].get("strict") for tool in tools)
     if not tools or not (is_forced or one_only or is_strict):
         return None
-    asked = "tool_choice" if is_forced else "parallel_tool_calls" if one_only else "tools"
+    asked = (
+        "tool_choice" if is_forced else "parallel_tool_calls" if one_only else "tools"
+    )
     if writer is None:
-        raise ApiError(400, f"{asked}: this model's chat template has no form for tool calls", param=asked)
+        raise ApiError(
+            400,
+            f"{asked}: this model's chat template has no form for tool calls",
+            param=asked,
+        )
     if not is_forced and not writer.is_marked:
         said = "only with tool_choice required or a tool's name: this model's calls begin like other text"
-        raise ApiError(400, f"{asked}: {'one call' if one_only else 'strict'} {said}", param=asked)
+        raise ApiError(
+            400, f"{asked}: {'one call' if one_only else 'strict'} {said}", param=asked
+        )
     try:
-        return writer.grammar(tools, several=named is None and not one_only, is_free=not is_forced)
+        return writer.grammar(
+            tools, several=named is None and not one_only, is_free=not is_forced
+        )
     except CannotForce as error:
         raise ApiError(400, f"{asked}: {error}", param=asked) from error
 
@@ -332,7 +421,11 @@ def names_of(body: Common) -> dict[str, str]:
             "guided_choice": "choice",
             "guided_grammar": "grammar",
         }
-        names |= {name: f"structured_outputs.{own}" for name, own in wire.items() if name not in body.model_fields_set}
+        names |= {
+            name: f"structured_outputs.{own}"
+            for name, own in wire.items()
+            if name not in body.model_fields_set
+        }
     return names
 
 
@@ -348,24 +441,38 @@ def _params(
 ) -> SamplingParams:
     n = 1 if body.n is None else body.n
     if not 1 <= n <= config.max_choices:
-        raise ApiError(400, f"n is {n}; it must be in 1..{config.max_choices}", param="n")
+        raise ApiError(
+            400, f"n is {n}; it must be in 1..{config.max_choices}", param="n"
+        )
     given = {SAMPLING[name]: value for name, value in _asked(body, SAMPLING).items()}
     given |= _ngrams(body.vllm_xargs)
     if (body.sampling or config.sampling) == RECOMMENDED:
         given = {**recommended, **given}
     if forms := _structured(body):
         if set(FORMS) & given.keys() or len(forms) > 1:
-            raise ApiError(400, "structured_outputs: an answer has one form", param="structured_outputs")
+            raise ApiError(
+                400,
+                "structured_outputs: an answer has one form",
+                param="structured_outputs",
+            )
         given |= forms
     if grammar is not None and set(FORMS) & given.keys():
-        raise ApiError(400, "an answer that calls tools has their form, and no other", param="response_format")
+        raise ApiError(
+            400,
+            "an answer that calls tools has their form, and no other",
+            param="response_format",
+        )
     given |= {} if grammar is None else {"grammar": grammar}
     most = config.default_max_tokens if max_tokens in (None, NO_LIMIT) else max_tokens
     if echoes and (logprobs is not None or not most):
         given["prompt_logprobs"] = max(logprobs or 0, given.get("prompt_logprobs", 0))
     if not most and "prompt_logprobs" not in given:
         name = "max_tokens" if body.max_tokens is not None else "max_completion_tokens"
-        raise ApiError(400, f"{name} is 0; an answer has at least one token, but with prompt_logprobs", param=name)
+        raise ApiError(
+            400,
+            f"{name} is 0; an answer has at least one token, but with prompt_logprobs",
+            param=name,
+        )
     try:
         return SamplingParams(max_tokens=most, logprobs=logprobs, n=n, **given)
     except InvalidParameters as error:
@@ -376,26 +483,43 @@ def _ngrams(given: VllmArguments | None) -> dict[str, Any]:
     """Return the sampling parameters of vLLM's processors against repeated sequences."""
     if given is None:
         return {}
-    size = given.ngram_size if given.no_repeat_ngram_size is None else given.no_repeat_ngram_size
+    size = (
+        given.ngram_size
+        if given.no_repeat_ngram_size is None
+        else given.no_repeat_ngram_size
+    )
     if not size or size < 0:  # off, as there
         return {}
-    found = {"no_repeat_ngram_size": size, "whitelist_token_ids": given.whitelist_token_ids or ()}
-    return found | ({} if given.window_size is None else {"window_size": given.window_size})
+    found = {
+        "no_repeat_ngram_size": size,
+        "whitelist_token_ids": given.whitelist_token_ids or (),
+    }
+    return found | (
+        {} if given.window_size is None else {"window_size": given.window_size}
+    )
 
 
 def _asked(body: Common, table: Mapping[str, str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in sorted(body.model_fields_set & table.keys()):
-        value = body.model_dump(include={name}, by_alias=True, exclude_none=True).get(name)
+        value = body.model_dump(include={name}, by_alias=True, exclude_none=True).get(
+            name
+        )
         neutral = NEUTRAL.get(name)
-        if value is None or value == (neutral.model_dump() if isinstance(neutral, Wire) else neutral):
+        if value is None or value == (
+            neutral.model_dump() if isinstance(neutral, Wire) else neutral
+        ):
             continue
         found[name] = _CONVERSIONS[name](value) if name in _CONVERSIONS else value
     return found
 
 
 def _format(value: Mapping[str, Any]) -> Mapping[str, Any]:
-    return value["json_schema"]["schema"] if value["type"] == "json_schema" else {"type": "object"}
+    return (
+        value["json_schema"]["schema"]
+        if value["type"] == "json_schema"
+        else {"type": "object"}
+    )
 
 
 def _structured(body: Common) -> dict[str, Any]:
@@ -414,7 +538,11 @@ def _structured(body: Common) -> dict[str, Any]:
 def _seed(value: int) -> int:
     """Return a negative seed's bits as unsigned."""
     if not -(2**63) <= value < 2**64:
-        raise ApiError(400, f"seed is {shown(value)}; it must be an integer in {-(2**63)}..{2**64 - 1}", param="seed")
+        raise ApiError(
+            400,
+            f"seed is {shown(value)}; it must be an integer in {-(2**63)}..{2**64 - 1}",
+            param="seed",
+        )
     return value % 2**64 if -(2**63) <= value < 0 else value
 
 
@@ -422,16 +550,26 @@ def _bias(value: Mapping[str, float]) -> dict[int, float]:
     found: dict[int, float] = {}
     for token, bias in value.items():
         if not _TOKEN.fullmatch(token):
-            raise ApiError(400, f"logit_bias has the key {shown(token)}; it must be a token id", param="logit_bias")
+            raise ApiError(
+                400,
+                f"logit_bias has the key {shown(token)}; it must be a token id",
+                param="logit_bias",
+            )
         if int(token) in found:
             raise ApiError(
-                400, f"logit_bias has the token {int(token)} twice, as {shown(token)}, too", param="logit_bias"
+                400,
+                f"logit_bias has the token {int(token)} twice, as {shown(token)}, too",
+                param="logit_bias",
             )
         found[int(token)] = bias
     return found
 
 
-_CONVERSIONS: Mapping[str, Callable[[Any], Any]] = {"response_format": _format, "logit_bias": _bias, "seed": _seed}
+_CONVERSIONS: Mapping[str, Callable[[Any], Any]] = {
+    "response_format": _format,
+    "logit_bias": _bias,
+    "seed": _seed,
+}
 
 
 def _prompts(prompt: Any) -> tuple[Mapping[str, Any], ...]:
@@ -441,7 +579,9 @@ def _prompts(prompt: Any) -> tuple[Mapping[str, Any], ...]:
         raise ApiError(400, "prompt is empty", param="prompt")
     if isinstance(prompt[0], int):
         return ({"token_ids": prompt},)
-    return tuple({"prompt" if isinstance(one, str) else "token_ids": one} for one in prompt)
+    return tuple(
+        {"prompt" if isinstance(one, str) else "token_ids": one} for one in prompt
+    )
 
 
 def _arguments(text: str) -> Any:

@@ -31,7 +31,13 @@ DONE = b"data: [DONE]\n\n"
 #: OpenAI's ``system_fingerprint``: seeds give the same answers while it stays the same.
 FINGERPRINT = f"vlm-batch-{__version__}"
 #: Error codes about the prompt.
-OF_PROMPTS = ("context_length_exceeded", "InvalidPrompt", "InvalidImage", "InvalidVideo", "InvalidAudio")
+OF_PROMPTS = (
+    "context_length_exceeded",
+    "InvalidPrompt",
+    "InvalidImage",
+    "InvalidVideo",
+    "InvalidAudio",
+)
 
 #: Makes engine requests of a body, after admission.
 Prepare: TypeAlias = Callable[[Dialect], Awaitable[Ask]]
@@ -140,7 +146,12 @@ class Exchange(ABC):
             async for choice, delta in deltas:
                 choice.add(delta)
         choices = [self._whole(choice) for choice in self._choices]
-        return {**self._head(self.kind), "choices": choices, "usage": self._usage(), **self._of_prompt()}
+        return {
+            **self._head(self.kind),
+            "choices": choices,
+            "usage": self._usage(),
+            **self._of_prompt(),
+        }
 
     def _of_prompt(self) -> dict[str, Any]:
         return {}
@@ -168,7 +179,9 @@ class Exchange(ABC):
             if not has_begun:
                 raise
             logger.exception("request %s ended in its middle", self._entry.request_id)
-            last = _event(ApiError(500, "the server failed in the middle of this answer").body)
+            last = _event(
+                ApiError(500, "the server failed in the middle of this answer").body
+            )
         yield last + DONE
 
     def _chunks(self, choice: Choice, delta: Delta) -> bytes:
@@ -176,7 +189,11 @@ class Exchange(ABC):
         opening = None if choice.has_begun else self._opening(choice)
         choice.has_begun = True
         parts = [] if opening is None else [opening]
-        parts += [] if delta.is_empty else [{**self._part(choice, delta), **self._token_ids(delta.token_ids)}]
+        parts += (
+            []
+            if delta.is_empty
+            else [{**self._part(choice, delta), **self._token_ids(delta.token_ids)}]
+        )
         parts += [] if choice.result is None else [self._ending(choice)]
         usage = self._running_usage() if self._has_running_usage else None
         told = []
@@ -192,7 +209,9 @@ class Exchange(ABC):
 
     def _prompt_ids(self, choice: Choice) -> dict[str, Any]:
         """Return the prompt's tokens in vLLM's form, if they are asked for."""
-        return {"prompt_token_ids": choice.prompt_token_ids} if self._returns_ids else {}
+        return (
+            {"prompt_token_ids": choice.prompt_token_ids} if self._returns_ids else {}
+        )
 
     def _prompt_logprobs(self, choice: Choice) -> dict[str, Any]:
         """Return the prompt's log-probabilities in vLLM's form."""
@@ -202,10 +221,15 @@ class Exchange(ABC):
         text = self._dialect.token
         found = []
         for one in choice.result.prompt_logprobs:
-            told = {} if one is None else {one.token_id: {"logprob": _finite(one.logprob)}}
+            told = (
+                {} if one is None else {one.token_id: {"logprob": _finite(one.logprob)}}
+            )
             for rank, (token, logprob) in enumerate(() if one is None else one.top, 1):
                 told[token] = {"logprob": _finite(logprob), "rank": rank}
-            entries = {str(token): {**entry, "decoded_token": text(token)[0]} for token, entry in told.items()}
+            entries = {
+                str(token): {**entry, "decoded_token": text(token)[0]}
+                for token, entry in told.items()
+            }
             found.append(entries or None)
         return {"prompt_logprobs": found}
 
@@ -231,8 +255,14 @@ class Exchange(ABC):
 
     def _usage(self) -> dict[str, Any]:
         """Count tokens; a prompt counts once."""
-        results = [(choice, choice.result) for choice in self._choices if choice.result is not None]
-        prompts = [result.usage for choice, result in results if choice.is_first_of_prompt]
+        results = [
+            (choice, choice.result)
+            for choice in self._choices
+            if choice.result is not None
+        ]
+        prompts = [
+            result.usage for choice, result in results if choice.is_first_of_prompt
+        ]
         prompt = sum(usage.prompt_tokens for usage in prompts)
         completion = sum(result.usage.completion_tokens for _, result in results)
         return {
@@ -244,28 +274,45 @@ class Exchange(ABC):
                 "image_tokens": sum(usage.image_tokens for usage in prompts),
             },
             "completion_tokens_details": {
-                "reasoning_tokens": sum(choice.reader.reasoning_tokens for choice, _ in results)
+                "reasoning_tokens": sum(
+                    choice.reader.reasoning_tokens for choice, _ in results
+                )
             },
         }
 
     def _running_usage(self) -> dict[str, int]:
         """Count tokens so far, as vLLM does."""
-        prompt = sum(choice.prompt_tokens for choice in self._choices if choice.is_first_of_prompt)
+        prompt = sum(
+            choice.prompt_tokens
+            for choice in self._choices
+            if choice.is_first_of_prompt
+        )
         completion = sum(choice.num_tokens for choice in self._choices)
-        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+        }
 
     # The engine --------------------------------------------------------------------------------------------------------
 
     async def _deltas(self) -> AsyncGenerator[tuple[Choice, Delta]]:
         """Yield events' choices and deltas. Raises ApiError once a choice fails."""
-        async with self._service.visit(self._entry.visit) as visit, self._naming_the_prompt():
+        async with (
+            self._service.visit(self._entry.visit) as visit,
+            self._naming_the_prompt(),
+        ):
             assert visit.loaded is not None
             ask = await self._prepare(visit.loaded.dialect)
             self._begin(ask, visit.loaded.dialect)
             # A body's priority is advice within its client: without the right to the header it may only wait longer.
             advice = ask.priority if self._entry.has_priority else min(0, ask.priority)
             priority = self._priority or advice
-            asked = ask.requests(request_id=visit.request_id, priority=priority, client=self._entry.number)
+            asked = ask.requests(
+                request_id=visit.request_id,
+                priority=priority,
+                client=self._entry.number,
+            )
             handles = await self._service.submit(visit, asked)
             async with aclosing(_merged(handles)) as merged:
                 async for index, event in merged:
@@ -288,7 +335,8 @@ class Exchange(ABC):
 
     def _begin(self, ask: Ask, dialect: Dialect) -> None:
         self._dialect = dialect
-        self._include_usage, self._has_running_usage = ask.include_usage, ask.has_running_usage
+        self._include_usage = ask.include_usage
+        self._has_running_usage = ask.has_running_usage
         self._returns_ids, self._tells_prompt = ask.returns_ids, ask.tells_prompt
         self._shows_special = ask.params.skip_special_tokens is False
         self._num_tops = ask.params.logprobs
@@ -296,9 +344,18 @@ class Exchange(ABC):
         for index in range(len(ask.prompts) * ask.params.n):
             reader = AnswerReader()
             if ask.is_chat:
-                reader = dialect.reader(tools=ask.tools, thinking=is_open, is_forced=ask.is_forced)
+                reader = dialect.reader(
+                    tools=ask.tools, thinking=is_open, is_forced=ask.is_forced
+                )
             asked = ask.prompts[index // ask.params.n] if ask.echoes else None
-            self._choices.append(Choice(index, reader, is_first_of_prompt=index % ask.params.n == 0, echo=asked))
+            self._choices.append(
+                Choice(
+                    index,
+                    reader,
+                    is_first_of_prompt=index % ask.params.n == 0,
+                    echo=asked,
+                )
+            )
 
     def _read(self, choice: Choice, event: Event, visit: Visit) -> Delta:
         if event.token is not None:
@@ -312,27 +369,44 @@ class Exchange(ABC):
                 choice.num_tokens += 1
                 delta += Delta(token_ids=(event.token,) if self._returns_ids else ())
             if result is not None:
-                choice.prompt_tokens, choice.prompt_token_ids = result.usage.prompt_tokens, result.prompt_token_ids
+                choice.prompt_tokens = result.usage.prompt_tokens
+                choice.prompt_token_ids = result.prompt_token_ids
                 self._service.ended(result, shares_prompt=not choice.is_first_of_prompt)
                 self._check(result, visit)
                 choice.result = result
                 delta += choice.reader.finish()
         except UnreadableCall as error:
-            raise ApiError(500, f"the model's tool call cannot be read: {error}") from error
+            raise ApiError(
+                500, f"the model's tool call cannot be read: {error}"
+            ) from error
         return delta
 
     def _check(self, result: Result, visit: Visit) -> None:
         if result.finish_reason == "error":
             answer = failure(result)
-            if answer.status_code >= 500:  # what is the client's fault is in its line of the access log
-                trace = None if isinstance(result.exception, OutOfMemory) else result.exception
-                logger.error("request %s failed: %s", self._entry.request_id, result.error, exc_info=trace)
+            # what is the client's fault is in its line of the access log
+            if answer.status_code >= 500:
+                trace = (
+                    None
+                    if isinstance(result.exception, OutOfMemory)
+                    else result.exception
+                )
+                logger.error(
+                    "request %s failed: %s",
+                    self._entry.request_id,
+                    result.error,
+                    exc_info=trace,
+                )
             raise answer
         if result.finish_reason == "cancelled":
             if visit.is_expired:
                 said = f"the answer was not done within {self.seconds:.0f} s; ask for fewer tokens (max_tokens)"
                 raise ApiError(504, said)
-            raise ApiError(503, "the server ended this request: it is shutting down", headers={"Retry-After": "5"})
+            raise ApiError(
+                503,
+                "the server ended this request: it is shutting down",
+                headers={"Retry-After": "5"},
+            )
 
     def _note_gap(self, index: int) -> None:
         now = time.perf_counter()
@@ -345,7 +419,11 @@ class Exchange(ABC):
 
     def _note(self, ask: Ask) -> None:
         usage = self._usage()
-        firsts = [choice.result for choice in self._choices if choice.result is not None and choice.is_first_of_prompt]
+        firsts = [
+            choice.result
+            for choice in self._choices
+            if choice.result is not None and choice.is_first_of_prompt
+        ]
         self._entry.said |= {
             "prompt_tokens": usage["prompt_tokens"],
             "completion_tokens": usage["completion_tokens"],
@@ -366,17 +444,33 @@ class ChatExchange(Exchange):
     chunk_kind = "chat.completion.chunk"
 
     def _whole(self, choice: Choice) -> dict[str, Any]:
-        text, reasoning, calls = "".join(choice.content), "".join(choice.reasoning), list(choice.calls.values())
-        message: dict[str, Any] = {"role": "assistant", "content": text if text or not calls else None, "refusal": None}
+        text = "".join(choice.content)
+        reasoning = "".join(choice.reasoning)
+        calls = list(choice.calls.values())
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": text if text or not calls else None,
+            "refusal": None,
+        }
         if reasoning:
             message["reasoning_content"] = reasoning
         if calls:
-            message["tool_calls"] = [{name: call[name] for name in ("id", "type", "function")} for call in calls]
-        told = {**self._logprobs(choice.logprobs), **_end(choice), **self._token_ids(choice.token_ids)}
+            message["tool_calls"] = [
+                {name: call[name] for name in ("id", "type", "function")}
+                for call in calls
+            ]
+        told = {
+            **self._logprobs(choice.logprobs),
+            **_end(choice),
+            **self._token_ids(choice.token_ids),
+        }
         return {"index": choice.index, "message": message, **told}
 
     def _of_prompt(self) -> dict[str, Any]:
-        return {**self._prompt_logprobs(self._choices[0]), **self._prompt_ids(self._choices[0])}
+        return {
+            **self._prompt_logprobs(self._choices[0]),
+            **self._prompt_ids(self._choices[0]),
+        }
 
     def _opening(self, choice: Choice) -> dict[str, Any]:
         return {
@@ -393,7 +487,12 @@ class ChatExchange(Exchange):
             said["reasoning_content"] = delta.reasoning
         if delta.tool_calls:
             said["tool_calls"] = list(delta.tool_calls)
-        return {"index": choice.index, "delta": said, "finish_reason": None, **self._logprobs(delta.logprobs)}
+        return {
+            "index": choice.index,
+            "delta": said,
+            "finish_reason": None,
+            **self._logprobs(delta.logprobs),
+        }
 
     def _ending(self, choice: Choice) -> dict[str, Any]:
         return {"index": choice.index, "delta": {}, "logprobs": None, **_end(choice)}
@@ -404,7 +503,9 @@ class ChatExchange(Exchange):
         content = [
             {
                 **self._token(step.token_id, step.logprob),
-                "top_logprobs": [self._token(token, logprob) for token, logprob in step.top],
+                "top_logprobs": [
+                    self._token(token, logprob) for token, logprob in step.top
+                ],
             }
             for step in steps
         ]
@@ -428,21 +529,37 @@ class TextExchange(Exchange):
         text = "".join(choice.content)
         if choice.echo is not None:
             text = self._echo(choice) + text
-        logprobs = self._logprobs(choice, [*self._scores_of_echo(choice), *choice.logprobs])
+        logprobs = self._logprobs(
+            choice, [*self._scores_of_echo(choice), *choice.logprobs]
+        )
         ids = {**self._prompt_ids(choice), **self._token_ids(choice.token_ids)}
-        return {"index": choice.index, "text": text, **logprobs, **self._prompt_logprobs(choice), **ids, **_end(choice)}
+        return {
+            "index": choice.index,
+            "text": text,
+            **logprobs,
+            **self._prompt_logprobs(choice),
+            **ids,
+            **_end(choice),
+        }
 
     def _echo(self, choice: Choice) -> str:
         """Return the prompt's text, as it came or as its tokens say."""
         assert choice.echo is not None and self._dialect is not None
         if "prompt" in choice.echo:
             return str(choice.echo["prompt"])
-        return self._dialect.text_of(choice.echo["token_ids"], skip_special_tokens=not self._shows_special)
+        return self._dialect.text_of(
+            choice.echo["token_ids"], skip_special_tokens=not self._shows_special
+        )
 
     def _scores_of_echo(self, choice: Choice) -> list[TokenLogprobs]:
         """Return the echoed prompt's log-probabilities; the first token has none, which is not a number here."""
         result = choice.result
-        if choice.echo is None or result is None or self._num_tops is None or result.prompt_logprobs is None:
+        if (
+            choice.echo is None
+            or result is None
+            or self._num_tops is None
+            or result.prompt_logprobs is None
+        ):
             return []
         ids = result.prompt_token_ids or ()
         return [
@@ -455,12 +572,19 @@ class TextExchange(Exchange):
 
     def _part(self, choice: Choice, delta: Delta) -> dict[str, Any]:
         logprobs = self._logprobs(choice, delta.logprobs)
-        return {"index": choice.index, "text": delta.content, "finish_reason": None, **logprobs}
+        return {
+            "index": choice.index,
+            "text": delta.content,
+            "finish_reason": None,
+            **logprobs,
+        }
 
     def _ending(self, choice: Choice) -> dict[str, Any]:
         return {"index": choice.index, "text": "", "logprobs": None, **_end(choice)}
 
-    def _logprobs(self, choice: Choice, steps: Sequence[TokenLogprobs]) -> dict[str, Any]:
+    def _logprobs(
+        self, choice: Choice, steps: Sequence[TokenLogprobs]
+    ) -> dict[str, Any]:
         if not steps:
             return {"logprobs": None}
         assert self._dialect is not None
@@ -468,14 +592,26 @@ class TextExchange(Exchange):
         for step in steps:
             offsets.append(choice.length)
             if self._is_shown(choice, step.token_id):
-                choice.length += len(choice.characters.decode(bytes(text(step.token_id)[1])))
-            told = {text(token)[0]: _finite(logprob) for token, logprob in step.top[: self._num_tops]}
+                choice.length += len(
+                    choice.characters.decode(bytes(text(step.token_id)[1]))
+                )
+            told = {
+                text(token)[0]: _finite(logprob)
+                for token, logprob in step.top[: self._num_tops]
+            }
             is_scored = not math.isnan(step.logprob)
             # Up to one more than was asked for.
-            tops.append({**told, text(step.token_id)[0]: _finite(step.logprob)} if is_scored else None)
+            tops.append(
+                {**told, text(step.token_id)[0]: _finite(step.logprob)}
+                if is_scored
+                else None
+            )
         found = {
             "tokens": [text(step.token_id)[0] for step in steps],
-            "token_logprobs": [None if math.isnan(step.logprob) else _finite(step.logprob) for step in steps],
+            "token_logprobs": [
+                None if math.isnan(step.logprob) else _finite(step.logprob)
+                for step in steps
+            ],
             "top_logprobs": tops,
             "text_offset": offsets,
         }
@@ -486,7 +622,11 @@ class TextExchange(Exchange):
         assert self._dialect is not None
         if not self._dialect.is_hidden(token_id):
             return True
-        if choice.echo is not None and "prompt" in choice.echo and choice.length < len(choice.echo["prompt"]):
+        if (
+            choice.echo is not None
+            and "prompt" in choice.echo
+            and choice.length < len(choice.echo["prompt"])
+        ):
             written: str = choice.echo["prompt"]
             return written.startswith(self._dialect.token(token_id)[0], choice.length)
         return self._shows_special
@@ -494,7 +634,10 @@ class TextExchange(Exchange):
 
 def _end(choice: Choice) -> dict[str, Any]:
     assert choice.result is not None
-    return {"finish_reason": choice.finish_reason, "stop_reason": choice.result.stop_reason}
+    return {
+        "finish_reason": choice.finish_reason,
+        "stop_reason": choice.result.stop_reason,
+    }
 
 
 def _finite(logprob: float) -> float:
@@ -518,7 +661,9 @@ async def _merged(handles: Sequence[Handle]) -> AsyncGenerator[tuple[int, Event]
         async for event in handle.events():
             await pending.put((index, event))
 
-    tasks = [asyncio.create_task(pump(index, handle)) for index, handle in enumerate(handles)]
+    tasks = [
+        asyncio.create_task(pump(index, handle)) for index, handle in enumerate(handles)
+    ]
     try:
         left = len(handles)
         while left:

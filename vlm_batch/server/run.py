@@ -63,7 +63,14 @@ class Connections:
             if self._size <= self.most:
                 return
             address = max(self._open, key=lambda one: len(self._open[one]))
-        silent = next((one for one in self._open[address] if one is not new and one.is_waited_for), None)
+        silent = next(
+            (
+                one
+                for one in self._open[address]
+                if one is not new and one.is_waited_for
+            ),
+            None,
+        )
         if silent is not None:
             silent.transport.abort()
         elif self._size > self.most + self._reserved:
@@ -93,7 +100,8 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        transport.set_write_buffer_limits(high=0)  # writing pauses as soon as the client reads too little
+        # writing pauses as soon as the client reads too little
+        transport.set_write_buffer_limits(high=0)
         self.address = self.client[0] if self.client else ""
         self._connections.add(self)
         self._wait_for_head()
@@ -123,7 +131,9 @@ class Connection(H11Protocol):
         if left == left_before or self.loop.time() - since > MOST_READING_SECONDS:
             self.transport.abort()
         else:
-            self._unread = self.loop.call_later(UNREAD_SECONDS, self._look_whether_it_reads, since, left)
+            self._unread = self.loop.call_later(
+                UNREAD_SECONDS, self._look_whether_it_reads, since, left
+            )
 
     def _stop_counting(self) -> None:
         if self._unread is not None:
@@ -133,17 +143,31 @@ class Connection(H11Protocol):
     @property
     def is_waited_for(self) -> bool:
         """Whether the server waits for its client."""
-        return self.conn.their_state in (h11.IDLE, h11.SEND_BODY) and not self.transport.is_closing()
+        return (
+            self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
+            and not self.transport.is_closing()
+        )
 
     def send_400_response(self, msg: str) -> None:
         body = json_bytes(envelope(400, msg))
-        headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
-        for event in (h11.Response(status_code=400, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
+        headers = [
+            ("content-type", "application/json"),
+            ("content-length", str(len(body))),
+            ("connection", "close"),
+        ]
+        for event in (
+            h11.Response(status_code=400, headers=headers),
+            h11.Data(data=body),
+            h11.EndOfMessage(),
+        ):
             self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
 
     def _wait_for_head(self) -> None:
-        if self.conn.their_state is not h11.IDLE or self.timeout_keep_alive_task is not None:
+        if (
+            self.conn.their_state is not h11.IDLE
+            or self.timeout_keep_alive_task is not None
+        ):
             self._stop_waiting()
         elif self._late is None:
             self._late = self.loop.call_later(HEAD_SECONDS, self.transport.abort)
@@ -168,7 +192,8 @@ class Server(uvicorn.Server):
             self.force_exit = True
         self._is_hurried = self.should_exit
         self.should_exit = True
-        self._captured_signals[:] = [*self._captured_signals, sig][:1]  # what the process ends with, once
+        # what the process ends with, once
+        self._captured_signals[:] = [*self._captured_signals, sig][:1]
 
     async def shutdown(self, sockets: list[socket] | None = None) -> None:
         for server in self.servers:
@@ -176,20 +201,27 @@ class Server(uvicorn.Server):
         seconds, num_open = self.service.config.shutdown_seconds, self.service.num_open
         if num_open and seconds and not self._is_hurried:
             requests = "1 request" if num_open == 1 else f"{num_open} requests"
-            logger.info("waiting up to %g s for %s; Ctrl-C again ends now", seconds, requests)
+            logger.info(
+                "waiting up to %g s for %s; Ctrl-C again ends now", seconds, requests
+            )
         await self.service.drain(seconds, is_hurried=lambda: self._is_hurried)
         await super().shutdown(sockets)
 
 
 def make_server(
-    config: ServerConfig, open_batcher: Callable[[], VLMBatcher], *, policy: FetchPolicy | None = None
+    config: ServerConfig,
+    open_batcher: Callable[[], VLMBatcher],
+    *,
+    policy: FetchPolicy | None = None,
 ) -> Server:
     """Return a server that ``run()`` or ``serve()`` starts; ``policy`` is for media."""
     service = Service(config, open_batcher)
     app = create_app(service, MediaReader(config, policy))
     connections = Connections(_allow_files())
     # Of the sockets some are left for who comes while others wait.
-    service.burst.most = min(MAX_OPEN, int(connections.most * MAX_OPEN / MAX_CONNECTIONS))
+    service.burst.most = min(
+        MAX_OPEN, int(connections.most * MAX_OPEN / MAX_CONNECTIONS)
+    )
     options = uvicorn.Config(
         app,
         http=partial(Connection, connections),  # type: ignore[arg-type]
@@ -216,7 +248,10 @@ def _allow_files() -> int:
     wanted = MAX_CONNECTIONS + RESERVED + OTHER_FILES
     if 0 <= soft < wanted:
         with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted if hard < 0 else min(wanted, hard), hard))
+            resource.setrlimit(
+                resource.RLIMIT_NOFILE,
+                (wanted if hard < 0 else min(wanted, hard), hard),
+            )
         soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return soft if soft >= 0 else sys.maxsize
 
@@ -226,7 +261,11 @@ def serve(config: ServerConfig, open_batcher: Callable[[], VLMBatcher]) -> bool:
     server = make_server(config, open_batcher)
     set_up_logs()
     if not config.needs_key and not config.is_loopback:
-        logger.warning("NO KEY IS NEEDED: everyone who can reach %s:%d can use this server", config.host, config.port)
+        logger.warning(
+            "NO KEY IS NEEDED: everyone who can reach %s:%d can use this server",
+            config.host,
+            config.port,
+        )
     logger.info("serving %s on http://%s:%d", config.name, config.host, config.port)
     server.run()
     return server.started
@@ -235,9 +274,19 @@ def serve(config: ServerConfig, open_batcher: Callable[[], VLMBatcher]) -> bool:
 def set_up_logs() -> None:
     """Log text to stderr, accesses to stdout, one JSON object a line."""
     for name, stream, form, level in (
-        ("vlm_batch.server", sys.stderr, "%(asctime)s %(levelname)s %(message)s", logging.INFO),
+        (
+            "vlm_batch.server",
+            sys.stderr,
+            "%(asctime)s %(levelname)s %(message)s",
+            logging.INFO,
+        ),
         ("vlm_batch.server.access", sys.stdout, "%(message)s", logging.INFO),
-        ("uvicorn.error", sys.stderr, "%(asctime)s %(levelname)s %(message)s", logging.WARNING),
+        (
+            "uvicorn.error",
+            sys.stderr,
+            "%(asctime)s %(levelname)s %(message)s",
+            logging.WARNING,
+        ),
     ):
         log = logging.getLogger(name)
         handler = logging.StreamHandler(stream)

@@ -54,7 +54,8 @@ class Visit:
     client: int = 0
     loaded: Loaded | None = None
     handles: list[Handle] = field(default_factory=list)
-    request_id: str = field(default_factory=lambda: uuid.uuid4().hex)  # the engine's: a client's own may come twice
+    # the engine's: a client's own may come twice
+    request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     is_expired: bool = False
 
     def expire(self) -> None:
@@ -72,10 +73,14 @@ class Service:
     States are "loading", "ready", "stalled" (a step hangs), "idle" (unloaded until asked), "failed" and "stopping".
     """
 
-    def __init__(self, config: ServerConfig, open_batcher: Callable[[], VLMBatcher]) -> None:
+    def __init__(
+        self, config: ServerConfig, open_batcher: Callable[[], VLMBatcher]
+    ) -> None:
         self.config = config
         self.created = int(time.time())
-        self.burst: Burst[Visit] = Burst(self._take_place, self.dismiss, self._num_open_by_client, self._no_sockets)
+        self.burst: Burst[Visit] = Burst(
+            self._take_place, self.dismiss, self._num_open_by_client, self._no_sockets
+        )
         self.burst.most = MAX_OPEN
         self.metrics = Metrics(config.name, self.stats, lambda: self.burst.size)
         self.error: str | None = None
@@ -125,14 +130,20 @@ class Service:
         except asyncio.CancelledError:
             raise
         except Exception as error:
-            raise ApiError(503, f"the model could not be loaded: {self.error}", code="model_not_loaded") from error
+            raise ApiError(
+                503,
+                f"the model could not be loaded: {self.error}",
+                code="model_not_loaded",
+            ) from error
 
     @property
     def num_open(self) -> int:
         """Count requests that have a place: in the queue, or with the engine."""
         return len(self._visits)
 
-    async def drain(self, seconds: float, *, is_hurried: Callable[[], bool] = lambda: False) -> None:
+    async def drain(
+        self, seconds: float, *, is_hurried: Callable[[], bool] = lambda: False
+    ) -> None:
         """Refuse new and held requests, wait for open ones until ``seconds`` are over or it ``is_hurried``, then end them."""
         self._stopping = True
         self.burst.end(_stops)
@@ -176,7 +187,9 @@ class Service:
     @asynccontextmanager
     async def visit(self, visit: Visit) -> AsyncIterator[Visit]:
         """Lend a request that has a place the model, and cancel unfinished work. Raises ApiError 503 without a model."""
-        expiring = asyncio.get_running_loop().call_later(self.config.request_seconds, visit.expire)
+        expiring = asyncio.get_running_loop().call_later(
+            self.config.request_seconds, visit.expire
+        )
         try:
             visit.loaded = await self.loaded()
             yield visit
@@ -196,12 +209,19 @@ class Service:
             for request in requests:
                 visit.handles.append(batcher.submit_request(request))
 
-        worker = self._form_worker if any(request.params.form for request in requests) else self._worker
-        submitting = asyncio.wrap_future(worker.submit(submit_all, Cancelled(), client=visit.client))
+        worker = (
+            self._form_worker
+            if any(request.params.form for request in requests)
+            else self._worker
+        )
+        submitting = asyncio.wrap_future(
+            worker.submit(submit_all, Cancelled(), client=visit.client)
+        )
         try:
             await asyncio.shield(submitting)
         except asyncio.CancelledError:
-            await asyncio.gather(submitting, return_exceptions=True)  # so that what it submits is ended, too
+            # so that what it submits is ended, too
+            await asyncio.gather(submitting, return_exceptions=True)
             raise
         except InvalidRequest as error:
             raise refusal(error) from error
@@ -219,13 +239,18 @@ class Service:
         """Raise ApiError 429 if memory is short and somebody waits for it."""
         limit, waiting = self.config.max_memory, self._num_waiting()
         if limit is not None and waiting and (held := mx.get_active_memory()) > limit:
-            raise self._busy(f"arrays hold {held} bytes of {limit}, and {waiting} requests wait", waiting)
+            raise self._busy(
+                f"arrays hold {held} bytes of {limit}, and {waiting} requests wait",
+                waiting,
+            )
 
     def _take_place(self, client: int) -> Visit | None:
         """Return a place in the queue, or None if it is full; clients below their even share find one."""
         clients = self._num_open_by_client()
         num_clients = len(clients.keys() | {client})
-        has_share = num_clients == 1 or clients[client] * num_clients >= self.config.max_queue
+        has_share = (
+            num_clients == 1 or clients[client] * num_clients >= self.config.max_queue
+        )
         if self._num_waiting() >= self.config.max_queue and has_share:
             return None
         visit = Visit(client)
@@ -233,7 +258,8 @@ class Service:
         return visit
 
     def _num_waiting(self) -> int:
-        waiting = sum(not visit.handles for visit in self._visits)  # on their way to the engine
+        # on their way to the engine
+        waiting = sum(not visit.handles for visit in self._visits)
         stats = self.stats()
         return waiting if stats is None else waiting + stats.queued + stats.waiting
 
@@ -250,7 +276,12 @@ class Service:
             rate = (len(self._ends) - 1) / max(1e-3, time.monotonic() - self._ends[0])
         seconds = math.ceil(ahead / rate) if rate else MAX_RETRY
         retry = str(min(MAX_RETRY, max(MIN_RETRY, seconds)))
-        return ApiError(429, f"{why}; try again in {retry} s", code="busy", headers={"Retry-After": retry})
+        return ApiError(
+            429,
+            f"{why}; try again in {retry} s",
+            code="busy",
+            headers={"Retry-After": retry},
+        )
 
     # The model
     # ----------------------------------------------------------------------------------------------------------
@@ -259,7 +290,9 @@ class Service:
         if self._loading is None or self._loading.done():
             self._loading = asyncio.create_task(self._load())
             # Those who waited have seen its exception: asyncio need not report it again.
-            self._loading.add_done_callback(lambda task: task.cancelled() or task.exception())
+            self._loading.add_done_callback(
+                lambda task: task.cancelled() or task.exception()
+            )
         return self._loading
 
     async def _load(self) -> Loaded:
@@ -277,7 +310,12 @@ class Service:
             self.error = without_paths(f"{type(error).__name__}: {error}")
             # A folder's fault is said in one line; anything else may be ours.
             is_known = isinstance(error, (VLMBatchError, FileNotFoundError))
-            logger.error("cannot load %s: %s", self.config.model, describe(error), exc_info=not is_known)
+            logger.error(
+                "cannot load %s: %s",
+                self.config.model,
+                describe(error),
+                exc_info=not is_known,
+            )
             raise
         finally:
             saying.cancel()
@@ -287,7 +325,9 @@ class Service:
         self.error = None
         self.model = Loaded(batcher, dialect)
         self._last_used = time.monotonic()
-        logger.info("%s is ready after %.1f s", self.config.name, time.perf_counter() - begin)
+        logger.info(
+            "%s is ready after %.1f s", self.config.name, time.perf_counter() - begin
+        )
         return self.model
 
     async def _unload(self) -> None:
@@ -302,9 +342,18 @@ class Service:
         while True:
             await asyncio.sleep(WATCH_SECONDS)
             idle = self.config.idle_unload
-            if idle is None or self.model is None or self._visits or time.monotonic() - self._last_used < idle:
+            if (
+                idle is None
+                or self.model is None
+                or self._visits
+                or time.monotonic() - self._last_used < idle
+            ):
                 continue
-            logger.info("letting go of %s after %.0f s without a request", self.config.name, idle)
+            logger.info(
+                "letting go of %s after %.0f s without a request",
+                self.config.name,
+                idle,
+            )
             await self._unload()
 
     async def _on_loader(self, call: Callable[[], Any]) -> Any:
@@ -316,9 +365,16 @@ def _stops() -> ApiError:
 
 
 def _dialect(batcher: VLMBatcher, config: ServerConfig) -> Dialect:
-    if config.enable_thinking and "enable_thinking" not in batcher.processing.template.reads:
-        raise ValueError("--enable-thinking: this model's chat template does not read enable_thinking")
-    return Dialect(batcher.processing, config.tool_parser, batcher.recommended_sampling.params)
+    if (
+        config.enable_thinking
+        and "enable_thinking" not in batcher.processing.template.reads
+    ):
+        raise ValueError(
+            "--enable-thinking: this model's chat template does not read enable_thinking"
+        )
+    return Dialect(
+        batcher.processing, config.tool_parser, batcher.recommended_sampling.params
+    )
 
 
 async def _say_loading(model: str) -> None:

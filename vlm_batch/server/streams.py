@@ -16,7 +16,9 @@ from vlm_batch.server.errors import ApiError
 Answer = TypeVar("Answer")
 
 
-async def unless_left(request: HttpRequest, work: Coroutine[Any, Any, Answer]) -> Answer:
+async def unless_left(
+    request: HttpRequest, work: Coroutine[Any, Any, Answer]
+) -> Answer:
     """Await ``work``; cancel it if the client leaves."""
     working = asyncio.ensure_future(work)
     if await _ends(working, request.receive):
@@ -29,7 +31,9 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: bytes, rest: AsyncGenerator[bytes], *, seconds: float) -> None:
+    def __init__(
+        self, first: bytes, rest: AsyncGenerator[bytes], *, seconds: float
+    ) -> None:
         self.status_code = 200
         self.background = None
         self._first = first
@@ -49,18 +53,30 @@ class EventStream(Response):
 
     async def _send(self, send: Send) -> None:
         """Send with backpressure: ``send`` waits for slow readers."""
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        await send({"type": "http.response.body", "body": self._first, "more_body": True})
+        await send(
+            {
+                "type": "http.response.start",
+                "status": self.status_code,
+                "headers": self.raw_headers,
+            }
+        )
+        await send(
+            {"type": "http.response.body", "body": self._first, "more_body": True}
+        )
         async for chunk in self._rest:
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _ends(working: asyncio.Future[Any], receive: Receive, seconds: float | None = None) -> bool:
+async def _ends(
+    working: asyncio.Future[Any], receive: Receive, seconds: float | None = None
+) -> bool:
     """Whether ``working`` ends before the client leaves and ``seconds`` pass; else it is cancelled."""
     leaving = asyncio.ensure_future(_left(receive))
     try:
-        await asyncio.wait((working, leaving), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(
+            (working, leaving), timeout=seconds, return_when=asyncio.FIRST_COMPLETED
+        )
         return working.done()
     finally:
         for task in (working, leaving):

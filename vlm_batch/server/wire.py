@@ -78,7 +78,10 @@ _NOTHING_OF_CHATS: Mapping[str, tuple[Any, ...]] = {
     "echo": (False,),
     "resize_shape": (),
 }
-_NOTHING_OF_TEXTS: Mapping[str, tuple[Any, ...]] = {"add_special_tokens": (True,), "prompt_embeds": ([],)}
+_NOTHING_OF_TEXTS: Mapping[str, tuple[Any, ...]] = {
+    "add_special_tokens": (True,),
+    "prompt_embeds": ([],),
+}
 
 
 class _Any:
@@ -91,7 +94,12 @@ class _Any:
 ANY = _Any()
 Nothing: TypeAlias = Mapping[str, "tuple[Any, ...] | _Any"]
 #: What clients write beside contents, at every depth: their own ids, hints for other servers' caches and providers.
-_OWN: Nothing = {"id": ANY, "cache_control": ANY, "provider_specific_fields": ANY, "extra_content": ANY}
+_OWN: Nothing = {
+    "id": ANY,
+    "cache_control": ANY,
+    "provider_specific_fields": ANY,
+    "extra_content": ANY,
+}
 
 Number: TypeAlias = StrictFloat | StrictInt
 Item = TypeVar("Item")
@@ -101,7 +109,9 @@ def _at_most(most: int) -> Callable[[Any], Any]:
     def check(value: Any) -> Any:
         if isinstance(value, dict) and len(value) > most:
             raise PydanticCustomError(
-                "too_long", "the object has {size} names; at most {most} are taken", {"size": len(value), "most": most}
+                "too_long",
+                "the object has {size} names; at most {most} are taken",
+                {"size": len(value), "most": most},
             )
         return value
 
@@ -118,7 +128,9 @@ def _is_small(value: Any) -> Any:
             continue
         left -= 1
         if left < 0:
-            raise PydanticCustomError("too_long", "it holds more than {most} values", {"most": MAX_JSON})
+            raise PydanticCustomError(
+                "too_long", "it holds more than {most} values", {"most": MAX_JSON}
+            )
         if isinstance(one, (dict, list)):
             within.append(iter(one.values() if isinstance(one, dict) else one))
     return value
@@ -147,7 +159,11 @@ class Wire(BaseModel):
         value = _at_most(MAX_FIELDS)(value)
         if not isinstance(value, dict) or cls.nothing.keys().isdisjoint(value):
             return value
-        return {name: given for name, given in value.items() if not _is_nothing(cls.nothing.get(name), given)}
+        return {
+            name: given
+            for name, given in value.items()
+            if not _is_nothing(cls.nothing.get(name), given)
+        }
 
 
 #: Names of the members of unions, by which pydantic tells them apart.
@@ -164,7 +180,8 @@ class Url(Wire):
 
     nothing = {"detail": ("",), "format": ANY, "uuid": ANY}
     url: str
-    detail: Literal["auto", "low", "high", "original"] | None = None  # a hint: pictures are taken as they are
+    # a hint: pictures are taken as they are
+    detail: Literal["auto", "low", "high", "original"] | None = None
 
 
 class VideoUrl(Wire):
@@ -187,7 +204,14 @@ class AudioData(Wire):
 class PartBase(Wire):
     """The fields that every part of a content may have beside it."""
 
-    nothing = {**_OWN, "uuid": ANY, "name": ANY, "index": ANY, "annotations": ANY, "extras": ANY}
+    nothing = {
+        **_OWN,
+        "uuid": ANY,
+        "name": ANY,
+        "index": ANY,
+        "annotations": ANY,
+        "extras": ANY,
+    }
 
 
 class TextPart(PartBase):
@@ -230,7 +254,10 @@ class AudioUrlPart(PartBase):
 
 
 Said: TypeAlias = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
-Part: TypeAlias = Annotated[TextPart | ImagePart | VideoPart | AudioPart | AudioUrlPart, Field(discriminator="type")]
+Part: TypeAlias = Annotated[
+    TextPart | ImagePart | VideoPart | AudioPart | AudioUrlPart,
+    Field(discriminator="type"),
+]
 
 
 class FunctionCall(Wire):
@@ -242,7 +269,12 @@ class FunctionCall(Wire):
 class ToolCall(Wire):
     """A call that the model made in an earlier turn."""
 
-    nothing = {"cache_control": ANY, "provider_specific_fields": ANY, "extra_content": ANY, "caller": ()}
+    nothing = {
+        "cache_control": ANY,
+        "provider_specific_fields": ANY,
+        "extra_content": ANY,
+        "caller": (),
+    }
     id: str | None = None
     type: Literal["function"] = "function"
     function: FunctionCall
@@ -253,7 +285,9 @@ class SystemMessage(Wire):
     nothing = _OWN
     role: Literal["system", "developer"]
     name: str | None = None
-    content: str | Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_PARTS)]
+    content: (
+        str | Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_PARTS)]
+    )
 
 
 class UserMessage(Wire):
@@ -271,10 +305,14 @@ class AssistantMessage(Wire):
     }  # fmt: skip
     role: Literal["assistant"]
     name: str | None = None
-    content: str | Annotated[list[Said], Field(fail_fast=True, max_length=MAX_PARTS)] | None = None
+    content: (
+        str | Annotated[list[Said], Field(fail_fast=True, max_length=MAX_PARTS)] | None
+    ) = None
     reasoning_content: str | None = None
     reasoning: str | None = None  # vLLM's newer name of the same
-    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True, max_length=MAX_PARTS)] | None = None
+    tool_calls: (
+        Annotated[list[ToolCall], Field(fail_fast=True, max_length=MAX_PARTS)] | None
+    ) = None
     refusal: str | None = None
     audio: None = None
     function_call: None = None
@@ -284,13 +322,20 @@ class AssistantMessage(Wire):
 class ToolMessage(Wire):
     nothing = {**_OWN, "status": ANY, "is_error": ANY, "artifact": ANY}
     role: Literal["tool"]
-    content: str | Annotated[list[TextPart | ImagePart], Field(fail_fast=True, max_length=MAX_PARTS)] | None = None
+    content: (
+        str
+        | Annotated[
+            list[TextPart | ImagePart], Field(fail_fast=True, max_length=MAX_PARTS)
+        ]
+        | None
+    ) = None
     tool_call_id: str | None = None
     name: str | None = None
 
 
 Message: TypeAlias = Annotated[
-    SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")
+    SystemMessage | UserMessage | AssistantMessage | ToolMessage,
+    Field(discriminator="role"),
 ]
 
 
@@ -298,7 +343,10 @@ def _is_nothing(values: tuple[Any, ...] | _Any | None, given: Any) -> bool:
     """Return whether a field asks for nothing; JSON's true is not 1."""
     if values is None or isinstance(values, _Any):
         return values is not None
-    return given is None or any(given == one and isinstance(given, bool) == isinstance(one, bool) for one in values)
+    return given is None or any(
+        given == one and isinstance(given, bool) == isinstance(one, bool)
+        for one in values
+    )
 
 
 # Requests ----------------------------------------------------------------------------------------------------------
@@ -331,7 +379,9 @@ class NamedTool(Wire):
 
 class AllowedTools(Wire):
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedTool], Field(min_length=1, fail_fast=True, max_length=MAX_TOOLS)]
+    tools: Annotated[
+        list[NamedTool], Field(min_length=1, fail_fast=True, max_length=MAX_TOOLS)
+    ]
 
 
 class AllowedChoice(Wire):
@@ -417,7 +467,9 @@ class StructuredOutputs(Wire):
 
     json_: Json | str | None = Field(None, alias="json")
     regex: str | None = None
-    choice: Annotated[list[str], Field(fail_fast=True, max_length=MAX_CHOICES)] | None = None
+    choice: (
+        Annotated[list[str], Field(fail_fast=True, max_length=MAX_CHOICES)] | None
+    ) = None
     grammar: str | None = None
     json_object: bool | None = None
     disable_fallback: Literal[False] | None = None
@@ -427,7 +479,9 @@ class StructuredOutputs(Wire):
     structural_tag: None = None
 
 
-ResponseFormat: TypeAlias = Annotated[TextFormat | ObjectFormat | SchemaFormat, Field(discriminator="type")]
+ResponseFormat: TypeAlias = Annotated[
+    TextFormat | ObjectFormat | SchemaFormat, Field(discriminator="type")
+]
 
 
 class Common(Wire):
@@ -455,13 +509,17 @@ class Common(Wire):
     priority: int | None = None
     cache_salt: Name | None = None
     return_token_ids: bool | None = None
-    stop: str | Annotated[list[str], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
+    stop: (
+        str | Annotated[list[str], Field(fail_fast=True, max_length=MAX_STOPS)] | None
+    ) = None
     stop_token_ids: Many[int] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     vllm_xargs: VllmArguments | None = None
     guided_regex: str | None = None
-    guided_choice: Annotated[list[str], Field(fail_fast=True, max_length=MAX_CHOICES)] | None = None
+    guided_choice: (
+        Annotated[list[str], Field(fail_fast=True, max_length=MAX_CHOICES)] | None
+    ) = None
     guided_grammar: str | None = None
     structured_outputs: StructuredOutputs | None = None
     response_format: ResponseFormat | None = None
@@ -469,24 +527,36 @@ class Common(Wire):
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    metadata: Annotated[dict[str, str], BeforeValidator(_at_most(MAX_METADATA))] | None = None
+    metadata: (
+        Annotated[dict[str, str], BeforeValidator(_at_most(MAX_METADATA))] | None
+    ) = None
 
 
 class ChatRequest(Common):
     """The body of ``POST /v1/chat/completions``."""
 
     nothing = {**NOTHING, **_NOTHING_OF_CHATS}
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    messages: Annotated[
+        list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+    ]
     max_completion_tokens: NumTokens | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedChoice | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = (
+        None
+    )
+    tool_choice: (
+        Literal["none", "auto", "required"] | NamedTool | AllowedChoice | None
+    ) = None
     parallel_tool_calls: bool | None = None
-    documents: Annotated[list[Json], Field(fail_fast=True, max_length=MAX_DOCUMENTS)] | None = None
+    documents: (
+        Annotated[list[Json], Field(fail_fast=True, max_length=MAX_DOCUMENTS)] | None
+    ) = None
     enable_thinking: bool | None = None
     reasoning_effort: str | None = None
-    chat_template_kwargs: Annotated[Json, BeforeValidator(_at_most(MAX_FIELDS))] | None = None
+    chat_template_kwargs: (
+        Annotated[Json, BeforeValidator(_at_most(MAX_FIELDS))] | None
+    ) = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     thinking_budget: int | None = None

@@ -42,12 +42,19 @@ class ByteBudget:
         self.room = max_bytes  # bytes that may be held now
         self._came = 0  # bytes ever added
         self._in_vain = 0  # entries added since a find needed the room
-        self._dropped: OrderedDict[Hashable, int] = OrderedDict()  # name -> bytes ever added at its last use
+        # name -> bytes ever added at its last use
+        self._dropped: OrderedDict[Hashable, int] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._held)
 
-    def add(self, key: Hashable, nbytes: int, drop: Callable[[], None], names: Sequence[Hashable] = ()) -> bool:
+    def add(
+        self,
+        key: Hashable,
+        nbytes: int,
+        drop: Callable[[], None],
+        names: Sequence[Hashable] = (),
+    ) -> bool:
         """Make room for an entry and count it. One under the same key is replaced without its ``drop``.
 
         Args:

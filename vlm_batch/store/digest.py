@@ -30,7 +30,10 @@ class Facts(Generic[Fact]):
     def note(self, array: mx.array, fact: Fact) -> None:
         if array.nbytes >= LARGE:
             place = id(array)
-            self._known[place] = weakref.ref(array, lambda _: self._known.pop(place, None)), fact  # type: ignore[arg-type, return-value]
+            self._known[place] = (
+                weakref.ref(array, lambda _: self._known.pop(place, None)),
+                fact,
+            )  # type: ignore[arg-type, return-value]
 
     def of(self, array: Any) -> Fact | None:
         known = self._known.get(id(array))
@@ -54,7 +57,9 @@ def hash_ahead(tree: Any) -> None:
 
 def joined(parts: Joined) -> mx.array:
     """Join parts lazily; the whole remembers them."""
-    made = [part.array() if isinstance(part, Deferred) else _same(part) for part in parts]
+    made = [
+        part.array() if isinstance(part, Deferred) else _same(part) for part in parts
+    ]
     return made[0] if len(made) == 1 else _joined(made)
 
 
@@ -99,7 +104,11 @@ def sourced(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """Wrap large float arrays as ``Sourced``."""
     found = dict(inputs)
     for name, value in inputs.items():
-        if type(value) is mx.array and value.nbytes >= LARGE and mx.issubdtype(value.dtype, mx.floating):
+        if (
+            type(value) is mx.array
+            and value.nbytes >= LARGE
+            and mx.issubdtype(value.dtype, mx.floating)
+        ):
             found[name] = Sourced(value)
     return found
 
@@ -107,11 +116,16 @@ def sourced(inputs: Mapping[str, Any]) -> dict[str, Any]:
 def split_known(array: mx.array, ends: Sequence[int], axis: int) -> list[mx.array]:
     """Split an array before ``ends``, keeping registered parts and sources."""
     parts = _PARTS.of(array) if axis == 0 else None
-    if parts is not None and np.cumsum([len(part) for part in parts])[:-1].tolist() == list(ends):
+    if parts is not None and np.cumsum([len(part) for part in parts])[
+        :-1
+    ].tolist() == list(ends):
         return parts
     split = list(mx.split(array, ends, axis=axis))
     if (source := _SOURCES.of(array)) is not None:
-        for part, own in zip(split, np.split(np.asarray(source), ends, axis=axis), strict=True):  # views of its memory
+        # views of its memory
+        for part, own in zip(
+            split, np.split(np.asarray(source), ends, axis=axis), strict=True
+        ):
             _SOURCES.note(part, own)
     return split
 
@@ -132,13 +146,18 @@ def as_words(digested: bytes) -> np.ndarray:
 
 def array_bytes(array: Any) -> np.ndarray:
     if isinstance(array, mx.array):
-        array = np.asarray(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array)  # its memory, not a copy
+        # its memory, not a copy
+        array = np.asarray(
+            array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
+        )
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 def _feed(state: Any, value: Any, in_full: bool) -> None:
     if isinstance(value, (mx.array, np.ndarray)):
-        state.update(f"array {str(value.dtype).split('.')[-1]} {tuple(value.shape)};".encode())
+        state.update(
+            f"array {str(value.dtype).split('.')[-1]} {tuple(value.shape)};".encode()
+        )
         known = None if in_full or not isinstance(value, mx.array) else HASHES.of(value)
         if known is not None:
             state.update(known)
@@ -148,7 +167,9 @@ def _feed(state: Any, value: Any, in_full: bool) -> None:
             _feed(state, source, in_full)
             return
         data = array_bytes(value)
-        state.update(data.data if in_full or data.nbytes < LARGE else blake3(data.data).digest())
+        state.update(
+            data.data if in_full or data.nbytes < LARGE else blake3(data.data).digest()
+        )
     elif isinstance(value, Mapping):
         state.update(f"mapping {len(value)};".encode())
         for name in sorted(value):

@@ -14,7 +14,15 @@ import numpy as np
 
 from vlm_batch.errors import InvalidCache
 from vlm_batch.store.digest import DIGEST_SIZE, digest
-from vlm_batch.store.files import Identity, can_write, identity_of, read_header, read_keys, read_row, write_row
+from vlm_batch.store.files import (
+    Identity,
+    can_write,
+    identity_of,
+    read_header,
+    read_keys,
+    read_row,
+    write_row,
+)
 from vlm_batch.store.index import PrefixIndex
 from vlm_batch.store.kept import make_private, note_bad
 from vlm_batch.store.saved import SavedRow, common_length
@@ -43,7 +51,8 @@ class RowFiles:
         self.identity = identity
         self._files: OrderedDict[str, _File] = OrderedDict()
         self._index: PrefixIndex[str] = PrefixIndex()
-        for part in directory.glob(f".{NAMES}.*.part"):  # left by a process that ended while writing
+        # left by a process that ended while writing
+        for part in directory.glob(f".{NAMES}.*.part"):
             _remove(part)
         for path in sorted(directory.glob(NAMES), key=_age):
             self._take_up(path)
@@ -58,7 +67,17 @@ class RowFiles:
 
     def put(self, row: SavedRow) -> None:
         """Write a row unless it is there or cannot be filed. A full disk is ignored."""
-        name = digest([row.keys, sorted(row.snapshots), self.identity.model, self.identity.settings]).hex() + SUFFIX
+        name = (
+            digest(
+                [
+                    row.keys,
+                    sorted(row.snapshots),
+                    self.identity.model,
+                    self.identity.settings,
+                ]
+            ).hex()
+            + SUFFIX
+        )
         if name in self._files and self._use(name):
             return
         if row.nbytes > self.max_bytes or not can_write(row):
@@ -78,7 +97,10 @@ class RowFiles:
     def find(self, keys: np.ndarray, beyond: int) -> SavedRow | None:
         """Read the row with most positions shared with ``keys`` (N, 3), if over ``beyond``."""
         while True:
-            shared = {name: common_length(self._files[name].keys, keys) for name, _ in self._index.candidates(keys)}
+            shared = {
+                name: common_length(self._files[name].keys, keys)
+                for name, _ in self._index.candidates(keys)
+            }
             best = max(shared, key=shared.__getitem__, default=None)
             if best is None or shared[best] <= beyond:
                 return None
@@ -86,7 +108,8 @@ class RowFiles:
                 row, identity = read_row(self.directory / best, self.max_bytes)
                 self.identity.check(identity)
             except (InvalidCache, OSError) as error:
-                if not isinstance(error, FileNotFoundError):  # another process may have removed it
+                # another process may have removed it
+                if not isinstance(error, FileNotFoundError):
                     note_bad(self.directory / best, error)
                 self._drop(best)
                 continue
@@ -109,7 +132,10 @@ class RowFiles:
     def _take_up(self, path: Path) -> None:
         try:
             if identity_of(read_header(path, self.max_bytes)) == self.identity:
-                self._add(path.name, _File(read_keys(path, self.max_bytes), path.stat().st_size))
+                self._add(
+                    path.name,
+                    _File(read_keys(path, self.max_bytes), path.stat().st_size),
+                )
         except InvalidCache as error:
             note_bad(path, error)
             _remove(path)
@@ -123,7 +149,9 @@ class RowFiles:
             for entry in entries:
                 if fnmatchcase(entry.name, NAMES):
                     with contextlib.suppress(OSError):  # removed by another process
-                        found.append((entry.stat().st_mtime_ns, entry.name, entry.stat().st_size))
+                        found.append(
+                            (entry.stat().st_mtime_ns, entry.name, entry.stat().st_size)
+                        )
         total = sum(nbytes for *_, nbytes in found)
         for _, name, nbytes in sorted(found):
             if total <= self.max_bytes:

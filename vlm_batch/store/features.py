@@ -27,7 +27,9 @@ class FeatureStore:
 
     @property
     def nbytes(self) -> int:
-        return sum(footprint(arrays_of(features)) for features in self._features.values())
+        return sum(
+            footprint(arrays_of(features)) for features in self._features.values()
+        )
 
     def get(self, key: bytes) -> Any | None:
         """Return features as new array objects, or None."""
@@ -46,13 +48,18 @@ class FeatureStore:
         if nbytes > self.budget.max_bytes:
             return
         try:
-            own = map_arrays(features, own_array)  # a view would keep all pictures of its call
+            # a view would keep all pictures of its call
+            own = map_arrays(features, own_array)
             launch(arrays_of(own))
-            if self.budget.add((id(self), key), nbytes, partial(self._features.pop, key)):
+            if self.budget.add(
+                (id(self), key), nbytes, partial(self._features.pop, key)
+            ):
                 self._features[key] = own
         except Exception as error:
             self.budget.remove((id(self), key))
-            _log.warning("vision features could not be kept for later requests: %r", error)
+            _log.warning(
+                "vision features could not be kept for later requests: %r", error
+            )
 
 
 def _handle(array: mx.array) -> mx.array:

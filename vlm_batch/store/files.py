@@ -36,26 +36,38 @@ class Identity:
     def check(self, other: Identity) -> None:
         """Raise InvalidCache unless ``other``'s rows can be continued here."""
         if other.model != self.model:
-            raise InvalidCache(f"the cache was made by another model ({other.model}; this one is {self.model})")
+            raise InvalidCache(
+                f"the cache was made by another model ({other.model}; this one is {self.model})"
+            )
         for name in sorted({*self.settings, *other.settings}):
             mine, theirs = self.settings.get(name), other.settings.get(name)
             if mine != theirs:
-                raise InvalidCache(f"the cache was made with {name}={theirs}; this batcher has {name}={mine}")
+                raise InvalidCache(
+                    f"the cache was made with {name}={theirs}; this batcher has {name}={mine}"
+                )
 
 
 def can_write(row: SavedRow) -> bool:
-    states = [*row.whole.values(), *(layer for one in row.snapshots.values() for layer in one.layers.values())]
+    states = [
+        *row.whole.values(),
+        *(layer for one in row.snapshots.values() for layer in one.layers.values()),
+    ]
     return all(map(can_file, states))
 
 
 def write_row(path: str | Path, row: SavedRow, identity: Identity) -> int:
     """Write a row atomically. Returns its bytes. Raises InvalidCache if files cannot hold a layer."""
     if not can_write(row):
-        raise InvalidCache("the row has a layer whose kind of cache cannot be written to a file")
+        raise InvalidCache(
+            "the row has a layer whose kind of cache cannot be written to a file"
+        )
     tensors = {"keys": mx.array(row.keys)}
     snapshots = {
         str(at): {
-            "layers": {str(i): _pack(s, f"point.{at}.{i}", tensors) for i, s in snapshot.layers.items()},
+            "layers": {
+                str(i): _pack(s, f"point.{at}.{i}", tensors)
+                for i, s in snapshot.layers.items()
+            },
             "logits": _pack_value(snapshot.logits, f"point.{at}.logits", tensors),
         }
         for at, snapshot in row.snapshots.items()
@@ -63,7 +75,10 @@ def write_row(path: str | Path, row: SavedRow, identity: Identity) -> int:
     structure = {
         "num_layers": row.num_layers,
         "num_pictures": row.num_pictures,
-        "whole": {str(i): _pack(state, f"whole.{i}", tensors) for i, state in row.whole.items()},
+        "whole": {
+            str(i): _pack(state, f"whole.{i}", tensors)
+            for i, state in row.whole.items()
+        },
         "points": snapshots,  # version 1's name
     }
     metadata = {
@@ -74,7 +89,9 @@ def write_row(path: str | Path, row: SavedRow, identity: Identity) -> int:
     }
     metadata["digest"] = _seal(tensors, metadata)
     path = Path(path)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+    handle, temporary = tempfile.mkstemp(
+        dir=path.parent, prefix=f".{path.name}.", suffix=".part"
+    )
     try:
         with os.fdopen(handle, "wb") as file:
             mx.save_safetensors(file, tensors, metadata)
@@ -87,7 +104,9 @@ def write_row(path: str | Path, row: SavedRow, identity: Identity) -> int:
     return path.stat().st_size
 
 
-def read_row(path: str | Path, max_bytes: int | None = None) -> tuple[SavedRow, Identity]:
+def read_row(
+    path: str | Path, max_bytes: int | None = None
+) -> tuple[SavedRow, Identity]:
     """Read a row and its identity. Raises InvalidCache for a damaged, foreign or too large file."""
     header = read_header(path, max_bytes)
     try:
@@ -101,41 +120,60 @@ def read_row(path: str | Path, max_bytes: int | None = None) -> tuple[SavedRow, 
         _check_form(row)
         return row, identity_of(header)
     except Exception as error:  # whatever a value of the wrong form raises
-        raise InvalidCache(f"{path} is no saved cache of this library: {error!r}") from error
+        raise InvalidCache(
+            f"{path} is no saved cache of this library: {error!r}"
+        ) from error
 
 
 def _row_of(structure: Mapping[str, Any], tensors: Mapping[str, mx.array]) -> SavedRow:
     snapshots = {
         int(at): Snapshot(
-            {int(i): _unpack(state, tensors) for i, state in snapshot["layers"].items()},
+            {
+                int(i): _unpack(state, tensors)
+                for i, state in snapshot["layers"].items()
+            },
             _unpack_value(snapshot["logits"], tensors),
         )
         for at, snapshot in structure["points"].items()
     }
     whole = {int(i): _unpack(state, tensors) for i, state in structure["whole"].items()}
     keys = np.array(tensors["keys"])
-    return SavedRow(keys, structure["num_layers"], whole, snapshots, structure["num_pictures"])
+    return SavedRow(
+        keys, structure["num_layers"], whole, snapshots, structure["num_pictures"]
+    )
 
 
 def _check_form(row: SavedRow) -> None:
     """Raise ValueError if a row cannot be one."""
-    if row.keys.ndim != 2 or row.keys.shape[1] != KEY_WIDTH or row.keys.dtype != np.int64:
+    if (
+        row.keys.ndim != 2
+        or row.keys.shape[1] != KEY_WIDTH
+        or row.keys.dtype != np.int64
+    ):
         raise ValueError(f"its keys are {row.keys.dtype} of the shape {row.keys.shape}")
     for name, number in (("layers", row.num_layers), ("pictures", row.num_pictures)):
         if type(number) is not int or number < 0:
             raise ValueError(f"it has {number!r} {name}")
     layers = [row.whole, *(snapshot.layers for snapshot in row.snapshots.values())]
-    if strange := {index for one in layers for index in one if not 0 <= index < row.num_layers}:
-        raise ValueError(f"it has layers that are none of {row.num_layers}: {sorted(strange)[:3]}")
+    if strange := {
+        index for one in layers for index in one if not 0 <= index < row.num_layers
+    }:
+        raise ValueError(
+            f"it has layers that are none of {row.num_layers}: {sorted(strange)[:3]}"
+        )
     if beyond := [at for at in row.snapshots if not 0 <= at <= row.length]:
-        raise ValueError(f"it has snapshots beyond its {row.length} positions: {beyond[:3]}")
+        raise ValueError(
+            f"it has snapshots beyond its {row.length} positions: {beyond[:3]}"
+        )
 
 
 def identity_of(header: Mapping[str, str]) -> Identity:
     try:
         return Identity(**json.loads(header["identity"]))
     except Exception as error:
-        raise InvalidCache(f"the file does not name its model and settings: {error!r}") from error
+        raise InvalidCache(
+            f"the file does not name its model and settings: {error!r}"
+        ) from error
 
 
 def read_header(path: str | Path, max_bytes: int | None = None) -> dict[str, str]:
@@ -148,7 +186,9 @@ def read_keys(path: str | Path, max_bytes: int | None = None) -> np.ndarray:
     return _read(path, max_bytes, with_keys=True)[1]
 
 
-def _read(path: str | Path, max_bytes: int | None, *, with_keys: bool = False) -> tuple[dict[str, str], np.ndarray]:
+def _read(
+    path: str | Path, max_bytes: int | None, *, with_keys: bool = False
+) -> tuple[dict[str, str], np.ndarray]:
     """Read metadata and keys (empty unless asked for), of a file whose header fits its bytes."""
     try:
         with opened(path, max_bytes) as (file, size):
@@ -160,13 +200,17 @@ def _read(path: str | Path, max_bytes: int | None, *, with_keys: bool = False) -
             if metadata["format"] != FORMAT:
                 raise ValueError(f"its format is {metadata['format']!r}")
             if metadata["version"] != VERSION:
-                raise ValueError(f"its version is {metadata['version']}; this library reads version {VERSION}")
+                raise ValueError(
+                    f"its version is {metadata['version']}; this library reads version {VERSION}"
+                )
             _check_sizes(tensors, size - 8 - length)
             keys = np.empty((0, KEY_WIDTH), dtype=np.int64)
             if with_keys:
                 begin, end = _keys_of(tensors["keys"])
                 file.seek(8 + length + begin)
-                keys = np.frombuffer(file.read(end - begin), dtype=np.int64).reshape(-1, KEY_WIDTH)
+                keys = np.frombuffer(file.read(end - begin), dtype=np.int64).reshape(
+                    -1, KEY_WIDTH
+                )
     except FileNotFoundError:
         raise
     except Exception as error:
@@ -183,7 +227,9 @@ def _check_sizes(tensors: Mapping[str, Any], nbytes: int) -> None:
             raise ValueError(f"{name} lies at {first} to {last}")
         end = max(end, last)
     if end != nbytes:
-        raise ValueError(f"it has {nbytes} bytes after its header and should have {end}")
+        raise ValueError(
+            f"it has {nbytes} bytes after its header and should have {end}"
+        )
 
 
 def _keys_of(tensor: Mapping[str, Any]) -> tuple[int, int]:
@@ -191,8 +237,16 @@ def _keys_of(tensor: Mapping[str, Any]) -> tuple[int, int]:
     begin, end = tensor["data_offsets"]
     length, width = tensor["shape"]
     nbytes = length * width * np.dtype(np.int64).itemsize
-    if tensor["dtype"] != "I64" or width != KEY_WIDTH or length < 0 or end - begin != nbytes or nbytes > MAX_KEY_BYTES:
-        raise ValueError(f"its keys are {tensor['dtype']} of the shape {tensor['shape']} in {end - begin} bytes")
+    if (
+        tensor["dtype"] != "I64"
+        or width != KEY_WIDTH
+        or length < 0
+        or end - begin != nbytes
+        or nbytes > MAX_KEY_BYTES
+    ):
+        raise ValueError(
+            f"its keys are {tensor['dtype']} of the shape {tensor['shape']} in {end - begin} bytes"
+        )
     return begin, end
 
 
@@ -220,14 +274,21 @@ def _pack_value(value: Any, path: str, tensors: dict[str, mx.array]) -> Any:
         tensors[path] = value
         return {"tensor": path}
     if isinstance(value, tuple):
-        return [_pack_value(item, f"{path}.{index}", tensors) for index, item in enumerate(value)]
+        return [
+            _pack_value(item, f"{path}.{index}", tensors)
+            for index, item in enumerate(value)
+        ]
     if type(value) in FILED_STATES.values():
         return _pack(value, path, tensors)
     return value
 
 
 def _unpack(packed: Mapping[str, Any], tensors: Mapping[str, mx.array]) -> LayerState:
-    values = {name: _unpack_value(value, tensors) for name, value in packed.items() if name != "kind"}
+    values = {
+        name: _unpack_value(value, tensors)
+        for name, value in packed.items()
+        if name != "kind"
+    }
     state: LayerState = FILED_STATES[packed["kind"]](**values)
     return state
 
@@ -236,5 +297,7 @@ def _unpack_value(value: Any, tensors: Mapping[str, mx.array]) -> Any:
     if isinstance(value, list):
         return tuple(_unpack_value(item, tensors) for item in value)
     if isinstance(value, dict):
-        return tensors[value["tensor"]] if "tensor" in value else _unpack(value, tensors)
+        return (
+            tensors[value["tensor"]] if "tensor" in value else _unpack(value, tensors)
+        )
     return value

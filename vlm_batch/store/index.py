@@ -40,7 +40,12 @@ class PrefixIndex(Generic[Name]):
         A row may share almost a block more.
         """
         offered: set[Name] = set()
-        filed = list(itertools.takewhile(lambda names: names is not None, map(self._names.get, prefix_hashes(keys))))
+        filed = list(
+            itertools.takewhile(
+                lambda names: names is not None,
+                map(self._names.get, prefix_hashes(keys)),
+            )
+        )
         for count, names in reversed(list(enumerate(filed, start=1))):
             for name in itertools.islice(reversed(names or ()), OFFERED):
                 if name not in offered:

@@ -29,14 +29,17 @@ def make_private(folder: Path) -> None:
 
 
 @contextmanager
-def opened(path: str | Path, max_bytes: int | None = None) -> Iterator[tuple[BinaryIO, int]]:
+def opened(
+    path: str | Path, max_bytes: int | None = None
+) -> Iterator[tuple[BinaryIO, int]]:
     """Open a regular file; yield it and its bytes. A pipe or a device is not touched: it may wait, or never end.
 
     Raises:
         OSError: It cannot be opened.
         ValueError: It is no regular file, or has more than ``max_bytes``.
     """
-    _check_regular(os.stat(path))  # before it is opened, which alone may wait or wind a tape
+    # before it is opened, which alone may wait or wind a tape
+    _check_regular(os.stat(path))
     with open(path, "rb", opener=_open_at_once) as file:
         found = os.fstat(file.fileno())
         _check_regular(found)
@@ -47,7 +50,11 @@ def opened(path: str | Path, max_bytes: int | None = None) -> Iterator[tuple[Bin
 
 def note_bad(path: str | Path, error: BaseException) -> None:
     """Log that a file counts as none."""
-    _log.warning("%s is left out, as if it were not there: %s", path, str(error) or type(error).__name__)
+    _log.warning(
+        "%s is left out, as if it were not there: %s",
+        path,
+        str(error) or type(error).__name__,
+    )
 
 
 def _open_at_once(path: str, flags: int) -> int:

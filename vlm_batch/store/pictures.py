@@ -16,7 +16,8 @@ class PictureStore:
     ``get`` and ``put`` are thread-safe; ``update_budget`` runs on the engine's thread. Values are immutable.
     """
 
-    __slots__ = ("_budget", "_kept", "_used", "num_hits")  # no ``__dict__``: a processor's parts have settings there
+    # no ``__dict__``: a processor's parts have settings there
+    __slots__ = ("_budget", "_kept", "_used", "num_hits")
 
     def __init__(self, budget: ByteBudget) -> None:
         self._budget = budget
@@ -45,7 +46,12 @@ class PictureStore:
         """Count additions and uses since the last call."""
         while self._used:
             key = self._used.popleft()
-            if not self._budget.touch((id(self), key)) and (made := self._kept.get(key)) is not None:
+            if (
+                not self._budget.touch((id(self), key))
+                and (made := self._kept.get(key)) is not None
+            ):
                 drop = partial(self._kept.pop, key, None)
-                if not self._budget.add((id(self), key), num_bytes(made) + ARRAY_BYTES, drop):
+                if not self._budget.add(
+                    (id(self), key), num_bytes(made) + ARRAY_BYTES, drop
+                ):
                     drop()

@@ -43,7 +43,9 @@ def match(row: SavedRow, key: PromptKey) -> Match:
         if row.logits_at(common) is not None and row.resumable(common) == common:
             return Match(row, common, common)
         limit = common - 1
-    while (length := row.resumable(limit)) and (start := key.before_span(length)) < length:
+    while (length := row.resumable(limit)) and (
+        start := key.before_span(length)
+    ) < length:
         limit = start
     return Match(row, length, common)
 
@@ -76,9 +78,16 @@ class PrefixCache:
         keys = key.positions
         if self.second is not None:
             known = max(
-                (common_length(self._rows[number].keys, keys) for number, _ in self._index.candidates(keys)), default=0
+                (
+                    common_length(self._rows[number].keys, keys)
+                    for number, _ in self._index.candidates(keys)
+                ),
+                default=0,
             )
-            if known < key.length and (row := self._second_find(keys, known)) is not None:
+            if (
+                known < key.length
+                and (row := self._second_find(keys, known)) is not None
+            ):
                 self.store(row)
         matches, longest = dict[int, Match](), 0
         for number, shared in self._index.candidates(keys):
@@ -102,11 +111,17 @@ class PrefixCache:
                 kept = self._rows[other]
                 if common_length(kept.keys, row.keys) < min(kept.length, row.length):
                     continue
-                longer, shorter = (kept, row) if kept.length > row.length else (row, kept)
-                row = replace(longer, snapshots=thin({**shorter.snapshots, **longer.snapshots}))
+                longer, shorter = (
+                    (kept, row) if kept.length > row.length else (row, kept)
+                )
+                row = replace(
+                    longer, snapshots=thin({**shorter.snapshots, **longer.snapshots})
+                )
                 self._forget(other)
             names = [(id(self), beginning) for beginning in prefix_hashes(row.keys)]
-            if self.budget.add((id(self), number), row.footprint, lambda: self._evict(number), names):
+            if self.budget.add(
+                (id(self), number), row.footprint, lambda: self._evict(number), names
+            ):
                 self._rows[number] = row
                 self._index.add(number, row.keys)
                 self.version += 1
@@ -154,5 +169,9 @@ class PrefixCache:
 
 def thin(snapshots: dict[int, Snapshot]) -> dict[int, Snapshot]:
     order = sorted(snapshots)
-    kept = order if len(order) <= MAX_SNAPSHOTS else [order[0], *order[1 - MAX_SNAPSHOTS :]]
+    kept = (
+        order
+        if len(order) <= MAX_SNAPSHOTS
+        else [order[0], *order[1 - MAX_SNAPSHOTS :]]
+    )
     return {at: snapshots[at] for at in kept}

@@ -74,7 +74,9 @@ class PromptCache:
         here.check(self.identity)
         with self._lock:
             if self._is_claimed:
-                raise InvalidCache("the cache is continued by another request already; continue a copy() of it")
+                raise InvalidCache(
+                    "the cache is continued by another request already; continue a copy() of it"
+                )
             self._is_claimed = True
 
     def release(self) -> None:

@@ -30,10 +30,14 @@ def cache_folder() -> Path:
         return Path.home() / "Library" / "Caches" / "vlm_batch"
     if sys.platform == "win32":
         return Path(os.environ.get("LOCALAPPDATA", str(Path.home()))) / "vlm_batch"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vlm_batch"
+    return (
+        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vlm_batch"
+    )
 
 
-def read_proof(key: Mapping[str, Any], parse: Callable[[Mapping[str, Any]], Found]) -> Found | None:
+def read_proof(
+    key: Mapping[str, Any], parse: Callable[[Mapping[str, Any]], Found]
+) -> Found | None:
     """Return the measurement under a key, or None. A file that is none of ours, or of no form, is as none.
 
     Args:
@@ -51,7 +55,8 @@ def read_proof(key: Mapping[str, Any], parse: Callable[[Mapping[str, Any]], Foun
         return parse(kept["found"])
     except (FileNotFoundError, NotADirectoryError):  # none yet
         return None
-    except Exception as error:  # a damaged file, or another's: whatever a value of the wrong form raises
+    except Exception as error:
+        # a damaged file, or another's: whatever a value of the wrong form raises
         note_bad(path, error)
         return None
 
@@ -61,7 +66,9 @@ def write_proof(key: Mapping[str, Any], found: Mapping[str, Any]) -> Path | None
     with contextlib.suppress(OSError, RuntimeError):
         path = _path(key)
         make_private(path.parent)
-        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, delete=False) as file:
+        with tempfile.NamedTemporaryFile(
+            "w", encoding="utf-8", dir=path.parent, delete=False
+        ) as file:
             json.dump({"key": _plain(key), "found": found}, file)
         os.replace(file.name, path)
         return path

@@ -25,12 +25,15 @@ INDEX_BYTES = 22
 class Snapshot:
     """Layers that are not whole, at one length, and the last token's logits (1, V), if known."""
 
-    layers: Mapping[int, LayerState] = field(default_factory=dict)  # by number, only those not whole
+    # by number, only those not whole
+    layers: Mapping[int, LayerState] = field(default_factory=dict)
     logits: mx.array | None = None
 
     def arrays(self) -> list[mx.array]:
         own = [] if self.logits is None else [self.logits]
-        return own + [array for layer in self.layers.values() for array in layer.arrays()]
+        return own + [
+            array for layer in self.layers.values() for array in layer.arrays()
+        ]
 
 
 @dataclass(frozen=True)
@@ -57,19 +60,26 @@ class SavedRow:
     @property
     def footprint(self) -> int:
         """Bytes in memory, with overhead and index."""
-        return len(self.keys) * (self.keys.shape[1] * self.keys.itemsize + INDEX_BYTES) + footprint(self.arrays())
+        return len(self.keys) * (
+            self.keys.shape[1] * self.keys.itemsize + INDEX_BYTES
+        ) + footprint(self.arrays())
 
     def arrays(self) -> list[mx.array]:
         layers = [array for layer in self.whole.values() for array in layer.arrays()]
-        return layers + [array for snapshot in self.snapshots.values() for array in snapshot.arrays()]
+        return layers + [
+            array for snapshot in self.snapshots.values() for array in snapshot.arrays()
+        ]
 
     def resumable(self, limit: int) -> int:
         """Return the largest length up to ``limit`` from which a row can continue, or 0."""
         ends = [min(limit, self.length)]
         if len(self.whole) < self.num_layers:
-            cut = ((min(limit, at), snapshot) for at, snapshot in self.snapshots.items())
+            cut = (
+                (min(limit, at), snapshot) for at, snapshot in self.snapshots.items()
+            )
             ends = [end for end, snapshot in cut if self._serves(snapshot, end)]
-        longest, least = max(ends, default=0), max((layer.floor for layer in self.whole.values()), default=0)
+        longest = max(ends, default=0)
+        least = max((layer.floor for layer in self.whole.values()), default=0)
         return longest if longest >= least else 0
 
     def logits_at(self, length: int) -> mx.array | None:
@@ -80,14 +90,25 @@ class SavedRow:
         """Make single-row caches of the first ``length`` positions and ``num_pictures``."""
         snapshot = Snapshot()
         if len(self.whole) < self.num_layers:
-            snapshot = next(p for at, p in sorted(self.snapshots.items()) if at >= length and self._serves(p, length))
+            snapshot = next(
+                p
+                for at, p in sorted(self.snapshots.items())
+                if at >= length and self._serves(p, length)
+            )
         share = num_pictures / self.num_pictures if self.num_pictures else 0.0
         layers = {**self.whole, **snapshot.layers}
-        return [layers[index].of_pictures(share).restore(length) for index in range(self.num_layers)]
+        return [
+            layers[index].of_pictures(share).restore(length)
+            for index in range(self.num_layers)
+        ]
 
     def _serves(self, snapshot: Snapshot, length: int) -> bool:
         complete = len(self.whole) + len(snapshot.layers) == self.num_layers
-        return length > 0 and complete and all(layer.reaches(length) for layer in snapshot.layers.values())
+        return (
+            length > 0
+            and complete
+            and all(layer.reaches(length) for layer in snapshot.layers.values())
+        )
 
 
 def common_length(one: np.ndarray, other: np.ndarray) -> int:
@@ -103,10 +124,16 @@ def common_length(one: np.ndarray, other: np.ndarray) -> int:
     return shared
 
 
-def save_snapshot(caches: Sequence[Any], length: int, logits: mx.array | None) -> Snapshot:
+def save_snapshot(
+    caches: Sequence[Any], length: int, logits: mx.array | None
+) -> Snapshot:
     """Save the layers that are not whole, unevaluated."""
     return Snapshot(
-        {index: state for index, cache in enumerate(caches) if not (state := kind_of(cache).saved(length)).is_whole},
+        {
+            index: state
+            for index, cache in enumerate(caches)
+            if not (state := kind_of(cache).saved(length)).is_whole
+        },
         None if logits is None else own_array(logits),
     )
 
@@ -126,5 +153,7 @@ def save_row(
             (whole if state.is_whole else last)[index] = state
     kept = {at: snapshot for at, snapshot in snapshots.items() if at <= len(keys)}
     if last and all(state.reaches(len(keys)) for state in last.values()):
-        kept[len(keys)] = Snapshot(last, kept[len(keys)].logits if len(keys) in kept else None)
+        kept[len(keys)] = Snapshot(
+            last, kept[len(keys)].logits if len(keys) in kept else None
+        )
     return SavedRow(keys, len(caches), whole, kept, num_pictures)
