@@ -19,7 +19,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 #: The rooms by floor, lowest first: a file imports from floors below its room's, and from its own room.
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("_version", "errors", "arrays", "runtime", "assets"),
+    ("_version", "advice", "errors", "arrays", "runtime", "assets"),
     ("checks", "records"),
     ("types", "registry", "policy"),
     ("handle", "progress"),

@@ -21,6 +21,7 @@ from typing import Any
 import mlx.nn as nn
 
 from vlm_batch import many
+from vlm_batch.advice import ENGINES, advises
 from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.engine import loop as engine_loop
 from vlm_batch.engine.reuse import Caches
@@ -37,6 +38,7 @@ from vlm_batch.registry import ModelSpec
 from vlm_batch.runtime import threads
 from vlm_batch.store.prompt import PromptCache
 from vlm_batch.types import (
+    OF_REQUESTS,
     PLAIN_TEMPLATE,
     AudioInput,
     FetchPolicy,
@@ -61,6 +63,8 @@ __all__ = [
 ]
 
 DEFAULT_CACHES = Caches()
+#: Where an argument of one request goes in ``generate``.
+IN_REQUESTS = "generate([Request(images=..., prompt=..., params=...), ...])"
 
 
 class VLMBatcher:
@@ -93,6 +97,7 @@ class VLMBatcher:
         ValueError: an option is out of range.
     """
 
+    @advises({**OF_REQUESTS, **ENGINES})
     def __init__(
         self,
         model: str | Path | nn.Module,
@@ -167,6 +172,7 @@ class VLMBatcher:
         # ends the thread of a batcher that was not closed
         weakref.finalize(self, self._loop.stop).atexit = False
 
+    @advises(OF_REQUESTS)
     def submit(
         self,
         images: ImageInput | Sequence[ImageInput] | None = None,
@@ -238,6 +244,7 @@ class VLMBatcher:
             self._loop.submit(question, request, handle)
         return handle
 
+    @advises(dict.fromkeys((*OF_REQUESTS, "images", "prompt"), IN_REQUESTS))
     def generate(
         self,
         requests: RequestLike | Iterable[RequestLike],

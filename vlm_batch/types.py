@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, field, fields
-from difflib import get_close_matches
 from functools import partial
 from io import IOBase
 from pathlib import Path
@@ -14,6 +13,14 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
 
+from vlm_batch.advice import (
+    MEDIA,
+    PROMPTS,
+    SAMPLING,
+    advises_of_fields,
+    meant,
+    of_params,
+)
 from vlm_batch.checks import (
     MOST,
     as_tuple,
@@ -99,6 +106,7 @@ _REAL_PARAMETERS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
 )
 
 
+@advises_of_fields(SAMPLING)
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """Parameters for choosing one request's tokens.
@@ -614,6 +622,15 @@ MAX_PRIORITY = 1_000_000
 DRAFTS = ("auto", "off")
 
 
+#: Names that others have for what a request holds.
+OF_REQUESTS = {
+    **MEDIA,
+    **PROMPTS,
+    **of_params(SAMPLING, frozenset(one.name for one in fields(SamplingParams))),
+}
+
+
+@advises_of_fields(OF_REQUESTS)
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """One request: exactly one of ``prompt``, ``messages``, ``token_ids`` or ``inputs``, with media.
@@ -928,10 +945,8 @@ def record_of(
     known = {field.name for field in fields(kind)}
     unknown = sorted(str(one) for one in given if one not in known)
     if unknown:
-        likely = "".join(
-            f" ({one!r} is probably meant)"
-            for one in get_close_matches(unknown[0], known, 1)
-        )
+        instead = SAMPLING if kind is SamplingParams else {}
+        likely = meant(unknown[0], known, instead)
         raise error(
             f"{name} has no {', '.join(unknown)}{likely}; it has {', '.join(sorted(known))}"
         )
