@@ -162,7 +162,7 @@ def batch_generate(
     """
     questions = list(prompts or ())
     batcher = _batcher(model, processor, _keys_and_values(options))
-    params = _params(options, processor)
+    params = _params(options, batcher)
     if isinstance(max_tokens, int):
         max_tokens = [max_tokens] * len(questions)
     media = {
@@ -211,7 +211,7 @@ def _prepared(
 ) -> tuple[VLMBatcher, Request]:
     batcher = _batcher(model, processor, _keys_and_values(options))
     own = {"max_tokens": DEFAULT_MAX_TOKENS, **batcher.recommended_sampling.params}
-    params = {**own, **_params(options, processor)}
+    params = {**own, **_params(options, batcher)}
     request = Request(
         prompt=prompt,
         template=None,
@@ -239,7 +239,7 @@ def _keys_and_values(options: dict[str, Any]) -> KVQuantisation | None:
     return None if given.get("bits") is None else KVQuantisation(**given)
 
 
-def _params(options: Mapping[str, Any], processor: Any) -> dict[str, Any]:
+def _params(options: Mapping[str, Any], batcher: VLMBatcher) -> dict[str, Any]:
     """Return fields of ``SamplingParams``.
 
     Raises:
@@ -250,7 +250,7 @@ def _params(options: Mapping[str, Any], processor: Any) -> dict[str, Any]:
         if value is None or name in OF_SPEED:
             continue
         if name == "eos_tokens":
-            params["stop_token_ids"] = _token_ids(value, processor)
+            params["stop_token_ids"] = _token_ids(value, batcher.processing.tokenizer)
         elif name in SAME:
             params[name] = value
         else:
@@ -261,8 +261,7 @@ def _params(options: Mapping[str, Any], processor: Any) -> dict[str, Any]:
     return params
 
 
-def _token_ids(tokens: Sequence[int | str], processor: Any) -> list[int]:
-    tokenizer = getattr(processor, "tokenizer", processor)
+def _token_ids(tokens: Sequence[int | str], tokenizer: Any) -> list[int]:
     return [
         token if isinstance(token, int) else tokenizer.convert_tokens_to_ids(token)
         for token in tokens
