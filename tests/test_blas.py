@@ -101,3 +101,29 @@ def test_an_environment_that_halves_the_speed_is_named(
         )
         == lines
     ), said
+
+
+SAID = "put 'import vlm_batch' above the first import of mlx"
+
+
+@pytest.mark.parametrize(
+    ("code", "times"),
+    [
+        ("import mlx.core, vlm_batch", 1),
+        ("import vlm_batch, mlx.core", 0),
+    ],
+)
+def test_the_wrong_order_of_imports_is_named_once(code: str, times: int) -> None:
+    said = run(NOTED.format(code=code))
+    assert said.count(SAID) == times
+    assert SAID not in run(NOTED.format(code=code), VLM_BATCH_NO_BLAS="1")
+
+
+NOTED = """
+import warnings
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    {code}
+    import vlm_batch.batcher
+print([str(line.message) for line in said])
+"""

@@ -13,6 +13,7 @@ import importlib.util
 import os
 import platform
 import sys
+import warnings
 from pathlib import Path
 
 #: Set to 1 to keep MLX's own BLAS.
@@ -25,6 +26,12 @@ WIDE_VECTORS = frozenset({"avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512
 
 #: Core types whose kernels use them.
 WIDE_CORES = ("SKYLAKEX", "COOPERLAKE", "SAPPHIRERAPIDS", "ZEN4", "ZEN5")
+
+#: Said once, where MLX has bound its own BLAS already.
+TOO_LATE = (
+    "mlx.core was imported before vlm_batch, so float32 products on this CPU take about twenty times as long: put"
+    f" 'import vlm_batch' above the first import of mlx ({OPT_OUT}=1 silences this)"
+)
 
 _loaded: ctypes.CDLL | None = None
 _path: Path | None = None
@@ -39,11 +46,11 @@ def preload_openblas() -> Path | None:
     global _loaded, _path
     if _path is not None:
         return _path
-    if (
-        not sys.platform.startswith("linux")
-        or os.environ.get(OPT_OUT) == "1"
-        or "mlx.core" in sys.modules
-    ):
+    if not sys.platform.startswith("linux") or os.environ.get(OPT_OUT) == "1":
+        return None
+    if "mlx.core" in sys.modules:
+        if _is_slow():
+            warnings.warn(TOO_LATE, stacklevel=3)
         return None
     for path in _candidates():
         library = _load(path)
@@ -86,6 +93,16 @@ def narrow_kernels() -> str | None:
         f"{CORE_TYPE}={os.environ[CORE_TYPE]} keeps float32 products from this processor's AVX-512: they take up to twice "
         f"as long. Start Python without it (env -u {CORE_TYPE} python ...)"
     )
+
+
+def _is_slow() -> bool:
+    """Return whether MLX, which is there already, computes on the CPU with the reference BLAS that its wheel brings."""
+    mx = sys.modules["mlx.core"]
+    if mx.default_device().type != mx.DeviceType.cpu or not _candidates():
+        return False
+    with open("/proc/self/maps", encoding="utf-8", errors="replace") as lines:
+        names = {line.rsplit("/", 1)[-1].strip() for line in lines if "/" in line}
+    return any(name.startswith("libblas") for name in names)
 
 
 def _candidates() -> list[Path]:
