@@ -16,10 +16,9 @@ import mlx.nn as nn
 import numpy as np
 from mlx_vlm.models.cache import make_prompt_cache
 
-from vlm_batch.adapters import delta, kernels
+from vlm_batch.adapters import operations
 from vlm_batch.adapters.attention import HOOKS
 from vlm_batch.adapters.by_numpy import hook_exponentials
-from vlm_batch.adapters.convolution import convolutions
 from vlm_batch.adapters.experts import EXPERTS
 from vlm_batch.adapters.few_rows import suit_few_rows
 from vlm_batch.adapters.hooks import check_attention, files_of, install_hooks, running
@@ -39,7 +38,6 @@ from vlm_batch.adapters.modules import (
     evaluate_arrays,
     part_of,
 )
-from vlm_batch.adapters.packed import replacements
 from vlm_batch.adapters.placing import Merge, hook_placing, know_places
 from vlm_batch.adapters.products import hold_products, turned, watched
 from vlm_batch.adapters.prompts import (
@@ -156,8 +154,7 @@ class Adapter:
         self.model: Any = clone_modules(
             model,
             {
-                **replacements(),
-                **convolutions(),
+                **operations.layers(),
                 **ROW_ROPES,
                 **STEP_ROPES,
                 **EXPERTS,
@@ -191,7 +188,7 @@ class Adapter:
     def hook_functions(self) -> None:
         """Hook mlx-vlm's functions; raise UnsupportedModel if attention calls none."""
         install_hooks(files_of(self.language), HOOKS, family=self.spec.family)
-        delta.hook_rule(files_of(self.language), self.spec.family)
+        operations.hook_rule(files_of(self.language), self.spec.family)
         hook_placing(files_of(self.model), self.spec.family)
         hook_tables(self.spec.family)
         hooked = HOOKS["scaled_dot_product_attention"]
@@ -706,7 +703,7 @@ class GraphedSteps(Adapter):
             isinstance(module, nn.QuantizedLinear) and "bias" in module
             for module in modules
         )
-        is_chosen = self.are_compared and kernels.counts_launches() and not has_bias
+        is_chosen = self.are_compared and operations.counts_launches() and not has_bias
         return Graphs.BY_DEFAULT if is_chosen else Graphs.IF_ASKED
 
 

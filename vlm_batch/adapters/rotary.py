@@ -18,7 +18,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_vlm.models.rope_utils import Llama3RoPE, MRoPERotaryEmbedding
 
-from vlm_batch.adapters import kernels
+from vlm_batch.adapters import operations
 from vlm_batch.adapters.hooks import (
     current,
     files_of,
@@ -27,6 +27,8 @@ from vlm_batch.adapters.hooks import (
     is_hook,
     is_replacement,
 )
+from vlm_batch.adapters.once import once
+from vlm_batch.adapters.powers import takes_powers
 from vlm_batch.errors import UnsupportedModel
 
 APPLY = "apply_multimodal_rotary_pos_emb"
@@ -56,7 +58,7 @@ def rotate_step(
     x: mx.array, frequencies: Frequencies, offset: mx.array, *, is_traditional: bool
 ) -> mx.array:
     """Compute ``mx.fast.rope`` of a decode step (B, H, 1, D), with factors made once per step."""
-    own, others = kernels.once(offset, _factors, frequencies, is_traditional)
+    own, others = once(offset, _factors, frequencies, is_traditional)
     width = 2 * frequencies.array.size
     part = x if width == x.shape[-1] else x[..., :width]
     pairs = part.reshape(*part.shape[:-1], *own.shape[-2:])
@@ -78,7 +80,7 @@ def shares_angles(x: mx.array, offset: Any) -> bool:
 def makes_factors(x: mx.array) -> bool:
     """Whether this is a decode step on a CPU that need not be batch-invariant."""
     call = current()
-    return call.positions is not None and not call.is_fixed and kernels.takes_powers(x)
+    return call.positions is not None and not call.is_fixed and takes_powers(x)
 
 
 def _factors(
@@ -190,7 +192,7 @@ class PromptRotation:
         width = 2 * self.by_first.shape[-1]
         turned = x[..., :width]
         pairs = turned.reshape(*turned.shape[:-1], 2, -1)
-        found = kernels.turn_pairs(
+        found = operations.turn_pairs(
             pairs[..., :1, :], pairs[..., 1:, :], self.by_first, self.by_second
         )
         found = found.reshape(turned.shape)
@@ -250,12 +252,14 @@ def turning(parent: type) -> type:
     class Turning(parent):  # type: ignore[misc]
         def __call__(self, x: mx.array, position_ids: mx.array) -> tuple[Any, Any]:
             positions = current().positions
-            if positions is None or not (kernels.counts_launches() or makes_factors(x)):
+            if positions is None or not (
+                operations.counts_launches() or makes_factors(x)
+            ):
                 cos, sin = super().__call__(x, position_ids)
                 is_plain = (
                     self.style in PLAIN_STYLES
                     and cos.ndim == 3
-                    and kernels.counts_launches()
+                    and operations.counts_launches()
                 )
                 return (PromptRotation.of(cos, sin), None) if is_plain else (cos, sin)
             return StepRotation(

@@ -14,20 +14,19 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from vlm_batch.adapters.base import Adapter
-from vlm_batch.adapters.few_rows import THEIRS, FewRowsLinear, suit_few_rows
+from vlm_batch.adapters.few_rows import THEIRS, suit_few_rows
 from vlm_batch.adapters.modules import clone_modules, evaluate_arrays
-from vlm_batch.adapters.packed import DequantisedLinear, FlatLinear
+from vlm_batch.adapters.operations import LINEAR
 from vlm_batch.caches import LayerCache, Placement, kind_of
 from vlm_batch.errors import is_out_of_memory
 from vlm_batch.records import Call, DecodeStep
 
 #: Layer classes that can be joined -> their arrays with one row per output.
 ARRAYS: dict[type, tuple[str, ...]] = {
-    nn.Linear: ("weight", "bias"),
-    nn.QuantizedLinear: ("weight", "scales", "biases", "bias"),
-    DequantisedLinear: ("weight", "scales", "biases", "bias"),
-    FlatLinear: ("weight", "scales", "biases", "bias"),
-    FewRowsLinear: ("weight", "bias"),
+    kind: ("weight", "scales", "biases", "bias")
+    if issubclass(kind, nn.QuantizedLinear)
+    else ("weight", "bias")
+    for kind in LINEAR
 }
 #: A module, and some of its layers by name.
 Group: TypeAlias = tuple[nn.Module, dict[str, nn.Module]]

@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from vlm_batch.adapters import kernels
+from vlm_batch.adapters import operations
 from vlm_batch.adapters.modules import RememberingBatchTower, RememberingTower
 from vlm_batch.adapters.vision import resize_bicubic
 from vlm_batch.store.features import FeatureStore
@@ -86,15 +86,9 @@ def widen(model: Any, names: Inner) -> None:
 
 def _widen(first: list[Any], last: Any) -> None:
     width = last.weight.shape[1]
-    missing = -width % kernels.FAST_WIDTH
-    is_wanted = all(
-        kernels.wants_fast_widths(layer.weight.dtype) for layer in (*first, last)
-    )
-    if (
-        not missing
-        or not is_wanted
-        or any(layer.weight.shape[0] != width for layer in first)
-    ):
+    multiples = {operations.fast_width(layer.weight.dtype) for layer in (*first, last)}
+    missing = -width % min(multiples)
+    if not missing or any(layer.weight.shape[0] != width for layer in first):
         return
     for layer in first:
         layer.weight = mx.pad(layer.weight, [(0, missing), (0, 0)])
@@ -105,24 +99,12 @@ def _widen(first: list[Any], last: Any) -> None:
 
 
 def embed_by_product(parent: type[nn.Module]) -> type[nn.Module]:
-    """Subclass a patch embedding (N, values) -> (N, D) to use a product on CUDA.
-
-    mlx-vlm's convolution makes a cuDNN graph for every N (mlx/backend/cuda/conv.cpp, ``ConvCacheKey``).
-    """
+    """Subclass a patch embedding (N, values) -> (N, D) to be a product where convolutions are slow."""
 
     class PatchProduct(parent):  # type: ignore[misc,valid-type]
         def __call__(self, hidden_states: mx.array) -> mx.array:
-            if not kernels.counts_launches():
-                return super().__call__(hidden_states)
-            # (D, time, rows, columns, colours); patches are colour first
-            kernel = self.proj.weight
-            weight = kernel.transpose(0, 4, 1, 2, 3).reshape(len(kernel), -1)
-            patches = hidden_states.reshape(-1, weight.shape[1])
-            return (
-                mx.addmm(self.proj.bias, patches, weight.T)
-                if "bias" in self.proj
-                else patches @ weight.T
-            )
+            found = operations.embed_by_product(self.proj, hidden_states)
+            return super().__call__(hidden_states) if found is None else found
 
     return PatchProduct
 

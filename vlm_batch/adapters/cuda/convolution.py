@@ -1,18 +1,18 @@
-"""Short convolutions along a prompt on CUDA.
+"""Convolutions along a prompt and of patches, without a graph for every shape.
 
 MLX 0.32 has cuDNN make a graph for each number of rows and positions (mlx/backend/cuda/conv.cpp, ``ConvCacheKey``), in 45 to
-80 ms. Prompts have any length, so a convolution within channels is a sum of shifted products instead, in one launch.
+80 ms. Prompts have any length, so a convolution within channels is a sum of shifted products instead, in one launch. One of
+patches that do not overlap is a product.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-
-from vlm_batch.runtime.device import Device, device
 
 
 class ShortConvolution(nn.Conv1d):
@@ -20,13 +20,9 @@ class ShortConvolution(nn.Conv1d):
         """Convolve (B, L, C). A decode step's one position stays MLX's: its shapes are few."""
         channels, taps, per_group = self.weight.shape
         length = x.shape[1] - self.dilation * (taps - 1)
-        if (
-            per_group != 1
-            or channels != x.shape[2]
-            or self.stride != 1
-            or self.padding
-            or length < 2
-        ):
+        is_within = per_group == 1 and channels == x.shape[2]
+        is_plain = self.stride == 1 and not self.padding
+        if not is_within or not is_plain or length < 2:
             return super().__call__(x)
         firsts = [self.dilation * tap for tap in range(taps)]
         found = _summed(
@@ -49,6 +45,12 @@ def _summed(shifted: Sequence[mx.array], weights: Sequence[mx.array]) -> mx.arra
     return found.astype(shifted[0].dtype)
 
 
-def convolutions() -> Mapping[type, type]:
-    """Return MLX's class -> this device's, if any."""
-    return {nn.Conv1d: ShortConvolution} if device() is Device.CUDA else {}
+def embed_patches(projection: Any, patches: mx.array) -> mx.array:
+    """Return patches (N, values), colour first, times a convolution's weight, as one product: (N, D)."""
+    # (D, time, rows, columns, colours)
+    kernel = projection.weight
+    weight = kernel.transpose(0, 4, 1, 2, 3).reshape(len(kernel), -1)
+    rows = patches.reshape(-1, weight.shape[1])
+    if "bias" in projection:
+        return mx.addmm(projection.bias, rows, weight.T)
+    return rows @ weight.T

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from vlm_batch.adapters.cuda import Launch, Run, is_right, kernel, on_device
+from vlm_batch.adapters.cuda.launches import Launch, Run, is_right, kernel, on_device
 from vlm_batch.adapters.hooks import Hook, hook, install_hooks, is_hook
 from vlm_batch.runtime.device import Device, device
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
-from vlm_batch.adapters import qmm
+from vlm_batch.adapters.cuda import qmm
 from vlm_batch.runtime.device import Device, device
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ MOST_SECONDS = 300.0
 #: and 8.
 WIDTHS = (1536, 1544)
 FULL = 128
-#: Classes for which an adapter has its own on CUDA (``packed.KINDS``).
+#: Classes for which an adapter has its own on CUDA (``operations.LAYERS``).
 OURS = (nn.QuantizedLinear, nn.QuantizedEmbedding)
 PRODUCT = """
 import sys
