@@ -12,7 +12,7 @@ from mlx_vlm.models.activations import swiglu
 from mlx_vlm.models.qwen2_5_vl.vision import VisionModel
 
 from tests.zoo import family
-from vlm_batch.adapters import grouped, once, operations, powers, windows
+from vlm_batch.adapters import masks, operations, powers, windows
 from vlm_batch.adapters.cuda import plans
 from vlm_batch.adapters.cuda import windows as cuda_windows
 from vlm_batch.models._qwen2_5_vl import WindowRuns
@@ -265,12 +265,12 @@ def test_queries_of_a_group_see_the_same_columns(is_bool: bool) -> None:
     queries, keys, values = random((3, 8, 1, 16), (3, 2, 20, 16), (3, 2, 20, 16))
     mask = (mx.arange(20) < mx.array([3, 20, 9])[:, None])[:, None, None]
     mask = mask if is_bool else mx.where(mask, 0.0, -1e30)
-    assert grouped.is_groupable(queries, keys, mask)
+    assert masks.is_groupable(queries, keys, mask)
     right = mx.fast.scaled_dot_product_attention(
         queries, keys, values, scale=SCALE, mask=mask
     )
     assert (
-        largest(grouped.attend_groups(queries, keys, values, SCALE, mask), right) < 2e-6
+        largest(masks.attend_groups(queries, keys, values, SCALE, mask), right) < 2e-6
     )
 
 
@@ -396,14 +396,14 @@ def test_a_windows_kernel_goes_by_its_size_and_not_by_its_place(
 
 
 def test_what_is_made_of_a_mask_goes_with_it() -> None:
-    before = set(once._made)
+    before = set(masks._made)
     mask = mx.array([[True, False]])
-    made = once.added(mask, mx.float32)
-    assert once.added(mask, mx.float32) is made
+    made = masks.added(mask, mx.float32)
+    assert masks.added(mask, mx.float32) is made
     other = mx.array([[False, True]])
-    kept = once.added(other, mx.float16)
+    kept = masks.added(other, mx.float16)
     del mask  # another has come since
-    assert once.added(other, mx.float16) is kept
-    assert len(set(once._made) - before) == 1
+    assert masks.added(other, mx.float16) is kept
+    assert len(set(masks._made) - before) == 1
     del other
-    assert set(once._made) <= before
+    assert set(masks._made) <= before

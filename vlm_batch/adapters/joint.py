@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 
+from vlm_batch.adapters.hooks import running
 from vlm_batch.adapters.known import concatenated
 from vlm_batch.arrays import arrays_of, map_arrays
+from vlm_batch.records import Call
 
 
 class Tower(Protocol):
@@ -165,6 +168,52 @@ def make_calls(
             if answer is not None
         )
     return found
+
+
+def outputs_together(
+    requests: Sequence[Mapping[str, Any]],
+    encode: Callable[[Mapping[str, Any], TowerOutputs], Any],
+    has_shared: Callable[[Mapping[str, Any]], bool],
+    call: Call,
+    values_of_patch: int,
+) -> dict[int, TowerOutputs]:
+    """Make the tower calls of several requests together, up to ``call.most_patches`` patches.
+
+    Args:
+        encode: Encodes a request's inputs, with the outputs of its tower calls as far as they are there.
+        has_shared: Whether a request has media whose tower shares calls.
+        values_of_patch: Numbers of a patch of a picture.
+
+    Returns:
+        Outputs by the requests' places; none of requests without such media.
+    """
+    outputs: dict[int, TowerOutputs] = {}
+    for at, inputs in enumerate(requests):
+        if has_shared(inputs):
+            outputs[at] = TowerOutputs()
+    encoding = {at: partial(encode, requests[at]) for at in outputs}
+
+    calls: dict[int, TowerCall] = {}
+    room = call.most_patches
+    for at, theirs in outputs.items():
+        asked = advance(theirs, encoding[at])
+        if asked is None:
+            continue
+        room -= asked.tower.count_patches(asked, values_of_patch)
+        if room < 0 and calls:
+            break
+        calls[at] = asked
+    while len(calls) > 1:
+        with running(call):
+            found = make_calls(calls, by_shapes=call.is_fixed)
+        for at, output in found.items():
+            outputs[at].found.append(output)
+        calls = {}
+        for at in found:
+            asked = advance(outputs[at], encoding[at])
+            if asked is not None:
+                calls[at] = asked
+    return outputs
 
 
 def join_calls(calls: Sequence[TowerCall]) -> tuple[list[Any], dict[str, Any]]:

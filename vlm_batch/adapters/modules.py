@@ -21,6 +21,7 @@ from vlm_batch.arrays import (
     map_arrays,
     split_rows,
 )
+from vlm_batch.records import Call
 from vlm_batch.store.digest import digest, split_known
 from vlm_batch.store.features import FeatureStore
 
@@ -218,6 +219,14 @@ class RememberingTower(nn.Module):
     def run_by_shape(self, calls: Sequence[TowerCall]) -> list[Any]:
         """Make calls whose features depend on a picture's own shape; None if unknown."""
         return [None] * len(calls)
+
+    def shares_calls(self, call: Call) -> bool:
+        """Whether several requests' media are encoded in one call."""
+        if call.is_fixed:
+            is_by_shape = type(self).run_by_shape is not RememberingTower.run_by_shape
+            if call.pictures is None or not is_by_shape:
+                return False
+        return self.why_apart is None
 
     def count_patches(self, call: TowerCall, patch: int) -> int:
         """Count a call's patches, of ``patch`` values each."""

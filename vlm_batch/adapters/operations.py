@@ -21,8 +21,8 @@ from vlm_batch.adapters.cuda import windows as cuda_windows
 from vlm_batch.adapters.cuda.convolution import ShortConvolution, embed_patches
 from vlm_batch.adapters.cuda.flat import FlatEmbedding, FlatLinear
 from vlm_batch.adapters.few_rows import FewRowsEmbedding, FewRowsLinear
-from vlm_batch.adapters.grouped import attend_groups, is_groupable
 from vlm_batch.adapters.hooks import current, running
+from vlm_batch.adapters.masks import attend_groups, is_groupable
 from vlm_batch.adapters.packed import DequantisedEmbedding, DequantisedLinear
 from vlm_batch.adapters.powers import takes_powers
 from vlm_batch.adapters.runs import Run

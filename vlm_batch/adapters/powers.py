@@ -15,8 +15,8 @@ import mlx.core as mx
 import numpy as np
 
 from vlm_batch.adapters import by_numpy
-from vlm_batch.adapters.once import added
-from vlm_batch.adapters.runs import joined
+from vlm_batch.adapters.masks import added
+from vlm_batch.arrays import joined
 from vlm_batch.caches.quantized import QuantizedStates
 
 #: Queries per block on a CPU.

@@ -27,7 +27,7 @@ from vlm_batch.adapters.hooks import (
     is_hook,
     is_replacement,
 )
-from vlm_batch.adapters.once import once
+from vlm_batch.adapters.masks import once
 from vlm_batch.adapters.powers import takes_powers
 from vlm_batch.errors import UnsupportedModel
 

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
+from vlm_batch.arrays import joined
+
 Run = tuple[int, int]  # (number of consecutive windows, patches in each)
 
 
@@ -29,8 +31,3 @@ def in_runs(
         outputs.append(attended.swapaxes(1, 2).reshape(count * length, -1))
         start = stop
     return joined(outputs)
-
-
-def joined(parts: list[mx.array], axis: int = 0) -> mx.array:
-    """Concatenate arrays; one alone stays the object that it is."""
-    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=axis)

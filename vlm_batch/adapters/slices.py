@@ -9,8 +9,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from vlm_batch.adapters.base import Adapter, has_pictures, has_sound
+from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.grids import MRoPEAdapter
+from vlm_batch.adapters.media import has_pictures, has_sound
 from vlm_batch.adapters.prompts import check_places
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.records import Picture, PositionState

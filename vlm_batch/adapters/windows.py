@@ -15,7 +15,7 @@ import mlx.nn as nn
 import numpy as np
 
 from vlm_batch.adapters import operations
-from vlm_batch.adapters.once import once
+from vlm_batch.adapters.masks import once
 from vlm_batch.adapters.runs import Run, in_runs
 
 #: Factors of each pair's first and second number: (N, 1, 2, D / 2), or (N, 1, D / 2, 2) for neighbours.

@@ -1,4 +1,4 @@
-"""What runs on CUDA alone: our kernels, and what spares MLX kernels and plans there.
+"""The room of CUDA: our kernels, and code that spares MLX kernels and plans there.
 
 ``adapters/operations.py`` is the only door: it asks this room for attention, products, convolutions and activations, and
 takes another way where the room returns None. Nothing here runs on a Mac.

@@ -70,7 +70,7 @@ def span_kernel(scale: float) -> Kernel:
 
 
 class FewBitsBuild(NamedTuple):
-    """What a kernel is built for."""
+    """The facts that a kernel is built for."""
 
     scale: float
     heads: int  # query heads

@@ -45,7 +45,7 @@ _INPUTS = ("queries", "keys", "values", "mask")
 
 
 class OneQueryBuild(NamedTuple):
-    """What a kernel is built for."""
+    """The facts that a kernel is built for."""
 
     scale: float
     heads: int  # query heads

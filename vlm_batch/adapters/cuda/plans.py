@@ -16,9 +16,9 @@ import mlx.core as mx
 import numpy as np
 
 from vlm_batch.adapters.cuda import one_query
-from vlm_batch.adapters.grouped import attend_groups, is_groupable
 from vlm_batch.adapters.hooks import current, this_thread
-from vlm_batch.adapters.runs import joined
+from vlm_batch.adapters.masks import attend_groups, is_groupable
+from vlm_batch.arrays import joined
 
 #: Calls of a shape before it gets a plan; a plan pays off after about 30 forwards of 36 layers.
 USES_BEFORE_PLAN = 1024

@@ -34,7 +34,7 @@ TOLERANCE = 0.01
 
 
 class ProductBuild(NamedTuple):
-    """What a kernel is built for."""
+    """The facts that a kernel is built for."""
 
     dtype: mx.Dtype
     bits: int

@@ -10,7 +10,8 @@ import mlx.core as mx
 import numpy as np
 
 from vlm_batch.adapters.cuda import plans
-from vlm_batch.adapters.runs import Run, in_runs, joined
+from vlm_batch.adapters.runs import Run, in_runs
+from vlm_batch.arrays import joined
 
 #: The smallest steps between numbers of windows.
 WINDOWS_STEP = 16
