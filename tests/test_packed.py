@@ -25,7 +25,7 @@ from vlm_batch.adapters.packed import (
     multiply,
 )
 from vlm_batch.adapters.products import float32_products, hold_products, products_of
-from vlm_batch.adapters.shared import Part, share_products
+from vlm_batch.adapters.shared import JoinedPart, share_products
 from vlm_batch.caches import Placement, kind_of
 from vlm_batch.models import adapter_for
 from vlm_batch.records import Call, DecodeStep
@@ -276,7 +276,7 @@ def test_a_decode_step_on_cuda_has_no_product_for_each_row(
     adapter = adapter_for(family(name).registered)(in_4_bits(name))
     if how == "joined":
         assert share_products(adapter) and any(
-            isinstance(one, Part) for one in adapter.language.modules()
+            isinstance(one, JoinedPart) for one in adapter.language.modules()
         )
     elif how == "held":
         hold_products(

@@ -24,14 +24,14 @@ from vlm_batch.errors import UnsupportedModel
 from vlm_batch.records import Call
 
 
-class _Thread(threading.local):
+class _RunningCall(threading.local):
     call: Call | None = None  # None while no adapter runs
 
     def __init__(self) -> None:
         self.token = object()
 
 
-_thread = _Thread()
+_thread = _RunningCall()
 _NOTHING = Call()
 
 #: Every function installed by a hook.

@@ -21,13 +21,15 @@ from vlm_batch.records import Call
 
 class Tower(Protocol):
     def look(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any: ...
-    def kind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Kind | None: ...
+    def kind(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> CallKind | None: ...
     def run_joined(self, calls: Sequence[TowerCall]) -> list[Any]: ...
     def run_by_shape(self, calls: Sequence[TowerCall]) -> list[Any]: ...
     def count_patches(self, call: TowerCall, patch: int) -> int: ...
 
 
-class Kind(NamedTuple):
+class CallKind(NamedTuple):
     """The facts that joined calls share."""
 
     settings: str
@@ -35,7 +37,9 @@ class Kind(NamedTuple):
     dtypes: tuple[str, ...]
 
     @classmethod
-    def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any], axis: int = 0) -> Kind:
+    def of(
+        cls, args: Sequence[Any], kwargs: Mapping[str, Any], axis: int = 0
+    ) -> CallKind:
         """Return a call's kind; its first array is joined along ``axis``, others along their first."""
         tree = _tree(args, kwargs)
         arrays = arrays_of(tree)
@@ -56,7 +60,7 @@ class TowerCall:
     tower: Tower
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    kind: Kind
+    kind: CallKind
 
     @property
     def arrays(self) -> list[mx.array]:

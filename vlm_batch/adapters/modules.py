@@ -12,7 +12,7 @@ import mlx.nn as nn
 import numpy as np
 
 from vlm_batch.adapters.hooks import current
-from vlm_batch.adapters.joint import Kind, TowerCall, join_calls
+from vlm_batch.adapters.joint import CallKind, TowerCall, join_calls
 from vlm_batch.arrays import (
     arrays_of,
     is_array_tree,
@@ -182,7 +182,7 @@ class RememberingTower(nn.Module):
             launch(arrays_of(features))
             self._store.put(key, features)
 
-    def kind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Kind | None:
+    def kind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallKind | None:
         """Return the kind of a call that can join others, or None."""
         return None
 
@@ -243,13 +243,13 @@ class RememberingBatchTower(RememberingTower):
 
     why_apart = None
 
-    def kind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Kind | None:
+    def kind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallKind | None:
         arrays = arrays_of([list(args), dict(kwargs)])
         if not arrays or not all(
             array.ndim and array.shape[0] == arrays[0].shape[0] for array in arrays
         ):
             return None
-        return Kind.of(args, kwargs)
+        return CallKind.of(args, kwargs)
 
     def run_joined(self, calls: Sequence[TowerCall]) -> list[Any]:
         return self.each_once(calls, self._as_one)
@@ -304,7 +304,7 @@ class RememberingPackedTower(RememberingBatchTower):
     It returns rows in proportion to patches, or an array per picture.
     """
 
-    def kind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Kind | None:
+    def kind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallKind | None:
         arrays = arrays_of([list(args), dict(sorted(kwargs.items()))])
         if (
             len(arrays) != 2
@@ -312,7 +312,7 @@ class RememberingPackedTower(RememberingBatchTower):
             or sum(num_patches(arrays[1])) != arrays[0].shape[0]
         ):
             return None
-        return Kind.of(args, kwargs)
+        return CallKind.of(args, kwargs)
 
     def split(self, found: Any, calls: Sequence[TowerCall]) -> list[Any] | None:
         if type(found) is list:
@@ -332,7 +332,7 @@ class RememberingSizedTower(RememberingTower):
         # the last states are among those of the layers
         return super().fresh(args, kwargs)[1:]
 
-    def kind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Kind | None:
+    def kind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallKind | None:
         """Return the kind of pictures of any size, if each has one: a call that does not fit must fail alone."""
         sizes = kwargs.get("image_sizes")
         if len(args) != 1 or args[0].ndim != 4 or not isinstance(sizes, mx.array):
@@ -341,7 +341,7 @@ class RememberingSizedTower(RememberingTower):
             sizes.dtype, mx.integer
         ):
             return None
-        kind = Kind.of(args, kwargs)
+        kind = CallKind.of(args, kwargs)
         return kind._replace(shapes=(kind.shapes[0][2:], *kind.shapes[1:]))
 
     def run_joined(self, calls: Sequence[TowerCall]) -> list[Any]:
@@ -396,7 +396,7 @@ class RememberingGridTower(RememberingTower):
         except ValueError:  # the output cannot be split
             return self.fresh(args, kwargs)
 
-    def kind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Kind | None:
+    def kind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallKind | None:
         if (
             len(args) != 2
             or not all(isinstance(value, mx.array) for value in args)
@@ -406,7 +406,7 @@ class RememberingGridTower(RememberingTower):
         axis = patch_axis(args[0], num_patches(args[1]))
         if axis is None or arrays_of(dict(kwargs)):
             return None
-        return Kind.of(args, kwargs, axis)
+        return CallKind.of(args, kwargs, axis)
 
     def run_joined(self, calls: Sequence[TowerCall]) -> list[Any]:
         if all(call.args[1].shape[0] == 1 for call in calls):

@@ -82,7 +82,9 @@ def in_order(
         ) -> Any:
             """Call the module once, with a place's positions as a row."""
             x = args[0] if args else next(iter(kwargs.values()))
-            known = {name: Known(square.padded(self[name](x)[:, 0])) for name in before}
+            known = {
+                name: KnownOutput(square.padded(self[name](x)[:, 0])) for name in before
+            }
             twin = _twin(self, module_class, known, after)
             with cache.history(square.count) as lent:
                 given = {id(x): square.padded(x[:, 0]), id(cache): lent}
@@ -105,7 +107,7 @@ def in_order(
         ) -> Any:
             """Call the module per step, with its rows of arrays (N, ...); join the answers."""
             x = args[0] if args else next(iter(kwargs.values()))
-            known = {name: Known(self[name](x)) for name in before}
+            known = {name: KnownOutput(self[name](x)) for name in before}
             twin = _twin(self, module_class, known, after)
             answers = []
             for number, step in enumerate(cache.steps.each):
@@ -140,7 +142,7 @@ def _twin(
     return twin
 
 
-class Known:
+class KnownOutput:
     """Stands for a submodule whose output for all positions is known."""
 
     def __init__(self, output: mx.array) -> None:

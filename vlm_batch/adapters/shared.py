@@ -55,7 +55,7 @@ class Wide(nn.Module):
         return found
 
 
-class Part(nn.Module):
+class JoinedPart(nn.Module):
     """One layer of a ``Wide``, in the original's place."""
 
     def __init__(self, wide: Wide, at: int) -> None:
@@ -104,7 +104,7 @@ def _are_joined(
         for owner, layers in groups:
             wide = widened(list(layers.values()), holders)
             for at, name in enumerate(layers):
-                owner[name] = Part(wide, at)
+                owner[name] = JoinedPart(wide, at)
     except Exception as error:
         if is_out_of_memory(error):
             return False
