@@ -100,22 +100,18 @@ def each_row(
 
     Arrays are cut from (B, ...) to (1, ...). Empty places get zeros.
     """
-    answers = {
-        place: function(
-            *(_of_row(value, place) for value in args),
-            **{name: _of_row(value, place) for name, value in kwargs.items()},
-        )
-        for place, single in enumerate(rows.places)
-        if single is not None
-    }
+    answers: dict[int, Any] = {}
+    for place, single in enumerate(rows.places):
+        if single is None:
+            continue
+        own = [_of_row(value, place) for value in args]
+        named = {name: _of_row(value, place) for name, value in kwargs.items()}
+        answers[place] = function(*own, **named)
     like = next(iter(answers.values()))
-    empty = (
-        tuple(map(mx.zeros_like, like))
-        if isinstance(like, tuple)
-        else mx.zeros_like(like)
-    )
+    is_tuple = isinstance(like, tuple)
+    empty = tuple(map(mx.zeros_like, like)) if is_tuple else mx.zeros_like(like)
     filled = [answers.get(place, empty) for place in range(len(rows.places))]
-    if isinstance(like, tuple):
+    if is_tuple:
         return tuple(mx.concatenate(list(part)) for part in zip(*filled, strict=True))
     return mx.concatenate(filled)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -91,11 +91,7 @@ def check_sound(ids: Any, extra: Mapping[str, Any], marks: Collection[int]) -> N
     """Raise InvalidPrompt unless ids (1, L) have placeholders of recordings, if any, and each recording has a length."""
     sound, _ = sound_apart(extra)
     for value in sound.values():
-        parts = value if isinstance(value, list) else [value]
-        if any(0 in np.shape(part) for part in parts):
-            raise InvalidPrompt(
-                "a recording is so short that the model's processor makes nothing of it"
-            )
+        _check_lengths(value if isinstance(value, list) else [value])
     if not marks:
         return
     given = _count_marks(ids, marks)
@@ -105,6 +101,14 @@ def check_sound(ids: Any, extra: Mapping[str, Any], marks: Collection[int]) -> N
         )
     if sound and not given:
         raise InvalidPrompt("the recordings need placeholder tokens; the prompt has 0")
+
+
+def _check_lengths(recordings: Sequence[Any]) -> None:
+    for one in recordings:
+        if 0 in np.shape(one):
+            raise InvalidPrompt(
+                "a recording is so short that the model's processor makes nothing of it"
+            )
 
 
 def _count_marks(ids: Any, marks: Collection[int]) -> int:

@@ -12,6 +12,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from vlm_batch.arrays import joined
+
 #: Weights that are widened at once: 16 MB.
 PART = 2**22
 #: Fewer float32 rows than this are multiplied by MLX's kernel: widening takes as long as three of them.
@@ -32,22 +34,20 @@ def multiply(rows: mx.array, layer: Any, expert: int | None = None) -> mx.array 
     count = rows.size // width
     if layer.mode != "affine" or (rows.dtype == mx.float32 and count < FEW_ROWS):
         return None
+    arrays = [layer[name] for name in ("weight", "scales", "biases")]
+    if expert is not None:
+        arrays = [array[expert] for array in arrays]
     wide, step = rows.astype(mx.float32).reshape(count, width), max(1, PART // width)
+    how = {"group_size": layer.group_size, "bits": layer.bits}
     found: list[mx.array] = []
-    arrays = [
-        layer[name] if expert is None else layer[name][expert]
-        for name in ("weight", "scales", "biases")
-    ]
     for first in range(0, arrays[0].shape[0], step):
         packed, scales, biases = (array[first : first + step] for array in arrays)
         # else MLX widens all parts first
-        packed = mx.depends([packed], [found[-1] if found else wide])[0]
+        before = found[-1] if found else wide
+        packed = mx.depends([packed], [before])[0]
         by = (scales.astype(mx.float32), biases.astype(mx.float32))
-        found.append(
-            wide
-            @ mx.dequantize(packed, *by, group_size=layer.group_size, bits=layer.bits).T
-        )
-    product = found[0] if len(found) == 1 else mx.concatenate(found, axis=-1)
+        found.append(wide @ mx.dequantize(packed, *by, **how).T)
+    product = joined(found, axis=-1)
     return product.reshape(*rows.shape[:-1], -1).astype(rows.dtype)
 
 

@@ -16,23 +16,18 @@ from vlm_batch.adapters.hooks import hook, install_hooks, is_hook
 from vlm_batch.adapters.prompts import are_any
 
 #: mlx-vlm's functions of many families that write features to the places of a mask.
-NAMES = ("masked_scatter", "_masked_scatter")
+NAMES = frozenset({"masked_scatter", "_masked_scatter"})
 
 
 def hook_placing(files: Iterable[str], family: str) -> None:
     """Hook the functions named ``NAMES`` to place whole rows. mlx-vlm's place number by number (gemma3/gemma3.py:67)."""
     for file in sorted(files):
-        names = vars(sys.modules[file])
-        theirs = {
-            name: bound
-            for name in NAMES
-            if isinstance(bound := names.get(name), FunctionType)
-        }
-        hooks = {
-            name: hook(bound, place)
-            for name, bound in theirs.items()
-            if not is_hook(bound)
-        }
+        bound = vars(sys.modules[file])
+        hooks = {}
+        for name in NAMES & bound.keys():
+            theirs = bound[name]
+            if isinstance(theirs, FunctionType) and not is_hook(theirs):
+                hooks[name] = hook(theirs, place)
         install_hooks([file], hooks, family=family)
 
 

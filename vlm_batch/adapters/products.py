@@ -190,12 +190,14 @@ def _product_of(path: str, module: Any, most: int | None) -> Product | None:
     if _plain_class(module) not in HELD:
         return None
     is_head = isinstance(module, TABLES) or path.endswith("lm_head")
-    is_quantised = isinstance(module, (nn.QuantizedLinear, nn.QuantizedEmbedding))
-    layout = (module.group_size, module.bits, module.mode) if is_quantised else ()
-    dtype = module.scales.dtype if is_quantised else module.weight.dtype
     outputs, width = module.weight.shape
-    width = width * 32 // module.bits if is_quantised else width
-    limit = most if most is None or (dtype == mx.float32 and not layout) else most // 8
+    dtype, layout = module.weight.dtype, ()
+    if isinstance(module, (nn.QuantizedLinear, nn.QuantizedEmbedding)):
+        dtype = module.scales.dtype
+        layout = (module.group_size, module.bits, module.mode)
+        width = width * 32 // module.bits
+    has_blas = dtype == mx.float32 and not layout
+    limit = most if most is None or has_blas else most // 8
     return Product(width, dtype, _cut(width, outputs, limit), module, layout, is_head)
 
 
@@ -309,16 +311,16 @@ def in_numbers(
     Rows are repeated up to a count or split. Prompts (over ``MOST_ROWS`` rows, or several per place) run unchanged.
     """
     count = rows.shape[0]
-    if count in numbers or count > MOST_ROWS or rows.size != count * rows.shape[-1]:
+    is_step = count <= MOST_ROWS and rows.size == count * rows.shape[-1]
+    if count in numbers or not is_step:
         return call(rows)
     if count > numbers[-1]:
         parts = mx.split(rows, list(range(numbers[-1], count, numbers[-1])))
         return mx.concatenate([in_numbers(call, part, numbers) for part in parts])
     number = next(one for one in numbers if one > count)
     repeats = -(-number // count)
-    return call(
-        mx.broadcast_to(rows[None], (repeats, *rows.shape)).flatten(0, 1)[:number]
-    )[:count]
+    filled = mx.broadcast_to(rows[None], (repeats, *rows.shape)).flatten(0, 1)
+    return call(filled[:number])[:count]
 
 
 @lru_cache(maxsize=8)

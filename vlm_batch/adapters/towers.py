@@ -76,26 +76,27 @@ GATED = Inner(("gate_proj", "up_proj"), "down_proj")
 def widen(model: Any, names: Inner) -> None:
     """Pad towers' MLPs with zeros to fast widths; outputs change by rounding only."""
     for owner, name in vision_towers(model):
-        for _, module in owner[name].named_modules():
-            layers: list[Any] = [
-                module.get(layer) for layer in (*names.first, names.last)
-            ]
-            if all(type(layer) is nn.Linear for layer in layers):
-                _widen(layers[:-1], layers[-1])
+        for module in owner[name].modules():
+            first: list[Any] = [module.get(layer) for layer in names.first]
+            last: Any = module.get(names.last)
+            if {type(layer) for layer in (*first, last)} == {nn.Linear}:
+                _widen(first, last)
 
 
 def _widen(first: list[Any], last: Any) -> None:
     width = last.weight.shape[1]
-    multiples = {operations.fast_width(layer.weight.dtype) for layer in (*first, last)}
-    missing = -width % min(multiples)
-    if not missing or any(layer.weight.shape[0] != width for layer in first):
+    if any(layer.weight.shape[0] != width for layer in first):
+        return
+    layers = [*first, last]
+    missing = -width % min(operations.fast_width(one.weight.dtype) for one in layers)
+    if not missing:
         return
     for layer in first:
         layer.weight = mx.pad(layer.weight, [(0, missing), (0, 0)])
         if "bias" in layer:
             layer.bias = mx.pad(layer.bias, (0, missing))
     last.weight = mx.pad(last.weight, [(0, 0), (0, missing)])
-    mx.eval([layer.parameters() for layer in (*first, last)])
+    mx.eval([layer.parameters() for layer in layers])
 
 
 def embed_by_product(parent: type[nn.Module]) -> type[nn.Module]:

@@ -86,25 +86,26 @@ def compile_products(model: nn.Module) -> None:
 
 def packings(model: nn.Module) -> set[Packing]:
     """Return how the quantised layers of a model are packed that MLX multiplies."""
-    layers = [
-        layer
-        for _, layer in model.named_modules()
-        if "scales" in layer
-        and hasattr(layer, "bits")
-        and hasattr(layer, "group_size")
-        and layer.scales.ndim > 1
-        and not (type(layer) in OURS and qmm.suits(layer))
-    ]
-    return {
-        Packing(
+    found = set()
+    for module in model.modules():
+        layer: Any = module
+        if not _is_quantised(layer) or (type(layer) in OURS and qmm.suits(layer)):
+            continue
+        packing = Packing(
             _computes_in(layer),
             getattr(layer, "mode", "affine"),
             layer.group_size,
             layer.bits,
             WIDTHS[layer.scales.shape[-2] % FULL > 0],
         )
-        for layer in layers
-    }
+        found.add(packing)
+    return found
+
+
+def _is_quantised(layer: Any) -> bool:
+    if "scales" not in layer or layer.scales.ndim < 2:
+        return False
+    return hasattr(layer, "bits") and hasattr(layer, "group_size")
 
 
 def _computes_in(layer: Any) -> str:

@@ -71,20 +71,19 @@ class Rule(NamedTuple):
 
 
 def served(rule: Rule) -> bool:
+    """Whether the kernel is written for a call's arrays."""
     *_, heads, depth = rule.keys.shape
-    wide = rule.values.shape[-1]
-    is_narrow = (
-        depth <= MOST_KEY and wide <= MOST_VALUE and rule.values.shape[2] % heads == 0
-    )
-    is_alike = (
-        rule.queries.dtype == rule.keys.dtype == rule.values.dtype
-        and rule.states.dtype == mx.float32
-    )
+    *_, value_heads, wide = rule.values.shape
+    if depth > MOST_KEY or wide > MOST_VALUE or value_heads % heads:
+        return False
+    if not rule.queries.dtype == rule.keys.dtype == rule.values.dtype:
+        return False
+    if rule.states.dtype != mx.float32:
+        return False
     mask = rule.mask
-    is_plain = mask is None or (
-        mask.dtype == mx.bool_ and mask.shape == rule.keys.shape[:2]
-    )
-    return is_narrow and is_alike and is_plain
+    if mask is None:
+        return True
+    return mask.dtype == mx.bool_ and mask.shape == rule.keys.shape[:2]
 
 
 def run_rule(rule: Rule, kept: int, run: Run) -> list[mx.array]:

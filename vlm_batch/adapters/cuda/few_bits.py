@@ -126,20 +126,16 @@ def attend_where_right(
     queries: mx.array, keys: SlabStates, values: SlabStates, scale: float, mask: Any
 ) -> mx.array | None:
     """Run ``attend`` if the kernels support these arrays accurately here, else return None."""
-    if (
-        device() is not Device.CUDA
-        or queries.shape[2] != 1
-        or not fits_mask(mask, queries.shape[0], keys.columns)
-    ):
+    if device() is not Device.CUDA or queries.shape[2] != 1:
+        return None
+    if not fits_mask(mask, queries.shape[0], keys.columns):
         return None
     if keys.scales.dtype != values.scales.dtype:
         return None
     build = build_of(queries, keys, values, scale, mask)
-    return (
-        _attend(build, queries, keys, values, mask, on_device)
-        if is_served(build) and _is_right(build)
-        else None
-    )
+    if not is_served(build) or not _is_right(build):
+        return None
+    return _attend(build, queries, keys, values, mask, on_device)
 
 
 def attend(
@@ -206,31 +202,25 @@ def build_of(
 
 
 def fits_mask(mask: Any, rows: int, columns: int) -> bool:
+    """Whether a mask is none, or (B or 1, 1, 1, C)."""
     if not isinstance(mask, mx.array):
         return True
-    return (
-        mask.ndim == 4
-        and mask.shape[0] in (1, rows)
-        and tuple(mask.shape[1:]) == (1, 1, columns)
-    )
+    if mask.ndim != 4 or mask.shape[0] not in (1, rows):
+        return False
+    return tuple(mask.shape[1:]) == (1, 1, columns)
 
 
 @lru_cache(maxsize=64)
 def is_served(build: FewBitsBuild) -> bool:
+    """Whether the kernels are written for a build."""
     (layout, _, kv_heads), (layout_v, _, kv_heads_v) = build.keys, build.values
+    if layout[:2] != layout_v[:2] or build.depth != layout.depth:
+        return False
+    if kv_heads != kv_heads_v or build.heads % kv_heads:
+        return False
     widest = max(round_up(one.depth, one.group_size) for one in (layout, layout_v))
-    is_alike = (
-        layout[:2] == layout_v[:2]
-        and kv_heads == kv_heads_v
-        and build.heads % kv_heads == 0
-    )
     types = {build.dtype, build.scales} | ({build.mask} - {None, mx.bool_})
-    return (
-        is_alike
-        and build.depth == layout.depth
-        and widest <= WIDEST
-        and types <= set(TYPES)
-    )
+    return widest <= WIDEST and types <= set(TYPES)
 
 
 @lru_cache(maxsize=64)

@@ -110,9 +110,9 @@ def attend_where_right(
     queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Any
 ) -> mx.array | None:
     """Run ``attend`` if the kernels support these arrays accurately here, else return None."""
-    if not is_served(queries, keys, values, mask) or not _is_right(
-        _build_of(queries, keys, scale, mask)
-    ):
+    if not is_served(queries, keys, values, mask):
+        return None
+    if not _is_right(_build_of(queries, keys, scale, mask)):
         return None
     return attend(queries, keys, values, scale, mask, on_device)
 
@@ -148,33 +148,22 @@ def _build_of(
 
 
 def is_served(queries: mx.array, keys: mx.array, values: mx.array, mask: Any) -> bool:
-    if (
-        not isinstance(mask, mx.array)
-        or not queries.ndim == keys.ndim == mask.ndim == 4
-    ):
+    """Whether the kernels are written for these arrays."""
+    if not isinstance(mask, mx.array):
         return False
-    rows, heads, _, depth = queries.shape
-    is_fitting = (
-        queries.shape[2] == 1
-        and keys.shape == values.shape
-        and keys.shape[0] == rows
-        and keys.shape[3] == depth
-        and heads % keys.shape[1] == 0
-    )
-    is_wide = depth <= WIDEST and depth * queries.dtype.size % PACK == 0
-    is_mask = mask.shape[0] in (1, rows) and tuple(mask.shape[1:]) == (
-        1,
-        1,
-        keys.shape[2],
-    )
-    is_typed = queries.dtype == keys.dtype == values.dtype and queries.dtype in TYPES
-    return (
-        is_fitting
-        and is_wide
-        and is_mask
-        and is_typed
-        and mask.dtype in (mx.bool_, *TYPES)
-    )
+    if not queries.ndim == keys.ndim == mask.ndim == 4:
+        return False
+    rows, heads, length, depth = queries.shape
+    if keys.shape != values.shape or length != 1:
+        return False
+    if keys.shape[0] != rows or keys.shape[3] != depth or heads % keys.shape[1]:
+        return False
+    if depth > WIDEST or depth * queries.dtype.size % PACK:
+        return False
+    if mask.shape[0] not in (1, rows) or mask.shape[1:] != (1, 1, keys.shape[2]):
+        return False
+    is_alike = queries.dtype == keys.dtype == values.dtype
+    return is_alike and queries.dtype in TYPES and mask.dtype in (mx.bool_, *TYPES)
 
 
 @lru_cache(maxsize=64)

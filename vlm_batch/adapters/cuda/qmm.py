@@ -72,37 +72,30 @@ def launch_of(build: ProductBuild, rows: int, outputs: int) -> Launch:
 
 def multiply_where_right(layer: Any, rows: mx.array) -> mx.array | None:
     """Run ``multiply`` if the kernel supports this layer and these rows accurately here, else return None."""
-    if not is_served(layer, rows) or not _is_right(
-        ProductBuild(rows.dtype, layer.bits, layer.group_size)
-    ):
+    if not is_served(layer, rows):
+        return None
+    if not _is_right(ProductBuild(rows.dtype, layer.bits, layer.group_size)):
         return None
     return multiply(layer, rows, on_device)
 
 
 def is_served(layer: Any, rows: mx.array) -> bool:
     """Whether the kernel is written for a layer and rows (N, width)."""
-    return (
-        suits(layer)
-        and rows.dtype == layer["scales"].dtype
-        and rows.ndim == 2
-        and rows.shape[0] > 0
-    )
+    if not suits(layer) or rows.dtype != layer["scales"].dtype:
+        return False
+    return rows.ndim == 2 and rows.shape[0] > 0
 
 
 def suits(layer: Any) -> bool:
     """Whether the kernel is written for a layer's weight, with rows of the type of its scales."""
-    if (
-        layer.mode != "affine"
-        or layer.bits not in BITS
-        or layer.group_size not in GROUPS
-    ):
+    if layer.mode != "affine":
+        return False
+    if layer.bits not in BITS or layer.group_size not in GROUPS:
         return False
     outputs, dtype = layer["scales"].shape[0], layer["scales"].dtype
-    return (
-        outputs > 1
-        and dtype in TYPES
-        and ("bias" not in layer or layer["bias"].dtype == dtype)
-    )
+    if outputs == 1 or dtype not in TYPES:
+        return False
+    return "bias" not in layer or layer["bias"].dtype == dtype
 
 
 def multiply(layer: Any, rows: mx.array, run: Run) -> mx.array:
