@@ -29,7 +29,13 @@ from vlm_batch.adapters.joint import (
     outputs_together,
 )
 from vlm_batch.adapters.longrope import ROW_ROPES, longest_short, marked_long
-from vlm_batch.adapters.media import has_pictures, has_sound, sound_apart
+from vlm_batch.adapters.media import (
+    AUDIO_INPUTS,
+    PICTURE_INPUTS,
+    has_media,
+    has_sound,
+    sound_apart,
+)
 from vlm_batch.adapters.modules import clone_modules, cut_answer, evaluate_arrays
 from vlm_batch.adapters.placing import know_places
 from vlm_batch.adapters.products import hold_products, turned, watched
@@ -174,20 +180,20 @@ class Adapter(FamilyHooks):
         return ids, extra
 
     def _known_inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        given = {
-            name: value
-            for name, value in inputs.items()
-            if value is not None and name != "input_ids"
-        }
-        unknown = set(given) - self.input_keys - self.ignored - IGNORED_INPUTS
+        """Return the inputs of ``input_keys``; raise InvalidPrompt for others than ignored ones."""
+        known: dict[str, Any] = {}
+        unknown: list[str] = []
+        for name, value in inputs.items():
+            if value is None or name == "input_ids":
+                continue
+            if name in self.input_keys:
+                known[name] = joined(value) if isinstance(value, Joined) else value
+            elif name not in self.ignored | IGNORED_INPUTS:
+                unknown.append(name)
         if unknown:
             raise InvalidPrompt(
                 f"{self.spec.family} does not know the inputs {sorted(unknown)}; it takes {sorted(self.input_keys)}"
             )
-        known: dict[str, Any] = {}
-        for name, value in given.items():
-            if name in self.input_keys:
-                known[name] = joined(value) if isinstance(value, Joined) else value
         return known
 
     @contextmanager
@@ -198,7 +204,7 @@ class Adapter(FamilyHooks):
         except InvalidRequest:
             raise
         except ValueError as error:
-            if not has_pictures(extra) and not has_sound(extra):
+            if not has_media(extra):
                 raise
             given = int(self.picture_places(ids, extra).sum())
             noun = "media" if has_sound(extra) else "pictures"
@@ -290,26 +296,27 @@ class Adapter(FamilyHooks):
         def encode(inputs: Mapping[str, Any], outputs: TowerOutputs) -> Encoded:
             return Adapter.encode(self, inputs, replace(call, tower_outputs=outputs))
 
-        def has_shared(inputs: Mapping[str, Any]) -> bool:
-            is_seen = shares_pictures and has_pictures(inputs)
-            return is_seen or (shares_sound and has_sound(inputs))
-
-        outputs: dict[int, TowerOutputs] = {}
-        if self.spec.max_rows != 1:
-            shares_pictures = _shares_calls(vision_towers(self.model), call)
-            shares_sound = _shares_calls(audio_towers(self.model), call)
-            outputs = outputs_together(
-                requests, encode, has_shared, call, self._values_of_patch
-            )
+        outputs = outputs_together(
+            requests, encode, self._shared_media(call), call, self._values_of_patch
+        )
         prepared: list[Mapping[str, Any]] = []
         for at, inputs in enumerate(requests):
-            is_text = not has_pictures(inputs) and not has_sound(inputs)
             known = outputs.get(at) or TowerOutputs()
-            if known.is_any or is_text:
-                prepared.append(PrecomputedInputs(inputs, known))
-            else:
-                prepared.append(inputs)
+            if known.is_any or not has_media(inputs):
+                inputs = PrecomputedInputs(inputs, known)
+            prepared.append(inputs)
         return prepared
+
+    def _shared_media(self, call: Call) -> tuple[str, ...]:
+        """Return the prefixes of inputs whose towers take several requests' media in one call."""
+        if self.spec.max_rows == 1:
+            return ()
+        found: tuple[str, ...] = ()
+        if _shares_calls(vision_towers(self.model), call):
+            found += PICTURE_INPUTS
+        if _shares_calls(audio_towers(self.model), call):
+            found += AUDIO_INPUTS
+        return found
 
     @property
     def _values_of_patch(self) -> int:

@@ -28,8 +28,7 @@ from vlm_batch.adapters.known import know
 from vlm_batch.adapters.media import (
     check_pictures,
     check_sound,
-    has_pictures,
-    has_sound,
+    has_media,
 )
 from vlm_batch.adapters.modules import RememberingTower, part_of
 from vlm_batch.adapters.placing import Merge, hook_placing
@@ -180,8 +179,7 @@ class FamilyHooks:
     def picture_places(self, ids: mx.array, extra: Mapping[str, Any]) -> np.ndarray:
         """Return the mask (L,) of media features; all True if unknown."""
         tokens, marks = np.array(ids)[0], self.image_token_ids
-        is_text = not has_pictures(extra) and not has_sound(extra)
-        if marks or is_text:
+        if marks or not has_media(extra):
             return are_any(tokens, marks)
         return np.ones(len(tokens), dtype=np.bool_)
 

@@ -100,17 +100,14 @@ def suit_few_rows(model: nn.Module) -> None:
 def _has_fitting_weight(layer: Any, is_one: bool) -> bool:
     """Whether a layer's products of few rows gain, where one thread makes them or several."""
     weight, bias = layer.get("weight"), layer.get("bias")
-    if weight is None or weight.dtype != mx.float32:
-        return False
-    if weight.ndim != 2 or not weight.size:
+    if weight is None or weight.ndim != 2 or not weight.size:
         return False
     outputs, width = weight.shape
-    if outputs < BLOCKS[-1]:
-        return False
-    if bias is not None and bias.shape != (outputs,):
-        return False
-    if width % ALIASED:
-        is_large = weight.size >= LARGE and width % EVEN == 0
-        if not is_one or not is_large:
-            return False
-    return memoryview(weight).c_contiguous
+    is_large = is_one and weight.size >= LARGE and width % EVEN == 0
+    needs = (
+        weight.dtype == mx.float32,
+        outputs >= BLOCKS[-1],
+        bias is None or bias.shape == (outputs,),
+        width % ALIASED == 0 or is_large,
+    )
+    return all(needs) and memoryview(weight).c_contiguous

@@ -177,7 +177,7 @@ def make_calls(
 def outputs_together(
     requests: Sequence[Mapping[str, Any]],
     encode: Callable[[Mapping[str, Any], TowerOutputs], Any],
-    has_shared: Callable[[Mapping[str, Any]], bool],
+    shared: tuple[str, ...],
     call: Call,
     values_of_patch: int,
 ) -> dict[int, TowerOutputs]:
@@ -185,7 +185,7 @@ def outputs_together(
 
     Args:
         encode: Encodes a request's inputs, with the outputs of its tower calls as far as they are there.
-        has_shared: Whether a request has media whose tower shares calls.
+        shared: Prefixes of the inputs of media whose tower shares calls.
         values_of_patch: Numbers of a patch of a picture.
 
     Returns:
@@ -193,7 +193,7 @@ def outputs_together(
     """
     outputs: dict[int, TowerOutputs] = {}
     for at, inputs in enumerate(requests):
-        if has_shared(inputs):
+        if any(name.startswith(shared) for name in inputs):
             outputs[at] = TowerOutputs()
     encoding = {at: partial(encode, requests[at]) for at in outputs}
 
@@ -210,10 +210,9 @@ def outputs_together(
     while len(calls) > 1:
         with running(call):
             found = make_calls(calls, by_shapes=call.is_fixed)
+        calls = {}
         for at, output in found.items():
             outputs[at].found.append(output)
-        calls = {}
-        for at in found:
             asked = advance(outputs[at], encoding[at])
             if asked is not None:
                 calls[at] = asked

@@ -35,6 +35,10 @@ def has_pictures(extra: Mapping[str, Any]) -> bool:
     return any(name.startswith(PICTURE_INPUTS) for name in extra)
 
 
+def has_media(extra: Mapping[str, Any]) -> bool:
+    return any(name.startswith(PICTURE_INPUTS + AUDIO_INPUTS) for name in extra)
+
+
 def has_sound(extra: Mapping[str, Any]) -> bool:
     return any(name.startswith(AUDIO_INPUTS) for name in extra)
 

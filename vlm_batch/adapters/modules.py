@@ -140,27 +140,31 @@ class RememberingTower(nn.Module):
     def look(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return stored or new features; only calls of arrays are stored."""
         key = self.key(args, kwargs)
-        found = None if key is None else self._store.get(key)
+        found = self.stored(key)
         if found is None:
             found = self.fresh(args, kwargs)
             self.remember(key, found)
         return found
 
+    def stored(self, key: bytes | None) -> Any:
+        """Return the features of a call's digest, if any."""
+        return None if key is None else self._store.get(key)
+
     def fresh(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run the tower; keep only hidden states that the model reads."""
         found = self.tower(*args, **kwargs)
-        if not kwargs.get("output_hidden_states"):
-            return found
         wanted = getattr(self._config, "vision_feature_layer", None)
-        if wanted is None or not isinstance(found, (list, tuple)) or not found:
+        if wanted is None or not kwargs.get("output_hidden_states"):
             return found
-        if not isinstance(found[-1], (list, tuple)):
+        if not isinstance(found, (list, tuple)) or not found:
             return found
-        states = list(found[-1])
-        layers = [wanted] if isinstance(wanted, int) else wanted
-        read = {range(len(states))[layer] for layer in layers}
-        kept = [state if at in read else None for at, state in enumerate(states)]
-        return (*found[:-1], kept)
+        *others, states = found
+        if not isinstance(states, (list, tuple)):
+            return found
+        kept: list[Any] = [None] * len(states)
+        for layer in [wanted] if isinstance(wanted, int) else wanted:
+            kept[layer] = states[layer]
+        return (*others, kept)
 
     def key(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes | None:
         """Return a call's digest, or None if unstored."""
@@ -191,22 +195,22 @@ class RememberingTower(nn.Module):
     ) -> list[Any]:
         """Return stored features; make missing ones together, duplicates once."""
         keys = [self.key(call.args, call.kwargs) for call in calls]
-        found: list[Any] = []
-        # the first call of each that is missing, by its key, or its own place without one
+        found = [self.stored(key) for key in keys]
+        # a call that cannot be stored is like no other
+        names: list[bytes | int] = [key or at for at, key in enumerate(keys)]
         first: dict[bytes | int, int] = {}
-        for at, key in enumerate(keys):
-            found.append(None if key is None else self._store.get(key))
+        for at, name in enumerate(names):
             if found[at] is None:
-                first.setdefault(at if key is None else key, at)
+                first.setdefault(name, at)
         if not first:
             return found
         parts = make([calls[at] for at in first.values()])
         made = dict(zip(first, parts, strict=True))
         for name, at in first.items():
             self.remember(keys[at], made[name])
-        for at, key in enumerate(keys):
+        for at, name in enumerate(names):
             if found[at] is None:
-                found[at] = made[at if key is None else key]
+                found[at] = made[name]
         return found
 
     def run_by_shape(self, calls: Sequence[TowerCall]) -> list[Any]:
@@ -512,7 +516,7 @@ def package_of(value: Any) -> str:
 
 def tables_on_disk(module: nn.Module) -> list[Any]:
     """Return modules that read rows from checkpoint files."""
-    return [child for _, child in module.named_modules() if _is_on_disk(child)]
+    return [child for child in module.modules() if _is_on_disk(child)]
 
 
 def _is_on_disk(node: Any) -> bool:

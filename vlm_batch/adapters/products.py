@@ -191,7 +191,8 @@ def _product_of(path: str, module: Any, most: int | None) -> Product | None:
         return None
     is_head = isinstance(module, TABLES) or path.endswith("lm_head")
     outputs, width = module.weight.shape
-    dtype, layout = module.weight.dtype, ()
+    dtype = module.weight.dtype
+    layout: tuple[Any, ...] = ()
     if isinstance(module, (nn.QuantizedLinear, nn.QuantizedEmbedding)):
         dtype = module.scales.dtype
         layout = (module.group_size, module.bits, module.mode)

@@ -20,15 +20,21 @@ class ShortConvolution(nn.Conv1d):
         """Convolve (B, L, C). A decode step's one position stays MLX's: its shapes are few."""
         channels, taps, per_group = self.weight.shape
         length = x.shape[1] - self.dilation * (taps - 1)
-        is_within = per_group == 1 and channels == x.shape[2]
-        is_plain = self.stride == 1 and not self.padding
-        if not is_within or not is_plain or length < 2:
-            return super().__call__(x)
-        firsts = [self.dilation * tap for tap in range(taps)]
-        found = _summed(
-            [x[:, first : first + length] for first in firsts],
-            [self.weight[:, tap, 0] for tap in range(taps)],
+        needs = (
+            per_group == 1,
+            channels == x.shape[2],
+            self.stride == 1,
+            not self.padding,
+            length > 1,
         )
+        if not all(needs):
+            return super().__call__(x)
+        shifted, weights = [], []
+        for tap in range(taps):
+            first = self.dilation * tap
+            shifted.append(x[:, first : first + length])
+            weights.append(self.weight[:, tap, 0])
+        found = _summed(shifted, weights)
         return found + self.bias if "bias" in self else found
 
 

@@ -74,16 +74,18 @@ def served(rule: Rule) -> bool:
     """Whether the kernel is written for a call's arrays."""
     *_, heads, depth = rule.keys.shape
     *_, value_heads, wide = rule.values.shape
-    if depth > MOST_KEY or wide > MOST_VALUE or value_heads % heads:
-        return False
-    if not rule.queries.dtype == rule.keys.dtype == rule.values.dtype:
-        return False
-    if rule.states.dtype != mx.float32:
-        return False
     mask = rule.mask
-    if mask is None:
-        return True
-    return mask.dtype == mx.bool_ and mask.shape == rule.keys.shape[:2]
+    if mask is not None and mask.shape != rule.keys.shape[:2]:
+        return False
+    needs = (
+        depth <= MOST_KEY,
+        wide <= MOST_VALUE,
+        value_heads % heads == 0,
+        rule.queries.dtype == rule.keys.dtype == rule.values.dtype,
+        rule.states.dtype == mx.float32,
+        mask is None or mask.dtype == mx.bool_,
+    )
+    return all(needs)
 
 
 def run_rule(rule: Rule, kept: int, run: Run) -> list[mx.array]:

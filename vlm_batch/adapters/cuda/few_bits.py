@@ -214,13 +214,18 @@ def fits_mask(mask: Any, rows: int, columns: int) -> bool:
 def is_served(build: FewBitsBuild) -> bool:
     """Whether the kernels are written for a build."""
     (layout, _, kv_heads), (layout_v, _, kv_heads_v) = build.keys, build.values
-    if layout[:2] != layout_v[:2] or build.depth != layout.depth:
-        return False
-    if kv_heads != kv_heads_v or build.heads % kv_heads:
-        return False
-    widest = max(round_up(one.depth, one.group_size) for one in (layout, layout_v))
+    wide = round_up(layout.depth, layout.group_size)
+    wide_v = round_up(layout_v.depth, layout_v.group_size)
     types = {build.dtype, build.scales} | ({build.mask} - {None, mx.bool_})
-    return widest <= WIDEST and types <= set(TYPES)
+    needs = (
+        layout[:2] == layout_v[:2],
+        build.depth == layout.depth,
+        max(wide, wide_v) <= WIDEST,
+        kv_heads == kv_heads_v,
+        build.heads % kv_heads == 0,
+        types <= set(TYPES),
+    )
+    return all(needs)
 
 
 @lru_cache(maxsize=64)

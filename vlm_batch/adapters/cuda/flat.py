@@ -51,11 +51,16 @@ def _flat(
 
 def gains_from_width(layer: Any, rows: mx.array) -> bool:
     """Whether a prompt's or a tower's rows (N, width) take wide weights; a decode step may be a graph, which cannot wait."""
-    if current().positions is not None or layer.mode != "affine":
+    if current().positions is not None:
         return False
-    is_many = rows.ndim == 2 and rows.shape[0] >= MANY_ROWS
-    is_half = rows.dtype in (mx.bfloat16, mx.float16)
-    return is_many and is_half and rows.dtype == layer["scales"].dtype
+    needs = (
+        layer.mode == "affine",
+        rows.ndim == 2,
+        rows.shape[0] >= MANY_ROWS,
+        rows.dtype in (mx.bfloat16, mx.float16),
+        rows.dtype == layer["scales"].dtype,
+    )
+    return all(needs)
 
 
 class _Launched(threading.local):

@@ -153,17 +153,21 @@ def is_served(queries: mx.array, keys: mx.array, values: mx.array, mask: Any) ->
         return False
     if not queries.ndim == keys.ndim == mask.ndim == 4:
         return False
-    rows, heads, length, depth = queries.shape
-    if keys.shape != values.shape or length != 1:
-        return False
-    if keys.shape[0] != rows or keys.shape[3] != depth or heads % keys.shape[1]:
-        return False
-    if depth > WIDEST or depth * queries.dtype.size % PACK:
-        return False
-    if mask.shape[0] not in (1, rows) or mask.shape[1:] != (1, 1, keys.shape[2]):
-        return False
-    is_alike = queries.dtype == keys.dtype == values.dtype
-    return is_alike and queries.dtype in TYPES and mask.dtype in (mx.bool_, *TYPES)
+    rows, heads, _, depth = queries.shape
+    kv_heads, columns = keys.shape[1], keys.shape[2]
+    needs = (
+        queries.shape[2] == 1,
+        keys.shape == values.shape == (rows, kv_heads, columns, depth),
+        heads % kv_heads == 0,
+        depth <= WIDEST,
+        depth * queries.dtype.size % PACK == 0,
+        mask.shape[0] in (1, rows),
+        mask.shape[1:] == (1, 1, columns),
+        queries.dtype == keys.dtype == values.dtype,
+        queries.dtype in TYPES,
+        mask.dtype in (mx.bool_, *TYPES),
+    )
+    return all(needs)
 
 
 @lru_cache(maxsize=64)

@@ -88,14 +88,16 @@ def is_served(layer: Any, rows: mx.array) -> bool:
 
 def suits(layer: Any) -> bool:
     """Whether the kernel is written for a layer's weight, with rows of the type of its scales."""
-    if layer.mode != "affine":
-        return False
-    if layer.bits not in BITS or layer.group_size not in GROUPS:
-        return False
     outputs, dtype = layer["scales"].shape[0], layer["scales"].dtype
-    if outputs == 1 or dtype not in TYPES:
-        return False
-    return "bias" not in layer or layer["bias"].dtype == dtype
+    needs = (
+        layer.mode == "affine",
+        layer.bits in BITS,
+        layer.group_size in GROUPS,
+        outputs > 1,
+        dtype in TYPES,
+        layer.get("bias", layer["scales"]).dtype == dtype,
+    )
+    return all(needs)
 
 
 def multiply(layer: Any, rows: mx.array, run: Run) -> mx.array:
