@@ -1,10 +1,10 @@
-"""A decode step's attention on CUDA by our kernel (``vlm_batch.adapters.one_query``) and by MLX, and products of few bits.
+"""A decode step's attention on CUDA by our kernel (``vlm_batch.adapters.cuda.one_query``) and by MLX, and products of few bits.
 
     python -m benchmarks.one_query
 
 Microseconds of one call, the least of several. Attention: of rows that see half to all of a slab's columns, by MLX without
 and with a mask, and by the kernel; last, the kernel where one row sees all and the others 64. Products of 4 bits: of a
-step's rows as they come, (B, 1, D), as one matrix, by weights that are widened, and by our kernel (``vlm_batch.adapters.qmm``).
+step's rows as they come, (B, 1, D), as one matrix, by weights that are widened, and by our kernel (``qmm``).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from vlm_batch.adapters import qmm
-from vlm_batch.adapters.cuda import on_device
-from vlm_batch.adapters.one_query import attend
+from vlm_batch.adapters.cuda import qmm
+from vlm_batch.adapters.cuda.launches import on_device
+from vlm_batch.adapters.cuda.one_query import attend
 
 CALLS, TURNS = 20, 5
 ROWS = (1, 8, 16, 32, 64)

@@ -26,6 +26,7 @@ from rich.table import Table
 import vlm_batch
 from tests.test_imports import FLOOR, FLOORS
 from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.family import FamilyHooks
 from vlm_batch.models import families
 from vlm_batch.policy import SETTINGS
 
@@ -41,20 +42,7 @@ NUMBERS = frozenset({"int", "float", "bool", "str", "tuple", "None"})
 #: Rooms that know the classes of caches on purpose: what they are made of, and the families.
 KNOW_CACHES = ("models", "adapters")
 #: Members of an adapter that the engine calls and reads, and no family has of its own.
-CALLS = frozenset(
-    {
-        *(
-            "encode",
-            "encode_together",
-            "prefill",
-            "decode",
-            "make_cache",
-            "with_products",
-            "watched",
-        ),
-        *("prompt_key", "check_inputs", "scores_chunks"),
-    }
-)
+CALLS = frozenset(name for name in vars(Adapter) if not name.startswith("_"))
 #: How many of the last families that were added are looked at.
 LAST_FAMILIES = 7
 
@@ -608,7 +596,8 @@ def public_members() -> set[str]:
     """The names that a family inherits and may override, and the calls of the engine's."""
     return {
         name
-        for name in {**vars(Adapter), **Adapter.__annotations__}
+        for kind in (FamilyHooks, Adapter)
+        for name in {**vars(kind), **vars(kind).get("__annotations__", {})}
         if not name.startswith("_")
     }
 

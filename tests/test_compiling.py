@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from vlm_batch.adapters import compiling
+from vlm_batch.adapters.cuda import compiling
 from vlm_batch.runtime.device import Device
 
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from tests.harness import Ask, check, run_family
-from vlm_batch.adapters import convolution
-from vlm_batch.adapters.convolution import ShortConvolution, convolutions
+from vlm_batch.adapters import operations
+from vlm_batch.adapters.cuda.convolution import ShortConvolution
 from vlm_batch.adapters.modules import clone_modules
 from vlm_batch.runtime.device import Device
 
@@ -26,7 +26,7 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
         shapes.append(x.shape)
         return theirs(x, *args, **kwargs)
 
-    monkeypatch.setattr(convolution, "device", lambda: Device.CUDA)
+    monkeypatch.setattr(operations, "device", lambda: Device.CUDA)
     monkeypatch.setattr(mx, "conv1d", convolve)
     return shapes
 
@@ -45,7 +45,7 @@ def test_any_length_is_mlxs_convolution(
 ) -> None:
     plain = nn.Conv1d(16, 16, taps, dilation=dilation, groups=16, bias=bias)
     plain.set_dtype(dtype)
-    ours = clone_modules(plain, convolutions())
+    ours = clone_modules(plain, operations.layers())
     assert type(ours) is ShortConvolution
     for rows, length in ((1, 12), (3, 9), (2, 40)):
         x = mx.random.normal((rows, length, 16)).astype(dtype)
@@ -68,7 +68,7 @@ def test_what_is_none_along_a_prompt_is_mlxs(on_cuda: list[tuple[int, ...]]) -> 
     ]
     for how, length in zip(kinds, (3, 9, 9, 9), strict=True):
         plain, x = nn.Conv1d(8, 8, 3, **how), mx.random.normal((2, length, 8))
-        assert mx.array_equal(clone_modules(plain, convolutions())(x), plain(x))
+        assert mx.array_equal(clone_modules(plain, operations.layers())(x), plain(x))
     assert len(on_cuda) == 2 * len(kinds)
 
 

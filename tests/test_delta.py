@@ -12,8 +12,8 @@ from mlx_vlm.models.qwen3_5 import gated_delta as of_qwen
 
 from tests.harness import shared_adapter
 from tests.kernels import emulated
-from vlm_batch.adapters import delta
-from vlm_batch.adapters.cuda import Launch
+from vlm_batch.adapters.cuda import delta
+from vlm_batch.adapters.cuda.launches import Launch
 from vlm_batch.adapters.hooks import is_hook, running
 from vlm_batch.records import Call
 from vlm_batch.runtime.device import Device

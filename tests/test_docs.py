@@ -246,6 +246,21 @@ def test_the_adapter_guide_names_every_hook_and_no_other() -> None:
     )
 
 
+#: The most lines that one reads to add a family with sliding windows.
+MOST_LINES = 600
+
+
+def test_a_family_with_sliding_windows_takes_few_lines_to_read() -> None:
+    """The guide up to a plain family, its hooks, and the files that its table names, all whole."""
+    rows = GUIDE.split("| read | for |")[1].split("\n\n")[0].splitlines()[2:]
+    files = [file for row in rows for file in re.findall(r"^\| `(\S+)` \|", row)]
+    assert len(files) == len(rows) - 1
+    page = GUIDE.split("### A family with M-RoPE")[0]
+    page += GUIDE.split("### The hooks")[1].split("\n## ")[0]
+    texts = [page, *((ROOT / file).read_text(encoding="utf-8") for file in files)]
+    assert sum(len(text.splitlines()) for text in texts) <= MOST_LINES
+
+
 def test_the_adapter_guide_has_a_family_to_copy_for_every_kind() -> None:
     from vlm_batch.adapters.base import Adapter
     from vlm_batch.adapters.grids import MRoPEAdapter

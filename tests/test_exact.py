@@ -41,7 +41,8 @@ from tests.exact_cases import (
 from tests.exact_table import DATA, Record
 from tests.zoo import FAMILIES
 from vlm_batch import Caches, Request, SamplingParams, VLMBatcher
-from vlm_batch.adapters import kernels
+from vlm_batch.adapters import operations
+from vlm_batch.adapters.cuda import plans
 from vlm_batch.adapters.hooks import current
 from vlm_batch.adapters.products import (
     float32_products,
@@ -319,7 +320,7 @@ GROWING = [
 
 def decode_by_columns(patch: pytest.MonkeyPatch, least: int) -> None:
     """Make up kernels such as CUDA has for float32: attention of one query has other bits over fewer columns than ``least``."""
-    attend = kernels.attend
+    attend = operations.attend
 
     def moved(
         queries: mx.array,
@@ -332,7 +333,7 @@ def decode_by_columns(patch: pytest.MonkeyPatch, least: int) -> None:
         is_moved = queries.shape[2] == 1 and isinstance(mask, mx.array)
         return found * (1 + min(keys.shape[2], least) / 2**13) if is_moved else found
 
-    patch.setattr(kernels, "attend", moved)
+    patch.setattr(operations, "attend", moved)
 
 
 @pytest.mark.parametrize(
@@ -1054,21 +1055,22 @@ def test_what_agrees_nowhere_runs_a_row_at_a_time_and_says_so(
 def test_kernels_go_by_shapes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a shape's attention is does not depend on how often it came before, where an adapter goes by shapes."""
     spelled: list[tuple[int, ...]] = []
-    monkeypatch.setattr(kernels, "takes_plans", lambda queries: True)
-    monkeypatch.setattr(kernels, "USES_BEFORE_PLAN", 0)
+    monkeypatch.setattr(operations, "counts_launches", lambda: True)
+    monkeypatch.setattr(plans, "takes_plans", lambda queries: True)
+    monkeypatch.setattr(plans, "USES_BEFORE_PLAN", 0)
 
     def spell(queries: mx.array, *rest: Any) -> mx.array:
         spelled.append(queries.shape)
         return queries
 
-    monkeypatch.setattr(kernels, "attend_unfused", spell)
+    monkeypatch.setattr(plans, "attend_unfused", spell)
     queries, keys = mx.zeros((1, 2, 5, 16)), mx.zeros((1, 2, 9, 16))
-    kernels.attend(queries, keys, keys, 1.0, None)
+    operations.attend(queries, keys, keys, 1.0, None)
     assert not spelled
-    monkeypatch.setattr(kernels, "current", lambda: Call(is_fixed=True))
-    kernels.attend(queries, keys, keys, 1.0, None)
+    monkeypatch.setattr(plans, "current", lambda: Call(is_fixed=True))
+    operations.attend(queries, keys, keys, 1.0, None)
     # a lone query without a mask, too
-    kernels.attend(queries[:, :, :1], keys, keys, 1.0, None)
+    operations.attend(queries[:, :, :1], keys, keys, 1.0, None)
     assert spelled == [(1, 2, 5, 16), (1, 2, 1, 16)]
 
 

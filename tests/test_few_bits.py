@@ -15,10 +15,10 @@ from tests.harness import Ask, run, settings_for, shared_adapter
 from tests.kernels import emulated
 from tests.reuse_cases import request
 from tests.test_kv_quant import IMAGE, TEXT, UNIFORM, check, generator
-from vlm_batch.adapters import few_bits
 from vlm_batch.adapters.attention import attention
-from vlm_batch.adapters.cuda import Launch
-from vlm_batch.adapters.few_bits import Variant
+from vlm_batch.adapters.cuda import few_bits
+from vlm_batch.adapters.cuda.few_bits import FewBitsBuild
+from vlm_batch.adapters.cuda.launches import Launch
 from vlm_batch.arrays import as_mlx
 from vlm_batch.caches import Placement
 from vlm_batch.caches.quantized import Layout, SlabStates, of_slab
@@ -50,11 +50,11 @@ def kind(
     scales: mx.Dtype | None = None,
     mask: mx.Dtype | None = mx.bool_,
     is_by_row: bool = True,
-) -> Variant:
+) -> FewBitsBuild:
     """A kind of attention; keys and values are heads of one slab, but where values have a depth of their own."""
     keys, own = Layout(group, bits, depth), Layout(group, bits, values or depth)
     halves = (keys, 0, kv_heads), (own, 0 if values else kv_heads, kv_heads)
-    return Variant(
+    return FewBitsBuild(
         depth**-0.5, heads, depth, *halves, dtype, scales or dtype, mask, is_by_row
     )
 
@@ -81,7 +81,7 @@ KINDS = {
 
 @needs_compiler
 @pytest.mark.parametrize("one", KINDS.values(), ids=KINDS)
-def test_the_kernels_are_attention(one: Variant) -> None:
+def test_the_kernels_are_attention(one: FewBitsBuild) -> None:
     """Over rows of one span and of several, with NaN behind each of them."""
     assert few_bits.is_served(one)
     assert (

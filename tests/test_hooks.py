@@ -21,7 +21,7 @@ from mlx_vlm.models.muse_spark import language as muse_spark
 
 from tests.harness import Ask, inputs_of, run
 from tests.zoo import family
-from vlm_batch.adapters import kernels, rotary
+from vlm_batch.adapters import operations, rotary
 from vlm_batch.adapters.attention import HOOKS
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.hooks import (
@@ -47,15 +47,15 @@ def reached(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     seen: list[str] = []
 
     def spy(name: str) -> None:
-        before: Callable[[mx.array], bool] = getattr(kernels, name)
+        before: Callable[..., bool] = getattr(operations, name)
 
-        def asked(array: mx.array) -> bool:
+        def asked(*arrays: mx.array) -> bool:
             seen.append(name)
-            return before(array)
+            return before(*arrays)
 
-        monkeypatch.setattr(kernels, name, asked)
+        monkeypatch.setattr(operations, name, asked)
 
-    spy("takes_plans")  # attend
+    spy("counts_launches")  # attend
     spy("takes_powers")  # swiglu, and attend after it
     return seen
 
@@ -87,7 +87,7 @@ def test_kernels_are_an_adapters_alone(name: str, reached: list[str]) -> None:
             [Ask(IMAGE), Ask("text:3:9")],
             placement=placement,
         )
-    assert {"takes_plans", "takes_powers"} == set(reached)
+    assert {"counts_launches", "takes_powers"} == set(reached)
     reached.clear()
     after = logits_alone(own, inputs_of(name, IMAGE))
     assert reached == []
@@ -312,18 +312,18 @@ def test_a_prompts_rotation_is_two_kernels_where_launches_count(
             np.array(array) for array in arrays_of([layer.state for layer in cache])
         ]
 
-    monkeypatch.setattr(kernels, "counts_launches", lambda: True)
+    monkeypatch.setattr(operations, "counts_launches", lambda: True)
     with monkeypatch.context() as patched:
         patched.setattr(rotary, "PLAIN_STYLES", ())  # mlx-vlm's own operations
         right, turned = keys(), 0
-    turn = kernels.turn_pairs
+    turn = operations.turn_pairs
 
     def counted(*pairs: mx.array) -> mx.array:
         nonlocal turned
         turned += len(pairs[0]) == 1  # a prompt's; a tower's queries and keys are two
         return turn(*pairs)
 
-    monkeypatch.setattr(kernels, "turn_pairs", counted)
+    monkeypatch.setattr(operations, "turn_pairs", counted)
     found = keys()
     assert turned >= 2 and len(found) == len(right)
     assert all(
@@ -336,7 +336,7 @@ def test_a_decode_steps_rotation_is_an_adapters_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Where launches count, and only while an adapter runs its model."""
-    monkeypatch.setattr(kernels, "counts_launches", lambda: True)
+    monkeypatch.setattr(operations, "counts_launches", lambda: True)
     adapter_for("qwen2_vl")(family("qwen2_vl").build())
     apply = vars(sys.modules["mlx_vlm.models.qwen2_vl.language"])[APPLY]
     states = mx.ones((2, 1, 1, 4))

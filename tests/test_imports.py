@@ -48,6 +48,8 @@ MODELS = tuple(
     for path in sorted((PACKAGE / "models").glob("*.py"))
     if path.stem != "__init__"
 )
+#: CUDA's kernels, and what spares MLX kernels and plans there.
+CUDA = PACKAGE / "adapters" / "cuda"
 #: Lines of a function that fits on a screen, and of a ``patches`` with classes in it: longer ones stand in models/_<family>.py.
 MAX_LINES, MAX_PATCHES_LINES = 95, 35
 
@@ -287,6 +289,32 @@ def test_the_engine_is_handed_what_it_works_with(path: Path) -> None:
     """An adapter, a ``prepare`` and a sampler are passed in."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     assert not imported(tree) & {"adapters", "inputs", "models", "registry", "loading"}
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in FILES if path.parent != CUDA],
+    ids=lambda path: str(path.relative_to(PACKAGE)),
+)
+def test_one_file_enters_the_room_of_cuda(path: Path) -> None:
+    """``operations`` alone asks it for attention and products: who does not work on CUDA need not open it."""
+    inside = [
+        module
+        for module, name in imports_from(path)
+        if f"{module}.{name}.".startswith("vlm_batch.adapters.cuda.")
+    ]
+    assert not inside or path == CUDA.with_name("operations.py"), inside
+
+
+def test_the_room_of_cuda_has_all_kernels_and_knows_neither_its_door_nor_a_family() -> (
+    None
+):
+    assert {path.parent for path in PACKAGE.rglob("*.cu")} == {CUDA}
+    above = {"operations", "base", "attention"}
+    for path in CUDA.glob("*.py"):
+        for module, name in imports_from(path):
+            if module.startswith("vlm_batch.adapters"):
+                assert not above & {module.rpartition(".")[2], name}, path.name
 
 
 def test_the_scheduler_knows_integers_only() -> None:

@@ -12,7 +12,9 @@ from mlx_vlm.models.activations import swiglu
 from mlx_vlm.models.qwen2_5_vl.vision import VisionModel
 
 from tests.zoo import family
-from vlm_batch.adapters import kernels, windows
+from vlm_batch.adapters import masks, operations, powers, windows
+from vlm_batch.adapters.cuda import plans
+from vlm_batch.adapters.cuda import windows as cuda_windows
 from vlm_batch.models._qwen2_5_vl import WindowRuns
 from vlm_batch.records import Call
 
@@ -54,16 +56,15 @@ def test_spelled_out_attention_is_mlxs(
         queries, keys, values, scale=SCALE, mask=masks[kind]
     )
     assert (
-        largest(
-            kernels.attend_unfused(queries, keys, values, SCALE, masks[kind]), right
-        )
+        largest(plans.attend_unfused(queries, keys, values, SCALE, masks[kind]), right)
         < 2e-6
     )
     if kind in ("causal", "none"):
-        found = kernels.attend_in_blocks(queries, keys, values, SCALE, masks[kind])
+        found = powers.attend_in_blocks(queries, keys, values, SCALE, masks[kind])
         assert largest(found, right) < 2e-6
     assert (
-        largest(kernels.attend(queries, keys, values, SCALE, masks[kind]), right) < 2e-6
+        largest(operations.attend(queries, keys, values, SCALE, masks[kind]), right)
+        < 2e-6
     )
 
 
@@ -72,38 +73,39 @@ def test_spelled_out_attention_is_mlxs(
 def test_a_prompts_attention_before_it_has_a_plan_is_mlxs(
     length: int, columns: int, scores: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernels, "PROMPT_SCORES", scores)
+    monkeypatch.setattr(plans, "PROMPT_SCORES", scores)
     queries, keys, values = random(
         (2, 8, length, 16), (2, 2, columns, 16), (2, 2, columns, 24)
     )
     right = mx.fast.scaled_dot_product_attention(
         queries, keys, values, scale=SCALE, mask="causal"
     )
-    assert largest(kernels.attend_before(queries, keys, values, SCALE), right) < 2e-6
+    assert largest(plans.attend_before(queries, keys, values, SCALE), right) < 2e-6
 
 
 def test_large_prompts_are_spelled_out_until_a_plan_pays(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(kernels, "takes_plans", lambda queries: True)
-    monkeypatch.setattr(kernels, "MAX_SCORES", 100)
-    monkeypatch.setattr(kernels, "NUMBERS_BEFORE_PLAN", 3 * 8 * 30 * 30)
-    monkeypatch.setattr(kernels, "_uses", Counter())
+    monkeypatch.setattr(operations, "counts_launches", lambda: True)
+    monkeypatch.setattr(plans, "takes_plans", lambda queries: True)
+    monkeypatch.setattr(plans, "MAX_SCORES", 100)
+    monkeypatch.setattr(plans, "NUMBERS_BEFORE_PLAN", 3 * 8 * 30 * 30)
+    monkeypatch.setattr(plans, "_uses", Counter())
     ways: list[str] = []
-    plain = kernels.attend_before
+    plain = plans.attend_before
 
     def watched(*args: Any) -> mx.array:
         ways.append("before")
         return plain(*args)
 
-    monkeypatch.setattr(kernels, "attend_before", watched)
+    monkeypatch.setattr(plans, "attend_before", watched)
     queries, keys, values = random((1, 8, 30, 16), (1, 2, 30, 16), (1, 2, 30, 16))
     for _ in range(5):
-        kernels.attend(queries, keys, values, SCALE, "causal")
+        operations.attend(queries, keys, values, SCALE, "causal")
     assert len(ways) == 3
-    monkeypatch.setattr(kernels, "MAX_PROMPT_SCORES", 8 * 31 * 31 - 1)
+    monkeypatch.setattr(plans, "MAX_PROMPT_SCORES", 8 * 31 * 31 - 1)
     queries, keys, values = random((1, 8, 31, 16), (1, 2, 31, 16), (1, 2, 31, 16))
-    kernels.attend(queries, keys, values, SCALE, "causal")
+    operations.attend(queries, keys, values, SCALE, "causal")
     assert len(ways) == 3, "the scores of the largest would take too much memory"
 
 
@@ -111,31 +113,30 @@ def test_large_prompts_are_spelled_out_until_a_plan_pays(
 def test_a_towers_attention_by_queries_is_mlxs(
     scores: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernels, "BLOCK_SCORES", scores)
+    monkeypatch.setattr(plans, "BLOCK_SCORES", scores)
     queries, keys, values = random((2, 4, 37, 16), (2, 4, 37, 16), (2, 4, 37, 16))
     right = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=SCALE)
-    assert (
-        largest(kernels.attend_by_queries(queries, keys, values, SCALE), right) < 2e-6
-    )
+    assert largest(plans.attend_by_queries(queries, keys, values, SCALE), right) < 2e-6
 
 
 @pytest.fixture
 def spelled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The lengths of a tower's attention that were spelled out, on a device that makes plans."""
-    monkeypatch.setattr(kernels, "takes_plans", lambda queries: True)
-    monkeypatch.setattr(kernels, "_uses", Counter())
-    monkeypatch.setattr(kernels, "_filled", set())
-    monkeypatch.setattr(kernels, "NUMBERS_OF_PATCH", 0)
-    monkeypatch.setattr(kernels, "NUMBERS_BEFORE_PLAN", 100 * 256**2)
-    monkeypatch.setattr(kernels, "MAX_SCORES", 1000)
+    monkeypatch.setattr(operations, "counts_launches", lambda: True)
+    monkeypatch.setattr(plans, "takes_plans", lambda queries: True)
+    monkeypatch.setattr(plans, "_uses", Counter())
+    monkeypatch.setattr(plans, "_filled", set())
+    monkeypatch.setattr(plans, "NUMBERS_OF_PATCH", 0)
+    monkeypatch.setattr(plans, "NUMBERS_BEFORE_PLAN", 100 * 256**2)
+    monkeypatch.setattr(plans, "MAX_SCORES", 1000)
     found: list[int] = []
-    plain = kernels.attend_by_queries
+    plain = plans.attend_by_queries
 
     def noted(queries: mx.array, *rest: Any) -> mx.array:
         found.append(queries.shape[2])
         return plain(queries, *rest)
 
-    monkeypatch.setattr(kernels, "attend_by_queries", noted)
+    monkeypatch.setattr(plans, "attend_by_queries", noted)
     return found
 
 
@@ -146,20 +147,20 @@ def test_a_tower_makes_plans_for_shapes_that_keep_coming(
     for length in (256, 512, 64):
         for _ in range(120):
             queries, keys, values = random(*[(1, 1, length, 8)] * 3)
-            kernels.attend_all(queries, keys, values, SCALE)
+            operations.attend_all(queries, keys, values, SCALE)
     assert Counter(spelled) == {256: 100, 512: 25, 64: 120}
     spelled.clear()
-    monkeypatch.setattr(kernels, "current", lambda: Call(is_fixed=True))
+    monkeypatch.setattr(plans, "current", lambda: Call(is_fixed=True))
     for length in (256, 64):
         queries, keys, values = random(*[(9, 1, length, 8)] * 3)
-        kernels.attend_all(queries, keys, values, SCALE)
+        operations.attend_all(queries, keys, values, SCALE)
     assert spelled == [64]
-    monkeypatch.setattr(kernels, "current", lambda: Call(is_fixed=False))
+    monkeypatch.setattr(plans, "current", lambda: Call(is_fixed=False))
     spelled.clear()
     # one by one: a plan then holds for any number of them
     queries, keys, values = random(*[(3, 1, 300, 8)] * 3)
     right = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=SCALE)
-    assert largest(kernels.attend_all(queries, keys, values, SCALE), right) < 2e-6
+    assert largest(operations.attend_all(queries, keys, values, SCALE), right) < 2e-6
     assert spelled == [300] * 3
 
 
@@ -168,7 +169,7 @@ def test_pictures_of_many_sizes_are_filled_up_to_few(
 ) -> None:
     """A length of its own is planned at once where one size comes, and late where its neighbours have been filled up."""
     planned: list[int] = []
-    plain = kernels.attend_filled
+    plain = plans.attend_filled
 
     def noted(
         queries: mx.array, keys: mx.array, values: mx.array, length: int, scale: float
@@ -176,12 +177,12 @@ def test_pictures_of_many_sizes_are_filled_up_to_few(
         planned.append(length)
         return plain(queries, keys, values, length, scale)
 
-    monkeypatch.setattr(kernels, "attend_filled", noted)
-    monkeypatch.setattr(kernels, "FILLED_TIMES", 2)
+    monkeypatch.setattr(plans, "attend_filled", noted)
+    monkeypatch.setattr(plans, "FILLED_TIMES", 2)
     for turn in range(400):
         length = 193 + turn % 4 if turn < 200 else 193
         queries, keys, values = random(*[(1, 2, length, 8)] * 3)
-        found = kernels.attend_all(queries, keys, values, SCALE)
+        found = operations.attend_all(queries, keys, values, SCALE)
         if turn % 40 == 0:
             right = mx.fast.scaled_dot_product_attention(
                 queries, keys, values, scale=SCALE
@@ -191,9 +192,9 @@ def test_pictures_of_many_sizes_are_filled_up_to_few(
     assert planned == sorted(planned, reverse=True)  # once its own, always its own
     spelled.clear()
     planned.clear()
-    monkeypatch.setattr(kernels, "current", lambda: Call(is_fixed=True))
+    monkeypatch.setattr(plans, "current", lambda: Call(is_fixed=True))
     queries, keys, values = random(*[(1, 2, 193, 8)] * 3)
-    kernels.attend_all(queries, keys, values, SCALE)
+    operations.attend_all(queries, keys, values, SCALE)
     assert planned == [256] and not spelled
 
 
@@ -207,17 +208,17 @@ def test_what_fills_a_picture_up_is_not_attended_to(
         10 * part.astype(dtype) for part in random(*[(2, 3, 70, width)] * 3)
     )
     right = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=0.1)
-    found = kernels.attend_filled(queries, keys, values, 128, 0.1)
+    found = plans.attend_filled(queries, keys, values, 128, 0.1)
     assert largest(found.astype(mx.float32), right.astype(mx.float32)) < (
         2e-5 if dtype == mx.float32 else 0.05
     )
 
 
 def test_few_numbers_lie_an_eighth_of_a_power_of_two_apart() -> None:
-    assert [kernels.few_from(count, 64) for count in (1, 64, 65, 1024, 1025, 4896, 5121)] == [
+    assert [plans.few_from(count, 64) for count in (1, 64, 65, 1024, 1025, 4896, 5121)] == [
         64, 64, 128, 1024, 1152, 5120, 5632
     ]  # fmt: skip
-    assert [kernels.few_to(count, 16) for count in (0, 15, 16, 81, 300)] == [
+    assert [plans.few_to(count, 16) for count in (0, 15, 16, 81, 300)] == [
         0,
         0,
         16,
@@ -225,11 +226,11 @@ def test_few_numbers_lie_an_eighth_of_a_power_of_two_apart() -> None:
         288,
     ]
     for count in range(1, 3000):
-        below, above = kernels.few_to(count, 16), kernels.few_from(count, 16)
+        below, above = plans.few_to(count, 16), plans.few_from(count, 16)
         assert (
             below <= count <= above
-            and kernels.few_from(below, 16) == below
-            and kernels.few_to(above, 16) == above
+            and plans.few_from(below, 16) == below
+            and plans.few_to(above, 16) == above
         )
 
 
@@ -242,10 +243,12 @@ def test_one_query_over_many_keys_or_of_many_heads_is_mlxs(
     queries, keys, values = random(
         (3, heads, 1, 16), (3, 2, columns, 16), (3, 2, columns, 24)
     )
-    assert kernels.is_long(queries, keys) is is_ours
+    assert powers.is_long(queries, keys) is is_ours
     right = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=SCALE)
-    assert largest(kernels.attend(queries, keys, values, SCALE), right) < 2e-6
-    far = kernels.attend(100 * queries, keys, values, SCALE)  # scores in the hundreds
+    assert largest(operations.attend(queries, keys, values, SCALE), right) < 2e-6
+    far = operations.attend(
+        100 * queries, keys, values, SCALE
+    )  # scores in the hundreds
     assert (
         largest(
             far,
@@ -262,36 +265,36 @@ def test_queries_of_a_group_see_the_same_columns(is_bool: bool) -> None:
     queries, keys, values = random((3, 8, 1, 16), (3, 2, 20, 16), (3, 2, 20, 16))
     mask = (mx.arange(20) < mx.array([3, 20, 9])[:, None])[:, None, None]
     mask = mask if is_bool else mx.where(mask, 0.0, -1e30)
-    assert kernels.is_groupable(queries, keys, mask)
+    assert masks.is_groupable(queries, keys, mask)
     right = mx.fast.scaled_dot_product_attention(
         queries, keys, values, scale=SCALE, mask=mask
     )
     assert (
-        largest(kernels.attend_groups(queries, keys, values, SCALE, mask), right) < 2e-6
+        largest(masks.attend_groups(queries, keys, values, SCALE, mask), right) < 2e-6
     )
 
 
 def test_a_shape_gets_a_plan_once_it_keeps_coming_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(kernels, "USES_BEFORE_PLAN", 2)
-    monkeypatch.setattr(kernels, "_uses", type(kernels._uses)())
+    monkeypatch.setattr(plans, "USES_BEFORE_PLAN", 2)
+    monkeypatch.setattr(plans, "_uses", type(plans._uses)())
     queries, keys = random((1, 2, 7, 8), (1, 2, 9, 8))
-    assert [kernels.is_rare(queries, keys) for _ in range(4)] == [
+    assert [plans.is_rare(queries, keys) for _ in range(4)] == [
         True,
         True,
         False,
         False,
     ]
     # too many scores
-    assert not kernels.is_rare(mx.zeros((1, 64, 2048, 8)), mx.zeros((1, 64, 2048, 8)))
+    assert not plans.is_rare(mx.zeros((1, 64, 2048, 8)), mx.zeros((1, 64, 2048, 8)))
 
 
 def test_swiglu_is_mlx_vlms_and_holds_far_out() -> None:
     gate, x = random((64, 96), (64, 96))
     gate = mx.concatenate([30 * gate, mx.array([[-200.0, 200.0] * 48])])
     x = mx.concatenate([x, mx.ones((1, 96))])
-    assert largest(kernels.swiglu(gate, x), swiglu(gate, x)) < 1e-5
+    assert largest(operations.swiglu(gate, x), swiglu(gate, x)) < 1e-5
 
 
 class DistinctWindows(VisionModel):  # type: ignore[misc,valid-type]
@@ -311,9 +314,10 @@ def test_windows_of_one_size_in_one_call_see_what_mlx_vlms_see(
     grids: list[list[int]], by_plans: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With and without the plans of few shapes, in which windows and pictures are filled up."""
-    monkeypatch.setattr(kernels, "takes_plans", lambda queries: by_plans)
-    monkeypatch.setattr(kernels, "current", lambda: Call(is_fixed=by_plans))
-    monkeypatch.setattr(kernels, "MAX_SCORES", 0)
+    monkeypatch.setattr(operations, "counts_launches", lambda: by_plans)
+    monkeypatch.setattr(plans, "takes_plans", lambda queries: by_plans)
+    monkeypatch.setattr(plans, "current", lambda: Call(is_fixed=by_plans))
+    monkeypatch.setattr(plans, "MAX_SCORES", 0)
     tower: Any = family("qwen2_5_vl").build().vision_tower
     config = tower.config
     patch = config.in_channels * config.temporal_patch_size * config.patch_size**2
@@ -329,9 +333,10 @@ def test_windows_of_pictures_of_many_sizes_fill_calls_of_few_shapes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Spelled out until the shapes have come often enough, and then in few calls, whose answers are the same."""
-    monkeypatch.setattr(kernels, "takes_plans", lambda queries: True)
-    monkeypatch.setattr(kernels, "_uses", Counter())
-    monkeypatch.setattr(kernels, "NUMBERS_BEFORE_PLAN", 2**17)
+    monkeypatch.setattr(operations, "counts_launches", lambda: True)
+    monkeypatch.setattr(plans, "takes_plans", lambda queries: True)
+    monkeypatch.setattr(plans, "_uses", Counter())
+    monkeypatch.setattr(plans, "NUMBERS_BEFORE_PLAN", 2**17)
     attend, fused, shapes = mx.fast.scaled_dot_product_attention, [], set()
 
     def noted(
@@ -377,10 +382,11 @@ def test_a_windows_kernel_goes_by_its_size_and_not_by_its_place(
         masked.append((len(queries), mask is not None))
         return attend(queries, *rest, mask=mask, **options)
 
-    monkeypatch.setattr(kernels, "takes_plans", lambda queries: True)
-    monkeypatch.setattr(kernels, "current", lambda: Call(is_fixed=True))
+    monkeypatch.setattr(operations, "counts_launches", lambda: True)
+    monkeypatch.setattr(plans, "takes_plans", lambda queries: True)
+    monkeypatch.setattr(plans, "current", lambda: Call(is_fixed=True))
     monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", noted)
-    made = windows.windows_of(runs, 4)
+    made = cuda_windows.windows_of(runs, 4)
     assert largest(windows.attend_windows(both, values, runs, 4, SCALE), right) < 2e-6
     assert [count for count, is_masked in masked if is_masked] == (
         [16] if small else []
@@ -390,14 +396,14 @@ def test_a_windows_kernel_goes_by_its_size_and_not_by_its_place(
 
 
 def test_what_is_made_of_a_mask_goes_with_it() -> None:
-    before = set(kernels._made)
+    before = set(masks._made)
     mask = mx.array([[True, False]])
-    made = kernels.added(mask, mx.float32)
-    assert kernels.added(mask, mx.float32) is made
+    made = masks.added(mask, mx.float32)
+    assert masks.added(mask, mx.float32) is made
     other = mx.array([[False, True]])
-    kept = kernels.added(other, mx.float16)
+    kept = masks.added(other, mx.float16)
     del mask  # another has come since
-    assert kernels.added(other, mx.float16) is kept
-    assert len(set(kernels._made) - before) == 1
+    assert masks.added(other, mx.float16) is kept
+    assert len(set(masks._made) - before) == 1
     del other
-    assert set(kernels._made) <= before
+    assert set(masks._made) <= before

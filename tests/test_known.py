@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.test_waiting import waits
-from vlm_batch.adapters.known import MOST, Known, concatenated, know
+from vlm_batch.adapters.known import MOST, HostIntegers, concatenated, know
 
 TYPES = [mx.bool_, mx.int8, mx.uint8, mx.int16, mx.int32, mx.uint32, mx.int64]
 
@@ -23,7 +23,7 @@ def numbers(dtype: mx.Dtype) -> mx.array:
 
 def same(found: Any, right: mx.array) -> bool:
     return (
-        isinstance(found, Known)
+        isinstance(found, HostIntegers)
         and found.dtype == right.dtype
         and mx.array_equal(found, right).item() is True
     )
@@ -122,7 +122,7 @@ def test_iteration_and_concatenation_stay_known() -> None:
     assert not found
     assert rows == given.tolist()
     assert same(joined, mx.concatenate([given, given]))
-    assert not isinstance(concatenated([given, numbers(mx.int32)]), Known)
+    assert not isinstance(concatenated([given, numbers(mx.int32)]), HostIntegers)
 
 
 def test_one_picture_is_turned_round() -> None:
@@ -131,6 +131,6 @@ def test_one_picture_is_turned_round() -> None:
 
 
 def test_only_few_integers_are_known() -> None:
-    assert not isinstance(know(mx.zeros((4,))), Known)
-    assert not isinstance(know(mx.zeros((MOST + 1,), dtype=mx.int32)), Known)
+    assert not isinstance(know(mx.zeros((4,))), HostIntegers)
+    assert not isinstance(know(mx.zeros((MOST + 1,), dtype=mx.int32)), HostIntegers)
     assert know("a word") == "a word"

@@ -26,7 +26,7 @@ from tests.reuse_cases import followed_by, in_turns, only_resumable, request
 from tests.zoo import apart
 from tests.zoo._build import words
 from vlm_batch import VLMBatcher, loading
-from vlm_batch.adapters import kernels
+from vlm_batch.adapters import powers
 from vlm_batch.adapters.attention import attention
 from vlm_batch.adapters.quantisation import check_quantisation
 from vlm_batch.arrays import as_mlx
@@ -564,14 +564,14 @@ def test_heads_that_share_keys_attend_by_their_codes(
 ) -> None:
     """On a CPU, where a byte holds whole codes: of one group a head and of several, the last one filled, of a cut slab."""
     calls: list[int] = []
-    right = kernels.attend_codes
+    right = powers.attend_codes
 
     def counted(queries: mx.array, *given: Any) -> mx.array:
         calls.append(queries.shape[1])
         return right(queries, *given)
 
-    monkeypatch.setattr(kernels, "MANY_CODES", 0)
-    monkeypatch.setattr(kernels, "attend_codes", counted)
+    monkeypatch.setattr(powers, "MANY_CODES", 0)
+    monkeypatch.setattr(powers, "attend_codes", counted)
     mx.random.seed(bits)
     keys, values = (
         quantize(mx.random.normal((2, 2, 40, depth)), 32, bits) for _ in range(2)

@@ -11,10 +11,11 @@ import pytest
 
 from tests.harness import Ask, check, run_family
 from tests.kernels import emulated
-from vlm_batch.adapters import kernels, one_query
-from vlm_batch.adapters.cuda import Launch
+from vlm_batch.adapters import operations
+from vlm_batch.adapters.cuda import one_query
+from vlm_batch.adapters.cuda.launches import Launch
+from vlm_batch.adapters.cuda.one_query import OneQueryBuild
 from vlm_batch.adapters.hooks import running
-from vlm_batch.adapters.one_query import Variant
 from vlm_batch.caches import Placement
 from vlm_batch.records import Call
 
@@ -33,8 +34,8 @@ def kind(
     dtype: mx.Dtype = mx.float32,
     mask: mx.Dtype = mx.bool_,
     scale: float | None = None,
-) -> Variant:
-    return Variant(scale or depth**-0.5, heads, kv_heads, depth, dtype, mask)
+) -> OneQueryBuild:
+    return OneQueryBuild(scale or depth**-0.5, heads, kv_heads, depth, dtype, mask)
 
 
 KINDS = {
@@ -55,7 +56,7 @@ KINDS = {
 
 @needs_compiler
 @pytest.mark.parametrize("one", KINDS.values(), ids=KINDS)
-def test_the_kernels_are_attention(one: Variant) -> None:
+def test_the_kernels_are_attention(one: OneQueryBuild) -> None:
     """Over rows of one block and of several, with NaN behind each of them."""
     assert (
         one_query.farthest(one, emulated.run, lengths=(200, 1, 131), columns=256)
@@ -123,7 +124,7 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
         ran.append(call)
         return emulated.run(call, arrays)
 
-    monkeypatch.setattr(kernels, "counts_launches", lambda: True)
+    monkeypatch.setattr(operations, "counts_launches", lambda: True)
     monkeypatch.setattr(one_query, "on_device", on_device)
     judge = one_query._is_right
     judge.cache_clear()
@@ -160,7 +161,7 @@ def test_a_kernel_that_cannot_be_used_is_done_without(
     right = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=one.scale)
     with caplog.at_level(logging.WARNING, "vlm_batch"), running(Call()):
         for _ in range(2):
-            found = kernels.attend(queries, keys, values, one.scale, mask)
+            found = operations.attend(queries, keys, values, one.scale, mask)
             assert float(mx.abs(found - right).max()) < 1e-5
     assert [said in record.message for record in caplog.records] == [True]
 
@@ -185,5 +186,5 @@ def test_what_the_kernel_is_not_written_for_is_left_to_mlx(
     ):
         assert not one_query.is_served(*asked)
     with running(Call(is_fixed=True)):
-        kernels.attend(queries, keys, values, one.scale, mask)
+        operations.attend(queries, keys, values, one.scale, mask)
     assert not on_cuda

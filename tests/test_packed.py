@@ -12,20 +12,20 @@ import pytest
 from mlx_vlm.models.switch_layers import QuantizedSwitchLinear
 
 from tests.zoo import family
-from vlm_batch.adapters import packed
+from vlm_batch.adapters import operations, packed
+from vlm_batch.adapters.cuda import flat
+from vlm_batch.adapters.cuda.flat import FlatEmbedding, FlatLinear
 from vlm_batch.adapters.experts import FewBitsApart
 from vlm_batch.adapters.hooks import running
 from vlm_batch.adapters.modules import clone_modules
+from vlm_batch.adapters.operations import layers
 from vlm_batch.adapters.packed import (
     DequantisedEmbedding,
     DequantisedLinear,
-    FlatEmbedding,
-    FlatLinear,
     multiply,
-    replacements,
 )
 from vlm_batch.adapters.products import float32_products, hold_products, products_of
-from vlm_batch.adapters.shared import Part, share_products
+from vlm_batch.adapters.shared import JoinedPart, share_products
 from vlm_batch.caches import Placement, kind_of
 from vlm_batch.models import adapter_for
 from vlm_batch.records import Call, DecodeStep
@@ -77,7 +77,7 @@ def test_a_product_is_exact_to_the_rows_precision(
     bits: int, dtype: mx.Dtype, count: int
 ) -> None:
     theirs = layer_of(bits, dtype, bias=True)
-    ours = clone_modules(theirs, replacements())
+    ours = clone_modules(theirs, layers())
     assert type(ours) is DequantisedLinear
     rows = mx.random.normal((count, 1, 512)).astype(dtype)
     wanted = exact(theirs, rows)
@@ -94,7 +94,7 @@ def test_mlx_sums_in_bfloat16() -> None:
     wanted = exact(theirs, rows)
     off = [
         np.abs(np.array(layer(rows).astype(mx.float32)) - wanted).mean()
-        for layer in (theirs, clone_modules(theirs, replacements()))
+        for layer in (theirs, clone_modules(theirs, layers()))
     ]
     assert off[0] > 10 * off[1]
 
@@ -143,7 +143,7 @@ def test_other_layouts_are_left_to_mlx() -> None:
     layer: Any = nn.QuantizedLinear.from_linear(
         linear, group_size=32, bits=4, mode="mxfp4"
     )
-    ours, rows = clone_modules(layer, replacements()), mx.random.normal((8, 512))
+    ours, rows = clone_modules(layer, layers()), mx.random.normal((8, 512))
     assert multiply(rows, layer) is None
     assert mx.array_equal(ours(rows), layer(rows))
 
@@ -152,7 +152,7 @@ def test_tied_heads_are_products_too() -> None:
     table: Any = nn.QuantizedEmbedding.from_embedding(
         nn.Embedding(300, 512), group_size=64, bits=4
     )
-    ours = clone_modules(table, replacements())
+    ours = clone_modules(table, layers())
     rows, ids = mx.random.normal((8, 512)), mx.array([3, 299])
     assert type(ours) is DequantisedEmbedding
     assert mx.array_equal(ours(ids), table(ids))
@@ -193,7 +193,7 @@ def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
         shapes.append(rows.shape)
         return theirs(rows, *args, **kwargs)
 
-    monkeypatch.setattr(packed, "device", lambda: Device.CUDA)
+    monkeypatch.setattr(operations, "device", lambda: Device.CUDA)
     monkeypatch.setattr(mx, "quantized_matmul", product)
     return shapes
 
@@ -207,7 +207,7 @@ def test_rows_are_one_matrix_on_cuda(
         nn.Embedding(300, 512), group_size=64, bits=4
     )
     flat_linear, flat_table = (
-        clone_modules(layer, replacements()) for layer in (linear, table)
+        clone_modules(layer, layers()) for layer in (linear, table)
     )
     assert (type(flat_linear), type(flat_table)) == (FlatLinear, FlatEmbedding)
     rows = mx.random.normal(shape)
@@ -232,16 +232,16 @@ def test_many_rows_have_wide_weights_on_cuda(
     """Prompts in one array; a thread waits when it has launched as much as it may."""
     waits: list[Any] = []
     evaluate = mx.eval
-    monkeypatch.setattr(packed, "MOST_WIDE", 3 * 96 * 512 * 2)
-    layer: Any = clone_modules(layer_of(4, dtype, bias=bias), replacements())
-    rows = mx.random.normal((2, packed.MANY_ROWS // 2 + 1, 512)).astype(dtype)
+    monkeypatch.setattr(flat, "MOST_WIDE", 3 * 96 * 512 * 2)
+    layer: Any = clone_modules(layer_of(4, dtype, bias=bias), layers())
+    rows = mx.random.normal((2, flat.MANY_ROWS // 2 + 1, 512)).astype(dtype)
 
     def waiting(*arrays: Any) -> None:
         waits.append(arrays)
         evaluate(*arrays)
 
     monkeypatch.setattr(mx, "eval", waiting)
-    packed._launched.bytes = 0
+    flat._launched.bytes = 0
     found = [layer(rows) for _ in range(7)]
     assert len(waits) == 2 and not as_on_cuda
     wanted = exact(layer, rows)
@@ -256,7 +256,7 @@ def test_many_rows_have_wide_weights_on_cuda(
     layer(rows[:, 1:])  # fewer
     with running(Call(positions=mx.array([5]))):  # a decode step
         layer(rows)
-    assert as_on_cuda == [(packed.MANY_ROWS - 1, 512), (packed.MANY_ROWS + 1, 512)]
+    assert as_on_cuda == [(flat.MANY_ROWS - 1, 512), (flat.MANY_ROWS + 1, 512)]
 
 
 def test_the_proof_of_products_has_the_layers_of_cuda(
@@ -276,7 +276,7 @@ def test_a_decode_step_on_cuda_has_no_product_for_each_row(
     adapter = adapter_for(family(name).registered)(in_4_bits(name))
     if how == "joined":
         assert share_products(adapter) and any(
-            isinstance(one, Part) for one in adapter.language.modules()
+            isinstance(one, JoinedPart) for one in adapter.language.modules()
         )
     elif how == "held":
         hold_products(

@@ -25,7 +25,8 @@ from tests.harness import (
 from tests.recording import record
 from tests.zoo import IMPOSSIBLE
 from tests.zoo import family as tiny_family
-from vlm_batch.adapters import kernels
+from vlm_batch.adapters import operations
+from vlm_batch.adapters.cuda import plans
 from vlm_batch.arrays import as_mlx
 from vlm_batch.caches import Placement
 from vlm_batch.engine.compiled import CompiledDecode
@@ -446,8 +447,9 @@ def test_parity_with_the_kernels_for_cuda(
         pytest.skip(
             "refused on CUDA: float16 in between, by which last bits of a float32 become half a thousandth"
         )
-    monkeypatch.setattr(kernels, "takes_plans", lambda queries: True)
-    monkeypatch.setattr(kernels, "counts_launches", lambda: True)
+    monkeypatch.setattr(operations, "counts_launches", lambda: True)
+    monkeypatch.setattr(plans, "takes_plans", lambda queries: True)
+    monkeypatch.setattr(operations, "counts_launches", lambda: True)
     asks, _ = SCENARIOS["place_is_taken_again"]
     record(
         name,

@@ -13,13 +13,12 @@ import numpy as np
 import pytest
 
 from tests.kernels import emulated
-from vlm_batch.adapters import packed, qmm
-from vlm_batch.adapters.cuda import Launch
+from vlm_batch.adapters.cuda import qmm
+from vlm_batch.adapters.cuda.flat import FlatLinear
+from vlm_batch.adapters.cuda.launches import Launch
+from vlm_batch.adapters.cuda.qmm import ProductBuild
 from vlm_batch.adapters.hooks import running
-from vlm_batch.adapters.packed import FlatLinear
-from vlm_batch.adapters.qmm import Variant
 from vlm_batch.records import Call
-from vlm_batch.runtime.device import Device
 
 needs_compiler = pytest.mark.skipif(
     emulated.COMPILER is None, reason="there is no compiler for C++ here"
@@ -27,8 +26,12 @@ needs_compiler = pytest.mark.skipif(
 #: Rounding of an answer to its type, in units of the largest.
 ROUNDING = {mx.bfloat16: 2**-8, mx.float16: 2**-11}
 VARIANTS = [
-    *(Variant(mx.bfloat16, bits, group) for bits in qmm.BITS for group in qmm.GROUPS),
-    *(Variant(mx.float16, bits, 64) for bits in qmm.BITS),
+    *(
+        ProductBuild(mx.bfloat16, bits, group)
+        for bits in qmm.BITS
+        for group in qmm.GROUPS
+    ),
+    *(ProductBuild(mx.float16, bits, 64) for bits in qmm.BITS),
 ]
 NAMES = [
     f"{str(one.dtype).removeprefix('mlx.core.')}, {one.bits} bits by {one.group_size}"
@@ -38,7 +41,7 @@ NAMES = [
 
 @needs_compiler
 @pytest.mark.parametrize("one", VARIANTS, ids=NAMES)
-def test_the_kernel_is_the_product(one: Variant) -> None:
+def test_the_kernel_is_the_product(one: ProductBuild) -> None:
     """Of one row, of rows and outputs that fill no tile, and of two blocks of rows; of fewer groups than warps, and more."""
     far = ROUNDING[one.dtype]
     assert qmm.farthest(one, emulated.run) <= far
@@ -61,7 +64,7 @@ def test_warps_share_outputs(blocks: int, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(qmm, "BLOCKS", blocks)
     monkeypatch.setattr(qmm, "_kernel", lambda: changed)
     qmm.launch_of.cache_clear()
-    one = Variant(mx.bfloat16, 4, 64)
+    one = ProductBuild(mx.bfloat16, 4, 64)
     assert qmm.farthest(one, emulated.run, outputs=128) <= ROUNDING[one.dtype]
     qmm.launch_of.cache_clear()
 
@@ -69,7 +72,7 @@ def test_warps_share_outputs(blocks: int, monkeypatch: pytest.MonkeyPatch) -> No
 @needs_compiler
 def test_a_rows_bits_depend_on_no_other_row() -> None:
     layer, rows = qmm.example(
-        Variant(mx.bfloat16, 4, 64), 66, 40, 20, 1, has_bias=False
+        ProductBuild(mx.bfloat16, 4, 64), 66, 40, 20, 1, has_bias=False
     )
     together = qmm.multiply(layer, rows, emulated.run)
     broken = mx.where(
@@ -89,7 +92,7 @@ def test_a_rows_bits_depend_on_no_other_row() -> None:
 @pytest.mark.parametrize("bits", qmm.BITS)
 def test_arrays_lie_as_they_do(bits: int) -> None:
     """The kernel reads strides, here of rows that are turned, and of weights and scales beside others."""
-    one = Variant(mx.bfloat16, bits, 64)
+    one = ProductBuild(mx.bfloat16, bits, 64)
     layer, rows = qmm.example(one, 5, 16, 2, 1, has_bias=False)
     right, launch = qmm.multiply(layer, rows, emulated.run), qmm.launch_of(one, 5, 16)
     weight, scales, biases = (layer[name] for name in ("weight", "scales", "biases"))
@@ -127,7 +130,6 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
         ran.append(call)
         return emulated.run(call, arrays)
 
-    monkeypatch.setattr(packed, "device", lambda: Device.CUDA)
     monkeypatch.setattr(qmm, "on_device", on_device)
     qmm._is_right.cache_clear()
     yield ran
@@ -145,7 +147,7 @@ def test_few_rows_and_all_of_a_step_have_the_kernel(
     count: int, on_cuda: list[Launch]
 ) -> None:
     plain, rows = qmm.example(
-        Variant(mx.bfloat16, 4, 64), count, 24, 3, 1, has_bias=True
+        ProductBuild(mx.bfloat16, 4, 64), count, 24, 3, 1, has_bias=True
     )
     layer, right = flat(plain), qmm.exact(plain, rows)
     layer(rows[:1])  # the kernel is tested
@@ -165,7 +167,9 @@ def test_few_rows_and_all_of_a_step_have_the_kernel(
 
 
 def test_what_the_kernel_is_not_written_for_is_left_to_mlx() -> None:
-    layer, rows = qmm.example(Variant(mx.bfloat16, 4, 64), 3, 24, 3, 1, has_bias=False)
+    layer, rows = qmm.example(
+        ProductBuild(mx.bfloat16, 4, 64), 3, 24, 3, 1, has_bias=False
+    )
     assert qmm.is_served(layer, rows)
     others = [
         nn.QuantizedLinear(192, 24, bias=False, group_size=64, bits=bits)
@@ -201,7 +205,9 @@ def test_a_kernel_that_cannot_be_used_is_done_without(
 ) -> None:
     """MLX multiplies then, and it is said once."""
     monkeypatch.setattr(qmm, "on_device", device)
-    plain, rows = qmm.example(Variant(mx.bfloat16, 4, 64), 3, 24, 3, 1, has_bias=False)
+    plain, rows = qmm.example(
+        ProductBuild(mx.bfloat16, 4, 64), 3, 24, 3, 1, has_bias=False
+    )
     right = plain(rows)
     layer = flat(plain)
     with caplog.at_level(logging.WARNING, "vlm_batch"):

@@ -20,7 +20,7 @@ from tests.zoo import family as tiny_family
 from vlm_batch.adapters import shared
 from vlm_batch.adapters.fingerprint import fingerprint
 from vlm_batch.adapters.products import products_of
-from vlm_batch.adapters.shared import Part, Wide, share_products, widened
+from vlm_batch.adapters.shared import JoinedPart, Wide, share_products, widened
 from vlm_batch.caches import Placement
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.trial import Asked, played
@@ -142,7 +142,7 @@ def test_the_caller_s_model_keeps_its_numbers_and_nothing_is_held_twice() -> Non
         np.array_equal(copies[path], np.array(array)) for path, array in after.items()
     )
     assert not any(
-        isinstance(child, (Part, Wide)) for _, child in model.named_modules()
+        isinstance(child, (JoinedPart, Wide)) for _, child in model.named_modules()
     )
 
 
@@ -237,7 +237,8 @@ def test_a_model_that_reads_more_of_its_layers_stays_as_it_is() -> None:
     assert share_products(adapter, model) == 0
     assert fingerprint(adapter) == before
     assert not any(
-        isinstance(child, (Part, Wide)) for _, child in adapter.language.named_modules()
+        isinstance(child, (JoinedPart, Wide))
+        for _, child in adapter.language.named_modules()
     )
 
 
@@ -258,7 +259,8 @@ def test_without_memory_to_join_them_layers_stay_as_they_are(
     assert share_products(adapter) == 0 and calls == 3
     assert fingerprint(adapter) == before
     assert not any(
-        isinstance(child, (Part, Wide)) for _, child in adapter.language.named_modules()
+        isinstance(child, (JoinedPart, Wide))
+        for _, child in adapter.language.named_modules()
     )
 
 

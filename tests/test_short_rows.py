@@ -14,7 +14,7 @@ from mlx_vlm.models.cache import KVCache
 from mlx_vlm.models.rope_utils import Llama3RoPE
 
 from tests.harness import Ask, check, run_family, settings_for, shared_adapter
-from vlm_batch.adapters import kernels
+from vlm_batch.adapters import operations, powers
 from vlm_batch.adapters.hooks import running
 from vlm_batch.adapters.rotary import RowLlama3RoPE, RowRoPE
 from vlm_batch.caches import Placement, RowsCache, SlabCache
@@ -229,9 +229,9 @@ def test_masked_attention_of_short_rows_is_mlxs(columns: int) -> None:
     )
     for scores in (2**30, 0):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(kernels, "FEW_SCORES", scores)
+            patch.setattr(powers, "FEW_SCORES", scores)
             assert np.allclose(
-                np.array(kernels.attend(queries, keys, values, 0.3, mask)),
+                np.array(operations.attend(queries, keys, values, 0.3, mask)),
                 np.array(right),
                 atol=2e-6,
             )

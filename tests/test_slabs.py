@@ -15,7 +15,7 @@ from mlx_vlm.models.cache import KVCache, RotatingKVCache
 from tests.allocations import WANT
 from tests.harness import Ask, check, run_family, settings_for, shared_adapter
 from tests.zoo import family
-from vlm_batch.adapters import kernels
+from vlm_batch.adapters import operations
 from vlm_batch.caches import Placement, RingSlabCache, SlabCache
 from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.caches.quantized import QuantizedCache, QuantizedSlabCache
@@ -152,7 +152,7 @@ def test_steps_are_graphs_by_default_where_launches_decide(
 ) -> None:
     """Rows join and leave, and the slab grows: each answer is the one alone. Products of few bits, and packed weights, have
     none."""
-    monkeypatch.setattr(kernels, "counts_launches", lambda: True)
+    monkeypatch.setattr(operations, "counts_launches", lambda: True)
     monkeypatch.setattr(CompiledDecode, "USES_BEFORE_GRAPH", 1)
     made: list[CompiledDecode] = []
     plain = CompiledDecode.__init__

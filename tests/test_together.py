@@ -12,8 +12,9 @@ import pytest
 
 from tests.harness import TOLERANCE, every_family, inputs_of, shared_adapter
 from tests.zoo import family as tiny_family
-from vlm_batch.adapters.base import Adapter, has_pictures
+from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.joint import PrecomputedInputs
+from vlm_batch.adapters.media import has_pictures
 from vlm_batch.adapters.modules import RememberingTower
 from vlm_batch.adapters.towers import remember_features, vision_towers
 from vlm_batch.arrays import arrays_of, as_mlx

@@ -15,7 +15,8 @@ from mlx_vlm.models.qwen2_5_vl.vision import apply_rotary_pos_emb_vision
 
 from tests.harness import TOLERANCE, inputs_of, shared_adapter
 from tests.zoo import family as tiny_family
-from vlm_batch.adapters import kernels, windows
+from vlm_batch.adapters import operations, windows
+from vlm_batch.adapters.cuda import plans
 from vlm_batch.adapters.products import products_of, shapes_of
 from vlm_batch.adapters.towers import vision_towers
 from vlm_batch.arrays import as_mlx
@@ -63,7 +64,7 @@ def test_an_inner_width_that_is_slow_is_filled_with_zeros(
     model, inputs = narrowed(name), as_mlx(inputs_of(name, "two:4"))
     given = dict(tree_flatten(model.parameters()))
     right = adapter_for(name)(model)
-    monkeypatch.setattr(kernels, "wants_fast_widths", lambda dtype: True)
+    monkeypatch.setattr(operations, "fast_width", lambda dtype: plans.FAST_WIDTH)
     filled = adapter_for(name)(model)
     found, expected = (
         np.array(adapter.encode(inputs).inputs_embeds) for adapter in (filled, right)
@@ -71,7 +72,7 @@ def test_an_inner_width_that_is_slow_is_filled_with_zeros(
     assert np.abs(found - expected).max() < TOLERANCE
     width = model.vision_tower.blocks[0].mlp[NARROWED[name][1]].weight.shape[1]
     widths = {product.width for product in products_of(filled.model.vision_tower)}
-    assert width % kernels.FAST_WIDTH and width not in widths and width + ODD in widths
+    assert width % plans.FAST_WIDTH and width not in widths and width + ODD in widths
     # a proof is of the shapes that are run
     assert shapes_of(filled.model) != shapes_of(right.model)
     kept = dict(tree_flatten(model.parameters()))
@@ -83,7 +84,7 @@ def test_an_inner_width_that_is_slow_is_filled_with_zeros(
 def test_only_dense_layers_whose_width_is_slow_are_filled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(kernels, "wants_fast_widths", lambda dtype: True)
+    monkeypatch.setattr(operations, "fast_width", lambda dtype: plans.FAST_WIDTH)
     fast = tiny_family("qwen2_5_vl").build()
     assert shapes_of(
         adapter_for("qwen2_5_vl")(fast).model.vision_tower.tower
@@ -103,20 +104,19 @@ def test_only_dense_layers_whose_width_is_slow_are_filled(
 def test_widths_are_filled_on_cuda_in_half_precision_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(kernels, "counts_launches", lambda: True)
+    monkeypatch.setattr(operations, "counts_launches", lambda: True)
     assert [
-        kernels.wants_fast_widths(dtype)
-        for dtype in (mx.float16, mx.bfloat16, mx.float32)
-    ] == [True, True, False]
-    monkeypatch.setattr(kernels, "counts_launches", lambda: False)
-    assert not kernels.wants_fast_widths(mx.bfloat16)
+        operations.fast_width(dtype) for dtype in (mx.float16, mx.bfloat16, mx.float32)
+    ] == [plans.FAST_WIDTH, plans.FAST_WIDTH, 1]
+    monkeypatch.setattr(operations, "counts_launches", lambda: False)
+    assert operations.fast_width(mx.bfloat16) == 1
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_rotation_is_mlx_vlms_bit_for_bit_and_one_operation_where_launches_count(
     compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernels, "counts_launches", lambda: compiled)
+    monkeypatch.setattr(operations, "counts_launches", lambda: compiled)
     for number, patches in enumerate((12, 5)):  # compiled once for all sizes
         x = mx.random.normal((patches, 3, 4, 16), key=mx.random.key(number))
         angles = 3 * mx.random.normal((patches, 8), key=mx.random.key(9))
@@ -194,7 +194,7 @@ def test_a_product_embeds_patches_as_the_convolution_does(
         np.random.default_rng(0).standard_normal((7, values), dtype=np.float32)
     )
     convolved = embed(patches)
-    monkeypatch.setattr(kernels, "counts_launches", lambda: True)
+    monkeypatch.setattr(operations, "counts_launches", lambda: True)
     assert (
         float(mx.abs(embed(patches).reshape(convolved.shape) - convolved).max()) < 1e-5
     )

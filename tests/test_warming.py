@@ -16,7 +16,8 @@ import pytest
 from tests.exact_cases import adapter_of
 from tests.harness import Ask, check, run_family, settings_for, shared_adapter
 from vlm_batch import Request, VLMBatcher
-from vlm_batch.adapters import kernels
+from vlm_batch.adapters import operations
+from vlm_batch.adapters.cuda import plans
 from vlm_batch.assets import default_checkpoint
 from vlm_batch.caches import Placement
 from vlm_batch.engine.generator import BatchGenerator
@@ -111,18 +112,19 @@ def test_prompts_of_shapes_that_were_computed_attend_by_plans(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On CUDA a plan is made then, and not beside rows that decode."""
-    monkeypatch.setattr(kernels, "takes_plans", lambda queries: True)
-    monkeypatch.setattr(kernels, "_uses", Counter())
+    monkeypatch.setattr(operations, "counts_launches", lambda: True)
+    monkeypatch.setattr(plans, "takes_plans", lambda queries: True)
+    monkeypatch.setattr(plans, "_uses", Counter())
     spelled: list[tuple[int, ...]] = []
 
     def watch(name: str) -> None:
-        plain = getattr(kernels, name)
+        plain = getattr(plans, name)
 
         def watched(queries: mx.array, *rest: Any) -> mx.array:
             spelled.append(queries.shape)
             return plain(queries, *rest)
 
-        monkeypatch.setattr(kernels, name, watched)
+        monkeypatch.setattr(plans, name, watched)
 
     watch("attend_unfused")
     watch("attend_before")

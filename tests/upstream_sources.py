@@ -1,7 +1,7 @@
 """Digests of mlx-vlm's functions that adapters replace: ``python -m tests.upstream_sources`` records them anew.
 
 They are found, not listed: what a class in a family's ``patches()`` overrides, and any other class of this library that
-inherits from mlx-vlm's; what hooks stand in for; a model's merge (``Adapter.merge``); and a model's own two calls where an
+inherits from mlx-vlm's; what hooks stand in for; a model's merge (``FamilyHooks.merge``); and a model's own two calls where an
 adapter makes them by itself.
 """
 
@@ -25,6 +25,7 @@ from mlx_vlm.utils import get_model_type
 import vlm_batch
 from vlm_batch.adapters import attention, rotary, tables
 from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.family import FamilyHooks
 from vlm_batch.adapters.grids import MRoPEAdapter
 from vlm_batch.models import _kimi_k3, families, muse_spark
 
@@ -180,7 +181,7 @@ def _called() -> Iterator[tuple[str, Any]]:
                 )
         for name, (owner, method) in CALLS.items():
             ours = inspect.unwrap(getattr(adapter, name))
-            if ours.__module__ == Adapter.__module__ or {"super", method} & set(
+            if ours.__module__ == FamilyHooks.__module__ or {"super", method} & set(
                 ours.__code__.co_names
             ):
                 continue

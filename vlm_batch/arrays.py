@@ -234,3 +234,8 @@ def _to_mlx(array: Any) -> mx.array:
         return array
     is_reversed = any(stride < 0 for stride in array.strides)  # which mlx does not take
     return mx.array(array.copy() if is_reversed else array)
+
+
+def joined(parts: Sequence[mx.array], axis: int = 0) -> mx.array:
+    """Concatenate arrays; one alone stays the object that it is."""
+    return parts[0] if len(parts) == 1 else mx.concatenate(list(parts), axis=axis)

@@ -14,7 +14,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
-from vlm_batch.adapters.cuda import Launch
+from vlm_batch.adapters.cuda.launches import Launch
 
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 HERE = Path(__file__).parent

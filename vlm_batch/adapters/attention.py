@@ -10,15 +10,10 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_vlm.models import base as upstream
 
-from vlm_batch.adapters import few_bits, kernels
+from vlm_batch.adapters import operations
 from vlm_batch.adapters.hooks import current, hook
 from vlm_batch.caches.drafted import DraftedStates, attend_drafted
-from vlm_batch.caches.quantized import (
-    QuantizedStates,
-    SlabStates,
-    attend_quantized,
-    unpacked,
-)
+from vlm_batch.caches.quantized import QuantizedStates, SlabStates, unpacked
 from vlm_batch.caches.rows import RowsCache, RowStates, attend_rows
 from vlm_batch.caches.turbo import TurboStates
 
@@ -53,28 +48,18 @@ def attention(
             attention, queries, keys, values, cache, scale, mask, sinks, is_fixed=fixed
         )
     if isinstance(keys, QuantizedStates):
-        # several queries share one dequantisation
-        if queries.shape[2] > 1 and sinks is None:
-            return kernels.attend(
-                queries, keys.dequantized(), values.dequantized(), scale, mask
-            )
-        if sinks is None and kernels.takes_codes(queries, keys, mask):
-            return kernels.attend_codes(queries, keys, values, scale)
-        return attend_quantized(queries, keys, values, scale, mask, sinks)
+        return operations.attend_packed(queries, keys, values, scale, mask, sinks)
     if isinstance(keys, SlabStates):
-        found = (
-            few_bits.attend_where_right(queries, keys, values, scale, mask)
-            if sinks is None
-            else None
-        )
-        if found is not None:
-            return found
+        if sinks is None:
+            found = operations.attend_packed_slab(queries, keys, values, scale, mask)
+            if found is not None:
+                return found
         keys, values = unpacked(keys, values)
     if isinstance(keys, TurboStates):
         cache = keys.cache
     elif sinks is None and isinstance(keys, mx.array) and not hasattr(cache, "bits"):
         # not quantised
-        return kernels.attend(queries, keys, values, scale, mask)
+        return operations.attend(queries, keys, values, scale, mask)
     return SCALED_DOT_PRODUCT_ATTENTION(
         queries, keys, values, cache, scale=scale, mask=mask, sinks=sinks
     )
@@ -84,7 +69,7 @@ def attention(
 #: ``scaled_dot_product_attention``, so their code runs unmodified.
 HOOKS = {
     "scaled_dot_product_attention": hook(SCALED_DOT_PRODUCT_ATTENTION, attention),
-    "swiglu": hook(kernels.SWIGLU, kernels.swiglu),
+    "swiglu": hook(operations.SWIGLU, operations.swiglu),
 }
 
 
@@ -115,22 +100,18 @@ def each_row(
 
     Arrays are cut from (B, ...) to (1, ...). Empty places get zeros.
     """
-    answers = {
-        place: function(
-            *(_of_row(value, place) for value in args),
-            **{name: _of_row(value, place) for name, value in kwargs.items()},
-        )
-        for place, single in enumerate(rows.places)
-        if single is not None
-    }
+    answers: dict[int, Any] = {}
+    for place, single in enumerate(rows.places):
+        if single is None:
+            continue
+        own = [_of_row(value, place) for value in args]
+        named = {name: _of_row(value, place) for name, value in kwargs.items()}
+        answers[place] = function(*own, **named)
     like = next(iter(answers.values()))
-    empty = (
-        tuple(map(mx.zeros_like, like))
-        if isinstance(like, tuple)
-        else mx.zeros_like(like)
-    )
+    is_tuple = isinstance(like, tuple)
+    empty = tuple(map(mx.zeros_like, like)) if is_tuple else mx.zeros_like(like)
     filled = [answers.get(place, empty) for place in range(len(rows.places))]
-    if isinstance(like, tuple):
+    if is_tuple:
         return tuple(mx.concatenate(list(part)) for part in zip(*filled, strict=True))
     return mx.concatenate(filled)
 

@@ -62,18 +62,17 @@ def takes(array: Any, size: int | None = None) -> bool:
     The size of one row (prompt, picture, crop) decides: MLX's and numpy's last bits differ, and how many rows share an array
     must not matter. With fixed shapes every array counts as large.
     """
-    if (
-        not is_adapting()
-        or not isinstance(array, mx.array)
-        or array.dtype not in FLOATS
-    ):
+    if not is_adapting() or not isinstance(array, mx.array):
         return False
     call = current()
-    if call.positions is not None or not array.size:
+    if array.dtype not in FLOATS or call.positions is not None or not array.size:
         return False
-    num_rows = array.shape[0] if array.ndim > 2 else 1
-    is_large = (array.size if size is None else size) >= num_rows * FEWEST
-    return (is_large or call.is_fixed) and exponentials.is_numpys()
+    if not call.is_fixed:
+        num_rows = array.shape[0] if array.ndim > 2 else 1
+        size = array.size if size is None else size
+        if size < num_rows * FEWEST:
+            return False
+    return exponentials.is_numpys()
 
 
 # Attention ------------------------------------------------------------------------------------------------------------
@@ -229,32 +228,38 @@ def _attention(
 
 
 def _softmax(a: mx.array, /, axis: Any = None, **how: Any) -> mx.array:
-    found = exponentials.softmax(a) if _is_last(a, axis) and takes(a) else None
-    return SOFTMAX(a, axis, **how) if found is None else found
+    if _is_last(a, axis) and takes(a):
+        found = exponentials.softmax(a)
+        if found is not None:
+            return found
+    return SOFTMAX(a, axis, **how)
 
 
 def _logsumexp(
     a: mx.array, /, axis: Any = None, keepdims: bool = False, **how: Any
 ) -> mx.array:
-    found = exponentials.logsumexp(a) if _is_last(a, axis) and takes(a) else None
-    if found is None:
-        return LOGSUMEXP(a, axis, keepdims, **how)
-    return found[..., None] if keepdims else found
+    if _is_last(a, axis) and takes(a):
+        found = exponentials.logsumexp(a)
+        if found is not None:
+            return found[..., None] if keepdims else found
+    return LOGSUMEXP(a, axis, keepdims, **how)
 
 
 def _is_last(array: Any, axis: Any) -> bool:
+    """Whether an axis, or the only one of several, is an array's last."""
+    if not isinstance(array, mx.array) or not array.ndim:
+        return False
     axes = tuple(axis) if isinstance(axis, (list, tuple)) else (axis,)
-    return (
-        isinstance(array, mx.array)
-        and array.ndim > 0
-        and axes in ((-1,), (array.ndim - 1,))
-    )
+    return axes in ((-1,), (array.ndim - 1,))
 
 
 def _of_numbers(theirs: Callable[..., Any], kernel: Kernel) -> Callable[..., Any]:
     def ours(x: mx.array, /, **how: Any) -> mx.array:
-        found = exponentials.changed(kernel, x) if takes(x) else None
-        return theirs(x, **how) if found is None else found
+        if takes(x):
+            found = exponentials.changed(kernel, x)
+            if found is not None:
+                return found
+        return theirs(x, **how)
 
     return ours
 
@@ -268,7 +273,8 @@ def _uncompiled(
     theirs: Callable[..., Any], plain: Callable[..., Any]
 ) -> Callable[..., Any]:
     def ours(*args: Any, **kwargs: Any) -> Any:
-        return (plain if any(map(takes, args)) else theirs)(*args, **kwargs)
+        function = plain if any(map(takes, args)) else theirs
+        return function(*args, **kwargs)
 
     return ours
 
@@ -298,34 +304,31 @@ def _hooks() -> dict[int, tuple[Any, Callable[..., Any]]]:
 @cache
 def _compiled_hook(theirs: Any) -> Callable[..., Any] | None:
     """Return a compiled function's stand-in, if its code asks for exponentials."""
-    plain = next(
-        (one for one in gc.get_referents(theirs) if isinstance(one, FunctionType)), None
-    )
-    if plain is None or not NAMES & set(plain.__code__.co_names):
-        return None
-    return hook(theirs, _uncompiled(theirs, plain)).either
+    for plain in gc.get_referents(theirs):
+        if isinstance(plain, FunctionType):
+            if NAMES.isdisjoint(plain.__code__.co_names):
+                return None
+            return hook(theirs, _uncompiled(theirs, plain)).either
+    return None
 
 
 def _stand_in(bound: Any) -> Any:
     known = _hooks().get(id(bound))
     if known is not None:
         return known[1]
-    found = _compiled_hook(bound) if type(bound) is _COMPILED else None
-    return bound if found is None else found
+    if type(bound) is not _COMPILED:
+        return bound
+    return _compiled_hook(bound) or bound
 
 
 def hook_exponentials(model: nn.Module, files: Iterable[str]) -> None:
     """Hook MLX's functions, where numpy is faster, and what a private copy and imported files hold of them."""
     if not exponentials.is_numpys():
         return
-    for space in (
-        vars(mx),
-        vars(mx.fast),
-        vars(nn),
-        vars(activations),
-        *(vars(sys.modules[file]) for file in files),
-    ):
-        _rebind(space)
+    for home in (mx, mx.fast, nn, activations):
+        _rebind(vars(home))
+    for file in files:
+        _rebind(vars(sys.modules[file]))
     for module in model.modules():
         _rebind(vars(module))
     _hook_layers()
@@ -335,11 +338,11 @@ def _rebind(space: dict[str, Any]) -> None:
     for name, bound in list(space.items()):
         if isinstance(bound, dict) and name.isupper():  # a table of activations
             _rebind(bound)
-        elif (
-            callable(bound)
-            and not is_hook(bound)
-            and (found := _stand_in(bound)) is not bound
-        ):
+            continue
+        if not callable(bound) or is_hook(bound):
+            continue
+        found = _stand_in(bound)
+        if found is not bound:
             space[name] = found
 
 

@@ -16,7 +16,7 @@ MOST_KEPT = 16_384
 
 
 @dataclass(frozen=True)
-class Layout:
+class PatchLayout:
     """Where patches (N) lie. The arrays are made of NumPy's, so any thread may use them."""
 
     longest: int  # rows or columns of the largest picture
@@ -27,7 +27,9 @@ class Layout:
     boundaries: mx.array
 
 
-def layout_of(grids: tuple[tuple[int, int, int], ...], side: int, merge: int) -> Layout:
+def layout_of(
+    grids: tuple[tuple[int, int, int], ...], side: int, merge: int
+) -> PatchLayout:
     """Return the layout of grids (frames, rows, columns), cached if small.
 
     Args:
@@ -40,7 +42,7 @@ def layout_of(grids: tuple[tuple[int, int, int], ...], side: int, merge: int) ->
 
 def _new_layout(
     grids: tuple[tuple[int, int, int], ...], side: int, merge: int
-) -> Layout:
+) -> PatchLayout:
     places: list[np.ndarray] = []
     corners: list[np.ndarray] = []
     shares: list[np.ndarray] = []
@@ -70,7 +72,7 @@ def _new_layout(
             )
         )
     lengths = [high * wide for frames, high, wide in grids for _ in range(frames)]
-    return Layout(
+    return PatchLayout(
         max(max(high, wide) for _, high, wide in grids),
         mx.array(np.concatenate(places)),
         mx.array(np.concatenate(corners, axis=1).astype(np.int32)),

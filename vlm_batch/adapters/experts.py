@@ -10,9 +10,9 @@ import mlx.core as mx
 import numpy as np
 from mlx_vlm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
-from vlm_batch.adapters import kernels
 from vlm_batch.adapters.hooks import current
 from vlm_batch.adapters.packed import multiply
+from vlm_batch.adapters.powers import takes_powers
 
 #: Rows an expert, on average, from which its product is one of its own: gather_mm reads an expert's weights for each row.
 ROWS_APART = 2
@@ -96,11 +96,7 @@ def multiplies_apart(x: mx.array, indices: mx.array, num_experts: int) -> bool:
     call = current()
     # a decode step may be a graph
     is_prompt = call.positions is None and not call.is_fixed
-    return (
-        is_prompt
-        and indices.size >= ROWS_APART * num_experts
-        and kernels.takes_powers(x)
-    )
+    return is_prompt and indices.size >= ROWS_APART * num_experts and takes_powers(x)
 
 
 #: Patches of every family.

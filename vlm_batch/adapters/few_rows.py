@@ -40,31 +40,28 @@ def multiply(
     block = next((size for size in BLOCKS if outputs % size == 0), outputs)
     blocks, flat = weight.reshape(-1, block, width), rows.reshape(1, count, width)
     if width % ALIASED == 0:
-        columns = flat.swapaxes(1, 2)
-        found = (
-            blocks @ columns
-            if bias is None
-            else mx.addmm(bias.reshape(-1, block, 1), blocks, columns)
-        )
+        found = _product(blocks, flat.swapaxes(1, 2), bias, (-1, block, 1))
         product = found.reshape(outputs, count).T
     else:
-        turned = blocks.swapaxes(1, 2)
-        found = (
-            flat @ turned
-            if bias is None
-            else mx.addmm(bias.reshape(-1, 1, block), flat, turned)
-        )
+        found = _product(flat, blocks.swapaxes(1, 2), bias, (-1, 1, block))
         product = found.swapaxes(0, 1)
     return mx.contiguous(product).reshape(*rows.shape[:-1], outputs)
 
 
+def _product(
+    left: mx.array, right: mx.array, bias: mx.array | None, shape: tuple[int, ...]
+) -> mx.array:
+    """Multiply matrices; a bias is added in ``shape``."""
+    if bias is None:
+        return left @ right
+    return mx.addmm(bias.reshape(shape), left, right)
+
+
 class FewRowsLinear(nn.Linear):
     def __call__(self, x: mx.array) -> mx.array:
-        return (
-            multiply(x, self["weight"], self.get("bias"))
-            if _gains(self, x)
-            else super().__call__(x)
-        )
+        if _gains(self, x):
+            return multiply(x, self["weight"], self.get("bias"))
+        return super().__call__(x)
 
 
 class FewRowsEmbedding(nn.Embedding):
@@ -73,10 +70,8 @@ class FewRowsEmbedding(nn.Embedding):
 
 
 def _gains(layer: nn.Module, rows: mx.array) -> bool:
-    return (
-        rows.dtype == mx.float32
-        and rows.size <= rows.shape[-1] * layer.__dict__["most_rows"]
-    )
+    most = rows.shape[-1] * layer.__dict__["most_rows"]
+    return rows.dtype == mx.float32 and rows.size <= most
 
 
 #: MLX's classes -> these.
@@ -87,29 +82,32 @@ THEIRS = {ours: theirs for theirs, ours in KINDS.items()}
 
 def suit_few_rows(model: nn.Module) -> None:
     """Let the layers of a private copy that gain make products of few rows so."""
+    if mx.default_device().type != mx.DeviceType.cpu:
+        return
     facts = blas.facts()
-    is_known = facts["core"] == "SkylakeX" and blas.version() in VERSIONS
-    if mx.default_device().type != mx.DeviceType.cpu or not is_known:
+    if facts["core"] != "SkylakeX" or blas.version() not in VERSIONS:
         return
     is_one = facts["threads"] == "1"
-    layers: list[Any] = [module for module in model.modules() if type(module) in KINDS]
-    for layer in layers:
-        if _has_fitting_weight(layer, is_one):
-            layer.__class__ = KINDS[type(layer)]
-            layer.__dict__["most_rows"] = MOST_ROWS if is_one else MOST_ROWS_OF_THREADS
+    most_rows = MOST_ROWS if is_one else MOST_ROWS_OF_THREADS
+    for module in model.modules():
+        layer: Any = module
+        ours = KINDS.get(type(layer))
+        if ours is not None and _has_fitting_weight(layer, is_one):
+            layer.__class__ = ours
+            layer.__dict__["most_rows"] = most_rows
 
 
 def _has_fitting_weight(layer: Any, is_one: bool) -> bool:
+    """Whether a layer's products of few rows gain, where one thread makes them or several."""
     weight, bias = layer.get("weight"), layer.get("bias")
-    if (
-        weight is None
-        or weight.dtype != mx.float32
-        or weight.ndim != 2
-        or not weight.size
-    ):
+    if weight is None or weight.ndim != 2 or not weight.size:
         return False
     outputs, width = weight.shape
-    if outputs < BLOCKS[-1] or (bias is not None and bias.shape != (outputs,)):
-        return False
     is_large = is_one and weight.size >= LARGE and width % EVEN == 0
-    return (width % ALIASED == 0 or is_large) and memoryview(weight).c_contiguous
+    needs = (
+        weight.dtype == mx.float32,
+        outputs >= BLOCKS[-1],
+        bias is None or bias.shape == (outputs,),
+        width % ALIASED == 0 or is_large,
+    )
+    return all(needs) and memoryview(weight).c_contiguous

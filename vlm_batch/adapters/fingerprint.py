@@ -36,15 +36,13 @@ def fingerprint(adapter: Adapter) -> str:
 
 
 def plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(name): plain(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [
-            plain(item)
-            for item in (
-                sorted(value) if isinstance(value, (set, frozenset)) else value
-            )
-        ]
+    """Return a configuration's value as dicts, lists, numbers and texts."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
+    if isinstance(value, Mapping):
+        return {str(name): plain(item) for name, item in value.items()}
+    if isinstance(value, (set, frozenset)):
+        value = sorted(value)
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
     return plain(vars(value)) if hasattr(value, "__dict__") else str(value)

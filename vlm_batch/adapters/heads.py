@@ -20,7 +20,7 @@ from vlm_batch.adapters.few_rows import suit_few_rows
 from vlm_batch.adapters.hooks import files_of, hook, install_hooks, running
 from vlm_batch.adapters.longrope import ROW_ROPES
 from vlm_batch.adapters.modules import clone_modules, evaluate_arrays
-from vlm_batch.adapters.packed import replacements
+from vlm_batch.adapters.operations import layers
 from vlm_batch.adapters.prompts import dtype_of, num_words
 from vlm_batch.adapters.rotary import STEP_ROPES, hook_rotary
 from vlm_batch.caches.rows import DraftedRows, RowsCache, RowStates
@@ -49,7 +49,7 @@ class Heads(ABC):
             model.set_dtype(dtype)
         family = adapter.spec.family
         self.model: Any = clone_modules(
-            model, {**replacements(), **ROW_ROPES, **STEP_ROPES, **adapter.patches()}
+            model, {**layers(), **ROW_ROPES, **STEP_ROPES, **adapter.patches()}
         )
         self.model.bind(adapter.language)
         install_hooks(files_of(self.model), HOOKS, family=family, is_strict=False)

@@ -24,14 +24,14 @@ from vlm_batch.errors import UnsupportedModel
 from vlm_batch.records import Call
 
 
-class _Thread(threading.local):
+class _RunningCall(threading.local):
     call: Call | None = None  # None while no adapter runs
 
     def __init__(self) -> None:
         self.token = object()
 
 
-_thread = _Thread()
+_thread = _RunningCall()
 _NOTHING = Call()
 
 #: Every function installed by a hook.
@@ -86,11 +86,9 @@ def is_hook(bound: Any) -> bool:
 
 def files_of(module: nn.Module) -> set[str]:
     """Name the modules of a tree's classes and bases, except ours."""
-    files = {
-        base.__module__
-        for _, child in module.named_modules()
-        for base in type(child).__mro__
-    }
+    files: set[str] = set()
+    for kind in set(map(type, module.modules())):
+        files.update(base.__module__ for base in kind.__mro__)
     return {file for file in files if not file.startswith("vlm_batch.")}
 
 
@@ -115,20 +113,25 @@ def install_hooks(
     for file in files:
         namespace = vars(sys.modules[file])
         for name in hooks.keys() & namespace.keys():
-            bound = namespace[name]
-            if bound is hooks[name].theirs:
-                namespace[name] = hooks[name].either
-            elif not (is_hook(bound) and bound.__wrapped__ is hooks[name].theirs):
-                if not is_strict:
-                    continue
+            if _is_bound(namespace, name, hooks[name]):
+                found.add(name)
+            elif is_strict:
                 raise UnsupportedModel(
                     f"{_misfit(family)}: {file}.{name} is not the function that is replaced there"
                 )
-            found.add(name)
     if missing := sorted(set(required) - found):
         raise UnsupportedModel(
             f"{_misfit(family)}: {', '.join(files)} has no {', '.join(missing)} to be replaced"
         )
+
+
+def _is_bound(namespace: dict[str, Any], name: str, hook: Hook) -> bool:
+    """Bind a name to a hook, unless it was; return False if it is another function's."""
+    bound = namespace[name]
+    if bound is hook.theirs:
+        namespace[name] = hook.either
+        return True
+    return is_hook(bound) and bound.__wrapped__ is hook.theirs
 
 
 #: mlx-vlm's classes that write to a cache without attending, such as indexers.
@@ -143,21 +146,24 @@ def check_attention(
     exempt: frozenset[str] = WITHOUT_ATTENTION,
 ) -> None:
     """Raise UnsupportedModel if a class, neither exempt nor ours, writes to a cache without the hook."""
-    for cls in {type(child) for _, child in module.named_modules()} - {nn.Module}:
+    for cls in set(map(type, module.modules())) - {nn.Module}:
+        if cls.__name__ in exempt:
+            continue
         functions = list(_upstream_functions(cls))
-        writers = [
-            function
-            for function in functions
-            if "update_and_fetch" in _names(function.__code__)
-        ]
-        if not writers or cls.__name__ in exempt:
+        writer = next(filter(_writes, functions), None)
+        if writer is None:
             continue
         seen: set[FunctionType] = set()
         if not any(_reaches(function, hooked.either, seen) for function in functions):
-            at = f"{writers[0].__module__}.{writers[0].__qualname__}"
+            at = f"{writer.__module__}.{writer.__qualname__}"
             raise UnsupportedModel(
                 f"{_misfit(family)}: {at} writes to a cache and does not call {hooked.theirs.__name__}, which is replaced there"
             )
+
+
+def _writes(function: FunctionType) -> bool:
+    """Whether a function writes to a cache."""
+    return "update_and_fetch" in _names(function.__code__)
 
 
 def _misfit(family: str) -> str:
@@ -165,19 +171,18 @@ def _misfit(family: str) -> str:
 
 
 def _upstream_functions(cls: type) -> Iterator[FunctionType]:
+    """Yield the functions of a class that run: mlx-vlm's, and not those that ours replace."""
     ended: set[str] = set()
     for base in cls.__mro__:
-        is_patch = is_replacement(base)
         for name, value in vars(base).items():
-            if not isinstance(value, FunctionType) or name in ended:
+            if name in ended or not isinstance(value, FunctionType):
                 continue
-            if is_patch and value.__module__ == base.__module__:
-                # bases do not run this function
-                if "super" not in _names(value.__code__):
-                    ended.add(name)
-                continue
-            ended.add(name)
-            yield value
+            is_ours = is_replacement(base) and value.__module__ == base.__module__
+            if not is_ours:
+                yield value
+            # of ours that call no base, bases do not run
+            if not is_ours or "super" not in _names(value.__code__):
+                ended.add(name)
 
 
 def is_replacement(cls: type) -> bool:
@@ -188,14 +193,17 @@ def is_replacement(cls: type) -> bool:
 def _reaches(
     function: FunctionType, wanted: Callable[..., Any], seen: set[FunctionType]
 ) -> bool:
+    """Whether a function calls another by global names, itself or by what it calls."""
     if function in seen:
         return False
     seen.add(function)
-    called = [function.__globals__.get(name) for name in _globals(function.__code__)]
-    return any(
-        one is wanted or (isinstance(one, FunctionType) and _reaches(one, wanted, seen))
-        for one in called
-    )
+    for name in _globals(function.__code__):
+        called = function.__globals__.get(name)
+        if called is wanted:
+            return True
+        if isinstance(called, FunctionType) and _reaches(called, wanted, seen):
+            return True
+    return False
 
 
 def _names(code: CodeType) -> set[str]:

@@ -8,23 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 
+from vlm_batch.adapters.hooks import running
 from vlm_batch.adapters.known import concatenated
 from vlm_batch.arrays import arrays_of, map_arrays
+from vlm_batch.records import Call
 
 
 class Tower(Protocol):
     def look(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any: ...
-    def kind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Kind | None: ...
+    def kind(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> CallKind | None: ...
     def run_joined(self, calls: Sequence[TowerCall]) -> list[Any]: ...
     def run_by_shape(self, calls: Sequence[TowerCall]) -> list[Any]: ...
     def count_patches(self, call: TowerCall, patch: int) -> int: ...
 
 
-class Kind(NamedTuple):
+class CallKind(NamedTuple):
     """The facts that joined calls share."""
 
     settings: str
@@ -32,7 +37,9 @@ class Kind(NamedTuple):
     dtypes: tuple[str, ...]
 
     @classmethod
-    def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any], axis: int = 0) -> Kind:
+    def of(
+        cls, args: Sequence[Any], kwargs: Mapping[str, Any], axis: int = 0
+    ) -> CallKind:
         """Return a call's kind; its first array is joined along ``axis``, others along their first."""
         tree = _tree(args, kwargs)
         arrays = arrays_of(tree)
@@ -53,7 +60,7 @@ class TowerCall:
     tower: Tower
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    kind: Kind
+    kind: CallKind
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -165,6 +172,51 @@ def make_calls(
             if answer is not None
         )
     return found
+
+
+def outputs_together(
+    requests: Sequence[Mapping[str, Any]],
+    encode: Callable[[Mapping[str, Any], TowerOutputs], Any],
+    shared: tuple[str, ...],
+    call: Call,
+    values_of_patch: int,
+) -> dict[int, TowerOutputs]:
+    """Make the tower calls of several requests together, up to ``call.most_patches`` patches.
+
+    Args:
+        encode: Encodes a request's inputs, with the outputs of its tower calls as far as they are there.
+        shared: Prefixes of the inputs of media whose tower shares calls.
+        values_of_patch: Numbers of a patch of a picture.
+
+    Returns:
+        Outputs by the requests' places; none of requests without such media.
+    """
+    outputs: dict[int, TowerOutputs] = {}
+    for at, inputs in enumerate(requests):
+        if any(name.startswith(shared) for name in inputs):
+            outputs[at] = TowerOutputs()
+    encoding = {at: partial(encode, requests[at]) for at in outputs}
+
+    calls: dict[int, TowerCall] = {}
+    room = call.most_patches
+    for at, theirs in outputs.items():
+        asked = advance(theirs, encoding[at])
+        if asked is None:
+            continue
+        room -= asked.tower.count_patches(asked, values_of_patch)
+        if room < 0 and calls:
+            break
+        calls[at] = asked
+    while len(calls) > 1:
+        with running(call):
+            found = make_calls(calls, by_shapes=call.is_fixed)
+        calls = {}
+        for at, output in found.items():
+            outputs[at].found.append(output)
+            asked = advance(outputs[at], encoding[at])
+            if asked is not None:
+                calls[at] = asked
+    return outputs
 
 
 def join_calls(calls: Sequence[TowerCall]) -> tuple[list[Any], dict[str, Any]]:

@@ -18,7 +18,7 @@ MOST = 1 << 16
 _INDEX = (int, slice, type(None), type(Ellipsis))
 
 
-class Known(mx.array):
+class HostIntegers(mx.array):
     """Integers or truths whose parts, comparisons and sums are computed on the host, and are known, too.
 
     MLX's own functions take it as any array, and answer with arrays that are yet to be computed.
@@ -52,7 +52,7 @@ class Known(mx.array):
         return map(known, self.numbers)
 
     def _compared(self, compare: Callable[[Any, Any], Any], other: Any) -> Any:
-        given = other.numbers if isinstance(other, Known) else other
+        given = other.numbers if isinstance(other, HostIntegers) else other
         if not isinstance(given, int) and not (
             isinstance(given, np.ndarray) and given.dtype.kind in "iub"
         ):
@@ -68,7 +68,9 @@ class Known(mx.array):
         return known(found.astype(str(dtype).removeprefix("mlx.core.").rstrip("_")))
 
 
-def _comparing(compare: Callable[[Any, Any], Any]) -> Callable[[Known, Any], Any]:
+def _comparing(
+    compare: Callable[[Any, Any], Any],
+) -> Callable[[HostIntegers, Any], Any]:
     return lambda self, other: self._compared(compare, other)
 
 
@@ -76,8 +78,8 @@ def _reducing(name: str) -> Callable[..., Any]:
     return lambda self, *args, **how: self._reduced(name, *args, **how)
 
 
-def _changing(change: Callable[..., Any]) -> Callable[[Known, Any], Any]:
-    def changed(self: Known, other: Any) -> Any:
+def _changing(change: Callable[..., Any]) -> Callable[[HostIntegers, Any], Any]:
+    def changed(self: HostIntegers, other: Any) -> Any:
         vars(self).pop("_own", None)
         return change(self, other)
 
@@ -94,24 +96,28 @@ for one in (
     operator.and_,
     operator.or_,
 ):
-    setattr(Known, f"__{one.__name__.rstrip('_')}__", _comparing(one))
+    setattr(HostIntegers, f"__{one.__name__.rstrip('_')}__", _comparing(one))
 for name in ("sum", "prod", "max", "min", "any", "all"):
-    setattr(Known, name, _reducing(name))
+    setattr(HostIntegers, name, _reducing(name))
 for name in vars(mx.array):  # x += 1
     if name.startswith("__i") and hasattr(operator, f"__{name[3:]}"):
-        setattr(Known, name, _changing(getattr(mx.array, name)))
+        setattr(HostIntegers, name, _changing(getattr(mx.array, name)))
 
 
 def known(numbers: Any) -> Any:
-    """Return numbers of the host as ``Known``."""
+    """Return numbers of the host as ``HostIntegers``."""
     own = np.empty(np.shape(numbers), np.asarray(numbers).dtype)
     own[...] = numbers  # a copy without negative strides, which MLX does not take
-    return Known(own)
+    return HostIntegers(own)
 
 
 def know(value: Any) -> Any:
-    """Return an evaluated array of few integers as ``Known``, anything else as it is."""
-    if not isinstance(value, mx.array) or isinstance(value, Known) or value.size > MOST:
+    """Return an evaluated array of few integers as ``HostIntegers``, anything else as it is."""
+    if (
+        not isinstance(value, mx.array)
+        or isinstance(value, HostIntegers)
+        or value.size > MOST
+    ):
         return value
     if value.dtype != mx.bool_ and not mx.issubdtype(value.dtype, mx.integer):
         return value
@@ -120,7 +126,7 @@ def know(value: Any) -> Any:
 
 def concatenated(parts: Sequence[mx.array]) -> mx.array:
     """Concatenate arrays along the first axis; the result is known if all are."""
-    numbers = [part.numbers for part in parts if isinstance(part, Known)]
+    numbers = [part.numbers for part in parts if isinstance(part, HostIntegers)]
     return (
         known(np.concatenate(numbers))
         if len(numbers) == len(parts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import reduce
 from importlib import import_module
+from itertools import chain, islice
 from typing import Any, ClassVar
 
 import mlx.core as mx
@@ -12,7 +13,7 @@ import mlx.nn as nn
 import numpy as np
 
 from vlm_batch.adapters.hooks import current
-from vlm_batch.adapters.joint import Kind, TowerCall, join_calls
+from vlm_batch.adapters.joint import CallKind, TowerCall, join_calls
 from vlm_batch.arrays import (
     arrays_of,
     is_array_tree,
@@ -21,6 +22,7 @@ from vlm_batch.arrays import (
     map_arrays,
     split_rows,
 )
+from vlm_batch.records import Call
 from vlm_batch.store.digest import digest, split_known
 from vlm_batch.store.features import FeatureStore
 
@@ -33,20 +35,27 @@ def clone_modules(module: Any, patches: Mapping[type, type] | None = None) -> An
 def _clone(node: Any, patches: Mapping[type, type], seen: dict[int, Any]) -> Any:
     if isinstance(node, nn.Module):
         if id(node) not in seen:
-            cls: Any = patches.get(type(node), type(node))
-            # a class's own ``__new__`` may need its config
-            seen[id(node)] = copy = dict.__new__(cls)
-            copy.__dict__.update(node.__dict__)
-            for name, child in node.items():
-                dict.__setitem__(copy, name, _clone(child, patches, seen))
+            seen[id(node)] = _cloned_module(node, patches, seen)
         return seen[id(node)]
-    if type(node) is list:
-        return [_clone(child, patches, seen) for child in node]
-    if type(node) is tuple:
-        return tuple(_clone(child, patches, seen) for child in node)
+    if type(node) in (list, tuple):
+        return type(node)([_clone(child, patches, seen) for child in node])
     if type(node) is dict:
         return {name: _clone(child, patches, seen) for name, child in node.items()}
     return node
+
+
+def _cloned_module(
+    module: nn.Module, patches: Mapping[type, type], seen: dict[int, Any]
+) -> Any:
+    cls: Any = patches.get(type(module), type(module))
+    # a class's own ``__new__`` may need its config
+    copy = dict.__new__(cls)
+    # before its children, which may hold it
+    seen[id(module)] = copy
+    copy.__dict__.update(module.__dict__)
+    for name, child in module.items():
+        dict.__setitem__(copy, name, _clone(child, patches, seen))
+    return copy
 
 
 def patches_in(module: str, *patched: tuple[str, Callable[[Any], type]]) -> Any:
@@ -93,11 +102,8 @@ class CutAnswer:
             return hidden[0][:, None]
         if call.ends is None:
             return hidden[:, -1:]
-        return mx.take_along_axis(
-            hidden,
-            mx.array([end - call.begin - 1 for end in call.ends])[:, None, None],
-            axis=1,
-        )
+        last = mx.array([end - call.begin - 1 for end in call.ends])
+        return mx.take_along_axis(hidden, last[:, None, None], axis=1)
 
 
 def cut_answer(module: Any) -> None:
@@ -127,45 +133,38 @@ class RememberingTower(nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         outputs = current().tower_outputs
-        return (
-            self.look(args, kwargs)
-            if outputs is None
-            else outputs.next(self, args, kwargs)
-        )
+        if outputs is None:
+            return self.look(args, kwargs)
+        return outputs.next(self, args, kwargs)
 
     def look(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return stored or new features; only calls of arrays are stored."""
         key = self.key(args, kwargs)
-        found = None if key is None else self._store.get(key)
+        found = self.stored(key)
         if found is None:
             found = self.fresh(args, kwargs)
             self.remember(key, found)
         return found
 
+    def stored(self, key: bytes | None) -> Any:
+        """Return the features of a call's digest, if any."""
+        return None if key is None else self._store.get(key)
+
     def fresh(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run the tower; keep only hidden states that the model reads."""
         found = self.tower(*args, **kwargs)
-        wanted = (
-            getattr(self._config, "vision_feature_layer", None)
-            if kwargs.get("output_hidden_states")
-            else None
-        )
-        is_list = (
-            isinstance(found, (list, tuple))
-            and len(found)
-            and isinstance(found[-1], (list, tuple))
-        )
-        if wanted is None or not is_list:
+        wanted = getattr(self._config, "vision_feature_layer", None)
+        if wanted is None or not kwargs.get("output_hidden_states"):
             return found
-        states = list(found[-1])
-        kept = {
-            range(len(states))[layer]
-            for layer in ([wanted] if isinstance(wanted, int) else wanted)
-        }
-        return (
-            *found[:-1],
-            [state if index in kept else None for index, state in enumerate(states)],
-        )
+        if not isinstance(found, (list, tuple)) or not found:
+            return found
+        *others, states = found
+        if not isinstance(states, (list, tuple)):
+            return found
+        kept: list[Any] = [None] * len(states)
+        for layer in [wanted] if isinstance(wanted, int) else wanted:
+            kept[layer] = states[layer]
+        return (*others, kept)
 
     def key(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes | None:
         """Return a call's digest, or None if unstored."""
@@ -181,7 +180,7 @@ class RememberingTower(nn.Module):
             launch(arrays_of(features))
             self._store.put(key, features)
 
-    def kind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Kind | None:
+    def kind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallKind | None:
         """Return the kind of a call that can join others, or None."""
         return None
 
@@ -196,28 +195,43 @@ class RememberingTower(nn.Module):
     ) -> list[Any]:
         """Return stored features; make missing ones together, duplicates once."""
         keys = [self.key(call.args, call.kwargs) for call in calls]
-        found = [None if key is None else self._store.get(key) for key in keys]
-        names = [at if key is None else key for at, key in enumerate(keys)]
-        first = {
-            name: at
-            for at, name in reversed(list(enumerate(names)))
-            if found[at] is None
-        }
-        places = sorted(first.values())
-        if not places:
+        found = [self.stored(key) for key in keys]
+        # a call that cannot be stored is like no other
+        names: list[bytes | int] = [key or at for at, key in enumerate(keys)]
+        first: dict[bytes | int, int] = {}
+        for at, name in enumerate(names):
+            if found[at] is None:
+                first.setdefault(name, at)
+        if not first:
             return found
-        parts = make([calls[at] for at in places])
-        made = {names[at]: part for at, part in zip(places, parts, strict=True)}
-        for at in places:
-            self.remember(keys[at], made[names[at]])
-        return [
-            made[name] if known is None else known
-            for name, known in zip(names, found, strict=True)
-        ]
+        parts = make([calls[at] for at in first.values()])
+        made = dict(zip(first, parts, strict=True))
+        for name, at in first.items():
+            self.remember(keys[at], made[name])
+        for at, name in enumerate(names):
+            if found[at] is None:
+                found[at] = made[name]
+        return found
 
     def run_by_shape(self, calls: Sequence[TowerCall]) -> list[Any]:
         """Make calls whose features depend on a picture's own shape; None if unknown."""
         return [None] * len(calls)
+
+    def taken_apart(self, parts: list[Any] | None) -> list[Any]:
+        """Return an answer's parts; raise ValueError if there are none."""
+        if parts is None:
+            raise ValueError(
+                f"the answer of {type(self.tower).__name__} cannot be taken apart"
+            )
+        return parts
+
+    def shares_calls(self, call: Call) -> bool:
+        """Whether several requests' media are encoded in one call."""
+        if call.is_fixed:
+            is_by_shape = type(self).run_by_shape is not RememberingTower.run_by_shape
+            if call.pictures is None or not is_by_shape:
+                return False
+        return self.why_apart is None
 
     def count_patches(self, call: TowerCall, patch: int) -> int:
         """Count a call's patches, of ``patch`` values each."""
@@ -234,33 +248,25 @@ class RememberingBatchTower(RememberingTower):
 
     why_apart = None
 
-    def kind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Kind | None:
+    def kind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallKind | None:
         arrays = arrays_of([list(args), dict(kwargs)])
-        if not arrays or not all(
-            array.ndim and array.shape[0] == arrays[0].shape[0] for array in arrays
-        ):
-            return None
-        return Kind.of(args, kwargs)
+        # scalars have none
+        lengths = {array.shape[:1] for array in arrays}
+        is_batch = len(lengths) == 1 and () not in lengths
+        return CallKind.of(args, kwargs) if is_batch else None
 
     def run_joined(self, calls: Sequence[TowerCall]) -> list[Any]:
         return self.each_once(calls, self._as_one)
 
     def _as_one(self, calls: Sequence[TowerCall]) -> list[Any]:
         args, kwargs = join_calls(calls)
-        parts = self.split(self.fresh(args, kwargs), calls)
-        if parts is None:
-            raise ValueError(
-                f"the answer of {type(self.tower).__name__} cannot be taken apart"
-            )
-        return parts
+        return self.taken_apart(self.split(self.fresh(args, kwargs), calls))
 
     def split(self, found: Any, calls: Sequence[TowerCall]) -> list[Any] | None:
         """Split an output by calls; None if it does not fit."""
         counts = [call.arrays[0].shape[0] for call in calls]
-        if any(
-            array.ndim == 0 or array.shape[0] != sum(counts)
-            for array in arrays_of(found)
-        ):
+        lengths = {array.shape[:1] for array in arrays_of(found)}
+        if lengths - {(sum(counts),)}:
             return None
         return split_rows(found, counts)
 
@@ -278,12 +284,10 @@ class RememberingRowTower(RememberingBatchTower):
 
     def split(self, found: Any, calls: Sequence[TowerCall]) -> list[Any] | None:
         counts = [call.arrays[0].shape[0] for call in calls]
-        if (
-            not isinstance(found, mx.array)
-            or found.ndim != 3
-            or found.shape[0] != 1
-            or found.shape[1] % sum(counts)
-        ):
+        if not isinstance(found, mx.array) or found.ndim != 3:
+            return None
+        rows, length, _ = found.shape
+        if rows != 1 or length % sum(counts):
             return None
         parts = split_rows(found[0], counts)
         return None if parts is None else [part[None] for part in parts]
@@ -295,15 +299,14 @@ class RememberingPackedTower(RememberingBatchTower):
     It returns rows in proportion to patches, or an array per picture.
     """
 
-    def kind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Kind | None:
+    def kind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallKind | None:
         arrays = arrays_of([list(args), dict(sorted(kwargs.items()))])
-        if (
-            len(arrays) != 2
-            or arrays[1].ndim != 2
-            or sum(num_patches(arrays[1])) != arrays[0].shape[0]
-        ):
+        if len(arrays) != 2:
             return None
-        return Kind.of(args, kwargs)
+        patches, grids = arrays
+        if grids.ndim != 2 or sum(num_patches(grids)) != patches.shape[0]:
+            return None
+        return CallKind.of(args, kwargs)
 
     def split(self, found: Any, calls: Sequence[TowerCall]) -> list[Any] | None:
         if type(found) is list:
@@ -323,36 +326,32 @@ class RememberingSizedTower(RememberingTower):
         # the last states are among those of the layers
         return super().fresh(args, kwargs)[1:]
 
-    def kind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Kind | None:
+    def kind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallKind | None:
         """Return the kind of pictures of any size, if each has one: a call that does not fit must fail alone."""
         sizes = kwargs.get("image_sizes")
         if len(args) != 1 or args[0].ndim != 4 or not isinstance(sizes, mx.array):
             return None
-        if sizes.shape != (args[0].shape[0], 2) or not mx.issubdtype(
-            sizes.dtype, mx.integer
-        ):
+        is_whole = mx.issubdtype(sizes.dtype, mx.integer)
+        if sizes.shape != (args[0].shape[0], 2) or not is_whole:
             return None
-        kind = Kind.of(args, kwargs)
+        kind = CallKind.of(args, kwargs)
         return kind._replace(shapes=(kind.shapes[0][2:], *kind.shapes[1:]))
 
     def run_joined(self, calls: Sequence[TowerCall]) -> list[Any]:
         return self.each_once(calls, self._as_one)
 
     def _as_one(self, calls: Sequence[TowerCall]) -> list[Any]:
-        sizes = mx.array(
-            np.concatenate([np.array(call.kwargs["image_sizes"]) for call in calls])
-        )
+        sizes = [np.array(call.kwargs["image_sizes"]) for call in calls]
         found = self.fresh(
             [[call.args[0] for call in calls]],
-            {**calls[0].kwargs, "image_sizes": sizes},
+            {**calls[0].kwargs, "image_sizes": mx.array(np.concatenate(sizes))},
         )
         counts = [self.count_patches(call, 0) for call in calls]
         parts = split_rows(map_arrays(found, lambda states: states[0]), counts)
-        if parts is None:
-            raise ValueError(
-                f"the answer of {type(self.tower).__name__} cannot be taken apart"
-            )
-        return [map_arrays(part, lambda states: states[None]) for part in parts]
+        return [
+            map_arrays(part, lambda states: states[None])
+            for part in self.taken_apart(parts)
+        ]
 
     def count_patches(self, call: TowerCall, patch: int) -> int:
         side = self._config.vision_config.patch_size
@@ -369,14 +368,9 @@ class RememberingGridTower(RememberingTower):
 
     def look(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         is_fixed = current().is_fixed
-        is_one = (
-            len(args) != 2 or not isinstance(args[1], mx.array) or args[1].shape[0] == 1
-        )
-        kind = (
-            None
-            if not is_fixed and (is_one or self._store is None)
-            else self.kind(args, kwargs)
-        )
+        if not is_fixed and (self._store is None or _has_one_picture(args)):
+            return super().look(args, kwargs)
+        kind = self.kind(args, kwargs)
         if kind is None:
             return super().look(args, kwargs)
         call = TowerCall(self, tuple(args), kwargs, kind)
@@ -387,17 +381,16 @@ class RememberingGridTower(RememberingTower):
         except ValueError:  # the output cannot be split
             return self.fresh(args, kwargs)
 
-    def kind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Kind | None:
-        if (
-            len(args) != 2
-            or not all(isinstance(value, mx.array) for value in args)
-            or args[1].ndim != 2
-        ):
+    def kind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallKind | None:
+        if len(args) != 2 or arrays_of(dict(kwargs)):
             return None
-        axis = patch_axis(args[0], num_patches(args[1]))
-        if axis is None or arrays_of(dict(kwargs)):
+        pixels, grids = args
+        if not isinstance(pixels, mx.array) or not isinstance(grids, mx.array):
             return None
-        return Kind.of(args, kwargs, axis)
+        if grids.ndim != 2:
+            return None
+        axis = patch_axis(pixels, num_patches(grids))
+        return None if axis is None else CallKind.of(args, kwargs, axis)
 
     def run_joined(self, calls: Sequence[TowerCall]) -> list[Any]:
         if all(call.args[1].shape[0] == 1 for call in calls):
@@ -406,15 +399,11 @@ class RememberingGridTower(RememberingTower):
 
     def run_by_shape(self, calls: Sequence[TowerCall]) -> list[Any]:
         pictures = [self._pictures(call) for call in calls]
-        found = iter(
-            self.each_once(
-                [picture for several in pictures for picture in several],
-                self._by_shapes,
-            )
-        )
+        every = list(chain(*pictures))
+        found = iter(self.each_once(every, self._by_shapes))
         answers = []
         for call, several in zip(calls, pictures, strict=True):
-            alone = [next(found) for _ in several]
+            alone = list(islice(found, len(several)))
             if len(alone) == 1:
                 answers += alone
             elif all(array.ndim == 2 for array in arrays_of(alone)):
@@ -427,25 +416,24 @@ class RememberingGridTower(RememberingTower):
         shapes: dict[tuple[Any, ...], list[int]] = {}
         for at, call in enumerate(calls):
             shapes.setdefault(call.shape, []).append(at)
-        found: dict[int, Any] = {}
+        found: list[Any] = [None] * len(calls)
         pictures = current().pictures
         for places in shapes.values():
             count = 1 if pictures is None else pictures(calls[places[0]])
             for start in range(0, len(places), count):
                 part = places[start : start + count]
-                found |= zip(
-                    part, self.as_one([calls[at] for at in part], count), strict=True
-                )
-        return [found[at] for at in range(len(calls))]
+                answers = self.as_one([calls[at] for at in part], count)
+                for at, answer in zip(part, answers, strict=True):
+                    found[at] = answer
+        return found
 
     def as_one(self, calls: Sequence[TowerCall], count: int = 1) -> list[Any]:
         """Join one-picture calls, filled to ``count`` with repeats."""
         filled = [*calls, *[calls[0]] * (count - len(calls))]
         if len(filled) == 1:
             return [self.fresh(calls[0].args, calls[0].kwargs)]
-        return self._shares(self.fresh(self._joined(filled), calls[0].kwargs), filled)[
-            : len(calls)
-        ]
+        found = self.fresh(self._joined(filled), calls[0].kwargs)
+        return self._shares(found, filled)[: len(calls)]
 
     def _pictures(self, call: TowerCall) -> list[TowerCall]:
         pixels, grids = call.args
@@ -465,15 +453,18 @@ class RememberingGridTower(RememberingTower):
         )
 
     def _shares(self, found: Any, calls: Sequence[TowerCall]) -> list[Any]:
-        parts = split_rows(found, [sum(num_patches(call.args[1])) for call in calls])
-        if parts is None:
-            raise ValueError(
-                f"the answer of {type(self.tower).__name__} cannot be taken apart"
-            )
-        return parts
+        counts = [sum(num_patches(call.args[1])) for call in calls]
+        return self.taken_apart(split_rows(found, counts))
 
     def count_patches(self, call: TowerCall, patch: int) -> int:
         return sum(num_patches(call.args[1]))
+
+
+def _has_one_picture(args: Sequence[Any]) -> bool:
+    """Whether a call of a grid tower has one picture, or what no grid tower takes."""
+    if len(args) != 2 or not isinstance(args[1], mx.array):
+        return True
+    return bool(args[1].shape[0] == 1)
 
 
 def unshared(tower_class: type[RememberingTower], why: str) -> type[RememberingTower]:
@@ -482,10 +473,11 @@ def unshared(tower_class: type[RememberingTower], why: str) -> type[RememberingT
 
 
 def split_list(found: Any, counts: Sequence[int]) -> list[Any] | None:
+    """Split a list of answers by calls; None if it is none, or of another length."""
     if type(found) is not list or len(found) != sum(counts):
         return None
-    ends = np.cumsum(counts).tolist()
-    return [found[end - count : end] for count, end in zip(counts, ends, strict=True)]
+    answers = iter(found)
+    return [list(islice(answers, count)) for count in counts]
 
 
 def num_patches(grids: mx.array) -> list[int]:
@@ -496,14 +488,10 @@ def num_patches(grids: mx.array) -> list[int]:
 
 def patch_axis(pixels: mx.array, counts: Sequence[int]) -> int | None:
     """Return the patches' axis, 0 or 1; None if neither fits."""
-    return next(
-        (
-            axis
-            for axis in (0, 1)
-            if pixels.shape[: axis + 1] == (1,) * axis + (sum(counts),)
-        ),
-        None,
-    )
+    total = sum(counts)
+    if pixels.shape[:1] == (total,):
+        return 0
+    return 1 if pixels.shape[:2] == (1, total) else None
 
 
 def split_patches(pixels: mx.array, counts: Sequence[int]) -> list[mx.array] | None:
@@ -528,7 +516,7 @@ def package_of(value: Any) -> str:
 
 def tables_on_disk(module: nn.Module) -> list[Any]:
     """Return modules that read rows from checkpoint files."""
-    return [child for _, child in module.named_modules() if _is_on_disk(child)]
+    return [child for child in module.modules() if _is_on_disk(child)]
 
 
 def _is_on_disk(node: Any) -> bool:

@@ -81,27 +81,18 @@ class PatchesOfRows:
     def __call__(self, images: Any, **kwargs: Any) -> dict[str, Any]:
         """Return patches (N, C * T * P * P) and grids (pictures, 3) of RGB pictures."""
         theirs: Any = super()
-        is_known = type(self.rescale_factor) is float or not self.do_rescale
         pictures = images if isinstance(images, list) else [images]
-        if not is_known or not all(
-            isinstance(one, Image.Image) and one.mode == "RGB" for one in pictures
-        ):
+        is_known = type(self.rescale_factor) is float or not self.do_rescale
+        if not is_known or not all(map(_is_rgb, pictures)):
             return theirs.__call__(images, **kwargs)
         said = {name: kwargs[name] for name in SIZES if name in kwargs}
         # (height, width)
         sizes = [
             theirs._resolved_size(one.height, one.width, **said) for one in pictures
         ]
-        grids = np.array(
-            [
-                [1, high // self.patch_size, wide // self.patch_size]
-                for high, wide in sizes
-            ],
-            dtype=np.int64,
-        )
-        if self.pictures is not None and all(
-            isinstance(one, KnownPicture) and one.content for one in pictures
-        ):
+        sides = np.array(sizes, dtype=np.int64).reshape(-1, 2) // self.patch_size
+        grids = np.insert(sides, 0, 1, axis=1)
+        if self.pictures is not None and all(map(_has_content, pictures)):
             parts = [
                 self._recalled(picture, size)
                 for picture, size in zip(pictures, sizes, strict=True)
@@ -110,10 +101,8 @@ class PatchesOfRows:
             return {"pixel_values": pictures[0].stand_in, "image_grid_thw": grids}
         counts = grids.prod(axis=1).tolist()
         patches = np.empty((sum(counts), self._width), dtype=np.float32)
-        ends = np.cumsum(counts)[:-1].tolist()
-        for picture, size, filled in zip(
-            pictures, sizes, np.split(patches, ends), strict=True
-        ):
+        each = np.split(patches, np.cumsum(counts)[:-1].tolist())
+        for picture, size, filled in zip(pictures, sizes, each, strict=True):
             self._fill(filled, resized(picture, size))
         return {"pixel_values": patches, "image_grid_thw": grids}
 
@@ -172,6 +161,15 @@ class PatchesOfRows:
 
 
 # (height, width, 3) bytes
+def _is_rgb(picture: Any) -> bool:
+    return isinstance(picture, Image.Image) and picture.mode == "RGB"
+
+
+def _has_content(picture: Any) -> bool:
+    """Whether a picture may be known from before."""
+    return isinstance(picture, KnownPicture) and bool(picture.content)
+
+
 def resized(picture: Image.Image, size: tuple[int, int]) -> np.ndarray:
     high, wide = size
     if picture.size != (wide, high):

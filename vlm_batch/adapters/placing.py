@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from inspect import signature
+from inspect import Parameter, signature
 from types import FunctionType
 from typing import Any
 
@@ -16,23 +16,18 @@ from vlm_batch.adapters.hooks import hook, install_hooks, is_hook
 from vlm_batch.adapters.prompts import are_any
 
 #: mlx-vlm's functions of many families that write features to the places of a mask.
-NAMES = ("masked_scatter", "_masked_scatter")
+NAMES = frozenset({"masked_scatter", "_masked_scatter"})
 
 
 def hook_placing(files: Iterable[str], family: str) -> None:
     """Hook the functions named ``NAMES`` to place whole rows. mlx-vlm's place number by number (gemma3/gemma3.py:67)."""
     for file in sorted(files):
-        names = vars(sys.modules[file])
-        theirs = {
-            name: bound
-            for name in NAMES
-            if isinstance(bound := names.get(name), FunctionType)
-        }
-        hooks = {
-            name: hook(bound, place)
-            for name, bound in theirs.items()
-            if not is_hook(bound)
-        }
+        bound = vars(sys.modules[file])
+        hooks = {}
+        for name in NAMES & bound.keys():
+            theirs = bound[name]
+            if isinstance(theirs, FunctionType) and not is_hook(theirs):
+                hooks[name] = hook(theirs, place)
         install_hooks([file], hooks, family=family)
 
 
@@ -93,37 +88,37 @@ class Merge:
 def know_places(model: Any, merge: Merge, marks: Collection[int]) -> None:
     """Replace a model's merge by one that knows the ids. ``marks``: the family's placeholders."""
     arguments = signature(getattr(model, merge.name)).parameters
-    ids = {
-        name: argument.default is argument.empty
-        for name, argument in arguments.items()
-        if "token_i" in name
-    }
+    ids = [name for name in arguments if "token_i" in name]
+    needs_ids = any(arguments[name].default is Parameter.empty for name in ids)
 
     def put(*given: Any, **named: Any) -> Any:
         said = dict(zip(arguments, given, strict=False)) | named
         embeds, tokens = said["inputs_embeds"], np.array(said["input_ids"])[0]
         features = said["image_features" if "image_features" in said else "features"]
-        asked = [
-            int(token)
-            for name in ids
-            if said.get(name) is not None
-            for token in np.ravel(said[name])
-        ]
-        if not asked and any(ids.values()):
+        if merge.keeps_type:
+            features = features.astype(embeds.dtype)
+        asked: list[int] = []
+        for name in ids:
+            if said.get(name) is not None:
+                asked += map(int, np.ravel(said[name]))
+        if needs_ids and not asked:
             raise ValueError(f"the configuration names no placeholder for {merge.name}")
-        first = [token for token in asked if (tokens == token).any()][:1]
-        is_place = are_any(
-            tokens, [*asked, *marks] if merge.takes_all else first or asked or marks
-        )
-        found = fill(
-            embeds,
-            is_place,
-            features.astype(embeds.dtype) if merge.keeps_type else features,
-        )
-        return (
-            (found, mx.broadcast_to(mx.array(is_place)[:, None], embeds.shape))
-            if merge.gives_mask
-            else found
-        )
+        is_place = are_any(tokens, _marks_of(merge, tokens, asked, marks))
+        found = fill(embeds, is_place, features)
+        if not merge.gives_mask:
+            return found
+        return found, mx.broadcast_to(mx.array(is_place)[:, None], embeds.shape)
 
     setattr(model, merge.name, put)
+
+
+def _marks_of(
+    merge: Merge, tokens: np.ndarray, asked: Sequence[int], marks: Collection[int]
+) -> Collection[int]:
+    """Return the ids that mark places: of those that a merge is asked for, and of the family's."""
+    if merge.takes_all:
+        return [*asked, *marks]
+    for token in asked:
+        if (tokens == token).any():
+            return [token]
+    return asked or marks

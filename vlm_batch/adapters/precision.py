@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import mlx.core as mx
@@ -11,19 +12,20 @@ import mlx.nn as nn
 def precision_of(model: nn.Module) -> str:
     """Describe the dtype of most language model weights."""
     language: Any = model.language_model
-    kinds: dict[str, int] = {}
-    for _, module in language.named_modules():
-        bits = module.get("scales") is not None and getattr(module, "bits", None)
+    kinds: Counter[str] = Counter()
+    for module in language.modules():
         weight = module.get("weight")
         if isinstance(weight, mx.array):
-            dtype = module["scales"].dtype if bits else weight.dtype
-            named = (
-                f"{bits} bits over {str(dtype).split('.')[-1]}"
-                if bits
-                else str(dtype).split(".")[-1]
-            )
-            kinds[named] = kinds.get(named, 0) + weight.nbytes
-    return max(kinds, key=lambda kind: kinds[kind]) if kinds else "unknown"
+            kinds[_described(module)] += weight.nbytes
+    return kinds.most_common(1)[0][0] if kinds else "unknown"
+
+
+def _described(layer: Any) -> str:
+    bits = getattr(layer, "bits", None) if layer.get("scales") is not None else None
+    if not bits:
+        return str(layer["weight"].dtype).split(".")[-1]
+    dtype = str(layer["scales"].dtype).split(".")[-1]
+    return f"{bits} bits over {dtype}"
 
 
 def quantised(model: nn.Module, bits: int, group_size: int = 32) -> bool:

@@ -14,15 +14,8 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
-from vlm_batch.adapters.few_rows import FewRowsEmbedding, FewRowsLinear
+from vlm_batch.adapters import operations
 from vlm_batch.adapters.modules import clone_modules
-from vlm_batch.adapters.packed import (
-    DequantisedEmbedding,
-    DequantisedLinear,
-    FlatEmbedding,
-    FlatLinear,
-    replacements,
-)
 
 #: Token embeddings, which can be tied heads.
 TABLES = (nn.Embedding, nn.QuantizedEmbedding)
@@ -131,7 +124,7 @@ def _plain_layer(layout: tuple[Any, ...]) -> nn.Module:
         return nn.Linear(1, 1, bias=False)
     group_size, bits, mode = layout
     # as layers are in an adapter's copy
-    kind: Any = replacements().get(nn.QuantizedLinear, nn.QuantizedLinear)
+    kind: Any = operations.layers().get(nn.QuantizedLinear, nn.QuantizedLinear)
     layer: nn.Module = kind(
         group_size, 1, bias=False, group_size=group_size, bits=bits, mode=mode
     )
@@ -197,12 +190,15 @@ def _product_of(path: str, module: Any, most: int | None) -> Product | None:
     if _plain_class(module) not in HELD:
         return None
     is_head = isinstance(module, TABLES) or path.endswith("lm_head")
-    is_quantised = isinstance(module, (nn.QuantizedLinear, nn.QuantizedEmbedding))
-    layout = (module.group_size, module.bits, module.mode) if is_quantised else ()
-    dtype = module.scales.dtype if is_quantised else module.weight.dtype
     outputs, width = module.weight.shape
-    width = width * 32 // module.bits if is_quantised else width
-    limit = most if most is None or (dtype == mx.float32 and not layout) else most // 8
+    dtype = module.weight.dtype
+    layout: tuple[Any, ...] = ()
+    if isinstance(module, (nn.QuantizedLinear, nn.QuantizedEmbedding)):
+        dtype = module.scales.dtype
+        layout = (module.group_size, module.bits, module.mode)
+        width = width * 32 // module.bits
+    has_blas = dtype == mx.float32 and not layout
+    limit = most if most is None or has_blas else most // 8
     return Product(width, dtype, _cut(width, outputs, limit), module, layout, is_head)
 
 
@@ -213,26 +209,22 @@ def _cut(width: int, outputs: int, most: int | None) -> int:
     return min(outputs, max(most // width // EDGE, 1) * EDGE + outputs % EDGE)
 
 
-def _held(plain: Any, product: str) -> type:
+def _held(plain: Any) -> type:
+    product = _method(plain)
+
     def held(layer: Any, rows: mx.array) -> mx.array:
         return in_numbers(partial(vars(plain)[product], layer), rows, layer.numbers)
 
     return type(f"Held{plain.__name__}", (plain,), {product: held, "numbers": ()})
 
 
+def _method(kind: type) -> str:
+    """Name the method of a class of layers that is its product."""
+    return "as_linear" if issubclass(kind, TABLES) else "__call__"
+
+
 #: Layer classes with a product -> the classes that hold it to row counts.
-HELD: dict[type, type] = {
-    nn.Linear: _held(nn.Linear, "__call__"),
-    nn.QuantizedLinear: _held(nn.QuantizedLinear, "__call__"),
-    nn.Embedding: _held(nn.Embedding, "as_linear"),
-    nn.QuantizedEmbedding: _held(nn.QuantizedEmbedding, "as_linear"),
-    DequantisedLinear: _held(DequantisedLinear, "__call__"),
-    DequantisedEmbedding: _held(DequantisedEmbedding, "as_linear"),
-    FlatLinear: _held(FlatLinear, "__call__"),
-    FlatEmbedding: _held(FlatEmbedding, "as_linear"),
-    FewRowsLinear: _held(FewRowsLinear, "__call__"),
-    FewRowsEmbedding: _held(FewRowsEmbedding, "as_linear"),
-}
+HELD: dict[type, type] = {kind: _held(kind) for kind in operations.PRODUCTS}
 PLAIN = {held: plain for plain, held in HELD.items()}
 
 
@@ -302,7 +294,7 @@ def watched(model: nn.Module) -> Iterator[list[mx.array]]:
 
 
 def _watching(kind: type, found: list[mx.array]) -> type:
-    product = "as_linear" if issubclass(kind, TABLES) else "__call__"
+    product = _method(kind)
 
     def watching(layer: Any, rows: mx.array) -> mx.array:
         found.append(rows)
@@ -320,16 +312,16 @@ def in_numbers(
     Rows are repeated up to a count or split. Prompts (over ``MOST_ROWS`` rows, or several per place) run unchanged.
     """
     count = rows.shape[0]
-    if count in numbers or count > MOST_ROWS or rows.size != count * rows.shape[-1]:
+    is_step = count <= MOST_ROWS and rows.size == count * rows.shape[-1]
+    if count in numbers or not is_step:
         return call(rows)
     if count > numbers[-1]:
         parts = mx.split(rows, list(range(numbers[-1], count, numbers[-1])))
         return mx.concatenate([in_numbers(call, part, numbers) for part in parts])
     number = next(one for one in numbers if one > count)
     repeats = -(-number // count)
-    return call(
-        mx.broadcast_to(rows[None], (repeats, *rows.shape)).flatten(0, 1)[:number]
-    )[:count]
+    filled = mx.broadcast_to(rows[None], (repeats, *rows.shape)).flatten(0, 1)
+    return call(filled[:number])[:count]
 
 
 @lru_cache(maxsize=8)

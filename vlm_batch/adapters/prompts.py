@@ -83,25 +83,21 @@ def ids_named(config: Any, names: Sequence[str]) -> frozenset[int]:
 def taken_apart(
     ids: mx.array, inputs: Mapping[str, Any], markers: frozenset[int]
 ) -> tuple[Picture, ...]:
-    """Return a prompt's media of one kind (1, L); see ``Adapter.pictures``."""
+    """Return a prompt's media of one kind (1, L); see ``FamilyHooks.pictures``."""
     if not inputs:
         return ()
     runs = spans_of(ids, markers)
     if not runs:
         return (Picture(0, ids.shape[1], inputs),)
     lengths = {end - start for start, end in runs}
-    if len(lengths) == 1 and all(
-        num_entries(value) == len(runs) for value in inputs.values()
-    ):
-        parts = [
-            {name: value[index] for name, value in inputs.items()}
-            for index in range(len(runs))
-        ]
-        return tuple(
-            Picture(start, end, part)
-            for (start, end), part in zip(runs, parts, strict=True)
-        )
-    return (Picture(runs[0][0], runs[-1][1], inputs),)
+    entries = {num_entries(value) for value in inputs.values()}
+    if len(lengths) > 1 or entries != {len(runs)}:
+        return (Picture(runs[0][0], runs[-1][1], inputs),)
+    found = []
+    for index, (start, end) in enumerate(runs):
+        own = {name: value[index] for name, value in inputs.items()}
+        found.append(Picture(start, end, own))
+    return tuple(found)
 
 
 def check_tokens(ids: mx.array, size: int | None, marks: frozenset[int]) -> None:
@@ -112,11 +108,13 @@ def check_tokens(ids: mx.array, size: int | None, marks: frozenset[int]) -> None
         marks: Exempt placeholder ids.
     """
     tokens = np.array(ids)[0]
-    unmarked = ~are_any(tokens, marks)
-    below = tokens[(tokens < 0) & unmarked]
+    read = tokens[~are_any(tokens, marks)]
+    below = read[read < 0]
     if below.size:
         raise InvalidPrompt(f"token id {below[0]} is below 0")
-    beyond = tokens[(tokens >= size) & unmarked] if size is not None else below
+    if size is None:
+        return
+    beyond = read[read >= size]
     if beyond.size:
         raise InvalidPrompt(
             f"token id {beyond[0]} is beyond the model's {size}: does the tokenizer belong to this model?"
@@ -124,19 +122,18 @@ def check_tokens(ids: mx.array, size: int | None, marks: frozenset[int]) -> None
 
 
 def num_words(table: Any) -> int | None:
-    # Molmo has two tables
-    parts = [
-        getattr(table, name, None) for name in ("weight", "embedding", "new_embedding")
-    ]
-    return sum(part.shape[0] for part in parts if part is not None) or None
+    """Count the rows of a token embedding, if it has any."""
+    total = 0
+    for name in ("weight", "embedding", "new_embedding"):  # Molmo has two tables
+        part = getattr(table, name, None)
+        total += 0 if part is None else part.shape[0]
+    return total or None
 
 
 def dtype_of(table: Any) -> mx.Dtype | None:
-    known = (
-        getattr(table, "scales", None)
-        if hasattr(table, "bits")
-        else getattr(table, "weight", None)
-    )
+    """Return the type that a token embedding gives, if it says so."""
+    name = "scales" if hasattr(table, "bits") else "weight"
+    known = getattr(table, name, None)
     return None if known is None else known.dtype
 
 
@@ -220,12 +217,11 @@ def sight_of(pictures: Sequence[Picture], rows: np.ndarray) -> np.ndarray:
     """Digest each position's visible tiles, or all pictures: (L, 2)."""
     masks = np.concatenate([picture.seen for picture in pictures], axis=1)
     everything = digest([rows[picture.start] for picture in pictures])
-    return np.stack(
-        [
-            as_words(digest(np.flatnonzero(mask)) if mask.any() else everything)
-            for mask in masks
-        ]
-    )
+    found = []
+    for mask in masks:
+        seen = digest(np.flatnonzero(mask)) if mask.any() else everything
+        found.append(as_words(seen))
+    return np.stack(found)
 
 
 def sized_pictures(extra: Mapping[str, Any]) -> list[tuple[mx.array, list[int]]]:
@@ -272,8 +268,8 @@ def bidirectional_mask(
     near = mx.array(True) if window is None else columns > rows - window
     mask = (columns <= rows) & near
     for first, stop in inside:
-        picture = (
-            (rows >= first) & (rows < stop) & (columns >= first) & (columns < stop)
-        )
+        is_query = (rows >= first) & (rows < stop)
+        is_key = (columns >= first) & (columns < stop)
+        picture = is_query & is_key
         mask = mask | (picture & near if cut_pictures else picture)
     return mask[None, None]

@@ -23,16 +23,12 @@ def can_draft(adapter: Adapter) -> bool:
     """Whether a forward may have several positions of a row, in order where there are states."""
     if adapter.spec.max_rows is not None:
         return False
-    caches = adapter.make_cache()
-    parts = [
-        part
-        for cache in caches
-        for part in (cache.caches if isinstance(cache, CacheList) else (cache,))
-    ]
-    has_states = any(isinstance(part, ArraysCache) for part in parts)
-    return not has_states or any(
-        isinstance(module, InOrder) for module in adapter.language.modules()
-    )
+    parts: list[Any] = []
+    for cache in adapter.make_cache():
+        parts += cache.caches if isinstance(cache, CacheList) else [cache]
+    if not any(isinstance(part, ArraysCache) for part in parts):
+        return True
+    return any(isinstance(module, InOrder) for module in adapter.language.modules())
 
 
 def in_order(
@@ -82,7 +78,9 @@ def in_order(
         ) -> Any:
             """Call the module once, with a place's positions as a row."""
             x = args[0] if args else next(iter(kwargs.values()))
-            known = {name: Known(square.padded(self[name](x)[:, 0])) for name in before}
+            known = {
+                name: KnownOutput(square.padded(self[name](x)[:, 0])) for name in before
+            }
             twin = _twin(self, module_class, known, after)
             with cache.history(square.count) as lent:
                 given = {id(x): square.padded(x[:, 0]), id(cache): lent}
@@ -105,7 +103,7 @@ def in_order(
         ) -> Any:
             """Call the module per step, with its rows of arrays (N, ...); join the answers."""
             x = args[0] if args else next(iter(kwargs.values()))
-            known = {name: Known(self[name](x)) for name in before}
+            known = {name: KnownOutput(self[name](x)) for name in before}
             twin = _twin(self, module_class, known, after)
             answers = []
             for number, step in enumerate(cache.steps.each):
@@ -140,7 +138,7 @@ def _twin(
     return twin
 
 
-class Known:
+class KnownOutput:
     """Stands for a submodule whose output for all positions is known."""
 
     def __init__(self, output: mx.array) -> None:
@@ -162,16 +160,13 @@ def _drafted(value: Any) -> DraftedRecurrent | None:
 
 
 def _of_step(value: Any, cache: DraftedRecurrent, step: Step, lent: Any) -> Any:
+    """Return what a step sees of an argument: its own rows of an array, ``lent`` for the cache."""
     if value is cache:
         return lent
     if isinstance(value, ListedCache):
-        return ListedCache(
-            *(_of_step(part, cache, step, lent) for part in value.caches)
-        )
-    if (
-        isinstance(value, mx.array)
-        and value.ndim
-        and value.shape[0] == cache.steps.num_rows
-    ):
-        return rows_of(value, step.rows)
-    return value
+        parts = (_of_step(part, cache, step, lent) for part in value.caches)
+        return ListedCache(*parts)
+    if not isinstance(value, mx.array) or not value.ndim:
+        return value
+    has_rows = value.shape[0] == cache.steps.num_rows
+    return rows_of(value, step.rows) if has_rows else value

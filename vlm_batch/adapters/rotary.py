@@ -18,7 +18,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_vlm.models.rope_utils import Llama3RoPE, MRoPERotaryEmbedding
 
-from vlm_batch.adapters import kernels
+from vlm_batch.adapters import operations
 from vlm_batch.adapters.hooks import (
     current,
     files_of,
@@ -27,6 +27,8 @@ from vlm_batch.adapters.hooks import (
     is_hook,
     is_replacement,
 )
+from vlm_batch.adapters.masks import once
+from vlm_batch.adapters.powers import takes_powers
 from vlm_batch.errors import UnsupportedModel
 
 APPLY = "apply_multimodal_rotary_pos_emb"
@@ -56,7 +58,7 @@ def rotate_step(
     x: mx.array, frequencies: Frequencies, offset: mx.array, *, is_traditional: bool
 ) -> mx.array:
     """Compute ``mx.fast.rope`` of a decode step (B, H, 1, D), with factors made once per step."""
-    own, others = kernels.once(offset, _factors, frequencies, is_traditional)
+    own, others = once(offset, _factors, frequencies, is_traditional)
     width = 2 * frequencies.array.size
     part = x if width == x.shape[-1] else x[..., :width]
     pairs = part.reshape(*part.shape[:-1], *own.shape[-2:])
@@ -66,19 +68,16 @@ def rotate_step(
 
 
 def shares_angles(x: mx.array, offset: Any) -> bool:
-    is_step = (
-        isinstance(offset, mx.array)
-        and offset.shape == x.shape[:1]
-        and x.ndim == 4
-        and x.shape[2] == 1
-    )
-    return is_step and makes_factors(x)
+    """Whether a decode step (B, H, 1, D), at offsets (B,), is rotated by ``rotate_step``."""
+    if not isinstance(offset, mx.array) or offset.shape != x.shape[:1]:
+        return False
+    return x.ndim == 4 and x.shape[2] == 1 and makes_factors(x)
 
 
 def makes_factors(x: mx.array) -> bool:
     """Whether this is a decode step on a CPU that need not be batch-invariant."""
     call = current()
-    return call.positions is not None and not call.is_fixed and kernels.takes_powers(x)
+    return call.positions is not None and not call.is_fixed and takes_powers(x)
 
 
 def _factors(
@@ -190,7 +189,7 @@ class PromptRotation:
         width = 2 * self.by_first.shape[-1]
         turned = x[..., :width]
         pairs = turned.reshape(*turned.shape[:-1], 2, -1)
-        found = kernels.turn_pairs(
+        found = operations.turn_pairs(
             pairs[..., :1, :], pairs[..., 1:, :], self.by_first, self.by_second
         )
         found = found.reshape(turned.shape)
@@ -203,16 +202,13 @@ class PromptRotation:
 
 def hook_rotary(module: nn.Module, *, family: str) -> None:
     """Hook a model's M-RoPE; raise UnsupportedModel if a file does not apply it."""
-    found = [
+    found: list[Any] = [
         child
-        for _, child in module.named_modules()
-        if isinstance(child, MRoPERotaryEmbedding)
+        for child in module.modules()
+        if isinstance(child, MRoPERotaryEmbedding) and _is_plain(child)
     ]
-    found = [
-        child
-        for child in found
-        if not child.fused_apply and child.attention_scaling == 1.0
-    ]
+    if not found:
+        return
     for child in found:
         periods = 1.0 / child.inv_freq
         child.__class__ = turning(type(child))
@@ -220,28 +216,32 @@ def hook_rotary(module: nn.Module, *, family: str) -> None:
             _periods=evaluated(periods),
             _frequencies=Frequencies(evaluated(child.inv_freq)),
         )
-    if found:
-        for file in files_of(module):
-            theirs = vars(sys.modules[file]).get(APPLY)
-            if theirs is not None and not is_hook(theirs):
-                install_hooks(
-                    [file], {APPLY: hook(theirs, applying(theirs))}, family=family
-                )
-        check_applied(module, found, family=family)
+    for file in files_of(module):
+        theirs = vars(sys.modules[file]).get(APPLY)
+        if theirs is not None and not is_hook(theirs):
+            ours = {APPLY: hook(theirs, applying(theirs))}
+            install_hooks([file], ours, family=family)
+    check_applied(module, found, family=family)
+
+
+def _is_plain(embedding: Any) -> bool:
+    """Whether an M-RoPE is applied by ``APPLY``, and scales nothing."""
+    return not embedding.fused_apply and embedding.attention_scaling == 1.0
 
 
 def check_applied(module: nn.Module, found: list[nn.Module], *, family: str) -> None:
+    """Raise UnsupportedModel if a module that holds one of ``found`` is of a file without the hook."""
     ours = {id(child) for child in found}
-    for _, owner in module.named_modules():
-        if any(id(child) in ours for child in owner.values()):
-            bases = [base for base in type(owner).__mro__ if not is_replacement(base)]
-            if not any(
-                is_hook(vars(sys.modules[base.__module__]).get(APPLY)) for base in bases
-            ):
-                at = f"{bases[0].__module__}.{bases[0].__qualname__}"
-                raise UnsupportedModel(
-                    f"{family}: the file of {at} has no {APPLY}, by which its M-RoPE is applied"
-                )
+    for owner in module.modules():
+        if ours.isdisjoint(map(id, owner.values())):
+            continue
+        bases = [base for base in type(owner).__mro__ if not is_replacement(base)]
+        files = [vars(sys.modules[base.__module__]) for base in bases]
+        if not any(is_hook(file.get(APPLY)) for file in files):
+            at = f"{bases[0].__module__}.{bases[0].__qualname__}"
+            raise UnsupportedModel(
+                f"{family}: the file of {at} has no {APPLY}, by which its M-RoPE is applied"
+            )
 
 
 def turning(parent: type) -> type:
@@ -250,12 +250,14 @@ def turning(parent: type) -> type:
     class Turning(parent):  # type: ignore[misc]
         def __call__(self, x: mx.array, position_ids: mx.array) -> tuple[Any, Any]:
             positions = current().positions
-            if positions is None or not (kernels.counts_launches() or makes_factors(x)):
+            if positions is None or not (
+                operations.counts_launches() or makes_factors(x)
+            ):
                 cos, sin = super().__call__(x, position_ids)
                 is_plain = (
                     self.style in PLAIN_STYLES
                     and cos.ndim == 3
-                    and kernels.counts_launches()
+                    and operations.counts_launches()
                 )
                 return (PromptRotation.of(cos, sin), None) if is_plain else (cos, sin)
             return StepRotation(

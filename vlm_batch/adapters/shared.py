@@ -14,23 +14,24 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from vlm_batch.adapters.base import Adapter
-from vlm_batch.adapters.few_rows import THEIRS, FewRowsLinear, suit_few_rows
+from vlm_batch.adapters.few_rows import THEIRS, suit_few_rows
 from vlm_batch.adapters.modules import clone_modules, evaluate_arrays
-from vlm_batch.adapters.packed import DequantisedLinear, FlatLinear
+from vlm_batch.adapters.operations import LINEAR
 from vlm_batch.caches import LayerCache, Placement, kind_of
 from vlm_batch.errors import is_out_of_memory
 from vlm_batch.records import Call, DecodeStep
 
 #: Layer classes that can be joined -> their arrays with one row per output.
 ARRAYS: dict[type, tuple[str, ...]] = {
-    nn.Linear: ("weight", "bias"),
-    nn.QuantizedLinear: ("weight", "scales", "biases", "bias"),
-    DequantisedLinear: ("weight", "scales", "biases", "bias"),
-    FlatLinear: ("weight", "scales", "biases", "bias"),
-    FewRowsLinear: ("weight", "bias"),
+    kind: ("weight", "scales", "biases", "bias")
+    if issubclass(kind, nn.QuantizedLinear)
+    else ("weight", "bias")
+    for kind in LINEAR
 }
 #: A module, and some of its layers by name.
 Group: TypeAlias = tuple[nn.Module, dict[str, nn.Module]]
+#: By an object's id, the modules that hold it, and under which names.
+Holders: TypeAlias = dict[int, list[tuple[nn.Module, str]]]
 #: The trial's prompt; its last token is a chunk of its own.
 PROMPT = (3, 4, 5)
 
@@ -56,7 +57,7 @@ class Wide(nn.Module):
         return found
 
 
-class Part(nn.Module):
+class JoinedPart(nn.Module):
     """One layer of a ``Wide``, in the original's place."""
 
     def __init__(self, wide: Wide, at: int) -> None:
@@ -82,54 +83,72 @@ def share_products(adapter: Adapter, model: nn.Module | None = None) -> int:
         The number of joined layers.
     """
     groups = shared_layers(adapter)
-    holders: dict[int, list[tuple[nn.Module, str]]] = {}
-    for tree in (adapter.model, model) if groups else ():
-        for _, module in [] if tree is None else tree.named_modules():
-            for name in ARRAYS.get(type(module), ()):
-                if name in module:
-                    holders.setdefault(id(module[name]), []).append((module, name))
-    if groups and not (_are_joined(groups, holders) and _is_tried(adapter)):
-        for owner, layers in groups:
-            for name, layer in layers.items():
-                owner[name] = layer
+    if not groups:
+        suit_few_rows(adapter.language)
+        return 0
+    trees = [adapter.model] if model is None else [adapter.model, model]
+    if not _are_joined(groups, _holders(trees)) or not _is_tried(adapter):
+        _part_again(groups)
         return 0
     suit_few_rows(adapter.language)
     return sum(len(layers) for _, layers in groups)
 
 
-def _are_joined(
-    groups: Sequence[Group], holders: Mapping[int, Sequence[tuple[nn.Module, str]]]
-) -> bool:
+def _holders(trees: Sequence[nn.Module]) -> Holders:
+    """Return which modules of the trees hold each array of a linear layer."""
+    holders: Holders = {}
+    for tree in trees:
+        for module in tree.modules():
+            names = ARRAYS.get(type(module), ())
+            for name in module.keys() & set(names):
+                holders.setdefault(id(module[name]), []).append((module, name))
+    return holders
+
+
+def _part_again(groups: Sequence[Group]) -> None:
+    for owner, layers in groups:
+        for name, layer in layers.items():
+            owner[name] = layer
+
+
+def _are_joined(groups: Sequence[Group], holders: Holders) -> bool:
     """Join groups of layers; return False if memory ends. A group's weights are held twice meanwhile."""
     try:
         for owner, layers in groups:
             wide = widened(list(layers.values()), holders)
             for at, name in enumerate(layers):
-                owner[name] = Part(wide, at)
+                owner[name] = JoinedPart(wide, at)
     except Exception as error:
-        if is_out_of_memory(error):
-            return False
-        raise
+        if not is_out_of_memory(error):
+            raise
+        return False
     return True
 
 
 def shared_layers(adapter: Adapter) -> list[Group]:
     """Group layers that always get the same arrays: (module, layers by name)."""
-    owners: dict[int, list[tuple[nn.Module, str]]] = {}
-    for _, owner in adapter.language.named_modules():
-        for name, child in owner.items():
-            if type(child) in ARRAYS:
-                owners.setdefault(id(child), []).append((owner, name))
-    single = {layer: found[0] for layer, found in owners.items() if len(found) == 1}
-    with _recorded([owner[name] for owner, name in single.values()]) as given:
+    single = _held_once(adapter.language)
+    layers = [owner[name] for owner, name in single.values()]
+    with _recorded(layers) as given:
         if not _is_tried(adapter):
             return []
-    found: dict[Any, tuple[nn.Module, dict[str, nn.Module]]] = {}
+    found: dict[Any, Group] = {}
     for layer, arrays in given.items():
         owner, name = single[layer]
         key = (id(owner), tuple(map(id, arrays)), _kind(owner[name]))
-        found.setdefault(key, (owner, {}))[1][name] = owner[name]
+        _, own = found.setdefault(key, (owner, {}))
+        own[name] = owner[name]
     return [group for group in found.values() if len(group[1]) > 1]
+
+
+def _held_once(model: nn.Module) -> dict[int, tuple[nn.Module, str]]:
+    """Return (owner, name) of the linear layers that one module holds, by their ids."""
+    owners: Holders = {}
+    for owner in model.modules():
+        for name, child in owner.items():
+            if type(child) in ARRAYS:
+                owners.setdefault(id(child), []).append((owner, name))
+    return {layer: found[0] for layer, found in owners.items() if len(found) == 1}
 
 
 def _kind(layer: Any) -> tuple[Any, ...]:

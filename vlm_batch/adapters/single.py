@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from vlm_batch.adapters.attention import HOOKS
-from vlm_batch.adapters.base import POSITIONS, Adapter
+from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.hooks import files_of, install_hooks, running
 from vlm_batch.adapters.tables import hook_tables
 from vlm_batch.records import Call, DecodeStep, Encoded
@@ -58,9 +58,7 @@ class SingleRow(Adapter):
         self, inputs: Mapping[str, Any], call: Call = Call(), cached: int = 0
     ) -> Encoded:
         """Encode a request; the model keeps its positions."""
-        for name in POSITIONS:
-            if hasattr(self.language, name):
-                setattr(self.language, name, None)
+        self._forget_positions()
         with running(call):
             return self._encoded(inputs, call, cached)
 

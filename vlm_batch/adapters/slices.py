@@ -9,8 +9,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from vlm_batch.adapters.base import Adapter, has_pictures, has_sound
+from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.grids import MRoPEAdapter
+from vlm_batch.adapters.media import has_pictures, has_sound
 from vlm_batch.adapters.prompts import check_places
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.records import Picture, PositionState
@@ -27,21 +28,19 @@ class SlicedAdapter(MRoPEAdapter):
         if self.image_token_ids:
             super().check_placeholders(ids, extra)
             return
-        bounds = [
-            bound for request in slice_bounds(extra) for bound in request.tolist()
-        ]
+        bounds = sum(len(request) for request in slice_bounds(extra))
         sizes = sum(np.array(size).size // 2 for size in extra.get("tgt_sizes", ()))
-        if has_pictures(extra) and sizes != len(bounds):
-            raise InvalidPrompt(
-                f"the pictures have {sizes} slices (tgt_sizes); the prompt has room for {len(bounds)} (image_bound)"
-            )
-        if bounds and not has_pictures(extra):
+        if has_pictures(extra):
+            if sizes != bounds:
+                raise InvalidPrompt(
+                    f"the pictures have {sizes} slices (tgt_sizes); the prompt has room for {bounds} (image_bound)"
+                )
+        elif bounds:
             raise InvalidPrompt(
                 "image_bound names placeholder tokens for pictures, and there is no picture"
             )
-        check_places(
-            ids, self.places(extra), "media" if has_sound(extra) else "pictures"
-        )
+        noun = "media" if has_sound(extra) else "pictures"
+        check_places(ids, self.places(extra), noun)
 
     def places(self, extra: Mapping[str, Any]) -> list[np.ndarray]:
         """Return the positions (N,) of each run of features."""

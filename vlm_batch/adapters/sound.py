@@ -8,7 +8,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from vlm_batch.adapters.base import AUDIO_INPUTS, Adapter
+from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.media import sound_apart
 from vlm_batch.adapters.pictures import with_mixin
 from vlm_batch.adapters.prompts import put_rows
 
@@ -17,14 +18,8 @@ class SoundAdapter(Adapter):
     """Families with a placeholder per feature, where mlx-vlm repeats or drops misfits."""
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
-        sound = {
-            name: value
-            for name, value in extra.items()
-            if name.startswith(AUDIO_INPUTS)
-        }
-        made = super().features(
-            ids, {name: value for name, value in extra.items() if name not in sound}
-        )
+        sound, others = sound_apart(extra)
+        made = super().features(ids, others)
         if sound:
             rows, embeds = self.encode_sound(sound), made["inputs_embeds"]
             made["inputs_embeds"] = put_rows(

@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from vlm_batch.adapters import kernels
+from vlm_batch.adapters import operations
 from vlm_batch.adapters.modules import RememberingBatchTower, RememberingTower
 from vlm_batch.adapters.vision import resize_bicubic
 from vlm_batch.store.features import FeatureStore
@@ -76,53 +76,36 @@ GATED = Inner(("gate_proj", "up_proj"), "down_proj")
 def widen(model: Any, names: Inner) -> None:
     """Pad towers' MLPs with zeros to fast widths; outputs change by rounding only."""
     for owner, name in vision_towers(model):
-        for _, module in owner[name].named_modules():
-            layers: list[Any] = [
-                module.get(layer) for layer in (*names.first, names.last)
-            ]
-            if all(type(layer) is nn.Linear for layer in layers):
-                _widen(layers[:-1], layers[-1])
+        for module in owner[name].modules():
+            first: list[Any] = [module.get(layer) for layer in names.first]
+            last: Any = module.get(names.last)
+            if {type(layer) for layer in (*first, last)} == {nn.Linear}:
+                _widen(first, last)
 
 
 def _widen(first: list[Any], last: Any) -> None:
     width = last.weight.shape[1]
-    missing = -width % kernels.FAST_WIDTH
-    is_wanted = all(
-        kernels.wants_fast_widths(layer.weight.dtype) for layer in (*first, last)
-    )
-    if (
-        not missing
-        or not is_wanted
-        or any(layer.weight.shape[0] != width for layer in first)
-    ):
+    if any(layer.weight.shape[0] != width for layer in first):
+        return
+    layers = [*first, last]
+    missing = -width % min(operations.fast_width(one.weight.dtype) for one in layers)
+    if not missing:
         return
     for layer in first:
         layer.weight = mx.pad(layer.weight, [(0, missing), (0, 0)])
         if "bias" in layer:
             layer.bias = mx.pad(layer.bias, (0, missing))
     last.weight = mx.pad(last.weight, [(0, 0), (0, missing)])
-    mx.eval([layer.parameters() for layer in (*first, last)])
+    mx.eval([layer.parameters() for layer in layers])
 
 
 def embed_by_product(parent: type[nn.Module]) -> type[nn.Module]:
-    """Subclass a patch embedding (N, values) -> (N, D) to use a product on CUDA.
-
-    mlx-vlm's convolution makes a cuDNN graph for every N (mlx/backend/cuda/conv.cpp, ``ConvCacheKey``).
-    """
+    """Subclass a patch embedding (N, values) -> (N, D) to be a product where convolutions are slow."""
 
     class PatchProduct(parent):  # type: ignore[misc,valid-type]
         def __call__(self, hidden_states: mx.array) -> mx.array:
-            if not kernels.counts_launches():
-                return super().__call__(hidden_states)
-            # (D, time, rows, columns, colours); patches are colour first
-            kernel = self.proj.weight
-            weight = kernel.transpose(0, 4, 1, 2, 3).reshape(len(kernel), -1)
-            patches = hidden_states.reshape(-1, weight.shape[1])
-            return (
-                mx.addmm(self.proj.bias, patches, weight.T)
-                if "bias" in self.proj
-                else patches @ weight.T
-            )
+            found = operations.embed_by_product(self.proj, hidden_states)
+            return super().__call__(hidden_states) if found is None else found
 
     return PatchProduct
 

@@ -46,7 +46,7 @@ class Decoder:
             else (Graphs.BY_DEFAULT,)
         )
         compiles = is_unfused or graphs in fused
-        # on CUDA a free step attends by a kernel that takes masks as they are (adapters/one_query.py)
+        # on CUDA a free step attends by a kernel that takes masks as they are (adapters/cuda/one_query.py)
         is_added = graphs is Graphs.BY_DEFAULT and (
             call.is_fixed or device() is not Device.CUDA
         )

@@ -16,9 +16,9 @@ from mlx_vlm.utils import get_model_path, get_model_type
 from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
 
 from vlm_batch.adapters.base import Adapter
-from vlm_batch.adapters.compiling import compile_products
 from vlm_batch.adapters.fingerprint import fingerprint
 from vlm_batch.adapters.modules import leave_on_disk
+from vlm_batch.adapters.operations import compile_products
 from vlm_batch.adapters.quantisation import check_quantisation
 from vlm_batch.adapters.recurrent import can_draft
 from vlm_batch.adapters.shared import share_products

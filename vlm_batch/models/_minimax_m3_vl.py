@@ -12,7 +12,8 @@ from mlx_vlm.models.cache import KVCache
 from mlx_vlm.models.minimax_m3_vl.language import MiniMaxAttention, MiniMaxM3KVCache
 
 from vlm_batch.adapters.attention import attention, each_row
-from vlm_batch.adapters.kernels import counts_launches, once
+from vlm_batch.adapters.masks import once
+from vlm_batch.adapters.operations import counts_launches
 from vlm_batch.arrays import round_up
 from vlm_batch.caches.layers import LayerCache, Placement, UpstreamKind, upstream
 from vlm_batch.caches.rows import RowMasks, RowsCache, one_of, row_of

@@ -12,7 +12,7 @@ import numpy as np
 from mlx_vlm.models.qwen2_5_vl.language import Attention
 from mlx_vlm.models.qwen2_5_vl.vision import PatchEmbed, VisionModel
 
-from vlm_batch.adapters import kernels
+from vlm_batch.adapters import operations
 from vlm_batch.adapters.attention import seal_masks
 from vlm_batch.adapters.towers import embed_by_product
 from vlm_batch.adapters.windows import (
@@ -147,7 +147,9 @@ class WindowRuns(VisionModel):
 
     @staticmethod
     def _gated(module: Any, x: mx.array) -> mx.array:
-        return module.down_proj(kernels.swiglu(module.gate_proj(x), module.up_proj(x)))
+        return module.down_proj(
+            operations.swiglu(module.gate_proj(x), module.up_proj(x))
+        )
 
     @staticmethod
     def _attend(module: Any, x: mx.array, layout: Layout, is_whole: bool) -> mx.array:

@@ -9,7 +9,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from vlm_batch.adapters.base import AUDIO_INPUTS, Adapter
+from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.media import AUDIO_INPUTS
 from vlm_batch.adapters.modules import RememberingBatchTower
 from vlm_batch.adapters.slices import SlicedAdapter, slice_bounds
 from vlm_batch.adapters.sound import SoundAdapter, as_text

@@ -8,7 +8,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from vlm_batch.adapters.base import Adapter, has_pictures
+from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.media import has_pictures
 from vlm_batch.adapters.modules import RememberingBatchTower, patching, two_tables
 from vlm_batch.adapters.prompts import check_places
 from vlm_batch.errors import InvalidPrompt

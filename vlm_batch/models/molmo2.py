@@ -11,7 +11,7 @@ import mlx.nn as nn
 import numpy as np
 
 from vlm_batch.adapters.base import Adapter
-from vlm_batch.adapters.joint import Kind, TowerCall
+from vlm_batch.adapters.joint import CallKind, TowerCall
 from vlm_batch.adapters.modules import RememberingTower, patching, two_tables, under
 from vlm_batch.records import Encoded
 from vlm_batch.registry import ModelSpec, register
@@ -71,11 +71,11 @@ class PoolingTower(RememberingTower):
 
     why_apart = None
 
-    def kind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Kind | None:
+    def kind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallKind | None:
         if len(args) != 2 or kwargs or [array.ndim for array in args] != [4, 3]:
             return None
         crops, pooled = args
-        return Kind(
+        return CallKind(
             "",
             (crops.shape[2:], pooled.shape[2:]),
             (str(crops.dtype), str(pooled.dtype)),

@@ -11,10 +11,11 @@ import mlx.nn as nn
 import numpy as np
 
 from vlm_batch.adapters.attention import fuse_rows
-from vlm_batch.adapters.base import AUDIO_INPUTS, Adapter, has_pictures, has_sound
+from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.few_rows import suit_few_rows
 from vlm_batch.adapters.hooks import current, running
 from vlm_batch.adapters.longrope import LONG_ROPE_NOTE
+from vlm_batch.adapters.media import AUDIO_INPUTS, has_pictures, has_sound
 from vlm_batch.adapters.modules import RememberingListTower, patching, under
 from vlm_batch.adapters.prompts import put_features, repeat_placeholders
 from vlm_batch.adapters.sound import as_text

@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from vlm_batch.adapters.base import has_pictures
+from vlm_batch.adapters.media import has_pictures
 from vlm_batch.caches.retained import RetainedPromptCache
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.models.deepseekocr import DeepseekOCR

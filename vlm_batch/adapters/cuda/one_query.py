@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from vlm_batch.adapters.cuda import (
+from vlm_batch.adapters.cuda.launches import (
     Kernel,
     Launch,
     Run,
@@ -44,8 +44,8 @@ TOLERANCE = 0.02
 _INPUTS = ("queries", "keys", "values", "mask")
 
 
-class Variant(NamedTuple):
-    """The facts of a kernel's build."""
+class OneQueryBuild(NamedTuple):
+    """The facts that a kernel is built for."""
 
     scale: float
     heads: int  # query heads
@@ -74,37 +74,35 @@ def _kernel(scale: float) -> Kernel:
 
 
 @lru_cache(maxsize=256)
-def launches_of(variant: Variant, rows: int, columns: int) -> tuple[Launch, ...]:
-    share, size = variant.heads // variant.kv_heads, PACK // variant.dtype.size
-    lanes = min(32, 1 << max(0, (variant.depth // size - 1).bit_length()))
-    numbers = size * -(-(variant.depth // size) // lanes)
+def launches_of(build: OneQueryBuild, rows: int, columns: int) -> tuple[Launch, ...]:
+    share, size = build.heads // build.kv_heads, PACK // build.dtype.size
+    lanes = min(32, 1 << max(0, (build.depth // size - 1).bit_length()))
+    numbers = size * -(-(build.depth // size) // lanes)
     heads = min(share, max(1, MOST_NUMBERS // numbers))
     tiles = -(-share // heads)
-    blocks = rows * variant.kv_heads * tiles
+    blocks = rows * build.kv_heads * tiles
     wanted = max(-(-BLOCKS // blocks), -(-columns // MOST))
     spans = 1 if columns <= ONE_BLOCK else min(-(-columns // FEWEST), wanted)
     template = {
-        "T": variant.dtype,
-        "M": variant.mask,
-        "DEPTH": variant.depth,
+        "T": build.dtype,
+        "M": build.mask,
+        "DEPTH": build.depth,
         "SHARE": share,
         "HEADS": -(-share // tiles),
     }
-    whole, part = (rows, variant.heads, 1, variant.depth), (rows, variant.heads, spans)
+    whole, part = (rows, build.heads, 1, build.depth), (rows, build.heads, spans)
     first = Launch(
-        _kernel(variant.scale),
+        _kernel(build.scale),
         tuple(template.items()),
-        (THREADS * spans, variant.kv_heads * tiles, rows),
+        (THREADS * spans, build.kv_heads * tiles, rows),
         (THREADS, 1, 1),
-        (whole, (1,), (1,))
-        if spans == 1
-        else ((1,), (*part, variant.depth), (*part, 2)),
-        (variant.dtype, mx.float32, mx.float32),
+        (whole, (1,), (1,)) if spans == 1 else ((1,), (*part, build.depth), (*part, 2)),
+        (build.dtype, mx.float32, mx.float32),
     )
     return (
         (first,)
         if spans == 1
-        else (first, merging(variant.dtype, rows, variant.heads, variant.depth))
+        else (first, merging(build.dtype, rows, build.heads, build.depth))
     )
 
 
@@ -112,9 +110,9 @@ def attend_where_right(
     queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Any
 ) -> mx.array | None:
     """Run ``attend`` if the kernels support these arrays accurately here, else return None."""
-    if not is_served(queries, keys, values, mask) or not _is_right(
-        _variant(queries, keys, scale, mask)
-    ):
+    if not is_served(queries, keys, values, mask):
+        return None
+    if not _is_right(_build_of(queries, keys, scale, mask)):
         return None
     return attend(queries, keys, values, scale, mask, on_device)
 
@@ -134,56 +132,51 @@ def attend(
         run: Runs a launch.
     """
     first, *rest = launches_of(
-        _variant(queries, keys, scale, mask), queries.shape[0], keys.shape[2]
+        _build_of(queries, keys, scale, mask), queries.shape[0], keys.shape[2]
     )
     answer, *parts = run(first, [queries, keys, values, mask])
     return run(rest[0], parts)[0] if rest else answer
 
 
-def _variant(
+def _build_of(
     queries: mx.array, keys: mx.array, scale: float, mask: mx.array
-) -> Variant:
+) -> OneQueryBuild:
     _, heads, _, depth = queries.shape
-    return Variant(float(scale), heads, keys.shape[1], depth, queries.dtype, mask.dtype)
+    return OneQueryBuild(
+        float(scale), heads, keys.shape[1], depth, queries.dtype, mask.dtype
+    )
 
 
 def is_served(queries: mx.array, keys: mx.array, values: mx.array, mask: Any) -> bool:
-    if (
-        not isinstance(mask, mx.array)
-        or not queries.ndim == keys.ndim == mask.ndim == 4
-    ):
+    """Whether the kernels are written for these arrays."""
+    if not isinstance(mask, mx.array):
+        return False
+    if not queries.ndim == keys.ndim == mask.ndim == 4:
         return False
     rows, heads, _, depth = queries.shape
-    is_fitting = (
-        queries.shape[2] == 1
-        and keys.shape == values.shape
-        and keys.shape[0] == rows
-        and keys.shape[3] == depth
-        and heads % keys.shape[1] == 0
+    kv_heads, columns = keys.shape[1], keys.shape[2]
+    needs = (
+        queries.shape[2] == 1,
+        keys.shape == values.shape == (rows, kv_heads, columns, depth),
+        heads % kv_heads == 0,
+        depth <= WIDEST,
+        depth * queries.dtype.size % PACK == 0,
+        mask.shape[0] in (1, rows),
+        mask.shape[1:] == (1, 1, columns),
+        queries.dtype == keys.dtype == values.dtype,
+        queries.dtype in TYPES,
+        mask.dtype in (mx.bool_, *TYPES),
     )
-    is_wide = depth <= WIDEST and depth * queries.dtype.size % PACK == 0
-    is_mask = mask.shape[0] in (1, rows) and tuple(mask.shape[1:]) == (
-        1,
-        1,
-        keys.shape[2],
-    )
-    is_typed = queries.dtype == keys.dtype == values.dtype and queries.dtype in TYPES
-    return (
-        is_fitting
-        and is_wide
-        and is_mask
-        and is_typed
-        and mask.dtype in (mx.bool_, *TYPES)
-    )
+    return all(needs)
 
 
 @lru_cache(maxsize=64)
-def _is_right(variant: Variant) -> bool:
+def _is_right(build: OneQueryBuild) -> bool:
     def worst() -> float:
         return float(
             np.max(
                 [
-                    farthest(variant, on_device, columns=columns)
+                    farthest(build, on_device, columns=columns)
                     for columns in (ONE_BLOCK, 2 * ONE_BLOCK)
                 ]
             )
@@ -197,7 +190,7 @@ def _is_right(variant: Variant) -> bool:
 
 
 def farthest(
-    variant: Variant,
+    build: OneQueryBuild,
     run: Run,
     lengths: Sequence[int] = (200, 131),
     columns: int = ONE_BLOCK,
@@ -211,10 +204,10 @@ def farthest(
         is_shared: All rows have the first one's length, and share its mask.
     """
     lengths = [lengths[0]] * len(lengths) if is_shared else lengths
-    queries, keys, values, mask = example(variant, lengths, columns, seed)
+    queries, keys, values, mask = example(build, lengths, columns, seed)
     mask = mask[:1] if is_shared else mask
-    found = attend(queries, keys, values, variant.scale, mask, run)
-    return error_of(found, queries, keys, values, variant.scale, lengths)
+    found = attend(queries, keys, values, build.scale, mask, run)
+    return error_of(found, queries, keys, values, build.scale, lengths)
 
 
 def error_of(
@@ -241,7 +234,7 @@ def error_of(
 
 
 def example(
-    variant: Variant, lengths: Sequence[int], columns: int, seed: int
+    build: OneQueryBuild, lengths: Sequence[int], columns: int, seed: int
 ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
     random = np.random.RandomState(seed)
     rows = len(lengths)
@@ -250,23 +243,23 @@ def example(
 
     def slab() -> mx.array:
         array = mx.array(
-            random.standard_normal(
-                (rows, variant.kv_heads, columns, variant.depth)
-            ).astype(np.float32)
+            random.standard_normal((rows, build.kv_heads, columns, build.depth)).astype(
+                np.float32
+            )
         )
-        return mx.where(behind[..., None], mx.nan, array).astype(variant.dtype)
+        return mx.where(behind[..., None], mx.nan, array).astype(build.dtype)
 
     keys, values = slab(), slab()
-    scale = 2 / (variant.scale * variant.depth**0.5)  # scores of a few units
+    scale = 2 / (build.scale * build.depth**0.5)  # scores of a few units
     queries = mx.array(
-        (
-            random.standard_normal((rows, variant.heads, 1, variant.depth)) * scale
-        ).astype(np.float32)
+        (random.standard_normal((rows, build.heads, 1, build.depth)) * scale).astype(
+            np.float32
+        )
     )
-    hidden, kind = behind[:, None], variant.mask
+    hidden, kind = behind[:, None], build.mask
     mask = (
         ~hidden
         if kind == mx.bool_
         else mx.where(hidden, mx.array(mx.finfo(kind).min, kind), mx.array(0, kind))
     )
-    return queries.astype(variant.dtype), keys, values, mask
+    return queries.astype(build.dtype), keys, values, mask

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
-from vlm_batch.adapters import qmm
+from vlm_batch.adapters.cuda import qmm
 from vlm_batch.runtime.device import Device, device
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ MOST_SECONDS = 300.0
 #: and 8.
 WIDTHS = (1536, 1544)
 FULL = 128
-#: Classes for which an adapter has its own on CUDA (``packed.KINDS``).
+#: Classes for which an adapter has its own on CUDA (``operations.LAYERS``).
 OURS = (nn.QuantizedLinear, nn.QuantizedEmbedding)
 PRODUCT = """
 import sys
@@ -86,25 +86,26 @@ def compile_products(model: nn.Module) -> None:
 
 def packings(model: nn.Module) -> set[Packing]:
     """Return how the quantised layers of a model are packed that MLX multiplies."""
-    layers = [
-        layer
-        for _, layer in model.named_modules()
-        if "scales" in layer
-        and hasattr(layer, "bits")
-        and hasattr(layer, "group_size")
-        and layer.scales.ndim > 1
-        and not (type(layer) in OURS and qmm.suits(layer))
-    ]
-    return {
-        Packing(
+    found = set()
+    for module in model.modules():
+        layer: Any = module
+        if not _is_quantised(layer) or (type(layer) in OURS and qmm.suits(layer)):
+            continue
+        packing = Packing(
             _computes_in(layer),
             getattr(layer, "mode", "affine"),
             layer.group_size,
             layer.bits,
             WIDTHS[layer.scales.shape[-2] % FULL > 0],
         )
-        for layer in layers
-    }
+        found.add(packing)
+    return found
+
+
+def _is_quantised(layer: Any) -> bool:
+    if "scales" not in layer or layer.scales.ndim < 2:
+        return False
+    return hasattr(layer, "bits") and hasattr(layer, "group_size")
 
 
 def _computes_in(layer: Any) -> str:

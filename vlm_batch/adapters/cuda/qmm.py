@@ -13,7 +13,14 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from vlm_batch.adapters.cuda import Kernel, Launch, Run, is_right, kernel, on_device
+from vlm_batch.adapters.cuda.launches import (
+    Kernel,
+    Launch,
+    Run,
+    is_right,
+    kernel,
+    on_device,
+)
 
 #: Equal to the constants of ``qmm.cu``.
 WARP, WARPS, OUTPUTS, ROWS = 32, 8, 16, 64
@@ -26,8 +33,8 @@ TYPES = (mx.bfloat16, mx.float16)
 TOLERANCE = 0.01
 
 
-class Variant(NamedTuple):
-    """The facts of a kernel's build."""
+class ProductBuild(NamedTuple):
+    """The facts that a kernel is built for."""
 
     dtype: mx.Dtype
     bits: int
@@ -48,54 +55,49 @@ def _kernel() -> Kernel:
 
 
 @lru_cache(maxsize=256)
-def launch_of(variant: Variant, rows: int, outputs: int) -> Launch:
+def launch_of(build: ProductBuild, rows: int, outputs: int) -> Launch:
     parts = WARPS  # that share 16 outputs
     while parts > 1 and -(-outputs * parts // (WARPS * OUTPUTS)) > BLOCKS:
         parts //= 2
     blocks = -(-outputs * parts // (WARPS * OUTPUTS))
     return Launch(
         _kernel(),
-        (("T", variant.dtype), ("BITS", variant.bits), ("GROUP", variant.group_size)),
+        (("T", build.dtype), ("BITS", build.bits), ("GROUP", build.group_size)),
         (WARP * WARPS * blocks, -(-rows // ROWS), 1),
         (WARP * WARPS, 1, 1),
         ((rows, outputs),),
-        (variant.dtype,),
+        (build.dtype,),
     )
 
 
 def multiply_where_right(layer: Any, rows: mx.array) -> mx.array | None:
     """Run ``multiply`` if the kernel supports this layer and these rows accurately here, else return None."""
-    if not is_served(layer, rows) or not _is_right(
-        Variant(rows.dtype, layer.bits, layer.group_size)
-    ):
+    if not is_served(layer, rows):
+        return None
+    if not _is_right(ProductBuild(rows.dtype, layer.bits, layer.group_size)):
         return None
     return multiply(layer, rows, on_device)
 
 
 def is_served(layer: Any, rows: mx.array) -> bool:
     """Whether the kernel is written for a layer and rows (N, width)."""
-    return (
-        suits(layer)
-        and rows.dtype == layer["scales"].dtype
-        and rows.ndim == 2
-        and rows.shape[0] > 0
-    )
+    if not suits(layer) or rows.dtype != layer["scales"].dtype:
+        return False
+    return rows.ndim == 2 and rows.shape[0] > 0
 
 
 def suits(layer: Any) -> bool:
     """Whether the kernel is written for a layer's weight, with rows of the type of its scales."""
-    if (
-        layer.mode != "affine"
-        or layer.bits not in BITS
-        or layer.group_size not in GROUPS
-    ):
-        return False
     outputs, dtype = layer["scales"].shape[0], layer["scales"].dtype
-    return (
-        outputs > 1
-        and dtype in TYPES
-        and ("bias" not in layer or layer["bias"].dtype == dtype)
+    needs = (
+        layer.mode == "affine",
+        layer.bits in BITS,
+        layer.group_size in GROUPS,
+        outputs > 1,
+        dtype in TYPES,
+        layer.get("bias", layer["scales"]).dtype == dtype,
     )
+    return all(needs)
 
 
 def multiply(layer: Any, rows: mx.array, run: Run) -> mx.array:
@@ -106,9 +108,9 @@ def multiply(layer: Any, rows: mx.array, run: Run) -> mx.array:
     """
     bias = layer["bias"] if "bias" in layer else _nothing(rows.dtype)
     parts = [layer["weight"], layer["scales"], layer["biases"], bias]
-    variant = Variant(rows.dtype, layer.bits, layer.group_size)
+    build = ProductBuild(rows.dtype, layer.bits, layer.group_size)
     return run(
-        launch_of(variant, rows.shape[0], layer["scales"].shape[0]), [rows, *parts]
+        launch_of(build, rows.shape[0], layer["scales"].shape[0]), [rows, *parts]
     )[0]
 
 
@@ -121,16 +123,16 @@ def _nothing(dtype: mx.Dtype) -> mx.array:
 
 
 @lru_cache(maxsize=16)
-def _is_right(variant: Variant) -> bool:
+def _is_right(build: ProductBuild) -> bool:
     return is_right(
-        lambda: farthest(variant, on_device),
+        lambda: farthest(build, on_device),
         TOLERANCE,
         "few rows are multiplied by MLX: the kernel for weights in few bits",
     )
 
 
 def farthest(
-    variant: Variant,
+    build: ProductBuild,
     run: Run,
     count: int = 11,
     outputs: int = 40,
@@ -140,14 +142,14 @@ def farthest(
     has_bias: bool = True,
 ) -> float:
     """Return the largest error against an exact product of random numbers, in units of the largest answer."""
-    layer, rows = example(variant, count, outputs, groups, seed, has_bias=has_bias)
+    layer, rows = example(build, count, outputs, groups, seed, has_bias=has_bias)
     found = np.array(multiply(layer, rows, run).astype(mx.float32))
     right = exact(layer, rows)
     return float(np.max(np.abs(found - right)) / np.abs(right).max())
 
 
 def example(
-    variant: Variant,
+    build: ProductBuild,
     count: int,
     outputs: int,
     groups: int,
@@ -155,23 +157,21 @@ def example(
     *,
     has_bias: bool,
 ) -> tuple[nn.QuantizedLinear, mx.array]:
-    random, width = np.random.RandomState(seed), groups * variant.group_size
+    random, width = np.random.RandomState(seed), groups * build.group_size
     layer = nn.QuantizedLinear(
-        width, outputs, bias=has_bias, group_size=variant.group_size, bits=variant.bits
+        width, outputs, bias=has_bias, group_size=build.group_size, bits=build.bits
     )
     weight = mx.array(
         random.standard_normal((outputs, width)).astype(np.float32)
-    ).astype(variant.dtype)
+    ).astype(build.dtype)
     layer.weight, layer.scales, layer.biases = mx.quantize(
-        weight, variant.group_size, variant.bits
+        weight, build.group_size, build.bits
     )
     if has_bias:
-        layer.bias = mx.array(10 * random.standard_normal(outputs)).astype(
-            variant.dtype
-        )
+        layer.bias = mx.array(10 * random.standard_normal(outputs)).astype(build.dtype)
     return layer, mx.array(
         random.standard_normal((count, width)).astype(np.float32)
-    ).astype(variant.dtype)
+    ).astype(build.dtype)
 
 
 def exact(layer: Any, rows: mx.array) -> np.ndarray:

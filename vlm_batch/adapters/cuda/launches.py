@@ -1,4 +1,4 @@
-"""Kernels of our own for MLX's CUDA back end, with their sources beside them."""
+"""Kernels of our own: how they are built of the sources beside this file, launched, and compared before they are trusted."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from vlm_batch.adapters.cuda import (
+from vlm_batch.adapters.cuda.launches import (
     Kernel,
     Launch,
     Run,
@@ -22,7 +22,7 @@ from vlm_batch.adapters.cuda import (
     merging,
     on_device,
 )
-from vlm_batch.adapters.one_query import error_of
+from vlm_batch.adapters.cuda.one_query import error_of
 from vlm_batch.arrays import round_up
 from vlm_batch.caches.quantized import Layout, SlabStates, of_parts, of_slab, quantize
 from vlm_batch.runtime.device import Device, device
@@ -69,8 +69,8 @@ def span_kernel(scale: float) -> Kernel:
     )
 
 
-class Variant(NamedTuple):
-    """The facts of a kernel's build."""
+class FewBitsBuild(NamedTuple):
+    """The facts that a kernel is built for."""
 
     scale: float
     heads: int  # query heads
@@ -85,20 +85,20 @@ class Variant(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def launches_of(variant: Variant, rows: int, columns: int) -> tuple[Launch, Launch]:
-    (layout, first_k, kv_heads), (layout_v, first_v, _) = variant.keys, variant.values
-    share = variant.heads // kv_heads
+def launches_of(build: FewBitsBuild, rows: int, columns: int) -> tuple[Launch, Launch]:
+    (layout, first_k, kv_heads), (layout_v, first_v, _) = build.keys, build.values
+    share = build.heads // kv_heads
     tiles, spans, wide = -(-share // MOST_HEADS), -(-columns // SPAN), layout_v.depth
     template = {
         **{
-            "T": variant.dtype,
-            "S": variant.scales,
-            "M": variant.dtype if variant.mask is None else variant.mask,
+            "T": build.dtype,
+            "S": build.scales,
+            "M": build.dtype if build.mask is None else build.mask,
         },
         **{
             "BITS": layout.bits,
             "GROUP": layout.group_size,
-            "DEPTH_K": variant.depth,
+            "DEPTH_K": build.depth,
             "DEPTH_V": wide,
         },
         **{
@@ -107,39 +107,35 @@ def launches_of(variant: Variant, rows: int, columns: int) -> tuple[Launch, Laun
             "FIRST_K": first_k,
             "FIRST_V": first_v,
         },
-        **{"IS_MASKED": variant.mask is not None, "BY_ROW": variant.is_by_row},
+        **{"IS_MASKED": build.mask is not None, "BY_ROW": build.is_by_row},
     }
-    shapes = ((rows, variant.heads, spans, wide), (rows, variant.heads, spans, 2))
+    shapes = ((rows, build.heads, spans, wide), (rows, build.heads, spans, 2))
     grid = (THREADS * spans, kv_heads * tiles, rows)
     first = Launch(
-        span_kernel(variant.scale),
+        span_kernel(build.scale),
         tuple(template.items()),
         grid,
         (THREADS, 1, 1),
         shapes,
         (mx.float32, mx.float32),
     )
-    return first, merging(variant.dtype, rows, variant.heads, wide)
+    return first, merging(build.dtype, rows, build.heads, wide)
 
 
 def attend_where_right(
     queries: mx.array, keys: SlabStates, values: SlabStates, scale: float, mask: Any
 ) -> mx.array | None:
     """Run ``attend`` if the kernels support these arrays accurately here, else return None."""
-    if (
-        device() is not Device.CUDA
-        or queries.shape[2] != 1
-        or not fits_mask(mask, queries.shape[0], keys.columns)
-    ):
+    if device() is not Device.CUDA or queries.shape[2] != 1:
+        return None
+    if not fits_mask(mask, queries.shape[0], keys.columns):
         return None
     if keys.scales.dtype != values.scales.dtype:
         return None
-    variant = variant_of(queries, keys, values, scale, mask)
-    return (
-        _attend(variant, queries, keys, values, mask, on_device)
-        if is_served(variant) and _is_right(variant)
-        else None
-    )
+    build = build_of(queries, keys, values, scale, mask)
+    if not is_served(build) or not _is_right(build):
+        return None
+    return _attend(build, queries, keys, values, mask, on_device)
 
 
 def attend(
@@ -157,34 +153,34 @@ def attend(
         run: Runs a launch.
     """
     return _attend(
-        variant_of(queries, keys, values, scale, mask), queries, keys, values, mask, run
+        build_of(queries, keys, values, scale, mask), queries, keys, values, mask, run
     )
 
 
 def _attend(
-    variant: Variant,
+    build: FewBitsBuild,
     queries: mx.array,
     keys: SlabStates,
     values: SlabStates,
     mask: Any,
     run: Run,
 ) -> mx.array:
-    first, last = launches_of(variant, queries.shape[0], keys.columns)
+    first, last = launches_of(build, queries.shape[0], keys.columns)
     sums, stats = run(
         first,
         [
             queries,
             *keys.parts,
             *values.parts,
-            queries if variant.mask is None else mask,
+            queries if build.mask is None else mask,
         ],
     )
     return run(last, [sums, stats])[0]
 
 
-def variant_of(
+def build_of(
     queries: mx.array, keys: SlabStates, values: SlabStates, scale: float, mask: Any
-) -> Variant:
+) -> FewBitsBuild:
     masked, is_by_row = (
         (mask.dtype, mask.shape[0] > 1) if isinstance(mask, mx.array) else (None, False)
     )
@@ -192,7 +188,7 @@ def variant_of(
     one, other = (
         (states.layout, states.first, states.heads) for states in (keys, values)
     )
-    return Variant(
+    return FewBitsBuild(
         float(scale),
         heads,
         depth,
@@ -206,70 +202,69 @@ def variant_of(
 
 
 def fits_mask(mask: Any, rows: int, columns: int) -> bool:
+    """Whether a mask is none, or (B or 1, 1, 1, C)."""
     if not isinstance(mask, mx.array):
         return True
-    return (
-        mask.ndim == 4
-        and mask.shape[0] in (1, rows)
-        and tuple(mask.shape[1:]) == (1, 1, columns)
-    )
+    if mask.ndim != 4 or mask.shape[0] not in (1, rows):
+        return False
+    return tuple(mask.shape[1:]) == (1, 1, columns)
 
 
 @lru_cache(maxsize=64)
-def is_served(variant: Variant) -> bool:
-    (layout, _, kv_heads), (layout_v, _, kv_heads_v) = variant.keys, variant.values
-    widest = max(round_up(one.depth, one.group_size) for one in (layout, layout_v))
-    is_alike = (
-        layout[:2] == layout_v[:2]
-        and kv_heads == kv_heads_v
-        and variant.heads % kv_heads == 0
+def is_served(build: FewBitsBuild) -> bool:
+    """Whether the kernels are written for a build."""
+    (layout, _, kv_heads), (layout_v, _, kv_heads_v) = build.keys, build.values
+    wide = round_up(layout.depth, layout.group_size)
+    wide_v = round_up(layout_v.depth, layout_v.group_size)
+    types = {build.dtype, build.scales} | ({build.mask} - {None, mx.bool_})
+    needs = (
+        layout[:2] == layout_v[:2],
+        build.depth == layout.depth,
+        max(wide, wide_v) <= WIDEST,
+        kv_heads == kv_heads_v,
+        build.heads % kv_heads == 0,
+        types <= set(TYPES),
     )
-    types = {variant.dtype, variant.scales} | ({variant.mask} - {None, mx.bool_})
-    return (
-        is_alike
-        and variant.depth == layout.depth
-        and widest <= WIDEST
-        and types <= set(TYPES)
-    )
+    return all(needs)
 
 
 @lru_cache(maxsize=64)
-def _is_right(variant: Variant) -> bool:
+def _is_right(build: FewBitsBuild) -> bool:
     return is_right(
-        lambda: farthest(variant, on_device),
+        lambda: farthest(build, on_device),
         TOLERANCE,
         "keys in few bits are unpacked for attention: its kernel",
     )
 
 
 def farthest(
-    variant: Variant,
+    build: FewBitsBuild,
     run: Run,
     lengths: Sequence[int] = (300, 131),
     columns: int = 320,
     seed: int = 0,
 ) -> float:
     """Return the largest error against exact attention over random rows with NaN behind them."""
-    queries, keys, values, mask = example(variant, lengths, columns, seed)
-    found = attend(queries, keys, values, variant.scale, mask, run)
-    if variant.mask is None:
+    queries, keys, values, mask = example(build, lengths, columns, seed)
+    found = attend(queries, keys, values, build.scale, mask, run)
+    if build.mask is None:
         lengths = [columns] * len(lengths)
-    elif not variant.is_by_row:
+    elif not build.is_by_row:
         lengths = [lengths[0]] * len(lengths)
     return error_of(
-        found, queries, _in_full(keys), _in_full(values), variant.scale, lengths
+        found, queries, _in_full(keys), _in_full(values), build.scale, lengths
     )
 
 
 def example(
-    variant: Variant, lengths: Sequence[int], columns: int, seed: int
+    build: FewBitsBuild, lengths: Sequence[int], columns: int, seed: int
 ) -> tuple[mx.array, SlabStates, SlabStates, mx.array | None]:
     random = np.random.RandomState(seed)
     rows = len(lengths)
-    ends = np.array(lengths if variant.is_by_row else [lengths[0]] * rows)
+    ends = np.array(lengths if build.is_by_row else [lengths[0]] * rows)
     # (B, C)
     behind = mx.array(
-        np.arange(columns)[None] >= (columns if variant.mask is None else ends[:, None])
+        np.arange(columns)[None] >= (columns if build.mask is None else ends[:, None])
     )
 
     def slab(which: tuple[Layout, int, int], heads: int) -> tuple[mx.array, ...]:
@@ -280,44 +275,38 @@ def example(
             )
         )
         packed, scales, biases = quantize(
-            array.astype(variant.scales), layout.group_size, layout.bits
+            array.astype(build.scales), layout.group_size, layout.bits
         ).parts
         return (
             packed,
-            mx.where(
-                behind[:, None, :, None], mx.array(mx.nan, variant.scales), scales
-            ),
+            mx.where(behind[:, None, :, None], mx.array(mx.nan, build.scales), scales),
             biases,
         )
 
-    whole = [
-        slab(which, which[1] + which[2]) for which in (variant.keys, variant.values)
-    ]
+    whole = [slab(which, which[1] + which[2]) for which in (build.keys, build.values)]
     # values behind the keys in one slab
-    slabs = [whole[1]] * 2 if variant.values[1] else whole
+    slabs = [whole[1]] * 2 if build.values[1] else whole
     keys, values = (
         of_slab(parts, *which)
-        for parts, which in zip(slabs, (variant.keys, variant.values), strict=True)
+        for parts, which in zip(slabs, (build.keys, build.values), strict=True)
     )
     queries = mx.array(
-        random.standard_normal((rows, variant.heads, 1, variant.depth)).astype(
-            np.float32
-        )
+        random.standard_normal((rows, build.heads, 1, build.depth)).astype(np.float32)
         * 2
     )
     mask = None
-    if variant.mask is not None:
-        hidden = behind[: rows if variant.is_by_row else 1, None, None]
+    if build.mask is not None:
+        hidden = behind[: rows if build.is_by_row else 1, None, None]
         mask = (
             ~hidden
-            if variant.mask == mx.bool_
+            if build.mask == mx.bool_
             else mx.where(
                 hidden,
-                mx.array(mx.finfo(variant.mask).min, variant.mask),
-                mx.array(0, variant.mask),
+                mx.array(mx.finfo(build.mask).min, build.mask),
+                mx.array(0, build.mask),
             )
         )
-    return queries.astype(variant.dtype), keys, values, mask
+    return queries.astype(build.dtype), keys, values, mask
 
 
 def _in_full(states: SlabStates) -> mx.array:

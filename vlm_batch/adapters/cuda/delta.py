@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from vlm_batch.adapters.cuda import Launch, Run, is_right, kernel, on_device
+from vlm_batch.adapters.cuda.launches import Launch, Run, is_right, kernel, on_device
 from vlm_batch.adapters.hooks import Hook, hook, install_hooks, is_hook
 from vlm_batch.runtime.device import Device, device
 
@@ -71,20 +71,21 @@ class Rule(NamedTuple):
 
 
 def served(rule: Rule) -> bool:
+    """Whether the kernel is written for a call's arrays."""
     *_, heads, depth = rule.keys.shape
-    wide = rule.values.shape[-1]
-    is_narrow = (
-        depth <= MOST_KEY and wide <= MOST_VALUE and rule.values.shape[2] % heads == 0
-    )
-    is_alike = (
-        rule.queries.dtype == rule.keys.dtype == rule.values.dtype
-        and rule.states.dtype == mx.float32
-    )
+    *_, value_heads, wide = rule.values.shape
     mask = rule.mask
-    is_plain = mask is None or (
-        mask.dtype == mx.bool_ and mask.shape == rule.keys.shape[:2]
+    if mask is not None and mask.shape != rule.keys.shape[:2]:
+        return False
+    needs = (
+        depth <= MOST_KEY,
+        wide <= MOST_VALUE,
+        value_heads % heads == 0,
+        rule.queries.dtype == rule.keys.dtype == rule.values.dtype,
+        rule.states.dtype == mx.float32,
+        mask is None or mask.dtype == mx.bool_,
     )
-    return is_narrow and is_alike and is_plain
+    return all(needs)
 
 
 def run_rule(rule: Rule, kept: int, run: Run) -> list[mx.array]:
