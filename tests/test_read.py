@@ -309,6 +309,39 @@ def test_a_publishers_page_is_asked_alone_and_in_its_size(folder: Path) -> None:
     assert request.params.temperature == 0.2
 
 
+def test_the_command_line_overrules_a_publishers_settings(folder: Path) -> None:
+    """Without repeated sequences to look for, their window and exceptions go, too: they are an error alone."""
+    pages = Pages()
+    more = ("--model", "org/DeepSeek-OCR", "--overwrite")
+    assert read(pages, *more, "--no-repeat-ngram-size", "0", "--top-p", "0.5") == 0
+    params = pages.asked[-1].params
+    assert (params.no_repeat_ngram_size, params.window_size, params.top_p) == (
+        *(0, None),
+        0.5,
+    )
+    assert (params.max_tokens, params.skip_special_tokens) == (8192, False)
+    assert read(pages, *more, "--window-size", "200", "--max-tokens", "9") == 0
+    params = pages.asked[-1].params
+    assert (params.no_repeat_ngram_size, params.window_size, params.max_tokens) == (
+        *(30, 200),
+        9,
+    )
+
+
+def test_a_report_is_a_page(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As of ``run``: another name is refused at once, and a run that has nothing to tell says so."""
+    pages = Pages()
+    assert read(pages, "--report", "answers.txt") == 2 and not pages.asked
+    assert "give it a name that ends in .html" in capsys.readouterr().err
+    assert read(pages, "--report", "page.html") == 0
+    assert "text of book.pdf#1" in Path("page.html").read_text()
+    assert read(pages, "--resume", "--report", "page.html") == 0
+    said = capsys.readouterr().err
+    assert "vlm-batch report out/pages.jsonl makes one about all runs" in said
+    assert cli.main(["report", "out/pages.jsonl", "--out", "all.html"]) == 0
+    assert "text of book.pdf#1" in Path("all.html").read_text()
+
+
 def test_a_task_that_a_publisher_lacks_is_refused(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

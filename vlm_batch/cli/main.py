@@ -22,7 +22,7 @@ from vlm_batch.runtime.imports import without_gc  # noqa: E402
 with without_gc():
     from vlm_batch._version import __version__
     from vlm_batch.assets import MissingAssets
-    from vlm_batch.cli import bench, options, read, report, serve, verify
+    from vlm_batch.cli import bench, job, options, read, report, serve, verify
     from vlm_batch.cli import run as answering
     from vlm_batch.cli.ending import Terminated
     from vlm_batch.cli.help import Parser
@@ -33,13 +33,13 @@ with without_gc():
     from vlm_batch.jobs.rows import InvalidJob
     from vlm_batch.jobs.workers import NoWorkers
 
-ANSWERED = answering.ANSWERED
-FAILED = answering.FAILED
+ANSWERED = job.ANSWERED
+FAILED = job.FAILED
 USAGE = 2
 INTERRUPTED = 130
 TERMINATED = 143
 #: Commands that attend to a terminal that hangs up.
-OUTLIVING = (answering.run, answering.demo)
+OUTLIVING = (answering.run, answering.demo, read.run)
 
 
 def main(

@@ -6,7 +6,6 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,26 +13,28 @@ from vlm_batch.assets import is_sample, sample_images, sample_model
 from vlm_batch.cli.cluster import open_cluster
 from vlm_batch.cli.dry_run import show_dry_run
 from vlm_batch.cli.ending import Signals
+from vlm_batch.cli.job import (
+    AskedJob,
+    check_report,
+    run_shown,
+    say_skipped,
+    status_of,
+    write_report,
+)
 from vlm_batch.cli.model import EMBEDDED, KNOWS, OpenBatcher, UsageError, load_model
-from vlm_batch.cli.options import COLUMNS
+from vlm_batch.cli.options import COLUMNS, said_sampling, text_of
 from vlm_batch.cli.watching import JobView
 from vlm_batch.jobs import journal
 from vlm_batch.jobs.cells import Columns
-from vlm_batch.jobs.files import common_folder, is_same_file, is_url
-from vlm_batch.jobs.lines import CannotWrite, replace_file
+from vlm_batch.jobs.files import common_folder, is_url
 from vlm_batch.jobs.plan import Job
 from vlm_batch.jobs.questions import DEFAULT_PROMPT, Questions
-from vlm_batch.jobs.rows import Row, Shard, Source, spelled
-from vlm_batch.jobs.runner import run as run_job
+from vlm_batch.jobs.rows import Row, Shard, Source
 from vlm_batch.jobs.sidecars import Sidecars
 from vlm_batch.jobs.sinks import DELIMITED, Sink, open_sink, suffix_form
 from vlm_batch.jobs.sources import Files, Reading, open_sources
-from vlm_batch.jobs.summary import Summary
-from vlm_batch.jobs.workers import NoWorkers
 from vlm_batch.runtime.beginning import BEGINNING
 from vlm_batch.types import SamplingParams, Video
-
-ANSWERED, FAILED = 0, 1
 
 #: Further questions of the demo: sample pictures' names, and a question.
 DEMO_QUESTIONS = (
@@ -95,8 +96,7 @@ def _run(args: argparse.Namespace, open_batcher: OpenBatcher, signals: Signals) 
         own_prompts=not (args.prompt or args.prompt_file),
     )
     sources, found = open_sources(args.paths, reading)
-    if said := found.said():
-        print(f"vlm-batch: {said}", file=sys.stderr)
+    say_skipped(found)
     is_kept = args.out is not None or args.sidecar is not None
     if (
         args.model is None
@@ -162,19 +162,19 @@ def _answer(
 ) -> int:
     shard = _shard(args)
     target = _target(args, shard)
-    if args.report is not None:
-        if not args.report.lower().endswith((".html", ".htm")):
-            raise UsageError(
-                f"--report {args.report}: the report is a page; give it a name that ends in .html"
-            )
-        if target is not None and is_same_file(args.report, target):
-            raise UsageError(
-                f"--report {args.report}: --out names the same file; give the page another name"
-            )
-        journal.check_writable(Path(args.report))
-    sink = _sink(target, sources, questions, args, shard)
+    check_report(args.report, target)
     file = None if target == "-" else target
     is_kept = file is not None or args.sidecar is not None
+    job = AskedJob(
+        sources=sources,
+        sink=_sink(target, sources, questions, args, shard),
+        questions=questions,
+        shard=shard,
+        settings=_settings(args),
+        carried=args.columns or (),
+        kept_in=file,
+        is_kept=is_kept,
+    )
     view = JobView(
         table_to=sys.stderr if target == "-" else sys.stdout,
         quiet=args.quiet,
@@ -184,44 +184,11 @@ def _answer(
         answers_in=file,
         goes_on=is_kept,
     )
-    signals.view = view
-    try:
-        with view:
-            summary = run_job(
-                sources,
-                sink,
-                lambda: open_batcher(args),
-                questions=questions,
-                shard=shard,
-                settings=_settings(args),
-                carried=args.columns or (),
-                resume=args.resume,
-                overwrite=args.overwrite,
-                force=args.force,
-                retry_errors=args.retry_errors,
-                keeps_samples=args.report is not None,
-                watch=view,
-            )
-    except (CannotWrite, NoWorkers) as error:
-        raise type(error)(
-            f"{error}; --resume goes on from there" if is_kept else str(error)
-        ) from error
-    view.show(summary)
-    if args.report is not None and summary.ended_rows:
-        write_report(args, summary, questions)
-    elif args.report is not None:  # an earlier run's page stays
-        whole = (
-            ""
-            if file is None
-            else f"; vlm-batch report {file} makes one about all runs"
-        )
-        said = f"{args.report} is not written: a report is about the rows of its own run{whole}"
-        print(f"vlm-batch: {said}", file=sys.stderr)
-    if summary.interrupted:
-        return signals.status
-    if args.shard == "auto":
+    summary = run_shown(job, args, open_batcher, view, signals)
+    write_report(job, args, summary)
+    if args.shard == "auto" and not summary.interrupted:
         _wait_for_all()
-    return ANSWERED if summary.num_failed <= args.max_errors else FAILED
+    return status_of(args, summary, signals)
 
 
 def _wait_for_all() -> None:
@@ -229,17 +196,6 @@ def _wait_for_all() -> None:
     import mlx.core as mx
 
     mx.eval(mx.distributed.all_sum(mx.ones(1)))
-
-
-def write_report(
-    args: argparse.Namespace, summary: Summary, questions: Questions
-) -> None:
-    from vlm_batch.jobs import report
-
-    page = report.render(
-        summary, model=str(args.model or EMBEDDED), prompts=questions.prompts
-    )
-    replace_file(Path(args.report), spelled(page).encode())
 
 
 def _is_samples(source: Source) -> bool:
@@ -396,20 +352,8 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _sampling_params(args: argparse.Namespace) -> SamplingParams:
-    given = vars(args)  # each parameter that has an option of its name
-    read = {"stop", "json_schema"}
-    names = [
-        one.name
-        for one in fields(SamplingParams)
-        if given.get(one.name) is not None and one.name not in read
-    ]
-    said = {name: given[name] for name in names}
     recommended = _recommended(args) if args.sampling == "recommended" else {}
-    return SamplingParams(
-        **{**recommended, **said},
-        stop=args.stop or (),
-        json_schema=None if args.json_schema is None else text_of(args.json_schema),
-    )
+    return SamplingParams(**{**recommended, **said_sampling(args)})
 
 
 def _recommended(args: argparse.Namespace) -> Mapping[str, Any]:
@@ -428,10 +372,3 @@ def _recommended(args: argparse.Namespace) -> Mapping[str, Any]:
         raise UsageError(f"cannot load the model {model}: {error}") from error
     print(f"vlm-batch: sampling as {model} recommends: {found}", file=sys.stderr)
     return found.params
-
-
-def text_of(file: str) -> str:
-    try:
-        return Path(file).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read {file}: {error}") from error

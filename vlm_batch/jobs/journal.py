@@ -16,6 +16,7 @@ import filelock
 from vlm_batch._version import __version__
 from vlm_batch.checks import simplify_schema
 from vlm_batch.jobs.lines import linked_file, replace_file
+from vlm_batch.jobs.questions import PARAMETERS
 from vlm_batch.jobs.rows import InvalidJob
 from vlm_batch.types import SamplingParams
 
@@ -176,11 +177,7 @@ def check_same(output: Path, settings: Mapping[str, Any]) -> None:
 
 def _settle(settings: dict[str, Any]) -> None:
     """Convert an earlier version's settings."""
-    defaults = {
-        name: value
-        for name, value in vars(SamplingParams()).items()
-        if name != "logits_processors"
-    }
+    defaults = {name: vars(SamplingParams())[name] for name in PARAMETERS}
     settings |= {**json.loads(json.dumps(defaults)), **settings}
     if isinstance(settings.get("json_schema"), dict):
         simplify_schema(settings["json_schema"])

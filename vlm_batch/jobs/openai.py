@@ -7,19 +7,16 @@ A request is ``{"custom_id", "method", "url", "body"}``, an answer ``{"id", "cus
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any
 
 from vlm_batch.jobs.cells import did_you_mean, id_of
+from vlm_batch.jobs.questions import PARAMETERS
 from vlm_batch.jobs.rows import Row, digest
-from vlm_batch.types import SamplingParams
 
-#: Parameters that a body spells in other fields, or cannot hold.
-_SPELLED = ("json_schema", "logprobs", "logits_processors")
+#: Parameters that a body spells in other fields.
+_SPELLED = ("json_schema", "logprobs")
 #: Fields of a body, and the sampling parameters that they set.
-_PARAMS = {
-    one.name: one.name for one in fields(SamplingParams) if one.name not in _SPELLED
-} | {
+_PARAMS = {name: name for name in PARAMETERS if name not in _SPELLED} | {
     "max_completion_tokens": "max_tokens",
     "response_format": "json_schema",
 }

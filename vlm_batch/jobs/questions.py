@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vlm_batch.jobs.cells import did_you_mean
 from vlm_batch.jobs.rows import InvalidJob, Row
 from vlm_batch.types import (
+    SAMPLING_PARAMETERS,
     ImageInput,
     Message,
     Request,
@@ -21,7 +22,8 @@ from vlm_batch.types import (
 DEFAULT_PROMPT = "describe the picture"
 #: ``{{``, ``}}``, or ``{name}`` with a name that JSON cannot look like.
 _PARTS = re.compile(r"\{\{|\}\}|\{([^\W\d][\w .-]*)\}")
-_PARAMS = frozenset(one.name for one in fields(SamplingParams)) - {"logits_processors"}
+#: Sampling parameters that rows and a job's settings may name, in their order.
+PARAMETERS = tuple(one.name for one in SAMPLING_PARAMETERS if one.in_jobs)
 
 
 def columns_in(text: str) -> frozenset[str]:
@@ -163,11 +165,7 @@ class Questions:
         )
 
     def settings(self) -> dict[str, Any]:
-        params = {
-            one.name: vars(self.params)[one.name]
-            for one in fields(SamplingParams)
-            if one.name in _PARAMS
-        }
+        params = {name: vars(self.params)[name] for name in PARAMETERS}
         return {
             "prompts": list(self.prompts),
             "system": self.system,
@@ -184,9 +182,9 @@ def schema_fields(params: SamplingParams) -> frozenset[str]:
 
 def merged(params: SamplingParams, own: Mapping[str, Any]) -> SamplingParams:
     """Override ``params`` by a row's."""
-    if unknown := sorted(set(own) - _PARAMS):
+    if unknown := sorted(set(own).difference(PARAMETERS)):
         raise InvalidJob(
-            f"params does not know {', '.join(unknown)}{did_you_mean(unknown[0], _PARAMS)}; "
-            f"it takes {', '.join(sorted(_PARAMS))}"
+            f"params does not know {', '.join(unknown)}{did_you_mean(unknown[0], PARAMETERS)}; "
+            f"it takes {', '.join(sorted(PARAMETERS))}"
         )
     return replace(params, **own) if own else params
