@@ -52,7 +52,9 @@ OTHER: dict[str, Any] = {
     "choice": ("a", "b"),
 }
 #: What else a parameter needs.
-WITH = {name: {"no_repeat_ngram_size": 4} for name in ("window_size", "whitelist_token_ids")}  # fmt: skip
+WITH: dict[str, dict[str, Any]] = {
+    name: {"no_repeat_ngram_size": 4} for name in ("window_size", "whitelist_token_ids")
+}
 EVERY = pytest.mark.parametrize("one", SAMPLING_PARAMETERS, ids=lambda one: one.name)
 
 

@@ -32,7 +32,7 @@ from vlm_batch.jobs import journal, tables
 from vlm_batch.jobs.formats import neutralised, restored
 from vlm_batch.jobs.plan import Job
 from vlm_batch.jobs.questions import Questions
-from vlm_batch.jobs.rows import Ids, Row
+from vlm_batch.jobs.rows import Ids, JobRow
 from vlm_batch.jobs.runner import Watch
 from vlm_batch.jobs.sinks import Sink
 from vlm_batch.jobs.sources import open_sources
@@ -796,7 +796,7 @@ def test_rows_are_counted_in_sight_and_read_as_rows_once(
     made: list[str] = []
     row = tables.JsonLines._row
 
-    def watched(self: tables.JsonLines, line: str, place: str) -> Row:
+    def watched(self: tables.JsonLines, line: str, place: str) -> JobRow:
         made.append(place)
         return row(self, line, place)
 

@@ -51,7 +51,7 @@ from vlm_batch.jobs.publishers import (
     publisher_of,
 )
 from vlm_batch.jobs.questions import Item, Questions
-from vlm_batch.jobs.rows import InvalidJob, Row, Shard, Source, count_of
+from vlm_batch.jobs.rows import InvalidJob, JobRow, Shard, Source, count_of
 from vlm_batch.jobs.sinks import Sink
 from vlm_batch.jobs.sources import DEFAULT_DPI, Files, Pdf, Reading, open_sources
 from vlm_batch.types import Result, SamplingParams
@@ -247,7 +247,7 @@ class _PagesAlone(Source):
     def numbered(self) -> bool:
         return self._inner.numbered
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[JobRow]:
         alone = ({"role": "user", "content": [{"type": "image"}]},)
         return (
             row if row.error is not None else replace(row, messages=alone)

@@ -29,7 +29,7 @@ from vlm_batch.jobs.cells import Columns
 from vlm_batch.jobs.files import common_folder, is_url
 from vlm_batch.jobs.plan import Job
 from vlm_batch.jobs.questions import DEFAULT_PROMPT, Questions
-from vlm_batch.jobs.rows import Row, Shard, Source
+from vlm_batch.jobs.rows import JobRow, Shard, Source
 from vlm_batch.jobs.sidecars import Sidecars
 from vlm_batch.jobs.sinks import DELIMITED, Sink, open_sink, suffix_form
 from vlm_batch.jobs.sources import Files, Reading, open_sources
@@ -142,11 +142,11 @@ class Demo(Source):
 
     name = "demo"
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[JobRow]:
         by_name = {picture.stem: picture for picture in sample_images()}
         asked = [((name,), DEFAULT_PROMPT) for name in by_name] + list(DEMO_QUESTIONS)
         for number, (names, prompt) in enumerate(asked):
-            yield Row(
+            yield JobRow(
                 id=f"demo-{number}",
                 images=tuple(str(by_name[name]) for name in names),
                 prompt=prompt,
@@ -202,7 +202,7 @@ def _is_samples(source: Source) -> bool:
     return isinstance(source, Files) and all(map(is_sample, source.paths))
 
 
-def _labels(sources: Sequence[Source]) -> Callable[[Row], str]:
+def _labels(sources: Sequence[Source]) -> Callable[[JobRow], str]:
     """Return a function that names rows without their common folder."""
     where = (
         _folder_of(sources)
@@ -215,7 +215,7 @@ def _labels(sources: Sequence[Source]) -> Callable[[Row], str]:
         else {}
     )
 
-    def label(row: Row) -> str:
+    def label(row: JobRow) -> str:
         if samples:
             return (
                 " + ".join(samples[str(image)] for image in row.images) or "(text only)"

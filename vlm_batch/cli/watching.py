@@ -28,7 +28,7 @@ from rich.text import Text
 from vlm_batch.cli.console import brief, open_console, plain_text
 from vlm_batch.jobs.plan import Plan
 from vlm_batch.jobs.questions import Item
-from vlm_batch.jobs.rows import Row, count_of
+from vlm_batch.jobs.rows import JobRow, count_of
 from vlm_batch.jobs.runner import Batcher, Watch
 from vlm_batch.jobs.summary import Summary
 from vlm_batch.types import Result
@@ -59,7 +59,7 @@ class JobView(Watch):
         quiet: bool = False,
         verbose: bool = False,
         says_prompt: bool = False,
-        label: Callable[[Row], str] = lambda row: row.id,
+        label: Callable[[JobRow], str] = lambda row: row.id,
         answers_in: str | None = None,
         goes_on: bool = False,
     ) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from vlm_batch.jobs.lines import Record
 from vlm_batch.jobs.questions import Item
-from vlm_batch.jobs.rows import Row, name_of
+from vlm_batch.jobs.rows import JobRow, name_of
 from vlm_batch.types import Result, SamplingParams, Timings, TokenLogprobs, Usage
 
 
@@ -135,7 +135,7 @@ def _as_json(one: TokenLogprobs | None) -> dict[str, Any] | None:
 #: Fields of an answer that exist only on request.
 _ASKED_FOR = ("parsed", "logprobs", "prompt_logprobs", "others", "attempts")
 #: Fields of an answer that ``--columns`` may name.
-ANSWER_FIELDS = frozenset(record_of(Item("", Row(id="")), Result(request_id=""))) - {
+ANSWER_FIELDS = frozenset(record_of(Item("", JobRow(id="")), Result(request_id=""))) - {
     "columns"
 } | {
     "seconds",

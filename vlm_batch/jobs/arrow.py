@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from vlm_batch.jobs.cells import Columns, row_of_cells
-from vlm_batch.jobs.rows import InvalidJob, Row, Source, SourceFile
+from vlm_batch.jobs.rows import InvalidJob, JobRow, Source, SourceFile
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -42,16 +42,16 @@ class ArrowTable(Source):
     def found(self) -> Columns:
         return self._columns(self._open())
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[JobRow]:
         return self._rows(with_pictures=True)
 
-    def scan(self) -> Iterator[Row]:
+    def scan(self) -> Iterator[JobRow]:
         return self._rows(with_pictures=False)
 
     def _columns(self, opened: _Opened) -> Columns:
         return self.own.resolve(opened.names, self.name, opened.pictures)
 
-    def _rows(self, *, with_pictures: bool) -> Iterator[Row]:
+    def _rows(self, *, with_pictures: bool) -> Iterator[JobRow]:
         opened = self._open()
         columns = self._columns(opened)
         asked = {columns.image} if with_pictures else set()
@@ -62,7 +62,7 @@ class ArrowTable(Source):
         ]
         if not kept:  # pictures and nothing else: batches without columns have no rows
             yield from (
-                Row(id=f"{self.name}:{number}", is_scanned=True)
+                JobRow(id=f"{self.name}:{number}", is_scanned=True)
                 for number in range(opened.num_rows)
             )
             return

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from vlm_batch.jobs.rows import InvalidJob, Row, Source
+from vlm_batch.jobs.rows import InvalidJob, JobRow, Source
 
 _SPAN = re.compile(r"(\d+)?(-)?(\d+)?")
 
@@ -67,7 +67,7 @@ class ChosenPages(Source):
     def numbered(self) -> bool:
         return self.inner.numbered
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[JobRow]:
         has_any, last = False, None
         for row in self.inner.rows():
             page = row.columns.get("page")
@@ -77,7 +77,7 @@ class ChosenPages(Source):
             last = row
         if last is not None and not has_any:
             path, count = last.columns["path"], last.columns["pages"]
-            yield Row(
+            yield JobRow(
                 id=path,
                 error=f"{path} has {count} pages, and none of --pages {self.pages.text}",
             )

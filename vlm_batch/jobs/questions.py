@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vlm_batch.jobs.cells import did_you_mean
-from vlm_batch.jobs.rows import InvalidJob, Row
+from vlm_batch.jobs.rows import InvalidJob, JobRow
 from vlm_batch.types import (
     SAMPLING_PARAMETERS,
     ImageInput,
@@ -62,7 +62,7 @@ class Item:
     """One question about a row; ``error`` says why it cannot be asked. ``attempt`` counts from 1."""
 
     id: str
-    row: Row
+    row: JobRow
     number: int = 0
     prompt: str | None = None
     messages: tuple[Message, ...] | None = None
@@ -118,7 +118,7 @@ class Questions:
         texts = self.prompts + ((self.system,) if self.system else ())
         return frozenset[str]().union(*(columns_in(text) for text in texts))
 
-    def ask(self, row: Row) -> Iterator[Item]:
+    def ask(self, row: JobRow) -> Iterator[Item]:
         """Yield the row's questions, filled in or with an ``error``."""
         own = (
             row.error is not None or row.prompt is not None or row.messages is not None
@@ -152,7 +152,7 @@ class Questions:
         )
         return replace(item, prompt=prompt, messages=chat, params=params)
 
-    def _with_system(self, row: Row) -> tuple[Message, ...]:
+    def _with_system(self, row: JobRow) -> tuple[Message, ...]:
         messages = tuple(row.messages or ())
         has_one = any(
             isinstance(one, Mapping) and one.get("role") == "system" for one in messages

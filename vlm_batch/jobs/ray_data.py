@@ -20,7 +20,7 @@ from vlm_batch.jobs.cells import (
 )
 from vlm_batch.jobs.questions import DEFAULT_PROMPT, Questions
 from vlm_batch.jobs.ray import ended, open_here
-from vlm_batch.jobs.rows import InvalidJob, Row
+from vlm_batch.jobs.rows import InvalidJob, JobRow
 from vlm_batch.jobs.runner import submitted_row
 from vlm_batch.types import Result, SamplingParams, params_of
 
@@ -36,7 +36,7 @@ OUTPUT_COLUMNS = (
 )
 
 
-class Answer:
+class Predictor:
     """An engine for ``Dataset.map_batches``; several batches may run at once.
 
     A row has ``messages`` (OpenAI's form) or a ``prompt``, unless the class has one. Media are in columns of the usual
@@ -102,7 +102,7 @@ class Answer:
             result.error or "",
         )
 
-    def _row(self, cells: dict[str, Any], place: str) -> Row:
+    def _row(self, cells: dict[str, Any], place: str) -> JobRow:
         try:
             cells = {name: _plain(value) for name, value in cells.items()}
             columns = self._columns.resolve(list(cells), THE_DATASET)
@@ -134,7 +134,7 @@ class Answer:
             asked = {"messages": messages} if messages else {"prompt": cells["prompt"]}
             return replace(row, params=params, **asked)
         except Exception as error:
-            return Row(id=place, error=describe(error))
+            return JobRow(id=place, error=describe(error))
 
 
 def _plain(value: Any) -> Any:

@@ -15,7 +15,7 @@ from vlm_batch.jobs.lines import Record
 from vlm_batch.jobs.order import by_size
 from vlm_batch.jobs.plan import Job, Plan
 from vlm_batch.jobs.questions import Item, Questions
-from vlm_batch.jobs.rows import Ids, InvalidJob, Row, Shard, Source, digest
+from vlm_batch.jobs.rows import Ids, InvalidJob, JobRow, Shard, Source, digest
 from vlm_batch.jobs.sinks import Sink
 from vlm_batch.jobs.sources import Files
 from vlm_batch.jobs.stamps import Stamp, line_of
@@ -251,7 +251,7 @@ def make_request(item: Item) -> tuple[Request | None, Item]:
 
 
 def submitted_row(
-    batcher: VLMBatcher, questions: Questions, row: Row
+    batcher: VLMBatcher, questions: Questions, row: JobRow
 ) -> Handle | Result:
     """Submit a table's row, or return its error."""
     request, item = make_request(next(questions.ask(row)))

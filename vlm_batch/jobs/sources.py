@@ -34,7 +34,7 @@ from vlm_batch.jobs.files import (
     is_url,
     kind_of,
 )
-from vlm_batch.jobs.rows import InvalidJob, Row, Source, SourceFile, name_of
+from vlm_batch.jobs.rows import InvalidJob, JobRow, Source, SourceFile, name_of
 from vlm_batch.jobs.tables import Delimited, JsonLines
 from vlm_batch.types import Audio, ImageInput, Video
 
@@ -182,20 +182,20 @@ class Files(Source):
     name = "files"
     columns = FILE_COLUMNS
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[JobRow]:
         for path in self.paths:
             columns = file_columns(path)
             kind = kind_of(path)
             if kind == "video":
                 clip = Video(path, fps=self.fps, max_frames=self.max_frames)
-                yield Row(id=path, videos=(clip,), columns=columns)
+                yield JobRow(id=path, videos=(clip,), columns=columns)
             elif kind == "audio":
-                yield Row(id=path, audios=(Audio(path),), columns=columns)
+                yield JobRow(id=path, audios=(Audio(path),), columns=columns)
             elif (count := _count_tiff_pages(path)) > 1:
                 yield from _pages(path, count)
             else:
                 row_id = name_of(path) if path.startswith("data:") else path
-                yield Row(id=row_id, images=(path,), columns=columns)
+                yield JobRow(id=row_id, images=(path,), columns=columns)
 
 
 def _count_tiff_pages(path: str) -> int:
@@ -231,7 +231,7 @@ class Paths(Source):
     columns = FILE_COLUMNS
     is_once = True
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[JobRow]:
         for line in self.stream:
             for source in _of_files([line.rstrip("\r\n")], self.reading):
                 yield from source.rows()
@@ -249,25 +249,25 @@ class Pdf(SourceFile):
     columns = (*FILE_COLUMNS, "page", "pages")
     numbered = True
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[JobRow]:
         if not has_pdfium():
             raise InvalidJob(NEEDS_PDFIUM)
         try:
             count = count_pages(self.path)
         except InvalidImage as error:
-            yield Row(id=self.path, error=str(error))
+            yield JobRow(id=self.path, error=str(error))
             return
         yield from _pages(self.path, count, self.dpi, self.longest)
 
 
 def _pages(
     path: str, count: int, dpi: int = DEFAULT_DPI, longest: int | None = None
-) -> Iterator[Row]:
+) -> Iterator[JobRow]:
     for number in range(count):
         page = f"{path}#{number + 1}"
         columns = {**file_columns(path), "page": number + 1, "pages": count}
         load = partial(render_page, path, number, dpi, longest)
-        yield Row(id=page, images=(page,), columns=columns, load=load)
+        yield JobRow(id=page, images=(page,), columns=columns, load=load)
 
 
 def file_columns(path: str) -> Mapping[str, Any]:
@@ -290,13 +290,13 @@ def render_page(
 class Tar(SourceFile):
     """A WebDataset archive: members with equal names up to the first dot are a row."""
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[JobRow]:
         return self._rows(with_pictures=True)
 
-    def scan(self) -> Iterator[Row]:
+    def scan(self) -> Iterator[JobRow]:
         return self._rows(with_pictures=False)
 
-    def _rows(self, *, with_pictures: bool) -> Iterator[Row]:
+    def _rows(self, *, with_pictures: bool) -> Iterator[JobRow]:
         key, members = None, {}
         try:
             with tarfile.open(self.path) as archive:
@@ -327,7 +327,7 @@ class Tar(SourceFile):
                     raise tarfile.ReadError("it ends without the mark of its end")
         except (tarfile.TarError, OSError, EOFError) as error:
             after = f" after {key}" if key is not None else ""
-            yield Row(
+            yield JobRow(
                 id=f"{self.path}:damaged",
                 error=f"{self.path} is damaged{after}: {error}",
             )
@@ -340,7 +340,7 @@ class Tar(SourceFile):
             raise tarfile.ReadError(f"{member.name} is cut off")
         return data
 
-    def _row(self, key: str, members: dict[str, bytes]) -> Row:
+    def _row(self, key: str, members: dict[str, bytes]) -> JobRow:
         row_id = f"{self.path}/{key}"
         columns: dict[str, Any] = {"__key__": key}
         images: list[bytes] = []
@@ -354,19 +354,21 @@ class Tar(SourceFile):
                         cells if isinstance(cells, dict) else {"json": cells}
                     )
                 except ValueError as error:
-                    return Row(id=row_id, error=f"{row_id}.json is not JSON: {error}")
+                    return JobRow(
+                        id=row_id, error=f"{row_id}.json is not JSON: {error}"
+                    )
             else:
                 with contextlib.suppress(UnicodeDecodeError):
                     columns[suffix] = data.decode()
         if not images:
-            return Row(
+            return JobRow(
                 id=row_id,
                 columns=columns,
                 error=f"{row_id} has no picture, only {', '.join(members)}",
             )
         names = tuple(f"{row_id}.{suffix}" for suffix in members if _is_picture(suffix))
         load: Callable[[], tuple[bytes, ...]] = partial(tuple, images)
-        return Row(id=row_id, images=names, columns=columns, load=load)
+        return JobRow(id=row_id, images=names, columns=columns, load=load)
 
 
 def _is_picture(suffix: str) -> bool:

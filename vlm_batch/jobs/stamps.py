@@ -14,7 +14,7 @@ from vlm_batch.jobs.files import is_url
 from vlm_batch.jobs.journal import fingerprint, times_of
 from vlm_batch.jobs.lines import LineFile, Record, read_answers
 from vlm_batch.jobs.questions import Item
-from vlm_batch.jobs.rows import Row, digest, spelled
+from vlm_batch.jobs.rows import JobRow, digest, spelled
 from vlm_batch.types import Audio, Video
 
 
@@ -58,7 +58,7 @@ class Stamp(NamedTuple):
             self.media is not None and media is not None and digest(media) != self.media
         )
 
-    def has_other_files(self, row: Row) -> bool:
+    def has_other_files(self, row: JobRow) -> bool:
         """Whether the row's files hold something else. Files that are gone have not changed."""
         if row.is_scanned:
             return False
@@ -97,7 +97,7 @@ def asked_of(item: Item) -> str:
     )
 
 
-def media_of(row: Row) -> str | None:
+def media_of(row: JobRow) -> str | None:
     """Return a digest of media that are no files; None if they are still to be read.
 
     Files are compared by what they hold, and may be spelled in other ways.
@@ -120,7 +120,7 @@ def _plain(value: Any) -> Any:
     return type(value).__name__
 
 
-def files_of(row: Row) -> list[str | Path]:
+def files_of(row: JobRow) -> list[str | Path]:
     """Return the files that a row is about, those that its chat names, too."""
     sources = list(row.sources)
     if row.messages is not None:
