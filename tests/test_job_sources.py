@@ -19,9 +19,9 @@ from vlm_batch.errors import InvalidImage
 from vlm_batch.jobs import (
     Columns,
     InvalidJob,
+    JobRow,
     Questions,
     Reading,
-    JobRow,
     Source,
     open_sources,
 )

@@ -39,6 +39,7 @@ from vlm_batch.cli.options import (
     text_of,
 )
 from vlm_batch.cli.watching import JobView
+from vlm_batch.jobs.boxes import BOX_FORMS, BoxForm
 from vlm_batch.jobs.documents import DOCUMENT_FORMS, Documents, is_loop
 from vlm_batch.jobs.pages import ChosenPages, PageRange
 from vlm_batch.jobs.plan import Job
@@ -103,6 +104,7 @@ def _read(args: argparse.Namespace, open_batcher: OpenBatcher, signals: Signals)
             "task": _task(args, publisher),
             "prompt": questions.prompts[0],
         },
+        boxes=_boxes(args, publisher) if args.boxes else None,
     )
     print(f"vlm-batch: {_how_it_asks(args, publisher)}", file=sys.stderr)
     job = AskedJob(
@@ -146,6 +148,8 @@ def _model_type(model: str) -> str | None:
 def _task(args: argparse.Namespace, publisher: Publisher | None) -> str:
     """Return what pages are asked for: by default the publisher's first task."""
     prompts = PLAIN_PROMPTS if publisher is None else publisher.prompts
+    if args.task is None and args.boxes:
+        return _boxes(args, publisher).tasks[0]
     if args.task is None:
         return next(iter(prompts))
     if args.task not in prompts:
@@ -154,6 +158,21 @@ def _task(args: argparse.Namespace, publisher: Publisher | None) -> str:
             f"{', '.join(prompts)}, and --prompt asks anything"
         )
     return str(args.task)
+
+
+def _boxes(args: argparse.Namespace, publisher: Publisher | None) -> BoxForm:
+    """Return how the model writes boxes. Raises UsageError if it writes none, or none for what is asked."""
+    boxes = None if publisher is None else publisher.boxes
+    model = Path(args.model or sample_model()).name
+    if boxes is None:
+        raise UsageError(
+            f"--boxes: nobody says how {model} writes boxes; models are known whose names hold {', '.join(BOX_FORMS)}"
+        )
+    if args.task is not None and args.task not in boxes.tasks:
+        raise UsageError(
+            f"--boxes: {model} writes none for --task {args.task}, but for {', '.join(boxes.tasks)}"
+        )
+    return boxes
 
 
 def _prompt(args: argparse.Namespace, publisher: Publisher | None) -> str:
@@ -342,6 +361,11 @@ def _add_writing(group: argparse._ArgumentGroup) -> None:
         choices=DOCUMENT_FORMS,
         default="md",
         help="Markdown, plain text, or JSON with each page (default: md)",
+    )
+    group.add_argument(
+        "--boxes",
+        action="store_true",
+        help="beside each text, a file .boxes.json of the regions that the model gives, in pixels of the rendered page",
     )
     group.add_argument(
         "--marks",
