@@ -54,26 +54,24 @@ class ArrowTable(Source):
     def _rows(self, *, with_pictures: bool) -> Iterator[JobRow]:
         opened = self._open()
         columns = self._columns(opened)
-        asked = {columns.image} if with_pictures else set()
-        kept = [
-            name
-            for name in opened.names
-            if name not in opened.pictures or name in asked
-        ]
+        left_out = set(opened.pictures)
+        if with_pictures:
+            left_out.discard(columns.image or "")
+        kept = [name for name in opened.names if name not in left_out]
         if not kept:  # pictures and nothing else: batches without columns have no rows
-            yield from (
-                JobRow(id=f"{self.name}:{number}", is_scanned=True)
-                for number in range(opened.num_rows)
-            )
+            for number in range(opened.num_rows):
+                yield JobRow(id=f"{self.name}:{number}", is_scanned=True)
             return
         is_scanned = columns.image is not None and columns.image not in kept
-        columns = replace(columns, image=None) if is_scanned else columns
-        rows = (cells for batch in opened.batches(kept) for cells in batch.to_pylist())
-        for number, cells in enumerate(rows):
-            row = row_of_cells(
-                cells, columns, place=f"{self.name}:{number}", folder=opened.folder
-            )
-            yield replace(row, is_scanned=True) if is_scanned else row
+        if is_scanned:
+            columns = replace(columns, image=None)
+        number = 0
+        for batch in opened.batches(kept):
+            for cells in batch.to_pylist():
+                place = f"{self.name}:{number}"
+                row = row_of_cells(cells, columns, place=place, folder=opened.folder)
+                yield replace(row, is_scanned=True) if is_scanned else row
+                number += 1
 
 
 @dataclass(frozen=True)

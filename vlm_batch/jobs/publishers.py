@@ -233,4 +233,7 @@ def publisher_of(model: str, model_type: str | None = None) -> Publisher | None:
         for publisher in PUBLISHERS:
             if any(one in name for one in publisher.models):
                 return publisher
-    return next((one for one in PUBLISHERS if model_type in one.model_types), None)
+    for publisher in PUBLISHERS:
+        if model_type in publisher.model_types:
+            return publisher
+    return None
