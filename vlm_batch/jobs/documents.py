@@ -233,16 +233,22 @@ class Documents(Sink):
         if document.num_left > 0:
             return
         del self._open[name]
+        document.pages.sort(key=lambda page: page.page or 0)
+        self._write_files(name, document.pages, is_new=is_new)
+        lacking = _lacking(name, document.pages)
+        if lacking is not None:
+            self.lacking.append(lacking)
+
+    def _write_files(self, name: str, pages: list[PageText], *, is_new: bool) -> None:
+        """Write a document's files; of an earlier run's pages, only those that are not there."""
         path = self.folder / self._names[name]
-        pages = sorted(document.pages, key=lambda page: page.page or 0)
         if is_new or not path.exists():
             self._write_text(name, path, pages)
-        if self._boxes is not None and (is_new or not boxes_path(path).exists()):
-            _write(boxes_path(path), boxes_json(name, pages, self._facts))
-        failed = tuple(page.page for page in pages if page.error is not None)
-        repeating = tuple(page.page for page in pages if page.repeats)
-        if failed or repeating:
-            self.lacking.append(Lacking(name, failed, repeating))
+        if self._boxes is None:
+            return
+        boxes = boxes_path(path)
+        if is_new or not boxes.exists():
+            _write(boxes, boxes_json(name, pages, self._facts))
 
     def _write_text(self, name: str, path: Path, pages: list[PageText]) -> None:
         if self._form == "json":
@@ -257,6 +263,14 @@ class Documents(Sink):
 
     def close(self) -> None:
         self._answers.close()
+
+
+def _lacking(name: str, pages: list[PageText]) -> Lacking | None:
+    failed = tuple(page.page for page in pages if page.error is not None)
+    repeating = tuple(page.page for page in pages if page.repeats)
+    if not failed and not repeating:
+        return None
+    return Lacking(name, failed, repeating)
 
 
 def _write(path: Path, text: str) -> None:
@@ -441,18 +455,18 @@ def _short(base: str) -> str:
 
 def _places(documents: list[str]) -> Iterator[PurePosixPath]:
     """Yield each document's relative place; what is no file has one at the top."""
-    files = {
-        name: os.path.realpath(os.path.dirname(os.path.expanduser(name)) or ".")
-        for name in documents
-    }
-    folders = [folder for name, folder in files.items() if not is_url(name)]
-    top = os.path.commonpath(folders) if folders else ""
-    for name, folder in files.items():
-        if is_url(name):
-            yield PurePosixPath(_name_of_url(name))
-        else:
-            below = os.path.relpath(folder, top)
+    folders = {name: _folder_of(name) for name in documents if not is_url(name)}
+    top = os.path.commonpath(folders.values()) if folders else ""
+    for name in documents:
+        if name in folders:
+            below = os.path.relpath(folders[name], top)
             yield PurePosixPath(below) / os.path.basename(name)
+        else:
+            yield PurePosixPath(_name_of_url(name))
+
+
+def _folder_of(file: str) -> str:
+    return os.path.realpath(os.path.dirname(os.path.expanduser(file)) or ".")
 
 
 def _name_of_url(url: str) -> str:

@@ -37,11 +37,11 @@ def _span(text: str) -> tuple[int, int | None]:
             f"--pages has {text!r}; it takes pages and ranges of them, as 1-20,35"
         )
     first = int(match[1] or 1)
-    if not match[2]:
-        last: int | None = first
-    else:
+    last: int | None = first
+    if match[2]:
         last = int(match[3]) if match[3] else None
-    if first < 1 or (last is not None and last < first):
+    is_upwards = last is None or first <= last
+    if first < 1 or not is_upwards:
         raise InvalidJob(
             f"--pages has {text!r}; pages are counted from 1, and a range goes upwards"
         )
