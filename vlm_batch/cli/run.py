@@ -36,6 +36,19 @@ from vlm_batch.jobs.sources import Files, Reading, open_sources
 from vlm_batch.runtime.beginning import BEGINNING
 from vlm_batch.types import SamplingParams, Video
 
+#: Options of the batcher that decide answers.
+DECISIVE = (
+    "max_prompt_tokens",
+    "max_image_pixels",
+    "min_pixels",
+    "max_pixels",
+    "reproducible",
+    "kv_bits",
+    "kv_group_size",
+    "kv_quant_scheme",
+    "quantized_kv_start",
+)
+
 #: Further questions of the demo: sample pictures' names, and a question.
 DEMO_QUESTIONS = (
     (("receipt",), "What is the total?"),
@@ -66,17 +79,13 @@ def run(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
 
 def _signals(args: argparse.Namespace) -> Signals:
     """Return how signals end the job: one that keeps its answers outlives its terminal."""
-    is_kept = (
-        args.out not in (None, "-") or args.sidecar is not None
-    ) and not args.dry_run
-    if not is_kept:
+    file = None if args.out == "-" else args.out
+    if args.dry_run or (file is None and args.sidecar is None):
         return Signals(None)
-    name = (
-        None
-        if args.out in (None, "-")
-        else args.out.replace("{shard}", (args.shard or "1/1").replace("/", "-of-"))
-    )
-    return Signals(os.devnull if name is None else f"{name}.log")
+    if file is None:
+        return Signals(os.devnull)
+    shard = (args.shard or "1/1").replace("/", "-of-")
+    return Signals(f"{file.replace('{shard}', shard)}.log")
 
 
 def _run(args: argparse.Namespace, open_batcher: OpenBatcher, signals: Signals) -> int:
@@ -204,36 +213,26 @@ def _is_samples(source: Source) -> bool:
 
 def _labels(sources: Sequence[Source]) -> Callable[[JobRow], str]:
     """Return a function that names rows without their common folder."""
-    where = (
-        _folder_of(sources)
-        if all(isinstance(source, Files) for source in sources)
-        else ""
-    )
-    samples = (
-        {str(path): path.stem for path in sample_images()}
-        if any(isinstance(s, Demo) for s in sources)
-        else {}
-    )
+    if any(isinstance(source, Demo) for source in sources):
+        return _demo_label
+    where = ""
+    if all(isinstance(source, Files) for source in sources):
+        where = _folder_of(sources)
+    return lambda row: row.id[len(where) :]
 
-    def label(row: JobRow) -> str:
-        if samples:
-            return (
-                " + ".join(samples[str(image)] for image in row.images) or "(text only)"
-            )
-        return row.id[len(where) :]
 
-    return label
+def _demo_label(row: JobRow) -> str:
+    """Name a row of the demo by its sample pictures."""
+    names = [Path(str(image)).stem for image in row.images]
+    return " + ".join(names) or "(text only)"
 
 
 def _folder_of(sources: Sequence[Source]) -> str:
-    return common_folder(
-        [
-            path
-            for source in sources
-            if isinstance(source, Files)
-            for path in source.paths
-        ]
-    )
+    paths: list[str] = []
+    for source in sources:
+        if isinstance(source, Files):
+            paths += source.paths
+    return common_folder(paths)
 
 
 def _questions(args: argparse.Namespace) -> Questions:
@@ -259,22 +258,21 @@ def _shard(args: argparse.Namespace) -> Shard:
 
 
 def _target(args: argparse.Namespace, shard: Shard) -> str | None:
-    target: str | None = args.out
+    """Return the output's name. Raises UsageError."""
+    if args.out is None:
+        if args.format is not None:
+            raise UsageError(
+                "--format is the form of the output; name it with --out FILE (- is standard output)"
+            )
+        return None
+    target = str(args.out)
     if target == "-" and 1 in BEGINNING.closed:
         raise UsageError("standard output is closed; name a file with --out FILE")
-    if args.format is not None and target is None:
-        raise UsageError(
-            "--format is the form of the output; name it with --out FILE (- is standard output)"
-        )
-    if args.shard == "auto" and target is not None and "{shard}" not in target:
+    if args.shard == "auto" and "{shard}" not in target:
         raise UsageError(
             "--shard auto needs {shard} in the output's name, or its processes would write one file"
         )
-    return (
-        None
-        if target is None
-        else target.replace("{shard}", f"{shard.number}-of-{shard.count}")
-    )
+    return target.replace("{shard}", f"{shard.number}-of-{shard.count}")
 
 
 def _sink(
@@ -284,44 +282,45 @@ def _sink(
     args: argparse.Namespace,
     shard: Shard,
 ) -> Sink:
-    columns = (
-        tuple(dict.fromkeys(("id", *args.columns, "error"))) if args.columns else None
-    )
-    model = Path(args.model or sample_model()).name
-    is_delimited = (
-        target is not None and (args.format or suffix_form(target)) in DELIMITED
-    )
-    if args.spreadsheet_safe and not is_delimited:
+    if args.spreadsheet_safe and not _is_delimited(args, target):
         raise UsageError(
             "--spreadsheet-safe is for CSV and TSV files; other forms are for programs, and keep texts as they are"
         )
-    sink = (
-        None
-        if target is None
-        else open_sink(
-            target,
-            columns,
-            form=args.format,
-            model=model,
-            spreadsheet_safe=args.spreadsheet_safe is not False,
-        )
-    )
+    sink = None if target is None else _file_sink(target, args)
     if args.sidecar is None:
         return Sink() if sink is None else sink
 
     def pictures() -> Iterator[tuple[str, str]]:
         for item in Job(sources, questions, Sink(), shard).items(scan=True):
-            files = item.row.sources
-            is_file = (
-                len(files) == 1
-                and item.row.load is None
-                and isinstance(files[0], str)
-                and not is_url(files[0])
-            )
             if item.row.error is None:
-                yield item.id, str(files[0]) if is_file else ""
+                yield item.id, _picture_file(item.row)
 
     return Sidecars(args.sidecar, _folder_of(sources), pictures, sink)
+
+
+def _is_delimited(args: argparse.Namespace, target: str | None) -> bool:
+    return target is not None and (args.format or suffix_form(target)) in DELIMITED
+
+
+def _file_sink(target: str, args: argparse.Namespace) -> Sink:
+    columns = None
+    if args.columns:
+        columns = tuple(dict.fromkeys(("id", *args.columns, "error")))
+    return open_sink(
+        target,
+        columns,
+        form=args.format,
+        model=Path(args.model or sample_model()).name,
+        spreadsheet_safe=args.spreadsheet_safe is not False,
+    )
+
+
+def _picture_file(row: JobRow) -> str:
+    """Return the one file that a row is about; "" for another row."""
+    if row.load is not None or len(row.sources) != 1:
+        return ""
+    (file,) = row.sources
+    return file if isinstance(file, str) and not is_url(file) else ""
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
@@ -330,25 +329,15 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
     if model is not None and Path(model).expanduser().is_dir():
         model = str(Path(model).expanduser().resolve())
         files = journal.model_files(Path(model))
-    names = (
-        *(
-            "max_prompt_tokens",
-            "max_image_pixels",
-            "min_pixels",
-            "max_pixels",
-            "reproducible",
-        ),
-        *("kv_bits", "kv_group_size", "kv_quant_scheme", "quantized_kv_start"),
-    )
-    said = {name: value for name, value in vars(args).items() if name in names}
-    said = {"model": model, journal.MODEL_FILES: files, **said}
-    said |= {"format": args.format} if args.format == "openai-batch" else {}
-    if (args.format or suffix_form(args.out or "")) in DELIMITED:
+    given = vars(args)
+    said = {"model": model, journal.MODEL_FILES: files}
+    said |= {name: given[name] for name in DECISIVE if name in given}
+    said |= {name: given[name] for name in ("columns", "dpi", "fps", "max_frames")}
+    if args.format == "openai-batch":
+        said["format"] = args.format
+    if _is_delimited(args, args.out):
         said[journal.SAFE] = args.spreadsheet_safe is not False
-    return {
-        **said,
-        **{name: vars(args)[name] for name in ("columns", "dpi", "fps", "max_frames")},
-    }
+    return said
 
 
 def _sampling_params(args: argparse.Namespace) -> SamplingParams:
@@ -362,12 +351,9 @@ def _recommended(args: argparse.Namespace) -> Mapping[str, Any]:
     from vlm_batch.loading.recommended import read_recommended
 
     model = str(args.model or sample_model())
+    folder = Path(model).expanduser()
     try:
-        found = read_recommended(
-            find_checkpoint(
-                Path(model).expanduser() if Path(model).expanduser().exists() else model
-            )
-        )
+        found = read_recommended(find_checkpoint(folder if folder.exists() else model))
     except FileNotFoundError as error:
         raise UsageError(f"cannot load the model {model}: {error}") from error
     print(f"vlm-batch: sampling as {model} recommends: {found}", file=sys.stderr)
