@@ -186,7 +186,7 @@ def compare(
     for number in range(rounds):
         for name, command in servers(model, rows, as_installed).items():
             with running(command, log) as url:
-                report = bench.measure(bench.Server(url, model), some)
+                report = bench.measure(bench.BenchedServer(url, model), some)
             found.setdefault(name, []).append(report.figures())
             _say(number, name, found[name][-1])
         found.setdefault("in process", []).append(

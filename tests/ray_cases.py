@@ -23,7 +23,7 @@ import ray
 from vlm_batch import Request, Result, SamplingParams, VLMBatcher, jobs
 from vlm_batch.assets import default_checkpoint
 from vlm_batch.jobs.ray import Cluster
-from vlm_batch.jobs.ray_data import Answer
+from vlm_batch.jobs.ray_data import Predictor
 
 PICTURES = sorted((Path(__file__).parent.parent / "fixtures/images").glob("*_*.png"))[
     :8
@@ -195,14 +195,14 @@ def a_model_that_cannot_be_loaded(folder: Path) -> None:
 
 
 def a_dataset(folder: Path) -> None:
-    """``Answer`` in ``map_batches``: every row in its place, failures as rows, columns as ray.data.llm names them."""
+    """``Predictor`` in ``map_batches``: every row in its place, failures as rows, columns as ray.data.llm names them."""
     rows = [
         {"id": n, "image": PICTURES[n % 8].read_bytes(), "what": "picture"}
         for n in range(40)
     ]
     rows[7]["image"] = b"no picture"
     dataset = ray.data.from_items(rows, override_num_blocks=4).map_batches(
-        Answer,
+        Predictor,
         fn_constructor_kwargs={
             "model": MODEL,
             "prompt": "describe the {what}",
@@ -258,7 +258,7 @@ def a_dataset_of_chats(folder: Path) -> None:
     rows[1]["sampling_params"] = {"max_tokens": 0}
     rows[2]["messages"][0]["role"] = "nobody"
     dataset = ray.data.from_items(rows, override_num_blocks=1).map_batches(
-        Answer,
+        Predictor,
         fn_constructor_args=(MODEL,),
         compute=ray.data.ActorPoolStrategy(size=1),
         batch_size=4,
@@ -278,7 +278,7 @@ def a_dataset_of_chats(folder: Path) -> None:
 
 def a_dataset_whose_model_cannot_be_loaded(folder: Path) -> None:
     dataset = ray.data.range(8).map_batches(
-        Answer,
+        Predictor,
         fn_constructor_kwargs={"model": str(folder / "none"), "prompt": "describe"},
         compute=ray.data.ActorPoolStrategy(size=1),
     )

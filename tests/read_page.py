@@ -1,10 +1,11 @@
-"""Writes docs/read-documents.md's table of publishers: ``python -m tests.read_page``."""
+"""Writes docs/read-documents.md's tables of publishers and of boxes: ``python -m tests.read_page``."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
+from vlm_batch.jobs.boxes import BOX_FORMS
 from vlm_batch.jobs.publishers import PUBLISHERS, Publisher
 
 PAGE = Path(__file__).parent.parent / "docs" / "read-documents.md"
@@ -12,9 +13,22 @@ _PLACE = re.compile(r"(<!-- publishers -->\n).*?(<!-- /publishers -->)", re.DOTA
 _HEAD = "| models whose names hold | tasks, the default first | settings | source |\n|---|---|---|---|\n"
 
 
+_BOXES = re.compile(r"(<!-- boxes -->\n).*?(<!-- /boxes -->)", re.DOTALL)
+_BOXES_HEAD = (
+    "| models whose names hold | tasks | their scale | source |\n|---|---|---|---|\n"
+)
+
+
 def render(page: str) -> str:
     rows = "".join(map(_row, PUBLISHERS))
-    return _PLACE.sub(lambda match: f"{match[1]}{_HEAD}{rows}{match[2]}", page)
+    page = _PLACE.sub(lambda match: f"{match[1]}{_HEAD}{rows}{match[2]}", page)
+    forms = ""
+    for name, form in BOX_FORMS.items():
+        scale = "pixels of the picture that the model sees"
+        if form.scale is not None:
+            scale = f"0 to {form.scale}"
+        forms += f"| {name} | {', '.join(form.tasks)} | {scale} | {form.source} |\n"
+    return _BOXES.sub(lambda match: f"{match[1]}{_BOXES_HEAD}{forms}{match[2]}", page)
 
 
 def _row(publisher: Publisher) -> str:

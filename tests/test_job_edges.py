@@ -32,7 +32,7 @@ from vlm_batch.jobs import journal, tables
 from vlm_batch.jobs.formats import neutralised, restored
 from vlm_batch.jobs.plan import Job
 from vlm_batch.jobs.questions import Questions
-from vlm_batch.jobs.rows import Ids, Row
+from vlm_batch.jobs.rows import Ids, JobRow
 from vlm_batch.jobs.runner import Watch
 from vlm_batch.jobs.sinks import Sink
 from vlm_batch.jobs.sources import open_sources
@@ -572,17 +572,17 @@ FRESH = "import os, signal, sys\nfor one in (1, 2, 15): signal.signal(one, signa
 
 
 def paused(
-    folder: Path, where: str, *options: str, **streams: Any
+    folder: Path, where: str, *options: str, command: str = "run", **streams: Any
 ) -> subprocess.Popen[bytes]:
     """Start a job that stands still where it imports a module, until there is a file "go"."""
     (folder / "hook").mkdir()
     (folder / "hook" / "sitecustomize.py").write_text(PAUSE)
     Image.new("RGB", (32, 32)).save("a.png")
-    command = [
+    words = [
         sys.executable,
         "-m",
         "vlm_batch",
-        "run",
+        command,
         "a.png",
         "--model",
         str(default_checkpoint()),
@@ -599,7 +599,7 @@ def paused(
         "stderr": subprocess.PIPE,
     } | streams
     process: Any = subprocess.Popen(
-        [sys.executable, "-c", FRESH, *command, *options], env=environment, **streams
+        [sys.executable, "-c", FRESH, *words, *options], env=environment, **streams
     )
     deadline = time.monotonic() + 60
     while (
@@ -629,20 +629,26 @@ def test_a_signal_while_the_program_starts_ends_it_in_one_line(
 
 @pytest.mark.parametrize(
     ("where", "options"),
-    [("numpy", ["--out", "out.jsonl"]), ("vlm_batch.jobs.runner", [])],
+    [
+        ("numpy", ["run", "--out", "out.jsonl"]),
+        ("numpy", ["read", "--out", "."]),
+        ("vlm_batch.jobs.runner", ["run"]),
+    ],
 )
 def test_a_hangup_while_the_program_starts(
     folder: Path, where: str, options: list[str]
 ) -> None:
     """A job that keeps its answers goes on, and another ends by the signal."""
-    process = paused(folder, where, *options)
+    command, *options = options
+    process = paused(folder, where, *options, command=command)
     process.send_signal(signal.SIGHUP)
     time.sleep(0.05)
     Path("go").touch()
     _, said = process.communicate(timeout=120)
     if options:
         assert process.returncode == 0, said
-        assert len(answers("out.jsonl")) == 1
+        kept = {"run": "out.jsonl", "read": "pages.jsonl"}[command]
+        assert len(answers(kept)) == 1
     else:
         assert process.returncode == -signal.SIGHUP
 
@@ -790,7 +796,7 @@ def test_rows_are_counted_in_sight_and_read_as_rows_once(
     made: list[str] = []
     row = tables.JsonLines._row
 
-    def watched(self: tables.JsonLines, line: str, place: str) -> Row:
+    def watched(self: tables.JsonLines, line: str, place: str) -> JobRow:
         made.append(place)
         return row(self, line, place)
 

@@ -38,7 +38,7 @@ from vlm_batch.cli.watching import JobView
 from vlm_batch.handle import Handle
 from vlm_batch.jobs import journal, map_table, order, report
 from vlm_batch.jobs.questions import Item, Questions
-from vlm_batch.jobs.rows import InvalidJob, Row, Shard
+from vlm_batch.jobs.rows import InvalidJob, JobRow, Shard
 from vlm_batch.jobs.summary import MAX_REASON, Summary, stages_of
 from vlm_batch.many import as_completed
 from vlm_batch.types import (
@@ -1914,7 +1914,7 @@ def test_a_header_of_another_form_is_refused(tmp_path: Path) -> None:
 
 def test_a_long_reason_is_marked_where_it_is_cut() -> None:
     figures = Summary()
-    item = Item(id="a.png", row=Row(id="a.png"))
+    item = Item(id="a.png", row=JobRow(id="a.png"))
     figures.add(
         item,
         Result(

@@ -19,9 +19,9 @@ from vlm_batch.errors import InvalidImage
 from vlm_batch.jobs import (
     Columns,
     InvalidJob,
+    JobRow,
     Questions,
     Reading,
-    Row,
     Source,
     open_sources,
 )
@@ -41,7 +41,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def rows_of(*arguments: str, scan: bool = False, **reading: Any) -> list[Row]:
+def rows_of(*arguments: str, scan: bool = False, **reading: Any) -> list[JobRow]:
     sources, _ = open_sources(arguments, Reading(**reading))
     return [
         row for source in sources for row in (source.scan() if scan else source.rows())
@@ -579,7 +579,7 @@ def test_empty_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_templates_fill_columns_and_leave_json_alone() -> None:
-    row = Row(
+    row = JobRow(
         id="r",
         images=("a.png",),
         columns={"kind": "bill", "no": 3, "Invoice No": "X", "empty": None},
@@ -590,7 +590,7 @@ def test_templates_fill_columns_and_leave_json_alone() -> None:
         item.prompt == 'The bill no 3 (X) as {"total": 1} or {"total": number} {kind}?'
     )
     (item,) = Questions(("{x}",)).ask(
-        Row(id="r", columns={"x": os.fsdecode(b"caf\xe9")})
+        JobRow(id="r", columns={"x": os.fsdecode(b"caf\xe9")})
     )
     assert item.prompt == "caf\ufffd"
     for name, said in (("size", "is not there (columns: kind"), ("empty", "is empty")):
@@ -601,7 +601,7 @@ def test_templates_fill_columns_and_leave_json_alone() -> None:
 def test_several_prompts_and_a_system_prompt() -> None:
     questions = Questions(("what?", "where {x}?"), system="You read {x}.")
     first, second = questions.ask(
-        Row(id="r", images=("a.png",), columns={"x": "bills"})
+        JobRow(id="r", images=("a.png",), columns={"x": "bills"})
     )
     assert (first.id, second.id, second.prompt) == ("r#1", "r#2", "where bills?")
     request = second.request()
@@ -614,14 +614,14 @@ def test_several_prompts_and_a_system_prompt() -> None:
         [{"role": "user", "content": "hello"}],
         [{"role": "system", "content": "own"}],
     ):
-        (item,) = questions.ask(Row(id="r", messages=chat, columns={"x": "bills"}))
+        (item,) = questions.ask(JobRow(id="r", messages=chat, columns={"x": "bills"}))
         begun = (
             [{"role": "system", "content": "You read bills."}, *chat]
             if chat[0]["role"] == "user"
             else chat
         )
         assert list(item.request().messages or ()) == begun
-    (own,) = questions.ask(Row(id="r", prompt="mine", columns={"x": 1}))
+    (own,) = questions.ask(JobRow(id="r", prompt="mine", columns={"x": 1}))
     assert (own.id, own.prompt) == ("r", "mine")
 
 
@@ -629,6 +629,6 @@ def test_a_picture_that_cannot_be_made_is_its_rows_error() -> None:
     def load() -> tuple[object, ...]:
         raise RuntimeError("gone")
 
-    (item,) = Questions().ask(Row(id="r", images=("r",), load=load))
+    (item,) = Questions().ask(JobRow(id="r", images=("r",), load=load))
     with pytest.raises(RuntimeError, match="gone"):
         item.request()

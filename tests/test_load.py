@@ -14,7 +14,7 @@ import pytest
 from tests.serving import Running, serving
 from vlm_batch.cli import bench
 from vlm_batch.cli import main as cli
-from vlm_batch.cli.bench import Answer, Load, Report, Server
+from vlm_batch.cli.bench import BenchedServer, Load, Report, TimedAnswer
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +127,7 @@ def test_arrivals_by_chance(server: Running, tmp_path: Path) -> None:
         prompt_words=(4, 4),
         answer_tokens=(4, 4),
     )
-    report = bench.measure(Server(f"{server.url}/v1", "qwen2_vl"), some)
+    report = bench.measure(BenchedServer(f"{server.url}/v1", "qwen2_vl"), some)
     found = report.figures()
     assert found["failed"] == 0
     assert found["arrivals_per_s"] == 200.0
@@ -172,7 +172,7 @@ def test_refusals_are_failures(
 )
 def test_servers_that_misbehave(reply: bytes, error: str) -> None:
     with scripted(reply) as url:
-        answer = Server(url, "m", timeout=5).ask(b"{}")
+        answer = BenchedServer(url, "m", timeout=5).ask(b"{}")
     assert answer.error is not None
     assert error in answer.error
 
@@ -185,7 +185,7 @@ def test_other_servers_dialects() -> None:
         '{"choices": [{"delta": {"content": " yes"}, "finish_reason": "stop"}]}',
     )
     with scripted(events(*lines, end="")) as url:
-        answer = Server(url, "m", timeout=5).ask(b"{}")
+        answer = BenchedServer(url, "m", timeout=5).ask(b"{}")
     assert (answer.text, answer.tokens, len(answer.pieces), answer.error) == (
         "hm yes",
         2,
@@ -197,12 +197,12 @@ def test_other_servers_dialects() -> None:
 def test_nobody_there() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    assert "Refused" in str(Server(f"127.0.0.1:{port}", "m").ask(b"{}").error)
+    assert "Refused" in str(BenchedServer(f"127.0.0.1:{port}", "m").ask(b"{}").error)
 
 
 def test_requests_are_reproducible_and_unlike() -> None:
     some = Load(requests=6, sizes=((32, 32), (64, 32)), picture_share=0.5)
-    server = Server("u", "m")
+    server = BenchedServer("u", "m")
     bodies = [server.prepare(some.request(index)) for index in range(6)]
     assert bodies == [server.prepare(some.request(index)) for index in range(6)]
     assert len(set(bodies)) == 6
@@ -212,11 +212,11 @@ def test_requests_are_reproducible_and_unlike() -> None:
 
 def test_what_differs_from_alone_is_counted() -> None:
     answers = (
-        Answer("a", (0.1, 0.2), 0.3, 5, 2),
-        Answer("b", (0.1,), 0.2, 5, 1),
-        Answer(error="x"),
+        TimedAnswer("a", (0.1, 0.2), 0.3, 5, 2),
+        TimedAnswer("b", (0.1,), 0.2, 5, 1),
+        TimedAnswer(error="x"),
     )
-    alone = (Answer("a"), Answer("c"), Answer("d"))
+    alone = (TimedAnswer("a"), TimedAnswer("c"), TimedAnswer("d"))
     found = Report(Load(requests=3), "m at u", answers, alone, 2.0).figures()
     assert (found["checked"], found["equal_to_alone"], found["failed"]) == (2, 1, 1)
     assert found["requests_per_s"] == 1.0

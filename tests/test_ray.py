@@ -26,7 +26,7 @@ from vlm_batch.assets import default_checkpoint
 from vlm_batch.cli import main as cli
 from vlm_batch.inputs.fetch import Fetched
 from vlm_batch.jobs.ray import Cluster, Worker, to_send
-from vlm_batch.jobs.ray_data import OUTPUT_COLUMNS, Answer
+from vlm_batch.jobs.ray_data import OUTPUT_COLUMNS, Predictor
 from vlm_batch.jobs.rows import InvalidJob
 from vlm_batch.types import Request, Result, Video
 
@@ -298,7 +298,7 @@ def test_a_worker_answers_a_row_that_comes_again_while_it_has_it() -> None:
 
 def test_an_actor_answers_several_batches_at_once() -> None:
     """A batch that is done comes back while another one is still being answered: the engine is not drained between."""
-    actor = Answer(str(default_checkpoint()), params={"ignore_eos": True})  # type: ignore[arg-type]
+    actor = Predictor(str(default_checkpoint()), params={"ignore_eos": True})  # type: ignore[arg-type]
     picture = (ROOT / "fixtures/images/red_circle.png").read_bytes()
     order: list[int] = []
 
@@ -331,7 +331,7 @@ def test_an_actor_answers_several_batches_at_once() -> None:
 
 def test_a_column_that_is_misspelt_is_its_rows_error() -> None:
     """As is a cell without its picture; a row of text says so by an empty list."""
-    actor = Answer(str(default_checkpoint()), params={"max_tokens": 2})
+    actor = Predictor(str(default_checkpoint()), params={"max_tokens": 2})
 
     async def errors(**cells: Any) -> list[str]:
         batch = {name: np.array([value], dtype=object) for name, value in cells.items()}

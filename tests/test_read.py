@@ -7,11 +7,12 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
+import numpy as np
 import pypdfium2
 import pytest
 from PIL import Image
 
-from tests import read_page
+from tests import documents, read_page
 from vlm_batch.cli import main as cli
 from vlm_batch.jobs.documents import PAGES, is_loop, names_of
 from vlm_batch.jobs.pages import PageRange
@@ -309,6 +310,39 @@ def test_a_publishers_page_is_asked_alone_and_in_its_size(folder: Path) -> None:
     assert request.params.temperature == 0.2
 
 
+def test_the_command_line_overrules_a_publishers_settings(folder: Path) -> None:
+    """Without repeated sequences to look for, their window and exceptions go, too: they are an error alone."""
+    pages = Pages()
+    more = ("--model", "org/DeepSeek-OCR", "--overwrite")
+    assert read(pages, *more, "--no-repeat-ngram-size", "0", "--top-p", "0.5") == 0
+    params = pages.asked[-1].params
+    assert (params.no_repeat_ngram_size, params.window_size, params.top_p) == (
+        *(0, None),
+        0.5,
+    )
+    assert (params.max_tokens, params.skip_special_tokens) == (8192, False)
+    assert read(pages, *more, "--window-size", "200", "--max-tokens", "9") == 0
+    params = pages.asked[-1].params
+    assert (params.no_repeat_ngram_size, params.window_size, params.max_tokens) == (
+        *(30, 200),
+        9,
+    )
+
+
+def test_a_report_is_a_page(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As of ``run``: another name is refused at once, and a run that has nothing to tell says so."""
+    pages = Pages()
+    assert read(pages, "--report", "answers.txt") == 2 and not pages.asked
+    assert "give it a name that ends in .html" in capsys.readouterr().err
+    assert read(pages, "--report", "page.html") == 0
+    assert "text of book.pdf#1" in Path("page.html").read_text()
+    assert read(pages, "--resume", "--report", "page.html") == 0
+    said = capsys.readouterr().err
+    assert "vlm-batch report out/pages.jsonl makes one about all runs" in said
+    assert cli.main(["report", "out/pages.jsonl", "--out", "all.html"]) == 0
+    assert "text of book.pdf#1" in Path("all.html").read_text()
+
+
 def test_a_task_that_a_publisher_lacks_is_refused(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -356,6 +390,101 @@ def test_names_stay_in_the_folder_and_apart() -> None:
     assert twice == ["x.pdf.md", "x.pdf-2.md"]
     long = next(iter(names_of([f"/a/{'é' * 120}.pdf"], ".md").values()))
     assert len(str(long).encode()) < 255
+
+
+def test_a_text_keeps_its_name_when_a_namesake_joins_later(folder: Path) -> None:
+    """Under a new name, the old file would stay beside it, and look like the namesake's."""
+    make_tiff(Path("in/bill.tif"), 2)
+    assert read(Pages()) == 0
+    written = Path("out/bill.md").read_text()
+    make_pdf(Path("in/bill.pdf"), 1)
+    assert read(Pages(), "--resume") == 0
+    assert Path("out/bill.md").read_text() == written
+    assert Path("out/bill.pdf.md").read_text().startswith("text of bill.pdf#1")
+    assert not Path("out/bill.tif.md").exists()
+    assert read(Pages(), "--resume", "--format", "txt") == 0  # names are of documents
+    assert "bill.tif#2" in Path("out/bill.txt").read_text()
+    assert read(Pages(), "--overwrite") == 0  # anew, by both names
+    assert Path("out/bill.tif.md").read_text() == written
+    # a file that says another place is not followed
+    lines = Path("out", PAGES).read_text().replace('"file": "', '"file": "../')
+    Path("out", PAGES).write_text(lines)
+    assert read(Pages(), "--resume") == 0
+    assert not list(Path().glob("*.md"))
+
+
+#: 5 m on each side, in points.
+HUGE = 5 / 0.0254 * 72
+
+
+def test_bad_documents_fail_with_a_reason_and_the_rest_is_kept(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Encrypted, damaged, cut, empty, too large, without a page; blank pages and missing fonts are pages."""
+    place = Path("in/bad")
+    place.mkdir()
+    data = Path(__file__).parent / "data"
+    (place / "locked.pdf").write_bytes((data / "locked.pdf").read_bytes())
+    whole = Path("in/letters/book.pdf").read_bytes()
+    (place / "cut.pdf").write_bytes(whole[: len(whole) // 4])
+    (place / "nothing.pdf").write_bytes(b"")
+    (place / "text.pdf").write_text("no PDF")
+    (place / "cut.png").write_bytes(Path("in/letters/book.png").read_bytes()[:40])
+    catalogue, no_pages = (
+        "<</Type/Catalog/Pages 2 0 R>>",
+        "<</Type/Pages/Kids[]/Count 0>>",
+    )
+    # behind one with a password, whose error PDFium still holds
+    (place / "none.pdf").write_bytes(documents.pdf_of(catalogue, no_pages))
+    make_pdf(place / "huge.pdf", 1, HUGE, HUGE)
+    make_pdf(place / "blank.pdf", 1)
+    words = documents.page(content="BT /Helv 18 Tf 20 100 Td (No such font) Tj ET")
+    unknown = words.replace(b"BaseFont/Helvetica", b"BaseFont/NoSuchFnt")
+    (place / "fonts.pdf").write_bytes(unknown)
+
+    pages = Pages()
+    assert read(pages, "--max-errors", "7") == 0
+    said = capsys.readouterr().out
+    reasons = {
+        "locked": "It opens with a password alone",
+        "cut.pdf": "cannot be read as a PDF",
+        "nothing": "cannot be read as a PDF",
+        "text": "cannot be read as a PDF",
+        "none": "it has no pages",
+        "huge": "pixels at 150 dots an inch; --dpi makes it smaller",
+    }
+    for name, reason in reasons.items():
+        (file,) = Path("out/bad").glob(f"{name}*.md")
+        assert reason in file.read_text(), name
+        assert f"in/bad/{name}" in said
+    assert "text of blank.pdf#1" in Path("out/bad/blank.md").read_text()
+    assert "text of fonts.pdf#1" in Path("out/bad/fonts.md").read_text()
+    asked = {str(request.request_id): request for request in pages.asked}
+    drawn = asked["in/bad/fonts.pdf#1"].images[0]
+    assert np.asarray(drawn.convert("L")).min() < 128  # another font draws them
+    assert "text of book.pdf#3" in Path("out/letters/book.pdf.md").read_text()
+
+
+def test_a_document_of_ten_thousand_pages_is_read_page_by_page(
+    folder: Path,
+) -> None:
+    """No more pages are rendered than a batch asks for, and chosen ones alone."""
+    make_pdf(Path("in/long.pdf"), 10_000)
+    rendered: list[str] = []
+
+    class Reading(Pages):
+        def as_completed(self, requests: Iterable[Request]) -> Iterator[Result]:
+            for request in requests:
+                rendered.append(str(request.request_id))
+                if len(rendered) == 3:
+                    raise KeyboardInterrupt
+                yield self.answer(request)
+
+    assert read(Reading(), "--pages", "9990-", "--overwrite") == 130
+    assert rendered == [f"in/long.pdf#{page}" for page in (9990, 9991, 9992)]
+    assert not Path("out/long.md").exists()
+    assert read(Pages(), "--pages", "9990-", "--resume", "--retry-errors") == 1
+    assert Path("out/long.md").read_text().count("text of long.pdf#") == 11
 
 
 def test_loops_are_told_from_texts() -> None:

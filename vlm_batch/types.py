@@ -40,6 +40,14 @@ from vlm_batch.errors import (
     let_go,
     shown,
 )
+from vlm_batch.parameters import (
+    Flag,
+    RealNumber,
+    TrueOrFalse,
+    WholeNumber,
+    declared,
+    parameters_of,
+)
 
 if TYPE_CHECKING:
     from vlm_batch.store.prompt import PromptCache
@@ -69,41 +77,6 @@ FORMS = ("json_schema", "regex", "grammar", "choice")
 _MOST_STOPS, _MOST_STOP_CHARACTERS, _MOST_STOP_TOKENS = 1024, 2**20, 2**14
 #: Bounds on bad words, allowed tokens (more than any vocabulary) and tokens with a bias.
 _MOST_WORDS, _MOST_ALLOWED, _MOST_BIASED = 1024, 2**20, 2**16
-_WHOLE_PARAMETERS = (
-    ("max_tokens", 0, 2**63 - 1),
-    ("top_k", 0, MOST),
-    ("repetition_context_size", 1, MOST),
-    ("seed", 0, 2**64 - 1),
-    ("logprobs", 0, 100),
-    ("prompt_logprobs", 0, 100),
-    ("min_tokens", 0, 2**63 - 1),
-    ("n", 1, 128),
-    ("thinking_budget", 0, 2**63 - 1),
-    ("no_repeat_ngram_size", 0, MOST),
-    ("window_size", 1, MOST),
-)
-_MAY_BE_NONE = ("seed", "logprobs", "prompt_logprobs", "thinking_budget", "window_size")
-#: Bounds within which logits of float32 or less do not overflow.
-_REAL_PARAMETERS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
-    (
-        "temperature",
-        lambda x: x == 0 or 1e-6 <= x <= 1e6,
-        "0 (greedy) or a number in 1e-6..1e6",
-    ),
-    (
-        "top_p",
-        lambda x: 1e-30 <= x <= 1,
-        "a number above 0 (1e-30) and at most 1 (1 is off)",
-    ),
-    ("min_p", lambda x: 0 <= x < 1, "a number of at least 0 and below 1 (0 is off)"),
-    (
-        "repetition_penalty",
-        lambda x: 1e-3 <= x <= 1e3,
-        "a number in 0.001..1000 (1 is off)",
-    ),
-    ("presence_penalty", lambda x: -2 <= x <= 2, "a number in -2..2 (0 is off)"),
-    ("frequency_penalty", lambda x: -2 <= x <= 2, "a number in -2..2 (0 is off)"),
-)
 
 
 @advises_of_fields(SAMPLING)
@@ -123,6 +96,10 @@ class SamplingParams:
         repetition_penalty: divides positive and multiplies negative logits of recent tokens (Keskar et al. 2019); 1 is
             off.
         repetition_context_size: number of recent tokens.
+        no_repeat_ngram_size: no sequence of this many tokens occurs twice in the answer; 0 is off. OCR models that fall
+            into loops need it: DeepSeek-OCR's authors take 30, with a window of 90.
+        window_size: number of the answer's last tokens in which such a sequence is looked for; None: the whole answer.
+        whitelist_token_ids: tokens that may complete such a sequence all the same, such as ``<td>`` and ``</td>``.
         seed: makes sampling reproducible in any batch. None draws a fresh seed.
         stop: strings that end the answer, which leaves them out.
         stop_token_ids: tokens that end it, beside the model's own.
@@ -138,16 +115,12 @@ class SamplingParams:
         logit_bias: numbers in -100..100 added to tokens' logits.
         allowed_token_ids: exclude all other tokens; None allows all.
         bad_words: texts that may not occur, tokenized with or without a space before.
-        no_repeat_ngram_size: no sequence of this many tokens occurs twice in the answer; 0 is off. OCR models that fall
-            into loops need it: DeepSeek-OCR's authors take 30, with a window of 90.
-        window_size: number of the answer's last tokens in which such a sequence is looked for; None: the whole answer.
-        whitelist_token_ids: tokens that may complete such a sequence all the same, such as ``<td>`` and ``</td>``.
         min_tokens: fewest tokens of the answer; stop strings do not count before.
         n: number of answers, with the seeds ``seed``, ``seed + 1``, ...
-        thinking_budget: most tokens of thinking; None sets no bound.
         skip_special_tokens: leave special tokens such as ``<|box_start|>`` out of the text. False shows all but the one
             that ends the answer. None: out, but for checkpoints that answer in such tokens
             (``ModelSpec.special_tokens``).
+        thinking_budget: most tokens of thinking; None sets no bound.
         json_schema: a mapping, JSON text or a pydantic model's class.
         regex: regular expression of the whole answer.
         grammar: Lark grammar, as llguidance reads it.
@@ -157,36 +130,173 @@ class SamplingParams:
         InvalidParameters: a value is out of range.
     """
 
-    max_tokens: int = 256
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    repetition_context_size: int = 20
-    seed: int | None = None
-    stop: Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    logits_processors: Sequence[LogitsProcessor] = ()
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
-    allowed_token_ids: Sequence[int] | None = None
-    bad_words: Sequence[str] = ()
-    no_repeat_ngram_size: int = 0
-    window_size: int | None = None
-    whitelist_token_ids: Sequence[int] = ()
-    min_tokens: int = 0
-    n: int = 1
-    thinking_budget: int | None = None
-    skip_special_tokens: bool | None = None
-    json_schema: Mapping[str, Any] | type | str | None = field(default=None, hash=False)
-    regex: str | None = None
-    grammar: str | None = None
-    choice: Sequence[str] | None = None
+    # HTTP spells it in two ways, and the server bounds it.
+    max_tokens: int = field(
+        default=256,
+        metadata=declared(
+            WholeNumber(0, 2**63 - 1),
+            flag=Flag("longest answer", "N", says_default=True),
+            over_http=False,
+        ),
+    )
+    # Within these bounds, logits of float32 or less do not overflow.
+    temperature: float = field(
+        default=0.0,
+        metadata=declared(
+            RealNumber(
+                lambda x: x == 0 or 1e-6 <= x <= 1e6,
+                "0 (greedy) or a number in 1e-6..1e6",
+            ),
+            flag=Flag("0 is greedy", "T", says_default=True),
+        ),
+    )
+    top_p: float = field(
+        default=1.0,
+        metadata=declared(
+            RealNumber(
+                lambda x: 1e-30 <= x <= 1,
+                "a number above 0 (1e-30) and at most 1 (1 is off)",
+            ),
+            flag=Flag("1 is off", "P", says_default=True),
+        ),
+    )
+    top_k: int = field(
+        default=0,
+        metadata=declared(
+            WholeNumber(0, MOST), flag=Flag("0 is off", "K", says_default=True)
+        ),
+    )
+    min_p: float = field(
+        default=0.0,
+        metadata=declared(
+            RealNumber(
+                lambda x: 0 <= x < 1, "a number of at least 0 and below 1 (0 is off)"
+            ),
+            flag=Flag("0 is off", "P", says_default=True),
+        ),
+    )
+    repetition_penalty: float = field(
+        default=1.0,
+        metadata=declared(
+            RealNumber(
+                lambda x: 1e-3 <= x <= 1e3, "a number in 0.001..1000 (1 is off)"
+            ),
+            flag=Flag("of words that come again; 1 is off", "P"),
+        ),
+    )
+    repetition_context_size: int = field(
+        default=20, metadata=declared(WholeNumber(1, MOST))
+    )
+    # HTTP has them among vLLM's arguments, as vLLM does.
+    no_repeat_ngram_size: int = field(
+        default=0,
+        metadata=declared(
+            WholeNumber(0, MOST),
+            flag=Flag("no N tokens of an answer twice; 0 is off", "N"),
+            over_http=False,
+        ),
+    )
+    window_size: int | None = field(
+        default=None,
+        metadata=declared(
+            WholeNumber(1, MOST),
+            flag=Flag(
+                "number of last tokens in which they are looked for (default: all)", "N"
+            ),
+            over_http=False,
+        ),
+    )
+    whitelist_token_ids: Sequence[int] = field(
+        default=(), metadata=declared(over_http=False)
+    )
+    seed: int | None = field(
+        default=None,
+        metadata=declared(
+            WholeNumber(0, 2**64 - 1),
+            flag=Flag("makes sampled answers reproducible, whatever the batch", "N"),
+        ),
+    )
+    stop: Sequence[str] = field(
+        default=(),
+        metadata=declared(
+            flag=Flag(
+                "text that ends an answer; several may be given",
+                "TEXT",
+                is_repeated=True,
+            )
+        ),
+    )
+    stop_token_ids: Sequence[int] = field(default=(), metadata=declared())
+    ignore_eos: bool = field(default=False, metadata=declared(TrueOrFalse()))
+    logprobs: int | None = field(
+        default=None, metadata=declared(WholeNumber(0, 100), over_http=False)
+    )
+    prompt_logprobs: int | None = field(
+        default=None, metadata=declared(WholeNumber(0, 100))
+    )
+    logits_processors: Sequence[LogitsProcessor] = field(
+        default=(), metadata=declared(in_jobs=False, over_http=False)
+    )
+    presence_penalty: float = field(
+        default=0.0,
+        metadata=declared(
+            RealNumber(lambda x: -2 <= x <= 2, "a number in -2..2 (0 is off)")
+        ),
+    )
+    frequency_penalty: float = field(
+        default=0.0,
+        metadata=declared(
+            RealNumber(lambda x: -2 <= x <= 2, "a number in -2..2 (0 is off)")
+        ),
+    )
+    logit_bias: Mapping[int, float] = field(
+        default_factory=dict, hash=False, metadata=declared()
+    )
+    allowed_token_ids: Sequence[int] | None = field(default=None, metadata=declared())
+    bad_words: Sequence[str] = field(default=(), metadata=declared())
+    min_tokens: int = field(default=0, metadata=declared(WholeNumber(0, 2**63 - 1)))
+    n: int = field(default=1, metadata=declared(WholeNumber(1, 128), over_http=False))
+    skip_special_tokens: bool | None = field(
+        default=None,
+        metadata=declared(
+            TrueOrFalse("True, False or None"),
+            flag=Flag(
+                "leave special tokens such as <|box_start|> out of answers, or show them (default: as the model needs)"
+            ),
+        ),
+    )
+    thinking_budget: int | None = field(
+        default=None,
+        metadata=declared(
+            WholeNumber(0, 2**63 - 1), flag=Flag("most tokens of thinking", "N")
+        ),
+    )
+    # HTTP spells the forms as its clients do.
+    json_schema: Mapping[str, Any] | type | str | None = field(
+        default=None,
+        hash=False,
+        metadata=declared(
+            flag=Flag(
+                "answers are JSON that follows this schema; --columns may name the fields of its object",
+                "FILE",
+            ),
+            over_http=False,
+        ),
+    )
+    regex: str | None = field(
+        default=None,
+        metadata=declared(
+            flag=Flag("answers match a regular expression", "PATTERN"), over_http=False
+        ),
+    )
+    grammar: str | None = field(default=None, metadata=declared(over_http=False))
+    choice: Sequence[str] | None = field(
+        default=None,
+        metadata=declared(
+            flag=Flag("answers are one of these texts", "TEXT", is_repeated=True),
+            over_http=False,
+        ),
+    )
 
     def __post_init__(self) -> None:
         put = partial(object.__setattr__, self)
@@ -196,20 +306,11 @@ class SamplingParams:
         )
         put("stop_token_ids", as_tuple("stop_token_ids", self.stop_token_ids))
         put("logits_processors", as_tuple("logits_processors", self.logits_processors))
-        for name, least, most in _WHOLE_PARAMETERS:
-            value = getattr(self, name)
-            if value is None and name in _MAY_BE_NONE:
+        for one in SAMPLING_PARAMETERS:
+            value = getattr(self, one.name)
+            if one.check is None or (value is None and one.default is None):
                 continue
-            if not (is_whole(value) and least <= value <= most):
-                raise InvalidParameters(
-                    f"{name} is {shown(value)}; it must be an integer in {least}..{most}"
-                )
-            put(name, int(value))
-        for name, is_right, right in _REAL_PARAMETERS:
-            value = getattr(self, name)
-            if not (is_real(value) and is_right(float(value))):
-                raise InvalidParameters(f"{name} is {shown(value)}; it must be {right}")
-            put(name, float(value))
+            put(one.name, one.check.checked(one.name, value))
         if not all(isinstance(stop, str) and stop for stop in self.stop):
             raise InvalidParameters(
                 f"stop is {shown(self.stop)}; it must be non-empty strings"
@@ -234,18 +335,6 @@ class SamplingParams:
         if not all(map(callable, self.logits_processors)):
             raise InvalidParameters(
                 "logits_processors must be callables (tokens, logits) -> logits"
-            )
-        if not isinstance(self.ignore_eos, (bool, np.bool_)):
-            raise InvalidParameters(
-                f"ignore_eos is {shown(self.ignore_eos)}; it must be True or False"
-            )
-        if not (
-            self.skip_special_tokens is None
-            or isinstance(self.skip_special_tokens, (bool, np.bool_))
-        ):
-            said = shown(self.skip_special_tokens)
-            raise InvalidParameters(
-                f"skip_special_tokens is {said}; it must be True, False or None"
             )
 
         self._check_token_rules(put)
@@ -374,6 +463,10 @@ class SamplingParams:
     def form(self) -> str | None:
         """Name of the parameter that constrains the form, or None."""
         return next((name for name in FORMS if getattr(self, name) is not None), None)
+
+
+#: The parameters as they are declared, in the order of their fields.
+SAMPLING_PARAMETERS = parameters_of(SamplingParams)
 
 
 @dataclass(frozen=True)

@@ -146,7 +146,7 @@ PRESETS: dict[str, Load] = {
 
 
 @dataclass(frozen=True)
-class Answer:
+class TimedAnswer:
     """One streamed answer, or its error; ``pieces`` are its text's arrival times in seconds."""
 
     text: str = ""
@@ -171,12 +171,12 @@ class Report:
 
     load: Load
     asked: str
-    answers: tuple[Answer, ...]
-    alone: tuple[Answer, ...]
+    answers: tuple[TimedAnswer, ...]
+    alone: tuple[TimedAnswer, ...]
     seconds: float
 
     @property
-    def done(self) -> list[Answer]:
+    def done(self) -> list[TimedAnswer]:
         return [answer for answer in self.answers if answer.error is None]
 
     def times(self) -> dict[str, list[float]]:
@@ -238,13 +238,13 @@ class Local:
     def prepare(self, request: Request) -> Request:
         return request
 
-    def ask(self, prepared: Any) -> Answer:
+    def ask(self, prepared: Any) -> TimedAnswer:
         begin = time.perf_counter()
         handle = self.batcher.submit_request(prepared)
         pieces = tuple(time.perf_counter() - begin for _ in handle)
         result, seconds = handle.result(), time.perf_counter() - begin
         usage = result.usage
-        return Answer(
+        return TimedAnswer(
             result.text,
             pieces,
             seconds,
@@ -256,7 +256,7 @@ class Local:
 
 
 @dataclass(frozen=True)
-class Server:
+class BenchedServer:
     """A model on a server, asked with the standard library's client."""
 
     url: str
@@ -303,7 +303,7 @@ class Server:
             fields["ignore_eos"] = True
         return json.dumps(fields).encode()
 
-    def ask(self, prepared: Any) -> Answer:
+    def ask(self, prepared: Any) -> TimedAnswer:
         """Return a streamed answer, or its error."""
         headers = {"Content-Type": "application/json", "Accept": "text/event-stream"}
         if self.key:
@@ -314,12 +314,12 @@ class Server:
             connection.request("POST", path, prepared, headers)
             response = connection.getresponse()
             if response.status != 200:
-                return Answer(
+                return TimedAnswer(
                     error=f"HTTP {response.status}: {response.read(300).decode('utf-8', 'replace')}"
                 )
             return _read(response, begin)
         except (OSError, HTTPException, ValueError) as error:
-            return Answer(
+            return TimedAnswer(
                 error=f"{type(error).__name__}: {error}",
                 seconds=time.perf_counter() - begin,
             )
@@ -327,7 +327,7 @@ class Server:
             connection.close()
 
 
-def _read(response: Any, begin: float) -> Answer:
+def _read(response: Any, begin: float) -> TimedAnswer:
     said: list[str] = []
     times: list[float] = []
     usage: dict[str, Any] = {}
@@ -342,7 +342,7 @@ def _read(response: Any, begin: float) -> Answer:
             break
         event = json.loads(data)
         if "error" in event:
-            return Answer(error=str(event["error"])[:300], seconds=now)
+            return TimedAnswer(error=str(event["error"])[:300], seconds=now)
         usage = event.get("usage") or usage
         for choice in event.get("choices", ()):
             delta = choice.get("delta") or {}
@@ -354,9 +354,11 @@ def _read(response: Any, begin: float) -> Answer:
                 said.append(text)
                 times.append(now)
     if not has_ended:
-        return Answer(error="the stream broke off", seconds=time.perf_counter() - begin)
+        return TimedAnswer(
+            error="the stream broke off", seconds=time.perf_counter() - begin
+        )
     tokens = usage.get("completion_tokens", len(times))
-    return Answer(
+    return TimedAnswer(
         "".join(said),
         tuple(times),
         time.perf_counter() - begin,
@@ -368,7 +370,7 @@ def _read(response: Any, begin: float) -> Answer:
 # The load ----------------------------------------------------------------------------------------------------------
 
 
-def measure(target: Local | Server, load: Load) -> Report:
+def measure(target: Local | BenchedServer, load: Load) -> Report:
     """Run the load, then ask some requests alone: asked before, their cached prompts would lighten it."""
     asked = [target.prepare(load.request(index)) for index in range(load.requests)]
     target.ask(
@@ -645,10 +647,10 @@ def load_of(args: argparse.Namespace) -> Load:
     )
 
 
-def server_of(args: argparse.Namespace) -> Server:
+def server_of(args: argparse.Namespace) -> BenchedServer:
     if not args.model:
         raise ValueError("--url needs --model NAME: what the server calls its model")
-    server = Server(args.url, args.model, os.environ.get(API_KEY), args.timeout)
+    server = BenchedServer(args.url, args.model, os.environ.get(API_KEY), args.timeout)
     server.connect()[0].close()
     return server
 

@@ -48,7 +48,7 @@ class Renders(Protocol):
 
 
 @dataclass
-class Pace:
+class MeasuredPace:
     """Progress of a measured job.
 
     ``marks`` holds, per ended row, seconds, rows answered, and tokens of unfinished rows. ``is_over``: no more are asked.
@@ -115,7 +115,7 @@ def show_dry_run(
     # in the order in which the job asks them
     if all(isinstance(source, Files) for source in job.sources):
         rest = by_size(rest)
-    pace, results = Pace(), list[Result]()
+    pace, results = MeasuredPace(), list[Result]()
     with _Progress() as progress, open_batcher() as batcher:
         since, last = time.monotonic(), 0.0
         found = _asked(batcher, _requests(rest, pace, shown, console), pace)
@@ -186,7 +186,7 @@ class _Ended:
 
 
 def _asked(
-    batcher: Batcher, requests: Iterator[Request], pace: Pace
+    batcher: Batcher, requests: Iterator[Request], pace: MeasuredPace
 ) -> queue.Queue[_Ended | BaseException | None]:
     """Ask on a thread, so that a row that takes long keeps nobody waiting. None is the end, an exception, too.
 
@@ -238,7 +238,7 @@ class _Progress:
     def __exit__(self, *error: object) -> None:
         self.stop()
 
-    def show(self, pace: Pace, seconds: float) -> None:
+    def show(self, pace: MeasuredPace, seconds: float) -> None:
         said = f"asking the first rows: {pace.ended} of {pace.handed} ended, {seconds:.0f} s of at most {LONGEST_SECONDS:.0f}"
         self._bar.update(self._task, description=said)
         if not self._console.is_terminal and seconds > self._next:
@@ -250,7 +250,7 @@ class _Progress:
 
 
 def _requests(
-    items: Iterator[Item], pace: Pace, shown: dict[str, Item], console: Console
+    items: Iterator[Item], pace: MeasuredPace, shown: dict[str, Item], console: Console
 ) -> Iterator[Request]:
     """Yield requests; rows that cannot be one are no longer ``shown``, but for their errors."""
     for item in items:
@@ -271,7 +271,7 @@ def _requests(
             )
 
 
-def _show_estimate(console: Console, num_rows: int | None, pace: Pace) -> None:
+def _show_estimate(console: Console, num_rows: int | None, pace: MeasuredPace) -> None:
     if not pace.marks:
         console.print("no row can be asked")
         return

@@ -12,6 +12,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from vlm_batch.runtime import beginning, blas
 
@@ -22,7 +23,7 @@ from vlm_batch.runtime.imports import without_gc  # noqa: E402
 with without_gc():
     from vlm_batch._version import __version__
     from vlm_batch.assets import MissingAssets
-    from vlm_batch.cli import bench, options, read, report, serve, verify
+    from vlm_batch.cli import bench, job, options, read, report, serve, verify
     from vlm_batch.cli import run as answering
     from vlm_batch.cli.ending import Terminated
     from vlm_batch.cli.help import Parser
@@ -33,13 +34,16 @@ with without_gc():
     from vlm_batch.jobs.rows import InvalidJob
     from vlm_batch.jobs.workers import NoWorkers
 
-ANSWERED = answering.ANSWERED
-FAILED = answering.FAILED
+if TYPE_CHECKING:
+    from vlm_batch.cli import facts
+
+ANSWERED = job.ANSWERED
+FAILED = job.FAILED
 USAGE = 2
 INTERRUPTED = 130
 TERMINATED = 143
 #: Commands that attend to a terminal that hangs up.
-OUTLIVING = (answering.run, answering.demo)
+OUTLIVING = (answering.run, answering.demo, read.run)
 
 
 def main(
@@ -93,31 +97,39 @@ def _drop_output() -> None:
 
 def list_families(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
     from vlm_batch.cli import facts
-    from vlm_batch.models import not_known
 
     known = facts.all_facts()
-    by_name = {
-        name: one for one in known for name in (*one.spec.model_types, one.spec.family)
-    }
-    for name in args.names:
-        if name not in by_name:
-            why = facts.REFUSED.get(name) or facts.ONE_AT_A_TIME.get(name)
-            raise UsageError(f"{name}: {why}" if why else not_known(name))
-    asked = {by_name[name].spec.family for name in args.names}
+    asked = _asked_families(args.names, known)
     chosen = tuple(one for one in known if not asked or one.spec.family in asked)
     if args.json:
         listed: dict[str, object] = {"families": [one.as_json() for one in chosen]}
         if not args.names:
-            listed |= {
-                "refused": dict(facts.REFUSED),
-                "one_at_a_time": dict(facts.ONE_AT_A_TIME),
-            }
+            listed["refused"] = dict(facts.REFUSED)
+            listed["one_at_a_time"] = dict(facts.ONE_AT_A_TIME)
         print(json.dumps(listed, indent=2))
     elif args.names:
         facts.print_family_details(chosen, sys.stdout)
     else:
         facts.print_families(chosen, sys.stdout)
     return ANSWERED
+
+
+def _asked_families(
+    names: Sequence[str], known: Sequence[facts.FamilyFacts]
+) -> set[str]:
+    """Return the families of names, which may be of model types. Raises UsageError."""
+    from vlm_batch.cli import facts
+    from vlm_batch.models import not_known
+
+    family_of = {}
+    for one in known:
+        for name in (*one.spec.model_types, one.spec.family):
+            family_of[name] = one.spec.family
+    for name in names:
+        if name not in family_of:
+            why = facts.REFUSED.get(name) or facts.ONE_AT_A_TIME.get(name)
+            raise UsageError(f"{name}: {why}" if why else not_known(name))
+    return {family_of[name] for name in names}
 
 
 def add_families(parser: argparse.ArgumentParser) -> None:

@@ -68,7 +68,7 @@ def measure(
         pictures: Processor outputs of one picture each.
         seconds: Time after which nothing new begins.
     """
-    clock = _Clock(time.perf_counter() + seconds)
+    clock = _StepClock(time.perf_counter() + seconds)
     remember_features(adapter, FeatureStore(ByteBudget(0)))
     context = _most(adapter, CONTEXT + MOST_ROWS) - MOST_ROWS
     trial = Trial(adapter, kv, FreeShapes())
@@ -117,7 +117,7 @@ def measure(
     )
 
 
-class _Clock:
+class _StepClock:
     def __init__(self, ends: float) -> None:
         self._ends = ends
 
@@ -139,7 +139,7 @@ class _Clock:
 
 
 def _climb(
-    clock: _Clock, counts: Sequence[int], make: Callable[[int], Callable[[], Any]]
+    clock: _StepClock, counts: Sequence[int], make: Callable[[int], Callable[[], Any]]
 ) -> dict[int, float]:
     """Return seconds by ascending count, until sharing fails to pay twice in a row."""
     found: dict[int, float] = {}

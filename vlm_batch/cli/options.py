@@ -1,16 +1,23 @@
-"""The options of ``vlm-batch run`` and ``vlm-batch demo``."""
+"""The options of ``vlm-batch run``, ``demo`` and ``read``, each declared once."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 from vlm_batch.cli.cluster import add_cluster
-from vlm_batch.cli.model import add_batcher, add_model, at_least
+from vlm_batch.cli.model import UsageError, add_batcher, add_model, at_least
 from vlm_batch.cli.watching import SHOWN_ROWS
 from vlm_batch.jobs.questions import DEFAULT_PROMPT
 from vlm_batch.jobs.sinks import FORMS
 from vlm_batch.jobs.sources import DEFAULT_DPI
-from vlm_batch.types import SamplingParams
+from vlm_batch.parameters import Declared, RealNumber, TrueOrFalse, WholeNumber
+from vlm_batch.types import FORMS as TEXT_FORMS
+from vlm_batch.types import SAMPLING_PARAMETERS
 
 #: Columns that options can name.
 COLUMNS = ("image", "video", "audio", "id", "prompt")
@@ -72,12 +79,7 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     )
     add_model(parser, "needed to keep answers; else the embedded sample")
     reading = parser.add_argument_group("what is read")
-    reading.add_argument(
-        "--recursive",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="look into folders in folders (default: yes)",
-    )
+    add_recursive(reading)
     reading.add_argument(
         "--videos", action="store_true", help="look for videos in folders, too"
     )
@@ -148,7 +150,6 @@ def add_demo(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_answering(parser: argparse.ArgumentParser) -> None:
-    defaults = SamplingParams()
     sampling = parser.add_argument_group("sampling")
     sampling.add_argument(
         "--sampling",
@@ -157,63 +158,117 @@ def _add_answering(parser: argparse.ArgumentParser) -> None:
         help="what the options below do not say: greedy, or as the model's generation_config.json recommends "
         "(default: %(default)s)",
     )
-    for option, kind, metavar, said in (
-        ("--max-tokens", int, "N", f"longest answer (default: {defaults.max_tokens})"),
-        ("--temperature", float, "T", f"0 is greedy (default: {defaults.temperature})"),
-        ("--top-p", float, "P", f"1 is off (default: {defaults.top_p})"),
-        ("--top-k", int, "K", f"0 is off (default: {defaults.top_k})"),
-        ("--min-p", float, "P", f"0 is off (default: {defaults.min_p})"),
-        ("--repetition-penalty", float, "P", "of words that come again; 1 is off"),
-        (
-            "--no-repeat-ngram-size",
-            int,
-            "N",
-            "no N tokens of an answer twice; 0 is off",
-        ),
-        (
-            "--window-size",
-            int,
-            "N",
-            "number of last tokens in which they are looked for (default: all)",
-        ),
-        ("--seed", int, "N", "makes sampled answers reproducible, whatever the batch"),
-    ):
-        sampling.add_argument(option, type=kind, metavar=metavar, help=said)
-    sampling.add_argument(
-        "--stop",
-        action="append",
-        metavar="TEXT",
-        help="text that ends an answer; several may be given",
-    )
-    sampling.add_argument(
-        "--skip-special-tokens",
-        action=argparse.BooleanOptionalAction,
-        default=None,
-        help="leave special tokens such as <|box_start|> out of answers, or show them (default: as the model needs)",
-    )
-    sampling.add_argument(
-        "--thinking-budget",
-        type=at_least(0),
-        metavar="N",
-        help="most tokens of thinking",
-    )
+    add_sampling(sampling)
     form = parser.add_argument_group("the form of answers (one at most)")
-    form.add_argument(
-        "--json-schema",
-        metavar="FILE",
-        help="answers are JSON that follows this schema; --columns may name the fields of its object",
-    )
-    form.add_argument(
-        "--regex", metavar="PATTERN", help="answers match a regular expression"
-    )
-    form.add_argument(
-        "--choice",
-        action="append",
-        metavar="TEXT",
-        help="answers are one of these texts",
-    )
+    for one in SAMPLING_PARAMETERS:
+        if one.name in TEXT_FORMS:
+            _add_parameter(form, one)
     add_batcher(parser.add_argument_group("the batch and its memory"))
     _add_writing(parser.add_argument_group("what is written"))
+    add_ending(parser, "answer", f"also beyond {SHOWN_ROWS} rows")
+
+
+def add_sampling(
+    group: argparse._ArgumentGroup, defaults: Mapping[str, Any] | None = None
+) -> None:
+    """Add the flags of ``SamplingParams`` that say how tokens are chosen and where answers end.
+
+    Args:
+        group: Where the flags go.
+        defaults: Defaults that ``--help`` says in the place of the parameters' own, by name; where these are given, the
+            others' are not said.
+    """
+    for one in SAMPLING_PARAMETERS:
+        if one.name in TEXT_FORMS or one.flag is None:
+            continue
+        if defaults is None:
+            _add_parameter(group, one)
+        elif one.name in defaults:
+            _add_parameter(group, replace(one, default=defaults[one.name]))
+        else:
+            _add_parameter(
+                group, replace(one, flag=replace(one.flag, says_default=False))
+            )
+
+
+def _add_parameter(group: argparse._ArgumentGroup, one: Declared) -> None:
+    """Add a parameter's flag, if it has one; a flag that is not given is None."""
+    flag = one.flag
+    if flag is None:
+        return
+    said = f"{flag.help} (default: {one.default})" if flag.says_default else flag.help
+    add = partial(
+        group.add_argument, f"--{one.name.replace('_', '-')}", default=None, help=said
+    )
+    if isinstance(one.check, TrueOrFalse):
+        add(action=argparse.BooleanOptionalAction)
+    elif isinstance(one.check, WholeNumber):
+        add(type=int, metavar=flag.metavar)
+    elif isinstance(one.check, RealNumber):
+        add(type=float, metavar=flag.metavar)
+    elif flag.is_repeated:
+        add(action="append", metavar=flag.metavar)
+    else:
+        add(metavar=flag.metavar)
+
+
+def said_sampling(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the sampling parameters that the command line says, files read."""
+    said = {}
+    for one in SAMPLING_PARAMETERS:
+        value = vars(args).get(one.name)
+        if one.flag is None or value is None:
+            continue
+        said[one.name] = text_of(value) if one.flag.metavar == "FILE" else value
+    return said
+
+
+def text_of(file: str) -> str:
+    """Return what a file holds. Raises UsageError."""
+    try:
+        return Path(file).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read {file}: {error}") from error
+
+
+def add_recursive(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--recursive",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="look into folders in folders (default: yes)",
+    )
+
+
+def add_going_on(
+    group: argparse._ArgumentGroup, *, resume: str, retry_errors: str
+) -> None:
+    """Add what becomes of an earlier run's answers."""
+    for option, said in (
+        ("--resume", resume),
+        ("--overwrite", "replace what the output has already"),
+        ("--retry-errors", retry_errors),
+        ("--force", "with --resume: also with other settings than the first run's"),
+    ):
+        group.add_argument(option, action="store_true", help=said)
+
+
+def add_report(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--report",
+        metavar="FILE",
+        help="a page (HTML, offline) with plots, failures and a sample of answers",
+    )
+
+
+def add_ending(parser: argparse.ArgumentParser, line: str, verbose: str) -> None:
+    """Add the exit status, and how much is shown.
+
+    Args:
+        parser: The command's.
+        line: What a shown line is about.
+        verbose: When ``--verbose`` shows more than is usual.
+    """
     parser.add_argument(
         "--max-errors",
         type=at_least(0),
@@ -223,12 +278,10 @@ def _add_answering(parser: argparse.ArgumentParser) -> None:
     )
     lines = parser.add_mutually_exclusive_group()
     lines.add_argument(
-        "--quiet", action="store_true", help="show no line for each answer"
+        "--quiet", action="store_true", help=f"show no line for each {line}"
     )
     lines.add_argument(
-        "--verbose",
-        action="store_true",
-        help=f"show a line for each answer, also beyond {SHOWN_ROWS} rows",
+        "--verbose", action="store_true", help=f"show a line for each {line}, {verbose}"
     )
 
 
@@ -263,15 +316,9 @@ def _add_writing(writing: argparse._ArgumentGroup) -> None:
         action=argparse.BooleanOptionalAction,
         help="a ' before cells of .csv and .tsv that a spreadsheet would run as formulas (default: yes)",
     )
-    for option, said in (
-        ("--resume", "go on where the run that wrote the output ended"),
-        ("--overwrite", "replace what the output has already"),
-        ("--retry-errors", "go on, and ask rows again that failed"),
-        ("--force", "with --resume: also with other settings than the first run's"),
-    ):
-        writing.add_argument(option, action="store_true", help=said)
-    writing.add_argument(
-        "--report",
-        metavar="FILE",
-        help="a page (HTML, offline) with plots, failures and a sample of answers",
+    add_going_on(
+        writing,
+        resume="go on where the run that wrote the output ended",
+        retry_errors="go on, and ask rows again that failed",
     )
+    add_report(writing)

@@ -9,10 +9,19 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from vlm_batch.assets import sample_model
 from vlm_batch.cli.console import plain_text
 from vlm_batch.cli.ending import Signals
+from vlm_batch.cli.job import (
+    AskedJob,
+    check_report,
+    run_shown,
+    say_skipped,
+    status_of,
+    write_report,
+)
 from vlm_batch.cli.model import (
     OpenBatcher,
     UsageError,
@@ -20,11 +29,18 @@ from vlm_batch.cli.model import (
     add_model,
     at_least,
 )
-from vlm_batch.cli.run import ANSWERED, FAILED, text_of, write_report
+from vlm_batch.cli.options import (
+    add_ending,
+    add_going_on,
+    add_recursive,
+    add_report,
+    add_sampling,
+    said_sampling,
+    text_of,
+)
 from vlm_batch.cli.watching import JobView
-from vlm_batch.jobs import journal
+from vlm_batch.jobs.boxes import BOX_FORMS, BoxForm
 from vlm_batch.jobs.documents import DOCUMENT_FORMS, Documents, is_loop
-from vlm_batch.jobs.lines import CannotWrite
 from vlm_batch.jobs.pages import ChosenPages, PageRange
 from vlm_batch.jobs.plan import Job
 from vlm_batch.jobs.publishers import (
@@ -36,8 +52,7 @@ from vlm_batch.jobs.publishers import (
     publisher_of,
 )
 from vlm_batch.jobs.questions import Item, Questions
-from vlm_batch.jobs.rows import InvalidJob, Row, Shard, Source, count_of
-from vlm_batch.jobs.runner import run as run_job
+from vlm_batch.jobs.rows import InvalidJob, JobRow, Shard, Source, count_of
 from vlm_batch.jobs.sinks import Sink
 from vlm_batch.jobs.sources import DEFAULT_DPI, Files, Pdf, Reading, open_sources
 from vlm_batch.types import Result, SamplingParams
@@ -77,8 +92,7 @@ def _read(args: argparse.Namespace, open_batcher: OpenBatcher, signals: Signals)
     )
     questions = _questions(args, publisher)
     sources = _sources(args, publisher)
-    if args.report is not None:
-        journal.check_writable(Path(args.report))
+    check_report(args.report, None)
     folder = Path(args.out).expanduser()
     documents = Documents(
         folder,
@@ -90,8 +104,23 @@ def _read(args: argparse.Namespace, open_batcher: OpenBatcher, signals: Signals)
             "task": _task(args, publisher),
             "prompt": questions.prompts[0],
         },
+        boxes=_boxes(args, publisher) if args.boxes else None,
     )
     print(f"vlm-batch: {_how_it_asks(args, publisher)}", file=sys.stderr)
+    job = AskedJob(
+        sources=sources,
+        sink=documents,
+        questions=questions,
+        shard=Shard(),
+        settings={
+            "model": model,
+            "dpi": args.dpi,
+            "longest": _longest(args, publisher),
+            "pages": str(args.pages),
+        },
+        kept_in=documents.name,
+        is_kept=True,
+    )
     view = JobView(
         table_to=sys.stdout,
         quiet=args.quiet,
@@ -99,37 +128,10 @@ def _read(args: argparse.Namespace, open_batcher: OpenBatcher, signals: Signals)
         answers_in=str(folder),
         goes_on=True,
     )
-    signals.view = view
-    try:
-        with view:
-            summary = run_job(
-                sources,
-                documents,
-                lambda: open_batcher(args),
-                questions=questions,
-                shard=Shard(),
-                settings={
-                    "model": model,
-                    "dpi": args.dpi,
-                    "longest": _longest(args, publisher),
-                    "pages": str(args.pages),
-                },
-                resume=args.resume,
-                overwrite=args.overwrite,
-                force=args.force,
-                retry_errors=args.retry_errors,
-                keeps_samples=args.report is not None,
-                watch=view,
-            )
-    except CannotWrite as error:
-        raise CannotWrite(f"{error}; --resume goes on from there") from error
-    view.show(summary)
+    summary = run_shown(job, args, open_batcher, view, signals)
     _say_what_was_written(documents, folder)
-    if args.report is not None and summary.ended_rows:
-        write_report(args, summary, questions)
-    if summary.interrupted:
-        return signals.status
-    return ANSWERED if summary.num_failed <= args.max_errors else FAILED
+    write_report(job, args, summary)
+    return status_of(args, summary, signals)
 
 
 def _model_type(model: str) -> str | None:
@@ -146,6 +148,8 @@ def _model_type(model: str) -> str | None:
 def _task(args: argparse.Namespace, publisher: Publisher | None) -> str:
     """Return what pages are asked for: by default the publisher's first task."""
     prompts = PLAIN_PROMPTS if publisher is None else publisher.prompts
+    if args.task is None and args.boxes:
+        return _boxes(args, publisher).tasks[0]
     if args.task is None:
         return next(iter(prompts))
     if args.task not in prompts:
@@ -154,6 +158,21 @@ def _task(args: argparse.Namespace, publisher: Publisher | None) -> str:
             f"{', '.join(prompts)}, and --prompt asks anything"
         )
     return str(args.task)
+
+
+def _boxes(args: argparse.Namespace, publisher: Publisher | None) -> BoxForm:
+    """Return how the model writes boxes. Raises UsageError if it writes none, or none for what is asked."""
+    boxes = None if publisher is None else publisher.boxes
+    model = Path(args.model or sample_model()).name
+    if boxes is None:
+        raise UsageError(
+            f"--boxes: nobody says how {model} writes boxes; models are known whose names hold {', '.join(BOX_FORMS)}"
+        )
+    if args.task is not None and args.task not in boxes.tasks:
+        raise UsageError(
+            f"--boxes: {model} writes none for --task {args.task}, but for {', '.join(boxes.tasks)}"
+        )
+    return boxes
 
 
 def _prompt(args: argparse.Namespace, publisher: Publisher | None) -> str:
@@ -169,21 +188,21 @@ def _prompt(args: argparse.Namespace, publisher: Publisher | None) -> str:
 
 def _questions(args: argparse.Namespace, publisher: Publisher | None) -> Questions:
     prompt = _prompt(args, publisher)
-    published = dict(publisher.params) if publisher is not None else {}
-    names = (
-        "max_tokens",
-        "temperature",
-        "repetition_penalty",
-        "no_repeat_ngram_size",
-        "seed",
-    )
-    said = {name: vars(args)[name] for name in names if vars(args)[name] is not None}
-    params = SamplingParams(**{"max_tokens": MAX_TOKENS, **published, **said})
+    params = _params(said_sampling(args), publisher)
     # Braces of a publisher's prompt are no columns. A page that is asked alone has a chat of its own (``_PagesAlone``).
     text = prompt.replace("{", "{{").replace("}", "}}")
     return Questions(
         (text or "(the page alone)",), args.system, params, again=_Again(publisher)
     )
+
+
+def _params(said: Mapping[str, Any], publisher: Publisher | None) -> SamplingParams:
+    """Return the publisher's sampling, but for what the command line says."""
+    published = dict(publisher.params) if publisher is not None else {}
+    if said.get("no_repeat_ngram_size") == 0:  # what belongs to it goes with it
+        published.pop("window_size", None)
+        published.pop("whitelist_token_ids", None)
+    return SamplingParams(**{"max_tokens": MAX_TOKENS, **published, **said})
 
 
 def _how_it_asks(args: argparse.Namespace, publisher: Publisher | None) -> str:
@@ -209,8 +228,7 @@ def _sources(args: argparse.Namespace, publisher: Publisher | None) -> list[Sour
     opened, found = open_sources(
         args.paths, Reading(recursive=args.recursive, pdfs=True, dpi=dpi)
     )
-    if said := found.said():
-        print(f"vlm-batch: {said}", file=sys.stderr)
+    say_skipped(found)
     sources = [
         one for source in opened for one in _paged(source, _longest(args, publisher))
     ]
@@ -248,7 +266,7 @@ class _PagesAlone(Source):
     def numbered(self) -> bool:
         return self._inner.numbered
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[JobRow]:
         alone = ({"role": "user", "content": [{"type": "image"}]},)
         return (
             row if row.error is not None else replace(row, messages=alone)
@@ -299,25 +317,13 @@ def add_read(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     _add_asking(parser.add_argument_group("what is asked"))
     _add_reading(parser.add_argument_group("what is read"))
-    _add_sampling(parser.add_argument_group("sampling (defaults: the publisher's)"))
+    add_sampling(
+        parser.add_argument_group("sampling (defaults: the publisher's)"),
+        {"max_tokens": MAX_TOKENS},
+    )
     add_batcher(parser.add_argument_group("the batch and its memory"))
     _add_writing(parser.add_argument_group("what is written"))
-    parser.add_argument(
-        "--max-errors",
-        type=at_least(0),
-        default=0,
-        metavar="N",
-        help="exit with 0 if no more than N pages fail (default: 0)",
-    )
-    lines = parser.add_mutually_exclusive_group()
-    lines.add_argument(
-        "--quiet", action="store_true", help="show no line for each page"
-    )
-    lines.add_argument(
-        "--verbose",
-        action="store_true",
-        help="show a line for each page, however many there are",
-    )
+    add_ending(parser, "page", "however many there are")
 
 
 def _add_asking(group: argparse._ArgumentGroup) -> None:
@@ -346,33 +352,7 @@ def _add_reading(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         help=f"of PDF pages (default: the publisher's size, or {DEFAULT_DPI})",
     )
-    group.add_argument(
-        "--recursive",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="look into folders in folders (default: yes)",
-    )
-
-
-def _add_sampling(group: argparse._ArgumentGroup) -> None:
-    for option, kind, metavar, said in (
-        (
-            "--max-tokens",
-            at_least(1),
-            "N",
-            f"longest answer of a page (default: {MAX_TOKENS})",
-        ),
-        ("--temperature", float, "T", "0 is greedy"),
-        ("--repetition-penalty", float, "P", "of words that come again; 1 is off"),
-        (
-            "--no-repeat-ngram-size",
-            at_least(0),
-            "N",
-            "no N tokens come twice; 0 is off",
-        ),
-        ("--seed", int, "N", "makes sampled answers reproducible"),
-    ):
-        group.add_argument(option, type=kind, default=None, metavar=metavar, help=said)
+    add_recursive(group)
 
 
 def _add_writing(group: argparse._ArgumentGroup) -> None:
@@ -383,23 +363,22 @@ def _add_writing(group: argparse._ArgumentGroup) -> None:
         help="Markdown, plain text, or JSON with each page (default: md)",
     )
     group.add_argument(
+        "--boxes",
+        action="store_true",
+        help="beside each text, a file .boxes.json of the regions that the model gives, in pixels of the rendered page",
+    )
+    group.add_argument(
         "--marks",
         action=argparse.BooleanOptionalAction,
         default=True,
         help="mark where each page begins (default: yes)",
     )
-    for option, said in (
-        ("--resume", "go on where an earlier run ended, page by page"),
-        ("--overwrite", "replace what is there already"),
-        ("--retry-errors", "go on, and ask pages again that failed"),
-        ("--force", "with --resume: also with other settings than the first run's"),
-    ):
-        group.add_argument(option, action="store_true", help=said)
-    group.add_argument(
-        "--report",
-        metavar="FILE",
-        help="a page (HTML, offline) with figures, failures and a sample",
+    add_going_on(
+        group,
+        resume="go on where an earlier run ended, page by page",
+        retry_errors="go on, and ask pages again that failed",
     )
+    add_report(group)
 
 
 def _pages(text: str) -> PageRange:

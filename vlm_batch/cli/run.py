@@ -6,7 +6,6 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,26 +13,41 @@ from vlm_batch.assets import is_sample, sample_images, sample_model
 from vlm_batch.cli.cluster import open_cluster
 from vlm_batch.cli.dry_run import show_dry_run
 from vlm_batch.cli.ending import Signals
+from vlm_batch.cli.job import (
+    AskedJob,
+    check_report,
+    run_shown,
+    say_skipped,
+    status_of,
+    write_report,
+)
 from vlm_batch.cli.model import EMBEDDED, KNOWS, OpenBatcher, UsageError, load_model
-from vlm_batch.cli.options import COLUMNS
+from vlm_batch.cli.options import COLUMNS, said_sampling, text_of
 from vlm_batch.cli.watching import JobView
 from vlm_batch.jobs import journal
 from vlm_batch.jobs.cells import Columns
-from vlm_batch.jobs.files import common_folder, is_same_file, is_url
-from vlm_batch.jobs.lines import CannotWrite, replace_file
+from vlm_batch.jobs.files import common_folder, is_url
 from vlm_batch.jobs.plan import Job
 from vlm_batch.jobs.questions import DEFAULT_PROMPT, Questions
-from vlm_batch.jobs.rows import Row, Shard, Source, spelled
-from vlm_batch.jobs.runner import run as run_job
+from vlm_batch.jobs.rows import JobRow, Shard, Source
 from vlm_batch.jobs.sidecars import Sidecars
 from vlm_batch.jobs.sinks import DELIMITED, Sink, open_sink, suffix_form
 from vlm_batch.jobs.sources import Files, Reading, open_sources
-from vlm_batch.jobs.summary import Summary
-from vlm_batch.jobs.workers import NoWorkers
 from vlm_batch.runtime.beginning import BEGINNING
 from vlm_batch.types import SamplingParams, Video
 
-ANSWERED, FAILED = 0, 1
+#: Options of the batcher that decide answers.
+DECISIVE = (
+    "max_prompt_tokens",
+    "max_image_pixels",
+    "min_pixels",
+    "max_pixels",
+    "reproducible",
+    "kv_bits",
+    "kv_group_size",
+    "kv_quant_scheme",
+    "quantized_kv_start",
+)
 
 #: Further questions of the demo: sample pictures' names, and a question.
 DEMO_QUESTIONS = (
@@ -65,17 +79,13 @@ def run(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
 
 def _signals(args: argparse.Namespace) -> Signals:
     """Return how signals end the job: one that keeps its answers outlives its terminal."""
-    is_kept = (
-        args.out not in (None, "-") or args.sidecar is not None
-    ) and not args.dry_run
-    if not is_kept:
+    file = None if args.out == "-" else args.out
+    if args.dry_run or (file is None and args.sidecar is None):
         return Signals(None)
-    name = (
-        None
-        if args.out in (None, "-")
-        else args.out.replace("{shard}", (args.shard or "1/1").replace("/", "-of-"))
-    )
-    return Signals(os.devnull if name is None else f"{name}.log")
+    if file is None:
+        return Signals(os.devnull)
+    shard = (args.shard or "1/1").replace("/", "-of-")
+    return Signals(f"{file.replace('{shard}', shard)}.log")
 
 
 def _run(args: argparse.Namespace, open_batcher: OpenBatcher, signals: Signals) -> int:
@@ -95,8 +105,7 @@ def _run(args: argparse.Namespace, open_batcher: OpenBatcher, signals: Signals) 
         own_prompts=not (args.prompt or args.prompt_file),
     )
     sources, found = open_sources(args.paths, reading)
-    if said := found.said():
-        print(f"vlm-batch: {said}", file=sys.stderr)
+    say_skipped(found)
     is_kept = args.out is not None or args.sidecar is not None
     if (
         args.model is None
@@ -142,11 +151,11 @@ class Demo(Source):
 
     name = "demo"
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[JobRow]:
         by_name = {picture.stem: picture for picture in sample_images()}
         asked = [((name,), DEFAULT_PROMPT) for name in by_name] + list(DEMO_QUESTIONS)
         for number, (names, prompt) in enumerate(asked):
-            yield Row(
+            yield JobRow(
                 id=f"demo-{number}",
                 images=tuple(str(by_name[name]) for name in names),
                 prompt=prompt,
@@ -162,19 +171,19 @@ def _answer(
 ) -> int:
     shard = _shard(args)
     target = _target(args, shard)
-    if args.report is not None:
-        if not args.report.lower().endswith((".html", ".htm")):
-            raise UsageError(
-                f"--report {args.report}: the report is a page; give it a name that ends in .html"
-            )
-        if target is not None and is_same_file(args.report, target):
-            raise UsageError(
-                f"--report {args.report}: --out names the same file; give the page another name"
-            )
-        journal.check_writable(Path(args.report))
-    sink = _sink(target, sources, questions, args, shard)
+    check_report(args.report, target)
     file = None if target == "-" else target
     is_kept = file is not None or args.sidecar is not None
+    job = AskedJob(
+        sources=sources,
+        sink=_sink(target, sources, questions, args, shard),
+        questions=questions,
+        shard=shard,
+        settings=_settings(args),
+        carried=args.columns or (),
+        kept_in=file,
+        is_kept=is_kept,
+    )
     view = JobView(
         table_to=sys.stderr if target == "-" else sys.stdout,
         quiet=args.quiet,
@@ -184,44 +193,11 @@ def _answer(
         answers_in=file,
         goes_on=is_kept,
     )
-    signals.view = view
-    try:
-        with view:
-            summary = run_job(
-                sources,
-                sink,
-                lambda: open_batcher(args),
-                questions=questions,
-                shard=shard,
-                settings=_settings(args),
-                carried=args.columns or (),
-                resume=args.resume,
-                overwrite=args.overwrite,
-                force=args.force,
-                retry_errors=args.retry_errors,
-                keeps_samples=args.report is not None,
-                watch=view,
-            )
-    except (CannotWrite, NoWorkers) as error:
-        raise type(error)(
-            f"{error}; --resume goes on from there" if is_kept else str(error)
-        ) from error
-    view.show(summary)
-    if args.report is not None and summary.ended_rows:
-        write_report(args, summary, questions)
-    elif args.report is not None:  # an earlier run's page stays
-        whole = (
-            ""
-            if file is None
-            else f"; vlm-batch report {file} makes one about all runs"
-        )
-        said = f"{args.report} is not written: a report is about the rows of its own run{whole}"
-        print(f"vlm-batch: {said}", file=sys.stderr)
-    if summary.interrupted:
-        return signals.status
-    if args.shard == "auto":
+    summary = run_shown(job, args, open_batcher, view, signals)
+    write_report(job, args, summary)
+    if args.shard == "auto" and not summary.interrupted:
         _wait_for_all()
-    return ANSWERED if summary.num_failed <= args.max_errors else FAILED
+    return status_of(args, summary, signals)
 
 
 def _wait_for_all() -> None:
@@ -231,53 +207,32 @@ def _wait_for_all() -> None:
     mx.eval(mx.distributed.all_sum(mx.ones(1)))
 
 
-def write_report(
-    args: argparse.Namespace, summary: Summary, questions: Questions
-) -> None:
-    from vlm_batch.jobs import report
-
-    page = report.render(
-        summary, model=str(args.model or EMBEDDED), prompts=questions.prompts
-    )
-    replace_file(Path(args.report), spelled(page).encode())
-
-
 def _is_samples(source: Source) -> bool:
     return isinstance(source, Files) and all(map(is_sample, source.paths))
 
 
-def _labels(sources: Sequence[Source]) -> Callable[[Row], str]:
+def _labels(sources: Sequence[Source]) -> Callable[[JobRow], str]:
     """Return a function that names rows without their common folder."""
-    where = (
-        _folder_of(sources)
-        if all(isinstance(source, Files) for source in sources)
-        else ""
-    )
-    samples = (
-        {str(path): path.stem for path in sample_images()}
-        if any(isinstance(s, Demo) for s in sources)
-        else {}
-    )
+    if any(isinstance(source, Demo) for source in sources):
+        return _demo_label
+    where = ""
+    if all(isinstance(source, Files) for source in sources):
+        where = _folder_of(sources)
+    return lambda row: row.id[len(where) :]
 
-    def label(row: Row) -> str:
-        if samples:
-            return (
-                " + ".join(samples[str(image)] for image in row.images) or "(text only)"
-            )
-        return row.id[len(where) :]
 
-    return label
+def _demo_label(row: JobRow) -> str:
+    """Name a row of the demo by its sample pictures."""
+    names = [Path(str(image)).stem for image in row.images]
+    return " + ".join(names) or "(text only)"
 
 
 def _folder_of(sources: Sequence[Source]) -> str:
-    return common_folder(
-        [
-            path
-            for source in sources
-            if isinstance(source, Files)
-            for path in source.paths
-        ]
-    )
+    paths: list[str] = []
+    for source in sources:
+        if isinstance(source, Files):
+            paths += source.paths
+    return common_folder(paths)
 
 
 def _questions(args: argparse.Namespace) -> Questions:
@@ -303,22 +258,21 @@ def _shard(args: argparse.Namespace) -> Shard:
 
 
 def _target(args: argparse.Namespace, shard: Shard) -> str | None:
-    target: str | None = args.out
+    """Return the output's name. Raises UsageError."""
+    if args.out is None:
+        if args.format is not None:
+            raise UsageError(
+                "--format is the form of the output; name it with --out FILE (- is standard output)"
+            )
+        return None
+    target = str(args.out)
     if target == "-" and 1 in BEGINNING.closed:
         raise UsageError("standard output is closed; name a file with --out FILE")
-    if args.format is not None and target is None:
-        raise UsageError(
-            "--format is the form of the output; name it with --out FILE (- is standard output)"
-        )
-    if args.shard == "auto" and target is not None and "{shard}" not in target:
+    if args.shard == "auto" and "{shard}" not in target:
         raise UsageError(
             "--shard auto needs {shard} in the output's name, or its processes would write one file"
         )
-    return (
-        None
-        if target is None
-        else target.replace("{shard}", f"{shard.number}-of-{shard.count}")
-    )
+    return target.replace("{shard}", f"{shard.number}-of-{shard.count}")
 
 
 def _sink(
@@ -328,44 +282,45 @@ def _sink(
     args: argparse.Namespace,
     shard: Shard,
 ) -> Sink:
-    columns = (
-        tuple(dict.fromkeys(("id", *args.columns, "error"))) if args.columns else None
-    )
-    model = Path(args.model or sample_model()).name
-    is_delimited = (
-        target is not None and (args.format or suffix_form(target)) in DELIMITED
-    )
-    if args.spreadsheet_safe and not is_delimited:
+    if args.spreadsheet_safe and not _is_delimited(args, target):
         raise UsageError(
             "--spreadsheet-safe is for CSV and TSV files; other forms are for programs, and keep texts as they are"
         )
-    sink = (
-        None
-        if target is None
-        else open_sink(
-            target,
-            columns,
-            form=args.format,
-            model=model,
-            spreadsheet_safe=args.spreadsheet_safe is not False,
-        )
-    )
+    sink = None if target is None else _file_sink(target, args)
     if args.sidecar is None:
         return Sink() if sink is None else sink
 
     def pictures() -> Iterator[tuple[str, str]]:
         for item in Job(sources, questions, Sink(), shard).items(scan=True):
-            files = item.row.sources
-            is_file = (
-                len(files) == 1
-                and item.row.load is None
-                and isinstance(files[0], str)
-                and not is_url(files[0])
-            )
             if item.row.error is None:
-                yield item.id, str(files[0]) if is_file else ""
+                yield item.id, _picture_file(item.row)
 
     return Sidecars(args.sidecar, _folder_of(sources), pictures, sink)
+
+
+def _is_delimited(args: argparse.Namespace, target: str | None) -> bool:
+    return target is not None and (args.format or suffix_form(target)) in DELIMITED
+
+
+def _file_sink(target: str, args: argparse.Namespace) -> Sink:
+    columns = None
+    if args.columns:
+        columns = tuple(dict.fromkeys(("id", *args.columns, "error")))
+    return open_sink(
+        target,
+        columns,
+        form=args.format,
+        model=Path(args.model or sample_model()).name,
+        spreadsheet_safe=args.spreadsheet_safe is not False,
+    )
+
+
+def _picture_file(row: JobRow) -> str:
+    """Return the one file that a row is about; "" for another row."""
+    if row.load is not None or len(row.sources) != 1:
+        return ""
+    (file,) = row.sources
+    return file if isinstance(file, str) and not is_url(file) else ""
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
@@ -374,42 +329,20 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
     if model is not None and Path(model).expanduser().is_dir():
         model = str(Path(model).expanduser().resolve())
         files = journal.model_files(Path(model))
-    names = (
-        *(
-            "max_prompt_tokens",
-            "max_image_pixels",
-            "min_pixels",
-            "max_pixels",
-            "reproducible",
-        ),
-        *("kv_bits", "kv_group_size", "kv_quant_scheme", "quantized_kv_start"),
-    )
-    said = {name: value for name, value in vars(args).items() if name in names}
-    said = {"model": model, journal.MODEL_FILES: files, **said}
-    said |= {"format": args.format} if args.format == "openai-batch" else {}
-    if (args.format or suffix_form(args.out or "")) in DELIMITED:
+    given = vars(args)
+    said = {"model": model, journal.MODEL_FILES: files}
+    said |= {name: given[name] for name in DECISIVE if name in given}
+    said |= {name: given[name] for name in ("columns", "dpi", "fps", "max_frames")}
+    if args.format == "openai-batch":
+        said["format"] = args.format
+    if _is_delimited(args, args.out):
         said[journal.SAFE] = args.spreadsheet_safe is not False
-    return {
-        **said,
-        **{name: vars(args)[name] for name in ("columns", "dpi", "fps", "max_frames")},
-    }
+    return said
 
 
 def _sampling_params(args: argparse.Namespace) -> SamplingParams:
-    given = vars(args)  # each parameter that has an option of its name
-    read = {"stop", "json_schema"}
-    names = [
-        one.name
-        for one in fields(SamplingParams)
-        if given.get(one.name) is not None and one.name not in read
-    ]
-    said = {name: given[name] for name in names}
     recommended = _recommended(args) if args.sampling == "recommended" else {}
-    return SamplingParams(
-        **{**recommended, **said},
-        stop=args.stop or (),
-        json_schema=None if args.json_schema is None else text_of(args.json_schema),
-    )
+    return SamplingParams(**{**recommended, **said_sampling(args)})
 
 
 def _recommended(args: argparse.Namespace) -> Mapping[str, Any]:
@@ -418,20 +351,10 @@ def _recommended(args: argparse.Namespace) -> Mapping[str, Any]:
     from vlm_batch.loading.recommended import read_recommended
 
     model = str(args.model or sample_model())
+    folder = Path(model).expanduser()
     try:
-        found = read_recommended(
-            find_checkpoint(
-                Path(model).expanduser() if Path(model).expanduser().exists() else model
-            )
-        )
+        found = read_recommended(find_checkpoint(folder if folder.exists() else model))
     except FileNotFoundError as error:
         raise UsageError(f"cannot load the model {model}: {error}") from error
     print(f"vlm-batch: sampling as {model} recommends: {found}", file=sys.stderr)
     return found.params
-
-
-def text_of(file: str) -> str:
-    try:
-        return Path(file).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read {file}: {error}") from error

@@ -28,7 +28,7 @@ from rich.text import Text
 from vlm_batch.cli.console import brief, open_console, plain_text
 from vlm_batch.jobs.plan import Plan
 from vlm_batch.jobs.questions import Item
-from vlm_batch.jobs.rows import Row, count_of
+from vlm_batch.jobs.rows import JobRow, count_of
 from vlm_batch.jobs.runner import Batcher, Watch
 from vlm_batch.jobs.summary import Summary
 from vlm_batch.types import Result
@@ -59,7 +59,7 @@ class JobView(Watch):
         quiet: bool = False,
         verbose: bool = False,
         says_prompt: bool = False,
-        label: Callable[[Row], str] = lambda row: row.id,
+        label: Callable[[JobRow], str] = lambda row: row.id,
         answers_in: str | None = None,
         goes_on: bool = False,
     ) -> None:
@@ -186,16 +186,14 @@ class JobView(Watch):
         kinds = len(self._summary.reasons.counts)
         is_new, self._num_kinds = kinds > self._num_kinds, kinds
         self._shown += 1
-        is_long = (
-            self._left > SHOWN_ROWS
-            if self._left is not None
-            else self._shown > SHOWN_ROWS
-        )
+        num_rows = self._shown if self._left is None else self._left
         if self._left is None and self._shown == SHOWN_ROWS + 1:
             self._say_how_long(f"more than {SHOWN_ROWS} rows: no further line for each")
-        return not self._quiet and (
-            self._verbose or not is_long or (is_new and result.error is not None)
-        )
+        if self._quiet:
+            return False
+        if self._verbose or num_rows <= SHOWN_ROWS:
+            return True
+        return is_new and result.error is not None
 
     def _say_how_long(self, said: str) -> None:
         if not (self._verbose or self._quiet):
@@ -207,14 +205,13 @@ class JobView(Watch):
     def _say_plainly(self) -> None:
         """Print progress now and then, without a terminal."""
         while not self._is_over.wait(PLAIN_SECONDS):
-            if not self._err.is_terminal:
-                said = (
-                    f"[{self._place()}] {self.progress()}"
-                    if self._has_begun
-                    else f"[{self._stage}]"
-                )
-                with _whatever_becomes_of_the_terminal():
-                    self._err.print(said, soft_wrap=True, markup=False)
+            if self._err.is_terminal:
+                continue
+            said = f"[{self._stage}]"
+            if self._has_begun:
+                said = f"[{self._place()}] {self.progress()}"
+            with _whatever_becomes_of_the_terminal():
+                self._err.print(said, soft_wrap=True, markup=False)
 
     def _place(self) -> str:
         done, asked = self._summary.ended_rows, self._summary.asked_rows
@@ -244,28 +241,32 @@ class JobView(Watch):
     # ---- at the end ----
 
     def show(self, summary: Summary) -> None:
-        if not summary.ended_rows and summary.done_before:
+        """Print what became of the job."""
+        has_nothing_left = not summary.ended_rows and summary.done_before > 0
+        if has_nothing_left:
             self._out.print(
                 f"nothing is left to ask: {count_of(summary.done_before, 'row')} answered before"
             )
         elif self._answers_in is None or len(self._rows) <= SHOWN_ROWS:
             self._out.print(self._table())
-        if summary.ended_rows or summary.interrupted or not summary.done_before:
+        if summary.interrupted or not has_nothing_left:
             self._out.print(self._totals(summary), soft_wrap=True)
         for said in self._advice(summary):
             self._out.print(Text(said), soft_wrap=True)
         if summary.ended_rows >= FIGURES_FROM:
-            for part in (_latencies(summary), _stages(summary), _reasons(summary)):
-                if part is not None:
-                    self._out.print(part)
-            if summary.busy_share is not None:
-                self._out.print(
-                    f"the engine had work for {summary.busy_share:.0%} of the time",
-                    soft_wrap=True,
-                )
+            self._show_figures(summary)
         if self._answers_in is not None:
+            said = plain_text(f"answers: {self._answers_in}")
+            self._out.print(Text(said), soft_wrap=True)
+
+    def _show_figures(self, summary: Summary) -> None:
+        for part in (_latencies(summary), _stages(summary), _reasons(summary)):
+            if part is not None:
+                self._out.print(part)
+        if summary.busy_share is not None:
             self._out.print(
-                Text(plain_text(f"answers: {self._answers_in}")), soft_wrap=True
+                f"the engine had work for {summary.busy_share:.0%} of the time",
+                soft_wrap=True,
             )
 
     def _advice(self, summary: Summary) -> Iterator[str]:

@@ -97,9 +97,16 @@ def _pdfium() -> Any:
 def _opened_pdf(path: str) -> Iterator[Any]:
     """Open a PDF with its forms, without which PDFium leaves out what was filled in."""
     pdfium = _pdfium()
-    with _PDFIUM_TURN, closing(pdfium.PdfDocument(path)) as document:
-        document.init_forms()
-        yield document
+    with _PDFIUM_TURN:
+        _forget_error(pdfium)
+        with closing(pdfium.PdfDocument(path)) as document:
+            document.init_forms()
+            yield document
+
+
+def _forget_error(pdfium: Any) -> None:
+    """Have PDFium say that a file is missing: of a document without pages it names the error of an earlier one."""
+    pdfium.raw.FPDF_LoadDocument(b"", None)
 
 
 def _count_pdf_pages(path: str) -> int:
@@ -121,8 +128,8 @@ def _count_pdf_pages(path: str) -> int:
 def _said(message: str) -> str:
     if "password" in message.lower():
         return f"{message} It opens with a password alone; save a copy without one"
-    # what PDFium says of a document without pages
-    return _NO_PAGES if "Success" in message else message
+    # what PDFium says of a document without pages (``_forget_error``); the library itself looks for missing files
+    return _NO_PAGES if "File access error" in message else message
 
 
 def _render(path: str, number: int, dpi: int, longest: int | None) -> Image.Image:

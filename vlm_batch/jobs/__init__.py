@@ -14,7 +14,7 @@ from vlm_batch.jobs.lines import CannotWrite
 from vlm_batch.jobs.maps import map_table
 from vlm_batch.jobs.plan import Plan
 from vlm_batch.jobs.questions import Item, Questions
-from vlm_batch.jobs.rows import InvalidJob, Row, Shard, Source
+from vlm_batch.jobs.rows import InvalidJob, JobRow, Shard, Source
 from vlm_batch.jobs.runner import Batcher, Watch, run
 from vlm_batch.jobs.sidecars import Sidecars
 from vlm_batch.jobs.sinks import Sink, open_sink
@@ -27,10 +27,10 @@ __all__ = [
     "Columns",
     "InvalidJob",
     "Item",
+    "JobRow",
     "Plan",
     "Questions",
     "Reading",
-    "Row",
     "Shard",
     "Sidecars",
     "Sink",

@@ -10,33 +10,35 @@ from typing import Any
 
 from vlm_batch.jobs.lines import Record
 from vlm_batch.jobs.questions import Item
-from vlm_batch.jobs.rows import Row, name_of
+from vlm_batch.jobs.rows import JobRow, name_of
 from vlm_batch.types import Result, SamplingParams, Timings, TokenLogprobs, Usage
 
 
 def with_form(params: SamplingParams, result: Result) -> Result:
     """Add an error to a result with an incomplete form."""
     others = tuple(with_form(params, other) for other in result.others)
+    result = replace(result, others=others)
+    lacking = _lacking_form(params, result)
+    if lacking is None or result.error is not None:
+        return result
+    cut = ""
+    if result.finish_reason == "length":
+        cut = f" by its longest length (max_tokens is {params.max_tokens})"
+    error = f"CutAnswer: the answer was ended{cut} before {lacking}"
+    return replace(result, error=error)
+
+
+def _lacking_form(params: SamplingParams, result: Result) -> str | None:
+    """Return what an answer lacks of its form; None if it is whole."""
     if params.json_schema is not None:
-        is_whole = result.parsed is not None or result.text.strip() == "null"
-        what = "its JSON was whole"
-    elif params.choice is not None:
-        is_whole, what = result.text in params.choice, "it was one of the choices"
-    else:
-        is_whole = params.form is None or result.parsed is not None
-        what = f"it had the form of its {params.form}"
-    if is_whole or result.error is not None:
-        return replace(result, others=others)
-    cut = (
-        f" by its longest length (max_tokens is {params.max_tokens})"
-        if result.finish_reason == "length"
-        else ""
-    )
-    return replace(
-        result,
-        error=f"CutAnswer: the answer was ended{cut} before {what}",
-        others=others,
-    )
+        is_null = result.text.strip() == "null"
+        is_whole = is_null or result.parsed is not None
+        return None if is_whole else "its JSON was whole"
+    if params.choice is not None:
+        return None if result.text in params.choice else "it was one of the choices"
+    if params.form is None or result.parsed is not None:
+        return None
+    return f"it had the form of its {params.form}"
 
 
 def record_of(item: Item, result: Result) -> Record:
@@ -78,32 +80,37 @@ def record_of(item: Item, result: Result) -> Record:
 
 def result_of(record: Record) -> Result:
     """Return a record's result; missing numbers are 0 or NaN."""
-    spread = {**record, **_mapping(record.get("usage"))}
-    timings = {**_mapping(record.get("timings"))}
-    timings.setdefault("total", record.get("seconds"))
     error = record.get("error") or None
+    others = record.get("others") or ()
     return Result(
         request_id=str(record["id"]),
         text=str(record.get("text") or ""),
         finish_reason="error" if error else record.get("finish_reason") or "stop",
         error=error and str(error),
-        usage=Usage(
-            **{one.name: int(_number(spread.get(one.name), 0)) for one in fields(Usage)}
-        ),
-        timings=Timings(
-            **{
-                one.name: _number(
-                    timings.get(one.name),
-                    math.nan if one.name == "total" else one.default,
-                )
-                for one in fields(Timings)
-            }
-        ),
+        usage=_usage_of(record),
+        timings=_timings_of(record),
         image_sizes=tuple(record.get("image_sizes") or record.get("images") or ()),
-        others=tuple(
-            result_of({"id": record["id"], **one}) for one in record.get("others") or ()
-        ),
+        others=tuple(result_of({"id": record["id"], **one}) for one in others),
     )
+
+
+def _usage_of(record: Record) -> Usage:
+    spread = {**record, **_mapping(record.get("usage"))}
+    counts = {}
+    for one in fields(Usage):
+        counts[one.name] = int(_number(spread.get(one.name), 0))
+    return Usage(**counts)
+
+
+def _timings_of(record: Record) -> Timings:
+    timings = {**_mapping(record.get("timings"))}
+    timings.setdefault("total", record.get("seconds"))
+    defaults = {one.name: one.default for one in fields(Timings)}
+    defaults["total"] = math.nan
+    seconds = {}
+    for name, default in defaults.items():
+        seconds[name] = _number(timings.get(name), default)
+    return Timings(**seconds)
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
@@ -125,17 +132,15 @@ def _other(item: Item, result: Result) -> Record:
 
 
 def _as_json(one: TokenLogprobs | None) -> dict[str, Any] | None:
-    return (
-        None
-        if one is None
-        else {"token_id": one.token_id, "logprob": one.logprob, "top": one.top}
-    )
+    if one is None:
+        return None
+    return {"token_id": one.token_id, "logprob": one.logprob, "top": one.top}
 
 
 #: Fields of an answer that exist only on request.
 _ASKED_FOR = ("parsed", "logprobs", "prompt_logprobs", "others", "attempts")
 #: Fields of an answer that ``--columns`` may name.
-ANSWER_FIELDS = frozenset(record_of(Item("", Row(id="")), Result(request_id=""))) - {
+ANSWER_FIELDS = frozenset(record_of(Item("", JobRow(id="")), Result(request_id=""))) - {
     "columns"
 } | {
     "seconds",

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from vlm_batch.jobs.cells import Columns, row_of_cells
-from vlm_batch.jobs.rows import InvalidJob, Row, Source, SourceFile
+from vlm_batch.jobs.rows import InvalidJob, JobRow, Source, SourceFile
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -42,38 +42,36 @@ class ArrowTable(Source):
     def found(self) -> Columns:
         return self._columns(self._open())
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[JobRow]:
         return self._rows(with_pictures=True)
 
-    def scan(self) -> Iterator[Row]:
+    def scan(self) -> Iterator[JobRow]:
         return self._rows(with_pictures=False)
 
     def _columns(self, opened: _Opened) -> Columns:
         return self.own.resolve(opened.names, self.name, opened.pictures)
 
-    def _rows(self, *, with_pictures: bool) -> Iterator[Row]:
+    def _rows(self, *, with_pictures: bool) -> Iterator[JobRow]:
         opened = self._open()
         columns = self._columns(opened)
-        asked = {columns.image} if with_pictures else set()
-        kept = [
-            name
-            for name in opened.names
-            if name not in opened.pictures or name in asked
-        ]
+        left_out = set(opened.pictures)
+        if with_pictures:
+            left_out.discard(columns.image or "")
+        kept = [name for name in opened.names if name not in left_out]
         if not kept:  # pictures and nothing else: batches without columns have no rows
-            yield from (
-                Row(id=f"{self.name}:{number}", is_scanned=True)
-                for number in range(opened.num_rows)
-            )
+            for number in range(opened.num_rows):
+                yield JobRow(id=f"{self.name}:{number}", is_scanned=True)
             return
         is_scanned = columns.image is not None and columns.image not in kept
-        columns = replace(columns, image=None) if is_scanned else columns
-        rows = (cells for batch in opened.batches(kept) for cells in batch.to_pylist())
-        for number, cells in enumerate(rows):
-            row = row_of_cells(
-                cells, columns, place=f"{self.name}:{number}", folder=opened.folder
-            )
-            yield replace(row, is_scanned=True) if is_scanned else row
+        if is_scanned:
+            columns = replace(columns, image=None)
+        number = 0
+        for batch in opened.batches(kept):
+            for cells in batch.to_pylist():
+                place = f"{self.name}:{number}"
+                row = row_of_cells(cells, columns, place=place, folder=opened.folder)
+                yield replace(row, is_scanned=True) if is_scanned else row
+                number += 1
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from vlm_batch.inputs import heif
 from vlm_batch.inputs.chats import says_media
 from vlm_batch.inputs.images import picture_suffixes
 from vlm_batch.jobs.files import is_url, kind_of
-from vlm_batch.jobs.rows import InvalidJob, Row
+from vlm_batch.jobs.rows import InvalidJob, JobRow
 from vlm_batch.types import Audio, ImageInput, Video
 
 #: Usual column names, used where none is named.
@@ -100,39 +100,35 @@ class Columns:
         self, names: Sequence[str], table: str, pictures: Sequence[str] = ()
     ) -> Columns:
         """Resolve the names in a table; ``pictures`` are picture columns by type."""
+        self._check_named(names, table)
+        # columns of videos and recordings are mappings of bytes, as pictures are
+        others = {*VIDEO_COLUMNS, *AUDIO_COLUMNS, self.video, self.audio}
+        pictures = [name for name in pictures if name not in others]
+        likely = (
+            _those_in(pictures, PICTURE_NAMES + FILE_NAMES)
+            or _those_in(names, PICTURE_NAMES)
+            or pictures
+            or _those_in(names, FILE_NAMES)
+        )
+        videos = _those_in(names, VIDEO_COLUMNS)
+        audios = _those_in(names, AUDIO_COLUMNS)
+        own_id = self.id
+        if own_id is None:
+            own_id = next(iter(_those_in(names, ID_COLUMNS)), None)
+        return replace(
+            self,
+            image=_only("image", self.image, likely, table),
+            video=_only("video", self.video, videos, table),
+            audio=_only("audio", self.audio, audios, table),
+            id=own_id,
+        )
+
+    def _check_named(self, names: Sequence[str], table: str) -> None:
         for option, name in vars(self).items():
             if name and name not in names:
                 raise InvalidJob(
                     f"{table} has no column {name!r} ({_option(option, table)}); it has {', '.join(names)}"
                 )
-        # mappings of bytes, as pictures are
-        others = {*VIDEO_COLUMNS, *AUDIO_COLUMNS, self.video, self.audio}
-        pictures = [name for name in pictures if name not in others]
-        likely = (
-            [name for name in PICTURE_NAMES + FILE_NAMES if name in pictures],
-            [name for name in PICTURE_NAMES if name in names],
-            pictures,
-            [name for name in FILE_NAMES if name in names],
-        )
-        return replace(
-            self,
-            image=_only("image", self.image, next(filter(None, likely), ()), table),
-            video=_only(
-                "video",
-                self.video,
-                [name for name in VIDEO_COLUMNS if name in names],
-                table,
-            ),
-            audio=_only(
-                "audio",
-                self.audio,
-                [name for name in AUDIO_COLUMNS if name in names],
-                table,
-            ),
-            id=next((name for name in ID_COLUMNS if name in names), None)
-            if self.id is None
-            else self.id,
-        )
 
     @property
     def has_media(self) -> bool:
@@ -142,61 +138,70 @@ class Columns:
         self, names: Collection[str], table: str, named: Collection[str], *, asks: bool
     ) -> None:
         """Raise InvalidJob if an unused column resembles missing pictures, chats or prompts."""
-        strange = [
-            name
-            for name in names
-            if name not in named and name not in vars(self).values()
-        ]
-        wanted = {} if self.has_media else dict.fromkeys(PICTURE_NAMES, "image")
-        if wanted:
-            wanted |= {
-                **dict.fromkeys(VIDEO_COLUMNS, "video"),
-                **dict.fromkeys(AUDIO_COLUMNS, "audio"),
-            }
-        wanted |= {"prompt": "prompt"} if self.prompt is None and not asks else {}
-        found = [
-            (name, wanted[likely])
-            for name in strange
-            if (likely := closest_name(name, wanted)) and name not in wanted
-        ]
-        if "messages" in strange and (
-            not self.has_media or (self.prompt is None and not asks)
-        ):
+        used = {*named, *vars(self).values()}
+        strange = [name for name in names if name not in used]
+        lacks_prompt = self.prompt is None and not asks
+        if "messages" in strange and (lacks_prompt or not self.has_media):
             raise InvalidJob(
                 f"{table} has a column 'messages', and chats are read from JSON lines (.jsonl) alone; "
                 f"{_something_else('image', table, 'messages')} says that it is something else"
             )
+        found = self._resembling(strange, lacks_prompt=lacks_prompt)
+        if found is None:
+            return
+        name, what = found
+        raise InvalidJob(
+            f"{table} has no column of {what}s, but {name!r}: {_option(what, table, name)} takes it for that, "
+            f"and {_something_else(what, table, name)} says that it is something else"
+        )
+
+    def _resembling(
+        self, strange: Sequence[str], *, lacks_prompt: bool
+    ) -> tuple[str, str] | None:
+        """Return an unused column that is probably of pictures or prompts, and which of the two."""
+        wanted: dict[str, str] = {}
         if not self.has_media:
-            found += [
-                (name, "image")
-                for name in sorted(strange, key=_is_fact)
-                if says_media(name)
-            ]
-        for name, what in found[:1]:
-            raise InvalidJob(
-                f"{table} has no column of {what}s, but {name!r}: {_option(what, table, name)} takes it for that, "
-                f"and {_something_else(what, table, name)} says that it is something else"
-            )
+            wanted |= dict.fromkeys(PICTURE_NAMES, "image")
+            wanted |= dict.fromkeys(VIDEO_COLUMNS, "video")
+            wanted |= dict.fromkeys(AUDIO_COLUMNS, "audio")
+        if lacks_prompt:
+            wanted["prompt"] = "prompt"
+        for name in strange:
+            likely = closest_name(name, wanted)
+            if likely is not None and name not in wanted:
+                return name, wanted[likely]
+        if self.has_media:
+            return None
+        for name in sorted(strange, key=_is_fact):
+            if says_media(name):
+                return name, "image"
+        return None
+
+
+def _those_in(names: Collection[str], usual: Sequence[str]) -> list[str]:
+    return [name for name in usual if name in names]
 
 
 def _only(
     what: str, named: str | None, likely: Sequence[str], table: str
 ) -> str | None:
-    if named is None and len(likely) > 1:
+    if named is not None:
+        return named
+    if len(likely) > 1:
         raise InvalidJob(
             f"{likely[0]} and {likely[1]} exclude each other in {table}: {_option(what, table)} says which one holds the "
             f"{what}s"
         )
-    return next(iter(likely), None) if named is None else named
+    return next(iter(likely), None)
 
 
 def _option(what: str, table: str, name: str | None = None) -> str:
     """Return the option for a column, on the command line or in Python."""
     if table in PYTHON_TABLES:
         return f"{what}=" if name is None else f"{what}={name!r}"
-    return (
-        f"--{what}-column" if name is None else f"--{what}-column {name or repr(name)}"
-    )
+    if name is None:
+        return f"--{what}-column"
+    return f"--{what}-column {name or repr(name)}"
 
 
 def _something_else(what: str, table: str, name: str) -> str:
@@ -207,68 +212,77 @@ def _is_fact(name: str) -> bool:
     return FACTS.search(name) is not None
 
 
-def flag_overlooked_media(row: Row, table: str, folder: str = "") -> Row:
+def flag_overlooked_media(row: JobRow, table: str, folder: str = "") -> JobRow:
     """Add an error if a row without pictures names one."""
-    for name, value in row.columns.items() if row.error is None else ():
-        if names_media(value, folder) or (
-            says_media(name) and isinstance(value, str) and is_url(value)
-        ):
-            like = (
-                f" ({value} looks like one)"
-                if isinstance(value, str) and len(value) <= 100
-                else ""
-            )
-            error = (
-                f"{table} has no column of images, but {name!r}: {_option('image', table, name)} takes it for that{like}, and "
-                f"{_option('image', table, '')} says that rows are asked without"
-            )
-            return replace(row, error=error)
+    if row.error is not None:
+        return row
+    for name, value in row.columns.items():
+        if not _is_overlooked(name, value, folder):
+            continue
+        like = ""
+        if isinstance(value, str) and len(value) <= 100:
+            like = f" ({value} looks like one)"
+        error = (
+            f"{table} has no column of images, but {name!r}: {_option('image', table, name)} takes it for that{like}, and "
+            f"{_option('image', table, '')} says that rows are asked without"
+        )
+        return replace(row, error=error)
     return row
 
 
-def flag_doubtful_media(row: Row, own: Columns, table: str, folder: str = "") -> Row:
+def _is_overlooked(name: str, value: Any, folder: str) -> bool:
+    if names_media(value, folder):
+        return True
+    return says_media(name) and isinstance(value, str) and is_url(value)
+
+
+def flag_doubtful_media(
+    row: JobRow, own: Columns, table: str, folder: str = ""
+) -> JobRow:
     """Add an error if a row's doubtful column holds no picture."""
-    for name in (
-        DOUBTFUL_NAMES if own.image is None and row.images and row.error is None else ()
-    ):
+    if own.image is not None or not row.images or row.error is not None:
+        return row
+    for name in DOUBTFUL_NAMES:
         value = row.columns.get(name)
-        if (
-            isinstance(value, str)
-            and value
-            and row.images == media_of(value, folder)
-            and not names_media(value, folder)
-        ):
-            like = f" ({value} does not look like one)" if len(value) <= 100 else ""
-            error = (
-                f"{table} has no column that surely holds images, but {name!r}: {_option('image', table, name)} takes it for "
-                f"that{like}, and {_option('image', table, '')} says that rows are asked without"
-            )
-            return replace(row, error=error)
+        if not isinstance(value, str) or not value:
+            continue
+        is_taken = row.images == media_of(value, folder)
+        if not is_taken or names_media(value, folder):
+            continue
+        like = f" ({value} does not look like one)" if len(value) <= 100 else ""
+        error = (
+            f"{table} has no column that surely holds images, but {name!r}: {_option('image', table, name)} takes it for "
+            f"that{like}, and {_option('image', table, '')} says that rows are asked without"
+        )
+        return replace(row, error=error)
     return row
 
 
 def names_media(value: Any, folder: str) -> bool:
+    """Whether a cell is a picture or a video, or names one."""
     if isinstance(value, str):
-        if BASE64.match(value):
-            return True
-        if len(value) > LONGEST_PATH or "\n" in value:
-            return value.startswith(("data:image/", "data:video/"))
-        path = value.partition("?")[0] if is_url(value) else value
-        suffix = os.path.splitext(path)[1].lower()
-        if suffix not in _media_suffixes():
-            return value.startswith(("data:image/", "data:video/"))
-        return not re.search(r"\s", value.strip()) or os.path.isfile(
-            located(value, folder)
-        )
+        return _text_names_media(value, folder)
     if isinstance(value, (bytes, bytearray)):
         return MAGIC.match(value) is not None
     if isinstance(value, Mapping):
-        return any(
-            names_media(value.get(name), folder) for name in ("bytes", "path", "url")
-        )
+        held = [value.get(name) for name in ("bytes", "path", "url")]
+        return any(names_media(one, folder) for one in held)
     if isinstance(value, (list, tuple)):
         return any(names_media(one, folder) for one in value)
     return isinstance(value, Image.Image)
+
+
+def _text_names_media(value: str, folder: str) -> bool:
+    if BASE64.match(value) or value.startswith(("data:image/", "data:video/")):
+        return True
+    if len(value) > LONGEST_PATH or "\n" in value:
+        return False
+    path = value.partition("?")[0] if is_url(value) else value
+    suffix = os.path.splitext(path)[1].lower()
+    if suffix not in _media_suffixes():
+        return False
+    is_one_word = not re.search(r"\s", value.strip())
+    return is_one_word or os.path.isfile(located(value, folder))
 
 
 @cache
@@ -276,95 +290,136 @@ def _media_suffixes() -> frozenset[str]:
     return picture_suffixes().union(VIDEO_SUFFIXES, heif.SUFFIXES)
 
 
+@dataclass(frozen=True)
+class _CellMedia:
+    """A row's media, by the columns that hold them."""
+
+    images: tuple[ImageInput, ...]
+    videos: tuple[ImageInput, ...]
+    audios: tuple[Audio, ...]
+
+    @classmethod
+    def of(cls, cells: Mapping[str, Any], columns: Columns, folder: str) -> _CellMedia:
+        """Read a row's cells. Raises InvalidJob."""
+        images = media_of(_cell(cells, columns.image), folder)
+        videos = media_of(_cell(cells, columns.video), folder)
+        audios = audios_of(_cell(cells, columns.audio), folder)
+        return cls(images, videos, audios)
+
+    def __bool__(self) -> bool:
+        return bool(self.images or self.videos or self.audios)
+
+    def named(self, kind: str) -> tuple[ImageInput, ...]:
+        """Return what the column of images holds of a kind: a file's suffix says which."""
+        return tuple(one for one in self.images if _kind_of_medium(one) == kind)
+
+
+def _cell(cells: Mapping[str, Any], name: str | None) -> Any:
+    return cells.get(name) if name else None
+
+
+def _kind_of_medium(medium: ImageInput) -> str:
+    return kind_of(medium) if isinstance(medium, str) else "image"
+
+
 def row_of_cells(
     cells: Mapping[str, Any], columns: Columns, *, place: str, folder: str
-) -> Row:
+) -> JobRow:
     """Return a table's row, with ``place`` as its default id."""
-    row_id = id_of(cells.get(columns.id) if columns.id else None, place)
-    shown = {
-        name: value
-        for name, value in cells.items()
-        if name != columns.image or isinstance(value, str)
-    }
+    row_id = id_of(_cell(cells, columns.id), place)
+    shown = dict(cells)
+    if columns.image in shown and not isinstance(shown[columns.image], str):
+        del shown[columns.image]  # a picture is shown in no text
 
-    def wrong(error: str) -> Row:
-        return Row(id=row_id, columns=shown, error=f"{place}: {error}")
+    def wrong(error: str) -> JobRow:
+        return JobRow(id=row_id, columns=shown, error=f"{place}: {error}")
 
     try:
-        images = media_of(cells.get(columns.image), folder) if columns.image else ()
-        videos = media_of(cells.get(columns.video), folder) if columns.video else ()
-        audios = audios_of(cells.get(columns.audio), folder) if columns.audio else ()
+        media = _CellMedia.of(cells, columns, folder)
     except InvalidJob as error:
         return wrong(str(error))
-    if not images and not videos and not audios:
-        given = {
-            name: cells.get(name)
-            for name in (columns.image, columns.video, columns.audio)
-            if name
-        }
-        if given and not any(
-            isinstance(value, (list, tuple)) and not value for value in given.values()
-        ):
-            return wrong(f"column {next(iter(given))!r} is empty; leave the row out")
-    prompt = cells.get(columns.prompt) if columns.prompt else None
+    empty = _empty_column(cells, columns)
+    if not media and empty is not None:
+        return wrong(f"column {empty!r} is empty; leave the row out")
+    prompt = _cell(cells, columns.prompt)
     if columns.prompt and not isinstance(prompt, str):
         return wrong(f"column {columns.prompt!r} holds no text to ask")
-    kinds = [kind_of(image) if isinstance(image, str) else "image" for image in images]
-    named = {
-        kind: tuple(
-            image for image, own in zip(images, kinds, strict=True) if own == kind
-        )
-        for kind in set(kinds)
-    }
-    return Row(
+    return JobRow(
         id=row_id,
         columns=shown,
-        images=named.get("image", ()),
-        videos=tuple(map(Video, (*named.get("video", ()), *videos))),
-        audios=(*map(Audio, named.get("audio", ())), *audios),
+        images=media.named("image"),
+        videos=tuple(map(Video, (*media.named("video"), *media.videos))),
+        audios=(*map(Audio, media.named("audio")), *media.audios),
         prompt=prompt,
     )
 
 
+def _empty_column(cells: Mapping[str, Any], columns: Columns) -> str | None:
+    """Return the first column of media; None without one, and where an empty list says that there are none."""
+    names = [one for one in (columns.image, columns.video, columns.audio) if one]
+    for name in names:
+        value = cells.get(name)
+        if isinstance(value, (list, tuple)) and not value:
+            return None
+    return names[0] if names else None
+
+
 def id_of(value: Any, place: str) -> str:
     """Return the cell, or ``place`` if empty, blank or NaN."""
-    is_nan = isinstance(value, float) and math.isnan(value)
-    return place if value is None or is_nan or not str(value).strip() else str(value)
+    if value is None or _is_nan(value):
+        return place
+    text = str(value)
+    return text if text.strip() else place
+
+
+def _is_nan(value: Any) -> bool:
+    """Whether a cell is empty as pandas holds it."""
+    return isinstance(value, float) and math.isnan(value)
 
 
 def media_of(value: Any, folder: str) -> tuple[ImageInput, ...]:
     """Return a cell's media: paths, URLs, bytes or mappings of these."""
-    if value is None or (isinstance(value, (str, bytes)) and not value):
-        return ()
-    if isinstance(value, float) and math.isnan(value):  # how pandas holds an empty cell
+    if value is None or _is_nan(value):
         return ()
     if isinstance(value, str):
-        return (_of_text(value, folder),)
+        return (_of_text(value, folder),) if value else ()
     if isinstance(value, (bytes, bytearray, memoryview)):
-        return (bytes(value),)
-    if isinstance(value, (Image.Image, np.ndarray, os.PathLike)):
-        return (
-            value
-            if not isinstance(value, os.PathLike)
-            else located(os.fspath(value), folder),
-        )
+        is_empty = isinstance(value, bytes) and not value
+        return () if is_empty else (bytes(value),)
+    if isinstance(value, os.PathLike):
+        return (located(os.fspath(value), folder),)
+    if isinstance(value, (Image.Image, np.ndarray)):
+        return (value,)
     if isinstance(value, Mapping):
-        data, path = value.get("bytes"), value.get("path") or value.get("url")
-        if data is None and path is None:
-            raise InvalidJob(
-                f"a picture's mapping needs bytes, path or url; it has {', '.join(map(str, value))}"
-            )
-        return media_of(data if data is not None else path, folder)
+        return _of_mapping(value, folder)
     if isinstance(value, (list, tuple)):
-        found = [media_of(one, folder) for one in value]
-        if not all(found):
-            raise InvalidJob(
-                f"number {found.index(()) + 1} of the list is empty; leave it out"
-            )
-        return tuple(picture for pictures in found for picture in pictures)
+        return _of_list(value, folder)
     raise InvalidJob(
         f"a picture is a path, URL, bytes or a list of these, not {type(value).__name__}"
     )
+
+
+def _of_mapping(value: Mapping[str, Any], folder: str) -> tuple[ImageInput, ...]:
+    """Return the picture of a mapping, as the datasets library has it."""
+    data = value.get("bytes")
+    if data is not None:
+        return media_of(data, folder)
+    path = value.get("path") or value.get("url")
+    if path is None:
+        raise InvalidJob(
+            f"a picture's mapping needs bytes, path or url; it has {', '.join(map(str, value))}"
+        )
+    return media_of(path, folder)
+
+
+def _of_list(several: Sequence[Any], folder: str) -> tuple[ImageInput, ...]:
+    found: list[ImageInput] = []
+    for number, one in enumerate(several, 1):
+        media = media_of(one, folder)
+        if not media:
+            raise InvalidJob(f"number {number} of the list is empty; leave it out")
+        found += media
+    return tuple(found)
 
 
 def audios_of(value: Any, folder: str) -> tuple[Audio, ...]:
@@ -377,21 +432,28 @@ def audios_of(value: Any, folder: str) -> tuple[Audio, ...]:
 
 def _of_text(value: str, folder: str) -> ImageInput:
     if BASE64.match(value):
-        try:
-            return base64.b64decode("".join(value.split()), validate=True)
-        except ValueError as error:
-            raise InvalidJob(
-                f"a picture in base64 of {len(value):,} characters is cut or damaged: {error}"
-            ) from error
+        return _of_base64(value)
     path = located(value, folder)
-    return (
-        path if os.path.exists(path) or is_url(path) else located(value.strip(), folder)
-    )
+    if os.path.exists(path) or is_url(path):
+        return path
+    return located(value.strip(), folder)
+
+
+def _of_base64(value: str) -> bytes:
+    try:
+        return base64.b64decode("".join(value.split()), validate=True)
+    except ValueError as error:
+        raise InvalidJob(
+            f"a picture in base64 of {len(value):,} characters is cut or damaged: {error}"
+        ) from error
 
 
 def located(path: str, folder: str) -> str:
     """Return a path beside the table if it exists there or nowhere, else unchanged."""
-    if is_url(path) or os.path.isabs(path) or path.startswith("~") or not folder:
+    is_own = is_url(path) or os.path.isabs(path) or path.startswith("~")
+    if is_own or not folder:
         return path
     beside = os.path.join(folder, path)
-    return beside if os.path.exists(beside) or not os.path.exists(path) else path
+    if os.path.exists(beside) or not os.path.exists(path):
+        return beside
+    return path

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from vlm_batch.jobs.boxes import BoxForm, Region
 from vlm_batch.jobs.files import is_url
 from vlm_batch.jobs.lines import CannotWrite, Record, replace_file
 from vlm_batch.jobs.plan import Job
@@ -44,6 +45,7 @@ class PageText:
     finish_reason: str | None = None
     attempts: int = 1
     size: tuple[int, int] | None = None
+    regions: tuple[Region, ...] = ()
 
     @property
     def repeats(self) -> bool:
@@ -111,6 +113,7 @@ class Documents(Sink):
         form: One of ``DOCUMENT_FORMS``.
         has_marks: Whether each page begins with a mark of its number.
         facts: The model's name and what was asked, for JSON.
+        boxes: How the model writes boxes: each document has a file of its pages' regions then.
     """
 
     def __init__(
@@ -121,12 +124,14 @@ class Documents(Sink):
         form: str,
         has_marks: bool,
         facts: Mapping[str, Any],
+        boxes: BoxForm | None = None,
     ) -> None:
         self.folder = folder
         self._job = job
         self._form = form
         self._has_marks = has_marks
         self._facts = facts
+        self._boxes = boxes
         self._answers = AnswerFile(folder / PAGES)
         self._open: dict[str, _Document] = {}
         self._names: dict[str, Path] = {}
@@ -158,13 +163,24 @@ class Documents(Sink):
         self._open = {
             name: _Document(count) for name, count in self._count_pages().items()
         }
-        self._names = names_of(self._open, f".{self._form}")
+        kept = {} if overwrite else self._kept_names()
+        self._names = names_of(self._open, f".{self._form}", kept)
         there = [path for path in self._paths() if path.exists()]
         if there and not resume and not overwrite:
             raise InvalidJob(
                 f"{count_of(len(there), 'file')} would be replaced, {there[0]} first: --resume goes on with an earlier "
                 "run's, --overwrite replaces them"
             )
+
+    def _kept_names(self) -> dict[str, PurePosixPath]:
+        """Return the files of earlier runs, without suffixes: a text keeps its name when a namesake joins later."""
+        kept = {}
+        for record in self._answers.records():
+            file = PurePosixPath(str(record.get("file") or ""))
+            is_below = not file.is_absolute() and ".." not in file.parts
+            if file.name and is_below:
+                kept[str(record.get("document"))] = file
+        return kept
 
     def _count_pages(self) -> Counter[str]:
         return Counter(
@@ -173,7 +189,11 @@ class Documents(Sink):
         )
 
     def _paths(self) -> Iterator[Path]:
-        return (self.folder / name for name in self._names.values())
+        """Yield every file that is written."""
+        for name in self._names.values():
+            yield self.folder / name
+            if self._boxes is not None:
+                yield boxes_path(self.folder / name)
 
     def existing(self) -> tuple[Ids, Ids]:
         return self._answers.existing()
@@ -196,11 +216,10 @@ class Documents(Sink):
 
     def append(self, record: Record) -> None:
         columns = record["columns"]
-        document = {
-            "document": _document_of(columns, str(record["id"])),
-            "page": columns.get("page"),
-        }
-        record = {**record, **document}
+        name = _document_of(columns, str(record["id"]))
+        record = {**record, "document": name, "page": columns.get("page")}
+        if name in self._names:
+            record["file"] = self._names[name].with_suffix("").as_posix()
         self._answers.append(record)
         self._take(record, is_new=True)
 
@@ -209,32 +228,34 @@ class Documents(Sink):
         document = self._open.get(name)
         if document is None:  # of another job's rows
             return
-        document.pages.append(_page_of(record))
+        document.pages.append(_page_of(record, self._boxes))
         document.num_left -= 1
         if document.num_left > 0:
             return
         del self._open[name]
-        path = self.folder / self._names[name]
-        pages = sorted(document.pages, key=lambda page: page.page or 0)
-        if is_new or not path.exists():
-            self._write(name, path, pages)
-        failed = tuple(page.page for page in pages if page.error is not None)
-        repeating = tuple(page.page for page in pages if page.repeats)
-        if failed or repeating:
-            self.lacking.append(Lacking(name, failed, repeating))
+        document.pages.sort(key=lambda page: page.page or 0)
+        self._write_files(name, document.pages, is_new=is_new)
+        lacking = _lacking(name, document.pages)
+        if lacking is not None:
+            self.lacking.append(lacking)
 
-    def _write(self, name: str, path: Path, pages: list[PageText]) -> None:
+    def _write_files(self, name: str, pages: list[PageText], *, is_new: bool) -> None:
+        """Write a document's files; of an earlier run's pages, only those that are not there."""
+        path = self.folder / self._names[name]
+        if is_new or not path.exists():
+            self._write_text(name, path, pages)
+        if self._boxes is None:
+            return
+        boxes = boxes_path(path)
+        if is_new or not boxes.exists():
+            _write(boxes, boxes_json(name, pages, self._facts))
+
+    def _write_text(self, name: str, path: Path, pages: list[PageText]) -> None:
         if self._form == "json":
             text = as_json(name, pages, self._facts)
         else:
             text = as_text(pages, self._form, has_marks=self._has_marks)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise CannotWrite(
-                f"cannot make the folder {path.parent}: {error.strerror}"
-            ) from error
-        replace_file(path, spelled(text).encode())
+        _write(path, text)
         self.num_written += 1
 
     def finish(self) -> None:
@@ -244,22 +265,55 @@ class Documents(Sink):
         self._answers.close()
 
 
+def _lacking(name: str, pages: list[PageText]) -> Lacking | None:
+    failed = tuple(page.page for page in pages if page.error is not None)
+    repeating = tuple(page.page for page in pages if page.repeats)
+    if not failed and not repeating:
+        return None
+    return Lacking(name, failed, repeating)
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file in a folder that is made if it is not there. Raises CannotWrite."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CannotWrite(
+            f"cannot make the folder {path.parent}: {error.strerror}"
+        ) from error
+    replace_file(path, spelled(text).encode())
+
+
 def _document_of(columns: Mapping[str, Any], row_id: str) -> str:
     """Return the document of a page; one that cannot be read at all is its own row."""
     return str(columns.get("path") or row_id)
 
 
-def _page_of(record: Record) -> PageText:
-    sizes = record.get("image_sizes") or ()
+def _page_of(record: Record, boxes: BoxForm | None = None) -> PageText:
     page = record.get("page")
+    text = str(record.get("text") or "").strip()
+    error = record.get("error")
+    size = _first_size(record.get("image_sizes"))
+    regions: list[Region] = []
+    if boxes is not None and size is not None and error is None:
+        seen = _first_size(record.get("model_image_sizes"))
+        regions = boxes.regions(text, size, seen)
     return PageText(
         page=None if page is None else int(page),
-        text=str(record.get("text") or "").strip(),
-        error=record.get("error"),
+        text=text,
+        error=error,
         finish_reason=record.get("finish_reason"),
         attempts=int(record.get("attempts") or 1),
-        size=tuple(sizes[0]) if sizes else None,
+        size=size,
+        regions=tuple(regions),
     )
+
+
+def _first_size(sizes: Any) -> tuple[int, int] | None:
+    if not sizes:
+        return None
+    width, height = sizes[0]
+    return width, height
 
 
 # ---- what is written ----
@@ -318,24 +372,58 @@ def as_json(name: str, pages: list[PageText], facts: Mapping[str, Any]) -> str:
     return json.dumps(whole, ensure_ascii=False, indent=1) + "\n"
 
 
+def boxes_json(name: str, pages: list[PageText], facts: Mapping[str, Any]) -> str:
+    """Spell a document's regions as JSON, page by page."""
+    told = []
+    for page in pages:
+        regions = [vars(region) for region in page.regions]
+        told.append(
+            {
+                "page": page.page,
+                "size": page.size,
+                "error": page.error,
+                "regions": regions,
+            }
+        )
+    whole = {"document": name, **facts, "pages": told}
+    return json.dumps(whole, ensure_ascii=False, indent=1) + "\n"
+
+
 # ---- where it is written ----
 
 
-def names_of(documents: Iterable[str], suffix: str) -> dict[str, Path]:
+def boxes_path(text: Path) -> Path:
+    """Return the file of a document's regions, beside its text."""
+    return text.with_suffix(".boxes.json")
+
+
+def names_of(
+    documents: Iterable[str],
+    suffix: str,
+    kept: Mapping[str, PurePosixPath] | None = None,
+) -> dict[str, Path]:
     """Choose a file for each document: below one folder, as the documents lie to each other, no two the same.
 
-    ``a/x.pdf`` becomes ``a/x.md``; beside an ``a/x.png`` it becomes ``a/x.pdf.md``.
+    ``a/x.pdf`` becomes ``a/x.md``; beside an ``a/x.png`` it becomes ``a/x.pdf.md``. Documents of earlier runs have the
+    names that are ``kept``, without suffixes.
     """
     documents = list(documents)
+    kept = kept or {}
     places = dict(zip(documents, _places(documents), strict=True))
     stems = Counter(_key(place.with_suffix("")) for place in places.values())
     taken: set[str] = set()
     chosen: dict[str, Path] = {}
+    for name in documents:
+        if name in kept:
+            place = kept[name]
+            chosen[name] = _free_name(place.parent, place.name, suffix, taken)
     for name, place in places.items():
+        if name in chosen:
+            continue
         is_alone = stems[_key(place.with_suffix(""))] == 1
         base = place.stem if is_alone else place.name
         chosen[name] = _free_name(place.parent, base, suffix, taken)
-    return chosen
+    return {name: chosen[name] for name in documents}
 
 
 def _free_name(folder: PurePosixPath, base: str, suffix: str, taken: set[str]) -> Path:
@@ -343,11 +431,11 @@ def _free_name(folder: PurePosixPath, base: str, suffix: str, taken: set[str]) -
     number = 1
     while True:
         place = folder / f"{base}{'' if number == 1 else f'-{number}'}{suffix}"
-        key = _key(place)
+        keys = {_key(place), _key(place.with_suffix(".boxes.json"))}
         # the pages' answers, and the files beside them
-        is_ours = key.startswith(f"{PAGES}.")
-        if key not in taken and not is_ours:
-            taken.add(key)
+        is_ours = _key(place).startswith(f"{PAGES}.")
+        if not keys & taken and not is_ours:
+            taken |= keys
             return Path(place)
         number += 1
 
@@ -367,18 +455,18 @@ def _short(base: str) -> str:
 
 def _places(documents: list[str]) -> Iterator[PurePosixPath]:
     """Yield each document's relative place; what is no file has one at the top."""
-    files = {
-        name: os.path.realpath(os.path.dirname(os.path.expanduser(name)) or ".")
-        for name in documents
-    }
-    folders = [folder for name, folder in files.items() if not is_url(name)]
-    top = os.path.commonpath(folders) if folders else ""
-    for name, folder in files.items():
-        if is_url(name):
-            yield PurePosixPath(_name_of_url(name))
-        else:
-            below = os.path.relpath(folder, top)
+    folders = {name: _folder_of(name) for name in documents if not is_url(name)}
+    top = os.path.commonpath(folders.values()) if folders else ""
+    for name in documents:
+        if name in folders:
+            below = os.path.relpath(folders[name], top)
             yield PurePosixPath(below) / os.path.basename(name)
+        else:
+            yield PurePosixPath(_name_of_url(name))
+
+
+def _folder_of(file: str) -> str:
+    return os.path.realpath(os.path.dirname(os.path.expanduser(file)) or ".")
 
 
 def _name_of_url(url: str) -> str:

@@ -56,11 +56,10 @@ class Found:
         is_folder = os.path.isdir(path)
         for file in self._walk(path, recursive) if is_folder else (path,):
             suffix = "" if is_url(file) else os.path.splitext(file)[1].lower()
-            if (
-                suffix not in suffixes
-                if is_folder
-                else suffix in NO_PICTURES and os.path.lexists(file)
-            ):
+            is_skipped = suffix in NO_PICTURES and os.path.lexists(file)
+            if is_folder:
+                is_skipped = suffix not in suffixes
+            if is_skipped:
                 self.skipped[suffix] += 1
             elif self.add(file):
                 yield file
@@ -73,50 +72,50 @@ class Found:
         def unreadable(error: OSError) -> None:
             self.unreadable.append(str(error.filename))
 
-        for where, folders, names in os.walk(
-            folder, onerror=unreadable, followlinks=True
-        ):
+        walk = os.walk(folder, onerror=unreadable, followlinks=True)
+        for where, folders, names in walk:
+            shown = sorted(one for one in folders if not _is_hidden(one))
+            folders[:] = shown if recursive else []
             real = os.path.realpath(where)
-            is_again = real in self.folders
-            self.num_folders_again += is_again
+            if real in self.folders:
+                self.num_folders_again += 1
+                folders[:] = []
+                continue
             self.folders.add(real)
-            folders[:] = (
-                sorted(one for one in folders if not one.startswith("."))
-                if recursive and not is_again
-                else []
-            )
-            paths = (
-                []
-                if is_again
-                else [os.path.join(where, name) for name in sorted(names)]
-            )
+            paths = [
+                os.path.join(where, name)
+                for name in sorted(names)
+                if not _is_hidden(name)
+            ]
             for path in sorted(paths, key=os.path.islink):
-                name = os.path.basename(path)
-                if not name.startswith(".") and os.path.isfile(path):
+                if os.path.isfile(path):
                     yield path
-                elif not name.startswith("."):  # a link that leads nowhere, a pipe
+                else:  # a link that leads nowhere, a pipe
                     self.unreadable.append(path)
 
     def said(self) -> str:
         """Describe skipped files in one line."""
-        kinds = [
-            f"{count} {suffix or 'without a suffix'}{_hint(suffix)}"
-            for suffix, count in self.skipped.most_common(6)
-        ]
-        if len(self.skipped) > 6:
-            kinds.append(
-                f"{sum(self.skipped.values()) - sum(n for _, n in self.skipped.most_common(6))} others"
-            )
+        most_common = self.skipped.most_common()
+        said = []
+        for suffix, count in most_common[:6]:
+            said.append(f"{count} {suffix or 'without a suffix'}{_hint(suffix)}")
+        num_others = sum(count for _, count in most_common[6:])
+        if num_others:
+            said.append(f"{num_others} others")
         if self.num_folders_again:
-            kinds.append(
+            said.append(
                 f"{count_of(self.num_folders_again, 'folder')} that links lead to again"
             )
         if self.num_links:
-            kinds.append(
+            said.append(
                 f"{count_of(self.num_links, 'link')} to files that are there already"
             )
-        kinds += [f"{folder} (cannot be read)" for folder in self.unreadable]
-        return f"skipped: {', '.join(kinds)}" if kinds else ""
+        said += [f"{folder} (cannot be read)" for folder in self.unreadable]
+        return f"skipped: {', '.join(said)}" if said else ""
+
+
+def _is_hidden(name: str) -> bool:
+    return name.startswith(".")
 
 
 def _hint(suffix: str) -> str:
@@ -131,44 +130,59 @@ def _hint(suffix: str) -> str:
         (OFFICE_SUFFIXES, "to be saved as PDF or CSV first"),
         (heif.SUFFIXES, f"{heif.REMEDY} reads them"),
     )
-    if suffix in Image.EXTENSION:  # pictures of another kind than those of FORMATS
-        hints += (
-            (
-                (suffix,),
-                f"{Image.EXTENSION[suffix]} is not read here: to be saved as PNG first",
-            ),
-        )
-    return next((f" ({hint})" for suffixes, hint in hints if suffix in suffixes), "")
+    for suffixes, hint in hints:
+        if suffix in suffixes:
+            return f" ({hint})"
+    kind = Image.EXTENSION.get(suffix)  # of pictures, but not one of FORMATS
+    return (
+        "" if kind is None else f" ({kind} is not read here: to be saved as PNG first)"
+    )
 
 
 def expanded(argument: str) -> list[str]:
     """Return a pattern's matches, or the normalised argument: jobs resume by names."""
-    if argument and not is_url(argument):
-        argument = os.path.expanduser(argument)
-        argument = (
-            argument
-            if os.pardir in argument.split(os.sep)
-            else os.path.normpath(argument)
-        )
-    if is_url(argument) or os.path.lexists(argument) or not glob.has_magic(argument):
+    if is_url(argument):
+        return [argument]
+    argument = _normalised(argument)
+    if os.path.lexists(argument) or not glob.has_magic(argument):
         return [argument]
     return sorted(glob.glob(argument, recursive=True)) or [argument]
 
 
+def _normalised(path: str) -> str:
+    if not path:
+        return path
+    path = os.path.expanduser(path)
+    if os.pardir in path.split(os.sep):  # which a link may lead elsewhere
+        return path
+    return os.path.normpath(path)
+
+
 def check_there(arguments: Sequence[str]) -> None:
     """Raise InvalidJob for a missing folder or pattern, or if no named file exists."""
-    named = (one for one in arguments if one != "-" and not is_url(one))
-    missing = [one for one in named if not any(map(os.path.lexists, expanded(one)))]
-    folders = [
-        one for one in missing if glob.has_magic(one) or not os.path.splitext(one)[1]
-    ]
-    if folders or (missing and len(missing) == len(arguments)):
-        first = (folders or missing)[0]
-        raise InvalidJob(
-            f"nothing matches {first}"
-            if glob.has_magic(first)
-            else f"{first} does not exist"
-        )
+    missing = [one for one in arguments if _is_missing(one)]
+    must_be_there = [one for one in missing if not _is_named_file(one)]
+    if must_be_there:
+        raise _nothing_at(must_be_there[0])
+    if missing and len(missing) == len(arguments):
+        raise _nothing_at(missing[0])
+
+
+def _is_missing(argument: str) -> bool:
+    if argument == "-" or is_url(argument):
+        return False
+    return not any(map(os.path.lexists, expanded(argument)))
+
+
+def _is_named_file(argument: str) -> bool:
+    """Whether an argument is one file's name: among others, a missing one is a failed row."""
+    return not glob.has_magic(argument) and bool(os.path.splitext(argument)[1])
+
+
+def _nothing_at(argument: str) -> InvalidJob:
+    if glob.has_magic(argument):
+        return InvalidJob(f"nothing matches {argument}")
+    return InvalidJob(f"{argument} does not exist")
 
 
 def is_url(path: str) -> bool:
@@ -178,13 +192,9 @@ def is_url(path: str) -> bool:
 def kind_of(path: str) -> str:
     """Return "image", "video" or "audio" by the suffix."""
     name = path.partition("?")[0].lower()
-    return (
-        "video"
-        if name.endswith(VIDEO_SUFFIXES)
-        else "audio"
-        if name.endswith(AUDIO_SUFFIXES)
-        else "image"
-    )
+    if name.endswith(VIDEO_SUFFIXES):
+        return "video"
+    return "audio" if name.endswith(AUDIO_SUFFIXES) else "image"
 
 
 def common_folder(paths: Sequence[str]) -> str:

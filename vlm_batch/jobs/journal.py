@@ -16,6 +16,7 @@ import filelock
 from vlm_batch._version import __version__
 from vlm_batch.checks import simplify_schema
 from vlm_batch.jobs.lines import linked_file, replace_file
+from vlm_batch.jobs.questions import PARAMETERS
 from vlm_batch.jobs.rows import InvalidJob
 from vlm_batch.types import SamplingParams
 
@@ -144,29 +145,15 @@ def check_same(output: Path, settings: Mapping[str, Any]) -> None:
         _settle(one)
     if SAFE in now:  # which earlier versions did not know
         before.setdefault(SAFE, now[SAFE])
-    first, second = before.pop(MODEL_FILES, {}), now.pop(MODEL_FILES, {})
-    changed = [
-        name
-        for name in sorted({*first, *second})
-        if not _is_same(first.get(name), second.get(name))
-    ]
-    if first and second and not changed:  # the same model in another place
-        before["model"] = now["model"]
-    other = [
-        f"{name} {_difference(before.get(name), now.get(name))}"
-        for name in sorted({*before, *now})
-        if before.get(name) != now.get(name)
-        and not (name == "tables" and _tables_agree(before, now))
-    ]
-    # or a copy of it
-    if changed and (
-        before.get("model") == now.get("model") or len(changed) < len(first)
-    ):
-        told = [
-            name + " (new)" * (name not in first) + " (gone)" * (name not in second)
-            for name in changed[:3]
-        ]
-        other.append(f"the model's files have changed: {', '.join(told)}")
+    model_has_changed = _compare_models(before, now)
+    other = []
+    for name in sorted({*before, *now}):
+        first, second = before.get(name), now.get(name)
+        if first == second or (name == "tables" and _tables_agree(before, now)):
+            continue
+        other.append(f"{name} {_difference(first, second)}")
+    if model_has_changed is not None:
+        other.append(model_has_changed)
     if other:
         raise InvalidJob(
             f"{output} was made with other settings: {'; '.join(other)}. Give the same ones, or name another file; "
@@ -174,13 +161,34 @@ def check_same(output: Path, settings: Mapping[str, Any]) -> None:
         )
 
 
+def _compare_models(before: dict[str, Any], now: dict[str, Any]) -> str | None:
+    """Take the models' files out of settings, and say what has changed in them.
+
+    The same files in another place are the same model: ``before`` then names it as ``now`` does.
+    """
+    first, second = before.pop(MODEL_FILES, {}), now.pop(MODEL_FILES, {})
+    changed = []
+    for name in sorted({*first, *second}):
+        if not _is_same(first.get(name), second.get(name)):
+            changed.append(name)
+    if not changed:
+        if first and second:
+            before["model"] = now["model"]
+        return None
+    is_one_model = before.get("model") == now.get("model") or len(changed) < len(first)
+    if not is_one_model:  # the names of two models say enough
+        return None
+    told = []
+    for name in changed[:3]:
+        new = " (new)" if name not in first else ""
+        gone = " (gone)" if name not in second else ""
+        told.append(f"{name}{new}{gone}")
+    return f"the model's files have changed: {', '.join(told)}"
+
+
 def _settle(settings: dict[str, Any]) -> None:
     """Convert an earlier version's settings."""
-    defaults = {
-        name: value
-        for name, value in vars(SamplingParams()).items()
-        if name != "logits_processors"
-    }
+    defaults = {name: vars(SamplingParams())[name] for name in PARAMETERS}
     settings |= {**json.loads(json.dumps(defaults)), **settings}
     if isinstance(settings.get("json_schema"), dict):
         simplify_schema(settings["json_schema"])

@@ -64,41 +64,38 @@ def map_table(
     """
     questions = Questions((prompt or DEFAULT_PROMPT,), system, params_of(params))
     names = (into, f"{into}_error", f"{into}_tokens")
-    asked = _Asked(
-        batcher,
-        prompt,
-        Columns(image=image, video=video, audio=audio),
-        questions,
-        names,
-    )
-    if "pandas" in sys.modules and isinstance(table, sys.modules["pandas"].DataFrame):
-        starts = range(0, len(table), BATCH_ROWS)
-        rows = (
-            row
-            for start in starts
-            for row in table.iloc[start : start + BATCH_ROWS].to_dict("records")
-        )
-        return table.assign(
-            **asked.lists(rows, [str(name) for name in table.columns], [])
-        )
-    if "polars" in sys.modules:
-        polars = sys.modules["polars"]
-        if isinstance(table, polars.LazyFrame):
-            raise InvalidJob("a LazyFrame is no table yet: collect() it")
-        if isinstance(table, polars.DataFrame):
-            return polars.from_arrow(_map_arrow(asked, table))
-    if "datasets" in sys.modules:
-        datasets = sys.modules["datasets"]
-        if isinstance(table, datasets.Dataset):
-            found = asked.lists(
-                _rows_of(stored(table)), table.column_names, picture_features(table)
-            )
-            for name, values in found.items():
-                table = table.add_column(name, values)
-            return table
-        if isinstance(table, datasets.IterableDataset):
-            return _map_stream(asked, table, datasets)
+    given = Columns(image=image, video=video, audio=audio)
+    asked = _Asked(batcher, prompt, given, questions, names)
+    # a library that nobody has imported has made no table
+    pandas, polars, datasets = map(sys.modules.get, ("pandas", "polars", "datasets"))
+    if pandas is not None and isinstance(table, pandas.DataFrame):
+        return _map_pandas(asked, table)
+    if polars is not None and isinstance(table, polars.LazyFrame):
+        raise InvalidJob("a LazyFrame is no table yet: collect() it")
+    if polars is not None and isinstance(table, polars.DataFrame):
+        return polars.from_arrow(_map_arrow(asked, table))
+    if datasets is not None and isinstance(table, datasets.Dataset):
+        return _map_dataset(asked, table)
+    if datasets is not None and isinstance(table, datasets.IterableDataset):
+        return _map_stream(asked, table, datasets)
     return _map_arrow(asked, table)
+
+
+def _map_pandas(asked: _Asked, table: Any) -> Any:
+    def rows() -> Iterator[Mapping[str, Any]]:
+        for start in range(0, len(table), BATCH_ROWS):
+            yield from table.iloc[start : start + BATCH_ROWS].to_dict("records")
+
+    names = [str(name) for name in table.columns]
+    return table.assign(**asked.lists(rows(), names, []))
+
+
+def _map_dataset(asked: _Asked, table: Any) -> Any:
+    rows = _rows_of(stored(table))
+    found = asked.lists(rows, table.column_names, picture_features(table))
+    for name, values in found.items():
+        table = table.add_column(name, values)
+    return table
 
 
 @dataclass(frozen=True)
@@ -110,21 +107,28 @@ class _Asked:
     names: tuple[str, str, str]
 
     def columns(self, names: list[str], pictures: list[str]) -> Columns:
-        if taken := [name for name in self.names if name in names]:
-            raise InvalidJob(
-                f"the table has a column {taken[0]!r} already; into= takes another name"
-            )
+        """Return where the rows' media are. Raises InvalidJob."""
+        for name in self.names:
+            if name in names:
+                raise InvalidJob(
+                    f"the table has a column {name!r} already; into= takes another name"
+                )
+        self._check_prompt(names)
+        found = self.given.resolve(names, THE_TABLE, pictures)
+        found.check_overlooked(names, THE_TABLE, self.questions.columns, asks=True)
+        return found if self.prompt is not None else replace(found, prompt="prompt")
+
+    def _check_prompt(self, names: list[str]) -> None:
+        if self.prompt is None:
+            if "prompt" not in names:
+                raise InvalidJob("prompt= is needed: the table has no column 'prompt'")
+            return
         missing = sorted(self.questions.columns - set(names))
-        if missing and self.prompt is not None:
+        if missing:
             raise InvalidJob(
                 f"the prompt names {{{missing[0]}}}, which is no column; columns: {', '.join(names)} "
                 "(write {{ and }} for braces)"
             )
-        if self.prompt is None and "prompt" not in names:
-            raise InvalidJob("prompt= is needed: the table has no column 'prompt'")
-        found = self.given.resolve(names, THE_TABLE, pictures)
-        found.check_overlooked(names, THE_TABLE, self.questions.columns, asks=True)
-        return found if self.prompt is not None else replace(found, prompt="prompt")
 
     def answers(
         self, rows: Iterable[Mapping[str, Any]], columns: Columns
@@ -133,11 +137,7 @@ class _Asked:
         ahead: deque[tuple[Mapping[str, Any], Handle | Result]] = deque()
         try:
             for number, cells in enumerate(rows):
-                row = row_of_cells(cells, columns, place=f"row {number}", folder="")
-                row = flag_doubtful_media(row, self.given, THE_TABLE)
-                if not columns.has_media:
-                    row = flag_overlooked_media(row, THE_TABLE)
-                ahead.append((cells, submitted_row(self.batcher, self.questions, row)))
+                ahead.append((cells, self._submitted(cells, columns, number)))
                 if len(ahead) == WINDOW:
                     yield self._answered(*ahead.popleft())
             while ahead:
@@ -147,22 +147,29 @@ class _Asked:
                 if isinstance(one, Handle):
                     one.cancel()
 
+    def _submitted(
+        self, cells: Mapping[str, Any], columns: Columns, number: int
+    ) -> Handle | Result:
+        row = row_of_cells(cells, columns, place=f"row {number}", folder="")
+        row = flag_doubtful_media(row, self.given, THE_TABLE)
+        if not columns.has_media:
+            row = flag_overlooked_media(row, THE_TABLE)
+        return submitted_row(self.batcher, self.questions, row)
+
     def _answered(
         self, cells: Mapping[str, Any], one: Handle | Result
     ) -> tuple[Mapping[str, Any], Answer]:
-        result = with_form(
-            self.questions.params, one.result() if isinstance(one, Handle) else one
-        )
+        result = one.result() if isinstance(one, Handle) else one
+        result = with_form(self.questions.params, result)
         text = result.text if result.error is None else None
         return cells, (text, result.error, result.usage.completion_tokens)
 
     def lists(
         self, rows: Iterable[Mapping[str, Any]], names: list[str], pictures: list[str]
     ) -> dict[str, list[Any]]:
-        answers = [
-            answer for _, answer in self.answers(rows, self.columns(names, pictures))
-        ]
-        return self.by_name(answers)
+        """Return the new columns of a table."""
+        columns = self.columns(names, pictures)
+        return self.by_name([answer for _, answer in self.answers(rows, columns)])
 
     def by_name(self, answers: Sequence[Answer]) -> dict[str, list[Any]]:
         return {

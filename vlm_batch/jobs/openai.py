@@ -7,19 +7,16 @@ A request is ``{"custom_id", "method", "url", "body"}``, an answer ``{"id", "cus
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any
 
 from vlm_batch.jobs.cells import did_you_mean, id_of
-from vlm_batch.jobs.rows import Row, digest
-from vlm_batch.types import SamplingParams
+from vlm_batch.jobs.questions import PARAMETERS
+from vlm_batch.jobs.rows import JobRow, digest
 
-#: Parameters that a body spells in other fields, or cannot hold.
-_SPELLED = ("json_schema", "logprobs", "logits_processors")
+#: Parameters that a body spells in other fields.
+_SPELLED = ("json_schema", "logprobs")
 #: Fields of a body, and the sampling parameters that they set.
-_PARAMS = {
-    one.name: one.name for one in fields(SamplingParams) if one.name not in _SPELLED
-} | {
+_PARAMS = {name: name for name in PARAMETERS if name not in _SPELLED} | {
     "max_completion_tokens": "max_tokens",
     "response_format": "json_schema",
 }
@@ -37,17 +34,17 @@ _KNOWN = frozenset(
 )
 
 
-def row_of_body(line: Mapping[str, Any], place: str) -> Row:
+def row_of_body(line: Mapping[str, Any], place: str) -> JobRow:
     """Return a line's row, with an error for an unsupported field."""
     row_id, body = id_of(line["custom_id"], place), line["body"]
     wrong = _wrong(line)
     if wrong is not None:
-        return Row(id=row_id, error=f"{place}: {wrong}")
+        return JobRow(id=row_id, error=f"{place}: {wrong}")
     try:
         params = _params(body)
     except ValueError as error:
-        return Row(id=row_id, error=f"{place}: {error}")
-    return Row(
+        return JobRow(id=row_id, error=f"{place}: {error}")
+    return JobRow(
         id=row_id,
         messages=body["messages"],
         params=params,
@@ -138,23 +135,19 @@ def _token(token_id: int, logprob: float) -> dict[str, Any]:
 
 
 def _params(body: Mapping[str, Any]) -> dict[str, Any]:
-    given = {
-        name: value
-        for name, value in body.items()
-        if name in _PARAMS and value is not None
-    }
-    if (
-        "response_format" in given
-        and (schema := _schema(given.pop("response_format"))) is not None
-    ):
-        given["response_format"] = schema
-    if "logit_bias" in given:
-        if not isinstance(given["logit_bias"], dict):
-            raise ValueError("logit_bias maps token ids to numbers")
-        given["logit_bias"] = {
-            int(token): bias for token, bias in given["logit_bias"].items()
-        }
-    params = {_PARAMS[name]: value for name, value in given.items()}
+    params = {}
+    for name, value in body.items():
+        if name in _PARAMS and value is not None:
+            params[_PARAMS[name]] = value
+    if "json_schema" in params:
+        params["json_schema"] = _schema(params["json_schema"])
+        if params["json_schema"] is None:
+            del params["json_schema"]
+    bias = params.get("logit_bias", {})
+    if not isinstance(bias, dict):
+        raise ValueError("logit_bias maps token ids to numbers")
+    if bias:
+        params["logit_bias"] = {int(token): value for token, value in bias.items()}
     if body.get("logprobs"):
         params["logprobs"] = body.get("top_logprobs") or 0
     elif body.get("top_logprobs"):
@@ -168,27 +161,23 @@ def _schema(given: Any) -> Mapping[str, Any] | None:
         return None
     if kind == "json_object":
         return {"type": "object"}
-    schema = (
-        given["json_schema"].get("schema")
-        if kind == "json_schema" and isinstance(given.get("json_schema"), dict)
-        else None
+    named = given.get("json_schema") if kind == "json_schema" else None
+    schema = named.get("schema") if isinstance(named, dict) else None
+    if isinstance(schema, dict):
+        return schema
+    raise ValueError(
+        "response_format is text, json_object, or json_schema with its schema"
     )
-    if not isinstance(schema, dict):
-        raise ValueError(
-            "response_format is text, json_object, or json_schema with its schema"
-        )
-    return schema
 
 
 def _wrong(line: Mapping[str, Any]) -> str | None:
     body = line["body"]
-    if strange := [name for name in line if name not in _LINE]:
-        return f"the line has {strange[0]!r} beside its body{did_you_mean(strange[0], _LINE)}"
-    if (
-        line.get("method", "POST") != "POST"
-        or line.get("url", "/v1/chat/completions") != "/v1/chat/completions"
-    ):
-        return f"{line.get('method', 'POST')} {line.get('url')} is not answered here; POST /v1/chat/completions is"
+    for name in line:
+        if name not in _LINE:
+            return f"the line has {name!r} beside its body{did_you_mean(name, _LINE)}"
+    method, url = line.get("method", "POST"), line.get("url", "/v1/chat/completions")
+    if method != "POST" or url != "/v1/chat/completions":
+        return f"{method} {line.get('url')} is not answered here; POST /v1/chat/completions is"
     if not isinstance(body, dict) or not isinstance(body.get("messages"), list):
         return "body has no list of messages"
     for name, value in body.items():

@@ -26,11 +26,8 @@ def by_size(items: Iterator[Item]) -> Iterator[Item]:
 def _window(items: Iterator[Item]) -> Iterator[tuple[tuple[object, ...], Item]]:
     end = time.monotonic() + LOOK_SECONDS
     for item in itertools.islice(items, WINDOW):
-        sizes = [
-            size_of_file(image) or (0, 0)
-            for image in item.row.images
-            if isinstance(image, str)
-        ]
+        files = [one for one in item.row.images if isinstance(one, str)]
+        sizes = [size_of_file(file) or (0, 0) for file in files]
         yield (sizes, len(item.prompt or "")), item
         if time.monotonic() > end:
             return

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from vlm_batch.jobs.rows import InvalidJob, Row, Source
+from vlm_batch.jobs.rows import InvalidJob, JobRow, Source
 
 _SPAN = re.compile(r"(\d+)?(-)?(\d+)?")
 
@@ -37,11 +37,11 @@ def _span(text: str) -> tuple[int, int | None]:
             f"--pages has {text!r}; it takes pages and ranges of them, as 1-20,35"
         )
     first = int(match[1] or 1)
-    if not match[2]:
-        last: int | None = first
-    else:
+    last: int | None = first
+    if match[2]:
         last = int(match[3]) if match[3] else None
-    if first < 1 or (last is not None and last < first):
+    is_upwards = last is None or first <= last
+    if first < 1 or not is_upwards:
         raise InvalidJob(
             f"--pages has {text!r}; pages are counted from 1, and a range goes upwards"
         )
@@ -67,7 +67,7 @@ class ChosenPages(Source):
     def numbered(self) -> bool:
         return self.inner.numbered
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[JobRow]:
         has_any, last = False, None
         for row in self.inner.rows():
             page = row.columns.get("page")
@@ -77,7 +77,7 @@ class ChosenPages(Source):
             last = row
         if last is not None and not has_any:
             path, count = last.columns["path"], last.columns["pages"]
-            yield Row(
+            yield JobRow(
                 id=path,
                 error=f"{path} has {count} pages, and none of --pages {self.pages.text}",
             )

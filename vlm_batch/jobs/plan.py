@@ -14,12 +14,13 @@ from vlm_batch.jobs import journal
 from vlm_batch.jobs.answers import ANSWER_FIELDS
 from vlm_batch.jobs.arrow import ArrowTable
 from vlm_batch.jobs.cells import (
+    Columns,
     did_you_mean,
     flag_doubtful_media,
     flag_overlooked_media,
 )
 from vlm_batch.jobs.questions import DEFAULT_PROMPT, Item, Questions, schema_fields
-from vlm_batch.jobs.rows import Ids, InvalidJob, Row, Shard, Source, count_of, digest
+from vlm_batch.jobs.rows import Ids, InvalidJob, JobRow, Shard, Source, count_of, digest
 from vlm_batch.jobs.sinks import NAMESPACES, Sink
 from vlm_batch.jobs.stamps import Stamp
 from vlm_batch.jobs.summary import Kinds
@@ -121,9 +122,12 @@ class Job:
         return (item for item in self._all_items(scan) if self.shard.has(item.id))
 
     def _all_items(self, scan: bool) -> Iterator[Item]:
-        rows = (row for source in self.sources for row in self._rows_of(source, scan))
-        asked = (item for row in rows for item in self.questions.ask(row))
-        return (replace(item, number=number) for number, item in enumerate(asked))
+        number = 0
+        for source in self.sources:
+            for row in self._rows_of(source, scan):
+                for item in self.questions.ask(row):
+                    yield replace(item, number=number)
+                    number += 1
 
     @cached_property
     def named(self) -> frozenset[str]:
@@ -134,58 +138,43 @@ class Job:
         )
         return self.questions.columns.union(carried)
 
-    def _known(self, row: Row) -> Row:
-        strange = (
-            [name for name in row.strange if name not in self.named]
-            if row.error is None
-            else []
-        )
-        return replace(row, error=_said_of(strange[0])) if strange else row
+    def _known(self, row: JobRow) -> JobRow:
+        """Add an error to a row that has what no request has."""
+        if row.error is not None:
+            return row
+        for name in row.strange:
+            if name not in self.named:
+                return replace(row, error=_said_of(name))
+        return row
 
-    def _rows_of(self, source: Source, scan: bool) -> Iterator[Row]:
+    def _rows_of(self, source: Source, scan: bool) -> Iterator[JobRow]:
         """Yield a source's rows; exceptions become the last row's error.
 
         Raises InvalidJob if a column holds pictures but no row has one.
         """
         given = source.own if isinstance(source, TABLES) else None
-        is_seen = (
-            given is None
-            or given.image == ""
-            or (source.found is not None and source.found.has_media)
-        )
-        folder, left_out = os.path.dirname(source.name), None
+        watch = _MediaWatch(source, given)
         try:
             for row in map(self._known, source.scan() if scan else source.rows()):
-                sure = (
-                    row
-                    if given is None
-                    else flag_doubtful_media(row, given, source.name, folder)
-                )
+                sure = watch.checked(row)
                 if scan and sure is not row:
                     raise InvalidJob(sure.error or "")
-                row = sure
-                is_seen = is_seen or bool(
-                    row.images or row.videos or row.messages is not None
-                )
-                if not is_seen and row.error is None:
-                    checked = flag_overlooked_media(row, source.name, folder)
-                    left_out = left_out or checked.error
-                    row = checked if source.is_once else row
-                yield row
+                yield watch.seen(sure)
         except Exception as error:  # whatever Arrow, datasets and disks have
             if scan and isinstance(error, InvalidJob):  # nothing has begun yet
                 raise
-            yield Row(
+            yield JobRow(
                 id=f"{source.name}:damaged",
                 error=f"{source.name} cannot be read to its end: {describe(error)}",
             )
-        if scan and not is_seen:
-            if left_out is not None:
-                raise InvalidJob(left_out)
-            if source.found is not None:
-                source.found.check_overlooked(
-                    source.columns or (), source.name, self.named, asks=self._asks
-                )
+        if not scan or watch.has_media:
+            return
+        if watch.left_out is not None:
+            raise InvalidJob(watch.left_out)
+        if source.found is not None:
+            source.found.check_overlooked(
+                source.columns or (), source.name, self.named, asks=self._asks
+            )
 
     @property
     def _asks(self) -> bool:
@@ -197,15 +186,14 @@ class Job:
 
     def settings(self, more: Mapping[str, Any]) -> dict[str, Any]:
         """Return settings that resumed runs must share."""
-        tables = {
-            source.name: journal.fingerprint(
-                os.path.join(source.name, "state.json")
-                if os.path.isdir(source.name)
-                else source.name
-            )
-            for source in self.sources
-            if not source.is_once and source.numbered
-        }
+        tables = {}
+        for source in self.sources:
+            if source.is_once or not source.numbered:
+                continue
+            file = source.name
+            if os.path.isdir(file):
+                file = os.path.join(file, "state.json")
+            tables[source.name] = journal.fingerprint(file)
         return {
             **self.questions.settings(),
             "shard": str(self.shard),
@@ -228,34 +216,26 @@ class Job:
             num_items += 1
             if num_items % TOLD_ROWS == 0:
                 counted(num_items)
-            is_first = ids.add(item.id)
-            if not is_first:
-                twice.append(item.id)
             columns.update(item.row.columns)
             strange.update(item.row.strange)
             fields |= schema_fields(item.params)
-            if is_first and self.shard.has(item.id):
+            if not ids.add(item.id):
+                twice.append(item.id)
+            elif self.shard.has(item.id):
                 plan.add(item, done, failed, stamps)
-        # then its sources may have grown since: the runner skips these rows
-        has_begun = len(done) + len(failed) > 0
-        if twice and not has_begun:
-            named = ", ".join(repr(one) for one in dict.fromkeys(twice[:3]))
-            said = "1 row has" if len(twice) == 1 else f"{len(twice)} rows have"
-            raise InvalidJob(
-                f"{said} an id that another row has: {named}; --id-column names another column, and '' counts rows instead"
-            )
+        num_before = len(done) + len(failed)
+        # else its sources may have grown since: the runner skips these rows
+        if not num_before:
+            _check_ids(twice)
         if not num_items:
             raise InvalidJob(
                 f"there are no rows in {', '.join(source.name for source in self.sources)}"
             )
         self._check_columns(tuple(sorted(columns)), "any row", fields)
-        if mistakes := [
-            name
-            for name, count in strange.items()
-            if count == num_items and name not in self.named
-        ]:
-            raise InvalidJob(_said_of(mistakes[0]))
-        plan.others = len(done) + len(failed) - plan.done - plan.failed_before
+        for name, count in strange.items():
+            if count == num_items and name not in self.named:
+                raise InvalidJob(_said_of(name))
+        plan.others = num_before - plan.done - plan.failed_before
         return plan
 
     def _check_sources(self) -> None:
@@ -288,25 +268,73 @@ class Job:
     ) -> None:
         """Raise InvalidJob for an unknown or ambiguous output column."""
         fields = fields | schema_fields(self.questions.params)
-        spaces = dict(
-            zip(NAMESPACES, (ANSWER_FIELDS, fields, known - ROW_FIELDS), strict=True)
-        )
-        whole = {f"{space}.{name}" for space, names in spaces.items() for name in names}
+        several = (ANSWER_FIELDS, fields, known - ROW_FIELDS)
+        spaces = dict(zip(NAMESPACES, several, strict=True))
+        whole = set[str]()
+        for space, names in spaces.items():
+            whole |= {f"{space}.{name}" for name in names}
         for name in self.carried:
-            there = [
-                f"{space}.{name}" for space, names in spaces.items() if name in names
-            ]
+            there = [f"{space}.{name}" for space in spaces if name in spaces[space]]
             if len(there) > 1:
                 raise InvalidJob(
                     f"{name!r} in --columns may be {' or '.join(there)}; write which"
                 )
-            if where is not None and not there and name not in whole | known:
+            is_known = bool(there) or name in whole or name in known
+            if where is not None and not is_known:
                 fields = ANSWER_FIELDS | fields
                 raise InvalidJob(
                     f"{name!r} is neither a column of {where} nor a field of an answer"
                     f"{did_you_mean(name, whole | known | fields)}; "
                     f"columns: {', '.join(sorted(known)) or 'none'}; fields: {', '.join(sorted(fields))}"
                 )
+
+
+class _MediaWatch:
+    """Whether a source's rows have media, and which column holds them otherwise.
+
+    Attributes:
+        has_media: Whether a row had any, or none is looked for.
+        left_out: The error of the first row that names a picture in a column which nobody reads.
+    """
+
+    def __init__(self, source: Source, given: Columns | None) -> None:
+        self._source = source
+        self._given = given
+        self._folder = os.path.dirname(source.name)
+        self.has_media = self._is_settled()
+        self.left_out: str | None = None
+
+    def _is_settled(self) -> bool:
+        if self._given is None or self._given.image == "":
+            return True
+        found = self._source.found
+        return found is not None and found.has_media
+
+    def checked(self, row: JobRow) -> JobRow:
+        """Add an error to a row whose column of pictures is a guess, and holds none."""
+        if self._given is None:
+            return row
+        return flag_doubtful_media(row, self._given, self._source.name, self._folder)
+
+    def seen(self, row: JobRow) -> JobRow:
+        """Look at a row; of a source that is read but once, a row that names a picture fails."""
+        if row.images or row.videos or row.messages is not None:
+            self.has_media = True
+        if self.has_media or row.error is not None:
+            return row
+        flagged = flag_overlooked_media(row, self._source.name, self._folder)
+        self.left_out = self.left_out or flagged.error
+        return flagged if self._source.is_once else row
+
+
+def _check_ids(twice: Sequence[str]) -> None:
+    if not twice:
+        return
+    named = ", ".join(repr(one) for one in dict.fromkeys(twice[:3]))
+    said = "1 row has" if len(twice) == 1 else f"{len(twice)} rows have"
+    raise InvalidJob(
+        f"{said} an id that another row has: {named}; --id-column names another column, and '' counts rows instead"
+    )
 
 
 def _named(ids: Sequence[str]) -> str:

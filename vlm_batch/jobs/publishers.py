@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from vlm_batch.jobs.boxes import BOX_FORMS, BoxForm
+
 #: What a page can be asked for. A model without a prompt of its own for a task is asked the plain one.
 TASKS = ("ocr", "markdown", "table", "formula", "layout")
 #: Prompts for models whose publishers name none.
@@ -106,6 +108,11 @@ class Publisher:
     longest: int | None = None
     source: str
 
+    @property
+    def boxes(self) -> BoxForm | None:
+        """How its models write boxes; None if they write none."""
+        return BOX_FORMS.get(self.models[0]) if self.models else None
+
 
 PUBLISHERS = (
     Publisher(
@@ -150,9 +157,10 @@ PUBLISHERS = (
             "ocr": "OCR:",
             "table": "Table Recognition:",
             "formula": "Formula Recognition:",
+            "layout": "Spotting:",
         },
         params={"max_tokens": 4096},
-        source="paddlex 3.7.2: inference/pipelines/paddleocr_vl/pipeline.py",
+        source="paddlex 3.7.2: inference/pipelines/paddleocr_vl/pipeline.py (layout: from PaddleOCR-VL-1.5 on)",
     ),
     Publisher(
         models=("nanonetsocr",),
@@ -225,4 +233,7 @@ def publisher_of(model: str, model_type: str | None = None) -> Publisher | None:
         for publisher in PUBLISHERS:
             if any(one in name for one in publisher.models):
                 return publisher
-    return next((one for one in PUBLISHERS if model_type in one.model_types), None)
+    for publisher in PUBLISHERS:
+        if model_type in publisher.model_types:
+            return publisher
+    return None

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vlm_batch.jobs.cells import did_you_mean
-from vlm_batch.jobs.rows import InvalidJob, Row
+from vlm_batch.jobs.rows import InvalidJob, JobRow
 from vlm_batch.types import (
+    SAMPLING_PARAMETERS,
     ImageInput,
     Message,
     Request,
@@ -21,7 +22,8 @@ from vlm_batch.types import (
 DEFAULT_PROMPT = "describe the picture"
 #: ``{{``, ``}}``, or ``{name}`` with a name that JSON cannot look like.
 _PARTS = re.compile(r"\{\{|\}\}|\{([^\W\d][\w .-]*)\}")
-_PARAMS = frozenset(one.name for one in fields(SamplingParams)) - {"logits_processors"}
+#: Sampling parameters that rows and a job's settings may name, in their order.
+PARAMETERS = tuple(one.name for one in SAMPLING_PARAMETERS if one.in_jobs)
 
 
 def columns_in(text: str) -> frozenset[str]:
@@ -32,22 +34,18 @@ def filled(text: str, columns: Mapping[str, Any]) -> str:
     """Fill in a prompt: ``{column}`` is a value, ``{{`` and ``}}`` are braces."""
 
     def value(match: re.Match[str]) -> str:
-        if not match[1]:
+        name = match[1]
+        if not name:
             return match[0][0]
-        if columns.get(match[1]) is None:
-            known = ", ".join(columns) or "none"
-            why = (
-                "is empty"
-                if match[1] in columns
-                else f"is not there (columns: {known})"
-            )
-            raise InvalidJob(f"the prompt's column {match[1]!r} {why}")
-        # Tokenizers take no lone surrogates, so bytes of names that are not UTF-8 become replacement marks.
-        return (
-            str(columns[match[1]])
-            .encode("utf-8", "surrogateescape")
-            .decode("utf-8", "replace")
-        )
+        found = columns.get(name)
+        if found is not None:
+            # Tokenizers take no lone surrogates, so bytes of names that are not UTF-8 become replacement marks.
+            raw = str(found).encode("utf-8", "surrogateescape")
+            return raw.decode("utf-8", "replace")
+        why = "is empty"
+        if name not in columns:
+            why = f"is not there (columns: {', '.join(columns) or 'none'})"
+        raise InvalidJob(f"the prompt's column {name!r} {why}")
 
     return _PARTS.sub(value, text)
 
@@ -60,7 +58,7 @@ class Item:
     """One question about a row; ``error`` says why it cannot be asked. ``attempt`` counts from 1."""
 
     id: str
-    row: Row
+    row: JobRow
     number: int = 0
     prompt: str | None = None
     messages: tuple[Message, ...] | None = None
@@ -116,22 +114,23 @@ class Questions:
         texts = self.prompts + ((self.system,) if self.system else ())
         return frozenset[str]().union(*(columns_in(text) for text in texts))
 
-    def ask(self, row: Row) -> Iterator[Item]:
+    def ask(self, row: JobRow) -> Iterator[Item]:
         """Yield the row's questions, filled in or with an ``error``."""
-        own = (
-            row.error is not None or row.prompt is not None or row.messages is not None
-        )
-        for number, text in enumerate(self.prompts[:1] if own else self.prompts, 1):
-            item_id = row.id if own or len(self.prompts) == 1 else f"{row.id}#{number}"
-            item = Item(
-                item_id, row, enable_thinking=self.enable_thinking, error=row.error
-            )
-            if row.error is None:
-                try:
-                    item = self._filled(item, text)
-                except ValueError as error:  # InvalidJob, InvalidParameters
-                    item = replace(item, error=f"{type(error).__name__}: {error}")
-            yield item
+        asks_itself = row.prompt is not None or row.messages is not None
+        if asks_itself or row.error is not None or len(self.prompts) == 1:
+            yield self._item(row.id, row, self.prompts[0])
+            return
+        for number, text in enumerate(self.prompts, 1):
+            yield self._item(f"{row.id}#{number}", row, text)
+
+    def _item(self, item_id: str, row: JobRow, text: str) -> Item:
+        item = Item(item_id, row, enable_thinking=self.enable_thinking, error=row.error)
+        if row.error is not None:
+            return item
+        try:
+            return self._filled(item, text)
+        except ValueError as error:  # InvalidJob, InvalidParameters
+            return replace(item, error=f"{type(error).__name__}: {error}")
 
     def _filled(self, item: Item, text: str) -> Item:
         row = item.row
@@ -150,24 +149,15 @@ class Questions:
         )
         return replace(item, prompt=prompt, messages=chat, params=params)
 
-    def _with_system(self, row: Row) -> tuple[Message, ...]:
+    def _with_system(self, row: JobRow) -> tuple[Message, ...]:
         messages = tuple(row.messages or ())
-        has_one = any(
-            isinstance(one, Mapping) and one.get("role") == "system" for one in messages
-        )
-        if self.system is None or has_one:
+        if self.system is None or any(map(_is_system, messages)):
             return messages
-        return (
-            {"role": "system", "content": filled(self.system, row.columns)},
-            *messages,
-        )
+        system = {"role": "system", "content": filled(self.system, row.columns)}
+        return (system, *messages)
 
     def settings(self) -> dict[str, Any]:
-        params = {
-            one.name: vars(self.params)[one.name]
-            for one in fields(SamplingParams)
-            if one.name in _PARAMS
-        }
+        params = {name: vars(self.params)[name] for name in PARAMETERS}
         return {
             "prompts": list(self.prompts),
             "system": self.system,
@@ -176,17 +166,23 @@ class Questions:
         }
 
 
+def _is_system(message: Any) -> bool:
+    return isinstance(message, Mapping) and message.get("role") == "system"
+
+
 def schema_fields(params: SamplingParams) -> frozenset[str]:
     schema = params.json_schema
-    properties = schema.get("properties") if isinstance(schema, Mapping) else None
+    if not isinstance(schema, Mapping):
+        return frozenset()
+    properties = schema.get("properties")
     return frozenset(properties) if isinstance(properties, Mapping) else frozenset()
 
 
 def merged(params: SamplingParams, own: Mapping[str, Any]) -> SamplingParams:
     """Override ``params`` by a row's."""
-    if unknown := sorted(set(own) - _PARAMS):
+    if unknown := sorted(set(own).difference(PARAMETERS)):
         raise InvalidJob(
-            f"params does not know {', '.join(unknown)}{did_you_mean(unknown[0], _PARAMS)}; "
-            f"it takes {', '.join(sorted(_PARAMS))}"
+            f"params does not know {', '.join(unknown)}{did_you_mean(unknown[0], PARAMETERS)}; "
+            f"it takes {', '.join(sorted(PARAMETERS))}"
         )
     return replace(params, **own) if own else params

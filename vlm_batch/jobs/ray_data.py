@@ -20,7 +20,7 @@ from vlm_batch.jobs.cells import (
 )
 from vlm_batch.jobs.questions import DEFAULT_PROMPT, Questions
 from vlm_batch.jobs.ray import ended, open_here
-from vlm_batch.jobs.rows import InvalidJob, Row
+from vlm_batch.jobs.rows import InvalidJob, JobRow
 from vlm_batch.jobs.runner import submitted_row
 from vlm_batch.types import Result, SamplingParams, params_of
 
@@ -36,7 +36,7 @@ OUTPUT_COLUMNS = (
 )
 
 
-class Answer:
+class Predictor:
     """An engine for ``Dataset.map_batches``; several batches may run at once.
 
     A row has ``messages`` (OpenAI's form) or a ``prompt``, unless the class has one. Media are in columns of the usual
@@ -102,52 +102,60 @@ class Answer:
             result.error or "",
         )
 
-    def _row(self, cells: dict[str, Any], place: str) -> Row:
+    def _row(self, cells: dict[str, Any], place: str) -> JobRow:
         try:
-            cells = {name: _plain(value) for name, value in cells.items()}
-            columns = self._columns.resolve(list(cells), THE_DATASET)
-            messages, params = cells.get("messages"), cells.get("sampling_params") or {}
-            if not messages:
-                others = [name for name in cells if name != "messages"]
-                columns.check_overlooked(
-                    others, THE_DATASET, self._questions.columns, asks=True
-                )
-            elif columns.image and cells[columns.image] is None:
-                columns = replace(columns, image=None)
-            row = flag_doubtful_media(
-                row_of_cells(cells, columns, place=place, folder=""),
-                self._columns,
-                THE_DATASET,
-            )
-            if not columns.has_media and not messages:
-                row = flag_overlooked_media(row, THE_DATASET)
-            if not isinstance(params, Mapping):
-                raise InvalidJob(
-                    f"sampling_params is {shown(params)}; it must be a mapping"
-                )
-            if self._prompt is not None:
-                return replace(row, params=params)
-            if not messages and not isinstance(cells.get("prompt"), str):
-                raise InvalidJob(
-                    f"a row needs messages, or a prompt; it has the columns {', '.join(cells)}"
-                )
-            asked = {"messages": messages} if messages else {"prompt": cells["prompt"]}
-            return replace(row, params=params, **asked)
+            return self._row_of({name: _plain(cells[name]) for name in cells}, place)
         except Exception as error:
-            return Row(id=place, error=describe(error))
+            return JobRow(id=place, error=describe(error))
+
+    def _row_of(self, cells: dict[str, Any], place: str) -> JobRow:
+        """Return a row of plain cells. Raises InvalidJob."""
+        messages, params = cells.get("messages"), cells.get("sampling_params") or {}
+        columns = self._columns_of(cells)
+        row = row_of_cells(cells, columns, place=place, folder="")
+        row = flag_doubtful_media(row, self._columns, THE_DATASET)
+        if not columns.has_media and not messages:
+            row = flag_overlooked_media(row, THE_DATASET)
+        if not isinstance(params, Mapping):
+            raise InvalidJob(
+                f"sampling_params is {shown(params)}; it must be a mapping"
+            )
+        row = replace(row, params=params)
+        if self._prompt is not None:
+            return row
+        if messages:
+            return replace(row, messages=messages)
+        prompt = cells.get("prompt")
+        if isinstance(prompt, str):
+            return replace(row, prompt=prompt)
+        raise InvalidJob(
+            f"a row needs messages, or a prompt; it has the columns {', '.join(cells)}"
+        )
+
+    def _columns_of(self, cells: dict[str, Any]) -> Columns:
+        """Return where a row's media are. Raises InvalidJob."""
+        columns = self._columns.resolve(list(cells), THE_DATASET)
+        if cells.get("messages"):
+            is_empty = bool(columns.image) and cells[columns.image or ""] is None
+            return replace(columns, image=None) if is_empty else columns
+        others = [name for name in cells if name != "messages"]
+        columns.check_overlooked(
+            others, THE_DATASET, self._questions.columns, asks=True
+        )
+        return columns
 
 
 def _plain(value: Any) -> Any:
     """Return a cell as Python values, without Arrow's added None."""
-    if isinstance(value, np.generic) or (
-        isinstance(value, np.ndarray) and value.dtype == object
-    ):
+    is_objects = isinstance(value, np.ndarray) and value.dtype == object
+    if is_objects or isinstance(value, np.generic):
         value = value.tolist()
     if isinstance(value, Mapping):
-        return {
-            str(name): _plain(one) for name, one in value.items() if one is not None
-        }
-    return [_plain(one) for one in value] if isinstance(value, (list, tuple)) else value
+        held = {name: one for name, one in value.items() if one is not None}
+        return {str(name): _plain(one) for name, one in held.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(one) for one in value]
+    return value
 
 
 def _column(values: list[Any]) -> np.ndarray:

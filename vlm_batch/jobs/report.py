@@ -17,7 +17,7 @@ from vlm_batch._version import __version__
 from vlm_batch.jobs.answers import result_of
 from vlm_batch.jobs.lines import Record
 from vlm_batch.jobs.questions import Item
-from vlm_batch.jobs.rows import Row
+from vlm_batch.jobs.rows import JobRow
 from vlm_batch.jobs.sources import DEFAULT_DPI, render_page
 from vlm_batch.jobs.summary import MAX_FAILURES, Summary
 
@@ -58,7 +58,7 @@ def summary_of(
 ) -> Summary:
     """Summarise an output; ``records`` is called twice."""
     ends = [_times(record) for record in records()]
-    clock = _Clock(end for end in ends if end is not None)
+    clock = _RunClock(end for end in ends if end is not None)
     summary = Summary(total=len(ends), keeps_samples=True, began=0.0)
     for record, end in zip(records(), ends, strict=True):
         images = tuple(record.get("images") or (record["id"],))
@@ -81,7 +81,7 @@ def _times(record: Record) -> tuple[float, float] | None:
     )
 
 
-class _Clock:
+class _RunClock:
     """Time in which runs had rows, without gaps between runs."""
 
     def __init__(self, times: Iterable[tuple[float, float]]) -> None:
@@ -99,16 +99,16 @@ class _Clock:
         return self._left[span] - (self._ends[span] - moment)
 
 
-def _row(row_id: str, images: Sequence[Any], dpi: int) -> Row:
+def _row(row_id: str, images: Sequence[Any], dpi: int) -> JobRow:
     name = str(images[0])
     path, mark, page = name.rpartition("#")
     if mark and page.isdigit() and os.path.isfile(path):
-        return Row(
+        return JobRow(
             id=row_id,
             images=tuple(images),
             load=partial(render_page, path, int(page) - 1, dpi),
         )
-    return Row(id=row_id, images=(name,) if os.path.isfile(name) else ())
+    return JobRow(id=row_id, images=(name,) if os.path.isfile(name) else ())
 
 
 def _plots(summary: Summary) -> Iterator[Plot]:

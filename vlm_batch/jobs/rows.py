@@ -20,7 +20,7 @@ class InvalidJob(VLMBatchError, ValueError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class JobRow:
     """One row to ask about.
 
     ``load`` reads the pictures named by ``images``. ``strange`` columns are mistakes unless the job names them.
@@ -90,11 +90,11 @@ class Source:
         except Exception:  # the file is damaged: the plan says so, of its last row
             return False
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[JobRow]:
         """Yield all rows; unreadable ones have an ``error``."""
         raise NotImplementedError
 
-    def scan(self) -> Iterator[Row]:
+    def scan(self) -> Iterator[JobRow]:
         """Yield rows without reading pictures."""
         return self.rows()
 

@@ -15,7 +15,7 @@ from vlm_batch.jobs.lines import Record
 from vlm_batch.jobs.order import by_size
 from vlm_batch.jobs.plan import Job, Plan
 from vlm_batch.jobs.questions import Item, Questions
-from vlm_batch.jobs.rows import Ids, InvalidJob, Row, Shard, Source, digest
+from vlm_batch.jobs.rows import Ids, InvalidJob, JobRow, Shard, Source, digest
 from vlm_batch.jobs.sinks import Sink
 from vlm_batch.jobs.sources import Files
 from vlm_batch.jobs.stamps import Stamp, line_of
@@ -117,7 +117,7 @@ def run(
             )
             try:
                 if ready is not None:
-                    _stream(job, ready, summary, watch, is_done)
+                    _Stream(job, ready, summary, watch, is_done).run()
                 sink.finish()
             finally:
                 sink.close()
@@ -130,7 +130,9 @@ def _opened(
     """Open the batcher; None if no row is left: the last run may have been killed before it could make the output."""
     if plan.left == 0:
         return contextlib.nullcontext()
-    return batcher() if callable(batcher) else contextlib.nullcontext(batcher)
+    if callable(batcher):
+        return batcher()
+    return contextlib.nullcontext(batcher)
 
 
 def _known(
@@ -155,89 +157,115 @@ def _check_apart(sources: Sequence[Source], sink: Sink) -> None:
     there = stat_of(sink.name)
     for source in sources:
         paths = source.paths if isinstance(source, Files) else (source.name,)
-        if any(path == sink.name or is_file_of(path, there) for path in paths):
-            raise InvalidJob(
-                f"{sink.name} is read by this job; its answers need a file of their own"
-            )
+        for path in paths:
+            if path == sink.name or is_file_of(path, there):
+                raise InvalidJob(
+                    f"{sink.name} is read by this job; its answers need a file of their own"
+                )
 
 
-def _stream(
-    job: Job,
-    batcher: Batcher,
-    summary: Summary,
-    watch: Watch,
-    is_done: Callable[[Item], bool],
-) -> None:
-    """Ask the questions that are left, then those whose answers are asked for again."""
-    alive: dict[str, Item] = {}
-    second: list[Item] = []
-    stamps: dict[str, Record] = {}
-    seen = Ids()
+class _Stream:
+    """A job's rows on their way through the batcher.
 
-    def end(item: Item, result: Result) -> None:
-        if result.finish_reason == "cancelled":  # not answered: the next run asks it
-            return
-        result = with_form(item.params, result)
-        further = job.questions.again(item, result) if item.attempt == 1 else None
-        if further is not None:
-            second.append(replace(further, attempt=2))
-            return
-        if stamp := stamps.pop(item.id, None):
-            job.sink.stamp(stamp)
-        job.sink.append(record_of(item, result))
-        summary.add(item, result)
-        watch.ended(item, result, len(alive))
+    Attributes:
+        alive: Items that the batcher has, by their ids.
+        second: Items whose answers are asked for again.
+        stamps: What is stored with the answers of these items.
+    """
 
-    def left() -> Iterator[Item]:
-        for item in job.items():
+    def __init__(
+        self,
+        job: Job,
+        batcher: Batcher,
+        summary: Summary,
+        watch: Watch,
+        is_done: Callable[[Item], bool],
+    ) -> None:
+        self._job = job
+        self._batcher = batcher
+        self._summary = summary
+        self._watch = watch
+        self._is_done = is_done
+        self.alive: dict[str, Item] = {}
+        self.second: list[Item] = []
+        self.stamps: dict[str, Record] = {}
+        self._seen = Ids()
+        self._busy_before = 0.0
+
+    def run(self) -> None:
+        """Ask the questions that are left, then those whose answers are asked for again; an interrupt ends it."""
+        self._summary.begin()
+        self._busy_before = self._busy_seconds()
+        self._watch.began(self._batcher, self._summary)
+        first = self._left()
+        if all(isinstance(source, Files) for source in self._job.sources):
+            first = by_size(first)
+        try:
+            self._answer(first)
+            self._answer(iter(self.second))
+        except KeyboardInterrupt:
+            self._summary.interrupted = True
+
+    def _busy_seconds(self) -> float:
+        if not isinstance(self._batcher, Counting):
+            return self._busy_before
+        return self._batcher.stats().busy_seconds
+
+    def _left(self) -> Iterator[Item]:
+        for item in self._job.items():
             # its source has grown since it was counted, or can be read only once
-            if not seen.add(item.id):
-                summary.skip(item.id)
-            elif not is_done(item):
+            if not self._seen.add(item.id):
+                self._summary.skip(item.id)
+            elif not self._is_done(item):
                 yield item
 
-    def requests(items: Iterator[Item]) -> Iterator[Request]:
+    def _answer(self, items: Iterator[Item]) -> None:
+        for result in self._batcher.as_completed(self._requests(items)):
+            item = self.alive.pop(result.request_id, None)
+            # of no row: as_completed makes a result of what the rows' own iterator raises
+            if item is None:
+                raise InvalidJob(
+                    f"the rows cannot be read to their end: {result.error}"
+                )
+            self._end(item, result)
+            if isinstance(self._batcher, Counting):
+                self._summary.busy = self._busy_seconds() - self._busy_before
+
+    def _requests(self, items: Iterator[Item]) -> Iterator[Request]:
+        """Yield requests of items, and end those that cannot be asked."""
         while True:
             began = time.perf_counter()
             item = next(items, None)
             if item is None:
                 return
             request, item = make_request(item)
-            summary.source += time.perf_counter() - began
+            self._summary.source += time.perf_counter() - began
             if request is None:
-                end(
-                    item,
-                    Result(request_id=item.id, finish_reason="error", error=item.error),
-                )
+                self._end(item, _failed(item))
                 continue
-            alive[item.id], stamps[item.id] = item, line_of(item)
+            self.alive[item.id] = item
+            self.stamps[item.id] = line_of(item)
             yield request
 
-    summary.begin()
-    busy_before = batcher.stats().busy_seconds if isinstance(batcher, Counting) else 0.0
-    watch.began(batcher, summary)
+    def _end(self, item: Item, result: Result) -> None:
+        if result.finish_reason == "cancelled":  # not answered: the next run asks it
+            return
+        result = with_form(item.params, result)
+        if item.attempt == 1:
+            further = self._job.questions.again(item, result)
+            if further is not None:
+                self.second.append(replace(further, attempt=2))
+                return
+        stamp = self.stamps.pop(item.id, None)
+        if stamp is not None:
+            self._job.sink.stamp(stamp)
+        self._job.sink.append(record_of(item, result))
+        self._summary.add(item, result)
+        self._watch.ended(item, result, len(self.alive))
 
-    def answer(items: Iterator[Item]) -> None:
-        for result in batcher.as_completed(requests(items)):
-            item = alive.pop(result.request_id, None)
-            # of no row: as_completed makes a result of what the rows' own iterator raises
-            if item is None:
-                raise InvalidJob(
-                    f"the rows cannot be read to their end: {result.error}"
-                )
-            end(item, result)
-            if isinstance(batcher, Counting):
-                summary.busy = batcher.stats().busy_seconds - busy_before
 
-    try:
-        answer(
-            by_size(left())
-            if all(isinstance(source, Files) for source in job.sources)
-            else left()
-        )
-        answer(iter(second))
-    except KeyboardInterrupt:
-        summary.interrupted = True
+def _failed(item: Item) -> Result:
+    return Result(request_id=item.id, finish_reason="error", error=item.error)
 
 
 def make_request(item: Item) -> tuple[Request | None, Item]:
@@ -251,10 +279,10 @@ def make_request(item: Item) -> tuple[Request | None, Item]:
 
 
 def submitted_row(
-    batcher: VLMBatcher, questions: Questions, row: Row
+    batcher: VLMBatcher, questions: Questions, row: JobRow
 ) -> Handle | Result:
     """Submit a table's row, or return its error."""
     request, item = make_request(next(questions.ask(row)))
     if request is None:
-        return Result(request_id=item.id, finish_reason="error", error=item.error)
+        return _failed(item)
     return try_submit(batcher.submit_request, replace(request, request_id=None))

@@ -130,40 +130,43 @@ def open_sink(
     Raises:
         InvalidJob: The form is unknown, or has fixed columns.
     """
-    path = Path(target).expanduser()
-    if form is None and target != "-":
-        suffix = path.suffix.lower()
-        if suffix not in SUFFIXES:
-            known = ", ".join(filter(None, SUFFIXES))
-            raise InvalidJob(
-                f"cannot write {target}: {suffix} is no form of output that is known here; {known} are, and --format says "
-                "the form of other names"
-            )
-        form = SUFFIXES[suffix]
-    form = form or "jsonl"
-    if form not in FORMS:
-        raise InvalidJob(
-            f"there is no form {form!r} of outputs; {', '.join(FORMS)} are"
-        )
+    form = _form_of(target, form)
+    is_batch = form == "openai-batch"
+    if is_batch and columns:
+        raise InvalidJob("OpenAI's batch form has its own fields; leave --columns out")
     line_of = partial(chosen, columns=columns)
-    if form == "openai-batch":
-        if columns:
-            raise InvalidJob(
-                "OpenAI's batch form has its own fields; leave --columns out"
-            )
+    if is_batch:
         line_of = partial(line_of_answer, model=model)
+    written = FORMS[form]
     if target == "-":
-        if FORMS[form] is not None:
+        if written is not None:
             raise InvalidJob(
                 f"--format {form} needs a file: it is made when the job ends; give it by --out FILE"
             )
         return StandardOutput(line_of)
-    if form == "openai-batch":
+    path = Path(target).expanduser()
+    if is_batch:
         return BatchFile(path, line_of)
-    written = FORMS[form]
     if isinstance(written, DelimitedFile) and not spreadsheet_safe:
         written = DelimitedFile(written.separator, is_safe=False)
     return AnswerFile(path, columns, written)
+
+
+def _form_of(target: str, form: str | None) -> str:
+    """Return the form that was named, or that the target's suffix says. Raises InvalidJob for one that is not known."""
+    if form is None:
+        form = "jsonl" if target == "-" else suffix_form(target)
+    if form is None:
+        known = ", ".join(filter(None, SUFFIXES))
+        raise InvalidJob(
+            f"cannot write {target}: {Path(target).suffix.lower()} is no form of output that is known here; {known} are, and "
+            "--format says the form of other names"
+        )
+    if form not in FORMS:
+        raise InvalidJob(
+            f"there is no form {form!r} of outputs; {', '.join(FORMS)} are"
+        )
+    return form
 
 
 class StandardOutput(Sink):
@@ -205,39 +208,42 @@ class AnswerFile(Sink):
 
     def locked(self) -> contextlib.AbstractContextManager[None]:
         journal.check_writable(self.path)
-        if is_device(self.path) and self._form is not None:
+        if not is_device(self.path):
+            return journal.locked(self.path)
+        if self._form is not None:
             raise InvalidJob(
                 f"{self.path} is no file; CSV and Parquet need one, and JSON lines (--format jsonl) do not"
             )
-        return (
-            contextlib.nullcontext()
-            if is_device(self.path)
-            else journal.locked(self.path)
-        )
+        return contextlib.nullcontext()
 
     def check(
         self, settings: Mapping[str, Any], *, resume: bool, overwrite: bool, force: bool
     ) -> None:
         if resume and overwrite:
             raise InvalidJob("--resume and --overwrite exclude each other")
-        if not has_lines(self.path) and not has_lines(self.journal):
+        if overwrite or not self._has_answers():
             return
-        if not resume and not overwrite:
-            if not journal.header_path(self.path).exists():
-                raise InvalidJob(
-                    f"{self.path} is not empty, and nothing beside it says that a job wrote it: name another file with --out, "
-                    "or --overwrite replaces it"
-                )
+        if resume:
+            if not force:
+                journal.check_same(self.path, settings)
+            return
+        if journal.header_path(self.path).exists():
             raise InvalidJob(
                 f"{self.path} has answers already: --resume goes on with them, --overwrite replaces them"
             )
-        if resume and not force:
-            journal.check_same(self.path, settings)
+        raise InvalidJob(
+            f"{self.path} is not empty, and nothing beside it says that a job wrote it: name another file with --out, "
+            "or --overwrite replaces it"
+        )
+
+    def _has_answers(self) -> bool:
+        return has_lines(self.path) or has_lines(self.journal)
 
     def existing(self) -> tuple[Ids, Ids]:
         answered, failed = Ids(), Ids()
         for record in self.records():
-            (failed if record.get("error") else answered).add(str(record["id"]))
+            ids = failed if record.get("error") else answered
+            ids.add(str(record["id"]))
         return answered, failed
 
     def stamps(self) -> Mapping[int, Stamp]:
@@ -252,22 +258,21 @@ class AnswerFile(Sink):
         if overwrite:
             self._clear()
         elif drop_errors:
-            if has_lines(self.journal):
-                with replacing(self.journal) as beside:
-                    file = LineFile(beside)
-                    for record in read_answers(self.journal):
-                        if not record.get("error"):
-                            file.append(record)
-                    file.close()
-            if self._form is not None and has_lines(self.path):
-                self._make(
-                    lambda: (
-                        record for record in self._made() if not record.get("error")
-                    )
-                )
+            self._drop_errors()
         self._file = LineFile(self.journal, is_watched=True)
         self._had_lines = self._form is not None and has_lines(self.path)
         journal.write_header(self.path, settings)
+
+    def _drop_errors(self) -> None:
+        """Write the output and the journal anew without the rows that failed."""
+        if has_lines(self.journal):
+            with replacing(self.journal) as beside:
+                file = LineFile(beside)
+                for record in _without_errors(read_answers(self.journal)):
+                    file.append(record)
+                file.close()
+        if self._form is not None and has_lines(self.path):
+            self._make(lambda: _without_errors(self._made()))
 
     def stamp(self, line: Record) -> None:
         if not is_device(self.path):
@@ -282,16 +287,17 @@ class AnswerFile(Sink):
             return
         self._file.sync()
         self._file.check()
-        if self._form is not None:
-            if self._had_lines and not has_lines(self.path):
-                raise CannotWrite(
-                    f"{self.path} was deleted or emptied while the job ran, with the answers of earlier runs; those of this "
-                    f"one are in {self.journal}"
-                )
-            if has_lines(self.journal) or not self.path.exists():
-                self._make(self.records)
-            self.close()
-            self.journal.unlink(missing_ok=True)
+        if self._form is None:
+            return
+        if self._had_lines and not has_lines(self.path):
+            raise CannotWrite(
+                f"{self.path} was deleted or emptied while the job ran, with the answers of earlier runs; those of this "
+                f"one are in {self.journal}"
+            )
+        if has_lines(self.journal) or not self.path.exists():
+            self._make(self.records)
+        self.close()
+        self.journal.unlink(missing_ok=True)
 
     def close(self) -> None:
         self._stamps.close()
@@ -311,11 +317,10 @@ class AnswerFile(Sink):
             raise CannotWrite(f"cannot write {self.path}: {error.strerror}") from error
 
     def _made(self) -> Iterator[Record]:
-        return (
-            self._form.read(self.path)
-            if self._form is not None and has_lines(self.path)
-            else iter(())
-        )
+        """Yield the records of a file that an earlier run made at its end."""
+        if self._form is None or not has_lines(self.path):
+            return iter(())
+        return self._form.read(self.path)
 
     def records(self) -> Iterator[Record]:
         """Yield the file's answers, then those only in the journal."""
@@ -329,18 +334,13 @@ class AnswerFile(Sink):
 
     def _make(self, records: Callable[[], Iterator[Record]]) -> None:
         assert self._form is not None
+        columns = tuple(map(spelled, self._columns or ()))
         try:
             with replacing(self.path) as beside:
-                self._form.write(
-                    beside, records, tuple(map(spelled, self._columns or ()))
-                )
+                self._form.write(beside, records, columns)
         except Exception as error:
             # a full disk, or whatever Arrow finds: the journal has every answer
-            why = (
-                error.strerror
-                if isinstance(error, OSError) and error.strerror
-                else error
-            )
+            why = getattr(error, "strerror", None) or error
             raise CannotWrite(
                 f"cannot write {self.path}: {why}; every answer is in {self.journal}"
             ) from error
@@ -360,28 +360,29 @@ class BatchFile(AnswerFile):
             yield record_of_line(line)
 
 
+def _without_errors(records: Iterator[Record]) -> Iterator[Record]:
+    return (record for record in records if not record.get("error"))
+
+
 def chosen(record: Record, columns: tuple[str, ...] | None) -> Record:
     """Return the ``columns`` of an answer; ``NAMESPACES`` tell equal names apart."""
     if columns is None:
         return {name: value for name, value in record.items() if name != "columns"}
     parsed = record.get("parsed")
     own = {**record, **record["usage"], "seconds": record["timings"]["total"]}
-    spaces = (
-        own,
-        parsed if isinstance(parsed, Mapping) else {},
-        record.get("columns", {}),
-    )
-    flat = {
-        f"{space}.{name}": value
-        for space, there in zip(NAMESPACES, spaces, strict=True)
-        for name, value in there.items()
-    }
+    fields = parsed if isinstance(parsed, Mapping) else {}
+    spaces = (own, fields, record.get("columns", {}))
+    flat: Record = {}
+    for space, there in zip(NAMESPACES, spaces, strict=True):
+        for name, value in there.items():
+            flat[f"{space}.{name}"] = value
     for there in reversed(spaces):
         flat.update(there)
     return {name: plain(flat.get(name)) for name in columns}
 
 
 def plain(value: Any) -> Any:
+    """Return what JSON can hold of a value."""
     if isinstance(value, float) and value != value:
         return None
     if value is None or isinstance(value, (str, int, float)):
@@ -390,6 +391,6 @@ def plain(value: Any) -> Any:
         return {str(name): plain(one) for name, one in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain(one) for one in value]
-    return (
-        f"{len(value)} bytes" if isinstance(value, (bytes, bytearray)) else str(value)
-    )
+    if isinstance(value, (bytes, bytearray)):
+        return f"{len(value)} bytes"
+    return str(value)

@@ -34,7 +34,7 @@ from vlm_batch.jobs.files import (
     is_url,
     kind_of,
 )
-from vlm_batch.jobs.rows import InvalidJob, Row, Source, SourceFile, name_of
+from vlm_batch.jobs.rows import InvalidJob, JobRow, Source, SourceFile, name_of
 from vlm_batch.jobs.tables import Delimited, JsonLines
 from vlm_batch.types import Audio, ImageInput, Video
 
@@ -125,13 +125,12 @@ def open_sources(
 
 
 def _with_own_prompts(source: Source) -> Source:
-    if (
-        isinstance(source, (Delimited, Parquet, HuggingFace))
-        and source.own.prompt is None
-        and "prompt" in source.columns
-    ):
-        return replace(source, own=replace(source.own, prompt="prompt"))
-    return source
+    """Return a table that asks its column "prompt", if it has one and nobody named another."""
+    if not isinstance(source, (Delimited, Parquet, HuggingFace)):
+        return source
+    if source.own.prompt is not None or "prompt" not in source.columns:
+        return source
+    return replace(source, own=replace(source.own, prompt="prompt"))
 
 
 def _table(path: str, reading: Reading) -> list[Source] | None:
@@ -142,11 +141,9 @@ def _table(path: str, reading: Reading) -> list[Source] | None:
     if is_url(path):
         return None
     if os.path.isdir(path):
-        return (
-            list(datasets_in(path, columns, reading.split))
-            if is_dataset(path)
-            else None
-        )
+        if not is_dataset(path):
+            return None
+        return list(datasets_in(path, columns, reading.split))
     kinds = ((LINES, JsonLines), (DELIMITED, Delimited), (PARQUET, Parquet))
     for suffixes, kind in kinds:
         if name.endswith(suffixes):
@@ -155,19 +152,22 @@ def _table(path: str, reading: Reading) -> list[Source] | None:
 
 
 def _there(path: str) -> str:
-    if not os.access(os.path.expanduser(path), os.R_OK):
-        raise InvalidJob(
-            f"{path} {'cannot be read' if os.path.exists(os.path.expanduser(path)) else 'does not exist'}"
-        )
-    return os.path.expanduser(path)
+    file = os.path.expanduser(path)
+    if os.access(file, os.R_OK):
+        return file
+    why = "cannot be read" if os.path.exists(file) else "does not exist"
+    raise InvalidJob(f"{path} {why}")
+
+
+def _is_local_pdf(path: str) -> bool:
+    return path.lower().endswith(PDF) and not is_url(path)
 
 
 def _of_files(paths: Sequence[str], reading: Reading) -> Iterator[Source]:
-    for is_pdf, run in itertools.groupby(
-        paths, lambda path: path.lower().endswith(PDF) and not is_url(path)
-    ):
+    for is_pdf, run in itertools.groupby(paths, _is_local_pdf):
         if is_pdf:
-            yield from (Pdf(path, reading.dpi) for path in run)
+            for path in run:
+                yield Pdf(path, reading.dpi)
         else:
             yield Files(tuple(run), reading.fps, reading.max_frames)
 
@@ -182,20 +182,20 @@ class Files(Source):
     name = "files"
     columns = FILE_COLUMNS
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[JobRow]:
         for path in self.paths:
             columns = file_columns(path)
             kind = kind_of(path)
             if kind == "video":
                 clip = Video(path, fps=self.fps, max_frames=self.max_frames)
-                yield Row(id=path, videos=(clip,), columns=columns)
+                yield JobRow(id=path, videos=(clip,), columns=columns)
             elif kind == "audio":
-                yield Row(id=path, audios=(Audio(path),), columns=columns)
+                yield JobRow(id=path, audios=(Audio(path),), columns=columns)
             elif (count := _count_tiff_pages(path)) > 1:
                 yield from _pages(path, count)
             else:
                 row_id = name_of(path) if path.startswith("data:") else path
-                yield Row(id=row_id, images=(path,), columns=columns)
+                yield JobRow(id=row_id, images=(path,), columns=columns)
 
 
 def _count_tiff_pages(path: str) -> int:
@@ -231,7 +231,7 @@ class Paths(Source):
     columns = FILE_COLUMNS
     is_once = True
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[JobRow]:
         for line in self.stream:
             for source in _of_files([line.rstrip("\r\n")], self.reading):
                 yield from source.rows()
@@ -249,25 +249,25 @@ class Pdf(SourceFile):
     columns = (*FILE_COLUMNS, "page", "pages")
     numbered = True
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[JobRow]:
         if not has_pdfium():
             raise InvalidJob(NEEDS_PDFIUM)
         try:
             count = count_pages(self.path)
         except InvalidImage as error:
-            yield Row(id=self.path, error=str(error))
+            yield JobRow(id=self.path, error=str(error))
             return
         yield from _pages(self.path, count, self.dpi, self.longest)
 
 
 def _pages(
     path: str, count: int, dpi: int = DEFAULT_DPI, longest: int | None = None
-) -> Iterator[Row]:
+) -> Iterator[JobRow]:
     for number in range(count):
         page = f"{path}#{number + 1}"
         columns = {**file_columns(path), "page": number + 1, "pages": count}
         load = partial(render_page, path, number, dpi, longest)
-        yield Row(id=page, images=(page,), columns=columns, load=load)
+        yield JobRow(id=page, images=(page,), columns=columns, load=load)
 
 
 def file_columns(path: str) -> Mapping[str, Any]:
@@ -290,44 +290,34 @@ def render_page(
 class Tar(SourceFile):
     """A WebDataset archive: members with equal names up to the first dot are a row."""
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[JobRow]:
         return self._rows(with_pictures=True)
 
-    def scan(self) -> Iterator[Row]:
+    def scan(self) -> Iterator[JobRow]:
         return self._rows(with_pictures=False)
 
-    def _rows(self, *, with_pictures: bool) -> Iterator[Row]:
-        key, members = None, {}
+    def _rows(self, *, with_pictures: bool) -> Iterator[JobRow]:
+        key, members = None, dict[str, bytes]()
         try:
             with tarfile.open(self.path) as archive:
                 for member in archive:
                     archive.members = []  # type: ignore[attr-defined]  # tarfile keeps every member that it has seen
-                    folder, _, name = member.name.rpartition("/")
-                    stem, dot, suffix = name.partition(".")
-                    if not member.isfile() or not dot or not stem:
+                    this, suffix = _key_of(member)
+                    if this is None:
                         continue
-                    this = f"{folder}/{stem}" if folder else stem
                     if this != key and key is not None:
                         yield self._row(key, members)
                         members = {}
-                    key, suffix = this, suffix.lower()
-                    is_wanted = (
-                        with_pictures
-                        if _is_picture(suffix)
-                        else suffix == "json" or member.size <= MAX_TEXT_BYTES
-                    )
-                    members[suffix] = self._data(archive, member) if is_wanted else b""
+                    key = this
+                    members[suffix] = b""
+                    if _is_wanted(member, suffix, with_pictures):
+                        members[suffix] = self._data(archive, member)
                 if key is not None:
                     yield self._row(key, members)
-                if (
-                    archive.fileobj is None
-                    or archive.fileobj.tell() < archive.offset + tarfile.BLOCKSIZE
-                ):
-                    # tarfile itself says nothing of it
-                    raise tarfile.ReadError("it ends without the mark of its end")
+                _check_end(archive)
         except (tarfile.TarError, OSError, EOFError) as error:
             after = f" after {key}" if key is not None else ""
-            yield Row(
+            yield JobRow(
                 id=f"{self.path}:damaged",
                 error=f"{self.path} is damaged{after}: {error}",
             )
@@ -340,33 +330,55 @@ class Tar(SourceFile):
             raise tarfile.ReadError(f"{member.name} is cut off")
         return data
 
-    def _row(self, key: str, members: dict[str, bytes]) -> Row:
+    def _row(self, key: str, members: dict[str, bytes]) -> JobRow:
         row_id = f"{self.path}/{key}"
         columns: dict[str, Any] = {"__key__": key}
-        images: list[bytes] = []
+        names, images = list[str](), list[bytes]()
         for suffix, data in members.items():
             if _is_picture(suffix):
+                names.append(f"{row_id}.{suffix}")
                 images.append(data)
             elif suffix == "json":
                 try:
                     cells = parse_json(data)
-                    columns.update(
-                        cells if isinstance(cells, dict) else {"json": cells}
-                    )
                 except ValueError as error:
-                    return Row(id=row_id, error=f"{row_id}.json is not JSON: {error}")
+                    return JobRow(
+                        id=row_id, error=f"{row_id}.json is not JSON: {error}"
+                    )
+                columns.update(cells if isinstance(cells, dict) else {"json": cells})
             else:
                 with contextlib.suppress(UnicodeDecodeError):
                     columns[suffix] = data.decode()
         if not images:
-            return Row(
+            return JobRow(
                 id=row_id,
                 columns=columns,
                 error=f"{row_id} has no picture, only {', '.join(members)}",
             )
-        names = tuple(f"{row_id}.{suffix}" for suffix in members if _is_picture(suffix))
         load: Callable[[], tuple[bytes, ...]] = partial(tuple, images)
-        return Row(id=row_id, images=names, columns=columns, load=load)
+        return JobRow(id=row_id, images=tuple(names), columns=columns, load=load)
+
+
+def _key_of(member: tarfile.TarInfo) -> tuple[str | None, str]:
+    """Return the key of a member's row, and its suffix in lower case; None for what is no part of a row."""
+    folder, _, name = member.name.rpartition("/")
+    stem, dot, suffix = name.partition(".")
+    if not member.isfile() or not dot or not stem:
+        return None, ""
+    return f"{folder}/{stem}" if folder else stem, suffix.lower()
+
+
+def _is_wanted(member: tarfile.TarInfo, suffix: str, with_pictures: bool) -> bool:
+    if _is_picture(suffix):
+        return with_pictures
+    return suffix == "json" or member.size <= MAX_TEXT_BYTES
+
+
+def _check_end(archive: tarfile.TarFile) -> None:
+    """Raise ReadError for an archive that is cut between its members, of which tarfile says nothing."""
+    file = archive.fileobj
+    if file is None or file.tell() < archive.offset + tarfile.BLOCKSIZE:
+        raise tarfile.ReadError("it ends without the mark of its end")
 
 
 def _is_picture(suffix: str) -> bool:

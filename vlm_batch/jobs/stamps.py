@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,8 +15,8 @@ from vlm_batch.jobs.files import is_url
 from vlm_batch.jobs.journal import fingerprint, times_of
 from vlm_batch.jobs.lines import LineFile, Record, read_answers
 from vlm_batch.jobs.questions import Item
-from vlm_batch.jobs.rows import Row, digest, spelled
-from vlm_batch.types import Audio, Video
+from vlm_batch.jobs.rows import JobRow, digest, spelled
+from vlm_batch.types import Audio, Message, Video
 
 
 class Stamp(NamedTuple):
@@ -37,16 +38,16 @@ class Stamp(NamedTuple):
 
     @classmethod
     def of(cls, line: Record) -> Stamp:
-        paths, asked, media = (
-            None if line.get(name) is None else digest(str(line[name]))
-            for name in ("paths", "asked", "media")
-        )
+        def own(name: str) -> int | None:
+            value = line.get(name)
+            return None if value is None else digest(str(value))
+
         return cls(
-            digest(str(line.get("times"))),
-            digest(str(line.get("contents"))),
-            paths,
-            asked,
-            media,
+            times=digest(str(line.get("times"))),
+            contents=digest(str(line.get("contents"))),
+            paths=own("paths"),
+            asked=own("asked"),
+            media=own("media"),
         )
 
     def asks_else(self, item: Item) -> bool:
@@ -54,25 +55,23 @@ class Stamp(NamedTuple):
         if self.asked is not None and digest(asked_of(item)) != self.asked:
             return True
         media = media_of(item.row)
-        return (
-            self.media is not None and media is not None and digest(media) != self.media
-        )
+        if self.media is None or media is None:
+            return False
+        return digest(media) != self.media
 
-    def has_other_files(self, row: Row) -> bool:
+    def has_other_files(self, row: JobRow) -> bool:
         """Whether the row's files hold something else. Files that are gone have not changed."""
         if row.is_scanned:
             return False
         files = files_of(row)
         times = times_of(files)
-        if not times:
-            return (
-                bool(files)
-                and self.paths is not None
-                and digest(str(list(map(str, files)))) != self.paths
-            )
-        if digest(str(times)) == self.times:
+        if times:
+            if digest(str(times)) == self.times:
+                return False
+            return digest(str(list(map(fingerprint, files)))) != self.contents
+        if not files or self.paths is None:
             return False
-        return digest(str(list(map(fingerprint, files)))) != self.contents
+        return digest(str(list(map(str, files)))) != self.paths
 
 
 def line_of(item: Item) -> Record:
@@ -97,7 +96,7 @@ def asked_of(item: Item) -> str:
     )
 
 
-def media_of(row: Row) -> str | None:
+def media_of(row: JobRow) -> str | None:
     """Return a digest of media that are no files; None if they are still to be read.
 
     Files are compared by what they hold, and may be spelled in other ways.
@@ -120,18 +119,24 @@ def _plain(value: Any) -> Any:
     return type(value).__name__
 
 
-def files_of(row: Row) -> list[str | Path]:
+def files_of(row: JobRow) -> list[str | Path]:
     """Return the files that a row is about, those that its chat names, too."""
     sources = list(row.sources)
     if row.messages is not None:
         # what is wrong with a chat, its answer says
         with contextlib.suppress(Exception):
-            _, media = split_messages(row.messages, *([()] * len(KINDS)))
-            named = [one for several in media for one in several]
-            sources += [
-                one.source if isinstance(one, (Video, Audio)) else one for one in named
-            ]
+            sources += _media_in(row.messages)
     return [one for one in sources if _is_file(one)]
+
+
+def _media_in(messages: Sequence[Message]) -> list[Any]:
+    """Return the sources of a chat's media."""
+    _, media = split_messages(messages, *([()] * len(KINDS)))
+    found = []
+    for several in media:
+        for one in several:
+            found.append(one.source if isinstance(one, (Video, Audio)) else one)
+    return found
 
 
 def _is_file(source: Any) -> bool:

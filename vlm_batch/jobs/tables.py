@@ -24,7 +24,7 @@ from vlm_batch.jobs.cells import (
     row_of_cells,
 )
 from vlm_batch.jobs.openai import row_of_body
-from vlm_batch.jobs.rows import InvalidJob, Row, SourceFile, digest
+from vlm_batch.jobs.rows import InvalidJob, JobRow, SourceFile, digest
 
 #: Keys of a request in JSON. Others are columns that the job names, or mistakes.
 MEDIA_NAMES = (*PICTURE_NAMES, *FILE_NAMES, *VIDEO_COLUMNS, *AUDIO_COLUMNS)
@@ -61,21 +61,32 @@ class JsonLines(SourceFile):
 
     def _is_place(self, line: str, place: str) -> bool:
         """Whether a line's id is its place; only lines without ids of their own are read as rows."""
+        if not line.strip():
+            return False
         try:
-            cells = parse_json(line) if line.strip() else None
+            cells = parse_json(line)
         except (ValueError, RecursionError):
             return False
-        if not isinstance(cells, dict):
-            return False
-        names = ID_COLUMNS if self.own.id is None else (self.own.id,)
-        names = ("custom_id",) if "body" in cells else names
-        own = next((cells[name] for name in names if cells.get(name) is not None), None)
-        if not isinstance(own, (list, dict)) and id_of(own, place) != place:
+        if not isinstance(cells, dict) or self._names_itself(cells, place):
             return False
         row = self._row(line, place)
         return row.error is None and row.id == place
 
-    def rows(self) -> Iterator[Row]:
+    def _names_itself(self, cells: dict[str, Any], place: str) -> bool:
+        """Whether a line surely has an id of its own."""
+        names = ID_COLUMNS if self.own.id is None else (self.own.id,)
+        if "body" in cells:
+            names = ("custom_id",)
+        for name in names:
+            own = cells.get(name)
+            if own is None:
+                continue
+            if isinstance(own, (list, dict)):
+                return False
+            return id_of(own, place) != place
+        return False
+
+    def rows(self) -> Iterator[JobRow]:
         with contextlib.ExitStack() as stack:
             lines = self.stream
             if lines is None:
@@ -89,52 +100,53 @@ class JsonLines(SourceFile):
                         row = replace(row, id=f"{place}:{digest(line.strip()):016x}")
                     yield row
 
-    def _row(self, line: str, place: str) -> Row:
+    def _row(self, line: str, place: str) -> JobRow:
+        def wrong(error: str) -> JobRow:
+            return JobRow(id=place, error=f"{place}: the line {error}")
+
         try:
             cells = parse_json(line)
         except ValueError as error:
-            return Row(id=place, error=f"{place}: the line is not JSON: {error}")
+            return wrong(f"is not JSON: {error}")
         except RecursionError:
-            return Row(id=place, error=f"{place}: the line is nested too deeply")
+            return wrong("is nested too deeply")
         if not isinstance(cells, dict):
-            return Row(
-                id=place,
-                error=f"{place}: the line is {type(cells).__name__}, not an object",
-            )
+            return wrong(f"is {type(cells).__name__}, not an object")
         if "body" in cells and "custom_id" in cells:
             return row_of_body(cells, place)
         return self._request(cells, place)
 
-    def _request(self, cells: dict[str, Any], place: str) -> Row:
-        named = set(vars(self.own).values())
+    def _request(self, cells: dict[str, Any], place: str) -> JobRow:
         prompt, messages = cells.get(self.own.prompt or "prompt"), cells.get("messages")
         params = cells.get("params") or {}
         try:
-            given = _resolved(
-                self.own,
-                tuple(
-                    name for name in cells if cells[name] is not None or name in named
-                ),
-            )
+            columns = self._columns_of(cells)
         except InvalidJob as error:
-            return Row(id=place, columns=cells, error=f"{place}: {error}")
-        # null is no picture by mistake, unless the row is a chat
-        if not given.has_media:
-            given = replace(
-                given, image=next((name for name in MEDIA_NAMES if name in cells), None)
-            )
-        if messages is not None and given.image and cells[given.image] is None:
-            given = replace(given, image=None)
-        row = row_of_cells(cells, given, place=place, folder=os.path.dirname(self.path))
+            return JobRow(id=place, columns=cells, error=f"{place}: {error}")
+        folder = os.path.dirname(self.path)
+        row = row_of_cells(cells, columns, place=place, folder=folder)
         wrong = _wrong(prompt, messages, params)
         if wrong is not None and row.error is None:
             return replace(row, error=f"{place}: {wrong}")
-        strange = tuple(
-            name for name in cells if name not in REQUEST_KEYS and name not in named
-        )
+        known = {*REQUEST_KEYS, *vars(self.own).values()}
+        strange = tuple(name for name in cells if name not in known)
         return replace(
             row, prompt=prompt, messages=messages, params=params, strange=strange
         )
+
+    def _columns_of(self, cells: dict[str, Any]) -> Columns:
+        """Return where a line's media are. Raises InvalidJob."""
+        named = set(vars(self.own).values())
+        said = [name for name in cells if cells[name] is not None or name in named]
+        columns = _resolved(self.own, tuple(said))
+        if not columns.has_media:
+            # null is no picture by mistake, unless the row is a chat
+            empty = next((name for name in MEDIA_NAMES if name in cells), None)
+            columns = replace(columns, image=empty)
+        is_chat = cells.get("messages") is not None
+        if is_chat and columns.image and cells[columns.image] is None:
+            return replace(columns, image=None)
+        return columns
 
 
 @lru_cache(maxsize=256)
@@ -188,7 +200,7 @@ class Delimited(SourceFile):
     def found(self) -> Columns:
         return self.own.resolve(self.columns, self.path)
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[JobRow]:
         with open_text(self.path) as file:
             names, reader = self._reader(file)
             columns = self.own.resolve(names, self.path)
@@ -197,48 +209,53 @@ class Delimited(SourceFile):
                 try:
                     cells = next(reader, None)
                 except csv.Error as error:  # Python 3.10 takes no NUL
-                    yield Row(id=place, error=f"{place}: {error}")
+                    yield JobRow(id=place, error=f"{place}: {error}")
                     continue
                 if cells is None:
                     return
-                if len(cells) == len(names):
-                    folder = os.path.dirname(self.path)
-                    yield row_of_cells(
-                        dict(zip(names, cells, strict=True)),
-                        columns,
-                        place=place,
-                        folder=folder,
-                    )
-                elif cells:
-                    yield Row(
-                        id=place,
-                        error=f"{place}: {len(cells)} cells under {len(names)} columns; quote cells with separators",
-                    )
+                if cells:
+                    yield self._row(names, cells, columns, place)
+
+    def _row(
+        self, names: list[str], cells: list[str], columns: Columns, place: str
+    ) -> JobRow:
+        if len(cells) != len(names):
+            return JobRow(
+                id=place,
+                error=f"{place}: {len(cells)} cells under {len(names)} columns; quote cells with separators",
+            )
+        return row_of_cells(
+            dict(zip(names, cells, strict=True)),
+            columns,
+            place=place,
+            folder=os.path.dirname(self.path),
+        )
 
     def _reader(self, file: TextIO) -> tuple[list[str], Any]:
         csv.field_size_limit(2**31 - 1)
         header = file.readline()
-        separator = (
-            max(",;\t|", key=header.count)
-            if not self.path.lower().endswith(".tsv")
-            else "\t"
-        )
+        separator = "\t"
+        if not self.path.lower().endswith(".tsv"):
+            separator = max(",;\t|", key=header.count)
         file.seek(0)
         reader = csv.reader(file, delimiter=separator)
         names = next(reader, [])
+        self._check_header(names)
+        return names, reader
+
+    def _check_header(self, names: list[str]) -> None:
         if not any(names):
             raise InvalidJob(
                 f"{self.path} has no header: its first line must name the columns"
             )
-        if first := next(
-            (name for name in names if names_media(name, os.path.dirname(self.path))),
-            None,
-        ):
-            raise InvalidJob(
-                f"{self.path} has no header: its first line names a picture ({first}), and must name the columns"
-            )
-        if twice := sorted({name for name in names if names.count(name) > 1}):
+        folder = os.path.dirname(self.path)
+        for name in names:
+            if names_media(name, folder):
+                raise InvalidJob(
+                    f"{self.path} has no header: its first line names a picture ({name}), and must name the columns"
+                )
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
             raise InvalidJob(
                 f"{self.path} has the column {twice[0]!r} twice; rename one"
             )
-        return names, reader

@@ -102,31 +102,41 @@ class Workers:
         taken = {actor for actor, row in self._asked.values() if row.is_suspected}
 
         def ask(actor: Any, row: _Row) -> None:
-            if row.request.request_id is None:  # the workers' own would be alike
-                row.request = replace(
-                    row.request, request_id=f"request-{next(self._numbers)}"
-                )
-            try:
-                self._asked[actor.ask.remote(row.request)] = actor, row
+            error = self._ask(actor, row)
+            if error is None:
                 count[actor] += 1
-            except Exception as error:  # what cannot be pickled, or is too large
-                failed.append(row.failed(describe(error)))
+            else:
+                failed.append(error)
 
-        while free := [
-            actor
-            for actor in self._ready
-            if actor not in taken and count[actor] < self._room
-        ]:
-            if (
-                row := self._again.popleft() if self._again else next(rows, None)
-            ) is None:
-                self._is_open = False
+        ready = [actor for actor in self._ready if actor not in taken]
+        while free := [actor for actor in ready if count[actor] < self._room]:
+            row = self._next_row(rows)
+            if row is None:
                 break
             ask(min(free, key=lambda actor: count[actor]), row)
         for actor in self._ready:
             if self._suspected and not count[actor]:
                 ask(actor, self._suspected.popleft())
         return failed
+
+    def _next_row(self, rows: Iterator[_Row]) -> _Row | None:
+        if self._again:
+            return self._again.popleft()
+        row = next(rows, None)
+        if row is None:
+            self._is_open = False
+        return row
+
+    def _ask(self, actor: Any, row: _Row) -> Result | None:
+        """Send a row to a worker; return its error if it cannot be sent."""
+        if row.request.request_id is None:  # the workers' own would be alike
+            name = f"request-{next(self._numbers)}"
+            row.request = replace(row.request, request_id=name)
+        try:
+            self._asked[actor.ask.remote(row.request)] = actor, row
+        except Exception as error:  # what cannot be pickled, or is too large
+            return row.failed(describe(error))
+        return None
 
     def _news(self) -> list[Result]:
         """Wait for news, and record all of it."""

@@ -1,0 +1,118 @@
+"""How a sampling parameter is declared: once, in ``SamplingParams``.
+
+The command line's flags, the columns of jobs and the fields of HTTP bodies follow from the declaration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from vlm_batch.checks import is_real, is_whole
+from vlm_batch.errors import InvalidParameters, shown
+
+
+@dataclass(frozen=True)
+class WholeNumber:
+    """A check: an integer within bounds, of Python or numpy."""
+
+    least: int
+    most: int
+
+    def checked(self, name: str, value: Any) -> int:
+        if is_whole(value) and self.least <= value <= self.most:
+            return int(value)
+        raise InvalidParameters(
+            f"{name} is {shown(value)}; it must be an integer in {self.least}..{self.most}"
+        )
+
+
+@dataclass(frozen=True)
+class RealNumber:
+    """A check: a finite number for which ``is_right`` holds; ``right`` says which those are."""
+
+    is_right: Callable[[float], bool]
+    right: str
+
+    def checked(self, name: str, value: Any) -> float:
+        if is_real(value) and self.is_right(float(value)):
+            return float(value)
+        raise InvalidParameters(f"{name} is {shown(value)}; it must be {self.right}")
+
+
+@dataclass(frozen=True)
+class TrueOrFalse:
+    """A check: a bool of Python or numpy; ``right`` says what else may stand there."""
+
+    right: str = "True or False"
+
+    def checked(self, name: str, value: Any) -> bool:
+        if isinstance(value, (bool, np.bool_)):
+            return bool(value)
+        raise InvalidParameters(f"{name} is {shown(value)}; it must be {self.right}")
+
+
+Check: TypeAlias = WholeNumber | RealNumber | TrueOrFalse
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A parameter's flag on the command line.
+
+    Attributes:
+        help: What ``--help`` says.
+        metavar: What stands for the value there; FILE means that the flag names a file with it.
+        says_default: Whether ``--help`` adds the default.
+        is_repeated: Whether the flag may be given several times, each with one text.
+    """
+
+    help: str
+    metavar: str | None = None
+    says_default: bool = False
+    is_repeated: bool = False
+
+
+@dataclass(frozen=True)
+class Declared:
+    """A parameter as it is declared.
+
+    Attributes:
+        check: Of its value; None for what the record checks itself.
+        flag: On the command line; None for none.
+        in_jobs: Whether a row's ``params`` and a job's settings may name it.
+        over_http: Whether the field of this name in a body sets it, and nothing else does.
+    """
+
+    name: str
+    default: Any
+    check: Check | None
+    flag: Flag | None
+    in_jobs: bool
+    over_http: bool
+
+
+def declared(
+    check: Check | None = None,
+    *,
+    flag: Flag | None = None,
+    in_jobs: bool = True,
+    over_http: bool = True,
+) -> Mapping[str, Any]:
+    """Return the metadata of a dataclass's field that declares a parameter; see ``Declared``."""
+    return {
+        "check": check,
+        "flag": flag,
+        "in_jobs": in_jobs,
+        "over_http": over_http,
+    }
+
+
+def parameters_of(record: type[Any]) -> tuple[Declared, ...]:
+    """Return the declarations of a record's fields, in their order."""
+    return tuple(
+        Declared(name=one.name, default=one.default, **one.metadata)
+        for one in fields(record)
+    )
