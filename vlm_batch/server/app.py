@@ -26,7 +26,6 @@ from vlm_batch.server.service import Service
 NOT_SERVED = {
     "/v1/embeddings": "no family here makes embeddings",
     "/v1/responses": "python -m vlm_batch.integrations.mlx_vlm serves it with the same engine",
-    "/v1/messages": "python -m vlm_batch.integrations.mlx_vlm serves it with the same engine",
     "/v1/realtime": "python -m vlm_batch.integrations.mlx_vlm serves it with the same engine",
     "/v1/batches": "vlm-batch run answers for files of requests",
     "/v1/files": "send pictures in the request, as data URIs",

@@ -299,6 +299,23 @@ def no_tools() -> ApiError:
     return _no_tool(None, ())
 
 
+def text_part(words: str) -> dict[str, Any]:
+    """Return text as a part of a message."""
+    return {"type": "text", "text": words}
+
+
+def add_turn(turns: list[dict[str, Any]], turn: dict[str, Any]) -> None:
+    """Add a turn to a chat; what a user says in two is one, as templates want it."""
+    before = turns[-1] if turns else None
+    if before is None or before["role"] != "user" or turn["role"] != "user":
+        turns.append(turn)
+        return
+    content: list[Any] = []
+    for said in (before["content"], turn["content"]):
+        content += [text_part(said)] if isinstance(said, str) else said
+    before["content"] = content
+
+
 def parsed_arguments(text: str) -> Any:
     """Return a call's arguments as templates need them: an object, or the text where it is none."""
     try:

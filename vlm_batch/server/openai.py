@@ -20,7 +20,6 @@ from vlm_batch.server.errors import ApiError
 from vlm_batch.server.exchange import Choice, Exchange, event_bytes
 from vlm_batch.server.fields import SAMPLING
 from vlm_batch.server.wire import (
-    MAX_STOPS,
     Body,
     Json,
     Many,
@@ -28,6 +27,7 @@ from vlm_batch.server.wire import (
     Metadata,
     Name,
     Number,
+    Stops,
     Wire,
     at_most,
 )
@@ -84,7 +84,6 @@ REFUSED: Mapping[str, str] = {
 Biases: TypeAlias = Annotated[dict[str, Number], BeforeValidator(at_most(MAX_BIASES))]
 #: How many likely tokens are told beside the chosen one.
 NumTops: TypeAlias = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
-Stops: TypeAlias = Annotated[list[str], Field(fail_fast=True, max_length=MAX_STOPS)]
 Texts: TypeAlias = Annotated[list[str], Field(fail_fast=True, max_length=MAX_CHOICES)]
 
 

@@ -93,6 +93,13 @@ def _is_small(value: Any) -> Any:
 Json: TypeAlias = Annotated[dict[str, JsonValue], BeforeValidator(_is_small)]
 #: A list that ends at its first wrong item.
 Many: TypeAlias = Annotated[list[Item], Field(fail_fast=True)]
+#: A list of a message's parts, or of what else has a bound.
+Parts: TypeAlias = Annotated[list[Item], Field(fail_fast=True, max_length=MAX_PARTS)]
+Tools: TypeAlias = Annotated[list[Item], Field(fail_fast=True, max_length=MAX_TOOLS)]
+Turns: TypeAlias = Annotated[
+    list[Item], Field(min_length=1, fail_fast=True, max_length=MAX_MESSAGES)
+]
+Stops: TypeAlias = Annotated[list[str], Field(fail_fast=True, max_length=MAX_STOPS)]
 Name: TypeAlias = Annotated[str, Field(min_length=1, max_length=256)]
 #: A client's own facts about a request, which are not kept.
 Metadata: TypeAlias = Annotated[dict[str, str], BeforeValidator(at_most(MAX_METADATA))]

@@ -5,5 +5,6 @@ from __future__ import annotations
 from vlm_batch.server.door import Doors
 from vlm_batch.server.doors.chat import CHAT
 from vlm_batch.server.doors.completions import COMPLETIONS
+from vlm_batch.server.doors.messages import COUNT_TOKENS, MESSAGES
 
-DOORS = Doors((CHAT, COMPLETIONS))
+DOORS = Doors((CHAT, COMPLETIONS, MESSAGES, COUNT_TOKENS))

@@ -40,14 +40,15 @@ from vlm_batch.server.openai import (
 from vlm_batch.server.wire import (
     ANY,
     MAX_FIELDS,
-    MAX_MESSAGES,
-    MAX_PARTS,
     MAX_TOOLS,
     Json,
     Member,
     Name,
     Nothing,
     Number,
+    Parts,
+    Tools,
+    Turns,
     Wire,
     at_most,
 )
@@ -176,16 +177,14 @@ class SystemMessage(Member):
     nothing = _OWN
     role: Literal["system", "developer"]
     name: str | None = None
-    content: (
-        str | Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_PARTS)]
-    )
+    content: str | Parts[TextPart]
 
 
 class UserMessage(Member):
     nothing = _OWN
     role: Literal["user"]
     name: str | None = None
-    content: str | Annotated[list[Part], Field(fail_fast=True, max_length=MAX_PARTS)]
+    content: str | Parts[Part]
 
 
 class AssistantMessage(Member):
@@ -196,14 +195,10 @@ class AssistantMessage(Member):
     }  # fmt: skip
     role: Literal["assistant"]
     name: str | None = None
-    content: (
-        str | Annotated[list[Said], Field(fail_fast=True, max_length=MAX_PARTS)] | None
-    ) = None
+    content: str | Parts[Said] | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None  # vLLM's newer name of the same
-    tool_calls: (
-        Annotated[list[ToolCall], Field(fail_fast=True, max_length=MAX_PARTS)] | None
-    ) = None
+    tool_calls: Parts[ToolCall] | None = None
     refusal: str | None = None
     audio: None = None
     function_call: None = None
@@ -213,13 +208,7 @@ class AssistantMessage(Member):
 class ToolMessage(Member):
     nothing = {**_OWN, "status": ANY, "is_error": ANY, "artifact": ANY}
     role: Literal["tool"]
-    content: (
-        str
-        | Annotated[
-            list[TextPart | ImagePart], Field(fail_fast=True, max_length=MAX_PARTS)
-        ]
-        | None
-    ) = None
+    content: str | Parts[TextPart | ImagePart] | None = None
     tool_call_id: str | None = None
     name: str | None = None
 
@@ -312,15 +301,11 @@ class ChatRequest(Common):
         "echo": (False,),
         "resize_shape": (),
     }
-    messages: Annotated[
-        list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
-    ]
+    messages: Turns[Message]
     max_completion_tokens: NumTokens | None = None
     logprobs: bool | None = None
     top_logprobs: NumTops | None = None
-    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = (
-        None
-    )
+    tools: Tools[Tool] | None = None
     tool_choice: (
         Literal["none", "auto", "required"] | NamedTool | AllowedChoice | None
     ) = None
