@@ -25,7 +25,6 @@ from vlm_batch.server.service import Service
 #: Endpoints of other servers, and the alternative here.
 NOT_SERVED = {
     "/v1/embeddings": "no family here makes embeddings",
-    "/v1/responses": "python -m vlm_batch.integrations.mlx_vlm serves it with the same engine",
     "/v1/realtime": "python -m vlm_batch.integrations.mlx_vlm serves it with the same engine",
     "/v1/batches": "vlm-batch run answers for files of requests",
     "/v1/files": "send pictures in the request, as data URIs",
@@ -49,6 +48,7 @@ def create_app(service: Service, media: MediaReader) -> FastAPI:
         try:
             yield
         finally:
+            core.kept.close()
             await service.stop()
             media.close()
             app.state.bodies.close()
@@ -230,16 +230,14 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 async def _validation_error(request: Request, error: Exception) -> Response:
-    """Answer an empty body; ``bodies`` checks the others."""
+    """Answer an empty body, and what is wrong in an address; ``bodies`` checks the others."""
     assert isinstance(error, RequestValidationError)
-    return await _http_error(
-        request,
-        ApiError(
-            400,
-            "the body is empty; send JSON with messages or a prompt",
-            code="missing",
-        ),
-    )
+    said, param = "the body is empty; send JSON with messages or a prompt", None
+    place, *names = error.errors()[0]["loc"]
+    if place == "query" and names:
+        param = str(names[0])[:200]
+        said = f"{param}: {error.errors()[0]['msg']}"
+    return await _http_error(request, ApiError(400, said, param=param, code="missing"))
 
 
 async def _invalid_request(request: Request, error: Exception) -> Response:

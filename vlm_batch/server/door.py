@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from starlette.requests import Request as HttpRequest
@@ -12,6 +12,7 @@ from starlette.responses import Response
 from vlm_batch.server.bodies import Bodies
 from vlm_batch.server.edge import ENTRY, Entry
 from vlm_batch.server.errors import ApiError, Envelope, openai_envelope
+from vlm_batch.server.kept import KeptResponses
 from vlm_batch.server.media import MediaReader
 from vlm_batch.server.service import Service
 from vlm_batch.server.wire import Body
@@ -22,11 +23,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Core:
-    """What all doors share: the model and its queue, the reading of bodies, and that of media."""
+    """What all doors share: the model and its queue, the reading of bodies, that of media, and what is kept."""
 
     service: Service
     bodies: Bodies
     media: MediaReader
+    kept: KeptResponses = field(default_factory=KeptResponses)
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError 404 for another model than the server's."""

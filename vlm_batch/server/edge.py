@@ -13,7 +13,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -119,6 +119,20 @@ class Entry:
         self.held.acquire(size, self.number)
         self.num_held += size
 
+    def detached(self) -> Entry:
+        """Return an entry for what goes on after the answer: the place and the bytes are its own, until ``close``."""
+        other = replace(self, said=dict(self.said))
+        self.num_held, self.visit, self.at_end = 0, None, None
+        return other
+
+    def close(self) -> None:
+        """Give the place and the bytes back, and write the line of the log."""
+        self.held.release(self.num_held, self.number)
+        self.num_held = 0
+        if self.at_end is not None:
+            self.at_end()
+        access.info(self.line())
+
     def response_to(self, error: ApiError) -> JsonResponse:
         """Return an error in the form of this request's door."""
         body = self.envelope(error, self.request_id)
@@ -197,14 +211,11 @@ class Edge:
             await entry.response_to(answer)(scope, receive, sending)
         finally:
             self._num_open -= 1
-            self._held.release(entry.num_held, entry.number)
-            if entry.at_end is not None:
-                entry.at_end()
             route = scope.get("route")  # what strangers make up is no label of a metric
             self._metrics.responded(
                 "other" if route is None else str(route.path), entry.status
             )
-            access.info(entry.line())
+            entry.close()
 
     def _check(self, scope: Scope, headers: Headers) -> Key | None:
         """Return the request's key, if needed. Raises ApiError for what is refused before its body is read."""
