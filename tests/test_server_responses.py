@@ -243,6 +243,36 @@ def test_forms_scores_and_ends(server: Running, client: Any) -> None:
     assert told.usage.input_tokens > scored.usage.input_tokens
 
 
+def test_tokens_are_counted_as_used(client: Any) -> None:
+    asked: dict[str, Any] = {"model": "qwen2_vl", "instructions": "be short", "tools": [WEATHER],
+                             "input": [{"role": "user", "content": [image(), words("describe the picture")]}]}  # fmt: skip
+    counted = client.responses.input_tokens.count(**asked)
+    used = client.responses.create(**asked, max_output_tokens=1).usage
+    assert counted.input_tokens == used.input_tokens
+
+
+def test_sampling_of_every_door(server: Running) -> None:
+    """Fields that others' clients add; a seed is the chat door's seed."""
+    more = {
+        "top_k": 5,
+        "min_p": 0.01,
+        "seed": 3,
+        "temperature": 1.5,
+        "repetition_penalty": 1.1,
+    }
+    chat = server.chat("count to 9", max_tokens=20, **more).json["choices"][0][
+        "message"
+    ]["content"]
+    ours = ask(server, "count to 9", max_output_tokens=20, **more).json
+    turns = [{"role": "user", "content": "count to 9"}]
+    theirs = server.ask(
+        "POST", "/v1/messages", {"max_tokens": 20, "messages": turns, **more}
+    ).json
+    assert (
+        ours["output"][0]["content"][0]["text"] == theirs["content"][0]["text"] == chat
+    )
+
+
 def test_what_is_kept_is_shown_listed_and_deleted(server: Running, client: Any) -> None:
     made = client.responses.create(
         model="qwen2_vl", input=[{"role": "user", "content": [words("count to 3")]}]

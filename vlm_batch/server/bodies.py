@@ -187,7 +187,8 @@ def _of_unknown(
         values = " or ".join([*map(json.dumps, taken), "null"])
         return f"it has no effect here, so it may only be {values}"
     if meant is None:
-        near = difflib.get_close_matches(name, sorted(field_names()), 1, NEAR)
+        others = sorted(field_names() - {name})
+        near = difflib.get_close_matches(name, others, 1, NEAR)
         meant = next(iter(near), None)
     probably = "" if meant is None else f" ({meant} is probably meant)"
     return f"there is no field {name}{probably}"

@@ -211,6 +211,15 @@ class Exchange(ABC):
                 counts.pictures += len(choice.result.image_sizes)
         return counts
 
+    async def num_prompt_tokens(self) -> int:
+        """Count the prompt's tokens; nothing is answered."""
+        service, number = self.core.service, self.entry.number
+        async with service.visit(self.entry.visit) as visit, self.renaming():
+            ask = await self.asked(visit)
+            name = visit.request_id
+            (one,) = ask.requests(request_id=name, priority=0, client=number)
+            return await service.count_tokens(visit, one)
+
     # The engine ------------------------------------------------------------------------------------------------------
 
     async def asked(self, visit: Visit) -> Ask:
@@ -356,6 +365,18 @@ def through(exchange: type[Exchange]) -> Answer:
         entry = entry_of(request)
         one = exchange(core, entry, body, priority=priority_of(request))
         return await answer_whole_or_streamed(one, request)
+
+    return answer
+
+
+def counted(exchange: type[Exchange], head: Mapping[str, Any]) -> Answer:
+    """Return a door's way to answer with the number of a prompt's tokens, beside what is in ``head``."""
+
+    async def answer(core: Core, body: Body, request: HttpRequest) -> Response:
+        core.check_model(body.model)
+        one = exchange(core, entry_of(request), body)
+        number = await unless_left(request, one.num_prompt_tokens())
+        return JsonResponse({**head, "input_tokens": number})
 
     return answer
 

@@ -153,14 +153,9 @@ ResponseFormat: TypeAlias = Annotated[
 ]
 
 
-class Common(Body):
-    """What the bodies of both kinds of completions have."""
+class Sampled(Body):
+    """What every door takes of sampling: OpenAI's fields, and those that vLLM's, mlx-vlm's and llama.cpp's clients add."""
 
-    nothing = NOTHING
-    refused = REFUSED
-    stream_options: StreamOptions | None = None
-    max_tokens: NumTokens | None = None
-    n: int | None = None
     sampling: Literal["greedy", "recommended"] | None = None
     temperature: Number | None = None
     top_p: Number | None = None
@@ -174,15 +169,25 @@ class Common(Body):
     min_tokens: int | None = None
     bad_words: Many[str] | None = None
     allowed_token_ids: Many[int] | None = None
-    prompt_logprobs: NumTops | None = None
     seed: int | None = None
+    stop_token_ids: Many[int] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+
+
+class Common(Sampled):
+    """What the bodies of both kinds of completions have."""
+
+    nothing = NOTHING
+    refused = REFUSED
+    stream_options: StreamOptions | None = None
+    max_tokens: NumTokens | None = None
+    n: int | None = None
+    prompt_logprobs: NumTops | None = None
     priority: int | None = None
     cache_salt: Name | None = None
     return_token_ids: bool | None = None
     stop: str | Stops | None = None
-    stop_token_ids: Many[int] | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
     vllm_xargs: VllmArguments | None = None
     guided_regex: str | None = None
     guided_choice: Texts | None = None

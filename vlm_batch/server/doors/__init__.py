@@ -6,6 +6,8 @@ from vlm_batch.server.door import Doors
 from vlm_batch.server.doors.chat import CHAT
 from vlm_batch.server.doors.completions import COMPLETIONS
 from vlm_batch.server.doors.messages import COUNT_TOKENS, MESSAGES
-from vlm_batch.server.doors.responses import RESPONSES
+from vlm_batch.server.doors.responses import INPUT_TOKENS, RESPONSES
 
-DOORS = Doors((CHAT, COMPLETIONS, RESPONSES, MESSAGES, COUNT_TOKENS))
+DOORS = Doors(
+    (CHAT, COMPLETIONS, RESPONSES, INPUT_TOKENS, MESSAGES, COUNT_TOKENS),
+)

@@ -6,8 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field
-from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
 
 from vlm_batch.server.answers import Delta
 from vlm_batch.server.asking import (
@@ -20,20 +18,19 @@ from vlm_batch.server.asking import (
     parsed_arguments,
     text_part,
 )
-from vlm_batch.server.door import Core, Door, entry_of
+from vlm_batch.server.door import Core, Door
 from vlm_batch.server.edge import Entry
-from vlm_batch.server.errors import ApiError, JsonResponse
-from vlm_batch.server.exchange import Choice, Exchange, event_bytes, through
+from vlm_batch.server.errors import ApiError
+from vlm_batch.server.exchange import Choice, Exchange, counted, event_bytes, through
+from vlm_batch.server.fields import SAMPLING
+from vlm_batch.server.openai import Sampled, asked_of
 from vlm_batch.server.pages import DOCUMENT
-from vlm_batch.server.streams import unless_left
 from vlm_batch.server.wire import (
     ANY,
-    Body,
     Json,
     Member,
     Name,
     Nothing,
-    Number,
     Parts,
     Stops,
     Tools,
@@ -206,7 +203,7 @@ class UserOf(Wire):
     user_id: str | None = None
 
 
-class CountRequest(Body):
+class CountRequest(Sampled):
     """The body of ``POST /v1/messages/count_tokens``."""
 
     nothing = {
@@ -241,9 +238,6 @@ class MessagesRequest(CountRequest):
     """The body of ``POST /v1/messages``."""
 
     max_tokens: Annotated[int, Field(ge=1, lt=2**63)]
-    temperature: Number | None = None
-    top_p: Number | None = None
-    top_k: int | None = None
     stop_sequences: Stops | None = None
     metadata: UserOf | None = None
 
@@ -273,6 +267,7 @@ def talk_of(body: CountRequest, able: Abilities) -> Talk:
     return Talk(
         messages=turns,
         sampling=_sampling(body, able),
+        sampling_source=body.sampling,
         tools=[_tool(tool) for tool in body.tools or ()],
         choice=_choice(body.tool_choice),
         template=template,
@@ -393,34 +388,33 @@ def _choice(given: Choosing | None) -> ToolChoice:
 
 def _thinking(body: CountRequest, able: Abilities) -> dict[str, Any]:
     """Return the template's arguments; a model that does not think is asked for none."""
-    found: dict[str, Any] = {}
-    if not able.thinks:
-        return found
     reads = able.reads or ()
-    if body.thinking is not None and "enable_thinking" in reads:
-        found["enable_thinking"] = body.thinking.type != "disabled"
-    config = body.output_config
-    if config is not None and config.effort and "reasoning_effort" in reads:
-        found["reasoning_effort"] = config.effort
-    return found
+    asked: dict[str, Any] = {}
+    if body.thinking is not None:
+        asked["enable_thinking"] = body.thinking.type != "disabled"
+    if body.output_config is not None:
+        asked["reasoning_effort"] = body.output_config.effort
+    if not able.thinks:
+        return {}
+    return {
+        name: value
+        for name, value in asked.items()
+        if value is not None and name in reads
+    }
 
 
 def _sampling(body: CountRequest, able: Abilities) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    config = body.output_config
-    if config is not None and config.format is not None:
-        found["json_schema"] = config.format.schema_
-    if body.thinking is not None and able.thinks:
-        found["thinking_budget"] = body.thinking.budget_tokens
+    found = asked_of(body, SAMPLING)
+    form = None if body.output_config is None else body.output_config.format
+    if form is not None:
+        found["json_schema"] = form.schema_
+    budget = None if body.thinking is None else body.thinking.budget_tokens
+    if budget is not None and able.thinks:
+        found["thinking_budget"] = budget
     if isinstance(body, MessagesRequest):
-        found |= {
-            "max_tokens": body.max_tokens,
-            "temperature": body.temperature,
-            "top_p": body.top_p,
-            "top_k": body.top_k,
-            "stop": body.stop_sequences,
-        }
-    return {name: value for name, value in found.items() if value is not None}
+        found["max_tokens"] = body.max_tokens
+        found["stop"] = body.stop_sequences or ()
+    return found
 
 
 # Out -------------------------------------------------------------------------------------------------------------------
@@ -592,23 +586,6 @@ def envelope(error: ApiError, request_id: str) -> dict[str, Any]:
     return {"type": "error", "error": said, "request_id": request_id}
 
 
-async def count(core: Core, body: CountRequest, request: HttpRequest) -> Response:
-    """Answer how many tokens a chat's prompt has."""
-    core.check_model(body.model)
-    entry = entry_of(request)
-    exchange = MessageExchange(core, entry, body)
-
-    async def counted() -> int:
-        async with core.service.visit(entry.visit) as visit, exchange.renaming():
-            ask = await exchange.asked(visit)
-            (one,) = ask.requests(
-                request_id=visit.request_id, priority=0, client=entry.number
-            )
-            return await core.service.count_tokens(visit, one)
-
-    return JsonResponse({"input_tokens": await unless_left(request, counted())})
-
-
 MESSAGES = Door(
     path="/v1/messages",
     body=MessagesRequest,
@@ -620,7 +597,7 @@ MESSAGES = Door(
 COUNT_TOKENS = Door(
     path="/v1/messages/count_tokens",
     body=CountRequest,
-    answer=count,
+    answer=counted(MessageExchange, {}),
     about="Count the tokens of a chat in Anthropic's form.",
     envelope=envelope,
 )

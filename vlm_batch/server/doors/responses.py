@@ -32,22 +32,28 @@ from vlm_batch.server.exchange import (
     Choice,
     Exchange,
     answer_whole_or_streamed,
+    counted,
     event_bytes,
     priority_of,
 )
+from vlm_batch.server.fields import SAMPLING
 from vlm_batch.server.kept import Kept, new_id
-from vlm_batch.server.openai import ObjectFormat, TextFormat, finite
+from vlm_batch.server.openai import (
+    ObjectFormat,
+    Sampled,
+    TextFormat,
+    asked_of,
+    finite,
+)
 from vlm_batch.server.pages import DOCUMENT
 from vlm_batch.server.streams import SentEvents
 from vlm_batch.server.wire import (
     ANY,
-    Body,
     Json,
     Member,
     Metadata,
     Name,
     Nothing,
-    Number,
     Parts,
     Tools,
     Turns,
@@ -226,8 +232,8 @@ class ReasoningConfig(Wire):
     effort: str | None = None
 
 
-class ResponsesRequest(Body):
-    """The body of ``POST /v1/responses``."""
+class InputRequest(Sampled):
+    """The body of ``POST /v1/responses``, and of ``/v1/responses/input_tokens``."""
 
     nothing = {
         "access_programs": (),
@@ -267,8 +273,6 @@ class ResponsesRequest(Body):
     ) = None
     parallel_tool_calls: bool | None = None
     max_output_tokens: Annotated[int, Field(ge=1, lt=2**63)] | None = None
-    temperature: Number | None = None
-    top_p: Number | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
@@ -345,7 +349,7 @@ def _tool(tool: FunctionTool) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _choice(body: ResponsesRequest) -> ToolChoice:
+def _choice(body: InputRequest) -> ToolChoice:
     given, one_only = body.tool_choice, body.parallel_tool_calls is False
     if isinstance(given, NamedFunction):
         return ToolChoice(named=given.name, one_only=one_only)
@@ -355,30 +359,27 @@ def _choice(body: ResponsesRequest) -> ToolChoice:
     return ToolChoice(mode=given or "auto", one_only=one_only)
 
 
-def _sampling(body: ResponsesRequest) -> dict[str, Any]:
-    found = {
-        "max_tokens": body.max_output_tokens,
-        "temperature": body.temperature,
-        "top_p": body.top_p,
-    }
+def _sampling(body: InputRequest) -> dict[str, Any]:
+    found = {**asked_of(body, SAMPLING), "max_tokens": body.max_output_tokens}
     if "message.output_text.logprobs" in (body.include or ()):
         found["logprobs"] = body.top_logprobs or 0
     form = None if body.text is None else body.text.format
     if isinstance(form, FlatFormat):
         found["json_schema"] = form.schema_
-    elif isinstance(form, ObjectFormat):
+    if isinstance(form, ObjectFormat):
         found["json_schema"] = {"type": "object"}
-    return {name: value for name, value in found.items() if value is not None}
+    return found
 
 
-def _thinking(body: ResponsesRequest, able: Abilities) -> dict[str, Any]:
+def _thinking(body: InputRequest, able: Abilities) -> dict[str, Any]:
+    """Return the template's arguments; a model that does not think is asked for none."""
     effort = None if body.reasoning is None else body.reasoning.effort
     if effort is None or not able.thinks:
         return {}
-    reads = able.reads or ()
-    if effort == "none" and "enable_thinking" in reads:
-        return {"enable_thinking": False}
-    return {"reasoning_effort": effort} if "reasoning_effort" in reads else {}
+    asked = {"reasoning_effort": effort}
+    if effort == "none":
+        asked = {"enable_thinking": False}
+    return asked if asked.keys() <= set(able.reads or ()) else {}
 
 
 # Out -------------------------------------------------------------------------------------------------------------------
@@ -388,10 +389,10 @@ class ResponseExchange(Exchange):
     """One response; its output is put together as it comes."""
 
     prompt = "input"
-    body: ResponsesRequest
+    body: InputRequest
 
     def __init__(
-        self, core: Core, entry: Entry, body: ResponsesRequest, *, priority: int = 0
+        self, core: Core, entry: Entry, body: InputRequest, *, priority: int = 0
     ) -> None:
         super().__init__(core, entry, body, priority=priority)
         self.names = NAMES
@@ -461,6 +462,7 @@ class ResponseExchange(Exchange):
         talk = Talk(
             messages=turns,
             sampling=_sampling(body),
+            sampling_source=body.sampling,
             tools=functions,
             choice=_choice(body),
             template=_thinking(body, able),
@@ -686,7 +688,7 @@ def _shown_item(item: Any) -> dict[str, Any]:
     return {"id": new_id("msg"), "status": "completed", **found}
 
 
-def _echo(body: ResponsesRequest) -> dict[str, Any]:
+def _echo(body: InputRequest) -> dict[str, Any]:
     """Return a response's fields that say what was asked for."""
     said = body.model_dump(by_alias=True, exclude_none=True)
     form = {"format": {"type": "text"}, **said.get("text", {})}
@@ -720,7 +722,7 @@ def _shown_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     return {"parameters": None, "strict": False, **tool}
 
 
-async def respond(core: Core, body: ResponsesRequest, request: HttpRequest) -> Response:
+async def respond(core: Core, body: InputRequest, request: HttpRequest) -> Response:
     """Answer, whole, as a stream, or later."""
     core.check_model(body.model)
     if body.background and body.store is False:
@@ -813,8 +815,14 @@ def _add_routes(app: FastAPI, core: Core) -> None:
 RESPONSES = Door(
     path="/v1/responses",
     others=("/responses",),
-    body=ResponsesRequest,
+    body=InputRequest,
     answer=respond,
     about="Answer in the form of OpenAI's Responses, and keep the answer for the next turn.",
     routes=_add_routes,
+)
+INPUT_TOKENS = Door(
+    path="/v1/responses/input_tokens",
+    body=InputRequest,
+    answer=counted(ResponseExchange, {"object": "response.input_tokens"}),
+    about="Count the tokens of what a response would be made from.",
 )
