@@ -9,8 +9,9 @@ from openai.types.chat.completion_create_params import (
     CompletionCreateParamsBase as OfOpenAI,
 )
 
-from vlm_batch.server.openai import REFUSED
-from vlm_batch.server.wire import ChatRequest, Common, CompletionRequest
+from vlm_batch.server.doors.chat import ChatRequest
+from vlm_batch.server.doors.completions import CompletionRequest
+from vlm_batch.server.openai import REFUSED, Common
 
 PAGE = Path(__file__).parent.parent / "docs" / "server.md"
 HEAD = "| field | a chat's for | `/v1/chat/completions` | `/v1/completions` | why |\n| --- | --- | --- | --- | --- |\n"

@@ -17,8 +17,7 @@ from tests.serving import Reply, Running, serving
 from tests.test_server_tools import copy_with_tools
 from vlm_batch import VLMBatcher
 from vlm_batch.server.config import ServerConfig
-from vlm_batch.server.openai import chat_ask
-from vlm_batch.server.wire import ChatRequest
+from vlm_batch.server.doors.chat import ChatRequest, chat_ask
 
 DATA = Path(__file__).parent / "data" / "clients"
 #: What stands for a picture in recorded bodies (``scripts/clients/listener.py``).

@@ -16,9 +16,10 @@ from vlm_batch.cli import main as cli
 from vlm_batch.cli.run import _sampling_params
 from vlm_batch.loading import load_model
 from vlm_batch.loading.recommended import read_recommended, recommended_sampling
+from vlm_batch.server.asking import Abilities
 from vlm_batch.server.config import InvalidConfig, ServerConfig
-from vlm_batch.server.openai import chat_ask, completion_ask
-from vlm_batch.server.wire import ChatRequest, CompletionRequest
+from vlm_batch.server.doors.chat import ChatRequest, chat_ask
+from vlm_batch.server.doors.completions import CompletionRequest, completion_ask
 
 PUBLISHED = {
     "do_sample": True,
@@ -209,10 +210,12 @@ def test_a_request_says_whether_it_is_taken(
 ) -> None:
     settings = ServerConfig(model="m", sampling=config)
     chat = chat_ask(
-        ChatRequest.model_validate(CHAT | body), settings, recommended=TAKEN
+        ChatRequest.model_validate(CHAT | body), settings, Abilities(recommended=TAKEN)
     )
     text = completion_ask(
-        CompletionRequest.model_validate({"prompt": "x", **body}), settings, TAKEN
+        CompletionRequest.model_validate({"prompt": "x", **body}),
+        settings,
+        Abilities(recommended=TAKEN),
     )
     for asked in (chat, text):
         assert {name: vars(asked.params)[name] for name in expected} == expected

@@ -33,8 +33,9 @@ from vlm_batch.cli import serve
 from vlm_batch.runtime.memory import default_limit
 from vlm_batch.server import edge
 from vlm_batch.server.config import InvalidConfig, Key, ServerConfig, read_keys
-from vlm_batch.server.openai import wire_messages
-from vlm_batch.server.wire import ChatRequest, Common, CompletionRequest
+from vlm_batch.server.doors.chat import ChatRequest, wire_messages
+from vlm_batch.server.doors.completions import CompletionRequest
+from vlm_batch.server.openai import Common
 
 DESCRIBED = {
     "red_circle.png": "a red circle",
@@ -1545,7 +1546,7 @@ def test_a_clients_own_fault_is_a_line_in_the_log(
 ) -> None:
     """Its line in the access log says what was wrong; a trace is for defects of the server."""
 
-    from vlm_batch.server import app
+    from vlm_batch.server.doors import chat
 
     def too_deep(*_: Any, **__: Any) -> Any:
         raise RecursionError("maximum recursion depth exceeded")
@@ -1573,7 +1574,7 @@ def test_a_clients_own_fault_is_a_line_in_the_log(
                 == 400
             )
         with monkeypatch.context() as patched:
-            patched.setattr(app, "chat_ask", too_deep)
+            patched.setattr(chat, "chat_ask", too_deep)
             assert server.chat("x", stream=stream, headers=own).status == 400
         _cut_off(server, b"")
         _cut_off(server, b'{"messages": [')
@@ -2077,12 +2078,12 @@ def test_an_engine_that_hangs_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_defect_of_the_server_is_a_500_without_a_trace(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vlm_batch.server import app
+    from vlm_batch.server.doors import chat
 
     def broken(*_: Any) -> Any:
         raise ZeroDivisionError("at /home/somebody/app.py")
 
-    monkeypatch.setattr(app, "chat_ask", broken)
+    monkeypatch.setattr(chat, "chat_ask", broken)
     reply = server.chat("count to 3")
     assert reply.status == 500
     assert reply.headers["x-request-id"] in reply.error["message"]

@@ -12,9 +12,8 @@ from tests.serving import Reply, Running, serving
 from vlm_batch import Request, VLMBatcher
 from vlm_batch.assets import default_checkpoint
 from vlm_batch.server.config import Key, ServerConfig
+from vlm_batch.server.doors.chat import ChatRequest, chat_ask
 from vlm_batch.server.errors import ApiError
-from vlm_batch.server.openai import chat_ask
-from vlm_batch.server.wire import ChatRequest
 
 PROMPT = "<|im_start|>user\ncount to 5<|im_end|>\n<|im_start|>assistant\n"
 ENDS = {"skip_special_tokens": False}

@@ -30,10 +30,11 @@ from vlm_batch.inputs.pool import Pool
 from vlm_batch.server import bodies, edge, run
 from vlm_batch.server.bodies import read_body
 from vlm_batch.server.config import InvalidConfig, ServerConfig
+from vlm_batch.server.doors.chat import ChatRequest
+from vlm_batch.server.doors.completions import CompletionRequest
 from vlm_batch.server.errors import ApiError, without_paths
 from vlm_batch.server.media import policy_of
 from vlm_batch.server.service import Service, Visit
-from vlm_batch.server.wire import ChatRequest, CompletionRequest
 from vlm_batch.types import SamplingParams
 
 #: Stands for a public address in these tests: loopback's second address, which the machine answers on as well.

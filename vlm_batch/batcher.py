@@ -308,6 +308,18 @@ class VLMBatcher:
         """
         return self._preparer.check(request).prompt
 
+    def count_tokens(self, request: Request) -> int:
+        """Count the prompt's tokens as the processor makes them, with those of pictures, videos and recordings.
+
+        Media are read and processed, and nothing is computed by the model.
+
+        Raises:
+            InvalidRequest: it cannot be answered.
+        """
+        question = self._preparer.check(request)
+        inputs = self._preparer.prepare(question).inputs
+        return int(inputs["input_ids"].shape[-1])
+
     def cancel(self, request_id: str) -> bool:
         """End a request at any stage. False if there is none.
 

@@ -22,6 +22,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from vlm_batch.inputs.processing import Processing
 from vlm_batch.inputs.processors import copy_for_thread
+from vlm_batch.server.asking import Abilities
 from vlm_batch.server.calls import INNER_MARKS, CallWriter
 from vlm_batch.types import Event, Template, TokenLogprobs
 
@@ -102,13 +103,21 @@ class Dialect:
         )
 
     @cached_property
+    def abilities(self) -> Abilities:
+        """What requests may ask of this checkpoint."""
+        return Abilities(
+            writer=self.writer,
+            reads=self.reads,
+            recommended=self.recommended,
+            thinks=self.reasons,
+        )
+
+    @cached_property
     def writer(self) -> CallWriter | None:
         if self.tool_parser is None:
             return None
-        marks = {
-            str(word): int(token)
-            for token, word in self._tokenizer.added_tokens_decoder.items()
-        }
+        added = self._tokenizer.added_tokens_decoder
+        marks = {str(word): int(token) for token, word in added.items()}
         return CallWriter(self.tool_parser, marks, _template_text(self._template) or "")
 
     def token(self, token_id: int) -> tuple[str, list[int]]:

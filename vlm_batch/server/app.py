@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import replace
-from functools import partial
 from importlib.resources import files
 from typing import Any
 
@@ -17,29 +14,17 @@ from starlette.exceptions import HTTPException
 
 from vlm_batch._version import __version__
 from vlm_batch.errors import InvalidRequest
-from vlm_batch.server.answers import Dialect
 from vlm_batch.server.bodies import Bodies, BodyRoute
-from vlm_batch.server.config import ServerConfig
-from vlm_batch.server.edge import ENTRY, Edge, Entry
+from vlm_batch.server.door import Core, Door, entry_of
+from vlm_batch.server.doors import DOORS
+from vlm_batch.server.edge import Edge
 from vlm_batch.server.errors import ApiError, JsonResponse, refusal
 from vlm_batch.server.media import MediaReader
-from vlm_batch.server.openai import (
-    MAX_PRIORITY,
-    Ask,
-    chat_ask,
-    completion_ask,
-    names_of,
-)
-from vlm_batch.server.replies import ChatExchange, Exchange, TextExchange
 from vlm_batch.server.service import Service
-from vlm_batch.server.streams import EventStream, unless_left
-from vlm_batch.server.wire import ChatRequest, CompletionRequest
 
 #: Endpoints of other servers, and the alternative here.
 NOT_SERVED = {
     "/v1/embeddings": "no family here makes embeddings",
-    "/v1/responses": "python -m vlm_batch.integrations.mlx_vlm serves it with the same engine",
-    "/v1/messages": "python -m vlm_batch.integrations.mlx_vlm serves it with the same engine",
     "/v1/realtime": "python -m vlm_batch.integrations.mlx_vlm serves it with the same engine",
     "/v1/batches": "vlm-batch run answers for files of requests",
     "/v1/files": "send pictures in the request, as data URIs",
@@ -54,19 +39,16 @@ PAGE = {
     "style.css": "text/css",
     "icon.svg": "image/svg+xml",
 }
-#: Seconds after a request's own time limit at which its stream is cut.
-GRACE = 10.0
 
 
 def create_app(service: Service, media: MediaReader) -> FastAPI:
-    config = service.config
-
     @asynccontextmanager
     async def life(_: FastAPI) -> AsyncIterator[None]:
         await service.start()
         try:
             yield
         finally:
+            core.kept.close()
             await service.stop()
             media.close()
             app.state.bodies.close()
@@ -79,16 +61,23 @@ def create_app(service: Service, media: MediaReader) -> FastAPI:
         redoc_url=None,
     )
     app.state.bodies = Bodies()
+    app.state.doors = DOORS
     app.state.service = service
     app.router.route_class = BodyRoute
     app.router.redirect_slashes = False  # to whatever host a client names
-    app.add_middleware(Edge, config=config, metrics=service.metrics)  # type: ignore[arg-type]
+    app.add_middleware(
+        Edge,  # type: ignore[arg-type]
+        config=service.config,
+        metrics=service.metrics,
+        doors=DOORS,
+    )
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(InvalidRequest, _invalid_request)
     app.add_exception_handler(RecursionError, _too_deep)
-    _add_answers(app, service, media)
-    _add_facts(app, service)
+    core = Core(service, app.state.bodies, media)
+    _add_doors(app, core)
+    _add_facts(app, core)
     _add_page(app)
     return app
 
@@ -96,72 +85,30 @@ def create_app(service: Service, media: MediaReader) -> FastAPI:
 # Routes ------------------------------------------------------------------------------------------------------------
 
 
-def _add_answers(app: FastAPI, service: Service, media: MediaReader) -> None:
-    config = service.config
-
-    @app.post("/v1/chat/completions", responses=_RESPONSES)
-    @app.post("/chat/completions", include_in_schema=False)
-    async def chat_completions(body: ChatRequest, request: Request) -> Response:
-        """Answer a chat, with pictures and videos in its messages."""
-        _check_model(config, body.model)
-        entry, read = _entry(request), app.state.bodies.read
-
-        async def prepare(dialect: Dialect) -> Ask:
-            make = partial(chat_ask, thinks=dialect.reasons)
-            ask: Ask = await read(
-                entry,
-                make,
-                body,
-                config,
-                dialect.writer,
-                dialect.reads,
-                dialect.recommended,
-            )
-            (prompt,) = ask.prompts
-            messages = await media.read(
-                prompt["messages"], entry.hold, client=entry.number
-            )
-            return replace(ask, prompts=({"messages": messages},))
-
-        return await _reply(
-            ChatExchange(
-                service,
-                entry,
-                prepare,
-                priority=_priority(request),
-                names=names_of(body),
-            ),
-            body.stream,
-            request,
-        )
-
-    @app.post("/v1/completions", responses=_RESPONSES)
-    @app.post("/completions", include_in_schema=False)
-    async def completions(body: CompletionRequest, request: Request) -> Response:
-        """Continue a text or token ids."""
-        _check_model(config, body.model)
-        entry, read = _entry(request), app.state.bodies.read
-
-        async def prepare(dialect: Dialect) -> Ask:
-            ask: Ask = await read(
-                entry, completion_ask, body, config, dialect.recommended
-            )
-            return ask
-
-        return await _reply(
-            TextExchange(
-                service,
-                entry,
-                prepare,
-                priority=_priority(request),
-                names=names_of(body),
-            ),
-            body.stream,
-            request,
-        )
+def _add_doors(app: FastAPI, core: Core) -> None:
+    for door in DOORS.all:
+        answer = _answer_of(door, core)
+        app.post(door.path, responses=_RESPONSES)(answer)
+        for path in door.others:
+            app.post(path, include_in_schema=False)(answer)
+        door.routes(app, core)
 
 
-def _add_facts(app: FastAPI, service: Service) -> None:
+def _answer_of(door: Door, core: Core) -> Callable[..., Awaitable[Response]]:
+    """Return a route by FastAPI's rules: the body's type is in its annotations."""
+
+    async def answer(body: Any, request: Request) -> Response:
+        return await door.answer(core, body, request)
+
+    answer.__name__ = door.path.removeprefix("/v1/").replace("/", "_")
+    answer.__doc__ = door.about
+    answer.__annotations__["body"] = door.body
+    return answer
+
+
+def _add_facts(app: FastAPI, core: Core) -> None:
+    service = core.service
+
     @app.get("/v1/models")
     @app.get("/models", include_in_schema=False)
     async def models() -> dict[str, Any]:
@@ -175,7 +122,7 @@ def _add_facts(app: FastAPI, service: Service) -> None:
     @app.get("/models/{name:path}", include_in_schema=False)
     async def model(name: str) -> dict[str, Any]:
         """Describe the model."""
-        _check_model(service.config, name)
+        core.check_model(name)
         return _card(service, name)
 
     @app.get("/version")
@@ -244,37 +191,6 @@ _RESPONSES: dict[int | str, dict[str, Any]] = {
 }
 
 
-async def _reply(exchange: Exchange, stream: bool | None, request: Request) -> Response:
-    """Return the answer or its stream; errors before the stream have a status."""
-    if not stream:
-        return JsonResponse(await unless_left(request, exchange.whole()))
-    chunks = exchange.stream()
-    first = await unless_left(request, anext(chunks))  # type: ignore[arg-type]
-    _entry(request).sent = b""
-    return EventStream(first, chunks, seconds=exchange.seconds + GRACE)
-
-
-def _check_model(config: ServerConfig, name: str | None) -> None:
-    if name is not None and name not in config.names and not config.any_model:
-        said = f"there is no model {name[:100]!r} here; this server's is {config.name!r} (or leave model out)"
-        raise ApiError(404, said, param="model", code="model_not_found")
-
-
-def _priority(request: Request) -> int:
-    given = request.headers.get("x-priority", "0")
-    if not re.fullmatch(r"-?[0-9]{1,3}", given) or abs(int(given)) > MAX_PRIORITY:
-        raise ApiError(
-            400,
-            f"X-Priority must be an integer in -{MAX_PRIORITY}..{MAX_PRIORITY}; higher goes first",
-        )
-    if int(given) and not _entry(request).has_priority:
-        raise ApiError(
-            403,
-            "X-Priority is taken with keys that are marked for it (vlm-batch serve --keys)",
-        )
-    return int(given)
-
-
 def _card(service: Service, name: str) -> dict[str, Any]:
     card: dict[str, Any] = {
         "id": name,
@@ -307,22 +223,21 @@ async def _http_error(request: Request, error: Exception) -> Response:
         error = ApiError(
             error.status_code, _sentence(request, error), headers=error.headers
         )
-    error.quote(_entry(request).sent)
-    _entry(request).said["error"] = error.reason
-    return JsonResponse(error.body, error.status_code, error.headers)
+    entry = entry_of(request)
+    error.quote(entry.sent)
+    entry.said["error"] = error.reason
+    return entry.response_to(error)
 
 
 async def _validation_error(request: Request, error: Exception) -> Response:
-    """Answer an empty body; ``bodies`` checks the others."""
+    """Answer an empty body, and what is wrong in an address; ``bodies`` checks the others."""
     assert isinstance(error, RequestValidationError)
-    return await _http_error(
-        request,
-        ApiError(
-            400,
-            "the body is empty; send JSON with messages or a prompt",
-            code="missing",
-        ),
-    )
+    said, param = "the body is empty; send JSON with messages or a prompt", None
+    place, *names = error.errors()[0]["loc"]
+    if place == "query" and names:
+        param = str(names[0])[:200]
+        said = f"{param}: {error.errors()[0]['msg']}"
+    return await _http_error(request, ApiError(400, said, param=param, code="missing"))
 
 
 async def _invalid_request(request: Request, error: Exception) -> Response:
@@ -335,25 +250,19 @@ async def _too_deep(request: Request, error: Exception) -> Response:
 
 
 def _sentence(request: Request, error: HTTPException) -> str:
-    path = _entry(request).path
+    path = entry_of(request).path[:100]
     if error.status_code == 404:
-        instead = next(
-            (why for prefix, why in NOT_SERVED.items() if path.startswith(prefix)), None
-        )
-        served = "served are /v1/chat/completions, /v1/completions and /v1/models"
-        return (
-            f"{path[:100]} is not served: {instead}"
-            if instead
-            else f"there is no {path[:100]}; {served}"
-        )
+        return _not_there(path)
     if error.status_code == 405:
         taken = (error.headers or {}).get("Allow", "")
-        return f"{path[:100]} does not take {request.method[:20]}" + (
-            f"; it takes {taken}" if taken else ""
-        )
+        said = f"{path} does not take {request.method[:20]}"
+        return f"{said}; it takes {taken}" if taken else said
     return str(error.detail)
 
 
-def _entry(request: Request) -> Entry:
-    entry: Entry = request.scope[ENTRY]
-    return entry
+def _not_there(path: str) -> str:
+    for prefix, why in NOT_SERVED.items():
+        if path.startswith(prefix):
+            return f"{path} is not served: {why}"
+    doors = ", ".join(door.path for door in DOORS.all)
+    return f"there is no {path}; served are {doors} and /v1/models"

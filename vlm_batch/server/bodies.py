@@ -6,7 +6,7 @@ import asyncio
 import difflib
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from fastapi import Request
 from fastapi.routing import APIRoute
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 from starlette.responses import Response
 
 from vlm_batch.checks import parse_json
@@ -23,16 +24,9 @@ from vlm_batch.inputs.fetch import Cancelled, OperationCancelled
 from vlm_batch.inputs.pool import Pool
 from vlm_batch.server.edge import ENTRY, Entry
 from vlm_batch.server.errors import ApiError, bounded
-from vlm_batch.server.openai import REFUSED
 from vlm_batch.server.service import Service
 from vlm_batch.server.streams import unless_left
-from vlm_batch.server.wire import (
-    UNIONS,
-    ChatRequest,
-    Common,
-    CompletionRequest,
-    field_names,
-)
+from vlm_batch.server.wire import Body, field_names, member_names
 
 #: Estimated seconds up to which the event loop parses a body itself.
 SMALL = 0.002
@@ -40,17 +34,10 @@ SMALL = 0.002
 _OF_BYTE, _OF_VALUE, _OF_NESTED = 2.5e-9, 4e-7, 1.5e-6
 #: Most parts of a field's place in a message.
 MAX_DEPTH_SHOWN = 12
-KINDS: Mapping[str, type[Common]] = {
-    "/chat/completions": ChatRequest,
-    "/completions": CompletionRequest,
-}
-
-Value = TypeVar("Value")
-
-
 #: How near a known field's name must be to be named in a refusal.
 NEAR = 0.8
-_KNOWN = sorted(field_names())
+
+Value = TypeVar("Value")
 
 
 class Bodies:
@@ -112,12 +99,11 @@ class _Read(Request):
         # Whoever must wait for a place or is sent away is told before the body is parsed.
         entry.visit = await unless_left(self, service.admit(entry.number))
         entry.at_end = partial(service.dismiss, entry.visit)
-        return await bodies.read(
-            entry, read_body, body, KINDS[entry.path.removeprefix("/v1")]
-        )
+        door = self.app.state.doors.at(entry.path)
+        return await bodies.read(entry, read_body, body, door.body)
 
 
-def read_body(data: bytes, kind: type[Common]) -> Common:
+def read_body(data: bytes, kind: type[Body]) -> Body:
     try:
         body = parse_json(data)
         return kind.model_validate(body)
@@ -146,69 +132,85 @@ def _place_of_infinity(body: Any) -> str | None:
         parts, value = left.pop()
         if isinstance(value, float) and not math.isfinite(value):
             return _written(parts)[:200]
-        if isinstance(value, (dict, list)):
-            items = value.items() if isinstance(value, dict) else enumerate(value)
-            left += [((*parts, part), inner) for part, inner in items]
+        left += [((*parts, part), inner) for part, inner in _items(value)]
     return None
 
 
-def _wrong(error: ValidationError, body: Any, kind: type[Common]) -> ApiError:
+def _items(value: Any) -> Iterable[tuple[int | str, Any]]:
+    if isinstance(value, dict):
+        return value.items()
+    return enumerate(value) if isinstance(value, list) else ()
+
+
+def _wrong(error: ValidationError, body: Any, kind: type[Body]) -> ApiError:
     """Return a body's first error, placed in the client's terms."""
     found = error.errors(include_url=False)
+    misspelt = _misspelt(found)
     # of a value's forms, the nearest
     first = max(found, key=lambda one: len(one["loc"]))
-    lacking = {
-        str(one["loc"][-1]): one["loc"][:-1]
-        for one in found
-        if one["type"] == "missing"
-    }
-    misspelt = {
-        meant: one
-        for one in found
-        if one["type"] == "extra_forbidden"
-        for meant in difflib.get_close_matches(str(one["loc"][-1]), lacking, 1)
-        if lacking[meant] == one["loc"][:-1]
-    }
     first = next(iter(misspelt.values()), first)
     where = _place(first["loc"], body, is_missing=first["type"] == "missing")
-    name = str(first["loc"][-1]) if first["loc"] else ""
-    message = str(first["msg"])
     param = where[:200] or None
     if first["type"] == "extra_forbidden":
-        near = [*misspelt, *difflib.get_close_matches(name, _KNOWN, 1, NEAR)]
-        unknown = f"there is no field {name}" + "".join(
-            f" ({meant} is probably meant)" for meant in near[:1]
-        )
-        message = (
-            f"{name} is not supported: {REFUSED[name]}" if name in REFUSED else unknown
-        )
-        if (
-            name not in REFUSED
-            and len(first["loc"]) == 1
-            and isinstance(taken := kind.nothing.get(name), tuple)
-        ):
-            values = " or ".join([*map(json.dumps, taken), "null"])
-            message = f"it has no effect here, so it may only be {values}"
-    elif first["type"] == "union_tag_invalid":
-        given = first["ctx"]
-        message = f"{given['discriminator']} is {given['tag'][:100]!r}; it must be one of {given['expected_tags']}"
-    elif first["type"] in ("model_type", "dict_type"):
-        message = "an object with fields is expected"
-    elif first["type"] == "too_short" and first["ctx"]["actual_length"] == 0:
-        message = "it is empty"
-    return ApiError(
-        400,
-        bounded(f"{param or 'the body'}: {message}"),
-        param=param,
-        code=first["type"],
-    )
+        message = _of_unknown(first["loc"], kind, next(iter(misspelt), None))
+    else:
+        message = _in_words(first)
+    said = bounded(f"{param or 'the body'}: {message}")
+    return ApiError(400, said, param=param, code=first["type"])
+
+
+def _misspelt(found: Sequence[ErrorDetails]) -> dict[str, ErrorDetails]:
+    """Return the names of missing fields -> errors of unknown ones beside them that are spelled nearly so."""
+    lacking = {}
+    for one in found:
+        if one["type"] == "missing":
+            lacking[str(one["loc"][-1])] = one["loc"][:-1]
+    misspelt = {}
+    for one in found if lacking else ():
+        name = str(one["loc"][-1]) if one["loc"] else ""
+        near = difflib.get_close_matches(name, lacking, 1)
+        is_unknown = one["type"] == "extra_forbidden"
+        if near and is_unknown and lacking[near[0]] == one["loc"][:-1]:
+            misspelt[near[0]] = one
+    return misspelt
+
+
+def _of_unknown(
+    parts: tuple[int | str, ...], kind: type[Body], meant: str | None
+) -> str:
+    """Say why a field is not taken."""
+    name = str(parts[-1])
+    if name in kind.refused:
+        return f"{name} is not supported: {kind.refused[name]}"
+    taken = kind.nothing.get(name) if len(parts) == 1 else None
+    if isinstance(taken, tuple):
+        values = " or ".join([*map(json.dumps, taken), "null"])
+        return f"it has no effect here, so it may only be {values}"
+    if meant is None:
+        others = sorted(field_names() - {name})
+        near = difflib.get_close_matches(name, others, 1, NEAR)
+        meant = next(iter(near), None)
+    probably = "" if meant is None else f" ({meant} is probably meant)"
+    return f"there is no field {name}{probably}"
+
+
+def _in_words(error: ErrorDetails) -> str:
+    kind = error["type"]
+    if kind == "union_tag_invalid":
+        given = error["ctx"]
+        what = f"{given['discriminator']} is {given['tag'][:100]!r}"
+        return f"{what}; it must be one of {given['expected_tags']}"
+    if kind in ("model_type", "dict_type"):
+        return "an object with fields is expected"
+    if kind == "too_short" and error["ctx"]["actual_length"] == 0:
+        return "it is empty"
+    return str(error["msg"])
 
 
 def _place(parts: tuple[int | str, ...], body: Any, *, is_missing: bool) -> str:
     """Return the place of pydantic's ``parts`` in a body."""
-    return _written(
-        [*_keys(parts, body), *parts[-1:]] if is_missing else _keys(parts, body)
-    )
+    keys = _keys(parts, body)
+    return _written([*keys, *parts[-1:]] if is_missing else keys)
 
 
 def _written(keys: Sequence[int | str]) -> str:
@@ -227,17 +229,18 @@ def _keys(parts: tuple[int | str, ...], body: Any) -> list[int | str]:
     found: list[int | str] = []
     named = None  # the object whose name was met last
     for part in parts:
-        is_name = (
-            part in UNIONS
-            and isinstance(body, dict)
-            and part in (body.get("type"), body.get("role"))
-        )
-        if is_name and body is not named:
+        if body is not named and _is_name_of(part, body):
             named = body
         elif _has(body, part):
             found.append(part)
             body = body[part]
     return found
+
+
+def _is_name_of(part: int | str, value: Any) -> bool:
+    if not isinstance(value, dict) or part not in member_names():
+        return False
+    return part in (value.get("type"), value.get("role"))
 
 
 def _has(value: Any, part: int | str) -> bool:

@@ -13,15 +13,23 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vlm_batch.server.config import Key, ServerConfig
-from vlm_batch.server.errors import ApiError, JsonResponse
+from vlm_batch.server.errors import (
+    ApiError,
+    Envelope,
+    JsonResponse,
+    openai_envelope,
+)
 from vlm_batch.server.metrics import Metrics
+
+if TYPE_CHECKING:
+    from vlm_batch.server.door import Doors
 
 logger = logging.getLogger("vlm_batch.server")
 access = logging.getLogger("vlm_batch.server.access")
@@ -39,10 +47,6 @@ RETRY = 1
 #: Paths without a key: health checks, and the page, which asks for the key.
 OPEN = frozenset({"/", "/health", "/ready"})
 OPEN_FOLDER = "/page/"
-#: Paths with a JSON body.
-BODIES = frozenset(
-    {"/v1/chat/completions", "/v1/completions", "/chat/completions", "/completions"}
-)
 #: Most open requests, waiting ones included.
 MAX_REQUESTS = 2048
 
@@ -106,6 +110,7 @@ class Entry:
     num_values: int = 0
     num_nested: int = 0
     sent: bytes = field(default=b"", repr=False)  # the body, until the answer begins
+    envelope: Envelope = field(default=openai_envelope, repr=False)
     visit: Any = None  # the place in the queue, once there is one
     at_end: Callable[[], None] | None = None  # gives it back
 
@@ -113,6 +118,25 @@ class Entry:
         """Count bytes until the answer. Raises ApiError 429."""
         self.held.acquire(size, self.number)
         self.num_held += size
+
+    def detached(self) -> Entry:
+        """Return an entry for what goes on after the answer: the place and the bytes are its own, until ``close``."""
+        other = replace(self, said=dict(self.said))
+        self.num_held, self.visit, self.at_end = 0, None, None
+        return other
+
+    def close(self) -> None:
+        """Give the place and the bytes back, and write the line of the log."""
+        self.held.release(self.num_held, self.number)
+        self.num_held = 0
+        if self.at_end is not None:
+            self.at_end()
+        access.info(self.line())
+
+    def response_to(self, error: ApiError) -> JsonResponse:
+        """Return an error in the form of this request's door."""
+        body = self.envelope(error, self.request_id)
+        return JsonResponse(body, error.status_code, error.headers)
 
     def line(self) -> str:
         seconds = round(time.perf_counter() - self.began, 6)
@@ -130,8 +154,11 @@ class Entry:
 class Edge:
     """ASGI middleware for request ids, ``Host``, keys, bodies and the access log."""
 
-    def __init__(self, app: ASGIApp, config: ServerConfig, metrics: Metrics) -> None:
+    def __init__(
+        self, app: ASGIApp, config: ServerConfig, metrics: Metrics, doors: Doors
+    ) -> None:
         self._app = app
+        self._doors = doors
         self._config = config
         self._metrics = metrics
         self._held = ByteQuota(config.max_held, config.max_body)
@@ -152,31 +179,27 @@ class Edge:
         client = scope["client"][0] if scope["client"] else ""
         given = headers.get("x-request-id", "")
         request_id = given if _SAFE_ID.fullmatch(given) else uuid.uuid4().hex
-        entry = Entry(request_id, scope["method"], _path_of(scope), client, self._held)
-        # HEAD is served as GET; uvicorn leaves out the body.
-        scope = {
-            **scope,
-            "method": "GET" if scope["method"] == "HEAD" else scope["method"],
-            ENTRY: entry,
-        }
+        path, method = _path_of(scope), scope["method"]
+        entry = Entry(request_id, method, path, client, self._held)
+        entry.envelope = self._doors.envelope(path)
+        scope = {**scope, ENTRY: entry}
+        if method == "HEAD":  # served as GET; uvicorn leaves out the body
+            scope["method"] = "GET"
         self._num_open += 1
 
         async def sending(message: Message) -> None:
             if message["type"] == "http.response.start":
                 entry.status = message["status"]
-                MutableHeaders(raw=message["headers"]).update(
-                    {"x-request-id": request_id, **_HEADERS}
-                )
+                ids = {"x-request-id": request_id, "request-id": request_id}
+                MutableHeaders(raw=message["headers"]).update({**ids, **_HEADERS})
             await send(message)
 
         try:
             key = self._check(scope, headers)
             entry.has_priority = key is not None and key.has_priority
-            entry.number = (
-                self._config.keys.index(key)
-                if key in self._config.keys
-                else _number(client)
-            )
+            entry.number = _number(client)
+            if key in self._config.keys:
+                entry.number = self._config.keys.index(key)
             await self._app(
                 scope, _Body(receive, self._config.max_body, entry).receive, sending
             )
@@ -185,70 +208,62 @@ class Edge:
             # half an answer is out: all that is left is to close the connection
             if entry.status:
                 raise
-            await JsonResponse(answer.body, answer.status_code, answer.headers)(
-                scope, receive, sending
-            )
+            await entry.response_to(answer)(scope, receive, sending)
         finally:
             self._num_open -= 1
-            self._held.release(entry.num_held, entry.number)
-            if entry.at_end is not None:
-                entry.at_end()
             route = scope.get("route")  # what strangers make up is no label of a metric
             self._metrics.responded(
                 "other" if route is None else str(route.path), entry.status
             )
-            access.info(entry.line())
+            entry.close()
 
     def _check(self, scope: Scope, headers: Headers) -> Key | None:
-        """Return the request's key, if needed."""
+        """Return the request's key, if needed. Raises ApiError for what is refused before its body is read."""
         hosts = self._config.hosts
         if hosts is not None and _host(headers.get("host", "")) not in hosts:
-            raise ApiError(
-                403,
-                "this server does not answer under that host name (--allowed-host adds one)",
-            )
+            said = "this server does not answer under that host name"
+            raise ApiError(403, f"{said} (--allowed-host adds one)")
         path = _path_of(scope)
-        found: Key | None = None
-        if self._keys and path not in OPEN and not path.startswith(OPEN_FOLDER):
-            kind, _, given = headers.get("authorization", "").partition(" ")
-            said = _digest(given.strip().encode("latin-1"))
-            known = [
-                key for digest, key in self._keys if hmac.compare_digest(said, digest)
-            ]
-            found = known[-1] if known and kind.lower() == "bearer" else None
-            if found is None:
-                raise ApiError(
-                    401,
-                    "a valid API key is needed: Authorization: Bearer KEY",
-                    code="invalid_api_key",
-                    headers={"WWW-Authenticate": "Bearer"},
-                )
+        is_open = path in OPEN or path.startswith(OPEN_FOLDER)
+        found = None if is_open or not self._keys else self._key_of(headers)
         # those who ask whether the server lives are told
         if self._num_open > MAX_REQUESTS and path not in OPEN:
-            raise ApiError(
-                503,
-                "too many requests are open; try again in 5 s",
-                code="busy",
-                headers={"Retry-After": "5"},
-            )
+            said = "too many requests are open; try again in 5 s"
+            raise ApiError(503, said, code="busy", headers={"Retry-After": "5"})
         # two readers of it may see two requests
         if "transfer-encoding" in headers and "content-length" in headers:
             wrong = "the body has a Content-Length beside a Transfer-Encoding; send one"
             raise ApiError(400, wrong, headers={"Connection": "close"})
-        if scope["method"] != "POST" or path not in BODIES:
-            return found
+        if scope["method"] == "POST" and self._doors.at(path) is not None:
+            self._check_body(headers)
+        return found
+
+    def _key_of(self, headers: Headers) -> Key:
+        """Return the key that a request has. Raises ApiError 401."""
+        kind, _, given = headers.get("authorization", "").partition(" ")
+        if kind.lower() != "bearer":
+            given = headers.get("x-api-key", "")  # Anthropic's
+        said = _digest(given.strip().encode("latin-1"))
+        known = [key for digest, key in self._keys if hmac.compare_digest(said, digest)]
+        if known:
+            return known[-1]
+        raise ApiError(
+            401,
+            "a valid API key is needed: Authorization: Bearer KEY",
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
+
+    def _check_body(self, headers: Headers) -> None:
+        """Raise ApiError for a body that is no JSON, or too large by its own word."""
         # Pages of other sites can post forms and plain text without being asked back, but not JSON.
-        if (
-            headers.get("content-type", "").partition(";")[0].strip().lower()
-            != "application/json"
-        ):
-            raise ApiError(
-                415, "the body must be JSON, with Content-Type: application/json"
-            )
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            said = "the body must be JSON, with Content-Type: application/json"
+            raise ApiError(415, said)
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length) > self._config.max_body:
             raise _too_large(self._config.max_body)
-        return found
 
 
 class _Body:

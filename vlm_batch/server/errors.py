@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
 
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
 from vlm_batch.errors import InvalidRequest, PromptTooLong
-from vlm_batch.server.wire import SAMPLING, TEMPLATE, field_names
+from vlm_batch.server.fields import SAMPLING, TEMPLATE
+from vlm_batch.server.wire import field_names
 from vlm_batch.types import Result
 
 #: Absolute paths, which tell strangers about this machine; not those of URLs.
@@ -19,9 +20,9 @@ _PATH = re.compile(r"(?<![\w:/.])(?:~|[A-Za-z]:)?(?:[/\\][^\s/\\:'\",;()<>]+){2,
 _FILE = re.compile(r"file://\S+")
 _SLASHES = re.compile(r"[/\\]+")
 #: The library's field names -> the wire's.
-_ON_THE_WIRE = {ours: wire for wire, ours in {**SAMPLING, **TEMPLATE}.items()} | {
-    "token_ids": "prompt"
-}
+_ON_THE_WIRE = {ours: wire for wire, ours in {**SAMPLING, **TEMPLATE}.items()}
+_ON_THE_WIRE |= {name: name for name in ("tools", "min_pixels", "max_pixels")}
+_ON_THE_WIRE["token_ids"] = "prompt"
 _FIELDS = re.compile(r"(?:(?:, | and )?\b(?:" + "|".join(_ON_THE_WIRE) + r")\b)+")
 #: Most characters of a message.
 MAX_MESSAGE = 600
@@ -41,16 +42,16 @@ _TYPES = {
 
 #: Statuses whose messages quote what a client or a model wrote.
 _QUOTING = frozenset({400, 404, 405, 500})
-_KNOWN_NAMES = field_names()
 
 
 def _known_place(param: str) -> str:
     """Return a field's place with question marks for names that are the client's own."""
-    return re.sub(
-        r"[^.\[\]]+",
-        lambda one: one[0] if one[0].isdecimal() or one[0] in _KNOWN_NAMES else "?",
-        param,
-    )
+
+    def shown(match: re.Match[str]) -> str:
+        name = match[0]
+        return name if name.isdecimal() or name in field_names() else "?"
+
+    return re.sub(r"[^.\[\]]+", shown, param)
 
 
 class JsonResponse(JSONResponse):
@@ -111,10 +112,7 @@ class ApiError(HTTPException):
         """The log's reason, in which no word of a request or an answer stands."""
         if self.status_code not in _QUOTING:
             return str(self.detail)
-        kind = self.code or _TYPES.get(
-            self.status_code,
-            "invalid_request_error" if self.status_code < 500 else "server_error",
-        )
+        kind = self.code or _type_of(self.status_code)
         return kind if self.param is None else f"{_known_place(self.param)}: {kind}"
 
     @property
@@ -122,13 +120,25 @@ class ApiError(HTTPException):
         return envelope(self.status_code, str(self.detail), self.param, self.code)
 
 
+def _type_of(status: int) -> str:
+    others = "invalid_request_error" if status < 500 else "server_error"
+    return _TYPES.get(status, others)
+
+
 def envelope(
     status: int, message: str, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
-    kind = _TYPES.get(
-        status, "invalid_request_error" if status < 500 else "server_error"
-    )
+    """Return an error as OpenAI writes it."""
+    kind = _type_of(status)
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+#: Writes an error of a request, which has an id, in a door's form.
+Envelope: TypeAlias = Callable[[ApiError, str], dict[str, Any]]
+
+
+def openai_envelope(error: ApiError, request_id: str) -> dict[str, Any]:
+    return error.body
 
 
 def refusal(error: InvalidRequest) -> ApiError:

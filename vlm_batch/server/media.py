@@ -22,6 +22,7 @@ from vlm_batch.inputs.media import KINDS, Kind
 from vlm_batch.inputs.pool import Pool
 from vlm_batch.server.config import ServerConfig
 from vlm_batch.server.errors import ApiError
+from vlm_batch.server.pages import DOCUMENT, num_page_bytes, pages_of
 
 #: Downloads and file reads at a time.
 NUM_READERS = 8
@@ -51,44 +52,71 @@ class MediaReader:
         *,
         client: int,
     ) -> list[dict[str, Any]]:
-        """Return messages with all media as bytes or data URIs; ``hold`` counts bytes, and clients take turns."""
-        parts = [part for message in messages for part in _media(message)]
-        self._check_counts(parts)
-        payloads = iter(await self._payloads(parts, hold, client))
-        return [
-            {
-                **message,
-                "content": [
-                    _with_payload(part, payloads) for part in message["content"]
-                ],
-            }
-            if isinstance(message["content"], list)
-            else dict(message)
-            for message in messages
-        ]
+        """Return messages with all media as bytes or data URIs, and documents as their pages' pictures.
+
+        ``hold`` counts bytes, and clients take turns.
+        """
+        cancelled = Cancelled()
+        try:
+            paged = await self._with_pages(messages, hold, client, cancelled)
+            parts = [part for message in paged for part in _media(message)]
+            self._check_counts(parts)
+            payloads = await self._payloads(parts, hold, client, cancelled)
+        finally:
+            cancelled.set()
+        left = iter(payloads)
+        return [_with_payloads(message, left) for message in paged]
 
     def _check_counts(self, parts: Sequence[Mapping[str, Any]]) -> None:
         config = self._config
-        for kind, most in zip(
-            KINDS,
-            (config.max_images, config.max_videos, config.max_audios),
-            strict=True,
-        ):
+        bounds = config.max_images, config.max_videos, config.max_audios
+        for kind, most in zip(KINDS, bounds, strict=True):
             count = sum(part["type"] in kind.parts for part in parts)
             if count > most:
-                raise ApiError(
-                    400,
-                    f"{count} {kind.noun}s; at most {most} go into one request",
-                    param="messages",
-                )
+                said = f"{count} {kind.noun}s; at most {most} go into one request"
+                raise ApiError(400, said, param="messages")
+
+    async def _with_pages(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        hold: Callable[[int], None],
+        client: int,
+        cancelled: Cancelled,
+    ) -> Sequence[Mapping[str, Any]]:
+        """Return messages with each document's pages in its place."""
+        found = []
+        for message in messages:
+            content: list[Any] = []
+            for part in _parts(message):
+                if part["type"] != DOCUMENT:
+                    content.append(part)
+                    continue
+                pages = await self._pages(part, hold, client, cancelled)
+                hold(sum(map(num_page_bytes, pages)))
+                content += pages
+            found.append({**message, "content": content} if content else message)
+        return found
+
+    async def _pages(
+        self,
+        part: Mapping[str, Any],
+        hold: Callable[[int], None],
+        client: int,
+        cancelled: Cancelled,
+    ) -> list[dict[str, Any]]:
+        name = "the document"
+        source = await self._payload(part, name, cancelled, hold, client)
+        read = partial(_pages_of, source, name, self._config.max_images, cancelled)
+        reading = self._readers.submit(read, cancelled, client=client)
+        return await asyncio.shield(asyncio.wrap_future(reading))
 
     async def _payloads(
         self,
         parts: Sequence[Mapping[str, Any]],
         hold: Callable[[int], None],
         client: int,
-    ) -> list[bytes | str]:
-        cancelled = Cancelled()
+        cancelled: Cancelled,
+    ) -> list[Any]:
         named = zip(parts, _names_of(parts), strict=True)
         tasks = [
             asyncio.ensure_future(self._payload(part, name, cancelled, hold, client))
@@ -97,7 +125,6 @@ class MediaReader:
         try:
             return await asyncio.gather(*tasks)
         except BaseException:
-            cancelled.set()
             for task in tasks:
                 task.cancel()
             raise
@@ -109,35 +136,34 @@ class MediaReader:
         cancelled: Cancelled,
         hold: Callable[[int], None],
         client: int,
-    ) -> bytes | str:
+    ) -> Any:
+        """Return a part's bytes or data URI; a picture that was drawn here as it is."""
         named = part[part["type"]]
         if isinstance(named, Mapping) and "data" in named:
             return f"data:audio;base64,{named['data']}"
-        source: str = named["url"] if isinstance(named, Mapping) else named
-        if is_data_uri(source):
+        source = named["url"] if isinstance(named, Mapping) else named
+        if not isinstance(source, str) or is_data_uri(source):
             return source
-        if len(source) > SHORTEST_PICTURE and "." not in source and not is_url(source):
+        is_address = is_url(source)
+        if not is_address and len(source) > SHORTEST_PICTURE and "." not in source:
             # beside the event loop: it may have 60 MB
             decode = partial(_of_base64, source, name)
-            return await asyncio.shield(
-                asyncio.wrap_future(
-                    self._readers.submit(decode, cancelled, client=client)
-                )
-            )
-        if is_url(source) and not self._policy.allow_http:
-            raise _refused(
-                f"this server fetches no URLs; send {name} as a data URI (or start it with --allow-urls)",
-                "url",
-            )
-        if not is_url(source) and not self._policy.allow_files:
-            raise _refused(
-                f"{name} is no data URI, and this server reads no files; send data:...;base64,... (or start it with "
-                "--allow-dir FOLDER)",
-                "file",
-            )
+            decoding = self._readers.submit(decode, cancelled, client=client)
+            return await asyncio.shield(asyncio.wrap_future(decoding))
+        self._check_source(is_address, name)
         data = await self._fetch(source, name, cancelled, client)
         hold(len(data))
         return data
+
+    def _check_source(self, is_address: bool, name: str) -> None:
+        """Raise ApiError for URLs and files that this server does not read."""
+        if is_address and not self._policy.allow_http:
+            instead = f"send {name} as a data URI (or start it with --allow-urls)"
+            raise _refused(f"this server fetches no URLs; {instead}", "url")
+        if not is_address and not self._policy.allow_files:
+            instead = "send data:...;base64,... (or start it with --allow-dir FOLDER)"
+            said = f"{name} is no data URI, and this server reads no files; {instead}"
+            raise _refused(said, "file")
 
     async def _fetch(
         self, source: str, name: str, cancelled: Cancelled, client: int
@@ -186,13 +212,21 @@ def _refused(message: str, code: str) -> ApiError:
     return ApiError(400, message, param="messages", code=code)
 
 
-def _media(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def _parts(message: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     content = message.get("content")
-    return (
-        [part for part in content if part["type"] != "text"]
-        if isinstance(content, list)
-        else []
-    )
+    return content if isinstance(content, list) else ()
+
+
+def _media(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [part for part in _parts(message) if part["type"] != "text"]
+
+
+def _pages_of(
+    source: bytes | str, name: str, most: int, cancelled: Cancelled
+) -> list[dict[str, Any]]:
+    if isinstance(source, str):
+        source = _of_base64(source.partition(",")[2], name)
+    return pages_of(source, name, most, cancelled)
 
 
 def _names_of(parts: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -210,15 +244,20 @@ def _kind_of(part: Mapping[str, Any]) -> Kind:
     return next(kind for kind in KINDS if part["type"] in kind.parts)
 
 
-def _with_payload(
-    part: Mapping[str, Any], payloads: Iterator[bytes | str]
+def _with_payloads(
+    message: Mapping[str, Any], payloads: Iterator[Any]
 ) -> dict[str, Any]:
+    if not isinstance(message.get("content"), list):
+        return dict(message)
+    content = [_with_payload(part, payloads) for part in message["content"]]
+    return {**message, "content": content}
+
+
+def _with_payload(part: Mapping[str, Any], payloads: Iterator[Any]) -> dict[str, Any]:
     if part["type"] == "text":
         return dict(part)
     kind = _kind_of(part).marker
-    options = {
-        name: value
-        for name, value in part.items()
-        if name not in ("type", part["type"])
-    }
-    return {"type": kind, kind: next(payloads), **options}
+    found = {**part, "type": kind, kind: next(payloads)}
+    if part["type"] != kind:
+        del found[part["type"]]
+    return found

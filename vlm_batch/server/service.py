@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -57,6 +58,11 @@ class Visit:
     # the engine's: a client's own may come twice
     request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     is_expired: bool = False
+
+    @property
+    def batcher(self) -> VLMBatcher:
+        assert self.loaded is not None
+        return self.loaded.batcher
 
     def expire(self) -> None:
         self.is_expired = True
@@ -202,34 +208,41 @@ class Service:
 
     async def submit(self, visit: Visit, requests: list[Request]) -> list[Handle]:
         """Submit requests off the event loop. Raises ApiError."""
-        assert visit.loaded is not None
-        batcher = visit.loaded.batcher
+        batcher = visit.batcher
 
         def submit_all() -> None:
             for request in requests:
                 visit.handles.append(batcher.submit_request(request))
 
-        worker = (
-            self._form_worker
-            if any(request.params.form for request in requests)
-            else self._worker
-        )
-        submitting = asyncio.wrap_future(
-            worker.submit(submit_all, Cancelled(), client=visit.client)
-        )
+        has_form = any(request.params.form for request in requests)
+        worker = self._form_worker if has_form else self._worker
         try:
-            await asyncio.shield(submitting)
-        except asyncio.CancelledError:
-            # so that what it submits is ended, too
-            await asyncio.gather(submitting, return_exceptions=True)
-            raise
-        except InvalidRequest as error:
-            raise refusal(error) from error
+            await self._beside(worker, submit_all, visit)
         except BatcherClosed as error:
             raise _stops() from error
         if visit.is_expired or self._stopping:
             visit.end()
         return visit.handles
+
+    async def count_tokens(self, visit: Visit, request: Request) -> int:
+        """Count a prompt's tokens off the event loop. Raises ApiError."""
+        count = partial(visit.batcher.count_tokens, request)
+        found: int = await self._beside(self._form_worker, count, visit)
+        return found
+
+    async def _beside(self, worker: Pool, call: Callable[[], Any], visit: Visit) -> Any:
+        """Run a call beside the event loop, where clients take turns. Raises ApiError for what is refused."""
+        running = asyncio.wrap_future(
+            worker.submit(call, Cancelled(), client=visit.client)
+        )
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            # so that what it submits is ended, too
+            await asyncio.gather(running, return_exceptions=True)
+            raise
+        except InvalidRequest as error:
+            raise refusal(error) from error
 
     def ended(self, result: Result, *, shares_prompt: bool = False) -> None:
         self._ends.append(time.monotonic())

@@ -26,7 +26,7 @@ async def unless_left(
     raise ApiError(499, "the client left")
 
 
-class EventStream(Response):
+class SentEvents(Response):
     """Server-sent events; a reader that leaves or exceeds ``seconds`` ends their source."""
 
     media_type = "text/event-stream"

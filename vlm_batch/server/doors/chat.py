@@ -1,0 +1,555 @@
+"""``/v1/chat/completions``: OpenAI's chats, with what vLLM's, llama.cpp's and mlx-vlm's clients add."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import BeforeValidator, Field, JsonValue
+
+from vlm_batch.server.answers import Delta
+from vlm_batch.server.asking import (
+    NO_LIMIT,
+    Abilities,
+    Ask,
+    Talk,
+    ToolChoice,
+    ask_of,
+    no_tools,
+    parsed_arguments,
+)
+from vlm_batch.server.config import ServerConfig
+from vlm_batch.server.door import Core, Door
+from vlm_batch.server.edge import Entry
+from vlm_batch.server.errors import ApiError
+from vlm_batch.server.exchange import Choice, through
+from vlm_batch.server.fields import TEMPLATE
+from vlm_batch.server.openai import (
+    NOTHING,
+    Common,
+    Completions,
+    NumTokens,
+    NumTops,
+    asked_of,
+    check_stream,
+    ending_of,
+    finite,
+    others_of,
+    sampling_of,
+)
+from vlm_batch.server.wire import (
+    ANY,
+    MAX_FIELDS,
+    MAX_TOOLS,
+    Json,
+    Member,
+    Name,
+    Nothing,
+    Number,
+    Parts,
+    Tools,
+    Turns,
+    Wire,
+    at_most,
+)
+from vlm_batch.types import TokenLogprobs
+
+MAX_DOCUMENTS = 1024
+
+#: What clients write beside contents, at every depth: their own ids, hints for other servers' caches and providers.
+_OWN: Nothing = {
+    "id": ANY,
+    "cache_control": ANY,
+    "provider_specific_fields": ANY,
+    "extra_content": ANY,
+}
+
+# Messages ----------------------------------------------------------------------------------------------------------
+
+
+class Url(Wire):
+    """A picture: a data URI, base64, or, where the server allows it, an http(s) URL or file."""
+
+    nothing = {"detail": ("",), "format": ANY, "uuid": ANY}
+    url: str
+    # a hint: pictures are taken as they are
+    detail: Literal["auto", "low", "high", "original"] | None = None
+
+
+class VideoUrl(Wire):
+    nothing = {"detail": ("", "auto"), "format": ANY, "uuid": ANY}
+    url: str
+
+
+class AudioUrl(Wire):
+    nothing = {"format": ANY, "uuid": ANY}
+    url: str
+
+
+class AudioData(Wire):
+    """A recording in base64; its bytes decide the format."""
+
+    data: str
+    format: Literal["wav", "mp3", "flac", "ogg", "opus"] | None = None
+
+
+class PartBase(Member):
+    """The fields that every part of a content may have beside it."""
+
+    nothing = {
+        **_OWN,
+        "uuid": ANY,
+        "name": ANY,
+        "index": ANY,
+        "annotations": ANY,
+        "extras": ANY,
+    }
+
+
+class TextPart(PartBase):
+    type: Literal["text"]
+    text: str
+
+
+class RefusalPart(PartBase):
+    """The text of an earlier refusal."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
+class ImagePart(PartBase):
+    type: Literal["image_url"]
+    image_url: Url | str
+
+
+class VideoPart(PartBase):
+    """A video and its sampling (``vlm_batch.Video``)."""
+
+    type: Literal["video_url"]
+    video_url: VideoUrl | str
+    fps: Number | None = None
+    num_frames: int | None = None
+    max_frames: int | None = None
+    max_pixels: int | None = None
+    sound: bool = False
+
+
+class AudioPart(PartBase):
+    type: Literal["input_audio"]
+    input_audio: AudioData
+
+
+class AudioUrlPart(PartBase):
+    type: Literal["audio_url"]
+    audio_url: AudioUrl | str
+
+
+Said: TypeAlias = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
+Part: TypeAlias = Annotated[
+    TextPart | ImagePart | VideoPart | AudioPart | AudioUrlPart,
+    Field(discriminator="type"),
+]
+
+
+class FunctionCall(Wire):
+    nothing = {"parsed_arguments": ANY}
+    name: str
+    arguments: str
+
+
+class ToolCall(Wire):
+    """A call that the model made in an earlier turn."""
+
+    nothing = {
+        "cache_control": ANY,
+        "provider_specific_fields": ANY,
+        "extra_content": ANY,
+        "caller": (),
+    }
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+    index: int | None = None
+
+
+class SystemMessage(Member):
+    nothing = _OWN
+    role: Literal["system", "developer"]
+    name: str | None = None
+    content: str | Parts[TextPart]
+
+
+class UserMessage(Member):
+    nothing = _OWN
+    role: Literal["user"]
+    name: str | None = None
+    content: str | Parts[Part]
+
+
+class AssistantMessage(Member):
+    """An earlier answer, with the fields that clients send back."""
+
+    nothing = {
+        **_OWN, "parsed": ANY, "status": ANY, "reasoning_details": ANY, "thinking_blocks": ([],), "images": ([],),
+    }  # fmt: skip
+    role: Literal["assistant"]
+    name: str | None = None
+    content: str | Parts[Said] | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None  # vLLM's newer name of the same
+    tool_calls: Parts[ToolCall] | None = None
+    refusal: str | None = None
+    audio: None = None
+    function_call: None = None
+    annotations: Annotated[list[JsonValue], Field(max_length=0)] | None = None
+
+
+class ToolMessage(Member):
+    nothing = {**_OWN, "status": ANY, "is_error": ANY, "artifact": ANY}
+    role: Literal["tool"]
+    content: str | Parts[TextPart | ImagePart] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+
+
+Message: TypeAlias = Annotated[
+    SystemMessage | UserMessage | AssistantMessage | ToolMessage,
+    Field(discriminator="role"),
+]
+
+
+# Tools and settings -------------------------------------------------------------------------------------------------
+
+
+class Function(Wire):
+    nothing = {"cache_control": ANY}
+    name: Name
+    description: str | None = None
+    parameters: Json | None = None
+    strict: bool | None = None
+
+
+class Tool(Wire):
+    nothing = _OWN
+    type: Literal["function"]
+    function: Function
+
+
+class ToolName(Wire):
+    name: Name
+
+
+class NamedTool(Wire):
+    """The one tool that the answer must call."""
+
+    type: Literal["function"]
+    function: ToolName
+
+
+class AllowedTools(Wire):
+    mode: Literal["auto", "required"]
+    tools: Annotated[
+        list[NamedTool], Field(min_length=1, fail_fast=True, max_length=MAX_TOOLS)
+    ]
+
+
+class AllowedChoice(Wire):
+    """The tools that the answer may or must call."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+class PixelArguments(Wire):
+    """The arguments of a model's processor that are honoured."""
+
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+
+
+class FrameArguments(Wire):
+    """The choice of every video's frames: a rate, a number, or a rate with at most a number, as in vLLM."""
+
+    fps: Number | None = None
+    num_frames: int | None = None
+
+
+class MediaArguments(Wire):
+    """The arguments of vLLM's readers of media that are honoured."""
+
+    nothing = {"image": ({},), "audio": ({},)}
+    video: FrameArguments | None = None
+
+
+class ChatRequest(Common):
+    """The body of ``POST /v1/chat/completions``."""
+
+    nothing = {
+        **NOTHING,
+        "audio": (),
+        "modalities": (["text"],),
+        "function_call": ("none",),
+        "functions": ([],),
+        "prediction": (),
+        "verbosity": ("medium",),
+        "web_search_options": (),
+        "include_reasoning": (True,),
+        "add_special_tokens": (False,),
+        "chat_template": (),
+        "thinking_token_budget": (-1,),
+        "echo": (False,),
+        "resize_shape": (),
+    }
+    messages: Turns[Message]
+    max_completion_tokens: NumTokens | None = None
+    logprobs: bool | None = None
+    top_logprobs: NumTops | None = None
+    tools: Tools[Tool] | None = None
+    tool_choice: (
+        Literal["none", "auto", "required"] | NamedTool | AllowedChoice | None
+    ) = None
+    parallel_tool_calls: bool | None = None
+    documents: (
+        Annotated[list[Json], Field(fail_fast=True, max_length=MAX_DOCUMENTS)] | None
+    ) = None
+    enable_thinking: bool | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: (
+        Annotated[Json, BeforeValidator(at_most(MAX_FIELDS))] | None
+    ) = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    thinking_budget: int | None = None
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+    mm_processor_kwargs: PixelArguments | None = None
+    media_io_kwargs: MediaArguments | None = None
+
+
+# In --------------------------------------------------------------------------------------------------------------------
+
+#: The fields of a video part that choose its frames.
+_OF_FRAMES = frozenset({"fps", "num_frames", "max_frames"})
+
+
+def chat_ask(
+    body: ChatRequest, config: ServerConfig, able: Abilities | None = None
+) -> Ask:
+    """Return a chat's engine request, whose media are still to be read.
+
+    Args:
+        body: The request.
+        config: The server's settings.
+        able: What the checkpoint can do; by default, everything.
+
+    Raises:
+        ApiError: A field cannot be honoured.
+    """
+    if body.top_logprobs and not body.logprobs:
+        raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
+    if body.tool_choice == "auto" and body.tools is None:  # OpenAI refuses it, too
+        raise no_tools()
+    check_stream(body)
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    tools = body.tools or ()
+    talk = Talk(
+        messages=_with_frames(wire_messages(body), body.media_io_kwargs),
+        sampling=sampling_of(body, max_tokens=_max_tokens(body), logprobs=logprobs),
+        sampling_source=body.sampling,
+        tools=[tool.model_dump(exclude_none=True) for tool in tools],
+        choice=_choice(body),
+        template=asked_of(body, TEMPLATE),
+        pixels=_pixels(body),
+        others=others_of(body),
+    )
+    return ask_of(talk, config, able or Abilities())
+
+
+def _max_tokens(body: ChatRequest) -> int | None:
+    older, newer = body.max_tokens, body.max_completion_tokens
+    if older is not None and newer is not None and older != newer:
+        raise ApiError(
+            400,
+            "max_tokens and max_completion_tokens differ; give one",
+            param="max_completion_tokens",
+        )
+    return newer if older is None else older
+
+
+def _pixels(body: ChatRequest) -> dict[str, int]:
+    given = body.mm_processor_kwargs or PixelArguments()
+    found = {
+        "min_pixels": given.min_pixels if body.min_pixels is None else body.min_pixels,
+        "max_pixels": given.max_pixels if body.max_pixels is None else body.max_pixels,
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _choice(body: ChatRequest) -> ToolChoice:
+    given = body.tool_choice
+    one_only = body.parallel_tool_calls is False
+    if isinstance(given, NamedTool):
+        return ToolChoice(named=given.function.name, one_only=one_only)
+    if isinstance(given, AllowedChoice):
+        among = given.allowed_tools
+        names = [tool.function.name for tool in among.tools]
+        return ToolChoice(mode=among.mode, allowed=names, one_only=one_only)
+    return ToolChoice(mode=given or "auto", one_only=one_only)
+
+
+def wire_messages(body: ChatRequest) -> list[dict[str, Any]]:
+    """Return messages as plain mappings, with calls' arguments parsed."""
+    found = [message.model_dump(exclude_none=True) for message in body.messages]
+    for plain in found:
+        # OpenAI's newer name; templates know the older one
+        if plain["role"] == "developer":
+            plain["role"] = "system"
+        for call in plain.get("tool_calls", ()):
+            function = call["function"]
+            function["arguments"] = parsed_arguments(function["arguments"])
+        if plain["role"] == "assistant":
+            _clean_answer(plain)
+        plain.setdefault("content", "")  # a tool's that returned nothing
+    return found
+
+
+def _clean_answer(plain: dict[str, Any]) -> None:
+    """Convert an earlier answer for templates; a refusal becomes text."""
+    plain.pop("annotations", None)
+    refused = plain.pop("refusal", None)
+    plain.setdefault("content", refused or "")
+    if isinstance(plain["content"], list):
+        plain["content"] = [
+            {"type": "text", "text": part.get("text", part.get("refusal"))}
+            for part in plain["content"]
+        ]
+    reasoning = plain.pop("reasoning", None)
+    if reasoning is not None:
+        plain.setdefault("reasoning_content", reasoning)
+
+
+def _with_frames(
+    messages: list[dict[str, Any]], given: MediaArguments | None
+) -> list[dict[str, Any]]:
+    """Return messages whose videos have the choice of frames that is said for all; what a part says goes first."""
+    if given is None or given.video is None:
+        return messages
+    frames = _frames(given.video)
+    for message in messages:
+        content = message["content"]
+        for part in content if isinstance(content, list) else ():
+            if part["type"] == "video_url" and _OF_FRAMES.isdisjoint(part):
+                part |= frames
+    return messages
+
+
+def _frames(given: FrameArguments) -> dict[str, Any]:
+    """Return the choice of frames as a part says it. In vLLM -1 is no number, and both make a rate with a bound."""
+    has_number = given.num_frames not in (None, NO_LIMIT)
+    if given.fps not in (None, NO_LIMIT):
+        rate = {"fps": given.fps}
+        return {**rate, "max_frames": given.num_frames} if has_number else rate
+    if has_number:
+        return {"num_frames": given.num_frames}
+    if given.num_frames is None:
+        return {}
+    raise ApiError(
+        400,
+        "media_io_kwargs.video: num_frames -1 takes every frame; say a number, or fps",
+        param="media_io_kwargs.video.num_frames",
+    )
+
+
+# Out -------------------------------------------------------------------------------------------------------------------
+
+
+class ChatExchange(Completions):
+    prefix = "chatcmpl"
+    prompt = "messages"
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+    body: ChatRequest
+
+    def __init__(
+        self, core: Core, entry: Entry, body: ChatRequest, *, priority: int = 0
+    ) -> None:
+        super().__init__(core, entry, body, priority=priority)
+        if body.tools and body.guided_grammar is None:
+            # the grammar of their calls
+            self.names = {"guided_grammar": "tools", **self.names}
+
+    def ask(self, able: Abilities) -> Ask:
+        return chat_ask(self.body, self.core.service.config, able)
+
+    def answer(self) -> dict[str, Any]:
+        first = self.choices[0]
+        of_prompt = {**self.prompt_logprobs(first), **self.prompt_ids(first)}
+        return {**super().answer(), **of_prompt}
+
+    def _whole(self, choice: Choice) -> dict[str, Any]:
+        text = "".join(choice.content)
+        reasoning = "".join(choice.reasoning)
+        calls = list(choice.calls.values())
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": text if text or not calls else None,
+            "refusal": None,
+        }
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        if calls:
+            message["tool_calls"] = [_whole_call(call) for call in calls]
+        return {
+            "index": choice.index,
+            "message": message,
+            **self._logprobs(choice.logprobs),
+            **ending_of(choice),
+            **self.token_ids(choice.token_ids),
+        }
+
+    def _opening(self, choice: Choice) -> dict[str, Any]:
+        said = {"role": "assistant", "content": "", "refusal": None}
+        return {"index": choice.index, "delta": said, "finish_reason": None}
+
+    def _part(self, choice: Choice, delta: Delta) -> dict[str, Any]:
+        said: dict[str, Any] = {}
+        if delta.content or not (delta.reasoning or delta.tool_calls):
+            said["content"] = delta.content
+        if delta.reasoning:
+            said["reasoning_content"] = delta.reasoning
+        if delta.tool_calls:
+            said["tool_calls"] = list(delta.tool_calls)
+        logprobs = self._logprobs(delta.logprobs)
+        part = {"index": choice.index, "delta": said, "finish_reason": None}
+        return {**part, **logprobs}
+
+    def _ending(self, choice: Choice) -> dict[str, Any]:
+        ending = ending_of(choice)
+        return {"index": choice.index, "delta": {}, "logprobs": None, **ending}
+
+    def _logprobs(self, steps: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        if not steps:
+            return {"logprobs": None}
+        return {"logprobs": {"content": list(map(self._step, steps)), "refusal": None}}
+
+    def _step(self, step: TokenLogprobs) -> dict[str, Any]:
+        tops = [self._token(token, logprob) for token, logprob in step.top]
+        return {**self._token(step.token_id, step.logprob), "top_logprobs": tops}
+
+    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        text, raw = self.dialect.token(token_id)
+        return {"token": text, "logprob": finite(logprob), "bytes": raw}
+
+
+def _whole_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: call[name] for name in ("id", "type", "function")}
+
+
+CHAT = Door(
+    path="/v1/chat/completions",
+    others=("/chat/completions",),
+    body=ChatRequest,
+    answer=through(ChatExchange),
+    about="Answer a chat, with pictures and videos in its messages.",
+)

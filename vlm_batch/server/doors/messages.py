@@ -1,0 +1,603 @@
+"""``/v1/messages`` and ``/v1/messages/count_tokens``: Anthropic's chats, as Claude Code and Anthropic's SDKs send them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import Field
+
+from vlm_batch.server.answers import Delta
+from vlm_batch.server.asking import (
+    Abilities,
+    Ask,
+    Talk,
+    ToolChoice,
+    add_turn,
+    ask_of,
+    parsed_arguments,
+    text_part,
+)
+from vlm_batch.server.door import Core, Door
+from vlm_batch.server.edge import Entry
+from vlm_batch.server.errors import ApiError
+from vlm_batch.server.exchange import Choice, Exchange, counted, event_bytes, through
+from vlm_batch.server.fields import SAMPLING
+from vlm_batch.server.openai import Sampled, asked_of
+from vlm_batch.server.pages import DOCUMENT
+from vlm_batch.server.wire import (
+    ANY,
+    Json,
+    Member,
+    Name,
+    Nothing,
+    Parts,
+    Stops,
+    Tools,
+    Turns,
+    Wire,
+)
+
+# Types -----------------------------------------------------------------------------------------------------------------
+
+_OWN: Nothing = {"cache_control": ANY}
+#: Claude Code writes the bill's address before its instructions, with a number that is new in each request.
+_BILLING = "x-anthropic-billing-header:"
+
+
+class Base64Source(Member):
+    type: Literal["base64"]
+    media_type: str
+    data: str
+
+
+class UrlSource(Member):
+    type: Literal["url"]
+    url: str
+
+
+class TextSource(Member):
+    type: Literal["text"]
+    media_type: Literal["text/plain"]
+    data: str
+
+
+class Block(Member):
+    nothing = _OWN
+
+
+class TextBlock(Block):
+    nothing = {**_OWN, "citations": ANY, "parsed_output": ANY}
+    type: Literal["text"]
+    text: str
+
+
+class ImageBlock(Block):
+    nothing = {**_OWN, "transformations": ({}, {"oversized_image": "downsize"})}
+    type: Literal["image"]
+    source: Annotated[Base64Source | UrlSource, Field(discriminator="type")]
+
+
+class DocumentBlock(Block):
+    nothing = {**_OWN, "citations": ({}, {"enabled": False})}
+    type: Literal["document"]
+    source: Annotated[
+        Base64Source | UrlSource | TextSource,
+        Field(discriminator="type"),
+    ]
+    title: str | None = None
+    context: str | None = None
+
+
+class ThinkingBlock(Block):
+    type: Literal["thinking"]
+    thinking: str
+    signature: str | None = None
+
+
+class RedactedBlock(Block):
+    """Thinking of another server's, which nobody can read here."""
+
+    type: Literal["redacted_thinking"]
+    data: str
+
+
+class ToolUseBlock(Block):
+    nothing = {**_OWN, "caller": ANY, "toolset_name": ()}
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: Json
+
+
+OfResult: TypeAlias = Annotated[
+    TextBlock | ImageBlock | DocumentBlock,
+    Field(discriminator="type"),
+]
+
+
+class ToolResultBlock(Block):
+    nothing = {**_OWN, "toolset_name": ()}
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: str | Parts[OfResult] | None = None
+    is_error: bool | None = None
+
+
+OfUser: TypeAlias = Annotated[
+    TextBlock | ImageBlock | DocumentBlock | ToolResultBlock,
+    Field(discriminator="type"),
+]
+OfAssistant: TypeAlias = Annotated[
+    TextBlock | ThinkingBlock | RedactedBlock | ToolUseBlock,
+    Field(discriminator="type"),
+]
+
+
+class UserTurn(Member):
+    role: Literal["user"]
+    content: str | Parts[OfUser]
+
+
+class AssistantTurn(Member):
+    """An earlier answer, or the beginning of the one that is asked for."""
+
+    role: Literal["assistant"]
+    content: str | Parts[OfAssistant]
+
+
+class SystemTurn(Member):
+    role: Literal["system"]
+    content: str | Parts[TextBlock]
+
+
+AnyTurn: TypeAlias = Annotated[
+    UserTurn | AssistantTurn | SystemTurn, Field(discriminator="role")
+]
+
+
+class CustomTool(Wire):
+    """A tool that the client runs."""
+
+    nothing = {
+        **_OWN,
+        "defer_loading": (False,),
+        "allowed_callers": (["direct"],),
+        "eager_input_streaming": ANY,
+        "input_examples": ([],),
+    }
+    type: Literal["custom"] | None = None
+    name: Name
+    description: str | None = None
+    input_schema: Json
+    strict: bool | None = None
+
+
+class Choosing(Wire):
+    """Which tool must be called, if any."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: Name | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinks(Wire):
+    """Whether and how much the model thinks; one that does not think takes every value."""
+
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+    budget_tokens: Annotated[int, Field(ge=0)] | None = None
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class JsonFormat(Wire):
+    type: Literal["json_schema"]
+    schema_: Json = Field(alias="schema")
+
+
+class OutputConfig(Wire):
+    effort: str | None = None
+    format: JsonFormat | None = None
+
+
+class UserOf(Wire):
+    user_id: str | None = None
+
+
+class CountRequest(Sampled):
+    """The body of ``POST /v1/messages/count_tokens``."""
+
+    nothing = {
+        **_OWN,
+        "container": (),
+        "context_management": (
+            {"edits": []},
+            {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        ),
+        "diagnostics": ANY,
+        "inference_geo": ANY,
+        "mcp_servers": ([],),
+        "service_tier": ("auto", "standard_only"),
+        "speed": ("standard",),
+        "user_profile_id": ANY,
+        "workspace_id": ANY,
+    }
+    refused = {
+        "container": "nothing is run here",
+        "context_management": "the client sends what the model is to see",
+        "mcp_servers": "tools are run by the client",
+    }
+    messages: Turns[AnyTurn]
+    system: str | Parts[TextBlock] | None = None
+    tools: Tools[CustomTool] | None = None
+    tool_choice: Choosing | None = None
+    thinking: Thinks | None = None
+    output_config: OutputConfig | None = None
+
+
+class MessagesRequest(CountRequest):
+    """The body of ``POST /v1/messages``."""
+
+    max_tokens: Annotated[int, Field(ge=1, lt=2**63)]
+    stop_sequences: Stops | None = None
+    metadata: UserOf | None = None
+
+
+# In --------------------------------------------------------------------------------------------------------------------
+
+#: Fields in errors -> this door's.
+NAMES: Mapping[str, str] = {
+    "guided_grammar": "tools",
+    "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+    "reasoning_effort": "output_config.effort",
+    "response_format": "output_config.format",
+    "stop": "stop_sequences",
+    "thinking_budget": "thinking.budget_tokens",
+}
+
+
+def talk_of(body: CountRequest, able: Abilities) -> Talk:
+    """Return a body's chat. Raises ApiError."""
+    turns = _turns(body)
+    begins = isinstance(body.messages[-1], AssistantTurn)
+    template = _thinking(body, able)
+    if begins and not turns[-1].get("tool_calls"):
+        # the answer goes on from there
+        template |= {"continue_final_message": True, "add_generation_prompt": False}
+    metadata = body.metadata if isinstance(body, MessagesRequest) else None
+    return Talk(
+        messages=turns,
+        sampling=_sampling(body, able),
+        sampling_source=body.sampling,
+        tools=[_tool(tool) for tool in body.tools or ()],
+        choice=_choice(body.tool_choice),
+        template=template,
+        others={"user": None if metadata is None else metadata.user_id},
+    )
+
+
+def _turns(body: CountRequest) -> list[dict[str, Any]]:
+    turns: list[dict[str, Any]] = []
+    if body.system:
+        turns.append({"role": "system", "content": _instructions(body.system)})
+    for turn in body.messages:
+        if isinstance(turn.content, str):
+            found = [{"role": turn.role, "content": turn.content}]
+        elif isinstance(turn, AssistantTurn):
+            found = [_earlier_answer(turn.content)]
+        elif isinstance(turn, UserTurn):
+            found = _user_turns(turn.content)
+        else:
+            found = [{"role": "system", "content": _instructions(turn.content)}]
+        for one in found:
+            add_turn(turns, one)
+    return turns
+
+
+def _instructions(given: str | Sequence[TextBlock]) -> str | list[dict[str, Any]]:
+    if isinstance(given, str):
+        return given
+    # what is new in each request would keep all others from the prompt's kept beginning
+    texts = [block.text for block in given if not block.text.startswith(_BILLING)]
+    return [text_part(words) for words in texts]
+
+
+def _user_turns(blocks: Iterable[Any]) -> list[dict[str, Any]]:
+    """Return a user's words and tools' results as turns, in their order."""
+    turns: list[dict[str, Any]] = []
+    for block in blocks:
+        if isinstance(block, ToolResultBlock):
+            content = block.content or ""
+            said = content if isinstance(content, str) else _parts(content)
+            named = {"role": "tool", "tool_call_id": block.tool_use_id}
+            turns.append({**named, "content": said})
+        else:
+            add_turn(turns, {"role": "user", "content": _parts([block])})
+    return turns
+
+
+def _parts(blocks: Iterable[Any]) -> list[dict[str, Any]]:
+    parts: list[dict[str, Any]] = []
+    for block in blocks:
+        if isinstance(block, TextBlock):
+            parts.append(text_part(block.text))
+        elif isinstance(block, ImageBlock):
+            url = {"url": _address(block.source)}
+            parts.append({"type": "image_url", "image_url": url})
+        else:
+            parts += _document(block)
+    return parts
+
+
+def _document(block: DocumentBlock) -> list[dict[str, Any]]:
+    """Return a document's title and what is said of it, and its pages."""
+    about = [words for words in (block.title, block.context) if words]
+    parts = [text_part(f"{words}\n") for words in about]
+    source = block.source
+    if isinstance(source, TextSource):
+        return [*parts, text_part(source.data)]
+    return [*parts, {"type": DOCUMENT, DOCUMENT: {"url": _address(source)}}]
+
+
+def _address(source: Base64Source | UrlSource) -> str:
+    if isinstance(source, UrlSource):
+        return source.url
+    return f"data:{source.media_type};base64,{source.data}"
+
+
+def _earlier_answer(blocks: Iterable[Any]) -> dict[str, Any]:
+    content: list[dict[str, Any]] = []
+    thoughts: list[str] = []
+    calls: list[dict[str, Any]] = []
+    for block in blocks:
+        if isinstance(block, TextBlock):
+            content.append(text_part(block.text))
+        elif isinstance(block, ThinkingBlock):
+            thoughts.append(block.thinking)
+        elif isinstance(block, ToolUseBlock):
+            function = {"name": block.name, "arguments": block.input}
+            calls.append({"id": block.id, "type": "function", "function": function})
+    turn: dict[str, Any] = {"role": "assistant", "content": content or ""}
+    if thoughts:
+        turn["reasoning_content"] = "".join(thoughts)
+    if calls:
+        turn["tool_calls"] = calls
+    return turn
+
+
+def _tool(tool: CustomTool) -> dict[str, Any]:
+    function: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema}
+    if tool.description is not None:
+        function["description"] = tool.description
+    if tool.strict is not None:
+        function["strict"] = tool.strict
+    return {"type": "function", "function": function}
+
+
+def _choice(given: Choosing | None) -> ToolChoice:
+    if given is None:
+        return ToolChoice()
+    if (given.type == "tool") != (given.name is not None):
+        said = "tool_choice: a name belongs to the type tool, and to no other"
+        raise ApiError(400, said, param="tool_choice.name")
+    one_only = bool(given.disable_parallel_tool_use)
+    mode = "required" if given.type == "any" else given.type
+    if given.name is not None:
+        mode = "auto"
+    return ToolChoice(mode=mode, named=given.name, one_only=one_only)
+
+
+def _thinking(body: CountRequest, able: Abilities) -> dict[str, Any]:
+    """Return the template's arguments; a model that does not think is asked for none."""
+    reads = able.reads or ()
+    asked: dict[str, Any] = {}
+    if body.thinking is not None:
+        asked["enable_thinking"] = body.thinking.type != "disabled"
+    if body.output_config is not None:
+        asked["reasoning_effort"] = body.output_config.effort
+    if not able.thinks:
+        return {}
+    return {
+        name: value
+        for name, value in asked.items()
+        if value is not None and name in reads
+    }
+
+
+def _sampling(body: CountRequest, able: Abilities) -> dict[str, Any]:
+    found = asked_of(body, SAMPLING)
+    form = None if body.output_config is None else body.output_config.format
+    if form is not None:
+        found["json_schema"] = form.schema_
+    budget = None if body.thinking is None else body.thinking.budget_tokens
+    if budget is not None and able.thinks:
+        found["thinking_budget"] = budget
+    if isinstance(body, MessagesRequest):
+        found["max_tokens"] = body.max_tokens
+        found["stop"] = body.stop_sequences or ()
+    return found
+
+
+# Out -------------------------------------------------------------------------------------------------------------------
+
+_STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+class MessageExchange(Exchange):
+    prompt = "messages"
+    body: CountRequest
+
+    def __init__(
+        self, core: Core, entry: Entry, body: CountRequest, *, priority: int = 0
+    ) -> None:
+        super().__init__(core, entry, body, priority=priority)
+        self.names = NAMES
+        thinking = body.thinking
+        self._hides_thoughts = thinking is not None and thinking.display == "omitted"
+        # the block that is being streamed, of a kind and, of calls, a number
+        self._open: tuple[str, int] | None = None
+        self._num_blocks = 0
+
+    def ask(self, able: Abilities) -> Ask:
+        return ask_of(talk_of(self.body, able), self.core.service.config, able)
+
+    def answer(self) -> dict[str, Any]:
+        (choice,) = self.choices
+        content: list[dict[str, Any]] = []
+        if thoughts := "".join(choice.reasoning):
+            content.append(self._thinking_block(thoughts))
+        if words := "".join(choice.content):
+            content.append({**text_part(words), "citations": None})
+        for call in choice.calls.values():
+            given = parsed_arguments(call["function"]["arguments"])
+            # an answer that is cut may end within them
+            content.append(_use(call, given if isinstance(given, dict) else {}))
+        end, usage = self._ending(choice), self._usage()
+        return {**self._head(), "content": content, **end, "usage": usage}
+
+    def told(self, choice: Choice, delta: Delta) -> bytes:
+        events: list[dict[str, Any]] = []
+        if not choice.has_begun:
+            choice.has_begun = True
+            events.append(self._start(choice))
+        if delta.reasoning:
+            said = "" if self._hides_thoughts else delta.reasoning
+            events += self._opened(("thinking", 0), self._thinking_block(""))
+            events.append(self._delta("thinking_delta", "thinking", said))
+        if delta.content:
+            events += self._opened(("text", 0), {**text_part(""), "citations": None})
+            events.append(self._delta("text_delta", "text", delta.content))
+        for call in delta.tool_calls:
+            key = ("call", call["index"])
+            events += self._opened(key, _use(call, {}) if "id" in call else None)
+            arguments = call["function"]["arguments"]
+            events.append(self._delta("input_json_delta", "partial_json", arguments))
+        return _bytes_of(events)
+
+    def last(self) -> bytes:
+        (choice,) = self.choices
+        end = {"type": "message_delta", "delta": self._ending(choice)}
+        usage = {"usage": self._usage()}
+        return _bytes_of([*self._closed(), {**end, **usage}, {"type": "message_stop"}])
+
+    def failed(self, error: ApiError) -> bytes:
+        return event_bytes(envelope(error, self.entry.request_id), "error")
+
+    def _start(self, choice: Choice) -> dict[str, Any]:
+        usage = {"input_tokens": choice.prompt_tokens, "output_tokens": 0}
+        end = {"stop_reason": None, "stop_sequence": None}
+        message = {**self._head(), "content": [], **end, "usage": usage}
+        return {"type": "message_start", "message": message}
+
+    def _opened(
+        self, key: tuple[str, int], block: Mapping[str, Any] | None
+    ) -> list[dict[str, Any]]:
+        """Return the events that end one block and begin another, if it is another."""
+        if self._open == key or block is None:
+            return []
+        events = self._closed()
+        self._open = key
+        self._num_blocks += 1
+        begin = {"type": "content_block_start", "index": self._num_blocks - 1}
+        return [*events, {**begin, "content_block": block}]
+
+    def _closed(self) -> list[dict[str, Any]]:
+        if self._open is None:
+            return []
+        index = self._num_blocks - 1
+        stop = {"type": "content_block_stop", "index": index}
+        was_thinking = self._open[0] == "thinking"
+        self._open = None
+        if not was_thinking:
+            return [stop]
+        signed = {"type": "signature_delta", "signature": _SIGNATURE}
+        return [{"type": "content_block_delta", "index": index, "delta": signed}, stop]
+
+    def _delta(self, kind: str, name: str, said: str) -> dict[str, Any]:
+        delta = {"type": kind, name: said}
+        index = self._num_blocks - 1
+        return {"type": "content_block_delta", "index": index, "delta": delta}
+
+    def _thinking_block(self, thoughts: str) -> dict[str, Any]:
+        said = "" if self._hides_thoughts else thoughts
+        return {"type": "thinking", "thinking": said, "signature": _SIGNATURE}
+
+    def _head(self) -> dict[str, Any]:
+        return {
+            "id": f"msg_{self.entry.request_id}",
+            "type": "message",
+            "role": "assistant",
+            "model": self.core.service.config.name,
+        }
+
+    def _ending(self, choice: Choice) -> dict[str, Any]:
+        assert choice.result is not None
+        reason = _STOPS[choice.finish_reason]
+        stop = choice.result.stop_reason
+        if reason == "end_turn" and isinstance(stop, str):
+            return {"stop_reason": "stop_sequence", "stop_sequence": stop}
+        most = self.body.max_tokens if isinstance(self.body, MessagesRequest) else 0
+        if reason == "max_tokens" and choice.result.usage.completion_tokens < most:
+            reason = "model_context_window_exceeded"
+        return {"stop_reason": reason, "stop_sequence": None}
+
+    def _usage(self) -> dict[str, Any]:
+        counts = self.counts()
+        return {
+            "input_tokens": counts.prompt - counts.cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": counts.cached,
+            "output_tokens": counts.completion,
+            "output_tokens_details": {"thinking_tokens": counts.reasoning},
+        }
+
+
+#: Thoughts come back as they are, so nothing is signed.
+_SIGNATURE = ""
+
+
+def _use(call: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    name = call["function"]["name"]
+    return {"type": "tool_use", "id": call["id"], "name": name, "input": given}
+
+
+def _bytes_of(events: Iterable[Mapping[str, Any]]) -> bytes:
+    return b"".join(event_bytes(event, event["type"]) for event in events)
+
+
+# Errors and counts -----------------------------------------------------------------------------------------------------
+
+_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def envelope(error: ApiError, request_id: str) -> dict[str, Any]:
+    """Return an error as Anthropic writes it."""
+    others = "invalid_request_error" if error.status_code < 500 else "api_error"
+    kind = _KINDS.get(error.status_code, others)
+    said = {"type": kind, "message": str(error.detail)}
+    return {"type": "error", "error": said, "request_id": request_id}
+
+
+MESSAGES = Door(
+    path="/v1/messages",
+    body=MessagesRequest,
+    answer=through(MessageExchange),
+    about="Answer a chat in Anthropic's form.",
+    envelope=envelope,
+    root="/v1/messages",
+)
+COUNT_TOKENS = Door(
+    path="/v1/messages/count_tokens",
+    body=CountRequest,
+    answer=counted(MessageExchange, {}),
+    about="Count the tokens of a chat in Anthropic's form.",
+    envelope=envelope,
+)
