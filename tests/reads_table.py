@@ -417,9 +417,8 @@ def _names_read(node: ast.AST) -> set[str]:
         return {node.attr} if owner.endswith("config") else set()
     if not isinstance(node, ast.Call) or getattr(node.func, "id", "") != "getattr":
         return set()
-    if len(node.args) > 1:
-        return {str(getattr(node.args[1], "value", ""))}
-    return set()
+    name = getattr(node.args[1], "value", None) if len(node.args) > 1 else None
+    return {name} if isinstance(name, str) else set()
 
 
 def folders_that_slide() -> list[str]:
