@@ -243,6 +243,7 @@ def test_florence2_as_transformers_lays_it_out(mark: int, tmp_path: Path) -> Non
     )
     result = ask(folder, [image], "w5 w6")
     assert result.ok, result.error
+    assert result.usage.image_tokens == 5
     ids = [*[mark] * 5, END_OF_TEXT - 2, 5, 6, END_OF_TEXT]
     assert (
         list(result.token_ids)

@@ -15,7 +15,7 @@ from vlm_batch import VLMBatcher, loading
 from vlm_batch.errors import UnsupportedModel
 from vlm_batch.loading import adapt, check_model_type
 from vlm_batch.models import families
-from vlm_batch.models._refused import ONE_AT_A_TIME, REFUSED, _knows_pictures
+from vlm_batch.models._refused import ONE_AT_A_TIME, REFUSED
 from vlm_batch.runtime.device import Device
 
 #: Registered beside mlx-vlm's own names: types that its loader gives other names to before it looks for a package.
@@ -137,22 +137,6 @@ def test_a_checkpoint_is_refused_on_cuda_before_any_weight_is_read(
     )
     with pytest.raises(UnsupportedModel, match="illegal memory access"):
         VLMBatcher(tmp_path)
-
-
-def test_a_decoder_of_text_is_known_by_its_code(tmp_path: Path) -> None:
-    """A package of mlx-vlm's next version is served one row at a time if it takes no pictures; else it needs an entry."""
-    (tmp_path / "language.py").write_text(
-        '"""As in the vision model."""\n\nclass Model:\n    pass  # no vision\n'
-    )
-    assert not _knows_pictures(tmp_path)
-    other = tmp_path / "other"
-    other.mkdir()
-    (other / "other.py").write_text(
-        "from .language import Model\n\ndef look(config):\n    return config.vision_config\n"
-    )
-    assert _knows_pictures(other)
-    assert {"llama", "gpt_oss", "qwen3_5_text"} <= set(ONE_AT_A_TIME)
-    assert "llava" not in ONE_AT_A_TIME and "no_such_type" not in ONE_AT_A_TIME
 
 
 def test_drafters_are_found() -> None:

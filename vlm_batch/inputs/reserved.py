@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
 import re
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from os.path import commonprefix
-from pathlib import Path
 from typing import Any
 
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.inputs.media import KINDS
 from vlm_batch.inputs.processing import ESCAPE, Processing
+from vlm_batch.runtime.upstream import marks_of
 from vlm_batch.types import Message
 
 #: Attributes of processors and tokenizers that name placeholders.
@@ -33,10 +30,6 @@ _PLACEHOLDER_NAMES = (
     "fake_image_token",
 )
 _NUMBER = re.compile(r"\d+")
-#: A mark of a picture, video or sound in a processor's source file.
-_MARK = re.compile(
-    r"(?i)[<\[(◁][^\s]*(image|img|im_patch|video|vision|audio|media|patch|frame)[^\s]*[>\])▷]"
-)
 #: Chats whose renderings show how a template marks turns.
 _PROBES: tuple[list[Message], ...] = (
     [{"role": "user", "content": "x"}],
@@ -229,37 +222,13 @@ class ReservedWords:
             return None
 
 
-@cache
 def _marks_of(kind: type) -> frozenset[str]:
-    """Find media marks in a processor's source files, some as patterns.
+    """Return media marks that the code of a processor has, some as patterns.
 
     A mark need be neither token nor attribute.
     """
-    found: set[str] = set()
-    for module in {
-        parent.__module__ for parent in kind.__mro__ if ".models." in parent.__module__
-    }:
-        try:
-            file = Path(inspect.getfile(sys.modules[module]))
-            trees = [
-                ast.parse(path.read_text(encoding="utf-8"))
-                for path in {file, *file.parent.glob("*process*.py")}
-            ]
-        except (KeyError, OSError, TypeError, ValueError):
-            # no file to read, or none of Python's
-            continue
-        constants = (
-            node.value
-            for tree in trees
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Constant)
-        )
-        found.update(
-            text.strip()
-            for text in constants
-            if isinstance(text, str) and _MARK.fullmatch(text.strip())
-        )
-    return frozenset(found)
+    modules = {parent.__module__ for parent in kind.__mro__}
+    return frozenset().union(*map(marks_of, modules))
 
 
 def _compiles(pattern: str) -> bool:

@@ -30,11 +30,10 @@ from transformers import CONFIG_MAPPING, AutoProcessor, ProcessorMixin
 from vlm_batch.errors import UnsupportedModel
 from vlm_batch.inputs.processors import with_stops
 from vlm_batch.loading.quantised import check_decoded
-from vlm_batch.models import package_of, spec_for
+from vlm_batch.models import package_of
 from vlm_batch.models._derived import decoder_config, readable
 from vlm_batch.models._fitting import fit
 from vlm_batch.models._layouts import KEEP_PROCESSOR, PLAIN_ROPE, PROCESSORS, corrected
-from vlm_batch.models._reads import ConfigWatch
 from vlm_batch.models._rules import Config, Tensors, Weights, to_float32, without
 from vlm_batch.models._settings import apply_settings
 from vlm_batch.models._tensors import TENSORS
@@ -61,7 +60,7 @@ def read_model(path: Path, *, in_float32: bool, **options: Any) -> nn.Module:
     """Read a folder's model; ``in_float32`` raises half-precision weights."""
     written = mlx_vlm.utils.load_config(path, **options)
     # mlx-vlm's loader changes what it is given
-    read, watch = readable(copy.deepcopy(written)), ConfigWatch()
+    read = readable(copy.deepcopy(written))
     tensors = TENSORS.get(str(get_model_type(read)), Tensors())
     on_disk: Weights = {}
 
@@ -83,14 +82,7 @@ def read_model(path: Path, *, in_float32: bool, **options: Any) -> nn.Module:
         *args: Any,
         **kwargs: Any,
     ) -> nn.Module:
-        watch.end()
-        spec = spec_for(str(get_model_type(read)))
-        apply_settings(
-            model,
-            written,
-            watch,
-            object if spec is None or spec.adapter is None else spec.adapter,
-        )
+        apply_settings(model, written)
         loaded = fit(model, tensors.finish(on_disk, weights, read), read)
         # before anything is computed: joined and transposed tensors are not held twice
         on_disk.clear()
@@ -112,14 +104,10 @@ def read_model(path: Path, *, in_float32: bool, **options: Any) -> nn.Module:
             config = without("quantization")(config)
         return theirs(model, config, loaded, *args, **kwargs)
 
-    ours: dict[str, Callable[..., Any]] = {
-        "apply_generation_config_defaults": watch.start
-    }
     with reading(
         read,
         sanitize_weights=sanitize_weights,
         load_model_weights=load_model_weights,
-        **ours,
     ):
         if decoder_config(written) is None:
             check_rope(read, path)
@@ -187,13 +175,13 @@ def _has_read(processor: Any, kind: type) -> bool:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-class _Thread(threading.local):
+class _Replacements(threading.local):
     """Functions that replace mlx-vlm's on this thread, by name."""
 
-    ours: Mapping[str, Callable[..., Any]] = {}
+    by_name: Mapping[str, Callable[..., Any]] = {}
 
 
-_thread = _Thread()
+_replacements = _Replacements()
 
 
 @contextmanager
@@ -219,11 +207,11 @@ def reading(config: Config, **ours: Callable[..., Any]) -> Iterator[None]:
     }
     for name in ours:
         _hook(name)
-    before, _thread.ours = _thread.ours, ours
+    before, _replacements.by_name = _replacements.by_name, ours
     try:
         yield
     finally:
-        _thread.ours = before
+        _replacements.by_name = before
 
 
 @cache
@@ -235,7 +223,7 @@ def _hook(name: str) -> None:
 
     @wraps(theirs)
     def either(*args: Any, **kwargs: Any) -> Any:
-        ours = _thread.ours.get(name)
+        ours = _replacements.by_name.get(name)
         return (
             theirs(*args, **kwargs) if ours is None else ours(theirs, *args, **kwargs)
         )

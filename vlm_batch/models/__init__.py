@@ -146,9 +146,11 @@ def _import_own() -> None:
 
 @cache
 def _import_naming(model_type: str) -> None:
+    """Import the files that name a type; without sources, all of them."""
     said = json.dumps(model_type).encode()
     for name in _files():
-        if said in (resources.files(__name__) / f"{name}.py").read_bytes():
+        source = resources.files(__name__) / f"{name}.py"
+        if not source.is_file() or said in source.read_bytes():
             import_module(f"{__name__}.{name}")
 
 

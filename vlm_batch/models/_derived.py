@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 import copy
 import json
 import logging
-import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import mlx_vlm.utils
@@ -28,9 +24,6 @@ SettingPath = tuple[str, ...]
 MlxAttributes = dict[Attribute, str]
 #: (class, path, name) of attributes of transformers' configuration objects, and their values as text.
 TransformersAttributes = dict[tuple[type, str, str], str]
-
-#: Settings that transformers' models read outside their own folder.
-READ_ELSEWHERE = frozenset({"attention_chunk_size"})
 
 
 # mlx-vlm
@@ -135,61 +128,6 @@ def _transformers_config(kind: Any, config: Config) -> Any:
     # PreTrainedConfig.from_dict also writes a log, which takes most of its time (configuration_utils.py:1108).
     has_own = kind.from_dict.__func__ is not PreTrainedConfig.from_dict.__func__  # type: ignore[attr-defined]
     return kind.from_dict(read) if has_own else kind(**read)
-
-
-def read_by_models(kind: type) -> frozenset[str]:
-    """Return the settings that a class's models read."""
-    return _read_in(_folder(kind))
-
-
-def models_source(kind: type) -> str:
-    return "".join(
-        path.read_text(encoding="utf-8")
-        for path in sorted(_folder(kind).glob("modeling_*.py"))
-    )
-
-
-def _folder(kind: type) -> Path:
-    return Path(str(sys.modules[kind.__module__].__file__)).parent
-
-
-@cache
-def _read_in(folder: Path) -> frozenset[str]:
-    """Collect ``config.NAME``, ``getattr(config, NAME)`` and merged arguments in models' source."""
-    found = set(READ_ELSEWHERE)
-    for path in folder.glob("modeling_*.py"):
-        todo: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
-        while todo:
-            node = todo.pop()
-            if isinstance(node, ast.FunctionDef) and node.name == "_init_weights":
-                continue
-            todo += ast.iter_child_nodes(node)
-            found |= _names_read(node)
-    return frozenset(found)
-
-
-def _names_read(node: ast.AST) -> set[str]:
-    if isinstance(node, ast.FunctionDef):
-        decorators = map(ast.unparse, node.decorator_list)
-        return (
-            {argument.arg for argument in node.args.args}
-            if "merge_with_config_defaults" in decorators
-            else set()
-        )
-    if isinstance(node, ast.Attribute):
-        owner = (
-            node.value.id
-            if isinstance(node.value, ast.Name)
-            else getattr(node.value, "attr", "")
-        )
-        return {node.attr} if owner.endswith("config") else set()
-    if (
-        isinstance(node, ast.Call)
-        and getattr(node.func, "id", "") == "getattr"
-        and len(node.args) > 1
-    ):
-        return {str(getattr(node.args[1], "value", ""))}
-    return set()
 
 
 @contextmanager

@@ -1,74 +1,87 @@
-"""Records the configuration's attributes that mlx-vlm's model reads."""
+"""Attributes of configurations that mlx-vlm's and transformers' models read, from a table (``runtime/upstream.py``)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from types import CodeType, FunctionType
+from importlib.metadata import version
 from typing import Any
 
-import mlx.nn as nn
+from vlm_batch.runtime.upstream import code_facts
 
 #: The path of a configuration object ("text_config"; "" for the whole) and the name of one of its attributes.
 Attribute = tuple[str, str]
 
+#: Settings that transformers' models read outside their own folder.
+READ_ELSEWHERE = frozenset({"attention_chunk_size"})
+
 
 @dataclass(frozen=True)
 class ConfigReads:
-    """Attributes that a model reads, when built or later; use ``in``."""
+    """Attributes that mlx-vlm's models of one type, and their adapter, read; use ``in``.
 
-    #: Attributes that were read while the model was built.
-    while_built: frozenset[Attribute]
-    #: Names in code that can read the configuration later.
+    Attributes:
+        named: Attributes that are read of one part.
+        later: Names that are read of any part once the model is built.
+        activations: Activations that the models' code names.
+    """
+
+    named: frozenset[Attribute]
     later: frozenset[str]
-    #: String constants in the code of all modules.
-    strings: frozenset[str]
+    activations: frozenset[str]
 
     def __contains__(self, attribute: Attribute) -> bool:
-        return attribute in self.while_built or attribute[1] in self.later
+        return attribute in self.named or attribute[1] in self.later
 
 
-class ConfigWatch:
-    def __init__(self) -> None:
-        self._objects: dict[int, tuple[str, Any]] = {}  # id -> (path, object)
-        self._read: set[tuple[int, str]] = set()  # (id, attribute)
+@cache
+def config_reads(model_type: str) -> ConfigReads | None:
+    """Return what mlx-vlm's models of a type read; None if the table does not have it."""
+    written = code_facts()["mlx_vlm"]["models"].get(model_type)
+    if written is None:
+        return None
+    named = {(path, name) for path, names in written["named"].items() for name in names}
+    return ConfigReads(
+        frozenset(named),
+        frozenset(written["later"]),
+        frozenset(written["activations"]),
+    )
 
-    def start(self, theirs: Callable[..., Any], config: Any, *args: Any) -> Any:
-        """Call mlx-vlm's last function before it builds a model, and watch its result."""
-        found = theirs(config, *args)
-        self._objects = {id(part): (path, part) for path, part in config_objects(found)}
-        for _, part in self._objects.values():
-            part.__class__ = _watched(type(part), self._read)
-        return found
 
-    def end(self) -> None:
-        for _, part in self._objects.values():
-            part.__class__ = type(part).__mro__[1]
+def read_by_transformers(kind: type) -> frozenset[str]:
+    """Return the settings that the models of a configuration's class read."""
+    names = code_facts()["transformers"]["models"].get(_folder(kind), ())
+    return READ_ELSEWHERE.union(names)
 
-    def reads(
-        self, model: nn.Module, adapter: type, functions: Iterable[Callable[..., Any]]
-    ) -> ConfigReads:
-        """Return what building ``model`` read, and what it, its adapter and ``functions`` can read later."""
-        later = set(class_code(adapter)).union(
-            *(_with_inner(function.__code__) for function in functions)
-        )
-        everywhere: set[CodeType] = set()
-        for _, module in model.named_modules():
-            code = class_code(module.__class__)
-            everywhere |= code
-            # it keeps a configuration
-            if any(id(value) in self._objects for value in vars(module).values()):
-                later |= code
-        while_built = {
-            (self._objects[owner][0], name)
-            for owner, name in self._read
-            if owner in self._objects
-        }
-        names = {name for code in later for name in code.co_names} | _strings(later)
-        return ConfigReads(
-            frozenset(while_built), frozenset(names), frozenset(_strings(everywhere))
-        )
+
+def all_layers_slide(kind: type) -> bool:
+    """Whether all layers of a class's models slide if there is a window and no ``layer_types``."""
+    return _folder(kind) in code_facts()["transformers"]["all_layers_slide"]
+
+
+def _folder(kind: type) -> str:
+    """Return the folder of a class in transformers/models; "" for a class of others."""
+    package, _, rest = kind.__module__.partition(".models.")
+    return rest.partition(".")[0] if package == "transformers" else ""
+
+
+@cache
+def warn_of_other_version() -> None:
+    """Say once that the table is of another mlx-vlm."""
+    known, installed = code_facts()["mlx_vlm"]["version"], version("mlx-vlm")
+    if known == installed:
+        return
+    warnings.warn(
+        f"vlm_batch knows which settings of config.json mlx-vlm {known} reads, and {installed} is installed: a setting that "
+        f"only one of them reads may be refused, or left out of the answer. pip install mlx-vlm=={known} is what was tested",
+        stacklevel=2,
+    )
+
+
+# Configuration objects
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 def config_objects(config: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -82,51 +95,3 @@ def config_objects(config: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 def is_part(name: str, value: Any) -> bool:
     """Whether an attribute is another configuration object."""
     return name.endswith("_config") and hasattr(value, "__dict__")
-
-
-def _watched(kind: type, read: set[tuple[int, str]]) -> type:
-    """Make a subclass that notes every access in ``read``."""
-
-    def get(self: Any, name: str) -> Any:
-        read.add((id(self), name))
-        return kind.__getattribute__(self, name)  # type: ignore[call-arg]
-
-    return type(
-        kind.__name__, (kind,), {"__getattribute__": get, "__module__": kind.__module__}
-    )
-
-
-@cache
-def class_code(kind: Any) -> frozenset[CodeType]:
-    """Return the code of a class's functions, also inherited."""
-    found: set[CodeType] = set()
-    for base in kind.__mro__:
-        if base.__module__ in (
-            "builtins",
-            "vlm_batch.adapters.base",
-        ) or base.__module__.startswith("mlx."):
-            continue
-        for value in vars(base).values():
-            function = getattr(value, "fget", value)  # a property's
-            function = getattr(function, "func", function)  # a cached property's
-            if isinstance(function, FunctionType) and function.__name__ not in (
-                "__init__",
-                "sanitize",
-            ):
-                found |= _with_inner(function.__code__)
-    return frozenset(found)
-
-
-def _with_inner(code: CodeType) -> frozenset[CodeType]:
-    return frozenset({code}).union(
-        *(_with_inner(inner) for inner in code.co_consts if isinstance(inner, CodeType))
-    )
-
-
-def _strings(codes: Iterable[CodeType]) -> set[str]:
-    return {
-        constant
-        for code in codes
-        for constant in code.co_consts
-        if isinstance(constant, str)
-    }

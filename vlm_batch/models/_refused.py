@@ -5,16 +5,10 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Iterator, Mapping
-from functools import cache
-from importlib.util import find_spec
-from pathlib import Path
 
 from vlm_batch.models import families
-
-#: mlx-vlm's folders of model packages and of drafters.
-MODELS, DRAFTERS = "mlx_vlm.models", "mlx_vlm.speculative.drafters"
+from vlm_batch.runtime.upstream import code_facts
 
 _PICTURES = "it makes pictures by diffusion, not text"
 _DENOISES = "it writes text by denoising blocks of it, not one token at a time"
@@ -27,22 +21,6 @@ _LABELS = "it labels the words of its input, and writes no text"
 _DETECTS = "it finds objects in pictures and gives boxes or masks, not text"
 _GEOMETRY = "it gives depth or shapes of what a picture shows, not text"
 _DRAFTS = "it only proposes tokens to another model that decodes speculatively"
-
-
-@cache
-def _packages(parent: str) -> dict[str, Path]:
-    """Return a folder's packages by model type."""
-    spec = find_spec(parent)
-    roots = (
-        [Path(root) for root in (spec.submodule_search_locations or ())]
-        if spec is not None
-        else []
-    )
-    return {
-        path.parent.name: path.parent
-        for root in roots
-        for path in sorted(root.glob("*/__init__.py"))
-    }
 
 
 #: Model type, after mlx-vlm's remapping, -> why it is refused.
@@ -99,9 +77,7 @@ REFUSED: Mapping[str, str] = {
     "sapiens2": "it gives poses and dense maps of people in pictures, not text",
     "nemotron_voicechat": "it answers speech with speech, frame by frame",
     "mistral4": "it is the language half of mistral3, whose model type its checkpoints carry",
-    **dict.fromkeys(
-        sorted(_packages(DRAFTERS).keys() - _packages(MODELS).keys()), _DRAFTS
-    ),
+    **dict.fromkeys(code_facts()["mlx_vlm"]["drafters"], _DRAFTS),
 }
 
 _TEXT_ONLY = "it takes text only, and its rows have not been verified in a batch"
@@ -109,18 +85,13 @@ _TEXT_ONLY = "it takes text only, and its rows have not been verified in a batch
 
 class _TextDecoders(Mapping[str, str]):
     def __getitem__(self, model_type: str) -> str:
-        folder = _packages(MODELS).get(model_type)
-        if (
-            folder is None
-            or model_type in REFUSED
-            or model_type in _registered()
-            or _knows_pictures(folder)
-        ):
+        is_known = model_type in REFUSED or model_type in _registered()
+        if is_known or model_type not in _without_pictures():
             raise KeyError(model_type)
         return _TEXT_ONLY
 
     def __iter__(self) -> Iterator[str]:
-        return (model_type for model_type in _packages(MODELS) if model_type in self)
+        return (model_type for model_type in _without_pictures() if model_type in self)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -130,23 +101,10 @@ def _registered() -> set[str]:
     return {model_type for spec in families() for model_type in spec.model_types}
 
 
-@cache
-def _knows_pictures(folder: Path) -> bool:
-    """Whether a package's code, read without import, mentions vision."""
-    texts = [file.read_text(encoding="utf-8") for file in folder.rglob("*.py")]
-    return any(
-        "vision" in name.lower()
-        for text in texts
-        if "vision" in text.lower()
-        for name in _names(text)
-    )
-
-
-def _names(text: str) -> Iterator[str]:
-    for node in ast.walk(ast.parse(text)):
-        for field in ("id", "attr", "arg", "name", "module"):
-            if isinstance(name := vars(node).get(field), str):
-                yield name
+def _without_pictures() -> list[str]:
+    """Return mlx-vlm's packages whose code does not mention vision."""
+    found: list[str] = code_facts()["mlx_vlm"]["without_pictures"]
+    return found
 
 
 #: Model type, after mlx-vlm's remapping, -> why it is not batched.

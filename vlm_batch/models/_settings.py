@@ -10,6 +10,7 @@ not served is applied to the built model (``_applied``) or refused.
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import reduce
@@ -33,18 +34,21 @@ from vlm_batch.models._derived import (
     decoder_config,
     known_parts,
     mlx_attributes,
-    models_source,
-    read_by_models,
     transformers_attributes,
     without_warnings,
 )
 from vlm_batch.models._layouts import corrected
-from vlm_batch.models._reads import ConfigReads, ConfigWatch
-from vlm_batch.models._rules import Config, Tensors
-from vlm_batch.models._tensors import TENSORS
+from vlm_batch.models._reads import (
+    ConfigReads,
+    all_layers_slide,
+    config_reads,
+    read_by_transformers,
+    warn_of_other_version,
+)
+from vlm_batch.models._rules import Config
 
-#: Source code of models in which all layers apply_sliding_window if there is a window and no ``layer_types``.
-ALL_LAYERS_SLIDE = "config.sliding_window is None"
+logger = logging.getLogger(__name__)
+
 #: Sizes: with another value, tensors would not fit.
 SIZES = re.compile(
     r"(hidden|intermediate|projection|vocab|encoder_hidden|text_hidden|projection_hidden)_(size|dim)|projection_dim"
@@ -83,6 +87,8 @@ HARD_CODED: dict[tuple[str, str], tuple[Any, ...]] = {
     ("muse_spark", "vision_config.layer_norm_eps"): (1e-5,),
     # as transformers' whatever is said
     ("paligemma", "text_config.use_bidirectional_attention"): (True,),
+    # its blocks' norms; the last one's is read (nemotron_h_nano_omni.py:93)
+    ("nemotron_h_nano_omni", "vision_config.layer_norm_eps"): (1e-6,),
     ("pixtral", "vision_config.hidden_act"): ("silu",),
     ("pixtral", "vision_feature_layer"): (-1,),
     # as transformers' whatever is said
@@ -90,9 +96,7 @@ HARD_CODED: dict[tuple[str, str], tuple[Any, ...]] = {
 }
 
 
-def apply_settings(
-    model: Any, config: Config, watch: ConfigWatch, adapter: type
-) -> None:
+def apply_settings(model: Any, config: Config) -> None:
     """Apply settings that matter and that neither mlx-vlm's class nor the adapter reads.
 
     Raises:
@@ -102,32 +106,42 @@ def apply_settings(
     _apply_positions(model, model_type, decoder_config(config))
     if epsilon := (config.get("vision_config") or {}).get("layer_norm_eps"):
         apply_tower_epsilon(model, epsilon)
-    tensors = TENSORS.get(model_type, Tensors())
-    reads = watch.reads(model, adapter, (tensors.change, tensors.finish))
+    reads = config_reads(model_type)
+    if reads is None:  # a model of another package, or of a later mlx-vlm
+        logger.warning(
+            "it is not known which settings of config.json the %s model reads: none is checked",
+            model_type,
+        )
+        return
+    warn_of_other_version()
     ignored = SettingsCheck(config, reads).ignored()
     written = dict(settings_of(config))
-    hard_coded = {
-        tuple(name.split(".")): values
-        for (kind, name), values in HARD_CODED.items()
-        if kind == model_type
-    }
-    for path, value in (
-        ignored | {path: written[path] for path in hard_coded if path in written}
-    ).items():
+    hard_coded = hard_coded_settings(model_type)
+    set_elsewhere = {path: written[path] for path in hard_coded if path in written}
+    for path, value in (ignored | set_elsewhere).items():
         # transformers 4.52 to 4.56 write the decoder's settings twice; mlx-vlm reads one of the two.
         twin = path[1:] if path[0] == "text_config" else ("text_config", *path)
         if written.get(twin) == value and twin not in ignored:
             continue
         computed = hard_coded.get(path, ())
-        if value not in computed and not apply_setting(model, path, value):
-            does_not = (
-                f"does not compute; it computes {' or '.join(map(repr, computed))}"
-                if computed
-                else "never reads"
-            )
-            raise UnsupportedModel(
-                f"config.json says {'.'.join(path)}: {json.dumps(value)}, which mlx-vlm's {model_type} {does_not}"
-            )
+        if value in computed or apply_setting(model, path, value):
+            continue
+        does_not = "never reads"
+        if computed:
+            known = " or ".join(map(repr, computed))
+            does_not = f"does not compute; it computes {known}"
+        raise UnsupportedModel(
+            f"config.json says {'.'.join(path)}: {json.dumps(value)}, which mlx-vlm's {model_type} {does_not}"
+        )
+
+
+def hard_coded_settings(model_type: str) -> dict[SettingPath, tuple[Any, ...]]:
+    """Return a type's part of ``HARD_CODED``, path -> values."""
+    return {
+        tuple(name.split(".")): values
+        for (kind, name), values in HARD_CODED.items()
+        if kind == model_type
+    }
 
 
 def _apply_positions(model: Any, model_type: str, decoder: Any) -> None:
@@ -140,9 +154,7 @@ def _apply_positions(model: Any, model_type: str, decoder: Any) -> None:
         raise UnsupportedModel(
             f"this {model_type} model has {scaling['rope_type']} positions, which mlx-vlm's class of it does not know"
         )
-    apply_sliding_window(
-        model, decoder, all_slide=ALL_LAYERS_SLIDE in models_source(type(decoder))
-    )
+    apply_sliding_window(model, decoder, all_slide=all_layers_slide(type(decoder)))
 
 
 class SettingsCheck:
@@ -204,7 +216,7 @@ class SettingsCheck:
         """Whether the code names a chosen activation; some modules ignore arguments."""
         return (
             not is_activation(path[-1])
-            or value_at(self._config, path) in self._reads.strings
+            or value_at(self._config, path) in self._reads.activations
         )
 
     def _copied(self, paths: Sequence[SettingPath]) -> set[SettingPath]:
@@ -256,7 +268,8 @@ def matters(
         if attributes.get(at) != without.get(at)
     ]
     return any(
-        name in read_by_models(owner) | read_by_models(kind) for owner, _, name in moved
+        name in read_by_transformers(owner) | read_by_transformers(kind)
+        for owner, _, name in moved
     )
 
 

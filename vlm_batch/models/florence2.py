@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from vlm_batch.adapters.crossing import CrossingAdapter, attend_over, attend_own
 from vlm_batch.adapters.modules import RememberingBatchTower
@@ -54,6 +55,10 @@ class Florence2(CrossingAdapter):
     @cached_property
     def image_token_ids(self) -> frozenset[int]:
         return frozenset()
+
+    def picture_places(self, ids: mx.array, extra: Mapping[str, Any]) -> np.ndarray:
+        """Return where the marks are, for each of which the encoder reads a feature."""
+        return np.array(ids)[0] == self.config.image_token_id
 
     @property
     def _without_embeddings(self) -> frozenset[int]:

@@ -32,6 +32,7 @@ from vlm_batch.registry import ModelSpec, register
         multi_image=False,
         notes=(
             "reads one picture a request; a text without a picture is refused, since the decoder has nothing to read",
+            "its picture takes no positions of the prompt: usage.image_tokens is 0, and prompt_tokens are those of the text",
             "the prompt begins the answer, without the start and end tokens that the tokenizer puts around it, as in mlx-vlm",
             "rows decode together: each keeps the keys and values that the decoder made of its picture; "
             "mlx-vlm's batch has no encoder output after the first token, and ends in an exception (generate/ar.py:1190)",
