@@ -9,8 +9,8 @@ import mlx.core as mx
 from mlx_vlm.models.cache import ChunkedKVCache
 
 from vlm_batch.arrays import own_array
-from vlm_batch.caches.layers import CacheKind, LayerCache, Placement
-from vlm_batch.caches.rows import RowsCache, row_of
+from vlm_batch.caches.layers import CacheKind, LayerCache, Placement, row_of
+from vlm_batch.caches.rows import RowsCache
 from vlm_batch.caches.slab import RingSlabCache, SlabCache
 from vlm_batch.caches.states import LayerState, filed
 

@@ -15,9 +15,10 @@ from vlm_batch.caches.layers import (
     Placement,
     UpstreamKind,
     kind_of,
+    row_of,
     upstream,
 )
-from vlm_batch.caches.rows import RowsCache, one_of
+from vlm_batch.caches.rows import RowsCache
 from vlm_batch.caches.slab import SlabCache
 from vlm_batch.caches.states import CopiedState, LayerState, filed
 
@@ -50,11 +51,13 @@ class FullKind(UpstreamKind):
     can_trim = True
 
     def row(self, index: int, *, is_own: bool = True) -> KVCache:
-        return (
-            KVCache()
-            if self.cache.keys is None
-            else one_of(self.cache, index, is_own=is_own)
-        )
+        taken = KVCache()
+        if self.cache.keys is None:
+            return taken
+        cut = row_of(index, is_own=is_own)
+        taken.keys, taken.values = cut(self.cache.keys), cut(self.cache.values)
+        taken.offset = self.cache.offset
+        return taken
 
     def trim(self, count: int) -> None:
         self.cache.offset -= count
@@ -71,11 +74,9 @@ class FullKind(UpstreamKind):
         )
 
     def batched(self, placement: Placement, num_places: int) -> LayerCache:
-        return (
-            SlabCache(num_places)
-            if placement is Placement.SLAB
-            else RowsCache(may_stack=True)
-        )
+        if placement is Placement.SLAB:
+            return SlabCache(num_places)
+        return RowsCache()
 
     def bytes_at(self, tokens: int, seen: int) -> int:
         held = sum(array.nbytes for array in arrays_of(self.cache.state))

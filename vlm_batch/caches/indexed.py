@@ -10,8 +10,7 @@ import mlx.core as mx
 from mlx_vlm.models.cache import KVCache
 
 from vlm_batch.arrays import grown, own_array, round_up
-from vlm_batch.caches.layers import CacheKind, kind_of
-from vlm_batch.caches.rows import row_of
+from vlm_batch.caches.layers import CacheKind, kind_of, row_of
 from vlm_batch.caches.states import LayerState, filed
 
 #: Growth of the index, in columns.

@@ -205,6 +205,14 @@ def upstream(cache: type) -> Callable[[Kind], Kind]:
     return register
 
 
+def row_of(index: int, *, is_own: bool = True) -> Callable[[mx.array], mx.array]:
+    """Return a function that selects a row of (R, ...); ``is_own`` copies it."""
+    if not is_own:
+        return lambda array: array[index : index + 1]
+    place = mx.array([index])
+    return lambda array: mx.take(array, place, axis=0)
+
+
 def kind_of(cache: Any) -> CacheKind:
     """Return a single-row cache as ``CacheKind``, wrapped if needed."""
     if isinstance(cache, CacheKind):

@@ -12,8 +12,8 @@ from mlx_vlm.models.cache import create_attention_mask
 
 from vlm_batch.arrays import own_array, round_up
 from vlm_batch.caches.drafted import NO_LIMIT
-from vlm_batch.caches.layers import CacheKind, LayerCache, Placement
-from vlm_batch.caches.rows import RowsCache, row_of
+from vlm_batch.caches.layers import CacheKind, LayerCache, Placement, row_of
+from vlm_batch.caches.rows import RowsCache
 from vlm_batch.caches.slab import SlabCache, columns_at, put_columns, widened
 from vlm_batch.caches.states import LayerState, filed
 from vlm_batch.policy import KERNEL, PACKED, UNPACKED
@@ -47,6 +47,10 @@ class QuantizedStates(NamedTuple):
     @property
     def parts(self) -> tuple[mx.array, mx.array, mx.array]:
         return (self.packed, self.scales, self.biases)
+
+    def between(self, begin: int, end: int) -> QuantizedStates:
+        """Return the positions [begin, end)."""
+        return of_parts([part[:, :, begin:end] for part in self.parts], self.layout)
 
     def map(self, change: Any) -> QuantizedStates:
         return of_parts([change(part) for part in self.parts], self.layout)
@@ -157,11 +161,7 @@ class QuantizedCache(CacheKind):
     @property
     def state(self) -> tuple[QuantizedStates, QuantizedStates]:
         assert self.keys is not None and self.values is not None
-        keys, values = (
-            held.map(lambda part: part[:, :, : self.offset])
-            for held in (self.keys, self.values)
-        )
-        return keys, values
+        return self.keys.between(0, self.offset), self.values.between(0, self.offset)
 
     def make_mask(
         self, length: int, window_size: int | None = None, return_array: bool = False

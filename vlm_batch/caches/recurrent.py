@@ -14,9 +14,14 @@ from mlx_vlm.models.cache import ArraysCache, CacheList
 
 from vlm_batch.arrays import grown, own_array
 from vlm_batch.caches.drafted import NO_LIMIT, Square, index_of, rows_of
-from vlm_batch.caches.layers import LayerCache, Placement, UpstreamKind, upstream
+from vlm_batch.caches.layers import (
+    LayerCache,
+    Placement,
+    UpstreamKind,
+    row_of,
+    upstream,
+)
 from vlm_batch.caches.listed import parts_of
-from vlm_batch.caches.rows import row_of
 from vlm_batch.caches.states import LayerState, filed
 
 #: A row of states (B, ...), one array per slot.

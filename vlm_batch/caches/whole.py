@@ -10,9 +10,8 @@ from mlx_vlm.models.cache import CacheList, KVCache, PoolingCache
 
 from vlm_batch.arrays import arrays_of
 from vlm_batch.caches.drafted import NO_LIMIT
-from vlm_batch.caches.layers import CacheKind, UpstreamKind, kind_of, upstream
+from vlm_batch.caches.layers import CacheKind, UpstreamKind, kind_of, row_of, upstream
 from vlm_batch.caches.listed import ListState
-from vlm_batch.caches.rows import row_of
 from vlm_batch.caches.states import CopiedState, LayerState, can_file, filed
 
 

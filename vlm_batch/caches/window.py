@@ -8,8 +8,14 @@ import mlx.core as mx
 from mlx_vlm.models.cache import RotatingKVCache
 
 from vlm_batch.arrays import own_array
-from vlm_batch.caches.layers import LayerCache, Placement, UpstreamKind, upstream
-from vlm_batch.caches.rows import RowsCache, row_of
+from vlm_batch.caches.layers import (
+    LayerCache,
+    Placement,
+    UpstreamKind,
+    row_of,
+    upstream,
+)
+from vlm_batch.caches.rows import RowsCache
 from vlm_batch.caches.slab import RingSlabCache
 from vlm_batch.caches.states import LayerState, filed
 
