@@ -22,7 +22,7 @@ from vlm_batch.store.digest import (
     Sourced,
     digest,
     hash_ahead,
-    split_known,
+    split_noted,
 )
 from vlm_batch.store.features import FeatureStore
 
@@ -161,7 +161,7 @@ def test_what_was_hashed_ahead_has_the_same_digest_and_goes_with_its_array() -> 
 def test_a_converted_array_is_known_by_what_it_was_made_of_alone_and_in_parts() -> None:
     plain = np.random.default_rng(1).standard_normal((600, 100), dtype=np.float32)
     whole = Sourced(mx.array(plain)).astype(mx.bfloat16)
-    first, second = split_known(whole, [400], axis=0)
+    first, second = split_noted(whole, [400], axis=0)
     for part, own in ((whole, plain), (first, plain[:400]), (second, plain[400:])):
         alone = Sourced(mx.array(own)).astype(mx.bfloat16)
         assert digest([part]) == digest([alone])

@@ -63,8 +63,8 @@ def test_each_row_has_the_numbers_that_it_has_alone() -> None:
             assert not found[place].any()
             continue
         own, one = slice(place, place + 1), filled(length, seed=10 * place)
-        states = one.update_and_fetch(keys[own], values[own])
-        right = attention(queries[own], *states, one, 0.35, None)
+        seen, held = one.update_and_fetch(keys[own], values[own])
+        right = attention(queries[own], seen, held, one, 0.35)
         assert np.array_equal(found[own], np.array(right))
     assert layer.lengths == tuple(length + (length > 0) for length in LENGTHS)
 

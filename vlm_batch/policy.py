@@ -322,21 +322,11 @@ def policy_of(said: Mapping[str, Any], kind: Device | None = None) -> Policy:
 
     Another device's placement brings its other settings, except ``idle_budget``, ``draft`` and ``wide_products``.
     """
-    own = POLICIES[kind or device()]
-    policy = own
-    if said.get("placement", own.placement) != own.placement:
-        other = POLICIES[Device.CPU if said["placement"] == "rows" else Device.CUDA]
-        policy = replace(
-            other,
-            idle_budget=own.idle_budget,
-            draft=own.draft,
-            wide_products=own.wide_products,
-        )
-    checked = {
-        one.name: one.metadata["check"](one.name, said[one.name])
-        for one in fields(Policy)
-        if one.name in said
-    }
+    policy = _placed(POLICIES[kind or device()], said.get("placement"))
+    checked: dict[str, Any] = {}
+    for one in fields(Policy):
+        if one.name in said:
+            checked[one.name] = one.metadata["check"](one.name, said[one.name])
     moved: dict[str, Any] = {}
     if "most_rows" in said:
         moved["first_rows"] = min(policy.first_rows, checked["most_rows"])
@@ -345,6 +335,19 @@ def policy_of(said: Mapping[str, Any], kind: Device | None = None) -> Policy:
     if checked.get("prefill_budget") is not None:
         moved["slack"] = 0  # a budget in tokens is exact
     return replace(policy, **{**moved, **checked})
+
+
+def _placed(own: Policy, placement: str | None) -> Policy:
+    """Return a device's settings with another placement."""
+    if placement is None or placement == own.placement:
+        return own
+    other = POLICIES[Device.CPU if placement == "rows" else Device.CUDA]
+    return replace(
+        other,
+        idle_budget=own.idle_budget,
+        draft=own.draft,
+        wide_products=own.wide_products,
+    )
 
 
 def check_policy(given: Any) -> dict[str, Any]:
@@ -368,12 +371,10 @@ def describe_policy(
 ) -> dict[str, dict[str, Any]]:
     """Return each setting's value and source."""
     kind = device()
-    return {
-        name: {
-            "value": vars(policy)[name],
-            "source": "said: VLMBatcher(policy=)"
-            if name in said
-            else f"the table for {kind.value}: {setting.values[kind][1]}",
-        }
-        for name, setting in SETTINGS.items()
-    }
+    described: dict[str, dict[str, Any]] = {}
+    for name, setting in SETTINGS.items():
+        source = f"the table for {kind.value}: {setting.values[kind][1]}"
+        if name in said:
+            source = "said: VLMBatcher(policy=)"
+        described[name] = {"value": getattr(policy, name), "source": source}
+    return described

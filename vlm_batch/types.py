@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, field, fields
 from difflib import get_close_matches
 from functools import partial
@@ -16,8 +16,11 @@ import numpy as np
 
 from vlm_batch.checks import (
     MOST,
+    are_tokens,
     as_tuple,
+    check_flag,
     check_unicode,
+    is_non_empty,
     is_real,
     is_whole,
     json_schema_of,
@@ -97,6 +100,68 @@ _REAL_PARAMETERS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("presence_penalty", lambda x: -2 <= x <= 2, "a number in -2..2 (0 is off)"),
     ("frequency_penalty", lambda x: -2 <= x <= 2, "a number in -2..2 (0 is off)"),
 )
+
+
+def _is_too_much(texts: Sequence[str], most: int) -> bool:
+    """Return whether texts are more than ``most``, or too long together to be looked for."""
+    return len(texts) > most or sum(map(len, texts)) > _MOST_STOP_CHARACTERS
+
+
+def _is_bias(bias: Mapping[Any, Any]) -> bool:
+    if not are_tokens(bias):
+        return False
+    return all(is_real(value) and -100 <= value <= 100 for value in bias.values())
+
+
+def _check_count(name: str, tokens: Sequence[Any]) -> None:
+    if len(tokens) > _MOST_ALLOWED:
+        raise InvalidParameters(
+            f"{name} has {len(tokens):,} ids; {_MOST_ALLOWED:,} are the most"
+        )
+
+
+def _check_least(name: str, value: Any, least: int, *, or_none: bool = True) -> None:
+    if value is None and or_none:
+        return
+    if not is_whole(value) or value < least:
+        raise InvalidParameters(
+            f"{name} is {shown(value)}; it must be an integer of at least {least}"
+        )
+
+
+def _paths(given: Any) -> tuple[str | Path, ...]:
+    """Return one or several paths as a tuple."""
+    is_one = isinstance(given, (str, Path))
+    paths = (given,) if is_one else as_tuple("directories", given)
+    are_right = all(isinstance(one, (str, Path)) and str(one) for one in paths)
+    if isinstance(given, bytes) or not are_right:
+        raise InvalidParameters(
+            f"directories is {shown(given)}; it must be a sequence of paths"
+        )
+    return paths
+
+
+def _mappings(name: str, given: Any) -> list[dict[str, Any]]:
+    is_sequence = isinstance(given, (list, tuple))
+    if not is_sequence or not all(isinstance(one, Mapping) for one in given):
+        raise InvalidPrompt(
+            f"{name} is {shown(given)}; it must be a list of mappings, or None"
+        )
+    return [dict(one) for one in given]
+
+
+def _are_texts(values: Iterable[Any]) -> bool:
+    return all(isinstance(value, str) for value in values)
+
+
+def _several(given: Any) -> tuple[Any, ...]:
+    """Return one or several media as a tuple; an iterator is read, a file is one."""
+    if given is None:
+        return ()
+    if isinstance(given, (list, tuple)):
+        return tuple(given)
+    is_read = isinstance(given, Iterator) and not isinstance(given, IOBase)
+    return tuple(given) if is_read else (given,)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,67 +247,63 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         put = partial(object.__setattr__, self)
-        put(
-            "stop",
-            (self.stop,) if isinstance(self.stop, str) else as_tuple("stop", self.stop),
-        )
-        put("stop_token_ids", as_tuple("stop_token_ids", self.stop_token_ids))
+        self._check_numbers(put)
+        self._check_ends(put)
         put("logits_processors", as_tuple("logits_processors", self.logits_processors))
+        if not all(map(callable, self.logits_processors)):
+            raise InvalidParameters(
+                "logits_processors must be callables (tokens, logits) -> logits"
+            )
+        self._check_token_rules(put)
+        self._check_form(put)
+        self._check_lengths()
+
+    def _check_numbers(self, put: Callable[[str, Any], None]) -> None:
         for name, least, most in _WHOLE_PARAMETERS:
             value = getattr(self, name)
             if value is None and name in _MAY_BE_NONE:
                 continue
-            if not (is_whole(value) and least <= value <= most):
+            if not is_whole(value) or not least <= value <= most:
                 raise InvalidParameters(
                     f"{name} is {shown(value)}; it must be an integer in {least}..{most}"
                 )
             put(name, int(value))
         for name, is_right, right in _REAL_PARAMETERS:
             value = getattr(self, name)
-            if not (is_real(value) and is_right(float(value))):
+            if not is_real(value) or not is_right(float(value)):
                 raise InvalidParameters(f"{name} is {shown(value)}; it must be {right}")
             put(name, float(value))
-        if not all(isinstance(stop, str) and stop for stop in self.stop):
+
+    def _check_ends(self, put: Callable[[str, Any], None]) -> None:
+        stop = self.stop
+        if isinstance(stop, str):
+            stop = (stop,)
+        put("stop", as_tuple("stop", stop))
+        if not all(map(is_non_empty, self.stop)):
             raise InvalidParameters(
                 f"stop is {shown(self.stop)}; it must be non-empty strings"
             )
-        if (
-            len(self.stop) > _MOST_STOPS
-            or sum(map(len, self.stop)) > _MOST_STOP_CHARACTERS
-        ):
+        if _is_too_much(self.stop, _MOST_STOPS):
             raise InvalidParameters(
                 f"stop has {len(self.stop):,} strings; at most {_MOST_STOPS:,} of {_MOST_STOP_CHARACTERS:,} characters together"
                 " are looked for"
             )
-        if len(self.stop_token_ids) > _MOST_STOP_TOKENS:
+        tokens = as_tuple("stop_token_ids", self.stop_token_ids)
+        if len(tokens) > _MOST_STOP_TOKENS:
             raise InvalidParameters(
-                f"stop_token_ids has {len(self.stop_token_ids):,} ids; at most {_MOST_STOP_TOKENS:,} are looked for"
+                f"stop_token_ids has {len(tokens):,} ids; at most {_MOST_STOP_TOKENS:,} are looked for"
             )
-        if not all(is_whole(token) and token >= 0 for token in self.stop_token_ids):
+        if not are_tokens(tokens):
             raise InvalidParameters(
-                f"stop_token_ids is {shown(self.stop_token_ids)}; it must be token ids of at least 0"
+                f"stop_token_ids is {shown(tokens)}; it must be token ids of at least 0"
             )
-        put("stop_token_ids", tuple(map(int, self.stop_token_ids)))
-        if not all(map(callable, self.logits_processors)):
+        put("stop_token_ids", tuple(map(int, tokens)))
+        check_flag("ignore_eos", self.ignore_eos, InvalidParameters)
+        skip = self.skip_special_tokens
+        if skip is not None and not isinstance(skip, (bool, np.bool_)):
             raise InvalidParameters(
-                "logits_processors must be callables (tokens, logits) -> logits"
+                f"skip_special_tokens is {shown(skip)}; it must be True, False or None"
             )
-        if not isinstance(self.ignore_eos, (bool, np.bool_)):
-            raise InvalidParameters(
-                f"ignore_eos is {shown(self.ignore_eos)}; it must be True or False"
-            )
-        if not (
-            self.skip_special_tokens is None
-            or isinstance(self.skip_special_tokens, (bool, np.bool_))
-        ):
-            said = shown(self.skip_special_tokens)
-            raise InvalidParameters(
-                f"skip_special_tokens is {said}; it must be True, False or None"
-            )
-
-        self._check_token_rules(put)
-        self._check_form(put)
-        self._check_lengths()
 
     def _check_lengths(self) -> None:
         if self.min_tokens > self.max_tokens:
@@ -261,11 +322,26 @@ class SamplingParams:
             )
 
     def _check_token_rules(self, put: Callable[[str, Any], None]) -> None:
+        self._check_bias(put)
+        if self.allowed_token_ids is not None:
+            allowed = as_tuple("allowed_token_ids", self.allowed_token_ids)
+            _check_count("allowed_token_ids", allowed)
+            if not allowed or not are_tokens(allowed):
+                raise InvalidParameters(
+                    f"allowed_token_ids is {shown(allowed)}; it must be token ids, or None for all"
+                )
+            put("allowed_token_ids", tuple(map(int, allowed)))
+        self._check_ngrams(put)
+        put("bad_words", non_empty_texts("bad_words", self.bad_words))
+        if _is_too_much(self.bad_words, _MOST_WORDS):
+            raise InvalidParameters(
+                f"bad_words has {len(self.bad_words):,} texts; at most {_MOST_WORDS:,} of {_MOST_STOP_CHARACTERS:,} characters "
+                "together are looked for"
+            )
+
+    def _check_bias(self, put: Callable[[str, Any], None]) -> None:
         bias = {} if self.logit_bias is None else self.logit_bias
-        if not isinstance(bias, Mapping) or not all(
-            is_whole(token) and token >= 0 and is_real(value) and -100 <= value <= 100
-            for token, value in bias.items()
-        ):
+        if not isinstance(bias, Mapping) or not _is_bias(bias):
             raise InvalidParameters(
                 f"logit_bias is {shown(bias)}; it must be a mapping of token ids to numbers in -100..100"
             )
@@ -274,50 +350,21 @@ class SamplingParams:
                 f"logit_bias has {len(bias):,} tokens; {_MOST_BIASED:,} may have one"
             )
         put("logit_bias", {int(token): float(value) for token, value in bias.items()})
-        if self.allowed_token_ids is not None:
-            allowed = as_tuple("allowed_token_ids", self.allowed_token_ids)
-            if len(allowed) > _MOST_ALLOWED:
-                raise InvalidParameters(
-                    f"allowed_token_ids has {len(allowed):,} ids; {_MOST_ALLOWED:,} are the most"
-                )
-            if not allowed or not all(
-                is_whole(token) and token >= 0 for token in allowed
-            ):
-                raise InvalidParameters(
-                    f"allowed_token_ids is {shown(allowed)}; it must be token ids, or None for all"
-                )
-            put("allowed_token_ids", tuple(map(int, allowed)))
-        self._check_ngrams(put)
-        put("bad_words", non_empty_texts("bad_words", self.bad_words))
-        if (
-            len(self.bad_words) > _MOST_WORDS
-            or sum(map(len, self.bad_words)) > _MOST_STOP_CHARACTERS
-        ):
-            raise InvalidParameters(
-                f"bad_words has {len(self.bad_words):,} texts; at most {_MOST_WORDS:,} of {_MOST_STOP_CHARACTERS:,} characters "
-                "together are looked for"
-            )
 
     def _check_ngrams(self, put: Callable[[str, Any], None]) -> None:
         white = as_tuple("whitelist_token_ids", self.whitelist_token_ids)
-        if len(white) > _MOST_ALLOWED:
-            raise InvalidParameters(
-                f"whitelist_token_ids has {len(white):,} ids; {_MOST_ALLOWED:,} are the most"
-            )
-        if not all(is_whole(token) and 0 <= token <= MOST for token in white):
+        _check_count("whitelist_token_ids", white)
+        if not are_tokens(white) or max(white, default=0) > MOST:
             raise InvalidParameters(
                 f"whitelist_token_ids is {shown(white)}; it must be token ids of at least 0"
             )
         put("whitelist_token_ids", tuple(map(int, white)))
-        if self.no_repeat_ngram_size:
-            if (
-                self.window_size is not None
-                and self.window_size < self.no_repeat_ngram_size
-            ):
-                raise InvalidParameters(
-                    f"window_size is {self.window_size}, below no_repeat_ngram_size, which is "
-                    f"{self.no_repeat_ngram_size}: nothing would be found in it"
-                )
+        size, window = self.no_repeat_ngram_size, self.window_size
+        if size and window is not None and window < size:
+            raise InvalidParameters(
+                f"window_size is {window}, below no_repeat_ngram_size, which is {size}: nothing would be found in it"
+            )
+        if size:
             return
         for name in ("window_size", "whitelist_token_ids"):
             if getattr(self, name):
@@ -334,33 +381,33 @@ class SamplingParams:
                 )
         for name in ("regex", "grammar"):
             value = getattr(self, name)
-            if value is not None and not (isinstance(value, str) and value):
+            if value is not None and not is_non_empty(value):
                 raise InvalidParameters(
                     f"{name} is {shown(value)}; it must be non-empty text, or None"
                 )
         if self.json_schema is not None:
             put("json_schema", json_schema_of(self.json_schema))
-            check_unicode(
-                "json_schema", (json.dumps(self.json_schema, ensure_ascii=False),)
+        self._check_unicode()
+        forms = [name for name in FORMS if getattr(self, name) is not None]
+        if len(forms) > 1:
+            raise InvalidParameters(
+                f"{' and '.join(forms)} exclude each other: an answer has one form"
             )
+        names = ("stop", "stop_token_ids", "ignore_eos")
+        ends = [name for name in names if getattr(self, name)]
+        if forms and ends:
+            raise InvalidParameters(
+                f"{ends[0]} would end the answer elsewhere than {forms[0]} does; leave it out"
+            )
+
+    def _check_unicode(self) -> None:
+        if self.json_schema is not None:
+            schema = json.dumps(self.json_schema, ensure_ascii=False)
+            check_unicode("json_schema", (schema,))
         for name in ("stop", "bad_words", "choice"):
             check_unicode(name, getattr(self, name) or ())
         for name in ("regex", "grammar"):
             check_unicode(name, (getattr(self, name) or "",))
-        given = [name for name in FORMS if getattr(self, name) is not None]
-        if len(given) > 1:
-            raise InvalidParameters(
-                f"{' and '.join(given)} exclude each other: an answer has one form"
-            )
-        ends = [
-            name
-            for name in ("stop", "stop_token_ids", "ignore_eos")
-            if getattr(self, name)
-        ]
-        if given and ends:
-            raise InvalidParameters(
-                f"{ends[0]} would end the answer elsewhere than {given[0]} does; leave it out"
-            )
 
     @property
     def form(self) -> str | None:
@@ -398,17 +445,12 @@ class Video:
             raise InvalidParameters(
                 f"sound is {shown(self.sound)}; it must be True or False"
             )
-        fps = self.fps
-        if fps is not None and not (is_real(fps) and fps > 0):
+        if self.fps is not None and (not is_real(self.fps) or self.fps <= 0):
             raise InvalidParameters(
-                f"fps is {shown(fps)}; it must be a finite number above 0"
+                f"fps is {shown(self.fps)}; it must be a finite number above 0"
             )
         for name in ("num_frames", "max_frames", "max_pixels"):
-            value = getattr(self, name)
-            if value is not None and not (is_whole(value) and value >= 1):
-                raise InvalidParameters(
-                    f"{name} is {shown(value)}; it must be an integer of at least 1"
-                )
+            _check_least(name, getattr(self, name), 1)
         if self.num_frames is not None and self.max_frames is not None:
             raise InvalidParameters("num_frames and max_frames exclude each other")
 
@@ -431,11 +473,12 @@ class Audio:
     rate: int | None = None
 
     def __post_init__(self) -> None:
-        if self.rate is not None and not (
-            is_whole(self.rate) and 1_000 <= self.rate <= 768_000
-        ):
+        rate = self.rate
+        if rate is None:
+            return
+        if not is_whole(rate) or not 1_000 <= rate <= 768_000:
             raise InvalidParameters(
-                f"rate is {shown(self.rate)}; it must be an integer in 1,000..768,000"
+                f"rate is {shown(rate)}; it must be an integer in 1,000..768,000"
             )
 
 
@@ -472,32 +515,18 @@ class FetchPolicy:
 
     def __post_init__(self) -> None:
         for name in ("allow_http", "allow_private", "allow_files"):
-            if not isinstance(value := getattr(self, name), bool):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
                 raise InvalidParameters(
                     f"{name} is {shown(value)}; it must be True or False"
                 )
         for name, least in (("max_bytes", 1), ("max_redirects", 0)):
-            if not (is_whole(value := getattr(self, name)) and value >= least):
-                raise InvalidParameters(
-                    f"{name} is {shown(value)}; it must be an integer of at least {least}"
-                )
-        if not (is_real(self.seconds) and 0 < self.seconds <= MAX_SECONDS):
+            _check_least(name, getattr(self, name), least, or_none=False)
+        if not is_real(self.seconds) or not 0 < self.seconds <= MAX_SECONDS:
             raise InvalidParameters(
                 f"seconds is {shown(self.seconds)}; it must be a number above 0, {MAX_SECONDS:,} at most"
             )
-        given = self.directories
-        directories = (
-            (given,)
-            if isinstance(given, (str, Path))
-            else as_tuple("directories", given)
-        )
-        if isinstance(given, bytes) or not all(
-            isinstance(one, (str, Path)) and str(one) for one in directories
-        ):
-            raise InvalidParameters(
-                f"directories is {shown(given)}; it must be a sequence of paths"
-            )
-        object.__setattr__(self, "directories", directories)
+        object.__setattr__(self, "directories", _paths(self.directories))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -532,75 +561,56 @@ class Template:
         put = partial(object.__setattr__, self)
         for name in ("tools", "documents"):
             value = getattr(self, name)
-            if value is None:
-                continue
-            if not isinstance(value, (list, tuple)) or not all(
-                isinstance(one, Mapping) for one in value
-            ):
-                raise InvalidPrompt(
-                    f"{name} is {shown(value)}; it must be a list of mappings, or None"
-                )
-            put(name, [dict(one) for one in value])
-        if self.enable_thinking is not None and not isinstance(
-            self.enable_thinking, bool
-        ):
+            if value is not None:
+                put(name, _mappings(name, value))
+        thinking, effort = self.enable_thinking, self.reasoning_effort
+        if thinking is not None and not isinstance(thinking, bool):
             raise InvalidPrompt(
-                f"enable_thinking is {shown(self.enable_thinking)}; it must be True, False or None"
+                f"enable_thinking is {shown(thinking)}; it must be True, False or None"
             )
-        if self.reasoning_effort is not None and not isinstance(
-            self.reasoning_effort, str
-        ):
+        if effort is not None and not isinstance(effort, str):
             raise InvalidPrompt(
-                f"reasoning_effort is {shown(self.reasoning_effort)}; it must be text, or None"
+                f"reasoning_effort is {shown(effort)}; it must be text, or None"
             )
-        if not isinstance(self.args, Mapping) or not all(
-            isinstance(name, str) for name in self.args
-        ):
-            raise InvalidPrompt(
-                f"args is {shown(self.args)}; it must be a mapping of names to values"
-            )
+        self._check_args()
         put("args", dict(self.args))
-        if twice := sorted(
-            name
-            for name in self.args.keys() & _NAMED
-            if getattr(self, name) is not None
-        ):
-            raise InvalidPrompt(f"{twice[0]} is given twice: by itself and in args")
         for name in (
             "add_generation_prompt",
             "continue_final_message",
             "escape_special_tokens",
         ):
-            if not isinstance(getattr(self, name), (bool, np.bool_)):
-                raise InvalidPrompt(
-                    f"{name} is {shown(getattr(self, name))}; it must be True or False"
-                )
+            check_flag(name, getattr(self, name), InvalidPrompt)
+
+    def _check_args(self) -> None:
+        args = self.args
+        if not isinstance(args, Mapping) or not _are_texts(args):
+            raise InvalidPrompt(
+                f"args is {shown(args)}; it must be a mapping of names to values"
+            )
+        twice = sorted(args.keys() & self._by_name.keys())
+        if twice:
+            raise InvalidPrompt(f"{twice[0]} is given twice: by itself and in args")
+
+    @property
+    def _by_name(self) -> dict[str, Any]:
+        """Arguments that are fields, but None."""
+        values = {name: getattr(self, name) for name in _NAMED}
+        return {name: value for name, value in values.items() if value is not None}
 
     @property
     def arguments(self) -> dict[str, Any]:
         """All arguments, by the template's names."""
-        return {
-            **self.args,
-            **{
-                name: value
-                for name in _NAMED
-                if (value := getattr(self, name)) is not None
-            },
-        }
+        return {**self.args, **self._by_name}
 
     @property
     def said(self) -> list[str]:
         """Names of arguments that differ from the defaults."""
-        turn = (
-            []
-            if self.add_generation_prompt or self.continue_final_message
-            else ["add_generation_prompt=False"]
-        )
-        return (
-            sorted(self.arguments)
-            + turn
-            + ["continue_final_message"] * bool(self.continue_final_message)
-        )
+        said = sorted(self.arguments)
+        if not self.add_generation_prompt and not self.continue_final_message:
+            said.append("add_generation_prompt=False")
+        if self.continue_final_message:
+            said.append("continue_final_message")
+        return said
 
 
 #: Arguments of chat templates that are fields of ``Template``.
@@ -667,62 +677,50 @@ class Request:
     cache_salt: str | None = None
 
     def __post_init__(self) -> None:
+        put = partial(object.__setattr__, self)
         if self.draft not in DRAFTS:
             raise InvalidRequest(
                 f"draft is {shown(self.draft)}; it must be one of {', '.join(DRAFTS)}"
             )
         for name in ("images", "videos", "audios"):
-            given: Any = getattr(self, name)
-            is_read = isinstance(given, Iterator) and not isinstance(given, IOBase)
-            several = (
-                given
-                if is_read or isinstance(given, (list, tuple))
-                else ()
-                if given is None
-                else (given,)
-            )
-            object.__setattr__(self, name, tuple(several))
-        object.__setattr__(self, "params", params_of(self.params))
+            put(name, _several(getattr(self, name)))
+        put("params", params_of(self.params))
         if self.template is not None:
-            object.__setattr__(
-                self,
+            put(
                 "template",
                 record_of(Template, "template", self.template, InvalidPrompt),
             )
-        if not (is_whole(self.priority) and abs(self.priority) <= MAX_PRIORITY):
+        self._check_order(put)
+        set_pixel_bounds(self, self.min_pixels, self.max_pixels)
+        continues = self.cache is not None or self.return_cache
+        if continues and self.params.prompt_logprobs is not None:
+            raise InvalidRequest(
+                "prompt_logprobs need every token prefilled; leave cache and return_cache out"
+            )
+        check_flag("return_cache", self.return_cache, InvalidRequest)
+
+    def _check_order(self, put: Callable[[str, Any], None]) -> None:
+        """Check what says whose the request is and when it comes."""
+        if not is_whole(self.priority) or abs(self.priority) > MAX_PRIORITY:
             raise InvalidRequest(
                 f"priority is {shown(self.priority)}; it must be an integer in -{MAX_PRIORITY}..{MAX_PRIORITY}"
             )
-        object.__setattr__(self, "priority", int(self.priority))
-        if not (
-            self.cache_salt is None
-            or (isinstance(self.cache_salt, str) and self.cache_salt)
-        ):
+        put("priority", int(self.priority))
+        salt, called = self.cache_salt, self.request_id
+        if salt is not None and not is_non_empty(salt):
             raise InvalidRequest(
-                f"cache_salt is {shown(self.cache_salt)}; it must be text, not empty, or None"
+                f"cache_salt is {shown(salt)}; it must be text, not empty, or None"
             )
         if not is_whole(self.client):
             raise InvalidRequest(
                 f"client is {shown(self.client)}; it must be an integer"
             )
-        object.__setattr__(self, "client", int(self.client))
-        called = self.request_id
-        if called is not None and not (
-            isinstance(called, str) and called and "\0" not in called
-        ):
+        put("client", int(self.client))
+        if called is None:
+            return
+        if not is_non_empty(called) or "\0" in called:
             raise InvalidRequest(
                 f"request_id is {shown(called)}; it must be text, not empty and without null characters, or None"
-            )
-        set_pixel_bounds(self, self.min_pixels, self.max_pixels)
-        if self.params.prompt_logprobs is not None and (
-            self.cache is not None or self.return_cache
-        ):
-            raise InvalidRequest(
-                "prompt_logprobs need every token prefilled; leave cache and return_cache out"
-            )
-        if not isinstance(self.return_cache, (bool, np.bool_)):
-            raise InvalidRequest(
-                f"return_cache is {shown(self.return_cache)}; it must be True or False"
             )
 
 
@@ -908,11 +906,9 @@ class Stats:
 
 
 def params_of(given: SamplingParams | Mapping[str, Any] | None) -> SamplingParams:
-    return (
-        SamplingParams()
-        if given is None
-        else record_of(SamplingParams, "params", given, InvalidParameters)
-    )
+    if given is None:
+        return SamplingParams()
+    return record_of(SamplingParams, "params", given, InvalidParameters)
 
 
 def record_of(
@@ -925,14 +921,13 @@ def record_of(
         raise error(
             f"{name} is {shown(given)}; it must be a {kind.__name__} or a mapping of its fields"
         )
-    known = {field.name for field in fields(kind)}
-    unknown = sorted(str(one) for one in given if one not in known)
-    if unknown:
-        likely = "".join(
-            f" ({one!r} is probably meant)"
-            for one in get_close_matches(unknown[0], known, 1)
-        )
+    names = {field.name for field in fields(kind)}
+    strange = sorted(str(one) for one in given if one not in names)
+    if strange:
+        likely = ""
+        for near in get_close_matches(strange[0], names, 1):
+            likely = f" ({near!r} is probably meant)"
         raise error(
-            f"{name} has no {', '.join(unknown)}{likely}; it has {', '.join(sorted(known))}"
+            f"{name} has no {', '.join(strange)}{likely}; it has {', '.join(sorted(names))}"
         )
     return kind(**given)

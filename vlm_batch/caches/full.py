@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_vlm.models.cache import KVCache
 
-from vlm_batch.arrays import arrays_of, own_array, round_up
+from vlm_batch.arrays import num_bytes, own_array, round_up
 from vlm_batch.caches.layers import (
     LayerCache,
     Placement,
@@ -79,8 +79,9 @@ class FullKind(UpstreamKind):
         return RowsCache()
 
     def bytes_at(self, tokens: int, seen: int) -> int:
-        held = sum(array.nbytes for array in arrays_of(self.cache.state))
-        return held * round_up(tokens, KVCache.step) // max(1, seen)
+        return (
+            num_bytes(self.cache.state) * round_up(tokens, KVCache.step) // max(1, seen)
+        )
 
     def full_parts(self) -> tuple[KVCache, ...]:
         return (self.cache,)

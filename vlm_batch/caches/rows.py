@@ -96,13 +96,15 @@ def attend_rows(
     settings: dict[str, Any] = {"scale": scale}
     if sinks is not None:
         settings["sinks"] = sinks
-    outputs: list[mx.array | None] = []  # per run
+    outputs: list[mx.array] = []  # per run
+    empty: list[int] = []  # indices of runs
     runs = (keys.runs, values.runs) if mask is None else (keys.apart(), values.apart())
     for run, other in zip(*runs, strict=True):
-        if run.state is None:
-            outputs.append(None)
-            continue
         of_row, own = queries[run.first : run.end], _mask_of(mask, run)
+        if run.state is None:
+            empty.append(len(outputs))
+            outputs.append(of_row)
+            continue
         if run.count > 1:
             # successive positions are one row's queries
             of_row, own = of_row.swapaxes(0, 2), _causal(run)
@@ -110,15 +112,28 @@ def attend_rows(
             of_row, run.state, other.state, run.cache, mask=own, **settings
         )
         outputs.append(found.swapaxes(0, 2) if run.count > 1 else found)
-    return _filled(outputs, queries)
+    _fill(outputs, empty)
+    return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=0)
+
+
+def _fill(outputs: list[mx.array], empty: Sequence[int]) -> None:
+    """Put zeros for empty places; values may have another width than queries."""
+    if not empty:
+        return
+    live = set(range(len(outputs))).difference(empty)
+    nothing = mx.zeros_like(outputs[min(live, default=0)][:1])
+    for index in empty:
+        outputs[index] = nothing
 
 
 def _mask_of(mask: RowMasks | mx.array | None, run: Run) -> mx.array | None:
+    """Return the mask of a run of one place."""
+    if mask is None:
+        return None
     if isinstance(mask, RowMasks):
         return mask.rows[run.first]
-    if mask is not None and mask.ndim == 4 and mask.shape[0] > 1:
-        return mask[run.first : run.end]
-    return mask
+    has_rows = mask.ndim == 4 and mask.shape[0] > 1
+    return mask[run.first : run.end] if has_rows else mask
 
 
 def _causal(run: Run) -> mx.array:
@@ -127,17 +142,6 @@ def _causal(run: Run) -> mx.array:
     length = run.state.shape[2]
     last = mx.arange(length - run.count, length)
     return mx.arange(length) <= last[:, None]
-
-
-def _filled(outputs: Sequence[mx.array | None], queries: mx.array) -> mx.array:
-    """Join outputs (R, H, 1, D) of runs; empty places get zeros."""
-    like = queries[:1]
-    for output in outputs:
-        if output is not None:  # values may have another width
-            like = output[:1]
-            break
-    filled = [mx.zeros_like(like) if output is None else output for output in outputs]
-    return filled[0] if len(filled) == 1 else mx.concatenate(filled, axis=0)
 
 
 class RowsCache(LayerCache):
@@ -223,11 +227,11 @@ class RowsCache(LayerCache):
 
     @property
     def most_positions(self) -> int:  # type: ignore[override]
-        is_fixed = self.always_masked
-        kinds = map(kind_of, self.live)
-        return min(
-            (kind.most_positions(is_fixed=is_fixed) for kind in kinds), default=1
-        )
+        most = [
+            kind_of(cache).most_positions(is_fixed=self.always_masked)
+            for cache in self.live
+        ]
+        return min(most, default=1)
 
     def drafted(self, counts: Sequence[int]) -> DraftedRows:
         return DraftedRows(self, counts)

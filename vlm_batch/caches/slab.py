@@ -268,11 +268,9 @@ class SlabCache(SlabArrays):
             raise ValueError(f"a batch decodes one token a row, not {length}")
         if self._traced_mask is not None and window_size is None:
             return self._traced_mask
-        return (
-            None
-            if self._is_uniform(window_size)
-            else self.seen(self.offset, 1, window_size)
-        )
+        if self._is_uniform(window_size):
+            return None
+        return self.seen(self.offset, 1, window_size)
 
     def seen(self, offset: mx.array, count: int, window_size: int | None) -> mx.array:
         """Return the mask (B, 1, 1, C) of positions (B,) with ``count`` tokens appended."""
@@ -285,12 +283,10 @@ class SlabCache(SlabArrays):
 
     def _is_uniform(self, window_size: int | None) -> bool:
         """Whether every place sees every column, outside a graph."""
-        if self._traced is not None or self.always_masked:
+        if self._traced is not None or self.always_masked or window_size is not None:
             return False
         columns = self._columns(1)
-        return window_size is None and all(
-            length + 1 == columns for length in self._lengths
-        )
+        return min(self._lengths, default=columns) + 1 >= columns
 
     def _columns(self, count: int) -> int:
         """Return the columns of a slab to which ``count`` tokens are appended."""
@@ -385,8 +381,9 @@ class RingSlabCache(SlabCache):
         return lengths_array(tuple(length % self.window for length in self._lengths))
 
     def _is_uniform(self, window_size: int | None) -> bool:
-        is_known = self._traced is None and not self.always_masked
-        return is_known and all(length + 1 >= self.window for length in self.lengths)
+        if self._traced is not None or self.always_masked:
+            return False
+        return min(self._lengths, default=self.window) + 1 >= self.window
 
     def _capacity(self, tokens: int) -> int:
         return min(self.window, super()._capacity(tokens))
@@ -398,11 +395,11 @@ class RingSlabCache(SlabCache):
         assert self.keys is not None and self.values is not None
         kept = min(offset, self.window, int(keys.shape[2]))
         # In temporal order, the last `kept` tokens are positions offset - kept .. offset - 1.
-        shift = (offset - kept) % self.window
+        begin = (offset - kept) % self.window
+        first = min(kept, self.window - begin)  # the others lie at the ring's beginning
         for slab, row in ((self.keys, keys), (self.values, values)):
-            tail = row[:, :, -kept:] if kept else row[:, :, :0]
-            first = min(kept, self.window - shift)
-            slab[place : place + 1, :, shift : shift + first] = tail[:, :, :first]
+            tail = row[:, :, row.shape[2] - kept :]
+            slab[place : place + 1, :, begin : begin + first] = tail[:, :, :first]
             if first < kept:
                 slab[place : place + 1, :, : kept - first] = tail[:, :, first:]
 
