@@ -14,7 +14,7 @@ def test_what_one_reads_is_there(way: ways.Way) -> None:
     for one in ways.ranges(way):
         text = (ways.PACKAGE / one.file).read_text(encoding="utf-8").splitlines()
         if one.name == ways.ALL:
-            assert one.count == len(text)
+            assert one.num_lines == len(text)
             continue
         own = one.name.removesuffix(":").rpartition(".")[2]
         assert own in " ".join(text[one.first - 1 : one.last]), one
@@ -55,4 +55,4 @@ def test_a_line_counts_once_and_decorators_belong_to_it() -> None:
     assert found.first == node.lineno - 2 and found.last == node.end_lineno
     names = ("WindowState", "WindowState.restore", "WindowState")
     twice = ways.Way("a test", (("caches/window.py", names),))
-    assert ways.num_lines(twice) == found.count
+    assert ways.num_lines(twice) == found.num_lines

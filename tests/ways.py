@@ -44,7 +44,7 @@ class Range(NamedTuple):
     last: int
 
     @property
-    def count(self) -> int:
+    def num_lines(self) -> int:
         return self.last - self.first + 1
 
 
@@ -233,7 +233,7 @@ def table(way: Way) -> str:
         elif one.name.endswith(":"):
             what = f"`{one.name[:-1]}`, its fields"
         lines.append(
-            f"| `vlm_batch/{one.file}` | {what} | {one.first}-{one.last} ({one.count}) |"
+            f"| `vlm_batch/{one.file}` | {what} | {one.first}-{one.last} ({one.num_lines}) |"
         )
     return "\n".join(lines) + "\n"
 

@@ -13,7 +13,13 @@ from urllib.parse import unquote
 
 import numpy as np
 
-from vlm_batch.errors import InvalidImage, InvalidParameters, describe, shown
+from vlm_batch.errors import (
+    InvalidImage,
+    InvalidParameters,
+    InvalidRequest,
+    describe,
+    shown,
+)
 
 #: Largest 32-bit integer of MLX.
 MOST = 2**31 - 1
@@ -144,10 +150,17 @@ def are_tokens(values: Iterable[Any]) -> bool:
     return all(is_whole(value) and value >= 0 for value in values)
 
 
-def check_flag(name: str, value: Any, error: type[ValueError]) -> None:
-    """Raise ``error`` unless a value is True or False, of Python or numpy."""
-    if not isinstance(value, (bool, np.bool_)):
-        raise error(f"{name} is {shown(value)}; it must be True or False")
+def demand(
+    is_right: bool, error: type[InvalidRequest], name: str, value: Any, right: str
+) -> None:
+    """Raise ``error`` with a value and what it must be, unless it is right."""
+    if not is_right:
+        raise error(f"{name} is {shown(value)}; it must be {right}")
+
+
+def is_flag(value: Any) -> bool:
+    """Return whether a value is True or False, of Python or numpy."""
+    return isinstance(value, (bool, np.bool_))
 
 
 def check_unicode(name: str, texts: Iterable[str]) -> None:

@@ -18,8 +18,9 @@ from vlm_batch.checks import (
     MOST,
     are_tokens,
     as_tuple,
-    check_flag,
     check_unicode,
+    demand,
+    is_flag,
     is_non_empty,
     is_real,
     is_whole,
@@ -120,33 +121,25 @@ def _check_count(name: str, tokens: Sequence[Any]) -> None:
         )
 
 
-def _check_least(name: str, value: Any, least: int, *, or_none: bool = True) -> None:
-    if value is None and or_none:
-        return
-    if not is_whole(value) or value < least:
-        raise InvalidParameters(
-            f"{name} is {shown(value)}; it must be an integer of at least {least}"
-        )
+def _check_least(name: str, value: Any, least: int) -> None:
+    is_right = is_whole(value) and value >= least
+    demand(is_right, InvalidParameters, name, value, f"an integer of at least {least}")
 
 
 def _paths(given: Any) -> tuple[str | Path, ...]:
     """Return one or several paths as a tuple."""
     is_one = isinstance(given, (str, Path))
     paths = (given,) if is_one else as_tuple("directories", given)
-    are_right = all(isinstance(one, (str, Path)) and str(one) for one in paths)
-    if isinstance(given, bytes) or not are_right:
-        raise InvalidParameters(
-            f"directories is {shown(given)}; it must be a sequence of paths"
-        )
+    are_paths = all(isinstance(one, (str, Path)) and str(one) for one in paths)
+    is_right = are_paths and not isinstance(given, bytes)
+    demand(is_right, InvalidParameters, "directories", given, "a sequence of paths")
     return paths
 
 
 def _mappings(name: str, given: Any) -> list[dict[str, Any]]:
     is_sequence = isinstance(given, (list, tuple))
-    if not is_sequence or not all(isinstance(one, Mapping) for one in given):
-        raise InvalidPrompt(
-            f"{name} is {shown(given)}; it must be a list of mappings, or None"
-        )
+    is_right = is_sequence and all(isinstance(one, Mapping) for one in given)
+    demand(is_right, InvalidPrompt, name, given, "a list of mappings, or None")
     return [dict(one) for one in given]
 
 
@@ -263,47 +256,45 @@ class SamplingParams:
             value = getattr(self, name)
             if value is None and name in _MAY_BE_NONE:
                 continue
-            if not is_whole(value) or not least <= value <= most:
-                raise InvalidParameters(
-                    f"{name} is {shown(value)}; it must be an integer in {least}..{most}"
-                )
+            is_right = is_whole(value) and least <= value <= most
+            right = f"an integer in {least}..{most}"
+            demand(is_right, InvalidParameters, name, value, right)
             put(name, int(value))
-        for name, is_right, right in _REAL_PARAMETERS:
+        for name, is_inside, right in _REAL_PARAMETERS:
             value = getattr(self, name)
-            if not is_real(value) or not is_right(float(value)):
-                raise InvalidParameters(f"{name} is {shown(value)}; it must be {right}")
+            is_right = is_real(value) and is_inside(float(value))
+            demand(is_right, InvalidParameters, name, value, right)
             put(name, float(value))
 
     def _check_ends(self, put: Callable[[str, Any], None]) -> None:
-        stop = self.stop
-        if isinstance(stop, str):
-            stop = (stop,)
-        put("stop", as_tuple("stop", stop))
-        if not all(map(is_non_empty, self.stop)):
+        is_one = isinstance(self.stop, str)
+        stop = (self.stop,) if is_one else as_tuple("stop", self.stop)
+        are_texts = all(map(is_non_empty, stop))
+        demand(are_texts, InvalidParameters, "stop", stop, "non-empty strings")
+        if _is_too_much(stop, _MOST_STOPS):
             raise InvalidParameters(
-                f"stop is {shown(self.stop)}; it must be non-empty strings"
-            )
-        if _is_too_much(self.stop, _MOST_STOPS):
-            raise InvalidParameters(
-                f"stop has {len(self.stop):,} strings; at most {_MOST_STOPS:,} of {_MOST_STOP_CHARACTERS:,} characters together"
+                f"stop has {len(stop):,} strings; at most {_MOST_STOPS:,} of {_MOST_STOP_CHARACTERS:,} characters together"
                 " are looked for"
             )
+        put("stop", stop)
         tokens = as_tuple("stop_token_ids", self.stop_token_ids)
         if len(tokens) > _MOST_STOP_TOKENS:
             raise InvalidParameters(
                 f"stop_token_ids has {len(tokens):,} ids; at most {_MOST_STOP_TOKENS:,} are looked for"
             )
-        if not are_tokens(tokens):
-            raise InvalidParameters(
-                f"stop_token_ids is {shown(tokens)}; it must be token ids of at least 0"
-            )
+        right = "token ids of at least 0"
+        demand(are_tokens(tokens), InvalidParameters, "stop_token_ids", tokens, right)
         put("stop_token_ids", tuple(map(int, tokens)))
-        check_flag("ignore_eos", self.ignore_eos, InvalidParameters)
-        skip = self.skip_special_tokens
-        if skip is not None and not isinstance(skip, (bool, np.bool_)):
-            raise InvalidParameters(
-                f"skip_special_tokens is {shown(skip)}; it must be True, False or None"
-            )
+        ends, skip = self.ignore_eos, self.skip_special_tokens
+        right = "True or False"
+        demand(is_flag(ends), InvalidParameters, "ignore_eos", ends, right)
+        demand(
+            skip is None or is_flag(skip),
+            InvalidParameters,
+            "skip_special_tokens",
+            skip,
+            "True, False or None",
+        )
 
     def _check_lengths(self) -> None:
         if self.min_tokens > self.max_tokens:
@@ -326,10 +317,9 @@ class SamplingParams:
         if self.allowed_token_ids is not None:
             allowed = as_tuple("allowed_token_ids", self.allowed_token_ids)
             _check_count("allowed_token_ids", allowed)
-            if not allowed or not are_tokens(allowed):
-                raise InvalidParameters(
-                    f"allowed_token_ids is {shown(allowed)}; it must be token ids, or None for all"
-                )
+            is_right = bool(allowed) and are_tokens(allowed)
+            right = "token ids, or None for all"
+            demand(is_right, InvalidParameters, "allowed_token_ids", allowed, right)
             put("allowed_token_ids", tuple(map(int, allowed)))
         self._check_ngrams(put)
         put("bad_words", non_empty_texts("bad_words", self.bad_words))
@@ -341,10 +331,13 @@ class SamplingParams:
 
     def _check_bias(self, put: Callable[[str, Any], None]) -> None:
         bias = {} if self.logit_bias is None else self.logit_bias
-        if not isinstance(bias, Mapping) or not _is_bias(bias):
-            raise InvalidParameters(
-                f"logit_bias is {shown(bias)}; it must be a mapping of token ids to numbers in -100..100"
-            )
+        demand(
+            isinstance(bias, Mapping) and _is_bias(bias),
+            InvalidParameters,
+            "logit_bias",
+            bias,
+            "a mapping of token ids to numbers in -100..100",
+        )
         if len(bias) > _MOST_BIASED:
             raise InvalidParameters(
                 f"logit_bias has {len(bias):,} tokens; {_MOST_BIASED:,} may have one"
@@ -354,10 +347,9 @@ class SamplingParams:
     def _check_ngrams(self, put: Callable[[str, Any], None]) -> None:
         white = as_tuple("whitelist_token_ids", self.whitelist_token_ids)
         _check_count("whitelist_token_ids", white)
-        if not are_tokens(white) or max(white, default=0) > MOST:
-            raise InvalidParameters(
-                f"whitelist_token_ids is {shown(white)}; it must be token ids of at least 0"
-            )
+        is_right = are_tokens(white) and max(white, default=0) <= MOST
+        right = "token ids of at least 0"
+        demand(is_right, InvalidParameters, "whitelist_token_ids", white, right)
         put("whitelist_token_ids", tuple(map(int, white)))
         size, window = self.no_repeat_ngram_size, self.window_size
         if size and window is not None and window < size:
@@ -381,10 +373,9 @@ class SamplingParams:
                 )
         for name in ("regex", "grammar"):
             value = getattr(self, name)
-            if value is not None and not is_non_empty(value):
-                raise InvalidParameters(
-                    f"{name} is {shown(value)}; it must be non-empty text, or None"
-                )
+            is_right = value is None or is_non_empty(value)
+            right = "non-empty text, or None"
+            demand(is_right, InvalidParameters, name, value, right)
         if self.json_schema is not None:
             put("json_schema", json_schema_of(self.json_schema))
         self._check_unicode()
@@ -441,16 +432,17 @@ class Video:
     sound: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.sound, bool):
-            raise InvalidParameters(
-                f"sound is {shown(self.sound)}; it must be True or False"
-            )
-        if self.fps is not None and (not is_real(self.fps) or self.fps <= 0):
-            raise InvalidParameters(
-                f"fps is {shown(self.fps)}; it must be a finite number above 0"
-            )
+        fps, sound = self.fps, self.sound
+        is_said = isinstance(sound, bool)
+        demand(is_said, InvalidParameters, "sound", sound, "True or False")
+        if fps is not None:
+            is_right = is_real(fps) and fps > 0
+            right = "a finite number above 0"
+            demand(is_right, InvalidParameters, "fps", fps, right)
         for name in ("num_frames", "max_frames", "max_pixels"):
-            _check_least(name, getattr(self, name), 1)
+            value = getattr(self, name)
+            if value is not None:
+                _check_least(name, value, 1)
         if self.num_frames is not None and self.max_frames is not None:
             raise InvalidParameters("num_frames and max_frames exclude each other")
 
@@ -476,10 +468,9 @@ class Audio:
         rate = self.rate
         if rate is None:
             return
-        if not is_whole(rate) or not 1_000 <= rate <= 768_000:
-            raise InvalidParameters(
-                f"rate is {shown(rate)}; it must be an integer in 1,000..768,000"
-            )
+        is_right = is_whole(rate) and 1_000 <= rate <= 768_000
+        right = "an integer in 1,000..768,000"
+        demand(is_right, InvalidParameters, "rate", rate, right)
 
 
 #: Most seconds for reading a source: a day. Clocks and locks take no much larger number.
@@ -516,16 +507,17 @@ class FetchPolicy:
     def __post_init__(self) -> None:
         for name in ("allow_http", "allow_private", "allow_files"):
             value = getattr(self, name)
-            if not isinstance(value, bool):
-                raise InvalidParameters(
-                    f"{name} is {shown(value)}; it must be True or False"
-                )
-        for name, least in (("max_bytes", 1), ("max_redirects", 0)):
-            _check_least(name, getattr(self, name), least, or_none=False)
-        if not is_real(self.seconds) or not 0 < self.seconds <= MAX_SECONDS:
-            raise InvalidParameters(
-                f"seconds is {shown(self.seconds)}; it must be a number above 0, {MAX_SECONDS:,} at most"
-            )
+            is_said = isinstance(value, bool)
+            demand(is_said, InvalidParameters, name, value, "True or False")
+        _check_least("max_bytes", self.max_bytes, 1)
+        _check_least("max_redirects", self.max_redirects, 0)
+        demand(
+            is_real(self.seconds) and 0 < self.seconds <= MAX_SECONDS,
+            InvalidParameters,
+            "seconds",
+            self.seconds,
+            f"a number above 0, {MAX_SECONDS:,} at most",
+        )
         object.__setattr__(self, "directories", _paths(self.directories))
 
 
@@ -564,32 +556,34 @@ class Template:
             if value is not None:
                 put(name, _mappings(name, value))
         thinking, effort = self.enable_thinking, self.reasoning_effort
-        if thinking is not None and not isinstance(thinking, bool):
-            raise InvalidPrompt(
-                f"enable_thinking is {shown(thinking)}; it must be True, False or None"
-            )
-        if effort is not None and not isinstance(effort, str):
-            raise InvalidPrompt(
-                f"reasoning_effort is {shown(effort)}; it must be text, or None"
-            )
-        self._check_args()
-        put("args", dict(self.args))
+        demand(
+            thinking is None or isinstance(thinking, bool),
+            InvalidPrompt,
+            "enable_thinking",
+            thinking,
+            "True, False or None",
+        )
+        demand(
+            effort is None or isinstance(effort, str),
+            InvalidPrompt,
+            "reasoning_effort",
+            effort,
+            "text, or None",
+        )
+        args, right = self.args, "a mapping of names to values"
+        is_mapping = isinstance(args, Mapping) and _are_texts(args)
+        demand(is_mapping, InvalidPrompt, "args", args, right)
+        put("args", dict(args))
+        twice = sorted(self.args.keys() & self._by_name.keys())
+        if twice:
+            raise InvalidPrompt(f"{twice[0]} is given twice: by itself and in args")
         for name in (
             "add_generation_prompt",
             "continue_final_message",
             "escape_special_tokens",
         ):
-            check_flag(name, getattr(self, name), InvalidPrompt)
-
-    def _check_args(self) -> None:
-        args = self.args
-        if not isinstance(args, Mapping) or not _are_texts(args):
-            raise InvalidPrompt(
-                f"args is {shown(args)}; it must be a mapping of names to values"
-            )
-        twice = sorted(args.keys() & self._by_name.keys())
-        if twice:
-            raise InvalidPrompt(f"{twice[0]} is given twice: by itself and in args")
+            value = getattr(self, name)
+            demand(is_flag(value), InvalidPrompt, name, value, "True or False")
 
     @property
     def _by_name(self) -> dict[str, Any]:
@@ -678,10 +672,8 @@ class Request:
 
     def __post_init__(self) -> None:
         put = partial(object.__setattr__, self)
-        if self.draft not in DRAFTS:
-            raise InvalidRequest(
-                f"draft is {shown(self.draft)}; it must be one of {', '.join(DRAFTS)}"
-            )
+        right = f"one of {', '.join(DRAFTS)}"
+        demand(self.draft in DRAFTS, InvalidRequest, "draft", self.draft, right)
         for name in ("images", "videos", "audios"):
             put(name, _several(getattr(self, name)))
         put("params", params_of(self.params))
@@ -692,36 +684,31 @@ class Request:
             )
         self._check_order(put)
         set_pixel_bounds(self, self.min_pixels, self.max_pixels)
-        continues = self.cache is not None or self.return_cache
+        keeps = self.return_cache
+        demand(is_flag(keeps), InvalidRequest, "return_cache", keeps, "True or False")
+        continues = self.cache is not None or keeps
         if continues and self.params.prompt_logprobs is not None:
             raise InvalidRequest(
                 "prompt_logprobs need every token prefilled; leave cache and return_cache out"
             )
-        check_flag("return_cache", self.return_cache, InvalidRequest)
 
     def _check_order(self, put: Callable[[str, Any], None]) -> None:
         """Check what says whose the request is and when it comes."""
-        if not is_whole(self.priority) or abs(self.priority) > MAX_PRIORITY:
-            raise InvalidRequest(
-                f"priority is {shown(self.priority)}; it must be an integer in -{MAX_PRIORITY}..{MAX_PRIORITY}"
-            )
-        put("priority", int(self.priority))
+        priority, client = self.priority, self.client
         salt, called = self.cache_salt, self.request_id
-        if salt is not None and not is_non_empty(salt):
-            raise InvalidRequest(
-                f"cache_salt is {shown(salt)}; it must be text, not empty, or None"
-            )
-        if not is_whole(self.client):
-            raise InvalidRequest(
-                f"client is {shown(self.client)}; it must be an integer"
-            )
-        put("client", int(self.client))
-        if called is None:
-            return
-        if not is_non_empty(called) or "\0" in called:
-            raise InvalidRequest(
-                f"request_id is {shown(called)}; it must be text, not empty and without null characters, or None"
-            )
+        is_right = is_whole(priority) and abs(priority) <= MAX_PRIORITY
+        right = f"an integer in -{MAX_PRIORITY}..{MAX_PRIORITY}"
+        demand(is_right, InvalidRequest, "priority", priority, right)
+        put("priority", int(priority))
+        is_right = salt is None or is_non_empty(salt)
+        right = "text, not empty, or None"
+        demand(is_right, InvalidRequest, "cache_salt", salt, right)
+        demand(is_whole(client), InvalidRequest, "client", client, "an integer")
+        put("client", int(client))
+        if called is not None:
+            is_right = is_non_empty(called) and "\0" not in called
+            right = "text, not empty and without null characters, or None"
+            demand(is_right, InvalidRequest, "request_id", called, right)
 
 
 @dataclass(frozen=True)
