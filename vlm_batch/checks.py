@@ -16,7 +16,6 @@ import numpy as np
 from vlm_batch.errors import (
     InvalidImage,
     InvalidParameters,
-    InvalidRequest,
     describe,
     shown,
 )
@@ -95,19 +94,18 @@ def is_table(value: Any) -> bool:
 
 def set_pixel_bounds(holder: Any, least: Any, most: Any) -> None:
     """Check and set both pixel bounds. Raises InvalidImage."""
-    for name, value in (("min_pixels", least), ("max_pixels", most)):
-        object.__setattr__(holder, name, _pixel_bound(name, value))
-    if least is not None and most is not None and least > most:
+    low, high = _pixel_bound("min_pixels", least), _pixel_bound("max_pixels", most)
+    if low is not None and high is not None and low > high:
         raise InvalidImage(f"min_pixels is {least}, above max_pixels, which is {most}")
+    object.__setattr__(holder, "min_pixels", low)
+    object.__setattr__(holder, "max_pixels", high)
 
 
 def _pixel_bound(name: str, value: Any) -> int | None:
     if value is None:
         return None
-    if not is_whole(value) or not 1 <= value <= MOST:
-        raise InvalidImage(
-            f"{name} is {shown(value)}; it must be an integer of at least 1, or None"
-        )
+    is_right = is_whole(value) and 1 <= value <= MOST
+    demand(is_right, InvalidImage, name, value, "an integer of at least 1, or None")
     return int(value)
 
 
@@ -115,28 +113,25 @@ def whole_option(name: str, value: Any, *, least: int, or_none: bool = False) ->
     """Return an integer option. Raises ValueError."""
     if value is None and or_none:
         return None
-    if not is_whole(value) or value < least:
-        none = " or None" if or_none else ""
-        raise ValueError(
-            f"{name} is {shown(value)}; it must be an integer of at least {least}{none}"
-        )
+    is_right = is_whole(value) and value >= least
+    none = " or None" if or_none else ""
+    demand(is_right, ValueError, name, value, f"an integer of at least {least}{none}")
     return int(value)
 
 
 def seconds_option(name: str, value: Any) -> float:
     """Return a finite option above 0. Raises ValueError."""
-    if not (is_real(value) and value > 0):
-        raise ValueError(
-            f"{name} is {shown(value)}; it must be a finite number of seconds above 0"
-        )
+    is_right = is_real(value) and value > 0
+    demand(is_right, ValueError, name, value, "a finite number of seconds above 0")
     return float(value)
 
 
 def non_empty_texts(name: str, value: Any) -> tuple[str, ...]:
     """Return one or more texts as a tuple. Raises InvalidParameters."""
-    texts = (value,) if isinstance(value, str) else as_tuple(name, value)
-    if not all(map(is_non_empty, texts)):
-        raise InvalidParameters(f"{name} is {shown(value)}; it must be non-empty texts")
+    is_one = isinstance(value, str)
+    texts = (value,) if is_one else as_tuple(name, value)
+    is_right = all(map(is_non_empty, texts))
+    demand(is_right, InvalidParameters, name, value, "non-empty texts")
     return texts
 
 
@@ -151,7 +146,7 @@ def are_tokens(values: Iterable[Any]) -> bool:
 
 
 def demand(
-    is_right: bool, error: type[InvalidRequest], name: str, value: Any, right: str
+    is_right: bool, error: type[Exception], name: str, value: Any, right: str
 ) -> None:
     """Raise ``error`` with a value and what it must be, unless it is right."""
     if not is_right:

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from vlm_batch.checks import is_real, seconds_option, whole_option
+from vlm_batch.checks import demand, is_real, seconds_option, whole_option
 from vlm_batch.errors import shown
 from vlm_batch.records import Call
 from vlm_batch.runtime.device import Device, device
@@ -44,41 +44,32 @@ Check = Callable[[str, Any], Any]
 
 
 def _word(name: str, value: Any, *, words: tuple[str, ...]) -> Any:
-    if value not in words:
-        raise ValueError(
-            f"{name} is {shown(value)}; it must be one of {', '.join(words)}"
-        )
+    demand(value in words, ValueError, name, value, f"one of {', '.join(words)}")
     return value
 
 
 def _draft(name: str, value: Any) -> str:
-    if not isinstance(value, str | Path) or not str(value).strip():
-        raise ValueError(
-            f"{name} is {shown(value)}; it must be auto, off, or the folder or hub id of a model that drafts"
-        )
+    is_right = isinstance(value, str | Path) and bool(str(value).strip())
+    right = "auto, off, or the folder or hub id of a model that drafts"
+    demand(is_right, ValueError, name, value, right)
     return str(value)
 
 
 def _seconds(name: str, value: Any) -> Any:
-    if not (is_real(value) and value >= 0):
-        raise ValueError(
-            f"{name} is {shown(value)}; it must be a number of seconds of at least 0"
-        )
+    is_right = is_real(value) and value >= 0
+    demand(is_right, ValueError, name, value, "a number of seconds of at least 0")
     return value
 
 
 def _grid(name: str, value: Any) -> int:
     number = int(whole_option(name, value, least=1))
-    if number % 256:
-        raise ValueError(
-            f"{name} is {number}; it must be a multiple of 256, in which single-row caches grow"
-        )
+    right = "a multiple of 256, in which single-row caches grow"
+    demand(number % 256 == 0, ValueError, name, number, right)
     return number
 
 
 def _yes_or_no(name: str, value: Any) -> Any:
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} is {shown(value)}; it must be True or False")
+    demand(isinstance(value, bool), ValueError, name, value, "True or False")
     return value
 
 

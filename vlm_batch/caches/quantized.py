@@ -24,7 +24,7 @@ STEP = 256
 
 
 #: (heads, width, dtype) of a part of a slab.
-Form = tuple[int, int, mx.Dtype]
+PartForm = tuple[int, int, mx.Dtype]
 
 
 class PackedLayout(NamedTuple):
@@ -338,7 +338,7 @@ class QuantizedSlabCache(SlabCache):
         self._heads = (0, 0)  # of keys, of values
         self._layouts: list[PackedLayout] = []
         #: (heads, width, dtype) of every part of every slab.
-        self._parts: list[list[Form]] = []
+        self._parts: list[list[PartForm]] = []
 
     def put(self, place: int, cache: QuantizedCache) -> None:
         length, states = cache.offset, cache.state
@@ -442,7 +442,7 @@ class QuantizedSlabCache(SlabCache):
         self.keys, self.values = slabs
 
     def _widened(
-        self, slabs: Any, forms: Sequence[Form], capacity: int
+        self, slabs: Any, forms: Sequence[PartForm], capacity: int
     ) -> tuple[mx.array, ...]:
         found: list[mx.array] = []
         old_ones = slabs or (None,) * len(forms)
@@ -452,6 +452,6 @@ class QuantizedSlabCache(SlabCache):
         return tuple(found)
 
 
-def _forms(states: QuantizedStates, heads: int) -> list[Form]:
+def _forms(states: QuantizedStates, heads: int) -> list[PartForm]:
     """Return the forms of a slab's parts with so many heads."""
     return [(heads, part.shape[3], part.dtype) for part in states.parts]
