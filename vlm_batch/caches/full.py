@@ -107,7 +107,9 @@ def can_fill(caches: Sequence[Any]) -> bool:
 
 def trim(caches: Sequence[Any], count: int) -> None:
     """Remove the last ``count`` positions from a row's caches."""
-    for cache in caches if count else ():
+    if not count:
+        return
+    for cache in caches:
         kind_of(cache).trim(count)
 
 

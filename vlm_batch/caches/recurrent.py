@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -90,7 +90,7 @@ class RecurrentCache(LayerCache, ArraysCache):
         return self.cache[slot]
 
     def __setitem__(self, slot: int, states: Any) -> None:
-        self._unfilled.pop(slot, None)
+        self._fill([slot])
         super().__setitem__(slot, states)
 
     def put(self, place: int, cache: ArraysCache) -> None:
@@ -177,12 +177,15 @@ class RecurrentCache(LayerCache, ArraysCache):
 
     def take(self, slots: Sequence[Sequence[mx.array]], count: int) -> None:
         """Take states back after a step of ``count`` tokens for every place."""
-        self.cache = [one[0] if one else None for one in slots]
-        if not count:
-            return
-        for slot, states in enumerate(slots):
-            if states:
-                self._unfilled.pop(slot, None)
+        self.cache = [next(iter(one), None) for one in slots]
+        if count:
+            used = [slot for slot, one in enumerate(slots) if one]
+            self._fill(used)
+
+    def _fill(self, slots: Iterable[int]) -> None:
+        """Note that slots have states at every place."""
+        for slot in slots:
+            self._unfilled.pop(slot, None)
 
 
 @dataclass(frozen=True)

@@ -72,31 +72,34 @@ class SlabArrays(LayerCache):
         return own_array(slab[place : place + 1, :, start:end])
 
     def _write(self, place: int, keys: mx.array, values: mx.array, offset: int) -> None:
+        for slab, row in zip(self._slabs, (keys, values), strict=True):
+            slab[place : place + 1, :, :offset] = row[:, :, :offset]
+
+    @property
+    def _slabs(self) -> tuple[mx.array, mx.array]:
+        """Keys and values, once there are some."""
         assert self.keys is not None and self.values is not None
-        self.keys[place : place + 1, :, :offset] = keys[:, :, :offset]
-        self.values[place : place + 1, :, :offset] = values[:, :, :offset]
+        return self.keys, self.values
 
     def _wipe(self, place: int, columns: int) -> None:
         """Zero a place behind ``columns``."""
         left, self._left[place] = self._left[place], 0
         for slab in self.arrays():
-            if columns < (end := min(left, int(slab.shape[2]))):
+            end = min(left, int(slab.shape[2]))
+            if columns < end:
                 slab[place : place + 1, :, columns:end] = 0
 
     def reserve(self, keys: mx.array, values: mx.array, tokens: int) -> None:
+        """Have columns for ``tokens`` of the longest row, of the widths of keys and values (., H, ., D)."""
         if tokens <= self.capacity:
             return
         capacity = self._capacity(tokens)
-        self.keys = widened(
-            self.keys,
-            (self.num_places, keys.shape[1], capacity, keys.shape[3]),
-            keys.dtype,
-        )
-        self.values = widened(
-            self.values,
-            (self.num_places, values.shape[1], capacity, values.shape[3]),
-            values.dtype,
-        )
+        self.keys = self._wide(self.keys, keys, capacity)
+        self.values = self._wide(self.values, values, capacity)
+
+    def _wide(self, slab: mx.array | None, like: mx.array, capacity: int) -> mx.array:
+        shape = (self.num_places, like.shape[1], capacity, like.shape[3])
+        return widened(slab, shape, like.dtype)
 
     def _cut(self, capacity: int) -> None:
         self._change(lambda slab: own_array(slab[:, :, :capacity]))
@@ -154,10 +157,10 @@ class SlabCache(SlabArrays):
         self._left[place] = max(self._left[place], self._lengths[place] + self.ahead)
         self._lengths[place] = 0
         longest = max(self._lengths, default=0)
-        if (
-            longest
-            and 2 * (needed := self._capacity(longest + self.ahead)) <= self.capacity
-        ):
+        if not longest:
+            return
+        needed = self._capacity(longest + self.ahead)
+        if 2 * needed <= self.capacity:
             self._cut(needed)
 
     def keep_places(self, places: list[int]) -> None:
@@ -195,10 +198,10 @@ class SlabCache(SlabArrays):
         """Write (S, H, L, D) keys and values without counting them."""
         count = keys.shape[2]
         self.reserve(keys, values, self._columns(count))
-        assert self.keys is not None and self.values is not None
         at, self.ahead = columns_at(self._positions(), count), max(self.ahead, count)
-        self.keys = put_columns(self.keys, at, keys)
-        self.values = put_columns(self.values, at, values)
+        all_keys, all_values = self._slabs
+        self.keys = put_columns(all_keys, at, keys)
+        self.values = put_columns(all_values, at, values)
 
     def drafted(self, counts: Sequence[int]) -> DraftedSlab:
         return DraftedSlab(self, counts)
@@ -211,9 +214,9 @@ class SlabCache(SlabArrays):
 
     def graph_key(self) -> tuple[Any, ...]:
         """Reserve room for one token; return the key of a step's graph."""
-        assert self.keys is not None and self.values is not None
-        self.reserve(self.keys, self.values, self._columns(1))
-        return (self.keys.shape, self.keys.dtype)
+        self.reserve(*self._slabs, self._columns(1))
+        keys, _ = self._slabs
+        return (keys.shape, keys.dtype)
 
     def step_inputs(self, *, is_added: bool) -> tuple[mx.array, mx.array]:
         """Return a graph's inputs beside the slab: lengths (S,) and the mask (S, 1, 1, C). ``is_added``: the mask is
@@ -257,8 +260,7 @@ class SlabCache(SlabArrays):
     @property
     def state(self) -> tuple[mx.array, mx.array]:
         """The last result of ``update_and_fetch``, for layers that share it."""
-        assert self.keys is not None and self.values is not None
-        return self.keys, self.values
+        return self._slabs
 
     def make_mask(
         self, length: int, window_size: int | None = None, return_array: bool = False
@@ -392,12 +394,11 @@ class RingSlabCache(SlabCache):
         super().reserve(keys, values, min(tokens, self.window))
 
     def _write(self, place: int, keys: mx.array, values: mx.array, offset: int) -> None:
-        assert self.keys is not None and self.values is not None
         kept = min(offset, self.window, int(keys.shape[2]))
         # In temporal order, the last `kept` tokens are positions offset - kept .. offset - 1.
         begin = (offset - kept) % self.window
         first = min(kept, self.window - begin)  # the others lie at the ring's beginning
-        for slab, row in ((self.keys, keys), (self.values, values)):
+        for slab, row in zip(self._slabs, (keys, values), strict=True):
             tail = row[:, :, row.shape[2] - kept :]
             slab[place : place + 1, :, begin : begin + first] = tail[:, :, :first]
             if first < kept:
