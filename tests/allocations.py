@@ -9,7 +9,16 @@ from typing import Any
 import mlx.core as mx
 from mlx_vlm.models import cache as upstream
 
-from vlm_batch.caches import SlabCache, indexed, quantized, recurrent, rows, slab
+from vlm_batch.caches import (
+    SlabCache,
+    full,
+    indexed,
+    quantized,
+    recurrent,
+    slab,
+    whole,
+    window,
+)
 from vlm_batch.caches.listed import parts_of
 from vlm_batch.caches.recurrent import RecurrentCache
 from vlm_batch.caches.rows import RowsCache
@@ -47,8 +56,10 @@ def announced(occur: Callable[[], None]) -> Iterator[None]:
             for module in (slab, recurrent, indexed)
         ),  # type: ignore[attr-defined]
         (quantized, "_joined", announce(quantized._joined)),
-        (rows, "_stacked", announce(rows._stacked)),
-        (rows, "row_of", announce(rows.row_of)),
+        *(
+            (module, "row_of", announce(module.row_of))
+            for module in (full, indexed, quantized, recurrent, whole, window)
+        ),
         (runner, "take_row", announce(runner.take_row)),
         (upstream, "mx", Watched(announce, ("zeros", "concatenate"))),
         (choosing, "mx", Watched(announce, ("array",))),

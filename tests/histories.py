@@ -53,6 +53,7 @@ from vlm_batch.handle import Handle
 from vlm_batch.models import adapter_for
 from vlm_batch.records import DraftState
 from vlm_batch.store.budget import ByteBudget, footprint
+from vlm_batch.store.directory import RowFiles
 from vlm_batch.store.features import FeatureStore
 from vlm_batch.store.prefix import PrefixCache
 from vlm_batch.store.prompt import PromptCache
@@ -415,7 +416,7 @@ class CountedHandle(Handle):
         super().push(event)
 
 
-class FaultyTier:
+class FaultyTier(RowFiles):
     """A disk for rows that the budget pushes out; it may fail."""
 
     def __init__(self, history: History) -> None:

@@ -24,7 +24,7 @@ from benchmarks.compare.shapes import SHAPES, build
 from benchmarks.compare.workloads import WORKLOADS, Workload, make_workload
 from vlm_batch import VLMBatcher
 from vlm_batch.assets import default_checkpoint
-from vlm_batch.caches import Placement, RowsCache
+from vlm_batch.caches import Placement
 from vlm_batch.cli import bench
 from vlm_batch.cli import main as cli
 from vlm_batch.engine.groups import DecodeGroups
@@ -277,10 +277,9 @@ def test_other_tokens_are_wrong_unless_nearly_as_likely(
 
 @pytest.mark.parametrize("placement", list(Placement))
 def test_a_join_copies_at_most_one_row_and_a_leave_nothing(
-    placement: Placement, model: Any, monkeypatch: pytest.MonkeyPatch
+    placement: Placement, model: Any
 ) -> None:
-    """Rows that join one by one. Which ones join together goes by time; such rows share an array, which a leave takes apart."""
-    monkeypatch.setattr(RowsCache, "settle_new", lambda layer: layer._new.clear())
+    """Rows that join one by one, in caches of their own or in slabs."""
     workload = make_workload("churn-2", TINY)
 
     def make(

@@ -22,7 +22,7 @@ from vlm_batch.store.digest import (
     Sourced,
     digest,
     hash_ahead,
-    split_known,
+    split_noted,
 )
 from vlm_batch.store.features import FeatureStore
 
@@ -143,25 +143,25 @@ def test_what_was_hashed_ahead_has_the_same_digest_and_goes_with_its_array() -> 
     plain = np.random.default_rng(0).standard_normal((300, 100), dtype=np.float32)
     array = mx.array(plain)
     # what other tests' loaders have not let go of yet is none of this
-    before, small = set(HASHES._known), mx.zeros(3)
+    before, small = set(HASHES._noted), mx.zeros(3)
     hash_ahead({"pixel_values": array, "small": small})
-    assert set(HASHES._known) - before == {id(array)}
-    reference, known = HASHES._known[id(array)]
+    assert set(HASHES._noted) - before == {id(array)}
+    reference, known = HASHES._noted[id(array)]
     assert digest([array]) == digest([plain]) == digest([mx.array(plain)])
-    HASHES._known[id(array)] = (reference, b"another")
+    HASHES._noted[id(array)] = (reference, b"another")
     assert digest([array]) != digest([plain])  # it is taken from there
     assert digest([array], in_full=True) == digest([plain], in_full=True)
-    HASHES._known[id(array)] = (reference, known)
+    HASHES._noted[id(array)] = (reference, known)
     place = id(array)
     del array
     gc.collect()
-    assert place not in HASHES._known
+    assert place not in HASHES._noted
 
 
 def test_a_converted_array_is_known_by_what_it_was_made_of_alone_and_in_parts() -> None:
     plain = np.random.default_rng(1).standard_normal((600, 100), dtype=np.float32)
     whole = Sourced(mx.array(plain)).astype(mx.bfloat16)
-    first, second = split_known(whole, [400], axis=0)
+    first, second = split_noted(whole, [400], axis=0)
     for part, own in ((whole, plain), (first, plain[:400]), (second, plain[400:])):
         alone = Sourced(mx.array(own)).astype(mx.bfloat16)
         assert digest([part]) == digest([alone])
@@ -176,7 +176,7 @@ def test_a_converted_array_is_known_by_what_it_was_made_of_alone_and_in_parts() 
     assert digest([same]) == digest([plain])  # nothing was converted
     del whole, first, second, part, alone, same
     gc.collect()
-    assert not _SOURCES._known
+    assert not _SOURCES._noted
 
 
 @pytest.mark.parametrize(

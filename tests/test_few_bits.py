@@ -21,7 +21,7 @@ from vlm_batch.adapters.cuda.few_bits import FewBitsBuild
 from vlm_batch.adapters.cuda.launches import Launch
 from vlm_batch.arrays import as_mlx
 from vlm_batch.caches import Placement
-from vlm_batch.caches.quantized import Layout, SlabStates, of_slab
+from vlm_batch.caches.quantized import PackedLayout, SlabStates, of_slab
 from vlm_batch.engine.batch import DecodeBatch
 from vlm_batch.engine.compiled import CompiledDecode
 from vlm_batch.engine.row import Prompt, new_row
@@ -52,7 +52,10 @@ def kind(
     is_by_row: bool = True,
 ) -> FewBitsBuild:
     """A kind of attention; keys and values are heads of one slab, but where values have a depth of their own."""
-    keys, own = Layout(group, bits, depth), Layout(group, bits, values or depth)
+    keys, own = (
+        PackedLayout(group, bits, depth),
+        PackedLayout(group, bits, values or depth),
+    )
     halves = (keys, 0, kv_heads), (own, 0 if values else kv_heads, kv_heads)
     return FewBitsBuild(
         depth**-0.5, heads, depth, *halves, dtype, scales or dtype, mask, is_by_row

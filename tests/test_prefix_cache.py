@@ -516,7 +516,10 @@ def test_the_index_finds_what_a_search_through_all_finds() -> None:
 def test_what_was_used_longest_ago_goes_first() -> None:
     evicted: list[SavedRow] = []
 
-    class Below:
+    class Below(RowFiles):
+        def __init__(self) -> None:
+            """It writes no files."""
+
         def put(self, row: SavedRow) -> None:
             evicted.append(row)
 

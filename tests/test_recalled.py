@@ -30,7 +30,7 @@ from vlm_batch.inputs.processors import ProcessorCopier, settings_of
 from vlm_batch.inputs.recalled import KnownPicture, known_picture, with_picture_cache
 from vlm_batch.loading import load_model
 from vlm_batch.store.budget import ByteBudget
-from vlm_batch.store.digest import digest, hash_ahead, joined, split_known
+from vlm_batch.store.digest import digest, hash_ahead, joined, split_noted
 from vlm_batch.store.pictures import PictureStore
 
 CHECKPOINTS = Path(CHECKOUT) / "checkpoints"
@@ -373,9 +373,9 @@ def test_joined_arrays_are_known_by_their_parts() -> None:
     right = [digest(mx.array(np.array(part))) for part in parts]
     hash_ahead(parts)
     whole = joined(Joined(parts))
-    assert [digest(part) for part in split_known(whole, [400, 600], 0)] == right
+    assert [digest(part) for part in split_noted(whole, [400, 600], 0)] == right
     assert digest(whole) == digest(mx.concatenate(parts))
-    assert [len(part) for part in split_known(whole, [100], 0)] == [100, 590], (
+    assert [len(part) for part in split_noted(whole, [100], 0)] == [100, 590], (
         "elsewhere"
     )
     assert arrays_of(Joined(parts)) == parts and num_bytes(Joined(parts)) == 690 * 1200

@@ -26,7 +26,10 @@ def arrays_of(tree: Any) -> list[mx.array]:
         tree = tree.values()
     elif not isinstance(tree, (list, tuple)):
         return []
-    return [array for item in tree for array in arrays_of(item)]
+    found: list[mx.array] = []
+    for item in tree:
+        found += arrays_of(item)
+    return found
 
 
 class Deferred(ABC):
@@ -67,36 +70,29 @@ def is_array_tree(tree: Any) -> bool:
 def split_rows(tree: Any, counts: Sequence[int]) -> list[Any] | None:
     """Split a tree's arrays along the first axis in proportion to ``counts``; None if impossible."""
     arrays = arrays_of(tree)
+    if not arrays or not is_array_tree(tree):
+        return None
     total = sum(counts)
-    if (
-        not is_array_tree(tree)
-        or not arrays
-        or any(array.ndim == 0 for array in arrays)
-    ):
-        return None
-    if any(array.shape[0] * count % total for array in arrays for count in counts):
-        return None
-    bounds = itertools.pairwise([0, *itertools.accumulate(counts)])
-    return [
-        map_arrays(tree, partial(_share, begin=begin, end=end, total=total))
-        for begin, end in bounds
-    ]
+    for array in arrays:
+        if array.ndim == 0 or any(array.shape[0] * count % total for count in counts):
+            return None
+    shares: list[Any] = []
+    for begin, end in itertools.pairwise([0, *itertools.accumulate(counts)]):
+        share = partial(_share, begin=begin, end=end, total=total)
+        shares.append(map_arrays(tree, share))
+    return shares
 
 
 def join_rows(trees: Sequence[Any]) -> Any:
     """Join trees' arrays along the first axis, as ``split_rows`` parts them."""
     first = trees[0]
-    if len(trees) == 1:
+    if len(trees) == 1 or first is None:
         return first
     if isinstance(first, mx.array):
         return mx.concatenate(list(trees))
     if isinstance(first, Mapping):
         return {name: join_rows([tree[name] for tree in trees]) for name in first}
-    return (
-        None
-        if first is None
-        else type(first)(join_rows(parts) for parts in zip(*trees, strict=True))
-    )
+    return type(first)(map(join_rows, zip(*trees, strict=True)))
 
 
 def _share(array: mx.array, begin: int, end: int, total: int) -> mx.array:
@@ -216,24 +212,23 @@ def _whole(value: Any) -> Any:
 def _to_numpy(array: Any) -> np.ndarray:
     if isinstance(array, np.ndarray):
         return array
-    return np.array(
-        array.astype(mx.float32) if array.dtype in (mx.bfloat16, mx.float16) else array
-    )
+    if array.dtype in (mx.bfloat16, mx.float16):
+        array = array.astype(mx.float32)
+    return np.array(array)
 
 
 def _to_host(array: Any) -> Any:
-    is_numpys = isinstance(array, np.ndarray) or array.dtype in (
-        mx.bfloat16,
-        mx.complex64,
-    )
-    return array if is_numpys else np.array(array)
+    if isinstance(array, np.ndarray) or array.dtype in (mx.bfloat16, mx.complex64):
+        return array
+    return np.array(array)
 
 
 def _to_mlx(array: Any) -> mx.array:
     if isinstance(array, mx.array):
         return array
-    is_reversed = any(stride < 0 for stride in array.strides)  # which mlx does not take
-    return mx.array(array.copy() if is_reversed else array)
+    if min(array.strides, default=0) < 0:  # which mlx does not take
+        array = array.copy()
+    return mx.array(array)
 
 
 def joined(parts: Sequence[mx.array], axis: int = 0) -> mx.array:

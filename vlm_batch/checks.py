@@ -11,7 +11,14 @@ from numbers import Integral, Real
 from typing import Any, NoReturn
 from urllib.parse import unquote
 
-from vlm_batch.errors import InvalidImage, InvalidParameters, describe, shown
+import numpy as np
+
+from vlm_batch.errors import (
+    InvalidImage,
+    InvalidParameters,
+    describe,
+    shown,
+)
 
 #: Largest 32-bit integer of MLX.
 MOST = 2**31 - 1
@@ -87,42 +94,68 @@ def is_table(value: Any) -> bool:
 
 def set_pixel_bounds(holder: Any, least: Any, most: Any) -> None:
     """Check and set both pixel bounds. Raises InvalidImage."""
-    for name, value in (("min_pixels", least), ("max_pixels", most)):
-        if value is not None and not (is_whole(value) and 1 <= value <= MOST):
-            raise InvalidImage(
-                f"{name} is {shown(value)}; it must be an integer of at least 1, or None"
-            )
-        object.__setattr__(holder, name, None if value is None else int(value))
-    if least is not None and most is not None and least > most:
+    low, high = _pixel_bound("min_pixels", least), _pixel_bound("max_pixels", most)
+    if low is not None and high is not None and low > high:
         raise InvalidImage(f"min_pixels is {least}, above max_pixels, which is {most}")
+    object.__setattr__(holder, "min_pixels", low)
+    object.__setattr__(holder, "max_pixels", high)
+
+
+def _pixel_bound(name: str, value: Any) -> int | None:
+    if value is None:
+        return None
+    is_right = is_whole(value) and 1 <= value <= MOST
+    demand(is_right, InvalidImage, name, value, "an integer of at least 1, or None")
+    return int(value)
 
 
 def whole_option(name: str, value: Any, *, least: int, or_none: bool = False) -> Any:
     """Return an integer option. Raises ValueError."""
     if value is None and or_none:
         return None
-    if not (is_whole(value) and value >= least):
-        raise ValueError(
-            f"{name} is {shown(value)}; it must be an integer of at least {least}{' or None' * or_none}"
-        )
+    is_right = is_whole(value) and value >= least
+    none = " or None" if or_none else ""
+    demand(is_right, ValueError, name, value, f"an integer of at least {least}{none}")
     return int(value)
 
 
 def seconds_option(name: str, value: Any) -> float:
     """Return a finite option above 0. Raises ValueError."""
-    if not (is_real(value) and value > 0):
-        raise ValueError(
-            f"{name} is {shown(value)}; it must be a finite number of seconds above 0"
-        )
+    is_right = is_real(value) and value > 0
+    demand(is_right, ValueError, name, value, "a finite number of seconds above 0")
     return float(value)
 
 
 def non_empty_texts(name: str, value: Any) -> tuple[str, ...]:
     """Return one or more texts as a tuple. Raises InvalidParameters."""
-    texts = (value,) if isinstance(value, str) else as_tuple(name, value)
-    if not all(isinstance(text, str) and text for text in texts):
-        raise InvalidParameters(f"{name} is {shown(value)}; it must be non-empty texts")
+    is_one = isinstance(value, str)
+    texts = (value,) if is_one else as_tuple(name, value)
+    is_right = all(map(is_non_empty, texts))
+    demand(is_right, InvalidParameters, name, value, "non-empty texts")
     return texts
+
+
+def is_non_empty(value: Any) -> bool:
+    """Return whether a value is text of at least one character."""
+    return isinstance(value, str) and bool(value)
+
+
+def are_tokens(values: Iterable[Any]) -> bool:
+    """Return whether all values can be token ids: integers of at least 0."""
+    return all(is_whole(value) and value >= 0 for value in values)
+
+
+def demand(
+    is_right: bool, error: type[Exception], name: str, value: Any, right: str
+) -> None:
+    """Raise ``error`` with a value and what it must be, unless it is right."""
+    if not is_right:
+        raise error(f"{name} is {shown(value)}; it must be {right}")
+
+
+def is_flag(value: Any) -> bool:
+    """Return whether a value is True or False, of Python or numpy."""
+    return isinstance(value, (bool, np.bool_))
 
 
 def check_unicode(name: str, texts: Iterable[str]) -> None:
@@ -201,24 +234,35 @@ def simplify_schema(schema: Any) -> None:
         keyword, value = left.pop()
         left += _parts(keyword, value)
         if isinstance(value, dict) and keyword not in _CONSTANTS | _OF_NAMES:
-            is_integer = value.get("type") == "integer"
-            for key, one in list(value.items()):
-                is_type = is_real(one) and (
-                    (key in _LOWER and one in _LEAST)
-                    or (key in _UPPER and one in _MOST)
-                )
-                is_format = (
-                    key == "format" and isinstance(one, str) and one not in _FORMATS
-                )
-                asks_nothing = (
-                    is_format
-                    or key in _SPOKEN
-                    or (key == "uniqueItems" and one is False)
-                )
-                if asks_nothing or (
-                    is_type and not (is_integer and _is_int64(key, one))
-                ):
-                    del value[key]
+            _remove_needless(value)
+
+
+def _remove_needless(schema: dict[str, Any]) -> None:
+    """Remove a schema's own keywords that constrain nothing."""
+    is_integer = schema.get("type") == "integer"
+    for key, value in list(schema.items()):
+        is_limit = _is_limit_of_type(key, value)
+        if is_limit and is_integer and _is_int64(key, value):
+            continue  # which is followed
+        if is_limit or _asks_nothing(key, value):
+            del schema[key]
+
+
+def _is_limit_of_type(key: str, value: Any) -> bool:
+    """Return whether a bound is the least or largest number of a type."""
+    if not is_real(value):
+        return False
+    if key in _LOWER:
+        return value in _LEAST
+    return key in _UPPER and value in _MOST
+
+
+def _asks_nothing(key: str, value: Any) -> bool:
+    if key == "format":
+        return isinstance(value, str) and value not in _FORMATS
+    if key == "uniqueItems":
+        return value is False
+    return key in _SPOKEN
 
 
 def check_schema(name: str, schema: Any) -> None:
@@ -233,27 +277,30 @@ def check_schema(name: str, schema: Any) -> None:
     while left:
         keyword, value = left.pop()
         left += _parts(keyword, value, is_odd)
-        if isinstance(value, Mapping) and keyword == "patternProperties":
+        if keyword == "patternProperties" and isinstance(value, Mapping):
             regexes += map(str, value)
-        elif isinstance(value, str) and keyword == "pattern":
+        elif keyword == "pattern" and isinstance(value, str):
             regexes.append(value)
-        elif _is_int64(keyword, value):
-            continue
-        elif is_real(value) and abs(value) >= 2**63:
-            raise InvalidParameters(
-                f"{name} has {keyword} {shown(value)}; numbers below 2**63 can be followed"
-            )
-        elif is_real(value) and float(value) != value:
-            said = "cannot be followed exactly; integers up to 2**53 can"
-            raise InvalidParameters(
-                f"{name} has {keyword} {shown(value)}, which {said}"
-            )
+        elif is_real(value):
+            _check_number(name, keyword, value)
     check_regexes(name, regexes)
     _check_multiples(name, schema, is_odd)
-    if not _has_an_end(schema):
+    if not _Ends(schema).can_end(schema, ()):
         raise InvalidParameters(
             f"{name} requires a value within itself without an end: no answer could fit it"
         )
+
+
+def _check_number(name: str, keyword: str, value: Any) -> None:
+    if _is_int64(keyword, value):
+        return
+    if abs(value) >= 2**63:
+        raise InvalidParameters(
+            f"{name} has {keyword} {shown(value)}; numbers below 2**63 can be followed"
+        )
+    if float(value) != value:
+        said = "cannot be followed exactly; integers up to 2**53 can"
+        raise InvalidParameters(f"{name} has {keyword} {shown(value)}, which {said}")
 
 
 def _is_int64(keyword: str, value: Any) -> bool:
@@ -267,16 +314,20 @@ def _parts(keyword: str, value: Any, is_odd: bool = False) -> list[tuple[str, An
     Values within a constant have its keyword, named ones "". Only odd schemas keep annotations.
     """
     if isinstance(value, list):
-        return [(keyword, one) for one in value]
+        return _each_of(keyword, value)
     if not isinstance(value, Mapping):
         return []
     if keyword in _CONSTANTS:
-        return [(keyword, one) for one in value.values()]
+        return _each_of(keyword, value.values())
     if is_odd:
         return list(value.items())
     if keyword in _OF_NAMES:
-        return [("", one) for one in value.values()]
+        return _each_of("", value.values())
     return [(key, one) for key, one in value.items() if key not in _SPOKEN]
+
+
+def _each_of(keyword: str, values: Iterable[Any]) -> list[tuple[str, Any]]:
+    return [(keyword, value) for value in values]
 
 
 def _is_odd(schema: Any) -> bool:
@@ -286,45 +337,33 @@ def _is_odd(schema: Any) -> bool:
         value = left.pop()
         if isinstance(value, list):
             left += value
-        elif isinstance(value, Mapping):
-            left += value.values()
-            if isinstance(ref := value.get("$ref"), str) and _points_to_no_schema(ref):
-                return True
+        if not isinstance(value, Mapping):
+            continue
+        left += value.values()
+        reference = value.get("$ref")
+        if isinstance(reference, str) and _points_to_no_schema(reference):
+            return True
     return False
 
 
 def _points_to_no_schema(ref: str) -> bool:
-    is_name = False
+    is_name = False  # of a step: whether it is a name that the schema's author chose
     for step in unquote(ref.partition("#")[2]).split("/"):
-        if not is_name and step in _SPOKEN | _CONSTANTS:
+        if is_name:
+            is_name = False
+        elif step in _SPOKEN | _CONSTANTS:
             return True
-        is_name = not is_name and step in _OF_NAMES
+        else:
+            is_name = step in _OF_NAMES
     return is_name
 
 
 def _check_multiples(name: str, schema: Any, is_odd: bool) -> None:
     """Raise InvalidParameters for a ``multipleOf`` too slow to follow."""
-    alone, several = list[Decimal](), list[Decimal]()
-    seen: set[tuple[int, str, bool]] = set()
-    left = [("", schema, is_odd)]
-    while left:
-        keyword, value, is_several = left.pop()
-        if keyword == "multipleOf" and is_real(value) and value:
-            (several if is_several else alone).append(Decimal(repr(value)))
-        if isinstance(value, Mapping) and keyword not in _CONSTANTS | _OF_NAMES:
-            if (id(value), keyword, is_several) in seen:
-                continue
-            seen.add((id(value), keyword, is_several))
-            is_several = is_several or _are_several(value)
-            if isinstance(ref := value.get("$ref"), str):
-                found = _referred(schema, ref)
-                is_known = isinstance(found, Mapping)
-                left.append(
-                    ("", found if is_known else schema, is_several or not is_known)
-                )
-        left += [(key, one, is_several) for key, one in _parts(keyword, value, is_odd)]
+    alone, several = _multiples(schema, is_odd)
     for one in alone:
-        if (units := _in_units([one])) > MOST_MULTIPLE and units != QUICK_MULTIPLE:
+        units = _in_units([one])
+        if units > MOST_MULTIPLE and units != QUICK_MULTIPLE:
             said = f"{MOST_MULTIPLE:,} can be followed, counted in units of its last decimal place"
             raise InvalidParameters(f"{name} has multipleOf {one}; at most {said}")
     if several and _in_units(several) > MOST_OF_SEVERAL:
@@ -334,45 +373,104 @@ def _check_multiples(name: str, schema: Any, is_odd: bool) -> None:
         )
 
 
-def _has_an_end(schema: Any) -> bool:
-    """Return whether a finite value may fit a schema: False where what it requires always leads back to itself."""
-    left = MOST_STEPS
+def _multiples(schema: Any, is_odd: bool) -> tuple[list[Decimal], list[Decimal]]:
+    """Return the values of ``multipleOf``: of schemas that apply alone, and of those that apply beside others."""
+    alone: list[Decimal] = []
+    several: list[Decimal] = []
+    seen: set[tuple[int, str, bool]] = set()
+    left = [("", schema, is_odd)]
+    while left:
+        keyword, value, is_several = left.pop()
+        if keyword == "multipleOf" and is_real(value) and value:
+            found = several if is_several else alone
+            found.append(Decimal(repr(value)))
+        if isinstance(value, Mapping) and keyword not in _CONSTANTS | _OF_NAMES:
+            one = (id(value), keyword, is_several)
+            if one in seen:
+                continue
+            seen.add(one)
+            is_several = is_several or _are_several(value)
+            left += _behind_reference(schema, value, is_several)
+        for key, part in _parts(keyword, value, is_odd):
+            left.append((key, part, is_several))
+    return alone, several
 
-    def ends(part: Any, within: tuple[int, ...]) -> bool:
-        nonlocal left
-        left -= 1
-        if left < 0 or len(within) > MOST_DEPTH or not isinstance(part, Mapping):
+
+def _behind_reference(
+    schema: Any, part: Mapping[str, Any], is_several: bool
+) -> list[tuple[str, Any, bool]]:
+    """Return what a part's reference names; the whole schema if that cannot be found."""
+    reference = part.get("$ref")
+    if not isinstance(reference, str):
+        return []
+    found = _referred(schema, reference)
+    if isinstance(found, Mapping):
+        return [("", found, is_several)]
+    return [("", schema, True)]
+
+
+class _Ends:
+    """Whether a finite value may fit a schema: not where what it requires always leads back to itself."""
+
+    def __init__(self, schema: Any) -> None:
+        self._schema = schema
+        self._left = MOST_STEPS  # parts that are looked at
+
+    def can_end(self, part: Any, within: tuple[int, ...]) -> bool:
+        """Look at a part within others, given by their ids."""
+        self._left -= 1
+        if self._left < 0 or len(within) > MOST_DEPTH:
             return True  # not looked at further
+        if not isinstance(part, Mapping):
+            return True
         if id(part) in within:
             return False
-        within = (*within, id(part))
         if "enum" in part or "const" in part:
             return True
-        needed: list[Any] = list(_listed(part.get("allOf")))
-        if isinstance(ref := part.get("$ref"), str):
-            needed.append(_referred(schema, ref))
-        properties = part.get("properties")
-        if part.get("type") == "object" and isinstance(properties, Mapping):
-            needed += [
-                properties.get(name)
-                for name in _listed(part.get("required"))
-                if isinstance(name, str)
-            ]
-        if part.get("type") == "array" and is_whole(least := part.get("minItems", 0)):
-            first = _listed(part.get("prefixItems"))
-            needed += (
-                [*first, part.get("items")][: max(0, least)]
-                if least <= len(first)
-                else [*first, part.get("items")]
-            )
-        if not all(ends(one, within) for one in needed):
-            return False
-        choices = [_listed(part.get(word)) for word in ("anyOf", "oneOf")]
-        return all(
-            any(ends(one, within) for one in several) for several in choices if several
+        within = (*within, id(part))
+        for needed in self._needed(part):
+            if not self.can_end(needed, within):
+                return False
+        return self._has_choice(part, "anyOf", within) and self._has_choice(
+            part, "oneOf", within
         )
 
-    return ends(schema, ())
+    def _has_choice(
+        self, part: Mapping[str, Any], word: str, within: tuple[int, ...]
+    ) -> bool:
+        choices = _listed(part.get(word))
+        if not choices:
+            return True
+        return any(self.can_end(choice, within) for choice in choices)
+
+    def _needed(self, part: Mapping[str, Any]) -> list[Any]:
+        """Return the parts that every value of a part has, or fits."""
+        needed = list(_listed(part.get("allOf")))
+        reference = part.get("$ref")
+        if isinstance(reference, str):
+            needed.append(_referred(self._schema, reference))
+        if part.get("type") == "object":
+            needed += _required_properties(part)
+        if part.get("type") == "array":
+            needed += _required_items(part)
+        return needed
+
+
+def _required_properties(part: Mapping[str, Any]) -> list[Any]:
+    properties = part.get("properties")
+    if not isinstance(properties, Mapping):
+        return []
+    names = [name for name in _listed(part.get("required")) if isinstance(name, str)]
+    return [properties.get(name) for name in names]
+
+
+def _required_items(part: Mapping[str, Any]) -> list[Any]:
+    least = part.get("minItems", 0)
+    if not is_whole(least):
+        return []
+    first = _listed(part.get("prefixItems"))
+    items = [*first, part.get("items")]
+    return items[: max(0, least)] if least <= len(first) else items
 
 
 def _listed(value: Any) -> list[Any]:
@@ -382,9 +480,11 @@ def _listed(value: Any) -> list[Any]:
 def _are_several(schema: Mapping[str, Any]) -> bool:
     """Return whether several schemas may apply to one value."""
     asking = schema.keys() - _ASK_NOTHING
-    several = schema.get("allOf")
-    is_one = len(asking) == 1 and not (isinstance(several, list) and len(several) > 1)
-    return "patternProperties" in asking or bool(asking & _SAME_VALUE and not is_one)
+    if "patternProperties" in asking:
+        return True
+    if not asking & _SAME_VALUE:
+        return False
+    return len(asking) > 1 or len(_listed(schema.get("allOf"))) > 1
 
 
 def _in_units(multiples: list[Decimal]) -> int:
@@ -397,20 +497,22 @@ def _referred(schema: Any, ref: str) -> Any:
     """Return the part that a reference names, or None."""
     if not ref.startswith("#"):
         return None
-    for step in unquote(ref[1:]).split("/")[1:] if ref != "#" else ():
-        step = step.replace("~1", "/").replace("~0", "~")
-        if (
-            isinstance(schema, list)
-            and step.isdecimal()
-            and len(step) < 8
-            and int(step) < len(schema)
-        ):
-            schema = schema[int(step)]
-        elif isinstance(schema, Mapping):
-            schema = schema.get(step)
-        else:
-            return None
-    return schema
+    found = schema
+    for step in unquote(ref[1:]).split("/")[1:]:
+        found = _step_into(found, step.replace("~1", "/").replace("~0", "~"))
+    return found
+
+
+def _step_into(part: Any, step: str) -> Any:
+    """Return an entry of a schema's mapping or list, or None."""
+    if isinstance(part, Mapping):
+        return part.get(step)
+    if not isinstance(part, list):
+        return None
+    is_index = step.isdecimal() and len(step) < 8
+    if not is_index or int(step) >= len(part):
+        return None
+    return part[int(step)]
 
 
 def as_tuple(name: str, value: Any) -> tuple[Any, ...]:
@@ -432,11 +534,9 @@ def is_whole(value: Any) -> bool:
 
 def is_real(value: Any) -> bool:
     """Return whether a value is a finite number of Python or numpy."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return False
     try:
-        return (
-            isinstance(value, Real)
-            and not isinstance(value, bool)
-            and math.isfinite(value)
-        )
+        return math.isfinite(value)
     except OverflowError:  # an integer beyond what a float holds
         return False

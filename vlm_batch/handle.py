@@ -93,12 +93,12 @@ class Handle:
 
     def __iter__(self) -> Iterator[str]:
         for event in self.events():
-            if event.text and not event.index:
+            if _has_text(event):
                 yield event.text
 
     async def __aiter__(self) -> AsyncIterator[str]:
         async for event in self.events():
-            if event.text and not event.index:
+            if _has_text(event):
                 yield event.text
 
     def __await__(self) -> Generator[object, None, Result]:
@@ -147,22 +147,28 @@ class Handle:
                 return
             self._events.append(event)
             self._result = event.result
-            is_end = event.result is not None
-            listeners = [
-                call for only_end, call in self._listeners if is_end or not only_end
-            ]
-            self._listeners = (
-                [] if is_end else [one for one in self._listeners if one[0]]
-            )
-            if is_end:
-                self._cancel, self._is_on_engine = None, lambda: False
-                self._ended.notify_all()
+            listeners = self._listeners_of(is_end=event.result is not None)
             self._changed.notify_all()
         for tell in listeners:
             try:
                 tell()
             except BaseException:  # a listener's error must not stop the engine
                 _log.exception("a listener of request %s raised", self.request_id)
+
+    def _listeners_of(self, *, is_end: bool) -> list[Callable[[], None]]:
+        """Take the listeners of an event; at the end all, and let go of the engine."""
+        called: list[Callable[[], None]] = []
+        kept: list[tuple[bool, Callable[[], None]]] = []
+        for only_end, call in self._listeners:
+            if is_end or not only_end:
+                called.append(call)
+            else:
+                kept.append((only_end, call))
+        self._listeners = kept
+        if is_end:
+            self._cancel, self._is_on_engine = None, lambda: False
+            self._ended.notify_all()
+        return called
 
     def renew_lock(self) -> None:
         """Replace the lock in a child process: its holder may be gone."""
@@ -228,13 +234,21 @@ class EventStream:
 
 def _checked_timeout(timeout: float) -> float | None:
     """Return a timeout for ``Condition.wait``, None beyond the system's limit."""
-    if isinstance(timeout, bool) or not isinstance(timeout, Real) or timeout != timeout:
+    is_number = isinstance(timeout, Real) and not isinstance(timeout, bool)
+    if not is_number or timeout != timeout:  # which is no number
         raise ValueError(
             f"timeout is {shown(timeout)}; it must be a number of seconds, or None to wait for ever"
         )
-    return None if timeout > threading.TIMEOUT_MAX else float(max(timeout, 0))
+    if timeout > threading.TIMEOUT_MAX:
+        return None
+    return float(max(timeout, 0))
 
 
 def _set(future: asyncio.Future[None]) -> None:
     if not future.done():
         future.set_result(None)
+
+
+def _has_text(event: Event) -> bool:
+    """Return whether an event adds text to the first answer."""
+    return bool(event.text) and not event.index

@@ -14,7 +14,7 @@ from collections.abc import (
 )
 from functools import partial
 from pathlib import PurePath
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from vlm_batch.checks import is_table
 from vlm_batch.errors import BatcherClosed, InvalidRequest
@@ -69,6 +69,12 @@ def as_requests(
 _END: Any = object()  # marks the end of the requests: None could be an item
 
 
+class _Unread(NamedTuple):
+    """In place of an item: what the requests raised."""
+
+    error: BaseException
+
+
 def as_completed(
     submit: Submit, requests: Iterable[RequestLike], most: Callable[[], int]
 ) -> Iterator[tuple[int, Result]]:
@@ -80,22 +86,17 @@ def as_completed(
         BatcherClosed: the batcher was closed at the beginning.
     """
     ended: queue.SimpleQueue[tuple[int, Handle]] = queue.SimpleQueue()
-    source, is_open, count = iter(requests), True, 0
+    items = _numbered(requests)
+    is_open = True
     alive: dict[int, Handle] = {}
     try:
         while True:
             while is_open and len(alive) < most():
-                index, count = count, count + 1
-                try:
-                    given = next(source)
-                except StopIteration:
+                index, given = next(items, (0, _END))
+                if given is _END:
                     is_open = False
                     break
-                except Exception as error:
-                    is_open = False
-                    yield index, failed_result(f"refused-{index}", error)
-                    break
-                taken = try_submit(submit, given, index)
+                taken = _taken(submit, given, index)
                 if isinstance(taken, Result):
                     yield index, taken
                     continue
@@ -112,6 +113,16 @@ def as_completed(
     finally:
         for handle in alive.values():
             handle.cancel()
+
+
+def _numbered(requests: Iterable[RequestLike]) -> Iterator[tuple[int, Any]]:
+    """Yield items with their numbers; at last an ``_Unread`` one if ``requests`` raises."""
+    index = -1
+    try:
+        for index, given in enumerate(requests):
+            yield index, given
+    except Exception as error:
+        yield index + 1, _Unread(error)
 
 
 def _next(
@@ -137,33 +148,47 @@ async def as_completed_async(
         while True:
             if is_open and reading is None and len(waited) < most():
                 reading = asyncio.ensure_future(anext(source, _END))
-            pending = {*waited, *(() if reading is None else (reading,))}
+            pending = set(waited)
+            if reading is not None:
+                pending.add(reading)
             if not pending:
                 return
             done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
             for future in done - {reading}:
                 index, handle = waited.pop(future)
                 yield index, handle.result()
-            if reading in done and reading is not None:
-                finished, reading = reading, None
-                index, count = count, count + 1
-                if (error := finished.exception()) is not None:
-                    is_open = False
-                    yield index, failed_result(f"refused-{index}", error)
-                elif (given := finished.result()) is _END:
-                    is_open = False
-                else:
-                    taken = try_submit(submit, given, index)
-                    if isinstance(taken, Result):
-                        yield index, taken
-                    else:
-                        waited[asyncio.ensure_future(taken)] = index, taken
+            if reading is None or reading not in done:
+                continue
+            given, reading = _read(reading), None
+            if given is _END:
+                is_open = False
+                continue
+            is_open = not isinstance(given, _Unread)
+            index, count = count, count + 1
+            taken = _taken(submit, given, index)
+            if isinstance(taken, Result):
+                yield index, taken
+            else:
+                waited[asyncio.ensure_future(taken)] = index, taken
     finally:
         for future, (_, handle) in waited.items():
             handle.cancel()
             future.cancel()
         if reading is not None:
             reading.cancel()
+
+
+def _read(finished: asyncio.Future[Any]) -> Any:
+    """Return an item, ``_Unread`` or ``_END``."""
+    error = finished.exception()
+    return finished.result() if error is None else _Unread(error)
+
+
+def _taken(submit: Submit, given: Any, index: int) -> Handle | Result:
+    """Submit an item that was read."""
+    if isinstance(given, _Unread):
+        return failed_result(f"refused-{index}", given.error)
+    return try_submit(submit, given, index)
 
 
 async def _as_async(
@@ -180,20 +205,30 @@ async def _as_async(
 def try_submit(submit: Submit, given: Any, index: int = 0) -> Handle | Result:
     """Submit an item. Returns its handle, or a refused one's result. Raises BatcherClosed for the first."""
     try:
-        if isinstance(given, (Mapping, str)):
-            named = {"prompt": given} if isinstance(given, str) else given
-            return submit(record_of(Request, f"item {index}", named, InvalidRequest))
-        if not isinstance(given, Request):
-            raise InvalidRequest(
-                f"item {index} is a {type(given).__name__}; it must be a Request, a mapping of its fields, or a prompt"
-            )
-        return submit(given)
+        return submit(_request_of(given, index))
     except Exception as error:
         if isinstance(error, BatcherClosed) and index == 0:
             raise  # no result is lost
-        name = given.get("request_id") if isinstance(given, Mapping) else None
-        if isinstance(given, Request):
-            name = given.request_id
-        return failed_result(
-            name if isinstance(name, str) and name else f"refused-{index}", error
+        return failed_result(_name_of(given) or f"refused-{index}", error)
+
+
+def _request_of(given: Any, index: int) -> Request:
+    if isinstance(given, Request):
+        return given
+    if isinstance(given, str):
+        given = {"prompt": given}
+    if not isinstance(given, Mapping):
+        raise InvalidRequest(
+            f"item {index} is a {type(given).__name__}; it must be a Request, a mapping of its fields, or a prompt"
         )
+    return record_of(Request, f"item {index}", given, InvalidRequest)
+
+
+def _name_of(given: Any) -> str | None:
+    """Return a refused item's own name, if it has one."""
+    name = None
+    if isinstance(given, Request):
+        name = given.request_id
+    elif isinstance(given, Mapping):
+        name = given.get("request_id")
+    return name if isinstance(name, str) else None

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from vlm_batch.checks import is_real, seconds_option, whole_option
+from vlm_batch.checks import demand, is_real, seconds_option, whole_option
 from vlm_batch.errors import shown
 from vlm_batch.records import Call
 from vlm_batch.runtime.device import Device, device
@@ -44,41 +44,32 @@ Check = Callable[[str, Any], Any]
 
 
 def _word(name: str, value: Any, *, words: tuple[str, ...]) -> Any:
-    if value not in words:
-        raise ValueError(
-            f"{name} is {shown(value)}; it must be one of {', '.join(words)}"
-        )
+    demand(value in words, ValueError, name, value, f"one of {', '.join(words)}")
     return value
 
 
 def _draft(name: str, value: Any) -> str:
-    if not isinstance(value, str | Path) or not str(value).strip():
-        raise ValueError(
-            f"{name} is {shown(value)}; it must be auto, off, or the folder or hub id of a model that drafts"
-        )
+    is_right = isinstance(value, str | Path) and bool(str(value).strip())
+    right = "auto, off, or the folder or hub id of a model that drafts"
+    demand(is_right, ValueError, name, value, right)
     return str(value)
 
 
 def _seconds(name: str, value: Any) -> Any:
-    if not (is_real(value) and value >= 0):
-        raise ValueError(
-            f"{name} is {shown(value)}; it must be a number of seconds of at least 0"
-        )
+    is_right = is_real(value) and value >= 0
+    demand(is_right, ValueError, name, value, "a number of seconds of at least 0")
     return value
 
 
 def _grid(name: str, value: Any) -> int:
     number = int(whole_option(name, value, least=1))
-    if number % 256:
-        raise ValueError(
-            f"{name} is {number}; it must be a multiple of 256, in which single-row caches grow"
-        )
+    right = "a multiple of 256, in which single-row caches grow"
+    demand(number % 256 == 0, ValueError, name, number, right)
     return number
 
 
 def _yes_or_no(name: str, value: Any) -> Any:
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} is {shown(value)}; it must be True or False")
+    demand(isinstance(value, bool), ValueError, name, value, "True or False")
     return value
 
 
@@ -322,21 +313,11 @@ def policy_of(said: Mapping[str, Any], kind: Device | None = None) -> Policy:
 
     Another device's placement brings its other settings, except ``idle_budget``, ``draft`` and ``wide_products``.
     """
-    own = POLICIES[kind or device()]
-    policy = own
-    if said.get("placement", own.placement) != own.placement:
-        other = POLICIES[Device.CPU if said["placement"] == "rows" else Device.CUDA]
-        policy = replace(
-            other,
-            idle_budget=own.idle_budget,
-            draft=own.draft,
-            wide_products=own.wide_products,
-        )
-    checked = {
-        one.name: one.metadata["check"](one.name, said[one.name])
-        for one in fields(Policy)
-        if one.name in said
-    }
+    policy = _placed(POLICIES[kind or device()], said.get("placement"))
+    checked: dict[str, Any] = {}
+    for one in fields(Policy):
+        if one.name in said:
+            checked[one.name] = one.metadata["check"](one.name, said[one.name])
     moved: dict[str, Any] = {}
     if "most_rows" in said:
         moved["first_rows"] = min(policy.first_rows, checked["most_rows"])
@@ -345,6 +326,19 @@ def policy_of(said: Mapping[str, Any], kind: Device | None = None) -> Policy:
     if checked.get("prefill_budget") is not None:
         moved["slack"] = 0  # a budget in tokens is exact
     return replace(policy, **{**moved, **checked})
+
+
+def _placed(own: Policy, placement: str | None) -> Policy:
+    """Return a device's settings with another placement."""
+    if placement is None or placement == own.placement:
+        return own
+    other = POLICIES[Device.CPU if placement == "rows" else Device.CUDA]
+    return replace(
+        other,
+        idle_budget=own.idle_budget,
+        draft=own.draft,
+        wide_products=own.wide_products,
+    )
 
 
 def check_policy(given: Any) -> dict[str, Any]:
@@ -368,12 +362,10 @@ def describe_policy(
 ) -> dict[str, dict[str, Any]]:
     """Return each setting's value and source."""
     kind = device()
-    return {
-        name: {
-            "value": vars(policy)[name],
-            "source": "said: VLMBatcher(policy=)"
-            if name in said
-            else f"the table for {kind.value}: {setting.values[kind][1]}",
-        }
-        for name, setting in SETTINGS.items()
-    }
+    described: dict[str, dict[str, Any]] = {}
+    for name, setting in SETTINGS.items():
+        source = f"the table for {kind.value}: {setting.values[kind][1]}"
+        if name in said:
+            source = "said: VLMBatcher(policy=)"
+        described[name] = {"value": getattr(policy, name), "source": source}
+    return described

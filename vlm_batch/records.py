@@ -111,9 +111,10 @@ class PromptKey:
 
     def before_span(self, length: int) -> int:
         """Return ``length``, or the beginning of the span that it cuts."""
-        return min(
-            [start for start, end in self.spans if start < length < end], default=length
-        )
+        for start, end in sorted(self.spans):
+            if start < length < end:
+                return start
+        return length
 
 
 @dataclass(frozen=True)

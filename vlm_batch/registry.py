@@ -67,23 +67,11 @@ def register(spec: ModelSpec) -> Callable[[AdapterType], AdapterType]:
 
     def add(adapter: AdapterType) -> AdapterType:
         for other in _SPECS.values():
+            if not _is_same(other.adapter, adapter):
+                _check_apart(spec, adapter, other)
+        for family, other in list(_SPECS.items()):
             if _is_same(other.adapter, adapter):
-                continue
-            if other.family == spec.family:
-                raise ValueError(
-                    f"family {spec.family!r} is registered twice: {_place(other.adapter)}, {_place(adapter)}"
-                )
-            for model_type in set(spec.model_types) & set(other.model_types):
-                raise ValueError(
-                    f"model type {model_type!r} of {spec.family!r} ({_place(adapter)}) is already registered by "
-                    f"{other.family!r} ({_place(other.adapter)})"
-                )
-        for family in [
-            other.family
-            for other in _SPECS.values()
-            if _is_same(other.adapter, adapter)
-        ]:
-            del _SPECS[family]
+                del _SPECS[family]
         bound = replace(spec, adapter=adapter)
         _SPECS[spec.family] = bound
         adapter.spec = bound  # type: ignore[attr-defined]
@@ -92,16 +80,28 @@ def register(spec: ModelSpec) -> Callable[[AdapterType], AdapterType]:
     return add
 
 
+def _check_apart(spec: ModelSpec, adapter: type, other: ModelSpec) -> None:
+    """Raise ValueError if another adapter has the family or one of its model types."""
+    mine, theirs = _called(adapter), _called(other.adapter)
+    if other.family == spec.family:
+        raise ValueError(
+            f"family {spec.family!r} is registered twice: {theirs}, {mine}"
+        )
+    for model_type in set(spec.model_types) & set(other.model_types):
+        raise ValueError(
+            f"model type {model_type!r} of {spec.family!r} ({mine}) is already registered by "
+            f"{other.family!r} ({theirs})"
+        )
+
+
 def _is_same(one: type | None, other: type) -> bool:
-    return one is not None and _place(one) == _place(other)
+    return one is not None and _called(one) == _called(other)
 
 
-def _place(adapter: type | None) -> str:
-    return (
-        "no adapter"
-        if adapter is None
-        else f"{adapter.__module__}.{adapter.__qualname__}"
-    )
+def _called(adapter: type | None) -> str:
+    if adapter is None:
+        return "no adapter"
+    return f"{adapter.__module__}.{adapter.__qualname__}"
 
 
 def registered() -> tuple[ModelSpec, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, field, fields
 from functools import partial
 from io import IOBase
@@ -23,8 +23,12 @@ from vlm_batch.advice import (
 )
 from vlm_batch.checks import (
     MOST,
+    are_tokens,
     as_tuple,
     check_unicode,
+    demand,
+    is_flag,
+    is_non_empty,
     is_real,
     is_whole,
     json_schema_of,
@@ -77,6 +81,60 @@ FORMS = ("json_schema", "regex", "grammar", "choice")
 _MOST_STOPS, _MOST_STOP_CHARACTERS, _MOST_STOP_TOKENS = 1024, 2**20, 2**14
 #: Bounds on bad words, allowed tokens (more than any vocabulary) and tokens with a bias.
 _MOST_WORDS, _MOST_ALLOWED, _MOST_BIASED = 1024, 2**20, 2**16
+
+
+def _is_too_much(texts: Sequence[str], most: int) -> bool:
+    """Return whether texts are more than ``most``, or too long together to be looked for."""
+    return len(texts) > most or sum(map(len, texts)) > _MOST_STOP_CHARACTERS
+
+
+def _is_bias(bias: Mapping[Any, Any]) -> bool:
+    if not are_tokens(bias):
+        return False
+    return all(is_real(value) and -100 <= value <= 100 for value in bias.values())
+
+
+def _check_count(name: str, tokens: Sequence[Any]) -> None:
+    if len(tokens) > _MOST_ALLOWED:
+        raise InvalidParameters(
+            f"{name} has {len(tokens):,} ids; {_MOST_ALLOWED:,} are the most"
+        )
+
+
+def _check_least(name: str, value: Any, least: int) -> None:
+    is_right = is_whole(value) and value >= least
+    demand(is_right, InvalidParameters, name, value, f"an integer of at least {least}")
+
+
+def _paths(given: Any) -> tuple[str | Path, ...]:
+    """Return one or several paths as a tuple."""
+    is_one = isinstance(given, (str, Path))
+    paths = (given,) if is_one else as_tuple("directories", given)
+    are_paths = all(isinstance(one, (str, Path)) and str(one) for one in paths)
+    is_right = are_paths and not isinstance(given, bytes)
+    demand(is_right, InvalidParameters, "directories", given, "a sequence of paths")
+    return paths
+
+
+def _mappings(name: str, given: Any) -> list[dict[str, Any]]:
+    is_sequence = isinstance(given, (list, tuple))
+    is_right = is_sequence and all(isinstance(one, Mapping) for one in given)
+    demand(is_right, InvalidPrompt, name, given, "a list of mappings, or None")
+    return [dict(one) for one in given]
+
+
+def _are_texts(values: Iterable[Any]) -> bool:
+    return all(isinstance(value, str) for value in values)
+
+
+def _several(given: Any) -> tuple[Any, ...]:
+    """Return one or several media as a tuple; an iterator is read, a file is one."""
+    if given is None:
+        return ()
+    if isinstance(given, (list, tuple)):
+        return tuple(given)
+    is_read = isinstance(given, Iterator) and not isinstance(given, IOBase)
+    return tuple(given) if is_read else (given,)
 
 
 @advises_of_fields(SAMPLING)
@@ -300,46 +358,53 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         put = partial(object.__setattr__, self)
-        put(
-            "stop",
-            (self.stop,) if isinstance(self.stop, str) else as_tuple("stop", self.stop),
-        )
-        put("stop_token_ids", as_tuple("stop_token_ids", self.stop_token_ids))
+        self._check_numbers(put)
+        self._check_ends(put)
         put("logits_processors", as_tuple("logits_processors", self.logits_processors))
-        for one in SAMPLING_PARAMETERS:
-            value = getattr(self, one.name)
-            if one.check is None or (value is None and one.default is None):
-                continue
-            put(one.name, one.check.checked(one.name, value))
-        if not all(isinstance(stop, str) and stop for stop in self.stop):
-            raise InvalidParameters(
-                f"stop is {shown(self.stop)}; it must be non-empty strings"
-            )
-        if (
-            len(self.stop) > _MOST_STOPS
-            or sum(map(len, self.stop)) > _MOST_STOP_CHARACTERS
-        ):
-            raise InvalidParameters(
-                f"stop has {len(self.stop):,} strings; at most {_MOST_STOPS:,} of {_MOST_STOP_CHARACTERS:,} characters together"
-                " are looked for"
-            )
-        if len(self.stop_token_ids) > _MOST_STOP_TOKENS:
-            raise InvalidParameters(
-                f"stop_token_ids has {len(self.stop_token_ids):,} ids; at most {_MOST_STOP_TOKENS:,} are looked for"
-            )
-        if not all(is_whole(token) and token >= 0 for token in self.stop_token_ids):
-            raise InvalidParameters(
-                f"stop_token_ids is {shown(self.stop_token_ids)}; it must be token ids of at least 0"
-            )
-        put("stop_token_ids", tuple(map(int, self.stop_token_ids)))
         if not all(map(callable, self.logits_processors)):
             raise InvalidParameters(
                 "logits_processors must be callables (tokens, logits) -> logits"
             )
-
         self._check_token_rules(put)
         self._check_form(put)
         self._check_lengths()
+
+    def _check_numbers(self, put: Callable[[str, Any], None]) -> None:
+        for one in SAMPLING_PARAMETERS:
+            value = getattr(self, one.name)
+            is_unset = value is None and one.default is None
+            if one.check is not None and not is_unset:
+                put(one.name, one.check.checked(one.name, value))
+
+    def _check_ends(self, put: Callable[[str, Any], None]) -> None:
+        is_one = isinstance(self.stop, str)
+        stop = (self.stop,) if is_one else as_tuple("stop", self.stop)
+        are_texts = all(map(is_non_empty, stop))
+        demand(are_texts, InvalidParameters, "stop", stop, "non-empty strings")
+        if _is_too_much(stop, _MOST_STOPS):
+            raise InvalidParameters(
+                f"stop has {len(stop):,} strings; at most {_MOST_STOPS:,} of {_MOST_STOP_CHARACTERS:,} characters together"
+                " are looked for"
+            )
+        put("stop", stop)
+        tokens = as_tuple("stop_token_ids", self.stop_token_ids)
+        if len(tokens) > _MOST_STOP_TOKENS:
+            raise InvalidParameters(
+                f"stop_token_ids has {len(tokens):,} ids; at most {_MOST_STOP_TOKENS:,} are looked for"
+            )
+        right = "token ids of at least 0"
+        demand(are_tokens(tokens), InvalidParameters, "stop_token_ids", tokens, right)
+        put("stop_token_ids", tuple(map(int, tokens)))
+        ends, skip = self.ignore_eos, self.skip_special_tokens
+        right = "True or False"
+        demand(is_flag(ends), InvalidParameters, "ignore_eos", ends, right)
+        demand(
+            skip is None or is_flag(skip),
+            InvalidParameters,
+            "skip_special_tokens",
+            skip,
+            "True, False or None",
+        )
 
     def _check_lengths(self) -> None:
         if self.min_tokens > self.max_tokens:
@@ -358,63 +423,50 @@ class SamplingParams:
             )
 
     def _check_token_rules(self, put: Callable[[str, Any], None]) -> None:
-        bias = {} if self.logit_bias is None else self.logit_bias
-        if not isinstance(bias, Mapping) or not all(
-            is_whole(token) and token >= 0 and is_real(value) and -100 <= value <= 100
-            for token, value in bias.items()
-        ):
-            raise InvalidParameters(
-                f"logit_bias is {shown(bias)}; it must be a mapping of token ids to numbers in -100..100"
-            )
-        if len(bias) > _MOST_BIASED:
-            raise InvalidParameters(
-                f"logit_bias has {len(bias):,} tokens; {_MOST_BIASED:,} may have one"
-            )
-        put("logit_bias", {int(token): float(value) for token, value in bias.items()})
+        self._check_bias(put)
         if self.allowed_token_ids is not None:
             allowed = as_tuple("allowed_token_ids", self.allowed_token_ids)
-            if len(allowed) > _MOST_ALLOWED:
-                raise InvalidParameters(
-                    f"allowed_token_ids has {len(allowed):,} ids; {_MOST_ALLOWED:,} are the most"
-                )
-            if not allowed or not all(
-                is_whole(token) and token >= 0 for token in allowed
-            ):
-                raise InvalidParameters(
-                    f"allowed_token_ids is {shown(allowed)}; it must be token ids, or None for all"
-                )
+            _check_count("allowed_token_ids", allowed)
+            is_right = bool(allowed) and are_tokens(allowed)
+            right = "token ids, or None for all"
+            demand(is_right, InvalidParameters, "allowed_token_ids", allowed, right)
             put("allowed_token_ids", tuple(map(int, allowed)))
         self._check_ngrams(put)
         put("bad_words", non_empty_texts("bad_words", self.bad_words))
-        if (
-            len(self.bad_words) > _MOST_WORDS
-            or sum(map(len, self.bad_words)) > _MOST_STOP_CHARACTERS
-        ):
+        if _is_too_much(self.bad_words, _MOST_WORDS):
             raise InvalidParameters(
                 f"bad_words has {len(self.bad_words):,} texts; at most {_MOST_WORDS:,} of {_MOST_STOP_CHARACTERS:,} characters "
                 "together are looked for"
             )
 
+    def _check_bias(self, put: Callable[[str, Any], None]) -> None:
+        bias = {} if self.logit_bias is None else self.logit_bias
+        demand(
+            isinstance(bias, Mapping) and _is_bias(bias),
+            InvalidParameters,
+            "logit_bias",
+            bias,
+            "a mapping of token ids to numbers in -100..100",
+        )
+        if len(bias) > _MOST_BIASED:
+            raise InvalidParameters(
+                f"logit_bias has {len(bias):,} tokens; {_MOST_BIASED:,} may have one"
+            )
+        put("logit_bias", {int(token): float(value) for token, value in bias.items()})
+
     def _check_ngrams(self, put: Callable[[str, Any], None]) -> None:
         white = as_tuple("whitelist_token_ids", self.whitelist_token_ids)
-        if len(white) > _MOST_ALLOWED:
-            raise InvalidParameters(
-                f"whitelist_token_ids has {len(white):,} ids; {_MOST_ALLOWED:,} are the most"
-            )
-        if not all(is_whole(token) and 0 <= token <= MOST for token in white):
-            raise InvalidParameters(
-                f"whitelist_token_ids is {shown(white)}; it must be token ids of at least 0"
-            )
+        _check_count("whitelist_token_ids", white)
+        is_right = are_tokens(white) and max(white, default=0) <= MOST
+        right = "token ids of at least 0"
+        demand(is_right, InvalidParameters, "whitelist_token_ids", white, right)
         put("whitelist_token_ids", tuple(map(int, white)))
-        if self.no_repeat_ngram_size:
-            if (
-                self.window_size is not None
-                and self.window_size < self.no_repeat_ngram_size
-            ):
-                raise InvalidParameters(
-                    f"window_size is {self.window_size}, below no_repeat_ngram_size, which is "
-                    f"{self.no_repeat_ngram_size}: nothing would be found in it"
-                )
+        size, window = self.no_repeat_ngram_size, self.window_size
+        if size and window is not None and window < size:
+            raise InvalidParameters(
+                f"window_size is {window}, below no_repeat_ngram_size, which is {size}: nothing would be found in it"
+            )
+        if size:
             return
         for name in ("window_size", "whitelist_token_ids"):
             if getattr(self, name):
@@ -431,33 +483,32 @@ class SamplingParams:
                 )
         for name in ("regex", "grammar"):
             value = getattr(self, name)
-            if value is not None and not (isinstance(value, str) and value):
-                raise InvalidParameters(
-                    f"{name} is {shown(value)}; it must be non-empty text, or None"
-                )
+            is_right = value is None or is_non_empty(value)
+            right = "non-empty text, or None"
+            demand(is_right, InvalidParameters, name, value, right)
         if self.json_schema is not None:
             put("json_schema", json_schema_of(self.json_schema))
-            check_unicode(
-                "json_schema", (json.dumps(self.json_schema, ensure_ascii=False),)
+        self._check_unicode()
+        forms = [name for name in FORMS if getattr(self, name) is not None]
+        if len(forms) > 1:
+            raise InvalidParameters(
+                f"{' and '.join(forms)} exclude each other: an answer has one form"
             )
+        names = ("stop", "stop_token_ids", "ignore_eos")
+        ends = [name for name in names if getattr(self, name)]
+        if forms and ends:
+            raise InvalidParameters(
+                f"{ends[0]} would end the answer elsewhere than {forms[0]} does; leave it out"
+            )
+
+    def _check_unicode(self) -> None:
+        if self.json_schema is not None:
+            schema = json.dumps(self.json_schema, ensure_ascii=False)
+            check_unicode("json_schema", (schema,))
         for name in ("stop", "bad_words", "choice"):
             check_unicode(name, getattr(self, name) or ())
         for name in ("regex", "grammar"):
             check_unicode(name, (getattr(self, name) or "",))
-        given = [name for name in FORMS if getattr(self, name) is not None]
-        if len(given) > 1:
-            raise InvalidParameters(
-                f"{' and '.join(given)} exclude each other: an answer has one form"
-            )
-        ends = [
-            name
-            for name in ("stop", "stop_token_ids", "ignore_eos")
-            if getattr(self, name)
-        ]
-        if given and ends:
-            raise InvalidParameters(
-                f"{ends[0]} would end the answer elsewhere than {given[0]} does; leave it out"
-            )
 
     @property
     def form(self) -> str | None:
@@ -495,21 +546,17 @@ class Video:
     sound: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.sound, bool):
-            raise InvalidParameters(
-                f"sound is {shown(self.sound)}; it must be True or False"
-            )
-        fps = self.fps
-        if fps is not None and not (is_real(fps) and fps > 0):
-            raise InvalidParameters(
-                f"fps is {shown(fps)}; it must be a finite number above 0"
-            )
+        fps, sound = self.fps, self.sound
+        is_said = isinstance(sound, bool)
+        demand(is_said, InvalidParameters, "sound", sound, "True or False")
+        if fps is not None:
+            is_right = is_real(fps) and fps > 0
+            right = "a finite number above 0"
+            demand(is_right, InvalidParameters, "fps", fps, right)
         for name in ("num_frames", "max_frames", "max_pixels"):
             value = getattr(self, name)
-            if value is not None and not (is_whole(value) and value >= 1):
-                raise InvalidParameters(
-                    f"{name} is {shown(value)}; it must be an integer of at least 1"
-                )
+            if value is not None:
+                _check_least(name, value, 1)
         if self.num_frames is not None and self.max_frames is not None:
             raise InvalidParameters("num_frames and max_frames exclude each other")
 
@@ -532,12 +579,12 @@ class Audio:
     rate: int | None = None
 
     def __post_init__(self) -> None:
-        if self.rate is not None and not (
-            is_whole(self.rate) and 1_000 <= self.rate <= 768_000
-        ):
-            raise InvalidParameters(
-                f"rate is {shown(self.rate)}; it must be an integer in 1,000..768,000"
-            )
+        rate = self.rate
+        if rate is None:
+            return
+        is_right = is_whole(rate) and 1_000 <= rate <= 768_000
+        right = "an integer in 1,000..768,000"
+        demand(is_right, InvalidParameters, "rate", rate, right)
 
 
 #: Most seconds for reading a source: a day. Clocks and locks take no much larger number.
@@ -573,32 +620,19 @@ class FetchPolicy:
 
     def __post_init__(self) -> None:
         for name in ("allow_http", "allow_private", "allow_files"):
-            if not isinstance(value := getattr(self, name), bool):
-                raise InvalidParameters(
-                    f"{name} is {shown(value)}; it must be True or False"
-                )
-        for name, least in (("max_bytes", 1), ("max_redirects", 0)):
-            if not (is_whole(value := getattr(self, name)) and value >= least):
-                raise InvalidParameters(
-                    f"{name} is {shown(value)}; it must be an integer of at least {least}"
-                )
-        if not (is_real(self.seconds) and 0 < self.seconds <= MAX_SECONDS):
-            raise InvalidParameters(
-                f"seconds is {shown(self.seconds)}; it must be a number above 0, {MAX_SECONDS:,} at most"
-            )
-        given = self.directories
-        directories = (
-            (given,)
-            if isinstance(given, (str, Path))
-            else as_tuple("directories", given)
+            value = getattr(self, name)
+            is_said = isinstance(value, bool)
+            demand(is_said, InvalidParameters, name, value, "True or False")
+        _check_least("max_bytes", self.max_bytes, 1)
+        _check_least("max_redirects", self.max_redirects, 0)
+        demand(
+            is_real(self.seconds) and 0 < self.seconds <= MAX_SECONDS,
+            InvalidParameters,
+            "seconds",
+            self.seconds,
+            f"a number above 0, {MAX_SECONDS:,} at most",
         )
-        if isinstance(given, bytes) or not all(
-            isinstance(one, (str, Path)) and str(one) for one in directories
-        ):
-            raise InvalidParameters(
-                f"directories is {shown(given)}; it must be a sequence of paths"
-            )
-        object.__setattr__(self, "directories", directories)
+        object.__setattr__(self, "directories", _paths(self.directories))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -633,75 +667,58 @@ class Template:
         put = partial(object.__setattr__, self)
         for name in ("tools", "documents"):
             value = getattr(self, name)
-            if value is None:
-                continue
-            if not isinstance(value, (list, tuple)) or not all(
-                isinstance(one, Mapping) for one in value
-            ):
-                raise InvalidPrompt(
-                    f"{name} is {shown(value)}; it must be a list of mappings, or None"
-                )
-            put(name, [dict(one) for one in value])
-        if self.enable_thinking is not None and not isinstance(
-            self.enable_thinking, bool
-        ):
-            raise InvalidPrompt(
-                f"enable_thinking is {shown(self.enable_thinking)}; it must be True, False or None"
-            )
-        if self.reasoning_effort is not None and not isinstance(
-            self.reasoning_effort, str
-        ):
-            raise InvalidPrompt(
-                f"reasoning_effort is {shown(self.reasoning_effort)}; it must be text, or None"
-            )
-        if not isinstance(self.args, Mapping) or not all(
-            isinstance(name, str) for name in self.args
-        ):
-            raise InvalidPrompt(
-                f"args is {shown(self.args)}; it must be a mapping of names to values"
-            )
-        put("args", dict(self.args))
-        if twice := sorted(
-            name
-            for name in self.args.keys() & _NAMED
-            if getattr(self, name) is not None
-        ):
+            if value is not None:
+                put(name, _mappings(name, value))
+        thinking, effort = self.enable_thinking, self.reasoning_effort
+        demand(
+            thinking is None or isinstance(thinking, bool),
+            InvalidPrompt,
+            "enable_thinking",
+            thinking,
+            "True, False or None",
+        )
+        demand(
+            effort is None or isinstance(effort, str),
+            InvalidPrompt,
+            "reasoning_effort",
+            effort,
+            "text, or None",
+        )
+        args, right = self.args, "a mapping of names to values"
+        is_mapping = isinstance(args, Mapping) and _are_texts(args)
+        demand(is_mapping, InvalidPrompt, "args", args, right)
+        put("args", dict(args))
+        twice = sorted(self.args.keys() & self._by_name.keys())
+        if twice:
             raise InvalidPrompt(f"{twice[0]} is given twice: by itself and in args")
         for name in (
             "add_generation_prompt",
             "continue_final_message",
             "escape_special_tokens",
         ):
-            if not isinstance(getattr(self, name), (bool, np.bool_)):
-                raise InvalidPrompt(
-                    f"{name} is {shown(getattr(self, name))}; it must be True or False"
-                )
+            value = getattr(self, name)
+            demand(is_flag(value), InvalidPrompt, name, value, "True or False")
+
+    @property
+    def _by_name(self) -> dict[str, Any]:
+        """Arguments that are fields, but None."""
+        values = {name: getattr(self, name) for name in _NAMED}
+        return {name: value for name, value in values.items() if value is not None}
 
     @property
     def arguments(self) -> dict[str, Any]:
         """All arguments, by the template's names."""
-        return {
-            **self.args,
-            **{
-                name: value
-                for name in _NAMED
-                if (value := getattr(self, name)) is not None
-            },
-        }
+        return {**self.args, **self._by_name}
 
     @property
     def said(self) -> list[str]:
         """Names of arguments that differ from the defaults."""
-        turn = (
-            []
-            if self.add_generation_prompt or self.continue_final_message
-            else ["add_generation_prompt=False"]
-        )
-        return (
-            sorted(self.arguments)
-            + turn
-            + ["continue_final_message"] * bool(self.continue_final_message)
-        )
+        said = sorted(self.arguments)
+        if not self.add_generation_prompt and not self.continue_final_message:
+            said.append("add_generation_prompt=False")
+        if self.continue_final_message:
+            said.append("continue_final_message")
+        return said
 
 
 #: Arguments of chat templates that are fields of ``Template``.
@@ -777,63 +794,44 @@ class Request:
     cache_salt: str | None = None
 
     def __post_init__(self) -> None:
-        if self.draft not in DRAFTS:
-            raise InvalidRequest(
-                f"draft is {shown(self.draft)}; it must be one of {', '.join(DRAFTS)}"
-            )
+        put = partial(object.__setattr__, self)
+        right = f"one of {', '.join(DRAFTS)}"
+        demand(self.draft in DRAFTS, InvalidRequest, "draft", self.draft, right)
         for name in ("images", "videos", "audios"):
-            given: Any = getattr(self, name)
-            is_read = isinstance(given, Iterator) and not isinstance(given, IOBase)
-            several = (
-                given
-                if is_read or isinstance(given, (list, tuple))
-                else ()
-                if given is None
-                else (given,)
-            )
-            object.__setattr__(self, name, tuple(several))
-        object.__setattr__(self, "params", params_of(self.params))
+            put(name, _several(getattr(self, name)))
+        put("params", params_of(self.params))
         if self.template is not None:
-            object.__setattr__(
-                self,
+            put(
                 "template",
                 record_of(Template, "template", self.template, InvalidPrompt),
             )
-        if not (is_whole(self.priority) and abs(self.priority) <= MAX_PRIORITY):
-            raise InvalidRequest(
-                f"priority is {shown(self.priority)}; it must be an integer in -{MAX_PRIORITY}..{MAX_PRIORITY}"
-            )
-        object.__setattr__(self, "priority", int(self.priority))
-        if not (
-            self.cache_salt is None
-            or (isinstance(self.cache_salt, str) and self.cache_salt)
-        ):
-            raise InvalidRequest(
-                f"cache_salt is {shown(self.cache_salt)}; it must be text, not empty, or None"
-            )
-        if not is_whole(self.client):
-            raise InvalidRequest(
-                f"client is {shown(self.client)}; it must be an integer"
-            )
-        object.__setattr__(self, "client", int(self.client))
-        called = self.request_id
-        if called is not None and not (
-            isinstance(called, str) and called and "\0" not in called
-        ):
-            raise InvalidRequest(
-                f"request_id is {shown(called)}; it must be text, not empty and without null characters, or None"
-            )
+        self._check_order(put)
         set_pixel_bounds(self, self.min_pixels, self.max_pixels)
-        if self.params.prompt_logprobs is not None and (
-            self.cache is not None or self.return_cache
-        ):
+        keeps = self.return_cache
+        demand(is_flag(keeps), InvalidRequest, "return_cache", keeps, "True or False")
+        continues = self.cache is not None or keeps
+        if continues and self.params.prompt_logprobs is not None:
             raise InvalidRequest(
                 "prompt_logprobs need every token prefilled; leave cache and return_cache out"
             )
-        if not isinstance(self.return_cache, (bool, np.bool_)):
-            raise InvalidRequest(
-                f"return_cache is {shown(self.return_cache)}; it must be True or False"
-            )
+
+    def _check_order(self, put: Callable[[str, Any], None]) -> None:
+        """Check what says whose the request is and when it comes."""
+        priority, client = self.priority, self.client
+        salt, called = self.cache_salt, self.request_id
+        is_right = is_whole(priority) and abs(priority) <= MAX_PRIORITY
+        right = f"an integer in -{MAX_PRIORITY}..{MAX_PRIORITY}"
+        demand(is_right, InvalidRequest, "priority", priority, right)
+        put("priority", int(priority))
+        is_right = salt is None or is_non_empty(salt)
+        right = "text, not empty, or None"
+        demand(is_right, InvalidRequest, "cache_salt", salt, right)
+        demand(is_whole(client), InvalidRequest, "client", client, "an integer")
+        put("client", int(client))
+        if called is not None:
+            is_right = is_non_empty(called) and "\0" not in called
+            right = "text, not empty and without null characters, or None"
+            demand(is_right, InvalidRequest, "request_id", called, right)
 
 
 @dataclass(frozen=True)
@@ -1018,11 +1016,9 @@ class Stats:
 
 
 def params_of(given: SamplingParams | Mapping[str, Any] | None) -> SamplingParams:
-    return (
-        SamplingParams()
-        if given is None
-        else record_of(SamplingParams, "params", given, InvalidParameters)
-    )
+    if given is None:
+        return SamplingParams()
+    return record_of(SamplingParams, "params", given, InvalidParameters)
 
 
 def record_of(
@@ -1035,12 +1031,12 @@ def record_of(
         raise error(
             f"{name} is {shown(given)}; it must be a {kind.__name__} or a mapping of its fields"
         )
-    known = {field.name for field in fields(kind)}
-    unknown = sorted(str(one) for one in given if one not in known)
-    if unknown:
+    names = {field.name for field in fields(kind)}
+    strange = sorted(str(one) for one in given if one not in names)
+    if strange:
         instead = SAMPLING if kind is SamplingParams else {}
-        likely = meant(unknown[0], known, instead)
+        likely = meant(strange[0], names, instead)
         raise error(
-            f"{name} has no {', '.join(unknown)}{likely}; it has {', '.join(sorted(known))}"
+            f"{name} has no {', '.join(strange)}{likely}; it has {', '.join(sorted(names))}"
         )
     return kind(**given)

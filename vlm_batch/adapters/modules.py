@@ -23,7 +23,7 @@ from vlm_batch.arrays import (
     split_rows,
 )
 from vlm_batch.records import Call
-from vlm_batch.store.digest import digest, split_known
+from vlm_batch.store.digest import digest, split_noted
 from vlm_batch.store.features import FeatureStore
 
 
@@ -502,7 +502,7 @@ def split_patches(pixels: mx.array, counts: Sequence[int]) -> list[mx.array] | N
     if len(counts) == 1:
         return [pixels]  # the same object, whose digest may be known
     ends: list[int] = np.cumsum(counts)[:-1].tolist()
-    return split_known(pixels, ends, axis)
+    return split_noted(pixels, ends, axis)
 
 
 def evaluate_arrays(module: nn.Module) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 import mlx.core as mx
 from mlx_vlm.models.cache import ChunkedKVCache
 
-from vlm_batch.arrays import own_array
-from vlm_batch.caches.layers import CacheKind, LayerCache, Placement
-from vlm_batch.caches.rows import RowsCache, row_of
+from vlm_batch.arrays import num_bytes, own_array
+from vlm_batch.caches.layers import CacheKind, LayerCache, Placement, row_of
+from vlm_batch.caches.rows import RowsCache
 from vlm_batch.caches.slab import RingSlabCache, SlabCache
 from vlm_batch.caches.states import LayerState, filed
 
@@ -68,25 +68,24 @@ class BlockCache(CacheKind, ChunkedKVCache):
         return self.keys[..., :kept, :], self.values[..., :kept, :]  # type: ignore[index]
 
     def saved(self, length: int) -> BlockState:
-        keys, values = (own_array(part) for part in self.state if part is not None)
+        keys, values = self.state
+        assert keys is not None and values is not None
         return BlockState(
-            keys, values, self.offset, self.start_position, self.chunk_size
+            own_array(keys),
+            own_array(values),
+            self.offset,
+            self.start_position,
+            self.chunk_size,
         )
 
     def bytes_at(self, tokens: int, seen: int) -> int:
         kept = max(1, self.offset - self.start_position)
-        return (
-            sum(part.nbytes for part in self.state if part is not None)
-            * min(tokens, self.chunk_size)
-            // kept
-        )
+        return num_bytes(self.state) * min(tokens, self.chunk_size) // kept
 
     def batched(self, placement: Placement, num_places: int) -> LayerCache:
-        return (
-            BlockSlabCache(num_places, self.chunk_size)
-            if placement is Placement.SLAB
-            else RowsCache()
-        )
+        if placement is Placement.SLAB:
+            return BlockSlabCache(num_places, self.chunk_size)
+        return RowsCache()
 
 
 @filed

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from vlm_batch.arrays import own_array
+from vlm_batch.arrays import num_bytes, own_array
 from vlm_batch.caches.layers import CacheKind
 from vlm_batch.caches.states import LayerState, filed
 
@@ -36,15 +36,16 @@ class CrossCache(CacheKind):
 
     @property
     def nbytes(self) -> int:
-        return sum(array.nbytes for array in self.state if array is not None)
+        return num_bytes(self.state)
 
     def bytes_at(self, tokens: int, seen: int) -> int:
         return self.nbytes
 
     def saved(self, length: int) -> CrossState:
-        return CrossState(
-            *(None if part is None else own_array(part) for part in self.state)
-        )
+        keys, values = self.state
+        if keys is None or values is None:
+            return CrossState(None, None)
+        return CrossState(own_array(keys), own_array(values))
 
 
 @filed
@@ -57,8 +58,11 @@ class CrossState(LayerState):
     is_whole = True
 
     def of_pictures(self, share: float) -> CrossState:
-        if self.keys is None or self.values is None or share == 0:
-            return CrossState(None, None)
+        nothing = CrossState(None, None)
+        if share == 0:
+            return nothing
+        if self.keys is None or self.values is None:
+            return nothing
         kept = round(int(self.keys.shape[2]) * share)
         return CrossState(self.keys[:, :, :kept], self.values[:, :, :kept])
 

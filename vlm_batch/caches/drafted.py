@@ -22,9 +22,11 @@ MOST_STATE_BYTES = 2**30
 
 def most_positions(layers: Sequence[Any]) -> int:
     """Return the most positions of a row; 1 if a layer cannot drop any."""
-    states = sum(layer.state_bytes for layer in layers)
-    limit = 1 + MOST_STATE_BYTES // states if states else NO_LIMIT
-    return max(1, min([limit, *(layer.most_positions for layer in layers)]))
+    most = min([NO_LIMIT, *(layer.most_positions for layer in layers)])
+    state_bytes = sum(layer.state_bytes for layer in layers)
+    if state_bytes:
+        most = min(most, 1 + MOST_STATE_BYTES // state_bytes)
+    return max(1, most)
 
 
 #: Everything.
@@ -33,12 +35,14 @@ ALL = slice(None)
 
 def index_of(rows: Sequence[int], size: int = -1) -> slice | mx.array:
     """Return an index of rows; ``ALL`` if they are all of ``size``."""
-    step = rows[1] - rows[0] if len(rows) > 1 else 1
-    if size == len(rows) and list(rows) == list(range(size)):
+    wanted = list(rows)
+    if wanted == list(range(size)):
         return ALL
-    if step > 0 and list(rows) == list(range(rows[0], rows[-1] + 1, step)):
-        return slice(rows[0], rows[-1] + 1, step)
-    return mx.array(list(rows))
+    first, end = wanted[0], wanted[-1] + 1
+    step = wanted[1] - first if len(wanted) > 1 else 1
+    if step > 0 and wanted == list(range(first, end, step)):
+        return slice(first, end, step)
+    return mx.array(wanted)
 
 
 def rows_of(array: mx.array, index: slice | mx.array) -> mx.array:
@@ -107,12 +111,13 @@ def each_position(
 ) -> mx.array:
     """Run attention (B, L, D) stepwise over a ``DraftedSlab``, for classes that multiply a slab's arrays."""
     square: Square = cache.square
-    each, shown = square.padded(x), None if mask is None else square.padded(mask)
+    each = square.padded(x)
+    masks = None if mask is None else square.padded(mask)
+    found: list[mx.array] = []
     with cache.steps() as layer:
-        found = [
-            attention(each[:, ahead], None if shown is None else shown[:, ahead], layer)
-            for ahead in range(square.count)
-        ]
+        for ahead in range(square.count):
+            own = None if masks is None else masks[:, ahead]
+            found.append(attention(each[:, ahead], own, layer))
     return square.flat(mx.stack(found, axis=1))
 
 
@@ -132,44 +137,39 @@ def attend_drafted(
 
     ``is_fixed``: each call has one query per place, as without drafts.
     """
-    extra = {} if sinks is None else {"sinks": sinks}
+    settings: dict[str, Any] = {"scale": scale}
+    if sinks is not None:
+        settings["sinks"] = sinks
     square = keys.square
     apart = square.padded(queries[:, :, 0])  # (S, count, H, D)
-    shown = (
-        None
-        if mask is None
-        else square.padded(mask)
-        if mask.shape[0] > 1
-        else mask[:, None]
-    )
-    is_one = len(keys.slabs) == 1 and isinstance(keys.of(0), mx.array)
-    if is_one and not is_fixed and (shown is None or shown.shape[2] == 1):
+    masks = _masks_of(square, mask)
+    share_slab = len(keys.slabs) == 1 and isinstance(keys.of(0), mx.array)
+    share_mask = masks is None or masks.shape[2] == 1
+    if share_slab and share_mask and not is_fixed:
         # (S, 1, count, C)
-        wide = None if shown is None else shown[:, :, 0].swapaxes(1, 2)
+        wide = None if masks is None else masks[:, :, 0].swapaxes(1, 2)
+        together = apart.swapaxes(1, 2)
         found = attention(
-            apart.swapaxes(1, 2),
-            keys.of(0),
-            values.of(0),
-            cache,
-            scale=scale,
-            mask=wide,
-            **extra,
+            together, keys.of(0), values.of(0), cache, mask=wide, **settings
         )
         found = found.swapaxes(1, 2)  # (S, count, H, D_v)
-    else:
-        each = [
-            attention(
-                apart[:, ahead, :, None],
-                keys.of(ahead),
-                values.of(ahead),
-                cache,
-                scale=scale,
-                mask=None
-                if shown is None
-                else shown[:, min(ahead, shown.shape[1] - 1)],
-                **extra,
-            )[:, :, 0]
-            for ahead in range(square.count)
-        ]
-        found = mx.stack(each, axis=1)
-    return square.flat(found)[:, :, None]
+        return square.flat(found)[:, :, None]
+    each: list[mx.array] = []
+    for ahead in range(square.count):
+        query, own = apart[:, ahead, :, None], None
+        if masks is not None:
+            own = masks[:, min(ahead, masks.shape[1] - 1)]
+        found = attention(
+            query, keys.of(ahead), values.of(ahead), cache, mask=own, **settings
+        )
+        each.append(found[:, :, 0])
+    return square.flat(mx.stack(each, axis=1))[:, :, None]
+
+
+def _masks_of(square: Square, mask: mx.array | None) -> mx.array | None:
+    """Return the masks (S, count, ...) of a square's positions; (1, 1, ...) if all share one."""
+    if mask is None:
+        return None
+    if mask.shape[0] == 1:
+        return mask[:, None]
+    return square.padded(mask)

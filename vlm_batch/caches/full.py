@@ -9,15 +9,16 @@ from typing import Any
 import mlx.core as mx
 from mlx_vlm.models.cache import KVCache
 
-from vlm_batch.arrays import arrays_of, own_array, round_up
+from vlm_batch.arrays import num_bytes, own_array, round_up
 from vlm_batch.caches.layers import (
     LayerCache,
     Placement,
     UpstreamKind,
     kind_of,
+    row_of,
     upstream,
 )
-from vlm_batch.caches.rows import RowsCache, one_of
+from vlm_batch.caches.rows import RowsCache
 from vlm_batch.caches.slab import SlabCache
 from vlm_batch.caches.states import CopiedState, LayerState, filed
 
@@ -50,11 +51,13 @@ class FullKind(UpstreamKind):
     can_trim = True
 
     def row(self, index: int, *, is_own: bool = True) -> KVCache:
-        return (
-            KVCache()
-            if self.cache.keys is None
-            else one_of(self.cache, index, is_own=is_own)
-        )
+        taken = KVCache()
+        if self.cache.keys is None:
+            return taken
+        cut = row_of(index, is_own=is_own)
+        taken.keys, taken.values = cut(self.cache.keys), cut(self.cache.values)
+        taken.offset = self.cache.offset
+        return taken
 
     def trim(self, count: int) -> None:
         self.cache.offset -= count
@@ -71,15 +74,14 @@ class FullKind(UpstreamKind):
         )
 
     def batched(self, placement: Placement, num_places: int) -> LayerCache:
-        return (
-            SlabCache(num_places)
-            if placement is Placement.SLAB
-            else RowsCache(may_stack=True)
-        )
+        if placement is Placement.SLAB:
+            return SlabCache(num_places)
+        return RowsCache()
 
     def bytes_at(self, tokens: int, seen: int) -> int:
-        held = sum(array.nbytes for array in arrays_of(self.cache.state))
-        return held * round_up(tokens, KVCache.step) // max(1, seen)
+        return (
+            num_bytes(self.cache.state) * round_up(tokens, KVCache.step) // max(1, seen)
+        )
 
     def full_parts(self) -> tuple[KVCache, ...]:
         return (self.cache,)
@@ -105,7 +107,9 @@ def can_fill(caches: Sequence[Any]) -> bool:
 
 def trim(caches: Sequence[Any], count: int) -> None:
     """Remove the last ``count`` positions from a row's caches."""
-    for cache in caches if count else ():
+    if not count:
+        return
+    for cache in caches:
         kind_of(cache).trim(count)
 
 

@@ -9,9 +9,8 @@ from typing import Any
 import mlx.core as mx
 from mlx_vlm.models.cache import KVCache
 
-from vlm_batch.arrays import grown, own_array, round_up
-from vlm_batch.caches.layers import CacheKind, kind_of
-from vlm_batch.caches.rows import row_of
+from vlm_batch.arrays import grown, num_bytes, own_array, round_up
+from vlm_batch.caches.layers import CacheKind, kind_of, row_of
 from vlm_batch.caches.states import LayerState, filed
 
 #: Growth of the index, in columns.
@@ -124,16 +123,14 @@ class IndexedCache(CacheKind):
 
     @property
     def state(self) -> list[Any]:
-        held = [] if self._keys is None else [self._keys, self._positions]
-        blocks = [] if self.index_block_keys is None else [self.index_block_keys]
-        return [self.inner.state if self.offset else None, *held, *blocks]
+        own = (self._keys, self._positions, self.index_block_keys)
+        held = [array for array in own if array is not None]
+        return [self.inner.state if self.offset else None, *held]
 
     @property
     def nbytes(self) -> int:
         own = (self._keys, self._positions, self.index_block_keys)
-        return int(self.inner.nbytes) + sum(
-            array.nbytes for array in own if array is not None
-        )
+        return int(self.inner.nbytes) + num_bytes(own)
 
     @property
     def is_whole(self) -> bool:  # type: ignore[override]

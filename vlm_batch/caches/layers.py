@@ -1,7 +1,12 @@
-"""A layer's caches, of one row and of a batch, and the registry of kinds.
+"""What a kind of cache is: the contract of a row's cache and of a batch's, and the registry.
 
-Each kind is one file: single-row cache, saved state and batch cache. Our single-row caches inherit ``CacheKind``;
-mlx-vlm's are wrapped.
+A kind is one file with three classes: one row's cache (``CacheKind``), its saved state (``states.LayerState``), and a
+batch's (``LayerCache``; ``RowsCache`` serves any kind). A class of mlx-vlm's is registered by ``upstream`` instead. Whoever
+writes a kind need not read the other files here; ``window.py`` is an example over a class of mlx-vlm's, ``retained.py`` of
+a class of its own, ``recurrent.RecurrentCache`` of a batch's.
+
+The model's layer sees one row's cache or a batch's, and calls what it has always called: ``update_and_fetch``, ``offset``,
+``make_mask``.
 """
 
 from __future__ import annotations
@@ -13,7 +18,7 @@ from typing import Any, TypeVar
 import mlx.core as mx
 from mlx_vlm.models.cache import KVCache
 
-from vlm_batch.arrays import arrays_of
+from vlm_batch.arrays import num_bytes
 from vlm_batch.caches.drafted import NO_LIMIT
 from vlm_batch.caches.states import CopiedState, LayerState, LostState, is_cache
 from vlm_batch.policy import POLICIES
@@ -32,7 +37,12 @@ class Placement(Enum):
 
 
 class LayerCache:
-    """One layer of a batch."""
+    """One layer of a batch: the states of the rows at its places.
+
+    A kind writes ``put``, ``extract``, ``clear``, ``keep_places``, ``resize`` and ``arrays``. The rest says what else it
+    can: ``drafted`` and ``keep`` go with ``most_positions``; ``graph_key``, ``step_inputs``, ``trace``, ``give`` and
+    ``take`` with ``can_trace`` (``SlabCache``); ``span`` and ``cut`` with ``capacity``.
+    """
 
     #: Whether keys and values lie in columns that are reserved ahead.
     has_columns = False
@@ -46,6 +56,7 @@ class LayerCache:
     most_positions: int = 1
     #: Bytes of the states that each further position leaves.
     state_bytes: int = 0
+    #: Whether every step masks columns, so that rows attend apart.
     always_masked = False
 
     def configure(
@@ -70,12 +81,31 @@ class LayerCache:
     def nbytes(self) -> int:
         return sum(array.nbytes for array in self.arrays())
 
-    def put(self, place: int, cache: Any) -> None: ...
-    def extract(self, place: int) -> Any: ...
-    def clear(self, place: int) -> None: ...
-    def keep_places(self, places: list[int]) -> None: ...
-    def resize(self, num_places: int) -> None: ...
+    def put(self, place: int, cache: Any) -> None:
+        """Take over one row's cache at an empty place. No other row is copied.
+
+        It may raise where memory ends; then the place is cleared.
+        """
+        raise NotImplementedError
+
+    def extract(self, place: int) -> Any:
+        """Return the cache of the row at a place, which leaves next, in arrays of its own."""
+        raise NotImplementedError
+
+    def clear(self, place: int) -> None:
+        """Free a place, which may be empty."""
+        raise NotImplementedError
+
+    def keep_places(self, places: list[int]) -> None:
+        """Keep these places alone, in their order."""
+        raise NotImplementedError
+
+    def resize(self, num_places: int) -> None:
+        """Cut or add empty places at the end."""
+        raise NotImplementedError
+
     def arrays(self) -> list[mx.array]:
+        """Return all arrays, for evaluation and counting."""
         raise NotImplementedError
 
     def drafted(self, counts: Sequence[int]) -> Any:
@@ -86,7 +116,11 @@ class LayerCache:
 
 
 class CacheKind:
-    """One row's cache of a layer."""
+    """One row's cache of a layer.
+
+    A kind writes ``state``, ``offset`` (the tokens that it has seen), ``nbytes``, ``saved``, and what its layer calls.
+    Each of the rest says what else it can, and has a default that is right for any kind.
+    """
 
     #: All arrays, for evaluation.
     state: Any
@@ -147,11 +181,7 @@ class CacheKind:
 
     def bytes_at(self, tokens: int, seen: int) -> int:
         """Estimate the bytes at ``tokens`` from those at ``seen``."""
-        return (
-            sum(array.nbytes for array in arrays_of(self.state))
-            * tokens
-            // max(1, seen)
-        )
+        return num_bytes(self.state) * tokens // max(1, seen)
 
     def full_parts(self) -> tuple[KVCache, ...]:
         """Return the full-attention caches in it."""
@@ -163,7 +193,10 @@ class CacheKind:
 
 
 class UpstreamKind(CacheKind):
-    """Wraps a cache of mlx-vlm's; subclasses serve registered classes."""
+    """A cache of mlx-vlm's, wrapped; subclasses are registered by ``upstream``.
+
+    Of a class without one, a row is copied attribute by attribute and stays in memory.
+    """
 
     def __init__(self, cache: Any) -> None:
         self.cache = cache
@@ -178,12 +211,9 @@ class UpstreamKind(CacheKind):
         )
 
     def bytes_at(self, tokens: int, seen: int) -> int:
-        held = (
-            sum(array.nbytes for array in arrays_of(self.cache.state))
-            if is_cache(self.cache)
-            else 0
-        )
-        return held * tokens // max(1, seen)
+        if not is_cache(self.cache):
+            return 0
+        return num_bytes(self.cache.state) * tokens // max(1, seen)
 
     def with_full(self, change: Callable[[KVCache], Any]) -> Any:
         return self.cache
@@ -196,13 +226,21 @@ UPSTREAM_KINDS: dict[type, type[UpstreamKind]] = {}
 
 
 def upstream(cache: type) -> Callable[[Kind], Kind]:
-    """Register the kind for a class of mlx-vlm's."""
+    """Register the kind for a class of mlx-vlm's; ``verified.py`` names those classes, too."""
 
     def register(kind: Kind) -> Kind:
         UPSTREAM_KINDS[cache] = kind
         return kind
 
     return register
+
+
+def row_of(index: int, *, is_own: bool = True) -> Callable[[mx.array], mx.array]:
+    """Return a function that selects a row of (R, ...); ``is_own`` copies it."""
+    if not is_own:
+        return lambda array: array[index : index + 1]
+    at = mx.array([index])
+    return lambda array: mx.take(array, at, axis=0)
 
 
 def kind_of(cache: Any) -> CacheKind:

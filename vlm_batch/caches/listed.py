@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import mlx.core as mx
 from mlx_vlm.models.cache import CacheList, KVCache
 
 from vlm_batch.caches.layers import (
+    CacheKind,
     LayerCache,
     Placement,
     UpstreamKind,
@@ -17,7 +19,6 @@ from vlm_batch.caches.layers import (
     row_bytes,
     upstream,
 )
-from vlm_batch.caches.slab import SlabCache
 from vlm_batch.caches.states import LayerState, filed
 
 
@@ -87,24 +88,23 @@ class ListedCache(LayerCache, CacheList):
 
 
 def parts_of(layer: Any) -> Iterator[Any]:
-    if isinstance(layer, CacheList):
-        for part in layer.caches:
-            yield from parts_of(part)
-    else:
+    """Yield a layer's caches, whatever lists they are in."""
+    if not isinstance(layer, CacheList):
         yield layer
+        return
+    for part in layer.caches:
+        yield from parts_of(part)
 
 
 def equalise_capacity(layers: Sequence[LayerCache]) -> None:
     """Cut slabs to one capacity: a failed ``put`` may have grown some, but layers share masks."""
-    kinds: dict[tuple[type, int | None], list[SlabCache]] = {}
-    for layer in layers:
-        for part in parts_of(layer):
-            if part.capacity:
-                kinds.setdefault((type(part), part.span), []).append(part)
-    for parts in kinds.values():
-        least = min(part.capacity for part in parts)
-        for part in parts:
-            part.cut(least)
+    slabs = [part for layer in layers for part in parts_of(layer) if part.capacity]
+    least: dict[tuple[type, int | None], int] = {}
+    for slab in slabs:
+        kind = (type(slab), slab.span)
+        least[kind] = min(slab.capacity, least.get(kind, slab.capacity))
+    for slab in slabs:
+        slab.cut(least[type(slab), slab.span])
 
 
 @filed
@@ -132,48 +132,43 @@ class ListKind(UpstreamKind):
     cache: CacheList
 
     @property
+    def kinds(self) -> list[CacheKind]:
+        return [kind_of(part) for part in self.cache.caches]
+
+    @property
     def is_whole(self) -> bool:  # type: ignore[override]
-        return all(kind_of(part).is_whole for part in self.cache.caches)
+        return all(kind.is_whole for kind in self.kinds)
 
     @property
     def holds_rows(self) -> bool:  # type: ignore[override]
-        return all(kind_of(part).holds_rows for part in self.cache.caches)
+        return all(kind.holds_rows for kind in self.kinds)
 
     @property
     def can_fill(self) -> bool:
-        return all(kind_of(part).can_fill for part in self.cache.caches)
+        return all(kind.can_fill for kind in self.kinds)
 
     def trim(self, count: int) -> None:
-        for part in self.cache.caches:
-            kind_of(part).trim(count)
+        for kind in self.kinds:
+            kind.trim(count)
 
     def row(self, index: int, *, is_own: bool = True) -> CacheList:
-        return CacheList(
-            *(kind_of(part).row(index, is_own=is_own) for part in self.cache.caches)
-        )
+        rows = [kind.row(index, is_own=is_own) for kind in self.kinds]
+        return CacheList(*rows)
 
     def saved(self, length: int) -> ListState:
-        return ListState(
-            tuple(kind_of(part).saved(length) for part in self.cache.caches)
-        )
+        states = [kind.saved(length) for kind in self.kinds]
+        return ListState(tuple(states))
 
     def bytes_at(self, tokens: int, seen: int) -> int:
         return row_bytes(self.cache.caches, tokens, seen)
 
     def batched(self, placement: Placement, num_places: int) -> LayerCache:
-        return ListedCache(
-            *(
-                kind_of(part).batched(placement, num_places)
-                for part in self.cache.caches
-            )
-        )
+        layers = [kind.batched(placement, num_places) for kind in self.kinds]
+        return ListedCache(*layers)
 
     def full_parts(self) -> tuple[KVCache, ...]:
-        return tuple(
-            full for part in self.cache.caches for full in kind_of(part).full_parts()
-        )
+        return tuple(chain.from_iterable(kind.full_parts() for kind in self.kinds))
 
     def with_full(self, change: Callable[[KVCache], Any]) -> CacheList:
-        return CacheList(
-            *(kind_of(part).with_full(change) for part in self.cache.caches)
-        )
+        changed = [kind.with_full(change) for kind in self.kinds]
+        return CacheList(*changed)

@@ -8,7 +8,7 @@ from itertools import chain
 
 import mlx.core as mx
 
-from vlm_batch.arrays import own_array
+from vlm_batch.arrays import num_bytes, own_array
 from vlm_batch.caches.layers import CacheKind
 from vlm_batch.caches.states import LayerState, filed
 
@@ -23,7 +23,7 @@ class PoolCache(CacheKind):
         self.ratio, self.overlaps = ratio, overlaps
         self.pooled: mx.array | None = None  # (1, P, D)
         # values and gates (1, L, W) of the open window
-        self.pieces: tuple[tuple[mx.array, mx.array], ...] = ()
+        self.pieces: tuple[tuple[mx.array, ...], ...] = ()
         # value and gate (1, ratio, W) of the last full window, if they overlap
         self.before: tuple[mx.array, ...] = ()
 
@@ -42,24 +42,24 @@ class PoolCache(CacheKind):
         full = length // self.ratio * self.ratio
         if not full:
             self.pieces = pieces
-            return tuple(
-                mx.unflatten(part[:, :0], 1, (0, self.ratio)) for part in (value, gate)
-            )
+            nothing = (value[:, :0], gate[:, :0])
+            return tuple(mx.unflatten(part, 1, (0, self.ratio)) for part in nothing)
         parts = _joined(pieces)
-        rest = tuple(mx.contiguous(part[:, full:]) for part in parts)
-        self.pieces = ((rest[0], rest[1]),) if full < length else ()
+        self.pieces = ()
+        if full < length:
+            self.pieces = (tuple(mx.contiguous(part[:, full:]) for part in parts),)
         windows = tuple(part[:, :full] for part in parts)
         if self.overlaps:
-            if self.before:
-                windows = tuple(
-                    mx.concatenate([old, new], axis=1)
-                    for old, new in zip(self.before, windows, strict=True)
-                )
-            self.before = tuple(
-                mx.contiguous(part[:, -self.ratio :]) for part in windows
-            )
+            windows = self._behind_last(windows)
         count = windows[0].shape[1] // self.ratio
         return tuple(mx.unflatten(part, 1, (count, self.ratio)) for part in windows)
+
+    def _behind_last(self, windows: tuple[mx.array, ...]) -> tuple[mx.array, ...]:
+        """Put the last full window before others (1, L, W); remember the last of these."""
+        if self.before:
+            windows = _joined((self.before, windows))
+        self.before = tuple(mx.contiguous(part[:, -self.ratio :]) for part in windows)
+        return windows
 
     @property
     def rest(self) -> tuple[mx.array, ...]:
@@ -67,11 +67,9 @@ class PoolCache(CacheKind):
         return _joined(self.pieces) if self.pieces else ()
 
     def append(self, pools: mx.array) -> None:
-        self.pooled = (
-            pools
-            if self.pooled is None
-            else mx.concatenate([self.pooled, pools], axis=1)
-        )
+        if self.pooled is not None:
+            pools = mx.concatenate([self.pooled, pools], axis=1)
+        self.pooled = pools
 
     def visible(self, length: int, offset: int) -> mx.array | None:
         """Return the mask (length, P) of pools whose windows ended by each token; None if all did."""
@@ -81,27 +79,31 @@ class PoolCache(CacheKind):
         return mx.arange(self.offset)[None] < ends
 
     @property
+    def _open(self) -> tuple[mx.array, ...]:
+        """What the next window needs."""
+        return (*chain(*self.pieces), *self.before)
+
+    @property
     def state(self) -> tuple[mx.array, ...]:
-        return (
-            *(() if self.pooled is None else (self.pooled,)),
-            *chain(*self.pieces),
-            *self.before,
-        )
+        if self.pooled is None:
+            return self._open
+        return (self.pooled, *self._open)
 
     @property
     def nbytes(self) -> int:
-        return sum(array.nbytes for array in self.state)
+        return num_bytes(self.state)
 
     def bytes_at(self, tokens: int, seen: int) -> int:
-        held = sum(array.nbytes for array in (*chain(*self.pieces), *self.before))
-        return held + (
-            0 if self.pooled is None else self.pooled.nbytes * tokens // max(1, seen)
-        )
+        held = num_bytes(self._open)
+        if self.pooled is not None:
+            held += self.pooled.nbytes * tokens // max(1, seen)
+        return held
 
     def saved(self, length: int) -> PoolState:
         pooled = None if self.pooled is None else own_array(self.pooled)
         rest, before = (
-            tuple(map(own_array, part)) for part in (self.rest, self.before)
+            tuple(map(own_array, self.rest)),
+            tuple(map(own_array, self.before)),
         )
         return PoolState(pooled, rest, before, self.ratio, self.overlaps, length)
 
@@ -124,11 +126,12 @@ class PoolState(LayerState):
     def restore(self, length: int) -> PoolCache:
         cache = PoolCache(self.ratio, overlaps=self.overlaps)
         cache.pooled, cache.before = self.pooled, self.before
-        cache.pieces = ((self.rest[0], self.rest[1]),) if self.rest else ()
+        cache.pieces = (self.rest,) if self.rest else ()
         return cache
 
 
-def _joined(pieces: Sequence[tuple[mx.array, mx.array]]) -> tuple[mx.array, ...]:
+def _joined(pieces: Sequence[tuple[mx.array, ...]]) -> tuple[mx.array, ...]:
+    """Join values and gates (1, L, W) along L."""
     if len(pieces) == 1:
         return pieces[0]
     return tuple(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from numbers import Real
 from typing import Any
 
@@ -62,24 +63,28 @@ class KVQuantisation:
                 f"kv_bits is {shown(self.bits)}; it must be a number of bits"
             )
         for name, least in (("group_size", 1), ("start", 0)):
-            object.__setattr__(
-                self, name, whole_option(name, vars(self)[name], least=least)
-            )
+            value = whole_option(name, vars(self)[name], least=least)
+            object.__setattr__(self, name, value)
         if self.scheme == "turboquant":
-            low, high = TURBO_BITS
-            if not low <= self.bits <= high or self.bits * 2 != int(self.bits * 2):
-                raise ValueError(
-                    f"kv_bits is {shown(self.bits)}; turboquant takes {low} to {high} bits, in steps of a half"
-                )
-            return
-        if self.bits not in UNIFORM_BITS:
-            halves = (
-                "; 3.5 and other halves need scheme='turboquant'"
-                if self.bits != int(self.bits)
-                else ""
-            )
+            self._check_turboquant()
+        else:
+            self._check_uniform()
+
+    def _check_turboquant(self) -> None:
+        low, high = TURBO_BITS
+        halves = self.bits * 2
+        if not low <= self.bits <= high or halves != int(halves):
             raise ValueError(
-                f"kv_bits is {shown(self.bits)}; uniform quantisation takes {UNIFORM_BITS}{halves}"
+                f"kv_bits is {shown(self.bits)}; turboquant takes {low} to {high} bits, in steps of a half"
+            )
+
+    def _check_uniform(self) -> None:
+        if self.bits not in UNIFORM_BITS:
+            advice = ""
+            if self.bits != int(self.bits):
+                advice = "; 3.5 and other halves need scheme='turboquant'"
+            raise ValueError(
+                f"kv_bits is {shown(self.bits)}; uniform quantisation takes {UNIFORM_BITS}{advice}"
             )
         if self.group_size not in UNIFORM_GROUPS:
             raise ValueError(
@@ -88,12 +93,10 @@ class KVQuantisation:
 
     def caches(self, fresh: Sequence[Any]) -> list[Any]:
         """Replace the full-attention caches of a row."""
-        return [
-            kind_of(cache).with_full(
-                lambda _: LateCache(self) if self.start else self.empty()
-            )
-            for cache in fresh
-        ]
+        return [kind_of(cache).with_full(self._instead) for cache in fresh]
+
+    def _instead(self, exact: KVCache) -> Any:
+        return LateCache(self) if self.start else self.empty()
 
     def counts(self, fresh: Sequence[Any]) -> tuple[int, int]:
         """Return (quantised layers, all layers)."""
@@ -103,16 +106,20 @@ class KVQuantisation:
         """Raise ValueError if used caches' heads would be padded too much."""
         if self.scheme != "uniform":
             return
-        for part in (part for cache in fresh for part in kind_of(cache).full_parts()):
-            for what, array in (("keys", part.keys), ("values", part.values)):
-                depth = 0 if array is None else int(array.shape[-1])
-                filled = round_up(depth, self.group_size)
-                if filled > MAX_FILLED * depth:
-                    raise ValueError(
-                        f"the model's {what} have {depth} numbers a head: with group_size={self.group_size} "
-                        f"they would be stored as {filled}; take another of {UNIFORM_GROUPS} that fits, or "
-                        "scheme='turboquant'"
-                    )
+        kinds = map(kind_of, fresh)
+        for part in chain.from_iterable(kind.full_parts() for kind in kinds):
+            self._check_depth("keys", part.keys)
+            self._check_depth("values", part.values)
+
+    def _check_depth(self, what: str, array: mx.array | None) -> None:
+        depth = 0 if array is None else int(array.shape[-1])
+        filled = round_up(depth, self.group_size)
+        if filled > MAX_FILLED * depth:
+            raise ValueError(
+                f"the model's {what} have {depth} numbers a head: with group_size={self.group_size} "
+                f"they would be stored as {filled}; take another of {UNIFORM_GROUPS} that fits, or "
+                "scheme='turboquant'"
+            )
 
     def empty(self) -> QuantizedCache | TurboCache:
         if self.scheme == "turboquant":
@@ -138,10 +145,13 @@ class LateCache(CacheKind):
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         if self.is_exact and self.inner.offset >= self.how.start:
-            exact, self.inner = self.inner, self.how.empty()
-            if exact.offset:
-                self.inner.update_and_fetch(*exact.state)
+            self._quantise()
         return self.inner.update_and_fetch(keys, values)
+
+    def _quantise(self) -> None:
+        exact, self.inner = self.inner, self.how.empty()
+        if exact.offset:
+            self.inner.update_and_fetch(*exact.state)
 
     @property
     def offset(self) -> int:
@@ -192,11 +202,8 @@ class LateState(LayerState):
 
 def settings_of(kv: KVQuantisation | None) -> dict[str, str]:
     """Return settings that a saved row must share with its batcher."""
-    values = (
-        ("None",) * 4
-        if kv is None
-        else (f"{kv.bits:g}", str(kv.group_size), kv.scheme, str(kv.start))
-    )
-    return dict(
-        zip(("kv_bits", "kv_group_size", "kv_scheme", "kv_start"), values, strict=True)
-    )
+    names = ("kv_bits", "kv_group_size", "kv_scheme", "kv_start")
+    if kv is None:
+        return dict.fromkeys(names, "None")
+    values = (f"{kv.bits:g}", str(kv.group_size), kv.scheme, str(kv.start))
+    return dict(zip(names, values, strict=True))

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 from mlx_vlm.models.cache import create_attention_mask
 
-from vlm_batch.arrays import own_array, round_up
+from vlm_batch.arrays import num_bytes, own_array, round_up
 from vlm_batch.caches.drafted import NO_LIMIT
-from vlm_batch.caches.layers import CacheKind, LayerCache, Placement
-from vlm_batch.caches.rows import RowsCache, row_of
+from vlm_batch.caches.layers import CacheKind, LayerCache, Placement, row_of
+from vlm_batch.caches.rows import RowsCache
 from vlm_batch.caches.slab import SlabCache, columns_at, put_columns, widened
 from vlm_batch.caches.states import LayerState, filed
 from vlm_batch.policy import KERNEL, PACKED, UNPACKED
@@ -23,8 +23,12 @@ from vlm_batch.runtime.device import Device, device
 STEP = 256
 
 
-class Layout(NamedTuple):
-    """Layout of numbers in heads of ``depth``, padded to whole groups."""
+#: (heads, width, dtype) of a part of a slab.
+PartForm = tuple[int, int, mx.Dtype]
+
+
+class PackedLayout(NamedTuple):
+    """How heads of ``depth`` numbers are stored, padded to whole groups."""
 
     group_size: int
     bits: int
@@ -37,7 +41,7 @@ class QuantizedStates(NamedTuple):
     packed: mx.array  # (B, H, L, D * bits / 32) uint32
     scales: mx.array  # (B, H, L, D / group_size)
     biases: mx.array
-    layout: Layout
+    layout: PackedLayout
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -47,6 +51,10 @@ class QuantizedStates(NamedTuple):
     @property
     def parts(self) -> tuple[mx.array, mx.array, mx.array]:
         return (self.packed, self.scales, self.biases)
+
+    def between(self, begin: int, end: int) -> QuantizedStates:
+        """Return the positions [begin, end)."""
+        return of_parts([part[:, :, begin:end] for part in self.parts], self.layout)
 
     def map(self, change: Any) -> QuantizedStates:
         return of_parts([change(part) for part in self.parts], self.layout)
@@ -65,13 +73,17 @@ class SlabStates(NamedTuple):
     packed: mx.array  # (S, heads of the slab, C, D * bits / 32) uint32
     scales: mx.array
     biases: mx.array
-    layout: Layout
+    layout: PackedLayout
     first: int  # head
     heads: int
 
     @property
     def columns(self) -> int:
         return int(self.packed.shape[2])
+
+    @property
+    def span(self) -> slice:
+        return slice(self.first, self.first + self.heads)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -82,14 +94,12 @@ class SlabStates(NamedTuple):
         return (self.packed, self.scales, self.biases)
 
     def cut(self) -> QuantizedStates:
-        return of_parts(
-            [part[:, self.first : self.first + self.heads] for part in self.parts],
-            self.layout,
-        )
+        """Return its heads alone."""
+        return of_parts([part[:, self.span] for part in self.parts], self.layout)
 
 
 def of_slab(
-    parts: Sequence[mx.array], layout: Layout, first: int, heads: int
+    parts: Sequence[mx.array], layout: PackedLayout, first: int, heads: int
 ) -> SlabStates:
     packed, scales, biases = parts
     return SlabStates(packed, scales, biases, layout, first, heads)
@@ -100,20 +110,17 @@ def unpacked(keys: SlabStates, values: SlabStates) -> tuple[mx.array, mx.array]:
     if keys.packed is not values.packed:
         return keys.cut().dequantized(), values.cut().dequantized()
     both = of_parts(keys.parts, keys.layout).dequantized()
-    found_k, found_v = (
-        both[:, one.first : one.first + one.heads] for one in (keys, values)
-    )
-    return found_k, found_v
+    return both[:, keys.span], both[:, values.span]
 
 
-def of_parts(parts: Sequence[mx.array], layout: Layout) -> QuantizedStates:
+def of_parts(parts: Sequence[mx.array], layout: PackedLayout) -> QuantizedStates:
     packed, scales, biases = parts
     return QuantizedStates(packed, scales, biases, layout)
 
 
 def quantize(array: mx.array, group_size: int, bits: int) -> QuantizedStates:
     """Quantise (B, H, L, D) along D."""
-    layout = Layout(group_size, bits, array.shape[-1])
+    layout = PackedLayout(group_size, bits, array.shape[-1])
     return of_parts(
         mx.quantize(_filled(array, group_size), group_size=group_size, bits=bits),
         layout,
@@ -122,11 +129,9 @@ def quantize(array: mx.array, group_size: int, bits: int) -> QuantizedStates:
 
 def _filled(array: mx.array, group_size: int) -> mx.array:
     missing = -array.shape[-1] % group_size
-    return (
-        mx.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, missing)])
-        if missing
-        else array
-    )
+    if not missing:
+        return array
+    return mx.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, missing)])
 
 
 class QuantizedCache(CacheKind):
@@ -146,22 +151,29 @@ class QuantizedCache(CacheKind):
     def update_and_fetch(
         self, keys: mx.array, values: mx.array
     ) -> tuple[QuantizedStates, QuantizedStates]:
-        end = self.offset + keys.shape[2]
-        self.keys, self.values = (
-            _append(held, quantize(new, self.group_size, self.bits), self.offset)
-            for held, new in ((self.keys, keys), (self.values, values))
-        )
-        self.offset = end
+        self.keys = self._append(self.keys, keys)
+        self.values = self._append(self.values, values)
+        self.offset += keys.shape[2]
         return self.state
+
+    def _append(self, held: QuantizedStates | None, new: mx.array) -> QuantizedStates:
+        """Write ``new`` (1, H, L, D) behind the cached tokens, growing the arrays."""
+        coded, begin = quantize(new, self.group_size, self.bits), self.offset
+        end = begin + new.shape[2]
+        if held is None:
+            return coded.map(lambda part: _joined([part]))
+        if end > held.packed.shape[2]:
+            old = held.between(0, begin)
+            pairs = zip(old.parts, coded.parts, strict=True)
+            return of_parts([_joined(list(pair)) for pair in pairs], coded.layout)
+        for part, piece in zip(held.parts, coded.parts, strict=True):
+            part[:, :, begin:end] = piece
+        return held
 
     @property
     def state(self) -> tuple[QuantizedStates, QuantizedStates]:
         assert self.keys is not None and self.values is not None
-        keys, values = (
-            held.map(lambda part: part[:, :, : self.offset])
-            for held in (self.keys, self.values)
-        )
-        return keys, values
+        return self.keys.between(0, self.offset), self.values.between(0, self.offset)
 
     def make_mask(
         self, length: int, window_size: int | None = None, return_array: bool = False
@@ -186,23 +198,19 @@ class QuantizedCache(CacheKind):
 
     @property
     def nbytes(self) -> int:
-        return sum(
-            part.nbytes
-            for held in (self.keys, self.values)
-            if held is not None
-            for part in held.parts
-        )
+        return num_bytes((self.keys, self.values))
 
     def bytes_at(self, tokens: int, seen: int) -> int:
         return super().bytes_at(round_up(tokens, STEP), seen)
 
     def saved(self, length: int) -> QuantizedState:
-        keys, values = (
-            tuple(own_array(part) for part in states.parts) for states in self.state
-        )
-        depths = tuple(states.layout.depth for states in self.state)
+        keys, values = self.state
         return QuantizedState(
-            keys, values, self.group_size, self.bits, (depths[0], depths[1])
+            tuple(map(own_array, keys.parts)),
+            tuple(map(own_array, values.parts)),
+            self.group_size,
+            self.bits,
+            (keys.layout.depth, values.layout.depth),
         )
 
     def batched(self, placement: Placement, num_places: int) -> LayerCache:
@@ -228,13 +236,11 @@ class QuantizedState(LayerState):
 
     def restore(self, length: int) -> QuantizedCache:
         cache = QuantizedCache(self.group_size, self.bits)
-        cache.keys, cache.values = (
-            of_parts(
-                [part[:, :, :length] for part in parts],
-                Layout(self.group_size, self.bits, depth),
-            )
-            for parts, depth in zip((self.keys, self.values), self.depths, strict=True)
+        of_keys, of_values = (
+            PackedLayout(self.group_size, self.bits, depth) for depth in self.depths
         )
+        cache.keys = of_parts(self.keys, of_keys).between(0, length)
+        cache.values = of_parts(self.values, of_values).between(0, length)
         cache.offset = length
         return cache
 
@@ -253,28 +259,27 @@ def attend_quantized(
     """
     batch, heads, length, _ = queries.shape
     if length > 1:
-        plain = (states.dequantized() for states in (keys, values))
         return mx.fast.scaled_dot_product_attention(
-            queries, *plain, scale=scale, mask=mask, sinks=sinks
+            queries,
+            keys.dequantized(),
+            values.dequantized(),
+            scale=scale,
+            mask=mask,
+            sinks=sinks,
         )
     groups = keys.shape[1]
     group_size, bits, _ = keys.layout
     product = partial(mx.quantized_matmul, group_size=group_size, bits=bits)
     # MLX 0.32 has no product of strided columns (supports_qmm_naive)
     if device() is Device.CUDA:
-        keys, values = (states.map(mx.contiguous) for states in (keys, values))
+        keys, values = keys.map(mx.contiguous), values.map(mx.contiguous)
     # heads that share keys become rows
     grouped = _filled(queries * scale, group_size).reshape(
         batch, groups, heads // groups, -1
     )
     scores = product(grouped, *keys.parts, transpose=True)  # (B, G, H / G, K)
     if isinstance(mask, mx.array):  # "causal" hides nothing from the last query
-        by_group = _by_group(mask, groups, heads)
-        scores = (
-            mx.where(by_group, scores, -mx.inf)
-            if mask.dtype == mx.bool_
-            else scores + by_group
-        )
+        scores = _hidden(scores, _by_group(mask, groups, heads))
     if sinks is not None:
         column = mx.broadcast_to(
             sinks.reshape(1, groups, heads // groups, 1), (*scores.shape[:3], 1)
@@ -287,6 +292,13 @@ def attend_quantized(
     return output[..., : values.layout.depth].reshape(batch, heads, 1, -1)
 
 
+def _hidden(scores: mx.array, mask: mx.array) -> mx.array:
+    """Apply a mask, bool (True attends) or additive."""
+    if mask.dtype == mx.bool_:
+        return mx.where(mask, scores, -mx.inf)
+    return scores + mask
+
+
 def _by_group(mask: mx.array, groups: int, heads: int) -> mx.array:
     mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
     if mask.shape[1] == 1:
@@ -294,25 +306,14 @@ def _by_group(mask: mx.array, groups: int, heads: int) -> mx.array:
     return mask.reshape(mask.shape[0], groups, heads // groups, mask.shape[3])
 
 
-def _append(
-    held: QuantizedStates | None, new: QuantizedStates, at: int
-) -> QuantizedStates:
-    """Write ``new`` behind ``at`` columns, growing the array."""
-    end = at + new.shape[2]
-    if held is None or end > held.packed.shape[2]:
-        pairs = zip((None,) * 3 if held is None else held.parts, new.parts, strict=True)
-        return of_parts([_joined(old, piece, at) for old, piece in pairs], new.layout)
-    for part, piece in zip(held.parts, new.parts, strict=True):
-        part[:, :, at:end] = piece
-    return held
-
-
-def _joined(old: mx.array | None, new: mx.array, at: int) -> mx.array:
-    """Join ``at`` columns of ``old``, ``new`` and zeros up to ``STEP``."""
-    parts = [new] if old is None or not at else [old[:, :, :at], new]
-    if missing := -(at + new.shape[2]) % STEP:
-        parts.append(mx.zeros((*new.shape[:2], missing, new.shape[3]), new.dtype))
-    return mx.concatenate(parts, axis=2) if len(parts) > 1 else new
+def _joined(parts: list[mx.array]) -> mx.array:
+    """Join columns, and zeros up to a multiple of ``STEP``."""
+    last = parts[-1]
+    missing = -sum(part.shape[2] for part in parts) % STEP
+    if missing:
+        zeros = mx.zeros((*last.shape[:2], missing, last.shape[3]), last.dtype)
+        parts = [*parts, zeros]
+    return last if len(parts) == 1 else mx.concatenate(parts, axis=2)
 
 
 class QuantizedSlabCache(SlabCache):
@@ -335,22 +336,19 @@ class QuantizedSlabCache(SlabCache):
         # not ``bits``, by which mlx-vlm recognises caches that return packed numbers
         self._num_bits = bits
         self._heads = (0, 0)  # of keys, of values
-        self._layouts: list[Layout] = []
+        self._layouts: list[PackedLayout] = []
         #: (heads, width, dtype) of every part of every slab.
-        self._parts: list[list[tuple[int, int, mx.Dtype]]] = []
+        self._parts: list[list[PartForm]] = []
 
     def put(self, place: int, cache: QuantizedCache) -> None:
         length, states = cache.offset, cache.state
-        self._layouts = [one.layout for one in states]
-        self._heads = (states[0].shape[1], states[1].shape[1])
-        self._parts = [
-            [(one.shape[1], part.shape[3], part.dtype) for part in one.parts]
-            for one in states
-        ]
+        keys, values = states
+        self._layouts = [keys.layout, values.layout]
+        self._heads = (keys.shape[1], values.shape[1])
         if self._is_stacked:
-            self._parts = [
-                [(sum(self._heads), width, dtype) for _, width, dtype in self._parts[0]]
-            ]
+            self._parts = [_forms(keys, sum(self._heads))]
+        else:
+            self._parts = [_forms(one, one.shape[1]) for one in states]
         self._reserve_parts(length + 1)
         self._left[place] = max(self._left[place], length, self.ahead)
         for (slabs, heads), one in zip(self._halves(), states, strict=True):
@@ -362,40 +360,30 @@ class QuantizedSlabCache(SlabCache):
     def extract(self, place: int) -> Any:
         cache = QuantizedCache(self._group_size, self._num_bits)
         cache.offset = self._lengths[place]
-        cache.keys, cache.values = (
-            of_parts(
-                [
-                    own_array(slab[place : place + 1, heads, : cache.offset])
-                    for slab in slabs
-                ],
-                layout,
-            )
-            for (slabs, heads), layout in zip(
-                self._halves(), self._layouts, strict=True
-            )
-        )
+        halves: list[QuantizedStates] = []
+        for (slabs, heads), layout in zip(self._halves(), self._layouts, strict=True):
+            at = (slice(place, place + 1), heads, slice(cache.offset))
+            halves.append(of_parts([own_array(slab[at]) for slab in slabs], layout))
+        cache.keys, cache.values = halves
         return cache
 
     def append(self, keys: mx.array, values: mx.array) -> None:
-        stacks = (
-            [mx.concatenate([keys, values], axis=1)]
-            if self._is_stacked
-            else [keys, values]
-        )
         count = keys.shape[2]
-        new = [
-            quantize(stack, self._group_size, self._num_bits).parts for stack in stacks
-        ]
+        if self._is_stacked:
+            together = self._coded(mx.concatenate([keys, values], axis=1))
+            new = [together, ()]
+        else:
+            new = [self._coded(keys), self._coded(values)]
         self._reserve_parts(self._columns(count))
         at, self.ahead = columns_at(self._positions(), count), max(self.ahead, count)
-        written = [
-            tuple(
-                put_columns(slab, at, part)
-                for slab, part in zip(slabs, parts, strict=True)
-            )
-            for slabs, parts in zip((self.keys, self.values), new, strict=False)
-        ]
-        self.keys, self.values = written if len(written) == 2 else (written[0], ())
+        written: list[tuple[mx.array, ...]] = []
+        for slabs, parts in zip((self.keys, self.values), new, strict=True):
+            pairs = zip(slabs, parts, strict=True)
+            written.append(tuple(put_columns(slab, at, part) for slab, part in pairs))
+        self.keys, self.values = written
+
+    def _coded(self, array: mx.array) -> tuple[mx.array, ...]:
+        return quantize(array, self._group_size, self._num_bits).parts
 
     @property
     def has_graphs_kernels(self) -> bool:  # type: ignore[override]
@@ -407,12 +395,7 @@ class QuantizedSlabCache(SlabCache):
         return (tuple(part.shape for part in self.arrays()), self.keys[1].dtype)
 
     def arrays(self) -> list[mx.array]:
-        return [
-            part
-            for slabs in (self.keys, self.values)
-            if slabs is not None
-            for part in slabs
-        ]
+        return [*(self.keys or ()), *(self.values or ())]
 
     @property
     def _is_stacked(self) -> bool:
@@ -423,49 +406,52 @@ class QuantizedSlabCache(SlabCache):
         """(slabs, heads) of keys and of values."""
         if not self._is_stacked:
             return [(self.keys, slice(None)), (self.values, slice(None))]
+        behind_keys = self._heads[0]
         return [
-            (self.keys, slice(self._heads[0])),
-            (self.keys, slice(self._heads[0], None)),
+            (self.keys, slice(behind_keys)),
+            (self.keys, slice(behind_keys, None)),
         ]
 
     @property
     def state(self) -> Any:
-        slabs = (self.keys, self.keys if self._is_stacked else self.values)
-        firsts = (0, self._heads[0] if self._is_stacked else 0)
-        keys, values = (
-            of_slab(parts, layout, first, heads)
-            for parts, layout, first, heads in zip(
-                slabs, self._layouts, firsts, self._heads, strict=True
-            )
-        )
+        of_keys, of_values = self._layouts
+        num_keys, num_values = self._heads
+        keys = of_slab(self.keys, of_keys, 0, num_keys)
+        if self._is_stacked:
+            values = of_slab(self.keys, of_values, num_keys, num_values)
+        else:
+            values = of_slab(self.values, of_values, 0, num_values)
         if self.few_bits == KERNEL:
             return keys, values
-        return (
-            unpacked(keys, values)
-            if self.few_bits == UNPACKED
-            else (keys.cut(), values.cut())
-        )
+        if self.few_bits == UNPACKED:
+            return unpacked(keys, values)
+        return keys.cut(), values.cut()
 
     def _change(self, change: Callable[[mx.array], mx.array]) -> None:
         if self.keys is not None:
-            self.keys, self.values = (
-                tuple(map(change, slabs)) for slabs in (self.keys, self.values)
-            )
+            self.keys = tuple(map(change, self.keys))
+            self.values = tuple(map(change, self.values))
 
     def _reserve_parts(self, tokens: int) -> None:
         if tokens <= self.capacity:
             return
-        capacity, places = self._capacity(tokens), self.num_places
-        slabs_grown: list[tuple[mx.array, ...]] = []
-        for slabs, parts in zip((self.keys, self.values), self._parts, strict=False):
-            old = slabs or (None,) * len(parts)
-            shapes = [
-                ((places, heads, capacity, width), dtype)
-                for heads, width, dtype in parts
-            ]
-            slabs_grown.append(
-                tuple(widened(o, *shape) for o, shape in zip(old, shapes, strict=True))
-            )
-        self.keys, self.values = (
-            slabs_grown if len(slabs_grown) == 2 else (slabs_grown[0], ())
-        )
+        capacity = self._capacity(tokens)
+        slabs = [self._widened(self.keys, self._parts[0], capacity), ()]
+        if not self._is_stacked:
+            slabs[1] = self._widened(self.values, self._parts[1], capacity)
+        self.keys, self.values = slabs
+
+    def _widened(
+        self, slabs: Any, forms: Sequence[PartForm], capacity: int
+    ) -> tuple[mx.array, ...]:
+        found: list[mx.array] = []
+        old_ones = slabs or (None,) * len(forms)
+        for old, (heads, width, dtype) in zip(old_ones, forms, strict=True):
+            shape = (self.num_places, heads, capacity, width)
+            found.append(widened(old, shape, dtype))
+        return tuple(found)
+
+
+def _forms(states: QuantizedStates, heads: int) -> list[PartForm]:
+    """Return the forms of a slab's parts with so many heads."""
+    return [(heads, part.shape[3], part.dtype) for part in states.parts]

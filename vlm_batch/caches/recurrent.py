@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import mlx.core as mx
 from mlx_vlm.models.cache import ArraysCache, CacheList
 
-from vlm_batch.arrays import grown, own_array
+from vlm_batch.arrays import grown, num_bytes, own_array
 from vlm_batch.caches.drafted import NO_LIMIT, Square, index_of, rows_of
-from vlm_batch.caches.layers import LayerCache, Placement, UpstreamKind, upstream
+from vlm_batch.caches.layers import (
+    LayerCache,
+    Placement,
+    UpstreamKind,
+    row_of,
+    upstream,
+)
 from vlm_batch.caches.listed import parts_of
-from vlm_batch.caches.rows import row_of
 from vlm_batch.caches.states import LayerState, filed
 
 #: A row of states (B, ...), one array per slot.
@@ -43,22 +48,17 @@ class RecurrentCache(LayerCache, ArraysCache):
         self._kept: dict[int, Source] = {}
         super().__init__(0)
         self._num_places = 0
-        # (slot, place) with zeros for an unused slot
-        self._unfilled: set[tuple[int, int]] = set()
+        # by slot: the places with zeros for an unused one
+        self._unfilled: dict[int, set[int]] = {}
 
     @property
     def cache(self) -> list[Any]:
-        if self._kept:
-            kept, self._kept = self._kept, {}
-            self._states = [
-                None
-                if states is None
-                else _replaced(
-                    states,
-                    {place: (one[0][slot], one[1]) for place, one in kept.items()},
-                )
-                for slot, states in enumerate(self._states)
-            ]
+        if not self._kept:
+            return self._states
+        kept, self._kept = self._kept, {}
+        for slot, states in enumerate(list(self._states)):
+            if states is not None:
+                self._states[slot] = _replaced(states, slot, kept)
         return self._states
 
     @cache.setter
@@ -90,34 +90,27 @@ class RecurrentCache(LayerCache, ArraysCache):
         return self.cache[slot]
 
     def __setitem__(self, slot: int, states: Any) -> None:
-        self._unfilled = {
-            (other, place) for other, place in self._unfilled if other != slot
-        }
+        self._fill([slot])
         super().__setitem__(slot, states)
 
     def put(self, place: int, cache: ArraysCache) -> None:
         """Copy a row's states (1, ...) to a place; empty slots become zeros."""
         self._forget(place)
-        slots = self.cache or [None] * len(cache.cache)
-        self._unfilled = {
-            (slot, other) for slot, other in self._unfilled if other != place
-        }
-        self._unfilled |= {
-            (slot, place) for slot, row in enumerate(cache.cache) if row is None
-        }
-        self.cache = [
-            _put(states, place, row, self._num_places)
-            for states, row in zip(slots, cache.cache, strict=True)
-        ]
+        slots = list(self.cache) or [None] * len(cache.cache)
+        for slot, (states, row) in enumerate(zip(slots, cache.cache, strict=True)):
+            unfilled = self._unfilled.setdefault(slot, set())
+            unfilled.discard(place)
+            if row is None:
+                unfilled.add(place)
+            slots[slot] = _put(states, place, row, self._num_places)
+        self.cache = slots
 
     def extract(self, place: int) -> ArraysCache:
         cache = ArraysCache(len(self.cache))
-        cache.cache = [
-            None
-            if states is None or (slot, place) in self._unfilled
-            else mx.contiguous(states[place : place + 1])
-            for slot, states in enumerate(self.cache)
-        ]
+        for slot, states in enumerate(self.cache):
+            is_unused = place in self._unfilled.get(slot, ())
+            if states is not None and not is_unused:
+                cache.cache[slot] = mx.contiguous(states[place : place + 1])
         return cache
 
     def clear(self, place: int) -> None:
@@ -126,32 +119,34 @@ class RecurrentCache(LayerCache, ArraysCache):
 
     def keep_places(self, places: list[int]) -> None:
         """Keep these places, in their order, copied once."""
-        states, at = self.cache, mx.array(places)  # with what they keep
-        now = {before: place for place, before in enumerate(places)}
+        at = mx.array(places)
+        self._change(lambda states: mx.take(states, at, axis=0))
+        kept = list(enumerate(places))
         self._later = {
-            now[before]: later for before, later in self._later.items() if before in now
+            place: self._later[before]
+            for place, before in kept
+            if before in self._later
         }
-        self._unfilled = {
-            (slot, now[before]) for slot, before in self._unfilled if before in now
-        }
+        for slot, unfilled in self._unfilled.items():
+            self._unfilled[slot] = {
+                place for place, before in kept if before in unfilled
+            }
         self._num_places = len(places)
-        self.cache = [
-            None if one is None else mx.take(one, at, axis=0) for one in states
-        ]
 
     def resize(self, num_places: int) -> None:
         for place in range(num_places, self._num_places):
             self._forget(place)
         self._num_places = num_places
-        self.cache = [
-            None if states is None else _fit(states, num_places)
-            for states in self.cache
-        ]
+        self._change(lambda states: _fit(states, num_places))
+
+    def _change(self, change: Callable[[mx.array], mx.array]) -> None:
+        # with what drafts leave
+        self.cache = _each_used(change, self.cache)
 
     @property
     def nbytes(self) -> int:
         # another thread may ask
-        return sum(states.nbytes for states in self._states if states is not None)
+        return num_bytes(self._states)
 
     def arrays(self) -> list[mx.array]:
         return [states for states in self.cache if states is not None]
@@ -182,12 +177,15 @@ class RecurrentCache(LayerCache, ArraysCache):
 
     def take(self, slots: Sequence[Sequence[mx.array]], count: int) -> None:
         """Take states back after a step of ``count`` tokens for every place."""
-        self.cache = [one[0] if one else None for one in slots]
-        self._unfilled = {
-            (slot, place)
-            for slot, place in self._unfilled
-            if not (count and slots[slot])
-        }
+        self.cache = [next(iter(one), None) for one in slots]
+        if count:
+            used = [slot for slot, one in enumerate(slots) if one]
+            self._fill(used)
+
+    def _fill(self, slots: Iterable[int]) -> None:
+        """Note that slots have states at every place."""
+        for slot in slots:
+            self._unfilled.pop(slot, None)
 
 
 @dataclass(frozen=True)
@@ -212,35 +210,28 @@ class Steps:
     def of(cls, counts: tuple[int, ...], *, is_fixed: bool) -> Steps:
         """``is_fixed``: each step has all places, some idle."""
         begins = [0, *accumulate(counts)]
-        last, steps, at = begins[-1] - 1, list[Step](), dict[tuple[int, int], int]()
-        there: tuple[int, ...] = tuple(range(len(counts)))
+        last = begins[-1] - 1
+        everywhere = tuple(range(len(counts)))
+        steps: list[Step] = []
+        outputs: list[tuple[int, int]] = []  # (place, ahead), step after step
+        there = everywhere
         for ahead in range(max(counts)):
-            places = tuple(
-                place
-                for place, count in enumerate(counts)
-                if is_fixed or not ahead or count > ahead
-            )
-            rows = [
-                min(max(0, begins[place] + min(ahead, counts[place] - 1)), last)
-                for place in places
-            ]
-            steps.append(
-                Step(
-                    places,
-                    index_of(rows),
-                    index_of([there.index(place) for place in places], len(there)),
-                )
-            )
-            at |= {
-                (place, ahead): len(at) + index for index, place in enumerate(places)
-            }
+            places = everywhere
+            if ahead and not is_fixed:
+                places = tuple(place for place in places if counts[place] > ahead)
+            rows: list[int] = []
+            for place in places:
+                row = begins[place] + min(ahead, counts[place] - 1)
+                rows.append(min(max(0, row), last))
+                outputs.append((place, ahead))
+            before = [there.index(place) for place in places]
+            steps.append(Step(places, index_of(rows), index_of(before, len(there))))
             there = places
-        order = [
-            at[place, ahead]
-            for place, count in enumerate(counts)
-            for ahead in range(count)
-        ]
-        return cls(tuple(steps), len(order), index_of(order, len(at)))
+        at = {output: index for index, output in enumerate(outputs)}
+        order: list[int] = []
+        for place, count in enumerate(counts):
+            order += [at[place, ahead] for ahead in range(count)]
+        return cls(tuple(steps), len(order), index_of(order, len(outputs)))
 
 
 #: Most positions that a square has for each that is asked for: further ones are computed for nothing.
@@ -270,17 +261,13 @@ class DraftedRecurrent(ArraysCache):
 
     def square(self) -> Square | None:
         """Return how one call may run all positions, or None."""
-        wide = (
-            len(self._counts) * max(self._counts) <= MOST_PADDED * sum(self._counts)
-            and min(self._counts) > 0
-        )
-        if (
-            self._layer.always_masked
-            or not wide
-            or any(slot[0] is None for slot in self._slots)
-        ):
+        counts = self._counts
+        if self._layer.always_masked or min(counts) == 0:
             return None
-        return Square.of(self._counts)
+        if len(counts) * max(counts) > MOST_PADDED * sum(counts):
+            return None
+        is_unused = [slot[0] is None for slot in self._slots]
+        return None if any(is_unused) else Square.of(counts)
 
     @contextmanager
     def history(self, count: int) -> Iterator[ArraysCache]:
@@ -290,32 +277,32 @@ class DraftedRecurrent(ArraysCache):
         lent.start_speculation(count)
         yield lent
         records: dict[int, Any] = lent._speculation["records"]
-        states = [After(count, *records[slot][:3]) for slot in range(len(self._slots))]
-        for slot, one in enumerate(states):
-            self._layer[slot] = one.position(0)
-        later: dict[int, list[Source]] = {
-            place: [(Slots(states, ahead), place) for ahead in range(1, of)]
-            for place, of in enumerate(self._counts)
-        }
+        states: list[After] = []
+        for slot in range(len(self._slots)):
+            states.append(After(count, *records[slot][:3]))
+            self._layer[slot] = states[slot].position(0)
+        slots = [Slots(states, ahead) for ahead in range(count)]
+        later: dict[int, list[Source]] = {}
+        for place, of in enumerate(self._counts):
+            later[place] = [(after, place) for after in slots[1:of]]
         self._layer.draft(later)
 
     @contextmanager
     def step(self, number: int) -> Iterator[ArraysCache]:
         """Lend a step its first states; remember its last."""
         before = self.steps.each[number].before
-        held = [slot[min(number, len(slot) - 1)] for slot in self._slots]
-        given = [None if states is None else rows_of(states, before) for states in held]
-        lent = ArraysCache(len(given))
-        lent.cache = list(given)
+        later: Any = self._later[number - 1] if number else self._layer
+        lent = ArraysCache(len(self._slots))
+        for slot, after in enumerate(self._slots):
+            states = after[min(number, len(after) - 1)]
+            if states is not None:
+                lent.cache[slot] = rows_of(states, before)
+        given = list(lent.cache)
         yield lent
         for slot, (old, new) in enumerate(zip(given, lent.cache, strict=True)):
-            if new is old:  # another module's
-                continue
-            self._slots[slot].append(new)
-            if number:
-                self._later[number - 1][slot] = new
-            else:
-                self._layer[slot] = new
+            if new is not old:  # or another module's
+                self._slots[slot].append(new)
+                later[slot] = new
 
 
 @dataclass(frozen=True)
@@ -347,29 +334,36 @@ class Slots(Sequence[mx.array | None]):
         return len(self.states)
 
 
-def _replaced(
-    states: mx.array, kept: Mapping[int, tuple[mx.array | None, int]]
-) -> mx.array:
-    """Return states (B, ...), some places from other arrays' rows."""
-    parts: list[mx.array] = []
-    for place in range(states.shape[0]):
-        array, row = kept.get(place, (None, 0))
-        parts.append(
-            states[place : place + 1] if array is None else array[row : row + 1]
-        )
+def _replaced(states: mx.array, slot: int, kept: Mapping[int, Source]) -> mx.array:
+    """Return a slot's states (B, ...), those of some places from other arrays."""
+    parts = [states[place : place + 1] for place in range(states.shape[0])]
+    for place, (slots, row) in kept.items():
+        array = slots[slot]
+        if array is not None and place < len(parts):
+            parts[place] = array[row : row + 1]
     return parts[0] if len(parts) == 1 else mx.concatenate(parts)
 
 
 def _put(
     states: mx.array | None, place: int, row: mx.array | None, num_places: int
 ) -> mx.array | None:
-    if states is None and row is None:
+    """Write a row (1, ...) to a place of states (B, ...); what is missing becomes zeros."""
+    given = row if states is None else states
+    if given is None:
         return None
     if row is None:
-        assert states is not None
-        row = mx.zeros((1, *states.shape[1:]), states.dtype)
-    states = _fit(row[:0] if states is None else states, num_places)
+        row = mx.zeros((1, *given.shape[1:]), given.dtype)
+    if states is None:
+        states = row[:0]
+    states = _fit(states, num_places)
     return mx.concatenate([states[:place], row, states[place + 1 :]])
+
+
+def _each_used(
+    change: Callable[[mx.array], mx.array], slots: Sequence[mx.array | None]
+) -> list[mx.array | None]:
+    """Change the slots that are used; None for others."""
+    return [None if slot is None else change(slot) for slot in slots]
 
 
 def _fit(states: mx.array, num_places: int) -> mx.array:
@@ -391,7 +385,7 @@ class RecurrentState(LayerState):
 
     def restore(self, length: int) -> ArraysCache:
         cache = ArraysCache(len(self.slots))
-        cache.cache = [None if slot is None else slot[:] for slot in self.slots]
+        cache.cache = _each_used(lambda slot: slot[:], self.slots)
         return cache
 
 
@@ -405,19 +399,15 @@ class RecurrentKind(UpstreamKind):
     def row(self, index: int, *, is_own: bool = True) -> ArraysCache:
         cut = row_of(index, is_own=is_own)
         taken = type(self.cache)(len(self.cache.cache))
-        taken.cache = [None if slot is None else cut(slot) for slot in self.cache.cache]
+        taken.cache = _each_used(cut, self.cache.cache)
         return taken
 
     def saved(self, length: int) -> RecurrentState:
-        return RecurrentState(
-            tuple(
-                None if slot is None else own_array(slot) for slot in self.cache.cache
-            ),
-            length,
-        )
+        slots = _each_used(own_array, self.cache.cache)
+        return RecurrentState(tuple(slots), length)
 
     def bytes_at(self, tokens: int, seen: int) -> int:
-        return sum(slot.nbytes for slot in self.cache.cache if slot is not None)
+        return num_bytes(self.cache.cache)
 
     def batched(self, placement: Placement, num_places: int) -> LayerCache:
         return RecurrentCache()
@@ -437,20 +427,20 @@ class MaskedKind(RecurrentKind):
 
 def masked(caches: Sequence[Any]) -> list[Any]:
     """Return new caches, the states ``MaskedStates``."""
-    found: list[Any] = []
-    for cache in caches:
-        if isinstance(cache, CacheList):
-            cache.caches = tuple(masked(cache.caches))
-        found.append(
-            MaskedStates(len(cache.cache)) if type(cache) is ArraysCache else cache
-        )
-    return found
+    return list(map(_masked, caches))
+
+
+def _masked(cache: Any) -> Any:
+    if isinstance(cache, CacheList):
+        cache.caches = tuple(masked(cache.caches))
+    if type(cache) is not ArraysCache:
+        return cache
+    return MaskedStates(len(cache.cache))
 
 
 def mask_behind(caches: Sequence[Any], ends: Sequence[int]) -> None:
     """Mask what lies behind rows' ends in the states' next chunk."""
     lengths = mx.array(list(ends))
-    for cache in caches:
-        for part in parts_of(cache):
-            if isinstance(part, MaskedStates):
-                part.lengths = lengths
+    for part in chain.from_iterable(map(parts_of, caches)):
+        if isinstance(part, MaskedStates):
+            part.lengths = lengths

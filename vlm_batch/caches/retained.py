@@ -28,9 +28,9 @@ class RetainedPromptCache(CacheKind, KVCache):
     ) -> tuple[mx.array | None, mx.array | None]:
         if self.prompt is None or self.offset < self.prompt + self.window:
             return super().update_and_fetch(keys, values)
-        place = self.prompt + (self.offset - self.prompt) % self.window
-        self.keys[..., place : place + 1, :] = keys
-        self.values[..., place : place + 1, :] = values
+        column = self.prompt + (self.offset - self.prompt) % self.window
+        self.keys[..., column : column + 1, :] = keys
+        self.values[..., column : column + 1, :] = values
         self.offset += 1
         return self.state
 
@@ -38,18 +38,17 @@ class RetainedPromptCache(CacheKind, KVCache):
     def state(self) -> tuple[mx.array | None, mx.array | None]:
         if self.keys is None:
             return None, None
-        kept = (
-            self.offset
-            if self.prompt is None
-            else min(self.offset, self.prompt + self.window)
-        )
+        kept = self.offset
+        if self.prompt is not None:
+            kept = min(kept, self.prompt + self.window)
         return self.keys[..., :kept, :], self.values[..., :kept, :]
 
     def saved(self, length: int) -> LayerState:
         if self.prompt is not None:
             return LostState()
-        keys, values = (own_array(part) for part in self.state if part is not None)
-        return RetainedState(keys, values, self.window)
+        keys, values = self.state
+        assert keys is not None and values is not None
+        return RetainedState(own_array(keys), own_array(values), self.window)
 
 
 @filed

@@ -1,7 +1,6 @@
 """Layers whose rows keep single-row caches, with one attention call per row.
 
-Fastest on a CPU; on a GPU launches dominate (docs/architecture.md). Short rows of one length that join together share
-an array until one leaves.
+Fastest on a CPU; on a GPU launches dominate (docs/architecture.md).
 """
 
 from __future__ import annotations
@@ -9,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate, groupby
+from itertools import accumulate
 from typing import Any
-from weakref import WeakSet
 
 import mlx.core as mx
 from mlx_vlm.models.cache import KVCache, cache_nbytes
@@ -19,16 +17,13 @@ from mlx_vlm.models.cache import KVCache, cache_nbytes
 from vlm_batch.arrays import arrays_of, lengths_array
 from vlm_batch.caches.layers import LayerCache, kind_of
 
-#: The longest rows worth copying into one array.
-MOST_STACKED = 1024
-
 
 @dataclass(frozen=True)
 class Run:
-    """Keys or values of the places [first, end), and their cache.
+    """Keys or values of one row at the places [first, end), and their cache.
 
-    ``state`` is one row's (1, H, L, D) or quantised states, stacked rows (R, H, L, D), or None for one empty place. One
-    row's at several places are later positions; the last sees all.
+    ``state`` is (1, H, L, D), or quantised states, or None for an empty place. At several places lie successive
+    positions of the row; the last sees all of ``state``.
     """
 
     first: int
@@ -37,28 +32,18 @@ class Run:
     cache: Any | None
 
     @property
-    def is_ahead(self) -> bool:
-        """Whether the places are positions of one row."""
-        return (
-            isinstance(self.state, mx.array) and len(self.state) < self.end - self.first
-        )
+    def count(self) -> int:
+        return self.end - self.first
 
     def apart(self) -> list[Run]:
         """Return a run for each place."""
-        count = self.end - self.first
+        if self.count == 1:
+            return [self]
         whole: Any = self.state
-        if self.is_ahead:
-            length = whole.shape[2] - count + 1
-            states = [whole[:, :, : length + at] for at in range(count)]
-        else:
-            states = (
-                [whole]
-                if count == 1 or whole is None
-                else list(mx.split(whole, len(whole)))
-            )
+        seen_by_first = whole.shape[2] - self.count + 1
         return [
-            Run(self.first + at, self.first + at + 1, state, self.cache)
-            for at, state in enumerate(states)
+            Run(place, place + 1, whole[:, :, : seen_by_first + ahead], self.cache)
+            for ahead, place in enumerate(range(self.first, self.end))
         ]
 
 
@@ -72,16 +57,16 @@ class RowStates:
     def shape(self) -> tuple[int, int, int, int]:
         """(B, H, longest L, D)"""
         shapes = [run.state.shape for run in self.runs if run.state is not None]
-        return (
-            self.runs[-1].end,
-            shapes[0][1],
-            max(shape[2] for shape in shapes),
-            shapes[0][3],
-        )
+        _, heads, _, width = shapes[0]
+        longest = max(shape[2] for shape in shapes)
+        return (self.runs[-1].end, heads, longest, width)
 
     def apart(self) -> list[Run]:
         """Return a run for each place."""
-        return [one for run in self.runs for one in run.apart()]
+        found: list[Run] = []
+        for run in self.runs:
+            found += run.apart()
+        return found
 
 
 @dataclass(frozen=True)
@@ -89,6 +74,13 @@ class RowMasks:
     """Each place's mask; None attends to the whole cache."""
 
     rows: tuple[mx.array | None, ...]
+
+    @classmethod
+    def of(cls, rows: Sequence[mx.array | None]) -> RowMasks | None:
+        """Return the masks, or None if no place has one."""
+        if all(mask is None for mask in rows):
+            return None
+        return cls(tuple(rows))
 
 
 def attend_rows(
@@ -100,61 +92,72 @@ def attend_rows(
     mask: RowMasks | mx.array | None,
     sinks: mx.array | None,
 ) -> mx.array:
-    """Attend with queries (B, H, 1, D), one call per row, its unmasked positions or unmasked stack.
-
-    Empty places give zeros.
-    """
-    extra = {} if sinks is None else {"sinks": sinks}
+    """Attend with queries (B, H, 1, D), one call for each row. Empty places give zeros."""
+    settings: dict[str, Any] = {"scale": scale}
+    if sinks is not None:
+        settings["sinks"] = sinks
+    outputs: list[mx.array] = []  # per run
+    empty: list[int] = []  # indices of runs
     runs = (keys.runs, values.runs) if mask is None else (keys.apart(), values.apart())
-    outputs: list[mx.array | None] = []  # per run
     for run, other in zip(*runs, strict=True):
+        of_row, own = queries[run.first : run.end], _mask_of(mask, run)
         if run.state is None:
-            outputs.append(None)
+            empty.append(len(outputs))
+            outputs.append(of_row)
             continue
-        own: Any = mask
-        if isinstance(mask, RowMasks):
-            own = mask.rows[run.first]
-        elif mask is not None and mask.ndim == 4 and mask.shape[0] > 1:
-            own = mask[run.first : run.end]
-        of_rows = queries[run.first : run.end]
-        if run.is_ahead:
-            count, length = run.end - run.first, run.state.shape[2]
-            own = mx.arange(length) <= mx.arange(length - count, length)[:, None]
-            of_rows = of_rows.swapaxes(0, 2)
+        if run.count > 1:
+            # successive positions are one row's queries
+            of_row, own = of_row.swapaxes(0, 2), _causal(run)
         found = attention(
-            of_rows, run.state, other.state, run.cache, scale=scale, mask=own, **extra
+            of_row, run.state, other.state, run.cache, mask=own, **settings
         )
-        outputs.append(found.swapaxes(0, 2) if run.is_ahead else found)
-    # values may have another width
-    like = next((output[:1] for output in outputs if output is not None), queries[:1])
-    filled = [mx.zeros_like(like) if output is None else output for output in outputs]
-    return filled[0] if len(filled) == 1 else mx.concatenate(filled, axis=0)
+        outputs.append(found.swapaxes(0, 2) if run.count > 1 else found)
+    _fill(outputs, empty)
+    return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=0)
+
+
+def _fill(outputs: list[mx.array], empty: Sequence[int]) -> None:
+    """Put zeros for empty places; values may have another width than queries."""
+    if not empty:
+        return
+    live = set(range(len(outputs))).difference(empty)
+    nothing = mx.zeros_like(outputs[min(live, default=0)][:1])
+    for index in empty:
+        outputs[index] = nothing
+
+
+def _mask_of(mask: RowMasks | mx.array | None, run: Run) -> mx.array | None:
+    """Return the mask of a run of one place."""
+    if mask is None:
+        return None
+    if isinstance(mask, RowMasks):
+        return mask.rows[run.first]
+    has_rows = mask.ndim == 4 and mask.shape[0] > 1
+    return mask[run.first : run.end] if has_rows else mask
+
+
+def _causal(run: Run) -> mx.array:
+    """Return the mask (count, L) of a run's positions, of which the last sees all."""
+    assert run.state is not None
+    length = run.state.shape[2]
+    last = mx.arange(length - run.count, length)
+    return mx.arange(length) <= last[:, None]
 
 
 class RowsCache(LayerCache):
-    """One layer of a batch; ``places[b]``: the cache of place b, or None.
+    """One layer of a batch; ``places[b]``: the cache of place b, or None."""
 
-    ``may_stack``: neighbours of one length that join together share a cache.
-    """
-
-    def __init__(self, *, may_stack: bool = False) -> None:
+    def __init__(self) -> None:
         self.places: list[Any | None] = []
-        self.may_stack = may_stack
-        self._new: WeakSet[Any] = WeakSet()  # caches put since the last token
 
     def put(self, place: int, cache: Any) -> None:
         """Adopt a row's cache without a copy."""
         self.places[place] = cache
-        if self.may_stack:
-            self._new.add(cache)
 
     def extract(self, place: int) -> Any:
-        first, end = self._run_of(place)  # of its stack
-        cache = self.places[place]
-        return cache if end - first == 1 else one_of(cache, place - first)
+        return self.places[place]
 
     def clear(self, place: int) -> None:
-        self.separate(place)
         self.places[place] = None
 
     def keep_places(self, places: list[int]) -> None:
@@ -182,40 +185,25 @@ class RowsCache(LayerCache):
     def update_and_fetch(
         self, keys: mx.array, values: mx.array
     ) -> tuple[RowStates, RowStates]:
-        self.settle_new()
         return self._states(
-            lambda cache, first, end: cache.update_and_fetch(
-                keys[first:end], values[first:end]
+            lambda cache, place: cache.update_and_fetch(
+                keys[place : place + 1], values[place : place + 1]
             )
         )
-
-    def settle_new(self) -> None:
-        """Stack neighbours of one length that were put since the last token."""
-        if len(self._new) > 1 and not self.always_masked:
-            kinds = [
-                _kind(cache) if cache in self._new else None for cache in self.places
-            ]
-            for kind, run in groupby(range(len(kinds)), key=lambda place: kinds[place]):
-                places = list(run)
-                if kind is not None and len(places) > 1:
-                    first, end = places[0], places[-1] + 1
-                    self.places[first:end] = [_stacked(self.places[first:end])] * len(
-                        places
-                    )
-        self._new.clear()
-
-    def separate(self, place: int) -> None:
-        """Unstack the row at a place."""
-        first, end = self._run_of(place)
-        if end - first > 1:
-            self.places[first:end] = [
-                one_of(self.places[place], index) for index in range(end - first)
-            ]
 
     @property
     def state(self) -> tuple[RowStates, RowStates]:
         """All keys and values, for layers that share them."""
-        return self._states(lambda cache, first, end: cache.state)
+        return self._states(lambda cache, place: cache.state)
+
+    def _states(
+        self, read: Callable[[Any, int], tuple[Any, Any]]
+    ) -> tuple[RowStates, RowStates]:
+        runs = _Runs()
+        for place, cache in enumerate(self.places):
+            held = (None, None) if cache is None else read(cache, place)
+            runs.add(place, place + 1, held, cache)
+        return runs.states()
 
     def make_mask(
         self, length: int, window_size: int | None = None, return_array: bool = False
@@ -223,40 +211,27 @@ class RowsCache(LayerCache):
         """Return the rows' masks for one token; None if no row needs one."""
         if length != 1:
             raise ValueError(f"a batch decodes one token a row, not {length}")
-        masks = tuple(
-            None
-            if cache is None
-            else cache.make_mask(1, window_size=window_size, return_array=False)
-            for cache in self.places
-        )
-        return None if all(mask is None for mask in masks) else RowMasks(masks)
+        return RowMasks.of([_mask_for(cache, window_size) for cache in self.places])
+
+    @property
+    def live(self) -> list[Any]:
+        # another thread may ask while rows leave
+        return [cache for cache in tuple(self.places) if cache is not None]
 
     @property
     def nbytes(self) -> int:
-        return sum(cache_nbytes(cache) for _, _, cache in self.runs())
+        return sum(cache_nbytes(cache) for cache in self.live)
 
     def arrays(self) -> list[mx.array]:
-        return arrays_of(
-            [cache.state for _, _, cache in self.runs() if cache is not None]
-        )
-
-    def runs(self) -> Iterator[tuple[int, int, Any]]:
-        """Yield each row's, stack's or empty place's (first, end, cache)."""
-        # another thread may read while rows leave
-        places, first = tuple(self.places), 0
-        for end in range(1, len(places) + 1):
-            cache = places[first]
-            if end == len(places) or cache is None or places[end] is not cache:
-                yield first, end, cache
-                first = end
+        return arrays_of([cache.state for cache in self.live])
 
     @property
     def most_positions(self) -> int:  # type: ignore[override]
-        held = [kind_of(cache) for _, _, cache in self.runs() if cache is not None]
-        return min(
-            (kind.most_positions(is_fixed=self.always_masked) for kind in held),
-            default=1,
-        )
+        most = [
+            kind_of(cache).most_positions(is_fixed=self.always_masked)
+            for cache in self.live
+        ]
+        return min(most, default=1)
 
     def drafted(self, counts: Sequence[int]) -> DraftedRows:
         return DraftedRows(self, counts)
@@ -265,29 +240,31 @@ class RowsCache(LayerCache):
         if of > 1:
             kind_of(self.places[place]).keep(kept, of)
 
-    def _run_of(self, place: int) -> tuple[int, int]:
-        return next(
-            (first, end) for first, end, _ in self.runs() if first <= place < end
-        )
 
-    def _states(
-        self, state: Callable[[Any, int, int], tuple[Any, Any]]
-    ) -> tuple[RowStates, RowStates]:
-        runs = list(self.runs())
-        states = [
-            (None, None) if cache is None else state(cache, first, end)
-            for first, end, cache in runs
-        ]
-        keys, values = (
-            RowStates(
-                tuple(
-                    Run(first, end, held[half], cache)
-                    for (first, end, cache), held in zip(runs, states, strict=True)
-                )
-            )
-            for half in (0, 1)
-        )
-        return keys, values
+class _Runs:
+    """Runs of keys and of values, place by place."""
+
+    def __init__(self) -> None:
+        self._keys: list[Run] = []
+        self._values: list[Run] = []
+
+    def add(self, first: int, end: int, states: tuple[Any, Any], cache: Any) -> None:
+        keys, values = states
+        self._keys.append(Run(first, end, keys, cache))
+        self._values.append(Run(first, end, values, cache))
+
+    def states(self) -> tuple[RowStates, RowStates]:
+        return RowStates(tuple(self._keys)), RowStates(tuple(self._values))
+
+
+def _mask_for(cache: Any | None, window_size: int | None) -> mx.array | None:
+    """Return a row's mask for one token."""
+    if cache is None:
+        return None
+    found: mx.array | None = cache.make_mask(
+        1, window_size=window_size, return_array=False
+    )
+    return found
 
 
 class DraftedRows(RowsCache):
@@ -295,65 +272,58 @@ class DraftedRows(RowsCache):
 
     def __init__(self, layer: RowsCache, counts: Sequence[int]) -> None:
         super().__init__()
-        layer.settle_new()
-        for place, count in enumerate(counts):
-            if count > 1:
-                layer.separate(place)
-                kind_of(layer.places[place]).draft(count)
         self.always_masked = layer.always_masked
         self._layer, self._counts = layer, tuple(counts)
-        self._ends = [0, *accumulate(counts)]
-        self.places = [
-            cache
-            for cache, count in zip(layer.places, counts, strict=True)
-            for _ in range(count)
-        ]
-        self._before = tuple(
-            length + ahead
-            for length, count in zip(layer.lengths, counts, strict=True)
-            for ahead in range(count)
-        )
+        self._before: list[int] = []  # tokens that each position sees before its own
         self._appended: tuple[RowStates, RowStates] | None = None
+        each = zip(layer.places, layer.lengths, counts, strict=True)
+        for cache, length, count in each:
+            if count > 1:
+                kind_of(cache).draft(count)
+            self.places += [cache] * count
+            self._before += range(length, length + count)
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        done = self._appended is not None
+        if self._appended is None:
+            return tuple(self._before)
         return tuple(
-            before + done * (cache is not None)
+            before if cache is None else before + 1
             for before, cache in zip(self._before, self.places, strict=True)
         )
 
     def update_and_fetch(
         self, keys: mx.array, values: mx.array
     ) -> tuple[RowStates, RowStates]:
-        runs: tuple[list[Run], list[Run]] = ([], [])
-        for first, end, cache in self._layer.runs():
-            begin, stop = self._ends[first], self._ends[end]
-            # it may have any number of positions, and each is a place by itself
+        runs = _Runs()
+        ends = accumulate(self._counts)
+        for cache, count, end in zip(
+            self._layer.places, self._counts, ends, strict=True
+        ):
+            first = end - count
             if cache is None:
-                for found in runs:
-                    found += [Run(at, at + 1, None, None) for at in range(begin, stop)]
-                continue
-            if begin == stop:
-                continue
-            if stop - begin == end - first:
-                one = cache.update_and_fetch(keys[begin:stop], values[begin:stop])
-                for found, state in zip(runs, one, strict=True):
-                    found.append(Run(begin, stop, state, cache))
-                continue
-            both = cache.update_and_fetch(
-                *(part[begin:stop].swapaxes(0, 2) for part in (keys, values))
-            )
-            for found, state in zip(runs, both, strict=True):
-                if type(cache) is KVCache and not self.always_masked:
-                    found.append(Run(begin, stop, state, cache))
-                    continue
-                found += [
-                    Run(at, at + 1, seen, cache)
-                    for at, seen in enumerate(_seen(state, cache, stop - begin), begin)
-                ]
-        self._appended = RowStates(tuple(runs[0])), RowStates(tuple(runs[1]))
+                for place in range(first, end):
+                    runs.add(place, place + 1, (None, None), None)
+            elif count == 1:
+                one = cache.update_and_fetch(keys[first:end], values[first:end])
+                runs.add(first, end, one, cache)
+            elif count:
+                self._append(runs, cache, first, keys[first:end], values[first:end])
+        self._appended = runs.states()
         return self._appended
+
+    def _append(
+        self, runs: _Runs, cache: Any, first: int, keys: mx.array, values: mx.array
+    ) -> None:
+        """Append a row's positions (N, H, 1, D) together; each attends to those before it."""
+        count = len(keys)
+        both = cache.update_and_fetch(keys.swapaxes(0, 2), values.swapaxes(0, 2))
+        if type(cache) is KVCache and not self.always_masked:
+            runs.add(first, first + count, both, cache)
+            return
+        seen = zip(*(_seen(part, cache, count) for part in both), strict=True)
+        for place, states in enumerate(seen, first):
+            runs.add(place, place + 1, states, cache)
 
     @property
     def state(self) -> tuple[RowStates, RowStates]:
@@ -363,18 +333,14 @@ class DraftedRows(RowsCache):
     def make_mask(
         self, length: int, window_size: int | None = None, return_array: bool = False
     ) -> RowMasks | None:
+        if length != 1:
+            raise ValueError(f"a position has one token, not {length}")
         masks: list[mx.array | None] = []
         for cache, count in zip(self._layer.places, self._counts, strict=True):
             for ahead in range(count):
                 with _further(cache, ahead):
-                    masks.append(
-                        None
-                        if cache is None
-                        else cache.make_mask(
-                            length, window_size=window_size, return_array=False
-                        )
-                    )
-        return None if all(mask is None for mask in masks) else RowMasks(tuple(masks))
+                    masks.append(_mask_for(cache, window_size))
+        return RowMasks.of(masks)
 
 
 def _seen(states: Any, cache: Any, count: int) -> Iterator[Any]:
@@ -383,15 +349,15 @@ def _seen(states: Any, cache: Any, count: int) -> Iterator[Any]:
     length = states.shape[2]
     for end in range(length - count + 1, length + 1):
         begin = 0 if window is None else max(0, end - window)
-
-        def cut(part: mx.array, begin: int = begin, end: int = end) -> mx.array:
-            return part[:, :, begin:end]
-
-        yield cut(states) if isinstance(states, mx.array) else states.map(cut)
+        if isinstance(states, mx.array):
+            yield states[:, :, begin:end]
+        else:
+            yield states.between(begin, end)
 
 
 @contextmanager
 def _further(cache: Any, count: int) -> Iterator[None]:
+    """Count a row's first ``count`` drafted tokens as cached."""
     if cache is None or not count:
         yield
         return
@@ -401,43 +367,3 @@ def _further(cache: Any, count: int) -> Iterator[None]:
         yield
     finally:
         counter.offset -= count
-
-
-def row_of(index: int, *, is_own: bool) -> Callable[[mx.array], mx.array]:
-    """Return a function that selects a row of (R, ...); ``is_own`` copies it."""
-    if not is_own:
-        return lambda array: array[index : index + 1]
-    place = mx.array([index])
-    return lambda array: mx.take(array, place, axis=0)
-
-
-def one_of(stack: KVCache, index: int, *, is_own: bool = True) -> KVCache:
-    """Return one row's cache in a stack."""
-    taken, cut = KVCache(), row_of(index, is_own=is_own)
-    taken.keys, taken.values, taken.offset = (
-        cut(stack.keys),
-        cut(stack.values),
-        stack.offset,
-    )
-    return taken
-
-
-def _kind(cache: KVCache) -> tuple[Any, ...] | None:
-    """Return a key that stackable rows share, or None."""
-    if cache.keys is None or cache.offset > MOST_STACKED:
-        return None
-    return (
-        cache.offset,
-        cache.keys.shape,
-        cache.values.shape,
-        cache.keys.dtype,
-        cache.values.dtype,
-    )
-
-
-def _stacked(rows: Sequence[Any]) -> KVCache:
-    stack = KVCache()
-    stack.keys = mx.concatenate([row.keys for row in rows])
-    stack.values = mx.concatenate([row.values for row in rows])
-    stack.offset = rows[0].offset
-    return stack

@@ -72,31 +72,34 @@ class SlabArrays(LayerCache):
         return own_array(slab[place : place + 1, :, start:end])
 
     def _write(self, place: int, keys: mx.array, values: mx.array, offset: int) -> None:
+        for slab, row in zip(self._slabs, (keys, values), strict=True):
+            slab[place : place + 1, :, :offset] = row[:, :, :offset]
+
+    @property
+    def _slabs(self) -> tuple[mx.array, mx.array]:
+        """Keys and values, once there are some."""
         assert self.keys is not None and self.values is not None
-        self.keys[place : place + 1, :, :offset] = keys[:, :, :offset]
-        self.values[place : place + 1, :, :offset] = values[:, :, :offset]
+        return self.keys, self.values
 
     def _wipe(self, place: int, columns: int) -> None:
         """Zero a place behind ``columns``."""
         left, self._left[place] = self._left[place], 0
         for slab in self.arrays():
-            if columns < (end := min(left, int(slab.shape[2]))):
+            end = min(left, int(slab.shape[2]))
+            if columns < end:
                 slab[place : place + 1, :, columns:end] = 0
 
     def reserve(self, keys: mx.array, values: mx.array, tokens: int) -> None:
+        """Have columns for ``tokens`` of the longest row, of the widths of keys and values (., H, ., D)."""
         if tokens <= self.capacity:
             return
         capacity = self._capacity(tokens)
-        self.keys = widened(
-            self.keys,
-            (self.num_places, keys.shape[1], capacity, keys.shape[3]),
-            keys.dtype,
-        )
-        self.values = widened(
-            self.values,
-            (self.num_places, values.shape[1], capacity, values.shape[3]),
-            values.dtype,
-        )
+        self.keys = self._wide(self.keys, keys, capacity)
+        self.values = self._wide(self.values, values, capacity)
+
+    def _wide(self, slab: mx.array | None, like: mx.array, capacity: int) -> mx.array:
+        shape = (self.num_places, like.shape[1], capacity, like.shape[3])
+        return widened(slab, shape, like.dtype)
 
     def _cut(self, capacity: int) -> None:
         self._change(lambda slab: own_array(slab[:, :, :capacity]))
@@ -154,10 +157,10 @@ class SlabCache(SlabArrays):
         self._left[place] = max(self._left[place], self._lengths[place] + self.ahead)
         self._lengths[place] = 0
         longest = max(self._lengths, default=0)
-        if (
-            longest
-            and 2 * (needed := self._capacity(longest + self.ahead)) <= self.capacity
-        ):
+        if not longest:
+            return
+        needed = self._capacity(longest + self.ahead)
+        if 2 * needed <= self.capacity:
             self._cut(needed)
 
     def keep_places(self, places: list[int]) -> None:
@@ -195,10 +198,10 @@ class SlabCache(SlabArrays):
         """Write (S, H, L, D) keys and values without counting them."""
         count = keys.shape[2]
         self.reserve(keys, values, self._columns(count))
-        assert self.keys is not None and self.values is not None
         at, self.ahead = columns_at(self._positions(), count), max(self.ahead, count)
-        self.keys = put_columns(self.keys, at, keys)
-        self.values = put_columns(self.values, at, values)
+        all_keys, all_values = self._slabs
+        self.keys = put_columns(all_keys, at, keys)
+        self.values = put_columns(all_values, at, values)
 
     def drafted(self, counts: Sequence[int]) -> DraftedSlab:
         return DraftedSlab(self, counts)
@@ -211,9 +214,9 @@ class SlabCache(SlabArrays):
 
     def graph_key(self) -> tuple[Any, ...]:
         """Reserve room for one token; return the key of a step's graph."""
-        assert self.keys is not None and self.values is not None
-        self.reserve(self.keys, self.values, self._columns(1))
-        return (self.keys.shape, self.keys.dtype)
+        self.reserve(*self._slabs, self._columns(1))
+        keys, _ = self._slabs
+        return (keys.shape, keys.dtype)
 
     def step_inputs(self, *, is_added: bool) -> tuple[mx.array, mx.array]:
         """Return a graph's inputs beside the slab: lengths (S,) and the mask (S, 1, 1, C). ``is_added``: the mask is
@@ -257,8 +260,7 @@ class SlabCache(SlabArrays):
     @property
     def state(self) -> tuple[mx.array, mx.array]:
         """The last result of ``update_and_fetch``, for layers that share it."""
-        assert self.keys is not None and self.values is not None
-        return self.keys, self.values
+        return self._slabs
 
     def make_mask(
         self, length: int, window_size: int | None = None, return_array: bool = False
@@ -268,11 +270,9 @@ class SlabCache(SlabArrays):
             raise ValueError(f"a batch decodes one token a row, not {length}")
         if self._traced_mask is not None and window_size is None:
             return self._traced_mask
-        return (
-            None
-            if self._is_uniform(window_size)
-            else self.seen(self.offset, 1, window_size)
-        )
+        if self._is_uniform(window_size):
+            return None
+        return self.seen(self.offset, 1, window_size)
 
     def seen(self, offset: mx.array, count: int, window_size: int | None) -> mx.array:
         """Return the mask (B, 1, 1, C) of positions (B,) with ``count`` tokens appended."""
@@ -285,12 +285,10 @@ class SlabCache(SlabArrays):
 
     def _is_uniform(self, window_size: int | None) -> bool:
         """Whether every place sees every column, outside a graph."""
-        if self._traced is not None or self.always_masked:
+        if self._traced is not None or self.always_masked or window_size is not None:
             return False
         columns = self._columns(1)
-        return window_size is None and all(
-            length + 1 == columns for length in self._lengths
-        )
+        return min(self._lengths, default=columns) + 1 >= columns
 
     def _columns(self, count: int) -> int:
         """Return the columns of a slab to which ``count`` tokens are appended."""
@@ -385,8 +383,9 @@ class RingSlabCache(SlabCache):
         return lengths_array(tuple(length % self.window for length in self._lengths))
 
     def _is_uniform(self, window_size: int | None) -> bool:
-        is_known = self._traced is None and not self.always_masked
-        return is_known and all(length + 1 >= self.window for length in self.lengths)
+        if self._traced is not None or self.always_masked:
+            return False
+        return min(self._lengths, default=self.window) + 1 >= self.window
 
     def _capacity(self, tokens: int) -> int:
         return min(self.window, super()._capacity(tokens))
@@ -395,14 +394,13 @@ class RingSlabCache(SlabCache):
         super().reserve(keys, values, min(tokens, self.window))
 
     def _write(self, place: int, keys: mx.array, values: mx.array, offset: int) -> None:
-        assert self.keys is not None and self.values is not None
         kept = min(offset, self.window, int(keys.shape[2]))
         # In temporal order, the last `kept` tokens are positions offset - kept .. offset - 1.
-        shift = (offset - kept) % self.window
-        for slab, row in ((self.keys, keys), (self.values, values)):
-            tail = row[:, :, -kept:] if kept else row[:, :, :0]
-            first = min(kept, self.window - shift)
-            slab[place : place + 1, :, shift : shift + first] = tail[:, :, :first]
+        begin = (offset - kept) % self.window
+        first = min(kept, self.window - begin)  # the others lie at the ring's beginning
+        for slab, row in zip(self._slabs, (keys, values), strict=True):
+            tail = row[:, :, row.shape[2] - kept :]
+            slab[place : place + 1, :, begin : begin + first] = tail[:, :, :first]
             if first < kept:
                 slab[place : place + 1, :, : kept - first] = tail[:, :, first:]
 

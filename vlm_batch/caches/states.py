@@ -40,18 +40,18 @@ class LayerState:
         return self
 
     def parts(self) -> list[LayerState]:
-        values = [
-            part
-            for value in vars(self).values()
-            for part in (value if isinstance(value, tuple) else (value,))
-        ]
-        return [part for part in values if isinstance(part, LayerState)]
+        """Return the states in it."""
+        values: list[Any] = []
+        for value in vars(self).values():
+            values += value if isinstance(value, tuple) else (value,)
+        return [value for value in values if isinstance(value, LayerState)]
 
     def arrays(self) -> list[mx.array]:
-        return [
-            *arrays_of(vars(self)),
-            *(array for part in self.parts() for array in part.arrays()),
-        ]
+        """Return its arrays and those of its parts."""
+        found = arrays_of(vars(self))
+        for part in self.parts():
+            found += part.arrays()
+        return found
 
 
 def filed(state: State) -> State:
@@ -65,9 +65,9 @@ def filed(state: State) -> State:
 
 def can_file(state: LayerState) -> bool:
     """Whether files can hold a state and its parts."""
-    return FILED_STATES.get(type(state).__name__) is type(state) and all(
-        map(can_file, state.parts())
-    )
+    if FILED_STATES.get(type(state).__name__) is not type(state):
+        return False
+    return all(map(can_file, state.parts()))
 
 
 @dataclass(frozen=True)
@@ -99,10 +99,11 @@ class LostState(LayerState):
 
 
 def is_cache(value: Any) -> bool:
-    modules = (base.__module__ for base in type(value).__mro__)
-    return type(value).__module__.startswith("mlx_vlm.") or any(
-        name.startswith("vlm_batch.caches.") for name in modules
-    )
+    """Whether a value is of a class of mlx-vlm's, or inherits one of ours."""
+    if type(value).__module__.startswith("mlx_vlm."):
+        return True
+    modules = [base.__module__ for base in type(value).__mro__]
+    return any(name.startswith("vlm_batch.caches.") for name in modules)
 
 
 def _copy(value: Any, copied: list[mx.array]) -> Any:
@@ -110,16 +111,15 @@ def _copy(value: Any, copied: list[mx.array]) -> Any:
     if isinstance(value, mx.array):
         copied.append(own_array(value))
         return copied[-1]
-    if isinstance(value, tuple) and type(value) is not tuple:  # named
-        return type(value)(*(_copy(item, copied) for item in value))
     if isinstance(value, (list, tuple)):
-        return type(value)(_copy(item, copied) for item in value)
+        items = [_copy(item, copied) for item in value]
+        if hasattr(value, "_fields"):  # a named tuple
+            return type(value)(*items)
+        return type(value)(items)
     if isinstance(value, dict):
         return {name: _copy(item, copied) for name, item in value.items()}
     if is_cache(value):
         twin = copy.copy(value)
-        twin.__dict__.update(
-            {name: _copy(item, copied) for name, item in vars(value).items()}
-        )
+        twin.__dict__.update(_copy(vars(value), copied))
         return twin
     return value

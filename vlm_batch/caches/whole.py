@@ -8,11 +8,10 @@ from typing import Any
 
 from mlx_vlm.models.cache import CacheList, KVCache, PoolingCache
 
-from vlm_batch.arrays import arrays_of
+from vlm_batch.arrays import num_bytes
 from vlm_batch.caches.drafted import NO_LIMIT
-from vlm_batch.caches.layers import CacheKind, UpstreamKind, kind_of, upstream
+from vlm_batch.caches.layers import CacheKind, UpstreamKind, kind_of, row_of, upstream
 from vlm_batch.caches.listed import ListState
-from vlm_batch.caches.rows import row_of
 from vlm_batch.caches.states import CopiedState, LayerState, can_file, filed
 
 
@@ -36,11 +35,8 @@ class WholeCache(CacheKind, CacheList):
         )
 
     def most_positions(self, *, is_fixed: bool) -> int:
-        return (
-            NO_LIMIT
-            if all(type(part) in (KVCache, PoolingCache) for part in self.caches)
-            else 1
-        )
+        can_drop = all(type(part) in (KVCache, PoolingCache) for part in self.caches)
+        return NO_LIMIT if can_drop else 1
 
     def draft(self, count: int) -> None:
         self._before = tuple(int(part.offset) for part in self.caches)
@@ -56,16 +52,14 @@ class WholeCache(CacheKind, CacheList):
 
     @property
     def nbytes(self) -> int:
-        return sum(array.nbytes for array in arrays_of(self.state))
+        return num_bytes(self.state)
 
     def saved(self, length: int) -> LayerState:
         """Save the parts; copy all if one is of an unknown class."""
         states = tuple(kind_of(part).saved(length) for part in self.caches)
-        return (
-            WholeState(states)
-            if all(map(can_file, states))
-            else CopiedState.of(self, length)
-        )
+        if all(map(can_file, states)):
+            return WholeState(states)
+        return CopiedState.of(self, length)
 
 
 @upstream(PoolingCache)

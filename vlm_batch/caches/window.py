@@ -8,8 +8,14 @@ import mlx.core as mx
 from mlx_vlm.models.cache import RotatingKVCache
 
 from vlm_batch.arrays import own_array
-from vlm_batch.caches.layers import LayerCache, Placement, UpstreamKind, upstream
-from vlm_batch.caches.rows import RowsCache, row_of
+from vlm_batch.caches.layers import (
+    LayerCache,
+    Placement,
+    UpstreamKind,
+    row_of,
+    upstream,
+)
+from vlm_batch.caches.rows import RowsCache
 from vlm_batch.caches.slab import RingSlabCache
 from vlm_batch.caches.states import LayerState, filed
 
@@ -79,21 +85,25 @@ class WindowKind(UpstreamKind):
 
     def saved(self, length: int) -> WindowState:
         cache = self.cache
-        ordered = [cache._temporal_order(part) for part in (cache.keys, cache.values)]
+        keys = cache._temporal_order(cache.keys)
+        values = cache._temporal_order(cache.values)
         if cache.keep == 0:  # a chunk keeps more than the next token sees
-            ordered = [
-                part[:, :, -min(cache.offset, cache.max_size) :] for part in ordered
-            ]
-        keys, values = (own_array(part) for part in ordered)
-        return WindowState(keys, values, cache.offset, cache.max_size, cache.keep)
+            first = -min(cache.offset, cache.max_size)
+            keys, values = keys[:, :, first:], values[:, :, first:]
+        return WindowState(
+            own_array(keys),
+            own_array(values),
+            cache.offset,
+            cache.max_size,
+            cache.keep,
+        )
 
     def bytes_at(self, tokens: int, seen: int) -> int:
-        held = [
-            part for part in (self.cache.keys, self.cache.values) if part is not None
-        ]
-        return sum(part.nbytes // part.shape[2] for part in held) * min(
-            tokens, self.cache.max_size
-        )
+        cache = self.cache
+        if cache.keys is None:
+            return 0
+        each = sum(part.nbytes // part.shape[2] for part in (cache.keys, cache.values))
+        return each * min(tokens, cache.max_size)
 
     def batched(self, placement: Placement, num_places: int) -> LayerCache:
         if placement is Placement.SLAB and self.cache.keep == 0:

@@ -24,8 +24,8 @@ from vlm_batch.adapters.recurrent import can_draft
 from vlm_batch.adapters.shared import share_products
 from vlm_batch.adapters.single import SingleRow
 from vlm_batch.adapters.towers import remember_features
-from vlm_batch.caches.known import check_caches
 from vlm_batch.caches.quantisation import KVQuantisation, settings_of
+from vlm_batch.caches.verified import check_caches
 from vlm_batch.engine.drafts import Drafts
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.loop import EngineLoop, Look

@@ -15,8 +15,15 @@ from vlm_batch.adapters.attention import attention, each_row
 from vlm_batch.adapters.masks import once
 from vlm_batch.adapters.operations import counts_launches
 from vlm_batch.arrays import round_up
-from vlm_batch.caches.layers import LayerCache, Placement, UpstreamKind, upstream
-from vlm_batch.caches.rows import RowMasks, RowsCache, one_of, row_of
+from vlm_batch.caches.layers import (
+    LayerCache,
+    Placement,
+    UpstreamKind,
+    kind_of,
+    row_of,
+    upstream,
+)
+from vlm_batch.caches.rows import RowMasks, RowsCache
 from vlm_batch.caches.slab import SlabCache, columns_at, put_columns, widened
 
 
@@ -29,11 +36,9 @@ class BlocksKind(UpstreamKind):
     can_trim = True
 
     def row(self, index: int, *, is_own: bool = True) -> MiniMaxM3KVCache:
+        inner = kind_of(self.cache.kv_cache).row(index, is_own=is_own)
         cut = row_of(index, is_own=is_own)
-        return _cache(
-            one_of(self.cache.kv_cache, index, is_own=is_own),
-            cut(self.cache.index_keys),
-        )
+        return _cache(inner, cut(self.cache.index_keys))
 
     def trim(self, count: int) -> None:
         self.cache.trim(count)

@@ -61,10 +61,13 @@ def begin() -> None:
 
 def hand_over() -> None:
     """Give SIGINT and SIGTERM back: from here on the command attends to them."""
-    if signal.getsignal(signal.SIGINT) is _leave:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    if signal.getsignal(signal.SIGTERM) is _leave:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _give_back(signal.SIGINT, signal.default_int_handler)
+    _give_back(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _give_back(number: signal.Signals, handler: object) -> None:
+    if signal.getsignal(number) is _leave:
+        signal.signal(number, handler)  # type: ignore[arg-type]
 
 
 def end_with_terminal() -> None:

@@ -62,10 +62,8 @@ def preload_openblas() -> Path | None:
 
 def limit_threads(threads: int) -> None:
     """Set OpenBLAS's threads for the process, unless the environment has. For programs only."""
-    if (
-        _loaded is not None
-        and not {"OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"} & os.environ.keys()
-    ):
+    is_set = {"OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"} & os.environ.keys()
+    if _loaded is not None and not is_set:
         _loaded.openblas_set_num_threads(ctypes.c_int(threads))
 
 
@@ -110,11 +108,7 @@ def _candidates() -> list[Path]:
     if spec is None or spec.origin is None:
         return []
     site = Path(spec.origin).parent.parent
-    return sorted(
-        path
-        for folder in sorted(site.glob("opencv_*.libs"))
-        for path in folder.glob("libopenblas*.so*")
-    )
+    return sorted(site.glob("opencv_*.libs/libopenblas*.so*"))
 
 
 def _load(path: Path) -> ctypes.CDLL | None:

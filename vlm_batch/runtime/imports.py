@@ -31,14 +31,16 @@ def without_gc() -> Iterator[None]:
 @contextmanager
 def deferred_import(*names: str) -> Iterator[None]:
     """Defer imports of packages by modules imported within, until their use."""
-    specs = {name: find_spec(name) for name in names if name not in sys.modules}
-    modules = [
-        _DeferredModule(name) for name, spec in specs.items() if spec is not None
-    ]
-    for module in modules:
+    modules: list[_DeferredModule] = []
+    for name in names:
+        spec = None if name in sys.modules else find_spec(name)
+        if spec is None:
+            continue
+        module = _DeferredModule(name)
         # others look here to see if it is installed
-        module.__spec__ = specs[module.__name__]
-        sys.modules[module.__name__] = module
+        module.__spec__ = spec
+        sys.modules[name] = module
+        modules.append(module)
     try:
         yield
     finally:

@@ -31,8 +31,10 @@ def prefer_single_launches() -> None:
 
     Linux only: on macOS one variable would change Metal's command buffers.
     """
-    if sys.platform.startswith("linux"):
-        os.environ.setdefault(UNCHECKED, "0")
-    if sys.platform.startswith("linux") and "MLX_USE_CUDA_GRAPHS" not in os.environ:
-        for name, value in SETTINGS.items():
-            os.environ.setdefault(name, value)
+    if not sys.platform.startswith("linux"):
+        return
+    os.environ.setdefault(UNCHECKED, "0")
+    if "MLX_USE_CUDA_GRAPHS" in os.environ:
+        return
+    for name, value in SETTINGS.items():
+        os.environ.setdefault(name, value)

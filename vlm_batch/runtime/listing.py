@@ -34,9 +34,9 @@ LISTS = (
 
 def list_models_quickly() -> None:
     """Have transformers list models lazily, unless already imported."""
-    if FILE not in sys.modules and not any(
-        isinstance(finder, _Finder) for finder in sys.meta_path
-    ):
+    if FILE in sys.modules:
+        return
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 
 
@@ -103,13 +103,13 @@ class Few(dict[Any, Any]):
 
     def like(self, name: str) -> dict[Any, Any]:
         """Return the listing of the folder with the longest name that begins the class's, or an empty one."""
-        spelled = name.lower()
-        folders = [
-            folder
-            for folder in self._names
-            if spelled.startswith(folder.replace("_", ""))
-        ]
-        return self._folder(max(folders, key=len)) if folders else {}
+        spelled, longest = name.lower(), ""
+        for folder in self._names:
+            if len(folder) > len(longest) and spelled.startswith(
+                folder.replace("_", "")
+            ):
+                longest = folder
+        return self._folder(longest) if longest else {}
 
 
 def _of_few(define: Any, models: Path) -> Callable[..., dict[Any, Any]]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
+import math
 import os
 import queue
 import signal
@@ -47,9 +48,9 @@ _running: set[ThreadTask] = set()
 
 def num_cores() -> int:
     """Return the number of cores for this process."""
-    return (
-        len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    )
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def wait_until_found(
@@ -59,15 +60,11 @@ def wait_until_found(
 
     Waits without a limit go through this, so that they see a Ctrl-C.
     """
-    end = None if seconds is None else time.monotonic() + seconds
+    end = math.inf if seconds is None else time.monotonic() + seconds
     while True:
-        left = (
-            LOOK_SECONDS
-            if end is None
-            else max(0.0, min(LOOK_SECONDS, end - time.monotonic()))
-        )
-        found = look(left)
-        if found is not None or (end is not None and time.monotonic() >= end):
+        left = end - time.monotonic()
+        found = look(max(0.0, min(LOOK_SECONDS, left)))
+        if found is not None or time.monotonic() >= end:
             return found
 
 
@@ -100,13 +97,17 @@ class ThreadTask:
 
     def join(self, timeout: float | None = None) -> bool:
         """Wait at most ``timeout`` seconds. True if the work has ended or this is its thread."""
-        return (
-            self.is_here()
-            or wait_until_found(
-                lambda seconds: self._ended.wait(seconds) or None, timeout
-            )
-            is not None
+        if self.is_here():
+            return True
+        ended = wait_until_found(
+            lambda seconds: self._ended.wait(seconds) or None, timeout
         )
+        return ended is not None
+
+    def ask_to_stop(self) -> None:
+        if self._stop is not None:
+            with contextlib.suppress(Exception):
+                self._stop()
 
     def is_here(self) -> bool:
         return threading.get_ident() == self._thread
@@ -174,26 +175,35 @@ def _run(tasks: _Tasks, running: ThreadTask) -> None:
 
 
 def _stop_all() -> None:
+    """Ask all work that the exit waits for to stop, until it has."""
     begin, has_said = time.monotonic(), False
-    while awaited := [
-        running
-        for running in tuple(_running)
-        if running.is_awaited and not running.is_here()
-    ]:
-        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            with contextlib.suppress(Exception):
-                sys.stdout.flush()
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
+    while awaited := _awaited():
+        _end_at_interrupt()
         for running in awaited:
-            if running._stop is not None:
-                with contextlib.suppress(Exception):
-                    running._stop()
+            running.ask_to_stop()
         awaited[0].join(_ASK_SECONDS)
         if not has_said and time.monotonic() - begin > SILENT_SECONDS:
             has_said = True
-            with contextlib.suppress(Exception):
-                said = "the exit waits for a step or a load that is under way; Ctrl-C ends it now"
-                print(f"vlm-batch: {said}", file=sys.stderr, flush=True)
+            _say_that_the_exit_waits()
+
+
+def _awaited() -> list[ThreadTask]:
+    return [one for one in tuple(_running) if one.is_awaited and not one.is_here()]
+
+
+def _end_at_interrupt() -> None:
+    """Have a Ctrl-C end the process, unless the program handles it."""
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        return
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def _say_that_the_exit_waits() -> None:
+    said = "the exit waits for a step or a load that is under way; Ctrl-C ends it now"
+    with contextlib.suppress(Exception):
+        print(f"vlm-batch: {said}", file=sys.stderr, flush=True)
 
 
 def check_not_forked() -> None:

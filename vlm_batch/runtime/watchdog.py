@@ -51,20 +51,19 @@ class Watchdog:
         return taken if taken > STALL_SECONDS else 0.0
 
     def look(self) -> None:
+        """Log once where the thread is, if its step stalls."""
         taken = self.stalled
         if not taken or self._is_said:
             return
         self._is_said = True
         frame = sys._current_frames().get(self._thread)
-        place = (
-            "".join(traceback.format_stack(frame)[-FRAMES:])
-            if frame is not None
-            else "(its thread is gone)"
-        )
+        where = "(its thread is gone)"
+        if frame is not None:
+            where = "".join(traceback.format_stack(frame)[-FRAMES:])
         _log.warning(
             "a step of the engine has not ended for %.0f s; requests wait for it. It is at\n%s",
             taken,
-            place,
+            where,
         )
 
 

@@ -70,17 +70,13 @@ class ByteBudget:
         names = names or (key,)
         self._in_vain += 1
         for name in names:
-            used = self._dropped.pop(name, None)
-            if used is not None and self._came - used <= self.max_bytes:
-                self._find(used)
+            self._find_again(name)
         is_in_vain = self._in_vain >= ENTRIES
         if is_in_vain:
             self.room, self._in_vain = self.room // 2, 0
         self.room = min(max(self.room, LITTLE, TIMES * nbytes), self.max_bytes)
-        before = self.nbytes
-        while self.nbytes + nbytes > self.room:
-            self._drop_oldest()
-        if is_in_vain and self.nbytes < before:
+        has_dropped = self._make_room(nbytes)
+        if is_in_vain and has_dropped:
             trim()
         self._came += nbytes
         self._held[key] = _Held(nbytes, drop, self._came, names[-1])
@@ -105,6 +101,19 @@ class ByteBudget:
         while self._held:
             self._drop_oldest()
         self._dropped.clear()
+
+    def _find_again(self, name: Hashable) -> None:
+        """Grow if a dropped entry returns that the whole budget would have held."""
+        used = self._dropped.pop(name, None)
+        if used is not None and self._came - used <= self.max_bytes:
+            self._find(used)
+
+    def _make_room(self, nbytes: int) -> bool:
+        """Drop entries until ``nbytes`` more fit. True if any was dropped."""
+        before = self.nbytes
+        while self.nbytes + nbytes > self.room:
+            self._drop_oldest()
+        return self.nbytes < before
 
     def _find(self, used: int) -> None:
         """Grow for an entry last used at ``used`` bytes."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import weakref
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any, Generic, TypeVar
 
 import mlx.core as mx
@@ -21,31 +22,37 @@ LARGE = 1 << 16
 Fact = TypeVar("Fact")
 
 
-class Facts(Generic[Fact]):
+class ArrayNotes(Generic[Fact]):
     """A fact about each large array, while the array lives."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[weakref.ref[mx.array], Fact]] = {}  # by id
+        # by id
+        self._noted: dict[int, tuple[weakref.ref[mx.array], Fact]] = {}
 
     def note(self, array: mx.array, fact: Fact) -> None:
-        if array.nbytes >= LARGE:
-            place = id(array)
-            self._known[place] = (
-                weakref.ref(array, lambda _: self._known.pop(place, None)),
-                fact,
-            )  # type: ignore[arg-type, return-value]
+        if array.nbytes < LARGE:
+            return
+        name = id(array)
+
+        def forget(_: Any) -> None:
+            self._noted.pop(name, None)
+
+        self._noted[name] = (weakref.ref(array, forget), fact)
 
     def of(self, array: Any) -> Fact | None:
-        known = self._known.get(id(array))
-        return known[1] if known is not None and known[0]() is array else None
+        noted = self._noted.get(id(array))
+        if noted is None:
+            return None
+        reference, fact = noted
+        return fact if reference() is array else None
 
 
 #: BLAKE3 of arrays.
-HASHES = Facts[bytes]()
+HASHES = ArrayNotes[bytes]()
 #: Parts of joined arrays.
-_PARTS = Facts[list[mx.array]]()
+_PARTS = ArrayNotes[list[mx.array]]()
 #: Sources of converted arrays.
-_SOURCES = Facts["mx.array | np.ndarray"]()
+_SOURCES = ArrayNotes["mx.array | np.ndarray"]()
 
 
 def hash_ahead(tree: Any) -> None:
@@ -57,10 +64,12 @@ def hash_ahead(tree: Any) -> None:
 
 def joined(parts: Joined) -> mx.array:
     """Join parts lazily; the whole remembers them."""
-    made = [
-        part.array() if isinstance(part, Deferred) else _same(part) for part in parts
-    ]
+    made = list(map(_made, parts))
     return made[0] if len(made) == 1 else _joined(made)
+
+
+def _made(part: Deferred | mx.array) -> mx.array:
+    return part.array() if isinstance(part, Deferred) else _same(part)
 
 
 def _joined(parts: Sequence[mx.array]) -> mx.array:
@@ -73,8 +82,8 @@ def _same(array: mx.array) -> mx.array:
     if (parts := _PARTS.of(array)) is not None:
         return _joined([_same(part) for part in parts])
     made = array[...]
-    if (known := HASHES.of(array)) is not None:
-        HASHES.note(made, known)
+    if (hashed := HASHES.of(array)) is not None:
+        HASHES.note(made, hashed)
     return made
 
 
@@ -102,31 +111,31 @@ class Sourced(mx.array):
 
 def sourced(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """Wrap large float arrays as ``Sourced``."""
-    found = dict(inputs)
-    for name, value in inputs.items():
-        if (
-            type(value) is mx.array
-            and value.nbytes >= LARGE
-            and mx.issubdtype(value.dtype, mx.floating)
-        ):
-            found[name] = Sourced(value)
-    return found
+    return {
+        name: Sourced(value) if _is_large_float(value) else value
+        for name, value in inputs.items()
+    }
 
 
-def split_known(array: mx.array, ends: Sequence[int], axis: int) -> list[mx.array]:
+def _is_large_float(value: Any) -> bool:
+    if type(value) is not mx.array or value.nbytes < LARGE:
+        return False
+    return mx.issubdtype(value.dtype, mx.floating)
+
+
+def split_noted(array: mx.array, ends: Sequence[int], axis: int) -> list[mx.array]:
     """Split an array before ``ends``, keeping registered parts and sources."""
     parts = _PARTS.of(array) if axis == 0 else None
-    if parts is not None and np.cumsum([len(part) for part in parts])[
-        :-1
-    ].tolist() == list(ends):
+    if parts is not None and list(accumulate(map(len, parts)))[:-1] == list(ends):
         return parts
     split = list(mx.split(array, ends, axis=axis))
-    if (source := _SOURCES.of(array)) is not None:
-        # views of its memory
-        for part, own in zip(
-            split, np.split(np.asarray(source), ends, axis=axis), strict=True
-        ):
-            _SOURCES.note(part, own)
+    source = _SOURCES.of(array)
+    if source is None:
+        return split
+    # views of its memory
+    sources = np.split(np.asarray(source), ends, axis=axis)
+    for part, own in zip(split, sources, strict=True):
+        _SOURCES.note(part, own)
     return split
 
 
@@ -146,30 +155,15 @@ def as_words(digested: bytes) -> np.ndarray:
 
 def array_bytes(array: Any) -> np.ndarray:
     if isinstance(array, mx.array):
-        # its memory, not a copy
-        array = np.asarray(
-            array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
-        )
+        if array.dtype == mx.bfloat16:
+            array = array.view(mx.uint16)
+        array = np.asarray(array)  # its memory, not a copy
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 def _feed(state: Any, value: Any, in_full: bool) -> None:
     if isinstance(value, (mx.array, np.ndarray)):
-        state.update(
-            f"array {str(value.dtype).split('.')[-1]} {tuple(value.shape)};".encode()
-        )
-        known = None if in_full or not isinstance(value, mx.array) else HASHES.of(value)
-        if known is not None:
-            state.update(known)
-            return
-        if not in_full and (source := _SOURCES.of(value)) is not None:
-            state.update(b"converted ")
-            _feed(state, source, in_full)
-            return
-        data = array_bytes(value)
-        state.update(
-            data.data if in_full or data.nbytes < LARGE else blake3(data.data).digest()
-        )
+        _feed_array(state, value, in_full)
     elif isinstance(value, Mapping):
         state.update(f"mapping {len(value)};".encode())
         for name in sorted(value):
@@ -183,3 +177,21 @@ def _feed(state: Any, value: Any, in_full: bool) -> None:
         state.update(f"{type(value).__name__} {value!r};".encode())
     else:
         raise TypeError(f"no digest of {type(value).__name__}")
+
+
+def _feed_array(state: Any, array: mx.array | np.ndarray, in_full: bool) -> None:
+    dtype = str(array.dtype).split(".")[-1]
+    state.update(f"array {dtype} {tuple(array.shape)};".encode())
+    if in_full:
+        state.update(array_bytes(array).data)
+        return
+    if (hashed := HASHES.of(array)) is not None:
+        state.update(hashed)
+        return
+    if (source := _SOURCES.of(array)) is not None:
+        state.update(b"converted ")
+        _feed_array(state, source, in_full)
+        return
+    data = array_bytes(array)
+    is_small = data.nbytes < LARGE
+    state.update(data.data if is_small else blake3(data.data).digest())

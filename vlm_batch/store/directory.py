@@ -144,14 +144,7 @@ class RowFiles:
 
     def _make_room(self) -> None:
         """Remove files of any process until the rest fit."""
-        found = []
-        with contextlib.suppress(OSError), os.scandir(self.directory) as entries:
-            for entry in entries:
-                if fnmatchcase(entry.name, NAMES):
-                    with contextlib.suppress(OSError):  # removed by another process
-                        found.append(
-                            (entry.stat().st_mtime_ns, entry.name, entry.stat().st_size)
-                        )
+        found = self._all_files()
         total = sum(nbytes for *_, nbytes in found)
         for _, name, nbytes in sorted(found):
             if total <= self.max_bytes:
@@ -161,6 +154,18 @@ class RowFiles:
                 self._drop(name)
             else:
                 _remove(self.directory / name)
+
+    def _all_files(self) -> list[tuple[int, str, int]]:
+        """Return (when it was used, name, bytes) of each file, of any process."""
+        found: list[tuple[int, str, int]] = []
+        with contextlib.suppress(OSError):
+            for name in os.listdir(self.directory):
+                if not fnmatchcase(name, NAMES):
+                    continue
+                with contextlib.suppress(OSError):  # removed by another process
+                    file = os.stat(self.directory / name)
+                    found.append((file.st_mtime_ns, name, file.st_size))
+        return found
 
     def _add(self, name: str, file: _File) -> None:
         self._files[name] = file

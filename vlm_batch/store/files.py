@@ -48,10 +48,10 @@ class Identity:
 
 
 def can_write(row: SavedRow) -> bool:
-    states = [
-        *row.whole.values(),
-        *(layer for one in row.snapshots.values() for layer in one.layers.values()),
-    ]
+    """Whether a file can hold all layers of a row."""
+    states = list(row.whole.values())
+    for snapshot in row.snapshots.values():
+        states += snapshot.layers.values()
     return all(map(can_file, states))
 
 
@@ -62,23 +62,17 @@ def write_row(path: str | Path, row: SavedRow, identity: Identity) -> int:
             "the row has a layer whose kind of cache cannot be written to a file"
         )
     tensors = {"keys": mx.array(row.keys)}
-    snapshots = {
-        str(at): {
-            "layers": {
-                str(i): _pack(s, f"point.{at}.{i}", tensors)
-                for i, s in snapshot.layers.items()
-            },
-            "logits": _pack_value(snapshot.logits, f"point.{at}.logits", tensors),
+    snapshots: dict[str, Any] = {}
+    for at, snapshot in row.snapshots.items():
+        prefix = f"point.{at}"
+        snapshots[str(at)] = {
+            "layers": _pack_layers(snapshot.layers, prefix, tensors),
+            "logits": _pack_value(snapshot.logits, f"{prefix}.logits", tensors),
         }
-        for at, snapshot in row.snapshots.items()
-    }
     structure = {
         "num_layers": row.num_layers,
         "num_pictures": row.num_pictures,
-        "whole": {
-            str(i): _pack(state, f"whole.{i}", tensors)
-            for i, state in row.whole.items()
-        },
+        "whole": _pack_layers(row.whole, "whole", tensors),
         "points": snapshots,  # version 1's name
     }
     metadata = {
@@ -88,7 +82,11 @@ def write_row(path: str | Path, row: SavedRow, identity: Identity) -> int:
         "structure": json.dumps(structure),
     }
     metadata["digest"] = _seal(tensors, metadata)
-    path = Path(path)
+    return _write(Path(path), tensors, metadata)
+
+
+def _write(path: Path, tensors: dict[str, mx.array], metadata: dict[str, str]) -> int:
+    """Write a file beside ``path`` and put it in its place. Returns its bytes."""
     handle, temporary = tempfile.mkstemp(
         dir=path.parent, prefix=f".{path.name}.", suffix=".part"
     )
@@ -126,17 +124,12 @@ def read_row(
 
 
 def _row_of(structure: Mapping[str, Any], tensors: Mapping[str, mx.array]) -> SavedRow:
-    snapshots = {
-        int(at): Snapshot(
-            {
-                int(i): _unpack(state, tensors)
-                for i, state in snapshot["layers"].items()
-            },
-            _unpack_value(snapshot["logits"], tensors),
-        )
-        for at, snapshot in structure["points"].items()
-    }
-    whole = {int(i): _unpack(state, tensors) for i, state in structure["whole"].items()}
+    snapshots: dict[int, Snapshot] = {}
+    for at, snapshot in structure["points"].items():
+        layers = _unpack_layers(snapshot["layers"], tensors)
+        logits = _unpack_value(snapshot["logits"], tensors)
+        snapshots[int(at)] = Snapshot(layers, logits)
+    whole = _unpack_layers(structure["whole"], tensors)
     keys = np.array(tensors["keys"])
     return SavedRow(
         keys, structure["num_layers"], whole, snapshots, structure["num_pictures"]
@@ -145,26 +138,25 @@ def _row_of(structure: Mapping[str, Any], tensors: Mapping[str, mx.array]) -> Sa
 
 def _check_form(row: SavedRow) -> None:
     """Raise ValueError if a row cannot be one."""
-    if (
-        row.keys.ndim != 2
-        or row.keys.shape[1] != KEY_WIDTH
-        or row.keys.dtype != np.int64
-    ):
-        raise ValueError(f"its keys are {row.keys.dtype} of the shape {row.keys.shape}")
+    dtype, shape = row.keys.dtype, row.keys.shape
+    if dtype != np.int64 or len(shape) != 2 or shape[1] != KEY_WIDTH:
+        raise ValueError(f"its keys are {dtype} of the shape {shape}")
     for name, number in (("layers", row.num_layers), ("pictures", row.num_pictures)):
         if type(number) is not int or number < 0:
             raise ValueError(f"it has {number!r} {name}")
-    layers = [row.whole, *(snapshot.layers for snapshot in row.snapshots.values())]
-    if strange := {
-        index for one in layers for index in one if not 0 <= index < row.num_layers
-    }:
-        raise ValueError(
-            f"it has layers that are none of {row.num_layers}: {sorted(strange)[:3]}"
-        )
-    if beyond := [at for at in row.snapshots if not 0 <= at <= row.length]:
-        raise ValueError(
-            f"it has snapshots beyond its {row.length} positions: {beyond[:3]}"
-        )
+    _check_layers(row.whole, row.num_layers)
+    for at, snapshot in row.snapshots.items():
+        if not 0 <= at <= row.length:
+            raise ValueError(
+                f"it has a snapshot at {at}, beyond its {row.length} positions"
+            )
+        _check_layers(snapshot.layers, row.num_layers)
+
+
+def _check_layers(layers: Mapping[int, LayerState], num_layers: int) -> None:
+    for index in layers:
+        if not 0 <= index < num_layers:
+            raise ValueError(f"it has a layer {index}, which is none of {num_layers}")
 
 
 def identity_of(header: Mapping[str, str]) -> Identity:
@@ -237,13 +229,8 @@ def _keys_of(tensor: Mapping[str, Any]) -> tuple[int, int]:
     begin, end = tensor["data_offsets"]
     length, width = tensor["shape"]
     nbytes = length * width * np.dtype(np.int64).itemsize
-    if (
-        tensor["dtype"] != "I64"
-        or width != KEY_WIDTH
-        or length < 0
-        or end - begin != nbytes
-        or nbytes > MAX_KEY_BYTES
-    ):
+    is_formed = tensor["dtype"] == "I64" and width == KEY_WIDTH
+    if not is_formed or end - begin != nbytes or not 0 <= nbytes <= MAX_KEY_BYTES:
         raise ValueError(
             f"its keys are {tensor['dtype']} of the shape {tensor['shape']} in {end - begin} bytes"
         )
@@ -260,6 +247,21 @@ def _load(path: str | Path) -> tuple[dict[str, mx.array], dict[str, str]]:
 def _seal(tensors: Mapping[str, mx.array], metadata: Mapping[str, str]) -> str:
     rest = {name: value for name, value in metadata.items() if name != "digest"}
     return digest([dict(tensors), rest], in_full=True).hex()
+
+
+def _pack_layers(
+    layers: Mapping[int, LayerState], path: str, tensors: dict[str, mx.array]
+) -> dict[str, Any]:
+    return {
+        str(index): _pack(state, f"{path}.{index}", tensors)
+        for index, state in layers.items()
+    }
+
+
+def _unpack_layers(
+    packed: Mapping[str, Any], tensors: Mapping[str, mx.array]
+) -> dict[int, LayerState]:
+    return {int(index): _unpack(state, tensors) for index, state in packed.items()}
 
 
 def _pack(state: LayerState, path: str, tensors: dict[str, mx.array]) -> dict[str, Any]:
@@ -296,8 +298,8 @@ def _unpack(packed: Mapping[str, Any], tensors: Mapping[str, mx.array]) -> Layer
 def _unpack_value(value: Any, tensors: Mapping[str, mx.array]) -> Any:
     if isinstance(value, list):
         return tuple(_unpack_value(item, tensors) for item in value)
-    if isinstance(value, dict):
-        return (
-            tensors[value["tensor"]] if "tensor" in value else _unpack(value, tensors)
-        )
-    return value
+    if not isinstance(value, dict):
+        return value
+    if "tensor" in value:
+        return tensors[value["tensor"]]
+    return _unpack(value, tensors)

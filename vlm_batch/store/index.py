@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Hashable, Iterator
 from typing import Generic, TypeVar
 
@@ -39,18 +38,18 @@ class PrefixIndex(Generic[Name]):
 
         A row may share almost a block more.
         """
+        filed: list[list[Name]] = []  # per number of blocks
+        for beginning in prefix_hashes(keys):
+            if beginning not in self._names:
+                break
+            filed.append(self._names[beginning])
         offered: set[Name] = set()
-        filed = list(
-            itertools.takewhile(
-                lambda names: names is not None,
-                map(self._names.get, prefix_hashes(keys)),
-            )
-        )
-        for count, names in reversed(list(enumerate(filed, start=1))):
-            for name in itertools.islice(reversed(names or ()), OFFERED):
+        while filed:
+            shared = len(filed) * BLOCK
+            for name in filed.pop()[: -OFFERED - 1 : -1]:
                 if name not in offered:
                     offered.add(name)
-                    yield name, count * BLOCK
+                    yield name, shared
 
 
 def prefix_hashes(keys: np.ndarray) -> Iterator[int]:

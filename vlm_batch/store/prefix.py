@@ -8,12 +8,12 @@ from __future__ import annotations
 import itertools
 import logging
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
 
 from vlm_batch.records import PromptKey
 from vlm_batch.store.budget import ByteBudget
+from vlm_batch.store.directory import RowFiles
 from vlm_batch.store.index import BLOCK, PrefixIndex, prefix_hashes
 from vlm_batch.store.saved import SavedRow, Snapshot, common_length
 
@@ -43,22 +43,17 @@ def match(row: SavedRow, key: PromptKey) -> Match:
         if row.logits_at(common) is not None and row.resumable(common) == common:
             return Match(row, common, common)
         limit = common - 1
-    while (length := row.resumable(limit)) and (
-        start := key.before_span(length)
-    ) < length:
-        limit = start
+    while length := row.resumable(limit):
+        limit = key.before_span(length)
+        if limit >= length:
+            break
     return Match(row, length, common)
-
-
-class SecondTier(Protocol):
-    def put(self, row: SavedRow) -> None: ...
-    def find(self, keys: np.ndarray, beyond: int) -> SavedRow | None: ...
 
 
 class PrefixCache:
     """Saved rows by prefix; evicted rows go to the second tier, if any."""
 
-    def __init__(self, budget: ByteBudget, second: SecondTier | None = None) -> None:
+    def __init__(self, budget: ByteBudget, second: RowFiles | None = None) -> None:
         self.budget = budget
         self.second = second
         self.version = 0  # grows with every change of the rows
@@ -75,49 +70,47 @@ class PrefixCache:
 
     def find(self, key: PromptKey, least: int = 0) -> Match | None:
         """Return the longest match, if a row of either tier shares ``least`` positions."""
-        keys = key.positions
         if self.second is not None:
-            known = max(
-                (
-                    common_length(self._rows[number].keys, keys)
-                    for number, _ in self._index.candidates(keys)
-                ),
-                default=0,
-            )
-            if (
-                known < key.length
-                and (row := self._second_find(keys, known)) is not None
-            ):
-                self.store(row)
-        matches, longest = dict[int, Match](), 0
-        for number, shared in self._index.candidates(keys):
-            if matches and longest >= shared + BLOCK:
-                break  # later rows share less
-            matches[number] = match(self._rows[number], key)
-            longest = max(longest, matches[number].length)
+            self._read_longer(key)
+        matches = self._matches(key)
         common = max((found.common for found in matches.values()), default=0)
         if not matches or common < least:
             return None
         best = max(matches, key=lambda number: matches[number].length)
-        if longest:
+        if matches[best].length:
             self.budget.touch((id(self), best))
         return replace(matches[best], common=common)
+
+    def _matches(self, key: PromptKey) -> dict[int, Match]:
+        """Return matches of rows, by number, until no later row can be longer."""
+        matches, longest = dict[int, Match](), 0
+        for number, shared in self._index.candidates(key.positions):
+            if matches and longest >= shared + BLOCK:
+                break  # later rows share less
+            matches[number] = match(self._rows[number], key)
+            longest = max(longest, matches[number].length)
+        return matches
+
+    def _read_longer(self, key: PromptKey) -> None:
+        """Take a row from the second tier that shares more than any here."""
+        keys, longest = key.positions, 0
+        for number, _ in self._index.candidates(keys):
+            longest = max(longest, common_length(self._rows[number].keys, keys))
+        if longest == key.length:
+            return
+        row = self._second_find(keys, longest)
+        if row is not None:
+            self.store(row)
 
     def store(self, row: SavedRow) -> None:
         """Keep a row, merged with its prefixes or continuation; ignore failures."""
         number = next(self._numbers)
         try:
             for other, _ in list(self._index.candidates(row.keys)):
-                kept = self._rows[other]
-                if common_length(kept.keys, row.keys) < min(kept.length, row.length):
-                    continue
-                longer, shorter = (
-                    (kept, row) if kept.length > row.length else (row, kept)
-                )
-                row = replace(
-                    longer, snapshots=thin({**shorter.snapshots, **longer.snapshots})
-                )
-                self._forget(other)
+                merged = _merged(self._rows[other], row)
+                if merged is not None:
+                    row = merged
+                    self._forget(other)
             names = [(id(self), beginning) for beginning in prefix_hashes(row.keys)]
             if self.budget.add(
                 (id(self), number), row.footprint, lambda: self._evict(number), names
@@ -167,11 +160,16 @@ class PrefixCache:
             return None
 
 
+def _merged(kept: SavedRow, new: SavedRow) -> SavedRow | None:
+    """Return one row for two of which one continues the other, or None."""
+    longer, shorter = (kept, new) if kept.length > new.length else (new, kept)
+    if common_length(longer.keys, shorter.keys) < shorter.length:
+        return None
+    return replace(longer, snapshots=thin({**shorter.snapshots, **longer.snapshots}))
+
+
 def thin(snapshots: dict[int, Snapshot]) -> dict[int, Snapshot]:
     order = sorted(snapshots)
-    kept = (
-        order
-        if len(order) <= MAX_SNAPSHOTS
-        else [order[0], *order[1 - MAX_SNAPSHOTS :]]
-    )
-    return {at: snapshots[at] for at in kept}
+    if len(order) > MAX_SNAPSHOTS:
+        order = [order[0], *order[1 - MAX_SNAPSHOTS :]]
+    return {at: snapshots[at] for at in order}

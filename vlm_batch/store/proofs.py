@@ -30,9 +30,8 @@ def cache_folder() -> Path:
         return Path.home() / "Library" / "Caches" / "vlm_batch"
     if sys.platform == "win32":
         return Path(os.environ.get("LOCALAPPDATA", str(Path.home()))) / "vlm_batch"
-    return (
-        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vlm_batch"
-    )
+    kept = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(kept) / "vlm_batch"
 
 
 def read_proof(
@@ -75,11 +74,12 @@ def write_proof(key: Mapping[str, Any], found: Mapping[str, Any]) -> Path | None
     return None
 
 
-def counts_of(value: Any, known: Container[int]) -> tuple[int, ...]:
-    """Return ascending numbers of a file that are all ``known``. Raises ValueError or TypeError."""
+def counts_of(value: Any, tried: Container[int]) -> tuple[int, ...]:
+    """Return ascending numbers of a file, all of them ``tried``. Raises ValueError or TypeError."""
     counts = tuple(value)
-    if not all(type(count) is int and count in known for count in counts):
-        raise ValueError(f"it has numbers that nobody tried: {value}")
+    for count in counts:
+        if type(count) is not int or count not in tried:
+            raise ValueError(f"it has numbers that nobody tried: {value}")
     if sorted(set(counts)) != list(counts):
         raise ValueError(f"its numbers do not ascend: {value}")
     return counts

@@ -30,10 +30,8 @@ class Snapshot:
     logits: mx.array | None = None
 
     def arrays(self) -> list[mx.array]:
-        own = [] if self.logits is None else [self.logits]
-        return own + [
-            array for layer in self.layers.values() for array in layer.arrays()
-        ]
+        found = _arrays_of(self.layers)
+        return found if self.logits is None else [self.logits, *found]
 
 
 @dataclass(frozen=True)
@@ -60,27 +58,35 @@ class SavedRow:
     @property
     def footprint(self) -> int:
         """Bytes in memory, with overhead and index."""
-        return len(self.keys) * (
-            self.keys.shape[1] * self.keys.itemsize + INDEX_BYTES
-        ) + footprint(self.arrays())
+        each = self.keys.shape[1] * self.keys.itemsize + INDEX_BYTES
+        return self.length * each + footprint(self.arrays())
 
     def arrays(self) -> list[mx.array]:
-        layers = [array for layer in self.whole.values() for array in layer.arrays()]
-        return layers + [
-            array for snapshot in self.snapshots.values() for array in snapshot.arrays()
-        ]
+        found = _arrays_of(self.whole)
+        for snapshot in self.snapshots.values():
+            found += snapshot.arrays()
+        return found
 
     def resumable(self, limit: int) -> int:
         """Return the largest length up to ``limit`` from which a row can continue, or 0."""
-        ends = [min(limit, self.length)]
-        if len(self.whole) < self.num_layers:
-            cut = (
-                (min(limit, at), snapshot) for at, snapshot in self.snapshots.items()
-            )
-            ends = [end for end, snapshot in cut if self._serves(snapshot, end)]
-        longest = max(ends, default=0)
+        longest = min(limit, self.length)
+        if not self._is_whole:
+            longest = self._last_end(limit)
         least = max((layer.floor for layer in self.whole.values()), default=0)
         return longest if longest >= least else 0
+
+    @property
+    def _is_whole(self) -> bool:
+        return len(self.whole) == self.num_layers
+
+    def _last_end(self, limit: int) -> int:
+        """Return the largest length up to ``limit`` that a snapshot serves, or 0."""
+        longest = 0
+        for at, snapshot in self.snapshots.items():
+            end = min(limit, at)
+            if end > longest and self._serves(snapshot, end):
+                longest = end
+        return longest
 
     def logits_at(self, length: int) -> mx.array | None:
         snapshot = self.snapshots.get(length)
@@ -88,27 +94,34 @@ class SavedRow:
 
     def restore(self, length: int, num_pictures: int) -> list[Any]:
         """Make single-row caches of the first ``length`` positions and ``num_pictures``."""
-        snapshot = Snapshot()
-        if len(self.whole) < self.num_layers:
-            snapshot = next(
-                p
-                for at, p in sorted(self.snapshots.items())
-                if at >= length and self._serves(p, length)
-            )
+        layers = dict(self.whole)
+        if not self._is_whole:
+            layers |= self._serving(length).layers
         share = num_pictures / self.num_pictures if self.num_pictures else 0.0
-        layers = {**self.whole, **snapshot.layers}
         return [
             layers[index].of_pictures(share).restore(length)
             for index in range(self.num_layers)
         ]
 
+    def _serving(self, length: int) -> Snapshot:
+        """Return the shortest snapshot from which a row can continue at ``length``."""
+        for at, snapshot in sorted(self.snapshots.items()):
+            if at >= length and self._serves(snapshot, length):
+                return snapshot
+        raise LookupError(f"no snapshot reaches {length} positions")
+
     def _serves(self, snapshot: Snapshot, length: int) -> bool:
-        complete = len(self.whole) + len(snapshot.layers) == self.num_layers
-        return (
-            length > 0
-            and complete
-            and all(layer.reaches(length) for layer in snapshot.layers.values())
-        )
+        is_complete = len(self.whole) + len(snapshot.layers) == self.num_layers
+        if length <= 0 or not is_complete:
+            return False
+        return all(layer.reaches(length) for layer in snapshot.layers.values())
+
+
+def _arrays_of(layers: Mapping[int, LayerState]) -> list[mx.array]:
+    found: list[mx.array] = []
+    for layer in layers.values():
+        found += layer.arrays()
+    return found
 
 
 def common_length(one: np.ndarray, other: np.ndarray) -> int:
@@ -128,14 +141,12 @@ def save_snapshot(
     caches: Sequence[Any], length: int, logits: mx.array | None
 ) -> Snapshot:
     """Save the layers that are not whole, unevaluated."""
-    return Snapshot(
-        {
-            index: state
-            for index, cache in enumerate(caches)
-            if not (state := kind_of(cache).saved(length)).is_whole
-        },
-        None if logits is None else own_array(logits),
-    )
+    layers: dict[int, LayerState] = {}
+    for index, cache in enumerate(caches):
+        state = kind_of(cache).saved(length)
+        if not state.is_whole:
+            layers[index] = state
+    return Snapshot(layers, None if logits is None else own_array(logits))
 
 
 def save_row(
@@ -146,14 +157,18 @@ def save_row(
     constant: Mapping[int, LayerState] | None = None,
 ) -> SavedRow:
     """Save a row's caches, unevaluated; ``constant``: layers saved already."""
+    length = len(keys)
     whole, last = dict(constant or {}), dict[int, LayerState]()
     for index, cache in enumerate(caches):
-        if index not in whole:
-            state = kind_of(cache).saved(len(keys))
-            (whole if state.is_whole else last)[index] = state
-    kept = {at: snapshot for at, snapshot in snapshots.items() if at <= len(keys)}
-    if last and all(state.reaches(len(keys)) for state in last.values()):
-        kept[len(keys)] = Snapshot(
-            last, kept[len(keys)].logits if len(keys) in kept else None
-        )
+        if index in whole:
+            continue
+        state = kind_of(cache).saved(length)
+        if state.is_whole:
+            whole[index] = state
+        else:
+            last[index] = state
+    kept = {at: snapshot for at, snapshot in snapshots.items() if at <= length}
+    if last and all(state.reaches(length) for state in last.values()):
+        before = kept.get(length, Snapshot())
+        kept[length] = Snapshot(last, before.logits)
     return SavedRow(keys, len(caches), whole, kept, num_pictures)

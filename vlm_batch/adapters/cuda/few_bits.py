@@ -24,7 +24,13 @@ from vlm_batch.adapters.cuda.launches import (
 )
 from vlm_batch.adapters.cuda.one_query import error_of
 from vlm_batch.arrays import round_up
-from vlm_batch.caches.quantized import Layout, SlabStates, of_parts, of_slab, quantize
+from vlm_batch.caches.quantized import (
+    PackedLayout,
+    SlabStates,
+    of_parts,
+    of_slab,
+    quantize,
+)
 from vlm_batch.runtime.device import Device, device
 
 #: Equal to the constants of ``few_bits.cu``.
@@ -76,8 +82,8 @@ class FewBitsBuild(NamedTuple):
     heads: int  # query heads
     depth: int
     # the layout, the first head in the slab, the number of heads
-    keys: tuple[Layout, int, int]
-    values: tuple[Layout, int, int]
+    keys: tuple[PackedLayout, int, int]
+    values: tuple[PackedLayout, int, int]
     dtype: mx.Dtype
     scales: mx.Dtype
     mask: mx.Dtype | None
@@ -267,7 +273,7 @@ def example(
         np.arange(columns)[None] >= (columns if build.mask is None else ends[:, None])
     )
 
-    def slab(which: tuple[Layout, int, int], heads: int) -> tuple[mx.array, ...]:
+    def slab(which: tuple[PackedLayout, int, int], heads: int) -> tuple[mx.array, ...]:
         layout = which[0]
         array = mx.array(
             random.standard_normal((rows, heads, columns, layout.depth)).astype(

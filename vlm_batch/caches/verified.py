@@ -10,7 +10,7 @@ from mlx_vlm.models.cache import CacheList
 from vlm_batch.errors import UnsupportedModel
 
 #: Verified single-row classes, by exact name.
-KNOWN = frozenset(
+VERIFIED = frozenset(
     {
         "mlx_vlm.models.cache.ArraysCache",  # recurrent states
         "mlx_vlm.models.cache.CacheList",  # its parts must be known, too
@@ -26,7 +26,8 @@ def check_caches(caches: Iterable[Any], *, family: str) -> None:
     """Raise UnsupportedModel for an unverified class of mlx-vlm's."""
     for cache in _flat(caches):
         name = f"{type(cache).__module__}.{type(cache).__qualname__}"
-        if name.startswith("mlx_vlm.") and name not in KNOWN:
+        is_upstream = name.startswith("mlx_vlm.")
+        if is_upstream and name not in VERIFIED:
             raise UnsupportedModel(
                 f"{family}: a layer keeps its keys and values in a {name}, which this version of vlm_batch has not been "
                 "verified with"
