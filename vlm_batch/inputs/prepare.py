@@ -18,7 +18,12 @@ import numpy as np
 from PIL import Image
 
 from vlm_batch.arrays import MOST_ON_HOST, as_numpy, evaluated, num_bytes, on_host
-from vlm_batch.checks import seconds_option, set_pixel_bounds, whole_option
+from vlm_batch.checks import (
+    check_within,
+    seconds_option,
+    set_pixel_bounds,
+    whole_option,
+)
 from vlm_batch.errors import (
     InvalidAudio,
     InvalidCache,
@@ -133,6 +138,13 @@ CHARACTERS_PER_TOKEN = 16
 MAX_TOKENS = 1 << 20
 #: Characters from which a prompt counts as long: tokenizing takes tenths of a second.
 LONG_PROMPT = 200_000
+#: Parameters that name tokens by their ids.
+_TOKEN_IDS = (
+    "stop_token_ids",
+    "allowed_token_ids",
+    "logit_bias",
+    "whitelist_token_ids",
+)
 #: Pixels from which a request counts as large: decoding takes tenths of a second or more, and its memory is returned to the
 #: system at once, for the C library would keep it.
 MANY_PIXELS = 2**24
@@ -253,7 +265,8 @@ class Prepared:
 class Preparer:
     """One model's ``check`` (submitter's thread) and ``prepare`` (a loader's thread).
 
-    ``image_token_ids`` mark picture features; ``check_inputs`` refuses misfit processed inputs.
+    ``image_token_ids`` mark picture features; ``check_inputs`` refuses misfit processed inputs; ``num_logits`` is how many
+    tokens the model chooses from, None where that depends on the request.
     """
 
     def __init__(
@@ -264,6 +277,7 @@ class Preparer:
         image_token_ids: frozenset[int],
         check_inputs: Callable[[Mapping[str, Any]], None] = lambda inputs: None,
         max_context: int | None = None,
+        num_logits: int | None = None,
         limits: Limits | None = None,
         fetch: FetchPolicy | None = None,
         pictures: PictureStore | None = None,
@@ -279,6 +293,7 @@ class Preparer:
                 f"min_pixels and max_pixels: {spec.family}'s processor has no such bounds; leave them out"
             )
         self.max_context = max_context
+        self._num_logits = num_logits
         self._image_token_ids = image_token_ids
         self._check_inputs = check_inputs
         self._reserved = ReservedWords(processing, image_token_ids)
@@ -295,6 +310,7 @@ class Preparer:
     def check(self, request: Request) -> Question:
         """Validate a request and render its prompt. Raises InvalidRequest."""
         params, options = request.params, request.template
+        self._check_ids(params)
         new_form = 0 if params.form is None else self._forms.check(params)
         _check_types(request)
         if options is not None and (
@@ -370,6 +386,13 @@ class Preparer:
         if params.form is None and params.thinking_budget is None:
             return question
         return replace(question, thinking=self._thinking(question, request))
+
+    def _check_ids(self, params: SamplingParams) -> None:
+        """Refuse ids of tokens that the model does not have."""
+        if self._num_logits is None:
+            return
+        for name in _TOKEN_IDS:
+            check_within(name, getattr(params, name) or (), self._num_logits)
 
     def _check_size(self, question: Question) -> None:
         if question.seconds:
