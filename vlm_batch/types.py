@@ -368,6 +368,10 @@ class SamplingParams:
         return next((name for name in FORMS if getattr(self, name) is not None), None)
 
 
+#: ``Video.num_frames`` that takes all of them.
+ALL_FRAMES = -1
+
+
 @dataclass(frozen=True)
 class Video:
     """A video and the choice of its frames.
@@ -376,7 +380,7 @@ class Video:
         source: a file (path, URL, data URI, bytes), pictures of one size, or an array (T, H, W, 3) of uint8.
         fps: frames a second to sample from a file; the rate of given frames, which are all used. None: the family's
             setting.
-        num_frames: frames to take evenly, instead of ``fps``. Excludes ``max_frames``.
+        num_frames: frames to take evenly, instead of ``fps``; -1 takes all. Excludes ``max_frames``.
         max_frames: most frames, taken evenly if there are more.
         max_pixels: most pixels of a frame; larger ones are scaled down.
         sound: hear the file's sound, as a recording behind the video.
@@ -405,10 +409,13 @@ class Video:
             )
         for name in ("num_frames", "max_frames", "max_pixels"):
             value = getattr(self, name)
-            if value is not None and not (is_whole(value) and value >= 1):
-                raise InvalidParameters(
-                    f"{name} is {shown(value)}; it must be an integer of at least 1"
-                )
+            if value is None or (is_whole(value) and value >= 1):
+                continue
+            if name == "num_frames" and is_whole(value) and value == ALL_FRAMES:
+                continue
+            raise InvalidParameters(
+                f"{name} is {shown(value)}; it must be an integer of at least 1"
+            )
         if self.num_frames is not None and self.max_frames is not None:
             raise InvalidParameters("num_frames and max_frames exclude each other")
 

@@ -69,9 +69,9 @@ from vlm_batch.inputs.videos import (
     Clip,
     Sampling,
     as_video,
-    count_video_pixels,
     is_to_be_fetched,
     load_video,
+    measure_video,
     own_video,
 )
 from vlm_batch.records import Thinking
@@ -91,6 +91,17 @@ from vlm_batch.types import (
     Video,
 )
 
+#: Most pictures and frames of one request. A model's processor makes 0.1 megapixels and more of the smallest.
+DEFAULT_MAX_PICTURES = 4096
+#: Fields of ``Limits`` that are whole numbers.
+_COUNTS = (
+    "image_pixels",
+    "video_pixels",
+    "request_pixels",
+    "request_pictures",
+    "prompt_tokens",
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
@@ -100,6 +111,7 @@ class Limits:
         image_pixels: Pixels of one picture, checked before decoding.
         video_pixels: Pixels of a video's sampled frames together, checked before decoding.
         request_pixels: Pixels of all pictures and frames together.
+        request_pictures: Pictures and frames together: processors enlarge small ones.
         audio_seconds: Seconds of all recordings together.
         prompt_tokens: Positions of the prompt, pictures included; the model's context bounds it, too.
         min_pixels: Default of requests that name none.
@@ -113,6 +125,7 @@ class Limits:
     image_pixels: int | None = DEFAULT_MAX_PIXELS
     video_pixels: int | None = DEFAULT_MAX_VIDEO_PIXELS
     request_pixels: int | None = DEFAULT_MAX_VIDEO_PIXELS
+    request_pictures: int | None = DEFAULT_MAX_PICTURES
     audio_seconds: float | None = DEFAULT_MAX_SECONDS
     prompt_tokens: int | None = None
     min_pixels: int | None = None
@@ -120,10 +133,9 @@ class Limits:
 
     def __post_init__(self) -> None:
         set_pixel_bounds(self, self.min_pixels, self.max_pixels)
-        for name in ("image_pixels", "video_pixels", "request_pixels", "prompt_tokens"):
-            object.__setattr__(
-                self, name, whole_option(name, vars(self)[name], least=1, or_none=True)
-            )
+        for name in _COUNTS:
+            checked = whole_option(name, vars(self)[name], least=1, or_none=True)
+            object.__setattr__(self, name, checked)
         if self.audio_seconds is not None:
             object.__setattr__(
                 self,
@@ -165,9 +177,9 @@ class Lane(Enum):
 class Question:
     """A checked request with unread media, safe from the submitter's changes.
 
-    ``num_pixels`` and ``seconds`` count media in memory, ``new_form`` the characters still to compile. ``tracks`` lists
-    the recordings in the prompt's order: each one's video, or None for the next of ``audios``. ``is_templated`` if the chat
-    template made the prompt.
+    ``num_pictures`` (with frames), ``num_pixels`` and ``seconds`` count media in memory, ``new_form`` the characters still
+    to compile. ``tracks`` lists the recordings in the prompt's order: each one's video, or None for the next of ``audios``.
+    ``is_templated`` if the chat template made the prompt.
     """
 
     prompt: str | None = None
@@ -181,6 +193,7 @@ class Question:
     params: SamplingParams = field(default_factory=SamplingParams)
     thinking: Thinking | None = None
     pixels: PixelBounds | None = None
+    num_pictures: int = 0
     num_pixels: int = 0
     seconds: float = 0.0
     sampling: Sampling = field(default_factory=Sampling)
@@ -214,11 +227,17 @@ class Question:
         ).measured()
 
     def measured(self) -> Question:
-        """Return a copy with counted ``num_pixels`` and ``seconds``."""
-        frames = (count_video_pixels(video, self.sampling) for video in self.videos)
-        pixels = sum(map(count_pixels, self.images)) + sum(frames)
+        """Return a copy with counted ``num_pictures``, ``num_pixels`` and ``seconds``."""
+        count, pixels = len(self.images), sum(map(count_pixels, self.images))
+        for video in self.videos:
+            frames, frame_pixels = measure_video(video, self.sampling)
+            count += frames
+            pixels += frame_pixels
         return replace(
-            self, num_pixels=pixels, seconds=sum(map(count_seconds, self.audios))
+            self,
+            num_pictures=count,
+            num_pixels=pixels,
+            seconds=sum(map(count_seconds, self.audios)),
         )
 
     @property
@@ -399,10 +418,37 @@ class Preparer:
             check_seconds(
                 question.seconds, self.limits.audio_seconds, "the request's recordings"
             )
+        self._check_count(question.num_pictures)
         most, num_pixels = self.limits.request_pixels, question.num_pixels
         if most is not None and num_pixels > most:
             raise InvalidImage(
                 f"the request's pictures and frames have {num_pixels:,} pixels together; at most {most:,} are read",
+                advice=" (Limits.request_pixels)",
+            )
+        if question.pixels is not None:
+            self._check_enlarged(question.pixels.least, len(question.images))
+
+    def _check_count(self, num_pictures: int) -> None:
+        most = self.limits.request_pictures
+        if most is not None and num_pictures > most:
+            raise InvalidImage(
+                f"the request has {num_pictures:,} pictures and frames; at most {most:,} are read",
+                advice=" (Limits.request_pictures)",
+            )
+
+    def _check_enlarged(self, least: int, count: int) -> None:
+        """Refuse pictures that ``min_pixels`` would make larger than they may be."""
+        limits = self.limits
+        if limits.image_pixels is not None and least > limits.image_pixels:
+            raise InvalidImage(
+                f"min_pixels is {least:,}; a picture may have {limits.image_pixels:,}",
+                advice=" (Limits.image_pixels)",
+            )
+        most = limits.request_pixels
+        if most is not None and least * count > most:
+            raise InvalidImage(
+                f"min_pixels is {least:,}, which {count:,} pictures make {least * count:,} pixels together; "
+                f"at most {most:,} are read",
                 advice=" (Limits.request_pixels)",
             )
 
@@ -626,6 +672,7 @@ class Preparer:
             clips.append(
                 load_video(video, question.sampling, *bounds, self._fetch, cancelled)
             )
+        self._check_count(len(images) + sum(len(clip.indices) for clip in clips))
         sounds = []
         recordings = iter(question.audios)
         for at in question.tracks:

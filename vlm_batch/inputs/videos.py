@@ -31,7 +31,7 @@ from vlm_batch.inputs.images import (
     pass_on_ctrl_c,
 )
 from vlm_batch.inputs.tracks import container_at, count_movies
-from vlm_batch.types import FetchPolicy, ImageInput, Video, VideoInput
+from vlm_batch.types import ALL_FRAMES, FetchPolicy, ImageInput, Video, VideoInput
 
 #: Most pixels of one video's frames together: 1.5 GB of RGB, or four minutes of 1080p at 1 frame a second.
 DEFAULT_MAX_VIDEO_PIXELS = 500_000_000
@@ -56,7 +56,9 @@ class Sampling:
 
     def indices(self, total: int, fps: float, video: Video) -> np.ndarray:
         """Choose frames: indices (N,)."""
-        if video.num_frames is not None:
+        if video.num_frames == ALL_FRAMES:
+            wanted, most = float(total), total
+        elif video.num_frames is not None:
             wanted, most = float(video.num_frames), total
         else:
             wanted = self._wanted(total / fps, video.fps)
@@ -227,22 +229,23 @@ def fetch_video(video: Video, policy: FetchPolicy, cancelled: Cancelled) -> Vide
     )
 
 
-def count_video_pixels(video: Video, sampling: Sampling) -> int:
-    """Count the pixels of frames to take, by the header."""
+def measure_video(video: Video, sampling: Sampling) -> tuple[int, int]:
+    """Return the number of frames to take and their pixels together, by the header; zeros where it does not say."""
     source = video.source
     try:
         if isinstance(source, Fetched) and source.path is not None:
             with _opened(source.path, source.name) as capture:
                 if capture.announced <= 0:
-                    return 0
+                    return 0, 0
                 count = len(sampling.indices(capture.announced, capture.fps, video))
-                return count * math.prod(_scaled(*capture.size, video.max_pixels))
+                frame_pixels = math.prod(_scaled(*capture.size, video.max_pixels))
+                return count, count * frame_pixels
         if isinstance(source, (str, Path, bytes)):
-            return 0
+            return 0, 0
         indices = _thinned(len(source), video).tolist()
-        return len(indices) * count_pixels(source[indices[0]])
+        return len(indices), len(indices) * count_pixels(source[indices[0]])
     except Exception:  # whoever decodes it will say what is wrong
-        return 0
+        return 0, 0
 
 
 def describe_video(video: Video) -> str:
@@ -254,6 +257,8 @@ def describe_video(video: Video) -> str:
 
 
 def _thinned(total: int, video: Video) -> np.ndarray:
+    if video.num_frames == ALL_FRAMES:
+        return spread(total, total)
     return spread(total, min(total, video.num_frames or video.max_frames or total))
 
 
