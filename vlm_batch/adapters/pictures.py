@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image
 
 from vlm_batch.arrays import Deferred
-from vlm_batch.inputs.recalled import KnownPicture, StandIn
+from vlm_batch.inputs.recalled import RecalledPicture, StandIn
 from vlm_batch.store.digest import HASHES, digest, hash_ahead
 from vlm_batch.store.pictures import PictureStore
 
@@ -100,7 +100,7 @@ class PatchesOfRows:
             dtype=np.int64,
         )
         if self.pictures is not None and all(
-            isinstance(one, KnownPicture) and one.content for one in pictures
+            isinstance(one, RecalledPicture) and one.content for one in pictures
         ):
             parts = [
                 self._recalled(picture, size)
@@ -122,7 +122,7 @@ class PatchesOfRows:
         return 3 * self.temporal_patch_size * self.patch_size**2
 
     def _recalled(
-        self, picture: KnownPicture, size: tuple[int, int]
+        self, picture: RecalledPicture, size: tuple[int, int]
     ) -> mx.array | Patches:
         assert self.pictures is not None
         settings = (self.patch_size, self.merge_size, self.temporal_patch_size)

@@ -24,7 +24,7 @@ from vlm_batch.inputs import heif
 from vlm_batch.inputs.fetch import (
     Cancelled,
     Fetched,
-    KnownUri,
+    RecalledUri,
     Unreadable,
     fetch,
     is_data_uri,
@@ -38,7 +38,7 @@ DEFAULT_MAX_PIXELS: int = Image.MAX_IMAGE_PIXELS or 89_478_485
 #: The longest side of a picture, in pixels: JPEG's own limit. Longer ones cost minutes to resize whatever their area.
 MAX_SIDE = 65_535
 #: Pillow's readers in use. None starts another program (as EPS starts Ghostscript), and all were tested with damaged files.
-#: HEIF needs pillow-heif (``heif.register``), AVIF a Pillow that was built with it.
+#: HEIF needs pillow-heif (``heif.add_reader``), AVIF a Pillow that was built with it.
 FORMATS = (
     "PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "DIB", "TIFF", "ICO", "PPM", "TGA", "PCX", "QOI", "JPEG2000", "AVIF", "HEIF"
 )  # fmt: skip
@@ -100,7 +100,7 @@ def load_image(
     if isinstance(source, Image.Image):
         image = source
     elif isinstance(
-        source, (str, Path, bytes, bytearray, memoryview, BytesIO, Fetched, KnownUri)
+        source, (str, Path, bytes, bytearray, memoryview, BytesIO, Fetched, RecalledUri)
     ):
         image = _open(source, max_pixels, policy or FetchPolicy(), cancelled)
     else:
@@ -280,7 +280,7 @@ def _file_bytes(image: ImageFile.ImageFile) -> bytes | None:
 def count_pixels(source: ImageInput) -> int:
     """Return the pixels in the header of a picture in memory, else 0."""
     try:
-        if isinstance(source, (Image.Image, KnownUri)):
+        if isinstance(source, (Image.Image, RecalledUri)):
             return math.prod(source.size)
         if isinstance(source, np.ndarray):
             return math.prod(source.shape[:2])
@@ -304,7 +304,7 @@ def fetch_image(
     source: ImageInput, policy: FetchPolicy, cancelled: Cancelled | None = None
 ) -> ImageInput:
     """Read a path or URL into memory."""
-    if isinstance(source, KnownUri):
+    if isinstance(source, RecalledUri):
         source = source.uri
     if not isinstance(source, (str, Path)):
         return source
@@ -356,7 +356,7 @@ def opened(source: Any) -> Image.Image:
         try:
             Image.init()
             if source.read(8)[4:] == b"ftyp":  # a file of boxes, as HEIC pictures are
-                heif.register()
+                heif.add_reader()
             source.seek(0)
             # of the formats that are read, those that this Pillow has, with what plugins have registered since
             return Image.open(

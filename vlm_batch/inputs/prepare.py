@@ -47,7 +47,7 @@ from vlm_batch.inputs.audio import (
     own_audio,
 )
 from vlm_batch.inputs.chats import Track, has_sound, split_messages
-from vlm_batch.inputs.fetch import Cancelled, KnownUri, is_data_uri, is_url
+from vlm_batch.inputs.fetch import Cancelled, RecalledUri, is_data_uri, is_url
 from vlm_batch.inputs.grammar import LARGE, Form, Forms
 from vlm_batch.inputs.images import (
     DEFAULT_MAX_PIXELS,
@@ -61,7 +61,7 @@ from vlm_batch.inputs.images import (
 from vlm_batch.inputs.media import KINDS, Kind
 from vlm_batch.inputs.processing import ESCAPE, PixelBounds, Processing, ProcessorPool
 from vlm_batch.inputs.processors import settings_of
-from vlm_batch.inputs.recalled import known_picture, own_uri
+from vlm_batch.inputs.recalled import own_uri, recalled_picture
 from vlm_batch.inputs.reserved import ReservedWords, texts_of
 from vlm_batch.inputs.template import refuse
 from vlm_batch.inputs.videos import (
@@ -267,7 +267,7 @@ class Question:
         """Whether unknown pictures take long to decode."""
         if self.num_pixels < MANY_PIXELS:
             return False
-        known = [image for image in self.images if isinstance(image, KnownUri)]
+        known = [image for image in self.images if isinstance(image, RecalledUri)]
         return self.num_pixels - sum(map(count_pixels, known)) >= MANY_PIXELS
 
     @property
@@ -669,7 +669,7 @@ class Preparer:
             cancelled=cancelled,
         )
         if self._pictures is not None:
-            load = partial(known_picture, load=load, store=self._pictures)
+            load = partial(recalled_picture, load=load, store=self._pictures)
         images = []
         for number, source in enumerate(question.images, 1):
             cancelled.check()

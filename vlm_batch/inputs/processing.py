@@ -37,7 +37,7 @@ from vlm_batch.inputs.processors import (
     with_switched_tokens,
     without_text_options,
 )
-from vlm_batch.inputs.recalled import KnownPicture, StandIn
+from vlm_batch.inputs.recalled import RecalledPicture, StandIn
 from vlm_batch.inputs.template import ChatTemplate, refuse
 from vlm_batch.inputs.videos import Clip, Sampling
 from vlm_batch.types import PLAIN_TEMPLATE, Message, Template
@@ -516,7 +516,7 @@ def _text_of(name: str, *owners: Any) -> str | None:
 
 def _stand_in_of(images: Sequence[Image.Image]) -> StandIn | None:
     """Return what the processor got in place of pictures that it had before."""
-    if images and isinstance(images[0], KnownPicture):
+    if images and isinstance(images[0], RecalledPicture):
         return images[0].stand_in
     return None
 

@@ -4,7 +4,7 @@
 
     python -m vlm_batch.integrations.mlx_vlm --model mlx-community/Qwen2.5-VL-3B-Instruct-4bit
 
-Flags and endpoints are ``mlx_vlm.server``'s. ``Engine`` replaces its ``ResponseGenerator``.
+Flags and endpoints are ``mlx_vlm.server``'s. ``ResponseEngine`` replaces its ``ResponseGenerator``.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from vlm_batch.inputs.processing import PixelBounds
 from vlm_batch.inputs.videos import as_video, load_video
 from vlm_batch.loading import load_model
 from vlm_batch.runtime.memory import peak_bytes
-from vlm_batch.types import Event, Request, SamplingParams
+from vlm_batch.types import Event, Request, Result, SamplingParams
 
 #: Threads of the event loop's pool: the application holds one per request that does not stream.
 NUM_THREADS = 256
@@ -86,7 +86,7 @@ def _as_bad_requests() -> Iterator[None]:
         raise BadRequest(str(error)) from error
 
 
-class Engine:
+class ResponseEngine:
     """``mlx_vlm.server.generation.ResponseGenerator`` over a ``VLMBatcher``.
 
     Raises:
@@ -293,7 +293,7 @@ def _pixels(own: PixelBounds | None, asked: Mapping[str, Any]) -> PixelBounds | 
 class Waiting:
     """The application's queue, for its length only."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: ResponseEngine) -> None:
         self._engine = engine
 
     def qsize(self) -> int:
@@ -338,32 +338,34 @@ class Tokens:
         self.close()
 
     def _token(self, event: Event) -> StreamingToken:
-        result, known = event.result, event.logprobs
-        reason = (
-            None
-            if result is None
-            else {"cancelled": "stop"}.get(result.finish_reason, result.finish_reason)
-        )
-        marker = (
-            ""
-            if reason == "stop" or event.token is None
-            else self._shown.get(event.token, "")
-        )
-        timings = None if result is None else result.timings
-        usage = None if result is None else result.usage
-        return StreamingToken(
-            text=marker + event.text,
+        made = StreamingToken(
+            text=event.text,
             token=event.token or 0,
-            logprobs=known.logprob if known is not None else 0.0,
-            finish_reason=reason,
-            peak_memory=peak_bytes() / 1e9 if result is not None else 0.0,
-            prompt_tps=usage.prompt_tokens / timings.prefill
-            if usage and timings and timings.prefill
-            else None,
-            top_logprobs=list(known.top) if known is not None else None,
-            cached_tokens=0 if usage is None else usage.cached_tokens,
+            logprobs=0.0,
+            finish_reason=None,
             token_count=0 if event.token is None else 1,
         )
+        if event.logprobs is not None:
+            made.logprobs = event.logprobs.logprob
+            made.top_logprobs = list(event.logprobs.top)
+        if event.result is not None:
+            _tell_ending(made, event.result)
+        if event.token is not None and made.finish_reason != "stop":
+            made.text = self._shown.get(event.token, "") + event.text
+        return made
+
+
+def _tell_ending(token: StreamingToken, result: Result) -> None:
+    """Add what a request's last token says of it."""
+    reason = result.finish_reason
+    token.finish_reason = "stop" if reason == "cancelled" else reason
+    token.peak_memory = peak_bytes() / 1e9
+    usage, timings = result.usage, result.timings
+    if usage is None:
+        return
+    token.cached_tokens = usage.cached_tokens
+    if timings and timings.prefill:
+        token.prompt_tps = usage.prompt_tokens / timings.prefill
 
 
 class ThinkingBudget:
@@ -466,10 +468,10 @@ def special_tokens(tokenizer: Any) -> dict[int, str]:
 
 
 def install() -> None:
-    """Put ``Engine`` into mlx-vlm's application, and enlarge its event loop's thread pool."""
+    """Put ``ResponseEngine`` into mlx-vlm's application, and enlarge its event loop's thread pool."""
     # the attribute of that name is the application
     module = importlib.import_module("mlx_vlm.server.app")
-    module.ResponseGenerator = Engine  # type: ignore[attr-defined]
+    module.ResponseGenerator = ResponseEngine  # type: ignore[attr-defined]
     life: Callable[[Any], AbstractAsyncContextManager[Any]] = (
         module.app.router.lifespan_context
     )
