@@ -309,6 +309,12 @@ def test_what_the_engine_has_nothing_for_is_refused(
     for options in ({"typical_p": 0.5}, {"top_n_sigma": 1.0}):
         with pytest.raises(door.BadRequest, match=next(iter(options))):
             engine.generate(rendered("count to 3"), args=GenerationArguments(**options))
+    for token, said in ((10**9, "this model has 512 tokens"), (-1, "at least 0")):
+        args = GenerationArguments(logit_bias={token: 5.0, 7: 1.0})
+        with pytest.raises(
+            door.BadRequest, match=f"logit_bias holds {token}; .*{said}"
+        ):
+            list(engine.generate(rendered("count to 3"), args=args)[1])
     with pytest.raises(ValueError, match="recordings"):
         engine.generate(rendered("count to 3"), audio=["x.wav"])
     for settings in ({"draft_model_path": "x"}, {"kv_key_bits": 4}):

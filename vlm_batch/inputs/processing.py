@@ -409,6 +409,9 @@ class ProcessorPool:
         # with the settings that each was made with
         self._free: deque[tuple[str, Processing]] = deque()
         self._turn = Lock()
+        first = self._new_one()  # which the first request need not make
+        if first is not None:
+            self._free.append((settings_of(processing.processor), first))
 
     @contextmanager
     def acquire(self) -> Iterator[Processing]:

@@ -77,9 +77,10 @@ class ReservedWords:
     ) -> None:
         self._processing = processing
         self._image_token_ids = image_token_ids
+        #: Found once, and before the first request: a template is rendered seven times for them.
+        self.words = self._find()
 
-    @cached_property
-    def words(self) -> Words:
+    def _find(self) -> Words:
         renderings = "".join(map(self._rendering, _PROBES))
         turns = frozenset(filter(renderings.__contains__, self._special))
         # What the template writes for each kind of media, tokens or not: processors look for it in the text.

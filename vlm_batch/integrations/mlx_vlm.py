@@ -16,7 +16,14 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Collection,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from typing import Any
@@ -41,6 +48,7 @@ from mlx_vlm.server.generation import (
 from mlx_vlm.utils import ThinkingBudgetCriteria, process_image
 
 from vlm_batch.batcher import KVQuantisation, VLMBatcher
+from vlm_batch.checks import check_within
 from vlm_batch.errors import InvalidParameters, InvalidRequest
 from vlm_batch.handle import Handle
 from vlm_batch.inputs.audio import load_audio
@@ -387,6 +395,30 @@ class ThinkingBudget:
         return mx.where(mx.arange(logits.shape[-1]) == forced, logits, -mx.inf)
 
 
+class BiasedTokens:
+    """Logits processor that refuses biases of tokens that the model does not have: MLX writes them beyond the array.
+
+    Args:
+        tokens: Ids with a bias.
+
+    Raises:
+        InvalidParameters: An id is below 0.
+    """
+
+    def __init__(self, tokens: Collection[int]) -> None:
+        self._highest = max(tokens)
+        lowest = min(tokens)
+        if lowest < 0:
+            raise InvalidParameters(
+                f"logit_bias holds {lowest}; token ids are integers of at least 0"
+            )
+
+    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+        """Return the logits (1, V). Raises InvalidParameters."""
+        check_within("logit_bias", (self._highest,), logits.shape[-1])
+        return logits
+
+
 class FormAfterThinking:
     """Logits processor of ``response_format`` that begins where thinking has ended.
 
@@ -444,6 +476,8 @@ def sampling_params(
         )
     except ValueError as error:
         raise InvalidParameters(str(error)) from error
+    if args.logit_bias:
+        processors.insert(0, BiasedTokens(args.logit_bias))
     if args.thinking_budget is not None:
         processors.append(ThinkingBudget(_budget(args, tokenizer, input_ids)))
     return SamplingParams(
