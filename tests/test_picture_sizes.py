@@ -91,7 +91,7 @@ def test_a_least_is_bounded_as_files_are() -> None:
                 [small] * 3, DESCRIBE, min_pixels=100_000, max_pixels=200_000
             )
         with pytest.raises(InvalidImage, match="5,000 pictures and frames; at most"):
-            bounded.submit([small] * 5000, DESCRIBE)
+            bounded.submit(["missing.png"] * 5000, DESCRIBE)
 
 
 def test_a_bound_makes_no_picture_larger(batcher: VLMBatcher) -> None:

@@ -440,6 +440,15 @@ class Preparer:
                 advice=" (Limits.request_pictures)",
             )
 
+    def _check_num_recordings(self, count: int) -> None:
+        """Refuse more recordings than seconds: processors fill short ones up, some to half a minute."""
+        most = self.limits.audio_seconds
+        if most is not None and count > max(1, most):
+            raise InvalidAudio(
+                f"the request has {count:,} recordings; at most {max(1, int(most)):,} are read",
+                advice=" (one a second of Limits.audio_seconds)",
+            )
+
     def _check_enlarged(self, least: int, count: int) -> None:
         """Refuse pictures that ``min_pixels`` would make larger than they may be."""
         limits = self.limits
@@ -524,6 +533,7 @@ class Preparer:
             raise InvalidImage(
                 f"{spec.family} takes one picture a request; given: {len(images)}"
             )
+        self._check_count(len(images) + len(videos))
         owned = []
         for number, source in enumerate(images, 1):
             with _naming_the_picture(source, number, len(images)):
@@ -535,6 +545,7 @@ class Preparer:
             is_track = isinstance(audios[0], Track)
             what = "no video's sound" if is_track else "no recordings"
             raise InvalidAudio(f"{spec.family} takes {what}: {spec.no_audio}")
+        self._check_num_recordings(len(audios))
         return tuple(owned), tuple(clips), tuple(map(self._own_recording, audios))
 
     def _own_picture(self, source: ImageInput) -> ImageInput:
