@@ -136,7 +136,7 @@ def read_picture(seed: int) -> str:
     form = FORMATS[seed % len(FORMATS)]
     if form == "AVIF" and not features.check("avif"):
         return "AVIF: not built in"
-    heif.register()
+    heif.add_reader()
     if form == "HEIF" and not heif.INSTALLED:
         return "HEIF: not built in"
     mode, size = draw.choice(MODES[form]), draw.choice(SIZES)

@@ -521,6 +521,8 @@ def test_one_sample_and_ten_minutes() -> None:
             InvalidAudio, match=r"1,200.0 s of sound; at most 601 s are read"
         ):
             batcher.submit(prompt="a", **asks[2])
+        with pytest.raises(InvalidAudio, match="has 602 recordings; at most 601 are"):
+            batcher.submit(prompt="a", audios=[one] * 602)
     assert (
         results[0].error is not None
         and "so short that the model's processor makes nothing of it"

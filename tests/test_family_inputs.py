@@ -16,11 +16,12 @@ from tests.harness import (
     difference,
     every_family,
     inputs_of,
+    oracle,
     run,
     shared_adapter,
 )
 from tests.zoo import family
-from vlm_batch.adapters.prompts import num_words
+from vlm_batch.adapters.prompts import num_logits, num_words
 from vlm_batch.arrays import as_mlx, as_numpy
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.loading import adapt
@@ -348,3 +349,23 @@ def test_slices_without_a_place_in_the_prompt() -> None:
         InvalidPrompt, match=r"a slice needs \d placeholder tokens; the prompt has \d"
     ):
         shared_adapter("minicpmo").check_inputs(short)
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("qwen2_vl", True),
+        ("gemma3n", True),
+        ("mllama", True),  # a head with fewer rows than the table
+        ("molmo", True),  # two tables, of which one is the head
+        ("molmo2", True),
+        ("moondream2", True),
+        ("qwen3_omni_moe", True),
+        ("molmo_point", False),  # points at the request's pictures
+    ],
+)
+def test_how_many_tokens_a_model_chooses_from(name: str, known: bool) -> None:
+    adapter = shared_adapter(name)
+    found = num_logits(adapter.language, adapter.token_table)
+    columns = oracle(name, "text:1:7", 1).logprobs.shape[-1]
+    assert found == (columns if known else None)

@@ -70,9 +70,9 @@ def test_the_members_have_the_signatures_that_the_application_calls() -> None:
     """What theirs takes, ours takes, in the same order. A new mlx-vlm that adds an argument is noticed here."""
     for name in USED:
         theirs = list(inspect.signature(getattr(ResponseGenerator, name)).parameters)
-        ours = list(inspect.signature(getattr(door.Engine, name)).parameters)
+        ours = list(inspect.signature(getattr(door.ResponseEngine, name)).parameters)
         assert ours[: len(theirs)] == theirs, name
-    engine = door.Engine(MODEL)
+    engine = door.ResponseEngine(MODEL)
     for attribute in ("tokenizer", "model", "processor", "config"):
         assert attribute in vars(engine)
     assert engine.requests.qsize() == 0
@@ -100,11 +100,11 @@ def test_the_application_uses_nothing_else_of_its_engine() -> None:
         for name in re.findall(r"\bresponse_generator\.(\w+)\(", source)
     }
     assert used
-    engine = door.Engine(MODEL)
+    engine = door.ResponseEngine(MODEL)
     assert {
         name
         for name in used
-        if name not in vars(engine) and name not in vars(door.Engine)
+        if name not in vars(engine) and name not in vars(door.ResponseEngine)
     } == set()
 
 
@@ -231,8 +231,8 @@ def test_a_streaming_client_that_leaves_ends_its_request(
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[door.Engine]:
-    made = door.Engine(MODEL, top_logprobs_k=2)
+def engine() -> Iterator[door.ResponseEngine]:
+    made = door.ResponseEngine(MODEL, top_logprobs_k=2)
     made.wait_until_ready()
     yield made
     made.stop_and_join()
@@ -242,7 +242,7 @@ def rendered(words: str) -> str:
     return f"<|im_start|>user\n{words}<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_tokens_with_counts_and_probabilities(engine: door.Engine) -> None:
+def test_tokens_with_counts_and_probabilities(engine: door.ResponseEngine) -> None:
     context, tokens = engine.generate(
         rendered("count to 3"), args=GenerationArguments(max_tokens=20, temperature=0)
     )
@@ -253,7 +253,7 @@ def test_tokens_with_counts_and_probabilities(engine: door.Engine) -> None:
     assert all(len(token.top_logprobs or ()) == 2 for token in found)
 
 
-def test_pixel_limits_reach_the_processor(engine: door.Engine) -> None:
+def test_pixel_limits_reach_the_processor(engine: door.ResponseEngine) -> None:
     prompt = rendered("<|vision_start|><|image_pad|><|vision_end|>describe the picture")
     image = [str(IMAGES / "receipt.jpg")]
     lengths = []
@@ -270,7 +270,7 @@ def test_pixel_limits_reach_the_processor(engine: door.Engine) -> None:
     assert lengths[2] > lengths[1]
 
 
-def test_data_uris(engine: door.Engine) -> None:
+def test_data_uris(engine: door.ResponseEngine) -> None:
     prompt = rendered("<|vision_start|><|image_pad|><|vision_end|>describe the picture")
     _, tokens = engine.generate(
         prompt,
@@ -280,7 +280,7 @@ def test_data_uris(engine: door.Engine) -> None:
     assert "".join(token.text for token in tokens) == "a red circle"
 
 
-def test_a_thinking_budget_closes_the_block(engine: door.Engine) -> None:
+def test_a_thinking_budget_closes_the_block(engine: door.ResponseEngine) -> None:
     """Tokens of this checkpoint stand for the markers: after so many tokens the end marker is forced, and only once."""
     args = GenerationArguments(
         max_tokens=12,
@@ -303,15 +303,23 @@ def test_a_thinking_budget_closes_the_block(engine: door.Engine) -> None:
     assert newline not in [token.token for token in tokens]
 
 
-def test_what_the_engine_has_nothing_for_is_refused(engine: door.Engine) -> None:
+def test_what_the_engine_has_nothing_for_is_refused(
+    engine: door.ResponseEngine,
+) -> None:
     for options in ({"typical_p": 0.5}, {"top_n_sigma": 1.0}):
         with pytest.raises(door.BadRequest, match=next(iter(options))):
             engine.generate(rendered("count to 3"), args=GenerationArguments(**options))
+    for token, said in ((10**9, "this model has 512 tokens"), (-1, "at least 0")):
+        args = GenerationArguments(logit_bias={token: 5.0, 7: 1.0})
+        with pytest.raises(
+            door.BadRequest, match=f"logit_bias holds {token}; .*{said}"
+        ):
+            list(engine.generate(rendered("count to 3"), args=args)[1])
     with pytest.raises(ValueError, match="recordings"):
         engine.generate(rendered("count to 3"), audio=["x.wav"])
     for settings in ({"draft_model_path": "x"}, {"kv_key_bits": 4}):
         with pytest.raises(ValueError, match="not supported"):
-            door.Engine(MODEL, **settings)  # type: ignore[arg-type]
+            door.ResponseEngine(MODEL, **settings)  # type: ignore[arg-type]
 
 
 FORM = {
@@ -401,13 +409,13 @@ def test_a_model_that_cannot_be_loaded_is_said_as_theirs_says_it(
     tmp_path: Path,
 ) -> None:
     with pytest.raises(HTTPException) as ours:
-        door.Engine(str(tmp_path)).wait_until_ready()
+        door.ResponseEngine(str(tmp_path)).wait_until_ready()
     assert ours.value.status_code == 400
     assert str(ours.value.detail).startswith("Failed to load model: ")
 
 
 def test_special_tokens_are_shown_where_parsers_look_for_them(
-    engine: door.Engine,
+    engine: door.ResponseEngine,
 ) -> None:
     from vlm_batch.handle import Handle
     from vlm_batch.types import Event, Result

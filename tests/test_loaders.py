@@ -42,6 +42,7 @@ from vlm_batch.inputs.fetch import Cancelled, OperationCancelled
 from vlm_batch.inputs.loaders import Loaders
 from vlm_batch.inputs.pool import Pool
 from vlm_batch.inputs.prepare import Lane, Prepared, Preparer, Question
+from vlm_batch.inputs.processing import ProcessorPool
 from vlm_batch.inputs.processors import ProcessorCopier
 from vlm_batch.loading import EngineOptions, load_model, make_engine
 
@@ -399,6 +400,7 @@ def test_calls_of_a_shared_tokenizer_go_one_at_a_time() -> None:
 def test_a_processor_that_cannot_be_copied_is_everybodys_in_turn() -> None:
     preparer = preparer_of("qwen2_vl")
     preparer.processing.processor.grip = threading.Lock()  # cannot be copied
+    preparer._processors = ProcessorPool(preparer.processing)
     questions = [
         preparer.check(Request(prompt=f"count to {number}")) for number in range(8)
     ]

@@ -70,6 +70,27 @@ def test_tokens_that_the_model_does_not_have_are_refused(name: str) -> None:
         processed(SamplingParams(**{name: ids}), [1], RowRules())
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["stop_token_ids", "allowed_token_ids", "logit_bias", "whitelist_token_ids"],
+)
+def test_submit_refuses_tokens_that_the_model_does_not_have(
+    batcher: VLMBatcher, name: str
+) -> None:
+    """Before anything is read or computed, and by the id. The last token of the vocabulary is one."""
+
+    def asked(token: int) -> SamplingParams:
+        ids: Any = {token: 1.0} if name == "logit_bias" else [5, token]
+        ngrams = 3 if name == "whitelist_token_ids" else 0
+        return SamplingParams(max_tokens=2, no_repeat_ngram_size=ngrams, **{name: ids})
+
+    with pytest.raises(
+        InvalidParameters, match=f"{name} holds 512; this model has 512 tokens"
+    ):
+        batcher.submit(prompt="count to 5", params=asked(512))
+    assert batcher.submit(prompt="count to 5", params=asked(511)).result(60).ok
+
+
 def test_ends_wait_for_the_fewest_tokens() -> None:
     params, rules = SamplingParams(min_tokens=4), RowRules(end_ids=(6, 8, 999))
     assert set(np.flatnonzero(np.isinf(processed(params, [1], rules, step=3)))) == {

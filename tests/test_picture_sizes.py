@@ -79,6 +79,21 @@ def test_the_batchers_bounds() -> None:
             batcher.submit(CIRCLE, DESCRIBE, max_pixels=9000)
 
 
+def test_a_least_is_bounded_as_files_are() -> None:
+    """Else a picture of a few bytes would take gigabytes: the processor makes it as large as the request says."""
+    limits = Limits(image_pixels=100_000, request_pixels=250_000)
+    small = np.zeros((28, 28, 3), np.uint8)
+    with VLMBatcher(default_checkpoint(), limits=limits) as bounded:
+        with pytest.raises(InvalidImage, match="min_pixels is 100,001; a picture may"):
+            bounded.submit(small, DESCRIBE, min_pixels=100_001, max_pixels=200_000)
+        with pytest.raises(InvalidImage, match="3 pictures make 300,000 pixels"):
+            bounded.submit(
+                [small] * 3, DESCRIBE, min_pixels=100_000, max_pixels=200_000
+            )
+        with pytest.raises(InvalidImage, match="5,000 pictures and frames; at most"):
+            bounded.submit(["missing.png"] * 5000, DESCRIBE)
+
+
 def test_a_bound_makes_no_picture_larger(batcher: VLMBatcher) -> None:
     """The model's own most is 12,544; a least above it is a wish for more."""
     large = np.asarray(Image.fromarray(CIRCLE).resize((300, 300)))

@@ -27,7 +27,11 @@ from vlm_batch.inputs.audio import Sound
 from vlm_batch.inputs.images import load_image
 from vlm_batch.inputs.processing import Processing
 from vlm_batch.inputs.processors import ProcessorCopier, settings_of
-from vlm_batch.inputs.recalled import KnownPicture, known_picture, with_picture_cache
+from vlm_batch.inputs.recalled import (
+    RecalledPicture,
+    recalled_picture,
+    with_picture_cache,
+)
 from vlm_batch.loading import load_model
 from vlm_batch.store.budget import ByteBudget
 from vlm_batch.store.digest import digest, hash_ahead, joined, split_noted
@@ -274,8 +278,8 @@ def store(nbytes: int = 2**28) -> PictureStore:
     return PictureStore(ByteBudget(nbytes))
 
 
-def known(data: bytes, kept: PictureStore) -> KnownPicture:
-    return known_picture(data, load_image, kept)
+def known(data: bytes, kept: PictureStore) -> RecalledPicture:
+    return recalled_picture(data, load_image, kept)
 
 
 @pytest.mark.parametrize(
@@ -350,7 +354,7 @@ def test_numbers_of_a_stand_in_reach_nobody() -> None:
 def test_a_known_picture_is_not_decoded_until_it_is_read() -> None:
     kept = store()
     known(picture(4), kept)
-    image = known_picture(picture(4), lambda source: pytest.fail("decoded"), kept)
+    image = recalled_picture(picture(4), lambda source: pytest.fail("decoded"), kept)
     assert (image.size, image.mode, image.convert("RGB")) == (
         (112, 84),
         "RGB",

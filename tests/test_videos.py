@@ -148,6 +148,7 @@ def test_sources_of_every_kind_give_the_same_frames(film: Path) -> None:
         ({"fps": 10, "max_frames": 5}, [0, 10, 19, 29]),
         ({"num_frames": 4}, [0, 10, 19, 29]),
         ({"num_frames": 1000}, list(range(30))),
+        ({"num_frames": -1}, list(range(30))),
         ({"max_frames": 1}, [0]),
     ],
     ids=str,
@@ -358,12 +359,31 @@ def test_the_frames_of_a_video_count_among_the_requests_pixels(film: Path) -> No
             assert small.submit(None, ASK, videos=[Video(source)] * 2).result().ok
 
 
+def test_all_frames_are_bounded_as_others_are(film: Path) -> None:
+    """By their pixels and by their number, of one video and of all, in memory and in files."""
+    every = Video(film, num_frames=-1)
+    with pytest.raises(InvalidVideo, match="30 frames of 96 x 64 are 184,320 pixels"):
+        load_video(every, max_pixels=184_319)
+    frames = np.zeros((30, 8, 8, 3), np.uint8)
+    with VLMBatcher(CHECKPOINT, limits=Limits(request_pictures=30)) as small:
+        assert small.submit(None, ASK, videos=every).result().video_sizes == (
+            (30, 96, 64),
+        )
+        again = Video(frames, num_frames=-1)
+        for several in ([every, again], [every, every], [again, again]):
+            said = "the request has 60 pictures and frames; at most 30 are read"
+            with pytest.raises((InvalidImage, RequestFailed), match=said):
+                small.submit(None, ASK, videos=several).result().raise_for_error()
+
+
 @pytest.mark.parametrize(
     "settings",
     [
         {"fps": 0},
         {"fps": float("nan")},
         {"num_frames": 0},
+        {"num_frames": -2},
+        {"max_frames": -1},
         {"max_frames": 1.5},
         {"max_pixels": -1},
         {"num_frames": 2, "max_frames": 2},

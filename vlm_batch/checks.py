@@ -168,6 +168,15 @@ def check_unicode(name: str, texts: Iterable[str]) -> None:
             raise InvalidParameters(said) from error
 
 
+def check_within(name: str, ids: Iterable[int], size: int) -> None:
+    """Raise InvalidParameters for the first id that is none of the model's ``size`` tokens."""
+    for token in ids:
+        if token >= size:
+            raise InvalidParameters(
+                f"{name} holds {token}; this model has {size:,} tokens"
+            )
+
+
 def json_schema_of(given: Any) -> Any:
     """Return a JSON schema from a mapping, JSON text or a pydantic class. Raises InvalidParameters."""
     if isinstance(given, type):

@@ -518,6 +518,8 @@ class SamplingParams:
 
 #: The parameters as they are declared, in the order of their fields.
 SAMPLING_PARAMETERS = parameters_of(SamplingParams)
+#: ``Video.num_frames`` that takes all of them.
+ALL_FRAMES = -1
 
 
 @dataclass(frozen=True)
@@ -528,7 +530,7 @@ class Video:
         source: a file (path, URL, data URI, bytes), pictures of one size, or an array (T, H, W, 3) of uint8.
         fps: frames a second to sample from a file; the rate of given frames, which are all used. None: the family's
             setting.
-        num_frames: frames to take evenly, instead of ``fps``. Excludes ``max_frames``.
+        num_frames: frames to take evenly, instead of ``fps``; -1 takes all. Excludes ``max_frames``.
         max_frames: most frames, taken evenly if there are more.
         max_pixels: most pixels of a frame; larger ones are scaled down.
         sound: hear the file's sound, as a recording behind the video.
@@ -555,8 +557,11 @@ class Video:
             demand(is_right, InvalidParameters, "fps", fps, right)
         for name in ("num_frames", "max_frames", "max_pixels"):
             value = getattr(self, name)
-            if value is not None:
-                _check_least(name, value, 1)
+            if value is None:
+                continue
+            if name == "num_frames" and is_whole(value) and value == ALL_FRAMES:
+                continue
+            _check_least(name, value, 1)
         if self.num_frames is not None and self.max_frames is not None:
             raise InvalidParameters("num_frames and max_frames exclude each other")
 

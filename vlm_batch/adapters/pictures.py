@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image
 
 from vlm_batch.arrays import Deferred
-from vlm_batch.inputs.recalled import KnownPicture, StandIn
+from vlm_batch.inputs.recalled import RecalledPicture, StandIn
 from vlm_batch.store.digest import HASHES, digest, hash_ahead
 from vlm_batch.store.pictures import PictureStore
 
@@ -111,7 +111,7 @@ class PatchesOfRows:
         return 3 * self.temporal_patch_size * self.patch_size**2
 
     def _recalled(
-        self, picture: KnownPicture, size: tuple[int, int]
+        self, picture: RecalledPicture, size: tuple[int, int]
     ) -> mx.array | Patches:
         assert self.pictures is not None
         settings = (self.patch_size, self.merge_size, self.temporal_patch_size)
@@ -167,7 +167,7 @@ def _is_rgb(picture: Any) -> bool:
 
 def _has_content(picture: Any) -> bool:
     """Whether a picture may be known from before."""
-    return isinstance(picture, KnownPicture) and bool(picture.content)
+    return isinstance(picture, RecalledPicture) and bool(picture.content)
 
 
 def resized(picture: Image.Image, size: tuple[int, int]) -> np.ndarray:

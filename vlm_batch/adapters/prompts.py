@@ -130,6 +130,18 @@ def num_words(table: Any) -> int | None:
     return total or None
 
 
+def num_logits(language: Any, table: Any) -> int | None:
+    """Return the columns of a model's logits: its head's rows, or its token table's; None if it names neither."""
+    for path, module in language.named_modules():
+        if path.endswith("lm_head") and "weight" in module:
+            return int(module["weight"].shape[0])
+    for name in ("weight", "embedding"):  # Molmo's second table has no logits
+        rows = getattr(table, name, None)
+        if rows is not None:
+            return int(rows.shape[0])
+    return None
+
+
 def dtype_of(table: Any) -> mx.Dtype | None:
     """Return the type that a token embedding gives, if it says so."""
     name = "scales" if hasattr(table, "bits") else "weight"

@@ -9,10 +9,11 @@ import mlx.core as mx
 import numpy as np
 
 from vlm_batch.arrays import stack_logits
+from vlm_batch.checks import check_within
 from vlm_batch.engine.constraints import apply_masks
 from vlm_batch.engine.port import Sampler
 from vlm_batch.engine.row import Row, Status
-from vlm_batch.engine.sampling import Sampled, SamplingRow, check_within, process
+from vlm_batch.engine.sampling import Sampled, SamplingRow, process
 from vlm_batch.engine.work import Failed, Part, attempt
 
 

@@ -5,15 +5,15 @@ A draw depends on its row's logits, parameters, seed and step alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence, Set
+from collections.abc import Callable, Collection, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 import mlx.core as mx
 
+from vlm_batch.checks import check_within
 from vlm_batch.engine.logprobs import Logprobs, largest
 from vlm_batch.engine.work import checked_logits
-from vlm_batch.errors import InvalidParameters
 from vlm_batch.runtime import exponentials
 from vlm_batch.types import SamplingParams, TokenLogprobs
 
@@ -275,14 +275,6 @@ def _ends_with(history: mx.array, words: mx.array) -> mx.array:
     return mx.all((begun == tail) | (begun == -1), axis=1) & mx.all(
         padding == -1, axis=1
     )
-
-
-def check_within(name: str, ids: Iterable[int], size: int) -> None:
-    """Raise InvalidParameters for the first id outside the vocabulary."""
-    if beyond := next((token for token in ids if token >= size), None):
-        raise InvalidParameters(
-            f"{name} holds {beyond}; this model has {size:,} tokens"
-        )
 
 
 # All rows at once -----------------------------------------------------------------------------------------------------

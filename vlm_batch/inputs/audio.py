@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -41,8 +42,12 @@ MAX_CHANNELS = 32
 RATES = (1_000, 768_000)
 #: Samples decoded at a time. A cancelled request stops between two blocks.
 _BLOCK = 1 << 18
-#: First bytes, and libsndfile's names, of the formats that are read.
-_BEGINNINGS = (b"RIFF", b"RIFX", b"RF64", b"fLaC", b"OggS", b"ID3", b"FORM", b"caff")
+#: What a recording's file may be given as.
+_FILES = (str, Path, bytes, bytearray, memoryview, BytesIO, IOBase, Fetched)
+#: First bytes, and libsndfile's names, of the formats that are read. An MP3 begins with eleven bits of a frame's header.
+_BEGINNING = re.compile(
+    rb"RIFF|RIFX|RF64|fLaC|OggS|ID3|FORM|caff|\xff[\xe0-\xff]", re.DOTALL
+)
 _FORMATS = frozenset(
     {"WAV", "WAVEX", "RF64", "FLAC", "OGG", "MP3", "MPEG", "AIFF", "CAF"}
 )
@@ -63,19 +68,10 @@ class Sound:
 
 
 def as_audio(source: AudioInput) -> Audio:
-    audio = (
-        source
-        if isinstance(source, Audio)
-        else _of_mapping(source)
-        if isinstance(source, Mapping)
-        else Audio(source)
-    )
-    if isinstance(
-        audio.source,
-        (str, Path, bytes, bytearray, memoryview, BytesIO, IOBase, Fetched),
-    ):
-        return audio
-    if audio.rate is None:
+    if isinstance(source, Mapping):
+        source = _of_mapping(source)
+    audio = source if isinstance(source, Audio) else Audio(source)
+    if audio.rate is None and not isinstance(audio.source, _FILES):
         raise InvalidAudio(
             f"{describe_audio(audio)} has no rate; samples go as Audio(samples, rate=16000), and a file as its path or bytes"
         )
@@ -86,12 +82,12 @@ def _of_mapping(given: Mapping[Any, Any]) -> Audio:
     """Convert Hugging Face's form: samples with rate, or a file."""
     if given.get("array") is not None:
         return Audio(given["array"], rate=given.get("sampling_rate"))
-    source = given.get("bytes") if given.get("bytes") is not None else given.get("path")
-    if source is None:
-        raise InvalidAudio(
-            f"a recording's mapping needs array and sampling_rate, bytes or path; it has {', '.join(map(str, given))}"
-        )
-    return Audio(source)
+    for name in ("bytes", "path"):
+        if given.get(name) is not None:
+            return Audio(given[name])
+    raise InvalidAudio(
+        f"a recording's mapping needs array and sampling_rate, bytes or path; it has {', '.join(map(str, given))}"
+    )
 
 
 def own_audio(audio: Audio, policy: FetchPolicy) -> Audio:
@@ -140,23 +136,21 @@ def load_audio(
     ``max_seconds`` is checked on the header and while decoding. Raises InvalidAudio or OperationCancelled.
     """
     cancelled = cancelled or Cancelled()
-    audio = fetch_audio(
-        own_audio(as_audio(audio), policy or FetchPolicy()),
-        policy or FetchPolicy(),
-        cancelled,
-    )
+    policy = policy or FetchPolicy()
+    audio = fetch_audio(own_audio(as_audio(audio), policy), policy, cancelled)
+    name = describe_audio(audio)
     parts: list[np.ndarray] = []
     count = 0
     with _blocks(audio, cancelled, is_whole=True) as (own_rate, announced, blocks):
-        check_seconds(announced / own_rate, max_seconds, describe_audio(audio))
+        check_seconds(announced / own_rate, max_seconds, name)
         converted = _Resampled(own_rate, rate)
         for block in blocks:
             count += len(block)
-            check_seconds(count / own_rate, max_seconds, describe_audio(audio))
+            check_seconds(count / own_rate, max_seconds, name)
             parts.append(converted.next(block))
     if not count:
-        raise InvalidAudio(f"{describe_audio(audio)} has no samples")
-    _check_all_there(announced, count, describe_audio(audio))
+        raise InvalidAudio(f"{name} has no samples")
+    _check_all_there(announced, count, name)
     length = math.ceil(count * rate / own_rate)
     samples = np.concatenate([*parts, converted.rest()])[:length]
     filled = np.pad(samples, (0, length - len(samples))).astype(np.float32, copy=False)
@@ -203,13 +197,12 @@ def _blocks(
         assert audio.rate is not None
         yield audio.rate, len(source), iter((source,))
         return
+    data = source.data if isinstance(source, Fetched) else source
     path = source.path if isinstance(source, Fetched) else None  # a video's
-    data = source if isinstance(source, bytes) else source.data
     container = container_of(data) if path is None else container_at(path)
     if container is not None:
-        with opened_track(
-            data if path is None else path, container, name, _check_header, cancelled
-        ) as track:
+        whole = data if path is None else path
+        with opened_track(whole, container, name, _check_header, cancelled) as track:
             rate, announced, blocks = track
             yield rate, announced, _mono(blocks, audio)
         return
@@ -220,19 +213,13 @@ def _blocks(
     _check_kind(data, name)
     parts = parts_of(data, name, cancelled) if is_whole else [data]
     with _opened(parts[0], name) as file:
+        rate, announced = file.samplerate, 0
         if len(parts) == 1:
             blocks = _decoded(file, name, cancelled)
-            yield (
-                file.samplerate,
-                _announced(parts[0], file.frames),
-                _mono(blocks, audio),
-            )
+            announced = _announced(parts[0], file.frames)
         else:
-            yield (
-                file.samplerate,
-                0,
-                _mono(_of_parts(parts, file.samplerate, name, cancelled), audio),
-            )
+            blocks = _of_parts(parts, rate, name, cancelled)
+        yield rate, announced, _mono(blocks, audio)
 
 
 def _of_parts(
@@ -255,8 +242,7 @@ def _of_parts(
 def _check_kind(data: bytes, name: str) -> None:
     if not data:
         raise InvalidAudio(f"{name} is empty (0 bytes)")
-    is_mp3 = data[0] == 0xFF and len(data) > 1 and data[1] & 0xE0 == 0xE0
-    if not is_mp3 and not data.startswith(_BEGINNINGS):
+    if not _BEGINNING.match(data):
         raise InvalidAudio(f"{name} is no recording of {FORMATS}; convert it first")
 
 
@@ -284,25 +270,36 @@ def _announced(data: bytes, frames: int) -> int:
     if not data.startswith((b"RIFF", b"RIFX", b"RF64")):
         return frames
     order: Literal["big", "little"] = "big" if data.startswith(b"RIFX") else "little"
-    at, size, long = 12, 0, None
-    while (kind := data[at : at + 4]) != b"data" and at < len(data):
+    long = 0
+    for at, kind, size in _chunks(data, order):
         if kind == b"ds64":
             long = int.from_bytes(data[at + 16 : at + 24], order)
+        if kind == b"data":
+            said = size if size < UNKNOWN_BYTES else 0
+            return _in_proportion(frames, long or said, len(data) - at - 8)
+    return frames
+
+
+def _in_proportion(frames: int, said: int, held: int) -> int:
+    """Return how many samples were in ``said`` bytes, if fewer are left that hold ``frames``."""
+    return frames * said // held if 0 < held < said else frames
+
+
+def _chunks(
+    data: bytes, order: Literal["big", "little"]
+) -> Iterator[tuple[int, bytes, int]]:
+    """Yield where each chunk begins, its name and its bytes."""
+    at = 12
+    while at < len(data):
         size = int.from_bytes(data[at + 4 : at + 8], order)
+        yield at, data[at : at + 4], size
         at += 8 + size + size % 2
-    size = int.from_bytes(data[at + 4 : at + 8], order) if long is None else long
-    held = len(data) - at - 8
-    is_known = long is not None or size < UNKNOWN_BYTES
-    return frames * size // held if is_known and 0 < held < size else frames
 
 
 def _announced_by_aiff(data: bytes, frames: int) -> int:
-    at = 12
-    while at + 14 <= len(data):
-        if data.startswith(b"COMM", at):
+    for at, kind, _ in _chunks(data, "big"):
+        if kind == b"COMM" and at + 14 <= len(data):
             return int.from_bytes(data[at + 10 : at + 14], "big")
-        size = int.from_bytes(data[at + 4 : at + 8], "big")
-        at += 8 + size + size % 2
     return frames
 
 
@@ -349,23 +346,27 @@ def _mono(blocks: Iterator[np.ndarray], audio: Audio) -> Iterator[np.ndarray]:
 
 def _samples_of(array: np.ndarray, audio: Audio) -> np.ndarray:
     """Convert (N,) or (N, channels), floats or integers, to mono float32 (N,)."""
-    name = describe_audio(audio)
-    if array.ndim not in (1, 2) or (
-        array.ndim == 2 and not 1 <= array.shape[1] <= MAX_CHANNELS
-    ):
+    if array.ndim == 2 and 1 <= array.shape[1] <= MAX_CHANNELS:
+        return _checked(_as_floats(array).mean(axis=1), describe_audio(audio))
+    if array.ndim != 1:
         raise InvalidAudio(
             f"an array of shape {array.shape} is no recording: (samples,) or (samples, channels) is expected"
         )
+    return _checked(_as_floats(array), describe_audio(audio))
+
+
+def _as_floats(array: np.ndarray) -> np.ndarray:
+    """Return samples as float32 in -1..1."""
+    if array.dtype.kind == "f":
+        return array.astype(np.float32)
     if array.dtype in (np.int16, np.int32):
-        array = array / np.float32(-float(np.iinfo(array.dtype).min))
-    elif array.dtype == np.uint8:
-        array = (array.astype(np.float32) - 128) / 128
-    elif array.dtype.kind != "f":
-        raise InvalidAudio(
-            f"an array of {array.dtype} is no recording: floats in -1..1, or int16, int32 or uint8 are expected"
-        )
-    array = array.astype(np.float32)
-    return _checked(array.mean(axis=1) if array.ndim == 2 else array, name)
+        scaled = array / np.float32(-float(np.iinfo(array.dtype).min))
+        return scaled.astype(np.float32)
+    if array.dtype == np.uint8:
+        return (array.astype(np.float32) - 128) / 128
+    raise InvalidAudio(
+        f"an array of {array.dtype} is no recording: floats in -1..1, or int16, int32 or uint8 are expected"
+    )
 
 
 def _checked(samples: np.ndarray, name: str) -> np.ndarray:
@@ -397,11 +398,9 @@ class _Resampled:
 
     def rest(self) -> np.ndarray:
         nothing = np.zeros(0, np.float32)
-        return (
-            nothing
-            if self._stream is None
-            else self._stream.resample_chunk(nothing, last=True)
-        )
+        if self._stream is None:
+            return nothing
+        return self._stream.resample_chunk(nothing, last=True)  # type: ignore[no-any-return]
 
 
 def _said(error: Exception) -> str:

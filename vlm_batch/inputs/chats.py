@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -86,29 +87,45 @@ def split_messages(
         )
     if not messages:
         raise InvalidPrompt("the chat has no messages")
-    kinds = [Media(kind, iter(spare)) for kind, spare in zip(KINDS, media, strict=True)]
+    kinds = list(map(Media, KINDS, map(iter, media)))
     turns = [_turn(message, kinds) for message in messages]
     left = [list(taken.spare) for taken in kinds]
-    last = next((turn for turn in reversed(turns) if turn["role"] == "user"), None)
+    last = _last_of_user(turns)
     if last is not None and any(map(has_sound, left[1])):
-        again = [
-            replace(taken, spare=iter(spare))
-            for taken, spare in zip(kinds, left, strict=True)
-        ]
-        bare = [
-            {"type": taken.kind.marker}
-            for taken, spare in zip(kinds, left, strict=True)
-            for _ in spare
-        ]
-        words, left = last["content"], [[]] * len(kinds)
-        words = words if isinstance(words, list) else [{"type": "text", "text": words}]
-        last["content"] = [
-            *(part for one in bare for part in _strip(one, again)),
-            *words,
-        ]
-    return list[Message](turns), [
-        taken.ordered + spare for taken, spare in zip(kinds, left, strict=True)
-    ]
+        _place_before(last, kinds, left)
+    else:
+        for taken, spare in zip(kinds, left, strict=True):
+            taken.ordered += spare
+    return list[Message](turns), [taken.ordered for taken in kinds]
+
+
+def _place_before(
+    turn: dict[str, Any], kinds: Sequence[Media], left: Sequence[Sequence[Any]]
+) -> None:
+    """Place media that have no part before a turn's text, each video's sound behind it."""
+    placed: list[Any] = []
+    for taken, spare in zip(kinds, left, strict=True):
+        taken.spare = iter(spare)
+    for taken, spare in zip(kinds, left, strict=True):
+        for _ in spare:
+            placed += _strip({"type": taken.kind.marker}, kinds)
+    turn["content"] = [*placed, *_parts_of(turn["content"])]
+
+
+def _last_of_user(turns: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    for turn in reversed(turns):
+        if turn["role"] == "user":
+            return turn
+    return None
+
+
+def _parts_of(content: Any) -> list[Any]:
+    """Return a turn's content as parts."""
+    return content if isinstance(content, list) else [_text_part(content)]
+
+
+def _text_part(text: Any) -> dict[str, Any]:
+    return {"type": "text", "text": text}
 
 
 def has_sound(video: Any) -> bool:
@@ -120,49 +137,54 @@ def _turn(message: Any, media: Sequence[Media]) -> dict[str, Any]:
     """Check a message; its content becomes text, or text parts and markers."""
     if not isinstance(message, Mapping) or "role" not in message:
         raise InvalidPrompt('every message must be a mapping with "role" and "content"')
-    role, content = message["role"], message.get("content")
-    if not (isinstance(role, str) and role in ROLES):
+    role = message["role"]
+    if not isinstance(role, str) or role not in ROLES:
         raise InvalidPrompt(
             f"a message has the role {shown(role)}; the roles are {', '.join(ROLES)}"
         )
-    if content is None and role == "assistant":  # it called tools and said nothing
-        content = ""
     if "content" not in message and role != "assistant":
         raise InvalidPrompt(
             f'a message of the role {role} has no "content"; it has {sorted(map(str, message))}'
         )
-    if isinstance(content, (list, tuple)):
-        content = [stripped for part in content for stripped in _strip(part, media)]
-    elif not isinstance(content, str):
-        raise InvalidPrompt(
-            f"a message has the content {shown(content)}; text or a list of parts is expected"
-        )
-    if stray := _stray(message, ()):
+    turn = {**message, "content": _content(message, media)}
+    stray = _stray(message, ())
+    if stray:
         raise InvalidPrompt(
             f"a message has {stray[0]!r}, which no model would see: its pictures and videos are parts of its content, "
             f'{{"type": "image", "image": ...}}, or the request\'s images= and videos='
         )
-    turn = {**message, "content": content}
     if role == "assistant" and message.get("tool_calls") is not None:
-        turn["tool_calls"] = [
-            _tool_call(call) for call in _listed(message["tool_calls"])
-        ]
+        turn["tool_calls"] = list(map(_tool_call, _listed(message["tool_calls"])))
     return turn
 
 
-def _stray(given: Mapping[str, Any], known: Sequence[str]) -> list[str]:
-    def is_nothing(value: Any) -> bool:
-        return (
-            value is None
-            or isinstance(value, (int, float))
-            or (isinstance(value, _EMPTY) and not value)
+def _content(message: Mapping[Any, Any], media: Sequence[Media]) -> Any:
+    """Return a message's text, or its parts as templates take them."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return content
+    if content is None and message["role"] == "assistant":
+        return ""  # it called tools and said nothing
+    if not isinstance(content, (list, tuple)):
+        raise InvalidPrompt(
+            f"a message has the content {shown(content)}; text or a list of parts is expected"
         )
+    parts: list[Any] = []
+    for part in content:
+        parts += _strip(part, media)
+    return parts
 
-    return [
-        str(key)
-        for key in given
-        if key not in known and says_media(str(key)) and not is_nothing(given[key])
-    ]
+
+def _stray(given: Mapping[str, Any], known: Sequence[str]) -> list[str]:
+    """Return the names that mean a picture or video, are not known, and have a value."""
+    names = [key for key in given if key not in known and not _is_nothing(given[key])]
+    return list(filter(says_media, map(str, names)))
+
+
+def _is_nothing(value: Any) -> bool:
+    if isinstance(value, _EMPTY):
+        return not value
+    return value is None or isinstance(value, (int, float))
 
 
 def _listed(calls: Any) -> Sequence[Any]:
@@ -182,16 +204,21 @@ def _tool_call(call: Any) -> dict[str, Any]:
         raise InvalidPrompt(
             f"a tool call is {shown(call)}; it needs a function with a name"
         )
-    arguments = function.get("arguments", {})
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments or "{}")
-        except (ValueError, RecursionError) as error:
-            raise InvalidPrompt(
-                f"the arguments of a tool call are no JSON: {shown(arguments)}: {error}"
-            ) from error
-    named = {**function, "arguments": arguments}
-    return {**call, "function": named} if "function" in call else named
+    named = {**function, "arguments": _parsed(function.get("arguments", {}))}
+    if "function" in call:
+        return {**call, "function": named}
+    return named
+
+
+def _parsed(arguments: Any) -> Any:
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        return json.loads(arguments or "{}")
+    except (ValueError, RecursionError) as error:
+        raise InvalidPrompt(
+            f"the arguments of a tool call are no JSON: {shown(arguments)}: {error}"
+        ) from error
 
 
 def _strip(part: Any, media: Sequence[Media]) -> list[Any]:
@@ -200,22 +227,35 @@ def _strip(part: Any, media: Sequence[Media]) -> list[Any]:
         return [part]
     if not isinstance(part, Mapping) or "type" not in part:
         raise InvalidPrompt('every content part must be a mapping with "type"')
-    kind = part["type"] if isinstance(part["type"], str) else None
+    kind = part["type"]
     for taken in media:
-        if kind in taken.kind.parts:
-            if not has_sound(taken.take(_medium(part, taken.kind))):
-                return [{"type": taken.kind.marker}]
-            recordings = media[-1]
-            recordings.take(Track(len(taken.ordered) - 1))
-            return [{"type": taken.kind.marker}, {"type": recordings.kind.marker}]
-    if kind not in _TEXT_PARTS:
-        known = ", ".join(
-            (*_TEXT_PARTS, *(name for taken in media for name in taken.kind.parts))
-        )
+        if isinstance(kind, str) and kind in taken.kind.parts:
+            return _marked(part, taken, media[-1])
+    _check_text(part, media)
+    return [part]
+
+
+def _marked(part: Mapping[str, Any], taken: Media, recordings: Media) -> list[Any]:
+    """Take a part's medium, with a video's sound; return their markers."""
+    medium = taken.take(_medium(part, taken.kind))
+    markers = [{"type": taken.kind.marker}]
+    if has_sound(medium):
+        recordings.take(Track(len(taken.ordered) - 1))
+        markers.append({"type": recordings.kind.marker})
+    return markers
+
+
+def _check_text(part: Mapping[str, Any], media: Sequence[Media]) -> None:
+    kind = part["type"]
+    if not isinstance(kind, str) or kind not in _TEXT_PARTS:
+        known = [*_TEXT_PARTS]
+        for taken in media:
+            known += taken.kind.parts
         raise InvalidPrompt(
-            f"a content part has the type {shown(part['type'])}; the types are {known}"
+            f"a content part has the type {shown(kind)}; the types are {', '.join(known)}"
         )
-    if stray := _stray(part, ("type",)):
+    stray = _stray(part, ("type",))
+    if stray:
         raise InvalidPrompt(
             f"a part of type {kind!r} has {stray[0]!r}; a picture or video is a part of its own"
         )
@@ -224,36 +264,26 @@ def _strip(part: Any, media: Sequence[Media]) -> list[Any]:
         raise InvalidPrompt(
             f"a content part of type {kind!r} has the text {shown(text)}; a string is expected"
         )
-    return [part]
 
 
 def _medium(part: Mapping[str, Any], kind: Kind) -> Any:
     """Return a part's medium with its options; None for a bare part."""
+    given = {key: value for key, value in part.items() if value is not None}
     if kind.marker == "audio":
         return _recording(_given(part, kind.keys)[1])
     payload = _payload(part, kind.keys)
     if kind.marker == "video":
-        return _with_options(
-            payload,
-            {
-                key: value
-                for key, value in part.items()
-                if key not in ("type", *kind.keys)
-            },
-        )
-    if sized := sorted(
-        _PICTURE_SIZES & {key for key, value in part.items() if value is not None}
-    ):
+        return _with_options(payload, part.keys() - {"type", *kind.keys}, given)
+    sized = sorted(_PICTURE_SIZES & given.keys())
+    if sized:
         raise InvalidPrompt(
             f"a picture part has {', '.join(sized)}; how large pictures are seen is the request's to say: min_pixels= "
             "and max_pixels="
         )
-    strange = (
-        []
-        if payload is not None
-        else sorted({key for key in part if part[key] is not None} - _BARE)
-    )
-    if wrong := strange or _stray(part, (*kind.keys, "type")):
+    wrong = _stray(part, (*kind.keys, "type"))
+    if payload is None:
+        wrong = sorted(given.keys() - _BARE) or wrong
+    if wrong:
         raise InvalidPrompt(
             f"a picture part does not know {', '.join(wrong)}; its picture is in {' or '.join(kind.keys)}"
         )
@@ -262,21 +292,25 @@ def _medium(part: Mapping[str, Any], kind: Kind) -> Any:
 
 def _given(part: Mapping[str, Any], keys: Sequence[str]) -> tuple[str, Any]:
     given = [key for key in keys if part.get(key) is not None]
+    if not given:
+        return "", None
     if len(given) > 1:
         raise InvalidPrompt(
             f"{given[0]} and {given[1]} exclude each other in a content part"
         )
-    return (given[0], part[given[0]]) if given else ("", None)
+    return given[0], part[given[0]]
 
 
 def _payload(part: Mapping[str, Any], keys: Sequence[str]) -> Any:
     key, payload = _given(part, keys)
-    if isinstance(payload, Mapping) and payload.get("url") is None:
+    if not isinstance(payload, Mapping):
+        return payload
+    if payload.get("url") is None:
         has = ", ".join(map(str, payload)) or "nothing"
         raise InvalidPrompt(
             f'{key} of a content part is a mapping without "url"; it has {has}'
         )
-    return payload["url"] if isinstance(payload, Mapping) else payload
+    return payload["url"]
 
 
 def _recording(named: Any) -> Any:
@@ -287,30 +321,27 @@ def _recording(named: Any) -> Any:
         raise InvalidPrompt(
             f"a recording part has the data {shown(payload)}; base64 is expected"
         )
-    # the bytes say which format they are of
-    return (
-        payload
-        if "data" not in named or is_data_uri(payload)
-        else f"data:audio;base64,{payload}"
-    )
+    if "data" in named and not is_data_uri(payload):
+        # the bytes say which format they are of
+        return f"data:audio;base64,{payload}"
+    return payload
 
 
-def _with_options(payload: Any, options: Mapping[str, Any]) -> Any:
-    if unknown := sorted(set(options) - set(_VIDEO_OPTIONS)):
+def _with_options(payload: Any, named: Set[str], given: Mapping[str, Any]) -> Any:
+    """Return a video with what its part says of it: the options ``named``, of which some are ``given`` a value."""
+    unknown = sorted(named - _VIDEO_OPTIONS.keys())
+    if unknown:
         raise InvalidPrompt(
             f"a video part does not know {unknown}; it takes {sorted(_VIDEO_OPTIONS)}"
         )
-    said = {
-        _VIDEO_OPTIONS[key]: value
-        for key, value in options.items()
-        if value is not None
-    }
-    if not said:
+    options = [key for key in given if key in named]
+    if not options:
         return payload
     if payload is None:
         raise InvalidPrompt(
             "a video part without a video says how it is sampled; say so in videos=[Video(...)]"
         )
+    said = {_VIDEO_OPTIONS[key]: given[key] for key in options}
     return replace(payload if isinstance(payload, Video) else Video(payload), **said)
 
 
@@ -319,51 +350,46 @@ def with_parts(prompt: str | list[Message], *counts: int) -> list[dict[str, Any]
 
     Missing markers go before the last user turn's text, pictures first, as in mlx-vlm.
     """
-    turns: list[dict[str, Any]] = (
-        [{"role": "user", "content": prompt}] if isinstance(prompt, str) else []
-    )
-    for message in prompt if not isinstance(prompt, str) else ():
-        content = message.get("content") or ""
-        turns.append(
-            {
-                **message,
-                "content": [_plain(part) for part in content]
-                if isinstance(content, list)
-                else content,
-            }
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    turns = list(map(_with_plain_parts, prompt))
+    placed = _types_of_parts(turns)
+    missing: list[Any] = []
+    for kind, count in zip(KINDS, counts, strict=False):
+        for _ in range(count - placed[kind.marker]):
+            missing.append({"type": kind.marker})
+    if not missing:
+        return turns
+    last = _last_of_user(turns)
+    if last is None:
+        raise InvalidPrompt(
+            "the chat has no user turn for its pictures, videos and recordings"
         )
-    placed = [
-        part["type"]
-        for turn in turns
-        if isinstance(turn["content"], list)
-        for part in turn["content"]
-    ]
-    missing = [
-        {"type": kind.marker}
-        for kind, count in zip(KINDS, counts, strict=False)
-        for _ in range(count - placed.count(kind.marker))
-    ]
-    if missing:
-        last = next((turn for turn in reversed(turns) if turn["role"] == "user"), None)
-        if last is None:
-            raise InvalidPrompt(
-                "the chat has no user turn for its pictures, videos and recordings"
-            )
-        words = last["content"]
-        last["content"] = missing + (
-            words if isinstance(words, list) else [{"type": "text", "text": words}]
-        )
+    last["content"] = missing + _parts_of(last["content"])
     return turns
+
+
+def _with_plain_parts(message: Message) -> dict[str, Any]:
+    content = message.get("content") or ""
+    if isinstance(content, list):
+        content = list(map(_plain, content))
+    return {**message, "content": content}
+
+
+def _types_of_parts(turns: Sequence[dict[str, Any]]) -> Counter[str]:
+    """Count the parts of each type."""
+    found = Counter[str]()
+    for turn in turns:
+        if isinstance(turn["content"], list):
+            found.update(part["type"] for part in turn["content"])
+    return found
 
 
 def in_parts(turn: Mapping[str, Any]) -> dict[str, Any]:
     """Return a turn whose text is a part."""
-    content = turn["content"]
-    return (
-        {**turn, "content": [{"type": "text", "text": content}]}
-        if isinstance(content, str)
-        else dict(turn)
-    )
+    if isinstance(turn["content"], str):
+        return {**turn, "content": [_text_part(turn["content"])]}
+    return dict(turn)
 
 
 def in_text(turn: Mapping[str, Any], image_mark: str) -> dict[str, Any]:
@@ -371,20 +397,17 @@ def in_text(turn: Mapping[str, Any], image_mark: str) -> dict[str, Any]:
     content = turn.get("content")
     if not isinstance(content, list):
         return dict(turn)
-    parts = map(_plain, content)
-    return {
-        **turn,
-        "content": "".join(
-            part["text"] if part["type"] == "text" else image_mark for part in parts
-        ),
-    }
+    written = ""
+    for part in map(_plain, content):
+        written += part["text"] if part["type"] == "text" else image_mark
+    return {**turn, "content": written}
 
 
 def _plain(part: Any) -> dict[str, Any]:
     if isinstance(part, str):
-        return {"type": "text", "text": part}
-    if isinstance(part, Mapping) and part.get("type") in ("input_text", "output_text"):
-        return {"type": "text", "text": part.get("text", "")}
+        return _text_part(part)
     if not isinstance(part, Mapping) or "type" not in part:
         raise InvalidPrompt('every content part must be a mapping with "type"')
+    if part["type"] in ("input_text", "output_text"):
+        return _text_part(part.get("text", ""))
     return dict(part)

@@ -50,6 +50,14 @@ _NOT_PUBLIC = tuple(
 _UNICAST = ipaddress.ip_network("2000::/3")
 
 
+_NOT_PUBLIC_BY_VERSION = {
+    version: [network for network in _NOT_PUBLIC if network.version == version]
+    for version in (4, 6)
+}
+_REDIRECTS = frozenset({301, 302, 303, 307, 308})
+_PORTS = {"https": 443, "http": 80}
+
+
 class Download:
     """A download with one deadline from lookup to body."""
 
@@ -108,17 +116,6 @@ class Download:
     def _ask(self, url: httpx.URL, write: Callable[[bytes], Any]) -> str | None:
         """Read the body, or return a redirect's address."""
         seconds = self._deadline - time.monotonic()
-        headers: dict[bytes | str, bytes | str] = {
-            "Host": url.netloc.decode("ascii"),
-            "User-Agent": f"vlm-batch/{__version__}",
-            "Accept": "*/*",
-            # a compressed body could grow beyond its limit
-            "Accept-Encoding": "identity",
-        }
-        if url.userinfo:
-            headers["Authorization"] = "Basic " + base64.b64encode(url.userinfo).decode(
-                "ascii"
-            )
         target = httpcore.URL(
             scheme=url.raw_scheme, host=url.raw_host, port=url.port, target=url.raw_path
         )
@@ -131,42 +128,46 @@ class Download:
                 _trusted(), proxy=proxy, network_backend=self._network
             ) as pool,
             pool.stream(
-                "GET", target, headers=headers, extensions={"timeout": timeout}
+                "GET",
+                target,
+                headers=_headers_for(url),
+                extensions={"timeout": timeout},
             ) as response,
         ):
             fields = {
                 name.lower(): value.decode("latin-1")
                 for name, value in response.headers
             }
-            if response.status in (301, 302, 303, 307, 308) and b"location" in fields:
+            if response.status in _REDIRECTS and b"location" in fields:
                 return fields[b"location"]
             if response.status != 200:
                 raise self._refused(f"HTTP {response.status}")
-            if fields.get(b"content-encoding", "identity") != "identity":
-                raise self._refused(
-                    f"its content encoding is {fields[b'content-encoding'][:40]}"
-                )
-            self._receive(
-                response.iter_stream(), fields.get(b"content-length", "0"), write
-            )
+            encoding = fields.get(b"content-encoding", "identity")
+            if encoding != "identity":
+                raise self._refused(f"its content encoding is {encoding[:40]}")
+            length = fields.get(b"content-length", "0")
+            self._receive(response.iter_stream(), length, write)
         return None
 
     def _receive(
         self, blocks: Iterable[bytes], announced: str, write: Callable[[bytes], Any]
     ) -> None:
-        most, size = self._policy.max_bytes, int(announced)
-        received = 0
-        for block in blocks if size <= most else ():
+        most, received = self._policy.max_bytes, 0
+        if int(announced) > most:
+            raise self._too_large()
+        for block in blocks:
             received += len(block)
             if received > most:
-                break
+                raise self._too_large()
             write(block)
-        if max(size, received) > most:
-            raise self._refused(f"it has more than {most:,} bytes", "max_bytes")
         # a body without an announced length ends where it was interrupted
         if time.monotonic() >= self._deadline:
             raise TimeoutError
         self._cancelled.check()
+
+    def _too_large(self) -> Unreadable:
+        most = self._policy.max_bytes
+        return self._refused(f"it has more than {most:,} bytes", "max_bytes")
 
     def _refused(self, reason: str, setting: str = "") -> Unreadable:
         return Unreadable(f"{self.name} cannot be fetched: {reason}", setting)
@@ -219,7 +220,7 @@ class _CheckedNetwork(httpcore.NetworkBackend):
         addresses = list(dict.fromkeys(str(entry[4][0]) for entry in found))
         if self._policy.allow_private:
             return addresses
-        allowed = [address for address in addresses if is_public(address)]
+        allowed = list(filter(is_public, addresses))
         if not allowed:
             raise _NotPublic(
                 f"{host} is at {addresses[0]}, which is no public address (FetchPolicy.allow_private)"
@@ -260,25 +261,41 @@ def is_public(address: str) -> bool:
     An embedded IPv4 address (mapped, 6to4, Teredo, NAT64) decides for an IPv6 one.
     """
     number: Any = ipaddress.ip_address(address.partition("%")[0])
-    if number.version == 6:
-        inner = [number.ipv4_mapped, number.sixtofour, *(number.teredo or ())]
-        if number in _NAT64:
-            inner.append(ipaddress.IPv4Address(int(number) & 0xFFFFFFFF))
-        carried = [one for one in inner if one is not None]
-        if carried:
-            return all(_is_everyones(one) for one in carried)
-        if number not in _UNICAST:
-            return False
-    return _is_everyones(number)
+    if number.version == 4:
+        return _is_everyones(number)
+    carried = _carried_by(number)
+    if carried:
+        return all(map(_is_everyones, carried))
+    return number in _UNICAST and _is_everyones(number)
+
+
+def _carried_by(number: Any) -> list[Any]:
+    """Return the IPv4 addresses that an IPv6 one carries."""
+    inner = [number.ipv4_mapped, number.sixtofour, *(number.teredo or ())]
+    if number in _NAT64:
+        inner.append(ipaddress.IPv4Address(int(number) & 0xFFFFFFFF))
+    return list(filter(None, inner))
 
 
 def _is_everyones(number: Any) -> bool:
-    is_own = any(
-        number in network
-        for network in _NOT_PUBLIC
-        if network.version == number.version
-    )
-    return bool(number.is_global and not number.is_multicast and not is_own)
+    if not number.is_global or number.is_multicast:
+        return False
+    networks = _NOT_PUBLIC_BY_VERSION[number.version]
+    return not any(number in network for network in networks)
+
+
+def _headers_for(url: httpx.URL) -> dict[bytes | str, bytes | str]:
+    headers: dict[bytes | str, bytes | str] = {
+        "Host": url.netloc.decode("ascii"),
+        "User-Agent": f"vlm-batch/{__version__}",
+        "Accept": "*/*",
+        # a compressed body could grow beyond its limit
+        "Accept-Encoding": "identity",
+    }
+    if url.userinfo:
+        secret = base64.b64encode(url.userinfo).decode("ascii")
+        headers["Authorization"] = f"Basic {secret}"
+    return headers
 
 
 @cache
@@ -293,9 +310,11 @@ def _proxy_of(url: httpx.URL) -> httpcore.Proxy | None:
     found = urllib.request.getproxies().get(url.scheme)
     if not found or urllib.request.proxy_bypass(url.host):
         return None
-    proxy = httpx.URL(found if "://" in found else f"http://{found}")
+    if "://" not in found:
+        found = f"http://{found}"
+    proxy = httpx.URL(found)
     auth = (proxy.username, proxy.password) if proxy.userinfo else None
-    port = proxy.port or (443 if proxy.scheme == "https" else 80)
+    port = proxy.port or _PORTS.get(proxy.scheme, 80)
     target = httpcore.URL(
         scheme=proxy.raw_scheme, host=proxy.raw_host, port=port, target=b"/"
     )

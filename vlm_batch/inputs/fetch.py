@@ -99,7 +99,7 @@ class Fetched:
 
 
 @dataclass(frozen=True)
-class KnownUri:
+class RecalledUri:
     """A data URI whose picture was decoded before."""
 
     uri: str = field(repr=False)
@@ -113,22 +113,22 @@ def shown(source: str | Path) -> str:
     if is_data_uri(text):
         return "the data URI"
     text = _SECRET.sub("//...@", text)
-    short = (
-        text
-        if len(text) <= SHOWN_CHARACTERS
-        else f"{text[: SHOWN_CHARACTERS // 2]}... ({len(text):,} characters)"
-    )
-    return printable(short if short.strip() else repr(short))
+    if len(text) > SHOWN_CHARACTERS:
+        text = f"{text[: SHOWN_CHARACTERS // 2]}... ({len(text):,} characters)"
+    return printable(text if text.strip() else repr(text))
 
 
 def name_medium(source: Any, noun: str) -> str:
     """Name a medium for messages: its address, or how it was given."""
     if isinstance(source, Fetched):
         return source.name
-    if isinstance(source, (str, Path, KnownUri)):
-        return shown(source.uri if isinstance(source, KnownUri) else source)
-    is_bytes = isinstance(source, (bytes, bytearray, memoryview))
-    return f"the {noun} given as {'bytes' if is_bytes else type(source).__name__}"
+    if isinstance(source, RecalledUri):
+        source = source.uri
+    if isinstance(source, (str, Path)):
+        return shown(source)
+    if isinstance(source, (bytes, bytearray, memoryview)):
+        return f"the {noun} given as bytes"
+    return f"the {noun} given as {type(source).__name__}"
 
 
 def is_data_uri(source: Any) -> bool:
@@ -200,21 +200,30 @@ def _read_into(
 
         Download(str(source), policy, cancelled).read(write)
     else:
-        name = shown(source)
-        with _opened(local_path(source, policy), name) as file:
-            size = os.fstat(file.fileno()).st_size
-            if size > policy.max_bytes:
-                raise Unreadable(
-                    f"{name} has {size:,} bytes; at most {policy.max_bytes:,} are read",
-                    "max_bytes",
-                )
-            # what is appended meanwhile is left out
-            while block := file.read(min(BLOCK_BYTES, max(size, 1))):
-                cancelled.check()
-                write(block)
-                size -= len(block)
-                if size <= 0:
-                    return
+        _copy_file(local_path(source, policy), shown(source), policy, cancelled, write)
+
+
+def _copy_file(
+    path: Path,
+    name: str,
+    policy: FetchPolicy,
+    cancelled: Cancelled,
+    write: Callable[[bytes], Any],
+) -> None:
+    with _opened(path, name) as file:
+        left = os.fstat(file.fileno()).st_size
+        if left > policy.max_bytes:
+            raise Unreadable(
+                f"{name} has {left:,} bytes; at most {policy.max_bytes:,} are read",
+                "max_bytes",
+            )
+        # what is appended meanwhile is left out; of a file that says 0, as those of /proc, the first byte is read
+        block = file.read(min(BLOCK_BYTES, max(left, 1)))
+        while block:
+            cancelled.check()
+            write(block)
+            left -= len(block)
+            block = file.read(min(BLOCK_BYTES, max(left, 0)))
 
 
 def _of_data_uri(uri: str, policy: FetchPolicy) -> bytes:
@@ -259,22 +268,31 @@ def local_path(source: str | Path, policy: FetchPolicy) -> Path:
         raise Unreadable(
             f"{name} is no path; pictures in base64 go as data:image/png;base64,..."
         )
-    if scheme := _SCHEME.match(text):
-        if scheme[1].lower() != "file":
-            raise Unreadable(
-                f"{name} cannot be fetched: {scheme[1]} URLs are not read; http, https, data and file are"
-            )
-        text = urllib.request.url2pathname(urlsplit(text).path)
+    text = _without_scheme(text, name)
     try:
         path = Path(text).expanduser()
+        if not policy.directories:
+            return path
         roots = [Path(root).expanduser().resolve() for root in policy.directories]
-        resolved = path.resolve() if roots else path
+        path = path.resolve()
     except (OSError, RuntimeError, ValueError) as error:
         # no such user, a loop of links, a null character
         raise Unreadable(f"{name} is no path: {said(error)}") from error
-    if roots and not any(resolved.is_relative_to(root) for root in roots):
+    if not any(map(path.is_relative_to, roots)):
         raise Unreadable(f"{name} is not in a folder that may be read", "directories")
-    return resolved
+    return path
+
+
+def _without_scheme(text: str, name: str) -> str:
+    """Return the path of a file URL, or the text itself."""
+    scheme = _SCHEME.match(text)
+    if scheme is None:
+        return text
+    if scheme[1].lower() != "file":
+        raise Unreadable(
+            f"{name} cannot be fetched: {scheme[1]} URLs are not read; http, https, data and file are"
+        )
+    return urllib.request.url2pathname(urlsplit(text).path)
 
 
 @contextmanager

@@ -6,11 +6,12 @@ have their own threads.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -57,6 +58,8 @@ MOST_LEVELS = 128
 #: A JSON schema within a grammar; comments, strings and regular expressions of a grammar.
 _SCHEMA = re.compile(r"%json\s*")
 _LITERALS = re.compile(r"//[^\n]*|\"(?:\\.|[^\"\\\n])*\"?|/(?:\\.|[^/\\\n])+/?")
+#: A literal that is a regular expression, and no comment.
+_REGEX = re.compile(r"/[^/]")
 #: Threads that validate forms, with deep stacks: llguidance recurses along references between rules.
 _checks = Pool(NUM_THREADS, "vlm-batch-form-check", is_awaited=True, is_deep=True)
 #: JSON's whitespace as ``json.dumps`` writes it: a model that may choose could write whitespace for ever.
@@ -175,16 +178,17 @@ class Form:
 
     def _look_ahead(self, tokens: Sequence[int]) -> None:
         """Look ahead on a copy: a token beyond llguidance's limits leaves an error that no rollback clears."""
-        matcher, found, begin = self._matcher.deep_copy(), [], time.perf_counter()
+        matcher, begin = self._matcher.deep_copy(), time.perf_counter()
+        found: list[tuple[int, np.ndarray]] = []
         for token in tokens:
             if not matcher.try_consume_tokens([token]):
                 break
-            found.append((token, np.zeros_like(self._first)))
-            if matcher.is_stopped() or time.perf_counter() - begin > AHEAD_SECONDS:
+            bits = np.zeros_like(self._first)
+            found.append((token, bits))
+            is_late = time.perf_counter() - begin > AHEAD_SECONDS
+            if is_late or matcher.is_stopped():
                 break  # nothing may follow, or it is not worth it
-            matcher.unsafe_compute_mask_ptr(
-                found[-1][1].ctypes.data, found[-1][1].nbytes
-            )
+            matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
         if found and not found[-1][1].any():
             found.pop()
         self._ahead = found
@@ -206,16 +210,19 @@ def read_json(text: str) -> Any:
     except (ValueError, RecursionError):
         # an integer of more than 4,300 digits, a thousand levels
         return None
-    values, levels = [found], 0
-    while values:
-        values = [
-            inner
-            for value in values
-            if isinstance(value, (dict, list))
-            for inner in (value.values() if isinstance(value, dict) else value)
-        ]
-        levels += 1
-    return found if levels <= MOST_LEVELS else None
+    level: list[Any] = [found]
+    for _ in range(MOST_LEVELS):
+        level = list(itertools.chain.from_iterable(map(_held_by, level)))
+        if not level:
+            return found
+    return None
+
+
+def _held_by(value: Any) -> Iterable[Any]:
+    """Return the values within a parsed list or object."""
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
 
 
 def check_form(params: SamplingParams) -> None:
@@ -234,6 +241,20 @@ def _validated(text: str) -> str:
 def _raise_for(params: SamplingParams, said: str) -> None:
     if said and not said.startswith("WARNING"):
         raise InvalidParameters(f"{params.form}: {_said(said)}")
+
+
+def _is_made(found: Future[Form]) -> bool:
+    return found.done() and found.exception() is None
+
+
+def _first_mask(matcher: LLMatcher, bits: np.ndarray, name: str) -> str | None:
+    """Fill the mask of first tokens; return what is wrong with a form."""
+    if matcher.is_error():
+        return f"{name}: {_said(matcher.get_error())}"
+    matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+    if matcher.is_error():
+        return _cannot_follow(name, matcher.get_error())
+    return None
 
 
 class Forms:
@@ -313,39 +334,31 @@ class Forms:
             if self._compiled.get(key) is not found:
                 return
             self._compiled[key] = kept
-            made = {
-                name: one.result()
-                for name, one in self._compiled.items()
-                if one.done() and not one.exception()
-            }
-            seconds = sum(form.seconds for form in made.values())
-            for name, form in made.items():
-                if seconds > MOST_SECONDS_KEPT and name != key:
-                    seconds -= form.seconds
-                    del self._compiled[name]
+            self._forget_oldest(key)
+
+    def _forget_oldest(self, newest: tuple[str, str]) -> None:
+        """Drop compiled forms from the oldest on, until the rest took few enough seconds; keep the newest."""
+        made = {
+            key: one.result() for key, one in self._compiled.items() if _is_made(one)
+        }
+        seconds = sum(form.seconds for form in made.values())
+        for key, form in made.items():
+            if seconds <= MOST_SECONDS_KEPT:
+                return
+            if key != newest:
+                seconds -= form.seconds
+                del self._compiled[key]
 
     def _compile(self, name: str, text: str) -> Form:
         vocabulary, begin = self._words(), time.thread_time()
         matcher = LLMatcher(vocabulary, text, log_level=0, limits=_limits(text))
-        wrong = f"{name}: {_said(matcher.get_error())}" if matcher.is_error() else None
         bits = np.zeros(-(-vocabulary.vocab_size // 32), dtype=np.uint32)
-        if wrong is None:
-            matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
-            wrong = (
-                _cannot_follow(name, matcher.get_error())
-                if matcher.is_error()
-                else None
-            )
+        wrong = _first_mask(matcher, bits, name)
         if wrong is not None:
             del matcher  # megabytes, which the error's traceback would keep with it
             raise InvalidParameters(wrong)
-        made = Form(
-            matcher,
-            bits,
-            name,
-            read_json if name == "json_schema" else str,
-            self._following,
-        )
+        read = read_json if name == "json_schema" else str
+        made = Form(matcher, bits, name, read, self._following)
         made.seconds = time.thread_time() - begin
         return made
 
@@ -401,10 +414,7 @@ def _of_lark(text: str) -> str:
         except (ValueError, RecursionError):  # llguidance says what is wrong with it
             continue
         check_schema("grammar", schema)
-    check_regexes(
-        "grammar",
-        (one for one in _LITERALS.findall(text) if one[0] == "/" and one[1] != "/"),
-    )
+    check_regexes("grammar", filter(_REGEX.match, _LITERALS.findall(text)))
     return LLMatcher.grammar_from_lark(text)
 
 

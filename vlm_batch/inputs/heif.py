@@ -20,7 +20,7 @@ def is_heif(head: bytes) -> bool:
     return head[4:8] == b"ftyp" and head[8:12] in _BRANDS
 
 
-def register() -> None:
+def add_reader() -> None:
     """Tell Pillow of pillow-heif, if it is installed and nobody has."""
     if "HEIF" in Image.OPEN or not INSTALLED:
         return

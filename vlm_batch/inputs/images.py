@@ -24,7 +24,7 @@ from vlm_batch.inputs import heif
 from vlm_batch.inputs.fetch import (
     Cancelled,
     Fetched,
-    KnownUri,
+    RecalledUri,
     Unreadable,
     fetch,
     is_data_uri,
@@ -38,7 +38,7 @@ DEFAULT_MAX_PIXELS: int = Image.MAX_IMAGE_PIXELS or 89_478_485
 #: The longest side of a picture, in pixels: JPEG's own limit. Longer ones cost minutes to resize whatever their area.
 MAX_SIDE = 65_535
 #: Pillow's readers in use. None starts another program (as EPS starts Ghostscript), and all were tested with damaged files.
-#: HEIF needs pillow-heif (``heif.register``), AVIF a Pillow that was built with it.
+#: HEIF needs pillow-heif (``heif.add_reader``), AVIF a Pillow that was built with it.
 FORMATS = (
     "PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "DIB", "TIFF", "ICO", "PPM", "TGA", "PCX", "QOI", "JPEG2000", "AVIF", "HEIF"
 )  # fmt: skip
@@ -100,7 +100,7 @@ def load_image(
     if isinstance(source, Image.Image):
         image = source
     elif isinstance(
-        source, (str, Path, bytes, bytearray, memoryview, BytesIO, Fetched, KnownUri)
+        source, (str, Path, bytes, bytearray, memoryview, BytesIO, Fetched, RecalledUri)
     ):
         image = _open(source, max_pixels, policy or FetchPolicy(), cancelled)
     else:
@@ -150,16 +150,13 @@ def _icon_sizes(data: bytes) -> Iterator[tuple[int, int]]:
         start = int.from_bytes(data[18 + 16 * index : 22 + 16 * index], "little")
         head = data[start : start + 24]
         if head.startswith(b"\x89PNG"):
-            width, height = (
-                int.from_bytes(head[at : at + 4], "big") for at in (16, 20)
-            )
-        else:  # a bitmap, with its mask below it
-            width, height = (
-                abs(int.from_bytes(head[at : at + 4], "little", signed=True))
-                for at in (4, 8)
-            )
-            height //= 2
-        yield width, height
+            width = int.from_bytes(head[16:20], "big")
+            height = int.from_bytes(head[20:24], "big")
+            yield width, height
+            continue
+        width = int.from_bytes(head[4:8], "little", signed=True)
+        height = int.from_bytes(head[8:12], "little", signed=True)
+        yield abs(width), abs(height) // 2  # a bitmap, with its mask below it
 
 
 def size_of_file(path: str) -> tuple[int, int] | None:
@@ -181,11 +178,9 @@ def size_of_file(path: str) -> tuple[int, int] | None:
 
 def names_picture(text: str) -> bool:
     """Whether a text looks like a picture's address or file name."""
-    return (
-        is_url(text)
-        or is_data_uri(text)
-        or text.lower().endswith(tuple(picture_suffixes()))
-    )
+    if is_url(text) or is_data_uri(text):
+        return True
+    return text.lower().endswith(tuple(picture_suffixes()))
 
 
 describe_source = partial(name_medium, noun="picture")
@@ -213,6 +208,10 @@ def own_image(source: ImageInput) -> ImageInput:
         raise InvalidImage(
             f"{describe_source(source)} cannot be decoded: {_said(error)}"
         ) from error
+    return _own_array(source)
+
+
+def _own_array(source: Any) -> np.ndarray:
     try:
         array = np.array(source)
     except BaseException as error:
@@ -220,19 +219,16 @@ def own_image(source: ImageInput) -> ImageInput:
         raise InvalidImage(
             f"{describe_source(source)} is no path, bytes, PIL image or array ({type(error).__name__}: {_said(error)})"
         ) from error
-    if array.dtype.kind in "USO" or array.ndim == 0 or is_table(source):
-        hint = (
-            "; several pictures go in a list, images=[first, second]"
-            if array.ndim == 1
-            else ""
-        )
-        hint = (
-            "; a file is opened by 'rb'" if isinstance(source, io.TextIOBase) else hint
-        )
-        raise InvalidImage(
-            f"{describe_source(source)} is no path, URL, bytes, PIL image or array of numbers{hint}"
-        )
-    return array
+    if array.dtype.kind not in "USO" and array.ndim > 0 and not is_table(source):
+        return array
+    hint = ""
+    if isinstance(source, io.TextIOBase):
+        hint = "; a file is opened by 'rb'"
+    elif array.ndim == 1:
+        hint = "; several pictures go in a list, images=[first, second]"
+    raise InvalidImage(
+        f"{describe_source(source)} is no path, URL, bytes, PIL image or array of numbers{hint}"
+    )
 
 
 def pass_on_ctrl_c(error: BaseException) -> None:
@@ -250,16 +246,10 @@ _PILLOW_LOCK = threading.Lock()
 
 def _own_pillow(image: Image.Image) -> ImageInput:
     with _PILLOW_LOCK:
-        if (
-            isinstance(image, ImageFile.ImageFile)
-            and image.tile
-            and image.format in FORMATS
-        ):
-            data = _file_bytes(image)
-            if data is not None:
-                return data
-        width, height = image.size
-        if width == 0 or height == 0:
+        data = _file_bytes(image) if isinstance(image, ImageFile.ImageFile) else None
+        if data is not None:
+            return data
+        if 0 in image.size:
             return image
         copy = image.copy()
         copy.info = dict(image.info)
@@ -267,7 +257,9 @@ def _own_pillow(image: Image.Image) -> ImageInput:
 
 
 def _file_bytes(image: ImageFile.ImageFile) -> bytes | None:
-    """Return an undecoded picture's file, unless rereads could differ."""
+    """Return an undecoded picture's file; None if it was decoded, or rereads could differ."""
+    if not image.tile or image.format not in FORMATS:
+        return None
     if image.fp is None:
         raise InvalidImage("the picture was closed before it was decoded")
     # of which the caller has opened one
@@ -281,34 +273,38 @@ def _file_bytes(image: ImageFile.ImageFile) -> bytes | None:
     finally:
         image.fp.seek(position)
     with opened(BytesIO(data)) as again:
-        return data if (again.size, again.mode) == (image.size, image.mode) else None
+        is_same = (again.size, again.mode) == (image.size, image.mode)
+    return data if is_same else None
 
 
 def count_pixels(source: ImageInput) -> int:
     """Return the pixels in the header of a picture in memory, else 0."""
     try:
-        if isinstance(source, (Image.Image, KnownUri)):
-            width, height = source.size
-        elif isinstance(source, np.ndarray):
-            height, width = source.shape[:2]
-        elif isinstance(source, (bytes, Fetched)):
-            data = source if isinstance(source, bytes) else source.data
-            if data.startswith(ICON):
-                return max(width * height for width, height in _icon_sizes(data))
-            with opened(BytesIO(data)) as image:
-                width, height = image.size
-        else:
-            return 0
+        if isinstance(source, (Image.Image, RecalledUri)):
+            return math.prod(source.size)
+        if isinstance(source, np.ndarray):
+            return math.prod(source.shape[:2])
+        if isinstance(source, Fetched):
+            source = source.data
+        if isinstance(source, bytes):
+            return _count_in_file(source)
     except Exception:  # whoever decodes it will say what is wrong
-        return 0
-    return int(width * height)
+        pass
+    return 0
+
+
+def _count_in_file(data: bytes) -> int:
+    if data.startswith(ICON):
+        return max(map(math.prod, _icon_sizes(data)))
+    with opened(BytesIO(data)) as image:
+        return math.prod(image.size)
 
 
 def fetch_image(
     source: ImageInput, policy: FetchPolicy, cancelled: Cancelled | None = None
 ) -> ImageInput:
     """Read a path or URL into memory."""
-    if isinstance(source, KnownUri):
+    if isinstance(source, RecalledUri):
         source = source.uri
     if not isinstance(source, (str, Path)):
         return source
@@ -338,20 +334,19 @@ def _open(
     try:
         return opened(file)
     except Image.UnidentifiedImageError as error:
-        if heif.is_heif(data) and "HEIF" not in Image.OPEN:
-            raise InvalidImage(
-                f"{name} is a HEIC picture, and pillow-heif is not installed: {heif.REMEDY}"
-            ) from error
-        what = (
-            said
-            for begin, said in _NO_PICTURES
-            if re.match(begin, data[:1024], re.DOTALL | re.IGNORECASE)
-        )
-        raise InvalidImage(
-            f"{name} is {next(what, 'not a picture that Pillow can read')}"
-        ) from error
+        raise InvalidImage(f"{name} is {_what_it_is(data)}") from error
     except Exception as error:
         raise InvalidImage(f"{name} cannot be opened: {_said(error)}") from error
+
+
+def _what_it_is(data: bytes) -> str:
+    """Say what a file is that Pillow does not read."""
+    if heif.is_heif(data) and "HEIF" not in Image.OPEN:
+        return f"a HEIC picture, and pillow-heif is not installed: {heif.REMEDY}"
+    for begin, said in _NO_PICTURES:
+        if re.match(begin, data[:1024], re.DOTALL | re.IGNORECASE):
+            return said
+    return "not a picture that Pillow can read"
 
 
 def opened(source: Any) -> Image.Image:
@@ -361,7 +356,7 @@ def opened(source: Any) -> Image.Image:
         try:
             Image.init()
             if source.read(8)[4:] == b"ftyp":  # a file of boxes, as HEIC pictures are
-                heif.register()
+                heif.add_reader()
             source.seek(0)
             # of the formats that are read, those that this Pillow has, with what plugins have registered since
             return Image.open(
@@ -374,9 +369,9 @@ def opened(source: Any) -> Image.Image:
 def page_numbers(image: Image.Image) -> list[int]:
     """Return the frames of a TIFF that are pages, without previews and masks; of other pictures the first."""
     pages = [0]
-    for number in range(
-        1, getattr(image, "n_frames", 1) if image.format == "TIFF" else 1
-    ):
+    if image.format != "TIFF":
+        return pages
+    for number in range(1, getattr(image, "n_frames", 1)):
         try:
             is_page = _is_page(image, number)
         except EOFError:
@@ -384,7 +379,8 @@ def page_numbers(image: Image.Image) -> list[int]:
         except Exception:
             # a page of an unknown kind: it fails by itself, when it is read
             is_page = True
-        pages += [number] if is_page else []
+        if is_page:
+            pages.append(number)
     return pages
 
 
@@ -410,12 +406,11 @@ def _check_pages(image: Image.Image, name: str) -> None:
 def picture_suffixes() -> frozenset[str]:
     """Return the suffixes of pictures that can be read here."""
     Image.init()
-    known = (
-        suffix
-        for suffix, name in Image.EXTENSION.items()
-        if name in FORMATS and name in Image.OPEN
-    )
-    return frozenset(known).union(heif.SUFFIXES if heif.INSTALLED else ())
+    readable = set(FORMATS).intersection(Image.OPEN)
+    suffixes = heif.SUFFIXES if heif.INSTALLED else ()
+    return frozenset(
+        suffix for suffix, name in Image.EXTENSION.items() if name in readable
+    ).union(suffixes)
 
 
 def _said(error: BaseException) -> str:
@@ -430,26 +425,36 @@ def _from_array(source: Any) -> Image.Image:
         raise InvalidImage(
             f"{describe_source(source)} is no path, bytes, PIL image or array"
         ) from error
-    if (
-        array.ndim not in (2, 3)
-        or (array.ndim == 3 and array.shape[2] not in (3, 4))
-        or array.dtype.kind not in "buif"
-    ):
+    has_channels = array.ndim == 3 and array.shape[2] in (3, 4)
+    is_picture = array.ndim == 2 or has_channels
+    if not is_picture or array.dtype.kind not in "buif":
         raise InvalidImage(
             f"an array of shape {array.shape} and type {array.dtype} is no picture: "
             "(H, W), (H, W, 3) or (H, W, 4) of uint8 or floats in 0..1 is expected"
         )
     if array.size == 0:
         raise InvalidImage(f"an array of shape {array.shape} has no pixels")
-    if np.issubdtype(array.dtype, np.floating):
-        if not np.isfinite(array).all() or array.min() < 0 or array.max() > 1:
+    return Image.fromarray(_in_bytes(array))
+
+
+def _in_bytes(array: np.ndarray) -> np.ndarray:
+    """Return a picture's numbers in 0..255."""
+    if array.dtype == np.uint8:
+        return array
+    if array.dtype == bool:
+        return array * np.uint8(255)
+    if array.dtype.kind == "f":
+        if not _lie_within(array, 0, 1):
             raise InvalidImage("an array of floats must hold values in 0..1")
-        array = np.round(array * 255)
-    elif array.dtype == bool:
-        array = array * np.uint8(255)
-    elif array.dtype != np.uint8 and (array.min() < 0 or array.max() > 255):
+        return np.round(array * 255).astype(np.uint8)
+    if not _lie_within(array, 0, 255):
         raise InvalidImage("an array of integers must hold values in 0..255")
-    return Image.fromarray(array.astype(np.uint8))
+    return array.astype(np.uint8)
+
+
+def _lie_within(array: np.ndarray, least: int, most: int) -> bool:
+    """Whether all numbers lie in a range. NaN lies in none."""
+    return bool(array.min() >= least and array.max() <= most)
 
 
 def _range_of(values: np.ndarray) -> tuple[float, float]:
@@ -458,51 +463,55 @@ def _range_of(values: np.ndarray) -> tuple[float, float]:
     These are 0 and 1, 255 or 65,535, else the minimum and maximum. Resampled floats may overshoot 0..1.
     """
     low, high = float(values.min()), float(values.max())
-    is_float = values.dtype.kind == "f"
-    if is_float and low >= -0.5 and high <= 1.5:
-        return 0.0, 1.0
-    if low >= 0 and high <= 255:
-        return 0.0, 255.0
-    if low >= 0 and high <= 65535 and not is_float:
-        return 0.0, 65535.0
+    whites = [(0, 255, 255.0)]
+    if values.dtype.kind == "f":
+        whites.insert(0, (-0.5, 1.5, 1.0))
+    else:
+        whites.append((0, 65535, 65535.0))
+    for least, most, white in whites:
+        if low >= least and high <= most:
+            return 0.0, white
     return low, max(high, low + 1)
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
-    # Pillow's own conversion clips these at 255
     if image.mode.startswith("I") or image.mode == "F":
-        values = np.asarray(image)
-        if image.mode == "F" and not np.isfinite(values).all():
-            raise ValueError("it has values that are no numbers (NaN or infinity)")
-        least, most = _range_of(values)
-        scaled = np.empty(values.shape, np.uint8)
-        # in eight bytes a value: a few rows at a time
-        for top in range(0, len(values), _STRIP):
-            rows = values[top : top + _STRIP].astype(np.float64)
-            scaled[top : top + _STRIP] = np.clip(
-                (rows - least) / (most - least) * 255, 0, 255
-            ).round()
-        clear = image.info.get("transparency")  # of a 16-bit PNG, in its own numbers
-        image = Image.fromarray(scaled)
-        if clear is not None:
-            image.putalpha(
-                Image.fromarray(np.where(values == clear, np.uint8(0), np.uint8(255)))
-            )
+        image = _with_grey_scaled(image)
     elif image.mode in ("La", "RGBa"):
         image = image.convert(image.mode.upper())
     if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
-        width, height = image.size
-        laid = Image.new("RGB", image.size)
-        # in twelve bytes a pixel: a few rows at a time
-        for top in range(0, height, _STRIP):
-            strip = image.crop((0, top, width, min(top + _STRIP, height))).convert(
-                "RGBA"
-            )
-            laid.paste(
-                Image.alpha_composite(
-                    Image.new("RGBA", strip.size, "white"), strip
-                ).convert("RGB"),
-                (0, top),
-            )
-        return laid
+        return _on_white(image)
     return image.convert("RGB")
+
+
+def _with_grey_scaled(image: Image.Image) -> Image.Image:
+    """Return grey of more than 8 bits, or of floats, in 8: Pillow's own conversion clips at 255."""
+    values = np.asarray(image)
+    if image.mode == "F" and not np.isfinite(values).all():
+        raise ValueError("it has values that are no numbers (NaN or infinity)")
+    least, most = _range_of(values)
+    scaled = np.empty(values.shape, np.uint8)
+    # in eight bytes a value: a few rows at a time
+    for top in range(0, len(values), _STRIP):
+        rows = values[top : top + _STRIP].astype(np.float64)
+        share = (rows - least) / (most - least)
+        scaled[top : top + _STRIP] = np.clip(share * 255, 0, 255).round()
+    made = Image.fromarray(scaled)
+    clear = image.info.get("transparency")  # of a 16-bit PNG, in its own numbers
+    if clear is not None:
+        opaque = np.where(values == clear, np.uint8(0), np.uint8(255))
+        made.putalpha(Image.fromarray(opaque))
+    return made
+
+
+def _on_white(image: Image.Image) -> Image.Image:
+    """Lay a transparent picture on white."""
+    width, height = image.size
+    laid = Image.new("RGB", image.size)
+    # in twelve bytes a pixel: a few rows at a time
+    for top in range(0, height, _STRIP):
+        box = (0, top, width, min(top + _STRIP, height))
+        strip = image.crop(box).convert("RGBA")
+        white = Image.new("RGBA", strip.size, "white")
+        laid.paste(Image.alpha_composite(white, strip).convert("RGB"), (0, top))
+    return laid

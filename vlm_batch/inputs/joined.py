@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from typing import Literal, NamedTuple
 
 from vlm_batch.errors import InvalidAudio
 from vlm_batch.inputs.fetch import Cancelled
@@ -21,6 +22,8 @@ _OGG_HEAD = 27
 _OGG_FIRST, _OGG_LAST = 2, 4
 #: A FLAC stream's mark with the block that must follow it, and a CAF file's.
 _FLAC, _CAF = re.compile(rb"fLaC[\0\x80]\0\0\x22"), re.compile(rb"caff\0\x01\0\0desc")
+#: Kinds whose decoders alone know where a recording ends.
+_OPEN_ENDED = ("flac", "mp3", "caf")
 #: First bytes of files with sound, each long enough that no other file has them by chance. An MP3 begins with its list of
 #: contents, behind zeros in place of a frame's sound.
 _SIGNATURES = {
@@ -54,25 +57,22 @@ def parts_of(data: bytes, name: str, cancelled: Cancelled) -> list[bytes]:
         raise InvalidAudio(
             f"{name} is more than {MAX_RECORDINGS:,} recordings, joined to one file"
         )
-    _check_nothing_else(data, starts or [0], name)
-    if len(starts) < 2:
-        return [_with_contents(data, starts[0] if starts else 0, cancelled)]
-    ends = [*starts[1:], len(data)]
-    return [
-        _with_contents(data[start:end], 0, cancelled)
-        for start, end in zip(starts, ends, strict=True)
-    ]
+    starts = starts or [0]
+    _check_nothing_else(data, starts, name)
+    if len(starts) == 1:
+        return [_with_contents(data, starts[0], cancelled)]
+    pieces = map(data.__getitem__, map(slice, starts, [*starts[1:], len(data)]))
+    return [_with_contents(piece, 0, cancelled) for piece in pieces]
 
 
 def _starts(data: bytes, name: str, cancelled: Cancelled) -> Iterator[int]:
     begin = _behind_tags(data, 0)
     if data.startswith(b"OggS", begin):
         return _ogg_starts(data, begin, name, cancelled)
-    if data.startswith((b"fLaC", b"caff"), begin):
-        mark = _FLAC if data.startswith(b"fLaC", begin) else _CAF
-        return itertools.chain(
-            [0], (found.start() for found in mark.finditer(data, begin + 1))
-        )
+    for mark in (_FLAC, _CAF):
+        if data.startswith(mark.pattern[:4], begin):
+            found = mark.finditer(data, begin + 1)
+            return itertools.chain([0], map(re.Match.start, found))
     if data.startswith((b"RIFF", b"RIFX", b"FORM")):
         return _chunk_starts(data, cancelled)
     return _mpeg_starts(data, begin, cancelled)
@@ -81,16 +81,22 @@ def _starts(data: bytes, name: str, cancelled: Cancelled) -> Iterator[int]:
 def _check_nothing_else(data: bytes, starts: list[int], name: str) -> None:
     """Raise InvalidAudio if a file of another kind stands behind these recordings."""
     first = _behind_tags(data, starts[0])
-    own = next(
-        (kind for kind, mark in _signatures().items() if mark.match(data, first)), "mp3"
-    )
-    # where the others end is known only to their decoders
-    begin = first if own in ("flac", "mp3", "caf") else _end_of(data, starts[-1], own)
+    own = _kind_at(data, first)
+    begin = first
+    if own not in _OPEN_ENDED:
+        begin = _end_of(data, starts[-1], own)
     for kind, mark in _signatures().items():
         if kind != own and mark.search(data, begin):
             raise InvalidAudio(
                 f"{name} is a recording of {own} with a file of {kind} joined to it; split it first"
             )
+
+
+def _kind_at(data: bytes, at: int) -> str:
+    for kind, mark in _signatures().items():
+        if mark.match(data, at):
+            return kind
+    return "mp3"
 
 
 @cache
@@ -102,9 +108,10 @@ def _end_of(data: bytes, at: int, kind: str) -> int:
     """Return where a recording of a kind that says it ends."""
     if kind == "ogg":
         return data.rfind(b"OggS") + _OGG_HEAD
-    is_little = data.startswith((b"RIFF", b"RF64"), at)
-    size = int.from_bytes(data[at + 4 : at + 8], "little" if is_little else "big")
-    return at + 8 + size
+    order: Literal["big", "little"] = "big"
+    if data.startswith((b"RIFF", b"RF64"), at):
+        order = "little"
+    return at + 8 + int.from_bytes(data[at + 4 : at + 8], order)
 
 
 def _chunk_starts(data: bytes, cancelled: Cancelled) -> Iterator[int]:
@@ -143,33 +150,45 @@ def _behind_tags(data: bytes, at: int) -> int:
 def _ogg_starts(data: bytes, at: int, name: str, cancelled: Cancelled) -> Iterator[int]:
     """Yield the first page of each link of a chain, whose streams' first pages stand together."""
     alive, begun = set[bytes](), set[bytes]()
-    begins = True  # a link, whose first pages these are
-    number = 0
-    while (at := data.find(b"OggS", at)) >= 0 and len(data) >= at + _OGG_HEAD:
-        number += 1
-        if number % _TURN == 0:
+    is_in_link = True  # behind the first pages of one
+    for number, page in enumerate(_ogg_pages(data, at)):
+        if number % _TURN == _TURN - 1:
             cancelled.check()
-        kind, serial, segments = data[at + 5], data[at + 14 : at + 18], data[at + 26]
-        if kind & _OGG_FIRST:
-            if not begins or number == 1:
+        if page.is_first:
+            if is_in_link:
                 _check_ended(alive, name)
-                yield at
-            begins = True
-            alive.add(serial)
-            begun.add(serial)
-        elif serial not in begun:
+                yield page.at
+            alive.add(page.serial)
+            begun.add(page.serial)
+        elif page.serial not in begun:
             # whose first page is in the middle of one that was cut
             raise InvalidAudio(
                 f"{name} is damaged: a page of it belongs to no stream that began"
             )
-        else:
-            begins = False
-        at += (
-            _OGG_HEAD + segments + sum(data[at + _OGG_HEAD : at + _OGG_HEAD + segments])
-        )
-        if kind & _OGG_LAST and at <= len(data):
-            alive.discard(serial)
+        is_in_link = not page.is_first
+        if page.is_last and page.end <= len(data):
+            alive.discard(page.serial)
     _check_ended(alive, name)
+
+
+class _Page(NamedTuple):
+    """A page's first byte, the one behind its last, its stream, and whether it is that stream's first or last."""
+
+    at: int
+    end: int
+    serial: bytes
+    is_first: bool
+    is_last: bool
+
+
+def _ogg_pages(data: bytes, at: int) -> Iterator[_Page]:
+    while (at := data.find(b"OggS", at)) >= 0 and len(data) >= at + _OGG_HEAD:
+        flags, serial, segments = data[at + 5], data[at + 14 : at + 18], data[at + 26]
+        body = at + _OGG_HEAD + segments
+        end = body + sum(data[at + _OGG_HEAD : body])
+        is_first, is_last = bool(flags & _OGG_FIRST), bool(flags & _OGG_LAST)
+        yield _Page(at, end, serial, is_first, is_last)
+        at = end
 
 
 def _check_ended(alive: set[bytes], name: str) -> None:
@@ -190,10 +209,46 @@ _RATES_OF_BITS = {
     (2, 1): (32, 48, 56, 64, 80, 96, 112, 128, 144, 160, 176, 192, 224, 256),
     (2, 2): (8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160),
 }
+_FIRST_RATES = {layer: _RATES_OF_BITS[1, layer] for layer in (1, 2, 3)}
+_LATER_RATES = {layer: _RATES_OF_BITS[2, min(layer, 2)] for layer in (1, 2, 3)}
+
+
+@dataclass(frozen=True)
+class _Version:
+    """A version of MPEG, in tenths, and what follows from it.
+
+    Attributes:
+        divisor: Of the sample rates of version 1.
+        rates_of_bits: Kilobits a second by layer, then by the header's number less 1.
+        bytes_at_a_bit: A frame's bytes at one bit a second and one sample a second, by layer (2 and 3).
+        side_bytes: Of side information, in stereo and mono.
+    """
+
+    tenths: int
+    divisor: int
+    rates_of_bits: Mapping[int, Sequence[int]]
+    bytes_at_a_bit: Mapping[int, int]
+    side_bytes: tuple[int, int]
+
+
+_LATER_BYTES = {1: 0, 2: 144, 3: 72}
+#: By the header's two bits, of which 1 has no meaning.
+_VERSIONS = {
+    3: _Version(10, 1, _FIRST_RATES, {1: 0, 2: 144, 3: 144}, (32, 17)),
+    2: _Version(20, 2, _LATER_RATES, _LATER_BYTES, (17, 9)),
+    0: _Version(25, 4, _LATER_RATES, _LATER_BYTES, (17, 9)),
+}
+#: Samples a second of version 1.
+_HERTZ = (44_100, 48_000, 32_000)
 #: The first three bytes of a frame's header whose numbers have a meaning.
-_HEADER = re.compile(rb"\xff[\xe2-\xe7\xf2-\xff][\x10-\xeb]", re.DOTALL)
+_THIRD = bytes(number for number in range(0x10, 0xF0) if number >> 2 & 3 != 3)
+_HEADER = re.compile(
+    rb"\xff[\xe2-\xe7\xf2-\xf7\xfa-\xff][" + re.escape(_THIRD) + rb"]", re.DOTALL
+)
 #: Frames that a header may leave out before what follows counts as another recording.
 _FEW = 4
+#: More frames than a file has, where no list of contents says how many a recording has.
+_UNLISTED = 1 << 62
 #: Most places that are looked at for the next frame behind something else.
 _MAX_TRIES = 100_000
 
@@ -210,54 +265,51 @@ class _Frame:
 @lru_cache(maxsize=4096)
 def _frame(header: bytes) -> _Frame | None:
     """Read the four bytes of a frame's header; None if they are none."""
-    if len(header) < 4 or header[0] != 0xFF or header[1] & 0xE0 != 0xE0:
+    if len(header) < 4 or not _HEADER.match(header):
         return None
-    version = {0: 25, 2: 20, 3: 10}.get(header[1] >> 3 & 3)  # in tenths
+    version = _VERSIONS[header[1] >> 3 & 3]
     layer = 4 - (header[1] >> 1 & 3)
-    bits, rate, padding = header[2] >> 4, header[2] >> 2 & 3, header[2] >> 1 & 1
-    if version is None or layer == 4 or bits in (0, 15) or rate == 3:
-        return None
-    is_first = version == 10
-    hertz = (44_100, 48_000, 32_000)[rate] // {10: 1, 20: 2, 25: 4}[version]
-    table = _RATES_OF_BITS[(1, layer) if is_first else (2, min(layer, 2))]
-    per_second = table[bits - 1] * 1000
-    if layer == 1:
-        size = (12 * per_second // hertz + padding) * 4
-    else:
-        size = (144 if is_first or layer == 2 else 72) * per_second // hertz + padding
+    hertz = _HERTZ[header[2] >> 2 & 3] // version.divisor
+    table = version.rates_of_bits[layer]
+    per_second = table[(header[2] >> 4) - 1] * 1000
+    padding = header[2] >> 1 & 1
     is_mono = header[3] >> 6 == 3
-    side = (17 if is_mono else 32) if is_first else (9 if is_mono else 17)
-    return _Frame(size, (version, layer, hertz, is_mono), 4 + side)
+    size = version.bytes_at_a_bit[layer] * per_second // hertz + padding
+    if layer == 1:  # in slots of four bytes
+        size = (12 * per_second // hertz + padding) * 4
+    kind = (version.tenths, layer, hertz, is_mono)
+    return _Frame(size, kind, 4 + version.side_bytes[is_mono])
 
 
 def _announced(data: bytes, at: int, frame: _Frame) -> int | None:
     """Return the frames that a recording's first one lists (0 if it does not say); None if it is no such frame."""
     mark = at + frame.contents
-    if data.startswith((b"Xing", b"Info"), mark):
-        says = data[mark + 7 : mark + 8] >= b"\1" and data[mark + 7] & 1
-        return int.from_bytes(data[mark + 8 : mark + 12], "big") if says else 0
     if data.startswith(b"VBRI", at + 36):
         return int.from_bytes(data[at + 50 : at + 54], "big")
-    return None
+    if not data.startswith((b"Xing", b"Info"), mark):
+        return None
+    flags = int.from_bytes(data[mark + 7 : mark + 8], "big")
+    return int.from_bytes(data[mark + 8 : mark + 12], "big") * (flags & 1)
 
 
 def _mpeg_starts(data: bytes, at: int, cancelled: Cancelled) -> Iterator[int]:
     """Yield where recordings begin: at a list of contents, behind as many frames as one lists, at another rate."""
     kind: tuple[int, int, int, bool] | None = None
-    left: int | None = None  # frames that the list of contents still has
+    left = _UNLISTED  # frames that the list of contents still has
     over: list[int] = []  # frames behind those
     for place, frame in _frames(data, at, cancelled):
         listed = _announced(data, place, frame)
         if listed is not None or frame.kind != kind:
             yield place
-            kind, left, over = frame.kind, listed or None, []
-        elif left is not None and left > 0:
-            left -= 1
-        elif left is not None:
-            over.append(place)
-            if len(over) > _FEW:
-                yield over[0]
-                left, over = None, []
+            kind, left, over = frame.kind, listed or _UNLISTED, []
+            continue
+        left -= 1
+        if left >= 0:
+            continue
+        over.append(place)
+        if len(over) > _FEW:
+            yield over[0]
+            left, over = _UNLISTED, []
 
 
 def _with_contents(data: bytes, at: int, cancelled: Cancelled) -> bytes:
@@ -292,13 +344,14 @@ def _frames(data: bytes, at: int, cancelled: Cancelled) -> Iterator[tuple[int, _
             at += frame.size
             continue
         behind = _behind_tags(data, at)
-        if behind == at:
-            found = _HEADER.search(data, at + 1)
-            behind = (
-                len(data) if found is None or tries == _MAX_TRIES else found.start()
-            )
-            tries += 1
-        at = behind
+        if behind > at:
+            at = behind
+            continue
+        found = _HEADER.search(data, at + 1)
+        if found is None or tries == _MAX_TRIES:
+            return
+        at = found.start()
+        tries += 1
 
 
 def _follows(data: bytes, at: int, frame: _Frame) -> bool:

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from vlm_batch.arrays import num_bytes
-from vlm_batch.inputs.fetch import Cancelled, Fetched, KnownUri, OperationCancelled
+from vlm_batch.inputs.fetch import Cancelled, Fetched, OperationCancelled, RecalledUri
 from vlm_batch.inputs.grammar import Form
 from vlm_batch.inputs.media import Kind
 from vlm_batch.inputs.pool import Pool
@@ -49,21 +49,17 @@ class Loading:
         self._began = time.perf_counter()
         self._media = list(question.media)
         #: Index and lane of each medium that has still to be read.
-        self.unread = {
-            at: lane
-            for at, medium in enumerate(self._media)
-            if (lane := lane_of(medium)) is not None
-        }
+        self.unread: dict[int, Lane] = {}
+        for at, medium in enumerate(self._media):
+            lane = lane_of(medium)
+            if lane is not None:
+                self.unread[at] = lane
         # its pictures and videos are in memory, or at hand
         self.is_read = not self.unread
         #: Bytes of the prepared inputs; None while unknown.
-        self.known_nbytes = (
-            num_bytes(question.inputs)
-            if question.inputs is not None
-            else None
-            if question.media
-            else 0
-        )
+        self.known_nbytes: int | None = None if question.media else 0
+        if question.inputs is not None:
+            self.known_nbytes = num_bytes(question.inputs)
         self._future: Future[Prepared] = Future()
         # to be told that it is done; its future would keep them
         self._calls: list[Callable[[], None]] = []
@@ -77,14 +73,7 @@ class Loading:
     @property
     def nbytes(self) -> int:
         media = self.question.media if self.is_read else tuple(self._media)
-        files = (
-            medium.source if isinstance(medium, Audio) else medium for medium in media
-        )
-        return sum(
-            len(file.data if isinstance(file, Fetched) else file.uri)
-            for file in files
-            if isinstance(file, (Fetched, KnownUri))
-        )
+        return sum(map(_bytes_held, media))
 
     def done(self) -> bool:
         return self._future.done()
@@ -136,6 +125,14 @@ class Loading:
             call()
         if isinstance(outcome, BaseException):
             self.cancelled.set()
+
+
+def _bytes_held(medium: Any) -> int:
+    """Return the bytes of a medium that was read."""
+    file = medium.source if isinstance(medium, Audio) else medium
+    if isinstance(file, Fetched):
+        return len(file.data)
+    return len(file.uri) if isinstance(file, RecalledUri) else 0
 
 
 class Loaders:
@@ -195,17 +192,12 @@ class Loaders:
         """Start to process a question that was read, once its form is compiled."""
         question = loading.question
         try:
-            if (
-                question.params.form is not None
-                and question.form is None
-                and self._compiled is not None
-            ):
+            is_compiled = question.params.form is None or question.form is not None
+            if not is_compiled and self._compiled is not None:
                 compiling = self._compiled(question, loading.cancelled)
                 compiling.add_done_callback(partial(self._was_compiled, loading))
                 return
-            pool = self._large_work if question.has_many_pixels else self._work
-            pool = self._long_work if question.takes_long else pool
-            working = pool.submit(
+            working = self._pool_for(question).submit(
                 partial(self._prepared, loading),
                 loading.cancelled,
                 client=question.client,
@@ -215,6 +207,11 @@ class Loaders:
             )
         except BaseException as error:
             loading.end(error)
+
+    def _pool_for(self, question: Question) -> Pool:
+        if question.takes_long:
+            return self._long_work
+        return self._large_work if question.has_many_pixels else self._work
 
     def _was_compiled(self, loading: Loading, compiling: Future[Form]) -> None:
         try:

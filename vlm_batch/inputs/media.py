@@ -30,13 +30,9 @@ class Kind:
 
     @classmethod
     def of(cls, medium: Any) -> Kind:
-        return (
-            _AUDIO
-            if isinstance(medium, Audio)
-            else _VIDEO
-            if isinstance(medium, Video)
-            else _IMAGE
-        )
+        if isinstance(medium, Audio):
+            return _AUDIO
+        return _VIDEO if isinstance(medium, Video) else _IMAGE
 
 
 def _kind(

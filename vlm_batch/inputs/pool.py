@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -9,7 +10,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from vlm_batch.errors import InvalidRequest
@@ -36,7 +36,7 @@ class _Job:
     client: int = 0
     due: float = 0.0  # of one client's calls, the earliest goes first
     future: Future[Any] = field(default_factory=Future)
-    deadline: float | None = None
+    deadline: float = math.inf
     has_ended: bool = False
 
     def cancel(self) -> None:
@@ -98,34 +98,31 @@ class Pool:
             client: Whose call it is.
             cost: Seconds that it will probably take.
         """
-        job = _Job(
-            self,
-            call,
-            cancelled,
-            seconds,
-            late,
-            client,
-            time.monotonic() + PATIENCE * cost,
-        )
+        due = time.monotonic() + PATIENCE * cost
+        job = _Job(self, call, cancelled, seconds, late, client, due)
         with self._changed:
-            refused = self._is_closed or self._lost >= MAX_LOST
-            if not refused:
+            refused = self._refusal()
+            if refused is None:
                 self._add_thread()
                 self._begin_turn(client)
                 self._waiting.append(job)
-        if refused:
-            job.future.set_exception(
-                OperationCancelled()
-                if self._is_closed
-                else InvalidRequest(
-                    f"{MAX_LOST} reads before this one hang: a drive or a name server does not answer"
-                )
-            )
-        else:
-            cancelled.when_set(job.cancel)
-            if job.has_ended:
-                cancelled.forget(job.cancel)
+        if refused is not None:
+            job.future.set_exception(refused)
+            return job.future
+        cancelled.when_set(job.cancel)
+        if job.has_ended:
+            cancelled.forget(job.cancel)
         return job.future
+
+    def _refusal(self) -> Exception | None:
+        """Return why no further call is taken."""
+        if self._is_closed:
+            return OperationCancelled()
+        if self._lost < MAX_LOST:
+            return None
+        return InvalidRequest(
+            f"{MAX_LOST} reads before this one hang: a drive or a name server does not answer"
+        )
 
     def close(self) -> None:
         """Start no further call."""
@@ -165,30 +162,23 @@ class Pool:
 
     def _begin_turn(self, client: int) -> None:
         """Let a client that had nothing to do begin where the others are: time without calls is not saved up."""
-        if any(one.client == client for one in self._waiting) or self._running_of(
-            client
-        ):
+        if any(one.client == client for one in (*self._waiting, *self._running)):
             return
         if len(self._used) >= MAX_CLIENTS:
-            self._used = {
-                one: used for one, used in self._used.items() if used > self._level
-            }
+            above = [one for one, used in self._used.items() if used > self._level]
+            self._used = {one: self._used[one] for one in above}
         self._used[client] = max(self._used.get(client, 0.0), self._level)
 
     def _next(self) -> _Job | None:
         """Return the call whose turn it is, unless those that wait are of clients that have their part."""
         if len(self._waiting) == 1 and self._most_of_client >= self._num_threads:
             return self._waiting[0]
-        waiting = [
-            one
-            for one in self._waiting
-            if self._running_of(one.client) < self._most_of_client
-        ]
-        return min(
-            waiting,
-            key=lambda one: (self._used.get(one.client, self._level), one.due),
-            default=None,
-        )
+        most = self._most_of_client
+        allowed = [one for one in self._waiting if self._running_of(one.client) < most]
+        return min(allowed, key=self._turn_of, default=None)
+
+    def _turn_of(self, job: _Job) -> tuple[float, float]:
+        return self._used.get(job.client, self._level), job.due
 
     def _running_of(self, client: int) -> int:
         return sum(one.client == client for one in self._running)
@@ -203,41 +193,39 @@ class Pool:
         with self._changed:
             job = self._next()
             if job is None:
-                self._threads -= 1
-                if not self._running and not self._waiting:
-                    self._used.clear()
-                    self._level = 0.0
+                self._end_thread()
                 return False
-            self._waiting.remove(job)
-            self._level = self._used.get(job.client, self._level)
-            self._charge(job.client, LEAST_CHARGED)
-            self._running.add(job)
-            if job.seconds is not None:
-                job.deadline = time.monotonic() + job.seconds
-                if not self._has_watch:
-                    # no thread to be had: then the next call tries again
-                    with suppress(RuntimeError):
-                        threads.start(self._watch, f"{self._name}-watch")
-                        self._has_watch = True
-                self._changed.notify_all()
-        result, error = None, None
+            self._begin(job)
         begin = time.monotonic()
-        try:
-            result = job.call()
-        except Exception as raised:
-            error = raised
-        except BaseException as raised:
-            # SystemExit of a picture's own code would end whoever asks for the result
-            error = InvalidRequest(
-                f"{type(raised).__name__} was raised while the request was prepared: {raised}"
-            )
-            error.__cause__ = raised
+        result, error = _outcome_of(job.call)
         seconds = time.monotonic() - begin
         goes_on = self._end(job, result, error, seconds)
         if self._rests and goes_on:
             del job, result, error
             time.sleep(seconds)
         return goes_on
+
+    def _end_thread(self) -> None:
+        self._threads -= 1
+        if not self._running and not self._waiting:
+            self._used.clear()
+            self._level = 0.0
+
+    def _begin(self, job: _Job) -> None:
+        """Take a call up, with a watch on its deadline."""
+        self._waiting.remove(job)
+        self._level = self._used.get(job.client, self._level)
+        self._charge(job.client, LEAST_CHARGED)
+        self._running.add(job)
+        if job.seconds is None:
+            return
+        job.deadline = time.monotonic() + job.seconds
+        if not self._has_watch:
+            # no thread to be had: then the next call tries again
+            with suppress(RuntimeError):
+                threads.start(self._watch, f"{self._name}-watch")
+                self._has_watch = True
+        self._changed.notify_all()
 
     def _end(
         self, job: _Job, result: Any, error: Exception | None, seconds: float
@@ -266,44 +254,57 @@ class Pool:
             if job.has_ended or (job in self._running and job.seconds is None):
                 return
             job.has_ended = True
-            if job not in self._running:
-                self._waiting.remove(job)
-            else:
+            if job in self._running:
                 self._running.remove(job)
-                self._threads, self._lost = self._threads - 1, self._lost + 1
-                try:
-                    if self._waiting and not self._is_closed:
-                        self._add_thread()
-                except RuntimeError:  # the lost thread was the last one
-                    without_thread = list(self._waiting)
+                without_thread = self._replace_thread()
+            else:
+                self._waiting.remove(job)
             self._changed.notify_all()
         job.cancelled.forget(job.cancel)
         job.future.set_exception(error())
         for other in without_thread:
-            self.give_up(
-                other,
-                partial(
-                    RuntimeError,
-                    "the system gives no thread to read the request's pictures on",
-                ),
-            )
+            self.give_up(other, _no_thread)
+
+    def _replace_thread(self) -> list[_Job]:
+        """Start a thread in the place of a lost one; return the calls that wait for ever if there is none."""
+        self._threads, self._lost = self._threads - 1, self._lost + 1
+        if not self._waiting or self._is_closed:
+            return []
+        try:
+            self._add_thread()
+        except RuntimeError:  # the lost thread was the last one
+            return list(self._waiting)
+        return []
 
     def _watch(self) -> None:
         while True:
             with self._changed:
-                deadlines = [
-                    job.deadline for job in self._running if job.deadline is not None
-                ]
-                if not deadlines:
+                timed = [job for job in self._running if job.deadline < math.inf]
+                if not timed:
                     self._has_watch = False
                     return
                 now = time.monotonic()
-                late = [
-                    job
-                    for job in self._running
-                    if job.deadline is not None and job.deadline <= now
-                ]
+                late = [job for job in timed if job.deadline <= now]
                 if not late:
-                    self._changed.wait(min(deadlines) - now)
+                    self._changed.wait(min(job.deadline for job in timed) - now)
             for job in late:
                 self.give_up(job, job.late)
+
+
+def _outcome_of(call: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    """Return a call's result, or what it raised."""
+    try:
+        return call(), None
+    except Exception as raised:
+        return None, raised
+    except BaseException as raised:
+        # SystemExit of a picture's own code would end whoever asks for the result
+        error = InvalidRequest(
+            f"{type(raised).__name__} was raised while the request was prepared: {raised}"
+        )
+        error.__cause__ = raised
+        return None, error
+
+
+def _no_thread() -> Exception:
+    return RuntimeError("the system gives no thread to read the request's pictures on")

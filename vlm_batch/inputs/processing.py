@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -36,7 +37,7 @@ from vlm_batch.inputs.processors import (
     with_switched_tokens,
     without_text_options,
 )
-from vlm_batch.inputs.recalled import KnownPicture
+from vlm_batch.inputs.recalled import RecalledPicture, StandIn
 from vlm_batch.inputs.template import ChatTemplate, refuse
 from vlm_batch.inputs.videos import Clip, Sampling
 from vlm_batch.types import PLAIN_TEMPLATE, Message, Template
@@ -90,18 +91,8 @@ class Processing:
             raise InvalidPrompt("the prompt is empty")
         if options.said:
             self.template.check(options)
-        rendered: Any
         try:
-            messages = self._messages(prompt, *counts)
-            if isinstance(messages, (str, Mapping)):
-                refuse(options, "this family's processor takes the last message alone")
-                rendered = messages
-            elif self.template.owner is None:
-                rendered = get_chat_template(
-                    self.processor, messages, add_generation_prompt=True
-                )
-            else:
-                rendered = self.template.fill(messages, options)
+            rendered = self._filled(self._messages(prompt, *counts), options)
         except Exception as error:
             raise InvalidPrompt(
                 f"the chat template cannot render this prompt: {error}",
@@ -115,6 +106,15 @@ class Processing:
                 f"the chat template gave {type(rendered).__name__}, not text"
             )
         return rendered
+
+    def _filled(self, messages: Any, options: Template) -> Any:
+        """Return the template's text, or the last message where there is no template."""
+        if isinstance(messages, (str, Mapping)):
+            refuse(options, "this family's processor takes the last message alone")
+            return messages
+        if self.template.owner is not None:
+            return self.template.fill(messages, options)
+        return get_chat_template(self.processor, messages, add_generation_prompt=True)
 
     @property
     def chat_template(self) -> Any:
@@ -132,17 +132,12 @@ class Processing:
         them as text for others, and leaves out what it does not know of a turn.
         """
         turns = prompt if isinstance(prompt, str) else list(prompt)
-        is_known = str(self.config.model_type).lower() in MODEL_CONFIG
-        is_last_alone = (
-            self.config.model_type in _LAST_MESSAGE and not self._has_own_template
-        )
+        is_last_alone = self._takes_last_alone
         takes = not is_last_alone and self.template.takes(turns, num_images)
         # it knows videos of single prompts only, by their paths, and no types but its own
-        if takes or any(others) or (num_images and not is_known):
+        if takes or any(others) or (num_images and not self._is_of_mlx_vlm):
             made = with_parts(turns, num_images, *others)
-            return (
-                made if self.template.takes_text else [in_parts(turn) for turn in made]
-            )
+            return made if self.template.takes_text else list(map(in_parts, made))
         made = apply_chat_template(
             self.processor,
             self.config,
@@ -153,26 +148,22 @@ class Processing:
         if is_last_alone:
             return made[-1]
         if self.template.takes_text_alone:
-            made = [
-                in_text(turn, self._image_mark) if isinstance(turn, Mapping) else turn
-                for turn in made
-            ]
+            made = [_in_text(turn, self._image_mark) for turn in made]
         if isinstance(turns, str):
             return made
-        # with the fields of each turn that mlx-vlm leaves out, such as a name or earlier reasoning
-        kept = [
-            {
-                name: value
-                for name, value in turn.items()
-                if name not in ("role", "content")
-            }
-            for turn in turns
-        ]
-        pairs = zip(made, kept, strict=True)
-        return [
-            {**more, **message} if isinstance(message, Mapping) else message
-            for message, more in pairs
-        ]
+        pairs = zip(made, turns, strict=True)
+        return list(itertools.starmap(_with_fields, pairs))
+
+    @property
+    def _is_of_mlx_vlm(self) -> bool:
+        """Whether mlx-vlm knows how this family writes pictures."""
+        return str(self.config.model_type).lower() in MODEL_CONFIG
+
+    @property
+    def _takes_last_alone(self) -> bool:
+        if self._has_own_template:
+            return False
+        return self.config.model_type in _LAST_MESSAGE
 
     @property
     def _has_own_template(self) -> bool:
@@ -181,35 +172,29 @@ class Processing:
 
     @property
     def _image_mark(self) -> str:
-        named = (
-            getattr(part, "image_token", None)
-            for part in (self.processor, self.tokenizer)
-        )
-        return next((mark for mark in named if isinstance(mark, str)), "<image>")
+        mark = _text_of("image_token", self.processor, self.tokenizer)
+        return "<image>" if mark is None else mark
 
     def count_placeholders(self, rendered: str, kind: str = "image") -> int | None:
         """Count placeholders of ``kind`` ("image", "video", "audio"); None if the processor names none."""
         name = f"{kind}_token"
-        token = getattr(self.processor, name, None) or getattr(
-            self.tokenizer, name, None
-        )
-        return rendered.count(token) if isinstance(token, str) and token else None
+        owners = (self.processor, self.tokenizer)
+        token = next(filter(None, (getattr(one, name, None) for one in owners)), None)
+        return rendered.count(token) if isinstance(token, str) else None
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return a text without special tokens."""
-        return (
-            str(self._decoder.decode(list(token_ids), skip_special_tokens=True))
-            if len(token_ids)
-            else ""
-        )
+        return self._text(token_ids, without_special=True)
+
+    def _text(self, token_ids: Sequence[int], *, without_special: bool) -> str:
+        if not len(token_ids):
+            return ""
+        ids = list(token_ids)
+        return str(self._decoder.decode(ids, skip_special_tokens=without_special))
 
     def decode_all(self, token_ids: Sequence[int]) -> str:
         """Return a text with its special tokens."""
-        return (
-            str(self._decoder.decode(list(token_ids), skip_special_tokens=False))
-            if len(token_ids)
-            else ""
-        )
+        return self._text(token_ids, without_special=False)
 
     def decode_content(self, token_ids: Sequence[int]) -> str:
         """Return a text with all special tokens but those that begin, end and pad sequences."""
@@ -221,9 +206,7 @@ class Processing:
     def _around(self) -> frozenset[int]:
         names = ("bos_token_id", "eos_token_id", "pad_token_id")
         ids = {getattr(self.tokenizer, name, None) for name in names}
-        return frozenset(
-            {token for token in ids if token is not None} | set(self.eos_token_ids)
-        )
+        return frozenset(ids | set(self.eos_token_ids)) - {None}
 
     def has_special(self, word: str) -> bool:
         """Return whether a word is a special token of the tokenizer, which ``decode`` leaves out."""
@@ -262,19 +245,18 @@ class Processing:
         found = self.inputs(rendered, images, clips, sounds, is_templated=is_templated)
         ids = np.array(found["input_ids"])
         kept = np.flatnonzero(ids[0] != self.tokenizer.convert_tokens_to_ids(ESCAPE))
-        by_position = BY_POSITION & found.keys() if images or sounds else ()
-        if ids.shape[1] - len(kept) != rendered.count(ESCAPE) or by_position:
+        num_escaped = ids.shape[1] - len(kept)
+        has_media = bool(images or sounds)
+        says_positions = has_media and not BY_POSITION.isdisjoint(found)
+        if num_escaped != rendered.count(ESCAPE) or says_positions:
             raise InvalidPrompt(
                 "the text holds a special token's spelling, which this model's processor cannot escape"
             )
-        is_of_ids = {
-            name: getattr(value, "shape", None) == ids.shape
-            for name, value in found.items()
-        }
-        return {
-            name: value[:, mx.array(kept)] if is_of_ids[name] else value
-            for name, value in found.items()
-        }
+        columns = mx.array(kept)
+        for name, value in found.items():
+            if getattr(value, "shape", None) == ids.shape:
+                found[name] = value[:, columns]
+        return found
 
     # Inputs
     # -------------------------------------------------------------------------------------------------------------
@@ -285,16 +267,15 @@ class Processing:
         part = getattr(self.processor, "image_processor", None)
         least = getattr(part, "min_pixels", None)
         most = getattr(part, "max_pixels", None)
-        return (
-            PixelBounds(least, most)
-            if isinstance(least, int) and isinstance(most, int)
-            else None
-        )
+        if not isinstance(least, int) or not isinstance(most, int):
+            return None
+        return PixelBounds(least, most)
 
     @contextmanager
     def scaled_to(self, bounds: PixelBounds | None) -> Iterator[None]:
         """Scale pictures to ``bounds`` within the block."""
-        if bounds is None or (own := self.pixels) is None:
+        own = self.pixels
+        if bounds is None or own is None:
             yield
             return
         part = self.processor.image_processor
@@ -321,21 +302,6 @@ class Processing:
         is_templated: bool = True,
     ) -> dict[str, Any]:
         """Return ``input_ids`` (1, L) and the media's arrays; ``is_templated`` if ``render`` made the prompt."""
-        media: dict[str, Any] = (
-            {"audio": [sound.samples for sound in sounds]} if sounds else {}
-        )
-        # decoded frames (T, 3, H, W) as mlx-vlm's processors take them, and when each was taken
-        if clips:
-            frames = [clip.frames.transpose(0, 3, 1, 2) for clip in clips]
-            media |= {
-                "videos": frames,
-                "video_metadata": [_metadata(clip) for clip in clips],
-            }
-        if clips and hasattr(self.processor, "takes_rates"):
-            media |= {
-                "rates": [clip.rate for clip in clips],
-                "sound_of": [sound.video for sound in sounds],
-            }
         adds = self.adds_special_tokens(rendered, is_templated=is_templated)
         try:
             with no_special_tokens(not adds):
@@ -345,39 +311,50 @@ class Processing:
                     prompts=rendered,
                     image_token_index=getattr(self.config, "image_token_index", None),
                     add_special_tokens=adds,
-                    **media,
+                    **self._heard_and_seen(clips, sounds),
                 )
         except Exception as error:
             raise InvalidPrompt(
                 f"the processor refuses this request: {error}"
             ) from error
         found: dict[str, Any] = {**given}
-        if (
-            images
-            and isinstance(images[0], KnownPicture)
-            and (stand_in := images[0].stand_in) is not None
-        ):
-            # the processor computed with its numbers
-            if not any(value is stand_in for value in found.values()):
+        stand_in = _stand_in_of(images)
+        if stand_in is not None:
+            names = [name for name, value in found.items() if value is stand_in]
+            if not names:  # the processor computed with its numbers
                 own = [image.copy() for image in images]
                 return self.inputs(
                     rendered, own, clips, sounds, is_templated=is_templated
                 )
-            found = {
-                name: stand_in.joined if value is stand_in else value
-                for name, value in found.items()
-            }
-        step = getattr(
-            getattr(self.processor, "video_processor", None),
-            "temporal_patch_size",
-            None,
-        )
-        if clips and step is not None:
-            # transformers' seconds between a video's time steps (N,), which mlx-vlm leaves out
-            found["second_per_grid_ts"] = np.array(
-                [step / clip.sampled_fps for clip in clips], dtype=np.float32
-            )
+            found |= dict.fromkeys(names, stand_in.joined)
+        found |= self._steps_of(clips)
         return as_mlx(found)
+
+    def _heard_and_seen(
+        self, clips: Sequence[Clip], sounds: Sequence[Sound]
+    ) -> dict[str, Any]:
+        """Return the processor's arguments for videos and recordings."""
+        media: dict[str, Any] = {}
+        if sounds:
+            media["audio"] = [sound.samples for sound in sounds]
+        if not clips:
+            return media
+        # decoded frames (T, 3, H, W) as mlx-vlm's processors take them, and when each was taken
+        media["videos"] = [clip.frames.transpose(0, 3, 1, 2) for clip in clips]
+        media["video_metadata"] = list(map(_metadata, clips))
+        if hasattr(self.processor, "takes_rates"):
+            media["rates"] = [clip.rate for clip in clips]
+            media["sound_of"] = [sound.video for sound in sounds]
+        return media
+
+    def _steps_of(self, clips: Sequence[Clip]) -> dict[str, Any]:
+        """Return transformers' seconds between a video's time steps (N,), which mlx-vlm leaves out."""
+        part = getattr(self.processor, "video_processor", None)
+        step = getattr(part, "temporal_patch_size", None)
+        if not clips or step is None:
+            return {}
+        seconds = [step / clip.sampled_fps for clip in clips]
+        return {"second_per_grid_ts": np.array(seconds, dtype=np.float32)}
 
     def adds_special_tokens(self, rendered: str, *, is_templated: bool = True) -> bool:
         """Whether the tokenizer adds its beginning and end to a prompt, as in transformers.
@@ -389,14 +366,11 @@ class Processing:
         # families whose class in transformers adds none
         if not getattr(self.processor, "adds_special_tokens", True):
             return False
-        if (
-            is_templated
-            and self.processor is self.tokenizer
-            and self.template.owner is not None
-        ):
+        is_bare = self.processor is self.tokenizer and self.template.owner is not None
+        if is_templated and is_bare:
             return False
-        begin = getattr(self.tokenizer, "bos_token", None)
-        return not (isinstance(begin, str) and begin and rendered.startswith(begin))
+        begin = _text_of("bos_token", self.tokenizer)
+        return not begin or not rendered.startswith(begin)
 
     def inputs_of_ids(
         self,
@@ -435,28 +409,15 @@ class ProcessorPool:
         # with the settings that each was made with
         self._free: deque[tuple[str, Processing]] = deque()
         self._turn = Lock()
+        first = self._new_one()  # which the first request need not make
+        if first is not None:
+            self._free.append((settings_of(processing.processor), first))
 
     @contextmanager
     def acquire(self) -> Iterator[Processing]:
         """Lend a copy, or the original if it cannot be copied."""
         settings = settings_of(self._processing.processor)
-        taken: Processing | None = None
-        with suppress(IndexError):
-            while taken is None:
-                made_with, free = self._free.pop()
-                taken = free if made_with == settings else None
-        if taken is None and self._copier is not None:
-            try:
-                processor = self._copier.copy()
-            except Exception:
-                # a class of somebody's own that holds what cannot be copied
-                self._copier = None
-            else:
-                taken = copy.copy(self._processing)
-                taken.processor, taken.tokenizer = (
-                    processor,
-                    getattr(processor, "tokenizer", processor),
-                )
+        taken = self._free_one(settings) or self._new_one()
         if taken is None:
             with self._turn:
                 yield self._processing
@@ -465,6 +426,29 @@ class ProcessorPool:
             yield taken
         finally:
             self._free.append((settings, taken))
+
+    def _free_one(self, settings: str) -> Processing | None:
+        """Take a free copy that was made with these settings; drop those of others."""
+        with suppress(IndexError):
+            while True:
+                made_with, free = self._free.pop()
+                if made_with == settings:
+                    return free
+        return None
+
+    def _new_one(self) -> Processing | None:
+        if self._copier is None:
+            return None
+        try:
+            processor = self._copier.copy()
+        except Exception:
+            # a class of somebody's own that holds what cannot be copied
+            self._copier = None
+            return None
+        made = copy.copy(self._processing)
+        made.processor = processor
+        made.tokenizer = getattr(processor, "tokenizer", processor)
+        return made
 
 
 #: Families without a template, whose processors take the last message alone (``mlx_vlm.prompt_utils``).
@@ -491,33 +475,68 @@ def with_token_ids(
     result = {**found, "input_ids": ids}
     for name, value in found.items():
         if name in BY_POSITION:
-            values = [np.zeros(0)] * 2
-        elif name == "input_ids" or getattr(value, "shape", None) != before.shape:
+            raise _by_position(name)
+        if name == "input_ids" or getattr(value, "shape", None) != before.shape:
             continue
-        else:
-            array = np.array(value)
-            values = [np.unique(array[is_picture]), np.unique(array[~is_picture])]
-        if not all(len(value) == 1 for value in values):
-            raise InvalidPrompt(
-                f"this model's processor says by position what a prompt holds ({name}): token ids with pictures cannot be "
-                "given to it",
-                advice="; give a prompt with template=None, or inputs=",
-            )
-        inside, outside = (value[0] for value in values)
-        result[name] = mx.array(np.where(will_be, inside, outside))
+        array = np.array(value)
+        inside, outside = np.unique(array[is_picture]), np.unique(array[~is_picture])
+        if not inside.size == outside.size == 1:
+            raise _by_position(name)
+        result[name] = mx.array(np.where(will_be, inside[0], outside[0]))
     return result
+
+
+def _by_position(name: str) -> InvalidPrompt:
+    return InvalidPrompt(
+        f"this model's processor says by position what a prompt holds ({name}): token ids with pictures cannot be "
+        "given to it",
+        advice="; give a prompt with template=None, or inputs=",
+    )
+
+
+def _with_fields(made: Any, turn: Mapping[str, Any]) -> Any:
+    """Add a turn's fields that mlx-vlm leaves out, such as a name or earlier reasoning."""
+    if not isinstance(made, Mapping):
+        return made
+    more = dict(turn)
+    more.pop("role", None)
+    more.pop("content", None)
+    return {**more, **made}
+
+
+def _in_text(made: Any, image_mark: str) -> Any:
+    return in_text(made, image_mark) if isinstance(made, Mapping) else made
+
+
+def _text_of(name: str, *owners: Any) -> str | None:
+    """Return the text of the first owner that has one of that name."""
+    for owner in owners:
+        text = getattr(owner, name, None)
+        if isinstance(text, str) and text:
+            return text
+    return None
+
+
+def _stand_in_of(images: Sequence[Image.Image]) -> StandIn | None:
+    """Return what the processor got in place of pictures that it had before."""
+    if images and isinstance(images[0], RecalledPicture):
+        return images[0].stand_in
+    return None
 
 
 def _sampling(processor: Any, habit: Sampling) -> Sampling:
     declared = processor_video_sampling(processor)
     said = {
-        name: getattr(declared, name)
-        for name in ("fps", "min_frames", "max_frames", "frame_factor")
+        "fps": declared.fps,
+        "num_frames": declared.nframes,
+        "min_frames": declared.min_frames,
+        "max_frames": declared.max_frames,
+        "frame_factor": declared.frame_factor,
     }
-    said["num_frames"] = declared.nframes
-    return replace(
-        habit, **{name: value for name, value in said.items() if value is not None}
-    )
+    for name, value in said.items():
+        if value is not None:
+            habit = replace(habit, **{name: value})
+    return habit
 
 
 def _metadata(clip: Clip) -> VideoMetadata:

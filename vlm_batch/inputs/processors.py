@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import is_dataclass
 from enum import Enum
+from types import NoneType
 from typing import Any
 
 import mlx.core as mx
@@ -106,11 +107,10 @@ class SwitchedTokens:
 def with_switched_tokens(processor: Any) -> Any:
     """Return a copy whose tokenizer ``no_special_tokens`` reaches."""
     tokenizer = getattr(processor, "tokenizer", processor)
-    kind: Any = type(tokenizer)
-    if not isinstance(tokenizer, PreTrainedTokenizerBase) or issubclass(
-        kind, SwitchedTokens
-    ):
+    is_one = isinstance(tokenizer, PreTrainedTokenizerBase)
+    if not is_one or isinstance(tokenizer, SwitchedTokens):
         return processor
+    kind: Any = type(tokenizer)
     switched = copy.copy(tokenizer)
     switched.__class__ = type(
         kind.__name__, (SwitchedTokens, kind), {"__module__": kind.__module__}
@@ -165,18 +165,18 @@ def copy_for_thread(part: Any) -> Any:
     """
     memo: dict[int, Any] = {}
     for owner in (part, getattr(part, "tokenizer", None)):
-        held = vars(owner) if owner is not None else {}
-        if held.get("detokenizer") is not None:
-            memo[id(held["detokenizer"])] = None
+        held = getattr(owner, "__dict__", {})
+        detokenizer = held.get("detokenizer")
+        if detokenizer is not None:
+            memo[id(detokenizer)] = None
         backend = held.get("_tokenizer")
-        if (
-            isinstance(backend, Tokenizer)
-            and (twin := _with_same_vocabulary(backend)) is not None
-        ):
-            memo[id(backend)] = twin
+        if isinstance(backend, Tokenizer):
+            twin = _with_same_vocabulary(backend)
+            memo.update({} if twin is None else {id(backend): twin})
         for name in _MADE_OF:
-            if isinstance(held.get(name), (dict, list)):
-                memo[id(held[name])] = held[name]
+            made_of = held.get(name)
+            if isinstance(made_of, (dict, list)):
+                memo[id(made_of)] = made_of
     return copy.deepcopy(part, memo)
 
 
@@ -184,8 +184,9 @@ def _with_same_vocabulary(backend: Tokenizer) -> Tokenizer | None:
     """Return a tokenizer of its own settings over the same vocabulary; None if it would not be equal."""
     twin = Tokenizer(backend.model)
     for name in _TOKENIZER_PARTS:
-        if (one := getattr(backend, name)) is not None:
-            setattr(twin, name, one)
+        step = getattr(backend, name)
+        if step is not None:
+            setattr(twin, name, step)
     added = backend.get_added_tokens_decoder()
     twin.add_tokens([added[at] for at in sorted(added)])
     if backend.truncation is not None:
@@ -194,10 +195,9 @@ def _with_same_vocabulary(backend: Tokenizer) -> Tokenizer | None:
         twin.enable_padding(**backend.padding)
     twin.encode_special_tokens = backend.encode_special_tokens
     # Tokens that were added with gaps between their ids would get others.
-    is_equal = twin.get_added_tokens_decoder().keys() == added.keys()
-    return (
-        twin if is_equal and twin.get_vocab_size() == backend.get_vocab_size() else None
-    )
+    has_same_ids = twin.get_added_tokens_decoder().keys() == added.keys()
+    has_same_size = twin.get_vocab_size() == backend.get_vocab_size()
+    return twin if has_same_ids and has_same_size else None
 
 
 #: Levels of nested objects whose settings count.
@@ -210,32 +210,32 @@ def settings_of(processor: Any) -> str:
 
 
 def _settings(owner: Any, depth: int) -> dict[str, Any]:
-    if isinstance(owner, (PreTrainedTokenizerBase, type)) or not hasattr(
-        owner, "__dict__"
-    ):
+    """Return an object's plain settings and, ``depth`` levels down, those of its parts."""
+    if isinstance(owner, (PreTrainedTokenizerBase, type)):
         return {}
-    values = {
-        name: value
-        for name, value in vars(owner).items()
-        if name not in ("tokenizer", "detokenizer")
-    }
-    plain = {name: value for name, value in values.items() if _is_plain(value)}
-    parts = {
-        name: _settings(value, depth - 1)
-        for name, value in values.items()
-        if depth and name not in plain
-    }
-    return plain | {name: part for name, part in parts.items() if part}
+    plain: dict[str, Any] = {}
+    parts: dict[str, Any] = {}
+    for name, value in getattr(owner, "__dict__", {}).items():
+        if name in ("tokenizer", "detokenizer"):
+            continue
+        if _is_plain(value):
+            plain[name] = value
+        elif depth:
+            settings = _settings(value, depth - 1)
+            parts.update({name: settings} if settings else {})
+    return plain | parts
 
 
 def _is_plain(value: Any) -> bool:
-    if isinstance(value, (list, tuple, set, dict)):
-        return all(map(_is_plain, value.values() if isinstance(value, dict) else value))
     if isinstance(value, np.ndarray):
         return value.size <= 64  # means and deviations
+    if isinstance(value, dict):
+        return all(map(_is_plain, value.values()))
+    if isinstance(value, (list, tuple, set)):
+        return all(map(_is_plain, value))
     if is_dataclass(value) and not isinstance(value, type):  # transformers' sizes
         return all(map(_is_plain, vars(value).values()))
-    return value is None or isinstance(value, (bool, int, float, str, Enum))
+    return isinstance(value, (bool, int, float, str, Enum, NoneType))
 
 
 #: Tokenizer methods that release the GIL, or change the underlying library's settings.
@@ -265,6 +265,19 @@ _PLAIN_OPTIONS = frozenset(
 _MANY = 64
 
 
+def _tokens_apart(tokenizer: Any) -> dict[str, int]:
+    """Return the added tokens that are found whatever stands around them, and their ids."""
+    if not getattr(tokenizer, "is_fast", False):
+        return {}
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return {str(token): at for at, token in added.items() if _stands_apart(token)}
+
+
+def _stands_apart(token: Any) -> bool:
+    depends = (token.lstrip, token.rstrip, token.single_word, token.normalized)
+    return not any(depends)
+
+
 class PlaceholderRuns:
     """Tokenizes one placeholder per run, then repeats it.
 
@@ -273,72 +286,51 @@ class PlaceholderRuns:
 
     def __init__(self, processor: Any) -> None:
         tokenizer = getattr(processor, "tokenizer", processor)
-        known = (
-            getattr(tokenizer, "added_tokens_decoder", {})
-            if getattr(tokenizer, "is_fast", False)
-            else {}
-        )
-        apart = {
-            str(token): at
-            for at, token in known.items()
-            if not (
-                token.lstrip or token.rstrip or token.single_word or token.normalized
-            )
-        }
-        words = [
-            getattr(owner, f"{kind}_token", None)
-            for owner in (processor, tokenizer)
-            for kind in ("image", "video")
-        ]
-        self._ids = {
-            word: apart[word]
-            for word in words
-            if isinstance(word, str) and word in apart
-        }
-        self._pattern = re.compile(
-            "|".join(f"(?:{re.escape(word)})+" for word in self._ids) or "(?!)"
-        )
+        apart = _tokens_apart(tokenizer)
+        self._ids: dict[str, int] = {}
+        for owner in (processor, tokenizer):
+            for name in ("image_token", "video_token"):
+                word = getattr(owner, name, None)
+                if isinstance(word, str) and word in apart:
+                    self._ids[word] = apart[word]
+        runs = [f"(?:{re.escape(word)})+" for word in self._ids]
+        self._pattern = re.compile("|".join(runs) or "(?!)")
+        self._longest = max(map(len, self._ids), default=0)
 
     def call(
         self, method: Callable[..., Any], text: Any, options: dict[str, Any]
     ) -> BatchEncoding | None:
         """Call the method with a shortened text; None if inapplicable."""
-        texts = [text] if isinstance(text, str) else text
-        if (
-            not isinstance(texts, list)
-            or len(texts) != 1
-            or not isinstance(texts[0], str)
-            or not self._ids
-        ):
+        only = text[0] if isinstance(text, list) and len(text) == 1 else text
+        if not isinstance(only, str) or not self._may_shorten(options):
             return None
-        if not options.keys() <= _PLAIN_OPTIONS or options.get("padding") not in (
-            None,
-            False,
-            True,
-        ):
+        runs = [match[0] for match in self._pattern.finditer(only)]
+        if not runs or sum(map(len, runs)) < _MANY * self._longest:
             return None
-        runs = [match[0] for match in self._pattern.finditer(texts[0])]
-        if sum(map(len, runs)) < _MANY * max(map(len, self._ids)):
-            return None
-        shortest = {
-            run: next(word for word in self._ids if run.startswith(word))
-            for run in set(runs)
-        }
-        short = self._pattern.sub(lambda match: shortest[match[0]], texts[0])
+        short = self._pattern.sub(lambda match: self._word_of(match[0]), only)
         found = method([short], **{**options, "return_tensors": None})
         ids = np.array(found["input_ids"][0])
         places = np.flatnonzero(np.isin(ids, list(self._ids.values())))
         if len(places) != len(runs):
             return None
         repeats = np.ones(len(ids), dtype=np.int64)
-        repeats[places] = [len(run) // len(shortest[run]) for run in runs]
-        data = {
-            name: np.repeat(np.array(values), repeats, axis=1).tolist()
-            for name, values in found.items()
-        }
-        if isinstance(text, str) and options.get("return_tensors") is None:
-            data = {name: values[0] for name, values in data.items()}
-        return BatchEncoding(data, tensor_type=options.get("return_tensors"))
+        repeats[places] = [len(run) // len(self._word_of(run)) for run in runs]
+        kind = options.get("return_tensors")
+        is_bare = isinstance(text, str) and kind is None
+        data: dict[str, Any] = {}
+        for name, values in found.items():
+            repeated = np.repeat(np.array(values), repeats, axis=1).tolist()
+            data[name] = repeated[0] if is_bare else repeated
+        return BatchEncoding(data, tensor_type=kind)
+
+    def _may_shorten(self, options: dict[str, Any]) -> bool:
+        if not self._ids or not options.keys() <= _PLAIN_OPTIONS:
+            return False
+        return options.get("padding") in (None, False, True)
+
+    def _word_of(self, run: str) -> str:
+        """Return the placeholder that a run repeats."""
+        return next(filter(run.startswith, self._ids))
 
 
 class ProcessorCopier:
@@ -356,19 +348,18 @@ class ProcessorCopier:
     def copy(self) -> Any:
         """Return a processor for one thread."""
         theirs = type(self._tokenizer)
-        calls = {
-            name: self._one_at_a_time(getattr(theirs, name))
-            for name in _TOKENIZES
-            if hasattr(theirs, name)
-        }
+        calls: dict[str, Any] = {"__module__": theirs.__module__}
+        for name in _TOKENIZES:
+            method = getattr(theirs, name, None)
+            if method is not None:
+                calls[name] = self._one_at_a_time(method)
         if "__call__" in calls:
             calls["__call__"] = self._by_runs(calls["__call__"])
-        guarded: Any = object.__new__(
-            type(theirs.__name__, (theirs,), {**calls, "__module__": theirs.__module__})
-        )
+        guarded: Any = object.__new__(type(theirs.__name__, (theirs,), calls))
         vars(guarded).update(vars(self._tokenizer))
         memo: dict[int, Any] = {id(self._tokenizer): guarded}
-        if (detokenizer := vars(self._processor).get("detokenizer")) is not None:
+        detokenizer = vars(self._processor).get("detokenizer")
+        if detokenizer is not None:
             # two lists of the vocabulary's length, which no thread uses
             memo[id(detokenizer)] = detokenizer
         return copy.deepcopy(self._processor, memo)
@@ -376,14 +367,9 @@ class ProcessorCopier:
     def _by_runs(self, method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def call(tokenizer: Any, text: Any = None, *args: Any, **options: Any) -> Any:
-            found = (
-                None
-                if args
-                else self._runs.call(
-                    functools.partial(method, tokenizer), text, options
-                )
-            )
-            return method(tokenizer, text, *args, **options) if found is None else found
+            bound = functools.partial(method, tokenizer)
+            found = None if args else self._runs.call(bound, text, options)
+            return bound(text, *args, **options) if found is None else found
 
         return call
 

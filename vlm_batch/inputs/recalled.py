@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
+from types import NoneType
 from typing import Any
 
 import mlx.core as mx
@@ -16,14 +17,17 @@ from blake3 import blake3
 from PIL import Image
 
 from vlm_batch.arrays import Deferred, Joined
-from vlm_batch.inputs.fetch import Fetched, KnownUri
+from vlm_batch.inputs.fetch import Fetched, RecalledUri
 from vlm_batch.inputs.processors import settings_of
 from vlm_batch.store.digest import digest
 from vlm_batch.store.pictures import PictureStore
 from vlm_batch.types import ImageInput
 
+#: Leaves of an output that may be kept.
+_PLAIN = (bool, int, float, str, NoneType, np.ndarray, np.generic, mx.array)
 
-class KnownPicture(Image.Image):
+
+class RecalledPicture(Image.Image):
     """An RGB picture, decoded when read."""
 
     def __init__(
@@ -55,7 +59,7 @@ def own_uri(
     key = b"uri " + blake3(uri.encode("utf-8", "surrogatepass")).digest()
     content = store.get(key)
     if content is not None and (size := store.get(content)) is not None:
-        return KnownUri(uri, size, content)
+        return RecalledUri(uri, size, content)
     source = read(uri)
     if isinstance(source, Fetched):
         store.put(key, _content(source.data))
@@ -66,24 +70,24 @@ def _content(data: bytes) -> bytes:
     return b"file " + blake3(data).digest()
 
 
-def known_picture(
+def recalled_picture(
     source: ImageInput, load: Callable[[ImageInput], Image.Image], store: PictureStore
-) -> KnownPicture:
+) -> RecalledPicture:
     """Return a picture that ``load`` decodes, now or later."""
-    if isinstance(source, KnownUri):
-        return KnownPicture(source.size, source.content, partial(load, source))
+    if isinstance(source, RecalledUri):
+        return RecalledPicture(source.size, source.content, partial(load, source))
     data = source.data if isinstance(source, Fetched) else source
     if not isinstance(data, bytes):
         image = load(source)
-        return KnownPicture(
+        return RecalledPicture(
             image.size, digest(["pixels", np.asarray(image)]), lambda: image
         )
     content = _content(data)
     if (size := store.get(content)) is not None:
-        return KnownPicture(size, content, partial(load, source))
+        return RecalledPicture(size, content, partial(load, source))
     image = load(source)
     store.put(content, image.size)
-    return KnownPicture(image.size, content, lambda: image)
+    return RecalledPicture(image.size, content, lambda: image)
 
 
 class StandIn(mx.array):
@@ -130,14 +134,14 @@ class PictureCaching:
         self, name: str, args: tuple[Any, ...], options: dict[str, Any]
     ) -> Any:
         theirs = getattr(super(), name)
-        key = None
-        if not self._is_within:
-            key = call_key(
-                [type(self).__qualname__, name, settings_of(self)], [args, options]
-            )
+        if self._is_within:
+            return theirs(*args, **options)
+        facts = [type(self).__qualname__, name, settings_of(self)]
+        key = call_key(facts, [args, options])
         if key is None:
             return theirs(*args, **options)
-        if (found := self.pictures.get(key)) is None:
+        found = self.pictures.get(key)
+        if found is None:
             self._is_within = True
             try:
                 found = theirs(*args, **options)
@@ -152,31 +156,28 @@ class PictureCaching:
 def call_key(facts: list[Any], call: list[Any]) -> bytes | None:
     """Digest a call with pictures; None without pictures."""
     contents: list[bytes] = []
-
-    def replaced(value: Any) -> Any:
-        if isinstance(value, KnownPicture) and value.content is not None:
-            contents.append(value.content)
-            return value.content
-        if isinstance(value, Mapping):
-            return {name: replaced(one) for name, one in value.items()}
-        return (
-            [replaced(one) for one in value]
-            if isinstance(value, (list, tuple))
-            else value
-        )
-
     try:
-        key = digest([facts, replaced(call)])
+        key = digest([facts, _with_contents(call, contents)])
     except TypeError:
         return None
     return key if contents else None
 
 
+def _with_contents(value: Any, contents: list[bytes]) -> Any:
+    """Return a tree with known pictures' digests in their places; list those in ``contents``."""
+    if isinstance(value, RecalledPicture) and value.content is not None:
+        contents.append(value.content)
+        return value.content
+    if isinstance(value, Mapping):
+        return {name: _with_contents(one, contents) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_with_contents(one, contents) for one in value]
+    return value
+
+
 def is_plain_tree(tree: Any) -> bool:
-    if isinstance(tree, (Mapping, list, tuple)):
-        return all(
-            map(is_plain_tree, tree.values() if isinstance(tree, Mapping) else tree)
-        )
-    return tree is None or isinstance(
-        tree, (bool, int, float, str, np.ndarray, np.generic, mx.array)
-    )
+    if isinstance(tree, Mapping):
+        return all(map(is_plain_tree, tree.values()))
+    if isinstance(tree, (list, tuple)):
+        return all(map(is_plain_tree, tree))
+    return isinstance(tree, _PLAIN)

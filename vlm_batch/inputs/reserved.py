@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -69,94 +70,88 @@ class ReservedWords:
     ) -> None:
         self._processing = processing
         self._image_token_ids = image_token_ids
+        #: Found once, and before the first request: a template is rendered seven times for them.
+        self.words = self._find()
 
-    @cached_property
-    def words(self) -> Words:
-        processor, tokenizer = self._processing.processor, self._processing.tokenizer
-        added = {
-            int(at): word
-            for at, word in (
-                getattr(tokenizer, "added_tokens_decoder", None) or {}
-            ).items()
-        }
-        special = self._special
-        renderings = "".join(filter(None, map(self._rendering, _PROBES)))
-        turns = frozenset(word for word in special if word in renderings)
-        named = [
-            getattr(part, name, None)
-            for part in (processor, tokenizer)
-            for name in _PLACEHOLDER_NAMES
-        ]
-        marked = [
-            str(added[token]) for token in self._image_token_ids if token in added
-        ]
+    def _find(self) -> Words:
+        renderings = "".join(map(self._rendering, _PROBES))
+        turns = frozenset(filter(renderings.__contains__, self._special))
         # What the template writes for each kind of media, tokens or not: processors look for it in the text.
         plain, picture, *others = (
-            self._rendering("x", *counts) or "" for counts in _ONE_OF_EACH
+            self._rendering("x", *counts) for counts in _ONE_OF_EACH
         )
-        around = [word for word in special if word in picture and word not in turns]
-        written = [_middle(plain, text) for text in (picture, *others) if text]
-        written = [word for word in written if len(word) > 1 and not word.isalnum()]
-        kind: type = type(processor)
-        known = _marks_of(kind)
-        fixed = (
-            *named,
-            *marked,
+        around = set(filter(picture.__contains__, self._special)) - turns
+        written = [_middle(plain, text) for text in (picture, *others)]
+        with_numbers = set(filter(_NUMBER.search, filter(_is_mark, written)))
+        marks = _marks_of(type(self._processing.processor))
+        patterns = set(map(_with_any_number, with_numbers))
+        patterns |= set(filter(_is_numbered, marks))
+        placeholders = {
+            *self._named,
+            *self._marked,
             *around,
-            *(word for word in written if not _NUMBER.search(word)),
-        )
-        fixed = (*fixed, *(word for word in known if "\\" not in word))
-        patterns = {
-            r"\d+".join(map(re.escape, _NUMBER.split(word)))
-            for word in written
-            if _NUMBER.search(word)
+            *(set(filter(_is_mark, written)) - with_numbers),
+            *itertools.filterfalse(_is_pattern, marks),
         }
-        patterns |= {word for word in known if r"\d+" in word and _compiles(word)}
-        placeholders = frozenset(
-            word for word in fixed if isinstance(word, str) and len(word.strip()) > 1
+        return Words(
+            frozenset(word for word in placeholders if len(word.strip()) > 1),
+            tuple(map(re.compile, sorted(patterns))),
+            turns,
         )
-        return Words(placeholders, tuple(map(re.compile, sorted(patterns))), turns)
+
+    @property
+    def _named(self) -> list[str]:
+        """The placeholders that the processor and the tokenizer name."""
+        found: list[Any] = []
+        for part in (self._processing.processor, self._processing.tokenizer):
+            found += [getattr(part, name, None) for name in _PLACEHOLDER_NAMES]
+        return [word for word in found if isinstance(word, str)]
+
+    @property
+    def _marked(self) -> list[str]:
+        """The tokens that mark picture features."""
+        added = {int(token): str(word) for token, word in self._added.items()}
+        return list(map(added.__getitem__, added.keys() & set(self._image_token_ids)))
+
+    @property
+    def _added(self) -> Mapping[Any, Any]:
+        tokenizer = self._processing.tokenizer
+        return getattr(tokenizer, "added_tokens_decoder", None) or {}
 
     @cached_property
     def _spellings(self) -> re.Pattern[str]:
-        thinking, words = self._processing.template.thinking, self.words
-        # templates look for an earlier answer's
-        marks = set() if thinking is None else {thinking.start, thinking.end}
-        literal = {*words.placeholders, *words.turns, *self._special} - marks
+        words = self.words
+        literal = {*words.placeholders, *words.turns, *self._special}
+        thinking = self._processing.template.thinking
+        if thinking is not None:  # templates look for an earlier answer's
+            literal -= {thinking.start, thinking.end}
         either = [pattern.pattern for pattern in words.numbered]
         either += map(re.escape, sorted(literal, key=len, reverse=True))
-        return re.compile("|".join(f"(?:{word})" for word in either) or "(?!)")
+        grouped = [f"(?:{word})" for word in either]
+        return re.compile("|".join(grouped) or "(?!)")
 
     @property
     def _special(self) -> list[str]:
-        added = (
-            getattr(self._processing.tokenizer, "added_tokens_decoder", None) or {}
-        ).values()
-        return [
-            str(word)
-            for word in added
-            if getattr(word, "special", False) and not str(word).isalnum()
-        ]
+        return list(map(str, filter(_is_special, self._added.values())))
 
     def escaped(self, value: Any) -> Any:
         """Put ``ESCAPE`` into each special token's spelling."""
         if isinstance(value, str):
-            text, number = value, 1
-            while number:  # what is left of one may be another
-                text, number = self._spellings.subn(
-                    lambda found: found[0][0] + ESCAPE + found[0][1:], text
-                )
-            return text
-        if isinstance(value, Mapping):
-            return {
-                name: part if name == "role" else self.escaped(part)
-                for name, part in value.items()
-            }
-        return (
-            [self.escaped(part) for part in value]
-            if isinstance(value, (list, tuple))
-            else value
-        )
+            return self._escaped_text(value)
+        if isinstance(value, (list, tuple)):
+            return [self.escaped(part) for part in value]
+        if not isinstance(value, Mapping):
+            return value
+        made = {name: self.escaped(part) for name, part in value.items()}
+        if "role" in value:
+            made["role"] = value["role"]
+        return made
+
+    def _escaped_text(self, text: str) -> str:
+        number = 1
+        while number:  # what is left of one may be another
+            text, number = self._spellings.subn(_split, text)
+        return text
 
     def check(
         self, asked: str | Iterable[Message], arguments: Mapping[str, Any] | None = None
@@ -167,59 +162,44 @@ class ReservedWords:
         """
         if isinstance(asked, str):
             self._check([asked], "give text that is final already with template=None")
-        for message in () if isinstance(asked, str) else asked:
-            parts = message.get("content")
-            texts = [
-                part.get("text") if isinstance(part, Mapping) else part
-                for part in parts or ()
-            ]
-            # Templates write the parts' texts one after the other.
-            in_one = (
-                "".join(text for text in texts if isinstance(text, str))
-                if isinstance(parts, (list, tuple))
-                else ""
-            )
-            way_out = (
-                "render the chat yourself and give it as prompt with template=None"
-            )
-            self._check(
-                [*texts_of(message), in_one],
-                way_out,
-                may_end_turns=message.get("role") == "assistant",
-            )
+        else:
+            for message in asked:
+                self._check_message(message)
         self._check(texts_of(arguments), "leave that argument out")
+
+    def _check_message(self, message: Message) -> None:
+        self._check(
+            [*texts_of(message), _joined(message.get("content"))],
+            "render the chat yourself and give it as prompt with template=None",
+            may_end_turns=message.get("role") == "assistant",
+        )
 
     def _check(
         self, texts: Iterable[str], way_out: str, *, may_end_turns: bool = False
     ) -> None:
-        words = sorted(
-            self.words.placeholders
-            | (frozenset() if may_end_turns else self.words.turns)
-        )
+        words = self.words
+        forbidden = words.placeholders
+        if not may_end_turns:
+            forbidden = forbidden | words.turns
         for text in texts:
-            found = [word for word in words if word in text]
-            found += [
-                match.group()
-                for pattern in self.words.numbered
-                if (match := pattern.search(text))
-            ]
-            if found:
-                meaning = (
-                    "the beginning or end of a turn"
-                    if found[0] in self.words.turns
-                    else "a picture's or video's place"
-                )
-                raise InvalidPrompt(
-                    f"the text holds {found[0]!r}, which this model's processor reads as {meaning}; leave it out "
-                    "(pictures get their places by themselves)",
-                    advice=f", or {way_out}",
-                )
+            found = _first_of(forbidden, words.numbered, text)
+            if found is None:
+                continue
+            meaning = "a picture's or video's place"
+            if found in words.turns:
+                meaning = "the beginning or end of a turn"
+            raise InvalidPrompt(
+                f"the text holds {found!r}, which this model's processor reads as {meaning}; leave it out "
+                "(pictures get their places by themselves)",
+                advice=f", or {way_out}",
+            )
 
-    def _rendering(self, chat: str | list[Message], *counts: int) -> str | None:
+    def _rendering(self, chat: str | list[Message], *counts: int) -> str:
+        """Render a chat; "" where the template does not take it, as a system turn or a picture."""
         try:
             return self._processing.render(chat, *counts)
-        except InvalidPrompt:  # not every template takes a system turn, or a picture
-            return None
+        except InvalidPrompt:
+            return ""
 
 
 def _marks_of(kind: type) -> frozenset[str]:
@@ -229,6 +209,60 @@ def _marks_of(kind: type) -> frozenset[str]:
     """
     modules = {parent.__module__ for parent in kind.__mro__}
     return frozenset().union(*map(marks_of, modules))
+
+
+def _is_special(word: Any) -> bool:
+    return bool(getattr(word, "special", False)) and not str(word).isalnum()
+
+
+def _is_mark(word: str) -> bool:
+    return len(word) > 1 and not word.isalnum()
+
+
+def _is_pattern(mark: str) -> bool:
+    return "\\" in mark
+
+
+def _is_numbered(mark: str) -> bool:
+    return r"\d+" in mark and _compiles(mark)
+
+
+def _with_any_number(word: str) -> str:
+    """Return a pattern of a word with any number in the place of each of its own."""
+    return r"\d+".join(map(re.escape, _NUMBER.split(word)))
+
+
+def _split(found: re.Match[str]) -> str:
+    """Put ``ESCAPE`` behind a spelling's first character."""
+    return found[0][0] + ESCAPE + found[0][1:]
+
+
+def _joined(parts: Any) -> str:
+    """Return the texts of a message's parts in one, as templates write them; "" for a text."""
+    if not isinstance(parts, (list, tuple)):
+        return ""
+    texts = map(_text_of_part, parts)
+    return "".join(text for text in texts if isinstance(text, str))
+
+
+def _text_of_part(part: Any) -> Any:
+    if isinstance(part, Mapping):
+        return part.get("text")
+    return part
+
+
+def _first_of(
+    words: Iterable[str], numbered: Iterable[re.Pattern[str]], text: str
+) -> str | None:
+    """Return the first word, in their order, that a text holds, or else the first that has a number."""
+    held = list(filter(text.__contains__, words))
+    if held:
+        return min(held)
+    for pattern in numbered:
+        match = pattern.search(text)
+        if match is not None:
+            return match.group()
+    return None
 
 
 def _compiles(pattern: str) -> bool:

@@ -71,6 +71,12 @@ _THINKING = (
 )
 
 
+#: Words of the tokenizer that every template may read.
+_SPECIAL = {"bos_token", "eos_token", "pad_token", "unk_token"}
+_NAMED = (
+    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    inspect.Parameter.KEYWORD_ONLY,
+)
 #: What stands in a chat that tells what a template takes.
 _PROBE = "probe"
 _TEXT_PART = {"type": "text", "text": _PROBE}
@@ -112,10 +118,8 @@ class ChatTemplate:
     def owner(self) -> Any:
         """The object whose ``apply_chat_template`` mlx-vlm calls."""
         for part in (self._processor, self._tokenizer):
-            if (
-                hasattr(part, "apply_chat_template")
-                and getattr(part, "chat_template", None) is not None
-            ):
+            has_template = getattr(part, "chat_template", None) is not None
+            if has_template and hasattr(part, "apply_chat_template"):
                 return part
         return None
 
@@ -125,11 +129,8 @@ class ChatTemplate:
         given = getattr(self.owner, "chat_template", None)
         if isinstance(given, str):
             return {"default": given}
-        return {
-            str(name): text
-            for name, text in (given or {}).items()
-            if isinstance(text, str)
-        }
+        named = (given or {}).items()
+        return {str(name): text for name, text in named if isinstance(text, str)}
 
     @cached_property
     def reads(self) -> frozenset[str]:
@@ -144,35 +145,17 @@ class ChatTemplate:
                 read |= find_undeclared_variables(parsed) - _set_first(parsed)
         # some processors render in Python, with arguments of their own
         if self.owner is not None:
-            named = (
-                inspect.Parameter.POSITIONAL_OR_KEYWORD,
-                inspect.Parameter.KEYWORD_ONLY,
-            )
-            function = self.owner.apply_chat_template
-            parameters = (
-                _parameters(function)
-                if function.__module__.startswith("mlx_vlm.")
-                else {}
-            )
-            read |= {
-                name
-                for name, parameter in parameters.items()
-                if parameter.kind in named
-            }
+            read |= _arguments_of(self.owner.apply_chat_template)
         special = getattr(self._tokenizer, "special_tokens_map", None) or {}
-        return frozenset(
-            read
-            - _GIVEN
-            - set(special)
-            - {f"{name}_token" for name in ("bos", "eos", "pad", "unk")}
-        )
+        return frozenset(read - _GIVEN - _SPECIAL - set(special))
 
     @cached_property
     def thinking(self) -> ThinkingMarks | None:
         text = "".join(self.sources.values())
-        return next(
-            (ThinkingMarks(start, end) for start, end in _THINKING if end in text), None
-        )
+        for start, end in _THINKING:
+            if end in text:
+                return ThinkingMarks(start, end)
+        return None
 
     def check(self, options: Template) -> None:
         """Raise InvalidPrompt for unread arguments."""
@@ -180,19 +163,17 @@ class ChatTemplate:
             refuse(
                 options, "this model has no chat template, which alone could read it"
             )
-        if taken := sorted(_GIVEN & set(options.args)):
+        taken = sorted(_GIVEN & set(options.args))
+        if taken:
             raise InvalidPrompt(
                 f"args holds {taken[0]!r}, which is not an argument of the template to set"
             )
-        if unknown := sorted(set(options.arguments) - self.reads):
-            known = (
-                f"it reads {', '.join(sorted(self.reads))}"
-                if self.reads
-                else "it reads none"
-            )
+        unknown = sorted(set(options.arguments) - self.reads)
+        if unknown:
+            known = ", ".join(sorted(self.reads)) or "none"
             holds = "args holds " if unknown[0] in options.args else ""
             raise InvalidPrompt(
-                f"{holds}{', '.join(unknown)}: this model's chat template does not read that; {known}"
+                f"{holds}{', '.join(unknown)}: this model's chat template does not read that; it reads {known}"
             )
 
     def fill(self, messages: Sequence[Any], options: Template = PLAIN_TEMPLATE) -> str:
@@ -221,12 +202,7 @@ class ChatTemplate:
             return False
         if num_images:
             return self.takes_parts and self.writes_pictures
-        contents = (
-            [] if isinstance(turns, str) else [turn.get("content") for turn in turns]
-        )
-        return self.takes_parts or all(
-            content is None or isinstance(content, str) for content in contents
-        )
+        return isinstance(turns, str) or self.takes_parts or all(map(_is_text, turns))
 
     @cached_property
     def takes_text(self) -> bool:
@@ -282,28 +258,29 @@ def _names(node: nodes.Node) -> Iterator[nodes.Name]:
     """Yield a template's names in the order in which they are used: a value before the name that it is set to."""
     if isinstance(node, nodes.Name):
         yield node
-    children = list(node.iter_child_nodes())
+    first: list[nodes.Node] = []
+    last: list[nodes.Node] = []
     if isinstance(node, nodes.For):
-        last = [
-            node.target,
-            *(
-                child
-                for child in children
-                if child is not node.iter and child is not node.target
-            ),
-        ]
-        children = [node.iter, *last]
+        first = [node.iter, node.target]
     elif isinstance(node, (nodes.Assign, nodes.AssignBlock)):
-        children = [
-            *(child for child in children if child is not node.target),
-            node.target,
-        ]
-    for child in children:
+        last = [node.target]
+    placed = set(map(id, first + last))
+    rest = [child for child in node.iter_child_nodes() if id(child) not in placed]
+    for child in first + rest + last:
         yield from _names(child)
 
 
-def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    try:
-        return inspect.signature(function).parameters
-    except (TypeError, ValueError):
-        return {}
+def _is_text(turn: Mapping[str, Any]) -> bool:
+    """Whether a turn's content is text, or none."""
+    content = turn.get("content")
+    return content is None or isinstance(content, str)
+
+
+def _arguments_of(function: Callable[..., Any]) -> set[str]:
+    """Return the named arguments of a function of mlx-vlm's that renders chats."""
+    if not function.__module__.startswith("mlx_vlm."):
+        return set()
+    with suppress(TypeError, ValueError):
+        parameters = inspect.signature(function).parameters.values()
+        return {one.name for one in parameters if one.kind in _NAMED}
+    return set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from io import SEEK_END, BytesIO
@@ -13,8 +14,14 @@ import numpy as np
 from vlm_batch.errors import InvalidAudio, describe
 from vlm_batch.inputs.fetch import Cancelled
 
-#: Types of an MP4 or QuickTime file's first box (ISO/IEC 14496-12), which begins at its fifth byte.
-_BOXES = frozenset({b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip"})
+#: FFmpeg's names of containers, and their first bytes: an MP4 or QuickTime file's first box (ISO/IEC 14496-12), EBML's mark
+#: (mkv and webm), ADTS, whose layer is 0, and an avi's.
+_BEGINNINGS = {
+    "mov": re.compile(rb".{4}(?:ftyp|moov|mdat|wide|free|skip)", re.DOTALL),
+    "matroska": re.compile(rb"\x1aE\xdf\xa3"),
+    "aac": re.compile(rb"\xff[\xf0\xf1\xf8\xf9]"),
+    "avi": re.compile(rb"RIFF.{4}AVI ", re.DOTALL),
+}
 #: Bytes that tell the containers apart.
 _HEAD = 12
 #: Share of what is announced that may be missing at the end before the file counts as damaged.
@@ -25,14 +32,10 @@ UNKNOWN_BYTES = 0x7FFF_0000
 
 def container_of(data: bytes) -> str | None:
     """Return FFmpeg's name of a container, by its first bytes."""
-    if data[4:8] in _BOXES:
-        return "mov"
-    if data.startswith(b"\x1aE\xdf\xa3"):  # EBML: mkv and webm
-        return "matroska"
-    # ADTS, whose layer is 0
-    if len(data) > 1 and data[0] == 0xFF and data[1] & 0xF6 == 0xF0:
-        return "aac"
-    return "avi" if data.startswith(b"RIFF") and data[8:_HEAD] == b"AVI " else None
+    for name, begin in _BEGINNINGS.items():
+        if begin.match(data):
+            return name
+    return None
 
 
 def container_at(path: Path) -> str | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -31,7 +33,7 @@ from vlm_batch.inputs.images import (
     pass_on_ctrl_c,
 )
 from vlm_batch.inputs.tracks import container_at, count_movies
-from vlm_batch.types import FetchPolicy, ImageInput, Video, VideoInput
+from vlm_batch.types import ALL_FRAMES, FetchPolicy, ImageInput, Video, VideoInput
 
 #: Most pixels of one video's frames together: 1.5 GB of RGB, or four minutes of 1080p at 1 frame a second.
 DEFAULT_MAX_VIDEO_PIXELS = 500_000_000
@@ -56,18 +58,19 @@ class Sampling:
 
     def indices(self, total: int, fps: float, video: Video) -> np.ndarray:
         """Choose frames: indices (N,)."""
+        most = total
         if video.num_frames is not None:
-            wanted, most = float(video.num_frames), total
+            wanted = float(
+                total if video.num_frames == ALL_FRAMES else video.num_frames
+            )
         else:
             wanted = self._wanted(total / fps, video.fps)
             most = min(video.max_frames or self.max_frames, total)
         number = math.floor(min(wanted, most) / self.frame_factor) * self.frame_factor
         number = number or min(self.frame_factor, most)
-        return (
-            spread(total, number)
-            if self.to_the_end
-            else np.arange(number) * total // number
-        )
+        if self.to_the_end:
+            return spread(total, number)
+        return np.arange(number) * total // number
 
     def _wanted(self, seconds: float, fps: float | None) -> float:
         if self.num_frames is not None and fps is None:
@@ -112,17 +115,16 @@ def as_video(source: VideoInput) -> Video:
     source = video.source
     if isinstance(source, (str, Path, bytes, bytearray, memoryview, Fetched)):
         return video
+    name = describe_video(video)
     if video.sound:
-        raise InvalidVideo(
-            f"{describe_video(video)} has no sound; give its recording as audios="
-        )
+        raise InvalidVideo(f"{name} has no sound; give its recording as audios=")
     if isinstance(source, Sequence):
         if not source:
             raise InvalidVideo("the video has no frames")
         return video
     if isinstance(source, Image.Image) or _of_foreign(np.ndim, video) != 4:
         raise InvalidVideo(
-            f"{describe_video(video)} is no video: a file, an array (T, H, W, 3), or frames together as "
+            f"{name} is no video: a file, an array (T, H, W, 3), or frames together as "
             "Video([first, second, ...], fps=2)"
         )
     return video
@@ -203,10 +205,9 @@ def _with_frames(
 def is_to_be_fetched(video: Video) -> bool:
     """Whether reading the video waits for a disk or network."""
     source = video.source
-    return isinstance(source, (str, Path, bytes)) or (
-        isinstance(source, Sequence)
-        and any(isinstance(frame, (str, Path)) for frame in source)
-    )
+    if isinstance(source, Sequence) and not isinstance(source, (str, bytes)):
+        return any(isinstance(frame, (str, Path)) for frame in source)
+    return isinstance(source, (str, Path, bytes))
 
 
 def fetch_video(video: Video, policy: FetchPolicy, cancelled: Cancelled) -> Video:
@@ -227,22 +228,23 @@ def fetch_video(video: Video, policy: FetchPolicy, cancelled: Cancelled) -> Vide
     )
 
 
-def count_video_pixels(video: Video, sampling: Sampling) -> int:
-    """Count the pixels of frames to take, by the header."""
+def measure_video(video: Video, sampling: Sampling) -> tuple[int, int]:
+    """Return the number of frames to take and their pixels together, by the header; zeros where it does not say."""
     source = video.source
     try:
         if isinstance(source, Fetched) and source.path is not None:
             with _opened(source.path, source.name) as capture:
                 if capture.announced <= 0:
-                    return 0
+                    return 0, 0
                 count = len(sampling.indices(capture.announced, capture.fps, video))
-                return count * math.prod(_scaled(*capture.size, video.max_pixels))
+                frame_pixels = math.prod(_scaled(*capture.size, video.max_pixels))
+                return count, count * frame_pixels
         if isinstance(source, (str, Path, bytes)):
-            return 0
+            return 0, 0
         indices = _thinned(len(source), video).tolist()
-        return len(indices) * count_pixels(source[indices[0]])
+        return len(indices), len(indices) * count_pixels(source[indices[0]])
     except Exception:  # whoever decodes it will say what is wrong
-        return 0
+        return 0, 0
 
 
 def describe_video(video: Video) -> str:
@@ -254,6 +256,8 @@ def describe_video(video: Video) -> str:
 
 
 def _thinned(total: int, video: Video) -> np.ndarray:
+    if video.num_frames == ALL_FRAMES:
+        return spread(total, total)
     return spread(total, min(total, video.num_frames or video.max_frames or total))
 
 
@@ -278,24 +282,21 @@ def _clip(
     fps: float,
     max_pixels: int | None,
 ) -> Clip:
-    frames: np.ndarray | None = None
-    shape: tuple[int, ...] = ()
+    first = next(pictures, None)
+    if first is None:
+        raise InvalidVideo(f"{describe_video(video)} has no frame that can be decoded")
+    width, height = _scaled(first.shape[1], first.shape[0], video.max_pixels)
+    _check_pixels(video, len(indices), width, height, max_pixels)
+    frames = np.empty((len(indices), height, width, 3), np.uint8)
     count = 0
-    for picture in pictures:
-        if frames is None:
-            shape = picture.shape
-            width, height = _scaled(shape[1], shape[0], video.max_pixels)
-            _check_pixels(video, len(indices), width, height, max_pixels)
-            frames = np.empty((len(indices), height, width, 3), np.uint8)
-        if picture.shape != shape:
+    for picture in itertools.chain((first,), pictures):
+        if picture.shape != first.shape:
             raise InvalidVideo(
-                f"{describe_video(video)} has frames of {shape[1]} x {shape[0]} and of "
+                f"{describe_video(video)} has frames of {first.shape[1]} x {first.shape[0]} and of "
                 f"{picture.shape[1]} x {picture.shape[0]} pixels; all must be of one size"
             )
-        frames[count] = _resized(picture, frames.shape[2], frames.shape[1])
+        frames[count] = _resized(picture, width, height)
         count += 1
-    if frames is None:
-        raise InvalidVideo(f"{describe_video(video)} has no frame that can be decoded")
     return Clip(frames[:count], tuple(indices[:count].tolist()), total, fps)
 
 
@@ -338,53 +339,63 @@ def _decode(
 ) -> Clip:
     """Decode in one pass: seeking is not always exact."""
     name, (max_pixels, max_frame_pixels) = describe_video(video), limits
+    _check_file(path, name)
+    with _opened(path, name) as capture:
+        total, fps = capture.announced, capture.fps
+        check_size(f"a frame of {name}", *capture.size, max_frame_pixels, InvalidVideo)
+    _check_one_movie(path, name, cancelled)
+    if total <= 0:
+        total = _count(path, name, cancelled)
+    for _ in range(2):  # a second time by the number of frames that the first saw
+        if total == 0:
+            break
+        indices = sampling.indices(total, fps, video)
+        with _opened(path, name) as capture:
+            size = _scaled(*capture.size, video.max_pixels)
+            _check_pixels(video, len(indices), *size, max_pixels)
+            frames = capture.read(indices, cancelled)
+            clip = _clip(frames, video, indices, total, fps, max_pixels)
+            # to the end, for its header may speak of the first of several files that were joined
+            while capture.skip():
+                cancelled.check()
+        allowed = max(2, MAX_MISSING_SHARE * total)
+        is_longer = capture.seen - total > allowed
+        if len(clip.indices) == len(indices) and not is_longer:
+            return replace(clip, asked=_rate_of(video, sampling))
+        if total - capture.seen > allowed:
+            raise InvalidVideo(
+                f"{name} is damaged: its header says {total} frames, and it ends after {capture.seen}"
+            )
+        total = capture.seen
+    raise InvalidVideo(f"{name} has no frame that can be decoded")
+
+
+def _check_file(path: Path, name: str) -> None:
     if path.is_file() and not path.stat().st_size:
         raise InvalidVideo(f"{name} is empty (0 bytes)")
     if _is_text(path):
         raise InvalidVideo(
             f"{name} is not a video that FFmpeg can read: it is text (playlists are not followed)"
         )
-    with _opened(path, name) as capture:
-        announced, fps = capture.announced, capture.fps
-        check_size(f"a frame of {name}", *capture.size, max_frame_pixels, InvalidVideo)
-    if container_at(path) == "mov":
-        with open(path, "rb") as file:
-            if count_movies(file, cancelled) > 1:
-                raise InvalidVideo(
-                    f"{name} is several files joined, of which FFmpeg reads the first; convert it first"
-                )
-    total = announced if announced > 0 else _count(path, name, cancelled)
-    for _ in range(2):
-        if total == 0:
-            break
-        indices = sampling.indices(total, fps, video)
-        with _opened(path, name) as capture:
-            _check_pixels(
-                video,
-                len(indices),
-                *_scaled(*capture.size, video.max_pixels),
-                max_pixels,
-            )
-            clip = _clip(
-                capture.read(indices, cancelled), video, indices, total, fps, max_pixels
-            )
-            # to the end, for its header may speak of the first of several files that were joined
-            while capture.skip():
-                cancelled.check()
-        is_longer = capture.seen - total > max(2, MAX_MISSING_SHARE * total)
-        if len(clip.indices) == len(indices) and not is_longer:
-            by_number = sampling.num_frames if video.fps is None else None
-            is_by_rate = video.num_frames is None and by_number is None
-            return replace(
-                clip, asked=(video.fps or sampling.fps) if is_by_rate else None
-            )
-        missing = total - capture.seen
-        if missing > max(2, MAX_MISSING_SHARE * total):
+
+
+def _check_one_movie(path: Path, name: str, cancelled: Cancelled) -> None:
+    if container_at(path) != "mov":
+        return
+    with open(path, "rb") as file:
+        if count_movies(file, cancelled) > 1:
             raise InvalidVideo(
-                f"{name} is damaged: its header says {total} frames, and it ends after {capture.seen}"
+                f"{name} is several files joined, of which FFmpeg reads the first; convert it first"
             )
-        total = capture.seen
-    raise InvalidVideo(f"{name} has no frame that can be decoded")
+
+
+def _rate_of(video: Video, sampling: Sampling) -> float | None:
+    """Return the frames a second that were asked for; None where their number was."""
+    if video.num_frames is not None:
+        return None
+    if video.fps is None and sampling.num_frames is not None:
+        return None
+    return video.fps or sampling.fps
 
 
 def _is_text(path: Path) -> bool:
@@ -394,7 +405,11 @@ def _is_text(path: Path) -> bool:
             head = file.read(64).removeprefix(b"\xef\xbb\xbf")
     except OSError:
         return False  # what is wrong with it is said when it is opened
-    return len(head) > 0 and all(32 <= byte < 127 or byte in b"\t\r\n" for byte in head)
+    return _TEXT.fullmatch(head) is not None
+
+
+#: What a playlist is made of.
+_TEXT = re.compile(rb"[\x20-\x7e\t\r\n]+")
 
 
 class _Capture:
@@ -405,18 +420,17 @@ class _Capture:
         self._capture = cv2.VideoCapture(str(path), cv2.CAP_FFMPEG)
         if not self._capture.isOpened():
             raise InvalidVideo(f"{name} is not a video that FFmpeg can read")
-        self.announced = int(self._capture.get(cv2.CAP_PROP_FRAME_COUNT))
-        self.fps = float(self._capture.get(cv2.CAP_PROP_FPS))
-        self.is_av1 = (
-            int(self._capture.get(cv2.CAP_PROP_FOURCC)).to_bytes(4, "little").upper()
-            == b"AV01"
-        )
+        said = self._capture.get
+        self.announced = int(said(cv2.CAP_PROP_FRAME_COUNT))
+        self.fps = float(said(cv2.CAP_PROP_FPS))
+        codec = int(said(cv2.CAP_PROP_FOURCC)).to_bytes(4, "little")
+        self.is_av1 = codec.upper() == b"AV01"
         #: (width, height) as the header says; the frames decide.
         self.size = (
-            int(self._capture.get(cv2.CAP_PROP_FRAME_WIDTH)),
-            int(self._capture.get(cv2.CAP_PROP_FRAME_HEIGHT)),
+            int(said(cv2.CAP_PROP_FRAME_WIDTH)),
+            int(said(cv2.CAP_PROP_FRAME_HEIGHT)),
         )
-        if not (math.isfinite(self.fps) and self.fps > 0):
+        if not math.isfinite(self.fps) or self.fps <= 0:
             self.close()
             raise InvalidVideo(f"{name} does not say how many frames a second it has")
 
@@ -429,10 +443,12 @@ class _Capture:
     def read(self, indices: np.ndarray, cancelled: Cancelled) -> Iterator[np.ndarray]:
         """Yield frames (H, W, 3) at rising indices, until the file ends."""
         for index in indices.tolist():
-            while self.seen <= index:
+            found = True
+            while found and self.seen <= index:
                 cancelled.check()
-                if not self.skip():
-                    return
+                found = self.skip()
+            if not found:
+                return
             found, frame = self._capture.retrieve()
             if not found:
                 return

@@ -4,7 +4,7 @@
 
     python -m vlm_batch.integrations.mlx_vlm --model mlx-community/Qwen2.5-VL-3B-Instruct-4bit
 
-Flags and endpoints are ``mlx_vlm.server``'s. ``Engine`` replaces its ``ResponseGenerator``.
+Flags and endpoints are ``mlx_vlm.server``'s. ``ResponseEngine`` replaces its ``ResponseGenerator``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,14 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Collection,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from typing import Any
@@ -41,6 +48,7 @@ from mlx_vlm.server.generation import (
 from mlx_vlm.utils import ThinkingBudgetCriteria, process_image
 
 from vlm_batch.batcher import KVQuantisation, VLMBatcher
+from vlm_batch.checks import check_within
 from vlm_batch.errors import InvalidParameters, InvalidRequest
 from vlm_batch.handle import Handle
 from vlm_batch.inputs.audio import load_audio
@@ -49,7 +57,7 @@ from vlm_batch.inputs.processing import PixelBounds
 from vlm_batch.inputs.videos import as_video, load_video
 from vlm_batch.loading import load_model
 from vlm_batch.runtime.memory import peak_bytes
-from vlm_batch.types import Event, Request, SamplingParams
+from vlm_batch.types import Event, Request, Result, SamplingParams
 
 #: Threads of the event loop's pool: the application holds one per request that does not stream.
 NUM_THREADS = 256
@@ -86,7 +94,7 @@ def _as_bad_requests() -> Iterator[None]:
         raise BadRequest(str(error)) from error
 
 
-class Engine:
+class ResponseEngine:
     """``mlx_vlm.server.generation.ResponseGenerator`` over a ``VLMBatcher``.
 
     Raises:
@@ -293,7 +301,7 @@ def _pixels(own: PixelBounds | None, asked: Mapping[str, Any]) -> PixelBounds | 
 class Waiting:
     """The application's queue, for its length only."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: ResponseEngine) -> None:
         self._engine = engine
 
     def qsize(self) -> int:
@@ -338,32 +346,34 @@ class Tokens:
         self.close()
 
     def _token(self, event: Event) -> StreamingToken:
-        result, known = event.result, event.logprobs
-        reason = (
-            None
-            if result is None
-            else {"cancelled": "stop"}.get(result.finish_reason, result.finish_reason)
-        )
-        marker = (
-            ""
-            if reason == "stop" or event.token is None
-            else self._shown.get(event.token, "")
-        )
-        timings = None if result is None else result.timings
-        usage = None if result is None else result.usage
-        return StreamingToken(
-            text=marker + event.text,
+        made = StreamingToken(
+            text=event.text,
             token=event.token or 0,
-            logprobs=known.logprob if known is not None else 0.0,
-            finish_reason=reason,
-            peak_memory=peak_bytes() / 1e9 if result is not None else 0.0,
-            prompt_tps=usage.prompt_tokens / timings.prefill
-            if usage and timings and timings.prefill
-            else None,
-            top_logprobs=list(known.top) if known is not None else None,
-            cached_tokens=0 if usage is None else usage.cached_tokens,
+            logprobs=0.0,
+            finish_reason=None,
             token_count=0 if event.token is None else 1,
         )
+        if event.logprobs is not None:
+            made.logprobs = event.logprobs.logprob
+            made.top_logprobs = list(event.logprobs.top)
+        if event.result is not None:
+            _tell_ending(made, event.result)
+        if event.token is not None and made.finish_reason != "stop":
+            made.text = self._shown.get(event.token, "") + event.text
+        return made
+
+
+def _tell_ending(token: StreamingToken, result: Result) -> None:
+    """Add what a request's last token says of it."""
+    reason = result.finish_reason
+    token.finish_reason = "stop" if reason == "cancelled" else reason
+    token.peak_memory = peak_bytes() / 1e9
+    usage, timings = result.usage, result.timings
+    if usage is None:
+        return
+    token.cached_tokens = usage.cached_tokens
+    if timings and timings.prefill:
+        token.prompt_tps = usage.prompt_tokens / timings.prefill
 
 
 class ThinkingBudget:
@@ -383,6 +393,30 @@ class ThinkingBudget:
         if forced is None:
             return logits
         return mx.where(mx.arange(logits.shape[-1]) == forced, logits, -mx.inf)
+
+
+class BiasedTokens:
+    """Logits processor that refuses biases of tokens that the model does not have: MLX writes them beyond the array.
+
+    Args:
+        tokens: Ids with a bias.
+
+    Raises:
+        InvalidParameters: An id is below 0.
+    """
+
+    def __init__(self, tokens: Collection[int]) -> None:
+        self._highest = max(tokens)
+        lowest = min(tokens)
+        if lowest < 0:
+            raise InvalidParameters(
+                f"logit_bias holds {lowest}; token ids are integers of at least 0"
+            )
+
+    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+        """Return the logits (1, V). Raises InvalidParameters."""
+        check_within("logit_bias", (self._highest,), logits.shape[-1])
+        return logits
 
 
 class FormAfterThinking:
@@ -442,6 +476,8 @@ def sampling_params(
         )
     except ValueError as error:
         raise InvalidParameters(str(error)) from error
+    if args.logit_bias:
+        processors.insert(0, BiasedTokens(args.logit_bias))
     if args.thinking_budget is not None:
         processors.append(ThinkingBudget(_budget(args, tokenizer, input_ids)))
     return SamplingParams(
@@ -466,10 +502,10 @@ def special_tokens(tokenizer: Any) -> dict[int, str]:
 
 
 def install() -> None:
-    """Put ``Engine`` into mlx-vlm's application, and enlarge its event loop's thread pool."""
+    """Put ``ResponseEngine`` into mlx-vlm's application, and enlarge its event loop's thread pool."""
     # the attribute of that name is the application
     module = importlib.import_module("mlx_vlm.server.app")
-    module.ResponseGenerator = Engine  # type: ignore[attr-defined]
+    module.ResponseGenerator = ResponseEngine  # type: ignore[attr-defined]
     life: Callable[[Any], AbstractAsyncContextManager[Any]] = (
         module.app.router.lifespan_context
     )

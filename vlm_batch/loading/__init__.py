@@ -19,6 +19,7 @@ from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.fingerprint import fingerprint
 from vlm_batch.adapters.modules import leave_on_disk
 from vlm_batch.adapters.operations import compile_products
+from vlm_batch.adapters.prompts import num_logits
 from vlm_batch.adapters.quantisation import check_quantisation
 from vlm_batch.adapters.recurrent import can_draft
 from vlm_batch.adapters.shared import share_products
@@ -151,6 +152,7 @@ def make_engine(model: nn.Module, processor: Any, options: EngineOptions) -> Eng
         image_token_ids=adapter.image_token_ids,
         check_inputs=adapter.check_inputs,
         max_context=adapter.max_context,
+        num_logits=num_logits(adapter.language, adapter.token_table),
         limits=options.limits,
         fetch=options.fetch,
         pictures=reuse.pictures,
