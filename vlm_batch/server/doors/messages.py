@@ -289,6 +289,9 @@ def _turns(body: CountRequest) -> list[dict[str, Any]]:
         else:
             found = [{"role": "system", "content": _instructions(turn.content)}]
         for one in found:
+            if one["role"] == "system" and turns[-1:] and turns[-1]["role"] != "system":
+                # within a chat most templates know none; Claude Code writes them there
+                one["role"] = "user"
             add_turn(turns, one)
     return turns
 

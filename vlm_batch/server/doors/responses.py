@@ -124,7 +124,6 @@ class CallItem(Member):
     nothing = {
         **_OWN,
         "caller": ANY,
-        "namespace": (),
         "async": (False,),
         # as the client dumps it
         "async_": (False,),
@@ -133,6 +132,7 @@ class CallItem(Member):
     type: Literal["function_call"]
     call_id: str
     name: str
+    namespace: str | None = None
     arguments: str
 
 
@@ -190,6 +190,15 @@ class FunctionTool(Wire):
     description: str | None = None
     parameters: Json | None = None
     strict: bool | None = None
+
+
+class NamespaceTools(Wire):
+    """Codex's groups of functions. The model sees them by both names, and calls go back by the two."""
+
+    type: Literal["namespace"]
+    name: Name
+    description: str | None = None
+    tools: Tools[FunctionTool]
 
 
 class CachedSearch(Wire):
@@ -265,7 +274,12 @@ class InputRequest(Sampled):
     background: bool | None = None
     include: Annotated[list[str], Field(max_length=32)] | None = None
     tools: (
-        Tools[Annotated[FunctionTool | CachedSearch, Field(discriminator="type")]]
+        Tools[
+            Annotated[
+                FunctionTool | NamespaceTools | CachedSearch,
+                Field(discriminator="type"),
+            ]
+        ]
         | None
     ) = None
     tool_choice: (
@@ -299,7 +313,8 @@ def turns_of(items: Iterable[Any]) -> list[dict[str, Any]]:
     for item in items:
         if isinstance(item, CallItem):
             arguments = parsed_arguments(item.arguments)
-            function = {"name": item.name, "arguments": arguments}
+            name = _full_name(item.namespace, item.name)
+            function = {"name": name, "arguments": arguments}
             call = {"id": item.call_id, "type": "function", "function": function}
             _answer_turn(turns).setdefault("tool_calls", []).append(call)
         elif isinstance(item, ReasoningItem):
@@ -344,8 +359,24 @@ def _part(part: Any) -> dict[str, Any]:
     return text_part(part.refusal if isinstance(part, OutputRefusal) else part.text)
 
 
-def _tool(tool: FunctionTool) -> dict[str, Any]:
+def _full_name(namespace: str | None, name: str) -> str:
+    return name if namespace is None else f"{namespace}__{name}"
+
+
+def _functions(body: InputRequest) -> dict[tuple[str | None, str], FunctionTool]:
+    """Return a body's functions by namespace and name."""
+    found: dict[tuple[str | None, str], FunctionTool] = {}
+    for tool in body.tools or ():
+        if isinstance(tool, NamespaceTools):
+            found |= {(tool.name, one.name): one for one in tool.tools}
+        elif isinstance(tool, FunctionTool):
+            found[None, tool.name] = tool
+    return found
+
+
+def _tool(namespace: str | None, tool: FunctionTool) -> dict[str, Any]:
     function = tool.model_dump(exclude={"type"}, exclude_none=True)
+    function["name"] = _full_name(namespace, tool.name)
     return {"type": "function", "function": function}
 
 
@@ -409,6 +440,8 @@ class ResponseExchange(Exchange):
             "output": [],
         }
         self.kept.body = self._response
+        # what the model calls a function -> its namespace and name
+        self._names = {_full_name(*place): place for place in _functions(body)}
         self._num_events = 0
         # the item that is being put together, of a kind and, of calls, a number
         self._open: tuple[str, int] | None = None
@@ -456,14 +489,12 @@ class ResponseExchange(Exchange):
             if turns[1:] and turns[1]["role"] == "system":
                 both = [*_listed(body.instructions), *_listed(turns[1]["content"])]
                 turns[:2] = [{"role": "system", "content": both}]
-        functions = [
-            _tool(tool) for tool in body.tools or () if isinstance(tool, FunctionTool)
-        ]
+        functions = _functions(body)
         talk = Talk(
             messages=turns,
             sampling=_sampling(body),
             sampling_source=body.sampling,
-            tools=functions,
+            tools=[_tool(place[0], one) for place, one in functions.items()],
             choice=_choice(body),
             template=_thinking(body, able),
             others={"user": body.user or body.safety_identifier},
@@ -498,7 +529,7 @@ class ResponseExchange(Exchange):
             events += self._added("output_text", delta.content, logprobs)
         for call in delta.tool_calls:
             key = ("function_call", call["index"])
-            events += self._opened(key, _call(call) if "id" in call else None)
+            events += self._opened(key, self._call(call) if "id" in call else None)
             events.append(self._argued(call["function"]["arguments"]))
         return b"".join(events)
 
@@ -579,6 +610,13 @@ class ResponseExchange(Exchange):
             more["logprobs"] = logprobs
         place = {**self._place(), "content_index": 0}
         return [self._event(f"{kind}.delta", **place, delta=words, **more)]
+
+    def _call(self, call: Mapping[str, Any]) -> dict[str, Any]:
+        head = {"id": new_id("fc"), "type": "function_call", "status": "in_progress"}
+        namespace, name = self._names.get(call["function"]["name"], (None, ""))
+        place = {} if namespace is None else {"namespace": namespace}
+        name = name or call["function"]["name"]
+        return {**head, "call_id": call["id"], "name": name, **place, "arguments": ""}
 
     def _argued(self, words: str) -> bytes:
         self._output[-1]["arguments"] += words
@@ -666,12 +704,6 @@ def _message() -> dict[str, Any]:
     part: dict[str, Any] = {"type": "output_text", "text": "", "annotations": []}
     head = {"id": new_id("msg"), "type": "message", "status": "in_progress"}
     return {**head, "role": "assistant", "content": [{**part, "logprobs": []}]}
-
-
-def _call(call: Mapping[str, Any]) -> dict[str, Any]:
-    head = {"id": new_id("fc"), "type": "function_call", "status": "in_progress"}
-    name = call["function"]["name"]
-    return {**head, "call_id": call["id"], "name": name, "arguments": ""}
 
 
 _ITEMS: Mapping[str, type[Member]] = {
