@@ -36,12 +36,12 @@ from vlm_batch.server.exchange import (
     event_bytes,
     priority_of,
 )
-from vlm_batch.server.fields import SAMPLING
+from vlm_batch.server.fields import SAMPLING, THINKING
 from vlm_batch.server.kept import Kept, new_id
 from vlm_batch.server.openai import (
     ObjectFormat,
-    Sampled,
     TextFormat,
+    Thought,
     asked_of,
     finite,
 )
@@ -241,7 +241,7 @@ class ReasoningConfig(Wire):
     effort: str | None = None
 
 
-class InputRequest(Sampled):
+class InputRequest(Thought):
     """The body of ``POST /v1/responses``, and of ``/v1/responses/input_tokens``."""
 
     nothing = {
@@ -496,7 +496,7 @@ class ResponseExchange(Exchange):
             sampling_source=body.sampling,
             tools=[_tool(place[0], one) for place, one in functions.items()],
             choice=_choice(body),
-            template=_thinking(body, able),
+            template={**_thinking(body, able), **asked_of(body, THINKING)},
             others={"user": body.user or body.safety_identifier},
         )
         return ask_of(talk, self.core.service.config, able)
@@ -854,6 +854,7 @@ RESPONSES = Door(
 )
 INPUT_TOKENS = Door(
     path="/v1/responses/input_tokens",
+    others=("/responses/input_tokens",),
     body=InputRequest,
     answer=counted(ResponseExchange, {"object": "response.input_tokens"}),
     about="Count the tokens of what a response would be made from.",
