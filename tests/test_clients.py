@@ -17,11 +17,14 @@ from tests.serving import Reply, Running, serving
 from tests.test_server_tools import copy_with_tools
 from vlm_batch import VLMBatcher
 from vlm_batch.server.config import ServerConfig
+from vlm_batch.server.doors import DOORS
 from vlm_batch.server.doors.chat import ChatRequest, chat_ask
 
 DATA = Path(__file__).parent / "data" / "clients"
 #: What stands for a picture in recorded bodies (``scripts/clients/listener.py``).
 PICTURE = "data:image/png;base64,PICTURE"
+#: The doors of agents.
+AGENTS = ("/v1/messages", "/v1/responses")
 #: Most tokens of an answer.
 MOST_TOKENS = 60
 
@@ -61,12 +64,14 @@ def send(server: Running, request: dict[str, Any]) -> Reply:
     if "body" not in request:
         return server.ask(request["method"], request["path"])
     body = json.loads(json.dumps(request["body"]).replace(PICTURE, picture()))
-    named = next(
-        (name for name in ("max_completion_tokens", "max_tokens") if name in body),
-        "max_tokens",
-    )
+    names = ("max_completion_tokens", "max_output_tokens", "max_tokens")
+    named = next((name for name in names if name in body), "max_tokens")
+    if "input" in body:
+        named = "max_output_tokens"
     # the tiny model's context is short
     body[named] = min(body.get(named, MOST_TOKENS), MOST_TOKENS)
+    if request["path"].startswith(AGENTS):
+        body["tools"] = body["tools"][:2]
     body["model"] = "model"  # clients name the models of the hub
     return server.ask(request["method"], request["path"], body)
 
@@ -75,9 +80,26 @@ def send(server: Running, request: dict[str, Any]) -> Reply:
 def test_a_clients_request_is_answered(server: Running, name: str) -> None:
     reply = send(server, REQUESTS[name])
     assert reply.status == 200, reply.body[:400]
-    if (REQUESTS[name].get("body") or {}).get("stream"):
-        assert reply.body.rstrip().endswith(b"data: [DONE]")
-        assert b'"error"' not in reply.body
+    request = REQUESTS[name]
+    if not (request.get("body") or {}).get("stream"):
+        return
+    last = reply.body.rstrip().split(b"\n\n")[-1]
+    if request["path"].startswith(AGENTS):
+        ends = (b"message_stop", b"response.completed", b"response.incomplete")
+        assert last.startswith(tuple(b"event: " + end for end in ends))
+        return
+    assert last == b"data: [DONE]"
+    assert b'"error"' not in reply.body
+
+
+@pytest.mark.parametrize("name", ["claude_code-0", "codex-0"])
+def test_every_tool_of_an_agent_is_taken(name: str) -> None:
+    """A body as its program writes it, but for its texts' ends: dozens of tools, and none is unknown."""
+    request = REQUESTS[name]
+    door = DOORS.at(request["path"].partition("?")[0])
+    assert door is not None
+    body = door.body.model_validate(request["body"])
+    assert len(body.tools) == len(request["body"]["tools"]) > 5  # type: ignore[attr-defined]
 
 
 def test_what_is_recorded_is_whole() -> None:

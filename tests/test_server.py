@@ -1405,7 +1405,7 @@ def test_bodies_that_are_none(server: Running) -> None:
 
 def test_what_is_not_served_is_said(server: Running) -> None:
     for path, named in (
-        ("/v1/responses", "integrations"),
+        ("/v1/realtime", "integrations"),
         ("/v1/audio/speech", "audio"),
         ("/v2", "/v1/chat"),
     ):

@@ -257,7 +257,7 @@ def test_turns_of_one_role_are_one(server: Running) -> None:
 
 
 DRAFT = "http://json-schema.org/draft-07/schema#"
-#: As Claude Code 2 writes it, by Anthropic's published types and what others recorded of it: its package does not run here.
+#: As Claude Code writes it, with an older one's fields; ``tests/data/clients/claude_code.json`` is what the program wrote.
 CLAUDE_CODE: dict[str, Any] = {
     "model": "qwen2_vl",
     "max_tokens": 32000,

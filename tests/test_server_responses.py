@@ -421,7 +421,7 @@ def test_what_is_refused_names_its_place(
     assert reply.error["param"] == place, reply.error
 
 
-#: As Codex writes it, by its published source: its package does not run here.
+#: As Codex writes it; ``tests/data/clients/codex.json`` is what the program wrote, in full.
 CODEX: dict[str, Any] = {
     "model": "qwen2_vl",
     "instructions": "You are Codex.",
@@ -446,6 +446,29 @@ CODEX: dict[str, Any] = {
     "text": {"verbosity": "medium"},
     "client_metadata": {"x-codex-installation-id": "0"},
 }  # fmt: skip
+
+
+def test_a_call_names_its_namespace(client: Any) -> None:
+    group = {
+        "type": "namespace",
+        "name": "agents",
+        "description": "",
+        "tools": [WEATHER],
+    }
+    asked: dict[str, Any] = {
+        "model": "qwen2_vl",
+        "input": "count to 3",
+        "tools": [group],
+    }
+    answer = client.responses.create(
+        **asked, tool_choice="required", parallel_tool_calls=False
+    )
+    (call,) = answer.output
+    assert (call.name, call.namespace) == ("weather", "agents")
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "sun"}
+    items = [call.model_dump(exclude_none=True), result]
+    again = client.responses.create(**{**asked, "input": items}, max_output_tokens=3)
+    assert again.status in ("completed", "incomplete")
 
 
 def test_codex_is_answered(server: Running) -> None:

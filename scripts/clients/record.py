@@ -90,10 +90,81 @@ def record_node(name: str, folder: Path, listener: Any) -> str:
     return f"{first} (npm) {version}"
 
 
+#: Agents whose packages are programs -> the package, and its arguments.
+AGENTS = {
+    "claude_code": ("@anthropic-ai/claude-code", ("claude", "-p", "count to 3")),
+    "codex": (
+        "@openai/codex",
+        ("codex", "exec", "--skip-git-repo-check", "count to 3"),
+    ),
+}
+#: Most characters of a text in an agent's bodies; their instructions are long, and theirs.
+MOST_CHARACTERS = 48
+CODEX = """
+model = "model"
+model_provider = "local"
+[model_providers.local]
+name = "local"
+base_url = "{url}/v1"
+wire_api = "responses"
+request_max_retries = 0
+stream_max_retries = 0
+"""
+
+
+def record_agent(name: str, folder: Path, listener: Any) -> str:
+    """Record an agent's first question. The listener's answer is not its API's, so it ends there."""
+    package, (program, *arguments) = AGENTS[name]
+    where = folder / "agents"
+    (where / "home" / ".codex").mkdir(parents=True, exist_ok=True)
+    if not (where / "node_modules" / package).exists():
+        packages = [one for one, _ in AGENTS.values()]
+        install = ["npm", "install", "--silent", "--no-audit", "--no-fund"]
+        subprocess.run([*install, *packages], check=True, cwd=where)
+    home = where / "home"
+    config = CODEX.format(url=listener.url)
+    (home / ".codex" / "config.toml").write_text(config, encoding="utf-8")
+    environment = {
+        **os.environ,
+        "HOME": str(home),
+        "ANTHROPIC_BASE_URL": listener.url,
+        "ANTHROPIC_API_KEY": "none",
+        "ANTHROPIC_MODEL": "model",
+        "CLAUDE_CODE_MAX_RETRIES": "0",
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+    }
+    subprocess.run(
+        [str(where / "node_modules" / ".bin" / program), *arguments],
+        cwd=home,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        timeout=120,
+        check=False,
+    )
+    asked = [one for one in listener.bodies if "tools" in one.get("body", {})]
+    said = json.dumps(asked[:1]).replace(str(home), "/home/user")
+    listener.bodies[:] = cut(json.loads(said))
+    package_file = where / "node_modules" / package / "package.json"
+    version = json.loads(package_file.read_text())["version"]
+    return f"{package.rpartition('/')[2]} (npm) {version}"
+
+
+def cut(value: Any) -> Any:
+    """Return a body with the beginnings of its texts."""
+    if isinstance(value, str):
+        return value[:MOST_CHARACTERS]
+    if isinstance(value, list):
+        return [cut(one) for one in value]
+    if isinstance(value, dict):
+        return {name: cut(one) for name, one in value.items()}
+    return value
+
+
 def main(folder: Path, names: list[str]) -> None:
     todo = dict.fromkeys(PYTHON, record_python) | {
         f"node_{name}": record_node for name in NODE
     }
+    todo |= dict.fromkeys(AGENTS, record_agent)
     for name in names or list(todo):
         with listening() as listener:
             client = todo[name](name.removeprefix("node_"), folder, listener)

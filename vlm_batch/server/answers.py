@@ -30,6 +30,8 @@ from vlm_batch.types import Event, Template, TokenLogprobs
 _UNFINISHED = "\ufffd"
 #: A number that Python refuses to parse, for which mlx-vlm drops the whole call.
 _TOO_LONG = re.compile(r"[0-9]{4301}")
+#: A byte as a token of tokenizers with a byte fallback.
+_NAMED_BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 _BYTES = {character: byte for byte, character in bytes_to_unicode().items()}
 
 
@@ -56,13 +58,10 @@ class Delta:
 
     @property
     def is_empty(self) -> bool:
-        return not (
-            self.content
-            or self.reasoning
-            or self.tool_calls
-            or self.logprobs
-            or self.token_ids
-        )
+        return self == _EMPTY
+
+
+_EMPTY = Delta()
 
 
 class Dialect:
@@ -81,11 +80,9 @@ class Dialect:
             processing.tokenizer
         )  # a fast one serves one thread at a time; this is the loop's
         self._special = set(self._tokenizer.all_special_ids)
-        self._special |= {
-            token
-            for token, added in self._tokenizer.added_tokens_decoder.items()
-            if added.special
-        }
+        for token, added in self._tokenizer.added_tokens_decoder.items():
+            if added.special:
+                self._special.add(token)
         self._template = processing.chat_template
         self.reads = processing.template.reads  # arguments of the chat template
         self._known_token = lru_cache(maxsize=1 << 16)(self._token)
@@ -181,36 +178,29 @@ class Dialect:
 
     def _hidden_markers(self, markers: Sequence[str]) -> dict[int, str]:
         """Return markers that decoding omits, by id."""
+        wanted = list(markers)
         if self.tool_module is not None:
-            inner = INNER_MARKS.get(self.tool_parser or "", ())
-            markers = [
-                *markers,
-                self.tool_module.tool_call_start,
-                self.tool_module.tool_call_end,
-                *inner,
-            ]
-        ids = {
-            marker: self._tokenizer.convert_tokens_to_ids(marker)
-            for marker in markers
-            if marker
-        }
-        unknown = self._tokenizer.unk_token_id
-        return {
-            token: marker
-            for marker, token in ids.items()
-            if token in self._special and token != unknown
-        }
+            wanted += [self.tool_module.tool_call_start, self.tool_module.tool_call_end]
+            wanted += INNER_MARKS.get(self.tool_parser or "", ())
+        hidden = {}
+        omitted = self._special - {self._tokenizer.unk_token_id}
+        for marker in filter(None, wanted):
+            token = self._tokenizer.convert_tokens_to_ids(marker)
+            if token in omitted:
+                hidden[token] = marker
+        return hidden
 
     def _token(self, token_id: int) -> tuple[str, bytes]:
         text = str(self._tokenizer.decode([token_id], skip_special_tokens=False))
         if _UNFINISHED not in text:
             return text, text.encode("utf-8", "surrogatepass")
         raw = self._tokenizer.convert_ids_to_tokens(token_id) or ""
-        if raw.startswith("<0x") and raw.endswith(">"):
-            return text, bytes([int(raw[3:-1], 16)])
-        if raw and all(character in _BYTES for character in raw):
-            return text, bytes(_BYTES[character] for character in raw)
-        return text, text.encode()
+        named = _NAMED_BYTE.fullmatch(raw)
+        if named is not None:
+            return text, bytes([int(named[1], 16)])
+        if not raw or not _BYTES.keys() >= set(raw):
+            return text, text.encode()
+        return text, bytes(map(_BYTES.__getitem__, raw))
 
 
 @dataclass
@@ -236,26 +226,21 @@ class AnswerReader:
         self._content: list[str] = []  # with its calls
 
     def feed(self, event: Event) -> Delta:
-        marker = (
-            self.hidden.get(event.token)
-            if event.token is not None and self._reads
-            else None
-        )
-        text = (
-            event.text
-            if marker is None or marker in event.text
-            else marker + event.text
-        )
         logprobs = () if event.logprobs is None else (event.logprobs,)
         if not self._reads:
-            return Delta(text, logprobs=logprobs)
-        if (
-            event.token is not None
-            and isinstance(self.reasoning, ThinkingStreamState)
-            and self.reasoning.in_thinking
-        ):
-            self.reasoning_tokens += 1
+            return Delta(event.text, logprobs=logprobs)
+        text = event.text
+        if event.token is not None:
+            marker = self.hidden.get(event.token, "")
+            if marker not in text:
+                text = marker + text
+            self._count_thought()
         return self._read(text, logprobs, last=False)
+
+    def _count_thought(self) -> None:
+        state = self.reasoning
+        if isinstance(state, ThinkingStreamState) and state.in_thinking:
+            self.reasoning_tokens += 1
 
     def finish(self) -> Delta:
         """Return held-back text and calls."""
@@ -291,7 +276,8 @@ class AnswerReader:
         reasoning, content = "", text
         if self.reasoning is not None:
             told = self.reasoning.feed(text, last=last)
-            reasoning, content = told.reasoning or "", told.content or ""
+            reasoning = told.reasoning or ""
+            content = told.content or ""
         if self._shown is None or self._calls is None:
             return Delta(content, reasoning, logprobs=logprobs)
         self._content.append(content)
@@ -299,6 +285,9 @@ class AnswerReader:
             calls = tuple(self._calls.feed(content))
         except (ValueError, RecursionError) as error:
             raise UnreadableCall(str(error)) from error
-        self.has_calls = self.has_calls or bool(calls)
-        shown = "" if self.is_forced else self._shown.feed(content, last=last) or ""
-        return Delta(shown, reasoning, calls, logprobs)
+        if calls:
+            self.has_calls = True
+        if self.is_forced:
+            return Delta("", reasoning, calls, logprobs)
+        shown = self._shown.feed(content, last=last)
+        return Delta(shown or "", reasoning, calls, logprobs)

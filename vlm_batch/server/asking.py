@@ -306,7 +306,7 @@ def text_part(words: str) -> dict[str, Any]:
 
 def add_turn(turns: list[dict[str, Any]], turn: dict[str, Any]) -> None:
     """Add a turn to a chat; two of a user's or the system's in succession are one, as templates want it."""
-    before = turns[-1] if turns else {"role": None}
+    before: dict[str, Any] = turns[-1] if turns else {"role": None}
     if turn["role"] not in ("user", "system") or before["role"] != turn["role"]:
         turns.append(turn)
         return

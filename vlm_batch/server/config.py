@@ -30,28 +30,49 @@ class Key:
 def read_keys(path: Path) -> tuple[Key, ...]:
     """Read keys, one a line, optionally followed by ``priority``."""
     try:
-        lines = [line.split() for line in path.read_text(encoding="utf-8").splitlines()]
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidConfig(f"--keys: the file cannot be read: {error}") from error
-    lines = [words for words in lines if words and not words[0].startswith("#")]
-    wrong = next(
-        (
-            at
-            for at, words in enumerate(lines, 1)
-            if words[1:] not in ([], ["priority"])
-        ),
-        None,
-    )
-    if wrong is not None or not lines:
-        said = (
-            "there is none"
-            if wrong is None
-            else f"number {wrong} is followed by something else than 'priority'"
-        )
-        raise InvalidConfig(
-            f"{path} must have a key a line, with 'priority' behind it or nothing: {said}"
-        )
-    return tuple(Key(words[0], len(words) > 1) for words in lines)
+    needed = f"{path} must have a key a line, with 'priority' behind it or nothing"
+    keys: list[Key] = []
+    for line in text.splitlines():
+        words = line.split()
+        if not words or words[0].startswith("#"):
+            continue
+        key, *behind = words
+        if behind not in ([], ["priority"]):
+            number = len(keys) + 1
+            said = f"number {number} is followed by something else than 'priority'"
+            raise InvalidConfig(f"{needed}: {said}")
+        keys.append(Key(key, has_priority=bool(behind)))
+    if not keys:
+        raise InvalidConfig(f"{needed}: there is none")
+    return tuple(keys)
+
+
+#: The least values of settings.
+_LEAST = {
+    "max_body": 1,
+    "max_held": 1,
+    "max_file": 1,
+    "max_images": 1,
+    "max_choices": 1,
+    "max_prompts": 1,
+    "default_max_tokens": 1,
+    "max_queue": 1,
+    "max_videos": 0,
+    "max_audios": 0,
+    "shutdown_seconds": 0,
+    "port": 0,
+}
+
+
+def _check_proxy(proxy: str) -> None:
+    try:
+        ipaddress.ip_network(proxy)
+    except ValueError as error:
+        said = f"{proxy!r} is no address and no network: {error}"
+        raise InvalidConfig(f"--proxies: {said}") from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,70 +134,48 @@ class ServerConfig:
     tool_parser: str | None = None
 
     def __post_init__(self) -> None:
-        for name in (
-            "max_body",
-            "max_held",
-            "max_file",
-            "max_images",
-            "max_choices",
-            "max_prompts",
-            "default_max_tokens",
-            "max_queue",
-        ):
-            if vars(self)[name] < 1:
-                raise InvalidConfig(
-                    f"{name} is {vars(self)[name]}; it must be at least 1"
-                )
-        for name in ("request_seconds", "fetch_seconds"):
-            if vars(self)[name] <= 0:
-                raise InvalidConfig(f"{name} is {vars(self)[name]}; it must be above 0")
-        for name in ("max_videos", "max_audios", "shutdown_seconds", "port"):
-            if vars(self)[name] < 0:
-                raise InvalidConfig(
-                    f"{name} is {vars(self)[name]}; it must be at least 0"
-                )
+        values = vars(self)
+        for name, least in _LEAST.items():
+            if values[name] < least:
+                said = f"it must be at least {least}"
+                raise InvalidConfig(f"{name} is {values[name]}; {said}")
+        for name in ("request_seconds", "fetch_seconds", "idle_unload"):
+            if values[name] is not None and values[name] <= 0:
+                raise InvalidConfig(f"{name} is {values[name]}; it must be above 0")
         if self.sampling not in SAMPLINGS:
-            raise InvalidConfig(
-                f"sampling is {self.sampling!r}; it must be one of {', '.join(SAMPLINGS)}"
-            )
-        if self.idle_unload is not None and self.idle_unload <= 0:
-            raise InvalidConfig(
-                f"idle_unload is {self.idle_unload}; it must be above 0"
-            )
+            known = ", ".join(SAMPLINGS)
+            said = f"it must be one of {known}"
+            raise InvalidConfig(f"sampling is {self.sampling!r}; {said}")
+        self._check_access()
+        self._check_names()
+        for proxy in self.proxies:
+            _check_proxy(proxy)
+        for folder in self.allow_dirs:
+            if not folder.is_dir():
+                said = "requests cannot be allowed to read files from it"
+                raise InvalidConfig(f"{folder} is no folder; {said}")
+
+    def _check_access(self) -> None:
         if self.api_key is not None and not self.api_key.strip():
-            raise InvalidConfig(
-                "the API key is empty; give one, or leave --api-key and VLM_BATCH_API_KEY out"
-            )
+            instead = "give one, or leave --api-key and VLM_BATCH_API_KEY out"
+            raise InvalidConfig(f"the API key is empty; {instead}")
         if self.needs_key and self.no_auth:
-            raise InvalidConfig(
-                "an API key and --no-auth exclude each other; leave one out"
-            )
-        if not self.is_loopback and not self.needs_key and not self.no_auth:
+            said = "an API key and --no-auth exclude each other; leave one out"
+            raise InvalidConfig(said)
+        is_closed = self.is_loopback or self.needs_key
+        if not is_closed and not self.no_auth:
             raise InvalidConfig(
                 f"{self.host} can be reached from other machines: give an API key (--api-key, or VLM_BATCH_API_KEY), "
                 "or say --no-auth if everyone who can reach it may use it"
             )
-        if not all(self.served_names):
+
+    def _check_names(self) -> None:
+        if "" in self.served_names:
             raise InvalidConfig("--served-model-name: a name is empty")
-        if self.root_path and not (
-            self.root_path.startswith("/")
-            and self.root_path.rstrip("/") == self.root_path
-        ):
-            raise InvalidConfig(
-                f"--root-path: {self.root_path!r} must begin with a slash and not end with one"
-            )
-        for proxy in self.proxies:
-            try:
-                ipaddress.ip_network(proxy)
-            except ValueError as error:
-                raise InvalidConfig(
-                    f"--proxies: {proxy!r} is no address and no network: {error}"
-                ) from error
-        for folder in self.allow_dirs:
-            if not folder.is_dir():
-                raise InvalidConfig(
-                    f"{folder} is no folder; requests cannot be allowed to read files from it"
-                )
+        path = self.root_path
+        if path and (path[0] != "/" or path[-1] == "/"):
+            said = "must begin with a slash and not end with one"
+            raise InvalidConfig(f"--root-path: {path!r} {said}")
 
     @property
     def name(self) -> str:

@@ -27,3 +27,5 @@ TEMPLATE: Mapping[str, str] = {
     "continue_final_message": "continue_final_message",
     "chat_template_kwargs": "args",
 }
+#: Those of them that every chat takes.
+THINKING: Mapping[str, str] = {"enable_thinking": "enable_thinking"}

@@ -175,6 +175,13 @@ class Sampled(Body):
     skip_special_tokens: bool | None = None
 
 
+class Thought(Sampled):
+    """And of thinking, as mlx-vlm's clients write it."""
+
+    enable_thinking: bool | None = None
+    thinking_budget: int | None = None
+
+
 class Common(Sampled):
     """What the bodies of both kinds of completions have."""
 

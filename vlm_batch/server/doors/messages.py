@@ -22,8 +22,8 @@ from vlm_batch.server.door import Core, Door
 from vlm_batch.server.edge import Entry
 from vlm_batch.server.errors import ApiError
 from vlm_batch.server.exchange import Choice, Exchange, counted, event_bytes, through
-from vlm_batch.server.fields import SAMPLING
-from vlm_batch.server.openai import Sampled, asked_of
+from vlm_batch.server.fields import SAMPLING, THINKING
+from vlm_batch.server.openai import Thought, asked_of
 from vlm_batch.server.pages import DOCUMENT
 from vlm_batch.server.wire import (
     ANY,
@@ -203,7 +203,7 @@ class UserOf(Wire):
     user_id: str | None = None
 
 
-class CountRequest(Sampled):
+class CountRequest(Thought):
     """The body of ``POST /v1/messages/count_tokens``."""
 
     nothing = {
@@ -259,7 +259,7 @@ def talk_of(body: CountRequest, able: Abilities) -> Talk:
     """Return a body's chat. Raises ApiError."""
     turns = _turns(body)
     begins = isinstance(body.messages[-1], AssistantTurn)
-    template = _thinking(body, able)
+    template = {**_thinking(body, able), **asked_of(body, THINKING)}
     if begins and not turns[-1].get("tool_calls"):
         # the answer goes on from there
         template |= {"continue_final_message": True, "add_generation_prompt": False}
@@ -289,6 +289,9 @@ def _turns(body: CountRequest) -> list[dict[str, Any]]:
         else:
             found = [{"role": "system", "content": _instructions(turn.content)}]
         for one in found:
+            if one["role"] == "system" and turns[-1:] and turns[-1]["role"] != "system":
+                # within a chat most templates know none; Claude Code writes them there
+                one["role"] = "user"
             add_turn(turns, one)
     return turns
 

@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeAlias
 
-from fastapi import FastAPI
 from pydantic import BeforeValidator, Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -28,25 +27,24 @@ from vlm_batch.server.door import Core, Door, entry_of
 from vlm_batch.server.edge import Entry
 from vlm_batch.server.errors import ApiError, JsonResponse
 from vlm_batch.server.exchange import (
-    GRACE,
     Choice,
     Exchange,
     answer_whole_or_streamed,
     counted,
-    event_bytes,
     priority_of,
 )
-from vlm_batch.server.fields import SAMPLING
+from vlm_batch.server.fields import SAMPLING, THINKING
 from vlm_batch.server.kept import Kept, new_id
 from vlm_batch.server.openai import (
     ObjectFormat,
-    Sampled,
     TextFormat,
+    Thought,
     asked_of,
     finite,
 )
+from vlm_batch.server.output import Output
 from vlm_batch.server.pages import DOCUMENT
-from vlm_batch.server.streams import SentEvents
+from vlm_batch.server.shown import add_routes, following
 from vlm_batch.server.wire import (
     ANY,
     Json,
@@ -124,7 +122,6 @@ class CallItem(Member):
     nothing = {
         **_OWN,
         "caller": ANY,
-        "namespace": (),
         "async": (False,),
         # as the client dumps it
         "async_": (False,),
@@ -133,6 +130,7 @@ class CallItem(Member):
     type: Literal["function_call"]
     call_id: str
     name: str
+    namespace: str | None = None
     arguments: str
 
 
@@ -192,6 +190,15 @@ class FunctionTool(Wire):
     strict: bool | None = None
 
 
+class NamespaceTools(Wire):
+    """Codex's groups of functions. The model sees them by both names, and calls go back by the two."""
+
+    type: Literal["namespace"]
+    name: Name
+    description: str | None = None
+    tools: Tools[FunctionTool]
+
+
 class CachedSearch(Wire):
     """Codex's search of the web, switched off."""
 
@@ -232,7 +239,7 @@ class ReasoningConfig(Wire):
     effort: str | None = None
 
 
-class InputRequest(Sampled):
+class InputRequest(Thought):
     """The body of ``POST /v1/responses``, and of ``/v1/responses/input_tokens``."""
 
     nothing = {
@@ -265,7 +272,12 @@ class InputRequest(Sampled):
     background: bool | None = None
     include: Annotated[list[str], Field(max_length=32)] | None = None
     tools: (
-        Tools[Annotated[FunctionTool | CachedSearch, Field(discriminator="type")]]
+        Tools[
+            Annotated[
+                FunctionTool | NamespaceTools | CachedSearch,
+                Field(discriminator="type"),
+            ]
+        ]
         | None
     ) = None
     tool_choice: (
@@ -299,7 +311,8 @@ def turns_of(items: Iterable[Any]) -> list[dict[str, Any]]:
     for item in items:
         if isinstance(item, CallItem):
             arguments = parsed_arguments(item.arguments)
-            function = {"name": item.name, "arguments": arguments}
+            name = _full_name(item.namespace, item.name)
+            function = {"name": name, "arguments": arguments}
             call = {"id": item.call_id, "type": "function", "function": function}
             _answer_turn(turns).setdefault("tool_calls", []).append(call)
         elif isinstance(item, ReasoningItem):
@@ -344,8 +357,24 @@ def _part(part: Any) -> dict[str, Any]:
     return text_part(part.refusal if isinstance(part, OutputRefusal) else part.text)
 
 
-def _tool(tool: FunctionTool) -> dict[str, Any]:
+def _full_name(namespace: str | None, name: str) -> str:
+    return name if namespace is None else f"{namespace}__{name}"
+
+
+def _functions(body: InputRequest) -> dict[tuple[str | None, str], FunctionTool]:
+    """Return a body's functions by namespace and name."""
+    found: dict[tuple[str | None, str], FunctionTool] = {}
+    for tool in body.tools or ():
+        if isinstance(tool, NamespaceTools):
+            found |= {(tool.name, one.name): one for one in tool.tools}
+        elif isinstance(tool, FunctionTool):
+            found[None, tool.name] = tool
+    return found
+
+
+def _tool(namespace: str | None, tool: FunctionTool) -> dict[str, Any]:
     function = tool.model_dump(exclude={"type"}, exclude_none=True)
+    function["name"] = _full_name(namespace, tool.name)
     return {"type": "function", "function": function}
 
 
@@ -409,9 +438,10 @@ class ResponseExchange(Exchange):
             "output": [],
         }
         self.kept.body = self._response
-        self._num_events = 0
-        # the item that is being put together, of a kind and, of calls, a number
-        self._open: tuple[str, int] | None = None
+        # what the model calls a function -> its namespace and name
+        self._names = {_full_name(*place): place for place in _functions(body)}
+        tell = self.kept.tell if body.background else None
+        self._output = Output(self._response, tell)
 
     def _items(self) -> list[Any]:
         given = self.body.input
@@ -427,9 +457,7 @@ class ResponseExchange(Exchange):
         if found is None:
             said = f"there is no item {item.id[:100]!r} in what is kept"
             raise ApiError(400, said, param="input", code="item_not_found")
-        kinds = {"message": MessageItem, "reasoning": ReasoningItem}
-        kinds |= {"function_call": CallItem, "function_call_output": ResultItem}
-        return kinds[found["type"]].model_validate(found)
+        return _ITEMS[found["type"]].model_validate(found)
 
     def _before(self) -> Sequence[Mapping[str, Any]]:
         """Return the turns of the response that this one goes on from."""
@@ -456,16 +484,14 @@ class ResponseExchange(Exchange):
             if turns[1:] and turns[1]["role"] == "system":
                 both = [*_listed(body.instructions), *_listed(turns[1]["content"])]
                 turns[:2] = [{"role": "system", "content": both}]
-        functions = [
-            _tool(tool) for tool in body.tools or () if isinstance(tool, FunctionTool)
-        ]
+        functions = _functions(body)
         talk = Talk(
             messages=turns,
             sampling=_sampling(body),
             sampling_source=body.sampling,
-            tools=functions,
+            tools=[_tool(place[0], one) for place, one in functions.items()],
             choice=_choice(body),
-            template=_thinking(body, able),
+            template={**_thinking(body, able), **asked_of(body, THINKING)},
             others={"user": body.user or body.safety_identifier},
         )
         return ask_of(talk, self.core.service.config, able)
@@ -483,130 +509,56 @@ class ResponseExchange(Exchange):
         return self._response
 
     def told(self, choice: Choice, delta: Delta) -> bytes:
-        events: list[bytes] = []
-        if not choice.has_begun:
-            choice.has_begun = True
-            self._response["status"] = "in_progress"
-            events.append(self._event("created", response=self._response))
-            events.append(self._event("in_progress", response=self._response))
+        output = self._output
+        events = b"" if choice.has_begun else output.begin()
+        choice.has_begun = True
         if delta.reasoning:
-            events += self._opened(("reasoning", 0), _thoughts())
-            events += self._added("reasoning_text", delta.reasoning)
-        if delta.content:
-            events += self._opened(("message", 0), _message())
+            events += output.think(delta.reasoning)
+        if delta.content or (delta.logprobs and output.is_message):
             logprobs = [self._step(step) for step in delta.logprobs]
-            events += self._added("output_text", delta.content, logprobs)
+            events += output.say(delta.content, logprobs)
         for call in delta.tool_calls:
-            key = ("function_call", call["index"])
-            events += self._opened(key, _call(call) if "id" in call else None)
-            events.append(self._argued(call["function"]["arguments"]))
-        return b"".join(events)
+            named = self._named(call) if "id" in call else {}
+            arguments = call["function"]["arguments"]
+            events += output.call(call["index"], named, arguments)
+        return events
 
     def last(self) -> bytes:
         (choice,) = self.choices
-        events = self._closed()
-        is_cut = choice.finish_reason == "length"
-        self._response["status"] = "incomplete" if is_cut else "completed"
-        if is_cut:
+        events = self._output.close()
+        status = "completed"
+        if choice.finish_reason == "length":
+            status = "incomplete"
             self._response["incomplete_details"] = {"reason": "max_output_tokens"}
-            if self._response["output"]:
-                self._response["output"][-1]["status"] = "incomplete"
+            for item in self._response["output"][-1:]:
+                item["status"] = status
         self._response["completed_at"] = int(time.time())
         self._response["usage"] = self._usage()
+        events += self._output.end(status)
         self._keep()
-        kind = self._response["status"]
-        return b"".join([*events, self._event(kind, response=self._response)])
+        return events
 
     def failed(self, error: ApiError) -> bytes:
-        is_ours = error.status_code >= 500
-        code = "server_error" if is_ours else "invalid_prompt"
-        self._response["status"] = "failed"
+        code = "invalid_prompt" if error.status_code < 500 else "server_error"
         self._response["error"] = {"code": code, "message": str(error.detail)}
-        return self._event("failed", response=self._response)
+        return self._output.end("failed")
+
+    def _named(self, call: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a call's id, and its function's name as the client knows it."""
+        said = call["function"]["name"]
+        namespace, name = self._names.get(said, (None, said))
+        found = {"call_id": call["id"], "name": name}
+        return found if namespace is None else {**found, "namespace": namespace}
 
     def _keep(self) -> None:
         if self.body.store is False:
             return
-        items = [_ITEMS[item["type"]].model_validate(item) for item in self._output]
+        output = self._response["output"]
+        items = [_ITEMS[item["type"]].model_validate(item) for item in output]
         self.kept.turns = [*self.turns, *turns_of(items)]
         self.core.kept.keep(self.kept)
 
-    @property
-    def _output(self) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = self._response["output"]
-        return found
-
-    # Events ----------------------------------------------------------------------------------------------------------
-
-    def _event(self, kind: str, **said: Any) -> bytes:
-        name = f"response.{kind}"
-        head = {"type": name, "sequence_number": self._num_events}
-        self._num_events += 1
-        event = event_bytes({**head, **said}, name)
-        if self.body.background:
-            self.kept.tell(event)
-        return event
-
-    def _place(self) -> dict[str, Any]:
-        index = len(self._output) - 1
-        return {"output_index": index, "item_id": self._output[-1]["id"]}
-
-    def _opened(self, key: tuple[str, int], item: dict[str, Any] | None) -> list[bytes]:
-        """Return the events that end one item and begin another, if it is another."""
-        if self._open == key or item is None:
-            return []
-        events = self._closed()
-        self._open = key
-        self._output.append(item)
-        index = len(self._output) - 1
-        begun = {**item, "content": []} if "content" in item else item
-        events.append(self._event("output_item.added", output_index=index, item=begun))
-        if "content" in item:
-            place = {**self._place(), "content_index": 0}
-            part = item["content"][0]
-            events.append(self._event("content_part.added", **place, part=part))
-        return events
-
-    def _added(
-        self, kind: str, words: str, logprobs: list[Any] | None = None
-    ) -> list[bytes]:
-        """Add words to the open item's text."""
-        part = self._output[-1]["content"][0]
-        part["text"] += words
-        more: dict[str, Any] = {}
-        if logprobs is not None:
-            part["logprobs"] += logprobs
-            more["logprobs"] = logprobs
-        place = {**self._place(), "content_index": 0}
-        return [self._event(f"{kind}.delta", **place, delta=words, **more)]
-
-    def _argued(self, words: str) -> bytes:
-        self._output[-1]["arguments"] += words
-        return self._event(
-            "function_call_arguments.delta", **self._place(), delta=words
-        )
-
-    def _closed(self) -> list[bytes]:
-        """Return the events that end the open item."""
-        if self._open is None:
-            return []
-        self._open = None
-        item, place = self._output[-1], self._place()
-        item["status"] = "completed"
-        events: list[bytes] = []
-        if item["type"] == "function_call":
-            said = {"name": item["name"], "arguments": item["arguments"]}
-            kind = "function_call_arguments.done"
-            events.append(self._event(kind, **place, **said))
-        else:
-            part = item["content"][0]
-            place["content_index"] = 0
-            said = {name: part[name] for name in ("text", "logprobs") if name in part}
-            events.append(self._event(f"{part['type']}.done", **place, **said))
-            events.append(self._event("content_part.done", **place, part=part))
-        index = place["output_index"]
-        done = self._event("output_item.done", output_index=index, item=item)
-        return [*events, done]
+    # Scores and counts ---------------------------------------------------------------------------------------------
 
     def _step(self, step: TokenLogprobs) -> dict[str, Any]:
         tops = [self._token(token, logprob) for token, logprob in step.top]
@@ -656,28 +608,11 @@ class ResponseExchange(Exchange):
         self.entry.close()
 
 
-def _thoughts() -> dict[str, Any]:
-    part = {"type": "reasoning_text", "text": ""}
-    head = {"id": new_id("rs"), "type": "reasoning", "status": "in_progress"}
-    return {**head, "summary": [], "content": [part]}
-
-
-def _message() -> dict[str, Any]:
-    part: dict[str, Any] = {"type": "output_text", "text": "", "annotations": []}
-    head = {"id": new_id("msg"), "type": "message", "status": "in_progress"}
-    return {**head, "role": "assistant", "content": [{**part, "logprobs": []}]}
-
-
-def _call(call: Mapping[str, Any]) -> dict[str, Any]:
-    head = {"id": new_id("fc"), "type": "function_call", "status": "in_progress"}
-    name = call["function"]["name"]
-    return {**head, "call_id": call["id"], "name": name, "arguments": ""}
-
-
 _ITEMS: Mapping[str, type[Member]] = {
     "message": MessageItem,
     "reasoning": ReasoningItem,
     "function_call": CallItem,
+    "function_call_output": ResultItem,
 }
 
 
@@ -735,81 +670,7 @@ async def respond(core: Core, body: InputRequest, request: HttpRequest) -> Respo
     exchange.begin()
     if not body.stream:
         return JsonResponse(exchange.kept.body)
-    return _following(exchange.kept, 0, exchange.seconds)
-
-
-def _following(kept: Kept, begin: int, seconds: float) -> Response:
-    return SentEvents(b"", kept.follow(begin), seconds=seconds + GRACE)
-
-
-def _add_routes(app: FastAPI, core: Core) -> None:
-    """Add the routes that show, end and delete what is kept."""
-
-    def find(response_id: str, request: HttpRequest) -> Kept:
-        kept = core.kept.find(response_id, entry_of(request).number)
-        if kept is None:
-            raise ApiError(404, f"there is no response {response_id[:100]!r}")
-        return kept
-
-    @app.get("/v1/responses/{response_id}")
-    async def show(
-        response_id: str,
-        request: HttpRequest,
-        stream: bool = False,
-        starting_after: int = -1,
-    ) -> Response:
-        """Return a response that is kept, or its events from one on."""
-        kept = find(response_id, request)
-        if not stream:
-            return JsonResponse(kept.body)
-        if not kept.body["background"]:
-            said = "only what was made in the background has events to follow"
-            raise ApiError(400, said, param="stream")
-        seconds = core.service.config.request_seconds
-        return _following(kept, max(0, starting_after + 1), seconds)
-
-    @app.delete("/v1/responses/{response_id}")
-    async def delete(response_id: str, request: HttpRequest) -> Response:
-        """Forget a response, and end it if it is being made."""
-        kept = find(response_id, request)
-        if kept.running is not None:
-            kept.running.cancel()
-        core.kept.forget(kept)
-        gone = {"id": response_id, "object": "response.deleted", "deleted": True}
-        return JsonResponse(gone)
-
-    @app.post("/v1/responses/{response_id}/cancel")
-    async def cancel(response_id: str, request: HttpRequest) -> Response:
-        """End a response that is made in the background."""
-        kept = find(response_id, request)
-        if not kept.body["background"]:
-            raise ApiError(400, "only what is made in the background can be cancelled")
-        if kept.running is not None:
-            kept.running.cancel()
-            await asyncio.gather(kept.running, return_exceptions=True)
-        return JsonResponse(kept.body)
-
-    @app.get("/v1/responses/{response_id}/input_items")
-    async def input_items(
-        response_id: str,
-        request: HttpRequest,
-        limit: int = 20,
-        order: Literal["asc", "desc"] = "desc",
-        after: str | None = None,
-    ) -> Response:
-        """List what came in with a response."""
-        items = list(find(response_id, request).items)
-        if order == "desc":
-            items.reverse()
-        ids = [item["id"] for item in items]
-        begin = ids.index(after) + 1 if after in ids else 0
-        shown = items[begin : begin + max(1, min(100, limit))]
-        ends = {"first_id": None, "last_id": None}
-        if shown:
-            ends = {"first_id": shown[0]["id"], "last_id": shown[-1]["id"]}
-        has_more = begin + len(shown) < len(items)
-        found = {"object": "list", "data": shown, **ends, "has_more": has_more}
-        return JsonResponse(found)
+    return following(exchange.kept, 0, exchange.seconds)
 
 
 RESPONSES = Door(
@@ -818,10 +679,11 @@ RESPONSES = Door(
     body=InputRequest,
     answer=respond,
     about="Answer in the form of OpenAI's Responses, and keep the answer for the next turn.",
-    routes=_add_routes,
+    routes=add_routes,
 )
 INPUT_TOKENS = Door(
     path="/v1/responses/input_tokens",
+    others=("/responses/input_tokens",),
     body=InputRequest,
     answer=counted(ResponseExchange, {"object": "response.input_tokens"}),
     about="Count the tokens of what a response would be made from.",
