@@ -198,7 +198,7 @@ def gemma3_scale():
         pixels.transpose(0, 2, 3, 1), output_hidden_states=True
     )
     return (
-        embeds * model.config.text_config.hidden_size** 0.5,
+        embeds * model.config.text_config.hidden_size**0.5,
         model.multi_modal_projector(states)[0],
     )
 
