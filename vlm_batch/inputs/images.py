@@ -463,7 +463,7 @@ def _range_of(values: np.ndarray) -> tuple[float, float]:
     These are 0 and 1, 255 or 65,535, else the minimum and maximum. Resampled floats may overshoot 0..1.
     """
     low, high = float(values.min()), float(values.max())
-    whites = [(0, 255, 255.0)]
+    whites: list[tuple[float, float, float]] = [(0, 255, 255.0)]
     if values.dtype.kind == "f":
         whites.insert(0, (-0.5, 1.5, 1.0))
     else:
