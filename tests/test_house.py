@@ -143,7 +143,7 @@ def test_the_package_is_counted() -> None:
     # Drafts, kept pictures, shared rotary angles, exponentials by numpy, no sequence twice and the turns' own form came to
     # the 62 of before; 35 were wanted.
     assert 10 < int(counts["files that one picture and three tokens pass"]) < 76
-    # Checks of a value, and loops that were comprehensions, are functions with names since: 524, and 510 before.
+    # Checks of a value, and loops that were comprehensions, are functions with names since: 524; below 510 before.
     assert 100 < int(counts["distinct functions that they pass"]) < 540
     assert {"Request", "Result"} <= set(house.bodies())
     assert (
