@@ -283,7 +283,8 @@ def count_pixels(source: ImageInput) -> int:
         if isinstance(source, (Image.Image, RecalledUri)):
             return math.prod(source.size)
         if isinstance(source, np.ndarray):
-            return math.prod(source.shape[:2])
+            height, width = source.shape[:2]
+            return int(height * width)
         if isinstance(source, Fetched):
             source = source.data
         if isinstance(source, bytes):
