@@ -322,7 +322,9 @@ def _warn_of_missing_processor(path: Path, model_type: str) -> None:
 
 
 def _warn_of_narrow_kernels(model: nn.Module) -> None:
-    said = narrow_kernels() if mx.default_device().type == mx.DeviceType.cpu else None
+    if mx.default_device().type != mx.DeviceType.cpu:
+        return
+    said = narrow_kernels()
     if said and _has_float32(model):
         warnings.warn(said, stacklevel=3)
 
