@@ -280,19 +280,22 @@ def others_of(body: Common) -> dict[str, Any]:
     }
 
 
-def check_stream(body: Common) -> StreamOptions:
-    """Return a body's options of streams. Raises ApiError for what needs a stream, or cannot be streamed."""
-    if body.stream_options is not None and not body.stream:
+def check_stream(body: Common) -> None:
+    """Raise ApiError for what needs a stream, or cannot be streamed."""
+    options = body.stream_options
+    if not body.stream:
+        if options is None:
+            return
         said = "stream_options needs stream: true"
         raise ApiError(400, said, param="stream_options")
-    if body.prompt_logprobs is not None and body.stream:
+    if body.prompt_logprobs is not None:
         said = "prompt_logprobs come with the whole answer; leave stream out"
         raise ApiError(400, said, param="prompt_logprobs")
-    options = body.stream_options or StreamOptions()
-    if options.continuous_usage_stats and not options.include_usage:
+    if options is None or options.include_usage:
+        return
+    if options.continuous_usage_stats:
         said = "continuous_usage_stats needs include_usage: true"
         raise ApiError(400, said, param="stream_options.continuous_usage_stats")
-    return options
 
 
 def names_of(body: Common) -> dict[str, str]:
