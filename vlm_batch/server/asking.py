@@ -304,16 +304,18 @@ def text_part(words: str) -> dict[str, Any]:
     return {"type": "text", "text": words}
 
 
+def listed(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a message's content as parts."""
+    return [text_part(content)] if isinstance(content, str) else content
+
+
 def add_turn(turns: list[dict[str, Any]], turn: dict[str, Any]) -> None:
     """Add a turn to a chat; two of a user's or the system's in succession are one, as templates want it."""
     before: dict[str, Any] = turns[-1] if turns else {"role": None}
     if turn["role"] not in ("user", "system") or before["role"] != turn["role"]:
         turns.append(turn)
         return
-    content: list[Any] = []
-    for said in (before["content"], turn["content"]):
-        content += [text_part(said)] if isinstance(said, str) else said
-    before["content"] = content
+    before["content"] = [*listed(before["content"]), *listed(turn["content"])]
 
 
 def parsed_arguments(text: str) -> Any:
