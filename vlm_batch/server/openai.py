@@ -1,4 +1,4 @@
-"""What OpenAI's two kinds of completions share: sampling as it comes in, choices and chunks as they go out."""
+"""The common part of OpenAI's two kinds of completions: sampling as it comes in, choices and chunks as they go out."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ ResponseFormat: TypeAlias = Annotated[
 
 
 class Sampled(Body):
-    """What every door takes of sampling: OpenAI's fields, and those that vLLM's, mlx-vlm's and llama.cpp's clients add."""
+    """Sampling, at every door: OpenAI's fields, and those that vLLM's, mlx-vlm's and llama.cpp's clients add."""
 
     sampling: Literal["greedy", "recommended"] | None = None
     temperature: Number | None = None
@@ -176,14 +176,14 @@ class Sampled(Body):
 
 
 class Thought(Sampled):
-    """And of thinking, as mlx-vlm's clients write it."""
+    """Sampling, and thinking as mlx-vlm's clients write it."""
 
     enable_thinking: bool | None = None
     thinking_budget: int | None = None
 
 
 class Common(Sampled):
-    """What the bodies of both kinds of completions have."""
+    """The common part of the bodies of both kinds of completions."""
 
     nothing = NOTHING
     refused = REFUSED

@@ -261,7 +261,7 @@ class CustomTool(Wire):
 
 
 class Choosing(Wire):
-    """Which tool must be called, if any."""
+    """The tool that must be called, if any."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: Name | None = None
@@ -269,7 +269,7 @@ class Choosing(Wire):
 
 
 class Thinks(Wire):
-    """Whether and how much the model thinks; one that does not think takes every value."""
+    """A measure of thinking; a model that does not think takes every value."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: Annotated[int, Field(ge=0)] | None = None
@@ -400,19 +400,12 @@ def _choice(given: Choosing | None) -> ToolChoice:
 
 def _thinking(body: CountRequest, able: Abilities) -> dict[str, Any]:
     """Return the template's arguments; a model that does not think is asked for none."""
-    reads = able.reads or ()
     asked: dict[str, Any] = {}
     if body.thinking is not None:
         asked["enable_thinking"] = body.thinking.type != "disabled"
-    if body.output_config is not None:
+    if body.output_config is not None and body.output_config.effort:
         asked["reasoning_effort"] = body.output_config.effort
-    if not able.thinks:
-        return {}
-    return {
-        name: value
-        for name, value in asked.items()
-        if value is not None and name in reads
-    }
+    return able.readable(asked)
 
 
 def _sampling(body: CountRequest, able: Abilities) -> dict[str, Any]:

@@ -413,13 +413,12 @@ def _sampling(body: InputRequest) -> dict[str, Any]:
 
 def _thinking(body: InputRequest, able: Abilities) -> dict[str, Any]:
     """Return the template's arguments; a model that does not think is asked for none."""
-    effort = None if body.reasoning is None else body.reasoning.effort
-    if effort is None or not able.thinks:
+    if body.reasoning is None or body.reasoning.effort is None:
         return {}
-    asked = {"reasoning_effort": effort}
+    effort = body.reasoning.effort
     if effort == "none":
-        asked = {"enable_thinking": False}
-    return asked if asked.keys() <= set(able.reads or ()) else {}
+        return able.readable({"enable_thinking": False})
+    return able.readable({"reasoning_effort": effort})
 
 
 # Out -------------------------------------------------------------------------------------------------------------------
