@@ -153,7 +153,7 @@ ResponseFormat: TypeAlias = Annotated[
 ]
 
 
-class Sampled(Body):
+class SampledBody(Body):
     """Sampling, at every door: OpenAI's fields, and those that vLLM's, mlx-vlm's and llama.cpp's clients add."""
 
     sampling: Literal["greedy", "recommended"] | None = None
@@ -175,14 +175,14 @@ class Sampled(Body):
     skip_special_tokens: bool | None = None
 
 
-class Thought(Sampled):
+class ThoughtBody(SampledBody):
     """Sampling, and thinking as mlx-vlm's clients write it."""
 
     enable_thinking: bool | None = None
     thinking_budget: int | None = None
 
 
-class Common(Sampled):
+class Common(SampledBody):
     """The common part of the bodies of both kinds of completions."""
 
     nothing = NOTHING

@@ -23,7 +23,7 @@ from vlm_batch.server.edge import Entry
 from vlm_batch.server.errors import ApiError
 from vlm_batch.server.exchange import Choice, Exchange, counted, event_bytes, through
 from vlm_batch.server.fields import SAMPLING, THINKING
-from vlm_batch.server.openai import Thought, asked_of
+from vlm_batch.server.openai import ThoughtBody, asked_of
 from vlm_batch.server.pages import DOCUMENT
 from vlm_batch.server.wire import (
     ANY,
@@ -290,7 +290,7 @@ class UserOf(Wire):
     user_id: str | None = None
 
 
-class CountRequest(Thought):
+class CountRequest(ThoughtBody):
     """The body of ``POST /v1/messages/count_tokens``."""
 
     nothing = {

@@ -39,7 +39,7 @@ from vlm_batch.server.kept import Kept, new_id
 from vlm_batch.server.openai import (
     ObjectFormat,
     TextFormat,
-    Thought,
+    ThoughtBody,
     asked_of,
     finite,
 )
@@ -294,7 +294,7 @@ class ReasoningConfig(Wire):
     effort: str | None = None
 
 
-class InputRequest(Thought):
+class InputRequest(ThoughtBody):
     """The body of ``POST /v1/responses``, and of ``/v1/responses/input_tokens``."""
 
     nothing = {
