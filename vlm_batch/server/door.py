@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Core:
-    """What all doors share: the model and its queue, the reading of bodies, that of media, and what is kept."""
+    """The common part of all doors: the model and its queue, the reading of bodies, that of media, and what is kept."""
 
     service: Service
     bodies: Bodies

@@ -20,6 +20,7 @@ from vlm_batch.server.asking import (
     ToolChoice,
     add_turn,
     ask_of,
+    listed,
     parsed_arguments,
     text_part,
 )
@@ -38,7 +39,7 @@ from vlm_batch.server.kept import Kept, new_id
 from vlm_batch.server.openai import (
     ObjectFormat,
     TextFormat,
-    Thought,
+    ThoughtBody,
     asked_of,
     finite,
 )
@@ -72,6 +73,9 @@ class InputText(Member):
     type: Literal["input_text"]
     text: str
 
+    def part(self) -> dict[str, Any]:
+        return text_part(self.text)
+
 
 class InputImage(Member):
     """A picture: a data URI, base64, or, where the server allows it, an http(s) URL or file."""
@@ -79,6 +83,9 @@ class InputImage(Member):
     nothing = {**_HINT, "file_id": (), "detail": ANY}
     type: Literal["input_image"]
     image_url: str
+
+    def part(self) -> dict[str, Any]:
+        return {"type": "image_url", "image_url": {"url": self.image_url}}
 
 
 class InputFile(Member):
@@ -90,16 +97,29 @@ class InputFile(Member):
     file_data: str | None = None
     file_url: str | None = None
 
+    def part(self) -> dict[str, Any]:
+        source = self.file_data or self.file_url
+        if not source:
+            said = "input_file needs file_data or file_url"
+            raise ApiError(400, said, param="input")
+        return {"type": DOCUMENT, DOCUMENT: {"url": source}}
+
 
 class OutputText(Member):
     nothing = {"annotations": ANY, "logprobs": ANY, "parsed": ANY}
     type: Literal["output_text"]
     text: str
 
+    def part(self) -> dict[str, Any]:
+        return text_part(self.text)
+
 
 class OutputRefusal(Member):
     type: Literal["refusal"]
     refusal: str
+
+    def part(self) -> dict[str, Any]:
+        return text_part(self.refusal)
 
 
 Given: TypeAlias = Annotated[
@@ -111,11 +131,31 @@ Content: TypeAlias = Annotated[
 ]
 
 
+def _said_in(given: str | Sequence[Any]) -> str | list[dict[str, Any]]:
+    """Return a content as ``Talk`` has it."""
+    return given if isinstance(given, str) else [part.part() for part in given]
+
+
+def _answer_turn(turns: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the answer's turn that is being put together: what an answer is made of is one turn."""
+    if not turns or turns[-1]["role"] != "assistant":
+        turns.append({"role": "assistant", "content": []})
+    return turns[-1]
+
+
 class MessageItem(Member):
     nothing = {**_OWN, "phase": ANY}
     type: Literal["message"]
     role: Literal["user", "assistant", "system", "developer"]
     content: str | Parts[Content]
+
+    def add_to(self, turns: list[dict[str, Any]]) -> None:
+        said = _said_in(self.content)
+        if self.role == "assistant":
+            _answer_turn(turns)["content"] += listed(said)
+            return
+        role = "system" if self.role == "developer" else self.role
+        add_turn(turns, {"role": role, "content": said})
 
 
 class CallItem(Member):
@@ -133,12 +173,22 @@ class CallItem(Member):
     namespace: str | None = None
     arguments: str
 
+    def add_to(self, turns: list[dict[str, Any]]) -> None:
+        name = _full_name(self.namespace, self.name)
+        function = {"name": name, "arguments": parsed_arguments(self.arguments)}
+        call = {"id": self.call_id, "type": "function", "function": function}
+        _answer_turn(turns).setdefault("tool_calls", []).append(call)
+
 
 class ResultItem(Member):
     nothing = {**_OWN, "caller": ANY, "name": ANY, "namespace": ()}
     type: Literal["function_call_output"]
     call_id: str
     output: str | Parts[Given]
+
+    def add_to(self, turns: list[dict[str, Any]]) -> None:
+        said = _said_in(self.output)
+        turns.append({"role": "tool", "tool_call_id": self.call_id, "content": said})
 
 
 class ThoughtText(Wire):
@@ -151,6 +201,11 @@ class ReasoningItem(Member):
     type: Literal["reasoning"]
     summary: Parts[ThoughtText] = Field(default_factory=list)
     content: Parts[ThoughtText] | None = None
+
+    def add_to(self, turns: list[dict[str, Any]]) -> None:
+        thoughts = "".join(part.text for part in self.content or self.summary)
+        if thoughts:
+            _answer_turn(turns)["reasoning_content"] = thoughts
 
 
 class ReferenceItem(Member):
@@ -239,7 +294,7 @@ class ReasoningConfig(Wire):
     effort: str | None = None
 
 
-class InputRequest(Thought):
+class InputRequest(ThoughtBody):
     """The body of ``POST /v1/responses``, and of ``/v1/responses/input_tokens``."""
 
     nothing = {
@@ -306,55 +361,11 @@ NAMES: Mapping[str, str] = {
 
 
 def turns_of(items: Iterable[Any]) -> list[dict[str, Any]]:
-    """Return items as turns; what an answer is made of is one turn."""
+    """Return items as turns."""
     turns: list[dict[str, Any]] = []
     for item in items:
-        if isinstance(item, CallItem):
-            arguments = parsed_arguments(item.arguments)
-            name = _full_name(item.namespace, item.name)
-            function = {"name": name, "arguments": arguments}
-            call = {"id": item.call_id, "type": "function", "function": function}
-            _answer_turn(turns).setdefault("tool_calls", []).append(call)
-        elif isinstance(item, ReasoningItem):
-            thoughts = "".join(part.text for part in item.content or item.summary)
-            if thoughts:
-                _answer_turn(turns)["reasoning_content"] = thoughts
-        elif isinstance(item, ResultItem):
-            named = {"role": "tool", "tool_call_id": item.call_id}
-            turns.append({**named, "content": _content(item.output)})
-        elif item.role == "assistant":
-            _answer_turn(turns)["content"] += _listed(_content(item.content))
-        else:
-            role = "system" if item.role == "developer" else item.role
-            add_turn(turns, {"role": role, "content": _content(item.content)})
+        item.add_to(turns)
     return turns
-
-
-def _answer_turn(turns: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the answer's turn that is being put together."""
-    if not turns or turns[-1]["role"] != "assistant":
-        turns.append({"role": "assistant", "content": []})
-    return turns[-1]
-
-
-def _listed(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [text_part(content)] if isinstance(content, str) else content
-
-
-def _content(given: str | Sequence[Any]) -> str | list[dict[str, Any]]:
-    return given if isinstance(given, str) else [_part(part) for part in given]
-
-
-def _part(part: Any) -> dict[str, Any]:
-    if isinstance(part, InputImage):
-        return {"type": "image_url", "image_url": {"url": part.image_url}}
-    if isinstance(part, InputFile):
-        source = part.file_url if part.file_data is None else part.file_data
-        if source is None:
-            said = "input_file needs file_data or file_url"
-            raise ApiError(400, said, param="input")
-        return {"type": DOCUMENT, DOCUMENT: {"url": source}}
-    return text_part(part.refusal if isinstance(part, OutputRefusal) else part.text)
 
 
 def _full_name(namespace: str | None, name: str) -> str:
@@ -402,13 +413,12 @@ def _sampling(body: InputRequest) -> dict[str, Any]:
 
 def _thinking(body: InputRequest, able: Abilities) -> dict[str, Any]:
     """Return the template's arguments; a model that does not think is asked for none."""
-    effort = None if body.reasoning is None else body.reasoning.effort
-    if effort is None or not able.thinks:
+    if body.reasoning is None or body.reasoning.effort is None:
         return {}
-    asked = {"reasoning_effort": effort}
+    effort = body.reasoning.effort
     if effort == "none":
-        asked = {"enable_thinking": False}
-    return asked if asked.keys() <= set(able.reads or ()) else {}
+        return able.readable({"enable_thinking": False})
+    return able.readable({"reasoning_effort": effort})
 
 
 # Out -------------------------------------------------------------------------------------------------------------------
@@ -482,7 +492,7 @@ class ResponseExchange(Exchange):
             head = {"role": "system", "content": body.instructions}
             turns = [head, *turns]
             if turns[1:] and turns[1]["role"] == "system":
-                both = [*_listed(body.instructions), *_listed(turns[1]["content"])]
+                both = [*listed(body.instructions), *listed(turns[1]["content"])]
                 turns[:2] = [{"role": "system", "content": both}]
         functions = _functions(body)
         talk = Talk(
