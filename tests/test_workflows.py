@@ -83,7 +83,9 @@ def test_a_workflow_is_thin_over_scripts(path: Path) -> None:
 
 
 def test_ci_runs_every_python_that_is_promised() -> None:
-    pythons = read(ROOT / ".github/workflows/ci.yml")["jobs"]["linux"]["strategy"]["matrix"]["python"]
+    pythons = read(ROOT / ".github/workflows/ci.yml")["jobs"]["linux"]["strategy"][
+        "matrix"
+    ]["python"]
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert pythons == re.findall(r"Python :: (3\.\d+)", text)
     assert f'requires-python = ">={pythons[0]}"' in text
