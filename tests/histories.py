@@ -46,7 +46,7 @@ from vlm_batch.engine.loop import EngineLoop
 from vlm_batch.engine.memory import GROWTH, RowMemory, tokens
 from vlm_batch.engine.port import AnswerText
 from vlm_batch.engine.reuse import Reuse
-from vlm_batch.engine.row import Row, Status
+from vlm_batch.engine.row import Row, Stage
 from vlm_batch.engine.sampling import Sampled, SamplingRow, sample
 from vlm_batch.engine.work import Made
 from vlm_batch.handle import Handle
@@ -550,7 +550,7 @@ class FaultyAdapter:
     def _fail_together(self, rows: Any) -> None:
         if self._history.befalls("together"):
             raise Injected("together")
-        for row in self._history.generator.rows.prefilling.values():
+        for row in self._history.generator.rows.ledger.at(Stage.PREFILL):
             if any(row.prompt.encoded is encoded for encoded in rows):
                 self._history.fail_by(row, "prefill")
 
@@ -832,15 +832,12 @@ class History:
         self.check()
         generator = self.generator
         assert (
-            not generator.rows.by_id
+            not len(generator.rows.ledger)
             and not generator.rows.batch.rows
             and not generator.rows.batch.layers
         )
-        assert (
-            generator.rows.batch.nbytes == 0
-            and not len(generator.rows.prefilling)
-            and not generator.rows.waiting.prepared
-        )
+        assert generator.rows.batch.nbytes == 0
+        assert not generator.rows.ledger.at(*Stage)
         assert (
             not self.loop._alive and not self.loop._several and not self.loop._is_busy
         )
@@ -876,28 +873,32 @@ class History:
             self.ended.append(told)
 
     def _check_rows(self) -> None:
-        generator, admission = self.generator, self.generator.rows.waiting
+        generator, ledger = self.generator, self.generator.rows.ledger
         placed = generator.rows.batch.rows
-        prefilling = list(generator.rows.prefilling.values())
-        prepared = list(admission.prepared.values())
-        unprepared = list(admission.unprepared)
-        forks = list(generator.rows.forks)
-        last = [  # their last token is on its way, and they have no place any more
+        prefilling = ledger.at(Stage.PREFILL)
+        last = {  # their last token is on its way, and they have no place any more
             row
             for flight in generator._launched
             if isinstance(flight, Flight)
             for row in flight.waiting
             if row.answer.num_sampled >= row.answer.max_tokens and row not in placed
-        ]
-        untold = [
-            row for row in generator.telling.untold if row.status is Status.DECODE
-        ]
-        last += [
-            row for row in untold if row.answer.num_sampled >= row.answer.max_tokens
-        ]
-        everywhere = [*placed, *prefilling, *prepared, *unprepared, *forks, *last]
-        assert len(set(everywhere)) == len(everywhere), "a row is at two places"
-        assert set(everywhere) == set(generator.rows.by_id.values()), "a row is nowhere"
+        }
+        last |= {
+            row
+            for row in generator.rows.untold()
+            if row.answer.num_sampled >= row.answer.max_tokens and row not in placed
+        }
+        assert len(set(placed)) == len(placed), "a row has two places"
+        assert set(ledger.at(Stage.DECODE)) == set(placed)
+        late = {row for row in last if row.stage is Stage.READY}
+        assert last - late == set(ledger.at(Stage.LAST)), "what is awaited is not"
+        everywhere = ledger.at(*Stage)
+        assert len(set(everywhere)) == len(everywhere), "a row is at two stages"
+        assert set(everywhere) == set(ledger._by_id.values()), "a row is nowhere"
+        assert all(row in ledger.at(row.stage) for row in everywhere)
+        assert not ledger.num(Stage.ENDED)
+        for row in everywhere:
+            self._check_stage(row)
         assert len(placed) + len(prefilling) <= ROWS, "more rows than places"
         memory = generator.memory
         taken = memory.together(
@@ -906,15 +907,24 @@ class History:
         assert memory.max_bytes is None or taken <= memory.max_bytes, (
             "rows have places that memory has no room for"
         )
-        assert all(row.status is Status.DECODE for row in placed) and all(
-            row.status is Status.PREFILL for row in prefilling
-        )
         assert all(row.prompt.encoded is row.prompt.cache is None for row in placed), (
             "a prompt is kept after its prefill"
         )
         for group in generator.rows.batch.groups:
             check_alike(group)
             assert group.layers or not group.places
+
+    def _check_stage(self, row: Row) -> None:
+        """A row has what its stage says."""
+        prompt, stage = row.prompt, row.stage
+        assert (prompt.question is not None) is (stage is Stage.INBOX)
+        with_loaders = (Stage.READING, Stage.READ, Stage.PROCESSING)
+        assert (prompt.loading is not None) is (stage in with_loaders)
+        assert (prompt.inputs is not None) is (stage is Stage.PREPARED)
+        has_embeddings = stage in (Stage.ENCODED, Stage.PREFILL)
+        assert (prompt.encoded is not None) is has_embeddings
+        if stage is Stage.READY:
+            assert prompt.cache is not None and prompt.logits is not None
 
     def _check_bytes(self) -> None:
         budget, prefix = self.budget, self.prefix
@@ -1043,7 +1053,7 @@ class History:
             raise Injected(place)
 
     def _sample(self, logits: mx.array, rows: Sequence[SamplingRow]) -> Sampled:
-        by_seed = {row.seed: row for row in self.generator.rows.by_id.values()}
+        by_seed = {row.seed: row for row in self.generator.rows.ledger.at(*Stage)}
         for sampled_row in rows:
             row = by_seed.get(sampled_row.seed)
             if row is not None and self.fails(row, "sample"):

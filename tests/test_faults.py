@@ -56,6 +56,7 @@ from vlm_batch.engine.loop import MESSAGES_A_TURN, EngineLoop
 from vlm_batch.engine.memory import STEPS_OF_ENCODING, EncoderMemory, RowMemory
 from vlm_batch.engine.port import AnswerText
 from vlm_batch.engine.reuse import Reuse
+from vlm_batch.engine.row import Stage
 from vlm_batch.engine.sampling import Sampled, SamplingRow, sample
 from vlm_batch.engine.shapes import FixedShapes, FreeShapes
 from vlm_batch.engine.trial import Trial
@@ -1556,9 +1557,7 @@ def test_pictures_are_encoded_beside_others_only_where_there_is_room() -> None:
 
         def watched(inputs: Any, *given: Any) -> Any:
             if "pixel_values" in inputs:
-                beside.append(
-                    len(generator.rows.batch) + len(generator.rows.prefilling)
-                )
+                beside.append(generator.rows.ledger.num(Stage.PREFILL, Stage.DECODE))
             return encode(inputs, *given)
 
         generator.adapter.encode = watched  # type: ignore[assignment,method-assign]

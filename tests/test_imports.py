@@ -289,8 +289,8 @@ def test_the_engine_is_handed_what_it_works_with(path: Path) -> None:
     assert not imported(tree) & {"adapters", "inputs", "models", "registry", "loading"}
 
 
-def test_the_scheduler_knows_integers_only() -> None:
-    tree = ast.parse((PACKAGE / "engine" / "scheduler.py").read_text(encoding="utf-8"))
+def test_the_schedule_knows_numbers_only() -> None:
+    tree = ast.parse((PACKAGE / "engine" / "schedule.py").read_text(encoding="utf-8"))
     modules = {
         alias.name
         for node in ast.walk(tree)

@@ -100,7 +100,7 @@ def test_requests_bring_no_shape_that_was_not_computed(
     assert (
         not engine.has_work
         and not engine.rows.batch.rows
-        and not engine.rows.prefilling
+        and not len(engine.rows.ledger)
         and not engine.reuse.budget.nbytes
     )
     check(FAMILY, run_family(FAMILY, ASKS, generator=engine))

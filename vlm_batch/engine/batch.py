@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from vlm_batch.caches import LayerCache, Placement, equalise_capacity
 from vlm_batch.caches.drafted import most_positions
-from vlm_batch.engine.row import Row, Status
+from vlm_batch.engine.row import Row
 from vlm_batch.engine.shapes import Shapes
 
 #: Slabs shrink once all rows lie in the first 1 / FEW of their places: shrinking copies, and idle places cost a GPU little.
@@ -65,7 +65,6 @@ class DecodeBatch:
             self._restore(before)
             raise
         self.places[place] = row
-        row.status = Status.DECODE
 
     def lay_out(self) -> None:
         """Prepare a forward: drop needless places and choose the layout, on a CPU."""

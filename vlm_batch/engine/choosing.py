@@ -11,7 +11,7 @@ import numpy as np
 from vlm_batch.arrays import stack_logits
 from vlm_batch.engine.constraints import apply_masks
 from vlm_batch.engine.port import Sampler
-from vlm_batch.engine.row import Row, Status
+from vlm_batch.engine.row import Row, Stage
 from vlm_batch.engine.sampling import Sampled, SamplingRow, check_within, process
 from vlm_batch.engine.work import Failed, Part, attempt
 
@@ -28,7 +28,7 @@ class Flight:
 
     def is_for(self, index: int) -> bool:
         return (
-            self.rows[index].status is not Status.FINISHED
+            not self.rows[index].has_ended
             and self.rows[index].losses == self.losses[index]
         )
 
@@ -49,7 +49,7 @@ def choose(parts: Sequence[Part], sampler: Sampler) -> list[Flight | Failed]:
     given = [part.logits for part in parts if part.logits is not None]
     logits = given[0] if len(given) == 1 else stack_logits(given)
     # the others began again
-    here = [index for index, row in enumerate(rows) if row.status is Status.DECODE]
+    here = [index for index, row in enumerate(rows) if row.stage is Stage.DECODE]
     known = [index for index in here if rows[index].answer.known_token is not None]
     new = [index for index in here if index not in known] if known else here
     found: list[Flight | Failed] = []

@@ -25,7 +25,7 @@ from vlm_batch.engine.drafter import (
     expected,
 )
 from vlm_batch.engine.port import DraftModel
-from vlm_batch.engine.row import Row, Status
+from vlm_batch.engine.row import Row, Stage
 from vlm_batch.records import DraftState
 
 #: Tokens of earlier answers that are kept for each client, and number of clients.
@@ -478,7 +478,7 @@ def _can(row: Row) -> bool:
     answer = row.answer
     is_read = answer.known_token is None and answer.num_sampled == len(answer.token_ids)
     return (
-        row.status is Status.DECODE
+        row.stage is Stage.DECODE
         and answer.drafter is not None
         and is_read
         and not row.is_suspect

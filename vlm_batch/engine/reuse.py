@@ -128,7 +128,7 @@ class Reuse:
 
     def close(self) -> None:
         """Write kept rows to files and free the memory."""
-        self.settle_ended()
+        self.store_ended()
         if self.prefix is not None:
             self.prefix.close()
         self.budget.clear()
@@ -270,7 +270,7 @@ class Reuse:
         book.snapshots = {
             at: snapshot for at, snapshot in saved.snapshots.items() if at <= length
         }
-        book.logits = saved.logits_at(length) if length == key.length else None
+        row.prompt.logits = saved.logits_at(length) if length == key.length else None
         book.cached = length
         return length
 
@@ -324,9 +324,9 @@ class Reuse:
     def end(self, row: Row) -> PromptCache | None:
         """Save a departed row's caches. Returns its prompt cache if its user wants it."""
         book = row.reuse
-        if book.left is None:
+        left, row.prompt.cache = row.prompt.cache, None
+        if left is None:
             return None
-        left, book.left = book.left, None
         with if_it_can_be(book):
             saved = self._saved(row, book, left, row.answer.said[: row.answer.num_fed])
             if book.is_returned:  # for another thread
@@ -338,7 +338,7 @@ class Reuse:
             return PromptCache(saved, self.identity) if book.is_returned else None
         return None
 
-    def settle_ended(self) -> None:
+    def store_ended(self) -> None:
         """Store states of rows that left a step ago; count kept features."""
         ended, self._ended = self._ended, []
         for saved in ended:

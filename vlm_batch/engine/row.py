@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -35,13 +35,22 @@ from vlm_batch.types import (
 )
 
 
-class Status(Enum):
-    """Stages of a row's life, in order."""
+class Stage(Enum):
+    """Where a row is, in the order of its life. ``Ledger.move`` alone sets it."""
 
-    WAITING = "waiting"
-    PREFILL = "prefill"
-    DECODE = "decode"
-    FINISHED = "finished"
+    INBOX = "inbox"
+    READING = "reading"  # with the loaders
+    READ = "read"  # waits for room
+    PROCESSING = "processing"  # with the loaders
+    PREPARED = "prepared"  # has the processor's output
+    ENCODED = "encoded"  # has embeddings
+    PREFILL = "prefill"  # has a place
+    READY = (
+        "ready"  # has its next token's logits: prefilled, parked, or a further answer
+    )
+    DECODE = "decode"  # has a place in a batch
+    LAST = "last"  # its last work is launched, and it has no place
+    ENDED = "ended"
 
 
 #: Parameters of a row that has ended.
@@ -61,8 +70,9 @@ class Prompt:
     encoded: Encoded | None = None
     cache: list[Any] | None = None  # its single-row caches, from encoding on
     prefilled: int = 0  # positions that are in them
-    ends: tuple[int, ...] = ()  # ends of its chunks; () leaves them to the scheduler
+    ends: tuple[int, ...] = ()  # ends of its chunks; () leaves them to the schedule
     is_shared: bool = False  # if prefilled whole, it shares an array
+    logits: mx.array | None = None  # (1, V) of its next token, once they are there
 
     @property
     def nbytes(self) -> int:
@@ -96,6 +106,13 @@ class Ending:
     stop_reason: str | int | None
 
 
+class Untold(NamedTuple):
+    """A token that a form still checks."""
+
+    token: int
+    logprobs: TokenLogprobs | None
+
+
 @dataclass(eq=False)
 class Answer:
     """A row's answer so far. Its last sampled token, perhaps not computed yet, is ``drawn[drawn_at]``."""
@@ -119,7 +136,7 @@ class Answer:
     guide: Guide | None = None  # for rows whose next token depends on the last one
     parsed: Any = None
     token_ids: list[int] = field(default_factory=list)
-    untold: int | None = None  # the next token, which its form still checks
+    untold: Untold | None = None  # the next token, which its form still checks
     text: str = ""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_scores: PromptScores | None = None
@@ -128,7 +145,11 @@ class Answer:
     @property
     def said(self) -> list[int]:
         """Tokens that were read; its form may still hold the last."""
-        return self.token_ids if self.untold is None else [*self.token_ids, self.untold]
+        return (
+            self.token_ids
+            if self.untold is None
+            else [*self.token_ids, self.untold.token]
+        )
 
     @property
     def known_token(self) -> int | None:
@@ -192,7 +213,6 @@ class RowReuse:
     is_returned: bool = False  # whether its result has its cache
     key: PromptKey | None = None
     cached: int = 0  # positions taken from an earlier row
-    logits: mx.array | None = None  # (1, V) after its prompt, if they were kept
     # (version of the prefix cache, length of its match then)
     known: tuple[int, int] = (-1, 0)
     # positions shared with each row in prefill
@@ -203,7 +223,6 @@ class RowReuse:
     # its prompt's state, until its first token is known to be finite
     pending: SavedRow | None = None
     is_wanted: bool = False  # whether its caches are kept at its end
-    left: list[Any] | None = None  # its single-row caches, after it left the batch
 
 
 @dataclass(eq=False)
@@ -220,7 +239,7 @@ class Row:
     may_draft: bool = True
     returns_prompt_ids: bool = False
     cache_salt: str | None = None
-    status: Status = Status.WAITING
+    stage: Stage = Stage.INBOX
     facts: Facts = Facts()
     image_sizes: tuple[tuple[int, int], ...] = ()
     video_sizes: tuple[tuple[int, int, int], ...] = ()
@@ -247,9 +266,13 @@ class Row:
         )
 
     @property
-    def is_parked(self) -> bool:
-        # with its caches
-        return self.status is Status.WAITING and self.answer.num_sampled > 0
+    def has_ended(self) -> bool:
+        return self.stage is Stage.ENDED
+
+    @property
+    def is_untold(self) -> bool:
+        """Whether its form still checks its last token."""
+        return self.answer.untold is not None
 
     @property
     def is_only_read(self) -> bool:
@@ -274,7 +297,6 @@ class Row:
         self.losses += 1
         if self.is_only_read:
             answer.ending = None
-        self.status = Status.WAITING
         self.prompt = Prompt(inputs=None if self.given is None else as_mlx(self.given))
         self.reuse = RowReuse(continues=book.continues, is_returned=book.is_returned)
         answer.drawn = None
@@ -389,7 +411,7 @@ class Row:
 
     def clear(self) -> None:
         """Drop all but the id: launched work may hold the row."""
-        self.status, self.params = Status.FINISHED, NO_PARAMS
+        self.params = NO_PARAMS
         self.prompt, self.reuse, self.given = Prompt(), RowReuse(), None
         self.siblings = ()
         self.answer, self.facts = new_answer(self.params), Facts()
@@ -463,10 +485,12 @@ def sibling_id(request_id: str, index: int) -> str:
 
 
 def fork(row: Row) -> list[Row]:
-    """Detach a prefilled row's siblings with lazy copies of its caches."""
+    """Detach a ready row's siblings with lazy copies of its caches."""
     for sibling in row.siblings:
         sibling.prompt = Prompt(
-            cache=copy.deepcopy(row.prompt.cache), prefilled=row.prompt.prefilled
+            cache=copy.deepcopy(row.prompt.cache),
+            prefilled=row.prompt.prefilled,
+            logits=row.prompt.logits,
         )
         sibling.facts, sibling.clock = row.facts, replace(row.clock)
         sibling.priority, sibling.client = row.priority, row.client

@@ -19,13 +19,13 @@ from vlm_batch.engine.batch import DecodeBatch
 from vlm_batch.engine.decoding import Decoder
 from vlm_batch.engine.drafts import SIZES, Drafts
 from vlm_batch.engine.logprobs import POSITIONS_TOGETHER, PromptScores
-from vlm_batch.engine.memory import EncoderMemory
+from vlm_batch.engine.memory import EncoderMemory, RowMemory
 from vlm_batch.engine.port import ModelAdapter
 from vlm_batch.engine.reuse import Reuse
-from vlm_batch.engine.row import Facts, Row
+from vlm_batch.engine.row import Facts, Row, Stage
 from vlm_batch.engine.rows import Rows
 from vlm_batch.engine.sampling import READ_HISTORY, RowRules, stages_of
-from vlm_batch.engine.scheduler import PrefillRow
+from vlm_batch.engine.schedule import PrefillRow
 from vlm_batch.engine.shapes import Shapes
 from vlm_batch.engine.work import (
     Failed,
@@ -53,8 +53,10 @@ class Runner:
         kv: KVQuantisation | None,
         shapes: Shapes,
         drafts: Drafts | None,
+        memory: RowMemory,
     ) -> None:
         self.adapter = adapter
+        self._memory = memory
         self.drafts = drafts
         self.encoding = EncoderMemory(default_limit())
         self._rows = rows
@@ -198,7 +200,7 @@ class Runner:
             answer.history = mx.array(known, dtype=mx.int32)
         if not row.clock.first_token:
             row.clock.encode_seconds = time.perf_counter() - begin
-        self._rows.waiting.memory.check(row)
+        self._memory.check(row)
         return Part([row]), [encoded.inputs_embeds]
 
     def _give_drafter(self, row: Row, encoded: Encoded) -> None:
@@ -240,27 +242,31 @@ class Runner:
 
     def views(self, now: float) -> list[PrefillRow]:
         found = []
-        for name, row in self._rows.prefilling.items():
+        for row in self._rows.ledger.at(Stage.PREFILL):
             prompt, length = row.prompt, row.facts.length
             assert prompt.encoded is not None
             stops = (*self._stops, *row.reuse.stops)
             if row.answer.prompt_scores is not None:
                 together = POSITIONS_TOGETHER if self.adapter.scores_chunks else 1
                 stops = (*stops, *range(together, length, together))
-            waited = max(0.0, now - row.clock.submitted)
-            atomic = prompt.encoded.atomic
-            at = (length, prompt.prefilled)
-            client = row.client
             found.append(
                 PrefillRow(
-                    name, *at, atomic, stops, row.priority, waited, prompt.ends, client
+                    row.request_id,
+                    length,
+                    prompt.prefilled,
+                    prompt.encoded.atomic,
+                    stops,
+                    row.priority,
+                    max(0.0, now - row.clock.submitted),
+                    prompt.ends,
+                    row.client,
                 )
             )
         return found
 
     def group(self, chunks: Sequence[Work]) -> list[Work]:
         """Merge chunks of whole prompts that share an array."""
-        rows = self._rows.prefilling
+        rows = {row.request_id: row for row in self._rows.ledger.at(Stage.PREFILL)}
         whole = [
             chunk
             for chunk in chunks
@@ -284,8 +290,8 @@ class Runner:
     def prefill(self, work: Work) -> list[Part | Failed]:
         """Launch a chunk, or several prompts together; if that fails, each alone."""
         # without those that failed in an earlier chunk of this step
-        here = self._rows.prefilling
-        rows = [here[name] for name in work.rows if name in here]
+        found = map(self._rows.ledger.get, work.rows)
+        rows = [row for row in found if row and row.stage is Stage.PREFILL]
         if len(rows) > 1:
             try:
                 made = self._launch(rows)
@@ -320,7 +326,7 @@ class Runner:
         prompt = row.prompt
         assert prompt.encoded is not None and prompt.cache is not None
         is_whole = prompt.is_shared and (begin, end) == (0, row.facts.length)
-        logits = row.reuse.logits  # (1, V), kept from the same prompt
+        logits = row.prompt.logits  # (1, V), kept from the same prompt
         scores, scored = row.answer.prompt_scores, []
         if logits is None:
             # else a forward per token
@@ -347,7 +353,7 @@ class Runner:
             if scores is not None:
                 scored, logits = scores.add(logits, end), logits[-1:]
         prompt.prefilled = end
-        return self._settle(row, logits, scored)
+        return self._chunk_done(row, logits, scored)
 
     def _launch(self, rows: Sequence[Row]) -> tuple[mx.array, list[Any], int]:
         prompts = [row.prompt.encoded for row in rows if row.prompt.encoded is not None]
@@ -376,9 +382,9 @@ class Runner:
         )
         prompt.prefilled = length
         trim(prompt.cache, width - length)
-        return self._settle(row, logits[index : index + 1])
+        return self._chunk_done(row, logits[index : index + 1])
 
-    def _settle(
+    def _chunk_done(
         self, row: Row, logits: mx.array, scored: Sequence[mx.array] = ()
     ) -> Made:
         """Return a chunk's part and arrays. ``logits`` (1, V): of its last position."""

@@ -15,7 +15,7 @@ from vlm_batch.engine.drafts import Drafts
 from vlm_batch.engine.port import AnswerText
 from vlm_batch.engine.retry import Retry
 from vlm_batch.engine.reuse import Reuse
-from vlm_batch.engine.row import Ending, Row, Status
+from vlm_batch.engine.row import Ending, Row, Untold
 from vlm_batch.engine.rows import Rows
 from vlm_batch.engine.work import Failed, Part, attempt
 from vlm_batch.errors import InvalidParameters
@@ -58,7 +58,7 @@ class Patience:
 
 
 class Telling:
-    """Reads launched work. ``untold``: rows whose forms still check their last token, with its log-probabilities."""
+    """Reads launched work."""
 
     def __init__(
         self,
@@ -73,12 +73,11 @@ class Telling:
         self._reuse = reuse
         self._text = text
         self._drafts = drafts
-        self.untold: dict[Row, TokenLogprobs | None] = {}
         self.patience = Patience()
 
     def read(self, launched: Sequence[Flight | Part]) -> None:
         """Wait for a step's work in launch order; hand out its tokens."""
-        self._reuse.settle_ended()
+        self._reuse.store_ended()
         parts: list[Part] = []
         for flight in [*launched, None]:
             if isinstance(flight, Part):
@@ -97,7 +96,7 @@ class Telling:
 
     def _wait_for(self, parts: Sequence[Part]) -> None:
         """Wait for parts in one call, since each call costs on a GPU; if that raises, for each alone."""
-        live = [part for part in parts if part.rows[0].status is not Status.FINISHED]
+        live = [part for part in parts if not part.rows[0].has_ended]
         if live and attempt([], mx.eval, [part.arrays for part in live]) is not None:
             for part in live:
                 self._retry.attempt(part.rows[0], mx.eval, part.arrays)
@@ -198,7 +197,7 @@ class Telling:
         if group is not None:
             group.keep(row, count)
         if told is not None:
-            self._settle(row, told)
+            self._hand_out(row, told)
 
     def _store_prompt(self, row: Row) -> None:
         """Store a prompt's state once its first token is finite."""
@@ -208,13 +207,14 @@ class Telling:
 
     def _wait(self, row: Row, token: int, logprobs: TokenLogprobs | None) -> None:
         """Keep a token until its row's form has taken it."""
-        row.answer.untold = token
-        self.untold[row] = logprobs
+        row.answer.untold = Untold(token, logprobs)
 
     def _tell(self, row: Row, token: int, logprobs: TokenLogprobs | None) -> None:
-        self._settle(row, attempt([row], row.take, token, logprobs, self._text.decode))
+        self._hand_out(
+            row, attempt([row], row.take, token, logprobs, self._text.decode)
+        )
 
-    def _settle(self, row: Row, told: Event | Ending | Failed) -> None:
+    def _hand_out(self, row: Row, told: Event | Ending | Failed) -> None:
         if isinstance(told, Failed):
             self._retry.settle(told)
         elif isinstance(told, Ending):
@@ -226,13 +226,12 @@ class Telling:
 
     def take_untold(self) -> None:
         """Wait briefly; append tokens that forms have checked."""
-        for row in tuple(self.untold):
-            token, guide = row.answer.untold, row.answer.guide
-            if token is None or guide is None:  # it has ended
-                del self.untold[row]
-            elif self.patience.is_ready(guide):
+        for row in self._rows.untold():
+            untold, guide = row.answer.untold, row.answer.guide
+            assert untold is not None and guide is not None
+            if self.patience.is_ready(guide):
                 row.answer.untold = None
-                self._tell(row, token, self.untold.pop(row))
+                self._tell(row, *untold)
 
 
 def _no_token(row: Row, highest: float) -> Exception:
