@@ -151,8 +151,8 @@ def test_nobody_holds_what_a_chunk_is_written_into(
         states.extend(weakref.ref(array) for array in answer[0].arrays)
         return answer
 
-    settle = Runner._settle
-    monkeypatch.setattr(Runner, "_settle", settled)
+    settle = Runner._made
+    monkeypatch.setattr(Runner, "_made", settled)
     monkeypatch.setattr(adapter, "prefill", noting(adapter.prefill))
     monkeypatch.setattr(generator._decoder, "logits", noting(generator._decoder.logits))
     generator.insert(

@@ -203,7 +203,7 @@ def _sampling_rows(rows: Sequence[Row]) -> list[SamplingRow]:
         ahead = ahead + 1 if place and row is rows[place - 1] else 0
         if ahead and history is not None:
             history = mx.concatenate(
-                [history, mx.array(answer.ahead[:ahead], dtype=history.dtype)]
+                [history, mx.array(answer.drafter.ahead[:ahead], dtype=history.dtype)]
             )
         step = answer.num_sampled + ahead
         found.append(

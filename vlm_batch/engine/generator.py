@@ -204,10 +204,7 @@ class BatchGenerator:
         self.telling.patience.begin(
             beside_others=any(row.answer.guide is None for row in rows.batch.rows)
         )
-        if self.drafts is not None and (
-            any(row.answer.ahead for row in rows.batch.rows)
-            or self.drafts.is_due(rows.batch.groups)
-        ):
+        if self.drafts is not None and self.drafts.wants(rows.batch.groups):
             before = self._draft(self.drafts, before)
         for row in rows.batch.misplaced():
             self.retry.attempt(row, rows.batch.move, row)
@@ -303,7 +300,7 @@ class BatchGenerator:
             ):
                 tokens = flight.sampled.tokens.astype(mx.int32)
                 for index, row in enumerate(flight.rows):
-                    if flight.is_for(index) and not row.answer.ahead:
+                    if flight.is_for(index) and not row.answer.drafter.ahead:
                         row.answer.advance(tokens, index)
                         # no further forward
                         if row.answer.num_sampled >= row.answer.max_tokens:

@@ -274,6 +274,12 @@ class Reuse:
         book.cached = length
         return length
 
+    def take_continued(self, row: Row) -> None:
+        """Take the user's cache from which a row was restored, so that no other continues it."""
+        if row.reuse.continues is not None:
+            row.reuse.continues.take()
+            row.reuse.continues = None
+
     def keep(self, row: Row, logits: mx.array | None) -> list[mx.array]:
         """Save a prompt's last state, or a snapshot of layers that cannot be trimmed. Returns arrays to evaluate.
 
