@@ -42,8 +42,8 @@ from vlm_batch.engine.drafter import FIRST_RATES, Drafter
 from vlm_batch.engine.drafts import Drafts
 from vlm_batch.engine.row import Row
 from vlm_batch.engine.shapes import FixedShapes
-from vlm_batch.loading.exactness import prove
 from vlm_batch.models import adapter_for
+from vlm_batch.proofs.proving import prove
 from vlm_batch.types import SamplingParams
 
 FOUR = {"max_rows": 4, "short_rows": 0}

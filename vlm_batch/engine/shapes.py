@@ -1,7 +1,7 @@
 """Shapes of all calls: chunks, padding, rows per call, columns that attention reads.
 
 Kernels follow shapes, so last bits do, too. ``FreeShapes`` cost least. ``FixedShapes`` follow from the request, or were
-tested to give the same bits (``vlm_batch.engine.proof``).
+tested to give the same bits (``vlm_batch.proofs``).
 """
 
 from __future__ import annotations

@@ -1,27 +1,21 @@
-"""Made-up rows for proofs of shapes, warm-up, tuning, memory and ``verify``."""
+"""Made-up rows for proofs of shapes (``vlm_batch.proofs``), warm-up, tuning and memory."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from vlm_batch.arrays import as_mlx
 from vlm_batch.caches import take_row, trim
 from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.caches.states import CopiedState
 from vlm_batch.engine.port import ModelAdapter
-from vlm_batch.engine.sampling import SamplingRow, sample
 from vlm_batch.engine.shapes import Shapes
 from vlm_batch.records import DecodeStep, Encoded
-from vlm_batch.types import Result, SamplingParams
-
-if TYPE_CHECKING:
-    from vlm_batch.engine.generator import BatchGenerator
 
 #: Ids of plain text in every vocabulary.
 FIRST_ID, LAST_ID = 3, 99
@@ -127,46 +121,3 @@ class Trial:
                 [*(at + step for at in first), *[0] * idle], dtype=mx.int32
             )
             yield decode(DecodeStep(tokens[:, None], positions, layers, extras))
-
-
-@dataclass(frozen=True)
-class Asked:
-    """A request to submit before step ``at``."""
-
-    inputs: Any  # a processor's output
-    params: SamplingParams
-    at: int = 0
-
-
-def played(
-    engine: BatchGenerator, asked: Sequence[Asked]
-) -> list[tuple[Result, list[mx.array]]]:
-    """Run requests to their ends. Returns results and each token's logits (V,)."""
-    # by step; wrong drafts are overwritten
-    recorded: list[dict[int, mx.array]] = [{} for _ in asked]
-    results: dict[int, Result] = {}
-
-    def recording(logits: mx.array, rows: Sequence[SamplingRow]) -> Any:
-        for place, row in enumerate(rows):
-            recorded[row.seed][row.step] = logits[place]
-        return sample(logits, rows)
-
-    engine.sampler = recording
-    due = sorted(range(len(asked)), key=lambda index: asked[index].at)
-    step = 0
-    while due or engine.has_work:
-        while due and asked[due[0]].at <= step:
-            index = due.pop(0)
-            engine.insert(
-                str(index),
-                as_mlx(asked[index].inputs),
-                replace(asked[index].params, seed=index),
-            )
-        for event in engine.step():
-            if event.result is not None:
-                results[int(event.request_id)] = event.result
-        step += 1
-    return [
-        (results[index], [one for _, one in sorted(recorded[index].items())])
-        for index in range(len(asked))
-    ]
