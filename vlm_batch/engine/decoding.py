@@ -67,32 +67,39 @@ class Decoder:
 
     def logits(self, batch: DecodeBatch, rows: Sequence[Row]) -> mx.array:
         """Return logits (R, V) of ``rows`` from a forward over all places. K drafted tokens add K rows."""
-        drafts = {
-            row: len(row.answer.drafter.ahead)
-            for row in rows
-            if row.answer.drafter.ahead
-        }
-        if drafts:
-            counts = batch.counts(drafts)
+        drafting = [row for row in rows if row.answer.drafter.ahead]
+        if drafting:
+            counts = batch.counts(
+                {row: len(row.answer.drafter.ahead) for row in drafting}
+            )
             if counts is not None:
                 return self._drafted(batch, rows, counts)
-            for row in drafts:
+            for row in drafting:
                 row.answer.drafter.drop()
-        places = batch.places
-        batch.num_positions = len(places)
-        tokens = last_tokens(places)[:, None]  # (B, 1)
-        positions = [0 if row is None else row.position for row in places]
-        extras = [{} if row is None else row.facts.extras for row in places]
-        logits, *hidden = self._forward(
-            DecodeStep(
-                tokens, mx.array(positions, dtype=mx.int32), batch.layers, extras
-            )
+        batch.num_positions = len(batch.places)
+        positions: list[int] = []
+        extras: list[Mapping[str, Any]] = []
+        places: list[int] = []  # of rows
+        for place, row_or_none in enumerate(batch.places):
+            if row_or_none is None:
+                positions.append(0)
+                extras.append({})
+                continue
+            places.append(place)
+            positions.append(row_or_none.position)
+            extras.append(row_or_none.facts.extras)
+        step = DecodeStep(
+            last_tokens(batch.places)[:, None],
+            mx.array(positions, dtype=mx.int32),
+            batch.layers,
+            extras,
         )
+        logits, *hidden = self._forward(step)
         if hidden:
-            _keep_hidden(hidden[0], rows, [places.index(row) for row in rows])
-        if len(rows) == len(places):
+            _keep_hidden(hidden[0], rows, places)
+        if len(places) == len(batch.places):
             return logits
-        return logits[mx.array([places.index(row) for row in rows])]
+        return logits[mx.array(places)]
 
     def _drafted(
         self, batch: DecodeBatch, rows: Sequence[Row], counts: Sequence[int]

@@ -17,6 +17,7 @@ from vlm_batch.caches.states import LayerState
 from vlm_batch.engine.constraints import Guide
 from vlm_batch.engine.drafter import NO_DRAFTER, NoDrafter
 from vlm_batch.engine.logprobs import PromptScores
+from vlm_batch.engine.overlap import Overlap
 from vlm_batch.engine.port import NO_TEXT, AnswerText, Decode, Loading
 from vlm_batch.engine.sampling import NO_RULES, RowRules
 from vlm_batch.engine.text import Detokenizer, StopStrings
@@ -190,16 +191,12 @@ class RowReuse:
     key: PromptKey | None = None
     cached: int = 0  # positions taken from an earlier row
     logits: mx.array | None = None  # (1, V) after its prompt, if they were kept
-    # (version of the prefix cache, length of its match then)
-    known: tuple[int, int] = (-1, 0)
-    # positions shared with each row in prefill
-    shared: dict[Row, int] = field(default_factory=dict)
+    overlap: Overlap = field(default_factory=Overlap)  # with other prompts
     stops: tuple[int, ...] = ()  # ends of chunks, for snapshots
     snapshots: dict[int, Snapshot] = field(default_factory=dict)
     constant: dict[int, LayerState] = field(default_factory=dict)
     # its prompt's state, until its first token is known to be finite
     pending: SavedRow | None = None
-    is_wanted: bool = False  # whether its caches are kept at its end
     left: list[Any] | None = None  # its single-row caches, after it left the batch
 
 
@@ -265,7 +262,7 @@ class Row:
 
     def begin_again(self) -> None:
         """Go back to before encoding. Told tokens stay."""
-        answer, book = self.answer, self.reuse
+        answer, reuse = self.answer, self.reuse
         if not self.clock.first_token:
             self.clock.placed = 0.0
         self.losses += 1
@@ -273,7 +270,7 @@ class Row:
             answer.ending = None
         self.status = Status.WAITING
         self.prompt = Prompt(inputs=None if self.given is None else as_mlx(self.given))
-        self.reuse = RowReuse(continues=book.continues, is_returned=book.is_returned)
+        self.reuse = RowReuse(continues=reuse.continues, is_returned=reuse.is_returned)
         answer.drawn = None
         answer.num_sampled = 0
         answer.num_fed = 0

@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from vlm_batch.engine.admission import Admission
 from vlm_batch.engine.groups import DecodeGroups
-from vlm_batch.engine.reuse import Reuse, if_it_can_be
+from vlm_batch.engine.reuse import Reuse, keeping
 from vlm_batch.engine.row import Ending, Prompt, Row, Status, fork
 from vlm_batch.engine.scheduler import Scheduler
 from vlm_batch.errors import let_go
@@ -109,10 +109,11 @@ class Rows:
 
     def leave(self, row: Row) -> None:
         """Free a row's place; keep its caches if wanted."""
-        group, book = self.batch.of(row), row.reuse
-        if book.is_wanted and (group is not None or row.is_parked):
-            with if_it_can_be(book):
-                book.left = row.prompt.cache if group is None else group.take(row)
+        group = self.batch.of(row)
+        has_caches = group is not None or row.is_parked
+        if has_caches and self._reuse.wants_caches(row):
+            with keeping(row):
+                row.reuse.left = row.prompt.cache if group is None else group.take(row)
         self.batch.leave(row)
 
     def put_back(self, row: Row) -> None:

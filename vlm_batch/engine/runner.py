@@ -22,7 +22,7 @@ from vlm_batch.engine.port import ModelAdapter
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.row import Facts, Row
 from vlm_batch.engine.rows import Rows
-from vlm_batch.engine.sampling import READ_HISTORY, RowRules, stages_of
+from vlm_batch.engine.sampling import RowRules, stages_of
 from vlm_batch.engine.scheduler import PrefillRow
 from vlm_batch.engine.shapes import Shapes
 from vlm_batch.engine.work import (
@@ -175,7 +175,7 @@ class Runner:
         answer.changes_logits = bool(stages)
         if self.drafts is not None:
             self.drafts.give_drafter(row, encoded)
-        if answer.bad_words or not READ_HISTORY.isdisjoint(stages):
+        if any(stage.reads_history for stage in stages):
             known = [token for token in encoded.input_ids[0].tolist() if token >= 0]
             answer.history = mx.array(known, dtype=mx.int32)
         if not row.clock.first_token:
