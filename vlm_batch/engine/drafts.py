@@ -124,15 +124,18 @@ class Drafts:
         return any(self._is_due(group) for group in groups if not group.is_apart)
 
     def _is_due(self, group: DecodeBatch) -> bool:
-        foreseen = {row: self._foreseen(row) for row in group.rows}
-        found = {row: one for row, one in foreseen.items() if one is not None}
+        found: dict[Row, Expectation] = {}
+        has_forms = False
+        for row in group.rows:
+            foreseen = self._foreseen(row)
+            if foreseen is not None:
+                found[row] = foreseen
+                has_forms |= row.answer.guide is not None
         if not found:
             return False
         is_due = bool(self._chosen(group, found, LEAST_GAIN))
-        has_forms = any(row.answer.guide is not None for row in found)
-        if is_due or has_forms:
-            self._pause = 0
-        else:
+        self._pause = 0
+        if not is_due and not has_forms:
             self._pause = min(PAUSE + self._num_refused, MOST_PAUSE)
         return is_due
 
@@ -162,31 +165,35 @@ class Drafts:
         """Give drafts to rows whose tokens have been read."""
         if group.is_apart:
             return
-        drafts, found = dict[Row, tuple[int, ...]](), dict[Row, Expectation]()
+        proposed = dict[Row, tuple[int, ...]]()
+        found = dict[Row, Expectation]()
         for row in filter(_can, group.rows):
-            most = _most(row)
             try:
-                tokens = checked(self.draft(row, form_seconds), most, self.num_words)
+                tokens = self.draft(row, form_seconds)
+                proposed[row] = checked(tokens, _most(row), self.num_words)
             except Exception:
                 self._give_up(row)
                 continue
-            own = _drafter(row).expected(tokens)
-            is_forced = own is not None and own.source == "form"
-            best = own if is_forced else self._better(row, own, most)
-            if best is not None:
-                drafts[row], found[row] = tokens, best
-        if not found:
-            return
-        chosen = self._chosen(group, found, LEAST_GAIN_READ)
-        if not chosen:
-            return
-        self._num_refused = 0
-        asked = {row: n for row, n in chosen.items() if found[row].source == "model"}
+            expected = self._expected(row, proposed[row])
+            if expected is not None:
+                found[row] = expected
+        chosen = self._chosen(group, found, LEAST_GAIN_READ) if found else {}
+        asked: dict[Row, int] = {}
         for row, count in chosen.items():
-            if row not in asked:
-                _drafter(row).launch(drafts[row][:count])
+            self._num_refused = 0
+            if found[row].source == "model":
+                asked[row] = count
+            else:
+                _drafter(row).launch(proposed[row][:count])
         if asked:
             self._launch_model(group, asked, form_seconds)
+
+    def _expected(self, row: Row, tokens: tuple[int, ...]) -> Expectation | None:
+        """Return what to expect of a row's own draft, or of the model's. What a form forces goes first."""
+        own = _drafter(row).expected(tokens)
+        if own is not None and own.source == "form":
+            return own
+        return self._better(row, own, _most(row))
 
     def draft(self, row: Row, form_seconds: Callable[[], float]) -> tuple[int, ...]:
         """Return what a row's own sources propose. Raises what they raise."""
@@ -210,8 +217,11 @@ class Drafts:
         """Return each row's drafted tokens, if worth their forward."""
         best, chosen = least, dict[Row, int]()
         for size, floor in itertools.product(SIZES, FLOORS):
-            wanted = {row: one.within(size, floor) for row, one in found.items()}
-            lengths = {row: length for row, length in wanted.items() if length > 0}
+            lengths: dict[Row, int] = {}
+            for row, one in found.items():
+                length = one.within(size, floor)
+                if length > 0:
+                    lengths[row] = length
             gain = self._gain_of(group, found, lengths, least)
             if gain > best:
                 best, chosen = gain, lengths
@@ -228,16 +238,18 @@ class Drafts:
     ) -> float:
         """Return the gain of drafts of these lengths; 0 if it is below ``least``, or they are impossible."""
         num_rows, places = len(group), len(group.places)
-        expected = sum(found[row].tokens(length) for row, length in lengths.items())
+        expected, by_model = 0.0, 0
+        for row, length in lengths.items():
+            expected += found[row].tokens(length)
+            if found[row].source == "model":
+                by_model = max(by_model, length)
         if num_rows + expected < least * num_rows:
             return 0.0  # not even if the forward took no longer
         counts = group.counts(lengths)
         if counts is None:
             return 0.0
-        of_model = [n for row, n in lengths.items() if found[row].source == "model"]
         # unknown seconds: it is tried
-        a_token = self.model_seconds.of(places) or 0.0
-        drafting = max(of_model, default=0) * a_token
+        drafting = by_model * (self.model_seconds.of(places) or 0.0)
         return self.gain(num_rows, expected, places, sum(counts), drafting)
 
     def gain(
@@ -287,12 +299,11 @@ class Drafts:
     ) -> dict[Row, tuple[int, ...]]:
         """Let the model draft. A model that raises is not asked again."""
         begin, count = time.perf_counter(), max(lengths.values())
-        states = [
-            _drafter(row).read() if row is not None and row in lengths else None
-            for row in group.places
-        ]
+        states: list[DraftState | None] = [None] * len(group.places)
+        for row in lengths:
+            states[group.places.index(row)] = _drafter(row).read()
         live = [state for state in states if state is not None]
-        reads_prompt = any(len(state.tokens) > 1 + MOST_PROPOSED for state in live)
+        longest = max(len(state.tokens) for state in live)
         try:
             assert self.model is not None
             told: Any = self.model.propose(states, group.layers, count).tolist()
@@ -310,7 +321,7 @@ class Drafts:
             state.hidden.clear()
         seconds = time.perf_counter() - begin
         self.clock.drafted(seconds)
-        if not reads_prompt:
+        if longest <= 1 + MOST_PROPOSED:  # else it has read a prompt's end
             self.model_seconds.record(len(group.places), seconds / count)
         return found
 

@@ -142,34 +142,32 @@ class Runner:
         check_encoded(encoded)
         prompt.ends = self._shapes.ends(encoded.length, encoded.atomic)
         if params.prompt_logprobs is not None:
-            if prompt.ends and not self.adapter.scores_chunks:
-                raise InvalidParameters(
-                    "prompt_logprobs: this family's take a forward a token, which reproducible=True excludes"
-                )
-            answer.prompt_scores = self._scores(params.prompt_logprobs, encoded)
-        context = self.adapter.max_context
-        check_length(
-            encoded.length,
-            context,
-            self._max_prompt_tokens,
-            least=min(1, params.max_tokens),
-        )
+            answer.prompt_scores = self._scores(row, params.prompt_logprobs, encoded)
+        self._check_length(row, encoded.length)
         prompt.is_shared = answer.prompt_scores is None and self._shapes.shares(encoded)
-        prompt.inputs, prompt.encoded, prompt.prefilled = None, encoded, cached
-        row.facts = Facts(
-            encoded.length,
-            encoded.position.delta,
-            encoded.image_tokens,
-            encoded.model_image_sizes,
-            encoded.vocabulary,
-            encoded.decode,
-            tuple(encoded.input_ids[0].tolist()) if row.returns_prompt_ids else None,
-        )
-        answer.max_tokens = (
-            params.max_tokens
-            if context is None
-            else min(params.max_tokens, context - encoded.length)
-        )
+        prompt.inputs = None
+        prompt.encoded = encoded
+        prompt.prefilled = cached
+        row.facts = _facts(row, encoded)
+        self._begin_answer(row, encoded)
+        if not row.clock.first_token:
+            row.clock.encode_seconds = time.perf_counter() - begin
+        self._rows.waiting.memory.check(row)
+        return Part([row]), [encoded.inputs_embeds]
+
+    def _check_length(self, row: Row, length: int) -> None:
+        """Raise PromptTooLong."""
+        limit, context = self._max_prompt_tokens, self.adapter.max_context
+        least = min(1, row.params.max_tokens)
+        check_length(length, context, limit, least=least)
+
+    def _begin_answer(self, row: Row, encoded: Encoded) -> None:
+        """Prepare what the choice of a row's tokens needs."""
+        answer, params = row.answer, row.params
+        answer.max_tokens = params.max_tokens
+        if self.adapter.max_context is not None:
+            room = self.adapter.max_context - encoded.length
+            answer.max_tokens = min(params.max_tokens, room)
         answer.rules = RowRules(answer.end_ids, answer.bad_words)
         stages = stages_of(params, answer.rules)
         answer.changes_logits = bool(stages)
@@ -178,13 +176,13 @@ class Runner:
         if any(stage.reads_history for stage in stages):
             known = [token for token in encoded.input_ids[0].tolist() if token >= 0]
             answer.history = mx.array(known, dtype=mx.int32)
-        if not row.clock.first_token:
-            row.clock.encode_seconds = time.perf_counter() - begin
-        self._rows.waiting.memory.check(row)
-        return Part([row]), [encoded.inputs_embeds]
 
-    def _scores(self, count: int, encoded: Encoded) -> PromptScores:
+    def _scores(self, row: Row, count: int, encoded: Encoded) -> PromptScores:
         """Return an empty record, or raise InvalidParameters."""
+        if row.prompt.ends and not self.adapter.scores_chunks:
+            raise InvalidParameters(
+                "prompt_logprobs: this family's take a forward a token, which reproducible=True excludes"
+            )
         if encoded.input_ids.shape[1] != encoded.length:
             raise InvalidParameters(
                 "prompt_logprobs: this family's prompts have more positions than tokens"
@@ -202,24 +200,29 @@ class Runner:
     # Prompts, into caches
 
     def views(self, now: float) -> list[PrefillRow]:
-        found = []
-        for name, row in self._rows.prefilling.items():
-            prompt, length = row.prompt, row.facts.length
-            assert prompt.encoded is not None
-            stops = (*self._stops, *row.reuse.stops)
-            if row.answer.prompt_scores is not None:
-                together = POSITIONS_TOGETHER if self.adapter.scores_chunks else 1
-                stops = (*stops, *range(together, length, together))
-            waited = max(0.0, now - row.clock.submitted)
-            atomic = prompt.encoded.atomic
-            at = (length, prompt.prefilled)
-            client = row.client
-            found.append(
-                PrefillRow(
-                    name, *at, atomic, stops, row.priority, waited, prompt.ends, client
-                )
-            )
-        return found
+        """Return the rows in prefill as the scheduler sees them."""
+        return [
+            self._view(name, row, now) for name, row in self._rows.prefilling.items()
+        ]
+
+    def _view(self, name: str, row: Row, now: float) -> PrefillRow:
+        prompt, length = row.prompt, row.facts.length
+        assert prompt.encoded is not None
+        stops = (*self._stops, *row.reuse.stops)
+        if row.answer.prompt_scores is not None:
+            together = POSITIONS_TOGETHER if self.adapter.scores_chunks else 1
+            stops = (*stops, *range(together, length, together))
+        return PrefillRow(
+            name,
+            length,
+            prompt.prefilled,
+            prompt.encoded.atomic,
+            stops,
+            row.priority,
+            max(0.0, now - row.clock.submitted),
+            prompt.ends,
+            row.client,
+        )
 
     def group(self, chunks: Sequence[Work]) -> list[Work]:
         """Merge chunks of whole prompts that share an array."""
@@ -230,16 +233,14 @@ class Runner:
             if _is_shared(row, chunk.begin, chunk.end):
                 encoded = row.prompt.encoded
                 kinds.setdefault(encoded and encoded.kind, []).append(chunk)
-        merged: dict[Work, Work] = {}
-        absorbed: set[Work] = set()
+        # of each group the first chunk stands for all
+        merged: dict[Work, Work | None] = {chunk: chunk for chunk in chunks}
         for alike in kinds.values():
             for places in self._shapes.groups([chunk.end for chunk in alike]):
                 group = [alike[place] for place in places]
-                names = tuple(chunk.rows[0] for chunk in group)
-                longest = max(chunk.end for chunk in group)
-                merged[group[0]] = replace(group[0], rows=names, end=longest)
-                absorbed.update(group[1:])
-        return [merged.get(chunk, chunk) for chunk in chunks if chunk not in absorbed]
+                merged |= dict.fromkeys(group)
+                merged[group[0]] = _merged(group)
+        return [work for work in merged.values() if work is not None]
 
     def prefill(self, work: Work) -> list[Part | Failed]:
         """Launch a chunk, or several prompts together; if that fails, each alone."""
@@ -360,11 +361,34 @@ class Runner:
         return part, [*state, *kept, *scored]
 
 
+def _facts(row: Row, encoded: Encoded) -> Facts:
+    """Return what outlives an encoded prompt."""
+    token_ids: tuple[int, ...] | None = None
+    if row.returns_prompt_ids:
+        token_ids = tuple(encoded.input_ids[0].tolist())
+    return Facts(
+        length=encoded.length,
+        delta=encoded.position.delta,
+        image_tokens=encoded.image_tokens,
+        model_image_sizes=encoded.model_image_sizes,
+        vocabulary=encoded.vocabulary,
+        extras=encoded.decode,
+        token_ids=token_ids,
+    )
+
+
 def _is_chosen_apart(row: Row) -> bool:
     """Return whether a row's next token depends on its last, or it drafts."""
     if row.answer.drafter.ahead:
         return True
     return row.answer.guide is not None and row.answer.known_token is None
+
+
+def _merged(group: Sequence[Work]) -> Work:
+    """Return a chunk of all rows of several whole prompts."""
+    names = tuple(chunk.rows[0] for chunk in group)
+    longest = max(chunk.end for chunk in group)
+    return replace(group[0], rows=names, end=longest)
 
 
 def _is_shared(row: Row, begin: int, end: int) -> bool:

@@ -96,17 +96,23 @@ class _Arrays:
 
 def _word_arrays(words: Sequence[Sequence[int]]) -> dict[str, mx.array]:
     """Return the fields of ``_Arrays`` for bad words."""
+    single: list[int] = []
+    several: list[Sequence[int]] = []
+    for word in words:
+        if len(word) == 1:
+            single.append(word[0])
+        else:
+            several.append(word)
     made: dict[str, mx.array] = {}
-    single = [word[0] for word in words if len(word) == 1]
     if single:
         made["single"] = mx.array(single)
-    several = [list(word) for word in words if len(word) > 1]
     if several:
         longest = max(map(len, several))
-        padded = [[-1] * (longest - len(word)) + word[:-1] for word in several]
-        made["words"] = mx.array(padded)
+        padded = [[-1] * (longest - len(word)) + list(word) for word in several]
+        every = mx.array(padded)
+        made["words"] = every[:, :-1]
+        made["lasts"] = every[:, -1]
         made["lengths"] = mx.array([len(word) - 1 for word in several])
-        made["lasts"] = mx.array([word[-1] for word in several])
     return made
 
 
@@ -329,19 +335,35 @@ def sample(logits: mx.array, rows: Sequence[SamplingRow]) -> Sampled:
     drawn = [i for i, row in enumerate(rows) if row.params.temperature > 0]
     # A cutoff could hide infinity or NaN: drawn rows look for them in all logits.
     highest = mx.max(logits, axis=-1) if drawn else _at(logits, tokens)
-    plain = [i for i in drawn if not _is_sorted(rows[i].params)]
-    ordered = [i for i in drawn if _is_sorted(rows[i].params)]
-    if plain:
-        tokens = _merge(tokens, plain, _draw(*_noisy(logits, rows, plain)))
-    if ordered:
-        tokens = _merge(tokens, ordered, _draw_sorted(*_noisy(logits, rows, ordered)))
-    wanted = {i: row.params.logprobs for i, row in enumerate(rows)}
-    counts = {i: count for i, count in wanted.items() if count is not None}
+    if drawn:
+        tokens = _drawn(tokens, logits, rows, drawn)
+    counts: dict[int, int] = {}
+    for place, row in enumerate(rows):
+        if row.params.logprobs is not None:
+            counts[place] = row.params.logprobs
     if not counts:
         return Sampled(tokens, highest)
     asked = mx.array(list(counts))
     told = Logprobs.of(logits[asked], tokens[asked], list(counts.values()))
     return Sampled(tokens, highest, told, tuple(counts))
+
+
+def _drawn(
+    tokens: mx.array,
+    logits: mx.array,
+    rows: Sequence[SamplingRow],
+    places: Sequence[int],
+) -> mx.array:
+    """Return tokens (B,), those at places drawn."""
+    plain: list[int] = []
+    ordered: list[int] = []
+    for place in places:
+        (ordered if _is_sorted(rows[place].params) else plain).append(place)
+    if plain:
+        tokens = _merge(tokens, plain, _draw(*_noisy(logits, rows, plain)))
+    if ordered:
+        tokens = _merge(tokens, ordered, _draw_sorted(*_noisy(logits, rows, ordered)))
+    return tokens
 
 
 def _at(logits: mx.array, tokens: mx.array) -> mx.array:

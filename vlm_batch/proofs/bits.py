@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -45,24 +46,26 @@ def step_bits(
     trial: Trial, counts: Sequence[int], decode: Decode | None = None
 ) -> dict[int, BitsByCount]:
     """Return ``Bits`` of decode steps, by columns (0: none) and rows. With ``decode``, of their logits alone."""
-    context = trial.adapter.max_context
+    context = trial.adapter.max_context or sys.maxsize
     rows: list[TrialRow] = []
     for seed, length in enumerate(LENGTHS[trial.shapes.layout]):
-        if context is None or length + STEPS < context:
+        if length + STEPS < context:
             rows.append(trial.row(length, seed))
     if not _has_columns(trial, rows[0]):
         return {0: decode_bits(trial, rows, counts, decode=decode)}
     found: dict[int, BitsByCount] = {}
     for width in WIDTHS:
-        if context is not None and width >= 2 * context:
+        if width >= 2 * context:
             break
         fitting = [row for row in rows if row.encoded.length + STEPS <= width]
         tried = _within_bytes(rows[0], width, counts)
-        bits = decode_bits(trial, fitting, tried, columns=width, decode=decode)
-        stands_for = {count: min(count, tried[-1]) for count in counts}
-        found[width] = {
-            count: bits[other] for count, other in stands_for.items() if other in bits
-        }
+        bits = dict(decode_bits(trial, fitting, tried, columns=width, decode=decode))
+        largest = bits.get(tried[-1])
+        if largest is not None:
+            for count in counts:
+                if count > tried[-1]:
+                    bits[count] = largest
+        found[width] = bits
     return found
 
 
@@ -93,18 +96,24 @@ def decode_bits(
     found: dict[int, tuple[Bits, ...]] = {}
     for count in counts:
         seen: list[set[Bits]] = [set() for _ in rows]
-        shifts = len(rows) if count < len(rows) else 2
-        for shift in range(shifts):
-            numbers = [(place + shift) % len(rows) for place in range(count)]
-            if shift and count > len(rows):
-                numbers.pop()  # the last place is idle
+        for numbers in _turns(len(rows), count):
             live = [rows[number] for number in numbers]
             bits = _place_bits(trial, live, count, columns, decode)
             for number, own in zip(numbers, bits, strict=True):
                 seen[number].add(own)
-        if all(len(bits) == 1 for bits in seen):
+        if max(map(len, seen)) == 1:
             found[count] = tuple(bits.pop() for bits in seen)
     return found
+
+
+def _turns(num_rows: int, count: int) -> list[list[int]]:
+    """Return which rows stand at ``count`` places, several times: each row at several places."""
+    turns: list[list[int]] = []
+    for shift in range(num_rows if count < num_rows else 2):
+        turns.append([(place + shift) % num_rows for place in range(count)])
+    if count > num_rows:
+        turns[1].pop()  # the last place is idle
+    return turns
 
 
 def _place_bits(
@@ -147,24 +156,23 @@ def _marks(rows: mx.array, count: int) -> mx.array:
 
 def agreeing_widths(found: Mapping[int, BitsByCount], count: int) -> tuple[int, ...]:
     """Return the largest set of columns with equal bits, preferring wide ones; empty without columns."""
+    bits = {width: found[width][count] for width in sorted(found, reverse=True)}
     sets: list[list[int]] = []
-    for width in sorted(found, reverse=True):
-        own = found[width][count]
-        same = (one for one in sets if _agrees(own, [found[n][count] for n in one]))
-        fitting = next(same, None)
-        if fitting is None:
-            sets.append([width])
+    for width, own in bits.items():
+        for widths in sets:
+            if all(_agree(own, bits[other]) for other in widths):
+                widths.append(width)
+                break
         else:
-            fitting.append(width)
+            sets.append([width])
     largest = max(sets, key=len)
     return tuple(sorted(width for width in largest if width))
 
 
-def _agrees(bits: Sequence[Any], others: Sequence[Sequence[Any]]) -> bool:
+def _agree(some: Sequence[Any], others: Sequence[Any]) -> bool:
     """Return whether rows have the same bits, as far as both were run."""
-    return all(
-        one == two for other in others for one, two in zip(bits, other, strict=False)
-    )
+    both = min(len(some), len(others))
+    return some[:both] == others[:both]
 
 
 # Products
