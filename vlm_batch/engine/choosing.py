@@ -68,7 +68,9 @@ class Positions:
         """Return those of rows that did not fail."""
         if not failed:
             return self
-        wrong = {row for one in failed for row in one.rows}
+        wrong: list[Row] = []
+        for one in failed:
+            wrong += one.rows
         return self.only([at for at, row in enumerate(self.rows) if row not in wrong])
 
     def by_row(self) -> dict[Row, list[int]]:

@@ -170,18 +170,14 @@ def last_tokens(places: Sequence[Row | None]) -> mx.array:
         return together
     runs: list[_Run] = []
     for row in places:
-        run = runs[-1] if runs else None
         if row is None:
-            # any token, which becomes 0 below; the run's next one needs no further slice
-            tokens, at = mx.zeros((1,), dtype=mx.int32), 0
-            goes_on = run is not None and run.end < run.tokens.size
-        else:
-            assert row.answer.drawn is not None
-            tokens, at = row.answer.drawn, row.answer.drawn_at
-            goes_on = run is not None and tokens is run.tokens and at == run.end
-        if run is not None and goes_on:
-            run.end += 1
-        else:
+            # any token, which becomes 0 below; a run's next one needs no further slice
+            if not runs or not runs[-1].take_any():
+                runs.append(_Run(mx.zeros((1,), dtype=mx.int32), 0, 1))
+            continue
+        tokens, at = row.answer.drawn, row.answer.drawn_at
+        assert tokens is not None
+        if not runs or not runs[-1].take(tokens, at):
             runs.append(_Run(tokens, at, at + 1))
     parts = [run.cut() for run in runs]
     found = parts[0] if len(parts) == 1 else mx.concatenate(parts)
@@ -208,6 +204,16 @@ class _Run:
     tokens: mx.array
     first: int
     end: int
+
+    def take(self, tokens: mx.array, at: int) -> bool:
+        """Go on by a token, if it is the next one."""
+        is_next = tokens is self.tokens and at == self.end
+        self.end += is_next
+        return is_next
+
+    def take_any(self) -> bool:
+        """Go on by the next token, if there is one."""
+        return self.end < self.tokens.size and self.take(self.tokens, self.end)
 
     def cut(self) -> mx.array:
         is_whole = self.end - self.first == self.tokens.size

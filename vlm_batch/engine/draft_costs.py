@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 import time
+from bisect import bisect
 from collections import deque
 from dataclasses import dataclass
 
@@ -65,12 +66,14 @@ class StepSeconds:
             return None
         if rows in medians:  # a larger forward that was faster tells more
             return min(seconds for size, seconds in medians.items() if size >= rows)
-        low = max((size for size in medians if size < rows), default=None)
-        high = min((size for size in medians if size > rows), default=None)
-        if low is None:
-            return medians[min(medians)]
-        if high is None:
+        sizes = sorted(medians)
+        at = bisect(sizes, rows)
+        if at == 0:
+            return medians[sizes[0]]
+        low = sizes[at - 1]
+        if at == len(sizes):
             return medians[low] * (1 + self.SLOPE * (rows / low - 1))
+        high = sizes[at]
         share = (rows - low) / (high - low)
         return medians[low] + share * (medians[high] - medians[low])
 

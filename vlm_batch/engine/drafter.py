@@ -210,21 +210,19 @@ class Drafter(NoDrafter):
         self, most: int, guide: Guide | None, position: int
     ) -> Expectation | None:
         """Return what to expect of the model that drafts, if it knows the row up to ``position``."""
-        if self.state is None or not self.state.hidden or most <= 0:
+        if most <= 0 or (guide is not None and not guide.looks_ahead):
             return None
-        is_free = guide is None or guide.looks_ahead
-        if not is_free or self.state.hidden[-1].end != position:
+        if self.state is None or self.state.end != position:
             return None
         return Expectation("model", min(SIZES[-1], most), self.rates["model"])
 
     def read(self) -> DraftState:
         """Return what the model that drafts is to read: hidden states, and the tokens behind them."""
         assert self.state is not None
-        self.state.tokens = [
-            token
-            for one in self.state.hidden
-            for token in self.text.said(one.begin + 1, one.end + 1)
-        ]
+        tokens: list[int] = []
+        for one in self.state.hidden:
+            tokens += self.text.said(one.begin + 1, one.end + 1)
+        self.state.tokens = tokens
         return self.state
 
     # What becomes of it

@@ -80,8 +80,9 @@ class Drafts:
 
     def give_drafter(self, row: Row, prompt: Encoded) -> None:
         """Let a row draft, unless it has a drafter, or logits processors, which may count calls."""
-        may_draft = row.may_draft and not row.params.logits_processors
-        if not may_draft or row.answer.drafter is not NO_DRAFTER:
+        if row.answer.drafter is not NO_DRAFTER:
+            return
+        if not row.may_draft or row.params.logits_processors:
             return
         ids = np.array(prompt.input_ids, dtype=np.int32)[0]
         state = None

@@ -240,9 +240,10 @@ class Reuse:
         if key is None:
             return 0
         found = self._match(row, key)
-        if not all(kind_of(cache).is_whole for cache in fresh):
+        if not _can_be_cut(fresh):
             common = 0 if found is None else found.common
-            own.stops = tuple(sorted({common, *(end for _, end in key.pictures)}))
+            ends = {end for _, end in key.pictures}
+            own.stops = tuple(sorted({common} | ends))
         if found is None or not found.length:
             return 0
         self._restore(row, key, found)
@@ -405,6 +406,11 @@ def _misfit(saved: SavedRow, common: int) -> InvalidCache:
     )
 
 
+def _can_be_cut(caches: Sequence[Any]) -> bool:
+    """Return whether all layers can go back to an earlier position."""
+    return all(kind_of(cache).is_whole for cache in caches)
+
+
 def _needs_snapshot(row: Row) -> bool:
     """Return whether a snapshot is due after a chunk: layers that cannot be cut back are there, and the last is far."""
     own, prompt = row.reuse, row.prompt
@@ -412,7 +418,7 @@ def _needs_snapshot(row: Row) -> bool:
     is_far = prompt.prefilled - max(before, default=0) >= SNAPSHOT_STRIDE
     if not is_far and prompt.prefilled not in own.stops:
         return False
-    return not all(kind_of(cache).is_whole for cache in prompt.cache or ())
+    return not _can_be_cut(prompt.cache or ())
 
 
 def _add_snapshot(row: Row, logits: mx.array | None) -> list[mx.array]:

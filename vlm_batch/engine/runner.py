@@ -111,7 +111,7 @@ class Runner:
         count = 1
         while count < len(rows) and self.encoding.fits(sizes[count]):
             count += 1
-        if count < 2:
+        if count == 1:
             return 0
         before = mx.get_active_memory()
         prompts = [row.prompt for row in rows[:count]]
@@ -120,16 +120,18 @@ class Runner:
             found = self.adapter.encode_together(given, self._shapes.encode_call())
         except Exception:
             return 0  # each row is encoded alone, for an error of its own
-        for prompt, inputs in zip(prompts, found, strict=True):
-            prompt.inputs = inputs
-        shared = [at for at in range(count) if found[at] is not given[at]]
-        if not shared or shared[-1] == 0:
+        last = 0  # row whose pictures were encoded
+        # the first row after it that needs a tower of its own is another call's
+        reach = count
+        for at in reversed(range(count)):
+            prompts[at].inputs = found[at]
+            if found[at] is not given[at]:
+                last = max(last, at)
+            elif at:
+                reach = at
+        if not last:
             return 0
-        self.encoding.begin(sizes[shared[-1]], before)
-        # the next row that needs a tower of its own is another call's
-        reach = 1
-        while reach in shared:
-            reach += 1
+        self.encoding.begin(sizes[last], before)
         return reach
 
     def _encode_row(self, row: Row) -> Made:

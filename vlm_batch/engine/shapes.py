@@ -6,7 +6,7 @@ tested to give the same bits (``vlm_batch.proofs``).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -208,13 +208,9 @@ class FreeShapes:
         placement: Placement | None = None,
     ) -> list[LayerCache]:
         """Return an empty batch's layers for such caches."""
-        layout = placement or self.layout
-        columns = partial(self.columns, least=least)
-        layers: list[LayerCache] = []
-        for single in caches:
-            layer = kind_of(single).batched(layout, places)
-            layer.configure(columns, self.policy.few_bits)
-            layers.append(layer)
+        layers = _batched(caches, placement or self.layout, places)
+        for layer in layers:
+            layer.configure(partial(self.columns, least=least), self.policy.few_bits)
         return layers
 
     def decode_call(self) -> Call:
@@ -427,11 +423,9 @@ class FixedShapes:
         placement: Placement | None = None,
     ) -> list[LayerCache]:
         columns = partial(self.columns, least=least)
-        layers: list[LayerCache] = []
-        for single in caches:
-            layer = kind_of(single).batched(self.layout, places)
+        layers = _batched(caches, self.layout, places)
+        for layer in layers:
             layer.configure(columns, self.few_bits, always_masked=True)
-            layers.append(layer)
         return layers
 
     def decode_call(self) -> Call:
@@ -442,8 +436,9 @@ class FixedShapes:
     ) -> list[int] | None:
         """As ``FreeShapes``, but the positions add up to one of ``counts``, and in slabs all are equal."""
         if placement is Placement.SLAB:
-            count = 1 + max(count or 0 for count in drafts)
-            return [count] * len(drafts) if count * len(drafts) in self.counts else None
+            longest = max(count or 0 for count in drafts)
+            counts = [1 + longest] * len(drafts)
+            return counts if sum(counts) in self.counts else None
         counts = [0 if count is None else 1 + count for count in drafts]
         total = _least(self.counts, sum(counts))
         if not total:
@@ -475,6 +470,11 @@ Shapes: TypeAlias = FreeShapes | FixedShapes
 def _least(numbers: Sequence[int], wanted: int, default: int = 0) -> int:
     """Return the first of ascending numbers that is enough."""
     return next((number for number in numbers if number >= wanted), default)
+
+
+def _batched(caches: Sequence[Any], layout: Placement, places: int) -> list[LayerCache]:
+    """Return empty layers for rows with such caches."""
+    return [kind_of(single).batched(layout, places) for single in caches]
 
 
 def _fill(
@@ -540,34 +540,55 @@ def together(
 
     A shorter group joins a longer one for under ``fill`` more positions.
     """
-    groups: list[tuple[int, list[int]]] = []  # with their widths
-    latest: dict[int, list[int]] = {}
 
     def has_room(count: int, width: int) -> bool:
         places = padded_count(count, pad_to)
         return places <= most and (most_tokens is None or places * width <= most_tokens)
 
+    groups: list[_Group] = []
+    latest: dict[int, _Group] = {}  # by width
     for place, length in enumerate(lengths):
         width = padded_length(length, pad_to)
-        group = latest.get(width, [])
-        if not group or not has_room(len(group) + 1, width):
-            latest[width] = group = []
-            groups.append((width, group))
-        group.append(place)
-    if not fill:
-        return [group for _, group in groups]
-    widest, longer = 0, list[int]()
-    for width, group in sorted(groups, key=lambda pair: -pair[0]):
-        count = len(longer) + len(group)
-        apart = padded_count(len(longer), pad_to) * widest
-        apart += padded_count(len(group), pad_to) * width
-        more = padded_count(count, pad_to) * widest - apart
-        if longer and more < fill and has_room(count, widest):
-            longer.extend(group)
-            group.clear()
+        group = latest.get(width)
+        if group is None or not has_room(len(group.places) + 1, width):
+            latest[width] = group = _Group(width)
+            groups.append(group)
+        group.places.append(place)
+    if fill and len(groups) > 1:
+        _join_shorter(groups, has_room, pad_to, fill)
+    return [group.places for group in groups if group.places]
+
+
+@dataclass
+class _Group:
+    """Prompts of one array."""
+
+    width: int
+    places: list[int] = field(default_factory=list)
+
+    def positions(self, pad_to: int, more: int = 0) -> int:
+        """Return the array's positions, with so many prompts more."""
+        return padded_count(len(self.places) + more, pad_to) * self.width
+
+
+def _join_shorter(
+    groups: Sequence[_Group],
+    has_room: Callable[[int, int], bool],
+    pad_to: int,
+    fill: int,
+) -> None:
+    """Let groups join the next longer one, where that takes under ``fill`` positions more."""
+    by_width = sorted(groups, key=lambda group: -group.width)
+    longer = by_width[0]
+    for group in by_width[1:]:
+        count = len(group.places)
+        apart = longer.positions(pad_to) + group.positions(pad_to)
+        more = longer.positions(pad_to, count) - apart
+        if more < fill and has_room(len(longer.places) + count, longer.width):
+            longer.places.extend(group.places)
+            group.places.clear()
         else:
-            widest, longer = width, group
-    return [group for _, group in groups if group]
+            longer = group
 
 
 def _prefill_call(

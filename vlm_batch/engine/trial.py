@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from vlm_batch.caches import take_row, trim
+from vlm_batch.caches import LayerCache, take_row, trim
 from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.caches.states import CopiedState
 from vlm_batch.engine.port import ModelAdapter
@@ -84,11 +85,10 @@ class Trial:
         self.adapter.finish_prefill(encoded, cache)
         mx.eval(logits, [layer.state for layer in cache])
         copied = tuple(CopiedState.of(layer, encoded.length) for layer in cache)
-        mx.eval([array for state in copied for array in state.arrays()])
-        answer = np.random.RandomState(seed + 1).randint(
-            FIRST_ID, LAST_ID + 1, size=ANSWER
-        )
-        return TrialRow(encoded, copied, tuple(int(token) for token in answer))
+        mx.eval([state.arrays() for state in copied])
+        draw = np.random.RandomState(seed + 1)
+        answer: list[int] = draw.randint(FIRST_ID, LAST_ID + 1, size=ANSWER).tolist()
+        return TrialRow(encoded, copied, tuple(answer))
 
     def steps(
         self,
@@ -99,25 +99,33 @@ class Trial:
         decode: Callable[[DecodeStep], mx.array] | None = None,
     ) -> Iterator[mx.array]:
         """Decode copies of rows without end, beside idle places. Yields lazy logits (places, V)."""
-        decode = decode or (
-            lambda step: self.adapter.decode(step, self.shapes.decode_call())
-        )
+        if decode is None:
+            decode = partial(self.adapter.decode, call=self.shapes.decode_call())
+        layers = self._filled(rows, places, columns)
+        idle = places - len(rows)
+        extras = [row.encoded.decode for row in rows] + [{}] * idle
+        first = [row.encoded.length + row.encoded.position.delta for row in rows]
+        for step in count():
+            tokens = [row.answer[step % ANSWER] for row in rows] + [0] * idle
+            positions = [at + step for at in first] + [0] * idle
+            yield decode(
+                DecodeStep(
+                    mx.array(tokens, dtype=mx.int32)[:, None],
+                    mx.array(positions, dtype=mx.int32),
+                    layers,
+                    extras,
+                )
+            )
+
+    def _filled(
+        self, rows: Sequence[TrialRow], places: int, columns: int
+    ) -> list[LayerCache]:
+        """Return a batch's layers with copies of rows at the first places."""
         layers = self.shapes.layers(rows[0].restored(), places, columns)
         for layer in layers:
             layer.resize(places)
         for place, row in enumerate(rows):
             for layer, single in zip(layers, row.restored(), strict=True):
                 layer.put(place, single)
-        mx.eval([array for layer in layers for array in layer.arrays()])
-        idle = places - len(rows)
-        extras = [*(row.encoded.decode for row in rows), *({} for _ in range(idle))]
-        first = [row.encoded.length + row.encoded.position.delta for row in rows]
-        for step in count():
-            tokens = mx.array(
-                [*(row.answer[step % ANSWER] for row in rows), *[0] * idle],
-                dtype=mx.int32,
-            )
-            positions = mx.array(
-                [*(at + step for at in first), *[0] * idle], dtype=mx.int32
-            )
-            yield decode(DecodeStep(tokens[:, None], positions, layers, extras))
+        mx.eval([layer.arrays() for layer in layers])
+        return layers
