@@ -479,7 +479,7 @@ class DrawnDrafts(Drafts):
 
     def __init__(self, history: History) -> None:
         super().__init__(Guessing())
-        self.rates["model"] = 0.3
+        self.acceptance.rates["model"] = 0.3
         self._history = history
         self._draw = random.Random(26)
 
@@ -496,19 +496,17 @@ class DrawnDrafts(Drafts):
     ) -> float:
         return 2.0 + hoped
 
-    def draft(
-        self, row: Row, form_seconds: Callable[[], float]
-    ) -> tuple[str, tuple[int, ...]]:
+    def draft(self, row: Row, form_seconds: Callable[[], float]) -> tuple[int, ...]:
         name, _, index = row.request_id.partition("[")
         told, answer = self._history.told.get(name), row.answer
         if told is None or answer.guide is not None or self._draw.random() < 0.2:
-            return "text", ()
+            return ()
         answers = alone(self._history.family, told.asked, self._history.is_quantised)
         right = answers[int(index.rstrip("]") or 0)].token_ids[answer.num_sampled :]
         most = min(
             self._draw.randrange(1, 8), answer.max_tokens - answer.num_sampled - 1
         )
-        return "text", tuple(
+        return tuple(
             token if self._draw.random() < 0.8 else self._draw.randrange(PLAIN)
             for token in right[: max(0, most)]
         )

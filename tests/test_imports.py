@@ -29,6 +29,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("inputs",),
     ("adapters",),
     ("models", "engine"),
+    ("proofs",),
     ("loading",),
     ("batcher",),
     ("server", "integrations", "jobs"),
@@ -40,7 +41,15 @@ FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 #: The rooms that families are made of and run in: none of them knows one.
 TOOLKIT = tuple(
     path
-    for room in ("runtime", "caches", "store", "inputs", "adapters", "engine")
+    for room in (
+        "runtime",
+        "caches",
+        "store",
+        "inputs",
+        "adapters",
+        "engine",
+        "proofs",
+    )
     for path in (PACKAGE / room).rglob("*.py")
 )
 MODELS = tuple(

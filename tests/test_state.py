@@ -140,19 +140,19 @@ def test_nobody_holds_what_a_chunk_is_written_into(
     held: list[int] = []
 
     def noting(call: Any) -> Any:
-        def noted_call(*args: Any) -> Any:
+        def noted(*args: Any) -> Any:
             held.append(sum(state() is not None for state in states))
             return call(*args)
 
         return noted
 
-    def noted(self: Runner, row: Any, *args: Any) -> Any:
-        answer = chunk_done(self, row, *args)
+    def settled(self: Runner, row: Any, *args: Any) -> Any:
+        answer = settle(self, row, *args)
         states.extend(weakref.ref(array) for array in answer[0].arrays)
         return answer
 
-    chunk_done = Runner._chunk_done
-    monkeypatch.setattr(Runner, "_chunk_done", noted)
+    settle = Runner._made
+    monkeypatch.setattr(Runner, "_made", settled)
     monkeypatch.setattr(adapter, "prefill", noting(adapter.prefill))
     monkeypatch.setattr(generator._decoder, "logits", noting(generator._decoder.logits))
     generator.insert(

@@ -22,8 +22,9 @@ from vlm_batch.caches import Placement
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.shapes import FreeShapes
-from vlm_batch.loading.exactness import SharedCallProofs, fixed_shapes
 from vlm_batch.policy import POLICIES
+from vlm_batch.proofs.proving import fixed_shapes
+from vlm_batch.proofs.shared import SharedCallProofs
 from vlm_batch.runtime.device import Device
 from vlm_batch.store.budget import ByteBudget
 from vlm_batch.store.prefix import PrefixCache

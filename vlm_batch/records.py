@@ -191,6 +191,11 @@ class DraftState:
     #: The tokens behind ``hidden``, one for each state. Set before each draft.
     tokens: Sequence[int] = ()
 
+    @property
+    def end(self) -> int | None:
+        """The position behind the last hidden state, if there is one."""
+        return self.hidden[-1].end if self.hidden else None
+
     def keep(self, count: int) -> None:
         """Keep the first ``count`` positions of the last forward."""
         self.hidden.append(replace(self.hidden.pop(), count=count))

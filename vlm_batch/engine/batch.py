@@ -156,7 +156,7 @@ class DecodeBatch:
         """Record a drafted forward. Other rows keep one position."""
         self.num_positions = sum(counts)
         for place, (row, count) in enumerate(zip(self.places, counts, strict=True)):
-            if row is not None and row.answer.ahead:
+            if row is not None and row.answer.drafter.ahead:
                 self._drafted[row] = count
             elif row is not None:
                 self._keep(place, 1, count)

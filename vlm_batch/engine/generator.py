@@ -221,10 +221,7 @@ class BatchGenerator:
             beside_others=any(row.answer.guide is None for row in batch.rows)
         )
         drafts = self.drafts
-        if drafts is None:
-            return before
-        is_drafted = any(row.answer.ahead for row in batch.rows)
-        if not (is_drafted or drafts.is_due(batch.groups)):
+        if drafts is None or not drafts.wants(batch.groups):
             return before
         self.telling.read(before)
         self.telling.take_untold()
@@ -294,7 +291,7 @@ class BatchGenerator:
         for flight in self.retry.made(found):
             tokens = flight.sampled.tokens.astype(mx.int32)
             for index, row in enumerate(flight.rows):
-                if flight.is_for(index) and not row.answer.ahead:
+                if flight.is_for(index) and not row.answer.drafter.ahead:
                     row.answer.advance(tokens, index)
                     self._leave_at_end(row)
             self._launched.append(flight)

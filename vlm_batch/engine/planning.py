@@ -134,6 +134,6 @@ def _live(row: Row) -> schedule.Live:
         row.priority,
         row.clock.submitted,
         tokens(row),
-        is_decoding and not (row.is_suspect or row.answer.ahead),
+        is_decoding and not (row.is_suspect or row.answer.drafter.ahead),
         row.gave_way,
     )

@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeAlias
 import mlx.core as mx
 
 from vlm_batch.caches.quantisation import KVQuantisation
-from vlm_batch.engine.constraints import Form
+from vlm_batch.engine.constraints import AnswerForm
 from vlm_batch.engine.sampling import Sampled, SamplingRow
 from vlm_batch.records import (
     Call,
@@ -143,7 +143,7 @@ class Prepared(Protocol):
     @property
     def bad_words(self) -> tuple[tuple[int, ...], ...]: ...
     @property
-    def form(self) -> Form | None: ...
+    def form(self) -> AnswerForm | None: ...
     @property
     def thinking(self) -> Thinking | None: ...
 

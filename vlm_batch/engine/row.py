@@ -15,13 +15,14 @@ import mlx.core as mx
 from vlm_batch.arrays import MOST_ON_HOST, as_mlx, num_bytes, on_host
 from vlm_batch.caches.states import LayerState
 from vlm_batch.engine.constraints import Guide
-from vlm_batch.engine.drafter import Drafter
+from vlm_batch.engine.drafter import NO_DRAFTER, NoDrafter
 from vlm_batch.engine.logprobs import PromptScores
+from vlm_batch.engine.overlap import Overlap
 from vlm_batch.engine.port import NO_TEXT, AnswerText, Decode, Loading
 from vlm_batch.engine.sampling import NO_RULES, RowRules
 from vlm_batch.engine.text import Detokenizer, StopStrings
 from vlm_batch.errors import InvalidParameters, describe
-from vlm_batch.records import DraftState, Encoded, PromptKey
+from vlm_batch.records import Encoded, PromptKey
 from vlm_batch.store.prompt import PromptCache
 from vlm_batch.store.saved import SavedRow, Snapshot
 from vlm_batch.types import (
@@ -124,10 +125,7 @@ class Answer:
     drawn_at: int = 0
     num_sampled: int = 0  # launched tokens included
     num_fed: int = 0  # tokens in its caches: those sampled before its last forward
-    # drafted tokens of its next forward, or of the launched one
-    ahead: tuple[int, ...] = ()
-    drafter: Drafter | None = None  # for rows that may have drafts
-    draft_state: DraftState | None = None  # for rows that a model may draft for
+    drafter: NoDrafter = NO_DRAFTER
     history: mx.array | None = None  # (T,) prompt and answer, for rows with processors
     end_ids: frozenset[int] = frozenset()  # tokens that end it
     bad_words: tuple[tuple[int, ...], ...] = ()
@@ -213,16 +211,12 @@ class RowReuse:
     is_returned: bool = False  # whether its result has its cache
     key: PromptKey | None = None
     cached: int = 0  # positions taken from an earlier row
-    # (version of the prefix cache, length of its match then)
-    known: tuple[int, int] = (-1, 0)
-    # positions shared with each row in prefill
-    shared: dict[Row, int] = field(default_factory=dict)
+    overlap: Overlap = field(default_factory=Overlap)  # with other prompts
     stops: tuple[int, ...] = ()  # ends of chunks, for snapshots
     snapshots: dict[int, Snapshot] = field(default_factory=dict)
     constant: dict[int, LayerState] = field(default_factory=dict)
     # its prompt's state, until its first token is known to be finite
     pending: SavedRow | None = None
-    is_wanted: bool = False  # whether its caches are kept at its end
 
 
 @dataclass(eq=False)
@@ -291,21 +285,19 @@ class Row:
 
     def begin_again(self) -> None:
         """Go back to before encoding. Told tokens stay."""
-        answer, book = self.answer, self.reuse
+        answer, reuse = self.answer, self.reuse
         if not self.clock.first_token:
             self.clock.placed = 0.0
         self.losses += 1
         if self.is_only_read:
             answer.ending = None
         self.prompt = Prompt(inputs=None if self.given is None else as_mlx(self.given))
-        self.reuse = RowReuse(continues=book.continues, is_returned=book.is_returned)
+        self.reuse = RowReuse(continues=reuse.continues, is_returned=reuse.is_returned)
         answer.drawn = None
         answer.num_sampled = 0
         answer.num_fed = 0
         answer.history = None
-        answer.ahead = ()
-        if answer.draft_state is not None:
-            answer.draft_state.clear()
+        answer.drafter.begin_again()
 
     def take(
         self,
@@ -319,16 +311,12 @@ class Row:
         min_tokens = self.params.min_tokens
         self.clock.first_token = self.clock.first_token or time.perf_counter()
         answer.token_ids.append(token)
-        if answer.drafter is not None:
-            answer.drafter.add(token)
         if logprobs is not None:
             answer.logprobs.append(logprobs)
         # whole: its form is complete, it can only end
         is_stop, is_whole = token in answer.end_ids, False
         if guide is not None:
             guide.settle()
-            if answer.drafter is not None:
-                answer.drafter.note_forced(len(guide.ahead))
             is_whole = guide.is_whole
             if is_whole and len(answer.token_ids) < min_tokens:
                 raise InvalidParameters(
@@ -339,6 +327,7 @@ class Row:
                 answer.parsed = guide.parsed(decode)
             if guide.is_over:
                 answer.guide = None
+        answer.drafter.add(token, guide)
         is_end = is_stop or is_whole or len(answer.token_ids) >= answer.max_tokens
         text, matched = answer.add_text(token, is_stop, is_end, min_tokens)
         if not is_end and matched is None:
@@ -503,9 +492,6 @@ def fork(row: Row) -> list[Row]:
         answer.rules, answer.changes_logits = given.rules, given.changes_logits
         answer.bad_words, answer.prompt_scores = given.bad_words, given.prompt_scores
         answer.guide = None if given.guide is None else given.guide.copy()
-        answer.drafter = None if given.drafter is None else given.drafter.copy()
-        answer.draft_state = (
-            None if given.draft_state is None else given.draft_state.copy()
-        )
+        answer.drafter = given.drafter.copy()
     siblings, row.siblings = row.siblings, ()
     return list(siblings)

@@ -14,7 +14,7 @@ from vlm_batch.engine.groups import DecodeGroups
 from vlm_batch.engine.ledger import AHEAD, Ledger
 from vlm_batch.engine.limit import Capacity
 from vlm_batch.engine.memory import RowMemory, tokens
-from vlm_batch.engine.reuse import Reuse, if_it_can_be
+from vlm_batch.engine.reuse import Reuse, keeping
 from vlm_batch.engine.row import Ending, Prompt, Row, Stage, fork
 from vlm_batch.engine.schedule import Clients, Waiting, in_turn
 from vlm_batch.errors import let_go
@@ -162,10 +162,10 @@ class Rows:
 
     def leave(self, row: Row) -> None:
         """Free the place of a row whose last work is launched; keep its caches if wanted."""
-        group, book = self.batch.of(row), row.reuse
+        group = self.batch.of(row)
         left = None
-        if book.is_wanted:
-            with if_it_can_be(book):
+        if self._reuse.wants_caches(row):
+            with keeping(row):
                 left = row.prompt.cache if group is None else group.take(row)
         self.batch.leave(row)
         row.prompt = Prompt(cache=left)

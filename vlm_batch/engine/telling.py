@@ -131,7 +131,7 @@ class Telling:
             # it has ended, or has its tokens
             if not flight.is_for(index) or row is drafted:
                 continue
-            if row.answer.ahead:
+            if row.answer.drafter.ahead:
                 self._take_drafted(row, flight, index, tokens, highest, logprobs)
                 drafted = row
                 continue
@@ -158,11 +158,10 @@ class Telling:
         logprobs: Mapping[int, TokenLogprobs],
     ) -> None:
         """Append a row's tokens from ``first`` up to the first unlike its draft."""
-        assert self._drafts is not None
-        answer, draft, group = row.answer, row.answer.ahead, self._rows.batch.of(row)
+        answer, group = row.answer, self._rows.batch.of(row)
         told: Event | Ending | Failed | None = None
         count = 0
-        for place, expected in enumerate((*draft, None), first):
+        for place, expected in enumerate((*answer.drafter.ahead, None), first):
             if not math.isfinite(highest[place]):
                 told = Failed([row], _no_token(row, highest[place]))
                 break
@@ -187,10 +186,7 @@ class Telling:
             told = None
             if tokens[place] != expected:
                 break
-        self._drafts.note(row, len(draft), count - 1)
-        answer.ahead = ()
-        if answer.draft_state is not None and answer.draft_state.hidden:
-            answer.draft_state.keep(count)
+        answer.drafter.accept(count)
         if count:
             answer.advance(flight.sampled.tokens.astype(mx.int32), first, count)
             answer.num_fed = answer.num_sampled - 1
@@ -218,8 +214,7 @@ class Telling:
         if isinstance(told, Failed):
             self._retry.settle(told)
         elif isinstance(told, Ending):
-            if self._drafts is not None:
-                self._drafts.end(row)
+            row.answer.drafter.end()
             self._retry.attempt(row, self._rows.finish, row, told)
         else:
             self._rows.events.append(told)
