@@ -255,7 +255,7 @@ class BatchGenerator:
         # no step may follow: nothing stays launched of rows that have ended
         if not rows.is_active:
             self._launched = []
-            self.reuse.settle_ended()
+            self.reuse.store_ended()
         return rows.tell()
 
     def _draft(

@@ -128,7 +128,7 @@ class Reuse:
 
     def close(self) -> None:
         """Write kept rows to files and free the memory."""
-        self.settle_ended()
+        self.store_ended()
         if self.prefix is not None:
             self.prefix.close()
         self.budget.clear()
@@ -332,7 +332,7 @@ class Reuse:
                 return PromptCache(saved, self.identity)
         return None
 
-    def settle_ended(self) -> None:
+    def store_ended(self) -> None:
         """Store states of rows that left a step ago; count kept features."""
         ended, self._ended = self._ended, []
         for saved in ended:
