@@ -18,21 +18,24 @@ from tests.harness import (
     Ask,
     check,
     every_family,
+    inputs_of,
     oracle,
     run_family,
+    shared_adapter,
 )
 from vlm_batch import InvalidRequest, Request, VLMBatcher
+from vlm_batch.arrays import as_mlx
 from vlm_batch.assets import default_checkpoint
 from vlm_batch.caches import Placement, RecurrentCache, RingSlabCache
 from vlm_batch.caches.drafted import Square
 from vlm_batch.caches.recurrent import After
 from vlm_batch.engine import choosing
 from vlm_batch.engine.batch import DecodeBatch
-from vlm_batch.engine.drafter import Acceptance, Drafter
+from vlm_batch.engine.drafter import COMMON_WEIGHT, Acceptance, Drafter
 from vlm_batch.engine.drafts import Drafts
 from vlm_batch.engine.earlier import EarlierText, behinds, common
 from vlm_batch.engine.retry import Retry
-from vlm_batch.engine.row import Row
+from vlm_batch.engine.row import Prompt, Row, new_row
 from vlm_batch.engine.sampling import SamplingRow
 from vlm_batch.types import SamplingParams
 
@@ -590,6 +593,35 @@ def test_a_source_that_fails_loses_its_drafts_alone(
     assert not failures and not drafts.num_drafted
     is_used = own or said != "beyond"  # nothing is drafted before seconds are known
     assert [record.name for record in caplog.records] == ["vlm_batch.drafts"] * is_used
+
+
+def test_a_row_whose_source_failed_gets_no_other_drafter() -> None:
+    """It may be computed again, and a new drafter would not know what was said before."""
+    name = "qwen2_5_vl"
+    prompt = shared_adapter(name).encode(as_mlx(inputs_of(name, "text:4:9")))
+    drafts, row = Drafts(), new_row("0", Prompt(), SamplingParams())
+    drafts.give_drafter(row, prompt)
+    assert isinstance(row.answer.drafter, Drafter)
+    drafts._give_up(row)
+    drafts.give_drafter(row, prompt)
+    assert not isinstance(row.answer.drafter, Drafter)
+
+
+def test_tokens_that_held_are_counted_up_to_the_first_wrong_one() -> None:
+    acceptance = Acceptance()
+    drafter = Drafter(EarlierText(b"", bytearray()), acceptance)
+    held = []
+    for count in (0, 1, 3, 4):  # none: its first logits were not finite
+        drafter.launch((1, 2, 3))
+        drafter.accept(count)
+        held.append(acceptance.num_held)
+    assert held == [0, 0, 2, 5] and acceptance.num_drafted == 12
+    assert not drafter.ahead
+    # right, right, wrong; wrong; right three times; nothing is said of the row without logits but that it was wrong
+    rate = Acceptance().rates["text"]
+    for is_right in (False, False, True, True, False, True, True, True):
+        rate += COMMON_WEIGHT * (is_right - rate)
+    assert acceptance.rates["text"] == pytest.approx(rate)
 
 
 @pytest.mark.parametrize("how", ["too many", "one row"])

@@ -24,7 +24,7 @@ class Flight:
     # ``Row.losses`` at the launch: a row recomputed since ignores its token
     losses: tuple[int, ...]
     sampled: Sampled
-    is_known: bool = False  # told before, by rows that are recomputed
+    is_repeated: bool = False  # told before, by rows that are recomputed
 
     def is_for(self, index: int) -> bool:
         row = self.rows[index]
@@ -108,7 +108,7 @@ def _repeat(positions: Positions) -> Flight | Failed:
     tokens = mx.array([row.answer.known_token for row in rows], dtype=mx.int32)
     logits = mx.take_along_axis(positions.logits, tokens[:, None], axis=-1)[:, 0]
     sampled = Sampled(tokens, logits)
-    return attempt(rows, _launch, rows, sampled, is_known=True, is_shared=True)
+    return attempt(rows, _launch, rows, sampled, is_repeated=True, is_shared=True)
 
 
 def _sample(positions: Positions, sampler: Sampler) -> list[Flight | Failed]:
@@ -134,9 +134,11 @@ def _sample_apart(positions: Positions, sampler: Sampler) -> list[Flight | Faile
     return found
 
 
-def _launch(rows: Sequence[Row], sampled: Sampled, *, is_known: bool = False) -> Flight:
+def _launch(
+    rows: Sequence[Row], sampled: Sampled, *, is_repeated: bool = False
+) -> Flight:
     mx.async_eval(sampled.arrays())
-    return Flight(tuple(rows), tuple(row.losses for row in rows), sampled, is_known)
+    return Flight(tuple(rows), tuple(row.losses for row in rows), sampled, is_repeated)
 
 
 # What a row asks for itself
@@ -150,7 +152,7 @@ def _has_rules(row: Row) -> bool:
 def _with_rules(positions: Positions) -> tuple[Positions, list[Failed]]:
     """Apply the rows' own stages and forms. Returns what is left, and failures."""
     failed: list[Failed] = []
-    for apply in (_with_known_ends, _processed, _masked):
+    for apply in (_with_own_ends, _processed, _masked):
         positions, more = apply(positions)
         failed += more
     return positions, failed
@@ -160,7 +162,7 @@ def _has_new_ends(row: Row) -> bool:
     return bool(row.params.stop_token_ids) and not row.answer.num_sampled
 
 
-def _with_known_ends(positions: Positions) -> tuple[Positions, list[Failed]]:
+def _with_own_ends(positions: Positions) -> tuple[Positions, list[Failed]]:
     """Drop rows that have just begun and would end at a token that the model does not have."""
     failed: list[Failed] = []
     for row in filter(_has_new_ends, positions.by_row()):

@@ -44,7 +44,7 @@ class Phase(Enum):
 
 
 class Guide:
-    """Rules for one row's next token. Call ``feed`` with each token, then ``settle``.
+    """Rules for one row's next token. Call ``feed`` with each token, then ``finish``.
 
     Args:
         form: constraint on the answer after thinking.
@@ -124,7 +124,7 @@ class Guide:
             self._answer.append(token)
 
     def is_ready(self, seconds: float = 0.0) -> bool:
-        """Wait up to ``seconds``. Return whether ``settle`` would not block."""
+        """Wait up to ``seconds``. Return whether ``finish`` would not block."""
         return self._following is None or _is_done(self._following, seconds)
 
     def look_ahead(self, tokens: Sequence[int], seconds: float) -> None:
@@ -158,7 +158,7 @@ class Guide:
         self._form.fill_ahead(at, bits)
         return bits
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         """Wait for the last token's work. Raises ValueError if the form excludes it."""
         following, self._following = self._following, None
         if following is not None:

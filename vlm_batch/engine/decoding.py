@@ -16,6 +16,15 @@ from vlm_batch.engine.row import Row
 from vlm_batch.records import Call, DecodeStep, Graphs, Hidden
 from vlm_batch.runtime.device import Device, device
 
+#: Whether graphs fuse operations, by what is asked for (None: nothing) and what the adapter allows. Else there are none.
+IS_FUSED: Mapping[tuple[bool | None, Graphs], bool] = {
+    (None, Graphs.BY_DEFAULT): True,
+    (True, Graphs.BY_DEFAULT): True,
+    (True, Graphs.IF_ASKED): True,
+    (None, Graphs.IF_ASKED): False,
+    (None, Graphs.UNFUSED): False,
+}
+
 
 class Decoder:
     """Runs a model's decode step, compiled if asked for and allowed.
@@ -34,22 +43,20 @@ class Decoder:
     ) -> None:
         # no method: graphs would hold this decoder
         self._plain = partial(_decode, adapter, call, keeps_hidden)
-        graphs = adapter.graphs if compile_decode is not False else Graphs.NEVER
-        may_be_unfused = graphs in (Graphs.UNFUSED, Graphs.IF_ASKED)
-        is_unfused = compile_decode is None and may_be_unfused and can_leave_unfused()
-        is_fused = graphs is Graphs.BY_DEFAULT
-        if compile_decode and graphs is Graphs.IF_ASKED:
-            is_fused = True
+        graphs = adapter.graphs
+        is_fused = IS_FUSED.get((compile_decode, graphs))
+        if is_fused is False and not can_leave_unfused():
+            is_fused = None
         # on CUDA a free step attends by a kernel that takes masks as they are (adapters/one_query.py)
         has_kernel = device() is Device.CUDA and not call.is_fixed
         self._compiled: CompiledDecode | None = None
-        if is_unfused or is_fused:
+        if is_fused is not None:
             self._compiled = CompiledDecode(
                 self._plain,
-                is_fused=not is_unfused,
+                is_fused=is_fused,
                 adds_masks=graphs is Graphs.BY_DEFAULT and not has_kernel,
             )
-        self._is_plain = compile_decode is None and not is_unfused
+        self._is_plain = compile_decode is None and is_fused is True
 
     def __call__(self, step: DecodeStep) -> mx.array:
         """Logits (B, V) of a step."""

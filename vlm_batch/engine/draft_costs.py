@@ -1,4 +1,4 @@
-"""Whether a draft pays.
+"""The gain of a draft, and its cost.
 
 A forward with drafts takes longer and may say more tokens. It pays by this factor:
 

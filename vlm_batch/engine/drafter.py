@@ -22,7 +22,7 @@ FIRST_RATES = {"form": 0.95, "text": 0.5, "model": 0.7}
 
 
 class Acceptance:
-    """How many drafted tokens held, of all rows."""
+    """Counts of drafted tokens and of those that held, of all rows."""
 
     def __init__(self, rates: Mapping[str, float] = FIRST_RATES) -> None:
         self.rates = dict(rates)
@@ -150,7 +150,7 @@ class Drafter(NoDrafter):
 
     @property
     def proposed(self) -> tuple[int, ...]:
-        """What earlier text proposes; the first may be launched. Raises what the text raises."""
+        """Tokens that earlier text proposes; the first may be launched. Raises what the text raises."""
         if not self._is_searched and self._rest <= 0:
             found = self.text.propose(MOST_PROPOSED)
             self._proposed = checked(found, MOST_PROPOSED)

@@ -15,7 +15,7 @@ PLACES = 2
 
 
 class EarlierText:
-    """What one row has said, and what was said to the same client before.
+    """The text of one row, and of earlier answers to the same client.
 
     Args:
         prompt: tokens as bytes, four each.

@@ -1,4 +1,4 @@
-"""What a waiting row shares with prompts that are computed, or were."""
+"""The beginning that a waiting row shares with prompts that are computed, or were."""
 
 from __future__ import annotations
 

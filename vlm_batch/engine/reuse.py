@@ -293,14 +293,10 @@ class Reuse:
                     "the family's prompts have more positions than ids: they have no prompt caches"
                 )
             return []
-        constant: list[mx.array] = []
-        for at, kind in enumerate(map(kind_of, prompt.cache)):
-            if kind.is_constant:
-                own.constant[at] = kind.saved(0)
-                constant += own.constant[at].arrays()
+        arrays = _save_constant(row)
         if own.cached == length:
-            return constant
-        arrays = _add_snapshot(row, logits) + constant
+            return arrays
+        arrays += _add_snapshot(row, logits)
         if self.prefix is None or length < MIN_TOKENS:
             return arrays
         own.pending = self._saved(row, prompt.cache, ())
@@ -419,6 +415,17 @@ def _needs_snapshot(row: Row) -> bool:
     if not is_far and prompt.prefilled not in own.stops:
         return False
     return not _can_be_cut(prompt.cache or ())
+
+
+def _save_constant(row: Row) -> list[mx.array]:
+    """Save the layers that no further token changes. Returns arrays to evaluate."""
+    arrays: list[mx.array] = []
+    for at, cache in enumerate(row.prompt.cache or ()):
+        kind = kind_of(cache)
+        if kind.is_constant:
+            state = row.reuse.constant[at] = kind.saved(0)
+            arrays += state.arrays()
+    return arrays
 
 
 def _add_snapshot(row: Row, logits: mx.array | None) -> list[mx.array]:

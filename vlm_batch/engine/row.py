@@ -316,7 +316,7 @@ class Row:
         # whole: its form is complete, it can only end
         is_stop, is_whole = token in answer.end_ids, False
         if guide is not None:
-            guide.settle()
+            guide.finish()
             is_whole = guide.is_whole
             if is_whole and len(answer.token_ids) < min_tokens:
                 raise InvalidParameters(

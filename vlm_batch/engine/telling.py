@@ -50,7 +50,7 @@ class Patience:
         self.left = max(0.0, self.left - seconds)
 
     def is_ready(self, guide: Guide) -> bool:
-        """Wait for a guide as long as may be; return whether ``settle`` would not block."""
+        """Wait for a guide as long as may be; return whether ``finish`` would not block."""
         begin = time.perf_counter()
         is_ready = guide.is_ready(self.left)
         self.spend(time.perf_counter() - begin)
@@ -139,7 +139,7 @@ class Telling:
                 self._rows.end(row, "error", _no_token(row, highest[index]))
                 continue
             self._store_prompt(row)
-            if not flight.is_known:
+            if not flight.is_repeated:
                 if row.answer.guide is None:
                     self._tell(row, tokens[index], logprobs.get(index))
                 elif self._retry.attempt(row, row.answer.guide.feed, tokens[index]):

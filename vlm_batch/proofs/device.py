@@ -1,4 +1,4 @@
-"""What a proof holds for: versions, sources, device, model and settings."""
+"""The conditions of a proof: versions, sources, device, model and settings."""
 
 from __future__ import annotations
 
