@@ -44,10 +44,10 @@ from vlm_batch.engine.drafts import Drafts
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.loop import EngineLoop
 from vlm_batch.engine.memory import GROWTH, RowMemory, tokens
-from vlm_batch.engine.port import AnswerText
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.row import Row, Stage
 from vlm_batch.engine.sampling import Sampled, SamplingRow, sample
+from vlm_batch.engine.text import AnswerText
 from vlm_batch.engine.work import Made
 from vlm_batch.handle import Handle
 from vlm_batch.models import adapter_for
@@ -264,10 +264,11 @@ def _answered_alone(family: str, asked: Asked, is_quantised: bool) -> Result:
         policy=settings_for(max_rows=1),
         kv=_kv(is_quantised),
     )
-    loop = EngineLoop(generator, ManualLoaders())
+    loaders: Any = ManualLoaders()
+    loop = EngineLoop(generator, loaders)
     handle = Handle("alone", loop.cancel)
-    loop.submit(Asking(asked), Request(prompt="alone", params=asked.params), handle)
-    loaders: Any = loop._loaders
+    question: Any = Asking(asked)
+    loop.submit(question, Request(prompt="alone", params=asked.params), handle)
     while not handle.done():
         loop._serve()
         for loading in loaders.take():
@@ -478,7 +479,8 @@ class DrawnDrafts(Drafts):
     """Drafts of random lengths at random steps, of which most tokens are right, for rows without forms; else a model's."""
 
     def __init__(self, history: History) -> None:
-        super().__init__(Guessing())
+        guessing: Any = Guessing()
+        super().__init__(guessing)
         self.acceptance.rates["model"] = 0.3
         self._history = history
         self._draw = random.Random(26)
@@ -644,7 +646,7 @@ class History:
         if most_rows is not None:
             # what would be learned in time
             self.generator.memory._at = _rows_of(family, placement, is_quantised)._at
-        self.loaders = ManualLoaders()
+        self.loaders: Any = ManualLoaders()
         self.loop = EngineLoop(self.generator, self.loaders)
         self.told: dict[str, Told] = {}
         self.ended: list[Told] = []  # and checked

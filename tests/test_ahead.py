@@ -71,7 +71,7 @@ class Waiting:
         )
         self.admission = self.generator.admission
         self.rows: dict[str, Row] = {}
-        self._loadings: dict[str, FakeLoading] = {}
+        self._loadings: dict[str, Any] = {}
 
     def add(
         self, name: str, loading: FakeLoading, priority: int = 0, lane: str = "memory"
@@ -85,7 +85,7 @@ class Waiting:
         """Have everything read that may be, or begun to be, if it is not among ``whole``; its names."""
         names = []
         while (row := self.admission.next_to_prepare()) is not None:
-            row.prompt.loading = self._loadings[row.request_id]  # type: ignore[assignment]
+            row.prompt.loading = self._loadings[row.request_id]
             if whole is None or row.request_id in whole:
                 self.admission.note_read(row)
             names.append(row.request_id)

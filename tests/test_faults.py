@@ -54,11 +54,11 @@ from vlm_batch.engine.batch import DecodeBatch
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.loop import MESSAGES_A_TURN, EngineLoop
 from vlm_batch.engine.memory import STEPS_OF_ENCODING, EncoderMemory, RowMemory
-from vlm_batch.engine.port import AnswerText
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.row import Stage
 from vlm_batch.engine.sampling import Sampled, SamplingRow, sample
 from vlm_batch.engine.shapes import FixedShapes, FreeShapes
+from vlm_batch.engine.text import AnswerText
 from vlm_batch.engine.trial import Trial
 from vlm_batch.errors import DoesNotFit, OutOfMemory
 from vlm_batch.inputs.processing import Processing

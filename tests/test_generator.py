@@ -23,10 +23,10 @@ from tests.harness import (
 from vlm_batch.arrays import arrays_of, as_mlx, num_bytes
 from vlm_batch.caches import Placement
 from vlm_batch.engine.generator import BatchGenerator
-from vlm_batch.engine.port import AnswerText
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.row import Prompt, Row, Stage, new_row
 from vlm_batch.engine.runner import Runner
+from vlm_batch.engine.text import AnswerText
 from vlm_batch.errors import InvalidPrompt, PromptTooLong
 from vlm_batch.records import Call
 from vlm_batch.store.budget import ByteBudget

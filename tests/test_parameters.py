@@ -23,9 +23,9 @@ from vlm_batch.arrays import as_mlx
 from vlm_batch.caches import Placement
 from vlm_batch.engine.constraints import Guide
 from vlm_batch.engine.generator import BatchGenerator
-from vlm_batch.engine.port import AnswerText
 from vlm_batch.engine.row import Prompt, Row, new_row
 from vlm_batch.engine.several import Several
+from vlm_batch.engine.text import AnswerText
 from vlm_batch.records import Thinking
 from vlm_batch.types import SamplingParams
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
 
 from vlm_batch.engine.constraints import Guide
 from vlm_batch.engine.ledger import Ledger
 from vlm_batch.engine.limit import Capacity
 from vlm_batch.engine.memory import RowMemory, Sizes
-from vlm_batch.engine.port import Loading
 from vlm_batch.engine.row import Row, Stage
 from vlm_batch.engine.rows import Rows
 from vlm_batch.policy import Policy
 from vlm_batch.runtime.threads import num_cores
+
+if TYPE_CHECKING:
+    from vlm_batch.inputs.loaders import Loading
 
 #: Requests of one lane that the loaders have at a time. Loaders serve in order of arrival, so a longer queue would delay an
 #: urgent request; a shorter one would let them idle during a step. They have a thread a core, eight at most.

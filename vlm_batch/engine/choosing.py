@@ -10,9 +10,14 @@ import numpy as np
 
 from vlm_batch.arrays import stack_logits
 from vlm_batch.engine.constraints import apply_masks
-from vlm_batch.engine.port import Sampler
 from vlm_batch.engine.row import Row, Stage
-from vlm_batch.engine.sampling import Sampled, SamplingRow, check_within, process
+from vlm_batch.engine.sampling import (
+    Sampled,
+    Sampler,
+    SamplingRow,
+    check_within,
+    process,
+)
 from vlm_batch.engine.work import Failed, Part, attempt
 
 

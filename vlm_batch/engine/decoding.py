@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
 from vlm_batch.engine.batch import DecodeBatch
 from vlm_batch.engine.compiled import CompiledDecode, can_leave_unfused
-from vlm_batch.engine.port import ModelAdapter
 from vlm_batch.engine.row import Row
 from vlm_batch.records import Call, DecodeStep, Graphs, Hidden
 from vlm_batch.runtime.device import Device, device
+
+if TYPE_CHECKING:
+    from vlm_batch.adapters.base import Adapter
 
 #: Whether graphs fuse operations, by what is asked for (None: nothing) and what the adapter allows. Else there are none.
 IS_FUSED: Mapping[tuple[bool | None, Graphs], bool] = {
@@ -35,7 +37,7 @@ class Decoder:
 
     def __init__(
         self,
-        adapter: ModelAdapter,
+        adapter: Adapter,
         call: Call = Call(),
         *,
         compile_decode: bool | None = False,
@@ -150,7 +152,7 @@ class Decoder:
 
 
 def _decode(
-    adapter: ModelAdapter, call: Call, keeps_hidden: bool, step: DecodeStep
+    adapter: Adapter, call: Call, keeps_hidden: bool, step: DecodeStep
 ) -> list[mx.array]:
     if not keeps_hidden:
         return [adapter.decode(step, call)]

@@ -1,7 +1,7 @@
 """Speculative decoding: rows also compute probable next tokens.
 
 Tokens are chosen as without drafts, which count up to the first wrong one. Drafts come from forms, earlier text
-(``EarlierText``) or a model (``DraftModel``). Each row has a ``Drafter``; ``Drafts`` says how many tokens pay
+(``EarlierText``) or a model (``Heads``). Each row has a ``Drafter``; ``Drafts`` says how many tokens pay
 (``draft_costs``).
 """
 
@@ -12,7 +12,7 @@ import logging
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -33,9 +33,11 @@ from vlm_batch.engine.drafter import (
     NoDrafter,
 )
 from vlm_batch.engine.earlier import EarlierText, checked
-from vlm_batch.engine.port import DraftModel
 from vlm_batch.engine.row import Row, Stage
 from vlm_batch.records import DraftState, Encoded
+
+if TYPE_CHECKING:
+    from vlm_batch.adapters.heads import Heads
 
 #: Clients whose earlier answers are kept.
 MOST_CLIENTS = 64
@@ -57,7 +59,7 @@ class Drafts:
         model: drafts beside forms and earlier text.
     """
 
-    def __init__(self, model: DraftModel | None = None) -> None:
+    def __init__(self, model: Heads | None = None) -> None:
         self.model = model
         self.acceptance = Acceptance()
         self.seconds = StepSeconds()

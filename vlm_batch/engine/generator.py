@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
@@ -25,22 +25,26 @@ from vlm_batch.engine.limit import Capacity
 from vlm_batch.engine.memory import RowMemory
 from vlm_batch.engine.pace import Pace
 from vlm_batch.engine.planning import Planner
-from vlm_batch.engine.port import AnswerText, Loading, ModelAdapter, Sampler
 from vlm_batch.engine.retry import Retry
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.row import Prompt, Row, Stage, new_row
 from vlm_batch.engine.rows import Rows
 from vlm_batch.engine.runner import Runner
-from vlm_batch.engine.sampling import sample
+from vlm_batch.engine.sampling import Sampler, sample
 from vlm_batch.engine.schedule import DecodePlan
 from vlm_batch.engine.shapes import FreeShapes, Shapes
 from vlm_batch.engine.telling import Telling
+from vlm_batch.engine.text import AnswerText
 from vlm_batch.engine.trial import Trial
 from vlm_batch.engine.warming import forwards
 from vlm_batch.engine.work import Failed, Part, Work, attempt
 from vlm_batch.policy import Policy, policy_of
 from vlm_batch.store.prompt import PromptCache
 from vlm_batch.types import Event, SamplingParams
+
+if TYPE_CHECKING:
+    from vlm_batch.adapters.base import Adapter
+    from vlm_batch.inputs.loaders import Loading
 
 
 class BatchGenerator:
@@ -57,7 +61,7 @@ class BatchGenerator:
 
     def __init__(
         self,
-        adapter: ModelAdapter,
+        adapter: Adapter,
         *,
         text: AnswerText | None = None,
         policy: Policy | None = None,

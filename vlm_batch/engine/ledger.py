@@ -87,16 +87,19 @@ class Ledger:
     def lines(self) -> dict[int, list[Row]]:
         """Return each client's rows that wait for a place: ready ones first, then the most urgent."""
         if self._lines is None:
-            self._lines = {}
-            ready = self._at_one(Stage.READY)
-            others = heapq.merge(
-                self._at_one(Stage.ENCODED),
-                self._at_one(Stage.PREPARED),
-                key=self.urgency,
-            )
-            for row in itertools.chain(ready, others):
-                self._lines.setdefault(row.client, []).append(row)
+            self._lines = self._made_lines()
         return self._lines
+
+    def _made_lines(self) -> dict[int, list[Row]]:
+        others = heapq.merge(
+            self._at_one(Stage.ENCODED),
+            self._at_one(Stage.PREPARED),
+            key=self.urgency,
+        )
+        lines: dict[int, list[Row]] = {}
+        for row in itertools.chain(self._at_one(Stage.READY), others):
+            lines.setdefault(row.client, []).append(row)
+        return lines
 
     def placed(self) -> Counter[int]:
         """Return each client's rows with places."""

@@ -12,12 +12,11 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, InvalidStateError, wait
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import mlx.core as mx
 
 from vlm_batch.engine.generator import BatchGenerator
-from vlm_batch.engine.port import Loaders, Question
 from vlm_batch.engine.row import Prompt, Row, Stage, new_row
 from vlm_batch.engine.several import Several
 from vlm_batch.errors import BatcherClosed, describe, let_go
@@ -26,6 +25,10 @@ from vlm_batch.runtime import threads
 from vlm_batch.runtime.memory import wired
 from vlm_batch.runtime.watchdog import Watchdog
 from vlm_batch.types import Event, Request, Stats, failed_result
+
+if TYPE_CHECKING:
+    from vlm_batch.inputs.loaders import Loaders
+    from vlm_batch.inputs.prepare import Question
 
 _log = logging.getLogger(__name__)
 
@@ -285,6 +288,7 @@ class EngineLoop:
         while (row := admission.next_to_prepare()) is not None:
             self._prepare(row)
         while (row := admission.next_to_process()) is not None:
+            assert row.prompt.loading is not None
             self._loaders.process(row.prompt.loading)
         if not self.generator.has_work:
             return False

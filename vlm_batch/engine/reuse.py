@@ -8,14 +8,13 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import numpy as np
 
 from vlm_batch.caches.layers import kind_of
 from vlm_batch.checks import whole_option
-from vlm_batch.engine.port import ModelAdapter
 from vlm_batch.engine.row import Row
 from vlm_batch.engine.shapes import FreeShapes, Shapes
 from vlm_batch.errors import InvalidCache, describe
@@ -29,6 +28,9 @@ from vlm_batch.store.prefix import Match, PrefixCache, match, thin
 from vlm_batch.store.prompt import PromptCache
 from vlm_batch.store.saved import SavedRow, common_length, save_row, save_snapshot
 from vlm_batch.types import Request, SamplingParams
+
+if TYPE_CHECKING:
+    from vlm_batch.adapters.base import Adapter
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +113,7 @@ class Reuse:
 
     def __init__(
         self,
-        adapter: ModelAdapter,
+        adapter: Adapter,
         prefix: PrefixCache | None = None,
         identity: Identity | None = None,
         budget: ByteBudget | None = None,

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import mlx.core as mx
 
@@ -18,9 +18,14 @@ from vlm_batch.engine.constraints import Guide
 from vlm_batch.engine.drafter import NO_DRAFTER, NoDrafter
 from vlm_batch.engine.logprobs import PromptScores
 from vlm_batch.engine.overlap import Overlap
-from vlm_batch.engine.port import NO_TEXT, AnswerText, Decode, Loading
 from vlm_batch.engine.sampling import NO_RULES, RowRules
-from vlm_batch.engine.text import Detokenizer, StopStrings
+from vlm_batch.engine.text import (
+    NO_TEXT,
+    AnswerText,
+    Decode,
+    Detokenizer,
+    StopStrings,
+)
 from vlm_batch.errors import InvalidParameters, describe
 from vlm_batch.records import Encoded, PromptKey
 from vlm_batch.store.prompt import PromptCache
@@ -34,6 +39,9 @@ from vlm_batch.types import (
     TokenLogprobs,
     Usage,
 )
+
+if TYPE_CHECKING:
+    from vlm_batch.inputs.loaders import Loading
 
 
 class Stage(Enum):

@@ -6,7 +6,7 @@ import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
@@ -18,7 +18,6 @@ from vlm_batch.engine.decoding import Decoder
 from vlm_batch.engine.drafts import Drafts
 from vlm_batch.engine.logprobs import POSITIONS_TOGETHER, PromptScores
 from vlm_batch.engine.memory import EncoderMemory, RowMemory
-from vlm_batch.engine.port import ModelAdapter
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.row import Facts, Row, Stage
 from vlm_batch.engine.rows import Rows
@@ -39,11 +38,14 @@ from vlm_batch.errors import InvalidParameters, PromptTooLong, is_out_of_memory,
 from vlm_batch.records import Call, Encoded, Hidden
 from vlm_batch.runtime.memory import default_limit
 
+if TYPE_CHECKING:
+    from vlm_batch.adapters.base import Adapter
+
 
 class Runner:
     def __init__(
         self,
-        adapter: ModelAdapter,
+        adapter: Adapter,
         rows: Rows,
         reuse: Reuse,
         decoder: Decoder,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import mlx.core as mx
 
@@ -259,7 +259,7 @@ def _without(logits: mx.array, tokens: mx.array) -> mx.array:
 
 
 @dataclass(frozen=True)
-class Stage:
+class LogitsStage:
     """A stage that changes one row's logits.
 
     Args:
@@ -279,18 +279,18 @@ def _has_penalties(params: SamplingParams, rules: RowRules) -> object:
 
 #: All stages of one row, in their order.
 STAGES = (
-    Stage(repetition_penalty, lambda p, _: p.repetition_penalty != 1.0, True),
-    Stage(count_penalties, _has_penalties, True),
-    Stage(biases, lambda p, _: p.logit_bias),
-    Stage(processors, lambda p, _: p.logits_processors, True),
-    Stage(no_repeat_ngrams, lambda p, _: p.no_repeat_ngram_size, True),
-    Stage(allowed_only, lambda p, _: p.allowed_token_ids is not None),
-    Stage(no_early_end, lambda p, _: p.min_tokens),
-    Stage(no_bad_words, lambda _, rules: rules.bad_words, True),
+    LogitsStage(repetition_penalty, lambda p, _: p.repetition_penalty != 1.0, True),
+    LogitsStage(count_penalties, _has_penalties, True),
+    LogitsStage(biases, lambda p, _: p.logit_bias),
+    LogitsStage(processors, lambda p, _: p.logits_processors, True),
+    LogitsStage(no_repeat_ngrams, lambda p, _: p.no_repeat_ngram_size, True),
+    LogitsStage(allowed_only, lambda p, _: p.allowed_token_ids is not None),
+    LogitsStage(no_early_end, lambda p, _: p.min_tokens),
+    LogitsStage(no_bad_words, lambda _, rules: rules.bad_words, True),
 )
 
 
-def stages_of(params: SamplingParams, rules: RowRules) -> list[Stage]:
+def stages_of(params: SamplingParams, rules: RowRules) -> list[LogitsStage]:
     """Return a row's stages in their order."""
     return [stage for stage in STAGES if stage.is_asked(params, rules)]
 
@@ -511,3 +511,7 @@ def _noise(row: SamplingRow, size: int) -> mx.array:
         mx.random.uniform(shape=(own,), key=mx.random.key(value ^ (value >> 31)))
     )
     return noise if own == size else mx.pad(noise, (0, size - own))
+
+
+#: ``(processed logits (B, V), their rows) -> Sampled``; ``sample`` unless another is handed in.
+Sampler: TypeAlias = Callable[[mx.array, Sequence[SamplingRow]], Sampled]

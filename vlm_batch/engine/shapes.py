@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from vlm_batch.arrays import round_up
 from vlm_batch.caches import (
@@ -23,11 +23,13 @@ from vlm_batch.caches import (
     slab,
 )
 from vlm_batch.caches.quantisation import KVQuantisation
-from vlm_batch.engine.port import ModelAdapter
 from vlm_batch.policy import PACKED, POLICIES, Policy
 from vlm_batch.records import Call, Encoded, PromptKey
 from vlm_batch.runtime.device import Device
 from vlm_batch.store.digest import as_words, digest
+
+if TYPE_CHECKING:
+    from vlm_batch.adapters.base import Adapter
 
 #: Padded lengths between two powers of two: padding is at most a quarter of a chunk.
 STEPS = 4
@@ -80,7 +82,7 @@ class FreeShapes:
 
     @classmethod
     def of(
-        cls, adapter: ModelAdapter, kv: KVQuantisation | None, policy: Policy
+        cls, adapter: Adapter, kv: KVQuantisation | None, policy: Policy
     ) -> FreeShapes:
         fresh = adapter.make_cache(kv)
         can_pad = pads(adapter, fresh)
@@ -93,7 +95,7 @@ class FreeShapes:
             short_rows=policy.short_rows if kv is None else 0,
         )
 
-    def adapter(self, adapter: ModelAdapter) -> ModelAdapter:
+    def adapter(self, adapter: Adapter) -> Adapter:
         return adapter
 
     def limited(self, policy: Policy) -> Policy:
@@ -277,7 +279,7 @@ class FixedShapes:
             said.append(f"in calls of {tokens} tokens, {patches} patches")
         return {"reproducible": "; ".join(said)}
 
-    def adapter(self, adapter: ModelAdapter) -> ModelAdapter:
+    def adapter(self, adapter: Adapter) -> Adapter:
         return adapter.with_products(dict(self.products)) if self.products else adapter
 
     def limited(self, policy: Policy) -> Policy:
@@ -478,7 +480,7 @@ def _batched(caches: Sequence[Any], layout: Placement, places: int) -> list[Laye
 
 
 def _fill(
-    adapter: ModelAdapter, fresh: Sequence[Any], policy: Policy, *, can_pad: bool
+    adapter: Adapter, fresh: Sequence[Any], policy: Policy, *, can_pad: bool
 ) -> int:
     """Return the padding positions that saving a forward is worth."""
     can_mask = adapter.is_causal and adapter.scores_chunks and can_fill(fresh)
@@ -487,12 +489,12 @@ def _fill(
     return policy.smallest_chunk // 2 if can_pad and policy.pad_to else 0
 
 
-def shares(adapter: ModelAdapter, fresh: Sequence[Any]) -> bool:
+def shares(adapter: Adapter, fresh: Sequence[Any]) -> bool:
     """Return whether whole prompts may share an array."""
     return adapter.is_causal and can_share(fresh)
 
 
-def pads(adapter: ModelAdapter, fresh: Sequence[Any]) -> bool:
+def pads(adapter: Adapter, fresh: Sequence[Any]) -> bool:
     """Return whether padding may follow a chunk."""
     return adapter.is_causal and adapter.scores_chunks and can_trim(fresh)
 

@@ -12,11 +12,11 @@ import mlx.core as mx
 from vlm_batch.engine.choosing import Flight
 from vlm_batch.engine.constraints import Guide
 from vlm_batch.engine.drafts import Drafts
-from vlm_batch.engine.port import AnswerText
 from vlm_batch.engine.retry import Retry
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.row import Ending, Row, Untold
 from vlm_batch.engine.rows import Rows
+from vlm_batch.engine.text import AnswerText
 from vlm_batch.engine.work import Failed, Part, attempt
 from vlm_batch.errors import InvalidParameters
 from vlm_batch.types import Event, TokenLogprobs

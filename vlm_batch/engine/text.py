@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
+
+#: ``token ids -> text``
+Decode: TypeAlias = Callable[[Sequence[int]], str]
 
 #: The character to which a tokenizer decodes an unfinished UTF-8 sequence.
 UNFINISHED = "\ufffd"
@@ -14,13 +18,32 @@ UNFINISHED = "\ufffd"
 MOST_HELD, DECODED_AGAIN, STILL_HELD = 32, 16, 3
 
 
+@dataclass(frozen=True)
+class AnswerText:
+    """A tokenizer's decoders and end tokens.
+
+    Attributes:
+        decode: leaves special tokens out.
+        decode_all: shows them.
+        decode_usual: does with them what the family's answers need; None: leaves them out.
+    """
+
+    decode: Decode = lambda ids: ""
+    eos_token_ids: frozenset[int] = frozenset()
+    decode_all: Decode | None = None
+    decode_usual: Decode | None = None
+
+
+NO_TEXT = AnswerText()
+
+
 class Detokenizer:
     """Incremental text of one sequence; the pieces join to ``decode`` of the whole.
 
     It holds back pieces of a character. Each step decodes a short tail.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+    def __init__(self, decode: Decode) -> None:
         self._decode = decode
         self._tokens: list[int] = []
         self._context = 0  # tokens from here on are decoded again, for correct spaces

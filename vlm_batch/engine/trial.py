@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import numpy as np
@@ -14,9 +14,11 @@ import numpy as np
 from vlm_batch.caches import LayerCache, take_row, trim
 from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.caches.states import CopiedState
-from vlm_batch.engine.port import ModelAdapter
 from vlm_batch.engine.shapes import Shapes
 from vlm_batch.records import DecodeStep, Encoded
+
+if TYPE_CHECKING:
+    from vlm_batch.adapters.base import Adapter
 
 #: Ids of plain text in every vocabulary.
 FIRST_ID, LAST_ID = 3, 99
@@ -40,7 +42,7 @@ class Trial:
     """Runs made-up prompts in an engine's shapes. Raises what the model raises."""
 
     def __init__(
-        self, adapter: ModelAdapter, kv: KVQuantisation | None, shapes: Shapes
+        self, adapter: Adapter, kv: KVQuantisation | None, shapes: Shapes
     ) -> None:
         self.adapter = adapter
         self.kv = kv

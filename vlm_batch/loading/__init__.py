@@ -29,9 +29,9 @@ from vlm_batch.caches.quantisation import KVQuantisation, settings_of
 from vlm_batch.engine.drafts import Drafts
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.loop import EngineLoop, Look
-from vlm_batch.engine.port import AnswerText
 from vlm_batch.engine.reuse import Caches, Reuse
 from vlm_batch.engine.shapes import FreeShapes, Shapes
+from vlm_batch.engine.text import AnswerText
 from vlm_batch.errors import UnsupportedModel, is_out_of_memory, shown
 from vlm_batch.inputs.loaders import Loaders
 from vlm_batch.inputs.prepare import Limits, Preparer
