@@ -646,8 +646,9 @@ class History:
         if most_rows is not None:
             # what would be learned in time
             self.generator.memory._at = _rows_of(family, placement, is_quantised)._at
-        self.loaders: Any = ManualLoaders()
-        self.loop = EngineLoop(self.generator, self.loaders)
+        loaders: Any = ManualLoaders()
+        self.loaders = loaders
+        self.loop = EngineLoop(self.generator, loaders)
         self.told: dict[str, Told] = {}
         self.ended: list[Told] = []  # and checked
         self.caches: list[tuple[PromptCache, Asked]] = []
@@ -722,7 +723,7 @@ class History:
             if fault == "processor"
             else shown
         )
-        asking = Asking(asked, (object(),) if str(key).startswith("video") else ())
+        asking: Any = Asking(asked, (object(),) if str(key).startswith("video") else ())
         returns = (
             return_cache
             and self.adapter.spec.no_prefix_reuse is None

@@ -23,6 +23,7 @@ from vlm_batch.engine import compiled, shapes
 from vlm_batch.engine.batch import DecodeBatch
 from vlm_batch.engine.compiled import CompiledDecode, can_leave_unfused
 from vlm_batch.engine.generator import BatchGenerator
+from vlm_batch.engine.ledger import Ledger
 from vlm_batch.engine.shapes import SHORT_STEP, SPREAD, FixedShapes, FreeShapes
 from vlm_batch.policy import POLICIES
 from vlm_batch.records import Call, DecodeStep

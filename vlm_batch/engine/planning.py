@@ -97,12 +97,12 @@ class Planner:
         )
         return schedule.chunks(rows, budget, self._policy)
 
-    def _lines(self, most: int) -> dict[int, list[schedule.Waiting]]:
+    def _lines(self, most: int) -> dict[int, list[schedule.WaitingRow]]:
         """Return the first ``most`` rows of each client that wait for nothing but a place, and those among them."""
         others = self._ledger.at(Stage.PREFILL, Stage.ENCODED)
-        lines: dict[int, list[schedule.Waiting]] = {}
+        lines: dict[int, list[schedule.WaitingRow]] = {}
         for client, rows in self._ledger.lines().items():
-            line: list[schedule.Waiting] = []
+            line: list[schedule.WaitingRow] = []
             left = most
             for row in rows:
                 if row.stage is Stage.READY:
@@ -126,9 +126,9 @@ class Planner:
         return self._runner.encoding.fits(picture_bytes(row))
 
 
-def _live(row: Row) -> schedule.Live:
+def _live(row: Row) -> schedule.LiveRow:
     is_decoding = row.stage is Stage.DECODE
-    return schedule.Live(
+    return schedule.LiveRow(
         row.request_id,
         row.client,
         row.priority,

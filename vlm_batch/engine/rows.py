@@ -16,7 +16,7 @@ from vlm_batch.engine.limit import Capacity
 from vlm_batch.engine.memory import RowMemory, tokens
 from vlm_batch.engine.reuse import Reuse, keeping
 from vlm_batch.engine.row import Ending, Prompt, Row, Stage, fork
-from vlm_batch.engine.schedule import Clients, Waiting, in_turn
+from vlm_batch.engine.schedule import Clients, WaitingRow, in_turn
 from vlm_batch.errors import let_go
 from vlm_batch.types import Event, FinishReason
 
@@ -237,9 +237,9 @@ class Rows:
         return events
 
 
-def waiting(row: Row, *, waits: bool = False) -> Waiting:
+def waiting(row: Row, *, waits: bool = False) -> WaitingRow:
     """Return what the schedule sees of a waiting row."""
-    return Waiting(
+    return WaitingRow(
         row.request_id,
         row.client,
         row.priority,

@@ -28,7 +28,7 @@ from vlm_batch.policy import Policy
 T = TypeVar("T")
 
 
-class Waiting(NamedTuple):
+class WaitingRow(NamedTuple):
     """A row that waits for a place."""
 
     request_id: str
@@ -41,7 +41,7 @@ class Waiting(NamedTuple):
     waits: bool = False  # for the prefix that a row before it will leave
 
 
-class Live(NamedTuple):
+class LiveRow(NamedTuple):
     """A row with a place."""
 
     request_id: str
@@ -67,10 +67,10 @@ class Clients:
         """Return a row's sort key among its client's, smallest first."""
         return submitted - priority * self.ageing_seconds
 
-    def since(self, row: Waiting) -> float:
+    def since(self, row: WaitingRow) -> float:
         return max(row.submitted, self.served.get(row.client, 0.0))
 
-    def is_due(self, row: Waiting) -> bool:
+    def is_due(self, row: WaitingRow) -> bool:
         asks = self.asked.get(row.client, 0)
         if (
             self.placed.get(row.client)
@@ -79,7 +79,7 @@ class Clients:
             return False
         return self.now - self.since(row) > self.ageing_seconds
 
-    def turn(self, row: Waiting) -> tuple[bool, float]:
+    def turn(self, row: WaitingRow) -> tuple[bool, float]:
         """Return a row's sort key among clients with as many places, smallest first."""
         since = self.since(row)
         was_served = since > row.submitted
@@ -140,8 +140,8 @@ class DecodeView:
     """
 
     clients: Clients
-    lines: Mapping[int, Sequence[Waiting]]
-    live: Sequence[Live]
+    lines: Mapping[int, Sequence[WaitingRow]]
+    live: Sequence[LiveRow]
     held: Mapping[str, int]
     free: int
     ahead: int
@@ -216,8 +216,8 @@ def _yields(view: DecodeView) -> tuple[Yield, ...]:
 
 
 def _givers(
-    row: Waiting, rest: Sequence[Live], giver: int | None, clients: Clients
-) -> list[Live]:
+    row: WaitingRow, rest: Sequence[LiveRow], giver: int | None, clients: Clients
+) -> list[LiveRow]:
     """Return the live rows of which one may yield to ``row``."""
     if giver is not None:
         return [one for one in rest if one.client == giver]
@@ -229,7 +229,7 @@ def _givers(
     ]
 
 
-def _rank(row: Live, clients: Clients) -> tuple[int, float]:
+def _rank(row: LiveRow, clients: Clients) -> tuple[int, float]:
     urgency = clients.urgency(row.priority, row.submitted)
     return clients.asked.get(row.client, 0), urgency
 
@@ -252,7 +252,7 @@ class PromptsView:
     """
 
     clients: Clients
-    lines: Mapping[int, Sequence[Waiting]]
+    lines: Mapping[int, Sequence[WaitingRow]]
     live: Sequence[int]
     held: Sequence[int]
     free: int
@@ -298,9 +298,9 @@ def prompts(view: PromptsView) -> Prompts:
     return Prompts(tuple(placed))
 
 
-def _first(line: Iterator[Waiting], free: int, ahead: int) -> list[Waiting]:
+def _first(line: Iterator[WaitingRow], free: int, ahead: int) -> list[WaitingRow]:
     """Return the rows for the free places and those to encode ahead. Ready ones need no encoding."""
-    first: list[Waiting] = []
+    first: list[WaitingRow] = []
     for row in line:
         if row.waits or (len(first) >= free and row.is_ready):
             continue
@@ -311,7 +311,7 @@ def _first(line: Iterator[Waiting], free: int, ahead: int) -> list[Waiting]:
 
 
 def _encoded(
-    view: PromptsView, rows: Sequence[Waiting], *, is_ahead: bool
+    view: PromptsView, rows: Sequence[WaitingRow], *, is_ahead: bool
 ) -> tuple[str, ...]:
     """Return the ids of the next call of the encoder."""
     if not view.most_encoded or (is_ahead and view.has_encoded):
