@@ -781,7 +781,7 @@ class LateForm:
         self.asked += 1
         return self.fed % 2 == 0 or self.asked > 1
 
-    def settle(self) -> None: ...
+    def finish(self) -> None: ...
 
     def allowed(self, size: int) -> np.ndarray:
         return np.ones(size, dtype=np.bool_)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -34,6 +34,18 @@ class Flight:
     def is_for(self, index: int) -> bool:
         row = self.rows[index]
         return not row.has_ended and row.losses == self.losses[index]
+
+    def advance(self) -> list[Row]:
+        """Give rows their tokens, but for drafts. Returns those that need no further forward."""
+        tokens = self.sampled.tokens.astype(mx.int32)
+        complete: list[Row] = []
+        for index, row in enumerate(self.rows):
+            if row.answer.drafter.ahead or not self.is_for(index):
+                continue
+            row.answer.advance(tokens, index)
+            if row.answer.num_sampled >= row.answer.max_tokens:
+                complete.append(row)
+        return complete
 
     @property
     def waiting(self) -> list[Row]:
@@ -86,8 +98,23 @@ class Positions:
         return found
 
 
-def choose(parts: Sequence[Part], sampler: Sampler) -> list[Flight | Failed]:
-    """Choose and launch the next tokens. Recomputed rows repeat theirs."""
+def choose(parts: Sequence[Part], sampler: Sampler) -> Iterator[Flight | Failed]:
+    """Choose and launch the next tokens, those of suspected rows apart."""
+    suspects: list[list[Part]] = []
+    others: list[Part] = []
+    for part in parts:
+        if part.rows[0].is_suspect:
+            suspects.append([part])
+        else:
+            others.append(part)
+    for those in ([others] if others else []) + suspects:
+        rows = [row for part in those for row in part.rows]
+        found = attempt(rows, _choose, those, sampler, is_shared=True)
+        yield from [found] if isinstance(found, Failed) else found
+
+
+def _choose(parts: Sequence[Part], sampler: Sampler) -> list[Flight | Failed]:
+    """Choose and launch tokens together. Recomputed rows repeat theirs."""
     positions = Positions.of(parts)
     told: list[int] = []
     new: list[int] = []

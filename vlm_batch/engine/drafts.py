@@ -11,7 +11,7 @@ import itertools
 import logging
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,11 +33,14 @@ from vlm_batch.engine.drafter import (
     NoDrafter,
 )
 from vlm_batch.engine.earlier import EarlierText, checked
+from vlm_batch.engine.groups import DecodeGroups
 from vlm_batch.engine.row import Row, Stage
+from vlm_batch.engine.work import Failed, attempt
 from vlm_batch.records import DraftState, Encoded
 
 if TYPE_CHECKING:
     from vlm_batch.adapters.heads import Heads
+    from vlm_batch.engine.telling import Patience
 
 #: Clients whose earlier answers are kept.
 MOST_CLIENTS = 64
@@ -160,9 +163,19 @@ class Drafts:
 
     # Once they are read
 
-    def begin(self, groups: Sequence[DecodeBatch]) -> None:
-        """Begin a step that waits for its rows' tokens."""
-        self.clock.waits(sum(len(group.places) for group in groups))
+    def propose(
+        self, batch: DecodeGroups, patience: Patience
+    ) -> Iterator[Failed | None]:
+        """Give drafts to rows whose tokens have been read, within what a step may wait. Yields failures."""
+        for group in batch.groups:
+            yield attempt(group.rows, group.lay_out, is_shared=True)
+        begin = time.perf_counter()
+        until = begin + patience.left
+        self.clock.waits(sum(len(group.places) for group in batch.groups))
+        for group in batch.groups:
+            left = lambda: until - time.perf_counter()  # noqa: E731
+            yield attempt(group.rows, self.plan, group, left, is_shared=True)
+        patience.spend(time.perf_counter() - begin)
 
     def plan(self, group: DecodeBatch, form_seconds: Callable[[], float]) -> None:
         """Give drafts to rows whose tokens have been read."""

@@ -7,16 +7,13 @@ token wastes a column.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
-
-import mlx.core as mx
 
 from vlm_batch.arrays import as_mlx
 from vlm_batch.caches import Placement
 from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.engine.admission import Admission
-from vlm_batch.engine.batch import DecodeBatch
 from vlm_batch.engine.choosing import Flight, choose
 from vlm_batch.engine.decoding import Decoder
 from vlm_batch.engine.drafts import Drafts
@@ -37,7 +34,7 @@ from vlm_batch.engine.telling import Telling
 from vlm_batch.engine.text import AnswerText
 from vlm_batch.engine.trial import Trial
 from vlm_batch.engine.warming import forwards
-from vlm_batch.engine.work import Failed, Part, Work, attempt
+from vlm_batch.engine.work import Part, Work, attempt
 from vlm_batch.policy import Policy, policy_of
 from vlm_batch.store.prompt import PromptCache
 from vlm_batch.types import Event, SamplingParams
@@ -205,114 +202,56 @@ class BatchGenerator:
         begin = time.perf_counter()
         before, self._launched = self._launched, []
         before = self._draft(before)
-        decoded = self._decode(self._planner.decode())
+        free, held = self._decode(self._planner.decode())
         num_decoding = len(self.rows.batch)
-        self._choose([part for part in decoded if not part.is_held])
+        self._choose(free)
         self.telling.read(before)
-        self._choose(self._in_time([part for part in decoded if part.is_held]))
+        self._choose(self.telling.in_time(held))
         self._read_last()
-        ready, encoding = self._fill_places()
+        joined, encoding = self._fill_places()
         chunks = self._planner.chunks(begin, encoding)
-        self._choose(ready + self._join(self._prefill(chunks)))
-        self._time_drafts(is_alone=not (ready or encoding or chunks))
+        self._choose(joined + self._join(self._prefill(chunks)))
+        self._time_drafts(is_alone=not (joined or encoding or chunks))
         self._record(begin, encoding, num_decoding, chunks)
         return self._tell()
 
     def _draft(self, before: list[Flight | Part]) -> list[Flight | Part]:
-        """Let rows draft, if it pays. That needs their last tokens, so the launched ones are read; returns what is not."""
+        """Let rows draft, if it pays. That needs their last tokens, so what is launched is read; returns what is not."""
         batch, patience = self.rows.batch, self.telling.patience
-        patience.begin(
-            beside_others=any(row.answer.guide is None for row in batch.rows)
-        )
-        drafts = self.drafts
-        if drafts is None or not drafts.wants(batch.groups):
+        patience.begin(batch.rows)
+        if self.drafts is None or not self.drafts.wants(batch.groups):
             return before
         self.telling.read(before)
         self.telling.take_untold()
-        for group in batch.groups:
-            self._shared(group, group.lay_out)
-        begin = time.perf_counter()
-        until = begin + patience.left
-        drafts.begin(batch.groups)
-        for group in batch.groups:
-            self._shared(group, drafts.plan, group, lambda: until - time.perf_counter())
-        patience.spend(time.perf_counter() - begin)
+        self.retry.settle_all(self.drafts.propose(batch, patience))
         return []
 
-    def _shared(self, group: DecodeBatch, work: Callable[..., Any], *given: Any) -> Any:
-        """Do a group's work. If it raises, settle that and return None."""
-        found = attempt(group.rows, work, *given, is_shared=True)
-        if not isinstance(found, Failed):
-            return found
-        self.retry.settle(found)
-        return None
-
-    def _decode(self, plan: DecodePlan) -> list[Part]:
-        """Launch the forwards of the rows that go on. Returns the parts of those that keep their places."""
+    def _decode(self, plan: DecodePlan) -> tuple[list[Part], list[Part]]:
+        """Launch the forwards of the rows that go on. Returns the parts to choose from at once, and once tokens are read."""
         batch = self.rows.batch
         for row in batch.misplaced():
             self.retry.attempt(row, batch.move, row)
         for row in self._rows_of(plan.outgrown):
             self.retry.outgrow(row)
         self._refuse(plan.refused)
-        parts: list[Part] = []
+        due = {one.request_id: one.is_for_due for one in plan.yields}
+        found: dict[bool, list[Part]] = {False: [], True: []}
         for group in batch.groups:
-            parts += self.retry.made(
-                self._shared(group, self.runner.decode, group) or ()
-            )
-        for row_id, is_for_due in plan.yields:
-            parts = self._park(row_id, parts, is_for_due=is_for_due)
-        return parts
-
-    def _park(
-        self, request_id: str, parts: list[Part], *, is_for_due: bool
-    ) -> list[Part]:
-        """Park a row with its logits. Returns the parts without it."""
-        (row,) = self._rows_of([request_id])
-        row.gave_way |= is_for_due
-        for part in parts:
-            if row in part.rows and part.logits is not None:
-                at = part.rows.index(row)
-                self.retry.attempt(row, self.rows.park, row, part.logits[at : at + 1])
-        return [kept for part in parts for kept in part.without(row)]
+            decode = attempt(group.rows, self.runner.decode, group, due, is_shared=True)
+            for part in self.retry.made(decode):
+                row = part.rows[0]
+                if row.request_id not in due:
+                    found[part.is_held].append(part)
+                elif self.retry.attempt(row, self.rows.park, row, part.logits):
+                    row.gave_way |= due[row.request_id]
+        return found[False], found[True]
 
     def _choose(self, parts: Sequence[Part]) -> None:
-        """Launch the choice of tokens; suspects apart."""
-        if not parts:
-            return
-        if self.drafts is not None and parts[0].logits is not None:
-            self.drafts.num_words = parts[0].logits.shape[-1]
-        shared = [part for part in parts if not part.rows[0].is_suspect]
-        if shared:
-            self._choose_together(shared)
-        for part in parts:
-            if part not in shared:
-                self._choose_together([part])
-
-    def _choose_together(self, parts: Sequence[Part]) -> None:
-        rows = [row for part in parts for row in part.rows]
-        found = attempt(rows, choose, parts, self.sampler, is_shared=True)
-        for flight in self.retry.made(found):
-            tokens = flight.sampled.tokens.astype(mx.int32)
-            for index, row in enumerate(flight.rows):
-                if flight.is_for(index) and not row.answer.drafter.ahead:
-                    row.answer.advance(tokens, index)
-                    self._leave_at_end(row)
+        """Launch the choice of tokens. A row that needs no further forward leaves its place."""
+        for flight in self.retry.made(choose(parts, self.sampler)):
             self._launched.append(flight)
-
-    def _leave_at_end(self, row: Row) -> None:
-        """Free the place of a row that needs no further forward."""
-        if row.answer.num_sampled >= row.answer.max_tokens:
-            self.retry.attempt(row, self.rows.leave, row)
-
-    def _in_time(self, held: Sequence[Part]) -> list[Part]:
-        """Let forms take their tokens. Parks rows with late masks; returns the others' parts."""
-        self.telling.take_untold()
-        for part in held:
-            row = part.rows[0]
-            if row.is_untold and row.stage is Stage.DECODE:
-                self.retry.attempt(row, self.rows.park, row, part.logits)
-        return [part for part in held if not part.rows[0].is_untold]
+            for row in flight.advance():
+                self.retry.attempt(row, self.rows.leave, row)
 
     def _read_last(self) -> None:
         """Read the last tokens before prompts begin, if nobody waits for a next one."""
@@ -323,67 +262,59 @@ class BatchGenerator:
     # Rows on their way to a place
 
     def _fill_places(self) -> tuple[list[Part], float]:
-        """Encode the first rows in line and place those that fit. Returns parts that joined, and seconds."""
-        begin, joined = time.perf_counter(), list[Part]()
+        """Encode the first rows in line and place those that fit. Returns parts that joined, and seconds of encoding."""
+        begin, seconds = time.perf_counter(), 0.0
+        joined: list[Part] = []
         self.runner.encoding.step()
-        seconds, has_encoded = 0.0, False
-        while True:
-            plan = self._planner.prompts(seconds, has_encoded=has_encoded)
+        while not self.is_ending:
+            plan = self._planner.prompts(seconds)
             joined += self._place(self._rows_of(plan.placed))
             self._refuse(plan.refused)
-            is_done = self.is_ending or not (plan.encoded or plan.refused)
-            if is_done or not self._encode(self._rows_of(plan.encoded)):
-                return joined, seconds
-            seconds = time.perf_counter() - begin if plan.encoded else seconds
-            has_encoded |= bool(plan.encoded)
+            if not plan.encoded:
+                break
+            may_go_on = self._encode(self._rows_of(plan.encoded))
+            seconds = time.perf_counter() - begin
+            if not may_go_on:
+                break
+        return joined, seconds
 
     def _place(self, rows: Sequence[Row]) -> list[Part]:
         """Give rows their places. Returns the parts of those that decode at once."""
-        ready: list[Part] = []
+        ready = [row for row in rows if row.stage is Stage.READY]
         for row in rows:
-            if row.stage is Stage.READY:
-                ready.append(Part([row], row.prompt.logits))
-            else:
+            if row not in ready:
                 self.rows.place(row)
         return self._join(ready)
 
-    def _encode(self, rows: list[Row]) -> bool:
+    def _encode(self, rows: Sequence[Row]) -> bool:
         """Encode the first rows, as many as share a call. Returns whether others may be in this step."""
         recomputed = self.retry.num_recomputed
-        if len(rows) > 1:
-            others = self.rows.ledger.at(Stage.PREFILL, Stage.ENCODED)
-            alone = rows[0].was_alone  # it ran out of memory alone
-            rows = rows[:1] if alone else self.reuse.new_ones(rows, others, len(rows))
-        for part in self.retry.made(self.runner.encode(rows) if rows else ()):
+        others = self.rows.ledger.at(Stage.PREFILL, Stage.ENCODED)
+        those = self.reuse.new_ones(rows, others)
+        for part in self.retry.made(self.runner.encode(those)):
             self.rows.ledger.move(part.rows[0], Stage.ENCODED)
         return self.retry.num_recomputed == recomputed
 
-    def _prefill(self, plan: Sequence[Work]) -> list[Part]:
-        """Launch chunks. Returns those that end prompts."""
+    def _prefill(self, plan: Sequence[Work]) -> list[Row]:
+        """Launch chunks. Returns the rows whose prompts end."""
         last: dict[Row, Part] = {}  # holding an earlier chunk's arrays would copy them
-        for work in self.runner.group(plan) if len(plan) > 1 else plan:
+        for work in self.runner.group(plan):
             if self.is_ending:
                 break
             for part in self.retry.made(self.runner.prefill(work)):
                 last[part.rows[0]] = part
         self._launched += last.values()
-        return [part for part in last.values() if part.logits is not None]
+        for row, part in last.items():
+            if part.logits is not None:
+                self.retry.attempt(row, self.rows.end_prefill, row, part.logits)
+        return [row for row in last if row.stage is Stage.READY]
 
-    def _join(self, parts: Sequence[Part]) -> list[Part]:
-        """Move rows with logits to the batch, if they ask for tokens. Returns those that joined."""
-        joining: list[Part] = []
-        for part in parts:
-            row = part.rows[0]
-            if not row.params.max_tokens:
-                self.retry.attempt(row, self.rows.hold, row)
-            elif row.stage is Stage.READY or self.retry.attempt(
-                row, self.rows.get_ready, row, part.logits
-            ):
-                joining.append(part)
+    def _join(self, rows: Sequence[Row]) -> list[Part]:
+        """Move ready rows to the batch. Returns their parts."""
         joined: list[Part] = []
-        for at, part in enumerate(joining, 1):
-            row = part.rows[0]
-            if self.retry.attempt(row, self.rows.join, row, len(joining) - at):
+        for at, row in enumerate(rows, 1):
+            part = Part([row], row.prompt.logits)
+            if self.retry.attempt(row, self.rows.join, row, len(rows) - at):
                 joined.append(part)
         return joined
 
@@ -391,8 +322,8 @@ class BatchGenerator:
 
     def _time_drafts(self, *, is_alone: bool) -> None:
         """Have a forward timed that had the step for itself."""
-        groups = self.rows.batch.groups
         if self.drafts is not None:
+            groups = self.rows.batch.groups
             is_one = is_alone and len(groups) == 1
             self.drafts.launched(groups[0].num_positions if is_one else 0)
 

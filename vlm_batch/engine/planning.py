@@ -54,15 +54,11 @@ class Planner:
         )
         return schedule.decode(view)
 
-    def prompts(self, seconds: float, *, has_encoded: bool) -> schedule.Prompts:
-        """Plan who gets a free place and who is encoded next.
-
-        Args:
-            seconds: spent on encoding in this step.
-            has_encoded: whether this step has encoded a row.
-        """
+    def prompts(self, seconds: float) -> schedule.Prompts:
+        """Plan who gets a free place and who is encoded next. ``seconds``: spent on encoding in this step."""
         if not self._ledger.num(*WAITING):
             return schedule.Prompts()
+        has_encoded = seconds > 0
         free, ahead = self._rows.num_free, self._policy.encode_ahead
         placed = self._ledger.at(Stage.PREFILL, Stage.DECODE)
         ready = self._ledger.at(Stage.READY)

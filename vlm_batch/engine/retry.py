@@ -74,6 +74,11 @@ class Retry:
             else:
                 yield one
 
+    def settle_all(self, found: Iterable[Failed | None]) -> None:
+        """Settle what failed."""
+        for _ in self.made(found):
+            pass
+
     def attempt(self, row: Row, work: Callable[..., None], *arguments: Any) -> bool:
         """Do a row's own work. If it raises, settle that and return False."""
         failed = attempt([row], work, *arguments)

@@ -189,13 +189,13 @@ class Reuse:
             return False
         return coming >= overlap.cached(self.prefix, key) + least
 
-    def new_ones(
-        self, rows: Sequence[Row], others: Iterable[Row], most: int
-    ) -> list[Row]:
-        """Return the first rows without a shared prefix: 1 to ``most``."""
+    def new_ones(self, rows: Sequence[Row], others: Iterable[Row]) -> list[Row]:
+        """Return the first rows without a shared prefix, one at least. Who ran out of memory alone stays alone."""
+        if len(rows) == 1 or rows[0].was_alone:
+            return [rows[0]]
         chosen: list[Row] = []
-        for row in rows[:most]:
-            if chosen and row.was_alone:
+        for row in rows:
+            if row.was_alone:
                 break
             if not self._is_new(row) or self.waits_for(row, [*others, *chosen]):
                 break

@@ -130,8 +130,16 @@ class Rows:
         self.ledger.move(row, Stage.PREFILL)
         row.clock.placed = row.clock.placed or time.perf_counter()
 
-    def get_ready(self, row: Row, logits: mx.array) -> None:
-        """Note a prefilled row's logits (1, V). Siblings become rows of their own."""
+    def end_prefill(self, row: Row, logits: mx.array) -> None:
+        """Note a prefilled row's logits (1, V). Siblings become rows of their own.
+
+        A row that asks for no token frees its place and caches. It ends once its work was read.
+        """
+        if not row.params.max_tokens:
+            row.answer.ending = Ending(None, "", None, "length", None)
+            row.prompt = Prompt()
+            self.ledger.move(row, Stage.LAST)
+            return
         row.prompt.logits = logits
         for sibling in fork(row) if row.siblings else ():
             self.ledger.add(sibling, Stage.READY)
@@ -144,12 +152,6 @@ class Rows:
         self._memory.learn(caches, row.facts.length + row.answer.num_fed)
         self.batch.join(row, caches, others)
         self.ledger.move(row, Stage.DECODE)
-
-    def hold(self, row: Row) -> None:
-        """Free the place and caches of a prefilled row that asks for no token. It ends once its work was read."""
-        row.answer.ending = Ending(None, "", None, "length", None)
-        row.prompt = Prompt()
-        self.ledger.move(row, Stage.LAST)
 
     def park(self, row: Row, logits: mx.array) -> None:
         """Preempt a decoding row, with its caches and the logits (1, V) of its last forward."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -67,14 +67,22 @@ class Runner:
         self._shapes = shapes
         self._stops = (kv.start,) if kv is not None and kv.start else ()
 
-    def decode(self, group: DecodeBatch) -> list[Part]:
-        """Launch a group's forward. A row whose next token depends on the last is a part of its own."""
+    def decode(self, group: DecodeBatch, yielding: Collection[str] = ()) -> list[Part]:
+        """Launch a group's forward. A row whose next token depends on the last is a part of its own.
+
+        Args:
+            yielding: ids of rows that yield their places, which are parts of their own, too.
+        """
         rows = group.rows
         group.lay_out()
         logits = self._decoder.logits(group, rows)
+        self._note_words(logits)
         for row in rows:
             row.answer.num_fed = row.answer.num_sampled
-        if not any(map(_is_chosen_apart, rows)):
+        alone = {row for row in rows if _is_chosen_apart(row)}
+        if yielding:
+            alone |= {row for row in rows if row.request_id in yielding}
+        if not alone:
             return [Part(rows, logits)]
         mx.async_eval(logits)
         apart: list[Part] = []
@@ -84,9 +92,10 @@ class Runner:
         for row in rows:
             ahead = row.answer.drafter.ahead
             end = first + 1 + len(ahead)
-            if _is_chosen_apart(row):
+            if row in alone:
+                is_held = _is_chosen_apart(row) and not ahead
                 own = logits[first:end]
-                apart.append(Part([row], own, is_held=not ahead, ahead=ahead))
+                apart.append(Part([row], own, is_held=is_held, ahead=ahead))
             else:
                 together.append(row)
                 firsts.append(first)
@@ -94,6 +103,11 @@ class Runner:
         if not together:
             return apart
         return [Part(together, logits[mx.array(firsts)]), *apart]
+
+    def _note_words(self, logits: mx.array) -> None:
+        """Tell drafts how many tokens the model has."""
+        if self.drafts is not None:
+            self.drafts.num_words = logits.shape[-1]
 
     # Pictures and prompts, encoded
 
@@ -231,6 +245,8 @@ class Runner:
 
     def group(self, chunks: Sequence[Work]) -> list[Work]:
         """Merge chunks of whole prompts that share an array."""
+        if len(chunks) < 2:
+            return list(chunks)
         rows = {row.request_id: row for row in self._rows.ledger.at(Stage.PREFILL)}
         kinds: dict[Any, list[Work]] = {}
         for chunk in chunks:
@@ -360,6 +376,7 @@ class Runner:
         state = arrays_of([cache.state for cache in prompt.cache])
         # A part does not hold a row's state, which the next token would have to copy.
         if is_done:
+            self._note_words(logits)
             part = Part([row], logits, [logits, *kept, *scored])
             return part, [*state, logits, *kept, *scored]
         part = Part([row], None, [*state, *kept, *scored])

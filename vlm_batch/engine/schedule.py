@@ -247,7 +247,7 @@ class PromptsView:
         held: tokens of each parked row and further answer.
         ahead: rows that are encoded before they have a place.
         most_encoded: requests of the next call of the encoder; 0: none in this step.
-        has_encoded: whether this step has encoded some.
+        has_encoded: whether this step has encoded a row.
         may_encode: whether the encoder has room for a row's pictures.
     """
 
@@ -277,14 +277,15 @@ def prompts(view: PromptsView) -> Prompts:
 
     Lengths are known once a row is encoded. So the engine encodes and asks again, until nobody is left to encode.
     """
-    free, placed, live = view.free, list[str](), list(view.live)
+    placed: list[str] = []
+    refused: list[str] = []
+    free, live = view.free, list(view.live)
     line = in_turn(view.lines, view.clients.turn, view.clients.placed)
     first = _first(line, view.free, view.ahead)
     for at, row in enumerate(first):
         if not (row.is_ready or row.is_encoded):
-            return Prompts(
-                tuple(placed), _encoded(view, first[at:], is_ahead=at >= free)
-            )
+            encoded = _encoded(view, first[at:], is_ahead=at >= free)
+            return Prompts(tuple(placed), encoded, tuple(refused))
         if at >= free:
             continue
         held = [] if row.is_ready else view.held
@@ -294,8 +295,8 @@ def prompts(view: PromptsView) -> Prompts:
         elif live or held:
             free = 0
         else:
-            return Prompts(tuple(placed), refused=(row.request_id,))
-    return Prompts(tuple(placed))
+            refused.append(row.request_id)
+    return Prompts(tuple(placed), (), tuple(refused))
 
 
 def _first(line: Iterator[WaitingRow], free: int, ahead: int) -> list[WaitingRow]:

@@ -14,7 +14,7 @@ from vlm_batch.engine.constraints import Guide
 from vlm_batch.engine.drafts import Drafts
 from vlm_batch.engine.retry import Retry
 from vlm_batch.engine.reuse import Reuse
-from vlm_batch.engine.row import Ending, Row, Untold
+from vlm_batch.engine.row import Ending, Row, Stage, Untold
 from vlm_batch.engine.rows import Rows
 from vlm_batch.engine.text import AnswerText
 from vlm_batch.engine.work import Failed, Part, attempt
@@ -36,11 +36,11 @@ class Patience:
         self._given = FORM_SECONDS
         self._work = FORM_SECONDS  # seconds of the last step, without waits
 
-    def begin(self, *, beside_others: bool) -> None:
-        """Begin a step."""
-        self.left = self._given = (
-            min(FORM_SECONDS, self._work) if beside_others else FORM_SECONDS
-        )
+    def begin(self, rows: Sequence[Row]) -> None:
+        """Begin a step of these rows."""
+        beside_others = any(row.answer.guide is None for row in rows)
+        self._given = min(FORM_SECONDS, self._work) if beside_others else FORM_SECONDS
+        self.left = self._given
 
     def end(self, seconds: float) -> None:
         """End a step that took ``seconds``."""
@@ -218,6 +218,18 @@ class Telling:
             self._retry.attempt(row, self._rows.finish, row, told)
         else:
             self._rows.events.append(told)
+
+    def in_time(self, held: Sequence[Part]) -> list[Part]:
+        """Take tokens that forms have checked. Parks rows with late masks; returns the others' parts."""
+        self.take_untold()
+        found: list[Part] = []
+        for part in held:
+            row = part.rows[0]
+            if not row.is_untold:
+                found.append(part)
+            elif row.stage is Stage.DECODE:
+                self._retry.attempt(row, self._rows.park, row, part.logits)
+        return found
 
     def take_untold(self) -> None:
         """Wait briefly; append tokens that forms have checked."""

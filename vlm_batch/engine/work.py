@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import mlx.core as mx
@@ -41,18 +41,6 @@ class Part:
     is_held: bool = False  # the choice depends on tokens that must be read first
     # K drafted tokens of the only row, whose logits are (1 + K, V)
     ahead: tuple[int, ...] = ()
-
-    def without(self, row: Row) -> list[Part]:
-        """Return the part without a row in a list, empty if none is left."""
-        places = [place for place, one in enumerate(self.rows) if one is not row]
-        if len(places) == len(self.rows) or self.logits is None:
-            return [self]
-        rows = [self.rows[place] for place in places]
-        return (
-            [replace(self, rows=rows, logits=self.logits[mx.array(places)])]
-            if rows
-            else []
-        )
 
 
 #: A row's part, and what it launches.
