@@ -146,7 +146,7 @@ def test_nobody_holds_what_a_chunk_is_written_into(
 
         return noted
 
-    def noted(self: Runner, row: Any, *args: Any) -> Any:
+    def made_noting(self: Runner, row: Any, *args: Any) -> Any:
         answer = made(self, row, *args)
         states.extend(weakref.ref(array) for array in answer[0].arrays)
         return answer

@@ -268,7 +268,9 @@ class BatchGenerator:
         self.runner.encoding.step()
         while not self.is_ending:
             plan = self._planner.prompts(seconds)
-            joined += self._place(self._rows_of(plan.placed))
+            for row in self._rows_of(plan.placed):
+                self.rows.place(row)
+            joined += self._join(self._rows_of(plan.joining))
             self._refuse(plan.refused)
             if not plan.encoded:
                 break
@@ -277,14 +279,6 @@ class BatchGenerator:
             if not may_go_on:
                 break
         return joined, seconds
-
-    def _place(self, rows: Sequence[Row]) -> list[Part]:
-        """Give rows their places. Returns the parts of those that decode at once."""
-        ready = [row for row in rows if row.stage is Stage.READY]
-        for row in rows:
-            if row not in ready:
-                self.rows.place(row)
-        return self._join(ready)
 
     def _encode(self, rows: Sequence[Row]) -> bool:
         """Encode the first rows, as many as share a call. Returns whether others may be in this step."""

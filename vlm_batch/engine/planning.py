@@ -66,7 +66,7 @@ class Planner:
             clients=self._rows.clients(),
             lines=self._lines(free + ahead),
             live=[tokens(row) for row in placed],
-            held=[tokens(row) for row in ready],
+            held={row.request_id: tokens(row) for row in ready},
             free=free,
             ahead=ahead,
             most_encoded=schedule.most_encoded(

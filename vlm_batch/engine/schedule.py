@@ -244,7 +244,7 @@ class PromptsView:
     Attributes:
         lines: each client's first rows in line.
         live: tokens of each row with a place.
-        held: tokens of each parked row and further answer.
+        held: tokens of each parked row and further answer, by id.
         ahead: rows that are encoded before they have a place.
         most_encoded: requests of the next call of the encoder; 0: none in this step.
         has_encoded: whether this step has encoded a row.
@@ -254,7 +254,7 @@ class PromptsView:
     clients: Clients
     lines: Mapping[int, Sequence[WaitingRow]]
     live: Sequence[int]
-    held: Sequence[int]
+    held: Mapping[str, int]
     free: int
     ahead: int
     most_encoded: int
@@ -265,9 +265,10 @@ class PromptsView:
 
 @dataclass(frozen=True)
 class Prompts:
-    """Ids of the rows that get a place, that are encoded next, and that never fit."""
+    """Ids of the rows that begin their prefill, that decode at once, that are encoded next, and that never fit."""
 
     placed: tuple[str, ...] = ()
+    joining: tuple[str, ...] = ()
     encoded: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()
 
@@ -278,25 +279,32 @@ def prompts(view: PromptsView) -> Prompts:
     Lengths are known once a row is encoded. So the engine encodes and asks again, until nobody is left to encode.
     """
     placed: list[str] = []
+    joining: list[str] = []
     refused: list[str] = []
+    encoded: tuple[str, ...] = ()
     free, live = view.free, list(view.live)
     line = in_turn(view.lines, view.clients.turn, view.clients.placed)
     first = _first(line, view.free, view.ahead)
     for at, row in enumerate(first):
         if not (row.is_ready or row.is_encoded):
             encoded = _encoded(view, first[at:], is_ahead=at >= free)
-            return Prompts(tuple(placed), encoded, tuple(refused))
+            break
         if at >= free:
             continue
-        held = [] if row.is_ready else view.held
+        held = [] if row.is_ready else _still_held(view, joining)
         if view.fits([*live, *held, row.tokens]):
             live.append(row.tokens)
-            placed.append(row.request_id)
+            (joining if row.is_ready else placed).append(row.request_id)
         elif live or held:
             free = 0
         else:
             refused.append(row.request_id)
-    return Prompts(tuple(placed), (), tuple(refused))
+    return Prompts(tuple(placed), tuple(joining), encoded, tuple(refused))
+
+
+def _still_held(view: PromptsView, joining: Sequence[str]) -> list[int]:
+    """Return the tokens of the ready rows that stay without a place."""
+    return [size for name, size in view.held.items() if name not in joining]
 
 
 def _first(line: Iterator[WaitingRow], free: int, ahead: int) -> list[WaitingRow]:
