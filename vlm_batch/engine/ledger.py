@@ -73,16 +73,20 @@ class Ledger:
 
     def at(self, *stages: Stage) -> tuple[Row, ...]:
         """Return the rows at these stages, stage by stage, the most urgent first."""
-        if len(stages) == 1:
-            return self._at_one(stages[0])
-        return tuple(row for stage in stages for row in self._at_one(stage))
+        found: tuple[Row, ...] = ()
+        for stage in stages:
+            found += self._at_one(stage)
+        return found
 
     def tuple_at(self, *stages: Stage) -> tuple[Row, ...]:
         """Return the rows at these stages in any order. Thread-safe."""
         return tuple(row for stage in stages for row in tuple(self._at[stage]))
 
     def num(self, *stages: Stage) -> int:
-        return sum(len(self._at[stage]) for stage in stages)
+        count = 0
+        for stage in stages:
+            count += len(self._at[stage])
+        return count
 
     def lines(self) -> dict[int, list[Row]]:
         """Return each client's rows that wait for a place: ready ones first, then the most urgent."""

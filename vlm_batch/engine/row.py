@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from vlm_batch.inputs.loaders import Loading
 
 
-class Stage(Enum):
+class Stage(str, Enum):  # strings hash fast
     """Where a row is, in the order of its life. ``Ledger.move`` alone sets it."""
 
     INBOX = "inbox"
