@@ -1150,7 +1150,7 @@ def test_for_want_of_memory_when_a_complete_answers_caches_are_saved_it_still_en
 
     def full(self: Any, *given: Any) -> Any:
         nonlocal failed
-        is_end = given[0].request_id == "a" and (where == "take" or given[3])
+        is_end = given[0].request_id == "a" and (where == "take" or given[2])
         if is_end and failed < (2 if end == "cancelled" else 1):
             failed += 1
             raise RuntimeError("[malloc] Unable to allocate 123456789 bytes.")

@@ -67,8 +67,8 @@ class Heads(ABC):
     def last_states(rows: Sequence[DraftState | None]) -> mx.array:
         """Return each place's last hidden state (B, 1, D); empty places get place 0's."""
         some = next(row for row in rows if row is not None)
-        last = [(row or some).hidden[-1] for row in rows]
-        return gathered([last_of(one) for one in last])[:, None]
+        last = [last_of((row or some).hidden[-1]) for row in rows]
+        return gathered(last)[:, None]
 
 
 class Assistant(Heads):
@@ -151,21 +151,27 @@ class NextTokens(Heads):
         self, rows: Sequence[DraftState | None], layers: Sequence[Any], count: int
     ) -> mx.array:
         live = [row for row in rows if row is not None]
+        caches: list[Any] = []
         for row in live:
-            if not row.caches:
-                row.caches = self.model.make_cache()
-            if len(row.tokens) > FEW:
-                self._catch_up(row)
-        by_layer = zip(*(row.caches for row in live), strict=True)
-        own = [rows_cache(caches) for caches in by_layer]
+            self._begin(row)
+            caches += row.caches
+        num_layers = len(live[0].caches)
+        own = [rows_cache(caches[layer::num_layers]) for layer in range(num_layers)]
         told = self._draft(*self._read(live, own), own, count)
-        caches = [cache for row in live for cache in row.caches]
         mx.eval(told, [(cache.keys, cache.values) for cache in caches])
         # what was drafted is computed again from the model's own states, if it is accepted
         for cache in caches:
             cache.trim(count - 1)
-        places = [0 if row is None else live.index(row) for row in rows]
-        return told[mx.array(places)]
+        # empty places get the first row's
+        at = {id(row): place for place, row in enumerate(live)}
+        return told[mx.array([at.get(id(row), 0) for row in rows])]
+
+    def _begin(self, row: DraftState) -> None:
+        """Prepare a row that has not been drafted for, or not lately."""
+        if not row.caches:
+            row.caches = self.model.make_cache()
+        if len(row.tokens) > FEW:
+            self._catch_up(row)
 
     def _read(
         self, rows: Sequence[DraftState], own: Sequence[RowsCache]

@@ -119,8 +119,10 @@ class Drafts:
 
     def wants(self, groups: Sequence[DecodeBatch]) -> bool:
         """Return whether launched tokens must be read first: they are drafted, or drafts will follow them."""
-        rows = (row for group in groups for row in group.places if row is not None)
-        return any(row.answer.drafter.ahead for row in rows) or self.is_due(groups)
+        for group in groups:
+            if any(row.answer.drafter.ahead for row in group.rows):
+                return True
+        return self.is_due(groups)
 
     def is_due(self, groups: Sequence[DecodeBatch]) -> bool:
         """Return whether drafts will follow launched tokens."""

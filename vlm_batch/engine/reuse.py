@@ -260,8 +260,8 @@ class Reuse:
     def _restore(self, row: Row, key: PromptKey, found: Match) -> None:
         """Give a row the state of a match."""
         own, saved, length = row.reuse, found.row, found.length
-        has_pictures = all(end <= length for _, end in key.pictures)
-        num_pictures = len(key.pictures) if has_pictures else 0
+        last = max((end for _, end in key.pictures), default=0)
+        num_pictures = len(key.pictures) if last <= length else 0
         row.prompt.cache = saved.restore(length, num_pictures)
         for at, snapshot in saved.snapshots.items():
             if at <= length:
