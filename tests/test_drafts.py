@@ -521,7 +521,6 @@ def test_a_forward_that_waited_for_nothing_is_no_measure() -> None:
 
     def step(positions: int, *, waits: bool) -> None:
         if waits:
-            drafts.begin([])
             drafts.clock.waits(1)
         drafts.launched(positions)
         drafts.was_read()

@@ -28,7 +28,7 @@ from vlm_batch.engine.row import Prompt, Row, Stage, new_row
 from vlm_batch.engine.runner import Runner
 from vlm_batch.engine.text import AnswerText
 from vlm_batch.errors import InvalidPrompt, PromptTooLong
-from vlm_batch.records import Call
+from vlm_batch.records import Call, MediaSizes
 from vlm_batch.store.budget import ByteBudget
 from vlm_batch.store.prefix import PrefixCache
 from vlm_batch.types import Event, Result, SamplingParams
@@ -592,7 +592,7 @@ def row_with_picture(key: str) -> Row:
     row = new_row(
         key, Prompt(inputs=inputs(key)), SamplingParams(max_tokens=NUM_TOKENS)
     )
-    row.image_sizes = ((8, 8),)
+    row.media = MediaSizes(((8, 8),))
     return row
 
 

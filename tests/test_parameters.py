@@ -114,13 +114,13 @@ def make(generator: BatchGenerator, name: str, family: str) -> Row:
     )
     generator.rows.add(row)
     if name == "bad_words":
-        row.answer.bad_words = BAD
+        row.answer.rules = replace(row.answer.rules, bad_words=BAD)
     form = Residues() if name in ("form", "thinking_then_form") else None
     row.answer.guide = Guide.of(
         params,
         form,
         THINKS if name.startswith("thinking") else None,
-        row.answer.end_ids,
+        row.answer.rules.end_ids,
     )
     return row
 

@@ -128,6 +128,19 @@ class DecodeStep:
 
 
 @dataclass(frozen=True)
+class MediaSizes:
+    """Sizes of a request's media, as they were given."""
+
+    images: tuple[tuple[int, int], ...] = ()  # (width, height)
+    videos: tuple[tuple[int, int, int], ...] = ()  # (frames, width, height)
+    audios: tuple[float, ...] = ()  # seconds
+
+    @property
+    def has_any(self) -> bool:
+        return bool(self.images or self.videos or self.audios)
+
+
+@dataclass(frozen=True)
 class Call:
     """A forward's facts beside its arrays, an argument of adapters.
 

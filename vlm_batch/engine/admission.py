@@ -11,7 +11,9 @@ from vlm_batch.engine.limit import Capacity
 from vlm_batch.engine.memory import RowMemory, Sizes
 from vlm_batch.engine.row import Row, Stage
 from vlm_batch.engine.rows import Rows
+from vlm_batch.engine.sampling import RowRules
 from vlm_batch.policy import Policy
+from vlm_batch.records import MediaSizes
 from vlm_batch.runtime.threads import num_cores
 
 if TYPE_CHECKING:
@@ -155,12 +157,14 @@ class Admission:
         row.clock.read_seconds = loading.read_seconds
         row.clock.process_seconds = loading.process_seconds
         prepared = loading.result()
-        row.image_sizes, row.video_sizes = prepared.image_sizes, prepared.video_sizes
-        row.audio_seconds = prepared.audio_seconds
-        row.answer.bad_words = prepared.bad_words
+        row.media = MediaSizes(
+            prepared.image_sizes, prepared.video_sizes, prepared.audio_seconds
+        )
+        end_ids = row.answer.rules.end_ids
+        row.answer.rules = RowRules(end_ids, prepared.bad_words)
         if prepared.form is not None or row.params.thinking_budget is not None:
             row.answer.guide = Guide.of(
-                row.params, prepared.form, prepared.thinking, row.answer.end_ids
+                row.params, prepared.form, prepared.thinking, end_ids
             )
         row.prompt.inputs, row.given = prepared.inputs, prepared.kept
         self._memory.check_length(row.prompt.inputs["input_ids"].shape[-1])

@@ -218,7 +218,8 @@ class BatchGenerator:
     def _draft(self, before: list[Flight | Part]) -> list[Flight | Part]:
         """Let rows draft, if it pays. That needs their last tokens, so what is launched is read; returns what is not."""
         batch, patience = self.rows.batch, self.telling.patience
-        patience.begin(batch.rows)
+        has_others = any(row.answer.guide is None for row in batch.rows)
+        patience.begin(beside_others=has_others)
         if self.drafts is None or not self.drafts.wants(batch.groups):
             return before
         self.telling.read(before)

@@ -27,7 +27,7 @@ from vlm_batch.engine.text import (
     StopStrings,
 )
 from vlm_batch.errors import InvalidParameters, describe
-from vlm_batch.records import Encoded, PromptKey
+from vlm_batch.records import Encoded, MediaSizes, PromptKey
 from vlm_batch.store.prompt import PromptCache
 from vlm_batch.store.saved import SavedRow, Snapshot
 from vlm_batch.types import (
@@ -62,6 +62,7 @@ class Stage(str, Enum):  # strings hash fast
     ENDED = "ended"
 
 
+NO_MEDIA = MediaSizes()
 #: Parameters of a row that has ended.
 NO_PARAMS = SamplingParams()
 
@@ -104,22 +105,12 @@ class Facts:
     token_ids: tuple[int, ...] | None = None  # the prompt's, if they are asked for
 
 
-@dataclass(frozen=True)
-class Ending:
-    """The last token of a complete answer; None if the answer has none."""
+class Ending(NamedTuple):
+    """The end of a complete answer, with the event of its last token, if it has one."""
 
-    token: int | None
-    text: str
-    logprobs: TokenLogprobs | None
+    event: Event
     reason: FinishReason
     stop_reason: str | int | None
-
-
-class Untold(NamedTuple):
-    """A token that a form still checks."""
-
-    token: int
-    logprobs: TokenLogprobs | None
 
 
 @dataclass(eq=False)
@@ -135,14 +126,13 @@ class Answer:
     num_fed: int = 0  # tokens in its caches: those sampled before its last forward
     drafter: NoDrafter = NO_DRAFTER
     history: mx.array | None = None  # (T,) prompt and answer, for rows with processors
-    end_ids: frozenset[int] = frozenset()  # tokens that end it
-    bad_words: tuple[tuple[int, ...], ...] = ()
-    rules: RowRules = NO_RULES  # made of ``end_ids`` and ``bad_words``
+    rules: RowRules = NO_RULES  # tokens that end it, and words that it may not have
     changes_logits: bool = False  # whether a stage of its own changes its logits
     guide: Guide | None = None  # for rows whose next token depends on the last one
     parsed: Any = None
     token_ids: list[int] = field(default_factory=list)
-    untold: Untold | None = None  # the next token, which its form still checks
+    # the next token, which its form still checks
+    untold: tuple[int, TokenLogprobs | None] | None = None
     text: str = ""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_scores: PromptScores | None = None
@@ -151,11 +141,9 @@ class Answer:
     @property
     def said(self) -> list[int]:
         """Tokens that were read; its form may still hold the last."""
-        return (
-            self.token_ids
-            if self.untold is None
-            else [*self.token_ids, self.untold.token]
-        )
+        if self.untold is None:
+            return self.token_ids
+        return [*self.token_ids, self.untold[0]]
 
     @property
     def known_token(self) -> int | None:
@@ -243,9 +231,7 @@ class Row:
     cache_salt: str | None = None
     stage: Stage = Stage.INBOX
     facts: Facts = Facts()
-    image_sizes: tuple[tuple[int, int], ...] = ()
-    video_sizes: tuple[tuple[int, int, int], ...] = ()
-    audio_seconds: tuple[float, ...] = ()
+    media: MediaSizes = NO_MEDIA
     clock: Clock = field(default_factory=Clock)
     reuse: RowReuse = field(default_factory=RowReuse)
     # further answers to its prompt, until that is prefilled
@@ -322,7 +308,7 @@ class Row:
         if logprobs is not None:
             answer.logprobs.append(logprobs)
         # whole: its form is complete, it can only end
-        is_stop, is_whole = token in answer.end_ids, False
+        is_stop, is_whole = token in answer.rules.end_ids, False
         if guide is not None:
             guide.finish()
             is_whole = guide.is_whole
@@ -347,17 +333,14 @@ class Row:
                 prompt_tokens=self.facts.length,
                 prompt_token_ids=self.facts.token_ids,
             )
+        event = Event(self.request_id, token, text, logprobs)
         if matched is not None:
-            return Ending(token, text, logprobs, "stop", matched)
+            return Ending(event, "stop", matched)
         if is_whole:
-            return Ending(token, text, logprobs, "stop", None)
-        return Ending(
-            token,
-            text,
-            logprobs,
-            "stop" if is_stop else "length",
-            token if is_stop else None,
-        )
+            return Ending(event, "stop", None)
+        if is_stop:
+            return Ending(event, "stop", token)
+        return Ending(event, "length", None)
 
     @property
     def position(self) -> int:
@@ -389,10 +372,10 @@ class Row:
                 self.reuse.cached,
             ),
             timings=self.clock.timings(),
-            image_sizes=self.image_sizes,
+            image_sizes=self.media.images,
             model_image_sizes=facts.model_image_sizes,
-            video_sizes=self.video_sizes,
-            audio_seconds=self.audio_seconds,
+            video_sizes=self.media.videos,
+            audio_seconds=self.media.audios,
             logprobs=tuple(answer.logprobs)
             if self.params.logprobs is not None
             else None,
@@ -422,12 +405,14 @@ def decoder_of(text: AnswerText, skip_special_tokens: bool | None) -> Decode:
 
 
 def new_answer(params: SamplingParams, text: AnswerText = NO_TEXT) -> Answer:
+    end_ids = frozenset(params.stop_token_ids)
+    if not params.ignore_eos:
+        end_ids |= text.eos_token_ids
     return Answer(
         Detokenizer(decoder_of(text, params.skip_special_tokens)),
         StopStrings(params.stop) if params.stop else None,
         params.max_tokens,
-        end_ids=frozenset(params.stop_token_ids)
-        | (frozenset() if params.ignore_eos else text.eos_token_ids),
+        rules=RowRules(end_ids),
     )
 
 
@@ -491,14 +476,12 @@ def fork(row: Row) -> list[Row]:
         )
         sibling.facts, sibling.clock = row.facts, replace(row.clock)
         sibling.priority, sibling.client = row.priority, row.client
-        sibling.image_sizes = row.image_sizes
-        sibling.video_sizes = row.video_sizes
+        sibling.media = row.media
         sibling.given = row.given
-        sibling.audio_seconds = row.audio_seconds
         answer, given = sibling.answer, row.answer
         answer.max_tokens, answer.history = given.max_tokens, given.history
         answer.rules, answer.changes_logits = given.rules, given.changes_logits
-        answer.bad_words, answer.prompt_scores = given.bad_words, given.prompt_scores
+        answer.prompt_scores = given.prompt_scores
         answer.guide = None if given.guide is None else given.guide.copy()
         answer.drafter = given.drafter.copy()
     siblings, row.siblings = row.siblings, ()

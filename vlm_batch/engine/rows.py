@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 
 import mlx.core as mx
 
@@ -136,7 +137,7 @@ class Rows:
         A row that asks for no token frees its place and caches. It ends once its work was read.
         """
         if not row.params.max_tokens:
-            row.answer.ending = Ending(None, "", None, "length", None)
+            row.answer.ending = Ending(Event(row.request_id), "length", None)
             row.prompt = Prompt()
             self.ledger.move(row, Stage.LAST)
             return
@@ -189,9 +190,7 @@ class Rows:
         cache = self._reuse.end(row)
         result = row.result(ending.reason, ending.stop_reason, cache=cache)
         self._capacity.end()
-        self.events.append(
-            Event(row.request_id, ending.token, ending.text, ending.logprobs, result)
-        )
+        self.events.append(replace(ending.event, result=result))
         self.forget(row)
 
     def end(
@@ -208,10 +207,8 @@ class Rows:
                 cache = self._reuse.end(row)
         if error is not None:
             let_go(error)
-        if (ending := row.answer.ending) is not None:
-            self.events.append(
-                Event(row.request_id, ending.token, ending.text, ending.logprobs)
-            )
+        if row.answer.ending is not None:
+            self.events.append(row.answer.ending.event)
         self.events.append(
             Event(row.request_id, result=row.result(reason, error=error, cache=cache))
         )

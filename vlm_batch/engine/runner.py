@@ -21,7 +21,7 @@ from vlm_batch.engine.memory import EncoderMemory, RowMemory
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.row import Facts, Row, Stage
 from vlm_batch.engine.rows import Rows
-from vlm_batch.engine.sampling import RowRules, stages_of
+from vlm_batch.engine.sampling import stages_of
 from vlm_batch.engine.schedule import PrefillRow
 from vlm_batch.engine.shapes import Shapes
 from vlm_batch.engine.work import (
@@ -188,7 +188,6 @@ class Runner:
         if self.adapter.max_context is not None:
             room = self.adapter.max_context - encoded.length
             answer.max_tokens = min(params.max_tokens, room)
-        answer.rules = RowRules(answer.end_ids, answer.bad_words)
         stages = stages_of(params, answer.rules)
         answer.changes_logits = bool(stages)
         if self.drafts is not None:
@@ -432,8 +431,7 @@ def _keep_hidden(hidden: mx.array, rows: Sequence[Row], begin: int, end: int) ->
 
 
 def picture_bytes(row: Row) -> int:
-    has_media = row.image_sizes or row.video_sizes or row.audio_seconds
-    return row.prompt.nbytes if has_media else 0
+    return row.prompt.nbytes if row.media.has_any else 0
 
 
 def check_length(

@@ -14,7 +14,7 @@ from vlm_batch.engine.constraints import Guide
 from vlm_batch.engine.drafts import Drafts
 from vlm_batch.engine.retry import Retry
 from vlm_batch.engine.reuse import Reuse
-from vlm_batch.engine.row import Ending, Row, Stage, Untold
+from vlm_batch.engine.row import Ending, Row, Stage
 from vlm_batch.engine.rows import Rows
 from vlm_batch.engine.text import AnswerText
 from vlm_batch.engine.work import Failed, Part, attempt
@@ -36,9 +36,8 @@ class Patience:
         self._given = FORM_SECONDS
         self._work = FORM_SECONDS  # seconds of the last step, without waits
 
-    def begin(self, rows: Sequence[Row]) -> None:
-        """Begin a step of these rows."""
-        beside_others = any(row.answer.guide is None for row in rows)
+    def begin(self, *, beside_others: bool) -> None:
+        """Begin a step. ``beside_others``: some of its rows have no form."""
         self._given = min(FORM_SECONDS, self._work) if beside_others else FORM_SECONDS
         self.left = self._given
 
@@ -203,7 +202,7 @@ class Telling:
 
     def _wait(self, row: Row, token: int, logprobs: TokenLogprobs | None) -> None:
         """Keep a token until its row's form has taken it."""
-        row.answer.untold = Untold(token, logprobs)
+        row.answer.untold = token, logprobs
 
     def _tell(self, row: Row, token: int, logprobs: TokenLogprobs | None) -> None:
         self._hand_out(
