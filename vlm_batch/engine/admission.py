@@ -53,8 +53,7 @@ class Admission:
     @property
     def nbytes(self) -> int:
         """Bytes read or prepared for rows not encoded yet. Thread-safe."""
-        rows = self._ledger.tuple_at(*WITH, Stage.READ, *PREPARED)
-        return sum(row.prompt.nbytes for row in rows)
+        return _num_bytes(self._ledger.tuple_at(*WITH, Stage.READ, *PREPARED))
 
     @property
     def _most_rows(self) -> int:
@@ -79,20 +78,19 @@ class Admission:
     def _has_room(self, row: Row, before: Sequence[Row]) -> bool:
         """Return whether a row may be read beside the rows ``before`` it in line."""
         at = self._ledger.at
-        if sum(one.lane == row.lane for one in at(*WITH)) >= WITH_LOADERS:
+        # rows of other lanes do not delay it
+        working = [one for one in at(*WITH) if one.lane == row.lane]
+        if len(working) >= WITH_LOADERS:
             return False
-        own_lane = [one for one in at(*WITH) if one.lane == row.lane]
-        beside_it = {*own_lane, *at(Stage.READ, *PREPARED)}
-        if row.has_videos and sum(one.has_videos for one in beside_it) >= VIDEOS_AHEAD:
+        ahead = {*working, *at(Stage.READ, *PREPARED)}
+        if row.has_videos and _num_videos(ahead) >= VIDEOS_AHEAD:
             return False
-        beside = [one for one in before if one in beside_it]
+        beside = ahead.intersection(before)
         if len(beside) >= self._most_rows:
             return False
-        read = at(Stage.READING, Stage.READ)
-        has_files = any(one.prompt.nbytes for one in read if one.lane == row.lane)
-        if not has_files:
-            return True
-        return sum(one.prompt.nbytes for one in beside) < self._most_bytes
+        # files: of what is read and not processed
+        read = [one for one in at(Stage.READING, Stage.READ) if one.lane == row.lane]
+        return not _num_bytes(read) or _num_bytes(beside) < self._most_bytes
 
     def note_read(self, row: Row) -> None:
         """Note that a row's media are read, unless it has ended meanwhile."""
@@ -120,15 +118,17 @@ class Admission:
         return None
 
     def _first_with_room(
-        self, those: Collection[Row], processing: Sequence[Row]
+        self, those: Sequence[Row], processing: Sequence[Row]
     ) -> Row | None:
+        """Return the first row in line, if it has room; one that needs none goes before."""
         if not those:
             return None
         sizes = {row: self._expected(row) for row in those}
         ahead = {row: self._expected(row) for row in processing}
-        ahead |= {row: row.prompt.nbytes for row in self._ledger.at(*PREPARED)}
+        for row in self._ledger.at(*PREPARED):
+            ahead[row] = row.prompt.nbytes
         line = self._rows.in_line([*ahead, *those])
-        row = min((one for one in line if one in sizes), key=lambda one: sizes[one] > 0)
+        row = min(filter(sizes.__contains__, line), key=lambda one: sizes[one] > 0)
         decoded = sum(map(self._decoded, processing))
         if decoded and decoded + self._decoded(row) > self._most_bytes:
             return None  # even if it is the first: decoded pixels are freed soon
@@ -171,3 +171,11 @@ class Admission:
         if loading.known_nbytes is None:
             self._sizes[row.has_videos].note(loading.num_pixels, row.prompt.nbytes)
         self._ledger.move(row, Stage.PREPARED)
+
+
+def _num_videos(rows: Collection[Row]) -> int:
+    return sum(row.has_videos for row in rows)
+
+
+def _num_bytes(rows: Collection[Row]) -> int:
+    return sum(row.prompt.nbytes for row in rows)

@@ -96,16 +96,21 @@ class Telling:
     def _wait_for(self, parts: Sequence[Part]) -> None:
         """Wait for parts in one call, since each call costs on a GPU; if that raises, for each alone."""
         live = [part for part in parts if not part.rows[0].has_ended]
-        if live and attempt([], mx.eval, [part.arrays for part in live]) is not None:
+        arrays = [part.arrays for part in live]
+        if live and attempt([], mx.eval, arrays) is not None:
             for part in live:
                 self._retry.attempt(part.rows[0], mx.eval, part.arrays)
         for part in live:
-            row = part.rows[0]
-            if row.is_only_read and row.answer.ending is not None:
-                self._retry.attempt(row, self._end_held, row, row.answer.ending)
+            self._end_if_read(part.rows[0])
         for part in parts:
             # the next chunk is written into what they are cut out of, if nobody holds them
             part.arrays.clear()
+
+    def _end_if_read(self, row: Row) -> None:
+        """End a row that asks for no token and is prefilled."""
+        ending = row.answer.ending
+        if row.is_only_read and ending is not None:
+            self._retry.attempt(row, self._end_held, row, ending)
 
     def _end_held(self, row: Row, ending: Ending) -> None:
         """End a row that asks for no token. Raises FloatingPointError."""
