@@ -40,6 +40,10 @@ class WaitingRow(NamedTuple):
     is_ready: bool = False  # it has its next token's logits
     waits: bool = False  # for the prefix that a row before it will leave
 
+    @property
+    def needs_encoding(self) -> bool:
+        return not (self.is_ready or self.is_encoded)
+
 
 class LiveRow(NamedTuple):
     """A row with a place."""
@@ -286,7 +290,7 @@ def prompts(view: PromptsView) -> Prompts:
     line = in_turn(view.lines, view.clients.turn, view.clients.placed)
     first = _first(line, view.free, view.ahead)
     for at, row in enumerate(first):
-        if not (row.is_ready or row.is_encoded):
+        if row.needs_encoding:
             encoded = _encoded(view, first[at:], is_ahead=at >= free)
             break
         if at >= free:
@@ -323,12 +327,13 @@ def _encoded(
     view: PromptsView, rows: Sequence[WaitingRow], *, is_ahead: bool
 ) -> tuple[str, ...]:
     """Return the ids of the next call of the encoder."""
-    if not view.most_encoded or (is_ahead and view.has_encoded):
+    most = view.most_encoded
+    if is_ahead and view.has_encoded:
+        most = 0
+    if not most or not view.may_encode(rows[0].request_id):
         return ()
-    if not view.may_encode(rows[0].request_id):
-        return ()
-    unencoded = [row for row in rows if not (row.is_ready or row.is_encoded)]
-    return tuple(row.request_id for row in unencoded[: view.most_encoded])
+    unencoded = [row.request_id for row in rows if row.needs_encoding]
+    return tuple(unencoded[:most])
 
 
 def most_encoded(

@@ -92,16 +92,18 @@ def note_again(num_rows: int, error: BaseException) -> None:
 def launch(made: Iterable[Made | Failed]) -> list[Part | Failed]:
     """Launch parts' arrays in one call, since each call costs on a GPU; if that raises, each part's alone."""
     found = list(made)
-    if (
-        attempt(
-            [], mx.async_eval, [one[1] for one in found if not isinstance(one, Failed)]
-        )
-        is not None
-    ):
-        for at, one in enumerate(found):
-            if not isinstance(one, Failed):
-                found[at] = attempt(one[0].rows, mx.async_eval, one[1]) or one
-    return [one if isinstance(one, Failed) else one[0] for one in found]
+    arrays = [one[1] for one in found if not isinstance(one, Failed)]
+    failed = attempt([], mx.async_eval, arrays)
+    return [_launched(one, is_done=failed is None) for one in found]
+
+
+def _launched(made: Made | Failed, *, is_done: bool) -> Part | Failed:
+    if isinstance(made, Failed):
+        return made
+    part, arrays = made
+    if is_done:
+        return part
+    return attempt(part.rows, mx.async_eval, arrays) or part
 
 
 # What a row's own code gives, before it is joined with other rows' arrays ----------------------------------------------
