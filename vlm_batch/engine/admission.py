@@ -15,6 +15,7 @@ from vlm_batch.engine.sampling import RowRules
 from vlm_batch.policy import Policy
 from vlm_batch.records import MediaSizes
 from vlm_batch.runtime.threads import num_cores
+from vlm_batch.types import Timings
 
 if TYPE_CHECKING:
     from vlm_batch.inputs.loaders import Loading
@@ -154,8 +155,9 @@ class Admission:
     def take_in(self, row: Row, loading: Loading) -> None:
         """Store the result of a row's loading, or raise its error."""
         row.prompt.loading = None
-        row.clock.read_seconds = loading.read_seconds
-        row.clock.process_seconds = loading.process_seconds
+        row.clock.spent = Timings(
+            read=loading.read_seconds, process=loading.process_seconds
+        )
         prepared = loading.result()
         row.media = MediaSizes(
             prepared.image_sizes, prepared.video_sizes, prepared.audio_seconds

@@ -178,20 +178,16 @@ class Clock:
     """Times of a row's life (``time.perf_counter``); 0: not yet."""
 
     submitted: float = field(default_factory=time.perf_counter)
-    read_seconds: float = 0.0
-    process_seconds: float = 0.0
-    encode_seconds: float = 0.0
+    spent: Timings = field(default_factory=Timings)  # seconds of its preparation
     placed: float = 0.0
     first_token: float = 0.0
 
     def timings(self) -> Timings:
         now = time.perf_counter()
         placed, first = self.placed or now, self.first_token
-        return Timings(
-            read=self.read_seconds,
-            process=self.process_seconds,
-            queue=placed - self.submitted - self.encode_seconds,
-            encode=self.encode_seconds,
+        return replace(
+            self.spent,
+            queue=placed - self.submitted - self.spent.encode,
             prefill=first - placed if first else 0.0,
             decode=now - first if first else 0.0,
             ttft=first - self.submitted if first else float("nan"),

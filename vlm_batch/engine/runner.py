@@ -171,7 +171,8 @@ class Runner:
         row.facts = _facts(row, encoded)
         self._begin_answer(row, encoded)
         if not row.clock.first_token:
-            row.clock.encode_seconds = time.perf_counter() - begin
+            seconds = time.perf_counter() - begin
+            row.clock.spent = replace(row.clock.spent, encode=seconds)
         self._memory.check(row)
         return Part([row]), [encoded.inputs_embeds]
 
