@@ -23,8 +23,7 @@ from vlm_batch.engine.text import (
     NO_TEXT,
     AnswerText,
     Decode,
-    Detokenizer,
-    StopStrings,
+    ShownText,
 )
 from vlm_batch.errors import InvalidParameters, describe
 from vlm_batch.records import Encoded, MediaSizes, PromptKey
@@ -117,8 +116,7 @@ class Ending(NamedTuple):
 class Answer:
     """A row's answer so far. Its last sampled token, perhaps not computed yet, is ``drawn[drawn_at]``."""
 
-    detokenizer: Detokenizer
-    stop_strings: StopStrings | None = None
+    shown: ShownText
     max_tokens: int = 0  # as requested, within the model's context
     drawn: mx.array | None = None
     drawn_at: int = 0
@@ -133,7 +131,6 @@ class Answer:
     token_ids: list[int] = field(default_factory=list)
     # the next token, which its form still checks
     untold: tuple[int, TokenLogprobs | None] | None = None
-    text: str = ""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_scores: PromptScores | None = None
     ending: Ending | None = None  # set when it is complete, until its row ends
@@ -156,21 +153,6 @@ class Answer:
         self.num_sampled += count
         if self.history is not None:
             self.history = mx.concatenate([self.history, drawn[at : at + count]])
-
-    def add_text(
-        self, token: int, is_stop: bool, is_end: bool, min_tokens: int
-    ) -> tuple[str, str | None]:
-        """Return a token's text, and the stop string that it completes, after ``min_tokens``."""
-        piece = "" if is_stop else self.detokenizer.add(token)
-        if is_end:
-            piece += self.detokenizer.finish()
-        text, matched, stops = piece, None, self.stop_strings
-        if stops is not None and len(self.token_ids) >= min_tokens:
-            text, matched = stops.feed(piece)
-        if stops is not None and is_end and matched is None:
-            text += stops.finish()
-        self.text += text
-        return text, matched
 
 
 @dataclass(eq=False)
@@ -319,7 +301,10 @@ class Row:
                 answer.guide = None
         answer.drafter.add(token, guide)
         is_end = is_stop or is_whole or len(answer.token_ids) >= answer.max_tokens
-        text, matched = answer.add_text(token, is_stop, is_end, min_tokens)
+        may_stop = len(answer.token_ids) >= min_tokens
+        text, matched = answer.shown.add(
+            None if is_stop else token, is_end=is_end, may_stop=may_stop
+        )
         if not is_end and matched is None:
             return Event(
                 self.request_id,
@@ -357,7 +342,7 @@ class Row:
         )
         return Result(
             request_id=self.request_id,
-            text=answer.text,
+            text=answer.shown.text,
             token_ids=tuple(answer.token_ids),
             finish_reason=reason,
             stop_reason=stop_reason,
@@ -405,8 +390,7 @@ def new_answer(params: SamplingParams, text: AnswerText = NO_TEXT) -> Answer:
     if not params.ignore_eos:
         end_ids |= text.eos_token_ids
     return Answer(
-        Detokenizer(decoder_of(text, params.skip_special_tokens)),
-        StopStrings(params.stop) if params.stop else None,
+        ShownText(decoder_of(text, params.skip_special_tokens), params.stop),
         params.max_tokens,
         rules=RowRules(end_ids),
     )

@@ -160,3 +160,40 @@ class StopStrings:
 
 def _character(at: int, text: str) -> str:
     return text[at : at + 1]
+
+
+class ShownText:
+    """What an answer shows: whole characters, up to a stop string."""
+
+    def __init__(self, decode: Decode, stops: Sequence[str] = ()) -> None:
+        self.text = ""
+        self._detokenizer = Detokenizer(decode)
+        self._stops = StopStrings(stops) if stops else None
+
+    def add(
+        self, token: int | None, *, is_end: bool, may_stop: bool
+    ) -> tuple[str, str | None]:
+        """Return a token's text, and the stop string that it completes.
+
+        Args:
+            token: None if it shows nothing.
+            is_end: it is the last.
+            may_stop: stop strings count.
+        """
+        piece = "" if token is None else self._detokenizer.add(token)
+        if is_end:
+            piece += self._detokenizer.finish()
+        matched: str | None = None
+        if self._stops is not None:
+            piece, matched = self._stopped(piece, self._stops, is_end, may_stop)
+        self.text += piece
+        return piece, matched
+
+    @staticmethod
+    def _stopped(
+        piece: str, stops: StopStrings, is_end: bool, may_stop: bool
+    ) -> tuple[str, str | None]:
+        text, matched = stops.feed(piece) if may_stop else (piece, None)
+        if is_end and matched is None:
+            text += stops.finish()
+        return text, matched
