@@ -33,7 +33,7 @@ class Flight:
 
     def is_for(self, index: int) -> bool:
         row = self.rows[index]
-        return not row.has_ended and row.losses == self.losses[index]
+        return row.losses == self.losses[index] and row.stage is not Stage.ENDED
 
     def advance(self) -> list[Row]:
         """Give rows their tokens, but for drafts. Returns those that need no further forward."""

@@ -84,7 +84,7 @@ class Rows:
     def untold(self) -> list[Row]:
         """Return the rows whose forms still check their last token."""
         rows = self.ledger.at(Stage.DECODE, Stage.READY, Stage.LAST)
-        return [row for row in rows if row.is_untold]
+        return [row for row in rows if row.answer.untold is not None]
 
     def live(self) -> list[Row]:
         """Return the rows with places, the last in line at the end."""

@@ -77,11 +77,14 @@ class Runner:
         group.lay_out()
         logits = self._decoder.logits(group, rows)
         self._note_words(logits)
+        alone: set[Row] = set()
         for row in rows:
-            row.answer.num_fed = row.answer.num_sampled
-        alone = {row for row in rows if _is_chosen_apart(row)}
-        if yielding:
-            alone |= {row for row in rows if row.request_id in yielding}
+            answer = row.answer
+            answer.num_fed = answer.num_sampled
+            is_plain = answer.guide is None and not answer.drafter.ahead
+            is_apart = not is_plain and _is_chosen_apart(row)
+            if is_apart or row.request_id in yielding:
+                alone.add(row)
         if not alone:
             return [Part(rows, logits)]
         mx.async_eval(logits)
