@@ -1,4 +1,4 @@
-"""What is read and processed ahead: the most urgent rows, within a number and bytes."""
+"""Reading and processing ahead: the most urgent rows, within a number and bytes."""
 
 from __future__ import annotations
 

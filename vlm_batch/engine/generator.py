@@ -284,16 +284,15 @@ class BatchGenerator:
     def _encode(self, rows: Sequence[Row]) -> bool:
         """Encode the first rows, as many as share a call. Returns whether others may be in this step."""
         recomputed = self.retry.num_recomputed
-        others = self.rows.ledger.at(Stage.PREFILL, Stage.ENCODED)
-        those = self.reuse.new_ones(rows, others)
-        for part in self.retry.made(self.runner.encode(those)):
+        for part in self.retry.made(self.runner.encode(rows)):
             self.rows.ledger.move(part.rows[0], Stage.ENCODED)
         return self.retry.num_recomputed == recomputed
 
     def _prefill(self, plan: Sequence[Work]) -> list[Row]:
         """Launch chunks. Returns the rows whose prompts end."""
         last: dict[Row, Part] = {}  # holding an earlier chunk's arrays would copy them
-        for work in self.runner.group(plan):
+        works = plan if len(plan) < 2 else self.runner.group(plan)
+        for work in works:
             if self.is_ending:
                 break
             for part in self.retry.made(self.runner.prefill(work)):

@@ -1,4 +1,4 @@
-"""How many rows may live: by measured steps, and by memory."""
+"""The number of rows that may live: by measured steps, and by memory."""
 
 from __future__ import annotations
 

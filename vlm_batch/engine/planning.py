@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from vlm_batch.engine import schedule
 from vlm_batch.engine.ledger import WAITING
 from vlm_batch.engine.memory import RowMemory, tokens
@@ -80,7 +82,13 @@ class Planner:
             may_encode=self._may_encode,
             fits=self._memory.fits,
         )
-        return schedule.prompts(view)
+        plan = schedule.prompts(view)
+        if len(plan.encoded) < 2:
+            return plan
+        rows = [self._ledger[name] for name in plan.encoded]
+        others = self._ledger.at(Stage.PREFILL, Stage.ENCODED)
+        together = self._reuse.new_ones(rows, others)
+        return replace(plan, encoded=tuple(row.request_id for row in together))
 
     def chunks(self, now: float, encoding: float) -> tuple[Work, ...]:
         """Plan chunks of prompts. ``encoding``: seconds that this step has spent on it."""
@@ -107,7 +115,8 @@ class Planner:
                     continue
                 if not left:
                     break
-                waits = bool(others) and self._reuse.waits_for(row, others)
+                may_wait = row.stage is Stage.PREPARED and bool(others)
+                waits = may_wait and self._reuse.waits_for(row, others)
                 line.append(waiting(row, waits=waits))
                 left -= not waits
             lines[client] = line

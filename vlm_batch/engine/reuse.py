@@ -191,7 +191,7 @@ class Reuse:
 
     def new_ones(self, rows: Sequence[Row], others: Iterable[Row]) -> list[Row]:
         """Return the first rows without a shared prefix, one at least. Who ran out of memory alone stays alone."""
-        if len(rows) == 1 or rows[0].was_alone:
+        if rows[0].was_alone:
             return [rows[0]]
         chosen: list[Row] = []
         for row in rows:

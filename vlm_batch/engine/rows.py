@@ -1,4 +1,4 @@
-"""What happens to rows: each move from one stage to another, with what it takes and frees."""
+"""A row's moves from one stage to another, with what each takes and frees."""
 
 from __future__ import annotations
 

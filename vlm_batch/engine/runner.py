@@ -248,8 +248,6 @@ class Runner:
 
     def group(self, chunks: Sequence[Work]) -> list[Work]:
         """Merge chunks of whole prompts that share an array."""
-        if len(chunks) < 2:
-            return list(chunks)
         rows = {row.request_id: row for row in self._rows.ledger.at(Stage.PREFILL)}
         kinds: dict[Any, list[Work]] = {}
         for chunk in chunks:

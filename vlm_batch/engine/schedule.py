@@ -1,4 +1,4 @@
-"""Who gets a place, who yields one, who is encoded, and which chunks of prompts run: pure functions of numbers.
+"""Plans of places, encoding and chunks of prompts: pure functions of numbers.
 
 Every decoding row gets a token in each step. The rules for the rest:
 
@@ -132,7 +132,7 @@ def in_turn(
 
 @dataclass(frozen=True)
 class DecodeView:
-    """What ``decode`` decides from.
+    """Numbers from which ``decode`` decides.
 
     Attributes:
         lines: each client's first rows in line.
@@ -243,7 +243,7 @@ def _rank(row: LiveRow, clients: Clients) -> tuple[int, float]:
 
 @dataclass(frozen=True)
 class PromptsView:
-    """What ``prompts`` decides from.
+    """Numbers from which ``prompts`` decides.
 
     Attributes:
         lines: each client's first rows in line.

@@ -163,7 +163,7 @@ def _character(at: int, text: str) -> str:
 
 
 class ShownText:
-    """What an answer shows: whole characters, up to a stop string."""
+    """An answer's text in whole characters, up to a stop string."""
 
     def __init__(self, decode: Decode, stops: Sequence[str] = ()) -> None:
         self.text = ""
