@@ -193,7 +193,7 @@ ASKED_FOR = {
     ),
 }
 ASKED_FOR_BY_NAME = {
-    "_allowed",
+    "_with_rules",
     "fork",
     "waits_for",
     "new_ones",
