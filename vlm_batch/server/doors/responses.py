@@ -131,7 +131,7 @@ Content: TypeAlias = Annotated[
 ]
 
 
-def _said_in(given: str | Sequence[Any]) -> str | list[dict[str, Any]]:
+def _said_in(given: str | list[Any]) -> str | list[dict[str, Any]]:
     """Return a content as ``Talk`` has it."""
     return given if isinstance(given, str) else [part.part() for part in given]
 
