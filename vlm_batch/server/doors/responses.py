@@ -528,10 +528,13 @@ class ResponseExchange(Exchange):
             logprobs = [self._step(step) for step in delta.logprobs]
             events += output.say(delta.content, logprobs)
         for call in delta.tool_calls:
-            named = self._named(call) if "id" in call else {}
-            arguments = call["function"]["arguments"]
-            events += output.call(call["index"], named, arguments)
+            events += self._called(call)
         return events
+
+    def _called(self, call: Mapping[str, Any]) -> bytes:
+        named = self._named(call) if "id" in call else {}
+        arguments = call["function"]["arguments"]
+        return self._output.call(call["index"], named, arguments)
 
     def last(self) -> bytes:
         (choice,) = self.choices
