@@ -275,6 +275,10 @@ class Thinks(Wire):
     budget_tokens: Annotated[int, Field(ge=0)] | None = None
     display: Literal["summarized", "omitted"] | None = None
 
+    def sampling(self) -> dict[str, Any]:
+        budget = self.budget_tokens
+        return {} if budget is None else {"thinking_budget": budget}
+
 
 class JsonFormat(Wire):
     type: Literal["json_schema"]
@@ -284,6 +288,9 @@ class JsonFormat(Wire):
 class OutputConfig(Wire):
     effort: str | None = None
     format: JsonFormat | None = None
+
+    def sampling(self) -> dict[str, Any]:
+        return {} if self.format is None else {"json_schema": self.format.schema_}
 
 
 class UserOf(Wire):
@@ -320,6 +327,10 @@ class CountRequest(ThoughtBody):
     thinking: Thinks | None = None
     output_config: OutputConfig | None = None
 
+    def ends(self) -> dict[str, Any]:
+        """Return what ends an answer, as fields of ``SamplingParams``."""
+        return {}
+
 
 class MessagesRequest(CountRequest):
     """The body of ``POST /v1/messages``."""
@@ -327,6 +338,9 @@ class MessagesRequest(CountRequest):
     max_tokens: Annotated[int, Field(ge=1, lt=2**63)]
     stop_sequences: Stops | None = None
     metadata: UserOf | None = None
+
+    def ends(self) -> dict[str, Any]:
+        return {"max_tokens": self.max_tokens, "stop": self.stop_sequences or ()}
 
 
 # In --------------------------------------------------------------------------------------------------------------------
@@ -410,16 +424,11 @@ def _thinking(body: CountRequest, able: Abilities) -> dict[str, Any]:
 
 def _sampling(body: CountRequest, able: Abilities) -> dict[str, Any]:
     found = asked_of(body, SAMPLING)
-    form = None if body.output_config is None else body.output_config.format
-    if form is not None:
-        found["json_schema"] = form.schema_
-    budget = None if body.thinking is None else body.thinking.budget_tokens
-    if budget is not None and able.thinks:
-        found["thinking_budget"] = budget
-    if isinstance(body, MessagesRequest):
-        found["max_tokens"] = body.max_tokens
-        found["stop"] = body.stop_sequences or ()
-    return found
+    if body.output_config is not None:
+        found |= body.output_config.sampling()
+    if body.thinking is not None and able.thinks:
+        found |= body.thinking.sampling()
+    return found | body.ends()
 
 
 # Out -------------------------------------------------------------------------------------------------------------------

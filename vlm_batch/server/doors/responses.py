@@ -131,7 +131,7 @@ Content: TypeAlias = Annotated[
 ]
 
 
-def _said_in(given: str | Sequence[Any]) -> str | list[dict[str, Any]]:
+def _said_in(given: str | list[Any]) -> str | list[dict[str, Any]]:
     """Return a content as ``Talk`` has it."""
     return given if isinstance(given, str) else [part.part() for part in given]
 
@@ -528,10 +528,13 @@ class ResponseExchange(Exchange):
             logprobs = [self._step(step) for step in delta.logprobs]
             events += output.say(delta.content, logprobs)
         for call in delta.tool_calls:
-            named = self._named(call) if "id" in call else {}
-            arguments = call["function"]["arguments"]
-            events += output.call(call["index"], named, arguments)
+            events += self._called(call)
         return events
+
+    def _called(self, call: Mapping[str, Any]) -> bytes:
+        named = self._named(call) if "id" in call else {}
+        arguments = call["function"]["arguments"]
+        return self._output.call(call["index"], named, arguments)
 
     def last(self) -> bytes:
         (choice,) = self.choices
