@@ -123,12 +123,8 @@ class Planner:
         return lines
 
     def _may_encode(self, request_id: str) -> bool:
-        """Return whether the encoder has room for a row's pictures, or nobody to wait for."""
-        row = self._ledger.get(request_id)
-        live = self._ledger.num(Stage.PREFILL, Stage.DECODE, Stage.READY)
-        if row is None or not live:
-            return True
-        return self._runner.encoding.fits(picture_bytes(row))
+        """Return whether the encoder has room for a row's pictures beside other rows."""
+        return self._runner.encoding.fits(picture_bytes(self._ledger[request_id]))
 
 
 def _live(row: Row) -> schedule.LiveRow:

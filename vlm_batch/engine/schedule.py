@@ -252,7 +252,7 @@ class PromptsView:
         ahead: rows that are encoded before they have a place.
         most_encoded: requests of the next call of the encoder; 0: none in this step.
         has_encoded: whether this step has encoded a row.
-        may_encode: whether the encoder has room for a row's pictures.
+        may_encode: whether the encoder has room for a row's pictures beside other rows.
     """
 
     clients: Clients
@@ -291,7 +291,9 @@ def prompts(view: PromptsView) -> Prompts:
     first = _first(line, view.free, view.ahead)
     for at, row in enumerate(first):
         if row.needs_encoding:
-            encoded = _encoded(view, first[at:], is_ahead=at >= free)
+            is_beside_others = bool(live) or bool(view.held)
+            if view.may_encode(row.request_id) or not is_beside_others:
+                encoded = _encoded(view, first[at:], is_ahead=at >= free)
             break
         if at >= free:
             continue
@@ -330,8 +332,6 @@ def _encoded(
     most = view.most_encoded
     if is_ahead and view.has_encoded:
         most = 0
-    if not most or not view.may_encode(rows[0].request_id):
-        return ()
     unencoded = [row.request_id for row in rows if row.needs_encoding]
     return tuple(unencoded[:most])
 
