@@ -223,7 +223,8 @@ PROMPTS = PromptsView(
     held={},
     free=2,
     ahead=1,
-    most_encoded=4,
+    most_encoded=lambda pending: 4 if pending < 100 else 0,
+    pending=0,
     has_encoded=False,
     may_encode=lambda _: True,
     fits=within(10**6),
@@ -258,12 +259,21 @@ def test_rows_are_encoded_for_places_and_then_ahead_once_a_step() -> None:
     new = [waiting(name, is_encoded=False, tokens=0) for name in "abcd"]
     view = replace(PROMPTS, lines=lines(*new))
     assert prompts(view) == Prompts(encoded=("a", "b", "c"))
-    assert prompts(replace(view, most_encoded=1)) == Prompts(encoded=("a",))
+    assert prompts(replace(view, most_encoded=lambda _: 1)) == Prompts(encoded=("a",))
     assert prompts(replace(view, has_encoded=True)) == Prompts(encoded=("a", "b", "c"))
-    assert prompts(replace(view, may_encode=lambda _: False)) == Prompts()
+    # where the encoder has no room, a row is encoded by itself: one that gets its place now is beside it
+    tight = replace(view, may_encode=lambda _: False, most_encoded=lambda _: 1)
+    assert prompts(tight) == Prompts(encoded=("a",))
+    assert prompts(replace(tight, live=[10])) == Prompts()
+    assert prompts(replace(tight, held={"p": 10})) == Prompts()
+    placed = replace(tight, lines=lines(waiting("x"), *new))
+    assert prompts(placed) == Prompts(("x",))
     full = replace(view, free=0)
     assert prompts(full) == Prompts(encoded=("a",))
     assert prompts(replace(full, has_encoded=True)) == Prompts()
+    # what was placed in this very plan counts as pending
+    long = lines(waiting("x", pending=100), *new)
+    assert prompts(replace(view, lines=long)) == Prompts(("x",))
     # none goes before one that is to be encoded
     first = lines(waiting("a", is_encoded=False), waiting("b"))
-    assert prompts(replace(PROMPTS, lines=first, most_encoded=0)) == Prompts()
+    assert prompts(replace(PROMPTS, lines=first, most_encoded=lambda _: 0)) == Prompts()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from vlm_batch.engine import schedule
 from vlm_batch.engine.ledger import WAITING
@@ -71,13 +72,14 @@ class Planner:
             held={row.request_id: tokens(row) for row in ready},
             free=free,
             ahead=ahead,
-            most_encoded=schedule.most_encoded(
+            most_encoded=partial(
+                schedule.most_encoded,
                 self._policy,
                 is_decoding=self._rows.is_decoding,
                 seconds=seconds,
-                pending=self._rows.num_pending,
                 has_encoded=has_encoded,
             ),
+            pending=self._rows.num_pending,
             has_encoded=has_encoded,
             may_encode=self._may_encode,
             fits=self._memory.fits,
@@ -123,12 +125,8 @@ class Planner:
         return lines
 
     def _may_encode(self, request_id: str) -> bool:
-        """Return whether the encoder has room for a row's pictures, or nobody to wait for."""
-        row = self._ledger.get(request_id)
-        live = self._ledger.num(Stage.PREFILL, Stage.DECODE, Stage.READY)
-        if row is None or not live:
-            return True
-        return self._runner.encoding.fits(picture_bytes(row))
+        """Return whether the encoder has room for a row's pictures beside other rows."""
+        return self._runner.encoding.fits(picture_bytes(self._ledger[request_id]))
 
 
 def _live(row: Row) -> schedule.LiveRow:

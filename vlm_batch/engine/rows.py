@@ -247,4 +247,5 @@ def waiting(row: Row, *, waits: bool = False) -> WaitingRow:
         row.stage is Stage.ENCODED,
         row.stage is Stage.READY,
         waits,
+        row.facts.length - row.prompt.prefilled,
     )

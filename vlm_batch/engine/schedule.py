@@ -39,6 +39,7 @@ class WaitingRow(NamedTuple):
     is_encoded: bool
     is_ready: bool = False  # it has its next token's logits
     waits: bool = False  # for the prefix that a row before it will leave
+    pending: int = 0  # prompt tokens to prefill, once it is encoded
 
     @property
     def needs_encoding(self) -> bool:
@@ -250,9 +251,10 @@ class PromptsView:
         live: tokens of each row with a place.
         held: tokens of each parked row and further answer, by id.
         ahead: rows that are encoded before they have a place.
-        most_encoded: requests of the next call of the encoder; 0: none in this step.
+        most_encoded: requests of the encoder's next call, if so many prompt tokens are pending; 0: none in this step.
+        pending: prompt tokens left of rows with places.
         has_encoded: whether this step has encoded a row.
-        may_encode: whether the encoder has room for a row's pictures.
+        may_encode: whether the encoder has room for a row's pictures beside other rows.
     """
 
     clients: Clients
@@ -261,7 +263,8 @@ class PromptsView:
     held: Mapping[str, int]
     free: int
     ahead: int
-    most_encoded: int
+    most_encoded: Callable[[int], int]
+    pending: int
     has_encoded: bool
     may_encode: Callable[[str], bool]
     fits: Callable[[Sequence[int]], bool]
@@ -286,18 +289,24 @@ def prompts(view: PromptsView) -> Prompts:
     joining: list[str] = []
     refused: list[str] = []
     encoded: tuple[str, ...] = ()
-    free, live = view.free, list(view.live)
+    free, live, pending = view.free, list(view.live), view.pending
     line = in_turn(view.lines, view.clients.turn, view.clients.placed)
     first = _first(line, view.free, view.ahead)
     for at, row in enumerate(first):
         if row.needs_encoding:
-            encoded = _encoded(view, first[at:], is_ahead=at >= free)
+            is_beside_others = bool(live) or bool(view.held)
+            if view.may_encode(row.request_id) or not is_beside_others:
+                most = view.most_encoded(pending)
+                if at >= free and view.has_encoded:
+                    most = 0
+                encoded = _unencoded(first[at:], most)
             break
         if at >= free:
             continue
         held = [] if row.is_ready else _still_held(view, joining)
         if view.fits([*live, *held, row.tokens]):
             live.append(row.tokens)
+            pending += row.pending
             (joining if row.is_ready else placed).append(row.request_id)
         elif live or held:
             free = 0
@@ -323,25 +332,17 @@ def _first(line: Iterator[WaitingRow], free: int, ahead: int) -> list[WaitingRow
     return first
 
 
-def _encoded(
-    view: PromptsView, rows: Sequence[WaitingRow], *, is_ahead: bool
-) -> tuple[str, ...]:
-    """Return the ids of the next call of the encoder."""
-    most = view.most_encoded
-    if is_ahead and view.has_encoded:
-        most = 0
-    if not most or not view.may_encode(rows[0].request_id):
-        return ()
-    unencoded = [row.request_id for row in rows if row.needs_encoding]
-    return tuple(unencoded[:most])
+def _unencoded(rows: Sequence[WaitingRow], most: int) -> tuple[str, ...]:
+    """Return the ids of the first rows to encode."""
+    return tuple([row.request_id for row in rows if row.needs_encoding][:most])
 
 
 def most_encoded(
     policy: Policy,
+    pending: int,
     *,
     is_decoding: bool,
     seconds: float,
-    pending: int,
     has_encoded: bool,
 ) -> int:
     """Return the most requests of the encoder's next call.
