@@ -1,8 +1,9 @@
 """Plans the next step, from integers and ids.
 
 Every decoding row gets a token in each step; parked ones wait for a place. The rest of a step goes to prefill. Clients
-share places evenly; one with more yields to those with fewer or due. A client's rows go by priority, then age. Rows in
-prefill go by priority, then by waiting time per token left (highest response ratio next). Age raises priority.
+share places evenly; one with more yields to those with fewer or due. Those with negative numbers get the places that no
+other wants. A client's rows go by priority, then age. Rows in prefill go by priority, then by waiting time per token left
+(highest response ratio next). Age raises priority.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from vlm_batch.engine.limit import RowLimit
 from vlm_batch.engine.shapes import chunk_end, padded_length
 from vlm_batch.engine.work import Work
 from vlm_batch.policy import Policy
+
+#: More places than any client has.
+LAST = 1 << 32
 
 
 @dataclass(frozen=True)
@@ -149,7 +153,7 @@ class Scheduler:
         for at in sorted(range(len(rows)), key=lambda at: rows[at][1]):
             lines.setdefault(rows[at][0], deque()).append(at)
         heap = [
-            (placed.get(client, 0), rows[line[0]][2], line[0], client)
+            (_claim(client, placed.get(client, 0)), rows[line[0]][2], line[0], client)
             for client, line in lines.items()
         ]
         heapq.heapify(heap)
@@ -168,8 +172,10 @@ class Scheduler:
 
     def giver(self, placed: Mapping[int, int], client: int) -> int | None:
         """Return the client that yields a place to ``client``: the one with the most, if it keeps as many."""
-        most = max(placed, key=lambda one: (placed[one], one), default=client)
-        return most if placed.get(most, 0) > placed.get(client, 0) + 1 else None
+        claims = {one: _claim(one, count) for one, count in placed.items() if count}
+        most = max(claims, key=lambda one: (claims[one], one), default=client)
+        mine = _claim(client, placed.get(client, 0))
+        return most if claims.get(most, 0) > mine + 1 else None
 
     def urgency(self, priority: int, submitted: float) -> float:
         """Return a waiting row's constant sort key, smallest first. ``submitted``: seconds."""
@@ -178,3 +184,8 @@ class Scheduler:
     def _prefill_urgency(self, row: PrefillRow) -> tuple[float, float]:
         level = row.priority + row.waited // self.config.ageing_seconds
         return (-level, -row.waited / max(row.length - row.done, 1))
+
+
+def _claim(client: int, placed: int) -> int:
+    """Return a client's place in line: clients with negative numbers come behind all others."""
+    return placed + LAST if client < 0 else placed

@@ -56,6 +56,13 @@ class UrlSource(Member):
     url: str
 
 
+class FileSource(Member):
+    """A file of ``/v1/files``."""
+
+    type: Literal["file"]
+    file_id: str
+
+
 class TextSource(Member):
     type: Literal["text"]
     media_type: Literal["text/plain"]
@@ -75,14 +82,16 @@ class TextBlock(Block):
 class ImageBlock(Block):
     nothing = {**_OWN, "transformations": ({}, {"oversized_image": "downsize"})}
     type: Literal["image"]
-    source: Annotated[Base64Source | UrlSource, Field(discriminator="type")]
+    source: Annotated[
+        Base64Source | UrlSource | FileSource, Field(discriminator="type")
+    ]
 
 
 class DocumentBlock(Block):
     nothing = {**_OWN, "citations": ({}, {"enabled": False})}
     type: Literal["document"]
     source: Annotated[
-        Base64Source | UrlSource | TextSource,
+        Base64Source | UrlSource | FileSource | TextSource,
         Field(discriminator="type"),
     ]
     title: str | None = None
@@ -324,8 +333,7 @@ def _parts(blocks: Iterable[Any]) -> list[dict[str, Any]]:
         if isinstance(block, TextBlock):
             parts.append(text_part(block.text))
         elif isinstance(block, ImageBlock):
-            url = {"url": _address(block.source)}
-            parts.append({"type": "image_url", "image_url": url})
+            parts.append({"type": "image_url", "image_url": _place(block.source)})
         else:
             parts += _document(block)
     return parts
@@ -338,13 +346,15 @@ def _document(block: DocumentBlock) -> list[dict[str, Any]]:
     source = block.source
     if isinstance(source, TextSource):
         return [*parts, text_part(source.data)]
-    return [*parts, {"type": DOCUMENT, DOCUMENT: {"url": _address(source)}}]
+    return [*parts, {"type": DOCUMENT, DOCUMENT: _place(source)}]
 
 
-def _address(source: Base64Source | UrlSource) -> str:
+def _place(source: Base64Source | UrlSource | FileSource) -> dict[str, str]:
+    if isinstance(source, FileSource):
+        return {"file_id": source.file_id}
     if isinstance(source, UrlSource):
-        return source.url
-    return f"data:{source.media_type};base64,{source.data}"
+        return {"url": source.url}
+    return {"url": f"data:{source.media_type};base64,{source.data}"}
 
 
 def _earlier_answer(blocks: Iterable[Any]) -> dict[str, Any]:

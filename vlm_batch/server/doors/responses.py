@@ -74,18 +74,20 @@ class InputText(Member):
 
 
 class InputImage(Member):
-    """A picture: a data URI, base64, or, where the server allows it, an http(s) URL or file."""
+    """A picture: a data URI, base64, a stored file, or, where the server allows it, an http(s) URL or file."""
 
-    nothing = {**_HINT, "file_id": (), "detail": ANY}
+    nothing = {**_HINT, "detail": ANY}
     type: Literal["input_image"]
-    image_url: str
+    image_url: str | None = None
+    file_id: str | None = None
 
 
 class InputFile(Member):
     """A PDF, whose pages are pictures, or text."""
 
-    nothing = {**_HINT, "file_id": (), "detail": ANY}
+    nothing = {**_HINT, "detail": ANY}
     type: Literal["input_file"]
+    file_id: str | None = None
     filename: str | None = None
     file_data: str | None = None
     file_url: str | None = None
@@ -347,14 +349,20 @@ def _content(given: str | Sequence[Any]) -> str | list[dict[str, Any]]:
 
 def _part(part: Any) -> dict[str, Any]:
     if isinstance(part, InputImage):
-        return {"type": "image_url", "image_url": {"url": part.image_url}}
+        return {"type": "image_url", "image_url": _source(part, part.image_url)}
     if isinstance(part, InputFile):
         source = part.file_url if part.file_data is None else part.file_data
-        if source is None:
-            said = "input_file needs file_data or file_url"
-            raise ApiError(400, said, param="input")
-        return {"type": DOCUMENT, DOCUMENT: {"url": source}}
+        return {"type": DOCUMENT, DOCUMENT: _source(part, source)}
     return text_part(part.refusal if isinstance(part, OutputRefusal) else part.text)
+
+
+def _source(part: InputImage | InputFile, address: str | None) -> dict[str, str]:
+    """Return where a part's media are. Raises ApiError unless it names one place."""
+    if (address is None) == (part.file_id is None):
+        place = "image_url" if isinstance(part, InputImage) else "file_data or file_url"
+        said = f"{part.type} needs {place}, or file_id"
+        raise ApiError(400, said, param="input")
+    return {"file_id": part.file_id} if address is None else {"url": address}
 
 
 def _full_name(namespace: str | None, name: str) -> str:
