@@ -28,10 +28,23 @@ OF_VLLM = frozenset({
     "media_io_kwargs", "mm_processor_kwargs", "structured_outputs", "priority", "request_id", "session_id",
     "return_tokens_as_token_ids", "return_token_ids", "cache_salt", "kv_transfer_params", "vllm_xargs",
 })  # fmt: skip
+#: Fields of a chat in llama.cpp's server, which reads all of its completions' (tools/server, what it reads of a body).
+OF_LLAMA_CPP = frozenset({
+    "messages", "model", "stream", "stream_options", "max_tokens", "n_predict", "temperature", "top_k", "top_p", "min_p",
+    "top_n_sigma", "xtc_probability", "xtc_threshold", "typical_p", "dynatemp_range", "dynatemp_exponent",
+    "repeat_last_n", "repeat_penalty", "frequency_penalty", "presence_penalty", "dry_multiplier", "dry_base",
+    "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers", "mirostat", "mirostat_tau", "mirostat_eta",
+    "seed", "n_probs", "min_keep", "cache_prompt", "return_tokens", "n_keep", "n_discard", "n_indent",
+    "t_max_predict_ms", "response_fields", "lora", "json_schema", "grammar", "logit_bias", "ignore_eos", "stop",
+    "samplers", "id_slot", "timings_per_token", "post_sampling_probs", "tools", "tool_choice", "response_format",
+    "chat_template_kwargs", "reasoning_format", "parallel_tool_calls", "add_generation_prompt", "logprobs",
+    "top_logprobs",
+})  # fmt: skip
 #: Servers -> the fields of their chats.
 OTHERS = {
     "OpenAI": frozenset({*OfOpenAI.__annotations__, "stream"}),
     "vLLM": OF_VLLM,
+    "llama.cpp": OF_LLAMA_CPP,
     "mlx-vlm": frozenset(OfMlxVlm.model_fields),
 }
 

@@ -481,7 +481,11 @@ def test_codex_is_answered(server: Running) -> None:
         "arguments": '{"command":["ls"]}',
         "call_id": "c1",
     }
-    thought = {"type": "reasoning", "summary": [], "encrypted_content": None}
+    thought: dict[str, Any] = {
+        "type": "reasoning",
+        "summary": [],
+        "encrypted_content": None,
+    }
     result = {"type": "function_call_output", "call_id": "c1", "output": "a.txt"}
     longer = {
         **CODEX,

@@ -101,7 +101,7 @@ class Dialect:
 
     @cached_property
     def abilities(self) -> Abilities:
-        """What requests may ask of this checkpoint."""
+        """This checkpoint's abilities, for requests."""
         return Abilities(
             writer=self.writer,
             reads=self.reads,

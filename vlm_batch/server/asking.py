@@ -1,4 +1,4 @@
-"""What doors ask of the engine: a chat, its tools and its sampling, as one ``Ask``."""
+"""Questions of doors to the engine: a chat, its tools and its sampling, as one ``Ask``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NO_THINKING: Mapping[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Abilities:
-    """What a checkpoint can do, as far as requests depend on it.
+    """A checkpoint's abilities, as far as requests depend on them.
 
     Attributes:
         writer: The model's form of tool calls, if it has one.
@@ -40,6 +40,13 @@ class Abilities:
     reads: Collection[str] | None = None
     recommended: Mapping[str, Any] = field(default_factory=dict)
     thinks: bool = True
+
+    def readable(self, asked: Mapping[str, Any]) -> dict[str, Any]:
+        """Return those of a template's arguments that it reads; none if the model does not think."""
+        if not self.thinks or self.reads is None:
+            return {}
+        names = asked.keys() & set(self.reads)
+        return {name: asked[name] for name in names}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +85,7 @@ class Ask:
 
 @dataclass(frozen=True, kw_only=True)
 class ToolChoice:
-    """Which tools an answer may or must call.
+    """The tools that an answer may or must call.
 
     Attributes:
         mode: "auto", "none" or "required".
@@ -191,17 +198,20 @@ def _template(
     able: Abilities,
 ) -> Template:
     given = dict(asked)
-    if config.enable_thinking and "enable_thinking" not in given.get("args", ()):
+    args = given.pop("args", {})
+    if config.enable_thinking and "enable_thinking" not in args:
         given.setdefault("enable_thinking", True)
-    if not able.thinks and "reasoning_effort" not in (able.reads or ()):
-        given.pop("reasoning_effort", None)
     if able.reads is not None:
         given = _without_no_thinking(given, able.reads)
-    if "args" in given and able.reads is not None:
-        given["args"] = _without_no_thinking(given["args"], able.reads)
+        args = _without_no_thinking(args, able.reads)
+    reads_effort = "reasoning_effort" in (able.reads or ())
+    if not able.thinks and not reads_effort:
+        given.pop("reasoning_effort", None)
     escapes = config.escape_special_tokens
     try:
-        return Template(tools=tools or None, escape_special_tokens=escapes, **given)
+        return Template(
+            tools=tools or None, args=args, escape_special_tokens=escapes, **given
+        )
     except InvalidPrompt as error:
         raise refusal(error) from error
 
@@ -231,17 +241,19 @@ def _offered(
     """Return the tools that the model sees."""
     if choice.mode == "none":
         return ()
-    names = [name_of(tool) for tool in tools]
-    for at, name in enumerate(names):
-        if name in names[:at]:
+    by_name: dict[str, Mapping[str, Any]] = {}
+    for tool in tools:
+        name = name_of(tool)
+        if name in by_name:
             said = f"tools: two of them are named {name[:100]!r}"
             raise ApiError(400, said, param="tools")
+        by_name[name] = tool
     if choice.allowed is None:
         return tuple(tools)
-    unknown = sorted(set(choice.allowed) - set(names))
-    if unknown:
-        raise _no_tool(unknown[0], names)
-    return tuple(tool for tool in tools if name_of(tool) in choice.allowed)
+    for name in sorted(choice.allowed):
+        if name not in by_name:
+            raise _no_tool(name, list(by_name))
+    return tuple(by_name[name] for name in by_name if name in choice.allowed)
 
 
 def _call_grammar(
@@ -304,16 +316,18 @@ def text_part(words: str) -> dict[str, Any]:
     return {"type": "text", "text": words}
 
 
+def listed(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a message's content as parts."""
+    return [text_part(content)] if isinstance(content, str) else content
+
+
 def add_turn(turns: list[dict[str, Any]], turn: dict[str, Any]) -> None:
     """Add a turn to a chat; two of a user's or the system's in succession are one, as templates want it."""
     before: dict[str, Any] = turns[-1] if turns else {"role": None}
     if turn["role"] not in ("user", "system") or before["role"] != turn["role"]:
         turns.append(turn)
         return
-    content: list[Any] = []
-    for said in (before["content"], turn["content"]):
-        content += [text_part(said)] if isinstance(said, str) else said
-    before["content"] = content
+    before["content"] = [*listed(before["content"]), *listed(turn["content"])]
 
 
 def parsed_arguments(text: str) -> Any:

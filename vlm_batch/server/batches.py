@@ -349,9 +349,9 @@ class Batches:
         """Return a row's answer or error. Raises Stopping."""
         while True:
             try:
-                answer = await self._exchange(entry, path, body)
+                whole = await self._exchange(entry, path, body)
                 entry.status = 200
-                return answer
+                return whole
             except ApiError as error:
                 answer = error
             except InvalidRequest as error:
@@ -457,7 +457,8 @@ def _rows(lines: BinaryIO) -> Iterator[Row]:
 
 def _check_lines(path: Path, endpoint: str) -> tuple[int, list[Wrong]]:
     """Return the number of rows, and what is wrong with lines, by number, code and words."""
-    total, wrong, seen = 0, [], Ids()
+    total, seen = 0, Ids()
+    wrong: list[Wrong] = []
     with open(path, "rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():

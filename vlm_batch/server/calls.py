@@ -120,11 +120,11 @@ class _Grammar:
 
     def text(self, words: str) -> str:
         parts = [words] if self._cut is None else self._cut.split(words)
-        return " ".join(
-            f"<[{self._marks[part]}]>" if part in self._marks else _quoted(part)
-            for part in parts
-            if part
-        )
+        return " ".join(map(self._part, filter(None, parts)))
+
+    def _part(self, words: str) -> str:
+        token = self._marks.get(words)
+        return _quoted(words) if token is None else f"<[{token}]>"
 
     def json(self, schema: Schema, root: Schema) -> str:
         """Return a schema's value; ``root`` holds its definitions."""
@@ -254,68 +254,85 @@ def _tagged(
     return f"{grammar.text(before)} {grammar.json(value, root)} {grammar.text(behind + end)}"
 
 
-def _in_braces(
-    before: str, key: str, after: str, quote: str, words: Mapping[str, str]
-) -> Callable[..., str]:
-    """Program-like calls: ``key`` with KEY and a value; ``words`` are constants."""
+@dataclass(frozen=True)
+class _Braces:
+    """Program-like calls: ``key`` with KEY and a value; ``words`` are constants, ``quote`` is around texts if not JSON's."""
 
-    def call(grammar: _Grammar, name: str, schema: Schema) -> str:
-        return f"{grammar.text(before.replace('BARE', name))} {members(grammar, schema, schema)} {grammar.text(after)}"
+    before: str
+    key: str
+    after: str
+    quote: str
+    words: Mapping[str, str]
 
-    def members(grammar: _Grammar, schema: Schema, root: Schema) -> str:
-        items = [
-            (
-                grammar.rule(
-                    f"{grammar.text(key.replace('KEY', name))} {value(grammar, part, root)}"
-                ),
-                is_needed,
-            )
-            for name, part, is_needed in _properties(schema)
-        ]
-        return grammar.items(items, "," if quote else ", ")
+    def __call__(self, grammar: _Grammar, name: str, schema: Schema) -> str:
+        begin = grammar.text(self.before.replace("BARE", name))
+        members = self._members(grammar, schema, schema)
+        return f"{begin} {members} {grammar.text(self.after)}"
 
-    def text(grammar: _Grammar, word: str) -> str:
-        return grammar.text(f"{quote}{word}{quote}" if quote else json.dumps(word))
+    @property
+    def _comma(self) -> str:
+        return "," if self.quote else ", "
 
-    def constant(grammar: _Grammar, word: Any) -> str:
-        if isinstance(word, str):
-            return text(grammar, word)
-        return grammar.text(words.get(json.dumps(word), json.dumps(word)))
+    def _members(self, grammar: _Grammar, schema: Schema, root: Schema) -> str:
+        items = []
+        for name, part, is_needed in _properties(schema):
+            key = grammar.text(self.key.replace("KEY", name))
+            member = grammar.rule(f"{key} {self._value(grammar, part, root)}")
+            items.append((member, is_needed))
+        return grammar.items(items, self._comma)
 
-    def value(grammar: _Grammar, schema: Schema, root: Schema) -> str:
-        if "enum" in schema or "const" in schema:
-            return f"({' | '.join(constant(grammar, word) for word in schema.get('enum', [schema.get('const')]))})"
+    def _value(self, grammar: _Grammar, schema: Schema, root: Schema) -> str:
+        if "enum" in schema:
+            return self._one_of(grammar, schema["enum"])
+        if "const" in schema:
+            return self._one_of(grammar, [schema["const"]])
         kind = _kind(schema, root)
         if kind == "string":
-            return (
-                f"{grammar.text(quote)} {grammar.until(quote, schema)}"
-                if quote
-                else grammar.json(schema, root)
-            )
-        if kind in ("boolean", "null"):
-            choices = ("true", "false") if kind == "boolean" else ("null",)
-            return f"({' | '.join(grammar.text(words[word]) for word in choices)})"
+            return self._text(grammar, schema, root)
+        if kind == "boolean":
+            return self._one_of(grammar, [True, False])
+        if kind == "null":
+            return self._one_of(grammar, [None])
         if kind == "array":
-            item = value(grammar, schema.get("items", {}), root)
-            if "uniqueItems" in schema:
-                raise CannotForce(
-                    "uniqueItems of an array cannot be forced in this model's form"
-                )
-            one, comma = grammar.rule(item), grammar.text("," if quote else ", ")
-            least, most = schema.get("minItems", 0), schema.get("maxItems")
-            if most == 0:
-                return '"[" "]"'
-            more = f"{{{max(0, least - 1)},{'' if most is None else most - 1}}}"
-            return f'"[" ({one} ({comma} {one}){more}){"" if least else "?"} "]"'
+            return self._array(grammar, schema, root)
         if kind == "object":
-            if not quote:
-                raise CannotForce(
-                    "an object within a call of this form cannot be forced"
-                )
-            return f'"{{" {members(grammar, schema, root)} "}}"'
+            return self._object(grammar, schema, root)
         return grammar.json(schema, root)
 
-    return call
+    def _one_of(self, grammar: _Grammar, values: Sequence[Any]) -> str:
+        choices = " | ".join(self._constant(grammar, value) for value in values)
+        return f"({choices})"
+
+    def _constant(self, grammar: _Grammar, value: Any) -> str:
+        word = json.dumps(value)
+        if isinstance(value, str):
+            word = f"{self.quote}{value}{self.quote}" if self.quote else word
+            return grammar.text(word)
+        return grammar.text(self.words.get(word, word))
+
+    def _text(self, grammar: _Grammar, schema: Schema, root: Schema) -> str:
+        if not self.quote:
+            return grammar.json(schema, root)
+        return f"{grammar.text(self.quote)} {grammar.until(self.quote, schema)}"
+
+    def _array(self, grammar: _Grammar, schema: Schema, root: Schema) -> str:
+        if "uniqueItems" in schema:
+            said = "uniqueItems of an array cannot be forced in this model's form"
+            raise CannotForce(said)
+        one = grammar.rule(self._value(grammar, schema.get("items", {}), root))
+        least, most = schema.get("minItems", 0), schema.get("maxItems")
+        if most == 0:
+            return '"[" "]"'
+        fewest = max(0, least - 1)
+        more = f"{{{fewest},}}" if most is None else f"{{{fewest},{most - 1}}}"
+        optional = "" if least else "?"
+        comma = grammar.text(self._comma)
+        return f'"[" ({one} ({comma} {one}){more}){optional} "]"'
+
+    def _object(self, grammar: _Grammar, schema: Schema, root: Schema) -> str:
+        if not self.quote:
+            raise CannotForce("an object within a call of this form cannot be forced")
+        return f'"{{" {self._members(grammar, schema, root)} "}}"'
 
 
 def _properties(schema: Schema) -> list[tuple[str, Schema, bool]]:
@@ -415,7 +432,7 @@ _FORMS: Mapping[str, _Form] = {
         keys=_IN_TAGS,
     ),
     "gemma4": _Form(
-        _in_braces(
+        _Braces(
             "<|tool_call>call:BARE{",
             "KEY:",
             "}<tool_call|>",
@@ -427,7 +444,7 @@ _FORMS: Mapping[str, _Form] = {
         keys=r"[\w./$-]+",
     ),
     "pythonic": _Form(
-        _in_braces(
+        _Braces(
             "BARE(", "KEY=", ")", "", {"true": "True", "false": "False", "null": "None"}
         ),
         begin="<|tool_call_start|>[",

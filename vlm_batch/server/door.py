@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Core:
-    """What all doors share: the model and its queue, the reading of bodies, that of media, what is kept, and files."""
+    """The common part of all doors: the model and its queue, the reading of bodies, that of media, what is kept, and files."""
 
     service: Service
     bodies: Bodies

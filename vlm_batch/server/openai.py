@@ -1,4 +1,4 @@
-"""What OpenAI's two kinds of completions share: sampling as it comes in, choices and chunks as they go out."""
+"""The common part of OpenAI's two kinds of completions: sampling as it comes in, choices and chunks as they go out."""
 
 from __future__ import annotations
 
@@ -153,8 +153,8 @@ ResponseFormat: TypeAlias = Annotated[
 ]
 
 
-class Sampled(Body):
-    """What every door takes of sampling: OpenAI's fields, and those that vLLM's, mlx-vlm's and llama.cpp's clients add."""
+class SampledBody(Body):
+    """Sampling, at every door: OpenAI's fields, and those that vLLM's, mlx-vlm's and llama.cpp's clients add."""
 
     sampling: Literal["greedy", "recommended"] | None = None
     temperature: Number | None = None
@@ -175,15 +175,15 @@ class Sampled(Body):
     skip_special_tokens: bool | None = None
 
 
-class Thought(Sampled):
-    """And of thinking, as mlx-vlm's clients write it."""
+class ThoughtBody(SampledBody):
+    """Sampling, and thinking as mlx-vlm's clients write it."""
 
     enable_thinking: bool | None = None
     thinking_budget: int | None = None
 
 
-class Common(Sampled):
-    """What the bodies of both kinds of completions have."""
+class Common(SampledBody):
+    """The common part of the bodies of both kinds of completions."""
 
     nothing = NOTHING
     refused = REFUSED
@@ -280,19 +280,22 @@ def others_of(body: Common) -> dict[str, Any]:
     }
 
 
-def check_stream(body: Common) -> StreamOptions:
-    """Return a body's options of streams. Raises ApiError for what needs a stream, or cannot be streamed."""
-    if body.stream_options is not None and not body.stream:
+def check_stream(body: Common) -> None:
+    """Raise ApiError for what needs a stream, or cannot be streamed."""
+    options = body.stream_options
+    if not body.stream:
+        if options is None:
+            return
         said = "stream_options needs stream: true"
         raise ApiError(400, said, param="stream_options")
-    if body.prompt_logprobs is not None and body.stream:
+    if body.prompt_logprobs is not None:
         said = "prompt_logprobs come with the whole answer; leave stream out"
         raise ApiError(400, said, param="prompt_logprobs")
-    options = body.stream_options or StreamOptions()
-    if options.continuous_usage_stats and not options.include_usage:
+    if options is None or options.include_usage:
+        return
+    if options.continuous_usage_stats:
         said = "continuous_usage_stats needs include_usage: true"
         raise ApiError(400, said, param="stream_options.continuous_usage_stats")
-    return options
 
 
 def names_of(body: Common) -> dict[str, str]:

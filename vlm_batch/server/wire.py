@@ -70,22 +70,17 @@ def at_most(most: int) -> Callable[[Any], Any]:
 def _is_small(value: Any) -> Any:
     """Refuse a value that holds more than ``MAX_JSON`` others."""
     num_values = 0
-    within = [iter((value,))]
-    while within:
-        for one in within[-1]:
-            num_values += 1
-            if num_values > MAX_JSON:
-                raise PydanticCustomError(
-                    "too_long", "it holds more than {most} values", {"most": MAX_JSON}
-                )
-            if isinstance(one, dict):
-                within.append(iter(one.values()))
-                break
-            if isinstance(one, list):
-                within.append(iter(one))
-                break
-        else:
-            within.pop()
+    left = [value]
+    while left:
+        one = left.pop()
+        num_values += 1
+        if num_values + len(left) > MAX_JSON:
+            said = "it holds more than {most} values"
+            raise PydanticCustomError("too_long", said, {"most": MAX_JSON})
+        if isinstance(one, dict):
+            left.extend(one.values())
+        elif isinstance(one, list):
+            left.extend(one)
     return value
 
 

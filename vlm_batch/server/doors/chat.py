@@ -392,12 +392,11 @@ def _max_tokens(body: ChatRequest) -> int | None:
 
 
 def _pixels(body: ChatRequest) -> dict[str, int]:
-    given = body.mm_processor_kwargs or PixelArguments()
-    found = {
-        "min_pixels": given.min_pixels if body.min_pixels is None else body.min_pixels,
-        "max_pixels": given.max_pixels if body.max_pixels is None else body.max_pixels,
-    }
-    return {name: value for name, value in found.items() if value is not None}
+    found: dict[str, int] = {}
+    if body.mm_processor_kwargs is not None:
+        found |= body.mm_processor_kwargs.model_dump(exclude_none=True)
+    own = body.model_dump(include={"min_pixels", "max_pixels"}, exclude_none=True)
+    return found | own
 
 
 def _choice(body: ChatRequest) -> ToolChoice:

@@ -23,7 +23,7 @@ from vlm_batch.server.edge import Entry
 from vlm_batch.server.errors import ApiError
 from vlm_batch.server.exchange import Choice, Exchange, counted, event_bytes, through
 from vlm_batch.server.fields import SAMPLING, THINKING
-from vlm_batch.server.openai import Thought, asked_of
+from vlm_batch.server.openai import ThoughtBody, asked_of
 from vlm_batch.server.pages import DOCUMENT
 from vlm_batch.server.wire import (
     ANY,
@@ -45,15 +45,33 @@ _OWN: Nothing = {"cache_control": ANY}
 _BILLING = "x-anthropic-billing-header:"
 
 
+#: A message's part, as ``Talk`` has it.
+TalkPart: TypeAlias = dict[str, Any]
+
+
 class Base64Source(Member):
     type: Literal["base64"]
     media_type: str
     data: str
 
+    @property
+    def place(self) -> dict[str, str]:
+        return {"url": f"data:{self.media_type};base64,{self.data}"}
+
+    def document(self) -> TalkPart:
+        return {"type": DOCUMENT, DOCUMENT: self.place}
+
 
 class UrlSource(Member):
     type: Literal["url"]
     url: str
+
+    @property
+    def place(self) -> dict[str, str]:
+        return {"url": self.url}
+
+    def document(self) -> TalkPart:
+        return {"type": DOCUMENT, DOCUMENT: self.place}
 
 
 class FileSource(Member):
@@ -62,21 +80,45 @@ class FileSource(Member):
     type: Literal["file"]
     file_id: str
 
+    @property
+    def place(self) -> dict[str, str]:
+        return {"file_id": self.file_id}
+
+    def document(self) -> TalkPart:
+        return {"type": DOCUMENT, DOCUMENT: self.place}
+
 
 class TextSource(Member):
     type: Literal["text"]
     media_type: Literal["text/plain"]
     data: str
 
+    def document(self) -> TalkPart:
+        return text_part(self.data)
+
 
 class Block(Member):
+    """A part of a turn. What a user says has ``parts``; what the model said is added to its turn."""
+
     nothing = _OWN
+
+    def parts(self) -> list[TalkPart]:
+        return []
+
+    def user_turn(self) -> dict[str, Any]:
+        return {"role": "user", "content": self.parts()}
+
+    def add_to(self, answer: dict[str, Any]) -> None:
+        answer["content"] += self.parts()
 
 
 class TextBlock(Block):
     nothing = {**_OWN, "citations": ANY, "parsed_output": ANY}
     type: Literal["text"]
     text: str
+
+    def parts(self) -> list[TalkPart]:
+        return [text_part(self.text)]
 
 
 class ImageBlock(Block):
@@ -85,6 +127,9 @@ class ImageBlock(Block):
     source: Annotated[
         Base64Source | UrlSource | FileSource, Field(discriminator="type")
     ]
+
+    def parts(self) -> list[TalkPart]:
+        return [{"type": "image_url", "image_url": self.source.place}]
 
 
 class DocumentBlock(Block):
@@ -97,11 +142,21 @@ class DocumentBlock(Block):
     title: str | None = None
     context: str | None = None
 
+    def parts(self) -> list[TalkPart]:
+        """Return the title and what is said of the document, and the document."""
+        about = filter(None, (self.title, self.context))
+        said = [text_part(f"{words}\n") for words in about]
+        return [*said, self.source.document()]
+
 
 class ThinkingBlock(Block):
     type: Literal["thinking"]
     thinking: str
     signature: str | None = None
+
+    def add_to(self, answer: dict[str, Any]) -> None:
+        before = answer.get("reasoning_content", "")
+        answer["reasoning_content"] = before + self.thinking
 
 
 class RedactedBlock(Block):
@@ -118,6 +173,11 @@ class ToolUseBlock(Block):
     name: str
     input: Json
 
+    def add_to(self, answer: dict[str, Any]) -> None:
+        function = {"name": self.name, "arguments": self.input}
+        call = {"id": self.id, "type": "function", "function": function}
+        answer.setdefault("tool_calls", []).append(call)
+
 
 OfResult: TypeAlias = Annotated[
     TextBlock | ImageBlock | DocumentBlock,
@@ -132,6 +192,10 @@ class ToolResultBlock(Block):
     content: str | Parts[OfResult] | None = None
     is_error: bool | None = None
 
+    def user_turn(self) -> dict[str, Any]:
+        content = said_in(self.content or "")
+        return {"role": "tool", "tool_call_id": self.tool_use_id, "content": content}
+
 
 OfUser: TypeAlias = Annotated[
     TextBlock | ImageBlock | DocumentBlock | ToolResultBlock,
@@ -143,9 +207,24 @@ OfAssistant: TypeAlias = Annotated[
 ]
 
 
+def said_in(content: str | Sequence[Block]) -> str | list[TalkPart]:
+    """Return a content as ``Talk`` has it."""
+    if isinstance(content, str):
+        return content
+    return [part for block in content for part in block.parts()]
+
+
 class UserTurn(Member):
     role: Literal["user"]
     content: str | Parts[OfUser]
+
+    def add_to(self, turns: list[dict[str, Any]]) -> None:
+        """Add a user's words and tools' results as turns, in their order."""
+        if isinstance(self.content, str):
+            add_turn(turns, {"role": "user", "content": self.content})
+            return
+        for block in self.content:
+            add_turn(turns, block.user_turn())
 
 
 class AssistantTurn(Member):
@@ -154,10 +233,25 @@ class AssistantTurn(Member):
     role: Literal["assistant"]
     content: str | Parts[OfAssistant]
 
+    def add_to(self, turns: list[dict[str, Any]]) -> None:
+        turn: dict[str, Any] = {"role": "assistant", "content": self.content}
+        turns.append(turn)
+        if isinstance(self.content, str):
+            return
+        turn["content"] = []
+        for block in self.content:
+            block.add_to(turn)
+
 
 class SystemTurn(Member):
     role: Literal["system"]
     content: str | Parts[TextBlock]
+
+    def add_to(self, turns: list[dict[str, Any]]) -> None:
+        # within a chat most templates know none; Claude Code writes them there
+        is_head = all(turn["role"] == "system" for turn in turns)
+        role = "system" if is_head else "user"
+        add_turn(turns, {"role": role, "content": said_in(self.content)})
 
 
 AnyTurn: TypeAlias = Annotated[
@@ -183,7 +277,7 @@ class CustomTool(Wire):
 
 
 class Choosing(Wire):
-    """Which tool must be called, if any."""
+    """The tool that must be called, if any."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: Name | None = None
@@ -191,11 +285,15 @@ class Choosing(Wire):
 
 
 class Thinks(Wire):
-    """Whether and how much the model thinks; one that does not think takes every value."""
+    """A measure of thinking; a model that does not think takes every value."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: Annotated[int, Field(ge=0)] | None = None
     display: Literal["summarized", "omitted"] | None = None
+
+    def sampling(self) -> dict[str, Any]:
+        budget = self.budget_tokens
+        return {} if budget is None else {"thinking_budget": budget}
 
 
 class JsonFormat(Wire):
@@ -207,12 +305,15 @@ class OutputConfig(Wire):
     effort: str | None = None
     format: JsonFormat | None = None
 
+    def sampling(self) -> dict[str, Any]:
+        return {} if self.format is None else {"json_schema": self.format.schema_}
+
 
 class UserOf(Wire):
     user_id: str | None = None
 
 
-class CountRequest(Thought):
+class CountRequest(ThoughtBody):
     """The body of ``POST /v1/messages/count_tokens``."""
 
     nothing = {
@@ -242,6 +343,10 @@ class CountRequest(Thought):
     thinking: Thinks | None = None
     output_config: OutputConfig | None = None
 
+    def ends(self) -> dict[str, Any]:
+        """Return what ends an answer, as fields of ``SamplingParams``."""
+        return {}
+
 
 class MessagesRequest(CountRequest):
     """The body of ``POST /v1/messages``."""
@@ -249,6 +354,9 @@ class MessagesRequest(CountRequest):
     max_tokens: Annotated[int, Field(ge=1, lt=2**63)]
     stop_sequences: Stops | None = None
     metadata: UserOf | None = None
+
+    def ends(self) -> dict[str, Any]:
+        return {"max_tokens": self.max_tokens, "stop": self.stop_sequences or ()}
 
 
 # In --------------------------------------------------------------------------------------------------------------------
@@ -289,100 +397,21 @@ def _turns(body: CountRequest) -> list[dict[str, Any]]:
     if body.system:
         turns.append({"role": "system", "content": _instructions(body.system)})
     for turn in body.messages:
-        if isinstance(turn.content, str):
-            found = [{"role": turn.role, "content": turn.content}]
-        elif isinstance(turn, AssistantTurn):
-            found = [_earlier_answer(turn.content)]
-        elif isinstance(turn, UserTurn):
-            found = _user_turns(turn.content)
-        else:
-            found = [{"role": "system", "content": _instructions(turn.content)}]
-        for one in found:
-            if one["role"] == "system" and turns[-1:] and turns[-1]["role"] != "system":
-                # within a chat most templates know none; Claude Code writes them there
-                one["role"] = "user"
-            add_turn(turns, one)
+        turn.add_to(turns)
     return turns
 
 
-def _instructions(given: str | Sequence[TextBlock]) -> str | list[dict[str, Any]]:
+def _instructions(given: str | Sequence[TextBlock]) -> str | list[TalkPart]:
     if isinstance(given, str):
         return given
     # what is new in each request would keep all others from the prompt's kept beginning
-    texts = [block.text for block in given if not block.text.startswith(_BILLING)]
-    return [text_part(words) for words in texts]
-
-
-def _user_turns(blocks: Iterable[Any]) -> list[dict[str, Any]]:
-    """Return a user's words and tools' results as turns, in their order."""
-    turns: list[dict[str, Any]] = []
-    for block in blocks:
-        if isinstance(block, ToolResultBlock):
-            content = block.content or ""
-            said = content if isinstance(content, str) else _parts(content)
-            named = {"role": "tool", "tool_call_id": block.tool_use_id}
-            turns.append({**named, "content": said})
-        else:
-            add_turn(turns, {"role": "user", "content": _parts([block])})
-    return turns
-
-
-def _parts(blocks: Iterable[Any]) -> list[dict[str, Any]]:
-    parts: list[dict[str, Any]] = []
-    for block in blocks:
-        if isinstance(block, TextBlock):
-            parts.append(text_part(block.text))
-        elif isinstance(block, ImageBlock):
-            parts.append({"type": "image_url", "image_url": _place(block.source)})
-        else:
-            parts += _document(block)
-    return parts
-
-
-def _document(block: DocumentBlock) -> list[dict[str, Any]]:
-    """Return a document's title and what is said of it, and its pages."""
-    about = [words for words in (block.title, block.context) if words]
-    parts = [text_part(f"{words}\n") for words in about]
-    source = block.source
-    if isinstance(source, TextSource):
-        return [*parts, text_part(source.data)]
-    return [*parts, {"type": DOCUMENT, DOCUMENT: _place(source)}]
-
-
-def _place(source: Base64Source | UrlSource | FileSource) -> dict[str, str]:
-    if isinstance(source, FileSource):
-        return {"file_id": source.file_id}
-    if isinstance(source, UrlSource):
-        return {"url": source.url}
-    return {"url": f"data:{source.media_type};base64,{source.data}"}
-
-
-def _earlier_answer(blocks: Iterable[Any]) -> dict[str, Any]:
-    content: list[dict[str, Any]] = []
-    thoughts: list[str] = []
-    calls: list[dict[str, Any]] = []
-    for block in blocks:
-        if isinstance(block, TextBlock):
-            content.append(text_part(block.text))
-        elif isinstance(block, ThinkingBlock):
-            thoughts.append(block.thinking)
-        elif isinstance(block, ToolUseBlock):
-            function = {"name": block.name, "arguments": block.input}
-            calls.append({"id": block.id, "type": "function", "function": function})
-    turn: dict[str, Any] = {"role": "assistant", "content": content or ""}
-    if thoughts:
-        turn["reasoning_content"] = "".join(thoughts)
-    if calls:
-        turn["tool_calls"] = calls
-    return turn
+    kept = [block for block in given if not block.text.startswith(_BILLING)]
+    return said_in(kept)
 
 
 def _tool(tool: CustomTool) -> dict[str, Any]:
-    function: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema}
-    if tool.description is not None:
-        function["description"] = tool.description
-    if tool.strict is not None:
-        function["strict"] = tool.strict
+    function = tool.model_dump(exclude={"type", "input_schema"}, exclude_none=True)
+    function["parameters"] = tool.input_schema
     return {"type": "function", "function": function}
 
 
@@ -401,33 +430,21 @@ def _choice(given: Choosing | None) -> ToolChoice:
 
 def _thinking(body: CountRequest, able: Abilities) -> dict[str, Any]:
     """Return the template's arguments; a model that does not think is asked for none."""
-    reads = able.reads or ()
     asked: dict[str, Any] = {}
     if body.thinking is not None:
         asked["enable_thinking"] = body.thinking.type != "disabled"
-    if body.output_config is not None:
+    if body.output_config is not None and body.output_config.effort:
         asked["reasoning_effort"] = body.output_config.effort
-    if not able.thinks:
-        return {}
-    return {
-        name: value
-        for name, value in asked.items()
-        if value is not None and name in reads
-    }
+    return able.readable(asked)
 
 
 def _sampling(body: CountRequest, able: Abilities) -> dict[str, Any]:
     found = asked_of(body, SAMPLING)
-    form = None if body.output_config is None else body.output_config.format
-    if form is not None:
-        found["json_schema"] = form.schema_
-    budget = None if body.thinking is None else body.thinking.budget_tokens
-    if budget is not None and able.thinks:
-        found["thinking_budget"] = budget
-    if isinstance(body, MessagesRequest):
-        found["max_tokens"] = body.max_tokens
-        found["stop"] = body.stop_sequences or ()
-    return found
+    if body.output_config is not None:
+        found |= body.output_config.sampling()
+    if body.thinking is not None and able.thinks:
+        found |= body.thinking.sampling()
+    return found | body.ends()
 
 
 # Out -------------------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from vlm_batch.server.asking import (
     ToolChoice,
     add_turn,
     ask_of,
+    listed,
     parsed_arguments,
     text_part,
 )
@@ -38,7 +39,7 @@ from vlm_batch.server.kept import Kept, new_id
 from vlm_batch.server.openai import (
     ObjectFormat,
     TextFormat,
-    Thought,
+    ThoughtBody,
     asked_of,
     finite,
 )
@@ -67,10 +68,20 @@ _HINT: Nothing = {"prompt_cache_breakpoint": ANY}
 _OWN: Nothing = {"id": ANY, "status": ANY}
 
 
+def _place(address: str | None, file_id: str | None) -> dict[str, str] | None:
+    """Return where media are: at an address, or in a stored file."""
+    if address:
+        return {"url": address}
+    return {"file_id": file_id} if file_id else None
+
+
 class InputText(Member):
     nothing = _HINT
     type: Literal["input_text"]
     text: str
+
+    def part(self) -> dict[str, Any]:
+        return text_part(self.text)
 
 
 class InputImage(Member):
@@ -80,6 +91,13 @@ class InputImage(Member):
     type: Literal["input_image"]
     image_url: str | None = None
     file_id: str | None = None
+
+    def part(self) -> dict[str, Any]:
+        named = _place(self.image_url, self.file_id)
+        if named is None:
+            said = "input_image needs image_url or file_id"
+            raise ApiError(400, said, param="input")
+        return {"type": "image_url", "image_url": named}
 
 
 class InputFile(Member):
@@ -92,16 +110,29 @@ class InputFile(Member):
     file_data: str | None = None
     file_url: str | None = None
 
+    def part(self) -> dict[str, Any]:
+        named = _place(self.file_data or self.file_url, self.file_id)
+        if named is None:
+            said = "input_file needs file_data, file_url or file_id"
+            raise ApiError(400, said, param="input")
+        return {"type": DOCUMENT, DOCUMENT: named}
+
 
 class OutputText(Member):
     nothing = {"annotations": ANY, "logprobs": ANY, "parsed": ANY}
     type: Literal["output_text"]
     text: str
 
+    def part(self) -> dict[str, Any]:
+        return text_part(self.text)
+
 
 class OutputRefusal(Member):
     type: Literal["refusal"]
     refusal: str
+
+    def part(self) -> dict[str, Any]:
+        return text_part(self.refusal)
 
 
 Given: TypeAlias = Annotated[
@@ -113,11 +144,31 @@ Content: TypeAlias = Annotated[
 ]
 
 
+def _said_in(given: str | list[Any]) -> str | list[dict[str, Any]]:
+    """Return a content as ``Talk`` has it."""
+    return given if isinstance(given, str) else [part.part() for part in given]
+
+
+def _answer_turn(turns: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the answer's turn that is being put together: what an answer is made of is one turn."""
+    if not turns or turns[-1]["role"] != "assistant":
+        turns.append({"role": "assistant", "content": []})
+    return turns[-1]
+
+
 class MessageItem(Member):
     nothing = {**_OWN, "phase": ANY}
     type: Literal["message"]
     role: Literal["user", "assistant", "system", "developer"]
     content: str | Parts[Content]
+
+    def add_to(self, turns: list[dict[str, Any]]) -> None:
+        said = _said_in(self.content)
+        if self.role == "assistant":
+            _answer_turn(turns)["content"] += listed(said)
+            return
+        role = "system" if self.role == "developer" else self.role
+        add_turn(turns, {"role": role, "content": said})
 
 
 class CallItem(Member):
@@ -135,12 +186,22 @@ class CallItem(Member):
     namespace: str | None = None
     arguments: str
 
+    def add_to(self, turns: list[dict[str, Any]]) -> None:
+        name = _full_name(self.namespace, self.name)
+        function = {"name": name, "arguments": parsed_arguments(self.arguments)}
+        call = {"id": self.call_id, "type": "function", "function": function}
+        _answer_turn(turns).setdefault("tool_calls", []).append(call)
+
 
 class ResultItem(Member):
     nothing = {**_OWN, "caller": ANY, "name": ANY, "namespace": ()}
     type: Literal["function_call_output"]
     call_id: str
     output: str | Parts[Given]
+
+    def add_to(self, turns: list[dict[str, Any]]) -> None:
+        said = _said_in(self.output)
+        turns.append({"role": "tool", "tool_call_id": self.call_id, "content": said})
 
 
 class ThoughtText(Wire):
@@ -153,6 +214,11 @@ class ReasoningItem(Member):
     type: Literal["reasoning"]
     summary: Parts[ThoughtText] = Field(default_factory=list)
     content: Parts[ThoughtText] | None = None
+
+    def add_to(self, turns: list[dict[str, Any]]) -> None:
+        thoughts = "".join(part.text for part in self.content or self.summary)
+        if thoughts:
+            _answer_turn(turns)["reasoning_content"] = thoughts
 
 
 class ReferenceItem(Member):
@@ -241,7 +307,7 @@ class ReasoningConfig(Wire):
     effort: str | None = None
 
 
-class InputRequest(Thought):
+class InputRequest(ThoughtBody):
     """The body of ``POST /v1/responses``, and of ``/v1/responses/input_tokens``."""
 
     nothing = {
@@ -308,61 +374,11 @@ NAMES: Mapping[str, str] = {
 
 
 def turns_of(items: Iterable[Any]) -> list[dict[str, Any]]:
-    """Return items as turns; what an answer is made of is one turn."""
+    """Return items as turns."""
     turns: list[dict[str, Any]] = []
     for item in items:
-        if isinstance(item, CallItem):
-            arguments = parsed_arguments(item.arguments)
-            name = _full_name(item.namespace, item.name)
-            function = {"name": name, "arguments": arguments}
-            call = {"id": item.call_id, "type": "function", "function": function}
-            _answer_turn(turns).setdefault("tool_calls", []).append(call)
-        elif isinstance(item, ReasoningItem):
-            thoughts = "".join(part.text for part in item.content or item.summary)
-            if thoughts:
-                _answer_turn(turns)["reasoning_content"] = thoughts
-        elif isinstance(item, ResultItem):
-            named = {"role": "tool", "tool_call_id": item.call_id}
-            turns.append({**named, "content": _content(item.output)})
-        elif item.role == "assistant":
-            _answer_turn(turns)["content"] += _listed(_content(item.content))
-        else:
-            role = "system" if item.role == "developer" else item.role
-            add_turn(turns, {"role": role, "content": _content(item.content)})
+        item.add_to(turns)
     return turns
-
-
-def _answer_turn(turns: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the answer's turn that is being put together."""
-    if not turns or turns[-1]["role"] != "assistant":
-        turns.append({"role": "assistant", "content": []})
-    return turns[-1]
-
-
-def _listed(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [text_part(content)] if isinstance(content, str) else content
-
-
-def _content(given: str | Sequence[Any]) -> str | list[dict[str, Any]]:
-    return given if isinstance(given, str) else [_part(part) for part in given]
-
-
-def _part(part: Any) -> dict[str, Any]:
-    if isinstance(part, InputImage):
-        return {"type": "image_url", "image_url": _source(part, part.image_url)}
-    if isinstance(part, InputFile):
-        source = part.file_url if part.file_data is None else part.file_data
-        return {"type": DOCUMENT, DOCUMENT: _source(part, source)}
-    return text_part(part.refusal if isinstance(part, OutputRefusal) else part.text)
-
-
-def _source(part: InputImage | InputFile, address: str | None) -> dict[str, str]:
-    """Return where a part's media are. Raises ApiError unless it names one place."""
-    if (address is None) == (part.file_id is None):
-        place = "image_url" if isinstance(part, InputImage) else "file_data or file_url"
-        said = f"{part.type} needs {place}, or file_id"
-        raise ApiError(400, said, param="input")
-    return {"file_id": part.file_id} if address is None else {"url": address}
 
 
 def _full_name(namespace: str | None, name: str) -> str:
@@ -410,13 +426,12 @@ def _sampling(body: InputRequest) -> dict[str, Any]:
 
 def _thinking(body: InputRequest, able: Abilities) -> dict[str, Any]:
     """Return the template's arguments; a model that does not think is asked for none."""
-    effort = None if body.reasoning is None else body.reasoning.effort
-    if effort is None or not able.thinks:
+    if body.reasoning is None or body.reasoning.effort is None:
         return {}
-    asked = {"reasoning_effort": effort}
+    effort = body.reasoning.effort
     if effort == "none":
-        asked = {"enable_thinking": False}
-    return asked if asked.keys() <= set(able.reads or ()) else {}
+        return able.readable({"enable_thinking": False})
+    return able.readable({"reasoning_effort": effort})
 
 
 # Out -------------------------------------------------------------------------------------------------------------------
@@ -490,7 +505,7 @@ class ResponseExchange(Exchange):
             head = {"role": "system", "content": body.instructions}
             turns = [head, *turns]
             if turns[1:] and turns[1]["role"] == "system":
-                both = [*_listed(body.instructions), *_listed(turns[1]["content"])]
+                both = [*listed(body.instructions), *listed(turns[1]["content"])]
                 turns[:2] = [{"role": "system", "content": both}]
         functions = _functions(body)
         talk = Talk(
@@ -526,10 +541,13 @@ class ResponseExchange(Exchange):
             logprobs = [self._step(step) for step in delta.logprobs]
             events += output.say(delta.content, logprobs)
         for call in delta.tool_calls:
-            named = self._named(call) if "id" in call else {}
-            arguments = call["function"]["arguments"]
-            events += output.call(call["index"], named, arguments)
+            events += self._called(call)
         return events
+
+    def _called(self, call: Mapping[str, Any]) -> bytes:
+        named = self._named(call) if "id" in call else {}
+        arguments = call["function"]["arguments"]
+        return self._output.call(call["index"], named, arguments)
 
     def last(self) -> bytes:
         (choice,) = self.choices
