@@ -179,6 +179,14 @@ def test_who_has_most_places_gives_them_up_until_they_are_even() -> None:
     assert placed == {1: 8, 2: 2, 3: 7} or placed == {1: 7, 2: 2, 3: 7}
     assert SCHEDULER.giver({1: 1, 2: 1}, 3) is None and SCHEDULER.giver({}, 3) is None
     assert SCHEDULER.giver({1: 5}, 1) is None
+    # negative numbers get what no other wants
+    assert SCHEDULER.giver({-1: 1, 1: 5}, 2) == -1
+    assert SCHEDULER.giver({-1: 1}, 1) == -1
+    assert SCHEDULER.giver({1: 5}, -1) is None
+    assert SCHEDULER.giver({-1: 0, 1: 1}, 2) is None
+    assert SCHEDULER.giver({-1: 5}, -2) == -1
+    rows = [(-1, 0.0, 0.0), (1, 9.0, 9.0), (1, 9.5, 9.5)]
+    assert SCHEDULER.share_out(rows, {1: 3}) == [1, 2, 0]
 
 
 def test_the_prompts_of_one_client_do_not_keep_anothers_waiting() -> None:

@@ -36,7 +36,7 @@ logger = logging.getLogger("vlm_batch.server")
 Endpoints: TypeAlias = Mapping[str, tuple[type[Body], type[Exchange]]]
 
 #: Statuses that say nothing about a row: it is asked again after so many seconds.
-TRANSIENT, RETRY_SECONDS = (429, 503), 1.0
+TRANSIENT, RETRY_SECONDS = (429, 503), 2.0
 #: The part of the bytes of waiting requests that rows may have.
 PART_OF_ROWS = 1 / 4
 #: Most rows of one file, wrong lines that are told, and batches of one owner that have not ended.
@@ -262,6 +262,7 @@ class Batches:
         run.reset()
         for name in (run.output, run.errors):
             path = self._store.path(name)
+            path.touch(0o600)
             run.files[name] = LineFile(path)
             for line in read_answers(path):
                 run.count(line)
@@ -305,10 +306,9 @@ class Batches:
                     task = asyncio.create_task(self._ask(run, row))
                     task.add_done_callback(self._end_turn)
                     asked.add(task)
-                    ended = {one for one in asked if one.done()}
-                    asked -= ended
-                    for one in ended:
+                    for one in [one for one in asked if one.done()]:
                         one.result()
+                        asked.remove(one)
             await asyncio.gather(*asked)
         finally:
             for task in asked:
@@ -317,7 +317,12 @@ class Batches:
 
     async def _take_turn(self) -> None:
         """Wait until fewer rows are asked than the engine is to have at hand."""
-        while self._num_asked >= self._core.service.most_in_flight:
+        service = self._core.service
+        if service.model is None:
+            # a row says so where it cannot be loaded
+            with suppress(ApiError):
+                await service.loaded()
+        while self._num_asked >= service.most_in_flight:
             self._has_ended.clear()
             await self._has_ended.wait()
         self._num_asked += 1

@@ -34,7 +34,7 @@ def store_of(core: Core) -> FileStore:
     """Return the folder of files. Raises ApiError 404 if the server has none."""
     if core.files is None:
         said = "files and batches are not served: start the server with --files FOLDER"
-        raise ApiError(404, said)
+        raise ApiError(404, f"{said}, or send pictures as data URIs")
     return core.files
 
 
