@@ -7,20 +7,26 @@ again after a restart.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 import uuid
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias
+from typing import Any, TypeAlias
 
 from vlm_batch.errors import InvalidRequest
 from vlm_batch.jobs.lines import CannotWrite, LineFile, read_answers
 from vlm_batch.jobs.rows import Ids
+from vlm_batch.server.batch_lines import (
+    Row,
+    add_usage,
+    check_lines,
+    errors_of,
+    no_usage,
+    rows_in,
+)
 from vlm_batch.server.bodies import check_body
 from vlm_batch.server.door import Core
 from vlm_batch.server.edge import MAX_NESTED, MAX_VALUES, ByteQuota, Entry, NoRoom
@@ -39,8 +45,8 @@ Endpoints: TypeAlias = Mapping[str, tuple[type[Body], type[Exchange]]]
 TRANSIENT, RETRY_SECONDS = (429, 503), 2.0
 #: The part of the bytes of waiting requests that rows may have.
 PART_OF_ROWS = 1 / 4
-#: Most rows of one file, wrong lines that are told, and batches of one owner that have not ended.
-MAX_ROWS, MAX_TOLD, MAX_OPEN_BATCHES = 200_000, 100, 64
+#: Most batches of one owner that have not ended.
+MAX_OPEN_BATCHES = 64
 #: Seconds between looks at what is over.
 SWEEP_SECONDS = 60.0
 ENDED = ("completed", "failed", "expired", "cancelled")
@@ -48,17 +54,6 @@ ENDED = ("completed", "failed", "expired", "cancelled")
 
 class Stopping(Exception):
     """The server stops; a later one goes on."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """One line of a batch's input."""
-
-    custom_id: str
-    body: Any
-    num_bytes: int
-    num_values: int
-    num_nested: int
 
 
 @dataclass(eq=False)
@@ -110,12 +105,12 @@ class BatchRun:
         counts = self.shown["request_counts"]
         counts["completed" if is_answered else "failed"] += 1
         if is_answered:
-            _add_usage(self.shown["usage"], response["body"].get("usage") or {})
+            add_usage(self.shown["usage"], response["body"].get("usage") or {})
 
     def reset(self) -> None:
         self.done = Ids()
         self.shown["request_counts"] |= {"completed": 0, "failed": 0}
-        self.shown["usage"] = _no_usage()
+        self.shown["usage"] = no_usage()
 
 
 class Batches:
@@ -219,7 +214,7 @@ class Batches:
             said = "the server failed in the middle; its log has more"
             if isinstance(error, CannotWrite):
                 said = "the disk of the server's files is full or cannot be written"
-            run.shown["errors"] = _errors([(None, "server_error", said)])
+            run.shown["errors"] = errors_of([(None, "server_error", said)])
             run.ends_as = "failed"
             with suppress(CannotWrite):
                 self._finish(run)
@@ -243,10 +238,10 @@ class Batches:
         path = self._store.path(run.shown["input_file_id"])
         if run.status == "validating":
             endpoint = run.shown["endpoint"]
-            total, wrong = await asyncio.to_thread(_check_lines, path, endpoint)
+            total, wrong = await asyncio.to_thread(check_lines, path, endpoint)
             run.shown["request_counts"]["total"] = total
             if wrong:
-                run.shown["errors"] = _errors(wrong)
+                run.shown["errors"] = errors_of(wrong)
                 self._become(run, "failed")
                 return
             # it may have been cancelled meanwhile
@@ -290,7 +285,7 @@ class Batches:
         said = "the batch's time was over before this request was answered"
         error = {"code": "batch_expired", "message": said}
         with open(path, "rb") as lines:
-            for row in _rows(lines):
+            for row in rows_in(lines):
                 if row.custom_id not in run.done:
                     self._append(run, run.errors, row, None, error)
 
@@ -298,7 +293,7 @@ class Batches:
         asked: set[asyncio.Task[None]] = set()
         try:
             with open(path, "rb") as lines:
-                rows = _rows(lines)
+                rows = rows_in(lines)
                 while row := await asyncio.to_thread(next, rows, None):
                     if row.custom_id in run.done:
                         continue
@@ -441,94 +436,3 @@ class Batches:
 
     def _save(self, run: BatchRun) -> None:
         self._store.write_record(run.id, run.record())
-
-
-# Lines -----------------------------------------------------------------------------------------------------------------
-
-Wrong: TypeAlias = tuple[int | None, str, str]
-
-
-def _rows(lines: BinaryIO) -> Iterator[Row]:
-    """Yield rows of a file that was checked."""
-    for line in lines:
-        if not line.strip():
-            continue
-        found = json.loads(line)
-        num_nested = line.count(b"[") + line.count(b"{")
-        num_values = line.count(b",")
-        body = found["body"]
-        yield Row(found["custom_id"], body, len(line), num_values, num_nested)
-
-
-def _check_lines(path: Path, endpoint: str) -> tuple[int, list[Wrong]]:
-    """Return the number of rows, and what is wrong with lines, by number, code and words."""
-    total, seen = 0, Ids()
-    wrong: list[Wrong] = []
-    with open(path, "rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            total += 1
-            told = _wrong_with(line, endpoint, seen)
-            if told is not None:
-                wrong.append((number, *told))
-            if len(wrong) == MAX_TOLD:
-                break
-    if total > MAX_ROWS:
-        said = f"{total:,} requests; a batch has {MAX_ROWS:,} at most"
-        wrong.append((None, "too_many_requests", said))
-    if not total:
-        wrong.append((None, "empty_file", "the file has no requests"))
-    return total, wrong
-
-
-def _wrong_with(line: bytes, endpoint: str, seen: Ids) -> tuple[str, str] | None:
-    try:
-        found = json.loads(line)
-    except (ValueError, RecursionError):
-        return "invalid_json_line", "this line is not JSON"
-    if not isinstance(found, dict):
-        return "invalid_json_line", "this line is no object"
-    custom_id = found.get("custom_id")
-    if not isinstance(custom_id, str) or not 0 < len(custom_id) <= 512:
-        return "missing_required_parameter", "custom_id must be a text of 1..512"
-    if found.get("method") != "POST":
-        return "invalid_method", "method must be POST"
-    if found.get("url") != endpoint:
-        return "mismatched_endpoint", f"url must be the batch's endpoint, {endpoint}"
-    if not isinstance(found.get("body"), dict):
-        return "missing_required_parameter", "body must be an object"
-    if not seen.add(custom_id):
-        return "duplicate_custom_id", "another line has this custom_id"
-    return None
-
-
-def _errors(wrong: list[Wrong]) -> dict[str, Any]:
-    data = [
-        {"code": code, "message": said, "line": number, "param": None}
-        for number, code, said in wrong
-    ]
-    return {"object": "list", "data": data}
-
-
-def _no_usage() -> dict[str, Any]:
-    return {
-        "input_tokens": 0,
-        "input_tokens_details": {"cached_tokens": 0},
-        "output_tokens": 0,
-        "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": 0,
-    }
-
-
-def _add_usage(total: dict[str, Any], usage: Mapping[str, Any]) -> None:
-    """Add an answer's tokens, whatever its door calls them."""
-    found: Counter[str] = Counter()
-    for name, value in usage.items():
-        kind = name.replace("prompt_", "input_").replace("completion_", "output_")
-        found[kind] = value if isinstance(value, int) else 0
-        details = value if isinstance(value, Mapping) else {}
-        for part in total[kind].keys() & details.keys() if details else ():
-            total[kind][part] += details[part] or 0
-    for kind in ("input_tokens", "output_tokens", "total_tokens"):
-        total[kind] += found[kind]

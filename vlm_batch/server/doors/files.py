@@ -30,6 +30,25 @@ MAX_FIELD, MAX_UPLOAD_PARTS, MAX_NAME = 256, 8, 255
 LEAST_AGE, MOST_AGE = 3600, AGE
 
 
+#: What an upload is, in the API's description.
+_FORM = {
+    "type": "object",
+    "additionalProperties": False,
+    "required": ["file", "purpose"],
+    "properties": {
+        "file": {"type": "string", "format": "binary"},
+        "purpose": {"enum": list(PURPOSES)},
+        "expires_after[anchor]": {"enum": ["created_at"]},
+        "expires_after[seconds]": {
+            "type": "integer",
+            "minimum": LEAST_AGE,
+            "maximum": MOST_AGE,
+        },
+    },
+}
+_BODY = {"required": True, "content": {"multipart/form-data": {"schema": _FORM}}}
+
+
 def store_of(core: Core) -> FileStore:
     """Return the folder of files. Raises ApiError 404 if the server has none."""
     if core.files is None:
@@ -207,7 +226,7 @@ async def _taken_in(store: FileStore, owner: str, request: HttpRequest) -> Store
 def add_routes(app: FastAPI, core: Core) -> None:
     """Add the paths of files."""
 
-    @app.post(PATH)
+    @app.post(PATH, openapi_extra={"requestBody": _BODY})
     async def upload(request: HttpRequest) -> Response:
         """Take a file: a form with file, purpose (batch, vision or user_data), and expires_after."""
         store, entry = store_of(core), entry_of(request)
