@@ -32,7 +32,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("models", "engine"),
     ("loading",),
     ("batcher",),
-    ("server", "integrations", "jobs"),
+    ("integrations", "jobs"),
+    ("server",),
     ("cli",),
     ("__main__",),
 )

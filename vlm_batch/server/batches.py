@@ -384,7 +384,7 @@ class Batches:
             body = await core.bodies.read(entry, check_body, given, kind)
             core.check_model(body.model)
             for name in ("stream", "background"):
-                if getattr(body, name, None):
+                if given.get(name):
                     said = f"{name}: a batch's answers come whole, in its file"
                     raise ApiError(400, said, param=name)
             return await exchange(core, entry, body).whole()
