@@ -31,11 +31,12 @@ from benchmarks.compare.engines import Driven  # noqa: E402
 from benchmarks.compare.shapes import SHAPES, Shape, build  # noqa: E402
 from benchmarks.compare.workloads import WORKLOADS, Workload, make_workload  # noqa: E402
 from vlm_batch.engine.generator import BatchGenerator  # noqa: E402
-from vlm_batch.engine.proof import COUNTS  # noqa: E402
 from vlm_batch.engine.shapes import FixedShapes, FreeShapes, Shapes  # noqa: E402
 from vlm_batch.loading import adapt  # noqa: E402
-from vlm_batch.loading.exactness import fixed_shapes, versions  # noqa: E402
 from vlm_batch.policy import policy_of  # noqa: E402
+from vlm_batch.proofs.classes import COUNTS  # noqa: E402
+from vlm_batch.proofs.device import versions  # noqa: E402
+from vlm_batch.proofs.proving import fixed_shapes  # noqa: E402
 from vlm_batch.records import Call  # noqa: E402
 
 REPRODUCIBLE = "reproducible"

@@ -75,7 +75,7 @@ def gaps(
                 .result()
                 .copy()
             )
-            row.answer.guide = Guide.of(params, form, None, row.answer.end_ids)
+            row.answer.guide = Guide.of(params, form, None, row.answer.rules.end_ids)
     walls, works = [], []
     while len(generator.rows.batch) < PLAIN + extra:
         generator.step()

@@ -285,7 +285,7 @@ def turns(count: int, rounds: int) -> dict[str, Any]:
             question = engine.preparer.check(Request(messages=json.loads(body)))
             adapter.prompt_key(engine.preparer.prepare(question).inputs)
             seconds = time.thread_time() - begin
-            reuse.settle_ended()
+            reuse.store_ended()
             return 1e3 * seconds
 
         last, alone = [], []

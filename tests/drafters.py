@@ -54,9 +54,7 @@ class Scripted(Drafts):
     ) -> float:
         return 2.0 + hoped
 
-    def draft(
-        self, row: Row, form_seconds: Callable[[], float]
-    ) -> tuple[str, tuple[int, ...]]:
+    def draft(self, row: Row, form_seconds: Callable[[], float]) -> tuple[int, ...]:
         index, at = int(row.request_id), row.answer.num_sampled
         most = min(self._size, row.answer.max_tokens - at - 1)
         right = [int(token) for token in self._answers[index][at : at + most]]
@@ -68,7 +66,7 @@ class Scripted(Drafts):
                 token if self._random.random() < 0.6 else 3
                 for token in right[: self._random.randint(0, most)]
             ]
-        return "text", tuple(right)
+        return tuple(right)
 
 
 def assistant_folder(folder: Path, **changes: Any) -> Path:

@@ -26,10 +26,11 @@ from vlm_batch.engine.drafts import Drafts
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.shapes import FixedShapes, pads
-from vlm_batch.engine.trial import Asked, played
-from vlm_batch.loading.exactness import SharedCallProofs, fixed_shapes, prove
 from vlm_batch.models import adapter_for
 from vlm_batch.policy import policy_of
+from vlm_batch.proofs.played import Asked, played
+from vlm_batch.proofs.proving import fixed_shapes, prove
+from vlm_batch.proofs.shared import SharedCallProofs
 from vlm_batch.runtime.device import Device, device
 from vlm_batch.store.budget import ByteBudget
 from vlm_batch.store.digest import array_bytes

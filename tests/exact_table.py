@@ -33,7 +33,7 @@ from tests.exact_cases import (  # noqa: E402
 )
 from tests.zoo import FAMILIES  # noqa: E402
 from vlm_batch.caches import Placement  # noqa: E402
-from vlm_batch.loading.exactness import device_facts, versions  # noqa: E402
+from vlm_batch.proofs.device import device_facts, versions  # noqa: E402
 
 DATA = Path(vlm_batch.__file__).parent / "data" / "exact.json"
 SAME = "same"

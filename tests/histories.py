@@ -44,10 +44,10 @@ from vlm_batch.engine.drafts import Drafts
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.loop import EngineLoop
 from vlm_batch.engine.memory import GROWTH, RowMemory, tokens
-from vlm_batch.engine.port import AnswerText
 from vlm_batch.engine.reuse import Reuse
-from vlm_batch.engine.row import Row, Status
+from vlm_batch.engine.row import Row, Stage
 from vlm_batch.engine.sampling import Sampled, SamplingRow, sample
+from vlm_batch.engine.text import AnswerText
 from vlm_batch.engine.work import Made
 from vlm_batch.handle import Handle
 from vlm_batch.models import adapter_for
@@ -265,10 +265,11 @@ def _answered_alone(family: str, asked: Asked, is_quantised: bool) -> Result:
         policy=settings_for(max_rows=1),
         kv=_kv(is_quantised),
     )
-    loop = EngineLoop(generator, ManualLoaders())
+    loaders: Any = ManualLoaders()
+    loop = EngineLoop(generator, loaders)
     handle = Handle("alone", loop.cancel)
-    loop.submit(Asking(asked), Request(prompt="alone", params=asked.params), handle)
-    loaders: Any = loop._loaders
+    question: Any = Asking(asked)
+    loop.submit(question, Request(prompt="alone", params=asked.params), handle)
     while not handle.done():
         loop._serve()
         for loading in loaders.take():
@@ -479,8 +480,9 @@ class DrawnDrafts(Drafts):
     """Drafts of random lengths at random steps, of which most tokens are right, for rows without forms; else a model's."""
 
     def __init__(self, history: History) -> None:
-        super().__init__(Guessing())
-        self.rates["model"] = 0.3
+        guessing: Any = Guessing()
+        super().__init__(guessing)
+        self.acceptance.rates["model"] = 0.3
         self._history = history
         self._draw = random.Random(26)
 
@@ -497,19 +499,17 @@ class DrawnDrafts(Drafts):
     ) -> float:
         return 2.0 + hoped
 
-    def draft(
-        self, row: Row, form_seconds: Callable[[], float]
-    ) -> tuple[str, tuple[int, ...]]:
+    def draft(self, row: Row, form_seconds: Callable[[], float]) -> tuple[int, ...]:
         name, _, index = row.request_id.partition("[")
         told, answer = self._history.told.get(name), row.answer
         if told is None or answer.guide is not None or self._draw.random() < 0.2:
-            return "text", ()
+            return ()
         answers = alone(self._history.family, told.asked, self._history.is_quantised)
         right = answers[int(index.rstrip("]") or 0)].token_ids[answer.num_sampled :]
         most = min(
             self._draw.randrange(1, 8), answer.max_tokens - answer.num_sampled - 1
         )
-        return "text", tuple(
+        return tuple(
             token if self._draw.random() < 0.8 else self._draw.randrange(PLAIN)
             for token in right[: max(0, most)]
         )
@@ -551,7 +551,7 @@ class FaultyAdapter:
     def _fail_together(self, rows: Any) -> None:
         if self._history.befalls("together"):
             raise Injected("together")
-        for row in self._history.generator.rows.prefilling.values():
+        for row in self._history.generator.rows.ledger.at(Stage.PREFILL):
             if any(row.prompt.encoded is encoded for encoded in rows):
                 self._history.fail_by(row, "prefill")
 
@@ -647,8 +647,9 @@ class History:
         if most_rows is not None:
             # what would be learned in time
             self.generator.memory._at = _rows_of(family, placement, is_quantised)._at
-        self.loaders = ManualLoaders()
-        self.loop = EngineLoop(self.generator, self.loaders)
+        loaders: Any = ManualLoaders()
+        self.loaders = loaders
+        self.loop = EngineLoop(self.generator, loaders)
         self.told: dict[str, Told] = {}
         self.ended: list[Told] = []  # and checked
         self.caches: list[tuple[PromptCache, Asked]] = []
@@ -723,7 +724,7 @@ class History:
             if fault == "processor"
             else shown
         )
-        asking = Asking(asked, (object(),) if str(key).startswith("video") else ())
+        asking: Any = Asking(asked, (object(),) if str(key).startswith("video") else ())
         returns = (
             return_cache
             and self.adapter.spec.no_prefix_reuse is None
@@ -833,15 +834,12 @@ class History:
         self.check()
         generator = self.generator
         assert (
-            not generator.rows.by_id
+            not len(generator.rows.ledger)
             and not generator.rows.batch.rows
             and not generator.rows.batch.layers
         )
-        assert (
-            generator.rows.batch.nbytes == 0
-            and not len(generator.rows.prefilling)
-            and not generator.rows.waiting.prepared
-        )
+        assert generator.rows.batch.nbytes == 0
+        assert not generator.rows.ledger.at(*Stage)
         assert (
             not self.loop._alive and not self.loop._several and not self.loop._is_busy
         )
@@ -877,28 +875,32 @@ class History:
             self.ended.append(told)
 
     def _check_rows(self) -> None:
-        generator, admission = self.generator, self.generator.rows.waiting
+        generator, ledger = self.generator, self.generator.rows.ledger
         placed = generator.rows.batch.rows
-        prefilling = list(generator.rows.prefilling.values())
-        prepared = list(admission.prepared.values())
-        unprepared = list(admission.unprepared)
-        forks = list(generator.rows.forks)
-        last = [  # their last token is on its way, and they have no place any more
+        prefilling = ledger.at(Stage.PREFILL)
+        last = {  # their last token is on its way, and they have no place any more
             row
             for flight in generator._launched
             if isinstance(flight, Flight)
             for row in flight.waiting
             if row.answer.num_sampled >= row.answer.max_tokens and row not in placed
-        ]
-        untold = [
-            row for row in generator.telling.untold if row.status is Status.DECODE
-        ]
-        last += [
-            row for row in untold if row.answer.num_sampled >= row.answer.max_tokens
-        ]
-        everywhere = [*placed, *prefilling, *prepared, *unprepared, *forks, *last]
-        assert len(set(everywhere)) == len(everywhere), "a row is at two places"
-        assert set(everywhere) == set(generator.rows.by_id.values()), "a row is nowhere"
+        }
+        last |= {
+            row
+            for row in generator.rows.untold()
+            if row.answer.num_sampled >= row.answer.max_tokens and row not in placed
+        }
+        assert len(set(placed)) == len(placed), "a row has two places"
+        assert set(ledger.at(Stage.DECODE)) == set(placed)
+        late = {row for row in last if row.stage is Stage.READY}
+        assert last - late == set(ledger.at(Stage.LAST)), "what is awaited is not"
+        everywhere = ledger.at(*Stage)
+        assert len(set(everywhere)) == len(everywhere), "a row is at two stages"
+        assert set(everywhere) == set(ledger._by_id.values()), "a row is nowhere"
+        assert all(row in ledger.at(row.stage) for row in everywhere)
+        assert not ledger.num(Stage.ENDED)
+        for row in everywhere:
+            self._check_stage(row)
         assert len(placed) + len(prefilling) <= ROWS, "more rows than places"
         memory = generator.memory
         taken = memory.together(
@@ -907,15 +909,24 @@ class History:
         assert memory.max_bytes is None or taken <= memory.max_bytes, (
             "rows have places that memory has no room for"
         )
-        assert all(row.status is Status.DECODE for row in placed) and all(
-            row.status is Status.PREFILL for row in prefilling
-        )
         assert all(row.prompt.encoded is row.prompt.cache is None for row in placed), (
             "a prompt is kept after its prefill"
         )
         for group in generator.rows.batch.groups:
             check_alike(group)
             assert group.layers or not group.places
+
+    def _check_stage(self, row: Row) -> None:
+        """A row has what its stage says."""
+        prompt, stage = row.prompt, row.stage
+        assert (prompt.question is not None) is (stage is Stage.INBOX)
+        with_loaders = (Stage.READING, Stage.READ, Stage.PROCESSING)
+        assert (prompt.loading is not None) is (stage in with_loaders)
+        assert (prompt.inputs is not None) is (stage is Stage.PREPARED)
+        has_embeddings = stage in (Stage.ENCODED, Stage.PREFILL)
+        assert (prompt.encoded is not None) is has_embeddings
+        if stage is Stage.READY:
+            assert prompt.cache is not None and prompt.logits is not None
 
     def _check_bytes(self) -> None:
         budget, prefix = self.budget, self.prefix
@@ -1044,7 +1055,7 @@ class History:
             raise Injected(place)
 
     def _sample(self, logits: mx.array, rows: Sequence[SamplingRow]) -> Sampled:
-        by_seed = {row.seed: row for row in self.generator.rows.by_id.values()}
+        by_seed = {row.seed: row for row in self.generator.rows.ledger.at(*Stage)}
         for sampled_row in rows:
             row = by_seed.get(sampled_row.seed)
             if row is not None and self.fails(row, "sample"):

@@ -33,7 +33,7 @@ from vlm_batch.engine import retry
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.errors import OutOfMemory
 from vlm_batch.loading import adapt
-from vlm_batch.loading.exactness import fixed_shapes
+from vlm_batch.proofs.proving import fixed_shapes
 from vlm_batch.runtime.memory import release_memory
 from vlm_batch.types import Result, SamplingParams
 

@@ -36,6 +36,8 @@ NAMES = (
     "olmocr-7b",
     LLAMA,
 )
+#: Folders whose tokenizer is too large to lie with them: a stand-in has their special tokens at their places.
+WITHOUT_TOKENIZER = ("deepseek-ocr-2", "qwen3.5-9b-mlx-8bit", "unlimited-ocr")
 #: Folders that transformers cannot read -> what their own code makes of a prompt.
 BY_OWN_CODE = {
     "florence-2-base": "processing_florence2.py of the publisher: <s> and </s> around the text, and the picture's features "

@@ -22,7 +22,7 @@ from vlm_batch import InvalidImage, Limits, SamplingParams, Video, VLMBatcher, a
 from vlm_batch.engine.admission import Admission
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.memory import Sizes
-from vlm_batch.engine.row import Prompt, Row, Status, new_row
+from vlm_batch.engine.row import Prompt, Row, Stage, new_row
 from vlm_batch.inputs import prepare
 from vlm_batch.inputs.fetch import Fetched
 from vlm_batch.inputs.images import count_pixels, size_of_file
@@ -69,9 +69,9 @@ class Waiting:
         self.generator = BatchGenerator(
             shared_adapter("qwen2_vl"), policy=settings_for(**config)
         )
-        self.admission = self.generator.rows.waiting
+        self.admission = self.generator.admission
         self.rows: dict[str, Row] = {}
-        self._loadings: dict[str, FakeLoading] = {}
+        self._loadings: dict[str, Any] = {}
 
     def add(
         self, name: str, loading: FakeLoading, priority: int = 0, lane: str = "memory"
@@ -85,7 +85,7 @@ class Waiting:
         """Have everything read that may be, or begun to be, if it is not among ``whole``; its names."""
         names = []
         while (row := self.admission.next_to_prepare()) is not None:
-            row.prompt.loading = self._loadings[row.request_id]  # type: ignore[assignment]
+            row.prompt.loading = self._loadings[row.request_id]
             if whole is None or row.request_id in whole:
                 self.admission.note_read(row)
             names.append(row.request_id)
@@ -274,9 +274,7 @@ def test_any_history_stays_within_the_bound_and_starves_nobody(seed: int) -> Non
             if processing and chance.random() < 0.7:
                 engine.take_in(processing.pop(0))
             alive = [
-                row.request_id
-                for row in engine.rows.values()
-                if row.status is not Status.FINISHED
+                row.request_id for row in engine.rows.values() if not row.has_ended
             ]
             if alive and chance.random() < 0.6:
                 engine.end(chance.choice(alive))
@@ -293,7 +291,7 @@ def test_any_history_stays_within_the_bound_and_starves_nobody(seed: int) -> Non
         if not prepared:
             break
         engine.end(prepared[0].request_id)
-    assert all(row.status is Status.FINISHED for row in engine.rows.values())
+    assert all(row.has_ended for row in engine.rows.values())
     assert engine.admission.nbytes == 0
 
 
@@ -443,7 +441,8 @@ def held(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def taken(self: Admission, *given: Any) -> None:
         take_in(self, *given)
-        found.append(sum(row.prompt.nbytes for row in self.prepared.values()))
+        rows = self._ledger.at(Stage.PREPARED, Stage.ENCODED)
+        found.append(sum(row.prompt.nbytes for row in rows))
 
     monkeypatch.setattr(Admission, "take_in", taken)
     return found

@@ -51,6 +51,7 @@ from vlm_batch import (
     assets,
 )
 from vlm_batch.engine import loop as engine_loop
+from vlm_batch.engine import schedule
 from vlm_batch.errors import RaisedAt
 from vlm_batch.inputs.loaders import Loaders
 from vlm_batch.inputs.prepare import Lane, Preparer
@@ -935,7 +936,7 @@ def test_a_defect_of_the_engine_ends_its_requests_and_the_next_one_works(
         raise RuntimeError("the plan is broken")
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(batcher._loop.generator.scheduler), "plan", broken)
+        patch.setattr(schedule, "chunks", broken)
         results = [
             batcher.submit(None, "count to 3").result(timeout=60) for _ in range(2)
         ]

@@ -18,20 +18,24 @@ from tests.harness import (
     Ask,
     check,
     every_family,
+    inputs_of,
     oracle,
     run_family,
+    shared_adapter,
 )
 from vlm_batch import InvalidRequest, Request, VLMBatcher
+from vlm_batch.arrays import as_mlx
 from vlm_batch.assets import default_checkpoint
 from vlm_batch.caches import Placement, RecurrentCache, RingSlabCache
 from vlm_batch.caches.drafted import Square
 from vlm_batch.caches.recurrent import After
 from vlm_batch.engine import choosing
 from vlm_batch.engine.batch import DecodeBatch
-from vlm_batch.engine.drafter import Drafter, behinds, common
+from vlm_batch.engine.drafter import COMMON_WEIGHT, Acceptance, Drafter
 from vlm_batch.engine.drafts import Drafts
+from vlm_batch.engine.earlier import EarlierText, behinds, common
 from vlm_batch.engine.retry import Retry
-from vlm_batch.engine.row import Row
+from vlm_batch.engine.row import Prompt, Row, new_row
 from vlm_batch.engine.sampling import SamplingRow
 from vlm_batch.types import SamplingParams
 
@@ -452,28 +456,22 @@ def test_what_stood_behind_the_last_words() -> None:
         and common([]) == ()
     )
     drafter = Drafter(
-        bytes(text(1, 2, 3, 4, 5)), text(9, 9, 9, 7, 7), {"form": 0.9, "text": 0.5}
+        EarlierText(bytes(text(1, 2, 3, 4, 5)), text(9, 9, 9, 7, 7)), Acceptance()
     )
     for token in (1, 2, 3):
-        drafter.add(token)
+        drafter.add(token, None)
     assert drafter.proposed[:2] == (4, 5)
-    drafter.add(4)
+    drafter.add(4, None)
     assert drafter.proposed[0] == 5 and drafter.rates["text"] > 0.5
     for token in (9, 9, 9):
-        drafter.add(token)
+        drafter.add(token, None)
     assert drafter.proposed[:2] == (7, 7)
-    drafter = Drafter(
-        bytes(text(1, 2, 3, 4, 5, 1, 2, 3, 4, 6, 1, 2)),
-        text(),
-        {"form": 0.9, "text": 0.5},
-    )
-    drafter.add(3)
+    earlier = EarlierText(bytes(text(1, 2, 3, 4, 5, 1, 2, 3, 4, 6, 1, 2)), text())
+    drafter = Drafter(earlier, Acceptance())
+    drafter.add(3, None)
     assert drafter.proposed == (4,)  # what followed, as far as it was the same
-    assert drafter.propose(3, [8, 1, 2, 3]) == () and drafter.propose(3, [4, 6, 1]) == (
-        2,
-        3,
-        4,
-    )
+    assert earlier.propose(3, [8, 1, 2, 3]) == ()
+    assert earlier.propose(3, [4, 6, 1]) == (2, 3, 4)
 
 
 def test_a_draft_has_to_be_worth_its_forward() -> None:
@@ -523,24 +521,23 @@ def test_a_forward_that_waited_for_nothing_is_no_measure() -> None:
 
     def step(positions: int, *, waits: bool) -> None:
         if waits:
-            drafts.begin([])
-            drafts._awaited = 1
+            drafts.clock.waits(1)
         drafts.launched(positions)
         drafts.was_read()
 
     for _ in range(4):
         step(1, waits=False)
-    known = dict(drafts.seconds._known)
-    assert known.keys() == {1}
+    assert drafts.seconds.sizes == {1}
+    measured = drafts.seconds.of(1)
     for _ in range(4):
         step(1, waits=True)
-    assert drafts.seconds._known == known
+    assert drafts.seconds.sizes == {1} and drafts.seconds.of(1) == measured
     for _ in range(4):
         step(4, waits=True)
-    assert drafts.seconds._known.keys() == {1, 4}
+    assert drafts.seconds.sizes == {1, 4}
 
 
-def raising(self: Drafter, most: int, ahead: Sequence[int] = ()) -> Sequence[int]:
+def raising(self: EarlierText, most: int, ahead: Sequence[int] = ()) -> Sequence[int]:
     raise RuntimeError("out of luck")
 
 
@@ -585,7 +582,7 @@ def test_a_source_that_fails_loses_its_drafts_alone(
     failures: list[str],
 ) -> None:
     """All answers are those without drafts, and one line says it."""
-    monkeypatch.setattr(Drafter, "propose", NONSENSE[said])
+    monkeypatch.setattr(EarlierText, "propose", NONSENSE[said])
     asks = [Ask("text:4:9", tokens=12), Ask("text:6:14", at=1, tokens=12)]
     drafts = Eager() if own else Drafts()
     check(
@@ -597,6 +594,35 @@ def test_a_source_that_fails_loses_its_drafts_alone(
     assert [record.name for record in caplog.records] == ["vlm_batch.drafts"] * is_used
 
 
+def test_a_row_whose_source_failed_gets_no_other_drafter() -> None:
+    """It may be computed again, and a new drafter would not know what was said before."""
+    name = "qwen2_5_vl"
+    prompt = shared_adapter(name).encode(as_mlx(inputs_of(name, "text:4:9")))
+    drafts, row = Drafts(), new_row("0", Prompt(), SamplingParams())
+    drafts.give_drafter(row, prompt)
+    assert isinstance(row.answer.drafter, Drafter)
+    drafts._give_up(row)
+    drafts.give_drafter(row, prompt)
+    assert not isinstance(row.answer.drafter, Drafter)
+
+
+def test_tokens_that_held_are_counted_up_to_the_first_wrong_one() -> None:
+    acceptance = Acceptance()
+    drafter = Drafter(EarlierText(b"", bytearray()), acceptance)
+    held = []
+    for count in (0, 1, 3, 4):  # none: its first logits were not finite
+        drafter.launch((1, 2, 3))
+        drafter.accept(count)
+        held.append(acceptance.num_held)
+    assert held == [0, 0, 2, 5] and acceptance.num_drafted == 12
+    assert not drafter.ahead
+    # right, right, wrong; wrong; right three times; nothing is said of the row without logits but that it was wrong
+    rate = Acceptance().rates["text"]
+    for is_right in (False, False, True, True, False, True, True, True):
+        rate += COMMON_WEIGHT * (is_right - rate)
+    assert acceptance.rates["text"] == pytest.approx(rate)
+
+
 @pytest.mark.parametrize("how", ["too many", "one row"])
 def test_a_source_that_goes_too_far(
     how: str,
@@ -605,15 +631,17 @@ def test_a_source_that_goes_too_far(
     failures: list[str],
 ) -> None:
     """What is too much is cut off; a source that fails for one row goes on for others."""
-    begun = list[Drafter]()
+    begun = list[EarlierText]()
 
-    def proposing(self: Drafter, most: int, ahead: Sequence[int] = ()) -> Sequence[int]:
+    def proposing(
+        self: EarlierText, most: int, ahead: Sequence[int] = ()
+    ) -> Sequence[int]:
         begun.extend([self] * (self not in begun))
         if how == "one row" and self is begun[0]:
             raise RuntimeError("out of luck")
         return range(3, 3 + 4 * most)
 
-    monkeypatch.setattr(Drafter, "propose", proposing)
+    monkeypatch.setattr(EarlierText, "propose", proposing)
     asks = [Ask("text:4:9", tokens=12), Ask("text:6:14", at=1, tokens=12)]
     drafts = Eager()
     check(

@@ -58,21 +58,18 @@ from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.cli import main as cli
 from vlm_batch.engine.compiled import CompiledDecode
 from vlm_batch.engine.generator import BatchGenerator
-from vlm_batch.engine.proof import (
-    best_class,
-    classes_of,
-    moving_product,
-    numbers_apart,
-    step_bits,
-)
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.shapes import FixedShapes
 from vlm_batch.engine.trial import Trial
 from vlm_batch.errors import OutOfMemory
-from vlm_batch.loading import exactness, load_model
-from vlm_batch.loading.exactness import SharedCallProofs, fixed_shapes, prove
+from vlm_batch.loading import load_model
 from vlm_batch.models import _kimi_k3, _minimax_m3_vl
 from vlm_batch.policy import POLICIES, Policy
+from vlm_batch.proofs import device as proof_device
+from vlm_batch.proofs.bits import moving_product, step_bits
+from vlm_batch.proofs.classes import best_class, classes_of, numbers_apart
+from vlm_batch.proofs.proving import fixed_shapes, prove
+from vlm_batch.proofs.shared import SharedCallProofs
 from vlm_batch.records import Call, DecodeStep, Graphs, PromptKey
 from vlm_batch.runtime import blas
 from vlm_batch.runtime.device import Device
@@ -568,12 +565,12 @@ class Sums:
 
 
 def test_a_product_that_goes_by_the_place_is_found() -> None:
-    assert not moving_product([Sums(4)], 4, 100)
-    assert not moving_product([Sums(0)], 4, 100)
+    sums: Any = Sums
+    assert not moving_product([sums(4)], 4, 100)
+    assert not moving_product([sums(0)], 4, 100)
     for turn in (1, 2, 3):
-        assert "of 400 rows go by the place" in moving_product(
-            [Sums(4), Sums(turn)], 4, 100
-        )
+        found = moving_product([sums(4), sums(turn)], 4, 100)
+        assert "of 400 rows go by the place" in found
 
 
 @pytest.mark.parametrize("is_attention", [True, False])
@@ -636,7 +633,7 @@ def test_nothing_is_decided_without_memory(monkeypatch: pytest.MonkeyPatch) -> N
             raise RuntimeError("[malloc] Unable to allocate 4096 bytes.")
         return moving_product(*given)
 
-    monkeypatch.setattr("vlm_batch.loading.exactness.moving_product", fails)
+    monkeypatch.setattr("vlm_batch.proofs.shared.moving_product", fails)
     exact = joined_of(name, "bfloat16")
     with pytest.raises(RuntimeError, match="Unable to allocate"):
         exact.prompts(9)
@@ -653,7 +650,7 @@ def test_a_proof_without_memory_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> 
         raise RuntimeError("[malloc] Unable to allocate 4096 bytes.")
 
     monkeypatch.setenv(FOLDER, str(Path(os.environ[FOLDER]) / "not kept"))
-    monkeypatch.setattr("vlm_batch.loading.exactness.step_bits", fails)
+    monkeypatch.setattr("vlm_batch.proofs.proving.step_bits", fails)
     adapter = adapter_of("lfm2_vl", "bfloat16")
     with pytest.raises(OutOfMemory, match="too little memory to try numbers of rows"):
         fixed_shapes(adapter)
@@ -1016,17 +1013,17 @@ def test_proofs_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_changed_kernel_is_proven_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     adapter, sources = adapter_of("qwen2_vl", "bfloat16"), Path.read_text
-    key = exactness._model_key(adapter, None)
-    exactness._sources.cache_clear()
-    assert exactness._model_key(adapter, None) == key
+    key = proof_device.model_key(adapter, None)
+    proof_device._sources.cache_clear()
+    assert proof_device.model_key(adapter, None) == key
 
     def changed(path: Path, *how: Any, **named: Any) -> str:
         return sources(path, *how, **named) + "//" * (path.name == "delta.cu")
 
     monkeypatch.setattr(Path, "read_text", changed)
-    exactness._sources.cache_clear()
-    assert exactness._model_key(adapter, None) != key
-    exactness._sources.cache_clear()
+    proof_device._sources.cache_clear()
+    assert proof_device.model_key(adapter, None) != key
+    proof_device._sources.cache_clear()
 
 
 def test_what_agrees_nowhere_runs_a_row_at_a_time_and_says_so(
@@ -1034,7 +1031,7 @@ def test_what_agrees_nowhere_runs_a_row_at_a_time_and_says_so(
 ) -> None:
     adapter = adapter_of("qwen2_vl", "bfloat16")
     monkeypatch.setattr(
-        "vlm_batch.loading.exactness.read_proof",
+        "vlm_batch.proofs.proving.read_proof",
         lambda key, parse: parse(
             {
                 "classes": [[1]],

@@ -19,8 +19,8 @@ from vlm_batch.adapters.hooks import running
 from vlm_batch.caches import Placement
 from vlm_batch.engine.logprobs import Logprobs
 from vlm_batch.engine.logprobs import largest as largest_ids
-from vlm_batch.loading.exactness import device_facts
 from vlm_batch.models import adapter_for
+from vlm_batch.proofs.device import device_facts
 from vlm_batch.records import Call
 from vlm_batch.runtime import blas, exponentials
 

@@ -11,9 +11,9 @@ from tests.fairness import LOOK_AHEAD, oversubscribe
 from tests.harness import inputs_of, settings_for, shared_adapter
 from vlm_batch.arrays import as_mlx
 from vlm_batch.caches import Placement
-from vlm_batch.engine import admission
+from vlm_batch.engine import rows
 from vlm_batch.engine.generator import BatchGenerator
-from vlm_batch.engine.row import Prompt, new_row
+from vlm_batch.engine.row import Prompt, Stage, new_row
 from vlm_batch.engine.several import Several
 from vlm_batch.types import SamplingParams
 
@@ -64,13 +64,13 @@ def answers(
             if event.result is not None:
                 assert event.result.error is None, event.result.error
                 ends[event.request_id] = event.result.token_ids
-        placed = len(generator.rows.batch) + len(generator.rows.prefilling)
+        placed = generator.rows.ledger.num(Stage.PREFILL, Stage.DECODE)
         assert placed <= PLACES
         if len(asked) > 1:
             waited.update(
-                name
-                for name in generator.rows.waiting.prepared
-                if name in ("one", "two")
+                row.request_id
+                for row in generator.rows.ledger.at(Stage.PREPARED, Stage.ENCODED)
+                if row.request_id in ("one", "two")
             )
         step += 1
         assert step < 2000
@@ -126,9 +126,7 @@ def test_who_has_waited_gets_a_place_from_a_row_of_those_who_ask_for_more(
 ) -> None:
     """Each of a crowd has one place at most. A row of theirs gives way, once, and all goes on as it was. Seconds are steps."""
     now = 0
-    monkeypatch.setattr(
-        admission, "time", SimpleNamespace(perf_counter=lambda: float(now))
-    )
+    monkeypatch.setattr(rows, "time", SimpleNamespace(perf_counter=lambda: float(now)))
 
     def play(
         asked: list[tuple[str, int, int, int]], ageing: float
@@ -152,7 +150,7 @@ def test_who_has_waited_gets_a_place_from_a_row_of_those_who_ask_for_more(
                 row = new_row(name, Prompt(inputs=inputs), params, client=client)
                 row.clock.submitted = now
                 generator.rows.add(row)
-            before = {row for row in generator.rows.by_id.values() if row.gave_way}
+            before = {row for row in generator.rows.ledger.at(*Stage) if row.gave_way}
             for event in generator.step():
                 told[event.request_id] += event.token is not None
                 if event.result is not None:
@@ -160,7 +158,7 @@ def test_who_has_waited_gets_a_place_from_a_row_of_those_who_ask_for_more(
                     tokens[event.request_id] = event.result.token_ids
             gave_way.update(
                 row.request_id
-                for row in generator.rows.by_id.values()
+                for row in generator.rows.ledger.at(*Stage)
                 if row.gave_way and row not in before
             )
             now += 1

@@ -54,10 +54,11 @@ from vlm_batch.engine.batch import DecodeBatch
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.loop import MESSAGES_A_TURN, EngineLoop
 from vlm_batch.engine.memory import STEPS_OF_ENCODING, EncoderMemory, RowMemory
-from vlm_batch.engine.port import AnswerText
 from vlm_batch.engine.reuse import Reuse
+from vlm_batch.engine.row import Stage
 from vlm_batch.engine.sampling import Sampled, SamplingRow, sample
 from vlm_batch.engine.shapes import FixedShapes, FreeShapes
+from vlm_batch.engine.text import AnswerText
 from vlm_batch.engine.trial import Trial
 from vlm_batch.errors import DoesNotFit, OutOfMemory
 from vlm_batch.inputs.processing import Processing
@@ -1149,7 +1150,7 @@ def test_for_want_of_memory_when_a_complete_answers_caches_are_saved_it_still_en
 
     def full(self: Any, *given: Any) -> Any:
         nonlocal failed
-        is_end = given[0].request_id == "a" and (where == "take" or given[3])
+        is_end = given[0].request_id == "a" and (where == "take" or given[2])
         if is_end and failed < (2 if end == "cancelled" else 1):
             failed += 1
             raise RuntimeError("[malloc] Unable to allocate 123456789 bytes.")
@@ -1556,9 +1557,7 @@ def test_pictures_are_encoded_beside_others_only_where_there_is_room() -> None:
 
         def watched(inputs: Any, *given: Any) -> Any:
             if "pixel_values" in inputs:
-                beside.append(
-                    len(generator.rows.batch) + len(generator.rows.prefilling)
-                )
+                beside.append(generator.rows.ledger.num(Stage.PREFILL, Stage.DECODE))
             return encode(inputs, *given)
 
         generator.adapter.encode = watched  # type: ignore[assignment,method-assign]

@@ -23,12 +23,12 @@ from tests.harness import (
 from vlm_batch.arrays import arrays_of, as_mlx, num_bytes
 from vlm_batch.caches import Placement
 from vlm_batch.engine.generator import BatchGenerator
-from vlm_batch.engine.port import AnswerText
 from vlm_batch.engine.reuse import Reuse
-from vlm_batch.engine.row import Prompt, Row, Status, new_row
+from vlm_batch.engine.row import Prompt, Row, Stage, new_row
 from vlm_batch.engine.runner import Runner
+from vlm_batch.engine.text import AnswerText
 from vlm_batch.errors import InvalidPrompt, PromptTooLong
-from vlm_batch.records import Call
+from vlm_batch.records import Call, MediaSizes
 from vlm_batch.store.budget import ByteBudget
 from vlm_batch.store.prefix import PrefixCache
 from vlm_batch.types import Event, Result, SamplingParams
@@ -341,8 +341,8 @@ def test_what_is_encoded_ahead_of_its_place_is_not_prefilled_meanwhile() -> None
     generator = engine(policy=settings_for(max_rows=1))
     generator.insert("first", inputs(TEXT), SamplingParams(max_tokens=8))
     generator.insert("next", inputs(IMAGE), SamplingParams(max_tokens=2))
-    row, encoded, last = generator.rows.by_id["next"], 0.0, 0.0
-    while row.status is Status.WAITING:
+    row, encoded, last = generator.rows.ledger["next"], 0.0, 0.0
+    while row.stage in (Stage.PREPARED, Stage.ENCODED):
         last = time.perf_counter()
         generator.step()
         encoded = encoded or (row.prompt.encoded is not None and time.perf_counter())
@@ -398,14 +398,14 @@ def test_numpy_arrays_are_kept_as_they_are_to_begin_again_from(
         }
     generator = engine()
     generator.insert("a", given, SamplingParams(max_tokens=NUM_TOKENS))
-    kept = generator.rows.by_id["a"].given
+    kept = generator.rows.ledger["a"].given
     assert kept is not None and all(
         kept[name] is array for name, array in given.items()
     )
     decode, fails = generator.adapter.decode, [True]
 
     def once(step: Any, call: Any) -> mx.array:
-        if fails and len(generator.rows.by_id["a"].answer.token_ids) == 2:
+        if fails and len(generator.rows.ledger["a"].answer.token_ids) == 2:
             fails.clear()
             raise RuntimeError("[malloc] Unable to allocate 123456789 bytes.")
         return decode(step, call)
@@ -592,7 +592,7 @@ def row_with_picture(key: str) -> Row:
     row = new_row(
         key, Prompt(inputs=inputs(key)), SamplingParams(max_tokens=NUM_TOKENS)
     )
-    row.image_sizes = ((8, 8),)
+    row.media = MediaSizes(((8, 8),))
     return row
 
 
@@ -723,11 +723,8 @@ def test_a_prompt_without_pictures_takes_none_along_that_need_calls_of_their_own
     for key in keys:
         insert(key, 2)
     generator.step()
-    rows = [generator.rows.by_id[key] for key in keys]
-    begun = [
-        row.prompt.encoded is not None or row.status is not Status.WAITING
-        for row in rows
-    ]
+    rows = [generator.rows.ledger[key] for key in keys]
+    begun = [row.stage is not Stage.PREPARED for row in rows]
     assert begun == [True, False, False, False]
 
 
@@ -784,7 +781,7 @@ class LateForm:
         self.asked += 1
         return self.fed % 2 == 0 or self.asked > 1
 
-    def settle(self) -> None: ...
+    def finish(self) -> None: ...
 
     def allowed(self, size: int) -> np.ndarray:
         return np.ones(size, dtype=np.bool_)
@@ -798,7 +795,7 @@ def test_a_row_with_a_late_mask_is_no_idle_engine(
         "vlm_batch.engine.choosing.apply_masks", lambda logits, masks: logits
     )
     generator, said, timed = engine(), list[bool](), list[int]()
-    budget, record = generator._pace.budget, generator.scheduler.record
+    budget, record = generator._pace.budget, generator.capacity.record
 
     def noted(is_decoding: bool, *args: Any) -> int:
         said.append(is_decoding)
@@ -813,9 +810,9 @@ def test_a_row_with_a_late_mask_is_no_idle_engine(
     )
     generator.step()
     form: Any = LateForm()
-    generator.rows.by_id["form"].answer.guide = form
+    generator.rows.ledger["form"].answer.guide = form
     monkeypatch.setattr(generator._pace, "budget", noted)
-    monkeypatch.setattr(generator.scheduler, "record", recorded)
+    monkeypatch.setattr(generator.capacity, "record", recorded)
     for _ in range(9):
         generator.step()
     assert generator.has_work

@@ -34,14 +34,16 @@ from vlm_batch import Request, VLMBatcher
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.heads import Heads, load_heads
 from vlm_batch.caches import Placement
+from vlm_batch.engine import drafter
 from vlm_batch.engine import drafts as engine_drafts
 from vlm_batch.engine.batch import DecodeBatch
 from vlm_batch.engine.compiled import CompiledDecode, can_leave_unfused
-from vlm_batch.engine.drafts import FIRST_RATES, Drafts
+from vlm_batch.engine.drafter import FIRST_RATES, Drafter
+from vlm_batch.engine.drafts import Drafts
 from vlm_batch.engine.row import Row
 from vlm_batch.engine.shapes import FixedShapes
-from vlm_batch.loading.exactness import prove
 from vlm_batch.models import adapter_for
+from vlm_batch.proofs.proving import prove
 from vlm_batch.types import SamplingParams
 
 FOUR = {"max_rows": 4, "short_rows": 0}
@@ -62,10 +64,8 @@ class Always(Drafts):
     def is_due(self, groups: Sequence[DecodeBatch]) -> bool:
         return True
 
-    def draft(
-        self, row: Row, form_seconds: Callable[[], float]
-    ) -> tuple[str, tuple[int, ...]]:
-        return "text", ()
+    def draft(self, row: Row, form_seconds: Callable[[], float]) -> tuple[int, ...]:
+        return ()
 
     def gain(
         self,
@@ -82,9 +82,9 @@ class Always(Drafts):
     ) -> dict[Row, tuple[int, ...]]:
         found = super()._ask(group, sizes)
         for row, tokens in found.items():
-            assert row.answer.drafter is not None
+            assert isinstance(row.answer.drafter, Drafter)
             end = row.facts.length + row.answer.num_sampled
-            self.asked.append((row.answer.drafter.said(0, end), tokens))
+            self.asked.append((row.answer.drafter.text.said(0, end), tokens))
             if self.kind != "random" and tokens:
                 at = row.answer.num_sampled
                 right = tuple(
@@ -519,10 +519,10 @@ def test_the_seconds_of_a_drafting_model_count() -> None:
             drafts.seconds.record(rows, seconds)
     assert drafts.gain(1, 2.5, 1, 4, 0.023) == pytest.approx(1.0)
     assert drafts.gain(1, 2.5, 1, 4) == pytest.approx(3.5 / 1.2)
-    drafts.rates["model"] = 0.1
+    drafts.acceptance.rates["model"] = 0.1
     for _ in range(16):
         drafts._refuse(1)
-    assert drafts.rates["model"] == FIRST_RATES["model"]
+    assert drafts.acceptance.rates["model"] == FIRST_RATES["model"]
 
 
 TRAINED = Path(__file__).parent.parent / "fixtures" / "checkpoints" / "qwen3_5"
@@ -532,14 +532,15 @@ def test_trained_heads_draft_what_the_model_says(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Plain, sampled and formed answers, about pictures and without, in one batch from the folders alone."""
-    monkeypatch.setattr(engine_drafts, "SIZES", (3,))
+    for module in (drafter, engine_drafts):
+        monkeypatch.setattr(module, "SIZES", (3,))
     monkeypatch.setattr(Drafts, "is_due", lambda *args: True)
     monkeypatch.setattr(
         Drafts,
         "gain",
         lambda self, rows, hoped, *args: 1.5 + hoped if hoped < 3 * rows else 0.0,
     )
-    monkeypatch.setattr(Drafts, "draft", lambda *args: ("text", ()))
+    monkeypatch.setattr(Drafts, "draft", lambda *args: ())
     both = scenes.record("held out heads", "both", held_out=True)
     schema = {
         "type": "object",

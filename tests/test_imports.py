@@ -30,6 +30,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("inputs",),
     ("adapters",),
     ("models", "engine"),
+    ("proofs",),
     ("loading",),
     ("batcher",),
     ("integrations", "jobs"),
@@ -42,7 +43,15 @@ FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 #: The rooms that families are made of and run in: none of them knows one.
 TOOLKIT = tuple(
     path
-    for room in ("runtime", "caches", "store", "inputs", "adapters", "engine")
+    for room in (
+        "runtime",
+        "caches",
+        "store",
+        "inputs",
+        "adapters",
+        "engine",
+        "proofs",
+    )
     for path in (PACKAGE / room).rglob("*.py")
 )
 MODELS = tuple(
@@ -319,8 +328,8 @@ def test_the_room_of_cuda_has_all_kernels_and_knows_neither_its_door_nor_a_famil
                 assert not above & {module.rpartition(".")[2], name}, path.name
 
 
-def test_the_scheduler_knows_integers_only() -> None:
-    tree = ast.parse((PACKAGE / "engine" / "scheduler.py").read_text(encoding="utf-8"))
+def test_the_schedule_knows_numbers_only() -> None:
+    tree = ast.parse((PACKAGE / "engine" / "schedule.py").read_text(encoding="utf-8"))
     modules = {
         alias.name
         for node in ast.walk(tree)

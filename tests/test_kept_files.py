@@ -16,9 +16,10 @@ import numpy as np
 import pytest
 
 from vlm_batch.caches import Placement
-from vlm_batch.engine.proof import COUNTS
 from vlm_batch.errors import InvalidCache
-from vlm_batch.loading.exactness import Proof, SharedCall
+from vlm_batch.proofs.classes import COUNTS
+from vlm_batch.proofs.proving import Proof
+from vlm_batch.proofs.shared import SharedCall
 from vlm_batch.store.directory import RowFiles
 from vlm_batch.store.files import FORMAT, VERSION, Identity, read_row
 from vlm_batch.store.prompt import PromptCache

@@ -32,7 +32,7 @@ from vlm_batch.caches import (
     SlabCache,
     kind_of,
 )
-from vlm_batch.engine import scheduler
+from vlm_batch.engine import schedule
 from vlm_batch.engine.row import Row
 from vlm_batch.models.molmo_point import MolmoPoint, general
 from vlm_batch.records import Encoded
@@ -228,7 +228,7 @@ def test_a_chunk_inside_a_bidirectional_image(
     """A picture that is cut in two cannot look ahead: the scheduler keeps atomic spans whole for a reason."""
 
     monkeypatch.setattr(
-        scheduler,
+        schedule,
         "chunk_end",
         lambda done, length, room, *spans: min(length, done + room),
     )

@@ -33,7 +33,7 @@ from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.runner import Runner
-from vlm_batch.engine.scheduler import PrefillRow, Scheduler
+from vlm_batch.engine.schedule import PrefillRow, chunks
 from vlm_batch.engine.shapes import padded_count, padded_length, pads, shares, together
 from vlm_batch.policy import POLICIES, Policy
 from vlm_batch.records import Call
@@ -148,17 +148,12 @@ def test_a_budget_is_rounded_to_a_length_but_not_below_the_least() -> None:
     row = PrefillRow("a", 2000, 0)
 
     def first(budget: int, pad_to: int) -> int:
-        return (
-            Scheduler(
-                Policy(max_rows=4, max_chunk=2048, smallest_chunk=64, pad_to=pad_to)
-            )
-            .plan([row], budget)[0]
-            .end
-        )
+        policy = Policy(max_chunk=2048, smallest_chunk=64, pad_to=pad_to)
+        return chunks([row], budget, policy)[0].end
 
     assert [first(700, 64), first(700, 0), first(3, 64)] == [768, 700, 3]
-    capped = Scheduler(Policy(max_rows=4, smallest_chunk=64, pad_to=64, max_chunk=512))
-    assert [chunk.end for chunk in capped.plan([row], 700)] == [512, 704]
+    capped = Policy(smallest_chunk=64, pad_to=64, max_chunk=512)
+    assert [chunk.end for chunk in chunks([row], 700, capped)] == [512, 704]
 
 
 def test_what_others_leave_of_a_budget_is_no_forward_of_its_own() -> None:
@@ -179,8 +174,7 @@ def test_what_others_leave_of_a_budget_is_no_forward_of_its_own() -> None:
             ageing_seconds=100.0,
         )
         return [
-            (chunk.rows[0], chunk.end)
-            for chunk in Scheduler(config).plan(left or rows, budget)
+            (chunk.rows[0], chunk.end) for chunk in chunks(left or rows, budget, config)
         ]
 
     assert plan(1100, 0) == [("a", 300), ("b", 800)]

@@ -23,9 +23,9 @@ from vlm_batch.arrays import as_mlx
 from vlm_batch.caches import Placement
 from vlm_batch.engine.constraints import Guide
 from vlm_batch.engine.generator import BatchGenerator
-from vlm_batch.engine.port import AnswerText
 from vlm_batch.engine.row import Prompt, Row, new_row
 from vlm_batch.engine.several import Several
+from vlm_batch.engine.text import AnswerText
 from vlm_batch.records import Thinking
 from vlm_batch.types import SamplingParams
 
@@ -114,13 +114,13 @@ def make(generator: BatchGenerator, name: str, family: str) -> Row:
     )
     generator.rows.add(row)
     if name == "bad_words":
-        row.answer.bad_words = BAD
+        row.answer.rules = replace(row.answer.rules, bad_words=BAD)
     form = Residues() if name in ("form", "thinking_then_form") else None
     row.answer.guide = Guide.of(
         params,
         form,
         THINKS if name.startswith("thinking") else None,
-        row.answer.end_ids,
+        row.answer.rules.end_ids,
     )
     return row
 

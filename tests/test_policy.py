@@ -133,7 +133,7 @@ def test_a_batcher_runs_with_what_is_said_and_tells_it() -> None:
         assert {name: other.policy[name]["value"] for name in said} == said
         assert other.policy["max_chunk"]["source"] == "said: VLMBatcher(policy=)"
         assert other.stats().most_rows == 4
-        config = other._loop.generator.scheduler.config
+        config = other._loop.generator.policy
         assert (config.max_chunk, config.idle_budget, config.most_rows) == (16, 16, 4)
         one = plain.submit_request(QUESTION).result()
         two = other.submit_request(QUESTION).result()

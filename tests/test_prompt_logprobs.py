@@ -31,6 +31,7 @@ from vlm_batch.arrays import as_mlx
 from vlm_batch.assets import default_checkpoint, sample_images
 from vlm_batch.engine import logprobs
 from vlm_batch.engine.generator import BatchGenerator
+from vlm_batch.engine.row import Stage
 from vlm_batch.errors import InvalidParameters
 
 TEXT, PICTURE = "text:5:26", "image:1:0"
@@ -286,7 +287,7 @@ def test_a_scored_prompt_whose_work_fails_at_its_end_begins_again(
     evaluate, left = mx.eval, [2]  # the parts together, and then each alone
 
     def failing(*arrays: Any) -> None:
-        row = engine.rows.by_id.get(long)
+        row = engine.rows.ledger.get(long)
         if left[0] and row is not None and row.is_only_read:
             left[0] -= 1
             raise MemoryError("a test")
@@ -296,7 +297,8 @@ def test_a_scored_prompt_whose_work_fails_at_its_end_begins_again(
     events, prefilled = [], []
     while engine.has_work:
         events += engine.step()
-        prefilled += [row.prompt.prefilled for row in engine.rows.prefilling.values()]
+        rows = engine.rows.ledger.at(Stage.PREFILL)
+        prefilled += [row.prompt.prefilled for row in rows]
     (result,) = [event.result for event in events if event.result is not None]
     assert left == [0]
     assert prefilled.count(8) == 2

@@ -24,6 +24,7 @@ from tests.published import (
     MOST,
     NAMES,
     VARIABLE,
+    WITHOUT_TOKENIZER,
     folder_at,
     root,
     runs,
@@ -35,8 +36,6 @@ from vlm_batch.loading import load_model
 
 RECORDED: dict[str, Any] = json.loads(FACTS.read_text(encoding="utf-8"))
 ANSWERED: dict[str, Any] = json.loads(ANSWERS.read_text(encoding="utf-8"))
-#: Folders whose tokenizer is too large to lie with them: a stand-in has their special tokens at their places.
-WITHOUT_TOKENIZER = ("deepseek-ocr-2", "qwen3.5-9b-mlx-8bit", "unlimited-ocr")
 
 
 @cache

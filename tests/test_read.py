@@ -465,6 +465,21 @@ def test_bad_documents_fail_with_a_reason_and_the_rest_is_kept(
     assert "text of book.pdf#3" in Path("out/letters/book.pdf.md").read_text()
 
 
+def test_a_page_over_memory_fails_and_its_neighbours_are_read(tmp_path: Path) -> None:
+    """The embedded sample sees 16 tokens of a small page and 1,575 of a large one, for which 8 MB are not enough."""
+    small, large = (Image.new("RGB", size, "white") for size in ((60, 60), (700, 900)))
+    path = tmp_path / "pages.tif"
+    small.save(path, save_all=True, append_images=[large, small])
+    out = str(tmp_path / "out")
+    words = ["read", str(path), "--out", out, "--max-bytes", "8M", "--max-tokens", "2"]
+    assert cli.main([*words, "--quiet", "--format", "json"]) == 1
+    whole = json.loads((tmp_path / "out" / "pages.json").read_text())
+    assert whole["missing"] == [2]
+    first, second, third = whole["pages"]
+    assert first["error"] is None and third["text"] == first["text"]
+    assert second["error"].startswith("DoesNotFit: ")
+
+
 def test_a_document_of_ten_thousand_pages_is_read_page_by_page(
     folder: Path,
 ) -> None:

@@ -26,8 +26,7 @@ from vlm_batch.assets import default_checkpoint
 from vlm_batch.caches import Placement
 from vlm_batch.engine.batch import DecodeBatch
 from vlm_batch.engine.generator import BatchGenerator
-from vlm_batch.engine.limit import LADDER, RowLimit
-from vlm_batch.engine.scheduler import Scheduler
+from vlm_batch.engine.limit import LADDER, Capacity, RowLimit
 from vlm_batch.engine.shapes import FixedShapes
 from vlm_batch.models import adapter_for
 from vlm_batch.policy import POLICIES, Policy
@@ -136,24 +135,24 @@ def test_its_bounds_are_checked() -> None:
 
 
 def test_only_steps_that_did_nothing_else_are_fed() -> None:
-    scheduler = Scheduler(Policy(first_rows=8, most_rows=64))
+    capacity = Capacity(Policy(first_rows=8, most_rows=64))
     for _ in range(50):
-        scheduler.record(8, 0.01, 256, are_waiting=True)
+        capacity.record(8, 0.01, 256, are_waiting=True)
         # a device may still be at the chunk
-        scheduler.record(8, 0.01, 0, are_waiting=True)
-    assert scheduler.num_places == 8
+        capacity.record(8, 0.01, 0, are_waiting=True)
+    assert capacity.num_places == 8
     for _ in range(50):
-        scheduler.record(8, 0.01, 0, are_waiting=True)
-    assert scheduler.num_places > 8
-    scheduler.run_out(7)
-    assert scheduler.num_places == 6, "memory goes first"
+        capacity.record(8, 0.01, 0, are_waiting=True)
+    assert capacity.num_places > 8
+    capacity.run_out(7)
+    assert capacity.num_places == 6, "memory goes first"
 
 
 def test_said_rows_stay() -> None:
-    scheduler = Scheduler(Policy(max_rows=5))
+    capacity = Capacity(Policy(max_rows=5))
     for _ in range(50):
-        scheduler.record(5, 0.01, 0, are_waiting=True)
-    assert scheduler.num_places == 5
+        capacity.record(5, 0.01, 0, are_waiting=True)
+    assert capacity.num_places == 5
 
 
 NAME = "qwen2_vl"
@@ -184,8 +183,8 @@ def test_rows_come_and_go_while_their_number_changes(
     generator = BatchGenerator(
         adapter, policy=settings_for(placement, **config), shapes=exact
     )
-    limit = generator.scheduler.limit
-    assert limit is not None and generator.scheduler.num_places == 1
+    limit = generator.capacity.limit
+    assert limit is not None and generator.capacity.num_places == 1
     keys = [f"text:{seed}:{5 + seed}" for seed in range(9)] + ["image:1:0", "image:2:1"]
     widths: list[int] = []
     counts: list[int] = []

@@ -43,7 +43,8 @@ from vlm_batch.engine.shapes import FixedShapes
 from vlm_batch.errors import UnsupportedModel
 from vlm_batch.loading import adapt
 from vlm_batch.loading.checkpoints import read_model
-from vlm_batch.loading.exactness import SharedCallProofs, prove
+from vlm_batch.proofs.proving import prove
+from vlm_batch.proofs.shared import SharedCallProofs
 
 
 @cache

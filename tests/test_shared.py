@@ -23,11 +23,11 @@ from vlm_batch.adapters.products import products_of
 from vlm_batch.adapters.shared import JoinedPart, Wide, share_products, widened
 from vlm_batch.caches import Placement
 from vlm_batch.engine.generator import BatchGenerator
-from vlm_batch.engine.trial import Asked, played
 from vlm_batch.loading import adapt
-from vlm_batch.loading.exactness import fixed_shapes
 from vlm_batch.models import adapter_for
 from vlm_batch.policy import policy_of
+from vlm_batch.proofs.played import Asked, played
+from vlm_batch.proofs.proving import fixed_shapes
 from vlm_batch.types import SamplingParams
 
 #: Families whose layers have one projection for all, or no linear layers that share an input: nothing becomes one.

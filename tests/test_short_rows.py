@@ -23,6 +23,7 @@ from vlm_batch.engine import compiled, shapes
 from vlm_batch.engine.batch import DecodeBatch
 from vlm_batch.engine.compiled import CompiledDecode, can_leave_unfused
 from vlm_batch.engine.generator import BatchGenerator
+from vlm_batch.engine.ledger import Ledger
 from vlm_batch.engine.shapes import SHORT_STEP, SPREAD, FixedShapes, FreeShapes
 from vlm_batch.policy import POLICIES
 from vlm_batch.records import Call, DecodeStep
@@ -396,13 +397,13 @@ def test_a_line_that_has_not_changed_is_not_gone_through_again(
     """Places are taken and rows ahead are encoded: what waits costs a step nothing until somebody comes, goes or ends."""
     engine = engine_of("llava")
     looks: list[int] = []
-    plain = BatchGenerator._line
+    plain = Ledger._made_lines
 
-    def counted(self: BatchGenerator) -> Any:
+    def counted(self: Ledger) -> Any:
         looks.append(1)
         return plain(self)
 
-    monkeypatch.setattr(BatchGenerator, "_line", counted)
+    monkeypatch.setattr(Ledger, "_made_lines", counted)
     asks = [Ask(f"text:{4 + n}:9", tokens=30) for n in range(9)] + [
         Ask("image:2:1", at=5, tokens=3)
     ]

@@ -146,13 +146,13 @@ def test_nobody_holds_what_a_chunk_is_written_into(
 
         return noted
 
-    def settled(self: Runner, row: Any, *args: Any) -> Any:
-        answer = settle(self, row, *args)
+    def made_noting(self: Runner, row: Any, *args: Any) -> Any:
+        answer = made(self, row, *args)
         states.extend(weakref.ref(array) for array in answer[0].arrays)
         return answer
 
-    settle = Runner._settle
-    monkeypatch.setattr(Runner, "_settle", settled)
+    made = Runner._made
+    monkeypatch.setattr(Runner, "_made", made_noting)
     monkeypatch.setattr(adapter, "prefill", noting(adapter.prefill))
     monkeypatch.setattr(generator._decoder, "logits", noting(generator._decoder.logits))
     generator.insert(

@@ -1173,11 +1173,11 @@ def test_a_late_check_of_a_draft_does_not_end_its_row(
     guide.look_ahead([first, second], 0.0)
     assert guide.ahead == ()
     guide.feed(first)
-    guide.settle()
+    guide.finish()
     guide.look_ahead([second], 0.0)
     guide.feed(end)
     may_go.set()
-    guide.settle()
+    guide.finish()
     bits = guide.allowed(first + second + 32)
     assert bits is not None and bits[second // 32] >> (second % 32) & 1
 
@@ -1203,7 +1203,7 @@ def test_a_look_ahead_that_fails_loses_the_draft_alone(
         guide.look_ahead([first], 30)
     assert guide.ahead == ()
     guide.feed(first)
-    guide.settle()
+    guide.finish()
 
 
 class Late:

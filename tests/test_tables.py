@@ -53,7 +53,8 @@ def caches() -> Iterator[Any]:
         for value in list(values):
             if isinstance(value, type):
                 values += [
-                    getattr(part, "__func__", part) for part in vars(value).values()
+                    getattr(part, "__func__", part)
+                    for part in list(vars(value).values())
                 ]
             elif isinstance(value, FunctionType):
                 values += [cell.cell_contents for cell in value.__closure__ or ()]

@@ -115,7 +115,7 @@ def test_a_row_that_has_ended_is_not_ended_again() -> None:
     generator.insert(
         "one", as_mlx(inputs_of("qwen2_vl", "text:4:9")), SamplingParams(max_tokens=2)
     )
-    row = generator.rows.by_id["one"]
+    row = generator.rows.ledger["one"]
     for error in (ValueError("first"), MemoryError("second"), ValueError("third")):
         generator.retry.settle(Failed([row], error))
     (event,) = generator.rows.tell()

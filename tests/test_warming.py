@@ -23,8 +23,9 @@ from vlm_batch.caches import Placement
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.shapes import FreeShapes
-from vlm_batch.loading.exactness import SharedCallProofs, fixed_shapes
 from vlm_batch.policy import POLICIES
+from vlm_batch.proofs.proving import fixed_shapes
+from vlm_batch.proofs.shared import SharedCallProofs
 from vlm_batch.runtime.device import Device
 from vlm_batch.store.budget import ByteBudget
 from vlm_batch.store.prefix import PrefixCache
@@ -101,7 +102,7 @@ def test_requests_bring_no_shape_that_was_not_computed(
     assert (
         not engine.has_work
         and not engine.rows.batch.rows
-        and not engine.rows.prefilling
+        and not len(engine.rows.ledger)
         and not engine.reuse.budget.nbytes
     )
     check(FAMILY, run_family(FAMILY, ASKS, generator=engine))

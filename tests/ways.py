@@ -52,48 +52,43 @@ WAYS = (
     Way(
         "a sampling option",
         (
-            (
-                "types.py",
-                (
-                    "_WHOLE_PARAMETERS",
-                    "_REAL_PARAMETERS",
-                    "SamplingParams:",
-                    "SamplingParams._check_numbers",
-                ),
-            ),
+            ("parameters.py", ("Declared", "declared")),
+            ("types.py", ("SamplingParams:", "SamplingParams._check_numbers")),
             (
                 "engine/sampling.py",
                 (
-                    "RowRules",
                     "SamplingRow",
+                    "LogitsStage",
+                    "STAGES",
                     "stages_of",
                     "process",
-                    "sample",
-                    "min_p",
                 ),
             ),
-            ("server/wire.py", ("Common", "SAMPLING")),
-            ("cli/options.py", ("_add_answering",)),
-            ("integrations/mlx_vlm.py", ("sampling_params",)),
-            ("loading/recommended.py", ("TRANSFORMERS_DEFAULTS", "NOT_TAKEN")),
+            ("server/openai.py", ("SampledBody",)),
         ),
     ),
     Way(
         "a family with a sliding window",
         (
             ("registry.py", ("ModelSpec", "register")),
-            ("adapters/base.py", ("Adapter",)),
-            ("adapters/modules.py", ("patching",)),
-            ("models/gemma3.py", (ALL,)),
-            ("models/_gemma3.py", (ALL,)),
-            ("caches/verified.py", ("VERIFIED",)),
+            ("adapters/family.py", (ALL,)),
+            ("models/aya_vision.py", (ALL,)),
         ),
     ),
     Way(
         "another way to cut prompts",
         (
             ("engine/work.py", ("Work",)),
-            ("engine/scheduler.py", ("PrefillRow", "Scheduler.plan")),
+            (
+                "engine/schedule.py",
+                (
+                    "PrefillRow",
+                    "chunks",
+                    "_end_of_chunk",
+                    "_in_prefill_order",
+                ),
+            ),
+            ("engine/planning.py", ("Planner.chunks",)),
             ("engine/pace.py", ("Pace.budget",)),
             (
                 "engine/shapes.py",
@@ -106,15 +101,9 @@ WAYS = (
                     "FixedShapes.prefill_call",
                     "chunk_end",
                     "padded_length",
-                    "padded_count",
-                    "together",
-                    "_prefill_call",
                 ),
             ),
-            (
-                "engine/runner.py",
-                ("Runner.group", "Runner.prefill", "Runner._prefill_alone"),
-            ),
+            ("engine/runner.py", ("Runner.prefill",)),
         ),
     ),
     Way(

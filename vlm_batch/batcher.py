@@ -298,7 +298,7 @@ class VLMBatcher:
             yield result
 
     def _most_in_flight(self) -> int:
-        return self._loop.generator.scheduler.num_places + self._policy.look_ahead
+        return self._loop.generator.capacity.num_places + self._policy.look_ahead
 
     def rendered(self, request: Request) -> str | None:
         """Return the prompt from the chat template, with one placeholder per picture; None for tokens.

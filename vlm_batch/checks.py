@@ -419,7 +419,7 @@ def _behind_reference(
 
 
 class _Ends:
-    """Whether a finite value may fit a schema: not where what it requires always leads back to itself."""
+    """Looks for a finite value that may fit a schema: none does where what it requires always leads back to itself."""
 
     def __init__(self, schema: Any) -> None:
         self._schema = schema

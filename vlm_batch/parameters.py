@@ -1,4 +1,4 @@
-"""How a sampling parameter is declared: once, in ``SamplingParams``.
+"""Declarations of sampling parameters, which stand once, in ``SamplingParams``.
 
 The command line's flags, the columns of jobs and the fields of HTTP bodies follow from the declaration.
 """

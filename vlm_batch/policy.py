@@ -21,7 +21,7 @@ PLACEMENTS = ("rows", "slab")
 #: Ways in which a decode step reads quantised keys and values.
 PACKED, UNPACKED, KERNEL = "packed", "unpacked", "kernel"
 
-_STATE = "measured: docs/architecture.md, decode state"
+_STATE = "measured: docs/decode-state.md"
 _SET = "measured: docs/log.md, settings that were measured"
 _LAUNCHES = "measured: docs/log.md, where the time went"
 _ROWS = "measured: docs/log.md, rows by themselves"

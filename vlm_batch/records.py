@@ -129,6 +129,19 @@ class DecodeStep:
 
 
 @dataclass(frozen=True)
+class MediaSizes:
+    """Sizes of a request's media, as they were given."""
+
+    images: tuple[tuple[int, int], ...] = ()  # (width, height)
+    videos: tuple[tuple[int, int, int], ...] = ()  # (frames, width, height)
+    audios: tuple[float, ...] = ()  # seconds
+
+    @property
+    def has_any(self) -> bool:
+        return bool(self.images or self.videos or self.audios)
+
+
+@dataclass(frozen=True)
 class Call:
     """A forward's facts beside its arrays, an argument of adapters.
 
@@ -191,6 +204,11 @@ class DraftState:
     caches: list[Any] = field(default_factory=list)
     #: The tokens behind ``hidden``, one for each state. Set before each draft.
     tokens: Sequence[int] = ()
+
+    @property
+    def end(self) -> int | None:
+        """The position behind the last hidden state, if there is one."""
+        return self.hidden[-1].end if self.hidden else None
 
     def keep(self, count: int) -> None:
         """Keep the first ``count`` positions of the last forward."""

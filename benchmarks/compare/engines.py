@@ -132,8 +132,8 @@ class ThisLibrary(Driven):
     ) -> None:
         from vlm_batch.engine.generator import BatchGenerator
         from vlm_batch.loading import adapt
-        from vlm_batch.loading.exactness import fixed_shapes
         from vlm_batch.policy import policy_of
+        from vlm_batch.proofs.proving import fixed_shapes
 
         rows = workload.rows if self.says_rows else None
         said: dict[str, Any] = {"max_rows": rows}

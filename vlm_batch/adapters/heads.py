@@ -66,11 +66,9 @@ class Heads(ABC):
     @staticmethod
     def last_states(rows: Sequence[DraftState | None]) -> mx.array:
         """Return each place's last hidden state (B, 1, D); empty places get place 0's."""
-        last = [None if row is None else row.hidden[-1] for row in rows]
-        some = next(one for one in last if one is not None)
-        return gathered([some if one is None else one for one in last], last_only=True)[
-            :, None
-        ]
+        some = next(row for row in rows if row is not None)
+        last = [last_of((row or some).hidden[-1]) for row in rows]
+        return gathered(last)[:, None]
 
 
 class Assistant(Heads):
@@ -153,61 +151,70 @@ class NextTokens(Heads):
         self, rows: Sequence[DraftState | None], layers: Sequence[Any], count: int
     ) -> mx.array:
         live = [row for row in rows if row is not None]
+        caches: list[Any] = []
         for row in live:
-            row.caches = row.caches or self.model.make_cache()
-            if len(row.tokens) > FEW:
-                self._catch_up(row)
-        own = [
-            rows_cache(caches)
-            for caches in zip(*(row.caches for row in live), strict=True)
-        ]
-        counts = [len(row.tokens) for row in live]
-        tokens = mx.array(
-            [[token] for row in live for token in row.tokens], dtype=mx.int32
-        )
-        at = mx.array(
-            [
-                [place]
-                for row in live
-                for one in row.hidden
-                for place in range(one.begin, one.end)
-            ]
-        )
-        hidden = gathered([one for row in live for one in row.hidden])[:, None]
-        hidden = self._forward(
-            tokens, hidden, [DraftedRows(layer, counts) for layer in own], at
+            self._begin(row)
+            caches += row.caches
+        num_layers = len(live[0].caches)
+        own = [rows_cache(caches[layer::num_layers]) for layer in range(num_layers)]
+        told = self._draft(*self._read(live, own), own, count)
+        mx.eval(told, [(cache.keys, cache.values) for cache in caches])
+        # what was drafted is computed again from the model's own states, if it is accepted
+        for cache in caches:
+            cache.trim(count - 1)
+        # empty places get the first row's
+        at = {id(row): place for place, row in enumerate(live)}
+        return told[mx.array([at.get(id(row), 0) for row in rows])]
+
+    def _begin(self, row: DraftState) -> None:
+        """Prepare a row that has not been drafted for, or not lately."""
+        if not row.caches:
+            row.caches = self.model.make_cache()
+        if len(row.tokens) > FEW:
+            self._catch_up(row)
+
+    def _read(
+        self, rows: Sequence[DraftState], own: Sequence[RowsCache]
+    ) -> tuple[mx.array, mx.array]:
+        """Read unread tokens. Returns hidden states (R, 1, D) and positions (R, 1) of the last ones."""
+        tokens: list[int] = []
+        places: list[int] = []
+        hidden: list[Hidden] = []
+        counts: list[int] = []
+        for row in rows:
+            tokens += row.tokens
+            places += positions_of(row)
+            hidden += row.hidden
+            counts.append(len(row.tokens))
+        at = mx.array(places)[:, None]
+        found = self._forward(
+            mx.array(tokens, dtype=mx.int32)[:, None],
+            gathered(hidden)[:, None],
+            [DraftedRows(layer, counts) for layer in own],
+            at,
         )
         ends = mx.array([end - 1 for end in accumulate(counts)])
-        hidden, at = hidden[ends], at[ends]
+        return found[ends], at[ends]
+
+    def _draft(
+        self, hidden: mx.array, at: mx.array, own: Sequence[Any], count: int
+    ) -> mx.array:
+        """Return tokens (R, count) that follow hidden states (R, 1, D) at positions (R, 1)."""
         found = [self._told(hidden)]
         for ahead in range(1, count):
             hidden = self._forward(found[-1], hidden, own, at + ahead)
             found.append(self._told(hidden))
-        told = mx.concatenate(found, axis=1)
-        mx.eval(
-            told, [(cache.keys, cache.values) for row in live for cache in row.caches]
-        )
-        # what was drafted is computed again from the model's own states, if it is accepted
-        for row in live:
-            for cache in row.caches:
-                cache.trim(count - 1)
-        places = iter(range(len(live)))
-        return told[mx.array([0 if row is None else next(places) for row in rows])]
+        return mx.concatenate(found, axis=1)
 
     def _catch_up(self, row: DraftState) -> None:
         """Read all but the last unread position in one call."""
         last = row.hidden[-1]
-        at = mx.array(
-            [[place for one in row.hidden for place in range(one.begin, one.end)]]
-        )
+        at = mx.array([positions_of(row)])
         tokens = mx.array([row.tokens], dtype=mx.int32)
-        self._forward(
-            tokens[:, :-1], gathered(row.hidden)[None, :-1], row.caches, at[:, :-1]
-        )
+        hidden = gathered(row.hidden)[None]
+        self._forward(tokens[:, :-1], hidden[:, :-1], row.caches, at[:, :-1])
         row.hidden.clear()
-        row.hidden.append(
-            Hidden(last.states, last.first + last.count - 1, last.end - 1)
-        )
+        row.hidden.append(last_of(last))
         row.tokens = row.tokens[-1:]
 
     def _forward(
@@ -279,21 +286,35 @@ def rows_cache(caches: Sequence[Any]) -> RowsCache:
     return found
 
 
-def gathered(hidden: Sequence[Any], *, last_only: bool = False) -> mx.array:
+def positions_of(row: DraftState) -> list[int]:
+    """Return the positions of a row's unread hidden states."""
+    found: list[int] = []
+    for one in row.hidden:
+        found += range(one.begin, one.end)
+    return found
+
+
+def last_of(hidden: Hidden) -> Hidden:
+    """Return the last of some hidden states."""
+    before = hidden.count - 1
+    return Hidden(hidden.states, hidden.first + before, hidden.begin + before)
+
+
+def gathered(hidden: Sequence[Hidden]) -> mx.array:
     """Return hidden states (N, D) as one array."""
-    arrays: dict[int, mx.array] = {}
-    begins: dict[int, int] = {}
+    arrays: list[mx.array] = []
+    begins: dict[int, int] = {}  # by array
+    size = 0
+    places: list[int] = []
     for one in hidden:
-        if id(one.states) not in arrays:
-            begins[id(one.states)] = sum(len(array) for array in arrays.values())
-            arrays[id(one.states)] = one.states
-    places = [
-        begins[id(one.states)] + one.first + at
-        for one in hidden
-        for at in range(one.count - 1 if last_only else 0, one.count)
-    ]
-    given = list(arrays.values())
-    return (given[0] if len(given) == 1 else mx.concatenate(given))[mx.array(places)]
+        if id(one.states) not in begins:
+            begins[id(one.states)] = size
+            size += len(one.states)
+            arrays.append(one.states)
+        first = begins[id(one.states)] + one.first
+        places += range(first, first + one.count)
+    every = arrays[0] if len(arrays) == 1 else mx.concatenate(arrays)
+    return every[mx.array(places)]
 
 
 def _likeliest(logits: mx.array) -> mx.array:
@@ -310,21 +331,24 @@ class Seen(dict[str, tuple[Any, Any]]):
             if not isinstance(layer, RowsCache):
                 self.masks[kind] = layer.seen(mx.maximum(layer.offset - 1, 0), 0, None)
                 continue
-            windows = [
-                cache.max_size
-                for cache in layer.places
-                if isinstance(cache, RotatingKVCache)
-            ]
-            if windows:  # after a draft a row holds more than its window
+            window = _window_of(layer)
+            if window is not None:  # after a draft a row holds more than its window
                 keys, values = self[kind]
-                self[kind] = (_last(keys, windows[0]), _last(values, windows[0]))
+                self[kind] = (_last(keys, window), _last(values, window))
+
+
+def _window_of(layer: RowsCache) -> int | None:
+    for cache in layer.places:
+        if isinstance(cache, RotatingKVCache):
+            return int(cache.max_size)
+    return None
 
 
 def _last(states: RowStates, window: int) -> RowStates:
-    runs = (
-        replace(run, state=run.state[:, :, -window:])
-        if isinstance(run.state, mx.array)
-        else run
-        for run in states.runs
-    )
+    """Return the last positions of rows' keys or values."""
+    runs = []
+    for run in states.runs:
+        if isinstance(run.state, mx.array):
+            run = replace(run, state=run.state[:, :, -window:])
+        runs.append(run)
     return RowStates(tuple(runs))

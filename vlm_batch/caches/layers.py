@@ -1,4 +1,4 @@
-"""What a kind of cache is: the contract of a row's cache and of a batch's, and the registry.
+"""The contract of a kind of cache, of a row's cache and of a batch's, and the registry.
 
 A kind is one file with three classes: one row's cache (``CacheKind``), its saved state (``states.LayerState``), and a
 batch's (``LayerCache``; ``RowsCache`` serves any kind). A class of mlx-vlm's is registered by ``upstream`` instead. Whoever

@@ -80,7 +80,7 @@ class PoolCache(CacheKind):
 
     @property
     def _open(self) -> tuple[mx.array, ...]:
-        """What the next window needs."""
+        """Arrays that the next window needs."""
         return (*chain(*self.pieces), *self.before)
 
     @property

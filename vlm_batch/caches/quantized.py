@@ -28,7 +28,7 @@ PartForm = tuple[int, int, mx.Dtype]
 
 
 class PackedLayout(NamedTuple):
-    """How heads of ``depth`` numbers are stored, padded to whole groups."""
+    """The layout of heads of ``depth`` numbers, padded to whole groups."""
 
     group_size: int
     bits: int

@@ -113,9 +113,9 @@ def _copy(value: Any, copied: list[mx.array]) -> Any:
         return copied[-1]
     if isinstance(value, (list, tuple)):
         items = [_copy(item, copied) for item in value]
-        if hasattr(value, "_fields"):  # a named tuple
-            return type(value)(*items)
-        return type(value)(items)
+        if isinstance(value, list) or type(value) is tuple:
+            return type(value)(items)
+        return type(value)(*items)  # a named tuple
     if isinstance(value, dict):
         return {name: _copy(item, copied) for name, item in value.items()}
     if is_cache(value):

@@ -1,4 +1,4 @@
-"""What ``run``, ``demo`` and ``read`` share: a job runs as the command line says, is shown, and has an exit status."""
+"""Parts that ``run``, ``demo`` and ``read`` share: they run a job as the command line says, show it, and end with a status."""
 
 from __future__ import annotations
 

@@ -127,6 +127,7 @@ def without_torch() -> None:
 
     class Missing(transformers.utils.PushToHubMixin):  # type: ignore[misc] # what is written out by to_dict
         temporal_patch_size = merge_size = 2
+        num_frames = fps = 1  # of videos, which are not compared
 
         def to_dict(self) -> dict[str, Any]:
             return {}

@@ -21,18 +21,13 @@ from vlm_batch.caches import Placement
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.shapes import FixedShapes, FreeShapes
-from vlm_batch.engine.trial import Asked, played
 from vlm_batch.inputs.prepare import Preparer
 from vlm_batch.inputs.processing import Processing
 from vlm_batch.loading import adapt
-from vlm_batch.loading.exactness import (
-    Proof,
-    device_facts,
-    fixed_shapes,
-    prove,
-    versions,
-)
 from vlm_batch.policy import policy_of
+from vlm_batch.proofs.device import device_facts, versions
+from vlm_batch.proofs.played import Asked, played
+from vlm_batch.proofs.proving import Proof, fixed_shapes, prove
 from vlm_batch.store.budget import ByteBudget
 from vlm_batch.store.features import FeatureStore
 from vlm_batch.store.prefix import PrefixCache

@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from vlm_batch.caches import LayerCache, Placement, equalise_capacity
 from vlm_batch.caches.drafted import most_positions
-from vlm_batch.engine.row import Row, Status
+from vlm_batch.engine.row import Row
 from vlm_batch.engine.shapes import Shapes
 
 #: Slabs shrink once all rows lie in the first 1 / FEW of their places: shrinking copies, and idle places cost a GPU little.
@@ -65,14 +65,13 @@ class DecodeBatch:
             self._restore(before)
             raise
         self.places[place] = row
-        row.status = Status.DECODE
 
     def lay_out(self) -> None:
         """Prepare a forward: drop needless places and choose the layout, on a CPU."""
         if self._shapes.layout is not Placement.ROWS:
             return
         if len(self.places) > self._shapes.places(len(self), self.max_rows):
-            kept = [place for place, row in enumerate(self.places) if row is not None]
+            kept = self._live_places()
             for layer in self.layers:
                 layer.keep_places(kept)
             self.places = [self.places[place] for place in kept]
@@ -81,23 +80,28 @@ class DecodeBatch:
 
     def _switch(self, *joining: Row) -> None:
         """Switch between caches per row and slabs before ``joining`` rows join."""
-        rows = [*self.rows, *joining]
-        wanted = self._shapes.placement(
-            [next_length(row) for row in rows], self._placement
-        )
+        lengths = [next_length(row) for row in (*self.rows, *joining)]
+        wanted = self._shapes.placement(lengths, self._placement)
         if wanted is self._placement or not self.layers or self._drafted:
             return
-        live = [place for place, row in enumerate(self.places) if row is not None]
-        taken = [[layer.extract(place) for layer in self.layers] for place in live]
-        if taken:
-            layers = self._shapes.layers(taken[0], len(live), self.least, wanted)
-            for layer in layers:
-                layer.resize(len(live))
-            for place, caches in enumerate(taken):
-                for layer, single in zip(layers, caches, strict=True):
-                    layer.put(place, single)
-            self.layers, self.places = layers, [self.places[place] for place in live]
+        if self.rows:
+            self._lay_out_as(wanted)
         self._placement = wanted
+
+    def _lay_out_as(self, placement: Placement) -> None:
+        """Move all rows to layers of another placement, without empty places."""
+        live = self._live_places()
+        taken = [[layer.extract(place) for layer in self.layers] for place in live]
+        layers = self._shapes.layers(taken[0], len(live), self.least, placement)
+        for layer in layers:
+            layer.resize(len(live))
+        for place, caches in enumerate(taken):
+            for layer, single in zip(layers, caches, strict=True):
+                layer.put(place, single)
+        self.layers, self.places = layers, [self.places[place] for place in live]
+
+    def _live_places(self) -> list[int]:
+        return [place for place, row in enumerate(self.places) if row is not None]
 
     def take(self, row: Row) -> list[Any]:
         """Return a row's single-row caches. The row must leave next."""
@@ -119,9 +123,7 @@ class DecodeBatch:
             return
         for layer in self.layers:
             layer.clear(place)
-        last = max(
-            index + 1 for index, other in enumerate(self.places) if other is not None
-        )
+        last = self._live_places()[-1] + 1
         if self._shapes.layout is Placement.SLAB and FEW * last <= len(self.places):
             self._resize(last)
 
@@ -133,21 +135,15 @@ class DecodeBatch:
 
     def counts(self, drafts: Mapping[Row, int]) -> list[int] | None:
         """Return each place's positions for these draft lengths, or None."""
-        wanted = [None if row is None else drafts.get(row, 0) for row in self.places]
         most = most_positions(self.layers) if self.layers else 1
-        counts = (
-            self._shapes.counts_of(wanted, self._placement)
-            if most > max(drafts.values(), default=0)
-            else None
-        )
-        longest = max((next_length(row) for row in self.rows), default=0)
-        if (
-            counts is None
-            or max(counts) > most
-            or not self._shapes.has_room(longest, max(counts))
-        ):
+        if most <= max(drafts.values(), default=0):
             return None
-        return counts
+        wanted = [None if row is None else drafts.get(row, 0) for row in self.places]
+        counts = self._shapes.counts_of(wanted, self._placement)
+        if counts is None or max(counts) > most:
+            return None
+        longest = max((next_length(row) for row in self.rows), default=0)
+        return counts if self._shapes.has_room(longest, max(counts)) else None
 
     def with_drafts(self, counts: Sequence[int]) -> list[Any]:
         """Return the layers for ``counts[b]`` positions at place b."""
@@ -157,7 +153,7 @@ class DecodeBatch:
         """Record a drafted forward. Other rows keep one position."""
         self.num_positions = sum(counts)
         for place, (row, count) in enumerate(zip(self.places, counts, strict=True)):
-            if row is not None and row.answer.ahead:
+            if row is not None and row.answer.drafter.ahead:
                 self._drafted[row] = count
             elif row is not None:
                 self._keep(place, 1, count)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -11,9 +11,13 @@ import numpy as np
 from vlm_batch.arrays import stack_logits
 from vlm_batch.checks import check_within
 from vlm_batch.engine.constraints import apply_masks
-from vlm_batch.engine.port import Sampler
-from vlm_batch.engine.row import Row, Status
-from vlm_batch.engine.sampling import Sampled, SamplingRow, process
+from vlm_batch.engine.row import Row, Stage
+from vlm_batch.engine.sampling import (
+    Sampled,
+    Sampler,
+    SamplingRow,
+    process,
+)
 from vlm_batch.engine.work import Failed, Part, attempt
 
 
@@ -25,187 +29,241 @@ class Flight:
     # ``Row.losses`` at the launch: a row recomputed since ignores its token
     losses: tuple[int, ...]
     sampled: Sampled
-    is_known: bool = False  # told before, by rows that are recomputed
+    is_repeated: bool = False  # told before, by rows that are recomputed
 
     def is_for(self, index: int) -> bool:
-        return (
-            self.rows[index].status is not Status.FINISHED
-            and self.rows[index].losses == self.losses[index]
-        )
+        row = self.rows[index]
+        return row.losses == self.losses[index] and row.stage is not Stage.ENDED
+
+    def advance(self) -> list[Row]:
+        """Give rows their tokens, but for drafts. Returns those that need no further forward."""
+        tokens = self.sampled.tokens.astype(mx.int32)
+        complete: list[Row] = []
+        for index, row in enumerate(self.rows):
+            if row.answer.drafter.ahead or not self.is_for(index):
+                continue
+            row.answer.advance(tokens, index)
+            if row.answer.num_sampled >= row.answer.max_tokens:
+                complete.append(row)
+        return complete
 
     @property
     def waiting(self) -> list[Row]:
-        return list(
-            dict.fromkeys(
-                row for index, row in enumerate(self.rows) if self.is_for(index)
-            )
-        )
+        """The rows that the tokens are still for."""
+        rows = [row for index, row in enumerate(self.rows) if self.is_for(index)]
+        return list(dict.fromkeys(rows))
 
 
-def choose(parts: Sequence[Part], sampler: Sampler) -> list[Flight | Failed]:
-    """Choose and launch the next tokens. Recomputed rows repeat theirs."""
-    rows = [
-        row for part in parts for row in part.rows for _ in range(1 + len(part.ahead))
-    ]
-    given = [part.logits for part in parts if part.logits is not None]
-    logits = given[0] if len(given) == 1 else stack_logits(given)
-    # the others began again
-    here = [index for index, row in enumerate(rows) if row.status is Status.DECODE]
-    known = [index for index in here if rows[index].answer.known_token is not None]
-    new = [index for index in here if index not in known] if known else here
-    found: list[Flight | Failed] = []
-    if known:
-        again = [rows[index] for index in known]
-        tokens = mx.array([row.answer.known_token for row in again], dtype=mx.int32)
-        chosen = mx.take_along_axis(logits[mx.array(known)], tokens[:, None], axis=-1)[
-            :, 0
-        ]
-        found.append(
-            attempt(
-                again,
-                _launch,
-                again,
-                Sampled(tokens, chosen),
-                is_known=True,
-                is_shared=True,
-            )
-        )
-    if len(new) < len(rows):
-        rows = [rows[index] for index in new]
-        logits = logits[mx.array(new)] if new else logits
-    if any(
-        row.answer.changes_logits or row.answer.guide is not None or _has_new_ends(row)
-        for row in rows
-    ):
-        rows, logits, failed = _allowed(rows, logits)
-        found += failed
-    if not rows:
+@dataclass(frozen=True)
+class Positions:
+    """Rows and their logits (R, V) of one position each. Those of a drafting row follow each other."""
+
+    rows: list[Row]
+    logits: mx.array
+
+    @classmethod
+    def of(cls, parts: Sequence[Part]) -> Positions:
+        rows: list[Row] = []
+        given: list[mx.array] = []
+        for part in parts:
+            count = 1 + len(part.ahead)
+            for row in part.rows:
+                rows += [row] * count
+            if part.logits is not None:
+                given.append(part.logits)
+        return cls(rows, given[0] if len(given) == 1 else stack_logits(given))
+
+    def only(self, places: Sequence[int]) -> Positions:
+        """Return some of them, in order."""
+        if len(places) == len(self.rows):
+            return self
+        rows = [self.rows[place] for place in places]
+        logits = self.logits[mx.array(list(places))] if rows else self.logits
+        return Positions(rows, logits)
+
+    def without(self, failed: Sequence[Failed]) -> Positions:
+        """Return those of rows that did not fail."""
+        if not failed:
+            return self
+        wrong: list[Row] = []
+        for one in failed:
+            wrong += one.rows
+        return self.only([at for at, row in enumerate(self.rows) if row not in wrong])
+
+    def by_row(self) -> dict[Row, list[int]]:
+        """Return each row's places."""
+        found: dict[Row, list[int]] = {}
+        for place, row in enumerate(self.rows):
+            found.setdefault(row, []).append(place)
         return found
+
+
+def choose(parts: Sequence[Part], sampler: Sampler) -> Iterator[Flight | Failed]:
+    """Choose and launch the next tokens, those of suspected rows apart."""
+    suspects: list[list[Part]] = []
+    others: list[Part] = []
+    for part in parts:
+        if part.rows[0].is_suspect:
+            suspects.append([part])
+        else:
+            others.append(part)
+    for those in ([others] if others else []) + suspects:
+        rows = [row for part in those for row in part.rows]
+        found = attempt(rows, _choose, those, sampler, is_shared=True)
+        yield from [found] if isinstance(found, Failed) else found
+
+
+def _choose(parts: Sequence[Part], sampler: Sampler) -> list[Flight | Failed]:
+    """Choose and launch tokens together. Recomputed rows repeat theirs."""
+    positions = Positions.of(parts)
+    told: list[int] = []
+    new: list[int] = []
+    for place, row in enumerate(positions.rows):
+        if row.stage is not Stage.DECODE:
+            continue  # it began again
+        (new if row.answer.known_token is None else told).append(place)
+    found: list[Flight | Failed] = []
+    if told:
+        found.append(_repeat(positions.only(told)))
+    positions = positions.only(new)
+    if any(map(_has_rules, positions.rows)):
+        positions, failed = _with_rules(positions)
+        found += failed
+    if positions.rows:
+        found += _sample(positions, sampler)
+    return found
+
+
+def _repeat(positions: Positions) -> Flight | Failed:
+    """Launch the tokens that recomputed rows said before."""
+    rows = positions.rows
+    tokens = mx.array([row.answer.known_token for row in rows], dtype=mx.int32)
+    logits = mx.take_along_axis(positions.logits, tokens[:, None], axis=-1)[:, 0]
+    sampled = Sampled(tokens, logits)
+    return attempt(rows, _launch, rows, sampled, is_repeated=True, is_shared=True)
+
+
+def _sample(positions: Positions, sampler: Sampler) -> list[Flight | Failed]:
+    """Sample and launch all tokens; if that raises, each row's apart, so that only the culprit fails."""
+    rows = positions.rows
     try:
-        sampled = [(rows, sampler(logits, _sampling_rows(rows)))]
-    except Exception:  # one at a time, so that only the culprit fails
-        sampled = []
-        for row, places in _places(rows).items():
-            own = [row] * len(places)
-            one = attempt([row], sampler, logits[mx.array(places)], _sampling_rows(own))
-            if isinstance(one, Failed):
-                found.append(one)
-            else:
-                sampled.append((own, one))
-    return found + [
-        attempt(those, _launch, those, one, is_shared=True) for those, one in sampled
-    ]
+        sampled = sampler(positions.logits, _sampling_rows(rows))
+    except Exception:
+        return _sample_apart(positions, sampler)
+    return [attempt(rows, _launch, rows, sampled, is_shared=True)]
 
 
-def _allowed(
-    rows: list[Row], logits: mx.array
-) -> tuple[list[Row], mx.array, list[Failed]]:
-    """Apply the rows' own stages and forms to logits (R, V). Returns rows, logits, failures."""
-    failed = _with_unknown_ends(rows, logits.shape[-1])
-    if failed:
-        wrong_rows = {row for one in failed for row in one.rows}
-        known = [index for index, row in enumerate(rows) if row not in wrong_rows]
-        rows = [rows[index] for index in known]
-        logits = logits[mx.array(known)] if known else logits
-    if any(row.answer.changes_logits for row in rows):
-        made = [
-            attempt([owner], process, logits[index : index + 1], row)
-            if owner.answer.changes_logits
-            else logits[index : index + 1]
-            for index, (owner, row) in enumerate(
-                zip(rows, _sampling_rows(rows), strict=True)
-            )
-        ]
-        failed += [one for one in made if isinstance(one, Failed)]
-        rows = [
-            row
-            for row, one in zip(rows, made, strict=True)
-            if not isinstance(one, Failed)
-        ]
-        logits = (
-            stack_logits([one for one in made if not isinstance(one, Failed)])
-            if rows
-            else logits
-        )
-    if any(row.answer.guide is not None for row in rows):
-        masks = [
-            mask
-            for row, places in _places(rows).items()
-            for mask in _masks(row, len(places), logits.shape[-1])
-        ]
-        wrong = [mask for mask in masks if isinstance(mask, Failed)]
-        if wrong:
-            failed += wrong
-            good = [
-                index
-                for index, mask in enumerate(masks)
-                if not isinstance(mask, Failed)
-            ]
-            rows = [rows[index] for index in good]
-            logits = logits[mx.array(good)] if good else logits
-        logits = (
-            apply_masks(
-                logits, [mask for mask in masks if not isinstance(mask, Failed)]
-            )
-            if rows
-            else logits
-        )
-    return rows, logits, failed
+def _sample_apart(positions: Positions, sampler: Sampler) -> list[Flight | Failed]:
+    found: list[Flight | Failed] = []
+    for row, places in positions.by_row().items():
+        own = positions.only(places)
+        sampled = attempt([row], sampler, own.logits, _sampling_rows(own.rows))
+        if isinstance(sampled, Failed):
+            found.append(sampled)
+            continue
+        launched = attempt(own.rows, _launch, own.rows, sampled, is_shared=True)
+        found.append(launched)
+    return found
+
+
+def _launch(
+    rows: Sequence[Row], sampled: Sampled, *, is_repeated: bool = False
+) -> Flight:
+    mx.async_eval(sampled.arrays())
+    return Flight(tuple(rows), tuple(row.losses for row in rows), sampled, is_repeated)
+
+
+# What a row asks for itself
+
+
+def _has_rules(row: Row) -> bool:
+    answer = row.answer
+    return answer.changes_logits or answer.guide is not None or _has_new_ends(row)
+
+
+def _with_rules(positions: Positions) -> tuple[Positions, list[Failed]]:
+    """Apply the rows' own stages and forms. Returns what is left, and failures."""
+    failed: list[Failed] = []
+    for apply in (_with_own_ends, _processed, _masked):
+        positions, more = apply(positions)
+        failed += more
+    return positions, failed
 
 
 def _has_new_ends(row: Row) -> bool:
     return bool(row.params.stop_token_ids) and not row.answer.num_sampled
 
 
-def _with_unknown_ends(rows: Sequence[Row], size: int) -> list[Failed]:
-    """Return the failures of rows that have just begun and would end at a token that the model does not have."""
-    checked = [
-        attempt(
-            [row],
-            check_within,
-            "stop_token_ids",
-            row.params.stop_token_ids,
-            row.facts.vocabulary or size,
-        )
-        for row in dict.fromkeys(rows)
-        if _has_new_ends(row)
-    ]
-    return [one for one in checked if isinstance(one, Failed)]
+def _with_own_ends(positions: Positions) -> tuple[Positions, list[Failed]]:
+    """Drop rows that have just begun and would end at a token that the model does not have."""
+    failed: list[Failed] = []
+    for row in filter(_has_new_ends, positions.by_row()):
+        size = row.facts.vocabulary or positions.logits.shape[-1]
+        ends = row.params.stop_token_ids
+        checked = attempt([row], check_within, "stop_token_ids", ends, size)
+        if isinstance(checked, Failed):
+            failed.append(checked)
+    return positions.without(failed), failed
 
 
-def _launch(rows: Sequence[Row], sampled: Sampled, *, is_known: bool = False) -> Flight:
-    mx.async_eval(sampled.arrays())
-    return Flight(tuple(rows), tuple(row.losses for row in rows), sampled, is_known)
+def _processed(positions: Positions) -> tuple[Positions, list[Failed]]:
+    """Apply the rows' own stages."""
+    if not any(row.answer.changes_logits for row in positions.rows):
+        return positions, []
+    made: list[mx.array] = []
+    failed: list[Failed] = []
+    sampling_rows = _sampling_rows(positions.rows)
+    for place, row in enumerate(positions.rows):
+        logits = positions.logits[place : place + 1]
+        if row.answer.changes_logits:
+            found = attempt([row], process, logits, sampling_rows[place])
+            if isinstance(found, Failed):
+                failed.append(found)
+            else:
+                logits = found
+        made.append(logits)
+    return Positions(positions.rows, stack_logits(made)).without(failed), failed
 
 
-def _places(rows: Sequence[Row]) -> dict[Row, list[int]]:
-    found: dict[Row, list[int]] = {}
-    for place, row in enumerate(rows):
-        found.setdefault(row, []).append(place)
-    return found
+def _masked(positions: Positions) -> tuple[Positions, list[Failed]]:
+    """Leave out tokens that forms and thinking do not allow."""
+    if all(row.answer.guide is None for row in positions.rows):
+        return positions, []
+    masks: list[np.ndarray | None] = []
+    failed: list[Failed] = []
+    for row, places in positions.by_row().items():
+        own = attempt([row], _masks, row, len(places), positions.logits.shape[-1])
+        if isinstance(own, Failed):
+            failed.append(own)
+        else:
+            masks += own
+    positions = positions.without(failed)
+    if not positions.rows:
+        return positions, failed
+    return Positions(positions.rows, apply_masks(positions.logits, masks)), failed
 
 
-def _masks(row: Row, count: int, size: int) -> list[np.ndarray | Failed | None]:
+def _masks(row: Row, count: int, size: int) -> list[np.ndarray | None]:
+    """Return what ``count`` positions of a row allow."""
     guide = row.answer.guide
     if guide is None:
         return [None] * count
-    return [
-        attempt([row], guide.allowed, size),
-        *[guide.allowed_ahead(at, size) for at in range(count - 1)],
-    ]
+    ahead = [guide.allowed_ahead(at, size) for at in range(count - 1)]
+    return [guide.allowed(size), *ahead]
 
 
 def _sampling_rows(rows: Sequence[Row]) -> list[SamplingRow]:
     """Return a sampling row per position. A drafting row's positions follow each other."""
     found: list[SamplingRow] = []
+    before: Row | None = None
     ahead = 0
-    for place, row in enumerate(rows):
+    for row in rows:
+        ahead = ahead + 1 if row is before else 0
+        before = row
         answer, history = row.answer, row.answer.history
-        ahead = ahead + 1 if place and row is rows[place - 1] else 0
         if ahead and history is not None:
-            history = mx.concatenate(
-                [history, mx.array(answer.ahead[:ahead], dtype=history.dtype)]
-            )
+            drafted = mx.array(answer.drafter.ahead[:ahead], dtype=history.dtype)
+            history = mx.concatenate([history, drafted])
         step = answer.num_sampled + ahead
         found.append(
             SamplingRow(

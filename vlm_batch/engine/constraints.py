@@ -17,7 +17,7 @@ from vlm_batch.records import Thinking
 from vlm_batch.types import SamplingParams
 
 
-class Form(Protocol):
+class AnswerForm(Protocol):
     """A constrained answer (``vlm_batch.inputs.grammar.Form``)."""
 
     def follow(self, token: int, most_ahead: int = 0) -> Future[None]: ...
@@ -26,7 +26,7 @@ class Form(Protocol):
     def ahead(self) -> tuple[int, ...]: ...
     def fill_ahead(self, at: int, bits: np.ndarray) -> None: ...
     def fill(self, bits: np.ndarray) -> None: ...
-    def copy(self) -> Form: ...
+    def copy(self) -> AnswerForm: ...
     def read(self, text: str) -> Any: ...
     @property
     def is_whole(self) -> bool: ...
@@ -44,7 +44,7 @@ class Phase(Enum):
 
 
 class Guide:
-    """Rules for one row's next token. Call ``feed`` with each token, then ``settle``.
+    """Rules for one row's next token. Call ``feed`` with each token, then ``finish``.
 
     Args:
         form: constraint on the answer after thinking.
@@ -53,7 +53,7 @@ class Guide:
 
     def __init__(
         self,
-        form: Form | None,
+        form: AnswerForm | None,
         thinking: Thinking | None,
         budget: int | None,
         end_ids: Collection[int] = (),
@@ -70,16 +70,18 @@ class Guide:
         self._checking: Future[None] | None = None  # its work on a draft behind that
         self.most_ahead = 0  # tokens that the form looks ahead
         self.phase = Phase.ANSWER
-        if thinking is not None and thinking.is_open:
+        if thinking is None:
+            return
+        if thinking.is_open:
             self._think()
-        elif thinking is not None and thinking.may_begin:
+        elif thinking.may_begin:
             self.phase = Phase.BEGINNING
 
     @classmethod
     def of(
         cls,
         params: SamplingParams,
-        form: Form | None,
+        form: AnswerForm | None,
         thinking: Thinking | None,
         end_ids: Collection[int],
     ) -> Guide | None:
@@ -94,13 +96,15 @@ class Guide:
         return self.phase is Phase.ANSWER and self._form is None
 
     @property
+    def _ruling(self) -> AnswerForm | None:
+        """The form, if it rules the next token: not during thinking."""
+        return self._form if self.phase is Phase.ANSWER else None
+
+    @property
     def is_whole(self) -> bool:
         """Whether the answer can only end."""
-        return (
-            self.phase is Phase.ANSWER
-            and self._form is not None
-            and self._form.is_whole
-        )
+        form = self._ruling
+        return form is not None and form.is_whole
 
     def feed(self, token: int) -> None:
         """Start work on the next token; returns at once."""
@@ -112,54 +116,40 @@ class Guide:
                 return
             self.phase = Phase.ANSWER
         if self.phase is Phase.THINKING:
-            self._thought.append(token)
-            if self._ends_with_mark():
-                self.phase = Phase.ANSWER
-            elif self._is_spent():
-                self._end_thinking()
+            self._add_thought(token)
         elif self.phase is Phase.ENDING:
-            del self._forced[0]
-            if not self._forced:
-                self.phase = Phase.ANSWER
+            self._add_forced()
         elif self._form is not None and token not in self._end_ids:
             self._following = self._form.follow(token, self.most_ahead)
             self._answer.append(token)
 
     def is_ready(self, seconds: float = 0.0) -> bool:
-        """Wait up to ``seconds``. Return whether ``settle`` would not block."""
-        following = self._following
-        return (
-            following is None
-            or following.done()
-            or (seconds > 0 and bool(wait((following,), seconds).done))
-        )
+        """Wait up to ``seconds``. Return whether ``finish`` would not block."""
+        return self._following is None or _is_done(self._following, seconds)
 
     def look_ahead(self, tokens: Sequence[int], seconds: float) -> None:
         """Let the form check drafted tokens, within ``seconds``. A late check loses the draft. Raises what it raises."""
-        if self.looks_ahead and self._form is not None and self._following is None:
-            self._checking = self._form.look_ahead(tokens)
-            if self._checking.done() or (
-                seconds > 0 and wait((self._checking,), seconds).done
-            ):
-                self._checking.result()
+        form = self._ruling
+        if form is None or self._following is not None:
+            return
+        self._checking = form.look_ahead(tokens)
+        if _is_done(self._checking, seconds):
+            self._checking.result()
 
     @property
     def ahead(self) -> tuple[int, ...]:
         """Tokens that the form forces, or drafted ones that it allows."""
-        checking = self._checking
-        is_known = self._following is None and (
-            checking is None or (checking.done() and not checking.exception())
-        )
-        return (
-            self._form.ahead
-            if self.looks_ahead and self._form is not None and is_known
-            else ()
-        )
+        form, checking = self._ruling, self._checking
+        if form is None or self._following is not None:
+            return ()
+        if checking is not None and not _has_passed(checking):
+            return ()
+        return form.ahead
 
     @property
     def looks_ahead(self) -> bool:
         """Whether the form checks drafts: not during thinking."""
-        return self.phase is Phase.ANSWER and self._form is not None
+        return self._ruling is not None
 
     def allowed_ahead(self, at: int, size: int) -> np.ndarray:
         """Return the mask (W,) of tokens that may follow ``ahead[at]``."""
@@ -168,7 +158,7 @@ class Guide:
         self._form.fill_ahead(at, bits)
         return bits
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         """Wait for the last token's work. Raises ValueError if the form excludes it."""
         following, self._following = self._following, None
         if following is not None:
@@ -178,10 +168,10 @@ class Guide:
         """Return the allowed tokens as bits (W,) uint32; None for all."""
         if self.phase is Phase.ENDING:
             return _only(self._forced[:1], size)
-        if self.phase is Phase.THINKING:
-            return None if self._form is None else _all_but(self._end_ids, size)
         if self._form is None:
             return None
+        if self.phase is Phase.THINKING:
+            return _all_but(self._end_ids, size)
         bits = np.zeros(_words(size), dtype=np.uint32)
         self._form.fill(bits)
         if self.phase is Phase.BEGINNING:
@@ -191,13 +181,10 @@ class Guide:
 
     def parsed(self, decode: Callable[[Sequence[int]], str]) -> Any:
         """Return the complete answer as parsed JSON or text, else None."""
-        if (
-            self._form is None
-            or self.phase is not Phase.ANSWER
-            or not (self._form.is_whole or self._form.may_end)
-        ):
+        form = self._ruling
+        if form is None or not (form.is_whole or form.may_end):
             return None
-        return self._form.read(decode(self._answer))
+        return form.read(decode(self._answer))
 
     def copy(self) -> Guide:
         form = None if self._form is None else self._form.copy()
@@ -210,6 +197,18 @@ class Guide:
         if self._is_spent():
             self._end_thinking()
 
+    def _add_thought(self, token: int) -> None:
+        self._thought.append(token)
+        if self._ends_with_mark():
+            self.phase = Phase.ANSWER
+        elif self._is_spent():
+            self._end_thinking()
+
+    def _add_forced(self) -> None:
+        del self._forced[0]
+        if not self._forced:
+            self.phase = Phase.ANSWER
+
     def _end_thinking(self) -> None:
         assert self._thinking is not None
         self.phase, self._forced = Phase.ENDING, list(self._thinking.end)
@@ -221,6 +220,17 @@ class Guide:
         assert self._thinking is not None
         end = self._thinking.end
         return tuple(self._thought[-len(end) :]) == end
+
+
+def _is_done(work: Future[None], seconds: float) -> bool:
+    """Wait up to ``seconds``. Return whether work is done."""
+    if work.done() or seconds <= 0:
+        return work.done()
+    return bool(wait((work,), seconds).done)
+
+
+def _has_passed(check: Future[None]) -> bool:
+    return check.done() and not check.exception()
 
 
 def apply_masks(logits: mx.array, masks: Sequence[np.ndarray | None]) -> mx.array:

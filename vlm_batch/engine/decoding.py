@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
 from vlm_batch.engine.batch import DecodeBatch
 from vlm_batch.engine.compiled import CompiledDecode, can_leave_unfused
-from vlm_batch.engine.port import ModelAdapter
 from vlm_batch.engine.row import Row
 from vlm_batch.records import Call, DecodeStep, Graphs, Hidden
 from vlm_batch.runtime.device import Device, device
+
+if TYPE_CHECKING:
+    from vlm_batch.adapters.base import Adapter
+
+#: Whether graphs fuse operations, by what is asked for (None: nothing) and what the adapter allows. Else there are none.
+IS_FUSED: Mapping[tuple[bool | None, Graphs], bool] = {
+    (None, Graphs.BY_DEFAULT): True,
+    (True, Graphs.BY_DEFAULT): True,
+    (True, Graphs.IF_ASKED): True,
+    (None, Graphs.IF_ASKED): False,
+    (None, Graphs.UNFUSED): False,
+}
 
 
 class Decoder:
@@ -26,7 +37,7 @@ class Decoder:
 
     def __init__(
         self,
-        adapter: ModelAdapter,
+        adapter: Adapter,
         call: Call = Call(),
         *,
         compile_decode: bool | None = False,
@@ -34,28 +45,20 @@ class Decoder:
     ) -> None:
         # no method: graphs would hold this decoder
         self._plain = partial(_decode, adapter, call, keeps_hidden)
-        graphs = adapter.graphs if compile_decode is not False else Graphs.NEVER
-        is_unfused = (
-            compile_decode is None
-            and graphs in (Graphs.UNFUSED, Graphs.IF_ASKED)
-            and can_leave_unfused()
-        )
-        fused = (
-            (Graphs.IF_ASKED, Graphs.BY_DEFAULT)
-            if compile_decode
-            else (Graphs.BY_DEFAULT,)
-        )
-        compiles = is_unfused or graphs in fused
+        graphs = adapter.graphs
+        is_fused = IS_FUSED.get((compile_decode, graphs))
+        if is_fused is False and not can_leave_unfused():
+            is_fused = None
         # on CUDA a free step attends by a kernel that takes masks as they are (adapters/cuda/one_query.py)
-        is_added = graphs is Graphs.BY_DEFAULT and (
-            call.is_fixed or device() is not Device.CUDA
-        )
-        self._compiled = (
-            CompiledDecode(self._plain, is_fused=not is_unfused, adds_masks=is_added)
-            if compiles
-            else None
-        )
-        self._is_plain = compile_decode is None and not is_unfused
+        has_kernel = device() is Device.CUDA and not call.is_fixed
+        self._compiled: CompiledDecode | None = None
+        if is_fused is not None:
+            self._compiled = CompiledDecode(
+                self._plain,
+                is_fused=is_fused,
+                adds_masks=graphs is Graphs.BY_DEFAULT and not has_kernel,
+            )
+        self._is_plain = compile_decode is None and is_fused is True
 
     def __call__(self, step: DecodeStep) -> mx.array:
         """Logits (B, V) of a step."""
@@ -73,82 +76,97 @@ class Decoder:
 
     def logits(self, batch: DecodeBatch, rows: Sequence[Row]) -> mx.array:
         """Return logits (R, V) of ``rows`` from a forward over all places. K drafted tokens add K rows."""
-        places = batch.places
-        drafts = {row: len(row.answer.ahead) for row in rows if row.answer.ahead}
-        counts = batch.counts(drafts) if drafts else None
-        if counts is not None:
-            return self._drafted(batch, rows, counts)
-        for row in drafts:
-            row.answer.ahead = ()
-        batch.num_positions = len(places)
-        tokens = last_tokens(places)[:, None]  # (B, 1)
-        positions = mx.array(
-            [0 if row is None else row.position for row in places], dtype=mx.int32
+        drafting = [row for row in rows if row.answer.drafter.ahead]
+        if drafting:
+            counts = batch.counts(
+                {row: len(row.answer.drafter.ahead) for row in drafting}
+            )
+            if counts is not None:
+                return self._drafted(batch, rows, counts)
+            for row in drafting:
+                row.answer.drafter.drop()
+        batch.num_positions = len(batch.places)
+        positions: list[int] = []
+        extras: list[Mapping[str, Any]] = []
+        places: list[int] = []  # of rows
+        for place, row_or_none in enumerate(batch.places):
+            if row_or_none is None:
+                positions.append(0)
+                extras.append({})
+                continue
+            places.append(place)
+            positions.append(row_or_none.position)
+            extras.append(row_or_none.facts.extras)
+        step = DecodeStep(
+            last_tokens(batch.places)[:, None],
+            mx.array(positions, dtype=mx.int32),
+            batch.layers,
+            extras,
         )
-        extras = [{} if row is None else row.facts.extras for row in places]
-        logits, *hidden = self._forward(
-            DecodeStep(tokens, positions, batch.layers, extras)
-        )
+        logits, *hidden = self._forward(step)
         if hidden:
-            _keep_hidden(hidden[0], rows, [places.index(row) for row in rows])
-        return (
-            logits
-            if len(rows) == len(places)
-            else logits[mx.array([places.index(row) for row in rows])]
-        )
+            _keep_hidden(hidden[0], rows, places)
+        if len(places) == len(batch.places):
+            return logits
+        return logits[mx.array(places)]
 
     def _drafted(
         self, batch: DecodeBatch, rows: Sequence[Row], counts: Sequence[int]
     ) -> mx.array:
         """Run a forward with one row per position."""
-        tokens, positions, extras = [], [], []
+        tokens: list[int] = []
+        positions: list[int] = []
+        extras: list[Mapping[str, Any]] = []
+        begins: dict[Row | None, int] = {}
         for row, count in zip(batch.places, counts, strict=True):
-            said = (
-                (0,)
-                if row is None
-                else (row.answer.said[row.answer.num_sampled - 1], *row.answer.ahead)
-            )
-            tokens += [*said, *[0] * (count - len(said))][:count]
-            first = 0 if row is None else row.position
-            positions += [first + ahead * (row is not None) for ahead in range(count)]
-            extras += [{} if row is None else row.facts.extras] * count
+            begins[row] = len(tokens)
+            if row is None:
+                tokens += [0] * count
+                positions += [0] * count
+                extras += [{}] * count
+                continue
+            last = row.answer.said[row.answer.num_sampled - 1]
+            said = [last, *row.answer.drafter.ahead]
+            tokens += said + [0] * (count - len(said))
+            positions += range(row.position, row.position + count)
+            extras += [row.facts.extras] * count
         layers = batch.with_drafts(counts)
-        at = mx.array(positions, dtype=mx.int32)
         logits, *hidden = self._plain(
-            DecodeStep(mx.array(tokens, dtype=mx.int32)[:, None], at, layers, extras)
+            DecodeStep(
+                mx.array(tokens, dtype=mx.int32)[:, None],
+                mx.array(positions, dtype=mx.int32),
+                layers,
+                extras,
+            )
         )
         batch.was_drafted(counts)
-        begins = dict(zip(batch.places, [0, *accumulate(counts)], strict=False))
         if hidden:
             _keep_hidden(hidden[0], rows, [begins[row] for row in rows])
-        wanted = [
-            begins[row] + ahead
-            for row in rows
-            for ahead in range(1 + len(row.answer.ahead))
-        ]
-        return (
-            logits
-            if wanted == list(range(logits.shape[0]))
-            else logits[mx.array(wanted)]
-        )
+        wanted: list[int] = []
+        for row in rows:
+            first = begins[row]
+            wanted += range(first, first + 1 + len(row.answer.drafter.ahead))
+        if wanted == list(range(logits.shape[0])):
+            return logits
+        return logits[mx.array(wanted)]
 
 
 def _decode(
-    adapter: ModelAdapter, call: Call, keeps_hidden: bool, step: DecodeStep
+    adapter: Adapter, call: Call, keeps_hidden: bool, step: DecodeStep
 ) -> list[mx.array]:
+    if not keeps_hidden:
+        return [adapter.decode(step, call)]
     hidden: list[mx.array] = []
-    logits = adapter.decode(
-        step, replace(call, hidden=hidden) if keeps_hidden else call
-    )
+    logits = adapter.decode(step, replace(call, hidden=hidden))
     return [logits, *(states[:, -1] for states in hidden)]
 
 
 def _keep_hidden(states: mx.array, rows: Sequence[Row], firsts: Sequence[int]) -> None:
     """Keep hidden states (P, D) for the draft model; each row's begin at one of ``firsts``."""
     for row, first in zip(rows, firsts, strict=True):
-        if (state := row.answer.draft_state) is not None:
-            begin = row.facts.length + row.answer.num_sampled - 1
-            state.hidden.append(Hidden(states, first, begin, 1 + len(row.answer.ahead)))
+        begin = row.facts.length + row.answer.num_sampled - 1
+        count = 1 + len(row.answer.drafter.ahead)
+        row.answer.drafter.see(Hidden(states, first, begin, count))
 
 
 def last_tokens(places: Sequence[Row | None]) -> mx.array:
@@ -156,41 +174,56 @@ def last_tokens(places: Sequence[Row | None]) -> mx.array:
 
     One slice takes all tokens sampled together: on a GPU each operation costs.
     """
-    same = None if places[0] is None else places[0].answer.drawn
-    ats = [
-        row.answer.drawn_at if row is not None and row.answer.drawn is same else -1
-        for row in places
-    ]
-    # as mostly
-    if same is not None and same.size == len(ats) and ats == list(range(len(ats))):
-        return same
-    runs: list[tuple[mx.array, int, int]] = []  # (tokens, first, end)
+    together = _sampled_together(places)
+    if together is not None:
+        return together
+    runs: list[_Run] = []
     for row in places:
-        tokens, first, end = (
-            runs[-1] if runs else (mx.zeros((1,), dtype=mx.int32), 0, 0)
-        )
-        if row is not None:
-            drawn, at = row.answer.drawn, row.answer.drawn_at
-            assert drawn is not None
-            is_next = runs and drawn is tokens and at == end
-        else:  # any token; it becomes 0 below
-            drawn, at = (
-                (tokens, end)
-                if end < tokens.size
-                else (mx.zeros((1,), dtype=mx.int32), 0)
-            )
-            is_next = runs and drawn is tokens
-        if is_next:
-            runs[-1] = (tokens, first, end + 1)
-        else:
-            runs.append((drawn, at, at + 1))
-    parts = [
-        tokens if end - first == tokens.size else tokens[first:end]
-        for tokens, first, end in runs
-    ]
+        if row is None:
+            # any token, which becomes 0 below; a run's next one needs no further slice
+            if not runs or not runs[-1].take_any():
+                runs.append(_Run(mx.zeros((1,), dtype=mx.int32), 0, 1))
+            continue
+        tokens, at = row.answer.drawn, row.answer.drawn_at
+        assert tokens is not None
+        if not runs or not runs[-1].take(tokens, at):
+            runs.append(_Run(tokens, at, at + 1))
+    parts = [run.cut() for run in runs]
     found = parts[0] if len(parts) == 1 else mx.concatenate(parts)
-    return (
-        found
-        if None not in places
-        else found * mx.array([row is not None for row in places], dtype=mx.int32)
-    )
+    if None not in places:
+        return found
+    return found * mx.array([row is not None for row in places], dtype=mx.int32)
+
+
+def _sampled_together(places: Sequence[Row | None]) -> mx.array | None:
+    """Return the array that has all rows' last tokens in their order, as mostly; else None."""
+    tokens = None if places[0] is None else places[0].answer.drawn
+    if tokens is None or tokens.size != len(places):
+        return None
+    for at, row in enumerate(places):
+        if row is None or row.answer.drawn is not tokens or row.answer.drawn_at != at:
+            return None
+    return tokens
+
+
+@dataclass
+class _Run:
+    """Tokens [first, end) of an array."""
+
+    tokens: mx.array
+    first: int
+    end: int
+
+    def take(self, tokens: mx.array, at: int) -> bool:
+        """Go on by a token, if it is the next one."""
+        is_next = tokens is self.tokens and at == self.end
+        self.end += is_next
+        return is_next
+
+    def take_any(self) -> bool:
+        """Go on by the next token, if there is one."""
+        return self.end < self.tokens.size and self.take(self.tokens, self.end)
+
+    def cut(self) -> mx.array:
+        is_whole = self.end - self.first == self.tokens.size
+        return self.tokens if is_whole else self.tokens[self.first : self.end]

@@ -36,35 +36,48 @@ class DecodeGroups:
         return sum(map(len, self.groups))
 
     def of(self, row: Row) -> DecodeBatch | None:
-        return next((group for group in self.groups if row in group.places), None)
+        """Return a row's group."""
+        for group in self.groups:
+            if row in group.places:
+                return group
+        return None
 
     def join(self, row: Row, caches: Sequence[Any], others: int = 0) -> None:
         """Give a row a place in the first group that takes it, else in a new one."""
-        least, is_apart = self._shapes.least_columns(next_length(row)), row.is_suspect
-        for group in self.groups:
-            if (
-                not (is_apart or group.is_apart)
-                and group.least == least
-                and len(group) < self._most
-            ):
-                group.join(row, caches, min(others, self._most - len(group) - 1))
-                return
+        group = self._group_for(row)
+        if group is not None:
+            room = self._most - len(group) - 1
+            group.join(row, caches, min(others, room))
+            return
+        is_apart = row.is_suspect
         most = self._shapes.group_size(1) if is_apart else self._most
+        least = self._shapes.least_columns(next_length(row))
         group = DecodeBatch(self._shapes, most, least, is_apart=is_apart)
         group.join(row, caches, 0 if is_apart else min(others, most - 1))
         self.groups = tuple(sorted((*self.groups, group), key=lambda one: one.is_apart))
 
+    def _group_for(self, row: Row) -> DecodeBatch | None:
+        if row.is_suspect:
+            return None
+        least = self._shapes.least_columns(next_length(row))
+        for group in self.groups:
+            has_room = len(group) < self._most
+            if has_room and group.least == least and not group.is_apart:
+                return group
+        return None
+
     def misplaced(self) -> list[Row]:
-        """Rows set apart, let back, or beyond their group's columns."""
-        return [
-            row
-            for group in self.groups
-            for row in group.rows
-            if row.is_suspect is not group.is_apart
-            or group.least != self._shapes.least_columns(next_length(row))
-        ]
+        """Return rows set apart, let back, or beyond their group's columns."""
+        found: list[Row] = []
+        for group in self.groups:
+            for row in group.rows:
+                least = self._shapes.least_columns(next_length(row))
+                if row.is_suspect is not group.is_apart or least != group.least:
+                    found.append(row)
+        return found
 
     def move(self, row: Row) -> None:
+        """Move a row to the group that it belongs to."""
         group = self.of(row)
         assert group is not None
         caches = group.take(row)
@@ -74,38 +87,49 @@ class DecodeGroups:
     def slabs(self, lengths: Sequence[int]) -> list[tuple[int, int]]:
         """Return the slabs' (places, columns) for these rows' lengths; (1, length) each for caches per row."""
         if self._shapes.layout is Placement.ROWS:
-            if lengths and self._shapes.placement(lengths) is Placement.SLAB:
+            is_slab = lengths and self._shapes.placement(lengths) is Placement.SLAB
+            if is_slab:
                 return [(len(lengths), self._shapes.columns(max(lengths)))]
             return [(1, length) for length in lengths]
         kinds: dict[int, list[int]] = {}
         for length in lengths:
             kinds.setdefault(self._shapes.least_columns(length), []).append(length)
-        found = []
+        found: list[tuple[int, int]] = []
         for least, of_kind in kinds.items():
             full, rest = divmod(len(of_kind), self._most)
-            wanted = full * self._most + self._shapes.places(rest, self._most)
-            there = sum(
-                len(group.places)
-                for group in self.groups
-                if group.least == least and not group.is_apart
-            )
-            places = wanted if len(lengths) == 1 else max(wanted, there)
+            places = full * self._most + self._shapes.places(rest, self._most)
+            if len(lengths) > 1:
+                places = max(places, self._num_places(least))
             found.append((places, self._shapes.columns(max(of_kind), least)))
         return found
 
+    def _num_places(self, least: int) -> int:
+        """Return the places that there are in slabs of at least so many columns."""
+        count = 0
+        for group in self.groups:
+            if group.least == least and not group.is_apart:
+                count += len(group.places)
+        return count
+
     def leave(self, row: Row) -> None:
-        if (group := self.of(row)) is not None:
+        """Free a row's place, if it has one."""
+        group = self.of(row)
+        if group is not None:
             group.leave(row)
             self.groups = tuple(group for group in self.groups if group.rows)
 
     def drop(self, rows: Iterable[Row]) -> list[Row]:
         """Drop these rows' groups. Returns all rows in them."""
         lost = set(rows)
-        broken = [group for group in self.groups if not lost.isdisjoint(group.rows)]
-        found = [row for group in broken for row in group.rows]
-        for group in broken:
-            group.drop()
-        self.groups = tuple(group for group in self.groups if group not in broken)
+        found: list[Row] = []
+        kept: list[DecodeBatch] = []
+        for group in self.groups:
+            if lost.isdisjoint(group.rows):
+                kept.append(group)
+            else:
+                found += group.rows
+                group.drop()
+        self.groups = tuple(kept)
         return found
 
     @property

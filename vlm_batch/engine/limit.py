@@ -1,8 +1,10 @@
-"""The limit of live rows, from measured steps."""
+"""The number of rows that may live: by measured steps, and by memory."""
 
 from __future__ import annotations
 
 import statistics
+
+from vlm_batch.policy import Policy
 
 #: Numbers of rows that are tried, in order.
 LADDER = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
@@ -83,3 +85,46 @@ class RowLimit:
         """Return seconds per row; None if unknown or out of date."""
         seconds, when = self._known.get(rows, (0.0, -self.STALE))
         return seconds / rows if self._count - when < self.STALE else None
+
+
+class Capacity:
+    """The number of places: ``most_rows``, fewer after memory ran out or by ``limit``."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.most_rows = policy.max_rows or policy.most_rows
+        self.limit = (
+            None
+            if policy.max_rows
+            else RowLimit(policy.first_rows, self.most_rows, gap=policy.token_gap)
+        )
+        self.most_live = self.most_rows
+        self._is_plain = False  # whether the last step only decoded
+        self._ended = 0  # rows that ended since ``most_live`` changed
+
+    @property
+    def num_places(self) -> int:
+        if self.limit is None:
+            return self.most_live
+        return min(self.most_live, self.limit.rows)
+
+    def record(
+        self, rows: int, seconds: float, tokens: int, *, are_waiting: bool
+    ) -> None:
+        """Record a step. The limit counts decode-only steps that follow another."""
+        was_plain, self._is_plain = self._is_plain, not tokens
+        if self.limit is None or not (was_plain and self._is_plain):
+            return
+        may_grow = are_waiting and self.most_live > self.limit.rows
+        self.limit.record(rows, seconds, are_waiting=may_grow)
+
+    def run_out(self, num_live: int) -> None:
+        """Record that so many rows did not fit."""
+        self.most_live, self._ended = max(1, min(self.most_live, num_live) - 1), 0
+
+    def end(self) -> None:
+        """Record a live row's end. A lowered ``most_live`` grows by one after that many."""
+        if self.most_live == self.most_rows:
+            return
+        self._ended += 1
+        if self._ended >= self.most_live:
+            self.most_live, self._ended = self.most_live + 1, 0

@@ -12,13 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, InvalidStateError, wait
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import mlx.core as mx
 
 from vlm_batch.engine.generator import BatchGenerator
-from vlm_batch.engine.port import Loaders, Question
-from vlm_batch.engine.row import Prompt, Row, new_row
+from vlm_batch.engine.row import Prompt, Row, Stage, new_row
 from vlm_batch.engine.several import Several
 from vlm_batch.errors import BatcherClosed, describe, let_go
 from vlm_batch.handle import Handle
@@ -26,6 +25,10 @@ from vlm_batch.runtime import threads
 from vlm_batch.runtime.memory import wired
 from vlm_batch.runtime.watchdog import Watchdog
 from vlm_batch.types import Event, Request, Stats, failed_result
+
+if TYPE_CHECKING:
+    from vlm_batch.inputs.loaders import Loaders
+    from vlm_batch.inputs.prepare import Question
 
 _log = logging.getLogger(__name__)
 
@@ -180,9 +183,9 @@ class EngineLoop:
 
     def stats(self) -> Stats:
         generator, rows, totals = self.generator, self.generator.rows, self._totals
-        waiting = len(rows.waiting.prepared)
-        prefilling = len(rows.prefilling)
-        decoding = len(rows.batch)
+        waiting = rows.ledger.num(Stage.PREPARED, Stage.ENCODED)
+        prefilling = rows.ledger.num(Stage.PREFILL)
+        decoding = rows.ledger.num(Stage.DECODE)
         return Stats(
             queued=max(0, len(self._alive) - waiting - prefilling - decoding),
             waiting=waiting,
@@ -199,12 +202,12 @@ class EngineLoop:
             cache_bytes=generator.reuse.budget.nbytes,
             steps=totals.steps,
             recomputed=generator.retry.num_recomputed,
-            input_bytes=generator.input_bytes,
+            input_bytes=rows.input_bytes,
             max_kv_bytes=generator.memory.max_bytes,
             mlx_bytes=mx.get_active_memory(),
             stalled=self._watchdog.stalled,
-            ahead_bytes=rows.waiting.nbytes,
-            most_rows=generator.scheduler.num_places,
+            ahead_bytes=generator.admission.nbytes,
+            most_rows=generator.capacity.num_places,
             busy_seconds=totals.busy_seconds,
             drafted=0 if generator.drafts is None else generator.drafts.num_drafted,
             drafts_held=0 if generator.drafts is None else generator.drafts.num_held,
@@ -281,10 +284,11 @@ class EngineLoop:
 
     def _turn(self) -> bool:
         """Start loadings, run a step, hand out its events. False without work."""
-        waiting = self.generator.rows.waiting
-        while (row := waiting.next_to_prepare()) is not None:
+        admission = self.generator.admission
+        while (row := admission.next_to_prepare()) is not None:
             self._prepare(row)
-        while (row := waiting.next_to_process()) is not None:
+        while (row := admission.next_to_process()) is not None:
+            assert row.prompt.loading is not None
             self._loaders.process(row.prompt.loading)
         if not self.generator.has_work:
             return False
@@ -315,14 +319,14 @@ class EngineLoop:
         put = self._inbox.put  # loaders' threads must not hold the engine
         try:
             when_read = partial(
-                put, lambda loop: loop.generator.rows.waiting.note_read(row)
+                put, lambda loop: loop.generator.admission.note_read(row)
             )
             row.prompt.loading = loading = self._loaders.start(question, when_read)
         except BaseException as error:
             self.generator.rows.end(row, "error", error)
             return
         if loading.is_read:
-            self.generator.rows.waiting.note_read(row)
+            self.generator.admission.note_read(row)
         loading.when_done(
             partial(put, lambda loop: loop.generator.take_in(row, loading))
         )

@@ -43,6 +43,7 @@ class RowMemory:
         self._more = more
         #: Bytes at each of LENGTHS; rows with layers of their own for pictures count as the largest seen.
         self._at: tuple[int, ...] = ()
+        self._until_look = 0  # steps until the next look at grown rows
         self._is_probed = False  # known from a prompt without pictures, not from a row
 
     def probe(self, trial: Trial) -> None:
@@ -90,11 +91,17 @@ class RowMemory:
         slabs = self._slabs([tokens + GROWTH for tokens in lengths])
         return sum(places * self.of(tokens) for places, tokens in slabs)
 
-    def fits(self, row: Row, others: Sequence[Row]) -> bool:
-        return (
-            self.max_bytes is None
-            or self.together([tokens(one) for one in (*others, row)]) <= self.max_bytes
-        )
+    def fits(self, lengths: Sequence[int]) -> bool:
+        """Return whether rows with so many tokens fit together."""
+        return self.max_bytes is None or self.together(lengths) <= self.max_bytes
+
+    def is_look_due(self) -> bool:
+        """Count a step; return whether rows may have outgrown what they were checked for."""
+        self._until_look -= 1
+        if self._until_look > 0 or self.max_bytes is None:
+            return False
+        self._until_look = GROWTH
+        return True
 
     def check(self, row: Row) -> None:
         self.check_length(tokens(row), "")

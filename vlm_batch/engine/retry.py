@@ -12,10 +12,9 @@ from typing import Any, TypeVar
 import mlx.core as mx
 
 from vlm_batch.arrays import num_bytes
-from vlm_batch.engine.memory import GROWTH, RowMemory
-from vlm_batch.engine.row import Row, Status
+from vlm_batch.engine.limit import Capacity
+from vlm_batch.engine.row import Row
 from vlm_batch.engine.rows import Rows
-from vlm_batch.engine.scheduler import Scheduler
 from vlm_batch.engine.work import Failed, attempt, note_again
 from vlm_batch.errors import OutOfMemory, describe, is_out_of_memory
 from vlm_batch.runtime.memory import release_memory
@@ -27,56 +26,58 @@ Made = TypeVar("Made")
 class Retry:
     """Settles failures. ``kept``: memory for later requests, freed before a row is refused."""
 
-    def __init__(
-        self, rows: Rows, scheduler: Scheduler, memory: RowMemory, kept: ByteBudget
-    ) -> None:
+    def __init__(self, rows: Rows, capacity: Capacity, kept: ByteBudget) -> None:
         self._rows = rows
-        self._scheduler = scheduler
-        self._memory = memory
+        self._capacity = capacity
         self._kept = kept
-        self._until_look = 0  # steps until the next check of memory
         self.num_recomputed = 0  # rows that were recomputed
 
     def settle(self, failed: Failed) -> None:
         """Recompute rows, or end them with the error."""
-        rows, error, batch = failed.rows, failed.error, self._rows.batch
-        is_want = is_out_of_memory(error)
-        if not failed.is_shared:
-            # ended by another failure of the call
-            rows = [row for row in rows if row.status is not Status.FINISHED]
-            if not rows:
-                return
-            if is_want and not isinstance(error, OutOfMemory):
-                self._wait_for_memory(rows, error)
-                return
-            for row in rows:
-                self._rows.end(row, "error", error)
+        if failed.is_shared:
+            self._settle_shared(failed.rows, failed.error)
             return
-        group = batch.of(rows[0])
-        is_alone = len(rows) == 1 and (
-            rows[0].is_suspect or (group is not None and group.is_apart)
-        )
-        found = dict.fromkeys([*rows, *batch.drop(rows)])
-        lost = [row for row in found if row.status is not Status.FINISHED]
-        if is_want:
+        # the others were ended by another failure of the call
+        rows, error = _alive(failed.rows), failed.error
+        is_want = is_out_of_memory(error) and not isinstance(error, OutOfMemory)
+        if is_want and rows:
+            self._wait_for_memory(rows, error)
+            return
+        for row in rows:
+            self._rows.end(row, "error", error)
+
+    def _settle_shared(self, rows: Sequence[Row], error: BaseException) -> None:
+        """Recompute the rows of a group whose shared work raised; end a row that had failed before, and now alone."""
+        batch, first = self._rows.batch, rows[0]
+        group = batch.of(first)
+        is_apart = first.is_suspect or (group is not None and group.is_apart)
+        culprit = first if len(rows) == 1 and is_apart else None
+        lost = _alive(dict.fromkeys([*rows, *batch.drop(rows)]))
+        if is_out_of_memory(error):
             self._wait_for_memory(lost, error)
             return
-        if again := len(lost) - (is_alone and rows[0] in lost):
-            note_again(again, error)
+        innocent = [row for row in lost if row is not culprit]
+        if innocent:
+            note_again(len(innocent), error)
         for row in lost:
-            if is_alone and row is rows[0]:
+            if row is culprit:
                 self._rows.end(row, "error", error)
             else:
                 row.suspect()
                 self._begin_again(row, error)
 
-    def settled(self, made: Iterable[Made | Failed] | Failed) -> Iterator[Made]:
+    def made(self, made: Iterable[Made | Failed] | Failed) -> Iterator[Made]:
         """Yield what was made; settle what failed."""
         for one in [made] if isinstance(made, Failed) else made:
             if isinstance(one, Failed):
                 self.settle(one)
             else:
                 yield one
+
+    def settle_all(self, found: Iterable[Failed | None]) -> None:
+        """Settle what failed."""
+        for _ in self.made(found):
+            pass
 
     def attempt(self, row: Row, work: Callable[..., None], *arguments: Any) -> bool:
         """Do a row's own work. If it raises, settle that and return False."""
@@ -85,27 +86,16 @@ class Retry:
             self.settle(failed)
         return failed is None
 
-    def keep_within_memory(self) -> None:
-        """Preempt last rows in line while rows exceed the bound."""
-        self._until_look -= 1
-        if self._until_look > 0 or self._memory.max_bytes is None:
-            return
-        self._until_look = GROWTH
-        live = self._rows.live()
-        while live and not self._memory.fits(live[-1], live[:-1]):
-            row = live.pop()
-            if live:
-                self._begin_again(
-                    row, OutOfMemory("keys and values have grown beyond max_bytes")
-                )
-            else:
-                self.attempt(row, self._memory.check, row)
+    def outgrow(self, row: Row) -> None:
+        """Preempt a row beyond the memory that rows have grown over."""
+        error = OutOfMemory("keys and values have grown beyond max_bytes")
+        self._begin_again(row, error)
 
     def _wait_for_memory(self, rows: Sequence[Row], error: BaseException) -> None:
         """Recompute rows that ran out of memory, one fewer at a time. A row that fails twice alone ends."""
         # It releases MLX's freed arrays for other processes, and against fragmentation.
         live = len({*self._rows.live(), *rows})
-        self._scheduler.run_out(live)
+        self._capacity.run_out(live)
         if live == 1:
             self._kept.clear()
         never = [row for row in rows if live == 1 and row.was_alone]
@@ -119,13 +109,17 @@ class Retry:
 
     def _begin_again(self, row: Row, error: BaseException) -> None:
         """Put a row back in line; end it if its inputs are gone."""
-        if row.status is Status.FINISHED:
+        if row.has_ended:
             return
         if row.given is None:
             self._rows.end(row, "error", error)
             return
         self._rows.put_back(row)
         self.num_recomputed += 1
+
+
+def _alive(rows: Iterable[Row]) -> list[Row]:
+    return [row for row in rows if not row.has_ended]
 
 
 def _too_large(row: Row, error: BaseException) -> OutOfMemory:

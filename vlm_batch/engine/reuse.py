@@ -8,15 +8,14 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import numpy as np
 
 from vlm_batch.caches.layers import kind_of
 from vlm_batch.checks import whole_option
-from vlm_batch.engine.port import ModelAdapter
-from vlm_batch.engine.row import Prompt, Row, RowReuse
+from vlm_batch.engine.row import Row
 from vlm_batch.engine.shapes import FreeShapes, Shapes
 from vlm_batch.errors import InvalidCache, describe
 from vlm_batch.records import PromptKey
@@ -29,6 +28,9 @@ from vlm_batch.store.prefix import Match, PrefixCache, match, thin
 from vlm_batch.store.prompt import PromptCache
 from vlm_batch.store.saved import SavedRow, common_length, save_row, save_snapshot
 from vlm_batch.types import Request, SamplingParams
+
+if TYPE_CHECKING:
+    from vlm_batch.adapters.base import Adapter
 
 logger = logging.getLogger(__name__)
 
@@ -88,12 +90,12 @@ class Caches:
 
 
 @contextlib.contextmanager
-def if_it_can_be(book: RowReuse) -> Iterator[None]:
+def keeping(row: Row) -> Iterator[None]:
     """Log errors of keeping a row's caches; raise them if its user wants the caches."""
     try:
         yield
     except Exception as error:
-        if book.is_returned:
+        if row.reuse.is_returned:
             raise
         logger.warning(
             "the caches of a row that ended are not kept: %s", describe(error)
@@ -111,7 +113,7 @@ class Reuse:
 
     def __init__(
         self,
-        adapter: ModelAdapter,
+        adapter: Adapter,
         prefix: PrefixCache | None = None,
         identity: Identity | None = None,
         budget: ByteBudget | None = None,
@@ -128,7 +130,7 @@ class Reuse:
 
     def close(self) -> None:
         """Write kept rows to files and free the memory."""
-        self.settle_ended()
+        self.store_ended()
         if self.prefix is not None:
             self.prefix.close()
         self.budget.clear()
@@ -146,7 +148,8 @@ class Reuse:
         if cache is None and not request.return_cache:
             return
         self._check_family(request.params)
-        if cache is None or cache.is_continued:  # which its claim refuses
+        # a cache that was continued is refused by its claim
+        if cache is None or cache.is_continued:
             return
         self.identity.check(cache.identity)
         saved, ids = cache.peek(), text_ids()
@@ -156,8 +159,7 @@ class Reuse:
             saved.keys[:, :1], np.array(ids, dtype=np.int64)[:, None]
         )
         limit = common - (common == len(ids))  # the last position is computed again
-        can_begin_anew = not self.shapes.goes_on_anywhere and common > 0
-        if not saved.resumable(limit) and not can_begin_anew:
+        if not saved.resumable(limit) and not self._can_begin_anew(common):
             raise _misfit(saved, common)
 
     def _check_family(self, params: SamplingParams) -> None:
@@ -170,74 +172,65 @@ class Reuse:
                 f"this model's conversations have no prompt caches: {self.adapter.spec.no_prefix_reuse}"
             )
 
+    # Rows that wait for another's prefix
+
     def waits_for(self, row: Row, others: Iterable[Row]) -> bool:
         """Return whether a row in prefill will leave a much longer prefix than the cached one."""
-        if (
-            self.prefix is None
-            or row.prompt.encoded is not None
-            or row.params.prompt_logprobs is not None
-        ):
+        if self.prefix is None or row.prompt.encoded is not None:
             return False
-        book = row.reuse
-        if book.continues is not None:
+        if not self._may_share(row):
             return False
-        try:
-            key = self._key(row)
-        except Exception:  # raised again when it is encoded
-            return False
+        key = self._key_or_none(row)
         if key is None:
             return False
-        coming = max((self._shared(book, other) for other in others), default=0)
-        if coming < _min_shared_tokens(key.length):
+        overlap, least = row.reuse.overlap, _min_shared_tokens(key.length)
+        coming = max((overlap.shared_with(other, key) for other in others), default=0)
+        if coming < least:
             return False
-        if book.known[0] != self.prefix.version:
-            found = self.prefix.find(key)
-            book.known = (self.prefix.version, 0 if found is None else found.length)
-        return coming >= book.known[1] + _min_shared_tokens(key.length)
+        return coming >= overlap.cached(self.prefix, key) + least
 
-    def new_ones(
-        self, rows: Sequence[Row], others: Iterable[Row], most: int
-    ) -> list[Row]:
-        """Return the first rows without a shared prefix: 1 to ``most``."""
+    def new_ones(self, rows: Sequence[Row], others: Iterable[Row]) -> list[Row]:
+        """Return the first rows without a shared prefix, one at least. Who ran out of memory alone stays alone."""
+        if rows[0].was_alone:
+            return [rows[0]]
         chosen: list[Row] = []
-        for row in rows[:most]:
-            if (
-                (chosen and row.was_alone)
-                or not self._is_new(row)
-                or self.waits_for(row, [*others, *chosen])
-            ):
+        for row in rows:
+            if row.was_alone:
+                break
+            if not self._is_new(row) or self.waits_for(row, [*others, *chosen]):
                 break
             chosen.append(row)
         return chosen or [rows[0]]
 
     def _is_new(self, row: Row) -> bool:
+        """Return whether a row begins with nothing that is cached."""
         if row.reuse.continues is not None:
             return False
-        if self.prefix is None or row.params.prompt_logprobs is not None:
+        if self.prefix is None or not self._may_share(row):
             return True
         try:
             key = self._key(row)
         except Exception:  # raised again when it is encoded
             return False
-        return (
-            key is None or self.prefix.find(key, _min_shared_tokens(key.length)) is None
-        )
+        return key is None or self._cached(key) is None
 
-    def _shared(self, book: RowReuse, other: Row) -> int:
-        """Return the shared positions after which a row could continue."""
-        if other not in book.shared:
-            theirs = other.reuse.key
-            if book.key is None or theirs is None:
-                return 0
-            common = common_length(book.key.positions, theirs.positions)
-            book.shared[other] = book.key.before_span(min(common, book.key.length - 1))
-        return book.shared[other]
+    def _may_share(self, row: Row) -> bool:
+        """Return whether a row takes prefixes of others: of prompts with log-probabilities no token may be left out."""
+        return row.reuse.continues is None and row.params.prompt_logprobs is None
+
+    def _cached(self, key: PromptKey) -> Match | None:
+        """Return the longest cached prefix, if it is long enough."""
+        if self.prefix is None:
+            return None
+        return self.prefix.find(key, _min_shared_tokens(key.length))
+
+    # A row that begins
 
     def begin(self, row: Row, fresh: Sequence[Any]) -> int:
         """Give a row fresh or restored caches. Returns their positions. Raises InvalidCache if the user's does not fit."""
         row.prompt.cache = list(fresh)
-        book = row.reuse
-        is_asked = book.continues is not None or book.is_returned
+        own = row.reuse
+        is_asked = own.continues is not None or own.is_returned
         if is_asked:
             self._check_family(row.params)
         if row.params.prompt_logprobs is not None:  # no token may be left out
@@ -245,100 +238,99 @@ class Reuse:
         if self.prefix is None and not is_asked:
             return 0
         key = self._key(row)
-        book.shared.clear()
+        own.overlap.clear()
         if key is None:
             return 0
-        if book.continues is not None:
-            found: Match | None = self._continued(book)
-        else:
-            found = (
-                None
-                if self.prefix is None
-                else self.prefix.find(key, _min_shared_tokens(key.length))
-            )
-        if not all(kind_of(cache).is_whole for cache in fresh):
+        found = self._match(row, key)
+        if not _can_be_cut(fresh):
             common = 0 if found is None else found.common
-            book.stops = tuple(sorted({common, *(end for _, end in key.pictures)}))
+            ends = {end for _, end in key.pictures}
+            own.stops = tuple(sorted({common} | ends))
         if found is None or not found.length:
             return 0
-        saved, length = found.row, found.length
-        pictures = key.pictures
-        num_pictures = sum(end <= length for _, end in pictures)
-        row.prompt.cache = saved.restore(
-            length, num_pictures if num_pictures == len(pictures) else 0
-        )
-        book.snapshots = {
-            at: snapshot for at, snapshot in saved.snapshots.items() if at <= length
-        }
-        book.logits = saved.logits_at(length) if length == key.length else None
-        book.cached = length
-        return length
+        self._restore(row, key, found)
+        return found.length
+
+    def _match(self, row: Row, key: PromptKey) -> Match | None:
+        """Return the match with the user's cache, else with the cached prefixes. Raises InvalidCache."""
+        if row.reuse.continues is not None:
+            return self._continued(row.reuse.continues, key)
+        return self._cached(key)
+
+    def _restore(self, row: Row, key: PromptKey, found: Match) -> None:
+        """Give a row the state of a match."""
+        own, saved, length = row.reuse, found.row, found.length
+        last = max((end for _, end in key.pictures), default=0)
+        num_pictures = len(key.pictures) if last <= length else 0
+        row.prompt.cache = saved.restore(length, num_pictures)
+        for at, snapshot in saved.snapshots.items():
+            if at <= length:
+                own.snapshots[at] = snapshot
+        row.prompt.logits = saved.logits_at(length) if length == key.length else None
+        own.cached = length
+
+    def take_continued(self, row: Row) -> None:
+        """Take the user's cache from which a row was restored, so that no other continues it."""
+        if row.reuse.continues is not None:
+            row.reuse.continues.take()
+            row.reuse.continues = None
+
+    # A prompt's state
 
     def keep(self, row: Row, logits: mx.array | None) -> list[mx.array]:
         """Save a prompt's last state, or a snapshot of layers that cannot be trimmed. Returns arrays to evaluate.
 
         The state is ``pending`` until the first token is finite. ``logits`` (1, V): the last chunk's, else None.
         """
-        book, prompt, length = row.reuse, row.prompt, row.facts.length
-        if book.key is None or prompt.cache is None:
+        own, prompt, length = row.reuse, row.prompt, row.facts.length
+        if own.key is None or prompt.cache is None:
             return []
         if logits is None:
-            last = max(
-                (at for at in book.snapshots if at <= prompt.prefilled), default=0
-            )
-            is_far = (
-                prompt.prefilled in book.stops
-                or prompt.prefilled - last >= SNAPSHOT_STRIDE
-            )
-            can_be_cut = all(kind_of(cache).is_whole for cache in prompt.cache)
-            return (
-                _add_snapshot(book, prompt, None) if is_far and not can_be_cut else []
-            )
+            return _add_snapshot(row, None) if _needs_snapshot(row) else []
         # a token took several positions, for which there are no keys
-        if book.key.length != length:
-            book.key = None
-            if book.is_returned:
+        if own.key.length != length:
+            own.key = None
+            if own.is_returned:
                 raise InvalidCache(
                     "the family's prompts have more positions than ids: they have no prompt caches"
                 )
             return []
-        book.is_wanted = book.is_returned or (
-            self.prefix is not None and self.shapes.goes_on_anywhere
-        )
-        book.constant = {
-            at: kind.saved(0)
-            for at, kind in enumerate(map(kind_of, prompt.cache))
-            if kind.is_constant
-        }
-        constant = [
-            array for state in book.constant.values() for array in state.arrays()
-        ]
-        if book.cached == length:
-            return constant
-        arrays = _add_snapshot(book, prompt, logits) + constant
+        arrays = _save_constant(row)
+        if own.cached == length:
+            return arrays
+        arrays += _add_snapshot(row, logits)
         if self.prefix is None or length < MIN_TOKENS:
             return arrays
-        book.pending = self._saved(row, book, prompt.cache, ())
-        return book.pending.arrays()
+        own.pending = self._saved(row, prompt.cache, ())
+        return own.pending.arrays()
+
+    # A row that ends
+
+    def wants_caches(self, row: Row) -> bool:
+        """Return whether a prefilled row's caches are kept at its end."""
+        if row.reuse.key is None:
+            return False
+        is_kept = self.prefix is not None and self.shapes.goes_on_anywhere
+        return row.reuse.is_returned or is_kept
 
     def end(self, row: Row) -> PromptCache | None:
         """Save a departed row's caches. Returns its prompt cache if its user wants it."""
-        book = row.reuse
-        if book.left is None:
+        own = row.reuse
+        left, row.prompt.cache = row.prompt.cache, None
+        if left is None:
             return None
-        left, book.left = book.left, None
-        with if_it_can_be(book):
-            saved = self._saved(row, book, left, row.answer.said[: row.answer.num_fed])
-            if book.is_returned:  # for another thread
-                mx.eval(saved.arrays())
-            else:
-                mx.async_eval(saved.arrays())
+        with keeping(row):
+            saved = self._saved(row, left, row.answer.said[: row.answer.num_fed])
+            # a user's is for another thread
+            evaluate = mx.eval if own.is_returned else mx.async_eval
+            evaluate(saved.arrays())
             if self.prefix is not None and saved.length >= MIN_TOKENS:
                 self._ended.append(saved)
-            return PromptCache(saved, self.identity) if book.is_returned else None
+            if own.is_returned:
+                return PromptCache(saved, self.identity)
         return None
 
-    def settle_ended(self) -> None:
+    def store_ended(self) -> None:
         """Store states of rows that left a step ago; count kept features."""
         ended, self._ended = self._ended, []
         for saved in ended:
@@ -353,43 +345,48 @@ class Reuse:
             if self.prefix is not None:
                 self.prefix.store(saved)
 
-    def _saved(
-        self, row: Row, book: RowReuse, caches: Sequence[Any], said: Sequence[int]
-    ) -> SavedRow:
-        assert book.key is not None
+    def _saved(self, row: Row, caches: Sequence[Any], said: Sequence[int]) -> SavedRow:
+        own = row.reuse
+        assert own.key is not None
         answer = np.zeros((len(said), 3), dtype=np.int64)
-        answer[:, 0], answer[:, 1:] = said, book.key.answer
-        keys = np.concatenate([book.key.positions, answer])
-        return save_row(
-            caches, keys, book.snapshots, len(book.key.pictures), book.constant
-        )
+        answer[:, 0], answer[:, 1:] = said, own.key.answer
+        keys = np.concatenate([own.key.positions, answer])
+        num_pictures = len(own.key.pictures)
+        return save_row(caches, keys, own.snapshots, num_pictures, own.constant)
 
     def _key(self, row: Row) -> PromptKey | None:
         """Return a prompt's key, made once; None if the family has none."""
-        book, inputs = row.reuse, row.prompt.inputs
-        if (
-            book.key is None
-            and self.adapter.spec.no_prefix_reuse is None
-            and inputs is not None
-        ):
+        own, inputs = row.reuse, row.prompt.inputs
+        has_keys = self.adapter.spec.no_prefix_reuse is None
+        if own.key is None and has_keys and inputs is not None:
             key = self.adapter.prompt_key(inputs)
-            book.key = self.shapes.key(
-                key if row.cache_salt is None else key.mixed(_salt(row.cache_salt))
-            )
-        return book.key
+            if row.cache_salt is not None:
+                key = key.mixed(_salt(row.cache_salt))
+            own.key = self.shapes.key(key)
+        return own.key
 
-    def _continued(self, book: RowReuse) -> Match:
+    def _key_or_none(self, row: Row) -> PromptKey | None:
+        """Return a prompt's key; None if it cannot be made, which is raised again when it is encoded."""
+        try:
+            return self._key(row)
+        except Exception:
+            return None
+
+    def _continued(self, cache: PromptCache, key: PromptKey) -> Match:
         """Return the match with the user's cache. Raises InvalidCache."""
-        assert book.continues is not None and book.key is not None
-        self.identity.check(book.continues.identity)
-        saved = book.continues.peek()
-        found = match(saved, book.key)
-        is_other = self.shapes.goes_on_anywhere or not common_length(
-            saved.keys[:, :1], book.key.positions[:, :1]
-        )
-        if not found.length and is_other:
+        self.identity.check(cache.identity)
+        saved = cache.peek()
+        found = match(saved, key)
+        if found.length:
+            return found
+        common = common_length(saved.keys[:, :1], key.positions[:, :1])
+        if not self._can_begin_anew(common):
             raise _misfit(saved, found.common)
         return found
+
+    def _can_begin_anew(self, common: int) -> bool:
+        """Return whether a prompt that shares ``common`` tokens with its user's cache may be computed whole."""
+        return not self.shapes.goes_on_anywhere and common > 0
 
 
 def _salt(text: str) -> np.ndarray:
@@ -407,11 +404,36 @@ def _misfit(saved: SavedRow, common: int) -> InvalidCache:
     )
 
 
-def _add_snapshot(
-    book: RowReuse, prompt: Prompt, logits: mx.array | None
-) -> list[mx.array]:
+def _can_be_cut(caches: Sequence[Any]) -> bool:
+    """Return whether all layers can go back to an earlier position."""
+    return all(kind_of(cache).is_whole for cache in caches)
+
+
+def _needs_snapshot(row: Row) -> bool:
+    """Return whether a snapshot is due after a chunk: layers that cannot be cut back are there, and the last is far."""
+    own, prompt = row.reuse, row.prompt
+    before = [at for at in own.snapshots if at <= prompt.prefilled]
+    is_far = prompt.prefilled - max(before, default=0) >= SNAPSHOT_STRIDE
+    if not is_far and prompt.prefilled not in own.stops:
+        return False
+    return not _can_be_cut(prompt.cache or ())
+
+
+def _save_constant(row: Row) -> list[mx.array]:
+    """Save the layers that no further token changes. Returns arrays to evaluate."""
+    arrays: list[mx.array] = []
+    for at, cache in enumerate(row.prompt.cache or ()):
+        kind = kind_of(cache)
+        if kind.is_constant:
+            state = row.reuse.constant[at] = kind.saved(0)
+            arrays += state.arrays()
+    return arrays
+
+
+def _add_snapshot(row: Row, logits: mx.array | None) -> list[mx.array]:
     """Save a prompt's present state. Returns arrays to evaluate."""
+    own, prompt = row.reuse, row.prompt
     assert prompt.cache is not None
     snapshot = save_snapshot(prompt.cache, prompt.prefilled, logits)
-    book.snapshots = thin({**book.snapshots, prompt.prefilled: snapshot})
+    own.snapshots = thin({**own.snapshots, prompt.prefilled: snapshot})
     return snapshot.arrays()

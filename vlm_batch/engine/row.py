@@ -8,20 +8,25 @@ import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import mlx.core as mx
 
 from vlm_batch.arrays import MOST_ON_HOST, as_mlx, num_bytes, on_host
 from vlm_batch.caches.states import LayerState
 from vlm_batch.engine.constraints import Guide
-from vlm_batch.engine.drafter import Drafter
+from vlm_batch.engine.drafter import NO_DRAFTER, NoDrafter
 from vlm_batch.engine.logprobs import PromptScores
-from vlm_batch.engine.port import NO_TEXT, AnswerText, Decode, Loading
+from vlm_batch.engine.overlap import Overlap
 from vlm_batch.engine.sampling import NO_RULES, RowRules
-from vlm_batch.engine.text import Detokenizer, StopStrings
+from vlm_batch.engine.text import (
+    NO_TEXT,
+    AnswerText,
+    Decode,
+    ShownText,
+)
 from vlm_batch.errors import InvalidParameters, describe
-from vlm_batch.records import DraftState, Encoded, PromptKey
+from vlm_batch.records import Encoded, MediaSizes, PromptKey
 from vlm_batch.store.prompt import PromptCache
 from vlm_batch.store.saved import SavedRow, Snapshot
 from vlm_batch.types import (
@@ -34,16 +39,29 @@ from vlm_batch.types import (
     Usage,
 )
 
-
-class Status(Enum):
-    """Stages of a row's life, in order."""
-
-    WAITING = "waiting"
-    PREFILL = "prefill"
-    DECODE = "decode"
-    FINISHED = "finished"
+if TYPE_CHECKING:
+    from vlm_batch.inputs.loaders import Loading
 
 
+class Stage(str, Enum):  # strings hash fast
+    """Where a row is, in the order of its life. ``Ledger.move`` alone sets it."""
+
+    INBOX = "inbox"
+    READING = "reading"  # with the loaders
+    READ = "read"  # waits for room
+    PROCESSING = "processing"  # with the loaders
+    PREPARED = "prepared"  # has the processor's output
+    ENCODED = "encoded"  # has embeddings
+    PREFILL = "prefill"  # has a place
+    READY = (
+        "ready"  # has its next token's logits: prefilled, parked, or a further answer
+    )
+    DECODE = "decode"  # has a place in a batch
+    LAST = "last"  # its last work is launched, and it has no place
+    ENDED = "ended"
+
+
+NO_MEDIA = MediaSizes()
 #: Parameters of a row that has ended.
 NO_PARAMS = SamplingParams()
 
@@ -61,8 +79,9 @@ class Prompt:
     encoded: Encoded | None = None
     cache: list[Any] | None = None  # its single-row caches, from encoding on
     prefilled: int = 0  # positions that are in them
-    ends: tuple[int, ...] = ()  # ends of its chunks; () leaves them to the scheduler
+    ends: tuple[int, ...] = ()  # ends of its chunks; () leaves them to the schedule
     is_shared: bool = False  # if prefilled whole, it shares an array
+    logits: mx.array | None = None  # (1, V) of its next token, once they are there
 
     @property
     def nbytes(self) -> int:
@@ -85,13 +104,10 @@ class Facts:
     token_ids: tuple[int, ...] | None = None  # the prompt's, if they are asked for
 
 
-@dataclass(frozen=True)
-class Ending:
-    """The last token of a complete answer; None if the answer has none."""
+class Ending(NamedTuple):
+    """The end of a complete answer, with the event of its last token, if it has one."""
 
-    token: int | None
-    text: str
-    logprobs: TokenLogprobs | None
+    event: Event
     reason: FinishReason
     stop_reason: str | int | None
 
@@ -100,27 +116,21 @@ class Ending:
 class Answer:
     """A row's answer so far. Its last sampled token, perhaps not computed yet, is ``drawn[drawn_at]``."""
 
-    detokenizer: Detokenizer
-    stop_strings: StopStrings | None = None
+    shown: ShownText
     max_tokens: int = 0  # as requested, within the model's context
     drawn: mx.array | None = None
     drawn_at: int = 0
     num_sampled: int = 0  # launched tokens included
     num_fed: int = 0  # tokens in its caches: those sampled before its last forward
-    # drafted tokens of its next forward, or of the launched one
-    ahead: tuple[int, ...] = ()
-    drafter: Drafter | None = None  # for rows that may have drafts
-    draft_state: DraftState | None = None  # for rows that a model may draft for
+    drafter: NoDrafter = NO_DRAFTER
     history: mx.array | None = None  # (T,) prompt and answer, for rows with processors
-    end_ids: frozenset[int] = frozenset()  # tokens that end it
-    bad_words: tuple[tuple[int, ...], ...] = ()
-    rules: RowRules = NO_RULES  # made of ``end_ids`` and ``bad_words``
+    rules: RowRules = NO_RULES  # tokens that end it, and words that it may not have
     changes_logits: bool = False  # whether a stage of its own changes its logits
     guide: Guide | None = None  # for rows whose next token depends on the last one
     parsed: Any = None
     token_ids: list[int] = field(default_factory=list)
-    untold: int | None = None  # the next token, which its form still checks
-    text: str = ""
+    # the next token, which its form still checks
+    untold: tuple[int, TokenLogprobs | None] | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_scores: PromptScores | None = None
     ending: Ending | None = None  # set when it is complete, until its row ends
@@ -128,7 +138,9 @@ class Answer:
     @property
     def said(self) -> list[int]:
         """Tokens that were read; its form may still hold the last."""
-        return self.token_ids if self.untold is None else [*self.token_ids, self.untold]
+        if self.untold is None:
+            return self.token_ids
+        return [*self.token_ids, self.untold[0]]
 
     @property
     def known_token(self) -> int | None:
@@ -142,41 +154,22 @@ class Answer:
         if self.history is not None:
             self.history = mx.concatenate([self.history, drawn[at : at + count]])
 
-    def add_text(
-        self, token: int, is_stop: bool, is_end: bool, min_tokens: int
-    ) -> tuple[str, str | None]:
-        """Return a token's text, and the stop string that it completes, after ``min_tokens``."""
-        piece = "" if is_stop else self.detokenizer.add(token)
-        if is_end:
-            piece += self.detokenizer.finish()
-        text, matched, stops = piece, None, self.stop_strings
-        if stops is not None and len(self.token_ids) >= min_tokens:
-            text, matched = stops.feed(piece)
-        if stops is not None and is_end and matched is None:
-            text += stops.finish()
-        self.text += text
-        return text, matched
-
 
 @dataclass(eq=False)
 class Clock:
     """Times of a row's life (``time.perf_counter``); 0: not yet."""
 
     submitted: float = field(default_factory=time.perf_counter)
-    read_seconds: float = 0.0
-    process_seconds: float = 0.0
-    encode_seconds: float = 0.0
+    spent: Timings = field(default_factory=Timings)  # seconds of its preparation
     placed: float = 0.0
     first_token: float = 0.0
 
     def timings(self) -> Timings:
         now = time.perf_counter()
         placed, first = self.placed or now, self.first_token
-        return Timings(
-            read=self.read_seconds,
-            process=self.process_seconds,
-            queue=placed - self.submitted - self.encode_seconds,
-            encode=self.encode_seconds,
+        return replace(
+            self.spent,
+            queue=placed - self.submitted - self.spent.encode,
             prefill=first - placed if first else 0.0,
             decode=now - first if first else 0.0,
             ttft=first - self.submitted if first else float("nan"),
@@ -192,18 +185,12 @@ class RowReuse:
     is_returned: bool = False  # whether its result has its cache
     key: PromptKey | None = None
     cached: int = 0  # positions taken from an earlier row
-    logits: mx.array | None = None  # (1, V) after its prompt, if they were kept
-    # (version of the prefix cache, length of its match then)
-    known: tuple[int, int] = (-1, 0)
-    # positions shared with each row in prefill
-    shared: dict[Row, int] = field(default_factory=dict)
+    overlap: Overlap = field(default_factory=Overlap)  # with other prompts
     stops: tuple[int, ...] = ()  # ends of chunks, for snapshots
     snapshots: dict[int, Snapshot] = field(default_factory=dict)
     constant: dict[int, LayerState] = field(default_factory=dict)
     # its prompt's state, until its first token is known to be finite
     pending: SavedRow | None = None
-    is_wanted: bool = False  # whether its caches are kept at its end
-    left: list[Any] | None = None  # its single-row caches, after it left the batch
 
 
 @dataclass(eq=False)
@@ -220,11 +207,9 @@ class Row:
     may_draft: bool = True
     returns_prompt_ids: bool = False
     cache_salt: str | None = None
-    status: Status = Status.WAITING
+    stage: Stage = Stage.INBOX
     facts: Facts = Facts()
-    image_sizes: tuple[tuple[int, int], ...] = ()
-    video_sizes: tuple[tuple[int, int, int], ...] = ()
-    audio_seconds: tuple[float, ...] = ()
+    media: MediaSizes = NO_MEDIA
     clock: Clock = field(default_factory=Clock)
     reuse: RowReuse = field(default_factory=RowReuse)
     # further answers to its prompt, until that is prefilled
@@ -247,9 +232,13 @@ class Row:
         )
 
     @property
-    def is_parked(self) -> bool:
-        # with its caches
-        return self.status is Status.WAITING and self.answer.num_sampled > 0
+    def has_ended(self) -> bool:
+        return self.stage is Stage.ENDED
+
+    @property
+    def is_untold(self) -> bool:
+        """Whether its form still checks its last token."""
+        return self.answer.untold is not None
 
     @property
     def is_only_read(self) -> bool:
@@ -268,22 +257,19 @@ class Row:
 
     def begin_again(self) -> None:
         """Go back to before encoding. Told tokens stay."""
-        answer, book = self.answer, self.reuse
+        answer, reuse = self.answer, self.reuse
         if not self.clock.first_token:
             self.clock.placed = 0.0
         self.losses += 1
         if self.is_only_read:
             answer.ending = None
-        self.status = Status.WAITING
         self.prompt = Prompt(inputs=None if self.given is None else as_mlx(self.given))
-        self.reuse = RowReuse(continues=book.continues, is_returned=book.is_returned)
+        self.reuse = RowReuse(continues=reuse.continues, is_returned=reuse.is_returned)
         answer.drawn = None
         answer.num_sampled = 0
         answer.num_fed = 0
         answer.history = None
-        answer.ahead = ()
-        if answer.draft_state is not None:
-            answer.draft_state.clear()
+        answer.drafter.begin_again()
 
     def take(
         self,
@@ -297,16 +283,12 @@ class Row:
         min_tokens = self.params.min_tokens
         self.clock.first_token = self.clock.first_token or time.perf_counter()
         answer.token_ids.append(token)
-        if answer.drafter is not None:
-            answer.drafter.add(token)
         if logprobs is not None:
             answer.logprobs.append(logprobs)
         # whole: its form is complete, it can only end
-        is_stop, is_whole = token in answer.end_ids, False
+        is_stop, is_whole = token in answer.rules.end_ids, False
         if guide is not None:
-            guide.settle()
-            if answer.drafter is not None:
-                answer.drafter.note_forced(len(guide.ahead))
+            guide.finish()
             is_whole = guide.is_whole
             if is_whole and len(answer.token_ids) < min_tokens:
                 raise InvalidParameters(
@@ -317,8 +299,12 @@ class Row:
                 answer.parsed = guide.parsed(decode)
             if guide.is_over:
                 answer.guide = None
+        answer.drafter.add(token, guide)
         is_end = is_stop or is_whole or len(answer.token_ids) >= answer.max_tokens
-        text, matched = answer.add_text(token, is_stop, is_end, min_tokens)
+        may_stop = len(answer.token_ids) >= min_tokens
+        text, matched = answer.shown.add(
+            None if is_stop else token, is_end=is_end, may_stop=may_stop
+        )
         if not is_end and matched is None:
             return Event(
                 self.request_id,
@@ -328,17 +314,14 @@ class Row:
                 prompt_tokens=self.facts.length,
                 prompt_token_ids=self.facts.token_ids,
             )
+        event = Event(self.request_id, token, text, logprobs)
         if matched is not None:
-            return Ending(token, text, logprobs, "stop", matched)
+            return Ending(event, "stop", matched)
         if is_whole:
-            return Ending(token, text, logprobs, "stop", None)
-        return Ending(
-            token,
-            text,
-            logprobs,
-            "stop" if is_stop else "length",
-            token if is_stop else None,
-        )
+            return Ending(event, "stop", None)
+        if is_stop:
+            return Ending(event, "stop", token)
+        return Ending(event, "length", None)
 
     @property
     def position(self) -> int:
@@ -359,7 +342,7 @@ class Row:
         )
         return Result(
             request_id=self.request_id,
-            text=answer.text,
+            text=answer.shown.text,
             token_ids=tuple(answer.token_ids),
             finish_reason=reason,
             stop_reason=stop_reason,
@@ -370,10 +353,10 @@ class Row:
                 self.reuse.cached,
             ),
             timings=self.clock.timings(),
-            image_sizes=self.image_sizes,
+            image_sizes=self.media.images,
             model_image_sizes=facts.model_image_sizes,
-            video_sizes=self.video_sizes,
-            audio_seconds=self.audio_seconds,
+            video_sizes=self.media.videos,
+            audio_seconds=self.media.audios,
             logprobs=tuple(answer.logprobs)
             if self.params.logprobs is not None
             else None,
@@ -389,7 +372,7 @@ class Row:
 
     def clear(self) -> None:
         """Drop all but the id: launched work may hold the row."""
-        self.status, self.params = Status.FINISHED, NO_PARAMS
+        self.params = NO_PARAMS
         self.prompt, self.reuse, self.given = Prompt(), RowReuse(), None
         self.siblings = ()
         self.answer, self.facts = new_answer(self.params), Facts()
@@ -403,12 +386,13 @@ def decoder_of(text: AnswerText, skip_special_tokens: bool | None) -> Decode:
 
 
 def new_answer(params: SamplingParams, text: AnswerText = NO_TEXT) -> Answer:
+    end_ids = frozenset(params.stop_token_ids)
+    if not params.ignore_eos:
+        end_ids |= text.eos_token_ids
     return Answer(
-        Detokenizer(decoder_of(text, params.skip_special_tokens)),
-        StopStrings(params.stop) if params.stop else None,
+        ShownText(decoder_of(text, params.skip_special_tokens), params.stop),
         params.max_tokens,
-        end_ids=frozenset(params.stop_token_ids)
-        | (frozenset() if params.ignore_eos else text.eos_token_ids),
+        rules=RowRules(end_ids),
     )
 
 
@@ -463,25 +447,22 @@ def sibling_id(request_id: str, index: int) -> str:
 
 
 def fork(row: Row) -> list[Row]:
-    """Detach a prefilled row's siblings with lazy copies of its caches."""
+    """Detach a ready row's siblings with lazy copies of its caches."""
     for sibling in row.siblings:
         sibling.prompt = Prompt(
-            cache=copy.deepcopy(row.prompt.cache), prefilled=row.prompt.prefilled
+            cache=copy.deepcopy(row.prompt.cache),
+            prefilled=row.prompt.prefilled,
+            logits=row.prompt.logits,
         )
         sibling.facts, sibling.clock = row.facts, replace(row.clock)
         sibling.priority, sibling.client = row.priority, row.client
-        sibling.image_sizes = row.image_sizes
-        sibling.video_sizes = row.video_sizes
+        sibling.media = row.media
         sibling.given = row.given
-        sibling.audio_seconds = row.audio_seconds
         answer, given = sibling.answer, row.answer
         answer.max_tokens, answer.history = given.max_tokens, given.history
         answer.rules, answer.changes_logits = given.rules, given.changes_logits
-        answer.bad_words, answer.prompt_scores = given.bad_words, given.prompt_scores
+        answer.prompt_scores = given.prompt_scores
         answer.guide = None if given.guide is None else given.guide.copy()
-        answer.drafter = None if given.drafter is None else given.drafter.copy()
-        answer.draft_state = (
-            None if given.draft_state is None else given.draft_state.copy()
-        )
+        answer.drafter = given.drafter.copy()
     siblings, row.siblings = row.siblings, ()
     return list(siblings)

@@ -1,99 +1,158 @@
-"""All rows of an engine."""
+"""A row's moves from one stage to another, with what each takes and frees."""
 
 from __future__ import annotations
 
 import contextlib
 import time
 from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
 
 import mlx.core as mx
 
-from vlm_batch.engine.admission import Admission
+from vlm_batch.arrays import num_bytes
 from vlm_batch.engine.groups import DecodeGroups
-from vlm_batch.engine.reuse import Reuse, if_it_can_be
-from vlm_batch.engine.row import Ending, Prompt, Row, Status, fork
-from vlm_batch.engine.scheduler import Scheduler
+from vlm_batch.engine.ledger import AHEAD, Ledger
+from vlm_batch.engine.limit import Capacity
+from vlm_batch.engine.memory import RowMemory, tokens
+from vlm_batch.engine.reuse import Reuse, keeping
+from vlm_batch.engine.row import Ending, Prompt, Row, Stage, fork
+from vlm_batch.engine.schedule import Clients, WaitingRow, in_turn
 from vlm_batch.errors import let_go
 from vlm_batch.types import Event, FinishReason
 
+#: Clients beyond twice those with rows that are remembered for when they had a place.
+MOST_REMEMBERED = 4
+
 
 class Rows:
+    """All rows of an engine: the ledger, and the slots of the rows that decode."""
+
     def __init__(
         self,
-        waiting: Admission,
         batch: DecodeGroups,
-        scheduler: Scheduler,
+        capacity: Capacity,
+        memory: RowMemory,
         reuse: Reuse,
+        ageing_seconds: float,
     ) -> None:
-        self.waiting = waiting
+        self.ledger = Ledger(
+            lambda row: row.clock.submitted - row.priority * ageing_seconds
+        )
         self.batch = batch
-        self.by_id: dict[str, Row] = {}
-        self.prefilling: dict[str, Row] = {}
-        #: Further answers and parked rows, which wait for a place, with the logits (1, V) of their next token.
-        self.forks: dict[Row, mx.array] = {}
         self.events: list[Event] = []
-        self._are_others = True  # than were noted last
-        self._scheduler = scheduler
+        self._capacity = capacity
+        self._memory = memory
         self._reuse = reuse
+        self._ageing_seconds = ageing_seconds
+        self._served: dict[int, float] = {}  # when each client last had a place
 
-    def add(self, row: Row) -> None:
-        """Queue a new row. Raises ValueError for an id in use."""
-        if row.request_id in self.by_id:
-            raise ValueError(f"request id {row.request_id!r} is already in use")
-        self.by_id[row.request_id] = row
-        self._are_others = True
-        self.waiting.add(row)
+    # Look-ups
 
     @property
     def is_active(self) -> bool:
-        return len(self.by_id) > len(self.waiting.unprepared)
+        """Whether a row is beyond its preparation."""
+        return len(self.ledger) > self.ledger.num(*AHEAD)
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether a row waits for its next token."""
+        if self.ledger.num(Stage.DECODE, Stage.READY):
+            return True
+        return any(row.is_untold for row in self.ledger.at(Stage.LAST))
 
     @property
     def num_pending(self) -> int:
         """Prompt tokens left of rows with places."""
         return sum(
-            row.facts.length - row.prompt.prefilled for row in self.prefilling.values()
+            row.facts.length - row.prompt.prefilled
+            for row in self.ledger.at(Stage.PREFILL)
         )
+
+    @property
+    def num_free(self) -> int:
+        """Free places. Rows that were parked for a late mask keep theirs."""
+        late = sum(row.is_untold for row in self.ledger.at(Stage.READY))
+        taken = self.ledger.num(Stage.PREFILL, Stage.DECODE)
+        return max(0, self._capacity.num_places - taken - late)
+
+    @property
+    def input_bytes(self) -> int:
+        """Bytes kept to recompute rows from. Thread-safe."""
+        return sum(num_bytes(row.given) for row in self.ledger.tuple_at(*Stage))
+
+    def untold(self) -> list[Row]:
+        """Return the rows whose forms still check their last token."""
+        rows = self.ledger.at(Stage.DECODE, Stage.READY, Stage.LAST)
+        return [row for row in rows if row.answer.untold is not None]
 
     def live(self) -> list[Row]:
-        """Return the rows with places, in their order."""
-        return self.waiting.line(
-            [*self.batch.rows, *self.prefilling.values()], placed={}
-        )
+        """Return the rows with places, the last in line at the end."""
+        rows = self.ledger.at(Stage.DECODE, Stage.PREFILL)
+        return self.in_line(rows, placed=Counter())
 
-    def note_placed(self) -> None:
-        """Note each client's places and rows."""
-        placed = Counter(
-            row.client for row in (*self.batch.rows, *self.prefilling.values())
-        )
-        self.waiting.note_placed(
-            placed, self.by_id.values() if self._are_others else None
-        )
-        self._are_others = False
+    def in_line(
+        self, rows: Iterable[Row], placed: Counter[int] | None = None
+    ) -> list[Row]:
+        """Return rows in the order in which they get places.
+
+        Args:
+            placed: each client's places, of rows that have theirs; None: rows wait, beside those that have places.
+        """
+        urgency = self.ledger.urgency
+        lines: dict[int, list[Row]] = {}
+        for row in sorted(rows, key=urgency):
+            lines.setdefault(row.client, []).append(row)
+        if placed is not None:
+            return list(in_turn(lines, urgency, placed))
+        clients = self.clients()
+        turn = lambda row: clients.turn(waiting(row))  # noqa: E731
+        return list(in_turn(lines, turn, clients.placed))
+
+    def clients(self) -> Clients:
+        """Return who asks, who has places, and since when."""
+        now = time.perf_counter()
+        placed, asked = self.ledger.placed(), self.ledger.asked
+        self._served |= dict.fromkeys(placed, now)
+        if len(self._served) > 2 * len(asked) + MOST_REMEMBERED:
+            served = self._served.items()
+            self._served = {client: when for client, when in served if client in asked}
+        return Clients(now, self._ageing_seconds, placed, asked, self._served)
+
+    # Moves
+
+    def add(self, row: Row) -> None:
+        """Queue a new row. Raises ValueError for an id in use."""
+        is_prepared = row.prompt.inputs is not None
+        self.ledger.add(row, Stage.PREPARED if is_prepared else Stage.INBOX)
 
     def place(self, row: Row) -> None:
-        row.status = Status.PREFILL
+        """Give an encoded row a place."""
+        self.ledger.move(row, Stage.PREFILL)
         row.clock.placed = row.clock.placed or time.perf_counter()
-        self.waiting.remove(row)
-        self.prefilling[row.request_id] = row
 
-    def join(self, row: Row, logits: mx.array, others: int) -> None:
-        """Move a prefilled row to the batch; free its embeddings. Siblings become forks."""
+    def end_prefill(self, row: Row, logits: mx.array) -> None:
+        """Note a prefilled row's logits (1, V). Siblings become rows of their own.
+
+        A row that asks for no token frees its place and caches. It ends once its work was read.
+        """
+        if not row.params.max_tokens:
+            row.answer.ending = Ending(Event(row.request_id), "length", None)
+            row.prompt = Prompt()
+            self.ledger.move(row, Stage.LAST)
+            return
+        row.prompt.logits = logits
         for sibling in fork(row) if row.siblings else ():
-            self.by_id[sibling.request_id] = sibling
-            self._are_others = True
-            self.forks[sibling] = logits
+            self.ledger.add(sibling, Stage.READY)
+        self.ledger.move(row, Stage.READY)
+
+    def join(self, row: Row, others: int) -> None:
+        """Move a ready row to the batch; free its embeddings. ``others``: rows that join next."""
         caches, row.prompt = row.prompt.cache, Prompt()
         assert caches is not None
-        self.prefilling.pop(row.request_id, None)
-        self.waiting.memory.learn(caches, row.facts.length + row.answer.num_fed)
+        self._memory.learn(caches, row.facts.length + row.answer.num_fed)
         self.batch.join(row, caches, others)
-
-    def hold(self, row: Row) -> None:
-        """Free the place and caches of a prefilled row that asks for no token. It ends once its work was read."""
-        row.answer.ending = Ending(None, "", None, "length", None)
-        row.prompt = Prompt()
-        self.prefilling.pop(row.request_id, None)
+        self.ledger.move(row, Stage.DECODE)
 
     def park(self, row: Row, logits: mx.array) -> None:
         """Preempt a decoding row, with its caches and the logits (1, V) of its last forward."""
@@ -101,55 +160,55 @@ class Rows:
         assert group is not None
         cache = group.take(row)
         self.batch.leave(row)
-        row.status, row.prompt = (
-            Status.WAITING,
-            Prompt(cache=cache, prefilled=row.facts.length),
-        )
-        self.forks[row] = logits
+        row.prompt = Prompt(cache=cache, prefilled=row.facts.length, logits=logits)
+        self.ledger.move(row, Stage.READY)
 
     def leave(self, row: Row) -> None:
-        """Free a row's place; keep its caches if wanted."""
-        group, book = self.batch.of(row), row.reuse
-        if book.is_wanted and (group is not None or row.is_parked):
-            with if_it_can_be(book):
-                book.left = row.prompt.cache if group is None else group.take(row)
+        """Free the place of a row whose last work is launched; keep its caches if wanted."""
+        group = self.batch.of(row)
+        left = None
+        if self._reuse.wants_caches(row):
+            with keeping(row):
+                left = row.prompt.cache if group is None else group.take(row)
         self.batch.leave(row)
+        row.prompt = Prompt(cache=left)
+        self.ledger.move(row, Stage.LAST)
 
     def put_back(self, row: Row) -> None:
-        self._take_out(row)
+        """Have a row computed again."""
+        self.batch.leave(row)
         row.begin_again()
-        self.waiting.add(row)
+        self.ledger.move(row, Stage.PREPARED)
 
     def finish(self, row: Row, ending: Ending) -> None:
         """End a complete row. Raises if the user's cache cannot be saved."""
         row.answer.ending = ending
         # of an answer without tokens: its end
         row.clock.first_token = row.clock.first_token or time.perf_counter()
-        self.leave(row)
+        if row.stage is not Stage.LAST:
+            self.leave(row)
         cache = self._reuse.end(row)
         result = row.result(ending.reason, ending.stop_reason, cache=cache)
-        self._scheduler.end()
-        self.events.append(
-            Event(row.request_id, ending.token, ending.text, ending.logprobs, result)
-        )
+        self._capacity.end()
+        self.events.append(replace(ending.event, result=result))
         self.forget(row)
 
     def end(
         self, row: Row, reason: FinishReason, error: BaseException | None = None
     ) -> None:
         """End an incomplete row, and its siblings."""
+        has_decoded = row.answer.num_sampled > 0
         cache = None
-        if reason == "cancelled" and (row.status is Status.DECODE or row.is_parked):
+        if reason == "cancelled" and has_decoded:
             # cancelled, even if its caches are lost
             with contextlib.suppress(Exception):
-                self.leave(row)
+                if row.stage is not Stage.LAST:
+                    self.leave(row)
                 cache = self._reuse.end(row)
         if error is not None:
             let_go(error)
-        if (ending := row.answer.ending) is not None:
-            self.events.append(
-                Event(row.request_id, ending.token, ending.text, ending.logprobs)
-            )
+        if row.answer.ending is not None:
+            self.events.append(row.answer.ending.event)
         self.events.append(
             Event(row.request_id, result=row.result(reason, error=error, cache=cache))
         )
@@ -158,14 +217,16 @@ class Rows:
                 Event(sibling.request_id, result=sibling.result(reason, error=error))
             )
             sibling.clear()
-        if row.status is Status.DECODE or row.is_parked:
-            self._scheduler.end()
+        if has_decoded:
+            self._capacity.end()
         self.forget(row)
 
     def forget(self, row: Row) -> None:
-        del self.by_id[row.request_id]
-        self._are_others = True
-        self._take_out(row)
+        """Take an ended row out of everything."""
+        self.batch.leave(row)
+        self.ledger.move(row, Stage.ENDED)
+        if row.prompt.loading is not None:
+            row.prompt.loading.cancel()
         if row.reuse.continues is not None:  # its user's cache was not used
             row.reuse.continues.release()
         row.clear()
@@ -174,8 +235,17 @@ class Rows:
         events, self.events = self.events, []
         return events
 
-    def _take_out(self, row: Row) -> None:
-        self.waiting.remove(row)
-        self.forks.pop(row, None)
-        self.prefilling.pop(row.request_id, None)
-        self.batch.leave(row)
+
+def waiting(row: Row, *, waits: bool = False) -> WaitingRow:
+    """Return what the schedule sees of a waiting row."""
+    return WaitingRow(
+        row.request_id,
+        row.client,
+        row.priority,
+        row.clock.submitted,
+        tokens(row),
+        row.stage is Stage.ENCODED,
+        row.stage is Stage.READY,
+        waits,
+        row.facts.length - row.prompt.prefilled,
+    )

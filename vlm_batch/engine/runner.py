@@ -4,28 +4,25 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
-import numpy as np
 
 from vlm_batch.arrays import arrays_of, own_array
 from vlm_batch.caches import Placement, take_row, trim
 from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.engine.batch import DecodeBatch
 from vlm_batch.engine.decoding import Decoder
-from vlm_batch.engine.drafts import SIZES, Drafts
+from vlm_batch.engine.drafts import Drafts
 from vlm_batch.engine.logprobs import POSITIONS_TOGETHER, PromptScores
-from vlm_batch.engine.memory import EncoderMemory
-from vlm_batch.engine.port import ModelAdapter
+from vlm_batch.engine.memory import EncoderMemory, RowMemory
 from vlm_batch.engine.reuse import Reuse
-from vlm_batch.engine.row import Facts, Row
+from vlm_batch.engine.row import Facts, Row, Stage
 from vlm_batch.engine.rows import Rows
-from vlm_batch.engine.sampling import READ_HISTORY, RowRules, stages_of
-from vlm_batch.engine.scheduler import PrefillRow
+from vlm_batch.engine.sampling import stages_of
+from vlm_batch.engine.schedule import PrefillRow
 from vlm_batch.engine.shapes import Shapes
 from vlm_batch.engine.work import (
     Failed,
@@ -38,14 +35,17 @@ from vlm_batch.engine.work import (
     note_again,
 )
 from vlm_batch.errors import InvalidParameters, PromptTooLong, is_out_of_memory, let_go
-from vlm_batch.records import DraftState, Encoded, Hidden
+from vlm_batch.records import Call, Encoded, Hidden
 from vlm_batch.runtime.memory import default_limit
+
+if TYPE_CHECKING:
+    from vlm_batch.adapters.base import Adapter
 
 
 class Runner:
     def __init__(
         self,
-        adapter: ModelAdapter,
+        adapter: Adapter,
         rows: Rows,
         reuse: Reuse,
         decoder: Decoder,
@@ -53,8 +53,10 @@ class Runner:
         kv: KVQuantisation | None,
         shapes: Shapes,
         drafts: Drafts | None,
+        memory: RowMemory,
     ) -> None:
         self.adapter = adapter
+        self._memory = memory
         self.drafts = drafts
         self.encoding = EncoderMemory(default_limit())
         self._rows = rows
@@ -65,39 +67,50 @@ class Runner:
         self._shapes = shapes
         self._stops = (kv.start,) if kv is not None and kv.start else ()
 
-    def decode(self, group: DecodeBatch) -> list[Part]:
-        """Launch a group's forward. A row whose next token depends on the last is a part of its own."""
+    def decode(self, group: DecodeBatch, yielding: Collection[str] = ()) -> list[Part]:
+        """Launch a group's forward. A row whose next token depends on the last is a part of its own.
+
+        Args:
+            yielding: ids of rows that yield their places, which are parts of their own, too.
+        """
         rows = group.rows
         group.lay_out()
         logits = self._decoder.logits(group, rows)
+        self._note_words(logits)
+        alone: set[Row] = set()
         for row in rows:
-            row.answer.num_fed = row.answer.num_sampled
-        apart = [
-            row
-            for row in rows
-            if row.answer.ahead or (row.answer.guide and row.answer.known_token is None)
-        ]
-        if not apart:
+            answer = row.answer
+            answer.num_fed = answer.num_sampled
+            is_plain = answer.guide is None and not answer.drafter.ahead
+            is_apart = not is_plain and _is_chosen_apart(row)
+            if is_apart or row.request_id in yielding:
+                alone.add(row)
+        if not alone:
             return [Part(rows, logits)]
         mx.async_eval(logits)
-        parts, free, first = [], [], 0
+        apart: list[Part] = []
+        together: list[Row] = []
+        firsts: list[int] = []
+        first = 0
         for row in rows:
-            end = first + 1 + len(row.answer.ahead)
-            if row in apart:
-                is_held = not row.answer.ahead
-                parts.append(
-                    Part(
-                        [row],
-                        logits[first:end],
-                        is_held=is_held,
-                        ahead=row.answer.ahead,
-                    )
-                )
+            ahead = row.answer.drafter.ahead
+            end = first + 1 + len(ahead)
+            if row in alone:
+                is_held = _is_chosen_apart(row) and not ahead
+                own = logits[first:end]
+                apart.append(Part([row], own, is_held=is_held, ahead=ahead))
             else:
-                free.append(first)
+                together.append(row)
+                firsts.append(first)
             first = end
-        together = [row for row in rows if row not in apart]
-        return [Part(together, logits[mx.array(free)]), *parts] if free else parts
+        if not together:
+            return apart
+        return [Part(together, logits[mx.array(firsts)]), *apart]
+
+    def _note_words(self, logits: mx.array) -> None:
+        """Tell drafts how many tokens the model has."""
+        if self.drafts is not None:
+            self.drafts.num_words = logits.shape[-1]
 
     # Pictures and prompts, encoded
 
@@ -109,26 +122,17 @@ class Runner:
             count = 1
         found = launch(attempt([row], self._encode_row, row) for row in rows[:count])
         for part in found:
-            if (
-                isinstance(part, Part)
-                and (continues := part.rows[0].reuse.continues) is not None
-            ):
-                continues.take()
-                part.rows[0].reuse.continues = None
+            if isinstance(part, Part):
+                self._reuse.take_continued(part.rows[0])
         return found
 
     def _encode_pictures(self, rows: Sequence[Row]) -> int:
         """Encode first rows' pictures in one call. Returns the number of rows, 0 if none share it."""
         sizes = list(itertools.accumulate(map(picture_bytes, rows)))
-        count = next(
-            (
-                at
-                for at, nbytes in enumerate(sizes)
-                if at and not self.encoding.fits(nbytes)
-            ),
-            len(rows),
-        )
-        if count < 2:
+        count = 1
+        while count < len(rows) and self.encoding.fits(sizes[count]):
+            count += 1
+        if count == 1:
             return 0
         before = mx.get_active_memory()
         prompts = [row.prompt for row in rows[:count]]
@@ -137,19 +141,19 @@ class Runner:
             found = self.adapter.encode_together(given, self._shapes.encode_call())
         except Exception:
             return 0  # each row is encoded alone, for an error of its own
-        for prompt, inputs in zip(prompts, found, strict=True):
-            prompt.inputs = inputs
-        reach = max(
-            (index + 1 for index in range(count) if found[index] is not given[index]),
-            default=1,
-        )
-        if reach < 2:
+        last = 0  # row whose pictures were encoded
+        # the first row after it that needs a tower of its own is another call's
+        reach = count
+        for at in reversed(range(count)):
+            prompts[at].inputs = found[at]
+            if found[at] is not given[at]:
+                last = max(last, at)
+            elif at:
+                reach = at
+        if not last:
             return 0
-        self.encoding.begin(sizes[reach - 1], before)
-        # the next row that needs a tower of its own is another call's
-        return next(
-            (index for index in range(1, reach) if found[index] is given[index]), reach
-        )
+        self.encoding.begin(sizes[last], before)
+        return reach
 
     def _encode_row(self, row: Row) -> Made:
         """Encode a row. Raises PromptTooLong, DoesNotFit, and the family's errors."""
@@ -161,67 +165,47 @@ class Runner:
         check_encoded(encoded)
         prompt.ends = self._shapes.ends(encoded.length, encoded.atomic)
         if params.prompt_logprobs is not None:
-            if prompt.ends and not self.adapter.scores_chunks:
-                raise InvalidParameters(
-                    "prompt_logprobs: this family's take a forward a token, which reproducible=True excludes"
-                )
-            answer.prompt_scores = self._scores(params.prompt_logprobs, encoded)
-        context = self.adapter.max_context
-        check_length(
-            encoded.length,
-            context,
-            self._max_prompt_tokens,
-            least=min(1, params.max_tokens),
-        )
+            answer.prompt_scores = self._scores(row, params.prompt_logprobs, encoded)
+        self._check_length(row, encoded.length)
         prompt.is_shared = answer.prompt_scores is None and self._shapes.shares(encoded)
-        prompt.inputs, prompt.encoded, prompt.prefilled = None, encoded, cached
-        row.facts = Facts(
-            encoded.length,
-            encoded.position.delta,
-            encoded.image_tokens,
-            encoded.model_image_sizes,
-            encoded.vocabulary,
-            encoded.decode,
-            tuple(encoded.input_ids[0].tolist()) if row.returns_prompt_ids else None,
-        )
-        answer.max_tokens = (
-            params.max_tokens
-            if context is None
-            else min(params.max_tokens, context - encoded.length)
-        )
-        answer.rules = RowRules(answer.end_ids, answer.bad_words)
-        stages = stages_of(params, answer.rules)
-        answer.changes_logits = bool(stages)
-        self._give_drafter(row, encoded)
-        if answer.bad_words or not READ_HISTORY.isdisjoint(stages):
-            known = [token for token in encoded.input_ids[0].tolist() if token >= 0]
-            answer.history = mx.array(known, dtype=mx.int32)
+        prompt.inputs = None
+        prompt.encoded = encoded
+        prompt.prefilled = cached
+        row.facts = _facts(row, encoded)
+        self._begin_answer(row, encoded)
         if not row.clock.first_token:
-            row.clock.encode_seconds = time.perf_counter() - begin
-        self._rows.waiting.memory.check(row)
+            seconds = time.perf_counter() - begin
+            row.clock.spent = replace(row.clock.spent, encode=seconds)
+        self._memory.check(row)
         return Part([row]), [encoded.inputs_embeds]
 
-    def _give_drafter(self, row: Row, encoded: Encoded) -> None:
-        """Let a row draft, unless its logits processors may count calls."""
-        if (
-            self.drafts is None
-            or not row.may_draft
-            or row.params.logits_processors
-            or row.answer.drafter is not None
-        ):
-            return
-        row.answer.drafter = self.drafts.drafter(
-            row.client, np.array(encoded.input_ids, dtype=np.int32)[0].tobytes()
-        )
-        model = self.drafts.model
-        # else tokens and states do not fit
-        if model is not None and encoded.input_ids.shape[1] == encoded.length:
-            row.answer.draft_state = DraftState(deque(maxlen=model.context))
-        if row.answer.guide is not None:
-            row.answer.guide.most_ahead = SIZES[-1]
+    def _check_length(self, row: Row, length: int) -> None:
+        """Raise PromptTooLong."""
+        limit, context = self._max_prompt_tokens, self.adapter.max_context
+        least = min(1, row.params.max_tokens)
+        check_length(length, context, limit, least=least)
 
-    def _scores(self, count: int, encoded: Encoded) -> PromptScores:
+    def _begin_answer(self, row: Row, encoded: Encoded) -> None:
+        """Prepare what the choice of a row's tokens needs."""
+        answer, params = row.answer, row.params
+        answer.max_tokens = params.max_tokens
+        if self.adapter.max_context is not None:
+            room = self.adapter.max_context - encoded.length
+            answer.max_tokens = min(params.max_tokens, room)
+        stages = stages_of(params, answer.rules)
+        answer.changes_logits = bool(stages)
+        if self.drafts is not None:
+            self.drafts.give_drafter(row, encoded)
+        if any(stage.reads_history for stage in stages):
+            known = [token for token in encoded.input_ids[0].tolist() if token >= 0]
+            answer.history = mx.array(known, dtype=mx.int32)
+
+    def _scores(self, row: Row, count: int, encoded: Encoded) -> PromptScores:
         """Return an empty record, or raise InvalidParameters."""
+        if row.prompt.ends and not self.adapter.scores_chunks:
+            raise InvalidParameters(
+                "prompt_logprobs: this family's take a forward a token, which reproducible=True excludes"
+            )
         if encoded.input_ids.shape[1] != encoded.length:
             raise InvalidParameters(
                 "prompt_logprobs: this family's prompts have more positions than tokens"
@@ -239,146 +223,148 @@ class Runner:
     # Prompts, into caches
 
     def views(self, now: float) -> list[PrefillRow]:
-        found = []
-        for name, row in self._rows.prefilling.items():
-            prompt, length = row.prompt, row.facts.length
-            assert prompt.encoded is not None
-            stops = (*self._stops, *row.reuse.stops)
-            if row.answer.prompt_scores is not None:
-                together = POSITIONS_TOGETHER if self.adapter.scores_chunks else 1
-                stops = (*stops, *range(together, length, together))
-            waited = max(0.0, now - row.clock.submitted)
-            atomic = prompt.encoded.atomic
-            at = (length, prompt.prefilled)
-            client = row.client
-            found.append(
-                PrefillRow(
-                    name, *at, atomic, stops, row.priority, waited, prompt.ends, client
-                )
-            )
-        return found
+        """Return the rows in prefill as the schedule sees them."""
+        rows = self._rows.ledger.at(Stage.PREFILL)
+        return [self._view(row, now) for row in rows]
+
+    def _view(self, row: Row, now: float) -> PrefillRow:
+        prompt, length = row.prompt, row.facts.length
+        assert prompt.encoded is not None
+        stops = (*self._stops, *row.reuse.stops)
+        if row.answer.prompt_scores is not None:
+            together = POSITIONS_TOGETHER if self.adapter.scores_chunks else 1
+            stops = (*stops, *range(together, length, together))
+        return PrefillRow(
+            row.request_id,
+            length,
+            prompt.prefilled,
+            prompt.encoded.atomic,
+            stops,
+            row.priority,
+            max(0.0, now - row.clock.submitted),
+            prompt.ends,
+            row.client,
+        )
 
     def group(self, chunks: Sequence[Work]) -> list[Work]:
         """Merge chunks of whole prompts that share an array."""
-        rows = self._rows.prefilling
-        whole = [
-            chunk
-            for chunk in chunks
-            if (row := rows[chunk.rows[0]]).prompt.is_shared
-            and (chunk.begin, chunk.end) == (0, row.facts.length)
-        ]
-        works = {chunk: chunk for chunk in chunks if chunk not in whole}
+        rows = {row.request_id: row for row in self._rows.ledger.at(Stage.PREFILL)}
         kinds: dict[Any, list[Work]] = {}
-        for chunk in whole:
-            encoded = rows[chunk.rows[0]].prompt.encoded
-            kinds.setdefault(encoded and encoded.kind, []).append(chunk)
-        for those in kinds.values():
-            for places in self._shapes.groups([chunk.end for chunk in those]):
-                group = [those[place] for place in places]
-                names = tuple(chunk.rows[0] for chunk in group)
-                works[group[0]] = replace(
-                    group[0], rows=names, end=max(chunk.end for chunk in group)
-                )
-        return [works[chunk] for chunk in chunks if chunk in works]
+        for chunk in chunks:
+            row = rows[chunk.rows[0]]
+            if _is_shared(row, chunk.begin, chunk.end):
+                encoded = row.prompt.encoded
+                kinds.setdefault(encoded and encoded.kind, []).append(chunk)
+        # of each group the first chunk stands for all
+        merged: dict[Work, Work | None] = {chunk: chunk for chunk in chunks}
+        for alike in kinds.values():
+            for places in self._shapes.groups([chunk.end for chunk in alike]):
+                group = [alike[place] for place in places]
+                merged |= dict.fromkeys(group)
+                merged[group[0]] = _merged(group)
+        return [work for work in merged.values() if work is not None]
 
     def prefill(self, work: Work) -> list[Part | Failed]:
         """Launch a chunk, or several prompts together; if that fails, each alone."""
         # without those that failed in an earlier chunk of this step
-        here = self._rows.prefilling
-        rows = [here[name] for name in work.rows if name in here]
+        named = map(self._rows.ledger.get, work.rows)
+        rows = [row for row in named if row and row.stage is Stage.PREFILL]
         if len(rows) > 1:
             try:
-                made = self._launch(rows)
-                return launch(
-                    [
-                        attempt([row], self._take, row, index, *made)
-                        for index, row in enumerate(rows)
-                    ]
-                )
+                return self._prefill_together(rows)
             except Exception as error:
                 if not is_out_of_memory(error):
                     note_again(len(rows), let_go(error))
-        begin, end = work.begin, work.end
-        return [
-            part
-            for row in rows
-            for part in launch(
-                [
-                    attempt(
-                        [row],
-                        self._prefill_alone,
-                        row,
-                        begin,
-                        min(end, row.facts.length),
-                    )
-                ]
-            )
-        ]
+        found: list[Part | Failed] = []
+        for row in rows:
+            end = min(work.end, row.facts.length)
+            made = attempt([row], self._prefill_alone, row, work.begin, end)
+            found += launch([made])
+        return found
+
+    def _prefill_together(self, rows: Sequence[Row]) -> list[Part | Failed]:
+        """Launch whole prompts in one array."""
+        made = self._launch(rows)
+        return launch(
+            [attempt([row], self._take, row, at, *made) for at, row in enumerate(rows)]
+        )
 
     def _prefill_alone(self, row: Row, begin: int, end: int) -> Made:
         """Launch one row's chunk, with the idle rows of its shape."""
-        prompt = row.prompt
+        prompt, scores = row.prompt, row.answer.prompt_scores
         assert prompt.encoded is not None and prompt.cache is not None
-        is_whole = prompt.is_shared and (begin, end) == (0, row.facts.length)
-        logits = row.reuse.logits  # (1, V), kept from the same prompt
-        scores, scored = row.answer.prompt_scores, []
-        if logits is None:
-            # else a forward per token
-            is_scored = scores is not None and self.adapter.scores_chunks
-            count, stop, call = self._shapes.prefill_call(
-                begin, [end], is_whole=is_whole, is_scored=is_scored
-            )
-            if count > 1:
-                return self._take(row, 0, *self._launch([row]))
-            hidden: list[mx.array] | None = (
-                None if row.answer.draft_state is None else []
-            )
-            logits = self.adapter.prefill(
-                [prompt.encoded],
-                prompt.cache,
-                begin,
-                stop,
-                replace(call, hidden=hidden),
-            )
-            if hidden:
-                _keep_hidden(hidden[0], [row], begin, [end])
-            if stop > end:
-                trim(prompt.cache, stop - end)
-            if scores is not None:
-                scored, logits = scores.add(logits, end), logits[-1:]
+        kept = row.prompt.logits  # (1, V), of the same prompt
+        if kept is not None:
+            prompt.prefilled = end
+            return self._made(row, kept)
+        # else a forward per token
+        is_scored = scores is not None and self.adapter.scores_chunks
+        is_whole = _is_shared(row, begin, end)
+        count, stop, call = self._shapes.prefill_call(
+            begin, [end], is_whole=is_whole, is_scored=is_scored
+        )
+        if count > 1:
+            return self._take(row, 0, *self._launch([row]))
+        logits = self._forward(
+            [prompt.encoded], prompt.cache, [row], begin, end, stop, call
+        )
+        if stop > end:
+            trim(prompt.cache, stop - end)
+        scored: list[mx.array] = []
+        if scores is not None:
+            scored, logits = scores.add(logits, end), logits[-1:]
         prompt.prefilled = end
-        return self._settle(row, logits, scored)
+        return self._made(row, logits, scored)
 
     def _launch(self, rows: Sequence[Row]) -> tuple[mx.array, list[Any], int]:
+        """Launch whole prompts in one array. Returns logits (R, V), the shared cache, its positions."""
         prompts = [row.prompt.encoded for row in rows if row.prompt.encoded is not None]
         cache = self.adapter.make_cache(self._kv)
         count, end, call = self._shapes.prefill_call(
             0, [prompt.length for prompt in prompts], is_whole=True
         )
         filled = [*prompts, *[prompts[-1]] * (count - len(prompts))]
-        hidden: list[mx.array] | None = (
-            [] if any(row.answer.draft_state is not None for row in rows) else None
-        )
-        logits = self.adapter.prefill(
-            filled, cache, 0, end, replace(call, hidden=hidden)
-        )
-        if hidden:
-            _keep_hidden(hidden[0], rows, 0, [prompt.length for prompt in prompts])
+        logits = self._forward(filled, cache, rows, 0, end, end, call)
         mx.async_eval(logits, [layer.state for layer in cache])
         return logits, cache, end
+
+    def _forward(
+        self,
+        prompts: Sequence[Encoded],
+        cache: list[Any],
+        rows: Sequence[Row],
+        begin: int,
+        end: int,
+        stop: int,
+        call: Call,
+    ) -> mx.array:
+        """Run positions [begin, stop) of prompts, of which the first are ``rows``'; keep their hidden states.
+
+        Args:
+            end: of what is no padding, unless the row is shorter.
+        """
+        if not any(row.answer.drafter.context for row in rows):
+            return self.adapter.prefill(prompts, cache, begin, stop, call)
+        hidden: list[mx.array] = []
+        call = replace(call, hidden=hidden)
+        logits = self.adapter.prefill(prompts, cache, begin, stop, call)
+        for states in hidden[:1]:
+            _keep_hidden(states, rows, begin, end)
+        return logits
 
     def _take(
         self, row: Row, index: int, logits: mx.array, cache: list[Any], width: int
     ) -> Made:
+        """Take a row's caches and logits out of a shared array of ``width`` positions."""
         prompt, length = row.prompt, row.facts.length
         prompt.cache = take_row(
             cache, index, is_own=self._shapes.layout is Placement.ROWS
         )
         prompt.prefilled = length
         trim(prompt.cache, width - length)
-        return self._settle(row, logits[index : index + 1])
+        return self._made(row, logits[index : index + 1])
 
-    def _settle(
+    def _made(
         self, row: Row, logits: mx.array, scored: Sequence[mx.array] = ()
     ) -> Made:
         """Return a chunk's part and arrays. ``logits`` (1, V): of its last position."""
@@ -389,32 +375,65 @@ class Runner:
         if is_done:
             self.adapter.finish_prefill(prompt.encoded, prompt.cache)
         state = arrays_of([cache.state for cache in prompt.cache])
-        last = [logits] if is_done else []
         # A part does not hold a row's state, which the next token would have to copy.
-        part = Part(
-            [row], logits if is_done else None, [*(last or state), *kept, *scored]
-        )
-        return part, [*state, *last, *kept, *scored]
+        if is_done:
+            self._note_words(logits)
+            part = Part([row], logits, [logits, *kept, *scored])
+            return part, [*state, logits, *kept, *scored]
+        part = Part([row], None, [*state, *kept, *scored])
+        return part, [*state, *kept, *scored]
 
 
-def _keep_hidden(
-    hidden: mx.array, rows: Sequence[Row], begin: int, ends: Sequence[int]
-) -> None:
-    """Keep the last of a chunk's hidden states (R, L, D) from ``begin`` for the draft model."""
-    for index, (row, end) in enumerate(zip(rows, ends, strict=True)):
-        if (state := row.answer.draft_state) is not None:
-            first = max(begin, end - (state.hidden.maxlen or 0))
-            states = own_array(hidden[index, first - begin : end - begin])
-            mx.async_eval(states)
-            state.hidden.append(Hidden(states, 0, first, end - first))
+def _facts(row: Row, encoded: Encoded) -> Facts:
+    """Return what outlives an encoded prompt."""
+    token_ids: tuple[int, ...] | None = None
+    if row.returns_prompt_ids:
+        token_ids = tuple(encoded.input_ids[0].tolist())
+    return Facts(
+        length=encoded.length,
+        delta=encoded.position.delta,
+        image_tokens=encoded.image_tokens,
+        model_image_sizes=encoded.model_image_sizes,
+        vocabulary=encoded.vocabulary,
+        extras=encoded.decode,
+        token_ids=token_ids,
+    )
+
+
+def _is_chosen_apart(row: Row) -> bool:
+    """Return whether a row's next token depends on its last, or it drafts."""
+    if row.answer.drafter.ahead:
+        return True
+    return row.answer.guide is not None and row.answer.known_token is None
+
+
+def _merged(group: Sequence[Work]) -> Work:
+    """Return a chunk of all rows of several whole prompts."""
+    names = tuple(chunk.rows[0] for chunk in group)
+    longest = max(chunk.end for chunk in group)
+    return replace(group[0], rows=names, end=longest)
+
+
+def _is_shared(row: Row, begin: int, end: int) -> bool:
+    """Return whether a chunk is a whole prompt that shares an array."""
+    return row.prompt.is_shared and (begin, end) == (0, row.facts.length)
+
+
+def _keep_hidden(hidden: mx.array, rows: Sequence[Row], begin: int, end: int) -> None:
+    """Keep the last of rows' hidden states (R, L, D) from ``begin`` for the model that drafts."""
+    for index, row in enumerate(rows):
+        drafter = row.answer.drafter
+        if not drafter.context:
+            continue
+        last = min(end, row.facts.length)
+        first = max(begin, last - drafter.context)
+        states = own_array(hidden[index, first - begin : last - begin])
+        mx.async_eval(states)
+        drafter.see(Hidden(states, 0, first, last - first))
 
 
 def picture_bytes(row: Row) -> int:
-    return (
-        row.prompt.nbytes
-        if row.image_sizes or row.video_sizes or row.audio_seconds
-        else 0
-    )
+    return row.prompt.nbytes if row.media.has_any else 0
 
 
 def check_length(

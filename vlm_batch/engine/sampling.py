@@ -1,11 +1,12 @@
-"""From logits to tokens: a row's own stages (``process``), masks of forms, then ``sample`` for all rows.
+"""From logits to tokens: a row's own stages (``STAGES``), masks of forms, then ``sample`` for all rows.
 
-A draw depends on its row's logits, parameters, seed and step alone.
+A draw depends on its row's logits, parameters, seed and step alone. A further option is a function here and a line of
+``STAGES``, which has the stages in their order, or a step of ``sample``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence, Set
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
@@ -34,13 +35,14 @@ class RowRules:
     )
 
     def arrays(self, params: SamplingParams, size: int) -> _Arrays:
-        if (
-            not self._made
-            or self._made[0][0] is not params
-            or self._made[0][1].size != size
-        ):
-            self._made[:] = [(params, _Arrays.of(params, self.bad_words, size))]
-        return self._made[0][1]
+        """Return the rules as arrays, made once."""
+        if self._made:
+            given, made = self._made[0]
+            if given is params and made.size == size:
+                return made
+        made = _Arrays.of(params, self.bad_words, size)
+        self._made[:] = [(params, made)]
+        return made
 
 
 NO_RULES = RowRules()
@@ -55,10 +57,6 @@ class SamplingRow(NamedTuple):
     history: mx.array | None = None  # (T,) int, prompt and answer, if a stage reads it
     vocabulary: int | None = None  # number of its columns; None for all
     rules: RowRules = NO_RULES
-
-
-#: (logits (1, V), their row) -> logits (1, V)
-Stage: TypeAlias = Callable[[mx.array, SamplingRow], mx.array]
 
 
 @dataclass(frozen=True)
@@ -81,7 +79,7 @@ class _Arrays:
         cls, params: SamplingParams, bad_words: Sequence[Sequence[int]], size: int
     ) -> _Arrays:
         """Raise InvalidParameters for ids outside the vocabulary."""
-        made: dict[str, mx.array] = {}
+        made = _word_arrays([word for word in bad_words if word[-1] < size])
         if params.logit_bias:
             check_within("logit_bias", params.logit_bias, size)
             made["biased"] = mx.array(list(params.logit_bias))
@@ -93,17 +91,29 @@ class _Arrays:
         if params.whitelist_token_ids:
             check_within("whitelist_token_ids", params.whitelist_token_ids, size)
             made["may_repeat"] = mx.array(list(params.whitelist_token_ids))
-        known = [tuple(word) for word in bad_words if word[-1] < size]
-        if single := [word[0] for word in known if len(word) == 1]:
-            made["single"] = mx.array(single)
-        if several := [word for word in known if len(word) > 1]:
-            width = max(map(len, several)) - 1
-            made["words"] = mx.array(
-                [[-1] * (width + 1 - len(word)) + list(word[:-1]) for word in several]
-            )
-            made["lengths"] = mx.array([len(word) - 1 for word in several])
-            made["lasts"] = mx.array([word[-1] for word in several])
         return cls(size, **made)
+
+
+def _word_arrays(words: Sequence[Sequence[int]]) -> dict[str, mx.array]:
+    """Return the fields of ``_Arrays`` for bad words."""
+    single: list[int] = []
+    several: list[Sequence[int]] = []
+    for word in words:
+        if len(word) == 1:
+            single.append(word[0])
+        else:
+            several.append(word)
+    made: dict[str, mx.array] = {}
+    if single:
+        made["single"] = mx.array(single)
+    if several:
+        longest = max(map(len, several))
+        padded = [[-1] * (longest - len(word)) + list(word) for word in several]
+        every = mx.array(padded)
+        made["words"] = every[:, :-1]
+        made["lasts"] = every[:, -1]
+        made["lengths"] = mx.array([len(word) - 1 for word in several])
+    return made
 
 
 @dataclass(frozen=True)
@@ -117,20 +127,22 @@ class Sampled:
     logprob_rows: Sequence[int] = ()
 
     def arrays(self) -> list[mx.array]:
-        found = [self.tokens] if self.highest is None else [self.tokens, self.highest]
-        return found if self.logprobs is None else [*found, *self.logprobs.arrays()]
+        found = [self.tokens]
+        if self.highest is not None:
+            found.append(self.highest)
+        if self.logprobs is not None:
+            found += self.logprobs.arrays()
+        return found
 
     def read(self) -> tuple[list[int], list[float], dict[int, TokenLogprobs]]:
         """Wait for tokens, each row's highest logit, and log-probabilities by row."""
         tokens: Any = self.tokens.tolist()
-        highest: Any = (
-            [0.0] * len(tokens) if self.highest is None else self.highest.tolist()
-        )
-        told = (
-            []
-            if self.logprobs is None
-            else self.logprobs.read([tokens[row] for row in self.logprob_rows])
-        )
+        highest: Any = [0.0] * len(tokens)
+        if self.highest is not None:
+            highest = self.highest.tolist()
+        if self.logprobs is None:
+            return tokens, highest, {}
+        told = self.logprobs.read([tokens[row] for row in self.logprob_rows])
         return tokens, highest, dict(zip(self.logprob_rows, told, strict=True))
 
 
@@ -213,56 +225,81 @@ def no_repeat_ngrams(logits: mx.array, row: SamplingRow) -> mx.array:
     return mx.where(is_banned[:size], -mx.inf, logits)
 
 
-def forbidden(logits: mx.array, row: SamplingRow) -> mx.array:
-    """Exclude tokens not allowed, early ends, and last tokens of bad words."""
-    params, rules, size = row.params, row.rules, logits.shape[-1]
-    made = rules.arrays(params, size)
-    if made.allowed is not None:
-        logits = mx.where(made.allowed, logits, -mx.inf)
-    if row.step < params.min_tokens and (
-        ends := [token for token in rules.end_ids if 0 <= token < size]
-    ):
-        logits = logits.at[:, mx.array(ends)].add(mx.array(-mx.inf, dtype=logits.dtype))
+def allowed_only(logits: mx.array, row: SamplingRow) -> mx.array:
+    """Exclude tokens outside ``allowed_token_ids``."""
+    made = row.rules.arrays(row.params, logits.shape[-1])
+    assert made.allowed is not None
+    return mx.where(made.allowed, logits, -mx.inf)
+
+
+def no_early_end(logits: mx.array, row: SamplingRow) -> mx.array:
+    """Exclude tokens that end the answer before ``min_tokens``."""
+    size = logits.shape[-1]
+    ends = [token for token in row.rules.end_ids if 0 <= token < size]
+    if row.step >= row.params.min_tokens or not ends:
+        return logits
+    return _without(logits, mx.array(ends))
+
+
+def no_bad_words(logits: mx.array, row: SamplingRow) -> mx.array:
+    """Exclude bad words of one token, and the last tokens of others whose beginnings were said."""
+    made = row.rules.arrays(row.params, logits.shape[-1])
     if made.single is not None:
-        logits = logits.at[:, made.single].add(mx.array(-mx.inf, dtype=logits.dtype))
-    if (
-        made.words is not None
-        and made.lengths is not None
-        and made.lasts is not None
-        and row.history is not None
-    ):
-        ends_word = _ends_with(row.history, made.words) & (made.lengths <= row.step)
-        logits = logits.at[:, made.lasts].add(
-            mx.where(ends_word, -mx.inf, 0.0).astype(logits.dtype)
-        )
-    return logits
+        logits = _without(logits, made.single)
+    if made.words is None or row.history is None:
+        return logits
+    assert made.lengths is not None and made.lasts is not None
+    ends_word = _ends_with(row.history, made.words) & (made.lengths <= row.step)
+    lowered = mx.where(ends_word, -mx.inf, 0.0).astype(logits.dtype)
+    return logits.at[:, made.lasts].add(lowered)
 
 
-def stages_of(params: SamplingParams, rules: RowRules) -> tuple[Stage, ...]:
-    stages: dict[Stage, object] = {
-        repetition_penalty: params.repetition_penalty != 1.0,
-        count_penalties: params.presence_penalty or params.frequency_penalty,
-        biases: params.logit_bias,
-        processors: params.logits_processors,
-        no_repeat_ngrams: params.no_repeat_ngram_size,
-        forbidden: params.allowed_token_ids is not None
-        or params.min_tokens
-        or rules.bad_words,
-    }
-    return tuple(stage for stage, is_asked in stages.items() if is_asked)
+def _without(logits: mx.array, tokens: mx.array) -> mx.array:
+    return logits.at[:, tokens].add(mx.array(-mx.inf, dtype=logits.dtype))
 
 
-#: Stages that read ``SamplingRow.history``, as bad words do.
-READ_HISTORY: Set[Stage] = frozenset(
-    {repetition_penalty, count_penalties, processors, no_repeat_ngrams}
+@dataclass(frozen=True)
+class LogitsStage:
+    """A stage that changes one row's logits.
+
+    Args:
+        apply: (logits (1, V), their row) -> logits (1, V).
+        is_asked: whether a row has the stage.
+        reads_history: ``apply`` reads ``SamplingRow.history``.
+    """
+
+    apply: Callable[[mx.array, SamplingRow], mx.array]
+    is_asked: Callable[[SamplingParams, RowRules], object]
+    reads_history: bool = False
+
+
+def _has_penalties(params: SamplingParams, rules: RowRules) -> object:
+    return params.presence_penalty or params.frequency_penalty
+
+
+#: All stages of one row, in their order.
+STAGES = (
+    LogitsStage(repetition_penalty, lambda p, _: p.repetition_penalty != 1.0, True),
+    LogitsStage(count_penalties, _has_penalties, True),
+    LogitsStage(biases, lambda p, _: p.logit_bias),
+    LogitsStage(processors, lambda p, _: p.logits_processors, True),
+    LogitsStage(no_repeat_ngrams, lambda p, _: p.no_repeat_ngram_size, True),
+    LogitsStage(allowed_only, lambda p, _: p.allowed_token_ids is not None),
+    LogitsStage(no_early_end, lambda p, _: p.min_tokens),
+    LogitsStage(no_bad_words, lambda _, rules: rules.bad_words, True),
 )
+
+
+def stages_of(params: SamplingParams, rules: RowRules) -> list[LogitsStage]:
+    """Return a row's stages in their order."""
+    return [stage for stage in STAGES if stage.is_asked(params, rules)]
 
 
 def process(logits: mx.array, row: SamplingRow) -> mx.array:
     """Apply a row's own stages to its logits (1, V)."""
     logits = logits[:, : row.vocabulary]
     for stage in stages_of(row.params, row.rules):
-        logits = stage(logits, row)
+        logits = stage.apply(logits, row)
     return logits
 
 
@@ -272,9 +309,8 @@ def _ends_with(history: mx.array, words: mx.array) -> mx.array:
     tail = history[history.shape[0] - width :]
     padding = words[:, : words.shape[1] - width]
     begun = words[:, words.shape[1] - width :]
-    return mx.all((begun == tail) | (begun == -1), axis=1) & mx.all(
-        padding == -1, axis=1
-    )
+    has_tail = mx.all((begun == tail) | (begun == -1), axis=1)
+    return has_tail & mx.all(padding == -1, axis=1)
 
 
 # All rows at once -----------------------------------------------------------------------------------------------------
@@ -288,38 +324,58 @@ def sample(logits: mx.array, rows: Sequence[SamplingRow]) -> Sampled:
     """
     tokens = mx.argmax(logits, axis=-1)
     drawn = [i for i, row in enumerate(rows) if row.params.temperature > 0]
-    # Drawn rows look for infinity or NaN in all logits: a cutoff could hide them.
-    highest = (
-        mx.max(logits, axis=-1)
-        if drawn
-        else mx.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
-    )
-    ordered = [i for i in drawn if rows[i].params.top_k > 0 or rows[i].params.top_p < 1]
-    for group, draw in (
-        ([i for i in drawn if i not in ordered], _draw),
-        (ordered, _draw_sorted),
-    ):
-        if group:
-            picked = [rows[i] for i in group]
-            scaled = logits[mx.array(group)].astype(mx.float32) / _column(
-                [row.params.temperature for row in picked]
-            )
-            noise = mx.stack([_noise(row, scaled.shape[-1]) for row in picked])
-            tokens = _merge(tokens, group, draw(scaled, noise, picked))
-    counts = {
-        i: row.params.logprobs
-        for i, row in enumerate(rows)
-        if row.params.logprobs is not None
-    }
+    # A cutoff could hide infinity or NaN: drawn rows look for them in all logits.
+    highest = mx.max(logits, axis=-1) if drawn else _at(logits, tokens)
+    if drawn:
+        tokens = _drawn(tokens, logits, rows, drawn)
+    counts: dict[int, int] = {}
+    for place, row in enumerate(rows):
+        if row.params.logprobs is not None:
+            counts[place] = row.params.logprobs
     if not counts:
         return Sampled(tokens, highest)
     asked = mx.array(list(counts))
-    return Sampled(
-        tokens,
-        highest,
-        Logprobs.of(logits[asked], tokens[asked], list(counts.values())),
-        tuple(counts),
-    )
+    told = Logprobs.of(logits[asked], tokens[asked], list(counts.values()))
+    return Sampled(tokens, highest, told, tuple(counts))
+
+
+def _drawn(
+    tokens: mx.array,
+    logits: mx.array,
+    rows: Sequence[SamplingRow],
+    places: Sequence[int],
+) -> mx.array:
+    """Return tokens (B,), those at places drawn."""
+    plain: list[int] = []
+    ordered: list[int] = []
+    for place in places:
+        (ordered if _is_sorted(rows[place].params) else plain).append(place)
+    if plain:
+        tokens = _merge(tokens, plain, _draw(*_noisy(logits, rows, plain)))
+    if ordered:
+        tokens = _merge(tokens, ordered, _draw_sorted(*_noisy(logits, rows, ordered)))
+    return tokens
+
+
+def _at(logits: mx.array, tokens: mx.array) -> mx.array:
+    """Return the logits (B,) of tokens (B,)."""
+    return mx.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
+
+
+def _is_sorted(params: SamplingParams) -> bool:
+    """Return whether a draw needs logits in their order."""
+    return params.top_k > 0 or params.top_p < 1
+
+
+def _noisy(
+    logits: mx.array, rows: Sequence[SamplingRow], places: Sequence[int]
+) -> tuple[mx.array, mx.array, list[SamplingRow]]:
+    """Return logits (R, V) at places over their temperatures, noise likewise, and their rows."""
+    picked = [rows[place] for place in places]
+    heat = _column([row.params.temperature for row in picked])
+    scaled = logits[mx.array(list(places))].astype(mx.float32) / heat
+    noise = mx.stack([_noise(row, scaled.shape[-1]) for row in picked])
+    return scaled, noise, picked
 
 
 def top_k(ranked: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
@@ -382,19 +438,25 @@ def _draw_among(
     tokens, mass = _draw_in_order(
         scaled, noise, rows, mx.take_along_axis(candidates, order, axis=-1)
     )
-    may_miss = [not 0 < row.params.top_k <= count for row in rows]
-    held: Any = mass.tolist() if any(may_miss) else []
+    if all(0 < row.params.top_k <= count for row in rows):
+        return tokens
+    held: Any = mass.tolist()
     for index, row in enumerate(rows):
-        if may_miss[index] and (
-            row.params.top_k > count or held[index] < row.params.top_p
-        ):
-            own = slice(index, index + 1)
-            is_near = 2 * held[index] >= row.params.top_p
-            more = count * MORE_CANDIDATES if is_near else size
-            tokens = _merge(
-                tokens, [index], _draw_among(scaled[own], noise[own], [row], more)
-            )
+        if not _may_miss(row.params, count, held[index]):
+            continue
+        own = slice(index, index + 1)
+        is_near = 2 * held[index] >= row.params.top_p
+        more = count * MORE_CANDIDATES if is_near else size
+        again = _draw_among(scaled[own], noise[own], [row], more)
+        tokens = _merge(tokens, [index], again)
     return tokens
+
+
+def _may_miss(params: SamplingParams, count: int, held: float) -> bool:
+    """Return whether a row may draw beyond the first ``count`` tokens, whose probability is ``held``."""
+    if 0 < params.top_k <= count:
+        return False
+    return params.top_k > count or held < params.top_p
 
 
 def _draw_in_order(
@@ -421,12 +483,12 @@ def _column(values: Sequence[float]) -> mx.array:  # (R, 1) float32
 def _merge(tokens: mx.array, places: Sequence[int], chosen: mx.array) -> mx.array:
     if len(places) == tokens.size:
         return chosen
-    source = mx.array(
-        [places.index(i) if i in places else 0 for i in range(tokens.size)]
-    )
-    return mx.where(
-        mx.array([i in places for i in range(tokens.size)]), chosen[source], tokens
-    )
+    is_chosen = [False] * tokens.size
+    source = [0] * tokens.size
+    for index, place in enumerate(places):
+        is_chosen[place] = True
+        source[place] = index
+    return mx.where(mx.array(is_chosen), chosen[mx.array(source)], tokens)
 
 
 def _noise(row: SamplingRow, size: int) -> mx.array:
@@ -440,3 +502,7 @@ def _noise(row: SamplingRow, size: int) -> mx.array:
         mx.random.uniform(shape=(own,), key=mx.random.key(value ^ (value >> 31)))
     )
     return noise if own == size else mx.pad(noise, (0, size - own))
+
+
+#: ``(processed logits (B, V), their rows) -> Sampled``; ``sample`` unless another is handed in.
+Sampler: TypeAlias = Callable[[mx.array, Sequence[SamplingRow]], Sampled]

@@ -1,16 +1,16 @@
 """Shapes of all calls: chunks, padding, rows per call, columns that attention reads.
 
 Kernels follow shapes, so last bits do, too. ``FreeShapes`` cost least. ``FixedShapes`` follow from the request, or were
-tested to give the same bits (``vlm_batch.engine.proof``).
+tested to give the same bits (``vlm_batch.proofs``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from vlm_batch.arrays import round_up
 from vlm_batch.caches import (
@@ -23,11 +23,13 @@ from vlm_batch.caches import (
     slab,
 )
 from vlm_batch.caches.quantisation import KVQuantisation
-from vlm_batch.engine.port import ModelAdapter
 from vlm_batch.policy import PACKED, POLICIES, Policy
 from vlm_batch.records import Call, Encoded, PromptKey
 from vlm_batch.runtime.device import Device
 from vlm_batch.store.digest import as_words, digest
+
+if TYPE_CHECKING:
+    from vlm_batch.adapters.base import Adapter
 
 #: Padded lengths between two powers of two: padding is at most a quarter of a chunk.
 STEPS = 4
@@ -80,24 +82,20 @@ class FreeShapes:
 
     @classmethod
     def of(
-        cls, adapter: ModelAdapter, kv: KVQuantisation | None, policy: Policy
+        cls, adapter: Adapter, kv: KVQuantisation | None, policy: Policy
     ) -> FreeShapes:
         fresh = adapter.make_cache(kv)
         can_pad = pads(adapter, fresh)
-        padding = policy.pad_to if can_pad else 0
-        fill = policy.smallest_chunk // 2 if padding else 0
-        if (
-            policy.placement == "rows"
-            and adapter.is_causal
-            and adapter.scores_chunks
-            and can_fill(fresh)
-        ):
-            fill = FEW_POSITIONS if can_pad else MORE_POSITIONS
-        most = policy.prefill_together if shares(adapter, fresh) else 1
-        short = policy.short_rows if kv is None else 0
-        return cls(Placement(policy.placement), policy, padding, most, fill, short)
+        return cls(
+            Placement(policy.placement),
+            policy,
+            padding=policy.pad_to if can_pad else 0,
+            most_prompts=policy.prefill_together if shares(adapter, fresh) else 1,
+            fill=_fill(adapter, fresh, policy, can_pad=can_pad),
+            short_rows=policy.short_rows if kv is None else 0,
+        )
 
-    def adapter(self, adapter: ModelAdapter) -> ModelAdapter:
+    def adapter(self, adapter: Adapter) -> Adapter:
         return adapter
 
     def limited(self, policy: Policy) -> Policy:
@@ -157,18 +155,12 @@ class FreeShapes:
         most = self.policy.together_tokens
         if not self.padding:
             return [(1, width) for width in widths]
-        counts = sorted(
-            {
-                padded_count(count, self.padding)
-                for count in range(1, self.most_prompts + 1)
-            }
-        )
-        return [
-            (count, width)
-            for count in counts
-            for width in widths
-            if count == 1 or count * width <= most
-        ]
+        counts = range(1, self.most_prompts + 1)
+        found: list[tuple[int, int]] = []
+        for count in sorted({padded_count(count, self.padding) for count in counts}):
+            widest = most // count if count > 1 else widths[-1]
+            found += [(count, width) for width in widths if width <= widest]
+        return found
 
     # Decode steps
 
@@ -181,23 +173,18 @@ class FreeShapes:
         return rows
 
     def places(self, rows: int, most: int) -> int:
-        return (
-            min(1 << (rows - 1).bit_length(), most)
-            if self.layout is Placement.SLAB and rows
-            else rows
-        )
+        if self.layout is Placement.ROWS or not rows:
+            return rows
+        return min(1 << (rows - 1).bit_length(), most)
 
     def least_columns(self, tokens: int) -> int:
         """Return the fewest columns of a row's slab. Different ones decode apart."""
         return 0
 
     def columns(self, tokens: int, least: int = 0) -> int:
-        return max(
-            least,
-            slab.capacity_for(tokens)
-            if self.layout is Placement.SLAB
-            else round_up(tokens, SHORT_STEP),
-        )
+        if self.layout is Placement.SLAB:
+            return max(least, slab.capacity_for(tokens))
+        return max(least, round_up(tokens, SHORT_STEP))
 
     def placement(
         self, lengths: Sequence[int], now: Placement | None = None
@@ -207,13 +194,13 @@ class FreeShapes:
         """
         if self.layout is Placement.SLAB or len(lengths) < 2 or not self.short_rows:
             return self.layout
-        are_there = now is Placement.SLAB
-        longest, spread = max(lengths), 2 * SPREAD if are_there else SPREAD
-        is_short = longest <= (
-            self.short_rows if are_there else self.short_rows - SPREAD
-        )
-        is_even = longest * len(lengths) - sum(lengths) <= spread * len(lengths)
-        return Placement.SLAB if is_short and is_even else Placement.ROWS
+        most, spread = self.short_rows - SPREAD, SPREAD
+        if now is Placement.SLAB:
+            most, spread = self.short_rows, 2 * SPREAD
+        longest = max(lengths)
+        unused = longest * len(lengths) - sum(lengths)
+        are_alike = longest <= most and unused <= spread * len(lengths)
+        return Placement.SLAB if are_alike else Placement.ROWS
 
     def layers(
         self,
@@ -223,10 +210,7 @@ class FreeShapes:
         placement: Placement | None = None,
     ) -> list[LayerCache]:
         """Return an empty batch's layers for such caches."""
-        layers = [
-            kind_of(single).batched(placement or self.layout, places)
-            for single in caches
-        ]
+        layers = _batched(caches, placement or self.layout, places)
         for layer in layers:
             layer.configure(partial(self.columns, least=least), self.policy.few_bits)
         return layers
@@ -284,21 +268,18 @@ class FixedShapes:
 
     @property
     def settings(self) -> Mapping[str, str]:
-        padded = f"; padded to {self.pad_to}" if self.pad_to else ""
-        joint = (
-            f"; in calls of {self.call_tokens} tokens, {self.call_patches} patches"
-            if self.joint is not None
-            else ""
-        )
         # named by the smallest number: a larger engine proves larger ones with the same bits
-        apart = "".join(
-            f"; {name} as {counts[0]} rows" for name, counts in self.products
-        )
-        return {
-            "reproducible": f"as {self.counts[0]} rows{apart}; {self.layout.value}; grid {self.grid}{padded}{joint}"
-        }
+        said = [f"as {self.counts[0]} rows"]
+        said += [f"{name} as {counts[0]} rows" for name, counts in self.products]
+        said += [self.layout.value, f"grid {self.grid}"]
+        if self.pad_to:
+            said.append(f"padded to {self.pad_to}")
+        if self.joint is not None:
+            tokens, patches = self.call_tokens, self.call_patches
+            said.append(f"in calls of {tokens} tokens, {patches} patches")
+        return {"reproducible": "; ".join(said)}
 
-    def adapter(self, adapter: ModelAdapter) -> ModelAdapter:
+    def adapter(self, adapter: Adapter) -> Adapter:
         return adapter.with_products(dict(self.products)) if self.products else adapter
 
     def limited(self, policy: Policy) -> Policy:
@@ -334,11 +315,9 @@ class FixedShapes:
     def pictures(self, call: Any) -> int:
         """Return the pictures, idle ones included, of a tower's call."""
         most = filling(call.tower.count_patches(call, 0), self.call_patches)
-        return (
-            self.joint.pictures(most, call)
-            if self.joint is not None and most > 1
-            else 1
-        )
+        if self.joint is None or most < 2:
+            return 1
+        return self.joint.pictures(most, call)
 
     # Prompts
 
@@ -350,10 +329,10 @@ class FixedShapes:
         ends: list[int] = []
         done = 0
         while done < length:
-            end = chunk_end(
-                done, length, self.grid - done % self.grid, atomic, self.stops
-            )
-            done = length if length - end == 1 and end not in self.stops else end
+            room = self.grid - done % self.grid
+            done = chunk_end(done, length, room, atomic, self.stops)
+            if length - done == 1 and done not in self.stops:
+                done = length
             ends.append(done)
         return tuple(ends)
 
@@ -393,14 +372,15 @@ class FixedShapes:
         is_whole: bool = False,
         is_scored: bool = False,
     ) -> tuple[int, int, Call]:
-        rows = self._prompts(ends[0]) if is_whole and not is_scored else 1
-        is_apart = self.joint is not None and self.joint.attends_apart(
-            rows, self.positions(ends[0] - begin)
-        )
-        call = Call(
-            is_scored=is_scored, is_fixed=True, attends_apart=rows > 1 and is_apart
-        )
-        return _prefill_call(begin, ends, rows, 0 if is_scored else self.pad_to, call)
+        call = Call(is_scored=is_scored, is_fixed=True)
+        if is_scored:
+            return _prefill_call(begin, ends, 1, 0, call)
+        rows = self._prompts(ends[0]) if is_whole else 1
+        if rows > 1 and self.joint is not None:
+            width = self.positions(ends[0] - begin)
+            is_apart = self.joint.attends_apart(rows, width)
+            call = replace(call, attends_apart=is_apart)
+        return _prefill_call(begin, ends, rows, self.pad_to, call)
 
     def arrays(self, context: int | None) -> list[tuple[int, int]]:
         # idle rows fill them
@@ -422,20 +402,15 @@ class FixedShapes:
         return next(count for count in self.counts if count >= rows) if rows else 0
 
     def least_columns(self, tokens: int) -> int:
-        has_own = (
-            self.layout is Placement.SLAB and self.widths and tokens > self.widths[-1]
-        )
-        return self.columns(tokens) if has_own else 0
+        if self.layout is Placement.ROWS or not self.widths:
+            return 0
+        return self.columns(tokens) if tokens > self.widths[-1] else 0
 
     def columns(self, tokens: int, least: int = 0) -> int:
         """Return the least sufficient of ``widths``, or a power of two."""
-        power = (
-            slab.CAPACITY_STEP
-            << ((max(tokens, 1) - 1) // slab.CAPACITY_STEP).bit_length()
-        )
-        return max(
-            least, next((width for width in self.widths if width >= tokens), power)
-        )
+        steps = (max(tokens, 1) - 1) // slab.CAPACITY_STEP
+        power = slab.CAPACITY_STEP << steps.bit_length()
+        return max(least, _least(self.widths, tokens, default=power))
 
     def placement(
         self, lengths: Sequence[int], now: Placement | None = None
@@ -449,11 +424,10 @@ class FixedShapes:
         least: int = 0,
         placement: Placement | None = None,
     ) -> list[LayerCache]:
-        layers = [kind_of(single).batched(self.layout, places) for single in caches]
+        columns = partial(self.columns, least=least)
+        layers = _batched(caches, self.layout, places)
         for layer in layers:
-            layer.configure(
-                partial(self.columns, least=least), self.few_bits, always_masked=True
-            )
+            layer.configure(columns, self.few_bits, always_masked=True)
         return layers
 
     def decode_call(self) -> Call:
@@ -464,15 +438,16 @@ class FixedShapes:
     ) -> list[int] | None:
         """As ``FreeShapes``, but the positions add up to one of ``counts``, and in slabs all are equal."""
         if placement is Placement.SLAB:
-            count = 1 + max(count or 0 for count in drafts)
-            return [count] * len(drafts) if count * len(drafts) in self.counts else None
+            longest = max(count or 0 for count in drafts)
+            counts = [1 + longest] * len(drafts)
+            return counts if sum(counts) in self.counts else None
         counts = [0 if count is None else 1 + count for count in drafts]
-        total = next((total for total in self.counts if total >= sum(counts)), None)
-        if total is None:
+        total = _least(self.counts, sum(counts))
+        if not total:
             return None
-        counts[
-            next((place for place, count in enumerate(drafts) if count is None), -1)
-        ] += total - sum(counts)
+        # an idle place takes what is left over
+        filler = drafts.index(None) if None in drafts else -1
+        counts[filler] += total - sum(counts)
         return counts
 
     def has_room(self, longest: int, count: int) -> bool:
@@ -481,25 +456,45 @@ class FixedShapes:
         )
 
     def steps(self, rows: int, longest: int) -> list[tuple[int, int]]:
-        counts = [count for count in self.counts if count <= self.group_size(rows)]
-        widths = sorted(
-            {
-                self.columns(tokens)
-                for tokens in range(1, longest + 1, slab.CAPACITY_STEP)
-            }
-        )
-        return [(count, columns) for columns in widths for count in counts]
+        most = self.group_size(rows)
+        widths = map(self.columns, range(1, longest + 1, slab.CAPACITY_STEP))
+        return [
+            (count, columns)
+            for columns in sorted(set(widths))
+            for count in self.counts
+            if count <= most
+        ]
 
 
 Shapes: TypeAlias = FreeShapes | FixedShapes
 
 
-def shares(adapter: ModelAdapter, fresh: Sequence[Any]) -> bool:
+def _least(numbers: Sequence[int], wanted: int, default: int = 0) -> int:
+    """Return the first of ascending numbers that is enough."""
+    return next((number for number in numbers if number >= wanted), default)
+
+
+def _batched(caches: Sequence[Any], layout: Placement, places: int) -> list[LayerCache]:
+    """Return empty layers for rows with such caches."""
+    return [kind_of(single).batched(layout, places) for single in caches]
+
+
+def _fill(
+    adapter: Adapter, fresh: Sequence[Any], policy: Policy, *, can_pad: bool
+) -> int:
+    """Return the padding positions that saving a forward is worth."""
+    can_mask = adapter.is_causal and adapter.scores_chunks and can_fill(fresh)
+    if policy.placement == "rows" and can_mask:
+        return FEW_POSITIONS if can_pad else MORE_POSITIONS
+    return policy.smallest_chunk // 2 if can_pad and policy.pad_to else 0
+
+
+def shares(adapter: Adapter, fresh: Sequence[Any]) -> bool:
     """Return whether whole prompts may share an array."""
     return adapter.is_causal and can_share(fresh)
 
 
-def pads(adapter: ModelAdapter, fresh: Sequence[Any]) -> bool:
+def pads(adapter: Adapter, fresh: Sequence[Any]) -> bool:
     """Return whether padding may follow a chunk."""
     return adapter.is_causal and adapter.scores_chunks and can_trim(fresh)
 
@@ -536,7 +531,8 @@ def padded_count(count: int, pad_to: int) -> int:
     if not pad_to or count < 4:
         return count
     power = 1 << (count - 1).bit_length()
-    return power - power // 4 if count <= power - power // 4 else power
+    less = power - power // 4
+    return less if count <= less else power
 
 
 def together(
@@ -546,37 +542,55 @@ def together(
 
     A shorter group joins a longer one for under ``fill`` more positions.
     """
-    groups: list[tuple[int, list[int]]] = []  # with their widths
-    open_groups: dict[int, list[int]] = {}
 
     def has_room(count: int, width: int) -> bool:
         places = padded_count(count, pad_to)
         return places <= most and (most_tokens is None or places * width <= most_tokens)
 
+    groups: list[_Group] = []
+    latest: dict[int, _Group] = {}  # by width
     for place, length in enumerate(lengths):
         width = padded_length(length, pad_to)
-        group = open_groups.get(width)
-        if group is None or not has_room(len(group) + 1, width):
-            open_groups[width] = group = []
-            groups.append((width, group))
-        group.append(place)
-    widest, longer = 0, list[int]()
-    for width, group in sorted(groups, key=lambda pair: -pair[0]) if fill else ():
-        count = len(longer) + len(group)
-        apart = (
-            padded_count(len(longer), pad_to) * widest
-            + padded_count(len(group), pad_to) * width
-        )
-        if (
-            longer
-            and has_room(count, widest)
-            and padded_count(count, pad_to) * widest - apart < fill
-        ):
-            longer.extend(group)
-            group.clear()
+        group = latest.get(width)
+        if group is None or not has_room(len(group.places) + 1, width):
+            latest[width] = group = _Group(width)
+            groups.append(group)
+        group.places.append(place)
+    if fill and len(groups) > 1:
+        _join_shorter(groups, has_room, pad_to, fill)
+    return [group.places for group in groups if group.places]
+
+
+@dataclass
+class _Group:
+    """Prompts of one array."""
+
+    width: int
+    places: list[int] = field(default_factory=list)
+
+    def positions(self, pad_to: int, more: int = 0) -> int:
+        """Return the array's positions, with so many prompts more."""
+        return padded_count(len(self.places) + more, pad_to) * self.width
+
+
+def _join_shorter(
+    groups: Sequence[_Group],
+    has_room: Callable[[int, int], bool],
+    pad_to: int,
+    fill: int,
+) -> None:
+    """Let groups join the next longer one, where that takes under ``fill`` positions more."""
+    by_width = sorted(groups, key=lambda group: -group.width)
+    longer = by_width[0]
+    for group in by_width[1:]:
+        count = len(group.places)
+        apart = longer.positions(pad_to) + group.positions(pad_to)
+        more = longer.positions(pad_to, count) - apart
+        if more < fill and has_room(len(longer.places) + count, longer.width):
+            longer.places.extend(group.places)
+            group.places.clear()
         else:
-            widest, longer = width, group
-    return [group for _, group in groups if group]
+            longer = group
 
 
 def _prefill_call(
@@ -584,16 +598,15 @@ def _prefill_call(
 ) -> tuple[int, int, Call]:
     end = begin + padded_length(max(ends) - begin, pad_to)
     filled = (*ends, *[ends[-1]] * (rows - len(ends)))
-    is_asked = any(one < end for one in filled) or (call.is_fixed and rows > 1)
-    return rows, end, replace(call, ends=filled) if is_asked else call
+    is_padded = min(filled) < end
+    if is_padded or (call.is_fixed and rows > 1):
+        call = replace(call, ends=filled)
+    return rows, end, call
 
 
 def _widths(longest: int, context: int | None, pad_to: int) -> list[int]:
     """Return the padded lengths of one-chunk prompts; without padding, the longest."""
     most = longest if context is None else min(longest, context - 1)
-    return sorted(
-        {
-            padded_length(length, pad_to)
-            for length in range(1 if pad_to else most, most + 1)
-        }
-    )
+    if not pad_to:
+        return [most]
+    return sorted({padded_length(length, pad_to) for length in range(1, most + 1)})

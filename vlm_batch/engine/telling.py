@@ -12,11 +12,11 @@ import mlx.core as mx
 from vlm_batch.engine.choosing import Flight
 from vlm_batch.engine.constraints import Guide
 from vlm_batch.engine.drafts import Drafts
-from vlm_batch.engine.port import AnswerText
 from vlm_batch.engine.retry import Retry
 from vlm_batch.engine.reuse import Reuse
-from vlm_batch.engine.row import Ending, Row, Status
+from vlm_batch.engine.row import Ending, Row, Stage
 from vlm_batch.engine.rows import Rows
+from vlm_batch.engine.text import AnswerText
 from vlm_batch.engine.work import Failed, Part, attempt
 from vlm_batch.errors import InvalidParameters
 from vlm_batch.types import Event, TokenLogprobs
@@ -37,10 +37,9 @@ class Patience:
         self._work = FORM_SECONDS  # seconds of the last step, without waits
 
     def begin(self, *, beside_others: bool) -> None:
-        """Begin a step."""
-        self.left = self._given = (
-            min(FORM_SECONDS, self._work) if beside_others else FORM_SECONDS
-        )
+        """Begin a step. ``beside_others``: some of its rows have no form."""
+        self._given = min(FORM_SECONDS, self._work) if beside_others else FORM_SECONDS
+        self.left = self._given
 
     def end(self, seconds: float) -> None:
         """End a step that took ``seconds``."""
@@ -50,7 +49,7 @@ class Patience:
         self.left = max(0.0, self.left - seconds)
 
     def is_ready(self, guide: Guide) -> bool:
-        """Wait for a guide as long as may be; return whether ``settle`` would not block."""
+        """Wait for a guide as long as may be; return whether ``finish`` would not block."""
         begin = time.perf_counter()
         is_ready = guide.is_ready(self.left)
         self.spend(time.perf_counter() - begin)
@@ -58,7 +57,7 @@ class Patience:
 
 
 class Telling:
-    """Reads launched work. ``untold``: rows whose forms still check their last token, with its log-probabilities."""
+    """Reads launched work."""
 
     def __init__(
         self,
@@ -73,12 +72,11 @@ class Telling:
         self._reuse = reuse
         self._text = text
         self._drafts = drafts
-        self.untold: dict[Row, TokenLogprobs | None] = {}
         self.patience = Patience()
 
     def read(self, launched: Sequence[Flight | Part]) -> None:
         """Wait for a step's work in launch order; hand out its tokens."""
-        self._reuse.settle_ended()
+        self._reuse.store_ended()
         parts: list[Part] = []
         for flight in [*launched, None]:
             if isinstance(flight, Part):
@@ -97,17 +95,22 @@ class Telling:
 
     def _wait_for(self, parts: Sequence[Part]) -> None:
         """Wait for parts in one call, since each call costs on a GPU; if that raises, for each alone."""
-        live = [part for part in parts if part.rows[0].status is not Status.FINISHED]
-        if live and attempt([], mx.eval, [part.arrays for part in live]) is not None:
+        live = [part for part in parts if not part.rows[0].has_ended]
+        arrays = [part.arrays for part in live]
+        if live and attempt([], mx.eval, arrays) is not None:
             for part in live:
                 self._retry.attempt(part.rows[0], mx.eval, part.arrays)
         for part in live:
-            row = part.rows[0]
-            if row.is_only_read and row.answer.ending is not None:
-                self._retry.attempt(row, self._end_held, row, row.answer.ending)
+            self._end_if_read(part.rows[0])
         for part in parts:
             # the next chunk is written into what they are cut out of, if nobody holds them
             part.arrays.clear()
+
+    def _end_if_read(self, row: Row) -> None:
+        """End a row that asks for no token and is prefilled."""
+        ending = row.answer.ending
+        if row.is_only_read and ending is not None:
+            self._retry.attempt(row, self._end_held, row, ending)
 
     def _end_held(self, row: Row, ending: Ending) -> None:
         """End a row that asks for no token. Raises FloatingPointError."""
@@ -132,7 +135,7 @@ class Telling:
             # it has ended, or has its tokens
             if not flight.is_for(index) or row is drafted:
                 continue
-            if row.answer.ahead:
+            if row.answer.drafter.ahead:
                 self._take_drafted(row, flight, index, tokens, highest, logprobs)
                 drafted = row
                 continue
@@ -140,7 +143,7 @@ class Telling:
                 self._rows.end(row, "error", _no_token(row, highest[index]))
                 continue
             self._store_prompt(row)
-            if not flight.is_known:
+            if not flight.is_repeated:
                 if row.answer.guide is None:
                     self._tell(row, tokens[index], logprobs.get(index))
                 elif self._retry.attempt(row, row.answer.guide.feed, tokens[index]):
@@ -159,11 +162,10 @@ class Telling:
         logprobs: Mapping[int, TokenLogprobs],
     ) -> None:
         """Append a row's tokens from ``first`` up to the first unlike its draft."""
-        assert self._drafts is not None
-        answer, draft, group = row.answer, row.answer.ahead, self._rows.batch.of(row)
+        answer, group = row.answer, self._rows.batch.of(row)
         told: Event | Ending | Failed | None = None
         count = 0
-        for place, expected in enumerate((*draft, None), first):
+        for place, expected in enumerate((*answer.drafter.ahead, None), first):
             if not math.isfinite(highest[place]):
                 told = Failed([row], _no_token(row, highest[place]))
                 break
@@ -188,17 +190,14 @@ class Telling:
             told = None
             if tokens[place] != expected:
                 break
-        self._drafts.note(row, len(draft), count - 1)
-        answer.ahead = ()
-        if answer.draft_state is not None and answer.draft_state.hidden:
-            answer.draft_state.keep(count)
+        answer.drafter.accept(count)
         if count:
             answer.advance(flight.sampled.tokens.astype(mx.int32), first, count)
             answer.num_fed = answer.num_sampled - 1
         if group is not None:
             group.keep(row, count)
         if told is not None:
-            self._settle(row, told)
+            self._hand_out(row, told)
 
     def _store_prompt(self, row: Row) -> None:
         """Store a prompt's state once its first token is finite."""
@@ -208,31 +207,42 @@ class Telling:
 
     def _wait(self, row: Row, token: int, logprobs: TokenLogprobs | None) -> None:
         """Keep a token until its row's form has taken it."""
-        row.answer.untold = token
-        self.untold[row] = logprobs
+        row.answer.untold = token, logprobs
 
     def _tell(self, row: Row, token: int, logprobs: TokenLogprobs | None) -> None:
-        self._settle(row, attempt([row], row.take, token, logprobs, self._text.decode))
+        self._hand_out(
+            row, attempt([row], row.take, token, logprobs, self._text.decode)
+        )
 
-    def _settle(self, row: Row, told: Event | Ending | Failed) -> None:
+    def _hand_out(self, row: Row, told: Event | Ending | Failed) -> None:
         if isinstance(told, Failed):
             self._retry.settle(told)
         elif isinstance(told, Ending):
-            if self._drafts is not None:
-                self._drafts.end(row)
+            row.answer.drafter.end()
             self._retry.attempt(row, self._rows.finish, row, told)
         else:
             self._rows.events.append(told)
 
+    def in_time(self, held: Sequence[Part]) -> list[Part]:
+        """Take tokens that forms have checked. Parks rows with late masks; returns the others' parts."""
+        self.take_untold()
+        found: list[Part] = []
+        for part in held:
+            row = part.rows[0]
+            if not row.is_untold:
+                found.append(part)
+            elif row.stage is Stage.DECODE:
+                self._retry.attempt(row, self._rows.park, row, part.logits)
+        return found
+
     def take_untold(self) -> None:
         """Wait briefly; append tokens that forms have checked."""
-        for row in tuple(self.untold):
-            token, guide = row.answer.untold, row.answer.guide
-            if token is None or guide is None:  # it has ended
-                del self.untold[row]
-            elif self.patience.is_ready(guide):
+        for row in self._rows.untold():
+            untold, guide = row.answer.untold, row.answer.guide
+            assert untold is not None and guide is not None
+            if self.patience.is_ready(guide):
                 row.answer.untold = None
-                self._tell(row, token, self.untold.pop(row))
+                self._tell(row, *untold)
 
 
 def _no_token(row: Row, highest: float) -> Exception:

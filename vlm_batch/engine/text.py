@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
+
+#: ``token ids -> text``
+Decode: TypeAlias = Callable[[Sequence[int]], str]
 
 #: The character to which a tokenizer decodes an unfinished UTF-8 sequence.
 UNFINISHED = "\ufffd"
@@ -14,13 +18,32 @@ UNFINISHED = "\ufffd"
 MOST_HELD, DECODED_AGAIN, STILL_HELD = 32, 16, 3
 
 
+@dataclass(frozen=True)
+class AnswerText:
+    """A tokenizer's decoders and end tokens.
+
+    Attributes:
+        decode: leaves special tokens out.
+        decode_all: shows them.
+        decode_usual: does with them what the family's answers need; None: leaves them out.
+    """
+
+    decode: Decode = lambda ids: ""
+    eos_token_ids: frozenset[int] = frozenset()
+    decode_all: Decode | None = None
+    decode_usual: Decode | None = None
+
+
+NO_TEXT = AnswerText()
+
+
 class Detokenizer:
     """Incremental text of one sequence; the pieces join to ``decode`` of the whole.
 
     It holds back pieces of a character. Each step decodes a short tail.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+    def __init__(self, decode: Decode) -> None:
         self._decode = decode
         self._tokens: list[int] = []
         self._context = 0  # tokens from here on are decoded again, for correct spaces
@@ -137,3 +160,40 @@ class StopStrings:
 
 def _character(at: int, text: str) -> str:
     return text[at : at + 1]
+
+
+class ShownText:
+    """An answer's text in whole characters, up to a stop string."""
+
+    def __init__(self, decode: Decode, stops: Sequence[str] = ()) -> None:
+        self.text = ""
+        self._detokenizer = Detokenizer(decode)
+        self._stops = StopStrings(stops) if stops else None
+
+    def add(
+        self, token: int | None, *, is_end: bool, may_stop: bool
+    ) -> tuple[str, str | None]:
+        """Return a token's text, and the stop string that it completes.
+
+        Args:
+            token: None if it shows nothing.
+            is_end: it is the last.
+            may_stop: stop strings count.
+        """
+        piece = "" if token is None else self._detokenizer.add(token)
+        if is_end:
+            piece += self._detokenizer.finish()
+        matched: str | None = None
+        if self._stops is not None:
+            piece, matched = self._stopped(piece, self._stops, is_end, may_stop)
+        self.text += piece
+        return piece, matched
+
+    @staticmethod
+    def _stopped(
+        piece: str, stops: StopStrings, is_end: bool, may_stop: bool
+    ) -> tuple[str, str | None]:
+        text, matched = stops.feed(piece) if may_stop else (piece, None)
+        if is_end and matched is None:
+            text += stops.finish()
+        return text, matched

@@ -1,27 +1,24 @@
-"""Made-up rows for proofs of shapes, warm-up, tuning, memory and ``verify``."""
+"""Made-up rows for proofs of shapes (``vlm_batch.proofs``), warm-up, tuning and memory."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import numpy as np
 
-from vlm_batch.arrays import as_mlx
-from vlm_batch.caches import take_row, trim
+from vlm_batch.caches import LayerCache, take_row, trim
 from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.caches.states import CopiedState
-from vlm_batch.engine.port import ModelAdapter
-from vlm_batch.engine.sampling import SamplingRow, sample
 from vlm_batch.engine.shapes import Shapes
 from vlm_batch.records import DecodeStep, Encoded
-from vlm_batch.types import Result, SamplingParams
 
 if TYPE_CHECKING:
-    from vlm_batch.engine.generator import BatchGenerator
+    from vlm_batch.adapters.base import Adapter
 
 #: Ids of plain text in every vocabulary.
 FIRST_ID, LAST_ID = 3, 99
@@ -45,7 +42,7 @@ class Trial:
     """Runs made-up prompts in an engine's shapes. Raises what the model raises."""
 
     def __init__(
-        self, adapter: ModelAdapter, kv: KVQuantisation | None, shapes: Shapes
+        self, adapter: Adapter, kv: KVQuantisation | None, shapes: Shapes
     ) -> None:
         self.adapter = adapter
         self.kv = kv
@@ -90,11 +87,10 @@ class Trial:
         self.adapter.finish_prefill(encoded, cache)
         mx.eval(logits, [layer.state for layer in cache])
         copied = tuple(CopiedState.of(layer, encoded.length) for layer in cache)
-        mx.eval([array for state in copied for array in state.arrays()])
-        answer = np.random.RandomState(seed + 1).randint(
-            FIRST_ID, LAST_ID + 1, size=ANSWER
-        )
-        return TrialRow(encoded, copied, tuple(int(token) for token in answer))
+        mx.eval([state.arrays() for state in copied])
+        draw = np.random.RandomState(seed + 1)
+        answer: list[int] = draw.randint(FIRST_ID, LAST_ID + 1, size=ANSWER).tolist()
+        return TrialRow(encoded, copied, tuple(answer))
 
     def steps(
         self,
@@ -105,68 +101,33 @@ class Trial:
         decode: Callable[[DecodeStep], mx.array] | None = None,
     ) -> Iterator[mx.array]:
         """Decode copies of rows without end, beside idle places. Yields lazy logits (places, V)."""
-        decode = decode or (
-            lambda step: self.adapter.decode(step, self.shapes.decode_call())
-        )
+        if decode is None:
+            decode = partial(self.adapter.decode, call=self.shapes.decode_call())
+        layers = self._filled(rows, places, columns)
+        idle = places - len(rows)
+        extras = [row.encoded.decode for row in rows] + [{}] * idle
+        first = [row.encoded.length + row.encoded.position.delta for row in rows]
+        for step in count():
+            tokens = [row.answer[step % ANSWER] for row in rows] + [0] * idle
+            positions = [at + step for at in first] + [0] * idle
+            yield decode(
+                DecodeStep(
+                    mx.array(tokens, dtype=mx.int32)[:, None],
+                    mx.array(positions, dtype=mx.int32),
+                    layers,
+                    extras,
+                )
+            )
+
+    def _filled(
+        self, rows: Sequence[TrialRow], places: int, columns: int
+    ) -> list[LayerCache]:
+        """Return a batch's layers with copies of rows at the first places."""
         layers = self.shapes.layers(rows[0].restored(), places, columns)
         for layer in layers:
             layer.resize(places)
         for place, row in enumerate(rows):
             for layer, single in zip(layers, row.restored(), strict=True):
                 layer.put(place, single)
-        mx.eval([array for layer in layers for array in layer.arrays()])
-        idle = places - len(rows)
-        extras = [*(row.encoded.decode for row in rows), *({} for _ in range(idle))]
-        first = [row.encoded.length + row.encoded.position.delta for row in rows]
-        for step in count():
-            tokens = mx.array(
-                [*(row.answer[step % ANSWER] for row in rows), *[0] * idle],
-                dtype=mx.int32,
-            )
-            positions = mx.array(
-                [*(at + step for at in first), *[0] * idle], dtype=mx.int32
-            )
-            yield decode(DecodeStep(tokens[:, None], positions, layers, extras))
-
-
-@dataclass(frozen=True)
-class Asked:
-    """A request to submit before step ``at``."""
-
-    inputs: Any  # a processor's output
-    params: SamplingParams
-    at: int = 0
-
-
-def played(
-    engine: BatchGenerator, asked: Sequence[Asked]
-) -> list[tuple[Result, list[mx.array]]]:
-    """Run requests to their ends. Returns results and each token's logits (V,)."""
-    # by step; wrong drafts are overwritten
-    recorded: list[dict[int, mx.array]] = [{} for _ in asked]
-    results: dict[int, Result] = {}
-
-    def recording(logits: mx.array, rows: Sequence[SamplingRow]) -> Any:
-        for place, row in enumerate(rows):
-            recorded[row.seed][row.step] = logits[place]
-        return sample(logits, rows)
-
-    engine.sampler = recording
-    due = sorted(range(len(asked)), key=lambda index: asked[index].at)
-    step = 0
-    while due or engine.has_work:
-        while due and asked[due[0]].at <= step:
-            index = due.pop(0)
-            engine.insert(
-                str(index),
-                as_mlx(asked[index].inputs),
-                replace(asked[index].params, seed=index),
-            )
-        for event in engine.step():
-            if event.result is not None:
-                results[int(event.request_id)] = event.result
-        step += 1
-    return [
-        (results[index], [one for _, one in sorted(recorded[index].items())])
-        for index in range(len(asked))
-    ]
+        mx.eval([layer.arrays() for layer in layers])
+        return layers

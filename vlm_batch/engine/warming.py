@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator
 
 import mlx.core as mx
 
-from vlm_batch.engine.port import Sampler
-from vlm_batch.engine.sampling import SamplingRow
+from vlm_batch.engine.sampling import Sampler, SamplingRow
 from vlm_batch.engine.trial import Trial
 from vlm_batch.records import DecodeStep
 from vlm_batch.types import SamplingParams

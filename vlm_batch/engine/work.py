@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import mlx.core as mx
@@ -41,18 +41,6 @@ class Part:
     is_held: bool = False  # the choice depends on tokens that must be read first
     # K drafted tokens of the only row, whose logits are (1 + K, V)
     ahead: tuple[int, ...] = ()
-
-    def without(self, row: Row) -> list[Part]:
-        """Return the part without a row in a list, empty if none is left."""
-        places = [place for place, one in enumerate(self.rows) if one is not row]
-        if len(places) == len(self.rows) or self.logits is None:
-            return [self]
-        rows = [self.rows[place] for place in places]
-        return (
-            [replace(self, rows=rows, logits=self.logits[mx.array(places)])]
-            if rows
-            else []
-        )
 
 
 #: A row's part, and what it launches.
@@ -104,16 +92,18 @@ def note_again(num_rows: int, error: BaseException) -> None:
 def launch(made: Iterable[Made | Failed]) -> list[Part | Failed]:
     """Launch parts' arrays in one call, since each call costs on a GPU; if that raises, each part's alone."""
     found = list(made)
-    if (
-        attempt(
-            [], mx.async_eval, [one[1] for one in found if not isinstance(one, Failed)]
-        )
-        is not None
-    ):
-        for at, one in enumerate(found):
-            if not isinstance(one, Failed):
-                found[at] = attempt(one[0].rows, mx.async_eval, one[1]) or one
-    return [one if isinstance(one, Failed) else one[0] for one in found]
+    arrays = [one[1] for one in found if not isinstance(one, Failed)]
+    failed = attempt([], mx.async_eval, arrays)
+    return [_launched(one, is_done=failed is None) for one in found]
+
+
+def _launched(made: Made | Failed, *, is_done: bool) -> Part | Failed:
+    if isinstance(made, Failed):
+        return made
+    part, arrays = made
+    if is_done:
+        return part
+    return attempt(part.rows, mx.async_eval, arrays) or part
 
 
 # What a row's own code gives, before it is joined with other rows' arrays ----------------------------------------------

@@ -283,7 +283,8 @@ def count_pixels(source: ImageInput) -> int:
         if isinstance(source, (Image.Image, RecalledUri)):
             return math.prod(source.size)
         if isinstance(source, np.ndarray):
-            return math.prod(source.shape[:2])
+            height, width = source.shape[:2]
+            return int(height * width)
         if isinstance(source, Fetched):
             source = source.data
         if isinstance(source, bytes):
@@ -463,7 +464,7 @@ def _range_of(values: np.ndarray) -> tuple[float, float]:
     These are 0 and 1, 255 or 65,535, else the minimum and maximum. Resampled floats may overshoot 0..1.
     """
     low, high = float(values.min()), float(values.max())
-    whites = [(0, 255, 255.0)]
+    whites: list[tuple[float, float, float]] = [(0, 255, 255.0)]
     if values.dtype.kind == "f":
         whites.insert(0, (-0.5, 1.5, 1.0))
     else:

@@ -673,7 +673,7 @@ class Preparer:
     def _decoded_images(
         self, question: Question, cancelled: Cancelled
     ) -> list[Image.Image]:
-        load = partial(
+        load: Callable[[ImageInput], Image.Image] = partial(
             load_image,
             max_pixels=self.limits.image_pixels,
             policy=self._fetch,

@@ -205,8 +205,8 @@ class Processing:
     @cached_property
     def _around(self) -> frozenset[int]:
         names = ("bos_token_id", "eos_token_id", "pad_token_id")
-        ids = {getattr(self.tokenizer, name, None) for name in names}
-        return frozenset(ids | set(self.eos_token_ids)) - {None}
+        ids: set[Any] = {getattr(self.tokenizer, name, None) for name in names}
+        return frozenset(ids - {None} | set(self.eos_token_ids))
 
     def has_special(self, word: str) -> bool:
         """Return whether a word is a special token of the tokenizer, which ``decode`` leaves out."""

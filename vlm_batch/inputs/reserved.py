@@ -83,7 +83,8 @@ class ReservedWords:
         around = set(filter(picture.__contains__, self._special)) - turns
         written = [_middle(plain, text) for text in (picture, *others)]
         with_numbers = set(filter(_NUMBER.search, filter(_is_mark, written)))
-        marks = _marks_of(type(self._processing.processor))
+        kind: type = type(self._processing.processor)
+        marks = _marks_of(kind)
         patterns = set(map(_with_any_number, with_numbers))
         patterns |= set(filter(_is_numbered, marks))
         placeholders = {

@@ -42,7 +42,7 @@ class _Found:
 
 @dataclass(frozen=True, kw_only=True)
 class BoxForm:
-    """How a family writes boxes.
+    """A family's way to write boxes.
 
     Attributes:
         tasks: Tasks of its publisher whose answers have boxes, the best first.

@@ -290,7 +290,7 @@ class Job:
 
 
 class _MediaWatch:
-    """Whether a source's rows have media, and which column holds them otherwise.
+    """A look at a source's rows: it finds media, or a column that holds them unread.
 
     Attributes:
         has_media: Whether a row had any, or none is looked for.

@@ -110,7 +110,7 @@ class Publisher:
 
     @property
     def boxes(self) -> BoxForm | None:
-        """How its models write boxes; None if they write none."""
+        """The form of boxes that its models write; None if they write none."""
         return BOX_FORMS.get(self.models[0]) if self.models else None
 
 

@@ -117,7 +117,7 @@ def run(
             )
             try:
                 if ready is not None:
-                    _Stream(job, ready, summary, watch, is_done).run()
+                    _JobStream(job, ready, summary, watch, is_done).run()
                 sink.finish()
             finally:
                 sink.close()
@@ -164,7 +164,7 @@ def _check_apart(sources: Sequence[Source], sink: Sink) -> None:
                 )
 
 
-class _Stream:
+class _JobStream:
     """A job's rows on their way through the batcher.
 
     Attributes:

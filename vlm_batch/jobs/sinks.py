@@ -340,7 +340,9 @@ class AnswerFile(Sink):
                 self._form.write(beside, records, columns)
         except Exception as error:
             # a full disk, or whatever Arrow finds: the journal has every answer
-            why = getattr(error, "strerror", None) or error
+            why: object = error
+            if isinstance(error, OSError) and error.strerror:
+                why = error.strerror
             raise CannotWrite(
                 f"cannot write {self.path}: {why}; every answer is in {self.journal}"
             ) from error

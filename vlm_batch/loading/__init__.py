@@ -30,9 +30,9 @@ from vlm_batch.caches.verified import check_caches
 from vlm_batch.engine.drafts import Drafts
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.loop import EngineLoop, Look
-from vlm_batch.engine.port import AnswerText
 from vlm_batch.engine.reuse import Caches, Reuse
 from vlm_batch.engine.shapes import FreeShapes, Shapes
+from vlm_batch.engine.text import AnswerText
 from vlm_batch.errors import UnsupportedModel, is_out_of_memory, shown
 from vlm_batch.inputs.loaders import Loaders
 from vlm_batch.inputs.prepare import Limits, Preparer
@@ -40,7 +40,6 @@ from vlm_batch.inputs.processing import Processing
 from vlm_batch.inputs.processors import with_pillow
 from vlm_batch.inputs.recalled import with_picture_cache
 from vlm_batch.loading.checkpoints import read_config, read_model, read_processor
-from vlm_batch.loading.exactness import fixed_shapes
 from vlm_batch.loading.folders import (
     check_config,
     check_folder,
@@ -51,6 +50,7 @@ from vlm_batch.loading.quantised import INSTEAD, quantisation_of
 from vlm_batch.models import not_known, package_of, spec_for
 from vlm_batch.models._refused import ONE_AT_A_TIME, REFUSED
 from vlm_batch.policy import POLICIES, Policy, policy_of
+from vlm_batch.proofs.proving import fixed_shapes
 from vlm_batch.registry import ModelSpec
 from vlm_batch.runtime.blas import narrow_kernels
 from vlm_batch.runtime.device import Device, device, rounds_float32
@@ -322,7 +322,9 @@ def _warn_of_missing_processor(path: Path, model_type: str) -> None:
 
 
 def _warn_of_narrow_kernels(model: nn.Module) -> None:
-    said = narrow_kernels() if mx.default_device().type == mx.DeviceType.cpu else None
+    if mx.default_device().type != mx.DeviceType.cpu:
+        return
+    said = narrow_kernels()
     if said and _has_float32(model):
         warnings.warn(said, stacklevel=3)
 

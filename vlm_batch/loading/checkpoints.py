@@ -41,6 +41,12 @@ from vlm_batch.models._tensors import TENSORS
 #: Types whose class accepts any kind of rotary positions, and computes plain ones (glm_ocr/language.py:60).
 PLAIN_ALONE = frozenset({"glm_ocr"})
 
+#: Files of transformers 4 -> their parts of processor_config.json in transformers 5.
+OLDER_FILES = {
+    "preprocessor_config.json": "image_processor",
+    "video_preprocessor_config.json": "video_processor",
+}
+
 #: Up to so many weights in few bits are widened where a CPU computes in float32: MLX's products of few bits take seven times as
 #: long for the prompt of fixtures/reader.
 MOST_WIDENED = 64_000_000
@@ -86,16 +92,8 @@ def read_model(path: Path, *, in_float32: bool, **options: Any) -> nn.Module:
         loaded = fit(model, tensors.finish(on_disk, weights, read), read)
         # before anything is computed: joined and transposed tensors are not held twice
         on_disk.clear()
-        if tensors.unused and not any(
-            name.startswith(tensors.unused) for name in loaded
-        ):
-            parameters = dict(tree_flatten(model.parameters()))
-            unused = {
-                name: value
-                for name, value in parameters.items()
-                if name.startswith(tensors.unused)
-            }
-            loaded |= {name: mx.zeros(value.shape) for name, value in unused.items()}
+        if tensors.unused:
+            loaded = with_unused(loaded, model, tensors.unused)
         check_decoded(loaded, written)
         if in_float32:
             loaded = widened(loaded, config.get("quantization") or {})
@@ -231,66 +229,78 @@ def _hook(name: str) -> None:
     vars(mlx_vlm.utils)[name] = either
 
 
+def with_unused(weights: Weights, model: nn.Module, prefix: str) -> Weights:
+    """Fill parameters in that no answer needs, if the folder has none of them."""
+    if any(name.startswith(prefix) for name in weights):
+        return weights
+    parameters: Weights = dict(tree_flatten(model.parameters()))
+    unused = {
+        name: mx.zeros(value.shape)
+        for name, value in parameters.items()
+        if name.startswith(prefix)
+    }
+    return weights | unused
+
+
 def widened(weights: Weights, layout: Mapping[str, Any]) -> Weights:
     """Return weights, those in few bits as float32, if at most ``MOST_WIDENED``."""
-    layers = [
-        name.removesuffix(".scales") for name in weights if name.endswith(".scales")
-    ]
-    told = {
-        one: layout[one] if isinstance(layout.get(one), Mapping) else layout
-        for one in layers
+    layouts = {
+        name.removesuffix(".scales"): _layout_of(name.removesuffix(".scales"), layout)
+        for name in weights
+        if name.endswith(".scales")
     }
-    if not all("bits" in one for one in told.values()):
+    if not all("bits" in layer for layer in layouts.values()):
         return weights
-    if (
-        sum(
-            weights[f"{name}.weight"].size * 32 // one["bits"]
-            for name, one in told.items()
-        )
-        > MOST_WIDENED
-    ):
+    count = 0
+    for name, layer in layouts.items():
+        count += weights[f"{name}.weight"].size * 32 // layer["bits"]
+    if count > MOST_WIDENED:
         return weights
     kept = dict(weights)
-    for name, one in told.items():
-        scales, biases = kept.pop(f"{name}.scales"), kept.pop(f"{name}.biases", None)
-        size, bits, mode = one.get("group_size"), one["bits"], one.get("mode", "affine")
+    for name, layer in layouts.items():
         weight = mx.dequantize(
             kept[f"{name}.weight"],
-            scales,
-            biases,
-            group_size=size,
-            bits=bits,
-            mode=mode,
+            kept.pop(f"{name}.scales"),
+            kept.pop(f"{name}.biases", None),
+            group_size=layer.get("group_size"),
+            bits=layer["bits"],
+            mode=layer.get("mode", "affine"),
         )
         kept[f"{name}.weight"] = weight.astype(mx.float32)
     return kept
 
 
+def _layout_of(layer: str, layout: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a layer's bits: its own, or those of all."""
+    own = layout.get(layer)
+    return own if isinstance(own, Mapping) else layout
+
+
 def check_rope(config: Mapping[str, Any], path: Path) -> None:
     """Raise UnsupportedModel for position scaling that mlx-vlm's class does not read."""
     architecture, model_type = mlx_vlm.utils.get_model_and_args(dict(config), path)
-    text = config.get("text_config")
-    part, name = (
-        (text, "TextConfig")
-        if isinstance(text, Mapping) and text
-        else (config, "ModelConfig")
-    )
-    places = [
-        place
-        for place in ("rope_parameters", "rope_scaling")
-        if isinstance(part.get(place), Mapping)
-    ]
-    kinds = {
-        part[place].get("rope_type", part[place].get("type", "default"))
-        for place in places
-    } - {*PLAIN_ROPE}
-    if not kinds or name not in vars(architecture):
+    part, name = config, "ModelConfig"
+    if isinstance(config.get("text_config"), Mapping) and config["text_config"]:
+        part, name = config["text_config"], "TextConfig"
+    kinds = _kinds_of_positions(part)
+    scaled = set(kinds.values()).difference(PLAIN_ROPE)
+    if not scaled or name not in vars(architecture):
         return
     fields = inspect.signature(vars(architecture)[name]).parameters
-    if not fields.keys() & set(places) or model_type in PLAIN_ALONE:
+    if fields.keys().isdisjoint(kinds) or model_type in PLAIN_ALONE:
         raise UnsupportedModel(
-            f"this {model_type} model has {min(kinds)} positions, which mlx-vlm's class of it does not know"
+            f"this {model_type} model has {min(scaled)} positions, which mlx-vlm's class of it does not know"
         )
+
+
+def _kinds_of_positions(part: Mapping[str, Any]) -> dict[str, str]:
+    """Return the kinds of rotary positions, by the setting that says them."""
+    found = {}
+    for setting in ("rope_parameters", "rope_scaling"):
+        said = part.get(setting)
+        if isinstance(said, Mapping):
+            found[setting] = said.get("rope_type", said.get("type", "default"))
+    return found
 
 
 def with_nested_towers(weights: Weights, model: nn.Module) -> Weights:
@@ -298,13 +308,11 @@ def with_nested_towers(weights: Weights, model: nn.Module) -> Weights:
     there = {str(entry[0]) for entry in tree_flatten(model.parameters())}
 
     def nested(name: str) -> str:
+        if name in there or ".vision_model." in name:
+            return name
         inner = name.replace("vision_tower.", "vision_tower.vision_model.", 1)
         inner = inner[inner.find("vision_tower.") :]  # some have "model." before it
-        return (
-            inner
-            if inner in there and name not in there and ".vision_model." not in name
-            else name
-        )
+        return inner if inner in there else name
 
     return {nested(name): value for name, value in weights.items()}
 
@@ -332,22 +340,25 @@ def processor_error(folder: Path, config: Config, **options: Any) -> Exception |
     mlx-vlm hides it and falls back to transformers (models/base.py:675).
     """
     package = mlx_vlm.utils.get_model_and_args(config)[0].__name__
-    files = [
-        module
-        for name, module in sys.modules.items()
-        if name == package or name.startswith(f"{package}.")
-    ]
-    found = {
-        one for file in files for one in vars(file).values() if isinstance(one, type)
-    } - {ProcessorMixin}
     error = None
-    for kind in found:
-        if issubclass(kind, ProcessorMixin):
-            try:
-                kind.from_pretrained(folder, **options)
-            except Exception as raised:
-                error = raised
+    for kind in _processors_of(package):
+        try:
+            kind.from_pretrained(folder, **options)
+        except Exception as raised:
+            error = raised
     return error
+
+
+def _processors_of(package: str) -> set[Any]:
+    """Return the classes of processors in a package's modules."""
+    values: list[Any] = []
+    for name, module in list(sys.modules.items()):
+        if f"{name}.".startswith(f"{package}."):
+            values += vars(module).values()
+    kinds = {value for value in values if isinstance(value, type)}
+    return {
+        kind for kind in kinds - {ProcessorMixin} if issubclass(kind, ProcessorMixin)
+    }
 
 
 @contextmanager
@@ -356,18 +367,8 @@ def older_processor_files(path: Path, model_type: str) -> Iterator[Path]:
 
     If files must change, it is a temporary folder with links.
     """
+    files = _split_processor_files(path)
     config = _read_json(path / "config.json")
-    together = _read_json(path / "processor_config.json")
-    named = {
-        "preprocessor_config.json": "image_processor",
-        "video_preprocessor_config.json": "video_processor",
-    }
-    kept = {name: together[name] for name in ("processor_class",) if name in together}
-    files = {
-        name: {**kept, **together[part]}
-        for name, part in named.items()
-        if isinstance(together.get(part), dict) and not (path / name).exists()
-    }
     changed = config | {"model_type": model_type}
     if model_type not in CONFIG_MAPPING:
         # transformers' plain class raises for kinds of positions that it does not know
@@ -379,16 +380,31 @@ def older_processor_files(path: Path, model_type: str) -> Iterator[Path]:
         return
     with TemporaryDirectory(prefix="vlm_batch-") as name:
         folder = Path(name)
-        for item in path.iterdir():
-            if item.name not in files and item.suffix != ".safetensors":
+        linked = set(path.iterdir()).difference(path.glob("*.safetensors"))
+        for item in linked:
+            if item.name not in files:
                 (folder / item.name).symlink_to(item.resolve())
         for file_name, settings in files.items():
             (folder / file_name).write_text(json.dumps(settings), encoding="utf-8")
         yield folder
 
 
+def _split_processor_files(path: Path) -> dict[str, Config]:
+    """Return the files of transformers 4 that processor_config.json has together, and the folder has not."""
+    together = _read_json(path / "processor_config.json")
+    kept: Config = {}
+    if "processor_class" in together:
+        kept["processor_class"] = together["processor_class"]
+    found = {}
+    for name, part in OLDER_FILES.items():
+        settings = together.get(part)
+        if isinstance(settings, dict) and not (path / name).exists():
+            found[name] = {**kept, **settings}
+    return found
+
+
 def _read_json(path: Path) -> Config:
-    found: Config = (
-        json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    )
+    if not path.exists():
+        return {}
+    found: Config = json.loads(path.read_text(encoding="utf-8"))
     return found

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,6 +20,8 @@ from vlm_batch.loading.recommended import RecommendedSampling, recommended_sampl
 
 #: First bytes of a file that Git LFS has not fetched.
 POINTER = b"version https://git-lfs.github.com/spec/"
+#: The size of the file that is pointed to.
+POINTED_SIZE = re.compile(rb"^size (\d+)\r?$", re.MULTILINE)
 INDEX = "model.safetensors.index.json"
 #: Largest head of a safetensors file that is believed, as in the format's own reader.
 MOST_HEAD_BYTES = 100_000_000
@@ -44,6 +48,27 @@ JSON_FILES = (
     "chat_template.json",
     INDEX,
 )
+
+
+#: Files of a folder without config.json -> what it is instead.
+OTHER_LAYOUTS = {
+    "*.gguf": "it holds GGUF files, which are llama.cpp's. Take the model's safetensors, or a folder of mlx-community",
+    "params.json": (
+        "it has Mistral's own files (params.json) and no config.json. Take the folder in transformers' layout"
+    ),
+    "model_index.json": "it is a pipeline of diffusers, which makes pictures, not text: there is no config.json",
+}
+#: Files of weights that are not read -> whose they are.
+OTHER_WEIGHTS = {
+    "*.bin": "PyTorch's (.bin)",
+    "*.pth": "PyTorch's (.pth)",
+    "*.pt": "PyTorch's (.pt)",
+    "*.gguf": "llama.cpp's (.gguf)",
+    "*.npz": "NumPy's (.npz)",
+    "consolidated*.safetensors": "in Mistral's own layout (consolidated.safetensors)",
+}
+#: Files beside the JSON ones that Git LFS may not have fetched.
+OTHER_FILES = ("*.model", "*.tiktoken", "*.jinja", "*.txt")
 
 
 @dataclass(frozen=True)
@@ -115,14 +140,13 @@ def what_is_missing(folder: Path) -> str | None:
     found = _Folder(folder)
     if not found.missing_tensors:
         return None
-    files = (
-        f"{_listed(found.missing_files)} {_are(found.missing_files)} missing"
-        if found.missing_files
-        else ""
-    )
+    files = ""
+    if found.missing_files:
+        are = "is" if len(found.missing_files) == 1 else "are"
+        files = f"{_listed(found.missing_files)} {are} missing, so "
     count = f"{len(found.missing_tensors)} of {len(found.weight_map)} tensors that {INDEX} names are in no file"
     first = f"the first is {found.missing_tensors[0]}"
-    return f"the folder is not whole: {f'{files}, so ' if files else ''}{count}; {first}. Download it again"
+    return f"the folder is not whole: {files}{count}; {first}. Download it again"
 
 
 class _Folder:
@@ -150,8 +174,14 @@ class _Folder:
     def weight_map(self) -> dict[str, str]:
         """The index: tensor -> file."""
         found = self.json_of(INDEX).get("weight_map")
-        pairs = found.items() if isinstance(found, dict) else ()
-        return {tensor: file for tensor, file in pairs if isinstance(file, str)}
+        if not isinstance(found, dict):
+            return {}
+        return {tensor: file for tensor, file in found.items() if isinstance(file, str)}
+
+    @cached_property
+    def named_files(self) -> list[str]:
+        """The files that the index names."""
+        return sorted(set(self.weight_map.values()))
 
     # Weights
     # -----------------------------------------------------------------------------------------------------------------
@@ -159,37 +189,39 @@ class _Folder:
     @cached_property
     def weights(self) -> list[WeightsFile]:
         """The files of weights that mlx-vlm's loader reads."""
-        indexed = [self.path / name for name in sorted(set(self.weight_map.values()))]
-        paths = [path for path in indexed if path.exists() or path.is_symlink()]
-        if not paths:  # an index of another layout
-            paths = sorted(self.path.glob("*.safetensors"))
-            paths = [
-                path
-                for path in paths
-                if not path.name.endswith("consolidated.safetensors")
-            ]
-        return [read_head(path) for path in paths]
+        indexed = [self.path / name for name in self.named_files]
+        there = [path for path in indexed if os.path.lexists(path)]
+        # none are there where the index is of another layout
+        return list(map(read_head, there or self._files_of_weights()))
+
+    def _files_of_weights(self) -> list[Path]:
+        """Return all files of weights but those in Mistral's own layout."""
+        found = set(self.path.glob("*.safetensors"))
+        return sorted(found - set(self.path.glob("*consolidated.safetensors")))
 
     @cached_property
     def tensors(self) -> dict[str, TensorHead]:
-        return {
-            name: head for file in self.weights for name, head in file.tensors.items()
-        }
+        found: dict[str, TensorHead] = {}
+        for file in self.weights:
+            found |= file.tensors
+        return found
+
+    @cached_property
+    def has_indexed_files(self) -> bool:
+        """Whether some file of weights is one that the index names."""
+        there = {file.path.name for file in self.weights}
+        return not there.isdisjoint(self.named_files)
 
     @cached_property
     def missing_files(self) -> list[str]:
+        if not self.has_indexed_files:
+            return []
         there = {file.path.name for file in self.weights}
-        named = sorted(set(self.weight_map.values()))
-        return (
-            []
-            if there.isdisjoint(named)
-            else [name for name in named if name not in there]
-        )
+        return sorted(set(self.named_files) - there)
 
     @cached_property
     def missing_tensors(self) -> list[str]:
-        there = {file.path.name for file in self.weights}
-        if there.isdisjoint(self.weight_map.values()):
+        if not self.has_indexed_files:
             return []
         return [name for name in self.weight_map if name not in self.tensors]
 
@@ -206,56 +238,67 @@ class _Folder:
         if not self.config:
             yield "config.json says nothing"
             return
-        if fault := quantisation_fault(self.config, self.tensors):
-            yield fault
+        quantised = quantisation_fault(self.config, self.tensors)
+        if quantised is not None:
+            yield quantised
             return
-        if not self.weights:
-            yield self._without_weights()
-        yield from (fault for file in self.weights if (fault := file.fault))
+        yield from self._weights_faults()
         if not broken:
             yield from self._tokenizer_faults()
+
+    def _weights_faults(self) -> Iterator[str]:
+        if not self.weights:
+            yield self._without_weights()
+        for file in self.weights:
+            if file.fault is not None:
+                yield file.fault
 
     def _without_config(self) -> str:
         if self.path.is_file():
             return "it is a file. Give the folder that it is in, with config.json and the tokenizer"
-        adapter = self.json_of("adapter_config.json")
-        if adapter:
-            base = adapter.get("base_model_name_or_path") or "its base model"
-            return (
-                f"it is a LoRA adapter for {base} and no model: there is no config.json. Merge it into its base "
-                "(peft: merge_and_unload, then save_pretrained), and give the merged folder"
-            )
-        inner = sorted(
-            path.parent for path in self.path.glob("snapshots/*/config.json")
-        )
+        if (self.path / "adapter_config.json").exists():
+            return self._lora()
+        inner = sorted(self.path.glob("snapshots/*/config.json"))
         if inner:
-            return f"it is a hub's cache, and the model is within it: give {inner[-1]}"
-        if list(self.path.glob("*.gguf")):
-            return "it holds GGUF files, which are llama.cpp's. Take the model's safetensors, or a folder of mlx-community"
-        if (self.path / "params.json").exists():
-            return "it has Mistral's own files (params.json) and no config.json. Take the folder in transformers' layout"
-        if (self.path / "model_index.json").exists():
-            return "it is a pipeline of diffusers, which makes pictures, not text: there is no config.json"
+            return f"it is a hub's cache, and the model is within it: give {inner[-1].parent}"
+        for pattern, said in OTHER_LAYOUTS.items():
+            if any(self.path.glob(pattern)):
+                return said
         files = sorted(path.name for path in self.path.iterdir())
         there = f"its files are {_listed(files)}" if files else "it is empty"
         return f"there is no config.json; {there}. The download has not ended, or it is another folder"
 
+    def _lora(self) -> str:
+        settings = self.json_of("adapter_config.json")
+        base = settings.get("base_model_name_or_path") or "its base model"
+        return (
+            f"it is a LoRA adapter for {base} and no model: there is no config.json. Merge it into its base "
+            "(peft: merge_and_unload, then save_pretrained), and give the merged folder"
+        )
+
     def _broken_files(self) -> Iterator[str]:
         for name in JSON_FILES:
-            path = self.path / name
-            if not path.exists():
-                if path.is_symlink():
-                    yield f"{name} is a link to nothing. Download it again"
-                continue
-            if said := _pointer(path):
-                yield said
-            elif fault := _json_fault(path, self._is_small(name)):
-                yield f"{name} is not whole: {fault}. Download it again"
-        for path in sorted(self.path.iterdir()):
-            if path.suffix in (".model", ".tiktoken", ".jinja", ".txt") and (
-                said := _pointer(path)
-            ):
-                yield said
+            fault = self._fault_of(name)
+            if fault is not None:
+                yield fault
+        for pattern in OTHER_FILES:
+            faults = map(_pointer, sorted(self.path.glob(pattern)))
+            yield from filter(None, faults)
+
+    def _fault_of(self, name: str) -> str | None:
+        """Return why a JSON file that is there cannot be read."""
+        path = self.path / name
+        if not os.path.lexists(path):
+            return None
+        if not path.exists():
+            return f"{name} is a link to nothing. Download it again"
+        pointer = _pointer(path)
+        if pointer is not None:
+            return pointer
+        fault = _json_fault(path, self._is_small(name))
+        if fault is None:
+            return None
+        return f"{name} is not whole: {fault}. Download it again"
 
     @staticmethod
     def _is_small(name: str) -> bool:
@@ -263,27 +306,15 @@ class _Folder:
         return name not in ("tokenizer.json", "vocab.json")
 
     def _without_weights(self) -> str:
-        others = {
-            "*.bin": "PyTorch's (.bin)",
-            "*.pth": "PyTorch's (.pth)",
-            "*.pt": "PyTorch's (.pt)",
-            "*.gguf": "llama.cpp's (.gguf)",
-            "*.npz": "NumPy's (.npz)",
-            "consolidated*.safetensors": "in Mistral's own layout (consolidated.safetensors)",
-        }
-        found = [
-            said for pattern, said in others.items() if any(self.path.glob(pattern))
-        ]
-        if found:
-            return (
-                f"it has no weights that can be read: those that are there are {found[0]}. Take a folder with "
-                "safetensors, or save it as such (transformers: from_pretrained, then save_pretrained)"
-            )
-        named = (
-            f" {INDEX} names {len(set(self.weight_map.values()))} of them."
-            if self.weight_map
-            else ""
-        )
+        for pattern, said in OTHER_WEIGHTS.items():
+            if any(self.path.glob(pattern)):
+                return (
+                    f"it has no weights that can be read: those that are there are {said}. Take a folder with "
+                    "safetensors, or save it as such (transformers: from_pretrained, then save_pretrained)"
+                )
+        named = ""
+        if self.named_files:
+            named = f" {INDEX} names {len(self.named_files)} of them."
         return f"it has no weights: there is no *.safetensors.{named} Download it again"
 
     def _tokenizer_faults(self) -> Iterator[str]:
@@ -350,12 +381,8 @@ def _pointer(path: Path) -> str | None:
         return None
     if not start.startswith(POINTER):
         return None
-    sizes = [
-        line.partition(b" ")[2]
-        for line in start.splitlines()
-        if line.startswith(b"size ")
-    ]
-    size = f" of {int(sizes[0]):,} bytes" if sizes and sizes[0].isdigit() else ""
+    found = POINTED_SIZE.search(start)
+    size = f" of {int(found[1]):,} bytes" if found else ""
     return f"{path.name} is a pointer of Git LFS to a file{size} that was not fetched: run git lfs pull in the folder"
 
 
@@ -380,7 +407,3 @@ def _ends_as_object(path: Path) -> bool:
 def _listed(names: Sequence[str], most: int = 5) -> str:
     further = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + further
-
-
-def _are(names: Sequence[str]) -> str:
-    return "is" if len(names) == 1 else "are"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +53,11 @@ READ_ALGORITHMS = frozenset({"NVFP4", "W4A16_NVFP4", "MIXED_PRECISION", "MXFP8"}
 GROUP_SIZES = (32, 64, 128)
 #: Types of tensors that are no plain numbers, as safetensors names them.
 PLAIN_TYPES = frozenset({"F64", "F32", "F16", "BF16"})
+#: Methods that it reads -> their own spelling.
+READ_METHODS = {"fp8": "FP8", "mxfp4": "MXFP4", "mxfp8": "MXFP8", "nvfp4": "NVFP4"}
+#: Settings of bitsandbytes, which older folders have without a method's name.
+IN_8_BITS = ("load_in_8bit", "_load_in_8bit")
+BITSANDBYTES_MARKS = ("load_in_4bit", "_load_in_4bit", *IN_8_BITS)
 #: Parts of config.json that may hold the decoder's own ``quantization_config``.
 DECODERS = ("text_config", "llm_config", "language_config", "thinker_config")
 
@@ -75,51 +80,50 @@ def quantisation_of(config: Mapping[str, Any]) -> Quantisation | None:
     """Return the method that config.json names; None if there is none, or it is MLX's own."""
     if config.get("quantization"):  # MLX's, which mlx-vlm's loader takes first
         return None
-    parts = [
-        config,
-        *(config[name] for name in DECODERS if isinstance(config.get(name), Mapping)),
-    ]
-    found = [
-        part["quantization_config"]
-        for part in parts
-        if isinstance(part.get("quantization_config"), Mapping)
-    ]
-    if not found:
-        return None
-    settings = found[0]
+    settings = _settings_of(config)
     method = _method(settings)
-    return (
-        None
-        if method is None
-        else Quantisation(method, _name(method, settings), settings)
-    )
+    if method is None:
+        return None
+    return Quantisation(method, _name(method, settings), settings)
+
+
+def _settings_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the first ``quantization_config`` of the whole or its decoder; empty if there is none."""
+    for part in (config, *map(config.get, DECODERS)):
+        settings = _mapping(_mapping(part).get("quantization_config"))
+        if settings:
+            return settings
+    return {}
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    """Return a mapping as it is, and anything else as an empty one."""
+    return value if isinstance(value, Mapping) else {}
 
 
 def _method(settings: Mapping[str, Any]) -> str | None:
     named = settings.get("quant_method")
     if named is not None:
         return str(named).lower()
-    marks = ("load_in_4bit", "load_in_8bit", "_load_in_4bit", "_load_in_8bit")
-    return "bitsandbytes" if any(settings.get(mark) for mark in marks) else None
+    return "bitsandbytes" if any(map(settings.get, BITSANDBYTES_MARKS)) else None
 
 
 def _name(method: str, settings: Mapping[str, Any]) -> str:
+    """Return a method's name for readers, with its kind."""
     if method == "bitsandbytes":
-        bits = (
-            "8 bits"
-            if settings.get("load_in_8bit") or settings.get("_load_in_8bit")
-            else "4 bits"
-        )
-        kind = settings.get("bnb_4bit_quant_type")
-        return (
-            f"bitsandbytes ({str(kind).upper() if kind and bits == '4 bits' else bits})"
-        )
+        return f"bitsandbytes ({_bitsandbytes_kind(settings)})"
     if method == "compressed-tensors":
         return f"compressed-tensors ({settings.get('format', 'no format')})"
     if method in ("modelopt", "modelopt_mixed"):
         return f"ModelOpt ({settings.get('quant_algo', 'no algorithm')})"
-    own = {"fp8": "FP8", "mxfp4": "MXFP4", "mxfp8": "MXFP8", "nvfp4": "NVFP4"}
-    return {**UNREAD_METHODS, **own}.get(method, method)
+    return {**UNREAD_METHODS, **READ_METHODS}.get(method, method)
+
+
+def _bitsandbytes_kind(settings: Mapping[str, Any]) -> str:
+    if any(map(settings.get, IN_8_BITS)):
+        return "8 bits"
+    kind = settings.get("bnb_4bit_quant_type")
+    return str(kind).upper() if kind else "4 bits"
 
 
 def quantisation_fault(
@@ -169,34 +173,51 @@ def _why_unread_compressed(
     settings: Mapping[str, Any], tensors: Mapping[str, Any]
 ) -> str | None:
     """Judge a folder of compressed-tensors, which mlx-vlm reads in part and where it drops zero points silently."""
-    groups = [
-        one
-        for one in (settings.get("config_groups") or {}).values()
-        if isinstance(one, Mapping)
-    ]
-    kind = settings.get("format") or next(
-        (one["format"] for one in groups if one.get("format")), None
-    )
+    groups = list(map(_mapping, _mapping(settings.get("config_groups")).values()))
+    kind = settings.get("format") or _first_format(groups)
     if kind is not None and kind not in READ_FORMATS:
         return f"of which mlx-vlm reads {', '.join(sorted(READ_FORMATS))}"
     if any(name.endswith(".weight_g_idx") for name in tensors):
         return "with groups in an order of their own (actorder: group), which mlx-vlm cannot read"
     packed = [
-        one.get("weights") or {}
-        for one in groups
-        if one.get("format", kind) == "pack-quantized"
+        _mapping(group.get("weights"))
+        for group in groups
+        if group.get("format", kind) == "pack-quantized"
     ]
     for weights in packed:
-        if not weights.get("symmetric", True):
-            return "with zero points (symmetric: false), which mlx-vlm leaves out of the answer"
-        if weights.get("num_bits", 4) not in (4, 8):
-            return f"in {weights['num_bits']} bits, which are not packed as MLX's are"
-        if weights.get("group_size", 32) not in GROUP_SIZES:
-            return f"in groups of {weights.get('group_size')}, and MLX's have {', '.join(map(str, GROUP_SIZES))}"
-    kinds = {(one.get("num_bits", 4), one.get("group_size", 32)) for one in packed}
-    if len(kinds) > 1:
+        why = _why_unread_packed(weights)
+        if why is not None:
+            return why
+    shapes = {(_bits(weights), _group_size(weights)) for weights in packed}
+    if len(shapes) > 1:
         return "with several numbers of bits, of which mlx-vlm takes the first for all"
     return None
+
+
+def _first_format(groups: Sequence[Mapping[str, Any]]) -> Any:
+    named = [group["format"] for group in groups if group.get("format")]
+    return next(iter(named), None)
+
+
+def _why_unread_packed(weights: Mapping[str, Any]) -> str | None:
+    """Judge packed weights by the settings of their group."""
+    bits, size = _bits(weights), _group_size(weights)
+    if not weights.get("symmetric", True):
+        return "with zero points (symmetric: false), which mlx-vlm leaves out of the answer"
+    if bits not in (4, 8):
+        return f"in {bits} bits, which are not packed as MLX's are"
+    if size not in GROUP_SIZES:
+        known = ", ".join(map(str, GROUP_SIZES))
+        return f"in groups of {size}, and MLX's have {known}"
+    return None
+
+
+def _bits(weights: Mapping[str, Any]) -> Any:
+    return weights.get("num_bits", 4)
+
+
+def _group_size(weights: Mapping[str, Any]) -> Any:
+    return weights.get("group_size", 32)
 
 
 def check_decoded(weights: Mapping[str, Any], config: Mapping[str, Any]) -> None:
@@ -209,10 +230,12 @@ def check_decoded(weights: Mapping[str, Any], config: Mapping[str, Any]) -> None
     found = quantisation_of(config)
     if found is None:
         return
-    for name, value in weights.items():
+    matrices = {name: value for name, value in weights.items() if value.ndim > 1}
+    for name, value in matrices.items():
         layer, _, leaf = name.rpartition(".")
-        is_packed = leaf == "weight" and value.ndim > 1 and "int" in str(value.dtype)
-        if is_packed and f"{layer}.scales" not in weights:
+        if leaf != "weight" or "int" not in str(value.dtype):
+            continue
+        if f"{layer}.scales" not in weights:
             raise UnsupportedModel(
                 f"its weights are quantised by {found.name}, and mlx-vlm has not unpacked {name}. {INSTEAD}"
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,15 +53,13 @@ class RecommendedSampling:
     not_taken: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        said = ", ".join(
-            f"{name} {value:g}"
-            for name, value in self.params.items()
-            if name not in _IMPLIED
-        )
-        left = ", ".join(
-            f"{name} {json.dumps(value)}" for name, value in self.not_taken.items()
-        )
-        return (said or "greedy") + (f"; not taken: {left}" if left else "")
+        params = self.params.items()
+        said = [f"{name} {value:g}" for name, value in params if name not in _IMPLIED]
+        text = ", ".join(said) or "greedy"
+        if not self.not_taken:
+            return text
+        left = [f"{name} {json.dumps(value)}" for name, value in self.not_taken.items()]
+        return f"{text}; not taken: {', '.join(left)}"
 
 
 _IMPLIED = frozenset({"repetition_context_size"})
@@ -85,24 +83,13 @@ def recommended_sampling(written: Mapping[str, Any]) -> RecommendedSampling:
     """
     params: dict[str, Any] = {}
     if written.get("do_sample") is True:
-        params = {
-            name: _or(written.get(name), value)
-            for name, value in TRANSFORMERS_DEFAULTS.items()
-        }
-    if (penalty := written.get("repetition_penalty")) not in (None, 1, 1.0):
-        params |= {
-            "repetition_penalty": penalty,
-            "repetition_context_size": WHOLE_CONTEXT,
-        }
-    neutral = SamplingParams()
-    params = {
-        name: value for name, value in params.items() if value != vars(neutral)[name]
-    }
-    not_taken = {
-        name: written[name]
-        for name, nothing in NOT_TAKEN.items()
-        if written.get(name) is not None and written[name] != nothing
-    }
+        params |= TRANSFORMERS_DEFAULTS | _said(written, TRANSFORMERS_DEFAULTS)
+    penalty = written.get("repetition_penalty")
+    if penalty not in (None, 1, 1.0):
+        params["repetition_penalty"] = penalty
+        params["repetition_context_size"] = WHOLE_CONTEXT
+    params = _changed(params, vars(SamplingParams()))
+    not_taken = _changed(_said(written, NOT_TAKEN), NOT_TAKEN)
     try:
         SamplingParams(**params)
     except InvalidParameters:  # settings out of range, which transformers refuses, too
@@ -110,5 +97,12 @@ def recommended_sampling(written: Mapping[str, Any]) -> RecommendedSampling:
     return RecommendedSampling(params, not_taken)
 
 
-def _or(value: Any, default: Any) -> Any:
-    return default if value is None else value
+def _said(written: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Return the settings of these names that are there and not null."""
+    found = {name: written.get(name) for name in names}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _changed(settings: Mapping[str, Any], neutral: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that are not neutral."""
+    return {name: value for name, value in settings.items() if value != neutral[name]}

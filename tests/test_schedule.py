@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
 from vlm_batch.engine.pace import Pace
-from vlm_batch.engine.scheduler import PrefillRow, Scheduler
+from vlm_batch.engine.schedule import Clients, PrefillRow, chunks, in_turn
 from vlm_batch.engine.shapes import chunk_end, together
 from vlm_batch.engine.work import Work
 from vlm_batch.policy import Policy
@@ -17,9 +19,22 @@ def chunk_of(name: str, begin: int, end: int) -> Work:
     return Work((name,), begin, end)
 
 
-SCHEDULER = Scheduler(
-    Policy(max_rows=4, prefill_budget=10, idle_budget=100, ageing_seconds=5)
-)
+POLICY = Policy(max_rows=4, prefill_budget=10, idle_budget=100, ageing_seconds=5)
+
+
+def plan(
+    rows: Sequence[PrefillRow], budget: int, policy: Policy = POLICY
+) -> tuple[Work, ...]:
+    return chunks(rows, budget, policy)
+
+
+def clients(
+    placed: dict[int, int] | None = None,
+    asked: dict[int, int] | None = None,
+    served: dict[int, float] | None = None,
+    now: float = 0.0,
+) -> Clients:
+    return Clients(now, 5.0, Counter(placed), asked or {}, served or {})
 
 
 def chunks_of(row: PrefillRow, budget: int) -> list[tuple[int, int]]:
@@ -48,13 +63,13 @@ def test_chunks_never_cut_an_atomic_span_and_cover_the_prompt(budget: int) -> No
 
 def test_the_budget_goes_to_the_oldest_row_first() -> None:
     rows = [PrefillRow("a", 50, 0), PrefillRow("b", 50, 0)]
-    assert SCHEDULER.plan(rows, 10) == (chunk_of("a", 0, 10),)
-    assert SCHEDULER.plan(rows, 100) == (chunk_of("a", 0, 50), chunk_of("b", 0, 50))
+    assert plan(rows, 10) == (chunk_of("a", 0, 10),)
+    assert plan(rows, 100) == (chunk_of("a", 0, 50), chunk_of("b", 0, 50))
 
 
 def test_what_the_first_row_leaves_of_the_budget_goes_to_the_next() -> None:
     rows = [PrefillRow("a", 6, 0), PrefillRow("b", 50, 8)]
-    assert SCHEDULER.plan(rows, 10) == (chunk_of("a", 0, 6), chunk_of("b", 8, 12))
+    assert plan(rows, 10) == (chunk_of("a", 0, 6), chunk_of("b", 8, 12))
 
 
 def test_short_prompts_go_before_long_ones_that_have_waited_as_long() -> None:
@@ -62,7 +77,7 @@ def test_short_prompts_go_before_long_ones_that_have_waited_as_long() -> None:
         PrefillRow("long", 50, 0, waited=1.0),
         PrefillRow("short", 6, 0, waited=0.9),
     ]
-    assert SCHEDULER.plan(rows, 10) == (chunk_of("short", 0, 6), chunk_of("long", 0, 4))
+    assert plan(rows, 10) == (chunk_of("short", 0, 6), chunk_of("long", 0, 4))
 
 
 def test_what_is_left_of_a_prompt_counts() -> None:
@@ -70,12 +85,12 @@ def test_what_is_left_of_a_prompt_counts() -> None:
         PrefillRow("fresh", 20, 0, waited=1.0),
         PrefillRow("begun", 50, 40, waited=1.0),
     ]
-    assert SCHEDULER.plan(rows, 10) == (chunk_of("begun", 40, 50),)
+    assert plan(rows, 10) == (chunk_of("begun", 40, 50),)
 
 
 def test_a_long_prompt_is_not_kept_waiting_by_short_ones_that_keep_coming() -> None:
     """One of 30 tokens comes each second, as fast as they are prefilled; the long one's turn comes within a minute."""
-    scheduler = Scheduler(Policy(ageing_seconds=1000.0))
+    patient = Policy(ageing_seconds=1000.0)
     long, waiting = PrefillRow("long", 300, 0), []
     for second in range(60):
         waiting.append((f"short-{second}", second))
@@ -84,7 +99,7 @@ def test_a_long_prompt_is_not_kept_waiting_by_short_ones_that_keep_coming() -> N
             PrefillRow(name, 30, 0, waited=float(second - came))
             for name, came in waiting
         ]
-        (chunk,) = scheduler.plan(rows, 30)[:1]
+        (chunk,) = plan(rows, 30, patient)[:1]
         if chunk.rows[0] == "long":
             long = replace(long, done=chunk.end)
             if long.done == long.length:
@@ -101,16 +116,16 @@ def test_priority_and_its_ageing_rule_over_length() -> None:
         PrefillRow("short", 5, 0, waited=1.0),
         PrefillRow("urgent", 50, 0, priority=1),
     ]
-    assert SCHEDULER.plan(rows, 10) == (chunk_of("urgent", 0, 10),)
+    assert plan(rows, 10) == (chunk_of("urgent", 0, 10),)
     rows = [
         PrefillRow("short", 5, 0, waited=4.0),
         PrefillRow("aged", 50, 0, waited=5.5),
     ]
-    assert SCHEDULER.plan(rows, 10) == (chunk_of("aged", 0, 10),)
+    assert plan(rows, 10) == (chunk_of("aged", 0, 10),)
 
 
 def test_nothing_to_prefill_is_an_empty_plan() -> None:
-    assert SCHEDULER.plan([], 10) == ()
+    assert plan([], 10) == ()
 
 
 @pytest.mark.parametrize("budget", [0, 7])
@@ -118,7 +133,7 @@ def test_a_prompt_that_was_found_whole_waits_for_no_budget(budget: int) -> None:
     """Where decoding alone takes longer than the gap between tokens may, a step has no room for prefill."""
     found, rest = PrefillRow("found", 40, 40), PrefillRow("rest", 7, 0)
     chunks = (chunk_of("rest", 0, 7),) if budget else ()
-    assert set(SCHEDULER.plan([rest, found], budget)) == {
+    assert set(plan([rest, found], budget)) == {
         chunk_of("found", 40, 40),
         *chunks,
     }
@@ -126,7 +141,7 @@ def test_a_prompt_that_was_found_whole_waits_for_no_budget(budget: int) -> None:
 
 def test_rows_wait_by_priority_then_age() -> None:
     old, new, urgent = (0, 10.0), (0, 12.0), (2, 13.0)  # priority, and when they came
-    assert sorted([old, new, urgent], key=lambda row: SCHEDULER.urgency(*row)) == [
+    assert sorted([old, new, urgent], key=lambda row: clients().urgency(*row)) == [
         urgent,
         old,
         new,
@@ -135,16 +150,17 @@ def test_rows_wait_by_priority_then_age() -> None:
 
 def test_waiting_lifts_a_row_over_any_priority() -> None:
     urgent, patient = (2, 16.0), (0, 0.0)
-    assert SCHEDULER.urgency(*patient) < SCHEDULER.urgency(*urgent)
+    assert clients().urgency(*patient) < clients().urgency(*urgent)
 
 
 def test_clients_get_places_by_turns() -> None:
     """Whoever has the fewest is next, whatever others have asked for, and within a client the most urgent."""
 
     def line(rows: list[tuple[int, float]], placed: dict[int, int]) -> list[int]:
-        return SCHEDULER.share_out(
-            [(client, when, when) for client, when in rows], placed
-        )
+        lines: dict[int, list[int]] = {}
+        for at in sorted(range(len(rows)), key=lambda at: rows[at][1]):
+            lines.setdefault(rows[at][0], []).append(at)
+        return list(in_turn(lines, lambda at: rows[at][1], placed))
 
     many = [(1, float(at)) for at in range(6)]
     assert line([*many, (2, 50.0), (2, 40.0), (3, 60.0)], {}) == [
@@ -163,41 +179,36 @@ def test_clients_get_places_by_turns() -> None:
     assert line([(1, 3.0), (1, 1.0), (1, 1.0)], {1: 9}) == [1, 2, 0]
     assert line([], {1: 1}) == []
     # of equals who was given a place longest ago, whatever goes first among a client's own
-    assert SCHEDULER.share_out([(1, 1.0, 9.0), (1, 0.0, 9.0), (2, 5.0, 5.0)], {}) == [
-        2,
-        1,
-        0,
-    ]
+    turns = {"b": 9.0, "a": 9.0, "c": 5.0}
+    assert list(in_turn({1: "ba", 2: "c"}, turns.__getitem__, {})) == ["c", "b", "a"]
 
 
 def test_who_has_most_places_gives_them_up_until_they_are_even() -> None:
     placed = {1: 14, 2: 2}
     given = 0
-    while (giver := SCHEDULER.giver(placed, 3)) is not None:
+    while (giver := clients(placed).giver(3)) is not None:
         assert giver == 1
         placed[1], placed[3], given = placed[1] - 1, placed.get(3, 0) + 1, given + 1
     assert placed == {1: 8, 2: 2, 3: 7} or placed == {1: 7, 2: 2, 3: 7}
-    assert SCHEDULER.giver({1: 1, 2: 1}, 3) is None and SCHEDULER.giver({}, 3) is None
-    assert SCHEDULER.giver({1: 5}, 1) is None
+    assert clients({1: 1, 2: 1}).giver(3) is None and clients().giver(3) is None
+    assert clients({1: 5}).giver(1) is None
     # negative numbers get what no other wants
-    assert SCHEDULER.giver({-1: 1, 1: 5}, 2) == -1
-    assert SCHEDULER.giver({-1: 1}, 1) == -1
-    assert SCHEDULER.giver({1: 5}, -1) is None
-    assert SCHEDULER.giver({-1: 0, 1: 1}, 2) is None
-    assert SCHEDULER.giver({-1: 5}, -2) == -1
-    rows = [(-1, 0.0, 0.0), (1, 9.0, 9.0), (1, 9.5, 9.5)]
-    assert SCHEDULER.share_out(rows, {1: 3}) == [1, 2, 0]
+    assert clients({-1: 1, 1: 5}).giver(2) == clients({-1: 1}).giver(1) == -1
+    assert clients({1: 5}).giver(-1) is None and clients({-1: 5}).giver(-2) == -1
+    assert clients({-1: 0, 1: 1}).giver(2) is None
+    lines = {-1: [3, 4], 1: [1, 2]}
+    assert list(in_turn(lines, lambda row: -row, {1: 3})) == [1, 2, 3, 4]
 
 
 def test_the_prompts_of_one_client_do_not_keep_anothers_waiting() -> None:
     rows = [PrefillRow(f"many {at}", 100, 0, waited=9.0, client=1) for at in range(5)]
-    plan = SCHEDULER.plan([*rows, PrefillRow("one", 100, 0, client=2)], 100)
-    assert plan[0].rows == ("one",)
+    found = plan([*rows, PrefillRow("one", 100, 0, client=2)], 100)
+    assert found[0].rows == ("one",)
 
 
 def test_a_chunk_is_bounded_whatever_the_budget() -> None:
-    scheduler = Scheduler(Policy(max_chunk=20))
-    assert scheduler.plan([PrefillRow("a", 30, 0), PrefillRow("b", 50, 0)], 45) == (
+    policy = Policy(max_chunk=20)
+    assert plan([PrefillRow("a", 30, 0), PrefillRow("b", 50, 0)], 45, policy) == (
         chunk_of("a", 0, 20),
         chunk_of("a", 20, 30),
         chunk_of("b", 0, 15),
@@ -205,16 +216,16 @@ def test_a_chunk_is_bounded_whatever_the_budget() -> None:
 
 
 def test_a_prompt_that_was_found_whole_has_an_empty_chunk() -> None:
-    assert SCHEDULER.plan([PrefillRow("a", 50, 50), PrefillRow("b", 4, 0)], 10) == (
+    assert plan([PrefillRow("a", 50, 50), PrefillRow("b", 4, 0)], 10) == (
         chunk_of("a", 50, 50),
         chunk_of("b", 0, 4),
     )
 
 
 def test_a_budget_of_several_chunks_goes_to_one_row_if_it_is_alone() -> None:
-    scheduler = Scheduler(Policy(max_chunk=20))
+    policy = Policy(max_chunk=20)
     row = PrefillRow("a", 50, 4, atomic=((22, 30),))
-    assert scheduler.plan([row], 30) == (chunk_of("a", 4, 22), chunk_of("a", 22, 34))
+    assert plan([row], 30, policy) == (chunk_of("a", 4, 22), chunk_of("a", 22, 34))
 
 
 def test_a_fixed_budget_holds_beside_decoding_rows_only() -> None:
@@ -297,10 +308,10 @@ def test_what_pictures_took_of_a_step_is_not_left_for_prompts() -> None:
 
 
 def test_a_chunk_ends_its_prompt_within_the_slack() -> None:
-    scheduler = Scheduler(Policy(slack=30))
+    policy = Policy(slack=30)
     rows = [PrefillRow("a", 50, 0), PrefillRow("b", 50, 0), PrefillRow("c", 50, 0)]
-    assert scheduler.plan(rows, 70) == (chunk_of("a", 0, 50), chunk_of("b", 0, 50))
-    assert scheduler.plan(rows, 60) == (chunk_of("a", 0, 50), chunk_of("b", 0, 10))
+    assert plan(rows, 70, policy) == (chunk_of("a", 0, 50), chunk_of("b", 0, 50))
+    assert plan(rows, 60, policy) == (chunk_of("a", 0, 50), chunk_of("b", 0, 10))
 
 
 def test_prompts_of_one_length_go_together() -> None:
