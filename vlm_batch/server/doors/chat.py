@@ -37,6 +37,7 @@ from vlm_batch.server.openai import (
     others_of,
     sampling_of,
 )
+from vlm_batch.server.pages import DOCUMENT
 from vlm_batch.server.wire import (
     ANY,
     MAX_FIELDS,
@@ -145,9 +146,22 @@ class AudioUrlPart(PartBase):
     audio_url: AudioUrl | str
 
 
+class FileNamed(Wire):
+    """A PDF, a picture or a text: a stored file, or a data URI."""
+
+    filename: str | None = None
+    file_id: str | None = None
+    file_data: str | None = None
+
+
+class FilePart(PartBase):
+    type: Literal["file"]
+    file: FileNamed
+
+
 Said: TypeAlias = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
 Part: TypeAlias = Annotated[
-    TextPart | ImagePart | VideoPart | AudioPart | AudioUrlPart,
+    TextPart | ImagePart | VideoPart | AudioPart | AudioUrlPart | FilePart,
     Field(discriminator="type"),
 ]
 
@@ -410,7 +424,21 @@ def wire_messages(body: ChatRequest) -> list[dict[str, Any]]:
         if plain["role"] == "assistant":
             _clean_answer(plain)
         plain.setdefault("content", "")  # a tool's that returned nothing
+        if isinstance(plain["content"], list):
+            plain["content"] = [_with_document(part) for part in plain["content"]]
     return found
+
+
+def _with_document(part: dict[str, Any]) -> dict[str, Any]:
+    """Return a part; of a file, what the server's other doors call it. Raises ApiError."""
+    if part["type"] != "file":
+        return part
+    named = part["file"]
+    if ("file_id" in named) == ("file_data" in named):
+        raise ApiError(400, "a file needs file_id or file_data", param="messages")
+    if "file_id" in named:
+        return {"type": DOCUMENT, DOCUMENT: {"file_id": named["file_id"]}}
+    return {"type": DOCUMENT, DOCUMENT: {"url": named["file_data"]}}
 
 
 def _clean_answer(plain: dict[str, Any]) -> None:
