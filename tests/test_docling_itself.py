@@ -30,6 +30,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_what_is_declared_is_what_docling_has(module: str) -> None:
     pytest.importorskip("docling.document_converter", reason=NEEDED)
     theirs_all = importlib.import_module(module)
+    ours: Any
     for ours in declared.DECLARED[module]:
         theirs = getattr(theirs_all, ours.__name__)
         if isinstance(ours, type) and issubclass(ours, declared.Enum):

@@ -191,6 +191,7 @@ class BatchedVlmEngine(BaseVlmEngine, HuggingFaceModelDownloadMixin):
         batcher: VLMBatcher | None = None,
     ) -> None:
         super().__init__(options, model_config=model_config)
+        self._initialized: bool = False
         self.artifacts_path = artifacts_path
         self.batcher = batcher
         self._batcher_options = dict(batcher_options or {})
