@@ -44,7 +44,6 @@ from docling.models.inference_engines.vlm._utils import (
 )
 from docling.models.inference_engines.vlm.base import (
     BaseVlmEngine,
-    BaseVlmEngineOptions,
     VlmEngineInput,
     VlmEngineOutput,
     VlmEngineType,
@@ -183,7 +182,7 @@ class BatchedVlmEngine(BaseVlmEngine, HuggingFaceModelDownloadMixin):
 
     def __init__(
         self,
-        options: BaseVlmEngineOptions,
+        options: MlxVlmEngineOptions,
         artifacts_path: Path | str | None = None,
         model_config: EngineModelConfig | None = None,
         *,
@@ -191,6 +190,7 @@ class BatchedVlmEngine(BaseVlmEngine, HuggingFaceModelDownloadMixin):
         batcher: VLMBatcher | None = None,
     ) -> None:
         super().__init__(options, model_config=model_config)
+        self.options: MlxVlmEngineOptions = options
         self._initialized: bool = False
         self.artifacts_path = artifacts_path
         self.batcher = batcher
@@ -222,7 +222,7 @@ class BatchedVlmEngine(BaseVlmEngine, HuggingFaceModelDownloadMixin):
                 "no model is named: give model_config with a repo_id, or batcher"
             )
         check_min_engine_version(VlmEngineType.MLX, config.min_engine_version)
-        trusts = bool(getattr(self.options, "trust_remote_code", False))
+        trusts = self.options.trust_remote_code
 
         def download(repo_id: str, revision: str) -> Path:
             return self.download_models(
@@ -309,8 +309,10 @@ class BatchedVlmEngine(BaseVlmEngine, HuggingFaceModelDownloadMixin):
         return Request(messages=[alone], images=picture, params=params)
 
     def _penalties(self) -> dict[str, Any]:
-        names = ("repetition_penalty", "repetition_context_size")
-        given = {name: getattr(self.options, name, None) for name in names}
+        given = {
+            "repetition_penalty": self.options.repetition_penalty,
+            "repetition_context_size": self.options.repetition_context_size,
+        }
         return {name: value for name, value in given.items() if value is not None}
 
     def cleanup(self) -> None:
