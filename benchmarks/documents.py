@@ -47,7 +47,7 @@ MAX_PIXELS = 2 * WIDE * HIGH
 PROMPT = PLAIN_PROMPTS["markdown"]
 GROUP = 8
 #: Pages, and tokens of their answers, before the clock starts.
-WARM_PAGES, WARM_TOKENS = 2, 8
+WARM_PAGES, WARM_TOKENS = 1, 8
 SYLLABLES = ("an", "be", "cor", "di", "el", "fa", "gra", "lo", "mi", "nor", "ste", "tu")
 
 
@@ -324,7 +324,7 @@ WAYS = {"ours": ours, "page by page": page_by_page, "groups of eight": groups_of
 
 def run_way(way: str, args: argparse.Namespace) -> Run:
     """Read one round's pages in this process."""
-    model, processor = model_and_processor(args.shape, MAX_PIXELS)
+    model, processor = model_and_processor(args.shape, args.max_pixels)
     read = WAYS[way](model, processor)
     first = 1000 * args.round
     read(make_pages(WARM_PAGES, first + 900_000, (WARM_TOKENS, WARM_TOKENS)))
@@ -376,6 +376,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         metavar=("LEAST", "MOST"),
         help="of an answer",
     )
+    parser.add_argument(
+        "--max-pixels",
+        type=int,
+        default=MAX_PIXELS,
+        help="of a page as the model sees it (default: all)",
+    )
     parser.add_argument("--way", choices=WAYS, default=None, help=argparse.SUPPRESS)
     parser.add_argument("--round", type=int, default=0, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
@@ -384,6 +390,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def _run_apart(way: str, number: int, args: argparse.Namespace) -> Run:
     command = [sys.executable, "-m", "benchmarks.documents", "--way", way]
     command += ["--round", str(number), "--shape", args.shape]
+    command += ["--max-pixels", str(args.max_pixels)]
     command += ["--pages", str(args.pages), "--tokens", *map(str, args.tokens)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return Run(**json.loads(done.stdout.splitlines()[-1]))
@@ -404,9 +411,9 @@ def main() -> None:
     for way, each in runs.items():
         say(way, each, args.pages)
     found = {other: ratios(runs, other) for other in WAYS if other != "ours"}
-    for other, each in found.items():
-        middle = statistics.median(each)
-        print(f"ours / {other}: {middle:.2f} ({each[0]:.2f} to {each[-1]:.2f})")
+    for other, shares in found.items():
+        middle = statistics.median(shares)
+        print(f"ours / {other}: {middle:.2f} ({shares[0]:.2f} to {shares[-1]:.2f})")
     facts = {
         "shape": args.shape,
         "pages": args.pages,

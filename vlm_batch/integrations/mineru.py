@@ -52,7 +52,8 @@ def mineru_client(batcher: VLMBatcher, **options: Any) -> MinerUClient:
     Args:
         options: of ``MinerUClient``, but for ``backend``, ``model`` and ``processor``.
     """
-    model = batcher._loop.generator.adapter.model
+    adapter: Any = batcher._loop.generator.adapter
+    model = adapter.model
     processor = batcher.processing.processor
     client = MinerUClient("mlx-engine", model=model, processor=processor, **options)
     theirs = client.client
