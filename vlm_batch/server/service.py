@@ -21,6 +21,7 @@ import mlx.core as mx
 from vlm_batch.errors import BatcherClosed, InvalidRequest, VLMBatchError, describe
 from vlm_batch.inputs.fetch import Cancelled
 from vlm_batch.inputs.pool import Pool
+from vlm_batch.loading import answers_in_special_tokens
 from vlm_batch.runtime.memory import release_memory
 from vlm_batch.server.answers import Dialect
 from vlm_batch.server.burst import Burst
@@ -402,7 +403,10 @@ def _dialect(batcher: VLMBatcher, config: ServerConfig) -> Dialect:
             "--enable-thinking: this model's chat template does not read enable_thinking"
         )
     return Dialect(
-        batcher.processing, config.tool_parser, batcher.recommended_sampling.params
+        batcher.processing,
+        config.tool_parser,
+        batcher.recommended_sampling.params,
+        shows_special=answers_in_special_tokens(batcher.processing, batcher.spec),
     )
 
 

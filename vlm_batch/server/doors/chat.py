@@ -53,7 +53,7 @@ from vlm_batch.server.wire import (
     Wire,
     at_most,
 )
-from vlm_batch.types import TokenLogprobs
+from vlm_batch.types import ALL_FRAMES, TokenLogprobs
 
 MAX_DOCUMENTS = 1024
 
@@ -472,20 +472,16 @@ def _with_frames(
 
 
 def _frames(given: FrameArguments) -> dict[str, Any]:
-    """Return the choice of frames as a part says it. In vLLM -1 is no number, and both make a rate with a bound."""
-    has_number = given.num_frames not in (None, NO_LIMIT)
-    if given.fps not in (None, NO_LIMIT):
-        rate = {"fps": given.fps}
-        return {**rate, "max_frames": given.num_frames} if has_number else rate
-    if has_number:
-        return {"num_frames": given.num_frames}
-    if given.num_frames is None:
-        return {}
-    raise ApiError(
-        400,
-        "media_io_kwargs.video: num_frames -1 takes every frame; say a number, or fps",
-        param="media_io_kwargs.video.num_frames",
-    )
+    """Return the choice of frames as a part says it, with vLLM's meaning of -1.
+
+    A rate of -1 is none. A number of -1 is every frame, and beside a rate it is no bound.
+    """
+    has_rate = given.fps not in (None, NO_LIMIT)
+    if not has_rate:
+        return {} if given.num_frames is None else {"num_frames": given.num_frames}
+    rate = {"fps": given.fps}
+    is_bound = given.num_frames not in (None, ALL_FRAMES)
+    return {**rate, "max_frames": given.num_frames} if is_bound else rate
 
 
 # Out -------------------------------------------------------------------------------------------------------------------
