@@ -211,3 +211,34 @@ def test_who_has_places_goes_behind_who_has_none_whatever_the_priority() -> None
             event.request_id for event in generator.step() if event.result is not None
         ]
     assert ended == ["plain"]
+
+
+@pytest.mark.parametrize("places", [1, 4])
+def test_further_answers_and_who_waits_for_their_memory_do_not_wait_for_each_other(
+    places: int,
+) -> None:
+    """Memory has room for one row: of a client's answers each holds its share of it from the prompt on."""
+    family, key = "qwen2_vl", "text:5:26"
+
+    def generator(max_bytes: int) -> BatchGenerator:
+        policy = settings_for(Placement.ROWS, max_rows=places, max_bytes=max_bytes)
+        return BatchGenerator(shared_adapter(family), policy=policy)
+
+    def ask(engine: BatchGenerator, name: str, client: int, n: int) -> None:
+        inputs = inputs_of(family, key)
+        params = SamplingParams(max_tokens=6, n=n, temperature=1.0, seed=1)
+        prompt = Prompt(inputs=as_mlx(inputs))
+        engine.rows.add(new_row(name, prompt, params, client=client, given=inputs))
+
+    known = generator(2**40)
+    ask(known, "a", 1, 1)
+    while known.has_work:
+        known.step()
+    engine = generator(int(1.5 * known.memory.of(32)))
+    ask(engine, "several", 1, 3)
+    engine.step()
+    ask(engine, "one", 2, 1)
+    ended = 0
+    for _ in range(200):
+        ended += sum(event.result is not None for event in engine.step())
+    assert ended == 4 and not engine.has_work

@@ -255,6 +255,24 @@ def test_what_ready_rows_hold_counts_once() -> None:
     assert prompts(parked) == Prompts((), ("r",))
 
 
+@pytest.mark.parametrize("free", [1, 4])
+def test_ready_rows_go_before_one_that_memory_has_no_room_for(free: int) -> None:
+    """It waits for the memory that they hold: they would wait for each other for ever."""
+    ready = waiting("r", 2, is_ready=True)
+    new = waiting("b", 1, submitted=90.0)
+    view = replace(
+        PROMPTS, lines=lines(new, ready), held={"r": 10}, fits=within(19), free=free
+    )
+    assert prompts(view) == Prompts(joining=("r",))
+    # with an encoder that has no room beside others, too
+    unread = new._replace(is_encoded=False)
+    tight = replace(view, lines=lines(unread, ready), may_encode=lambda _: False)
+    assert prompts(tight) == Prompts(joining=("r",))
+    # one that fits nowhere goes on: the next look at memory ends it
+    assert prompts(replace(view, fits=within(9))) == Prompts(joining=("r",))
+    assert prompts(replace(view, live=[10])) == Prompts()
+
+
 def test_rows_are_encoded_for_places_and_then_ahead_once_a_step() -> None:
     new = [waiting(name, is_encoded=False, tokens=0) for name in "abcd"]
     view = replace(PROMPTS, lines=lines(*new))

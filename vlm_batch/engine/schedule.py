@@ -9,7 +9,7 @@ Every decoding row gets a token in each step. The rules for the rest:
 - A client is due if it has no place, has waited ``ageing_seconds``, and another asks for two answers more.
 - A client parks its last row for one with two places less. For a due client a row of one that asks for two answers more
   is parked, once.
-- No row overtakes one that memory has no room for.
+- No row overtakes one that memory has no room for, but those that are ready: they hold their memory already.
 - Rows in prefill go by client, then by priority, which age raises, then by waiting time per token left (highest response
   ratio next).
 """
@@ -304,6 +304,7 @@ def prompts(view: PromptsView) -> Prompts:
     free, live, pending = view.free, list(view.live), view.pending
     line = in_turn(view.lines, view.clients.turn, view.clients.placed)
     first = _first(line, view.free, view.ahead)
+    is_full = False  # whether memory has no room for the next in line
     for at, row in enumerate(first):
         if row.needs_encoding:
             is_beside_others = bool(live) or bool(view.held)
@@ -312,6 +313,8 @@ def prompts(view: PromptsView) -> Prompts:
                 if at >= free and view.has_encoded:
                     most = 0
                 encoded = _unencoded(first[at:], most)
+            else:
+                is_full = True
             break
         if at >= free:
             continue
@@ -321,10 +324,32 @@ def prompts(view: PromptsView) -> Prompts:
             pending += row.pending
             (joining if row.is_ready else placed).append(row.request_id)
         elif live or held:
-            free = 0
+            free, is_full = 0, True
         else:
             refused.append(row.request_id)
+    if is_full:
+        num_left = view.free - len(placed) - len(joining)
+        joining += _ready_behind(view, joining, live, num_left)
     return Prompts(tuple(placed), tuple(joining), encoded, tuple(refused))
+
+
+def _ready_behind(
+    view: PromptsView, joining: Sequence[str], live: Sequence[int], num_left: int
+) -> list[str]:
+    """Return ready rows for the places that are left beside a row without room.
+
+    They hold their memory already, and only free it by going on: else the row would wait for them, and they for it.
+    """
+    taken = list(live)
+    found: list[str] = []
+    for row in in_turn(view.lines, view.clients.turn, view.clients.placed):
+        if not row.is_ready or row.request_id in joining:
+            continue
+        if len(found) >= num_left or (taken and not view.fits([*taken, row.tokens])):
+            break
+        taken.append(row.tokens)
+        found.append(row.request_id)
+    return found
 
 
 def _still_held(view: PromptsView, joining: Sequence[str]) -> list[int]:
