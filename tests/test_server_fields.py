@@ -390,5 +390,5 @@ def test_every_frame_of_a_video_is_taken_within_the_servers_bound(
 
 def test_resize_shape_is_refused_by_name(server: Running) -> None:
     assert "min_pixels" in server.chat("x", resize_shape=[64, 64]).error["message"]
-    asked = {"resize_shape": None, "media_io_kwargs": {"image": {}}}
+    asked: dict[str, Any] = {"resize_shape": None, "media_io_kwargs": {"image": {}}}
     assert server.chat("count to 3", **asked).status == 200
