@@ -251,7 +251,7 @@ def test_what_asks_for_nothing_is_taken_from_other_servers_clients(
 @pytest.mark.parametrize(
     ("name", "value", "why"),
     [
-        ("logprob_token_ids", [4], "allowed_token_ids"),
+        ("logprob_token_ids", [4], "top_logprobs"),
         ("truncation_side", "middle", "left"),
         ("truncate_prompt_tokens", 5, "null"),
         ("stream_interval", 8, "every token"),
