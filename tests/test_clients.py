@@ -59,7 +59,7 @@ def picture() -> str:
     return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
-def send(server: Running, request: dict[str, Any]) -> Reply:
+def send(server: Running, request: dict[str, Any], most: int = MOST_TOKENS) -> Reply:
     """Send a recorded request with a picture in its places, for a short answer of this server's model."""
     if "body" not in request:
         return server.ask(request["method"], request["path"])
@@ -69,7 +69,7 @@ def send(server: Running, request: dict[str, Any]) -> Reply:
     if "input" in body:
         named = "max_output_tokens"
     # the tiny model's context is short
-    body[named] = min(body.get(named, MOST_TOKENS), MOST_TOKENS)
+    body[named] = min(body.get(named, most), most)
     if request["path"].startswith(AGENTS):
         body["tools"] = body["tools"][:2]
     body["model"] = "model"  # clients name the models of the hub

@@ -850,6 +850,18 @@ def test_an_answer_goes_on_with_the_last_turn(server: Running) -> None:
     assert reply.json["choices"][0]["message"]["content"] == unbegun.text
 
 
+def _asking_for_nothing(kind: type[Common], needed: str) -> Iterator[dict[str, Any]]:
+    """A kind of body's fields with values that ask for nothing, and with null; a body has 128 at most."""
+    values: dict[str, Any] = {}
+    for name, given in kind.nothing.items():
+        if given:
+            values[name] = given[0] if isinstance(given, tuple) else ["anything"]
+    yield values
+    names = sorted({*kind.model_fields, *kind.nothing} - {needed})
+    for at in range(0, len(names), 100):
+        yield dict.fromkeys(names[at : at + 100])
+
+
 def test_fields_that_ask_for_nothing_are_taken(
     server: Running, client: openai.OpenAI
 ) -> None:
@@ -858,27 +870,12 @@ def test_fields_that_ask_for_nothing_are_taken(
         "n": None, "user": "me", "parallel_tool_calls": True, "tool_choice": "auto", "top_k": -1, "metadata": {"run": "7"},
         "structured_outputs": None, "stream_options": None, "seed": -1, "best_of": 1.0,
     }  # fmt: skip
-    values = {name: given[0] for name, given in ChatRequest.nothing.items() if given}
-    asked = {**neutral, **values}
-    assert (
-        server.chat("count to 3", **asked).json["choices"][0]["message"]["content"]
-        == "1 2 3"
-    )
-    unset = dict.fromkeys(
-        set(ChatRequest.model_fields) - {"messages"} | set(ChatRequest.nothing)
-    )
-    assert (
-        server.chat("count to 3", **unset).json["choices"][0]["message"]["content"]
-        == "1 2 3"
-    )
-    of_texts = {
-        name: given[0] for name, given in CompletionRequest.nothing.items() if given
-    }
-    unset = dict.fromkeys(
-        set(CompletionRequest.model_fields) - {"prompt"}
-        | set(CompletionRequest.nothing)
-    )
-    for more in (of_texts, unset):
+    of_chats = {"messages": [{"role": "user", "content": "count to 3"}]}
+    for more in (neutral, *_asking_for_nothing(ChatRequest, "messages")):
+        reply = server.ask("POST", "/v1/chat/completions", {**of_chats, **more})
+        assert reply.status == 200, reply.body
+        assert reply.json["choices"][0]["message"]["content"] == "1 2 3"
+    for more in _asking_for_nothing(CompletionRequest, "prompt"):
         assert (
             server.ask(
                 "POST", "/v1/completions", {"prompt": "a", "max_tokens": 2, **more}
@@ -888,7 +885,7 @@ def test_fields_that_ask_for_nothing_are_taken(
     answer = client.chat.completions.create(
         model="qwen2_vl",
         messages=[{"role": "user", "content": "count to 3"}],
-        extra_body=values,
+        extra_body=next(_asking_for_nothing(ChatRequest, "messages")),
         store=False,
         n=1,
     )
@@ -907,13 +904,13 @@ def test_more_than_nothing_is_refused_by_name(
     path = "/v1/chat/completions"
     if kind is CompletionRequest:
         least, path = {"prompt": "x"}, "/v1/completions"  # type: ignore[dict-item]
-    for name in kind.nothing:
-        for value in (
-            "other",
-            7,
-            True if name != "store" and False not in kind.nothing[name] else 1,
-        ):
-            if value is True and True in kind.nothing[name]:
+    for name, taken in kind.nothing.items():
+        # of the others every value asks for nothing
+        if not isinstance(taken, tuple):
+            continue
+        flag = True if name != "store" and False not in taken else 1
+        for value in ("other", 7, flag):
+            if value is True and True in taken:
                 continue
             reply = server.ask("POST", path, {**least, name: value})
             assert (reply.status, reply.error["param"]) == (400, name), (

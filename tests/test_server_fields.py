@@ -251,7 +251,7 @@ def test_what_asks_for_nothing_is_taken_from_other_servers_clients(
 @pytest.mark.parametrize(
     ("name", "value", "why"),
     [
-        ("logprob_token_ids", [4], "allowed_token_ids"),
+        ("logprob_token_ids", [4], "top_logprobs"),
         ("truncation_side", "middle", "left"),
         ("truncate_prompt_tokens", 5, "null"),
         ("stream_interval", 8, "every token"),
@@ -390,5 +390,5 @@ def test_every_frame_of_a_video_is_taken_within_the_servers_bound(
 
 def test_resize_shape_is_refused_by_name(server: Running) -> None:
     assert "min_pixels" in server.chat("x", resize_shape=[64, 64]).error["message"]
-    asked = {"resize_shape": None, "media_io_kwargs": {"image": {}}}
+    asked: dict[str, Any] = {"resize_shape": None, "media_io_kwargs": {"image": {}}}
     assert server.chat("count to 3", **asked).status == 200

@@ -141,7 +141,7 @@ REFUSED: Mapping[str, str] = {
     "grammar": "use guided_grammar, in Lark's notation",
     "guided_json": "use response_format",
     "json_schema": "use response_format",
-    "logprob_token_ids": "the likeliest tokens are told; allowed_token_ids with top_logprobs tells a few tokens",
+    "logprob_token_ids": "log-probabilities are those of the likeliest tokens; use top_logprobs",
     "moderation": "nothing is moderated",
     "n_cmpl": "use n",
     "n_predict": "use max_tokens",
