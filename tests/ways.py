@@ -52,27 +52,22 @@ WAYS = (
     Way(
         "a sampling option",
         (
-            (
-                "types.py",
-                (
-                    "_WHOLE_PARAMETERS",
-                    "_REAL_PARAMETERS",
-                    "SamplingParams:",
-                    "SamplingParams._check_numbers",
-                ),
-            ),
+            ("types.py", ("SamplingParams:",)),
+            ("parameters.py", ("WholeNumber", "RealNumber", "Declared", "declared")),
             (
                 "engine/sampling.py",
                 (
                     "RowRules",
                     "SamplingRow",
+                    "LogitsStage",
+                    "STAGES",
                     "stages_of",
                     "process",
                     "sample",
                     "min_p",
                 ),
             ),
-            ("server/wire.py", ("Common", "SAMPLING")),
+            ("server/fields.py", ("SAMPLING",)),
             ("cli/options.py", ("_add_answering",)),
             ("integrations/mlx_vlm.py", ("sampling_params",)),
             ("loading/recommended.py", ("TRANSFORMERS_DEFAULTS", "NOT_TAKEN")),
@@ -82,7 +77,7 @@ WAYS = (
         "a family with a sliding window",
         (
             ("registry.py", ("ModelSpec", "register")),
-            ("adapters/base.py", ("Adapter",)),
+            ("adapters/family.py", (ALL,)),
             ("adapters/modules.py", ("patching",)),
             ("models/gemma3.py", (ALL,)),
             ("models/_gemma3.py", (ALL,)),
@@ -93,7 +88,7 @@ WAYS = (
         "another way to cut prompts",
         (
             ("engine/work.py", ("Work",)),
-            ("engine/scheduler.py", ("PrefillRow", "Scheduler.plan")),
+            ("engine/schedule.py", ("PrefillRow", "chunks", "_end_of_chunk")),
             ("engine/pace.py", ("Pace.budget",)),
             (
                 "engine/shapes.py",
