@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from benchmarks import figures
-from tests import exact_page, ways
+from tests import exact_page
 
 FOUND = figures.read()
 RATIOS = [(kind, one) for kind in figures.KINDS for one in FOUND[kind]["ratios"]]
@@ -24,12 +24,6 @@ def test_the_benchmarks_page_is_up_to_date() -> None:
 def test_the_page_of_families_is_up_to_date() -> None:
     page = figures.FAMILIES_PAGE.read_text(encoding="utf-8")
     assert page == figures.render_families(page), "run python -m benchmarks.figures"
-
-
-def test_the_page_of_what_to_read_is_up_to_date() -> None:
-    """A name that is gone is an error, and lines are where the page says."""
-    page = ways.PAGE.read_text(encoding="utf-8")
-    assert page == ways.render(page), "run python -m tests.ways"
 
 
 def test_each_family_has_what_its_step_takes() -> None:
