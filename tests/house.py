@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 import vlm_batch
+from tests.density import num_fields, outermost, rate, several, step_branches
 from tests.test_imports import FLOOR, FLOORS
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.family import FamilyHooks
@@ -89,24 +90,30 @@ def sources() -> list[Source]:
 
 
 class Way:
-    """The functions of the package that any thread calls while it is on."""
+    """What of the package any thread executes while it is on: functions, lines, classes with a method called."""
 
     def __init__(self) -> None:
         self.is_on = False
         self.functions: set[tuple[str, str]] = set()
+        self.lines: set[tuple[str, int]] = set()
+        self.classes: set[tuple[str, str]] = set()
 
-    def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
         code = frame.f_code
-        is_named = not code.co_name.startswith("<")
-        if (
-            self.is_on
-            and event == "call"
-            and is_named
-            and code.co_filename.startswith(str(PACKAGE))
-        ):
-            self.functions.add(
-                (code.co_filename, f"{code.co_firstlineno}:{code.co_name}")
-            )
+        if not (self.is_on and code.co_filename.startswith(str(PACKAGE))):
+            return None
+        if not code.co_name.startswith("<"):
+            named = f"{code.co_firstlineno}:{code.co_name}"
+            self.functions.add((code.co_filename, named))
+        owner = type(frame.f_locals.get("self")).__name__
+        if "self" in frame.f_locals:
+            self.classes.add((code.co_filename, owner))
+        return self._line
+
+    def _line(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if self.is_on and event == "line":
+            self.lines.add((frame.f_code.co_filename, frame.f_lineno))
+        return self._line
 
 
 def way_of_a_request() -> Way:
@@ -119,8 +126,8 @@ def way_of_a_request() -> Way:
     for idle in threads._idle.values():
         # those of earlier batchers would be used again, and have no profile
         idle.clear()
-    threading.setprofile(way)  # threads that start from here on
-    sys.setprofile(way)
+    threading.settrace(way)  # threads that start from here on
+    sys.settrace(way)
     try:
         with VLMBatcher(default_checkpoint()) as batcher:
             picture, params = sample_images()[0], SamplingParams(max_tokens=3)
@@ -130,8 +137,8 @@ def way_of_a_request() -> Way:
             ).result()
             way.is_on = False
     finally:
-        sys.setprofile(None)
-        threading.setprofile(None)
+        sys.settrace(None)
+        threading.settrace(None)
     assert result.ok and len(result.token_ids) == 3, result
     return way
 
@@ -414,6 +421,7 @@ def count_all() -> list[Count]:
     return [
         *count_way(),
         *count_imports(files),
+        *count_density(files),
         *count_sizes(files),
         *count_adapter(),
         *count_settings(files),
@@ -427,11 +435,11 @@ def count_way() -> list[Count]:
     way, records = way_of_a_request(), bodies()
     return [
         Count(
-            "files that one picture and three tokens pass",
-            str(len({file for file, _ in way.functions})),
-            "35",
+            "lines that one picture and three tokens execute",
+            f"{len(way.lines):,}",
+            "1,900",
         ),
-        Count("distinct functions that they pass", str(len(way.functions)), "280"),
+        Count("classes with a method on that way", str(len(way.classes)), "50"),
         Count("bodies of a request", str(len(records)), "4", ", ".join(records)),
     ]
 
@@ -488,6 +496,42 @@ def _shown(found: list[tuple[str, str]]) -> str:
     return ", ".join(f"{here} to {there}" for here, there in found)
 
 
+def count_density(files: list[Source]) -> list[Count]:
+    """How dense the code is, and where a row is."""
+    counted = {file.name: list(outermost(file.tree.body)) for file in files}
+    everything = [one for found in counted.values() for one in found]
+    engine = [
+        one
+        for name, found in counted.items()
+        for one in found
+        if name.startswith("engine/")
+    ]
+    dense = [one.name for one in everything if one.is_dense]
+    classes = [
+        (node.name, file.name)
+        for file in files
+        if file.room != "models"
+        for node in file.tree.body
+        if isinstance(node, ast.ClassDef)
+    ]
+    names = several(classes)
+    trees = {file.name: file.tree for file in files}
+    step = step_branches(trees["engine/generator.py"], "BatchGenerator", "step")
+    return [
+        Count(
+            "branches for 100 lines of functions: package; engine",
+            f"{rate(everything):.1f}; {rate(engine):.1f}",
+            "22; 22",
+        ),
+        Count("dense functions", str(len(dense)), "3", ", ".join(dense)),
+        Count("class names in several files", str(len(names)), "3", ", ".join(names)),
+        Count(
+            "fields of the row's classes", str(num_fields(trees["engine/row.py"])), "55"
+        ),
+        Count("branches in `step` and what it calls in its file", str(step), "40"),
+    ]
+
+
 def count_sizes(files: list[Source]) -> list[Count]:
     """Long functions, wide classes, wide constructors."""
     long = [
@@ -513,11 +557,6 @@ def count_sizes(files: list[Source]) -> list[Count]:
     most, owner = max(made)
     root = sum(file.path.parent == PACKAGE for file in files)
     return [
-        Count(
-            "lines of Python",
-            f"{sum(len(file.text.splitlines()) for file in files):,}",
-            "32,000",
-        ),
         Count("files at the package's root", str(root), "14"),
         Count(
             f"functions over {MAX_LINES} lines", str(len(long)), "0", ", ".join(long)

@@ -26,19 +26,26 @@ OF_VLLM = frozenset({
     "prompt_logprobs", "logprob_token_ids", "allowed_token_ids", "bad_words", "echo", "add_generation_prompt",
     "continue_final_message", "add_special_tokens", "documents", "chat_template", "chat_template_kwargs",
     "media_io_kwargs", "mm_processor_kwargs", "structured_outputs", "priority", "request_id", "session_id",
-    "return_tokens_as_token_ids", "return_token_ids", "cache_salt", "kv_transfer_params", "vllm_xargs",
+    "return_tokens_as_token_ids", "return_token_ids", "routed_experts_prompt_start", "return_token_offsets",
+    "return_prompt_text", "return_mm_kwargs", "cache_salt", "kv_transfer_params", "ec_transfer_params", "vllm_xargs",
+    "repetition_detection", "stream_interval",
 })  # fmt: skip
-#: Fields of a chat in llama.cpp's server, which reads all of its completions' (tools/server, what it reads of a body).
+#: Fields of a chat in llama.cpp's server (tools/server/server-schema.cpp and server-common.cpp at 23b5dbd), which reads
+#: those of its completions, too. Without what its chat parser always writes itself (``chat_format``, ``prompt``,
+#: ``grammar_lazy``, ``grammar_triggers``, ``preserved_tokens``, ``generation_prompt``, ``message_delimiters``) or tells its
+#: sampler (``grammar_type``, ``chat_parser``, ``reasoning_budget_...``).
 OF_LLAMA_CPP = frozenset({
-    "messages", "model", "stream", "stream_options", "max_tokens", "n_predict", "temperature", "top_k", "top_p", "min_p",
-    "top_n_sigma", "xtc_probability", "xtc_threshold", "typical_p", "dynatemp_range", "dynatemp_exponent",
-    "repeat_last_n", "repeat_penalty", "frequency_penalty", "presence_penalty", "dry_multiplier", "dry_base",
-    "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers", "mirostat", "mirostat_tau", "mirostat_eta",
-    "seed", "n_probs", "min_keep", "cache_prompt", "return_tokens", "n_keep", "n_discard", "n_indent",
-    "t_max_predict_ms", "response_fields", "lora", "json_schema", "grammar", "logit_bias", "ignore_eos", "stop",
-    "samplers", "id_slot", "timings_per_token", "post_sampling_probs", "tools", "tool_choice", "response_format",
-    "chat_template_kwargs", "reasoning_format", "parallel_tool_calls", "add_generation_prompt", "logprobs",
-    "top_logprobs",
+    "messages", "model", "stream", "stream_options", "max_tokens", "max_completion_tokens", "n_predict", "n", "n_cmpl",
+    "temperature", "top_k", "top_p", "min_p", "top_n_sigma", "xtc_probability", "xtc_threshold", "typical_p",
+    "dynatemp_range", "dynatemp_exponent", "repeat_last_n", "repeat_penalty", "frequency_penalty", "presence_penalty",
+    "dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers", "mirostat",
+    "mirostat_tau", "mirostat_eta", "adaptive_target", "adaptive_decay", "seed", "n_probs", "min_keep",
+    "backend_sampling", "cache_prompt", "n_cache_reuse", "return_tokens", "return_progress", "n_keep", "n_discard",
+    "n_indent", "t_max_predict_ms", "response_fields", "lora", "json_schema", "grammar", "logit_bias", "ignore_eos",
+    "stop", "samplers", "id_slot", "timings_per_token", "verbose", "post_sampling_probs", "tools", "tool_choice",
+    "parse_tool_calls", "parallel_tool_calls", "response_format", "chat_template_kwargs", "reasoning_format",
+    "reasoning_control", "thinking_budget_tokens", "add_generation_prompt", "continue_final_message", "echo",
+    "logprobs", "top_logprobs",
 })  # fmt: skip
 #: Servers -> the fields of their chats.
 OTHERS = {

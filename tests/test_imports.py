@@ -33,7 +33,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("proofs",),
     ("loading",),
     ("batcher",),
-    ("server", "integrations", "jobs"),
+    ("integrations", "jobs"),
+    ("server",),
     ("cli",),
     ("__main__",),
 )

@@ -192,6 +192,12 @@ def test_who_has_most_places_gives_them_up_until_they_are_even() -> None:
     assert placed == {1: 8, 2: 2, 3: 7} or placed == {1: 7, 2: 2, 3: 7}
     assert clients({1: 1, 2: 1}).giver(3) is None and clients().giver(3) is None
     assert clients({1: 5}).giver(1) is None
+    # negative numbers get what no other wants
+    assert clients({-1: 1, 1: 5}).giver(2) == clients({-1: 1}).giver(1) == -1
+    assert clients({1: 5}).giver(-1) is None and clients({-1: 5}).giver(-2) == -1
+    assert clients({-1: 0, 1: 1}).giver(2) is None
+    lines = {-1: [3, 4], 1: [1, 2]}
+    assert list(in_turn(lines, lambda row: -row, {1: 3})) == [1, 2, 3, 4]
 
 
 def test_the_prompts_of_one_client_do_not_keep_anothers_waiting() -> None:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import cv2
+import numpy as np
 import pytest
 
 from tests.serving import Reply, Running, serving
-from vlm_batch import Request, VLMBatcher
+from vlm_batch import Limits, Request, VLMBatcher, families
 from vlm_batch.assets import default_checkpoint
+from vlm_batch.registry import ModelSpec
 from vlm_batch.server.config import Key, ServerConfig
 from vlm_batch.server.doors.chat import ChatRequest, chat_ask
-from vlm_batch.server.errors import ApiError
 
 PROMPT = "<|im_start|>user\ncount to 5<|im_end|>\n<|im_start|>assistant\n"
 ENDS = {"skip_special_tokens": False}
@@ -142,7 +146,8 @@ def test_echo_without_scores_and_where_it_cannot_be(server: Running) -> None:
         complete(server, [PROMPT, PROMPT], echo=True).json["choices"][1]["text"]
         == PROMPT + plain
     )
-    assert complete(server, PROMPT, echo=True, stream=True).error["param"] == "echo"
+    refused = complete(server, PROMPT, echo=True, stream=True, logprobs=0)
+    assert refused.error["param"] == "echo"
     assert complete(server, PROMPT, max_tokens=0).error["param"] == "max_tokens"
     assert (
         server.chat("count to 5", max_completion_tokens=0).error["param"]
@@ -169,6 +174,103 @@ def test_offsets_count_the_special_tokens_that_are_shown(server: Running) -> Non
         assert all(
             words.startswith(token, offset) for token, offset in list(pairs)[:-3]
         )
+
+
+@pytest.mark.parametrize("most", [0, 60])
+def test_an_echo_is_streamed_before_its_answer(server: Running, most: int) -> None:
+    """The pieces join to the whole answer's text, of each prompt and choice."""
+    num = 2 if most else 1
+    asked = {"echo": True, "n": num, "max_tokens": most}
+    ids = complete(server, PROMPT, return_token_ids=True, max_tokens=1).json
+    prompts = [PROMPT, "count to 3"]
+    for prompt in (prompts, ids["choices"][0]["prompt_token_ids"]):
+        whole = complete(server, prompt, **asked).json["choices"]
+        texts = dict.fromkeys(range(len(whole)), "")
+        firsts = dict(texts)
+        for part in events(complete(server, prompt, stream=True, **asked)):
+            (choice,) = part["choices"]
+            firsts[choice["index"]] = firsts[choice["index"]] or choice["text"]
+            texts[choice["index"]] += choice["text"]
+        assert texts == {choice["index"]: choice["text"] for choice in whole}
+        if prompt is prompts:
+            assert [firsts[0], firsts[num]] == prompts
+
+
+def test_offsets_of_a_family_that_answers_in_special_tokens(
+    monkeypatch: pytest.MonkeyPatch, batcher: VLMBatcher
+) -> None:
+    """Such a checkpoint shows them unasked, in answers and echoes: offsets count what is shown."""
+    spec = next(spec for spec in families() if spec.family == "qwen2_vl")
+    assert spec.adapter is not None
+    mark = "<|vision_start|>"
+    marked = ModelSpec(**{**vars(spec), "special_tokens": ((mark, "a test"),)})
+    monkeypatch.setattr(spec.adapter, "spec", marked)
+    token = batcher.processing.tokenizer.convert_tokens_to_ids(mark)
+    ids = batcher.processing.tokenizer.encode(f"red{mark}1", add_special_tokens=False)
+    says = {"allowed_token_ids": [token], "max_tokens": 3, "logprobs": 0}
+    with serving() as server:
+        for skips, text in ((None, mark * 3), (False, mark * 3), (True, "")):
+            asked = {**says, "skip_special_tokens": skips}
+            (choice,) = complete(server, PROMPT, **asked).json["choices"]
+            length = len(mark) if text else 0
+            assert choice["text"] == text
+            offsets = choice["logprobs"]["text_offset"]
+            assert offsets == [0, length, 2 * length]
+            (echoed,) = complete(server, ids, **asked, echo=True).json["choices"]
+            prompt = f"red{mark}1" if text else "red1"
+            assert echoed["text"] == prompt + text
+            assert echoed["logprobs"]["text_offset"][-3:] == [
+                len(prompt) + offset for offset in offsets
+            ]
+
+
+#: What clients of vLLM and llama.cpp write that asks for nothing.
+ASKS_NOTHING: list[dict[str, Any]] = [
+    {"session_id": "agent-7", "truncation_side": "left", "truncate_prompt_tokens": None},
+    {"logprob_token_ids": None, "watermarking": False, "stream_interval": 1},
+    {"return_prompt_text": False, "return_token_offsets": True, "return_mm_kwargs": False},
+    {"cache_prompt": True, "id_slot": -1, "n_predict": -1, "timings_per_token": False},
+    {"repeat_penalty": 1.0, "typical_p": 1.0, "top_n_sigma": -1, "min_keep": 0},
+    {"dry_multiplier": 0, "dry_base": 1.75, "dry_allowed_length": 2, "dry_penalty_last_n": -1},
+    {"mirostat": 0, "mirostat_tau": 5, "mirostat_eta": 0.1, "xtc_probability": 0, "xtc_threshold": 0.1},
+    {"reasoning_format": "auto", "thinking_budget_tokens": -1, "grammar": "", "samplers": None},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("said", ASKS_NOTHING, ids=lambda said: next(iter(said)))
+def test_what_asks_for_nothing_is_taken_from_other_servers_clients(
+    server: Running, said: dict[str, Any]
+) -> None:
+    wanted = server.chat("count to 3").json["choices"]
+    found = server.chat("count to 3", **said)
+    assert found.status == 200, found.body
+    assert found.json["choices"] == wanted
+    assert complete(server, PROMPT, **said).status == 200
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [
+        ("logprob_token_ids", [4], "allowed_token_ids"),
+        ("truncation_side", "middle", "left"),
+        ("truncate_prompt_tokens", 5, "null"),
+        ("stream_interval", 8, "every token"),
+        ("watermarking", True, "false"),
+        ("repeat_penalty", 1.1, "repetition_penalty"),
+        ("n_predict", 20, "max_tokens"),
+        ("dry_multiplier", 0.8, "0"),
+        ("mirostat", 2, "0"),
+        ("cache_prompt", False, "true"),
+        ("samplers", ["top_k"], "null"),
+    ],
+)
+def test_what_would_change_an_answer_is_refused_by_name(
+    server: Running, name: str, value: Any, why: str
+) -> None:
+    refused = server.chat("count to 3", **{name: value})
+    assert refused.status == 400
+    assert refused.error["param"] == name
+    assert why in refused.error["message"]
 
 
 def test_a_salt_keeps_prefixes_apart(server: Running) -> None:
@@ -222,6 +324,8 @@ def test_a_priority_of_the_body_is_advice_within_a_client(
         ({"fps": 2, "num_frames": 8}, {}, {"fps": 2, "max_frames": 8}),
         ({"fps": 2, "num_frames": -1}, {}, {"fps": 2}),
         ({"fps": -1, "num_frames": 4}, {}, {"num_frames": 4}),
+        ({"num_frames": -1}, {}, {"num_frames": -1}),
+        ({"fps": -1, "num_frames": -1}, {}, {"num_frames": -1}),
         ({"num_frames": 8}, {"fps": 1}, {"fps": 1}),
     ],
 )
@@ -248,17 +352,43 @@ def test_frames_of_all_videos(
     } == wanted
 
 
-def test_frames_that_cannot_be_said(server: Running) -> None:
-    said = {
-        "messages": [{"role": "user", "content": "x"}],
-        "media_io_kwargs": {"video": {"num_frames": -1}},
-    }
-    with pytest.raises(ApiError, match="num_frames -1 takes every frame"):
-        chat_ask(ChatRequest.model_validate(said), ServerConfig(model="model"))
+@pytest.fixture(scope="module")
+def bounded() -> Iterator[Running]:
+    """A server whose requests have four pictures and frames at most."""
+    limits = Limits(request_pictures=4)
+
+    def opened() -> VLMBatcher:
+        return VLMBatcher(str(default_checkpoint()), limits=limits)
+
+    with serving(opened) as running:
+        yield running
+
+
+def moving(folder: Path, frames: int) -> str:
+    """A video of grey frames, as a data URI."""
+    file = folder / "clip.mp4"
+    code = cv2.VideoWriter_fourcc(*"mp4v")  # type: ignore[attr-defined]
+    writer = cv2.VideoWriter(str(file), code, 4.0, (56, 56))
+    for index in range(frames):
+        writer.write(np.full((56, 56, 3), 20 * index, np.uint8))
+    writer.release()
+    return "data:video/mp4;base64," + base64.b64encode(file.read_bytes()).decode()
+
+
+@pytest.mark.parametrize(("frames", "status"), [(3, 200), (6, 400)])
+def test_every_frame_of_a_video_is_taken_within_the_servers_bound(
+    bounded: Running, tmp_path: Path, frames: int, status: int
+) -> None:
+    """What -1 asks for is counted like any other frames."""
+    video = {"type": "video_url", "video_url": {"url": moving(tmp_path, frames)}}
+    asked = {"media_io_kwargs": {"video": {"num_frames": -1}}, "max_tokens": 1}
+    reply = bounded.chat([video, {"type": "text", "text": "x"}], **asked)
+    assert reply.status == status, reply.body
+    if status == 400:
+        assert "pictures and frames" in reply.error["message"]
+
+
+def test_resize_shape_is_refused_by_name(server: Running) -> None:
     assert "min_pixels" in server.chat("x", resize_shape=[64, 64]).error["message"]
-    assert (
-        server.chat(
-            "count to 3", resize_shape=None, media_io_kwargs={"image": {}}
-        ).status
-        == 200
-    )
+    asked = {"resize_shape": None, "media_io_kwargs": {"image": {}}}
+    assert server.chat("count to 3", **asked).status == 200

@@ -45,7 +45,11 @@ def found() -> Sources:
     sources: Sources = {}
     for who, function in (*_patched(), *_inherited(), *_hooked(), *_called()):
         function = inspect.unwrap(function)
-        if inspect.isfunction(function) and function.__module__.startswith("mlx_vlm."):
+        if not inspect.isfunction(function):
+            continue
+        # dataclasses make methods without a source
+        has_source = function.__code__.co_filename != "<string>"
+        if has_source and function.__module__.startswith("mlx_vlm."):
             name = f"{function.__module__}.{function.__qualname__}"
             sources.setdefault(name, (digest(function), set()))[1].add(who)
     return sources

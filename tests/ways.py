@@ -52,25 +52,19 @@ WAYS = (
     Way(
         "a sampling option",
         (
-            ("types.py", ("SamplingParams:",)),
-            ("parameters.py", ("WholeNumber", "RealNumber", "Declared", "declared")),
+            ("parameters.py", ("Declared", "declared")),
+            ("types.py", ("SamplingParams:", "SamplingParams._check_numbers")),
             (
                 "engine/sampling.py",
                 (
-                    "RowRules",
                     "SamplingRow",
                     "LogitsStage",
                     "STAGES",
                     "stages_of",
                     "process",
-                    "sample",
-                    "min_p",
                 ),
             ),
-            ("server/fields.py", ("SAMPLING",)),
-            ("cli/options.py", ("_add_answering",)),
-            ("integrations/mlx_vlm.py", ("sampling_params",)),
-            ("loading/recommended.py", ("TRANSFORMERS_DEFAULTS", "NOT_TAKEN")),
+            ("server/openai.py", ("SampledBody",)),
         ),
     ),
     Way(
@@ -78,17 +72,23 @@ WAYS = (
         (
             ("registry.py", ("ModelSpec", "register")),
             ("adapters/family.py", (ALL,)),
-            ("adapters/modules.py", ("patching",)),
-            ("models/gemma3.py", (ALL,)),
-            ("models/_gemma3.py", (ALL,)),
-            ("caches/verified.py", ("VERIFIED",)),
+            ("models/aya_vision.py", (ALL,)),
         ),
     ),
     Way(
         "another way to cut prompts",
         (
             ("engine/work.py", ("Work",)),
-            ("engine/schedule.py", ("PrefillRow", "chunks", "_end_of_chunk")),
+            (
+                "engine/schedule.py",
+                (
+                    "PrefillRow",
+                    "chunks",
+                    "_end_of_chunk",
+                    "_in_prefill_order",
+                ),
+            ),
+            ("engine/planning.py", ("Planner.chunks",)),
             ("engine/pace.py", ("Pace.budget",)),
             (
                 "engine/shapes.py",
@@ -101,15 +101,9 @@ WAYS = (
                     "FixedShapes.prefill_call",
                     "chunk_end",
                     "padded_length",
-                    "padded_count",
-                    "together",
-                    "_prefill_call",
                 ),
             ),
-            (
-                "engine/runner.py",
-                ("Runner.group", "Runner.prefill", "Runner._prefill_alone"),
-            ),
+            ("engine/runner.py", ("Runner.prefill",)),
         ),
     ),
     Way(

@@ -766,7 +766,8 @@ class Request:
         params: ``SamplingParams``, or a mapping of its fields.
         request_id: unique name; by default a new one.
         priority: higher goes first, among one client's requests.
-        client: number of the client. Clients share places evenly, whatever the priorities.
+        client: number of the client. Clients share places evenly, whatever the priorities; those with negative
+            numbers get the places that no other wants.
         cache: state of a conversation that the prompt continues; only new tokens are prefilled.
         return_cache: return prompt's and answer's state in ``Result.cache``.
         return_prompt_ids: return the prompt's tokens in ``Result.prompt_token_ids``.

@@ -36,6 +36,7 @@ EVERYDAY = (
             "--served-model-name",
             "--allow-urls",
             "--allow-dir",
+            "--files",
         ),
         *(
             "--max-num-seqs",
@@ -113,6 +114,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     _add_model(parser.add_argument_group("model"))
     _add_network(parser.add_argument_group("network"))
     _add_media(parser.add_argument_group("what requests may bring"))
+    _add_files(parser.add_argument_group("files and batches"))
     _add_limits(parser.add_argument_group("limits"))
 
 
@@ -268,6 +270,15 @@ def _add_media(group: argparse._ArgumentGroup) -> None:
     )
 
 
+def _add_files(group: argparse._ArgumentGroup) -> None:
+    folder = "keep files and batches in this folder (default: neither is served)"
+    group.add_argument("--files", type=_folder, metavar="FOLDER", help=folder)
+    most = "of all files (default: 10)"
+    upload = "of one file (default: 200)"
+    _say(group, "--files-gb", "max_files", most, type=_gigabytes, metavar="GB")
+    _say(group, "--max-upload-mb", "max_upload", upload, type=_megabytes, metavar="MB")
+
+
 def _add_limits(group: argparse._ArgumentGroup) -> None:
     answer = "longest answer, where a request does not say (default: %(default)s)"
     seconds = "of a request (default: %(default)s)"
@@ -311,3 +322,11 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
 
 def _megabytes(text: str) -> int:
     return at_least(1)(text) * MEGABYTE
+
+
+def _gigabytes(text: str) -> int:
+    return at_least(1)(text) * MEGABYTE * 1024
+
+
+def _folder(text: str) -> Path:
+    return Path(text).expanduser()

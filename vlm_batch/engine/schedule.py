@@ -5,6 +5,7 @@ Every decoding row gets a token in each step. The rules for the rest:
 - The next place goes to the client with the fewest places; of those to a client that is due, then to the most urgent row.
 - Urgency is age and priority: ``ageing_seconds`` of waiting count as one priority. Once its client has had a place, a row
   counts from then on, one priority lower.
+- Clients with negative numbers get the places that no other wants, and give way to all others.
 - A client is due if it has no place, has waited ``ageing_seconds``, and another asks for two answers more.
 - A client parks its last row for one with two places less. For a due client a row of one that asks for two answers more
   is parked, once.
@@ -26,6 +27,9 @@ from vlm_batch.engine.work import Work
 from vlm_batch.policy import Policy
 
 T = TypeVar("T")
+
+#: More places than any client has.
+LAST = 1 << 32
 
 
 class WaitingRow(NamedTuple):
@@ -93,8 +97,9 @@ class Clients:
     def giver(self, client: int) -> int | None:
         """Return the client with the most places, if it keeps as many as ``client`` has with one more."""
         placed = self.placed
-        most = max(placed, key=lambda one: (placed[one], one), default=client)
-        gap = placed.get(most, 0) - placed.get(client, 0)
+        claims = {one: _claim(one, placed[one]) for one in placed if placed[one]}
+        most = max(claims, key=lambda one: (claims[one], one), default=client)
+        gap = claims.get(most, 0) - _claim(client, placed.get(client, 0))
         return most if gap >= 2 else None
 
 
@@ -118,14 +123,21 @@ def in_turn(
     def take(client: int, places: int) -> None:
         row = next(rests[client], None)
         if row is not None:
-            heapq.heappush(heap, (places, turn(row), client, row))
+            heapq.heappush(heap, (_claim(client, places), turn(row), client, row))
 
+    places = {client: placed.get(client, 0) for client in rests}
     for client in rests:
-        take(client, placed.get(client, 0))
+        take(client, places[client])
     while heap:
-        places, _, client, row = heapq.heappop(heap)
+        _, _, client, row = heapq.heappop(heap)
         yield row
-        take(client, places + 1)
+        places[client] += 1
+        take(client, places[client])
+
+
+def _claim(client: int, places: int) -> int:
+    """Return where a client stands in line: those with negative numbers behind all others."""
+    return places + LAST if client < 0 else places
 
 
 # Before the decode forward -----------------------------------------------------------------------------------------------

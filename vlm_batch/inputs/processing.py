@@ -199,11 +199,12 @@ class Processing:
     def decode_content(self, token_ids: Sequence[int]) -> str:
         """Return a text with all special tokens but those that begin, end and pad sequences."""
         return self.decode_all(
-            [token for token in token_ids if token not in self._around]
+            [token for token in token_ids if token not in self.around]
         )
 
     @cached_property
-    def _around(self) -> frozenset[int]:
+    def around(self) -> frozenset[int]:
+        """The special tokens that begin, end and pad sequences."""
         names = ("bos_token_id", "eos_token_id", "pad_token_id")
         ids: set[Any] = {getattr(self.tokenizer, name, None) for name in names}
         return frozenset(ids - {None} | set(self.eos_token_ids))

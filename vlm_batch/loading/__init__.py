@@ -167,9 +167,14 @@ def make_engine(model: nn.Module, processor: Any, options: EngineOptions) -> Eng
     )
 
 
+def answers_in_special_tokens(processing: Processing, spec: ModelSpec) -> bool:
+    """Return whether a checkpoint shows special tokens without being asked."""
+    return any(processing.has_special(word) for word, _ in spec.special_tokens)
+
+
 def answer_text(processing: Processing, spec: ModelSpec) -> AnswerText:
     """Return the decoders of a checkpoint's answers."""
-    is_shown = any(processing.has_special(word) for word, _ in spec.special_tokens)
+    is_shown = answers_in_special_tokens(processing, spec)
     return AnswerText(
         processing.decode,
         frozenset(processing.eos_token_ids),

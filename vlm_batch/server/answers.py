@@ -72,7 +72,17 @@ class Dialect:
         processing: Processing,
         tool_parser: str | None = None,
         recommended: Mapping[str, Any] | None = None,
+        *,
+        shows_special: bool = False,
     ) -> None:
+        """Read a checkpoint's dialect.
+
+        Args:
+            processing: The checkpoint's processor, tokenizer and chat template.
+            tool_parser: A parser's name of mlx-vlm's, in place of the template's own.
+            recommended: Sampling for requests that ask for it.
+            shows_special: Answers have special tokens unless a request says otherwise.
+        """
         self._processor = processing.processor
         # sampling for requests that ask for it
         self.recommended = dict(recommended or {})
@@ -83,6 +93,8 @@ class Dialect:
         for token, added in self._tokenizer.added_tokens_decoder.items():
             if added.special:
                 self._special.add(token)
+        self._shows_special = shows_special
+        self._usually_hidden = processing.around if shows_special else self._special
         self._template = processing.chat_template
         self.reads = processing.template.reads  # arguments of the chat template
         self._known_token = lru_cache(maxsize=1 << 16)(self._token)
@@ -144,16 +156,26 @@ class Dialect:
             return False
         return prompt_has_open_thinking(prompt)
 
-    def is_hidden(self, token_id: int) -> bool:
+    def is_special(self, token_id: int) -> bool:
         """Whether a token is special, so that decoding may leave it out of the text."""
         return token_id in self._special
 
-    def text_of(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        return str(
-            self._tokenizer.decode(
-                list(token_ids), skip_special_tokens=skip_special_tokens
-            )
-        )
+    def is_hidden(self, token_id: int, skip_special_tokens: bool | None) -> bool:
+        """Whether a text leaves a token out, with this value of ``SamplingParams``."""
+        if skip_special_tokens is None:
+            return token_id in self._usually_hidden
+        return skip_special_tokens and self.is_special(token_id)
+
+    def text_of(
+        self, token_ids: Sequence[int], skip_special_tokens: bool | None
+    ) -> str:
+        """Return tokens' text, with this value of ``SamplingParams``."""
+        ids = list(token_ids)
+        if skip_special_tokens is None and self._shows_special:
+            ids = [token for token in ids if token not in self._usually_hidden]
+            skip_special_tokens = False
+        skips = skip_special_tokens is not False
+        return str(self._tokenizer.decode(ids, skip_special_tokens=skips))
 
     def reader(
         self,

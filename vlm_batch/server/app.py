@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from importlib.resources import files
+from importlib import resources
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -14,20 +14,21 @@ from starlette.exceptions import HTTPException
 
 from vlm_batch._version import __version__
 from vlm_batch.errors import InvalidRequest
+from vlm_batch.server.batches import Batches
 from vlm_batch.server.bodies import Bodies, BodyRoute
 from vlm_batch.server.door import Core, Door, entry_of
-from vlm_batch.server.doors import DOORS
+from vlm_batch.server.doors import DOORS, files
+from vlm_batch.server.doors.batches import ENDPOINTS
 from vlm_batch.server.edge import Edge
 from vlm_batch.server.errors import ApiError, JsonResponse, refusal
 from vlm_batch.server.media import MediaReader
 from vlm_batch.server.service import Service
+from vlm_batch.server.stored import FileStore
 
 #: Endpoints of other servers, and the alternative here.
 NOT_SERVED = {
     "/v1/embeddings": "no family here makes embeddings",
     "/v1/realtime": "python -m vlm_batch.integrations.mlx_vlm serves it with the same engine",
-    "/v1/batches": "vlm-batch run answers for files of requests",
-    "/v1/files": "send pictures in the request, as data URIs",
     "/v1/audio": "recordings go into chats, as input_audio; nothing is spoken here",
     "/v1/images": "no family here makes pictures",
     "/v1/moderations": "nothing is moderated here",
@@ -45,11 +46,17 @@ def create_app(service: Service, media: MediaReader) -> FastAPI:
     @asynccontextmanager
     async def life(_: FastAPI) -> AsyncIterator[None]:
         await service.start()
+        if batches is not None:
+            batches.start()
         try:
             yield
         finally:
             core.kept.close()
+            if batches is not None:
+                await batches.close()
             await service.stop()
+            if core.files is not None:
+                core.files.close()
             media.close()
             app.state.bodies.close()
 
@@ -75,8 +82,16 @@ def create_app(service: Service, media: MediaReader) -> FastAPI:
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(InvalidRequest, _invalid_request)
     app.add_exception_handler(RecursionError, _too_deep)
-    core = Core(service, app.state.bodies, media)
+    config = service.config
+    store = None
+    if config.files is not None:
+        store = FileStore(config.files, config.max_files)
+        service.metrics.watch_files(lambda: store.size)
+    core = Core(service, app.state.bodies, media, files=store)
+    batches = None if store is None else Batches(core, store, ENDPOINTS)
+    app.state.batches = batches
     _add_doors(app, core)
+    files.add_routes(app, core)
     _add_facts(app, core)
     _add_page(app)
     return app
@@ -163,7 +178,7 @@ def _add_facts(app: FastAPI, core: Core) -> None:
 
 
 def _add_page(app: FastAPI) -> None:
-    page = files("vlm_batch.server") / "page"
+    page = resources.files("vlm_batch.server") / "page"
 
     @app.get("/", include_in_schema=False)
     async def index() -> Response:

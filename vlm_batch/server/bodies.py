@@ -106,13 +106,21 @@ class _Read(Request):
 def read_body(data: bytes, kind: type[Body]) -> Body:
     try:
         body = parse_json(data)
+    except RecursionError as error:
+        raise ApiError(400, "the body is nested too deeply") from error
+    except ValueError as error:
+        raise _no_json(data, error) from error
+    return check_body(body, kind)
+
+
+def check_body(body: Any, kind: type[Body]) -> Body:
+    """Return JSON as a door's body. Raises ApiError."""
+    try:
         return kind.model_validate(body)
     except RecursionError as error:
         raise ApiError(400, "the body is nested too deeply") from error
     except ValidationError as error:
         wrong = _wrong(error, body, kind)
-    except ValueError as error:
-        raise _no_json(data, error) from error
     del body  # freed here, not with the error on the event loop
     raise wrong
 

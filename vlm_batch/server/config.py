@@ -55,6 +55,8 @@ _LEAST = {
     "max_body": 1,
     "max_held": 1,
     "max_file": 1,
+    "max_files": 1,
+    "max_upload": 1,
     "max_images": 1,
     "max_choices": 1,
     "max_prompts": 1,
@@ -116,6 +118,9 @@ class ServerConfig:
     max_body: int = 64 * MEGABYTE
     max_held: int = 1024 * MEGABYTE
     max_file: int = 256 * MEGABYTE
+    files: Path | None = None
+    max_files: int = 10 * 1024 * MEGABYTE
+    max_upload: int = 200 * MEGABYTE
     fetch_seconds: float = 30.0
     max_images: int = 32
     max_videos: int = 4

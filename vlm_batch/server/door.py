@@ -15,6 +15,7 @@ from vlm_batch.server.errors import ApiError, Envelope, openai_envelope
 from vlm_batch.server.kept import KeptResponses
 from vlm_batch.server.media import MediaReader
 from vlm_batch.server.service import Service
+from vlm_batch.server.stored import FileStore
 from vlm_batch.server.wire import Body
 
 if TYPE_CHECKING:
@@ -23,12 +24,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Core:
-    """The common part of all doors: the model and its queue, the reading of bodies, that of media, and what is kept."""
+    """The common part of all doors: the model and its queue, the reading of bodies, that of media, what is kept, and files."""
 
     service: Service
     bodies: Bodies
     media: MediaReader
     kept: KeptResponses = field(default_factory=KeptResponses)
+    files: FileStore | None = None
+
+    def stored(self, owner: str, file_id: str) -> bytes:
+        """Return the content of an owner's file. Raises ApiError."""
+        if self.files is None:
+            said = "this server keeps no files (vlm-batch serve --files FOLDER)"
+            raise ApiError(400, said, param="messages", code="file")
+        return self.files.read(file_id, owner)
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError 404 for another model than the server's."""

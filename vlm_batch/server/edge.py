@@ -47,6 +47,8 @@ RETRY = 1
 #: Paths without a key: health checks, and the page, which asks for the key.
 OPEN = frozenset({"/", "/health", "/ready"})
 OPEN_FOLDER = "/page/"
+#: Where files are sent, which are no JSON.
+UPLOADS = "/v1/files"
 #: Most open requests, waiting ones included.
 MAX_REQUESTS = 2048
 
@@ -57,6 +59,10 @@ _HEADERS = {
     "content-security-policy": "default-src 'self'; img-src 'self' blob: data:; media-src 'self' blob: data:; "
     "frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
 }
+
+
+class NoRoom(ApiError):
+    """A request's bytes have no room beside those of others."""
 
 
 class ByteQuota:
@@ -74,7 +80,7 @@ class ByteQuota:
             or self._of[client] + size > self._most_of_client
         )
         if self._most and is_full:
-            raise ApiError(
+            raise NoRoom(
                 429,
                 f"requests that wait hold {self.size} bytes of {self._most}; try again in {RETRY} s",
                 code="busy",
@@ -100,6 +106,7 @@ class Entry:
     client: str
     held: ByteQuota
     number: int = 0  # the client's, as the engine knows it
+    owner: str = ""  # whose files it may name: its key's, or its address's
     has_priority: bool = False  # whether it may say which of its requests go first
     began: float = field(default_factory=time.perf_counter)
     status: int = 0
@@ -200,9 +207,12 @@ class Edge:
             entry.number = _number(client)
             if key in self._config.keys:
                 entry.number = self._config.keys.index(key)
-            await self._app(
-                scope, _Body(receive, self._config.max_body, entry).receive, sending
-            )
+            entry.owner = _owner(key, entry.number)
+            is_upload = method == "POST" and path == UPLOADS
+            body = _Body(receive, self._config.max_body, entry)
+            if is_upload:
+                body = _Upload(receive, self._config.max_upload, entry)
+            await self._app(scope, body.receive, sending)
         except Exception as error:
             answer = _answer_to(error, entry)
             # half an answer is out: all that is left is to close the connection
@@ -309,6 +319,26 @@ class _Body:
         return message
 
 
+class _Upload(_Body):
+    """A ``receive`` of bytes that go to the disk: none are held, and it may take as long as they come."""
+
+    async def receive(self) -> Message:
+        if self._is_whole:
+            return await self._receive()
+        try:
+            message = await asyncio.wait_for(self._receive(), BODY_SECONDS)
+        except asyncio.TimeoutError as error:
+            said = f"nothing of the file came for {BODY_SECONDS:.0f} s; send it again"
+            raise ApiError(408, said) from error
+        is_part = message["type"] == "http.request"
+        self._is_whole = not (is_part and message.get("more_body", False))
+        self._entry.num_bytes += len(message.get("body", b""))
+        if self._entry.num_bytes > self._max_bytes:
+            said = f"the file is larger than {self._max_bytes:,} bytes (the server's --max-upload-mb)"
+            raise ApiError(413, said, headers={"Connection": "close"})
+        return message
+
+
 def _answer_to(error: Exception, entry: Entry) -> ApiError:
     """Answer an exception; log a defect's trace."""
     if isinstance(error, ApiError):
@@ -349,6 +379,12 @@ def _number(address: str) -> int:
     except ValueError:
         pass  # no address: a socket of the system's
     return (1 << 32) + int.from_bytes(_digest(address.encode())[:8], "big")
+
+
+def _owner(key: Key | None, number: int) -> str:
+    """Return whose files a request may name, the same in every process: those of its key, or of its address."""
+    name = f"address {number}" if key is None else f"key {key.text}"
+    return _digest(name.encode()).hex()[:32]
 
 
 def _digest(key: bytes) -> bytes:

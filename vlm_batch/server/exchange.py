@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar
 
 from starlette.requests import Request as HttpRequest
@@ -232,7 +233,10 @@ class Exchange(ABC):
             return ask
         (prompt,) = ask.prompts
         messages = await core.media.read(
-            prompt["messages"], entry.hold, client=entry.number
+            prompt["messages"],
+            entry.hold,
+            client=entry.number,
+            stored=partial(core.stored, entry.owner),
         )
         return replace(ask, prompts=({"messages": messages},))
 

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from vlm_batch.types import SAMPLING_PARAMETERS
+
 #: Wire fields -> fields of ``SamplingParams``.
 SAMPLING: Mapping[str, str] = {
     "response_format": "json_schema",
     "guided_regex": "regex",
     "guided_choice": "choice",
     "guided_grammar": "grammar",
-} | {
-    name: name
-    for name in (
-        "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "repetition_context_size", "presence_penalty",
-        "frequency_penalty", "logit_bias", "min_tokens", "bad_words", "allowed_token_ids", "prompt_logprobs", "seed", "stop",
-        "stop_token_ids", "ignore_eos", "skip_special_tokens", "thinking_budget",
-    )
-}  # fmt: skip
+} | {one.name: one.name for one in SAMPLING_PARAMETERS if one.over_http}
 #: Wire fields -> fields of ``Template``.
 TEMPLATE: Mapping[str, str] = {
     "documents": "documents",

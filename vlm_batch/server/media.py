@@ -51,12 +51,14 @@ class MediaReader:
         hold: Callable[[int], None],
         *,
         client: int,
+        stored: Callable[[str], bytes],
     ) -> list[dict[str, Any]]:
         """Return messages with all media as bytes or data URIs, and documents as their pages' pictures.
 
-        ``hold`` counts bytes, and clients take turns.
+        ``hold`` counts bytes, clients take turns, and ``stored`` reads a file by its id.
         """
         cancelled = Cancelled()
+        messages = await self._with_stored(messages, hold, client, stored, cancelled)
         try:
             paged = await self._with_pages(messages, hold, client, cancelled)
             parts = [part for message in paged for part in _media(message)]
@@ -66,6 +68,27 @@ class MediaReader:
             cancelled.set()
         left = iter(payloads)
         return [_with_payloads(message, left) for message in paged]
+
+    async def _with_stored(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        hold: Callable[[int], None],
+        client: int,
+        stored: Callable[[str], bytes],
+        cancelled: Cancelled,
+    ) -> Sequence[Mapping[str, Any]]:
+        """Return messages with files' contents in the place of their ids."""
+        parts = [part for message in messages for part in _media(message)]
+        contents: dict[str, bytes] = {}
+        for name in dict.fromkeys(map(_file_id, parts)):
+            if name is None:
+                continue
+            reading = self._readers.submit(
+                partial(stored, name), cancelled, client=client
+            )
+            contents[name] = await asyncio.shield(asyncio.wrap_future(reading))
+            hold(len(contents[name]))
+        return _filled(messages, contents) if contents else messages
 
     def _check_counts(self, parts: Sequence[Mapping[str, Any]]) -> None:
         config = self._config
@@ -210,6 +233,26 @@ def _of_base64(source: str, name: str) -> bytes:
 
 def _refused(message: str, code: str) -> ApiError:
     return ApiError(400, message, param="messages", code=code)
+
+
+def _file_id(part: Mapping[str, Any]) -> str | None:
+    named = part[part["type"]]
+    return named.get("file_id") if isinstance(named, Mapping) else None
+
+
+def _filled(
+    messages: Sequence[Mapping[str, Any]], contents: Mapping[str, bytes]
+) -> list[Mapping[str, Any]]:
+    found: list[Mapping[str, Any]] = []
+    for message in messages:
+        filled = []
+        for part in _parts(message):
+            name = None if part["type"] == "text" else _file_id(part)
+            filled.append(
+                part if name is None else {**part, part["type"]: contents[name]}
+            )
+        found.append({**message, "content": filled} if filled else message)
+    return found
 
 
 def _parts(message: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:

@@ -149,6 +149,14 @@ class Metrics:
             "path",
             "status",
         )
+        self._of_batches = self._counter(
+            "vlm_batch:batch_requests",
+            "Requests of batches that ended, by status.",
+            "status",
+        )
+        self._batches = self._counter(
+            "vlm_batch:batches", "Batches that ended, by state.", "state"
+        )
         self._prompt = self._counter(
             "vllm:prompt_tokens", "Prompt tokens of requests that ended."
         )
@@ -222,6 +230,23 @@ class Metrics:
     def aborted(self, count: int) -> None:
         if count:
             self._requests.labels(self._model, "abort").inc(count)
+
+    def of_batch(self, status: int) -> None:
+        """Record a request of a batch."""
+        self._of_batches.labels(self._model, str(status)).inc()
+
+    def ended_batch(self, status: str) -> None:
+        self._batches.labels(self._model, status).inc()
+
+    def watch_files(self, size: Callable[[], float]) -> None:
+        """Show the bytes of stored files."""
+        gauge = Gauge(
+            "vlm_batch:files_bytes",
+            "Bytes of files that are kept.",
+            (LABEL,),
+            registry=self.registry,
+        )
+        gauge.labels(self._model).set_function(size)
 
     def responded(self, path: str, status: int) -> None:
         self._responses.labels(self._model, path, str(status)).inc()

@@ -15,11 +15,16 @@ from vlm_batch.server.errors import ApiError, refusal
 #: The type of a part that holds a document: a data URI, an http(s) URL, a file or base64.
 DOCUMENT = "document"
 
+#: How pictures' files begin; those of phones have their mark behind four bytes.
+PICTURES = (b"\xff\xd8\xff", b"\x89PNG", b"GIF8", b"RIFF", b"II*\0", b"MM\0*")
+
 
 def num_page_bytes(part: Mapping[str, Any]) -> int:
-    """Return the bytes that a page's picture holds, of 3 a pixel."""
+    """Return the bytes that a page's picture holds, of 3 a pixel; a file's own are counted already."""
     if part["type"] == "text":
         return len(part["text"])
+    if isinstance(part["image"], bytes):
+        return 0
     width, height = part["image"].size
     return int(width * height * 3)
 
@@ -27,11 +32,13 @@ def num_page_bytes(part: Mapping[str, Any]) -> int:
 def pages_of(
     data: bytes, name: str, most: int, cancelled: Cancelled
 ) -> list[dict[str, Any]]:
-    """Return a PDF's pages as parts with pictures; text as a part with text.
+    """Return a PDF's pages as parts with pictures; text as a part with text; a picture as it is.
 
     Raises:
-        ApiError: It is neither, or has more than ``most`` pages.
+        ApiError: It is none of them, or has more than ``most`` pages.
     """
+    if data.startswith(PICTURES) or data[4:8] == b"ftyp":
+        return [{"type": "image", "image": data}]
     if data[:1024].find(b"%PDF-") < 0:
         return [{"type": "text", "text": _text_of(data, name)}]
     with tempfile.TemporaryDirectory(prefix="vlm-batch-") as folder:

@@ -21,6 +21,7 @@ import mlx.core as mx
 from vlm_batch.errors import BatcherClosed, InvalidRequest, VLMBatchError, describe
 from vlm_batch.inputs.fetch import Cancelled
 from vlm_batch.inputs.pool import Pool
+from vlm_batch.loading import answers_in_special_tokens
 from vlm_batch.runtime.memory import release_memory
 from vlm_batch.server.answers import Dialect
 from vlm_batch.server.burst import Burst
@@ -40,6 +41,8 @@ WATCH_SECONDS = 1.0
 #: Ended requests by which the rate of the queue is estimated.
 RECENT = 64
 MIN_RETRY, MAX_RETRY = 1, 60
+#: Seconds that a request without a client behind it may take.
+AGE = 30 * 24 * 3600.0
 #: Most requests that wait or are being answered: the rest of the sockets are for who comes then.
 MAX_OPEN = 1792
 
@@ -58,6 +61,10 @@ class Visit:
     # the engine's: a client's own may come twice
     request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     is_expired: bool = False
+
+    @property
+    def is_background(self) -> bool:
+        return self.client < 0
 
     @property
     def batcher(self) -> VLMBatcher:
@@ -143,6 +150,13 @@ class Service:
             ) from error
 
     @property
+    def most_in_flight(self) -> int:
+        """The requests that keep the batch full; one while no model is there."""
+        if self.model is None:
+            return 1
+        return self.model.batcher._most_in_flight()
+
+    @property
     def num_open(self) -> int:
         """Count requests that have a place: in the queue, or with the engine."""
         return len(self._visits)
@@ -153,6 +167,9 @@ class Service:
         """Refuse new and held requests, wait for open ones until ``seconds`` are over or it ``is_hurried``, then end them."""
         self._stopping = True
         self.burst.end(_stops)
+        for visit in self._visits:
+            if visit.is_background:  # a later server answers it
+                visit.end()
         until = time.monotonic() + seconds
         while self._visits and time.monotonic() < until and not is_hurried():
             await asyncio.sleep(0.05)
@@ -193,9 +210,9 @@ class Service:
     @asynccontextmanager
     async def visit(self, visit: Visit) -> AsyncIterator[Visit]:
         """Lend a request that has a place the model, and cancel unfinished work. Raises ApiError 503 without a model."""
-        expiring = asyncio.get_running_loop().call_later(
-            self.config.request_seconds, visit.expire
-        )
+        # what waits for all others has the time of its own batch
+        seconds = AGE if visit.is_background else self.config.request_seconds
+        expiring = asyncio.get_running_loop().call_later(seconds, visit.expire)
         try:
             visit.loaded = await self.loaded()
             yield visit
@@ -386,7 +403,10 @@ def _dialect(batcher: VLMBatcher, config: ServerConfig) -> Dialect:
             "--enable-thinking: this model's chat template does not read enable_thinking"
         )
     return Dialect(
-        batcher.processing, config.tool_parser, batcher.recommended_sampling.params
+        batcher.processing,
+        config.tool_parser,
+        batcher.recommended_sampling.params,
+        shows_special=answers_in_special_tokens(batcher.processing, batcher.spec),
     )
 
 

@@ -37,6 +37,7 @@ from vlm_batch.server.openai import (
     others_of,
     sampling_of,
 )
+from vlm_batch.server.pages import DOCUMENT
 from vlm_batch.server.wire import (
     ANY,
     MAX_FIELDS,
@@ -52,7 +53,7 @@ from vlm_batch.server.wire import (
     Wire,
     at_most,
 )
-from vlm_batch.types import TokenLogprobs
+from vlm_batch.types import ALL_FRAMES, TokenLogprobs
 
 MAX_DOCUMENTS = 1024
 
@@ -145,9 +146,22 @@ class AudioUrlPart(PartBase):
     audio_url: AudioUrl | str
 
 
+class FileNamed(Wire):
+    """A PDF, a picture or a text: a stored file, or a data URI."""
+
+    filename: str | None = None
+    file_id: str | None = None
+    file_data: str | None = None
+
+
+class FilePart(PartBase):
+    type: Literal["file"]
+    file: FileNamed
+
+
 Said: TypeAlias = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
 Part: TypeAlias = Annotated[
-    TextPart | ImagePart | VideoPart | AudioPart | AudioUrlPart,
+    TextPart | ImagePart | VideoPart | AudioPart | AudioUrlPart | FilePart,
     Field(discriminator="type"),
 ]
 
@@ -410,7 +424,21 @@ def wire_messages(body: ChatRequest) -> list[dict[str, Any]]:
         if plain["role"] == "assistant":
             _clean_answer(plain)
         plain.setdefault("content", "")  # a tool's that returned nothing
+        if isinstance(plain["content"], list):
+            plain["content"] = [_with_document(part) for part in plain["content"]]
     return found
+
+
+def _with_document(part: dict[str, Any]) -> dict[str, Any]:
+    """Return a part; of a file, what the server's other doors call it. Raises ApiError."""
+    if part["type"] != "file":
+        return part
+    named = part["file"]
+    if ("file_id" in named) == ("file_data" in named):
+        raise ApiError(400, "a file needs file_id or file_data", param="messages")
+    if "file_id" in named:
+        return {"type": DOCUMENT, DOCUMENT: {"file_id": named["file_id"]}}
+    return {"type": DOCUMENT, DOCUMENT: {"url": named["file_data"]}}
 
 
 def _clean_answer(plain: dict[str, Any]) -> None:
@@ -444,20 +472,16 @@ def _with_frames(
 
 
 def _frames(given: FrameArguments) -> dict[str, Any]:
-    """Return the choice of frames as a part says it. In vLLM -1 is no number, and both make a rate with a bound."""
-    has_number = given.num_frames not in (None, NO_LIMIT)
-    if given.fps not in (None, NO_LIMIT):
-        rate = {"fps": given.fps}
-        return {**rate, "max_frames": given.num_frames} if has_number else rate
-    if has_number:
-        return {"num_frames": given.num_frames}
-    if given.num_frames is None:
-        return {}
-    raise ApiError(
-        400,
-        "media_io_kwargs.video: num_frames -1 takes every frame; say a number, or fps",
-        param="media_io_kwargs.video.num_frames",
-    )
+    """Return the choice of frames as a part says it, with vLLM's meaning of -1.
+
+    A rate of -1 is none. A number of -1 is every frame, and beside a rate it is no bound.
+    """
+    has_rate = given.fps not in (None, NO_LIMIT)
+    if not has_rate:
+        return {} if given.num_frames is None else {"num_frames": given.num_frames}
+    rate = {"fps": given.fps}
+    is_bound = given.num_frames not in (None, ALL_FRAMES)
+    return {**rate, "max_frames": given.num_frames} if is_bound else rate
 
 
 # Out -------------------------------------------------------------------------------------------------------------------

@@ -49,9 +49,9 @@ def completion_ask(
         said = f"at most {config.max_prompts} go into one request"
         raise ApiError(400, f"{len(prompts)} prompts; {said}", param="prompt")
     echoes = bool(body.echo)
-    if echoes and body.stream:
-        said = "echo comes with the whole answer; leave stream out"
-        raise ApiError(400, said, param="echo")
+    if echoes and body.stream and body.logprobs is not None:
+        said = "log-probabilities of echo come with the whole answer"
+        raise ApiError(400, f"{said}; leave stream or logprobs out", param="echo")
     check_stream(body)
     sampling = sampling_of(
         body, max_tokens=body.max_tokens, logprobs=body.logprobs, echoes=echoes
@@ -109,13 +109,8 @@ class TextExchange(Completions):
         """Return the prompt's text, as it came or as its tokens say."""
         if "prompt" in choice.asked:
             return str(choice.asked["prompt"])
-        return self.dialect.text_of(
-            choice.asked["token_ids"], skip_special_tokens=not self._shows_special
-        )
-
-    @property
-    def _shows_special(self) -> bool:
-        return self.body.skip_special_tokens is False
+        ids = choice.asked["token_ids"]
+        return self.dialect.text_of(ids, self.body.skip_special_tokens)
 
     def _scores_of_echo(self, choice: Choice) -> list[TokenLogprobs]:
         """Return the echoed prompt's log-probabilities; the first token has none, which is not a number here."""
@@ -130,8 +125,11 @@ class TextExchange(Completions):
             found.append(score or TokenLogprobs(token, math.nan, ()))
         return found
 
-    def _opening(self, choice: Choice) -> None:
-        return None
+    def _opening(self, choice: Choice) -> dict[str, Any] | None:
+        if not self.body.echo:
+            return None
+        said = {"text": self._echo(choice), "logprobs": None, "finish_reason": None}
+        return {"index": choice.index, **said}
 
     def _part(self, choice: Choice, delta: Delta) -> dict[str, Any]:
         logprobs = self._logprobs(choice, delta.logprobs)
@@ -175,13 +173,13 @@ class TextExchange(Completions):
 
     def _is_shown(self, choice: Choice, token_id: int) -> bool:
         """Return whether a token is in the text: an echoed one as the prompt was written."""
-        if not self.dialect.is_hidden(token_id):
+        if not self.dialect.is_special(token_id):
             return True
         written = choice.asked.get("prompt", "") if self.body.echo else ""
         if choice.length < len(written):
             mark = self.dialect.token(token_id)[0]
             return bool(written.startswith(mark, choice.length))
-        return self._shows_special
+        return not self.dialect.is_hidden(token_id, self.body.skip_special_tokens)
 
 
 COMPLETIONS = Door(

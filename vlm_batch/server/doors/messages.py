@@ -55,11 +55,11 @@ class Base64Source(Member):
     data: str
 
     @property
-    def address(self) -> str:
-        return f"data:{self.media_type};base64,{self.data}"
+    def place(self) -> dict[str, str]:
+        return {"url": f"data:{self.media_type};base64,{self.data}"}
 
     def document(self) -> TalkPart:
-        return {"type": DOCUMENT, DOCUMENT: {"url": self.address}}
+        return {"type": DOCUMENT, DOCUMENT: self.place}
 
 
 class UrlSource(Member):
@@ -67,11 +67,25 @@ class UrlSource(Member):
     url: str
 
     @property
-    def address(self) -> str:
-        return self.url
+    def place(self) -> dict[str, str]:
+        return {"url": self.url}
 
     def document(self) -> TalkPart:
-        return {"type": DOCUMENT, DOCUMENT: {"url": self.url}}
+        return {"type": DOCUMENT, DOCUMENT: self.place}
+
+
+class FileSource(Member):
+    """A file of ``/v1/files``."""
+
+    type: Literal["file"]
+    file_id: str
+
+    @property
+    def place(self) -> dict[str, str]:
+        return {"file_id": self.file_id}
+
+    def document(self) -> TalkPart:
+        return {"type": DOCUMENT, DOCUMENT: self.place}
 
 
 class TextSource(Member):
@@ -110,17 +124,19 @@ class TextBlock(Block):
 class ImageBlock(Block):
     nothing = {**_OWN, "transformations": ({}, {"oversized_image": "downsize"})}
     type: Literal["image"]
-    source: Annotated[Base64Source | UrlSource, Field(discriminator="type")]
+    source: Annotated[
+        Base64Source | UrlSource | FileSource, Field(discriminator="type")
+    ]
 
     def parts(self) -> list[TalkPart]:
-        return [{"type": "image_url", "image_url": {"url": self.source.address}}]
+        return [{"type": "image_url", "image_url": self.source.place}]
 
 
 class DocumentBlock(Block):
     nothing = {**_OWN, "citations": ({}, {"enabled": False})}
     type: Literal["document"]
     source: Annotated[
-        Base64Source | UrlSource | TextSource,
+        Base64Source | UrlSource | FileSource | TextSource,
         Field(discriminator="type"),
     ]
     title: str | None = None

@@ -68,6 +68,13 @@ _HINT: Nothing = {"prompt_cache_breakpoint": ANY}
 _OWN: Nothing = {"id": ANY, "status": ANY}
 
 
+def _place(address: str | None, file_id: str | None) -> dict[str, str] | None:
+    """Return where media are: at an address, or in a stored file."""
+    if address:
+        return {"url": address}
+    return {"file_id": file_id} if file_id else None
+
+
 class InputText(Member):
     nothing = _HINT
     type: Literal["input_text"]
@@ -78,31 +85,37 @@ class InputText(Member):
 
 
 class InputImage(Member):
-    """A picture: a data URI, base64, or, where the server allows it, an http(s) URL or file."""
+    """A picture: a data URI, base64, a stored file, or, where the server allows it, an http(s) URL or file."""
 
-    nothing = {**_HINT, "file_id": (), "detail": ANY}
+    nothing = {**_HINT, "detail": ANY}
     type: Literal["input_image"]
-    image_url: str
+    image_url: str | None = None
+    file_id: str | None = None
 
     def part(self) -> dict[str, Any]:
-        return {"type": "image_url", "image_url": {"url": self.image_url}}
+        named = _place(self.image_url, self.file_id)
+        if named is None:
+            said = "input_image needs image_url or file_id"
+            raise ApiError(400, said, param="input")
+        return {"type": "image_url", "image_url": named}
 
 
 class InputFile(Member):
     """A PDF, whose pages are pictures, or text."""
 
-    nothing = {**_HINT, "file_id": (), "detail": ANY}
+    nothing = {**_HINT, "detail": ANY}
     type: Literal["input_file"]
+    file_id: str | None = None
     filename: str | None = None
     file_data: str | None = None
     file_url: str | None = None
 
     def part(self) -> dict[str, Any]:
-        source = self.file_data or self.file_url
-        if not source:
-            said = "input_file needs file_data or file_url"
+        named = _place(self.file_data or self.file_url, self.file_id)
+        if named is None:
+            said = "input_file needs file_data, file_url or file_id"
             raise ApiError(400, said, param="input")
-        return {"type": DOCUMENT, DOCUMENT: {"url": source}}
+        return {"type": DOCUMENT, DOCUMENT: named}
 
 
 class OutputText(Member):
