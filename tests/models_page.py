@@ -19,7 +19,7 @@ from typing import Any
 
 from tests import test_drafts, upstream_page
 from tests.harness import TOLERANCE
-from tests.published_configurations import BY_CLASS, LOADED
+from tests.published_configurations import BY_CLASS, BY_DEFAULTS, LOADED, NOT_TRIED
 from tests.zoo import FAMILIES
 from vlm_batch.cli import facts
 from vlm_batch.cli.facts import FamilyFacts
@@ -113,9 +113,10 @@ DETAILS = """# Models in detail
 A section for each family of [the table](models.md): what a user of it must know. "Off by" is the largest difference
 of a log-probability from the same request alone, over all [verified scenarios](models.md#how-it-is-verified).
 "Reproducible" names the precisions in which `reproducible=True` was shown to give the request's own bits.
-"Published configuration tried" names a folder whose config.json, as published, was built at its full size, without
-weights, and has an adapter; [five folders' prompts](prompts.md) were compared with transformers', too. "Mended" are
-defects of mlx-vlm, by the names of [their reproductions](upstream.md).
+"Published configuration tried" names a folder whose config.json was built as published; "by transformers' class" and
+"by mlx-vlm's class" say that the class's own values were, which are mostly those of a published model. Each was built
+at its full size, without memory for weights, and has an adapter; none was run. [Five folders' prompts](prompts.md) were
+compared with transformers', too. "Mended" are defects of mlx-vlm, by the names of [their reproductions](upstream.md).
 
 """
 
@@ -296,7 +297,11 @@ def _published(family: str) -> str:
     """Return which published configuration was tried (``tests/published_configurations.py``)."""
     if family in LOADED:
         return f"yes ({LOADED[family]})"
-    return "no, transformers' own class of it" if family in BY_CLASS else "no"
+    if family in BY_CLASS:
+        return "by transformers' class"
+    if family in BY_DEFAULTS:
+        return "by mlx-vlm's class"
+    return f"no ({NOT_TRIED[family]})"
 
 
 def _reproducible(one: FamilyFacts) -> str:

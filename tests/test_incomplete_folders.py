@@ -19,11 +19,20 @@ import numpy as np
 import pytest
 from transformers.utils.quantization_config import QuantizationMethod
 
-from tests.published_configurations import BY_CLASS, LOADED
+from tests.cut import empty_model
+from tests.published_configurations import (
+    BY_CLASS,
+    BY_DEFAULTS,
+    LOADED,
+    NOT_TRIED,
+    built_by_class,
+    built_by_defaults,
+    weightless,
+)
 from vlm_batch import UnsupportedModel, VLMBatcher
 from vlm_batch.assets import default_checkpoint
 from vlm_batch.cli import main as cli
-from vlm_batch.loading import load_model
+from vlm_batch.loading import adapt, load_model
 from vlm_batch.loading.folders import folder_facts
 from vlm_batch.loading.quantised import UNREAD_METHODS, quantisation_fault
 from vlm_batch.loading.unread import unread_settings
@@ -514,17 +523,33 @@ def test_layers_numbers_may_have_leading_zeros() -> None:
     assert found["text_config"]["global_head_dim"] == 512
 
 
-def test_published_configurations_are_families() -> None:
-    names = {spec.family for spec in families()}
-    assert LOADED.keys() | BY_CLASS <= names
-    assert not LOADED.keys() & BY_CLASS
+def test_every_family_has_a_configuration_or_a_reason() -> None:
+    found = [*LOADED, *BY_CLASS, *BY_DEFAULTS, *NOT_TRIED]
+    assert sorted(found) == sorted(spec.family for spec in families())
+
+
+@pytest.mark.parametrize("family", sorted(BY_CLASS))
+def test_transformers_configurations_are_built(family: str) -> None:
+    """At their full size."""
+    adapt(built_by_class(family), family)
+
+
+@pytest.mark.parametrize("family", sorted(BY_DEFAULTS))
+def test_mlx_vlm_configurations_are_built(family: str) -> None:
+    """At their full size."""
+    adapt(built_by_defaults(family), family)
 
 
 @pytest.mark.skipif(
     not PUBLISHED, reason="VLM_BATCH_PUBLISHED names no folder with published files"
 )
 def test_published_configurations_are_built() -> None:
-    for path in sorted(Path(PUBLISHED).glob("*/config.json")):
+    """At their full size."""
+    paths = sorted(Path(PUBLISHED).glob("*/config.json"))
+    assert paths
+    for path in paths:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        adapt(weightless(empty_model(config)))
         for setting in unread_settings(path.parent):
             assert not setting.read_by_transformers, (path, setting)
 

@@ -6,30 +6,41 @@ Needs torch and the folders (VLM_BATCH_PUBLISHED): ``python -m tests.references.
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest import mock
 
+import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import torch
+from mlx.utils import tree_flatten
 from transformers import AutoModelForImageTextToText
 
 from tests import cut
-from tests.published import ANSWERS, ASKED, MOST, root
+from tests.published import ANSWERS, ASKED, MOST, WITHOUT_TOKENIZER, root
 from tests.references.record import RECIPES, load
 from vlm_batch.cli.prompts import Case, Folder
-from vlm_batch.loading import load_model
+from vlm_batch.loading import checkpoints, load_model
 
 #: Its class is read with another layout; the weights are put there.
 FLORENCE = "florence-2-base"
-#: Folders that transformers has the class of.
+#: Folders that transformers has the class of. DeepSeek-OCR-2's and Unlimited-OCR's is their publishers' own code, which does
+#: not lie with them: nothing here can answer for these two.
 NAMES = (
     "cosmos-reason2",
     FLORENCE,
     "granite-docling-258m",
     "medgemma-27b-it",
     "olmocr-7b",
+    "qwen3.5-9b-mlx-8bit",
 )
+
+#: Norms that transformers multiplies by 1 + weight. The gated one of linear attention and the tower's are as they are.
+NORMS_FROM_ONE = r"^model\.language_model\.(norm|.*(_layernorm|[qk]_norm))\.weight$"
 
 
 def answered(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
@@ -67,7 +78,7 @@ def given(
     is_picture = (ids == model.config.image_token_id).long()
     if model.config.model_type == "gemma3":
         found["token_type_ids"] = is_picture
-    if model.config.model_type in ("qwen2_vl", "qwen3_vl"):
+    if model.config.model_type in ("qwen2_vl", "qwen3_vl", "qwen3_5"):
         found["mm_token_type_ids"] = is_picture
     return found
 
@@ -110,12 +121,42 @@ def florence_answers(path: Path, cases: list[Case]) -> list[dict[str, Any]]:
     return found
 
 
+def plain(folder: Path, model: nn.Module) -> Path:
+    """Write a folder that mlx-vlm converted as transformers saves it: its names and axes.
+
+    On a CPU its weights were widened to float32 when it was loaded.
+    """
+    found = folder.parent / f"{folder.name}-plain"
+    shutil.copytree(folder, found, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    for name in ("quantization", "quantization_config"):
+        config.pop(name, None)
+    (found / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    parameters: Any = tree_flatten(model.parameters())
+    tensors = {}
+    for path, value in parameters:
+        name = path
+        for pattern, theirs in cut.QWEN_NAMES:
+            name = re.sub(pattern, theirs, name)
+        if re.search(NORMS_FROM_ONE, name):
+            value = value - 1
+        if name.endswith("weight") and value.ndim > 2:
+            value = mx.moveaxis(value, -1, 1)
+        tensors[name] = mx.contiguous(value.astype(mx.float32))
+    mx.save_safetensors(
+        str(found / "model.safetensors"), tensors, metadata={"format": "pt"}
+    )
+    return found
+
+
 def main() -> None:
     directory, found = root(), {}
     assert directory is not None
     for name in NAMES:
         with TemporaryDirectory() as scratch:
             path = cut.write(Path(scratch) / name, directory / name, cut.CUTS[name])
+            if name in WITHOUT_TOKENIZER:
+                cut.write_tokenizer(path, cut.special_tokens(directory / name))
             cases = [
                 Case(prompt, [{"role": "user", "content": prompt}], images=sizes)
                 for prompt, sizes in ASKED
@@ -124,8 +165,12 @@ def main() -> None:
                 found[name] = florence_answers(path, cases)
                 print(name, found[name])
                 continue
+            whole = path
+            if cut.CUTS[name].is_converted:
+                with mock.patch.object(checkpoints, "MOST_WIDENED", 2**40):
+                    whole = plain(path, load_model(path, dtype="float32")[0])
             model = AutoModelForImageTextToText.from_pretrained(
-                path, dtype=torch.float32, attn_implementation="eager"
+                whole, dtype=torch.float32, attn_implementation="eager"
             )
             folder = Folder(path)
             found[name] = [
