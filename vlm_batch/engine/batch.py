@@ -44,7 +44,7 @@ class DecodeBatch:
         return [row for row in self.places if row is not None]
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.places) - self.places.count(None)
 
     def join(self, row: Row, caches: Sequence[Any], others: int = 0) -> None:
         """Give a prefilled row a place. ``others``: rows that join next."""

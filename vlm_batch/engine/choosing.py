@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -31,31 +32,27 @@ class Flight:
     sampled: Sampled
     is_repeated: bool = False  # told before, by rows that are recomputed
 
-    def is_for(self, index: int) -> bool:
-        row = self.rows[index]
-        return row.losses == self.losses[index] and row.stage is not Stage.ENDED
+    def waiting(self) -> Iterator[tuple[int, Row]]:
+        """Yield the places and rows that the tokens are still for, each asked when it comes."""
+        for index, row in enumerate(self.rows):
+            if row.losses == self.losses[index] and row.stage is not Stage.ENDED:
+                yield index, row
 
     def advance(self) -> list[Row]:
         """Give rows their tokens, but for drafts. Returns those that need no further forward."""
         tokens = self.sampled.tokens.astype(mx.int32)
         complete: list[Row] = []
-        for index, row in enumerate(self.rows):
-            if row.answer.drafter.ahead or not self.is_for(index):
+        for index, row in self.waiting():
+            answer = row.answer
+            if answer.drafter.ahead:
                 continue
-            row.answer.advance(tokens, index)
-            if row.answer.num_sampled >= row.answer.max_tokens:
+            answer.advance(tokens, index)
+            if answer.num_sampled >= answer.max_tokens:
                 complete.append(row)
         return complete
 
-    @property
-    def waiting(self) -> list[Row]:
-        """The rows that the tokens are still for."""
-        rows = [row for index, row in enumerate(self.rows) if self.is_for(index)]
-        return list(dict.fromkeys(rows))
 
-
-@dataclass(frozen=True)
-class Positions:
+class Positions(NamedTuple):
     """Rows and their logits (R, V) of one position each. Those of a drafting row follow each other."""
 
     rows: list[Row]
@@ -66,9 +63,8 @@ class Positions:
         rows: list[Row] = []
         given: list[mx.array] = []
         for part in parts:
-            count = 1 + len(part.ahead)
-            for row in part.rows:
-                rows += [row] * count
+            # a part with drafts has one row
+            rows += [*part.rows] * (1 + len(part.ahead))
             if part.logits is not None:
                 given.append(part.logits)
         return cls(rows, given[0] if len(given) == 1 else stack_logits(given))
@@ -126,7 +122,7 @@ def _choose(parts: Sequence[Part], sampler: Sampler) -> list[Flight | Failed]:
     if told:
         found.append(_repeat(positions.only(told)))
     positions = positions.only(new)
-    if any(map(_has_rules, positions.rows)):
+    if _have_rules(positions.rows):
         positions, failed = _with_rules(positions)
         found += failed
     if positions.rows:
@@ -170,15 +166,21 @@ def _launch(
     rows: Sequence[Row], sampled: Sampled, *, is_repeated: bool = False
 ) -> Flight:
     mx.async_eval(sampled.arrays())
-    return Flight(tuple(rows), tuple(row.losses for row in rows), sampled, is_repeated)
+    losses = [row.losses for row in rows]
+    return Flight(tuple(rows), tuple(losses), sampled, is_repeated)
 
 
 # What a row asks for itself
 
 
-def _has_rules(row: Row) -> bool:
-    answer = row.answer
-    return answer.changes_logits or answer.guide is not None or _has_new_ends(row)
+def _have_rules(rows: Sequence[Row]) -> bool:
+    for row in rows:
+        answer = row.answer
+        if answer.changes_logits or answer.guide is not None:
+            return True
+        if not answer.num_sampled and _has_new_ends(row):
+            return True
+    return False
 
 
 def _with_rules(positions: Positions) -> tuple[Positions, list[Failed]]:

@@ -249,6 +249,8 @@ class BatchGenerator:
 
     def _choose(self, parts: Sequence[Part]) -> None:
         """Launch the choice of tokens. A row that needs no further forward leaves its place."""
+        if not parts:
+            return
         for flight in self.retry.made(choose(parts, self.sampler)):
             self._launched.append(flight)
             for row in flight.advance():
@@ -347,5 +349,9 @@ class BatchGenerator:
             self.retry.attempt(row, self.memory.check, row)
 
     def _rows_of(self, request_ids: Sequence[str]) -> list[Row]:
-        found = map(self.rows.ledger.get, request_ids)
-        return [row for row in found if row is not None]
+        found: list[Row] = []
+        for request_id in request_ids:
+            row = self.rows.ledger.get(request_id)
+            if row is not None:
+                found.append(row)
+        return found

@@ -40,13 +40,13 @@ class Planner:
     def decode(self) -> schedule.DecodePlan:
         """Plan who of the live rows goes on."""
         has_grown = self._memory.is_look_due()
-        clients = self._rows.clients()
-        may_yield = len(clients.asked) > 1 and self._ledger.num(*WAITING) > 0
+        may_yield = len(self._ledger.asked) > 1 and self._ledger.num(*WAITING) > 0
         if not (has_grown or may_yield):
-            return schedule.DecodePlan()
+            self._rows.note_served()
+            return schedule.ALL_GO_ON
         ready = self._ledger.at(Stage.READY)
         view = schedule.DecodeView(
-            clients=clients,
+            clients=self._rows.clients(),
             lines=self._lines(self._policy.encode_ahead),
             live=[_live(row) for row in self._rows.live()],
             held={row.request_id: tokens(row) for row in ready},
@@ -60,7 +60,7 @@ class Planner:
     def prompts(self, seconds: float) -> schedule.Prompts:
         """Plan who gets a free place and who is encoded next. ``seconds``: spent on encoding in this step."""
         if not self._ledger.num(*WAITING):
-            return schedule.Prompts()
+            return schedule.NO_PROMPTS
         has_encoded = seconds > 0
         free, ahead = self._rows.num_free, self._policy.encode_ahead
         placed = self._ledger.at(Stage.PREFILL, Stage.DECODE)

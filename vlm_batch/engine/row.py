@@ -145,8 +145,11 @@ class Answer:
     @property
     def known_token(self) -> int | None:
         """The next token of a recomputed row, else None."""
-        said = self.said
-        return said[self.num_sampled] if self.num_sampled < len(said) else None
+        if self.num_sampled < len(self.token_ids):
+            return self.token_ids[self.num_sampled]
+        if self.untold is None or self.num_sampled > len(self.token_ids):
+            return None
+        return self.untold[0]
 
     def advance(self, drawn: mx.array, at: int, count: int = 1) -> None:
         self.drawn, self.drawn_at = drawn, at + count - 1

@@ -109,14 +109,20 @@ class Rows:
         turn = lambda row: clients.turn(waiting(row))  # noqa: E731
         return list(in_turn(lines, turn, clients.placed))
 
+    def note_served(self) -> float:
+        """Note which clients have places now. Returns the time."""
+        now = time.perf_counter()
+        served, asked = self._served, self.ledger.asked
+        for client in self.ledger.placed():
+            served[client] = now
+        if len(served) > 2 * len(asked) + MOST_REMEMBERED:
+            self._served = {one: when for one, when in served.items() if one in asked}
+        return now
+
     def clients(self) -> Clients:
         """Return who asks, who has places, and since when."""
-        now = time.perf_counter()
+        now = self.note_served()
         placed, asked = self.ledger.placed(), self.ledger.asked
-        self._served |= dict.fromkeys(placed, now)
-        if len(self._served) > 2 * len(asked) + MOST_REMEMBERED:
-            served = self._served.items()
-            self._served = {client: when for client, when in served if client in asked}
         return Clients(now, self._ageing_seconds, placed, asked, self._served)
 
     # Moves

@@ -185,6 +185,10 @@ class DecodePlan:
     yields: tuple[Yield, ...] = ()
 
 
+#: Nobody loses a place.
+ALL_GO_ON = DecodePlan()
+
+
 def decode(view: DecodeView) -> DecodePlan:
     """Plan who of the live rows goes on."""
     if view.has_grown:
@@ -195,7 +199,7 @@ def decode(view: DecodeView) -> DecodePlan:
         if outgrown:
             return DecodePlan(outgrown)
     if view.free or len(view.clients.asked) < 2:
-        return DecodePlan()
+        return ALL_GO_ON
     return DecodePlan(yields=_yields(view))
 
 
@@ -290,6 +294,10 @@ class Prompts:
     joining: tuple[str, ...] = ()
     encoded: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()
+
+
+#: Nobody gets a place, and nobody is encoded.
+NO_PROMPTS = Prompts()
 
 
 def prompts(view: PromptsView) -> Prompts:

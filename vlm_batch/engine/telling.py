@@ -82,14 +82,17 @@ class Telling:
             if isinstance(flight, Part):
                 parts.append(flight)
                 continue
-            self._wait_for(parts)
-            parts = []
-            if flight is not None and any(map(flight.is_for, range(len(flight.rows)))):
-                found = attempt(flight.rows, flight.sampled.read, is_shared=True)
-                if isinstance(found, Failed):
-                    self._retry.settle(replace(found, rows=flight.waiting))
-                else:
-                    self._take(flight, *found)
+            if parts:
+                self._wait_for(parts)
+                parts = []
+            if flight is None or not any(flight.waiting()):
+                continue
+            found = attempt(flight.rows, flight.sampled.read, is_shared=True)
+            if isinstance(found, Failed):
+                lost = dict.fromkeys(row for _, row in flight.waiting())
+                self._retry.settle(replace(found, rows=list(lost)))
+            else:
+                self._take(flight, *found)
         if self._drafts is not None and launched:
             self._drafts.was_read()
 
@@ -131,26 +134,27 @@ class Telling:
     ) -> None:
         """Append tokens to rows. Complete rows and those with non-finite logits end."""
         drafted: Row | None = None
-        for index, row in enumerate(flight.rows):
-            # it has ended, or has its tokens
-            if not flight.is_for(index) or row is drafted:
+        for index, row in flight.waiting():
+            if row is drafted:  # it has its tokens
                 continue
-            if row.answer.drafter.ahead:
+            answer = row.answer
+            if answer.drafter.ahead:
                 self._take_drafted(row, flight, index, tokens, highest, logprobs)
                 drafted = row
                 continue
             if not math.isfinite(highest[index]):
                 self._rows.end(row, "error", _no_token(row, highest[index]))
                 continue
-            self._store_prompt(row)
-            if not flight.is_repeated:
-                if row.answer.guide is None:
-                    self._tell(row, tokens[index], logprobs.get(index))
-                elif self._retry.attempt(row, row.answer.guide.feed, tokens[index]):
-                    self._wait(row, tokens[index], logprobs.get(index))
-            elif row.answer.ending is not None and row.answer.known_token is None:
-                # recomputed to its end
-                self._retry.attempt(row, self._rows.finish, row, row.answer.ending)
+            if row.reuse.pending is not None:
+                self._store_prompt(row)
+            if flight.is_repeated:
+                if answer.ending is not None and answer.known_token is None:
+                    # recomputed to its end
+                    self._retry.attempt(row, self._rows.finish, row, answer.ending)
+            elif answer.guide is None:
+                self._tell(row, tokens[index], logprobs.get(index))
+            elif self._retry.attempt(row, answer.guide.feed, tokens[index]):
+                self._wait(row, tokens[index], logprobs.get(index))
 
     def _take_drafted(
         self,
