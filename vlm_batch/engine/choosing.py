@@ -178,7 +178,7 @@ def _have_rules(rows: Sequence[Row]) -> bool:
         answer = row.answer
         if answer.changes_logits or answer.guide is not None:
             return True
-        if not answer.num_sampled and _has_new_ends(row):
+        if row.params.stop_token_ids and not answer.num_sampled:
             return True
     return False
 
@@ -192,16 +192,14 @@ def _with_rules(positions: Positions) -> tuple[Positions, list[Failed]]:
     return positions, failed
 
 
-def _has_new_ends(row: Row) -> bool:
-    return bool(row.params.stop_token_ids) and not row.answer.num_sampled
-
-
 def _with_own_ends(positions: Positions) -> tuple[Positions, list[Failed]]:
     """Drop rows that have just begun and would end at a token that the model does not have."""
     failed: list[Failed] = []
-    for row in filter(_has_new_ends, positions.by_row()):
-        size = row.facts.vocabulary or positions.logits.shape[-1]
+    for row in positions.by_row():
         ends = row.params.stop_token_ids
+        if row.answer.num_sampled or not ends:
+            continue
+        size = row.facts.vocabulary or positions.logits.shape[-1]
         checked = attempt([row], check_within, "stop_token_ids", ends, size)
         if isinstance(checked, Failed):
             failed.append(checked)

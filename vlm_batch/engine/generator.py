@@ -28,7 +28,7 @@ from vlm_batch.engine.row import Prompt, Row, Stage, new_row
 from vlm_batch.engine.rows import Rows
 from vlm_batch.engine.runner import Runner
 from vlm_batch.engine.sampling import Sampler, sample
-from vlm_batch.engine.schedule import DecodePlan
+from vlm_batch.engine.schedule import ALL_GO_ON, NO_PROMPTS, DecodePlan
 from vlm_batch.engine.shapes import FreeShapes, Shapes
 from vlm_batch.engine.telling import Telling
 from vlm_batch.engine.text import AnswerText
@@ -232,9 +232,10 @@ class BatchGenerator:
         batch = self.rows.batch
         for row in batch.misplaced():
             self.retry.attempt(row, batch.move, row)
-        for row in self._rows_of(plan.outgrown):
-            self.retry.outgrow(row)
-        self._refuse(plan.refused)
+        if plan is not ALL_GO_ON:
+            for row in self._rows_of(plan.outgrown):
+                self.retry.outgrow(row)
+            self._refuse(plan.refused)
         due = {one.request_id: one.is_for_due for one in plan.yields}
         found: dict[bool, list[Part]] = {False: [], True: []}
         for group in batch.groups:
@@ -271,6 +272,8 @@ class BatchGenerator:
         self.runner.encoding.step()
         while not self.is_ending:
             plan = self._planner.prompts(seconds)
+            if plan == NO_PROMPTS:
+                break
             for row in self._rows_of(plan.placed):
                 self.rows.place(row)
             joined += self._join(self._rows_of(plan.joining))

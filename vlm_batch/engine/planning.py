@@ -40,13 +40,13 @@ class Planner:
     def decode(self) -> schedule.DecodePlan:
         """Plan who of the live rows goes on."""
         has_grown = self._memory.is_look_due()
-        may_yield = len(self._ledger.asked) > 1 and self._ledger.num(*WAITING) > 0
+        clients = self._rows.clients()
+        may_yield = len(clients.asked) > 1 and self._ledger.num(*WAITING) > 0
         if not (has_grown or may_yield):
-            self._rows.note_served()
             return schedule.ALL_GO_ON
         ready = self._ledger.at(Stage.READY)
         view = schedule.DecodeView(
-            clients=self._rows.clients(),
+            clients=clients,
             lines=self._lines(self._policy.encode_ahead),
             live=[_live(row) for row in self._rows.live()],
             held={row.request_id: tokens(row) for row in ready},

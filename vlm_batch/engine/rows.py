@@ -109,20 +109,15 @@ class Rows:
         turn = lambda row: clients.turn(waiting(row))  # noqa: E731
         return list(in_turn(lines, turn, clients.placed))
 
-    def note_served(self) -> float:
-        """Note which clients have places now. Returns the time."""
-        now = time.perf_counter()
-        served, asked = self._served, self.ledger.asked
-        for client in self.ledger.placed():
-            served[client] = now
-        if len(served) > 2 * len(asked) + MOST_REMEMBERED:
-            self._served = {one: when for one, when in served.items() if one in asked}
-        return now
-
     def clients(self) -> Clients:
         """Return who asks, who has places, and since when."""
-        now = self.note_served()
+        now = time.perf_counter()
         placed, asked = self.ledger.placed(), self.ledger.asked
+        for client in placed:
+            self._served[client] = now
+        if len(self._served) > 2 * len(asked) + MOST_REMEMBERED:
+            served = self._served.items()
+            self._served = {client: when for client, when in served if client in asked}
         return Clients(now, self._ageing_seconds, placed, asked, self._served)
 
     # Moves

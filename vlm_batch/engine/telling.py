@@ -167,31 +167,28 @@ class Telling:
     ) -> None:
         """Append a row's tokens from ``first`` up to the first unlike its draft."""
         answer, group = row.answer, self._rows.batch.of(row)
-        told: Event | Ending | Failed | None = None
+        end: Ending | Failed | None = None
         count = 0
         for place, expected in enumerate((*answer.drafter.ahead, None), first):
             if not math.isfinite(highest[place]):
-                told = Failed([row], _no_token(row, highest[place]))
+                end = Failed([row], _no_token(row, highest[place]))
                 break
             self._store_prompt(row)
             count += 1
             if answer.guide is not None:
-                told = attempt([row], answer.guide.feed, tokens[place])
-                if told is None and not self.patience.is_ready(answer.guide):
+                end = attempt([row], answer.guide.feed, tokens[place])
+                if end is not None:
+                    break
+                if not self.patience.is_ready(answer.guide):
                     self._wait(row, tokens[place], logprobs.get(place))
                     break
-            if told is None:
-                told = attempt(
-                    [row],
-                    row.take,
-                    tokens[place],
-                    logprobs.get(place),
-                    self._text.decode,
-                )
+            told = attempt(
+                [row], row.take, tokens[place], logprobs.get(place), self._text.decode
+            )
             if not isinstance(told, Event):
+                end = told
                 break
             self._rows.events.append(told)
-            told = None
             if tokens[place] != expected:
                 break
         answer.drafter.accept(count)
@@ -200,8 +197,8 @@ class Telling:
             answer.num_fed = answer.num_sampled - 1
         if group is not None:
             group.keep(row, count)
-        if told is not None:
-            self._hand_out(row, told)
+        if end is not None:
+            self._end(row, end)
 
     def _store_prompt(self, row: Row) -> None:
         """Store a prompt's state once its first token is finite."""
@@ -214,18 +211,18 @@ class Telling:
         row.answer.untold = token, logprobs
 
     def _tell(self, row: Row, token: int, logprobs: TokenLogprobs | None) -> None:
-        self._hand_out(
-            row, attempt([row], row.take, token, logprobs, self._text.decode)
-        )
+        told = attempt([row], row.take, token, logprobs, self._text.decode)
+        if isinstance(told, Event):  # as mostly
+            self._rows.events.append(told)
+        else:
+            self._end(row, told)
 
-    def _hand_out(self, row: Row, told: Event | Ending | Failed) -> None:
+    def _end(self, row: Row, told: Ending | Failed) -> None:
         if isinstance(told, Failed):
             self._retry.settle(told)
-        elif isinstance(told, Ending):
-            row.answer.drafter.end()
-            self._retry.attempt(row, self._rows.finish, row, told)
-        else:
-            self._rows.events.append(told)
+            return
+        row.answer.drafter.end()
+        self._retry.attempt(row, self._rows.finish, row, told)
 
     def in_time(self, held: Sequence[Part]) -> list[Part]:
         """Take tokens that forms have checked. Parks rows with late masks; returns the others' parts."""
