@@ -882,7 +882,7 @@ class History:
             row
             for flight in generator._launched
             if isinstance(flight, Flight)
-            for row in flight.waiting
+            for _, row in flight.waiting()
             if row.answer.num_sampled >= row.answer.max_tokens and row not in placed
         }
         last |= {
