@@ -28,7 +28,7 @@ from vlm_batch.engine.row import Prompt, Row, Stage, new_row
 from vlm_batch.engine.rows import Rows
 from vlm_batch.engine.runner import Runner
 from vlm_batch.engine.sampling import Sampler, sample
-from vlm_batch.engine.schedule import ALL_GO_ON, NO_PROMPTS, DecodePlan
+from vlm_batch.engine.schedule import NO_PROMPTS, DecodePlan
 from vlm_batch.engine.shapes import FreeShapes, Shapes
 from vlm_batch.engine.telling import Telling
 from vlm_batch.engine.text import AnswerText
@@ -232,10 +232,9 @@ class BatchGenerator:
         batch = self.rows.batch
         for row in batch.misplaced():
             self.retry.attempt(row, batch.move, row)
-        if plan is not ALL_GO_ON:
-            for row in self._rows_of(plan.outgrown):
-                self.retry.outgrow(row)
-            self._refuse(plan.refused)
+        for row in self._rows_of(plan.outgrown):
+            self.retry.outgrow(row)
+        self._refuse(plan.refused)
         due = {one.request_id: one.is_for_due for one in plan.yields}
         found: dict[bool, list[Part]] = {False: [], True: []}
         for group in batch.groups:
@@ -352,9 +351,6 @@ class BatchGenerator:
             self.retry.attempt(row, self.memory.check, row)
 
     def _rows_of(self, request_ids: Sequence[str]) -> list[Row]:
-        found: list[Row] = []
-        for request_id in request_ids:
-            row = self.rows.ledger.get(request_id)
-            if row is not None:
-                found.append(row)
-        return found
+        """Return the rows that are still there."""
+        found = map(self.rows.ledger.get, request_ids)
+        return list(filter(None, found))

@@ -248,11 +248,11 @@ class BatchedVlmEngine(BaseVlmEngine, HuggingFaceModelDownloadMixin):
         if watched:
             # each waits for tokens most of the time
             with ThreadPoolExecutor(len(watched)) as threads:
-                list(threads.map(_Page.watch, watched))
+                list(threads.map(_AskedPage.watch, watched))
         model = self.model_config.repo_id if self.model_config else "unknown"
         return [self._output_of(page, model) for page in pages]
 
-    def _output_of(self, page: _Page, model: str | None) -> VlmEngineOutput:
+    def _output_of(self, page: _AskedPage, model: str | None) -> VlmEngineOutput:
         if page.handle is None:
             return _failed(page.refused, model)
         result = page.handle.result()
@@ -279,16 +279,16 @@ class BatchedVlmEngine(BaseVlmEngine, HuggingFaceModelDownloadMixin):
         whole = tokenizer.decode(list(result.token_ids), skip_special_tokens=False)
         return whole if whole.startswith(least) else least
 
-    def _submit(self, given: VlmEngineInput) -> _Page:
+    def _submit(self, given: VlmEngineInput) -> _AskedPage:
         assert self.batcher is not None
         try:
             request = self._request(given)
             handle = self.batcher.submit_request(request)
         except InvalidRequest as error:
-            return _Page(refused=describe(error))
+            return _AskedPage(refused=describe(error))
         # theirs come from a copy for each batch; here pages of a batch are written at the same time
         found = extract_generation_stoppers(given.extra_generation_config)
-        return _Page(handle, deepcopy(found))
+        return _AskedPage(handle, deepcopy(found))
 
     def _request(self, given: VlmEngineInput) -> Request:
         assert self.batcher is not None
@@ -325,7 +325,7 @@ class BatchedVlmEngine(BaseVlmEngine, HuggingFaceModelDownloadMixin):
 
 
 @dataclass
-class _Page:
+class _AskedPage:
     """A page in the batch.
 
     Attributes:

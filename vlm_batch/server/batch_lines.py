@@ -16,7 +16,7 @@ MAX_ROWS, MAX_TOLD = 200_000, 100
 
 
 @dataclass(frozen=True)
-class Row:
+class BatchRow:
     """One line of a batch's input."""
 
     custom_id: str
@@ -29,7 +29,7 @@ class Row:
 Wrong: TypeAlias = tuple[int | None, str, str]
 
 
-def rows_in(lines: BinaryIO) -> Iterator[Row]:
+def rows_in(lines: BinaryIO) -> Iterator[BatchRow]:
     """Yield rows of a file that was checked."""
     for line in lines:
         if not line.strip():
@@ -38,7 +38,7 @@ def rows_in(lines: BinaryIO) -> Iterator[Row]:
         num_nested = line.count(b"[") + line.count(b"{")
         num_values = line.count(b",")
         body = found["body"]
-        yield Row(found["custom_id"], body, len(line), num_values, num_nested)
+        yield BatchRow(found["custom_id"], body, len(line), num_values, num_nested)
 
 
 def check_lines(path: Path, endpoint: str) -> tuple[int, list[Wrong]]:

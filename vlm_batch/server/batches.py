@@ -20,7 +20,7 @@ from vlm_batch.errors import InvalidRequest
 from vlm_batch.jobs.lines import CannotWrite, LineFile, read_answers
 from vlm_batch.jobs.rows import Ids
 from vlm_batch.server.batch_lines import (
-    Row,
+    BatchRow,
     add_usage,
     check_lines,
     errors_of,
@@ -328,7 +328,7 @@ class Batches:
 
     # One row ---------------------------------------------------------------------------------------------------------
 
-    async def _ask(self, run: BatchRun, row: Row) -> None:
+    async def _ask(self, run: BatchRun, row: BatchRow) -> None:
         """Answer a row, and write its line."""
         path = run.shown["endpoint"]
         name = uuid.uuid4().hex
@@ -399,7 +399,7 @@ class Batches:
         self,
         run: BatchRun,
         name: str,
-        row: Row,
+        row: BatchRow,
         response: Mapping[str, Any] | None,
         error: Mapping[str, Any] | None,
     ) -> None:

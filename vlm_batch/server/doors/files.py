@@ -87,7 +87,7 @@ def listed(
 # Uploads ---------------------------------------------------------------------------------------------------------------
 
 
-class Form:
+class FileForm:
     """A multipart body as it comes: the file's bytes go on, and fields are kept."""
 
     def __init__(self, boundary: str, coming: Coming) -> None:
@@ -203,7 +203,7 @@ async def _taken_in(store: FileStore, owner: str, request: HttpRequest) -> Store
     """Write an upload to the disk, and take it once it is whole. Raises ApiError."""
     boundary = _boundary(request)
     with store.coming(owner) as coming:
-        form = Form(boundary, coming)
+        form = FileForm(boundary, coming)
         async for data in request.stream():
             form.feed(data)
         if not form.is_whole:
