@@ -11,13 +11,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import re
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -47,16 +51,12 @@ MEASURED_BY = {
     "encode_together": "tune",
     "prefill_together": "tune",
     "placement": "tune",
-    "token_gap": "bench",
-    "encode_seconds": "bench",
-    "draft": "python -m benchmarks.drafts",
-    "few_bits": "python -m benchmarks.caches",
-    "pad_to": "python -m benchmarks.exactness",
-    "grid": "python -m benchmarks.exactness",
-    "call_tokens": "python -m benchmarks.exactness",
-    "call_patches": "python -m benchmarks.exactness",
-    "wide_products": "python -m benchmarks.fused",
+    "draft": "`python -m benchmarks.drafts`",
+    "few_bits": "`python -m benchmarks.caches`",
+    "wide_products": "`python -m benchmarks.fused`",
 }
+#: What measures any other setting: with it, and with another value.
+BY_BENCH = "`vlm-batch bench`, with and without `--policy NAME=VALUE`"
 #: Lines of a step's output that are kept if it fails.
 LAST_LINES = 15
 
@@ -285,26 +285,32 @@ def run(step: Step, folder: Path, *, stands_in: bool) -> Outcome:
     shown = f"python -m {' '.join(map(_quoted, module))}"
     print(f"{step.name}: {shown}", flush=True)
     begin = time.perf_counter()
-    try:
-        ran = subprocess.run(
-            [sys.executable, "-m", *module],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=step.limit,
-        )
-    except subprocess.TimeoutExpired:
-        return Outcome(step.name, shown, "too long", step.limit)
+    # what it starts itself ends with it, and does not take time from the next
+    with subprocess.Popen(
+        [sys.executable, "-m", *module],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as started:
+        try:
+            stdout, stderr = started.communicate(timeout=step.limit)
+        except subprocess.TimeoutExpired:
+            return Outcome(step.name, shown, "too long", step.limit)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(started.pid, signal.SIGKILL)
     seconds = time.perf_counter() - begin
-    state = "passed" if ran.returncode == 0 else "failed"
+    state = "passed" if started.returncode == 0 else "failed"
     try:
-        lines = step.tell(folder, ran.stdout)
+        lines = step.tell(folder, stdout)
     except (OSError, ValueError, LookupError, StopIteration, ElementTree.ParseError):
         state = "failed"
         lines = []
-    if state == "failed" and not lines:
-        said = (ran.stdout + ran.stderr).strip().splitlines()[-LAST_LINES:]
-        lines = ["```", *said, "```"]
+    if state == "failed":
+        said = (stderr or stdout).strip().splitlines()[-LAST_LINES:]
+        lines = [*lines, "", "```", *said, "```"]
     return Outcome(step.name, shown, state, seconds, lines)
 
 
@@ -319,7 +325,7 @@ def assumed() -> list[str]:
         value, source = setting.values[Device.METAL]
         if not source.startswith("measured"):
             lines.append(
-                f"| `{name}` | {value} | {source} | {MEASURED_BY.get(name, 'a chat or a job that it makes slower')} |"
+                f"| `{name}` | {value} | {source} | {MEASURED_BY.get(name, BY_BENCH)} |"
             )
     return lines
 
@@ -363,7 +369,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", help="a folder or hub id to verify and measure, too")
     parser.add_argument("--only", nargs="+", help="names of steps (default: all)")
     parser.add_argument(
-        "--quick", action="store_true", help="five families, a quarter of an hour"
+        "--quick",
+        action="store_true",
+        help="five families, and no comparison of servers",
     )
     parser.add_argument(
         "--stand-in", action="store_true", help="rehearse Metal's settings on a CPU"
@@ -377,9 +385,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     out = args.out or ROOT / ("build/mac" if args.stand_in else "docs/mac")
     facts = machine()
     name = re.sub(r"\W+", "-", facts["chip"].lower()).strip("-")
-    folder = ROOT / "build" / "mac" / name
-    folder.mkdir(parents=True, exist_ok=True)
     out.mkdir(parents=True, exist_ok=True)
+    # no step tells what an earlier run found
+    with tempfile.TemporaryDirectory(prefix="vlm-batch-mac-") as folder:
+        outcomes = _measure(args, facts, Path(folder), out / name)
+    print(f"written: {out / name}.md")
+    return int(any(outcome.state != "passed" for outcome in outcomes))
+
+
+def _measure(
+    args: argparse.Namespace, facts: dict[str, str], folder: Path, to: Path
+) -> list[Outcome]:
+    """Run the chosen steps, and write page and JSON beside ``to`` after each."""
     made: list[tuple[Step, Outcome]] = []
     for step in steps(folder, args.model, is_quick=args.quick):
         if args.only and step.name not in args.only:
@@ -387,16 +404,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         made.append((step, run(step, folder, stands_in=args.stand_in)))
         # written after each step: what was measured stays if the machine is needed
         text = page(facts, made, stands_in=args.stand_in)
-        (out / f"{name}.md").write_text(text, encoding="utf-8")
+        to.with_name(f"{to.name}.md").write_text(text, encoding="utf-8")
         record: dict[str, Any] = {
             "machine": facts,
             "steps": [vars(outcome) for _, outcome in made],
         }
-        (out / f"{name}.json").write_text(
+        to.with_name(f"{to.name}.json").write_text(
             json.dumps(record, indent=1), encoding="utf-8"
         )
-    print(f"written: {out / name}.md")
-    return int(any(outcome.state != "passed" for _, outcome in made))
+    return [outcome for _, outcome in made]
 
 
 if __name__ == "__main__":

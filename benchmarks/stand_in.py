@@ -4,7 +4,7 @@
     python -m pytest -p benchmarks.stand_in tests/test_parity.py
 
 Importing this file is what does it: every file of the package that asks for the kind of device afterwards is told "metal". What
-Metal alone has (its kernels, its memory) stays untried.
+Metal alone has (its kernels, its memory) stays untried, and processes that the command starts itself are told the truth.
 """
 
 from __future__ import annotations

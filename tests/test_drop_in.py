@@ -121,6 +121,8 @@ def test_options_are_taken_or_refused_by_name(one: tuple[Any, Any]) -> None:
         prefill_step_size=64,
     )
     assert short.finish_reason == "stop"
+    said = {"max_tokens": 8, "eos_tokens": first}
+    assert drop_in.generate(*one, prompt, PICTURES[0], **said).text == short.text
     assert short.generation_tokens <= 2
     with pytest.raises(TypeError, match="resize_shape is not supported"):
         drop_in.generate(*one, prompt, PICTURES[0], resize_shape=(32, 32))

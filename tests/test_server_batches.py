@@ -520,3 +520,19 @@ def test_without_a_folder_the_answer_says_how_to_have_one() -> None:
             assert "--files" in reply.error["message"]
         named = server.chat([{"type": "file", "file": {"file_id": "file-0"}}])
         assert named.status == 400 and "--files" in named.error["message"]
+
+
+def test_odd_records_are_left_and_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Damaged, of another version, no mapping: the folder serves on without them."""
+    odd = {"cut": "{", "list": "[]", "other": '{"owner": "a"}', "void": ""}
+    for name, text in odd.items():
+        (tmp_path / f"batch_{name}.json").write_text(text)
+        (tmp_path / f"file-{name}.json").write_text(text)
+    with serving(files=tmp_path) as server:
+        listed = server.ask("GET", "/v1/batches")
+        assert listed.status == 200
+    for name in odd:
+        assert f"batch_{name}.json" in caplog.text
+        assert f"file-{name}.json" in caplog.text

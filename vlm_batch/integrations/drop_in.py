@@ -12,6 +12,7 @@ TypeError.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -76,6 +77,7 @@ DEFAULT_MAX_TOKENS = 256
 logger = logging.getLogger("vlm_batch")
 
 _batchers: dict[tuple[int, KVQuantisation | None], VLMBatcher] = {}
+_making = threading.Lock()
 
 
 @dataclass
@@ -226,11 +228,12 @@ def _prepared(
 def _batcher(model: nn.Module, processor: Any, kv: KVQuantisation | None) -> VLMBatcher:
     """Return the model's batcher. It is made once, and goes with the model."""
     key = id(model), kv
-    if key not in _batchers:
-        _batchers[key] = VLMBatcher(model, processor, kv=kv)
-        # a batcher that nobody holds ends its own thread
-        weakref.finalize(model, _batchers.pop, key, None)
-    return _batchers[key]
+    with _making:
+        if key not in _batchers:
+            _batchers[key] = VLMBatcher(model, processor, kv=kv)
+            # a batcher that nobody holds ends its own thread
+            weakref.finalize(model, _batchers.pop, key, None)
+        return _batchers[key]
 
 
 def _keys_and_values(options: dict[str, Any]) -> KVQuantisation | None:
@@ -250,7 +253,8 @@ def _params(options: Mapping[str, Any], batcher: VLMBatcher) -> dict[str, Any]:
         if value is None or name in OF_SPEED:
             continue
         if name == "eos_tokens":
-            params["stop_token_ids"] = _token_ids(value, batcher.processing.tokenizer)
+            tokens = _several(value)
+            params["stop_token_ids"] = _token_ids(tokens, batcher.processing.tokenizer)
         elif name in SAME:
             params[name] = value
         else:

@@ -56,6 +56,10 @@ class Stopping(Exception):
     """The server stops; a later one goes on."""
 
 
+#: Fields of a batch that a later process goes on with.
+RECORDED = ("owner", "client", "shown", "output", "errors", "age", "ends_as")
+
+
 @dataclass(eq=False)
 class BatchRun:
     """One batch.
@@ -94,8 +98,7 @@ class BatchRun:
         return self.status in ENDED
 
     def record(self) -> dict[str, Any]:
-        names = ("owner", "client", "shown", "output", "errors", "age", "ends_as")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in RECORDED}
 
     def count(self, line: Mapping[str, Any]) -> None:
         """Count a row that was answered, or cannot be."""
@@ -134,7 +137,7 @@ class Batches:
 
     def start(self) -> None:
         """Go on with what has not ended."""
-        for record in self._store.records("batch_"):
+        for record in self._store.records("batch_", RECORDED):
             run = BatchRun(**record)
             self._runs[run.id] = run
         left = [run for run in self._runs.values() if not run.has_ended]

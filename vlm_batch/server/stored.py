@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,7 +90,7 @@ class FileStore:
         except OSError as error:
             said = f"--files: {folder} cannot be used: {error.strerror}"
             raise InvalidConfig(said) from error
-        for record in self.records("file-"):
+        for record in self.records("file-", ("owner", "file")):
             if self.path(record["file"]["id"]).exists():
                 self._add(StoredFile(record["owner"], record["file"]))
 
@@ -99,13 +99,18 @@ class FileStore:
 
     # Records ---------------------------------------------------------------------------------------------------------
 
-    def records(self, prefix: str) -> Iterator[dict[str, Any]]:
-        """Yield records whose ids have a prefix; one that cannot be read is logged and left."""
+    def records(self, prefix: str, fields: Collection[str]) -> Iterator[dict[str, Any]]:
+        """Yield records whose ids have a prefix; one that is damaged, or has other fields, is logged and left."""
         for path in sorted(self.folder.glob(f"{prefix}*.json")):
             try:
-                yield json.loads(path.read_bytes())
+                record = json.loads(path.read_bytes())
             except (OSError, ValueError) as error:
                 logger.error("%s cannot be read: %s", path.name, error)
+                continue
+            if isinstance(record, dict) and record.keys() == set(fields):
+                yield record
+            else:
+                logger.error("%s is no record of this version", path.name)
 
     def write_record(self, name: str, record: Mapping[str, Any]) -> None:
         """Write a record whole, or not at all. Raises CannotWrite."""
