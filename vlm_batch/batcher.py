@@ -27,7 +27,7 @@ from vlm_batch.engine import loop as engine_loop
 from vlm_batch.engine.reuse import Caches
 from vlm_batch.errors import BatcherClosed, InvalidRequest, shown
 from vlm_batch.handle import Handle
-from vlm_batch.inputs.prepare import Limits
+from vlm_batch.inputs.limits import Limits
 from vlm_batch.inputs.processing import Processing
 from vlm_batch.loading import EngineOptions, find_checkpoint, load_engine, make_engine
 from vlm_batch.loading.recommended import RecommendedSampling, read_recommended

@@ -18,7 +18,7 @@ from vlm_batch.inputs.fetch import Cancelled, Fetched, OperationCancelled, Recal
 from vlm_batch.inputs.grammar import Form
 from vlm_batch.inputs.media import Kind
 from vlm_batch.inputs.pool import Pool
-from vlm_batch.inputs.prepare import Lane, Prepared, Question, lane_of, late_error
+from vlm_batch.inputs.question import Lane, Prepared, Question, lane_of, late_error
 from vlm_batch.runtime import threads
 from vlm_batch.types import Audio
 

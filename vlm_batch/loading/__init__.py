@@ -34,8 +34,9 @@ from vlm_batch.engine.reuse import Caches, Reuse
 from vlm_batch.engine.shapes import FreeShapes, Shapes
 from vlm_batch.engine.text import AnswerText
 from vlm_batch.errors import UnsupportedModel, is_out_of_memory, shown
+from vlm_batch.inputs.limits import Limits
 from vlm_batch.inputs.loaders import Loaders
-from vlm_batch.inputs.prepare import Limits, Preparer
+from vlm_batch.inputs.prepare import Preparer
 from vlm_batch.inputs.processing import Processing
 from vlm_batch.inputs.processors import with_pillow
 from vlm_batch.inputs.recalled import with_picture_cache
