@@ -24,9 +24,10 @@ from vlm_batch.cli.job import (
 from vlm_batch.cli.model import EMBEDDED, KNOWS, OpenBatcher, UsageError, load_model
 from vlm_batch.cli.options import COLUMNS, said_sampling, text_of
 from vlm_batch.cli.watching import JobView
+from vlm_batch.inputs.fetch import is_address
 from vlm_batch.jobs import journal
 from vlm_batch.jobs.cells import Columns
-from vlm_batch.jobs.files import common_folder, is_url
+from vlm_batch.jobs.files import common_folder
 from vlm_batch.jobs.plan import Job
 from vlm_batch.jobs.questions import DEFAULT_PROMPT, Questions
 from vlm_batch.jobs.rows import JobRow, Shard, Source
@@ -320,7 +321,7 @@ def _picture_file(row: JobRow) -> str:
     if row.load is not None or len(row.sources) != 1:
         return ""
     (file,) = row.sources
-    return file if isinstance(file, str) and not is_url(file) else ""
+    return file if isinstance(file, str) and not is_address(file) else ""
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:

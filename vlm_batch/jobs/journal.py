@@ -146,12 +146,13 @@ def check_same(output: Path, settings: Mapping[str, Any]) -> None:
     if SAFE in now:  # which earlier versions did not know
         before.setdefault(SAFE, now[SAFE])
     model_has_changed = _compare_models(before, now)
+    if _tables_agree(before, now):
+        before["tables"] = now.get("tables")
     other = []
     for name in sorted({*before, *now}):
         first, second = before.get(name), now.get(name)
-        if first == second or (name == "tables" and _tables_agree(before, now)):
-            continue
-        other.append(f"{name} {_difference(first, second)}")
+        if first != second:
+            other.append(f"{name} {_difference(first, second)}")
     if model_has_changed is not None:
         other.append(model_has_changed)
     if other:
@@ -171,12 +172,11 @@ def _compare_models(before: dict[str, Any], now: dict[str, Any]) -> str | None:
     for name in sorted({*first, *second}):
         if not _is_same(first.get(name), second.get(name)):
             changed.append(name)
-    if not changed:
-        if first and second:
-            before["model"] = now["model"]
-        return None
+    if not changed and first and second:
+        before["model"] = now["model"]
+    # the names of two models say enough
     is_one_model = before.get("model") == now.get("model") or len(changed) < len(first)
-    if not is_one_model:  # the names of two models say enough
+    if not changed or not is_one_model:
         return None
     told = []
     for name in changed[:3]:
@@ -195,8 +195,10 @@ def _settle(settings: dict[str, Any]) -> None:
 
 
 def _tables_agree(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Whether the tables that both have are the same."""
     first, second = before.get("tables") or {}, now.get("tables") or {}
-    return all(first[name] == second[name] for name in first.keys() & second.keys())
+    both = first.keys() & second.keys()
+    return all(first[name] == second[name] for name in both)
 
 
 #: A file's size and time of change, and a digest of what it holds.
@@ -210,9 +212,10 @@ def stamp(path: str | Path, blocks: int) -> Stamp | None:
 
 def _is_same(first: Stamp | None, second: Stamp | None) -> bool:
     """Compare stamps by content: files are touched and copied."""
-    return first == second or (
-        first is not None and second is not None and first[2:] == second[2:] != []
-    )
+    if first is None or second is None:
+        return first is second
+    has_content = bool(first[2:])
+    return first == second or (has_content and first[2:] == second[2:])
 
 
 def fingerprint(path: str | Path, blocks: int = MEDIUM_BLOCKS) -> str:
@@ -221,12 +224,7 @@ def fingerprint(path: str | Path, blocks: int = MEDIUM_BLOCKS) -> str:
         with open(os.path.expanduser(path), "rb") as file:
             size = os.fstat(file.fileno()).st_size
             found = hashlib.blake2b(str(size).encode(), digest_size=16)
-            last = max(0, size - BLOCK)
-            for place in (
-                range(0, size, BLOCK)
-                if size <= blocks * BLOCK
-                else range(0, last + 1, last // (blocks - 1))
-            ):
+            for place in _places_of_blocks(size, blocks):
                 file.seek(place)
                 found.update(file.read(BLOCK))
             return found.hexdigest()
@@ -234,13 +232,21 @@ def fingerprint(path: str | Path, blocks: int = MEDIUM_BLOCKS) -> str:
         return ""
 
 
+def _places_of_blocks(size: int, blocks: int) -> range:
+    """Return where the blocks of a file begin: all of them, or as many as ``blocks``, the last at its end."""
+    if size <= blocks * BLOCK:
+        return range(0, size, BLOCK)
+    last = size - BLOCK
+    return range(0, last + 1, last // (blocks - 1))
+
+
 def model_files(folder: Path) -> dict[str, Stamp | None]:
     """Return stamps of files that decide answers."""
-    return {
-        path.name: stamp(path, MODEL_BLOCKS)
-        for path in folder.iterdir()
-        if path.suffix in MODEL_SUFFIXES
-    }
+    found = {}
+    for path in folder.iterdir():
+        if path.suffix in MODEL_SUFFIXES:
+            found[path.name] = stamp(path, MODEL_BLOCKS)
+    return found
 
 
 def times_of(paths: Iterable[str | Path]) -> list[list[int]]:

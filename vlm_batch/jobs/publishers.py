@@ -113,6 +113,10 @@ class Publisher:
         """The form of boxes that its models write; None if they write none."""
         return BOX_FORMS.get(self.models[0]) if self.models else None
 
+    def has_named(self, name: str) -> bool:
+        """Whether a name, in lower case, letters and digits alone, is of one of its models."""
+        return any(one in name for one in self.models)
+
 
 PUBLISHERS = (
     Publisher(
@@ -231,9 +235,7 @@ def publisher_of(model: str, model_type: str | None = None) -> Publisher | None:
     for part in reversed(re.split(r"[/\\]", model)):
         name = re.sub(r"[^a-z0-9]", "", part.lower())
         for publisher in PUBLISHERS:
-            if any(one in name for one in publisher.models):
+            if publisher.has_named(name):
                 return publisher
-    for publisher in PUBLISHERS:
-        if model_type in publisher.model_types:
-            return publisher
-    return None
+    of_type = [one for one in PUBLISHERS if model_type in one.model_types]
+    return of_type[0] if of_type else None
