@@ -351,11 +351,9 @@ class VLMBatcher:
     def recommended_sampling(self) -> RecommendedSampling:
         """The publisher's sampling, from generation_config.json; nothing of it is taken unless a request says so:
         ``params={**batcher.recommended_sampling.params, "max_tokens": 500}``."""
-        return (
-            RecommendedSampling()
-            if self._folder is None
-            else read_recommended(self._folder)
-        )
+        if self._folder is None:
+            return RecommendedSampling()
+        return read_recommended(self._folder)
 
     @property
     def max_context(self) -> int | None:

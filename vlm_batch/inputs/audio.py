@@ -282,7 +282,9 @@ def _announced(data: bytes, frames: int) -> int:
 
 def _in_proportion(frames: int, said: int, held: int) -> int:
     """Return how many samples were in ``said`` bytes, if fewer are left that hold ``frames``."""
-    return frames * said // held if 0 < held < said else frames
+    if 0 < held < said:
+        return frames * said // held
+    return frames
 
 
 def _chunks(
@@ -394,7 +396,9 @@ class _Resampled:
 
     def next(self, block: np.ndarray) -> np.ndarray:
         """Return the samples that are ready."""
-        return block if self._stream is None else self._stream.resample_chunk(block)
+        if self._stream is None:
+            return block
+        return self._stream.resample_chunk(block)
 
     def rest(self) -> np.ndarray:
         nothing = np.zeros(0, np.float32)
@@ -406,4 +410,6 @@ class _Resampled:
 def _said(error: Exception) -> str:
     from soundfile import LibsndfileError  # here: only recordings need it
 
-    return error.error_string if isinstance(error, LibsndfileError) else describe(error)
+    if isinstance(error, LibsndfileError):
+        return error.error_string
+    return describe(error)

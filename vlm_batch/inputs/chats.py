@@ -127,7 +127,9 @@ def _last_of_user(turns: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
 
 def _parts_of(content: Any) -> list[Any]:
     """Return a turn's content as parts."""
-    return content if isinstance(content, list) else [_text_part(content)]
+    if isinstance(content, list):
+        return content
+    return [_text_part(content)]
 
 
 def _text_part(text: Any) -> dict[str, Any]:

@@ -91,6 +91,7 @@ class Checker:
         limits: Limits,
         fetch: FetchPolicy,
         forms: Forms,
+        reserved: ReservedWords,
         pictures: PictureStore | None,
     ) -> None:
         self._processing = processing
@@ -100,7 +101,7 @@ class Checker:
         self._fetch = fetch
         self._forms = forms
         self._media = MediaCopier(spec, limits, fetch, pictures)
-        self._reserved = ReservedWords(processing, facts.image_token_ids)
+        self._reserved = reserved
         bounds = (limits.min_pixels, limits.max_pixels)
         if spec.images and processing.pixels is None and bounds != (None, None):
             raise self._without_bounds()
@@ -261,7 +262,9 @@ class Checker:
                 f"min_pixels is {least:,}, above max_pixels, which is {most:,}"
             )
         bounds = PixelBounds(min(least, most), most)
-        return None if bounds == own else bounds
+        if bounds == own:
+            return None
+        return bounds
 
     def _without_bounds(self) -> InvalidImage:
         return InvalidImage(
@@ -303,7 +306,9 @@ def _ids_of(question: Question) -> Sequence[int]:
 
 
 def _or_else(value: int | None, other: Other) -> int | Other:
-    return other if value is None else value
+    if value is None:
+        return other
+    return value
 
 
 def rfind(ids: Sequence[int], wanted: Sequence[int]) -> int:
@@ -316,7 +321,9 @@ def rfind(ids: Sequence[int], wanted: Sequence[int]) -> int:
 
 
 def _video_of(audio: Audio | Track) -> int | None:
-    return audio.video if isinstance(audio, Track) else None
+    if isinstance(audio, Track):
+        return audio.video
+    return None
 
 
 def _as_chat(request: Request) -> Request:

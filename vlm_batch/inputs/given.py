@@ -77,7 +77,9 @@ def _only_text(images: Sequence[ImageInput]) -> str | None:
     """Return the name of the one picture; None if there are others, or it has none."""
     if len(images) != 1:
         return None
-    return images[0] if isinstance(images[0], str) else None
+    if isinstance(images[0], str):
+        return images[0]
+    return None
 
 
 def check_template(request: Request) -> None:

@@ -201,7 +201,9 @@ def own_image(source: ImageInput) -> ImageInput:
     if not is_file and not isinstance(source, Image.Image):
         return _own_array(source)
     try:
-        return bytes(source.read()) if is_file else _own_pillow(source)
+        if is_file:
+            return bytes(source.read())
+        return _own_pillow(source)
     except BaseException as error:
         pass_on_ctrl_c(error)
         raise InvalidImage(
@@ -270,7 +272,9 @@ def _file_bytes(image: ImageFile.ImageFile) -> bytes | None:
         image.fp.seek(position)
     with opened(BytesIO(data)) as again:
         is_same = (again.size, again.mode) == (image.size, image.mode)
-    return data if is_same else None
+    if is_same:
+        return data
+    return None
 
 
 def _is_one_of_several(image: Image.Image) -> bool:
@@ -484,7 +488,9 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     elif mode in ("La", "RGBa"):
         image = image.convert(mode.upper())
     is_transparent = image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info
-    return _on_white(image) if is_transparent else image.convert("RGB")
+    if is_transparent:
+        return _on_white(image)
+    return image.convert("RGB")
 
 
 def _with_grey_scaled(image: Image.Image) -> Image.Image:

@@ -370,7 +370,9 @@ def _frame_at(
     frame = _frame(data[at : at + 4])
     if frame is None or frame.kind == kind:
         return frame
-    return frame if _follows(data, at + frame.size, frame) else None
+    if _follows(data, at + frame.size, frame):
+        return frame
+    return None
 
 
 def _follows(data: bytes, at: int, frame: _Frame) -> bool:

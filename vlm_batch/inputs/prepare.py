@@ -31,6 +31,7 @@ from vlm_batch.inputs.processing import ESCAPE, Processing, ProcessorPool
 from vlm_batch.inputs.processors import settings_of
 from vlm_batch.inputs.question import Prepared, Question
 from vlm_batch.inputs.recalled import recalled_picture
+from vlm_batch.inputs.reserved import ReservedWords
 from vlm_batch.inputs.videos import Clip, load_video
 from vlm_batch.registry import ModelSpec
 from vlm_batch.runtime.memory import trim
@@ -66,6 +67,7 @@ class Preparer:
         self._fetch = fetch or FetchPolicy()
         self._image_token_ids = image_token_ids
         self._forms = Forms(processing.tokenizer, processing.eos_token_ids)
+        self._reserved = ReservedWords(processing, image_token_ids)
         self._checker = Checker(
             processing,
             spec,
@@ -78,6 +80,7 @@ class Preparer:
             limits=self._limits,
             fetch=self._fetch,
             forms=self._forms,
+            reserved=self._reserved,
             pictures=pictures,
         )
         # processors and tokenizers are not made for two threads at once

@@ -137,7 +137,9 @@ class Processing:
         # it knows videos of single prompts only, by their paths, and no types but its own
         if takes or any(others) or (num_images and not self._is_of_mlx_vlm):
             made = with_parts(turns, num_images, *others)
-            return made if self.template.takes_text else list(map(in_parts, made))
+            if self.template.takes_text:
+                return made
+            return list(map(in_parts, made))
         made = apply_chat_template(
             self.processor,
             self.config,
@@ -173,14 +175,18 @@ class Processing:
     @property
     def _image_mark(self) -> str:
         mark = _text_of("image_token", self.processor, self.tokenizer)
-        return "<image>" if mark is None else mark
+        if mark is None:
+            return "<image>"
+        return mark
 
     def count_placeholders(self, rendered: str, kind: str = "image") -> int | None:
         """Count placeholders of ``kind`` ("image", "video", "audio"); None if the processor names none."""
         name = f"{kind}_token"
         owners = (self.processor, self.tokenizer)
         token = next(filter(None, (getattr(one, name, None) for one in owners)), None)
-        return rendered.count(token) if isinstance(token, str) else None
+        if isinstance(token, str):
+            return rendered.count(token)
+        return None
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return a text without special tokens."""
@@ -291,7 +297,9 @@ class Processing:
         """The processor's samples a second."""
         part = getattr(self.processor, "feature_extractor", None)
         rate = getattr(part, "sampling_rate", None)
-        return rate if isinstance(rate, int) else 16_000
+        if isinstance(rate, int):
+            return rate
+        return 16_000
 
     def inputs(
         self,
@@ -506,7 +514,9 @@ def _with_fields(made: Any, turn: Mapping[str, Any]) -> Any:
 
 
 def _in_text(made: Any, image_mark: str) -> Any:
-    return in_text(made, image_mark) if isinstance(made, Mapping) else made
+    if isinstance(made, Mapping):
+        return in_text(made, image_mark)
+    return made
 
 
 def _text_of(name: str, *owners: Any) -> str | None:

@@ -197,7 +197,9 @@ def _with_same_vocabulary(backend: Tokenizer) -> Tokenizer | None:
     # Tokens that were added with gaps between their ids would get others.
     has_same_ids = twin.get_added_tokens_decoder().keys() == added.keys()
     has_same_size = twin.get_vocab_size() == backend.get_vocab_size()
-    return twin if has_same_ids and has_same_size else None
+    if has_same_ids and has_same_size:
+        return twin
+    return None
 
 
 #: Levels of nested objects whose settings count.
@@ -369,7 +371,9 @@ class ProcessorCopier:
         def call(tokenizer: Any, text: Any = None, *args: Any, **options: Any) -> Any:
             bound = functools.partial(method, tokenizer)
             found = None if args else self._runs.call(bound, text, options)
-            return bound(text, *args, **options) if found is None else found
+            if found is None:
+                return bound(text, *args, **options)
+            return found
 
         return call
 

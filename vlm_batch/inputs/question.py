@@ -128,7 +128,9 @@ class Question:
             return Lane.FORM
         if Lane.DISK in reads:
             return Lane.DISK
-        return Lane.PIXELS if self.has_many_pixels else Lane.MEMORY
+        if self.has_many_pixels:
+            return Lane.PIXELS
+        return Lane.MEMORY
 
 
 @dataclass(frozen=True)
@@ -153,7 +155,9 @@ def lane_of(medium: ImageInput | Video | Audio) -> Lane | None:
     sources = _sources_to_read(medium)
     if not sources:
         return None
-    return Lane.NETWORK if any(map(is_url, sources)) else Lane.DISK
+    if any(map(is_url, sources)):
+        return Lane.NETWORK
+    return Lane.DISK
 
 
 def _sources_to_read(medium: ImageInput | Video | Audio) -> list[Any]:
@@ -161,7 +165,9 @@ def _sources_to_read(medium: ImageInput | Video | Audio) -> list[Any]:
     if isinstance(medium, Video):
         return _sources_of_video(medium)
     source = medium.source if isinstance(medium, Audio) else medium
-    return [source] if isinstance(source, (str, Path)) else []
+    if isinstance(source, (str, Path)):
+        return [source]
+    return []
 
 
 def _sources_of_video(video: Video) -> list[Any]:

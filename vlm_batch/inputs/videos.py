@@ -102,7 +102,9 @@ class Clip:
     @property
     def rate(self) -> float:
         """Requested frames a second, else the clip's."""
-        return self.sampled_fps if self.asked is None else self.asked
+        if self.asked is None:
+            return self.sampled_fps
+        return self.asked
 
 
 def spread(total: int, number: int) -> np.ndarray:

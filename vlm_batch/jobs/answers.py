@@ -43,7 +43,9 @@ def _lacking_form(params: SamplingParams, result: Result) -> str | None:
     else:
         is_whole = result.parsed is not None
         lacking = f"it had the form of its {params.form}"
-    return None if is_whole else lacking
+    if is_whole:
+        return None
+    return lacking
 
 
 def record_of(item: Item, result: Result) -> Record:
@@ -92,7 +94,7 @@ def _rounded(timings: Mapping[str, float]) -> dict[str, float | None]:
 def result_of(record: Record) -> Result:
     """Return a record's result; missing numbers are 0 or NaN."""
     error = record.get("error")
-    finish_reason = record.get("finish_reason") or "stop"
+    finish_reason: Any = record.get("finish_reason") or "stop"
     row_id = str(record["id"])
     others = []
     for other in listed(record.get("others")):
@@ -131,13 +133,17 @@ def _timings_of(record: Record) -> Timings:
 def _mapping(value: Any) -> Mapping[str, Any]:
     """Return an object of a record; CSV has it as JSON."""
     found = _from_json(value)
-    return found if isinstance(found, Mapping) else {}
+    if isinstance(found, Mapping):
+        return found
+    return {}
 
 
 def listed(value: Any) -> Sequence[Any]:
     """Return a list of a record, likewise."""
     found = _from_json(value)
-    return found if isinstance(found, (list, tuple)) else ()
+    if isinstance(found, (list, tuple)):
+        return found
+    return ()
 
 
 def _from_json(value: Any) -> Any:
@@ -155,7 +161,9 @@ def _number(value: Any, default: Any) -> float:
         found = float(value)
     except (TypeError, ValueError):
         found = math.nan
-    return found if math.isfinite(found) else float(default)
+    if math.isfinite(found):
+        return found
+    return float(default)
 
 
 def _other(item: Item, result: Result) -> Record:

@@ -82,7 +82,9 @@ def _in_pixels(
     left, right = _extent(numbers[0::2], whole[0], page[0])
     top, bottom = _extent(numbers[1::2], whole[1], page[1])
     has_area = left < right and top < bottom
-    return (left, top, right, bottom) if has_area else None
+    if has_area:
+        return (left, top, right, bottom)
+    return None
 
 
 def _extent(numbers: Sequence[float], whole: int, length: int) -> tuple[int, int]:

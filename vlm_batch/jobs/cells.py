@@ -82,7 +82,9 @@ def closest_name(name: str, known: Collection[str]) -> str | None:
     if plain not in known:
         plain = OTHER_WORDS.get(plain, plain)
     near = difflib.get_close_matches(plain, known, 1, 0.8)
-    return near[0] if near else None
+    if near:
+        return near[0]
+    return None
 
 
 def did_you_mean(name: str, known: Collection[str]) -> str:
@@ -193,7 +195,9 @@ class Columns:
             return None
         of_pictures = filter(says_media, sorted(strange, key=_is_fact))
         found = next(of_pictures, None)
-        return None if found is None else (found, "image")
+        if found is None:
+            return None
+        return (found, "image")
 
 
 def _those_in(names: Collection[str], usual: Sequence[str]) -> list[str]:
@@ -352,11 +356,15 @@ class _CellMedia:
 
 
 def _cell(cells: Mapping[str, Any], name: str | None) -> Any:
-    return cells.get(name) if name else None
+    if name:
+        return cells.get(name)
+    return None
 
 
 def _kind_of_medium(medium: ImageInput) -> str:
-    return kind_of(medium) if isinstance(medium, str) else "image"
+    if isinstance(medium, str):
+        return kind_of(medium)
+    return "image"
 
 
 def row_of_cells(
@@ -398,7 +406,9 @@ def _empty_column(cells: Mapping[str, Any], columns: Columns) -> str | None:
     if not names:
         return None
     says_none = any(_is_empty_list(cells.get(name)) for name in names)
-    return None if says_none else names[0]
+    if says_none:
+        return None
+    return names[0]
 
 
 def _is_empty_list(value: Any) -> bool:
@@ -410,7 +420,9 @@ def id_of(value: Any, place: str) -> str:
     if value is None or _is_nan(value):
         return place
     text = str(value)
-    return text if text.strip() else place
+    if text.strip():
+        return text
+    return place
 
 
 def _is_nan(value: Any) -> bool:
@@ -508,4 +520,6 @@ def located(path: str, folder: str) -> str:
     beside = os.path.join(folder, path)
     if os.path.exists(beside):
         return beside
-    return path if os.path.exists(path) else beside
+    if os.path.exists(path):
+        return path
+    return beside

@@ -111,7 +111,9 @@ class Found:
             links = count_of(self.num_links, "link")
             said.append(f"{links} to files that are there already")
         said += [f"{folder} (cannot be read)" for folder in self.unreadable]
-        return f"skipped: {', '.join(said)}" if said else ""
+        if said:
+            return f"skipped: {', '.join(said)}"
+        return ""
 
 
 def _suffix_of(file: str) -> str:
@@ -168,7 +170,7 @@ def _normalised(path: str) -> str:
 
 def check_there(arguments: Sequence[str]) -> None:
     """Raise InvalidJob for a missing folder or pattern, or if no named file exists."""
-    missing = list(filter(_is_missing, arguments))
+    missing = list(filter(is_missing, arguments))
     must_be_there = list(itertools.filterfalse(_is_named_file, missing))
     if must_be_there:
         raise _nothing_at(must_be_there[0])
@@ -176,7 +178,8 @@ def check_there(arguments: Sequence[str]) -> None:
         raise _nothing_at(missing[0])
 
 
-def _is_missing(argument: str) -> bool:
+def is_missing(argument: str) -> bool:
+    """Whether no file or folder has this name, and none fits this pattern."""
     if argument == "-" or is_address(argument):
         return False
     return not any(map(os.path.lexists, expanded(argument)))
@@ -198,7 +201,9 @@ def kind_of(path: str) -> str:
     name = path.partition("?")[0].lower()
     if name.endswith(VIDEO_SUFFIXES):
         return "video"
-    return "audio" if name.endswith(AUDIO_SUFFIXES) else "image"
+    if name.endswith(AUDIO_SUFFIXES):
+        return "audio"
+    return "image"
 
 
 def common_folder(paths: Sequence[str]) -> str:

@@ -44,7 +44,9 @@ def restored(text: str) -> str:
     """Return the text that was ``neutralised``."""
     found = _FORMULA.match(text)
     has_mark = found is not None and bool(found["marks"])
-    return text[1:] if has_mark else text
+    if has_mark:
+        return text[1:]
+    return text
 
 
 class DelimitedFile:
@@ -80,7 +82,9 @@ class DelimitedFile:
                 writer.writerow([self._cell(record.get(name)) for name in columns])
 
     def _text(self, cell: str) -> str:
-        return restored(cell) if self.is_safe else cell
+        if self.is_safe:
+            return restored(cell)
+        return cell
 
     def _cell(self, value: Any) -> Any:
         if isinstance(value, (list, dict, tuple)):

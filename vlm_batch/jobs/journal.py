@@ -14,10 +14,10 @@ from typing import Any
 import filelock
 
 from vlm_batch._version import __version__
-from vlm_batch.checks import simplify_schema
 from vlm_batch.jobs.lines import linked_file, replace_file
 from vlm_batch.jobs.questions import PARAMETERS
 from vlm_batch.jobs.rows import InvalidJob
+from vlm_batch.schemas import simplify_schema
 from vlm_batch.types import SamplingParams
 
 #: Version of the header's form.
@@ -207,7 +207,9 @@ Stamp = list[int | str]
 
 def stamp(path: str | Path, blocks: int) -> Stamp | None:
     found = times_of([path])
-    return [*found[0], fingerprint(path, blocks)] if found else None
+    if found:
+        return [*found[0], fingerprint(path, blocks)]
+    return None
 
 
 def _is_same(first: Stamp | None, second: Stamp | None) -> bool:

@@ -152,7 +152,9 @@ def torn_bytes(path: Path) -> int:
         is_whole = isinstance(json.loads(last), dict)
     except ValueError:
         is_whole = False
-    return 0 if is_whole else len(last)
+    if is_whole:
+        return 0
+    return len(last)
 
 
 def has_lines(path: Path) -> bool:
@@ -218,7 +220,9 @@ def is_device(path: Path) -> bool:
 def linked_file(path: Path) -> Path:
     """Return the file that a link leads to, which need not exist. Others, devices and pipes stay as they are named."""
     is_link = path.is_symlink() and not is_device(path)
-    return Path(os.path.realpath(path)) if is_link else path
+    if is_link:
+        return Path(os.path.realpath(path))
+    return path
 
 
 @contextlib.contextmanager

@@ -122,7 +122,9 @@ class _Asked:
         self._check_prompt(names)
         found = self.given.resolve(names, THE_TABLE, pictures)
         found.check_overlooked(names, THE_TABLE, self.questions.columns, asks=True)
-        return found if self.prompt is not None else replace(found, prompt="prompt")
+        if self.prompt is not None:
+            return found
+        return replace(found, prompt="prompt")
 
     def _check_prompt(self, names: list[str]) -> None:
         if self.prompt is None and "prompt" not in names:

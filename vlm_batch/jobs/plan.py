@@ -385,7 +385,9 @@ class _MediaWatch:
         flagged = flag_overlooked_media(row, self._source.name, self._folder)
         if self.left_out is None and flagged is not row:
             self.left_out = flagged.error
-        return flagged if self._source.is_once else row
+        if self._source.is_once:
+            return flagged
+        return row
 
 
 def _check_ids(twice: Sequence[str]) -> None:

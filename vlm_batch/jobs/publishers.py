@@ -111,7 +111,9 @@ class Publisher:
     @property
     def boxes(self) -> BoxForm | None:
         """The form of boxes that its models write; None if they write none."""
-        return BOX_FORMS.get(self.models[0]) if self.models else None
+        if self.models:
+            return BOX_FORMS.get(self.models[0])
+        return None
 
     def has_named(self, name: str) -> bool:
         """Whether a name, in lower case, letters and digits alone, is of one of its models."""
@@ -238,4 +240,6 @@ def publisher_of(model: str, model_type: str | None = None) -> Publisher | None:
             if publisher.has_named(name):
                 return publisher
     of_type = [one for one in PUBLISHERS if model_type in one.model_types]
-    return of_type[0] if of_type else None
+    if of_type:
+        return of_type[0]
+    return None

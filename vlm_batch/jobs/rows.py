@@ -154,7 +154,9 @@ def spelled(text: str, backslash: str = "\\") -> str:
 
 
 def count_of(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    if number == 1:
+        return f"{number} {noun}"
+    return f"{number} {noun}s"
 
 
 def digest(text: str) -> int:

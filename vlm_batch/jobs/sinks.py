@@ -393,7 +393,9 @@ def chosen(record: Record, columns: tuple[str, ...] | None) -> Record:
 def plain(value: Any) -> Any:
     """Return what JSON can hold of a value: it has no NaN, no infinity and no bytes."""
     if isinstance(value, float):
-        return value if math.isfinite(value) else None
+        if math.isfinite(value):
+            return value
+        return None
     if value is None or isinstance(value, (str, int)):
         return value
     if isinstance(value, Mapping):

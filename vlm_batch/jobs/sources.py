@@ -149,7 +149,9 @@ def _table(path: str, reading: Reading) -> list[Source] | None:
     columns, name = reading.columns, path.lower()
     if os.path.isdir(path):
         has_dataset = is_dataset(path)
-        return list(datasets_in(path, columns, reading.split)) if has_dataset else None
+        if has_dataset:
+            return list(datasets_in(path, columns, reading.split))
+        return None
     if name.endswith(TAR):
         return [Tar(_there(path))]
     for suffixes, kind in _TABLES:
@@ -376,7 +378,9 @@ def _columns_of(suffix: str, data: bytes) -> Mapping[str, Any]:
     """Return the columns that a member gives its row: a JSON object's keys, or its text. Raises ValueError."""
     if suffix == "json":
         cells = parse_json(data)
-        return cells if isinstance(cells, dict) else {"json": cells}
+        if isinstance(cells, dict):
+            return cells
+        return {"json": cells}
     try:
         return {suffix: data.decode()}
     except UnicodeDecodeError:

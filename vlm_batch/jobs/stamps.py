@@ -88,7 +88,9 @@ def line_of(item: Item) -> Record:
 
 def _digest_of(line: Record, name: str) -> int | None:
     value = line.get(name)
-    return None if value is None else digest(str(value))
+    if value is None:
+        return None
+    return digest(str(value))
 
 
 def asked_of(item: Item) -> str:
@@ -137,7 +139,9 @@ def _media_in(messages: Sequence[Message]) -> list[Any]:
 
 
 def _source_of(medium: Any) -> Any:
-    return medium.source if isinstance(medium, (Video, Audio)) else medium
+    if isinstance(medium, (Video, Audio)):
+        return medium.source
+    return medium
 
 
 def _is_file(source: Any) -> bool:

@@ -218,7 +218,9 @@ class Summary:
 
     @property
     def busy_share(self) -> float | None:
-        return None if self.busy is None else min(1.0, self.busy / self.seconds)
+        if self.busy is None:
+            return None
+        return min(1.0, self.busy / self.seconds)
 
     @property
     def mean_stages(self) -> list[tuple[str, str, float]]:

@@ -146,7 +146,9 @@ class JsonLines(SourceFile):
         if cells.get("messages") is None or not columns.image:
             return columns
         is_null = cells[columns.image] is None
-        return replace(columns, image=None) if is_null else columns
+        if is_null:
+            return replace(columns, image=None)
+        return columns
 
 
 def _cells_of(line: str) -> dict[str, Any] | None:
@@ -157,7 +159,9 @@ def _cells_of(line: str) -> dict[str, Any] | None:
         cells = parse_json(line)
     except (ValueError, RecursionError):
         return None
-    return cells if isinstance(cells, dict) else None
+    if isinstance(cells, dict):
+        return cells
+    return None
 
 
 @lru_cache(maxsize=256)

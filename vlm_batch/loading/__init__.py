@@ -187,7 +187,9 @@ def answer_text(processing: Processing, spec: ModelSpec) -> AnswerText:
 def _drafts(draft: str, adapter: Adapter) -> Drafts | None:
     """Return what an engine drafts with. Raises ValueError."""
     if draft in ("auto", "off"):
-        return Drafts() if draft == "auto" and can_draft(adapter) else None
+        if draft == "auto" and can_draft(adapter):
+            return Drafts()
+        return None
     from vlm_batch.adapters.heads import load_heads
 
     return Drafts(load_heads(draft, adapter))
@@ -212,7 +214,9 @@ def load_engine(
 def _bytes_for_rows(for_caches: int) -> int | None:
     """Return bytes for live rows' keys and values: those that caches leave, at least half; None if unknown."""
     free = free_bytes()
-    return max(free - for_caches, free // 2) if free else None
+    if free:
+        return max(free - for_caches, free // 2)
+    return None
 
 
 def _reuse(adapter: Adapter, options: EngineOptions, shapes: Shapes) -> Reuse:

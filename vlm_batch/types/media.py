@@ -167,5 +167,7 @@ def several(given: Any) -> tuple[Any, ...]:
         return ()
     if isinstance(given, (list, tuple)):
         return tuple(given)
-    is_read = isinstance(given, Iterator) and not isinstance(given, IOBase)
-    return tuple(given) if is_read else (given,)
+    is_file = isinstance(given, IOBase)
+    if isinstance(given, Iterator) and not is_file:
+        return tuple(given)
+    return (given,)

@@ -24,7 +24,7 @@ from vlm_batch.checks import (
     is_whole,
     set_pixel_bounds,
 )
-from vlm_batch.errors import InvalidParameters, InvalidPrompt, InvalidRequest, shown
+from vlm_batch.errors import InvalidParameters, InvalidPrompt, InvalidRequest
 from vlm_batch.types.media import AudioInput, ImageInput, VideoInput, several
 from vlm_batch.types.sampling import SamplingParams
 from vlm_batch.types.templates import PLAIN_TEMPLATE, Template
@@ -160,12 +160,10 @@ def record_of(
     """Return a record from itself or a mapping of fields. Raises ``error`` for anything else."""
     if isinstance(given, kind):
         return given
-    if not isinstance(given, Mapping):
-        raise error(
-            f"{name} is {shown(given)}; it must be a {kind.__name__} or a mapping of its fields"
-        )
+    right = f"a {kind.__name__} or a mapping of its fields"
+    demand(isinstance(given, Mapping), error, name, given, right)
     names = {field.name for field in fields(kind)}
-    strange = sorted(str(one) for one in given if one not in names)
+    strange = sorted(map(str, given.keys() - names))
     if strange:
         instead = SAMPLING if kind is SamplingParams else {}
         likely = meant(strange[0], names, instead)

@@ -17,7 +17,6 @@ from vlm_batch.checks import (
     demand,
     is_non_empty,
     is_real,
-    json_schema_of,
     non_empty_texts,
 )
 from vlm_batch.errors import InvalidParameters
@@ -29,6 +28,7 @@ from vlm_batch.parameters import (
     declared,
     parameters_of,
 )
+from vlm_batch.schemas import json_schema_of
 
 #: ``(tokens so far (T,), logits (1, V)) -> logits (1, V)``, as in mlx-lm; called on the engine's thread.
 LogitsProcessor: TypeAlias = Callable[[Any, Any], Any]
@@ -227,9 +227,9 @@ class SamplingParams:
     def _check_numbers(self, put: Callable[[str, Any], None]) -> None:
         for one in SAMPLING_PARAMETERS:
             value = getattr(self, one.name)
-            if one.check is None or (value is None and one.default is None):
-                continue
-            put(one.name, one.check.checked(one.name, value))
+            is_unset = value is None and one.default is None
+            if one.check is not None and not is_unset:
+                put(one.name, one.check.checked(one.name, value))
 
     def _check_ends(self, put: Callable[[str, Any], None]) -> None:
         is_one = isinstance(self.stop, str)
@@ -288,12 +288,14 @@ class SamplingParams:
         demand(is_right, InvalidParameters, "whitelist_token_ids", white, right)
         put("whitelist_token_ids", tuple(map(int, white)))
         size, window = self.no_repeat_ngram_size, self.window_size
-        if size and window is not None and window < size:
+        if not size:
+            self._check_without_ngrams()
+        elif window is not None and window < size:
             raise InvalidParameters(
                 f"window_size is {window}, below no_repeat_ngram_size, which is {size}: nothing would be found in it"
             )
-        if size:
-            return
+
+    def _check_without_ngrams(self) -> None:
         for name in ("window_size", "whitelist_token_ids"):
             if getattr(self, name):
                 raise InvalidParameters(
@@ -326,13 +328,13 @@ class SamplingParams:
             put("json_schema", json_schema_of(self.json_schema))
 
     def _check_unicode(self) -> None:
-        if self.json_schema is not None:
-            schema = json.dumps(self.json_schema, ensure_ascii=False)
-            check_unicode("json_schema", (schema,))
-        for name in ("stop", "bad_words", "choice"):
-            check_unicode(name, getattr(self, name) or ())
-        for name in ("regex", "grammar"):
-            check_unicode(name, (getattr(self, name) or "",))
+        schema = json.dumps(self.json_schema, ensure_ascii=False)
+        check_unicode("json_schema", (schema,))
+        check_unicode("stop", self.stop)
+        check_unicode("bad_words", self.bad_words)
+        check_unicode("choice", self.choice or ())
+        check_unicode("regex", (self.regex or "",))
+        check_unicode("grammar", (self.grammar or "",))
 
     def _check_one_form(self) -> None:
         forms = self._given_of(FORMS)
@@ -381,9 +383,11 @@ def _is_too_much(texts: Sequence[str], most: int) -> bool:
 
 
 def _is_bias(bias: Mapping[Any, Any]) -> bool:
-    if not are_tokens(bias):
+    """Return whether a mapping is of tokens to numbers in -100..100."""
+    values = bias.values()
+    if not are_tokens(bias) or not all(map(is_real, values)):
         return False
-    return all(is_real(value) and -100 <= value <= 100 for value in bias.values())
+    return max(map(abs, values), default=0) <= 100
 
 
 def _check_count(name: str, tokens: Sequence[Any]) -> None:

@@ -71,8 +71,12 @@ class Template:
     @property
     def _by_name(self) -> dict[str, Any]:
         """Arguments that are fields, but None."""
-        values = {name: getattr(self, name) for name in _NAMED}
-        return {name: value for name, value in values.items() if value is not None}
+        found = {}
+        for name in _NAMED:
+            value = getattr(self, name)
+            if value is not None:
+                found[name] = value
+        return found
 
     @property
     def arguments(self) -> dict[str, Any]:
