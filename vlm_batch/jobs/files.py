@@ -160,7 +160,7 @@ def _normalised(path: str) -> str:
 
 def check_there(arguments: Sequence[str]) -> None:
     """Raise InvalidJob for a missing folder or pattern, or if no named file exists."""
-    missing = [one for one in arguments if _is_missing(one)]
+    missing = [one for one in arguments if is_missing(one)]
     must_be_there = [one for one in missing if not _is_named_file(one)]
     if must_be_there:
         raise _nothing_at(must_be_there[0])
@@ -168,7 +168,8 @@ def check_there(arguments: Sequence[str]) -> None:
         raise _nothing_at(missing[0])
 
 
-def _is_missing(argument: str) -> bool:
+def is_missing(argument: str) -> bool:
+    """Whether no file or folder has this name, and none fits this pattern."""
     if argument == "-" or is_url(argument):
         return False
     return not any(map(os.path.lexists, expanded(argument)))
