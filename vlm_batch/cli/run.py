@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -27,7 +28,7 @@ from vlm_batch.cli.watching import JobView
 from vlm_batch.inputs.fetch import is_address
 from vlm_batch.jobs import journal
 from vlm_batch.jobs.cells import Columns
-from vlm_batch.jobs.files import common_folder
+from vlm_batch.jobs.files import common_folder, is_missing
 from vlm_batch.jobs.plan import Job
 from vlm_batch.jobs.questions import DEFAULT_PROMPT, Questions
 from vlm_batch.jobs.rows import JobRow, Shard, Source
@@ -78,6 +79,17 @@ def run(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
         return _run(args, open_batcher, signals)
 
 
+def _check_no_question(paths: Sequence[str]) -> None:
+    """Raise UsageError for a question in the place of a path, which is easily typed there."""
+    for path in paths:
+        is_question = " " in path or path.endswith("?")
+        if is_question and not is_url(path) and is_missing(path):
+            raise UsageError(
+                f"there is no file {path!r}; a question goes behind --prompt: "
+                f"vlm-batch run PICTURES --prompt {shlex.quote(path)}"
+            )
+
+
 def _signals(args: argparse.Namespace) -> Signals:
     """Return how signals end the job: one that keeps its answers outlives its terminal."""
     file = None if args.out == "-" else args.out
@@ -105,6 +117,7 @@ def _run(args: argparse.Namespace, open_batcher: OpenBatcher, signals: Signals) 
         split=args.split,
         own_prompts=not (args.prompt or args.prompt_file),
     )
+    _check_no_question(args.paths)
     sources, found = open_sources(args.paths, reading)
     say_skipped(found)
     is_kept = args.out is not None or args.sidecar is not None
@@ -192,6 +205,7 @@ def _answer(
         says_prompt=bool(args.prompt or args.prompt_file),
         label=_labels(sources),
         answers_in=file,
+        only_here=target is None and args.sidecar is None,
         goes_on=is_kept,
     )
     summary = run_shown(job, args, open_batcher, view, signals)

@@ -118,13 +118,13 @@ def _row(row_id: str, images: Sequence[Any], dpi: int) -> JobRow:
 
 
 def _plots(summary: Summary) -> Iterator[Plot]:
-    buckets = summary.latencies.filled()
+    buckets = summary.in_batch.filled()
     if buckets:
         seconds = []
         for least, most, count in buckets:
             seconds.append((count, f"{least:.3g} to {most:.3g} s: {count} rows"))
         ends = f"{buckets[0][0]:.2g} s", f"{buckets[-1][1]:.2g} s"
-        yield "Seconds a row, from being read to its end", seconds, *ends
+        yield "Seconds of a row in the batch, which it shares", seconds, *ends
     if summary.ended <= summary.began:  # nothing says when
         return
     width, counts = summary.course.width, summary.course.counts

@@ -22,6 +22,8 @@ FIRST_SECONDS = 1e-3
 NUM_BUCKETS = 8 * BUCKETS_A_DECADE
 #: Most failures listed, kinds of failure, sample answers, bins over time, and repeated ids named.
 MAX_FAILURES, MAX_REASONS, MAX_SAMPLES, MAX_BINS, MAX_AGAIN = 200, 50, 24, 120, 3
+#: Most seconds that are kept as they are, for quantiles: of more, a uniform sample.
+MAX_KEPT = 4096
 #: Most characters of the message shown for a kind of failure, and of those that decide which kind it is.
 MAX_REASON, MAX_READ = 120, 1000
 #: Most characters of a sample's prompt and answer, and of a listed failure.
@@ -53,35 +55,48 @@ def stages_of(timings: Timings) -> dict[str, float]:
 
 @dataclass
 class Histogram:
-    """Counts of seconds in logarithmic buckets."""
+    """Counts of seconds in logarithmic buckets, and some of the seconds themselves."""
 
     counts: list[int] = field(default_factory=lambda: [0] * NUM_BUCKETS)
+    least: float = math.inf
+    most: float = 0.0
+    kept: list[float] = field(default_factory=list)
+    _random: random.Random = field(default_factory=lambda: random.Random(0))
 
     def add(self, seconds: float) -> None:
+        self.least = min(self.least, seconds)
+        self.most = max(self.most, seconds)
         decades = math.log10(max(seconds, FIRST_SECONDS) / FIRST_SECONDS)
         self.counts[min(int(decades * BUCKETS_A_DECADE), NUM_BUCKETS - 1)] += 1
+        if len(self.kept) < MAX_KEPT:
+            self.kept.append(seconds)
+            return
+        place = self._random.randrange(sum(self.counts))
+        if place < MAX_KEPT:
+            self.kept[place] = seconds
 
     @staticmethod
     def edge(bucket: int) -> float:
         return FIRST_SECONDS * float(10 ** (bucket / BUCKETS_A_DECADE))
 
     def quantile(self, share: float) -> float:
-        """Return the quantile bucket's upper bound."""
-        seen, total = 0, sum(self.counts)
-        for bucket, count in enumerate(self.counts):
-            seen += count
-            if total and seen >= share * total:
-                return self.edge(bucket + 1)
-        return 0.0
+        """Return the seconds within which a share of the rows ended; of more than ``MAX_KEPT`` rows, of a sample."""
+        if not self.kept:
+            return 0.0
+        rank = math.ceil(share * len(self.kept))
+        return sorted(self.kept)[max(0, rank - 1)]
 
     def filled(self) -> list[tuple[float, float, int]]:
-        """Return (least, most, count) of the buckets from the first used one to the last."""
+        """Return (least, most, count) of the used buckets; the outer two end at the least and the most seconds."""
         used = [bucket for bucket, count in enumerate(self.counts) if count]
+        if not used:
+            return []
+        first, last = used[0], used[-1]
         found = []
-        for bucket in range(min(used, default=0), max(used, default=-1) + 1):
-            found.append(
-                (self.edge(bucket), self.edge(bucket + 1), self.counts[bucket])
-            )
+        for bucket in range(first, last + 1):
+            least = self.least if bucket == first else self.edge(bucket)
+            most = self.most if bucket == last else self.edge(bucket + 1)
+            found.append((least, most, self.counts[bucket]))
         return found
 
 
@@ -166,6 +181,7 @@ class Summary:
         cut: Answers cut at their longest length.
         source: Seconds of reading rows.
         busy: Seconds with rows in the engine; None if unknown.
+        in_batch: Seconds of answered rows without what they waited for.
     """
 
     total: int | None = None
@@ -185,7 +201,7 @@ class Summary:
     interrupted: bool = False
     began: float = field(default_factory=time.perf_counter)
     ended: float = 0.0
-    latencies: Histogram = field(default_factory=Histogram)
+    in_batch: Histogram = field(default_factory=Histogram)
     first_tokens: Histogram = field(default_factory=Histogram)
     course: Course = field(default_factory=Course)
     stages: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
@@ -268,7 +284,7 @@ class Summary:
         for one in (result, *result.others):
             self.tokens += one.usage.completion_tokens
         if not math.isnan(timings.total):
-            self.latencies.add(timings.total)
+            self.in_batch.add(timings.total - timings.queue)
         if not math.isnan(timings.ttft):
             self.first_tokens.add(timings.ttft)
         for stage, seconds in stages_of(timings).items():
