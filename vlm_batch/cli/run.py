@@ -83,7 +83,7 @@ def _check_no_question(paths: Sequence[str]) -> None:
     """Raise UsageError for a question in the place of a path, which is easily typed there."""
     for path in paths:
         is_question = " " in path or path.endswith("?")
-        if is_question and not is_url(path) and is_missing(path):
+        if is_question and is_missing(path):
             raise UsageError(
                 f"there is no file {path!r}; a question goes behind --prompt: "
                 f"vlm-batch run PICTURES --prompt {shlex.quote(path)}"
