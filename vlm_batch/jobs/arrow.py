@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -58,10 +59,9 @@ class ArrowTable(Source):
         left_out = set(opened.pictures)
         if with_pictures:
             left_out.discard(columns.image or "")
-        kept = [name for name in opened.names if name not in left_out]
-        if not kept:  # pictures and nothing else: batches without columns have no rows
-            for number in range(opened.num_rows):
-                yield JobRow(id=f"{self.name}:{number}", is_scanned=True)
+        kept = list(itertools.filterfalse(left_out.__contains__, opened.names))
+        if not kept:
+            yield from self._without_columns(opened.num_rows)
             return
         is_scanned = columns.image is not None and columns.image not in kept
         if is_scanned:
@@ -69,9 +69,12 @@ class ArrowTable(Source):
         for number, cells in enumerate(rows_of(opened.batches(kept))):
             place = f"{self.name}:{number}"
             row = row_of_cells(cells, columns, place=place, folder=opened.folder)
-            if is_scanned:
-                row = replace(row, is_scanned=True)
-            yield row
+            yield replace(row, is_scanned=is_scanned)
+
+    def _without_columns(self, num_rows: int) -> Iterator[JobRow]:
+        """Yield rows of pictures and nothing else: batches without columns have no rows."""
+        for number in range(num_rows):
+            yield JobRow(id=f"{self.name}:{number}", is_scanned=True)
 
 
 @dataclass(frozen=True)
@@ -115,8 +118,8 @@ def _holds_bytes(kind: pa.DataType) -> bool:
     if types.is_list(kind) or types.is_large_list(kind):
         return _holds_bytes(kind.value_type)
     if types.is_struct(kind):
-        own = [one.type for one in kind if one.name == "bytes"]
-        return any(map(_holds_bytes, own))
+        at = kind.get_field_index("bytes")
+        return at >= 0 and _holds_bytes(kind.field(at).type)
     are_bytes = (types.is_binary, types.is_large_binary, types.is_binary_view)
     return any(is_one(kind) for is_one in are_bytes)
 

@@ -312,12 +312,11 @@ def _text_names_media(value: str, folder: str) -> bool:
         return True
     if len(value) > LONGEST_PATH or "\n" in value:
         return False
-    path = _without_query(value)
-    suffix = os.path.splitext(path)[1].lower()
+    suffix = os.path.splitext(_without_query(value))[1].lower()
     if suffix not in _media_suffixes():
         return False
-    is_one_word = not re.search(r"\s", value.strip())
-    return is_one_word or os.path.isfile(located(value, folder))
+    words = value.split()
+    return len(words) == 1 or os.path.isfile(located(value, folder))
 
 
 def _without_query(path: str) -> str:
@@ -513,13 +512,9 @@ def _of_base64(value: str) -> bytes:
 
 def located(path: str, folder: str) -> str:
     """Return a path beside the table if it exists there or nowhere, else unchanged."""
-    if not folder or is_address(path):
-        return path
-    if os.path.isabs(path) or path.startswith("~"):
+    is_own = path.startswith("~") or os.path.isabs(path)
+    if is_own or not folder or is_address(path):
         return path
     beside = os.path.join(folder, path)
-    if os.path.exists(beside):
-        return beside
-    if os.path.exists(path):
-        return path
-    return beside
+    is_elsewhere = not os.path.exists(beside) and os.path.exists(path)
+    return path if is_elsewhere else beside

@@ -97,13 +97,12 @@ class Found:
 
     def said(self) -> str:
         """Describe skipped files in one line."""
-        most_common = self.skipped.most_common()
         said = []
-        for suffix, count in most_common[:6]:
+        for suffix, count in self.skipped.most_common(6):
             said.append(f"{count} {suffix or 'without a suffix'}{_hint(suffix)}")
-        num_others = sum(count for _, count in most_common[6:])
-        if num_others:
-            said.append(f"{num_others} others")
+        others = self.skipped.most_common()[6:]
+        if others:
+            said.append(f"{sum(dict(others).values())} others")
         if self.num_folders_again:
             folders = count_of(self.num_folders_again, "folder")
             said.append(f"{folders} that links lead to again")
@@ -111,9 +110,7 @@ class Found:
             links = count_of(self.num_links, "link")
             said.append(f"{links} to files that are there already")
         said += [f"{folder} (cannot be read)" for folder in self.unreadable]
-        if said:
-            return f"skipped: {', '.join(said)}"
-        return ""
+        return f"skipped: {', '.join(said)}" if said else ""
 
 
 def _suffix_of(file: str) -> str:

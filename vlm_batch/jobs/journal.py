@@ -168,22 +168,32 @@ def _compare_models(before: dict[str, Any], now: dict[str, Any]) -> str | None:
     The same files in another place are the same model: ``before`` then names it as ``now`` does.
     """
     first, second = before.pop(MODEL_FILES, {}), now.pop(MODEL_FILES, {})
-    changed = []
-    for name in sorted({*first, *second}):
-        if not _is_same(first.get(name), second.get(name)):
-            changed.append(name)
-    if not changed and first and second:
-        before["model"] = now["model"]
-    # the names of two models say enough
-    is_one_model = before.get("model") == now.get("model") or len(changed) < len(first)
-    if not changed or not is_one_model:
+    changed = _changed(first, second)
+    if not changed:
+        if first and second:
+            before["model"] = now["model"]
         return None
+    has_one_name = before.get("model") == now.get("model")
+    has_same_files = len(changed) < len(first)
+    if not has_one_name and not has_same_files:
+        return None  # the names of two models say enough
     told = []
     for name in changed[:3]:
         new = " (new)" if name not in first else ""
         gone = " (gone)" if name not in second else ""
         told.append(f"{name}{new}{gone}")
     return f"the model's files have changed: {', '.join(told)}"
+
+
+def _changed(
+    first: Mapping[str, Stamp | None], second: Mapping[str, Stamp | None]
+) -> list[str]:
+    """Return the files whose stamps differ, sorted."""
+    found = []
+    for name in sorted({*first, *second}):
+        if not _is_same(first.get(name), second.get(name)):
+            found.append(name)
+    return found
 
 
 def _settle(settings: dict[str, Any]) -> None:
@@ -214,10 +224,12 @@ def stamp(path: str | Path, blocks: int) -> Stamp | None:
 
 def _is_same(first: Stamp | None, second: Stamp | None) -> bool:
     """Compare stamps by content: files are touched and copied."""
+    if first == second:
+        return True
     if first is None or second is None:
-        return first is second
-    has_content = bool(first[2:])
-    return first == second or (has_content and first[2:] == second[2:])
+        return False
+    content = first[2:]
+    return bool(content) and content == second[2:]
 
 
 def fingerprint(path: str | Path, blocks: int = MEDIUM_BLOCKS) -> str:

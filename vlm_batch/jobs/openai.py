@@ -166,36 +166,51 @@ def _schema(given: Any) -> Mapping[str, Any] | None:
     """Return the schema of a ``response_format``; None for text. Raises ValueError."""
     if given is None:
         return None
-    kind = given.get("type") if isinstance(given, dict) else None
+    written = _mapping(given)
+    kind = written.get("type")
     if kind == "text":
         return None
     if kind == "json_object":
         return {"type": "object"}
-    named = given.get("json_schema") if kind == "json_schema" else None
-    schema = named.get("schema") if isinstance(named, dict) else None
-    if isinstance(schema, dict):
+    schema = _mapping(written.get("json_schema")).get("schema")
+    if kind == "json_schema" and isinstance(schema, dict):
         return schema
     raise ValueError(
         "response_format is text, json_object, or json_schema with its schema"
     )
 
 
+def _mapping(value: Any) -> Mapping[str, Any]:
+    """Return a mapping as it is, and anything else as an empty one."""
+    if isinstance(value, dict):
+        return value
+    return {}
+
+
 def _wrong(line: Mapping[str, Any]) -> str | None:
     """Return what is wrong with a line; None if nothing is."""
-    strange = next((name for name in line if name not in _LINE), None)
-    if strange is not None:
-        hint = did_you_mean(strange, _LINE)
-        return f"the line has {strange!r} beside its body{hint}"
-    method, url = line.get("method", "POST"), line.get("url", _URL)
-    if method != "POST" or url != _URL:
-        return f"{method} {line.get('url')} is not answered here; POST {_URL} is"
-    body = line["body"]
-    if not isinstance(body, dict) or not isinstance(body.get("messages"), list):
-        return "body has no list of messages"
-    for name, value in body.items():
+    wrong = _wrong_line(line)
+    if wrong is not None:
+        return wrong
+    for name, value in line["body"].items():
         if name not in _KNOWN:
             hint = did_you_mean(name, _KNOWN)
             return f"body has {name!r}, which is not known here{hint}; leave it out"
-        if name in _ONLY and value not in _ONLY[name]:
+        if value not in _ONLY.get(name, (value,)):
             return f"{name} is {value!r}, which is not done here; leave it out"
     return None
+
+
+def _wrong_line(line: Mapping[str, Any]) -> str | None:
+    strange = [name for name in line if name not in _LINE]
+    if strange:
+        hint = did_you_mean(strange[0], _LINE)
+        return f"the line has {strange[0]!r} beside its body{hint}"
+    asked = (line.get("method", "POST"), line.get("url", _URL))
+    if asked != ("POST", _URL):
+        return f"{asked[0]} {line.get('url')} is not answered here; POST {_URL} is"
+    body = line["body"]
+    messages = body.get("messages") if isinstance(body, dict) else None
+    if isinstance(messages, list):
+        return None
+    return "body has no list of messages"

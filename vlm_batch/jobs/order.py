@@ -28,10 +28,16 @@ def _window(items: Iterator[Item]) -> Iterator[tuple[tuple[object, ...], Item]]:
     """Yield the next items with what they are sorted by: their pictures' sizes, then the prompt's length."""
     end = time.monotonic() + LOOK_SECONDS
     for item in itertools.islice(items, WINDOW):
-        sizes = [_size_of(image) for image in item.row.images if isinstance(image, str)]
-        yield (sizes, len(item.prompt or "")), item
+        files = filter(_is_name, item.row.images)
+        sizes = list(map(_size_of, files))
+        num_characters = len(item.prompt or "")
+        yield (sizes, num_characters), item
         if time.monotonic() > end:
             return
+
+
+def _is_name(image: object) -> bool:
+    return isinstance(image, str)
 
 
 def _size_of(file: str) -> tuple[int, int]:

@@ -150,10 +150,11 @@ class Job:
 
     def _known(self, row: JobRow) -> JobRow:
         """Add an error to a row that has what no request has."""
-        strange = [name for name in row.strange if name not in self.named]
+        strange = set(row.strange) - self.named
         if row.error is not None or not strange:
             return row
-        return replace(row, error=_said_of(strange[0]))
+        first = next(filter(strange.__contains__, row.strange))
+        return replace(row, error=_said_of(first))
 
     def _rows_of(self, source: Source) -> Iterator[JobRow]:
         """Yield a source's rows; exceptions become the last row's error."""
@@ -377,17 +378,14 @@ class _MediaWatch:
 
     def seen(self, row: JobRow) -> JobRow:
         """Look at a row; of a source that is read but once, a row that names a picture fails."""
-        has_chat = row.messages is not None
-        if has_chat or row.images or row.videos:
-            self.has_media = True
+        self.has_media = self.has_media or row.asks_about_media
         if self.has_media:
             return row
         flagged = flag_overlooked_media(row, self._source.name, self._folder)
-        if self.left_out is None and flagged is not row:
-            self.left_out = flagged.error
-        if self._source.is_once:
-            return flagged
-        return row
+        if flagged is row:
+            return row
+        self.left_out = self.left_out or flagged.error
+        return flagged if self._source.is_once else row
 
 
 def _check_ids(twice: Sequence[str]) -> None:

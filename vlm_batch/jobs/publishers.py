@@ -234,12 +234,12 @@ def publisher_of(model: str, model_type: str | None = None) -> Publisher | None:
         model: A hub id or a path. The hub's own cache has the name in the middle of the path.
         model_type: What config.json says, if there is one.
     """
+    by_type = {}
+    for publisher in PUBLISHERS:
+        by_type |= dict.fromkeys(publisher.model_types, publisher)
     for part in reversed(re.split(r"[/\\]", model)):
         name = re.sub(r"[^a-z0-9]", "", part.lower())
         for publisher in PUBLISHERS:
             if publisher.has_named(name):
                 return publisher
-    of_type = [one for one in PUBLISHERS if model_type in one.model_types]
-    if of_type:
-        return of_type[0]
-    return None
+    return by_type.get(model_type or "")

@@ -47,6 +47,11 @@ class JobRow:
         return self.prompt is not None or self.messages is not None
 
     @property
+    def asks_about_media(self) -> bool:
+        """Whether the row has pictures or videos, or a chat, which may."""
+        return bool(self.images or self.videos) or self.messages is not None
+
+    @property
     def image_names(self) -> list[str]:
         return [name_of(image) for image in self.images]
 

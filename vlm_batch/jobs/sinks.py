@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from vlm_batch.jobs import journal
@@ -375,7 +376,9 @@ def _without_errors(records: Iterator[Record]) -> Iterator[Record]:
 def chosen(record: Record, columns: tuple[str, ...] | None) -> Record:
     """Return the ``columns`` of an answer; ``NAMESPACES`` tell equal names apart."""
     if columns is None:
-        return {name: value for name, value in record.items() if name != "columns"}
+        kept = dict(record)
+        kept.pop("columns", None)
+        return kept
     own = {**record, **record["usage"], "seconds": record["timings"]["total"]}
     parsed = record.get("parsed")
     if not isinstance(parsed, Mapping):
@@ -383,20 +386,17 @@ def chosen(record: Record, columns: tuple[str, ...] | None) -> Record:
     spaces = (own, parsed, record.get("columns", {}))
     flat: Record = {}
     for space, there in zip(NAMESPACES, spaces, strict=True):
-        for name, value in there.items():
-            flat[f"{space}.{name}"] = value
+        flat |= {f"{space}.{name}": value for name, value in there.items()}
     for there in reversed(spaces):
-        flat.update(there)
+        flat |= there
     return {name: plain(flat.get(name)) for name in columns}
 
 
 def plain(value: Any) -> Any:
     """Return what JSON can hold of a value: it has no NaN, no infinity and no bytes."""
     if isinstance(value, float):
-        if math.isfinite(value):
-            return value
-        return None
-    if value is None or isinstance(value, (str, int)):
+        return value if math.isfinite(value) else None
+    if isinstance(value, (str, int, NoneType)):
         return value
     if isinstance(value, Mapping):
         return {str(name): plain(one) for name, one in value.items()}

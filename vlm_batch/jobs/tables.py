@@ -137,16 +137,15 @@ class JsonLines(SourceFile):
     def _columns_of(self, cells: dict[str, Any]) -> Columns:
         """Return where a line's media are. Raises InvalidJob."""
         named = set(vars(self.own).values())
-        said = [name for name in cells if cells[name] is not None or name in named]
+        nulls = {name for name, value in cells.items() if value is None}
+        said = itertools.filterfalse((nulls - named).__contains__, cells)
         columns = _resolved(self.own, tuple(said))
         if not columns.has_media:
             # null is no picture by mistake, unless the row is a chat
             empty = next(filter(cells.__contains__, MEDIA_NAMES), None)
             columns = replace(columns, image=empty)
-        if cells.get("messages") is None or not columns.image:
-            return columns
-        is_null = cells[columns.image] is None
-        if is_null:
+        is_chat = cells.get("messages") is not None
+        if is_chat and columns.image in nulls:
             return replace(columns, image=None)
         return columns
 
@@ -261,13 +260,13 @@ class Delimited(SourceFile):
                 f"{self.path} has no header: its first line must name the columns"
             )
         folder = os.path.dirname(self.path)
-        pictures = [name for name in names if names_media(name, folder)]
-        if pictures:
-            raise InvalidJob(
-                f"{self.path} has no header: its first line names a picture ({pictures[0]}), and must name the columns"
-            )
-        twice = sorted(name for name, count in Counter(names).items() if count > 1)
+        for name in names:
+            if names_media(name, folder):
+                raise InvalidJob(
+                    f"{self.path} has no header: its first line names a picture ({name}), and must name the columns"
+                )
+        twice = Counter(names) - Counter(set(names))
         if twice:
             raise InvalidJob(
-                f"{self.path} has the column {twice[0]!r} twice; rename one"
+                f"{self.path} has the column {min(twice)!r} twice; rename one"
             )

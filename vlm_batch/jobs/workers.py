@@ -103,19 +103,26 @@ class Workers:
 
     def _hand_out(self, rows: Iterator[_Row]) -> list[Result]:
         """Fill the workers' room; return errors of unsendable rows."""
-        failed: list[Result] = []
         count = Counter(actor for actor, _ in self._asked.values())
-        taken = {actor for actor, row in self._asked.values() if row.is_suspected}
-        ready = [actor for actor in self._ready if actor not in taken]
-        while ready:
-            actor = min(ready, key=lambda one: count[one])
-            row = self._next_row(rows) if count[actor] < self._room else None
-            if row is None:
-                break
-            failed += self._ask(actor, row, count)
+        failed = self._fill(rows, count)
         for actor in self._ready:
             if self._suspected and not count[actor]:
                 failed += self._ask(actor, self._suspected.popleft(), count)
+        return failed
+
+    def _fill(self, rows: Iterator[_Row], count: Counter[Any]) -> list[Result]:
+        """Send rows to the workers that have none of their own suspected ones; ``count`` has each one's rows."""
+        failed: list[Result] = []
+        taken = {actor for actor, row in self._asked.values() if row.is_suspected}
+        ready = list(itertools.filterfalse(taken.__contains__, self._ready))
+        while ready:
+            actor = min(ready, key=count.__getitem__)
+            if count[actor] >= self._room:
+                break
+            row = self._next_row(rows)
+            if row is None:
+                break
+            failed += self._ask(actor, row, count)
         return failed
 
     def _next_row(self, rows: Iterator[_Row]) -> _Row | None:
@@ -148,8 +155,7 @@ class Workers:
             self._say_what_is_missing()
             return []
         every, _ = self._ray.wait(refs, num_returns=len(refs), timeout=0)
-        taken = [self._taken(ref) for ref in every]
-        return [result for result in taken if result is not None]
+        return list(filter(None, map(self._taken, every)))
 
     def _say_what_is_missing(self) -> None:
         if not self._loading:
