@@ -267,10 +267,15 @@ def _announced(data: bytes, frames: int) -> int:
     """Return the samples that a wav or aiff file's header says; ``frames`` are those that libsndfile finds."""
     if data.startswith(b"FORM"):
         return _announced_by_aiff(data, frames)
-    if not data.startswith((b"RIFF", b"RIFX", b"RF64")):
-        return frames
-    order: Literal["big", "little"] = "big" if data.startswith(b"RIFX") else "little"
-    long = 0
+    if data.startswith(b"RIFX"):
+        return _announced_by_wav(data, frames, "big")
+    if data.startswith((b"RIFF", b"RF64")):
+        return _announced_by_wav(data, frames, "little")
+    return frames
+
+
+def _announced_by_wav(data: bytes, frames: int, order: Literal["big", "little"]) -> int:
+    long = 0  # what a file of more than 4 GB says
     for at, kind, size in _chunks(data, order):
         if kind == b"ds64":
             long = int.from_bytes(data[at + 16 : at + 24], order)
@@ -321,12 +326,11 @@ def _check_header(name: str, frames: int, rate: int, channels: int) -> None:
 
 
 def _decoded(file: Any, name: str, cancelled: Cancelled) -> Iterator[np.ndarray]:
+    num_frames = max(1, _BLOCK // file.channels)
     while True:
         cancelled.check()
         try:
-            block = file.read(
-                max(1, _BLOCK // file.channels), dtype="float32", always_2d=True
-            )
+            block = file.read(num_frames, dtype="float32", always_2d=True)
         except Exception as error:
             raise InvalidAudio(f"{name} cannot be decoded: {_said(error)}") from error
         if not len(block):

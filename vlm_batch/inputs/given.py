@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Mapping, Sequence
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -53,9 +54,8 @@ def check_types(request: Request) -> None:
         raise _one_is_needed(", ".join(given))
     for name, kind, right, error in _TYPES:
         value = getattr(request, name)
-        if value is None:
-            continue
-        demand(isinstance(value, kind), error, name, value, right)
+        is_right = isinstance(value, (kind, NoneType))
+        demand(is_right, error, name, value, right)
     if request.prompt is not None:
         _check_places(request.prompt, request.images, request.videos)
 
@@ -130,6 +130,18 @@ def _is_file_name(prompt: str) -> bool:
 
 def checked_ids(given: Any, image_token_ids: frozenset[int]) -> tuple[int, ...]:
     """Check a list or array of token ids, (L,) or (1, L)."""
+    ids = tuple(map(int, _row_of(given).tolist()))
+    for token in ids:
+        is_one = 0 <= token < 2**31
+        if not is_one and token not in image_token_ids:
+            raise InvalidPrompt(
+                f"token_ids holds {token}; token ids are integers of at least 0"
+            )
+    return ids
+
+
+def _row_of(given: Any) -> np.ndarray:
+    """Return integers as an array (L,), of at least one. Raises InvalidPrompt."""
     try:
         array = np.asarray(given)
     except Exception as error:
@@ -145,13 +157,7 @@ def checked_ids(given: Any, image_token_ids: frozenset[int]) -> tuple[int, ...]:
         raise InvalidPrompt(
             f"token_ids is {shown(given)}; a list or array (L,) of integers is expected"
         )
-    ids = tuple(map(int, array.tolist()))
-    for token in ids:
-        if not 0 <= token < 2**31 and token not in image_token_ids:
-            raise InvalidPrompt(
-                f"token_ids holds {token}; token ids are integers of at least 0"
-            )
-    return ids
+    return array
 
 
 def _holds_truths(given: Any) -> bool:
@@ -189,10 +195,10 @@ def _check_input_ids(ids: Any) -> None:
         raise InvalidPrompt(
             f"inputs= needs input_ids as an array (1, L); given: {shown(ids)}"
         )
-    is_one_row = ids.ndim == 2 and len(ids) == 1
-    if not is_one_row or ids.size == 0:
+    shape = tuple(ids.shape)
+    if len(shape) != 2 or shape[0] != 1 or not shape[1]:
         raise InvalidPrompt(
-            f"inputs= needs input_ids of shape (1, L), one request a submit; given: {tuple(ids.shape)}"
+            f"inputs= needs input_ids of shape (1, L), one request a submit; given: {shape}"
         )
     if ids.dtype.kind not in "iu":
         raise InvalidPrompt(f"inputs= needs input_ids of integers; given: {ids.dtype}")

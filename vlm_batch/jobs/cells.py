@@ -219,12 +219,11 @@ def _only(
 
 def _option(what: str, table: str, name: str | None = None) -> str:
     """Return the option for a column, on the command line or in Python."""
-    is_python = table in PYTHON_TABLES
-    option = f"{what}=" if is_python else f"--{what}-column"
+    if table in PYTHON_TABLES:
+        return f"{what}=" if name is None else f"{what}={name!r}"
+    option = f"--{what}-column"
     if name is None:
         return option
-    if is_python:
-        return f"{option}{name!r}"
     return f"{option} {name or repr(name)}"
 
 
@@ -244,14 +243,18 @@ def flag_overlooked_media(row: JobRow, table: str, folder: str = "") -> JobRow:
     if row.error is not None:
         return row
     for name, value in row.columns.items():
-        if not _is_overlooked(name, value, folder):
-            continue
-        like = ""
-        if isinstance(value, str) and len(value) <= MOST_SHOWN:
-            like = f" ({value} looks like one)"
-        error = f"{table} has no column of images, but {name!r}: {_either(name, table, like)}"
-        return replace(row, error=error)
+        if _is_overlooked(name, value, folder):
+            like = _said_in_brackets(value, "looks like one")
+            error = f"{table} has no column of images, but {name!r}: {_either(name, table, like)}"
+            return replace(row, error=error)
     return row
+
+
+def _said_in_brackets(value: Any, said: str) -> str:
+    """Say something of a short text; "" for others."""
+    if not isinstance(value, str) or len(value) > MOST_SHOWN:
+        return ""
+    return f" ({value} {said})"
 
 
 def _either(name: str, table: str, like: str) -> str:
@@ -270,41 +273,37 @@ def flag_doubtful_media(
     row: JobRow, own: Columns, table: str, folder: str = ""
 ) -> JobRow:
     """Add an error if a row's doubtful column holds no picture."""
-    if own.image is not None or not row.images or row.error is not None:
+    if own.image is not None or row.error is not None:
         return row
     for name in DOUBTFUL_NAMES:
         value = row.columns.get(name)
-        if not isinstance(value, str) or not _is_mistaken(value, row, folder):
-            continue
-        like = ""
-        if len(value) <= MOST_SHOWN:
-            like = f" ({value} does not look like one)"
-        error = f"{table} has no column that surely holds images, but {name!r}: {_either(name, table, like)}"
-        return replace(row, error=error)
+        if _is_mistaken(value, row, folder):
+            like = _said_in_brackets(value, "does not look like one")
+            error = f"{table} has no column that surely holds images, but {name!r}: {_either(name, table, like)}"
+            return replace(row, error=error)
     return row
 
 
-def _is_mistaken(value: str, row: JobRow, folder: str) -> bool:
+def _is_mistaken(value: Any, row: JobRow, folder: str) -> bool:
     """Whether a row's pictures are a text that names none."""
-    if not value or names_media(value, folder):
+    if not isinstance(value, str) or names_media(value, folder):
         return False
-    return row.images == media_of(value, folder)
+    return bool(row.images) and row.images == media_of(value, folder)
 
 
 def names_media(value: Any, folder: str) -> bool:
     """Whether a cell is a picture or a video, or names one."""
+    if isinstance(value, Image.Image):
+        return True
     if isinstance(value, str):
         return _text_names_media(value, folder)
     if isinstance(value, (bytes, bytearray)):
         return MAGIC.match(value) is not None
-    held: Sequence[Any] = ()
     if isinstance(value, Mapping):
-        held = (value.get("bytes"), value.get("path"), value.get("url"))
-    elif isinstance(value, (list, tuple)):
-        held = value
-    else:
-        return isinstance(value, Image.Image)
-    return any(names_media(one, folder) for one in held)
+        value = [value.get(name) for name in ("bytes", "path", "url")]
+    if not isinstance(value, (list, tuple)):
+        return False
+    return any(names_media(one, folder) for one in value)
 
 
 def _text_names_media(value: str, folder: str) -> bool:
@@ -341,10 +340,11 @@ class _CellMedia:
     @classmethod
     def of(cls, cells: Mapping[str, Any], columns: Columns, folder: str) -> _CellMedia:
         """Read a row's cells. Raises InvalidJob."""
-        images = media_of(_cell(cells, columns.image), folder)
-        videos = media_of(_cell(cells, columns.video), folder)
-        audios = audios_of(_cell(cells, columns.audio), folder)
-        return cls(images, videos, audios)
+        return cls(
+            images=media_of(_cell(cells, columns.image), folder),
+            videos=media_of(_cell(cells, columns.video), folder),
+            audios=audios_of(_cell(cells, columns.audio), folder),
+        )
 
     def __bool__(self) -> bool:
         return bool(self.images or self.videos or self.audios)
@@ -419,9 +419,8 @@ def id_of(value: Any, place: str) -> str:
     if value is None or _is_nan(value):
         return place
     text = str(value)
-    if text.strip():
-        return text
-    return place
+    is_blank = not text.strip()
+    return place if is_blank else text
 
 
 def _is_nan(value: Any) -> bool:
@@ -496,7 +495,7 @@ def _of_text(value: str, folder: str) -> ImageInput:
     if BASE64.match(value):
         return _of_base64(value)
     path = located(value, folder)
-    if os.path.exists(path) or is_address(path):
+    if is_address(path) or os.path.exists(path):
         return path
     return located(value.strip(), folder)
 
@@ -512,9 +511,11 @@ def _of_base64(value: str) -> bytes:
 
 def located(path: str, folder: str) -> str:
     """Return a path beside the table if it exists there or nowhere, else unchanged."""
-    is_own = path.startswith("~") or os.path.isabs(path)
-    if is_own or not folder or is_address(path):
+    if not folder or is_address(path):
+        return path
+    if path.startswith("~") or os.path.isabs(path):
         return path
     beside = os.path.join(folder, path)
-    is_elsewhere = not os.path.exists(beside) and os.path.exists(path)
-    return path if is_elsewhere else beside
+    if os.path.exists(path) and not os.path.exists(beside):
+        return path
+    return beside

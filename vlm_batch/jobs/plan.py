@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
@@ -181,11 +182,9 @@ class Job:
             raise
         except Exception as error:
             yield _damaged(source, error)
-        if watch.has_media:
-            return
-        if watch.left_out is not None:
+        if watch.left_out is not None and not watch.has_media:
             raise InvalidJob(watch.left_out)
-        if source.found is not None:
+        if source.found is not None and not watch.has_media:
             self._check_overlooked(source, source.found)
 
     def _check_overlooked(self, source: Source, found: Columns) -> None:
@@ -233,15 +232,19 @@ class Job:
         # else its sources may have grown since: the runner skips these rows
         if not num_before:
             _check_ids(seen.twice)
+        self._check_seen(seen)
+        plan.others = num_before - plan.done - plan.failed_before
+        return plan
+
+    def _check_seen(self, seen: _Seen) -> None:
+        """Raise InvalidJob for what all rows together show to be wrong."""
         if not seen.num_items:
             names = ", ".join(source.name for source in self.sources)
             raise InvalidJob(f"there are no rows in {names}")
         self._check_columns(tuple(sorted(seen.columns)), "any row", seen.fields)
-        for name in seen.in_every_line():
-            if name not in self.named:
-                raise InvalidJob(_said_of(name))
-        plan.others = num_before - plan.done - plan.failed_before
-        return plan
+        strange = itertools.filterfalse(self.named.__contains__, seen.in_every_line())
+        for name in strange:
+            raise InvalidJob(_said_of(name))
 
     def _check_sources(self) -> None:
         if self.questions.params.form is not None:
