@@ -1735,7 +1735,7 @@ def test_progress_in_plain_lines_and_figures(
     err.seek(0, io.SEEK_END)
     monkeypatch.setattr(sys, "stderr", err)
     monkeypatch.setattr("vlm_batch.cli.watching.PLAIN_SECONDS", 0.05)
-    cli.main(RUN, open_batcher=Slow())
+    cli.main(RUN[:-1], open_batcher=Slow())
     out = capsys.readouterr().out
     lines = [line for line in err.getvalue().splitlines() if line.startswith("[")]
     # also while one row takes long
