@@ -196,11 +196,15 @@ function whyNot(file) {
   return file.size ? "" : "is empty";
 }
 
-/** An error with the name of the picture that it is about, in the place of its number. */
-function named(message, group) {
+/** An error with the name of the picture that it is about, in the place of its number in the conversation. */
+function named(message, turn) {
   const number = /^picture (\d+) of \d+: /.exec(message);
-  const picture = group[number ? number[1] - 1 : 0];
+  const picture = allPictures(turn)[number ? number[1] - 1 : 0];
   return picture ? message.replace(/^(?:picture \d+ of \d+: )?(?:the data URI|the picture given as bytes)/, () => picture.name) : message;
+}
+
+function allPictures(turn) {
+  return [...(turn.before ? allPictures(turn.before.turn) : []), ...turn.group];
 }
 
 function showPictures() {
@@ -296,7 +300,7 @@ async function stream(turn, times) {
 
 function fail(card, error) {
   const isStopped = error.name === "AbortError";
-  const message = named(error.message, card.turn.group);
+  const message = named(error.message, card.turn);
   if (!isStopped) find("problem").textContent = message;
   card.box.classList.add(isStopped ? "stopped" : "failed");
   card.about.textContent = isStopped ? `stopped · ${facts(card)}` : message;
@@ -379,10 +383,9 @@ function settle(card) {
   const text = card.text.textContent;
   if (text) {
     card.messages = [...(card.turn.before?.messages ?? []), asked(card.turn), { role: "assistant", content: text }];
-    card.buttons.prepend(
-      button("Copy", (event) => copy(card, event.target)),
-      button("Follow up", () => follow(card)),
-    );
+    const further = button("Follow up", () => follow(card));
+    further.className = "further";
+    card.buttons.prepend(button("Copy", (event) => copy(card, event.target)), further);
     // of several answers, the first that ends is followed unless another is chosen
     if (followed === card.turn.before && card.box.isConnected) follow(card, false);
   }
