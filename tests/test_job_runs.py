@@ -32,6 +32,7 @@ import pytest
 from openai.types.chat import ChatCompletion
 from PIL import Image
 
+from tests import chromium
 from vlm_batch import VLMBatcher
 from vlm_batch.assets import default_checkpoint, sample_images
 from vlm_batch.cli import main as cli
@@ -1716,6 +1717,33 @@ def test_the_report_in_a_browser(folder: Path) -> None:
     assert len(heights) > 2 and max(map(int, heights[:-1])) > 50 and heights[-1] == "30"
 
 
+@pytest.mark.skipif(
+    BROWSER is None, reason="no Chromium here; scripts/setup says how to get one"
+)
+@pytest.mark.parametrize("width", [320, 390])
+def test_the_report_on_a_phone(folder: Path, width: int) -> None:
+    """Nothing is wider than the screen, and what is said has the screen's width."""
+    for number in range(3):
+        Image.new("RGB", (400, 300), "red").save(f"p{number}.png")
+    long_name = f"bad_{'x' * 200}.png"
+    Path("rows.jsonl").write_text(
+        "".join(
+            json.dumps({"id": name, "image": name}) + "\n"
+            for name in ("p0.png", "p1.png", "p2.png", long_name)
+        )
+    )
+    cli.main([*RUN[:2], "--prompt", "?", "--report", "r.html"], open_batcher=Echo())
+    with chromium.browser(str(BROWSER)) as page:
+        page.size(width, 800, mobile=True)
+        page.open((folder / "r.html").as_uri())
+        page.run("document.querySelector('details').open = true")
+        assert page.run("document.documentElement.scrollWidth") <= width
+        said = page.run(
+            "[...document.querySelectorAll('td:last-child')].map((one) => one.getBoundingClientRect().width)"
+        )
+        assert len(said) > 6 and min(said) > 0.75 * (width - 32), said
+
+
 def test_progress_in_plain_lines_and_figures(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -1739,7 +1767,7 @@ def test_progress_in_plain_lines_and_figures(
     err.seek(0, io.SEEK_END)
     monkeypatch.setattr(sys, "stderr", err)
     monkeypatch.setattr("vlm_batch.cli.watching.PLAIN_SECONDS", 0.05)
-    cli.main(RUN, open_batcher=Slow())
+    cli.main(RUN[:-1], open_batcher=Slow())
     out = capsys.readouterr().out
     lines = [line for line in err.getvalue().splitlines() if line.startswith("[")]
     # also while one row takes long

@@ -1347,6 +1347,7 @@ def test_behind_a_proxy_at_a_path_of_its_own() -> None:
         for root in ("", "/models/own"):
             page = server.ask("GET", f"{root}/")
             assert page.status == 200
+            assert '<base href="/models/own/">' in page.body.decode()
             for name in ("app.js", "style.css", "icon.svg"):
                 assert f'"page/{name}"' in page.body.decode()
                 assert server.ask("GET", f"{root}/page/{name}").status == 200
@@ -1360,6 +1361,7 @@ def test_behind_a_proxy_at_a_path_of_its_own() -> None:
                 ).status
                 == 200
             )
+        assert server.ask("GET", "/models/own").status == 200
         assert not re.search(
             r"""["'`]/(v1|stats|page)""",
             server.ask("GET", "/page/app.js").body.decode(),
