@@ -273,7 +273,7 @@ def flag_doubtful_media(
     row: JobRow, own: Columns, table: str, folder: str = ""
 ) -> JobRow:
     """Add an error if a row's doubtful column holds no picture."""
-    if own.image is not None or row.error is not None:
+    if own.image is not None or row.error is not None or not row.images:
         return row
     for name in DOUBTFUL_NAMES:
         value = row.columns.get(name)
@@ -288,7 +288,7 @@ def _is_mistaken(value: Any, row: JobRow, folder: str) -> bool:
     """Whether a row's pictures are a text that names none."""
     if not isinstance(value, str) or names_media(value, folder):
         return False
-    return bool(row.images) and row.images == media_of(value, folder)
+    return row.images == media_of(value, folder)
 
 
 def names_media(value: Any, folder: str) -> bool:

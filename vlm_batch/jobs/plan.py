@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
@@ -242,9 +241,9 @@ class Job:
             names = ", ".join(source.name for source in self.sources)
             raise InvalidJob(f"there are no rows in {names}")
         self._check_columns(tuple(sorted(seen.columns)), "any row", seen.fields)
-        strange = itertools.filterfalse(self.named.__contains__, seen.in_every_line())
-        for name in strange:
-            raise InvalidJob(_said_of(name))
+        for name in seen.in_every_line():
+            if name not in self.named:
+                raise InvalidJob(_said_of(name))
 
     def _check_sources(self) -> None:
         if self.questions.params.form is not None:

@@ -234,7 +234,7 @@ def publisher_of(model: str, model_type: str | None = None) -> Publisher | None:
         model: A hub id or a path. The hub's own cache has the name in the middle of the path.
         model_type: What config.json says, if there is one.
     """
-    by_type = {}
+    by_type: dict[str, Publisher] = {}
     for publisher in PUBLISHERS:
         by_type |= dict.fromkeys(publisher.model_types, publisher)
     for part in reversed(re.split(r"[/\\]", model)):
