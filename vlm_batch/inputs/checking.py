@@ -64,7 +64,7 @@ _TOKEN_IDS = (
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts:
-    """What a model says of its requests.
+    """Facts of a model that decide about its requests.
 
     Attributes:
         image_token_ids: tokens that mark picture features.

@@ -319,7 +319,7 @@ def _fingerprint(source: Source) -> str:
 
 @dataclass
 class _Seen:
-    """What a scan of all rows has found.
+    """Findings of a scan of all rows.
 
     Attributes:
         twice: Ids of rows whose id an earlier row has.
