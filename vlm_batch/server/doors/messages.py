@@ -328,6 +328,7 @@ class CountRequest(ThoughtBody):
         "mcp_servers": ([],),
         "service_tier": ("auto", "standard_only"),
         "speed": ("standard",),
+        "thread": (),
         "user_profile_id": ANY,
         "workspace_id": ANY,
     }
@@ -335,6 +336,7 @@ class CountRequest(ThoughtBody):
         "container": "nothing is run here",
         "context_management": "the client sends what the model is to see",
         "mcp_servers": "tools are run by the client",
+        "thread": "send the whole conversation; its beginning is kept and not computed again",
     }
     messages: Turns[AnyTurn]
     system: str | Parts[TextBlock] | None = None
@@ -608,11 +610,19 @@ _KINDS = {
 }
 
 
+#: Refused fields -> by what Anthropic's clients know that they are to go on without: those that run tools ask for a thread.
+_DETAILS = {
+    "thread": {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+}
+
+
 def envelope(error: ApiError, request_id: str) -> dict[str, Any]:
     """Return an error as Anthropic writes it."""
     others = "invalid_request_error" if error.status_code < 500 else "api_error"
     kind = _KINDS.get(error.status_code, others)
-    said = {"type": kind, "message": str(error.detail)}
+    said: dict[str, Any] = {"type": kind, "message": str(error.detail)}
+    if error.param in _DETAILS:
+        said["details"] = _DETAILS[error.param]
     return {"type": "error", "error": said, "request_id": request_id}
 
 
