@@ -82,17 +82,18 @@ def gathered(model: Any) -> Any:
 @pytest.mark.parametrize("name", LANGCHAIN)
 def test_langchain_is_answered(server: Running, name: str) -> None:
     model = LANGCHAIN[name](server)
-    from langchain_core.messages import HumanMessage, SystemMessage
-
+    kinds = pytest.importorskip("langchain_core.messages")
     first = model.invoke(ASKED)
     assert first.text == gathered(model).text == "1 2 3"
-    model.invoke([SystemMessage("be brief"), HumanMessage(ASKED), first, ASKED])
+    model.invoke(
+        [kinds.SystemMessage("be brief"), kinds.HumanMessage(ASKED), first, ASKED]
+    )
     image = {
         "type": "image",
         "base64": PICTURE.partition(",")[2],
         "mime_type": "image/png",
     }
-    seen = model.invoke([HumanMessage([image, {"type": "text", "text": WHAT}])])
+    seen = model.invoke([kinds.HumanMessage([image, {"type": "text", "text": WHAT}])])
     assert seen.text == "a red circle"
     for method in ("json_schema", "function_calling"):
         formed = model.with_structured_output(SCHEMA, method=method).invoke(ASKED)
@@ -105,8 +106,7 @@ def test_langchains_tools_go_back_and_forth(
     server: Running, name: str, stream: bool
 ) -> None:
     model = LANGCHAIN[name](server)
-    from langchain_core.messages import HumanMessage, ToolMessage
-
+    kinds = pytest.importorskip("langchain_core.messages")
     forced = model.bind_tools([weather], tool_choice="any")
     called = gathered(forced) if stream else forced.invoke(ASKED)
     assert called.tool_calls
@@ -116,9 +116,11 @@ def test_langchains_tools_go_back_and_forth(
         "base64": PICTURE.partition(",")[2],
         "mime_type": "image/png",
     }
-    told = [ToolMessage([image], tool_call_id=one["id"]) for one in called.tool_calls]
+    told = [
+        kinds.ToolMessage([image], tool_call_id=one["id"]) for one in called.tool_calls
+    ]
     free = model.bind_tools([weather]).bind(max_tokens=60)
-    assert free.invoke([HumanMessage(ASKED), called, *told]).usage_metadata
+    assert free.invoke([kinds.HumanMessage(ASKED), called, *told]).usage_metadata
 
 
 # LiteLLM ---------------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -28,6 +28,9 @@ from vlm_batch.server.service import Visit
 from vlm_batch.server.streams import SentEvents, unless_left
 from vlm_batch.server.wire import Body
 from vlm_batch.types import Event, Result, TokenLogprobs
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 logger = logging.getLogger("vlm_batch.server")
 
@@ -128,6 +131,13 @@ class Exchange(ABC):
         self._priority = priority
         self._dialect: Dialect | None = None
         self._last_token_at: dict[int, float] = {}
+
+    @classmethod
+    async def made(
+        cls, core: Core, entry: Entry, body: Any, *, priority: int = 0
+    ) -> Self:
+        """Return an exchange that has at hand what its body goes on from. Raises ApiError."""
+        return cls(core, entry, body, priority=priority)
 
     @property
     def seconds(self) -> float:
@@ -367,7 +377,8 @@ def through(exchange: type[Exchange]) -> Answer:
     async def answer(core: Core, body: Body, request: HttpRequest) -> Response:
         core.check_model(body.model)
         entry = entry_of(request)
-        one = exchange(core, entry, body, priority=priority_of(request))
+        priority = priority_of(request)
+        one = await exchange.made(core, entry, body, priority=priority)
         return await answer_whole_or_streamed(one, request)
 
     return answer
@@ -378,7 +389,7 @@ def counted(exchange: type[Exchange], head: Mapping[str, Any]) -> Answer:
 
     async def answer(core: Core, body: Body, request: HttpRequest) -> Response:
         core.check_model(body.model)
-        one = exchange(core, entry_of(request), body)
+        one = await exchange.made(core, entry_of(request), body)
         number = await unless_left(request, one.num_prompt_tokens())
         return JsonResponse({**head, "input_tokens": number})
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from vlm_batch.server.exchange import event_bytes
 from vlm_batch.server.items import Items
-from vlm_batch.server.kept import new_id
+from vlm_batch.server.private import new_id
 from vlm_batch.types import TokenLogprobs
 
 

@@ -37,9 +37,10 @@ from vlm_batch.server.exchange import (
     priority_of,
 )
 from vlm_batch.server.fields import SAMPLING, THINKING
-from vlm_batch.server.kept import Kept, new_id
+from vlm_batch.server.kept import Kept
 from vlm_batch.server.openai import ObjectFormat, asked_of, finite
 from vlm_batch.server.output import Output
+from vlm_batch.server.private import new_id
 from vlm_batch.server.shown import add_routes, following
 from vlm_batch.types import TokenLogprobs
 
@@ -115,13 +116,25 @@ class ResponseExchange(Exchange):
     body: InputRequest
 
     def __init__(
-        self, core: Core, entry: Entry, body: InputRequest, *, priority: int = 0
+        self,
+        core: Core,
+        entry: Entry,
+        body: InputRequest,
+        *,
+        priority: int = 0,
+        before: Sequence[Mapping[str, Any]] = (),
+        items: Sequence[Any] = (),
     ) -> None:
+        """Begin a response.
+
+        Args:
+            before: The turns that it goes on from.
+            items: What came in, with that which references name.
+        """
         super().__init__(core, entry, body, priority=priority)
         self.names = NAMES
-        self.kept = Kept(entry.number, {})
-        items = self._items()
-        self.turns = [*self._before(), *turns_of(items)]
+        self.kept = Kept(entry.owner, {})
+        self.turns = [*before, *turns_of(items)]
         self.kept.items = [_shown_item(item) for item in items]
         self._response: dict[str, Any] = {
             **_echo(body),
@@ -137,37 +150,13 @@ class ResponseExchange(Exchange):
         tell = self.kept.tell if body.background else None
         self._output = Output(self._response, tell, self._step, self._named)
 
-    def _items(self) -> list[Any]:
-        given = self.body.input
-        if isinstance(given, str):
-            return [MessageItem(type="message", role="user", content=given)]
-        return [self._known(item) for item in given]
-
-    def _known(self, item: Any) -> Any:
-        """Return an item; of a reference, what it names."""
-        if not isinstance(item, ReferenceItem):
-            return item
-        found = self.core.kept.item(item.id, self.entry.number)
-        if found is None:
-            said = f"there is no item {item.id[:100]!r} in what is kept"
-            raise ApiError(400, said, param="input", code="item_not_found")
-        return ITEMS[found["type"]].model_validate(found)
-
-    def _before(self) -> Sequence[Mapping[str, Any]]:
-        """Return the turns of the response that this one goes on from."""
-        before = self.body.previous_response_id
-        if before is None:
-            return []
-        kept = self.core.kept.find(before, self.entry.number)
-        if kept is None or kept.body["status"] not in ("completed", "incomplete"):
-            said = f"there is no finished response {before[:100]!r}"
-            raise ApiError(
-                400,
-                said,
-                param="previous_response_id",
-                code="previous_response_not_found",
-            )
-        return kept.turns
+    @classmethod
+    async def made(
+        cls, core: Core, entry: Entry, body: InputRequest, *, priority: int = 0
+    ) -> ResponseExchange:
+        before = await _before(core, entry, body.previous_response_id)
+        items = await _items(core, entry, body.input)
+        return cls(core, entry, body, priority=priority, before=before, items=items)
 
     def ask(self, able: Abilities) -> Ask:
         body = self.body
@@ -235,7 +224,7 @@ class ResponseExchange(Exchange):
         return found if namespace is None else {**found, "namespace": namespace}
 
     def _keep(self) -> None:
-        if self.body.store is False:
+        if self.body.store is False or not self.core.keeps:
             return
         output = self._response["output"]
         items = [ITEMS[item["type"]].model_validate(item) for item in output]
@@ -292,6 +281,36 @@ class ResponseExchange(Exchange):
         self.entry.close()
 
 
+async def _before(
+    core: Core, entry: Entry, before: str | None
+) -> Sequence[Mapping[str, Any]]:
+    """Return the turns of the response that another goes on from. Raises ApiError."""
+    if before is None:
+        return ()
+    kept = await core.kept.find(before, entry.owner)
+    if kept is not None and kept.has_answer:
+        return kept.turns
+    said = f"there is no finished response {before[:100]!r}"
+    place, code = "previous_response_id", "previous_response_not_found"
+    raise ApiError(400, said, param=place, code=code)
+
+
+async def _items(core: Core, entry: Entry, given: str | list[Any]) -> list[Any]:
+    """Return what came in as items; in place of references, what they name. Raises ApiError."""
+    if isinstance(given, str):
+        return [MessageItem(type="message", role="user", content=given)]
+    items = []
+    for item in given:
+        if isinstance(item, ReferenceItem):
+            found = await core.kept.item(item.id, entry.owner)
+            if found is None:
+                said = f"there is no item {item.id[:100]!r} in what is kept"
+                raise ApiError(400, said, param="input", code="item_not_found")
+            item = ITEMS[found["type"]].model_validate(found)
+        items.append(item)
+    return items
+
+
 def _shown_item(item: Any) -> dict[str, Any]:
     found: dict[str, Any] = item.model_dump(exclude_none=True)
     if found["type"] == "message" and isinstance(found["content"], str):
@@ -340,7 +359,8 @@ async def respond(core: Core, body: InputRequest, request: HttpRequest) -> Respo
         said = "background: a response that is not stored could not be found again"
         raise ApiError(400, said, param="background")
     priority = priority_of(request)
-    exchange = ResponseExchange(core, entry_of(request), body, priority=priority)
+    entry = entry_of(request)
+    exchange = await ResponseExchange.made(core, entry, body, priority=priority)
     if not body.background:
         return await answer_whole_or_streamed(exchange, request)
     exchange.begin()
