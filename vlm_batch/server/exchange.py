@@ -274,6 +274,9 @@ class Exchange(ABC):
                 client=self.entry.number,
             )
             handles = await service.submit(visit, requests)
+            if visit.is_background:
+                # nobody reads along: one turn of the event loop a row, not one a token
+                await asyncio.gather(*handles)
             async with aclosing(_merged(handles)) as merged:
                 async for index, event in merged:
                     choice = self.choices[index * ask.params.n + event.index]
@@ -308,7 +311,7 @@ class Exchange(ABC):
         try:
             delta = choice.reader.feed(event)
             if event.token is not None:
-                self._note_token(choice)
+                self._note_token(choice, visit)
             if event.token is not None and self.tells_tokens:
                 delta += Delta(token_ids=(event.token,))
             if result is not None:
@@ -326,6 +329,8 @@ class Exchange(ABC):
         self.core.service.ended(result, shares_prompt=shares)
         self._check(result, visit)
         choice.result = result
+        if visit.is_background and choice.num_tokens:
+            self.entry.said.setdefault("ttft", round(result.timings.ttft, 6))
 
     def _check(self, result: Result, visit: Visit) -> None:
         if result.finish_reason == "error":
@@ -348,8 +353,10 @@ class Exchange(ABC):
         said = "the server ended this request: it is shutting down"
         raise ApiError(503, said, headers={"Retry-After": "5"})
 
-    def _note_token(self, choice: Choice) -> None:
+    def _note_token(self, choice: Choice, visit: Visit) -> None:
         choice.num_tokens += 1
+        if visit.is_background:
+            return
         now = time.perf_counter()
         before = self._last_token_at.get(choice.index)
         if before is not None:

@@ -36,6 +36,8 @@ class Output(Items):
         self._scored = scored
         self._named = named
         self._num_events = 0
+        #: Whether somebody hears the events; otherwise they are not made.
+        self.is_heard = True
 
     def begin(self) -> bytes:
         self._response["status"] = "in_progress"
@@ -103,6 +105,8 @@ class Output(Items):
         return {"output_index": index, "item_id": self._items[-1]["id"]}
 
     def _event(self, kind: str, **said: Any) -> bytes:
+        if not self.is_heard:
+            return b""
         name = f"response.{kind}"
         head = {"type": name, "sequence_number": self._num_events}
         self._num_events += 1

@@ -181,6 +181,7 @@ class ResponseExchange(Exchange):
 
     def answer(self) -> dict[str, Any]:
         (choice,) = self.choices
+        self._output.is_heard = False
         whole = Delta(
             "".join(choice.content),
             "".join(choice.reasoning),
