@@ -190,9 +190,8 @@ class KeptResponses:
 
     def keep(self, kept: Kept) -> None:
         """Keep a response, or count it anew. One that alone is more than a bound is not kept there."""
-        kept.size = sum(map(len, kept.events)) + sum(
-            len(json_bytes(one)) for one in (kept.body, *kept.items, *kept.turns)
-        )
+        whole = [kept.body, *kept.items, *kept.turns]
+        kept.size = weight_of(whole) + sum(map(len, kept.events))
         self._shelf.put(kept.id, kept.owner, kept.size, kept)
         if self._folder is not None and kept.has_answer:
             self._folder.write(kept)
@@ -216,6 +215,22 @@ class KeptResponses:
                 place.value.running.cancel()
         if self._folder is not None:
             self._folder.close()
+
+
+def weight_of(value: Any) -> int:
+    """Return about how many bytes a JSON value takes; pictures in it are not copied, as they would be in JSON."""
+    total, left = 0, [value]
+    while left:
+        one = left.pop()
+        total += 8
+        if isinstance(one, str):
+            total += len(one)
+        elif isinstance(one, Mapping):
+            total += sum(map(len, one))
+            left += one.values()
+        elif isinstance(one, Sequence):
+            left += one
+    return total
 
 
 class ResponseFolder:
