@@ -4,9 +4,9 @@
     python -m benchmarks.doors batch --rows 300 --rounds 5
 
 ``chats``: the same questions through chat completions, Responses and Messages, 48 at once, whole and streamed; each round
-asks at every door in turn. ``batch``: the same rows by ``/v1/batches`` and by ``vlm-batch run``, from the first row to the
-last answer, in turn. Each ratio is of one round, to the first door's or to the job's; medians with the least and the
-largest. Wants a machine on which nothing else runs. The last line is JSON.
+asks at every door in turn, each time another first. ``batch``: the same rows by ``/v1/batches`` and by ``vlm-batch run``,
+from the first row to the last answer, in turn. Each ratio is of one round, to chat completions or to the job; medians with
+the least and the largest. Wants a machine on which nothing else runs. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from vlm_batch.assets import default_checkpoint
 
 AT_ONCE = 48
 TOKENS = 32
+BASE = "/v1/chat/completions"
 ENDED = ("completed", "failed", "expired", "cancelled")
 
 
@@ -74,6 +75,20 @@ async def load(
     return time.perf_counter() - began
 
 
+def one_round(
+    address: tuple[str, int], number: int, at_once: int, *, streams: bool
+) -> dict[str, float]:
+    """Return each door's seconds. Who is first changes from round to round, and nobody has kept the prompts."""
+    begin = number % len(DOORS)
+    order = [*list(DOORS)[begin:], *list(DOORS)[:begin]]
+    seconds = {}
+    for place, path in enumerate(order):
+        first = ((2 * number + streams) * len(DOORS) + place) * 1000
+        numbers = range(first, first + at_once)
+        seconds[path] = asyncio.run(load(address, path, numbers, streams=streams))
+    return seconds
+
+
 def chats(options: argparse.Namespace, log: Path) -> dict[str, Any]:
     """Measure each door, and return its ratios to chat completions."""
     python = [sys.executable, "-m", "vlm_batch", "serve"]
@@ -83,31 +98,22 @@ def chats(options: argparse.Namespace, log: Path) -> dict[str, Any]:
         address = (str(split.hostname), int(split.port or 0))
         for number in range(options.rounds + 1):
             for streams in (False, True):
-                seconds = {}
-                for path in DOORS:
-                    # prompts that nobody has kept, the same at every door
-                    first = (number * len(DOORS) + list(DOORS).index(path)) * 1000
-                    several = range(first, first + options.at_once)
-                    seconds[path] = asyncio.run(
-                        load(address, path, several, streams=streams)
-                    )
+                seconds = one_round(address, number, options.at_once, streams=streams)
                 if not number:  # the first warms up
                     continue
-                base, *others = seconds
                 kind = "streamed" if streams else "whole"
-                for path in others:
-                    found = ratios.setdefault(f"{path}, {kind}", [])
-                    found.append(seconds[path] / seconds[base])
                 print(kind, {path: round(said, 3) for path, said in seconds.items()})
+                for path in list(DOORS)[1:]:
+                    found = ratios.setdefault(f"{path}, {kind}", [])
+                    found.append(seconds[path] / seconds[BASE])
     return ratios
 
 
 def rows(count: int) -> list[dict[str, Any]]:
-    path = "/v1/chat/completions"
     found = []
     for number in range(count):
-        body = {**DOORS[path](number), "ignore_eos": True}
-        row = {"custom_id": f"row-{number}", "method": "POST", "url": path}
+        body = {**DOORS[BASE](number), "ignore_eos": True}
+        row = {"custom_id": f"row-{number}", "method": "POST", "url": BASE}
         found.append({**row, "body": body})
     return found
 
@@ -133,7 +139,7 @@ def by_batch(url: str, path: Path) -> float:
     file = client.files.create(file=path, purpose="batch")
     began = time.perf_counter()
     batch = client.batches.create(
-        input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
+        input_file_id=file.id, endpoint=BASE, completion_window="24h"
     )
     while batch.status not in ENDED:
         time.sleep(0.02)

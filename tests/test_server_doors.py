@@ -189,7 +189,7 @@ def test_a_form_that_explodes_fails_alone(server: Running, path: str) -> None:
     """A schema with too much in it ends its own request, or is answered within its length."""
     many = {f"name{number}": {"type": "string"} for number in range(300)}
     branch = {"type": "object", "properties": many, "required": list(many)}
-    schema = {"anyOf": [branch] * 40}
+    schema: dict[str, Any] = {"anyOf": [branch] * 40}
     for _ in range(8):
         schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
     form: dict[str, Any] = {"type": "json_schema", "name": "x", "schema": schema}

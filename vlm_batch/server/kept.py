@@ -184,9 +184,11 @@ class KeptResponses:
                 return found
         if self._folder is None:
             return None
-        kept_in = self._folder.with_item(item_id, owner)
-        kept = None if kept_in is None else await self.find(kept_in, owner)
-        return None if kept is None else kept.item(item_id)
+        response_id = self._folder.with_item(item_id, owner)
+        if response_id is None:
+            return None
+        stored = await self.find(response_id, owner)
+        return None if stored is None else stored.item(item_id)
 
     def keep(self, kept: Kept) -> None:
         """Keep a response, or count it anew. One that alone is more than a bound is not kept there."""
@@ -225,10 +227,10 @@ def weight_of(value: Any) -> int:
         total += 8
         if isinstance(one, str):
             total += len(one)
-        elif isinstance(one, Mapping):
+        elif isinstance(one, dict):
             total += sum(map(len, one))
             left += one.values()
-        elif isinstance(one, Sequence):
+        elif isinstance(one, (list, tuple)):
             left += one
     return total
 
