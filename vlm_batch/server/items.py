@@ -1,4 +1,4 @@
-"""What an answer is made of, told as it grows: the common part of Responses' items and Messages' blocks."""
+"""The parts of an answer, told as they grow: what Responses' items and Messages' blocks have in common."""
 
 from __future__ import annotations
 

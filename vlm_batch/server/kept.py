@@ -26,7 +26,7 @@ MOST_RESPONSES = 100_000
 SWEEP_SECONDS = 60.0
 
 Value = TypeVar("Value")
-#: What is needed to find a response in a folder: its id, its owner, its end, and its items' ids.
+#: The facts by which a response is found in a folder: its id, its owner, its end, and its items' ids.
 Head: TypeAlias = dict[str, Any]
 
 
@@ -99,7 +99,7 @@ class Kept:
 
 @dataclass
 class Place(Generic[Value]):
-    """What a shelf has under one id."""
+    """A value on a shelf."""
 
     owner: str
     size: int

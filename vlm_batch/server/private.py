@@ -1,4 +1,4 @@
-"""What is kept for clients: folders of this user's alone, ids that cannot be guessed, and how long."""
+"""Clients' belongings: folders of this user's alone, ids that cannot be guessed, and how long they are kept."""
 
 from __future__ import annotations
 
