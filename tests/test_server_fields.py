@@ -232,7 +232,7 @@ ASKS_NOTHING: list[dict[str, Any]] = [
     {"repeat_penalty": 1.0, "typical_p": 1.0, "top_n_sigma": -1, "min_keep": 0},
     {"dry_multiplier": 0, "dry_base": 1.75, "dry_allowed_length": 2, "dry_penalty_last_n": -1},
     {"mirostat": 0, "mirostat_tau": 5, "mirostat_eta": 0.1, "xtc_probability": 0, "xtc_threshold": 0.1},
-    {"reasoning_format": "auto", "thinking_budget_tokens": -1, "grammar": "", "samplers": None},
+    {"sse_ping_interval": 30, "reasoning_format": "auto", "thinking_budget_tokens": -1, "grammar": "", "samplers": None},
 ]  # fmt: skip
 
 

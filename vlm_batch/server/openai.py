@@ -117,6 +117,8 @@ _NOTHING_IN_LLAMA_CPP: Nothing = {
     "reasoning_format": ("auto", "deepseek"),
     "reasoning_control": (False,),
     "parse_tool_calls": (True,),
+    # comments in a stream that is silent
+    "sse_ping_interval": ANY,
 }
 #: Fields of other servers' that are not served, and values beside null that change nothing, which some clients always send.
 NOTHING: Nothing = {
