@@ -23,8 +23,8 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from tests.checkpoints import layout, names
-from tests.test_folders import PROCESSORS, Saved, write_processor
 from tests.serving import IMAGES
+from tests.test_folders import PROCESSORS, Saved, write_processor
 from vlm_batch import Request, SamplingParams, VLMBatcher
 from vlm_batch.assets import default_checkpoint
 from vlm_batch.cli import main as cli
