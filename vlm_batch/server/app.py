@@ -224,6 +224,7 @@ def _card(service: Service, name: str) -> dict[str, Any]:
         "object": "model",
         "created": service.created,
         "owned_by": "vlm-batch",
+        "root": service.config.name,
     }
     loaded = service.model
     if loaded is not None:
