@@ -22,7 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 from openai import OpenAI
@@ -32,7 +32,7 @@ from vlm_batch.assets import default_checkpoint
 
 AT_ONCE = 48
 TOKENS = 32
-BASE = "/v1/chat/completions"
+BASE: Final = "/v1/chat/completions"
 ENDED = ("completed", "failed", "expired", "cancelled")
 
 

@@ -48,7 +48,7 @@ def decoding(rows: int, tokens: int, params: SamplingParams) -> BatchGenerator:
     def decode(step: DecodeStep, call: Call) -> mx.array:
         return logits[: step.tokens.shape[0]]
 
-    adapter.decode = decode  # type: ignore[method-assign]
+    adapter.decode = decode  # type: ignore[method-assign,assignment]
     generator = BatchGenerator(adapter, policy=policy_of({"max_rows": rows}))
     for index in range(rows):
         inputs = as_mlx({"input_ids": caches.np.full((1, 32), 5 + index)})
