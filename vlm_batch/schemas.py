@@ -23,6 +23,8 @@ _OF_NAMES = {
     "definitions",
     "dependentSchemas",
 }
+#: Keywords whose mappings are no schemas themselves.
+_NO_SCHEMA = _CONSTANTS | _OF_NAMES
 #: Keywords whose schemas apply to the same value, and those that constrain nothing.
 _SAME_VALUE = {"$ref", "allOf", "anyOf", "oneOf"}
 _ASK_NOTHING = _SPOKEN | {
@@ -132,8 +134,9 @@ def simplify_schema(schema: Any) -> None:
     while left:
         keyword, value = left.pop()
         left += _parts(keyword, value)
-        if isinstance(value, dict) and keyword not in _CONSTANTS | _OF_NAMES:
-            _remove_needless(value)
+        if keyword in _NO_SCHEMA or not isinstance(value, dict):
+            continue
+        _remove_needless(value)
 
 
 def _remove_needless(schema: dict[str, Any]) -> None:
@@ -289,8 +292,7 @@ def _multiples(schema: Any, is_odd: bool) -> tuple[list[Decimal], list[Decimal]]
         if keyword == "multipleOf" and is_real(value) and value:
             found = several if is_several else alone
             found.append(Decimal(repr(value)))
-        is_schema = keyword not in _CONSTANTS | _OF_NAMES
-        if is_schema and isinstance(value, Mapping):
+        if isinstance(value, Mapping) and keyword not in _NO_SCHEMA:
             one = (id(value), keyword, is_several)
             if one in seen:
                 continue

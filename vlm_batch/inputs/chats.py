@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -295,33 +295,39 @@ def _medium(part: Mapping[str, Any], kind: Kind) -> Any:
     if kind.marker == "audio":
         return _recording(_given(part, kind.keys)[1])
     payload = _payload(part, kind.keys)
-    given = {key: value for key, value in part.items() if value is not None}
     if kind.marker == "video":
-        return _with_options(payload, part.keys() - {"type", *kind.keys}, given)
-    sized = sorted(_PICTURE_SIZES & given.keys())
+        return _with_options(payload, part, kind)
+    _check_picture(part, kind, is_bare=payload is None)
+    return payload
+
+
+def _check_picture(part: Mapping[str, Any], kind: Kind, *, is_bare: bool) -> None:
+    """Refuse what a picture's part says beside its picture."""
+    given = [key for key, value in part.items() if value is not None]
+    sized = sorted(_PICTURE_SIZES.intersection(given))
     if sized:
         raise InvalidPrompt(
             f"a picture part has {', '.join(sized)}; how large pictures are seen is the request's to say: min_pixels= "
             "and max_pixels="
         )
     wrong = _stray(part, (*kind.keys, "type"))
-    if payload is None:
-        wrong = sorted(given.keys() - _BARE) or wrong
+    if is_bare:
+        wrong = sorted(set(given) - _BARE) or wrong
     if wrong:
         raise InvalidPrompt(
             f"a picture part does not know {', '.join(wrong)}; its picture is in {' or '.join(kind.keys)}"
         )
-    return payload
 
 
 def _given(part: Mapping[str, Any], keys: Sequence[str]) -> tuple[str, Any]:
+    """Return the one of the keys that a part has, with its value; none for a bare part."""
     given = [key for key in keys if part.get(key) is not None]
-    if not given:
-        return "", None
     if len(given) > 1:
         raise InvalidPrompt(
             f"{given[0]} and {given[1]} exclude each other in a content part"
         )
+    if not given:
+        return "", None
     return given[0], part[given[0]]
 
 
@@ -353,14 +359,18 @@ def _recording(named: Any) -> Any:
     return f"data:audio;base64,{payload}"
 
 
-def _with_options(payload: Any, named: Set[str], given: Mapping[str, Any]) -> Any:
-    """Return a video with what its part says of it: the options ``named``, of which some are ``given`` a value."""
+def _with_options(payload: Any, part: Mapping[str, Any], kind: Kind) -> Any:
+    """Return a video with what its part says of it."""
+    named = part.keys() - {"type", *kind.keys}
     unknown = sorted(named - _VIDEO_OPTIONS.keys())
     if unknown:
         raise InvalidPrompt(
             f"a video part does not know {unknown}; it takes {sorted(_VIDEO_OPTIONS)}"
         )
-    said = {_VIDEO_OPTIONS[key]: given[key] for key in given if key in named}
+    said = {}
+    for key, value in part.items():
+        if key in named and value is not None:
+            said[_VIDEO_OPTIONS[key]] = value
     if not said:
         return payload
     if payload is None:
@@ -406,8 +416,9 @@ def _types_of_parts(turns: Sequence[dict[str, Any]]) -> Counter[str]:
     """Count the parts of each type."""
     found = Counter[str]()
     for turn in turns:
-        if isinstance(turn["content"], list):
-            found.update(part["type"] for part in turn["content"])
+        content = turn["content"]
+        parts = content if isinstance(content, list) else []
+        found.update(part["type"] for part in parts)
     return found
 
 

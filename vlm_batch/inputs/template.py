@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from types import NoneType
 from typing import Any
 
 from jinja2 import nodes
@@ -129,8 +130,11 @@ class ChatTemplate:
         given = getattr(self.owner, "chat_template", None)
         if isinstance(given, str):
             return {"default": given}
-        named = (given or {}).items()
-        return {str(name): text for name, text in named if isinstance(text, str)}
+        sources = {}
+        for name, text in (given or {}).items():
+            if isinstance(text, str):
+                sources[str(name)] = text
+        return sources
 
     @cached_property
     def reads(self) -> frozenset[str]:
@@ -182,15 +186,16 @@ class ChatTemplate:
         mlx-vlm's ``get_chat_template`` switches thinking off where nobody asked, and sorts the keys of tools.
         """
         arguments: dict[str, Any] = dict(options.arguments)
-        if arguments.get("enable_thinking") is True and "thinking_mode" in self.reads:
+        thinks = arguments.get("enable_thinking") is True
+        if thinks and "thinking_mode" in self.reads:
             arguments.setdefault("thinking_mode", "enabled")
-        if options.continue_final_message:
+        continues = options.continue_final_message
+        if continues:
             arguments["continue_final_message"] = True
         found = self.owner.apply_chat_template(
             list(messages),
             tokenize=False,
-            add_generation_prompt=options.add_generation_prompt
-            and not options.continue_final_message,
+            add_generation_prompt=options.add_generation_prompt and not continues,
             **arguments,
         )
         assert isinstance(found, str)
@@ -202,8 +207,9 @@ class ChatTemplate:
             return False
         if num_images:
             return self.takes_parts and self.writes_pictures
-        are_texts = isinstance(turns, str) or all(map(_is_text, turns))
-        return are_texts or self.takes_parts
+        if self.takes_parts or isinstance(turns, str):
+            return True
+        return all(map(_is_text, turns))
 
     @cached_property
     def takes_text(self) -> bool:
@@ -224,10 +230,8 @@ class ChatTemplate:
     @cached_property
     def writes_pictures(self) -> bool:
         """Whether it has a mark for a picture's part."""
-        return self._probed([{"type": "image"}, _TEXT_PART]) not in (
-            "",
-            self._probed([_TEXT_PART]),
-        )
+        with_one = self._probed([{"type": "image"}, _TEXT_PART])
+        return with_one not in ("", self._probed([_TEXT_PART]))
 
     def _probed(self, content: Any) -> str:
         """Render a turn; "" if that fails."""
@@ -277,8 +281,7 @@ def _placed(node: nodes.Node) -> tuple[list[nodes.Node], list[nodes.Node]]:
 
 def _is_text(turn: Mapping[str, Any]) -> bool:
     """Whether a turn's content is text, or none."""
-    content = turn.get("content")
-    return content is None or isinstance(content, str)
+    return isinstance(turn.get("content"), (str, NoneType))
 
 
 def _arguments_of(function: Callable[..., Any]) -> set[str]:

@@ -31,21 +31,20 @@ def with_form(params: SamplingParams, result: Result) -> Result:
 
 def _lacking_form(params: SamplingParams, result: Result) -> str | None:
     """Return what an answer lacks of its form; None if it is whole."""
-    if params.form is None:
+    if params.form is None or _has_form(params, result):
         return None
-    if params.form == "choice":
-        is_whole = result.text in (params.choice or ())
-        lacking = "it was one of the choices"
-    elif params.form == "json_schema":
-        # of which the value is None, too
-        is_whole = result.parsed is not None or result.text.strip() == "null"
-        lacking = "its JSON was whole"
-    else:
-        is_whole = result.parsed is not None
-        lacking = f"it had the form of its {params.form}"
-    if is_whole:
-        return None
-    return lacking
+    lacking = {
+        "choice": "it was one of the choices",
+        "json_schema": "its JSON was whole",
+    }
+    return lacking.get(params.form, f"it had the form of its {params.form}")
+
+
+def _has_form(params: SamplingParams, result: Result) -> bool:
+    if params.choice is not None:
+        return result.text in params.choice
+    is_null = params.form == "json_schema" and result.text.strip() == "null"
+    return is_null or result.parsed is not None
 
 
 def record_of(item: Item, result: Result) -> Record:

@@ -182,8 +182,7 @@ class Documents(Sink):
         kept = {}
         for record in self._answers.records():
             file = PurePosixPath(str(record.get("file") or ""))
-            leads_out = file.is_absolute() or ".." in file.parts
-            if file.name and not leads_out:
+            if file.name and _is_below(file):
                 kept[str(record.get("document"))] = file
         return kept
 
@@ -249,8 +248,10 @@ class Documents(Sink):
         path = self.folder / self._names[name]
         if is_new or not path.exists():
             self._write_text(name, path, pages)
+        if self._boxes is None:
+            return
         boxes = boxes_path(path)
-        if self._boxes is not None and (is_new or not boxes.exists()):
+        if is_new or not boxes.exists():
             _write(boxes, boxes_json(name, pages, self._facts))
 
     def _write_text(self, name: str, path: Path, pages: list[PageText]) -> None:
@@ -266,6 +267,11 @@ class Documents(Sink):
 
     def close(self) -> None:
         self._answers.close()
+
+
+def _is_below(file: PurePosixPath) -> bool:
+    """Whether a path leads to no other folder than those below."""
+    return not file.is_absolute() and ".." not in file.parts
 
 
 def _lacking(name: str, pages: list[PageText]) -> Lacking | None:

@@ -138,10 +138,15 @@ def _schema(records: Iterator[Record], columns: tuple[str, ...]) -> Any:
         for name in columns:
             cells = [record.get(name) for record in group]
             types[name] = _common_type(types[name], cells)
-    for name, kind in types.items():
-        if kind == pa.null():
-            types[name] = pa.string()
-    return pa.schema(list(types.items()))
+    # a column without a value is one of texts
+    named = [(name, _or_text(kind)) for name, kind in types.items()]
+    return pa.schema(named)
+
+
+def _or_text(kind: Any) -> Any:
+    import pyarrow as pa
+
+    return pa.string() if kind == pa.null() else kind
 
 
 def _common_type(kind: Any, cells: list[Any]) -> Any:

@@ -149,17 +149,22 @@ def _params(body: Mapping[str, Any]) -> dict[str, Any]:
     schema = _schema(params.pop("json_schema", None))
     if schema is not None:
         params["json_schema"] = schema
-    bias = params.get("logit_bias", {})
-    if not isinstance(bias, dict):
-        raise ValueError("logit_bias maps token ids to numbers")
+    bias = _bias(params.get("logit_bias", {}))
     if bias:
-        params["logit_bias"] = {int(token): value for token, value in bias.items()}
+        params["logit_bias"] = bias
     top = body.get("top_logprobs") or 0
     if body.get("logprobs"):
         params["logprobs"] = top
     elif top:
         raise ValueError("top_logprobs needs logprobs: true")
     return params
+
+
+def _bias(given: Any) -> dict[int, Any]:
+    """Return a bias by token ids, which JSON spells as text. Raises ValueError."""
+    if not isinstance(given, dict):
+        raise ValueError("logit_bias maps token ids to numbers")
+    return {int(token): value for token, value in given.items()}
 
 
 def _schema(given: Any) -> Mapping[str, Any] | None:

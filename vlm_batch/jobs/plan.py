@@ -181,9 +181,14 @@ class Job:
             raise
         except Exception as error:
             yield _damaged(source, error)
-        if watch.left_out is not None and not watch.has_media:
-            raise InvalidJob(watch.left_out)
-        if source.found is not None and not watch.has_media:
+        if not watch.has_media:
+            self._check_media(source, watch.left_out)
+
+    def _check_media(self, source: Source, left_out: str | None) -> None:
+        """Raise InvalidJob if a source without media has columns that look like some."""
+        if left_out is not None:
+            raise InvalidJob(left_out)
+        if source.found is not None:
             self._check_overlooked(source, source.found)
 
     def _check_overlooked(self, source: Source, found: Columns) -> None:
@@ -280,16 +285,13 @@ class Job:
         for space, names in spaces.items():
             spelled |= {f"{space}.{name}" for name in names}
         for name in self.carried:
-            there = [f"{space}.{name}" for space in spaces if name in spaces[space]]
+            there = [space for space, names in spaces.items() if name in names]
             if len(there) > 1:
-                raise InvalidJob(
-                    f"{name!r} in --columns may be {' or '.join(there)}; write which"
-                )
-            is_known = bool(there) or name in spelled
-            if where is not None and not is_known:
-                raise _unknown_column(
-                    name, where, known, ANSWER_FIELDS | fields, spelled
-                )
+                either = " or ".join(f"{space}.{name}" for space in there)
+                raise InvalidJob(f"{name!r} in --columns may be {either}; write which")
+            if where is None or there or name in spelled:
+                continue
+            raise _unknown_column(name, where, known, ANSWER_FIELDS | fields, spelled)
 
 
 def _unknown_column(

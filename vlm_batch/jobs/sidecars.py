@@ -35,8 +35,8 @@ class Sidecars(Sink):
             )
         self._pictures = pictures
         self._beside = Path(folder or ".") / f".vlm-batch{self._suffix}"
-        self._sink = sink or _TextFiles(self._beside, self._texts)
         self._header = self._beside if sink is None else Path(sink.name)
+        self._sink = sink or _TextFiles(self._beside, self._texts)
         self.name = self._sink.name or f"*{self._suffix}"
 
     def path_of(self, picture: str) -> Path:

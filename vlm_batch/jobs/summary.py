@@ -91,13 +91,10 @@ class Histogram:
         used = [bucket for bucket, count in enumerate(self.counts) if count]
         if not used:
             return []
-        first, last = used[0], used[-1]
-        found = []
-        for bucket in range(first, last + 1):
-            least = self.least if bucket == first else self.edge(bucket)
-            most = self.most if bucket == last else self.edge(bucket + 1)
-            found.append((least, most, self.counts[bucket]))
-        return found
+        buckets = range(used[0], used[-1] + 1)
+        edges = [self.least, *map(self.edge, buckets[1:]), self.most]
+        counts = self.counts[used[0] : used[-1] + 1]
+        return list(zip(edges, edges[1:], counts, strict=False))
 
 
 @dataclass

@@ -7,7 +7,7 @@ import csv
 import itertools
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, TextIO
@@ -71,13 +71,15 @@ class JsonLines(SourceFile):
 
     def _names_itself(self, cells: dict[str, Any], place: str) -> bool:
         """Whether a line surely has an id of its own."""
-        names = ID_COLUMNS if self.own.id is None else (self.own.id,)
+        names: Sequence[str] = ID_COLUMNS
         if "body" in cells:
             names = ("custom_id",)
-        given = [cells[name] for name in names if cells.get(name) is not None]
-        if not given or isinstance(given[0], (list, dict)):
+        elif self.own.id is not None:
+            names = (self.own.id,)
+        own_id = next(filter(_is_given, map(cells.get, names)), None)
+        if own_id is None or isinstance(own_id, (list, dict)):
             return False
-        return id_of(given[0], place) != place
+        return id_of(own_id, place) != place
 
     def rows(self) -> Iterator[JobRow]:
         if self.stream is not None:
@@ -148,6 +150,10 @@ class JsonLines(SourceFile):
         if is_chat and columns.image in nulls:
             return replace(columns, image=None)
         return columns
+
+
+def _is_given(value: Any) -> bool:
+    return value is not None
 
 
 def _cells_of(line: str) -> dict[str, Any] | None:

@@ -305,18 +305,21 @@ def _kinds_of_positions(part: Mapping[str, Any]) -> dict[str, str]:
 
 def with_nested_towers(weights: Weights, model: nn.Module) -> Weights:
     """Insert ``vision_model`` in tensors' names where mlx-vlm has it."""
-    there = {str(entry[0]) for entry in tree_flatten(model.parameters())}
+    there = {str(name) for name, _ in tree_flatten(model.parameters())}
+    renamed = {}
+    for name, value in weights.items():
+        nested = _nested(name)
+        is_nested_there = name not in there and nested in there
+        renamed[nested if is_nested_there else name] = value
+    return renamed
 
-    def nested(name: str) -> str:
-        if name in there or ".vision_model." in name:
-            return name
-        inner = name.replace("vision_tower.", "vision_tower.vision_model.", 1)
-        inner = inner[inner.find("vision_tower.") :]  # some have "model." before it
-        if inner in there:
-            return inner
+
+def _nested(name: str) -> str:
+    """Return a tensor's name with ``vision_model`` in it."""
+    if ".vision_model." in name:
         return name
-
-    return {nested(name): value for name, value in weights.items()}
+    inner = name.replace("vision_tower.", "vision_tower.vision_model.", 1)
+    return inner[inner.find("vision_tower.") :]  # some have "model." before it
 
 
 class TypedNorm(nn.RMSNorm):

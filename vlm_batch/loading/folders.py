@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -226,7 +227,7 @@ class _Folder:
     def missing_tensors(self) -> list[str]:
         if not self.has_indexed_files:
             return []
-        return [name for name in self.weight_map if name not in self.tensors]
+        return list(itertools.filterfalse(self.tensors.__contains__, self.weight_map))
 
     # Faults
     # -----------------------------------------------------------------------------------------------------------------
@@ -252,9 +253,8 @@ class _Folder:
     def _weights_faults(self) -> Iterator[str]:
         if not self.weights:
             yield self._without_weights()
-        for file in self.weights:
-            if file.fault is not None:
-                yield file.fault
+        faults = [file.fault for file in self.weights]
+        yield from filter(None, faults)
 
     def _without_config(self) -> str:
         if self.path.is_file():
@@ -334,8 +334,8 @@ class _Folder:
                 "it has no tokenizer: there is no tokenizer.json, tokenizer.model, vocab.json with merges.txt, or "
                 "other file with a vocabulary. Download it again, or copy these files from the model that it was made of"
             )
-        has_merges = (self.path / "merges.txt").exists()
-        if there == ["vocab.json"] and not has_merges:
+        needs_merges = there == ["vocab.json"]
+        if needs_merges and not (self.path / "merges.txt").exists():
             yield "its tokenizer is not whole: there is vocab.json, and neither merges.txt nor tokenizer.json"
 
 
@@ -413,5 +413,6 @@ def _ends_as_object(path: Path) -> bool:
 
 
 def _listed(names: Sequence[str], most: int = 5) -> str:
-    further = f" and {len(names) - most} more" if len(names) > most else ""
+    num_further = len(names) - most
+    further = f" and {num_further} more" if num_further > 0 else ""
     return ", ".join(names[:most]) + further

@@ -154,11 +154,13 @@ def quantisation_fault(
 
 def is_quantised(tensors: Mapping[str, Any]) -> bool:
     """Whether some matrix is of integers or small floats."""
-    for name, head in tensors.items():
-        is_matrix = len(head.shape) > 1 and not name.endswith(("position_ids", "index"))
-        if is_matrix and head.dtype not in PLAIN_TYPES:
-            return True
-    return False
+    return any(map(_is_packed, tensors, tensors.values()))
+
+
+def _is_packed(name: str, head: Any) -> bool:
+    if head.dtype in PLAIN_TYPES or len(head.shape) < 2:
+        return False
+    return not name.endswith(("position_ids", "index"))
 
 
 def _why_unread(found: Quantisation, tensors: Mapping[str, Any]) -> str | None:
@@ -182,16 +184,15 @@ def _why_unread_compressed(
         return f"of which mlx-vlm reads {', '.join(sorted(READ_FORMATS))}"
     if any(name.endswith(".weight_g_idx") for name in tensors):
         return "with groups in an order of their own (actorder: group), which mlx-vlm cannot read"
-    shapes = set()
+    packed = []
     for group in groups:
-        if group.get("format", kind) != "pack-quantized":
-            continue
-        weights = _mapping(group.get("weights"))
-        why = _why_unread_packed(weights)
-        if why is not None:
-            return why
-        shapes.add((_bits(weights), _group_size(weights)))
-    if len(shapes) > 1:
+        if group.get("format", kind) == "pack-quantized":
+            packed.append(_mapping(group.get("weights")))
+    faults = list(filter(None, map(_why_unread_packed, packed)))
+    if faults:
+        return faults[0]
+    bits, sizes = set(map(_bits, packed)), set(map(_group_size, packed))
+    if len(bits) > 1 or len(sizes) > 1:
         return "with several numbers of bits, of which mlx-vlm takes the first for all"
     return None
 
@@ -234,9 +235,10 @@ def check_decoded(weights: Mapping[str, Any], config: Mapping[str, Any]) -> None
         return
     for name, value in weights.items():
         layer, _, leaf = name.rpartition(".")
-        is_matrix = leaf == "weight" and value.ndim > 1
-        is_packed = is_matrix and "int" in str(value.dtype)
-        if is_packed and f"{layer}.scales" not in weights:
+        is_packed = value.ndim > 1 and "int" in str(value.dtype)
+        if leaf != "weight" or not is_packed:
+            continue
+        if f"{layer}.scales" not in weights:
             raise UnsupportedModel(
                 f"its weights are quantised by {found.name}, and mlx-vlm has not unpacked {name}. {INSTEAD}"
             )

@@ -53,10 +53,9 @@ class RecommendedSampling:
     not_taken: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        said = []
-        for name, value in self.params.items():
-            if name != _IMPLIED:
-                said.append(f"{name} {value:g}")
+        params = dict(self.params)
+        params.pop(_IMPLIED, None)
+        said = [f"{name} {value:g}" for name, value in params.items()]
         text = ", ".join(said) or "greedy"
         if not self.not_taken:
             return text

@@ -57,12 +57,12 @@ class Video:
             is_right = is_real(self.fps) and self.fps > 0
             right = "a finite number above 0"
             demand(is_right, InvalidParameters, "fps", self.fps, right)
-        takes_all = is_whole(self.num_frames) and self.num_frames == ALL_FRAMES
-        if not takes_all:
+        if not _takes_all(self.num_frames):
             _check_most("num_frames", self.num_frames)
         _check_most("max_frames", self.max_frames)
         _check_most("max_pixels", self.max_pixels)
-        if self.num_frames is not None and self.max_frames is not None:
+        are_both = self.num_frames is not None and self.max_frames is not None
+        if are_both:
             raise InvalidParameters("num_frames and max_frames exclude each other")
 
 
@@ -130,6 +130,10 @@ class FetchPolicy:
         right = f"a number above 0, {MAX_SECONDS:,} at most"
         demand(is_right, InvalidParameters, "seconds", seconds, right)
         object.__setattr__(self, "directories", _paths(self.directories))
+
+
+def _takes_all(num_frames: Any) -> bool:
+    return is_whole(num_frames) and num_frames == ALL_FRAMES
 
 
 def _check_flag(name: str, value: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import NoneType
 from typing import Any
 
 from vlm_batch.checks import demand, is_flag
@@ -87,33 +88,42 @@ class Template:
     def said(self) -> list[str]:
         """Names of arguments that differ from the defaults."""
         said = sorted(self.arguments)
-        if not self.add_generation_prompt and not self.continue_final_message:
-            said.append("add_generation_prompt=False")
         if self.continue_final_message:
             said.append("continue_final_message")
+        elif not self.add_generation_prompt:
+            said.append("add_generation_prompt=False")
         return said
 
 
 def _mappings(name: str, given: Any) -> list[dict[str, Any]]:
-    is_sequence = isinstance(given, (list, tuple))
-    is_right = is_sequence and all(isinstance(one, Mapping) for one in given)
+    """Return a list of mappings, copied. Raises InvalidPrompt for anything else."""
+    is_list = isinstance(given, (list, tuple))
+    is_right = is_list and all(map(_is_mapping, given))
     demand(is_right, InvalidPrompt, name, given, "a list of mappings, or None")
-    return [dict(one) for one in given]
+    return list(map(dict, given))
+
+
+def _is_mapping(value: Any) -> bool:
+    return isinstance(value, Mapping)
 
 
 def _is_bool_or_none(value: Any) -> bool:
-    return value is None or isinstance(value, bool)
+    return isinstance(value, (bool, NoneType))
 
 
 def _is_text_or_none(value: Any) -> bool:
-    return value is None or isinstance(value, str)
+    return isinstance(value, (str, NoneType))
 
 
 def _is_named(value: Any) -> bool:
     """Return whether a value is a mapping of names."""
     if not isinstance(value, Mapping):
         return False
-    return all(isinstance(name, str) for name in value)
+    return all(map(_is_text, value))
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
 
 
 PLAIN_TEMPLATE = Template()
