@@ -130,7 +130,7 @@ class Rows:
     def place(self, row: Row) -> None:
         """Give an encoded row a place."""
         self.ledger.move(row, Stage.PREFILL)
-        row.clock.placed = row.clock.placed or time.perf_counter()
+        row.clock.note_place()
 
     def end_prefill(self, row: Row, logits: mx.array) -> None:
         """Note a prefilled row's logits (1, V). Siblings become rows of their own.
@@ -185,7 +185,7 @@ class Rows:
         """End a complete row. Raises if the user's cache cannot be saved."""
         row.answer.ending = ending
         # of an answer without tokens: its end
-        row.clock.first_token = row.clock.first_token or time.perf_counter()
+        row.clock.note_token()
         if row.stage is not Stage.LAST:
             self.leave(row)
         cache = self._reuse.end(row)
