@@ -211,11 +211,10 @@ class Drafter(NoDrafter):
         self, most: int, guide: Guide | None, position: int
     ) -> Expectation | None:
         """Return what to expect of the model that drafts, if it knows the row up to ``position``."""
-        if most <= 0 or self.state is None:
+        if self.state is None or self.state.end != position:
             return None
-        if guide is not None and not guide.looks_ahead:
-            return None
-        if self.state.end != position:
+        is_checked = guide is None or guide.looks_ahead
+        if most <= 0 or not is_checked:
             return None
         length = min(SIZES[-1], most)
         return Expectation("model", length, self.rates["model"])

@@ -177,18 +177,22 @@ class EncoderMemory:
 
     def step(self) -> None:
         """Learn from finished encodings."""
+        peak = mx.get_peak_memory()
         if not self._running:
-            if self._limit is not None and mx.get_peak_memory() > self._limit:
-                # a load or a long prompt left a peak that would hide those of encodings
-                reset_peak()
+            self._forget(peak)
             return
-        peak, still = mx.get_peak_memory(), []
+        still: list[tuple[int, int, int]] = []
         for nbytes, before, steps in self._running:
             if steps < STEPS_OF_ENCODING:
                 still.append((nbytes, before, steps + 1))
                 continue
             self._sizes.note(nbytes, max(0, peak - before))
         self._running = still
+
+    def _forget(self, peak: int) -> None:
+        """Forget the peak that a load or a long prompt has left, which would hide those of encodings."""
+        if self._limit is not None and peak > self._limit:
+            reset_peak()
 
     def fits(self, nbytes: int) -> bool:
         """Return whether an encoding has room; an unknown size has."""

@@ -113,11 +113,11 @@ class Rows:
         """Return who asks, who has places, and since when."""
         now = time.perf_counter()
         placed, asked = self.ledger.placed(), self.ledger.asked
-        for client in placed:
-            self._served[client] = now
+        self._served.update(dict.fromkeys(placed, now))
         if len(self._served) > 2 * len(asked) + MOST_REMEMBERED:
-            served = self._served.items()
-            self._served = {client: when for client, when in served if client in asked}
+            gone = [client for client in self._served if client not in asked]
+            for client in gone:
+                del self._served[client]
         return Clients(now, self._ageing_seconds, placed, asked, self._served)
 
     # Moves

@@ -352,16 +352,22 @@ def sample(logits: mx.array, rows: Sequence[SamplingRow]) -> Sampled:
     highest = mx.max(logits, axis=-1) if drawn else _at(logits, tokens)
     if drawn:
         tokens = _drawn(tokens, logits, rows, drawn)
-    counts: dict[int, int] = {}
-    for place, row in enumerate(rows):
-        count = row.params.logprobs
-        if count is not None:
-            counts[place] = count
+    counts = _num_logprobs(rows)
     if not counts:
         return Sampled(tokens, highest)
     asked = mx.array(list(counts))
     told = Logprobs.of(logits[asked], tokens[asked], list(counts.values()))
     return Sampled(tokens, highest, told, tuple(counts))
+
+
+def _num_logprobs(rows: Sequence[SamplingRow]) -> dict[int, int]:
+    """Return how many log-probabilities rows ask for, by place."""
+    counts: dict[int, int] = {}
+    for place, row in enumerate(rows):
+        count = row.params.logprobs
+        if count is not None:
+            counts[place] = count
+    return counts
 
 
 def _drawn(
